@@ -1,0 +1,142 @@
+"""Every op in plain PyTorch: the oracle of the faster backends, and what runs where none of them does.
+
+The ops walk over blocks of rows that fit a core's cache, so that the passes of a formula meet in the cache and
+not in memory; and they write into the caller's buffer, because fresh pages cost as much as the arithmetic.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Elements per block: 1-2 MB of float32. Blocks of 0.2 M were up to 1.6x slower (call overhead), the whole tensor
+# up to 9x (fresh pages): [4 x 128 x 128, 96] and [2 x 64 x 64 x 4, 192] on two cores of a Zen 5 server, 2026-11.
+_BLOCK_ELEMENTS = 400_000
+
+# Largest score matrix, in elements, that attention without a fused kernel may hold at a time.
+_SCORE_ELEMENTS = 1 << 25
+
+# `torch.nn.functional.normalize` divides by max(norm, eps) with this eps; Wan's RMS_norm is built on it.
+_NORM_EPS = 1e-12
+
+
+def rms_norm_silu(x: Tensor, gamma: Tensor, *, silu: bool = True, out: Tensor | None = None) -> Tensor:
+    """Normalise each pixel over its channels, scale, and apply SiLU.
+
+    `silu(x / max(norm2(x), 1e-12) * sqrt(C) * gamma)`: `RMS_norm` of Wan 2.1, wan/modules/vae.py, which has no
+    mean and no bias, followed by its SiLU.
+
+    Args:
+        x: `[B, C, T, H, W]`, channels-last.
+        gamma: `C` scales, in any shape.
+        silu: Apply SiLU after the norm.
+        out: `[B, C, T, H, W]`, channels-last, of the same dtype; it may be a run of frames of a longer buffer.
+
+    Returns:
+        `out`, or a new tensor like `x`.
+    """
+    scale = gamma.flatten().float() * math.sqrt(x.shape[1])
+    if torch.is_grad_enabled() and (x.requires_grad or gamma.requires_grad):
+        y = F.normalize(x.float(), dim=1, eps=_NORM_EPS) * scale.view(1, -1, *[1] * (x.ndim - 2))
+        y = (F.silu(y) if silu else y).to(x.dtype)
+        return y if out is None else out.copy_(y)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.preserve_format)
+    if x.dtype == torch.float32:
+        for rows, target in _blocks(x, out):
+            norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min_(_NORM_EPS)
+            torch.div(rows, norm, out=target).mul_(scale)
+            if silu:
+                F.silu(target, inplace=True)
+        return out
+    scratch: Tensor | None = None
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    for rows, target in _blocks(x, out):
+        if scratch is None:
+            scratch = torch.empty(rows.shape, dtype=wide, device=x.device)
+        work = scratch[: rows.shape[0]].copy_(rows)
+        norm = torch.linalg.vector_norm(work, dim=1, keepdim=True).clamp_min_(_NORM_EPS)
+        work.div_(norm).mul_(scale)
+        if silu:
+            F.silu(work, inplace=True)
+        target.copy_(work)
+    return out
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Single-head attention over the pixels of a frame: `softmax(q k^T / sqrt(d)) v`.
+
+    PyTorch's fused kernels need memory for the result alone, whatever the head size: the flash kernel of a CPU,
+    and on CUDA the memory-efficient one. Elsewhere the queries go through in blocks. The `N x N` scores of a
+    3840 x 2160 picture would take 67 GB.
+
+    Args:
+        q: `[B, N, d]`, its last dimension dense.
+        k: Like `q`.
+        v: Like `q`.
+
+    Returns:
+        `[B, N, d]`.
+    """
+    if _fused_attention_takes(q, k, v):
+        return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
+    rows = max(1, _SCORE_ELEMENTS // k.shape[1])
+    keys = k.transpose(1, 2)
+    parts = []
+    for part in q.split(rows, dim=1):
+        scores = torch.matmul(part * q.shape[-1] ** -0.5, keys)
+        parts.append(torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(v.dtype), v))
+    return torch.cat(parts, dim=1)
+
+
+def interleave_upsample(x: Tensor, phases: int = 1, *, out: Tensor | None = None) -> Tensor:
+    """Spread the temporal phases over frames and repeat every pixel 2 x 2 times, in one write.
+
+    Frame `phases * t + p` of the result shows channels `[p * C, (p + 1) * C)` of frame `t`, each pixel twice in
+    height and width (nearest neighbour): the reshape and the Upsample of Wan's `Resample`, wan/modules/vae.py.
+
+    Args:
+        x: `[B, phases * C, T, H, W]`, channels-last.
+        phases: Frames made from each frame: 2 after a `time_conv`, else 1.
+        out: `[B, C, phases * T, 2 H, 2 W]`, channels-last, of the same dtype.
+
+    Returns:
+        `out`, or a new channels-last tensor of that shape.
+    """
+    batch, channels, frames, height, width = x.shape
+    channels //= phases
+    if out is None:
+        shape = (batch, phases * frames, 2 * height, 2 * width, channels)
+        out = torch.empty(shape, dtype=x.dtype, device=x.device).movedim(-1, 1)
+    # [B, T, H, W, phase, C] -> [B, T, phase, H, 2, W, 2, C]
+    source = x.movedim(1, -1).unflatten(4, (phases, channels)).permute(0, 1, 4, 2, 3, 5)
+    grown = out.movedim(1, -1).view(batch, frames, phases, height, 2, width, 2, channels)
+    grown.copy_(source[:, :, :, :, None, :, None].expand_as(grown))
+    return out
+
+
+def _fused_attention_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether PyTorch has a kernel for these that never holds the `N x N` scores."""
+    if q.device.type == "cpu":
+        return True
+    if q.device.type != "cuda":
+        return False
+    params = torch.backends.cuda.SDPAParams(q[:, None], k[:, None], v[:, None], None, 0.0, False, False)
+    return torch.backends.cuda.can_use_flash_attention(params) or torch.backends.cuda.can_use_efficient_attention(
+        params
+    )
+
+
+def _blocks(x: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pair the rows of `x` and of `out` in blocks of about `_BLOCK_ELEMENTS`; the rows of `out` are views."""
+    channels = x.shape[1]
+    rows_per_block = max(1, _BLOCK_ELEMENTS // channels)
+    for source, target in zip(x, out, strict=True):
+        rows = source.movedim(0, -1).reshape(-1, channels)
+        yield from zip(
+            rows.split(rows_per_block),
+            target.movedim(0, -1).view(-1, channels).split(rows_per_block),
+            strict=True,
+        )

@@ -1,0 +1,236 @@
+"""Checkpoints: files in, one key naming, strict loading with a report that can be read."""
+
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from .config import VAEConfig, read_configs
+from .model import VideoVAE
+from .precision import fastest_decode_dtype
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+# What packers put before every key.
+_PREFIXES = ("model.", "first_stage_model.", "vae.", "module.")
+
+# How many keys of each kind a report names.
+_NAMED = 3
+
+# diffusers' names of the Wan 2.1 layout (AutoencoderKLWan, AutoencoderKLQwenImage; its script
+# convert_wan_to_diffusers.py holds the table) as patterns, with Wan's own. The decoder's blocks are numbered after it.
+_DIFFUSERS_NAMES = [
+    (r"\.norm1\.gamma$", ".residual.0.gamma"),
+    (r"\.conv1\.(weight|bias)$", r".residual.2.\1"),
+    (r"\.norm2\.gamma$", ".residual.3.gamma"),
+    (r"\.conv2\.(weight|bias)$", r".residual.6.\1"),
+    (r"\.conv_shortcut\.", ".shortcut."),
+    (r"^quant_conv\.", "conv1."),
+    (r"^post_quant_conv\.", "conv2."),
+    (r"\.conv_in\.", ".conv1."),
+    (r"\.norm_out\.gamma$", ".head.0.gamma"),
+    (r"\.conv_out\.", ".head.2."),
+    (r"\.mid_block\.resnets\.0\.", ".middle.0."),
+    (r"\.mid_block\.attentions\.0\.", ".middle.1."),
+    (r"\.mid_block\.resnets\.1\.", ".middle.2."),
+    (r"^encoder\.down_blocks\.(\d+)\.", r"encoder.downsamples.\1."),
+]
+
+
+def load_vae(
+    source: str | os.PathLike[str] | Mapping[str, Tensor],
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    encode_dtype: torch.dtype | None = None,
+    weights_dtype: torch.dtype | None = None,
+) -> VideoVAE:
+    """Load a VAE of the Wan 2.1 layout; what it is, is read off its tensors.
+
+    Args:
+        source: A `.safetensors` file; a `.pth`, `.pt`, `.ckpt` or `.bin` file of tensors alone; or a state dict.
+            Keys are Wan's own, prefixed with `model.`, or diffusers'. Weights may have any float dtype.
+        device: Where the weights live and the work is done.
+        dtype: Dtype of the computation: float32, bfloat16, float16 or float64. None: decode in bfloat16 where the
+            device has it (a CPU: where it is measured faster), else in float32; encode in float32.
+        encode_dtype: Dtype of encoding alone, where it differs from `dtype`.
+        weights_dtype: Dtype that the weights are kept in; None: that of the computation.
+
+    Returns:
+        The VAE. It shares no memory with `source`.
+
+    Raises:
+        OSError: The file is missing or cannot be opened.
+        ValueError: The file is not a checkpoint; the weights do not fit the layout, or are not finite; a dtype is
+            not supported.
+    """
+    place = torch.device(device)
+    for name, wish in (("dtype", dtype), ("encode_dtype", encode_dtype)):
+        if wish is not None and wish not in _DTYPES:
+            raise ValueError(f"{name} is {wish}; expected torch.float32, bfloat16, float16 or float64")
+    if weights_dtype is not None and not weights_dtype.is_floating_point:
+        raise ValueError(f"weights_dtype is {weights_dtype}; expected a float dtype")
+    name = "the state dict" if isinstance(source, Mapping) else str(Path(source))
+    raw = dict(source) if isinstance(source, Mapping) else read_file(Path(source))
+    try:
+        weights = to_wan_keys(raw)
+        config = _fit({key: tuple(value.shape) for key, value in weights.items()})
+        _check_values(weights)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    decode = dtype or fastest_decode_dtype(place)
+    encode = encode_dtype or dtype or torch.float32
+    with torch.inference_mode(False), torch.no_grad():
+        with torch.device("meta"):
+            vae = VideoVAE(config, decode, encode)
+        placed = {
+            key: _place(weights.pop(key), place, weights_dtype or (encode if _encodes(key) else decode))
+            for key in list(weights)
+        }
+        vae.load_state_dict(placed, strict=True, assign=True)
+    return vae.requires_grad_(False).eval()
+
+
+def read_file(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a checkpoint file; nothing in it is executed.
+
+    Raises:
+        OSError: The file is missing or cannot be opened.
+        ValueError: It is empty, damaged, of another kind, or holds more than tensors.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; expected a .safetensors or .pth file")
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; expected a .safetensors or .pth file")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty; expected a .safetensors or .pth file")
+    try:
+        if path.suffix in (".safetensors", ".sft"):
+            with safetensors.safe_open(path, framework="pt") as file:
+                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, not a dict
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is not a whole .safetensors file: {_line(error)}") from None
+    except pickle.UnpicklingError:
+        raise ValueError(f"{path} is damaged or holds more than tensors; expected a state dict") from None
+    except (RuntimeError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is not a whole PyTorch file: {_line(error)}") from None
+    return _tensors_of(loaded, path)
+
+
+def to_wan_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Bring the keys of any known dialect to Wan's own.
+
+    Args:
+        state: A state dict with Wan's keys, the same behind a prefix, or diffusers'.
+
+    Returns:
+        The same tensors under Wan's names. Keys of no known dialect stay as they are.
+
+    Raises:
+        ValueError: A key or a value is not of a state dict.
+    """
+    for key, value in state.items():
+        if not isinstance(key, str) or not isinstance(value, Tensor):
+            raise ValueError(f"entry {key!r} is a {type(value).__name__}; expected names and tensors alone")
+    prefix = next((p for p in _PREFIXES if state and all(key.startswith(p) for key in state)), "")
+    plain = {key.removeprefix(prefix): value for key, value in state.items()}
+    if not any(".conv_in." in key for key in plain):
+        return plain
+    return {_from_diffusers(key): value for key, value in plain.items()}
+
+
+def _from_diffusers(key: str) -> str:
+    """Wan's name of a tensor that diffusers names `key`."""
+    for pattern, name in _DIFFUSERS_NAMES:
+        key = re.sub(pattern, name, key)
+    match = re.match(r"decoder\.up_blocks\.(\d+)\.(resnets\.(\d+)|upsamplers\.0)\.(.*)", key)
+    if match:
+        stage, _, block, rest = match.groups()
+        return f"decoder.upsamples.{4 * int(stage) + (3 if block is None else int(block))}.{rest}"
+    return key
+
+
+def _fit(shapes: dict[str, tuple[int, ...]]) -> VAEConfig:
+    """The reading of the shapes that they fit; where they fit none, the error reports on the closest."""
+    reports: list[tuple[int, VAEConfig, str]] = []
+    for config in read_configs(shapes):
+        with torch.device("meta"):
+            expected = VideoVAE(config, torch.float32, torch.float32).state_dict()
+        missing = [key for key in expected if key not in shapes]
+        unexpected = [key for key in shapes if key not in expected]
+        wrong = [
+            f"{key} {list(shapes[key])}, expected {list(value.shape)}"
+            for key, value in expected.items()
+            if key in shapes and shapes[key] != tuple(value.shape)
+        ]
+        parts = [_some("missing", missing), _some("unexpected", unexpected), _some("of another shape", wrong)]
+        reports.append(
+            (len(missing) + len(unexpected) + len(wrong), config, "; ".join(part for part in parts if part))
+        )
+        if not reports[-1][0]:
+            break
+    count, config, report = min(reports, key=lambda entry: entry[0])
+    if count:
+        raise ValueError(f"the weights do not fit the {config.family} layout: {report}")
+    return config
+
+
+def _check_values(weights: Mapping[str, Tensor]) -> None:
+    """Refuse integers, and what training or a disk left broken."""
+    whole = [f"{key} ({value.dtype})" for key, value in weights.items() if not value.is_floating_point()]
+    if whole:
+        raise ValueError(f"the weights are not floating point: {_some('such', whole)}")
+    broken = [key for key, value in weights.items() if not bool(_widened(value).isfinite().all())]
+    if broken:
+        raise ValueError(f"the weights hold NaN or infinity: {_some('such', broken)}; expected finite ones")
+
+
+def _widened(value: Tensor) -> Tensor:
+    """8-bit floats as float32: PyTorch has few operations on them."""
+    return value.float() if value.element_size() == 1 else value
+
+
+def _place(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A copy of a weight in the memory order of the convolutions."""
+    orders = {4: torch.channels_last, 5: torch.channels_last_3d}
+    order = orders.get(value.ndim, torch.contiguous_format)
+    return value.detach().to(device, dtype, copy=True, memory_format=order)
+
+
+def _encodes(key: str) -> bool:
+    return key.startswith(("encoder.", "conv1."))
+
+
+def _some(kind: str, entries: list[str]) -> str:
+    """`2 missing (a, b)`, cut after a few."""
+    if not entries:
+        return ""
+    more = f", and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
+    return f"{len(entries)} {kind} ({', '.join(entries[:_NAMED])}{more})"
+
+
+def _tensors_of(loaded: Any, path: Path) -> dict[str, Tensor]:  # noqa: ANN401, whatever was in the file
+    """The state dict in what a `.pth` file held: itself, or the one entry that is it."""
+    for key in ("state_dict", "model", "vae"):
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
+            loaded = loaded[key]
+    if not isinstance(loaded, Mapping):
+        raise ValueError(f"{path} holds a {type(loaded).__name__}; expected a state dict")
+    return dict(loaded)
+
+
+def _is_zip(path: Path) -> bool:
+    """Whether a PyTorch file is of the kind that can be mapped into memory (since PyTorch 1.6)."""
+    return zipfile.is_zipfile(path)
+
+
+def _line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0][:200]

@@ -1,0 +1,305 @@
+"""Convolutions in channels-last memory: causal in time, sliced to 2D for a lone frame.
+
+The parameter is the one owner of a weight, in the checkpoint's shape and under its name. What a call needs beside it
+(the last temporal tap as a 2D weight, another dtype, oneDNN's blocked layout) is derived from it once, and derived
+again when the parameter is replaced or written to.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .cache import TemporalCache
+
+Fill = Callable[[Tensor, Tensor], object]
+"""Writes a function of its first argument into its second, which has the same shape."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A weight in the shape that a call needs, with what tells whether it is still true."""
+
+    weight: Tensor
+    packed: bool
+    source: weakref.ref[Tensor]
+    stamp: tuple[object, ...]
+    checksum: Tensor
+
+
+class _Forms(dict[tuple[str, torch.dtype], _Form]):
+    """The derived weights of one convolution; a copied or pickled module starts without any."""
+
+    def __deepcopy__(self, memo: object) -> "_Forms":
+        return _Forms()
+
+    def __reduce__(self) -> tuple[type["_Forms"], tuple[()]]:
+        return _Forms, ()
+
+
+class Conv(nn.Module):
+    """A convolution's parameters and the forms that are derived from them.
+
+    Args:
+        in_channels: Channels in.
+        out_channels: Channels out.
+        kernel: Taps: `(height, width)`, or `(time, height, width)`.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, kernel: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_channels, in_channels, *kernel))
+        self.bias = nn.Parameter(torch.empty(out_channels))
+        self._forms = _Forms()
+
+    def form_bytes(self) -> int:
+        """Bytes of the derived forms that do not share the parameter's memory."""
+        return sum(_nbytes(form.weight) for form in self._forms.values())
+
+    def drop_forms(self) -> None:
+        """Forget the derived forms."""
+        self._forms.clear()
+
+    def _convolve(self, x: Tensor, kind: str, stride: int, padding: int, residual: Tensor | None) -> Tensor:
+        """Convolve with the form `kind`; add `residual`, which is overwritten unless autograd records."""
+        ndim = 4 if kind in ("frame", "shifted") else 5
+        strides = (stride, 1, 1) if ndim == 5 else (stride, stride)
+        pads = (0, padding, padding) if ndim == 5 else (padding, padding)
+        bias = self.bias.to(x.dtype)
+        if _records(x, self.weight):
+            convolve = F.conv2d if ndim == 4 else F.conv3d
+            y = convolve(x, self._derive(kind, x.dtype), bias, stride=strides, padding=pads)
+            return y if residual is None else y + residual
+        form = self._form(kind, x, strides, pads)
+        if form.packed:
+            ones = (1,) * (ndim - 2)
+            if residual is None:
+                return torch.ops.mkldnn._convolution_pointwise(
+                    x, form.weight, bias, pads, strides, ones, 1, "none", [], ""
+                )
+            return torch.ops.mkldnn._convolution_pointwise_.binary(
+                residual, x, form.weight, bias, pads, strides, ones, 1, "add", 1.0, None, [], None
+            )
+        convolve = F.conv2d if ndim == 4 else F.conv3d
+        y = convolve(x, form.weight, bias, stride=strides, padding=pads)
+        return y if residual is None else residual.add_(y)
+
+    def _form(self, kind: str, x: Tensor, stride: tuple[int, ...], padding: tuple[int, ...]) -> _Form:
+        """Look the form up, or derive it."""
+        key = (kind, x.dtype)
+        form = self._forms.get(key)
+        if form is not None and form.source() is self.weight and form.stamp == _stamp(self.weight):
+            return form
+        # Outside of inference mode, so that a form serves both there and here.
+        with torch.inference_mode(False), torch.no_grad():
+            weight = self._derive(kind, x.dtype)
+            packed = _packs(x)
+            if packed:
+                ones = (1,) * len(stride)
+                weight = torch.ops.mkldnn._reorder_convolution_weight(
+                    weight, padding, stride, ones, 1, list(x.shape)
+                )
+            form = _Form(
+                weight, packed, weakref.ref(self.weight), _stamp(self.weight), _checksum(self.weight)
+            )
+        self._forms[key] = form
+        return form
+
+    def _derive(self, kind: str, dtype: torch.dtype) -> Tensor:
+        """The weight that a call of this kind multiplies with, channels-last; maybe the parameter itself.
+
+        `volume`: all taps. `frame`: the last temporal tap. `shifted`: see `StridedConv2d`.
+        """
+        weight = self.weight.to(dtype)
+        if kind == "volume":
+            return weight.contiguous(memory_format=torch.channels_last_3d)
+        if kind == "frame" and weight.ndim == 5:
+            weight = weight[:, :, -1]
+        if kind == "shifted":
+            grown = weight.new_zeros(*weight.shape[:2], weight.shape[2] + 1, weight.shape[3] + 1)
+            grown[:, :, 1:, 1:] = weight
+            weight = grown
+        return weight.contiguous(memory_format=torch.channels_last)
+
+
+class CausalConv3d(Conv):
+    """A 3D convolution that sees the frame and the past alone.
+
+    `CausalConv3d` of Wan 2.1, wan/modules/vae.py: the video is padded with zero frames in front only. Here the
+    padding is the tail of the frames before, written once together with the new frames; the spatial padding stays
+    in the convolution. The first frame of a video meets only the last temporal tap, so it runs as a 2D convolution.
+
+    Args:
+        in_channels: Channels in.
+        out_channels: Channels out.
+        kernel: Taps in (time, height, width); height and width are equal and odd.
+        stride: Frames per step; with 2, the frames come in pairs after the first.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel: tuple[int, int, int] = (3, 3, 3), stride: int = 1
+    ) -> None:
+        super().__init__(in_channels, out_channels, kernel)
+        self.stride = stride
+        self.context = kernel[0] - stride
+        self.padding = kernel[1] // 2
+
+    def forward(
+        self, x: Tensor, cache: TemporalCache, fill: Fill | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """Convolve `fill(x)`, causally.
+
+        Args:
+            x: `[B, C_in, T, H, W]`, channels-last; one frame where the cache says that it is the first.
+            cache: Gives the frames before `x`, and keeps the last of them.
+            fill: Computed on the way into the convolution's input, such as a norm.
+            residual: `[B, C_out, T, H, W]`, added to the result; its memory may become the result.
+
+        Returns:
+            `[B, C_out, T / stride, H, W]`, channels-last.
+        """
+        if cache.first:
+            if fill is not None:
+                filled = cache.scratch(x.shape, x)
+                fill(x, filled)
+                x = filled
+            cache.keep(self, self.context, x)
+            frame = None if residual is None else residual.squeeze(2)
+            return self._convolve(x.squeeze(2), "frame", 1, self.padding, frame).unsqueeze(2)
+        window = cache.window(self, self.context, x)
+        new = window[:, :, self.context :]
+        if fill is None:
+            new.copy_(x)
+        else:
+            fill(x, new)
+        cache.keep(self, self.context, window)
+        return self._convolve(window, "volume", self.stride, self.padding, residual)
+
+    def keep(self, x: Tensor, cache: TemporalCache) -> None:
+        """Remember frames that passed by without being convolved."""
+        cache.keep(self, self.context, x)
+
+
+class PointwiseConv(nn.Module):
+    """A 1x1 or 1x1x1 convolution: one matrix product over the pixels, which need no other layout.
+
+    Args:
+        in_channels: Channels in.
+        out_channels: Channels out.
+        ndim: Dimensions of the kernel, 2 or 3: the checkpoint's shape.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, ndim: int = 3) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_channels, in_channels, *[1] * ndim))
+        self.bias = nn.Parameter(torch.empty(out_channels))
+
+    def forward(self, x: Tensor, out_channels: int | None = None) -> Tensor:
+        """Mix the channels of each pixel.
+
+        Args:
+            x: `[B, C_in, T, H, W]`, channels-last.
+            out_channels: Compute only the first channels; None: all.
+
+        Returns:
+            `[B, C_out, T, H, W]`, channels-last.
+        """
+        weight = self.weight.flatten(1)[:out_channels].to(x.dtype)
+        y = F.linear(x.movedim(1, -1), weight, self.bias[:out_channels].to(x.dtype))
+        return y.movedim(-1, 1)
+
+
+class FrameConv2d(Conv):
+    """A 3x3 convolution of every frame by itself, size kept."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(in_channels, out_channels, (3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, C_in, T, H, W]` to `[B, C_out, T, H, W]`, both channels-last."""
+        return _as_video(self._convolve(_as_frames(x), "frame", 1, 1, None), x.shape[0])
+
+
+class StridedConv2d(Conv):
+    """A 3x3 convolution of every frame with stride 2, zero-padded at the right and the bottom only.
+
+    PyTorch pads both sides alike. With a fourth row and column of zero taps in front, a padding of one on each side
+    reads the very pixels that Wan's `ZeroPad2d((0, 1, 0, 1))` and padding 0 read, and no padded copy is made; the
+    added products are 1-2 % of an encode.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(in_channels, out_channels, (3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, C_in, T, H, W]` to `[B, C_out, T, H / 2, W / 2]`, both channels-last."""
+        return _as_video(self._convolve(_as_frames(x), "shifted", 2, 1, None), x.shape[0])
+
+
+def drop_stale_forms(convs: Iterable[Conv]) -> None:
+    """Forget derived weights whose parameter was written to behind autograd's back, as in `weight.data.copy_()`.
+
+    Replaced parameters and recorded writes are noticed at every call; this is for once per video. It reads every
+    weight once: 4 ms for the 73 M of the Wan 2.1 decoder.
+    """
+    held = [(conv, key, form) for conv in convs for key, form in conv._forms.items()]
+    now: dict[Conv, Tensor] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for conv, _, _ in held:
+            if conv not in now:
+                now[conv] = _checksum(conv.weight)
+        if not held:
+            return
+        pairs = [torch.stack([now[conv].to(form.checksum.device), form.checksum]) for conv, _, form in held]
+        same = [before == after for before, after in torch.stack([pair.cpu() for pair in pairs]).tolist()]
+    for (conv, key, _), equal in zip(held, same, strict=True):
+        if not equal:
+            conv._forms.pop(key, None)
+
+
+def _as_frames(x: Tensor) -> Tensor:
+    """View `[B, C, T, H, W]` as `[B * T, C, H, W]`, channels-last."""
+    return x.permute(0, 2, 3, 4, 1).flatten(0, 1).permute(0, 3, 1, 2)
+
+
+def _as_video(frames: Tensor, batch: int) -> Tensor:
+    """View `[B * T, C, H, W]` as `[B, C, T, H, W]`, channels-last."""
+    return frames.permute(0, 2, 3, 1).unflatten(0, (batch, -1)).permute(0, 4, 1, 2, 3)
+
+
+def _records(x: Tensor, weight: Tensor) -> bool:
+    """Whether autograd would record a product of the two."""
+    return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+
+
+def _packs(x: Tensor) -> bool:
+    """Whether oneDNN's blocked weights and its convolution with a fused sum are there for this input."""
+    if x.device.type != "cpu" or not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+        return False
+    if x.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return x.dtype == torch.float32
+
+
+def _stamp(weight: Tensor) -> tuple[Any, ...]:
+    """What changes when a parameter is moved, cast or written to by a recorded operation."""
+    version = None if weight.is_inference() else weight._version
+    return weight.data_ptr(), version, weight.dtype, weight.device
+
+
+def _checksum(weight: Tensor) -> Tensor:
+    """The sum of a dense tensor's memory, read as 64-bit integers; a zero-dimensional int64 tensor."""
+    with contextlib.suppress(RuntimeError):  # a length or an offset that 8 does not divide
+        return weight.detach().as_strided((weight.numel(),), (1,)).view(torch.int64).sum()
+    return weight.detach().as_strided((weight.numel(),), (1,)).view(torch.uint8).sum(dtype=torch.int64)
+
+
+def _nbytes(weight: Tensor) -> int:
+    if weight.is_mkldnn:
+        return weight.numel() * weight.element_size()
+    return weight.untyped_storage().nbytes()

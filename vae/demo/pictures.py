@@ -1,0 +1,295 @@
+"""The training pictures, and endless clips made from them.
+
+Thirteen photographs in the public domain or under CC0 that ship inside the wheels of scikit-image
+and matplotlib, a few pictures drawn at random, and one augmentation: a window that pans, zooms and
+turns over a picture, in random colours, now and then with a second picture moving across it.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+# Neighbouring levels of a pyramid differ by this factor, so that no window is shrunk by more than
+# it when it is cut, and the cut needs no anti-aliasing of its own.
+LEVEL_RATIO = math.sqrt(2.0)
+# Source pixels per pixel: from a little enlarged to a large photograph made small.
+ZOOM_RANGE = (0.6, 4.0)
+# The fastest pan, in pixels per frame.
+TOP_SPEED = 8.0
+DRAWN_PICTURES = 24
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture inside an installed wheel.
+
+    Attributes:
+        package: The folder's dotted name.
+        name: The file's name in it.
+        licence: Its licence, and who gave it.
+        sha256: Of the file's bytes.
+        weight: How often it is drawn, relative to the others.
+    """
+
+    package: str
+    name: str
+    licence: str
+    sha256: str
+    weight: float = 1.0
+
+
+TRAINING = (
+    Picture("skimage.data", "astronaut.png", "public domain (NASA)", "", 2.5),
+    Picture("skimage.data", "coffee.png", "CC0 (Rachel Michetti)", "", 2.5),
+    Picture("matplotlib.mpl-data.sample_data", "grace_hopper.jpg", "public domain (U.S. Navy)", "", 2.0),
+    Picture("skimage.data", "hubble_deep_field.jpg", "public domain (NASA)", "", 1.0),
+    Picture("skimage.data", "retina.jpg", "CC0 (Mikael Häggström)", "", 1.0),
+    Picture("skimage.data", "camera.png", "CC0 (Lav Varshney)", "", 2.0),
+    Picture("skimage.data", "brick.png", "CC0 (CC0Textures)", "", 1.0),
+    Picture("skimage.data", "grass.png", "CC0 (linolafett)", "", 1.0),
+    Picture("skimage.data", "gravel.png", "CC0 (CC0Textures)", "", 1.0),
+    Picture("skimage.data", "clock_motion.png", "public domain (Stefan van der Walt)", "", 0.3),
+    Picture("skimage.data", "text.png", "public domain", "", 0.5),
+    Picture("skimage.data", "cell.png", "CC0 (Paul Müller et al.)", "", 0.3),
+    Picture("skimage.data", "horse.png", "CC0 (Andreas Preuss)", "", 0.2),
+)
+HELD_OUT = (
+    Picture("skimage.data", "chelsea.png", "CC0 (Stefan van der Walt)", ""),
+    Picture("skimage.data", "rocket.jpg", "public domain (SpaceX)", ""),
+)
+
+
+def load_picture(picture: Picture) -> Tensor:
+    """Read a picture and check that it is the one that we mean.
+
+    Args:
+        picture: Which.
+
+    Returns:
+        `[3, H, W]` float32 in [0, 1].
+
+    Raises:
+        ValueError: The file's hash is another one.
+    """
+    package, *folders = picture.package.split(".")
+    path = files(package).joinpath(*folders, picture.name)
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    if picture.sha256 and digest != picture.sha256:
+        raise ValueError(f"{picture.name} has the SHA-256 {digest}, not {picture.sha256}")
+    with path.open("rb") as file, Image.open(file) as image:
+        pixels = np.array(image.convert("RGB"))
+    return torch.from_numpy(pixels).permute(2, 0, 1).float() / 255.0
+
+
+def pyramid(picture: Tensor, smallest: int = 64) -> list[Tensor]:
+    """The picture at every scale `LEVEL_RATIO ** -k`, down to a short side of `smallest`."""
+    levels = [picture[None]]
+    height, width = picture.shape[-2:]
+    while min(height, width) / LEVEL_RATIO >= smallest:
+        height, width = height / LEVEL_RATIO, width / LEVEL_RATIO
+        size = (round(height), round(width))
+        # Always from the original, so that the filters' errors do not add up.
+        level = F.interpolate(picture[None], size, mode="bicubic", antialias=True)
+        levels.append(level.clamp(0.0, 1.0))
+    return levels
+
+
+def cut(levels: list[Tensor], windows: Tensor, size: int) -> Tensor:
+    """Cut a moving window out of a picture.
+
+    Args:
+        levels: The picture's pyramid.
+        windows: `[T, 4]`: centre x and y in pixels of the whole picture, source pixels per pixel,
+            angle in radians. Beyond its border the picture is mirrored.
+        size: The frames' side.
+
+    Returns:
+        `[T, 3, size, size]` in [0, 1].
+    """
+    zoom = float(windows[:, 2].min())
+    k = max(0, min(len(levels) - 1, math.floor(math.log(zoom, LEVEL_RATIO) + 1e-3)))
+    level = levels[k]
+    height, width = levels[0].shape[-2:]
+    x, y, zooms, angle = windows.unbind(1)
+    # Coordinates of grid_sample: the picture spans [-1, 1] on each axis, whatever its size.
+    half = zooms * size / 2.0
+    cos, sin = angle.cos() * half, angle.sin() * half
+    rows = torch.stack(
+        [
+            torch.stack([cos * 2 / width, -sin * 2 / width, 2 * x / width - 1], 1),
+            torch.stack([sin * 2 / height, cos * 2 / height, 2 * y / height - 1], 1),
+        ],
+        1,
+    )
+    grid = F.affine_grid(rows, [len(windows), 3, size, size], align_corners=False)
+    return F.grid_sample(
+        level.expand(len(windows), -1, -1, -1),
+        grid,
+        mode="bicubic",
+        padding_mode="reflection",
+        align_corners=False,
+    ).clamp(0.0, 1.0)
+
+
+class ClipMaker:
+    """An endless source of training clips.
+
+    Args:
+        seed: Of every choice.
+        pictures: What to train on.
+    """
+
+    def __init__(self, seed: int, pictures: tuple[Picture, ...] = TRAINING) -> None:
+        self.rng = np.random.default_rng(seed)
+        photographs = [load_picture(picture) for picture in pictures]
+        drawn = [self._draw_picture(384) for _ in range(DRAWN_PICTURES)]
+        self.pyramids = [pyramid(picture) for picture in photographs + drawn]
+        weights = np.array([picture.weight for picture in pictures])
+        # One clip in eight is of a drawn picture.
+        share = weights.sum() / 7.0 / len(drawn)
+        weights = np.concatenate([weights, np.full(len(drawn), share)])
+        self.weights = weights / weights.sum()
+
+    def batch(self, clips: int, frames: int, size: int) -> Tensor:
+        """Make clips.
+
+        Args:
+            clips: How many.
+            frames: Their length.
+            size: Their frames' side.
+
+        Returns:
+            `[clips, 3, frames, size, size]` in [-1, 1].
+        """
+        made = torch.stack([self.clip(frames, size) for _ in range(clips)])
+        return made.transpose(1, 2) * 2.0 - 1.0
+
+    def clip(self, frames: int, size: int) -> Tensor:
+        """One clip, `[frames, 3, size, size]` in [0, 1]."""
+        rng = self.rng
+        clip = self._layer(frames, size)
+        kind = rng.random()
+        if kind < 0.25:
+            clip = torch.lerp(clip, self._layer(frames, size), self._moving_shape(frames, size))
+        elif kind < 0.30:
+            # A cross-fade, or a double exposure when both ends are alike.
+            start, end = rng.random(2) if rng.random() < 0.5 else [rng.random()] * 2
+            mix = torch.linspace(start, end, frames).reshape(-1, 1, 1, 1)
+            clip = torch.lerp(clip, self._layer(frames, size), mix)
+        elif kind < 0.33:
+            light = torch.linspace(*rng.uniform(0.2, 1.0, 2).tolist(), frames)
+            clip = clip * light.reshape(-1, 1, 1, 1)
+        return self._turn(clip)
+
+    def _layer(self, frames: int, size: int) -> Tensor:
+        """A picture, moving, in its own colours or in others."""
+        rng = self.rng
+        levels = self.pyramids[rng.choice(len(self.pyramids), p=self.weights)]
+        return self._colour(cut(levels, self._windows(levels[0], frames, size), size))
+
+    def _windows(self, picture: Tensor, frames: int, size: int) -> Tensor:
+        """Where the window is in each frame, as `cut` wants it."""
+        rng = self.rng
+        height, width = picture.shape[-2:]
+        low, high = ZOOM_RANGE
+        zoom = math.exp(rng.uniform(math.log(low), math.log(high)))
+        zoom = min(zoom, min(height, width) / size)
+        time = torch.arange(frames) - (frames - 1) / 2.0
+        still = rng.random() < 0.15
+        speed = 0.0 if still else TOP_SPEED * rng.random() ** 2
+        direction = rng.uniform(0.0, 2.0 * math.pi)
+        growth = rng.normal(0.0, 0.01) * (not still) * (rng.random() < 0.5)
+        spin = rng.normal(0.0, 0.015) * (not still) * (rng.random() < 0.3)
+        margin = zoom * size / 2.0
+        x = rng.uniform(min(margin, width / 2), max(width - margin, width / 2))
+        y = rng.uniform(min(margin, height / 2), max(height - margin, height / 2))
+        angle = rng.normal(0.0, 0.3) if rng.random() < 0.3 else 0.0
+        windows = torch.empty(frames, 4)
+        windows[:, 0] = x + math.cos(direction) * speed * zoom * time
+        windows[:, 1] = y + math.sin(direction) * speed * zoom * time
+        windows[:, 2] = zoom * torch.exp(growth * time)
+        windows[:, 3] = angle + spin * time
+        return windows
+
+    def _moving_shape(self, frames: int, size: int) -> Tensor:
+        """The opacity of a second layer: an ellipse or a half-plane that drifts, `[T, 1, S, S]`."""
+        rng = self.rng
+        time = (torch.arange(frames) - (frames - 1) / 2.0).reshape(-1, 1, 1)
+        axis = torch.arange(size) - (size - 1) / 2.0
+        speed = rng.uniform(-1.0, 1.0, 2) * TOP_SPEED * rng.random()
+        centre = rng.uniform(-0.4, 0.4, 2) * size
+        x = axis[None, None, :] - centre[0] - speed[0] * time
+        y = axis[None, :, None] - centre[1] - speed[1] * time
+        if rng.random() < 0.7:
+            radii = rng.uniform(0.12, 0.5, 2) * size
+            distance = (1.0 - torch.sqrt((x / radii[0]) ** 2 + (y / radii[1]) ** 2)) * radii.min()
+        else:
+            angle = rng.uniform(0.0, 2.0 * math.pi)
+            distance = math.cos(angle) * x + math.sin(angle) * y
+        return (distance / rng.uniform(0.5, 2.0) + 0.5).clamp(0.0, 1.0)[:, None]
+
+    def _colour(self, clip: Tensor) -> Tensor:
+        """Other colours for half of the clips: channels swapped, mixed and bent."""
+        rng = self.rng
+        if rng.random() < 0.5:
+            return clip
+        mix = np.eye(3)[rng.permutation(3)]
+        # A saturation from none to one and a half, then a small turn of the hue.
+        mix = np.full((3, 3), 1.0 / 3.0) + rng.uniform(0.0, 1.5) * (mix - 1.0 / 3.0)
+        mix = mix + rng.normal(0.0, 0.08, (3, 3))
+        gains = torch.from_numpy(mix).float()
+        clip = torch.einsum("ij,tjhw->tihw", gains, clip)
+        contrast, offset = rng.uniform(0.6, 1.3), rng.normal(0.0, 0.1)
+        clip = ((clip - 0.5) * contrast + 0.5 + offset).clamp(0.0, 1.0)
+        if rng.random() < 0.5:
+            clip = clip ** math.exp(rng.normal(0.0, 0.35))
+        return 1.0 - clip if rng.random() < 0.1 else clip
+
+    def _turn(self, clip: Tensor) -> Tensor:
+        """Mirror at random, and turn by a multiple of 90 degrees one time in two."""
+        rng = self.rng
+        if rng.random() < 0.5:
+            clip = clip.flip(-1)
+        if rng.random() < 0.2:
+            clip = clip.flip(0)
+        return torch.rot90(clip, int(rng.integers(4)), (-2, -1)) if rng.random() < 0.5 else clip
+
+    def _draw_picture(self, size: int) -> Tensor:
+        """A picture of 1/f noise, or of shapes and letters over a gradient, `[3, size, size]`."""
+        rng = self.rng
+        if rng.random() < 0.4:
+            frequency = np.hypot(np.fft.fftfreq(size)[:, None], np.fft.rfftfreq(size)[None, :])
+            frequency[0, 0] = 1.0
+            noise = np.fft.rfft2(rng.normal(size=(3, size, size)))
+            noise = np.fft.irfft2(noise / frequency ** rng.uniform(0.9, 1.6))
+            noise = noise / noise.std() * rng.uniform(0.1, 0.25) + 0.5
+            return torch.from_numpy(noise).float().clamp(0.0, 1.0)
+        corners = torch.from_numpy(rng.random((1, 3, 2, 2))).float()
+        gradient = F.interpolate(corners, (size, size), mode="bilinear", align_corners=True)
+        pixels = (gradient[0].permute(1, 2, 0) * 255.0).to(torch.uint8).numpy()
+        image = Image.fromarray(pixels)
+        draw = ImageDraw.Draw(image)
+        for _ in range(int(rng.integers(8, 40))):
+            x, y = rng.integers(-40, size, 2).tolist()
+            width, height = rng.integers(6, 160, 2).tolist()
+            colour = cast("tuple[int, int, int]", tuple(rng.integers(0, 256, 3).tolist()))
+            shape = rng.integers(4)
+            if shape == 0:
+                draw.rectangle((x, y, x + width, y + height), fill=colour)
+            elif shape == 1:
+                draw.ellipse((x, y, x + width, y + height), fill=colour)
+            elif shape == 2:
+                draw.line((x, y, x + width, y + height), fill=colour, width=1 + height // 20)
+            else:
+                letters = "".join(chr(c) for c in rng.integers(33, 127, 8))
+                draw.text((x, y), letters, fill=colour, font_size=8 + height // 3)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255.0

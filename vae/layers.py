@@ -1,0 +1,120 @@
+"""The blocks that the Wan layouts are built of: norm, residual, attention, resampling.
+
+Shapes, order and parameter names follow Wan 2.1, wan/modules/vae.py. Every block is called with the activation
+`[B, C, T, H, W]`, channels-last, and the `TemporalCache` of the video, and owns its input: it may write into it.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import attention, interleave_upsample, rms_norm_silu
+from .cache import TemporalCache
+from .conv import CausalConv3d, FrameConv2d, PointwiseConv, StridedConv2d
+
+
+class RMSNorm(nn.Module):
+    """Wan's norm over the channels of each pixel: a scale, no mean, no bias.
+
+    Args:
+        channels: Channels.
+        ndim: Dimensions of `gamma` after the first: the checkpoint's shape.
+    """
+
+    def __init__(self, channels: int, ndim: int = 3) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.empty(channels, *[1] * ndim))
+
+    def silu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Norm and SiLU of `x`, into `out` if given."""
+        return rms_norm_silu(x, self.gamma, out=out)
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Norm of `x`, into `out` if given."""
+        return rms_norm_silu(x, self.gamma, silu=False, out=out)
+
+
+class ResidualBlock(nn.Module):
+    """Norm, SiLU, convolution, twice, added to the input or to its 1x1x1 `shortcut`."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.residual = nn.ModuleDict(
+            {
+                "0": RMSNorm(in_channels),
+                "2": CausalConv3d(in_channels, out_channels),
+                "3": RMSNorm(out_channels),
+                "6": CausalConv3d(out_channels, out_channels),
+            }
+        )
+        self.shortcut = None if in_channels == out_channels else PointwiseConv(in_channels, out_channels)
+
+    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """`[B, C_in, T, H, W]` to `[B, C_out, T, H, W]`."""
+        norm1, conv1, norm2, conv2 = self.residual.values()
+        y = conv1(x, cache, fill=norm1.silu)
+        x = x if self.shortcut is None else self.shortcut(x)
+        return conv2(y, cache, fill=norm2.silu, residual=x)
+
+
+class AttentionBlock(nn.Module):
+    """Single-head self-attention over the pixels of each frame, added to the input."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm(channels, ndim=2)
+        self.to_qkv = PointwiseConv(channels, 3 * channels, ndim=2)
+        self.proj = PointwiseConv(channels, channels, ndim=2)
+
+    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """`[B, C, T, H, W]` to the same shape."""
+        batch, _, frames, height, width = x.shape
+        qkv = self.to_qkv(self.norm(x, out=cache.scratch(x.shape, x)))
+        rows = qkv.movedim(1, -1).reshape(batch * frames, height * width, -1)
+        y = attention(*rows.chunk(3, dim=-1))
+        y = y.view(batch, frames, height, width, -1).movedim(-1, 1)
+        return x + self.proj(y)
+
+
+class Upsample(nn.Module):
+    """Nearest 2x in space and a 3x3 convolution; with `temporal` every frame but the first becomes two before that.
+
+    The first frame of a video passes without `time_conv`, and is not in its history either: the second step sees
+    zeros before it (wan/modules/vae.py, the "Rep" branch of `Resample`).
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, *, temporal: bool) -> None:
+        super().__init__()
+        self.resample = nn.ModuleDict({"1": FrameConv2d(in_channels, out_channels)})
+        self.time_conv = CausalConv3d(in_channels, 2 * in_channels, (3, 1, 1)) if temporal else None
+
+    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """`[B, C_in, T, H, W]` to `[B, C_out, T or 2 T, 2 H, 2 W]`."""
+        phases = 1
+        if self.time_conv is not None and not cache.first:
+            x = self.time_conv(x, cache)
+            phases = 2
+        batch, channels, frames, height, width = x.shape
+        shape = (batch, channels // phases, phases * frames, 2 * height, 2 * width)
+        return self.resample["1"](interleave_upsample(x, phases, out=cache.scratch(shape, x)))
+
+
+class Downsample(nn.Module):
+    """A 3x3 convolution with stride 2 in space; with `temporal` every two frames but the first become one after it.
+
+    The first frame of a video passes `time_conv` by, but is the history of its second step.
+    """
+
+    def __init__(self, channels: int, *, temporal: bool) -> None:
+        super().__init__()
+        self.resample = nn.ModuleDict({"1": StridedConv2d(channels, channels)})
+        self.time_conv = CausalConv3d(channels, channels, (3, 1, 1), stride=2) if temporal else None
+
+    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """`[B, C, T, H, W]` to `[B, C, T or T / 2, H / 2, W / 2]`."""
+        x = self.resample["1"](x)
+        if self.time_conv is None:
+            return x
+        if cache.first:
+            self.time_conv.keep(x, cache)
+            return x
+        return self.time_conv(x, cache)
