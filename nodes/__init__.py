@@ -1,0 +1,1 @@
+"""ComfyUI's nodes: the only folder that imports ComfyUI."""

@@ -1,0 +1,24 @@
+"""Binds this checkout to the name `fast_video_vae`, whatever its folder is called.
+
+An installed copy gives way to it. The tests' own helpers come along as `fast_video_vae.tests`.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first import of triton
+
+_init = Path(__file__).resolve().parents[1] / "__init__.py"
+_spec = importlib.util.spec_from_file_location("fast_video_vae", _init)
+sys.modules["fast_video_vae"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(sys.modules["fast_video_vae"])
+
+
+def pytest_configure():
+    """The tensors of the tests are tiny: a second thread costs more than it does."""
+    torch.set_num_threads(1)

@@ -1,0 +1,106 @@
+"""What an installation gets: the wheel, the dependencies, and an import that costs nothing."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO_LIMIT_BYTES = 5_000_000
+
+
+@pytest.fixture(scope="module")
+def project():
+    tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of this tree, built from a copy, so that nothing is written here."""
+    pytest.importorskip("setuptools", minversion="77", reason="the build needs setuptools 77")
+    tree, out = tmp_path_factory.mktemp("tree") / "clone", tmp_path_factory.mktemp("wheel")
+    ignore = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "venv")
+    shutil.copytree(ROOT, tree, ignore=ignore)
+    code = f"import setuptools.build_meta as build; build.build_wheel({str(out)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tree, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = out.glob("fast_video_vae-*.whl")
+    with zipfile.ZipFile(path) as archive:
+        return {info.filename: info.file_size for info in archive.infolist()}
+
+
+def test_the_wheel_holds_every_source_and_nothing_else(wheel):
+    folders = ("kernels", "lora", "nodes", "vae")
+    sources = [
+        *ROOT.glob("*.py"),
+        *(path for name in folders for path in (ROOT / name).rglob("*.py")),
+    ]
+    expected = {f"fast_video_vae/{path.relative_to(ROOT).as_posix()}" for path in sources}
+    assert {name for name in wheel if name.endswith(".py")} == expected
+    assert not [name for name in wheel if "tests/" in name]
+
+
+def test_the_wheel_brings_the_demo(wheel):
+    demo = {
+        name: size for name, size in wheel.items() if name.startswith("fast_video_vae/vae/demo/")
+    }
+    suffixes = {Path(name).suffix for name in demo}
+    assert {".safetensors", ".mp4"} <= suffixes
+    assert sum(demo.values()) <= DEMO_LIMIT_BYTES
+
+
+def test_no_installer_replaces_the_users_torch(project):
+    required = (ROOT / "requirements.txt").read_text(encoding="utf-8").split()
+    assert required == project["dependencies"] == ["einops", "safetensors", "ninja"]
+    extras = project["optional-dependencies"].values()
+    everything = [*required, *(line for extra in extras for line in extra)]
+    assert not [line for line in everything if re.search(r"[<>~!=]=?\d|===", line)], "no pins"
+
+
+def test_the_changelog_tells_of_this_version(project):
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## [{project['version']}]" in changelog
+
+
+def test_the_readme_has_both_commands_alone_on_a_line_in_a_fence():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    fenced = "".join(re.findall(r"```(?:bash|sh)?\n(.*?)```", readme, flags=re.DOTALL))
+    assert 'pip install ".[cli]" && fast-video-vae demo' in fenced.splitlines()
+    assert 'pip install ".[test]" && pytest' in fenced.splitlines()
+
+
+def test_the_pack_is_imported_without_torch_or_triton():
+    code = (
+        "import importlib.util as util, sys\n"
+        f"spec = util.spec_from_file_location('fast_video_vae', {str(ROOT / '__init__.py')!r})\n"
+        "sys.modules['fast_video_vae'] = pack = util.module_from_spec(spec)\n"
+        "before = set(sys.modules)\n"
+        "spec.loader.exec_module(pack)\n"
+        "print(sorted(set(sys.modules) - before))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_comfyui_can_scan_the_folder(tmp_path):
+    """ComfyUI imports a pack under the path of its folder and asks it for nodes."""
+    code = (
+        "import importlib.util as util, sys\n"
+        f"name = {str(tmp_path / 'ComfyUI-FastVideoVAE')!r}.replace('.', '_x_')\n"
+        f"spec = util.spec_from_file_location(name, {str(ROOT / '__init__.py')!r})\n"
+        "sys.modules[name] = pack = util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(pack)\n"
+        "assert hasattr(pack, 'comfy_entrypoint') or pack.NODE_CLASS_MAPPINGS is not None\n"
+    )
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
