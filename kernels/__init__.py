@@ -1,13 +1,13 @@
 """The ops of the VAEs, stated once: formula, shapes and dtypes. This page is the contract.
 
-Activations are `[B, C, T, H, W]` in channels-last memory, so that every pixel is a row of `C` neighbouring
-numbers. Each op computes in float32 and rounds once, to the dtype of its result.
+Activations are `[B, C, T, H, W]` in channels-last memory, so that every pixel is a row of `C`
+neighbouring numbers. Each op computes in float32 and rounds once, to the dtype of its result.
 
 | op | formula |
 |---|---|
-| `rms_norm_silu` | `silu(x / max(norm2(x), 1e-12) * sqrt(C) * gamma)`; SiLU is optional, `out` may be given |
+| `rms_norm_silu` | `silu(x / max(norm2(x), 1e-12) * sqrt(C) * gamma)`; SiLU is optional |
 | `attention` | `softmax(q k^T / sqrt(d)) v` in memory that grows with N, never with N x N |
-| `interleave_upsample` | phases of time out of the channels, then nearest 2x in space, in one write |
+| `interleave_upsample` | time out of the channels, then nearest 2x in space, in one write |
 """
 
 from .reference import attention, interleave_upsample, rms_norm_silu

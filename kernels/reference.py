@@ -1,7 +1,8 @@
-"""Every op in plain PyTorch: the oracle of the faster backends, and what runs where none of them does.
+"""Every op in plain PyTorch: oracle of the faster backends, and their stand-in.
 
-The ops walk over blocks of rows that fit a core's cache, so that the passes of a formula meet in the cache and
-not in memory; and they write into the caller's buffer, because fresh pages cost as much as the arithmetic.
+The ops walk over blocks of rows that fit a core's cache, so that the passes of a formula meet in
+the cache and not in memory; and they write into the caller's buffer, because fresh pages cost as
+much as the arithmetic.
 """
 
 import math
@@ -11,28 +12,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Elements per block: 1-2 MB of float32. Blocks of 0.2 M were up to 1.6x slower (call overhead), the whole tensor
-# up to 9x (fresh pages): [4 x 128 x 128, 96] and [2 x 64 x 64 x 4, 192] on two cores of a Zen 5 server, 2026-11.
-_BLOCK_ELEMENTS = 400_000
+# Elements per block: 4 MB of float32. Between 0.4 M and 1.6 M it makes no difference; small blocks
+# cost calls, and the whole tensor costs fresh pages (19 ms against 2.3 ms for [32768, 192]; two
+# cores of a Zen 5 server, 2026-11).
+_BLOCK_ELEMENTS = 1_000_000
 
 # Largest score matrix, in elements, that attention without a fused kernel may hold at a time.
 _SCORE_ELEMENTS = 1 << 25
 
-# `torch.nn.functional.normalize` divides by max(norm, eps) with this eps; Wan's RMS_norm is built on it.
+# `torch.nn.functional.normalize` divides by max(norm, eps) with this eps; Wan's RMS_norm is built
+# on it.
 _NORM_EPS = 1e-12
 
 
-def rms_norm_silu(x: Tensor, gamma: Tensor, *, silu: bool = True, out: Tensor | None = None) -> Tensor:
+def rms_norm_silu(
+    x: Tensor, gamma: Tensor, *, silu: bool = True, out: Tensor | None = None
+) -> Tensor:
     """Normalise each pixel over its channels, scale, and apply SiLU.
 
-    `silu(x / max(norm2(x), 1e-12) * sqrt(C) * gamma)`: `RMS_norm` of Wan 2.1, wan/modules/vae.py, which has no
-    mean and no bias, followed by its SiLU.
+    `silu(x / max(norm2(x), 1e-12) * sqrt(C) * gamma)`: `RMS_norm` of Wan 2.1, wan/modules/vae.py,
+    which has no mean and no bias, followed by its SiLU.
 
     Args:
         x: `[B, C, T, H, W]`, channels-last.
         gamma: `C` scales, in any shape.
         silu: Apply SiLU after the norm.
-        out: `[B, C, T, H, W]`, channels-last, of the same dtype; it may be a run of frames of a longer buffer.
+        out: `[B, C, T, H, W]`, channels-last, of the same dtype; it may be a run of frames of a
+            longer buffer.
 
     Returns:
         `out`, or a new tensor like `x`.
@@ -68,9 +74,9 @@ def rms_norm_silu(x: Tensor, gamma: Tensor, *, silu: bool = True, out: Tensor | 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Single-head attention over the pixels of a frame: `softmax(q k^T / sqrt(d)) v`.
 
-    PyTorch's fused kernels need memory for the result alone, whatever the head size: the flash kernel of a CPU,
-    and on CUDA the memory-efficient one. Elsewhere the queries go through in blocks. The `N x N` scores of a
-    3840 x 2160 picture would take 67 GB.
+    PyTorch's fused kernels need memory for the result alone, whatever the head size: the flash
+    kernel of a CPU, and on CUDA the memory-efficient one. Elsewhere the queries go through in
+    blocks. The `N x N` scores of a 3840 x 2160 picture would take 67 GB.
 
     Args:
         q: `[B, N, d]`, its last dimension dense.
@@ -94,8 +100,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def interleave_upsample(x: Tensor, phases: int = 1, *, out: Tensor | None = None) -> Tensor:
     """Spread the temporal phases over frames and repeat every pixel 2 x 2 times, in one write.
 
-    Frame `phases * t + p` of the result shows channels `[p * C, (p + 1) * C)` of frame `t`, each pixel twice in
-    height and width (nearest neighbour): the reshape and the Upsample of Wan's `Resample`, wan/modules/vae.py.
+    Frame `phases * t + p` of the result shows channels `[p * C, (p + 1) * C)` of frame `t`, each
+    pixel twice in height and width (nearest neighbour): the reshape and the Upsample of Wan's
+    `Resample`, wan/modules/vae.py.
 
     Args:
         x: `[B, phases * C, T, H, W]`, channels-last.
@@ -123,14 +130,16 @@ def _fused_attention_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
         return True
     if q.device.type != "cuda":
         return False
-    params = torch.backends.cuda.SDPAParams(q[:, None], k[:, None], v[:, None], None, 0.0, False, False)
-    return torch.backends.cuda.can_use_flash_attention(params) or torch.backends.cuda.can_use_efficient_attention(
-        params
+    params = torch.backends.cuda.SDPAParams(
+        q[:, None], k[:, None], v[:, None], None, 0.0, False, False
     )
+    return torch.backends.cuda.can_use_flash_attention(
+        params
+    ) or torch.backends.cuda.can_use_efficient_attention(params)
 
 
 def _blocks(x: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pair the rows of `x` and of `out` in blocks of about `_BLOCK_ELEMENTS`; the rows of `out` are views."""
+    """Pair the rows of `x` and of `out` (views) in blocks of about `_BLOCK_ELEMENTS`."""
     channels = x.shape[1]
     rows_per_block = max(1, _BLOCK_ELEMENTS // channels)
     for source, target in zip(x, out, strict=True):

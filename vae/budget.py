@@ -1,11 +1,31 @@
 """How long the steps of a stream are: from the frame's size and the memory that there is."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
+from torch import nn
 
-from .config import VAEConfig
+from .conv import CausalConv3d, Conv
+from .layers import Downsample, Upsample
+from .wan import Decoder, Encoder
+
+# On a CPU an activation of this size stays in the last cache, and in memory that malloc hands out
+# again rather than map anew (glibc maps blocks over 32 MB afresh, at about the cost of the
+# convolution that fills them).
+_CPU_PART_BYTES = 24 << 20
+
+# Elsewhere, large enough to fill the device, small enough to leave memory to others.
+_DEVICE_PART_BYTES = 1 << 30
+
+# Activations of that size that are alive at once: the residual, a convolution's result, its window,
+# and the frames before them in the window.
+_ALIVE = 5
+
+# More latents per step than this gained nothing that was measured, and delay the first frames.
+_MOST_LATENTS = 4
 
 
 @dataclass(frozen=True)
@@ -15,11 +35,100 @@ class Plan:
     Attributes:
         chunk: Latents per step.
         part_bytes: Size of an activation above which its frames go on in parts.
+        peak_bytes: Memory that the stream takes beside weights, input and output; an estimate.
     """
 
     chunk: int
     part_bytes: int
+    peak_bytes: int
 
 
-def make_plan(config, batch, height, width, dtype, device, limit_bytes) -> Plan:
-    return Plan(int(os.environ.get("CH", 1)), int(float(os.environ.get("PB", "24")) * 2**20))
+def make_plan(
+    network: Encoder | Decoder,
+    latent_size: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    limit_bytes: int | None = None,
+) -> Plan:
+    """Choose the steps of a stream.
+
+    Args:
+        network: The encoder or the decoder.
+        latent_size: Batch, height and width of the latents.
+        dtype: Of the activations.
+        device: Where they live.
+        limit_bytes: Memory that the stream may take; None: half of what is free.
+
+    Returns:
+        The longest steps that stay within the limit. Where nothing does, the shortest.
+    """
+    batch, height, width = latent_size
+    pixel_bytes = batch * height * width * dtype.itemsize
+    sizes = list(_layer_sizes(network))
+    tails = int(sum(size.tail for size in sizes) * pixel_bytes)
+    frame = int(max(size.activation for size in sizes) * pixel_bytes)
+    room = (_free_bytes(device) // 2 if limit_bytes is None else limit_bytes) - tails
+    most = _CPU_PART_BYTES if device.type == "cpu" else _DEVICE_PART_BYTES
+    part = max(1, min(most, room // _ALIVE))
+    # One latent in the layers that work at its size.
+    latent = int(max(size.activation / size.area for size in sizes) * pixel_bytes)
+    chunk = max(1, min(_MOST_LATENTS, part // latent))
+    return Plan(chunk, part, tails + _ALIVE * max(part, frame))
+
+
+@dataclass(frozen=True)
+class _LayerSize:
+    """Of one layer, per pixel of the latent: elements of a frame and of its tails, and pixels."""
+
+    activation: Fraction
+    tail: Fraction
+    area: Fraction
+
+
+def _layer_sizes(network: Encoder | Decoder) -> Iterator[_LayerSize]:
+    """Walk the layers in order, with the size of the frames that they see."""
+    layers = [
+        layer for chain in network.chains() for layer in chain if isinstance(layer, nn.Module)
+    ]
+    shrinks = sum(isinstance(layer, Downsample) for layer in layers)
+    area = Fraction(4**shrinks)
+    for layer in layers:
+        if isinstance(layer, Upsample):
+            before, area = area, area * 4
+        elif isinstance(layer, Downsample):
+            before, area = area, area / 4
+        else:
+            before = area
+        convs = [module for module in layer.modules() if isinstance(module, Conv)]
+        widest = max((max(conv.weight.shape[:2]) for conv in convs), default=0)
+        causal = [conv for conv in convs if isinstance(conv, CausalConv3d)]
+        seen = min(before, area)  # time_conv works on the small side of a resampling
+        tail = sum(conv.context * conv.weight.shape[1] for conv in causal)
+        yield _LayerSize(max(before, area) * widest, seen * tail, max(before, area))
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device; a small guess where it cannot be asked."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 8 << 30
+
+
+def largest_part(frames: int, nbytes: int, part_bytes: int) -> int:
+    """The most frames of an activation that go on together, such that all parts have one shape.
+
+    Args:
+        frames: Frames that there are.
+        nbytes: Their size.
+        part_bytes: The size that a part should not exceed.
+
+    Returns:
+        A divisor of `frames`; 1 where even one frame is larger.
+    """
+    if nbytes <= part_bytes:
+        return frames
+    most = max(1, part_bytes * frames // nbytes)
+    return max(part for part in range(1, most + 1) if frames % part == 0)

@@ -1,8 +1,9 @@
 """What one video's pass through the network remembers between two steps.
 
-Wan's VAE sees the past only through its causal convolutions: each needs the last `kernel - stride` frames of its own
-input, and nothing else crosses time (wan/modules/vae.py, CACHE_T). So one `TemporalCache` is one video: it is made
-when the video starts, handed down through the layers, and dropped.
+Wan's VAE sees the past only through its causal convolutions: each needs the last `kernel - stride`
+frames of its own input, and nothing else crosses time (wan/modules/vae.py, CACHE_T). So one
+`TemporalCache` is one video: it is made when the video starts, handed down through the layers, and
+dropped.
 """
 
 from math import prod
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 
 class TemporalCache:
-    """The tails of the causal convolutions, and the scratch buffer that their inputs are assembled in.
+    """The tails of the causal convolutions, and the buffer that their inputs are made in.
 
     Attributes:
         first: The pass holds the first frame of the video; it stands alone, with nothing before it.
@@ -32,7 +33,9 @@ class TemporalCache:
         return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
     def scratch(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
-        """Lend a channels-last buffer, valid until the next call: fresh pages cost as much as the arithmetic.
+        """Lend a channels-last buffer, valid until the next call.
+
+        It is one memory for all: fresh pages would cost as much as the arithmetic.
 
         Args:
             shape: `[B, C, T, H, W]`.
@@ -46,7 +49,11 @@ class TemporalCache:
             pool = torch.empty(count, dtype=like.dtype, device=like.device)
         else:
             nbytes = count * like.element_size()
-            if self._scratch is None or self._scratch.numel() < nbytes or self._scratch.device != like.device:
+            if (
+                self._scratch is None
+                or self._scratch.numel() < nbytes
+                or self._scratch.device != like.device
+            ):
                 self._scratch = None
                 self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
             pool = self._scratch[:nbytes].view(like.dtype)
@@ -54,7 +61,7 @@ class TemporalCache:
         return pool.view(batch, frames, height, width, channels).permute(0, 4, 1, 2, 3)
 
     def window(self, conv: nn.Module, context: int, x: Tensor) -> Tensor:
-        """Begin the input of a causal convolution: the frames it saw last, then room for the new ones.
+        """Begin the input of a causal convolution: the frames it saw last, and room for new ones.
 
         Args:
             conv: The convolution; the key of its tail.
@@ -62,8 +69,8 @@ class TemporalCache:
             x: `[B, C, T, H, W]`; gives shape, dtype and device.
 
         Returns:
-            `[B, C, context + T, H, W]`; the last `T` frames are for the caller to write. Frames before the start
-            of the video are zeros.
+            `[B, C, context + T, H, W]`; the last `T` frames are for the caller to write. Frames
+            before the start of the video are zeros.
         """
         batch, channels, frames, height, width = x.shape
         window = self.scratch((batch, channels, context + frames, height, width), x)

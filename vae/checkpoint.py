@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +26,8 @@ _PREFIXES = ("model.", "first_stage_model.", "vae.", "module.")
 _NAMED = 3
 
 # diffusers' names of the Wan 2.1 layout (AutoencoderKLWan, AutoencoderKLQwenImage; its script
-# convert_wan_to_diffusers.py holds the table) as patterns, with Wan's own. The decoder's blocks are numbered after it.
+# convert_wan_to_diffusers.py holds the table) as patterns, with Wan's own. The decoder's blocks are
+# numbered after it.
 _DIFFUSERS_NAMES = [
     (r"\.norm1\.gamma$", ".residual.0.gamma"),
     (r"\.conv1\.(weight|bias)$", r".residual.2.\1"),
@@ -55,11 +57,13 @@ def load_vae(
     """Load a VAE of the Wan 2.1 layout; what it is, is read off its tensors.
 
     Args:
-        source: A `.safetensors` file; a `.pth`, `.pt`, `.ckpt` or `.bin` file of tensors alone; or a state dict.
-            Keys are Wan's own, prefixed with `model.`, or diffusers'. Weights may have any float dtype.
+        source: A `.safetensors` file; a `.pth`, `.pt`, `.ckpt` or `.bin` file of tensors alone; or
+            a state dict. Keys are Wan's own, prefixed with `model.`, or diffusers'. Weights may
+            have any float dtype.
         device: Where the weights live and the work is done.
-        dtype: Dtype of the computation: float32, bfloat16, float16 or float64. None: decode in bfloat16 where the
-            device has it (a CPU: where it is measured faster), else in float32; encode in float32.
+        dtype: Dtype of the computation: float32, bfloat16, float16 or float64. None: decode in
+            bfloat16 where the device has it (a CPU: where it is measured faster), else in float32;
+            encode in float32.
         encode_dtype: Dtype of encoding alone, where it differs from `dtype`.
         weights_dtype: Dtype that the weights are kept in; None: that of the computation.
 
@@ -68,13 +72,15 @@ def load_vae(
 
     Raises:
         OSError: The file is missing or cannot be opened.
-        ValueError: The file is not a checkpoint; the weights do not fit the layout, or are not finite; a dtype is
-            not supported.
+        ValueError: The file is not a checkpoint; the weights do not fit the layout, or are not
+            finite; a dtype is not supported.
     """
     place = torch.device(device)
     for name, wish in (("dtype", dtype), ("encode_dtype", encode_dtype)):
         if wish is not None and wish not in _DTYPES:
-            raise ValueError(f"{name} is {wish}; expected torch.float32, bfloat16, float16 or float64")
+            raise ValueError(
+                f"{name} is {wish}; expected torch.float32, bfloat16, float16 or float64"
+            )
     if weights_dtype is not None and not weights_dtype.is_floating_point:
         raise ValueError(f"weights_dtype is {weights_dtype}; expected a float dtype")
     name = "the state dict" if isinstance(source, Mapping) else str(Path(source))
@@ -91,7 +97,9 @@ def load_vae(
         with torch.device("meta"):
             vae = VideoVAE(config, decode, encode)
         placed = {
-            key: _place(weights.pop(key), place, weights_dtype or (encode if _encodes(key) else decode))
+            key: _place(
+                weights.pop(key), place, weights_dtype or (encode if _encodes(key) else decode)
+            )
             for key in list(weights)
         }
         vae.load_state_dict(placed, strict=True, assign=True)
@@ -115,11 +123,17 @@ def read_file(path: Path) -> dict[str, Tensor]:
         if path.suffix in (".safetensors", ".sft"):
             with safetensors.safe_open(path, framework="pt") as file:
                 return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, not a dict
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # of other pickle protocols; what it cannot read it refuses
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is not a whole .safetensors file: {_line(error)}") from None
     except pickle.UnpicklingError:
-        raise ValueError(f"{path} is damaged or holds more than tensors; expected a state dict") from None
+        raise ValueError(
+            f"{path} is damaged or holds more than tensors; expected a state dict"
+        ) from None
     except (RuntimeError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is not a whole PyTorch file: {_line(error)}") from None
     return _tensors_of(loaded, path)
@@ -139,12 +153,17 @@ def to_wan_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     for key, value in state.items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
-            raise ValueError(f"entry {key!r} is a {type(value).__name__}; expected names and tensors alone")
+            raise ValueError(
+                f"entry {key!r} is a {type(value).__name__}; expected names and tensors alone"
+            )
     prefix = next((p for p in _PREFIXES if state and all(key.startswith(p) for key in state)), "")
     plain = {key.removeprefix(prefix): value for key, value in state.items()}
-    if not any(".conv_in." in key for key in plain):
-        return plain
-    return {_from_diffusers(key): value for key, value in plain.items()}
+    if any(".conv_in." in key for key in plain):
+        plain = {_from_diffusers(key): value for key, value in plain.items()}
+    if not any(key.startswith("encoder.") for key in plain):
+        # What is left of an encoder that was cut off, after its last layer.
+        plain = {key: value for key, value in plain.items() if not key.startswith("conv1.")}
+    return plain
 
 
 def _from_diffusers(key: str) -> str:
@@ -159,7 +178,7 @@ def _from_diffusers(key: str) -> str:
 
 
 def _fit(shapes: dict[str, tuple[int, ...]]) -> VAEConfig:
-    """The reading of the shapes that they fit; where they fit none, the error reports on the closest."""
+    """The reading of the shapes that they fit; else an error with a report on the closest."""
     reports: list[tuple[int, VAEConfig, str]] = []
     for config in read_configs(shapes):
         with torch.device("meta"):
@@ -171,9 +190,17 @@ def _fit(shapes: dict[str, tuple[int, ...]]) -> VAEConfig:
             for key, value in expected.items()
             if key in shapes and shapes[key] != tuple(value.shape)
         ]
-        parts = [_some("missing", missing), _some("unexpected", unexpected), _some("of another shape", wrong)]
+        parts = [
+            _some("missing", missing),
+            _some("unexpected", unexpected),
+            _some("of another shape", wrong),
+        ]
         reports.append(
-            (len(missing) + len(unexpected) + len(wrong), config, "; ".join(part for part in parts if part))
+            (
+                len(missing) + len(unexpected) + len(wrong),
+                config,
+                "; ".join(part for part in parts if part),
+            )
         )
         if not reports[-1][0]:
             break
@@ -185,12 +212,16 @@ def _fit(shapes: dict[str, tuple[int, ...]]) -> VAEConfig:
 
 def _check_values(weights: Mapping[str, Tensor]) -> None:
     """Refuse integers, and what training or a disk left broken."""
-    whole = [f"{key} ({value.dtype})" for key, value in weights.items() if not value.is_floating_point()]
+    whole = [
+        f"{key} ({value.dtype})" for key, value in weights.items() if not value.is_floating_point()
+    ]
     if whole:
         raise ValueError(f"the weights are not floating point: {_some('such', whole)}")
     broken = [key for key, value in weights.items() if not bool(_widened(value).isfinite().all())]
     if broken:
-        raise ValueError(f"the weights hold NaN or infinity: {_some('such', broken)}; expected finite ones")
+        raise ValueError(
+            f"the weights hold NaN or infinity: {_some('such', broken)}; expected finite ones"
+        )
 
 
 def _widened(value: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""What a VAE is, as far as its weights tell: family, widths, channels, and the statistics of its latents."""
+"""What a VAE is, as far as its weights tell, and the statistics of its latents."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Per-channel statistics of the Wan 2.1 latents (wan/modules/vae.py, class WanVAE); Qwen-Image's are the same.
+# Per-channel statistics of the Wan 2.1 latents (wan/modules/vae.py, class WanVAE); Qwen-Image's are
+# the same.
 _WAN21_MEAN = (
     *(-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508),
     *(0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921),
@@ -22,7 +23,8 @@ _SEEDVR2_KEY = "decoder.up_blocks.2.upsamplers.0.upscale_conv.weight"
 # Widths of the stages over the base width (`dim_mult`).
 _MULTIPLES = (1, 2, 4, 4)
 
-# The tensor whose first dimension is a stage's width: the first convolution, then each stage's first block.
+# The tensor whose first dimension is a stage's width: the first convolution, then each stage's
+# first block.
 _ENCODER_ANCHORS = (
     "encoder.conv1.weight",
     *(f"encoder.downsamples.{index}.residual.6.weight" for index in (0, 3, 6, 9)),
@@ -37,16 +39,18 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class VAEConfig:
-    """A VAE of the Wan 2.1 layout (Wan 2.1, Qwen-Image, Qwen-Image-Layered, pruned and 2x versions).
+    """A VAE of the Wan 2.1 layout: Wan 2.1, Qwen-Image, pruned, layered and 2x versions.
 
     Attributes:
         family: Layout: `wan2.1`.
         latent_channels: Channels of a latent.
         image_channels: Channels of a frame: 3, or 4 with alpha.
-        output_scale: Frames come out this many times as large as they go in: 2 for upscaling decoders, else 1.
-        encoder_widths: Channels of the encoder's first convolution and of its four stages, from full size down;
-            None: the file has no encoder.
-        decoder_widths: Channels of the decoder's first convolution and of its four stages, from the latent's size up.
+        output_scale: Frames come out this many times as large as they go in: 2 for upscaling
+            decoders, else 1.
+        encoder_widths: Channels of the encoder's first convolution and of its four stages, from
+            full size down; None: the file has no encoder.
+        decoder_widths: Channels of the decoder's first convolution and of its four stages, from the
+            latent's size up.
         spatial_compression: Pixels per latent, in height and in width.
         temporal_compression: Frames per latent, but for the first, which is one frame.
         latent_mean: Mean of each latent channel.
@@ -90,8 +94,8 @@ def read_configs(shapes: Shapes) -> list[VAEConfig]:
         shapes: Shape of each tensor, under Wan's key names.
 
     Returns:
-        The readings, the likeliest first: the standard multiples of the base width, then each stage's own width.
-        Which one every tensor fits is for the loader to see.
+        The readings, the likeliest first: the standard multiples of the base width, then each
+        stage's own width. Which one every tensor fits is for the loader to see.
 
     Raises:
         ValueError: The shapes are not those of a VAE of a known layout.
@@ -102,13 +106,15 @@ def read_configs(shapes: Shapes) -> list[VAEConfig]:
         raise ValueError("the checkpoint has the SeedVR2 layout; expected the Wan 2.1 layout")
     if _WAN_KEY not in shapes:
         raise ValueError(
-            f"the checkpoint is not a Wan or Qwen-Image VAE: none of its {len(shapes)} keys is {_WAN_KEY}"
+            f"not a Wan or Qwen-Image VAE: none of its {len(shapes)} keys is {_WAN_KEY}"
             + (f"; its first is {min(shapes)}" if shapes else "")
         )
     latent_channels = _size(shapes, "decoder.conv1.weight", 1)
     has_encoder = any(key.startswith("encoder.") for key in shapes)
     in_channels = _size(shapes, "encoder.conv1.weight", 1) if has_encoder else None
-    image_channels, output_scale = _image_channels(_size(shapes, "decoder.head.2.weight", 0), in_channels)
+    image_channels, output_scale = _image_channels(
+        _size(shapes, "decoder.head.2.weight", 0), in_channels
+    )
     known = latent_channels == len(_WAN21_MEAN)
 
     def config(encoder_widths: tuple[int, ...], decoder_widths: tuple[int, ...]) -> VAEConfig:
@@ -128,10 +134,13 @@ def read_configs(shapes: Shapes) -> list[VAEConfig]:
     decoder_base = _size(shapes, "decoder.head.0.gamma", 0)
     encoder_base = _size(shapes, "encoder.conv1.weight", 0) if has_encoder else 0
     standard_encoder = tuple(encoder_base * multiple for multiple in (1, *_MULTIPLES))
-    standard_decoder = tuple(decoder_base * multiple for multiple in (_MULTIPLES[-1], *_MULTIPLES[::-1]))
+    standard_decoder = tuple(
+        decoder_base * multiple for multiple in (_MULTIPLES[-1], *_MULTIPLES[::-1])
+    )
     standard = config(standard_encoder, standard_decoder)
     own = config(
-        _widths(shapes, _ENCODER_ANCHORS, standard_encoder), _widths(shapes, _DECODER_ANCHORS, standard_decoder)
+        _widths(shapes, _ENCODER_ANCHORS, standard_encoder),
+        _widths(shapes, _DECODER_ANCHORS, standard_decoder),
     )
     return [standard] if own == standard else [standard, own]
 
@@ -146,14 +155,15 @@ def _size(shapes: Shapes, key: str, dim: int) -> int:
 
 
 def _widths(shapes: Shapes, anchors: tuple[str, ...], standard: tuple[int, ...]) -> tuple[int, ...]:
-    """Each stage's width, from its first tensor that has it; the standard one where that is missing."""
+    """Each stage's width, from its first tensor that has it; the standard one without that."""
     return tuple(
-        shapes[key][0] if shapes.get(key) else width for key, width in zip(anchors, standard, strict=True)
+        shapes[key][0] if shapes.get(key) else width
+        for key, width in zip(anchors, standard, strict=True)
     )
 
 
 def _image_channels(out_channels: int, in_channels: int | None) -> tuple[int, int]:
-    """Channels of a frame, and the scale at which the decoder returns it (its pixels shuffled out of channels)."""
+    """Channels of a frame, and the scale that its pixels are shuffled to out of channels."""
     for channels in (3, 4) if in_channels is None else (in_channels,):
         scale = math.isqrt(out_channels // channels)
         if scale and out_channels == channels * scale * scale:

@@ -1,8 +1,8 @@
 """Convolutions in channels-last memory: causal in time, sliced to 2D for a lone frame.
 
-The parameter is the one owner of a weight, in the checkpoint's shape and under its name. What a call needs beside it
-(the last temporal tap as a 2D weight, another dtype, oneDNN's blocked layout) is derived from it once, and derived
-again when the parameter is replaced or written to.
+The parameter is the one owner of a weight, in the checkpoint's shape and under its name. What a
+call needs beside it (the last temporal tap as a 2D weight, another dtype, oneDNN's blocked layout)
+is derived from it once, and derived again when the parameter is replaced or written to.
 """
 
 import contextlib
@@ -65,8 +65,10 @@ class Conv(nn.Module):
         """Forget the derived forms."""
         self._forms.clear()
 
-    def _convolve(self, x: Tensor, kind: str, stride: int, padding: int, residual: Tensor | None) -> Tensor:
-        """Convolve with the form `kind`; add `residual`, which is overwritten unless autograd records."""
+    def _convolve(
+        self, x: Tensor, kind: str, stride: int, padding: int, residual: Tensor | None
+    ) -> Tensor:
+        """Convolve with the form `kind`, and add `residual`, whose memory may be taken."""
         ndim = 4 if kind in ("frame", "shifted") else 5
         strides = (stride, 1, 1) if ndim == 5 else (stride, stride)
         pads = (0, padding, padding) if ndim == 5 else (padding, padding)
@@ -89,7 +91,9 @@ class Conv(nn.Module):
         y = convolve(x, form.weight, bias, stride=strides, padding=pads)
         return y if residual is None else residual.add_(y)
 
-    def _form(self, kind: str, x: Tensor, stride: tuple[int, ...], padding: tuple[int, ...]) -> _Form:
+    def _form(
+        self, kind: str, x: Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
+    ) -> _Form:
         """Look the form up, or derive it."""
         key = (kind, x.dtype)
         form = self._forms.get(key)
@@ -105,13 +109,17 @@ class Conv(nn.Module):
                     weight, padding, stride, ones, 1, list(x.shape)
                 )
             form = _Form(
-                weight, packed, weakref.ref(self.weight), _stamp(self.weight), _checksum(self.weight)
+                weight,
+                packed,
+                weakref.ref(self.weight),
+                _stamp(self.weight),
+                _checksum(self.weight),
             )
         self._forms[key] = form
         return form
 
     def _derive(self, kind: str, dtype: torch.dtype) -> Tensor:
-        """The weight that a call of this kind multiplies with, channels-last; maybe the parameter itself.
+        """The weight that a call of this kind multiplies with; maybe the parameter itself.
 
         `volume`: all taps. `frame`: the last temporal tap. `shifted`: see `StridedConv2d`.
         """
@@ -130,9 +138,10 @@ class Conv(nn.Module):
 class CausalConv3d(Conv):
     """A 3D convolution that sees the frame and the past alone.
 
-    `CausalConv3d` of Wan 2.1, wan/modules/vae.py: the video is padded with zero frames in front only. Here the
-    padding is the tail of the frames before, written once together with the new frames; the spatial padding stays
-    in the convolution. The first frame of a video meets only the last temporal tap, so it runs as a 2D convolution.
+    `CausalConv3d` of Wan 2.1, wan/modules/vae.py: the video is padded with zero frames in front
+    only. Here the padding is the tail of the frames before, written once together with the new
+    frames; the spatial padding stays in the convolution. The first frame of a video meets only the
+    last temporal tap, so it runs as a 2D convolution.
 
     Args:
         in_channels: Channels in.
@@ -142,7 +151,11 @@ class CausalConv3d(Conv):
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, kernel: tuple[int, int, int] = (3, 3, 3), stride: int = 1
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel: tuple[int, int, int] = (3, 3, 3),
+        stride: int = 1,
     ) -> None:
         super().__init__(in_channels, out_channels, kernel)
         self.stride = stride
@@ -150,12 +163,17 @@ class CausalConv3d(Conv):
         self.padding = kernel[1] // 2
 
     def forward(
-        self, x: Tensor, cache: TemporalCache, fill: Fill | None = None, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        cache: TemporalCache,
+        fill: Fill | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """Convolve `fill(x)`, causally.
 
         Args:
-            x: `[B, C_in, T, H, W]`, channels-last; one frame where the cache says that it is the first.
+            x: `[B, C_in, T, H, W]`, channels-last; one frame where the cache says that it is the
+                first.
             cache: Gives the frames before `x`, and keeps the last of them.
             fill: Computed on the way into the convolution's input, such as a norm.
             residual: `[B, C_out, T, H, W]`, added to the result; its memory may become the result.
@@ -228,9 +246,9 @@ class FrameConv2d(Conv):
 class StridedConv2d(Conv):
     """A 3x3 convolution of every frame with stride 2, zero-padded at the right and the bottom only.
 
-    PyTorch pads both sides alike. With a fourth row and column of zero taps in front, a padding of one on each side
-    reads the very pixels that Wan's `ZeroPad2d((0, 1, 0, 1))` and padding 0 read, and no padded copy is made; the
-    added products are 1-2 % of an encode.
+    PyTorch pads both sides alike. With a fourth row and column of zero taps in front, a padding of
+    one on each side reads the very pixels that Wan's `ZeroPad2d((0, 1, 0, 1))` and padding 0 read,
+    and no padded copy is made; the added products are 1-2 % of an encode.
     """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
@@ -242,10 +260,11 @@ class StridedConv2d(Conv):
 
 
 def drop_stale_forms(convs: Iterable[Conv]) -> None:
-    """Forget derived weights whose parameter was written to behind autograd's back, as in `weight.data.copy_()`.
+    """Forget derived weights whose parameter was written to behind autograd's back.
 
-    Replaced parameters and recorded writes are noticed at every call; this is for once per video. It reads every
-    weight once: 4 ms for the 73 M of the Wan 2.1 decoder.
+    Replaced parameters and recorded writes are noticed at every call. This one is for writes like
+    `weight.data.copy_()`, once per video: it reads every weight, 4 ms for the 73 M of Wan 2.1's
+    decoder.
     """
     held = [(conv, key, form) for conv in convs for key, form in conv._forms.items()]
     now: dict[Conv, Tensor] = {}
@@ -255,8 +274,14 @@ def drop_stale_forms(convs: Iterable[Conv]) -> None:
                 now[conv] = _checksum(conv.weight)
         if not held:
             return
-        pairs = [torch.stack([now[conv].to(form.checksum.device), form.checksum]) for conv, _, form in held]
-        same = [before == after for before, after in torch.stack([pair.cpu() for pair in pairs]).tolist()]
+        pairs = [
+            torch.stack([now[conv].to(form.checksum.device), form.checksum])
+            for conv, _, form in held
+        ]
+        same = [
+            before == after
+            for before, after in torch.stack([pair.cpu() for pair in pairs]).tolist()
+        ]
     for (conv, key, _), equal in zip(held, same, strict=True):
         if not equal:
             conv._forms.pop(key, None)
@@ -278,8 +303,12 @@ def _records(x: Tensor, weight: Tensor) -> bool:
 
 
 def _packs(x: Tensor) -> bool:
-    """Whether oneDNN's blocked weights and its convolution with a fused sum are there for this input."""
-    if x.device.type != "cpu" or not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+    """Whether oneDNN's blocked weights and its fused sum are there for this input."""
+    if (
+        x.device.type != "cpu"
+        or not torch.backends.mkldnn.is_available()
+        or not torch.backends.mkldnn.enabled
+    ):
         return False
     if x.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -293,10 +322,12 @@ def _stamp(weight: Tensor) -> tuple[Any, ...]:
 
 
 def _checksum(weight: Tensor) -> Tensor:
-    """The sum of a dense tensor's memory, read as 64-bit integers; a zero-dimensional int64 tensor."""
+    """The sum of a dense tensor's memory, read as 64-bit integers."""
     with contextlib.suppress(RuntimeError):  # a length or an offset that 8 does not divide
         return weight.detach().as_strided((weight.numel(),), (1,)).view(torch.int64).sum()
-    return weight.detach().as_strided((weight.numel(),), (1,)).view(torch.uint8).sum(dtype=torch.int64)
+    return (
+        weight.detach().as_strided((weight.numel(),), (1,)).view(torch.uint8).sum(dtype=torch.int64)
+    )
 
 
 def _nbytes(weight: Tensor) -> int:

@@ -1,7 +1,8 @@
 """The blocks that the Wan layouts are built of: norm, residual, attention, resampling.
 
-Shapes, order and parameter names follow Wan 2.1, wan/modules/vae.py. Every block is called with the activation
-`[B, C, T, H, W]`, channels-last, and the `TemporalCache` of the video, and owns its input: it may write into it.
+Shapes, order and parameter names follow Wan 2.1, wan/modules/vae.py. Every block is called with the
+activation `[B, C, T, H, W]`, channels-last, and the `TemporalCache` of the video, and owns its
+input: it may write into it.
 """
 
 import torch
@@ -46,7 +47,9 @@ class ResidualBlock(nn.Module):
                 "6": CausalConv3d(out_channels, out_channels),
             }
         )
-        self.shortcut = None if in_channels == out_channels else PointwiseConv(in_channels, out_channels)
+        self.shortcut = (
+            None if in_channels == out_channels else PointwiseConv(in_channels, out_channels)
+        )
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """`[B, C_in, T, H, W]` to `[B, C_out, T, H, W]`."""
@@ -76,10 +79,10 @@ class AttentionBlock(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Nearest 2x in space and a 3x3 convolution; with `temporal` every frame but the first becomes two before that.
+    """Nearest 2x in space and a 3x3 convolution; with `temporal` one frame becomes two before.
 
-    The first frame of a video passes without `time_conv`, and is not in its history either: the second step sees
-    zeros before it (wan/modules/vae.py, the "Rep" branch of `Resample`).
+    The first frame of a video passes without `time_conv`, and is not in its history either: the
+    second step sees zeros before it (wan/modules/vae.py, the "Rep" branch of `Resample`).
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, temporal: bool) -> None:
@@ -99,7 +102,7 @@ class Upsample(nn.Module):
 
 
 class Downsample(nn.Module):
-    """A 3x3 convolution with stride 2 in space; with `temporal` every two frames but the first become one after it.
+    """A 3x3 convolution with stride 2 in space; with `temporal` two frames become one after.
 
     The first frame of a video passes `time_conv` by, but is the history of its second step.
     """

@@ -20,9 +20,9 @@ from .wan import Decoder, Encoder, Layer, pixel_shuffle
 class VideoVAE(nn.Module):
     """A causal video VAE of the Wan 2.1 layout.
 
-    Made by `load_vae`. The parameters have the names of the original checkpoint. Decoding and encoding keep no state
-    in the object, so threads may share it. Every result is exact for any chunk: it differs from the frame by frame
-    one by rounding alone.
+    Made by `load_vae`. The parameters have the names of the original checkpoint. Decoding and
+    encoding keep no state in the object, so threads may share it. Every result is exact for any
+    chunk: it differs from the frame by frame one by rounding alone.
 
     Args:
         config: What the weights are.
@@ -34,8 +34,8 @@ class VideoVAE(nn.Module):
         dtype: The dtype that it decodes in, and of the frames that come out.
         encode_dtype: The dtype that it encodes in, and of the latents that come out.
         limit_bytes: Memory that a step may take beside the weights; None: a part of what is free.
-        allow_tf32: In float32, leave PyTorch's own switches as they are, so that TF32 (or bf16 products on a CPU)
-            is used where they allow it. By default float32 means float32.
+        allow_tf32: In float32, leave PyTorch's own switches as they are, so that TF32 (or bf16
+            products on a CPU) is used where they allow it. By default float32 means float32.
     """
 
     def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
@@ -65,18 +65,20 @@ class VideoVAE(nn.Module):
         """Encode a video, chunk by chunk.
 
         Args:
-            frames: `[B, C, T, H, W]` in [-1, 1], of any float dtype, or uint8 in 0-255; `H` and `W` are multiples
-                of 8. Of `T` only `4 n + 1` frames are used; a shorter tail is dropped with a warning.
+            frames: `[B, C, T, H, W]` in [-1, 1], of any float dtype, or uint8 in 0-255; `H` and `W`
+                are multiples of 8. Of `T` only `4 n + 1` frames are used; a shorter tail is dropped
+                with a warning.
             chunk: Latents per step; -1: all. None: chosen from size and memory.
 
         Returns:
-            The mean of the posterior, `[B, C_latent, 1 + (T - 1) // 4, H / 8, W / 8]`, not normalised, in
-            `encode_dtype` on `device`.
+            The mean of the posterior, `[B, C_latent, 1 + (T - 1) // 4, H / 8, W / 8]`, not
+            normalised, in `encode_dtype` on `device`.
 
         Raises:
-            ValueError: The frames have another shape, dtype or channel count, or are not finite; or the checkpoint
-                has no encoder.
+            ValueError: The frames have another shape, dtype or channel count, or are not finite; or
+                the checkpoint has no encoder.
         """
+        _check_tensor(frames, "frames", self.config.image_channels)
         return torch.cat(list(self.encode_stream(frames, chunk)), dim=2)
 
     def decode(self, latent: Tensor, chunk: int | None = None) -> Tensor:
@@ -87,16 +89,24 @@ class VideoVAE(nn.Module):
             chunk: Latents per step; -1: all. None: chosen from size and memory.
 
         Returns:
-            `[B, C, 4 t - 3, 8 h, 8 w]` (twice as high and wide from a 2x decoder) in about [-1, 1], not clamped,
-            channels-last, in `dtype` on `device`.
+            `[B, C, 4 t - 3, 8 h, 8 w]` (twice as high and wide from a 2x decoder) in about [-1, 1],
+            not clamped, channels-last, in `dtype` on `device`.
 
         Raises:
-            ValueError: The latent has another channel count, dimensions or dtype, no frames, or is not finite.
+            ValueError: The latent has another channel count, dimensions or dtype, no frames, or is
+                not finite.
         """
+        _check_tensor(latent, "latent", self.config.latent_channels)
         stream = self.decode_stream(latent, chunk)
         batch, _, latent_frames, height, width = latent.shape
         scale = self.config.spatial_compression * self.config.output_scale
-        shape = (batch, self.config.frames(latent_frames), height * scale, width * scale, self.config.image_channels)
+        shape = (
+            batch,
+            self.config.frames(latent_frames),
+            height * scale,
+            width * scale,
+            self.config.image_channels,
+        )
         with torch.inference_mode(False):
             frames = torch.empty(shape, dtype=self.dtype, device=self.device).movedim(-1, 1)
         at = 0
@@ -105,7 +115,9 @@ class VideoVAE(nn.Module):
             at += piece.shape[2]
         return frames
 
-    def encode_stream(self, pieces: Tensor | Iterable[Tensor], chunk: int | None = None) -> Iterator[Tensor]:
+    def encode_stream(
+        self, pieces: Tensor | Iterable[Tensor], chunk: int | None = None
+    ) -> Iterator[Tensor]:
         """Encode a video that comes in pieces; latents leave as soon as their frames are there.
 
         Args:
@@ -113,7 +125,8 @@ class VideoVAE(nn.Module):
             chunk: As for `encode`.
 
         Returns:
-            An iterator of latents `[B, C_latent, n, H / 8, W / 8]`: the first alone, then `chunk` at a time.
+            An iterator of latents `[B, C_latent, n, H / 8, W / 8]`: the first alone, then `chunk`
+            at a time.
 
         Raises:
             ValueError: As for `encode`; for a piece when it is reached.
@@ -121,17 +134,20 @@ class VideoVAE(nn.Module):
         if self.encoder is None or self.conv1 is None:
             raise ValueError("the checkpoint has no encoder; only decode works with it")
         quantise = self.conv1
-        chains: list[list[Layer]] = self.encoder.chains()
+        chains = self.encoder.chains()
         chains[-1].append(lambda x, _: quantise(x, self.config.latent_channels))
         source = self._source(pieces, self._check_frames)
+        chunk = self._steps(pieces, chunk)
         lone = isinstance(pieces, Tensor) and self.config.latent_frames(pieces.shape[2]) == 1
-        return self._stream(chains, source, _steps_of(chunk), lone=lone, encode=True)
+        return self._stream(self.encoder, chains, source, chunk, lone=lone)
 
-    def decode_stream(self, latent: Tensor | Iterable[Tensor], chunk: int | None = None) -> Iterator[Tensor]:
+    def decode_stream(
+        self, latent: Tensor | Iterable[Tensor], chunk: int | None = None
+    ) -> Iterator[Tensor]:
         """Decode a latent and give the frames away as they are done.
 
-        The memory that it takes does not depend on the length of the video. Of an iterable no latent is asked for
-        before the frames of those before it have left.
+        The memory that it takes does not depend on the length of the video. Of an iterable no
+        latent is asked for before the frames of those before it have left.
 
         Args:
             latent: `[B, C_latent, t, h, w]`, or an iterable of such, one after the other in time.
@@ -144,11 +160,13 @@ class VideoVAE(nn.Module):
             ValueError: As for `decode`; for a piece of an iterable when it is reached.
         """
         scale = self.config.output_scale
-        chain: list[Layer] = [lambda x, _: self.conv2(x), *self.decoder.layers()]
-        chain.append(lambda x, _: pixel_shuffle(x, scale))
+        chains = self.decoder.chains()
+        chains[0].insert(0, lambda x, _: self.conv2(x))
+        chains[-1].append(lambda x, _: pixel_shuffle(x, scale))
         source = self._source(latent, self._check_latent)
+        chunk = self._steps(latent, chunk)
         lone = isinstance(latent, Tensor) and latent.shape[2] == 1
-        return self._stream([chain], source, _steps_of(chunk), lone=lone, encode=False)
+        return self._stream(self.decoder, chains, source, chunk, lone=lone)
 
     def normalize(self, latent: Tensor) -> Tensor:
         """Shift and scale each channel by the statistics of the family: `(latent - mean) / std`."""
@@ -159,6 +177,28 @@ class VideoVAE(nn.Module):
         """Undo `normalize`: `latent * std + mean`."""
         mean, std = self._statistics(latent)
         return latent * std + mean
+
+    def memory_bytes(self, height: int, width: int, *, encode: bool = False) -> int:
+        """Estimate what a stream of any length takes beside weights, input and output.
+
+        Args:
+            height: Of the frames that go in or, but for 2x decoders, come out.
+            width: Likewise.
+            encode: For encoding; else for decoding.
+
+        Returns:
+            Bytes, for a batch of one and the automatic chunk.
+
+        Raises:
+            ValueError: The checkpoint has no encoder to speak of.
+        """
+        network = self.encoder if encode else self.decoder
+        if network is None:
+            raise ValueError("the checkpoint has no encoder; only decode works with it")
+        step = self.config.spatial_compression
+        dtype = self.encode_dtype if encode else self.dtype
+        latent_size = 1, height // step, width // step
+        return make_plan(network, latent_size, dtype, self.device, self.limit_bytes).peak_bytes
 
     def weight_bytes(self) -> int:
         """Bytes of the parameters and of what was derived from them so far."""
@@ -171,18 +211,25 @@ class VideoVAE(nn.Module):
             conv.drop_forms()
 
     def _stream(
-        self, chains: list[list[Layer]], source: Iterator[Tensor], chunk: int | None, *, lone: bool, encode: bool
+        self,
+        network: Encoder | Decoder,
+        chains: list[list[Layer]],
+        source: Iterator[Tensor],
+        chunk: int | None,
+        *,
+        lone: bool,
     ) -> Iterator[Tensor]:
         """Run the checked pieces of one video through the layers."""
+        encodes = network is self.encoder
+        dtype = self.encode_dtype if encodes else self.dtype
         first = next(source, None)
         if first is None:
-            raise ValueError(f"no {'frames' if encode else 'latents'} came; expected one or more")
-        dtype = self.encode_dtype if encode else self.dtype
-        height, width = (size // (self.config.spatial_compression if encode else 1) for size in first.shape[3:])
-        plan = make_plan(self.config, first.shape[0], height, width, dtype, self.device, self.limit_bytes)
-        if chunk is None:
-            chunk = plan.chunk
-        group = self.config.temporal_compression if encode else 1
+            raise ValueError(f"no {'frames' if encodes else 'latents'} came; expected one or more")
+        compression = self.config.spatial_compression if encodes else 1
+        latent_size = first.shape[0], first.shape[3] // compression, first.shape[4] // compression
+        plan = make_plan(network, latent_size, dtype, self.device, self.limit_bytes)
+        chunk = plan.chunk if chunk is None else chunk
+        group = self.config.temporal_compression if encodes else 1
         runs = rechunk(itertools.chain([first], source), None if chunk == -1 else chunk * group)
         cache = TemporalCache(lone=lone)
         drop_stale_forms(self._convs())
@@ -196,18 +243,26 @@ class VideoVAE(nn.Module):
             cache.first = False
         if dropped:
             warnings.warn(
-                f"the last {dropped} frames were dropped; the VAE takes 4 n + 1 frames", UserWarning, stacklevel=3
+                f"the last {dropped} frames were dropped; the VAE takes 4 n + 1 frames",
+                UserWarning,
+                stacklevel=3,
             )
 
     def _advance(
-        self, chains: list[list[Layer]], run: Tensor, cache: TemporalCache, part_bytes: int, dtype: torch.dtype
+        self,
+        chains: list[list[Layer]],
+        run: Tensor,
+        cache: TemporalCache,
+        part_bytes: int,
+        dtype: torch.dtype,
     ) -> Iterator[Tensor]:
-        """Run one chunk; between two results the caller's modes (grad, inference, TF32) are the caller's again."""
+        """Run one chunk; between results the modes (grad, inference, TF32) are the caller's."""
         records = torch.is_grad_enabled() and (run.requires_grad or self.conv2.weight.requires_grad)
         exact = dtype == torch.float32 and not self.allow_tf32
         steps: Iterator[Tensor] | None = None
         while True:
-            # Outside of inference mode, so that tails and derived weights can be used in it and out of it.
+            # Outside of inference mode, so that tails and derived weights can be used in it and out
+            # of it.
             with (
                 torch.inference_mode(False),
                 torch.set_grad_enabled(records),
@@ -222,7 +277,9 @@ class VideoVAE(nn.Module):
                 return
             yield piece
 
-    def _source(self, pieces: Tensor | Iterable[Tensor], check: Callable[[Tensor], None]) -> Iterator[Tensor]:
+    def _source(
+        self, pieces: Tensor | Iterable[Tensor], check: Callable[[Tensor], None]
+    ) -> Iterator[Tensor]:
         """The pieces, checked: a tensor at once, an iterable's when they are reached."""
         if isinstance(pieces, Tensor):
             check(pieces)
@@ -236,12 +293,22 @@ class VideoVAE(nn.Module):
                     first = piece
                 elif piece.shape[:2] != first.shape[:2] or piece.shape[3:] != first.shape[3:]:
                     raise ValueError(
-                        f"a piece has shape {list(piece.shape)}; expected that of the first, {list(first.shape)}, "
-                        "but for its frames"
+                        f"a piece has shape {list(piece.shape)}; expected {list(first.shape)} "
+                        "as the first, but for its frames"
                     )
                 yield piece
 
         return checked()
+
+    def _steps(self, source: object, chunk: int | None) -> int | None:
+        """Check a chunk length. What comes in pieces is wanted back so: one latent at a time."""
+        if chunk is None:
+            return None if isinstance(source, Tensor) else 1
+        if isinstance(chunk, bool) or not isinstance(chunk, int) or (chunk < 1 and chunk != -1):
+            raise ValueError(
+                f"chunk is {chunk!r}; expected a number of latents, -1 for all, or None"
+            )
+        return chunk
 
     def _check_latent(self, latent: Tensor) -> None:
         _check_tensor(latent, "latent", self.config.latent_channels)
@@ -252,11 +319,14 @@ class VideoVAE(nn.Module):
     def _check_frames(self, frames: Tensor) -> None:
         _check_tensor(frames, "frames", self.config.image_channels)
         if not frames.is_floating_point() and frames.dtype != torch.uint8:
-            raise ValueError(f"frames are {_name(frames.dtype)}; expected a float dtype in [-1, 1] or uint8")
+            raise ValueError(
+                f"frames are {_name(frames.dtype)}; expected a float dtype in [-1, 1] or uint8"
+            )
         step = self.config.spatial_compression
         if frames.shape[3] % step or frames.shape[4] % step:
             raise ValueError(
-                f"frames are {frames.shape[3]} x {frames.shape[4]} (H x W); expected multiples of {step}"
+                f"frames are {frames.shape[3]} x {frames.shape[4]} (H x W); "
+                f"expected multiples of {step}"
             )
         if frames.is_floating_point():
             _check_finite(frames, "frames")
@@ -265,15 +335,19 @@ class VideoVAE(nn.Module):
         _check_tensor(latent, "latent", self.config.latent_channels)
         shape = (1, -1, 1, 1, 1)
         return (
-            torch.tensor(self.config.latent_mean, dtype=latent.dtype, device=latent.device).view(shape),
-            torch.tensor(self.config.latent_std, dtype=latent.dtype, device=latent.device).view(shape),
+            torch.tensor(self.config.latent_mean, dtype=latent.dtype, device=latent.device).view(
+                shape
+            ),
+            torch.tensor(self.config.latent_std, dtype=latent.dtype, device=latent.device).view(
+                shape
+            ),
         )
 
     def _convs(self) -> Iterator[Conv]:
         return (module for module in self.modules() if isinstance(module, Conv))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "VideoVAE":
-        """Move or cast the weights (`.to`, `.half`, ...); a cast of weights is a cast of the computation too."""
+        """Move or cast the weights (`.to`, `.half`, ...), and with them the computation."""
         before = self.conv2.weight.dtype, None if self.conv1 is None else self.conv1.weight.dtype
         super()._apply(fn, recurse)
         self.drop_derived()
@@ -286,25 +360,23 @@ class VideoVAE(nn.Module):
         return self
 
 
-def _steps_of(chunk: int | None) -> int | None:
-    """Check a chunk length."""
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or (chunk < 1 and chunk != -1)):
-        raise ValueError(f"chunk is {chunk!r}; expected a number of latents, -1 for all, or None")
-    return chunk
-
-
 def _check_tensor(tensor: object, name: str, channels: int) -> None:
     """Check what frames and latents have in common."""
     if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name} is a {type(tensor).__name__}; expected a tensor [B, {channels}, T, H, W]")
+        raise ValueError(
+            f"{name} is a {type(tensor).__name__}; expected a tensor [B, {channels}, T, H, W]"
+        )
     if tensor.ndim != 5:
         raise ValueError(
-            f"{name} has {tensor.ndim} dimensions {list(tensor.shape)}; expected 5, [B, {channels}, T, H, W]"
+            f"{name} has {tensor.ndim} dimensions, {list(tensor.shape)}; "
+            f"expected 5, [B, {channels}, T, H, W]"
         )
     if tensor.shape[1] != channels:
         raise ValueError(f"{name} has {tensor.shape[1]} channels; this VAE needs {channels}")
     if not tensor.numel():
-        raise ValueError(f"{name} is empty, {list(tensor.shape)}; expected at least one of each dimension")
+        raise ValueError(
+            f"{name} is empty, {list(tensor.shape)}; expected at least one of each dimension"
+        )
 
 
 def _check_finite(tensor: Tensor, name: str) -> None:
@@ -321,10 +393,17 @@ def _to_unit(frames: Tensor) -> Tensor:
 def _canonical(x: Tensor) -> Tensor:
     """Give a channels-last tensor the strides of that format in its dimensions of size one too.
 
-    PyTorch leaves those as they were, and with one frame or one column it then takes the tensor for another layout.
+    PyTorch leaves those as they were, and with one frame or one column it then takes the tensor for
+    another layout.
     """
-    batch, channels, frames, height, width = x.shape
-    strides = (channels * frames * height * width, 1, channels * height * width, channels * width, channels)
+    _, channels, frames, height, width = x.shape
+    strides = (
+        channels * frames * height * width,
+        1,
+        channels * height * width,
+        channels * width,
+        channels,
+    )
     return x.as_strided(x.shape, strides)
 
 

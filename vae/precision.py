@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 # bf16 loses bits, so it must be worth it: this much faster on a convolution of the VAE's kind.
 _WORTH_IT = 1.15
+
 
 @dataclass
 class _State:
@@ -32,8 +34,8 @@ def fastest_decode_dtype(device: torch.device) -> torch.dtype:
         device: Where the VAE is.
 
     Returns:
-        On a CPU bfloat16 where a convolution is measured faster in it than in float32, else float32. On CUDA
-        bfloat16 where the chip has it. Elsewhere float32.
+        On a CPU bfloat16 where a convolution is measured faster in it than in float32, else
+        float32. On CUDA bfloat16 where the chip has it. Elsewhere float32.
     """
     if device.type == "cpu":
         return torch.bfloat16 if _bf16_is_faster() else torch.float32
@@ -44,10 +46,10 @@ def fastest_decode_dtype(device: torch.device) -> torch.dtype:
 
 @contextlib.contextmanager
 def full_float32(device: torch.device) -> Iterator[None]:
-    """Keep float32 convolutions and products on a kind of device in float32, inside the block; restored after.
+    """Keep float32 convolutions and products in float32 inside the block; restored after.
 
-    PyTorch's switches (TF32 on CUDA, bf16 or TF32 in oneDNN) are global. The first thread that enters saves and
-    sets them, and the last that leaves restores them.
+    PyTorch's switches (TF32 on CUDA, bf16 or TF32 in oneDNN) are global. The first thread that
+    enters saves and sets them, and the last that leaves restores them.
 
     Args:
         device: Whose switches.
@@ -69,24 +71,29 @@ def full_float32(device: torch.device) -> Iterator[None]:
 
 def _switch_off(device_type: str) -> list[tuple[object, str, object]]:
     """Set every switch that lets float32 be less, and return what those were."""
-    backends = torch.backends
-    new = hasattr(backends.cudnn, "conv")  # torch >= 2.9, where the older switches must not be mixed in
-    switches: list[tuple[object, str, object]] = []
-    if device_type == "cuda" and new:
-        owners = (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)
-        switches = [(owner, "fp32_precision", "ieee") for owner in owners]
-    elif device_type == "cuda":
-        switches = [(owner, "allow_tf32", False) for owner in (backends.cudnn, backends.cuda.matmul)]
-    elif device_type == "cpu" and new:
-        owners = (backends.mkldnn.conv, backends.mkldnn.matmul)
-        switches = [(owner, "fp32_precision", "ieee") for owner in owners]
     saved = []
-    for owner, name, value in switches:
+    for owner, name, value, full in _switches(device_type):
         before = getattr(owner, name)
-        if before != value and not (device_type == "cpu" and before == "none"):
+        if before not in full:
             setattr(owner, name, value)
             saved.append((owner, name, before))
     return saved
+
+
+def _switches(device_type: str) -> list[tuple[object, str, object, tuple[object, ...]]]:
+    """The switches of a kind of device: owner, name, what to set, and what is as good."""
+    backends: Any = torch.backends
+    new = hasattr(backends.cudnn, "conv")  # torch >= 2.9, where the older ones must not be mixed in
+    if device_type == "cuda" and new:
+        owners = (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)
+        return [(owner, "fp32_precision", "ieee", ("ieee",)) for owner in owners]
+    if device_type == "cuda":
+        owners = (backends.cudnn, backends.cuda.matmul)
+        return [(owner, "allow_tf32", False, (False,)) for owner in owners]
+    if device_type == "cpu" and new:
+        owners = (backends.mkldnn.conv, backends.mkldnn.matmul)
+        return [(owner, "fp32_precision", "ieee", ("ieee", "none")) for owner in owners]
+    return []
 
 
 @functools.cache
@@ -98,7 +105,9 @@ def _bf16_is_faster() -> bool:
     with torch.inference_mode(False), torch.no_grad():
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.ones(1, 96, 3, 48, 48, dtype=dtype).to(memory_format=torch.channels_last_3d)
-            weight = torch.ones(96, 96, 3, 3, 3, dtype=dtype).to(memory_format=torch.channels_last_3d)
+            weight = torch.ones(96, 96, 3, 3, 3, dtype=dtype).to(
+                memory_format=torch.channels_last_3d
+            )
             best = float("inf")
             for _ in range(4):
                 start = time.perf_counter()

@@ -1,9 +1,11 @@
-"""Encoder and decoder of the Wan 2.1 layout: Wan 2.1, Qwen-Image, their pruned and their upscaling versions.
+"""Encoder and decoder of the Wan 2.1 layout: Wan 2.1, Qwen-Image, pruned and 2x versions.
 
-The graph and the parameter names are those of wan/modules/vae.py (Encoder3d, Decoder3d). Each network is a chain of
-causal layers that is called step by step: `layers` for `stream.advance`, every one from `(x, cache)` to `x`.
+The graph and the parameter names are those of wan/modules/vae.py (Encoder3d, Decoder3d). Each
+network is a chain of causal layers that `stream.advance` calls step by step, every one from `(x,
+cache)` to `x`.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
@@ -36,12 +38,16 @@ class _Head(nn.Module):
 
 def _middle(channels: int) -> nn.ModuleList:
     return nn.ModuleList(
-        [ResidualBlock(channels, channels), AttentionBlock(channels), ResidualBlock(channels, channels)]
+        [
+            ResidualBlock(channels, channels),
+            AttentionBlock(channels),
+            ResidualBlock(channels, channels),
+        ]
     )
 
 
 class Encoder(nn.Module):
-    """Frames to the mean and log-variance of their latents, before the 1x1x1 quantisation convolution.
+    """Frames to mean and log-variance of latents, before the 1x1x1 quantisation convolution.
 
     Args:
         widths: Channels after the first convolution and of each stage, full size first.
@@ -53,8 +59,10 @@ class Encoder(nn.Module):
         super().__init__()
         self.conv1 = CausalConv3d(image_channels, widths[0])
         stages: list[nn.Module] = []
-        for stage, (before, after) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
-            stages += [ResidualBlock(before if i == 0 else after, after) for i in range(_ENCODER_BLOCKS)]
+        for stage, (before, after) in enumerate(itertools.pairwise(widths)):
+            stages += [
+                ResidualBlock(before if i == 0 else after, after) for i in range(_ENCODER_BLOCKS)
+            ]
             if stage < len(_TEMPORAL):
                 stages.append(Downsample(after, temporal=_TEMPORAL[stage]))
         self.downsamples = nn.ModuleList(stages)
@@ -90,20 +98,22 @@ class Decoder(nn.Module):
         stages: list[nn.Module] = []
         before = widths[0]
         for stage, after in enumerate(widths[1:]):
-            stages += [ResidualBlock(before if i == 0 else after, after) for i in range(_DECODER_BLOCKS)]
+            stages += [
+                ResidualBlock(before if i == 0 else after, after) for i in range(_DECODER_BLOCKS)
+            ]
             if stage < len(_TEMPORAL):
                 before = after // 2
                 stages.append(Upsample(after, before, temporal=_TEMPORAL[::-1][stage]))
         self.upsamples = nn.ModuleList(stages)
         self.head = _Head(widths[-1], out_channels)
 
-    def layers(self) -> list[Layer]:
+    def chains(self) -> list[list[Layer]]:
         """The chain, from `[B, C_latent, t, h, w]` to `[B, C_out, T, 8 h, 8 w]`."""
-        return [self.conv1, *self.middle, *self.upsamples, self.head]
+        return [[self.conv1, *self.middle, *self.upsamples, self.head]]
 
 
 def pixel_shuffle(x: Tensor, scale: int) -> Tensor:
-    """Frames of `scale` times the size out of channels: `[B, C * scale^2, T, H, W]` to `[B, C, T, ...]`.
+    """Make frames of `scale` times the size out of `[B, C * scale^2, T, H, W]`.
 
     Channel `(c * scale + row) * scale + column` holds one phase of the pixels of channel `c`, as in
     `torch.nn.PixelShuffle`, which the 2x decoders were trained with.
