@@ -1,0 +1,158 @@
+"""Other implementations of the same VAE, built from one state dict: the oracles and the rivals.
+
+Each takes the original names of Wan 2.1 and gives a `Peer`: raw latents in and out, the posterior
+mean, never normalised. A peer that cannot be built raises `PeerUnavailableError` with the reason.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fast_video_vae.tests.builders import diffusers_name
+
+_ROOT = Path(__file__).absolute().parents[2]
+
+
+class PeerUnavailableError(RuntimeError):
+    """The other implementation is not on this machine, or not importable; the message says why."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another implementation.
+
+    Attributes:
+        name: `comfyui` or `diffusers`.
+        version: Its version.
+        module: Its model; parameters in the chosen dtype on the chosen device.
+        clamps: Whether its decode clamps frames to [-1, 1].
+    """
+
+    name: str
+    version: str
+    module: nn.Module
+    clamps: bool
+
+    @torch.inference_mode()
+    def encode(self, frames: Tensor) -> Tensor:
+        """`[B, C, T, H, W]` in [-1, 1] -> posterior mean `[B, 16, 1 + (T - 1) // 4, H/8, W/8]`."""
+        result = self.module.encode(self._adapt(frames))
+        return result if isinstance(result, Tensor) else result.latent_dist.mode()
+
+    @torch.inference_mode()
+    def decode(self, latent: Tensor) -> Tensor:
+        """`[B, 16, t, h, w]` -> `[B, C, 4 * t - 3, 8 * h, 8 * w]`."""
+        result = self.module.decode(self._adapt(latent))
+        return result if isinstance(result, Tensor) else result.sample
+
+    def _adapt(self, x: Tensor) -> Tensor:
+        parameter = next(self.module.parameters())
+        return x.to(parameter.device, parameter.dtype)
+
+
+def find_comfyui() -> Path | None:
+    """The ComfyUI checkout: `$COMFYUI_PATH`, else the one we are installed in, else `~/ComfyUI`."""
+    given = os.environ.get("COMFYUI_PATH")
+    places = [Path(given)] if given else [_ROOT.parents[1], Path.home() / "ComfyUI"]
+    for place in places:
+        if (place / "comfy" / "ldm" / "wan" / "vae.py").is_file():
+            return place.resolve()
+    return None
+
+
+def comfyui_vae(
+    state: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Peer:
+    """ComfyUI's own `WanVAE`, without its memory management.
+
+    It stays importable for the rest of the process: its folder goes to the end of `sys.path`.
+    """
+    root = find_comfyui()
+    if root is None:
+        raise PeerUnavailableError("no ComfyUI checkout found; set COMFYUI_PATH to one")
+    if str(root) not in sys.path:
+        sys.path.append(str(root))
+    try:
+        with _third_party():
+            from comfy.cli_args import args
+
+            args.cpu = args.cpu or not torch.cuda.is_available()  # before model_management
+            from comfy.ldm.wan.vae import WanVAE
+            from comfyui_version import __version__ as version
+    except (ImportError, RuntimeError, AssertionError) as error:
+        raise PeerUnavailableError(f"ComfyUI in {root} does not import: {error}") from error
+
+    with torch.device("meta"):
+        module = WanVAE(
+            dim=state["decoder.head.0.gamma"].shape[0],
+            z_dim=state["conv2.weight"].shape[0],
+            dim_mult=[1, 2, 4, 4],
+            num_res_blocks=2,
+            attn_scales=[],
+            temperal_downsample=[False, True, True],
+            image_channels=state["encoder.conv1.weight"].shape[1],
+            conv_out_channels=state["decoder.head.2.weight"].shape[0],
+        )
+    return Peer("comfyui", version, _load(module, state, dtype, device), clamps=False)
+
+
+def diffusers_vae(
+    state: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    qwen_image: bool = False,
+) -> Peer:
+    """diffusers' `AutoencoderKLWan`, or its `AutoencoderKLQwenImage` (at most 3 out channels)."""
+    try:
+        with _third_party():
+            import diffusers
+            from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
+    except (ImportError, RuntimeError) as error:
+        raise PeerUnavailableError(f"diffusers does not import: {error}") from error
+
+    config = {
+        "base_dim": state["decoder.head.0.gamma"].shape[0],
+        "z_dim": state["conv2.weight"].shape[0],
+    }
+    image_channels = state["encoder.conv1.weight"].shape[1]
+    if qwen_image:
+        config["input_channels"] = image_channels
+    else:
+        config["in_channels"] = image_channels
+        config["out_channels"] = state["decoder.head.2.weight"].shape[0]
+    with torch.device("meta"):
+        module = (AutoencoderKLQwenImage if qwen_image else AutoencoderKLWan)(**config)
+    renamed = {diffusers_name(name): tensor for name, tensor in state.items()}
+    return Peer(
+        "diffusers", diffusers.__version__, _load(module, renamed, dtype, device), clamps=True
+    )
+
+
+def _load(
+    module: nn.Module,
+    state: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> nn.Module:
+    copies = {name: tensor.to(device, dtype, copy=True) for name, tensor in state.items()}
+    module.load_state_dict(copies, strict=True, assign=True)
+    return module.eval().requires_grad_(False)
+
+
+@contextmanager
+def _third_party():
+    """What other packages warn about while they are imported is not ours to fix."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

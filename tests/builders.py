@@ -1,0 +1,165 @@
+"""What several test files build: random VAE weights, and commands of the package.
+
+`from fast_video_vae.tests.builders import random_state_dict`; `conftest.py` makes that name.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_CONFTEST = Path(__file__).with_name("conftest.py")
+
+# Root mean square of SiLU(x) for x ~ N(0, 1).
+_SILU_RMS = 0.597
+
+# From the original names, with the blocks of the decoder already in place; in this order.
+_DIFFUSERS_RENAMES = (
+    (r"^conv1\.", "quant_conv."),
+    (r"^conv2\.", "post_quant_conv."),
+    (r"^(encoder|decoder)\.conv1\.", r"\1.conv_in."),
+    (r"\.head\.0\.", ".norm_out."),
+    (r"\.head\.2\.", ".conv_out."),
+    (r"\.middle\.0\.", ".mid_block.resnets.0."),
+    (r"\.middle\.1\.", ".mid_block.attentions.0."),
+    (r"\.middle\.2\.", ".mid_block.resnets.1."),
+    (r"\.downsamples\.", ".down_blocks."),
+    (r"\.residual\.0\.", ".norm1."),
+    (r"\.residual\.2\.", ".conv1."),
+    (r"\.residual\.3\.", ".norm2."),
+    (r"\.residual\.6\.", ".conv2."),
+    (r"\.shortcut\.", ".conv_shortcut."),
+)
+
+
+def wan21_shapes(
+    width: int, *, latent_channels: int = 16, image_channels: int = 3, out_channels: int = 3
+) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a Wan 2.1 VAE, as in `Wan2.1_VAE.pth`.
+
+    Args:
+        width: Channels at full resolution: 96 in Wan 2.1.
+        latent_channels: Channels of the latent.
+        image_channels: Channels that the encoder takes: 3, or 4 for Qwen-Image-Layered.
+        out_channels: Channels that the decoder's last convolution gives: 12 in 2x decoders.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def conv(name: str, out: int, into: int, *kernel: int) -> None:
+        shapes[f"{name}.weight"] = (out, into, *kernel)
+        shapes[f"{name}.bias"] = (out,)
+
+    def residual(name: str, into: int, out: int) -> None:
+        shapes[f"{name}.residual.0.gamma"] = (into, 1, 1, 1)
+        conv(f"{name}.residual.2", out, into, 3, 3, 3)
+        shapes[f"{name}.residual.3.gamma"] = (out, 1, 1, 1)
+        conv(f"{name}.residual.6", out, out, 3, 3, 3)
+        if into != out:
+            conv(f"{name}.shortcut", out, into, 1, 1, 1)
+
+    def middle(name: str, channels: int) -> None:
+        residual(f"{name}.0", channels, channels)
+        shapes[f"{name}.1.norm.gamma"] = (channels, 1, 1)
+        conv(f"{name}.1.to_qkv", 3 * channels, channels, 1, 1)
+        conv(f"{name}.1.proj", channels, channels, 1, 1)
+        residual(f"{name}.2", channels, channels)
+
+    def head(name: str, into: int, out: int) -> None:
+        shapes[f"{name}.0.gamma"] = (into, 1, 1, 1)
+        conv(f"{name}.2", out, into, 3, 3, 3)
+
+    top = 4 * width
+
+    conv("encoder.conv1", width, image_channels, 3, 3, 3)
+    channels, index = width, 0
+    for stage, multiplier in enumerate((1, 2, 4, 4)):
+        for _ in range(2):
+            residual(f"encoder.downsamples.{index}", channels, width * multiplier)
+            channels, index = width * multiplier, index + 1
+        if stage < 3:
+            conv(f"encoder.downsamples.{index}.resample.1", channels, channels, 3, 3)
+            if stage > 0:
+                conv(f"encoder.downsamples.{index}.time_conv", channels, channels, 3, 1, 1)
+            index += 1
+    middle("encoder.middle", top)
+    head("encoder.head", top, 2 * latent_channels)
+
+    conv("conv1", 2 * latent_channels, 2 * latent_channels, 1, 1, 1)
+    conv("conv2", latent_channels, latent_channels, 1, 1, 1)
+
+    conv("decoder.conv1", top, latent_channels, 3, 3, 3)
+    middle("decoder.middle", top)
+    channels, index = top, 0
+    for stage, multiplier in enumerate((4, 4, 2, 1)):
+        for _ in range(3):
+            residual(f"decoder.upsamples.{index}", channels, width * multiplier)
+            channels, index = width * multiplier, index + 1
+        if stage < 3:
+            conv(f"decoder.upsamples.{index}.resample.1", channels // 2, channels, 3, 3)
+            if stage < 2:
+                conv(f"decoder.upsamples.{index}.time_conv", 2 * channels, channels, 3, 1, 1)
+            channels, index = channels // 2, index + 1
+    head("decoder.head", width, out_channels)
+    return shapes
+
+
+def random_state_dict(
+    width: int, *, image_channels: int = 3, out_channels: int = 3, seed: int = 0
+) -> dict[str, Tensor]:
+    """Random float32 weights of a Wan 2.1 VAE under the original names, well-behaved.
+
+    The spread of every tensor is such that activations stay of order 1 from the first layer to
+    the last for inputs of order 1, so that errors in low precision mean something; norms and
+    biases are not trivial; frames come out mostly within [-1, 1].
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shapes = wan21_shapes(width, image_channels=image_channels, out_channels=out_channels)
+    state: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        noise = torch.empty(shape).normal_(generator=generator)
+        if name.endswith("gamma"):
+            state[name] = 1 + 0.1 * noise
+        elif name.endswith("bias"):
+            state[name] = 0.05 * noise
+        else:
+            fan_in = noise[0].numel()
+            state[name] = noise * (_gain(name) * fan_in**-0.5)
+    return state
+
+
+def diffusers_name(name: str) -> str:
+    """A tensor's name in diffusers' `AutoencoderKLWan` and `AutoencoderKLQwenImage`."""
+    decoder_block = re.match(r"decoder\.upsamples\.(\d+)\.", name)
+    if decoder_block:
+        stage, index = divmod(int(decoder_block[1]), 4)
+        place = "upsamplers.0" if index == 3 else f"resnets.{index}"
+        name = f"decoder.up_blocks.{stage}.{place}.{name[decoder_block.end() :]}"
+    for pattern, replacement in _DIFFUSERS_RENAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs `python -m module arguments` on this checkout, installed or not."""
+    code = (
+        f"import runpy, sys; runpy.run_path({str(_CONFTEST)!r}); sys.argv[0] = {module!r}; "
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )
+    return [sys.executable, "-c", code, *arguments]
+
+
+def _gain(name: str) -> float:
+    """The spread of a convolution's output over the spread of its input."""
+    if name.endswith("residual.2.weight"):
+        return 1 / _SILU_RMS
+    if name.endswith("residual.6.weight"):
+        return 0.4 / _SILU_RMS  # a branch adds little, so that a sum of ten stays of order 1
+    if name == "encoder.head.2.weight":
+        return 1 / _SILU_RMS
+    if name == "decoder.head.2.weight":
+        return 0.3 / _SILU_RMS
+    if name.endswith("proj.weight"):
+        return 0.4
+    return 1.0

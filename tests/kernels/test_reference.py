@@ -1,0 +1,114 @@
+"""Every op of the reference against its formula in float64."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fast_video_vae.kernels import attention, interleave_upsample, reference, rms_norm_silu
+
+
+def channels_last(*shape, dtype=torch.float32, seed=0):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return x.to(dtype).contiguous(memory_format=torch.channels_last_3d)
+
+
+def norm_formula(x, gamma, silu):
+    x = x.double()
+    norm = x.square().sum(1, keepdim=True).sqrt().clamp_min(1e-12)
+    y = x / norm * math.sqrt(x.shape[1]) * gamma.double().view(1, -1, 1, 1, 1)
+    return y * torch.sigmoid(y) if silu else y
+
+
+# Half an eps for the one rounding of the result; float32 adds the roundings of its own steps.
+TOLERANCE = {
+    torch.float64: 1e-6,  # the scale is kept in float32
+    torch.float32: 1e-6,
+    torch.bfloat16: 2**-8,
+    torch.float16: 2**-11,
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("silu", [True, False])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 96, 3, 8, 8),
+        (3, 24, 2, 5, 7),  # a batch: rows of one video at a time
+        (1, 7, 1, 1, 1),  # one pixel, odd channels
+    ],
+)
+def test_rms_norm_silu_is_its_formula(shape, silu, dtype):
+    x = channels_last(*shape, dtype=dtype)
+    gamma = torch.rand(shape[1]) + 0.5
+    expected = norm_formula(x, gamma, silu)
+    actual = rms_norm_silu(x, gamma, silu=silu)
+    assert actual.dtype == dtype
+    assert actual.stride() == x.stride()
+    error = (actual.double() - expected).abs() / expected.abs().clamp_min(1e-3)
+    assert error.max() <= TOLERANCE[dtype] * 1.01
+
+
+def test_rms_norm_silu_of_zeros_is_zero():
+    assert not rms_norm_silu(torch.zeros(1, 8, 1, 2, 2), torch.ones(8)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_silu_writes_every_element_of_a_slice_and_nothing_else(dtype, monkeypatch):
+    monkeypatch.setattr(reference, "_BLOCK_ELEMENTS", 1000)  # several blocks, the last one short
+    x = channels_last(2, 12, 3, 6, 9, dtype=dtype)
+    window = torch.full((2, 5, 6, 9, 12), math.nan, dtype=dtype).movedim(-1, 1)
+    rms_norm_silu(x, torch.ones(12), out=window[:, :, 2:])
+    assert window[:, :, :2].isnan().all()
+    assert torch.equal(window[:, :, 2:], rms_norm_silu(x, torch.ones(12)))
+
+
+def test_rms_norm_silu_leaves_its_input_alone():
+    x = channels_last(1, 8, 2, 4, 4)
+    before = x.clone()
+    rms_norm_silu(x, torch.ones(8))
+    assert torch.equal(x, before)
+
+
+def test_rms_norm_silu_has_the_gradient_of_its_formula():
+    x = channels_last(1, 6, 2, 3, 3).double().requires_grad_()
+    gamma = torch.rand(6, dtype=torch.float64).requires_grad_()
+    weights = torch.randn_like(x)
+    (rms_norm_silu(x, gamma).double() * weights).sum().backward()
+    ours = x.grad.clone(), gamma.grad.clone()
+    x.grad = gamma.grad = None
+    (norm_formula(x, gamma, silu=True) * weights).sum().backward()
+    torch.testing.assert_close(ours, (x.grad, gamma.grad), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("blocked", [False, True], ids=["fused", "blocked"])
+@pytest.mark.parametrize("shape", [(1, 50, 384), (3, 17, 8), (2, 1, 16)])
+def test_attention_is_its_formula(shape, blocked, monkeypatch):
+    if blocked:  # what other devices than CPUs and CUDA cards run, in blocks of a few queries
+        monkeypatch.setattr(reference, "_fused_attention_takes", lambda *_: False)
+        monkeypatch.setattr(reference, "_SCORE_ELEMENTS", 4 * shape[1])
+    q, k, v = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)).unbind()
+    scores = q.double() @ k.double().transpose(1, 2) / math.sqrt(shape[2])
+    expected = torch.softmax(scores, -1) @ v.double()
+    torch.testing.assert_close(attention(q, k, v).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("phases", [1, 2])
+def test_interleave_upsample_spreads_phases_then_repeats_pixels(phases):
+    x = channels_last(2, 6 * phases, 3, 4, 5)
+    frames = (
+        x.unflatten(1, (phases, 6)).movedim(1, 3).flatten(2, 3)
+    )  # the phase is the faster frame
+    expected = F.interpolate(frames, scale_factor=(1, 2, 2), mode="nearest")
+    actual = interleave_upsample(x, phases)
+    assert torch.equal(actual, expected)
+    assert actual.is_contiguous(memory_format=torch.channels_last_3d)
+
+
+def test_interleave_upsample_fills_a_poisoned_buffer():
+    x = channels_last(1, 8, 2, 3, 3)
+    out = torch.full((1, 4, 6, 6, 4), math.nan).movedim(-1, 1)
+    assert interleave_upsample(x, 2, out=out) is out
+    assert torch.equal(out, interleave_upsample(x, 2))

@@ -1,0 +1,296 @@
+"""Files in: every dialect and dtype that is taken, and one line for what is not."""
+
+import dataclasses
+import math
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fast_video_vae.tests.builders import diffusers_name, random_state_dict
+from fast_video_vae.vae import VideoVAE, load_vae
+
+
+@pytest.fixture(scope="module")
+def state():
+    return random_state_dict(8)
+
+
+@pytest.fixture(scope="module")
+def latent():
+    return torch.randn(1, 16, 2, 2, 2, generator=torch.Generator().manual_seed(0))
+
+
+def one_line(error, *words):
+    message = str(error.value)
+    assert "\n" not in message
+    assert len(message) < 500
+    for word in words:
+        assert word in message, message
+
+
+DIALECTS = {
+    "original": lambda key: key,
+    "model.": lambda key: f"model.{key}",
+    "first_stage_model.": lambda key: f"first_stage_model.{key}",
+    "diffusers": diffusers_name,
+}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt"])
+def test_every_dialect_and_file_loads_alike(tmp_path, state, latent, dialect, suffix):
+    renamed = {DIALECTS[dialect](key): value for key, value in state.items()}
+    path = tmp_path / f"any name{suffix}"
+    save_file(renamed, path) if suffix == ".safetensors" else torch.save(renamed, path)
+    vae = load_vae(path, dtype=torch.float32)
+    assert torch.equal(vae.decode(latent), load_vae(state, dtype=torch.float32).decode(latent))
+    assert set(vae.state_dict()) == set(state)
+    assert torch.equal(vae.state_dict()["conv1.weight"], state["conv1.weight"])
+
+
+def test_the_module_and_parameter_names_are_the_originals(state):
+    vae = load_vae(state)
+    assert [name for name, _ in vae.named_parameters()]
+    assert {name for name, _ in vae.named_parameters()} == set(state)
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_old_and_wrapped_pytorch_files_load(tmp_path, state, legacy, wrapped):
+    path = tmp_path / "vae.pth"
+    content = {"state_dict": state} if wrapped else state
+    torch.save(content, path, _use_new_zipfile_serialization=not legacy)
+    assert load_vae(str(path)).config.decoder_width == 8
+
+
+@pytest.mark.parametrize(
+    ("width", "image_channels", "out_channels", "scale"),
+    [
+        (8, 3, 3, 1),
+        (12, 3, 3, 1),
+        (24, 3, 3, 1),  # LightVAE
+        (8, 4, 4, 1),  # Qwen-Image-Layered
+        (8, 3, 12, 2),  # 2x
+        (8, 4, 16, 2),
+    ],
+)
+def test_the_configuration_is_read_off_the_weights(width, image_channels, out_channels, scale):
+    state = random_state_dict(width, image_channels=image_channels, out_channels=out_channels)
+    config = load_vae(state).config
+    assert (config.family, config.latent_channels) == ("wan2.1", 16)
+    assert (config.encoder_width, config.decoder_width) == (width, width)
+    assert (config.image_channels, config.output_scale) == (image_channels, scale)
+    assert (config.spatial_compression, config.temporal_compression) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("encoder_widths", "decoder_widths"),
+    [
+        ((16, 16, 32, 64, 64), (32, 32, 32, 16, 8)),  # halves of different base widths
+        ((8, 8, 12, 20, 32), (28, 24, 32, 12, 6)),  # pruned stage by stage
+    ],
+)
+def test_every_stage_has_its_own_width(encoder_widths, decoder_widths, latent):
+    reading = dataclasses.replace(
+        load_vae(random_state_dict(8)).config,
+        encoder_widths=encoder_widths,
+        decoder_widths=decoder_widths,
+    )
+    pruned = VideoVAE(reading, torch.float32, torch.float32).state_dict()
+    vae = load_vae({key: torch.randn(value.shape) / 10 for key, value in pruned.items()})
+    assert vae.config == reading
+    assert vae.decode(latent).shape == (1, 3, 5, 16, 16)
+    assert vae.encode(torch.zeros(1, 3, 5, 16, 16)).shape == (1, 16, 2, 2, 2)
+
+
+@pytest.mark.parametrize("left", [("conv1.",), ()], ids=["with its conv1", "alone"])
+def test_a_decoder_alone_decodes_and_says_that_it_cannot_encode(state, latent, left):
+    decoder = {
+        key: value for key, value in state.items() if key.startswith(("decoder.", "conv2.", *left))
+    }
+    vae = load_vae(decoder, dtype=torch.float32)
+    assert vae.config.encoder_width is None
+    assert torch.equal(vae.decode(latent), load_vae(state, dtype=torch.float32).decode(latent))
+    with pytest.raises(ValueError, match="no encoder") as error:
+        vae.encode(torch.zeros(1, 3, 1, 8, 8))
+    one_line(error)
+
+
+@pytest.mark.parametrize(
+    "stored", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_weights_of_any_float_dtype_load(state, latent, stored):
+    low = {key: value.to(stored) for key, value in state.items()}
+    widened = {key: value.float() for key, value in low.items()}
+    expected = load_vae(widened, dtype=torch.float32).decode(latent)
+    assert torch.equal(load_vae(low, dtype=torch.float32).decode(latent), expected)
+
+
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_weights_may_be_kept_in_another_dtype_than_the_activations(state, latent, kept):
+    vae = load_vae(state, dtype=torch.float32, weights_dtype=kept)
+    assert {parameter.dtype for parameter in vae.parameters()} == {kept}
+    rounded = {key: value.to(kept).float() for key, value in state.items()}
+    expected = load_vae(rounded, dtype=torch.float32)
+    assert torch.equal(vae.decode(latent), expected.decode(latent))
+    video = torch.rand(1, 3, 5, 16, 16)
+    assert torch.equal(vae.encode(video), expected.encode(video))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "decodes", "encodes"),
+    [
+        ({"dtype": torch.float32}, torch.float32, torch.float32),
+        ({"dtype": torch.bfloat16}, torch.bfloat16, torch.bfloat16),
+        ({"dtype": torch.bfloat16, "encode_dtype": torch.float32}, torch.bfloat16, torch.float32),
+        ({"dtype": torch.float64}, torch.float64, torch.float64),
+    ],
+)
+def test_an_explicit_dtype_rules_both_directions(state, latent, arguments, decodes, encodes):
+    vae = load_vae(state, **arguments)
+    assert (vae.dtype, vae.encode_dtype) == (decodes, encodes)
+    assert vae.decode(latent).dtype == decodes
+    assert vae.encode(torch.zeros(1, 3, 1, 8, 8)).dtype == encodes
+
+
+def test_without_a_wish_a_cpu_encodes_in_float32_and_decodes_in_what_is_faster(state):
+    vae = load_vae(state)
+    assert vae.encode_dtype == torch.float32
+    assert vae.dtype in (torch.float32, torch.bfloat16)
+    assert {p.dtype for p in vae.encoder.parameters()} == {torch.float32}
+    assert {p.dtype for p in vae.decoder.parameters()} == {vae.dtype}
+
+
+def test_the_state_dict_stays_the_callers(state, latent):
+    before = {key: value.clone() for key, value in state.items()}
+    vae = load_vae(state, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in vae.parameters():
+            parameter.mul_(2)
+    assert all(torch.equal(state[key], before[key]) for key in before)
+
+
+def test_a_missing_file_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError) as error:
+        load_vae(tmp_path / "none.safetensors")
+    one_line(error, "none.safetensors", "does not exist")
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+@pytest.mark.parametrize("keep", [0, 7, 0.5, 0.999])
+def test_a_truncated_or_empty_file_says_so(tmp_path, state, suffix, keep):
+    path = tmp_path / f"vae{suffix}"
+    save_file(state, path) if suffix == ".safetensors" else torch.save(state, path)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(keep * len(content)) if isinstance(keep, float) else keep])
+    with pytest.raises(ValueError, match="vae") as error:
+        load_vae(path)
+    one_line(error, str(path))
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".ckpt"])
+def test_a_file_of_noise_says_so(tmp_path, suffix):
+    path = tmp_path / f"vae{suffix}"
+    path.write_bytes(bytes(range(256)) * 40)
+    with pytest.raises(ValueError, match="vae") as error:
+        load_vae(path)
+    one_line(error, str(path))
+
+
+class _Payload:
+    def __reduce__(self):
+        return (exec, ("raise SystemExit",))
+
+
+def test_code_in_a_pickle_is_not_run(tmp_path):
+    path = tmp_path / "vae.pth"
+    path.write_bytes(pickle.dumps({"weight": _Payload()}))
+    with pytest.raises(ValueError, match=r"vae\.pth") as error:
+        load_vae(path)
+    one_line(error)
+    torch.save({"weight": _Payload()}, path)
+    with pytest.raises(ValueError, match="more than tensors") as error:
+        load_vae(path)
+    one_line(error)
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"a": 1}, {1: torch.ones(1)}, torch.ones(3)])
+def test_a_file_of_other_things_says_so(tmp_path, content):
+    path = tmp_path / "vae.pth"
+    torch.save(content, path)
+    with pytest.raises(ValueError, match=r"vae\.pth") as error:
+        load_vae(path)
+    one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["unet.conv.weight"], ["not a Wan"]),
+        ([], ["not a Wan", "0 keys"]),
+        (["decoder.middle.0.residual.0.gamma", "decoder.upsamples.0.upsamples.0.residual.2.weight"],
+         ["Wan 2.2"]),
+        (["decoder.up_blocks.2.upsamplers.0.upscale_conv.weight"], ["SeedVR2"]),
+        (["decoder.middle.0.residual.0.gamma"], ["decoder.conv1.weight"]),
+    ],
+)  # fmt: skip
+def test_other_models_say_what_they_are(keys, words):
+    with pytest.raises(ValueError, match="state dict") as error:
+        load_vae({key: torch.ones(4, 4, 1, 1, 1) for key in keys})
+    one_line(error, *words)
+
+
+def test_missing_unexpected_and_misshaped_keys_are_one_report(state):
+    broken = dict(state)
+    for index in (0, 1, 5, 6):
+        del broken[f"decoder.upsamples.{index}.residual.6.bias"]
+    broken["loss.weight"] = torch.ones(3)
+    broken["decoder.middle.1.proj.weight"] = torch.ones(32, 31, 1, 1)
+    with pytest.raises(ValueError, match="fit") as error:
+        load_vae(broken)
+    one_line(
+        error,
+        *("4 missing", "decoder.upsamples.0.residual.6.bias", "and 1 more"),
+        *("1 unexpected (loss.weight)", "1 of another shape"),
+        "decoder.middle.1.proj.weight [32, 31, 1, 1], expected [32, 32, 1, 1]",
+    )
+
+
+@pytest.mark.parametrize(
+    "key", ["decoder.conv1.weight", "decoder.upsamples.4.residual.6.weight", "decoder.conv1.bias"]
+)
+def test_a_misshaped_anchor_is_the_one_that_is_named(state, key):
+    broken = {**state, key: state[key][:5].contiguous()}
+    with pytest.raises(ValueError, match="fit") as error:
+        load_vae(broken)
+    one_line(error, "1 of another shape", key)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+def test_broken_numbers_are_found(state, value, dtype):
+    broken = {key: tensor.to(dtype) for key, tensor in state.items()}
+    key = "encoder.middle.0.residual.2.bias"
+    broken[key] = torch.full_like(state[key], value).to(dtype)
+    with pytest.raises(ValueError, match="NaN or infinity") as error:
+        load_vae(broken)
+    one_line(error, key)
+
+
+def test_integer_weights_are_refused(state):
+    broken = {**state, "conv1.bias": torch.zeros(32, dtype=torch.int32)}
+    with pytest.raises(ValueError, match="floating point") as error:
+        load_vae(broken)
+    one_line(error, "conv1.bias")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"dtype": torch.int8}, {"encode_dtype": torch.float8_e4m3fn}, {"weights_dtype": torch.int32}],
+)
+def test_other_dtypes_are_refused(state, arguments):
+    with pytest.raises(ValueError, match="expected") as error:
+        load_vae(state, **arguments)
+    one_line(error, *arguments)

@@ -1,0 +1,153 @@
+"""Derived weights: made once, true to their parameter, and usable in any of PyTorch's modes."""
+
+import copy
+
+import pytest
+import torch
+
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.vae import conv, load_vae
+
+
+@pytest.fixture
+def vae():
+    return load_vae(random_state_dict(8), dtype=torch.float32)
+
+
+@pytest.fixture
+def latent():
+    return torch.randn(1, 16, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+
+
+KEY = "decoder.upsamples.8.residual.2.weight"
+
+
+def change(vae, how):
+    """Write to one weight in the ways of the world."""
+    weight = vae.get_parameter(KEY)
+    module, _, name = KEY.rpartition(".")
+    changed = weight.detach() * 1.5
+    if how == "load_state_dict":
+        vae.load_state_dict({**vae.state_dict(), KEY: changed})
+    elif how == "load_state_dict, assigned":
+        vae.load_state_dict({**vae.state_dict(), KEY: changed}, assign=True)
+    elif how == "in place":
+        with torch.no_grad():
+            weight.mul_(1.5)
+    elif how == "in place, in inference mode":
+        with torch.inference_mode():
+            weight.mul_(1.5)
+    elif how == "through .data":
+        weight.data.copy_(changed)
+    elif how == "one element through .data":
+        weight.data[0, 0, 2, 1, 1] += 5.0
+    elif how == "replaced":
+        setattr(vae.get_submodule(module), name, torch.nn.Parameter(changed, requires_grad=False))
+    elif how == "replaced in inference mode":
+        with torch.inference_mode():
+            replacement = torch.nn.Parameter(changed.clone(), requires_grad=False)
+        setattr(vae.get_submodule(module), name, replacement)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "load_state_dict",
+        "load_state_dict, assigned",
+        "in place",
+        "in place, in inference mode",
+        "through .data",
+        "one element through .data",
+        "replaced",
+        "replaced in inference mode",
+    ],
+)
+def test_a_changed_weight_changes_the_picture_and_back(vae, latent, how):
+    before = vae.decode(latent)
+    original = {key: value.clone() for key, value in vae.state_dict().items()}
+    change(vae, how)
+    expected = load_vae(vae.state_dict(), dtype=torch.float32).decode(latent)
+    assert not torch.equal(expected, before)
+    assert torch.equal(vae.decode(latent), expected)
+    vae.load_state_dict(original, assign=True)
+    assert torch.equal(vae.decode(latent), before)
+
+
+def test_forms_are_derived_once(vae, latent, monkeypatch):
+    calls = []
+    derive = conv.Conv._derive
+    monkeypatch.setattr(conv.Conv, "_derive", lambda *a: calls.append(a[1:]) or derive(*a))
+    vae.decode(latent)
+    first = len(calls)
+    vae.decode(latent)
+    vae.decode(torch.randn(1, 16, 5, 2, 4))
+    assert first == len(calls) > 0
+
+
+def test_forms_are_counted_and_dropped(vae, latent):
+    own = sum(parameter.nbytes for parameter in vae.parameters())
+    assert vae.weight_bytes() == own
+    vae.decode(latent)
+    assert vae.weight_bytes() > own
+    vae.to("cpu")
+    assert vae.weight_bytes() == own
+
+
+@pytest.mark.parametrize("made_in", [True, False])
+def test_what_one_mode_made_the_other_can_use(latent, made_in):
+    with torch.inference_mode(made_in):
+        vae = load_vae(random_state_dict(8), dtype=torch.float32)
+        expected = vae.decode(latent.clone())
+        encoded = vae.encode(expected)
+    with torch.inference_mode(not made_in):
+        assert torch.equal(vae.decode(latent.clone()), expected)
+        assert torch.equal(vae.encode(expected), encoded)
+    assert not expected.is_inference()
+
+
+def test_a_stream_may_change_modes_between_two_pieces(vae, latent):
+    stream = vae.decode_stream(latent, chunk=1)
+    with torch.inference_mode():
+        pieces = [next(stream)]
+    assert torch.is_grad_enabled()
+    pieces.append(next(stream))
+    with torch.inference_mode():
+        pieces.append(next(stream))
+        assert torch.is_inference_mode_enabled()
+    assert torch.equal(torch.cat(pieces, 2), vae.decode(latent))
+
+
+def test_an_inference_latent_decodes_outside_of_inference_mode(vae, latent):
+    with torch.inference_mode():
+        other = latent * 1
+    assert torch.equal(vae.decode(other), vae.decode(latent))
+
+
+def test_gradients_flow_to_latent_and_weights(vae, latent):
+    vae = vae.double().requires_grad_()
+    latent = latent.double().requires_grad_()
+    frames = vae.decode(latent)
+    frames.square().mean().backward()
+    assert latent.grad.abs().min() > 0
+    assert all(parameter.grad is not None for parameter in vae.decoder.parameters())
+    with torch.no_grad():
+        step = latent.grad / latent.grad.norm() * 1e-4
+        ahead, behind = (vae.decode(latent + s * step).square().mean() for s in (1, -1))
+    slope = (ahead - behind) / 2e-4
+    torch.testing.assert_close(slope, latent.grad.norm(), rtol=1e-3, atol=0)
+
+
+def test_a_copy_has_weights_of_its_own(vae, latent):
+    before = vae.decode(latent)
+    other = copy.deepcopy(vae)
+    change(other, "in place")
+    assert torch.equal(vae.decode(latent), before)
+    assert not torch.equal(other.decode(latent), before)
+
+
+@pytest.mark.parametrize("cast", [torch.float64, torch.bfloat16])
+def test_a_cast_changes_the_computation(vae, latent, cast):
+    vae.decode(latent)
+    vae.to(cast)
+    assert vae.dtype == vae.encode_dtype == vae.decode(latent).dtype == cast
+    assert vae.encode(torch.zeros(1, 3, 1, 8, 8)).dtype == cast

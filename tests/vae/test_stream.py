@@ -1,0 +1,212 @@
+"""How a stream behaves while it runs: order, memory, layout, and which operations it calls."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.vae import conv, load_vae
+from fast_video_vae.vae.stream import rechunk
+
+
+@pytest.fixture(scope="module")
+def vae():
+    return load_vae(random_state_dict(8), dtype=torch.float32)
+
+
+def lengths(pieces, size):
+    return [run.shape[2] for run in rechunk((torch.zeros(1, 1, t, 1, 1) for t in pieces), size)]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "size", "expected"),
+    [
+        ([9], 4, [1, 4, 4]),
+        ([9], None, [1, 8]),
+        ([1, 1, 1, 1, 1], 4, [1, 4]),
+        ([2, 3, 2], 3, [1, 3, 3]),
+        ([3, 5], 4, [1, 4, 3]),  # a short tail
+        ([1], 4, [1]),
+        ([], 4, []),
+    ],
+)
+def test_rechunk_gives_the_first_frame_then_equal_runs(pieces, size, expected):
+    assert lengths(pieces, size) == expected
+
+
+def test_rechunk_keeps_every_frame_in_order():
+    video = torch.arange(23.0).view(1, 1, 23, 1, 1)
+    for size in (1, 2, 5, None):
+        assert torch.equal(torch.cat(list(rechunk(video.split(3, dim=2), size)), 2), video)
+
+
+def test_frames_leave_before_later_latents_are_touched(vae):
+    asked = []
+
+    def latents():
+        for index in range(4):
+            asked.append(index)
+            yield torch.randn(1, 16, 1, 2, 2)
+
+    stream = vae.decode_stream(latents())
+    assert asked == []
+    seen = 0
+    for frames in stream:
+        seen += frames.shape[2]
+        assert vae.config.latent_frames(seen) >= len(asked)
+    assert seen == 13
+
+
+def test_latents_leave_before_later_frames_are_touched(vae):
+    asked = 0
+
+    def video():
+        nonlocal asked
+        for _ in range(13):
+            asked += 1
+            yield torch.zeros(1, 3, 1, 16, 16)
+
+    made = 0
+    for latent in vae.encode_stream(video()):
+        made += latent.shape[2]
+        assert asked == vae.config.frames(made)
+    assert made == 4
+
+
+class OpLog(TorchDispatchMode):
+    """Records the operations that run, and the dimensions of the weights of the convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+        self.convolutions = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        if "conv" in func._schema.name and "reorder" not in func._schema.name:
+            tensors = [a for a in args if isinstance(a, torch.Tensor)]
+            self.convolutions.append(max(t.ndim for t in tensors))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["onednn", "plain"])
+def test_a_lone_frame_runs_no_3d_convolution(vae, packed, monkeypatch):
+    if not packed:  # as on a GPU
+        monkeypatch.setattr(conv, "_packs", lambda _: False)
+    vae.drop_derived()
+    with OpLog() as log:
+        vae.decode(torch.randn(1, 16, 1, 2, 2))
+        vae.encode(torch.zeros(1, 3, 1, 16, 16))
+        list(vae.decode_stream(iter([torch.randn(1, 16, 1, 2, 2)])))
+    assert log.convolutions
+    assert set(log.convolutions) == {4}
+    vae.drop_derived()
+
+
+def test_a_video_is_never_padded_by_a_copy(vae):
+    with OpLog() as log:
+        vae.decode(torch.randn(1, 16, 3, 2, 2))
+        vae.encode(torch.zeros(1, 3, 9, 16, 16))
+    assert 5 in log.convolutions
+    assert not [name for name in log.names if "pad" in name]
+
+
+@pytest.mark.parametrize("frames", [1, 9])
+@pytest.mark.parametrize("size", [(8, 8), (16, 24), (8, 24)])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_activations_are_channels_last_everywhere(vae, frames, size, batch):
+    strides = []
+
+    def note(module, args, output):
+        for x in (*args, output):
+            if isinstance(x, torch.Tensor) and x.ndim == 5:
+                strides.append((type(module).__name__, tuple(x.shape), x.stride()))
+
+    hooks = [module.register_forward_hook(note) for module in vae.modules()]
+    video = torch.rand(batch, 3, frames, *size)
+    result = vae.decode(vae.encode(video))
+    for hook in hooks:
+        hook.remove()
+    assert len(strides) > 50
+    strides.append(("result", tuple(result.shape), result.stride()))
+    for name, shape, stride in strides:
+        _, channels, _, height, width = shape
+        dense = (0, 1, height * width * channels, width * channels, channels)
+        # A frame alone has the stride of the layout too; of a lone pixel there is no layout.
+        known = range(1, 5) if height * width > 1 else [1]
+        assert all(stride[dim] == dense[dim] for dim in known), (name, shape, stride)
+
+
+def test_inputs_stay_as_they_were(vae):
+    latent, video = torch.randn(1, 16, 3, 2, 2), torch.rand(1, 3, 9, 16, 16)
+    before = latent.clone(), video.clone()
+    vae.decode(latent)
+    vae.encode(video)
+    assert torch.equal(latent, before[0])
+    assert torch.equal(video, before[1])
+
+
+def test_threads_share_a_vae(vae):
+    vae.drop_derived()
+    latents = [torch.randn(1, 16, 3, 2, 2 + index) for index in range(4)]
+    expected = [load_vae(vae.state_dict(), dtype=torch.float32).decode(x) for x in latents]
+    results = [None] * len(latents)
+
+    def work(index):
+        for _ in range(3):
+            results[index] = vae.decode(latents[index])
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(latents))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result, frames in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, frames, rtol=1e-5, atol=1e-5)
+
+
+def test_two_streams_of_one_vae_do_not_mix(vae):
+    latents = torch.randn(2, 1, 16, 3, 2, 2).unbind()
+    streams = [vae.decode_stream(latent, chunk=1) for latent in latents]
+    turns = list(zip(*streams, strict=True))
+    for latent, frames in zip(latents, zip(*turns, strict=True), strict=True):
+        expected = vae.decode(latent)
+        torch.testing.assert_close(torch.cat(frames, 2), expected, rtol=1e-5, atol=1e-5)
+
+
+_MEMORY = """
+import json, resource, runpy, sys
+runpy.run_path(sys.argv[1])
+import torch
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.vae import load_vae
+vae = load_vae(random_state_dict(8), dtype=torch.float32)
+frames, encode = int(sys.argv[2]), sys.argv[3] == "encode"
+def pieces():
+    for _ in range(frames):
+        yield torch.zeros(1, 3, 1, 256, 256)
+stream = vae.encode_stream(pieces()) if encode else vae.decode_stream(
+    torch.randn(1, 16, (frames - 1) // 4 + 1, 32, 32))
+count = sum(piece.shape[2] for piece in stream)
+print(json.dumps([count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
+"""
+
+
+@pytest.mark.parametrize("direction", ["decode", "encode"])
+def test_peak_memory_does_not_grow_with_the_video(direction):
+    pytest.importorskip("resource", reason="peak memory is read from getrusage, on POSIX")
+    conftest = str(Path(__file__).parents[1] / "conftest.py")
+    peaks = []
+    for frames in (33, 129):
+        command = [sys.executable, "-c", _MEMORY, conftest, str(frames), direction]
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        count, peak = json.loads(result.stdout)
+        assert count == (frames if direction == "decode" else (frames - 1) // 4 + 1)
+        peaks.append(peak)
+    assert peaks[1] <= 1.1 * peaks[0]
