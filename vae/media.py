@@ -1,9 +1,5 @@
 """Video files in and out through PyAV, frame by frame, so that memory does not grow with length.
 
-Reading honours the colour tags of the file (matrix and range) as FFmpeg does, which takes BT.601
-where there are none. swscale converts with accurate rounding and interpolated chroma: its default
-is up to 2 levels off, always downwards, and this at most 1.
-
 Writing is H.264 in mp4, tagged BT.709 and converted with its matrix. A picture is rounded as
 ComfyUI's saver rounds it: the byte is `255 * x` without its fraction.
 
@@ -11,8 +7,6 @@ Whatever is written appears under its final name only when it is whole (`whole_f
 """
 
 import os
-import secrets
-import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -22,31 +16,19 @@ from types import TracebackType
 
 import av
 import torch
-from av.container import InputContainer, OutputContainer
+from av.container import OutputContainer
 from av.error import FFmpegError
-from av.stream import Disposition
-from av.video.reformatter import ColorRange, Interpolation
+from av.video.reformatter import ColorRange
 from av.video.stream import VideoStream
 from torch import Tensor
 
-# Without FULL_CHR_H_INT swscale repeats the chroma of a pair of pixels; ACCURATE_RND alone makes
-# the bytes the same on every CPU.
-READ_FLAGS = int(
-    Interpolation.BICUBIC
-    | Interpolation.ACCURATE_RND
-    | Interpolation.FULL_CHR_H_INT
-    | Interpolation.FULL_CHR_H_INP
-)
-# The number of BT.709 in ISO/IEC 23091-2 for matrix, primaries and transfer alike.
-BT709 = 1
+from .demux import BT709, announced_seconds, decoded, opened, quarter_turns, reason, upright_rgb
+from .files import whole_file
+
 # x264's default is 23; at 16 its error (about 48 dB on photographs) stays far below a VAE's.
 CRF = 16
 # Where a file gives neither a frame rate nor a duration.
 FALLBACK_FPS = Fraction(25)
-# How much of the announced duration may be missing before a file counts as truncated. Containers
-# round, and some count the last frame and some do not.
-MISSING_SECONDS = 0.5
-MISSING_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -76,9 +58,9 @@ class VideoFile:
         Raises:
             ValueError: The file is broken or ends too early.
         """
-        with _opened(self.path) as (container, stream):
-            for frame in _decoded(self.path, container, stream):
-                yield _upright_rgb(frame, self.height, self.width)
+        with opened(self.path) as (container, stream):
+            for frame in decoded(self.path, container, stream):
+                yield upright_rgb(frame, self.height, self.width)
 
     def pieces(self, *, multiple: int = 1, frames: int = 4) -> Iterator[Tensor]:
         """Decode the file in runs of frames, such as `VideoVAE.encode_stream` takes.
@@ -129,20 +111,21 @@ def read_video(path: str | os.PathLike[str]) -> VideoFile:
         ValueError: It is no video: empty, broken, truncated, or without pictures.
     """
     path = Path(path)
-    with _opened(path) as (container, stream):
+    with opened(path) as (container, stream):
         # Rotation lies on the frame, not on the stream, and headers may be wrong about the size.
-        first = next(_decoded(path, container, stream), None)
+        first = next(decoded(path, container, stream), None)
         if first is None:
             raise ValueError(f"{path} holds no frame that can be decoded; expected a video")
         height, width = first.height, first.width
-        if _quarter_turns(first) % 2:
+        if quarter_turns(first) % 2:
             height, width = width, height
         fps = Fraction(stream.average_rate or stream.guessed_rate or FALLBACK_FPS)
-        if stream.frames:
-            count = stream.frames
-        else:
-            seconds = _announced_seconds(stream) or float(container.duration or 0) / av.time_base
-            count = round(seconds * fps) or None
+        count = stream.frames
+        if not count:
+            seconds = announced_seconds(stream) or (container.duration or 0) / av.time_base
+            # Where the stream itself has no duration, time counts from the start of the file.
+            late = 0.0 if stream.duration else first.time or 0.0
+            count = max(0, round((seconds - late) * fps)) or None
     return VideoFile(path, height, width, fps, count)
 
 
@@ -261,47 +244,6 @@ class VideoWriter:
             container.mux(stream.encode(None))
 
 
-@contextmanager
-def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Write a file so that it is seen whole or not at all.
-
-    Args:
-        path: The final name.
-
-    Yields:
-        An empty file in the same folder, to be written by its name. When the body ends it takes
-        the place of `path`; when the body raises, it is removed.
-
-    Raises:
-        OSError: The folder is missing or may not be written, or the disk is full.
-        ValueError: `path` is a folder or a device.
-    """
-    # A link keeps pointing where it points, and the file there is replaced.
-    path = Path(path)
-    final = path.resolve()
-    try:
-        if not stat.S_ISREG(final.stat().st_mode):
-            kind = "a folder" if final.is_dir() else "a device"
-            raise ValueError(f"{path} is {kind}; expected the name of a file to write")
-    except FileNotFoundError:
-        pass
-    except NotADirectoryError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    part = final.with_name(f".{final.name[:40]}.{secrets.token_hex(4)}.part")
-    try:
-        try:
-            # Not tempfile: its files are the user's alone, and this one goes by the umask.
-            os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from None
-        yield part
-        _flush_to_disk(part)
-        part.replace(final)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
 def frames_to_uint8(frames: Tensor) -> Tensor:
     """Turn decoded frames into pictures as ComfyUI's saver does: clamp, scale, drop the fraction.
 
@@ -322,106 +264,6 @@ def frames_to_uint8(frames: Tensor) -> Tensor:
 
 
 @contextmanager
-def _opened(
-    path: Path,
-) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """Open the first stream of moving pictures; says what is wrong where there is none."""
-    with path.open("rb") as file:  # raises the OSError that names the path
-        size = os.fstat(file.fileno()).st_size
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError(f"{path} is not a file; expected a video")
-    if not size:
-        raise ValueError(f"{path} is empty; expected a video")
-    try:
-        # "file:" keeps FFmpeg from taking a colon in the name for a protocol.
-        container = av.open(f"file:{path}", "r", metadata_errors="replace")
-    except (ValueError, FFmpegError) as error:
-        raise ValueError(
-            f"{path} is not a video that FFmpeg can read, or it is truncated ({_reason(error)})"
-        ) from error
-    with container:
-        yield container, _video_stream(path, container, size)
-
-
-def _video_stream(path: Path, container: InputContainer, size: int) -> VideoStream:
-    cover = Disposition.attached_pic
-    streams = [stream for stream in container.streams.video if not stream.disposition & cover]
-    if not streams:
-        kinds = ", ".join(sorted({stream.type for stream in container.streams})) or "nothing"
-        raise ValueError(f"{path} has no video stream, only {kinds}; expected a video")
-    stream = streams[0]
-    if stream.codec_context is None:
-        raise ValueError(f"{path} is in a video format that this build of FFmpeg cannot decode")
-    stream.thread_type = "AUTO"
-    # mp4 says where each frame lies: a file that was cut off is known by it before any work.
-    index = stream.index_entries if stream.frames else ()
-    end = max((entry.pos + entry.size for entry in index), default=0)
-    if end > size:
-        raise ValueError(f"{path} is truncated: it has {size} bytes; expected at least {end}")
-    return stream
-
-
-def _decoded(path: Path, container: InputContainer, stream: VideoStream) -> Iterator[av.VideoFrame]:
-    """Every frame of the stream, or an error: a frame that was lost would shift all that follow.
-
-    Only what comes before the first frame is passed over, because a recording may begin anywhere.
-    """
-    count, start, end = 0, None, 0.0
-    packets = container.demux(stream)
-    while True:
-        try:
-            packet = next(packets, None)
-            frames = packet.decode() if packet else []
-        except (ValueError, FFmpegError) as error:
-            if not count:
-                continue
-            raise ValueError(
-                f"{path} is broken or truncated after frame {count} ({_reason(error)})"
-            ) from error
-        if packet is None:
-            break
-        for frame in (frame for frame in frames if not frame.is_corrupt):
-            count += 1
-            if frame.pts is not None and frame.time_base is not None:
-                start = frame.pts * frame.time_base if start is None else start
-                end = float((frame.pts + (frame.duration or 0)) * frame.time_base - start)
-            yield frame
-        if count and (packet.is_corrupt or any(frame.is_corrupt for frame in frames)):
-            raise ValueError(f"{path} is broken or truncated after frame {count}")
-    announced = _announced_seconds(stream)
-    if start is not None and announced - end > max(MISSING_SECONDS, MISSING_SHARE * announced):
-        raise ValueError(f"{path} is truncated: it ends at {end:.2f} s; expected {announced:.2f} s")
-
-
-def _announced_seconds(stream: VideoStream) -> float:
-    """What the container says of this stream's length; 0 where it says nothing."""
-    if stream.duration and stream.time_base:
-        return float(stream.duration * stream.time_base)
-    # Matroska and WebM keep it in a tag: 00:00:02.500000000
-    parts = stream.metadata.get("DURATION", "").split(":")
-    try:
-        hours, minutes, seconds = (float(part) for part in parts)
-    except ValueError:
-        return 0.0
-    return 3600 * hours + 60 * minutes + seconds
-
-
-def _upright_rgb(frame: av.VideoFrame, height: int, width: int) -> Tensor:
-    turns = _quarter_turns(frame)
-    if turns % 2:
-        height, width = width, height
-    # A stream may change its size on the way; as in FFmpeg, the first frame's size holds.
-    rgb = frame.reformat(width=width, height=height, format="rgb24", interpolation=READ_FLAGS)
-    picture = torch.from_numpy(rgb.to_ndarray())
-    return torch.rot90(picture, turns) if turns else picture
-
-
-def _quarter_turns(frame: av.VideoFrame) -> int:
-    """How often 90 degrees anticlockwise make the frame upright, as a phone's tag asks."""
-    return round(frame.rotation / 90) % 4
-
-
-@contextmanager
 def _errors_name(path: Path) -> Iterator[None]:
     """Give FFmpeg's errors the final path and, where there is one, the system's own words."""
     try:
@@ -429,14 +271,4 @@ def _errors_name(path: Path) -> Iterator[None]:
     except FFmpegError as error:
         if isinstance(error, OSError) and error.errno:
             raise OSError(error.errno, error.strerror, str(path)) from error
-        raise ValueError(f"{path} cannot be encoded ({_reason(error)})") from error
-
-
-def _reason(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or str(error)
-
-
-def _flush_to_disk(path: Path) -> None:
-    """Some disks report that they are full only here."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
+        raise ValueError(f"{path} cannot be encoded ({reason(error)})") from error

@@ -1,0 +1,25 @@
+"""What the tests of files and of the command line share."""
+
+from contextlib import contextmanager
+
+import pytest
+
+
+@pytest.fixture
+def limited_files():
+    """Files that cannot grow past a limit: a disk that is full, without a disk.
+
+    Python ignores the signal that comes with it, so that the write fails as on a full disk.
+    """
+    resource = pytest.importorskip("resource", reason="limits on files need a POSIX system")
+
+    @contextmanager
+    def limited(limit_bytes):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limited

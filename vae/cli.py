@@ -1,0 +1,175 @@
+"""The command line: `fast-video-vae demo | encode | decode | info`.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. An error is one line on stderr, and no
+file is left half written. The last line on stdout is the result, and `--quiet` leaves only that.
+"""
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from typing import TextIO
+
+PROGRAM = "fast-video-vae"
+DTYPES = {
+    "float32": "float32", "fp32": "float32",
+    "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "float16": "float16", "fp16": "float16",
+}  # fmt: skip
+DEMO_FOLDER = Path("fast-video-vae-out")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments without the program's name; None: those of the process.
+
+    Returns:
+        The exit code: 0 done, 1 failed, 130 interrupted. Wrong usage raises `SystemExit(2)`.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        # A file's name may hold what the terminal cannot show.
+        if reconfigure := getattr(stream, "reconfigure", None):
+            reconfigure(errors="backslashreplace")
+    args = _parser().parse_args(argv)
+    try:
+        with _warnings_as_notes(args.quiet):
+            _run(args)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _fail("interrupted", code=130)
+    except BrokenPipeError:
+        # Who read the output has gone; Python would complain once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except ModuleNotFoundError as error:
+        if args.debug:
+            raise
+        return _fail(f'{error.name} is missing; install it with: pip install "{PROGRAM}[cli]"')
+    except Exception as error:
+        if args.debug:
+            raise
+        return _fail(_one_line(error))
+    return 0
+
+
+def _run(args: argparse.Namespace) -> None:
+    from . import commands  # noqa: PLC0415, with torch; help and wrong usage need not wait for it
+
+    def say(text: str) -> None:
+        if not args.quiet:
+            print(text, flush=True)
+
+    print(getattr(commands, args.command)(args, say))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description="Encode and decode videos with the VAE of Wan 2.1 and Qwen-Image."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name: str, text: str, *, chunks: bool = True) -> Callable[..., argparse.Action]:
+        added = commands.add_parser(name, help=text, description=text)
+        _add_common(added, chunks=chunks)
+        return added.add_argument
+
+    add = command("demo", "Encode and decode a video: the result, a contact sheet and the PSNR.")
+    add("video", nargs="?", type=Path, metavar="VIDEO", help="a video; default: the bundled clip")
+    add("--vae", type=Path, metavar="FILE", help="the VAE; default: the small bundled one")
+    add("--out", type=Path, default=DEMO_FOLDER, metavar="DIR", help="default: %(default)s")
+
+    add = command("encode", "Encode a video to a latent file.")
+    add("video", type=Path, metavar="VIDEO", help="a video in any format that FFmpeg reads")
+    add("--vae", type=Path, required=True, metavar="FILE", help="the VAE")
+    add("-o", "--output", type=Path, required=True, metavar="LATENTS", help="x.safetensors")
+
+    add = command("decode", "Decode a latent file to a video.")
+    add("latents", type=Path, metavar="LATENTS", help="from encode, or a latent of ComfyUI")
+    add("--vae", type=Path, required=True, metavar="FILE", help="the VAE")
+    add("-o", "--output", type=Path, required=True, metavar="VIDEO", help="x.mp4")
+    add("--fps", type=_fps, help="such as 24 or 30000/1001; default: the video's, or 16")
+
+    add = command("info", "Tell what a VAE file is, and the memory that it takes.", chunks=False)
+    add("file", type=Path, metavar="FILE", help="the VAE")
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser, *, chunks: bool) -> None:
+    add = parser.add_argument
+    add("--device", help="such as cpu or cuda:0; default: CUDA where there is one")
+    add("--dtype", type=_dtype, help="of the computation: fp32, bf16 or fp16; default: by device")
+    add("--encode-dtype", type=_dtype, metavar="DTYPE", help="of encoding alone")
+    if chunks:
+        add("--chunk", type=_chunk, help="latent frames per step; -1: all; default: by memory")
+    add("-q", "--quiet", action="store_true", help="print the result and errors only")
+    add("--debug", action="store_true", help="let errors show their traceback")
+
+
+def _dtype(text: str) -> str:
+    if text not in DTYPES:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(DTYPES)}")
+    return DTYPES[text]
+
+
+def _chunk(text: str) -> int:
+    if not text.removeprefix("-").isdigit() or not (int(text) > 0 or int(text) == -1):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither -1 nor a number of at least 1")
+    return int(text)
+
+
+def _fps(text: str) -> Fraction:
+    try:
+        value = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        value = Fraction(0)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate such as 24 or 30000/1001")
+    return value
+
+
+@contextmanager
+def _warnings_as_notes(quiet: bool) -> Iterator[None]:
+    """Show Python's warnings as one line each, or not at all."""
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if not quiet:
+            # A progress bar, if one is on the screen, steps aside.
+            write = sys.modules["tqdm"].tqdm.write if "tqdm" in sys.modules else print
+            write(f"note: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", UserWarning)
+        warnings.showwarning = show
+        yield
+
+
+def _fail(text: str, *, code: int = 1) -> int:
+    print(f"{PROGRAM}: error: {text}" if code == 1 else f"{PROGRAM}: {text}", file=sys.stderr)
+    return code
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror}{where}"
+    text = " ".join(str(error).split()) or "no message"
+    if isinstance(error, (ValueError, OSError)):
+        return text
+    return f"{type(error).__name__}: {text} (--debug shows where)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""What the commands of the command line do. All that is slow to import is imported here."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from fractions import Fraction
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from .checkpoint import load_vae
+from .demo import CLIP_PATH, VAE_PATH
+from .files import load_latent, save_latent, whole_file
+from .media import VideoFile, VideoWriter, frames_to_uint8, read_video
+from .model import VideoVAE
+from .roundtrip import RoundTrip, shrunk, with_channels
+from .sheet import ContactSheet
+
+# The rate that the Wan 2.1 models make videos at, for latents that do not name theirs.
+LATENT_FPS = Fraction(16)
+# Frame sizes that people decode, (width, height), for the table of `info`.
+SIZES = ((512, 512), (832, 480), (1280, 720), (1920, 1080), (3840, 2160))
+MIB = 2**20
+
+# Tells the user something on the way.
+Say = Callable[[str], None]
+
+
+def demo(args: argparse.Namespace, say: Say) -> str:
+    """Encode and decode a video; write the result and a contact sheet.
+
+    Args:
+        args: `video` and `vae` (None: the bundled ones), `out`, and the common ones.
+        say: Takes the lines before the last.
+
+    Returns:
+        The last line: `PSNR 24.13 dB`.
+    """
+    video = read_video(args.video or CLIP_PATH)
+    if args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"{args.out} is a file; expected a folder to write to")
+    args.out.mkdir(parents=True, exist_ok=True)
+    movie = args.out / f"{video.path.stem}_decoded.mp4"
+    picture = args.out / f"{video.path.stem}_sheet.png"
+    # Both outputs are opened before the work, so that a folder that is not writable costs no time.
+    with ExitStack() as stack:
+        part = stack.enter_context(whole_file(picture))
+        writer = stack.enter_context(VideoWriter(movie, video.fps))
+        vae = _load(args, args.vae or VAE_PATH, say)
+        height, width = _cropped(video, vae, say)
+        trip = RoundTrip(vae, video, args.chunk)
+        sheet = ContactSheet()
+        before = _peak_bytes(vae)
+        with _bar(args, _kept(video, vae)) as bar:
+            for source, result in trip:
+                writer.write(result)
+                sheet.add(source, shrunk(result, vae.config.output_scale))
+                bar.update(len(result))
+        size = f"{width} x {height}   {_number(video.fps)} fps"
+        verdict = f"PSNR {trip.psnr:.2f} dB"
+        title = f"{video.path.name}   {_frames(trip.frames)}   {size}"
+        sheet.draw(title, verdict).save(part, format="PNG")
+    for name, seconds in (("encode", trip.encode_seconds), ("decode", trip.decode_seconds)):
+        say(f"{name}  {seconds:8.2f} s  {trip.frames / seconds:8.2f} frames/s")
+    if before is not None:
+        peak = _peak_bytes(vae) or before
+        say(f"peak memory {peak / MIB:.0f} MiB, of which {before / MIB:.0f} MiB before it began")
+    say(f"wrote {movie}")
+    say(f"wrote {picture}")
+    return verdict
+
+
+def encode(args: argparse.Namespace, say: Say) -> str:
+    """Encode a video to a latent file.
+
+    Args:
+        args: `video`, `vae`, `output`, and the common ones.
+        say: Takes the lines before the last.
+
+    Returns:
+        The last line: what was written.
+    """
+    if args.output.suffix.lower() != ".safetensors":
+        raise ValueError(f"{args.output} is not named as a latent; expected x.safetensors")
+    video = read_video(args.video)
+    with whole_file(args.output) as part:
+        vae = _load(args, args.vae, say)
+        config = vae.config
+        if config.encoder_width is None:
+            raise ValueError(f"{args.vae} has a decoder only; expected a VAE that can encode too")
+        _cropped(video, vae, say)
+        with _bar(args, video.estimated_frames) as bar:
+            pieces = (
+                with_channels(piece, config.image_channels)
+                for piece in _counted(video.pieces(multiple=config.spatial_compression), bar)
+            )
+            latent = torch.cat([x.cpu() for x in vae.encode_stream(pieces, args.chunk)], dim=2)
+        frames = config.frames(latent.shape[2])
+        save_latent(part, latent, family=config.family, fps=video.fps, frames=frames)
+    made = f"{list(latent.shape)} for {_frames(frames)} at {_number(video.fps)} fps"
+    return f"wrote {args.output}: {made}"
+
+
+def decode(args: argparse.Namespace, say: Say) -> str:
+    """Decode a latent file to a video.
+
+    Args:
+        args: `latents`, `vae`, `output`, `fps` (None: the file's), and the common ones.
+        say: Takes the lines before the last.
+
+    Returns:
+        The last line: what was written.
+    """
+    file = load_latent(args.latents)
+    with VideoWriter(args.output, args.fps or file.fps or LATENT_FPS) as writer:
+        vae = _load(args, args.vae, say)
+        config = vae.config
+        if file.family not in (None, config.family):
+            raise ValueError(
+                f"{args.latents} is of the family {file.family}; {args.vae} is {config.family}"
+            )
+        with _bar(args, config.frames(file.latent.shape[2])) as bar:
+            for piece in _counted(vae.decode_stream(file.latent, args.chunk), bar):
+                writer.write(frames_to_uint8(piece))
+    return f"wrote {args.output}: {_frames(writer.frames)} at {_number(writer.fps)} fps"
+
+
+def info(args: argparse.Namespace, _: Say) -> str:
+    """Tell what a VAE file is, and the memory that it takes.
+
+    Args:
+        args: `file`, and the common ones.
+        _: Nothing comes before the result.
+
+    Returns:
+        A table of many lines.
+    """
+    vae = _load(args, args.file)
+    config = vae.config
+    weights = list(vae.parameters())
+    dtypes = sorted({_dtype_name(weight.dtype) for weight in weights})
+    size = sum(weight.nbytes for weight in weights) / MIB
+    step = config.spatial_compression
+    rows = [
+        ("file", str(args.file)),
+        ("family", config.family),
+        ("base width", f"encoder {config.encoder_width or '-'}, decoder {config.decoder_width}"),
+        ("channels", f"{config.image_channels} image, {config.latent_channels} latent"),
+        ("compression", f"{step} in space, {config.temporal_compression} in time"),
+        ("output scale", f"{config.output_scale}x"),
+        ("parameters", f"{sum(weight.numel() for weight in weights):,}"),
+        ("weights", f"{', '.join(dtypes)}, {size:.1f} MiB on {vae.device}"),
+        ("encodes in", _dtype_name(vae.encode_dtype) if config.encoder_width else "-"),
+        ("decodes in", _dtype_name(vae.dtype)),
+    ]
+    lines = [f"{name:<14}{value}" for name, value in rows]
+    lines += ["", f"memory beside weights and pictures, a video of any length, on {vae.device}"]
+    lines += [f"{'size':<14}{'encode':>12}{'decode':>12}"]
+    for width, height in SIZES:
+        cells = [
+            f"{vae.memory_bytes(height - height % step, width, encode=encode) / MIB:.0f} MiB"
+            if config.encoder_width or not encode
+            else "-"
+            for encode in (True, False)
+        ]
+        lines.append(f"{f'{width}x{height}':<14}{cells[0]:>12}{cells[1]:>12}")
+    return "\n".join(lines)
+
+
+def _load(args: argparse.Namespace, path: Path, say: Say | None = None) -> VideoVAE:
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ValueError(f"device {device!r} is unknown; expected such as cpu or cuda") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r} is not there: this PyTorch finds no CUDA device")
+    dtype, encode_dtype = (
+        getattr(torch, name) if name else None for name in (args.dtype, args.encode_dtype)
+    )
+    vae = load_vae(path, device=device, dtype=dtype, encode_dtype=encode_dtype)
+    if say:
+        say(
+            f"{path.name}: {vae.config.family}, base width {vae.config.decoder_width}, "
+            f"on {device}, encodes in {_dtype_name(vae.encode_dtype)}, "
+            f"decodes in {_dtype_name(vae.dtype)}"
+        )
+    return vae
+
+
+def _cropped(video: VideoFile, vae: VideoVAE, say: Say) -> tuple[int, int]:
+    step = vae.config.spatial_compression
+    height, width = video.cropped_size(step)
+    count = f"{_frames(video.estimated_frames)}, " if video.estimated_frames else ""
+    say(f"{video.path.name}: {count}{video.width}x{video.height}, {_number(video.fps)} fps")
+    if (height, width) != (video.height, video.width):
+        say(f"note: cropped about the centre to {width}x{height}, multiples of {step}")
+    return height, width
+
+
+def _kept(video: VideoFile, vae: VideoVAE) -> int | None:
+    """How many frames the VAE will take of those that the file announces."""
+    frames = video.estimated_frames
+    return frames and frames - (frames - 1) % vae.config.temporal_compression
+
+
+def _peak_bytes(vae: VideoVAE) -> int | None:
+    """Peak of the memory so far: of the GPU where it works there, else of this process.
+
+    None on Windows, where Python's own library does not tell.
+    """
+    if vae.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(vae.device)
+    try:
+        import resource  # noqa: PLC0415, not on Windows
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _bar(args: argparse.Namespace, frames: int | None) -> tqdm:
+    # What takes less than two seconds needs no bar.
+    return tqdm(
+        total=frames,
+        unit=" frames",
+        delay=2,
+        leave=False,
+        disable=args.quiet,
+        dynamic_ncols=True,
+    )
+
+
+def _counted(pieces: Iterable[Tensor], bar: tqdm) -> Iterator[Tensor]:
+    for piece in pieces:
+        yield piece
+        bar.update(piece.shape[2])
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _frames(count: int) -> str:
+    return f"{count} frame{'' if count == 1 else 's'}"
+
+
+def _number(fps: Fraction) -> str:
+    return f"{float(fps):.3f}".rstrip("0").rstrip(".")

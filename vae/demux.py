@@ -1,0 +1,148 @@
+"""Every frame of a video file through PyAV, or one line that says what is wrong with the file.
+
+The colour tags of the file (matrix and range) are honoured as FFmpeg honours them, which takes
+BT.601 where there are none. swscale is asked for accurate rounding and interpolated chroma: its
+default is up to 2 levels off, always downwards, and this at most 1.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import av
+import torch
+from av.container import InputContainer
+from av.error import FFmpegError
+from av.stream import Disposition
+from av.video.reformatter import ColorRange
+from av.video.stream import VideoStream
+from torch import Tensor
+
+# swscale's bits for bicubic, full chroma in and out of the conversion, and accurate rounding, as
+# libswscale/swscale.h fixes them; not every PyAV names them all. Without the second the chroma of a
+# pair of pixels is repeated, and the last makes the bytes the same on every CPU.
+READ_FLAGS = 0x4 | 0x2000 | 0x4000 | 0x40000
+# The number of BT.709 in ISO/IEC 23091-2 for matrix, primaries and transfer alike.
+BT709 = 1
+BT601 = 5
+# How much of the announced duration may be missing before a file counts as truncated. Containers
+# round, and some count the last frame and some do not.
+MISSING_SECONDS = 0.5
+MISSING_SHARE = 0.1
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """Open the first stream of moving pictures; says what is wrong where there is none."""
+    with path.open("rb") as file:  # raises the OSError that names the path
+        size = os.fstat(file.fileno()).st_size
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError(f"{path} is not a file; expected a video")
+    if not size:
+        raise ValueError(f"{path} is empty; expected a video")
+    try:
+        # "file:" keeps FFmpeg from taking a colon in the name for a protocol.
+        container = av.open(f"file:{path}", "r", metadata_errors="replace")
+    except (ValueError, FFmpegError) as error:
+        raise ValueError(
+            f"{path} is not a video that FFmpeg can read, or it is truncated ({reason(error)})"
+        ) from error
+    with container:
+        yield container, _video_stream(path, container, size)
+
+
+def _video_stream(path: Path, container: InputContainer, size: int) -> VideoStream:
+    cover = Disposition.attached_pic
+    streams = [stream for stream in container.streams.video if not stream.disposition & cover]
+    if not streams:
+        kinds = {"cover" if s.type == "video" else s.type for s in container.streams}
+        found = ", ".join(sorted(kinds)) or "nothing"
+        raise ValueError(f"{path} has no video stream, only {found}; expected a video")
+    stream = streams[0]
+    if stream.codec_context is None:
+        raise ValueError(f"{path} is in a video format that this build of FFmpeg cannot decode")
+    stream.thread_type = "AUTO"
+    # mp4 says where each frame lies: a file that was cut off is known by it before any work.
+    # PyAV before 17 does not show it; there the end is noticed when it comes.
+    index = getattr(stream, "index_entries", ()) if stream.frames else ()
+    end = max((entry.pos + entry.size for entry in index), default=0)
+    if end > size:
+        raise ValueError(f"{path} is truncated: it has {size} bytes; expected at least {end}")
+    return stream
+
+
+def decoded(path: Path, container: InputContainer, stream: VideoStream) -> Iterator[av.VideoFrame]:
+    """Every frame of the stream, or an error: a frame that was lost would shift all that follow.
+
+    Only what comes before the first frame is passed over, because a recording may begin anywhere.
+    """
+    count, end = 0, 0.0
+    packets = container.demux(stream)
+    while True:
+        try:
+            packet = next(packets, None)
+            frames = [] if packet is None else packet.decode()
+        except (ValueError, FFmpegError) as error:
+            if not count:
+                continue
+            raise ValueError(
+                f"{path} is broken or truncated after frame {count} ({reason(error)})"
+            ) from error
+        if packet is None:
+            break
+        for frame in (frame for frame in frames if not frame.is_corrupt):
+            count += 1
+            if frame.pts is not None and frame.time_base is not None:
+                end = float((frame.pts + (frame.duration or 0)) * frame.time_base)
+            yield frame
+        if count and (packet.is_corrupt or any(frame.is_corrupt for frame in frames)):
+            raise ValueError(f"{path} is broken or truncated after frame {count}")
+    announced = announced_seconds(stream)
+    # A stream may begin late and count from there, so `end` may be the larger one.
+    if end and announced - end > max(MISSING_SECONDS, MISSING_SHARE * announced):
+        raise ValueError(f"{path} is truncated: it ends at {end:.2f} s; expected {announced:.2f} s")
+
+
+def announced_seconds(stream: VideoStream) -> float:
+    """What the container says of this stream's length; 0 where it says nothing."""
+    if stream.duration and stream.time_base:
+        return float(stream.duration * stream.time_base)
+    # Matroska and WebM keep it in a tag: 00:00:02.500000000
+    parts = stream.metadata.get("DURATION", "").split(":")
+    try:
+        hours, minutes, seconds = (float(part) for part in parts)
+    except ValueError:
+        return 0.0
+    return 3600 * hours + 60 * minutes + seconds
+
+
+def upright_rgb(frame: av.VideoFrame, height: int, width: int) -> Tensor:
+    """Convert a frame to `[height, width, 3]` uint8, turned upright."""
+    turns = quarter_turns(frame)
+    if turns % 2:
+        height, width = width, height
+    # A stream may change its size on the way; as in FFmpeg, the first frame's size holds.
+    rgb = frame.reformat(
+        width=width,
+        height=height,
+        format="rgb24",
+        interpolation=READ_FLAGS,
+        src_color_range=frame.color_range,
+        dst_color_range=ColorRange.JPEG,
+        # RGB has no matrix. But PyAV before 17 minds the frame's own only where the two differ.
+        dst_colorspace=BT601 if frame.colorspace == BT709 else BT709,
+    )
+    picture = torch.from_numpy(rgb.to_ndarray())
+    return torch.rot90(picture, turns) if turns else picture
+
+
+def quarter_turns(frame: av.VideoFrame) -> int:
+    """How often 90 degrees anticlockwise make the frame upright, as a phone's tag asks."""
+    return round(frame.rotation / 90) % 4
+
+
+def reason(error: BaseException) -> str:
+    """FFmpeg's own words for an error."""
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,156 @@
+"""The contact sheet: source, result and difference of a few frames, spread over a clip.
+
+The length of a clip need not be known before its end, so pictures are kept at a stride that doubles
+whenever there are too many: memory is bounded, and what is shown at last is spread evenly. They are
+kept at the size of the sheet; the difference is taken before that at full size, because shrinking
+averages it away.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+COLUMNS = 7
+# Between half of this and all of it is held, so a column is off its place by 1/40 of the clip at
+# most, and the pictures take 25 MB at most.
+KEPT = 6 * COLUMNS
+CELL = 256  # the longer side of a picture in pixels; smaller ones grow in whole steps
+BACKGROUND = (18, 20, 24)
+FRAME = (44, 48, 56)
+INK = (236, 238, 242)
+FAINT = (150, 156, 168)
+ACCENT = (122, 200, 255)
+MARGIN, GAP, LABELS, HEAD, FOOT = 28, 8, 112, 76, 30
+# The difference is amplified so that all but one in 50 of its values stay below white.
+SHOWN_SHARE = 0.98
+MAX_FACTOR = 64
+
+
+@dataclass(frozen=True)
+class _Column:
+    """One frame: its place in the clip and its pictures, scaled for the sheet."""
+
+    index: int
+    source: Image.Image
+    result: Image.Image
+    difference: Image.Image
+
+
+class ContactSheet:
+    """Collects frames while they stream by, and draws them at the end."""
+
+    def __init__(self) -> None:
+        self._columns: list[_Column] = []
+        self._stride = 1
+        self._seen = 0
+
+    def add(self, source: Tensor, result: Tensor) -> None:
+        """Take the next frames of the clip; few of them are kept.
+
+        Args:
+            source: `[t, H, W, 3]` uint8, on the CPU.
+            result: `[t, H, W, 3]` uint8, on the CPU.
+        """
+        for before, after in zip(source, result, strict=True):
+            if self._seen % self._stride == 0:
+                self._keep(before, after)
+            self._seen += 1
+
+    def draw(self, title: str, verdict: str) -> Image.Image:
+        """Draw what was collected.
+
+        Args:
+            title: What the clip is; ASCII, anything else turns into question marks.
+            verdict: The figure in the other corner, such as `PSNR 24.13 dB`.
+
+        Returns:
+            The sheet, RGB.
+
+        Raises:
+            ValueError: No frames were added.
+        """
+        if not self._columns:
+            raise ValueError("the contact sheet has no frames; expected at least one")
+        columns = _spread(self._columns, COLUMNS)
+        factor = _amplification([column.difference for column in columns])
+        rows = [
+            ("source", "", [column.source for column in columns]),
+            ("result", "decoded", [column.result for column in columns]),
+            ("difference", f"x {factor}", [_amplified(c.difference, factor) for c in columns]),
+        ]
+        width, height = columns[0].source.size
+        # A clip of one frame leaves room for the title all the same.
+        needed = int(_font(26).getlength(_ascii(verdict)) + _font(22).getlength(_ascii(title))) + 60
+        inner = max(LABELS + len(columns) * (width + GAP) - GAP, needed)
+        size = (inner + 2 * MARGIN, HEAD + len(rows) * (height + GAP) + FOOT + MARGIN)
+        sheet = Image.new("RGB", size, BACKGROUND)
+        pen = ImageDraw.Draw(sheet)
+        pen.text((MARGIN, HEAD // 2 + 4), _ascii(title), INK, _font(22), anchor="lm")
+        pen.text((size[0] - MARGIN, HEAD // 2 + 4), _ascii(verdict), ACCENT, _font(26), anchor="rm")
+        for row, (name, remark, pictures) in enumerate(rows):
+            top = HEAD + row * (height + GAP)
+            pen.text((MARGIN, top + height // 2 - 10), name, INK, _font(18), anchor="lm")
+            pen.text((MARGIN, top + height // 2 + 14), remark, FAINT, _font(15), anchor="lm")
+            for place, picture in enumerate(pictures):
+                left = MARGIN + LABELS + place * (width + GAP)
+                sheet.paste(picture, (left, top))
+                pen.rectangle((left - 1, top - 1, left + width, top + height), outline=FRAME)
+        for place, column in enumerate(columns):
+            left = MARGIN + LABELS + place * (width + GAP) + width // 2
+            top = HEAD + len(rows) * (height + GAP) + 6
+            pen.text((left, top), f"frame {column.index}", FAINT, _font(15), anchor="mt")
+        return sheet
+
+    def _keep(self, source: Tensor, result: Tensor) -> None:
+        error = (source.int() - result.int()).abs().to(source.dtype)
+        pictures = [_fitted(Image.fromarray(x.numpy())) for x in (source, result, error)]
+        self._columns.append(_Column(self._seen, *pictures))
+        if len(self._columns) > KEPT:
+            self._columns = self._columns[::2]
+            self._stride *= 2
+
+
+def _spread(columns: list[_Column], count: int) -> list[_Column]:
+    """`count` of the columns at even distances, the first and the last among them."""
+    if len(columns) <= count:
+        return columns
+    step = (len(columns) - 1) / (count - 1)
+    return [columns[round(place * step)] for place in range(count)]
+
+
+def _fitted(picture: Image.Image) -> Image.Image:
+    """Shrink a picture to the cell by averages, or grow it in whole steps of its pixels."""
+    longer = max(picture.size)
+    if longer > CELL:
+        size = [max(1, round(side * CELL / longer)) for side in picture.size]
+        return picture.resize((size[0], size[1]), Image.Resampling.BOX)
+    steps = CELL // longer
+    width, height = picture.size
+    return picture.resize((width * steps, height * steps), Image.Resampling.NEAREST)
+
+
+def _amplification(differences: list[Image.Image]) -> int:
+    """The largest power of two that keeps `SHOWN_SHARE` of the values below white."""
+    counts = [0] * 256
+    for picture in differences:
+        for value, count in enumerate(picture.histogram()):
+            counts[value % 256] += count
+    below = itertools.accumulate(counts)
+    value = next(value for value, count in enumerate(below) if count >= SHOWN_SHARE * sum(counts))
+    return min(MAX_FACTOR, 2 ** int(math.log2(255 / max(1, value))))
+
+
+def _amplified(picture: Image.Image, factor: int) -> Image.Image:
+    return picture.point([min(255, value * factor) for value in range(256)] * 3)
+
+
+def _ascii(text: str) -> str:
+    """Pillow's own font, the only one that is everywhere, has few other letters."""
+    return text.encode("ascii", "replace").decode()
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)
