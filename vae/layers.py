@@ -87,6 +87,8 @@ class Upsample(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, *, temporal: bool) -> None:
         super().__init__()
+        # The input of the 3x3 convolution is so many times as large as that of the layer.
+        self.growth = 8 if temporal else 4
         self.resample = nn.ModuleDict({"1": FrameConv2d(in_channels, out_channels)})
         self.time_conv = CausalConv3d(in_channels, 2 * in_channels, (3, 1, 1)) if temporal else None
 

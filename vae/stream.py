@@ -54,7 +54,7 @@ def advance(
         x: `[B, C, T, H, W]`, channels-last; a single frame while the cache says that it is the
             first.
         cache: The state of the video.
-        part_bytes: An activation that is larger goes on in parts.
+        part_bytes: Where a layer's activation would be larger, its frames go on in parts.
 
     Yields:
         Runs of frames as they leave the last layer.
@@ -71,7 +71,7 @@ def _run(
 ) -> Iterator[Tensor]:
     for index, layer in enumerate(layers):
         frames = x.shape[2]
-        part = largest_part(frames, x.nbytes, part_bytes)
+        part = largest_part(frames, x.nbytes * getattr(layer, "growth", 1), part_bytes)
         if part < frames:
             for start in range(0, frames, part):
                 run = x[:, :, start : start + part].contiguous(memory_format=torch.channels_last_3d)

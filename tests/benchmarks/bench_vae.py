@@ -7,14 +7,10 @@ such times.
 """
 
 import argparse
-import datetime
 import gc
-import json
 import logging
-import platform
 import runpy
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +23,7 @@ from torch import Tensor
 _HERE = Path(__file__).resolve().parent
 runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
 
+from fast_video_vae.tests.benchmarks import record  # noqa: E402
 from fast_video_vae.tests.benchmarks.peers import (  # noqa: E402
     PeerUnavailableError,
     comfyui_vae,
@@ -83,7 +80,7 @@ def implementations(
 ) -> dict[str, tuple[str, Run, Run]]:
     """Name to version, encode and decode; what cannot be built is left out and logged."""
     ours = load_vae(state, dtype=dtype, device=device)
-    built: dict[str, tuple[str, Run, Run]] = {"ours": (_commit(), ours.encode, ours.decode)}
+    built: dict[str, tuple[str, Run, Run]] = {"ours": (record.commit(), ours.encode, ours.decode)}
     for build in (comfyui_vae, diffusers_vae):
         try:
             peer = build(state, dtype=dtype, device=device)
@@ -122,7 +119,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--direction", nargs="+", default=["decode", "encode"])
     parser.add_argument("--size", nargs="+", help="FRAMESxHEIGHTxWIDTH instead of the usual ones")
-    parser.add_argument("--out", type=Path, default=_HERE / "results.jsonl")
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     logging.getLogger().setLevel(logging.INFO)
@@ -143,9 +140,18 @@ def main() -> None:
                     case, {name: entry[pick] for name, entry in built.items()}, args.rounds
                 )
             _report(case, seconds)
-            _append(
-                args.out, case, args, {name: entry[0] for name, entry in built.items()}, seconds
-            )
+            for name, times in seconds.items():
+                record.append(
+                    args.out,
+                    "bench_vae",
+                    case.label,
+                    base_width=args.width,
+                    implementation=name,
+                    version=built[name][0],
+                    median_s=round(statistics.median(times), 4),
+                    seconds=[round(value, 4) for value in times],
+                    ours_is_faster_by=round(_ratio(seconds, name), 3),
+                )
         del built
         gc.collect()
 
@@ -161,52 +167,6 @@ def _report(case: Case, seconds: dict[str, list[float]]) -> None:
     logging.info("%s", f"{case.label:34}" + "".join(times + ratios))
 
 
-def _append(
-    path: Path,
-    case: Case,
-    args: argparse.Namespace,
-    versions: dict[str, str],
-    seconds: dict[str, list[float]],
-) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        for name, times in seconds.items():
-            row = {
-                "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                "bench": "bench_vae",
-                "machine": machine(),
-                "commit": _commit(),
-                "torch": torch.__version__,
-                "case": case.label,
-                "base_width": args.width,
-                "implementation": name,
-                "version": versions[name],
-                "median_s": round(statistics.median(times), 4),
-                "seconds": [round(value, 4) for value in times],
-                "ours_is_faster_by": round(_ratio(seconds, name), 3),
-            }
-            file.write(json.dumps(row) + "\n")
-
-
-def machine() -> str:
-    """What the numbers were measured on: chip, cores, and what its matrix units are."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    name, flags = platform.processor(), ""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        fields = dict(
-            (part.strip() for part in line.split(":", 1))
-            for line in info.read_text().splitlines()
-            if ":" in line
-        )
-        name, flags = fields.get("model name", name), fields.get("flags", "")
-    kind = next(
-        (f for f in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if f in flags),
-        "no vector unit known",
-    )
-    return f"{name}, {torch.get_num_threads()} threads, {kind}"
-
-
 _ORDER = ("ours", "comfyui", "diffusers")
 
 
@@ -215,17 +175,6 @@ def _ratio(seconds: dict[str, list[float]], name: str) -> float:
     return statistics.median(
         theirs / ours for theirs, ours in zip(seconds[name], seconds["ours"], strict=True)
     )
-
-
-def _commit() -> str:
-    result = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=_HERE,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return result.stdout.strip() or "unknown"
 
 
 def _wait(device: torch.device) -> None:

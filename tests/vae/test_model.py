@@ -228,3 +228,7 @@ def test_the_memory_estimate_grows_with_the_frame_and_not_below_its_caches(vae):
         assert vae.memory_bytes(480, 832) <= small
     finally:
         vae.limit_bytes = None
+
+
+def test_the_memory_estimate_of_a_small_frame_is_small(vae):
+    assert vae.memory_bytes(64, 64) < 50 << 20

@@ -1,0 +1,53 @@
+"""Where results go: JSON rows that say what was measured, on what, and from which commit."""
+
+import datetime
+import json
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).with_name("results.jsonl")
+
+
+def append(path: Path, bench: str, case: str, **fields: object) -> None:
+    """Append one row, with date, machine, commit and PyTorch's version."""
+    row = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "bench": bench,
+        "machine": machine(),
+        "commit": commit(),
+        "torch": torch.__version__,
+        "case": case,
+        **fields,
+    }
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def machine() -> str:
+    """What the numbers were measured on: chip, threads, and the best of its vector units."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    name, flags = platform.processor(), ""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = [line.split(":", 1) for line in info.read_text().splitlines() if ":" in line]
+        fields = {key.strip(): value.strip() for key, value in lines}
+        name, flags = fields.get("model name", name), fields.get("flags", "")
+    units = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
+    unit = next((unit for unit in units if unit in flags.split()), "no vector unit known")
+    return f"{name}, {torch.get_num_threads()} threads, {unit}"
+
+
+def commit() -> str:
+    """The commit of this checkout, with `-dirty` where it was changed since."""
+    result = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--exclude=*"],
+        cwd=RESULTS.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return result.stdout.strip() or "unknown"
