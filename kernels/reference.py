@@ -97,17 +97,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def interleave_upsample(x: Tensor, phases: int = 1, *, out: Tensor | None = None) -> Tensor:
-    """Spread the temporal phases over frames and repeat every pixel 2 x 2 times, in one write.
+def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
+    """Spread the temporal phases in the channels over frames.
 
-    Frame `phases * t + p` of the result shows channels `[p * C, (p + 1) * C)` of frame `t`, each
-    pixel twice in height and width (nearest neighbour): the reshape and the Upsample of Wan's
-    `Resample`, wan/modules/vae.py.
+    Frame `phases * t + p` of the result is channels `[p * C, (p + 1) * C)` of frame `t`: the
+    reshape after `time_conv` in Wan's `Resample`, wan/modules/vae.py.
 
     Args:
         x: `[B, phases * C, T, H, W]`, channels-last.
-        phases: Frames made from each frame: 2 after a `time_conv`, else 1.
-        out: `[B, C, phases * T, 2 H, 2 W]`, channels-last, of the same dtype.
+        phases: Frames made from each frame.
+        out: `[B, C, phases * T, H, W]`, channels-last, of the same dtype.
 
     Returns:
         `out`, or a new channels-last tensor of that shape.
@@ -115,13 +114,43 @@ def interleave_upsample(x: Tensor, phases: int = 1, *, out: Tensor | None = None
     batch, channels, frames, height, width = x.shape
     channels //= phases
     if out is None:
-        shape = (batch, phases * frames, 2 * height, 2 * width, channels)
-        out = torch.empty(shape, dtype=x.dtype, device=x.device).movedim(-1, 1)
-    # [B, T, H, W, phase, C] -> [B, T, phase, H, 2, W, 2, C]
+        out = _channels_last(x, batch, channels, phases * frames, height, width)
+    # [B, T, H, W, phase, C] -> [B, T, phase, H, W, C]
     source = x.movedim(1, -1).unflatten(4, (phases, channels)).permute(0, 1, 4, 2, 3, 5)
-    grown = out.movedim(1, -1).view(batch, frames, phases, height, 2, width, 2, channels)
-    grown.copy_(source[:, :, :, :, None, :, None].expand_as(grown))
+    out.movedim(1, -1).view(source.shape).copy_(source)
     return out
+
+
+def merge_phases(grid: Tensor) -> Tensor:
+    """Merge the four phases of a folded upsampling convolution into one picture of twice the size.
+
+    Nearest 2x and then a 3x3 convolution is a 2x2 convolution of the small picture for each of the
+    four phases of the large one; a grid of `(H + 1) x (W + 1)` windows has them all. Pixel
+    `(2 i + a, 2 j + b)` is phase `2 a + b` of the window at `(i + a, j + b)`.
+
+    Args:
+        grid: `[B, 4 * C, T, H + 1, W + 1]`, channels-last; channel `(2 a + b) * C + c`.
+
+    Returns:
+        `[B, C, T, 2 H, 2 W]`, channels-last.
+    """
+    batch, channels, frames, height, width = grid.shape
+    channels, height, width = channels // 4, height - 1, width - 1
+    out = _channels_last(grid, batch, channels, frames, 2 * height, 2 * width)
+    windows = grid.movedim(1, -1).unflatten(4, (4, channels))
+    pixels = out.movedim(1, -1).view(batch, frames, height, 2, width, 2, channels)
+    for a in (0, 1):
+        for b in (0, 1):
+            phase = windows[:, :, a : a + height, b : b + width, 2 * a + b]
+            pixels[:, :, :, a, :, b].copy_(phase)
+    return out
+
+
+def _channels_last(like: Tensor, *shape: int) -> Tensor:
+    """Uninitialised channels-last memory for `[B, C, T, H, W]`."""
+    batch, channels, frames, height, width = shape
+    shape = (batch, frames, height, width, channels)
+    return torch.empty(shape, dtype=like.dtype, device=like.device).movedim(-1, 1)
 
 
 def _fused_attention_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -6,6 +6,7 @@ is derived from it once, and derived again when the parameter is replaced or wri
 """
 
 import contextlib
+import platform
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,7 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels import merge_phases
 from .cache import TemporalCache
+
+# oneDNN's own weight layouts are for x86; on Arm other libraries stand behind its name.
+_X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 
 Fill = Callable[[Tensor, Tensor], object]
 """Writes a function of its first argument into its second, which has the same shape."""
@@ -59,7 +64,7 @@ class Conv(nn.Module):
 
     def form_bytes(self) -> int:
         """Bytes of the derived forms that do not share the parameter's memory."""
-        return sum(_nbytes(form.weight) for form in self._forms.values())
+        return sum(_own_bytes(form.weight, self.weight) for form in self._forms.values())
 
     def drop_forms(self) -> None:
         """Forget the derived forms."""
@@ -69,10 +74,12 @@ class Conv(nn.Module):
         self, x: Tensor, kind: str, stride: int, padding: int, residual: Tensor | None
     ) -> Tensor:
         """Convolve with the form `kind`, and add `residual`, whose memory may be taken."""
-        ndim = 4 if kind in ("frame", "shifted") else 5
+        ndim = 5 if kind == "volume" else 4
         strides = (stride, 1, 1) if ndim == 5 else (stride, stride)
         pads = (0, padding, padding) if ndim == 5 else (padding, padding)
         bias = self.bias.to(x.dtype)
+        if kind == "folded":
+            bias = bias.repeat(4)
         if _records(x, self.weight):
             convolve = F.conv2d if ndim == 4 else F.conv3d
             y = convolve(x, self._derive(kind, x.dtype), bias, stride=strides, padding=pads)
@@ -122,7 +129,10 @@ class Conv(nn.Module):
         """The weight that a call of this kind multiplies with; maybe the parameter itself.
 
         `volume`: all taps. `frame`: the last temporal tap. `shifted`: see `StridedConv2d`.
+        `folded`: see `UpsampleConv2d`; the sums are made in float32.
         """
+        if kind == "folded":
+            return _fold(self.weight).to(dtype).contiguous(memory_format=torch.channels_last)
         weight = self.weight.to(dtype)
         if kind == "volume":
             return weight.contiguous(memory_format=torch.channels_last_3d)
@@ -232,15 +242,22 @@ class PointwiseConv(nn.Module):
         return y.movedim(-1, 1)
 
 
-class FrameConv2d(Conv):
-    """A 3x3 convolution of every frame by itself, size kept."""
+class UpsampleConv2d(Conv):
+    """Nearest 2x in space and a 3x3 convolution of every frame, folded into one.
+
+    The rows `2 i` and `2 i + 1` of the large picture see only the rows `i - 1`, `i` and `i + 1` of
+    the small one, so that each of its four phases is a 2x2 convolution of that, with the taps that
+    fall on one pixel added up: 16 products instead of 36, and the large picture is never made.
+    Zeros around the large picture are zeros around the small one.
+    """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(in_channels, out_channels, (3, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, C_in, T, H, W]` to `[B, C_out, T, H, W]`, both channels-last."""
-        return _as_video(self._convolve(_as_frames(x), "frame", 1, 1, None), x.shape[0])
+        """`[B, C_in, T, H, W]` to `[B, C_out, T, 2 H, 2 W]`, both channels-last."""
+        grid = self._convolve(_as_frames(x), "folded", 1, 1, None)
+        return merge_phases(_as_video(grid, x.shape[0]))
 
 
 class StridedConv2d(Conv):
@@ -257,6 +274,15 @@ class StridedConv2d(Conv):
     def forward(self, x: Tensor) -> Tensor:
         """`[B, C_in, T, H, W]` to `[B, C_out, T, H / 2, W / 2]`, both channels-last."""
         return _as_video(self._convolve(_as_frames(x), "shifted", 2, 1, None), x.shape[0])
+
+
+def _fold(weight: Tensor) -> Tensor:
+    """The taps of `UpsampleConv2d`: `[C_out, C_in, 3, 3]` to `[4 * C_out, C_in, 2, 2]`."""
+    wide = weight if weight.dtype == torch.float64 else weight.float()
+    # Rows of the even phase see (above, here + here), of the odd one (here + here, below).
+    spread = torch.tensor([[[1, 0, 0], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]]).to(wide)
+    phases = torch.einsum("apk,bql,oikl->aboipq", spread, spread, wide)
+    return phases.flatten(0, 2)
 
 
 def drop_stale_forms(convs: Iterable[Conv]) -> None:
@@ -304,11 +330,8 @@ def _records(x: Tensor, weight: Tensor) -> bool:
 
 def _packs(x: Tensor) -> bool:
     """Whether oneDNN's blocked weights and its fused sum are there for this input."""
-    if (
-        x.device.type != "cpu"
-        or not torch.backends.mkldnn.is_available()
-        or not torch.backends.mkldnn.enabled
-    ):
+    backend = torch.backends.mkldnn
+    if x.device.type != "cpu" or not _X86 or not backend.is_available() or not backend.enabled:
         return False
     if x.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -330,7 +353,8 @@ def _checksum(weight: Tensor) -> Tensor:
     )
 
 
-def _nbytes(weight: Tensor) -> int:
-    if weight.is_mkldnn:
-        return weight.numel() * weight.element_size()
-    return weight.untyped_storage().nbytes()
+def _own_bytes(form: Tensor, parameter: Tensor) -> int:
+    """Bytes of a form, which may be the parameter itself."""
+    if form.is_mkldnn:
+        return form.numel() * form.element_size()
+    return 0 if form.data_ptr() == parameter.data_ptr() else form.untyped_storage().nbytes()

@@ -8,9 +8,9 @@ input: it may write into it.
 import torch
 from torch import Tensor, nn
 
-from ..kernels import attention, interleave_upsample, rms_norm_silu
+from ..kernels import attention, interleave_time, rms_norm_silu
 from .cache import TemporalCache
-from .conv import CausalConv3d, FrameConv2d, PointwiseConv, StridedConv2d
+from .conv import CausalConv3d, PointwiseConv, StridedConv2d, UpsampleConv2d
 
 
 class RMSNorm(nn.Module):
@@ -87,20 +87,19 @@ class Upsample(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, *, temporal: bool) -> None:
         super().__init__()
-        # The input of the 3x3 convolution is so many times as large as that of the layer.
-        self.growth = 8 if temporal else 4
-        self.resample = nn.ModuleDict({"1": FrameConv2d(in_channels, out_channels)})
+        # Its phases, before they are merged, are so many times as large as its input.
+        self.growth = 4 if temporal else 2
+        self.resample = nn.ModuleDict({"1": UpsampleConv2d(in_channels, out_channels)})
         self.time_conv = CausalConv3d(in_channels, 2 * in_channels, (3, 1, 1)) if temporal else None
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """`[B, C_in, T, H, W]` to `[B, C_out, T or 2 T, 2 H, 2 W]`."""
-        phases = 1
         if self.time_conv is not None and not cache.first:
-            x = self.time_conv(x, cache)
-            phases = 2
-        batch, channels, frames, height, width = x.shape
-        shape = (batch, channels // phases, phases * frames, 2 * height, 2 * width)
-        return self.resample["1"](interleave_upsample(x, phases, out=cache.scratch(shape, x)))
+            y = self.time_conv(x, cache)
+            batch, channels, frames, height, width = x.shape
+            out = cache.scratch((batch, channels, 2 * frames, height, width), x)
+            x = interleave_time(y, 2, out=out)
+        return self.resample["1"](x)
 
 
 class Downsample(nn.Module):

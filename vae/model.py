@@ -232,7 +232,7 @@ class VideoVAE(nn.Module):
         group = self.config.temporal_compression if encodes else 1
         runs = rechunk(itertools.chain([first], source), None if chunk == -1 else chunk * group)
         cache = TemporalCache(lone=lone)
-        drop_stale_forms(self._convs())
+        drop_stale_forms(module for module in network.modules() if isinstance(module, Conv))
         dropped = 0
         for run in runs:
             if not cache.first and run.shape[2] % group:
@@ -257,7 +257,8 @@ class VideoVAE(nn.Module):
         dtype: torch.dtype,
     ) -> Iterator[Tensor]:
         """Run one chunk; between results the modes (grad, inference, TF32) are the caller's."""
-        records = torch.is_grad_enabled() and (run.requires_grad or self.conv2.weight.requires_grad)
+        learns = any(parameter.requires_grad for parameter in self.parameters())
+        records = torch.is_grad_enabled() and (run.requires_grad or learns)
         exact = dtype == torch.float32 and not self.allow_tf32
         steps: Iterator[Tensor] | None = None
         while True:

@@ -4,9 +4,14 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from fast_video_vae.kernels import attention, interleave_upsample, reference, rms_norm_silu
+from fast_video_vae.kernels import (
+    attention,
+    interleave_time,
+    merge_phases,
+    reference,
+    rms_norm_silu,
+)
 
 
 def channels_last(*shape, dtype=torch.float32, seed=0):
@@ -95,20 +100,32 @@ def test_attention_is_its_formula(shape, blocked, monkeypatch):
     torch.testing.assert_close(attention(q, k, v).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("phases", [1, 2])
-def test_interleave_upsample_spreads_phases_then_repeats_pixels(phases):
+@pytest.mark.parametrize("phases", [1, 2, 3])
+def test_interleave_time_spreads_the_channels_over_frames(phases):
     x = channels_last(2, 6 * phases, 3, 4, 5)
-    frames = (
-        x.unflatten(1, (phases, 6)).movedim(1, 3).flatten(2, 3)
-    )  # the phase is the faster frame
-    expected = F.interpolate(frames, scale_factor=(1, 2, 2), mode="nearest")
-    actual = interleave_upsample(x, phases)
+    expected = x.unflatten(1, (phases, 6)).movedim(1, 3).flatten(2, 3)  # the phase is faster
+    actual = interleave_time(x, phases)
     assert torch.equal(actual, expected)
     assert actual.is_contiguous(memory_format=torch.channels_last_3d)
 
 
-def test_interleave_upsample_fills_a_poisoned_buffer():
+def test_interleave_time_fills_a_poisoned_buffer():
     x = channels_last(1, 8, 2, 3, 3)
-    out = torch.full((1, 4, 6, 6, 4), math.nan).movedim(-1, 1)
-    assert interleave_upsample(x, 2, out=out) is out
-    assert torch.equal(out, interleave_upsample(x, 2))
+    out = torch.full((1, 4, 3, 3, 4), math.nan).movedim(-1, 1)
+    assert interleave_time(x, 2, out=out) is out
+    assert torch.equal(out, interleave_time(x, 2))
+
+
+@pytest.mark.parametrize("size", [(4, 5), (1, 1), (1, 6)])
+def test_merge_phases_takes_each_pixel_from_its_window(size):
+    height, width = size
+    grid = channels_last(2, 4 * 3, 2, height + 1, width + 1)
+    actual = merge_phases(grid)
+    assert actual.shape == (2, 3, 2, 2 * height, 2 * width)
+    assert actual.is_contiguous(memory_format=torch.channels_last_3d)
+    for row in range(2 * height):
+        for column in range(2 * width):
+            (i, a), (j, b) = divmod(row, 2), divmod(column, 2)
+            first = (2 * a + b) * 3
+            expected = grid[:, first : first + 3, :, i + a, j + b]
+            assert torch.equal(actual[:, :, :, row, column], expected)

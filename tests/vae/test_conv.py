@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.vae import conv, load_vae
@@ -82,6 +83,43 @@ def test_forms_are_derived_once(vae, latent, monkeypatch):
     vae.decode(latent)
     vae.decode(torch.randn(1, 16, 5, 2, 4))
     assert first == len(calls) > 0
+
+
+def test_weights_in_the_right_layout_are_used_as_they_are(vae, latent, monkeypatch):
+    monkeypatch.setattr(conv, "_packs", lambda _: False)  # as on a GPU
+    own = vae.weight_bytes()
+    vae.decode(latent)
+    planes = [c for c in vae.decoder.modules() if isinstance(c, conv.CausalConv3d) and c.padding]
+    # Of a 3D weight the last tap alone, for the first frame; of the upsampling ones the fold.
+    taps = sum(c.weight.nbytes // 3 for c in planes)
+    folds = [c for c in vae.decoder.modules() if isinstance(c, conv.UpsampleConv2d)]
+    assert vae.weight_bytes() == own + taps + sum(c.weight.nbytes * 16 // 9 for c in folds)
+
+
+@pytest.mark.parametrize("size", [(5, 7), (1, 1), (1, 4)])
+def test_the_folded_upsampling_is_nearest_2x_and_a_3x3_convolution(size):
+    folded = conv.UpsampleConv2d(6, 4).double().requires_grad_(False)
+    for parameter in folded.parameters():
+        parameter.normal_()
+    x = torch.randn(2, 6, 3, *size, dtype=torch.float64)
+    x = x.contiguous(memory_format=torch.channels_last_3d)
+    large = F.interpolate(x, scale_factor=(1, 2, 2), mode="nearest")
+    weight = folded.weight.unsqueeze(2)
+    expected = F.conv3d(large, weight, folded.bias, padding=(0, 1, 1))
+    torch.testing.assert_close(folded(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [(6, 8), (2, 2), (2, 8)])
+def test_the_shifted_downsampling_pads_right_and_bottom_alone(size):
+    strided = conv.StridedConv2d(6, 4).double().requires_grad_(False)
+    for parameter in strided.parameters():
+        parameter.normal_()
+    x = torch.randn(2, 6, 3, *size, dtype=torch.float64)
+    x = x.contiguous(memory_format=torch.channels_last_3d)
+    weight = strided.weight.unsqueeze(2)
+    padded = F.pad(x, (0, 1, 0, 1))
+    expected = F.conv3d(padded, weight, strided.bias, stride=(1, 2, 2))
+    torch.testing.assert_close(strided(x), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_forms_are_counted_and_dropped(vae, latent):
