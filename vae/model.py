@@ -256,7 +256,7 @@ class VideoVAE(nn.Module):
         part_bytes: int,
         dtype: torch.dtype,
     ) -> Iterator[Tensor]:
-        """Run one chunk; between results the modes (grad, inference, TF32) are the caller's."""
+        """Run one chunk; between results the modes (grad, inference, ...) are the caller's."""
         learns = any(parameter.requires_grad for parameter in self.parameters())
         records = torch.is_grad_enabled() and (run.requires_grad or learns)
         exact = dtype == torch.float32 and not self.allow_tf32
@@ -267,6 +267,7 @@ class VideoVAE(nn.Module):
             with (
                 torch.inference_mode(False),
                 torch.set_grad_enabled(records),
+                torch.autocast(self.device.type, enabled=False),
                 full_float32(self.device) if exact else contextlib.nullcontext(),
             ):
                 if steps is None:

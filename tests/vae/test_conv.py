@@ -155,6 +155,12 @@ def test_a_stream_may_change_modes_between_two_pieces(vae, latent):
     assert torch.equal(torch.cat(pieces, 2), vae.decode(latent))
 
 
+def test_autocast_does_not_reach_into_the_vae(vae, latent):
+    expected = vae.decode(latent)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(vae.decode(latent), expected)
+
+
 def test_an_inference_latent_decodes_outside_of_inference_mode(vae, latent):
     with torch.inference_mode():
         other = latent * 1

@@ -35,36 +35,54 @@ class Picture:
         package: The folder's dotted name.
         name: The file's name in it.
         licence: Its licence, and who gave it.
-        sha256: Of the file's bytes.
         weight: How often it is drawn, relative to the others.
     """
 
     package: str
     name: str
     licence: str
-    sha256: str
     weight: float = 1.0
 
 
+_SCIKIT_IMAGE, _MATPLOTLIB = "skimage.data", "matplotlib.mpl-data.sample_data"
+
 TRAINING = (
-    Picture("skimage.data", "astronaut.png", "public domain (NASA)", "", 2.5),
-    Picture("skimage.data", "coffee.png", "CC0 (Rachel Michetti)", "", 2.5),
-    Picture("matplotlib.mpl-data.sample_data", "grace_hopper.jpg", "public domain (U.S. Navy)", "", 2.0),
-    Picture("skimage.data", "hubble_deep_field.jpg", "public domain (NASA)", "", 1.0),
-    Picture("skimage.data", "retina.jpg", "CC0 (Mikael Häggström)", "", 1.0),
-    Picture("skimage.data", "camera.png", "CC0 (Lav Varshney)", "", 2.0),
-    Picture("skimage.data", "brick.png", "CC0 (CC0Textures)", "", 1.0),
-    Picture("skimage.data", "grass.png", "CC0 (linolafett)", "", 1.0),
-    Picture("skimage.data", "gravel.png", "CC0 (CC0Textures)", "", 1.0),
-    Picture("skimage.data", "clock_motion.png", "public domain (Stefan van der Walt)", "", 0.3),
-    Picture("skimage.data", "text.png", "public domain", "", 0.5),
-    Picture("skimage.data", "cell.png", "CC0 (Paul Müller et al.)", "", 0.3),
-    Picture("skimage.data", "horse.png", "CC0 (Andreas Preuss)", "", 0.2),
+    Picture(_SCIKIT_IMAGE, "astronaut.png", "public domain (NASA)", 2.5),
+    Picture(_SCIKIT_IMAGE, "coffee.png", "CC0 (Rachel Michetti)", 2.5),
+    Picture(_MATPLOTLIB, "grace_hopper.jpg", "public domain (U.S. Navy)", 2.0),
+    Picture(_SCIKIT_IMAGE, "hubble_deep_field.jpg", "public domain (NASA)", 1.0),
+    Picture(_SCIKIT_IMAGE, "retina.jpg", "CC0 (Mikael Häggström)", 1.0),
+    Picture(_SCIKIT_IMAGE, "camera.png", "CC0 (Lav Varshney)", 2.0),
+    Picture(_SCIKIT_IMAGE, "brick.png", "CC0 (CC0Textures)", 1.0),
+    Picture(_SCIKIT_IMAGE, "grass.png", "CC0 (linolafett)", 1.0),
+    Picture(_SCIKIT_IMAGE, "gravel.png", "CC0 (CC0Textures)", 1.0),
+    Picture(_SCIKIT_IMAGE, "clock_motion.png", "public domain (Stefan van der Walt)", 0.3),
+    Picture(_SCIKIT_IMAGE, "text.png", "public domain", 0.5),
+    Picture(_SCIKIT_IMAGE, "cell.png", "CC0 (Paul Müller et al.)", 0.3),
+    Picture(_SCIKIT_IMAGE, "horse.png", "CC0 (Andreas Preuss)", 0.2),
 )
 HELD_OUT = (
-    Picture("skimage.data", "chelsea.png", "CC0 (Stefan van der Walt)", ""),
-    Picture("skimage.data", "rocket.jpg", "public domain (SpaceX)", ""),
+    Picture(_SCIKIT_IMAGE, "chelsea.png", "CC0 (Stefan van der Walt)"),
+    Picture(_SCIKIT_IMAGE, "rocket.jpg", "public domain (SpaceX)"),
 )
+# SHA-256 of the files.
+DIGESTS = {
+    "astronaut.png": "88431cd9653ccd539741b555fb0a46b61558b301d4110412b5bc28b5e3ea6cb5",
+    "coffee.png": "cc02f8ca188b167c775a7101b5d767d1e71792cf762c33d6fa15a4599b5a8de7",
+    "grace_hopper.jpg": "a8ca6d734765703b09728ab47fe59f473d93ae3967fc24c7c0288c3c7adb7130",
+    "hubble_deep_field.jpg": "3a19c5dd8a927a9334bb1229a6d63711b1c0c767fb27e2286e7c84a3e2c2f5f4",
+    "retina.jpg": "38a07f36f27f095e818aea7b96d34202c05176d30253c66733f2e00379e9e0e6",
+    "camera.png": "b0793d2adda0fa6ae899c03989482bff9a42d3d5690fc7e3648f2795d730c23a",
+    "brick.png": "7966caf324f6ba843118d98f7a07746d22f6a343430add0233eca5f6eaaa8fcf",
+    "grass.png": "b6b6022426b38936c43a4ac09635cd78af074e90f42ffa8227ac8b7452d39f89",
+    "gravel.png": "c48615b451bf1e606fbd72c0aa9f8cc0f068ab7111ef7d93bb9b0f2586440c12",
+    "clock_motion.png": "f029226b28b642e80113d86622e9b215ee067a0966feaf5e60604a1e05733955",
+    "text.png": "bd84aa3a6e3c9887850d45d606c96b2e59433fbef50338570b63c319e668e6d1",
+    "cell.png": "8d23a7fb81f7cc877cd09f330357fc7f595651306e84e17252f6e0a1b3f61515",
+    "horse.png": "c7fb60789fe394c485f842291ea3b21e50d140f39d6dcb5fb9917cc178225455",
+    "chelsea.png": "596aa1e7cb875eb79f437e310381d26b338a81c2da23439704a73c4651e8c4bb",
+    "rocket.jpg": "c2dd0de7c538df8d111e479619b129464d0269d0ae5fd18ca91d33a7fdfea95c",
+}
 
 
 def load_picture(picture: Picture) -> Tensor:
@@ -80,11 +98,13 @@ def load_picture(picture: Picture) -> Tensor:
         ValueError: The file's hash is another one.
     """
     package, *folders = picture.package.split(".")
-    path = files(package).joinpath(*folders, picture.name)
+    path = files(package)
+    for part in (*folders, picture.name):
+        path = path / part
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
-    if picture.sha256 and digest != picture.sha256:
-        raise ValueError(f"{picture.name} has the SHA-256 {digest}, not {picture.sha256}")
+    if digest != DIGESTS[picture.name]:
+        raise ValueError(f"{picture.name} has the SHA-256 {digest}, not {DIGESTS[picture.name]}")
     with path.open("rb") as file, Image.open(file) as image:
         pixels = np.array(image.convert("RGB"))
     return torch.from_numpy(pixels).permute(2, 0, 1).float() / 255.0
@@ -186,7 +206,8 @@ class ClipMaker:
             mix = torch.linspace(start, end, frames).reshape(-1, 1, 1, 1)
             clip = torch.lerp(clip, self._layer(frames, size), mix)
         elif kind < 0.33:
-            light = torch.linspace(*rng.uniform(0.2, 1.0, 2).tolist(), frames)
+            start, end = rng.uniform(0.2, 1.0, 2)
+            light = torch.linspace(start, end, frames)
             clip = clip * light.reshape(-1, 1, 1, 1)
         return self._turn(clip)
 
