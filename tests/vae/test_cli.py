@@ -30,14 +30,6 @@ MODULE = "fast_video_vae.vae.cli"
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def vae_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("vae") / "vae.safetensors"

@@ -15,15 +15,6 @@ from fast_video_vae.vae.media import VideoFile, VideoWriter, frames_to_uint8, re
 from fast_video_vae.vae.roundtrip import RoundTrip, Timed, shrunk, with_channels
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """A second thread gains nothing on frames as small as these, and waits for busy cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def vae():
     return load_vae(random_state_dict(8), dtype=torch.float32)

@@ -9,7 +9,7 @@ from fast_video_vae.tests.benchmarks.peers import (
     diffusers_vae,
 )
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.vae import load_vae
+from fast_video_vae.vae import conv, load_vae
 
 
 def relative_error(actual, expected):
@@ -154,6 +154,18 @@ def test_a_lone_frame_equals_the_first_of_a_video(weights):
     video, latent = random_frames(1, 3, 9, 16, 16), random_latent(1, 16, 3, 2, 2)
     assert torch.equal(vae.encode(video[:, :, :1]), vae.encode(video)[:, :, :1])
     assert torch.equal(vae.decode(latent[:, :, :1]), vae.decode(latent)[:, :, :1])
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_plain_convolutions_equal_diffusers_too(weights, batch, monkeypatch):
+    monkeypatch.setattr(conv, "_packs", lambda _: False)  # as on a GPU
+    vae = load_vae(weights[8], dtype=torch.float32)
+    peer = diffusers_vae(weights[8])
+    video = random_frames(batch, 3, 13, 24, 16)
+    expected = peer.encode(video)
+    assert relative_error(vae.encode(video, chunk=2), expected) <= 1e-5
+    actual = vae.decode(expected, chunk=2).clamp(-1, 1)
+    assert relative_error(actual, peer.decode(expected)) <= 1e-5
 
 
 def test_frames_five_and_six_show_no_jump(weights):
