@@ -52,8 +52,7 @@ def rms_norm_silu(
         out = torch.empty_like(x, memory_format=torch.preserve_format)
     if x.dtype == torch.float32:
         for rows, target in _blocks(x, out):
-            norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min_(_NORM_EPS)
-            torch.div(rows, norm, out=target).mul_(scale)
+            torch.mul(rows, _inverse_norm(rows), out=target).mul_(scale)
             if silu:
                 F.silu(target, inplace=True)
         return out
@@ -63,8 +62,7 @@ def rms_norm_silu(
         if scratch is None:
             scratch = torch.empty(rows.shape, dtype=wide, device=x.device)
         work = scratch[: rows.shape[0]].copy_(rows)
-        norm = torch.linalg.vector_norm(work, dim=1, keepdim=True).clamp_min_(_NORM_EPS)
-        work.div_(norm).mul_(scale)
+        work.mul_(_inverse_norm(work)).mul_(scale)
         if silu:
             F.silu(work, inplace=True)
         target.copy_(work)
@@ -144,6 +142,12 @@ def merge_phases(grid: Tensor) -> Tensor:
             phase = windows[:, :, a : a + height, b : b + width, 2 * a + b]
             pixels[:, :, :, a, :, b].copy_(phase)
     return out
+
+
+def _inverse_norm(rows: Tensor) -> Tensor:
+    """`1 / max(norm2(row), eps)` of each row, `[rows, 1]`."""
+    norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return norm.clamp_min_(_NORM_EPS).reciprocal_()
 
 
 def _channels_last(like: Tensor, *shape: int) -> Tensor:
