@@ -1,0 +1,267 @@
+"""The Wan 2.1 VAE as it is trained: a whole clip at once, with gradients.
+
+The graph and the parameter names are those of wan/modules/vae.py of Wan 2.1. That code, and ours in
+`vae/`, walks through a clip step by step with caches; here every causal convolution sees the clip's
+frames together behind two zero frames, which gives the same numbers and is what gradients need. A
+lone frame is `[B, C, H, W]` and runs in 2D, because the first two temporal taps meet only zeros.
+"""
+
+from itertools import pairwise
+from typing import cast
+
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+STAGE_WIDTHS = (1, 2, 4, 4)
+# One compiled norm per shape of activation; the default of 8 gives up on the ninth.
+torch._dynamo.config.recompile_limit = 256
+
+
+def _norm(x: Tensor, gamma: Tensor) -> Tensor:
+    """RMS norm over the channels, computed and returned in float32."""
+    x = x.float()
+    return x * (torch.rsqrt(x.square().sum(1, keepdim=True) + 1e-20) * x.shape[1] ** 0.5) * gamma
+
+
+def _norm_silu(x: Tensor, gamma: Tensor) -> Tensor:
+    """RMS norm and SiLU in the dtype of `x`."""
+    return F.silu(_norm(x, gamma)).to(x.dtype)
+
+
+# Up to twice as fast as separate operations: 4.4 to 2.2 ms for [20, 12, 64, 64] on a Zen 5 core.
+_fused_norm_silu = torch.compile(_norm_silu, dynamic=False)
+
+
+class RMSNorm(nn.Module):
+    """Wan's norm, with or without the SiLU after it."""
+
+    def __init__(self, channels: int, ndim: int = 3, *, silu: bool = True) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(channels, *[1] * ndim))
+        self.silu = silu
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, C, ...]` to the same shape."""
+        gamma = self.gamma.reshape(-1, *[1] * (x.ndim - 2))
+        if not self.silu:
+            return _norm(x, gamma).to(x.dtype)
+        return _fused_norm_silu(x, gamma) if torch.is_grad_enabled() else _norm_silu(x, gamma)
+
+
+class CausalConv3d(nn.Conv3d):
+    """A convolution padded with zeros in space, and with zero frames in front."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, C, T, H, W]` or `[B, C, H, W]` to the same shape with other channels."""
+        time, _, side = self.kernel_size
+        if x.ndim == 4:
+            return F.conv2d(x, self.weight[:, :, -1], self.bias, padding=side // 2)
+        if time > 1:
+            x = torch.cat([torch.zeros_like(x[:, :, :1])] * (time - 1) + [x], 2)
+        return F.conv3d(x, self.weight, self.bias, padding=(0, side // 2, side // 2))
+
+
+class ResidualBlock(nn.Module):
+    """Norm, SiLU, convolution, twice, added to the input."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.residual = nn.ModuleDict(
+            {
+                "0": RMSNorm(in_channels),
+                "2": CausalConv3d(in_channels, out_channels, 3),
+                "3": RMSNorm(out_channels),
+                "6": CausalConv3d(out_channels, out_channels, 3),
+            }
+        )
+        same = in_channels == out_channels
+        self.shortcut = nn.Identity() if same else CausalConv3d(in_channels, out_channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, C_in, ...]` to `[B, C_out, ...]`."""
+        y = x
+        for layer in self.residual.values():
+            y = layer(y)
+        return self.shortcut(x) + y
+
+
+class _PerFrame(nn.Module):
+    """A layer that sees each frame by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, C, T, H, W]` or `[B, C, H, W]`."""
+        if x.ndim == 4:
+            return self.frame(x)
+        frames = self.frame(x.transpose(1, 2).flatten(0, 1))
+        return frames.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
+
+    def frame(self, x: Tensor) -> Tensor:
+        """`[B, C, H, W]`."""
+        raise NotImplementedError
+
+
+class Attention(_PerFrame):
+    """Single-head self-attention over the pixels of a frame, added to the input."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm(channels, 2, silu=False)
+        self.to_qkv = nn.Conv2d(channels, 3 * channels, 1)
+        self.proj = nn.Conv2d(channels, channels, 1)
+
+    def frame(self, x: Tensor) -> Tensor:
+        """`[B, C, H, W]` to the same shape."""
+        rows = self.to_qkv(self.norm(x)).flatten(2).transpose(1, 2)
+        y = F.scaled_dot_product_attention(*(part[:, None] for part in rows.chunk(3, -1)))
+        return x + self.proj(y[:, 0].transpose(1, 2).unflatten(2, x.shape[-2:]))
+
+
+class _Resample(_PerFrame):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.resample = nn.Sequential(*layers)
+
+    def frame(self, x: Tensor) -> Tensor:
+        return self.resample(x)
+
+
+class Downsample(_Resample):
+    """Half the size; with `temporal` every two frames but the first become one."""
+
+    def __init__(self, channels: int, *, temporal: bool) -> None:
+        super().__init__(nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(channels, channels, 3, stride=2))
+        conv = nn.Conv3d(channels, channels, (3, 1, 1), stride=(2, 1, 1))
+        self.time_conv = conv if temporal else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, C, T, H, W]` to `[B, C, (T + 1) / 2, H / 2, W / 2]`."""
+        x = super().forward(x)
+        if self.time_conv is None or x.ndim == 4 or x.shape[2] == 1:
+            return x
+        return torch.cat([x[:, :, :1], self.time_conv(x)], 2)
+
+
+class Upsample(_Resample):
+    """Twice the size, half the channels; with `temporal` every frame but the first becomes two."""
+
+    def __init__(self, channels: int, *, temporal: bool) -> None:
+        super().__init__(
+            nn.Upsample(scale_factor=2, mode="nearest-exact"),
+            nn.Conv2d(channels, channels // 2, 3, padding=1),
+        )
+        self.time_conv = nn.Conv3d(channels, 2 * channels, (3, 1, 1)) if temporal else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, C, T, H, W]` to `[B, C / 2, 2 T - 1, 2 H, 2 W]`."""
+        if self.time_conv is not None and x.ndim == 5 and x.shape[2] > 1:
+            # The first frame is not in the history of the others: they begin with zeros.
+            pairs = self.time_conv(F.pad(x[:, :, 1:], (0, 0, 0, 0, 2, 0)))
+            even, odd = pairs.chunk(2, 1)
+            x = torch.cat([x[:, :, :1], torch.stack([even, odd], 3).flatten(2, 3)], 2)
+        return super().forward(x)
+
+
+def _middle(channels: int) -> nn.Sequential:
+    return nn.Sequential(
+        ResidualBlock(channels, channels), Attention(channels), ResidualBlock(channels, channels)
+    )
+
+
+def _head(in_channels: int, out_channels: int) -> nn.Sequential:
+    conv = CausalConv3d(in_channels, out_channels, 3)
+    return nn.Sequential(RMSNorm(in_channels), nn.Identity(), conv)
+
+
+class Encoder(nn.Module):
+    """Frames to 2 * `latents` channels."""
+
+    def __init__(self, width: int, latents: int) -> None:
+        super().__init__()
+        widths = [width] + [width * factor for factor in STAGE_WIDTHS]
+        self.conv1 = CausalConv3d(3, widths[0], 3)
+        layers: list[nn.Module] = []
+        for stage, (before, after) in enumerate(pairwise(widths)):
+            layers += [ResidualBlock(before, after), ResidualBlock(after, after)]
+            if stage < 3:
+                layers.append(Downsample(after, temporal=stage > 0))
+        self.downsamples = nn.Sequential(*layers)
+        self.middle = _middle(widths[-1])
+        self.head = _head(widths[-1], 2 * latents)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, 3, ...]` to `[B, 2 * latents, ...]`."""
+        return self.head(self.middle(self.downsamples(self.conv1(x))))
+
+
+class Decoder(nn.Module):
+    """Latents to frames."""
+
+    def __init__(self, width: int, latents: int) -> None:
+        super().__init__()
+        widths = [width * factor for factor in (STAGE_WIDTHS[-1], *STAGE_WIDTHS[::-1])]
+        self.conv1 = CausalConv3d(latents, widths[0], 3)
+        self.middle = _middle(widths[0])
+        layers: list[nn.Module] = []
+        before = widths[0]
+        for stage, after in enumerate(widths[1:]):
+            layers.append(ResidualBlock(before, after))
+            layers += [ResidualBlock(after, after) for _ in range(2)]
+            if stage < 3:
+                layers.append(Upsample(after, temporal=stage < 2))
+                before = after // 2
+        self.upsamples = nn.Sequential(*layers)
+        self.head = _head(widths[-1], 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, latents, ...]` to `[B, 3, ...]`."""
+        return self.head(self.upsamples(self.middle(self.conv1(x))))
+
+
+class TrainingVAE(nn.Module):
+    """The whole network.
+
+    Args:
+        width: Channels at full size; 96 in Wan 2.1.
+        latents: Channels of a latent.
+    """
+
+    def __init__(self, width: int, latents: int = 16) -> None:
+        super().__init__()
+        self.encoder = Encoder(width, latents)
+        self.conv1 = CausalConv3d(2 * latents, 2 * latents, 1)
+        self.conv2 = CausalConv3d(latents, latents, 1)
+        self.decoder = Decoder(width, latents)
+        self._initialise()
+
+    def encode(self, frames: Tensor) -> Tensor:
+        """Frames in [-1, 1], 4 n + 1 or a lone one without time, to the mean of their latents."""
+        return self.conv1(self.encoder(frames)).chunk(2, 1)[0]
+
+    def decode(self, latent: Tensor) -> Tensor:
+        """Latents to frames in about [-1, 1]."""
+        return self.decoder(self.conv2(latent))
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        """Begin with frames that know nothing of each other, and with quiet residual branches."""
+        for module in self.modules():
+            if isinstance(module, CausalConv3d) and module.kernel_size[0] == 3:
+                module.weight[:, :, :2] = 0.0
+                module.weight[:, :, 2] *= 3.0**0.5
+            elif isinstance(module, ResidualBlock):
+                last = cast("CausalConv3d", module.residual["6"])
+                last.weight *= 0.2
+                nn.init.zeros_(cast("Tensor", last.bias))
+            elif isinstance(module, Attention):
+                nn.init.zeros_(module.proj.weight)
+                nn.init.zeros_(cast("Tensor", module.proj.bias))
+            elif isinstance(module, Downsample) and module.time_conv is not None:
+                # Each pair of frames is averaged.
+                eye = torch.eye(module.time_conv.out_channels)[:, :, None, None, None]
+                module.time_conv.weight.mul_(0.1)[:, :, 1:] += 0.5 * eye
+            elif isinstance(module, Upsample) and module.time_conv is not None:
+                # Each frame is shown twice.
+                eye = torch.eye(module.time_conv.in_channels)[:, :, None, None]
+                module.time_conv.weight.mul_(0.1)[:, :, 2] += torch.cat([eye, eye])
