@@ -12,6 +12,7 @@ from .budget import make_plan
 from .cache import TemporalCache
 from .config import VAEConfig
 from .conv import Conv, PointwiseConv, drop_stale_forms
+from .inputs import canonical, check_finite, check_tensor, dtype_name, to_unit
 from .precision import full_float32
 from .stream import advance, rechunk
 from .wan import Decoder, Encoder, Layer, pixel_shuffle
@@ -78,7 +79,7 @@ class VideoVAE(nn.Module):
             ValueError: The frames have another shape, dtype or channel count, or are not finite; or
                 the checkpoint has no encoder.
         """
-        _check_tensor(frames, "frames", self.config.image_channels)
+        check_tensor(frames, "frames", self.config.image_channels)
         return torch.cat(list(self.encode_stream(frames, chunk)), dim=2)
 
     def decode(self, latent: Tensor, chunk: int | None = None) -> Tensor:
@@ -96,7 +97,7 @@ class VideoVAE(nn.Module):
             ValueError: The latent has another channel count, dimensions or dtype, no frames, or is
                 not finite.
         """
-        _check_tensor(latent, "latent", self.config.latent_channels)
+        check_tensor(latent, "latent", self.config.latent_channels)
         stream = self.decode_stream(latent, chunk)
         batch, _, latent_frames, height, width = latent.shape
         scale = self.config.spatial_compression * self.config.output_scale
@@ -271,9 +272,9 @@ class VideoVAE(nn.Module):
                 full_float32(self.device) if exact else contextlib.nullcontext(),
             ):
                 if steps is None:
-                    x = _to_unit(run.to(self.device)) if run.dtype == torch.uint8 else run
+                    x = to_unit(run.to(self.device)) if run.dtype == torch.uint8 else run
                     x = x.to(self.device, dtype).contiguous(memory_format=torch.channels_last_3d)
-                    steps = advance(chains, _canonical(x), cache, part_bytes)
+                    steps = advance(chains, canonical(x), cache, part_bytes)
                 piece = next(steps, None)
             if piece is None:
                 return
@@ -313,16 +314,16 @@ class VideoVAE(nn.Module):
         return chunk
 
     def _check_latent(self, latent: Tensor) -> None:
-        _check_tensor(latent, "latent", self.config.latent_channels)
+        check_tensor(latent, "latent", self.config.latent_channels)
         if not latent.is_floating_point():
-            raise ValueError(f"latent is {_name(latent.dtype)}; expected a float dtype")
-        _check_finite(latent, "latent")
+            raise ValueError(f"latent is {dtype_name(latent.dtype)}; expected a float dtype")
+        check_finite(latent, "latent")
 
     def _check_frames(self, frames: Tensor) -> None:
-        _check_tensor(frames, "frames", self.config.image_channels)
+        check_tensor(frames, "frames", self.config.image_channels)
         if not frames.is_floating_point() and frames.dtype != torch.uint8:
             raise ValueError(
-                f"frames are {_name(frames.dtype)}; expected a float dtype in [-1, 1] or uint8"
+                f"frames are {dtype_name(frames.dtype)}; expected a float dtype in [-1, 1] or uint8"
             )
         step = self.config.spatial_compression
         if frames.shape[3] % step or frames.shape[4] % step:
@@ -331,10 +332,10 @@ class VideoVAE(nn.Module):
                 f"expected multiples of {step}"
             )
         if frames.is_floating_point():
-            _check_finite(frames, "frames")
+            check_finite(frames, "frames")
 
     def _statistics(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        _check_tensor(latent, "latent", self.config.latent_channels)
+        check_tensor(latent, "latent", self.config.latent_channels)
         shape = (1, -1, 1, 1, 1)
         return (
             torch.tensor(self.config.latent_mean, dtype=latent.dtype, device=latent.device).view(
@@ -360,54 +361,3 @@ class VideoVAE(nn.Module):
         elif self.conv1.weight.dtype != before[1]:
             self.encode_dtype = self.conv1.weight.dtype
         return self
-
-
-def _check_tensor(tensor: object, name: str, channels: int) -> None:
-    """Check what frames and latents have in common."""
-    if not isinstance(tensor, Tensor):
-        raise ValueError(
-            f"{name} is a {type(tensor).__name__}; expected a tensor [B, {channels}, T, H, W]"
-        )
-    if tensor.ndim != 5:
-        raise ValueError(
-            f"{name} has {tensor.ndim} dimensions, {list(tensor.shape)}; "
-            f"expected 5, [B, {channels}, T, H, W]"
-        )
-    if tensor.shape[1] != channels:
-        raise ValueError(f"{name} has {tensor.shape[1]} channels; this VAE needs {channels}")
-    if not tensor.numel():
-        raise ValueError(
-            f"{name} is empty, {list(tensor.shape)}; expected at least one of each dimension"
-        )
-
-
-def _check_finite(tensor: Tensor, name: str) -> None:
-    if not bool(torch.isfinite(tensor).all()):
-        bad = int(tensor.numel() - torch.isfinite(tensor).sum())
-        raise ValueError(f"{name} has {bad} values that are NaN or infinite; expected finite ones")
-
-
-def _to_unit(frames: Tensor) -> Tensor:
-    """uint8 in 0-255 to float32 in [-1, 1]."""
-    return frames.float().div_(127.5).sub_(1)
-
-
-def _canonical(x: Tensor) -> Tensor:
-    """Give a channels-last tensor the strides of that format in its dimensions of size one too.
-
-    PyTorch leaves those as they were, and with one frame or one column it then takes the tensor for
-    another layout.
-    """
-    _, channels, frames, height, width = x.shape
-    strides = (
-        channels * frames * height * width,
-        1,
-        channels * height * width,
-        channels * width,
-        channels,
-    )
-    return x.as_strided(x.shape, strides)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
