@@ -26,12 +26,6 @@ class TemporalCache:
         self._tails: dict[nn.Module, Tensor] = {}
         self._scratch: Tensor | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held: tails and scratch."""
-        held = [*self._tails.values(), *([] if self._scratch is None else [self._scratch])]
-        return sum(tensor.untyped_storage().nbytes() for tensor in held)
-
     def scratch(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
         """Lend a channels-last buffer, valid until the next call.
 
