@@ -8,13 +8,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .checkpoint import load_vae
-    from .config import VAEConfig
+    from .checkpoint import Checkpoint, build_vae, load_vae, read_checkpoint
+    from .config import LayoutError, VAEConfig
+    from .demo import CLIP_PATH, VAE_PATH
+    from .media import VideoFile, read_video
     from .model import VideoVAE
 
-__all__ = ["VAEConfig", "VideoVAE", "load_vae"]
+__all__ = [
+    "CLIP_PATH",
+    "VAE_PATH",
+    "Checkpoint",
+    "LayoutError",
+    "VAEConfig",
+    "VideoFile",
+    "VideoVAE",
+    "build_vae",
+    "load_vae",
+    "read_checkpoint",
+    "read_video",
+]
 
-_HOMES = {"VAEConfig": "config", "VideoVAE": "model", "load_vae": "checkpoint"}
+_HOMES = {
+    "CLIP_PATH": "demo",
+    "VAE_PATH": "demo",
+    "Checkpoint": "checkpoint",
+    "LayoutError": "config",
+    "VAEConfig": "config",
+    "VideoFile": "media",
+    "VideoVAE": "model",
+    "build_vae": "checkpoint",
+    "load_vae": "checkpoint",
+    "read_checkpoint": "checkpoint",
+    "read_video": "media",
+}
 
 
 def __getattr__(name: str) -> object:

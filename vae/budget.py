@@ -21,10 +21,13 @@ _CPU_PART_BYTES = 24 << 20
 _DEVICE_PART_BYTES = 1 << 30
 
 # Activations that are alive at once: the residual, a convolution's result, its window, and of every
-# stage above what waits for its turn. Fitted to the peak of the process: within 15 % for decoding
-# and 25 % for encoding at 256 x 256 (width 96), 480 x 832 (width 24) and 720 x 1280 (width 8) on
-# two cores, 2026-11; a lone frame takes a quarter of that, and no tails.
-_ALIVE = 10
+# stage above what waits for its turn; and what a process takes whatever the size. Fitted to the
+# peak of the process for 17 frames and for one, encoding and decoding, at 256 x 256 (widths 24 and
+# 96), 480 x 832 and 720 x 1280 (width 24) on two cores, 2026-11: the estimates of videos are 1 %
+# below to 40 % above what was seen, those of pictures up to 60 MB above.
+_ALIVE = 7
+_ALIVE_LONE = 3
+_BASE_BYTES = 64 << 20
 
 # At the frames' own size, after all temporal upsampling.
 _FRAMES_PER_LATENT = 4
@@ -54,6 +57,8 @@ def make_plan(
     dtype: torch.dtype,
     device: torch.device,
     limit_bytes: int | None = None,
+    *,
+    lone: bool = False,
 ) -> Plan:
     """Choose the steps of a stream.
 
@@ -63,6 +68,7 @@ def make_plan(
         dtype: Of the activations.
         device: Where they live.
         limit_bytes: Memory that the stream may take; None: half of what is free.
+        lone: The video is a single frame.
 
     Returns:
         The longest steps that stay within the limit. Where nothing does, the shortest.
@@ -70,34 +76,48 @@ def make_plan(
     batch, height, width = latent_size
     pixel_bytes = batch * height * width * dtype.itemsize
     sizes = list(_layer_sizes(network))
-    tails = int(sum(size.tail for size in sizes) * pixel_bytes)
+    tails = 0 if lone else int(sum(size.tail for size in sizes) * pixel_bytes)
     frame = int(max(size.activation for size in sizes) * pixel_bytes)
-    room = (_free_bytes(device) // 2 if limit_bytes is None else limit_bytes) - tails
+    limit = _free_bytes(device) // 2 if limit_bytes is None else limit_bytes
+    room = limit - tails - _BASE_BYTES
     most = _CPU_PART_BYTES if device.type == "cpu" else _DEVICE_PART_BYTES
     part = max(1, min(most, room // _ALIVE))
-    # One latent in the layers that work at its size.
-    latent = int(max(size.activation / size.area for size in sizes) * pixel_bytes)
-    chunk = max(1, min(_MOST_LATENTS, part // latent))
+    # One latent in the layers that work at its size, or where its frames come together again.
+    latent = max(size.activation / size.area for size in sizes)
+    joined = max((size.joined for size in sizes), default=Fraction(0))
+    chunk = max(1, min(_MOST_LATENTS, part // int(max(latent, joined) * pixel_bytes)))
+    if lone:
+        return Plan(1, part, _BASE_BYTES + _ALIVE_LONE * frame)
     largest = max(frame, min(part, chunk * _FRAMES_PER_LATENT * frame))
-    return Plan(chunk, part, tails + _ALIVE * largest)
+    together = 2 * chunk * int(joined * pixel_bytes)  # the runs, and the copy that joins them
+    return Plan(chunk, part, _BASE_BYTES + tails + _ALIVE * largest + together)
 
 
 @dataclass(frozen=True)
 class _LayerSize:
-    """Of one layer, per pixel of the latent: elements of a frame and of its tails, and pixels."""
+    """Of one layer, in elements per pixel of the latent.
+
+    Attributes:
+        activation: A frame.
+        tail: The frames that its convolutions remember.
+        area: Pixels of a frame.
+        joined: The frames of one latent, where they are collected before the layer; else 0.
+    """
 
     activation: Fraction
     tail: Fraction
     area: Fraction
+    joined: Fraction
 
 
 def _layer_sizes(network: Encoder | Decoder) -> Iterator[_LayerSize]:
     """Walk the layers in order, with the size of the frames that they see."""
-    layers = [
-        layer for chain in network.chains() for layer in chain if isinstance(layer, nn.Module)
-    ]
+    chains = network.chains()
+    heads = [chain[0] for chain in chains[1:]]
+    layers = [layer for chain in chains for layer in chain if isinstance(layer, nn.Module)]
     shrinks = sum(isinstance(layer, Downsample) for layer in layers)
     area = Fraction(4**shrinks)
+    frames = _FRAMES_PER_LATENT
     for layer in layers:
         if isinstance(layer, Upsample):
             before, area = area, area * 4
@@ -110,7 +130,11 @@ def _layer_sizes(network: Encoder | Decoder) -> Iterator[_LayerSize]:
         causal = [conv for conv in convs if isinstance(conv, CausalConv3d)]
         seen = min(before, area)  # time_conv works on the small side of a resampling
         tail = sum(conv.context * conv.weight.shape[1] for conv in causal)
-        yield _LayerSize(max(before, area) * widest, seen * tail, max(before, area))
+        joined = Fraction(0)
+        if layer in heads:
+            joined = frames * before * convs[0].weight.shape[1]
+            frames //= 2
+        yield _LayerSize(max(before, area) * widest, seen * tail, max(before, area), joined)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -6,18 +6,21 @@ import re
 import warnings
 import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors
 import torch
 from torch import Tensor
 
-from .config import VAEConfig, read_configs
+from .config import LayoutError, VAEConfig, read_configs
 from .model import VideoVAE
 from .precision import fastest_decode_dtype
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+AnyVAE = TypeVar("AnyVAE", bound=VideoVAE)
 
 # What packers put before every key.
 _PREFIXES = ("model.", "first_stage_model.", "vae.", "module.")
@@ -46,6 +49,19 @@ _DIFFUSERS_NAMES = [
 ]
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """Weights that are known to fit a layout.
+
+    Attributes:
+        config: What they are.
+        weights: They, under Wan's key names.
+    """
+
+    config: VAEConfig
+    weights: dict[str, Tensor]
+
+
 def load_vae(
     source: str | os.PathLike[str] | Mapping[str, Tensor],
     *,
@@ -72,6 +88,7 @@ def load_vae(
 
     Raises:
         OSError: The file is missing or cannot be opened.
+        LayoutError: The weights are those of another network.
         ValueError: The file is not a checkpoint; the weights do not fit the layout, or are not
             finite; a dtype is not supported.
     """
@@ -83,6 +100,33 @@ def load_vae(
             )
     if weights_dtype is not None and not weights_dtype.is_floating_point:
         raise ValueError(f"weights_dtype is {weights_dtype}; expected a float dtype")
+    checkpoint = read_checkpoint(source)
+    decode = dtype or fastest_decode_dtype(place)
+    encode = encode_dtype or dtype or torch.float32
+    return build_vae(
+        checkpoint,
+        device=place,
+        dtype=decode,
+        encode_dtype=encode,
+        weights_dtype=weights_dtype,
+    )
+
+
+def read_checkpoint(source: str | os.PathLike[str] | Mapping[str, Tensor]) -> Checkpoint:
+    """Read a checkpoint and check that it is whole.
+
+    Args:
+        source: As for `load_vae`.
+
+    Returns:
+        What it holds. Tensors of a state dict are not copied.
+
+    Raises:
+        OSError: The file is missing or cannot be opened.
+        LayoutError: The weights are those of another network.
+        ValueError: The file is not a checkpoint; the weights do not fit the layout, or are not
+            finite.
+    """
     name = "the state dict" if isinstance(source, Mapping) else str(Path(source))
     raw = dict(source) if isinstance(source, Mapping) else read_file(Path(source))
     try:
@@ -90,15 +134,45 @@ def load_vae(
         config = _fit({key: tuple(value.shape) for key, value in weights.items()})
         _check_values(weights)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    decode = dtype or fastest_decode_dtype(place)
-    encode = encode_dtype or dtype or torch.float32
+        kind = LayoutError if isinstance(error, LayoutError) else ValueError
+        raise kind(f"{name}: {error}") from None
+    return Checkpoint(config, weights)
+
+
+def build_vae(
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    encode_dtype: torch.dtype,
+    weights_dtype: torch.dtype | None = None,
+    share: bool = False,
+    kind: type[AnyVAE] = VideoVAE,
+) -> AnyVAE:
+    """Make the VAE of a checkpoint, whose weights are taken out of it one by one.
+
+    Args:
+        checkpoint: What `read_checkpoint` gave; it is empty afterwards.
+        device: Where the weights live and the work is done.
+        dtype: Dtype of decoding.
+        encode_dtype: Dtype of encoding.
+        weights_dtype: Dtype that the weights are kept in; None: that of the computation.
+        share: Use the memory of the checkpoint's tensors where device and dtype are right already.
+        kind: The class to make.
+
+    Returns:
+        The VAE, with gradients off.
+    """
+    place = _shared if share else _copied
+    weights = checkpoint.weights
     with torch.inference_mode(False), torch.no_grad():
         with torch.device("meta"):
-            vae = VideoVAE(config, decode, encode)
+            vae = kind(checkpoint.config, dtype, encode_dtype)
         placed = {
-            key: _place(
-                weights.pop(key), place, weights_dtype or (encode if _encodes(key) else decode)
+            key: place(
+                weights.pop(key),
+                device,
+                weights_dtype or (encode_dtype if _encodes(key) else dtype),
             )
             for key in list(weights)
         }
@@ -229,11 +303,16 @@ def _widened(value: Tensor) -> Tensor:
     return value.float() if value.element_size() == 1 else value
 
 
-def _place(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _copied(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """A copy of a weight in the memory order of the convolutions."""
     orders = {4: torch.channels_last, 5: torch.channels_last_3d}
     order = orders.get(value.ndim, torch.contiguous_format)
     return value.detach().to(device, dtype, copy=True, memory_format=order)
+
+
+def _shared(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The weight itself where it can be used as it is."""
+    return value.detach().to(device, dtype)
 
 
 def _encodes(key: str) -> bool:

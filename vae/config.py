@@ -1,8 +1,8 @@
 """What a VAE is, as far as its weights tell, and the statistics of its latents."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 # Per-channel statistics of the Wan 2.1 latents (wan/modules/vae.py, class WanVAE); Qwen-Image's are
 # the same.
@@ -35,6 +35,10 @@ _DECODER_ANCHORS = (
 )
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+class LayoutError(ValueError):
+    """The weights are those of another network than the ones of this package."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,19 @@ class VAEConfig:
         """Base width of the decoder, the channels at full size: 96 for Wan 2.1, 24 for LightVAE."""
         return self.decoder_widths[-1]
 
+    def standard(self) -> "VAEConfig":
+        """The published VAE of this layout that is closest: all stages whole, frames as they are.
+
+        It has an encoder, the usual multiples of the decoder's base width, and no upscaling.
+        """
+        base = self.decoder_width
+        return replace(
+            self,
+            output_scale=1,
+            encoder_widths=_standard_encoder(base),
+            decoder_widths=_standard_decoder(base),
+        )
+
     def latent_frames(self, frames: int) -> int:
         """Latents that hold `frames` frames."""
         return (frames - 1) // self.temporal_compression + 1
@@ -85,6 +102,13 @@ class VAEConfig:
     def frames(self, latent_frames: int) -> int:
         """Frames in `latent_frames` latents."""
         return (latent_frames - 1) * self.temporal_compression + 1
+
+    def decoded_shape(self, shape: Sequence[int]) -> tuple[int, int, int, int, int]:
+        """`[B, C, T, H, W]` of the frames in a latent of shape `[B, C_latent, t, h, w]`."""
+        batch, _, latent_frames, height, width = shape
+        scale = self.spatial_compression * self.output_scale
+        frames = self.frames(latent_frames)
+        return batch, self.image_channels, frames, height * scale, width * scale
 
 
 def read_configs(shapes: Shapes) -> list[VAEConfig]:
@@ -98,14 +122,15 @@ def read_configs(shapes: Shapes) -> list[VAEConfig]:
         stage's own width. Which one every tensor fits is for the loader to see.
 
     Raises:
-        ValueError: The shapes are not those of a VAE of a known layout.
+        LayoutError: The names are not those of a known layout.
+        ValueError: They are, but what everything else depends on is missing or misshapen.
     """
     if _WAN22_KEY in shapes:
-        raise ValueError("the checkpoint has the Wan 2.2 layout; expected the Wan 2.1 layout")
+        raise LayoutError("the checkpoint has the Wan 2.2 layout; expected the Wan 2.1 layout")
     if _SEEDVR2_KEY in shapes:
-        raise ValueError("the checkpoint has the SeedVR2 layout; expected the Wan 2.1 layout")
+        raise LayoutError("the checkpoint has the SeedVR2 layout; expected the Wan 2.1 layout")
     if _WAN_KEY not in shapes:
-        raise ValueError(
+        raise LayoutError(
             f"not a Wan or Qwen-Image VAE: none of its {len(shapes)} keys is {_WAN_KEY}"
             + (f"; its first is {min(shapes)}" if shapes else "")
         )
@@ -133,16 +158,22 @@ def read_configs(shapes: Shapes) -> list[VAEConfig]:
 
     decoder_base = _size(shapes, "decoder.head.0.gamma", 0)
     encoder_base = _size(shapes, "encoder.conv1.weight", 0) if has_encoder else 0
-    standard_encoder = tuple(encoder_base * multiple for multiple in (1, *_MULTIPLES))
-    standard_decoder = tuple(
-        decoder_base * multiple for multiple in (_MULTIPLES[-1], *_MULTIPLES[::-1])
-    )
+    standard_encoder = _standard_encoder(encoder_base)
+    standard_decoder = _standard_decoder(decoder_base)
     standard = config(standard_encoder, standard_decoder)
     own = config(
         _widths(shapes, _ENCODER_ANCHORS, standard_encoder),
         _widths(shapes, _DECODER_ANCHORS, standard_decoder),
     )
     return [standard] if own == standard else [standard, own]
+
+
+def _standard_encoder(base: int) -> tuple[int, ...]:
+    return tuple(base * multiple for multiple in (1, *_MULTIPLES))
+
+
+def _standard_decoder(base: int) -> tuple[int, ...]:
+    return tuple(base * multiple for multiple in (_MULTIPLES[-1], *_MULTIPLES[::-1]))
 
 
 def _size(shapes: Shapes, key: str, dim: int) -> int:

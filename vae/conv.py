@@ -70,6 +70,21 @@ class Conv(nn.Module):
         """Forget the derived forms."""
         self._forms.clear()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Conv":
+        """Move or cast the parameters; what was derived from the old ones goes with them.
+
+        On a GPU the weight itself is laid out as its convolution reads it, so that it is there
+        once. In the memory of the host it stays as it came, and may be another module's too.
+        """
+        super()._apply(fn, recurse)
+        weight = self.weight
+        if weight.device.type not in ("cpu", "meta"):
+            order = torch.channels_last if weight.ndim == 4 else torch.channels_last_3d
+            with torch.inference_mode(False), torch.no_grad():
+                weight.data = weight.data.contiguous(memory_format=order)
+        self.drop_forms()
+        return self
+
     def _convolve(
         self, x: Tensor, kind: str, stride: int, padding: int, residual: Tensor | None
     ) -> Tensor:
@@ -158,6 +173,9 @@ class CausalConv3d(Conv):
         out_channels: Channels out.
         kernel: Taps in (time, height, width); height and width are equal and odd.
         stride: Frames per step; with 2, the frames come in pairs after the first.
+
+    Attributes:
+        growth: How many times as large as its input its output is, at least 1.
     """
 
     def __init__(
@@ -171,6 +189,7 @@ class CausalConv3d(Conv):
         self.stride = stride
         self.context = kernel[0] - stride
         self.padding = kernel[1] // 2
+        self.growth = max(1, out_channels // in_channels)
 
     def forward(
         self,

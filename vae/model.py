@@ -99,17 +99,10 @@ class VideoVAE(nn.Module):
         """
         check_tensor(latent, "latent", self.config.latent_channels)
         stream = self.decode_stream(latent, chunk)
-        batch, _, latent_frames, height, width = latent.shape
-        scale = self.config.spatial_compression * self.config.output_scale
-        shape = (
-            batch,
-            self.config.frames(latent_frames),
-            height * scale,
-            width * scale,
-            self.config.image_channels,
-        )
+        batch, channels, frame_count, height, width = self.config.decoded_shape(latent.shape)
         with torch.inference_mode(False):
-            frames = torch.empty(shape, dtype=self.dtype, device=self.device).movedim(-1, 1)
+            memory = (batch, frame_count, height, width, channels)
+            frames = torch.empty(memory, dtype=self.dtype, device=self.device).movedim(-1, 1)
         at = 0
         for piece in stream:
             frames[:, :, at : at + piece.shape[2]] = piece
@@ -117,13 +110,17 @@ class VideoVAE(nn.Module):
         return frames
 
     def encode_stream(
-        self, pieces: Tensor | Iterable[Tensor], chunk: int | None = None
+        self,
+        pieces: Tensor | Iterable[Tensor],
+        chunk: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Iterator[Tensor]:
         """Encode a video that comes in pieces; latents leave as soon as their frames are there.
 
         Args:
             pieces: `[B, C, t, H, W]` each, any `t >= 1`, as for `encode`; or one tensor.
-            chunk: As for `encode`.
+            chunk: As for `encode`; None for an iterable: one latent at a time.
+            dtype: Of this computation; None: `encode_dtype`.
 
         Returns:
             An iterator of latents `[B, C_latent, n, H / 8, W / 8]`: the first alone, then `chunk`
@@ -132,18 +129,19 @@ class VideoVAE(nn.Module):
         Raises:
             ValueError: As for `encode`; for a piece when it is reached.
         """
-        if self.encoder is None or self.conv1 is None:
-            raise ValueError("the checkpoint has no encoder; only decode works with it")
-        quantise = self.conv1
-        chains = self.encoder.chains()
+        encoder, quantise = self._encoding()
+        chains = encoder.chains()
         chains[-1].append(lambda x, _: quantise(x, self.config.latent_channels))
-        source = self._source(pieces, self._check_frames)
+        source = self._source(pieces, self.check_frames)
         chunk = self._steps(pieces, chunk)
         lone = isinstance(pieces, Tensor) and self.config.latent_frames(pieces.shape[2]) == 1
-        return self._stream(self.encoder, chains, source, chunk, lone=lone)
+        return self._stream(encoder, chains, source, chunk, dtype, lone=lone)
 
     def decode_stream(
-        self, latent: Tensor | Iterable[Tensor], chunk: int | None = None
+        self,
+        latent: Tensor | Iterable[Tensor],
+        chunk: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Iterator[Tensor]:
         """Decode a latent and give the frames away as they are done.
 
@@ -152,7 +150,8 @@ class VideoVAE(nn.Module):
 
         Args:
             latent: `[B, C_latent, t, h, w]`, or an iterable of such, one after the other in time.
-            chunk: As for `decode`.
+            chunk: As for `decode`; None for an iterable: one latent at a time.
+            dtype: Of this computation; None: `dtype` of the VAE.
 
         Returns:
             An iterator of frames `[B, C, n, H, W]`, as from `decode`; `n` varies.
@@ -164,10 +163,10 @@ class VideoVAE(nn.Module):
         chains = self.decoder.chains()
         chains[0].insert(0, lambda x, _: self.conv2(x))
         chains[-1].append(lambda x, _: pixel_shuffle(x, scale))
-        source = self._source(latent, self._check_latent)
+        source = self._source(latent, self.check_latent)
         chunk = self._steps(latent, chunk)
         lone = isinstance(latent, Tensor) and latent.shape[2] == 1
-        return self._stream(self.decoder, chains, source, chunk, lone=lone)
+        return self._stream(self.decoder, chains, source, chunk, dtype, lone=lone)
 
     def normalize(self, latent: Tensor) -> Tensor:
         """Shift and scale each channel by the statistics of the family: `(latent - mean) / std`."""
@@ -179,13 +178,46 @@ class VideoVAE(nn.Module):
         mean, std = self._statistics(latent)
         return latent * std + mean
 
-    def memory_bytes(self, height: int, width: int, *, encode: bool = False) -> int:
+    def check_latent(self, latent: Tensor) -> None:
+        """Raise the `ValueError` that `decode` would raise."""
+        check_tensor(latent, "latent", self.config.latent_channels)
+        if not latent.is_floating_point():
+            raise ValueError(f"latent is {dtype_name(latent.dtype)}; expected a float dtype")
+        check_finite(latent, "latent")
+
+    def check_frames(self, frames: Tensor) -> None:
+        """Raise the `ValueError` that `encode` would raise for the frames."""
+        check_tensor(frames, "frames", self.config.image_channels)
+        if not frames.is_floating_point() and frames.dtype != torch.uint8:
+            raise ValueError(
+                f"frames are {dtype_name(frames.dtype)}; expected a float dtype in [-1, 1] or uint8"
+            )
+        step = self.config.spatial_compression
+        if frames.shape[3] % step or frames.shape[4] % step:
+            raise ValueError(
+                f"frames are {frames.shape[3]} x {frames.shape[4]} (H x W); "
+                f"expected multiples of {step}"
+            )
+        if frames.is_floating_point():
+            check_finite(frames, "frames")
+
+    def memory_bytes(
+        self,
+        height: int,
+        width: int,
+        *,
+        encode: bool = False,
+        lone: bool = False,
+        limit_bytes: int | None = None,
+    ) -> int:
         """Estimate what a stream of any length takes beside weights, input and output.
 
         Args:
             height: Of the frames that go in or, but for 2x decoders, come out.
             width: Likewise.
             encode: For encoding; else for decoding.
+            lone: For a video of one frame.
+            limit_bytes: Instead of the attribute of that name.
 
         Returns:
             Bytes, for a batch of one and the automatic chunk.
@@ -193,13 +225,26 @@ class VideoVAE(nn.Module):
         Raises:
             ValueError: The checkpoint has no encoder to speak of.
         """
-        network = self.encoder if encode else self.decoder
-        if network is None:
-            raise ValueError("the checkpoint has no encoder; only decode works with it")
-        step = self.config.spatial_compression
+        network = self._encoding()[0] if encode else self.decoder
         dtype = self.encode_dtype if encode else self.dtype
-        latent_size = 1, height // step, width // step
-        return make_plan(network, latent_size, dtype, self.device, self.limit_bytes).peak_bytes
+        limit = self.limit_bytes if limit_bytes is None else limit_bytes
+        size = self._latent_size(height, width)
+        return make_plan(network, size, dtype, self.device, limit, lone=lone).peak_bytes
+
+    def encode_chunk(self, height: int, width: int, dtype: torch.dtype | None = None) -> int:
+        """The automatic chunk of an encode, for who hands the frames in piece by piece.
+
+        Args:
+            height: Of the frames.
+            width: Of the frames.
+            dtype: Of this computation; None: `encode_dtype`.
+
+        Returns:
+            Latents per step.
+        """
+        size = self._latent_size(height, width)
+        dtype = dtype or self.encode_dtype
+        return make_plan(self._encoding()[0], size, dtype, self.device, self.limit_bytes).chunk
 
     def weight_bytes(self) -> int:
         """Bytes of the parameters and of what was derived from them so far."""
@@ -217,18 +262,20 @@ class VideoVAE(nn.Module):
         chains: list[list[Layer]],
         source: Iterator[Tensor],
         chunk: int | None,
+        dtype: torch.dtype | None,
         *,
         lone: bool,
     ) -> Iterator[Tensor]:
         """Run the checked pieces of one video through the layers."""
         encodes = network is self.encoder
-        dtype = self.encode_dtype if encodes else self.dtype
+        if dtype is None:
+            dtype = self.encode_dtype if encodes else self.dtype
         first = next(source, None)
         if first is None:
             raise ValueError(f"no {'frames' if encodes else 'latents'} came; expected one or more")
         compression = self.config.spatial_compression if encodes else 1
         latent_size = first.shape[0], first.shape[3] // compression, first.shape[4] // compression
-        plan = make_plan(network, latent_size, dtype, self.device, self.limit_bytes)
+        plan = make_plan(network, latent_size, dtype, self.device, self.limit_bytes, lone=lone)
         chunk = plan.chunk if chunk is None else chunk
         group = self.config.temporal_compression if encodes else 1
         runs = rechunk(itertools.chain([first], source), None if chunk == -1 else chunk * group)
@@ -313,26 +360,14 @@ class VideoVAE(nn.Module):
             )
         return chunk
 
-    def _check_latent(self, latent: Tensor) -> None:
-        check_tensor(latent, "latent", self.config.latent_channels)
-        if not latent.is_floating_point():
-            raise ValueError(f"latent is {dtype_name(latent.dtype)}; expected a float dtype")
-        check_finite(latent, "latent")
+    def _encoding(self) -> tuple[Encoder, PointwiseConv]:
+        if self.encoder is None or self.conv1 is None:
+            raise ValueError("the checkpoint has no encoder; only decode works with it")
+        return self.encoder, self.conv1
 
-    def _check_frames(self, frames: Tensor) -> None:
-        check_tensor(frames, "frames", self.config.image_channels)
-        if not frames.is_floating_point() and frames.dtype != torch.uint8:
-            raise ValueError(
-                f"frames are {dtype_name(frames.dtype)}; expected a float dtype in [-1, 1] or uint8"
-            )
+    def _latent_size(self, height: int, width: int) -> tuple[int, int, int]:
         step = self.config.spatial_compression
-        if frames.shape[3] % step or frames.shape[4] % step:
-            raise ValueError(
-                f"frames are {frames.shape[3]} x {frames.shape[4]} (H x W); "
-                f"expected multiples of {step}"
-            )
-        if frames.is_floating_point():
-            check_finite(frames, "frames")
+        return 1, height // step, width // step
 
     def _statistics(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         check_tensor(latent, "latent", self.config.latent_channels)
@@ -353,7 +388,6 @@ class VideoVAE(nn.Module):
         """Move or cast the weights (`.to`, `.half`, ...), and with them the computation."""
         before = self.conv2.weight.dtype, None if self.conv1 is None else self.conv1.weight.dtype
         super()._apply(fn, recurse)
-        self.drop_derived()
         if self.conv2.weight.dtype != before[0]:
             self.dtype = self.conv2.weight.dtype
         if self.conv1 is None:

@@ -292,8 +292,15 @@ def test_an_interrupt_leaves_nothing_and_is_130(tmp_path, vae_path):
     command = module_command(
         MODULE, "demo", str(source), "--vae", str(vae_path), "--out", str(out), "--quiet"
     )
+    # Tests in the background of a shell ignore interrupts, and so do the processes that they start.
+    listening = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ONE_THREAD,
+        **listening,
     ) as process:
         deadline = time.monotonic() + 60
         # Until frames reach the disk, so that it is in the middle of its work.
