@@ -2,8 +2,15 @@
 
 ComfyUI imports this file when it scans `custom_nodes`, pytest imports it when it collects, and
 Python imports it before any of the folders below. It imports nothing, so that none of them pays
-for what it does not use.
+for what it does not use; the nodes are imported when ComfyUI asks for them.
 """
 
-# ComfyUI's older way to list nodes; none yet.
-NODE_CLASS_MAPPINGS: dict[str, type] = {}
+# Help pages, where ComfyUI's frontend looks for them: web/docs/<node id>.md.
+WEB_DIRECTORY = "./web"
+
+
+async def comfy_entrypoint() -> object:
+    """The extension: what ComfyUI calls to learn which nodes there are."""
+    from .nodes import FastVideoVAEExtension  # noqa: PLC0415, imported when it is asked for
+
+    return FastVideoVAEExtension()

@@ -1,1 +1,13 @@
 """ComfyUI's nodes: the only folder that imports ComfyUI."""
+
+from comfy_api.latest import ComfyExtension, io
+
+from .vae_nodes import Accelerate, Decode, DemoClip, Encode, Load
+
+
+class FastVideoVAEExtension(ComfyExtension):
+    """The nodes of this pack, in the order of the menu."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        """The node classes."""
+        return [Load, Accelerate, Encode, Decode, DemoClip]

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {
-    "": set(),  # the root: nothing of ours
+    "": {"nodes"},  # when ComfyUI calls; see test_the_root_imports_nothing
     "nodes": {"vae", "lora", "kernels"},
     "vae": {"kernels"},
     "lora": {"kernels"},
@@ -49,6 +49,11 @@ def test_imports_point_downwards(path):
             if target[0] != folder:
                 assert target[0] in MAY_IMPORT[folder], f"{folder}/ may not import {target[0]}/"
                 assert len(target) == 1, f"{target[0]}/ is entered through its __init__.py"
+
+
+def test_the_root_imports_nothing():
+    root = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
+    assert not [node for node in root.body if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def test_no_file_is_a_drawer_for_everything():

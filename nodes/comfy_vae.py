@@ -1,0 +1,323 @@
+"""Our VAE behind ComfyUI's VAE protocol: a `comfy.sd.VAE` that any node can use.
+
+It decodes and encodes piece by piece, from the latent into the IMAGE and back, instead of holding a
+video twice on the device; `swap.py` makes it. What is said of ComfyUI here was read off comfy/sd.py
+and comfy/model_management.py of 0.33.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import comfy.model_management
+import comfy.sd
+import torch
+from torch import Tensor
+
+from .first_stage import FastVideoVAE
+from .progress import Progress
+
+_logger = logging.getLogger(__name__)
+
+# Memory that is asked of ComfyUI for the longest steps; with less they are shorter, not slower by
+# much. More would push the diffusion model out for nothing.
+_LIMIT_BYTES = 4 << 30
+
+# Where nothing else fits: tiles of so many latents a side, one size after the other.
+_TILES = (64, 32, 16)
+
+_Result = TypeVar("_Result")
+
+
+class FastVAE(comfy.sd.VAE):
+    """A `comfy.sd.VAE` around a `FastVideoVAE`; never made by a call of this class.
+
+    What it does not know of, such as an option of a newer ComfyUI, goes to ComfyUI's own methods,
+    which drive the same network.
+    """
+
+    first_stage_model: FastVideoVAE
+
+    def decode(
+        self,
+        samples_in: Tensor,
+        vae_options: dict[str, object] | None = None,
+        *,
+        chunk: int | None = None,
+        dtype: torch.dtype | None = None,
+        tiles: tuple[int, int, int] | None = None,
+        **newer: object,
+    ) -> Tensor:
+        """Decode latents into an IMAGE.
+
+        Args:
+            samples_in: `[B, C_latent, t, h, w]`, or `[B, C_latent, h, w]`, not normalised.
+            vae_options: Options of other VAEs, which mean nothing here.
+            chunk: Latents per step; -1: all; None: as chosen for the VAE.
+            dtype: Of this decode; None: that of the VAE.
+            tiles: Width, height and overlap, in latents, of the tiles that are the last resort when
+                memory runs out.
+            newer: What a newer ComfyUI may say.
+
+        Returns:
+            `[B, T, H, W, C]`, or `[B, H, W, C]`, contiguous, in [0, 1] on the output device.
+
+        Raises:
+            ValueError: The latents have another shape or dtype, or are not finite.
+        """
+        if newer:
+            return super().decode(samples_in, vae_options or {}, **newer)
+        if samples_in.ndim == 4:
+            return self.decode(samples_in.unsqueeze(2), chunk=chunk, dtype=dtype).squeeze(1)
+        self.throw_exception_if_invalid()
+        self.first_stage_model.check_latent(samples_in)
+        ways: list[Callable[[], Tensor]] = [lambda: self._decode(samples_in, chunk, dtype)] * 2
+        sizes = [(size, size, size // 4) for size in _TILES] if tiles is None else [tiles]
+        ways += [lambda size=size: self._decode_in_tiles(samples_in, *size) for size in sizes]
+        return self._first_that_fits("decode", ways)
+
+    def decode_tiled(
+        self,
+        samples: Tensor,
+        tile_x: int | None = None,
+        tile_y: int | None = None,
+        overlap: int | None = None,
+        tile_t: int | None = None,
+        overlap_t: int | None = None,
+        **newer: object,
+    ) -> Tensor:
+        """Decode latents into an IMAGE, without tiles as long as that fits.
+
+        Nothing is cut in time, because the stream is exact and its memory bounded.
+
+        Args:
+            samples: As for `decode`.
+            tile_x: Width of a tile in latents, should memory run out.
+            tile_y: Height of one.
+            overlap: Latents by which they overlap.
+            tile_t: Unused.
+            overlap_t: Unused.
+            newer: What a newer ComfyUI may say.
+
+        Returns:
+            As `decode`.
+        """
+        if newer:
+            return super().decode_tiled(
+                samples, tile_x, tile_y, overlap, tile_t, overlap_t, **newer
+            )
+        if tile_x is None or tile_y is None:
+            return self.decode(samples)
+        size = (tile_x, tile_y, min(tile_x, tile_y) // 4 if overlap is None else overlap)
+        return self.decode(samples, tiles=size)
+
+    def encode(
+        self,
+        pixel_samples: Tensor,
+        not_video: bool | None = None,
+        *,
+        chunk: int | None = None,
+        dtype: torch.dtype | None = None,
+        **newer: object,
+    ) -> Tensor:
+        """Encode an IMAGE.
+
+        Args:
+            pixel_samples: `[N, H, W, C]` in [0, 1], or `[B, T, H, W, C]`. Height and width are
+                cropped about the centre to multiples of 8, frames to `4 n + 1` from the front.
+            not_video: The `N` images are pictures, not the frames of one video; None: as the VAE
+                says.
+            chunk: Latents per step; -1: all; None: as chosen for the VAE.
+            dtype: Of this encode; None: that of the VAE.
+            newer: What a newer ComfyUI may say.
+
+        Returns:
+            `[B, C_latent, t, H / 8, W / 8]`, not normalised, on the output device.
+
+        Raises:
+            ValueError: The images have another shape or dtype, or are not finite; or the VAE has no
+                encoder.
+        """
+        if newer:
+            return super().encode(pixel_samples, not_video=bool(not_video), **newer)
+        self.throw_exception_if_invalid()
+        video = self._as_video(pixel_samples, self.not_video if not_video is None else not_video)
+        ways: list[Callable[[], Tensor]] = [lambda: self._encode(video, chunk, dtype)] * 2
+        ways.append(lambda: self.encode_tiled_3d(video))
+        return self._first_that_fits("encode", ways)
+
+    def encode_tiled(
+        self,
+        pixel_samples: Tensor,
+        tile_x: int | None = None,
+        tile_y: int | None = None,
+        overlap: int | None = None,
+        tile_t: int | None = None,
+        overlap_t: int | None = None,
+        **newer: object,
+    ) -> Tensor:
+        """Encode an IMAGE, without tiles as long as that fits.
+
+        Args:
+            pixel_samples: As for `encode`.
+            tile_x: Unused, as are the others: the stream is exact and its memory bounded.
+            tile_y: Unused.
+            overlap: Unused.
+            tile_t: Unused.
+            overlap_t: Unused.
+            newer: What a newer ComfyUI may say.
+
+        Returns:
+            As `encode`.
+        """
+        if newer:
+            return super().encode_tiled(
+                pixel_samples, tile_x, tile_y, overlap, tile_t, overlap_t, **newer
+            )
+        return self.encode(pixel_samples)
+
+    def memory_used_decode(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        """Bytes that decoding a latent `[B, C_latent, t, h, w]` takes, for one of the batch."""
+        frames = shape[2] if len(shape) == 5 else 1
+        return self.first_stage_model.memory_bytes(
+            *(self.spacial_compression_encode() * size for size in shape[-2:]),
+            lone=frames == 1,
+            limit_bytes=_LIMIT_BYTES,
+        )
+
+    def memory_used_encode(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        """Bytes that encoding frames `[B, C, T, H, W]` takes, for one of the batch."""
+        return self.first_stage_model.memory_bytes(
+            *shape[-2:],
+            encode=True,
+            lone=len(shape) == 4 or shape[2] <= self.first_stage_model.config.temporal_compression,
+            limit_bytes=_LIMIT_BYTES,
+        )
+
+    def get_sd(self) -> dict[str, Tensor]:
+        """The weights, in the memory order that files have."""
+        weights = super().get_sd()
+        return {
+            key: value if value.is_contiguous() else value.cpu().contiguous()
+            for key, value in weights.items()
+        }
+
+    def _decode(self, latent: Tensor, chunk: int | None, dtype: torch.dtype | None) -> Tensor:
+        """Stream `[B, C_latent, t, h, w]` into a new IMAGE."""
+        together = self._load(self.memory_used_decode(latent.shape, self.vae_dtype), latent)
+        model = self.first_stage_model
+        batch, channels, frames, height, width = model.config.decoded_shape(latent.shape)
+        with _kept():
+            images = torch.empty(
+                (batch, frames, height, width, channels),
+                device=self.output_device,
+                dtype=self.vae_output_dtype(),
+            )
+        progress = Progress(batch * frames)
+        for start in range(0, batch, together):
+            part = slice(start, start + together)
+            at = 0
+            for piece in model.decode_stream(latent[part], chunk or model.chunk, dtype):
+                # On the device, where it costs least; ComfyUI's process_output works in place.
+                shown = self.process_output(piece.to(images.dtype, copy=True))
+                run = images[part, at : at + piece.shape[2]]
+                run.copy_(shown.movedim(1, -1))
+                progress.passed(piece.shape[0] * piece.shape[2], run[-1])
+                at += piece.shape[2]
+        return images
+
+    def _decode_in_tiles(self, latent: Tensor, tile_x: int, tile_y: int, overlap: int) -> Tensor:
+        """ComfyUI's feathered tiles: whole in time, so that they have seams in space alone."""
+        self._load(self.memory_used_decode((*latent.shape[:3], tile_y, tile_x), self.vae_dtype))
+        frames = self.decode_tiled_3d(
+            latent, tile_x=tile_x, tile_y=tile_y, overlap=(1, overlap, overlap)
+        )
+        return frames.movedim(1, -1).contiguous()
+
+    def _encode(self, video: Tensor, chunk: int | None, dtype: torch.dtype | None) -> Tensor:
+        """Stream `[B, C, T, H, W]` in [0, 1] into new latents."""
+        together = self._load(self.memory_used_encode(video.shape, self.vae_dtype), video)
+        model = self.first_stage_model
+        batch, _, frames, height, width = video.shape
+        chunk = chunk or model.chunk or model.encode_chunk(height, width, dtype)
+        count = model.config.latent_frames(frames)
+        progress = Progress(batch * count)
+        streams = []
+        for start in range(0, batch, together):
+            part = video[start : start + together]
+            whole = self.process_input(part) if count == 1 else self._pieces(part, chunk)
+            done = []
+            for latent in model.encode_stream(whole, chunk, dtype):
+                done.append(latent.to(self.output_device, self.vae_output_dtype()))
+                progress.passed(latent.shape[0] * latent.shape[2])
+            streams.append(torch.cat(done, dim=2))
+        return torch.cat(streams)
+
+    def _pieces(self, video: Tensor, chunk: int) -> Iterator[Tensor]:
+        """The frames in [-1, 1]: the first, then as many at a time as a step takes."""
+        run = self.first_stage_model.config.temporal_compression * chunk
+        if chunk == -1:
+            run = video.shape[2]
+        yield self.process_input(video[:, :, :1])
+        for start in range(1, video.shape[2], run):
+            yield self.process_input(video[:, :, start : start + run])
+
+    def _as_video(self, pixels: Tensor, not_video: bool) -> Tensor:
+        """Crop an IMAGE and view it as `[B, C, T, H, W]`, still in [0, 1]."""
+        if pixels.ndim not in (4, 5):
+            raise ValueError(f"pixels is {list(pixels.shape)}; expected [N, H, W, C]")
+        step = self.spacial_compression_encode()
+        if min(pixels.shape[-3:-1]) < step:
+            height, width = pixels.shape[-3:-1]
+            raise ValueError(
+                f"pixels is {height} x {width} (H x W); expected at least {step} x {step}"
+            )
+        # A video of its own batch would be cropped in time too.
+        cropped = self.vae_encode_crop_pixels(pixels.flatten(0, -4))
+        channels_first = cropped.movedim(-1, 1)  # [N, C, H, W]
+        if pixels.ndim == 5:
+            video = channels_first.unflatten(0, pixels.shape[:2]).movedim(1, 2)
+        elif not_video:
+            video = channels_first.unsqueeze(2)
+        else:
+            video = channels_first.movedim(0, 1).unsqueeze(0)
+        if not video.is_floating_point():
+            raise ValueError(f"pixels is {pixels.dtype}; expected a float dtype in [0, 1]")
+        self.first_stage_model.check_frames(video)
+        return self.first_stage_model.whole_groups(video)
+
+    def _load(self, memory_bytes: int, batch: Tensor | None = None) -> int:
+        """Bring the weights to their device; say how many of the batch to work on at once.
+
+        Videos go one by one; pictures together, where a GPU has room for it.
+        """
+        comfy.model_management.load_models_gpu(
+            [self.patcher], memory_required=memory_bytes, force_full_load=self.disable_offload
+        )
+        if batch is None or batch.shape[2] > 1 or self.device.type == "cpu":
+            return 1
+        return max(1, int(self.patcher.get_free_memory(self.device) / max(1, memory_bytes)))
+
+    def _first_that_fits(self, task: str, ways: list[Callable[[], _Result]]) -> _Result:
+        """Go from one way to the next while memory runs out."""
+        with comfy.model_management.cuda_device_context(self.device):
+            for way in ways[:-1]:
+                try:
+                    return way()
+                except Exception as error:
+                    comfy.model_management.raise_non_oom(error)
+                # Out of the except block, because the error holds the tensors of its frames.
+                _logger.warning(
+                    "Fast Video VAE: memory ran out in %s; trying again in a smaller way", task
+                )
+                comfy.model_management.unload_all_models()
+                comfy.model_management.soft_empty_cache()
+            return ways[-1]()
+
+
+def _kept() -> contextlib.AbstractContextManager[object]:
+    """Memory that outlives the call is not of the graph that a newer ComfyUI may be recording."""
+    prefetch = getattr(comfy, "model_prefetch", None)
+    pause = getattr(prefetch, "pause_malloc_graph", None)
+    return contextlib.nullcontext() if pause is None else pause()

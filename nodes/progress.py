@@ -1,0 +1,64 @@
+"""What ComfyUI shows of a running encode or decode, and its stop button."""
+
+import time
+
+import comfy.utils
+import latent_preview
+from comfy.cli_args import LatentPreviewMethod, args
+from comfy.model_management import throw_exception_if_processing_interrupted
+from torch import Tensor, nn
+
+# Previews leave at once, each in a message of its own: so many seconds apart they cost nothing.
+_PREVIEW_SECONDS = 0.5
+
+
+class Progress:
+    """Progress bar, preview and interrupt check of one encode or decode.
+
+    Args:
+        total: Frames, or latents, that will pass.
+    """
+
+    def __init__(self, total: int) -> None:
+        throw_exception_if_processing_interrupted()
+        self._bar = comfy.utils.ProgressBar(total)
+        self._done = 0
+        self._previewed = 0.0
+
+    def passed(self, count: int, images: Tensor | None = None) -> None:
+        """Note that a piece is done.
+
+        Args:
+            count: Frames, or latents, in it.
+            images: `[T, H, W, C]` in [0, 1], to show the last of, where the user wants previews.
+
+        Raises:
+            InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
+        """
+        throw_exception_if_processing_interrupted()
+        self._done += count
+        self._bar.update_absolute(self._done, preview=self._preview(images))
+
+    def _preview(self, images: Tensor | None) -> tuple[str, object, int] | None:
+        if images is None or args.preview_method == LatentPreviewMethod.NoPreviews:
+            return None
+        if time.monotonic() - self._previewed < _PREVIEW_SECONDS:
+            return None
+        self._previewed = time.monotonic()
+        picture = latent_preview.preview_to_image(images[-1, :, :, :3].float(), do_scale=False)
+        return "JPEG", picture, latent_preview.MAX_PREVIEW_RESOLUTION
+
+
+def stop_between_layers(network: nn.Module) -> None:
+    """Check for an interrupt before every block, as ComfyUI's own operations do.
+
+    One chunk of large frames can take a CPU minutes.
+    """
+    for module in network.children():
+        blocks = module if isinstance(module, nn.ModuleList) else [module]
+        for block in blocks:
+            block.register_forward_pre_hook(_check)
+
+
+def _check(module: nn.Module, inputs: tuple[object, ...]) -> None:
+    throw_exception_if_processing_interrupted()

@@ -1,0 +1,194 @@
+"""Where a `FastVAE` comes from: a file, or a VAE that ComfyUI loaded.
+
+ComfyUI builds its own object, from tensors that have a shape and no memory, so that its devices and
+defaults are its own and follow its upgrades. A copy of that object then gets our network, a plain
+`ModelPatcher` that keeps the weights resident, and the class `FastVAE`.
+
+What is said of ComfyUI here was read off comfy/sd.py and comfy/model_patcher.py of 0.33.
+"""
+
+import copy
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import comfy.ldm.wan.vae
+import comfy.model_patcher
+import comfy.sd
+import torch
+
+from ..vae import VAEConfig, VideoVAE, build_vae, read_checkpoint
+from .comfy_vae import FastVAE
+from .first_stage import FastVideoVAE
+
+_logger = logging.getLogger(__name__)
+
+# What ComfyUI's class for this family is made for, whatever the weights.
+_CORE_LATENT_CHANNELS = 16
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the user chose for a VAE.
+
+    Attributes:
+        dtype: To decode in; None: what ComfyUI chose, whose command line rules it.
+        encode_dtype: To encode in; None: as for decoding.
+        chunk: Latents per step; -1: all; None: chosen from size and memory.
+    """
+
+    dtype: torch.dtype | None = None
+    encode_dtype: torch.dtype | None = None
+    chunk: int | None = None
+
+
+def load(path: str | Path, choice: Choice) -> FastVAE:
+    """Load a VAE from a file.
+
+    Args:
+        path: A checkpoint of a layout that this package has, in any dialect.
+        choice: What the user chose.
+
+    Returns:
+        The VAE, which reloads from `path` where ComfyUI wants it on another device.
+
+    Raises:
+        OSError: The file is missing or cannot be opened.
+        LayoutError: It holds another network.
+        ValueError: It is not whole, or not a checkpoint.
+    """
+    checkpoint = read_checkpoint(path)
+    core = _core_vae(checkpoint.config)
+    dtype = choice.dtype or core.vae_dtype
+    model = build_vae(
+        checkpoint,
+        device=core.patcher.offload_device,
+        dtype=dtype,
+        encode_dtype=choice.encode_dtype or dtype,
+        kind=FastVideoVAE,
+    )
+    vae = _swapped(core, model, choice.chunk)
+    vae.patcher.cached_patcher_init = (_load_patcher, (str(path), choice))
+    return vae
+
+
+def accelerate(vae: comfy.sd.VAE, choice: Choice) -> comfy.sd.VAE:
+    """Put our network into a copy of a VAE that ComfyUI loaded; the weights are shared.
+
+    Args:
+        vae: It stays as it is.
+        choice: What the user chose.
+
+    Returns:
+        The fast VAE; or `vae` itself, and a line in the log that says why.
+
+    Raises:
+        ValueError: The weights are not whole, or not finite.
+    """
+    reason = _refusal(vae)
+    if reason is not None:
+        _logger.info("Fast Video VAE: this VAE stays as it is: %s", reason)
+        return vae
+    dtype = choice.dtype or vae.vae_dtype
+    settled = replace(choice, dtype=dtype, encode_dtype=choice.encode_dtype or dtype)
+    fast = _swapped(vae, _network(vae.patcher, settled), choice.chunk)
+    fast.patcher.patches = {key: list(patches) for key, patches in vae.patcher.patches.items()}
+    origin = vae.patcher.cached_patcher_init
+    if origin is not None:
+        fast.patcher.cached_patcher_init = (_accelerate_patcher, (origin, settled))
+    return fast
+
+
+def _refusal(vae: comfy.sd.VAE) -> str | None:
+    """Why a VAE cannot be accelerated; None: it can."""
+    if isinstance(vae, FastVAE):
+        return "it is fast already"
+    if type(vae) is not comfy.sd.VAE:
+        return f"it is a {type(vae).__name__} of another pack"
+    kind = type(vae.first_stage_model)
+    if kind is not comfy.ldm.wan.vae.WanVAE:
+        return f"its network is {kind.__name__}; Wan 2.1 and Qwen-Image have WanVAE"
+    for name in ("object_patches", "weight_wrapper_patches", "injections", "hook_patches"):
+        if getattr(vae.patcher, name, None):
+            return f"another node has changed its network ({name})"
+    return None
+
+
+def _network(patcher: comfy.model_patcher.ModelPatcher, choice: Choice) -> FastVideoVAE:
+    """Our network on the weights of ComfyUI's, without the patches that are on them."""
+    weights = dict(patcher.model.state_dict())
+    weights |= {key: saved.weight for key, saved in patcher.backup.items()}
+    dtype, encode_dtype = choice.dtype, choice.encode_dtype
+    if dtype is None or encode_dtype is None:
+        raise ValueError("the dtypes are not settled")
+    return build_vae(
+        read_checkpoint(weights),
+        device=patcher.offload_device,
+        dtype=dtype,
+        encode_dtype=encode_dtype,
+        weights_dtype=weights["conv2.weight"].dtype,
+        share=True,
+        kind=FastVideoVAE,
+    )
+
+
+def _core_vae(config: VAEConfig) -> comfy.sd.VAE:
+    """ComfyUI's own VAE object for a family, around a network that has no memory."""
+    standard = replace(config.standard(), latent_channels=_CORE_LATENT_CHANNELS)
+    with torch.device("meta"):
+        shapes = VideoVAE(standard, torch.float32, torch.float32).state_dict()
+        return comfy.sd.VAE(sd=dict(shapes))
+
+
+def _swapped(core: comfy.sd.VAE, model: FastVideoVAE, chunk: int | None) -> FastVAE:
+    """A copy of ComfyUI's VAE object with our network, its patcher and its numbers."""
+    model.chunk = chunk
+    config = model.config
+    vae = copy.copy(core)
+    vae.__class__ = FastVAE
+    vae.first_stage_model = model
+    vae.patcher = comfy.model_patcher.ModelPatcher(
+        model, load_device=core.patcher.load_device, offload_device=core.patcher.offload_device
+    )
+    # The weights are on the device as a whole or not at all, because our convolutions fetch none.
+    vae.disable_offload = True
+    vae.handles_tiling = True
+    # What comes in is cast to this, so it is the wider of the two; each is cast again.
+    vae.vae_dtype = torch.promote_types(model.dtype, model.encode_dtype)
+    vae.size = None
+    vae.model_size()
+    # ComfyUI's estimates are attributes of the object; without them ours, of the class, are seen.
+    vae.__dict__.pop("memory_used_decode", None)
+    vae.__dict__.pop("memory_used_encode", None)
+    small, frames = config.spatial_compression, config.temporal_compression
+    large = small * config.output_scale
+    vae.downscale_ratio = (config.latent_frames, small, small)
+    vae.downscale_index_formula = (frames, small, small)
+    vae.upscale_ratio = (lambda latents: max(0, config.frames(latents)), large, large)
+    vae.upscale_index_formula = (frames, large, large)
+    vae.latent_channels = config.latent_channels
+    vae.output_channels = vae.conv_out_channels = config.image_channels
+    # An alpha channel that an image lacks is opaque.
+    vae.pad_channel_value = 1.0
+    return vae
+
+
+def _load_patcher(
+    path: str, choice: Choice, disable_dynamic: bool = False
+) -> comfy.model_patcher.ModelPatcher:
+    """Read the file again: ComfyUI's way to get the same VAE for another device."""
+    return load(path, choice).patcher
+
+
+def _accelerate_patcher(
+    origin: tuple[object, ...], choice: Choice, disable_dynamic: bool = False
+) -> comfy.model_patcher.ModelPatcher:
+    """Let ComfyUI read its VAE again, and put our network on it."""
+    factory, arguments, *index = origin
+    patcher = factory(*arguments)
+    patcher = patcher[index[0]] if index else patcher
+    model = _network(patcher, choice)
+    model.chunk = choice.chunk
+    return comfy.model_patcher.ModelPatcher(
+        model, load_device=patcher.load_device, offload_device=patcher.offload_device
+    )

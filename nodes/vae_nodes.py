@@ -1,0 +1,285 @@
+"""The VAE nodes: load, accelerate, encode, decode, and the bundled clip."""
+
+import logging
+
+import folder_paths
+import torch
+from comfy_api.latest import InputImpl, io
+
+import nodes as core_nodes
+
+from ..vae import CLIP_PATH, VAE_PATH, LayoutError, read_video
+from .comfy_vae import FastVAE
+from .swap import Choice, accelerate, load
+
+_logger = logging.getLogger(__name__)
+
+_CATEGORY = "Fast VAE"
+
+# Loads the VAE that comes with the pack. It is no file of models/vae, and no name of one.
+_BUNDLED = "bundled demo"
+
+_AUTO = "auto"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_VIDEO, _IMAGES = "video", "images"
+
+
+def _dtype(name: str, label: str, tooltip: str, *, optional: bool = False) -> io.Combo.Input:
+    return io.Combo.Input(
+        name,
+        options=[_AUTO, *_DTYPES],
+        default=_AUTO,
+        display_name=label,
+        optional=optional,
+        advanced=True,
+        tooltip=tooltip,
+    )
+
+
+def _chunk(*, optional: bool = False) -> io.Int.Input:
+    return io.Int.Input(
+        "chunk",
+        default=0,
+        min=-1,
+        max=4096,
+        optional=optional,
+        advanced=True,
+        tooltip="Latent frames per step; 4 video frames each. 0: chosen from size and memory. "
+        "-1: all at once. Less takes less memory; the result is the same.",
+    )
+
+
+def _load_options() -> list[io.Input]:
+    return [
+        _dtype(
+            "dtype",
+            "dtype",
+            "Number format of the computation. auto: what ComfyUI chooses for VAEs, which "
+            "--fp32-vae, --bf16-vae and --fp16-vae rule.",
+        ),
+        _dtype(
+            "encode_dtype",
+            "encode dtype",
+            "Number format for encoding alone. auto: the same as for decoding.",
+        ),
+        _chunk(),
+    ]
+
+
+class Load(io.ComfyNode):
+    """Load a VAE file as a fast VAE."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node, as ComfyUI shows it."""
+        return io.Schema(
+            node_id="FastVAE_Load",
+            display_name="Load VAE (Fast)",
+            category=_CATEGORY,
+            description="Loads the VAE of Wan 2.1, Wan 2.2 14B or Qwen-Image, also pruned, 2x, "
+            "decoder-only, layered (RGBA) or in diffusers' format. The VAE works in every node. "
+            "Other VAEs are loaded as by Load VAE.",
+            search_aliases=["vae loader", "load vae", "wan vae", "qwen vae", "fast vae"],
+            inputs=[
+                io.Combo.Input(
+                    "vae_name",
+                    options=[*folder_paths.get_filename_list("vae"), _BUNDLED],
+                    tooltip="A file of models/vae; or the small VAE that comes with the pack, "
+                    "to try things out.",
+                ),
+                *_load_options(),
+            ],
+            outputs=[io.Vae.Output(display_name="VAE")],
+        )
+
+    @classmethod
+    def execute(cls, vae_name: str, dtype: str, encode_dtype: str, chunk: int) -> io.NodeOutput:
+        """Load the file."""
+        choice = _choice(dtype, encode_dtype, chunk)
+        try:
+            if vae_name == _BUNDLED:
+                return io.NodeOutput(load(VAE_PATH, choice))
+            return io.NodeOutput(load(folder_paths.get_full_path_or_raise("vae", vae_name), choice))
+        except LayoutError as error:
+            _logger.info("Fast Video VAE: %s is loaded as by Load VAE: %s", vae_name, error)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"vae_name: {error}") from None
+        try:
+            return io.NodeOutput(*core_nodes.VAELoader().load_vae(vae_name))
+        except Exception as error:
+            raise ValueError(
+                f"vae_name: {vae_name} is no VAE that ComfyUI loads: {error}"
+            ) from error
+
+
+class Accelerate(io.ComfyNode):
+    """Make a VAE fast that another node loaded."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node, as ComfyUI shows it."""
+        return io.Schema(
+            node_id="FastVAE_Accelerate",
+            display_name="Accelerate VAE (Fast)",
+            category=_CATEGORY,
+            description="Takes a VAE from any loader, a checkpoint for example, and gives a fast "
+            "one with the same weights. VAEs of other kinds pass unchanged; the log says why.",
+            search_aliases=["fast vae", "speed up vae", "vae accelerate"],
+            inputs=[
+                io.Vae.Input("vae", tooltip="It stays as it is; the weights are shared."),
+                *_load_options(),
+            ],
+            outputs=[io.Vae.Output(display_name="VAE")],
+        )
+
+    @classmethod
+    def execute(cls, vae: object, dtype: str, encode_dtype: str, chunk: int) -> io.NodeOutput:
+        """Swap the network in a copy."""
+        vae.throw_exception_if_invalid()
+        try:
+            return io.NodeOutput(accelerate(vae, _choice(dtype, encode_dtype, chunk)))
+        except ValueError as error:
+            raise ValueError(f"vae: {error}") from None
+
+
+class Encode(io.ComfyNode):
+    """Encode images or a video."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node, as ComfyUI shows it."""
+        return io.Schema(
+            node_id="FastVAE_Encode",
+            display_name="VAE Encode (Fast)",
+            category=_CATEGORY,
+            description="Encodes images or a video as VAE Encode does. With a fast VAE it goes "
+            "through the video in steps, so that memory does not grow with its length.",
+            search_aliases=["encode video", "image to latent", "video to latent"],
+            inputs=[
+                io.Image.Input(
+                    "pixels",
+                    tooltip="Height and width are cropped about the centre to multiples of 8, a "
+                    "video to 4 n + 1 frames.",
+                ),
+                io.Vae.Input("vae", tooltip="Any VAE; the options below need a fast one."),
+                io.Combo.Input(
+                    "batch",
+                    options=[_VIDEO, _IMAGES],
+                    default=_VIDEO,
+                    optional=True,
+                    tooltip="What several images are: the frames of one video, as in VAE Encode, "
+                    "or a batch of single images.",
+                ),
+                _dtype("dtype", "dtype", "Number format, this once.", optional=True),
+                _chunk(optional=True),
+            ],
+            outputs=[io.Latent.Output(display_name="LATENT")],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        pixels: torch.Tensor,
+        vae: object,
+        batch: str = _VIDEO,
+        dtype: str = _AUTO,
+        chunk: int = 0,
+    ) -> io.NodeOutput:
+        """Encode."""
+        if not isinstance(vae, FastVAE):
+            _tell_unused(batch=batch != _VIDEO, dtype=dtype != _AUTO, chunk=chunk != 0)
+            return io.NodeOutput({"samples": vae.encode(pixels)})
+        if vae.first_stage_model.encoder is None:
+            raise ValueError("vae: the checkpoint has no encoder; only decoding works with it")
+        try:
+            latent = vae.encode(
+                pixels,
+                not_video=True if batch == _IMAGES else None,
+                dtype=_DTYPES.get(dtype),
+                chunk=chunk or None,
+            )
+        except ValueError as error:
+            raise ValueError(f"pixels: {error}") from None
+        return io.NodeOutput({"samples": latent})
+
+
+class Decode(io.ComfyNode):
+    """Decode latents to images."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node, as ComfyUI shows it."""
+        return io.Schema(
+            node_id="FastVAE_Decode",
+            display_name="VAE Decode (Fast)",
+            category=_CATEGORY,
+            description="Decodes latents as VAE Decode does. With a fast VAE the frames leave "
+            "one after the other, without seams or tiles. Another VAE decodes as it always does.",
+            search_aliases=["decode video", "latent to image", "latent to video"],
+            inputs=[
+                io.Latent.Input("samples", tooltip="The latents of a video or of images."),
+                io.Vae.Input("vae", tooltip="Any VAE; the options below need a fast one."),
+                _dtype("dtype", "dtype", "Number format, this once.", optional=True),
+                _chunk(optional=True),
+            ],
+            outputs=[io.Image.Output(display_name="IMAGE")],
+        )
+
+    @classmethod
+    def execute(
+        cls, samples: dict[str, torch.Tensor], vae: object, dtype: str = _AUTO, chunk: int = 0
+    ) -> io.NodeOutput:
+        """Decode."""
+        latent = samples["samples"]
+        if latent.is_nested:
+            latent = latent.unbind()[0]
+        if isinstance(vae, FastVAE):
+            try:
+                images = vae.decode(latent, dtype=_DTYPES.get(dtype), chunk=chunk or None)
+            except ValueError as error:
+                raise ValueError(f"samples: {error}") from None
+        else:
+            _tell_unused(dtype=dtype != _AUTO, chunk=chunk != 0)
+            images = vae.decode(latent)
+        if images.ndim == 5:
+            images = images.reshape(-1, *images.shape[-3:])
+        return io.NodeOutput(images)
+
+
+class DemoClip(io.ComfyNode):
+    """The clip that comes with the pack."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node, as ComfyUI shows it."""
+        return io.Schema(
+            node_id="FastVAE_DemoClip",
+            display_name="Demo Clip (Fast)",
+            category=_CATEGORY,
+            description="A short clip that comes with the pack, 33 frames of 256 x 256 at 16 per "
+            "second, to try a VAE on.",
+            search_aliases=["sample video", "test video", "example clip"],
+            inputs=[],
+            outputs=[
+                io.Image.Output(display_name="IMAGE"),
+                io.Video.Output(display_name="VIDEO"),
+            ],
+        )
+
+    @classmethod
+    def execute(cls) -> io.NodeOutput:
+        """Read the clip."""
+        frames = torch.stack(list(read_video(CLIP_PATH).frames()))
+        return io.NodeOutput(frames.float() / 255, InputImpl.VideoFromFile(str(CLIP_PATH)))
+
+
+def _choice(dtype: str, encode_dtype: str, chunk: int) -> Choice:
+    return Choice(_DTYPES.get(dtype), _DTYPES.get(encode_dtype), chunk or None)
+
+
+def _tell_unused(**options: bool) -> None:
+    """One line about options that mean nothing to a VAE that is not ours."""
+    names = [name for name, is_set in options.items() if is_set]
+    if names:
+        _logger.info("Fast Video VAE: this VAE is not a fast one; unused: %s", ", ".join(names))
