@@ -17,7 +17,7 @@ import comfy.model_patcher
 import comfy.sd
 import torch
 
-from ..vae import VAEConfig, VideoVAE, build_vae, read_checkpoint
+from ..vae import Checkpoint, VAEConfig, VideoVAE, build_vae, read_checkpoint
 from .comfy_vae import FastVAE
 from .first_stage import FastVideoVAE
 
@@ -59,15 +59,7 @@ def load(path: str | Path, choice: Choice) -> FastVAE:
     """
     checkpoint = read_checkpoint(path)
     core = _core_vae(checkpoint.config)
-    dtype = choice.dtype or core.vae_dtype
-    model = build_vae(
-        checkpoint,
-        device=core.patcher.offload_device,
-        dtype=dtype,
-        encode_dtype=choice.encode_dtype or dtype,
-        kind=FastVideoVAE,
-    )
-    vae = _swapped(core, model, choice.chunk)
+    vae = _swapped(core, _built(checkpoint, core.patcher.offload_device, _settled(core, choice)))
     vae.patcher.cached_patcher_init = (_load_patcher, (str(path), choice))
     return vae
 
@@ -85,13 +77,12 @@ def accelerate(vae: comfy.sd.VAE, choice: Choice) -> comfy.sd.VAE:
     Raises:
         ValueError: The weights are not whole, or not finite.
     """
-    reason = _refusal(vae)
+    reason = _refusal(vae, choice)
     if reason is not None:
         _logger.info("Fast Video VAE: this VAE stays as it is: %s", reason)
         return vae
-    dtype = choice.dtype or vae.vae_dtype
-    settled = replace(choice, dtype=dtype, encode_dtype=choice.encode_dtype or dtype)
-    fast = _swapped(vae, _network(vae.patcher, settled), choice.chunk)
+    settled = _settled(vae, choice)
+    fast = _swapped(vae, _network(vae.patcher, settled))
     fast.patcher.patches = {key: list(patches) for key, patches in vae.patcher.patches.items()}
     origin = vae.patcher.cached_patcher_init
     if origin is not None:
@@ -99,37 +90,55 @@ def accelerate(vae: comfy.sd.VAE, choice: Choice) -> comfy.sd.VAE:
     return fast
 
 
-def _refusal(vae: comfy.sd.VAE) -> str | None:
-    """Why a VAE cannot be accelerated; None: it can."""
-    if isinstance(vae, FastVAE):
-        return "it is fast already"
-    if type(vae) is not comfy.sd.VAE:
-        return f"it is a {type(vae).__name__} of another pack"
-    kind = type(vae.first_stage_model)
-    if kind is not comfy.ldm.wan.vae.WanVAE:
-        return f"its network is {kind.__name__}; Wan 2.1 and Qwen-Image have WanVAE"
+def _refusal(vae: comfy.sd.VAE, choice: Choice) -> str | None:
+    """Why a VAE is not accelerated; None: it is."""
+    kind, network = type(vae), type(vae.first_stage_model)
+    if kind is FastVAE:
+        if choice == Choice():
+            return "it is fast already"
+    elif kind is not comfy.sd.VAE:
+        return f"it is a {kind.__name__} of another pack"
+    elif network is not comfy.ldm.wan.vae.WanVAE:
+        return f"its network is {network.__name__}; Wan 2.1 and Qwen-Image have WanVAE"
     for name in ("object_patches", "weight_wrapper_patches", "injections", "hook_patches"):
         if getattr(vae.patcher, name, None):
             return f"another node has changed its network ({name})"
     return None
 
 
-def _network(patcher: comfy.model_patcher.ModelPatcher, choice: Choice) -> FastVideoVAE:
-    """Our network on the weights of ComfyUI's, without the patches that are on them."""
+def _settled(vae: comfy.sd.VAE, choice: Choice) -> Choice:
+    """The choice, with what it leaves open as the VAE has it."""
+    decodes = encodes = vae.vae_dtype
+    chunk = choice.chunk
+    if isinstance(vae, FastVAE):
+        model = vae.first_stage_model
+        decodes, encodes, chunk = model.dtype, model.encode_dtype, chunk or model.chunk
+    return Choice(choice.dtype or decodes, choice.encode_dtype or choice.dtype or encodes, chunk)
+
+
+def _network(patcher: comfy.model_patcher.ModelPatcher, settled: Choice) -> FastVideoVAE:
+    """Our network on the weights of another, without the patches that are on them."""
     weights = dict(patcher.model.state_dict())
     weights |= {key: saved.weight for key, saved in patcher.backup.items()}
-    dtype, encode_dtype = choice.dtype, choice.encode_dtype
-    if dtype is None or encode_dtype is None:
-        raise ValueError("the dtypes are not settled")
-    return build_vae(
-        read_checkpoint(weights),
-        device=patcher.offload_device,
-        dtype=dtype,
-        encode_dtype=encode_dtype,
-        weights_dtype=weights["conv2.weight"].dtype,
-        share=True,
+    return _built(read_checkpoint(weights), patcher.offload_device, settled, share=True)
+
+
+def _built(
+    checkpoint: Checkpoint, device: torch.device, settled: Choice, *, share: bool = False
+) -> FastVideoVAE:
+    """Our network, on the host until ComfyUI wants it elsewhere."""
+    if settled.dtype is None or settled.encode_dtype is None:
+        raise TypeError(f"{settled} leaves a dtype open")
+    model = build_vae(
+        checkpoint,
+        device=device,
+        dtype=settled.dtype,
+        encode_dtype=settled.encode_dtype,
+        share=share,
         kind=FastVideoVAE,
     )
+    model.chunk = settled.chunk
+    return model
 
 
 def _core_vae(config: VAEConfig) -> comfy.sd.VAE:
@@ -140,9 +149,8 @@ def _core_vae(config: VAEConfig) -> comfy.sd.VAE:
         return comfy.sd.VAE(sd=dict(shapes))
 
 
-def _swapped(core: comfy.sd.VAE, model: FastVideoVAE, chunk: int | None) -> FastVAE:
+def _swapped(core: comfy.sd.VAE, model: FastVideoVAE) -> FastVAE:
     """A copy of ComfyUI's VAE object with our network, its patcher and its numbers."""
-    model.chunk = chunk
     config = model.config
     vae = copy.copy(core)
     vae.__class__ = FastVAE
@@ -181,14 +189,14 @@ def _load_patcher(
 
 
 def _accelerate_patcher(
-    origin: tuple[object, ...], choice: Choice, disable_dynamic: bool = False
+    origin: tuple[object, ...], settled: Choice, disable_dynamic: bool = False
 ) -> comfy.model_patcher.ModelPatcher:
     """Let ComfyUI read its VAE again, and put our network on it."""
     factory, arguments, *index = origin
     patcher = factory(*arguments)
     patcher = patcher[index[0]] if index else patcher
-    model = _network(patcher, choice)
-    model.chunk = choice.chunk
     return comfy.model_patcher.ModelPatcher(
-        model, load_device=patcher.load_device, offload_device=patcher.offload_device
+        _network(patcher, settled),
+        load_device=patcher.load_device,
+        offload_device=patcher.offload_device,
     )

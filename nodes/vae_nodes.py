@@ -102,15 +102,16 @@ class Load(io.ComfyNode):
                 return io.NodeOutput(load(VAE_PATH, choice))
             return io.NodeOutput(load(folder_paths.get_full_path_or_raise("vae", vae_name), choice))
         except LayoutError as error:
-            _logger.info("Fast Video VAE: %s is loaded as by Load VAE: %s", vae_name, error)
+            layout = error
         except (ValueError, OSError) as error:
             raise ValueError(f"vae_name: {error}") from None
         try:
-            return io.NodeOutput(*core_nodes.VAELoader().load_vae(vae_name))
+            loaded = core_nodes.VAELoader().load_vae(vae_name)
         except Exception as error:
-            raise ValueError(
-                f"vae_name: {vae_name} is no VAE that ComfyUI loads: {error}"
-            ) from error
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"vae_name: {layout}; and Load VAE fails with: {reason}") from error
+        _logger.info("Fast Video VAE: %s is loaded as by Load VAE: %s", vae_name, layout)
+        return io.NodeOutput(*loaded)
 
 
 class Accelerate(io.ComfyNode):

@@ -1,0 +1,455 @@
+"""The fast VAE in ComfyUI's nodes, beside the VAE that ComfyUI loads from the same weights.
+
+The oracle is ComfyUI itself, in this process: its VAE object, its nodes, its tiles.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from fast_video_vae.tests.builders import diffusers_name, random_state_dict
+from fast_video_vae.tests.nodes.pairs import (
+    clip,
+    fast_vae,
+    latents,
+    node,
+    relative_error,
+    stock_vae,
+    v3_node,
+)
+
+pytestmark = pytest.mark.comfyui
+
+WIDTH = 8
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_node(comfyui):
+    """ComfyUI runs nodes in inference mode."""
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(scope="module")
+def state():
+    return random_state_dict(WIDTH)
+
+
+@pytest.fixture(scope="module")
+def stock(comfyui, state):
+    return stock_vae(state)
+
+
+@pytest.fixture(scope="module")
+def fast(comfyui, state, tmp_path_factory):
+    return fast_vae(state, tmp_path_factory.mktemp("vae"))
+
+
+# --- the nodes of ComfyUI
+
+
+@pytest.mark.parametrize(
+    ("batch", "frames"),
+    [(1, 1), (4, 1), (1, 2), (1, 5), (2, 3)],  # a picture, pictures, 5 and 17 frames, two videos
+)
+@pytest.mark.parametrize("tiled", [False, True])
+def test_decode_is_that_of_stock(stock, fast, batch, frames, tiled):
+    samples = {"samples": latents(frames, batch=batch)}
+    name, options = ("VAEDecodeTiled", {"tile_size": 512}) if tiled else ("VAEDecode", {})
+    (expected,) = node(name, vae=stock, samples=samples, **options)
+    (images,) = node(name, vae=fast, samples=samples, **options)
+    assert relative_error(images, expected) <= 1e-5
+    assert images.is_contiguous()
+    assert images.dtype == torch.float32
+    assert images.min() >= 0
+    assert images.max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("frames", "height", "width", "channels"),
+    [
+        (1, 64, 64, 3),
+        (3, 64, 64, 3),  # fewer than a group: one latent
+        (5, 64, 64, 3),
+        (17, 64, 64, 3),
+        (18, 64, 64, 3),  # the last frame fills no latent
+        (5, 67, 70, 3),  # cropped about the centre
+        (1, 8, 8, 3),  # the smallest
+        (5, 64, 64, 4),  # alpha is left out
+        (1, 64, 64, 1),  # missing channels are opaque
+    ],
+)
+@pytest.mark.parametrize("tiled", [False, True])
+def test_encode_is_that_of_stock(stock, fast, frames, height, width, channels, tiled):
+    pixels = clip(frames, height, width, channels)
+    before = pixels.clone()
+    options = {"tile_size": 512, "overlap": 64} if tiled else {}
+    name = "VAEEncodeTiled" if tiled else "VAEEncode"
+    expected = node(name, vae=stock, pixels=pixels, **options)[0]["samples"]
+    latent = node(name, vae=fast, pixels=pixels, **options)[0]["samples"]
+    assert relative_error(latent, expected) <= 1e-5
+    assert torch.equal(pixels, before)
+
+
+def test_wan_image_to_video_is_that_of_stock(stock, fast):
+    inputs = {
+        "positive": [[torch.zeros(1, 1, 8), {}]],
+        "negative": [[torch.zeros(1, 1, 8), {}]],
+        "width": 64,
+        "height": 48,
+        "length": 9,
+        "batch_size": 1,
+        "start_image": clip(1),
+    }
+    expected = v3_node("nodes_wan", "WanImageToVideo", vae=stock, **inputs)
+    result = v3_node("nodes_wan", "WanImageToVideo", vae=fast, **inputs)
+    wanted, given = (each[0][0][1]["concat_latent_image"] for each in (expected, result))
+    assert relative_error(given, wanted) <= 1e-5
+    assert result[2]["samples"].shape == expected[2]["samples"].shape
+
+
+def test_wan_vace_to_video_is_that_of_stock(stock, fast):
+    inputs = {
+        "positive": [[torch.zeros(1, 1, 8), {}]],
+        "negative": [[torch.zeros(1, 1, 8), {}]],
+        "width": 64,
+        "height": 48,
+        "length": 9,
+        "batch_size": 1,
+        "strength": 1.0,
+        "control_video": clip(9),
+        "reference_image": clip(1, seed=1),
+    }
+    expected = v3_node("nodes_wan", "WanVaceToVideo", vae=stock, **inputs)
+    result = v3_node("nodes_wan", "WanVaceToVideo", vae=fast, **inputs)
+    wanted, given = (each[0][0][1]["vace_frames"][0] for each in (expected, result))
+    assert relative_error(given, wanted) <= 1e-5
+
+
+def test_encode_for_inpaint_is_that_of_stock(stock, fast):
+    mask = torch.zeros(1, 70, 66)
+    mask[:, 20:40, 20:40] = 1
+    inputs = {"pixels": clip(1, 70, 66), "mask": mask, "grow_mask_by": 6}
+    (expected,) = node("VAEEncodeForInpaint", vae=stock, **inputs)
+    (result,) = node("VAEEncodeForInpaint", vae=fast, **inputs)
+    assert relative_error(result["samples"], expected["samples"]) <= 1e-5
+    assert torch.equal(result["noise_mask"], expected["noise_mask"])
+
+
+def test_the_saved_vae_is_the_loaded_one(fast, state):
+    weights = fast.get_sd()
+    assert weights.keys() == state.keys()
+    assert all(weights[key].is_contiguous() for key in weights)
+    assert all(torch.equal(weights[key], state[key]) for key in weights)
+
+
+def test_select_vae_device_keeps_it_fast(fast):
+    (selected,) = v3_node("nodes_multigpu", "SelectVAEDeviceNode", vae=fast, device="default")
+    latent = latents(2)
+    assert selected is not fast
+    assert torch.equal(selected.decode(latent), fast.decode(latent))
+
+
+def test_a_clone_for_another_device_is_fast_and_whole(fast):
+    clone = fast.patcher.deepclone_multigpu(new_load_device=torch.device("cpu"))
+    assert type(clone.model) is type(fast.first_stage_model)
+    assert clone.model is not fast.first_stage_model
+    moved = copy.copy(fast)
+    moved.patcher, moved.first_stage_model = clone, clone.model
+    latent = latents(2)
+    assert torch.equal(moved.decode(latent), fast.decode(latent))
+
+
+# --- the numbers of the object
+
+
+def test_its_numbers_are_those_of_stock(stock, fast):
+    for name in (
+        "latent_channels", "latent_dim", "output_channels", "conv_out_channels",
+        "pad_channel_value", "vae_dtype", "device", "output_device", "not_video", "crop_input",
+        "upscale_index_formula", "downscale_index_formula", "working_dtypes",
+    ):  # fmt: skip
+        assert getattr(fast, name) == getattr(stock, name), name
+    for name in ("upscale_ratio", "downscale_ratio"):
+        ours, theirs = getattr(fast, name), getattr(stock, name)
+        assert ours[1:] == theirs[1:]
+        assert [ours[0](count) for count in range(30)] == [theirs[0](count) for count in range(30)]
+    assert fast.spacial_compression_encode() == stock.spacial_compression_encode() == 8
+    assert fast.temporal_compression_decode() == stock.temporal_compression_decode() == 4
+    assert not fast.is_dynamic()
+
+
+def test_the_estimates_grow_with_the_picture_and_not_with_the_length(fast):
+    for estimate, scale in ((fast.memory_used_decode, 1), (fast.memory_used_encode, 8)):
+        shape = (1, 16, 3 * scale, 60 * scale, 104 * scale)
+        longer = (1, 16, 300 * scale, 60 * scale, 104 * scale)
+        larger = (1, 16, 3 * scale, 120 * scale, 208 * scale)
+        dtype = torch.float32
+        assert estimate(shape, dtype) == estimate(longer, dtype) < estimate(larger, dtype)
+    assert fast.memory_used_decode((1, 16, 8, 8), torch.float32) > 0  # of pictures without time
+
+
+# --- the network's side of the protocol: what ComfyUI's own methods and other packs call
+
+
+def test_comfyui_s_own_methods_drive_our_network(stock, fast):
+    import comfy.sd
+
+    latent, pixels = latents(3), clip(9)
+    core, model = comfy.sd.VAE, fast.first_stage_model
+    assert model.comfy_has_chunked_io
+    assert fast.handles_tiling
+    expected = stock.decode(latent)
+    tiles = {"tile_x": 64, "tile_y": 64, "overlap": 16}
+    for images in (core.decode(fast, latent), core.decode_tiled(fast, latent, **tiles)):
+        assert relative_error(images, expected) <= 1e-5
+    expected = stock.encode(pixels)
+    assert relative_error(core.encode(fast, pixels), expected) <= 1e-5
+    assert relative_error(core.encode_tiled(fast, pixels, **tiles), expected) <= 1e-5
+
+
+def test_a_buffer_may_have_any_dtype_and_strides(fast):
+    model, latent = fast.first_stage_model, latents(2)
+    expected = model.decode(latent)
+    assert expected.shape == model.decode_output_shape(latent.shape)
+    for buffer in (
+        torch.full(expected.shape, torch.nan),
+        torch.full((*expected.shape[:2], *expected.shape[:1:-1]), torch.nan).permute(0, 1, 4, 3, 2),
+        torch.full(expected.shape, torch.nan, dtype=torch.float16),
+    ):
+        model.decode(latent, output_buffer=buffer)
+        assert torch.equal(buffer, expected.to(buffer.dtype))
+
+
+def test_pictures_need_no_time(stock, fast):
+    latent = latents(1, batch=3)
+    expected = stock.decode(latent)[:, 0]
+    assert relative_error(fast.decode(latent[:, :, 0]), expected) <= 1e-5
+    model = fast.first_stage_model
+    assert model.decode_output_shape((3, 16, 6, 9)) == (3, 3, 48, 72)
+    assert torch.equal(model.decode(latent[:, :, 0]), model.decode(latent)[:, :, 0])
+
+
+def test_an_option_of_a_newer_comfyui_goes_to_its_own_method(fast, monkeypatch):
+    import comfy.sd
+
+    seen = {}
+    monkeypatch.setattr(
+        comfy.sd.VAE, "decode", lambda self, samples, options, **newer: seen.update(newer)
+    )
+    fast.decode(latents(1), something_new=3)
+    assert seen == {"something_new": 3}
+
+
+def test_the_user_s_output_dtype_is_honoured(fast, monkeypatch):
+    from comfy.cli_args import args
+
+    latent = latents(2)
+    expected = fast.decode(latent)
+    monkeypatch.setattr(args, "fp16_intermediates", True)
+    images = fast.decode(latent)
+    assert images.dtype == torch.float16
+    assert (images - expected).abs().max() < 1e-3
+    assert fast.encode(clip(5)).dtype == torch.float16
+
+
+def test_pictures_can_be_encoded_apart(stock, fast):
+    pixels = clip(3)
+    expected = torch.cat([stock.encode(image[None]) for image in pixels])
+    assert relative_error(fast.encode(pixels, not_video=True), expected) <= 1e-5
+    assert relative_error(fast.encode(pixels[:, None]), expected) <= 1e-5  # [B, T, H, W, C]
+
+
+# --- patches
+
+
+def patch(key, state):
+    generator = torch.Generator().manual_seed(3)
+    return {key: ("diff", (torch.randn(state[key].shape, generator=generator) * 0.05,))}
+
+
+@pytest.mark.parametrize("accelerated", [False, True], ids=["loaded", "accelerated"])
+def test_a_patch_changes_the_picture_as_in_stock_and_leaves_no_trace(state, tmp_path, accelerated):
+    from fast_video_vae.nodes.swap import Choice, accelerate
+
+    stock = stock_vae(state)
+    fast = accelerate(stock, Choice()) if accelerated else fast_vae(state, tmp_path)
+    latent = latents(3)
+    plain = fast.decode(latent)
+    key = "decoder.upsamples.4.residual.2.weight"
+    patched, patched_stock = copy.copy(fast), copy.copy(stock)
+    for vae in (patched, patched_stock):
+        vae.patcher = vae.patcher.clone()
+        assert vae.patcher.add_patches(patch(key, state)) == [key]
+    changed = patched.decode(latent)
+    assert relative_error(changed, patched_stock.decode(latent)) <= 1e-5
+    assert (changed - plain).abs().max() > 1e-3
+    assert torch.equal(fast.decode(latent), plain)
+    assert torch.equal(patched.decode(latent), changed)
+
+
+# --- stop, and memory that runs out
+
+
+@pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
+def test_an_interrupt_ends_it_at_the_next_block(fast, encode):
+    import comfy.model_management as management
+
+    network = fast.first_stage_model.encoder if encode else fast.first_stage_model.decoder
+    blocks = []
+
+    def stop(module, inputs):
+        blocks.append(module)
+        management.interrupt_current_processing(True)
+
+    handle = network.middle[0].register_forward_pre_hook(stop)
+    try:
+        with pytest.raises(management.InterruptProcessingException):
+            fast.encode(clip(33)) if encode else fast.decode(latents(6))
+    finally:
+        handle.remove()
+        management.interrupt_current_processing(False)
+    assert len(blocks) == 1
+    assert fast.decode(latents(1)).shape[1] == 1
+
+
+def test_progress_counts_every_frame(fast, monkeypatch):
+    import comfy.utils
+
+    reports = []
+    hook = lambda value, total, preview, node_id=None: reports.append((value, total))  # noqa: E731
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    monkeypatch.setattr(comfy.utils, "PROGRESS_THROTTLE_MIN_INTERVAL", 0)
+    fast.decode(latents(4, batch=2), chunk=1)
+    assert reports == [(done, 26) for done in (1, 5, 9, 13, 14, 18, 22, 26)]
+    reports.clear()
+    fast.encode(clip(9))
+    assert reports[-1] == (3, 3)
+
+
+def test_a_preview_is_sent_where_previews_are_on(fast, monkeypatch):
+    import comfy.utils
+    from comfy.cli_args import LatentPreviewMethod, args
+
+    previews = []
+    hook = lambda value, total, preview, node_id=None: previews.append(preview)  # noqa: E731
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    fast.decode(latents(2))
+    assert not any(previews)
+    monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
+    fast.decode(latents(2))
+    kind, picture, _ = next(preview for preview in previews if preview)
+    assert (kind, picture.size) == ("JPEG", (72, 48))
+
+
+def test_when_memory_runs_out_it_tries_again_and_then_in_tiles(fast, monkeypatch):
+    import comfy.model_management as management
+
+    kind, latent = type(fast), latents(3, 24, 24)
+    expected = fast.decode(latent)
+    real, failures = kind._decode, []
+
+    def failing(times):
+        def decode(self, *arguments):
+            if len(failures) < times:
+                failures.append(1)
+                raise management.OOM_EXCEPTION("no memory")
+            return real(self, *arguments)
+
+        return decode
+
+    monkeypatch.setattr(kind, "_decode", failing(1))
+    assert torch.equal(fast.decode(latent), expected)
+    failures.clear()
+    monkeypatch.setattr(kind, "_decode", failing(2))
+    images = fast.decode_tiled(latent, tile_x=16, tile_y=16, overlap=4)
+    assert images.shape == expected.shape
+    assert images.is_contiguous()
+    assert (images - expected).abs().mean() < 0.05  # tiles see less around them
+    assert len(failures) == 2
+
+
+def test_an_error_that_is_not_about_memory_is_told_at_once(fast, monkeypatch):
+    calls = []
+
+    def broken(self, *arguments):
+        calls.append(1)
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(type(fast), "_decode", broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        fast.decode(latents(1))
+    assert len(calls) == 1
+
+
+# --- dialects and sizes: what ComfyUI loads too, and what it does not
+
+
+def test_the_layered_vae_with_alpha_is_that_of_stock(tmp_path):
+    state = random_state_dict(WIDTH, image_channels=4, out_channels=4)
+    stock, fast = stock_vae(state), fast_vae(state, tmp_path)
+    assert fast.output_channels == stock.output_channels == 4
+    assert relative_error(fast.decode(latents(1)), stock.decode(latents(1))) <= 1e-5
+    for channels in (3, 4):  # without alpha: opaque
+        pixels = clip(1, channels=channels)
+        assert relative_error(fast.encode(pixels), stock.encode(pixels)) <= 1e-5
+
+
+@pytest.mark.parametrize("dialect", ["prefix", "diffusers"])
+def test_other_key_names_give_the_same_vae(stock, state, tmp_path, dialect):
+    rename = diffusers_name if dialect == "diffusers" else "model.{}".format
+    fast = fast_vae({rename(key): value for key, value in state.items()}, tmp_path)
+    assert relative_error(fast.decode(latents(2)), stock.decode(latents(2))) <= 1e-5
+    assert relative_error(fast.encode(clip(5)), stock.encode(clip(5))) <= 1e-5
+    assert fast.get_sd().keys() == state.keys()
+
+
+def test_a_decoder_alone_decodes_as_stock_and_says_that_it_cannot_encode(stock, state, tmp_path):
+    fast = fast_vae(
+        {key: value for key, value in state.items() if not key.startswith(("encoder.", "conv1."))},
+        tmp_path,
+    )
+    assert relative_error(fast.decode(latents(2)), stock.decode(latents(2))) <= 1e-5
+    with pytest.raises(ValueError, match="has no encoder"):
+        fast.encode(clip(1))
+
+
+def test_an_upscaling_decoder_gives_pictures_of_twice_the_size(tmp_path):
+    state = random_state_dict(WIDTH, out_channels=12)
+    fast, stock = fast_vae(state, tmp_path), stock_vae(state)
+    latent = latents(2)
+    (images,) = node("VAEDecode", vae=fast, samples={"samples": latent})
+    assert images.shape == (5, 96, 144, 3)
+    # ComfyUI leaves the phases of the pixels in channels.
+    phases = stock.decode(latent)[0].movedim(-1, 1)
+    expected = torch.nn.functional.pixel_shuffle(phases, 2).movedim(1, -1)
+    assert relative_error(images, expected) <= 1e-5
+    (tiled,) = node("VAEDecodeTiled", vae=fast, samples={"samples": latent}, tile_size=512)
+    assert torch.equal(tiled, images)
+    assert fast.spacial_compression_decode() == 16
+    assert fast.encode(clip(1)).shape == (1, 16, 1, 8, 8)
+
+
+def test_stages_of_any_width_load_where_comfyui_s_class_does_not_fit(tmp_path):
+    encoder, decoder = random_state_dict(4), random_state_dict(12)
+    state = {
+        **{key: value for key, value in decoder.items() if not key.startswith("encoder.")},
+        **{key: value for key, value in encoder.items() if key.startswith("encoder.")},
+    }
+    fast = fast_vae(state, tmp_path)
+    assert relative_error(fast.decode(latents(2)), stock_vae(decoder).decode(latents(2))) <= 1e-5
+    wanted = stock_vae({**encoder, "conv1.weight": state["conv1.weight"],
+                        "conv1.bias": state["conv1.bias"]})  # fmt: skip
+    assert relative_error(fast.encode(clip(5)), wanted.encode(clip(5))) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [24, 96], ids=["LightVAE", "Wan 2.1"])
+def test_the_published_widths_are_those_of_stock(tmp_path, width):
+    state = random_state_dict(width)
+    stock, fast = stock_vae(state), fast_vae(state, tmp_path)
+    for frames in (1, 2, 5):
+        assert relative_error(fast.decode(latents(frames)), stock.decode(latents(frames))) <= 1e-5
+    for frames in (1, 5, 17):
+        assert relative_error(fast.encode(clip(frames)), stock.encode(clip(frames))) <= 1e-5
