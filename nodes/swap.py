@@ -146,7 +146,11 @@ def _core_vae(config: VAEConfig) -> comfy.sd.VAE:
     standard = replace(config.standard(), latent_channels=_CORE_LATENT_CHANNELS)
     with torch.device("meta"):
         shapes = VideoVAE(standard, torch.float32, torch.float32).state_dict()
-        return comfy.sd.VAE(sd=dict(shapes))
+        try:
+            return comfy.sd.VAE(sd=dict(shapes))
+        except (NotImplementedError, RuntimeError) as error:
+            _logger.debug("Fast Video VAE: ComfyUI looks into the weights: %s", error)
+    return comfy.sd.VAE(sd={key: torch.zeros(value.shape) for key, value in shapes.items()})
 
 
 def _swapped(core: comfy.sd.VAE, model: FastVideoVAE) -> FastVAE:

@@ -305,14 +305,20 @@ def _widened(value: Tensor) -> Tensor:
 
 def _copied(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """A copy of a weight in the memory order of the convolutions."""
-    orders = {4: torch.channels_last, 5: torch.channels_last_3d}
-    order = orders.get(value.ndim, torch.contiguous_format)
+    order = _order(value)
     return value.detach().to(device, dtype, copy=True, memory_format=order)
 
 
 def _shared(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The weight itself where it can be used as it is."""
-    return value.detach().to(device, dtype)
+    """The weight itself where it can be used as it is; a copy of one that has gaps in memory."""
+    placed = value.detach().to(device, dtype)
+    whole = placed.is_contiguous() or placed.is_contiguous(memory_format=_order(value))
+    return placed if whole else placed.contiguous()
+
+
+def _order(value: Tensor) -> torch.memory_format:
+    orders = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return orders.get(value.ndim, torch.contiguous_format)
 
 
 def _encodes(key: str) -> bool:

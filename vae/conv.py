@@ -5,12 +5,8 @@ call needs beside it (the last temporal tap as a 2D weight, another dtype, oneDN
 is derived from it once, and derived again when the parameter is replaced or written to.
 """
 
-import contextlib
-import platform
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,33 +14,10 @@ from torch import Tensor, nn
 
 from ..kernels import merge_phases
 from .cache import TemporalCache
-
-# oneDNN's own weight layouts are for x86; on Arm other libraries stand behind its name.
-_X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+from .forms import Form, Forms, checksum_of, own_bytes, packs, stamp_of
 
 Fill = Callable[[Tensor, Tensor], object]
 """Writes a function of its first argument into its second, which has the same shape."""
-
-
-@dataclass(frozen=True)
-class _Form:
-    """A weight in the shape that a call needs, with what tells whether it is still true."""
-
-    weight: Tensor
-    packed: bool
-    source: weakref.ref[Tensor]
-    stamp: tuple[object, ...]
-    checksum: Tensor
-
-
-class _Forms(dict[tuple[str, torch.dtype], _Form]):
-    """The derived weights of one convolution; a copied or pickled module starts without any."""
-
-    def __deepcopy__(self, memo: object) -> "_Forms":
-        return _Forms()
-
-    def __reduce__(self) -> tuple[type["_Forms"], tuple[()]]:
-        return _Forms, ()
 
 
 class Conv(nn.Module):
@@ -60,11 +33,11 @@ class Conv(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels, *kernel))
         self.bias = nn.Parameter(torch.empty(out_channels))
-        self._forms = _Forms()
+        self._forms = Forms()
 
     def form_bytes(self) -> int:
         """Bytes of the derived forms that do not share the parameter's memory."""
-        return sum(_own_bytes(form.weight, self.weight) for form in self._forms.values())
+        return sum(own_bytes(form.weight, self.weight) for form in self._forms.values())
 
     def drop_forms(self) -> None:
         """Forget the derived forms."""
@@ -115,27 +88,31 @@ class Conv(nn.Module):
 
     def _form(
         self, kind: str, x: Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
-    ) -> _Form:
+    ) -> Form:
         """Look the form up, or derive it."""
         key = (kind, x.dtype)
         form = self._forms.get(key)
-        if form is not None and form.source() is self.weight and form.stamp == _stamp(self.weight):
+        if (
+            form is not None
+            and form.source() is self.weight
+            and form.stamp == stamp_of(self.weight)
+        ):
             return form
         # Outside of inference mode, so that a form serves both there and here.
         with torch.inference_mode(False), torch.no_grad():
             weight = self._derive(kind, x.dtype)
-            packed = _packs(x)
+            packed = packs(x)
             if packed:
                 ones = (1,) * len(stride)
                 weight = torch.ops.mkldnn._reorder_convolution_weight(
                     weight, padding, stride, ones, 1, list(x.shape)
                 )
-            form = _Form(
+            form = Form(
                 weight,
                 packed,
                 weakref.ref(self.weight),
-                _stamp(self.weight),
-                _checksum(self.weight),
+                stamp_of(self.weight),
+                checksum_of(self.weight),
             )
         self._forms[key] = form
         return form
@@ -316,7 +293,7 @@ def drop_stale_forms(convs: Iterable[Conv]) -> None:
     if not held:
         return
     with torch.inference_mode(False), torch.no_grad():
-        now = {conv: _checksum(conv.weight) for conv in {conv for conv, _, _ in held}}
+        now = {conv: checksum_of(conv.weight) for conv in {conv for conv, _, _ in held}}
         # What has moved to another device is noticed at the call, by its stamp.
         here = [entry for entry in held if entry[2].checksum.device == now[entry[0]].device]
         if not here:
@@ -341,35 +318,3 @@ def _as_video(frames: Tensor, batch: int) -> Tensor:
 def _records(x: Tensor, weight: Tensor) -> bool:
     """Whether autograd would record a product of the two."""
     return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-
-
-def _packs(x: Tensor) -> bool:
-    """Whether oneDNN's blocked weights and its fused sum are there for this input."""
-    backend = torch.backends.mkldnn
-    if x.device.type != "cpu" or not _X86 or not backend.is_available() or not backend.enabled:
-        return False
-    if x.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return x.dtype == torch.float32
-
-
-def _stamp(weight: Tensor) -> tuple[Any, ...]:
-    """What changes when a parameter is moved, cast or written to by a recorded operation."""
-    version = None if weight.is_inference() else weight._version
-    return weight.data_ptr(), version, weight.dtype, weight.device
-
-
-def _checksum(weight: Tensor) -> Tensor:
-    """The sum of a dense tensor's memory, read as 64-bit integers."""
-    with contextlib.suppress(RuntimeError):  # a length or an offset that 8 does not divide
-        return weight.detach().as_strided((weight.numel(),), (1,)).view(torch.int64).sum()
-    return (
-        weight.detach().as_strided((weight.numel(),), (1,)).view(torch.uint8).sum(dtype=torch.int64)
-    )
-
-
-def _own_bytes(form: Tensor, parameter: Tensor) -> int:
-    """Bytes of a form, which may be the parameter itself."""
-    if form.is_mkldnn:
-        return form.numel() * form.element_size()
-    return 0 if form.data_ptr() == parameter.data_ptr() else form.untyped_storage().nbytes()

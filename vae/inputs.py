@@ -1,7 +1,11 @@
 """What callers hand in: checked with one line per error, and brought to the network's layout."""
 
+from collections.abc import Callable, Iterable, Iterator
+
 import torch
 from torch import Tensor
+
+from .config import VAEConfig
 
 # Elements whose finiteness is asked for together.
 _CHECKED_AT_ONCE = 1 << 24
@@ -24,6 +28,62 @@ def check_tensor(tensor: object, name: str, channels: int) -> None:
         raise ValueError(
             f"{name} is empty, {list(tensor.shape)}; expected at least one of each dimension"
         )
+
+
+def check_latent(latent: Tensor, config: VAEConfig) -> None:
+    """Check what is to be decoded."""
+    check_tensor(latent, "latent", config.latent_channels)
+    if not latent.is_floating_point():
+        raise ValueError(f"latent is {dtype_name(latent.dtype)}; expected a float dtype")
+    check_finite(latent, "latent")
+
+
+def check_frames(frames: Tensor, config: VAEConfig) -> None:
+    """Check what is to be encoded."""
+    check_tensor(frames, "frames", config.image_channels)
+    if not frames.is_floating_point() and frames.dtype != torch.uint8:
+        raise ValueError(
+            f"frames are {dtype_name(frames.dtype)}; expected a float dtype in [-1, 1] or uint8"
+        )
+    step = config.spatial_compression
+    if frames.shape[3] % step or frames.shape[4] % step:
+        raise ValueError(
+            f"frames are {frames.shape[3]} x {frames.shape[4]} (H x W); "
+            f"expected multiples of {step}"
+        )
+    if frames.is_floating_point():
+        check_finite(frames, "frames")
+
+
+def checked(pieces: Tensor | Iterable[Tensor], check: Callable[[Tensor], None]) -> Iterator[Tensor]:
+    """The pieces of a video, checked: a tensor at once, an iterable's when they are reached."""
+    if isinstance(pieces, Tensor):
+        check(pieces)
+        return iter([pieces])
+
+    def each() -> Iterator[Tensor]:
+        first: Tensor | None = None
+        for piece in pieces:
+            check(piece)
+            if first is None:
+                first = piece
+            elif piece.shape[:2] != first.shape[:2] or piece.shape[3:] != first.shape[3:]:
+                raise ValueError(
+                    f"a piece has shape {list(piece.shape)}; expected {list(first.shape)} "
+                    "as the first, but for its frames"
+                )
+            yield piece
+
+    return each()
+
+
+def chunk_of(source: object, chunk: int | None) -> int | None:
+    """Check a chunk length. What comes in pieces is wanted back so: one latent at a time."""
+    if chunk is None:
+        return None if isinstance(source, Tensor) else 1
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or (chunk < 1 and chunk != -1):
+        raise ValueError(f"chunk is {chunk!r}; expected a number of latents, -1 for all, or None")
+    return chunk
 
 
 def check_finite(tensor: Tensor, name: str) -> None:

@@ -12,7 +12,15 @@ from .budget import make_plan
 from .cache import TemporalCache
 from .config import VAEConfig
 from .conv import Conv, PointwiseConv, drop_stale_forms
-from .inputs import canonical, check_finite, check_tensor, dtype_name, to_unit
+from .inputs import (
+    canonical,
+    check_frames,
+    check_latent,
+    check_tensor,
+    checked,
+    chunk_of,
+    to_unit,
+)
 from .precision import full_float32
 from .stream import advance, rechunk
 from .wan import Decoder, Encoder, Layer, pixel_shuffle
@@ -132,8 +140,8 @@ class VideoVAE(nn.Module):
         encoder, quantise = self._encoding()
         chains = encoder.chains()
         chains[-1].append(lambda x, _: quantise(x, self.config.latent_channels))
-        source = self._source(pieces, self.check_frames)
-        chunk = self._steps(pieces, chunk)
+        source = checked(pieces, self.check_frames)
+        chunk = chunk_of(pieces, chunk)
         lone = isinstance(pieces, Tensor) and self.config.latent_frames(pieces.shape[2]) == 1
         return self._stream(encoder, chains, source, chunk, dtype, lone=lone)
 
@@ -163,8 +171,8 @@ class VideoVAE(nn.Module):
         chains = self.decoder.chains()
         chains[0].insert(0, lambda x, _: self.conv2(x))
         chains[-1].append(lambda x, _: pixel_shuffle(x, scale))
-        source = self._source(latent, self.check_latent)
-        chunk = self._steps(latent, chunk)
+        source = checked(latent, self.check_latent)
+        chunk = chunk_of(latent, chunk)
         lone = isinstance(latent, Tensor) and latent.shape[2] == 1
         return self._stream(self.decoder, chains, source, chunk, dtype, lone=lone)
 
@@ -180,26 +188,11 @@ class VideoVAE(nn.Module):
 
     def check_latent(self, latent: Tensor) -> None:
         """Raise the `ValueError` that `decode` would raise."""
-        check_tensor(latent, "latent", self.config.latent_channels)
-        if not latent.is_floating_point():
-            raise ValueError(f"latent is {dtype_name(latent.dtype)}; expected a float dtype")
-        check_finite(latent, "latent")
+        check_latent(latent, self.config)
 
     def check_frames(self, frames: Tensor) -> None:
         """Raise the `ValueError` that `encode` would raise for the frames."""
-        check_tensor(frames, "frames", self.config.image_channels)
-        if not frames.is_floating_point() and frames.dtype != torch.uint8:
-            raise ValueError(
-                f"frames are {dtype_name(frames.dtype)}; expected a float dtype in [-1, 1] or uint8"
-            )
-        step = self.config.spatial_compression
-        if frames.shape[3] % step or frames.shape[4] % step:
-            raise ValueError(
-                f"frames are {frames.shape[3]} x {frames.shape[4]} (H x W); "
-                f"expected multiples of {step}"
-            )
-        if frames.is_floating_point():
-            check_finite(frames, "frames")
+        check_frames(frames, self.config)
 
     def memory_bytes(
         self,
@@ -326,39 +319,6 @@ class VideoVAE(nn.Module):
             if piece is None:
                 return
             yield piece
-
-    def _source(
-        self, pieces: Tensor | Iterable[Tensor], check: Callable[[Tensor], None]
-    ) -> Iterator[Tensor]:
-        """The pieces, checked: a tensor at once, an iterable's when they are reached."""
-        if isinstance(pieces, Tensor):
-            check(pieces)
-            return iter([pieces])
-
-        def checked() -> Iterator[Tensor]:
-            first: Tensor | None = None
-            for piece in pieces:
-                check(piece)
-                if first is None:
-                    first = piece
-                elif piece.shape[:2] != first.shape[:2] or piece.shape[3:] != first.shape[3:]:
-                    raise ValueError(
-                        f"a piece has shape {list(piece.shape)}; expected {list(first.shape)} "
-                        "as the first, but for its frames"
-                    )
-                yield piece
-
-        return checked()
-
-    def _steps(self, source: object, chunk: int | None) -> int | None:
-        """Check a chunk length. What comes in pieces is wanted back so: one latent at a time."""
-        if chunk is None:
-            return None if isinstance(source, Tensor) else 1
-        if isinstance(chunk, bool) or not isinstance(chunk, int) or (chunk < 1 and chunk != -1):
-            raise ValueError(
-                f"chunk is {chunk!r}; expected a number of latents, -1 for all, or None"
-            )
-        return chunk
 
     def _encoding(self) -> tuple[Encoder, PointwiseConv]:
         if self.encoder is None or self.conv1 is None:

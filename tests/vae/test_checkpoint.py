@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from fast_video_vae.tests.builders import diffusers_name, random_state_dict
-from fast_video_vae.vae import VideoVAE, load_vae
+from fast_video_vae.vae import LayoutError, VideoVAE, build_vae, load_vae, read_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -294,3 +294,28 @@ def test_other_dtypes_are_refused(state, arguments):
     with pytest.raises(ValueError, match="expected") as error:
         load_vae(state, **arguments)
     one_line(error, *arguments)
+
+
+def test_shared_weights_are_those_of_the_source_where_they_can_be():
+    state = random_state_dict(4)
+    key, gaps = "decoder.conv1.weight", torch.zeros(16, 16, 3, 3, 6)[..., ::2]
+    state[key] = gaps.copy_(state[key])
+    shared = build_vae(
+        read_checkpoint(state),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        encode_dtype=torch.bfloat16,
+        share=True,
+    )
+    for name, parameter in shared.named_parameters():
+        same = parameter.data_ptr() == state[name].data_ptr()
+        encodes = name.startswith(("encoder.", "conv1."))
+        assert same == (name != key and not encodes), name
+    latent = torch.randn(1, 16, 2, 4, 4)
+    assert torch.equal(shared.decode(latent), load_vae(state, dtype=torch.float32).decode(latent))
+
+
+@pytest.mark.parametrize("key", ["decoder.upsamples.0.upsamples.0.residual.2.weight", "x"])
+def test_another_network_is_an_error_of_its_own(key):
+    with pytest.raises(LayoutError):
+        read_checkpoint({key: torch.zeros(1)})

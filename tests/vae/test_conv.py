@@ -86,7 +86,7 @@ def test_forms_are_derived_once(vae, latent, monkeypatch):
 
 
 def test_weights_in_the_right_layout_are_used_as_they_are(vae, latent, monkeypatch):
-    monkeypatch.setattr(conv, "_packs", lambda _: False)  # as on a GPU
+    monkeypatch.setattr(conv, "packs", lambda _: False)  # as on a GPU
     own = vae.weight_bytes()
     vae.decode(latent)
     planes = [c for c in vae.decoder.modules() if isinstance(c, conv.CausalConv3d) and c.padding]

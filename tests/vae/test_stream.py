@@ -98,7 +98,7 @@ class OpLog(TorchDispatchMode):
 @pytest.mark.parametrize("packed", [True, False], ids=["onednn", "plain"])
 def test_a_lone_frame_runs_no_3d_convolution(vae, packed, monkeypatch):
     if not packed:  # as on a GPU
-        monkeypatch.setattr(conv, "_packs", lambda _: False)
+        monkeypatch.setattr(conv, "packs", lambda _: False)
     vae.drop_derived()
     with OpLog() as log:
         vae.decode(torch.randn(1, 16, 1, 2, 2))
@@ -210,3 +210,12 @@ def test_peak_memory_does_not_grow_with_the_video(direction):
         assert count == (frames if direction == "decode" else (frames - 1) // 4 + 1)
         peaks.append(peak)
     assert peaks[1] <= 1.1 * peaks[0]
+
+
+def test_a_dtype_for_once_is_that_of_the_frames():
+    vae = load_vae(random_state_dict(4), dtype=torch.float32)
+    latent = torch.randn(1, 16, 2, 4, 4)
+    rounded = torch.cat(list(vae.decode_stream(latent, dtype=torch.bfloat16)), dim=2)
+    assert rounded.dtype == torch.bfloat16
+    assert (rounded - vae.decode(latent)).abs().max() < 0.1
+    assert vae.dtype == torch.float32

@@ -158,7 +158,7 @@ def test_a_lone_frame_equals_the_first_of_a_video(weights):
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_plain_convolutions_equal_diffusers_too(weights, batch, monkeypatch):
-    monkeypatch.setattr(conv, "_packs", lambda _: False)  # as on a GPU
+    monkeypatch.setattr(conv, "packs", lambda _: False)  # as on a GPU
     vae = load_vae(weights[8], dtype=torch.float32)
     peer = diffusers_vae(weights[8])
     video = random_frames(batch, 3, 13, 24, 16)

@@ -1,0 +1,66 @@
+"""Weights in the shapes that calls need, kept beside the parameter they were derived from."""
+
+import contextlib
+import platform
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# oneDNN's own weight layouts are for x86; on Arm other libraries stand behind its name.
+_X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+
+
+@dataclass(frozen=True)
+class Form:
+    """A weight in the shape that a call needs, with what tells whether it is still true."""
+
+    weight: Tensor
+    packed: bool
+    source: weakref.ref[Tensor]
+    stamp: tuple[object, ...]
+    checksum: Tensor
+
+
+class Forms(dict[tuple[str, torch.dtype], Form]):
+    """The derived weights of one convolution; a copied or pickled module starts without any."""
+
+    def __deepcopy__(self, memo: object) -> "Forms":
+        return Forms()
+
+    def __reduce__(self) -> tuple[type["Forms"], tuple[()]]:
+        return Forms, ()
+
+
+def packs(x: Tensor) -> bool:
+    """Whether oneDNN's blocked weights and its fused sum are there for this input."""
+    backend = torch.backends.mkldnn
+    if x.device.type != "cpu" or not _X86 or not backend.is_available() or not backend.enabled:
+        return False
+    if x.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return x.dtype == torch.float32
+
+
+def stamp_of(weight: Tensor) -> tuple[Any, ...]:
+    """What changes when a parameter is moved, cast or written to by a recorded operation."""
+    version = None if weight.is_inference() else weight._version
+    return weight.data_ptr(), version, weight.dtype, weight.device
+
+
+def checksum_of(weight: Tensor) -> Tensor:
+    """The sum of a dense tensor's memory, read as 64-bit integers."""
+    with contextlib.suppress(RuntimeError):  # a length or an offset that 8 does not divide
+        return weight.detach().as_strided((weight.numel(),), (1,)).view(torch.int64).sum()
+    return (
+        weight.detach().as_strided((weight.numel(),), (1,)).view(torch.uint8).sum(dtype=torch.int64)
+    )
+
+
+def own_bytes(form: Tensor, parameter: Tensor) -> int:
+    """Bytes of a form, which may be the parameter itself."""
+    if form.is_mkldnn:
+        return form.numel() * form.element_size()
+    return 0 if form.data_ptr() == parameter.data_ptr() else form.untyped_storage().nbytes()
