@@ -4,20 +4,17 @@ Each takes the original names of Wan 2.1 and gives a `Peer`: raw latents in and 
 mean, never normalised. A peer that cannot be built raises `PeerUnavailableError` with the reason.
 """
 
-import os
 import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from fast_video_vae.tests.builders import diffusers_name
-
-_ROOT = Path(__file__).absolute().parents[2]
+from fast_video_vae.tests.nodes.host import find_comfyui, where_looked
 
 
 class PeerUnavailableError(RuntimeError):
@@ -57,16 +54,6 @@ class Peer:
         return x.to(parameter.device, parameter.dtype)
 
 
-def find_comfyui() -> Path | None:
-    """The ComfyUI checkout: `$COMFYUI_PATH`, else the one we are installed in, else `~/ComfyUI`."""
-    given = os.environ.get("COMFYUI_PATH")
-    places = [Path(given)] if given else [_ROOT.parents[1], Path.home() / "ComfyUI"]
-    for place in places:
-        if (place / "comfy" / "ldm" / "wan" / "vae.py").is_file():
-            return place.resolve()
-    return None
-
-
 def comfyui_vae(
     state: Mapping[str, Tensor],
     *,
@@ -79,7 +66,7 @@ def comfyui_vae(
     """
     root = find_comfyui()
     if root is None:
-        raise PeerUnavailableError("no ComfyUI checkout found; set COMFYUI_PATH to one")
+        raise PeerUnavailableError(where_looked())
     if str(root) not in sys.path:
         sys.path.append(str(root))
     try:

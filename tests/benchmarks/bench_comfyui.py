@@ -1,0 +1,164 @@
+"""Decode and encode as a user of ComfyUI waits for them: the time of the nodes in a real server.
+
+`python tests/benchmarks/bench_comfyui.py` boots ComfyUI with this pack, loads one file of random
+full-width Wan 2.1 weights with `VAELoader` and with `FastVAE_Load`, and runs ComfyUI's `VAEDecode`
+and `VAEEncode` on both in turn, `--rounds` times over, each round on new input. The time of a node
+is from its `executing` message on the websocket to that of the next node, so that loading to the
+device, casts and the IMAGE are in it. Medians are printed, and go to `results.jsonl` as JSON rows.
+Nothing else should run on the machine.
+"""
+
+import argparse
+import logging
+import runpy
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+_HERE = Path(__file__).resolve().parent
+runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
+
+from fast_video_vae.tests.benchmarks import record  # noqa: E402
+from fast_video_vae.tests.builders import random_state_dict  # noqa: E402
+from fast_video_vae.tests.nodes.host import why_unavailable  # noqa: E402
+from fast_video_vae.tests.nodes.server import Server, Workflow  # noqa: E402
+
+_VAE = "random.safetensors"
+_LOADERS = {
+    "ours": ("FastVAE_Load", {"dtype": "auto", "encode_dtype": "auto", "chunk": 0}),
+    "comfyui": ("VAELoader", {}),
+}
+_NODES = {"decode": "VAEDecode", "encode": "VAEEncode"}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Frames, height and width of the images."""
+
+    frames: int
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.frames}x{self.height}x{self.width}"
+
+    def write_latent(self, path: Path, seed: int) -> None:
+        """A random latent as LoadLatent reads it."""
+        shape = (1, 16, (self.frames - 1) // 4 + 1, self.height // 8, self.width // 8)
+        latent = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        save_file({"latent_tensor": latent, "latent_format_version_0": torch.tensor([])}, path)
+
+    def write_frames(self, path: Path, seed: int) -> None:
+        """Random frames as LoadImage reads them: a PNG, animated where it is a video."""
+        shape = (self.frames, self.height, self.width, 3)
+        noise = torch.randint(256, shape, generator=torch.Generator().manual_seed(seed))
+        first, *others = [Image.fromarray(frame) for frame in noise.to(torch.uint8).numpy()]
+        first.save(path, save_all=bool(others), append_images=others)
+
+
+_SIZES = {
+    "cpu": [Size(1, 512, 512), Size(17, 192, 192)],
+    "cuda": [Size(1, 1024, 1024), Size(81, 480, 832)],
+}
+
+
+def measure(server: Server, size: Size, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Direction to implementation to the seconds of every round, after one that does not count."""
+    seconds = {task: {name: [] for name in _LOADERS} for task in _NODES}
+    for count in range(rounds + 1):
+        stem = f"{size}-{count}"  # other files, so that nothing comes from the cache
+        size.write_latent(server.input / f"{stem}.latent", seed=count)
+        size.write_frames(server.input / f"{stem}.png", seed=count)
+        for name in sorted(_LOADERS, reverse=bool(count % 2)):  # who goes first is slower
+            times = _run(server, stem, name)
+            for task in _NODES if count else ():
+                seconds[task][name].append(times[task])
+    return seconds
+
+
+def main() -> None:
+    """Run the cases that the command line names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--width", type=int, default=96, help="base width of the random weights")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], default="bf16")
+    parser.add_argument("--only", help="FRAMESxHEIGHTxWIDTH, one size instead of the usual ones")
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logging.getLogger().setLevel(logging.INFO)
+    reason = why_unavailable()
+    if reason is not None:
+        parser.error(reason)
+    cuda = torch.cuda.is_available()
+    sizes = _SIZES["cuda" if cuda else "cpu"]
+    if args.only:
+        sizes = [Size(*map(int, args.only.split("x")))]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Server(Path(folder), f"--{args.dtype}-vae", cpu=not cuda) as server,
+    ):
+        save_file(random_state_dict(args.width), server.models("vae") / _VAE)
+        version = server.get("/system_stats")["system"]["comfyui_version"]
+        logging.info("%-34s%12s%12s%12s", "case", "ours s", "comfyui s", "x comfyui")
+        for size in sizes:
+            for task, times in measure(server, size, args.rounds).items():
+                _report(args, f"{task} {size} {args.dtype}", times, version)
+
+
+def _run(server: Server, stem: str, name: str) -> dict[str, float]:
+    """Decode a latent and encode frames; seconds of either."""
+    kind, options = _LOADERS[name]
+    workflow = Workflow()
+    vae = workflow.add(kind, vae_name=_VAE, **options)
+    latent = workflow.add("LoadLatent", latent=f"{stem}.latent")
+    frames = workflow.add("LoadImage", image=f"{stem}.png")
+    decoded = workflow.add(_NODES["decode"], samples=latent, vae=vae)
+    encoded = workflow.add(_NODES["encode"], pixels=frames, vae=vae)
+    # Sinks that cost next to nothing.
+    first = workflow.add("ImageFromBatch", image=decoded, batch_index=0, length=1)
+    workflow.add("PreviewImage", images=first)
+    workflow.add("SaveLatent", samples=encoded, filename_prefix="bench")
+    events = server.events
+    prompt_id = server.queue(workflow)
+    server.wait(prompt_id, timeout_s=3600)
+    times = events.node_seconds(prompt_id)
+    return {"decode": times[decoded[0]], "encode": times[encoded[0]]}
+
+
+def _report(
+    args: argparse.Namespace, case: str, seconds: dict[str, list[float]], version: str
+) -> None:
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    ratios = {
+        # Of the rounds, each a pair.
+        name: statistics.median(map(float.__truediv__, times, seconds["ours"]))
+        for name, times in seconds.items()
+    }
+    logging.info(
+        "%-34s%12.3f%12.3f%12.2f", case, medians["ours"], medians["comfyui"], ratios["comfyui"]
+    )
+    for name, times in seconds.items():
+        record.append(
+            args.out,
+            "bench_comfyui",
+            case,
+            base_width=args.width,
+            implementation=name,
+            version=record.commit() if name == "ours" else version,
+            median_s=round(medians[name], 4),
+            seconds=[round(value, 4) for value in times],
+            ours_is_faster_by=round(ratios[name], 3),
+        )
+
+
+if __name__ == "__main__":
+    main()

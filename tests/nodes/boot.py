@@ -1,0 +1,95 @@
+"""Starts ComfyUI where packages around torch may be missing: `boot.py FOLDER ARGUMENTS...`.
+
+ComfyUI imports torchvision and torchaudio at its start. The CPU build of torch has no matching
+builds of them, and those made for CUDA do not import beside it; and where kornia is installed
+without its dependencies, so that it brings no other torch, kornia_rs is missing. For each that does
+not import, empty modules stand in: every name can be imported from them, and calling one raises.
+This file needs nothing but the standard library, so that it runs wherever ComfyUI does.
+"""
+
+import importlib.util
+import runpy
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+_PACKAGES = ("torchvision", "torchaudio", "kornia_rs")
+
+
+def stand_ins() -> list[str]:
+    """Let ComfyUI be imported without torchvision, torchaudio and kornia_rs.
+
+    Returns:
+        The packages that are replaced from here on, in this process.
+    """
+    missing = [name for name in _PACKAGES if not _imports(name)]
+    if missing and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(missing))
+    return missing
+
+
+def main() -> None:
+    """Run `main.py` of the folder in the first argument, with the other arguments."""
+    folder = Path(sys.argv[1]).resolve()
+    stand_ins()
+    sys.path[0] = str(folder)  # as `python main.py` has it
+    sys.argv = [str(folder / "main.py"), *sys.argv[2:]]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Answers for whole packages, whatever the submodule."""
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        self._packages = frozenset(packages)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name.partition(".")[0] not in self._packages:
+            return None
+        return ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__version__ = "0.0.0"  # transformers asks for it
+
+
+class _Module(ModuleType):
+    def __getattr__(self, name: str) -> "_Missing":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Missing(f"{self.__name__}.{name}")
+
+
+class _Missing:
+    """A name that can be imported and looked into, and no more."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> "_Missing":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Missing(f"{self._name}.{name}")
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        raise RuntimeError(f"{self._name} does not import in this environment")
+
+
+def _imports(name: str) -> bool:
+    """Whether a package works; in another process, because a failed import leaves its traces."""
+    if importlib.util.find_spec(name) is None:
+        return False
+    command = [sys.executable, "-c", f"import {name}"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What a ComfyUI server says over its websocket while it works, with the time of arrival."""
+
+import asyncio
+import itertools
+import json
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Event:
+    """One message.
+
+    Attributes:
+        time_s: When it came, on the clock of `time.perf_counter`.
+        kind: `execution_start`, `executing`, `progress`, `execution_success`, ...
+        data: The rest of it.
+    """
+
+    time_s: float
+    kind: str
+    data: dict[str, Any]
+
+
+class Events:
+    """Listens in a thread until the server ends the connection."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._events: list[Event] = []
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=asyncio.run, args=[self._listen()], daemon=True)
+        self._thread.start()
+        self.wait("status", timeout_s=30)  # the server's greeting: it knows us
+
+    def wait(self, kind: str, timeout_s: float, **data: object) -> Event:
+        """The first message of a kind that carries this data, now or within `timeout_s`."""
+        wanted = data.items()
+
+        def found() -> Event | None:
+            events = (event for event in self._events if event.kind == kind)
+            return next((event for event in events if wanted <= event.data.items()), None)
+
+        with self._changed:
+            event = self._changed.wait_for(found, timeout_s)
+        if event is None:
+            raise TimeoutError(f"no {kind} with {data} within {timeout_s} s")
+        return event
+
+    def node_seconds(self, prompt_id: str, timeout_s: float = 30) -> dict[str, float]:
+        """How long every node of a prompt ran: from its start to the next one's, or to the end."""
+        self.wait("executing", timeout_s, node=None, prompt_id=prompt_id)
+        with self._changed:
+            starts = [
+                event
+                for event in self._events
+                if event.kind == "executing" and event.data.get("prompt_id") == prompt_id
+            ]
+        return {
+            start.data["node"]: end.time_s - start.time_s
+            for start, end in itertools.pairwise(starts)
+        }
+
+    async def _listen(self) -> None:
+        import aiohttp  # comes with ComfyUI; the other tests do without
+
+        async with aiohttp.ClientSession() as session, session.ws_connect(self._url) as socket:
+            async for message in socket:
+                if message.type is not aiohttp.WSMsgType.TEXT:
+                    continue  # a preview picture
+                content = json.loads(message.data)
+                event = Event(time.perf_counter(), content["type"], content["data"])
+                with self._changed:
+                    self._events.append(event)
+                    self._changed.notify_all()

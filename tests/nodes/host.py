@@ -1,0 +1,102 @@
+"""The ComfyUI that the tests run beside: where it is, what it needs, and its modules."""
+
+import importlib.metadata
+import logging
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+
+from . import boot
+
+PACK = Path(__file__).absolute().parents[2]
+
+# What boot.py stands in for, and what it leaves to the machine.
+_REPLACED = {"torchvision", "torchaudio"}
+
+
+def find_comfyui() -> Path | None:
+    """The ComfyUI checkout: `$COMFYUI_PATH`, else the one we are installed in, else `~/ComfyUI`."""
+    for place in _places():
+        if (place / "comfy" / "ldm" / "wan" / "vae.py").is_file():
+            return place.resolve()
+    return None
+
+
+def where_looked() -> str:
+    """The places of `find_comfyui`, for whoever wonders why a test was skipped."""
+    places = " or ".join(str(place) for place in _places())
+    origin = "COMFYUI_PATH" if os.environ.get("COMFYUI_PATH") else "COMFYUI_PATH is not set"
+    return f"no ComfyUI checkout in {places} ({origin})"
+
+
+def why_unavailable() -> str | None:
+    """Why ComfyUI does not start with this Python: no checkout, or packages missing. None: it does.
+
+    The PyTorch family does not count: the tests have their own torch, and boot.py stands in for
+    the rest.
+    """
+    root = find_comfyui()
+    if root is None:
+        return where_looked()
+    lines = (root / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    names = [match[0] for line in lines if (match := re.match(r"[A-Za-z0-9][\w.-]*", line))]
+    missing = [name for name in names if name not in _REPLACED and not _installed(name)]
+    if missing:
+        return f"ComfyUI in {root} needs packages that are not installed: {', '.join(missing)}"
+    return None
+
+
+def import_comfyui(base: Path) -> None:
+    """Make `comfy`, `nodes`, `folder_paths` and ComfyUI's other modules importable from here on.
+
+    On the CPU where there is no CUDA; models, inputs and outputs in folders of `base`. The folder
+    of ComfyUI goes to the end of `sys.path`: it has a `utils` and a `tests` of its own.
+    """
+    import torch
+
+    root = find_comfyui()
+    boot.stand_ins()
+    path, logger = [*sys.path], logging.getLogger()
+    handlers = [*logger.handlers]
+    if str(root) not in path:
+        path.append(str(root))
+    # Our `nodes/` hides ComfyUI's `nodes.py` where Python was started in our folder.
+    sys.path[:] = [entry for entry in path if Path(entry).resolve() != PACK.resolve()]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what ComfyUI's packages warn about is not ours
+            from comfy.cli_args import args
+
+            args.cpu = args.cpu or not torch.cuda.is_available()
+            args.base_directory = str(base)
+            import comfy_api.latest
+            import comfy_extras
+            import folder_paths
+
+            import nodes
+    finally:
+        sys.path[:] = path  # nodes.py puts ComfyUI/comfy first
+        logger.handlers[:] = handlers
+    if Path(folder_paths.base_path) != base.absolute():
+        raise RuntimeError(
+            f"ComfyUI was imported before, with its files in {folder_paths.base_path}"
+        )
+    for module in (comfy_api.latest, comfy_extras, nodes):
+        origin = Path(next(iter(getattr(module, "__path__", [module.__file__]))))
+        if not origin.resolve().is_relative_to(root):
+            raise RuntimeError(f"{module.__name__} is {origin}, not ComfyUI's")
+
+
+def _places() -> list[Path]:
+    given = os.environ.get("COMFYUI_PATH")
+    return [Path(given)] if given else [PACK.parents[1], Path.home() / "ComfyUI"]
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

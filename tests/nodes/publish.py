@@ -1,0 +1,50 @@
+"""What a registry of node packs publishes: the files of the tree, less those of `.comfyignore`."""
+
+import subprocess
+import zipfile
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+
+from .host import PACK
+
+# What a tree gathers that is no clone.
+_CACHES = ["__pycache__/", ".pytest_cache/", ".ruff_cache/", "*.egg-info/", "build/", "dist/"]
+
+
+def published_files() -> list[PurePosixPath]:
+    """The files that a release of this tree would have, as paths in the pack.
+
+    In a clone what git knows, or would know after the next commit; elsewhere all but caches.
+    """
+    if (PACK / ".git").exists():
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=PACK, capture_output=True, text=True, check=True)
+        found = [PurePosixPath(name) for name in listed.stdout.split("\0") if name]
+        patterns = []
+    else:
+        found = [PurePosixPath(path.relative_to(PACK).as_posix()) for path in PACK.rglob("*")]
+        patterns = _CACHES
+    lines = (PACK / ".comfyignore").read_text(encoding="utf-8").split()
+    patterns = [*patterns, *(line for line in lines if not line.startswith("#"))]
+    return sorted(
+        path for path in set(found) if (PACK / path).is_file() and not _matches(path, patterns)
+    )
+
+
+def publish_zip(path: Path) -> None:
+    """Write the archive of a release, as `comfy node publish` would."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in published_files():
+            archive.write(PACK / name, str(name))
+
+
+def _matches(path: PurePosixPath, patterns: list[str]) -> bool:
+    """Whether git's rules for one name, of a file or of a folder, leave a path out."""
+    for pattern in patterns:
+        name = pattern.rstrip("/")
+        if "/" in name:
+            raise ValueError(f".comfyignore has {pattern!r}; expected the name of a file or folder")
+        parts = path.parts[:-1] if pattern.endswith("/") else path.parts
+        if any(fnmatch(part, name) for part in parts):
+            return True
+    return False

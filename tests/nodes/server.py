@@ -1,0 +1,278 @@
+"""A real ComfyUI server on loopback, and what the tests ask of it over HTTP."""
+
+import atexit
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from . import boot
+from .events import Events
+from .host import PACK, find_comfyui
+
+Prompt = Mapping[str, Mapping[str, Any]]
+Link = list  # the id of a node, and which of its outputs
+
+# Booting takes 10 s on two cores; the first time after an installation compiles every file.
+_BOOT_TIMEOUT_S = 240
+
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Workflow(dict):
+    """A prompt that grows node by node."""
+
+    def add(self, kind: str, **inputs: object) -> Link:
+        """Add a node; what it returns is its first output, as an input of other nodes."""
+        name = str(len(self) + 1)
+        self[name] = {"class_type": kind, "inputs": inputs}
+        return [name, 0]
+
+
+class PromptError(Exception):
+    """A prompt that the server refused, or that failed or was interrupted while it ran.
+
+    Attributes:
+        messages: The server's own `[kind, details]`, for a prompt that ran.
+        node_errors: What is wrong with each node, for a prompt that was refused.
+    """
+
+    def __init__(self, text: str, messages: list | None = None, node_errors: dict | None = None):
+        super().__init__(text)
+        self.messages = messages or []
+        self.node_errors = node_errors or {}
+
+    @property
+    def interrupted(self) -> bool:
+        return any(kind == "execution_interrupted" for kind, _ in self.messages)
+
+
+class Server:
+    """ComfyUI as a user starts it, on loopback, with this pack and no other.
+
+    Args:
+        base: An empty folder, or one with models or packs in place, for all that it reads and
+            writes; its log is `server.log` in there.
+        flags: More flags for ComfyUI's command line.
+        python: The Python to run it with.
+        pack: The folder to link into `custom_nodes`; None: what is there already.
+        name: How that folder is called there.
+        cpu: Whether to keep it off the GPU.
+        threads: Of the CPU; None: as many as torch takes.
+
+    Attributes:
+        base: As above, made absolute.
+        input: Where the nodes that load look for files.
+        output: Where the nodes that save put them.
+        name: As above.
+        client_id: What its messages to us go by.
+        boot_log: What it printed until it first answered.
+    """
+
+    def __init__(
+        self,
+        base: Path,
+        *flags: str,
+        python: str | Path = sys.executable,
+        pack: Path | None = PACK,
+        name: str = "ComfyUI-FastVideoVAE",
+        cpu: bool = True,
+        threads: int | None = None,
+    ) -> None:
+        self.base = base.absolute()
+        self.input, self.output = self.base / "input", self.base / "output"
+        self.client_id = uuid.uuid4().hex
+        self.name = name
+        self.boot_log = ""
+        self._flags = [*flags, *(["--cpu"] if cpu else [])]
+        self._python, self._pack, self._threads = str(python), pack, threads
+        self._port = 0
+        self._process: subprocess.Popen | None = None
+        self._events: Events | None = None
+
+    def __enter__(self) -> "Server":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Boot, and wait until it answers."""
+        for folder in ("custom_nodes", "input", "output"):
+            (self.base / folder).mkdir(parents=True, exist_ok=True)
+        if self._pack is not None:
+            _link(self._pack, self.base / "custom_nodes" / self.name)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        with (self.base / "server.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command(),
+                cwd=self.base,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        atexit.register(self.stop)
+        deadline = time.monotonic() + _BOOT_TIMEOUT_S
+        while not self._answers():
+            self._check_alive()
+            if time.monotonic() > deadline:
+                self.stop()
+                raise TimeoutError(f"ComfyUI does not answer\n{self.log()[-4000:]}")
+            time.sleep(0.2)
+        self.boot_log = self.log()
+
+    def stop(self) -> None:
+        """End it, whatever it does at the moment; nothing of it stays."""
+        atexit.unregister(self.stop)
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def models(self, kind: str) -> Path:
+        """The folder of one kind of models, such as `vae`."""
+        folder = self.base / "models" / kind
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def log(self) -> str:
+        """All that it has printed, without the colors."""
+        text = (self.base / "server.log").read_text(encoding="utf-8", errors="replace")
+        return _COLOR.sub("", text)
+
+    def rss_bytes(self) -> int:
+        """The memory that it uses at the moment."""
+        return self._memory().rss
+
+    def mapped_bytes(self) -> int:
+        """The memory that it holds at the moment, also what it has not touched yet."""
+        return self._memory().vms
+
+    def get(self, path: str) -> Any:
+        """The JSON, or else the bytes, behind a path."""
+        return self._request(path)
+
+    def post(self, path: str, body: object = None) -> Any:
+        """Send JSON; the answer as in `get`."""
+        return self._request(path, json.dumps(body if body is not None else {}).encode())
+
+    @property
+    def events(self) -> Events:
+        """What it says about the prompts of this object, from the first use of this on."""
+        if self._events is None:
+            url = f"ws://127.0.0.1:{self._port}/ws?clientId={self.client_id}"
+            self._events = Events(url)
+        return self._events
+
+    def run(self, prompt: Prompt, timeout_s: float = 300) -> dict[str, dict[str, list]]:
+        """Run a prompt to its end.
+
+        Returns:
+            For every output node what it showed: lists of files, mostly.
+
+        Raises:
+            PromptError: The server refused it, or it failed.
+        """
+        return self.wait(self.queue(prompt), timeout_s)
+
+    def queue(self, prompt: Prompt) -> str:
+        """Put a prompt into the queue and return its id."""
+        try:
+            answer = self.post("/prompt", {"prompt": prompt, "client_id": self.client_id})
+        except urllib.error.HTTPError as error:
+            text = error.read().decode()
+            if error.code != 400:
+                raise
+            raise PromptError(text, node_errors=json.loads(text)["node_errors"]) from error
+        return answer["prompt_id"]
+
+    def wait(self, prompt_id: str, timeout_s: float = 300) -> dict[str, dict[str, list]]:
+        """Wait for the end of a queued prompt; results and errors as in `run`."""
+        deadline = time.monotonic() + timeout_s
+        while not (history := self.get(f"/history/{prompt_id}")):
+            self._check_alive()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{prompt_id} takes longer than {timeout_s} s\n{self.log()}")
+            time.sleep(0.05)
+        entry = history[prompt_id]
+        messages = entry["status"]["messages"]
+        if entry["status"]["status_str"] != "success":
+            raise PromptError(json.dumps(messages[-1], indent=1), messages)
+        return entry["outputs"]
+
+    def interrupt(self) -> None:
+        """Stop the prompt that runs."""
+        self.post("/interrupt")
+
+    def files(self, shown: Mapping[str, list]) -> list[Path]:
+        """The files that an output node has written, from what `run` returns for it."""
+        items = [item for items in shown.values() for item in items if isinstance(item, dict)]
+        return [
+            self.base / item["type"] / item["subfolder"] / item["filename"]
+            for item in items
+            if "filename" in item
+        ]
+
+    def _command(self) -> list[str]:
+        boot_file, comfyui = str(Path(boot.__file__).resolve()), str(find_comfyui())
+        flags = ["--listen", "127.0.0.1", "--port", str(self._port), "--disable-auto-launch"]
+        flags += ["--base-directory", str(self.base), "--database-url", "sqlite:///:memory:"]
+        flags += ["--disable-api-nodes", *self._flags]
+        return [self._python, boot_file, comfyui, *flags]
+
+    def _environment(self) -> dict[str, str]:
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        environment.pop("TRITON_INTERPRET", None)  # for the tests of the kernels, not for users
+        if self._threads is not None:
+            environment["OMP_NUM_THREADS"] = str(self._threads)
+        return environment
+
+    def _memory(self) -> Any:
+        import psutil
+
+        return psutil.Process(self._process.pid).memory_info()
+
+    def _request(self, path: str, body: bytes | None = None) -> Any:
+        request = urllib.request.Request(f"http://127.0.0.1:{self._port}{path}", data=body)
+        request.add_header("Content-Type", "application/json")
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback: no proxy
+        with opener.open(request, timeout=60) as answer:
+            content, kind = answer.read(), answer.headers.get_content_type()
+        return json.loads(content) if content and kind == "application/json" else content
+
+    def _answers(self) -> bool:
+        try:
+            self._request("/system_stats")
+        except (OSError, urllib.error.URLError):
+            return False
+        return True
+
+    def _check_alive(self) -> None:
+        if self._process.poll() is not None:
+            code = self._process.returncode
+            raise RuntimeError(f"ComfyUI ended with {code}\n{self.log()[-4000:]}")
+
+
+def _link(pack: Path, place: Path) -> None:
+    try:
+        place.symlink_to(pack, target_is_directory=True)
+    except OSError:  # Windows, without the right to make links
+        shutil.copytree(pack, place, ignore=shutil.ignore_patterns(".git", "__pycache__"))

@@ -1,0 +1,178 @@
+"""The pack in a running ComfyUI, over HTTP: its start, menu, errors, interrupts, templates."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from fast_video_vae.tests.nodes import boot
+from fast_video_vae.tests.nodes.host import PACK, find_comfyui, why_unavailable
+from fast_video_vae.tests.nodes.server import PromptError, Workflow
+
+pytestmark = pytest.mark.comfyui
+
+NODES = {
+    "FastVAE_Load": "Load VAE (Fast)",
+    "FastVAE_Accelerate": "Accelerate VAE (Fast)",
+    "FastVAE_Encode": "VAE Encode (Fast)",
+    "FastVAE_Decode": "VAE Decode (Fast)",
+    "FastVAE_DemoClip": "Demo Clip (Fast)",
+}
+AUTO = {"dtype": "auto", "encode_dtype": "auto", "chunk": 0}
+
+# What a server may use more after a decode: the allocator's leftovers. It may map more than that,
+# in steps of 64 MiB for every thread.
+SLACK_BYTES = 64 << 20
+MAPPED_SLACK_BYTES = 384 << 20
+
+# Imports the pack as ComfyUI does, after all that ComfyUI itself imports at its start.
+IMPORT = """
+import asyncio, json, sys, time
+sys.path[:0] = sys.argv[1:3]
+import boot
+boot.stand_ins()
+import comfy.options
+from comfy.cli_args import args
+args.cpu = True
+import comfy_api.latest, comfy_config.config_parser, nodes
+before, start = set(sys.modules), time.process_time()
+loaded = asyncio.run(nodes.load_custom_node(sys.argv[3]))
+seconds = time.process_time() - start
+modules = sorted(set(sys.modules) - before)
+print(json.dumps({"loaded": loaded, "seconds": seconds, "modules": modules}))
+"""
+
+
+def test_every_node_is_in_the_menu(server):
+    for node_id, display_name in NODES.items():
+        (info,) = server.get(f"/object_info/{node_id}").values()
+        assert info["display_name"] == display_name
+        assert info["category"] == "Fast VAE"
+        assert info["python_module"] == f"custom_nodes.{server.name}"
+
+
+def test_the_start_is_clean_and_quick(server):
+    assert "IMPORT FAILED" not in server.boot_log
+    assert "Traceback" not in server.boot_log
+    line = re.compile(rf"([\d.]+) seconds: .*{server.name}$", flags=re.MULTILINE)
+    (seconds,) = line.findall(server.boot_log)
+    assert float(seconds) <= 0.1  # it prints one digit
+
+
+def test_the_import_brings_no_compiler(tmp_path):
+    reason = why_unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    folders = [str(Path(boot.__file__).parent), str(find_comfyui()), str(PACK)]
+    command = [sys.executable, "-c", IMPORT, *folders]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["loaded"], done.stderr
+    compilers = re.compile(r"triton|ninja|setuptools|torch\._inductor|torch\.utils\.cpp_extension")
+    assert not [name for name in result["modules"] if compilers.match(name)]
+    assert result["seconds"] < 0.1
+
+
+def load(workflow, vae_name, **changed):
+    return workflow.add("FastVAE_Load", vae_name=vae_name, **AUTO | changed)
+
+
+def test_a_vae_that_is_not_there_is_refused(server, vae_file):
+    workflow = Workflow()
+    latent = workflow.add("EmptyHunyuanLatentVideo", width=32, height=32, length=1, batch_size=1)
+    decoded = workflow.add("FastVAE_Decode", samples=latent, vae=load(workflow, "gone.safetensors"))
+    workflow.add("PreviewImage", images=decoded)
+    with pytest.raises(PromptError, match=r"vae_name: 'gone\.safetensors'") as caught:
+        server.run(workflow)
+    assert caught.value.node_errors
+
+
+@pytest.mark.parametrize("chunk", [-2, "many"])
+def test_a_chunk_that_is_none_is_refused(server, vae_file, chunk):
+    workflow = Workflow()
+    latent = workflow.add("EmptyHunyuanLatentVideo", width=32, height=32, length=1, batch_size=1)
+    vae = load(workflow, vae_file, chunk=chunk)
+    workflow.add(
+        "PreviewImage", images=workflow.add("FastVAE_Decode", samples=latent, vae=vae, chunk=chunk)
+    )
+    with pytest.raises(PromptError, match="chunk") as caught:
+        server.run(workflow)
+    assert caught.value.node_errors
+
+
+def test_a_damaged_file_is_an_error_that_names_the_input(server):
+    (server.models("vae") / "damaged.safetensors").write_bytes(b"damaged" * 100)
+    workflow = Workflow()
+    latent = workflow.add("EmptyHunyuanLatentVideo", width=32, height=32, length=1, batch_size=1)
+    vae = load(workflow, "damaged.safetensors")
+    decoded = workflow.add("FastVAE_Decode", samples=latent, vae=vae)
+    workflow.add("PreviewImage", images=decoded)
+    message = failure(server, workflow)
+    assert "vae_name" in message
+    assert "damaged.safetensors" in message
+
+
+def test_a_latent_of_another_model_is_an_error_that_names_the_input(server, vae_file):
+    workflow = Workflow()
+    latent = workflow.add("EmptyLatentImage", width=64, height=64, batch_size=1)  # 4 channels
+    decoded = workflow.add("FastVAE_Decode", samples=latent, vae=load(workflow, vae_file))
+    workflow.add("PreviewImage", images=decoded)
+    assert "samples" in failure(server, workflow)
+
+
+def failure(server, workflow):
+    """What the user reads when a workflow fails."""
+    with pytest.raises(PromptError) as caught:
+        server.run(workflow)
+    kind, details = caught.value.messages[-1]
+    assert kind == "execution_error"
+    return details["exception_message"]
+
+
+@pytest.mark.parametrize("decoder", ["FastVAE_Decode", "VAEDecode"])
+def test_an_interrupt_ends_a_decode_and_frees_its_memory(server, vae_file, decoder):
+    def decode(frames):
+        workflow = Workflow()
+        size = {"width": 256, "height": 256, "length": frames, "batch_size": 1}
+        latent = workflow.add("EmptyHunyuanLatentVideo", **size)
+        decoded = workflow.add(decoder, samples=latent, vae=load(workflow, vae_file))
+        first = workflow.add("ImageFromBatch", image=decoded, batch_index=0, length=1)
+        workflow.add("PreviewImage", images=first)
+        return workflow
+
+    events = server.events  # it listens from here on
+    server.run(decode(9))
+    used_bytes, mapped_bytes = server.rss_bytes(), server.mapped_bytes()
+
+    prompt_id = server.queue(decode(1001))  # a minute and more, and an IMAGE of 750 MiB
+    events.wait("progress", timeout_s=60, prompt_id=prompt_id)
+    time.sleep(1)  # in the middle of it
+    start = time.monotonic()
+    server.interrupt()
+    with pytest.raises(PromptError) as caught:
+        server.wait(prompt_id, timeout_s=30)
+    assert caught.value.interrupted
+    assert time.monotonic() - start < 3
+
+    server.run(decode(5))
+    assert server.rss_bytes() < used_bytes + SLACK_BYTES
+    assert server.mapped_bytes() < mapped_bytes + MAPPED_SLACK_BYTES
+
+
+def test_the_example_workflows_are_offered_with_a_picture(server):
+    files = sorted((PACK / "example_workflows").glob("*.json"))
+    assert files
+    offered = server.get("/workflow_templates")[server.name]
+    assert sorted(offered) == [file.stem for file in files]
+    for file in files:
+        assert file.with_suffix(".jpg").read_bytes().startswith(b"\xff\xd8")
+        workflow = server.get(quote(f"/api/workflow_templates/{server.name}/{file.name}"))
+        kinds = {node["type"] for node in workflow["nodes"]}
+        assert kinds & NODES.keys()
+        assert {kind for kind in kinds if kind.startswith("FastVAE_")} <= NODES.keys()
