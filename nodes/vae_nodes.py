@@ -25,7 +25,9 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _VIDEO, _IMAGES = "video", "images"
 
 
-def _dtype(name: str, label: str, tooltip: str, *, optional: bool = False) -> io.Combo.Input:
+def _dtype(
+    tooltip: str, *, name: str = "dtype", label: str = "dtype", optional: bool = False
+) -> io.Combo.Input:
     return io.Combo.Input(
         name,
         options=[_AUTO, *_DTYPES],
@@ -37,7 +39,7 @@ def _dtype(name: str, label: str, tooltip: str, *, optional: bool = False) -> io
     )
 
 
-def _chunk(*, optional: bool = False) -> io.Int.Input:
+def _chunk(zero: str, *, optional: bool = False) -> io.Int.Input:
     return io.Int.Input(
         "chunk",
         default=0,
@@ -45,25 +47,29 @@ def _chunk(*, optional: bool = False) -> io.Int.Input:
         max=4096,
         optional=optional,
         advanced=True,
-        tooltip="Latent frames per step; 4 video frames each. 0: chosen from size and memory. "
-        "-1: all at once. Less takes less memory; the result is the same.",
+        tooltip=f"Latent frames per step; 4 video frames each. 0: {zero}. -1: all at once. "
+        "Less takes less memory; the result is the same.",
     )
 
 
-def _load_options() -> list[io.Input]:
+def _settings(dtype: str, encode_dtype: str, chunk: str) -> list[io.Input]:
+    """What a VAE keeps, by what stands for leaving it open."""
     return [
+        _dtype(f"Number format of the computation. auto: {dtype}."),
         _dtype(
-            "dtype",
-            "dtype",
-            "Number format of the computation. auto: what ComfyUI chooses for VAEs, which "
-            "--fp32-vae, --bf16-vae and --fp16-vae rule.",
+            f"Number format for encoding alone. auto: {encode_dtype}.",
+            name="encode_dtype",
+            label="encode dtype",
         ),
-        _dtype(
-            "encode_dtype",
-            "encode dtype",
-            "Number format for encoding alone. auto: the same as for decoding.",
-        ),
-        _chunk(),
+        _chunk(chunk),
+    ]
+
+
+def _once() -> list[io.Input]:
+    """What holds for one run."""
+    return [
+        _dtype("Number format, this once. auto: as chosen for the VAE.", optional=True),
+        _chunk("as chosen for the VAE", optional=True),
     ]
 
 
@@ -88,7 +94,12 @@ class Load(io.ComfyNode):
                     tooltip="A file of models/vae; or the small VAE that comes with the pack, "
                     "to try things out.",
                 ),
-                *_load_options(),
+                *_settings(
+                    "what ComfyUI chooses for VAEs, which --fp32-vae, --bf16-vae and --fp16-vae "
+                    "rule",
+                    "the same as for decoding",
+                    "chosen from size and memory",
+                ),
             ],
             outputs=[io.Vae.Output(display_name="VAE")],
         )
@@ -129,7 +140,11 @@ class Accelerate(io.ComfyNode):
             search_aliases=["fast vae", "speed up vae", "vae accelerate"],
             inputs=[
                 io.Vae.Input("vae", tooltip="It stays as it is; the weights are shared."),
-                *_load_options(),
+                *_settings(
+                    "as the VAE has it",
+                    "the dtype above; where that is auto too, as the VAE has it",
+                    "as the VAE has it, else chosen from size and memory",
+                ),
             ],
             outputs=[io.Vae.Output(display_name="VAE")],
         )
@@ -172,8 +187,7 @@ class Encode(io.ComfyNode):
                     tooltip="What several images are: the frames of one video, as in VAE Encode, "
                     "or a batch of single images.",
                 ),
-                _dtype("dtype", "dtype", "Number format, this once.", optional=True),
-                _chunk(optional=True),
+                *_once(),
             ],
             outputs=[io.Latent.Output(display_name="LATENT")],
         )
@@ -216,13 +230,13 @@ class Decode(io.ComfyNode):
             display_name="VAE Decode (Fast)",
             category=_CATEGORY,
             description="Decodes latents as VAE Decode does. With a fast VAE the frames leave "
-            "one after the other, without seams or tiles. Another VAE decodes as it always does.",
+            "one after the other, without tiles as long as memory suffices. Another VAE decodes "
+            "as it always does.",
             search_aliases=["decode video", "latent to image", "latent to video"],
             inputs=[
                 io.Latent.Input("samples", tooltip="The latents of a video or of images."),
                 io.Vae.Input("vae", tooltip="Any VAE; the options below need a fast one."),
-                _dtype("dtype", "dtype", "Number format, this once.", optional=True),
-                _chunk(optional=True),
+                *_once(),
             ],
             outputs=[io.Image.Output(display_name="IMAGE")],
         )
@@ -263,8 +277,8 @@ class DemoClip(io.ComfyNode):
             search_aliases=["sample video", "test video", "example clip"],
             inputs=[],
             outputs=[
-                io.Image.Output(display_name="IMAGE"),
-                io.Video.Output(display_name="VIDEO"),
+                io.Image.Output(display_name="IMAGE", tooltip="Its frames."),
+                io.Video.Output(display_name="VIDEO", tooltip="The clip as it is."),
             ],
         )
 

@@ -158,6 +158,11 @@ class Server:
         text = (self.base / "server.log").read_text(encoding="utf-8", errors="replace")
         return _COLOR.sub("", text)
 
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://127.0.0.1:{self._port}"
+
     def rss_bytes(self) -> int:
         """The memory that it uses at the moment."""
         return self._memory().rss
@@ -178,7 +183,7 @@ class Server:
     def events(self) -> Events:
         """What it says about the prompts of this object, from the first use of this on."""
         if self._events is None:
-            url = f"ws://127.0.0.1:{self._port}/ws?clientId={self.client_id}"
+            url = f"ws{self.url.removeprefix('http')}/ws?clientId={self.client_id}"
             self._events = Events(url)
         return self._events
 
@@ -251,7 +256,7 @@ class Server:
         return psutil.Process(self._process.pid).memory_info()
 
     def _request(self, path: str, body: bytes | None = None) -> Any:
-        request = urllib.request.Request(f"http://127.0.0.1:{self._port}{path}", data=body)
+        request = urllib.request.Request(f"{self.url}{path}", data=body)
         request.add_header("Content-Type", "application/json")
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback: no proxy
         with opener.open(request, timeout=60) as answer:
@@ -272,6 +277,8 @@ class Server:
 
 
 def _link(pack: Path, place: Path) -> None:
+    if place.exists():  # of another server with the same folders
+        return
     try:
         place.symlink_to(pack, target_is_directory=True)
     except OSError:  # Windows, without the right to make links
