@@ -119,15 +119,23 @@ def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Ten
     return out
 
 
-def merge_phases(grid: Tensor) -> Tensor:
+def merge_phases(grid: Tensor, source: Tensor | None = None, times: int = 1) -> Tensor:
     """Merge the four phases of a folded upsampling convolution into one picture of twice the size.
 
     Nearest 2x and then a 3x3 convolution is a 2x2 convolution of the small picture for each of the
     four phases of the large one; a grid of `(H + 1) x (W + 1)` windows has them all. Pixel
     `(2 i + a, 2 j + b)` is phase `2 a + b` of the window at `(i + a, j + b)`.
 
+    With `source` every pixel also gets one of its numbers: that of channel
+    `((c * times + p) * 4 + 2 a + b) * C_source // (4 * times * C)`, from frame `t` and pixel
+    `(i, j)`, for channel `c` of frame `times * t + p`. That is `DupUp3D` of Wan 2.2,
+    wan/modules/vae2_2.py, which repeats the channels and spreads them over the new pixels.
+
     Args:
         grid: `[B, 4 * C, T, H + 1, W + 1]`, channels-last; channel `(2 a + b) * C + c`.
+        source: `[B, C_source, T / times, H, W]`. For the first frame of a video, `[B, C_source, 1,
+            H, W]` where `T` is 1: it is the last of the `times` frames.
+        times: Frames of the result for each of `source`.
 
     Returns:
         `[B, C, T, 2 H, 2 W]`, channels-last.
@@ -137,11 +145,85 @@ def merge_phases(grid: Tensor) -> Tensor:
     out = _channels_last(grid, batch, channels, frames, 2 * height, 2 * width)
     windows = grid.movedim(1, -1).unflatten(4, (4, channels))
     pixels = out.movedim(1, -1).view(batch, frames, height, 2, width, 2, channels)
+    first = source is not None and frames < times * source.shape[2]
     for a in (0, 1):
         for b in (0, 1):
             phase = windows[:, :, a : a + height, b : b + width, 2 * a + b]
-            pixels[:, :, :, a, :, b].copy_(phase)
+            target = pixels[:, :, :, a, :, b]
+            if source is None:
+                target.copy_(phase)
+                continue
+            for p in range(times):
+                if first and p < times - 1:
+                    continue
+                some = slice(None) if first else slice(p, None, times)
+                added = _duplicated(source, channels, 4 * times, 4 * p + 2 * a + b)
+                _add_into(target[:, some], phase[:, some], added.movedim(1, -1))
     return out
+
+
+def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
+    """Average what falls on one number of a smaller video.
+
+    The frames and pixels of each `times x size x size` block become channels, the finest last, and
+    neighbouring channels are averaged in groups: `AvgDown3D` of Wan 2.2, wan/modules/vae2_2.py.
+    Frames that lack at the start of the video are zeros.
+
+    Args:
+        x: `[B, C, T, H, W]`, channels-last; `H` and `W` are multiples of `size`.
+        channels: Of the result; they divide `C * times * size * size`.
+        times: Frames that become one.
+        size: Pixels that become one, in height and in width.
+
+    Returns:
+        `[B, channels, ceil(T / times), H / size, W / size]`, channels-last, in memory of its own.
+    """
+    batch, before, frames = x.shape[:3]
+    group = before * times * size * size // channels
+    blocks = x.movedim(1, -1).unflatten(3, (-1, size)).unflatten(2, (-1, size))
+    if group % (size * size):
+        # Groups that end inside of a block of pixels.
+        fine = blocks.permute(0, 1, 2, 4, 6, 3, 5).flatten(4)
+    else:
+        wide = None if group == size * size else torch.promote_types(x.dtype, torch.float32)
+        fine, group = blocks.mean(dim=(3, 5), dtype=wide), group // (size * size)
+    missing = -frames % times
+    if times > 1:
+        spread = fine.new_zeros if missing else fine.new_empty
+        shape = (batch, frames + missing, *fine.shape[2:4])
+        inner = fine.shape[4] // before
+        grown = spread(*shape[:1], shape[1] // times, *shape[2:], before, times, inner)
+        # The phase of a frame is the dimension after its channels, and here the one after frames.
+        by_frame = grown.permute(0, 1, 5, 2, 3, 4, 6)
+        source = fine.unflatten(4, (before, inner))
+        for p in range(times):
+            of_phase = source[:, max(0, p - missing) :: times] if p >= missing else None
+            if of_phase is not None:
+                by_frame[:, :, p].copy_(of_phase)
+        fine = grown.flatten(4)
+    if group > 1:
+        fine = fine.unflatten(4, (channels, group)).mean(dim=5)
+    result = fine.to(x.dtype).movedim(-1, 1)
+    return result.clone() if result.data_ptr() == x.data_ptr() else result
+
+
+def _duplicated(x: Tensor, channels: int, phases: int, phase: int) -> Tensor:
+    """The channels of `x` that one phase of the `channels` of a larger picture repeats."""
+    repeats = channels * phases // x.shape[1]
+    if repeats == phases:
+        return x
+    if phases % repeats == 0:
+        return x[:, phase // repeats :: phases // repeats]
+    index = (torch.arange(channels, device=x.device) * phases + phase) // repeats
+    return x.index_select(1, index)
+
+
+def _add_into(target: Tensor, a: Tensor, b: Tensor) -> None:
+    """Write the sum in one pass; autograd records no `out`."""
+    if torch.is_grad_enabled():
+        target.copy_(a + b)
+    else:
+        torch.add(a, b, out=target)
 
 
 def _inverse_norm(rows: Tensor) -> Tensor:

@@ -68,8 +68,22 @@ class FastVAE(comfy.sd.VAE):
         """
         if newer:
             return super().decode(samples_in, vae_options or {}, **newer)
+        if self.latent_dim == 2 and samples_in.ndim == 5:
+            samples_in = samples_in[:, :, 0]
         if samples_in.ndim == 4:
-            return self.decode(samples_in.unsqueeze(2), chunk=chunk, dtype=dtype).squeeze(1)
+            one = samples_in.unsqueeze(2)
+            return self._decoded(one, chunk=chunk, dtype=dtype, tiles=tiles).squeeze(1)
+        return self._decoded(samples_in, chunk=chunk, dtype=dtype, tiles=tiles)
+
+    def _decoded(
+        self,
+        samples_in: Tensor,
+        *,
+        chunk: int | None,
+        dtype: torch.dtype | None,
+        tiles: tuple[int, int, int] | None,
+    ) -> Tensor:
+        """Check `[B, C_latent, t, h, w]` and decode it in the first way that fits."""
         self.throw_exception_if_invalid()
         self.first_stage_model.check_latent(samples_in)
         ways: list[Callable[[], Tensor]] = [lambda: self._decode(samples_in, chunk, dtype)] * 2
@@ -125,7 +139,7 @@ class FastVAE(comfy.sd.VAE):
 
         Args:
             pixel_samples: `[N, H, W, C]` in [0, 1], or `[B, T, H, W, C]`. Height and width are
-                cropped about the centre to multiples of 8, frames to `4 n + 1` from the front.
+                cropped about the centre to what the VAE compresses, frames to `4 n + 1`.
             not_video: The `N` images are pictures, not the frames of one video; None: as the VAE
                 says.
             chunk: Latents per step; -1: all; None: as chosen for the VAE.
@@ -133,7 +147,8 @@ class FastVAE(comfy.sd.VAE):
             newer: What a newer ComfyUI may say.
 
         Returns:
-            `[B, C_latent, t, H / 8, W / 8]`, not normalised, on the output device.
+            `[B, C_latent, t, H / 8, W / 8]`, or `[N, C_latent, H / 16, W / 16]` of a VAE of
+            pictures; not normalised, on the output device.
 
         Raises:
             ValueError: The images have another shape or dtype, or are not finite; or the VAE has no
@@ -144,6 +159,9 @@ class FastVAE(comfy.sd.VAE):
         self.throw_exception_if_invalid()
         video = self._as_video(pixel_samples, self.not_video if not_video is None else not_video)
         ways: list[Callable[[], Tensor]] = [lambda: self._encode(video, chunk, dtype)] * 2
+        if self.latent_dim == 2:
+            ways.append(lambda: self.encode_tiled_(video[:, :, 0]).unsqueeze(2))
+            return self._first_that_fits("encode", ways).squeeze(2)
         ways.append(lambda: self.encode_tiled_3d(video))
         return self._first_that_fits("encode", ways)
 
@@ -215,21 +233,29 @@ class FastVAE(comfy.sd.VAE):
                 dtype=self.vae_output_dtype(),
             )
         progress = Progress(batch * frames)
+        written = images.movedim(-1, 1)
         for start in range(0, batch, together):
             part = slice(start, start + together)
+            # Where the IMAGE is in the same memory, frames are written into it and nowhere else.
+            out = written[part] if images.device == model.device else None
             at = 0
-            for piece in model.decode_stream(latent[part], chunk or model.chunk, dtype):
+            for piece in model.decode_stream(latent[part], chunk or model.chunk, dtype, out):
                 # On the device, where it costs least; ComfyUI's process_output works in place.
-                shown = self.process_output(piece.to(images.dtype, copy=True))
-                run = images[part, at : at + piece.shape[2]]
-                run.copy_(shown.movedim(1, -1))
-                progress.passed(piece.shape[0] * piece.shape[2], run[-1])
+                if out is None:
+                    shown = self.process_output(piece.to(images.dtype, copy=True))
+                    written[part, :, at : at + piece.shape[2]] = shown
+                else:
+                    self.process_output(piece)
                 at += piece.shape[2]
+                progress.passed(piece.shape[0] * piece.shape[2], images[part][-1, :at])
         return images
 
     def _decode_in_tiles(self, latent: Tensor, tile_x: int, tile_y: int, overlap: int) -> Tensor:
         """ComfyUI's feathered tiles: whole in time, so that they have seams in space alone."""
         self._load(self.memory_used_decode((*latent.shape[:3], tile_y, tile_x), self.vae_dtype))
+        if self.latent_dim == 2:
+            pictures = self.decode_tiled_(latent[:, :, 0], tile_x, tile_y, overlap)
+            return pictures.movedim(1, -1).unsqueeze(1).contiguous()
         frames = self.decode_tiled_3d(
             latent, tile_x=tile_x, tile_y=tile_y, overlap=(1, overlap, overlap)
         )
@@ -278,7 +304,7 @@ class FastVAE(comfy.sd.VAE):
         channels_first = cropped.movedim(-1, 1)  # [N, C, H, W]
         if pixels.ndim == 5:
             video = channels_first.unflatten(0, pixels.shape[:2]).movedim(1, 2)
-        elif not_video:
+        elif not_video or self.latent_dim == 2:
             video = channels_first.unsqueeze(2)
         else:
             video = channels_first.movedim(0, 1).unsqueeze(0)

@@ -5,7 +5,7 @@ Everything that ComfyUI or a pack may call on such a module is here: the plain f
 ones (`handles_tiling`). Names and shapes were read off comfy/sd.py of ComfyUI 0.33.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -162,18 +162,14 @@ class FastVideoVAE(VideoVAE):
         if latent.ndim == 4:
             grown = None if buffer is None else buffer.unsqueeze(2)
             return self._decode(latent.unsqueeze(2), grown, chunk).squeeze(2)
-        stream: Iterator[Tensor] = self.decode_stream(latent, chunk)
+        self.check_latent(latent)
         if buffer is None:
             batch, channels, frames, height, width = self.config.decoded_shape(latent.shape)
             memory = (batch, frames, height, width, channels)
             buffer = torch.empty(memory, dtype=self.dtype, device=self.device).movedim(-1, 1)
         progress = Progress(buffer.shape[0] * buffer.shape[2])
-        start = 0
-        for piece in stream:
-            end = start + piece.shape[2]
-            buffer[:, :, start:end].copy_(piece)
+        for piece in self.decode_stream(latent, chunk, out=buffer):
             progress.passed(piece.shape[0] * piece.shape[2])
-            start = end
         return buffer
 
 

@@ -7,12 +7,12 @@ defaults are its own and follow its upgrades. A copy of that object then gets ou
 What is said of ComfyUI here was read off comfy/sd.py and comfy/model_patcher.py of 0.33.
 """
 
+import contextlib
 import copy
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import comfy.ldm.wan.vae
 import comfy.model_patcher
 import comfy.sd
 import torch
@@ -23,8 +23,11 @@ from .first_stage import FastVideoVAE
 
 _logger = logging.getLogger(__name__)
 
-# What ComfyUI's class for this family is made for, whatever the weights.
+# What ComfyUI's class for Wan 2.1 is made for, whatever the weights.
 _CORE_LATENT_CHANNELS = 16
+
+# ComfyUI's networks that ours take the place of.
+_WAN_NETWORKS = {("comfy.ldm.wan.vae", "WanVAE"), ("comfy.ldm.wan.vae2_2", "WanVAE")}
 
 
 @dataclass(frozen=True)
@@ -98,8 +101,8 @@ def _refusal(vae: comfy.sd.VAE, choice: Choice) -> str | None:
             return "it is fast already"
     elif kind is not comfy.sd.VAE:
         return f"it is a {kind.__name__} of another pack"
-    elif network is not comfy.ldm.wan.vae.WanVAE:
-        return f"its network is {network.__name__}; Wan 2.1 and Qwen-Image have WanVAE"
+    elif (network.__module__, network.__qualname__) not in _WAN_NETWORKS:
+        return f"its network is {network.__name__}; those of Wan and Qwen-Image are WanVAE"
     for name in ("object_patches", "weight_wrapper_patches", "injections", "hook_patches"):
         if getattr(vae.patcher, name, None):
             return f"another node has changed its network ({name})"
@@ -142,15 +145,28 @@ def _built(
 
 
 def _core_vae(config: VAEConfig) -> comfy.sd.VAE:
-    """ComfyUI's own VAE object for a family, around a network that has no memory."""
-    standard = replace(config.standard(), latent_channels=_CORE_LATENT_CHANNELS)
+    """ComfyUI's own VAE object, around a network that has no memory.
+
+    For the file as it is, where ComfyUI's class of this version fits it; else for the published VAE
+    of the same layout.
+    """
     with torch.device("meta"):
-        shapes = VideoVAE(standard, torch.float32, torch.float32).state_dict()
-        try:
-            return comfy.sd.VAE(sd=dict(shapes))
-        except (NotImplementedError, RuntimeError) as error:
-            _logger.debug("Fast Video VAE: ComfyUI looks into the weights: %s", error)
+        for each in (config, _as_published(config)):
+            shapes = VideoVAE(each, torch.float32, torch.float32).state_dict()
+            with contextlib.suppress(NotImplementedError, RuntimeError, KeyError):
+                core = comfy.sd.VAE(sd=dict(shapes))
+                if core.first_stage_model.state_dict().keys() >= shapes.keys():
+                    return core
+    # A ComfyUI that looks into the weights is given some.
     return comfy.sd.VAE(sd={key: torch.zeros(value.shape) for key, value in shapes.items()})
+
+
+def _as_published(config: VAEConfig) -> VAEConfig:
+    """The closest VAE that ComfyUI's classes are made for."""
+    standard = config.standard()
+    if standard.family == "wan2.1":
+        return replace(standard, latent_channels=_CORE_LATENT_CHANNELS)
+    return standard
 
 
 def _swapped(core: comfy.sd.VAE, model: FastVideoVAE) -> FastVAE:
@@ -174,14 +190,19 @@ def _swapped(core: comfy.sd.VAE, model: FastVideoVAE) -> FastVAE:
     vae.__dict__.pop("memory_used_encode", None)
     small, frames = config.spatial_compression, config.temporal_compression
     large = small * config.output_scale
-    vae.downscale_ratio = (config.latent_frames, small, small)
-    vae.downscale_index_formula = (frames, small, small)
-    vae.upscale_ratio = (lambda latents: max(0, config.frames(latents)), large, large)
-    vae.upscale_index_formula = (frames, large, large)
+    if frames == 1:  # a VAE of pictures
+        vae.latent_dim, vae.downscale_ratio, vae.upscale_ratio = 2, small, large
+        vae.downscale_index_formula = vae.upscale_index_formula = None
+    else:
+        vae.latent_dim = 3
+        vae.downscale_ratio = (config.latent_frames, small, small)
+        vae.downscale_index_formula = (frames, small, small)
+        vae.upscale_ratio = (lambda latents: max(0, config.frames(latents)), large, large)
+        vae.upscale_index_formula = (frames, large, large)
     vae.latent_channels = config.latent_channels
     vae.output_channels = vae.conv_out_channels = config.image_channels
-    # An alpha channel that an image lacks is opaque.
-    vae.pad_channel_value = 1.0
+    if config.image_channels == 4 or config.family == "wan2.1":
+        vae.pad_channel_value = 1.0  # an alpha channel that an image lacks is opaque
     return vae
 
 

@@ -114,18 +114,25 @@ def random_state_dict(
     the last for inputs of order 1, so that errors in low precision mean something; norms and
     biases are not trivial; frames come out mostly within [-1, 1].
     """
-    generator = torch.Generator().manual_seed(seed)
     shapes = wan21_shapes(width, image_channels=image_channels, out_channels=out_channels)
+    return spread(shapes, seed)
+
+
+def spread(
+    shapes: dict[str, tuple[int, ...]], seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Random tensors of these shapes, as `random_state_dict` says."""
+    generator = torch.Generator().manual_seed(seed)
     state: dict[str, Tensor] = {}
     for name, shape in shapes.items():
         noise = torch.empty(shape).normal_(generator=generator)
         if name.endswith("gamma"):
-            state[name] = 1 + 0.1 * noise
+            noise.mul_(0.1).add_(1)
         elif name.endswith("bias"):
-            state[name] = 0.05 * noise
+            noise.mul_(0.05)
         else:
-            fan_in = noise[0].numel()
-            state[name] = noise * (_gain(name) * fan_in**-0.5)
+            noise.mul_(_gain(name) * noise[0].numel() ** -0.5)
+        state[name] = noise.to(dtype)
     return state
 
 

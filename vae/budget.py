@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
-from torch import nn
 
 from .conv import CausalConv3d, Conv
-from .layers import Downsample, Upsample
-from .wan import Decoder, Encoder
+from .layers import Downsample
+from .network import Network, sublayers
 
 # On a CPU an activation of this size stays in the last cache, and in memory that malloc hands out
 # again rather than map anew (glibc maps blocks over 32 MB afresh, at about the cost of the
@@ -52,7 +51,7 @@ class Plan:
 
 
 def make_plan(
-    network: Encoder | Decoder,
+    network: Network,
     latent_size: tuple[int, int, int],
     dtype: torch.dtype,
     device: torch.device,
@@ -110,21 +109,16 @@ class _LayerSize:
     joined: Fraction
 
 
-def _layer_sizes(network: Encoder | Decoder) -> Iterator[_LayerSize]:
+def _layer_sizes(network: Network) -> Iterator[_LayerSize]:
     """Walk the layers in order, with the size of the frames that they see."""
     chains = network.chains()
-    heads = [chain[0] for chain in chains[1:]]
-    layers = [layer for chain in chains for layer in chain if isinstance(layer, nn.Module)]
+    heads = [sublayers(chain[0])[0] for chain in chains[1:]]
+    layers = [part for chain in chains for layer in chain for part in sublayers(layer)]
     shrinks = sum(isinstance(layer, Downsample) for layer in layers)
     area = Fraction(4**shrinks)
     frames = _FRAMES_PER_LATENT
     for layer in layers:
-        if isinstance(layer, Upsample):
-            before, area = area, area * 4
-        elif isinstance(layer, Downsample):
-            before, area = area, area / 4
-        else:
-            before = area
+        before, area = area, area * getattr(layer, "scale", Fraction(1)) ** 2
         convs = [module for module in layer.modules() if isinstance(module, Conv)]
         widest = max((max(conv.weight.shape[:2]) for conv in convs), default=0)
         causal = [conv for conv in convs if isinstance(conv, CausalConv3d)]

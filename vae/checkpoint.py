@@ -48,6 +48,15 @@ _DIFFUSERS_NAMES = [
     (r"^encoder\.down_blocks\.(\d+)\.", r"encoder.downsamples.\1."),
 ]
 
+# The same for the Wan 2.2 layout, whose stages number their blocks (AutoencoderKLWan with
+# `is_residual`, AutoencoderKLQwenImage21).
+_NESTED_NAMES = [
+    (r"^encoder\.down_blocks\.(\d+)\.resnets\.", r"encoder.downsamples.\1.downsamples."),
+    (r"^encoder\.down_blocks\.(\d+)\.downsampler\.", r"encoder.downsamples.\1.downsamples.2."),
+    (r"^decoder\.up_blocks\.(\d+)\.resnets\.", r"decoder.upsamples.\1.upsamples."),
+    (r"^decoder\.up_blocks\.(\d+)\.upsampler\.", r"decoder.upsamples.\1.upsamples.3."),
+]
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -70,7 +79,7 @@ def load_vae(
     encode_dtype: torch.dtype | None = None,
     weights_dtype: torch.dtype | None = None,
 ) -> VideoVAE:
-    """Load a VAE of the Wan 2.1 layout; what it is, is read off its tensors.
+    """Load a VAE of the Wan family; what it is, is read off its tensors.
 
     Args:
         source: A `.safetensors` file; a `.pth`, `.pt`, `.ckpt` or `.bin` file of tensors alone; or
@@ -130,7 +139,7 @@ def read_checkpoint(source: str | os.PathLike[str] | Mapping[str, Tensor]) -> Ch
     name = "the state dict" if isinstance(source, Mapping) else str(Path(source))
     raw = dict(source) if isinstance(source, Mapping) else read_file(Path(source))
     try:
-        weights = to_wan_keys(raw)
+        weights = _with_time(to_wan_keys(raw))
         config = _fit({key: tuple(value.shape) for key, value in weights.items()})
         _check_values(weights)
     except ValueError as error:
@@ -233,22 +242,42 @@ def to_wan_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     prefix = next((p for p in _PREFIXES if state and all(key.startswith(p) for key in state)), "")
     plain = {key.removeprefix(prefix): value for key, value in state.items()}
     if any(".conv_in." in key for key in plain):
-        plain = {_from_diffusers(key): value for key, value in plain.items()}
+        nested = any(".upsampler." in key for key in plain)
+        plain = {_from_diffusers(key, nested): value for key, value in plain.items()}
     if not any(key.startswith("encoder.") for key in plain):
         # What is left of an encoder that was cut off, after its last layer.
         plain = {key: value for key, value in plain.items() if not key.startswith("conv1.")}
     return plain
 
 
-def _from_diffusers(key: str) -> str:
-    """Wan's name of a tensor that diffusers names `key`."""
-    for pattern, name in _DIFFUSERS_NAMES:
+def _from_diffusers(key: str, nested: bool) -> str:
+    """Wan's name of a tensor that diffusers names `key`; `nested`: in the Wan 2.2 layout."""
+    for pattern, name in [*(_NESTED_NAMES if nested else []), *_DIFFUSERS_NAMES]:
         key = re.sub(pattern, name, key)
     match = re.match(r"decoder\.up_blocks\.(\d+)\.(resnets\.(\d+)|upsamplers\.0)\.(.*)", key)
     if match:
         stage, _, block, rest = match.groups()
         return f"decoder.upsamples.{4 * int(stage) + (3 if block is None else int(block))}.{rest}"
     return key
+
+
+def _with_time(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give the causal convolutions of a VAE of pictures, some of which are 2D, their tap in time.
+
+    Those of every layer but the resamplings and the attention, which are 2D in any VAE.
+    """
+    head = weights.get("decoder.head.2.weight")
+    if head is None or head.ndim != 4:
+        return weights
+    flat = re.compile(r"\.resample\.1\.weight$|\.to_qkv\.weight$|\.proj\.weight$")
+    return {
+        key: value.unsqueeze(2) if value.ndim == 4 and _convolves(key, flat) else value
+        for key, value in weights.items()
+    }
+
+
+def _convolves(key: str, flat: re.Pattern[str]) -> bool:
+    return key.endswith(".weight") and not flat.search(key)
 
 
 def _fit(shapes: dict[str, tuple[int, ...]]) -> VAEConfig:

@@ -99,7 +99,14 @@ def encode(args: argparse.Namespace, say: Say) -> str:
             )
             latent = torch.cat([x.cpu() for x in vae.encode_stream(pieces, args.chunk)], dim=2)
         frames = config.frames(latent.shape[2])
-        save_latent(part, latent, family=config.family, fps=video.fps, frames=frames)
+        save_latent(
+            part,
+            latent,
+            family=config.family,
+            fps=video.fps,
+            frames=frames,
+            compression=config.spatial_compression,
+        )
     made = f"{list(latent.shape)} for {_frames(frames)} at {_number(video.fps)} fps"
     return f"wrote {args.output}: {made}"
 

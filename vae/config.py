@@ -1,38 +1,38 @@
-"""What a VAE is, as far as its weights tell, and the statistics of its latents."""
+"""What a VAE is, as far as its weights tell."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-# Per-channel statistics of the Wan 2.1 latents (wan/modules/vae.py, class WanVAE); Qwen-Image's are
-# the same.
-_WAN21_MEAN = (
-    *(-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508),
-    *(0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921),
-)
-_WAN21_STD = (
-    *(2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743),
-    *(3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160),
-)
+from .statistics import latent_statistics
 
 # Keys that tell one layout from another (present from the first release of each).
 _WAN_KEY = "decoder.middle.0.residual.0.gamma"
 _WAN22_KEY = "decoder.upsamples.0.upsamples.0.residual.2.weight"
 _SEEDVR2_KEY = "decoder.up_blocks.2.upsamplers.0.upscale_conv.weight"
 
-# Widths of the stages over the base width (`dim_mult`).
-_MULTIPLES = (1, 2, 4, 4)
+WAN21 = "wan2.1"
+WAN22 = "wan2.2"
+QWEN21 = "qwen-image-2.1"
 
-# The tensor whose first dimension is a stage's width: the first convolution, then each stage's
+# Widths of the stages over the base width (`dim_mult`), by their number.
+_MULTIPLES = {4: (1, 2, 4, 4), 5: (1, 2, 4, 8, 8)}
+
+# The tensors whose first dimension is a stage's width: the first convolution, then each stage's
 # first block.
-_ENCODER_ANCHORS = (
-    "encoder.conv1.weight",
-    *(f"encoder.downsamples.{index}.residual.6.weight" for index in (0, 3, 6, 9)),
+_WAN21_ANCHORS = (
+    (
+        "encoder.conv1.weight",
+        *(f"encoder.downsamples.{index}.residual.6.weight" for index in (0, 3, 6, 9)),
+    ),
+    (
+        "decoder.conv1.weight",
+        *(f"decoder.upsamples.{index}.residual.6.weight" for index in (0, 4, 8, 12)),
+    ),
 )
-_DECODER_ANCHORS = (
-    "decoder.conv1.weight",
-    *(f"decoder.upsamples.{index}.residual.6.weight" for index in (0, 4, 8, 12)),
-)
+
+# The published VAE of the Wan 2.2 layout: base widths, latent channels, and the side of a patch.
+_WAN22_ENCODER, _WAN22_DECODER, _WAN22_LATENTS, _WAN22_PATCH = 160, 256, 48, 2
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -43,22 +43,26 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class VAEConfig:
-    """A VAE of the Wan 2.1 layout: Wan 2.1, Qwen-Image, pruned, layered and 2x versions.
+    """A VAE of the Wan family.
 
     Attributes:
-        family: Layout: `wan2.1`.
+        family: `wan2.1` (Wan 2.1, Wan 2.2 14B, Qwen-Image; pruned, layered and 2x versions),
+            `wan2.2` (Wan 2.2 5B) or `qwen-image-2.1`.
         latent_channels: Channels of a latent.
         image_channels: Channels of a frame: 3, or 4 with alpha.
         output_scale: Frames come out this many times as large as they go in: 2 for upscaling
             decoders, else 1.
-        encoder_widths: Channels of the encoder's first convolution and of its four stages, from
-            full size down; None: the file has no encoder.
-        decoder_widths: Channels of the decoder's first convolution and of its four stages, from the
+        encoder_widths: Channels of the encoder's first convolution and of its stages, from full
+            size down; None: the file has no encoder.
+        decoder_widths: Channels of the decoder's first convolution and of its stages, from the
             latent's size up.
         spatial_compression: Pixels per latent, in height and in width.
-        temporal_compression: Frames per latent, but for the first, which is one frame.
+        temporal_compression: Frames per latent, but for the first, which is one frame. 1: every
+            frame is a picture by itself.
         latent_mean: Mean of each latent channel.
         latent_std: Standard deviation of each latent channel.
+        patch_size: Side of the blocks of pixels that the network sees as one.
+        taps: Frames that a convolution sees.
     """
 
     family: str
@@ -71,6 +75,8 @@ class VAEConfig:
     temporal_compression: int
     latent_mean: tuple[float, ...]
     latent_std: tuple[float, ...]
+    patch_size: int = 1
+    taps: int = 3
 
     @property
     def encoder_width(self) -> int | None:
@@ -85,15 +91,15 @@ class VAEConfig:
     def standard(self) -> "VAEConfig":
         """The published VAE of this layout that is closest: all stages whole, frames as they are.
 
-        It has an encoder, the usual multiples of the decoder's base width, and no upscaling.
+        It has an encoder, the usual multiples of the base widths, and no upscaling. Of the Wan 2.2
+        layout that is Wan 2.2 itself.
         """
-        base = self.decoder_width
-        return replace(
-            self,
-            output_scale=1,
-            encoder_widths=_standard_encoder(base),
-            decoder_widths=_standard_decoder(base),
-        )
+        if self.family == WAN21:
+            base = self.decoder_width
+            encoder, decoder = _standard_widths(base, base, 4)
+            return replace(self, output_scale=1, encoder_widths=encoder, decoder_widths=decoder)
+        encoder, decoder = _standard_widths(_WAN22_ENCODER, _WAN22_DECODER, 4)
+        return _config(WAN22, _WAN22_LATENTS, 3, encoder, decoder, patch_size=_WAN22_PATCH)
 
     def latent_frames(self, frames: int) -> int:
         """Latents that hold `frames` frames."""
@@ -125,10 +131,8 @@ def read_configs(shapes: Shapes) -> list[VAEConfig]:
         LayoutError: The names are not those of a known layout.
         ValueError: They are, but what everything else depends on is missing or misshapen.
     """
-    if _WAN22_KEY in shapes:
-        raise LayoutError("the checkpoint has the Wan 2.2 layout; expected the Wan 2.1 layout")
     if _SEEDVR2_KEY in shapes:
-        raise LayoutError("the checkpoint has the SeedVR2 layout; expected the Wan 2.1 layout")
+        raise LayoutError("the checkpoint has the SeedVR2 layout; expected one of the Wan family")
     if _WAN_KEY not in shapes:
         raise LayoutError(
             f"not a Wan or Qwen-Image VAE: none of its {len(shapes)} keys is {_WAN_KEY}"
@@ -136,44 +140,90 @@ def read_configs(shapes: Shapes) -> list[VAEConfig]:
         )
     latent_channels = _size(shapes, "decoder.conv1.weight", 1)
     has_encoder = any(key.startswith("encoder.") for key in shapes)
-    in_channels = _size(shapes, "encoder.conv1.weight", 1) if has_encoder else None
-    image_channels, output_scale = _image_channels(
-        _size(shapes, "decoder.head.2.weight", 0), in_channels
-    )
-    known = latent_channels == len(_WAN21_MEAN)
-
-    def config(encoder_widths: tuple[int, ...], decoder_widths: tuple[int, ...]) -> VAEConfig:
-        return VAEConfig(
-            family="wan2.1",
-            latent_channels=latent_channels,
-            image_channels=image_channels,
-            output_scale=output_scale,
-            encoder_widths=encoder_widths if has_encoder else None,
-            decoder_widths=decoder_widths,
-            spatial_compression=8,
-            temporal_compression=4,
-            latent_mean=_WAN21_MEAN if known else (0.0,) * latent_channels,
-            latent_std=_WAN21_STD if known else (1.0,) * latent_channels,
-        )
-
-    decoder_base = _size(shapes, "decoder.head.0.gamma", 0)
     encoder_base = _size(shapes, "encoder.conv1.weight", 0) if has_encoder else 0
-    standard_encoder = _standard_encoder(encoder_base)
-    standard_decoder = _standard_decoder(decoder_base)
-    standard = config(standard_encoder, standard_decoder)
-    own = config(
-        _widths(shapes, _ENCODER_ANCHORS, standard_encoder),
-        _widths(shapes, _DECODER_ANCHORS, standard_decoder),
+    decoder_base = _size(shapes, "decoder.head.0.gamma", 0)
+    in_channels = _size(shapes, "encoder.conv1.weight", 1) if has_encoder else None
+    out_channels = _size(shapes, "decoder.head.2.weight", 0)
+    if _WAN22_KEY in shapes:
+        stages, anchors = _stages(shapes), _wan22_anchors(_stages(shapes))
+    else:
+        stages, anchors = 4, _WAN21_ANCHORS
+
+    def config(encoder: tuple[int, ...], decoder: tuple[int, ...]) -> VAEConfig:
+        widths = (encoder if has_encoder else None, decoder)
+        if _WAN22_KEY not in shapes:
+            image_channels, scale = _image_channels(out_channels, in_channels)
+            return _config(WAN21, latent_channels, image_channels, *widths, output_scale=scale)
+        if _is_flat(shapes):
+            return _config(QWEN21, latent_channels, out_channels, *widths, taps=1)
+        patch = _WAN22_PATCH
+        return _config(WAN22, latent_channels, out_channels // patch**2, *widths, patch_size=patch)
+
+    usual = _standard_widths(encoder_base, decoder_base, stages)
+    own = tuple(_widths(shapes, *each) for each in zip(anchors, usual, strict=True))
+    return [config(*usual)] if own == usual else [config(*usual), config(*own)]
+
+
+def _config(
+    family: str,
+    latent_channels: int,
+    image_channels: int,
+    encoder_widths: tuple[int, ...] | None,
+    decoder_widths: tuple[int, ...],
+    *,
+    output_scale: int = 1,
+    patch_size: int = 1,
+    taps: int = 3,
+) -> VAEConfig:
+    mean, std = latent_statistics(latent_channels)
+    return VAEConfig(
+        family=family,
+        latent_channels=latent_channels,
+        image_channels=image_channels,
+        output_scale=output_scale,
+        encoder_widths=encoder_widths,
+        decoder_widths=decoder_widths,
+        spatial_compression=patch_size * 2 ** (len(decoder_widths) - 2),
+        temporal_compression=1 if taps == 1 else 4,
+        latent_mean=mean,
+        latent_std=std,
+        patch_size=patch_size,
+        taps=taps,
     )
-    return [standard] if own == standard else [standard, own]
 
 
-def _standard_encoder(base: int) -> tuple[int, ...]:
-    return tuple(base * multiple for multiple in (1, *_MULTIPLES))
+def _standard_widths(
+    encoder: int, decoder: int, stages: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The usual widths of encoder and decoder for their base widths."""
+    multiples = _MULTIPLES[stages]
+    return (
+        tuple(encoder * multiple for multiple in (1, *multiples)),
+        tuple(decoder * multiple for multiple in (multiples[-1], *multiples[::-1])),
+    )
 
 
-def _standard_decoder(base: int) -> tuple[int, ...]:
-    return tuple(base * multiple for multiple in (_MULTIPLES[-1], *_MULTIPLES[::-1]))
+def _stages(shapes: Shapes) -> int:
+    """How many stages a decoder of the Wan 2.2 layout has."""
+    stages = len({key.split(".")[2] for key in shapes if key.startswith("decoder.upsamples.")})
+    if stages not in _MULTIPLES:
+        raise ValueError(
+            f"the decoder has {stages} stages; expected {' or '.join(map(str, _MULTIPLES))}"
+        )
+    return stages
+
+
+def _wan22_anchors(stages: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """As `_WAN21_ANCHORS`, where the blocks of a stage have a number of their own."""
+    down = (f"encoder.downsamples.{i}.downsamples.0.residual.6.weight" for i in range(stages))
+    up = (f"decoder.upsamples.{i}.upsamples.0.residual.6.weight" for i in range(stages))
+    return ("encoder.conv1.weight", *down), ("decoder.conv1.weight", *up)
+
+
+def _is_flat(shapes: Shapes) -> bool:
+    """Whether the convolutions see one frame: with one temporal tap, or with none at all."""
+    shape = shapes["decoder.head.2.weight"]
+    return len(shape) == 4 or (len(shape) == 5 and shape[2] == 1)
 
 
 def _size(shapes: Shapes, key: str, dim: int) -> int:

@@ -16,6 +16,11 @@ from ..kernels import merge_phases
 from .cache import TemporalCache
 from .forms import Form, Forms, checksum_of, own_bytes, packs, stamp_of
 
+# A form that is larger is made for every call, as PyTorch makes it inside of a convolution. Kept,
+# the forms of Wan 2.2 would be as large as its weights, while the weights of Wan 2.1 (16 MB each)
+# are worth it.
+_KEPT_BYTES = 24 << 20
+
 Fill = Callable[[Tensor, Tensor], object]
 """Writes a function of its first argument into its second, which has the same shape."""
 
@@ -72,24 +77,24 @@ class Conv(nn.Module):
             convolve = F.conv2d if ndim == 4 else F.conv3d
             y = convolve(x, self._derive(kind, x.dtype), bias, stride=strides, padding=pads)
             return y if residual is None else y + residual
-        form = self._form(kind, x, strides, pads)
-        if form.packed:
+        weight, packed = self._form(kind, x, strides, pads)
+        if packed:
             ones = (1,) * (ndim - 2)
             if residual is None:
                 return torch.ops.mkldnn._convolution_pointwise(
-                    x, form.weight, bias, pads, strides, ones, 1, "none", [], ""
+                    x, weight, bias, pads, strides, ones, 1, "none", [], ""
                 )
             return torch.ops.mkldnn._convolution_pointwise_.binary(
-                residual, x, form.weight, bias, pads, strides, ones, 1, "add", 1.0, None, [], None
+                residual, x, weight, bias, pads, strides, ones, 1, "add", 1.0, None, [], None
             )
         convolve = F.conv2d if ndim == 4 else F.conv3d
-        y = convolve(x, form.weight, bias, stride=strides, padding=pads)
+        y = convolve(x, weight, bias, stride=strides, padding=pads)
         return y if residual is None else residual.add_(y)
 
     def _form(
         self, kind: str, x: Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
-    ) -> Form:
-        """Look the form up, or derive it."""
+    ) -> tuple[Tensor, bool]:
+        """Look the form up, or derive it: the weight, and whether it is in oneDNN's layout."""
         key = (kind, x.dtype)
         form = self._forms.get(key)
         if (
@@ -97,7 +102,7 @@ class Conv(nn.Module):
             and form.source() is self.weight
             and form.stamp == stamp_of(self.weight)
         ):
-            return form
+            return form.weight, form.packed
         # Outside of inference mode, so that a form serves both there and here.
         with torch.inference_mode(False), torch.no_grad():
             weight = self._derive(kind, x.dtype)
@@ -107,15 +112,15 @@ class Conv(nn.Module):
                 weight = torch.ops.mkldnn._reorder_convolution_weight(
                     weight, padding, stride, ones, 1, list(x.shape)
                 )
-            form = Form(
-                weight,
-                packed,
-                weakref.ref(self.weight),
-                stamp_of(self.weight),
-                checksum_of(self.weight),
-            )
-        self._forms[key] = form
-        return form
+            if own_bytes(weight, self.weight) <= _KEPT_BYTES:
+                self._forms[key] = Form(
+                    weight,
+                    packed,
+                    weakref.ref(self.weight),
+                    stamp_of(self.weight),
+                    checksum_of(self.weight),
+                )
+        return weight, packed
 
     def _derive(self, kind: str, dtype: torch.dtype) -> Tensor:
         """The weight that a call of this kind multiplies with; maybe the parameter itself.
@@ -250,10 +255,19 @@ class UpsampleConv2d(Conv):
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(in_channels, out_channels, (3, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[B, C_in, T, H, W]` to `[B, C_out, T, 2 H, 2 W]`, both channels-last."""
+    def forward(self, x: Tensor, source: Tensor | None = None, times: int = 1) -> Tensor:
+        """Convolve, and add `source` as `merge_phases` does.
+
+        Args:
+            x: `[B, C_in, T, H, W]`, channels-last.
+            source: `[B, C, T / times, H, W]`; None: nothing.
+            times: Frames of the result for each of `source`.
+
+        Returns:
+            `[B, C_out, T, 2 H, 2 W]`, channels-last.
+        """
         grid = self._convolve(_as_frames(x), "folded", 1, 1, None)
-        return merge_phases(_as_video(grid, x.shape[0]))
+        return merge_phases(_as_video(grid, x.shape[0]), source, times)
 
 
 class StridedConv2d(Conv):
@@ -267,9 +281,13 @@ class StridedConv2d(Conv):
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(in_channels, out_channels, (3, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[B, C_in, T, H, W]` to `[B, C_out, T, H / 2, W / 2]`, both channels-last."""
-        return _as_video(self._convolve(_as_frames(x), "shifted", 2, 1, None), x.shape[0])
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`[B, C_in, T, H, W]` to `[B, C_out, T, H / 2, W / 2]`, both channels-last.
+
+        `residual`, of the shape of the result, is added; its memory may become the result.
+        """
+        added = None if residual is None else _as_frames(residual)
+        return _as_video(self._convolve(_as_frames(x), "shifted", 2, 1, added), x.shape[0])
 
 
 def _fold(weight: Tensor) -> Tensor:

@@ -79,7 +79,9 @@ class LatentFile:
     fps: Fraction | None
 
 
-def save_latent(path: Path, latent: Tensor, *, family: str, fps: Fraction, frames: int) -> None:
+def save_latent(
+    path: Path, latent: Tensor, *, family: str, fps: Fraction, frames: int, compression: int = 8
+) -> None:
     """Write a latent file.
 
     Args:
@@ -88,11 +90,12 @@ def save_latent(path: Path, latent: Tensor, *, family: str, fps: Fraction, frame
         family: Family of the VAE that made it.
         fps: Frames per second of the video.
         frames: Frames that the latent holds.
+        compression: Pixels per latent, in height and in width.
 
     Raises:
         OSError: The file cannot be written.
     """
-    height, width = (8 * size for size in latent.shape[3:])
+    height, width = (compression * size for size in latent.shape[3:])
     metadata = {
         "format": FORMAT_VERSION,
         "family": family,

@@ -5,6 +5,8 @@ activation `[B, C, T, H, W]`, channels-last, and the `TemporalCache` of the vide
 input: it may write into it.
 """
 
+from fractions import Fraction
+
 import torch
 from torch import Tensor, nn
 
@@ -35,16 +37,23 @@ class RMSNorm(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Norm, SiLU, convolution, twice, added to the input or to its 1x1x1 `shortcut`."""
+    """Norm, SiLU, convolution, twice, added to the input or to its 1x1x1 `shortcut`.
 
-    def __init__(self, in_channels: int, out_channels: int) -> None:
+    Args:
+        in_channels: Channels in.
+        out_channels: Channels out.
+        taps: Frames that each convolution sees.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, taps: int = 3) -> None:
         super().__init__()
+        kernel = (taps, 3, 3)
         self.residual = nn.ModuleDict(
             {
                 "0": RMSNorm(in_channels),
-                "2": CausalConv3d(in_channels, out_channels),
+                "2": CausalConv3d(in_channels, out_channels, kernel),
                 "3": RMSNorm(out_channels),
-                "6": CausalConv3d(out_channels, out_channels),
+                "6": CausalConv3d(out_channels, out_channels, kernel),
             }
         )
         self.shortcut = (
@@ -83,42 +92,91 @@ class Upsample(nn.Module):
 
     The first frame of a video passes without `time_conv`, and is not in its history either: the
     second step sees zeros before it (wan/modules/vae.py, the "Rep" branch of `Resample`).
+
+    Args:
+        in_channels: Channels in.
+        out_channels: Channels out.
+        temporal: Two frames out for one in.
+        taps: Frames that `time_conv` sees.
+
+    Attributes:
+        scale: Height and width out for those in.
+        growth: Its phases, before they are merged, are so many times as large as its input.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, *, temporal: bool) -> None:
-        super().__init__()
-        # Its phases, before they are merged, are so many times as large as its input.
-        self.growth = 4 if temporal else 2
-        self.resample = nn.ModuleDict({"1": UpsampleConv2d(in_channels, out_channels)})
-        self.time_conv = CausalConv3d(in_channels, 2 * in_channels, (3, 1, 1)) if temporal else None
+    scale = Fraction(2)
 
-    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """`[B, C_in, T, H, W]` to `[B, C_out, T or 2 T, 2 H, 2 W]`."""
+    def __init__(
+        self, in_channels: int, out_channels: int, *, temporal: bool, taps: int = 3
+    ) -> None:
+        super().__init__()
+        self.growth = 4 * out_channels // in_channels * (2 if temporal else 1)
+        self.times = 2 if temporal else 1
+        self.resample = nn.ModuleDict({"1": UpsampleConv2d(in_channels, out_channels)})
+        self.time_conv = (
+            CausalConv3d(in_channels, 2 * in_channels, (taps, 1, 1)) if temporal else None
+        )
+
+    def forward(self, x: Tensor, cache: TemporalCache, source: Tensor | None = None) -> Tensor:
+        """Upsample.
+
+        Args:
+            x: `[B, C_in, T, H, W]`, channels-last.
+            cache: The state of the video.
+            source: `[B, C, T, H, W]`, repeated over the new pixels and frames and added; see
+                `merge_phases`.
+
+        Returns:
+            `[B, C_out, T or 2 T, 2 H, 2 W]`, channels-last.
+        """
         if self.time_conv is not None and not cache.first:
             y = self.time_conv(x, cache)
             batch, channels, frames, height, width = x.shape
             out = cache.scratch((batch, channels, 2 * frames, height, width), x)
             x = interleave_time(y, 2, out=out)
-        return self.resample["1"](x)
+        return self.resample["1"](x, source, self.times)
 
 
 class Downsample(nn.Module):
     """A 3x3 convolution with stride 2 in space; with `temporal` two frames become one after.
 
     The first frame of a video passes `time_conv` by, but is the history of its second step.
+
+    Args:
+        channels: Channels in and out.
+        temporal: One frame out for two in.
+        taps: Frames that `time_conv` sees.
+
+    Attributes:
+        scale: Height and width out for those in.
     """
 
-    def __init__(self, channels: int, *, temporal: bool) -> None:
+    scale = Fraction(1, 2)
+
+    def __init__(self, channels: int, *, temporal: bool, taps: int = 3) -> None:
         super().__init__()
         self.resample = nn.ModuleDict({"1": StridedConv2d(channels, channels)})
-        self.time_conv = CausalConv3d(channels, channels, (3, 1, 1), stride=2) if temporal else None
+        # With one tap there is no time, and the weights are there for their names.
+        stride = min(2, taps)
+        self.time_conv = (
+            CausalConv3d(channels, channels, (taps, 1, 1), stride=stride) if temporal else None
+        )
 
-    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """`[B, C, T, H, W]` to `[B, C, T or T / 2, H / 2, W / 2]`."""
-        x = self.resample["1"](x)
+    def forward(self, x: Tensor, cache: TemporalCache, residual: Tensor | None = None) -> Tensor:
+        """Downsample.
+
+        Args:
+            x: `[B, C, T, H, W]`, channels-last.
+            cache: The state of the video.
+            residual: Of the shape of the result; added, and its memory may become the result.
+
+        Returns:
+            `[B, C, T or T / 2, H / 2, W / 2]`, channels-last.
+        """
         if self.time_conv is None:
-            return x
-        if cache.first:
-            self.time_conv.keep(x, cache)
-            return x
-        return self.time_conv(x, cache)
+            return self.resample["1"](x, residual)
+        x = self.resample["1"](x)
+        if not cache.first:
+            return self.time_conv(x, cache, residual=residual)
+        self.time_conv.keep(x, cache)
+        return x if residual is None else x + residual

@@ -21,13 +21,15 @@ from .inputs import (
     chunk_of,
     to_unit,
 )
+from .layouts import make_decoder, make_encoder
+from .network import Layer, Network
+from .pixels import COLUMN_FIRST, ROW_FIRST, fold_pixels, unfold_pixels
 from .precision import full_float32
 from .stream import advance, rechunk
-from .wan import Decoder, Encoder, Layer, pixel_shuffle
 
 
 class VideoVAE(nn.Module):
-    """A causal video VAE of the Wan 2.1 layout.
+    """A causal video VAE of the Wan family.
 
     Made by `load_vae`. The parameters have the names of the original checkpoint. Decoding and
     encoding keep no state in the object, so threads may share it. Every result is exact for any
@@ -55,14 +57,10 @@ class VideoVAE(nn.Module):
         self.limit_bytes: int | None = None
         self.allow_tf32 = False
         latents = config.latent_channels
-        if config.encoder_widths is None:
-            self.encoder = self.conv1 = None
-        else:
-            self.encoder = Encoder(config.encoder_widths, config.image_channels, latents)
-            self.conv1 = PointwiseConv(2 * latents, 2 * latents)
+        self.encoder = make_encoder(config)
+        self.conv1 = None if self.encoder is None else PointwiseConv(2 * latents, 2 * latents)
         self.conv2 = PointwiseConv(latents, latents)
-        out_channels = config.image_channels * config.output_scale**2
-        self.decoder = Decoder(config.decoder_widths, out_channels, latents)
+        self.decoder = make_decoder(config)
         self.requires_grad_(False).eval()
 
     @property
@@ -106,15 +104,12 @@ class VideoVAE(nn.Module):
                 not finite.
         """
         check_tensor(latent, "latent", self.config.latent_channels)
-        stream = self.decode_stream(latent, chunk)
         batch, channels, frame_count, height, width = self.config.decoded_shape(latent.shape)
         with torch.inference_mode(False):
             memory = (batch, frame_count, height, width, channels)
             frames = torch.empty(memory, dtype=self.dtype, device=self.device).movedim(-1, 1)
-        at = 0
-        for piece in stream:
-            frames[:, :, at : at + piece.shape[2]] = piece
-            at += piece.shape[2]
+        for _ in self.decode_stream(latent, chunk, out=frames):
+            pass
         return frames
 
     def encode_stream(
@@ -139,6 +134,8 @@ class VideoVAE(nn.Module):
         """
         encoder, quantise = self._encoding()
         chains = encoder.chains()
+        patch = self.config.patch_size
+        chains[0].insert(0, lambda x, _: fold_pixels(x, patch, COLUMN_FIRST))
         chains[-1].append(lambda x, _: quantise(x, self.config.latent_channels))
         source = checked(pieces, self.check_frames)
         chunk = chunk_of(pieces, chunk)
@@ -150,6 +147,7 @@ class VideoVAE(nn.Module):
         latent: Tensor | Iterable[Tensor],
         chunk: int | None = None,
         dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
     ) -> Iterator[Tensor]:
         """Decode a latent and give the frames away as they are done.
 
@@ -160,6 +158,8 @@ class VideoVAE(nn.Module):
             latent: `[B, C_latent, t, h, w]`, or an iterable of such, one after the other in time.
             chunk: As for `decode`; None for an iterable: one latent at a time.
             dtype: Of this computation; None: `dtype` of the VAE.
+            out: `[B, C, T, H, W]` of the whole video, of any dtype, strides and device: each piece
+                is written there, and the piece that comes is the part of it. None: new tensors.
 
         Returns:
             An iterator of frames `[B, C, n, H, W]`, as from `decode`; `n` varies.
@@ -167,10 +167,9 @@ class VideoVAE(nn.Module):
         Raises:
             ValueError: As for `decode`; for a piece of an iterable when it is reached.
         """
-        scale = self.config.output_scale
         chains = self.decoder.chains()
         chains[0].insert(0, lambda x, _: self.conv2(x))
-        chains[-1].append(lambda x, _: pixel_shuffle(x, scale))
+        chains[-1].append(self._writer(out))
         source = checked(latent, self.check_latent)
         chunk = chunk_of(latent, chunk)
         lone = isinstance(latent, Tensor) and latent.shape[2] == 1
@@ -222,6 +221,7 @@ class VideoVAE(nn.Module):
         dtype = self.encode_dtype if encode else self.dtype
         limit = self.limit_bytes if limit_bytes is None else limit_bytes
         size = self._latent_size(height, width)
+        lone = lone or self.config.temporal_compression == 1
         return make_plan(network, size, dtype, self.device, limit, lone=lone).peak_bytes
 
     def encode_chunk(self, height: int, width: int, dtype: torch.dtype | None = None) -> int:
@@ -251,7 +251,7 @@ class VideoVAE(nn.Module):
 
     def _stream(
         self,
-        network: Encoder | Decoder,
+        network: Network,
         chains: list[list[Layer]],
         source: Iterator[Tensor],
         chunk: int | None,
@@ -268,10 +268,13 @@ class VideoVAE(nn.Module):
             raise ValueError(f"no {'frames' if encodes else 'latents'} came; expected one or more")
         compression = self.config.spatial_compression if encodes else 1
         latent_size = first.shape[0], first.shape[3] // compression, first.shape[4] // compression
+        pictures = self.config.temporal_compression == 1
+        lone = lone or pictures
         plan = make_plan(network, latent_size, dtype, self.device, self.limit_bytes, lone=lone)
         chunk = plan.chunk if chunk is None else chunk
         group = self.config.temporal_compression if encodes else 1
-        runs = rechunk(itertools.chain([first], source), None if chunk == -1 else chunk * group)
+        size = 1 if pictures else None if chunk == -1 else chunk * group
+        runs = rechunk(itertools.chain([first], source), size)
         cache = TemporalCache(lone=lone)
         drop_stale_forms(module for module in network.modules() if isinstance(module, Conv))
         dropped = 0
@@ -281,7 +284,7 @@ class VideoVAE(nn.Module):
                 run = run[:, :, : run.shape[2] - dropped]
             if run.shape[2]:
                 yield from self._advance(chains, run, cache, plan.part_bytes, dtype)
-            cache.first = False
+            cache.first = pictures
         if dropped:
             warnings.warn(
                 f"the last {dropped} frames were dropped; the VAE takes 4 n + 1 frames",
@@ -320,7 +323,23 @@ class VideoVAE(nn.Module):
                 return
             yield piece
 
-    def _encoding(self) -> tuple[Encoder, PointwiseConv]:
+    def _writer(self, out: Tensor | None) -> Layer:
+        """The last layer of a decode: pixels out of channels, into the next frames of `out`."""
+        size = self.config.patch_size * self.config.output_scale
+        order = COLUMN_FIRST if self.config.patch_size > 1 else ROW_FIRST
+        done = 0
+
+        def write(x: Tensor, cache: TemporalCache) -> Tensor:
+            nonlocal done
+            if out is None:
+                return unfold_pixels(x, size, order)
+            start, done = done, done + x.shape[2]
+            with torch.inference_mode(out.is_inference()):  # else it may not be written to
+                return unfold_pixels(x, size, order, out[:, :, start:done])
+
+        return write
+
+    def _encoding(self) -> tuple[Network, PointwiseConv]:
         if self.encoder is None or self.conv1 is None:
             raise ValueError("the checkpoint has no encoder; only decode works with it")
         return self.encoder, self.conv1

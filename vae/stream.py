@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .budget import largest_part
 from .cache import TemporalCache
-from .wan import Layer
+from .network import Layer
 
 
 def rechunk(pieces: Iterable[Tensor], size: int | None) -> Iterator[Tensor]:

@@ -1,20 +1,16 @@
 """Encoder and decoder of the Wan 2.1 layout: Wan 2.1, Qwen-Image, pruned and 2x versions.
 
-The graph and the parameter names are those of wan/modules/vae.py (Encoder3d, Decoder3d). Each
-network is a chain of causal layers that `stream.advance` calls step by step, every one from `(x,
-cache)` to `x`.
+The graph and the parameter names are those of wan/modules/vae.py (Encoder3d, Decoder3d).
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
-from .cache import TemporalCache
 from .conv import CausalConv3d
-from .layers import AttentionBlock, Downsample, ResidualBlock, RMSNorm, Upsample
-
-Layer = Callable[[Tensor, TemporalCache], Tensor]
+from .layers import Downsample, ResidualBlock, Upsample
+from .network import Head, Layer, Network, middle
 
 _ENCODER_BLOCKS = 2
 _DECODER_BLOCKS = 3
@@ -23,30 +19,7 @@ _DECODER_BLOCKS = 3
 _TEMPORAL = (False, True, True)
 
 
-class _Head(nn.Module):
-    """Norm, SiLU and the last convolution."""
-
-    def __init__(self, in_channels: int, out_channels: int) -> None:
-        super().__init__()
-        self.add_module("0", RMSNorm(in_channels))
-        self.add_module("2", CausalConv3d(in_channels, out_channels))
-
-    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        norm, conv = self.children()
-        return conv(x, cache, fill=norm.silu)
-
-
-def _middle(channels: int) -> nn.ModuleList:
-    return nn.ModuleList(
-        [
-            ResidualBlock(channels, channels),
-            AttentionBlock(channels),
-            ResidualBlock(channels, channels),
-        ]
-    )
-
-
-class Encoder(nn.Module):
+class Encoder(Network):
     """Frames to mean and log-variance of latents, before the 1x1x1 quantisation convolution.
 
     Args:
@@ -66,8 +39,8 @@ class Encoder(nn.Module):
             if stage < len(_TEMPORAL):
                 stages.append(Downsample(after, temporal=_TEMPORAL[stage]))
         self.downsamples = nn.ModuleList(stages)
-        self.middle = _middle(widths[-1])
-        self.head = _Head(widths[-1], 2 * latent_channels)
+        self.middle = middle(widths[-1])
+        self.head = Head(widths[-1], 2 * latent_channels)
 
     def chains(self) -> list[list[Layer]]:
         """The chain, from `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`.
@@ -82,7 +55,7 @@ class Encoder(nn.Module):
         return chains
 
 
-class Decoder(nn.Module):
+class Decoder(Network):
     """Latents, after the 1x1x1 convolution that follows quantisation, to frames.
 
     Args:
@@ -94,7 +67,7 @@ class Decoder(nn.Module):
     def __init__(self, widths: Sequence[int], out_channels: int, latent_channels: int) -> None:
         super().__init__()
         self.conv1 = CausalConv3d(latent_channels, widths[0])
-        self.middle = _middle(widths[0])
+        self.middle = middle(widths[0])
         stages: list[nn.Module] = []
         before = widths[0]
         for stage, after in enumerate(widths[1:]):
@@ -105,24 +78,8 @@ class Decoder(nn.Module):
                 before = after // 2
                 stages.append(Upsample(after, before, temporal=_TEMPORAL[::-1][stage]))
         self.upsamples = nn.ModuleList(stages)
-        self.head = _Head(widths[-1], out_channels)
+        self.head = Head(widths[-1], out_channels)
 
     def chains(self) -> list[list[Layer]]:
         """The chain, from `[B, C_latent, t, h, w]` to `[B, C_out, T, 8 h, 8 w]`."""
         return [[self.conv1, *self.middle, *self.upsamples, self.head]]
-
-
-def pixel_shuffle(x: Tensor, scale: int) -> Tensor:
-    """Make frames of `scale` times the size out of `[B, C * scale^2, T, H, W]`.
-
-    Channel `(c * scale + row) * scale + column` holds one phase of the pixels of channel `c`, as in
-    `torch.nn.PixelShuffle`, which the 2x decoders were trained with.
-    """
-    if scale == 1:
-        return x
-    batch, channels, frames, height, width = x.shape
-    phases = x.movedim(1, -1).unflatten(4, (channels // scale**2, scale, scale))
-    grown = phases.permute(0, 1, 2, 5, 3, 6, 4).reshape(
-        batch, frames, height * scale, width * scale, channels // scale**2
-    )
-    return grown.movedim(-1, 1)

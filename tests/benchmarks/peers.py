@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fast_video_vae.tests.builders import diffusers_name
 from fast_video_vae.tests.nodes.host import find_comfyui, where_looked
+from fast_video_vae.tests.wan22 import diffusers_wan22_name
 
 
 class PeerUnavailableError(RuntimeError):
@@ -79,6 +80,8 @@ def comfyui_vae(
     except (ImportError, RuntimeError, AssertionError) as error:
         raise PeerUnavailableError(f"ComfyUI in {root} does not import: {error}") from error
 
+    if "decoder.upsamples.0.upsamples.0.residual.2.weight" in state:
+        return Peer("comfyui", version, _load(_comfyui_wan22(state), state, dtype, device), False)
     with torch.device("meta"):
         module = WanVAE(
             dim=state["decoder.head.0.gamma"].shape[0],
@@ -108,6 +111,10 @@ def diffusers_vae(
     except (ImportError, RuntimeError) as error:
         raise PeerUnavailableError(f"diffusers does not import: {error}") from error
 
+    if "decoder.upsamples.0.upsamples.0.residual.2.weight" in state:
+        module, renamed = _diffusers_wan22(state)
+        loaded = _load(module, renamed, dtype, device)
+        return Peer("diffusers", diffusers.__version__, loaded, clamps=True)
     config = {
         "base_dim": state["decoder.head.0.gamma"].shape[0],
         "z_dim": state["conv2.weight"].shape[0],
@@ -124,6 +131,50 @@ def diffusers_vae(
     return Peer(
         "diffusers", diffusers.__version__, _load(module, renamed, dtype, device), clamps=True
     )
+
+
+def _comfyui_wan22(state: Mapping[str, Tensor]) -> nn.Module:
+    """ComfyUI's class of the Wan 2.2 layout, of any width."""
+    from comfy.ldm.wan.vae2_2 import WanVAE
+
+    with torch.device("meta"):
+        return WanVAE(
+            dim=state["encoder.conv1.weight"].shape[0],
+            dec_dim=state["decoder.head.0.gamma"].shape[0],
+            z_dim=state["conv2.weight"].shape[0],
+            dim_mult=[1, 2, 4, 4],
+            num_res_blocks=2,
+            attn_scales=[],
+            temperal_downsample=[False, True, True],
+        )
+
+
+def _diffusers_wan22(state: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+    """diffusers' class of the Wan 2.2 layout, or of Qwen-Image 2.1, and its names for the state."""
+    from diffusers import AutoencoderKLQwenImage21, AutoencoderKLWan
+
+    widths = {
+        "base_dim": state["encoder.conv1.weight"].shape[0],
+        "decoder_base_dim": state["decoder.head.0.gamma"].shape[0],
+        "z_dim": state["conv2.weight"].shape[0],
+    }
+    channels = state["decoder.head.2.weight"].shape[0]
+    with torch.device("meta"):
+        if state["decoder.head.2.weight"].shape[2] == 1:
+            module = AutoencoderKLQwenImage21(**widths, in_channels=channels, out_channels=channels)
+        else:
+            module = AutoencoderKLWan(
+                **widths,
+                is_residual=True,
+                in_channels=channels,
+                out_channels=channels,
+                patch_size=2,
+                temperal_downsample=[False, True, True],
+            )
+    # Its convolutions of pictures are 2D.
+    shapes = module.state_dict()
+    named = {diffusers_wan22_name(name): value for name, value in state.items()}
+    return module, {name: value.view(shapes[name].shape) for name, value in named.items()}
 
 
 def _load(

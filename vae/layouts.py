@@ -1,0 +1,23 @@
+"""Which encoder and decoder a configuration asks for."""
+
+from . import wan, wan22
+from .config import WAN21, VAEConfig
+from .network import Network
+
+
+def make_encoder(config: VAEConfig) -> Network | None:
+    """The encoder, with weights that are not set; None where the checkpoint has none."""
+    if config.encoder_widths is None:
+        return None
+    channels = config.image_channels * config.patch_size**2
+    if config.family == WAN21:
+        return wan.Encoder(config.encoder_widths, channels, config.latent_channels)
+    return wan22.Encoder(config.encoder_widths, channels, config.latent_channels, config.taps)
+
+
+def make_decoder(config: VAEConfig) -> Network:
+    """The decoder, with weights that are not set."""
+    channels = config.image_channels * (config.output_scale * config.patch_size) ** 2
+    if config.family == WAN21:
+        return wan.Decoder(config.decoder_widths, channels, config.latent_channels)
+    return wan22.Decoder(config.decoder_widths, channels, config.latent_channels, config.taps)
