@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import comfy.model_management
 import comfy.sd
+import comfy.utils
 import torch
 from torch import Tensor
 
@@ -254,8 +255,17 @@ class FastVAE(comfy.sd.VAE):
         """ComfyUI's feathered tiles: whole in time, so that they have seams in space alone."""
         self._load(self.memory_used_decode((*latent.shape[:3], tile_y, tile_x), self.vae_dtype))
         if self.latent_dim == 2:
-            pictures = self.decode_tiled_(latent[:, :, 0], tile_x, tile_y, overlap)
-            return pictures.movedim(1, -1).unsqueeze(1).contiguous()
+            # ComfyUI's own tiles of pictures have three channels.
+            pictures = comfy.utils.tiled_scale_multidim(
+                latent[:, :, 0],
+                lambda tile: self.first_stage_model.decode(tile).to(self.vae_output_dtype()),
+                tile=(tile_y, tile_x),
+                overlap=overlap,
+                upscale_amount=self.upscale_ratio,
+                out_channels=self.output_channels,
+                output_device=self.output_device,
+            )
+            return self.process_output(pictures).movedim(1, -1).unsqueeze(1).contiguous()
         frames = self.decode_tiled_3d(
             latent, tile_x=tile_x, tile_y=tile_y, overlap=(1, overlap, overlap)
         )

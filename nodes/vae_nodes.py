@@ -83,9 +83,9 @@ class Load(io.ComfyNode):
             node_id="FastVAE_Load",
             display_name="Load VAE (Fast)",
             category=_CATEGORY,
-            description="Loads the VAE of Wan 2.1, Wan 2.2 14B or Qwen-Image, also pruned, 2x, "
-            "decoder-only, layered (RGBA) or in diffusers' format. The VAE works in every node. "
-            "Other VAEs are loaded as by Load VAE.",
+            description="Loads the VAE of Wan 2.1, Wan 2.2, Qwen-Image or Qwen-Image 2.1, also "
+            "pruned, 2x, decoder-only, layered (RGBA) or in diffusers' format. The VAE works in "
+            "every node. Other VAEs are loaded as by Load VAE.",
             search_aliases=["vae loader", "load vae", "wan vae", "qwen vae", "fast vae"],
             inputs=[
                 io.Combo.Input(
@@ -175,8 +175,8 @@ class Encode(io.ComfyNode):
             inputs=[
                 io.Image.Input(
                     "pixels",
-                    tooltip="Height and width are cropped about the centre to multiples of 8, a "
-                    "video to 4 n + 1 frames.",
+                    tooltip="Height and width are cropped about the centre to multiples of 8 (Wan "
+                    "2.2 5B, Qwen-Image 2.1: 16), a video to 4 n + 1 frames.",
                 ),
                 io.Vae.Input("vae", tooltip="Any VAE; the options below need a fast one."),
                 io.Combo.Input(

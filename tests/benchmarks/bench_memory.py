@@ -21,6 +21,7 @@ import torch  # noqa: E402
 
 from fast_video_vae.tests.benchmarks import record  # noqa: E402
 from fast_video_vae.tests.builders import random_state_dict  # noqa: E402
+from fast_video_vae.tests.wan22 import random_wan22  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
 
 
@@ -29,12 +30,14 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def measure(encode: bool, frames: int, side: int, width: int) -> dict[str, float]:
+def measure(encode: bool, frames: int, side: int, width: int, family: str) -> dict[str, float]:
     """Run one stream and watch the process."""
-    vae = load_vae(random_state_dict(width), dtype=torch.float32)
+    state = random_state_dict(width) if family == "wan2.1" else random_wan22(width, width)
+    vae = load_vae(state, dtype=torch.float32)
+    channels, step = vae.config.latent_channels, vae.config.spatial_compression
     # Derived weights count as weights.
-    list(vae.encode_stream(torch.zeros(1, 3, 5, 16, 16)))
-    list(vae.decode_stream(torch.zeros(1, 16, 2, 2, 2)))
+    list(vae.encode_stream(torch.zeros(1, 3, 5, 2 * step, 2 * step)))
+    list(vae.decode_stream(torch.zeros(1, channels, 2, 2, 2)))
     before = peak = resident_bytes()
     done = threading.Event()
 
@@ -46,7 +49,7 @@ def measure(encode: bool, frames: int, side: int, width: int) -> dict[str, float
     watcher = threading.Thread(target=watch)
     watcher.start()
     video = (torch.rand(1, 3, 1, side, side) * 2 - 1 for _ in range(frames))
-    latent = torch.randn(1, 16, vae.config.latent_frames(frames), side // 8, side // 8)
+    latent = torch.randn(1, channels, vae.config.latent_frames(frames), side // step, side // step)
     start = time.perf_counter()
     for _ in vae.encode_stream(video) if encode else vae.decode_stream(latent):
         pass
@@ -64,6 +67,7 @@ def main() -> None:
     """Run every case, or with `--case` the one that this process is for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=24, help="base width of the random weights")
+    parser.add_argument("--family", choices=["wan2.1", "wan2.2"], default="wan2.1")
     parser.add_argument("--side", type=int, default=256)
     parser.add_argument("--frames", type=int, nargs="+", default=[33, 129])
     parser.add_argument("--out", type=Path, default=record.RESULTS)
@@ -71,16 +75,18 @@ def main() -> None:
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     if args.case:
-        result = measure(args.case == "encode", args.frames[0], args.side, args.width)
+        result = measure(args.case == "encode", args.frames[0], args.side, args.width, args.family)
         logging.info(json.dumps(result))
         return
     for case in ("decode", "encode"):
         for frames in args.frames:
             arguments = ["--width", args.width, "--side", args.side, "--frames", frames]
+            arguments += ["--family", args.family]
             command = [sys.executable, __file__, *map(str, arguments), "--case", case]
             output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             result = json.loads(output.splitlines()[-1])
-            label = f"{case} stream {frames}x{args.side}x{args.side} float32"
+            family = "" if args.family == "wan2.1" else f" {args.family}"
+            label = f"{case} stream {frames}x{args.side}x{args.side} float32{family}"
             logging.info("%-36s %s", label, result)
             record.append(args.out, "bench_memory", label, base_width=args.width, **result)
 

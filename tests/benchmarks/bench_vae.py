@@ -8,6 +8,7 @@ such times.
 
 import argparse
 import gc
+import itertools
 import logging
 import runpy
 import statistics
@@ -30,6 +31,7 @@ from fast_video_vae.tests.benchmarks.peers import (  # noqa: E402
     diffusers_vae,
 )
 from fast_video_vae.tests.builders import random_state_dict  # noqa: E402
+from fast_video_vae.tests.wan22 import random_wan22  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
 
 Run = Callable[[Tensor], Tensor]
@@ -37,42 +39,46 @@ Run = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: a direction, a size and a number format."""
+    """One measurement: a direction, a size, a number format and a family."""
 
     direction: str
     frames: int
     height: int
     width: int
     dtype: torch.dtype
+    family: str
 
     @property
     def label(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        return f"{self.direction} {self.frames}x{self.height}x{self.width} {name}"
+        family = "" if self.family == "wan2.1" else f" {self.family}"
+        return f"{self.direction} {self.frames}x{self.height}x{self.width} {name}{family}"
 
     def input(self, device: torch.device) -> Tensor:
         generator = torch.Generator().manual_seed(0)
         if self.direction == "encode":
             shape = (1, 3, self.frames, self.height, self.width)
             return (torch.rand(shape, generator=generator) * 2 - 1).to(device, self.dtype)
-        shape = (1, 16, (self.frames - 1) // 4 + 1, self.height // 8, self.width // 8)
+        channels, step = (16, 8) if self.family == "wan2.1" else (48, 16)
+        shape = (1, channels, (self.frames - 1) // 4 + 1, self.height // step, self.width // step)
         return torch.randn(shape, generator=generator).to(device, self.dtype)
 
 
 _SIZES = {
-    "cpu": [(1, 256, 256), (17, 192, 192)],
-    "cuda": [(1, 1024, 1024), (81, 480, 832), (81, 720, 1280)],
+    "wan2.1": {
+        "cpu": [(1, 256, 256), (17, 192, 192)],
+        "cuda": [(1, 1024, 1024), (81, 480, 832), (81, 720, 1280)],
+    },
+    "wan2.2": {"cpu": [(17, 128, 128)], "cuda": [(1, 1024, 1024), (121, 704, 1280)]},
 }
+_WIDTHS = {"wan2.1": 96, "wan2.2": 160}
 
 
-def cases(device: torch.device, directions: list[str], dtypes: list[torch.dtype]) -> list[Case]:
-    """Every case of a kind of device."""
-    return [
-        Case(direction, *size, dtype)
-        for dtype in dtypes
-        for size in _SIZES[device.type]
-        for direction in directions
-    ]
+def weights(family: str, width: int) -> dict[str, Tensor]:
+    """Random weights of a family for the base width of its encoder."""
+    if family == "wan2.1":
+        return random_state_dict(width)
+    return random_wan22(width, width * 256 // 160)
 
 
 def implementations(
@@ -114,7 +120,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--width", type=int, default=96, help="base width of the random weights")
+    parser.add_argument("--family", choices=_SIZES, default="wan2.1")
+    parser.add_argument("--width", type=int, help="base width of the random weights")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--direction", nargs="+", default=["decode", "encode"])
@@ -124,16 +131,19 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     logging.getLogger().setLevel(logging.INFO)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = _SIZES[args.family][device.type]
     if args.size:
-        _SIZES[device.type] = [tuple(map(int, size.split("x"))) for size in args.size]
-    state = random_state_dict(args.width)
+        sizes = [tuple(map(int, size.split("x"))) for size in args.size]
+    width = args.width or _WIDTHS[args.family]
+    state = weights(args.family, width)
     head = f"{'case':34}" + "".join(
         f"{name:>12}" for name in ("ours s", "comfyui s", "diffusers s")
     )
     logging.info("%s%12s%12s", head, "x comfyui", "x diffusers")
     for dtype in (getattr(torch, name) for name in args.dtype):
         built = implementations(state, dtype, device)
-        for case in cases(device, args.direction, [dtype]):
+        for size, direction in itertools.product(sizes, args.direction):
+            case = Case(direction, *size, dtype, args.family)
             pick = 1 if case.direction == "encode" else 2
             with torch.inference_mode():
                 seconds = measure(
@@ -145,7 +155,7 @@ def main() -> None:
                     args.out,
                     "bench_vae",
                     case.label,
-                    base_width=args.width,
+                    base_width=width,
                     implementation=name,
                     version=built[name][0],
                     median_s=round(statistics.median(times), 4),

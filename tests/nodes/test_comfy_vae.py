@@ -18,6 +18,7 @@ from fast_video_vae.tests.nodes.pairs import (
     stock_vae,
     v3_node,
 )
+from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 
 pytestmark = pytest.mark.comfyui
 
@@ -453,3 +454,91 @@ def test_the_published_widths_are_those_of_stock(tmp_path, width):
         assert relative_error(fast.decode(latents(frames)), stock.decode(latents(frames))) <= 1e-5
     for frames in (1, 5, 17):
         assert relative_error(fast.encode(clip(frames)), stock.encode(clip(frames))) <= 1e-5
+
+
+# --- the Wan 2.2 layout
+
+
+def wan22_latents(frames, channels=48, batch=1):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, channels, frames, 3, 4, generator=generator)
+
+
+def test_a_narrow_wan_2_2_loads_where_comfyui_s_class_does_not_fit(tmp_path):
+    from fast_video_vae.tests.benchmarks.peers import comfyui_vae
+
+    state = random_wan22(8, 16)
+    fast, network = fast_vae(state, tmp_path), comfyui_vae(state).module
+    latent = wan22_latents(3)
+    expected = network.decode(latent).movedim(1, -1).add(1).div(2).clamp(0, 1)
+    for images in (
+        fast.decode(latent),
+        node("VAEDecode", vae=fast, samples={"samples": latent})[0][None],
+        node("VAEDecodeTiled", vae=fast, samples={"samples": latent}, tile_size=512)[0][None],
+    ):
+        assert relative_error(images, expected) <= 1e-5
+    pixels = clip(6, 70, 68)
+    cropped = pixels[:5, 3:67, 2:66].movedim(-1, 0)[None] * 2 - 1
+    assert relative_error(fast.encode(pixels), network.encode(cropped)) <= 1e-5
+    assert (fast.latent_channels, fast.output_channels) == (48, 3)
+    assert fast.spacial_compression_decode() == fast.spacial_compression_encode() == 16
+    assert fast.temporal_compression_decode() == 4
+    assert fast.get_sd().keys() == state.keys()
+
+
+def test_qwen_image_2_1_is_a_vae_of_pictures(tmp_path):
+    from fast_video_vae.tests.benchmarks.peers import diffusers_vae
+
+    state = random_qwen21()
+    fast, peer = fast_vae(state, tmp_path), diffusers_vae(state)
+    assert (fast.latent_dim, fast.latent_channels, fast.output_channels) == (2, 64, 4)
+    assert fast.spacial_compression_decode() == 16
+    assert fast.temporal_compression_decode() is None
+    latent = wan22_latents(1, channels=64, batch=2)
+    expected = peer.decode(latent)[:, :, 0].movedim(1, -1).add(1).div(2)
+    for samples in (latent, latent[:, :, 0]):
+        (images,) = node("VAEDecode", vae=fast, samples={"samples": samples})
+        assert relative_error(images, expected) <= 1e-5
+    (tiled,) = node("VAEDecodeTiled", vae=fast, samples={"samples": latent[:, :, 0]}, tile_size=512)
+    assert torch.equal(tiled, images)
+    pixels = clip(2, 48, 64, channels=4)
+    expected = peer.encode(pixels.movedim(-1, 1)[:, :, None] * 2 - 1)[:, :, 0]
+    assert relative_error(fast.encode(pixels), expected) <= 1e-5
+    opaque = torch.nn.functional.pad(pixels[..., :3], (0, 1), value=1.0)
+    assert torch.equal(fast.encode(pixels[..., :3]), fast.encode(opaque))
+
+
+def test_pictures_that_do_not_fit_are_cut_in_space_alone(tmp_path, monkeypatch):
+    import comfy.model_management as management
+
+    fast = fast_vae(random_qwen21(), tmp_path)
+    latent = torch.randn(1, 64, 20, 20, generator=torch.Generator().manual_seed(0))
+    expected = fast.decode(latent)
+
+    def full(self, *arguments):
+        raise management.OOM_EXCEPTION("no memory")
+
+    monkeypatch.setattr(type(fast), "_decode", full)
+    monkeypatch.setattr(type(fast), "_encode", full)
+    images = fast.decode_tiled(latent, tile_x=16, tile_y=16, overlap=4)
+    assert images.shape == expected.shape
+    assert (images - expected).abs().mean() < 0.05
+    assert fast.encode(clip(1, 64, 64, channels=4)).shape == (1, 64, 4, 4)
+
+
+@pytest.mark.slow
+def test_wan_2_2_at_full_size_is_that_of_stock(tmp_path):
+    from fast_video_vae.nodes.swap import Choice, accelerate
+
+    stock = stock_vae(random_wan22(160, 256))
+    fast = accelerate(stock, Choice())
+    assert fast is not stock
+    for name in ("latent_channels", "output_channels", "pad_channel_value", "latent_dim",
+                 "upscale_index_formula", "downscale_index_formula"):  # fmt: skip
+        assert getattr(fast, name) == getattr(stock, name), name
+    for frames in (1, 2):
+        latent = wan22_latents(frames)
+        assert relative_error(fast.decode(latent), stock.decode(latent)) <= 1e-5
+    for frames in (1, 5):
+        pixels = clip(frames, 32, 48)
+        assert relative_error(fast.encode(pixels), stock.encode(pixels)) <= 1e-5

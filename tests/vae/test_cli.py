@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fast_video_vae.tests.builders import module_command, random_state_dict
+from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
@@ -357,3 +358,29 @@ def test_a_missing_package_is_named_with_its_remedy(package, tmp_path, video, va
         r'install it with: pip install "fast-video-vae\[cli\]"',
         done.stderr,
     )
+
+
+@pytest.mark.parametrize(
+    ("state", "family", "compression", "latent"),
+    [
+        (random_wan22, "wan2.2", (16, 4), [1, 48, 3, 2, 3]),
+        (random_qwen21, "qwen-image-2.1", (16, 1), [1, 64, 9, 2, 3]),
+    ],
+)
+def test_the_wan_2_2_layout_has_the_same_commands(
+    run, tmp_path, video, state, family, compression, latent
+):
+    vae, file, out = (tmp_path / name for name in ("v.safetensors", "l.safetensors", "o.mp4"))
+    save_file(state(), vae)
+    code, lines, _ = run("info", vae)
+    assert code == 0
+    assert f"family        {family}" in lines
+    assert "compression   {} in space, {} in time".format(*compression) in lines
+    assert run("encode", video, "--vae", vae, "-o", file)[0] == 0
+    with safe_open(file, framework="pt") as stored:
+        assert stored.get_slice("latent").get_shape() == latent
+        sizes = {key: stored.metadata()[key] for key in ("frames", "height", "width")}
+    assert sizes == {"frames": "9", "height": "32", "width": "48"}
+    assert run("decode", file, "--vae", vae, "-o", out)[0] == 0
+    assert len(list(read_video(out).frames())) == 9
+    assert run("demo", video, "--vae", vae, "--out", tmp_path / "demo")[0] == 0
