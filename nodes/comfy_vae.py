@@ -5,10 +5,7 @@ video twice on the device; `swap.py` makes it. What is said of ComfyUI here was 
 and comfy/model_management.py of 0.33.
 """
 
-import contextlib
-import logging
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import comfy.model_management
 import comfy.sd
@@ -17,9 +14,8 @@ import torch
 from torch import Tensor
 
 from .first_stage import FastVideoVAE
+from .memory import first_that_fits, kept
 from .progress import Progress
-
-_logger = logging.getLogger(__name__)
 
 # Memory that is asked of ComfyUI for the longest steps; with less they are shorter, not slower by
 # much. More would push the diffusion model out for nothing.
@@ -27,8 +23,6 @@ _LIMIT_BYTES = 4 << 30
 
 # Where nothing else fits: tiles of so many latents a side, one size after the other.
 _TILES = (64, 32, 16)
-
-_Result = TypeVar("_Result")
 
 
 class FastVAE(comfy.sd.VAE):
@@ -90,7 +84,7 @@ class FastVAE(comfy.sd.VAE):
         ways: list[Callable[[], Tensor]] = [lambda: self._decode(samples_in, chunk, dtype)] * 2
         sizes = [(size, size, size // 4) for size in _TILES] if tiles is None else [tiles]
         ways += [lambda size=size: self._decode_in_tiles(samples_in, *size) for size in sizes]
-        return self._first_that_fits("decode", ways)
+        return first_that_fits(self.device, "decode", ways)
 
     def decode_tiled(
         self,
@@ -162,9 +156,9 @@ class FastVAE(comfy.sd.VAE):
         ways: list[Callable[[], Tensor]] = [lambda: self._encode(video, chunk, dtype)] * 2
         if self.latent_dim == 2:
             ways.append(lambda: self.encode_tiled_(video[:, :, 0]).unsqueeze(2))
-            return self._first_that_fits("encode", ways).squeeze(2)
+            return first_that_fits(self.device, "encode", ways).squeeze(2)
         ways.append(lambda: self.encode_tiled_3d(video))
-        return self._first_that_fits("encode", ways)
+        return first_that_fits(self.device, "encode", ways)
 
     def encode_tiled(
         self,
@@ -227,7 +221,7 @@ class FastVAE(comfy.sd.VAE):
         together = self._load(self.memory_used_decode(latent.shape, self.vae_dtype), latent)
         model = self.first_stage_model
         batch, channels, frames, height, width = model.config.decoded_shape(latent.shape)
-        with _kept():
+        with kept():
             images = torch.empty(
                 (batch, frames, height, width, channels),
                 device=self.output_device,
@@ -334,26 +328,3 @@ class FastVAE(comfy.sd.VAE):
         if batch is None or batch.shape[2] > 1 or self.device.type == "cpu":
             return 1
         return max(1, int(self.patcher.get_free_memory(self.device) / max(1, memory_bytes)))
-
-    def _first_that_fits(self, task: str, ways: list[Callable[[], _Result]]) -> _Result:
-        """Go from one way to the next while memory runs out."""
-        with comfy.model_management.cuda_device_context(self.device):
-            for way in ways[:-1]:
-                try:
-                    return way()
-                except Exception as error:
-                    comfy.model_management.raise_non_oom(error)
-                # Out of the except block, because the error holds the tensors of its frames.
-                _logger.warning(
-                    "Fast Video VAE: memory ran out in %s; trying again in a smaller way", task
-                )
-                comfy.model_management.unload_all_models()
-                comfy.model_management.soft_empty_cache()
-            return ways[-1]()
-
-
-def _kept() -> contextlib.AbstractContextManager[object]:
-    """Memory that outlives the call is not of the graph that a newer ComfyUI may be recording."""
-    prefetch = getattr(comfy, "model_prefetch", None)
-    pause = getattr(prefetch, "pause_malloc_graph", None)
-    return contextlib.nullcontext() if pause is None else pause()

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import re
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .config import LayoutError, VAEConfig, read_configs
+from .dialects import to_wan_keys, with_time
 from .model import VideoVAE
 from .precision import fastest_decode_dtype
 
@@ -22,40 +22,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 AnyVAE = TypeVar("AnyVAE", bound=VideoVAE)
 
-# What packers put before every key.
-_PREFIXES = ("model.", "first_stage_model.", "vae.", "module.")
-
 # How many keys of each kind a report names.
 _NAMED = 3
-
-# diffusers' names of the Wan 2.1 layout (AutoencoderKLWan, AutoencoderKLQwenImage; its script
-# convert_wan_to_diffusers.py holds the table) as patterns, with Wan's own. The decoder's blocks are
-# numbered after it.
-_DIFFUSERS_NAMES = [
-    (r"\.norm1\.gamma$", ".residual.0.gamma"),
-    (r"\.conv1\.(weight|bias)$", r".residual.2.\1"),
-    (r"\.norm2\.gamma$", ".residual.3.gamma"),
-    (r"\.conv2\.(weight|bias)$", r".residual.6.\1"),
-    (r"\.conv_shortcut\.", ".shortcut."),
-    (r"^quant_conv\.", "conv1."),
-    (r"^post_quant_conv\.", "conv2."),
-    (r"\.conv_in\.", ".conv1."),
-    (r"\.norm_out\.gamma$", ".head.0.gamma"),
-    (r"\.conv_out\.", ".head.2."),
-    (r"\.mid_block\.resnets\.0\.", ".middle.0."),
-    (r"\.mid_block\.attentions\.0\.", ".middle.1."),
-    (r"\.mid_block\.resnets\.1\.", ".middle.2."),
-    (r"^encoder\.down_blocks\.(\d+)\.", r"encoder.downsamples.\1."),
-]
-
-# The same for the Wan 2.2 layout, whose stages number their blocks (AutoencoderKLWan with
-# `is_residual`, AutoencoderKLQwenImage21).
-_NESTED_NAMES = [
-    (r"^encoder\.down_blocks\.(\d+)\.resnets\.", r"encoder.downsamples.\1.downsamples."),
-    (r"^encoder\.down_blocks\.(\d+)\.downsampler\.", r"encoder.downsamples.\1.downsamples.2."),
-    (r"^decoder\.up_blocks\.(\d+)\.resnets\.", r"decoder.upsamples.\1.upsamples."),
-    (r"^decoder\.up_blocks\.(\d+)\.upsampler\.", r"decoder.upsamples.\1.upsamples.3."),
-]
 
 
 @dataclass(frozen=True)
@@ -139,7 +107,7 @@ def read_checkpoint(source: str | os.PathLike[str] | Mapping[str, Tensor]) -> Ch
     name = "the state dict" if isinstance(source, Mapping) else str(Path(source))
     raw = dict(source) if isinstance(source, Mapping) else read_file(Path(source))
     try:
-        weights = _with_time(to_wan_keys(raw))
+        weights = with_time(to_wan_keys(raw))
         config = _fit({key: tuple(value.shape) for key, value in weights.items()})
         _check_values(weights)
     except ValueError as error:
@@ -220,64 +188,6 @@ def read_file(path: Path) -> dict[str, Tensor]:
     except (RuntimeError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is not a whole PyTorch file: {_line(error)}") from None
     return _tensors_of(loaded, path)
-
-
-def to_wan_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Bring the keys of any known dialect to Wan's own.
-
-    Args:
-        state: A state dict with Wan's keys, the same behind a prefix, or diffusers'.
-
-    Returns:
-        The same tensors under Wan's names. Keys of no known dialect stay as they are.
-
-    Raises:
-        ValueError: A key or a value is not of a state dict.
-    """
-    for key, value in state.items():
-        if not isinstance(key, str) or not isinstance(value, Tensor):
-            raise ValueError(
-                f"entry {key!r} is a {type(value).__name__}; expected names and tensors alone"
-            )
-    prefix = next((p for p in _PREFIXES if state and all(key.startswith(p) for key in state)), "")
-    plain = {key.removeprefix(prefix): value for key, value in state.items()}
-    if any(".conv_in." in key for key in plain):
-        nested = any(".upsampler." in key for key in plain)
-        plain = {_from_diffusers(key, nested): value for key, value in plain.items()}
-    if not any(key.startswith("encoder.") for key in plain):
-        # What is left of an encoder that was cut off, after its last layer.
-        plain = {key: value for key, value in plain.items() if not key.startswith("conv1.")}
-    return plain
-
-
-def _from_diffusers(key: str, nested: bool) -> str:
-    """Wan's name of a tensor that diffusers names `key`; `nested`: in the Wan 2.2 layout."""
-    for pattern, name in [*(_NESTED_NAMES if nested else []), *_DIFFUSERS_NAMES]:
-        key = re.sub(pattern, name, key)
-    match = re.match(r"decoder\.up_blocks\.(\d+)\.(resnets\.(\d+)|upsamplers\.0)\.(.*)", key)
-    if match:
-        stage, _, block, rest = match.groups()
-        return f"decoder.upsamples.{4 * int(stage) + (3 if block is None else int(block))}.{rest}"
-    return key
-
-
-def _with_time(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Give the causal convolutions of a VAE of pictures, some of which are 2D, their tap in time.
-
-    Those of every layer but the resamplings and the attention, which are 2D in any VAE.
-    """
-    head = weights.get("decoder.head.2.weight")
-    if head is None or head.ndim != 4:
-        return weights
-    flat = re.compile(r"\.resample\.1\.weight$|\.to_qkv\.weight$|\.proj\.weight$")
-    return {
-        key: value.unsqueeze(2) if value.ndim == 4 and _convolves(key, flat) else value
-        for key, value in weights.items()
-    }
-
-
-def _convolves(key: str, flat: re.Pattern[str]) -> bool:
-    return key.endswith(".weight") and not flat.search(key)
 
 
 def _fit(shapes: dict[str, tuple[int, ...]]) -> VAEConfig:

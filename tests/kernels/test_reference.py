@@ -1,5 +1,6 @@
 """Every op of the reference against its formula in float64."""
 
+import itertools
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from fast_video_vae.kernels import (
     attention,
+    average_down,
     interleave_time,
     merge_phases,
     reference,
@@ -129,3 +131,70 @@ def test_merge_phases_takes_each_pixel_from_its_window(size):
             first = (2 * a + b) * 3
             expected = grid[:, first : first + 3, :, i + a, j + b]
             assert torch.equal(actual[:, :, :, row, column], expected)
+
+
+def duplicated(x, channels, times, first):
+    """What `merge_phases` says that it adds, number by number."""
+    batch, before, frames, height, width = x.shape
+    y = torch.full((batch, channels, frames * times, 2 * height, 2 * width), torch.nan)
+    for c, p, a, b in itertools.product(range(channels), range(times), (0, 1), (0, 1)):
+        source = ((c * times + p) * 4 + 2 * a + b) * before // (4 * times * channels)
+        y[:, c, p::times, a::2, b::2] = x[:, source]
+    return y[:, :, times - 1 :] if first else y
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "times"),
+    [
+        (8, 8, 2),  # every pixel and frame repeats its own channel
+        (8, 4, 1),  # a channel for each row of the new pixels
+        (8, 2, 1),  # one for each new pixel
+        (8, 1, 2),  # one for each new pixel and frame
+        (16, 2, 2),
+        (4, 8, 1),  # more channels than there are
+        (6, 3, 2),
+        (12, 9, 1),  # three pixels share a channel: no stride, only an index
+    ],
+)
+@pytest.mark.parametrize(("frames", "first"), [(1, True), (1, False), (3, False)])
+def test_phases_are_merged_with_the_repeated_source(before, after, times, frames, first):
+    x = channels_last(2, before, frames, 3, 5, seed=1)
+    expected = duplicated(x, after, times, first)
+    grid = channels_last(2, 4 * after, expected.shape[2], 4, 6, seed=2)
+    expected = merge_phases(grid) + expected
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            merged = merge_phases(grid, x, times)
+        torch.testing.assert_close(merged, expected, rtol=0, atol=1e-6)
+        assert merged.movedim(1, -1).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "times", "size"),
+    [
+        (4, 4, 1, 2),  # four pixels into one
+        (4, 8, 2, 2),  # and frames into channels
+        (4, 4, 2, 2),  # two frames of four pixels into one
+        (8, 4, 2, 2),  # and two channels
+        (4, 8, 1, 2),  # a row of pixels each
+        (4, 16, 1, 2),  # pixels into channels
+        (4, 32, 2, 2),
+        (6, 4, 2, 2),
+        (4, 4, 1, 1),  # nothing
+        (4, 2, 1, 1),
+    ],
+)
+@pytest.mark.parametrize("frames", [1, 2, 4])
+def test_blocks_are_averaged_by_their_definition(before, after, times, size, frames):
+    if frames > 1 and frames % times:
+        pytest.skip("frames come in whole groups but for the first")
+    x = channels_last(2, before, frames, 4, 6, seed=3)
+    padded = torch.cat([x.new_zeros(2, before, -frames % times, 4, 6), x], dim=2).double()
+    blocks = padded.unflatten(4, (-1, size)).unflatten(3, (-1, size)).unflatten(2, (-1, times))
+    # [B, C, t, p, h, a, w, b] -> [B, C, p, a, b, t, h, w]
+    channels = blocks.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(1, 4)
+    expected = channels.unflatten(1, (after, -1)).mean(dim=2)
+    result = average_down(x, after, times=times, size=size)
+    torch.testing.assert_close(result.double(), expected, rtol=0, atol=1e-6)
+    assert result.movedim(1, -1).is_contiguous()
+    assert result.data_ptr() != x.data_ptr()

@@ -486,6 +486,30 @@ def test_a_narrow_wan_2_2_loads_where_comfyui_s_class_does_not_fit(tmp_path):
     assert fast.get_sd().keys() == state.keys()
 
 
+def test_wan_2_2_image_to_video_starts_from_the_image(tmp_path):
+    fast = fast_vae(random_wan22(), tmp_path)
+    image = clip(1, 64, 96)
+    (latent,) = v3_node(
+        "nodes_wan",
+        "Wan22ImageToVideoLatent",
+        vae=fast,
+        width=96,
+        height=64,
+        length=9,
+        batch_size=1,
+        start_image=image,
+    )
+    assert latent["samples"].shape == (1, 48, 3, 4, 6)
+    config = fast.first_stage_model.config
+    mean, std = (torch.tensor(each).view(1, -1, 1, 1, 1) for each in
+                 (config.latent_mean, config.latent_std))  # fmt: skip
+    start = latent["samples"][:, :, :1] * std + mean
+    shown = latent["samples"][:, :, :1]
+    encoded = fast.encode(image)
+    # Whichever ComfyUI's node gives, normalised or not, it is the image's latent.
+    assert min(relative_error(start, encoded), relative_error(shown, encoded)) <= 1e-4
+
+
 def test_qwen_image_2_1_is_a_vae_of_pictures(tmp_path):
     from fast_video_vae.tests.benchmarks.peers import diffusers_vae
 
