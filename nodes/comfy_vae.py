@@ -325,6 +325,9 @@ class FastVAE(comfy.sd.VAE):
         comfy.model_management.load_models_gpu(
             [self.patcher], memory_required=memory_bytes, force_full_load=self.disable_offload
         )
+        if self.first_stage_model.device.type != self.device.type:
+            # With --novram ComfyUI leaves weights on the host, for operations that fetch them.
+            self.patcher.partially_load(self.device, extra_memory=1e32)
         if batch is None or batch.shape[2] > 1 or self.device.type == "cpu":
             return 1
         return max(1, int(self.patcher.get_free_memory(self.device) / max(1, memory_bytes)))

@@ -371,6 +371,21 @@ def test_when_memory_runs_out_it_tries_again_and_then_in_tiles(fast, monkeypatch
     assert len(failures) == 2
 
 
+def test_weights_that_comfyui_left_on_the_host_are_brought(fast, monkeypatch):
+    import comfy.model_management as management
+
+    brought, kind = [], type(fast.first_stage_model)
+    expected = fast.decode(latents(1))
+    monkeypatch.setattr(management, "load_models_gpu", lambda *a, **k: None)  # as with --novram
+    at_home = lambda self: torch.device("cpu" if brought else "meta")  # noqa: E731
+    monkeypatch.setattr(kind, "device", property(at_home, lambda self, value: None))
+    monkeypatch.setattr(
+        fast.patcher, "partially_load", lambda *a, **k: brought.append((a, k)), raising=True
+    )
+    assert torch.equal(fast.decode(latents(1)), expected)
+    assert brought == [((torch.device("cpu"),), {"extra_memory": 1e32})]
+
+
 def test_an_error_that_is_not_about_memory_is_told_at_once(fast, monkeypatch):
     calls = []
 
