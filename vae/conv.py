@@ -18,9 +18,9 @@ from .forms import Form, Forms, checksum_of, own_bytes, packs, stamp_of
 
 # The forms of a larger weight are not kept, because those of Wan 2.2 would double its 705 M. The
 # convolution then brings the weight to oneDNN's layout by itself: 57 ms instead of 30 for 1024
-# channels in bf16, and 190 with a copy and a reordering of our own. The weights of Wan 2.1 (16 MB
+# channels in bf16, and 190 with a copy and a reordering of our own. The weights of Wan 2.1 (4.0 M
 # at most) are worth keeping, and so are folded ones, which are sums.
-_KEPT_BYTES = 24 << 20
+_KEPT_ELEMENTS = 6_000_000
 
 Fill = Callable[[Tensor, Tensor], object]
 """Writes a function of its first argument into its second, which has the same shape."""
@@ -106,7 +106,7 @@ class Conv(nn.Module):
             return form.weight, form.packed
         # Outside of inference mode, so that a form serves both there and here.
         with torch.inference_mode(False), torch.no_grad():
-            if kind != "folded" and self.weight.numel() * x.element_size() > _KEPT_BYTES:
+            if kind != "folded" and self.weight.numel() > _KEPT_ELEMENTS:
                 weight = self.weight.to(x.dtype)
                 return weight if kind == "volume" else self._derive(kind, x.dtype), False
             weight = self._derive(kind, x.dtype)
