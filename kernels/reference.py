@@ -145,7 +145,9 @@ def merge_phases(grid: Tensor, source: Tensor | None = None, times: int = 1) -> 
     out = _channels_last(grid, batch, channels, frames, 2 * height, 2 * width)
     windows = grid.movedim(1, -1).unflatten(4, (4, channels))
     pixels = out.movedim(1, -1).view(batch, frames, height, 2, width, 2, channels)
-    first = source is not None and frames < times * source.shape[2]
+    steps = [(p, slice(p, None, times)) for p in range(times)]
+    if source is not None and frames < times * source.shape[2]:
+        steps = [(times - 1, slice(None))]  # the first frame of a video
     for a in (0, 1):
         for b in (0, 1):
             phase = windows[:, :, a : a + height, b : b + width, 2 * a + b]
@@ -153,10 +155,7 @@ def merge_phases(grid: Tensor, source: Tensor | None = None, times: int = 1) -> 
             if source is None:
                 target.copy_(phase)
                 continue
-            for p in range(times):
-                if first and p < times - 1:
-                    continue
-                some = slice(None) if first else slice(p, None, times)
+            for p, some in steps:
                 added = _duplicated(source, channels, 4 * times, 4 * p + 2 * a + b)
                 _add_into(target[:, some], phase[:, some], added.movedim(1, -1))
     return out
@@ -197,9 +196,8 @@ def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
         by_frame = grown.permute(0, 1, 5, 2, 3, 4, 6)
         source = fine.unflatten(4, (before, inner))
         for p in range(times):
-            of_phase = source[:, max(0, p - missing) :: times] if p >= missing else None
-            if of_phase is not None:
-                by_frame[:, :, p].copy_(of_phase)
+            late = int(p < missing)  # its first frame is one of those that lack
+            by_frame[:, late:, p].copy_(source[:, late * times + p - missing :: times])
         fine = grown.flatten(4)
     if group > 1:
         fine = fine.unflatten(4, (channels, group)).mean(dim=5)

@@ -56,7 +56,8 @@ class FastVideoVAE(VideoVAE):
             `[B, C, T, H, W]`, or `[B, C, H, W]`.
         """
         if len(shape) == 4:
-            batch, channels, _, height, width = self.config.decoded_shape(_with_time(shape))
+            one = (*shape[:2], 1, *shape[2:])
+            batch, channels, _, height, width = self.config.decoded_shape(one)
             return batch, channels, height, width
         return self.config.decoded_shape(shape)
 
@@ -164,16 +165,8 @@ class FastVideoVAE(VideoVAE):
             return self._decode(latent.unsqueeze(2), grown, chunk).squeeze(2)
         self.check_latent(latent)
         if buffer is None:
-            batch, channels, frames, height, width = self.config.decoded_shape(latent.shape)
-            memory = (batch, frames, height, width, channels)
-            buffer = torch.empty(memory, dtype=self.dtype, device=self.device).movedim(-1, 1)
+            buffer = self.new_frames(latent)
         progress = Progress(buffer.shape[0] * buffer.shape[2])
         for piece in self.decode_stream(latent, chunk, out=buffer):
             progress.passed(piece.shape[0] * piece.shape[2])
         return buffer
-
-
-def _with_time(shape: Sequence[int]) -> tuple[int, ...]:
-    """`[B, C, h, w]` as a video of one latent."""
-    batch, channels, height, width = shape
-    return batch, channels, 1, height, width

@@ -10,7 +10,7 @@ What is said of ComfyUI here was read off comfy/sd.py and comfy/model_patcher.py
 import contextlib
 import copy
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import comfy.model_patcher
@@ -22,9 +22,6 @@ from .comfy_vae import FastVAE
 from .first_stage import FastVideoVAE
 
 _logger = logging.getLogger(__name__)
-
-# What ComfyUI's class for Wan 2.1 is made for, whatever the weights.
-_CORE_LATENT_CHANNELS = 16
 
 # ComfyUI's networks that ours take the place of.
 _WAN_NETWORKS = {("comfy.ldm.wan.vae", "WanVAE"), ("comfy.ldm.wan.vae2_2", "WanVAE")}
@@ -151,7 +148,7 @@ def _core_vae(config: VAEConfig) -> comfy.sd.VAE:
     of the same layout.
     """
     with torch.device("meta"):
-        for each in (config, _as_published(config)):
+        for each in (config, config.standard()):
             shapes = VideoVAE(each, torch.float32, torch.float32).state_dict()
             with contextlib.suppress(NotImplementedError, RuntimeError, KeyError):
                 core = comfy.sd.VAE(sd=dict(shapes))
@@ -159,14 +156,6 @@ def _core_vae(config: VAEConfig) -> comfy.sd.VAE:
                     return core
     # A ComfyUI that looks into the weights is given some.
     return comfy.sd.VAE(sd={key: torch.zeros(value.shape) for key, value in shapes.items()})
-
-
-def _as_published(config: VAEConfig) -> VAEConfig:
-    """The closest VAE that ComfyUI's classes are made for."""
-    standard = config.standard()
-    if standard.family == "wan2.1":
-        return replace(standard, latent_channels=_CORE_LATENT_CHANNELS)
-    return standard
 
 
 def _swapped(core: comfy.sd.VAE, model: FastVideoVAE) -> FastVAE:
@@ -201,7 +190,7 @@ def _swapped(core: comfy.sd.VAE, model: FastVideoVAE) -> FastVAE:
         vae.upscale_index_formula = (frames, large, large)
     vae.latent_channels = config.latent_channels
     vae.output_channels = vae.conv_out_channels = config.image_channels
-    if config.image_channels == 4 or config.family == "wan2.1":
+    if config.image_channels == 4:
         vae.pad_channel_value = 1.0  # an alpha channel that an image lacks is opaque
     return vae
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .statistics import latent_statistics
 
@@ -30,6 +30,8 @@ _WAN21_ANCHORS = (
         *(f"decoder.upsamples.{index}.residual.6.weight" for index in (0, 4, 8, 12)),
     ),
 )
+
+_WAN21_LATENTS = 16
 
 # The published VAE of the Wan 2.2 layout: base widths, latent channels, and the side of a patch.
 _WAN22_ENCODER, _WAN22_DECODER, _WAN22_LATENTS, _WAN22_PATCH = 160, 256, 48, 2
@@ -97,7 +99,7 @@ class VAEConfig:
         if self.family == WAN21:
             base = self.decoder_width
             encoder, decoder = _standard_widths(base, base, 4)
-            return replace(self, output_scale=1, encoder_widths=encoder, decoder_widths=decoder)
+            return _config(WAN21, _WAN21_LATENTS, self.image_channels, encoder, decoder)
         encoder, decoder = _standard_widths(_WAN22_ENCODER, _WAN22_DECODER, 4)
         return _config(WAN22, _WAN22_LATENTS, 3, encoder, decoder, patch_size=_WAN22_PATCH)
 
@@ -145,7 +147,8 @@ def read_configs(shapes: Shapes) -> list[VAEConfig]:
     in_channels = _size(shapes, "encoder.conv1.weight", 1) if has_encoder else None
     out_channels = _size(shapes, "decoder.head.2.weight", 0)
     if _WAN22_KEY in shapes:
-        stages, anchors = _stages(shapes), _wan22_anchors(_stages(shapes))
+        stages = _stages(shapes)
+        anchors = _wan22_anchors(stages)
     else:
         stages, anchors = 4, _WAN21_ANCHORS
 

@@ -149,6 +149,7 @@ class Downsample(nn.Module):
 
     Attributes:
         scale: Height and width out for those in.
+        pairs: It takes two frames at a time.
     """
 
     scale = Fraction(1, 2)
@@ -156,6 +157,7 @@ class Downsample(nn.Module):
     def __init__(self, channels: int, *, temporal: bool, taps: int = 3) -> None:
         super().__init__()
         self.resample = nn.ModuleDict({"1": StridedConv2d(channels, channels)})
+        self.pairs = temporal
         # With one tap there is no time, and the weights are there for their names.
         stride = min(2, taps)
         self.time_conv = (

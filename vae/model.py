@@ -104,10 +104,7 @@ class VideoVAE(nn.Module):
                 not finite.
         """
         check_tensor(latent, "latent", self.config.latent_channels)
-        batch, channels, frame_count, height, width = self.config.decoded_shape(latent.shape)
-        with torch.inference_mode(False):
-            memory = (batch, frame_count, height, width, channels)
-            frames = torch.empty(memory, dtype=self.dtype, device=self.device).movedim(-1, 1)
+        frames = self.new_frames(latent)
         for _ in self.decode_stream(latent, chunk, out=frames):
             pass
         return frames
@@ -184,6 +181,13 @@ class VideoVAE(nn.Module):
         """Undo `normalize`: `latent * std + mean`."""
         mean, std = self._statistics(latent)
         return latent * std + mean
+
+    def new_frames(self, latent: Tensor) -> Tensor:
+        """Memory for the frames of a latent, channels-last, in `dtype` on `device`."""
+        batch, channels, frames, height, width = self.config.decoded_shape(latent.shape)
+        memory = (batch, frames, height, width, channels)
+        with torch.inference_mode(False):
+            return torch.empty(memory, dtype=self.dtype, device=self.device).movedim(-1, 1)
 
     def check_latent(self, latent: Tensor) -> None:
         """Raise the `ValueError` that `decode` would raise."""

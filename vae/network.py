@@ -14,13 +14,21 @@ Layer = Callable[[Tensor, TemporalCache], Tensor]
 class Network(nn.Module):
     """An encoder or a decoder, which `stream.advance` calls layer by layer."""
 
-    def chains(self) -> list[list[Layer]]:
-        """The layers in order, every one from `(x, cache)` to `x`.
-
-        A new chain begins where the frames of a step have to come together, because the layer
-        takes them in pairs.
-        """
+    def layers(self) -> list[nn.Module]:
+        """The layers in order, every one from `(x, cache)` to `x`."""
         raise NotImplementedError
+
+    def chains(self) -> list[list[Layer]]:
+        """The layers, cut before each that has `pairs`.
+
+        Such a layer takes two frames at a time, so that those of a step come together before it.
+        """
+        chains: list[list[Layer]] = [[]]
+        for layer in self.layers():
+            if getattr(layer, "pairs", False):
+                chains.append([])
+            chains[-1].append(layer)
+        return chains
 
 
 class Head(nn.Module):

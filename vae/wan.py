@@ -10,7 +10,7 @@ from torch import nn
 
 from .conv import CausalConv3d
 from .layers import Downsample, ResidualBlock, Upsample
-from .network import Head, Layer, Network, middle
+from .network import Head, Network, middle
 
 _ENCODER_BLOCKS = 2
 _DECODER_BLOCKS = 3
@@ -42,17 +42,9 @@ class Encoder(Network):
         self.middle = middle(widths[-1])
         self.head = Head(widths[-1], 2 * latent_channels)
 
-    def chains(self) -> list[list[Layer]]:
-        """The chain, from `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`.
-
-        It is cut before each layer that takes its frames in pairs.
-        """
-        chains: list[list[Layer]] = [[self.conv1]]
-        for layer in [*self.downsamples, *self.middle, self.head]:
-            if isinstance(layer, Downsample) and layer.time_conv is not None:
-                chains.append([])
-            chains[-1].append(layer)
-        return chains
+    def layers(self) -> list[nn.Module]:
+        """From `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`."""
+        return [self.conv1, *self.downsamples, *self.middle, self.head]
 
 
 class Decoder(Network):
@@ -80,6 +72,6 @@ class Decoder(Network):
         self.upsamples = nn.ModuleList(stages)
         self.head = Head(widths[-1], out_channels)
 
-    def chains(self) -> list[list[Layer]]:
-        """The chain, from `[B, C_latent, t, h, w]` to `[B, C_out, T, 8 h, 8 w]`."""
-        return [[self.conv1, *self.middle, *self.upsamples, self.head]]
+    def layers(self) -> list[nn.Module]:
+        """From `[B, C_latent, t, h, w]` to `[B, C_out, T, 8 h, 8 w]`."""
+        return [self.conv1, *self.middle, *self.upsamples, self.head]

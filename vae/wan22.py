@@ -15,7 +15,7 @@ from ..kernels import average_down
 from .cache import TemporalCache
 from .conv import CausalConv3d
 from .layers import Downsample, ResidualBlock, Upsample
-from .network import Head, Layer, Network, middle
+from .network import Head, Network, middle
 
 _ENCODER_BLOCKS = 2
 _DECODER_BLOCKS = 3
@@ -34,6 +34,7 @@ class DownStage(nn.Module):
     Attributes:
         blocks: The layers inside.
         growth: How many times as large as its input an activation inside is.
+        pairs: It takes two frames at a time.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class DownStage(nn.Module):
     ) -> None:
         super().__init__()
         self.size, self.times = 2 if space else 1, 2 if time else 1
+        self.pairs = time
         _check_shortcut(in_channels * self.times * self.size**2, out_channels)
         self.growth = max(1, out_channels // in_channels)
         self.out_channels = out_channels
@@ -138,14 +140,9 @@ class Encoder(Network):
         self.middle = middle(widths[-1], taps)
         self.head = Head(widths[-1], 2 * latent_channels, taps)
 
-    def chains(self) -> list[list[Layer]]:
-        """The chain, from `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`."""
-        chains: list[list[Layer]] = [[self.conv1]]
-        for layer in [*self.downsamples, *self.middle, self.head]:
-            if isinstance(layer, DownStage) and layer.times > 1:
-                chains.append([])
-            chains[-1].append(layer)
-        return chains
+    def layers(self) -> list[nn.Module]:
+        """From `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`."""
+        return [self.conv1, *self.downsamples, *self.middle, self.head]
 
 
 class Decoder(Network):
@@ -171,9 +168,9 @@ class Decoder(Network):
         )
         self.head = Head(widths[-1], out_channels, taps)
 
-    def chains(self) -> list[list[Layer]]:
-        """The chain, from `[B, C_latent, t, h, w]` to `[B, C_out, T, 8 h, 8 w]`."""
-        return [[self.conv1, *self.middle, *self.upsamples, self.head]]
+    def layers(self) -> list[nn.Module]:
+        """From `[B, C_latent, t, h, w]` to `[B, C_out, T, 8 h, 8 w]`."""
+        return [self.conv1, *self.middle, *self.upsamples, self.head]
 
 
 def _check_shortcut(finer: int, coarser: int) -> None:

@@ -42,12 +42,13 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit of this checkout, with `-dirty` where it was changed since."""
-    result = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"],
-        cwd=RESULTS.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return result.stdout.strip() or "unknown"
+    """The commit of this checkout, with `-dirty` where more than the results changed since."""
+    name = _git("rev-parse", "--short", "HEAD").stdout.strip() or "unknown"
+    others = [":/", f":(exclude,top){RESULTS.relative_to(RESULTS.parents[2]).as_posix()}"]
+    changed = _git("diff", "--quiet", "HEAD", "--", *others).returncode == 1
+    return f"{name}-dirty" if changed else name
+
+
+def _git(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = ["git", *arguments]
+    return subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False)

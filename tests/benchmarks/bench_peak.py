@@ -1,0 +1,84 @@
+"""Peak memory of a process that loads a full-size VAE from a file and decodes: ours and ComfyUI's.
+
+`python tests/benchmarks/bench_peak.py` writes random weights of Wan 2.2 (705 M parameters) in the
+dtype, and lets each implementation load the file and decode 17 x 128 x 128 three times in a process
+of its own (Linux). Peak and what stays are printed and appended to `results.jsonl`.
+"""
+
+import argparse
+import json
+import logging
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+_HERE = Path(__file__).resolve().parent
+runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
+
+from fast_video_vae.tests.benchmarks import record  # noqa: E402
+from fast_video_vae.tests.nodes.host import import_comfyui, why_unavailable  # noqa: E402
+from fast_video_vae.tests.wan22 import random_wan22  # noqa: E402
+from fast_video_vae.vae import load_vae  # noqa: E402
+
+_SHAPE = (1, 48, 5, 8, 8)
+
+
+def measure(name: str, path: str, dtype: torch.dtype, base: Path) -> dict[str, float]:
+    """Load and decode in this process."""
+    latent = torch.randn(_SHAPE, generator=torch.Generator().manual_seed(0))
+    if name == "ours":
+        decode = load_vae(path, dtype=dtype).decode
+    else:
+        import_comfyui(base)
+        import comfy.sd
+        import comfy.utils
+
+        vae = comfy.sd.VAE(sd=comfy.utils.load_torch_file(path), dtype=dtype)
+        decode = vae.first_stage_model.decode
+    with torch.inference_mode():
+        for _ in range(3):
+            decode(latent.to(dtype))
+    return {"peak_mib": _status("VmHWM"), "stays_mib": _status("VmRSS")}
+
+
+def main() -> None:
+    """Run both, or with `--case` the one that this process is for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    dtype = getattr(torch, args.dtype)
+    if args.case:
+        name, path, base = args.case
+        print(json.dumps(measure(name, path, dtype, Path(base))))
+        return
+    names = ["ours"] if why_unavailable() else ["ours", "comfyui"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "wan22.safetensors"
+        save_file(random_wan22(160, 256, dtype=dtype), path)
+        for name in names:
+            case = ["--case", name, str(path), folder]
+            command = [sys.executable, __file__, "--dtype", args.dtype, *case]
+            output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            result = json.loads(output.splitlines()[-1])
+            label = f"load and decode 17x128x128 {args.dtype} wan2.2"
+            logging.info("%-48s %-8s %s", label, name, result)
+            record.append(args.out, "bench_peak", label, implementation=name, **result)
+
+
+def _status(field: str) -> float:
+    """A line of `/proc/self/status`, in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (value,) = (line.split()[1] for line in lines if line.startswith(f"{field}:"))
+    return round(int(value) / 1024, 1)
+
+
+if __name__ == "__main__":
+    main()
