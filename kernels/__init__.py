@@ -1,17 +1,423 @@
 """The ops of the VAEs, stated once: formula, shapes and dtypes. This page is the contract.
 
 Activations are `[B, C, T, H, W]` in channels-last memory, so that every pixel is a row of `C`
-neighbouring numbers. Each op computes in float32 and rounds once, to the dtype of its result.
+neighbouring numbers. Each op takes float32, bfloat16, float16 (and float64 where the reference
+serves), computes in float32 at least and rounds once, to the dtype of its result. Which backend
+does it is decided in `backend.py`; the results of two backends differ by rounding alone.
 
 | op | formula |
 |---|---|
 | `rms_norm_silu` | `silu(x / max(norm2(x), 1e-12) * sqrt(C) * gamma)`; SiLU is optional |
+| `group_norm_silu` | `silu((x - mean) / sqrt(var + eps) * weight + bias)` per frame and group |
+| `rms_norm` | `x / sqrt(mean(x^2) + eps) * weight` over the last dimension |
+| `silu_mul` | `x * sigmoid(x) * gate` |
+| `bias_residual` | `x + bias + residual + residual_bias` |
 | `attention` | `softmax(q k^T / sqrt(d)) v` in memory that grows with N, never with N x N |
 | `interleave_time` | frame `phases * t + p` is the p-th part of the channels of frame `t` |
 | `merge_phases` | pixel `(2 i + a, 2 j + b)` is part `2 a + b` of window `(i + a, j + b)` |
+| `pixel_shuffle_3d` | parts of the channels become frames, rows and columns |
 | `average_down` | means of groups of the numbers in each block of frames and pixels |
+| `frames_to_images` | `clamp((x + 1) / 2, 0, 1)` as `[T, H, W, C]`, in float32 or in 8 bits |
 """
 
-from .reference import attention, average_down, interleave_time, merge_phases, rms_norm_silu
+import torch
+from torch import Tensor
 
-__all__ = ["attention", "average_down", "interleave_time", "merge_phases", "rms_norm_silu"]
+from . import checks
+from .backend import BackendError, check_quality, run, use_backend, use_quality
+from .matrix import NativeLibrary, Support, backend_matrix, native_library
+
+__all__ = [
+    "BackendError",
+    "NativeLibrary",
+    "Support",
+    "attention",
+    "average_down",
+    "backend_matrix",
+    "bias_residual",
+    "check_quality",
+    "frames_to_images",
+    "group_norm_silu",
+    "interleave_time",
+    "merge_phases",
+    "native_library",
+    "pixel_shuffle_3d",
+    "rms_norm",
+    "rms_norm_silu",
+    "silu_mul",
+    "use_backend",
+    "use_quality",
+]
+
+
+def rms_norm_silu(
+    x: Tensor,
+    gamma: Tensor,
+    *,
+    silu: bool = True,
+    bias: Tensor | None = None,
+    tail: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Normalise each pixel over its channels, scale, and apply SiLU.
+
+    `silu(x / max(norm2(x), 1e-12) * sqrt(C) * gamma)`: `RMS_norm` of Wan 2.1, wan/modules/vae.py,
+    which has no mean and no bias, followed by its SiLU. `bias` is added to `x` before all that: it
+    is what the convolution that made `x` has left out.
+
+    With `tail` this is the input of a causal convolution, made in the same pass: the frames that
+    the convolution saw last, then the new ones; and the last of both become the next tail.
+
+    Args:
+        x: `[B, C, T, H, W]`, channels-last.
+        gamma: `C` scales, in any shape and float dtype.
+        silu: Apply SiLU after the norm.
+        bias: `C` numbers, in any shape and float dtype, added to `x` in float32; None: zeros.
+        tail: `[B, C, K, H, W]`, channels-last, of the dtype of `x`: the results of the `K` frames
+            before `x`. It is overwritten with the last `K` frames of the result.
+        out: `[B, C, K + T, H, W]` (`K` is 0 without `tail`), channels-last, of the dtype of `x`; it
+            may be a run of frames of a longer buffer, and `x` itself without `tail`.
+
+    Returns:
+        `out`, or a new channels-last tensor.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices do not fit.
+    """
+    checks.floats(x=x)
+    checks.video(x=x)
+    checks.vectors(x, x.shape[1], gamma=gamma, bias=bias)
+    checks.window(x, tail, out)
+    return run("rms_norm_silu", x, gamma, silu=silu, bias=bias, tail=tail, out=out)
+
+
+def group_norm_silu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    groups: int,
+    *,
+    eps: float = 1e-6,
+    silu: bool = True,
+    front: int = 0,
+    replicate: bool = False,
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+    tail: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Normalise each frame over its pixels and each group of channels, and apply SiLU.
+
+    `silu((x - mean) / sqrt(var + eps) * weight + bias)` with the statistics of one frame and group,
+    the variance over all of it: `GroupNorm` of a single frame, as in SeedVR2
+    (models/video_vae_v3/modules/causal_inflation_lib.py, causal_norm_wrapper). The frames in front
+    and the border, which a convolution wants, are written in the same pass.
+
+    Args:
+        x: `[B, C, T, H, W]`, channels-last.
+        weight: `C` scales.
+        bias: `C` offsets.
+        groups: Groups; a divisor of `C`.
+        eps: Added to the variance.
+        silu: Apply SiLU after the norm.
+        front: Frames to put before the result, where there is no `tail`.
+        replicate: Those are copies of the first frame of the result; else zeros.
+        padding: Pixels of zeros at the left, right, top and bottom, as `torch.nn.functional.pad`.
+        tail: `[B, C, K, H, W]`, channels-last, of the dtype of `x`: the results of the `K` frames
+            before `x`, which go before it. It is overwritten with the last `K` frames of both.
+        out: `[B, C, front or K + T, H + top + bottom, W + left + right]`, channels-last, of the
+            dtype of `x`.
+
+    Returns:
+        `out`, or a new channels-last tensor.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices do not fit.
+    """
+    checks.floats(x=x)
+    checks.video(x=x)
+    checks.vectors(x, x.shape[1], weight=weight, bias=bias)
+    checks.groups(x, groups)
+    checks.border(front, padding, tail)
+    checks.window(x, tail, out, front=front, padding=padding)
+    return run(
+        "group_norm_silu",
+        x,
+        weight,
+        bias,
+        groups,
+        eps=eps,
+        silu=silu,
+        front=front,
+        replicate=replicate,
+        padding=padding,
+        tail=tail,
+        out=out,
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
+    """Normalise the last dimension by its root mean square, and scale.
+
+    `x / sqrt(mean(x^2) + eps) * weight`: the norm of Zhang and Sennrich, "Root Mean Square Layer
+    Normalization", 2019.
+
+    Args:
+        x: `[..., C]`, its last dimension dense.
+        weight: `[C]`.
+        eps: Added to the mean square.
+        out: `[..., C]`, of the dtype of `x`; it may be `x`.
+
+    Returns:
+        `out`, or a new tensor.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices do not fit.
+    """
+    checks.floats(x=x)
+    checks.rows(x=x)
+    checks.vectors(x, x.shape[-1], weight=weight)
+    checks.like(x, out=out)
+    return run("rms_norm", x, weight, eps, out=out)
+
+
+def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """SiLU of one tensor times another: `x * sigmoid(x) * gate`.
+
+    The gate of SwiGLU (Shazeer, "GLU Variants Improve Transformer", 2020). The two may be halves
+    of one tensor, as a fused projection makes them.
+
+    Args:
+        x: `[..., C]`, its last dimension dense.
+        gate: Of the shape and dtype of `x`.
+        out: Likewise; it may be `x` or `gate`.
+
+    Returns:
+        `out`, or a new tensor.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices do not fit.
+    """
+    checks.floats(x=x)
+    checks.rows(x=x)
+    checks.like(x, gate=gate, out=out)
+    return run("silu_mul", x, gate, out=out)
+
+
+def bias_residual(
+    x: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Add what a convolution without bias leaves to add, in one pass.
+
+    `x + bias + residual + residual_bias`, added from left to right in float32: the biases of a
+    convolution and of the shortcut beside it, and the shortcut.
+
+    Args:
+        x: `[B, C, T, H, W]`, channels-last.
+        bias: `C` numbers, in any shape and float dtype; None: zeros.
+        residual: Of the shape and dtype of `x`; None: zeros.
+        residual_bias: As `bias`.
+        out: Of the shape and dtype of `x`; it may be `x` or `residual`.
+
+    Returns:
+        `out`, or a new channels-last tensor.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices do not fit.
+    """
+    checks.floats(x=x)
+    checks.video(x=x)
+    checks.vectors(x, x.shape[1], bias=bias, residual_bias=residual_bias)
+    checks.like(x, residual=residual, out=out)
+    return run("bias_residual", x, bias, residual, residual_bias, out=out)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Single-head attention over the pixels of a frame: `softmax(q k^T / sqrt(d)) v`.
+
+    Its memory grows with N: the `N x N` scores of a 3840 x 2160 picture would take 67 GB.
+
+    Args:
+        q: `[B, N, d]`, its last dimension dense.
+        k: Like `q`.
+        v: Like `q`.
+
+    Returns:
+        `[B, N, d]`.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices do not fit.
+    """
+    checks.floats(q=q)
+    checks.like(q, k=k, v=v)
+    return run("attention", q, k, v)
+
+
+def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
+    """Spread the temporal phases in the channels over frames.
+
+    Frame `phases * t + p` of the result is channels `[p * C, (p + 1) * C)` of frame `t`: the
+    reshape after `time_conv` in Wan's `Resample`, wan/modules/vae.py.
+
+    Args:
+        x: `[B, phases * C, T, H, W]`, channels-last.
+        phases: Frames made from each frame.
+        out: `[B, C, phases * T, H, W]`, channels-last, of the same dtype.
+
+    Returns:
+        `out`, or a new channels-last tensor of that shape.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices do not fit.
+    """
+    checks.floats(x=x)
+    checks.video(x=x)
+    checks.divides(phases, x.shape[1], "phases")
+    batch, channels, frames, height, width = x.shape
+    checks.result(x, out, (batch, channels // phases, phases * frames, height, width))
+    return run("interleave_time", x, phases, out=out)
+
+
+def merge_phases(
+    grid: Tensor,
+    source: Tensor | None = None,
+    times: int = 1,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Merge the four phases of a folded upsampling convolution into one picture of twice the size.
+
+    Nearest 2x and then a 3x3 convolution is a 2x2 convolution of the small picture for each of the
+    four phases of the large one; a grid of `(H + 1) x (W + 1)` windows has them all. Pixel
+    `(2 i + a, 2 j + b)` is phase `2 a + b` of the window at `(i + a, j + b)`.
+
+    With `source` every pixel also gets one of its numbers: that of channel
+    `((c * times + p) * 4 + 2 a + b) * C_source // (4 * times * C)`, from frame `t` and pixel
+    `(i, j)`, for channel `c` of frame `times * t + p`. That is `DupUp3D` of Wan 2.2,
+    wan/modules/vae2_2.py, which repeats the channels and spreads them over the new pixels.
+
+    Args:
+        grid: `[B, 4 * C, T, H + 1, W + 1]`, channels-last; channel `(2 a + b) * C + c`.
+        source: `[B, C_source, T / times, H, W]`. For the first frame of a video, `[B, C_source, 1,
+            H, W]` where `T` is 1: it is the last of the `times` frames.
+        times: Frames of the result for each of `source`.
+        bias: `C` numbers, in any shape and float dtype, added to every pixel before `source`; None:
+            zeros.
+        out: `[B, C, T, 2 H, 2 W]`, channels-last, of the dtype of `grid`.
+
+    Returns:
+        `out`, or a new channels-last tensor of that shape.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices do not fit.
+    """
+    checks.floats(grid=grid)
+    checks.video(grid=grid)
+    checks.divides(4, grid.shape[1], "4 phases")
+    batch, channels, frames, height, width = grid.shape
+    if height < 1 or width < 1:
+        raise ValueError(f"grid is {list(grid.shape)}; expected one row and column at least")
+    checks.result(grid, out, (batch, channels // 4, frames, 2 * height - 2, 2 * width - 2))
+    checks.phase_source(grid, source, times)
+    checks.vectors(grid, channels // 4, bias=bias)
+    return run("merge_phases", grid, source, times, bias=bias, out=out)
+
+
+def pixel_shuffle_3d(
+    x: Tensor,
+    size: tuple[int, int, int],
+    order: str = "cthw",
+    *,
+    skip: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Turn parts of the channels into frames, rows and columns.
+
+    The channels of `x` are four nested indices, `c` of the result's channels and `t`, `h`, `w`
+    inside of a block of frames, rows and columns; `order` names them from the slowest to the
+    fastest. "cthw" with one frame is `torch.nn.PixelShuffle`; "ctwh" are the patches of Wan 2.2
+    (unpatchify, wan/modules/vae2_2.py); "hwtc" is the upsampling of SeedVR2.
+
+    Args:
+        x: `[B, C * t * h * w, T, H, W]`, channels-last.
+        size: `t`, `h` and `w`.
+        order: The letters c, t, h, w in some order.
+        skip: Frames at the start of the result to leave out.
+        out: `[B, C, t * T - skip, h * H, w * W]`, on any device, of any dtype and strides.
+
+    Returns:
+        `out`, or a new channels-last tensor of that shape and the dtype of `x`.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit.
+    """
+    checks.floats(x=x)
+    checks.video(x=x)
+    checks.shuffle(x, size, order, skip)
+    checks.target(out, checks.shuffled(x, size, skip))
+    return run("pixel_shuffle_3d", x, size, order, skip=skip, out=out)
+
+
+def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
+    """Average what falls on one number of a smaller video.
+
+    The frames and pixels of each `times x size x size` block become channels, the finest last, and
+    neighbouring channels are averaged in groups: `AvgDown3D` of Wan 2.2, wan/modules/vae2_2.py.
+    Frames that lack at the start of the video are zeros.
+
+    Args:
+        x: `[B, C, T, H, W]`, channels-last; `H` and `W` are multiples of `size`.
+        channels: Of the result; they divide `C * times * size * size`.
+        times: Frames that become one.
+        size: Pixels that become one, in height and in width.
+
+    Returns:
+        `[B, channels, ceil(T / times), H / size, W / size]`, channels-last, in memory of its own.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit.
+    """
+    checks.floats(x=x)
+    checks.video(x=x)
+    checks.averages(x, channels, times, size)
+    return run("average_down", x, channels, times=times, size=size)
+
+
+def frames_to_images(
+    frames: Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+    patch: int = 1,
+    order: str = "cthw",
+    out: Tensor | None = None,
+) -> Tensor:
+    """Turn decoded frames into images: `clamp((x + 1) / 2, 0, 1)`, pixels last, in one pass.
+
+    In 8 bits a number is `floor(255 * image)`: ComfyUI's saver drops the fraction. NaN stays NaN,
+    and is 0 in 8 bits. The arithmetic is float32 whatever the dtypes.
+
+    Args:
+        frames: `[B, C, T, H, W]` in about [-1, 1], channels-last; `[B, C * patch^2, T, H / patch,
+            W / patch]` where pixels lie in channels.
+        dtype: Of a new result: float32, another float dtype or uint8.
+        patch: Rows and columns of pixels that lie in the channels.
+        order: How they lie there, as for `pixel_shuffle_3d`.
+        out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, of such a dtype, on any device, of any
+            strides.
+
+    Returns:
+        `out`, or a new dense tensor `[B * T, H, W, C]` on the device of `frames`.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit.
+    """
+    checks.floats(frames=frames)
+    checks.video(frames=frames)
+    checks.shuffle(frames, (1, patch, patch), order, 0)
+    checks.images(frames, dtype, patch, out)
+    return run("frames_to_images", frames, dtype=dtype, patch=patch, order=order, out=out)

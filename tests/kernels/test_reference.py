@@ -1,198 +1,195 @@
-"""Every op of the reference against its formula in float64."""
+"""What the reference alone does: float64, what autograd records, blocks, attention's ways."""
 
-import itertools
+import importlib
 import math
 
 import pytest
 import torch
 
-from fast_video_vae.kernels import (
-    attention,
-    average_down,
-    interleave_time,
-    merge_phases,
-    reference,
-    rms_norm_silu,
-)
+from fast_video_vae import kernels
+from fast_video_vae.kernels import use_backend
+from fast_video_vae.tests.kernels import formulas
+from fast_video_vae.tests.kernels.cases import DTYPES, OPS, Poisoned, inputs, random, video
+
+# By their names: the package has a function `attention` too.
+memory = importlib.import_module("fast_video_vae.kernels.reference.memory")
+fallback = importlib.import_module("fast_video_vae.kernels.reference.attention")
 
 
-def channels_last(*shape, dtype=torch.float32, seed=0):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return x.to(dtype).contiguous(memory_format=torch.channels_last_3d)
+@pytest.fixture(autouse=True)
+def reference():
+    with use_backend("reference"):
+        yield
 
 
-def norm_formula(x, gamma, silu):
-    x = x.double()
-    norm = x.square().sum(1, keepdim=True).sqrt().clamp_min(1e-12)
-    y = x / norm * math.sqrt(x.shape[1]) * gamma.double().view(1, -1, 1, 1, 1)
-    return y * torch.sigmoid(y) if silu else y
+def test_float64_stays_float64():
+    x, other = (video(2, 12, 3, 4, 6, dtype=torch.float64, seed=seed) for seed in (0, 1))
+    weight, bias = random(2, 12, dtype=torch.float64, seed=2)
+    rows, gates = (y.movedim(1, -1) for y in (x, other))
+    parts = random(3, 2, 20, 8, dtype=torch.float64).unbind()
+    for actual, expected in (
+        (
+            kernels.rms_norm_silu(x, weight, bias=bias),
+            formulas.rms_norm_silu(x, weight, bias=bias),
+        ),
+        (
+            kernels.group_norm_silu(x, weight, bias, 3),
+            formulas.group_norm_silu(x, weight, bias, 3),
+        ),
+        (kernels.rms_norm(rows, weight), formulas.rms_norm(rows, weight)),
+        (kernels.silu_mul(rows, gates), formulas.silu_mul(rows, gates)),
+        (
+            kernels.bias_residual(x, weight, other, bias),
+            formulas.bias_residual(x, weight, other, bias),
+        ),
+        (kernels.attention(*parts), formulas.attention(*parts)),
+        (
+            kernels.average_down(x, 6, times=2, size=2),
+            formulas.average_down(x, 6, times=2, size=2),
+        ),
+    ):
+        value, error = expected
+        assert actual.dtype == torch.float64
+        formulas.check(actual, value, 2 * error)  # the formula itself is no better
 
 
-# Half an eps for the one rounding of the result; float32 adds the roundings of its own steps.
-TOLERANCE = {
-    torch.float64: 1e-6,  # the scale is kept in float32
-    torch.float32: 1e-6,
-    torch.bfloat16: 2**-8,
-    torch.float16: 2**-11,
-}
+def recorded(op):
+    """The inputs of an op, and those of them that may have a gradient, in float64."""
+    args, keywords = inputs(op, torch.float64)
+    args = [arg.double() if isinstance(arg, torch.Tensor) else arg for arg in args]
+    keywords = {
+        name: value.double() if isinstance(value, torch.Tensor) else value
+        for name, value in keywords.items()
+    }
+    return args, keywords
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("silu", [True, False])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (1, 96, 3, 8, 8),
-        (3, 24, 2, 5, 7),  # a batch: rows of one video at a time
-        (1, 7, 1, 1, 1),  # one pixel, odd channels
-    ],
-)
-def test_rms_norm_silu_is_its_formula(shape, silu, dtype):
-    x = channels_last(*shape, dtype=dtype)
-    gamma = torch.rand(shape[1]) + 0.5
-    expected = norm_formula(x, gamma, silu)
-    actual = rms_norm_silu(x, gamma, silu=silu)
-    assert actual.dtype == dtype
-    assert actual.stride() == x.stride()
-    error = (actual.double() - expected).abs() / expected.abs().clamp_min(1e-3)
-    assert error.max() <= TOLERANCE[dtype] * 1.01
+def test_group_norm_silu_subtracts_more_than_a_rounded_mean():
+    """The mean, near 10000, is rounded by up to 5e-4; of that nothing is in the result."""
+    x, (weight, bias) = video(1, 16, 1, 40, 52).add_(1e4), random(2, 16, seed=1)
+    value, _ = formulas.group_norm_silu(x, weight, bias, 2)
+    actual = kernels.group_norm_silu(x, weight, bias, 2)
+    torch.testing.assert_close(actual.double(), value, rtol=0, atol=5e-6)
 
 
-def test_rms_norm_silu_of_zeros_is_zero():
-    assert not rms_norm_silu(torch.zeros(1, 8, 1, 2, 2), torch.ones(8)).any()
+@pytest.mark.parametrize("op", OPS)
+def test_the_gradient_is_that_of_the_differences(op):
+    """Along one direction, for all tensors together: central differences in float64."""
+    args, keywords = recorded(op)
+    # Away from the corners of the clamp, which have no derivative.
+    args = [arg * 0.2 if isinstance(arg, torch.Tensor) else arg for arg in args]
+    leaves = [n for n, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+    ways = {n: random(*args[n].shape, dtype=torch.float64, seed=10 + n) for n in leaves}
+
+    def loss(step):
+        moved = [arg + step * ways[n] if n in ways else arg for n, arg in enumerate(args)]
+        for n in leaves:
+            moved[n] = moved[n].detach().requires_grad_(step == 0)
+        copies = {  # a tail is overwritten
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in keywords.items()
+        }
+        y = getattr(kernels, op)(*moved, **copies)
+        weights = random(*y.shape, dtype=torch.float64, seed=5)
+        return (y.double() * weights).sum(), moved
+
+    value, moved = loss(0)
+    grads = torch.autograd.grad(value, [moved[n] for n in leaves])
+    slope = sum((grad * way).sum() for grad, way in zip(grads, ways.values(), strict=True))
+    step = 1e-3 if op == "frames_to_images" else 1e-5  # its arithmetic is float32
+    difference = (loss(step)[0] - loss(-step)[0]) / (2 * step)
+    torch.testing.assert_close(slope, difference, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("op", OPS)
+def test_recorded_results_are_the_others(op, dtype):
+    args, keywords = inputs(op, dtype)
+    expected = getattr(kernels, op)(*args, **keywords)
+    args, keywords = inputs(op, dtype)
+    result = getattr(kernels, op)(args[0].clone().requires_grad_(), *args[1:], **keywords)
+    assert result.requires_grad
+    eps = torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(result.detach(), expected, rtol=2 * eps, atol=2e-6)
+    if result.ndim == 5:
+        assert result.movedim(1, -1).is_contiguous()
+
+
+@pytest.mark.parametrize("op", ["rms_norm_silu", "group_norm_silu"])
+def test_the_tail_of_a_recorded_call_is_for_the_caller(op):
+    """It is read, with its gradient; a write would break what was recorded of it."""
+    args, keywords = inputs(op, torch.float32)
+    tail = keywords["tail"].clone().requires_grad_()
+    out = getattr(kernels, op)(*args, **(keywords | {"tail": tail}))
+    out.sum().backward()
+    assert torch.equal(tail.detach(), inputs(op, torch.float32)[1]["tail"])
+    assert (tail.grad == 1).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rms_norm_silu_writes_every_element_of_a_slice_and_nothing_else(dtype, monkeypatch):
-    monkeypatch.setattr(reference, "_BLOCK_ELEMENTS", 1000)  # several blocks, the last one short
-    x = channels_last(2, 12, 3, 6, 9, dtype=dtype)
-    window = torch.full((2, 5, 6, 9, 12), math.nan, dtype=dtype).movedim(-1, 1)
-    rms_norm_silu(x, torch.ones(12), out=window[:, :, 2:])
-    assert window[:, :, :2].isnan().all()
-    assert torch.equal(window[:, :, 2:], rms_norm_silu(x, torch.ones(12)))
+@pytest.mark.parametrize("op", ["rms_norm_silu", "rms_norm", "silu_mul", "bias_residual"])
+def test_recorded_results_may_take_the_place_of_the_input(op, dtype):
+    args, _ = inputs(op, dtype)
+    grads = []
+    for in_place in (False, True):
+        leaf = args[0].clone().requires_grad_()
+        x = leaf * 1
+        y = getattr(kernels, op)(x, *args[1:], out=x if in_place else None)
+        y.square().sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
 
 
-def test_rms_norm_silu_leaves_its_input_alone():
-    x = channels_last(1, 8, 2, 4, 4)
-    before = x.clone()
-    rms_norm_silu(x, torch.ones(8))
-    assert torch.equal(x, before)
+def test_recorded_windows_carry_the_gradient():
+    """As a causal convolution's input is made: a part of a longer buffer."""
+    x = video(1, 8, 2, 3, 3).requires_grad_()
+    buffer = Poisoned(1, 4, 3, 3, 8, dtype=torch.float32)
+    window = buffer.memory.movedim(-1, 1)
+    window[:, :, :2].zero_()
+    kernels.rms_norm_silu(x, torch.ones(8), out=window[:, :, 2:])
+    window.sum().backward()
+    (expected,) = torch.autograd.grad(kernels.rms_norm_silu(x, torch.ones(8)).sum(), x)
+    torch.testing.assert_close(x.grad, expected)
 
 
-def test_rms_norm_silu_has_the_gradient_of_its_formula():
-    x = channels_last(1, 6, 2, 3, 3).double().requires_grad_()
-    gamma = torch.rand(6, dtype=torch.float64).requires_grad_()
-    weights = torch.randn_like(x)
-    (rms_norm_silu(x, gamma).double() * weights).sum().backward()
-    ours = x.grad.clone(), gamma.grad.clone()
-    x.grad = gamma.grad = None
-    (norm_formula(x, gamma, silu=True) * weights).sum().backward()
-    torch.testing.assert_close(ours, (x.grad, gamma.grad), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", sorted(set(OPS) - {"attention"}))
+def test_blocks_do_not_change_a_result(op, dtype, monkeypatch):
+    args, keywords = inputs(op, dtype)
+    expected = getattr(kernels, op)(*args, **keywords)
+    for elements in (1, 100, 1000):  # shorter than a row, than rows, than frames
+        monkeypatch.setattr(memory, "_BLOCK_ELEMENTS", elements)
+        args, keywords = inputs(op, dtype)
+        actual = getattr(kernels, op)(*args, **keywords)
+        if op in ("group_norm_silu", "rms_norm_silu", "silu_mul"):
+            # Sums are added in another order, and `exp` has other bits in a vector and behind it.
+            eps = torch.finfo(dtype).eps
+            torch.testing.assert_close(actual, expected, rtol=2 * eps, atol=2e-6)
+        else:
+            assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("blocked", [False, True], ids=["fused", "blocked"])
+def test_blocks_cover_every_number_once(monkeypatch):
+    monkeypatch.setattr(memory, "_BLOCK_ELEMENTS", 50)
+    for shape in ((3, 5, 7, 4), (1, 1, 40, 4), (2, 100), (1, 60), (5,), (0, 4), (6, 1, 1, 1)):
+        x = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+        parts = [part.clone() for part in memory.copies(x, torch.float32)]
+        assert torch.equal(torch.cat([part.flatten() for part in [*parts, x[:0]]]), x.flatten())
+        assert all(part.numel() <= max(50, shape[-1]) for part in parts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 50, 384), (3, 17, 8), (2, 1, 16)])
-def test_attention_is_its_formula(shape, blocked, monkeypatch):
-    if blocked:  # what other devices than CPUs and CUDA cards run, in blocks of a few queries
-        monkeypatch.setattr(reference, "_fused_attention_takes", lambda *_: False)
-        monkeypatch.setattr(reference, "_SCORE_ELEMENTS", 4 * shape[1])
-    q, k, v = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)).unbind()
-    scores = q.double() @ k.double().transpose(1, 2) / math.sqrt(shape[2])
-    expected = torch.softmax(scores, -1) @ v.double()
-    torch.testing.assert_close(attention(q, k, v).double(), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("phases", [1, 2, 3])
-def test_interleave_time_spreads_the_channels_over_frames(phases):
-    x = channels_last(2, 6 * phases, 3, 4, 5)
-    expected = x.unflatten(1, (phases, 6)).movedim(1, 3).flatten(2, 3)  # the phase is faster
-    actual = interleave_time(x, phases)
-    assert torch.equal(actual, expected)
-    assert actual.is_contiguous(memory_format=torch.channels_last_3d)
-
-
-def test_interleave_time_fills_a_poisoned_buffer():
-    x = channels_last(1, 8, 2, 3, 3)
-    out = torch.full((1, 4, 3, 3, 4), math.nan).movedim(-1, 1)
-    assert interleave_time(x, 2, out=out) is out
-    assert torch.equal(out, interleave_time(x, 2))
-
-
-@pytest.mark.parametrize("size", [(4, 5), (1, 1), (1, 6)])
-def test_merge_phases_takes_each_pixel_from_its_window(size):
-    height, width = size
-    grid = channels_last(2, 4 * 3, 2, height + 1, width + 1)
-    actual = merge_phases(grid)
-    assert actual.shape == (2, 3, 2, 2 * height, 2 * width)
-    assert actual.is_contiguous(memory_format=torch.channels_last_3d)
-    for row in range(2 * height):
-        for column in range(2 * width):
-            (i, a), (j, b) = divmod(row, 2), divmod(column, 2)
-            first = (2 * a + b) * 3
-            expected = grid[:, first : first + 3, :, i + a, j + b]
-            assert torch.equal(actual[:, :, :, row, column], expected)
-
-
-def duplicated(x, channels, times, first):
-    """What `merge_phases` says that it adds, number by number."""
-    batch, before, frames, height, width = x.shape
-    y = torch.full((batch, channels, frames * times, 2 * height, 2 * width), torch.nan)
-    for c, p, a, b in itertools.product(range(channels), range(times), (0, 1), (0, 1)):
-        source = ((c * times + p) * 4 + 2 * a + b) * before // (4 * times * channels)
-        y[:, c, p::times, a::2, b::2] = x[:, source]
-    return y[:, :, times - 1 :] if first else y
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "times"),
-    [
-        (8, 8, 2),  # every pixel and frame repeats its own channel
-        (8, 4, 1),  # a channel for each row of the new pixels
-        (8, 2, 1),  # one for each new pixel
-        (8, 1, 2),  # one for each new pixel and frame
-        (16, 2, 2),
-        (4, 8, 1),  # more channels than there are
-        (6, 3, 2),
-        (12, 9, 1),  # three pixels share a channel: no stride, only an index
-    ],
-)
-@pytest.mark.parametrize(("frames", "first"), [(1, True), (1, False), (3, False)])
-def test_phases_are_merged_with_the_repeated_source(before, after, times, frames, first):
-    x = channels_last(2, before, frames, 3, 5, seed=1)
-    expected = duplicated(x, after, times, first)
-    grid = channels_last(2, 4 * after, expected.shape[2], 4, 6, seed=2)
-    expected = merge_phases(grid) + expected
-    for grad in (False, True):
-        with torch.set_grad_enabled(grad):
-            merged = merge_phases(grid, x, times)
-        torch.testing.assert_close(merged, expected, rtol=0, atol=1e-6)
-        assert merged.movedim(1, -1).is_contiguous()
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "times", "size"),
-    [
-        (4, 4, 1, 2),  # four pixels into one
-        (4, 8, 2, 2),  # and frames into channels
-        (4, 4, 2, 2),  # two frames of four pixels into one
-        (8, 4, 2, 2),  # and two channels
-        (4, 8, 1, 2),  # a row of pixels each
-        (4, 16, 1, 2),  # pixels into channels
-        (4, 32, 2, 2),
-        (6, 4, 2, 2),
-        (4, 4, 1, 1),  # nothing
-        (4, 2, 1, 1),
-    ],
-)
-@pytest.mark.parametrize("frames", [1, 2, 3, 4])
-def test_blocks_are_averaged_by_their_definition(before, after, times, size, frames):
-    x = channels_last(2, before, frames, 4, 6, seed=3)
-    padded = torch.cat([x.new_zeros(2, before, -frames % times, 4, 6), x], dim=2).double()
-    blocks = padded.unflatten(4, (-1, size)).unflatten(3, (-1, size)).unflatten(2, (-1, times))
-    # [B, C, t, p, h, a, w, b] -> [B, C, p, a, b, t, h, w]
-    channels = blocks.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(1, 4)
-    expected = channels.unflatten(1, (after, -1)).mean(dim=2)
-    result = average_down(x, after, times=times, size=size)
-    torch.testing.assert_close(result.double(), expected, rtol=0, atol=1e-6)
-    assert result.movedim(1, -1).is_contiguous()
-    assert result.data_ptr() != x.data_ptr()
+def test_attention_without_a_fused_kernel_goes_through_in_blocks(dtype, shape, monkeypatch):
+    """On devices other than CPUs and CUDA cards."""
+    monkeypatch.setattr(fallback, "_fused_attention_takes", lambda *_: False)
+    monkeypatch.setattr(fallback, "_SCORE_ELEMENTS", 4 * shape[0] * shape[1])
+    q, k, v = random(3, *shape, dtype=dtype).unbind()
+    value, error = formulas.attention(q, k, v)
+    if dtype != torch.float32:
+        # Queries are scaled and scores rounded in the dtype: up to 3 more errors of the weights.
+        scores = q.double().abs() @ k.double().abs().mT / math.sqrt(shape[2])
+        weights = torch.softmax(q.double() @ k.double().mT / math.sqrt(shape[2]), -1)
+        relative = 2 * torch.finfo(dtype).eps * scores.max()
+        error = error + relative * (weights @ v.double().abs())
+    formulas.check(kernels.attention(q, k, v), value, error)

@@ -1,0 +1,136 @@
+"""Which backend runs a call: the one place that decides.
+
+Backends carry functions of the same names and signatures as the ops of `kernels/__init__.py`. They
+are asked in the order of `ORDER`, fastest first. One that cannot take a call raises `Refusal` with
+the reason before it does any work, and the next is asked. What is missing on a machine (a compiler,
+a package) is such a reason too: found once, logged once, remembered.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+_logger = logging.getLogger(__name__)
+
+# Fastest first. The reference takes every call that the checks of the op let through.
+ORDER = ("native", "reference")
+
+_MODULES = {"native": ".native_ops", "reference": ".reference"}
+
+QUALITIES = ("fast", "exact")
+
+_forced: ContextVar[str | None] = ContextVar("forced backend", default=None)
+_quality: ContextVar[str] = ContextVar("quality", default="fast")
+_loaded: dict[str, ModuleType] = {}
+_logged: set[str] = set()
+
+
+class Refusal(Exception):  # noqa: N818, an answer, not an error
+    """A backend does not take this call; the message is the reason, without a full stop."""
+
+
+class BackendError(ValueError):
+    """No backend that may be asked takes the call; the message lists every reason."""
+
+
+def run(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op
+    """Run an op on the first backend that takes it.
+
+    Args:
+        op: Its name.
+        args: Its arguments.
+        kwargs: Its keywords.
+
+    Returns:
+        What the op returns.
+
+    Raises:
+        BackendError: Nobody takes the call.
+    """
+    forced = _forced.get()
+    reasons = []
+    for name in ORDER if forced is None else (forced,):
+        try:
+            return _function(name, op)(*args, **kwargs)
+        except Refusal as refusal:
+            reasons.append(f"{name}: {refusal}")
+    raise BackendError(f"no backend takes this {op} ({'; '.join(reasons)})")
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Ask this backend alone, in this thread; it never falls back in silence.
+
+    Args:
+        name: One of `ORDER`.
+
+    Raises:
+        ValueError: There is no such backend.
+    """
+    if name not in ORDER:
+        raise ValueError(f"backend is {name!r}; expected one of {', '.join(ORDER)}")
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+@contextmanager
+def use_quality(quality: str) -> Iterator[None]:
+    """Choose between speed and the reference's very bits, in this thread.
+
+    Args:
+        quality: "fast": every op rounds its result once, from float32, by the fastest backend.
+            "exact": only backends whose op is bit-equal to the reference may serve.
+
+    Raises:
+        ValueError: There is no such quality.
+    """
+    check_quality(quality)
+    token = _quality.set(quality)
+    try:
+        yield
+    finally:
+        _quality.reset(token)
+
+
+def check_quality(quality: str) -> None:
+    """Raise the `ValueError` of `use_quality`."""
+    if quality not in QUALITIES:
+        raise ValueError(f"quality is {quality!r}; expected one of {', '.join(QUALITIES)}")
+
+
+def refuse_unless_exact(exact: bool) -> None:
+    """For a backend: refuse where the reference's bits are wanted and the op does not give them.
+
+    Args:
+        exact: The op of this backend is bit-equal to the reference.
+    """
+    if not exact and _quality.get() == "exact":
+        raise Refusal("it rounds otherwise than the reference, and quality is exact")
+
+
+def log_once(message: str) -> None:
+    """Tell the user of a backend that is not there, once per process.
+
+    Args:
+        message: One line: the reason, and what to do about it.
+    """
+    if message not in _logged:
+        _logged.add(message)
+        _logger.warning("Fast Video VAE: %s", message)
+
+
+def _function(backend: str, op: str) -> Callable[..., Any]:
+    module = _loaded.get(backend)
+    if module is None:
+        module = _loaded[backend] = importlib.import_module(_MODULES[backend], __package__)
+    function = getattr(module, op, None)
+    if function is None:
+        raise Refusal("it has no such op")
+    return function

@@ -1,0 +1,174 @@
+"""What every backend may rely on: the arguments of an op fit together.
+
+One line per error, with the value and what was expected, before any work. Layout is no matter of
+these checks: a backend that wants another refuses, and the reference takes any.
+"""
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def floats(**tensors: Tensor) -> None:
+    """All have a dtype that ops compute in."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"{name} is {_name(tensor.dtype)}; expected float32, bfloat16, float16 or float64"
+            )
+
+
+def vectors(x: Tensor, channels: int, **tensors: Tensor | None) -> None:
+    """All have a number for each channel, in any float dtype (8 bits too), where `x` is."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} is {_name(tensor.dtype)}; expected a float dtype")
+        if tensor.numel() != channels:
+            raise ValueError(f"{name} has {tensor.numel()} numbers; expected {channels}")
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}; expected {x.device}")
+
+
+def video(**tensors: Tensor) -> None:
+    """All are `[B, C, T, H, W]`."""
+    for name, tensor in tensors.items():
+        if tensor.ndim != 5:
+            raise ValueError(f"{name} is {list(tensor.shape)}; expected [B, C, T, H, W]")
+
+
+def rows(**tensors: Tensor) -> None:
+    """All have a last dimension."""
+    for name, tensor in tensors.items():
+        if tensor.ndim == 0:
+            raise ValueError(f"{name} has no dimension; expected [..., C]")
+
+
+def like(x: Tensor, **tensors: Tensor | None) -> None:
+    """All have the shape, dtype and device of `x`."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            _same(name, tensor, tuple(x.shape), x)
+
+
+def result(x: Tensor, out: Tensor | None, shape: tuple[int, ...]) -> None:
+    """The buffer of the caller fits the result of `x`."""
+    if out is not None:
+        _same("out", out, shape, x)
+
+
+def target(out: Tensor | None, shape: tuple[int, ...]) -> None:
+    """The buffer of the caller, of any dtype and device, has this shape."""
+    if out is not None and tuple(out.shape) != shape:
+        raise ValueError(f"out is {list(out.shape)}; expected {list(shape)}")
+
+
+def window(
+    x: Tensor,
+    tail: Tensor | None,
+    out: Tensor | None,
+    *,
+    front: int = 0,
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+) -> None:
+    """The tail and the buffer of a causal convolution's input fit `x`."""
+    batch, channels, frames, height, width = x.shape
+    if tail is not None:
+        video(tail=tail)
+        front = tail.shape[2]
+        _same("tail", tail, (batch, channels, front, height, width), x)
+    left, right, top, bottom = padding
+    result(x, out, (batch, channels, front + frames, height + top + bottom, width + left + right))
+
+
+def border(front: int, padding: tuple[int, int, int, int], tail: Tensor | None) -> None:
+    """Frames in front and pixels around are counts, and a tail takes the place of the former."""
+    if front < 0 or min(padding) < 0:
+        raise ValueError(f"front is {front} and padding {padding}; expected 0 or more of each")
+    if tail is not None and front:
+        raise ValueError(f"front is {front} and there is a tail; expected one of the two")
+
+
+def groups(x: Tensor, parts: int) -> None:
+    """The channels divide into groups."""
+    divides(parts, x.shape[1], "groups")
+
+
+def divides(parts: int, whole: int, name: str) -> None:
+    """`parts` divides the channels."""
+    if parts < 1 or whole % parts:
+        raise ValueError(f"{name}: {parts} does not divide {whole} channels")
+
+
+def phase_source(grid: Tensor, source: Tensor | None, times: int) -> None:
+    """What `merge_phases` adds has the frames and pixels of the grid's windows."""
+    if times < 1:
+        raise ValueError(f"times is {times}; expected 1 or more")
+    if source is None:
+        return
+    video(source=source)
+    batch, channels, frames, height, width = grid.shape
+    frames = 1 if frames == 1 else frames // times
+    _same("source", source, (batch, source.shape[1], frames, height - 1, width - 1), grid)
+    if grid.shape[2] not in (1, frames * times):
+        raise ValueError(f"grid has {grid.shape[2]} frames; expected 1 or a multiple of {times}")
+    divides(source.shape[1], channels * times, "source")
+
+
+def shuffle(x: Tensor, size: tuple[int, int, int], order: str, skip: int) -> None:
+    """The blocks of a pixel shuffle fit its channels."""
+    if min(size) < 1:
+        raise ValueError(f"size is {size}; expected 1 or more of each")
+    if sorted(order) != sorted("cthw"):
+        raise ValueError(f"order is {order!r}; expected the letters c, t, h, w")
+    divides(prod(size), x.shape[1], "size")
+    if not 0 <= skip <= size[0] * x.shape[2]:
+        raise ValueError(f"skip is {skip}; expected 0 to {size[0] * x.shape[2]} frames")
+
+
+def shuffled(x: Tensor, size: tuple[int, int, int], skip: int) -> tuple[int, ...]:
+    """The shape of the result of a pixel shuffle."""
+    batch, channels, frames, height, width = x.shape
+    times, high, wide = size
+    return (
+        batch, channels // prod(size), times * frames - skip, high * height, wide * width
+    )  # fmt: skip
+
+
+def averages(x: Tensor, channels: int, times: int, size: int) -> None:
+    """The blocks of `average_down` fit its input."""
+    if times < 1 or size < 1:
+        raise ValueError(f"times is {times} and size {size}; expected 1 or more of each")
+    if x.shape[3] % size or x.shape[4] % size:
+        raise ValueError(f"x is {x.shape[3]} x {x.shape[4]} (H x W); expected multiples of {size}")
+    divides(channels, x.shape[1] * times * size * size, "channels")
+
+
+def images(frames: Tensor, dtype: torch.dtype, patch: int, out: Tensor | None) -> None:
+    """The images have a dtype that there is, and the buffer their shape."""
+    if out is not None:
+        dtype = out.dtype
+        _, channels, length, height, width = shuffled(frames, (1, patch, patch), 0)
+        apart = (frames.shape[0], length, height, width, channels)
+        flat = (frames.shape[0] * length, height, width, channels)
+        if tuple(out.shape) not in (flat, apart):
+            raise ValueError(f"out is {list(out.shape)}; expected {list(flat)} or {list(apart)}")
+    if dtype not in (*_DTYPES, torch.uint8):
+        raise ValueError(f"images are {_name(dtype)}; expected a float dtype or uint8")
+
+
+def _same(name: str, tensor: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} is {list(tensor.shape)}; expected {list(shape)}")
+    if tensor.dtype != x.dtype:
+        raise ValueError(f"{name} is {_name(tensor.dtype)}; expected {_name(x.dtype)}")
+    if tensor.device != x.device:
+        raise ValueError(f"{name} is on {tensor.device}; expected {x.device}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

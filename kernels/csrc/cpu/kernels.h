@@ -1,0 +1,34 @@
+// All kernels, compiled for one set of instructions: FVV_ISA is its name and the namespace,
+// FVV_LANES the floats of a vector. The file that includes this sets the instructions by a pragma.
+
+#define FVV_INLINE static inline __attribute__((always_inline))
+
+namespace fast_video_vae {
+namespace FVV_ISA {
+
+#include "vector.h"
+
+#include "rows.h"
+
+#include "pixels.h"
+
+#define FVV_STRING_(name) #name
+#define FVV_STRING(name) FVV_STRING_(name)
+
+static const Kernels kKernels = {
+    FVV_STRING(FVV_ISA),
+    rms_norm_silu,
+    group_norm_sums,
+    group_norm_silu,
+    rms_norm,
+    silu_mul,
+    bias_residual,
+    interleave_time,
+    merge_phases,
+    pixel_shuffle_3d,
+    average_down,
+    frames_to_images,
+};
+
+}  // namespace FVV_ISA
+}  // namespace fast_video_vae

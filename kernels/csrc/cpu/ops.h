@@ -1,0 +1,150 @@
+// What the bindings hand to the kernels: pointers and sizes, no torch. A kernel does the tasks
+// [begin, end) of an op; tasks are independent, and the bindings spread them over the threads.
+#pragma once
+
+#include <stdint.h>
+
+namespace fast_video_vae {
+
+enum class Dtype { float32, bfloat16, float16, uint8 };
+
+// Vectors of parameters are padded to a multiple of this, so that whole vectors may be read.
+constexpr int64_t kPadding = 16;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// `[B, C, T, H, W]` whose frames are dense: pixels are rows of C, one after the other. Batch and
+// frames may lie anywhere; their strides are in bytes.
+struct Video {
+  char* data = nullptr;
+  int64_t batch = 0, channels = 0, frames = 0, height = 0, width = 0;
+  int64_t batch_stride = 0, frame_stride = 0;
+  int64_t item = 0;  // bytes of a number
+
+  int64_t pixels() const { return height * width; }
+  // Address of number `index` of frame `t`.
+  char* at(int64_t b, int64_t t, int64_t index) const {
+    return data + b * batch_stride + t * frame_stride + index * item;
+  }
+};
+
+// `[..., C]` as rows of C at one distance, in bytes.
+struct Rows {
+  char* data = nullptr;
+  int64_t count = 0, channels = 0, stride = 0;
+
+  char* at(int64_t row) const { return data + row * stride; }
+};
+
+// Task: a block of `rows` pixels, in all frames.
+struct RmsNormSilu {
+  Dtype dtype;
+  bool silu;
+  Video x, tail, out;   // `tail.data` may be null
+  const float* scale;   // gamma * sqrt(C), padded
+  const float* bias;    // null or padded
+  int64_t rows;
+};
+
+// Statistics task: `rows` pixels of one frame. Result task: one row of pixels of `out`, in all
+// frames.
+struct GroupNormSilu {
+  Dtype dtype;
+  bool silu, replicate;
+  Video x, tail, out;
+  int64_t front, left, right, top, bottom;
+  int64_t padded;       // C, padded
+  int64_t rows, chunks;  // per frame
+  double* sums;         // [B * T, chunks, 2, C]: of x - shift and of its square
+  float* shift;         // [B * T, padded]: about the mean, from a few pixels of each frame
+  const float* scale;   // [B * T, padded]
+  const float* offset;  // [B * T, padded]
+};
+
+// Task: a row.
+struct RmsNorm {
+  Dtype dtype;
+  Rows x, out;
+  const float* weight;  // padded
+  float eps;
+};
+
+// Task: `block` numbers of a row.
+struct SiluMul {
+  Dtype dtype;
+  Rows x, gate, out;
+  int64_t block;
+};
+
+// Task: `block` numbers of a frame, a multiple of `period`.
+struct BiasResidual {
+  Dtype dtype;
+  Video x, residual, out;      // `residual.data` may be null
+  const float* bias;           // null or `period` numbers: C of them, again and again
+  const float* residual_bias;  // likewise
+  int64_t period, block;
+};
+
+// Task: a row of pixels of `x`.
+struct InterleaveTime {
+  Video x, out;
+  int64_t phases;
+};
+
+// Task: a row of pixels of the small picture, in one frame of `source` (of `grid` without).
+struct MergePhases {
+  Dtype dtype;
+  Video grid, source, out;  // `source.data` may be null
+  const float* bias;        // null or padded
+  int64_t times, first;     // frame `times * t + p - first` of `grid` belongs to frame t of `source`
+};
+
+// How the channels of `x` hold c, t, h and w: the distance of each in numbers.
+struct Nest {
+  int64_t c, t, h, w;
+};
+
+// Task: a row of pixels of `x`.
+struct PixelShuffle3d {
+  Video x, out;
+  int64_t times, high, wide, skip;
+  Nest nest;
+};
+
+// Task: a row of pixels of `out`.
+struct AverageDown {
+  Dtype dtype;
+  Video x, out;
+  int64_t times, size, missing;
+};
+
+// Task: with patch > 1 a row of pixels of `frames`, else `block` numbers of a frame.
+struct FramesToImages {
+  Dtype dtype, out_dtype;
+  Video frames, out;
+  int64_t patch, block;
+  Nest nest;
+};
+
+// The ops, compiled for one set of instructions.
+struct Kernels {
+  const char* name;
+  void (*rms_norm_silu)(const RmsNormSilu&, int64_t begin, int64_t end);
+  void (*group_norm_sums)(const GroupNormSilu&, int64_t begin, int64_t end);
+  void (*group_norm_silu)(const GroupNormSilu&, int64_t begin, int64_t end);
+  void (*rms_norm)(const RmsNorm&, int64_t begin, int64_t end);
+  void (*silu_mul)(const SiluMul&, int64_t begin, int64_t end);
+  void (*bias_residual)(const BiasResidual&, int64_t begin, int64_t end);
+  void (*interleave_time)(const InterleaveTime&, int64_t begin, int64_t end);
+  void (*merge_phases)(const MergePhases&, int64_t begin, int64_t end);
+  void (*pixel_shuffle_3d)(const PixelShuffle3d&, int64_t begin, int64_t end);
+  void (*average_down)(const AverageDown&, int64_t begin, int64_t end);
+  void (*frames_to_images)(const FramesToImages&, int64_t begin, int64_t end);
+};
+
+// Null where this machine or compiler has no such instructions.
+const Kernels* generic_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+
+}  // namespace fast_video_vae

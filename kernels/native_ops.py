@@ -1,0 +1,336 @@
+"""The ops in C++ for the CPU; `csrc/cpu` has the kernels and `build.py` builds them.
+
+Each function says in its first lines what it does not take. What it takes is one op of
+`torch.ops.fast_video_vae`, which writes into `out`.
+"""
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from . import build
+from .backend import Refusal, refuse_unless_exact
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rms_norm_silu(
+    x: Tensor,
+    gamma: Tensor,
+    *,
+    silu: bool = True,
+    bias: Tensor | None = None,
+    tail: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Normalise each pixel over its channels, scale, and apply SiLU."""
+    refuse_unless_exact(exact=False)
+    _check(x, gamma, bias)
+    _check_videos(x=x, tail=tail, out=out)
+    if tail is None:
+        _check_apart(out, x=x, same=True)
+    else:
+        _check_apart(out, x=x, tail=tail)
+        _check_apart(tail, x=x)
+    build.load()
+    if out is None:
+        batch, channels, frames, height, width = x.shape
+        frames += 0 if tail is None else tail.shape[2]
+        out = _channels_last(x, batch, channels, frames, height, width)
+    torch.ops.fast_video_vae.rms_norm_silu.default(
+        x, _vector(gamma), silu, None if bias is None else _vector(bias), tail, out
+    )
+    return out
+
+
+def group_norm_silu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    groups: int,
+    *,
+    eps: float = 1e-6,
+    silu: bool = True,
+    front: int = 0,
+    replicate: bool = False,
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+    tail: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Normalise each frame over its pixels and each group of channels, and apply SiLU."""
+    refuse_unless_exact(exact=False)
+    _check(x, weight, bias)
+    _check_videos(x=x, tail=tail, out=out)
+    plain = tail is None and not front and not any(padding)
+    _check_apart(out, x=x, tail=tail, same=plain)
+    _check_apart(tail, x=x)
+    build.load()
+    if out is None:
+        batch, channels, frames, height, width = x.shape
+        left, right, top, bottom = padding
+        frames += front if tail is None else tail.shape[2]
+        out = _channels_last(
+            x, batch, channels, frames, height + top + bottom, width + left + right
+        )
+    torch.ops.fast_video_vae.group_norm_silu.default(
+        x,
+        _vector(weight),
+        _vector(bias),
+        groups,
+        eps,
+        silu,
+        front,
+        replicate,
+        padding,
+        tail,
+        out,
+    )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
+    """Normalise the last dimension by its root mean square, and scale."""
+    refuse_unless_exact(exact=False)
+    _check(x, weight)
+    _check_rows(x=x, out=out)
+    _check_apart(out, x=x, same=True)
+    build.load()
+    if out is None:
+        out = x.new_empty(x.shape)
+    torch.ops.fast_video_vae.rms_norm.default(x, _vector(weight), eps, out)
+    return out
+
+
+def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """SiLU of one tensor times another: `x * sigmoid(x) * gate`."""
+    refuse_unless_exact(exact=False)
+    _check(x, gate)
+    _check_rows(x=x, gate=gate, out=out)
+    _check_apart(out, x=x, gate=gate, same=True)
+    build.load()
+    if out is None:
+        out = x.new_empty(x.shape)
+    torch.ops.fast_video_vae.silu_mul.default(x, gate, out)
+    return out
+
+
+def bias_residual(
+    x: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Add what a convolution without bias leaves to add, in one pass."""
+    refuse_unless_exact(exact=True)
+    _check(x, bias, residual, residual_bias)
+    _check_videos(x=x, residual=residual, out=out)
+    _check_apart(out, x=x, residual=residual, same=True)
+    build.load()
+    if out is None:
+        out = _channels_last(x, *x.shape)
+    torch.ops.fast_video_vae.bias_residual.default(
+        x,
+        None if bias is None else _vector(bias),
+        residual,
+        None if residual_bias is None else _vector(residual_bias),
+        out,
+    )
+    return out
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
+    """Single-head attention: PyTorch's own kernel is as good."""
+    raise Refusal("PyTorch's own fused kernel serves the CPU")
+
+
+def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
+    """Spread the temporal phases in the channels over frames."""
+    refuse_unless_exact(exact=True)
+    _check(x)
+    _check_videos(x=x, out=out)
+    _check_apart(out, x=x)
+    build.load()
+    if out is None:
+        batch, channels, frames, height, width = x.shape
+        out = _channels_last(x, batch, channels // phases, phases * frames, height, width)
+    torch.ops.fast_video_vae.interleave_time.default(x, phases, out)
+    return out
+
+
+def merge_phases(
+    grid: Tensor,
+    source: Tensor | None = None,
+    times: int = 1,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Merge the four phases of a folded upsampling convolution into one picture."""
+    refuse_unless_exact(exact=True)
+    _check(grid, source, bias)
+    _check_videos(grid=grid, source=source, out=out)
+    _check_apart(out, grid=grid, source=source)
+    build.load()
+    if out is None:
+        batch, channels, frames, height, width = grid.shape
+        out = _channels_last(grid, batch, channels // 4, frames, 2 * height - 2, 2 * width - 2)
+    offset = None if bias is None else _vector(bias)
+    torch.ops.fast_video_vae.merge_phases.default(grid, source, times, offset, out)
+    return out
+
+
+def pixel_shuffle_3d(
+    x: Tensor,
+    size: tuple[int, int, int],
+    order: str = "cthw",
+    *,
+    skip: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Turn parts of the channels into frames, rows and columns."""
+    refuse_unless_exact(exact=True)
+    _check(x)
+    if out is not None and (out.dtype != x.dtype or out.device != x.device):
+        raise Refusal("out is of another dtype or device")
+    _check_videos(x=x, out=out)
+    _check_apart(out, x=x)
+    build.load()
+    if out is None:
+        batch, channels, frames, height, width = x.shape
+        times, high, wide = size
+        channels //= times * high * wide
+        out = _channels_last(x, batch, channels, times * frames - skip, high * height, wide * width)
+    torch.ops.fast_video_vae.pixel_shuffle_3d.default(x, size, order, skip, out)
+    return out
+
+
+def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
+    """Average what falls on one number of a smaller video."""
+    refuse_unless_exact(exact=False)
+    _check(x)
+    _check_videos(x=x)
+    build.load()
+    batch, _, frames, height, width = x.shape
+    out = _channels_last(x, batch, channels, -(-frames // times), height // size, width // size)
+    torch.ops.fast_video_vae.average_down.default(x, times, size, out)
+    return out
+
+
+def frames_to_images(
+    frames: Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+    patch: int = 1,
+    order: str = "cthw",
+    out: Tensor | None = None,
+) -> Tensor:
+    """Turn decoded frames into images."""
+    refuse_unless_exact(exact=True)
+    _check(frames)
+    if out is not None:
+        dtype = out.dtype
+        if out.device != frames.device:
+            raise Refusal("out is on another device")
+        if not _is_dense(out, -3, -2, -1):
+            raise Refusal("the pixels of out are not dense")
+    if dtype not in (torch.float32, torch.uint8):
+        raise Refusal("images are neither float32 nor uint8")
+    _check_videos(frames=frames)
+    _check_apart(out, frames=frames)
+    build.load()
+    if out is None:
+        batch, channels, length, height, width = frames.shape
+        shape = (batch * length, patch * height, patch * width, channels // (patch * patch))
+        out = torch.empty(shape, dtype=dtype, device=frames.device)
+    torch.ops.fast_video_vae.frames_to_images.default(frames, patch, order, out)
+    return out
+
+
+def _check(x: Tensor, *others: Tensor | None) -> None:
+    """Refuse devices, dtypes and gradients that are not ours; `others` share the device."""
+    if x.device.type not in ("cpu", "meta"):
+        raise Refusal(f"the tensors are on {x.device.type}; native is for the CPU")
+    if x.dtype not in _DTYPES:
+        raise Refusal(f"there is no kernel for {str(x.dtype).removeprefix('torch.')}")
+    if torch.is_grad_enabled() and (
+        x.requires_grad or any(other is not None and other.requires_grad for other in others)
+    ):
+        raise Refusal("autograd records, and native has no gradient")
+
+
+def _check_videos(**tensors: Tensor | None) -> None:
+    """Refuse what is not `[B, C, T, H, W]` with dense channels-last frames."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not _is_dense(tensor, 3, 4, 1):
+            raise Refusal(f"{name} is not channels-last")
+
+
+def _is_dense(x: Tensor, *dims: int) -> bool:
+    """Whether dimensions are one run of numbers, the last the fastest."""
+    shape, strides, run = x.shape, x.stride(), 1
+    for dim in reversed(dims):
+        size = shape[dim]
+        if size != 1:
+            if strides[dim] != run and x.numel():
+                return False
+            run *= size
+    return True
+
+
+def _check_rows(**tensors: Tensor | None) -> None:
+    """Refuse what is not rows of numbers at one distance."""
+    for name, x in tensors.items():
+        if x is None or x.is_contiguous():
+            continue
+        shape, strides = x.shape, x.stride()
+        if shape[-1] != 1 and strides[-1] != 1:
+            raise Refusal(f"the last dimension of {name} is not dense")
+        expected = None
+        for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
+            if size != 1:
+                if expected is not None and stride != expected:
+                    raise Refusal(f"the rows of {name} are not at one distance")
+                expected = stride * size
+
+
+def _check_apart(target: Tensor | None, *, same: bool = False, **sources: Tensor | None) -> None:
+    """Refuse a target in the memory of what is read; with `same` it may be the very tensor."""
+    if type(target) is not Tensor:  # a subclass (a fake tensor, say) may have no address
+        return
+    memory = target.untyped_storage().data_ptr()
+    for name, source in sources.items():
+        if source is None or (same and source is target) or not memory:
+            continue
+        if source.untyped_storage().data_ptr() != memory:
+            continue
+        first, last = _extent(target)
+        start, stop = _extent(source)
+        if first < stop and start < last:
+            if same and first == start and target.stride() == source.stride():
+                continue
+            raise Refusal(f"the result would be written over {name}")
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """First and last address of the memory of a tensor."""
+    first = x.data_ptr()
+    if not x.numel():
+        return first, first
+    span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return first, first + (span + 1) * x.element_size()
+
+
+def _vector(values: Tensor) -> Tensor:
+    """Parameters as the kernels read them: dense float32."""
+    if values.dtype is torch.float32 and values.is_contiguous():
+        return values
+    return values.float().contiguous()
+
+
+def _channels_last(like: Tensor, *shape: int) -> Tensor:
+    """Uninitialised channels-last memory for `[B, C, T, H, W]`."""
+    batch, channels, frames, height, width = shape
+    return like.new_empty((batch, frames, height, width, channels)).movedim(-1, 1)

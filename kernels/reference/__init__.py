@@ -1,0 +1,31 @@
+"""Every op in plain PyTorch: the backend that takes every call, and what the others stand in for.
+
+Formulas and arguments are those of the contract, `kernels/__init__.py`. The ops walk over blocks
+that fit a core's cache, so that the passes of a formula meet in the cache and not in memory; and
+they write into the caller's buffer, because fresh pages cost as much as the arithmetic. Where
+autograd records, they are made of differentiable steps instead.
+"""
+
+from .attention import attention
+from .layout import (
+    average_down,
+    frames_to_images,
+    interleave_time,
+    merge_phases,
+    pixel_shuffle_3d,
+)
+from .norms import bias_residual, group_norm_silu, rms_norm, rms_norm_silu, silu_mul
+
+__all__ = [
+    "attention",
+    "average_down",
+    "bias_residual",
+    "frames_to_images",
+    "group_norm_silu",
+    "interleave_time",
+    "merge_phases",
+    "pixel_shuffle_3d",
+    "rms_norm",
+    "rms_norm_silu",
+    "silu_mul",
+]

@@ -1,0 +1,172 @@
+"""Ops that move numbers between channels, frames and pixels."""
+
+import torch
+from torch import Tensor
+
+from .memory import map_blocks, new_video, records, widened
+
+
+def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
+    """One strided copy."""
+    batch, channels, frames, height, width = x.shape
+    channels //= phases
+    if out is None:
+        out = new_video(x, batch, channels, phases * frames, height, width)
+    source = x.unflatten(1, (phases, channels))  # [B, phase, C, T, H, W]
+    out.unflatten(2, (frames, phases)).copy_(source.permute(0, 2, 3, 1, 4, 5))
+    return out
+
+
+def merge_phases(
+    grid: Tensor,
+    source: Tensor | None = None,
+    times: int = 1,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A strided copy, or sum, for each phase."""
+    batch, channels, frames, height, width = grid.shape
+    channels, height, width = channels // 4, height - 1, width - 1
+    if out is None:
+        out = new_video(grid, batch, channels, frames, 2 * height, 2 * width)
+    windows = grid.movedim(1, -1).unflatten(4, (4, channels))
+    pixels = out.movedim(1, -1).unflatten(3, (width, 2)).unflatten(2, (height, 2))
+    bias = None if bias is None else bias.flatten().to(widened(grid))
+    steps = [(p, slice(p, None, times)) for p in range(times)]
+    if source is None:
+        steps = [(0, slice(None))]
+    elif frames < times * source.shape[2]:
+        steps = [(times - 1, slice(None))]  # the first frame of a video
+    for a in (0, 1):
+        for b in (0, 1):
+            phase = windows[:, :, a : a + height, b : b + width, 2 * a + b]
+            target = pixels[:, :, :, a, :, b]
+            for p, some in steps:
+                added = None
+                if source is not None:
+                    added = _duplicated(source, channels, 4 * times, 4 * p + 2 * a + b)
+                    added = added.movedim(1, -1)
+                _write_sum(target[:, some], phase[:, some], bias, added)
+    return out
+
+
+def pixel_shuffle_3d(
+    x: Tensor,
+    size: tuple[int, int, int],
+    order: str = "cthw",
+    *,
+    skip: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One strided copy, and another where `skip` ends inside of a block of frames."""
+    batch, channels, frames, height, width = x.shape
+    times, high, wide = size
+    channels //= times * high * wide
+    if out is None:
+        shape = times * frames - skip, high * height, wide * width
+        out = new_video(x, batch, channels, *shape)
+    whole, begun = divmod(skip, times)
+    blocks = _blocks_of_pixels(x, size, order)[:, :, whole:]
+    target = out.unflatten(4, (width, wide)).unflatten(3, (height, high))
+    if begun:
+        target[:, :, : times - begun].copy_(blocks[:, :, 0, begun:])
+        blocks, target = blocks[:, :, 1:], target[:, :, times - begun :]
+    target.unflatten(2, (blocks.shape[2], times)).copy_(blocks)
+    return out
+
+
+def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
+    """Pixels are averaged first, then frames and channels."""
+    batch, before, frames, height, width = x.shape
+    group = before * times * size * size // channels
+    blocks = x.movedim(1, -1).unflatten(3, (width // size, size))
+    blocks = blocks.unflatten(2, (height // size, size))
+    if group % (size * size):
+        # Groups that end inside of a block of pixels.
+        fine = blocks.permute(0, 1, 2, 4, 6, 3, 5).flatten(4)
+    else:
+        wide = None if group == size * size else torch.promote_types(x.dtype, torch.float32)
+        fine, group = blocks.mean(dim=(3, 5), dtype=wide), group // (size * size)
+    missing = -frames % times
+    if times > 1:
+        spread = fine.new_zeros if missing else fine.new_empty
+        inner = fine.shape[4] // before
+        shape = ((frames + missing) // times, *fine.shape[2:4], before, times, inner)
+        grown = spread(batch, *shape)
+        # The phase of a frame is the dimension after its channels, and here the one after frames.
+        by_frame = grown.permute(0, 1, 5, 2, 3, 4, 6)
+        source = fine.unflatten(4, (before, inner))
+        for p in range(times):
+            late = int(p < missing)  # its first frame is one of those that lack
+            by_frame[:, late:, p].copy_(source[:, late * times + p - missing :: times])
+        fine = grown.flatten(4)
+    if group > 1:
+        fine = fine.unflatten(4, (channels, group)).mean(dim=5)
+    result = fine.to(x.dtype).contiguous()
+    return (result.clone() if result.data_ptr() == x.data_ptr() else result).movedim(-1, 1)
+
+
+def frames_to_images(
+    frames: Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+    patch: int = 1,
+    order: str = "cthw",
+    out: Tensor | None = None,
+) -> Tensor:
+    """Some rows at a time, so that the whole video is never there in float32 beside the result."""
+    batch, channels, length, height, width = frames.shape
+    channels //= patch * patch
+    pixels = _blocks_of_pixels(frames, (1, patch, patch), order)[:, :, :, 0].movedim(1, -1)
+    if out is None:
+        shape = batch * length, patch * height, patch * width, channels
+        out = torch.empty(shape, dtype=dtype, device=frames.device)
+    target = out if out.ndim == 5 else out.unflatten(0, (batch, length))
+    target = target.unflatten(3, (width, patch)).unflatten(2, (height, patch))
+    if records(frames, out) and out.is_floating_point():
+        target.copy_(((pixels.float() + 1) * 0.5).clamp(0, 1))
+        return out
+
+    def images(work: Tensor) -> None:
+        work.add_(1).mul_(0.5).clamp_(0, 1)
+        if out.dtype == torch.uint8:
+            work.nan_to_num_(0).mul_(255)
+
+    map_blocks(images, pixels.detach(), target, wide=torch.float32)
+    return out
+
+
+def _blocks_of_pixels(x: Tensor, size: tuple[int, int, int], order: str) -> Tensor:
+    """View the channels of `x` as blocks: `[B, C, T, t, H, h, W, w]`."""
+    times, high, wide = size
+    parts = {"c": x.shape[1] // (times * high * wide), "t": times, "h": high, "w": wide}
+    at = {letter: 1 + dim for dim, letter in enumerate(order)}
+    nested = x.unflatten(1, [parts[letter] for letter in order])
+    return nested.permute(0, at["c"], 5, at["t"], 6, at["h"], 7, at["w"])
+
+
+def _duplicated(x: Tensor, channels: int, phases: int, phase: int) -> Tensor:
+    """The channels of `x` that one phase of the `channels` of a larger picture repeats."""
+    repeats = channels * phases // x.shape[1]
+    if repeats == phases:
+        return x
+    if phases % repeats == 0:
+        return x[:, phase // repeats :: phases // repeats]
+    index = (torch.arange(channels, device=x.device) * phases + phase) // repeats
+    return x.index_select(1, index)
+
+
+def _write_sum(target: Tensor, x: Tensor, bias: Tensor | None, added: Tensor | None) -> None:
+    """Add what there is from left to right, and round once."""
+    others = [added] if added is not None else []
+    if records(target, x, bias, added):
+        for term in (bias, *others):
+            x = x if term is None else x + term
+        target.copy_(x)
+    elif bias is not None:
+        map_blocks(lambda rows, *more: [rows.add_(y) for y in (bias, *more)], x, target, *others)
+    elif added is not None:
+        torch.add(x, added, out=target)
+    else:
+        target.copy_(x)

@@ -1,0 +1,107 @@
+"""Inputs for the ops, memory to write into, and which backend serves what."""
+
+import functools
+import math
+from itertools import product
+
+import torch
+
+from fast_video_vae import kernels
+from fast_video_vae.kernels import reference, use_backend
+from fast_video_vae.kernels.backend import ORDER
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+OPS = tuple(reference.__all__)
+
+# What must be served, on a CPU and for channels-last memory. All else of a backend is a refusal.
+SERVED = set(product(("reference",), OPS, (*DTYPES, torch.float64))) | set(
+    product(("native",), set(OPS) - {"attention"}, DTYPES)
+)
+
+
+def serving(op):
+    """The backends that have an op."""
+    return [name for name in ORDER if (name, op, torch.float32) in SERVED]
+
+
+@functools.cache
+def missing(backend):
+    """Why a backend is not there at all on this machine; None: it is."""
+    if backend == "reference":
+        return None
+    with use_backend(backend):
+        try:
+            kernels.silu_mul(torch.ones(4, 16), torch.ones(4, 16))
+        except kernels.BackendError as error:
+            return str(error)
+    return None
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    """Normal numbers."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def video(*shape, dtype=torch.float32, seed=0):
+    """Normal numbers, `[B, C, T, H, W]` in channels-last memory."""
+    batch, channels, *pixels = shape
+    return random(batch, *pixels, channels, dtype=dtype, seed=seed).movedim(-1, 1)
+
+
+def poison(dtype):
+    """What no op ever writes by itself."""
+    return math.nan if dtype.is_floating_point else 173
+
+
+class Poisoned:
+    """Fresh memory as bad as it gets, inside of a longer buffer.
+
+    Args:
+        shape: Of `memory`, dense.
+        dtype: NaN fills it, or 173.
+        offset: Elements in front of it; an odd number makes it misaligned.
+
+    Attributes:
+        memory: To write into.
+    """
+
+    def __init__(self, *shape, dtype, offset=64):
+        count = math.prod(shape)
+        self._buffer = torch.full((offset + count + 64,), poison(dtype), dtype=dtype)
+        self.memory = self._buffer[offset : offset + count].view(shape)
+
+    def take(self, view):
+        """What was written into a view of `memory`; nothing was written around it."""
+        result = view.clone()
+        view.fill_(poison(view.dtype))
+        clean = self._buffer.isnan() if view.is_floating_point() else self._buffer == 173
+        assert clean.all(), "written outside of out"
+        return result
+
+
+def inputs(op, dtype):
+    """A call of every op: its arguments and keywords."""
+    channels, shape = 24, (1, 24, 3, 6, 5)
+    x, numbers = video(*shape, dtype=dtype), random(2, channels, seed=1)
+    tail = video(1, channels, 2, 6, 5, dtype=dtype, seed=2)
+    rows = random(3, 7, 2 * channels, dtype=dtype, seed=3)
+    return {
+        "attention": lambda: (random(3, 2, 20, 8, dtype=dtype).unbind(), {}),
+        "average_down": lambda: ((video(1, 24, 3, 6, 4, dtype=dtype), 12), {"times": 2, "size": 2}),
+        "bias_residual": lambda: ((x, numbers[0], x.flip(2), numbers[1]), {}),
+        "frames_to_images": lambda: ((x,), {"patch": 2, "order": "ctwh"}),
+        "group_norm_silu": lambda: (
+            (x, numbers[0], numbers[1], 4),
+            {"tail": tail, "padding": (1, 1, 1, 1)},
+        ),
+        "interleave_time": lambda: ((x, 2), {}),
+        "merge_phases": lambda: (
+            (x[:, :, :2], video(1, 6, 1, 5, 4, dtype=dtype), 2),
+            {"bias": numbers[0, :6]},
+        ),
+        "pixel_shuffle_3d": lambda: ((x, (2, 2, 2), "hwtc"), {"skip": 1}),
+        "rms_norm": lambda: ((rows[..., :channels], numbers[0]), {}),
+        "rms_norm_silu": lambda: ((x, numbers[0]), {"bias": numbers[1], "tail": tail}),
+        "silu_mul": lambda: ((*rows.chunk(2, -1),), {}),
+    }[op]()

@@ -1,0 +1,173 @@
+"""Arguments that do not fit are told before any work: the value, and what was expected."""
+
+import pytest
+import torch
+
+from fast_video_vae import kernels
+from fast_video_vae.kernels import BackendError
+from fast_video_vae.tests.kernels.cases import OPS, inputs, video
+
+META = torch.device("meta")
+
+
+def v(*shape, dtype=torch.float32, device="cpu"):
+    return video(*shape, dtype=dtype).to(device)
+
+
+X = (2, 8, 3, 4, 6)
+ONES = torch.ones(8)
+
+WRONG = {
+    "no video": (kernels.rms_norm_silu, (torch.ones(2, 8, 4, 4), ONES), {}, r"x is \[2, 8, 4, 4\]"),
+    "few scales": (kernels.rms_norm_silu, (v(*X), ONES[1:]), {}, "gamma has 7 numbers; expected 8"),
+    "few biases": (
+        kernels.rms_norm_silu, (v(*X), ONES), {"bias": ONES[1:]}, "bias has 7 numbers; expected 8",
+    ),
+    "scales elsewhere": (
+        kernels.rms_norm_silu, (v(*X), ONES.to(META)), {}, "gamma is on meta; expected cpu",
+    ),
+    "integer scales": (kernels.rms_norm_silu, (v(*X), ONES.long()), {}, "gamma is int64; expected"),
+    "tail of another size": (
+        kernels.rms_norm_silu, (v(*X), ONES), {"tail": v(2, 8, 1, 4, 5)},
+        r"tail is \[2, 8, 1, 4, 5\]; expected \[2, 8, 1, 4, 6\]",
+    ),
+    "tail of another batch": (
+        kernels.rms_norm_silu, (v(*X), ONES), {"tail": v(1, 8, 1, 4, 6)}, "tail is",
+    ),
+    "tail of another dtype": (
+        kernels.rms_norm_silu, (v(*X), ONES), {"tail": v(*X, dtype=torch.bfloat16)},
+        "tail is bfloat16; expected float32",
+    ),
+    "tail elsewhere": (
+        kernels.rms_norm_silu, (v(*X), ONES), {"tail": v(*X, device=META)}, "tail is on meta",
+    ),
+    "tail of four dimensions": (
+        kernels.rms_norm_silu, (v(*X), ONES), {"tail": v(*X)[0]}, r"expected \[B, C, T, H, W\]",
+    ),
+    "out without the tail": (
+        kernels.rms_norm_silu, (v(*X), ONES), {"tail": v(*X), "out": v(*X)},
+        r"out is .*; expected \[2, 8, 6, 4, 6\]",
+    ),
+    "out of another dtype": (
+        kernels.rms_norm_silu, (v(*X), ONES), {"out": v(*X, dtype=torch.float16)},
+        "out is float16; expected float32",
+    ),
+    "groups": (kernels.group_norm_silu, (v(*X), ONES, ONES, 3), {}, "groups: 3 does not divide 8"),
+    "no groups": (kernels.group_norm_silu, (v(*X), ONES, ONES, 0), {}, "groups: 0"),
+    "front": (kernels.group_norm_silu, (v(*X), ONES, ONES, 2), {"front": -1}, "front is -1"),
+    "padding": (
+        kernels.group_norm_silu, (v(*X), ONES, ONES, 2), {"padding": (0, 0, -1, 0)}, "padding",
+    ),
+    "front and tail": (
+        kernels.group_norm_silu, (v(*X), ONES, ONES, 2), {"front": 1, "tail": v(*X)},
+        "front is 1 and there is a tail",
+    ),
+    "out without the padding": (
+        kernels.group_norm_silu, (v(*X), ONES, ONES, 2), {"padding": (1, 0, 0, 2), "out": v(*X)},
+        r"expected \[2, 8, 3, 6, 7\]",
+    ),
+    "no dimension": (kernels.rms_norm, (torch.tensor(1.0), ONES), {}, "x has no dimension"),
+    "weight": (kernels.rms_norm, (torch.ones(3, 7), ONES), {}, "weight has 8 numbers; expected 7"),
+    "gate": (
+        kernels.silu_mul, (torch.ones(3, 8), ONES), {}, r"gate is \[8\]; expected \[3, 8\]",
+    ),
+    "gate of another dtype": (
+        kernels.silu_mul, (torch.ones(8), ONES.half()), {}, "gate is float16; expected float32",
+    ),
+    "residual": (
+        kernels.bias_residual, (v(*X), ONES, v(1, *X[1:])), {}, r"residual is \[1, 8, 3, 4, 6\]",
+    ),
+    "residual bias": (
+        kernels.bias_residual, (v(*X), None, None, ONES[1:]), {}, "residual_bias has 7",
+    ),
+    "keys": (kernels.attention, (torch.ones(1, 5, 8), *[torch.ones(1, 6, 8)] * 2), {}, "k is"),
+    "phases": (kernels.interleave_time, (v(*X), 3), {}, "phases: 3 does not divide 8"),
+    "phases out": (
+        kernels.interleave_time, (v(*X), 2), {"out": v(*X)}, r"expected \[2, 4, 6, 4, 6\]",
+    ),
+    "grid": (kernels.merge_phases, (v(2, 6, 1, 4, 4),), {}, "4 phases: 4 does not divide 6"),
+    "flat grid": (kernels.merge_phases, (v(2, 8, 1, 0, 4),), {}, "one row and column at least"),
+    "source": (
+        kernels.merge_phases, (v(*X), v(*X)), {}, r"source is .*; expected \[2, 8, 3, 3, 5\]",
+    ),
+    "source of other frames": (
+        kernels.merge_phases, (v(*X), v(2, 8, 1, 3, 5), 2), {}, "grid has 3 frames",
+    ),
+    "source of other channels": (
+        kernels.merge_phases, (v(*X), v(2, 3, 3, 3, 5)), {}, "source: 3 does not divide 8",
+    ),
+    "bias of all phases": (
+        kernels.merge_phases, (v(*X),), {"bias": ONES}, "bias has 8 numbers; expected 2",
+    ),
+    "times": (kernels.merge_phases, (v(*X), None, 0), {}, "times is 0"),
+    "size": (kernels.pixel_shuffle_3d, (v(*X), (1, 3, 1)), {}, "size: 3 does not divide 8"),
+    "size 0": (kernels.pixel_shuffle_3d, (v(*X), (1, 0, 1)), {}, "expected 1 or more"),
+    "order": (kernels.pixel_shuffle_3d, (v(*X), (1, 2, 2), "chw"), {}, "order is 'chw'"),
+    "skip": (kernels.pixel_shuffle_3d, (v(*X), (1, 2, 2)), {"skip": 4}, "skip is 4; expected 0 to"),
+    "shuffled out": (
+        kernels.pixel_shuffle_3d, (v(*X), (1, 2, 2)), {"out": v(*X)},
+        r"expected \[2, 2, 3, 8, 12\]",
+    ),
+    "blocks": (kernels.average_down, (v(*X), 8), {"times": 1, "size": 4}, "multiples of 4"),
+    "averages": (kernels.average_down, (v(*X), 5), {"times": 2, "size": 2}, "channels: 5"),
+    "patch": (kernels.frames_to_images, (v(*X),), {"patch": 3}, "size: 9 does not divide 8"),
+    "images of integers": (
+        kernels.frames_to_images, (v(*X),), {"dtype": torch.int16}, "images are int16",
+    ),
+    "images out": (
+        kernels.frames_to_images, (v(*X),), {"out": torch.ones(3, 4, 6, 8)},
+        r"expected \[6, 4, 6, 8\] or \[2, 3, 4, 6, 8\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_told(name):
+    op, args, keywords, message = WRONG[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        op(*args, **keywords)
+    assert "\n" not in str(caught.value)
+    assert not isinstance(caught.value, BackendError)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool, torch.complex64])
+def test_only_floats_are_taken(op, dtype):
+    args, keywords = inputs(op, torch.float32)
+    with pytest.raises(ValueError, match=f"{str(dtype)[6:]}; expected float32, bfloat16"):
+        getattr(kernels, op)(args[0].to(dtype), *args[1:], **keywords)
+
+
+@pytest.mark.parametrize("op", ["rms_norm_silu", "group_norm_silu", "bias_residual", "rms_norm"])
+@pytest.mark.parametrize("device", ["first", "second"])
+def test_one_device_is_expected(op, device):
+    args, keywords = inputs(op, torch.float32)
+    moved = 0 if device == "first" else 1
+    args = [arg.to(META) if n == moved else arg for n, arg in enumerate(args)]
+    with pytest.raises(ValueError, match=r"expected (one device|cpu|meta)"):
+        getattr(kernels, op)(*args, **keywords)
+
+
+@pytest.mark.parametrize("op", ["silu_mul", "merge_phases", "attention"])
+def test_every_tensor_is_on_the_device_of_the_first(op):
+    args, keywords = inputs(op, torch.float32)
+    with pytest.raises(ValueError, match="is on meta; expected cpu"):
+        getattr(kernels, op)(args[0], args[1].to(META), *args[2:], **keywords)
+
+
+def test_attention_wants_three_dimensions():
+    with pytest.raises(ValueError, match=r"\[5, 8\]; expected \[B, N, d\]"):
+        kernels.attention(*torch.ones(3, 5, 8))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_shapes_are_there_without_numbers(op):
+    """On the device "meta", where a network is laid out before its weights are there."""
+    args, keywords = inputs(op, torch.bfloat16)
+    shape = getattr(kernels, op)(*args, **keywords).shape
+
+    def moved(value):
+        return value.to(META) if isinstance(value, torch.Tensor) else value
+
+    meta = {name: moved(value) for name, value in keywords.items()}
+    assert getattr(kernels, op)(*map(moved, args), **meta).shape == shape

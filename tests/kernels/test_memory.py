@@ -1,0 +1,252 @@
+"""Whatever the memory is like: strides, offsets, aliases, nothing at all, and very much of it."""
+
+import resource
+
+import pytest
+import torch
+
+from fast_video_vae import kernels
+from fast_video_vae.kernels import use_backend
+from fast_video_vae.tests.kernels import formulas
+from fast_video_vae.tests.kernels.cases import DTYPES, OPS, Poisoned, inputs, random, serving, video
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def refilled(shape, axes, x, offset=0, step=1):
+    """The numbers of `x` in other memory: axes in this order, `step` apart, after `offset`."""
+    sizes = [shape[axis] for axis in axes]
+    sizes[-1] *= step
+    memory = torch.zeros(offset + torch.Size(sizes).numel(), dtype=x.dtype)
+    view = memory[offset:].view(sizes)[..., ::step].permute([axes.index(d) for d in range(5)])
+    return view.copy_(x)
+
+
+LAYOUTS = {
+    "channels first": lambda x: refilled(x.shape, (0, 1, 2, 3, 4), x),
+    "columns before rows": lambda x: refilled(x.shape, (0, 2, 4, 3, 1), x),
+    "frames last": lambda x: refilled(x.shape, (0, 1, 3, 4, 2), x),
+    "batch inside": lambda x: refilled(x.shape, (2, 3, 4, 0, 1), x),
+    "every other channel": lambda x: refilled(x.shape, (0, 2, 3, 4, 1), x, step=2),
+    "misaligned": lambda x: refilled(x.shape, (0, 2, 3, 4, 1), x, offset=1),
+    "part of wider pixels": lambda x: torch.cat([x, x], dim=1)[:, : x.shape[1]],
+    "part of a wider picture": lambda x: torch.cat([x, x], dim=4)[..., x.shape[4] :],
+    "every other frame": lambda x: x.repeat_interleave(2, dim=2)[:, :, ::2],
+}
+
+
+def remade(value, layout):
+    if isinstance(value, torch.Tensor) and value.ndim == 5:
+        return LAYOUTS[layout](value)
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def expected_of(op, dtype):
+    """What the reference makes of channels-last memory, which the formulas vouch for."""
+    args, keywords = inputs(op, dtype)
+    with use_backend("reference"):
+        return getattr(kernels, op)(*args, **keywords), keywords.get("tail")
+
+
+def check_alike(actual, expected):
+    if actual is not None:
+        close = {"rtol": 2 * torch.finfo(expected.dtype).eps, "atol": 2e-6}
+        torch.testing.assert_close(actual, expected, **close)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op", sorted(set(OPS) - {"attention", "rms_norm", "silu_mul"}))
+@each_dtype
+def test_any_strides_are_read_right_or_refused(ask, op, layout, dtype):
+    expected, next_tail = expected_of(op, dtype)
+    args, keywords = inputs(op, dtype)
+    args = [remade(value, layout) for value in args]
+    keywords = {name: remade(value, layout) for name, value in keywords.items()}
+    actual = ask(getattr(kernels, op), *args, **keywords)
+    check_alike(actual, expected)
+    if actual is not None and next_tail is not None:
+        check_alike(keywords["tail"], next_tail)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op", sorted(set(OPS) - {"attention", "rms_norm", "silu_mul"}))
+def test_any_strides_are_written_right_or_refused(ask, op, layout):
+    """Also, whoever refuses has not written."""
+    expected, _ = expected_of(op, torch.bfloat16)
+    if op == "average_down":
+        return  # it has no out
+    if op == "frames_to_images":
+        expected = expected.movedim(-1, 0)[None]
+    args, keywords = inputs(op, torch.bfloat16)
+    out = LAYOUTS[layout](torch.full_like(expected, torch.nan))
+    given = out[0].movedim(0, -1) if op == "frames_to_images" else out
+    actual = ask(getattr(kernels, op), *args, out=given, **keywords)
+    if actual is None:
+        assert out.isnan().all()
+    else:
+        assert actual is given
+        check_alike(out, expected.to(out.dtype))
+
+
+ROWS = {
+    "swapped": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "every other row": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
+    "wider rows": lambda x: torch.cat([x, x], dim=-1)[..., : x.shape[-1]],
+    "misaligned": lambda x: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape),
+    "sparse": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
+    "columns": lambda x: x.mT.contiguous().mT,
+}
+
+
+@pytest.mark.parametrize("layout", ROWS)
+@pytest.mark.parametrize("op", ["rms_norm", "silu_mul", "attention"])
+@each_dtype
+def test_any_rows_are_read_and_written_right_or_refused(ask, op, layout, dtype):
+    expected, _ = expected_of(op, dtype)
+    args, keywords = inputs(op, dtype)
+    args = [ROWS[layout](x) if x.ndim == 3 else x for x in args]
+    check_alike(ask(getattr(kernels, op), *args, **keywords), expected)
+    if op != "attention":
+        out = ROWS[layout](torch.full_like(expected, torch.nan))
+        actual = ask(getattr(kernels, op), *args, out=out, **keywords)
+        if actual is None:
+            assert out.isnan().all()
+        else:
+            check_alike(out, expected)
+
+
+@pytest.mark.parametrize("offset", [1, 3, 63])
+@each_dtype
+def test_misaligned_memory_is_written_exactly(ask, dtype, offset):
+    gamma, bias = random(2, 33, seed=1)
+    x = LAYOUTS["misaligned"](video(1, 33, 2, 3, 5, dtype=dtype))
+    for op, args, expected in (
+        (kernels.rms_norm_silu, (gamma,), formulas.rms_norm_silu(x, gamma)),
+        (kernels.group_norm_silu, (gamma, bias, 3), formulas.group_norm_silu(x, gamma, bias, 3)),
+        (kernels.bias_residual, (bias, x), formulas.bias_residual(x, bias, x)),
+    ):
+        buffer = Poisoned(1, 2, 3, 5, 33, dtype=dtype, offset=offset)
+        out = buffer.memory.movedim(-1, 1)
+        if ask(op, x, *args, out=out) is not None:
+            formulas.check(buffer.take(out), *expected, op.__name__)
+
+
+@pytest.mark.parametrize("channels", [3, 16, 33, 96])
+@each_dtype
+def test_results_may_take_the_place_of_what_they_are_made_of(backend, dtype, channels):
+    gamma, bias = random(2, channels, seed=1)
+    x, other = (video(2, channels, 3, 5, 7, dtype=dtype, seed=seed) for seed in (2, 3))
+    rows, gate = (y.movedim(1, -1) for y in (x, other))
+    sums = formulas.bias_residual(x, bias, other, gamma)
+    gates = formulas.silu_mul(rows, gate)
+    for op, args, place, expected in (
+        (kernels.rms_norm_silu, (x, gamma), 0, formulas.rms_norm_silu(x, gamma)),
+        (kernels.rms_norm, (rows, gamma), 0, formulas.rms_norm(rows, gamma)),
+        (kernels.silu_mul, (rows, gate), 0, gates),
+        (kernels.silu_mul, (rows, gate), 1, gates),
+        (kernels.bias_residual, (x, bias, other, gamma), 0, sums),
+        (kernels.bias_residual, (x, bias, other, gamma), 2, sums),
+    ):
+        args = [y.clone() for y in args]
+        before = [y.clone() for y in args]
+        assert op(*args, out=args[place]) is args[place]
+        formulas.check(args[place], *expected, f"{op.__name__} into argument {place}")
+        for n, (now, then) in enumerate(zip(args, before, strict=True)):
+            assert n == place or torch.equal(now, then)
+
+
+def test_silu_mul_of_halves_writes_one_of_them(ask):
+    both = random(5, 7, 64)
+    expected = formulas.silu_mul(*both.chunk(2, -1))
+    for place in (0, 1):
+        halves = both.clone().chunk(2, -1)
+        if ask(kernels.silu_mul, *halves, out=halves[place]) is not None:
+            formulas.check(halves[place], *expected)
+        assert torch.equal(halves[1 - place], both.chunk(2, -1)[1 - place])
+
+
+EMPTY = [(0, 8, 2, 4, 4), (1, 8, 0, 4, 4), (2, 8, 2, 0, 4), (1, 8, 2, 4, 0), (0, 8, 0, 0, 0)]
+
+
+@pytest.mark.parametrize("shape", EMPTY)
+@each_dtype
+def test_nothing_gives_nothing(ask, dtype, shape):
+    batch, _, frames, height, width = shape
+    x, ones = video(*shape, dtype=dtype), torch.ones(8)
+    rows = x.movedim(1, -1)
+    results = {
+        "rms_norm_silu": (shape, (x, ones), {}),
+        "group_norm_silu": (shape, (x, ones, ones, 2), {}),
+        "rms_norm": (rows.shape, (rows, ones), {}),
+        "silu_mul": (rows.shape, (rows, rows), {}),
+        "bias_residual": (shape, (x, ones, x, ones), {}),
+        "interleave_time": ((batch, 4, 2 * frames, height, width), (x, 2), {}),
+        "pixel_shuffle_3d": (
+            (batch, 1, 2 * frames, 2 * height, 2 * width), (x, (2, 2, 2)), {},
+        ),
+        "average_down": (
+            (batch, 4, (frames + 1) // 2, height // 2, width // 2),
+            (x, 4), {"times": 2, "size": 2},
+        ),
+        "frames_to_images": (
+            (batch * frames, 2 * height, 2 * width, 2), (x,), {"patch": 2},
+        ),
+    }  # fmt: skip
+    if height and width:
+        results["merge_phases"] = ((batch, 2, frames, 6, 6), (x,), {})
+    for name, (expected, args, keywords) in results.items():
+        actual = ask(getattr(kernels, name), *args, **keywords)
+        assert actual is None or (actual.shape == expected and not actual.numel()), name
+
+
+def test_a_window_of_no_pixels_merges_to_nothing(ask):
+    merged = ask(kernels.merge_phases, video(2, 8, 3, 1, 5))
+    assert merged is None or merged.shape == (2, 2, 3, 0, 8)
+
+
+@pytest.mark.parametrize("backend", serving("attention"), indirect=True)
+@pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 8)])
+def test_attention_of_nothing(backend, shape):
+    assert kernels.attention(*torch.zeros(3, *shape)).shape == shape
+
+
+@each_dtype
+def test_no_new_frames_leave_the_tail_and_the_padding(ask, dtype):
+    x, ones = video(1, 8, 0, 2, 2, dtype=dtype), torch.ones(8)
+    tail = video(1, 8, 2, 2, 2, dtype=dtype)
+    before = tail.clone()
+    for op, args in ((kernels.rms_norm_silu, (ones,)), (kernels.group_norm_silu, (ones, ones, 2))):
+        result = ask(op, x, *args, tail=tail)
+        assert result is None or torch.equal(result, before)
+        assert torch.equal(tail, before)
+    padded = ask(kernels.group_norm_silu, x, ones, ones, 2, front=2, padding=(1, 0, 0, 1))
+    assert padded is None or (padded.shape == (1, 8, 2, 3, 3) and not padded.any())
+
+
+@pytest.mark.slow
+def test_more_numbers_than_32_bits_count(backend):
+    """In place, so that the peak is the video and little more."""
+    channels, side = 64, 5800
+    x = torch.empty(1, 1, side, side, channels, dtype=torch.bfloat16)
+    assert x.numel() > 2**31
+    row = random(side, channels, dtype=torch.bfloat16)
+    x.copy_(row)
+    video = x.movedim(-1, 1)
+    gamma, bias = random(2, channels, seed=1)
+    kernels.bias_residual(video, bias, out=video)
+    kernels.rms_norm_silu(video, gamma, bias=bias, out=video)
+    kernels.group_norm_silu(video, gamma, bias, 8, out=video)
+
+    flat = row.t().view(1, channels, 1, 1, side)
+    for step in (
+        lambda y: formulas.bias_residual(y, bias),
+        lambda y: formulas.rms_norm_silu(y, gamma, bias=bias),
+        lambda y: formulas.group_norm_silu(y, gamma, bias, 8),
+    ):
+        flat = step(flat)[0].to(torch.bfloat16)
+    ulp = torch.finfo(torch.bfloat16).eps
+    for where in (0, 1, 2**31 // channels // side, side // 2, side - 1):
+        actual = x[0, 0, where].t().view(flat.shape)
+        torch.testing.assert_close(actual, flat, rtol=4 * ulp, atol=4 * ulp)
+    peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert peak_bytes < 10e9

@@ -1,0 +1,280 @@
+"""Every op that computes, of every backend, against its formula in float64.
+
+Channels and pixels lie around the edges of vectors and of their tails. Every result is written into
+memory that is full of NaN, inside of a longer buffer that nothing else may be written to.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+
+from fast_video_vae import kernels
+from fast_video_vae.tests.kernels import formulas
+from fast_video_vae.tests.kernels.cases import DTYPES, Poisoned, random, serving, video
+
+CHANNELS = (1, 2, 3, 7, 12, 15, 16, 17, 31, 32, 33, 96, 160, 384, 1024)
+
+# B, T, H, W: 1, 15, 16, 17, 63, 64 and 65 pixels.
+SIZES = (
+    (1, 1, 1, 1), (1, 2, 3, 5), (2, 1, 4, 4), (1, 3, 1, 17), (2, 2, 7, 9), (1, 5, 8, 8),
+    (1, 1, 5, 13),
+)  # fmt: skip
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+each_count = pytest.mark.parametrize("channels", CHANNELS)
+
+
+def window(batch, channels, frames, height, width, *, dtype):
+    """A buffer of more frames than are needed, and the view of those that are."""
+    buffer = Poisoned(batch, frames + 2, height, width, channels, dtype=dtype)
+    return buffer, buffer.memory.movedim(-1, 1)[:, :, 1:-1]
+
+
+@each_count
+@each_dtype
+def test_rms_norm_silu_is_its_formula(backend, dtype, channels):
+    gamma, numbers = random(2, channels, seed=1)
+    for (batch, frames, height, width), silu, bias in product(
+        SIZES, (True, False), (None, numbers)
+    ):
+        shape = (batch, channels, frames, height, width)
+        x = video(*shape, dtype=dtype)
+        before = x.clone()
+        buffer, out = window(*shape, dtype=dtype)
+        assert kernels.rms_norm_silu(x, gamma, silu=silu, bias=bias, out=out) is out
+        expected = formulas.rms_norm_silu(x, gamma, bias=bias, silu_too=silu)
+        where = f"{shape}, silu={silu}, bias={bias is not None}"
+        formulas.check(buffer.take(out), *expected, where)
+        assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("channels", [3, 16, 33])
+@each_dtype
+@pytest.mark.parametrize("known", [0, 1, 2])
+def test_rms_norm_silu_goes_on_from_its_tail(backend, dtype, channels, known):
+    gamma, bias = random(2, channels, seed=1)
+    for frames, batch, given in product((1, 2, 3, 5), (1, 2), (True, False)):
+        shape = (batch, channels, frames, 3, 5)
+        x = video(*shape, dtype=dtype)
+        tails = Poisoned(batch, known, 3, 5, channels, dtype=dtype)
+        tail = tails.memory.movedim(-1, 1)
+        tail.copy_(video(*tail.shape, dtype=dtype, seed=2))
+        before = tail.clone()
+        buffer, out = window(batch, channels, known + frames, 3, 5, dtype=dtype)
+        result = kernels.rms_norm_silu(x, gamma, bias=bias, tail=tail, out=out if given else None)
+        result = buffer.take(result) if given else result
+        assert torch.equal(result[:, :, :known], before)
+        assert torch.equal(tails.take(tail), result[:, :, frames:])
+        expected = formulas.rms_norm_silu(x, gamma, bias=bias)
+        formulas.check(result[:, :, known:], *expected, f"{shape}")
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("channels", "groups"),
+    [
+        (1, 1), (2, 2), (3, 1), (7, 7), (12, 3), (15, 5), (16, 4), (17, 1), (31, 1), (32, 8),
+        (33, 11), (96, 32), (160, 32), (384, 32), (1024, 32),
+    ],
+)  # fmt: skip
+def test_group_norm_silu_is_its_formula(backend, dtype, channels, groups):
+    weight, bias = random(2, channels, seed=1)
+    for (batch, frames, height, width), silu in product(SIZES, (True, False)):
+        shape = (batch, channels, frames, height, width)
+        x = video(*shape, dtype=dtype)
+        buffer, out = window(*shape, dtype=dtype)
+        assert kernels.group_norm_silu(x, weight, bias, groups, silu=silu, out=out) is out
+        expected = formulas.group_norm_silu(x, weight, bias, groups, silu_too=silu)
+        formulas.check(buffer.take(out), *expected, f"{shape}, silu={silu}")
+
+
+@each_dtype
+@pytest.mark.parametrize("padding", [(0, 0, 0, 0), (1, 1, 1, 1), (0, 1, 0, 1), (3, 0, 2, 1)])
+@pytest.mark.parametrize(
+    ("front", "replicate", "known"),
+    [(0, False, None), (2, False, None), (2, True, None), (0, True, 1), (0, False, 2)],
+    ids=["alone", "zeros", "replicas", "tail of 1", "tail of 2"],
+)
+def test_group_norm_silu_makes_the_input_of_a_convolution(
+    backend, dtype, padding, front, replicate, known
+):
+    weight, bias = random(2, 12, seed=1)
+    left, right, top, bottom = padding
+    for frames, batch in product((1, 2, 3, 5), (1, 2)):
+        x = video(batch, 12, frames, 4, 5, dtype=dtype)
+        tail = None if known is None else video(batch, 12, known, 4, 5, dtype=dtype, seed=2)
+        before = None if tail is None else tail.clone()
+        first = front if known is None else known
+        shape = (batch, 12, first + frames, 4 + top + bottom, 5 + left + right)
+        buffer, out = window(*shape, dtype=dtype)
+        kernels.group_norm_silu(
+            x, weight, bias, 4, eps=1e-5, front=front, replicate=replicate, padding=padding,
+            tail=tail, out=out,
+        )  # fmt: skip
+        result = buffer.take(out)
+        inner = result[:, :, :, top : top + 4, left : left + 5].clone()
+        result[:, :, :, top : top + 4, left : left + 5] = 0
+        assert not result.any()
+        expected = formulas.group_norm_silu(x, weight, bias, 4, eps=1e-5)
+        formulas.check(inner[:, :, first:], *expected, f"{shape}")
+        if tail is not None:
+            assert torch.equal(inner[:, :, :first], before)
+            assert torch.equal(tail, inner[:, :, frames:])
+        elif replicate:
+            assert torch.equal(inner[:, :, :first], inner[:, :, [first] * first])
+        else:
+            assert not inner[:, :, :first].any()
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e3, 1e4])
+def test_group_norm_silu_of_a_large_frame_far_from_zero(backend, mean):
+    """A variance from the mean of the squares is off by `u mean^2`: 6 for a variance of 1."""
+    x = video(1, 16, 1, 160, 208).add_(mean)
+    weight, bias = random(2, 16, seed=1)
+    actual = kernels.group_norm_silu(x, weight, bias, 2)
+    formulas.check(actual, *formulas.group_norm_silu(x, weight, bias, 2))
+
+
+@each_count
+@each_dtype
+def test_rms_norm_is_its_formula(backend, dtype, channels):
+    weight = random(channels, seed=1)
+    for shape, eps in product([(1,), (15,), (3, 17), (2, 3, 11)], (1e-6, 0.1)):
+        x = random(*shape, channels, dtype=dtype)
+        buffer = Poisoned(*shape, channels, dtype=dtype)
+        assert kernels.rms_norm(x, weight, eps, out=buffer.memory) is buffer.memory
+        expected = formulas.rms_norm(x, weight, eps)
+        formulas.check(buffer.take(buffer.memory), *expected, f"{shape}")
+
+
+@each_count
+@each_dtype
+def test_silu_mul_is_its_formula(backend, dtype, channels):
+    for shape in [(1,), (15,), (3, 17), (2, 3, 11)]:
+        x, gate = random(*shape, 2 * channels, dtype=dtype).mul_(4).chunk(2, -1)
+        buffer = Poisoned(*shape, channels, dtype=dtype)
+        assert kernels.silu_mul(x, gate, out=buffer.memory) is buffer.memory
+        formulas.check(buffer.take(buffer.memory), *formulas.silu_mul(x, gate), f"{shape}")
+
+
+@each_count
+@each_dtype
+def test_bias_residual_is_its_formula(backend, dtype, channels):
+    bias, other = random(2, channels, seed=1)
+    for (batch, frames, height, width), given in product(SIZES[1:5], product((0, 1), repeat=3)):
+        shape = (batch, channels, frames, height, width)
+        x, residual = (video(*shape, dtype=dtype, seed=seed) for seed in (2, 3))
+        terms = [
+            term if there else None
+            for term, there in zip((bias, residual, other), given, strict=True)
+        ]
+        buffer, out = window(*shape, dtype=dtype)
+        assert kernels.bias_residual(x, *terms, out=out) is out
+        formulas.check(
+            buffer.take(out), *formulas.bias_residual(x, *terms), f"{shape}, terms {given}"
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_bias_residual_rounds_once(backend, dtype):
+    """Below half an ulp of 1 each, and more than it together: lost if every sum were rounded."""
+    ulp = torch.finfo(dtype).eps
+    x = torch.ones(1, 1, 1, 2, 16, dtype=dtype).movedim(-1, 1)
+    bias = torch.full((16,), 0.45 * ulp)
+    assert (kernels.bias_residual(x, bias, None, bias) == 1 + ulp).all()
+
+
+@pytest.mark.parametrize("backend", serving("attention"), indirect=True)
+@each_dtype
+@pytest.mark.parametrize("shape", [(1, 50, 384), (3, 17, 8), (2, 1, 16), (1, 129, 3), (2, 65, 1)])
+def test_attention_is_its_formula(backend, dtype, shape):
+    q, k, v = random(3, *shape, dtype=dtype).unbind()
+    formulas.check(kernels.attention(q, k, v), *formulas.attention(q, k, v))
+
+
+@pytest.mark.parametrize("backend", serving("attention"), indirect=True)
+def test_attention_takes_parts_of_one_projection(backend):
+    q, k, v = random(2, 30, 3 * 16).chunk(3, -1)
+    formulas.check(kernels.attention(q, k, v), *formulas.attention(q, k, v))
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("before", "after", "times", "size"),
+    [
+        (4, 4, 1, 2),  # four pixels into one
+        (4, 8, 2, 2),  # and frames into channels
+        (4, 4, 2, 2),  # two frames of four pixels into one
+        (8, 4, 2, 2),  # and two channels
+        (4, 8, 1, 2),  # a row of pixels each
+        (4, 16, 1, 2),  # pixels into channels
+        (4, 32, 2, 2),
+        (6, 4, 2, 2),  # groups that end inside of a frame
+        (3, 4, 1, 2),  # and inside of a block of pixels
+        (4, 4, 1, 1),  # nothing
+        (4, 2, 1, 1),
+        (33, 33, 2, 2),
+        (160, 320, 2, 2),  # the layers of Wan 2.2
+        (320, 640, 1, 2),
+        (12, 2, 3, 2),
+    ],
+)
+def test_average_down_is_its_formula(backend, dtype, before, after, times, size):
+    for frames, batch in product((1, 2, 3, 4, 5), (1, 2)):
+        x = video(batch, before, frames, 4, 6, dtype=dtype)
+        actual = kernels.average_down(x, after, times=times, size=size)
+        expected = formulas.average_down(x, after, times=times, size=size)
+        formulas.check(actual, *expected, f"{frames} frames")
+        assert actual.movedim(1, -1).is_contiguous()
+        assert actual.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("given", [*DTYPES, torch.float64, torch.float8_e4m3fn])
+@each_dtype
+def test_scales_and_biases_come_in_any_dtype_and_shape(ask, dtype, given):
+    """As a checkpoint has them: `[C, 1, 1, 1]`, and a few of a longer vector."""
+    x, grid = video(1, 24, 2, 3, 5, dtype=dtype), video(1, 96, 1, 3, 4, dtype=dtype)
+    few = random(2, 48, seed=1).to(given)[:, ::2]
+    a, b = few[0].view(24, 1, 1, 1), few[1].view(1, 24)
+    wide_a, wide_b = a.double().flatten(), b.double().flatten()
+    rows = x.movedim(1, -1)
+    for op, args, keywords, expected in (
+        (kernels.rms_norm_silu, (x, a), {}, formulas.rms_norm_silu(x, wide_a)),
+        (
+            kernels.rms_norm_silu, (x, a), {"bias": b},
+            formulas.rms_norm_silu(x, wide_a, bias=wide_b),
+        ),
+        (
+            kernels.group_norm_silu, (x, a, b, 4), {},
+            formulas.group_norm_silu(x, wide_a, wide_b, 4),
+        ),
+        (kernels.rms_norm, (rows, a), {}, formulas.rms_norm(rows, wide_a)),
+        (kernels.bias_residual, (x, a, x, b), {}, formulas.bias_residual(x, wide_a, x, wide_b)),
+        (
+            kernels.merge_phases, (grid,), {"bias": b},
+            formulas.bias_residual(kernels.merge_phases(grid), wide_b),
+        ),
+    ):  # fmt: skip
+        actual = ask(op, *args, **keywords)
+        if actual is not None:
+            formulas.check(actual, *expected, op.__name__)
+
+
+@each_dtype
+def test_threads_share_the_work(backend, dtype):
+    """Parts of many sizes, and a last one that is short."""
+    shape = (1, 48, 3, 37, 83)
+    x, residual = video(*shape, dtype=dtype), video(*shape, dtype=dtype, seed=1)
+    weight, bias = random(2, 48, seed=2)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        rms = kernels.rms_norm_silu(x, weight)
+        group = kernels.group_norm_silu(x, weight, bias, 12)
+        added = kernels.bias_residual(x, bias, residual, weight)
+    finally:
+        torch.set_num_threads(before)
+    formulas.check(rms, *formulas.rms_norm_silu(x, weight))
+    formulas.check(group, *formulas.group_norm_silu(x, weight, bias, 12))
+    formulas.check(added, *formulas.bias_residual(x, bias, residual, weight))

@@ -1,0 +1,255 @@
+"""Every op that moves numbers, of every backend: each number is where the contract puts it."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from fast_video_vae import kernels
+from fast_video_vae.tests.kernels import formulas
+from fast_video_vae.tests.kernels.cases import DTYPES, Poisoned, random, video
+
+CHANNELS = (1, 2, 3, 7, 12, 15, 16, 17, 31, 32, 33, 96, 160)
+SIZES = ((1, 1), (3, 5), (4, 4), (1, 17), (7, 9), (8, 8), (5, 13))
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+each_count = pytest.mark.parametrize("channels", CHANNELS)
+
+
+def window(batch, channels, frames, height, width, *, dtype):
+    """A buffer of more frames than are needed, and the view of those that are."""
+    buffer = Poisoned(batch, frames + 2, height, width, channels, dtype=dtype)
+    return buffer, buffer.memory.movedim(-1, 1)[:, :, 1:-1]
+
+
+def is_channels_last(x):
+    return x.movedim(1, -1).is_contiguous()
+
+
+@each_count
+@each_dtype
+def test_interleave_time_spreads_the_channels_over_frames(backend, dtype, channels):
+    for phases, (height, width), frames, batch in product((1, 2, 3), SIZES[:4], (1, 2), (1, 2)):
+        x = video(batch, phases * channels, frames, height, width, dtype=dtype)
+        buffer, out = window(batch, channels, phases * frames, height, width, dtype=dtype)
+        assert kernels.interleave_time(x, phases, out=out) is out
+        actual = buffer.take(out)
+        for p in range(phases):
+            expected = x[:, p * channels : (p + 1) * channels]
+            assert torch.equal(actual[:, :, p::phases], expected)
+        fresh = kernels.interleave_time(x, phases)
+        assert torch.equal(fresh, actual)
+        assert is_channels_last(fresh)
+
+
+def merged(grid):
+    """Pixel `(2 i + a, 2 j + b)` is phase `2 a + b` of the window at `(i + a, j + b)`."""
+    channels, height, width = grid.shape[1] // 4, grid.shape[3] - 1, grid.shape[4] - 1
+    out = grid.new_empty(grid.shape[0], channels, grid.shape[2], 2 * height, 2 * width)
+    for a, b in product((0, 1), (0, 1)):
+        first = (2 * a + b) * channels
+        phase = grid[:, first : first + channels]
+        out[..., a::2, b::2] = phase[..., a : a + height, b : b + width]
+    return out
+
+
+@each_count
+@each_dtype
+def test_merge_phases_takes_each_pixel_from_its_window(backend, dtype, channels):
+    for (height, width), frames, batch in product(SIZES[:4], (1, 2, 3), (1, 2)):
+        grid = video(batch, 4 * channels, frames, height + 1, width + 1, dtype=dtype)
+        buffer, out = window(batch, channels, frames, 2 * height, 2 * width, dtype=dtype)
+        assert kernels.merge_phases(grid, out=out) is out
+        actual = buffer.take(out)
+        assert torch.equal(actual, merged(grid))
+        fresh = kernels.merge_phases(grid)
+        assert torch.equal(fresh, actual)
+        assert is_channels_last(fresh)
+        bias = random(channels, seed=1)
+        biased = kernels.merge_phases(grid, bias=bias)
+        formulas.check(biased, *formulas.bias_residual(merged(grid), bias), f"{grid.shape}")
+
+
+def duplicated(x, channels, times, first):
+    """What `merge_phases` says that it adds, number by number."""
+    batch, before, frames, height, width = x.shape
+    y = torch.full((batch, channels, frames * times, 2 * height, 2 * width), torch.nan)
+    y = y.to(x.dtype)
+    for c, p, a, b in product(range(channels), range(times), (0, 1), (0, 1)):
+        source = ((c * times + p) * 4 + 2 * a + b) * before // (4 * times * channels)
+        y[:, c, p::times, a::2, b::2] = x[:, source]
+    return y[:, :, times - 1 :] if first else y
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("before", "after", "times"),
+    [
+        (8, 8, 2),  # every pixel and frame repeats its own channel
+        (8, 4, 1),  # a channel for each row of the new pixels
+        (8, 2, 1),  # one for each new pixel
+        (8, 1, 2),  # one for each new pixel and frame
+        (16, 2, 2),
+        (4, 8, 1),  # more channels than there are
+        (6, 3, 2),
+        (12, 9, 1),  # three pixels share a channel: no stride, only an index
+        (33, 33, 2),  # longer than a vector, with a rest
+        (64, 32, 2),  # the layers of Wan 2.2
+        (64, 16, 1),
+    ],
+)
+def test_merge_phases_adds_the_repeated_source(backend, dtype, before, after, times):
+    for (frames, first), batch in product(((1, True), (1, False), (3, False)), (1, 2)):
+        x = video(batch, before, frames, 3, 5, dtype=dtype, seed=1)
+        added = duplicated(x, after, times, first)
+        grid = video(batch, 4 * after, added.shape[2], 4, 6, dtype=dtype, seed=2)
+        for bias in (None, random(after, seed=3)):
+            buffer, out = window(*added.shape, dtype=dtype)
+            assert kernels.merge_phases(grid, x, times, bias=bias, out=out) is out
+            expected = formulas.bias_residual(merged(grid), bias, added)
+            formulas.check(buffer.take(out), *expected, f"{frames} frames, first={first}")
+        assert is_channels_last(kernels.merge_phases(grid, x, times))
+
+
+def shuffled(x, size, order):
+    """Every number by the index of its channel, whose letters `order` names slowest first."""
+    sizes = dict(zip("thw", size, strict=True))
+    sizes["c"] = x.shape[1] // (size[0] * size[1] * size[2])
+    strides, stride = {}, 1
+    for letter in reversed(order):
+        strides[letter], stride = stride, stride * sizes[letter]
+    batch, _, frames, height, width = x.shape
+    out = x.new_empty(batch, sizes["c"], frames * size[0], height * size[1], width * size[2])
+    channels = torch.arange(sizes["c"]) * strides["c"]
+    for t, h, w in product(*(range(n) for n in size)):
+        index = channels + t * strides["t"] + h * strides["h"] + w * strides["w"]
+        out[:, :, t :: size[0], h :: size[1], w :: size[2]] = x[:, index]
+    return out
+
+
+@each_dtype
+@pytest.mark.parametrize("order", ["cthw", "ctwh", "hwtc", "wcht"])
+@pytest.mark.parametrize("size", [(1, 2, 2), (2, 2, 2), (3, 1, 2), (1, 1, 1), (2, 1, 1)])
+def test_pixel_shuffle_3d_puts_every_number_in_its_place(backend, dtype, size, order):
+    for channels, frames, batch in product((1, 3, 16, 33), (1, 3), (1, 2)):
+        x = video(batch, channels * size[0] * size[1] * size[2], frames, 3, 5, dtype=dtype)
+        expected = shuffled(x, size, order)
+        for skip in {0, 1, size[0], size[0] * frames} - set(range(size[0] * frames + 1, 9)):
+            part = expected[:, :, skip:]
+            buffer, out = window(*part.shape, dtype=dtype)
+            assert kernels.pixel_shuffle_3d(x, size, order, skip=skip, out=out) is out
+            assert torch.equal(buffer.take(out), part), f"skip={skip}"
+            fresh = kernels.pixel_shuffle_3d(x, size, order, skip=skip)
+            assert torch.equal(fresh, part)
+            assert is_channels_last(fresh)
+
+
+@pytest.mark.parametrize("to", [torch.float32, torch.float16])
+def test_pixel_shuffle_3d_writes_another_dtype_and_any_strides_or_refuses(ask, to):
+    x = video(2, 12, 2, 3, 5, dtype=torch.bfloat16)
+    expected = shuffled(x, (1, 2, 2), "ctwh").to(to)
+    for axes in [(0, 1, 2, 3, 4), (0, 2, 3, 4, 1), (2, 4, 0, 3, 1)]:  # where each axis lies
+        back = [axes.index(dim) for dim in range(5)]
+        buffer = Poisoned(*(expected.shape[dim] for dim in axes), dtype=to)
+        out = buffer.memory.permute(back)
+        actual = ask(kernels.pixel_shuffle_3d, x, (1, 2, 2), "ctwh", out=out)
+        assert actual is None or torch.equal(buffer.take(actual), expected)
+
+
+def images(frames, to):
+    """`clamp((x + 1) / 2, 0, 1)`, pixels last, in float32; 8 bits drop the fraction."""
+    y = ((frames.float() + 1) * 0.5).clamp(0, 1).permute(0, 2, 3, 4, 1).flatten(0, 1)
+    return (y.nan_to_num(0) * 255).floor().to(to) if to == torch.uint8 else y.to(to)
+
+
+@each_dtype
+@pytest.mark.parametrize("to", [torch.float32, torch.uint8])
+@pytest.mark.parametrize("size", SIZES)
+def test_frames_to_images_are_the_very_bits(backend, dtype, to, size):
+    for channels, frames, batch in product((1, 3, 4, 16), (1, 3), (1, 2)):
+        x = video(batch, channels, frames, *size, dtype=dtype)  # a third is out of range
+        expected = images(x, to)
+        fresh = kernels.frames_to_images(x, dtype=to)
+        assert torch.equal(fresh, expected)
+        assert fresh.is_contiguous()
+        for joined in (True, False):
+            buffer = Poisoned(batch, frames, *size, channels, dtype=to)
+            out = buffer.memory.flatten(0, 1) if joined else buffer.memory
+            assert kernels.frames_to_images(x, out=out) is out
+            assert torch.equal(buffer.take(out), expected.view(out.shape))
+
+
+@each_dtype
+@pytest.mark.parametrize("to", [torch.float32, torch.uint8])
+@pytest.mark.parametrize("order", ["cthw", "ctwh", "hwtc"])
+@pytest.mark.parametrize("patch", [2, 3])
+def test_frames_to_images_unfolds_patches(backend, dtype, to, patch, order):
+    for channels, (height, width) in product((1, 3, 4), SIZES):
+        x = video(2, channels * patch**2, 2, height, width, dtype=dtype)
+        expected = images(shuffled(x, (1, patch, patch), order), to)
+        buffer = Poisoned(*expected.shape, dtype=to)
+        out = buffer.memory
+        assert kernels.frames_to_images(x, patch=patch, order=order, out=out) is out
+        assert torch.equal(buffer.take(out), expected)
+
+
+@each_dtype
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16, torch.float64])
+def test_frames_to_images_of_other_dtypes_or_a_refusal(ask, dtype, to):
+    x = video(2, 12, 2, 5, 7, dtype=dtype)
+    for frames, patch in ((x, 1), (shuffled(x, (1, 2, 2), "cthw"), 2)):
+        actual = ask(kernels.frames_to_images, x, dtype=to, patch=patch)
+        assert actual is None or torch.equal(actual, images(frames, to))
+
+
+@pytest.mark.parametrize("to", [torch.float32, torch.uint8])
+def test_frames_to_images_writes_any_strides_or_refuses(ask, to):
+    """Planes, a part of a wider picture, pixels with a fourth number, every other picture."""
+    x = video(1, 3, 4, 6, 10)
+    expected = images(x, to)
+    for shape, view in [
+        ((4, 3, 6, 10), lambda memory: memory.permute(0, 2, 3, 1)),
+        ((4, 6, 20, 3), lambda memory: memory[:, :, 7:17]),
+        ((4, 6, 10, 4), lambda memory: memory[..., :3]),
+        ((9, 6, 10, 3), lambda memory: memory[1::2]),
+    ]:
+        buffer = Poisoned(*shape, dtype=to)
+        out = view(buffer.memory)
+        actual = ask(kernels.frames_to_images, x, out=out)
+        assert actual is None or torch.equal(buffer.take(actual), expected), shape
+
+
+@each_dtype
+def test_8_bits_are_those_of_each_number(backend, dtype):
+    """All numbers of a 16-bit dtype; for float32 those around each of the 255 steps."""
+    if dtype == torch.float32:
+        steps = torch.arange(-1, 257, dtype=torch.float64) / 127.5 - 1
+        nearest = steps.float()
+        x = [nearest]
+        for towards in (-2.0, 2.0):
+            moved = nearest
+            for _ in range(3):
+                moved = moved.nextafter(torch.tensor(towards))
+                x.append(moved)
+        x = torch.cat([*x, torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, -0.0])])
+    else:
+        x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    x = x.view(1, 1, 1, 1, -1)
+    assert torch.equal(kernels.frames_to_images(x, dtype=torch.uint8), images(x, torch.uint8))
+    floats = kernels.frames_to_images(x)
+    torch.testing.assert_close(floats, images(x, torch.float32), rtol=0, atol=0, equal_nan=True)
+
+
+def test_images_of_many_frames_are_those_of_one(backend):
+    """More numbers than a block."""
+    x = video(1, 3, 5, 240, 416)
+    together = kernels.frames_to_images(x, dtype=torch.uint8)
+    apart = [kernels.frames_to_images(x[:, :, [t]], dtype=torch.uint8) for t in range(5)]
+    assert torch.equal(together, torch.cat(apart))
+    assert torch.equal(together, images(x, torch.uint8))
+
+
+def test_random_numbers_are_no_symmetry():
+    """The oracles tell places apart: no two numbers of an input are alike."""
+    x = random(1, 2, 3, 4, 5)
+    assert x.unique().numel() == x.numel()

@@ -1,0 +1,178 @@
+"""Zeros, infinities, NaN and numbers near the ends of a dtype go through the ops as in formulas."""
+
+import pytest
+import torch
+
+from fast_video_vae import kernels
+from fast_video_vae.tests.kernels import formulas
+from fast_video_vae.tests.kernels.cases import DTYPES, random, video
+
+INF, NAN = float("inf"), float("nan")
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@pytest.mark.parametrize("channels", [1, 8, 33])
+@each_dtype
+def test_a_row_of_zeros_stays_zero(backend, dtype, channels):
+    x = video(1, channels, 1, 4, 5, dtype=dtype)
+    x[..., 2, 3] = 0
+    scales = torch.ones(channels)
+    for silu in (True, False):
+        y = kernels.rms_norm_silu(x, scales, silu=silu)
+        assert not y[..., 2, 3].any()
+        formulas.check(y, *formulas.rms_norm_silu(x, scales, silu_too=silu))
+    rows = x.movedim(1, -1)
+    assert not kernels.rms_norm(rows, scales)[..., 2, 3, :].any()
+
+
+@each_dtype
+def test_a_bias_may_cancel_a_row(backend, dtype):
+    x = torch.full((1, 1, 1, 3, 16), 0.75, dtype=dtype).movedim(-1, 1)
+    assert not kernels.rms_norm_silu(x, torch.ones(16), bias=torch.full((16,), -0.75)).any()
+
+
+@pytest.mark.parametrize("number", [0.0, 3.1, -1e4])
+@each_dtype
+def test_a_frame_of_one_number_is_its_bias(backend, dtype, number):
+    """The mean of equal numbers may be off in its last bits, and `eps` is all that divides."""
+    x = torch.full((1, 2, 5, 7, 12), number, dtype=dtype).movedim(-1, 1)
+    weight, bias = random(2, 12)
+    expected = formulas.group_norm_silu(x, weight, bias, 3, eps=1e-2)
+    formulas.check(kernels.group_norm_silu(x, weight, bias, 3, eps=1e-2), *expected)
+
+
+@pytest.mark.parametrize("channels", [3, 16, 96])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e18, 1e-15])
+def test_large_and_small_numbers_have_their_direction(backend, dtype, channels, scale):
+    """Their squares are within float32: 96 of 1e36, and 1e-30."""
+    x = (video(2, channels, 1, 3, 5) * scale).to(dtype)
+    gamma = random(channels, seed=1)
+    expected = formulas.rms_norm_silu(x, gamma)
+    if scale > 1:
+        formulas.check(kernels.rms_norm_silu(x, gamma), *expected)
+        rows = x.movedim(1, -1)
+        formulas.check(kernels.rms_norm(rows, gamma), *formulas.rms_norm(rows, gamma))
+    else:
+        # The norm comes near the 1e-12 that divides at least; squares lose digits below 1e-38.
+        assert torch.allclose(kernels.rms_norm_silu(x, gamma).double(), expected[0], rtol=1e-2)
+
+
+@pytest.mark.parametrize("channels", [3, 16, 33])
+def test_squares_of_float16_do_not_overflow(backend, channels):
+    x = video(1, channels, 2, 3, 5).mul_(1e4).half()
+    scales, zeros = torch.ones(channels), torch.zeros(channels)
+    rows = x.movedim(1, -1)
+    assert x.isfinite().all()
+    formulas.check(kernels.rms_norm_silu(x, scales), *formulas.rms_norm_silu(x, scales))
+    formulas.check(kernels.rms_norm(rows, scales), *formulas.rms_norm(rows, scales))
+    formulas.check(
+        kernels.group_norm_silu(x, scales, zeros, 1), *formulas.group_norm_silu(x, scales, zeros, 1)
+    )
+
+
+def test_norms_of_bfloat16_near_its_end_are_no_nan(backend):
+    """The squares overflow float32: an infinite norm divides, and zeros remain."""
+    x = torch.full((1, 1, 2, 3, 16), 3e38, dtype=torch.bfloat16).movedim(-1, 1)
+    x[:, 1::2] *= -1
+    for y in (
+        kernels.rms_norm_silu(x, torch.ones(16), silu=False),
+        kernels.rms_norm(x.movedim(1, -1), torch.ones(16)),
+    ):
+        assert not y.any()
+
+
+@each_dtype
+def test_silu_far_below_zero_is_zero(backend, dtype):
+    """Where `exp` overflows; norms reach it by their scale."""
+    lowest = torch.finfo(dtype).min
+    x = torch.tensor([-80.0, -88.0, -89.0, -104.0, -1e3, -6e4, lowest] * 5).to(dtype)
+    for gate in (1.0, -2.0):
+        y = kernels.silu_mul(x, torch.full_like(x, gate))
+        assert not y.isnan().any()
+        assert (y.abs() <= 1e-30).all()
+    rows = video(1, 16, 1, 3, 5, dtype=dtype)
+    for y in (
+        kernels.rms_norm_silu(rows, torch.full((16,), 1e6)),
+        kernels.group_norm_silu(rows, torch.full((16,), 1e6), torch.zeros(16), 2),
+    ):
+        assert not y.isnan().any()
+        assert (y.abs()[rows < -0.1] <= 1e-30).sum() > 10
+
+
+@pytest.mark.parametrize("channels", [5, 16, 33])
+@each_dtype
+def test_infinities_and_nan_stay_in_their_pixel(backend, dtype, channels):
+    x = video(1, channels, 1, 2, 4, dtype=dtype)
+    x[0, 1, 0, 0, 1] = INF
+    x[0, -1, 0, 1, 2] = NAN
+    x[0, 0, 0, 1, 3] = -INF
+    gamma = random(channels, seed=1)
+    for silu in (True, False):
+        expected = formulas.rms_norm_silu(x, gamma, silu_too=silu)
+        formulas.check(kernels.rms_norm_silu(x, gamma, silu=silu), *expected)
+    rows = x.movedim(1, -1)
+    formulas.check(kernels.rms_norm(rows, gamma), *formulas.rms_norm(rows, gamma))
+
+
+@pytest.mark.parametrize("number", [INF, -INF, NAN])
+@each_dtype
+def test_infinities_and_nan_stay_in_their_group(backend, dtype, number):
+    x = video(2, 12, 2, 3, 5, dtype=dtype)
+    x[1, 5, 0, 2, 4] = number
+    weight, bias = random(2, 12, seed=1)
+    y = kernels.group_norm_silu(x, weight, bias, 3)
+    assert y[1, 4:8, 0].isnan().all()
+    y[1, 4:8, 0] = x[1, 4:8, 0] = 0
+    value, error = formulas.group_norm_silu(x, weight, bias, 3)
+    value[1, 4:8, 0] = error[1, 4:8, 0] = 0
+    formulas.check(y, value, error)
+
+
+@each_dtype
+def test_infinities_and_nan_pass_elementwise_ops(backend, dtype):
+    """`-inf * sigmoid(-inf)` is `-inf * 0`: NaN, as the formula has it."""
+    greatest = torch.finfo(dtype).max
+    numbers = torch.tensor([INF, -INF, NAN, 0.0, -0.0, 1.0, -1.0, greatest, -greatest]).to(dtype)
+    x, y = (part.flatten() for part in torch.meshgrid(numbers, numbers, indexing="ij"))
+    formulas.check(kernels.silu_mul(x, y), *formulas.silu_mul(x, y))
+
+    x, y = (part.view(1, 1, 9, 1, 9).movedim(-1, 1) for part in (x, y))
+    bias = torch.tensor([0.0, 1.0, -1.0, INF, 0.0, NAN, 0.0, 0.5, -0.5])
+    formulas.check(kernels.bias_residual(x, bias, y), *formulas.bias_residual(x, bias, y))
+    formulas.check(
+        kernels.bias_residual(x, None, y, bias), *formulas.bias_residual(x, None, y, bias)
+    )
+
+
+@each_dtype
+def test_results_beyond_the_dtype_are_infinite(backend, dtype):
+    greatest = torch.finfo(dtype).max
+    x = torch.full((1, 1, 1, 3, 17), greatest, dtype=dtype).movedim(-1, 1)
+    assert (kernels.bias_residual(x, None, x) == INF).all()
+    assert (kernels.bias_residual(-x, None, -x) == -INF).all()
+    rows = x.movedim(1, -1)
+    assert (kernels.silu_mul(rows, torch.full_like(rows, 2)) == INF).all()
+    grid = torch.full((1, 1, 2, 2, 4), greatest, dtype=dtype).movedim(-1, 1)
+    assert (kernels.merge_phases(grid, grid[:, :1, :, :1, :1]) == INF).all()
+
+
+@each_dtype
+def test_moved_numbers_keep_their_bits(backend, dtype):
+    """Infinities, NaN, negative zeros and subnormals."""
+    as_bits = torch.int32 if dtype == torch.float32 else torch.int16
+    bits = torch.randint(
+        torch.iinfo(as_bits).min, torch.iinfo(as_bits).max, (1, 3, 4, 5, 24),
+        generator=torch.Generator().manual_seed(0),
+    ).to(as_bits)  # fmt: skip
+    x = bits.view(dtype)
+    x[..., ::3, :] = torch.tensor([INF, -INF, NAN, -0.0]).to(dtype).repeat(6)
+    x = x.movedim(-1, 1)
+    y = kernels.pixel_shuffle_3d(x, (1, 2, 2)).contiguous().view(as_bits)
+    planes = torch.nn.functional.pixel_shuffle(x[0].movedim(1, 0).contiguous().view(as_bits), 2)
+    assert torch.equal(y[0].movedim(1, 0), planes)
+    y = kernels.interleave_time(x, 2).contiguous().view(as_bits)
+    assert torch.equal(y[:, :, 1::2], x[:, 12:].contiguous().view(as_bits))
+    y = kernels.merge_phases(x).contiguous().view(as_bits)
+    assert torch.equal(y[..., 1::2, ::2], x[:, 12:18, :, 1:, :-1].contiguous().view(as_bits))
