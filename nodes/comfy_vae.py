@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .first_stage import FastVideoVAE
-from .memory import first_that_fits, kept
+from .memory import first_that_fits, give_back, kept
 from .progress import Progress
 
 # Memory that is asked of ComfyUI for the longest steps; with less they are shorter, not slower by
@@ -84,7 +84,7 @@ class FastVAE(comfy.sd.VAE):
         ways: list[Callable[[], Tensor]] = [lambda: self._decode(samples_in, chunk, dtype)] * 2
         sizes = [(size, size, size // 4) for size in _TILES] if tiles is None else [tiles]
         ways += [lambda size=size: self._decode_in_tiles(samples_in, *size) for size in sizes]
-        return first_that_fits(self.device, "decode", ways)
+        return self._first("decode", ways)
 
     def decode_tiled(
         self,
@@ -156,9 +156,9 @@ class FastVAE(comfy.sd.VAE):
         ways: list[Callable[[], Tensor]] = [lambda: self._encode(video, chunk, dtype)] * 2
         if self.latent_dim == 2:
             ways.append(lambda: self.encode_tiled_(video[:, :, 0]).unsqueeze(2))
-            return first_that_fits(self.device, "encode", ways).squeeze(2)
+            return self._first("encode", ways).squeeze(2)
         ways.append(lambda: self.encode_tiled_3d(video))
-        return first_that_fits(self.device, "encode", ways)
+        return self._first("encode", ways)
 
     def encode_tiled(
         self,
@@ -228,21 +228,15 @@ class FastVAE(comfy.sd.VAE):
                 dtype=self.vae_output_dtype(),
             )
         progress = Progress(batch * frames)
-        written = images.movedim(-1, 1)
         for start in range(0, batch, together):
-            part = slice(start, start + together)
-            # Where the IMAGE is in the same memory, frames are written into it and nowhere else.
-            out = written[part] if images.device == model.device else None
+            part = images[start : start + together]
+            stream = model.decode_stream(
+                latent[start : start + together], chunk or model.chunk, dtype, images=part
+            )
             at = 0
-            for piece in model.decode_stream(latent[part], chunk or model.chunk, dtype, out):
-                # On the device, where it costs least; ComfyUI's process_output works in place.
-                if out is None:
-                    shown = self.process_output(piece.to(images.dtype, copy=True))
-                    written[part, :, at : at + piece.shape[2]] = shown
-                else:
-                    self.process_output(piece)
-                at += piece.shape[2]
-                progress.passed(piece.shape[0] * piece.shape[2], images[part][-1, :at])
+            for piece in stream:
+                at += piece.shape[1]
+                progress.passed(piece.shape[0] * piece.shape[1], part[-1, :at])
         return images
 
     def _decode_in_tiles(self, latent: Tensor, tile_x: int, tile_y: int, overlap: int) -> Tensor:
@@ -316,6 +310,13 @@ class FastVAE(comfy.sd.VAE):
             raise ValueError(f"pixels is {pixels.dtype}; expected a float dtype in [0, 1]")
         self.first_stage_model.check_frames(video)
         return self.first_stage_model.whole_groups(video)
+
+    def _first(self, task: str, ways: list[Callable[[], Tensor]]) -> Tensor:
+        """Go the first way that fits, and leave no memory behind."""
+        try:
+            return first_that_fits(self.device, task, ways)
+        finally:
+            give_back(self.device)
 
     def _load(self, memory_bytes: int, batch: Tensor | None = None) -> int:
         """Bring the weights to their device; say how many of the batch to work on at once.

@@ -21,6 +21,7 @@ class FastVideoVAE(VideoVAE):
         config: What the weights are.
         dtype: The dtype that it decodes in.
         encode_dtype: The dtype that it encodes in.
+        quality: "fast" or "exact", as for `VideoVAE`.
 
     Attributes:
         comfy_has_chunked_io: Tells ComfyUI that `decode` writes into a buffer of its, and that
@@ -30,8 +31,14 @@ class FastVideoVAE(VideoVAE):
 
     comfy_has_chunked_io = True
 
-    def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
-        super().__init__(config, dtype, encode_dtype)
+    def __init__(
+        self,
+        config: VAEConfig,
+        dtype: torch.dtype,
+        encode_dtype: torch.dtype,
+        quality: str = "fast",
+    ) -> None:
+        super().__init__(config, dtype, encode_dtype, quality)
         self.chunk: int | None = None
         for network in (self.encoder, self.decoder):
             if network is not None:

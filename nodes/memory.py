@@ -1,6 +1,8 @@
 """What to do when memory runs out, and where memory that stays is made."""
 
 import contextlib
+import ctypes
+import functools
 import logging
 from collections.abc import Callable
 from typing import TypeVar
@@ -43,8 +45,30 @@ def first_that_fits(device: torch.device, task: str, ways: list[Callable[[], _Re
         return ways[-1]()
 
 
+def give_back(device: torch.device) -> None:
+    """Return what `malloc` keeps of freed activations to the system, after work on a CPU.
+
+    glibc keeps the free memory below its topmost block: 300 of 600 MiB after the decode of a video.
+
+    Args:
+        device: Where the work was done.
+    """
+    trim = _malloc_trim()
+    if device.type == "cpu" and trim is not None:
+        trim(0)
+
+
 def kept() -> contextlib.AbstractContextManager[object]:
     """Memory that outlives the call is not of the graph that a newer ComfyUI may be recording."""
     prefetch = getattr(comfy, "model_prefetch", None)
     pause = getattr(prefetch, "pause_malloc_graph", None)
     return contextlib.nullcontext() if pause is None else pause()
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """The function of glibc; None where another library is the system's."""
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):  # Windows has no library without a name
+        return None

@@ -35,11 +35,13 @@ class Choice:
         dtype: To decode in; None: what ComfyUI chose, whose command line rules it.
         encode_dtype: To encode in; None: as for decoding.
         chunk: Latents per step; -1: all; None: chosen from size and memory.
+        quality: "fast": each op as the fastest backend does it; "exact": the reference's bits.
     """
 
     dtype: torch.dtype | None = None
     encode_dtype: torch.dtype | None = None
     chunk: int | None = None
+    quality: str = "fast"
 
 
 def load(path: str | Path, choice: Choice) -> FastVAE:
@@ -94,7 +96,7 @@ def _refusal(vae: comfy.sd.VAE, choice: Choice) -> str | None:
     """Why a VAE is not accelerated; None: it is."""
     kind, network = type(vae), type(vae.first_stage_model)
     if kind is FastVAE:
-        if choice == Choice():
+        if choice == Choice(quality=vae.first_stage_model.quality):
             return "it is fast already"
     elif kind is not comfy.sd.VAE:
         return f"it is a {kind.__name__} of another pack"
@@ -113,7 +115,12 @@ def _settled(vae: comfy.sd.VAE, choice: Choice) -> Choice:
     if isinstance(vae, FastVAE):
         model = vae.first_stage_model
         decodes, encodes, chunk = model.dtype, model.encode_dtype, chunk or model.chunk
-    return Choice(choice.dtype or decodes, choice.encode_dtype or choice.dtype or encodes, chunk)
+    return Choice(
+        choice.dtype or decodes,
+        choice.encode_dtype or choice.dtype or encodes,
+        chunk,
+        choice.quality,
+    )
 
 
 def _network(patcher: comfy.model_patcher.ModelPatcher, settled: Choice) -> FastVideoVAE:
@@ -134,6 +141,7 @@ def _built(
         device=device,
         dtype=settled.dtype,
         encode_dtype=settled.encode_dtype,
+        quality=settled.quality,
         share=share,
         kind=FastVideoVAE,
     )

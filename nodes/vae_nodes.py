@@ -22,6 +22,8 @@ _BUNDLED = "bundled demo"
 _AUTO = "auto"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+_FAST, _EXACT = "fast", "exact"
+
 _VIDEO, _IMAGES = "video", "images"
 
 
@@ -62,6 +64,16 @@ def _settings(dtype: str, encode_dtype: str, chunk: str) -> list[io.Input]:
             label="encode dtype",
         ),
         _chunk(chunk),
+        # The last, and optional, so that workflows that do not name it run as they are.
+        io.Combo.Input(
+            "quality",
+            options=[_FAST, _EXACT],
+            default=_FAST,
+            optional=True,
+            advanced=True,
+            tooltip="fast: norms and activations in single passes, by the fastest code that this "
+            "machine has. exact: the very bits of the plain PyTorch reference; slower.",
+        ),
     ]
 
 
@@ -105,9 +117,11 @@ class Load(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, vae_name: str, dtype: str, encode_dtype: str, chunk: int) -> io.NodeOutput:
+    def execute(
+        cls, vae_name: str, dtype: str, encode_dtype: str, chunk: int, quality: str = _FAST
+    ) -> io.NodeOutput:
         """Load the file."""
-        choice = _choice(dtype, encode_dtype, chunk)
+        choice = _choice(dtype, encode_dtype, chunk, quality)
         try:
             if vae_name == _BUNDLED:
                 return io.NodeOutput(load(VAE_PATH, choice))
@@ -150,11 +164,13 @@ class Accelerate(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, vae: object, dtype: str, encode_dtype: str, chunk: int) -> io.NodeOutput:
+    def execute(
+        cls, vae: object, dtype: str, encode_dtype: str, chunk: int, quality: str = _FAST
+    ) -> io.NodeOutput:
         """Swap the network in a copy."""
         vae.throw_exception_if_invalid()
         try:
-            return io.NodeOutput(accelerate(vae, _choice(dtype, encode_dtype, chunk)))
+            return io.NodeOutput(accelerate(vae, _choice(dtype, encode_dtype, chunk, quality)))
         except ValueError as error:
             raise ValueError(f"vae: {error}") from None
 
@@ -289,8 +305,8 @@ class DemoClip(io.ComfyNode):
         return io.NodeOutput(frames.float() / 255, InputImpl.VideoFromFile(str(CLIP_PATH)))
 
 
-def _choice(dtype: str, encode_dtype: str, chunk: int) -> Choice:
-    return Choice(_DTYPES.get(dtype), _DTYPES.get(encode_dtype), chunk or None)
+def _choice(dtype: str, encode_dtype: str, chunk: int, quality: str) -> Choice:
+    return Choice(_DTYPES.get(dtype), _DTYPES.get(encode_dtype), chunk or None, quality)
 
 
 def _tell_unused(**options: bool) -> None:

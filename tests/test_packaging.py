@@ -57,6 +57,15 @@ def test_the_wheel_brings_the_demo(wheel):
     assert sum(demo.values()) <= DEMO_LIMIT_BYTES
 
 
+def test_the_wheel_brings_what_the_native_kernels_are_built_from(wheel):
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kernels/csrc").rglob("*.*")}
+    assert {name for name in wheel if "/csrc/" in name} == {
+        f"fast_video_vae/{name}" for name in sources
+    }
+    assert any(name.endswith(".cpp") for name in sources)
+    assert any(name.endswith(".h") for name in sources)
+
+
 def test_no_installer_replaces_the_users_torch(project):
     required = (ROOT / "requirements.txt").read_text(encoding="utf-8").split()
     assert required == project["dependencies"] == ["einops", "safetensors", "ninja"]

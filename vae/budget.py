@@ -7,7 +7,8 @@ from fractions import Fraction
 
 import torch
 
-from .conv import CausalConv3d, Conv
+from .causal import CausalConv3d
+from .conv import Conv
 from .layers import Downsample
 from .network import Network, sublayers
 

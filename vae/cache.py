@@ -1,4 +1,4 @@
-"""What one video's pass through the network remembers between two steps.
+"""What one video's pass through the network remembers between two steps, and its memory.
 
 Wan's VAE sees the past only through its causal convolutions: each needs the last `kernel - stride`
 frames of its own input, and nothing else crosses time (wan/modules/vae.py, CACHE_T). So one
@@ -11,9 +11,17 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+# Blocks from this size on are kept for the next result. glibc maps blocks over 32 MB afresh each
+# time, and the first touch of 50 MB of fresh pages takes 13-30 ms, as long as the convolution that
+# fills them takes on a CPU with AMX; smaller ones it hands out again by itself.
+_KEPT_BYTES = 32 << 20
+
+# A block that is larger than this many times what is asked for stays free for something else.
+_WASTE = 1.5
+
 
 class TemporalCache:
-    """The tails of the causal convolutions, and the buffer that their inputs are made in.
+    """The tails of the causal convolutions, and the memory that activations are made in.
 
     Attributes:
         first: The pass holds the first frame of the video; it stands alone, with nothing before it.
@@ -25,6 +33,7 @@ class TemporalCache:
         self.lone = lone
         self._tails: dict[nn.Module, Tensor] = {}
         self._scratch: Tensor | None = None
+        self._blocks: list[Tensor] = []
 
     def scratch(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
         """Lend a channels-last buffer, valid until the next call.
@@ -38,24 +47,46 @@ class TemporalCache:
         Returns:
             Uninitialised memory of that shape. Under autograd it is a tensor of its own.
         """
-        count = prod(shape)
         if torch.is_grad_enabled():
-            pool = torch.empty(count, dtype=like.dtype, device=like.device)
-        else:
-            nbytes = count * like.element_size()
-            if (
-                self._scratch is None
-                or self._scratch.numel() < nbytes
-                or self._scratch.device != like.device
-            ):
-                self._scratch = None
-                self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
-            pool = self._scratch[:nbytes].view(like.dtype)
-        batch, channels, frames, height, width = shape
-        return pool.view(batch, frames, height, width, channels).permute(0, 4, 1, 2, 3)
+            batch, channels, frames, height, width = shape
+            memory = (batch, frames, height, width, channels)
+            return torch.empty(memory, dtype=like.dtype, device=like.device).movedim(-1, 1)
+        nbytes = prod(shape) * like.element_size()
+        block = self._scratch
+        if block is None or block.numel() < nbytes or block.device != like.device:
+            del block
+            self._scratch = None  # given back before the larger one is asked for
+            block = self._scratch = _bytes(shape, like)
+        return _video_of(block, shape, like)
 
-    def window(self, conv: nn.Module, context: int, x: Tensor) -> Tensor:
-        """Begin the input of a causal convolution: the frames it saw last, and room for new ones.
+    def reused(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor | None:
+        """Lend channels-last memory for a result, where fresh memory would be costly.
+
+        The memory comes back by itself when the last tensor on it is gone.
+
+        Args:
+            shape: `[B, C, T, H, W]`.
+            like: Gives dtype and device.
+
+        Returns:
+            Uninitialised memory of that shape; None where a fresh tensor costs no more.
+        """
+        nbytes = prod(shape) * like.element_size()
+        kept = like.device.type == "cpu" and nbytes >= _KEPT_BYTES and _USE_COUNT is not None
+        if not kept or torch.is_grad_enabled():
+            return None
+        free = [block for block in self._blocks if _users(block) == 1]
+        fitting = [block for block in free if nbytes <= block.numel() <= _WASTE * nbytes]
+        if not fitting:
+            # What is free and of another size belongs to layers that are done.
+            self._blocks = [b for b in self._blocks if not any(b is other for other in free)]
+            del free
+            fitting = [_bytes(shape, like)]
+            self._blocks += fitting
+        return _video_of(min(fitting, key=Tensor.numel), shape, like)
+
+    def tail(self, conv: nn.Module, context: int, x: Tensor) -> Tensor:
+        """The frames that a causal convolution saw last; zeros before the start of the video.
 
         Args:
             conv: The convolution; the key of its tail.
@@ -63,31 +94,56 @@ class TemporalCache:
             x: `[B, C, T, H, W]`; gives shape, dtype and device.
 
         Returns:
-            `[B, C, context + T, H, W]`; the last `T` frames are for the caller to write. Frames
-            before the start of the video are zeros.
+            `[B, C, context, H, W]`, channels-last: the memory of the tail itself, for the caller to
+            bring up to date.
         """
-        batch, channels, frames, height, width = x.shape
-        window = self.scratch((batch, channels, context + frames, height, width), x)
         tail = self._tails.get(conv)
-        known = 0 if tail is None else tail.shape[2]
-        window[:, :, : context - known].zero_()
-        if tail is not None:
-            window[:, :, context - known : context].copy_(tail)
-        return window
+        if tail is None:
+            batch, channels, _, height, width = x.shape
+            memory = (batch, context, height, width, channels)
+            tail = torch.zeros(memory, dtype=x.dtype, device=x.device).movedim(-1, 1)
+            self._tails[conv] = tail
+        return tail
 
     def keep(self, conv: nn.Module, context: int, x: Tensor) -> None:
-        """Remember the last `context` frames of `x` as the tail of `conv`, in memory of their own.
+        """Bring the tail of a convolution up to date with frames that it saw, or passed by.
 
         Args:
             conv: The convolution; the key of its tail.
             context: Frames that it looks back.
-            x: `[B, C, T, H, W]`, its input so far. Of a shorter `x` every frame is kept.
+            x: `[B, C, T, H, W]`, the newest of its input.
         """
-        if self.lone:
+        if self.lone or not context:
             return
+        tail = self.tail(conv, context, x)
         last = x[:, :, -context:]
-        tail = self._tails.get(conv)
-        if tail is not None and tail.shape == last.shape and not torch.is_grad_enabled():
-            tail.copy_(last)
-        else:
-            self._tails[conv] = last.clone(memory_format=torch.preserve_format)
+        if torch.is_grad_enabled():
+            self._tails[conv] = torch.cat([tail, last], dim=2)[:, :, -context:]
+            return
+        older = context - last.shape[2]
+        if older:
+            tail[:, :, :older] = tail[:, :, -older:].clone()
+        tail[:, :, older:] = last
+
+
+# How many tensors stand on a storage; PyTorch's CUDA graphs ask the same way. Without it nothing
+# is reused.
+_USE_COUNT = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def _users(block: Tensor) -> int:
+    storage = block.untyped_storage()
+    # This handle is a user of its own.
+    return _USE_COUNT(storage._cdata) - 1 if _USE_COUNT is not None else 2
+
+
+def _bytes(shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
+    nbytes = prod(shape) * like.element_size()
+    return torch.empty(nbytes, dtype=torch.uint8, device=like.device)
+
+
+def _video_of(block: Tensor, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
+    """View bytes as a channels-last `[B, C, T, H, W]`."""
+    batch, channels, frames, height, width = shape
+    pool = block[: prod(shape) * like.element_size()].view(like.dtype)
+    return pool.view(batch, frames, height, width, channels).permute(0, 4, 1, 2, 3)

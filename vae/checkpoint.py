@@ -13,6 +13,7 @@ import safetensors
 import torch
 from torch import Tensor
 
+from ..kernels import check_quality
 from .config import LayoutError, VAEConfig, read_configs
 from .dialects import to_wan_keys, with_time
 from .model import VideoVAE
@@ -46,6 +47,7 @@ def load_vae(
     dtype: torch.dtype | None = None,
     encode_dtype: torch.dtype | None = None,
     weights_dtype: torch.dtype | None = None,
+    quality: str = "fast",
 ) -> VideoVAE:
     """Load a VAE of the Wan family; what it is, is read off its tensors.
 
@@ -59,6 +61,8 @@ def load_vae(
             encode in float32.
         encode_dtype: Dtype of encoding alone, where it differs from `dtype`.
         weights_dtype: Dtype that the weights are kept in; None: that of the computation.
+        quality: "fast": each op as the fastest backend does it, rounded once; "exact": bit-equal to
+            the reference.
 
     Returns:
         The VAE. It shares no memory with `source`.
@@ -67,9 +71,10 @@ def load_vae(
         OSError: The file is missing or cannot be opened.
         LayoutError: The weights are those of another network.
         ValueError: The file is not a checkpoint; the weights do not fit the layout, or are not
-            finite; a dtype is not supported.
+            finite; a dtype or the quality is not supported.
     """
     place = torch.device(device)
+    check_quality(quality)
     for name, wish in (("dtype", dtype), ("encode_dtype", encode_dtype)):
         if wish is not None and wish not in _DTYPES:
             raise ValueError(
@@ -86,6 +91,7 @@ def load_vae(
         dtype=decode,
         encode_dtype=encode,
         weights_dtype=weights_dtype,
+        quality=quality,
     )
 
 
@@ -123,6 +129,7 @@ def build_vae(
     dtype: torch.dtype,
     encode_dtype: torch.dtype,
     weights_dtype: torch.dtype | None = None,
+    quality: str = "fast",
     share: bool = False,
     kind: type[AnyVAE] = VideoVAE,
 ) -> AnyVAE:
@@ -134,17 +141,21 @@ def build_vae(
         dtype: Dtype of decoding.
         encode_dtype: Dtype of encoding.
         weights_dtype: Dtype that the weights are kept in; None: that of the computation.
+        quality: As for `load_vae`.
         share: Use the memory of the checkpoint's tensors where device and dtype are right already.
         kind: The class to make.
 
     Returns:
         The VAE, with gradients off.
+
+    Raises:
+        ValueError: The quality is not supported.
     """
     place = _shared if share else _copied
     weights = checkpoint.weights
     with torch.inference_mode(False), torch.no_grad():
         with torch.device("meta"):
-            vae = kind(checkpoint.config, dtype, encode_dtype)
+            vae = kind(checkpoint.config, dtype, encode_dtype, quality=quality)
         placed = {
             key: place(
                 weights.pop(key),

@@ -5,6 +5,7 @@ file is left half written. The last line on stdout is the result, and `--quiet` 
 """
 
 import argparse
+import logging
 import os
 import sys
 import warnings
@@ -20,6 +21,7 @@ DTYPES = {
     "bfloat16": "bfloat16", "bf16": "bfloat16",
     "float16": "float16", "fp16": "float16",
 }  # fmt: skip
+QUALITIES = ("fast", "exact")  # those of kernels, which would bring PyTorch along
 DEMO_FOLDER = Path("fast-video-vae-out")
 
 
@@ -36,9 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A file's name may hold what the terminal cannot show.
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="backslashreplace")
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command == "info" and not (args.file or args.backends):
+        parser.error("info takes a FILE, or --backends")
     try:
-        with _warnings_as_notes(args.quiet):
+        with _notes(args.quiet):
             _run(args)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -96,7 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--fps", type=_fps, help="such as 24 or 30000/1001; default: the video's, or 16")
 
     add = command("info", "Tell what a VAE file is, and the memory that it takes.", chunks=False)
-    add("file", type=Path, metavar="FILE", help="the VAE")
+    add("file", nargs="?", type=Path, metavar="FILE", help="the VAE; optional with --backends")
+    add("--backends", action="store_true", help="tell which backend does what on this machine")
     return parser
 
 
@@ -105,6 +111,12 @@ def _add_common(parser: argparse.ArgumentParser, *, chunks: bool) -> None:
     add("--device", help="such as cpu or cuda:0; default: CUDA where there is one")
     add("--dtype", type=_dtype, help="of the computation: fp32, bf16 or fp16; default: by device")
     add("--encode-dtype", type=_dtype, metavar="DTYPE", help="of encoding alone")
+    add(
+        "--quality",
+        choices=QUALITIES,
+        default="fast",
+        help="exact: the very bits of the plain PyTorch reference, slower; default: fast",
+    )
     if chunks:
         add("--chunk", type=_chunk, help="latent frames per step; -1: all; default: by memory")
     add("-q", "--quiet", action="store_true", help="print the result and errors only")
@@ -133,9 +145,16 @@ def _fps(text: str) -> Fraction:
     return value
 
 
+class _LogNotes(logging.Handler):
+    """Shows what the package logs."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _note(record.getMessage().removeprefix("Fast Video VAE: "))
+
+
 @contextmanager
-def _warnings_as_notes(quiet: bool) -> Iterator[None]:
-    """Show Python's warnings as one line each, or not at all."""
+def _notes(quiet: bool) -> Iterator[None]:
+    """Show Python's warnings and the package's log as one line each, or not at all."""
 
     def show(
         message: Warning | str,
@@ -146,14 +165,27 @@ def _warnings_as_notes(quiet: bool) -> Iterator[None]:
         line: str | None = None,
     ) -> None:
         if not quiet:
-            # A progress bar, if one is on the screen, steps aside.
-            write = sys.modules["tqdm"].tqdm.write if "tqdm" in sys.modules else print
-            write(f"note: {message}", file=sys.stderr)
+            _note(str(message))
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("default", UserWarning)
-        warnings.showwarning = show
-        yield
+    logger = logging.getLogger((__package__ or PROGRAM).partition(".")[0])
+    handler = logging.NullHandler() if quiet else _LogNotes()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("default", UserWarning)
+            warnings.showwarning = show
+            yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _note(text: str) -> None:
+    # A progress bar, if one is on the screen, steps aside.
+    write = sys.modules["tqdm"].tqdm.write if "tqdm" in sys.modules else print
+    write(f"note: {text}", file=sys.stderr)
 
 
 def _fail(text: str, *, code: int = 1) -> int:

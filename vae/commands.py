@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from .backends import backend_report
 from .checkpoint import load_vae
 from .demo import CLIP_PATH, VAE_PATH
 from .files import load_latent, save_latent, whole_file
@@ -136,15 +137,22 @@ def decode(args: argparse.Namespace, say: Say) -> str:
 
 
 def info(args: argparse.Namespace, _: Say) -> str:
-    """Tell what a VAE file is, and the memory that it takes.
+    """Tell what a VAE file is, and the memory that it takes; and what runs on this machine.
 
     Args:
-        args: `file`, and the common ones.
+        args: `file` (None: no VAE), `backends`, and the common ones.
         _: Nothing comes before the result.
 
     Returns:
         A table of many lines.
     """
+    parts = [_file_report(args)] if args.file else []
+    if args.backends:
+        parts.append(backend_report())
+    return "\n\n".join(parts)
+
+
+def _file_report(args: argparse.Namespace) -> str:
     vae = _load(args, args.file)
     config = vae.config
     weights = list(vae.parameters())
@@ -162,6 +170,7 @@ def info(args: argparse.Namespace, _: Say) -> str:
         ("weights", f"{', '.join(dtypes)}, {size:.1f} MiB on {vae.device}"),
         ("encodes in", _dtype_name(vae.encode_dtype) if config.encoder_width else "-"),
         ("decodes in", _dtype_name(vae.dtype)),
+        ("quality", vae.quality),
     ]
     lines = [f"{name:<14}{value}" for name, value in rows]
     lines += ["", f"memory beside weights and pictures, a video of any length, on {vae.device}"]
@@ -188,7 +197,9 @@ def _load(args: argparse.Namespace, path: Path, say: Say | None = None) -> Video
     dtype, encode_dtype = (
         getattr(torch, name) if name else None for name in (args.dtype, args.encode_dtype)
     )
-    vae = load_vae(path, device=device, dtype=dtype, encode_dtype=encode_dtype)
+    vae = load_vae(
+        path, device=device, dtype=dtype, encode_dtype=encode_dtype, quality=args.quality
+    )
     if say:
         say(
             f"{path.name}: {vae.config.family}, base width {vae.config.decoder_width}, "

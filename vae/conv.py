@@ -1,8 +1,9 @@
-"""Convolutions in channels-last memory: causal in time, sliced to 2D for a lone frame.
+"""What the convolutions have in common: parameters, derived weights, and the call itself.
 
-The parameter is the one owner of a weight, in the checkpoint's shape and under its name. What a
-call needs beside it (the last temporal tap as a 2D weight, another dtype, oneDNN's blocked layout)
-is derived from it once, and derived again when the parameter is replaced or written to.
+Everything is in channels-last memory. The parameter is the one owner of a weight, in the
+checkpoint's shape and under its name. What a call needs beside it (the last temporal tap as a 2D
+weight, another dtype, oneDNN's blocked layout) is derived from it once, and derived again when the
+parameter is replaced or written to.
 """
 
 import weakref
@@ -12,18 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels import merge_phases
+from ..kernels import bias_residual
 from .cache import TemporalCache
-from .forms import Form, Forms, checksum_of, own_bytes, packs, stamp_of
+from .forms import Form, Forms, checksum_of, folded, own_bytes, packs, stamp_of
+
+# A convolution to few channels leaves most of a vector of 16 unused: 96 to 3 channels ran at a
+# seventh of the speed of 96 to 96. So 4 neighbours in a row are one pixel of four times as many
+# channels: 10.5 ms instead of 18.9 for 2 x 192 x 192 in bf16, 40 instead of 63 in fp32.
+_SPREAD = 4
+_VECTOR = 16
 
 # The forms of a larger weight are not kept, because those of Wan 2.2 would double its 705 M. The
 # convolution then brings the weight to oneDNN's layout by itself: 57 ms instead of 30 for 1024
 # channels in bf16, and 190 with a copy and a reordering of our own. The weights of Wan 2.1 (4.0 M
 # at most) are worth keeping, and so are folded ones, which are sums.
 _KEPT_ELEMENTS = 6_000_000
-
-Fill = Callable[[Tensor, Tensor], object]
-"""Writes a function of its first argument into its second, which has the same shape."""
 
 
 class Conv(nn.Module):
@@ -64,33 +68,104 @@ class Conv(nn.Module):
         self.drop_forms()
         return self
 
+    def adds_bias_late(self, x: Tensor) -> bool:
+        """Whether the bias costs a pass of its own, which the next one can take over.
+
+        oneDNN's convolutions add it for nothing. On CUDA PyTorch adds it after cuDNN's, one number
+        at a time in channels-last memory.
+        """
+        return x.device.type != "cpu" and not _records(x, self.weight)
+
     def _convolve(
-        self, x: Tensor, kind: str, stride: int, padding: int, residual: Tensor | None
+        self,
+        x: Tensor,
+        kind: str,
+        stride: int,
+        padding: int,
+        cache: TemporalCache | None = None,
+        residual: Tensor | None = None,
+        residual_bias: Tensor | None = None,
+        *,
+        biased: bool = True,
     ) -> Tensor:
-        """Convolve with the form `kind`, and add `residual`, whose memory may be taken."""
-        ndim = 5 if kind == "volume" else 4
+        """Convolve frames or a video with the form `kind`; add bias and `residual`.
+
+        The memory of `residual` may be taken.
+        """
+        ndim = x.ndim
         strides = (stride, 1, 1) if ndim == 5 else (stride, stride)
         pads = (0, padding, padding) if ndim == 5 else (padding, padding)
-        bias = self.bias.to(x.dtype)
-        if kind == "folded":
-            bias = bias.repeat(4)
+        convolve = F.conv2d if ndim == 4 else F.conv3d
+        bias = self.bias.repeat(4) if kind == "folded" else self.bias
+        if kind.endswith("spread"):
+            strides, bias = (*strides[:-1], _SPREAD), bias.repeat(_SPREAD)
+        if self._spreads(x, kind, residual):
+            spread = self._convolve(
+                x, f"{kind}, spread", stride, padding, cache, residual, residual_bias
+            )
+            return _gathered(spread)
         if _records(x, self.weight):
-            convolve = F.conv2d if ndim == 4 else F.conv3d
+            bias = bias.to(x.dtype)
             y = convolve(x, self._derive(kind, x.dtype), bias, stride=strides, padding=pads)
-            return y if residual is None else y + residual
+            y = y if residual is None else y + residual
+            return y if residual_bias is None else y + _per_channel(residual_bias.to(x.dtype), ndim)
         weight, packed = self._form(kind, x, strides, pads)
         if packed:
-            ones = (1,) * (ndim - 2)
-            if residual is None:
-                return torch.ops.mkldnn._convolution_pointwise(
-                    x, weight, bias, pads, strides, ones, 1, "none", [], ""
-                )
-            return torch.ops.mkldnn._convolution_pointwise_.binary(
-                residual, x, weight, bias, pads, strides, ones, 1, "add", 1.0, None, [], None
+            if residual_bias is not None:
+                bias = bias + residual_bias
+            return self._convolve_packed(
+                x, weight, bias.to(x.dtype), strides, pads, cache, residual
             )
-        convolve = F.conv2d if ndim == 4 else F.conv3d
-        y = convolve(x, weight, bias, stride=strides, padding=pads)
-        return y if residual is None else residual.add_(y)
+        late = residual is not None or self.adds_bias_late(x)
+        y = convolve(x, weight, None if late else bias.to(x.dtype), stride=strides, padding=pads)
+        if not late or not (biased or residual is not None):
+            return y
+        added = None if residual is None else _as_5d(residual)
+        five = _as_5d(y)
+        bias_residual(five, bias if biased else None, added, residual_bias, out=five)
+        return y
+
+    def _spreads(self, x: Tensor, kind: str, residual: Tensor | None) -> bool:
+        """Whether neighbours in a row should be computed as channels of one; see `_SPREAD`."""
+        return (
+            kind in ("volume", "frame")
+            and residual is None
+            and self.weight.shape[-1] == 3
+            and _SPREAD * self.weight.shape[0] <= _VECTOR
+            and x.shape[-1] % _SPREAD == 0
+            and packs(x)
+            and not _records(x, self.weight)
+        )
+
+    def _convolve_packed(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        strides: tuple[int, ...],
+        pads: tuple[int, ...],
+        cache: TemporalCache | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """Call oneDNN's convolution, which adds bias and residual while it writes.
+
+        Into large memory that was used before it writes as well: as a residual of zeros.
+        """
+        ones = (1,) * len(strides)
+        if residual is None and cache is not None:
+            kernel = weight.shape[2:]
+            size = (
+                (length + 2 * pad - taps) // step + 1
+                for length, pad, taps, step in zip(x.shape[2:], pads, kernel, strides, strict=True)
+            )
+            residual = _reused(cache, (x.shape[0], weight.shape[0], *size), x)
+        if residual is None:
+            return torch.ops.mkldnn._convolution_pointwise(
+                x, weight, bias, pads, strides, ones, 1, "none", [], ""
+            )
+        return torch.ops.mkldnn._convolution_pointwise_.binary(
+            residual, x, weight, bias, pads, strides, ones, 1, "add", 1.0, None, [], None
+        )
 
     def _form(
         self, kind: str, x: Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
@@ -128,11 +203,18 @@ class Conv(nn.Module):
     def _derive(self, kind: str, dtype: torch.dtype) -> Tensor:
         """The weight that a call of this kind multiplies with; maybe the parameter itself.
 
-        `volume`: all taps. `frame`: the last temporal tap. `shifted`: see `StridedConv2d`.
-        `folded`: see `UpsampleConv2d`; the sums are made in float32.
+        `volume`: all taps. `frame`: the last temporal tap. `shifted` and
+        `folded`: see `resample.py`; the sums are made in float32. `..., spread`: see `_SPREAD`.
         """
+        if kind.endswith(", spread"):
+            taps = self._derive(kind.removesuffix(", spread"), dtype)
+            order = torch.channels_last if taps.ndim == 4 else torch.channels_last_3d
+            wide = taps.new_zeros(_SPREAD, *taps.shape[:-1], taps.shape[-1] + _SPREAD - 1)
+            for at in range(_SPREAD):
+                wide[at, ..., at : at + taps.shape[-1]] = taps
+            return wide.flatten(0, 1).contiguous(memory_format=order)
         if kind == "folded":
-            return _fold(self.weight).to(dtype).contiguous(memory_format=torch.channels_last)
+            return folded(self.weight).to(dtype).contiguous(memory_format=torch.channels_last)
         weight = self.weight.to(dtype)
         if kind == "volume":
             return weight.contiguous(memory_format=torch.channels_last_3d)
@@ -143,78 +225,6 @@ class Conv(nn.Module):
             grown[:, :, 1:, 1:] = weight
             weight = grown
         return weight.contiguous(memory_format=torch.channels_last)
-
-
-class CausalConv3d(Conv):
-    """A 3D convolution that sees the frame and the past alone.
-
-    `CausalConv3d` of Wan 2.1, wan/modules/vae.py: the video is padded with zero frames in front
-    only. Here the padding is the tail of the frames before, written once together with the new
-    frames; the spatial padding stays in the convolution. The first frame of a video meets only the
-    last temporal tap, so it runs as a 2D convolution.
-
-    Args:
-        in_channels: Channels in.
-        out_channels: Channels out.
-        kernel: Taps in (time, height, width); height and width are equal and odd.
-        stride: Frames per step; with 2, the frames come in pairs after the first.
-
-    Attributes:
-        growth: How many times as large as its input its output is, at least 1.
-    """
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel: tuple[int, int, int] = (3, 3, 3),
-        stride: int = 1,
-    ) -> None:
-        super().__init__(in_channels, out_channels, kernel)
-        self.stride = stride
-        self.context = kernel[0] - stride
-        self.padding = kernel[1] // 2
-        self.growth = max(1, out_channels // in_channels)
-
-    def forward(
-        self,
-        x: Tensor,
-        cache: TemporalCache,
-        fill: Fill | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """Convolve `fill(x)`, causally.
-
-        Args:
-            x: `[B, C_in, T, H, W]`, channels-last; one frame where the cache says that it is the
-                first.
-            cache: Gives the frames before `x`, and keeps the last of them.
-            fill: Computed on the way into the convolution's input, such as a norm.
-            residual: `[B, C_out, T, H, W]`, added to the result; its memory may become the result.
-
-        Returns:
-            `[B, C_out, T / stride, H, W]`, channels-last.
-        """
-        if cache.first:
-            if fill is not None:
-                filled = cache.scratch(x.shape, x)
-                fill(x, filled)
-                x = filled
-            cache.keep(self, self.context, x)
-            frame = None if residual is None else residual.squeeze(2)
-            return self._convolve(x.squeeze(2), "frame", 1, self.padding, frame).unsqueeze(2)
-        window = cache.window(self, self.context, x)
-        new = window[:, :, self.context :]
-        if fill is None:
-            new.copy_(x)
-        else:
-            fill(x, new)
-        cache.keep(self, self.context, window)
-        return self._convolve(window, "volume", self.stride, self.padding, residual)
-
-    def keep(self, x: Tensor, cache: TemporalCache) -> None:
-        """Remember frames that passed by without being convolved."""
-        cache.keep(self, self.context, x)
 
 
 class PointwiseConv(nn.Module):
@@ -231,75 +241,20 @@ class PointwiseConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels, *[1] * ndim))
         self.bias = nn.Parameter(torch.empty(out_channels))
 
-    def forward(self, x: Tensor, out_channels: int | None = None) -> Tensor:
+    def forward(self, x: Tensor, out_channels: int | None = None, *, biased: bool = True) -> Tensor:
         """Mix the channels of each pixel.
 
         Args:
             x: `[B, C_in, T, H, W]`, channels-last.
             out_channels: Compute only the first channels; None: all.
+            biased: Add the bias too.
 
         Returns:
             `[B, C_out, T, H, W]`, channels-last.
         """
         weight = self.weight.flatten(1)[:out_channels].to(x.dtype)
-        y = F.linear(x.movedim(1, -1), weight, self.bias[:out_channels].to(x.dtype))
-        return y.movedim(-1, 1)
-
-
-class UpsampleConv2d(Conv):
-    """Nearest 2x in space and a 3x3 convolution of every frame, folded into one.
-
-    The rows `2 i` and `2 i + 1` of the large picture see only the rows `i - 1`, `i` and `i + 1` of
-    the small one, so that each of its four phases is a 2x2 convolution of that, with the taps that
-    fall on one pixel added up: 16 products instead of 36, and the large picture is never made.
-    Zeros around the large picture are zeros around the small one.
-    """
-
-    def __init__(self, in_channels: int, out_channels: int) -> None:
-        super().__init__(in_channels, out_channels, (3, 3))
-
-    def forward(self, x: Tensor, source: Tensor | None = None, times: int = 1) -> Tensor:
-        """Convolve, and add `source` as `merge_phases` does.
-
-        Args:
-            x: `[B, C_in, T, H, W]`, channels-last.
-            source: `[B, C, T / times, H, W]`; None: nothing.
-            times: Frames of the result for each of `source`.
-
-        Returns:
-            `[B, C_out, T, 2 H, 2 W]`, channels-last.
-        """
-        grid = self._convolve(_as_frames(x), "folded", 1, 1, None)
-        return merge_phases(_as_video(grid, x.shape[0]), source, times)
-
-
-class StridedConv2d(Conv):
-    """A 3x3 convolution of every frame with stride 2, zero-padded at the right and the bottom only.
-
-    PyTorch pads both sides alike. With a fourth row and column of zero taps in front, a padding of
-    one on each side reads the very pixels that Wan's `ZeroPad2d((0, 1, 0, 1))` and padding 0 read,
-    and no padded copy is made; the added products are 1-2 % of an encode.
-    """
-
-    def __init__(self, in_channels: int, out_channels: int) -> None:
-        super().__init__(in_channels, out_channels, (3, 3))
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """`[B, C_in, T, H, W]` to `[B, C_out, T, H / 2, W / 2]`, both channels-last.
-
-        `residual`, of the shape of the result, is added; its memory may become the result.
-        """
-        added = None if residual is None else _as_frames(residual)
-        return _as_video(self._convolve(_as_frames(x), "shifted", 2, 1, added), x.shape[0])
-
-
-def _fold(weight: Tensor) -> Tensor:
-    """The taps of `UpsampleConv2d`: `[C_out, C_in, 3, 3]` to `[4 * C_out, C_in, 2, 2]`."""
-    wide = weight if weight.dtype == torch.float64 else weight.float()
-    # Rows of the even phase see (above, here + here), of the odd one (here + here, below).
-    spread = torch.tensor([[[1, 0, 0], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]]).to(wide)
-    phases = torch.einsum("apk,bql,oikl->aboipq", spread, spread, wide)
-    return phases.flatten(0, 2)
+        bias = self.bias[:out_channels].to(x.dtype) if biased else None
+        return F.linear(x.movedim(1, -1), weight, bias).movedim(-1, 1)
 
 
 def drop_stale_forms(convs: Iterable[Conv]) -> None:
@@ -326,14 +281,29 @@ def drop_stale_forms(convs: Iterable[Conv]) -> None:
             conv._forms.pop(key, None)
 
 
-def _as_frames(x: Tensor) -> Tensor:
-    """View `[B, C, T, H, W]` as `[B * T, C, H, W]`, channels-last."""
-    return x.permute(0, 2, 3, 4, 1).flatten(0, 1).permute(0, 3, 1, 2)
+def _gathered(spread: Tensor) -> Tensor:
+    """View `[B, 4 * C, ..., W / 4]` as `[B, C, ..., W]`; see `_SPREAD`."""
+    rows = spread.movedim(1, -1)
+    return rows.unflatten(-1, (_SPREAD, -1)).flatten(-3, -2).movedim(-1, 1)
 
 
-def _as_video(frames: Tensor, batch: int) -> Tensor:
-    """View `[B * T, C, H, W]` as `[B, C, T, H, W]`, channels-last."""
-    return frames.permute(0, 2, 3, 1).unflatten(0, (batch, -1)).permute(0, 4, 1, 2, 3)
+def _as_5d(x: Tensor) -> Tensor:
+    """View `[N, C, H, W]` as `[N, C, 1, H, W]`."""
+    return x if x.ndim == 5 else x.unsqueeze(2)
+
+
+def _per_channel(values: Tensor, ndim: int) -> Tensor:
+    """View `[C]` so that it broadcasts over `[B, C, ...]`."""
+    return values.view(1, -1, *[1] * (ndim - 2))
+
+
+def _reused(cache: TemporalCache, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
+    """Zeros in memory that was used before, `[B, C, T, H, W]` or `[N, C, H, W]`."""
+    five = shape if len(shape) == 5 else (shape[0], shape[1], 1, *shape[2:])
+    memory = cache.reused(five, like)
+    if memory is None:
+        return None
+    return memory.zero_() if len(shape) == 5 else memory.squeeze(2).zero_()
 
 
 def _records(x: Tensor, weight: Tensor) -> bool:

@@ -64,3 +64,12 @@ def own_bytes(form: Tensor, parameter: Tensor) -> int:
     if form.is_mkldnn:
         return form.numel() * form.element_size()
     return 0 if form.data_ptr() == parameter.data_ptr() else form.untyped_storage().nbytes()
+
+
+def folded(weight: Tensor) -> Tensor:
+    """The taps of `resample.UpsampleConv2d`: `[C_out, C_in, 3, 3]` to `[4 * C_out, C_in, 2, 2]`."""
+    wide = weight if weight.dtype == torch.float64 else weight.float()
+    # Rows of the even phase see (above, here + here), of the odd one (here + here, below).
+    spread = torch.tensor([[[1, 0, 0], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]]).to(wide)
+    phases = torch.einsum("apk,bql,oikl->aboipq", spread, spread, wide)
+    return phases.flatten(0, 2)

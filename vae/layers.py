@@ -5,14 +5,18 @@ activation `[B, C, T, H, W]`, channels-last, and the `TemporalCache` of the vide
 input: it may write into it.
 """
 
+import functools
 from fractions import Fraction
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from ..kernels import attention, interleave_time, rms_norm_silu
+from ..kernels import attention, bias_residual, interleave_time, rms_norm_silu
 from .cache import TemporalCache
-from .conv import CausalConv3d, PointwiseConv, StridedConv2d, UpsampleConv2d
+from .causal import CausalConv3d
+from .conv import PointwiseConv
+from .resample import StridedConv2d, UpsampleConv2d
 
 
 class RMSNorm(nn.Module):
@@ -27,11 +31,18 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.gamma = nn.Parameter(torch.empty(channels, *[1] * ndim))
 
-    def silu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Norm and SiLU of `x`, into `out` if given."""
-        return rms_norm_silu(x, self.gamma, out=out)
+    def silu(
+        self,
+        x: Tensor,
+        *,
+        out: Tensor | None = None,
+        tail: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Norm and SiLU of `x`; see `rms_norm_silu`."""
+        return rms_norm_silu(x, self.gamma, bias=bias, tail=tail, out=out)
 
-    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Norm of `x`, into `out` if given."""
         return rms_norm_silu(x, self.gamma, silu=False, out=out)
 
@@ -62,10 +73,15 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """`[B, C_in, T, H, W]` to `[B, C_out, T, H, W]`."""
-        norm1, conv1, norm2, conv2 = self.residual.values()
-        y = conv1(x, cache, fill=norm1.silu)
-        x = x if self.shortcut is None else self.shortcut(x)
-        return conv2(y, cache, fill=norm2.silu, residual=x)
+        norm1, norm2 = (cast(RMSNorm, self.residual[key]) for key in "03")
+        conv1, conv2 = (cast(CausalConv3d, self.residual[key]) for key in "26")
+        late = conv1.adds_bias_late(x)
+        y = conv1(x, cache, fill=norm1.silu, biased=not late)
+        fill = functools.partial(norm2.silu, bias=conv1.bias) if late else norm2.silu
+        if self.shortcut is None:
+            return conv2(y, cache, fill=fill, residual=x)
+        bias = self.shortcut.bias if late else None
+        return conv2(y, cache, fill, self.shortcut(x, biased=not late), bias)
 
 
 class AttentionBlock(nn.Module):
@@ -83,8 +99,8 @@ class AttentionBlock(nn.Module):
         qkv = self.to_qkv(self.norm(x, out=cache.scratch(x.shape, x)))
         rows = qkv.movedim(1, -1).reshape(batch * frames, height * width, -1)
         y = attention(*rows.chunk(3, dim=-1))
-        y = y.view(batch, frames, height, width, -1).movedim(-1, 1)
-        return x + self.proj(y)
+        y = self.proj(y.view(batch, frames, height, width, -1).movedim(-1, 1))
+        return bias_residual(y, residual=x, out=None if torch.is_grad_enabled() else y)
 
 
 class Upsample(nn.Module):
@@ -134,7 +150,7 @@ class Upsample(nn.Module):
             batch, channels, frames, height, width = x.shape
             out = cache.scratch((batch, channels, 2 * frames, height, width), x)
             x = interleave_time(y, 2, out=out)
-        return self.resample["1"](x, source, self.times)
+        return self.resample["1"](x, cache, source, self.times)
 
 
 class Downsample(nn.Module):
@@ -176,9 +192,9 @@ class Downsample(nn.Module):
             `[B, C, T or T / 2, H / 2, W / 2]`, channels-last.
         """
         if self.time_conv is None:
-            return self.resample["1"](x, residual)
-        x = self.resample["1"](x)
+            return self.resample["1"](x, cache, residual)
+        x = self.resample["1"](x, cache)
         if not cache.first:
             return self.time_conv(x, cache, residual=residual)
         self.time_conv.keep(x, cache)
-        return x if residual is None else x + residual
+        return x if residual is None else bias_residual(x, residual=residual)

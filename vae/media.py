@@ -22,6 +22,7 @@ from av.video.reformatter import ColorRange
 from av.video.stream import VideoStream
 from torch import Tensor
 
+from ..kernels import frames_to_images
 from .demux import BT709, announced_seconds, decoded, opened, quarter_turns, reason, upright_rgb
 from .files import whole_file
 
@@ -259,8 +260,7 @@ def frames_to_uint8(frames: Tensor) -> Tensor:
     """
     if frames.ndim != 5 or frames.shape[0] != 1 or frames.shape[1] not in (3, 4):
         raise ValueError(f"frames are {list(frames.shape)}; expected [1, 3 or 4, T, H, W]")
-    unit = frames[0, :3].float().add(1).div_(2).clamp_(0, 1)
-    return unit.mul_(255).to(torch.uint8).permute(1, 2, 3, 0)
+    return frames_to_images(frames[:, :3], dtype=torch.uint8)
 
 
 @contextmanager

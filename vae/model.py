@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from ..kernels import check_quality, frames_to_images, pixel_shuffle_3d, use_quality
 from .budget import make_plan
 from .cache import TemporalCache
 from .config import VAEConfig
@@ -23,7 +24,7 @@ from .inputs import (
 )
 from .layouts import make_decoder, make_encoder
 from .network import Layer, Network
-from .pixels import COLUMN_FIRST, ROW_FIRST, fold_pixels, unfold_pixels
+from .pixels import COLUMN_FIRST, ROW_FIRST, fold_pixels
 from .precision import full_float32
 from .stream import advance, rechunk
 
@@ -39,18 +40,29 @@ class VideoVAE(nn.Module):
         config: What the weights are.
         dtype: The dtype that it decodes in.
         encode_dtype: The dtype that it encodes in.
+        quality: "fast" or "exact"; see the attribute.
 
     Attributes:
         config: What the weights are.
         dtype: The dtype that it decodes in, and of the frames that come out.
         encode_dtype: The dtype that it encodes in, and of the latents that come out.
         limit_bytes: Memory that a step may take beside the weights; None: a part of what is free.
+        quality: "fast": every norm and activation is one pass that rounds once, from float32, as
+            the fastest backend does it. "exact": each op has the very bits of the reference.
         allow_tf32: In float32, leave PyTorch's own switches as they are, so that TF32 (or bf16
             products on a CPU) is used where they allow it. By default float32 means float32.
     """
 
-    def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: VAEConfig,
+        dtype: torch.dtype,
+        encode_dtype: torch.dtype,
+        quality: str = "fast",
+    ) -> None:
         super().__init__()
+        check_quality(quality)
+        self.quality = quality
         self.config = config
         self.dtype = dtype
         self.encode_dtype = encode_dtype
@@ -145,6 +157,7 @@ class VideoVAE(nn.Module):
         chunk: int | None = None,
         dtype: torch.dtype | None = None,
         out: Tensor | None = None,
+        images: Tensor | None = None,
     ) -> Iterator[Tensor]:
         """Decode a latent and give the frames away as they are done.
 
@@ -157,16 +170,21 @@ class VideoVAE(nn.Module):
             dtype: Of this computation; None: `dtype` of the VAE.
             out: `[B, C, T, H, W]` of the whole video, of any dtype, strides and device: each piece
                 is written there, and the piece that comes is the part of it. None: new tensors.
+            images: `[B, T, H, W, C]` of the whole video, of a float dtype or uint8, of any strides
+                and device: instead of frames each piece is images, clamped to [0, 1] or in 8 bits
+                (see `frames_to_images`), and the part of it that was written.
 
         Returns:
-            An iterator of frames `[B, C, n, H, W]`, as from `decode`; `n` varies.
+            An iterator of frames `[B, C, n, H, W]`, as from `decode`, or of images `[B, n, H, W,
+            C]`; `n` varies.
 
         Raises:
-            ValueError: As for `decode`; for a piece of an iterable when it is reached.
+            ValueError: As for `decode`, or there are both `out` and `images`; for a piece of an
+                iterable when it is reached.
         """
         chains = self.decoder.chains()
         chains[0].insert(0, lambda x, _: self.conv2(x))
-        chains[-1].append(self._writer(out))
+        chains[-1].append(self._writer(out, images))
         source = checked(latent, self.check_latent)
         chunk = chunk_of(latent, chunk)
         lone = isinstance(latent, Tensor) and latent.shape[2] == 1
@@ -316,6 +334,7 @@ class VideoVAE(nn.Module):
                 torch.inference_mode(False),
                 torch.set_grad_enabled(records),
                 torch.autocast(self.device.type, enabled=False),
+                use_quality(self.quality),
                 full_float32(self.device) if exact else contextlib.nullcontext(),
             ):
                 if steps is None:
@@ -327,19 +346,26 @@ class VideoVAE(nn.Module):
                 return
             yield piece
 
-    def _writer(self, out: Tensor | None) -> Layer:
-        """The last layer of a decode: pixels out of channels, into the next frames of `out`."""
+    def _writer(self, out: Tensor | None, images: Tensor | None) -> Layer:
+        """The last layer of a decode: the frames, written once, to where they are wanted."""
+        if out is not None and images is not None:
+            raise ValueError("there are both out and images; expected one of the two")
         size = self.config.patch_size * self.config.output_scale
         order = COLUMN_FIRST if self.config.patch_size > 1 else ROW_FIRST
         done = 0
 
         def write(x: Tensor, cache: TemporalCache) -> Tensor:
             nonlocal done
-            if out is None:
-                return unfold_pixels(x, size, order)
-            start, done = done, done + x.shape[2]
-            with torch.inference_mode(out.is_inference()):  # else it may not be written to
-                return unfold_pixels(x, size, order, out[:, :, start:done])
+            part = slice(done, done + x.shape[2])
+            done = part.stop
+            target = out if images is None else images
+            if target is None:
+                return x if size == 1 else pixel_shuffle_3d(x, (1, size, size), order)
+            with torch.inference_mode(target.is_inference()):  # else it may not be written to
+                if images is not None:
+                    piece = images[:, part]
+                    return frames_to_images(x, patch=size, order=order, out=piece)
+                return pixel_shuffle_3d(x, (1, size, size), order, out=target[:, :, part])
 
         return write
 

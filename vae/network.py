@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from .cache import TemporalCache
-from .conv import CausalConv3d
+from .causal import CausalConv3d
 from .layers import AttentionBlock, ResidualBlock, RMSNorm
 
 Layer = Callable[[Tensor, TemporalCache], Tensor]

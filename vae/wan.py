@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from .conv import CausalConv3d
+from .causal import CausalConv3d
 from .layers import Downsample, ResidualBlock, Upsample
 from .network import Head, Network, middle
 

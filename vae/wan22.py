@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from ..kernels import average_down
+from ..kernels import average_down, bias_residual
 from .cache import TemporalCache
-from .conv import CausalConv3d
+from .causal import CausalConv3d
 from .layers import Downsample, ResidualBlock, Upsample
 from .network import Head, Network, middle
 
@@ -65,7 +65,7 @@ class DownStage(nn.Module):
         for block in self.downsamples[:_ENCODER_BLOCKS]:
             x = block(x, cache)
         if self.size == 1:
-            return x + shortcut
+            return bias_residual(x, residual=shortcut)
         return self.downsamples[_ENCODER_BLOCKS](x, cache, residual=shortcut)
 
 

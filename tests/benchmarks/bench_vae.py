@@ -39,34 +39,39 @@ Run = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: a direction, a size, a number format and a family."""
+    """One measurement: a direction, a size, a number format and a family.
+
+    Without a number format everybody takes his default: ours is what `load_vae` chooses, that of
+    the others on a CPU float32.
+    """
 
     direction: str
     frames: int
     height: int
     width: int
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     family: str
 
     @property
     def label(self) -> str:
-        name = str(self.dtype).removeprefix("torch.")
+        name = "defaults" if self.dtype is None else str(self.dtype).removeprefix("torch.")
         family = "" if self.family == "wan2.1" else f" {self.family}"
         return f"{self.direction} {self.frames}x{self.height}x{self.width} {name}{family}"
 
     def input(self, device: torch.device) -> Tensor:
         generator = torch.Generator().manual_seed(0)
+        dtype = self.dtype or torch.float32
         if self.direction == "encode":
             shape = (1, 3, self.frames, self.height, self.width)
-            return (torch.rand(shape, generator=generator) * 2 - 1).to(device, self.dtype)
+            return (torch.rand(shape, generator=generator) * 2 - 1).to(device, dtype)
         channels, step = (16, 8) if self.family == "wan2.1" else (48, 16)
         shape = (1, channels, (self.frames - 1) // 4 + 1, self.height // step, self.width // step)
-        return torch.randn(shape, generator=generator).to(device, self.dtype)
+        return torch.randn(shape, generator=generator).to(device, dtype)
 
 
 _SIZES = {
     "wan2.1": {
-        "cpu": [(1, 256, 256), (17, 192, 192)],
+        "cpu": [(1, 256, 256), (1, 512, 512), (17, 192, 192)],
         "cuda": [(1, 1024, 1024), (81, 480, 832), (81, 720, 1280)],
     },
     "wan2.2": {"cpu": [(17, 128, 128)], "cuda": [(1, 1024, 1024), (121, 704, 1280)]},
@@ -82,14 +87,14 @@ def weights(family: str, width: int) -> dict[str, Tensor]:
 
 
 def implementations(
-    state: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+    state: dict[str, Tensor], dtype: torch.dtype | None, device: torch.device
 ) -> dict[str, tuple[str, Run, Run]]:
     """Name to version, encode and decode; what cannot be built is left out and logged."""
     ours = load_vae(state, dtype=dtype, device=device)
     built: dict[str, tuple[str, Run, Run]] = {"ours": (record.commit(), ours.encode, ours.decode)}
     for build in (comfyui_vae, diffusers_vae):
         try:
-            peer = build(state, dtype=dtype, device=device)
+            peer = build(state, dtype=dtype or torch.float32, device=device)
         except PeerUnavailableError as error:
             logging.warning("left out: %s", error)
             continue
@@ -123,7 +128,9 @@ def main() -> None:
     parser.add_argument("--family", choices=_SIZES, default="wan2.1")
     parser.add_argument("--width", type=int, help="base width of the random weights")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument(
+        "--dtype", nargs="+", default=["bfloat16", "float32"], help="or: default, of everybody"
+    )
     parser.add_argument("--direction", nargs="+", default=["decode", "encode"])
     parser.add_argument("--size", nargs="+", help="FRAMESxHEIGHTxWIDTH instead of the usual ones")
     parser.add_argument("--out", type=Path, default=record.RESULTS)
@@ -140,7 +147,7 @@ def main() -> None:
         f"{name:>12}" for name in ("ours s", "comfyui s", "diffusers s")
     )
     logging.info("%s%12s%12s", head, "x comfyui", "x diffusers")
-    for dtype in (getattr(torch, name) for name in args.dtype):
+    for dtype in (None if name == "default" else getattr(torch, name) for name in args.dtype):
         built = implementations(state, dtype, device)
         for size, direction in itertools.product(sizes, args.direction):
             case = Case(direction, *size, dtype, args.family)

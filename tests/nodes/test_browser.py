@@ -35,8 +35,14 @@ WIDGETS = {
         "dtype": "auto",
         "encode_dtype": "auto",
         "chunk": 0,
+        "quality": "fast",
     },
-    "FastVAE_Accelerate": {"dtype": "auto", "encode_dtype": "auto", "chunk": 0},
+    "FastVAE_Accelerate": {
+        "dtype": "auto",
+        "encode_dtype": "auto",
+        "chunk": 0,
+        "quality": "fast",
+    },
     "FastVAE_Encode": {"batch": "video", "dtype": "auto", "chunk": 0},
     "FastVAE_Decode": {"dtype": "auto", "chunk": 0},
     "FastVAE_DemoClip": {},
@@ -114,6 +120,16 @@ def test_an_example_opens_as_it_was_saved(page, example):
         if node["type"].startswith("FastVAE_"):  # what an installer of missing nodes goes by
             assert node["properties"]["cnr_id"] == "fast-video-vae"
             assert node["properties"]["Node name for S&R"] == node["type"]
+
+
+def test_a_workflow_without_the_last_widget_opens_with_its_default(page, example):
+    for node in example["nodes"]:
+        if "quality" in WIDGETS.get(node["type"], {}):
+            assert node["widgets_values"].pop() == node["widgets_values_named"].pop("quality")
+    page.evaluate(LOAD, example)
+    nodes = page.evaluate(PROMPT).values()
+    (load,) = [node for node in nodes if node["class_type"] == "FastVAE_Load"]
+    assert load["inputs"] == WIDGETS["FastVAE_Load"]
 
 
 def test_an_example_runs_from_the_browser(server, page, example):

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from fast_video_vae.kernels import backend
 from fast_video_vae.tests.builders import module_command, random_state_dict
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 
@@ -22,7 +23,7 @@ for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
 
 from fast_video_vae.vae import load_vae  # noqa: E402
-from fast_video_vae.vae.cli import main  # noqa: E402
+from fast_video_vae.vae.cli import QUALITIES, main  # noqa: E402
 from fast_video_vae.vae.demo import CLIP_PATH, VAE_PATH  # noqa: E402
 from fast_video_vae.vae.media import VideoWriter, frames_to_uint8, read_video  # noqa: E402
 
@@ -188,6 +189,22 @@ def test_info_tells_what_a_file_is(run, vae_path):
     assert "encoder 8, decoder 8" in "\n".join(lines)
 
 
+@pytest.mark.parametrize("quality", ["fast", "exact"])
+def test_the_quality_reaches_the_vae(tmp_path, run, vae_path, video, quality):
+    latents = tmp_path / "l.safetensors"
+    options = ("--quality", quality, "--dtype", "bf16")
+    _, lines, _ = run("info", vae_path, *options)
+    assert f"quality       {quality}" in lines
+    assert run("encode", video, "--vae", vae_path, "-o", latents, *options)[0] == 0
+    vae = load_vae(vae_path, dtype=torch.bfloat16, quality=quality)
+    with safe_open(latents, framework="pt") as file:
+        assert torch.equal(file.get_tensor("latent"), vae.encode(whole_clip(video)).float())
+
+
+def test_the_qualities_are_those_of_the_kernels():
+    assert QUALITIES == backend.QUALITIES
+
+
 @pytest.mark.parametrize("command", ["demo", "encode", "decode"])
 def test_quiet_leaves_the_result(tmp_path, run, vae_path, command):
     source = make_video(tmp_path / "a.mp4", 6)  # which drops a frame, and would say so
@@ -212,6 +229,8 @@ def test_quiet_leaves_the_result(tmp_path, run, vae_path, command):
         ["demo", "--chunk", "0"],
         ["demo", "--chunk", "x"],
         ["demo", "--dtype", "int8"],
+        ["demo", "--quality", "best"],
+        ["info"],
         ["decode", "x", "--vae", "x", "-o", "x.mp4", "--fps", "-3"],
     ],
 )

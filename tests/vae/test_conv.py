@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.vae import conv, load_vae
+from fast_video_vae.vae import causal, conv, load_vae, resample
 
 
 @pytest.fixture
@@ -89,16 +89,16 @@ def test_weights_in_the_right_layout_are_used_as_they_are(vae, latent, monkeypat
     monkeypatch.setattr(conv, "packs", lambda _: False)  # as on a GPU
     own = vae.weight_bytes()
     vae.decode(latent)
-    planes = [c for c in vae.decoder.modules() if isinstance(c, conv.CausalConv3d) and c.padding]
+    planes = [c for c in vae.decoder.modules() if isinstance(c, causal.CausalConv3d) and c.padding]
     # Of a 3D weight the last tap alone, for the first frame; of the upsampling ones the fold.
     taps = sum(c.weight.nbytes // 3 for c in planes)
-    folds = [c for c in vae.decoder.modules() if isinstance(c, conv.UpsampleConv2d)]
+    folds = [c for c in vae.decoder.modules() if isinstance(c, resample.UpsampleConv2d)]
     assert vae.weight_bytes() == own + taps + sum(c.weight.nbytes * 16 // 9 for c in folds)
 
 
 @pytest.mark.parametrize("size", [(5, 7), (1, 1), (1, 4)])
 def test_the_folded_upsampling_is_nearest_2x_and_a_3x3_convolution(size):
-    folded = conv.UpsampleConv2d(6, 4).double().requires_grad_(False)
+    folded = resample.UpsampleConv2d(6, 4).double().requires_grad_(False)
     for parameter in folded.parameters():
         parameter.normal_()
     x = torch.randn(2, 6, 3, *size, dtype=torch.float64)
@@ -111,7 +111,7 @@ def test_the_folded_upsampling_is_nearest_2x_and_a_3x3_convolution(size):
 
 @pytest.mark.parametrize("size", [(6, 8), (2, 2), (2, 8)])
 def test_the_shifted_downsampling_pads_right_and_bottom_alone(size):
-    strided = conv.StridedConv2d(6, 4).double().requires_grad_(False)
+    strided = resample.StridedConv2d(6, 4).double().requires_grad_(False)
     for parameter in strided.parameters():
         parameter.normal_()
     x = torch.randn(2, 6, 3, *size, dtype=torch.float64)

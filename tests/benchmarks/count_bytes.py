@@ -1,0 +1,237 @@
+"""Bytes that one steady step of a VAE reads and writes, counted op by op; nothing is timed.
+
+`python tests/benchmarks/count_bytes.py` prints them for a 720 x 1280 video beside what a step needs
+whose norms are one pass into the convolution's input, and whose biases and residuals are one pass
+after it. The tensors are on the `meta` device, so that no memory and no GPU is needed.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import runpy
+from collections import Counter
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if __name__ == "__main__":
+    runpy.run_path(str(Path(__file__).resolve().parents[1] / "conftest.py"))
+
+
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.vae import read_checkpoint
+from fast_video_vae.vae.budget import make_plan
+from fast_video_vae.vae.cache import TemporalCache
+from fast_video_vae.vae.config import VAEConfig
+from fast_video_vae.vae.inputs import canonical
+from fast_video_vae.vae.layouts import make_decoder, make_encoder
+from fast_video_vae.vae.stream import advance
+
+# GB per latent of 720 x 1280 in 16 bits, in the steady middle of a video. Per causal convolution of
+# x (the input) to y: the norm reads x and writes x with its tail, the convolution reads that and
+# writes y; bias and residual read two and write one y; the input of a 1x1 shortcut is read, and its
+# result written. A chunk is 4 latents: (T + 2) / T of x are the input of a convolution at T frames
+# a chunk, 4 in the layers of the latent's size and 8 in those of twice as many frames and above.
+# Upsampling writes the large picture and reads it; resampling in time writes its frames once more.
+NEEDED_GB = {
+    ("wan2.1", "decode"): 51.39,
+    ("wan2.1", "encode"): 30.82,
+    ("wan2.2", "decode"): 44.58,
+    ("wan2.2", "encode"): 13.55,
+}
+
+_VIEWS = {"_unsafe_view", "_reshape_alias"}
+_ALLOCATES = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+_WRITES_ONLY = {"copy_", "zero_", "fill_", "zeros", "new_zeros"}
+
+
+class ByteCounter(TorchDispatchMode):
+    """Sums what the ops under it read and write, each tensor once per op.
+
+    Attributes:
+        read: Bytes read.
+        written: Bytes written.
+        launches: Ops that touch memory.
+        by_op: Bytes of each op, by name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = self.written = self.launches = 0
+        self.by_op: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        """Bytes read and written."""
+        return self.read + self.written
+
+    def count(self, name: str, read: int, written: int) -> None:
+        """Note one op."""
+        self.read += read
+        self.written += written
+        self.launches += 1
+        self.by_op[name] += read + written
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func._schema.name.partition("::")[2]
+        if func.is_view or name in _VIEWS | _ALLOCATES:
+            return result
+        if name == "convolution":
+            # As convolutions of channels-last videos come out of cuDNN; `meta` forgets it.
+            result = _channels_last(result)
+        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
+        given |= kwargs
+        read = written = 0
+        for argument in func._schema.arguments:
+            nbytes = sum(map(_nbytes, _tensors(given.get(argument.name))))
+            info = argument.alias_info
+            if info is None or not info.is_write:
+                read += nbytes
+                continue
+            written += nbytes
+            # A tail is read before it is replaced; `out` is written alone.
+            if argument.name != "out" and name not in _WRITES_ONLY:
+                read += nbytes
+        for returned, value in zip(func._schema.returns, _as_list(result), strict=False):
+            if returned.alias_info is None:
+                written += sum(map(_nbytes, _tensors(value)))
+        if read + written:
+            self.count(name, read, written)
+        return result
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Counts attention as the one kernel that it is on a device, which `meta` has none of."""
+
+    def __init__(self, counter: ByteCounter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        read = sum(map(_nbytes, args[:3]))
+        result = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+        self._counter.count("attention", read, _nbytes(result))
+        return result
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[ByteCounter]:
+    """Count the ops of the body."""
+    with ByteCounter() as counter, _FusedAttention(counter):
+        yield counter
+
+
+def steady_step(
+    config: VAEConfig,
+    direction: str,
+    height: int,
+    width: int,
+    limit_bytes: int,
+) -> tuple[ByteCounter, int]:
+    """Count one step in the middle of a video in bfloat16: the second after the first frame.
+
+    Args:
+        config: What the weights would be.
+        direction: "decode" or "encode".
+        height: Of the frames.
+        width: Of the frames.
+        limit_bytes: Memory that the plan may take.
+
+    Returns:
+        The count, and the latents of the step.
+    """
+    device = torch.device("meta")
+    make = make_decoder if direction == "decode" else make_encoder
+    network = make(config).to(device, torch.bfloat16).requires_grad_(False)
+    step = config.spatial_compression
+    size = 1, height // step, width // step
+    plan = make_plan(network, size, torch.bfloat16, device, limit_bytes)
+    cache = TemporalCache()
+
+    def frames(latents: int) -> Tensor:
+        if direction == "decode":
+            shape = (1, latents, *size[1:], config.latent_channels)
+        else:
+            patch = config.patch_size
+            count = latents if cache.first else latents * config.temporal_compression
+            channels = config.image_channels * patch * patch
+            shape = (1, count, height // patch, width // patch, channels)
+        x = torch.empty(shape, dtype=torch.bfloat16, device=device).movedim(-1, 1)
+        return canonical(x)
+
+    def run(latents: int) -> None:
+        for _ in advance(network.chains(), frames(latents), cache, plan.part_bytes):
+            pass
+
+    with torch.no_grad():
+        with counted():
+            run(1)
+            cache.first = False
+            run(plan.chunk)
+        with counted() as counter:
+            run(plan.chunk)
+    return counter, plan.chunk
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--ops", action="store_true", help="the bytes of each op, too")
+    parser.add_argument("--limit-gb", type=float, default=16, help="memory that a step may take")
+    args = parser.parse_args()
+    print("720 x 1280, bfloat16    GB per latent    needed    ratio    launches per latent")
+    for (family, direction), needed in NEEDED_GB.items():
+        counter, latents = steady_step(
+            configs()[family], direction, 720, 1280, int(args.limit_gb * 2**30)
+        )
+        gigabytes = counter.total / latents / 1e9
+        print(
+            f"{family} {direction:16}{gigabytes:14.2f}{needed:10.2f}{gigabytes / needed:9.2f}"
+            f"{counter.launches / latents:15.0f}"
+        )
+        if args.ops:
+            for name, nbytes in counter.by_op.most_common():
+                print(f"    {name:28}{nbytes / latents / 1e9:10.2f}")
+
+
+def configs() -> dict[str, VAEConfig]:
+    """The published VAEs, by family."""
+    small = read_checkpoint(random_state_dict(8)).config
+    wan21 = dataclasses.replace(
+        small, encoder_widths=(96, 96, 192, 384, 384), decoder_widths=(384, 384, 384, 192, 96)
+    )
+    return {"wan2.1": wan21, "wan2.2": dataclasses.replace(small, family="wan2.2").standard()}
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    memory = torch.empty_like(x.movedim(1, -1), memory_format=torch.contiguous_format)
+    return memory.movedim(-1, 1)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Bytes of a tensor, those that it repeats once."""
+    distinct = prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
+    return distinct * tensor.element_size() if tensor.numel() else 0
+
+
+def _tensors(value: object) -> list[Tensor]:
+    return [each for each in _as_list(value) if isinstance(each, Tensor)]
+
+
+def _as_list(value: object) -> list[object]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+if __name__ == "__main__":
+    main()

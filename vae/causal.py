@@ -1,0 +1,121 @@
+"""The causal convolution: 3D over its window of frames, sliced to 2D for a first one."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .cache import TemporalCache
+from .conv import Conv
+
+
+class Fill(Protocol):
+    """Writes a function of its first argument into `out`, such as a norm.
+
+    With `tail` it writes the frames of that before it, and then brings the tail up to date.
+    """
+
+    def __call__(self, x: Tensor, *, out: Tensor, tail: Tensor | None = None) -> object:
+        """Write it."""
+
+
+class CausalConv3d(Conv):
+    """A 3D convolution that sees the frame and the past alone.
+
+    `CausalConv3d` of Wan 2.1, wan/modules/vae.py: the video is padded with zero frames in front
+    only. Here the padding is the tail of the frames before, written once together with the new
+    frames; the spatial padding stays in the convolution. The first frame of a video meets only the
+    last temporal tap, so it runs as a 2D convolution.
+
+    Args:
+        in_channels: Channels in.
+        out_channels: Channels out.
+        kernel: Taps in (time, height, width); height and width are equal and odd.
+        stride: Frames per step; with 2, the frames come in pairs after the first.
+
+    Attributes:
+        growth: How many times as large as its input its output is, at least 1.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel: tuple[int, int, int] = (3, 3, 3),
+        stride: int = 1,
+    ) -> None:
+        super().__init__(in_channels, out_channels, kernel)
+        self.stride = stride
+        self.context = kernel[0] - stride
+        self.padding = kernel[1] // 2
+        self.growth = max(1, out_channels // in_channels)
+
+    def forward(
+        self,
+        x: Tensor,
+        cache: TemporalCache,
+        fill: Fill | None = None,
+        residual: Tensor | None = None,
+        residual_bias: Tensor | None = None,
+        *,
+        biased: bool = True,
+    ) -> Tensor:
+        """Convolve `fill(x)`, causally.
+
+        Args:
+            x: `[B, C_in, T, H, W]`, channels-last; one frame where the cache says that it is the
+                first.
+            cache: Gives the frames before `x`, and keeps the last of them.
+            fill: Computed on the way into the convolution's input, such as a norm.
+            residual: `[B, C_out, T, H, W]`, added to the result; its memory may become the result.
+            residual_bias: `C_out` numbers that `residual` still lacks.
+            biased: Add the bias too. Without, where `adds_bias_late` says so, the caller adds it.
+
+        Returns:
+            `[B, C_out, T / stride, H, W]`, channels-last.
+        """
+        if cache.first:
+            if fill is not None:
+                filled = cache.scratch(x.shape, x)
+                fill(x, out=filled)
+                x = filled
+            cache.keep(self, self.context, x)
+            frame = None if residual is None else residual.squeeze(2)
+            y = self._convolve(
+                x.squeeze(2), "frame", 1, self.padding, cache, frame, residual_bias, biased=biased
+            )
+            return y.unsqueeze(2)
+        return self._convolve(
+            self._window(x, cache, fill),
+            "volume",
+            self.stride,
+            self.padding,
+            cache,
+            residual,
+            residual_bias,
+            biased=biased,
+        )
+
+    def _window(self, x: Tensor, cache: TemporalCache, fill: Fill | None) -> Tensor:
+        """The frames that it saw last, and the new ones: `[B, C_in, context + T, H, W]`."""
+        tail = cache.tail(self, self.context, x)
+        if torch.is_grad_enabled():
+            if fill is not None:
+                filled = cache.scratch(x.shape, x)
+                fill(x, out=filled)
+                x = filled
+            cache.keep(self, self.context, x)
+            return torch.cat([tail, x], dim=2)
+        batch, channels, frames, height, width = x.shape
+        window = cache.scratch((batch, channels, self.context + frames, height, width), x)
+        if fill is not None:
+            fill(x, out=window, tail=tail)
+            return window
+        window[:, :, : self.context] = tail
+        window[:, :, self.context :] = x
+        cache.keep(self, self.context, x)
+        return window
+
+    def keep(self, x: Tensor, cache: TemporalCache) -> None:
+        """Remember frames that passed by without being convolved."""
+        cache.keep(self, self.context, x)
