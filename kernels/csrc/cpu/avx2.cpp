@@ -30,7 +30,8 @@
 namespace fast_video_vae {
 
 const Kernels* avx2_kernels() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &avx2::kKernels : nullptr;
+  const bool served = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return served ? &avx2::kKernels : nullptr;
 }
 
 }  // namespace fast_video_vae

@@ -11,7 +11,9 @@
 // By a pragma and not on the command line: only what is between here and the pop is compiled for
 // AVX-512, no function of a header that the linker might take for all files.
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#pragma clang attribute push( \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), \
+    apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
@@ -30,8 +32,9 @@
 namespace fast_video_vae {
 
 const Kernels* avx512_kernels() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") ? &avx512::kKernels : nullptr;
+  const bool served = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return served ? &avx512::kKernels : nullptr;
 }
 
 }  // namespace fast_video_vae

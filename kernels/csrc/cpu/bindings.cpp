@@ -1,4 +1,4 @@
-// The ops as PyTorch sees them. Results are arguments, so that a dispatch mode sees one op per call.
+// The ops as PyTorch sees them. Results are arguments, so that a dispatch mode sees one op a call.
 // Layouts are asked for in native_ops.py; here they are only checked, since torch.ops is open to
 // everybody.
 #include <ATen/Parallel.h>
@@ -118,9 +118,10 @@ Rows rows_of(const Tensor& x, const Tensor& like) {
   return rows;
 }
 
-// Parameters times a factor, `times` in a row, with zeros behind. A NaN becomes the usual one, which
-// the rounding to bfloat16 keeps.
-std::vector<float> padded(const Tensor& values, int64_t count, float factor = 1, int64_t times = 1) {
+// Parameters times a factor, `times` in a row, with zeros behind. A NaN becomes the usual one,
+// which the rounding to bfloat16 keeps.
+std::vector<float> padded(const Tensor& values, int64_t count, float factor = 1,
+                          int64_t times = 1) {
   TORCH_CHECK(values.scalar_type() == at::kFloat && values.is_contiguous() &&
               values.numel() == count);
   std::vector<float> result(ceil_div(count * times, kPadding) * kPadding);

@@ -96,7 +96,7 @@ struct MergePhases {
   Dtype dtype;
   Video grid, source, out;  // `source.data` may be null
   const float* bias;        // null or padded
-  int64_t times, first;     // frame `times * t + p - first` of `grid` belongs to frame t of `source`
+  int64_t times, first;     // frame `times * t + p - first` of `grid` is of frame t of `source`
 };
 
 // How the channels of `x` hold c, t, h and w: the distance of each in numbers.

@@ -41,9 +41,8 @@ static void bias_residual(const BiasResidual& op, int64_t begin, int64_t end) {
   FVV_BY_DTYPE(op.dtype, bias_residual_of, op, begin, end);
 }
 
-// A copy of the few hundred bytes of a pixel, for which a call of memcpy is long. What lies `ahead`
-// is asked for in advance: the processor does not see by itself which runs are wanted.
-FVV_INLINE void copy_run(void* to, const void* from, int64_t bytes, int64_t ahead) {
+// A copy of the few hundred bytes of a pixel, for which a call of memcpy is long.
+FVV_INLINE void copy_run(void* to, const void* from, int64_t bytes) {
   constexpr int64_t kStep = sizeof(Floats);
   if (bytes < kStep || bytes > 4096) {
     __builtin_memcpy(to, from, bytes);
@@ -51,7 +50,6 @@ FVV_INLINE void copy_run(void* to, const void* from, int64_t bytes, int64_t ahea
   }
   int64_t i = 0;
   for (; i + kStep <= bytes; i += kStep) {
-    __builtin_prefetch((const char*)from + i + ahead);
     write((char*)to + i, read<Words>((const char*)from + i));
   }
   if (i < bytes) {
@@ -69,7 +67,7 @@ static void interleave_time(const InterleaveTime& op, int64_t begin, int64_t end
       const char* from = op.x.at(b, t, first * before + p * after);
       char* to = op.out.at(b, op.phases * t + p, first * after);
       for (int64_t j = 0; j < width; ++j) {
-        copy_run(to, from, after * op.x.item, 4 * before * op.x.item);
+        copy_run(to, from, after * op.x.item);
         from += before * op.x.item;
         to += after * op.x.item;
       }
@@ -95,7 +93,7 @@ FVV_INLINE void mix(const float* __restrict rows, int64_t distance, float* __res
 
 // What the phases of a frame repeat of a pixel of `source`, as rows of C floats. `repeats`
 // neighbours among the C * phases numbers are one number of the pixel. Where that divides the
-// phases, runs of them have a row in common, which is every `rows`-th number; else each has its own.
+// phases, runs of them have a row in common, which is every `rows`-th number; else each has one.
 template <class T>
 FVV_INLINE void spread_source(const T* pixel, int64_t count, int64_t rows, int64_t repeats,
                               bool shared, int64_t channels, float* wide, float* spread) {
@@ -188,8 +186,8 @@ static void copy_phases_row(const MergePhases& op, int64_t b, int64_t t, int64_t
     char* out = op.out.at(b, t, (2 * i + a) * 2 * width * channels);
     const char* grid = op.grid.at(b, t, ((i + a) * (width + 1) * 4 + 2 * a) * channels);
     for (int64_t j = 0; j < width; ++j) {
-      copy_run(out, grid, bytes, 16 * bytes);
-      copy_run(out + bytes, grid + 5 * bytes, bytes, 16 * bytes);  // the window and the phase after it
+      copy_run(out, grid, bytes);
+      copy_run(out + bytes, grid + 5 * bytes, bytes);  // the window and the phase after it
       out += 2 * bytes;
       grid += 4 * bytes;
     }
@@ -238,7 +236,7 @@ struct Unfold {
     for (int64_t j = 0; j < width; ++j, pixel += before, to += count) {
       if (run) {
         for (int64_t k = 0; k < count; k += channels) {
-          copy_run(to + k, pixel + from[k], channels * sizeof(Item), 4 * before * sizeof(Item));
+          copy_run(to + k, pixel + from[k], channels * sizeof(Item));
         }
       } else {
         for (int64_t k = 0; k < count; ++k) to[k] = pixel[from[k]];

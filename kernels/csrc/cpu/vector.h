@@ -257,7 +257,8 @@ FVV_INLINE Floats silu(Floats v) {
   p = p * r + 4.99992315e-1f;
   p = p * r - 1.0f;
   p = p * r + 1.0f;
-  return v / (1.0f + scale_by_power(p, n));
+  const Floats below = 1.0f + scale_by_power(p, n);
+  return v / below;
 }
 
 // Memory of a call that is freed with it; no std::vector, whose functions would be compiled for
