@@ -91,10 +91,20 @@ def check_finite(tensor: Tensor, name: str) -> None:
     frame = max(1, tensor[:, :, :1].numel())
     # What is made of a long video to check it must not be as long.
     runs = tensor.split(max(1, _CHECKED_AT_ONCE // frame), dim=2)
-    if all(bool(torch.isfinite(run).all()) for run in runs):
+    if all(_sums_up(run) or bool(torch.isfinite(run).all()) for run in runs):
         return
     bad = sum(run.numel() - int(torch.isfinite(run).sum()) for run in runs)
     raise ValueError(f"{name} has {bad} values that are NaN or infinite; expected finite ones")
+
+
+def _sums_up(run: Tensor) -> bool:
+    """Whether the sum is finite, which it is with no NaN and nothing infinite in it.
+
+    Fifty times as fast as to ask each number in float32, twice in bfloat16 (a CPU, 2026-11). The
+    sum of finite numbers may overflow, too, so that a False is to be looked into.
+    """
+    wide = torch.promote_types(run.dtype, torch.float32)
+    return bool(torch.isfinite(run.sum(dtype=wide)))
 
 
 def to_unit(frames: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.vae import load_vae, precision
+from fast_video_vae.vae.inputs import check_finite
 
 
 @pytest.fixture(scope="module")
@@ -236,3 +237,13 @@ def test_the_memory_estimate_of_a_small_frame_is_small(vae):
 
 def test_the_memory_estimate_of_one_frame_holds_no_tails(vae):
     assert vae.memory_bytes(480, 832, lone=True) < vae.memory_bytes(480, 832) / 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_finite_numbers_whose_sum_is_not_are_taken(dtype):
+    largest = torch.full((1, 16, 3, 4, 4), torch.finfo(dtype).max, dtype=dtype)
+    check_finite(largest, "latent")
+    largest[0, 3, 1, 2, 2] = math.inf
+    largest[0, 4, 1, 2, 2] = -math.inf
+    with pytest.raises(ValueError, match="2 values that are NaN or infinite"):
+        check_finite(largest, "latent")
