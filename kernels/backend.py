@@ -34,7 +34,20 @@ class Refusal(Exception):  # noqa: N818, an answer, not an error
 
 
 class BackendError(ValueError):
-    """No backend that may be asked takes the call; the message lists every reason."""
+    """No backend that may be asked takes the call; the message lists every reason.
+
+    Args:
+        op: Name of the op.
+        reasons: Backend to reason.
+
+    Attributes:
+        reasons: Likewise.
+    """
+
+    def __init__(self, op: str, reasons: dict[str, str]) -> None:
+        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        super().__init__(f"no backend takes this {op} ({listed})")
+        self.reasons = reasons
 
 
 def run(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op
@@ -52,13 +65,13 @@ def run(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of th
         BackendError: Nobody takes the call.
     """
     forced = _forced.get()
-    reasons = []
+    reasons: dict[str, str] = {}
     for name in ORDER if forced is None else (forced,):
         try:
             return _function(name, op)(*args, **kwargs)
         except Refusal as refusal:
-            reasons.append(f"{name}: {refusal}")
-    raise BackendError(f"no backend takes this {op} ({'; '.join(reasons)})")
+            reasons[name] = str(refusal)
+    raise BackendError(op, reasons)
 
 
 @contextmanager

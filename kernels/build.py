@@ -69,6 +69,11 @@ def load() -> None:
         _load()
 
 
+def folder() -> Path:
+    """Where the library of these sources and this torch lies, or would."""
+    return _cache() / _key()
+
+
 def _load() -> None:
     global _outcome
     with _lock:
@@ -105,9 +110,8 @@ def _find_or_build() -> None:
         raise _Failure(
             "another version of this package has loaded its own", "keep one version installed"
         )
-    folder = _cache() / key
-    if not _loads(folder):
-        _build(folder, key)
+    if not _loads(folder()):
+        _build(folder(), key)
 
 
 def _key() -> str:
@@ -140,12 +144,12 @@ def _cache() -> Path:
     return root.absolute() / "native"
 
 
-def _loads(folder: Path) -> bool:
+def _loads(place: Path) -> bool:
     """Load the finished library of a folder, if there is a whole one for this machine.
 
     It is named after its own digest: to map a file that was cut short may kill the process.
     """
-    for path in folder.glob("*.so"):
+    for path in place.glob("*.so"):
         try:
             if path.stem == _digest(path):
                 torch.ops.load_library(str(path))
@@ -159,7 +163,7 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
 
 
-def _build(folder: Path, key: str) -> None:
+def _build(place: Path, key: str) -> None:
     """Build the library, load it, and leave it in the folder.
 
     `torch.utils.cpp_extension.load` is the public way, and it loads what it has built, from where
@@ -169,27 +173,27 @@ def _build(folder: Path, key: str) -> None:
     """
     _check_tools()
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _clear_stale(folder.parent)
-        work = Path(tempfile.mkdtemp(prefix=f"building-{key}-", dir=folder.parent))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _clear_stale(place.parent)
+        work = Path(tempfile.mkdtemp(prefix=f"building-{key}-", dir=place.parent))
     except OSError as error:
         raise _Failure(
-            f"{folder.parent} cannot be written ({error.strerror})",
+            f"{place.parent} cannot be written ({error.strerror})",
             "set FAST_VIDEO_VAE_CACHE to a folder that may be written",
         ) from error
     try:
         _logger.info("Fast Video VAE: building the CPU kernels, once; about half a minute")
         _compile(work, key)
         (library,) = work.glob("*.so")
-        folder.mkdir(exist_ok=True)
-        final = folder / f"{_digest(library)}.so"
+        place.mkdir(exist_ok=True)
+        final = place / f"{_digest(library)}.so"
         library.replace(final)
-        for other in folder.glob("*.so"):
+        for other in place.glob("*.so"):
             if other != final:
                 other.unlink(missing_ok=True)
     except OSError as error:
         # It is loaded: this process has it, and the next tries again.
-        _logger.debug("the kernels cannot be kept in %s: %s", folder, error)
+        _logger.debug("the kernels cannot be kept in %s: %s", place, error)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -91,7 +91,7 @@ def native_library() -> NativeLibrary:
         instructions, missing = torch.ops.fast_video_vae.isa(), None
     except Refusal as refusal:
         instructions, missing = None, str(refusal)
-    path = next((build._cache() / build._key()).glob("*.so"), None)
+    path = next(build.folder().glob("*.so"), None)
     return NativeLibrary(path, instructions, missing)
 
 
@@ -110,6 +110,5 @@ def _refusal(op: str, device: str, backend: str, dtype: torch.dtype, quality: st
         with torch.no_grad(), use_backend(backend), use_quality(quality):
             _CALLS[op](partial(run, op), numbers)
     except BackendError as error:
-        # "no backend takes this OP (BACKEND: REASON)", where one backend was asked.
-        return str(error).partition(f"({backend}: ")[2].removesuffix(")")
+        return error.reasons[backend]
     return None
