@@ -6,6 +6,7 @@ frames of its own input, and nothing else crosses time (wan/modules/vae.py, CACH
 dropped.
 """
 
+import functools
 from math import prod
 
 import torch
@@ -72,8 +73,8 @@ class TemporalCache:
             Uninitialised memory of that shape; None where a fresh tensor costs no more.
         """
         nbytes = prod(shape) * like.element_size()
-        kept = like.device.type == "cpu" and nbytes >= _KEPT_BYTES and _USE_COUNT is not None
-        if not kept or torch.is_grad_enabled():
+        kept = like.device.type == "cpu" and nbytes >= _KEPT_BYTES
+        if not kept or torch.is_grad_enabled() or _count_alone() is None:
             return None
         free = [block for block in self._blocks if _users(block) == 1]
         fitting = [block for block in free if nbytes <= block.numel() <= _WASTE * nbytes]
@@ -126,15 +127,31 @@ class TemporalCache:
         tail[:, :, older:] = last
 
 
-# How many tensors stand on a storage; PyTorch's CUDA graphs ask the same way. Without it nothing
-# is reused.
-_USE_COUNT = getattr(torch._C, "_storage_Use_Count", None)
+def _users(block: Tensor) -> int | None:
+    """How many tensors stand on the memory of a block, itself included; None: nobody knows.
+
+    PyTorch's CUDA graphs ask the same way. It is no public function, so what it says of a block
+    that is known is looked at first.
+    """
+    alone = _count_alone()
+    return None if alone is None else _count(block) - alone + 1
 
 
-def _users(block: Tensor) -> int:
-    storage = block.untyped_storage()
-    # This handle is a user of its own.
-    return _USE_COUNT(storage._cdata) - 1 if _USE_COUNT is not None else 2
+@functools.cache
+def _count_alone() -> int | None:
+    """What the storage of a tensor that nothing else stands on counts."""
+    if not hasattr(torch._C, "_storage_Use_Count"):
+        return None
+    block = torch.empty(2)
+    alone = _count(block)
+    view = block[:1]
+    with_view = _count(block)
+    del view
+    return alone if (with_view, _count(block)) == (alone + 1, alone) else None
+
+
+def _count(block: Tensor) -> int:
+    return torch._C._storage_Use_Count(block.untyped_storage()._cdata)
 
 
 def _bytes(shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
