@@ -8,7 +8,7 @@ a package) is such a reason too: found once, logged once, remembered.
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
@@ -17,9 +17,13 @@ from typing import Any
 _logger = logging.getLogger(__name__)
 
 # Fastest first. The reference takes every call that the checks of the op let through.
-ORDER = ("native", "reference")
+ORDER = ("triton", "native", "reference")
 
-_MODULES = {"native": ".native_ops", "reference": ".reference"}
+_MODULES = {
+    "triton": ".triton_ops.ops",
+    "native": ".native_ops",
+    "reference": ".reference",
+}
 
 QUALITIES = ("fast", "exact")
 
@@ -68,10 +72,34 @@ def run(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of th
     reasons: dict[str, str] = {}
     for name in ORDER if forced is None else (forced,):
         try:
-            return _function(name, op)(*args, **kwargs)
+            return ask(name, op, *args, **kwargs)
         except Refusal as refusal:
             reasons[name] = str(refusal)
     raise BackendError(op, reasons)
+
+
+def ask(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op
+    """Run an op as `run` does when it comes to this backend.
+
+    Args:
+        backend: Its name.
+        op: Name of the op.
+        args: Its arguments.
+        kwargs: Its keywords.
+
+    Returns:
+        What the op returns.
+
+    Raises:
+        Refusal: The backend does not take the call.
+    """
+    module = _loaded.get(backend)
+    if module is None:
+        module = _loaded[backend] = importlib.import_module(_MODULES[backend], __package__)
+    function = getattr(module, op, None)
+    if function is None:
+        raise Refusal("it has no such op")
+    return function(*args, **kwargs)
 
 
 @contextmanager
@@ -91,6 +119,11 @@ def use_backend(name: str) -> Iterator[None]:
         yield
     finally:
         _forced.reset(token)
+
+
+def forced() -> str | None:
+    """For a backend: the one that `use_backend` has chosen; None: whoever takes a call."""
+    return _forced.get()
 
 
 @contextmanager
@@ -137,13 +170,3 @@ def log_once(message: str) -> None:
     if message not in _logged:
         _logged.add(message)
         _logger.warning("Fast Video VAE: %s", message)
-
-
-def _function(backend: str, op: str) -> Callable[..., Any]:
-    module = _loaded.get(backend)
-    if module is None:
-        module = _loaded[backend] = importlib.import_module(_MODULES[backend], __package__)
-    function = getattr(module, op, None)
-    if function is None:
-        raise Refusal("it has no such op")
-    return function

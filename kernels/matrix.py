@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import build
-from .backend import ORDER, BackendError, Refusal, run, use_backend, use_quality
+from .backend import ORDER, Refusal, ask, use_quality
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -107,8 +107,8 @@ def _refusal(op: str, device: str, backend: str, dtype: torch.dtype, quality: st
         return x.contiguous(memory_format=torch.channels_last_3d) if x.ndim == 5 else x
 
     try:
-        with torch.no_grad(), use_backend(backend), use_quality(quality):
-            _CALLS[op](partial(run, op), numbers)
-    except BackendError as error:
-        return error.reasons[backend]
+        with torch.no_grad(), use_quality(quality):
+            _CALLS[op](partial(ask, backend, op), numbers)
+    except Refusal as refusal:
+        return str(refusal)
     return None

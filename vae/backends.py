@@ -69,7 +69,7 @@ def table(matrix: Sequence[Support]) -> tuple[list[list[str]], list[str]]:
     return rows, reasons
 
 
-def aligned(rows: Sequence[Sequence[str]], gap: int = 3) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], gap: int = 2) -> list[str]:
     """Rows of cells as lines with straight columns."""
     widths = [max(map(len, column)) + gap for column in zip(*rows, strict=True)]
     return [

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels import bias_residual
+from . import cudnn
 from .cache import TemporalCache
 from .forms import Form, Forms, checksum_of, folded, own_bytes, packs, stamp_of
 
@@ -117,7 +118,7 @@ class Conv(nn.Module):
                 x, weight, bias.to(x.dtype), strides, pads, cache, residual
             )
         late = residual is not None or self.adds_bias_late(x)
-        y = convolve(x, weight, None if late else bias.to(x.dtype), stride=strides, padding=pads)
+        y = cudnn.convolve(x, weight, None if late else bias.to(x.dtype), strides, pads)
         if not late or not (biased or residual is not None):
             return y
         added = None if residual is None else _as_5d(residual)

@@ -1,20 +1,36 @@
 """Attention in memory that grows with the number of pixels alone."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..backend import Refusal
 
-# Largest score matrix, in elements, that attention without a fused kernel may hold at a time.
-_SCORE_ELEMENTS = 1 << 25
+# Scores that are held at a time where there is no fused kernel: 256 MiB in float32, and as much
+# again for their softmax.
+_SCORE_ELEMENTS = 1 << 26
+
+# Rows of scores are whole tiles of the matrix product where there are as many.
+_ROWS = 128
+
+# The weights of many pixels are below what float16 resolves; a power of two lifts them for nothing.
+_LIFT = 2.0**15
+
+# On CUDA heads above 256 are taken by the memory-efficient kernel alone, 32 queries at a time and
+# with its sums in global memory. It is expected to run at 60 to 120 TFLOP/s on an H200 and blocks
+# of matrix products at about 200, once there are enough of them. Neither was measured: the two
+# numbers are to be set by the first machine with a GPU.
+_FLASH_HEAD = 256
+_BLOCKS_FROM = 4096
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One of PyTorch's fused kernels, or blocks of queries.
+    """One of PyTorch's fused kernels, or matrix products of blocks of queries.
 
     The fused ones need memory for the result alone, whatever the head size: the flash kernel of a
-    CPU, and on CUDA the memory-efficient one.
+    CPU, and on CUDA the flash and the memory-efficient one.
     """
     if q.ndim != 3:
         raise Refusal(f"q is {list(q.shape)}; expected [B, N, d]")
@@ -22,16 +38,79 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.empty_like(v)
     # The fused kernels want dense rows, and where they do not get them the scores are made.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    if _fused_attention_takes(q, k, v):
+    if _fused_attention_takes(q, k, v) and not _blocks_are_faster(q, k, v):
         return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
-    rows = max(1, _SCORE_ELEMENTS // (k.shape[0] * k.shape[1]))
-    keys = k.transpose(1, 2)
-    parts = []
-    for part in q.split(rows, dim=1):
-        scores = torch.matmul(part * q.shape[-1] ** -0.5, keys)
-        weights = torch.softmax(scores, -1, dtype=torch.promote_types(q.dtype, torch.float32))
-        parts.append(torch.matmul(weights.to(v.dtype), v))
-    return torch.cat(parts, dim=1)
+    return _in_blocks(q, k, v)
+
+
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Whole frames where several fit into `_SCORE_ELEMENTS`, else rows of one."""
+    batch, length, channels = q.shape
+    frames = max(1, _SCORE_ELEMENTS // length**2)
+    rows = max(1, _SCORE_ELEMENTS // (frames * length))
+    rows = rows // _ROWS * _ROWS or rows
+    mixed = _multiplies_mixed(q, k, v)
+    if not mixed:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        k, v = k.to(wide), v.to(wide)
+    out = q.new_empty(q.shape)
+    for frame in range(0, batch, frames):
+        group = slice(frame, frame + frames)
+        keys, values = k[group].transpose(1, 2), v[group]
+        for row in range(0, length, rows):
+            block = slice(row, row + rows)
+            out[group, block] = _attend(q[group, block], keys, values, channels**-0.5, mixed)
+    return out
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float, mixed: bool) -> Tensor:
+    """Scores, softmax and result of a block of queries; all in float32 at least."""
+    if not mixed:
+        weights = torch.softmax(torch.matmul(queries.to(keys.dtype) * scale, keys), -1)
+        return torch.matmul(weights, values)
+    weights = torch.softmax(_mixed_product(queries, keys, scale), -1)
+    rounded = torch.empty_like(weights, dtype=values.dtype)
+    torch.mul(weights, _LIFT, out=rounded)
+    return _mixed_product(rounded, values, 1 / _LIFT)
+
+
+def _mixed_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """`scale * a b` of numbers of 16 bits in float32, which only CUDA has."""
+    out = a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=torch.float32)
+    return torch.baddbmm(out, a, b, torch.float32, beta=0, alpha=scale, out=out)
+
+
+def _multiplies_mixed(*tensors: Tensor) -> bool:
+    """Whether products of these are made by `_mixed_product`, which autograd does not record."""
+    x = tensors[0]
+    if x.device.type != "cuda" or x.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
+    return _has_mixed_products(x.device, x.dtype)
+
+
+@functools.cache
+def _has_mixed_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Ask once: PyTorch has them since 2.8, and not for every device that it calls CUDA."""
+    ones = torch.ones(1, 16, 16, device=device, dtype=dtype)
+    try:
+        product = _mixed_product(ones, ones, 0.5)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError):
+        return False
+    return bool((product == 8).all())
+
+
+def _blocks_are_faster(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether blocks of products are expected to beat the fused kernel of PyTorch.
+
+    In 16 bits only where such products come in float32: made in float32 they are slower than it.
+    """
+    if q.device.type != "cuda" or q.shape[2] <= _FLASH_HEAD or q.shape[1] <= _BLOCKS_FROM:
+        return False
+    return q.dtype.itemsize > 2 or _multiplies_mixed(q, k, v)
 
 
 def _fused_attention_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:

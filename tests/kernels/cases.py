@@ -2,8 +2,10 @@
 
 import functools
 import math
+from contextlib import ExitStack, contextmanager
 from itertools import product
 
+import numpy as np
 import torch
 
 from fast_video_vae import kernels
@@ -14,9 +16,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 OPS = tuple(reference.__all__)
 
-# What must be served, on a CPU and for channels-last memory. All else of a backend is a refusal.
+# What must be served, for channels-last memory. All else of a backend is a refusal.
 SERVED = set(product(("reference",), OPS, (*DTYPES, torch.float64))) | set(
-    product(("native",), set(OPS) - {"attention"}, DTYPES)
+    product(("triton", "native"), set(OPS) - {"attention"}, DTYPES)
 )
 
 
@@ -30,7 +32,7 @@ def missing(backend):
     """Why a backend is not there at all on this machine; None: it is."""
     if backend == "reference":
         return None
-    with use_backend(backend):
+    with use_backend(backend), place(backend):
         try:
             kernels.silu_mul(torch.ones(4, 16), torch.ones(4, 16))
         except kernels.BackendError as error:
@@ -38,9 +40,30 @@ def missing(backend):
     return None
 
 
+@contextmanager
+def place(backend):
+    """Make tensors where a backend works: Triton on a GPU, or on the CPU in its interpreter."""
+    with ExitStack() as stack:
+        if backend == "triton":
+            stack.enter_context(np.errstate(all="ignore"))  # the interpreter computes in NumPy
+            if torch.cuda.is_available():
+                stack.enter_context(torch.device("cuda"))
+        yield
+
+
+def some(backend, examples, count=6):
+    """All of them; in Triton's interpreter, where they take long, about so many, spread evenly."""
+    examples = list(examples)
+    if backend != "triton" or torch.cuda.is_available():
+        return examples
+    return examples[:: len(examples) // count | 1]  # odd: what alternates does so in the choice
+
+
 def random(*shape, dtype=torch.float32, seed=0):
     """Normal numbers."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(shape, generator=generator, device="cpu")
+    return numbers.to(torch.get_default_device(), dtype)
 
 
 def video(*shape, dtype=torch.float32, seed=0):

@@ -1,12 +1,34 @@
 """Who is asked: one backend alone, or whoever takes a call."""
 
 from contextlib import nullcontext
+from itertools import groupby
 
 import pytest
+import torch
 
 from fast_video_vae.kernels import BackendError, use_backend
 from fast_video_vae.kernels.backend import ORDER
-from fast_video_vae.tests.kernels.cases import missing
+from fast_video_vae.tests.kernels.cases import missing, place
+
+# How many of the combinations of its parameters a test tries in Triton's interpreter by default.
+_INTERPRETED = 6
+
+
+@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
+def pytest_collection_modifyitems(items):
+    """In Triton's interpreter, where a program takes milliseconds, most combinations are slow."""
+    if torch.cuda.is_available():
+        return
+    for _, group in groupby(items, lambda item: getattr(item, "function", None)):
+        mine = [
+            item
+            for item in group
+            if hasattr(item, "callspec") and item.callspec.params.get("backend") == "triton"
+        ]
+        spread = {(len(mine) - 1) * n // (_INTERPRETED - 1) for n in range(_INTERPRETED)}
+        for n, item in enumerate(mine):
+            if n not in spread:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=ORDER)
@@ -15,7 +37,7 @@ def backend(request):
     reason = missing(request.param)
     if reason:
         pytest.skip(reason)
-    with use_backend(request.param):
+    with use_backend(request.param), place(request.param):
         yield request.param
 
 
@@ -39,4 +61,5 @@ def ask(request):
                 raise
             return None
 
-    return call
+    with place(name):
+        yield call

@@ -71,6 +71,15 @@ def test_a_chosen_backend_never_falls_back(team):
     assert team == ["first", "second"]
 
 
+def test_asking_one_backend_is_no_choice_of_it(team):
+    assert dispatch.ask("second", "op", 2) == ("second", 2)
+    with pytest.raises(Refusal, match="x is odd"):
+        dispatch.ask("second", "op", 1)
+    assert dispatch.forced() is None
+    with use_backend("second"):
+        assert dispatch.forced() == "second"
+
+
 def test_the_choice_ends_with_its_block(team):
     with use_backend("second"):
         with use_backend("first"):
@@ -109,7 +118,8 @@ def test_exact_passes_by_who_rounds_otherwise(team):
 
 
 def test_unknown_names_are_told_with_the_known_ones():
-    with pytest.raises(ValueError, match="backend is 'cuda'; expected one of native, reference"):
+    known = "triton, native, reference"
+    with pytest.raises(ValueError, match=f"backend is 'cuda'; expected one of {known}"):
         use_backend("cuda").__enter__()
     with pytest.raises(ValueError, match="quality is 'best'; expected one of fast, exact"):
         use_quality("best").__enter__()

@@ -45,14 +45,14 @@ def test_a_refusal_has_a_reason_and_is_not_exact(entries):
 def test_exact_means_the_bits_of_the_reference(entries, monkeypatch):
     """The calls of the matrix again, with their results kept."""
     results = {}
-    real = backend.run
+    real = backend.ask
 
-    def kept(op, *arguments, **options):
-        result = real(op, *arguments, **options)
+    def kept(name, op, *arguments, **options):
+        result = real(name, op, *arguments, **options)
         results[op] = result
         return result
 
-    monkeypatch.setattr(matrix, "run", kept)
+    monkeypatch.setattr(matrix, "ask", kept)
     for each in entries:
         if not each.exact or each.backend == "reference":
             continue

@@ -226,6 +226,8 @@ def test_no_new_frames_leave_the_tail_and_the_padding(ask, dtype):
 @pytest.mark.slow
 def test_more_numbers_than_32_bits_count(backend):
     """In place, so that the peak is the video and little more."""
+    if backend == "triton" and not torch.cuda.is_available():
+        pytest.skip("Triton's interpreter would take hours")
     channels, side = 64, 5800
     x = torch.empty(1, 1, side, side, channels, dtype=torch.bfloat16)
     assert x.numel() > 2**31

@@ -11,7 +11,7 @@ import torch
 
 from fast_video_vae import kernels
 from fast_video_vae.tests.kernels import formulas
-from fast_video_vae.tests.kernels.cases import DTYPES, Poisoned, random, serving, video
+from fast_video_vae.tests.kernels.cases import DTYPES, Poisoned, random, serving, some, video
 
 CHANNELS = (1, 2, 3, 7, 12, 15, 16, 17, 31, 32, 33, 96, 160, 384, 1024)
 
@@ -35,8 +35,8 @@ def window(batch, channels, frames, height, width, *, dtype):
 @each_dtype
 def test_rms_norm_silu_is_its_formula(backend, dtype, channels):
     gamma, numbers = random(2, channels, seed=1)
-    for (batch, frames, height, width), silu, bias in product(
-        SIZES, (True, False), (None, numbers)
+    for (batch, frames, height, width), silu, bias in some(
+        backend, product(SIZES, (True, False), (None, numbers))
     ):
         shape = (batch, channels, frames, height, width)
         x = video(*shape, dtype=dtype)
@@ -54,7 +54,7 @@ def test_rms_norm_silu_is_its_formula(backend, dtype, channels):
 @pytest.mark.parametrize("known", [0, 1, 2])
 def test_rms_norm_silu_goes_on_from_its_tail(backend, dtype, channels, known):
     gamma, bias = random(2, channels, seed=1)
-    for frames, batch, given in product((1, 2, 3, 5), (1, 2), (True, False)):
+    for frames, batch, given in some(backend, product((1, 2, 3, 5), (1, 2), (True, False))):
         shape = (batch, channels, frames, 3, 5)
         x = video(*shape, dtype=dtype)
         tails = Poisoned(batch, known, 3, 5, channels, dtype=dtype)
@@ -80,7 +80,7 @@ def test_rms_norm_silu_goes_on_from_its_tail(backend, dtype, channels, known):
 )  # fmt: skip
 def test_group_norm_silu_is_its_formula(backend, dtype, channels, groups):
     weight, bias = random(2, channels, seed=1)
-    for (batch, frames, height, width), silu in product(SIZES, (True, False)):
+    for (batch, frames, height, width), silu in some(backend, product(SIZES, (True, False)), 3):
         shape = (batch, channels, frames, height, width)
         x = video(*shape, dtype=dtype)
         buffer, out = window(*shape, dtype=dtype)
@@ -101,7 +101,7 @@ def test_group_norm_silu_makes_the_input_of_a_convolution(
 ):
     weight, bias = random(2, 12, seed=1)
     left, right, top, bottom = padding
-    for frames, batch in product((1, 2, 3, 5), (1, 2)):
+    for frames, batch in some(backend, product((1, 2, 3, 5), (1, 2)), 3):
         x = video(batch, 12, frames, 4, 5, dtype=dtype)
         tail = None if known is None else video(batch, 12, known, 4, 5, dtype=dtype, seed=2)
         before = None if tail is None else tail.clone()
@@ -162,7 +162,9 @@ def test_silu_mul_is_its_formula(backend, dtype, channels):
 @each_dtype
 def test_bias_residual_is_its_formula(backend, dtype, channels):
     bias, other = random(2, channels, seed=1)
-    for (batch, frames, height, width), given in product(SIZES[1:5], product((0, 1), repeat=3)):
+    for (batch, frames, height, width), given in some(
+        backend, product(SIZES[1:5], product((0, 1), repeat=3))
+    ):
         shape = (batch, channels, frames, height, width)
         x, residual = (video(*shape, dtype=dtype, seed=seed) for seed in (2, 3))
         terms = [
@@ -221,7 +223,7 @@ def test_attention_takes_parts_of_one_projection(backend):
     ],
 )
 def test_average_down_is_its_formula(backend, dtype, before, after, times, size):
-    for frames, batch in product((1, 2, 3, 4, 5), (1, 2)):
+    for frames, batch in some(backend, product((1, 2, 3, 4, 5), (1, 2)), 3):
         x = video(batch, before, frames, 4, 6, dtype=dtype)
         actual = kernels.average_down(x, after, times=times, size=size)
         expected = formulas.average_down(x, after, times=times, size=size)
@@ -264,7 +266,7 @@ def test_scales_and_biases_come_in_any_dtype_and_shape(ask, dtype, given):
 @each_dtype
 def test_threads_share_the_work(backend, dtype):
     """Parts of many sizes, and a last one that is short."""
-    shape = (1, 48, 3, 37, 83)
+    shape = (1, 48, 3, *((19, 23) if backend == "triton" else (37, 83)))
     x, residual = video(*shape, dtype=dtype), video(*shape, dtype=dtype, seed=1)
     weight, bias = random(2, 48, seed=2)
     before = torch.get_num_threads()

@@ -7,7 +7,7 @@ import torch
 
 from fast_video_vae import kernels
 from fast_video_vae.tests.kernels import formulas
-from fast_video_vae.tests.kernels.cases import DTYPES, Poisoned, random, video
+from fast_video_vae.tests.kernels.cases import DTYPES, Poisoned, random, some, video
 
 CHANNELS = (1, 2, 3, 7, 12, 15, 16, 17, 31, 32, 33, 96, 160)
 SIZES = ((1, 1), (3, 5), (4, 4), (1, 17), (7, 9), (8, 8), (5, 13))
@@ -29,7 +29,9 @@ def is_channels_last(x):
 @each_count
 @each_dtype
 def test_interleave_time_spreads_the_channels_over_frames(backend, dtype, channels):
-    for phases, (height, width), frames, batch in product((1, 2, 3), SIZES[:4], (1, 2), (1, 2)):
+    for phases, (height, width), frames, batch in some(
+        backend, product((1, 2, 3), SIZES[:4], (1, 2), (1, 2))
+    ):
         x = video(batch, phases * channels, frames, height, width, dtype=dtype)
         buffer, out = window(batch, channels, phases * frames, height, width, dtype=dtype)
         assert kernels.interleave_time(x, phases, out=out) is out
@@ -56,7 +58,7 @@ def merged(grid):
 @each_count
 @each_dtype
 def test_merge_phases_takes_each_pixel_from_its_window(backend, dtype, channels):
-    for (height, width), frames, batch in product(SIZES[:4], (1, 2, 3), (1, 2)):
+    for (height, width), frames, batch in some(backend, product(SIZES[:4], (1, 2, 3), (1, 2))):
         grid = video(batch, 4 * channels, frames, height + 1, width + 1, dtype=dtype)
         buffer, out = window(batch, channels, frames, 2 * height, 2 * width, dtype=dtype)
         assert kernels.merge_phases(grid, out=out) is out
@@ -99,7 +101,9 @@ def duplicated(x, channels, times, first):
     ],
 )
 def test_merge_phases_adds_the_repeated_source(backend, dtype, before, after, times):
-    for (frames, first), batch in product(((1, True), (1, False), (3, False)), (1, 2)):
+    for (frames, first), batch in some(
+        backend, product(((1, True), (1, False), (3, False)), (1, 2)), 3
+    ):
         x = video(batch, before, frames, 3, 5, dtype=dtype, seed=1)
         added = duplicated(x, after, times, first)
         grid = video(batch, 4 * after, added.shape[2], 4, 6, dtype=dtype, seed=2)
@@ -131,7 +135,7 @@ def shuffled(x, size, order):
 @pytest.mark.parametrize("order", ["cthw", "ctwh", "hwtc", "wcht"])
 @pytest.mark.parametrize("size", [(1, 2, 2), (2, 2, 2), (3, 1, 2), (1, 1, 1), (2, 1, 1)])
 def test_pixel_shuffle_3d_puts_every_number_in_its_place(backend, dtype, size, order):
-    for channels, frames, batch in product((1, 3, 16, 33), (1, 3), (1, 2)):
+    for channels, frames, batch in some(backend, product((1, 3, 16, 33), (1, 3), (1, 2)), 5):
         x = video(batch, channels * size[0] * size[1] * size[2], frames, 3, 5, dtype=dtype)
         expected = shuffled(x, size, order)
         for skip in {0, 1, size[0], size[0] * frames} - set(range(size[0] * frames + 1, 9)):
@@ -166,7 +170,7 @@ def images(frames, to):
 @pytest.mark.parametrize("to", [torch.float32, torch.uint8])
 @pytest.mark.parametrize("size", SIZES)
 def test_frames_to_images_are_the_very_bits(backend, dtype, to, size):
-    for channels, frames, batch in product((1, 3, 4, 16), (1, 3), (1, 2)):
+    for channels, frames, batch in some(backend, product((1, 3, 4, 16), (1, 3), (1, 2)), 5):
         x = video(batch, channels, frames, *size, dtype=dtype)  # a third is out of range
         expected = images(x, to)
         fresh = kernels.frames_to_images(x, dtype=to)
@@ -184,7 +188,7 @@ def test_frames_to_images_are_the_very_bits(backend, dtype, to, size):
 @pytest.mark.parametrize("order", ["cthw", "ctwh", "hwtc"])
 @pytest.mark.parametrize("patch", [2, 3])
 def test_frames_to_images_unfolds_patches(backend, dtype, to, patch, order):
-    for channels, (height, width) in product((1, 3, 4), SIZES):
+    for channels, (height, width) in some(backend, product((1, 3, 4), SIZES)):
         x = video(2, channels * patch**2, 2, height, width, dtype=dtype)
         expected = images(shuffled(x, (1, patch, patch), order), to)
         buffer = Poisoned(*expected.shape, dtype=to)
@@ -242,7 +246,7 @@ def test_8_bits_are_those_of_each_number(backend, dtype):
 
 def test_images_of_many_frames_are_those_of_one(backend):
     """More numbers than a block."""
-    x = video(1, 3, 5, 240, 416)
+    x = video(1, 3, 5, *((40, 56) if backend == "triton" else (240, 416)))
     together = kernels.frames_to_images(x, dtype=torch.uint8)
     apart = [kernels.frames_to_images(x[:, :, [t]], dtype=torch.uint8) for t in range(5)]
     assert torch.equal(together, torch.cat(apart))

@@ -164,8 +164,8 @@ def test_moved_numbers_keep_their_bits(backend, dtype):
     as_bits = torch.int32 if dtype == torch.float32 else torch.int16
     bits = torch.randint(
         torch.iinfo(as_bits).min, torch.iinfo(as_bits).max, (1, 3, 4, 5, 24),
-        generator=torch.Generator().manual_seed(0),
-    ).to(as_bits)  # fmt: skip
+        generator=torch.Generator().manual_seed(0), device="cpu",
+    ).to(torch.get_default_device(), as_bits)  # fmt: skip
     x = bits.view(dtype)
     x[..., ::3, :] = torch.tensor([INF, -INF, NAN, -0.0]).to(dtype).repeat(6)
     x = x.movedim(-1, 1)

@@ -1,0 +1,272 @@
+"""Flash attention for one wide head, in Triton.
+
+The scheme of Dao, "FlashAttention-2", 2023: a block of queries stays, keys and values pass by, and
+the softmax is kept up to date as they do. Block sizes are powers of two and heads are not, so a
+head is a few parts, each with matrix products and sums of its own: 384 is 256 and 128.
+
+PyTorch's flash kernels end at heads of 256, and those of the VAEs are 384 to 1024 wide.
+"""
+
+# ruff: noqa: ANN001, ANN202, N803 (kernels: Triton's types, constants in capitals)
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..backend import Refusal, refuse_unless_exact
+from ..layouts import refuse_gradients
+from .runtime import interpreted, launch, refuse_device, require
+from .scalars import narrow
+from .tiles import blocks, refuse_span
+
+# Heads up to this have fused kernels of PyTorch's own, with which this one does not compete.
+_FLASH_HEAD = 256
+
+# Triton's interpreter multiplies bfloat16 wrong: there products are made of float32 numbers.
+_WIDEN = tl.constexpr(interpreted())
+
+# The smallest part that a matrix product takes, and the largest of which a block is still cheap.
+_SMALLEST_PART = 16
+_LARGEST_PART = 512
+_MOST_PARTS = 3
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a program is cut.
+
+    Attributes:
+        queries: Rows of the block that stays.
+        keys: Rows of those that pass by.
+        warps: Of 32 threads each.
+        stages: Blocks of keys and values on their way at a time.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# Widest head to cut. These are what compiles without spills into the shared memory of the chips
+# (163, 227, 227 and 99 KiB for a program); of those that do, blocks of 64 queries, because each
+# reads all keys and values anew. None was timed. On chips with fast memory wider heads are left to
+# matrix products, which move 20 to 28 bytes for each pair of pixels whatever the head.
+_TILES = {
+    (8, 0): {384: Tile(64, 32, 8, 3), 512: Tile(64, 16, 8, 2)},
+    (9, 0): {384: Tile(64, 32, 8, 2)},
+    (10, 0): {384: Tile(64, 32, 8, 3), 512: Tile(64, 16, 8, 2)},
+    (10, 3): {384: Tile(64, 32, 8, 3), 512: Tile(64, 16, 8, 2)},
+}
+_TILES_OF_OTHERS = {
+    384: Tile(64, 16, 8, 3),
+    512: Tile(32, 32, 8, 2),
+    640: Tile(32, 16, 8, 2),
+    1024: Tile(32, 16, 8, 1),
+}
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Single-head attention over the pixels of a frame."""
+    refuse_unless_exact(exact=False)
+    refuse_device(q.device, q.dtype)
+    if torch.version.hip is not None:
+        raise Refusal("it is cut for the chips of NVIDIA alone")
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise Refusal(f"{str(q.dtype).removeprefix('torch.')} is for PyTorch's own kernels")
+    refuse_gradients(q, k, v)
+    if not q.numel():
+        raise Refusal("there is nothing to compute")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.stride(-1) != 1:
+            raise Refusal(f"the last dimension of {name} is not dense")
+    batch, length, channels = q.shape
+    if channels <= _FLASH_HEAD:
+        raise Refusal(f"heads of up to {_FLASH_HEAD} have flash kernels of PyTorch's own")
+    parts = head_parts(channels)
+    tile = tile_of(_capability(q.device), channels)
+    refuse_span(*(x.stride(1) * max(tile.queries, tile.keys) for x in (q, k, v)))
+    require(q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    launch(
+        _flash,
+        (batch * blocks(length, tile.queries),),
+        q,
+        k,
+        v,
+        out,
+        length,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        math.log2(math.e) / math.sqrt(channels),
+        PART_0=parts[0],
+        PART_1=parts[1],
+        PART_2=parts[2],
+        QUERIES=tile.queries,
+        KEYS=tile.keys,
+        EVEN=length % tile.keys == 0,
+        warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def head_parts(channels: int) -> tuple[int, int, int]:
+    """The parts of a head, powers of two, the largest first; 0 where there are fewer.
+
+    Args:
+        channels: The size of the head.
+
+    Raises:
+        Refusal: There is no such sum.
+    """
+    parts, rest = [], channels
+    while rest:
+        parts.append(min(_LARGEST_PART, 1 << rest.bit_length() - 1))
+        rest -= parts[-1]
+    if len(parts) > _MOST_PARTS or parts[-1] < _SMALLEST_PART:
+        raise Refusal(
+            f"heads of {channels} are no sum of up to {_MOST_PARTS} powers of two from "
+            f"{_SMALLEST_PART} to {_LARGEST_PART}"
+        )
+    first, second, third = (*parts, 0, 0)[:3]
+    return first, second, third
+
+
+def tile_of(capability: tuple[int, int], channels: int) -> Tile:
+    """The cut for a chip and a size of head.
+
+    Args:
+        capability: CUDA's compute capability.
+        channels: The size of the head.
+
+    Raises:
+        Refusal: The chip is too old, or the head too wide for it.
+    """
+    if capability < (8, 0):
+        raise Refusal(f"compute capability is {capability[0]}.{capability[1]}; 8.0 is the least")
+    tiles = _TILES.get(capability, _TILES_OF_OTHERS)
+    for widest, tile in tiles.items():
+        if channels <= widest:
+            return tile
+    raise Refusal(f"heads above {max(tiles)} are expected to be faster as matrix products here")
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Of the chips with the least shared memory where there is none."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 6)
+
+
+@triton.jit
+def _load(base, rows, columns, stride, there, EVEN: tl.constexpr):
+    """Rows of one part; zeros for those that are not there."""
+    at = base + rows[:, None] * stride + columns[None, :]
+    part = tl.load(at) if EVEN else tl.load(at, mask=there[:, None], other=0.0)
+    return part.to(tl.float32) if _WIDEN else part
+
+
+@triton.jit
+def _store(base, rows, columns, stride, there, values):
+    at = base + rows[:, None] * stride + columns[None, :]
+    tl.store(at, narrow(values, base.dtype.element_ty), mask=there[:, None])
+
+
+@triton.jit
+def _flash(
+    q,
+    k,
+    v,
+    out,
+    length,
+    q_frame,
+    q_row,
+    k_frame,
+    k_row,
+    v_frame,
+    v_row,
+    scale,
+    PART_0: tl.constexpr,
+    PART_1: tl.constexpr,
+    PART_2: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """One block of queries of one frame.
+
+    `scale` is `log2(e) / sqrt(d)`, so that `exp2` serves. Offsets within a block fit into 32 bits;
+    those of frames and blocks do not.
+    """
+    blocks = tl.cdiv(length, QUERIES)
+    frame = (tl.program_id(0) // blocks).to(tl.int64)
+    first = tl.program_id(0) % blocks
+    first = (first * QUERIES).to(tl.int64)
+    q += frame * q_frame + first * q_row
+    k += frame * k_frame
+    v += frame * v_frame
+    dtype = v.dtype.element_ty
+
+    rows = tl.arange(0, QUERIES)
+    asked = rows < length - first
+    columns_0 = tl.arange(0, PART_0)
+    q_0 = _load(q, rows, columns_0, q_row, asked, tl.constexpr(False))
+    sum_0 = tl.zeros([QUERIES, PART_0], tl.float32)
+    if PART_1 > 0:
+        columns_1 = PART_0 + tl.arange(0, PART_1)
+        q_1 = _load(q, rows, columns_1, q_row, asked, tl.constexpr(False))
+        sum_1 = tl.zeros([QUERIES, PART_1], tl.float32)
+    if PART_2 > 0:
+        columns_2 = PART_0 + PART_1 + tl.arange(0, PART_2)
+        q_2 = _load(q, rows, columns_2, q_row, asked, tl.constexpr(False))
+        sum_2 = tl.zeros([QUERIES, PART_2], tl.float32)
+    largest = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+
+    keys = tl.arange(0, KEYS)
+    for start in range(0, length, KEYS):
+        there = keys < length - start
+        part = _load(k, keys, columns_0, k_row, there, EVEN)
+        scores = tl.dot(q_0, tl.trans(part), input_precision="ieee")
+        if PART_1 > 0:
+            part = _load(k, keys, columns_1, k_row, there, EVEN)
+            scores = tl.dot(q_1, tl.trans(part), scores, input_precision="ieee")
+        if PART_2 > 0:
+            part = _load(k, keys, columns_2, k_row, there, EVEN)
+            scores = tl.dot(q_2, tl.trans(part), scores, input_precision="ieee")
+        if not EVEN:
+            scores = tl.where(there[None, :], scores, float("-inf"))
+
+        # What was summed for a smaller maximum shrinks to the new one.
+        grown = tl.maximum(largest, tl.max(scores, 1) * scale)
+        shrink = tl.exp2(largest - grown)
+        weights = tl.exp2(scores * scale - grown[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        largest = grown
+
+        weights = narrow(weights, dtype)
+        if _WIDEN:
+            weights = weights.to(tl.float32)
+        part = _load(v, keys, columns_0, v_row, there, EVEN)
+        sum_0 = tl.dot(weights, part, sum_0 * shrink[:, None], input_precision="ieee")
+        if PART_1 > 0:
+            part = _load(v, keys, columns_1, v_row, there, EVEN)
+            sum_1 = tl.dot(weights, part, sum_1 * shrink[:, None], input_precision="ieee")
+        if PART_2 > 0:
+            part = _load(v, keys, columns_2, v_row, there, EVEN)
+            sum_2 = tl.dot(weights, part, sum_2 * shrink[:, None], input_precision="ieee")
+        k += KEYS * k_row
+        v += KEYS * v_row
+
+    channels = PART_0 + PART_1 + PART_2
+    out += (frame * length + first) * channels
+    inverse = 1.0 / total[:, None]
+    _store(out, rows, columns_0, channels, asked, sum_0 * inverse)
+    if PART_1 > 0:
+        _store(out, rows, columns_1, channels, asked, sum_1 * inverse)
+    if PART_2 > 0:
+        _store(out, rows, columns_2, channels, asked, sum_2 * inverse)

@@ -1,0 +1,263 @@
+"""The ops of the contract, as far as Triton does them: what they refuse, and their results.
+
+Each function says in its first lines what it does not take. Then the kernels are imported.
+"""
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..backend import Refusal, refuse_unless_exact
+from ..layouts import (
+    new_video,
+    refuse_gradients,
+    refuse_overlap,
+    refuse_rows,
+    refuse_videos,
+)
+from .runtime import refuse_device, require
+from .tiles import refuse_sizes
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rms_norm_silu(
+    x: Tensor,
+    gamma: Tensor,
+    *,
+    silu: bool = True,
+    bias: Tensor | None = None,
+    tail: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Normalise each pixel over its channels, scale, and apply SiLU."""
+    _check(x, gamma, bias, exact=False)
+    refuse_videos(x=x, tail=tail, out=out)
+    refuse_sizes(x)
+    if tail is None:
+        refuse_overlap(out, x=x, same=True)
+    else:
+        refuse_overlap(out, x=x, tail=tail)
+        refuse_overlap(tail, x=x)
+    kernels = _kernels("rows", x)
+    if out is None:
+        batch, channels, frames, height, width = x.shape
+        frames += 0 if tail is None else tail.shape[2]
+        out = new_video(x, batch, channels, frames, height, width)
+    kernels.rms_norm_silu(x, gamma, silu, bias, tail, out)
+    return out
+
+
+def group_norm_silu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    groups: int,
+    *,
+    eps: float = 1e-6,
+    silu: bool = True,
+    front: int = 0,
+    replicate: bool = False,
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+    tail: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Normalise each frame over its pixels and each group of channels, and apply SiLU."""
+    _check(x, weight, bias, exact=False)
+    refuse_videos(x=x, tail=tail, out=out)
+    refuse_sizes(x)
+    plain = tail is None and not front and not any(padding)
+    refuse_overlap(out, x=x, tail=tail, same=plain)
+    refuse_overlap(tail, x=x)
+    kernels = _kernels("group_norm", x)
+    if out is None:
+        batch, channels, frames, height, width = x.shape
+        left, right, top, bottom = padding
+        frames += front if tail is None else tail.shape[2]
+        out = new_video(x, batch, channels, frames, height + top + bottom, width + left + right)
+    kernels.group_norm_silu(
+        x, weight, bias, groups, eps, silu, front, replicate, padding, tail, out
+    )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
+    """Normalise the last dimension by its root mean square, and scale."""
+    _check(x, weight, exact=False)
+    refuse_rows(x=x, out=out)
+    _refuse_nothing(x)
+    refuse_overlap(out, x=x, same=True)
+    kernels = _kernels("rows", x)
+    out = x.new_empty(x.shape) if out is None else out
+    kernels.rms_norm(x, weight, float(eps), out)
+    return out
+
+
+def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """SiLU of one tensor times another: `x * sigmoid(x) * gate`."""
+    _check(x, gate, exact=False)
+    refuse_rows(x=x, gate=gate, out=out)
+    _refuse_nothing(x)
+    refuse_overlap(out, x=x, gate=gate, same=True)
+    kernels = _kernels("rows", x)
+    out = x.new_empty(x.shape) if out is None else out
+    kernels.silu_mul(x, gate, out)
+    return out
+
+
+def bias_residual(
+    x: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Add what a convolution without bias leaves to add, in one pass."""
+    _check(x, bias, residual, residual_bias, exact=True)
+    refuse_videos(x=x, residual=residual, out=out)
+    refuse_sizes(x)
+    refuse_overlap(out, x=x, residual=residual, same=True)
+    kernels = _kernels("rows", x)
+    out = new_video(x, *x.shape) if out is None else out
+    kernels.bias_residual(x, bias, residual, residual_bias, out)
+    return out
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Single-head attention over the pixels of a frame."""
+    _check(q, k, v, exact=False)
+    if importlib.util.find_spec(".attention", __package__) is None:
+        raise Refusal("it has no such kernel")
+    return _kernels("attention", q).attention(q, k, v)
+
+
+def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
+    """Spread the temporal phases in the channels over frames: a shuffle with channels last."""
+    _check(x, exact=True)
+    refuse_videos(x=x, out=out)
+    refuse_sizes(x)
+    refuse_overlap(out, x=x)
+    kernels = _kernels("pixels", x)
+    if out is None:
+        batch, channels, frames, height, width = x.shape
+        out = new_video(x, batch, channels // phases, phases * frames, height, width)
+    kernels.spread(x, (phases, 1, 1), "thwc", 0, out, images=False)
+    return out
+
+
+def merge_phases(
+    grid: Tensor,
+    source: Tensor | None = None,
+    times: int = 1,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Merge the four phases of a folded upsampling convolution into one picture."""
+    _check(grid, source, bias, exact=True)
+    refuse_videos(grid=grid, source=source, out=out)
+    refuse_overlap(out, grid=grid, source=source)
+    batch, channels, frames, height, width = grid.shape
+    if height == 1 or width == 1:
+        raise Refusal("there is nothing to do")
+    refuse_sizes(grid)
+    kernels = _kernels("pixels", grid)
+    if out is None:
+        out = new_video(grid, batch, channels // 4, frames, 2 * height - 2, 2 * width - 2)
+    kernels.merge_phases(grid, source, times, bias, out)
+    return out
+
+
+def pixel_shuffle_3d(
+    x: Tensor,
+    size: tuple[int, int, int],
+    order: str = "cthw",
+    *,
+    skip: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Turn parts of the channels into frames, rows and columns; `out` may have any strides."""
+    _check(x, exact=True)
+    refuse_videos(x=x)
+    refuse_sizes(x)
+    if out is not None:
+        if out.device != x.device:
+            raise Refusal("out is on another device")
+        if out.dtype not in _DTYPES:
+            raise Refusal("out is of a dtype without a kernel")
+    refuse_overlap(out, x=x)
+    kernels = _kernels("pixels", x)
+    if out is None:
+        batch, channels, frames, height, width = x.shape
+        times, high, wide = size
+        channels //= times * high * wide
+        out = new_video(x, batch, channels, times * frames - skip, high * height, wide * width)
+    kernels.spread(x, size, order, skip, out, images=False)
+    return out
+
+
+def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
+    """Average what falls on one number of a smaller video."""
+    _check(x, exact=False)
+    refuse_videos(x=x)
+    refuse_sizes(x)
+    kernels = _kernels("pixels", x)
+    batch, _, frames, height, width = x.shape
+    out = new_video(x, batch, channels, -(-frames // times), height // size, width // size)
+    kernels.average_down(x, times, size, out)
+    return out
+
+
+def frames_to_images(
+    frames: Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+    patch: int = 1,
+    order: str = "cthw",
+    out: Tensor | None = None,
+) -> Tensor:
+    """Turn decoded frames into images; `out` may have any strides."""
+    _check(frames, exact=True)
+    if out is not None:
+        dtype = out.dtype
+        if out.device != frames.device:
+            raise Refusal("out is on another device")
+    if dtype not in (*_DTYPES, torch.uint8):
+        raise Refusal("images are of a dtype without a kernel")
+    refuse_videos(frames=frames)
+    refuse_sizes(frames)
+    refuse_overlap(out, frames=frames)
+    kernels = _kernels("pixels", frames)
+    batch, channels, length, height, width = frames.shape
+    if out is None:
+        shape = (batch * length, patch * height, patch * width, channels // (patch * patch))
+        out = torch.empty(shape, dtype=dtype, device=frames.device)
+    video = out if out.ndim == 5 else out.unflatten(0, (batch, length))
+    kernels.spread(frames, (1, patch, patch), order, 0, video.movedim(-1, 1), images=True)
+    return out
+
+
+def _check(x: Tensor, *others: Tensor | None, exact: bool) -> None:
+    """Refuse devices, dtypes, qualities and gradients that are not ours."""
+    refuse_device(x.device, x.dtype)
+    refuse_unless_exact(exact)
+    if x.dtype not in _DTYPES:
+        raise Refusal(f"there is no kernel for {str(x.dtype).removeprefix('torch.')}")
+    if type(x) not in (Tensor, torch.nn.Parameter):
+        raise Refusal(f"x is a {type(x).__name__}, which may have no memory")
+    refuse_gradients(x, *others)
+
+
+def _refuse_nothing(x: Tensor) -> None:
+    if not x.numel():
+        raise Refusal("there is nothing to do")
+
+
+def _kernels(name: str, x: Tensor) -> ModuleType:
+    """A file of kernels, where Triton runs them on the device of `x`."""
+    require(x.device)
+    return importlib.import_module(f".{name}", __package__)

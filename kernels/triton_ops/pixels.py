@@ -1,0 +1,269 @@
+"""Ops that move numbers between channels, frames and pixels."""
+
+# ruff: noqa: ANN001, ANN202, N803 (kernels: Triton's types, constants in capitals)
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .runtime import launch
+from .scalars import narrow
+from .tiles import (
+    ELEMENTS,
+    OFFSET_LIMIT,
+    blocks,
+    power_of_two,
+    refuse_sizes,
+    refuse_span,
+    strides,
+    tile,
+    vector,
+)
+
+# Numbers of a row of pixels that a program writes, for each of its rows.
+_RUN = ELEMENTS // 2
+
+
+def merge_phases(
+    grid: Tensor, source: Tensor | None, times: int, bias: Tensor | None, out: Tensor
+) -> None:
+    """Write the four pixels of each window, and what they get from `source`."""
+    batch, channels, frames, height, width = out.shape
+    height, width = height // 2, width // 2
+    size, block, warps = tile(channels, ELEMENTS // 2, rows=width)
+    parts = blocks(width, size)
+    before = 1 if source is None else source.shape[1]
+    # The first frame of a video is the last of the frames that its latent stands for.
+    missing = 0 if source is None else times * source.shape[2] - frames
+    launch(
+        _merge_phases,
+        (parts * height, frames, batch),
+        grid,
+        source,
+        None if bias is None else vector(bias),
+        out,
+        width,
+        parts,
+        missing,
+        *strides(grid),
+        *strides(source),
+        *strides(out),
+        warps=warps,
+        CHANNELS=channels,
+        BEFORE=before,
+        TIMES=times,
+        REPEATS=max(1, 4 * times * channels // before),
+        COLUMNS=size,
+        BLOCK=block,
+    )
+
+
+def spread(
+    x: Tensor, size: tuple[int, int, int], order: str, skip: int, out: Tensor, *, images: bool
+) -> None:
+    """Write blocks of channels as frames, rows and columns, of any dtype and strides.
+
+    Args:
+        x: As for `pixel_shuffle_3d`.
+        size: Likewise.
+        order: Likewise.
+        skip: Likewise.
+        out: `[B, C, times * T - skip, high * H, wide * W]`.
+        images: Bring [-1, 1] to [0, 1], or to 0 to 255 for integers.
+    """
+    if not out.numel():
+        return
+    refuse_sizes(out)
+    before, height, width = x.shape[1], x.shape[3], x.shape[4]
+    batch, channels, frames = out.shape[:3]
+    times, high, wide = size
+    parts = {"c": channels, "t": times, "h": high, "w": wide}
+    steps, step = {}, 1
+    for letter in reversed(order):
+        steps[letter], step = step, step * parts[letter]
+    row, column, channel = out.stride(3), out.stride(4), out.stride(1)
+    if high == 1 and row == width * wide * column and height * row < OFFSET_LIMIT:
+        height, width = 1, height * width  # rows are one run, and short ones fill a program
+    numbers = width * wide * channels
+    refuse_span(width * before, numbers, width * wide * column + channels * channel)
+    block = min(_RUN, power_of_two(numbers))
+    runs = blocks(numbers, block)
+    launch(
+        _spread,
+        (runs * height, frames, batch),
+        x,
+        out,
+        width,
+        runs,
+        skip,
+        *strides(x),
+        *strides(out),
+        row,
+        column,
+        channel,
+        BEFORE=before,
+        CHANNELS=channels,
+        TIMES=times,
+        HIGH=high,
+        WIDE=wide,
+        C_STEP=steps["c"],
+        T_STEP=steps["t"],
+        H_STEP=steps["h"],
+        W_STEP=steps["w"],
+        DENSE=(channels == 1 or channel == 1) and (wide * width == 1 or column == channels),
+        IMAGES=images,
+        BLOCK=block,
+    )
+
+
+def average_down(x: Tensor, times: int, size: int, out: Tensor) -> None:
+    """Write the means."""
+    batch, channels, frames, height, width = out.shape
+    before = x.shape[1]
+    count, block, warps = tile(channels, ELEMENTS // 2, rows=width)
+    parts = blocks(width, count)
+    refuse_span(size * x.shape[4] * before)
+    launch(
+        _average_down,
+        (parts * height, frames, batch),
+        x,
+        out,
+        width,
+        parts,
+        times * frames - x.shape[2],
+        *strides(x),
+        *strides(out),
+        warps=warps,
+        BEFORE=before,
+        CHANNELS=channels,
+        TIMES=times,
+        SIZE=size,
+        GROUP=before * times * size * size // channels,
+        COLUMNS=count,
+        BLOCK=block,
+    )
+
+
+@triton.jit(do_not_specialize=["width", "parts", "missing"])
+def _merge_phases(
+    grid, source, bias, out, width, parts, missing,
+    grid_batch, grid_frame, source_batch, source_frame, out_batch, out_frame,
+    CHANNELS: tl.constexpr, BEFORE: tl.constexpr, TIMES: tl.constexpr, REPEATS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The four phases of a part of a row of windows."""
+    line = tl.program_id(0) // parts
+    first = (tl.program_id(0) - line * parts) * COLUMNS
+    frame = tl.program_id(1)
+    video = tl.program_id(2).to(tl.int64)
+    column, channel = tl.arange(0, COLUMNS)[:, None], tl.arange(0, BLOCK)
+    exists = channel < CHANNELS
+    mask = (first + column < width) & exists[None, :]
+    grid += video * grid_batch + frame.to(tl.int64) * grid_frame
+    out += video * out_batch + frame.to(tl.int64) * out_frame
+    whole, phase = frame, frame
+    if source is not None:
+        whole = (frame + missing) // TIMES
+        phase = frame + missing - whole * TIMES
+        source += video * source_batch + whole.to(tl.int64) * source_frame
+        source += (line * width + first).to(tl.int64) * BEFORE
+    added = 0.0
+    if bias is not None:
+        added = tl.load(bias + channel, mask=exists, other=0).to(tl.float32)[None, :]
+
+    for a in tl.static_range(2):  # pyright: ignore
+        for b in tl.static_range(2):  # pyright: ignore
+            window = ((line + a) * (width + 1) + first + b).to(tl.int64)
+            place = grid + window * (4 * CHANNELS) + (2 * a + b) * CHANNELS
+            v = tl.load(place + column * (4 * CHANNELS) + channel[None, :], mask=mask, other=0)
+            if bias is not None:
+                v = v.to(tl.float32) + added
+            if source is not None:
+                index = ((channel * TIMES + phase) * 4 + 2 * a + b) // REPEATS
+                more = tl.load(source + column * BEFORE + index[None, :], mask=mask, other=0)
+                v = v.to(tl.float32) + more.to(tl.float32)
+            if bias is not None or source is not None:
+                v = narrow(v, out.dtype.element_ty)
+            pixel = ((2 * line + a).to(tl.int64) * width + first) * 2 + b
+            tl.store(
+                out + pixel * CHANNELS + (column * (2 * CHANNELS) + channel[None, :]), v, mask=mask
+            )
+
+
+# Triton is told where the width is a multiple of 16: the mask of a wide store depends on it.
+@triton.jit(do_not_specialize=["runs", "skip"])
+def _spread(
+    x, out, width, runs, skip,
+    x_batch, x_frame, out_batch, out_frame, out_row, out_column, out_channel,
+    BEFORE: tl.constexpr, CHANNELS: tl.constexpr,
+    TIMES: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    C_STEP: tl.constexpr, T_STEP: tl.constexpr, H_STEP: tl.constexpr, W_STEP: tl.constexpr,
+    DENSE: tl.constexpr, IMAGES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A run of the numbers of `HIGH` rows of the result. All divisors inside are constants."""
+    line = tl.program_id(0) // runs
+    number = (tl.program_id(0) - line * runs) * BLOCK + tl.arange(0, BLOCK)
+    frame = tl.program_id(1)
+    video = tl.program_id(2).to(tl.int64)
+    mask = number < width * (WIDE * CHANNELS)
+    pixel = number // CHANNELS
+    channel = number - pixel * CHANNELS
+    column = pixel // WIDE
+    w = pixel - column * WIDE
+    source = column * BEFORE + channel * C_STEP + w * W_STEP
+    target = number if DENSE else pixel * out_column + channel * out_channel
+
+    whole = (frame + skip) // TIMES
+    t = frame + skip - whole * TIMES
+    x += video * x_batch + whole.to(tl.int64) * x_frame
+    x += (line * width).to(tl.int64) * BEFORE + t * T_STEP
+    out += video * out_batch + frame.to(tl.int64) * out_frame
+    for a in tl.static_range(HIGH):  # pyright: ignore
+        v = tl.load(x + a * H_STEP + source, mask=mask, other=0)
+        if IMAGES:
+            y = (v.to(tl.float32) + 1) * 0.5
+            y = tl.where(y < 0, 0.0, y)
+            y = tl.where(y > 1, 1.0, y)
+            if out.dtype.element_ty == tl.uint8:
+                v = tl.where(y == y, y * 255, 0.0).to(tl.int32).to(tl.uint8)
+            else:
+                v = narrow(y, out.dtype.element_ty)
+        elif x.dtype.element_ty != out.dtype.element_ty:
+            v = narrow(v.to(tl.float32), out.dtype.element_ty)
+        tl.store(out + (line * HIGH + a).to(tl.int64) * out_row + target, v, mask=mask)
+
+
+@triton.jit(do_not_specialize=["width", "parts", "missing"])
+def _average_down(
+    x, out, width, parts, missing, x_batch, x_frame, out_batch, out_frame,
+    BEFORE: tl.constexpr, CHANNELS: tl.constexpr, TIMES: tl.constexpr, SIZE: tl.constexpr,
+    GROUP: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """All channels of a part of a row of the result."""
+    line = tl.program_id(0) // parts
+    first = (tl.program_id(0) - line * parts) * COLUMNS
+    frame = tl.program_id(1)
+    video = tl.program_id(2).to(tl.int64)
+    column, channel = tl.arange(0, COLUMNS)[:, None], tl.arange(0, BLOCK)
+    row = width * (SIZE * BEFORE)  # numbers of a row of `x`
+    x += video * x_batch + (line * SIZE).to(tl.int64) * row + first.to(tl.int64) * (SIZE * BEFORE)
+
+    total = tl.zeros((COLUMNS, BLOCK), tl.float32)
+    for m in range(GROUP):
+        # What is the m-th number that falls on each channel: the finest index is the column.
+        index = channel * GROUP + m
+        above = index // SIZE
+        block = above // SIZE
+        before = block // TIMES
+        time = frame * TIMES + (block - before * TIMES) - missing
+        inside = (above - block * SIZE) * row + (index - above * SIZE) * BEFORE + before
+        place = x + time.to(tl.int64) * x_frame + inside
+        mask = (first + column < width) & ((channel < CHANNELS) & (time >= 0))[None, :]
+        v = tl.load(place[None, :] + column * (SIZE * BEFORE), mask=mask, other=0)
+        total += v.to(tl.float32)
+
+    out += video * out_batch + frame.to(tl.int64) * out_frame
+    out += (line * width + first).to(tl.int64) * CHANNELS
+    mask = (first + column < width) & (channel < CHANNELS)[None, :]
+    mean = narrow(total * (1.0 / GROUP), out.dtype.element_ty)
+    tl.store(out + column * CHANNELS + channel[None, :], mean, mask=mask)

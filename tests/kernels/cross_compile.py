@@ -1,0 +1,140 @@
+"""Compiles the launches of the Triton ops for GPUs that are not here, and prints what they use.
+
+`python -m fast_video_vae.tests.kernels.cross_compile 80 90 -- bf16,96 ...`, with Triton's
+interpreter off. The launchers are those of the ops, with tensors without memory; what they start is
+compiled as Triton would on its first call. One line of JSON per kernel.
+"""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+_PACKAGE = "fast_video_vae.kernels.triton_ops"
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()} | {torch.uint8: "u8"}
+
+rows, group_norm, pixels = (
+    importlib.import_module(f"{_PACKAGE}.{name}") for name in ("rows", "group_norm", "pixels")
+)
+
+
+def launches(dtype, channels):
+    """What the ops start for pixels of so many channels."""
+    started = []
+
+    def launch(kernel, grid, *args, warps=4, **constants):
+        del grid
+        started.append((kernel, args, warps, constants))
+
+    def video(count, frames, height=360, width=640, dtype=dtype):
+        shape = (1, frames, height, width, count)
+        return torch.empty(shape, dtype=dtype, device="meta").movedim(-1, 1)
+
+    for module in (rows, group_norm, pixels):
+        module.launch = launch
+    x, numbers = video(channels, 4), torch.empty(channels, dtype=dtype, device="meta")
+    flat = x.movedim(1, -1).flatten(0, 3)
+    tail = video(channels, 2)
+    rows.rms_norm_silu(x, numbers, True, numbers, tail, video(channels, 6))
+    rows.rms_norm_silu(x, numbers, True, None, None, x)
+    rows.rms_norm(flat, numbers, 1e-6, flat)
+    rows.silu_mul(flat, flat, flat)
+    rows.bias_residual(x, numbers, x, numbers, x)
+    group_norm.group_norm_silu(
+        x, numbers, numbers, 32, 1e-6, True, 0, False, (1, 1, 1, 1), tail,
+        video(channels, 6, 362, 642),
+    )  # fmt: skip
+    pixels.merge_phases(
+        video(4 * channels, 4, 361, 641),
+        video(channels, 2),
+        2,
+        numbers,
+        video(channels, 4, 720, 1280),
+    )
+    pixels.merge_phases(
+        video(4 * channels, 4, 361, 641), None, 1, None, video(channels, 4, 720, 1280)
+    )
+    pixels.spread(video(2 * channels, 4), (2, 1, 1), "thwc", 0, video(channels, 8), images=False)
+    pixels.spread(
+        video(8 * channels, 4), (2, 2, 2), "hwtc", 1, video(channels, 7, 720, 1280), images=False
+    )
+    pixels.average_down(x, 2, 2, video(2 * channels, 2, 180, 320))
+    for kind in (torch.float32, torch.uint8):
+        images = video(3, 4, 720, 1280, dtype=kind)
+        pixels.spread(video(12, 4), (1, 2, 2), "ctwh", 0, images, images=True)
+        pixels.spread(video(3, 4), (1, 1, 1), "cthw", 0, video(3, 4, dtype=kind), images=True)
+    return started
+
+
+def compiled(kernel, args, warps, constants, chip):
+    """Compile a launch with what Triton would know of its arguments, for memory that is aligned."""
+    signature, known, sixteens = {}, dict(constants), {}
+    names = kernel.arg_names
+    given = dict(zip(names, args, strict=False))
+    for at, name in enumerate(names):
+        value = given.get(name)
+        plain = name in kernel.do_not_specialize
+        if name in constants or value is None or (type(value) is int and value == 1 and not plain):
+            signature[name] = "constexpr"
+            known.setdefault(name, value)
+        elif isinstance(value, torch.Tensor):
+            signature[name] = "*" + _NAMES[value.dtype]
+            sixteens[(at,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if value < 2**31 else "i64"
+            if value % 16 == 0 and not plain:
+                sixteens[(at,)] = [["tt.divisibility", 16]]
+    return triton.compile(
+        ASTSource(kernel, signature, known, sixteens),
+        target=GPUTarget("cuda", chip, 32),
+        options={"num_warps": warps, "enable_fp_fusion": True},
+    )
+
+
+def used(cubin):
+    """Registers of a thread, and its bytes of memory: the stack, and what spilled."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [tool, "--dump-resource-usage", path]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK", "LOCAL")]
+
+
+def main(arguments):
+    chips, cases = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
+    for case in cases:
+        name, channels = case.split(",")
+        for kernel, args, warps, constants in launches(_DTYPES[name], int(channels)):
+            for chip in chips:
+                result = compiled(kernel, args, warps, constants, int(chip))
+                registers, stack, local = used(result.asm["cubin"])
+                line = {
+                    "kernel": kernel.__name__,
+                    "case": case,
+                    "chip": int(chip),
+                    "registers": registers,
+                    "stack": stack + local,
+                    "shared": result.metadata.shared,
+                    "widest": max(
+                        map(int, re.findall(r"st\.global\S*\.v(\d)\.b32", result.asm["ptx"])),
+                        default=1,
+                    ),
+                }
+                sys.stdout.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

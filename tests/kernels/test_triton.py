@@ -1,0 +1,255 @@
+"""Triton where there is no GPU: kernels compile for chips that are elsewhere, and what is missing.
+
+That the ops are right is tested with all others of `cases.SERVED`, in Triton's interpreter.
+"""
+
+import importlib
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fast_video_vae import kernels
+from fast_video_vae.kernels import BackendError, use_backend, use_quality
+from fast_video_vae.kernels import backend as dispatch
+from fast_video_vae.kernels.backend import Refusal
+from fast_video_vae.kernels.triton_ops import runtime, tiles
+from fast_video_vae.tests.builders import module_command
+from fast_video_vae.tests.kernels import formulas
+from fast_video_vae.tests.kernels.cases import DTYPES, OPS, inputs, missing, place, random, video
+
+ops = importlib.import_module("fast_video_vae.kernels.triton_ops.ops")
+
+# Shared memory that a program may have, in KiB.
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+
+
+# Those that move numbers or add them in the order of the reference.
+EXACT = (
+    "bias_residual", "frames_to_images", "interleave_time", "merge_phases", "pixel_shuffle_3d",
+)  # fmt: skip
+
+
+@pytest.fixture
+def here():
+    """Tensors where Triton works: on a GPU, or on the CPU in its interpreter."""
+    reason = missing("triton")
+    if reason:
+        pytest.skip(reason)
+    with place("triton"):
+        yield
+
+
+@pytest.fixture
+def by_name(here):
+    """Triton alone is asked."""
+    with use_backend("triton"):
+        yield
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """As if nothing had been asked of Triton or logged yet."""
+    for name in ("_found", "_broken"):
+        monkeypatch.setattr(runtime, name, {})
+    monkeypatch.setattr(dispatch, "_logged", set())
+
+
+class Broken:
+    """A kernel that cannot be started, and how often that was tried."""
+
+    __name__ = "_broken_kernel"
+
+    def __init__(self):
+        self.tries = 0
+
+    def __getitem__(self, grid):
+        self.tries += 1
+        raise RuntimeError("no compiler\nand a long story")
+
+
+def told(caplog):
+    return [record.getMessage() for record in caplog.records]
+
+
+def resources(chips, cases):
+    """What every kernel uses, compiled in a process without the interpreter."""
+    pytest.importorskip("triton", reason="compiling needs triton")
+    command = module_command(
+        "fast_video_vae.tests.kernels.cross_compile", *map(str, chips), "--", *cases
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check_resources(chips, cases):
+    lines = resources(chips, cases)
+    assert {line["chip"] for line in lines} == set(chips)
+    assert {line["case"] for line in lines} == set(cases)
+    for line in lines:
+        assert line["stack"] == 0, line
+        assert line["shared"] <= SHARED[line["chip"]] << 10, line
+        # Wide stores: of 16 bytes where a tile has channels in a row.
+        assert line["widest"] >= 4 or line["kernel"] not in ("_rms_norm_silu", "_write"), line
+
+
+@pytest.mark.parametrize("chip", [80, 90])
+def test_the_kernels_of_96_channels_compile_without_spills(chip):
+    check_resources([chip], ["bf16,96"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", SHARED)
+def test_all_kernels_compile_for_every_chip_without_spills(chip):
+    counts = (96, 160, 192, 256, 384, 512, 640, 1024)
+    check_resources([chip], [*(f"bf16,{count}" for count in counts), "fp16,96", "fp32,384"])
+
+
+def test_a_cpu_is_refused_without_an_import_of_triton():
+    code = (
+        "import runpy, sys; runpy.run_path(sys.argv[1]); import torch\n"
+        "from fast_video_vae import kernels\n"
+        "from fast_video_vae.kernels import matrix, use_backend\n"
+        "x = torch.ones(2, 8)\n"
+        "kernels.rms_norm(x, x[0])\n"
+        "assert all('on cpu' in each.reason for each in matrix.backend_matrix()\n"
+        "           if each.backend == 'triton' and each.device == 'cpu')\n"
+        "try:\n"
+        "    with use_backend('triton'): kernels.rms_norm(x, x[0])\n"
+        "except kernels.BackendError as error: print(error)\n"
+        "assert torch.cuda.is_available() or 'triton' not in sys.modules\n"
+    )
+    conftest = Path(__file__).parents[1] / "conftest.py"
+    done = subprocess.run(
+        [sys.executable, "-c", code, conftest], capture_output=True, text=True, check=True,
+        env={**os.environ, "TRITON_INTERPRET": "0", "FAST_VIDEO_VAE_NATIVE": "0"},
+    )  # fmt: skip
+    reason = "triton: the tensors are on cpu; triton is for GPUs"
+    assert done.stdout.strip() == f"no backend takes this rms_norm ({reason})"
+
+
+def test_the_interpreter_serves_nobody_who_did_not_ask_for_it(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    x = torch.ones(2, 8)
+    with pytest.raises(Refusal, match="the tensors are on cpu; triton is for GPUs"):
+        dispatch.ask("triton", "rms_norm", x, x[0])
+    with pytest.raises(Refusal, match="TRITON_INTERPRET=1"):
+        runtime.refuse_device(torch.device("cuda", 0), torch.float32)
+
+
+def test_bfloat16_is_refused_where_the_chip_has_none(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    for dtype in (torch.float32, torch.float16):
+        runtime.refuse_device(device, dtype)
+    with pytest.raises(Refusal, match=r"needs compute capability 8\.0; this GPU has 7\.5"):
+        runtime.refuse_device(device, torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    runtime.refuse_device(device, torch.bfloat16)
+
+
+def test_a_triton_that_is_not_there_is_told_once(monkeypatch, caplog, fresh):
+    real = importlib.import_module
+
+    def lacking(name, package=None):
+        if name == "triton":
+            raise ModuleNotFoundError("No module named 'triton'")
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", lacking)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    x = torch.ones(2, 8)
+    with caplog.at_level(logging.WARNING), use_backend("triton"):
+        for _ in range(2):
+            with pytest.raises(BackendError, match=r"\(triton: triton is not installed\)"):
+                kernels.rms_norm(x, x[0])
+    (line,) = told(caplog)
+    assert "pip install triton" in line
+
+
+def test_a_triton_that_compiles_nothing_is_told_once(monkeypatch, caplog, fresh):
+    pytest.importorskip("triton")
+    broken = Broken()
+    scalars = importlib.import_module("fast_video_vae.kernels.triton_ops.scalars")
+    monkeypatch.setattr(scalars, "probe", broken)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with pytest.raises(
+                Refusal, match=r"cannot run a kernel on cpu \(RuntimeError: no compiler\)$"
+            ):
+                runtime.require(torch.device("cpu"))
+    assert broken.tries == 1
+    (line,) = told(caplog)
+    assert "C compiler" in line
+
+
+def test_a_kernel_that_does_not_start_leaves_the_call_to_the_next(here, monkeypatch, caplog, fresh):
+    """The tail is what it was; the kernel is not tried again, and others go on."""
+    rows, broken = (importlib.import_module(f"{ops.__package__}.rows"), Broken())
+    monkeypatch.setattr(rows, "_rms_norm_silu", broken)
+    monkeypatch.setattr(ops, "refuse_device", lambda *_: None)
+    x, gamma = video(1, 16, 2, 3, 5), random(16, seed=1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            tail = video(1, 16, 2, 3, 5, seed=2)
+            before = tail.clone()
+            y = kernels.rms_norm_silu(x, gamma, tail=tail)
+            assert torch.equal(y[:, :, :2], before)
+            assert torch.equal(tail, y[:, :, 2:])
+            formulas.check(tail, *formulas.rms_norm_silu(x, gamma))
+    assert broken.tries == 1
+    (line,) = told(caplog)
+    assert "broken_kernel" in line
+    with use_backend("triton"):
+        rows_of = x.movedim(1, -1)
+        formulas.check(kernels.rms_norm(rows_of, gamma), *formulas.rms_norm(rows_of, gamma))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exact_has_the_bits_of_the_reference_or_a_refusal(by_name, dtype):
+    for op in OPS:
+        args, keywords = inputs(op, dtype)
+        with use_quality("exact"):
+            if op not in EXACT:
+                with pytest.raises(BackendError, match="quality is exact"):
+                    getattr(kernels, op)(*args, **keywords)
+                continue
+            actual = getattr(kernels, op)(*args, **keywords)
+        with use_backend("reference"):
+            assert torch.equal(actual, getattr(kernels, op)(*args, **keywords)), op
+
+
+def test_a_lone_frame_says_nothing_of_its_stride():
+    """A stride of 1 there would make every load of the kernel a narrow one."""
+    x = torch.empty_strided((1, 8, 1, 2, 3), (1, 1, 1, 24, 8))
+    assert tiles.strides(x) == (0, 0)
+    assert tiles.strides(video(2, 8, 3, 2, 3)) == (3 * 48, 48)
+
+
+@pytest.mark.parametrize(
+    ("channels", "rows", "expected"),
+    [
+        (1, None, (4096, 1, 4)),
+        (96, None, (32, 128, 4)),
+        (96, 5, (8, 128, 4)),
+        (384, None, (8, 512, 4)),
+        (1024, None, (4, 1024, 4)),
+        (8192, None, (1, 8192, 8)),
+    ],
+)
+def test_a_tile_holds_a_power_of_two_of_rows_and_channels(channels, rows, expected):
+    assert tiles.tile(channels, rows=rows) == expected
+
+
+def test_rows_that_are_too_long_are_refused(by_name):
+    x = torch.ones(1, 8193)
+    with pytest.raises(BackendError, match="more than 8192 channels"):
+        kernels.rms_norm(x, x[0])

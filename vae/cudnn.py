@@ -1,0 +1,228 @@
+"""Convolutions as the vendor's library takes them: which entry, and how much in a call.
+
+Some versions of cuDNN were wrong for large convolutions over time in 16 bits. PyTorch 2.9 and 2.10
+therefore give those not to cuDNN 9.10.2 to 9.14 but to a path of their own that unfolds the input:
+three times the memory, 4 to 20 times the time (pytorch/pytorch#163539, #166643, #166122, #174051).
+There cuDNN is called directly, and never with what is too large for it.
+"""
+
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Elements of an input or output from which on 31 bits no longer count them.
+_LIMIT = 1 << 31
+
+# Versions between which PyTorch does not give such convolutions to cuDNN: the first two numbers of
+# PyTorch's, both included, and cuDNN's, the last excluded.
+_TORCH = ((2, 9), (2, 10))
+_CUDNN = (91002, 91500)
+
+# A region of an output: first index and end for the batch and each dimension behind the channels.
+Region = tuple[tuple[int, int], ...]
+
+
+@dataclass
+class _Search:
+    """Who is inside `searching`, and what the switch was before the first of them."""
+
+    holders: int = 0
+    before: bool = False
+
+
+_lock = threading.Lock()
+_search = _Search()
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+) -> Tensor:
+    """Convolve frames or a video, in as many calls as it takes.
+
+    Args:
+        x: `[N, C_in, H, W]` or `[B, C_in, T, H, W]`, channels-last.
+        weight: `[C_out, C_in, ...]`, of the dtype of `x`.
+        bias: `[C_out]`, likewise; None: zeros.
+        stride: Steps in each dimension of the kernel.
+        padding: Zeros at both ends of each.
+
+    Returns:
+        The result, channels-last.
+    """
+    regions = parts(x.shape, weight.shape, stride, padding)
+    if len(regions) == 1:
+        return _call(x, weight, bias, stride, padding)
+    out = torch.empty(
+        _output_size(x.shape, weight.shape, stride, padding),
+        dtype=x.dtype,
+        device=x.device,
+        memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d,
+    )
+    for region in regions:
+        reads, keeps = _window(region, x.shape, weight.shape, stride, padding)
+        frames, *pixels = (slice(start, end) for start, end in region)
+        out[(frames, slice(None), *pixels)] = _call(x[reads], weight, bias, stride, padding)[keeps]
+    return out
+
+
+def parts(
+    shape: Sequence[int],
+    weight_shape: Sequence[int],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+) -> list[Region]:
+    """Divide an output so that neither it nor what it reads is `_LIMIT` elements or more.
+
+    It is halved by frames as long as there are several, and then by rows. A row is never divided.
+
+    Args:
+        shape: Of the input.
+        weight_shape: Of the kernel.
+        stride: Steps in each dimension of the kernel.
+        padding: Zeros at both ends of each.
+
+    Returns:
+        Regions that make up the output, in its order.
+    """
+    size = _output_size(shape, weight_shape, stride, padding)
+    whole = tuple((0, length) for length in (size[0], *size[2:]))
+    if max(prod(shape), prod(size)) < _LIMIT:
+        return [whole]
+
+    def divided(region: Region) -> list[Region]:
+        reads, _ = _window(region, shape, weight_shape, stride, padding)
+        read = tuple(part.stop - part.start for part in reads)
+        size = max(prod(read), prod(_output_size(read, weight_shape, stride, padding)))
+        axis = next((i for i, (start, end) in enumerate(region[:-1]) if end - start > 1), None)
+        if size < _LIMIT or axis is None:
+            return [region]
+        start, end = region[axis]
+        middle = (start + end) // 2
+        return [
+            part
+            for ends in ((start, middle), (middle, end))
+            for part in divided((*region[:axis], ends, *region[axis + 1 :]))
+        ]
+
+    return divided(whole)
+
+
+@contextmanager
+def searching(device: torch.device) -> Iterator[None]:
+    """Let cuDNN time its algorithms once for each new shape in the body, and keep the fastest.
+
+    The switch (`torch.backends.cudnn.benchmark`) is the process's. Every thread sees it while any
+    is inside, and the last one out puts back what the first one found. A user who has set it to
+    False is overruled, because that is also what it is where nobody has set it.
+
+    Args:
+        device: Where the convolutions run; nothing is done unless it is CUDA.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    switches: Any = torch.backends.cudnn
+    with _lock:
+        if _search.holders == 0:
+            _search.before = switches.benchmark
+            switches.benchmark = True
+        _search.holders += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _search.holders -= 1
+            if _search.holders == 0:
+                switches.benchmark = _search.before
+
+
+def _call(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+) -> Tensor:
+    if x.ndim == 4:
+        return F.conv2d(x, weight, bias, stride, padding)
+    if not _is_left_out(x.device, x.dtype) or not torch.backends.cudnn.enabled:
+        return F.conv3d(x, weight, bias, stride, padding)
+    switches: Any = torch.backends.cudnn
+    # TF32 is no matter of 16 bits, and its older switch cannot be read beside the newer ones.
+    y = torch.cudnn_convolution(
+        x, weight, padding, stride, (1, 1, 1), 1, switches.benchmark, switches.deterministic, True
+    )
+    return y if bias is None else y.add_(bias.view(-1, 1, 1, 1))
+
+
+@functools.cache
+def _is_left_out(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether PyTorch would unfold a convolution over time rather than ask cuDNN."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return _unfolds(torch.__version__, _cudnn_version())
+
+
+def _cudnn_version() -> int | None:
+    """As one number; None: there is none, as on AMD's devices, which are called CUDA too."""
+    return torch.backends.cudnn.version() if torch.version.cuda else None
+
+
+def _unfolds(torch_version: str, cudnn_version: int | None) -> bool:
+    """Whether these two versions are among those that do not work together."""
+    major, minor = torch_version.split(".")[:2]
+    if cudnn_version is None or not _TORCH[0] <= (int(major), int(minor)) <= _TORCH[1]:
+        return False
+    return _CUDNN[0] <= cudnn_version < _CUDNN[1]
+
+
+def _output_size(
+    shape: Sequence[int],
+    weight_shape: Sequence[int],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+) -> tuple[int, ...]:
+    """The shape of the result."""
+    axes = zip(shape[2:], weight_shape[2:], stride, padding, strict=True)
+    return (
+        shape[0],
+        weight_shape[0],
+        *((length + 2 * pad - taps) // step + 1 for length, taps, step, pad in axes),
+    )
+
+
+def _window(
+    region: Region,
+    shape: Sequence[int],
+    weight_shape: Sequence[int],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """What a region reads of the input, and what of the result of that, padded too, it is.
+
+    A convolution pads both ends. Inside of the input that would be wrong, so as much is read there
+    as keeps the wrong positions out of the region.
+    """
+    frames, *ends = region
+    reads, keeps = [slice(*frames), slice(0, shape[1])], [slice(None), slice(None)]
+    axes = zip(ends, shape[2:], weight_shape[2:], stride, padding, strict=True)
+    for (start, end), length, taps, step, pad in axes:
+        first = max(0, start - -(-pad // step))  # the output whose window begins a pad before
+        last = (end - 1) * step - pad + taps
+        # All of it for the last output, so that what is whole stays one run of memory.
+        whole = last + step > length + pad
+        reads.append(slice(first * step, length if whole else min(length, last)))
+        keeps.append(slice(start - first, end - first))
+    return tuple(reads), tuple(keeps)
