@@ -11,6 +11,14 @@ from torch import Tensor
 
 from . import build
 from .backend import Refusal, refuse_unless_exact
+from .layouts import (
+    is_dense,
+    new_video,
+    refuse_gradients,
+    refuse_overlap,
+    refuse_rows,
+    refuse_videos,
+)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,17 +35,17 @@ def rms_norm_silu(
     """Normalise each pixel over its channels, scale, and apply SiLU."""
     refuse_unless_exact(exact=False)
     _check(x, gamma, bias)
-    _check_videos(x=x, tail=tail, out=out)
+    refuse_videos(x=x, tail=tail, out=out)
     if tail is None:
-        _check_apart(out, x=x, same=True)
+        refuse_overlap(out, x=x, same=True)
     else:
-        _check_apart(out, x=x, tail=tail)
-        _check_apart(tail, x=x)
+        refuse_overlap(out, x=x, tail=tail)
+        refuse_overlap(tail, x=x)
     build.load()
     if out is None:
         batch, channels, frames, height, width = x.shape
         frames += 0 if tail is None else tail.shape[2]
-        out = _channels_last(x, batch, channels, frames, height, width)
+        out = new_video(x, batch, channels, frames, height, width)
     torch.ops.fast_video_vae.rms_norm_silu.default(
         x, _vector(gamma), silu, None if bias is None else _vector(bias), tail, out
     )
@@ -61,18 +69,16 @@ def group_norm_silu(
     """Normalise each frame over its pixels and each group of channels, and apply SiLU."""
     refuse_unless_exact(exact=False)
     _check(x, weight, bias)
-    _check_videos(x=x, tail=tail, out=out)
+    refuse_videos(x=x, tail=tail, out=out)
     plain = tail is None and not front and not any(padding)
-    _check_apart(out, x=x, tail=tail, same=plain)
-    _check_apart(tail, x=x)
+    refuse_overlap(out, x=x, tail=tail, same=plain)
+    refuse_overlap(tail, x=x)
     build.load()
     if out is None:
         batch, channels, frames, height, width = x.shape
         left, right, top, bottom = padding
         frames += front if tail is None else tail.shape[2]
-        out = _channels_last(
-            x, batch, channels, frames, height + top + bottom, width + left + right
-        )
+        out = new_video(x, batch, channels, frames, height + top + bottom, width + left + right)
     torch.ops.fast_video_vae.group_norm_silu.default(
         x,
         _vector(weight),
@@ -93,8 +99,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None
     """Normalise the last dimension by its root mean square, and scale."""
     refuse_unless_exact(exact=False)
     _check(x, weight)
-    _check_rows(x=x, out=out)
-    _check_apart(out, x=x, same=True)
+    refuse_rows(x=x, out=out)
+    refuse_overlap(out, x=x, same=True)
     build.load()
     if out is None:
         out = x.new_empty(x.shape)
@@ -106,8 +112,8 @@ def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
     """SiLU of one tensor times another: `x * sigmoid(x) * gate`."""
     refuse_unless_exact(exact=False)
     _check(x, gate)
-    _check_rows(x=x, gate=gate, out=out)
-    _check_apart(out, x=x, gate=gate, same=True)
+    refuse_rows(x=x, gate=gate, out=out)
+    refuse_overlap(out, x=x, gate=gate, same=True)
     build.load()
     if out is None:
         out = x.new_empty(x.shape)
@@ -126,11 +132,11 @@ def bias_residual(
     """Add what a convolution without bias leaves to add, in one pass."""
     refuse_unless_exact(exact=True)
     _check(x, bias, residual, residual_bias)
-    _check_videos(x=x, residual=residual, out=out)
-    _check_apart(out, x=x, residual=residual, same=True)
+    refuse_videos(x=x, residual=residual, out=out)
+    refuse_overlap(out, x=x, residual=residual, same=True)
     build.load()
     if out is None:
-        out = _channels_last(x, *x.shape)
+        out = new_video(x, *x.shape)
     torch.ops.fast_video_vae.bias_residual.default(
         x,
         None if bias is None else _vector(bias),
@@ -150,12 +156,12 @@ def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Ten
     """Spread the temporal phases in the channels over frames."""
     refuse_unless_exact(exact=True)
     _check(x)
-    _check_videos(x=x, out=out)
-    _check_apart(out, x=x)
+    refuse_videos(x=x, out=out)
+    refuse_overlap(out, x=x)
     build.load()
     if out is None:
         batch, channels, frames, height, width = x.shape
-        out = _channels_last(x, batch, channels // phases, phases * frames, height, width)
+        out = new_video(x, batch, channels // phases, phases * frames, height, width)
     torch.ops.fast_video_vae.interleave_time.default(x, phases, out)
     return out
 
@@ -171,12 +177,12 @@ def merge_phases(
     """Merge the four phases of a folded upsampling convolution into one picture."""
     refuse_unless_exact(exact=True)
     _check(grid, source, bias)
-    _check_videos(grid=grid, source=source, out=out)
-    _check_apart(out, grid=grid, source=source)
+    refuse_videos(grid=grid, source=source, out=out)
+    refuse_overlap(out, grid=grid, source=source)
     build.load()
     if out is None:
         batch, channels, frames, height, width = grid.shape
-        out = _channels_last(grid, batch, channels // 4, frames, 2 * height - 2, 2 * width - 2)
+        out = new_video(grid, batch, channels // 4, frames, 2 * height - 2, 2 * width - 2)
     offset = None if bias is None else _vector(bias)
     torch.ops.fast_video_vae.merge_phases.default(grid, source, times, offset, out)
     return out
@@ -195,14 +201,14 @@ def pixel_shuffle_3d(
     _check(x)
     if out is not None and (out.dtype != x.dtype or out.device != x.device):
         raise Refusal("out is of another dtype or device")
-    _check_videos(x=x, out=out)
-    _check_apart(out, x=x)
+    refuse_videos(x=x, out=out)
+    refuse_overlap(out, x=x)
     build.load()
     if out is None:
         batch, channels, frames, height, width = x.shape
         times, high, wide = size
         channels //= times * high * wide
-        out = _channels_last(x, batch, channels, times * frames - skip, high * height, wide * width)
+        out = new_video(x, batch, channels, times * frames - skip, high * height, wide * width)
     torch.ops.fast_video_vae.pixel_shuffle_3d.default(x, size, order, skip, out)
     return out
 
@@ -211,10 +217,10 @@ def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
     """Average what falls on one number of a smaller video."""
     refuse_unless_exact(exact=False)
     _check(x)
-    _check_videos(x=x)
+    refuse_videos(x=x)
     build.load()
     batch, _, frames, height, width = x.shape
-    out = _channels_last(x, batch, channels, -(-frames // times), height // size, width // size)
+    out = new_video(x, batch, channels, -(-frames // times), height // size, width // size)
     torch.ops.fast_video_vae.average_down.default(x, times, size, out)
     return out
 
@@ -234,12 +240,12 @@ def frames_to_images(
         dtype = out.dtype
         if out.device != frames.device:
             raise Refusal("out is on another device")
-        if not _is_dense(out, -3, -2, -1):
+        if not is_dense(out, -3, -2, -1):
             raise Refusal("the pixels of out are not dense")
     if dtype not in (torch.float32, torch.uint8):
         raise Refusal("images are neither float32 nor uint8")
-    _check_videos(frames=frames)
-    _check_apart(out, frames=frames)
+    refuse_videos(frames=frames)
+    refuse_overlap(out, frames=frames)
     build.load()
     if out is None:
         batch, channels, length, height, width = frames.shape
@@ -255,72 +261,7 @@ def _check(x: Tensor, *others: Tensor | None) -> None:
         raise Refusal(f"the tensors are on {x.device.type}; native is for the CPU")
     if x.dtype not in _DTYPES:
         raise Refusal(f"there is no kernel for {str(x.dtype).removeprefix('torch.')}")
-    if torch.is_grad_enabled() and (
-        x.requires_grad or any(other is not None and other.requires_grad for other in others)
-    ):
-        raise Refusal("autograd records, and native has no gradient")
-
-
-def _check_videos(**tensors: Tensor | None) -> None:
-    """Refuse what is not `[B, C, T, H, W]` with dense channels-last frames."""
-    for name, tensor in tensors.items():
-        if tensor is not None and not _is_dense(tensor, 3, 4, 1):
-            raise Refusal(f"{name} is not channels-last")
-
-
-def _is_dense(x: Tensor, *dims: int) -> bool:
-    """Whether dimensions are one run of numbers, the last the fastest."""
-    shape, strides, run = x.shape, x.stride(), 1
-    for dim in reversed(dims):
-        size = shape[dim]
-        if size != 1:
-            if strides[dim] != run and x.numel():
-                return False
-            run *= size
-    return True
-
-
-def _check_rows(**tensors: Tensor | None) -> None:
-    """Refuse what is not rows of numbers at one distance."""
-    for name, x in tensors.items():
-        if x is None or x.is_contiguous():
-            continue
-        shape, strides = x.shape, x.stride()
-        if shape[-1] != 1 and strides[-1] != 1:
-            raise Refusal(f"the last dimension of {name} is not dense")
-        expected = None
-        for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
-            if size != 1:
-                if expected is not None and stride != expected:
-                    raise Refusal(f"the rows of {name} are not at one distance")
-                expected = stride * size
-
-
-def _check_apart(target: Tensor | None, *, same: bool = False, **sources: Tensor | None) -> None:
-    """Refuse a target in the memory of what is read; with `same` it may be the very tensor."""
-    if type(target) is not Tensor:  # a subclass (a fake tensor, say) may have no address
-        return
-    memory = target.untyped_storage().data_ptr()
-    for name, source in sources.items():
-        if source is None or (same and source is target) or not memory:
-            continue
-        if source.untyped_storage().data_ptr() != memory:
-            continue
-        first, last = _extent(target)
-        start, stop = _extent(source)
-        if first < stop and start < last:
-            if same and first == start and target.stride() == source.stride():
-                continue
-            raise Refusal(f"the result would be written over {name}")
-
-
-def _extent(x: Tensor) -> tuple[int, int]:
-    """First and last address of the memory of a tensor."""
-    first = x.data_ptr()
-    if not x.numel():
-        return first, first
-    span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return first, first + (span + 1) * x.element_size()
+    refuse_gradients(x, *others)
 
 
 def _vector(values: Tensor) -> Tensor:
@@ -328,9 +269,3 @@ def _vector(values: Tensor) -> Tensor:
     if values.dtype is torch.float32 and values.is_contiguous():
         return values
     return values.float().contiguous()
-
-
-def _channels_last(like: Tensor, *shape: int) -> Tensor:
-    """Uninitialised channels-last memory for `[B, C, T, H, W]`."""
-    batch, channels, frames, height, width = shape
-    return like.new_empty((batch, frames, height, width, channels)).movedim(-1, 1)

@@ -1,6 +1,7 @@
 """Attention in memory that grows with the number of pixels alone."""
 
 import functools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +21,10 @@ _LIFT = 2.0**15
 
 # On CUDA heads above 256 are taken by the memory-efficient kernel alone, 32 queries at a time and
 # with its sums in global memory. It is expected to run at 60 to 120 TFLOP/s on an H200 and blocks
-# of matrix products at about 200, once there are enough of them. Neither was measured: the two
-# numbers are to be set by the first machine with a GPU.
+# of matrix products at about 200, from 4096 pixels on or so. Neither was measured, so PyTorch's
+# kernel serves until the first machine with a GPU sets the second number.
 _FLASH_HEAD = 256
-_BLOCKS_FROM = 4096
+_BLOCKS_FROM = math.inf
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
