@@ -136,7 +136,7 @@ def group_norm_silu(
     checks.floats(x=x)
     checks.video(x=x)
     checks.vectors(x, x.shape[1], weight=weight, bias=bias)
-    checks.groups(x, groups)
+    checks.divides(groups, x.shape[1], "groups")
     checks.border(front, padding, tail)
     checks.window(x, tail, out, front=front, padding=padding)
     return run(

@@ -93,11 +93,6 @@ def border(front: int, padding: tuple[int, int, int, int], tail: Tensor | None) 
         raise ValueError(f"front is {front} and there is a tail; expected one of the two")
 
 
-def groups(x: Tensor, parts: int) -> None:
-    """The channels divide into groups."""
-    divides(parts, x.shape[1], "groups")
-
-
 def divides(parts: int, whole: int, name: str) -> None:
     """`parts` divides the channels."""
     if parts < 1 or whole % parts:

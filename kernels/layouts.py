@@ -1,4 +1,4 @@
-"""What backends with kernels of their own ask of memory, and the reasons why they refuse it.
+"""What backends with kernels of their own ask of tensors, and the reasons why they refuse them.
 
 Frames are dense blocks of `H * W` rows of `C` numbers, at any distance in batch and time; rows of
 `[..., C]` are at one distance; and a result is written over what it is made of only in place.
@@ -8,6 +8,15 @@ import torch
 from torch import Tensor
 
 from .backend import Refusal
+
+# What the kernels compute on, in float32.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def refuse_dtype(x: Tensor) -> None:
+    """Refuse a dtype that the kernels do not read and write."""
+    if x.dtype not in DTYPES:
+        raise Refusal(f"there is no kernel for {str(x.dtype).removeprefix('torch.')}")
 
 
 def refuse_gradients(*tensors: Tensor | None) -> None:

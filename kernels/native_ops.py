@@ -14,13 +14,12 @@ from .backend import Refusal, refuse_unless_exact
 from .layouts import (
     is_dense,
     new_video,
+    refuse_dtype,
     refuse_gradients,
     refuse_overlap,
     refuse_rows,
     refuse_videos,
 )
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def rms_norm_silu(
@@ -259,8 +258,7 @@ def _check(x: Tensor, *others: Tensor | None) -> None:
     """Refuse devices, dtypes and gradients that are not ours; `others` share the device."""
     if x.device.type not in ("cpu", "meta"):
         raise Refusal(f"the tensors are on {x.device.type}; native is for the CPU")
-    if x.dtype not in _DTYPES:
-        raise Refusal(f"there is no kernel for {str(x.dtype).removeprefix('torch.')}")
+    refuse_dtype(x)
     refuse_gradients(x, *others)
 
 

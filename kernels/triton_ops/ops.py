@@ -4,7 +4,6 @@ Each function says in its first lines what it does not take. Then the kernels ar
 """
 
 import importlib
-import importlib.util
 from types import ModuleType
 
 import torch
@@ -12,7 +11,9 @@ from torch import Tensor
 
 from ..backend import Refusal, refuse_unless_exact
 from ..layouts import (
+    DTYPES,
     new_video,
+    refuse_dtype,
     refuse_gradients,
     refuse_overlap,
     refuse_rows,
@@ -20,8 +21,6 @@ from ..layouts import (
 )
 from .runtime import refuse_device, require
 from .tiles import refuse_sizes
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def rms_norm_silu(
@@ -130,8 +129,6 @@ def bias_residual(
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Single-head attention over the pixels of a frame."""
     _check(q, k, v, exact=False)
-    if importlib.util.find_spec(".attention", __package__) is None:
-        raise Refusal("it has no such kernel")
     return _kernels("attention", q).attention(q, k, v)
 
 
@@ -187,7 +184,7 @@ def pixel_shuffle_3d(
     if out is not None:
         if out.device != x.device:
             raise Refusal("out is on another device")
-        if out.dtype not in _DTYPES:
+        if out.dtype not in DTYPES:
             raise Refusal("out is of a dtype without a kernel")
     refuse_overlap(out, x=x)
     kernels = _kernels("pixels", x)
@@ -226,7 +223,7 @@ def frames_to_images(
         dtype = out.dtype
         if out.device != frames.device:
             raise Refusal("out is on another device")
-    if dtype not in (*_DTYPES, torch.uint8):
+    if dtype not in (*DTYPES, torch.uint8):
         raise Refusal("images are of a dtype without a kernel")
     refuse_videos(frames=frames)
     refuse_sizes(frames)
@@ -245,8 +242,7 @@ def _check(x: Tensor, *others: Tensor | None, exact: bool) -> None:
     """Refuse devices, dtypes, qualities and gradients that are not ours."""
     refuse_device(x.device, x.dtype)
     refuse_unless_exact(exact)
-    if x.dtype not in _DTYPES:
-        raise Refusal(f"there is no kernel for {str(x.dtype).removeprefix('torch.')}")
+    refuse_dtype(x)
     if type(x) not in (Tensor, torch.nn.Parameter):
         raise Refusal(f"x is a {type(x).__name__}, which may have no memory")
     refuse_gradients(x, *others)
