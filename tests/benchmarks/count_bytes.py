@@ -23,6 +23,7 @@ if __name__ == "__main__":
     runpy.run_path(str(Path(__file__).resolve().parents[1] / "conftest.py"))
 
 
+from fast_video_vae.tests.benchmarks import record
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.vae import read_checkpoint
 from fast_video_vae.vae.budget import make_plan
@@ -189,6 +190,7 @@ def main() -> None:
     )
     parser.add_argument("--ops", action="store_true", help="the bytes of each op, too")
     parser.add_argument("--limit-gb", type=float, default=16, help="memory that a step may take")
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
     print("720 x 1280, bfloat16    GB per latent    needed    ratio    launches per latent")
     for (family, direction), needed in NEEDED_GB.items():
@@ -199,6 +201,14 @@ def main() -> None:
         print(
             f"{family} {direction:16}{gigabytes:14.2f}{needed:10.2f}{gigabytes / needed:9.2f}"
             f"{counter.launches / latents:15.0f}"
+        )
+        record.append(
+            args.out,
+            "count_bytes",
+            f"{direction} step 720x1280 bfloat16 {family}",
+            gigabytes_per_latent=round(gigabytes, 2),
+            needed=needed,
+            launches_per_latent=round(counter.launches / latents, 1),
         )
         if args.ops:
             for name, nbytes in counter.by_op.most_common():
