@@ -1,9 +1,10 @@
 """Which backend runs a call: the one place that decides.
 
 Backends carry functions of the same names and signatures as the ops of `kernels/__init__.py`. They
-are asked in the order of `ORDER`, fastest first. One that cannot take a call raises `Refusal` with
-the reason before it does any work, and the next is asked. What is missing on a machine (a compiler,
-a package) is such a reason too: found once, logged once, remembered.
+are asked in the order of `ORDER`, fastest first; on a GPU in the order that `trial.py` has measured
+there. One that cannot take a call raises `Refusal` with the reason before it does any work, and the
+next is asked. What is missing on a machine (a compiler, a package) is such a reason too: found
+once, logged once, remembered.
 """
 
 import importlib
@@ -68,14 +69,22 @@ def run(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of th
     Raises:
         BackendError: Nobody takes the call.
     """
-    forced = _forced.get()
     reasons: dict[str, str] = {}
-    for name in ORDER if forced is None else (forced,):
+    for name in _order(op, args, kwargs):
         try:
             return ask(name, op, *args, **kwargs)
         except Refusal as refusal:
             reasons[name] = str(refusal)
     raise BackendError(op, reasons)
+
+
+def _order(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    forced = _forced.get()
+    if forced is not None:
+        return (forced,)
+    if args and getattr(args[0], "is_cuda", False):
+        return importlib.import_module(".trial", __package__).order(op, args, kwargs)
+    return ORDER
 
 
 def ask(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op

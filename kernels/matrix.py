@@ -1,33 +1,17 @@
 """Which backend takes which op: asked with a small call of each, because only a call can tell."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from . import build
+from . import build, examples
 from .backend import ORDER, Refusal, ask, use_quality
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# What the VAEs do, on a small scale: an op, and what makes a tensor of a shape.
-_CALLS: dict[str, Callable[[Callable[..., Any], Callable[..., Tensor]], Any]] = {
-    "rms_norm_silu": lambda op, x: op(x(1, 32, 2, 4, 4), x(32), tail=x(1, 32, 2, 4, 4)),
-    "group_norm_silu": lambda op, x: op(x(1, 32, 2, 4, 4), x(32), x(32), 4),
-    "rms_norm": lambda op, x: op(x(16, 32), x(32)),
-    "silu_mul": lambda op, x: op(x(16, 32), x(16, 32)),
-    "bias_residual": lambda op, x: op(x(1, 32, 2, 4, 4), x(32), x(1, 32, 2, 4, 4), x(32)),
-    "attention": lambda op, x: op(x(1, 16, 32), x(1, 16, 32), x(1, 16, 32)),
-    "interleave_time": lambda op, x: op(x(1, 64, 2, 4, 4), 2),
-    "merge_phases": lambda op, x: op(x(1, 64, 2, 5, 5), x(1, 32, 1, 4, 4), 2),
-    "pixel_shuffle_3d": lambda op, x: op(x(1, 12, 2, 4, 4), (1, 2, 2), "ctwh"),
-    "average_down": lambda op, x: op(x(1, 32, 2, 4, 4), 64, times=2, size=2),
-    "frames_to_images": lambda op, x: op(x(1, 12, 2, 4, 4), patch=2),
-}
+# Frames, height and width of the calls.
+_SIZE = (2, 4, 4)
 
 
 @dataclass(frozen=True)
@@ -77,7 +61,7 @@ def backend_matrix() -> list[Support]:
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return [
         _asked(op, device, backend, dtype)
-        for op in _CALLS
+        for op in examples.OPS
         for device in devices
         for backend in ORDER
         for dtype in _DTYPES
@@ -102,13 +86,10 @@ def _asked(op: str, device: str, backend: str, dtype: torch.dtype) -> Support:
 
 
 def _refusal(op: str, device: str, backend: str, dtype: torch.dtype, quality: str) -> str | None:
-    def numbers(*shape: int) -> Tensor:
-        x = torch.linspace(-1, 1, torch.Size(shape).numel(), device=device).to(dtype).view(shape)
-        return x.contiguous(memory_format=torch.channels_last_3d) if x.ndim == 5 else x
-
+    arguments = examples.call(op, _SIZE, dtype, torch.device(device))
     try:
         with torch.no_grad(), use_quality(quality):
-            _CALLS[op](partial(ask, backend, op), numbers)
+            ask(backend, op, **arguments)
     except Refusal as refusal:
         return str(refusal)
     return None

@@ -1,13 +1,13 @@
 """Attention in memory that grows with the number of pixels alone."""
 
 import functools
-import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..backend import Refusal
+from ..measure import seconds
 
 # Scores that are held at a time where there is no fused kernel: 256 MiB in float32, and as much
 # again for their softmax.
@@ -21,10 +21,10 @@ _LIFT = 2.0**15
 
 # On CUDA heads above 256 are taken by the memory-efficient kernel alone, 32 queries at a time and
 # with its sums in global memory. It is expected to run at 60 to 120 TFLOP/s on an H200 and blocks
-# of matrix products at about 200, from 4096 pixels on or so. Neither was measured, so PyTorch's
-# kernel serves until the first machine with a GPU sets the second number.
+# of matrix products at about 200, from some thousand pixels on. Which is faster is measured on each
+# GPU, with so many pixels at most.
 _FLASH_HEAD = 256
-_BLOCKS_FROM = math.inf
+_TRIED_PIXELS = 1 << 14
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -40,8 +40,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # The fused kernels want dense rows, and where they do not get them the scores are made.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     if _fused_attention_takes(q, k, v) and not _blocks_are_faster(q, k, v):
-        return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
+        return _fused(q, k, v)
     return _in_blocks(q, k, v)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
 
 
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -105,13 +109,40 @@ def _has_mixed_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _blocks_are_faster(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether blocks of products are expected to beat the fused kernel of PyTorch.
+    """Whether blocks of products beat the fused kernel of PyTorch.
 
     In 16 bits only where such products come in float32: made in float32 they are slower than it.
     """
-    if q.device.type != "cuda" or q.shape[2] <= _FLASH_HEAD or q.shape[1] <= _BLOCKS_FROM:
+    _, length, channels = q.shape
+    if q.device.type != "cuda" or channels <= _FLASH_HEAD:
         return False
-    return q.dtype.itemsize > 2 or _multiplies_mixed(q, k, v)
+    if q.dtype.itemsize == 2 and not _multiplies_mixed(q, k, v):
+        return False
+    pixels = 1 << min(length, _TRIED_PIXELS).bit_length() - 1
+    known = _faster.get((q.device, q.dtype, channels, pixels))
+    return known or (known is None and _measure(q, pixels))
+
+
+# Whether blocks are faster, by device, dtype, size of the head and pixels.
+_faster: dict[tuple[torch.device, torch.dtype, int, int], bool] = {}
+
+
+def _measure(q: Tensor, pixels: int) -> bool:
+    """Time both with so many pixels, and remember which was faster."""
+    if torch.cuda.is_current_stream_capturing():
+        return False  # nothing can be timed while a graph records
+    channels = q.shape[2]
+    with torch.inference_mode(False), torch.no_grad():
+        x = torch.linspace(-1, 1, pixels * channels, device=q.device)
+        x = x.to(q.dtype).view(1, pixels, channels)
+        calls = {_fused: lambda: _fused(x, x, x), _in_blocks: lambda: _in_blocks(x, x, x)}
+        try:
+            times = seconds(calls, q.device, launches=False)
+            faster = times[_in_blocks] < times[_fused]
+        except torch.OutOfMemoryError:
+            faster = False
+    _faster[q.device, q.dtype, channels, pixels] = faster
+    return faster
 
 
 def _fused_attention_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -36,8 +36,8 @@ def refuse_device(device: torch.device, dtype: torch.dtype) -> None:
         raise Refusal(f"the tensors are on {device.type}; triton is for GPUs")
     if interpreted() and not asked:
         raise Refusal("TRITON_INTERPRET=1 makes it an interpreter")
-    if forced() != "triton" and os.environ.get("FAST_VIDEO_VAE_TRITON") != "1":
-        raise Refusal("it waits for its first run on a GPU; FAST_VIDEO_VAE_TRITON=1 switches it on")
+    if forced() != "triton" and os.environ.get("FAST_VIDEO_VAE_TRITON") == "0":
+        raise Refusal("FAST_VIDEO_VAE_TRITON=0 switches it off")
     if device.type == "cuda" and dtype == torch.bfloat16 and torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:

@@ -144,21 +144,19 @@ def test_the_interpreter_serves_nobody_who_did_not_ask_for_it(monkeypatch):
         runtime.refuse_device(torch.device("cuda", 0), torch.float32)
 
 
-def test_it_waits_until_it_is_asked_for(monkeypatch):
+def test_it_can_be_switched_off(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.delenv("FAST_VIDEO_VAE_TRITON", raising=False)
     device = torch.device("cuda", 0)
-    with pytest.raises(Refusal, match="FAST_VIDEO_VAE_TRITON=1 switches it on"):
+    runtime.refuse_device(device, torch.float32)
+    monkeypatch.setenv("FAST_VIDEO_VAE_TRITON", "0")
+    with pytest.raises(Refusal, match="FAST_VIDEO_VAE_TRITON=0 switches it off"):
         runtime.refuse_device(device, torch.float32)
     with use_backend("triton"):
         runtime.refuse_device(device, torch.float32)
-    monkeypatch.setenv("FAST_VIDEO_VAE_TRITON", "1")
-    runtime.refuse_device(device, torch.float32)
 
 
 def test_bfloat16_is_refused_where_the_chip_has_none(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setenv("FAST_VIDEO_VAE_TRITON", "1")
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     for dtype in (torch.float32, torch.float16):
