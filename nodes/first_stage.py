@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..vae import VAEConfig, VideoVAE
+from ..vae.eager import eager
 from .progress import Progress, stop_between_layers
 
 
@@ -68,6 +69,7 @@ class FastVideoVAE(VideoVAE):
             return batch, channels, height, width
         return self.config.decoded_shape(shape)
 
+    @eager
     def decode(
         self, latent: Tensor, output_buffer: Tensor | None = None, **vae_options: object
     ) -> Tensor:
@@ -87,6 +89,7 @@ class FastVideoVAE(VideoVAE):
         """
         return self._decode(latent, output_buffer, self.chunk)
 
+    @eager
     def decode_tiled(
         self,
         latent: Tensor,
@@ -111,6 +114,7 @@ class FastVideoVAE(VideoVAE):
         """
         return self._decode(latent, None, 1)
 
+    @eager
     def encode(self, frames: Tensor, device: torch.device | None = None) -> Tensor:
         """Encode frames.
 
@@ -137,6 +141,7 @@ class FastVideoVAE(VideoVAE):
             pieces.append(latent)
         return torch.cat(pieces, dim=2)
 
+    @eager
     def encode_tiled(
         self,
         frames: Tensor,

@@ -1,6 +1,5 @@
 """The VAE: frames to latents and back, whole or as a stream."""
 
-import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -8,25 +7,24 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from ..kernels import check_quality, frames_to_images, pixel_shuffle_3d, use_quality
+from ..kernels import check_quality, frames_to_images, pixel_shuffle_3d
 from .budget import make_plan
 from .cache import TemporalCache
 from .config import VAEConfig
 from .conv import Conv, PointwiseConv, drop_stale_forms
+from .eager import eager
 from .inputs import (
-    canonical,
     check_frames,
     check_latent,
     check_tensor,
     checked,
     chunk_of,
-    to_unit,
 )
 from .layouts import make_decoder, make_encoder
 from .network import Layer, Network
 from .pixels import COLUMN_FIRST, ROW_FIRST, fold_pixels
-from .precision import full_float32
-from .stream import advance, rechunk
+from .steps import Steps
+from .stream import rechunk
 
 
 class VideoVAE(nn.Module):
@@ -49,6 +47,8 @@ class VideoVAE(nn.Module):
         limit_bytes: Memory that a step may take beside the weights; None: a part of what is free.
         quality: "fast": every norm and activation is one pass that rounds once, from float32, as
             the fastest backend does it. "exact": each op has the very bits of the reference.
+        graphs: On a GPU, record the steps of chunks that repeat as a CUDA graph and replay it: less
+            work for the CPU, for memory of the graph's own. Off until a gain is measured.
         allow_tf32: In float32, leave PyTorch's own switches as they are, so that TF32 (or bf16
             products on a CPU) is used where they allow it. By default float32 means float32.
     """
@@ -68,6 +68,7 @@ class VideoVAE(nn.Module):
         self.encode_dtype = encode_dtype
         self.limit_bytes: int | None = None
         self.allow_tf32 = False
+        self.graphs = False
         latents = config.latent_channels
         self.encoder = make_encoder(config)
         self.conv1 = None if self.encoder is None else PointwiseConv(2 * latents, 2 * latents)
@@ -80,6 +81,7 @@ class VideoVAE(nn.Module):
         """Where the weights are; inputs are moved there, and results stay there."""
         return self.conv2.weight.device
 
+    @eager
     def encode(self, frames: Tensor, chunk: int | None = None) -> Tensor:
         """Encode a video, chunk by chunk.
 
@@ -100,6 +102,7 @@ class VideoVAE(nn.Module):
         check_tensor(frames, "frames", self.config.image_channels)
         return torch.cat(list(self.encode_stream(frames, chunk)), dim=2)
 
+    @eager
     def decode(self, latent: Tensor, chunk: int | None = None) -> Tensor:
         """Decode a latent to frames, chunk by chunk.
 
@@ -121,6 +124,7 @@ class VideoVAE(nn.Module):
             pass
         return frames
 
+    @eager
     def encode_stream(
         self,
         pieces: Tensor | Iterable[Tensor],
@@ -145,12 +149,16 @@ class VideoVAE(nn.Module):
         chains = encoder.chains()
         patch = self.config.patch_size
         chains[0].insert(0, lambda x, _: fold_pixels(x, patch, COLUMN_FIRST))
-        chains[-1].append(lambda x, _: quantise(x, self.config.latent_channels))
+
+        def finish(x: Tensor, _: TemporalCache) -> Tensor:
+            return quantise(x, self.config.latent_channels)
+
         source = checked(pieces, self.check_frames)
         chunk = chunk_of(pieces, chunk)
         lone = isinstance(pieces, Tensor) and self.config.latent_frames(pieces.shape[2]) == 1
-        return self._stream(encoder, chains, source, chunk, dtype, lone=lone)
+        return self._stream(encoder, chains, finish, source, chunk, dtype, lone=lone)
 
+    @eager
     def decode_stream(
         self,
         latent: Tensor | Iterable[Tensor],
@@ -184,11 +192,11 @@ class VideoVAE(nn.Module):
         """
         chains = self.decoder.chains()
         chains[0].insert(0, lambda x, _: self.conv2(x))
-        chains[-1].append(self._writer(out, images))
+        finish = self._writer(out, images)
         source = checked(latent, self.check_latent)
         chunk = chunk_of(latent, chunk)
         lone = isinstance(latent, Tensor) and latent.shape[2] == 1
-        return self._stream(self.decoder, chains, source, chunk, dtype, lone=lone)
+        return self._stream(self.decoder, chains, finish, source, chunk, dtype, lone=lone)
 
     def normalize(self, latent: Tensor) -> Tensor:
         """Shift and scale each channel by the statistics of the family: `(latent - mean) / std`."""
@@ -275,13 +283,14 @@ class VideoVAE(nn.Module):
         self,
         network: Network,
         chains: list[list[Layer]],
+        finish: Layer,
         source: Iterator[Tensor],
         chunk: int | None,
         dtype: torch.dtype | None,
         *,
         lone: bool,
     ) -> Iterator[Tensor]:
-        """Run the checked pieces of one video through the layers."""
+        """Run the checked pieces of one video through the layers, and each result by `finish`."""
         encodes = network is self.encoder
         if dtype is None:
             dtype = self.encode_dtype if encodes else self.dtype
@@ -298,6 +307,18 @@ class VideoVAE(nn.Module):
         size = 1 if pictures else None if chunk == -1 else chunk * group
         runs = rechunk(itertools.chain([first], source), size)
         cache = TemporalCache(lone=lone)
+        steps = Steps(
+            chains,
+            finish,
+            cache,
+            plan.part_bytes,
+            self.device,
+            dtype,
+            self.quality,
+            full=dtype == torch.float32 and not self.allow_tf32,
+            learns=any(parameter.requires_grad for parameter in self.parameters()),
+            graphs=self.graphs,
+        )
         drop_stale_forms(module for module in network.modules() if isinstance(module, Conv))
         dropped = 0
         for run in runs:
@@ -305,7 +326,7 @@ class VideoVAE(nn.Module):
                 dropped = run.shape[2] % group
                 run = run[:, :, : run.shape[2] - dropped]
             if run.shape[2]:
-                yield from self._advance(chains, run, cache, plan.part_bytes, dtype)
+                yield from steps.run(run)
             cache.first = pictures
         if dropped:
             warnings.warn(
@@ -314,40 +335,8 @@ class VideoVAE(nn.Module):
                 stacklevel=3,
             )
 
-    def _advance(
-        self,
-        chains: list[list[Layer]],
-        run: Tensor,
-        cache: TemporalCache,
-        part_bytes: int,
-        dtype: torch.dtype,
-    ) -> Iterator[Tensor]:
-        """Run one chunk; between results the modes (grad, inference, ...) are the caller's."""
-        learns = any(parameter.requires_grad for parameter in self.parameters())
-        records = torch.is_grad_enabled() and (run.requires_grad or learns)
-        exact = dtype == torch.float32 and not self.allow_tf32
-        steps: Iterator[Tensor] | None = None
-        while True:
-            # Outside of inference mode, so that tails and derived weights can be used in it and out
-            # of it.
-            with (
-                torch.inference_mode(False),
-                torch.set_grad_enabled(records),
-                torch.autocast(self.device.type, enabled=False),
-                use_quality(self.quality),
-                full_float32(self.device) if exact else contextlib.nullcontext(),
-            ):
-                if steps is None:
-                    x = to_unit(run.to(self.device)) if run.dtype == torch.uint8 else run
-                    x = x.to(self.device, dtype).contiguous(memory_format=torch.channels_last_3d)
-                    steps = advance(chains, canonical(x), cache, part_bytes)
-                piece = next(steps, None)
-            if piece is None:
-                return
-            yield piece
-
     def _writer(self, out: Tensor | None, images: Tensor | None) -> Layer:
-        """The last layer of a decode: the frames, written once, to where they are wanted."""
+        """What ends a decode: the frames, written once, to where they are wanted."""
         if out is not None and images is not None:
             raise ValueError("there are both out and images; expected one of the two")
         size = self.config.patch_size * self.config.output_scale

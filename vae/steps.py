@@ -1,0 +1,115 @@
+"""The steps of one video: chunk after chunk through the layers, in the modes that they need."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels import use_quality
+from . import graphs
+from .cache import TemporalCache
+from .cudnn import searching
+from .eager import eager
+from .inputs import canonical, to_unit
+from .network import Layer
+from .precision import full_float32
+from .stream import advance
+
+
+@dataclass
+class Steps:
+    """Runs the chunks of one video.
+
+    Attributes:
+        chains: The layers, as for `advance`.
+        finish: What a result goes through last: it may write to where the caller wants it.
+        cache: The state of the video.
+        part_bytes: As for `advance`.
+        device: Where the layers are.
+        dtype: Of the computation.
+        quality: "fast" or "exact", as for `use_quality`.
+        full: Compute float32 in float32, whatever PyTorch's switches allow.
+        learns: There are parameters that want a gradient.
+        graphs: Replay chunks that repeat as CUDA graphs.
+    """
+
+    chains: Sequence[Sequence[Layer]]
+    finish: Layer
+    cache: TemporalCache
+    part_bytes: int
+    device: torch.device
+    dtype: torch.dtype
+    quality: str
+    full: bool
+    learns: bool
+    graphs: bool
+
+    def __post_init__(self) -> None:
+        self._last: tuple[torch.Size, bool] | None = None
+        self._repeats = 0  # chunks before this one that were like it, one after the other
+        self._recording: graphs.Recording | None = None
+
+    def run(self, chunk: Tensor) -> Iterator[Tensor]:
+        """Run one chunk; between results the modes (grad, inference, ...) are the caller's.
+
+        Args:
+            chunk: `[B, C, T, H, W]`, of any float dtype or uint8 in 0-255, on any device.
+
+        Yields:
+            What `finish` makes of each run of frames as it leaves the last layer.
+        """
+        kind = chunk.shape, self.cache.first
+        self._repeats = self._repeats + 1 if kind == self._last else 0
+        if self._repeats == 0:
+            self._recording = None
+        self._last = kind
+        records = torch.is_grad_enabled() and (chunk.requires_grad or self.learns)
+        results: Iterator[Tensor] | None = None
+        while True:
+            results, result = self._next(results, chunk, records)
+            if result is None:
+                return
+            yield result
+
+    @eager
+    def _next(
+        self, results: Iterator[Tensor] | None, chunk: Tensor, records: bool
+    ) -> tuple[Iterator[Tensor], Tensor | None]:
+        """One result more; None after the last. All that is computed is computed in here."""
+        with contextlib.ExitStack() as modes:
+            # Outside of inference mode, so that tails and derived weights can be used in it and out
+            # of it.
+            modes.enter_context(torch.inference_mode(False))
+            modes.enter_context(torch.set_grad_enabled(records))
+            modes.enter_context(torch.autocast(self.device.type, enabled=False))
+            modes.enter_context(use_quality(self.quality))
+            if self.full:
+                modes.enter_context(full_float32(self.device))
+            if self._repeats:  # a search for what runs but once would not pay
+                modes.enter_context(searching(self.device))
+            if results is None:
+                results = iter(self._results(self._input(chunk), records))
+            result = next(results, None)
+            return results, None if result is None else self.finish(result, self.cache)
+
+    def _input(self, chunk: Tensor) -> Tensor:
+        x = to_unit(chunk.to(self.device)) if chunk.dtype == torch.uint8 else chunk
+        x = x.to(self.device, self.dtype).contiguous(memory_format=torch.channels_last_3d)
+        return canonical(x)
+
+    def _results(self, x: Tensor, records: bool) -> Iterable[Tensor]:
+        # The first of three like chunks sets up memory, the second searches for algorithms.
+        if self._repeats >= 2 and self.graphs and not records and graphs.takes(self.device):
+            try:
+                if self._recording is None:
+                    self._recording = graphs.Recording(self._advance, x)
+                return self._recording.replay(x)
+            except RuntimeError as error:
+                self.graphs = False
+                graphs.complain(error)
+        return self._advance(x)
+
+    def _advance(self, x: Tensor) -> Iterator[Tensor]:
+        return advance(self.chains, x, self.cache, self.part_bytes)
