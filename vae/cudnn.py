@@ -8,7 +8,8 @@ There cuDNN is called directly, and never with what is too large for it.
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -38,8 +39,14 @@ class _Search:
     before: bool = False
 
 
+# Chunks of a kind that go by without a search. It takes about as long as they do: some algorithms
+# for each of the shapes in a chunk. So what ends before has lost nothing, and what goes on has lost
+# as much again at most.
+_UNSEARCHED = 8
+
 _lock = threading.Lock()
 _search = _Search()
+_seen: Counter[Hashable] = Counter()
 
 
 def convolve(
@@ -117,6 +124,17 @@ def parts(
         ]
 
     return divided(whole)
+
+
+def pays(kind: Hashable) -> bool:
+    """Count a chunk, and tell whether it is time that cuDNN searches for what chunks like it do.
+
+    Args:
+        kind: What decides the shapes, dtypes and device of its convolutions.
+    """
+    with _lock:
+        _seen[kind] += 1
+        return _seen[kind] > _UNSEARCHED
 
 
 @contextmanager

@@ -10,11 +10,11 @@ Qwen-Image's VAE became half as fast when it was compiled (unslothai/unsloth#108
 import functools
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-_Function = TypeVar("_Function", bound=Callable)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def eager(function: _Function) -> _Function:
@@ -23,10 +23,10 @@ def eager(function: _Function) -> _Function:
     `torch.compiler.disable` does that, and importing what it is made of takes seconds. So it is
     asked only where somebody else has imported it, which who compiles has.
     """
-    disabled: Callable | None = None
+    disabled: Callable[..., Any] | None = None
 
     @functools.wraps(function)
-    def run(*args: object, **kwargs: object) -> object:
+    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the function
         nonlocal disabled
         if disabled is None:
             if "torch._dynamo" not in sys.modules:

@@ -318,6 +318,7 @@ class VideoVAE(nn.Module):
             full=dtype == torch.float32 and not self.allow_tf32,
             learns=any(parameter.requires_grad for parameter in self.parameters()),
             graphs=self.graphs,
+            network=(self.config, encodes),
         )
         drop_stale_forms(module for module in network.modules() if isinstance(module, Conv))
         dropped = 0

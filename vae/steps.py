@@ -1,16 +1,15 @@
 """The steps of one video: chunk after chunk through the layers, in the modes that they need."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..kernels import use_quality
-from . import graphs
+from . import cudnn, graphs
 from .cache import TemporalCache
-from .cudnn import searching
 from .eager import eager
 from .inputs import canonical, to_unit
 from .network import Layer
@@ -33,6 +32,7 @@ class Steps:
         full: Compute float32 in float32, whatever PyTorch's switches allow.
         learns: There are parameters that want a gradient.
         graphs: Replay chunks that repeat as CUDA graphs.
+        network: What tells this network from others.
     """
 
     chains: Sequence[Sequence[Layer]]
@@ -45,10 +45,12 @@ class Steps:
     full: bool
     learns: bool
     graphs: bool
+    network: Hashable
 
     def __post_init__(self) -> None:
-        self._last: tuple[torch.Size, bool] | None = None
+        self._last: tuple[torch.Size, bool, bool] | None = None
         self._repeats = 0  # chunks before this one that were like it, one after the other
+        self._searches = False
         self._recording: graphs.Recording | None = None
 
     def run(self, chunk: Tensor) -> Iterator[Tensor]:
@@ -60,7 +62,9 @@ class Steps:
         Yields:
             What `finish` makes of each run of frames as it leaves the last layer.
         """
-        kind = chunk.shape, self.cache.first
+        shape = chunk.shape, self.cache.first
+        self._searches = cudnn.pays((*shape, self.network, self.dtype, self.device))
+        kind = *shape, self._searches  # nothing can be searched for while a graph is recorded
         self._repeats = self._repeats + 1 if kind == self._last else 0
         if self._repeats == 0:
             self._recording = None
@@ -87,8 +91,8 @@ class Steps:
             modes.enter_context(use_quality(self.quality))
             if self.full:
                 modes.enter_context(full_float32(self.device))
-            if self._repeats:  # a search for what runs but once would not pay
-                modes.enter_context(searching(self.device))
+            if self._searches:
+                modes.enter_context(cudnn.searching(self.device))
             if results is None:
                 results = iter(self._results(self._input(chunk), records))
             result = next(results, None)
@@ -100,8 +104,8 @@ class Steps:
         return canonical(x)
 
     def _results(self, x: Tensor, records: bool) -> Iterable[Tensor]:
-        # The first of three like chunks sets up memory, the second searches for algorithms.
-        if self._repeats >= 2 and self.graphs and not records and graphs.takes(self.device):
+        # The first of like chunks sets up memory and whatever else is set up once.
+        if self._repeats and self.graphs and not records and graphs.takes(self.device):
             try:
                 if self._recording is None:
                     self._recording = graphs.Recording(self._advance, x)

@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+from collections import Counter
 from contextlib import contextmanager
 
 import pytest
@@ -60,9 +61,7 @@ def recorded(monkeypatch, vae):
     return vae
 
 
-@pytest.mark.parametrize(
-    ("latents", "chunk", "made"), [(9, 1, 1), (9, 3, 0), (12, 2, 1), (2, 1, 0)]
-)
+@pytest.mark.parametrize(("latents", "chunk", "made"), [(9, 1, 1), (9, 3, 1), (9, 5, 0), (2, 1, 0)])
 def test_a_video_out_of_a_graph_is_the_same(recorded, latents, chunk, made):
     z = torch.randn(1, 16, latents, 2, 3)
     y = recorded.decode(z, chunk)
@@ -135,33 +134,59 @@ def test_graphs_are_off_unless_asked_for(vae):
     assert not vae.graphs
 
 
-def test_the_search_is_for_what_repeats(vae, monkeypatch):
-    """Not for the first frame, nor for a chunk that is alone in its length."""
-    searched = []
+@pytest.fixture
+def searches(monkeypatch):
+    """How many chunks of a decode were searched for."""
+    cudnn = steps.cudnn
+    monkeypatch.setattr(cudnn, "_seen", Counter())
+    monkeypatch.setattr(cudnn, "_UNSEARCHED", 3)
+    entered = set()
 
     @contextmanager
     def searching(device):
         assert device.type == "cpu"
-        searched.append(chunk)
+        entered.add(chunk)
         yield
 
-    monkeypatch.setattr(steps, "searching", searching)
-    for latents, length, expected in (
-        (1, None, set()), (5, 4, set()), (6, 2, {3}), (7, 1, {3, 4, 5, 6, 7}),
-    ):  # fmt: skip
-        searched.clear()
-        chunk = 0
+    monkeypatch.setattr(cudnn, "searching", searching)
+    chunk = 0
 
-        def pieces(latents=latents):
+    def count(vae, latents, size=1):
+        nonlocal chunk
+        entered.clear()
+
+        def pieces():
             nonlocal chunk
-            for chunk in range(1, latents + 1):  # noqa: B007, `searching` reads it
-                yield torch.randn(1, 16, 1, 1, 1)
+            for chunk in range(latents):  # noqa: B007, `searching` reads it
+                yield torch.randn(1, 16, 1, size, size)
 
-        for _ in vae.decode_stream(pieces(), length):
+        for _ in vae.decode_stream(pieces()):
             pass
-        if length == 1:
-            assert set(searched) == expected
-        assert bool(searched) == bool(expected)
+        return len(entered)
+
+    return count
+
+
+def test_the_search_waits_for_what_repeats(vae, searches):
+    """As many chunks without as it costs; the first frame is a kind of its own."""
+    assert searches(vae, 4) == 0
+    assert searches(vae, 6) == 5
+    assert searches(vae, 3, size=2) == 0
+    assert [searches(vae, 1) for _ in range(3)] == [0, 1, 1]
+
+
+def test_another_network_is_searched_for_by_itself(vae, searches):
+    assert searches(vae, 6) == 2
+    assert searches(load_vae(random_state_dict(16), dtype=torch.float32), 4) == 0
+    vae.dtype = torch.bfloat16
+    assert searches(vae, 4) == 0
+
+
+def test_a_search_begins_before_a_recording_and_not_inside_of_one(recorded, searches):
+    searches(recorded, 3)
+    assert StandIn.made == 1
+    searches(recorded, 9)  # one like chunk, then those that are searched for, all but one recorded
+    assert StandIn.made == 2
 
 
 @pytest.mark.gpu
