@@ -2,6 +2,7 @@
 
 from comfy_api.latest import ComfyExtension, io
 
+from .fuse_mlp import FuseMLP
 from .vae_nodes import Accelerate, Decode, DemoClip, Encode, Load
 
 
@@ -10,4 +11,4 @@ class FastVideoVAEExtension(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """The node classes."""
-        return [Load, Accelerate, Encode, Decode, DemoClip]
+        return [Load, Accelerate, Encode, Decode, DemoClip, FuseMLP]
