@@ -27,7 +27,7 @@ WHOLE = sorted(MLPS.keys() - {"flux2"})
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How many rows of what width each call of the kernel got, and whether in place."""
+    """The shape that each call of the kernel got, and whether it was given memory to write to."""
     from fast_video_vae.nodes import fuse_mlp
 
     seen, kernel = [], fuse_mlp.silu_mul
@@ -91,8 +91,12 @@ def test_in_half_precision_a_model_is_as_near_to_the_truth(name):
     stock = (output(name, model, torch.bfloat16) - expected).square().mean().sqrt()
     with loaded(fused(model)):
         ours = (output(name, model, torch.bfloat16) - expected).square().mean().sqrt()
-    # One rounding less in each MLP, and then other random roundings in all that follows.
-    assert ours <= 1.25 * stock
+    # Of two equally good roundings of each MLP one may be luckier than the other: by as much as a
+    # rounding is off on average, half an eps over the root of three.
+    (count,) = MLPS[name].values()
+    rounding = torch.finfo(torch.bfloat16).eps / 2 / 3**0.5
+    luck = rounding * count**0.5 * expected.square().mean().sqrt()
+    assert ours <= torch.hypot(stock, luck)
 
 
 class MLP(nn.Module):
@@ -252,8 +256,8 @@ class Clamped(MLP):
         return self.down((F.silu(self.gate(x)) * self.up(x)).clamp(-7, 7))
 
 
-class ClampedBelow(MLP):
-    """As wide as float16, in every dtype: rounds nothing, and is no infinity's end either."""
+class OtherEnd(MLP):
+    """Gets rid of infinities, but not as float16 saturates."""
 
     def forward(self, x):
         return self.down(torch.nan_to_num(F.silu(self.gate(x)) * self.up(x), posinf=1.0))
@@ -320,7 +324,7 @@ class TiedTwice(MLP):
 
 
 UNLIKE = [
-    Scaled, ScaledBySetting, Gelu, Sigmoid, OtherFormula, BothSilu, Residual, Clamped, ClampedBelow,
+    Scaled, ScaledBySetting, Gelu, Sigmoid, OtherFormula, BothSilu, Residual, Clamped, OtherEnd,
     ByShape, ByValue, ByMode, ByWeight, MoreArguments, Dropout, OwnScale, OwnForward, TiedTwice,
 ]  # fmt: skip
 
@@ -410,7 +414,7 @@ def test_a_lora_on_the_mlps_works_in_every_order(name, budget_bytes, calls):
     model = patcher(name)
     fast = fused(model)
     lora, stock = dict(adapters(fast)), output(name, model)
-    with_lora, before, after = model.clone(), fast.clone(), None
+    with_lora, before = model.clone(), fast.clone()
     assert set(with_lora.add_patches(lora, 0.5)) == set(lora)
     before.add_patches(lora, 0.5)
     after = fused(with_lora)

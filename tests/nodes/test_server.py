@@ -22,6 +22,7 @@ NODES = {
     "FastVAE_Encode": "VAE Encode (Fast)",
     "FastVAE_Decode": "VAE Decode (Fast)",
     "FastVAE_DemoClip": "Demo Clip (Fast)",
+    "FastVAE_FuseMLP": "Fuse SwiGLU MLPs (Fast)",
 }
 AUTO = {"dtype": "auto", "encode_dtype": "auto", "chunk": 0}
 

@@ -71,6 +71,7 @@ def test_the_menu_holds_the_nodes_in_order(comfyui):
         ("FastVAE_Encode", "VAE Encode (Fast)"),
         ("FastVAE_Decode", "VAE Decode (Fast)"),
         ("FastVAE_DemoClip", "Demo Clip (Fast)"),
+        ("FastVAE_FuseMLP", "Fuse SwiGLU MLPs (Fast)"),
     ]
     assert {schema.category for schema in schemas} == {"Fast VAE"}
     for schema in schemas:
