@@ -60,8 +60,8 @@ def fuse(model: ModelPatcher) -> ModelPatcher:
     patches: dict[str, type[nn.Module]] = {}
     counts: Counter[str] = Counter()
     network = getattr(model.model, _NETWORK, None)
-    modules = () if network is None else network.named_modules(prefix=_NETWORK)
-    for name, module in modules:
+    is_module = isinstance(network, nn.Module)  # and not an engine of another make
+    for name, module in network.named_modules(prefix=_NETWORK) if is_module else ():
         key = f"{name}.__class__"
         # Not `type(module)`: the patches of another clone may be on the module.
         stock = model.get_model_object(key)

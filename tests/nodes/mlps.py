@@ -1,0 +1,191 @@
+"""Gated MLPs in every spelling that is recognised, and modules that look like one and are none."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class MLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))`; the tests derive what is like it from it."""
+
+    def __init__(self, width=8, hidden=16, bias=True):
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=bias)
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class UpFirst(MLP):
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.up, self.down, self.gate = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 16)
+
+
+class TwoSteps(MLP):
+    def forward(self, hidden_states):
+        up = self.up(hidden_states)
+        return self.down(up.mul_(F.silu(self.gate(hidden_states), inplace=True)))
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2, self.act = nn.Linear(8, 32), nn.Linear(16, 8), nn.SiLU()
+
+    def forward(self, x):
+        gate, value = self.w1(x).chunk(2, dim=-1)
+        return self.w2(self.act(gate) * value)
+
+
+class SecondHalf(Halves):
+    def forward(self, x):
+        value, gate = torch.chunk(self.w1(x), 2, -1)
+        return self.w2(torch.mul(value, F.silu(gate)))
+
+
+class GateAlone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.SiLU()
+
+    def forward(self, x):
+        value, gate = x.chunk(2, -1)
+        return value * self.act(gate)
+
+
+class Saturated(MLP):
+    def forward(self, x):
+        product = F.silu(self.gate(x)) * self.up(x)
+        if product.dtype == torch.float16:
+            product = product.nan_to_num(nan=0.0, posinf=65504, neginf=-65504)
+        return self.down(product)
+
+
+# With their wiring.
+ALIKE = {
+    MLP: (("gate", "up"), 0, "down"),
+    UpFirst: (("up", "gate"), 1, "down"),
+    TwoSteps: (("gate", "up"), 0, "down"),
+    Halves: (("w1",), 0, "w2"),
+    SecondHalf: (("w1",), 1, "w2"),
+    GateAlone: ((), 1, None),
+    Saturated: (("gate", "up"), 0, "down", frozenset({torch.float16})),
+}
+
+
+class Scaled(MLP):
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x) * 1.5)
+
+
+class ScaledBySetting(MLP):
+    factor = 0.5
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x)) * self.factor
+
+
+class Gelu(MLP):
+    def forward(self, x):
+        return self.down(F.gelu(self.gate(x)) * self.up(x))
+
+
+class Sigmoid(MLP):
+    def forward(self, x):
+        return self.down(torch.sigmoid(self.gate(x)) * self.up(x))
+
+
+class OtherFormula(MLP):
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x) * self.up(x)))
+
+
+class BothSilu(MLP):
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * F.silu(self.up(x)))
+
+
+class Residual(MLP):
+    def forward(self, x):
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Clamped(MLP):
+    def forward(self, x):
+        return self.down((F.silu(self.gate(x)) * self.up(x)).clamp(-7, 7))
+
+
+class OtherEnd(MLP):
+    """Gets rid of infinities, but not as float16 saturates."""
+
+    def forward(self, x):
+        return self.down(torch.nan_to_num(F.silu(self.gate(x)) * self.up(x), posinf=1.0))
+
+
+class ByShape(MLP):
+    """In pieces of long inputs, so that memory is bounded."""
+
+    def forward(self, x):
+        if x.shape[-2] > 4096:
+            return torch.cat([self.forward(piece) for piece in x.split(4096, -2)], -2)
+        return super().forward(x)
+
+
+class ByValue(MLP):
+    def forward(self, x):
+        return super().forward(x) if bool((x < 1e6).all()) else x
+
+
+class ByMode(MLP):
+    def forward(self, x):
+        return super().forward(2 * x if self.training else x)
+
+
+class ByWeight(MLP):
+    def forward(self, x):
+        return super().forward(x.to(self.gate.weight.dtype))
+
+
+class MoreArguments(MLP):
+    def forward(self, x, scale=1.0):
+        return super().forward(x)
+
+
+class Dropout(MLP):
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.dropout(super().forward(x))
+
+
+class OwnScale(MLP):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class OwnForward(MLP):
+    """Some other pack has put a forward on the module."""
+
+    def __init__(self):
+        super().__init__()
+        self.forward = lambda x: x
+
+
+class TiedTwice(MLP):
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.gate(x))
+
+
+UNLIKE = [
+    Scaled, ScaledBySetting, Gelu, Sigmoid, OtherFormula, BothSilu, Residual, Clamped, OtherEnd,
+    ByShape, ByValue, ByMode, ByWeight, MoreArguments, Dropout, OwnScale, OwnForward, TiedTwice,
+]  # fmt: skip
