@@ -7,7 +7,7 @@ times and keeps three of them. `kernels.silu_mul` does so three times, and write
 import functools
 import logging
 from collections import Counter
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,7 @@ class FuseMLP(io.ComfyNode):
 
 
 def fuse(model: ModelPatcher) -> ModelPatcher:
-    """Give the gated MLPs of a model the forward of `FusedMLP`.
+    """Give the gated MLPs of a model the class that `fused` makes of theirs.
 
     Args:
         model: It stays as it is.
@@ -65,7 +65,7 @@ def fuse(model: ModelPatcher) -> ModelPatcher:
         key = f"{name}.__class__"
         # Not `type(module)`: the patches of another clone may be on the module.
         stock = model.get_model_object(key)
-        wiring = None if issubclass(stock, FusedMLP) else recognise(module, stock)
+        wiring = None if issubclass(stock, Fused) else recognise(module, stock)
         if wiring is not None:
             patches[key] = fused(stock, wiring)
             counts[stock.__name__] += 1
@@ -86,44 +86,37 @@ def fuse(model: ModelPatcher) -> ModelPatcher:
     return clone
 
 
-class FusedMLP:
-    """A gated MLP in one pass: stands before the class of the module.
-
-    Its children are called as they are, so that all that was done to them holds: patched and
-    quantised weights, offloading, hooks.
-
-    Attributes:
-        wiring: How the module is a gated MLP.
-    """
-
-    wiring: ClassVar[Wiring]
-
-    def forward(self, *args: Tensor, **named: Tensor) -> Tensor:
-        """`[..., C]` to `[..., C_out]`, by position or under the name that the class gives it."""
-        if torch.compiler.is_compiling():  # which fuses the module's own code
-            return super().forward(*args, **named)
-        (x,) = (*args, *named.values())
-        product = _product(self, self.wiring, x)
-        down = self.wiring.down
-        return product if down is None else getattr(self, down)(product)
+class Fused:
+    """The mark of a class that `fused` made."""
 
 
 @functools.cache
 def fused(cls: type[nn.Module], wiring: Wiring) -> type[nn.Module]:
-    """The class that a module gets to run in one pass.
+    """The class that a gated MLP gets to run in one pass.
 
     The class is swapped, as PyTorch's parametrizations and `fully_shard` do, not `forward`: it
     holds no module, so it serves every copy of a model on whatever device, and ComfyUI, which sets
-    back what it read before, leaves nothing behind.
+    back what it read before, leaves nothing behind. Its forward takes `[..., C]` to `[..., C_out]`
+    and calls the children as they are, so that all that was done to them holds: patched and
+    quantised weights, offloading, hooks.
 
     Args:
         cls: The class of the module.
         wiring: What `recognise` says of it.
 
     Returns:
-        A subclass of `FusedMLP` and `cls`, the same for the same arguments.
+        A subclass of `cls`, the same for the same arguments.
     """
-    return type(f"Fused{cls.__name__}", (FusedMLP, cls), {"wiring": wiring})
+
+    # By position, or under the name that the class gives it.
+    def forward(self: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # which fuses the module's own code
+            return cls.forward(self, *args, **named)
+        (x,) = (*args, *named.values())
+        product = _product(self, wiring, x)
+        return product if wiring.down is None else getattr(self, wiring.down)(product)
+
+    return type(f"Fused{cls.__name__}", (Fused, cls), {"forward": forward})
 
 
 def _product(module: Any, wiring: Wiring, x: Tensor) -> Tensor:  # noqa: ANN401, has the children

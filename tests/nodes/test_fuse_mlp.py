@@ -227,6 +227,20 @@ def test_patches_hold_nothing_of_the_network_and_serve_another_copy(calls):
     assert len(calls) == 3
 
 
+def test_a_forward_that_another_node_puts_on_top_leaves_modules_that_work():
+    model, x = model_of(Nest(MLP())), torch.randn(3, 8)
+    block = model.model.diffusion_model.block
+    expected = block(x)
+    both = fused(model)
+    both.add_object_patch("diffusion_model.block.forward", lambda x: x)
+    with loaded(both):
+        assert block(x) is x
+    # ComfyUI leaves a forward on the module: what it read when our class was there.
+    torch.testing.assert_close(block(x), expected)
+    assert type(block) is MLP
+    assert fused(model) is model
+
+
 def adapters(model, rank=2):
     """A LoRA for every linear layer of the MLPs."""
     from comfy.weight_adapter import LoRAAdapter
