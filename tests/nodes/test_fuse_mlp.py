@@ -5,6 +5,7 @@ With LoRAs, offloading and quantised weights; and what is left when the patches 
 
 import json
 import logging
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.nodes.dits import MLPS, model_of, output, patcher
@@ -420,6 +422,35 @@ def test_it_writes_over_a_projection_unless_somebody_may_want_it(calls):
         block(x)
     assert [in_place for _, in_place in calls] == [True, False]
     assert torch.equal(kept[0], F.linear(x, block.gate.weight, block.gate.bias))
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that results of operations held at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.bytes = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            storage = result.untyped_storage()
+            if storage._cdata not in self.live:
+                self.live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, storage._cdata)
+        self.bytes = max(self.bytes, sum(self.live.values()))
+        return result
+
+
+@pytest.mark.parametrize(("cls", "stock", "ours"), [(MLP, 3, 2), (Halves, 4, 3)])
+def test_one_hidden_activation_less_is_kept(cls, stock, ours):
+    model, x = model_of(Nest(cls())), torch.randn(4096, 8)
+    hidden_bytes = 4096 * 16 * 4
+    with torch.no_grad():
+        for patched, tensors in ((model, stock), (fused(model), ours)):
+            with loaded(patched), Peak() as peak:
+                model.model.diffusion_model(x)
+            assert tensors <= peak.bytes / hidden_bytes < tensors + 0.1
 
 
 @pytest.mark.parametrize("shape", [(8,), (0, 8), (2, 3, 4, 8)])
