@@ -15,7 +15,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 from torch import Tensor, nn
 
-from ..kernels import silu_mul
+from ..kernels.backend import run_kernel
 from .swiglu import Wiring, recognise, saturated
 
 _logger = logging.getLogger(__name__)
@@ -132,8 +132,13 @@ def _product(module: Any, wiring: Wiring, x: Tensor) -> Tensor:  # noqa: ANN401,
         whole = getattr(module, wiring.projections[0])(x) if wiring.projections else x
         parts = whole.chunk(2, -1)
     gate, value = parts[wiring.gate], parts[1 - wiring.gate]
+    product = None
+    # A patched layer may give another dtype, and the formula takes the wider one.
     if (gate.shape, gate.dtype, gate.device) == (value.shape, value.dtype, value.device):
-        product = silu_mul(gate, value, out=out)
-    else:  # a patched layer gives another dtype, and the formula takes the wider one
-        product = F.silu(gate) * value
+        product = run_kernel("silu_mul", gate, value, out=out)
+    if product is None:
+        product = F.silu(gate, inplace=out is gate)
+        like = (product.shape, product.dtype) == (value.shape, value.dtype)
+        alone = like and not (product.requires_grad or value.requires_grad)
+        product = product.mul_(value) if alone else product * value
     return saturated(product) if product.dtype in wiring.saturates else product

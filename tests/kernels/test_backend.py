@@ -48,6 +48,13 @@ def test_the_first_that_takes_a_call_serves_it(team):
     assert team == ["first", "first", "second"]
 
 
+def test_a_kernel_is_none_of_the_reference(team, monkeypatch):
+    monkeypatch.setattr(dispatch, "ORDER", ("first", "reference"))
+    assert dispatch.run_kernel("op", 3, by=2) == ("first", 6)
+    assert dispatch.run_kernel("op", -2) is None
+    assert team == ["first", "first"]
+
+
 def test_a_backend_without_the_op_is_passed_by(team):
     assert dispatch.run("other", 2) == ("second", 2)
 
