@@ -1,0 +1,210 @@
+"""Everything that a GPU is asked, in one command: limits, ops, convolutions, whole clips, changes.
+
+`python tests/benchmarks/bench_gpu.py` takes some minutes on a GPU, prints each row when it is done
+and all tables at the end, and keeps the rows in a JSON file from the first on. It needs torch,
+triton and this pack; diffusers and a ComfyUI checkout are measured beside it where they are.
+
+The measuring is done by a second process. Should it crash, or lose its GPU to a bad kernel, a next
+one goes on behind the row that it died in; when the time is over it is stopped, and the tables are
+printed all the same. Without CUDA the sizes are tiny: that shows that the rows run, no more.
+"""
+
+import argparse
+import contextlib
+import functools
+import re
+import runpy
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
+
+import torch  # noqa: E402
+
+from fast_video_vae.tests.benchmarks import record  # noqa: E402
+from fast_video_vae.tests.benchmarks.gpu import (  # noqa: E402
+    ablation,
+    attention,
+    conv,
+    host,
+    limits,
+    machine,
+    ops,
+    streams,
+    table,
+    vae,
+)
+from fast_video_vae.tests.benchmarks.gpu.rows import Clock, Rows, run_section  # noqa: E402
+from fast_video_vae.tests.benchmarks.gpu.session import Session  # noqa: E402
+from fast_video_vae.tests.benchmarks.gpu.turns import free  # noqa: E402
+
+# In the order of the run, what matters most first, with the share of the time that each may take.
+SECTIONS = {
+    "copy": (limits.cases, 0.05),
+    "ops": (ops.cases, 0.2),
+    "vae": (vae.cases, 0.45),
+    "ablation": (ablation.cases, 0.2),
+    "attention": (attention.cases, 0.05),
+    "conv": (conv.cases, 0.15),
+    "streams": (streams.cases, 0.05),
+    "host": (host.cases, 0.1),
+}
+
+# Seconds after the budget at which a row that still runs is stopped.
+_GRACE_S = 45
+
+# How often a process may die before the rest is left.
+_DEATHS = 12
+
+# What a process exits with whose GPU does nothing any more.
+_GPU_LOST = 77
+
+
+def main() -> None:
+    """Run the sections that the command line names."""
+    args = _arguments()
+    args.path = args.json or _HERE / f"gpu-{_slug(record.machine())}.json"
+    if args.worker:
+        sys.exit(_work(args))
+    until = time.time() + args.budget
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    head = {
+        "machine": machine.describe(torch.device(device), args.commit),
+        "device": device,
+        "small": args.small,
+        "sections": args.only,
+        "budget_s": args.budget,
+    }
+    args.path.parent.mkdir(parents=True, exist_ok=True)
+    Rows(args.path, head)
+    _supervise(args, until)
+    content = Rows(args.path).content
+    if args.out:
+        _append(args.out, content)
+    print(f"\nrows: {args.path}", flush=True)
+    print(table.report(content), flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--only", type=_sections, default=list(SECTIONS), help=f"of {','.join(SECTIONS)}"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=500, help="seconds after which no row begins"
+    )
+    parser.add_argument("--json", type=Path, help="where the rows go (default: beside this file)")
+    parser.add_argument("--out", type=Path, help="a results.jsonl that gets the rows of `vae` too")
+    parser.add_argument("--commit", help="of this checkout, where git is not there to be asked")
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        default=not torch.cuda.is_available(),
+        help="tiny sizes; always without CUDA",
+    )
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _sections(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in SECTIONS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"no section {', '.join(unknown)}; expected some of {', '.join(SECTIONS)}"
+        )
+    return [name for name in SECTIONS if name in names]
+
+
+def _supervise(args: argparse.Namespace, until: float) -> None:
+    """Have the rows measured by a process, and by a next one as often as it dies."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
+    command += ["--json", str(args.path), "--only", ",".join(args.only), "--until", str(until)]
+    command += ["--budget", str(args.budget), *(["--small"] if args.small else [])]
+    for _ in range(_DEATHS):
+        worker = subprocess.Popen(command)
+        try:
+            status = worker.wait(max(1.0, until + _GRACE_S - time.time()))
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            worker.kill()
+            worker.wait()
+            Rows(args.path).fail_running("it still ran when the time was over, and was stopped")
+            _leave_rest(args)
+            return
+        if status == 0:
+            return
+        if status != _GPU_LOST:
+            Rows(args.path).fail_running(f"the process died of it (status {status})")
+    _leave_rest(args)
+
+
+def _leave_rest(args: argparse.Namespace) -> None:
+    """Say of the sections that have no row why."""
+    rows = Rows(args.path)
+    there = {row["section"] for row in rows.rows}
+    for section in args.only:
+        if section not in there:
+            rows.begin(section, ["all"])
+            rows.fail_running("the run ended before it")
+
+
+def _work(args: argparse.Namespace) -> int:
+    """Measure the rows that are not there yet.
+
+    Returns:
+        The exit status.
+    """
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    elif args.small:
+        torch.set_num_threads(1)  # for tiny tensors a second one costs more than it does
+    rows = Rows(args.path)
+    clock = Clock(args.until)
+    session = Session(device, small=args.small, clock=clock)
+    shares = sum(SECTIONS[name][1] for name in args.only)
+    for name in args.only:
+        make, share = SECTIONS[name]
+        clock.section_until = time.time() + args.budget * max(share, share / shares)
+        rows.begin(name, ["all"])  # should what the cases need be what does not work
+        cases = make(session)
+        for _ in run_section(rows, clock, name, cases, device.type):
+            if not _serves(device):
+                return _GPU_LOST
+            free(device)
+        rows.content["running"] = None
+        rows.write()
+    return 0
+
+
+def _serves(device: torch.device) -> bool:
+    """Whether the device still does something: a bad kernel leaves a process without it."""
+    if device.type != "cuda":
+        return True
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.synchronize(device)
+        return bool(torch.ones(1, device=device).sum() == 1)
+    return False
+
+
+def _append(path: Path, content: dict) -> None:
+    """The rows of whole clips, where those of the other benchmarks are."""
+    append = functools.partial(record.append, path, "bench_gpu")
+    for row in content["rows"]:
+        if row["section"] == "vae" and row["status"] == "ok":
+            case, _, who = row["name"].rpartition(": ")
+            append(case, implementation=who, **row["values"])
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Section `ablation`: our decode with one idea out at a time, beside itself, in turn."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from .rows import Case, Values
+from .session import Session
+from .turns import in_turn, ratio, snr_db, thread
+from .variants import Variant, variants
+from .vae import Clip
+
+
+def clips(session: Session) -> list[Clip]:
+    """A video and a lone frame."""
+    video, picture = session.pick(((81, 480, 832), (1, 1024, 1024)), ((9, 32, 32), (1, 48, 48)))
+    return [Clip("wan2.1", "decode", *video), Clip("wan2.1", "decode", *picture)]
+
+
+def cases(session: Session) -> list[Case]:
+    """One for each change and clip."""
+    found = []
+    for clip in clips(session):
+        for variant in variants(session, session.ours("wan2.1")):
+            if variant.lone or clip.frames > 1:
+                name = f"{clip.label}: {variant.name}"
+                run = functools.partial(_compare, session, clip, variant, name)
+                found.append(Case((name,), run))
+    return found
+
+
+def _compare(
+    session: Session, clip: Clip, variant: Variant, name: str
+) -> Iterator[tuple[str, Values | Exception]]:
+    vae = session.ours("wan2.1")
+    x = clip.make(session)
+    first: dict[str, Tensor] = {}
+    with thread() if variant.plans else nullcontext(lambda call: call()) as there:
+
+        def changed() -> Tensor:
+            with variant.change():
+                return vae.decode(x, chunk=variant.chunk)
+
+        runs = {"as it is": lambda: vae.decode(x), "changed": lambda: there(changed)}
+        results = in_turn(session, runs, look=first.__setitem__, alike=True)
+    changed_one, base = results["changed"], results["as it is"]
+    error = changed_one.error or base.error
+    if error is not None:
+        yield name, error
+        return
+    yield (
+        name,
+        {
+            "s": changed_one.median_s,
+            "as_it_is_s": base.median_s,
+            "times_as_it_is": ratio(results, "changed", "as it is"),
+            "peak_gib": changed_one.peak_gib,
+            "as_it_is_peak_gib": base.peak_gib,
+            "cold_s": changed_one.cold_s,
+            "rounds": len(changed_one.seconds),
+            "snr_db": snr_db(first["changed"], first["as it is"]),
+        },
+    )

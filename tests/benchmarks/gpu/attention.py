@@ -1,0 +1,78 @@
+"""Section `attention`: PyTorch's fused kernel, blocks of products, and Triton's, by size."""
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from fast_video_vae.kernels.backend import Refusal, ask, use_backend
+
+from .rows import Case, Missing, Refused, Values
+from .session import Session
+
+# The function of that name hides the module in its package.
+_reference = importlib.import_module("fast_video_vae.kernels.reference.attention")
+
+# Head and tokens: Wan 2.1 at 480x480, 720x1280 and 1080x1920 or so; SeedVR2, and the encoder and
+# decoder of Wan 2.2, at 720x1280.
+_SIZES = ((384, 3600), (384, 14400), (384, 32400), (512, 14400), (640, 3600), (1024, 3600))
+_SMALL_SIZES = ((384, 64), (384, 96), (384, 128), (512, 96), (640, 64), (1024, 64))
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch's `scaled_dot_product_attention`."""
+    return _reference._fused(*_dense(q, k, v))
+
+
+def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Matrix products of blocks of queries, and a softmax between them."""
+    return _reference._in_blocks(*_dense(q, k, v))
+
+
+def by_triton(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Ours in Triton."""
+    if q.device.type != "cuda":
+        raise Missing("Triton is for GPUs")
+    try:
+        with use_backend("triton"):
+            return ask("triton", "attention", q, k, v)
+    except Refusal as refusal:
+        raise Refused(str(refusal)) from refusal
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "PyTorch's fused kernel": fused,
+    "blocks of products": in_blocks,
+    "Triton": by_triton,
+}
+
+
+def cases(session: Session) -> list[Case]:
+    """One for each implementation and size."""
+    found = []
+    for head, tokens in session.pick(_SIZES, _SMALL_SIZES):
+        for label, implementation in IMPLEMENTATIONS.items():
+            name = f"head {head}, {tokens} tokens, bf16: {label}"
+            run = functools.partial(_measure, session, name, head, tokens, implementation)
+            found.append(Case((name,), run))
+    return found
+
+
+def _measure(
+    session: Session,
+    name: str,
+    head: int,
+    tokens: int,
+    implementation: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Iterator[tuple[str, Values]]:
+    # As the VAE hands them over: thirds of one tensor.
+    q, k, v = session.normal(1, tokens, 3 * head).chunk(3, dim=-1)
+    with torch.no_grad():
+        seconds = session.seconds(lambda: implementation(q, k, v))
+    yield name, {"ms": 1e3 * seconds, "tflops": 4 * tokens**2 * head / seconds / 1e12}
+
+
+def _dense(*tensors: Tensor) -> list[Tensor]:
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]

@@ -1,0 +1,170 @@
+"""Section `conv`: convolutions by width, searched for or not, and the folded upsampling."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fast_video_vae.kernels import bias_residual, measure
+from fast_video_vae.vae import cudnn
+from fast_video_vae.vae.resample import UpsampleConv2d
+
+from .rows import Case, Values
+from .session import Session
+from .turns import thread
+
+# Width, height and width of the frames in a decode of 720x1280: of Wan 2.1, Wan 2.2 and SeedVR2,
+# which has 128, and 256 and 512 where Wan 2.2 has them or nearly so.
+_SIZES = (
+    (96, 720, 1280),
+    (192, 360, 640),
+    (384, 180, 320),
+    (256, 360, 640),
+    (512, 180, 320),
+    (1024, 90, 160),
+    (128, 720, 1280),
+)
+_SMALL_SIZES = tuple((width // 8, 8, 8) for width, _, _ in _SIZES)
+
+# Channels in and out of an upsampling, and the small frame's size.
+_UPSAMPLINGS = (
+    (384, 192, 180, 320),
+    (192, 96, 360, 640),
+    (96, 48, 360, 640),
+    (512, 512, 180, 320),
+    (1024, 1024, 90, 160),
+)
+_SMALL_UPSAMPLINGS = tuple((into // 8, out // 8, 4, 4) for into, out, _, _ in _UPSAMPLINGS)
+
+# Frames that come out; a causal convolution reads two more.
+_FRAMES = 4
+
+_KINDS = {"3x3x3": 3, "3x3": 2}
+
+_SEARCHED, _PLAIN, _STOCK = "NDHWC, searched", "NDHWC, not searched", "NCDHW with bias, as stock"
+
+
+def cases(session: Session) -> list[Case]:
+    """One for each width, kernel and dtype; one for each upsampling."""
+    found = []
+    for width, *size in session.pick(_SIZES, _SMALL_SIZES):
+        for kind, dtype in (
+            ("3x3x3", torch.bfloat16),
+            ("3x3x3", torch.float16),
+            ("3x3", torch.bfloat16),
+            ("3x3", torch.float16),
+        ):
+            short = "bf16" if dtype is torch.bfloat16 else "fp16"
+            label = f"{kind} {width} at {_FRAMES}x{size[0]}x{size[1]}, {short}"
+            names = tuple(f"{label}: {each}" for each in (_SEARCHED, _PLAIN, _STOCK))
+            run = functools.partial(_conv, session, names, _KINDS[kind], width, size, dtype)
+            found.append(Case(names, run))
+    for into, out, height, width in session.pick(_UPSAMPLINGS, _SMALL_UPSAMPLINGS):
+        label = f"2x {into} to {out} from {_FRAMES}x{height}x{width}, bf16"
+        names = tuple(f"{label}: {each}" for each in _UPSAMPLE)
+        run = functools.partial(_upsampling, session, names, into, out, (height, width))
+        found.append(Case(names, run))
+    return found
+
+
+def _conv(
+    session: Session,
+    names: tuple[str, ...],
+    ndim: int,
+    width: int,
+    size: list[int],
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, Values | Exception]]:
+    shape = (_FRAMES, *size) if ndim == 2 else (1, _FRAMES + 2, *size)
+    x = session.normal(*shape, width, dtype=dtype).movedim(-1, 1)
+    order = torch.channels_last if ndim == 2 else torch.channels_last_3d
+    weight = session.normal(width, width, *[3] * ndim, dtype=dtype).contiguous(memory_format=order)
+    bias = session.normal(width, dtype=dtype)
+    stride, pads = (1,) * ndim, (0, 1, 1)[-ndim:]
+    stock = F.conv2d if ndim == 2 else F.conv3d
+    dense, dense_weight = x.contiguous(), weight.contiguous()
+    calls = {
+        names[0]: lambda: cudnn.convolve(x, weight, None, stride, pads),
+        names[1]: lambda: cudnn.convolve(x, weight, None, stride, pads),
+        names[2]: lambda: stock(dense, dense_weight, bias, stride, pads),
+    }
+    pixels = _FRAMES * size[0] * size[1]
+    flops = dict.fromkeys(names, 2 * 3**ndim * width**2 * pixels)
+    yield from _timed(session, calls, flops, searched={names[0]})
+
+
+def _upsampling(
+    session: Session, names: tuple[str, ...], into: int, out: int, size: tuple[int, int]
+) -> Iterator[tuple[str, Values | Exception]]:
+    conv = UpsampleConv2d(into, out).requires_grad_(False)
+    torch.nn.init.normal_(conv.weight)
+    torch.nn.init.zeros_(conv.bias)
+    conv = conv.to(session.device, session.dtype)
+    x = session.normal(1, _FRAMES, *size, into).movedim(-1, 1)
+    calls = {
+        name: functools.partial(run, conv, x)
+        for name, run in zip(names, _UPSAMPLE.values(), strict=True)
+    }
+    # Four taps for each of four phases, or nine for each pixel; no more than these are needed.
+    grid = _FRAMES * (size[0] + 1) * (size[1] + 1)
+    pixels = 4 * _FRAMES * size[0] * size[1]
+    nine = 2 * 9 * into * out * pixels
+    flops = dict(zip(names, (2 * 16 * into * out * grid, nine, nine), strict=True))
+    yield from _timed(session, calls, flops, searched=set())
+
+
+def nearest_then_conv(conv: UpsampleConv2d, x: Tensor) -> Tensor:
+    """What `UpsampleConv2d` folds, channels-last: the large picture is made."""
+    frames = x.movedim(1, -1).flatten(0, 1).movedim(-1, 1)
+    large = F.interpolate(frames, scale_factor=2.0, mode="nearest")
+    large = large.contiguous(memory_format=torch.channels_last)
+    weight = conv.weight.to(x.dtype).contiguous(memory_format=torch.channels_last)
+    y = cudnn.convolve(large, weight, None, (1, 1), (1, 1))
+    video = y.movedim(1, -1).unflatten(0, (x.shape[0], -1)).movedim(-1, 1)
+    return bias_residual(video, conv.bias, out=video)
+
+
+def _as_stock(conv: UpsampleConv2d, x: Tensor) -> Tensor:
+    """In PyTorch's own layout, with the bias in the convolution."""
+    frames = x.transpose(1, 2).flatten(0, 1).contiguous()
+    large = F.interpolate(frames, scale_factor=2.0, mode="nearest-exact")
+    return F.conv2d(large, conv.weight.contiguous(), conv.bias, padding=1)
+
+
+_UPSAMPLE: dict[str, Callable[[UpsampleConv2d, Tensor], Tensor]] = {
+    "folded": lambda conv, x: conv(x),
+    "nearest, then 3x3, NDHWC": nearest_then_conv,
+    "nearest, then 3x3, NCDHW, as stock": _as_stock,
+}
+
+
+def _timed(
+    session: Session,
+    calls: dict[str, Callable[[], Any]],
+    flops: dict[str, int],
+    searched: set[str],
+) -> Iterator[tuple[str, Values | Exception]]:
+    """Time calls in turn, each in a thread of its own, which has plans of its own."""
+    with ExitStack() as stack:
+        able = {}
+        for name, call in calls.items():
+            inside = functools.partial(_guarded, session, call, name in searched)
+            there = functools.partial(stack.enter_context(thread()), inside)
+            try:
+                there()
+            except Exception as error:  # one that does not run leaves the others alone
+                yield name, error.with_traceback(None)
+                continue
+            able[name] = there
+        seconds = measure.seconds(able, session.device, launches=False)
+    for name, value in seconds.items():
+        yield name, {"ms": 1e3 * value, "tflops": flops[name] / value / 1e12}
+
+
+def _guarded(session: Session, call: Callable[[], Any], searches: bool) -> None:
+    with torch.no_grad(), cudnn.searching(session.device) if searches else nullcontext():
+        call()

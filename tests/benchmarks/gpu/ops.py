@@ -1,0 +1,212 @@
+"""Section `ops`: each memory-bound op on each backend, beside a copy of the same run."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fast_video_vae.kernels import examples, measure, trial
+from fast_video_vae.kernels.backend import ORDER, Refusal, ask, use_backend
+
+from .rows import Case, Missing, Refused, Values
+from .session import Session
+
+# Elements of the activation. 256 MiB in 16 bits: more than any cache holds.
+_ELEMENTS = 1 << 27
+_SMALL_ELEMENTS = 1 << 13
+
+_FRAMES = 4
+
+# Widths of Wan 2.1; and of Wan 2.2, encoder (160 to 640) and decoder.
+_WIDTHS = (96, 192, 384)
+_MORE_WIDTHS = (160, 256, 512, 640, 1024)
+
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an op as the VAEs make it.
+
+    Attributes:
+        op: Its name.
+        note: What it has beside the activation.
+        channels: Of the activation that comes in.
+        given: As for `examples.call`.
+        dtype: Of the activation; None: bfloat16.
+    """
+
+    op: str
+    note: str
+    channels: int
+    given: Mapping[str, Any] = field(compare=False)
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        """As it stands in the table."""
+        return f"{self.op} {self.note}, {_SHORT[self.dtype]}"
+
+
+def calls() -> list[Call]:
+    """Every op of the contract but attention, at the widths that the VAEs call it with."""
+    found = [_norm(width) for width in (*_WIDTHS, *_MORE_WIDTHS)]
+    found += [_bias_residual(width) for width in (*_WIDTHS, *_MORE_WIDTHS)]
+    found += [_merge(width, None, 1) for width in _WIDTHS]
+    found += [_merge(512, 1024, 1), _merge(1024, 1024, 2)]  # of Wan 2.2
+    found += [_interleave(width) for width in (*_WIDTHS, 1024)]
+    found += [_average(160, 320), _average(320, 640)]
+    found += [_images(3, 1, torch.float32), _images(3, 1, torch.uint8)]
+    found += [_images(12, 2, torch.float32)]
+    found += [Call("pixel_shuffle_3d", "12 to 3", 12, {"x": _like(12)})]
+    found += [_group_norm(width) for width in (128, 256, 512)]  # of SeedVR2
+    for width in _WIDTHS:
+        found += [Call("rms_norm", f"{width}", width, {"x": _row(width)})]
+        found += [Call("silu_mul", f"{width}", width, {"x": _row(width)})]
+    for dtype in (torch.float16, torch.float32):
+        found += [_norm(96, dtype), _bias_residual(96, dtype), _merge(96, None, 1, dtype)]
+    return found
+
+
+def cases(session: Session) -> list[Case]:
+    """One for each call, with a row for each backend."""
+    backends = [name for name in ORDER if name != "native" or not session.cuda]
+    return [
+        Case(
+            tuple(f"{call.name}: {name}" for name in backends),
+            functools.partial(_measure, session, call, backends),
+        )
+        for call in calls()
+    ]
+
+
+def _measure(
+    session: Session, call: Call, backends: list[str]
+) -> Iterator[tuple[str, Values | Exception]]:
+    make = functools.partial(
+        examples.call, call.op, _size(session, call), call.dtype, session.device, call.given
+    )
+    arguments = make()
+    with torch.no_grad():
+        expected = ask("reference", call.op, **make())
+        nbytes = examples.moved_bytes(arguments, expected)
+        timed: dict[str, Callable[[], object]] = {}
+        apart: dict[str, float] = {}
+        for name in backends:
+            try:
+                apart[name] = _difference(_forced(session, name, call.op, make()), expected)
+            except (Missing, Refused, RuntimeError) as error:
+                yield f"{call.name}: {name}", error
+                continue
+            timed[name] = functools.partial(_forced, session, name, call.op, arguments)
+        del expected
+        ranked = _ranked(session, call.op, arguments, list(timed))
+        seconds = measure.seconds(timed, session.device, launches=False)
+    for name in timed:
+        rate = nbytes / seconds[name]
+        yield (
+            f"{call.name}: {name}",
+            {
+                "ms": 1e3 * seconds[name],
+                "gb_per_s": rate / 1e9,
+                "copy_percent": 100 * rate / session.copy_bytes_per_s,
+                "rank": ranked.index(name) + 1 if name in ranked else "wrong",
+                "apart": apart[name],
+            },
+        )
+
+
+def _forced(session: Session, backend: str, op: str, arguments: Mapping[str, Any]) -> Tensor:
+    """Run an op on a backend alone."""
+    if backend == "triton" and not session.cuda:
+        raise Missing("Triton is for GPUs")
+    try:
+        with use_backend(backend):
+            return ask(backend, op, **arguments)
+    except Refusal as refusal:
+        raise Refused(str(refusal)) from refusal
+
+
+def _ranked(
+    session: Session, op: str, arguments: Mapping[str, Any], takers: list[str]
+) -> tuple[str, ...] | list[str]:
+    """The backends as they would be asked: on a GPU as the trial there has found."""
+    if not session.cuda:
+        return takers
+    first, *rest = arguments
+    order = trial.order(op, (arguments[first],), {name: arguments[name] for name in rest})
+    return [name for name in order if name in takers]
+
+
+def _difference(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference, over the largest number of the reference."""
+    largest = worst = 0.0
+    for one, other in zip(_pieces(actual), _pieces(expected), strict=True):
+        wide = other.float()
+        largest = max(largest, float(wide.abs().max()))
+        worst = max(worst, float((one.float() - wide).abs().max()))
+    return worst / largest if largest else worst
+
+
+def _pieces(x: Tensor) -> tuple[Tensor, ...]:
+    """Parts along the longest dimension, so that little is held in float32."""
+    longest = max(range(x.ndim), key=lambda dim: x.shape[dim])
+    return x.chunk(8, dim=longest)
+
+
+def _size(session: Session, call: Call) -> tuple[int, int, int]:
+    elements = session.pick(_ELEMENTS, _SMALL_ELEMENTS)
+    side = max(8, math.isqrt(elements // (_FRAMES * call.channels)) // 8 * 8)
+    return _FRAMES, side, side
+
+
+def _like(channels: int, frames: int = 1) -> Tensor:
+    """Stands for a video of so many channels."""
+    return torch.empty(1, channels, frames, 1, 1, device="meta")
+
+
+def _row(channels: int) -> Tensor:
+    return torch.empty(1, channels, device="meta")
+
+
+def _norm(width: int, dtype: torch.dtype = torch.bfloat16) -> Call:
+    """As between two convolutions of a residual block: a bias first, the tail in front."""
+    given = {"x": _like(width), "bias": _row(width), "tail": _like(width, 2)}
+    return Call("rms_norm_silu", f"{width}, bias, tail", width, given, dtype)
+
+
+def _group_norm(width: int) -> Call:
+    given = {"x": _like(width), "tail": _like(width, 2)}
+    return Call("group_norm_silu", f"{width}, tail", width, given)
+
+
+def _bias_residual(width: int, dtype: torch.dtype = torch.bfloat16) -> Call:
+    given = {"x": _like(width), "bias": _row(width), "residual": _like(width)}
+    return Call("bias_residual", f"{width}, bias, residual", width, given, dtype)
+
+
+def _merge(width: int, source: int | None, times: int, dtype: torch.dtype = torch.bfloat16) -> Call:
+    given = {"grid": _like(4 * width), "bias": _row(width), "times": times}
+    if source is not None:
+        given["source"] = _like(source)
+    note = f"{width}, bias" + ("" if source is None else f", source of {source}")
+    return Call("merge_phases", note, 4 * width, given, dtype)
+
+
+def _interleave(width: int) -> Call:
+    return Call("interleave_time", f"2 x {width}", 2 * width, {"x": _like(2 * width)})
+
+
+def _average(width: int, channels: int) -> Call:
+    given = {"x": _like(width), "channels": channels}
+    return Call("average_down", f"{width} to {channels}", width, given)
+
+
+def _images(channels: int, patch: int, dtype: torch.dtype) -> Call:
+    given = {"frames": _like(channels), "patch": patch, "dtype": dtype}
+    note = f"{channels} to 3, {str(dtype).removeprefix('torch.')}"
+    return Call("frames_to_images", note, channels, given)

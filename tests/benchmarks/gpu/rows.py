@@ -1,0 +1,173 @@
+"""The rows of a run: what each measured or why it did not, kept in a file from the first on."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# What may become of a row. `missing`: this machine, or this version of the package, has no such
+# thing. `refused`: a backend does not take the call. `not run`: the time was over.
+STATUSES = ("ok", "missing", "refused", "failed", "not run")
+
+Values = Mapping[str, Any]
+
+
+class Missing(Exception):  # noqa: N818, an answer, not an error
+    """What a row is about is not on this machine; the message says what."""
+
+
+class Refused(Exception):  # noqa: N818, likewise
+    """A backend does not take the call of a row; the message is its reason."""
+
+
+class NotRun(Exception):  # noqa: N818, likewise
+    """There is no time for a row; the message says how much it would take."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows that are measured together.
+
+    Attributes:
+        names: Of its rows, as they stand in the table.
+        run: Yields the name of a row with its values, or with the exception that tells why there
+            are none. What it raises stands in all rows that it has not yielded.
+    """
+
+    names: tuple[str, ...]
+    run: Callable[[], Iterable[tuple[str, Values | Exception]]]
+
+
+class Rows:
+    """The file of a run: the machine, and the rows so far.
+
+    Args:
+        path: Of the JSON file; read if it is there.
+        head: What the file says beside the rows, for a new one.
+    """
+
+    def __init__(self, path: Path, head: Mapping[str, Any] | None = None) -> None:
+        self.path = path
+        if head is None:
+            self.content = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            self.content = {**head, "rows": [], "running": None}
+            self.write()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows, in the order in which they came."""
+        return self.content["rows"]
+
+    def has(self, section: str, name: str) -> bool:
+        """Whether a row is there."""
+        return any((row["section"], row["name"]) == (section, name) for row in self.rows)
+
+    def begin(self, section: str, names: Iterable[str]) -> None:
+        """Note what is measured next, for whoever finds the file of a process that died."""
+        self.content["running"] = {"section": section, "names": list(names)}
+        self.write()
+
+    def add(self, section: str, name: str, result: Values | Exception, device: str) -> None:
+        """Add a row and print it."""
+        row = {"section": section, "name": name, **outcome(result), "device": device}
+        self.rows.append(row)
+        told = ", ".join(f"{key} {_short(value)}" for key, value in row["values"].items())
+        print(f"[{section}] {name}: {told or row['status'] + ', ' + row['reason']}", flush=True)
+
+    def fail_running(self, reason: str) -> None:
+        """Give the rows that a process died in their reason."""
+        running = self.content["running"]
+        self.content["running"] = None
+        for name in running["names"] if running else ():
+            if not self.has(running["section"], name):
+                self.add(running["section"], name, RuntimeError(reason), self.content["device"])
+        self.write()
+
+    def write(self) -> None:
+        """Write the file, whole or not at all."""
+        draft = self.path.with_name(self.path.name + ".part")
+        draft.write_text(json.dumps(self.content, indent=1), encoding="utf-8")
+        os.replace(draft, self.path)
+
+
+def outcome(result: Values | Exception) -> dict[str, Any]:
+    """Status, reason and values of a row."""
+    if not isinstance(result, Exception):
+        values = {key: _plain(value) for key, value in result.items() if value is not None}
+        return {"status": "ok", "reason": "", "values": values}
+    kinds = {Missing: "missing", Refused: "refused", NotRun: "not run"}
+    status = kinds.get(type(result), "failed")
+    text = " ".join(str(result).split())[:300]
+    reason = text if status != "failed" else f"{type(result).__name__}: {text}"
+    return {"status": status, "reason": reason, "values": {}}
+
+
+@dataclass
+class Clock:
+    """How much time there is.
+
+    Attributes:
+        until: When the run ends, as `time.time()`.
+        section_until: When the section that runs has had its share.
+    """
+
+    until: float
+    section_until: float = math.inf
+
+    def left(self) -> float:
+        """Seconds left for this section."""
+        return min(self.until, self.section_until) - time.time()
+
+    def whose(self) -> str:
+        """Whose time is over."""
+        return "the run's" if self.until <= self.section_until else "this section's share of the"
+
+
+def run_section(
+    rows: Rows, clock: Clock, section: str, cases: Iterable[Case], device: str
+) -> Iterator[str]:
+    """Run the cases of a section that are not in the file yet.
+
+    Yields:
+        The names of each case when it is done.
+    """
+    for case in cases:
+        missing = [name for name in case.names if not rows.has(section, name)]
+        if not missing:
+            continue
+        rows.begin(section, missing)
+        for name, result in _results(case, clock):
+            if name in missing:
+                missing.remove(name)
+                rows.add(section, name, result, device)
+        rows.content["running"] = None
+        rows.write()
+        yield from case.names
+
+
+def _results(case: Case, clock: Clock) -> Iterator[tuple[str, Values | Exception]]:
+    error: Exception = RuntimeError("the case gave no such row")
+    if clock.left() <= 0:
+        error = NotRun(f"{clock.whose()} time was over")
+    else:
+        try:
+            yield from case.run()
+        except Exception as caught:  # whatever a kernel, a driver or a peer raises
+            error = caught
+    yield from ((name, error) for name in case.names)
+
+
+def _plain(value: Any) -> Any:
+    """A number as it stands in the file: six digits say more than was measured."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+    return value
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

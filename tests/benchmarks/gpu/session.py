@@ -1,0 +1,137 @@
+"""What the sections of a run share: device, sizes, VAEs and their weights, limits measured once."""
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fast_video_vae.kernels import measure
+from fast_video_vae.tests.benchmarks import peers
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.wan22 import random_wan22
+from fast_video_vae.vae import load_vae
+
+from .rows import Clock, Missing
+
+# Base widths of the random weights: of the encoder, and for Wan 2.2 of the decoder too.
+WIDTHS = {"wan2.1": (96, 96), "wan2.2": (160, 256)}
+_SMALL_WIDTHS = {"wan2.1": (8, 8), "wan2.2": (8, 8)}
+
+_PEERS = {"diffusers": peers.diffusers_vae, "comfyui": peers.comfyui_vae}
+
+
+class Session:
+    """One process of a run.
+
+    Args:
+        device: Where everything runs.
+        small: Tiny sizes, which a CPU does in seconds: to see that every row runs.
+        clock: How much time there is.
+
+    Attributes:
+        device: Likewise.
+        small: Likewise.
+        clock: Likewise.
+        dtype: Of the activations where a row does not say.
+        rates: Seconds per FLOP of whoever coded a clip before, to tell what a larger one takes. It
+            decides what is run, never what is reported.
+    """
+
+    def __init__(self, device: torch.device, *, small: bool, clock: Clock) -> None:
+        self.device = device
+        self.small = small
+        self.clock = clock
+        self.dtype = torch.bfloat16
+        self.rates: dict[tuple[str, ...], float] = {}
+        self._built: dict[tuple[str, str], Any] = {}
+
+    @property
+    def cuda(self) -> bool:
+        """Whether this is a GPU."""
+        return self.device.type == "cuda"
+
+    def pick(self, full: Any, small: Any) -> Any:
+        """The size of a real run, or of a small one."""
+        return small if self.small else full
+
+    def ours(self, family: str) -> Any:
+        """Our VAE of a family."""
+        return self._once(
+            (family, "ours"),
+            lambda: load_vae(self._weights(family), dtype=self.dtype, device=self.device),
+        )
+
+    def peer(self, family: str, name: str) -> Any:
+        """Another implementation on the same weights.
+
+        Raises:
+            Missing: It is not on this machine.
+        """
+        try:
+            return self._once(
+                (family, name),
+                lambda: _PEERS[name](self._weights(family), dtype=self.dtype, device=self.device),
+            )
+        except peers.PeerUnavailableError as error:
+            raise Missing(str(error)) from error
+
+    def version(self, name: str) -> str | None:
+        """Of a peer that was built."""
+        return next((peer.version for (_, who), peer in self._built.items() if who == name), None)
+
+    def drop(self, family: str) -> None:
+        """Give the memory of a family's weights back."""
+        self._built = {key: built for key, built in self._built.items() if key[0] != family}
+
+    @functools.cached_property
+    def copy_bytes_per_s(self) -> float:
+        """Bytes that a large copy on the device reads and writes in a second."""
+        return self.copied(self.pick(1 << 30, 1 << 22))
+
+    @functools.cached_property
+    def product_flops(self) -> float:
+        """FLOPs that a large matrix product in `dtype` does in a second."""
+        return self.multiplied(self.pick(8192, 256), self.dtype)
+
+    def copied(self, nbytes: int) -> float:
+        """Bytes that a copy of so many reads and writes in a second."""
+        source = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * nbytes / self.seconds(lambda: target.copy_(source))
+
+    def multiplied(self, size: int, dtype: torch.dtype) -> float:
+        """FLOPs that a product of two square matrices does in a second."""
+        a, b = (self.normal(size, size, dtype=dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        return 2 * size**3 / self.seconds(lambda: torch.matmul(a, b, out=out))
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """How long a short call takes on the device, warm."""
+        call()
+        return measure.seconds({"": call}, self.device, launches=False)[""]
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Normal numbers, the same ones each time."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        x = torch.empty(shape, dtype=torch.float32, device=self.device)
+        return x.normal_(generator=generator).to(dtype or self.dtype)
+
+    def _once(self, key: tuple[str, str], build: Callable[[], Any]) -> Any:
+        if key not in self._built:
+            self._built[key] = build()
+            gc.freeze()  # what was imported and built for good; a collection need not look at it
+        return self._built[key]
+
+    def _weights(self, family: str) -> dict[str, Tensor]:
+        """In float32 in the memory of the host, for whoever is built of them."""
+
+        def make() -> dict[str, Tensor]:
+            encoder, decoder = (_SMALL_WIDTHS if self.small else WIDTHS)[family]
+            if family == "wan2.1":
+                return random_state_dict(encoder)
+            return random_wan22(encoder, decoder)
+
+        return self._once((family, "weights"), make)

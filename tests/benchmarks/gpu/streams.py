@@ -1,0 +1,91 @@
+"""Section `streams`: two tiles on two CUDA streams, beside one after the other.
+
+The tiles are decoded on their own, without the rim that neighbours would need.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from .rows import Case, Values
+from .session import Session
+from .turns import in_turn, ratio
+from .vae import Clip
+
+_ONE, _BOTH = "one after the other", "on two streams"
+
+
+def cases(session: Session) -> list[Case]:
+    """Halves of a large video, and two tiles too small to fill a GPU."""
+    sizes = session.pick(((81, 480, 416), (81, 256, 256)), ((5, 32, 16), (5, 16, 16)))
+    found = []
+    for size in sizes:
+        clip = Clip("wan2.1", "decode", *size)
+        names = tuple(f"2 x {clip.label}: {each}" for each in (_ONE, _BOTH))
+        found.append(Case(names, functools.partial(_compare, session, clip, names)))
+    return found
+
+
+def _compare(
+    session: Session, clip: Clip, names: tuple[str, ...]
+) -> Iterator[tuple[str, Values | Exception]]:
+    vae = session.ours("wan2.1")
+    tiles = [clip.make(session), clip.make(session).flip(-1)]
+    targets = [vae.new_frames(tile) for tile in tiles]
+
+    def decode(streams: list[AbstractContextManager[object]]) -> None:
+        """Step by step in turn, where there are two streams; the host only starts the work."""
+        passes = [
+            vae.decode_stream(tile, out=target) for tile, target in zip(tiles, targets, strict=True)
+        ]
+        if len(streams) == 1:
+            for each in passes:
+                for _ in each:
+                    pass
+            return
+        for _ in itertools.zip_longest(
+            *(_inside(stream, each) for stream, each in zip(streams, passes, strict=True))
+        ):
+            pass
+
+    both = [_stream(session) for _ in tiles]
+    runs = {
+        names[0]: functools.partial(decode, [nullcontext()]),
+        names[1]: functools.partial(decode, both),
+    }
+    results = in_turn(session, runs, alike=True)
+    for name, one in results.items():
+        if one.error is not None:
+            yield name, one.error
+            continue
+        yield (
+            name,
+            {
+                "s": one.median_s,
+                "times_alone": ratio(results, name, names[0]),
+                "peak_gib": one.peak_gib,
+                "cold_s": one.cold_s,
+                "rounds": len(one.seconds),
+            },
+        )
+
+
+def _stream(session: Session) -> AbstractContextManager[object]:
+    """A stream to work on; without a GPU nothing, so that the rest of the code runs there."""
+    if not session.cuda:
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(session.device))
+
+
+def _inside(stream: AbstractContextManager[object], steps: Iterator[Tensor]) -> Iterator[None]:
+    """Take each step on the stream, and leave it between two."""
+    while True:
+        with stream:
+            done = next(steps, None) is None
+        if done:
+            return
+        yield

@@ -1,0 +1,168 @@
+"""Section `vae`: decodes and encodes of whole clips, ours and the peers' in turn."""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .flops import video_flops
+from .rows import Case, Missing, NotRun, Values
+from .session import Session
+from .turns import Measured, in_turn, ratio, snr_db
+
+WHO = ("ours", "diffusers", "comfyui")
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What is coded.
+
+    Attributes:
+        family: Of the VAE.
+        direction: "decode" or "encode".
+        frames: Of the clip.
+        height: Of its frames.
+        width: Likewise.
+    """
+
+    family: str
+    direction: str
+    frames: int
+    height: int
+    width: int
+
+    @property
+    def label(self) -> str:
+        """As it stands in the table."""
+        family = self.family.title()
+        return f"{family} {self.direction} {self.height}x{self.width}x{self.frames}, bf16"
+
+    def make(self, session: Session) -> Tensor:
+        """Random numbers to code, in the dtype and on the device of the session."""
+        config = session.ours(self.family).config
+        if self.direction == "encode":
+            x = session.normal(1, config.image_channels, self.frames, self.height, self.width)
+            return x.mul_(0.4).clamp_(-1, 1)
+        step, latents = config.spatial_compression, config.latent_frames(self.frames)
+        return session.normal(
+            1, config.latent_channels, latents, self.height // step, self.width // step
+        )
+
+
+def clips(session: Session) -> list[Clip]:
+    """What is coded, what matters most first: the time may not suffice for all."""
+    hd, sd = session.pick(((81, 720, 1280), (81, 480, 832)), ((5, 32, 48), (5, 32, 32)))
+    full_hd = session.pick((81, 1088, 1920), (9, 32, 48))
+    picture = session.pick((1, 2160, 3840), (1, 48, 64))
+    ordered = [
+        ("wan2.1", "decode", hd),
+        ("wan2.1", "decode", sd),
+        ("wan2.1", "encode", hd),
+        ("wan2.1", "encode", sd),
+        ("wan2.1", "decode", picture),
+        ("wan2.1", "encode", picture),
+        ("wan2.2", "decode", hd),
+        ("wan2.2", "encode", hd),
+        ("wan2.1", "decode", full_hd),
+        ("wan2.1", "encode", full_hd),
+    ]
+    return [Clip(family, direction, *size) for family, direction, size in ordered]
+
+
+def cases(session: Session) -> list[Case]:
+    """One for each clip, with a row for everybody."""
+    return [
+        Case(
+            tuple(f"{clip.label}: {who}" for who in WHO),
+            functools.partial(_compare, session, clip),
+        )
+        for clip in clips(session)
+    ]
+
+
+def _compare(session: Session, clip: Clip) -> Iterator[tuple[str, Values | Exception]]:
+    flops = video_flops(
+        session.ours(clip.family).config, clip.direction, clip.frames, clip.height, clip.width
+    )
+    x = clip.make(session)
+    runs: dict[str, Callable[[], Tensor]] = {}
+    needed = 0.0
+    for who in WHO:
+        try:
+            runs[who] = _run_of(session, clip, who, x)
+            needed += _expected_s(session, clip, who, flops, needed)
+        except (Missing, NotRun) as error:
+            runs.pop(who, None)
+            yield f"{clip.label}: {who}", error
+    seen = _Agreement(clip.direction == "decode")
+    with torch.inference_mode():
+        results = in_turn(session, runs, look=seen)
+    for who, one in results.items():
+        if one.error is not None:
+            yield f"{clip.label}: {who}", one.error
+            continue
+        session.rates[clip.family, clip.direction, who] = one.median_s / flops
+        yield f"{clip.label}: {who}", _values(session, results, who, flops, seen)
+
+
+def _run_of(session: Session, clip: Clip, who: str, x: Tensor) -> Callable[[], Tensor]:
+    vae: Any = session.ours(clip.family) if who == "ours" else session.peer(clip.family, who)
+    return functools.partial(vae.decode if clip.direction == "decode" else vae.encode, x)
+
+
+def _expected_s(session: Session, clip: Clip, who: str, flops: float, others_s: float) -> float:
+    """What a first run and one round take, from what smaller clips took.
+
+    Raises:
+        NotRun: There is no time for that.
+    """
+    rate = session.rates.get((clip.family, clip.direction, who))
+    if rate is None:
+        return 0.0
+    expected = 2 * rate * flops
+    left = session.clock.left() - others_s
+    if expected > left:
+        raise NotRun(f"it would take {expected:.0f} s twice over; {max(left, 0):.0f} s were left")
+    return expected
+
+
+def _values(
+    session: Session,
+    results: dict[str, Measured],
+    who: str,
+    flops: float,
+    seen: "_Agreement",
+) -> Values:
+    one = results[who]
+    compares = who != "ours" and "ours" in results
+    return {
+        "s": one.median_s,
+        "cold_s": one.cold_s,
+        "rounds": len(one.seconds),
+        "tflops": flops / one.median_s / 1e12,
+        "floor_percent": 100 * flops / session.product_flops / one.median_s,
+        "peak_gib": one.peak_gib,
+        "times_ours": ratio(results, who, "ours") if compares else None,
+        "snr_db": seen.db.get(who),
+        "version": None if who == "ours" else session.version(who),
+    }
+
+
+class _Agreement:
+    """Compares what the peers give with what ours gave, once."""
+
+    def __init__(self, clamps: bool) -> None:
+        self.db: dict[str, float] = {}
+        self._clamps = clamps
+        self._ours: Tensor | None = None
+
+    def __call__(self, who: str, result: Tensor) -> None:
+        if who == "ours":
+            # diffusers clamps what it decodes.
+            self._ours = result.clamp(-1, 1) if self._clamps else result.clone()
+        elif self._ours is not None:
+            theirs = result.clamp(-1, 1) if self._clamps else result
+            self.db[who] = snr_db(self._ours, theirs)
