@@ -1,8 +1,9 @@
 """Everything that a GPU is asked, in one command: limits, ops, convolutions, whole clips, changes.
 
 `python tests/benchmarks/bench_gpu.py` takes some minutes on a GPU, prints each row when it is done
-and all tables at the end, and keeps the rows in a JSON file from the first on. It needs torch,
-triton and this pack; diffusers and a ComfyUI checkout are measured beside it where they are.
+and all tables at the end, keeps the rows in a JSON file from the first on, and the tables in a text
+file beside it. It needs torch, triton and this pack; diffusers and a ComfyUI checkout are measured
+beside it where they are.
 
 The measuring is done by a second process. Should it crash, or lose its GPU to a bad kernel, a next
 one goes on behind the row that it died in; when the time is over it is stopped, and the tables are
@@ -14,6 +15,7 @@ import contextlib
 import functools
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -37,7 +39,7 @@ from fast_video_vae.tests.benchmarks.gpu import (  # noqa: E402
     table,
     vae,
 )
-from fast_video_vae.tests.benchmarks.gpu.rows import Clock, Rows, run_section  # noqa: E402
+from fast_video_vae.tests.benchmarks.gpu.rows import Clock, NotRun, Rows, run_section  # noqa: E402
 from fast_video_vae.tests.benchmarks.gpu.session import Session  # noqa: E402
 from fast_video_vae.tests.benchmarks.gpu.turns import free  # noqa: E402
 
@@ -49,12 +51,12 @@ SECTIONS = {
     "ablation": (ablation.cases, 0.2),
     "attention": (attention.cases, 0.05),
     "conv": (conv.cases, 0.15),
-    "streams": (streams.cases, 0.05),
     "host": (host.cases, 0.1),
+    "streams": (streams.cases, 0.05),
 }
 
 # Seconds after the budget at which a row that still runs is stopped.
-_GRACE_S = 45
+_GRACE_S = 40
 
 # How often a process may die before the rest is left.
 _DEATHS = 12
@@ -66,26 +68,26 @@ _GPU_LOST = 77
 def main() -> None:
     """Run the sections that the command line names."""
     args = _arguments()
-    args.path = args.json or _HERE / f"gpu-{_slug(record.machine())}.json"
+    args.path = args.json or _HERE / f"gpu-{_slug(_device_name())}.json"
     if args.worker:
         sys.exit(_work(args))
     until = time.time() + args.budget
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    head = {
-        "machine": machine.describe(torch.device(device), args.commit),
-        "device": device,
-        "small": args.small,
-        "sections": args.only,
-        "budget_s": args.budget,
-    }
     args.path.parent.mkdir(parents=True, exist_ok=True)
-    Rows(args.path, head)
+    if args.resume and args.path.exists():
+        Rows(args.path).forget_not_run()
+    else:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        Rows(args.path, {"machine": {}, "device": device, "small": args.small})
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # who ends it sees the tables too
     _supervise(args, until)
     content = Rows(args.path).content
     if args.out:
         _append(args.out, content)
-    print(f"\nrows: {args.path}", flush=True)
-    print(table.report(content), flush=True)
+    text = table.report(content)
+    told = args.path.with_suffix(".txt")
+    told.write_text(text + "\n", encoding="utf-8")
+    print(f"\nrows: {args.path}\ntables: {told}", flush=True)
+    print(text, flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -96,7 +98,13 @@ def _arguments() -> argparse.Namespace:
         "--only", type=_sections, default=list(SECTIONS), help=f"of {','.join(SECTIONS)}"
     )
     parser.add_argument(
-        "--budget", type=float, default=500, help="seconds after which no row begins"
+        "--budget", type=float, default=520, help="seconds after which no row begins"
+    )
+    parser.add_argument(
+        "--continue",
+        dest="resume",
+        action="store_true",
+        help="keep the rows of the file, but for those that were not run",
     )
     parser.add_argument("--json", type=Path, help="where the rows go (default: beside this file)")
     parser.add_argument("--out", type=Path, help="a results.jsonl that gets the rows of `vae` too")
@@ -127,6 +135,7 @@ def _supervise(args: argparse.Namespace, until: float) -> None:
     command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
     command += ["--json", str(args.path), "--only", ",".join(args.only), "--until", str(until)]
     command += ["--budget", str(args.budget), *(["--small"] if args.small else [])]
+    command += ["--commit", args.commit] if args.commit else []
     for _ in range(_DEATHS):
         worker = subprocess.Popen(command)
         try:
@@ -134,13 +143,14 @@ def _supervise(args: argparse.Namespace, until: float) -> None:
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             worker.kill()
             worker.wait()
-            Rows(args.path).fail_running("it still ran when the time was over, and was stopped")
+            slow = NotRun("it was stopped: the time was over")
+            Rows(args.path).end_running(slow)
             _leave_rest(args)
             return
         if status == 0:
             return
         if status != _GPU_LOST:
-            Rows(args.path).fail_running(f"the process died of it (status {status})")
+            Rows(args.path).end_running(RuntimeError(f"the process died of it (status {status})"))
     _leave_rest(args)
 
 
@@ -151,7 +161,7 @@ def _leave_rest(args: argparse.Namespace) -> None:
     for section in args.only:
         if section not in there:
             rows.begin(section, ["all"])
-            rows.fail_running("the run ended before it")
+            rows.end_running(NotRun("the run ended before it"))
 
 
 def _work(args: argparse.Namespace) -> int:
@@ -166,10 +176,14 @@ def _work(args: argparse.Namespace) -> int:
     elif args.small:
         torch.set_num_threads(1)  # for tiny tensors a second one costs more than it does
     rows = Rows(args.path)
+    rows.content["machine"] = machine.describe(device, args.commit)
+    rows.write()
     clock = Clock(args.until)
     session = Session(device, small=args.small, clock=clock)
     shares = sum(SECTIONS[name][1] for name in args.only)
     for name in args.only:
+        if rows.has(name, "all"):  # its cases cannot even be made
+            continue
         make, share = SECTIONS[name]
         clock.section_until = time.time() + args.budget * max(share, share / shares)
         rows.begin(name, ["all"])  # should what the cases need be what does not work
@@ -200,6 +214,12 @@ def _append(path: Path, content: dict) -> None:
         if row["section"] == "vae" and row["status"] == "ok":
             case, _, who = row["name"].rpartition(": ")
             append(case, implementation=who, **row["values"])
+
+
+def _device_name() -> str:
+    """Asked of the driver, so that this process takes no memory of the GPU."""
+    asked = machine.asked("name") if torch.cuda.is_available() else None
+    return asked or record.machine()
 
 
 def _slug(name: str) -> str:

@@ -51,4 +51,9 @@ def commit() -> str:
 
 def _git(*arguments: str) -> "subprocess.CompletedProcess[str]":
     command = ["git", *arguments]
-    return subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False)
+    try:
+        return subprocess.run(
+            command, cwd=RESULTS.parent, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:  # no git on this machine
+        return subprocess.CompletedProcess(command, 127, "", "")

@@ -4,14 +4,13 @@ import functools
 from collections.abc import Iterator
 from contextlib import nullcontext
 
-import torch
 from torch import Tensor
 
 from .rows import Case, Values
 from .session import Session
 from .turns import in_turn, ratio, snr_db, thread
-from .variants import Variant, variants
 from .vae import Clip
+from .variants import Variant, variants
 
 
 def clips(session: Session) -> list[Clip]:

@@ -5,6 +5,7 @@ import functools
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from fast_video_vae.kernels.backend import use_backend
 from fast_video_vae.vae.cache import TemporalCache
 from fast_video_vae.vae.config import VAEConfig
 from fast_video_vae.vae.inputs import canonical
@@ -38,7 +39,8 @@ def video_flops(config: VAEConfig, direction: str, frames: int, height: int, wid
         cache.first = first
         x = torch.empty(_shape(config, direction, first, height, width), device="meta")
         x = canonical(x.to(torch.bfloat16).movedim(-1, 1))
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        # The reference, so that no other backend is built or loaded for it.
+        with torch.no_grad(), use_backend("reference"), FlopCounterMode(display=False) as counter:
             for _ in advance(network.chains(), x, cache, 1 << 62):
                 pass
         counts.append(counter.get_total_flops())

@@ -41,11 +41,11 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)
         facts |= {
             "cudnn": torch.backends.cudnn.version(),
-            "driver": _asked("driver_version"),
+            "driver": asked("driver_version"),
             "compute_capability": f"{properties.major}.{properties.minor}",
             "memory_gib": round(properties.total_memory / 2**30, 1),
             "multiprocessors": properties.multi_processor_count,
-            "clocks_and_power": _asked("clocks.max.sm,clocks.max.mem,power.limit"),
+            "clocks_and_power": asked("clocks.max.sm,clocks.max.mem,power.limit"),
         }
     return facts
 
@@ -56,7 +56,7 @@ def _version(package: str) -> str | None:
     return None
 
 
-def _asked(fields: str) -> str | None:
+def asked(fields: str) -> str | None:
     """What the driver says of the first GPU."""
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):

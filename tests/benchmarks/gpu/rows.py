@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -63,6 +62,12 @@ class Rows:
         """The rows, in the order in which they came."""
         return self.content["rows"]
 
+    def forget_not_run(self) -> None:
+        """Drop the rows that there was no time for, so that they are run."""
+        kept = [row for row in self.rows if row["status"] != "not run"]
+        self.content |= {"rows": kept, "running": None}
+        self.write()
+
     def has(self, section: str, name: str) -> bool:
         """Whether a row is there."""
         return any((row["section"], row["name"]) == (section, name) for row in self.rows)
@@ -79,20 +84,20 @@ class Rows:
         told = ", ".join(f"{key} {_short(value)}" for key, value in row["values"].items())
         print(f"[{section}] {name}: {told or row['status'] + ', ' + row['reason']}", flush=True)
 
-    def fail_running(self, reason: str) -> None:
-        """Give the rows that a process died in their reason."""
+    def end_running(self, error: Exception) -> None:
+        """Give the rows that a process ended in their reason."""
         running = self.content["running"]
         self.content["running"] = None
         for name in running["names"] if running else ():
             if not self.has(running["section"], name):
-                self.add(running["section"], name, RuntimeError(reason), self.content["device"])
+                self.add(running["section"], name, error, self.content["device"])
         self.write()
 
     def write(self) -> None:
         """Write the file, whole or not at all."""
         draft = self.path.with_name(self.path.name + ".part")
         draft.write_text(json.dumps(self.content, indent=1), encoding="utf-8")
-        os.replace(draft, self.path)
+        draft.replace(self.path)
 
 
 def outcome(result: Values | Exception) -> dict[str, Any]:

@@ -27,15 +27,14 @@ COLUMNS = {
     "ms": Column("ms", "milliseconds of a call, warm, the median of 3 rounds of 5 calls", 3),
     "s": Column("s", "seconds, warm, synchronised, the median of the rounds", 3),
     "as_it_is_s": Column("as it is", "seconds of our decode unchanged, in turn with it", 3),
-    "stays_s": Column("stays", "seconds of the decode alone, in turn with it", 3),
     "gb_per_s": Column(
         "GB/s", "bytes that have to be moved (each tensor read or written once) in a second", 0
     ),
     "copy_percent": Column("% copy", "of the GB/s of the largest copy in this run", 0),
     "tflops": Column(
         "TFLOP/s",
-        "products and sums in a second; in `vae` those of our layers for everybody, so that peers "
-        "who do more for the same frames do not look better",
+        "10^12 FLOPs in a second; in `vae` those of our layers for everybody, so that who does "
+        "more for the same frames does not look better",
         3,
     ),
     "floor_percent": Column(
@@ -45,7 +44,9 @@ COLUMNS = {
         0,
     ),
     "times_ours": Column("x ours", "how many times as long as ours, the median of the pairs"),
-    "times_as_it_is": Column("x as it is", "how many times as long as unchanged; above 1: it pays"),
+    "times_as_it_is": Column(
+        "x as it is", "how many times as long as unchanged: above 1, the change costs"
+    ),
     "times_alone": Column("x in turn", "how many times as long as one after the other"),
     "times_stays": Column("x stays", "how many times as long as the decode alone"),
     "peak_gib": Column(
@@ -58,7 +59,10 @@ COLUMNS = {
         "apart", "largest difference to the reference, over the reference's largest number", 5
     ),
     "snr_db": Column(
-        "dB", "signal over difference to ours (`ablation`: to ours unchanged); 999: equal", 1
+        "dB",
+        "signal over difference to ours (`ablation`: to ours unchanged), rounding included; 999: "
+        "equal",
+        1,
     ),
     "cold_s": Column(
         "first s", "the first run of this size: compiles, trials and searches included", 2
@@ -68,7 +72,7 @@ COLUMNS = {
 }
 
 TITLES = {
-    "copy": "Limits of the device: copies within it, and matrix products",
+    "copy": "Limits of the device: copies within its memory, and matrix products",
     "ops": "Ops on each backend, tensors larger than any cache",
     "vae": "Whole clips, random weights of full width",
     "ablation": "Our decode with one thing changed at a time",
@@ -94,16 +98,21 @@ def report(content: Mapping[str, Any]) -> str:
         own = [row for row in rows if row["section"] == section]
         if own:
             lines += ["", f"{section.upper()}: {title}", *_table(own)]
-    lines += ["", "WHAT IS ASKED", *_asked(rows), "", _counted(rows)]
+    if not content["small"]:
+        lines += ["", "WHAT IS ASKED", *_asked(rows)]
+    lines += ["", _counted(rows)]
     return "\n".join(lines)
 
 
 def _machine(content: Mapping[str, Any]) -> list[str]:
     facts = content["machine"]
-    told = ", ".join(f"{key} {value}" for key, value in facts.items() if value is not None)
+    told = "; ".join(f"{key} {value}" for key, value in facts.items() if value is not None)
     lines = textwrap.wrap(told, _WIDTH)
     if content["small"]:
-        lines.append("SMALL RUN: tiny sizes, to see that every row runs. No number means anything.")
+        lines.append(
+            f"SMALL RUN on {content['device']}: tiny sizes, to see that every row runs; no number "
+            "means anything"
+        )
     return lines
 
 
@@ -204,7 +213,9 @@ def _counted(rows: Iterable[Mapping[str, Any]]) -> str:
 def _cell(key: str, value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:.{COLUMNS[key].digits}f}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.{min(COLUMNS[key].digits, 1) if abs(value) >= 100 else COLUMNS[key].digits}f}"
 
 
 def _wrapped(label: str, text: str) -> list[str]:

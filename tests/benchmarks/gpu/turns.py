@@ -82,6 +82,7 @@ def in_turn(
             one.cold_s, result = _timed(session, run)
             if look is not None:
                 look(name, result)
+            del result
     for count in range(rounds):
         able = [name for name, one in results.items() if one.error is None]
         turn = sum(_cost(results[name], alike) for name in able)
