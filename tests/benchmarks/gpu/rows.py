@@ -62,9 +62,12 @@ class Rows:
         """The rows, in the order in which they came."""
         return self.content["rows"]
 
-    def forget_not_run(self) -> None:
-        """Drop the rows that there was no time for, so that they are run."""
-        kept = [row for row in self.rows if row["status"] != "not run"]
+    def forget_not_run(self, sections: Iterable[str]) -> None:
+        """Drop the rows of some sections that there was no time for, so that they are run."""
+        again = set(sections)
+        kept = [
+            row for row in self.rows if row["status"] != "not run" or row["section"] not in again
+        ]
         self.content |= {"rows": kept, "running": None}
         self.write()
 
@@ -74,8 +77,17 @@ class Rows:
 
     def begin(self, section: str, names: Iterable[str]) -> None:
         """Note what is measured next, for whoever finds the file of a process that died."""
-        self.content["running"] = {"section": section, "names": list(names)}
+        self.content["running"] = {
+            "section": section,
+            "names": list(names),
+            "since": time.time(),
+        }
         self.write()
+
+    def running_s(self) -> float:
+        """For how many seconds what runs has been running."""
+        running = self.content["running"]
+        return time.time() - running["since"] if running else 0.0
 
     def add(self, section: str, name: str, result: Values | Exception, device: str) -> None:
         """Add a row and print it."""

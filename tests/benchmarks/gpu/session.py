@@ -1,7 +1,6 @@
 """What the sections of a run share: device, sizes, VAEs and their weights, limits measured once."""
 
 import functools
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -122,7 +121,6 @@ class Session:
     def _once(self, key: tuple[str, str], build: Callable[[], Any]) -> Any:
         if key not in self._built:
             self._built[key] = build()
-            gc.freeze()  # what was imported and built for good; a collection need not look at it
         return self._built[key]
 
     def _weights(self, family: str) -> dict[str, Tensor]:

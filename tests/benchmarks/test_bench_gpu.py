@@ -1,0 +1,135 @@
+"""The benchmark of a GPU runs unattended, once: every row is there, whatever happens to one."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fast_video_vae.kernels import examples
+from fast_video_vae.tests.benchmarks.gpu import flops, ops, rows, session, table, turns, vae
+
+SCRIPT = Path(__file__).with_name("bench_gpu.py")
+HERE = ["missing", "ok"]
+MACHINE = {"commit", "cuda", "cudnn", "date", "device_name", "driver", "torch", "triton"}
+
+
+def run(path, *arguments):
+    """Run the script small, and give what it prints and what it leaves."""
+    command = [sys.executable, str(SCRIPT), "--small", "--json", str(path), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout, json.loads(path.read_text(encoding="utf-8"))
+
+
+def statuses(content, *sections):
+    return sorted({r["status"] for r in content["rows"] if r["section"] in sections})
+
+
+def test_rows_that_there_was_no_time_for_are_told_and_measured_by_a_further_call(tmp_path):
+    path = tmp_path / "rows.json"
+    _, content = run(path, "--budget", "0")
+    assert {row["section"] for row in content["rows"]} == set(table.TITLES)
+    assert statuses(content, *table.TITLES) == ["not run"]
+    names = [(row["section"], row["name"]) for row in content["rows"]]
+    assert len(set(names)) == len(names)
+    told, content = run(path, "--budget", "100", "--continue", "--only", "copy,attention,streams")
+    assert statuses(content, "copy", "attention", "streams") == HERE
+    assert statuses(content, "vae") == ["not run"]
+    assert sorted((row["section"], row["name"]) for row in content["rows"]) == sorted(names)
+    assert content["machine"].keys() >= MACHINE
+    text = path.with_suffix(".txt").read_text(encoding="utf-8")
+    assert told.endswith(text)
+
+
+@pytest.mark.slow
+def test_every_row_of_every_section_runs(tmp_path):
+    path = tmp_path / "rows.json"
+    told, content = run(path, "--budget", "600")
+    failed = [row for row in content["rows"] if row["status"] not in HERE]
+    assert not failed
+    assert {row["section"] for row in content["rows"]} == set(table.TITLES)
+    missing = {row["reason"] for row in content["rows"] if row["status"] == "missing"}
+    known = ("Triton is for GPUs", "has no attribute `graphs`", "no ComfyUI", "not import")
+    assert all(any(each in reason for each in known) for reason in missing), missing
+    assert all(row["device"] == content["device"] for row in content["rows"])
+    keys = {key for row in content["rows"] for key in row["values"]}
+    assert keys <= table.COLUMNS.keys()
+    assert told.rstrip().splitlines()[-1].startswith("Rows: ")
+
+
+def test_what_fails_stands_in_its_row_and_the_rest_goes_on(tmp_path):
+    def half():
+        yield "a", {"ms": 1.0}
+        raise torch.OutOfMemoryError("no memory")
+
+    def absent():
+        raise rows.Missing("no such thing")
+
+    cases = [
+        rows.Case(("a", "b"), half),
+        rows.Case(("c",), absent),
+        rows.Case(("d",), lambda: [("d", {"s": 2.0})]),
+    ]
+    file = rows.Rows(tmp_path / "rows.json", {"device": "cpu"})
+    for _ in rows.run_section(file, rows.Clock(time.time() + 60), "copy", cases, "cpu"):
+        pass
+    kept = rows.Rows(file.path).rows
+    assert [(row["name"], row["status"]) for row in kept] == [
+        ("a", "ok"), ("b", "failed"), ("c", "missing"), ("d", "ok"),
+    ]  # fmt: skip
+    assert kept[1]["reason"] == "OutOfMemoryError: no memory"
+
+
+def test_a_process_that_dies_leaves_the_reason_in_the_rows_that_ran(tmp_path):
+    file = rows.Rows(tmp_path / "rows.json", {"device": "cpu"})
+    file.begin("ops", ["a", "b"])
+    file.add("ops", "a", {"ms": 1.0}, "cpu")
+    found = rows.Rows(file.path)  # as the file was when it died: before the row
+    found.end_running(RuntimeError("it died"))
+    assert [(row["name"], row["status"]) for row in found.rows] == [
+        ("a", "failed"), ("b", "failed"),
+    ]  # fmt: skip
+    assert rows.Rows(file.path).content["running"] is None
+
+
+def test_every_op_of_the_contract_is_called_at_the_widths_of_the_vaes():
+    called = ops.calls()
+    assert {call.op for call in called} == set(examples.OPS) - {"attention"}
+    assert len({call.name for call in called}) == len(called)
+    for op in ("rms_norm_silu", "bias_residual"):
+        widths = {call.channels for call in called if call.op == op}
+        assert widths == {96, 192, 384, 160, 256, 512, 640, 1024}
+
+
+def test_flops_grow_by_a_latent_at_a_time():
+    small = session.Session(torch.device("cpu"), small=True, clock=rows.Clock(0.0))
+    config = small.ours("wan2.1").config
+    one, five, nine = (flops.video_flops(config, "decode", n, 32, 32) for n in (1, 5, 9))
+    assert nine - five == five - one > 2 * one  # three temporal taps, and four frames at the end
+
+
+def test_a_clip_that_would_take_too_long_is_not_begun():
+    late = session.Session(torch.device("cpu"), small=True, clock=rows.Clock(time.time() + 5))
+    clip = vae.Clip("wan2.1", "decode", 5, 32, 32)
+    late.rates["wan2.1", "decode", "comfyui"] = 1.0
+    with pytest.raises(rows.NotRun, match=r"it would take 20 s twice over; [345] s were left"):
+        vae._expected_s(late, clip, "comfyui", 10.0, 0.0)
+
+
+def test_runs_take_turns_and_a_failing_one_leaves():
+    order = []
+
+    def fails():
+        order.append("b")
+        if order.count("b") == 3:  # the first run, then one that does not count
+            raise RuntimeError("no more")
+
+    here = session.Session(torch.device("cpu"), small=True, clock=rows.Clock(time.time() + 60))
+    runs = {"a": lambda: order.append("a"), "b": fails}
+    results = turns.in_turn(here, runs, alike=True)
+    assert order == ["a", "b", "a", "b", "a", "b", "a"]
+    assert len(results["a"].seconds) == 3
+    assert str(results["b"].error) == "no more"
