@@ -19,6 +19,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -72,7 +73,7 @@ _GPU_LOST = 77
 def main() -> None:
     """Run the sections that the command line names."""
     args = _arguments()
-    args.path = args.json or _HERE / f"gpu-{_slug(_device_name())}.json"
+    args.path = args.json or _default_path(args.small)
     if args.worker:
         sys.exit(_work(args))
     until = time.time() + args.budget
@@ -110,7 +111,9 @@ def _arguments() -> argparse.Namespace:
         action="store_true",
         help="keep the rows of the file, but for those that were not run",
     )
-    parser.add_argument("--json", type=Path, help="where the rows go (default: beside this file)")
+    parser.add_argument(
+        "--json", type=Path, help="where the rows go (default: gpu-NAME.json beside this file)"
+    )
     parser.add_argument("--out", type=Path, help="a results.jsonl that gets the rows of `vae` too")
     parser.add_argument("--commit", help="of this checkout, where git is not there to be asked")
     parser.add_argument(
@@ -241,14 +244,12 @@ def _append(path: Path, content: dict) -> None:
             append(case, implementation=who, **row["values"])
 
 
-def _device_name() -> str:
-    """Asked of the driver, so that this process takes no memory of the GPU."""
-    asked = machine.asked("name") if torch.cuda.is_available() else None
-    return asked or record.machine()
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+def _default_path(small: bool) -> Path:
+    """Named after the GPU. The driver is asked for it: this process takes no memory there."""
+    if small:
+        return Path(tempfile.gettempdir()) / "bench-gpu-small.json"
+    name = machine.asked("name") or record.machine()
+    return _HERE / f"gpu-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
 
 
 if __name__ == "__main__":
