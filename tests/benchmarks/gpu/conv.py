@@ -1,6 +1,7 @@
 """Section `conv`: convolutions by width, searched for or not, and the folded upsampling."""
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -15,7 +16,7 @@ from fast_video_vae.vae.resample import UpsampleConv2d
 
 from .rows import Case, Values
 from .session import Session
-from .turns import thread
+from .turns import thread, wait
 
 # Width, height and width of the frames in a decode of 720x1280: of Wan 2.1, Wan 2.2 and SeedVR2,
 # which has 128, and 256 and 512 where Wan 2.2 has them or nearly so.
@@ -150,19 +151,30 @@ def _timed(
 ) -> Iterator[tuple[str, Values | Exception]]:
     """Time calls in turn, each in a thread of its own, which has plans of its own."""
     with ExitStack() as stack:
-        able = {}
-        for name, call in calls.items():
+        able, first = {}, {}
+        # Who searches comes last, so that its first call shows the search and not what is loaded.
+        for name, call in sorted(calls.items(), key=lambda entry: entry[0] in searched):
             inside = functools.partial(_guarded, session, call, name in searched)
             there = functools.partial(stack.enter_context(thread()), inside)
+            start = time.perf_counter()
             try:
                 there()
+                wait(session.device)
             except Exception as error:  # one that does not run leaves the others alone
                 yield name, error.with_traceback(None)
                 continue
+            first[name] = time.perf_counter() - start
             able[name] = there
         seconds = measure.seconds(able, session.device, launches=False)
     for name, value in seconds.items():
-        yield name, {"ms": 1e3 * value, "tflops": flops[name] / value / 1e12}
+        yield (
+            name,
+            {
+                "ms": 1e3 * value,
+                "tflops": flops[name] / value / 1e12,
+                "first_ms": 1e3 * first[name],
+            },
+        )
 
 
 def _guarded(session: Session, call: Callable[[], Any], searches: bool) -> None:

@@ -207,6 +207,7 @@ def _average(width: int, channels: int) -> Call:
 
 
 def _images(channels: int, patch: int, dtype: torch.dtype) -> Call:
-    given = {"frames": _like(channels), "patch": patch, "dtype": dtype}
+    order = "ctwh" if patch > 1 else "cthw"  # of Wan 2.2; one pixel has no order
+    given = {"frames": _like(channels), "patch": patch, "order": order, "dtype": dtype}
     note = f"{channels} to 3, {str(dtype).removeprefix('torch.')}"
     return Call("frames_to_images", note, channels, given)

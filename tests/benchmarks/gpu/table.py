@@ -67,6 +67,9 @@ COLUMNS = {
     "cold_s": Column(
         "first s", "the first run of this size: compiles, trials and searches included", 2
     ),
+    "first_ms": Column(
+        "first ms", "the first call in its thread: cuDNN's search for a plan, where it searches", 1
+    ),
     "rounds": Column("rounds", "how many", 0),
     "version": Column("version", "of the peer", 0),
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .flops import video_flops
-from .rows import Case, Missing, NotRun, Values
+from .rows import Case, NotRun, Values
 from .session import Session
 from .turns import ROUNDS, Measured, in_turn, ratio, snr_db
 
@@ -94,9 +94,9 @@ def _compare(session: Session, clip: Clip) -> Iterator[tuple[str, Values | Excep
         try:
             runs[who] = _run_of(session, clip, who, x)
             needed += _expected_s(session, clip, who, flops, needed)
-        except (Missing, NotRun) as error:
+        except Exception as error:  # a peer that does not load leaves the others alone
             runs.pop(who, None)
-            yield f"{clip.label}: {who}", error
+            yield f"{clip.label}: {who}", error.with_traceback(None)
     seen = _Agreement(clip.direction == "decode")
     with torch.inference_mode():
         results = in_turn(session, runs, look=seen, rounds=_rounds(session, needed))
