@@ -77,7 +77,7 @@ COLUMNS = {
 TITLES = {
     "copy": "Limits of the device: copies within its memory, and matrix products",
     "ops": "Ops on each backend, tensors larger than any cache",
-    "vae": "Whole clips, random weights of full width",
+    "vae": "Whole clips, random weights, ours and the peers in turn",
     "ablation": "Our decode with one thing changed at a time",
     "attention": "Attention of one head over the pixels of a frame",
     "conv": "Convolutions by width: channels in = channels out, frames out x height x width",
