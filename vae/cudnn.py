@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from contextvars import ContextVar
 from math import prod
 from typing import Any
 
@@ -30,22 +30,13 @@ _CUDNN = (91002, 91500)
 # A region of an output: first index and end for the batch and each dimension behind the channels.
 Region = tuple[tuple[int, int], ...]
 
-
-@dataclass
-class _Search:
-    """Who is inside `searching`, and what the switch was before the first of them."""
-
-    holders: int = 0
-    before: bool = False
-
-
 # Chunks of a kind that go by without a search. It takes about as long as they do: some algorithms
 # for each of the shapes in a chunk. So what ends before has lost nothing, and what goes on has lost
 # as much again at most.
 _UNSEARCHED = 8
 
+_searching: ContextVar[bool] = ContextVar("searching", default=False)
 _lock = threading.Lock()
-_search = _Search()
 _seen: Counter[Hashable] = Counter()
 
 
@@ -127,7 +118,7 @@ def parts(
 
 
 def pays(kind: Hashable) -> bool:
-    """Count a chunk, and tell whether it is time that cuDNN searches for what chunks like it do.
+    """Count a chunk, and tell whether it is time to search for what chunks like it do.
 
     Args:
         kind: What decides the shapes, dtypes and device of its convolutions.
@@ -139,31 +130,21 @@ def pays(kind: Hashable) -> bool:
 
 @contextmanager
 def searching(device: torch.device) -> Iterator[None]:
-    """Let cuDNN time its algorithms once for each new shape in the body, and keep the fastest.
+    """Let cuDNN time its algorithms once for each new shape in the body, and use the fastest.
 
-    The switch (`torch.backends.cudnn.benchmark`) is the process's. Every thread sees it while any
-    is inside, and the last one out puts back what the first one found. A user who has set it to
-    False is overruled, because that is also what it is where nobody has set it.
+    It is what `torch.backends.cudnn.benchmark` switches on for a process. Here it is an argument of
+    our own calls, in this thread: nobody else's convolutions see it, and there is nothing to put
+    back. Of 16 bits alone: PyTorch keeps a plan for each shape, searched for or not, and what tells
+    ours from those that were not is that they are deterministic, which float32's may not all be.
 
     Args:
         device: Where the convolutions run; nothing is done unless it is CUDA.
     """
-    if device.type != "cuda":
-        yield
-        return
-    switches: Any = torch.backends.cudnn
-    with _lock:
-        if _search.holders == 0:
-            _search.before = switches.benchmark
-            switches.benchmark = True
-        _search.holders += 1
+    token = _searching.set(device.type == "cuda")
     try:
         yield
     finally:
-        with _lock:
-            _search.holders -= 1
-            if _search.holders == 0:
-                switches.benchmark = _search.before
+        _searching.reset(token)
 
 
 def _call(
@@ -173,24 +154,37 @@ def _call(
     stride: tuple[int, ...],
     padding: tuple[int, ...],
 ) -> Tensor:
-    if x.ndim == 4:
-        return F.conv2d(x, weight, bias, stride, padding)
-    if not _is_left_out(x.device, x.dtype) or not torch.backends.cudnn.enabled:
-        return F.conv3d(x, weight, bias, stride, padding)
     switches: Any = torch.backends.cudnn
+    searches = _searching.get() and _is_direct(x.device, x.dtype)
+    direct = searches or (x.ndim == 5 and _is_left_out(x.device, x.dtype))
+    if not direct or not switches.enabled:
+        return (F.conv2d if x.ndim == 4 else F.conv3d)(x, weight, bias, stride, padding)
     # TF32 is no matter of 16 bits, and its older switch cannot be read beside the newer ones.
     y = torch.cudnn_convolution(
-        x, weight, padding, stride, (1, 1, 1), 1, switches.benchmark, switches.deterministic, True
+        x,
+        weight,
+        padding,
+        stride,
+        (1,) * len(stride),
+        1,
+        searches or switches.benchmark,
+        searches or switches.deterministic,
+        True,
     )
-    return y if bias is None else y.add_(bias.view(-1, 1, 1, 1))
+    return y if bias is None else y.add_(bias.view(-1, *[1] * len(stride)))
 
 
 @functools.cache
 def _is_left_out(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether PyTorch would unfold a convolution over time rather than ask cuDNN."""
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
-        return False
-    return _unfolds(torch.__version__, _cudnn_version())
+    return _is_direct(device, dtype) and _unfolds(torch.__version__, _cudnn_version())
+
+
+@functools.cache
+def _is_direct(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether cuDNN can be called directly for these."""
+    narrow = dtype in (torch.float16, torch.bfloat16)
+    return device.type == "cuda" and narrow and _cudnn_version() is not None
 
 
 def _cudnn_version() -> int | None:

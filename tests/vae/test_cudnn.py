@@ -180,49 +180,62 @@ def test_a_vae_in_parts_is_the_vae(monkeypatch):
 
 
 @pytest.fixture
-def switch(monkeypatch):
-    """The process's switch, which is the same without a GPU."""
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    return lambda: torch.backends.cudnn.benchmark
+def direct(monkeypatch):
+    """The switches of each direct call: benchmark, deterministic, TF32."""
+    calls = []
+
+    def stand_in(x, weight, padding, stride, dilation, groups, *switches):
+        calls.append(switches)
+        convolve = F.conv2d if x.ndim == 4 else F.conv3d
+        return convolve(x, weight, None, stride, padding, dilation, groups)
+
+    monkeypatch.setattr(torch, "cudnn_convolution", stand_in)
+    monkeypatch.setattr(cudnn, "_is_direct", lambda device, dtype: dtype == torch.float64)
+    return calls
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_the_search_is_on_inside_and_as_it_was_after(before, switch):
-    torch.backends.cudnn.benchmark = before
+@pytest.mark.parametrize("case", ["causal", "frames"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_search_is_an_argument_of_our_own_calls(direct, case, biased):
+    shape, weight_shape, stride, padding = CASES[case]
+    x, weight, bias = convolution(shape, weight_shape)
+    bias = bias if biased else None
+    expected = cudnn.convolve(x, weight, bias, stride, padding)
+    assert not direct
     with cudnn.searching(CUDA):
-        assert switch()
-        with cudnn.searching(CUDA):
-            assert switch()
-        assert switch()
-    assert switch() == before
-
-    def fail():
-        with cudnn.searching(CUDA):
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert switch() == before
+        actual = cudnn.convolve(x, weight, bias, stride, padding)
+    torch.testing.assert_close(actual, expected)
+    assert direct == [(True, True, True)]
+    assert not torch.backends.cudnn.benchmark
+    cudnn.convolve(x, weight, bias, stride, padding)
+    assert len(direct) == 1
 
 
-def test_there_is_no_search_elsewhere(switch):
+def test_there_is_no_search_elsewhere_nor_without_cudnn(direct):
+    x, weight, _ = convolution(*CASES["causal"][:2])
     with cudnn.searching(torch.device("cpu")):
-        assert not switch()
-
-
-def test_the_last_thread_out_puts_the_search_back(switch):
-    inside, leave = threading.Event(), threading.Event()
-
-    def hold():
-        with cudnn.searching(CUDA):
-            inside.set()
-            leave.wait(30)
-
-    thread = threading.Thread(target=hold)
+        cudnn.convolve(x, weight, None, (1, 1, 1), (0, 1, 1))
     with cudnn.searching(CUDA):
+        cudnn.convolve(x.float(), weight.float(), None, (1, 1, 1), (0, 1, 1))
+        with torch.backends.cudnn.flags(enabled=False):
+            cudnn.convolve(x, weight, None, (1, 1, 1), (0, 1, 1))
+    assert not direct
+
+
+def test_a_search_ends_with_its_block_and_is_of_its_thread(direct):
+    x, weight, _ = convolution(*CASES["causal"][:2])
+
+    def call():
+        cudnn.convolve(x, weight, None, (1, 1, 1), (0, 1, 1))
+
+    with cudnn.searching(CUDA):
+        with pytest.raises(KeyError), cudnn.searching(CUDA):
+            raise KeyError
+        thread = threading.Thread(target=call)
         thread.start()
-        assert inside.wait(30)
-    assert switch()
-    leave.set()
-    thread.join(30)
-    assert not switch()
+        thread.join()
+        assert not direct
+        call()
+        assert len(direct) == 1
+    call()
+    assert len(direct) == 1
