@@ -1,0 +1,226 @@
+// The ops as PyTorch sees them. Results are arguments, so that a dispatch mode sees one op a call,
+// and so is the stream, so that this compiles with any build of PyTorch. Layouts are asked for in
+// cuda_ops.py; here they are only checked, since torch.ops is open to everybody.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <initializer_list>
+#include <limits>
+#include <optional>
+#include <string>
+
+#include "ops.h"
+
+namespace fast_video_vae_cuda {
+namespace {
+
+using at::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+// Pixels of a frame, and numbers of a row, are counted in 31 bits.
+constexpr int64_t kCountLimit = std::numeric_limits<int32_t>::max();
+
+// A grid has no more blocks than this for frames and for videos.
+constexpr int64_t kGridLimit = 65535;
+
+// Pixels of a chunk at least: below that its two numbers for each channel would be no little part.
+constexpr int64_t kShare = 256;
+
+Dtype dtype_of(const Tensor& x) {
+  switch (x.scalar_type()) {
+    case at::kFloat: return Dtype::float32;
+    case at::kBFloat16: return Dtype::bfloat16;
+    case at::kHalf: return Dtype::float16;
+    default: TORCH_CHECK(false, "expected float32, bfloat16 or float16, got ", x.scalar_type());
+  }
+}
+
+void check_alike(const Tensor& x, const Tensor& like) {
+  TORCH_CHECK(x.scalar_type() == like.scalar_type() && x.device() == like.device(),
+              "dtypes or devices do not fit");
+}
+
+// Whether dimensions are one dense run of numbers, the last the fastest.
+bool dense(at::IntArrayRef sizes, at::IntArrayRef strides, std::initializer_list<int> dims) {
+  int64_t run = 1;
+  for (auto dim = dims.end(); dim-- != dims.begin();) {
+    if (sizes[*dim] > 1 && strides[*dim] != run) return false;
+    run *= sizes[*dim];
+  }
+  return true;
+}
+
+Video video_of(const Tensor& x, const Tensor& like) {
+  check_alike(x, like);
+  TORCH_CHECK(x.dim() == 5 && (x.numel() == 0 || dense(x.sizes(), x.strides(), {3, 4, 1})),
+              "not channels-last");
+  Video v;
+  v.data = x.data_ptr();
+  v.batch = x.size(0);
+  v.channels = x.size(1);
+  v.frames = x.size(2);
+  v.height = x.size(3);
+  v.width = x.size(4);
+  v.pixels = v.height * v.width;
+  v.batch_stride = v.batch > 1 ? x.stride(0) : 0;
+  v.frame_stride = v.frames > 1 ? x.stride(2) : 0;
+  v.row_stride = v.channels;
+  TORCH_CHECK(v.batch <= kGridLimit && v.frames <= kGridLimit && v.pixels <= kCountLimit,
+              "more than a grid counts");
+  return v;
+}
+
+Video maybe_video_of(const MaybeTensor& x, const Tensor& like) {
+  return x.has_value() ? video_of(*x, like) : Video();
+}
+
+// Rows of `[..., C]` at one distance, as the pixels of a frame.
+Video rows_of(const Tensor& x, const Tensor& like) {
+  check_alike(x, like);
+  TORCH_CHECK(x.sizes() == like.sizes() && x.numel() > 0, "sizes do not fit");
+  const int64_t last = x.dim() - 1;
+  TORCH_CHECK(x.size(last) == 1 || x.stride(last) == 1, "the last dimension is not dense");
+  Video v;
+  v.data = x.data_ptr();
+  v.batch = v.frames = v.height = 1;
+  v.channels = x.size(last);
+  v.width = v.pixels = x.numel() / v.channels;
+  int64_t run = 1;
+  for (int64_t dim = last - 1; dim >= 0; --dim) {
+    if (x.size(dim) == 1) continue;
+    if (run == 1) v.row_stride = x.stride(dim);
+    TORCH_CHECK(x.stride(dim) == run * v.row_stride, "rows are not at one distance");
+    run *= x.size(dim);
+  }
+  TORCH_CHECK(v.pixels <= kCountLimit, "more rows than a grid counts");
+  return v;
+}
+
+void check_size(const Video& x, int64_t batch, int64_t channels, int64_t frames, int64_t height,
+                int64_t width) {
+  TORCH_CHECK(x.batch == batch && x.channels == channels && x.frames == frames &&
+                  x.height == height && x.width == width,
+              "sizes do not fit");
+}
+
+Vector vector_of(const Tensor& values, const Tensor& like, int64_t count) {
+  const bool wide = values.scalar_type() == at::kFloat;
+  TORCH_CHECK((wide || values.scalar_type() == like.scalar_type()) && values.is_contiguous() &&
+                  values.numel() == count && values.device() == like.device(),
+              "parameters do not fit");
+  return {values.const_data_ptr(), wide};
+}
+
+// Starts the kernels of an op.
+template <class Op>
+void start(const char* (*kernels)(const Op&, cudaStream_t), const Op& op, int64_t stream) {
+  const char* error = kernels(op, reinterpret_cast<cudaStream_t>(stream));
+  TORCH_CHECK(!error, "a kernel did not start: ", error);
+}
+
+void rms_norm_silu(const Tensor& x, const Tensor& gamma, bool silu, const MaybeTensor& bias,
+                   const MaybeTensor& tail, const Tensor& out, int64_t stream) {
+  RmsNorm op{};
+  op.dtype = dtype_of(x);
+  op.silu = silu;
+  op.x = video_of(x, x);
+  op.tail = maybe_video_of(tail, x);
+  op.out = video_of(out, x);
+  const Video& v = op.x;
+  TORCH_CHECK(x.numel() > 0 && v.channels <= kCountLimit, "sizes do not fit");
+  if (tail) check_size(op.tail, v.batch, v.channels, op.tail.frames, v.height, v.width);
+  check_size(op.out, v.batch, v.channels, v.frames + op.tail.frames, v.height, v.width);
+  op.scale = vector_of(gamma, x, v.channels);
+  if (bias) op.bias = vector_of(*bias, x, v.channels);
+  op.factor = std::sqrt(static_cast<float>(v.channels));
+  op.divisor = 1;
+  op.floor = 1e-12f;
+  start(fast_video_vae_cuda::rms_norm, op, stream);
+}
+
+void rms_norm(const Tensor& x, const Tensor& weight, double eps, const Tensor& out,
+              int64_t stream) {
+  RmsNorm op{};
+  op.dtype = dtype_of(x);
+  op.x = rows_of(x, x);
+  op.out = rows_of(out, x);
+  TORCH_CHECK(op.x.channels <= kCountLimit, "sizes do not fit");
+  op.scale = vector_of(weight, x, op.x.channels);
+  op.factor = 1;
+  op.divisor = static_cast<float>(op.x.channels);
+  op.eps = static_cast<float>(eps);
+  start(fast_video_vae_cuda::rms_norm, op, stream);
+}
+
+void group_norm_silu(const Tensor& x, const Tensor& weight, const Tensor& bias, int64_t groups,
+                     double eps, bool silu, int64_t front, bool replicate,
+                     at::IntArrayRef padding, const MaybeTensor& tail, const Tensor& out,
+                     int64_t stream) {
+  GroupNormSilu op{};
+  op.dtype = dtype_of(x);
+  op.silu = silu;
+  op.replicate = replicate;
+  op.x = video_of(x, x);
+  op.tail = maybe_video_of(tail, x);
+  op.out = video_of(out, x);
+  const Video& v = op.x;
+  TORCH_CHECK(x.numel() > 0 && v.channels <= kCountLimit, "sizes do not fit");
+  TORCH_CHECK(groups > 0 && v.channels % groups == 0 && front >= 0, "groups do not fit");
+  TORCH_CHECK(padding.size() == 4 && *std::min_element(padding.begin(), padding.end()) >= 0);
+  if (tail) check_size(op.tail, v.batch, v.channels, op.tail.frames, v.height, v.width);
+  check_size(op.out, v.batch, v.channels, v.frames + (tail ? op.tail.frames : front),
+             v.height + padding[2] + padding[3], v.width + padding[0] + padding[1]);
+  op.weight = vector_of(weight, x, v.channels);
+  op.bias = vector_of(bias, x, v.channels);
+  op.groups = static_cast<int>(groups);
+  op.eps = static_cast<float>(eps);
+  op.front = static_cast<int>(front);
+  op.left = static_cast<int>(padding[0]);
+  op.top = static_cast<int>(padding[2]);
+  // The split depends on the size alone: two calls have the same bits.
+  op.share = std::max(kShare, ceil_div(v.pixels, kChunks));
+  op.chunks = ceil_div(v.pixels, op.share);
+  const int64_t affine = v.batch * v.frames * 2 * v.channels;
+  const Tensor memory = at::empty({affine * (op.chunks + 1)}, x.options().dtype(at::kFloat));
+  op.affine = memory.data_ptr<float>();
+  op.partial = op.affine + affine;
+  start(fast_video_vae_cuda::group_norm_silu, op, stream);
+}
+
+void silu_mul(const Tensor& x, const Tensor& gate, const Tensor& out, int64_t stream) {
+  const SiluMul op{dtype_of(x), rows_of(x, x), rows_of(gate, x), rows_of(out, x)};
+  start(fast_video_vae_cuda::silu_mul, op, stream);
+}
+
+#define FVV_QUOTE_(text) #text
+#define FVV_QUOTE(text) FVV_QUOTE_(text)
+
+// Where the kernels run: on the CPU in the tests, which emulate a GPU.
+#ifndef FVV_DISPATCH_KEY
+#define FVV_DISPATCH_KEY CUDA
+#endif
+
+TORCH_LIBRARY(fast_video_vae_cuda, m) {
+  m.def("rms_norm_silu(Tensor x, Tensor gamma, bool silu, Tensor? bias, Tensor(a!)? tail, "
+        "Tensor(b!) out, int stream) -> ()");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!) out, int stream) -> ()");
+  m.def("group_norm_silu(Tensor x, Tensor weight, Tensor bias, int groups, float eps, bool silu, "
+        "int front, bool replicate, int[4] padding, Tensor(a!)? tail, Tensor(b!) out, "
+        "int stream) -> ()");
+  m.def("silu_mul(Tensor x, Tensor gate, Tensor(a!) out, int stream) -> ()");
+  // Which sources these are; see build.py.
+  m.def("key() -> str", [] { return std::string(FVV_QUOTE(FVV_KEY)); });
+}
+
+TORCH_LIBRARY_IMPL(fast_video_vae_cuda, FVV_DISPATCH_KEY, m) {
+  m.impl("rms_norm_silu", rms_norm_silu);
+  m.impl("rms_norm", rms_norm);
+  m.impl("group_norm_silu", group_norm_silu);
+  m.impl("silu_mul", silu_mul);
+}
+
+}  // namespace
+}  // namespace fast_video_vae_cuda

@@ -1,0 +1,268 @@
+// Group norm of frames: the statistics of chunks of pixels, their combination, then the result.
+//
+// The variance is never the difference of two large numbers. A thread adds up how far its numbers
+// are from the first of them; as that is one of them, the square of its own distance from their mean
+// is part of the sum, and cancels no more digits than it brings. Threads, and then chunks, are
+// combined by their means and their sums of squares about these (Chan, Golub and LeVeque, "Updating
+// Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979), in an order that depends
+// on sizes alone.
+#include "launch.cuh"
+#include "window.cuh"
+
+namespace fast_video_vae_cuda {
+namespace {
+
+// Pixels of a thread that writes, all of which it reads first.
+constexpr int kSteps = 2;
+
+template <class T>
+__device__ __forceinline__ const T* frame_of(const Video& x, int64_t video, int64_t frame) {
+  return static_cast<const T*>(x.data) + video * x.batch_stride + frame * x.frame_stride;
+}
+
+// How many of `count` rows a thread of the block has that starts with `row`.
+__device__ __forceinline__ int rows_of(int row, int count) {
+  return row < count ? (count - 1 - row) / static_cast<int>(blockDim.y) + 1 : 0;
+}
+
+// For each channel the mean over a chunk of pixels, and the sum of squares about it. Block: packs of
+// a pixel by pixels. Grid: chunks, frames, videos.
+template <class P>
+__global__ void __launch_bounds__(kThreads, kBlocks) sum_chunks(const GroupNormSilu op) {
+  using T = typename P::Number;
+  using Floats = Pack<float, P::kCount>;
+  __shared__ Floats means[kThreads], squares[kThreads];
+  const int channels = static_cast<int>(op.x.channels), wide = blockDim.x * P::kCount;
+  const int64_t start = blockIdx.x * op.share, left = op.x.pixels - start;
+  const int count = static_cast<int>(left < op.share ? left : op.share);
+  const int row = threadIdx.y, mine = rows_of(row, count);
+  const int place = threadIdx.y * blockDim.x + threadIdx.x;
+  const T* x = frame_of<T>(op.x, blockIdx.z, blockIdx.y) + start * channels;
+  const int64_t frame = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
+  float* partial = op.partial + (frame * op.chunks + blockIdx.x) * 2 * channels;
+
+  for (int slice = 0; slice < channels; slice += wide) {
+    const int channel = slice + threadIdx.x * P::kCount;
+    if (mine && channel < channels) {
+      float base[P::kCount], sum[P::kCount] = {}, square[P::kCount] = {};
+      const T* from = x + static_cast<int64_t>(row) * channels + channel;
+      widen(load<P>(from), base);
+#pragma unroll 4
+      for (int k = 1; k < mine; ++k) {
+        float v[P::kCount];
+        widen(load<P>(from + static_cast<int64_t>(k) * blockDim.y * channels), v);
+#pragma unroll
+        for (int i = 0; i < P::kCount; ++i) {
+          v[i] -= base[i];
+          sum[i] += v[i];
+          square[i] += v[i] * v[i];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < P::kCount; ++i) {
+        const float moved = sum[i] / mine;
+        means[place].numbers[i] = base[i] + moved;
+        squares[place].numbers[i] = square[i] - sum[i] * moved;
+      }
+    }
+    __syncthreads();
+    const int width = channels - slice < wide ? channels - slice : wide;
+    for (int c = place; c < width; c += blockDim.x * blockDim.y) {
+      const float* mean = means[0].numbers + c;
+      const float* square = squares[0].numbers + c;
+      const int rows = count < static_cast<int>(blockDim.y) ? count : blockDim.y;
+      float moved = 0, total = 0;
+      for (int r = 0; r < rows; ++r) moved += rows_of(r, count) * (mean[r * wide] - mean[0]);
+      moved /= count;
+      for (int r = 0; r < rows; ++r) {
+        const float apart = mean[r * wide] - mean[0] - moved;
+        total += square[r * wide] + rows_of(r, count) * apart * apart;
+      }
+      partial[slice + c] = mean[0] + moved;
+      partial[channels + slice + c] = total;
+    }
+    __syncthreads();
+  }
+}
+
+// The sum of a number of every thread of a block of whole warps, for all of them.
+__device__ __forceinline__ float sum_of_block(float v) {
+  __shared__ float sums[kThreads / 32];
+  const int place = threadIdx.y * blockDim.x + threadIdx.x;
+  for (int distance = 16; distance; distance /= 2) v += __shfl_xor_sync(0xffffffff, v, distance);
+  if (place % 32 == 0) sums[place / 32] = v;
+  __syncthreads();
+  v = 0;
+  for (int warp = 0; warp < kThreads / 32; ++warp) v += sums[warp];
+  __syncthreads();
+  return v;
+}
+
+// The factors and offsets of the channels of a group. Block: channels by chunks. Grid: groups,
+// frames, videos.
+template <class T>
+__global__ void __launch_bounds__(kThreads, kBlocks) combine_chunks(const GroupNormSilu op) {
+  const int channels = static_cast<int>(op.x.channels), size = channels / op.groups;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * size;
+  const int64_t frame = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
+  const float* partial = op.partial + frame * op.chunks * 2 * channels + first;
+  const float base = partial[0];
+  const float numbers = static_cast<float>(op.x.pixels) * size;
+  const auto each = [&](auto add) {
+    for (int64_t chunk = threadIdx.y; chunk < op.chunks; chunk += blockDim.y) {
+      const int64_t left = op.x.pixels - chunk * op.share;
+      const float count = static_cast<float>(left < op.share ? left : op.share);
+      const float* mean = partial + chunk * 2 * channels;
+      for (int c = threadIdx.x; c < size; c += blockDim.x) add(count, mean[c], mean[channels + c]);
+    }
+  };
+  float sum = 0, square = 0;
+  each([&](float count, float mean, float) { sum += count * (mean - base); });
+  const float moved = sum_of_block(sum) / numbers;
+  each([&](float count, float mean, float about) {
+    const float apart = mean - base - moved;
+    square += about + count * apart * apart;
+  });
+  const float inverse = 1.0f / sqrtf(sum_of_block(square) / numbers + op.eps);
+  float* affine = op.affine + frame * 2 * channels + first;
+  for (int c = threadIdx.y * blockDim.x + threadIdx.x; c < size; c += kThreads) {
+    float weight[1], bias[1];
+    widen<T>(op.weight, static_cast<int>(first) + c, weight);
+    widen<T>(op.bias, static_cast<int>(first) + c, bias);
+    const float scale = weight[0] * inverse;
+    affine[c] = scale;
+    affine[channels + c] = bias[0] - (base + moved) * scale;
+  }
+}
+
+template <class P>
+__device__ __forceinline__ P normed(const P& pack, const float (&scale)[P::kCount],
+                                    const float (&offset)[P::kCount], bool activate) {
+  float v[P::kCount];
+  widen(pack, v);
+#pragma unroll
+  for (int i = 0; i < P::kCount; ++i) v[i] = v[i] * scale[i] + offset[i];
+  if (activate) silu(v);
+  return narrow<typename P::Number>(v);
+}
+
+// A frame of the result as lines of `columns` pixels, and the lines in parts for one block each.
+struct Lines {
+  int height, width, columns, left, top, parts;
+};
+
+// Block: packs of a pixel by pixels. Grid: parts of lines, new frames, videos.
+template <class P>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    write_frames(const GroupNormSilu op, const Lines lines) {
+  using T = typename P::Number;
+  using Floats = Pack<float, P::kCount>;
+  const int channels = static_cast<int>(op.x.channels), rows = blockDim.y, frame = blockIdx.y;
+  const int64_t video = blockIdx.z;
+  const int line = blockIdx.x / lines.parts, source = line - lines.top;
+  const int first = (blockIdx.x - line * lines.parts) * rows * kSteps + threadIdx.y;
+  const int width = 0 <= source && source < lines.height ? lines.width : 0;
+  const auto inside = [&](int column) {
+    return lines.left <= column && column < lines.left + width;
+  };
+  // Numbers to the first pixel of the thread in the result and in the picture, and to the next.
+  const int64_t there = (static_cast<int64_t>(line) * lines.columns + first) * channels;
+  const int64_t here =
+      (static_cast<int64_t>(source) * lines.width + first - lines.left) * channels;
+  const int step = rows * channels;
+  const auto at = window<T>(op.x, op.tail, op.out, op.tail.data ? op.tail.frames : op.front, video,
+                            frame);
+  const T* x = frame_of<T>(op.x, video, frame) + here;
+  T* out = at.out + (at.known + frame) * at.out_frame + there;
+  T* tail = at.tail + at.last * at.tail_frame + here;
+  const float* affine = op.affine + (video * op.x.frames + frame) * 2 * channels;
+
+  for (int channel = threadIdx.x * P::kCount; channel < channels;
+       channel += blockDim.x * P::kCount) {
+    if (at.last >= 0) {
+#pragma unroll 1
+      for (int k = 0; k < kSteps; ++k) {
+        const int column = first + k * rows, skip = k * step + channel;
+        if (column >= lines.columns) break;
+        if (inside(column)) {
+          roll<P>(at, there + skip, here + skip);
+        } else {
+          roll_border<P>(at, there + skip);
+        }
+      }
+    }
+    P held[kSteps];
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if (inside(first + k * rows)) held[k] = load<P>(x + k * step + channel);
+    }
+    float scale[P::kCount], offset[P::kCount];
+    widen(load<Floats>(affine + channel), scale);
+    widen(load<Floats>(affine + channels + channel), offset);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      const int column = first + k * rows, skip = k * step + channel;
+      if (column >= lines.columns) break;
+      const bool pictured = inside(column);
+      const P y = pictured ? normed(held[k], scale, offset, op.silu) : P{};
+      store(out + skip, y);
+      if (pictured && at.last >= 0) store(tail + skip, y);
+      if (!op.tail.data && frame == 0) {
+#pragma unroll 1
+        for (int t = 0; t < op.front; ++t) {
+          store(at.out + t * at.out_frame + there + skip, op.replicate ? y : P{});
+        }
+      }
+    }
+  }
+}
+
+// Packs of a pixel by as many pixels as make a block of about `kThreads`.
+dim3 block_of(int64_t packs) {
+  const unsigned wide = static_cast<unsigned>(packs < kThreads ? packs : kThreads);
+  return dim3(wide, kThreads / wide);
+}
+
+template <class T>
+cudaError_t combine(const GroupNormSilu& op, cudaStream_t stream) {
+  unsigned wide = 1;
+  while (wide < 32 && wide < op.x.channels / op.groups) wide *= 2;
+  const dim3 grid(op.groups, static_cast<unsigned>(op.x.frames),
+                  static_cast<unsigned>(op.x.batch));
+  return launch(combine_chunks<T>, grid, dim3(wide, kThreads / wide), stream, op);
+}
+
+template <class P>
+cudaError_t write(const GroupNormSilu& op, cudaStream_t stream) {
+  Lines lines{static_cast<int>(op.x.height), static_cast<int>(op.x.width),
+              static_cast<int>(op.out.width), op.left, op.top, 0};
+  int64_t count = op.out.height;
+  if (op.out.width == op.x.width) {
+    // A frame is one run of pixels, and rows above and below are more of them at its ends.
+    lines = {1, static_cast<int>(op.x.pixels), static_cast<int>(op.out.pixels),
+             static_cast<int>(op.top * op.x.width), 0, 0};
+    count = 1;
+  }
+  const dim3 block = block_of(op.x.channels / P::kCount);
+  lines.parts = static_cast<int>(ceil_div(lines.columns, block.y * kSteps));
+  const dim3 grid(static_cast<unsigned>(lines.parts * count), static_cast<unsigned>(op.x.frames),
+                  static_cast<unsigned>(op.x.batch));
+  return launch(write_frames<P>, grid, block, stream, op, lines);
+}
+
+}  // namespace
+
+const char* group_norm_silu(const GroupNormSilu& op, cudaStream_t stream) {
+  const auto start = [&](auto pack) {
+    using P = decltype(pack);
+    const dim3 grid(static_cast<unsigned>(op.chunks), static_cast<unsigned>(op.x.frames),
+                    static_cast<unsigned>(op.x.batch));
+    const dim3 block = block_of(op.x.channels / P::kCount);
+    cudaError_t error = launch(sum_chunks<P>, grid, block, stream, op);
+    if (error == cudaSuccess) error = combine<typename P::Number>(op, stream);
+    return error == cudaSuccess ? write<P>(op, stream) : error;
+  };
+  return told(by_pack_of(op.dtype, start, op.x, op.tail, op.out));
+}
+
+}  // namespace fast_video_vae_cuda

@@ -1,0 +1,62 @@
+// How a kernel is chosen and started.
+#pragma once
+
+#include "numbers.cuh"
+
+namespace fast_video_vae_cuda {
+
+// Threads of a block, about: eight warps.
+constexpr int kThreads = 256;
+
+// Blocks that a multiprocessor is to hold at least: 80 registers for a thread. Each has 32 to 64
+// bytes to read at a time, so that 24 KB are in flight, which an H200 takes to hide its latency.
+constexpr int kBlocks = 3;
+
+// A grid has no more blocks than this along its second and third axis.
+constexpr int64_t kGridLimit = 65535;
+
+template <class... Expected, class... Given>
+cudaError_t launch(void (*kernel)(Expected...), dim3 grid, dim3 block, cudaStream_t stream,
+                   Given... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
+  // The error is the caller's to report: nobody else is to find it.
+  if (error != cudaSuccess) cudaGetLastError();
+  return error;
+}
+
+inline const char* told(cudaError_t error) {
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+inline bool aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % kPackBytes == 0; }
+
+inline bool in_packs(const Vector& vector, int) { return aligned(vector.data); }
+
+inline bool in_packs(const Video& x, int count) {
+  return aligned(x.data) && x.channels % count == 0 && x.batch_stride % count == 0 &&
+         x.frame_stride % count == 0 && x.row_stride % count == 0;
+}
+
+// Calls `start` with the widest pack that all of the tensors can be read and written in.
+template <class T, class Start, class... Tensors>
+cudaError_t by_pack(Start start, const Tensors&... tensors) {
+  constexpr int kCount = kPackBytes / sizeof(T);
+  if ((in_packs(tensors, kCount) && ...)) return start(Pack<T, kCount>());
+  return start(Pack<T, 1>());
+}
+
+template <class Start, class... Tensors>
+cudaError_t by_pack_of(Dtype dtype, Start start, const Tensors&... tensors) {
+  switch (dtype) {
+    case Dtype::float32: return by_pack<float>(start, tensors...);
+    case Dtype::bfloat16: return by_pack<__nv_bfloat16>(start, tensors...);
+    case Dtype::float16: return by_pack<__half>(start, tensors...);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace fast_video_vae_cuda
