@@ -18,10 +18,11 @@ from typing import Any
 _logger = logging.getLogger(__name__)
 
 # Fastest first. The reference takes every call that the checks of the op let through.
-ORDER = ("triton", "native", "reference")
+ORDER = ("triton", "cuda", "native", "reference")
 
 _MODULES = {
     "triton": ".triton_ops.ops",
+    "cuda": ".cuda_ops",
     "native": ".native_ops",
     "reference": ".reference",
 }

@@ -1,11 +1,11 @@
-"""Builds the C++ of `csrc/` on the machine that runs it, once, and finds it ever after.
+"""Builds C++ of `csrc/` on the machine that runs it, once, and finds it ever after.
 
-The library lies in a cache folder of the user, under a key of everything that it is made from:
+A library lies in a cache folder of the user, under a key of everything that it is made from:
 another torch, other sources or other flags have another key, so that nothing is ever stale. What
-fails is told in one line and remembered; the reference serves instead.
+fails is told in one line and remembered; another backend serves instead. Which libraries there are,
+and what they need, is in `libraries.py`.
 
 Environment:
-    FAST_VIDEO_VAE_NATIVE: 0 switches the native kernels off.
     FAST_VIDEO_VAE_CACHE: The cache folder, instead of the platform's.
     CXX: The compiler; c++ without.
 """
@@ -24,9 +24,10 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,105 +35,212 @@ from .backend import Refusal, log_once
 
 _logger = logging.getLogger(__name__)
 
-_SOURCES = Path(__file__).parent / "csrc" / "cpu"
-_NAME = "fast_video_vae_cpu"
-
-# Contraction to fused multiply-adds is left on: what has to be bit-equal to the reference has no
-# product that a sum follows. The kernels never ask for errno or floating-point traps.
-_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-g0")
-# PyTorch's threads are OpenMP's, and its header splits the work in our code. Apple's compiler has
-# none: bindings.cpp starts threads there.
-_OPENMP = () if sys.platform == "darwin" else ("-fopenmp",)
-
 # No build takes so long: a folder that is older was left by one that was killed.
 _STALE_S = 3600
 
+# One for all libraries: a build changes PATH for its time.
 _lock = threading.Lock()
-_outcome: str | None = None  # "" once the library is loaded, else why it is not
 
 
-class _Failure(Exception):  # noqa: N818, a reason
-    """Why there is no library, and what to do about it."""
+class Failure(Exception):  # noqa: N818, a reason
+    """Why there is no library, and what to do about it.
+
+    Args:
+        reason: Without a full stop.
+        advice: Likewise.
+
+    Attributes:
+        advice: Likewise.
+    """
 
     def __init__(self, reason: str, advice: str) -> None:
         super().__init__(reason)
         self.advice = advice
 
 
-def load() -> None:
-    """Make `torch.ops.fast_video_vae` ready: find the library or build it, once per process.
+class Library:
+    """A library of ops for PyTorch; its subclasses know what one is made from.
 
-    Raises:
-        Refusal: There is none, with the same reason ever after.
+    Attributes:
+        name: Of the file, while it is built.
+        namespace: Its ops are `torch.ops.<namespace>`; one of them, `key`, tells its sources.
+        title: What a message calls it.
+        minutes: How long a message says that the build takes.
+        sources: The folder of the sources.
     """
-    if _outcome != "":
-        _load()
 
+    name: str
+    namespace: str
+    title: str
+    minutes: str
+    sources: Path
 
-def folder() -> Path:
-    """Where the library of these sources and this torch lies, or would."""
-    return _cache() / _key()
+    def __init__(self) -> None:
+        self._outcome: str | None = None  # "" once the library is loaded, else why it is not
 
+    def load(self) -> None:
+        """Make its ops ready: find the library or build it, once per process.
 
-def _load() -> None:
-    global _outcome
-    with _lock:
-        if _outcome is None:
-            _outcome = _try()
-    if _outcome:
-        raise Refusal(_outcome)
+        Raises:
+            Refusal: There is none, with the same reason ever after.
+        """
+        if self._outcome != "":
+            self._load()
 
+    def folder(self) -> Path:
+        """Where the library of these sources and this torch lies, or would."""
+        return cache() / self.key()
 
-def _try() -> str:
-    if os.environ.get("FAST_VIDEO_VAE_NATIVE") == "0":
-        reason = "FAST_VIDEO_VAE_NATIVE=0 switches the native kernels off"
-        _logger.info("Fast Video VAE: %s", reason)
-        return reason
-    try:
-        _find_or_build()
-    except _Failure as failure:
-        log_once(
-            f"no native CPU kernels: {failure}. Plain PyTorch does the work, more slowly. "
-            f"To have them: {failure.advice}."
+    def key(self) -> str:
+        """The digest of everything that the library is made from."""
+        digest = hashlib.sha256()
+        texts = (
+            torch.__version__,
+            str(torch.compiled_with_cxx11_abi()),
+            *self.made_from(),
+            sys.platform,
+            platform.machine(),
         )
-        return str(failure)
-    return ""
+        for text in texts:
+            digest.update(text.encode() + b"\0")
+        for path in self.files():
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        return digest.hexdigest()[:32]
 
+    def files(self) -> Sequence[Path]:
+        """Every file that the library is made from."""
+        return sorted(self.sources.iterdir())
 
-def _find_or_build() -> None:
-    if sys.platform == "win32":
-        raise _Failure("the sources need GCC or Clang", "run it on Linux, WSL or macOS")
-    key = _key()
-    if hasattr(torch.ops.fast_video_vae, "key"):
-        # A second copy of this package in the process; an op cannot be registered twice.
-        if torch.ops.fast_video_vae.key() == key:
-            return
-        raise _Failure(
-            "another version of this package has loaded its own", "keep one version installed"
+    def switched_off(self) -> str:
+        """The reason why nobody wants it; "": it is wanted."""
+        return ""
+
+    def made_from(self) -> Sequence[str]:
+        """What tells this library from another one of the same sources: flags, versions.
+
+        Raises:
+            Failure: This machine cannot have it.
+        """
+        raise NotImplementedError
+
+    def check_tools(self) -> None:
+        """Find what builds it.
+
+        Raises:
+            Failure: Something is missing.
+        """
+        compiler = shlex.split(os.environ.get("CXX") or "c++")[0]
+        if shutil.which(compiler) is None:
+            raise Failure(
+                f"there is no C++ compiler ({compiler})",
+                "install g++ (Debian, Ubuntu: apt install g++), or set CXX to a compiler",
+            )
+        if shutil.which("ninja", path=_path()) is None:
+            raise Failure("there is no ninja", "pip install ninja")
+
+    def options(self) -> dict[str, Any]:
+        """The sources and flags for `torch.utils.cpp_extension.load`."""
+        raise NotImplementedError
+
+    def failed(self, error: str) -> Failure:
+        """What to say of a compiler's error."""
+        return Failure(
+            f"the C++ compiler failed ({error})",
+            "update g++ (10 or later) or set CXX to another compiler",
         )
-    if not _loads(folder()):
-        _build(folder(), key)
+
+    def _load(self) -> None:
+        with _lock:
+            if self._outcome is None:
+                self._outcome = self._try()
+        if self._outcome:
+            raise Refusal(self._outcome)
+
+    def _try(self) -> str:
+        if reason := self.switched_off():
+            _logger.info("Fast Video VAE: %s", reason)
+            return reason
+        try:
+            self._find_or_build()
+        except Failure as failure:
+            log_once(
+                f"no native {self.title}: {failure}. Plain PyTorch does the work, more slowly. "
+                f"To have them: {failure.advice}."
+            )
+            return str(failure)
+        return ""
+
+    def _find_or_build(self) -> None:
+        if sys.platform == "win32":
+            raise Failure("the sources need GCC or Clang", "run it on Linux, WSL or macOS")
+        key = self.key()
+        ops = getattr(torch.ops, self.namespace)
+        if hasattr(ops, "key"):
+            # A second copy of this package in the process; an op cannot be registered twice.
+            if ops.key() == key:
+                return
+            raise Failure(
+                "another version of this package has loaded its own", "keep one version installed"
+            )
+        if not _loads(self.folder()):
+            self._build(self.folder(), key)
+
+    def _build(self, place: Path, key: str) -> None:
+        """Build the library, load it, and leave it in the folder.
+
+        `torch.utils.cpp_extension.load` is the public way, and it loads what it has built, from
+        where it has built it. So it builds in a fresh folder on the same disk, and the loaded file
+        is then moved to its place, which no process that has it open minds: a killed build leaves
+        nothing that looks finished, its lock blocks nobody, and of two processes the later replaces
+        like by like.
+        """
+        self.check_tools()
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _clear_stale(place.parent)
+            work = Path(tempfile.mkdtemp(prefix=f"building-{key}-", dir=place.parent))
+        except OSError as error:
+            raise Failure(
+                f"{place.parent} cannot be written ({error.strerror})",
+                "set FAST_VIDEO_VAE_CACHE to a folder that may be written",
+            ) from error
+        try:
+            _logger.info(
+                "Fast Video VAE: building the %s, once; about %s", self.title, self.minutes
+            )
+            self._compile(work, key)
+            (library,) = work.glob("*.so")
+            place.mkdir(exist_ok=True)
+            final = place / f"{_digest(library)}.so"
+            library.replace(final)
+            for other in place.glob("*.so"):
+                if other != final:
+                    other.unlink(missing_ok=True)
+        except OSError as error:
+            # It is loaded: this process has it, and the next tries again.
+            _logger.debug("the kernels cannot be kept in %s: %s", place, error)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+    def _compile(self, work: Path, key: str) -> None:
+        """Build in the folder `work` and load."""
+        try:
+            with _quiet():
+                options = self.options()
+                options["extra_cflags"] = [*options["extra_cflags"], f"-DFVV_KEY={key}"]
+                importlib.import_module("torch.utils.cpp_extension").load(
+                    name=self.name,
+                    build_directory=str(work),
+                    is_python_module=False,
+                    verbose=False,
+                    **options,
+                )
+        except Exception as error:
+            _logger.debug("the build failed", exc_info=True)
+            raise self.failed(_first_error(error)) from error
 
 
-def _key() -> str:
-    """The digest of everything that the library is made from."""
-    digest = hashlib.sha256()
-    made_from = (
-        torch.__version__,
-        str(torch.compiled_with_cxx11_abi()),
-        *_FLAGS,
-        *_OPENMP,
-        sys.platform,
-        platform.machine(),
-    )
-    for text in made_from:
-        digest.update(text.encode() + b"\0")
-    for path in sorted(_SOURCES.iterdir()):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:32]
-
-
-def _cache() -> Path:
+def cache() -> Path:
     """The folder of all builds."""
     if chosen := os.environ.get("FAST_VIDEO_VAE_CACHE"):
         root = Path(chosen)
@@ -163,52 +271,6 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
 
 
-def _build(place: Path, key: str) -> None:
-    """Build the library, load it, and leave it in the folder.
-
-    `torch.utils.cpp_extension.load` is the public way, and it loads what it has built, from where
-    it has built it. So it builds in a fresh folder on the same disk, and the loaded file is then
-    moved to its place, which no process that has it open minds: a killed build leaves nothing that
-    looks finished, its lock blocks nobody, and of two processes the later replaces like by like.
-    """
-    _check_tools()
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        _clear_stale(place.parent)
-        work = Path(tempfile.mkdtemp(prefix=f"building-{key}-", dir=place.parent))
-    except OSError as error:
-        raise _Failure(
-            f"{place.parent} cannot be written ({error.strerror})",
-            "set FAST_VIDEO_VAE_CACHE to a folder that may be written",
-        ) from error
-    try:
-        _logger.info("Fast Video VAE: building the CPU kernels, once; about half a minute")
-        _compile(work, key)
-        (library,) = work.glob("*.so")
-        place.mkdir(exist_ok=True)
-        final = place / f"{_digest(library)}.so"
-        library.replace(final)
-        for other in place.glob("*.so"):
-            if other != final:
-                other.unlink(missing_ok=True)
-    except OSError as error:
-        # It is loaded: this process has it, and the next tries again.
-        _logger.debug("the kernels cannot be kept in %s: %s", place, error)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _check_tools() -> None:
-    compiler = shlex.split(os.environ.get("CXX") or "c++")[0]
-    if shutil.which(compiler) is None:
-        raise _Failure(
-            f"there is no C++ compiler ({compiler})",
-            "install g++ (Debian, Ubuntu: apt install g++), or set CXX to a compiler",
-        )
-    if shutil.which("ninja", path=_path()) is None:
-        raise _Failure("there is no ninja", "pip install ninja")
-
-
 def _path() -> str:
     """PATH, and the folder where pip puts ninja: an environment need not be activated."""
     return os.pathsep.join((os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")))
@@ -219,28 +281,6 @@ def _clear_stale(folder: Path) -> None:
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _STALE_S:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _compile(work: Path, key: str) -> None:
-    """Build in the folder `work` and load."""
-    try:
-        with _quiet():
-            cpp_extension = importlib.import_module("torch.utils.cpp_extension")
-            cpp_extension.load(
-                name=_NAME,
-                sources=[str(path) for path in sorted(_SOURCES.glob("*.cpp"))],
-                extra_cflags=[*_FLAGS, *_OPENMP, f"-DFVV_KEY={key}"],
-                extra_ldflags=list(_OPENMP),
-                build_directory=str(work),
-                is_python_module=False,
-                verbose=False,
-            )
-    except Exception as error:
-        _logger.debug("the build failed", exc_info=True)
-        raise _Failure(
-            f"the C++ compiler failed ({_first_error(error)})",
-            "update g++ (10 or later) or set CXX to another compiler",
-        ) from error
 
 
 @contextmanager
@@ -268,7 +308,7 @@ def _first_error(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError) and error.output:
         output = os.fsdecode(error.output)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    telling = [line for line in lines if "error:" in line.lower()]
+    telling = [line for line in lines if "error:" in line.lower() or line.startswith("nvcc fatal")]
     # ninja names the failed step and its command before the output.
     rest = [line for line in lines if not line.startswith(("Error building", "[", "FAILED"))]
     line = (telling or rest or lines or ["without a word"])[0]

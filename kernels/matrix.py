@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 
-from . import build, examples
+from . import examples
 from .backend import ORDER, Refusal, ask, use_quality
+from .libraries import CPU
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -71,11 +72,11 @@ def backend_matrix() -> list[Support]:
 def native_library() -> NativeLibrary:
     """Load the compiled library, or build it, and tell what there is of it."""
     try:
-        build.load()
+        CPU.load()
         instructions, missing = torch.ops.fast_video_vae.isa(), None
     except Refusal as refusal:
         instructions, missing = None, str(refusal)
-    path = next(build.folder().glob("*.so"), None)
+    path = next(CPU.folder().glob("*.so"), None)
     return NativeLibrary(path, instructions, missing)
 
 

@@ -9,7 +9,6 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import build
 from .backend import Refusal, refuse_unless_exact
 from .layouts import (
     is_dense,
@@ -20,6 +19,7 @@ from .layouts import (
     refuse_rows,
     refuse_videos,
 )
+from .libraries import CPU
 
 
 def rms_norm_silu(
@@ -40,7 +40,7 @@ def rms_norm_silu(
     else:
         refuse_overlap(out, x=x, tail=tail)
         refuse_overlap(tail, x=x)
-    build.load()
+    CPU.load()
     if out is None:
         batch, channels, frames, height, width = x.shape
         frames += 0 if tail is None else tail.shape[2]
@@ -72,7 +72,7 @@ def group_norm_silu(
     plain = tail is None and not front and not any(padding)
     refuse_overlap(out, x=x, tail=tail, same=plain)
     refuse_overlap(tail, x=x)
-    build.load()
+    CPU.load()
     if out is None:
         batch, channels, frames, height, width = x.shape
         left, right, top, bottom = padding
@@ -100,7 +100,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None
     _check(x, weight)
     refuse_rows(x=x, out=out)
     refuse_overlap(out, x=x, same=True)
-    build.load()
+    CPU.load()
     if out is None:
         out = x.new_empty(x.shape)
     torch.ops.fast_video_vae.rms_norm.default(x, _vector(weight), eps, out)
@@ -113,7 +113,7 @@ def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
     _check(x, gate)
     refuse_rows(x=x, gate=gate, out=out)
     refuse_overlap(out, x=x, gate=gate, same=True)
-    build.load()
+    CPU.load()
     if out is None:
         out = x.new_empty(x.shape)
     torch.ops.fast_video_vae.silu_mul.default(x, gate, out)
@@ -133,7 +133,7 @@ def bias_residual(
     _check(x, bias, residual, residual_bias)
     refuse_videos(x=x, residual=residual, out=out)
     refuse_overlap(out, x=x, residual=residual, same=True)
-    build.load()
+    CPU.load()
     if out is None:
         out = new_video(x, *x.shape)
     torch.ops.fast_video_vae.bias_residual.default(
@@ -157,7 +157,7 @@ def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Ten
     _check(x)
     refuse_videos(x=x, out=out)
     refuse_overlap(out, x=x)
-    build.load()
+    CPU.load()
     if out is None:
         batch, channels, frames, height, width = x.shape
         out = new_video(x, batch, channels // phases, phases * frames, height, width)
@@ -178,7 +178,7 @@ def merge_phases(
     _check(grid, source, bias)
     refuse_videos(grid=grid, source=source, out=out)
     refuse_overlap(out, grid=grid, source=source)
-    build.load()
+    CPU.load()
     if out is None:
         batch, channels, frames, height, width = grid.shape
         out = new_video(grid, batch, channels // 4, frames, 2 * height - 2, 2 * width - 2)
@@ -202,7 +202,7 @@ def pixel_shuffle_3d(
         raise Refusal("out is of another dtype or device")
     refuse_videos(x=x, out=out)
     refuse_overlap(out, x=x)
-    build.load()
+    CPU.load()
     if out is None:
         batch, channels, frames, height, width = x.shape
         times, high, wide = size
@@ -217,7 +217,7 @@ def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
     refuse_unless_exact(exact=False)
     _check(x)
     refuse_videos(x=x)
-    build.load()
+    CPU.load()
     batch, _, frames, height, width = x.shape
     out = new_video(x, batch, channels, -(-frames // times), height // size, width // size)
     torch.ops.fast_video_vae.average_down.default(x, times, size, out)
@@ -245,7 +245,7 @@ def frames_to_images(
         raise Refusal("images are neither float32 nor uint8")
     refuse_videos(frames=frames)
     refuse_overlap(out, frames=frames)
-    build.load()
+    CPU.load()
     if out is None:
         batch, channels, length, height, width = frames.shape
         shape = (batch * length, patch * height, patch * width, channels // (patch * patch))

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import product
 
 import numpy as np
@@ -11,20 +11,33 @@ import torch
 from fast_video_vae import kernels
 from fast_video_vae.kernels import reference, use_backend
 from fast_video_vae.kernels.backend import ORDER
+from fast_video_vae.tests.kernels.emulator.library import emulated
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 OPS = tuple(reference.__all__)
 
+# Backends for GPUs that work on the CPU where there is none, in milliseconds for each program.
+PLAYED = () if torch.cuda.is_available() else ("triton", "cuda")
+
+CUDA_OPS = ("group_norm_silu", "rms_norm", "rms_norm_silu", "silu_mul")
+
 # What must be served, for channels-last memory. All else of a backend is a refusal.
-SERVED = set(product(("reference",), OPS, (*DTYPES, torch.float64))) | set(
-    product(("triton", "native"), set(OPS) - {"attention"}, DTYPES)
-)
+SERVED = {
+    *product(("reference",), OPS, (*DTYPES, torch.float64)),
+    *product(("triton", "native"), set(OPS) - {"attention"}, DTYPES),
+    *product(("cuda",), CUDA_OPS, DTYPES),
+}
 
 
-def serving(op):
-    """The backends that have an op."""
-    return [name for name in ORDER if (name, op, torch.float32) in SERVED]
+def has(backend, op):
+    """Whether a backend has an op."""
+    return (backend, op, torch.float32) in SERVED
+
+
+def serving(*ops):
+    """The backends that have all of some ops."""
+    return [name for name in ORDER if all(has(name, op) for op in ops)]
 
 
 @functools.cache
@@ -42,19 +55,24 @@ def missing(backend):
 
 @contextmanager
 def place(backend):
-    """Make tensors where a backend works: Triton on a GPU, or on the CPU in its interpreter."""
+    """Make tensors where a backend works: on a GPU, or on the CPU in place of one.
+
+    Triton brings an interpreter, and `emulator/` runs the kernels in CUDA C++.
+    """
     with ExitStack() as stack:
         if backend == "triton":
             stack.enter_context(np.errstate(all="ignore"))  # the interpreter computes in NumPy
-            if torch.cuda.is_available():
-                stack.enter_context(torch.device("cuda"))
+        if backend in PLAYED:
+            stack.enter_context(emulated() if backend == "cuda" else nullcontext())
+        elif backend in ("triton", "cuda"):
+            stack.enter_context(torch.device("cuda"))
         yield
 
 
 def some(backend, examples, count=6):
-    """All of them; in Triton's interpreter, where they take long, about so many, spread evenly."""
+    """All of them; where a GPU is played and they take long, about so many, spread evenly."""
     examples = list(examples)
-    if backend != "triton" or torch.cuda.is_available():
+    if backend not in PLAYED:
         return examples
     return examples[:: len(examples) // count | 1]  # odd: what alternates does so in the choice
 

@@ -4,31 +4,26 @@ from contextlib import nullcontext
 from itertools import groupby
 
 import pytest
-import torch
 
 from fast_video_vae.kernels import BackendError, use_backend
 from fast_video_vae.kernels.backend import ORDER
-from fast_video_vae.tests.kernels.cases import missing, place
+from fast_video_vae.tests.kernels.cases import PLAYED, missing, place
 
-# How many of the combinations of its parameters a test tries in Triton's interpreter by default.
-_INTERPRETED = 6
+# How many of the combinations of its parameters a test tries by default where a GPU is played.
+_PLAYED = 6
 
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_modifyitems(items):
-    """In Triton's interpreter, where a program takes milliseconds, most combinations are slow."""
-    if torch.cuda.is_available():
-        return
+    """Where a GPU is played, and a program takes milliseconds, most combinations are slow."""
     for _, group in groupby(items, lambda item: getattr(item, "function", None)):
-        mine = [
-            item
-            for item in group
-            if hasattr(item, "callspec") and item.callspec.params.get("backend") == "triton"
-        ]
-        spread = {(len(mine) - 1) * n // (_INTERPRETED - 1) for n in range(_INTERPRETED)}
-        for n, item in enumerate(mine):
-            if n not in spread:
-                item.add_marker(pytest.mark.slow)
+        together = [item for item in group if hasattr(item, "callspec")]
+        for backend in PLAYED:
+            mine = [item for item in together if item.callspec.params.get("backend") == backend]
+            spread = {(len(mine) - 1) * n // (_PLAYED - 1) for n in range(_PLAYED)}
+            for n, item in enumerate(mine):
+                if n not in spread:
+                    item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=ORDER)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fast_video_vae.kernels import backend, build
+from fast_video_vae.kernels.libraries import CPU
 
 CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
 
@@ -28,6 +29,7 @@ runpy.run_path({str(CONFTEST)!r})
 import torch
 from fast_video_vae import kernels
 from fast_video_vae.kernels import backend, build
+from fast_video_vae.kernels.libraries import CPU
 
 class Lines(logging.Handler):
     def emit(self, record):
@@ -64,7 +66,7 @@ for name, settings in json.loads(sys.argv[1]).items():
     os.environ.update(settings)
     if name == "no ninja":
         build._path = lambda: os.environ["PATH"]
-    build._outcome = None
+    CPU._outcome = None
     backend._logged.clear()
     lines.clear()
     call()
@@ -111,10 +113,10 @@ def libraries(cache):
 def library():
     """The library of this machine."""
     try:
-        build.load()
+        CPU.load()
     except backend.Refusal as refusal:
         pytest.skip(str(refusal))
-    (path,) = (build._cache() / build._key()).glob("*.so")
+    (path,) = CPU.folder().glob("*.so")
     return path
 
 
@@ -199,26 +201,26 @@ def test_a_finished_library_is_found_without_the_tools_that_build(library):
 def test_importing_touches_neither_compiler_nor_files():
     code = (
         "import fast_video_vae.kernels.native_ops\n"
-        "print(json.dumps([build._outcome, 'torch.utils.cpp_extension' in sys.modules]))"
+        "print(json.dumps([CPU._outcome, 'torch.utils.cpp_extension' in sys.modules]))"
     )
     assert outcome(start(code)) == [None, False]
 
 
 @pytest.mark.parametrize("change", ["torch", "flags", "sources"])
 def test_what_is_made_from_something_else_has_another_key(change, monkeypatch, tmp_path):
-    before = build._key()
-    assert before == build._key()
+    before = CPU.key()
+    assert before == CPU.key()
     if change == "torch":
         monkeypatch.setattr(torch, "__version__", "2.99.0")
     elif change == "flags":
-        monkeypatch.setattr(build, "_FLAGS", ("-O0",))
+        monkeypatch.setattr(CPU, "compiler", ("-O0",))
     else:
-        for path in build._SOURCES.iterdir():
+        for path in CPU.sources.iterdir():
             (tmp_path / path.name).write_bytes(path.read_bytes())
-        monkeypatch.setattr(build, "_SOURCES", tmp_path)
-        assert build._key() == before, "the place of the sources is no matter"
+        monkeypatch.setattr(CPU, "sources", tmp_path)
+        assert CPU.key() == before, "the place of the sources is no matter"
         (tmp_path / "ops.h").write_bytes(b"")
-    assert build._key() != before
+    assert CPU.key() != before
 
 
 def test_a_library_that_was_cut_short_is_not_loaded(library, tmp_path):
@@ -282,7 +284,7 @@ def test_a_killed_build_blocks_nobody(library, tmp_path):
 def test_every_set_of_instructions_passes_the_tests_of_the_ops(library, isa):
     """What those tests say of the fastest set, they say of each, in a process of its own."""
     environment = {**os.environ, "FAST_VIDEO_VAE_ISA": isa}
-    code = f"{PRELUDE}\nbuild.load()\nprint(torch.ops.fast_video_vae.isa())"
+    code = f"{PRELUDE}\nCPU.load()\nprint(torch.ops.fast_video_vae.isa())"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     if done.stdout.strip() != isa:

@@ -11,7 +11,16 @@ import torch
 
 from fast_video_vae import kernels
 from fast_video_vae.tests.kernels import formulas
-from fast_video_vae.tests.kernels.cases import DTYPES, Poisoned, random, serving, some, video
+from fast_video_vae.tests.kernels.cases import (
+    DTYPES,
+    PLAYED,
+    Poisoned,
+    has,
+    random,
+    serving,
+    some,
+    video,
+)
 
 CHANNELS = (1, 2, 3, 7, 12, 15, 16, 17, 31, 32, 33, 96, 160, 384, 1024)
 
@@ -158,6 +167,7 @@ def test_silu_mul_is_its_formula(backend, dtype, channels):
         formulas.check(buffer.take(buffer.memory), *formulas.silu_mul(x, gate), f"{shape}")
 
 
+@pytest.mark.parametrize("backend", serving("bias_residual"), indirect=True)
 @each_count
 @each_dtype
 def test_bias_residual_is_its_formula(backend, dtype, channels):
@@ -178,6 +188,7 @@ def test_bias_residual_is_its_formula(backend, dtype, channels):
         )
 
 
+@pytest.mark.parametrize("backend", serving("bias_residual"), indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_bias_residual_rounds_once(backend, dtype):
     """Below half an ulp of 1 each, and more than it together: lost if every sum were rounded."""
@@ -201,6 +212,7 @@ def test_attention_takes_parts_of_one_projection(backend):
     formulas.check(kernels.attention(q, k, v), *formulas.attention(q, k, v))
 
 
+@pytest.mark.parametrize("backend", serving("average_down"), indirect=True)
 @each_dtype
 @pytest.mark.parametrize(
     ("before", "after", "times", "size"),
@@ -266,7 +278,7 @@ def test_scales_and_biases_come_in_any_dtype_and_shape(ask, dtype, given):
 @each_dtype
 def test_threads_share_the_work(backend, dtype):
     """Parts of many sizes, and a last one that is short."""
-    shape = (1, 48, 3, *((19, 23) if backend == "triton" else (37, 83)))
+    shape = (1, 48, 3, *((19, 23) if backend in PLAYED else (37, 83)))
     x, residual = video(*shape, dtype=dtype), video(*shape, dtype=dtype, seed=1)
     weight, bias = random(2, 48, seed=2)
     before = torch.get_num_threads()
@@ -274,9 +286,10 @@ def test_threads_share_the_work(backend, dtype):
     try:
         rms = kernels.rms_norm_silu(x, weight)
         group = kernels.group_norm_silu(x, weight, bias, 12)
-        added = kernels.bias_residual(x, bias, residual, weight)
+        if has(backend, "bias_residual"):
+            added = kernels.bias_residual(x, bias, residual, weight)
+            formulas.check(added, *formulas.bias_residual(x, bias, residual, weight))
     finally:
         torch.set_num_threads(before)
     formulas.check(rms, *formulas.rms_norm_silu(x, weight))
     formulas.check(group, *formulas.group_norm_silu(x, weight, bias, 12))
-    formulas.check(added, *formulas.bias_residual(x, bias, residual, weight))

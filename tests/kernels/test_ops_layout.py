@@ -7,7 +7,15 @@ import torch
 
 from fast_video_vae import kernels
 from fast_video_vae.tests.kernels import formulas
-from fast_video_vae.tests.kernels.cases import DTYPES, Poisoned, random, some, video
+from fast_video_vae.tests.kernels.cases import (
+    DTYPES,
+    PLAYED,
+    Poisoned,
+    random,
+    serving,
+    some,
+    video,
+)
 
 CHANNELS = (1, 2, 3, 7, 12, 15, 16, 17, 31, 32, 33, 96, 160)
 SIZES = ((1, 1), (3, 5), (4, 4), (1, 17), (7, 9), (8, 8), (5, 13))
@@ -26,6 +34,7 @@ def is_channels_last(x):
     return x.movedim(1, -1).is_contiguous()
 
 
+@pytest.mark.parametrize("backend", serving("interleave_time"), indirect=True)
 @each_count
 @each_dtype
 def test_interleave_time_spreads_the_channels_over_frames(backend, dtype, channels):
@@ -55,6 +64,7 @@ def merged(grid):
     return out
 
 
+@pytest.mark.parametrize("backend", serving("merge_phases"), indirect=True)
 @each_count
 @each_dtype
 def test_merge_phases_takes_each_pixel_from_its_window(backend, dtype, channels):
@@ -83,6 +93,7 @@ def duplicated(x, channels, times, first):
     return y[:, :, times - 1 :] if first else y
 
 
+@pytest.mark.parametrize("backend", serving("merge_phases"), indirect=True)
 @each_dtype
 @pytest.mark.parametrize(
     ("before", "after", "times"),
@@ -131,6 +142,7 @@ def shuffled(x, size, order):
     return out
 
 
+@pytest.mark.parametrize("backend", serving("pixel_shuffle_3d"), indirect=True)
 @each_dtype
 @pytest.mark.parametrize("order", ["cthw", "ctwh", "hwtc", "wcht"])
 @pytest.mark.parametrize("size", [(1, 2, 2), (2, 2, 2), (3, 1, 2), (1, 1, 1), (2, 1, 1)])
@@ -166,6 +178,7 @@ def images(frames, to):
     return (y.nan_to_num(0) * 255).floor().to(to) if to == torch.uint8 else y.to(to)
 
 
+@pytest.mark.parametrize("backend", serving("frames_to_images"), indirect=True)
 @each_dtype
 @pytest.mark.parametrize("to", [torch.float32, torch.uint8])
 @pytest.mark.parametrize("size", SIZES)
@@ -183,6 +196,7 @@ def test_frames_to_images_are_the_very_bits(backend, dtype, to, size):
             assert torch.equal(buffer.take(out), expected.view(out.shape))
 
 
+@pytest.mark.parametrize("backend", serving("frames_to_images"), indirect=True)
 @each_dtype
 @pytest.mark.parametrize("to", [torch.float32, torch.uint8])
 @pytest.mark.parametrize("order", ["cthw", "ctwh", "hwtc"])
@@ -223,6 +237,7 @@ def test_frames_to_images_writes_any_strides_or_refuses(ask, to):
         assert actual is None or torch.equal(buffer.take(actual), expected), shape
 
 
+@pytest.mark.parametrize("backend", serving("frames_to_images"), indirect=True)
 @each_dtype
 def test_8_bits_are_those_of_each_number(backend, dtype):
     """All numbers of a 16-bit dtype; for float32 those around each of the 255 steps."""
@@ -244,9 +259,10 @@ def test_8_bits_are_those_of_each_number(backend, dtype):
     torch.testing.assert_close(floats, images(x, torch.float32), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("backend", serving("frames_to_images"), indirect=True)
 def test_images_of_many_frames_are_those_of_one(backend):
     """More numbers than a block."""
-    x = video(1, 3, 5, *((40, 56) if backend == "triton" else (240, 416)))
+    x = video(1, 3, 5, *((40, 56) if backend in PLAYED else (240, 416)))
     together = kernels.frames_to_images(x, dtype=torch.uint8)
     apart = [kernels.frames_to_images(x[:, :, [t]], dtype=torch.uint8) for t in range(5)]
     assert torch.equal(together, torch.cat(apart))

@@ -23,9 +23,6 @@ using MaybeTensor = std::optional<Tensor>;
 // Pixels of a frame, and numbers of a row, are counted in 31 bits.
 constexpr int64_t kCountLimit = std::numeric_limits<int32_t>::max();
 
-// A grid has no more blocks than this for frames and for videos.
-constexpr int64_t kGridLimit = 65535;
-
 // Pixels of a chunk at least: below that its two numbers for each channel would be no little part.
 constexpr int64_t kShare = 256;
 

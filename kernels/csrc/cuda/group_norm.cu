@@ -13,7 +13,7 @@ namespace fast_video_vae_cuda {
 namespace {
 
 // Pixels of a thread that writes, all of which it reads first.
-constexpr int kSteps = 2;
+constexpr int kPixels = 2;
 
 template <class T>
 __device__ __forceinline__ const T* frame_of(const Video& x, int64_t video, int64_t frame) {
@@ -31,7 +31,8 @@ template <class P>
 __global__ void __launch_bounds__(kThreads, kBlocks) sum_chunks(const GroupNormSilu op) {
   using T = typename P::Number;
   using Floats = Pack<float, P::kCount>;
-  __shared__ Floats means[kThreads], squares[kThreads];
+  alignas(kPackBytes) __shared__ float means[kThreads * P::kCount];
+  alignas(kPackBytes) __shared__ float squares[kThreads * P::kCount];
   const int channels = static_cast<int>(op.x.channels), wide = blockDim.x * P::kCount;
   const int64_t start = blockIdx.x * op.share, left = op.x.pixels - start;
   const int count = static_cast<int>(left < op.share ? left : op.share);
@@ -45,6 +46,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sum_chunks(const GroupNormS
     const int channel = slice + threadIdx.x * P::kCount;
     if (mine && channel < channels) {
       float base[P::kCount], sum[P::kCount] = {}, square[P::kCount] = {};
+      Floats mean, about;
       const T* from = x + static_cast<int64_t>(row) * channels + channel;
       widen(load<P>(from), base);
 #pragma unroll 4
@@ -61,15 +63,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sum_chunks(const GroupNormS
 #pragma unroll
       for (int i = 0; i < P::kCount; ++i) {
         const float moved = sum[i] / mine;
-        means[place].numbers[i] = base[i] + moved;
-        squares[place].numbers[i] = square[i] - sum[i] * moved;
+        mean.numbers[i] = base[i] + moved;
+        about.numbers[i] = square[i] - sum[i] * moved;
       }
+      store(means + place * P::kCount, mean);
+      store(squares + place * P::kCount, about);
     }
     __syncthreads();
     const int width = channels - slice < wide ? channels - slice : wide;
     for (int c = place; c < width; c += blockDim.x * blockDim.y) {
-      const float* mean = means[0].numbers + c;
-      const float* square = squares[0].numbers + c;
+      const float *mean = means + c, *square = squares + c;
       const int rows = count < static_cast<int>(blockDim.y) ? count : blockDim.y;
       float moved = 0, total = 0;
       for (int r = 0; r < rows; ++r) moved += rows_of(r, count) * (mean[r * wide] - mean[0]);
@@ -160,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const int channels = static_cast<int>(op.x.channels), rows = blockDim.y, frame = blockIdx.y;
   const int64_t video = blockIdx.z;
   const int line = blockIdx.x / lines.parts, source = line - lines.top;
-  const int first = (blockIdx.x - line * lines.parts) * rows * kSteps + threadIdx.y;
+  const int first = (blockIdx.x - line * lines.parts) * rows * kPixels + threadIdx.y;
   const int width = 0 <= source && source < lines.height ? lines.width : 0;
   const auto inside = [&](int column) {
     return lines.left <= column && column < lines.left + width;
@@ -181,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
        channel += blockDim.x * P::kCount) {
     if (at.last >= 0) {
 #pragma unroll 1
-      for (int k = 0; k < kSteps; ++k) {
+      for (int k = 0; k < kPixels; ++k) {
         const int column = first + k * rows, skip = k * step + channel;
         if (column >= lines.columns) break;
         if (inside(column)) {
@@ -191,16 +194,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         }
       }
     }
-    P held[kSteps];
+    P held[kPixels];
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
+    for (int k = 0; k < kPixels; ++k) {
       if (inside(first + k * rows)) held[k] = load<P>(x + k * step + channel);
     }
     float scale[P::kCount], offset[P::kCount];
     widen(load<Floats>(affine + channel), scale);
     widen(load<Floats>(affine + channels + channel), offset);
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
+    for (int k = 0; k < kPixels; ++k) {
       const int column = first + k * rows, skip = k * step + channel;
       if (column >= lines.columns) break;
       const bool pictured = inside(column);
@@ -244,7 +247,7 @@ cudaError_t write(const GroupNormSilu& op, cudaStream_t stream) {
     count = 1;
   }
   const dim3 block = block_of(op.x.channels / P::kCount);
-  lines.parts = static_cast<int>(ceil_div(lines.columns, block.y * kSteps));
+  lines.parts = static_cast<int>(ceil_div(lines.columns, block.y * kPixels));
   const dim3 grid(static_cast<unsigned>(lines.parts * count), static_cast<unsigned>(op.x.frames),
                   static_cast<unsigned>(op.x.batch));
   return launch(write_frames<P>, grid, block, stream, op, lines);

@@ -12,9 +12,6 @@ constexpr int kThreads = 256;
 // bytes to read at a time, so that 24 KB are in flight, which an H200 takes to hide its latency.
 constexpr int kBlocks = 3;
 
-// A grid has no more blocks than this along its second and third axis.
-constexpr int64_t kGridLimit = 65535;
-
 template <class... Expected, class... Given>
 cudaError_t launch(void (*kernel)(Expected...), dim3 grid, dim3 block, cudaStream_t stream,
                    Given... arguments) {

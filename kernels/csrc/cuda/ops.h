@@ -15,6 +15,9 @@ enum class Dtype { float32, bfloat16, float16 };
 // few enough that to combine them costs nothing.
 constexpr int64_t kChunks = 512;
 
+// A grid has no more blocks than this along its second and third axis.
+constexpr int64_t kGridLimit = 65535;
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // `[B, C, T, H, W]`: the pixels of a frame are rows of C dense numbers at one distance.

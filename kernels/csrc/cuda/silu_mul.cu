@@ -5,7 +5,7 @@ namespace fast_video_vae_cuda {
 namespace {
 
 // Rows of a thread, all of which it reads before it writes: two times as many loads in flight.
-constexpr int kSteps = 2;
+constexpr int kRows = 2;
 
 template <class P>
 __device__ __forceinline__ P gated(const P& x, const P& gate) {
@@ -21,20 +21,20 @@ __device__ __forceinline__ P gated(const P& x, const P& gate) {
 template <class P>
 __global__ void __launch_bounds__(kThreads, kBlocks) gate_rows(const SiluMul op) {
   using T = typename P::Number;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y * kSteps + threadIdx.y;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y * kRows + threadIdx.y;
   const int64_t step = static_cast<int64_t>(gridDim.y) * blockDim.x * P::kCount;
   int64_t channel = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * P::kCount;
   for (; channel < op.x.channels; channel += step) {
-    P x[kSteps], gate[kSteps];
+    P x[kRows], gate[kRows];
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
+    for (int k = 0; k < kRows; ++k) {
       const int64_t mine = row + k * blockDim.y;
       if (mine >= op.x.pixels) continue;
       x[k] = load<P>(static_cast<const T*>(op.x.data) + mine * op.x.row_stride + channel);
       gate[k] = load<P>(static_cast<const T*>(op.gate.data) + mine * op.gate.row_stride + channel);
     }
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
+    for (int k = 0; k < kRows; ++k) {
       const int64_t mine = row + k * blockDim.y;
       if (mine >= op.x.pixels) continue;
       store(static_cast<T*>(op.out.data) + mine * op.out.row_stride + channel,
@@ -52,7 +52,7 @@ const char* silu_mul(const SiluMul& op, cudaStream_t stream) {
     const unsigned wide = static_cast<unsigned>(packs < kThreads ? packs : kThreads);
     const int64_t parts = ceil_div(packs, wide);
     const dim3 block(wide, kThreads / wide);
-    const dim3 grid(static_cast<unsigned>(ceil_div(op.x.pixels, block.y * kSteps)),
+    const dim3 grid(static_cast<unsigned>(ceil_div(op.x.pixels, block.y * kRows)),
                     static_cast<unsigned>(parts < kGridLimit ? parts : kGridLimit));
     return launch(gate_rows<P>, grid, block, stream, op);
   };

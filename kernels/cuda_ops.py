@@ -1,0 +1,194 @@
+"""Norms and gates in CUDA C++ for NVIDIA GPUs; `csrc/cuda` has the kernels.
+
+Each function says in its first lines what it does not take. What it takes is one op of
+`torch.ops.fast_video_vae_cuda`, which writes into `out` on PyTorch's current stream. Nothing is
+built, nor looked for, before somebody asks for this backend.
+"""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from .backend import Refusal, forced, refuse_unless_exact
+from .layouts import (
+    new_video,
+    refuse_dtype,
+    refuse_gradients,
+    refuse_overlap,
+    refuse_rows,
+    refuse_videos,
+)
+from .libraries import CUDA
+
+# A grid has no more blocks than this for frames and for videos.
+_GRID_LIMIT = 65535
+
+# Pixels, rows and channels are counted in 31 bits.
+_COUNT_LIMIT = 2**31
+
+
+def rms_norm_silu(
+    x: Tensor,
+    gamma: Tensor,
+    *,
+    silu: bool = True,
+    bias: Tensor | None = None,
+    tail: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Normalise each pixel over its channels, scale, and apply SiLU."""
+    _check(x, gamma, bias)
+    refuse_videos(x=x, tail=tail, out=out)
+    _refuse_sizes(x)
+    if tail is None:
+        refuse_overlap(out, x=x, same=True)
+    else:
+        refuse_overlap(out, x=x, tail=tail)
+        refuse_overlap(tail, x=x)
+    CUDA.load()
+    if out is None:
+        batch, channels, frames, height, width = x.shape
+        frames += 0 if tail is None else tail.shape[2]
+        out = new_video(x, batch, channels, frames, height, width)
+    offset = None if bias is None else _vector(bias, x)
+    with _entered(x.device):
+        torch.ops.fast_video_vae_cuda.rms_norm_silu.default(
+            x, _vector(gamma, x), silu, offset, tail, out, _stream(x.device)
+        )
+    return out
+
+
+def group_norm_silu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    groups: int,
+    *,
+    eps: float = 1e-6,
+    silu: bool = True,
+    front: int = 0,
+    replicate: bool = False,
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+    tail: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Normalise each frame over its pixels and each group of channels, and apply SiLU."""
+    _check(x, weight, bias)
+    refuse_videos(x=x, tail=tail, out=out)
+    batch, channels, frames, height, width = x.shape
+    left, right, top, bottom = padding
+    height, width = height + top + bottom, width + left + right
+    _refuse_sizes(x)
+    if height * width >= _COUNT_LIMIT:
+        raise Refusal("frames have more pixels than 31 bits count")
+    plain = tail is None and not front and not any(padding)
+    refuse_overlap(out, x=x, tail=tail, same=plain)
+    refuse_overlap(tail, x=x)
+    CUDA.load()
+    if out is None:
+        frames += front if tail is None else tail.shape[2]
+        out = new_video(x, batch, channels, frames, height, width)
+    with _entered(x.device):
+        torch.ops.fast_video_vae_cuda.group_norm_silu.default(
+            x,
+            _vector(weight, x),
+            _vector(bias, x),
+            groups,
+            eps,
+            silu,
+            front,
+            replicate,
+            padding,
+            tail,
+            out,
+            _stream(x.device),
+        )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
+    """Normalise the last dimension by its root mean square, and scale."""
+    _check(x, weight)
+    refuse_rows(x=x, out=out)
+    _refuse_counts(x, x.shape[-1])
+    refuse_overlap(out, x=x, same=True)
+    CUDA.load()
+    out = x.new_empty(x.shape) if out is None else out
+    with _entered(x.device):
+        torch.ops.fast_video_vae_cuda.rms_norm.default(
+            x, _vector(weight, x), eps, out, _stream(x.device)
+        )
+    return out
+
+
+def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """SiLU of one tensor times another: `x * sigmoid(x) * gate`."""
+    _check(x, gate)
+    refuse_rows(x=x, gate=gate, out=out)
+    _refuse_counts(x, x.shape[-1])
+    refuse_overlap(out, x=x, gate=gate, same=True)
+    CUDA.load()
+    out = x.new_empty(x.shape) if out is None else out
+    with _entered(x.device):
+        torch.ops.fast_video_vae_cuda.silu_mul.default(x, gate, out, _stream(x.device))
+    return out
+
+
+def _check(x: Tensor, *others: Tensor | None) -> None:
+    """Refuse devices, dtypes, qualities and gradients that are not ours."""
+    _refuse_device(x.device, x.dtype)
+    refuse_unless_exact(exact=False)
+    refuse_dtype(x)
+    if type(x) not in (Tensor, torch.nn.Parameter):
+        raise Refusal(f"x is a {type(x).__name__}, which may have no memory")
+    refuse_gradients(x, *others)
+
+
+def _refuse_device(device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse what is not on an NVIDIA GPU that has the dtype."""
+    if device.type != "cuda":
+        raise Refusal(f"the tensors are on {device.type}; cuda is for GPUs")
+    if torch.version.hip is not None:
+        raise Refusal("this PyTorch is for AMD's GPUs; cuda is for NVIDIA's")
+    if forced() != "cuda" and os.environ.get("FAST_VIDEO_VAE_CUDA") != "1":
+        raise Refusal("it waits for its first run on a GPU; FAST_VIDEO_VAE_CUDA=1 switches it on")
+    if dtype == torch.bfloat16:
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:
+            raise Refusal(f"bfloat16 needs compute capability 8.0; this GPU has {major}.{minor}")
+
+
+def _refuse_sizes(x: Tensor) -> None:
+    """Refuse what is empty, and more frames, videos or pixels than a grid counts."""
+    _refuse_counts(x, x.shape[1])
+    if x.shape[0] > _GRID_LIMIT or x.shape[2] > _GRID_LIMIT:
+        raise Refusal(f"there are more than {_GRID_LIMIT} frames or videos")
+
+
+def _refuse_counts(x: Tensor, channels: int) -> None:
+    """Refuse what is empty, and more rows or channels than the kernels count."""
+    if not x.numel():
+        raise Refusal("there is nothing to do")
+    if max(x.numel() // channels, channels) >= _COUNT_LIMIT:
+        raise Refusal("there are more rows or channels than 31 bits count")
+
+
+def _entered(device: torch.device) -> AbstractContextManager[object]:
+    """The device of the tensors is the current one, as a launch wants it."""
+    return (
+        nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+    )
+
+
+def _stream(device: torch.device) -> int:
+    """The handle of PyTorch's current stream."""
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def _vector(values: Tensor, x: Tensor) -> Tensor:
+    """Parameters as the kernels read them: dense, in float32 or in the dtype of `x`."""
+    if values.dtype not in (torch.float32, x.dtype):
+        values = values.float()
+    return values if values.is_contiguous() else values.contiguous()

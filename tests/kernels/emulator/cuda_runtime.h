@@ -1,0 +1,213 @@
+// As much of CUDA as the kernels use, on the CPU: g++ compiles the very same .cu files.
+//
+// The threads of a block are fibers that take turns: each runs until it waits for others, at a
+// barrier or in a shuffle, or is done. A barrier that not all threads of the block reach, and a
+// shuffle that not all lanes of the warp take part in, are errors of the launch. Every other block
+// lets its threads run in the opposite order, which shows where a barrier is missing.
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static
+
+typedef struct CUstream_st* cudaStream_t;
+
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorLaunchFailure = 719,
+};
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+};
+
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulator {
+
+constexpr unsigned kWarp = 32, kMostThreads = 1024;
+constexpr size_t kStackBytes = 1 << 17;
+
+enum class State { ready, barrier, shuffle, done };
+
+struct Thread {
+  dim3 index;
+  State state = State::ready;
+  float value = 0;  // in a shuffle: what it gives, then what it gets
+  int distance = 0;
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+};
+
+class Block {
+ public:
+  // Runs a block; what is wrong with it, or "".
+  const char* run(dim3 size, bool backwards, const std::function<void()>& kernel) {
+    const unsigned count = size.x * size.y * size.z;
+    kernel_ = &kernel;
+    while (threads_.size() < count) start();
+    for (unsigned i = 0; i < count; ++i) {
+      threads_[i]->index = {i % size.x, i / size.x % size.y, i / size.x / size.y};
+      threads_[i]->state = State::ready;
+    }
+    for (;;) {
+      for (unsigned i = 0; i < count; ++i) {
+        Thread& thread = *threads_[backwards ? count - 1 - i : i];
+        if (thread.state == State::ready) resume(thread);
+      }
+      unsigned done = 0, waiting = 0;
+      for (unsigned i = 0; i < count; ++i) {
+        done += threads_[i]->state == State::done;
+        waiting += threads_[i]->state == State::barrier;
+      }
+      if (done == count) return "";
+      if (waiting == count) {
+        for (unsigned i = 0; i < count; ++i) threads_[i]->state = State::ready;
+        continue;
+      }
+      const char* error = shuffle(count);
+      if (*error) {
+        threads_.clear();  // they stand in the midst of the kernel
+        return error;
+      }
+    }
+  }
+
+  // For the current thread: waits for the others.
+  void wait(State state) {
+    current_->state = state;
+    swapcontext(&current_->context, &scheduler_);
+  }
+
+  Thread& current() { return *current_; }
+
+ private:
+  void start() {
+    threads_.push_back(std::make_unique<Thread>());
+    Thread& thread = *threads_.back();
+    thread.stack.reset(new char[kStackBytes]);
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack.get();
+    thread.context.uc_stack.ss_size = kStackBytes;
+    thread.context.uc_link = nullptr;
+    makecontext(&thread.context, &Block::loop, 0);
+  }
+
+  static void loop();
+
+  void resume(Thread& thread) {
+    current_ = &thread;
+    threadIdx = thread.index;
+    swapcontext(&scheduler_, &thread.context);
+  }
+
+  // Lets warps go on whose lanes are all in the same shuffle.
+  const char* shuffle(unsigned count) {
+    bool moved = false, late = false;
+    for (unsigned first = 0; first < count; first += kWarp) {
+      unsigned inside = 0;
+      for (unsigned i = first; i < first + kWarp && i < count; ++i) {
+        inside += threads_[i]->state == State::shuffle &&
+                  threads_[i]->distance == threads_[first]->distance;
+      }
+      late = late || (inside && inside != kWarp);
+      if (inside != kWarp) continue;
+      float given[kWarp];
+      for (unsigned lane = 0; lane < kWarp; ++lane) given[lane] = threads_[first + lane]->value;
+      for (unsigned lane = 0; lane < kWarp; ++lane) {
+        Thread& thread = *threads_[first + lane];
+        thread.value = given[lane ^ thread.distance];
+        thread.state = State::ready;
+      }
+      moved = true;
+    }
+    if (late) return "a shuffle that not all lanes of the warp take part in";
+    return moved ? "" : "a barrier that not all threads of the block reach";
+  }
+
+  std::vector<std::unique_ptr<Thread>> threads_;
+  Thread* current_ = nullptr;
+  ucontext_t scheduler_;
+  const std::function<void()>* kernel_ = nullptr;
+};
+
+inline Block block;
+inline std::mutex one_at_a_time;
+inline std::string message;
+
+inline void Block::loop() {
+  for (;;) {
+    (*block.kernel_)();
+    block.wait(State::done);
+  }
+}
+
+}  // namespace emulator
+
+inline void __syncthreads() { emulator::block.wait(emulator::State::barrier); }
+
+inline float __shfl_xor_sync(unsigned mask, float value, int distance) {
+  emulator::Thread& thread = emulator::block.current();
+  thread.value = value;
+  thread.distance = distance;
+  // A mask of other lanes is not emulated: then they all wait for ever.
+  emulator::block.wait(mask == ~0u ? emulator::State::shuffle : emulator::State::barrier);
+  return thread.value;
+}
+
+// As specified: a divisor beyond 2^126 makes it 0.
+inline float __fdividef(float x, float y) {
+  return fabsf(y) > 0x1p126f ? x * 0.0f : x / y;
+}
+
+template <class... Expected, class... Given>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Expected...),
+                               Given&&... arguments) {
+  const std::lock_guard<std::mutex> lock(emulator::one_at_a_time);
+  const dim3 grid = config->gridDim, size = config->blockDim;
+  const unsigned long long threads = 1ull * size.x * size.y * size.z;
+  if (!threads || threads > emulator::kMostThreads || !grid.x || !grid.y || !grid.z ||
+      grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535) {
+    emulator::message = "invalid configuration argument";
+    return cudaErrorInvalidConfiguration;
+  }
+  gridDim = grid;
+  blockDim = size;
+  const std::function<void()> run = [&] { kernel(arguments...); };
+  for (blockIdx.z = 0; blockIdx.z < grid.z; ++blockIdx.z) {
+    for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y) {
+      for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
+        emulator::message = emulator::block.run(size, blockIdx.x % 2, run);
+        if (!emulator::message.empty()) return cudaErrorLaunchFailure;
+      }
+    }
+  }
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+inline const char* cudaGetErrorString(cudaError_t) { return emulator::message.c_str(); }

@@ -1,0 +1,48 @@
+// Kernels that wait for each other wrongly; prints what the emulator says of each.
+#include <cuda_runtime.h>
+#include <stdio.h>
+
+void half_a_barrier(float*) {
+  if (threadIdx.x < 32) __syncthreads();
+}
+
+void half_a_shuffle(float* out) {
+  if (threadIdx.x % 32 < 16) *out = __shfl_xor_sync(~0u, 1.0f, 1);
+}
+
+void a_short_warp(float* out) { *out = __shfl_xor_sync(~0u, 1.0f, 1); }
+
+void another_distance(float* out) { *out = __shfl_xor_sync(~0u, 1.0f, threadIdx.x % 2 + 1); }
+
+void no_barrier(float* out) {
+  __shared__ float numbers[64];
+  numbers[threadIdx.x] = blockIdx.x + 1;
+  if (threadIdx.x == 0) out[blockIdx.x] = numbers[63];
+}
+
+void right(float* out) {
+  __shared__ float numbers[64];
+  const float lane = __shfl_xor_sync(~0u, threadIdx.x, 5);
+  numbers[threadIdx.x] = lane;
+  __syncthreads();
+  if (threadIdx.x == 0) *out = numbers[33];
+}
+
+void tell(const char* name, void (*kernel)(float*), unsigned threads) {
+  float out[2] = {-1, -1};
+  cudaLaunchConfig_t config;
+  config.gridDim = 2;
+  config.blockDim = threads;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, out);
+  printf("%s: %s, %g %g\n", name, error ? cudaGetErrorString(error) : "fine", out[0], out[1]);
+}
+
+int main() {
+  tell("half a barrier", half_a_barrier, 64);
+  tell("half a shuffle", half_a_shuffle, 64);
+  tell("a short warp", a_short_warp, 48);
+  tell("another distance", another_distance, 32);
+  tell("no barrier", no_barrier, 64);
+  tell("too many threads", right, 1025);
+  tell("right", right, 64);
+}
