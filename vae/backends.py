@@ -20,14 +20,19 @@ LEGEND = (
 def backend_report() -> str:
     """What the backends of this machine do, and what they have to do it with.
 
-    The compiled library is built if it is not there.
+    The compiled library of the CPU is built if it is not there.
 
     Returns:
-        A table of many lines.
+        Many lines, the first of them a table for each kind of device.
     """
     library = native_library()
-    rows, reasons = table(backend_matrix())
-    lines = [*aligned(rows), "", *wrapped("", LEGEND)]
+    matrix = backend_matrix()
+    rows, reasons = table(matrix)
+    lines = []
+    for device in dict.fromkeys(each.device for each in matrix):
+        mine = [0, *(n for n, head in enumerate(rows[0]) if head.startswith(f"{device} "))]
+        lines += [*aligned([[row[n] for n in mine] for row in rows]), ""]
+    lines += wrapped("", LEGEND)
     for number, reason in enumerate(reasons, 1):
         lines += wrapped(f"({number}) ", reason)
     threads = torch.get_num_threads()

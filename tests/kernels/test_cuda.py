@@ -1,0 +1,368 @@
+"""CUDA where there is no GPU: what the compiler makes of the kernels, and what is missing.
+
+That the ops are right is tested with all others of `cases.SERVED`, by the emulator of `emulator/`.
+"""
+
+import importlib
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from fast_video_vae import kernels
+from fast_video_vae.kernels import BackendError, cuda_ops, use_backend, use_quality
+from fast_video_vae.kernels import backend as dispatch
+from fast_video_vae.kernels.backend import Refusal
+from fast_video_vae.kernels.libraries import CPU, CUDA
+from fast_video_vae.tests.kernels import formulas
+from fast_video_vae.tests.kernels.cases import (
+    CUDA_OPS,
+    DTYPES,
+    inputs,
+    missing,
+    place,
+    random,
+    video,
+)
+from fast_video_vae.tests.kernels.emulator.library import EMULATED
+
+CHIPS = (75, 80, 86, 89, 90, 100, 120)
+SOURCES = sorted(CUDA.sources.glob("*.cu"))
+
+# What PyTorch's builder adds.
+FLAGS = (
+    "-std=c++17", "-O3", "-D__CUDA_NO_HALF_OPERATORS__", "-D__CUDA_NO_HALF_CONVERSIONS__",
+    "-D__CUDA_NO_BFLOAT16_CONVERSIONS__", "-D__CUDA_NO_HALF2_OPERATORS__",
+)  # fmt: skip
+
+# Three blocks of 256 threads in the 65536 registers of a multiprocessor.
+REGISTERS = 80
+
+# Two vectors of 16 bytes as 8 numbers in float32, for each of 256 threads.
+SHARED_BYTES = 16 << 10
+
+CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def nvcc():
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    tool = shutil.which("nvcc", path=str(Path(home) / "bin") if home else None)
+    return tool or pytest.skip("there is no nvcc, on PATH or in CUDA_HOME")
+
+
+@pytest.fixture
+def here():
+    """Tensors where the kernels work: on a GPU, or on the CPU in the emulator."""
+    reason = missing("cuda")
+    if reason:
+        pytest.skip(reason)
+    with place("cuda"):
+        yield
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Tensors of the CPU pass for those of a GPU that is switched on."""
+    real = cuda_ops._refuse_device
+    monkeypatch.setenv("FAST_VIDEO_VAE_CUDA", "1")
+    monkeypatch.setattr(cuda_ops, "_refuse_device", lambda _, dtype: real(GPU, dtype))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """As if nothing had been built, found or logged yet."""
+    monkeypatch.setattr(CUDA, "_outcome", None)
+    monkeypatch.setattr(CUDA, "namespace", "fast_video_vae_nowhere")  # the emulator has the other
+    monkeypatch.setattr(dispatch, "_logged", set())
+    monkeypatch.setenv("FAST_VIDEO_VAE_CACHE", str(tmp_path))
+
+
+def told(caplog):
+    return [record.getMessage() for record in caplog.records]
+
+
+def compiled(nvcc, source, chip, folder):
+    """What ptxas says of every kernel of a file: stack, spills, registers, shared memory."""
+    command = [
+        nvcc, *FLAGS, f"-arch=sm_{chip}", "-Werror", "all-warnings", "-Xptxas", "-v,-warn-spills",
+        "-cubin", "-o", str(folder / "kernels.cubin"), str(source),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for part in done.stderr.split("Compiling entry function ")[1:]:
+        name = part.split("'")[1]
+        found[name] = {
+            key: int((re.search(pattern, part) or ["0", "0"])[1])
+            for key, pattern in {
+                "stack": r"(\d+) bytes stack frame",
+                "spilled": r"(\d+) bytes spill stores",
+                "registers": r"Used (\d+) registers",
+                "shared": r"(\d+) bytes smem",
+            }.items()
+        }
+    return found
+
+
+def check_resources(nvcc, source, chip, folder):
+    found = compiled(nvcc, source, chip, folder)
+    assert found
+    for name, used in found.items():
+        assert used["stack"] == used["spilled"] == 0, (name, used)
+        assert used["registers"] <= REGISTERS, (name, used)
+        assert used["shared"] <= SHARED_BYTES, (name, used)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
+def test_a_kernel_compiles_alone_without_spills(nvcc, source, tmp_path):
+    check_resources(nvcc, source, 90, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", [chip for chip in CHIPS if chip != 90])
+def test_all_kernels_compile_for_every_chip_without_spills(nvcc, chip, tmp_path):
+    for source in SOURCES:
+        check_resources(nvcc, source, chip, tmp_path)
+
+
+def test_packs_are_read_and_written_in_16_bytes(nvcc, tmp_path):
+    """In 16 bits eight numbers at a time, and one where memory is not aligned."""
+    for source in SOURCES:
+        path = tmp_path / "kernels.ptx"
+        command = [nvcc, *FLAGS, "-arch=sm_90", "-ptx", "-o", str(path), str(source)]
+        subprocess.run(command, check=True, capture_output=True)
+        bodies = path.read_text().split(".entry ")[1:]
+        packs = [body for body in bodies if re.search(r"Pack\w*Li[48]E", body.split("(")[0])]
+        assert len(packs) >= len(DTYPES), source.name
+        for body in packs:
+            name = body.split("(")[0]
+            assert re.search(r"ld\.global\S*\.v4\.[bfu]32", body), name
+            stores = re.findall(r"st\.(?:global|shared)\S+", body)
+            wide = [store for store in stores if ".v4." in store]
+            assert wide, name
+            if "sum_chunks" not in name:  # whose results are few
+                assert wide == stores, name
+
+
+def test_the_emulator_is_there_where_the_cpu_kernels_are():
+    """Else the tests of the ops would skip it in silence."""
+    try:
+        CPU.load()
+    except Refusal as refusal:
+        pytest.skip(str(refusal))
+    if not torch.cuda.is_available():
+        assert missing("cuda") is None
+
+
+def test_the_emulator_finds_wrong_barriers_and_shuffles(tmp_path):
+    compiler = os.environ.get("CXX") or shutil.which("c++")
+    if not compiler or not Path("/usr/include/ucontext.h").exists():
+        pytest.skip("there is no C++ compiler, or no ucontext.h")
+    program = tmp_path / "mistakes"
+    folder = EMULATED.sources
+    command = [compiler, "-std=c++17", f"-I{folder}", str(folder / "mistakes.cpp"), "-o", program]
+    subprocess.run(command, check=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=True)
+    barrier = "a barrier that not all threads of the block reach"
+    shuffle = "a shuffle that not all lanes of the warp take part in"
+    assert done.stdout.splitlines() == [
+        f"half a barrier: {barrier}, -1 -1",
+        f"half a shuffle: {shuffle}, -1 -1",
+        f"a short warp: {shuffle}, -1 -1",
+        f"another distance: {shuffle}, -1 -1",
+        "no barrier: fine, 0 2",  # one of the two orders of the threads is wrong
+        "too many threads: invalid configuration argument, -1 -1",
+        "right: fine, 36 -1",
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", CUDA_OPS)
+def test_two_calls_have_the_same_bits_in_memory_that_is_full_of_nan(here, op, dtype):
+    """Also the memory that an op takes for itself."""
+    results = []
+    torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
+    try:
+        for _ in range(2):
+            args, keywords = inputs(op, dtype)
+            with use_backend("cuda"):
+                results.append(getattr(kernels, op)(*args, **keywords))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not results[0].isnan().any()
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_at_any_address_gives_the_result_of_aligned_memory(here, dtype):
+    """In packs where all tensors let it, and number by number where one of them does not."""
+    rows, weight = random(50, 96, dtype=dtype), random(96, seed=1)
+    with use_backend("cuda"):
+        for op, args, expected in (
+            (kernels.rms_norm, (rows, weight), formulas.rms_norm(rows, weight)),
+            (kernels.silu_mul, (rows, rows), formulas.silu_mul(rows, rows)),
+        ):
+            for moved in range(len(args)):
+                buffer = torch.zeros(args[moved].numel() + 1, dtype=args[moved].dtype)
+                apart = list(args)
+                apart[moved] = buffer[1:].view(args[moved].shape).copy_(args[moved])
+                formulas.check(op(*apart), *expected, f"{op.__name__}, argument {moved}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels", [520, 1025, 4096])
+def test_rows_may_be_longer_than_what_a_warp_holds(here, dtype, channels):
+    x, numbers = video(1, channels, 2, 2, 3, dtype=dtype), random(2, channels, seed=1)
+    weight, bias = numbers
+    rows = x.movedim(1, -1)
+    tail = video(1, channels, 1, 2, 3, dtype=dtype, seed=2)
+    with use_backend("cuda"):
+        result = kernels.rms_norm_silu(x, weight, bias=bias, tail=tail)
+        formulas.check(result[:, :, 1:], *formulas.rms_norm_silu(x, weight, bias=bias))
+        assert torch.equal(tail, result[:, :, 2:])
+        formulas.check(kernels.rms_norm(rows, weight), *formulas.rms_norm(rows, weight))
+        formulas.check(kernels.silu_mul(rows, rows), *formulas.silu_mul(rows, rows))
+        expected = formulas.group_norm_silu(x, weight, bias, 5 if channels == 1025 else 8)
+        groups = 5 if channels == 1025 else 8
+        formulas.check(kernels.group_norm_silu(x, weight, bias, groups), *expected)
+
+
+@pytest.mark.parametrize("op", CUDA_OPS)
+def test_it_rounds_otherwise_than_the_reference(here, op):
+    args, keywords = inputs(op, torch.float32)
+    refused = pytest.raises(BackendError, match="quality is exact")
+    with use_backend("cuda"), use_quality("exact"), refused:
+        getattr(kernels, op)(*args, **keywords)
+
+
+def test_it_waits_until_it_is_asked_for(monkeypatch):
+    monkeypatch.delenv("FAST_VIDEO_VAE_CUDA", raising=False)
+    with pytest.raises(Refusal, match="FAST_VIDEO_VAE_CUDA=1 switches it on"):
+        cuda_ops._refuse_device(GPU, torch.float32)
+    with use_backend("cuda"):
+        cuda_ops._refuse_device(GPU, torch.float32)
+    monkeypatch.setenv("FAST_VIDEO_VAE_CUDA", "1")
+    cuda_ops._refuse_device(GPU, torch.float32)
+
+
+def test_bfloat16_is_refused_where_the_chip_has_none(monkeypatch, on_gpu):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    for dtype in (torch.float32, torch.float16):
+        cuda_ops._refuse_device(GPU, dtype)
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+    with (
+        use_backend("cuda"),
+        pytest.raises(BackendError, match=r"needs compute capability 8\.0; this GPU has 7\.5"),
+    ):
+        kernels.rms_norm(x, x[0])
+
+
+def test_a_pytorch_for_amd_is_refused(monkeypatch, on_gpu):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(Refusal, match="AMD"):
+        cuda_ops._refuse_device(GPU, torch.float32)
+
+
+def no_cuda(monkeypatch, _):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    return "this PyTorch is built without CUDA", "install a PyTorch for CUDA"
+
+
+def no_nvcc(monkeypatch, folder):
+    extension = importlib.import_module("torch.utils.cpp_extension")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(extension, "CUDA_HOME", str(folder))
+    return f"there is no nvcc ({folder})", "install the CUDA toolkit 13.0"
+
+
+def no_toolkit(monkeypatch, _):
+    extension = importlib.import_module("torch.utils.cpp_extension")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(extension, "CUDA_HOME", None)
+    return "there is no nvcc (CUDA_HOME is not set)", "set CUDA_HOME"
+
+
+def failing(monkeypatch, folder):
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.touch()
+    extension = importlib.import_module("torch.utils.cpp_extension")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(extension, "CUDA_HOME", str(folder))
+
+    def raises(**_):
+        raise RuntimeError("Error building\nFAILED: a.o\nnvcc -c a.cu\nnvcc fatal   : no such chip")
+
+    monkeypatch.setattr(extension, "load", raises)
+    return "nvcc or the C++ compiler failed (nvcc fatal   : no such chip)", "a g++ that it takes"
+
+
+@pytest.mark.parametrize("misfortune", [no_cuda, no_nvcc, no_toolkit, failing])
+def test_what_is_missing_is_told_once_and_the_next_serves(
+    misfortune, monkeypatch, tmp_path, on_gpu, fresh, caplog
+):
+    reason, advice = misfortune(monkeypatch, tmp_path)
+    x, weight = random(3, 16), random(16, seed=1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with use_backend("cuda"), pytest.raises(BackendError, match=re.escape(reason)):
+                kernels.rms_norm(x, weight)
+            formulas.check(kernels.rms_norm(x, weight), *formulas.rms_norm(x, weight))
+    (line,) = told(caplog)
+    assert reason in line
+    assert advice in line
+    assert "\n" not in line
+
+
+def test_chips_and_versions_have_keys_of_their_own(monkeypatch):
+    keys = []
+    for version, chips in (
+        ("12.8", [(9, 0)]),
+        ("13.0", [(9, 0)]),
+        ("13.0", [(12, 0)]),
+        ("13.0", [(9, 0), (12, 0), (9, 0)]),
+        ("13.0", [(12, 0), (9, 0)]),  # the same ones
+    ):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        monkeypatch.setattr(torch.cuda, "device_count", partial(len, chips))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", chips.__getitem__)
+        keys.append(CUDA.key())
+    assert len(set(keys)) == 4
+    assert keys[3] == keys[4]
+    assert CUDA._architectures() == [
+        "-gencode=arch=compute_90,code=sm_90", "-gencode=arch=compute_120,code=sm_120",
+    ]  # fmt: skip
+
+
+def test_nothing_is_built_or_imported_for_who_did_not_ask():
+    code = (
+        "import json, runpy, sys; runpy.run_path(sys.argv[1]); import torch\n"
+        "from fast_video_vae import kernels\n"
+        "from fast_video_vae.kernels import cuda_ops, libraries\n"
+        "device = torch.device('cuda', 0)\n"
+        "real = cuda_ops._refuse_device\n"
+        "cuda_ops._refuse_device = lambda _, dtype: real(device, dtype)\n"
+        "x = torch.ones(2, 8)\n"
+        "kernels.rms_norm(x, x[0])\n"
+        "kernels.backend_matrix()\n"
+        "print(json.dumps([libraries.CUDA._outcome, 'torch.utils.cpp_extension' in sys.modules]))\n"
+    )
+    environment = {**os.environ, "FAST_VIDEO_VAE_NATIVE": "0", "TRITON_INTERPRET": "0"}
+    environment.pop("FAST_VIDEO_VAE_CUDA", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code, CONFTEST], capture_output=True, text=True, check=True,
+        env=environment,
+    )  # fmt: skip
+    assert json.loads(done.stdout) == [None, False]
