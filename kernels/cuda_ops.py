@@ -25,8 +25,9 @@ from .libraries import CUDA
 # A grid has no more blocks than this for frames and for videos.
 _GRID_LIMIT = 65535
 
-# Pixels, rows and channels are counted in 31 bits.
+# Pixels and rows are counted in 31 bits, and so are channels and what is added to them.
 _COUNT_LIMIT = 2**31
+_CHANNEL_LIMIT = 2**30
 
 
 def rms_norm_silu(
@@ -171,7 +172,7 @@ def _refuse_counts(x: Tensor, channels: int) -> None:
     """Refuse what is empty, and more rows or channels than the kernels count."""
     if not x.numel():
         raise Refusal("there is nothing to do")
-    if max(x.numel() // channels, channels) >= _COUNT_LIMIT:
+    if x.numel() // channels >= _COUNT_LIMIT or channels >= _CHANNEL_LIMIT:
         raise Refusal("there are more rows or channels than 31 bits count")
 
 

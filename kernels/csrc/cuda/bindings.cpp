@@ -20,8 +20,9 @@ namespace {
 using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-// Pixels of a frame, and numbers of a row, are counted in 31 bits.
+// Pixels of a frame are counted in 31 bits, and so are channels and what is added to them.
 constexpr int64_t kCountLimit = std::numeric_limits<int32_t>::max();
+constexpr int64_t kChannelLimit = int64_t(1) << 30;
 
 // Pixels of a chunk at least: below that its two numbers for each channel would be no little part.
 constexpr int64_t kShare = 256;
@@ -127,7 +128,7 @@ void rms_norm_silu(const Tensor& x, const Tensor& gamma, bool silu, const MaybeT
   op.tail = maybe_video_of(tail, x);
   op.out = video_of(out, x);
   const Video& v = op.x;
-  TORCH_CHECK(x.numel() > 0 && v.channels <= kCountLimit, "sizes do not fit");
+  TORCH_CHECK(x.numel() > 0 && v.channels < kChannelLimit, "sizes do not fit");
   if (tail) check_size(op.tail, v.batch, v.channels, op.tail.frames, v.height, v.width);
   check_size(op.out, v.batch, v.channels, v.frames + op.tail.frames, v.height, v.width);
   op.scale = vector_of(gamma, x, v.channels);
@@ -144,7 +145,7 @@ void rms_norm(const Tensor& x, const Tensor& weight, double eps, const Tensor& o
   op.dtype = dtype_of(x);
   op.x = rows_of(x, x);
   op.out = rows_of(out, x);
-  TORCH_CHECK(op.x.channels <= kCountLimit, "sizes do not fit");
+  TORCH_CHECK(op.x.channels < kChannelLimit, "sizes do not fit");
   op.scale = vector_of(weight, x, op.x.channels);
   op.factor = 1;
   op.divisor = static_cast<float>(op.x.channels);
@@ -164,7 +165,7 @@ void group_norm_silu(const Tensor& x, const Tensor& weight, const Tensor& bias, 
   op.tail = maybe_video_of(tail, x);
   op.out = video_of(out, x);
   const Video& v = op.x;
-  TORCH_CHECK(x.numel() > 0 && v.channels <= kCountLimit, "sizes do not fit");
+  TORCH_CHECK(x.numel() > 0 && v.channels < kChannelLimit, "sizes do not fit");
   TORCH_CHECK(groups > 0 && v.channels % groups == 0 && front >= 0, "groups do not fit");
   TORCH_CHECK(padding.size() == 4 && *std::min_element(padding.begin(), padding.end()) >= 0);
   if (tail) check_size(op.tail, v.batch, v.channels, op.tail.frames, v.height, v.width);

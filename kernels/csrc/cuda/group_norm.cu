@@ -20,11 +20,6 @@ __device__ __forceinline__ const T* frame_of(const Video& x, int64_t video, int6
   return static_cast<const T*>(x.data) + video * x.batch_stride + frame * x.frame_stride;
 }
 
-// How many of `count` rows a thread of the block has that starts with `row`.
-__device__ __forceinline__ int rows_of(int row, int count) {
-  return row < count ? (count - 1 - row) / static_cast<int>(blockDim.y) + 1 : 0;
-}
-
 // For each channel the mean over a chunk of pixels, and the sum of squares about it. Block: packs of
 // a pixel by pixels. Grid: chunks, frames, videos.
 template <class P>
@@ -36,7 +31,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sum_chunks(const GroupNormS
   const int channels = static_cast<int>(op.x.channels), wide = blockDim.x * P::kCount;
   const int64_t start = blockIdx.x * op.share, left = op.x.pixels - start;
   const int count = static_cast<int>(left < op.share ? left : op.share);
-  const int row = threadIdx.y, mine = rows_of(row, count);
+  const int rows = blockDim.y, each = count / rows, more = count % rows;
+  // Pixels of the threads of a row of the block.
+  const auto pixels_of = [&](int row) { return each + (row < more ? 1 : 0); };
+  const int row = threadIdx.y, mine = pixels_of(row);
   const int place = threadIdx.y * blockDim.x + threadIdx.x;
   const T* x = frame_of<T>(op.x, blockIdx.z, blockIdx.y) + start * channels;
   const int64_t frame = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
@@ -52,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sum_chunks(const GroupNormS
 #pragma unroll 4
       for (int k = 1; k < mine; ++k) {
         float v[P::kCount];
-        widen(load<P>(from + static_cast<int64_t>(k) * blockDim.y * channels), v);
+        widen(load<P>(from + static_cast<int64_t>(k) * rows * channels), v);
 #pragma unroll
         for (int i = 0; i < P::kCount; ++i) {
           v[i] -= base[i];
@@ -73,13 +71,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sum_chunks(const GroupNormS
     const int width = channels - slice < wide ? channels - slice : wide;
     for (int c = place; c < width; c += blockDim.x * blockDim.y) {
       const float *mean = means + c, *square = squares + c;
-      const int rows = count < static_cast<int>(blockDim.y) ? count : blockDim.y;
+      const int used = count < rows ? count : rows;
       float moved = 0, total = 0;
-      for (int r = 0; r < rows; ++r) moved += rows_of(r, count) * (mean[r * wide] - mean[0]);
+      for (int r = 0; r < used; ++r) moved += pixels_of(r) * (mean[r * wide] - mean[0]);
       moved /= count;
-      for (int r = 0; r < rows; ++r) {
+      for (int r = 0; r < used; ++r) {
         const float apart = mean[r * wide] - mean[0] - moved;
-        total += square[r * wide] + rows_of(r, count) * apart * apart;
+        total += square[r * wide] + pixels_of(r) * apart * apart;
       }
       partial[slice + c] = mean[0] + moved;
       partial[channels + slice + c] = total;

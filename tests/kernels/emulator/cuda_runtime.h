@@ -178,9 +178,36 @@ inline float __shfl_xor_sync(unsigned mask, float value, int distance) {
   return thread.value;
 }
 
-// As specified: a divisor beyond 2^126 makes it 0.
+// Functions that a GPU rounds otherwise are as far off here as they may be there.
+namespace emulator {
+
+inline float ulps_off(float v, int ulps) {
+  for (; ulps > 0; --ulps) v = nextafterf(v, INFINITY);
+  for (; ulps < 0; ++ulps) v = nextafterf(v, -INFINITY);
+  return v;
+}
+
+inline bool odd(float v) {
+  uint32_t bits;
+  memcpy(&bits, &v, 4);
+  return bits & 1;
+}
+
+// One ulp.
+inline float exponential(float x) {
+  const float y = expf(x);
+  return y > 0 && y < INFINITY && x != 0 ? ulps_off(y, odd(x) ? 1 : -1) : y;
+}
+
+}  // namespace emulator
+
+#define expf emulator::exponential
+
+// Two ulps; a divisor beyond 2^126 makes it 0.
 inline float __fdividef(float x, float y) {
-  return fabsf(y) > 0x1p126f ? x * 0.0f : x / y;
+  const float quotient = fabsf(y) > 0x1p126f ? x * 0.0f : x / y;
+  return isfinite(quotient) && quotient != 0 ? emulator::ulps_off(quotient, emulator::odd(y) ? 2 : -2)
+                                             : quotient;
 }
 
 template <class... Expected, class... Given>
