@@ -180,7 +180,7 @@ def test_the_emulator_finds_wrong_barriers_and_shuffles(tmp_path):
     assert done.stdout.splitlines() == [
         f"half a barrier: {barrier}, -1 -1",
         f"half a shuffle: {shuffle}, -1 -1",
-        f"a short warp: {shuffle}, -1 -1",
+        f"a short warp: {shuffle}, 1 -1",  # the whole one before it goes on
         f"another distance: {shuffle}, -1 -1",
         "no barrier: fine, 0 2",  # one of the two orders of the threads is wrong
         "too many threads: invalid configuration argument, -1 -1",

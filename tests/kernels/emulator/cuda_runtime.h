@@ -2,8 +2,9 @@
 //
 // The threads of a block are fibers that take turns: each runs until it waits for others, at a
 // barrier or in a shuffle, or is done. A barrier that not all threads of the block reach, and a
-// shuffle that not all lanes of the warp take part in, are errors of the launch. Every other block
-// lets its threads run in the opposite order, which shows where a barrier is missing.
+// shuffle that not all lanes of the warp take part in, are errors of the launch. A warp runs as far
+// as it can before the next one begins, and in every other block they run in the opposite order:
+// that shows where a barrier is missing.
 #pragma once
 
 #include <math.h>
@@ -73,26 +74,31 @@ class Block {
       threads_[i]->index = {i % size.x, i / size.x % size.y, i / size.x / size.y};
       threads_[i]->state = State::ready;
     }
+    const unsigned warps = (count + kWarp - 1) / kWarp;
     for (;;) {
-      for (unsigned i = 0; i < count; ++i) {
-        Thread& thread = *threads_[backwards ? count - 1 - i : i];
-        if (thread.state == State::ready) resume(thread);
+      for (unsigned warp = 0; warp < warps; ++warp) {
+        const unsigned first = (backwards ? warps - 1 - warp : warp) * kWarp;
+        const unsigned end = first + kWarp < count ? first + kWarp : count;
+        do {
+          for (unsigned i = first; i < end; ++i) {
+            Thread& thread = *threads_[backwards ? end - 1 - (i - first) : i];
+            if (thread.state == State::ready) resume(thread);
+          }
+        } while (shuffled(first, end));
       }
-      unsigned done = 0, waiting = 0;
+      unsigned done = 0, waiting = 0, shuffling = 0;
       for (unsigned i = 0; i < count; ++i) {
         done += threads_[i]->state == State::done;
         waiting += threads_[i]->state == State::barrier;
+        shuffling += threads_[i]->state == State::shuffle;
       }
       if (done == count) return "";
-      if (waiting == count) {
-        for (unsigned i = 0; i < count; ++i) threads_[i]->state = State::ready;
-        continue;
-      }
-      const char* error = shuffle(count);
-      if (*error) {
+      if (waiting < count) {
         threads_.clear();  // they stand in the midst of the kernel
-        return error;
+        return shuffling ? "a shuffle that not all lanes of the warp take part in"
+                         : "a barrier that not all threads of the block reach";
       }
+      for (unsigned i = 0; i < count; ++i) threads_[i]->state = State::ready;
     }
   }
 
@@ -124,28 +130,23 @@ class Block {
     swapcontext(&scheduler_, &thread.context);
   }
 
-  // Lets warps go on whose lanes are all in the same shuffle.
-  const char* shuffle(unsigned count) {
-    bool moved = false, late = false;
-    for (unsigned first = 0; first < count; first += kWarp) {
-      unsigned inside = 0;
-      for (unsigned i = first; i < first + kWarp && i < count; ++i) {
-        inside += threads_[i]->state == State::shuffle &&
-                  threads_[i]->distance == threads_[first]->distance;
+  // Lets the lanes of a warp go on if all of them are in the same shuffle.
+  bool shuffled(unsigned first, unsigned end) {
+    if (end - first != kWarp) return false;
+    float given[kWarp];
+    for (unsigned lane = 0; lane < kWarp; ++lane) {
+      const Thread& thread = *threads_[first + lane];
+      if (thread.state != State::shuffle || thread.distance != threads_[first]->distance) {
+        return false;
       }
-      late = late || (inside && inside != kWarp);
-      if (inside != kWarp) continue;
-      float given[kWarp];
-      for (unsigned lane = 0; lane < kWarp; ++lane) given[lane] = threads_[first + lane]->value;
-      for (unsigned lane = 0; lane < kWarp; ++lane) {
-        Thread& thread = *threads_[first + lane];
-        thread.value = given[lane ^ thread.distance];
-        thread.state = State::ready;
-      }
-      moved = true;
+      given[lane] = thread.value;
     }
-    if (late) return "a shuffle that not all lanes of the warp take part in";
-    return moved ? "" : "a barrier that not all threads of the block reach";
+    for (unsigned lane = 0; lane < kWarp; ++lane) {
+      Thread& thread = *threads_[first + lane];
+      thread.value = given[lane ^ thread.distance];
+      thread.state = State::ready;
+    }
+    return true;
   }
 
   std::vector<std::unique_ptr<Thread>> threads_;
