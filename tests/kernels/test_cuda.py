@@ -8,9 +8,11 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -156,6 +158,7 @@ def test_packs_are_read_and_written_in_16_bytes(nvcc, tmp_path):
                 assert wide == stores, name
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the emulator's threads need Linux")
 def test_the_emulator_is_there_where_the_cpu_kernels_are():
     """Else the tests of the ops would skip it in silence."""
     try:
@@ -166,13 +169,13 @@ def test_the_emulator_is_there_where_the_cpu_kernels_are():
         assert missing("cuda") is None
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the emulator's threads need Linux")
 def test_the_emulator_finds_wrong_barriers_and_shuffles(tmp_path):
-    compiler = os.environ.get("CXX") or shutil.which("c++")
-    if not compiler or not Path("/usr/include/ucontext.h").exists():
-        pytest.skip("there is no C++ compiler, or no ucontext.h")
-    program = tmp_path / "mistakes"
-    folder = EMULATED.sources
-    command = [compiler, "-std=c++17", f"-I{folder}", str(folder / "mistakes.cpp"), "-o", program]
+    command = shlex.split(os.environ.get("CXX") or "c++")
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"there is no C++ compiler ({command[0]})")
+    program, folder = tmp_path / "mistakes", EMULATED.sources
+    command += ["-std=c++17", f"-I{folder}", str(folder / "mistakes.cpp"), "-o", str(program)]
     subprocess.run(command, check=True)
     done = subprocess.run([program], capture_output=True, text=True, check=True)
     barrier = "a barrier that not all threads of the block reach"
@@ -273,6 +276,44 @@ def test_a_pytorch_for_amd_is_refused(monkeypatch, on_gpu):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(Refusal, match="AMD"):
         cuda_ops._refuse_device(GPU, torch.float32)
+
+
+def test_the_device_of_the_tensors_is_entered_where_another_is_current(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert isinstance(cuda_ops._entered(GPU), torch.cuda.device)
+    assert isinstance(cuda_ops._entered(torch.device("cuda", 1)), nullcontext)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only the emulator fails when it is told to")
+def test_a_kernel_that_does_not_start_is_an_error(here, monkeypatch):
+    rows = torch.ones(4, 16)
+    monkeypatch.setenv("FVV_EMULATOR_FAILS", "no luck today")
+    with use_backend("cuda"):
+        with pytest.raises(RuntimeError, match="a kernel did not start: no luck today"):
+            kernels.silu_mul(rows, rows)
+        monkeypatch.delenv("FVV_EMULATOR_FAILS")
+        formulas.check(kernels.silu_mul(rows, rows), *formulas.silu_mul(rows, rows))
+
+
+def test_the_bindings_check_what_they_are_given(here):
+    """`torch.ops` is open to everybody."""
+    ops, rows, ones = torch.ops.fast_video_vae_cuda, torch.ones(4, 16), torch.ones(16)
+    x = video(1, 16, 2, 3, 4)
+    for op, args, message in (
+        (ops.silu_mul, (rows, rows, rows[1:]), "sizes do not fit"),
+        (ops.silu_mul, (rows, rows.half(), rows), "dtypes or devices do not fit"),
+        (ops.rms_norm, (rows.mT, ones[:4], 0.0, rows.mT), "the last dimension is not dense"),
+        (ops.rms_norm, (rows, ones[1:], 0.0, rows), "parameters do not fit"),
+        (ops.rms_norm_silu, (x.flip(1).contiguous(), ones, True, None, None, x), "channels-last"),
+        (ops.rms_norm_silu, (x, ones, True, None, x, x), "sizes do not fit"),
+        (
+            ops.group_norm_silu,
+            (x, ones, ones, 3, 0.0, True, 0, False, (0, 0, 0, 0), None, x),
+            "groups do not fit",
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            op(*args, 0)
 
 
 def no_cuda(monkeypatch, _):

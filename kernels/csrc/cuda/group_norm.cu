@@ -1,11 +1,11 @@
 // Group norm of frames: the statistics of chunks of pixels, their combination, then the result.
 //
 // The variance is never the difference of two large numbers. A thread adds up how far its numbers
-// are from the first of them; as that is one of them, the square of its own distance from their mean
-// is part of the sum, and cancels no more digits than it brings. Threads, and then chunks, are
+// are from the first of them; as that is one of them, the square of its own distance from their
+// mean is part of the sum, and cancels no more digits than it brings. Threads, and then chunks, are
 // combined by their means and their sums of squares about these (Chan, Golub and LeVeque, "Updating
-// Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979), in an order that depends
-// on sizes alone.
+// Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979), in an order that
+// depends on sizes alone.
 #include "launch.cuh"
 #include "window.cuh"
 
@@ -20,8 +20,8 @@ __device__ __forceinline__ const T* frame_of(const Video& x, int64_t video, int6
   return static_cast<const T*>(x.data) + video * x.batch_stride + frame * x.frame_stride;
 }
 
-// For each channel the mean over a chunk of pixels, and the sum of squares about it. Block: packs of
-// a pixel by pixels. Grid: chunks, frames, videos.
+// For each channel the mean over a chunk of pixels, and the sum of squares about it. Block: packs
+// of a pixel by pixels. Grid: chunks, frames, videos.
 template <class P>
 __global__ void __launch_bounds__(kThreads, kBlocks) sum_chunks(const GroupNormSilu op) {
   using T = typename P::Number;
@@ -88,13 +88,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sum_chunks(const GroupNormS
 
 // The sum of a number of every thread of a block of whole warps, for all of them.
 __device__ __forceinline__ float sum_of_block(float v) {
-  __shared__ float sums[kThreads / 32];
+  __shared__ float sums[kThreads / kWarp];
   const int place = threadIdx.y * blockDim.x + threadIdx.x;
-  for (int distance = 16; distance; distance /= 2) v += __shfl_xor_sync(0xffffffff, v, distance);
-  if (place % 32 == 0) sums[place / 32] = v;
+  for (int distance = kWarp / 2; distance; distance /= 2) {
+    v += __shfl_xor_sync(kAllLanes, v, distance);
+  }
+  if (place % kWarp == 0) sums[place / kWarp] = v;
   __syncthreads();
   v = 0;
-  for (int warp = 0; warp < kThreads / 32; ++warp) v += sums[warp];
+  for (int warp = 0; warp < kThreads / kWarp; ++warp) v += sums[warp];
   __syncthreads();
   return v;
 }
@@ -227,7 +229,7 @@ dim3 block_of(int64_t packs) {
 template <class T>
 cudaError_t combine(const GroupNormSilu& op, cudaStream_t stream) {
   unsigned wide = 1;
-  while (wide < 32 && wide < op.x.channels / op.groups) wide *= 2;
+  while (wide < kWarp && wide < op.x.channels / op.groups) wide *= 2;
   const dim3 grid(op.groups, static_cast<unsigned>(op.x.frames),
                   static_cast<unsigned>(op.x.batch));
   return launch(combine_chunks<T>, grid, dim3(wide, kThreads / wide), stream, op);

@@ -5,8 +5,11 @@
 
 namespace fast_video_vae_cuda {
 
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffff;
+
 // Threads of a block, about: eight warps.
-constexpr int kThreads = 256;
+constexpr int kThreads = 8 * kWarp;
 
 // Blocks that a multiprocessor is to hold at least: 80 registers for a thread. Each has 32 to 64
 // bytes to read at a time, so that 24 KB are in flight, which an H200 takes to hide its latency.
@@ -29,7 +32,9 @@ inline const char* told(cudaError_t error) {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-inline bool aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % kPackBytes == 0; }
+inline bool aligned(const void* data) {
+  return reinterpret_cast<uintptr_t>(data) % kPackBytes == 0;
+}
 
 inline bool in_packs(const Vector& vector, int) { return aligned(vector.data); }
 

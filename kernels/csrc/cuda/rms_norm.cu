@@ -1,12 +1,12 @@
-// Root mean square norms of rows. A team of lanes, a power of two up to a warp, does a row: it reads
-// it once, adds up the squares by shuffles, and writes it.
+// Root mean square norms of rows. A team of lanes, a power of two up to a warp, does a row: it
+// reads it once, adds up the squares by shuffles, and writes it.
 #include "launch.cuh"
 #include "window.cuh"
 
 namespace fast_video_vae_cuda {
 namespace {
 
-// Packs of a row that each lane keeps in registers. Of a row that is longer than those of 32 lanes
+// Packs of a row that each lane keeps in registers. Of a row that is longer than those of a warp
 // the rest is read twice, from the cache the second time.
 constexpr int kHeld = 4;
 
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) norm_rows(const RmsNorm op)
     sum += squares(op, load<P>(x + channel), channel);
   }
   for (int distance = blockDim.x / 2; distance; distance /= 2) {
-    sum += __shfl_xor_sync(0xffffffff, sum, distance);
+    sum += __shfl_xor_sync(kAllLanes, sum, distance);
   }
   float norm = sqrtf(sum / op.divisor + op.eps);
   norm = norm < op.floor ? op.floor : norm;  // not fmaxf, which would lose NaN
@@ -109,7 +109,7 @@ const char* rms_norm(const RmsNorm& op, cudaStream_t stream) {
   const auto start = [&](auto pack) {
     using P = decltype(pack);
     unsigned team = 1;
-    while (team < 32 && team * kHeld * P::kCount < op.x.channels) team *= 2;
+    while (team < kWarp && team * kHeld * P::kCount < op.x.channels) team *= 2;
     const dim3 block(team, kThreads / team);
     const dim3 grid(static_cast<unsigned>(ceil_div(op.x.pixels, block.y)),
                     static_cast<unsigned>(op.x.frames), static_cast<unsigned>(op.x.batch));

@@ -9,6 +9,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
 
@@ -207,8 +208,8 @@ inline float exponential(float x) {
 // Two ulps; a divisor beyond 2^126 makes it 0.
 inline float __fdividef(float x, float y) {
   const float quotient = fabsf(y) > 0x1p126f ? x * 0.0f : x / y;
-  return isfinite(quotient) && quotient != 0 ? emulator::ulps_off(quotient, emulator::odd(y) ? 2 : -2)
-                                             : quotient;
+  if (!isfinite(quotient) || quotient == 0) return quotient;
+  return emulator::ulps_off(quotient, emulator::odd(y) ? 2 : -2);
 }
 
 template <class... Expected, class... Given>
@@ -221,6 +222,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
       grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535) {
     emulator::message = "invalid configuration argument";
     return cudaErrorInvalidConfiguration;
+  }
+  if (const char* why = getenv("FVV_EMULATOR_FAILS")) {
+    emulator::message = why;
+    return cudaErrorLaunchFailure;
   }
   gridDim = grid;
   blockDim = size;
