@@ -10,7 +10,7 @@ from fast_video_vae.kernels.backend import ORDER
 from fast_video_vae.tests.kernels.cases import PLAYED, missing, place
 
 # How many of the combinations of its parameters a test tries by default where a GPU is played.
-_PLAYED = 6
+_EXAMPLES = 6
 
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out
@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items):
         together = [item for item in group if hasattr(item, "callspec")]
         for backend in PLAYED:
             mine = [item for item in together if item.callspec.params.get("backend") == backend]
-            spread = {(len(mine) - 1) * n // (_PLAYED - 1) for n in range(_PLAYED)}
+            spread = {(len(mine) - 1) * n // (_EXAMPLES - 1) for n in range(_EXAMPLES)}
             for n, item in enumerate(mine):
                 if n not in spread:
                     item.add_marker(pytest.mark.slow)
