@@ -6,6 +6,7 @@ rounding does not serve on that device, and of the others the fastest does. It t
 and what Triton has to compile. The outcome holds for the process.
 """
 
+import functools
 import logging
 import math
 import threading
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import examples, measure, reference
-from .backend import ORDER, Refusal, ask, log_once, use_backend, use_quality
+from .backend import ORDER, Refusal, ask, log_once, use_quality
 
 _logger = logging.getLogger(__name__)
 
@@ -82,8 +83,7 @@ def _ranked(
 ) -> tuple[str, ...]:
     def run(name: str) -> tuple[Tensor, Tensor | None]:
         arguments = examples.call(op, size, x.dtype, x.device, given)
-        with use_backend(name):
-            return ask(name, op, **arguments), arguments.get("tail")
+        return ask(name, op, **arguments), arguments.get("tail")
 
     expected = run("reference")
     right = ["reference"]
@@ -105,16 +105,9 @@ def _ranked(
     if len(right) == 1:
         return ("reference",)
     arguments = examples.call(op, size, x.dtype, x.device, given)
-
-    def timed(name: str) -> Any:  # noqa: ANN401, a call
-        def call() -> None:
-            with use_backend(name):
-                ask(name, op, **arguments)
-
-        return call
-
+    calls = {name: functools.partial(ask, name, op, **arguments) for name in right}
     small = math.prod(x.shape) < _LARGE_FROM
-    times = measure.seconds({name: timed(name) for name in right}, x.device, launches=small)
+    times = measure.seconds(calls, x.device, launches=small)
     ranked = sorted(right, key=lambda name: times[name])
     told = ", ".join(f"{name} {times[name] * 1e3:.3f} ms" for name in ranked)
     _logger.debug("%s of %s on %s: %s", op, list(x.shape), x.device, told)

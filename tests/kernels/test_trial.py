@@ -99,6 +99,18 @@ def test_who_refuses_or_writes_nan_does_not_serve(team):
     assert order() == ("reference",)
 
 
+def test_a_trial_chooses_nobody(team):
+    """What a user has switched off is not switched on by being tried."""
+
+    def refuses_unless_chosen(x, gate):
+        if dispatch.forced() is None:
+            raise Refusal("it is switched off")
+        return reference.silu_mul(x, gate)
+
+    team.does["early"] = refuses_unless_chosen
+    assert order() == ("reference", "late")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rounding_is_not_wrong(team, dtype):
     team.does["early"] = lambda x, gate: (
