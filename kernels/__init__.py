@@ -9,6 +9,7 @@ does it is decided in `backend.py`; the results of two backends differ by roundi
 |---|---|
 | `rms_norm_silu` | `silu(x / max(norm2(x), 1e-12) * sqrt(C) * gamma)`; SiLU is optional |
 | `group_norm_silu` | `silu((x - mean) / sqrt(var + eps) * weight + bias)` per frame and group |
+| `group_norm_statistics` | `mean` and `1 / sqrt(var + eps)` of each frame and group |
 | `rms_norm` | `x / sqrt(mean(x^2) + eps) * weight` over the last dimension |
 | `silu_mul` | `x * sigmoid(x) * gate` |
 | `bias_residual` | `x + bias + residual + residual_bias` |
@@ -24,7 +25,15 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .backend import BackendError, check_quality, run, use_backend, use_quality
+from .backend import (
+    BackendError,
+    check_quality,
+    log_once,
+    run,
+    run_kernel,
+    use_backend,
+    use_quality,
+)
 from .matrix import NativeLibrary, Support, backend_matrix, native_library
 
 __all__ = [
@@ -38,12 +47,15 @@ __all__ = [
     "check_quality",
     "frames_to_images",
     "group_norm_silu",
+    "group_norm_statistics",
     "interleave_time",
+    "log_once",
     "merge_phases",
     "native_library",
     "pixel_shuffle_3d",
     "rms_norm",
     "rms_norm_silu",
+    "run_kernel",
     "silu_mul",
     "use_backend",
     "use_quality",
@@ -102,6 +114,7 @@ def group_norm_silu(
     front: int = 0,
     replicate: bool = False,
     padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+    statistics: Tensor | None = None,
     tail: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -112,16 +125,22 @@ def group_norm_silu(
     (models/video_vae_v3/modules/causal_inflation_lib.py, causal_norm_wrapper). The frames in front
     and the border, which a convolution wants, are written in the same pass.
 
+    With `statistics` nothing is measured, and `x` may be a band of rows of the frames that they are
+    of: a view `video[..., top:bottom, :]`, as `tail` and `out` may be of theirs. Bands with the
+    statistics of the whole are the whole.
+
     Args:
         x: `[B, C, T, H, W]`, channels-last.
         weight: `C` scales.
         bias: `C` offsets.
         groups: Groups; a divisor of `C`.
-        eps: Added to the variance.
+        eps: Added to the variance; of no use with `statistics`.
         silu: Apply SiLU after the norm.
         front: Frames to put before the result, where there is no `tail`.
         replicate: Those are copies of the first frame of the result; else zeros.
         padding: Pixels of zeros at the left, right, top and bottom, as `torch.nn.functional.pad`.
+        statistics: `[B, T, 2, groups]`, float32 (float64 for float64): those of
+            `group_norm_statistics`; None: those of `x`.
         tail: `[B, C, K, H, W]`, channels-last, of the dtype of `x`: the results of the `K` frames
             before `x`, which go before it. It is overwritten with the last `K` frames of both.
         out: `[B, C, front or K + T, H + top + bottom, W + left + right]`, channels-last, of the
@@ -137,6 +156,7 @@ def group_norm_silu(
     checks.video(x=x)
     checks.vectors(x, x.shape[1], weight=weight, bias=bias)
     checks.divides(groups, x.shape[1], "groups")
+    checks.statistics(x, groups, statistics)
     checks.border(front, padding, tail)
     checks.window(x, tail, out, front=front, padding=padding)
     return run(
@@ -150,9 +170,35 @@ def group_norm_silu(
         front=front,
         replicate=replicate,
         padding=padding,
+        statistics=statistics,
         tail=tail,
         out=out,
     )
+
+
+def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
+    """Measure each frame over its pixels and each group of channels, for `group_norm_silu`.
+
+    `mean` and `1 / sqrt(var + eps)`, the variance over all of a frame and group. Numbers far from
+    zero beside their deviation cost no digits of it. The same `x` has the same statistics each
+    time, and `group_norm_silu` without any has these, bit for bit, if the same backend serves both.
+
+    Args:
+        x: `[B, C, T, H, W]`, channels-last.
+        groups: Groups; a divisor of `C`.
+        eps: Added to the variance.
+
+    Returns:
+        `[B, T, 2, groups]`, dense, float32 (float64 for float64): first the means. NaN where a
+        frame has no pixels.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit.
+    """
+    checks.floats(x=x)
+    checks.video(x=x)
+    checks.divides(groups, x.shape[1], "groups")
+    return run("group_norm_statistics", x, groups, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:

@@ -93,6 +93,13 @@ def border(front: int, padding: tuple[int, int, int, int], tail: Tensor | None) 
         raise ValueError(f"front is {front} and there is a tail; expected one of the two")
 
 
+def statistics(x: Tensor, groups: int, given: Tensor | None) -> None:
+    """Those of a group norm have a mean and a factor for each frame and group, in wide numbers."""
+    if given is not None:
+        shape = x.shape[0], x.shape[2], 2, groups
+        _same("statistics", given, shape, x, torch.promote_types(x.dtype, torch.float32))
+
+
 def divides(parts: int, whole: int, name: str) -> None:
     """`parts` divides the channels."""
     if parts < 1 or whole % parts:
@@ -156,11 +163,18 @@ def images(frames: Tensor, dtype: torch.dtype, patch: int, out: Tensor | None) -
         raise ValueError(f"images are {_name(dtype)}; expected a float dtype or uint8")
 
 
-def _same(name: str, tensor: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
+def _same(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    x: Tensor,
+    dtype: torch.dtype | None = None,
+) -> None:
+    dtype = dtype or x.dtype
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} is {list(tensor.shape)}; expected {list(shape)}")
-    if tensor.dtype != x.dtype:
-        raise ValueError(f"{name} is {_name(tensor.dtype)}; expected {_name(x.dtype)}")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} is {_name(tensor.dtype)}; expected {_name(dtype)}")
     if tensor.device != x.device:
         raise ValueError(f"{name} is on {tensor.device}; expected {x.device}")
 

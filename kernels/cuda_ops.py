@@ -72,6 +72,7 @@ def group_norm_silu(
     front: int = 0,
     replicate: bool = False,
     padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+    statistics: Tensor | None = None,
     tail: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -102,9 +103,25 @@ def group_norm_silu(
             front,
             replicate,
             padding,
+            None if statistics is None else statistics.contiguous(),
             tail,
             out,
             _stream(x.device),
+        )
+    return out
+
+
+def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
+    """What `group_norm_silu` measures of each frame and group."""
+    _check(x)
+    refuse_videos(x=x)
+    _refuse_sizes(x)
+    CUDA.load()
+    shape = (x.shape[0], x.shape[2], 2, groups)
+    out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    with _entered(x.device):
+        torch.ops.fast_video_vae_cuda.group_norm_statistics.default(
+            x, groups, eps, out, _stream(x.device)
         )
     return out
 

@@ -63,6 +63,15 @@ class _Maker:
         shape = (1, length, height // down + border, width // down + border, channels)
         return self.numbers(*shape).movedim(-1, 1)
 
+    def groups(self, channels: int) -> int:
+        """Of a group norm."""
+        return self.option("groups", next(n for n in (32, 4, 1) if channels % n == 0))
+
+    def statistics(self, groups: int) -> Tensor:
+        """Of a group norm of `video`: what is not negative may be a factor too."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return self.numbers(1, self.size[0], 2, groups, dtype=wide).abs_()
+
     def rows(self, channels: int) -> Tensor:
         frames, height, width = self.size
         return self.numbers(frames * height * width, channels)
@@ -86,13 +95,24 @@ def _group_norm_silu(make: _Maker) -> dict[str, Any]:
     tail = make.option("tail", None)
     known = 2 if tail is None else tail.shape[2]
     options = ("eps", "silu", "front", "replicate", "padding")
+    given = make.option("statistics", None)
     return {
         "x": make.video(channels),
         "weight": make.numbers(channels, dtype=torch.float32),
         "bias": make.numbers(channels, dtype=torch.float32),
-        "groups": make.option("groups", next(n for n in (32, 4, 1) if channels % n == 0)),
+        "groups": make.groups(channels),
+        "statistics": None if given is None else make.statistics(given.shape[-1]),
         "tail": make.video(channels, known) if make.has("tail") else None,
         **{name: make.given[name] for name in options if name in make.given},
+    }
+
+
+def _group_norm_statistics(make: _Maker) -> dict[str, Any]:
+    channels = make.channels("x", CHANNELS)
+    return {
+        "x": make.video(channels),
+        "groups": make.groups(channels),
+        "eps": make.option("eps", 1e-6),
     }
 
 
@@ -181,6 +201,7 @@ def _frames_to_images(make: _Maker) -> dict[str, Any]:
 _CALLS: dict[str, Callable[[_Maker], dict[str, Any]]] = {
     "rms_norm_silu": _rms_norm_silu,
     "group_norm_silu": _group_norm_silu,
+    "group_norm_statistics": _group_norm_statistics,
     "rms_norm": _rms_norm,
     "silu_mul": _silu_mul,
     "bias_residual": _bias_residual,

@@ -62,12 +62,13 @@ def group_norm_silu(
     front: int = 0,
     replicate: bool = False,
     padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+    statistics: Tensor | None = None,
     tail: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Normalise each frame over its pixels and each group of channels, and apply SiLU."""
     refuse_unless_exact(exact=False)
-    _check(x, weight, bias)
+    _check(x, weight, bias, statistics)
     refuse_videos(x=x, tail=tail, out=out)
     plain = tail is None and not front and not any(padding)
     refuse_overlap(out, x=x, tail=tail, same=plain)
@@ -88,9 +89,22 @@ def group_norm_silu(
         front,
         replicate,
         padding,
+        None if statistics is None else statistics.contiguous(),
         tail,
         out,
     )
+    return out
+
+
+def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
+    """Measure each frame over its pixels and each group of channels."""
+    refuse_unless_exact(exact=False)
+    _check(x)
+    refuse_videos(x=x)
+    CPU.load()
+    shape = x.shape[0], x.shape[2], 2, groups
+    out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    torch.ops.fast_video_vae.group_norm_statistics.default(x, groups, eps, out)
     return out
 
 

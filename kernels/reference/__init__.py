@@ -14,7 +14,14 @@ from .layout import (
     merge_phases,
     pixel_shuffle_3d,
 )
-from .norms import bias_residual, group_norm_silu, rms_norm, rms_norm_silu, silu_mul
+from .norms import (
+    bias_residual,
+    group_norm_silu,
+    group_norm_statistics,
+    rms_norm,
+    rms_norm_silu,
+    silu_mul,
+)
 
 __all__ = [
     "attention",
@@ -22,6 +29,7 @@ __all__ = [
     "bias_residual",
     "frames_to_images",
     "group_norm_silu",
+    "group_norm_statistics",
     "interleave_time",
     "merge_phases",
     "pixel_shuffle_3d",

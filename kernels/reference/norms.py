@@ -1,6 +1,7 @@
 """Norms, gates and sums: every pixel, or every frame, by itself."""
 
 import math
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -67,18 +68,22 @@ def group_norm_silu(
     front: int = 0,
     replicate: bool = False,
     padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+    statistics: Tensor | None = None,
     tail: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Three passes over each frame: its means, its centred squares, the result.
+    """Three passes over each frame, while caches hold it: its means, centred squares, the result.
 
     Where autograd records, `tail` is read alone: the caller keeps the last frames of the result.
     """
     wide = widened(x)
     weight, bias = weight.flatten().to(wide), bias.flatten().to(wide)
     batch, channels, frames, height, width = x.shape
-    if records(x, weight, bias, tail, out):
-        y = _grouped(_read(x, wide, out), weight, bias, groups, eps)
+    if records(x, weight, bias, statistics, tail, out):
+        y = _read(x, wide, out)
+        if statistics is None:
+            statistics = _recorded_statistics(y, groups, eps)
+        y = _grouped(y, weight, bias, statistics)
         y = (F.silu(y) if silu else y).to(x.dtype)
         before = y.new_zeros(batch, channels, front, height, width) if tail is None else tail
         if tail is None and replicate and frames:
@@ -99,10 +104,11 @@ def group_norm_silu(
     ):
         border.zero_()
     inner = out[:, :, :, top : top + height, left : left + width]
-    videos = zip(x, inner[:, :, known:], strict=True) if x.numel() else ()
-    for one, into in videos:
-        for frame, target in zip(one.movedim(0, -1), into.movedim(0, -1), strict=True):
-            _normalize(frame, target, weight, bias, groups, eps, silu)
+    new = inner[:, :, known:]
+    for b, t in product(range(batch), range(frames)) if x.numel() else ():
+        frame = x[b, :, t].movedim(0, -1)
+        measured = _measure(frame, wide, groups, eps) if statistics is None else statistics[b, t]
+        _normalize(frame, new[b, :, t].movedim(0, -1), weight, bias, measured, silu)
     if tail is not None:
         inner[:, :, :known].copy_(tail)
         tail.copy_(inner[:, :, frames:])
@@ -111,6 +117,19 @@ def group_norm_silu(
     else:
         inner[:, :, :front].zero_()
     return out
+
+
+def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
+    """Two passes over each frame: its means, and its centred squares."""
+    wide = widened(x)
+    if records(x):
+        return _recorded_statistics(x.to(wide), groups, eps)
+    batch, _, frames, _, _ = x.shape
+    shape = batch, frames, 2, groups
+    statistics = torch.full(shape, math.nan, dtype=wide, device=x.device)
+    for b, t in product(range(batch), range(frames)) if x.numel() else ():
+        statistics[b, t] = _measure(x[b, :, t].movedim(0, -1), wide, groups, eps)
+    return statistics
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
@@ -180,51 +199,56 @@ def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last_3d)
 
 
-def _grouped(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Tensor:
-    """The group norm of every frame in differentiable steps, `[B, C, T, H, W]`."""
+def _recorded_statistics(x: Tensor, groups: int, eps: float) -> Tensor:
+    """The statistics of every frame in differentiable steps, `[B, T, 2, groups]`."""
     parts = x.unflatten(1, (groups, x.shape[1] // groups))
-    centred = parts - parts.mean(dim=(2, 4, 5), keepdim=True)
-    variance = centred.square().mean(dim=(2, 4, 5), keepdim=True)
-    y = (centred * (variance + eps).rsqrt()).flatten(1, 2)
-    return y * weight.view(-1, 1, 1, 1) + bias.view(-1, 1, 1, 1)
+    mean = parts.mean(dim=(2, 4, 5), keepdim=True)
+    variance = (parts - mean).square().mean(dim=(2, 4, 5))
+    both = torch.stack([mean[:, :, 0, :, 0, 0], (variance + eps).rsqrt()], dim=1)
+    return both.movedim(-1, 1).contiguous()
 
 
-def _normalize(
-    frame: Tensor,
-    target: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    groups: int,
-    eps: float,
-    silu: bool,
-) -> None:
-    """The group norm of one frame, `[H, W, C]`.
+def _grouped(x: Tensor, weight: Tensor, bias: Tensor, statistics: Tensor) -> Tensor:
+    """The group norm of every frame in differentiable steps, `[B, C, T, H, W]`."""
+    each = x.shape[1] // statistics.shape[-1]
+    numbers = statistics.repeat_interleave(each, dim=-1).movedim(-1, 1)  # [B, C, T, 2]
+    mean, inverse = numbers[..., None, None].unbind(3)
+    return (x - mean) * inverse * weight.view(-1, 1, 1, 1) + bias.view(-1, 1, 1, 1)
 
-    The mean is rounded before it is subtracted. Where it is much larger than the deviations, that
-    is more than their own rounding; so what it lacks is measured in the second pass, and
-    subtracted with the bias.
+
+def _measure(frame: Tensor, wide: torch.dtype, groups: int, eps: float) -> Tensor:
+    """Mean and `1 / sqrt(var + eps)` of each group of a frame `[H, W, C]`, `[2, groups]`.
+
+    The sum of many numbers is rounded more often than its quotient, and where the mean is much
+    larger than the deviations that would be seen in them; so what the mean lacks is measured in
+    the second pass. It has the one rounding that is left then, and the variance none of it.
     """
-    wide, channels = weight.dtype, weight.numel()
-    count, size = frame.numel() // groups, channels // groups
+    count, size = frame.numel() // groups, frame.shape[-1] // groups
 
     def means(sums: list[Tensor]) -> Tensor:  # of blocks and channels, to [groups]
         return torch.stack(sums).sum(dim=0).view(groups, size).sum(dim=1) / count
 
-    def spread(numbers: Tensor) -> Tensor:
-        return numbers.repeat_interleave(size)
-
-    mean = spread(means([rows.sum(dim=(0, 1)) for rows in copies(frame, wide)]))
+    mean = means([rows.sum(dim=(0, 1)) for rows in copies(frame, wide)])
+    center = mean.repeat_interleave(size)
     sums, squares = [], []
     for rows in copies(frame, wide):
-        sums.append(rows.sub_(mean).sum(dim=(0, 1)))
+        sums.append(rows.sub_(center).sum(dim=(0, 1)))
         squares.append(rows.square_().sum(dim=(0, 1)))
     lack = means(sums)
     variance = (means(squares) - lack.square()).clamp_min(0)
-    scale = spread((variance + eps).rsqrt()) * weight
-    offset = bias - spread(lack) * scale
+    return torch.stack([mean + lack, (variance + eps).rsqrt()])
+
+
+def _normalize(
+    frame: Tensor, target: Tensor, weight: Tensor, bias: Tensor, statistics: Tensor, silu: bool
+) -> None:
+    """The group norm of one frame, `[H, W, C]`."""
+    each = weight.numel() // statistics.shape[-1]
+    mean, inverse = statistics.repeat_interleave(each, dim=-1)
+    scale = inverse * weight
 
     def norm(rows: Tensor) -> None:
-        rows.sub_(mean).mul_(scale).add_(offset)
+        rows.sub_(mean).mul_(scale).add_(bias)
         if silu:
             F.silu(rows, inplace=True)
 

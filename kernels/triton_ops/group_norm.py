@@ -33,11 +33,13 @@ def group_norm_silu(
     front: int,
     replicate: bool,
     padding: tuple[int, int, int, int],
+    statistics: Tensor | None,
     tail: Tensor | None,
     out: Tensor,
 ) -> None:
     """Write the norm of the frames of `x`, with a border, behind those of `tail` or `front`."""
-    statistics = _statistics(x, groups, eps)
+    if statistics is None:
+        statistics = group_norm_statistics(x, groups, eps)
     batch, channels, frames, height, width = x.shape
     left, right, top, bottom = padding
     if not left and not right:
@@ -53,7 +55,7 @@ def group_norm_silu(
         x,
         vector(weight),
         vector(bias),
-        statistics,
+        statistics.contiguous(),
         tail,
         out,
         height,
@@ -77,8 +79,8 @@ def group_norm_silu(
     )
 
 
-def _statistics(x: Tensor, groups: int, eps: float) -> Tensor:
-    """The mean and `1 / sqrt(var + eps)` of every frame and group, `[B * T, groups, 2]`."""
+def group_norm_statistics(x: Tensor, groups: int, eps: float) -> Tensor:
+    """The means and `1 / sqrt(var + eps)` of every frame and group, `[B, T, 2, groups]`."""
     batch, channels, frames, height, width = x.shape
     pixels = height * width
     rows, block, warps = tile(channels, ELEMENTS // 2)
@@ -102,7 +104,7 @@ def _statistics(x: Tensor, groups: int, eps: float) -> Tensor:
     )
     size = channels // groups
     block = power_of_two(size)
-    statistics = torch.empty((batch * frames, groups, 2), dtype=torch.float32, device=x.device)
+    statistics = torch.empty((batch, frames, 2, groups), dtype=torch.float32, device=x.device)
     launch(
         _combine,
         (batch * frames, groups),
@@ -195,9 +197,9 @@ def _combine(
         squares += tl.where(mask, square + count * mean * mean, 0.0)
     variance = tl.sum(tl.sum(squares, axis=1), axis=0) / numbers
 
-    statistics += (frame * GROUPS + group) * 2
+    statistics += frame * (2 * GROUPS) + group
     tl.store(statistics, base + moved)
-    tl.store(statistics + 1, 1.0 / tl.sqrt_rn(variance + eps))
+    tl.store(statistics + GROUPS, 1.0 / tl.sqrt_rn(variance + eps))
 
 
 @triton.jit(
@@ -230,8 +232,8 @@ def _write(
     v = tl.load(x + at, mask=inside, other=0).to(tl.float32)
     group = channel // (CHANNELS // GROUPS)
     statistics += (video * frames + frame) * (2 * GROUPS)
-    mean = tl.load(statistics + 2 * group, mask=exists, other=0)
-    scale = tl.load(statistics + 2 * group + 1, mask=exists, other=0)
+    mean = tl.load(statistics + group, mask=exists, other=0)
+    scale = tl.load(statistics + GROUPS + group, mask=exists, other=0)
     scale *= tl.load(weight + channel, mask=exists, other=0).to(tl.float32)
     offset = tl.load(bias + channel, mask=exists, other=0).to(tl.float32)
     y = (v - mean[None, :]) * scale[None, :] + offset[None, :]

@@ -61,11 +61,12 @@ def group_norm_silu(
     front: int = 0,
     replicate: bool = False,
     padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+    statistics: Tensor | None = None,
     tail: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Normalise each frame over its pixels and each group of channels, and apply SiLU."""
-    _check(x, weight, bias, exact=False)
+    _check(x, weight, bias, statistics, exact=False)
     refuse_videos(x=x, tail=tail, out=out)
     refuse_sizes(x)
     plain = tail is None and not front and not any(padding)
@@ -78,9 +79,17 @@ def group_norm_silu(
         frames += front if tail is None else tail.shape[2]
         out = new_video(x, batch, channels, frames, height + top + bottom, width + left + right)
     kernels.group_norm_silu(
-        x, weight, bias, groups, eps, silu, front, replicate, padding, tail, out
+        x, weight, bias, groups, eps, silu, front, replicate, padding, statistics, tail, out
     )
     return out
+
+
+def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
+    """Measure each frame over its pixels and each group of channels."""
+    _check(x, exact=False)
+    refuse_videos(x=x)
+    refuse_sizes(x)
+    return _kernels("group_norm", x).group_norm_statistics(x, groups, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:

@@ -20,7 +20,13 @@ OPS = tuple(reference.__all__)
 # Backends for GPUs that work on the CPU where there is none, in milliseconds for each program.
 PLAYED = () if torch.cuda.is_available() else ("triton", "cuda")
 
-CUDA_OPS = ("group_norm_silu", "rms_norm", "rms_norm_silu", "silu_mul")
+CUDA_OPS = (
+    "group_norm_silu",
+    "group_norm_statistics",
+    "rms_norm",
+    "rms_norm_silu",
+    "silu_mul",
+)
 
 # What must be served, for channels-last memory. All else of a backend is a refusal.
 SERVED = {
@@ -136,6 +142,7 @@ def inputs(op, dtype):
             (x, numbers[0], numbers[1], 4),
             {"tail": tail, "padding": (1, 1, 1, 1)},
         ),
+        "group_norm_statistics": lambda: ((x, 4), {}),
         "interleave_time": lambda: ((x, 2), {}),
         "merge_phases": lambda: (
             (x[:, :, :2], video(1, 6, 1, 5, 4, dtype=dtype), 2),

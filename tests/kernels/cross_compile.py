@@ -50,7 +50,7 @@ def launches(dtype, channels):
     rows.silu_mul(flat, flat, flat)
     rows.bias_residual(x, numbers, x, numbers, x)
     group_norm.group_norm_silu(
-        x, numbers, numbers, 32, 1e-6, True, 0, False, (1, 1, 1, 1), tail,
+        x, numbers, numbers, 32, 1e-6, True, 0, False, (1, 1, 1, 1), None, tail,
         video(channels, 6, 362, 642),
     )  # fmt: skip
     pixels.merge_phases(

@@ -81,25 +81,52 @@ def rms_norm(x, weight, eps=1e-6):
     return y, y.abs() * ((channels / 8 + 8) / 2 + 8) * u
 
 
-def group_norm_silu(x, weight, bias, groups, *, eps=1e-6, silu_too=True):
+def group_norm_silu(x, weight, bias, groups, *, eps=1e-6, silu_too=True, statistics=None):
     """`silu((x - mean) / sqrt(var + eps) * weight + bias)` per frame and group.
 
     The mean is off by `shift`, 8 `u` of the largest number: its sum, its rounding, and that of the
     difference. That shifts the result, and adds its square to the variance. Beside it stand the
-    sum of the squares, halved by the root, and 8 roundings of products and sums.
+    sum of the squares, halved by the root, and 8 roundings of products and sums. Where statistics
+    are given, only these remain, and the mean may be larger than any number.
     """
     u, wide = unit(x.dtype), x.double().unflatten(1, (groups, -1))
     axes = (2, 4, 5)
-    centred = wide - wide.mean(axes, keepdim=True)
-    inverse = (centred.square().mean(axes, keepdim=True) + eps).rsqrt()
-    count = wide[0, 0, :, 0].numel()
+    magnitude = wide.abs().amax(axes, keepdim=True)
+    if statistics is None:
+        mean = wide.mean(axes, keepdim=True)
+        inverse = ((wide - mean).square().mean(axes, keepdim=True) + eps).rsqrt()
+        count = wide[0, 0, :, 0].numel()
+        relative = min(count / 16 + 12, 64) * u + (8 * u * magnitude * inverse).square()
+    else:
+        mean, inverse = statistics.double().permute(2, 0, 3, 1)[..., None, :, None, None]
+        magnitude, relative = magnitude.maximum(mean.abs()), 12 * u
+    centred = wide - mean
     weight, bias = (v.double().view(1, groups, -1, 1, 1, 1) for v in (weight, bias))
     y = (centred * inverse * weight + bias).flatten(1, 2)
-    shift = wide.abs().amax(axes, keepdim=True) * 8 * u
-    relative = min(count / 16 + 12, 64) * u + (shift * inverse).square()
-    error = (centred.abs() * relative + shift) * inverse * weight.abs() + 4 * u * bias.abs()
+    shift = magnitude * 8 * u
+    error = (centred.abs() * relative + shift) * inverse.abs() * weight.abs() + 4 * u * bias.abs()
     error = error.flatten(1, 2)
     return silu(y, error, u) if silu_too else (y, error)
+
+
+def group_norm_statistics(x, groups, *, eps=1e-6):
+    """`mean` and `1 / sqrt(var + eps)` per frame and group, `[B, T, 2, groups]`.
+
+    The mean is off by the sum of the deviations and by its own rounding, twice where sums of parts
+    are rounded too. The variance is that of the deviations: of a large mean it has no more than the
+    square of that rounding.
+    """
+    u, wide = unit(x.dtype), x.double().unflatten(1, (groups, -1))
+    axes = (2, 4, 5)
+    mean = wide.mean(axes, keepdim=True)
+    centred = wide - mean
+    mean, inverse = mean[:, :, 0, :, 0, 0], (centred.square().mean(axes) + eps).rsqrt()
+    share = min(wide[0, 0, :, 0].numel() / 16 + 12, 64) * u
+    rounding = 2 * u * mean.abs()
+    moved = 2 * share * centred.abs().amax(axes) + rounding
+    error = torch.stack([moved, (share + (rounding * inverse).square()) * inverse])
+    value = torch.stack([mean, inverse])  # [2, B, groups, T]
+    return value.permute(1, 3, 0, 2), error.permute(1, 3, 0, 2)
 
 
 def silu_mul(x, gate):

@@ -206,6 +206,7 @@ def test_exact_has_those_bits_in_vectors_and_behind_them(channels, dtype):
         yield kernels.frames_to_images(wide, patch=2, dtype=torch.uint8)
         yield kernels.rms_norm_silu(x, bias)
         yield kernels.group_norm_silu(x, bias, other, 1)
+        yield kernels.group_norm_statistics(x, 1)
 
     with use_backend("reference"):
         expected = list(results())

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError
-from fast_video_vae.tests.kernels.cases import OPS, inputs, video
+from fast_video_vae.kernels import BackendError, use_backend
+from fast_video_vae.tests.kernels.cases import OPS, inputs, missing, video
 
 META = torch.device("meta")
 
@@ -65,6 +65,30 @@ WRONG = {
     "out without the padding": (
         kernels.group_norm_silu, (v(*X), ONES, ONES, 2), {"padding": (1, 0, 0, 2), "out": v(*X)},
         r"expected \[2, 8, 3, 6, 7\]",
+    ),
+    "groups of statistics": (
+        kernels.group_norm_statistics, (v(*X), 3), {}, "groups: 3 does not divide 8",
+    ),
+    "statistics of no video": (kernels.group_norm_statistics, (v(*X)[0], 2), {}, r"x is \[8, 3, 4"),
+    "statistics of other groups": (
+        kernels.group_norm_silu, (v(*X), ONES, ONES, 2), {"statistics": torch.ones(2, 3, 2, 4)},
+        r"statistics is \[2, 3, 2, 4\]; expected \[2, 3, 2, 2\]",
+    ),
+    "statistics of other frames": (
+        kernels.group_norm_silu, (v(*X), ONES, ONES, 2), {"statistics": torch.ones(3, 2, 2, 2)},
+        r"statistics is \[3, 2, 2, 2\]; expected \[2, 3, 2, 2\]",
+    ),
+    "narrow statistics": (
+        kernels.group_norm_silu, (v(*X, dtype=torch.float16), ONES, ONES, 2),
+        {"statistics": torch.ones(2, 3, 2, 2).half()}, "statistics is float16; expected float32",
+    ),
+    "narrow statistics of float64": (
+        kernels.group_norm_silu, (v(*X, dtype=torch.float64), ONES, ONES, 2),
+        {"statistics": torch.ones(2, 3, 2, 2)}, "statistics is float32; expected float64",
+    ),
+    "statistics elsewhere": (
+        kernels.group_norm_silu, (v(*X), ONES, ONES, 2),
+        {"statistics": torch.ones(2, 3, 2, 2, device=META)}, "statistics is on meta; expected cpu",
     ),
     "no dimension": (kernels.rms_norm, (torch.tensor(1.0), ONES), {}, "x has no dimension"),
     "weight": (kernels.rms_norm, (torch.ones(3, 7), ONES), {}, "weight has 8 numbers; expected 7"),
@@ -171,3 +195,17 @@ def test_shapes_are_there_without_numbers(op):
 
     meta = {name: moved(value) for name, value in keywords.items()}
     assert getattr(kernels, op)(*map(moved, args), **meta).shape == shape
+
+
+@pytest.mark.parametrize("name", ["native", "reference"])
+def test_a_band_with_statistics_has_its_shape_without_numbers(name):
+    if missing(name):
+        pytest.skip(missing(name))
+    x, ones = v(1, 16, 2, 8, 5, device=META), torch.ones(16, device=META)
+    with use_backend(name):
+        statistics = kernels.group_norm_statistics(x, 4)
+        band = kernels.group_norm_silu(
+            x[..., 2:5, :], ones, ones, 4, padding=(1, 1, 0, 0), statistics=statistics
+        )
+    assert (statistics.shape, statistics.device) == ((1, 2, 2, 4), META)
+    assert band.shape == (1, 16, 2, 3, 7)

@@ -224,9 +224,15 @@ def test_the_bindings_check_what_they_are_given(here):
         (ops.rms_norm_silu, (x, ones, True, None, x, x), "sizes do not fit"),
         (
             ops.group_norm_silu,
-            (x, ones, ones, 3, 0.0, True, 0, False, (0, 0, 0, 0), None, x),
+            (x, ones, ones, 3, 0.0, True, 0, False, (0, 0, 0, 0), None, None, x),
             "groups do not fit",
         ),
+        (
+            ops.group_norm_silu,
+            (x, ones, ones, 4, 0.0, True, 0, False, (0, 0, 0, 0), ones[:8], None, x),
+            "statistics do not fit",
+        ),
+        (ops.group_norm_statistics, (x, 4, 0.0, ones[:8]), "statistics do not fit"),
     ):
         with pytest.raises(RuntimeError, match=message):
             op(*args, 0)

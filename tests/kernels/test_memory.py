@@ -83,8 +83,8 @@ def test_any_strides_are_read_right_or_refused(ask, op, layout, dtype):
 def test_any_strides_are_written_right_or_refused(ask, op, layout):
     """Also, whoever refuses has not written."""
     expected, _ = expected_of(op, torch.bfloat16)
-    if op == "average_down":
-        return  # it has no out
+    if op in ("average_down", "group_norm_statistics"):
+        return  # they have no out
     if op == "frames_to_images":
         expected = expected.movedim(-1, 0)[None]
     args, keywords = inputs(op, torch.bfloat16)
@@ -177,6 +177,26 @@ def test_silu_mul_of_halves_writes_one_of_them(ask):
         assert torch.equal(halves[1 - place], both.chunk(2, -1)[1 - place])
 
 
+def test_a_band_of_the_frames_is_taken_and_nothing_beside_it_is_read(backend):
+    """By every backend, whatever is in the other rows."""
+    ones = torch.ones(16)
+    frames = video(2, 16, 3, 9, 5)
+    band = frames[..., 2:6, :]
+    alone = band.clone(memory_format=torch.preserve_format)
+    frames[..., :2, :] = frames[..., 6:, :] = torch.nan
+    statistics = kernels.group_norm_statistics(band, 4)
+    assert torch.equal(statistics, kernels.group_norm_statistics(alone, 4))
+    results = [
+        kernels.group_norm_silu(x, ones, ones, 4, silu=False, statistics=statistics)
+        for x in (band, alone)
+    ]
+    assert torch.equal(*results)
+    kernels.group_norm_silu(band, ones, ones, 4, silu=False, statistics=statistics, out=band)
+    assert torch.equal(band, results[0])
+    assert frames[..., :2, :].isnan().all()
+    assert frames[..., 6:, :].isnan().all()
+
+
 EMPTY = [(0, 8, 2, 4, 4), (1, 8, 0, 4, 4), (2, 8, 2, 0, 4), (1, 8, 2, 4, 0), (0, 8, 0, 0, 0)]
 
 
@@ -189,6 +209,9 @@ def test_nothing_gives_nothing(ask, dtype, shape):
     results = {
         "rms_norm_silu": (shape, (x, ones), {}),
         "group_norm_silu": (shape, (x, ones, ones, 2), {}),
+        "group_norm_silu of statistics": (
+            shape, (x, ones, ones, 2), {"statistics": torch.ones(batch, frames, 2, 2)},
+        ),
         "rms_norm": (rows.shape, (rows, ones), {}),
         "silu_mul": (rows.shape, (rows, rows), {}),
         "bias_residual": (shape, (x, ones, x, ones), {}),
@@ -207,8 +230,15 @@ def test_nothing_gives_nothing(ask, dtype, shape):
     if height and width:
         results["merge_phases"] = ((batch, 2, frames, 6, 6), (x,), {})
     for name, (expected, args, keywords) in results.items():
-        actual = ask(getattr(kernels, name), *args, **keywords)
+        actual = ask(getattr(kernels, name.partition(" ")[0]), *args, **keywords)
         assert actual is None or (actual.shape == expected and not actual.numel()), name
+
+
+@pytest.mark.parametrize("shape", EMPTY)
+@each_dtype
+def test_nothing_has_no_statistics(ask, dtype, shape):
+    actual = ask(kernels.group_norm_statistics, video(*shape, dtype=dtype), 2)
+    assert actual is None or (actual.shape == (shape[0], shape[2], 2, 2) and actual.isnan().all())
 
 
 def test_a_window_of_no_pixels_merges_to_nothing(ask):

@@ -4,7 +4,7 @@ Channels and pixels lie around the edges of vectors and of their tails. Every re
 memory that is full of NaN, inside of a longer buffer that nothing else may be written to.
 """
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -28,6 +28,11 @@ CHANNELS = (1, 2, 3, 7, 12, 15, 16, 17, 31, 32, 33, 96, 160, 384, 1024)
 SIZES = (
     (1, 1, 1, 1), (1, 2, 3, 5), (2, 1, 4, 4), (1, 3, 1, 17), (2, 2, 7, 9), (1, 5, 8, 8),
     (1, 1, 5, 13),
+)  # fmt: skip
+
+GROUPS = (
+    (1, 1), (2, 2), (3, 1), (7, 7), (12, 3), (15, 5), (16, 4), (17, 1), (31, 1), (32, 8), (33, 11),
+    (96, 32), (160, 32), (384, 32), (1024, 32),
 )  # fmt: skip
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -80,13 +85,7 @@ def test_rms_norm_silu_goes_on_from_its_tail(backend, dtype, channels, known):
 
 
 @each_dtype
-@pytest.mark.parametrize(
-    ("channels", "groups"),
-    [
-        (1, 1), (2, 2), (3, 1), (7, 7), (12, 3), (15, 5), (16, 4), (17, 1), (31, 1), (32, 8),
-        (33, 11), (96, 32), (160, 32), (384, 32), (1024, 32),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("channels", "groups"), GROUPS)
 def test_group_norm_silu_is_its_formula(backend, dtype, channels, groups):
     weight, bias = random(2, channels, seed=1)
     for (batch, frames, height, width), silu in some(backend, product(SIZES, (True, False)), 3):
@@ -134,6 +133,105 @@ def test_group_norm_silu_makes_the_input_of_a_convolution(
             assert torch.equal(inner[:, :, :first], inner[:, :, [first] * first])
         else:
             assert not inner[:, :, :first].any()
+
+
+@each_dtype
+@pytest.mark.parametrize(("channels", "groups"), GROUPS)
+def test_group_norm_statistics_are_their_formula(backend, dtype, channels, groups):
+    for batch, frames, height, width in some(backend, SIZES, 3):
+        x = video(batch, channels, frames, height, width, dtype=dtype)
+        for eps in (1e-6, 0.1):
+            actual = kernels.group_norm_statistics(x, groups, eps)
+            assert actual.dtype == torch.float32
+            assert actual.is_contiguous()
+            expected = formulas.group_norm_statistics(x, groups, eps=eps)
+            formulas.check(actual, *expected, f"{tuple(x.shape)}")
+
+
+@each_dtype
+@pytest.mark.parametrize(("channels", "groups"), [(1, 1), (12, 4), (33, 3), (96, 32)])
+def test_group_norm_silu_has_the_statistics_of_its_frames(backend, dtype, channels, groups):
+    """Bit for bit, measured in the call or before it."""
+    weight, bias = random(2, channels, seed=1)
+    for batch, frames, height, width in some(backend, SIZES, 3):
+        x = video(batch, channels, frames, height, width, dtype=dtype)
+        tail = video(batch, channels, 2, height, width, dtype=dtype, seed=2)
+        results = []
+        for given in (None, kernels.group_norm_statistics(x, groups, 1e-3)):
+            mine = tail.clone()
+            result = kernels.group_norm_silu(
+                x, weight, bias, groups, eps=1e-3 if given is None else 7.0, padding=(1, 0, 0, 1),
+                statistics=given, tail=mine,
+            )  # fmt: skip
+            results.append((result, mine))
+        assert all(map(torch.equal, *results)), f"{tuple(x.shape)}"
+
+
+@each_dtype
+@pytest.mark.parametrize(("channels", "groups"), [(1, 1), (7, 7), (12, 3), (33, 3), (96, 32)])
+def test_group_norm_silu_goes_by_any_statistics(backend, dtype, channels, groups):
+    """Also where they are not dense."""
+    weight, bias = random(2, channels, seed=1)
+    for (batch, frames, height, width), silu in some(backend, product(SIZES, (True, False)), 3):
+        shape = (batch, channels, frames, height, width)
+        x, given = video(*shape, dtype=dtype), random(groups, 2, frames, batch, seed=2)
+        given = given.permute(3, 2, 1, 0)
+        buffer, out = window(*shape, dtype=dtype)
+        kernels.group_norm_silu(x, weight, bias, groups, silu=silu, statistics=given, out=out)
+        expected = formulas.group_norm_silu(
+            x, weight, bias, groups, silu_too=silu, statistics=given
+        )
+        formulas.check(buffer.take(out), *expected, f"{shape}, silu={silu}")
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("padding", "front", "known"),
+    [((0, 0, 0, 0), 0, None), ((1, 1, 1, 1), 0, 2), ((0, 1, 0, 1), 2, None), ((0, 0, 2, 1), 0, 1)],
+    ids=["alone", "bordered, tail of 2", "zeros in front", "rows, tail of 1"],
+)
+def test_bands_of_rows_with_the_statistics_of_the_whole_are_the_whole(
+    backend, dtype, padding, front, known
+):
+    """Bit for bit; the borders of the picture are those of its first and last band."""
+    left, right, top, bottom = padding
+    splits = [(3,), (1, 2, 7), range(1, 8)]
+    sizes = [(16, 4), (6, 5)]
+    for (channels, width), cuts, silu in some(backend, product(sizes, splits, (True, False)), 4):
+        if backend == "reference" and silu and channels * width % 64:
+            continue  # PyTorch's `exp` has other bits in a vector and behind it
+        weight, bias = random(2, channels, seed=1)
+        x = video(2, channels, 3, 8, width, dtype=dtype).mul_(3).add_(5)
+        tail = None if known is None else video(2, channels, known, 8, width, dtype=dtype, seed=2)
+        first = front if known is None else known
+        options = {"silu": silu, "front": front, "replicate": True}
+        mine = None if tail is None else tail.clone()
+        whole = kernels.group_norm_silu(x, weight, bias, 2, padding=padding, tail=mine, **options)
+        assert whole.shape[2] == first + 3
+        statistics = kernels.group_norm_statistics(x, 2)
+        buffer, out = window(*whole.shape, dtype=dtype)
+        for start, stop in pairwise((0, *cuts, 8)):
+            above, below = top * (start == 0), bottom * (stop == 8)
+            kernels.group_norm_silu(
+                x[..., start:stop, :], weight, bias, 2,
+                padding=(left, right, above, below), statistics=statistics,
+                tail=None if tail is None else tail[..., start:stop, :],
+                out=out[..., top + start - above : top + stop + below, :], **options,
+            )  # fmt: skip
+        where = f"{channels} channels, {width} columns, {cuts}, silu={silu}"
+        assert torch.equal(buffer.take(out), whole), where
+        assert tail is None or torch.equal(tail, mine), where
+
+
+@pytest.mark.parametrize(
+    ("mean", "deviation"), [(0.0, 1.0), (1e3, 1.0), (1e4, 1.0), (1e4, 0.05), (-300.0, 1e-3)]
+)
+def test_group_norm_statistics_of_a_large_frame_far_from_zero(backend, mean, deviation):
+    """A variance from the mean of the squares would be off by `u mean^2`."""
+    x = video(1, 16, 1, 160, 208).mul_(deviation).add_(mean)
+    actual = kernels.group_norm_statistics(x, 2, 1e-12)
+    formulas.check(actual, *formulas.group_norm_statistics(x, 2, eps=1e-12))
+    assert torch.equal(actual, kernels.group_norm_statistics(x, 2, 1e-12))
 
 
 @pytest.mark.parametrize("mean", [0.0, 1e3, 1e4])
@@ -289,6 +387,9 @@ def test_threads_share_the_work(backend, dtype):
         if has(backend, "bias_residual"):
             added = kernels.bias_residual(x, bias, residual, weight)
             formulas.check(added, *formulas.bias_residual(x, bias, residual, weight))
+        if has(backend, "group_norm_statistics"):
+            statistics = kernels.group_norm_statistics(x, 12)
+            formulas.check(statistics, *formulas.group_norm_statistics(x, 12))
     finally:
         torch.set_num_threads(before)
     formulas.check(rms, *formulas.rms_norm_silu(x, weight))

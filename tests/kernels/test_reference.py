@@ -36,6 +36,7 @@ def test_float64_stays_float64():
             kernels.group_norm_silu(x, weight, bias, 3),
             formulas.group_norm_silu(x, weight, bias, 3),
         ),
+        (kernels.group_norm_statistics(x, 3), formulas.group_norm_statistics(x, 3)),
         (kernels.rms_norm(rows, weight), formulas.rms_norm(rows, weight)),
         (kernels.silu_mul(rows, gates), formulas.silu_mul(rows, gates)),
         (
@@ -64,12 +65,47 @@ def recorded(op):
     return args, keywords
 
 
-def test_group_norm_silu_subtracts_more_than_a_rounded_mean():
-    """The mean, near 10000, is rounded by up to 5e-4; of that nothing is in the result."""
+def test_group_norm_statistics_lose_one_rounding_of_the_mean():
+    """The mean, near 10000, is the nearest float32; the deviations, near 1, know nothing of it."""
+    x = video(1, 16, 1, 40, 52).add_(1e4)
+    value, _ = formulas.group_norm_statistics(x, 2)
+    means, inverses = kernels.group_norm_statistics(x, 2)[0, 0]
+    assert torch.equal(means, value[0, 0, 0].float())
+    torch.testing.assert_close(inverses.double(), value[0, 0, 1], rtol=1e-6, atol=0)
+
+
+def test_group_norm_silu_loses_no_more_than_its_statistics():
     x, (weight, bias) = video(1, 16, 1, 40, 52).add_(1e4), random(2, 16, seed=1)
-    value, _ = formulas.group_norm_silu(x, weight, bias, 2)
+    statistics = kernels.group_norm_statistics(x, 2)
+    value, _ = formulas.group_norm_silu(x, weight, bias, 2, statistics=statistics)
     actual = kernels.group_norm_silu(x, weight, bias, 2)
     torch.testing.assert_close(actual.double(), value, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("banded", [False, True])
+def test_the_gradient_goes_through_statistics(banded):
+    """Measured apart, or in the call: it is the same function of `x`."""
+    weight, bias = random(2, 12, dtype=torch.float64, seed=1)
+    grads = []
+    for apart in (False, True):
+        x = video(2, 12, 3, 4, 5, dtype=torch.float64).requires_grad_()
+        leaves = [x, weight.clone().requires_grad_(), bias.clone().requires_grad_()]
+        options = {"statistics": kernels.group_norm_statistics(x, 3)} if apart else {}
+        bands = x.split(2, dim=3) if banded and apart else [x]
+        y = torch.cat(
+            [kernels.group_norm_silu(band, *leaves[1:], 3, **options) for band in bands], dim=3
+        )
+        grads.append(torch.autograd.grad((y * random(*y.shape, seed=2)).sum(), leaves))
+    for mine, other in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_the_gradient_of_given_statistics_is_that_of_the_differences():
+    x, (weight, bias) = video(1, 4, 2, 2, 3, dtype=torch.float64), random(2, 4, dtype=torch.float64)
+    given = kernels.group_norm_statistics(x, 2).requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda numbers: kernels.group_norm_silu(x, weight, bias, 2, statistics=numbers), given
+    )
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -161,7 +197,7 @@ def test_blocks_do_not_change_a_result(op, dtype, monkeypatch):
         monkeypatch.setattr(memory, "_BLOCK_ELEMENTS", elements)
         args, keywords = inputs(op, dtype)
         actual = getattr(kernels, op)(*args, **keywords)
-        if op in ("group_norm_silu", "rms_norm_silu", "silu_mul"):
+        if op in ("group_norm_silu", "group_norm_statistics", "rms_norm_silu", "silu_mul"):
             # Sums are added in another order, and `exp` has other bits in a vector and behind it.
             eps = torch.finfo(dtype).eps
             torch.testing.assert_close(actual, expected, rtol=2 * eps, atol=2e-6)

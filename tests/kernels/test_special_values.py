@@ -40,6 +40,8 @@ def test_a_frame_of_one_number_is_its_bias(backend, dtype, number):
     weight, bias = random(2, 12)
     expected = formulas.group_norm_silu(x, weight, bias, 3, eps=1e-2)
     formulas.check(kernels.group_norm_silu(x, weight, bias, 3, eps=1e-2), *expected)
+    expected = formulas.group_norm_statistics(x, 3, eps=1e-2)
+    formulas.check(kernels.group_norm_statistics(x, 3, 1e-2), *expected)
 
 
 @pytest.mark.parametrize("channels", [3, 16, 96])
@@ -70,6 +72,7 @@ def test_squares_of_float16_do_not_overflow(backend, channels):
     formulas.check(
         kernels.group_norm_silu(x, scales, zeros, 1), *formulas.group_norm_silu(x, scales, zeros, 1)
     )
+    formulas.check(kernels.group_norm_statistics(x, 1), *formulas.group_norm_statistics(x, 1))
 
 
 def test_norms_of_bfloat16_near_its_end_are_no_nan(backend):
@@ -128,6 +131,31 @@ def test_infinities_and_nan_stay_in_their_group(backend, dtype, number):
     value, error = formulas.group_norm_silu(x, weight, bias, 3)
     value[1, 4:8, 0] = error[1, 4:8, 0] = 0
     formulas.check(y, value, error)
+
+    statistics = kernels.group_norm_statistics(x, 3)
+    x[1, 4:8, 0] = number
+    broken = kernels.group_norm_statistics(x, 3)
+    assert broken[1, 0, 1, 1].isnan()
+    assert not broken[1, 0, 0, 1].isfinite()
+    broken[1, 0, :, 1] = statistics[1, 0, :, 1]
+    assert torch.equal(broken, statistics)
+
+
+@each_dtype
+def test_statistics_that_are_no_numbers_stay_in_their_group(backend, dtype):
+    """A NaN of all bits, which rounding must not carry over to zero."""
+    x = video(1, 12, 2, 3, 5, dtype=dtype)
+    weight, bias = random(2, 12, seed=1)
+    statistics = kernels.group_norm_statistics(x, 3)
+    expected = kernels.group_norm_silu(x, weight, bias, 3, statistics=statistics)
+    nan = torch.full((), -1, dtype=torch.int32).view(torch.float32)
+    for place in (0, 1):
+        given = statistics.clone()
+        given[0, 1, place, 1] = nan
+        y = kernels.group_norm_silu(x, weight, bias, 3, statistics=given)
+        assert y[:, 4:8, 1].isnan().all()
+        y[:, 4:8, 1] = expected[:, 4:8, 1]
+        assert torch.equal(y, expected)
 
 
 @each_dtype

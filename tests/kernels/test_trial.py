@@ -186,6 +186,17 @@ def test_an_example_is_like_the_call_but_for_its_size(op, dtype):
             assert value == wanted, name
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_an_example_has_statistics_where_the_call_has(dtype):
+    args, kwargs = inputs("group_norm_silu", dtype)
+    for statistics in (None, kernels.group_norm_statistics(args[0], 4)):
+        given = examples.names(reference.group_norm_silu, args, kwargs | {"statistics": statistics})
+        made = examples.call("group_norm_silu", (4, 7, 9), dtype, CPU, given)
+        assert (made["statistics"] is None) == (statistics is None)
+        assert kernels.group_norm_silu(**made).isfinite().all()
+    assert examples.call("group_norm_silu", (4, 7, 9), dtype, CPU)["statistics"] is None
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_an_example_is_the_same_each_time_and_leaves_the_generator_alone(op):
     state = torch.get_rng_state()

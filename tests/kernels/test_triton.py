@@ -238,6 +238,24 @@ def test_exact_has_the_bits_of_the_reference_or_a_refusal(by_name, dtype):
             assert torch.equal(actual, getattr(kernels, op)(*args, **keywords)), op
 
 
+def test_given_statistics_take_one_kernel_instead_of_three(by_name, monkeypatch):
+    group_norm = importlib.import_module(f"{ops.__package__}.group_norm")
+    started, launch = [], group_norm.launch
+
+    def recorded(kernel, *args, **options):
+        started.append(kernel.__name__)
+        launch(kernel, *args, **options)
+
+    monkeypatch.setattr(group_norm, "launch", recorded)
+    x, ones = video(1, 16, 2, 3, 5), torch.ones(16)
+    statistics = kernels.group_norm_statistics(x, 4)
+    assert started == ["_sum", "_combine"]
+    kernels.group_norm_silu(x, ones, ones, 4, statistics=statistics)
+    assert started[2:] == ["_write"]
+    kernels.group_norm_silu(x, ones, ones, 4)
+    assert started[3:] == ["_sum", "_combine", "_write"]
+
+
 def test_a_lone_frame_says_nothing_of_its_stride():
     """A stride of 1 there would make every load of the kernel a narrow one."""
     x = torch.empty_strided((1, 8, 1, 2, 3), (1, 1, 1, 24, 8))

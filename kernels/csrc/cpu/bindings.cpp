@@ -118,8 +118,12 @@ Rows rows_of(const Tensor& x, const Tensor& like) {
   return rows;
 }
 
-// Parameters times a factor, `times` in a row, with zeros behind. A NaN becomes the usual one,
-// which the rounding to bfloat16 keeps.
+// A NaN becomes the usual one, which the rounding to bfloat16 keeps.
+float usual(float value) {
+  return std::isnan(value) ? std::numeric_limits<float>::quiet_NaN() : value;
+}
+
+// Parameters times a factor, `times` in a row, with zeros behind.
 std::vector<float> padded(const Tensor& values, int64_t count, float factor = 1,
                           int64_t times = 1) {
   TORCH_CHECK(values.scalar_type() == at::kFloat && values.is_contiguous() &&
@@ -127,7 +131,7 @@ std::vector<float> padded(const Tensor& values, int64_t count, float factor = 1,
   std::vector<float> result(ceil_div(count * times, kPadding) * kPadding);
   const float* from = values.const_data_ptr<float>();
   for (int64_t i = 0; i < count; ++i) {
-    result[i] = std::isnan(from[i]) ? std::numeric_limits<float>::quiet_NaN() : from[i] * factor;
+    result[i] = usual(from[i]) * factor;
   }
   for (int64_t i = count; i < count * times; ++i) result[i] = result[i - count];
   return result;
@@ -150,9 +154,9 @@ void rms_norm_silu(const Tensor& x, const Tensor& gamma, bool silu, const MaybeT
   spread(kernels().rms_norm_silu, op, tasks, op.rows * v.channels * op.out.frames);
 }
 
-// From sums over the pixels of a frame to the factors and offsets of its channels.
-void finish_statistics(const GroupNormSilu& op, int64_t frame, int64_t groups, double eps,
-                       const float* weight, const float* bias, float* scale, float* offset) {
+// From sums over the pixels of a frame to the mean and 1 / sqrt(var + eps) of each group.
+void finish_statistics(const GroupNormSums& op, int64_t frame, int64_t groups, double eps,
+                       float* means, float* inverses) {
   const int64_t channels = op.x.channels, each = channels / groups;
   const double pixels = static_cast<double>(op.x.pixels());
   std::vector<double> mean(channels), deviation(channels);
@@ -166,24 +170,64 @@ void finish_statistics(const GroupNormSilu& op, int64_t frame, int64_t groups, d
     mean[c] = op.shift[frame * op.padded + c] + total / pixels;
     deviation[c] = squares - total * (total / pixels);
   }
-  for (int64_t first = 0; first < channels; first += each) {
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t first = group * each;
     double center = 0, variance = 0;
     for (int64_t c = first; c < first + each; ++c) center += mean[c] / each;
     for (int64_t c = first; c < first + each; ++c) {
       variance += deviation[c] / pixels + (mean[c] - center) * (mean[c] - center);
     }
     variance = variance / each;
-    const double factor = 1 / std::sqrt((variance < 0 ? 0 : variance) + eps);
-    for (int64_t c = first; c < first + each; ++c) {
-      scale[c] = static_cast<float>(weight[c] * factor);
-      offset[c] = static_cast<float>(bias[c] - center * weight[c] * factor);
-    }
+    means[group] = static_cast<float>(center);
+    inverses[group] = static_cast<float>(1 / std::sqrt((variance < 0 ? 0 : variance) + eps));
   }
+}
+
+// `[B * T, 2, groups]`.
+void measure(const Tensor& x, int64_t groups, double eps, float* statistics) {
+  GroupNormSums op{};
+  op.dtype = dtype_of(x);
+  op.x = video_of(x, x);
+  const Video& v = op.x;
+  const int64_t frames = v.batch * v.frames;
+  if (x.numel() == 0) {
+    std::fill_n(statistics, frames * 2 * groups, std::numeric_limits<float>::quiet_NaN());
+    return;
+  }
+  op.padded = ceil_div(v.channels, kPadding) * kPadding;
+  // The split depends on the size alone: the result is the same for any number of threads.
+  op.rows = std::max<int64_t>(256, ceil_div(v.pixels(), 32));
+  op.chunks = ceil_div(v.pixels(), op.rows);
+  std::vector<double> sums(frames * op.chunks * 2 * v.channels);
+  std::vector<float> shift(frames * op.padded);
+  op.sums = sums.data();
+  op.shift = shift.data();
+  spread(kernels().group_norm_sums, op, frames * op.chunks, op.rows * v.channels);
+  for (int64_t frame = 0; frame < frames; ++frame) {
+    float* means = statistics + frame * 2 * groups;
+    finish_statistics(op, frame, groups, eps, means, means + groups);
+  }
+}
+
+// Checks and reads `[B, T, 2, groups]`.
+float* statistics_of(const Tensor& statistics, const Tensor& x, int64_t groups) {
+  TORCH_CHECK(groups > 0 && x.size(1) % groups == 0);
+  TORCH_CHECK(statistics.scalar_type() == at::kFloat && statistics.is_contiguous() &&
+              statistics.dim() == 4 && statistics.size(0) == x.size(0) &&
+              statistics.size(1) == x.size(2) && statistics.size(2) == 2 &&
+              statistics.size(3) == groups);
+  return statistics.data_ptr<float>();
+}
+
+void group_norm_statistics(const Tensor& x, int64_t groups, double eps, const Tensor& out) {
+  TORCH_CHECK(x.dim() == 5);
+  measure(x, groups, eps, statistics_of(out, x, groups));
 }
 
 void group_norm_silu(const Tensor& x, const Tensor& weight, const Tensor& bias, int64_t groups,
                      double eps, bool silu, int64_t front, bool replicate,
-                     at::IntArrayRef padding, const MaybeTensor& tail, const Tensor& out) {
+                     at::IntArrayRef padding, const MaybeTensor& statistics,
+                     const MaybeTensor& tail, const Tensor& out) {
   TORCH_CHECK(padding.size() == 4);
   GroupNormSilu op{};
   op.dtype = dtype_of(x);
@@ -203,21 +247,28 @@ void group_norm_silu(const Tensor& x, const Tensor& weight, const Tensor& bias, 
   if (tail) check_size(op.tail, v.batch, v.channels, op.tail.frames, v.height, v.width);
   check_size(op.out, v.batch, v.channels, v.frames + (tail ? op.tail.frames : front),
              v.height + op.top + op.bottom, v.width + op.left + op.right);
+  const int64_t frames = v.batch * v.frames, each = v.channels / groups;
+  std::vector<float> own;
+  const float* numbers = nullptr;
+  if (statistics) {
+    numbers = statistics_of(*statistics, x, groups);
+  } else {
+    own.resize(frames * 2 * groups);
+    measure(x, groups, eps, own.data());
+    numbers = own.data();
+  }
   op.padded = ceil_div(v.channels, kPadding) * kPadding;
-  // The split depends on the size alone: the result is the same for any number of threads.
-  op.rows = std::max<int64_t>(256, ceil_div(v.pixels(), 32));
-  op.chunks = ceil_div(v.pixels(), op.rows);
-  const int64_t frames = v.batch * v.frames;
-  std::vector<double> sums(frames * op.chunks * 2 * v.channels);
-  std::vector<float> shift(frames * op.padded), scale(frames * op.padded),
-      offset(frames * op.padded);
-  op.sums = sums.data();
-  op.shift = shift.data();
-  spread(kernels().group_norm_sums, op, frames * op.chunks, op.rows * v.channels);
+  std::vector<float> scale(frames * op.padded), offset(frames * op.padded);
   const auto weights = padded(weight, v.channels), biases = padded(bias, v.channels);
-  for (int64_t frame = 0; frame < frames && v.pixels(); ++frame) {
-    finish_statistics(op, frame, groups, eps, weights.data(), biases.data(),
-                      scale.data() + frame * op.padded, offset.data() + frame * op.padded);
+  for (int64_t frame = 0; frame < frames; ++frame) {
+    for (int64_t c = 0; c < v.channels; ++c) {
+      const float* mean = numbers + frame * 2 * groups + c / each;
+      // The offset is that of the rounded factor, so that a large mean does not magnify its error.
+      const float factor = usual(weights[c] * mean[groups]);
+      const double moved = static_cast<double>(*mean) * factor;
+      scale[frame * op.padded + c] = factor;
+      offset[frame * op.padded + c] = usual(static_cast<float>(biases[c] - moved));
+    }
   }
   op.scale = scale.data();
   op.offset = offset.data();
@@ -399,7 +450,8 @@ auto nothing(void (*)(Args...)) {
                     "Tensor(a!)? tail, Tensor(b!) out) -> ()")                           \
   DO(group_norm_silu, "(Tensor x, Tensor weight, Tensor bias, int groups, float eps, "   \
                       "bool silu, int front, bool replicate, int[4] padding, "           \
-                      "Tensor(a!)? tail, Tensor(b!) out) -> ()")                         \
+                      "Tensor? statistics, Tensor(a!)? tail, Tensor(b!) out) -> ()")     \
+  DO(group_norm_statistics, "(Tensor x, int groups, float eps, Tensor(a!) out) -> ()")   \
   DO(rms_norm, "(Tensor x, Tensor weight, float eps, Tensor(a!) out) -> ()")             \
   DO(silu_mul, "(Tensor x, Tensor gate, Tensor(a!) out) -> ()")                          \
   DO(bias_residual, "(Tensor x, Tensor? bias, Tensor? residual, Tensor? residual_bias, " \

@@ -46,17 +46,23 @@ struct RmsNormSilu {
   int64_t rows;
 };
 
-// Statistics task: `rows` pixels of one frame. Result task: one row of pixels of `out`, in all
-// frames.
+// Task: `rows` pixels of one frame.
+struct GroupNormSums {
+  Dtype dtype;
+  Video x;
+  int64_t padded;        // C, padded
+  int64_t rows, chunks;  // per frame
+  double* sums;          // [B * T, chunks, 2, C]: of x - shift and of its square
+  float* shift;          // [B * T, padded]: about the mean, from a few pixels of each frame
+};
+
+// Task: one row of pixels of `out`, in all frames.
 struct GroupNormSilu {
   Dtype dtype;
   bool silu, replicate;
   Video x, tail, out;
   int64_t front, left, right, top, bottom;
   int64_t padded;       // C, padded
-  int64_t rows, chunks;  // per frame
-  double* sums;         // [B * T, chunks, 2, C]: of x - shift and of its square
-  float* shift;         // [B * T, padded]: about the mean, from a few pixels of each frame
   const float* scale;   // [B * T, padded]
   const float* offset;  // [B * T, padded]
 };
@@ -130,7 +136,7 @@ struct FramesToImages {
 struct Kernels {
   const char* name;
   void (*rms_norm_silu)(const RmsNormSilu&, int64_t begin, int64_t end);
-  void (*group_norm_sums)(const GroupNormSilu&, int64_t begin, int64_t end);
+  void (*group_norm_sums)(const GroupNormSums&, int64_t begin, int64_t end);
   void (*group_norm_silu)(const GroupNormSilu&, int64_t begin, int64_t end);
   void (*rms_norm)(const RmsNorm&, int64_t begin, int64_t end);
   void (*silu_mul)(const SiluMul&, int64_t begin, int64_t end);

@@ -136,7 +136,7 @@ FVV_INLINE void mean_of_some(const T* x, int64_t pixels, int64_t channels, float
 }
 
 template <class T>
-static void group_norm_sums_of(const GroupNormSilu& op, int64_t begin, int64_t end) {
+static void group_norm_sums_of(const GroupNormSums& op, int64_t begin, int64_t end) {
   const int64_t channels = op.x.channels, pixels = op.x.pixels();
   Scratch<float> scratch(3 * op.padded);
   float *sums = scratch.data, *squares = sums + op.padded, *shift = squares + op.padded;
@@ -169,7 +169,7 @@ static void group_norm_sums_of(const GroupNormSilu& op, int64_t begin, int64_t e
   }
 }
 
-static void group_norm_sums(const GroupNormSilu& op, int64_t begin, int64_t end) {
+static void group_norm_sums(const GroupNormSums& op, int64_t begin, int64_t end) {
   FVV_BY_DTYPE(op.dtype, group_norm_sums_of, op, begin, end);
 }
 

@@ -153,10 +153,23 @@ void rms_norm(const Tensor& x, const Tensor& weight, double eps, const Tensor& o
   start(fast_video_vae_cuda::rms_norm, op, stream);
 }
 
+// The split depends on the size alone: two calls have the same bits.
+void split(GroupNormSilu& op) {
+  op.share = std::max(kShare, ceil_div(op.x.pixels, kChunks));
+  op.chunks = ceil_div(op.x.pixels, op.share);
+}
+
+float* statistics_of(const Tensor& statistics, const Tensor& x, int64_t frames, int64_t groups) {
+  TORCH_CHECK(statistics.scalar_type() == at::kFloat && statistics.is_contiguous() &&
+                  statistics.device() == x.device() && statistics.numel() == frames * 2 * groups,
+              "statistics do not fit");
+  return statistics.data_ptr<float>();
+}
+
 void group_norm_silu(const Tensor& x, const Tensor& weight, const Tensor& bias, int64_t groups,
                      double eps, bool silu, int64_t front, bool replicate,
-                     at::IntArrayRef padding, const MaybeTensor& tail, const Tensor& out,
-                     int64_t stream) {
+                     at::IntArrayRef padding, const MaybeTensor& statistics,
+                     const MaybeTensor& tail, const Tensor& out, int64_t stream) {
   GroupNormSilu op{};
   op.dtype = dtype_of(x);
   op.silu = silu;
@@ -178,14 +191,33 @@ void group_norm_silu(const Tensor& x, const Tensor& weight, const Tensor& bias, 
   op.front = static_cast<int>(front);
   op.left = static_cast<int>(padding[0]);
   op.top = static_cast<int>(padding[2]);
-  // The split depends on the size alone: two calls have the same bits.
-  op.share = std::max(kShare, ceil_div(v.pixels, kChunks));
-  op.chunks = ceil_div(v.pixels, op.share);
-  const int64_t affine = v.batch * v.frames * 2 * v.channels;
-  const Tensor memory = at::empty({affine * (op.chunks + 1)}, x.options().dtype(at::kFloat));
+  const int64_t frames = v.batch * v.frames, affine = frames * 2 * v.channels;
+  if (statistics) op.given = statistics_of(*statistics, x, frames, groups);
+  split(op);
+  const int64_t partial = statistics ? 0 : affine * op.chunks;
+  const Tensor memory = at::empty({affine + partial}, x.options().dtype(at::kFloat));
   op.affine = memory.data_ptr<float>();
   op.partial = op.affine + affine;
   start(fast_video_vae_cuda::group_norm_silu, op, stream);
+}
+
+void group_norm_statistics(const Tensor& x, int64_t groups, double eps, const Tensor& out,
+                           int64_t stream) {
+  GroupNormSilu op{};
+  op.dtype = dtype_of(x);
+  op.x = video_of(x, x);
+  const Video& v = op.x;
+  TORCH_CHECK(x.numel() > 0 && v.channels < kChannelLimit, "sizes do not fit");
+  TORCH_CHECK(groups > 0 && v.channels % groups == 0, "groups do not fit");
+  op.groups = static_cast<int>(groups);
+  op.eps = static_cast<float>(eps);
+  const int64_t frames = v.batch * v.frames;
+  op.statistics = statistics_of(out, x, frames, groups);
+  split(op);
+  const Tensor memory =
+      at::empty({frames * 2 * v.channels * op.chunks}, x.options().dtype(at::kFloat));
+  op.partial = memory.data_ptr<float>();
+  start(fast_video_vae_cuda::group_norm_statistics, op, stream);
 }
 
 void silu_mul(const Tensor& x, const Tensor& gate, const Tensor& out, int64_t stream) {
@@ -206,8 +238,9 @@ TORCH_LIBRARY(fast_video_vae_cuda, m) {
         "Tensor(b!) out, int stream) -> ()");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!) out, int stream) -> ()");
   m.def("group_norm_silu(Tensor x, Tensor weight, Tensor bias, int groups, float eps, bool silu, "
-        "int front, bool replicate, int[4] padding, Tensor(a!)? tail, Tensor(b!) out, "
-        "int stream) -> ()");
+        "int front, bool replicate, int[4] padding, Tensor? statistics, Tensor(a!)? tail, "
+        "Tensor(b!) out, int stream) -> ()");
+  m.def("group_norm_statistics(Tensor x, int groups, float eps, Tensor(a!) out, int stream) -> ()");
   m.def("silu_mul(Tensor x, Tensor gate, Tensor(a!) out, int stream) -> ()");
   // Which sources these are; see build.py.
   m.def("key() -> str", [] { return std::string(FVV_QUOTE(FVV_KEY)); });
@@ -217,6 +250,7 @@ TORCH_LIBRARY_IMPL(fast_video_vae_cuda, FVV_DISPATCH_KEY, m) {
   m.impl("rms_norm_silu", rms_norm_silu);
   m.impl("rms_norm", rms_norm);
   m.impl("group_norm_silu", group_norm_silu);
+  m.impl("group_norm_statistics", group_norm_statistics);
   m.impl("silu_mul", silu_mul);
 }
 

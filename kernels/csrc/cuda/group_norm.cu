@@ -101,7 +101,32 @@ __device__ __forceinline__ float sum_of_block(float v) {
   return v;
 }
 
-// The factors and offsets of the channels of a group. Block: channels by chunks. Grid: groups,
+// The factors and offsets of the channels of a group, by a block.
+template <class T>
+__device__ __forceinline__ void set_affine(const GroupNormSilu& op, int64_t frame, float mean,
+                                           float inverse) {
+  const int channels = static_cast<int>(op.x.channels), size = channels / op.groups;
+  const int first = blockIdx.x * size;
+  float* affine = op.affine + frame * 2 * channels + first;
+  for (int c = threadIdx.y * blockDim.x + threadIdx.x; c < size; c += kThreads) {
+    float weight[1], bias[1];
+    widen<T>(op.weight, first + c, weight);
+    widen<T>(op.bias, first + c, bias);
+    const float scale = weight[0] * inverse;
+    affine[c] = scale;
+    affine[channels + c] = bias[0] - mean * scale;
+  }
+}
+
+// Of statistics that are there. Block: any. Grid: groups, frames, videos.
+template <class T>
+__global__ void __launch_bounds__(kThreads, kBlocks) use_given(const GroupNormSilu op) {
+  const int64_t frame = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
+  const float* given = op.given + frame * 2 * op.groups + blockIdx.x;
+  set_affine<T>(op, frame, given[0], given[op.groups]);
+}
+
+// The statistics of a group, and what follows from them. Block: channels by chunks. Grid: groups,
 // frames, videos.
 template <class T>
 __global__ void __launch_bounds__(kThreads, kBlocks) combine_chunks(const GroupNormSilu op) {
@@ -127,15 +152,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks) combine_chunks(const GroupN
     square += about + count * apart * apart;
   });
   const float inverse = 1.0f / sqrtf(sum_of_block(square) / numbers + op.eps);
-  float* affine = op.affine + frame * 2 * channels + first;
-  for (int c = threadIdx.y * blockDim.x + threadIdx.x; c < size; c += kThreads) {
-    float weight[1], bias[1];
-    widen<T>(op.weight, static_cast<int>(first) + c, weight);
-    widen<T>(op.bias, static_cast<int>(first) + c, bias);
-    const float scale = weight[0] * inverse;
-    affine[c] = scale;
-    affine[channels + c] = bias[0] - (base + moved) * scale;
+  const float mean = base + moved;
+  if (op.statistics && threadIdx.x == 0 && threadIdx.y == 0) {
+    float* statistics = op.statistics + frame * 2 * op.groups + blockIdx.x;
+    statistics[0] = mean;
+    statistics[op.groups] = inverse;
   }
+  if (op.affine) set_affine<T>(op, frame, mean, inverse);
 }
 
 template <class P>
@@ -226,13 +249,21 @@ dim3 block_of(int64_t packs) {
   return dim3(wide, kThreads / wide);
 }
 
-template <class T>
-cudaError_t combine(const GroupNormSilu& op, cudaStream_t stream) {
+dim3 grid_of(const GroupNormSilu& op, int64_t parts) {
+  return dim3(static_cast<unsigned>(parts), static_cast<unsigned>(op.x.frames),
+              static_cast<unsigned>(op.x.batch));
+}
+
+template <class P>
+cudaError_t measure(const GroupNormSilu& op, cudaStream_t stream) {
+  const dim3 block = block_of(op.x.channels / P::kCount);
+  const cudaError_t error =
+      launch(sum_chunks<P>, grid_of(op, op.chunks), block, stream, op);
+  if (error != cudaSuccess) return error;
   unsigned wide = 1;
   while (wide < kWarp && wide < op.x.channels / op.groups) wide *= 2;
-  const dim3 grid(op.groups, static_cast<unsigned>(op.x.frames),
-                  static_cast<unsigned>(op.x.batch));
-  return launch(combine_chunks<T>, grid, dim3(wide, kThreads / wide), stream, op);
+  return launch(combine_chunks<typename P::Number>, grid_of(op, op.groups),
+                dim3(wide, kThreads / wide), stream, op);
 }
 
 template <class P>
@@ -248,9 +279,7 @@ cudaError_t write(const GroupNormSilu& op, cudaStream_t stream) {
   }
   const dim3 block = block_of(op.x.channels / P::kCount);
   lines.parts = static_cast<int>(ceil_div(lines.columns, block.y * kPixels));
-  const dim3 grid(static_cast<unsigned>(lines.parts * count), static_cast<unsigned>(op.x.frames),
-                  static_cast<unsigned>(op.x.batch));
-  return launch(write_frames<P>, grid, block, stream, op, lines);
+  return launch(write_frames<P>, grid_of(op, lines.parts * count), block, stream, op, lines);
 }
 
 }  // namespace
@@ -258,14 +287,18 @@ cudaError_t write(const GroupNormSilu& op, cudaStream_t stream) {
 const char* group_norm_silu(const GroupNormSilu& op, cudaStream_t stream) {
   const auto start = [&](auto pack) {
     using P = decltype(pack);
-    const dim3 grid(static_cast<unsigned>(op.chunks), static_cast<unsigned>(op.x.frames),
-                    static_cast<unsigned>(op.x.batch));
-    const dim3 block = block_of(op.x.channels / P::kCount);
-    cudaError_t error = launch(sum_chunks<P>, grid, block, stream, op);
-    if (error == cudaSuccess) error = combine<typename P::Number>(op, stream);
+    using T = typename P::Number;
+    const cudaError_t error =
+        op.given ? launch(use_given<T>, grid_of(op, op.groups), dim3(kThreads), stream, op)
+                 : measure<P>(op, stream);
     return error == cudaSuccess ? write<P>(op, stream) : error;
   };
   return told(by_pack_of(op.dtype, start, op.x, op.tail, op.out));
+}
+
+const char* group_norm_statistics(const GroupNormSilu& op, cudaStream_t stream) {
+  const auto start = [&](auto pack) { return measure<decltype(pack)>(op, stream); };
+  return told(by_pack_of(op.dtype, start, op.x));
 }
 
 }  // namespace fast_video_vae_cuda

@@ -55,7 +55,9 @@ struct GroupNormSilu {
   int front, left, top;
   int64_t share, chunks;  // pixels of a chunk, chunks of a frame
   float* partial;         // [B * T, chunks, 2, C]: mean, and sum of squares about it
-  float* affine;          // [B * T, 2, C]: the factor of each channel, and its offset
+  float* affine;          // [B * T, 2, C]: the factor of each channel, and its offset; may be null
+  float* statistics;      // [B * T, 2, groups]: mean and 1 / sqrt(var + eps), to write; may be null
+  const float* given;     // likewise, to be used instead of those of `x`; may be null
 };
 
 // `x * sigmoid(x) * gate`, row by row.
@@ -67,6 +69,8 @@ struct SiluMul {
 // Starts the kernels of an op. Null, or what CUDA says is wrong.
 const char* rms_norm(const RmsNorm& op, cudaStream_t stream);
 const char* group_norm_silu(const GroupNormSilu& op, cudaStream_t stream);
+// Writes `statistics` alone.
+const char* group_norm_statistics(const GroupNormSilu& op, cudaStream_t stream);
 const char* silu_mul(const SiluMul& op, cudaStream_t stream);
 
 }  // namespace fast_video_vae_cuda

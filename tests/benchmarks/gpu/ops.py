@@ -63,7 +63,9 @@ def calls() -> list[Call]:
     found += [_images(3, 1, torch.float32), _images(3, 1, torch.uint8)]
     found += [_images(12, 2, torch.float32)]
     found += [Call("pixel_shuffle_3d", "12 to 3", 12, {"x": _like(12)})]
-    found += [_group_norm(width) for width in (128, 256, 512)]  # of SeedVR2
+    for width in (128, 256, 512):  # of SeedVR2
+        found += [_group_norm(width), _group_norm(width, measured=True)]
+        found += [Call("group_norm_statistics", f"{width}", width, {"x": _like(width)})]
     for width in _WIDTHS:
         found += [Call("rms_norm", f"{width}", width, {"x": _row(width)})]
         found += [Call("silu_mul", f"{width}", width, {"x": _row(width)})]
@@ -179,9 +181,13 @@ def _norm(width: int, dtype: torch.dtype = torch.bfloat16) -> Call:
     return Call("rms_norm_silu", f"{width}, bias, tail", width, given, dtype)
 
 
-def _group_norm(width: int) -> Call:
+def _group_norm(width: int, *, measured: bool = False) -> Call:
+    """Whole, or as for a band of rows: with statistics of 32 groups that are there already."""
     given = {"x": _like(width), "tail": _like(width, 2)}
-    return Call("group_norm_silu", f"{width}, tail", width, given)
+    if measured:
+        given["statistics"] = torch.empty(1, 1, 2, 32, device="meta")
+    note = f"{width}, tail" + (", statistics" if measured else "")
+    return Call("group_norm_silu", note, width, given)
 
 
 def _bias_residual(width: int, dtype: torch.dtype = torch.bfloat16) -> Call:
