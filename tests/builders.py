@@ -126,7 +126,9 @@ def spread(
     state: dict[str, Tensor] = {}
     for name, shape in shapes.items():
         noise = torch.empty(shape).normal_(generator=generator)
-        if name.endswith("gamma"):
+        if name.endswith(
+            ("gamma", "norm.weight", "norm1.weight", "norm2.weight", "norm_out.weight")
+        ):
             noise.mul_(0.1).add_(1)
         elif name.endswith("bias"):
             noise.mul_(0.05)
@@ -159,14 +161,14 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 def _gain(name: str) -> float:
     """The spread of a convolution's output over the spread of its input."""
-    if name.endswith("residual.2.weight"):
+    if re.search(r"residual\.2\.weight$|resnets\.\d\.conv1\.weight$", name):
         return 1 / _SILU_RMS
-    if name.endswith("residual.6.weight"):
+    if re.search(r"residual\.6\.weight$|resnets\.\d\.conv2\.weight$", name):
         return 0.4 / _SILU_RMS  # a branch adds little, so that a sum of ten stays of order 1
-    if name == "encoder.head.2.weight":
+    if name in ("encoder.head.2.weight", "encoder.conv_out.weight"):
         return 1 / _SILU_RMS
-    if name == "decoder.head.2.weight":
+    if name in ("decoder.head.2.weight", "decoder.conv_out.weight"):
         return 0.3 / _SILU_RMS
-    if name.endswith("proj.weight"):
+    if name.endswith(("proj.weight", "to_out.0.weight")):
         return 0.4
     return 1.0

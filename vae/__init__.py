@@ -1,4 +1,4 @@
-"""The causal video VAE of Wan 2.1 and Qwen-Image, channels-last and streaming.
+"""The causal video VAEs of Wan, Qwen-Image and SeedVR2, channels-last and streaming.
 
 The names are imported when they are first used, so that the command line answers before PyTorch is
 loaded.
@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint, build_vae, load_vae, read_checkpoint
-    from .config import LayoutError, VAEConfig
+    from .compiling import eager
+    from .config import SEEDVR2, LayoutError, VAEConfig
     from .demo import CLIP_PATH, VAE_PATH
     from .media import VideoFile, read_video
     from .model import VideoVAE
 
 __all__ = [
     "CLIP_PATH",
+    "SEEDVR2",
     "VAE_PATH",
     "Checkpoint",
     "LayoutError",
@@ -23,6 +25,7 @@ __all__ = [
     "VideoFile",
     "VideoVAE",
     "build_vae",
+    "eager",
     "load_vae",
     "read_checkpoint",
     "read_video",
@@ -30,6 +33,7 @@ __all__ = [
 
 _HOMES = {
     "CLIP_PATH": "demo",
+    "SEEDVR2": "config",
     "VAE_PATH": "demo",
     "Checkpoint": "checkpoint",
     "LayoutError": "config",
@@ -37,6 +41,7 @@ _HOMES = {
     "VideoFile": "media",
     "VideoVAE": "model",
     "build_vae": "checkpoint",
+    "eager": "compiling",
     "load_vae": "checkpoint",
     "read_checkpoint": "checkpoint",
     "read_video": "media",

@@ -9,7 +9,6 @@ import torch
 
 from .causal import CausalConv3d
 from .conv import Conv
-from .layers import Downsample
 from .network import Network, sublayers
 
 # On a CPU an activation of this size stays in the last cache, and in memory that malloc hands out
@@ -115,7 +114,7 @@ def _layer_sizes(network: Network) -> Iterator[_LayerSize]:
     chains = network.chains()
     heads = [sublayers(chain[0])[0] for chain in chains[1:]]
     layers = [part for chain in chains for layer in chain for part in sublayers(layer)]
-    shrinks = sum(isinstance(layer, Downsample) for layer in layers)
+    shrinks = sum(getattr(layer, "scale", 1) < 1 for layer in layers)
     area = Fraction(4**shrinks)
     frames = _FRAMES_PER_LATENT
     for layer in layers:
@@ -123,7 +122,9 @@ def _layer_sizes(network: Network) -> Iterator[_LayerSize]:
         convs = [module for module in layer.modules() if isinstance(module, Conv)]
         widest = max((max(conv.weight.shape[:2]) for conv in convs), default=0)
         causal = [conv for conv in convs if isinstance(conv, CausalConv3d)]
-        seen = min(before, area)  # time_conv works on the small side of a resampling
+        # Wan's time_conv works on the small side of a resampling.
+        large = getattr(layer, "remembers_large", False)
+        seen = max(before, area) if large else min(before, area)
         tail = sum(conv.context * conv.weight.shape[1] for conv in causal)
         joined = Fraction(0)
         if layer in heads:

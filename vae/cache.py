@@ -27,11 +27,16 @@ class TemporalCache:
     Attributes:
         first: The pass holds the first frame of the video; it stands alone, with nothing before it.
         lone: The video is that one frame, so nothing is kept.
+        band_bytes: Size of the bands of rows that some layers divide their work into, where it is
+            much larger; None: they never do.
+        after_first: Layers, for those that ask, that have seen the first frame and no other yet.
     """
 
-    def __init__(self, *, lone: bool = False) -> None:
+    def __init__(self, *, lone: bool = False, band_bytes: int | None = None) -> None:
         self.first = True
         self.lone = lone
+        self.band_bytes = band_bytes
+        self.after_first: set[nn.Module] = set()
         self._tails: dict[nn.Module, Tensor] = {}
         self._scratch: Tensor | None = None
         self._blocks: list[Tensor] = []

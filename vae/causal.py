@@ -1,4 +1,4 @@
-"""The causal convolution: 3D over its window of frames, sliced to 2D for a first one."""
+"""The causal convolution: 3D over its window of frames, cut down to 2D for a first one."""
 
 from typing import Protocol
 
@@ -43,9 +43,12 @@ class CausalConv3d(Conv):
         out_channels: int,
         kernel: tuple[int, int, int] = (3, 3, 3),
         stride: int = 1,
+        *,
+        replicate: bool = False,
     ) -> None:
         super().__init__(in_channels, out_channels, kernel)
         self.stride = stride
+        self.replicate = replicate
         self.context = kernel[0] - stride
         self.padding = kernel[1] // 2
         self.growth = max(1, out_channels // in_channels)
@@ -79,22 +82,46 @@ class CausalConv3d(Conv):
                 filled = cache.scratch(x.shape, x)
                 fill(x, out=filled)
                 x = filled
-            cache.keep(self, self.context, x)
+            self.keep(x, cache)
             frame = None if residual is None else residual.squeeze(2)
+            kind = "summed" if self.replicate else "frame"
             y = self._convolve(
-                x.squeeze(2), "frame", 1, self.padding, cache, frame, residual_bias, biased=biased
+                x.squeeze(2),
+                kind,
+                (1, 1),
+                (self.padding, self.padding),
+                cache,
+                frame,
+                residual_bias,
+                biased=biased,
             )
             return y.unsqueeze(2)
         return self._convolve(
             self._window(x, cache, fill),
             "volume",
-            self.stride,
-            self.padding,
+            (self.stride, 1, 1),
+            (self.padding, self.padding),
             cache,
             residual,
             residual_bias,
             biased=biased,
         )
+
+    def of_window(self, window: Tensor, cache: TemporalCache) -> Tensor:
+        """Convolve a band of rows that has its borders above and below, and its frames before.
+
+        Args:
+            window: `[B, C_in, T, H, W]`: one first frame, or those before the new ones and these.
+            cache: The state of the video.
+
+        Returns:
+            `[B, C_out, T', H - 2 * padding, W]`.
+        """
+        pads = (0, self.padding)
+        if cache.first:
+            kind = "summed" if self.replicate else "frame"
+            return self._convolve(window.squeeze(2), kind, (1, 1), pads, cache).unsqueeze(2)
+        return self._convolve(window, "volume", (self.stride, 1, 1), pads, cache)
 
     def _window(self, x: Tensor, cache: TemporalCache, fill: Fill | None) -> Tensor:
         """The frames that it saw last, and the new ones: `[B, C_in, context + T, H, W]`."""
@@ -117,5 +144,7 @@ class CausalConv3d(Conv):
         return window
 
     def keep(self, x: Tensor, cache: TemporalCache) -> None:
-        """Remember frames that passed by without being convolved."""
+        """Remember frames that it saw, or that passed by without being convolved."""
+        if cache.first and self.replicate and self.context:
+            x = x.expand(-1, -1, self.context, -1, -1)
         cache.keep(self, self.context, x)

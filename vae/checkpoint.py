@@ -49,12 +49,12 @@ def load_vae(
     weights_dtype: torch.dtype | None = None,
     quality: str = "fast",
 ) -> VideoVAE:
-    """Load a VAE of the Wan family; what it is, is read off its tensors.
+    """Load a VAE of the Wan family or of SeedVR2; what it is, is read off its tensors.
 
     Args:
         source: A `.safetensors` file; a `.pth`, `.pt`, `.ckpt` or `.bin` file of tensors alone; or
-            a state dict. Keys are Wan's own, prefixed with `model.`, or diffusers'. Weights may
-            have any float dtype.
+            a state dict. Keys are the original ones, prefixed with `model.`, or diffusers'.
+            Weights may have any float dtype.
         device: Where the weights live and the work is done.
         dtype: Dtype of the computation: float32, bfloat16, float16 or float64. None: decode in
             bfloat16 where the device has it (a CPU: where it is measured faster), else in float32;

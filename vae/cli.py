@@ -75,7 +75,8 @@ def _run(args: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=PROGRAM, description="Encode and decode videos with the VAE of Wan 2.1 and Qwen-Image."
+        prog=PROGRAM,
+        description="Encode and decode videos with the VAE of Wan, Qwen-Image or SeedVR2.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 

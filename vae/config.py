@@ -9,11 +9,15 @@ from .statistics import latent_statistics
 # Keys that tell one layout from another (present from the first release of each).
 _WAN_KEY = "decoder.middle.0.residual.0.gamma"
 _WAN22_KEY = "decoder.upsamples.0.upsamples.0.residual.2.weight"
-_SEEDVR2_KEY = "decoder.up_blocks.2.upsamplers.0.upscale_conv.weight"
+SEEDVR2_KEY = "decoder.up_blocks.2.upsamplers.0.upscale_conv.weight"
 
 WAN21 = "wan2.1"
 WAN22 = "wan2.2"
 QWEN21 = "qwen-image-2.1"
+SEEDVR2 = "seedvr2"
+
+# Of every norm of SeedVR2.
+SEEDVR2_GROUPS = 32
 
 # Widths of the stages over the base width (`dim_mult`), by their number.
 _MULTIPLES = {4: (1, 2, 4, 4), 5: (1, 2, 4, 8, 8)}
@@ -36,6 +40,21 @@ _WAN21_LATENTS = 16
 # The published VAE of the Wan 2.2 layout: base widths, latent channels, and the side of a patch.
 _WAN22_ENCODER, _WAN22_DECODER, _WAN22_LATENTS, _WAN22_PATCH = 160, 256, 48, 2
 
+# The tensors whose first dimension is a stage's width, likewise; the published widths; and what the
+# latents are multiplied with (configs_3b/main.yaml: vae.scaling_factor).
+_SEEDVR2_ANCHORS = (
+    (
+        "encoder.conv_in.weight",
+        *(f"encoder.down_blocks.{index}.resnets.0.conv1.weight" for index in range(4)),
+    ),
+    (
+        "decoder.conv_in.weight",
+        *(f"decoder.up_blocks.{index}.resnets.0.conv1.weight" for index in range(4)),
+    ),
+)
+_SEEDVR2_ENCODER, _SEEDVR2_DECODER = (128, 128, 256, 512, 512), (512, 512, 512, 256, 128)
+_SEEDVR2_LATENTS, _SEEDVR2_SCALE = 16, 0.9152
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -49,7 +68,7 @@ class VAEConfig:
 
     Attributes:
         family: `wan2.1` (Wan 2.1, Wan 2.2 14B, Qwen-Image; pruned, layered and 2x versions),
-            `wan2.2` (Wan 2.2 5B) or `qwen-image-2.1`.
+            `wan2.2` (Wan 2.2 5B), `qwen-image-2.1` or `seedvr2`.
         latent_channels: Channels of a latent.
         image_channels: Channels of a frame: 3, or 4 with alpha.
         output_scale: Frames come out this many times as large as they go in: 2 for upscaling
@@ -65,6 +84,7 @@ class VAEConfig:
         latent_std: Standard deviation of each latent channel.
         patch_size: Side of the blocks of pixels that the network sees as one.
         taps: Frames that a convolution sees.
+        latent_scale: A latent is so many times the mean of the posterior.
     """
 
     family: str
@@ -79,6 +99,7 @@ class VAEConfig:
     latent_std: tuple[float, ...]
     patch_size: int = 1
     taps: int = 3
+    latent_scale: float = 1.0
 
     @property
     def encoder_width(self) -> int | None:
@@ -96,6 +117,8 @@ class VAEConfig:
         It has an encoder, the usual multiples of the base widths, and no upscaling. Of the Wan 2.2
         layout that is Wan 2.2 itself.
         """
+        if self.family == SEEDVR2:
+            return _seedvr2(_SEEDVR2_LATENTS, 3, _SEEDVR2_ENCODER, _SEEDVR2_DECODER)
         if self.family == WAN21:
             base = self.decoder_width
             encoder, decoder = _standard_widths(base, base, 4)
@@ -133,11 +156,11 @@ def read_configs(shapes: Shapes) -> list[VAEConfig]:
         LayoutError: The names are not those of a known layout.
         ValueError: They are, but what everything else depends on is missing or misshapen.
     """
-    if _SEEDVR2_KEY in shapes:
-        raise LayoutError("the checkpoint has the SeedVR2 layout; expected one of the Wan family")
+    if SEEDVR2_KEY in shapes:
+        return [_read_seedvr2(shapes)]
     if _WAN_KEY not in shapes:
         raise LayoutError(
-            f"not a Wan or Qwen-Image VAE: none of its {len(shapes)} keys is {_WAN_KEY}"
+            f"not a Wan, Qwen-Image or SeedVR2 VAE: none of its {len(shapes)} keys is {_WAN_KEY}"
             + (f"; its first is {min(shapes)}" if shapes else "")
         )
     latent_channels = _size(shapes, "decoder.conv1.weight", 1)
@@ -165,6 +188,42 @@ def read_configs(shapes: Shapes) -> list[VAEConfig]:
     usual = _standard_widths(encoder_base, decoder_base, stages)
     own = tuple(_widths(shapes, *each) for each in zip(anchors, usual, strict=True))
     return [config(*usual)] if own == usual else [config(*usual), config(*own)]
+
+
+def _read_seedvr2(shapes: Shapes) -> VAEConfig:
+    """The configuration of a SeedVR2 VAE: every stage has the width that it has."""
+    has_encoder = any(key.startswith("encoder.") for key in shapes)
+    usual = _SEEDVR2_ENCODER, _SEEDVR2_DECODER
+    encoder, decoder = (
+        _widths(shapes, *each) for each in zip(_SEEDVR2_ANCHORS, usual, strict=True)
+    )
+    narrow = [width for width in (*encoder, *decoder) if width % SEEDVR2_GROUPS]
+    if narrow:
+        raise ValueError(
+            f"a stage has {narrow[0]} channels; expected a multiple of {SEEDVR2_GROUPS}, the "
+            "groups of its norms"
+        )
+    latents = _size(shapes, "decoder.conv_in.weight", 1)
+    channels = _size(shapes, "decoder.conv_out.weight", 0)
+    return _seedvr2(latents, channels, encoder if has_encoder else None, decoder)
+
+
+def _seedvr2(
+    latents: int, channels: int, encoder: tuple[int, ...] | None, decoder: tuple[int, ...]
+) -> VAEConfig:
+    return VAEConfig(
+        family=SEEDVR2,
+        latent_channels=latents,
+        image_channels=channels,
+        output_scale=1,
+        encoder_widths=encoder,
+        decoder_widths=decoder,
+        spatial_compression=8,
+        temporal_compression=4,
+        latent_mean=(0.0,) * latents,
+        latent_std=(1.0,) * latents,
+        latent_scale=_SEEDVR2_SCALE,
+    )
 
 
 def _config(

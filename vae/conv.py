@@ -6,7 +6,6 @@ weight, another dtype, oneDNN's blocked layout) is derived from it once, and der
 parameter is replaced or written to.
 """
 
-import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from ..kernels import bias_residual
 from . import cudnn
 from .cache import TemporalCache
-from .forms import Form, Forms, checksum_of, folded, own_bytes, packs, stamp_of
+from .forms import Forms, checksum_of, derived, folded, own_bytes, packs
 
 # A convolution to few channels leaves most of a vector of 16 unused: 96 to 3 channels ran at a
 # seventh of the speed of 96 to 96. So 4 neighbours in a row are one pixel of four times as many
@@ -27,8 +26,9 @@ _VECTOR = 16
 # The forms of a larger weight are not kept, because those of Wan 2.2 would double its 705 M. The
 # convolution then brings the weight to oneDNN's layout by itself: 57 ms instead of 30 for 1024
 # channels in bf16, and 190 with a copy and a reordering of our own. The weights of Wan 2.1 (4.0 M
-# at most) are worth keeping, and so are folded ones, which are sums.
+# at most) are worth keeping, and so are sums, which are smaller and costlier to make.
 _KEPT_ELEMENTS = 6_000_000
+_SUMS = ("folded", "summed", "shuffled")
 
 
 class Conv(nn.Module):
@@ -81,8 +81,8 @@ class Conv(nn.Module):
         self,
         x: Tensor,
         kind: str,
-        stride: int,
-        padding: int,
+        strides: tuple[int, ...],
+        padding: tuple[int, int],
         cache: TemporalCache | None = None,
         residual: Tensor | None = None,
         residual_bias: Tensor | None = None,
@@ -91,26 +91,21 @@ class Conv(nn.Module):
     ) -> Tensor:
         """Convolve frames or a video with the form `kind`; add bias and `residual`.
 
-        The memory of `residual` may be taken.
+        `padding` is of height and width. The memory of `residual` may be taken.
         """
         ndim = x.ndim
-        strides = (stride, 1, 1) if ndim == 5 else (stride, stride)
-        pads = (0, padding, padding) if ndim == 5 else (padding, padding)
-        convolve = F.conv2d if ndim == 4 else F.conv3d
-        bias = self.bias.repeat(4) if kind == "folded" else self.bias
-        if kind.endswith("spread"):
-            strides, bias = (*strides[:-1], _SPREAD), bias.repeat(_SPREAD)
+        pads = (0, *padding) if ndim == 5 else padding
         if self._spreads(x, kind, residual):
-            spread = self._convolve(
-                x, f"{kind}, spread", stride, padding, cache, residual, residual_bias
-            )
-            return _gathered(spread)
+            steps = (*strides[:-1], _SPREAD)
+            return _gathered(self._convolve(x, f"{kind}, spread", steps, padding, cache))
         if _records(x, self.weight):
-            bias = bias.to(x.dtype)
+            convolve = F.conv2d if ndim == 4 else F.conv3d
+            bias = self._bias(kind, self._offset(kind)).to(x.dtype)
             y = convolve(x, self._derive(kind, x.dtype), bias, stride=strides, padding=pads)
             y = y if residual is None else y + residual
             return y if residual_bias is None else y + _per_channel(residual_bias.to(x.dtype), ndim)
-        weight, packed = self._form(kind, x, strides, pads)
+        weight, offset, packed = self._form(kind, x, strides, pads)
+        bias = self._bias(kind, offset)
         if packed:
             if residual_bias is not None:
                 bias = bias + residual_bias
@@ -126,10 +121,24 @@ class Conv(nn.Module):
         bias_residual(five, bias if biased else None, added, residual_bias, out=five)
         return y
 
+    def _bias(self, kind: str, offset: Tensor | None) -> Tensor:
+        """The bias that goes with the form `kind`, whose offset is given."""
+        if kind == "folded":
+            return self.bias.repeat(4)
+        return self.bias.repeat(_SPREAD) if kind.endswith("spread") else self.bias
+
+    def _offset(self, kind: str) -> Tensor | None:
+        """What the form `kind` derives of biases; nothing here."""
+        return None
+
+    def sources(self) -> tuple[Tensor, ...]:
+        """The parameters that the forms are derived from."""
+        return (self.weight,)
+
     def _spreads(self, x: Tensor, kind: str, residual: Tensor | None) -> bool:
         """Whether neighbours in a row should be computed as channels of one; see `_SPREAD`."""
         return (
-            kind in ("volume", "frame")
+            kind in ("volume", "frame", "summed")
             and residual is None
             and self.weight.shape[-1] == 3
             and _SPREAD * self.weight.shape[0] <= _VECTOR
@@ -170,42 +179,33 @@ class Conv(nn.Module):
 
     def _form(
         self, kind: str, x: Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
-    ) -> tuple[Tensor, bool]:
-        """Look the form up, or derive it: the weight, and whether it is in oneDNN's layout."""
+    ) -> tuple[Tensor, Tensor | None, bool]:
+        """Look the form up, or derive it: weight, offset, and whether it is in oneDNN's layout."""
         key = (kind, x.dtype)
         form = self._forms.get(key)
-        if (
-            form is not None
-            and form.source() is self.weight
-            and form.stamp == stamp_of(self.weight)
-        ):
-            return form.weight, form.packed
+        if form is not None and form.holds(self.sources()):
+            return form.weight, form.offset, form.packed
         # Outside of inference mode, so that a form serves both there and here.
         with torch.inference_mode(False), torch.no_grad():
-            if kind != "folded" and self.weight.numel() > _KEPT_ELEMENTS:
+            if self.weight.numel() > _KEPT_ELEMENTS and not kind.startswith(_SUMS):
                 weight = self.weight.to(x.dtype)
-                return weight if kind == "volume" else self._derive(kind, x.dtype), False
-            weight = self._derive(kind, x.dtype)
+                return weight if kind == "volume" else self._derive(kind, x.dtype), None, False
+            weight, offset = self._derive(kind, x.dtype), self._offset(kind)
             packed = packs(x)
             if packed:
                 ones = (1,) * len(stride)
                 weight = torch.ops.mkldnn._reorder_convolution_weight(
                     weight, padding, stride, ones, 1, list(x.shape)
                 )
-            self._forms[key] = Form(
-                weight,
-                packed,
-                weakref.ref(self.weight),
-                stamp_of(self.weight),
-                checksum_of(self.weight),
-            )
-        return weight, packed
+            self._forms[key] = derived(weight, offset, self.sources(), packed=packed)
+        return weight, offset, packed
 
     def _derive(self, kind: str, dtype: torch.dtype) -> Tensor:
         """The weight that a call of this kind multiplies with; maybe the parameter itself.
 
-        `volume`: all taps. `frame`: the last temporal tap. `shifted` and
-        `folded`: see `resample.py`; the sums are made in float32. `..., spread`: see `_SPREAD`.
+        `volume`: all taps. `frame`: the last temporal tap. `summed`: the sum of the temporal taps.
+        `shifted` and `folded`: see `resample.py`. Sums are made in float32 at least. `..., spread`:
+        see `_SPREAD`.
         """
         if kind.endswith(", spread"):
             taps = self._derive(kind.removesuffix(", spread"), dtype)
@@ -214,6 +214,10 @@ class Conv(nn.Module):
             for at in range(_SPREAD):
                 wide[at, ..., at : at + taps.shape[-1]] = taps
             return wide.flatten(0, 1).contiguous(memory_format=order)
+        if kind == "summed" and self.weight.ndim == 5:
+            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            taps = self.weight.sum(2, dtype=wide).to(dtype)
+            return taps.contiguous(memory_format=torch.channels_last)
         if kind == "folded":
             return folded(self.weight).to(dtype).contiguous(memory_format=torch.channels_last)
         weight = self.weight.to(dtype)
@@ -270,7 +274,7 @@ def drop_stale_forms(convs: Iterable[Conv]) -> None:
     if not held:
         return
     with torch.inference_mode(False), torch.no_grad():
-        now = {conv: checksum_of(conv.weight) for conv in {conv for conv, _, _ in held}}
+        now = {conv: checksum_of(conv.sources()) for conv in {conv for conv, _, _ in held}}
         # What has moved to another device is noticed at the call, by its stamp.
         here = [entry for entry in held if entry[2].checksum.device == now[entry[0]].device]
         if not here:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from .config import SEEDVR2_KEY
+
 # What packers put before every key.
 _PREFIXES = ("model.", "first_stage_model.", "vae.", "module.")
 
@@ -60,7 +62,7 @@ def to_wan_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             )
     prefix = next((p for p in _PREFIXES if state and all(key.startswith(p) for key in state)), "")
     plain = {key.removeprefix(prefix): value for key, value in state.items()}
-    if any(".conv_in." in key for key in plain):
+    if SEEDVR2_KEY not in plain and any(".conv_in." in key for key in plain):
         nested = any(".upsampler." in key for key in plain)
         plain = {_from_diffusers(key, nested): value for key, value in plain.items()}
     if not any(key.startswith("encoder.") for key in plain):

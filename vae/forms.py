@@ -3,6 +3,7 @@
 import contextlib
 import platform
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,44 @@ _X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 
 @dataclass(frozen=True)
 class Form:
-    """A weight in the shape that a call needs, with what tells whether it is still true."""
+    """A weight in the shape that a call needs, with what tells whether it is still true.
+
+    Attributes:
+        weight: The weight.
+        packed: It is in oneDNN's layout.
+        offset: What was derived of the biases; None: nothing.
+        sources: The parameters that it was derived from.
+        stamps: Of each of them, see `stamp_of`.
+        checksum: Of all of them, see `checksum_of`.
+    """
 
     weight: Tensor
     packed: bool
-    source: weakref.ref[Tensor]
-    stamp: tuple[object, ...]
+    offset: Tensor | None
+    sources: tuple[weakref.ref[Tensor], ...]
+    stamps: tuple[tuple[object, ...], ...]
     checksum: Tensor
+
+    def holds(self, sources: Sequence[Tensor]) -> bool:
+        """Whether these are the parameters that it was derived from, as they were then."""
+        return all(
+            source() is now and stamp == stamp_of(now)
+            for source, stamp, now in zip(self.sources, self.stamps, sources, strict=True)
+        )
+
+
+def derived(
+    weight: Tensor, offset: Tensor | None, sources: Sequence[Tensor], *, packed: bool
+) -> Form:
+    """Keep a form with what tells of its parameters now."""
+    return Form(
+        weight,
+        packed,
+        offset,
+        tuple(weakref.ref(source) for source in sources),
+        tuple(stamp_of(source) for source in sources),
+        checksum_of(sources),
+    )
 
 
 class Forms(dict[tuple[str, torch.dtype], Form]):
@@ -50,8 +82,14 @@ def stamp_of(weight: Tensor) -> tuple[Any, ...]:
     return weight.data_ptr(), version, weight.dtype, weight.device
 
 
-def checksum_of(weight: Tensor) -> Tensor:
-    """The sum of a dense tensor's memory, read as 64-bit integers."""
+def checksum_of(sources: Sequence[Tensor]) -> Tensor:
+    """The sums of dense tensors' memory, read as 64-bit integers, of each a multiple of its own."""
+    return sum(
+        ((2 * n + 1) * _sum_of(source) for n, source in enumerate(sources)), 0 * _sum_of(sources[0])
+    )
+
+
+def _sum_of(weight: Tensor) -> Tensor:
     with contextlib.suppress(RuntimeError):  # a length or an offset that 8 does not divide
         return weight.detach().as_strided((weight.numel(),), (1,)).view(torch.int64).sum()
     return (

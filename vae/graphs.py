@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ..kernels.backend import log_once
+from ..kernels import log_once
 
 
 class Recording:

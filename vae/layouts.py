@@ -1,7 +1,7 @@
 """Which encoder and decoder a configuration asks for."""
 
-from . import wan, wan22
-from .config import WAN21, VAEConfig
+from . import seedvr2, wan, wan22
+from .config import SEEDVR2, WAN21, VAEConfig
 from .network import Network
 
 
@@ -12,6 +12,8 @@ def make_encoder(config: VAEConfig) -> Network | None:
     channels = config.image_channels * config.patch_size**2
     if config.family == WAN21:
         return wan.Encoder(config.encoder_widths, channels, config.latent_channels)
+    if config.family == SEEDVR2:
+        return seedvr2.Encoder(config.encoder_widths, channels, config.latent_channels)
     return wan22.Encoder(config.encoder_widths, channels, config.latent_channels, config.taps)
 
 
@@ -20,4 +22,6 @@ def make_decoder(config: VAEConfig) -> Network:
     channels = config.image_channels * (config.output_scale * config.patch_size) ** 2
     if config.family == WAN21:
         return wan.Decoder(config.decoder_widths, channels, config.latent_channels)
+    if config.family == SEEDVR2:
+        return seedvr2.Decoder(config.decoder_widths, channels, config.latent_channels)
     return wan22.Decoder(config.decoder_widths, channels, config.latent_channels, config.taps)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from ..kernels import check_quality, frames_to_images, pixel_shuffle_3d
 from .budget import make_plan
 from .cache import TemporalCache
-from .config import VAEConfig
+from .compiling import eager
+from .config import SEEDVR2, VAEConfig
 from .conv import Conv, PointwiseConv, drop_stale_forms
-from .eager import eager
 from .inputs import (
     check_frames,
     check_latent,
@@ -28,7 +28,7 @@ from .stream import rechunk
 
 
 class VideoVAE(nn.Module):
-    """A causal video VAE of the Wan family.
+    """A causal video VAE of the Wan family, or that of SeedVR2.
 
     Made by `load_vae`. The parameters have the names of the original checkpoint. Decoding and
     encoding keep no state in the object, so threads may share it. Every result is exact for any
@@ -70,16 +70,17 @@ class VideoVAE(nn.Module):
         self.allow_tf32 = False
         self.graphs = False
         latents = config.latent_channels
+        mixes = config.family != SEEDVR2
         self.encoder = make_encoder(config)
-        self.conv1 = None if self.encoder is None else PointwiseConv(2 * latents, 2 * latents)
-        self.conv2 = PointwiseConv(latents, latents)
+        self.conv1 = PointwiseConv(2 * latents, 2 * latents) if mixes and self.encoder else None
+        self.conv2 = PointwiseConv(latents, latents) if mixes else None
         self.decoder = make_decoder(config)
         self.requires_grad_(False).eval()
 
     @property
     def device(self) -> torch.device:
         """Where the weights are; inputs are moved there, and results stay there."""
-        return self.conv2.weight.device
+        return next(self.decoder.parameters()).device
 
     @eager
     def encode(self, frames: Tensor, chunk: int | None = None) -> Tensor:
@@ -93,7 +94,7 @@ class VideoVAE(nn.Module):
 
         Returns:
             The mean of the posterior, `[B, C_latent, 1 + (T - 1) // 4, H / 8, W / 8]`, not
-            normalised, in `encode_dtype` on `device`.
+            normalised (of SeedVR2 times 0.9152), in `encode_dtype` on `device`.
 
         Raises:
             ValueError: The frames have another shape, dtype or channel count, or are not finite; or
@@ -130,6 +131,7 @@ class VideoVAE(nn.Module):
         pieces: Tensor | Iterable[Tensor],
         chunk: int | None = None,
         dtype: torch.dtype | None = None,
+        limit_bytes: int | None = None,
     ) -> Iterator[Tensor]:
         """Encode a video that comes in pieces; latents leave as soon as their frames are there.
 
@@ -137,6 +139,7 @@ class VideoVAE(nn.Module):
             pieces: `[B, C, t, H, W]` each, any `t >= 1`, as for `encode`; or one tensor.
             chunk: As for `encode`; None for an iterable: one latent at a time.
             dtype: Of this computation; None: `encode_dtype`.
+            limit_bytes: Memory that a step of this stream may take; None: as the VAE has it.
 
         Returns:
             An iterator of latents `[B, C_latent, n, H / 8, W / 8]`: the first alone, then `chunk`
@@ -145,18 +148,44 @@ class VideoVAE(nn.Module):
         Raises:
             ValueError: As for `encode`; for a piece when it is reached.
         """
-        encoder, quantise = self._encoding()
+        return self._encode_stream(
+            pieces, chunk, dtype, limit_bytes, scale=self.config.latent_scale
+        )
+
+    @eager
+    def mean_stream(
+        self,
+        pieces: Tensor | Iterable[Tensor],
+        chunk: int | None = None,
+        dtype: torch.dtype | None = None,
+        limit_bytes: int | None = None,
+    ) -> Iterator[Tensor]:
+        """`encode_stream` of the bare mean of the posterior, which `config.latent_scale` scales."""
+        return self._encode_stream(pieces, chunk, dtype, limit_bytes, scale=1)
+
+    def _encode_stream(
+        self,
+        pieces: Tensor | Iterable[Tensor],
+        chunk: int | None,
+        dtype: torch.dtype | None,
+        limit_bytes: int | None,
+        *,
+        scale: float,
+    ) -> Iterator[Tensor]:
+        encoder = self._encoding()
         chains = encoder.chains()
         patch = self.config.patch_size
         chains[0].insert(0, lambda x, _: fold_pixels(x, patch, COLUMN_FIRST))
 
         def finish(x: Tensor, _: TemporalCache) -> Tensor:
-            return quantise(x, self.config.latent_channels)
+            latents = self.config.latent_channels
+            mean = x[:, :latents] if self.conv1 is None else self.conv1(x, latents)
+            return mean if scale == 1 else mean * scale
 
         source = checked(pieces, self.check_frames)
         chunk = chunk_of(pieces, chunk)
         lone = isinstance(pieces, Tensor) and self.config.latent_frames(pieces.shape[2]) == 1
-        return self._stream(encoder, chains, finish, source, chunk, dtype, lone=lone)
+        return self._stream(encoder, chains, finish, source, chunk, dtype, limit_bytes, lone=lone)
 
     @eager
     def decode_stream(
@@ -166,6 +195,7 @@ class VideoVAE(nn.Module):
         dtype: torch.dtype | None = None,
         out: Tensor | None = None,
         images: Tensor | None = None,
+        limit_bytes: int | None = None,
     ) -> Iterator[Tensor]:
         """Decode a latent and give the frames away as they are done.
 
@@ -181,6 +211,7 @@ class VideoVAE(nn.Module):
             images: `[B, T, H, W, C]` of the whole video, of a float dtype or uint8, of any strides
                 and device: instead of frames each piece is images, clamped to [0, 1] or in 8 bits
                 (see `frames_to_images`), and the part of it that was written.
+            limit_bytes: Memory that a step of this stream may take; None: as the VAE has it.
 
         Returns:
             An iterator of frames `[B, C, n, H, W]`, as from `decode`, or of images `[B, n, H, W,
@@ -191,12 +222,14 @@ class VideoVAE(nn.Module):
                 iterable when it is reached.
         """
         chains = self.decoder.chains()
-        chains[0].insert(0, lambda x, _: self.conv2(x))
+        chains[0].insert(0, self._unmixed)
         finish = self._writer(out, images)
         source = checked(latent, self.check_latent)
         chunk = chunk_of(latent, chunk)
         lone = isinstance(latent, Tensor) and latent.shape[2] == 1
-        return self._stream(self.decoder, chains, finish, source, chunk, dtype, lone=lone)
+        return self._stream(
+            self.decoder, chains, finish, source, chunk, dtype, limit_bytes, lone=lone
+        )
 
     def normalize(self, latent: Tensor) -> Tensor:
         """Shift and scale each channel by the statistics of the family: `(latent - mean) / std`."""
@@ -247,27 +280,35 @@ class VideoVAE(nn.Module):
         Raises:
             ValueError: The checkpoint has no encoder to speak of.
         """
-        network = self._encoding()[0] if encode else self.decoder
+        network = self._encoding() if encode else self.decoder
         dtype = self.encode_dtype if encode else self.dtype
         limit = self.limit_bytes if limit_bytes is None else limit_bytes
         size = self._latent_size(height, width)
         lone = lone or self.config.temporal_compression == 1
         return make_plan(network, size, dtype, self.device, limit, lone=lone).peak_bytes
 
-    def encode_chunk(self, height: int, width: int, dtype: torch.dtype | None = None) -> int:
+    def encode_chunk(
+        self,
+        height: int,
+        width: int,
+        dtype: torch.dtype | None = None,
+        limit_bytes: int | None = None,
+    ) -> int:
         """The automatic chunk of an encode, for who hands the frames in piece by piece.
 
         Args:
             height: Of the frames.
             width: Of the frames.
             dtype: Of this computation; None: `encode_dtype`.
+            limit_bytes: As for `encode_stream`.
 
         Returns:
             Latents per step.
         """
         size = self._latent_size(height, width)
         dtype = dtype or self.encode_dtype
-        return make_plan(self._encoding()[0], size, dtype, self.device, self.limit_bytes).chunk
+        limit = self.limit_bytes if limit_bytes is None else limit_bytes
+        return make_plan(self._encoding(), size, dtype, self.device, limit).chunk
 
     def weight_bytes(self) -> int:
         """Bytes of the parameters and of what was derived from them so far."""
@@ -287,6 +328,7 @@ class VideoVAE(nn.Module):
         source: Iterator[Tensor],
         chunk: int | None,
         dtype: torch.dtype | None,
+        limit_bytes: int | None,
         *,
         lone: bool,
     ) -> Iterator[Tensor]:
@@ -301,12 +343,13 @@ class VideoVAE(nn.Module):
         latent_size = first.shape[0], first.shape[3] // compression, first.shape[4] // compression
         pictures = self.config.temporal_compression == 1
         lone = lone or pictures
-        plan = make_plan(network, latent_size, dtype, self.device, self.limit_bytes, lone=lone)
+        limit = self.limit_bytes if limit_bytes is None else limit_bytes
+        plan = make_plan(network, latent_size, dtype, self.device, limit, lone=lone)
         chunk = plan.chunk if chunk is None else chunk
         group = self.config.temporal_compression if encodes else 1
         size = 1 if pictures else None if chunk == -1 else chunk * group
         runs = rechunk(itertools.chain([first], source), size)
-        cache = TemporalCache(lone=lone)
+        cache = TemporalCache(lone=lone, band_bytes=plan.part_bytes)
         steps = Steps(
             chains,
             finish,
@@ -359,10 +402,16 @@ class VideoVAE(nn.Module):
 
         return write
 
-    def _encoding(self) -> tuple[Network, PointwiseConv]:
-        if self.encoder is None or self.conv1 is None:
+    def _unmixed(self, latent: Tensor, _: TemporalCache) -> Tensor:
+        """What the decoder takes, of a latent."""
+        if self.conv2 is None:
+            return latent / self.config.latent_scale
+        return self.conv2(latent)
+
+    def _encoding(self) -> Network:
+        if self.encoder is None:
             raise ValueError("the checkpoint has no encoder; only decode works with it")
-        return self.encoder, self.conv1
+        return self.encoder
 
     def _latent_size(self, height: int, width: int) -> tuple[int, int, int]:
         step = self.config.spatial_compression
@@ -385,12 +434,14 @@ class VideoVAE(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "VideoVAE":
         """Move or cast the weights (`.to`, `.half`, ...), and with them the computation."""
-        before = self.conv2.weight.dtype, None if self.conv1 is None else self.conv1.weight.dtype
+        networks = self.decoder, self.decoder if self.encoder is None else self.encoder
+        before = [next(network.parameters()).dtype for network in networks]
         super()._apply(fn, recurse)
-        if self.conv2.weight.dtype != before[0]:
-            self.dtype = self.conv2.weight.dtype
-        if self.conv1 is None:
+        after = [next(network.parameters()).dtype for network in networks]
+        if after[0] != before[0]:
+            self.dtype = after[0]
+        if self.encoder is None:
             self.encode_dtype = self.dtype
-        elif self.conv1.weight.dtype != before[1]:
-            self.encode_dtype = self.conv1.weight.dtype
+        elif after[1] != before[1]:
+            self.encode_dtype = after[1]
         return self

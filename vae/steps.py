@@ -10,7 +10,7 @@ from torch import Tensor
 from ..kernels import use_quality
 from . import cudnn, graphs
 from .cache import TemporalCache
-from .eager import eager
+from .compiling import eager
 from .inputs import canonical, to_unit
 from .network import Layer
 from .precision import full_float32

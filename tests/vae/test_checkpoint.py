@@ -233,7 +233,7 @@ def test_a_file_of_other_things_says_so(tmp_path, content):
         ([], ["not a Wan", "0 keys"]),
         (["decoder.middle.0.residual.0.gamma", "decoder.upsamples.0.upsamples.0.residual.2.weight"],
          ["decoder.conv1.weight"]),
-        (["decoder.up_blocks.2.upsamplers.0.upscale_conv.weight"], ["SeedVR2"]),
+        (["decoder.up_blocks.2.upsamplers.0.upscale_conv.weight"], ["decoder.conv_in.weight"]),
         (["decoder.middle.0.residual.0.gamma"], ["decoder.conv1.weight"]),
     ],
 )  # fmt: skip
@@ -345,7 +345,20 @@ def test_shared_weights_are_those_of_the_source_where_they_can_be():
     assert torch.equal(shared.decode(latent), load_vae(state, dtype=torch.float32).decode(latent))
 
 
-@pytest.mark.parametrize("key", ["decoder.up_blocks.2.upsamplers.0.upscale_conv.weight", "x"])
+@pytest.mark.parametrize("key", ["first_stage_model.decoder.up.0.block.0.conv1.weight", "x"])
 def test_another_network_is_an_error_of_its_own(key):
-    with pytest.raises(LayoutError):
+    with pytest.raises(LayoutError, match="not a Wan, Qwen-Image or SeedVR2 VAE"):
         read_checkpoint({key: torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "decoder.middle.0.residual.0.gamma",
+        "decoder.up_blocks.2.upsamplers.0.upscale_conv.weight",
+    ],
+)
+def test_a_known_network_that_is_not_whole_is_not_another_one(key):
+    with pytest.raises(ValueError, match=r"has no decoder\.conv") as error:
+        read_checkpoint({key: torch.zeros(1)})
+    assert not isinstance(error.value, LayoutError)

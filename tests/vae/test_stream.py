@@ -11,13 +11,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.vae import conv, load_vae
+from fast_video_vae.tests.seedvr2 import SCALE, random_seedvr2
+from fast_video_vae.vae import conv, load_vae, model
 from fast_video_vae.vae.stream import rechunk
 
 
 @pytest.fixture(scope="module")
 def vae():
     return load_vae(random_state_dict(8), dtype=torch.float32)
+
+
+def joined(stream):
+    return torch.cat(list(stream), dim=2)
 
 
 def lengths(pieces, size):
@@ -221,3 +226,35 @@ def test_a_dtype_for_once_is_that_of_the_frames():
     # Some 30 roundings of half a bf16 ulp, one after the other.
     assert (rounded - expected).norm() < 30 * 2**-9 * expected.norm()
     assert vae.dtype == torch.float32
+
+
+def test_a_limit_for_once_rules_the_steps_of_that_stream_alone(vae, monkeypatch):
+    limits = []
+    real = model.make_plan
+
+    def plan(*arguments, **options):
+        limits.append(arguments[4])
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(model, "make_plan", plan)
+    latent, frames = torch.randn(1, 16, 3, 2, 2), torch.rand(1, 3, 9, 16, 16)
+    expected, encoded = vae.decode(latent), vae.encode(frames)
+    for stream, wanted in (
+        (vae.decode_stream(latent, limit_bytes=1), expected),
+        (vae.encode_stream(frames, limit_bytes=2), encoded),
+        (vae.mean_stream(frames, limit_bytes=3), encoded),
+    ):
+        assert (joined(stream) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    vae.encode_chunk(16, 16, limit_bytes=4)
+    assert limits == [None, None, 1, 2, 3, 4]
+    monkeypatch.setattr(vae, "limit_bytes", 5)
+    joined(vae.decode_stream(latent))
+    joined(vae.decode_stream(latent, limit_bytes=6))
+    assert limits[6:] == [5, 6]
+
+
+def test_the_bare_mean_of_seedvr2_is_what_its_latents_are_scaled_from():
+    scaled = load_vae(random_seedvr2(), dtype=torch.float32)
+    frames = torch.rand(1, 3, 5, 16, 16) * 2 - 1
+    mean = joined(scaled.mean_stream(frames))
+    assert torch.equal(mean * SCALE, scaled.encode(frames))

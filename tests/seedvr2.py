@@ -1,0 +1,107 @@
+"""Random weights of SeedVR2's layout, and ComfyUI's VAE that holds narrow ones.
+
+`from fast_video_vae.tests.seedvr2 import random_seedvr2`; `conftest.py` makes that name.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fast_video_vae.tests.builders import spread
+
+# Widths of the stages, full size first: as published, and the narrowest that the 32 groups of the
+# norms and a stage of each kind allow.
+WIDTHS = (128, 256, 512, 512)
+NARROW = (32, 64, 96, 96)
+
+SCALE = 0.9152
+
+
+def seedvr2_shapes(
+    widths: Sequence[int] = WIDTHS,
+    decoder_widths: Sequence[int] | None = None,
+    *,
+    latents: int = 16,
+    channels: int = 3,
+) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor, as in `ema_vae_fp16.safetensors`.
+
+    Written from models/video_vae_v3/s8_c16_t4_inflation_sd3.yaml and attn_video_vae.py of SeedVR.
+
+    Args:
+        widths: Channels of the encoder's stages, full size first.
+        decoder_widths: Those of the decoder, full size first; None: the same.
+        latents: Channels of the latent.
+        channels: Channels of a frame.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def conv(name: str, out: int, into: int, *kernel: int) -> None:
+        shapes[f"{name}.weight"] = (out, into, *kernel)
+        shapes[f"{name}.bias"] = (out,)
+
+    def norm(name: str, width: int) -> None:
+        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (width,)
+
+    def residual(name: str, into: int, out: int) -> None:
+        norm(f"{name}.norm1", into)
+        conv(f"{name}.conv1", out, into, 3, 3, 3)
+        norm(f"{name}.norm2", out)
+        conv(f"{name}.conv2", out, out, 3, 3, 3)
+        if into != out:
+            conv(f"{name}.conv_shortcut", out, into, 1, 1, 1)
+
+    def middle(name: str, width: int) -> None:
+        residual(f"{name}.resnets.0", width, width)
+        norm(f"{name}.attentions.0.group_norm", width)
+        for part in ("to_q", "to_k", "to_v", "to_out.0"):
+            conv(f"{name}.attentions.0.{part}", width, width)
+        residual(f"{name}.resnets.1", width, width)
+
+    last = len(widths) - 1
+    before = widths[0]
+    conv("encoder.conv_in", before, channels, 3, 3, 3)
+    for stage, width in enumerate(widths):
+        for index in range(2):
+            name = f"encoder.down_blocks.{stage}.resnets.{index}"
+            residual(name, width if index else before, width)
+        if stage < last:
+            taps = 3 if stage else 1  # the first shrinks the frames alone, not their number
+            conv(f"encoder.down_blocks.{stage}.downsamplers.0.conv", width, width, taps, 3, 3)
+        before = width
+    middle("encoder.mid_block", before)
+    norm("encoder.conv_norm_out", before)
+    conv("encoder.conv_out", 2 * latents, before, 3, 3, 3)
+
+    widths = (widths if decoder_widths is None else decoder_widths)[::-1]
+    before = widths[0]
+    conv("decoder.conv_in", before, latents, 3, 3, 3)
+    middle("decoder.mid_block", before)
+    for stage, width in enumerate(widths):
+        for index in range(3):
+            name = f"decoder.up_blocks.{stage}.resnets.{index}"
+            residual(name, width if index else before, width)
+        if stage < last:
+            name = f"decoder.up_blocks.{stage}.upsamplers.0"
+            growth = (
+                8 if stage < 2 else 4
+            )  # twice as high and wide, and twice as many but for the last
+            conv(f"{name}.upscale_conv", growth * width, width, 1, 1, 1)
+            conv(f"{name}.conv", width, width, 3, 3, 3)
+        before = width
+    norm("decoder.conv_norm_out", before)
+    conv("decoder.conv_out", channels, before, 3, 3, 3)
+    return shapes
+
+
+def random_seedvr2(
+    widths: Sequence[int] = NARROW,
+    decoder_widths: Sequence[int] | None = None,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **shape: int,
+) -> dict[str, Tensor]:
+    """Random weights under the original names, well-behaved as `random_state_dict`'s."""
+    return spread(seedvr2_shapes(widths, decoder_widths, **shape), seed, dtype)

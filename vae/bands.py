@@ -1,0 +1,144 @@
+"""A norm and its convolution in bands of rows, where a frame at once takes too much memory.
+
+A tile is never exact under a norm over the frame. A band is: the statistics are those of the whole
+frame, and each band has a row more at either side for the convolution, zeros beyond the picture.
+Only the convolution's input, the frames it saw last among them, is made band by band; it is the
+largest of what a layer takes.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .cache import TemporalCache
+from .causal import CausalConv3d
+
+
+class BandNorm(Protocol):
+    """A norm that can do its two steps apart."""
+
+    def statistics(self, x: Tensor) -> Tensor:
+        """What it needs to know of whole frames."""
+        ...
+
+    def silu(self, x: Tensor, *, out: Tensor, statistics: Tensor | None = None) -> Tensor:
+        """Norm and SiLU of some rows of them, into `out`."""
+        ...
+
+
+# Bands are a detour, taken from so many times the size of a band on.
+_WORTH_IT = 4
+
+
+def rows_of(conv: CausalConv3d, x: Tensor, cache: TemporalCache) -> int:
+    """Rows of a band, whose convolution's input is of about `cache.band_bytes`.
+
+    Args:
+        conv: The convolution.
+        x: Its input, `[B, C, T, H, W]`.
+        cache: The state of the video.
+
+    Returns:
+        The height of `x` where it need not be divided.
+    """
+    batch, channels, frames, height, width = x.shape
+    if cache.band_bytes is None or torch.is_grad_enabled():
+        return height
+    frames += 0 if cache.first else conv.context
+    row_bytes = max(1, batch * channels * frames * width * x.element_size())
+    if row_bytes * height <= _WORTH_IT * cache.band_bytes:
+        return height
+    return max(1, cache.band_bytes // row_bytes - 2 * conv.padding)
+
+
+def convolve(
+    conv: CausalConv3d,
+    norm: BandNorm,
+    x: Tensor,
+    cache: TemporalCache,
+    residual: Tensor | None,
+    rows: int,
+) -> Tensor:
+    """Convolve `norm(x)` causally, some rows at a time.
+
+    Args:
+        conv: A convolution of one pixel at a time, with the first frame before the video.
+        norm: Norm and SiLU before it.
+        x: `[B, C_in, T, H, W]`, channels-last.
+        cache: Gives the frames before `x`, and keeps the last of them.
+        residual: `[B, C_out, T, H, W]`, added; its memory becomes the result.
+        rows: Of a band.
+
+    Returns:
+        `[B, C_out, T, H, W]`, channels-last.
+    """
+    batch, _, frames, height, width = x.shape
+    statistics = norm.statistics(x)
+    out = residual
+    if out is None:
+        memory = (batch, frames, height, width, conv.weight.shape[0])
+        out = x.new_empty(memory).movedim(-1, 1)
+    keeps = _Tail(conv, x, cache)
+    for top in range(0, height, rows):
+        bottom = min(height, top + rows)
+        window = keeps.window(top, bottom)
+        above, below = max(0, top - conv.padding), min(height, bottom + conv.padding)
+        inner = slice(above - top + conv.padding, below - top + conv.padding)
+        fresh = window[:, :, window.shape[2] - frames :, inner]
+        norm.silu(x[:, :, :, above:below], out=fresh, statistics=statistics)
+        keeps.remember(window, top, bottom)
+        part = out[:, :, :, top:bottom]
+        y = conv.of_window(window, cache)
+        if residual is None:
+            part.copy_(y)
+        else:
+            part += y
+    keeps.finish()
+    return out
+
+
+class _Tail:
+    """The frames that a convolution saw last, while they are replaced band by band.
+
+    A band still needs the last rows of the one above as they were, so that what replaces these
+    waits for it.
+    """
+
+    def __init__(self, conv: CausalConv3d, x: Tensor, cache: TemporalCache) -> None:
+        self._conv, self._x, self._cache = conv, x, cache
+        self._known = 0 if cache.first else conv.context
+        self._tail = None if cache.lone or not conv.context else cache.tail(conv, conv.context, x)
+        self._waiting: tuple[slice, Tensor] | None = None
+
+    def window(self, top: int, bottom: int) -> Tensor:
+        """Memory for the input of a band: what was seen last is there, and zeros at the border."""
+        batch, channels, frames, height, width = self._x.shape
+        pad = self._conv.padding
+        shape = (batch, channels, self._known + frames, bottom - top + 2 * pad, width)
+        window = self._cache.scratch(shape, self._x)
+        above, below = max(0, top - pad), min(height, bottom + pad)
+        first, last = above - top + pad, below - top + pad
+        window[:, :, :, :first].zero_()
+        window[:, :, :, last:].zero_()
+        if self._known:
+            assert self._tail is not None
+            window[:, :, : self._known, first:last] = self._tail[:, :, :, above:below]
+        self.finish()
+        return window
+
+    def remember(self, window: Tensor, top: int, bottom: int) -> None:
+        """Keep the last frames of a band that is filled."""
+        if self._tail is None:
+            return
+        pad, context = self._conv.padding, self._conv.context
+        last = window[:, :, -context:, pad : pad + bottom - top]
+        self._waiting = slice(top, bottom), last.expand(-1, -1, context, -1, -1).clone()
+
+    def finish(self) -> None:
+        """Put what waits into its place."""
+        if self._waiting is not None:
+            assert self._tail is not None
+            rows, frames = self._waiting
+            self._tail[:, :, :, rows] = frames
+            self._waiting = None
