@@ -5,6 +5,7 @@ video twice on the device; `swap.py` makes it. What is said of ComfyUI here was 
 and comfy/model_management.py of 0.33.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 
 import comfy.model_management
@@ -21,7 +22,8 @@ from .progress import Progress
 # much. More would push the diffusion model out for nothing.
 _LIMIT_BYTES = 4 << 30
 
-# Where nothing else fits: tiles of so many latents a side, one size after the other.
+# Where nothing else fits: tiles of so many latents a side, one size after the other. Of SeedVR2,
+# which cannot be cut, no more than the memory that they would take.
 _TILES = (64, 32, 16)
 
 
@@ -33,6 +35,15 @@ class FastVAE(comfy.sd.VAE):
     """
 
     first_stage_model: FastVideoVAE
+
+    @property
+    def format_encoded(self) -> Callable[[Tensor], Tensor] | None:
+        """What ComfyUI's own methods make a LATENT with, of what the network gives; None: nothing.
+
+        It belongs to the network that there is now: ComfyUI puts another one into copies.
+        """
+        model = self.first_stage_model
+        return model.comfy_format_encoded if model.is_seedvr2 else None
 
     def decode(
         self,
@@ -47,16 +58,18 @@ class FastVAE(comfy.sd.VAE):
         """Decode latents into an IMAGE.
 
         Args:
-            samples_in: `[B, C_latent, t, h, w]`, or `[B, C_latent, h, w]`, not normalised.
+            samples_in: `[B, C_latent, t, h, w]`, or `[B, C_latent, h, w]` for pictures (of SeedVR2
+                `[B, C_latent * t, h, w]` for videos), not normalised.
             vae_options: Options of other VAEs, which mean nothing here.
             chunk: Latents per step; -1: all; None: as chosen for the VAE.
             dtype: Of this decode; None: that of the VAE.
             tiles: Width, height and overlap, in latents, of the tiles that are the last resort when
-                memory runs out.
+                memory runs out; of SeedVR2, which is never cut, the size whose memory is the limit.
             newer: What a newer ComfyUI may say.
 
         Returns:
-            `[B, T, H, W, C]`, or `[B, H, W, C]`, contiguous, in [0, 1] on the output device.
+            `[B, T, H, W, C]`, or `[B, H, W, C]` for pictures, contiguous, in [0, 1] on the output
+            device.
 
         Raises:
             ValueError: The latents have another shape or dtype, or are not finite.
@@ -65,26 +78,30 @@ class FastVAE(comfy.sd.VAE):
             return super().decode(samples_in, vae_options or {}, **newer)
         if self.latent_dim == 2 and samples_in.ndim == 5:
             samples_in = samples_in[:, :, 0]
-        if samples_in.ndim == 4:
-            one = samples_in.unsqueeze(2)
-            return self._decoded(one, chunk=chunk, dtype=dtype, tiles=tiles).squeeze(1)
-        return self._decoded(samples_in, chunk=chunk, dtype=dtype, tiles=tiles)
+        self.throw_exception_if_invalid()
+        model = self.first_stage_model
+        latent = samples_in.reshape(model.video_shape(samples_in.shape))
+        images = self._decoded(latent, chunk=chunk, dtype=dtype, tiles=tiles)
+        return images.squeeze(1) if samples_in.ndim == 4 and not model.is_seedvr2 else images
 
     def _decoded(
         self,
-        samples_in: Tensor,
+        latent: Tensor,
         *,
         chunk: int | None,
         dtype: torch.dtype | None,
         tiles: tuple[int, int, int] | None,
     ) -> Tensor:
         """Check `[B, C_latent, t, h, w]` and decode it in the first way that fits."""
-        self.throw_exception_if_invalid()
-        self.first_stage_model.check_latent(samples_in)
-        ways: list[Callable[[], Tensor]] = [lambda: self._decode(samples_in, chunk, dtype)] * 2
+        model = self.first_stage_model
+        model.check_latent(latent)
+        way = functools.partial(self._decode, latent, chunk, dtype)
+        if model.is_seedvr2:
+            limits = self._limits(tiles and tiles[:2], lone=latent.shape[2] == 1)
+            return self._first("decode", [functools.partial(way, limit) for limit in limits])
         sizes = [(size, size, size // 4) for size in _TILES] if tiles is None else [tiles]
-        ways += [lambda size=size: self._decode_in_tiles(samples_in, *size) for size in sizes]
-        return self._first("decode", ways)
+        cut = [functools.partial(self._decode_in_tiles, latent, *size) for size in sizes]
+        return self._first("decode", [way, way, *cut])
 
     def decode_tiled(
         self,
@@ -102,7 +119,8 @@ class FastVAE(comfy.sd.VAE):
 
         Args:
             samples: As for `decode`.
-            tile_x: Width of a tile in latents, should memory run out.
+            tile_x: Width of a tile in latents, should memory run out; of SeedVR2, which is never
+                cut, a step may take the memory of such a tile.
             tile_y: Height of one.
             overlap: Latents by which they overlap.
             tile_t: Unused.
@@ -128,6 +146,7 @@ class FastVAE(comfy.sd.VAE):
         *,
         chunk: int | None = None,
         dtype: torch.dtype | None = None,
+        tile: tuple[int, int] | None = None,
         **newer: object,
     ) -> Tensor:
         """Encode an IMAGE.
@@ -139,11 +158,12 @@ class FastVAE(comfy.sd.VAE):
                 says.
             chunk: Latents per step; -1: all; None: as chosen for the VAE.
             dtype: Of this encode; None: that of the VAE.
+            tile: Width and height, in latents, of the size whose memory is the limit of SeedVR2.
             newer: What a newer ComfyUI may say.
 
         Returns:
             `[B, C_latent, t, H / 8, W / 8]`, or `[N, C_latent, H / 16, W / 16]` of a VAE of
-            pictures; not normalised, on the output device.
+            pictures; not normalised (of SeedVR2 scaled), on the output device.
 
         Raises:
             ValueError: The images have another shape or dtype, or are not finite; or the VAE has no
@@ -153,12 +173,14 @@ class FastVAE(comfy.sd.VAE):
             return super().encode(pixel_samples, not_video=bool(not_video), **newer)
         self.throw_exception_if_invalid()
         video = self._as_video(pixel_samples, self.not_video if not_video is None else not_video)
-        ways: list[Callable[[], Tensor]] = [lambda: self._encode(video, chunk, dtype)] * 2
+        way = functools.partial(self._encode, video, chunk, dtype)
+        if self.first_stage_model.is_seedvr2:
+            limits = self._limits(tile, encode=True, lone=video.shape[2] == 1)
+            return self._first("encode", [functools.partial(way, limit) for limit in limits])
         if self.latent_dim == 2:
-            ways.append(lambda: self.encode_tiled_(video[:, :, 0]).unsqueeze(2))
-            return self._first("encode", ways).squeeze(2)
-        ways.append(lambda: self.encode_tiled_3d(video))
-        return self._first("encode", ways)
+            tiled = functools.partial(self.encode_tiled_, video[:, :, 0])
+            return self._first("encode", [way, way, lambda: tiled().unsqueeze(2)]).squeeze(2)
+        return self._first("encode", [way, way, functools.partial(self.encode_tiled_3d, video)])
 
     def encode_tiled(
         self,
@@ -174,9 +196,10 @@ class FastVAE(comfy.sd.VAE):
 
         Args:
             pixel_samples: As for `encode`.
-            tile_x: Unused, as are the others: the stream is exact and its memory bounded.
-            tile_y: Unused.
-            overlap: Unused.
+            tile_x: Width of a tile in pixels. Nothing is cut; of SeedVR2 a step may take the memory
+                of such a tile.
+            tile_y: Height of one.
+            overlap: Unused, as are the others: the stream is exact and its memory bounded.
             tile_t: Unused.
             overlap_t: Unused.
             newer: What a newer ComfyUI may say.
@@ -188,25 +211,40 @@ class FastVAE(comfy.sd.VAE):
             return super().encode_tiled(
                 pixel_samples, tile_x, tile_y, overlap, tile_t, overlap_t, **newer
             )
-        return self.encode(pixel_samples)
+        if tile_x is None or tile_y is None:
+            return self.encode(pixel_samples)
+        step = self.spacial_compression_encode()
+        return self.encode(pixel_samples, tile=(tile_x // step, tile_y // step))
 
-    def memory_used_decode(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Bytes that decoding a latent `[B, C_latent, t, h, w]` takes, for one of the batch."""
-        frames = shape[2] if len(shape) == 5 else 1
-        return self.first_stage_model.memory_bytes(
+    def memory_used_decode(
+        self, shape: torch.Size, dtype: torch.dtype, limit_bytes: int | None = None
+    ) -> int:
+        """Bytes that decoding a latent of this shape takes, for one of the batch."""
+        model = self.first_stage_model
+        return model.memory_bytes(
             *(self.spacial_compression_encode() * size for size in shape[-2:]),
-            lone=frames == 1,
-            limit_bytes=_LIMIT_BYTES,
+            lone=model.video_shape(shape)[2] == 1,
+            limit_bytes=limit_bytes or _LIMIT_BYTES,
         )
 
-    def memory_used_encode(self, shape: torch.Size, dtype: torch.dtype) -> int:
+    def memory_used_encode(
+        self, shape: torch.Size, dtype: torch.dtype, limit_bytes: int | None = None
+    ) -> int:
         """Bytes that encoding frames `[B, C, T, H, W]` takes, for one of the batch."""
         return self.first_stage_model.memory_bytes(
             *shape[-2:],
             encode=True,
             lone=len(shape) == 4 or shape[2] <= self.first_stage_model.config.temporal_compression,
-            limit_bytes=_LIMIT_BYTES,
+            limit_bytes=limit_bytes or _LIMIT_BYTES,
         )
+
+    def vae_encode_crop_pixels(self, pixels: Tensor) -> Tensor:
+        """Crop `[..., H, W, C]` about the centre in space alone; drop or add channels."""
+        if pixels.ndim < 5:
+            return super().vae_encode_crop_pixels(pixels)
+        # A video of its own batch would be cropped in time too.
+        pictures = super().vae_encode_crop_pixels(pixels.flatten(0, -4))
+        return pictures.unflatten(0, pixels.shape[:-3])
 
     def get_sd(self) -> dict[str, Tensor]:
         """The weights, in the memory order that files have."""
@@ -216,9 +254,27 @@ class FastVAE(comfy.sd.VAE):
             for key, value in weights.items()
         }
 
-    def _decode(self, latent: Tensor, chunk: int | None, dtype: torch.dtype | None) -> Tensor:
+    def _limits(
+        self, tile: tuple[int, int] | None, *, encode: bool = False, lone: bool = False
+    ) -> list[int | None]:
+        """Memory for one try of SeedVR2 after the other, in bytes; None: as there is."""
+        limit = functools.partial(self.first_stage_model.tile_limit, encode=encode, lone=lone)
+        most = None if tile is None else limit(*tile)
+        smaller = [limit(size, size) for size in _TILES]
+        return [most, most, *(each for each in smaller if most is None or each < most)]
+
+    def _decode(
+        self,
+        latent: Tensor,
+        chunk: int | None,
+        dtype: torch.dtype | None,
+        limit_bytes: int | None = None,
+    ) -> Tensor:
         """Stream `[B, C_latent, t, h, w]` into a new IMAGE."""
-        together = self._load(self.memory_used_decode(latent.shape, self.vae_dtype), latent)
+        together = self._load(
+            self.memory_used_decode(latent.shape, self.vae_dtype, limit_bytes),
+            latent if limit_bytes is None else None,
+        )
         model = self.first_stage_model
         batch, channels, frames, height, width = model.config.decoded_shape(latent.shape)
         with kept():
@@ -231,7 +287,11 @@ class FastVAE(comfy.sd.VAE):
         for start in range(0, batch, together):
             part = images[start : start + together]
             stream = model.decode_stream(
-                latent[start : start + together], chunk or model.chunk, dtype, images=part
+                latent[start : start + together],
+                chunk or model.chunk,
+                dtype,
+                images=part,
+                limit_bytes=limit_bytes,
             )
             at = 0
             for piece in stream:
@@ -259,12 +319,21 @@ class FastVAE(comfy.sd.VAE):
         )
         return frames.movedim(1, -1).contiguous()
 
-    def _encode(self, video: Tensor, chunk: int | None, dtype: torch.dtype | None) -> Tensor:
+    def _encode(
+        self,
+        video: Tensor,
+        chunk: int | None,
+        dtype: torch.dtype | None,
+        limit_bytes: int | None = None,
+    ) -> Tensor:
         """Stream `[B, C, T, H, W]` in [0, 1] into new latents."""
-        together = self._load(self.memory_used_encode(video.shape, self.vae_dtype), video)
+        together = self._load(
+            self.memory_used_encode(video.shape, self.vae_dtype, limit_bytes),
+            video if limit_bytes is None else None,
+        )
         model = self.first_stage_model
         batch, _, frames, height, width = video.shape
-        chunk = chunk or model.chunk or model.encode_chunk(height, width, dtype)
+        chunk = chunk or model.chunk or model.encode_chunk(height, width, dtype, limit_bytes)
         count = model.config.latent_frames(frames)
         progress = Progress(batch * count)
         streams = []
@@ -272,11 +341,12 @@ class FastVAE(comfy.sd.VAE):
             part = video[start : start + together]
             whole = self.process_input(part) if count == 1 else self._pieces(part, chunk)
             done = []
-            for latent in model.encode_stream(whole, chunk, dtype):
+            for latent in model.mean_stream(whole, chunk, dtype, limit_bytes):
                 done.append(latent.to(self.output_device, self.vae_output_dtype()))
                 progress.passed(latent.shape[0] * latent.shape[2])
             streams.append(torch.cat(done, dim=2))
-        return torch.cat(streams)
+        means = torch.cat(streams)
+        return means if self.format_encoded is None else self.format_encoded(means)
 
     def _pieces(self, video: Tensor, chunk: int) -> Iterator[Tensor]:
         """The frames in [-1, 1]: the first, then as many at a time as a step takes."""
@@ -297,7 +367,6 @@ class FastVAE(comfy.sd.VAE):
             raise ValueError(
                 f"pixels is {height} x {width} (H x W); expected at least {step} x {step}"
             )
-        # A video of its own batch would be cropped in time too.
         cropped = self.vae_encode_crop_pixels(pixels.flatten(0, -4))
         channels_first = cropped.movedim(-1, 1)  # [N, C, H, W]
         if pixels.ndim == 5:

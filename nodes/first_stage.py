@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..vae import VAEConfig, VideoVAE
-from ..vae.eager import eager
+from ..vae import SEEDVR2, VAEConfig, VideoVAE, eager
 from .progress import Progress, stop_between_layers
 
 
@@ -28,6 +27,10 @@ class FastVideoVAE(VideoVAE):
         comfy_has_chunked_io: Tells ComfyUI that `decode` writes into a buffer of its, and that
             `encode` fetches its input by itself.
         chunk: Latents per step; -1: all; None: chosen from size and memory.
+        is_seedvr2: The VAE is SeedVR2's, whose module in ComfyUI has forms of its own: it gives the
+            bare mean, which ComfyUI scales by `comfy_format_encoded`, without the dimension of
+            time where there is one latent; and takes latents of four dimensions with that time in
+            their channels.
     """
 
     comfy_has_chunked_io = True
@@ -41,14 +44,15 @@ class FastVideoVAE(VideoVAE):
     ) -> None:
         super().__init__(config, dtype, encode_dtype, quality)
         self.chunk: int | None = None
+        self.is_seedvr2 = config.family == SEEDVR2
         for network in (self.encoder, self.decoder):
             if network is not None:
-                stop_between_layers(network)
+                stop_between_layers(network.layers())
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.conv2.weight.device
+        return next(self.decoder.parameters()).device
 
     @device.setter
     def device(self, value: torch.device) -> None:
@@ -58,16 +62,14 @@ class FastVideoVAE(VideoVAE):
         """Shape of the frames of a latent: what ComfyUI makes the buffer for `decode` of.
 
         Args:
-            shape: `[B, C_latent, t, h, w]`, or `[B, C_latent, h, w]` for pictures.
+            shape: That of a latent, as `decode` takes it.
 
         Returns:
-            `[B, C, T, H, W]`, or `[B, C, H, W]`.
+            `[B, C, T, H, W]`, or `[B, C, H, W]` for pictures.
         """
-        if len(shape) == 4:
-            one = (*shape[:2], 1, *shape[2:])
-            batch, channels, _, height, width = self.config.decoded_shape(one)
-            return batch, channels, height, width
-        return self.config.decoded_shape(shape)
+        decoded = self.config.decoded_shape(self.video_shape(shape))
+        is_picture = len(shape) == 4 and not self.is_seedvr2
+        return (*decoded[:2], *decoded[3:]) if is_picture else decoded
 
     @eager
     def decode(
@@ -76,7 +78,8 @@ class FastVideoVAE(VideoVAE):
         """Decode a latent.
 
         Args:
-            latent: `[B, C_latent, t, h, w]`, or `[B, C_latent, h, w]`, not normalised.
+            latent: `[B, C_latent, t, h, w]`, or `[B, C_latent, h, w]` for pictures (of SeedVR2
+                `[B, C_latent * t, h, w]` for videos), not normalised, as in a LATENT.
             output_buffer: Where to write the frames, of any dtype, strides and device; None: a new
                 tensor, channels-last, on the device.
             vae_options: Options of other VAEs, which mean nothing here.
@@ -87,7 +90,7 @@ class FastVideoVAE(VideoVAE):
         Raises:
             ValueError: The latent has another shape or dtype, or is not finite.
         """
-        return self._decode(latent, output_buffer, self.chunk)
+        return self._decode(latent, output_buffer, self.chunk, None)
 
     @eager
     def decode_tiled(
@@ -103,16 +106,19 @@ class FastVideoVAE(VideoVAE):
 
         Args:
             latent: As for `decode`.
-            tile_x: Unused, as are the others: nothing is cut, so that nothing has seams.
-            tile_y: Unused.
-            overlap: Unused.
+            tile_x: Width of a tile in latents. Nothing is cut, so that nothing has seams; of
+                SeedVR2 a step may take the memory of such a tile.
+            tile_y: Height of one.
+            overlap: Unused, as are the others.
             tile_t: Unused.
             overlap_t: Unused.
 
         Returns:
             As `decode`, channels-last.
         """
-        return self._decode(latent, None, 1)
+        lone = self.video_shape(latent.shape)[2:3] == (1,)
+        limit = self.tile_limit(tile_x, tile_y, lone=lone)
+        return self._decode(latent, None, 1, limit)
 
     @eager
     def encode(self, frames: Tensor, device: torch.device | None = None) -> Tensor:
@@ -125,21 +131,16 @@ class FastVideoVAE(VideoVAE):
                 ComfyUI has brought there.
 
         Returns:
-            The mean of the posterior, `[B, C_latent, t, h, w]` or `[B, C_latent, h, w]`.
+            The mean of the posterior, not scaled, `[B, C_latent, t, h, w]`, or `[B, C_latent, h,
+            w]` where there were four dimensions (of SeedVR2: where there is one latent).
 
         Raises:
             ValueError: The frames have another shape or dtype, or are not finite; or the checkpoint
                 has no encoder.
         """
-        if frames.ndim == 4:
-            return self.encode(frames.unsqueeze(2)).squeeze(2)
-        frames = self.whole_groups(frames)
-        progress = Progress(frames.shape[0] * self.config.latent_frames(frames.shape[2]))
-        pieces = []
-        for latent in self.encode_stream(frames, self.chunk):
-            progress.passed(latent.shape[0] * latent.shape[2])
-            pieces.append(latent)
-        return torch.cat(pieces, dim=2)
+        latent = self._encode(frames, None)
+        is_flat = latent.shape[2] == 1 if self.is_seedvr2 else frames.ndim == 4
+        return latent.squeeze(2) if is_flat else latent
 
     @eager
     def encode_tiled(
@@ -155,30 +156,102 @@ class FastVideoVAE(VideoVAE):
 
         Args:
             frames: As for `encode`.
-            tile_x: Unused, as are the others.
-            tile_y: Unused.
-            overlap: Unused.
+            tile_x: Width of a tile in pixels. Nothing is cut; of SeedVR2 a step may take the memory
+                of such a tile.
+            tile_y: Height of one.
+            overlap: Unused, as are the others.
             tile_t: Unused.
             overlap_t: Unused.
 
         Returns:
-            As `encode`.
+            As `encode`; of SeedVR2 always with five dimensions.
         """
-        return self.encode(frames)
+        step = self.config.spatial_compression
+        lone = frames.ndim == 4 or frames.shape[2] <= self.config.temporal_compression
+        limit = None
+        if tile_x is not None and tile_y is not None:
+            limit = self.tile_limit(tile_x // step, tile_y // step, encode=True, lone=lone)
+        latent = self._encode(frames, limit)
+        return latent.squeeze(2) if frames.ndim == 4 and not self.is_seedvr2 else latent
+
+    def comfy_format_encoded(self, latent: Tensor) -> Tensor:
+        """What a LATENT holds: what `encode` gave, scaled, and with the dimension of time.
+
+        Args:
+            latent: `[B, C_latent, t, h, w]` or `[B, C_latent, h, w]`.
+
+        Returns:
+            `[B, C_latent, t, h, w]`.
+        """
+        video = latent.unsqueeze(2) if latent.ndim == 4 else latent
+        return video * self.config.latent_scale
+
+    def tile_limit(
+        self, tile_x: int | None, tile_y: int | None, *, encode: bool = False, lone: bool = False
+    ) -> int | None:
+        """The memory that stands for tiles of a size, where tiles are not to be had.
+
+        The norms of SeedVR2 are over the whole frame, so that its tiles differ from it however far
+        they overlap.
+
+        Args:
+            tile_x: Width of a tile, in latents.
+            tile_y: Height of one.
+            encode: For encoding; else for decoding.
+            lone: For a video of one frame.
+
+        Returns:
+            Bytes that the shortest steps on one such tile are estimated to take, which are the same
+            wherever the weights are; None for other VAEs, or without a size.
+        """
+        if tile_x is None or tile_y is None or not self.is_seedvr2:
+            return None
+        step = self.config.spatial_compression
+        size = max(1, tile_y) * step, max(1, tile_x) * step
+        return self.memory_bytes(*size, encode=encode, lone=lone, limit_bytes=1)
+
+    def video_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """`[B, C_latent, t, h, w]` for the shape of a latent of four or five dimensions."""
+        if len(shape) != 4:
+            return tuple(shape)
+        batch, channels, height, width = shape
+        latents = self.config.latent_channels
+        if self.is_seedvr2 and channels and channels % latents == 0:
+            return batch, latents, channels // latents, height, width
+        return batch, channels, 1, height, width
 
     def whole_groups(self, frames: Tensor) -> Tensor:
         """Leave out the frames at the end that do not fill a latent, as ComfyUI does."""
         step = self.config.temporal_compression
         return frames[:, :, : frames.shape[2] - (frames.shape[2] - 1) % step]
 
-    def _decode(self, latent: Tensor, buffer: Tensor | None, chunk: int | None) -> Tensor:
+    def _decode(
+        self,
+        latent: Tensor,
+        buffer: Tensor | None,
+        chunk: int | None,
+        limit_bytes: int | None,
+    ) -> Tensor:
         if latent.ndim == 4:
+            video = latent.reshape(self.video_shape(latent.shape))
+            if self.is_seedvr2:
+                return self._decode(video, buffer, chunk, limit_bytes)
             grown = None if buffer is None else buffer.unsqueeze(2)
-            return self._decode(latent.unsqueeze(2), grown, chunk).squeeze(2)
+            return self._decode(video, grown, chunk, limit_bytes).squeeze(2)
         self.check_latent(latent)
         if buffer is None:
             buffer = self.new_frames(latent)
         progress = Progress(buffer.shape[0] * buffer.shape[2])
-        for piece in self.decode_stream(latent, chunk, out=buffer):
+        for piece in self.decode_stream(latent, chunk, out=buffer, limit_bytes=limit_bytes):
             progress.passed(piece.shape[0] * piece.shape[2])
         return buffer
+
+    def _encode(self, frames: Tensor, limit_bytes: int | None) -> Tensor:
+        """The means, `[B, C_latent, t, h, w]`."""
+        frames = self.whole_groups(frames.unsqueeze(2) if frames.ndim == 4 else frames)
+        progress = Progress(frames.shape[0] * self.config.latent_frames(frames.shape[2]))
+        pieces = []
+        for latent in self.mean_stream(frames, self.chunk, limit_bytes=limit_bytes):
+            progress.passed(latent.shape[0] * latent.shape[2])
+            pieces.append(latent)
+        return torch.cat(pieces, dim=2)

@@ -15,7 +15,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 from torch import Tensor, nn
 
-from ..kernels.backend import run_kernel
+from ..kernels import run_kernel
 from .swiglu import Wiring, recognise, saturated
 
 _logger = logging.getLogger(__name__)

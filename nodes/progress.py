@@ -1,6 +1,7 @@
 """What ComfyUI shows of a running encode or decode, and its stop button."""
 
 import time
+from collections.abc import Iterable
 
 import comfy.utils
 import latent_preview
@@ -49,15 +50,13 @@ class Progress:
         return "JPEG", picture, latent_preview.MAX_PREVIEW_RESOLUTION
 
 
-def stop_between_layers(network: nn.Module) -> None:
-    """Check for an interrupt before every block, as ComfyUI's own operations do.
+def stop_between_layers(layers: Iterable[nn.Module]) -> None:
+    """Check for an interrupt before every layer, as ComfyUI's own operations do.
 
     One chunk of large frames can take a CPU minutes.
     """
-    for module in network.children():
-        blocks = module if isinstance(module, nn.ModuleList) else [module]
-        for block in blocks:
-            block.register_forward_pre_hook(_check)
+    for layer in layers:
+        layer.register_forward_pre_hook(_check)
 
 
 def _check(module: nn.Module, inputs: tuple[object, ...]) -> None:

@@ -24,7 +24,11 @@ from .first_stage import FastVideoVAE
 _logger = logging.getLogger(__name__)
 
 # ComfyUI's networks that ours take the place of.
-_WAN_NETWORKS = {("comfy.ldm.wan.vae", "WanVAE"), ("comfy.ldm.wan.vae2_2", "WanVAE")}
+_NETWORKS = {
+    ("comfy.ldm.wan.vae", "WanVAE"),
+    ("comfy.ldm.wan.vae2_2", "WanVAE"),
+    ("comfy.ldm.seedvr.vae", "VideoAutoencoderKLWrapper"),
+}
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,8 @@ def _refusal(vae: comfy.sd.VAE, choice: Choice) -> str | None:
             return "it is fast already"
     elif kind is not comfy.sd.VAE:
         return f"it is a {kind.__name__} of another pack"
-    elif (network.__module__, network.__qualname__) not in _WAN_NETWORKS:
-        return f"its network is {network.__name__}; those of Wan and Qwen-Image are WanVAE"
+    elif (network.__module__, network.__qualname__) not in _NETWORKS:
+        return f"its network is {network.__name__}, not of Wan, Qwen-Image or SeedVR2"
     for name in ("object_patches", "weight_wrapper_patches", "injections", "hook_patches"):
         if getattr(vae.patcher, name, None):
             return f"another node has changed its network ({name})"
@@ -178,13 +182,17 @@ def _swapped(core: comfy.sd.VAE, model: FastVideoVAE) -> FastVAE:
     # The weights are on the device as a whole or not at all, because our convolutions fetch none.
     vae.disable_offload = True
     vae.handles_tiling = True
+    # What is no multiple of a latent would not fill the last one. ComfyUI leaves it to SeedVR2's
+    # convolutions, which see those rows and columns and give no latent for them.
+    vae.crop_input = True
     # What comes in is cast to this, so it is the wider of the two; each is cast again.
     vae.vae_dtype = torch.promote_types(model.dtype, model.encode_dtype)
     vae.size = None
     vae.model_size()
-    # ComfyUI's estimates are attributes of the object; without them ours, of the class, are seen.
-    vae.__dict__.pop("memory_used_decode", None)
-    vae.__dict__.pop("memory_used_encode", None)
+    # ComfyUI's are attributes of the object, and keep its network alive; without them ours, of the
+    # class, are seen.
+    for name in ("memory_used_decode", "memory_used_encode", "format_encoded"):
+        vae.__dict__.pop(name, None)
     small, frames = config.spatial_compression, config.temporal_compression
     large = small * config.output_scale
     if frames == 1:  # a VAE of pictures

@@ -95,10 +95,10 @@ class Load(io.ComfyNode):
             node_id="FastVAE_Load",
             display_name="Load VAE (Fast)",
             category=_CATEGORY,
-            description="Loads the VAE of Wan 2.1, Wan 2.2, Qwen-Image or Qwen-Image 2.1, also "
-            "pruned, 2x, decoder-only, layered (RGBA) or in diffusers' format. The VAE works in "
-            "every node. Other VAEs are loaded as by Load VAE.",
-            search_aliases=["vae loader", "load vae", "wan vae", "qwen vae", "fast vae"],
+            description="Loads the VAE of Wan 2.1, Wan 2.2, Qwen-Image, Qwen-Image 2.1 or SeedVR2, "
+            "also pruned, 2x, decoder-only, layered (RGBA) or in diffusers' format. The VAE works "
+            "in every node. Other VAEs are loaded as by Load VAE.",
+            search_aliases=["load vae", "wan vae", "qwen vae", "seedvr2 vae", "fast vae"],
             inputs=[
                 io.Combo.Input(
                     "vae_name",
@@ -150,7 +150,8 @@ class Accelerate(io.ComfyNode):
             display_name="Accelerate VAE (Fast)",
             category=_CATEGORY,
             description="Takes a VAE from any loader, a checkpoint for example, and gives a fast "
-            "one with the same weights. VAEs of other kinds pass unchanged; the log says why.",
+            "one with the same weights: Wan, Qwen-Image, SeedVR2. VAEs of other kinds pass "
+            "unchanged; the log says why.",
             search_aliases=["fast vae", "speed up vae", "vae accelerate"],
             inputs=[
                 io.Vae.Input("vae", tooltip="It stays as it is; the weights are shared."),
@@ -246,8 +247,8 @@ class Decode(io.ComfyNode):
             display_name="VAE Decode (Fast)",
             category=_CATEGORY,
             description="Decodes latents as VAE Decode does. With a fast VAE the frames leave "
-            "one after the other, without tiles as long as memory suffices. Another VAE decodes "
-            "as it always does.",
+            "one after the other, without tiles as long as memory suffices; SeedVR2's always "
+            "without. Another VAE decodes as it always does.",
             search_aliases=["decode video", "latent to image", "latent to video"],
             inputs=[
                 io.Latent.Input("samples", tooltip="The latents of a video or of images."),
