@@ -21,6 +21,7 @@ import torch  # noqa: E402
 
 from fast_video_vae.tests.benchmarks import record  # noqa: E402
 from fast_video_vae.tests.builders import random_state_dict  # noqa: E402
+from fast_video_vae.tests.seedvr2 import random_seedvr2  # noqa: E402
 from fast_video_vae.tests.wan22 import random_wan22  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
 
@@ -30,10 +31,18 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+def weights(family: str, width: int) -> dict[str, torch.Tensor]:
+    """Random weights of a family for a base width."""
+    if family == "wan2.1":
+        return random_state_dict(width)
+    if family == "seedvr2":
+        return random_seedvr2((width, 2 * width, 4 * width, 4 * width))
+    return random_wan22(width, width)
+
+
 def measure(encode: bool, frames: int, side: int, width: int, family: str) -> dict[str, float]:
     """Run one stream and watch the process."""
-    state = random_state_dict(width) if family == "wan2.1" else random_wan22(width, width)
-    vae = load_vae(state, dtype=torch.float32)
+    vae = load_vae(weights(family, width), dtype=torch.float32)
     channels, step = vae.config.latent_channels, vae.config.spatial_compression
     # Derived weights count as weights.
     list(vae.encode_stream(torch.zeros(1, 3, 5, 2 * step, 2 * step)))
@@ -67,7 +76,7 @@ def main() -> None:
     """Run every case, or with `--case` the one that this process is for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=24, help="base width of the random weights")
-    parser.add_argument("--family", choices=["wan2.1", "wan2.2"], default="wan2.1")
+    parser.add_argument("--family", choices=["wan2.1", "wan2.2", "seedvr2"], default="wan2.1")
     parser.add_argument("--side", type=int, default=256)
     parser.add_argument("--frames", type=int, nargs="+", default=[33, 129])
     parser.add_argument("--out", type=Path, default=record.RESULTS)

@@ -1,8 +1,9 @@
 """Peak memory of a process that loads a full-size VAE from a file and decodes: ours and ComfyUI's.
 
-`python tests/benchmarks/bench_peak.py` writes random weights of Wan 2.2 (705 M parameters) in the
-dtype, and lets each implementation load the file and decode 17 x 128 x 128 three times in a process
-of its own (Linux). Peak and what stays are printed and appended to `results.jsonl`.
+`python tests/benchmarks/bench_peak.py` writes random weights of Wan 2.2 (705 M parameters), or of
+another family, in the dtype, and lets each implementation load the file and decode a clip three
+times in a process of its own (Linux). Peak and what stays are printed and appended to
+`results.jsonl`.
 """
 
 import argparse
@@ -22,15 +23,26 @@ runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its i
 
 from fast_video_vae.tests.benchmarks import record  # noqa: E402
 from fast_video_vae.tests.nodes.host import import_comfyui, why_unavailable  # noqa: E402
+from fast_video_vae.tests.seedvr2 import random_seedvr2  # noqa: E402
 from fast_video_vae.tests.wan22 import random_wan22  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
 
-_SHAPE = (1, 48, 5, 8, 8)
+# Of each family: the weights, what is decoded, and the clip that comes out.
+_FAMILIES = {
+    "wan2.2": (lambda dtype: random_wan22(160, 256, dtype=dtype), (1, 48, 5, 8, 8), "17x128x128"),
+    "seedvr2": (
+        lambda dtype: random_seedvr2((128, 256, 512, 512), dtype=dtype),
+        (1, 16, 2, 16, 16),
+        "5x128x128",
+    ),
+}
 
 
-def measure(name: str, path: str, dtype: torch.dtype, base: Path) -> dict[str, float]:
+def measure(
+    name: str, path: str, dtype: torch.dtype, base: Path, shape: tuple[int, ...]
+) -> dict[str, float]:
     """Load and decode in this process."""
-    latent = torch.randn(_SHAPE, generator=torch.Generator().manual_seed(0))
+    latent = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     if name == "ours":
         decode = load_vae(path, dtype=dtype).decode
     else:
@@ -49,26 +61,29 @@ def measure(name: str, path: str, dtype: torch.dtype, base: Path) -> dict[str, f
 def main() -> None:
     """Run both, or with `--case` the one that this process is for."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--family", choices=_FAMILIES, default="wan2.2")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     dtype = getattr(torch, args.dtype)
+    weights, shape, clip = _FAMILIES[args.family]
     if args.case:
         name, path, base = args.case
-        print(json.dumps(measure(name, path, dtype, Path(base))))
+        print(json.dumps(measure(name, path, dtype, Path(base), shape)))
         return
     names = ["ours"] if why_unavailable() else ["ours", "comfyui"]
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "wan22.safetensors"
-        save_file(random_wan22(160, 256, dtype=dtype), path)
+        path = Path(folder) / "vae.safetensors"
+        save_file(weights(dtype), path)
         for name in names:
             case = ["--case", name, str(path), folder]
-            command = [sys.executable, __file__, "--dtype", args.dtype, *case]
+            command = [sys.executable, __file__, "--family", args.family, "--dtype", args.dtype]
+            command += case
             output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             result = json.loads(output.splitlines()[-1])
-            label = f"load and decode 17x128x128 {args.dtype} wan2.2"
+            label = f"load and decode {clip} {args.dtype} {args.family}"
             logging.info("%-48s %-8s %s", label, name, result)
             record.append(args.out, "bench_peak", label, implementation=name, **result)
 

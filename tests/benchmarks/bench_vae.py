@@ -31,6 +31,7 @@ from fast_video_vae.tests.benchmarks.peers import (  # noqa: E402
     diffusers_vae,
 )
 from fast_video_vae.tests.builders import random_state_dict  # noqa: E402
+from fast_video_vae.tests.seedvr2 import random_seedvr2  # noqa: E402
 from fast_video_vae.tests.wan22 import random_wan22  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
 
@@ -64,7 +65,7 @@ class Case:
         if self.direction == "encode":
             shape = (1, 3, self.frames, self.height, self.width)
             return (torch.rand(shape, generator=generator) * 2 - 1).to(device, dtype)
-        channels, step = (16, 8) if self.family == "wan2.1" else (48, 16)
+        channels, step = (48, 16) if self.family == "wan2.2" else (16, 8)
         shape = (1, channels, (self.frames - 1) // 4 + 1, self.height // step, self.width // step)
         return torch.randn(shape, generator=generator).to(device, dtype)
 
@@ -75,14 +76,17 @@ _SIZES = {
         "cuda": [(1, 1024, 1024), (81, 480, 832), (81, 720, 1280)],
     },
     "wan2.2": {"cpu": [(17, 128, 128)], "cuda": [(1, 1024, 1024), (121, 704, 1280)]},
+    "seedvr2": {"cpu": [(5, 128, 128)], "cuda": [(1, 1024, 1024), (33, 720, 1280)]},
 }
-_WIDTHS = {"wan2.1": 96, "wan2.2": 160}
+_WIDTHS = {"wan2.1": 96, "wan2.2": 160, "seedvr2": 128}
 
 
 def weights(family: str, width: int) -> dict[str, Tensor]:
     """Random weights of a family for the base width of its encoder."""
     if family == "wan2.1":
         return random_state_dict(width)
+    if family == "seedvr2":
+        return random_seedvr2((width, 2 * width, 4 * width, 4 * width))
     return random_wan22(width, width * 256 // 160)
 
 

@@ -1,6 +1,6 @@
 """Other implementations of the same VAE, built from one state dict: the oracles and the rivals.
 
-Each takes the original names of Wan 2.1 and gives a `Peer`: raw latents in and out, the posterior
+Each takes the original names and gives a `Peer`: raw latents in and out, the posterior
 mean, never normalised. A peer that cannot be built raises `PeerUnavailableError` with the reason.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fast_video_vae.tests.builders import diffusers_name
 from fast_video_vae.tests.nodes.host import find_comfyui, where_looked
 from fast_video_vae.tests.wan22 import diffusers_wan22_name
+from fast_video_vae.vae.config import SEEDVR2_KEY
 
 
 class PeerUnavailableError(RuntimeError):
@@ -55,13 +56,24 @@ class Peer:
         return x.to(parameter.device, parameter.dtype)
 
 
+@dataclass(frozen=True)
+class SeedVR2Peer(Peer):
+    """ComfyUI's SeedVR2, whose module gives the mean that ComfyUI then scales."""
+
+    @torch.inference_mode()
+    def encode(self, frames: Tensor) -> Tensor:
+        """`[B, 3, T, H, W]` to a latent, a lone frame's too, as ComfyUI's LATENT carries it."""
+        latent = self.module.encode(self._adapt(frames))
+        return self.module.comfy_format_encoded(latent)
+
+
 def comfyui_vae(
     state: Mapping[str, Tensor],
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Peer:
-    """ComfyUI's own `WanVAE`, without its memory management.
+    """ComfyUI's own class of the layout, without its memory management.
 
     It stays importable for the rest of the process: its folder goes to the end of `sys.path`.
     """
@@ -80,6 +92,9 @@ def comfyui_vae(
     except (ImportError, RuntimeError, AssertionError) as error:
         raise PeerUnavailableError(f"ComfyUI in {root} does not import: {error}") from error
 
+    if SEEDVR2_KEY in state:
+        module = _load(_comfyui_seedvr2(state), state, dtype, device)
+        return SeedVR2Peer("comfyui", version, module, clamps=False)
     if "decoder.upsamples.0.upsamples.0.residual.2.weight" in state:
         return Peer("comfyui", version, _load(_comfyui_wan22(state), state, dtype, device), False)
     with torch.device("meta"):
@@ -104,6 +119,8 @@ def diffusers_vae(
     qwen_image: bool = False,
 ) -> Peer:
     """diffusers' `AutoencoderKLWan`, or its `AutoencoderKLQwenImage` (at most 3 out channels)."""
+    if SEEDVR2_KEY in state:
+        raise PeerUnavailableError("diffusers has no SeedVR2")
     try:
         with _third_party():
             import diffusers
@@ -147,6 +164,20 @@ def _comfyui_wan22(state: Mapping[str, Tensor]) -> nn.Module:
             attn_scales=[],
             temperal_downsample=[False, True, True],
         )
+
+
+def _comfyui_seedvr2(state: Mapping[str, Tensor]) -> nn.Module:
+    """ComfyUI's class of SeedVR2, of any width."""
+    from comfy.ldm.seedvr import vae
+
+    published = vae.BYTEDANCE_BLOCK_OUT_CHANNELS
+    blocks = (f"encoder.down_blocks.{stage}.resnets.0.conv1.weight" for stage in range(4))
+    vae.BYTEDANCE_BLOCK_OUT_CHANNELS = [state[name].shape[0] for name in blocks]
+    try:
+        with torch.device("meta"):
+            return vae.VideoAutoencoderKLWrapper()
+    finally:
+        vae.BYTEDANCE_BLOCK_OUT_CHANNELS = published
 
 
 def _diffusers_wan22(state: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
