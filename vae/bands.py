@@ -77,8 +77,10 @@ def convolve(
     statistics = norm.statistics(x)
     out = residual
     if out is None:
-        memory = (batch, frames, height, width, conv.weight.shape[0])
-        out = x.new_empty(memory).movedim(-1, 1)
+        channels = conv.weight.shape[0]
+        out = cache.reused((batch, channels, frames, height, width), x)
+    if out is None:
+        out = x.new_empty((batch, frames, height, width, channels)).movedim(-1, 1)
     keeps = _Tail(conv, x, cache)
     for top in range(0, height, rows):
         bottom = min(height, top + rows)

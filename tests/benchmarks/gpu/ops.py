@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,6 +127,8 @@ def _forced(session: Session, backend: str, op: str, arguments: Mapping[str, Any
     """Run an op on a backend alone."""
     if backend == "triton" and not session.cuda:
         raise Missing("Triton is for GPUs")
+    if backend == "cuda" and os.environ.get("FAST_VIDEO_VAE_CUDA") != "1":
+        raise Missing("FAST_VIDEO_VAE_CUDA=1 asks for the CUDA C++ kernels, which takes a build")
     try:
         with use_backend(backend):
             return ask(backend, op, **arguments)

@@ -56,6 +56,7 @@ def clips(session: Session) -> list[Clip]:
     """What is coded, what matters most first: the time may not suffice for all."""
     hd, sd = session.pick(((81, 720, 1280), (81, 480, 832)), ((5, 32, 48), (5, 32, 32)))
     full_hd = session.pick((81, 1088, 1920), (9, 32, 48))
+    upscaled = session.pick((33, 720, 1280), (5, 32, 32))
     picture = session.pick((1, 2160, 3840), (1, 48, 64))
     ordered = [
         ("wan2.1", "decode", hd),
@@ -66,6 +67,8 @@ def clips(session: Session) -> list[Clip]:
         ("wan2.1", "encode", picture),
         ("wan2.1", "decode", full_hd),
         ("wan2.1", "encode", full_hd),
+        ("seedvr2", "decode", upscaled),
+        ("seedvr2", "encode", upscaled),
         ("wan2.2", "decode", hd),
         ("wan2.2", "encode", hd),
     ]
