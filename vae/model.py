@@ -49,6 +49,8 @@ class VideoVAE(nn.Module):
             the fastest backend does it. "exact": each op has the very bits of the reference.
         graphs: On a GPU, record the steps of chunks that repeat as a CUDA graph and replay it: less
             work for the CPU, for memory of the graph's own. Off until a gain is measured.
+        skips_still: Encode frames that do not change until they make no difference any more, and
+            repeat what they gave.
         allow_tf32: In float32, leave PyTorch's own switches as they are, so that TF32 (or bf16
             products on a CPU) is used where they allow it. By default float32 means float32.
     """
@@ -69,6 +71,7 @@ class VideoVAE(nn.Module):
         self.limit_bytes: int | None = None
         self.allow_tf32 = False
         self.graphs = False
+        self.skips_still = True
         latents = config.latent_channels
         mixes = config.family != SEEDVR2
         self.encoder = make_encoder(config)
@@ -362,6 +365,7 @@ class VideoVAE(nn.Module):
             learns=any(parameter.requires_grad for parameter in self.parameters()),
             graphs=self.graphs,
             network=(self.config, encodes),
+            skips=encodes and self.skips_still,
         )
         drop_stale_forms(module for module in network.modules() if isinstance(module, Conv))
         dropped = 0

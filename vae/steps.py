@@ -14,6 +14,7 @@ from .compiling import eager
 from .inputs import canonical, to_unit
 from .network import Layer
 from .precision import full_float32
+from .still import Changes, Stillness
 from .stream import advance
 
 
@@ -33,6 +34,7 @@ class Steps:
         learns: There are parameters that want a gradient.
         graphs: Replay chunks that repeat as CUDA graphs.
         network: What tells this network from others.
+        skips: Leave out what frames that do not change make no difference to.
     """
 
     chains: Sequence[Sequence[Layer]]
@@ -46,12 +48,16 @@ class Steps:
     learns: bool
     graphs: bool
     network: Hashable
+    skips: bool
 
     def __post_init__(self) -> None:
         self._last: tuple[torch.Size, bool, bool] | None = None
         self._repeats = 0  # chunks before this one that were like it, one after the other
         self._searches = False
         self._recording: graphs.Recording | None = None
+        self._changes = Changes()
+        self._stillness = Stillness(self.chains)
+        self._still = False
 
     def run(self, chunk: Tensor) -> Iterator[Tensor]:
         """Run one chunk; between results the modes (grad, inference, ...) are the caller's.
@@ -70,6 +76,9 @@ class Steps:
             self._recording = None
         self._last = kind
         records = torch.is_grad_enabled() and (chunk.requires_grad or self.learns)
+        self._still = self.skips and not records and self._changes.none(chunk)
+        if not self._still:
+            self._stillness.changed()
         results: Iterator[Tensor] | None = None
         while True:
             results, result = self._next(results, chunk, records)
@@ -104,6 +113,8 @@ class Steps:
         return canonical(x)
 
     def _results(self, x: Tensor, records: bool) -> Iterable[Tensor]:
+        if self._still:
+            return self._stillness.advance(x, self.cache, self.part_bytes)
         # The first of like chunks sets up memory and whatever else is set up once.
         if self._repeats and self.graphs and not records and graphs.takes(self.device):
             try:

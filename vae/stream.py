@@ -44,7 +44,11 @@ def rechunk(pieces: Iterable[Tensor], size: int | None) -> Iterator[Tensor]:
 
 
 def advance(
-    chains: Sequence[Sequence[Layer]], x: Tensor, cache: TemporalCache, part_bytes: int
+    chains: Sequence[Sequence[Layer]],
+    x: Tensor,
+    cache: TemporalCache,
+    part_bytes: int,
+    start: tuple[int, int] = (0, 0),
 ) -> Iterator[Tensor]:
     """Push one chunk of frames through the network, depth first.
 
@@ -55,13 +59,17 @@ def advance(
             first.
         cache: The state of the video.
         part_bytes: Where a layer's activation would be larger, its frames go on in parts.
+        start: Run and layer in it that take `x`.
 
     Yields:
         Runs of frames as they leave the last layer.
     """
-    first, *rest = chains
-    runs = _run(first, x, cache, part_bytes)
-    for head, *tail in rest:
+    chain, index = start
+    layers = chains[chain][index:]
+    if chain and not index:
+        x, layers = layers[0](x, cache), layers[1:]
+    runs = _run(layers, x, cache, part_bytes)
+    for head, *tail in chains[chain + 1 :]:
         runs = _run(tail, head(_join(list(runs)), cache), cache, part_bytes)
     yield from runs
 

@@ -1,0 +1,187 @@
+"""Clips that stand still: the same latents, with less work."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
+from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.still import Changes, Stillness
+
+FAMILIES = {
+    "wan2.1": lambda: random_state_dict(8),
+    "wan2.2": random_wan22,
+    "seedvr2": lambda: random_seedvr2((32, 32, 32, 32)),
+    "qwen-image-2.1": random_qwen21,
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def vae(request):
+    return load_vae(FAMILIES[request.param](), dtype=torch.float32)
+
+
+def clip(*moving, size=32):
+    """Frames: a number makes so many that change, `("still", n)` the last of them n times more."""
+    generator = torch.Generator().manual_seed(0)
+    frames = []
+    for part in moving:
+        if isinstance(part, tuple):
+            frames += [frames[-1] if frames else torch.zeros(1, 3, 1, size, size)] * part[1]
+        else:
+            frames += [
+                torch.rand(1, 3, 1, size, size, generator=generator) * 2 - 1 for _ in range(part)
+            ]
+    return torch.cat(frames, 2)
+
+
+def of(vae, video):
+    """With as many channels as it takes."""
+    return torch.cat([video, video[:, :1]], 1)[:, : vae.config.image_channels]
+
+
+def encoded(vae, pieces, chunk, skips):
+    vae.skips_still = skips
+    try:
+        return torch.cat(list(vae.encode_stream(pieces, chunk)), 2)
+    finally:
+        vae.skips_still = True
+
+
+class Convolutions(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "convolution" in str(func) and "reorder" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def check(vae, video, chunk, pieces=None):
+    """The same latents; how many convolutions it took, and how many it takes without."""
+    video = of(vae, video)
+    encoded(vae, video[:, :, :9], chunk, False)  # forms are made
+    counts, results = [], []
+    for skips in (True, False):
+        source = video if pieces is None else iter(video.split(pieces, 2))
+        with Convolutions() as seen:
+            results.append(encoded(vae, source, chunk, skips))
+        counts.append(seen.count)
+    scale = results[1].abs().max()
+    assert results[0].shape == results[1].shape
+    assert (results[0] - results[1]).abs().max() <= 1e-5 * scale
+    return counts
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_a_still_end_is_the_same_and_costs_less(vae, chunk):
+    took, whole = check(vae, clip(3, ("still", 70)), chunk)
+    assert took < 0.75 * whole
+
+
+def test_a_picture_and_grey(vae):
+    """What WanImageToVideo encodes."""
+    picture = clip(1)
+    video = torch.cat([picture, torch.zeros(1, 3, 80, 32, 32)], 2)
+    took, whole = check(vae, video, 1)
+    assert took < 0.75 * whole
+
+
+def test_a_clip_that_never_moves(vae):
+    took, whole = check(vae, clip(("still", 81)), 1)
+    assert took < 0.75 * whole
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_what_moves_again_is_the_same(vae, chunk):
+    check(vae, clip(2, ("still", 39), 8, ("still", 24), 4), chunk)
+
+
+def test_a_change_of_one_number_is_a_change(vae):
+    video = clip(1, ("still", 44))
+    video[0, 1, 30, 17, 5] += 1e-3
+    check(vae, video, 1)
+
+
+def test_long_enough_ends_cost_nothing(vae):
+    def convolutions(latents):
+        video = of(vae, clip(1, ("still", 4 * latents)))
+        with Convolutions() as seen:
+            encoded(vae, video, 1, True)
+        return seen.count
+
+    assert convolutions(60) == convolutions(50) > 0
+
+
+def test_any_pieces_and_parts_are_the_same(vae, monkeypatch):
+    check(vae, clip(2, ("still", 51)), 2, pieces=3)
+    monkeypatch.setattr("fast_video_vae.vae.budget._CPU_PART_BYTES", 1 << 12)
+    check(vae, clip(2, ("still", 51)), 2)
+
+
+def test_frames_in_a_buffer_that_is_used_again_are_not_still(vae):
+    """Who hands over pieces may write the next one into the same memory."""
+    video = of(vae, clip(33))
+    buffer = torch.empty_like(video[:, :, :4])
+
+    def pieces():
+        yield video[:, :, :1]
+        for start in range(1, 33, 4):
+            buffer.copy_(video[:, :, start : start + 4])
+            yield buffer
+
+    expected = encoded(vae, video, 1, False)
+    assert (encoded(vae, pieces(), 1, True) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_eight_bits_and_batches_are_compared_too(vae):
+    video = ((clip(2, ("still", 43)) + 1) * 127).to(torch.uint8)
+    moving = ((clip(45) + 1) * 127).to(torch.uint8)
+    both = torch.cat([video, moving], 0)
+    for frames in (video, both):
+        took, whole = check(vae, frames, 1)
+        if vae.config.family != "qwen-image-2.1":
+            assert (took < whole) == (frames is video)
+
+
+def test_what_learns_is_computed(vae):
+    video = of(vae, clip(1, ("still", 8))).requires_grad_()
+    vae.encode(video).square().sum().backward()
+    assert video.grad[:, :, -1].any()
+
+
+def test_a_decode_computes_all():
+    vae = load_vae(random_state_dict(8), dtype=torch.float32)
+    latent = torch.zeros(1, 16, 30, 2, 2)
+    with Convolutions() as seen:
+        vae.decode(latent, 1)
+    vae.skips_still = False
+    with Convolutions() as whole:
+        vae.decode(latent, 1)
+    assert seen.count == whole.count
+
+
+def test_changes_see_any_number_and_keep_no_view():
+    frame = torch.zeros(1, 2, 1, 80, 90)
+    changes = Changes()
+    assert not changes.none(frame)
+    assert changes.none(frame.expand(-1, -1, 3, -1, -1))
+    for place in ((0, 1, 0, 79, 89), (0, 0, 0, 0, 0), (0, 1, 0, 41, 7)):
+        other = frame.clone()
+        other[place] = 1
+        assert not changes.none(other)
+        assert not changes.none(frame)
+    assert not changes.none(torch.zeros(1, 2, 1, 80, 91))
+    other = frame.clone()
+    changes.none(other)
+    other.fill_(1)  # what it was compared with is its own
+    assert not changes.none(other)
+
+
+def test_the_reach_of_a_network_is_that_of_its_layers():
+    vae = load_vae(random_state_dict(8), dtype=torch.float32)
+    steps = Stillness(vae.encoder.chains())._steps
+    # conv1, two blocks, down, two blocks, down in time, two blocks, down in time, ...
+    assert [reach for reach, _ in steps] == [2, 4, 4, 0, 4, 4, 2, 4, 4, 2, 4, 4, 4, 0, 4, 2]
+    assert [stride for _, stride in steps] == [1] * 6 + [2] + [1] * 2 + [2] + [1] * 6
