@@ -225,6 +225,7 @@ class FastVAE(comfy.sd.VAE):
             *(self.spacial_compression_encode() * size for size in shape[-2:]),
             lone=model.video_shape(shape)[2] == 1,
             limit_bytes=limit_bytes or _LIMIT_BYTES,
+            device=self.device,  # the weights may still be on the host
         )
 
     def memory_used_encode(
@@ -236,6 +237,7 @@ class FastVAE(comfy.sd.VAE):
             encode=True,
             lone=len(shape) == 4 or shape[2] <= self.first_stage_model.config.temporal_compression,
             limit_bytes=limit_bytes or _LIMIT_BYTES,
+            device=self.device,  # the weights may still be on the host
         )
 
     def vae_encode_crop_pixels(self, pixels: Tensor) -> Tensor:

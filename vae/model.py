@@ -267,6 +267,7 @@ class VideoVAE(nn.Module):
         encode: bool = False,
         lone: bool = False,
         limit_bytes: int | None = None,
+        device: torch.device | None = None,
     ) -> int:
         """Estimate what a stream of any length takes beside weights, input and output.
 
@@ -276,6 +277,7 @@ class VideoVAE(nn.Module):
             encode: For encoding; else for decoding.
             lone: For a video of one frame.
             limit_bytes: Instead of the attribute of that name.
+            device: Where the work will be done; None: where the weights are.
 
         Returns:
             Bytes, for a batch of one and the automatic chunk.
@@ -288,7 +290,7 @@ class VideoVAE(nn.Module):
         limit = self.limit_bytes if limit_bytes is None else limit_bytes
         size = self._latent_size(height, width)
         lone = lone or self.config.temporal_compression == 1
-        return make_plan(network, size, dtype, self.device, limit, lone=lone).peak_bytes
+        return make_plan(network, size, dtype, device or self.device, limit, lone=lone).peak_bytes
 
     def encode_chunk(
         self,

@@ -191,6 +191,18 @@ def test_the_estimates_grow_with_the_picture_and_not_with_the_length(fast):
     assert fast.memory_used_decode((1, 16, 8, 8), torch.float32) > 0  # of pictures without time
 
 
+def test_estimates_are_for_where_the_work_is_done(fast):
+    """ComfyUI asks before it brings the weights there; on a GPU the steps are longer."""
+    on_gpu = copy.copy(fast)
+    on_gpu.device = torch.device("cuda", 0)
+    for name, shape in (
+        ("memory_used_decode", (1, 16, 8, 128, 128)),
+        ("memory_used_encode", (1, 3, 29, 1024, 1024)),
+    ):
+        here, there = (getattr(vae, name)(shape, torch.float32) for vae in (fast, on_gpu))
+        assert there > here
+
+
 # --- the network's side of the protocol: what ComfyUI's own methods and other packs call
 
 
