@@ -369,10 +369,9 @@ class FastVAE(comfy.sd.VAE):
             raise ValueError(
                 f"pixels is {height} x {width} (H x W); expected at least {step} x {step}"
             )
-        cropped = self.vae_encode_crop_pixels(pixels.flatten(0, -4))
-        channels_first = cropped.movedim(-1, 1)  # [N, C, H, W]
+        channels_first = self.vae_encode_crop_pixels(pixels).movedim(-1, 1)
         if pixels.ndim == 5:
-            video = channels_first.unflatten(0, pixels.shape[:2]).movedim(1, 2)
+            video = channels_first
         elif not_video or self.latent_dim == 2:
             video = channels_first.unsqueeze(2)
         else:

@@ -49,12 +49,7 @@ class FastVideoVAE(VideoVAE):
             if network is not None:
                 stop_between_layers(network.layers())
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return next(self.decoder.parameters()).device
-
-    @device.setter
+    @VideoVAE.device.setter
     def device(self, value: torch.device) -> None:
         """ModelPatcher notes here where it has put the weights; they tell by themselves."""
 

@@ -7,7 +7,6 @@ from fractions import Fraction
 
 import torch
 
-from .causal import CausalConv3d
 from .conv import Conv
 from .network import Network, sublayers
 
@@ -121,11 +120,10 @@ def _layer_sizes(network: Network) -> Iterator[_LayerSize]:
         before, area = area, area * getattr(layer, "scale", Fraction(1)) ** 2
         convs = [module for module in layer.modules() if isinstance(module, Conv)]
         widest = max((max(conv.weight.shape[:2]) for conv in convs), default=0)
-        causal = [conv for conv in convs if isinstance(conv, CausalConv3d)]
         # Wan's time_conv works on the small side of a resampling.
         large = getattr(layer, "remembers_large", False)
         seen = max(before, area) if large else min(before, area)
-        tail = sum(conv.context * conv.weight.shape[1] for conv in causal)
+        tail = sum(conv.context * conv.weight.shape[1] for conv in convs)
         joined = Fraction(0)
         if layer in heads:
             joined = frames * before * convs[0].weight.shape[1]

@@ -111,6 +111,28 @@ class TemporalCache:
             self._tails[conv] = tail
         return tail
 
+    def window(self, conv: nn.Module, context: int, x: Tensor) -> Tensor:
+        """The frames that a causal convolution saw last and the new ones, which become the tail.
+
+        Args:
+            conv: The convolution; the key of its tail.
+            context: Frames that it looks back.
+            x: `[B, C, T, H, W]`, its new input.
+
+        Returns:
+            `[B, C, context + T, H, W]`, channels-last; but under autograd valid as `scratch` is.
+        """
+        tail = self.tail(conv, context, x)
+        if torch.is_grad_enabled():
+            self.keep(conv, context, x)
+            return torch.cat([tail, x], dim=2)
+        batch, channels, frames, height, width = x.shape
+        window = self.scratch((batch, channels, context + frames, height, width), x)
+        window[:, :, :context] = tail
+        window[:, :, context:] = x
+        self.keep(conv, context, x)
+        return window
+
     def keep(self, conv: nn.Module, context: int, x: Tensor) -> None:
         """Bring the tail of a convolution up to date with frames that it saw, or passed by.
 

@@ -27,13 +27,19 @@ class CausalConv3d(Conv):
     frames; the spatial padding stays in the convolution. The first frame of a video meets only the
     last temporal tap, so it runs as a 2D convolution.
 
+    With `replicate` the first frame itself stands before the video, as in SeedVR2
+    (models/video_vae_v3/modules/causal_inflation_lib.py): it meets the sum of the temporal taps.
+
     Args:
         in_channels: Channels in.
         out_channels: Channels out.
         kernel: Taps in (time, height, width); height and width are equal and odd.
         stride: Frames per step; with 2, the frames come in pairs after the first.
+        replicate: Copies of the first frame stand before it, not zeros.
 
     Attributes:
+        context: Frames that it looks back.
+        first_form: The form that a first frame is convolved with.
         growth: How many times as large as its input its output is, at least 1.
     """
 
@@ -50,6 +56,7 @@ class CausalConv3d(Conv):
         self.stride = stride
         self.replicate = replicate
         self.context = kernel[0] - stride
+        self.first_form = "summed" if replicate else "frame"
         self.padding = kernel[1] // 2
         self.growth = max(1, out_channels // in_channels)
 
@@ -84,10 +91,9 @@ class CausalConv3d(Conv):
                 x = filled
             self.keep(x, cache)
             frame = None if residual is None else residual.squeeze(2)
-            kind = "summed" if self.replicate else "frame"
             y = self._convolve(
                 x.squeeze(2),
-                kind,
+                self.first_form,
                 (1, 1),
                 (self.padding, self.padding),
                 cache,
@@ -119,28 +125,21 @@ class CausalConv3d(Conv):
         """
         pads = (0, self.padding)
         if cache.first:
-            kind = "summed" if self.replicate else "frame"
-            return self._convolve(window.squeeze(2), kind, (1, 1), pads, cache).unsqueeze(2)
+            frame = window.squeeze(2)
+            return self._convolve(frame, self.first_form, (1, 1), pads, cache).unsqueeze(2)
         return self._convolve(window, "volume", (self.stride, 1, 1), pads, cache)
 
     def _window(self, x: Tensor, cache: TemporalCache, fill: Fill | None) -> Tensor:
         """The frames that it saw last, and the new ones: `[B, C_in, context + T, H, W]`."""
-        tail = cache.tail(self, self.context, x)
+        if fill is None:
+            return cache.window(self, self.context, x)
         if torch.is_grad_enabled():
-            if fill is not None:
-                filled = cache.scratch(x.shape, x)
-                fill(x, out=filled)
-                x = filled
-            cache.keep(self, self.context, x)
-            return torch.cat([tail, x], dim=2)
+            filled = cache.scratch(x.shape, x)
+            fill(x, out=filled)
+            return cache.window(self, self.context, filled)
         batch, channels, frames, height, width = x.shape
         window = cache.scratch((batch, channels, self.context + frames, height, width), x)
-        if fill is not None:
-            fill(x, out=window, tail=tail)
-            return window
-        window[:, :, : self.context] = tail
-        window[:, :, self.context :] = x
-        cache.keep(self, self.context, x)
+        fill(x, out=window, tail=cache.tail(self, self.context, x))
         return window
 
     def keep(self, x: Tensor, cache: TemporalCache) -> None:

@@ -38,7 +38,12 @@ class Conv(nn.Module):
         in_channels: Channels in.
         out_channels: Channels out.
         kernel: Taps: `(height, width)`, or `(time, height, width)`.
+
+    Attributes:
+        context: Frames before its own that it remembers.
     """
+
+    context = 0
 
     def __init__(self, in_channels: int, out_channels: int, kernel: tuple[int, ...]) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ class ShuffleConv(Conv):
             if self.times > 1 and not cache.lone:
                 cache.after_first.add(self)
             return self._phases(x, _FIRST, 1, cache)
-        window = self._window(x, cache)
+        window = cache.window(self, self.context, x)
         if self not in cache.after_first:
             return self._phases(window, "", self.times, cache)
         cache.after_first.discard(self)
@@ -93,19 +93,6 @@ class ShuffleConv(Conv):
         """The parameters that the forms are derived from."""
         (upscale,) = self._upscale
         return self.weight, self.bias, upscale.weight, upscale.bias
-
-    def _window(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """The frames that it saw last, and the new ones."""
-        tail = cache.tail(self, self.context, x)
-        if torch.is_grad_enabled():
-            cache.keep(self, self.context, x)
-            return torch.cat([tail, x], dim=2)
-        batch, channels, frames, height, width = x.shape
-        window = cache.scratch((batch, channels, self.context + frames, height, width), x)
-        window[:, :, : self.context] = tail
-        window[:, :, self.context :] = x
-        cache.keep(self, self.context, x)
-        return window
 
     def _phases(self, window: Tensor, place: str, times: int, cache: TemporalCache) -> Tensor:
         """All phases of the large frames that a window gives."""
