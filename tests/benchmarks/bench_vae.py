@@ -52,19 +52,24 @@ class Case:
     width: int
     dtype: torch.dtype | None
     family: str
+    still: bool = False  # a picture, then grey, as ComfyUI's WanImageToVideo encodes them
 
     @property
     def label(self) -> str:
         name = "defaults" if self.dtype is None else str(self.dtype).removeprefix("torch.")
         family = "" if self.family == "wan2.1" else f" {self.family}"
-        return f"{self.direction} {self.frames}x{self.height}x{self.width} {name}{family}"
+        still = ", still" if self.still else ""
+        return f"{self.direction} {self.frames}x{self.height}x{self.width} {name}{family}{still}"
 
     def input(self, device: torch.device) -> Tensor:
         generator = torch.Generator().manual_seed(0)
         dtype = self.dtype or torch.float32
         if self.direction == "encode":
             shape = (1, 3, self.frames, self.height, self.width)
-            return (torch.rand(shape, generator=generator) * 2 - 1).to(device, dtype)
+            frames = torch.rand(shape, generator=generator) * 2 - 1
+            if self.still:
+                frames[:, :, 1:] = 0
+            return frames.to(device, dtype)
         channels, step = (48, 16) if self.family == "wan2.2" else (16, 8)
         shape = (1, channels, (self.frames - 1) // 4 + 1, self.height // step, self.width // step)
         return torch.randn(shape, generator=generator).to(device, dtype)
@@ -137,6 +142,7 @@ def main() -> None:
     )
     parser.add_argument("--direction", nargs="+", default=["decode", "encode"])
     parser.add_argument("--size", nargs="+", help="FRAMESxHEIGHTxWIDTH instead of the usual ones")
+    parser.add_argument("--still", action="store_true", help="encode a picture, then grey frames")
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
@@ -154,7 +160,7 @@ def main() -> None:
     for dtype in (None if name == "default" else getattr(torch, name) for name in args.dtype):
         built = implementations(state, dtype, device)
         for size, direction in itertools.product(sizes, args.direction):
-            case = Case(direction, *size, dtype, args.family)
+            case = Case(direction, *size, dtype, args.family, args.still)
             pick = 1 if case.direction == "encode" else 2
             with torch.inference_mode():
                 seconds = measure(
