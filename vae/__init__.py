@@ -9,23 +9,35 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint, build_vae, load_vae, read_checkpoint
+    from .codecs import CODECS, available_codecs, check_size, codec_named
     from .compiling import eager
     from .config import SEEDVR2, LayoutError, VAEConfig
     from .demo import CLIP_PATH, VAE_PATH
+    from .handoff import Handoff
     from .media import VideoFile, read_video
     from .model import VideoVAE
+    from .sound import Audio
+    from .writer import VideoWriter, frames_to_uint8
 
 __all__ = [
     "CLIP_PATH",
+    "CODECS",
     "SEEDVR2",
     "VAE_PATH",
+    "Audio",
     "Checkpoint",
+    "Handoff",
     "LayoutError",
     "VAEConfig",
     "VideoFile",
     "VideoVAE",
+    "VideoWriter",
+    "available_codecs",
     "build_vae",
+    "check_size",
+    "codec_named",
     "eager",
+    "frames_to_uint8",
     "load_vae",
     "read_checkpoint",
     "read_video",
@@ -33,15 +45,23 @@ __all__ = [
 
 _HOMES = {
     "CLIP_PATH": "demo",
+    "CODECS": "codecs",
     "SEEDVR2": "config",
     "VAE_PATH": "demo",
+    "Audio": "sound",
     "Checkpoint": "checkpoint",
+    "Handoff": "handoff",
     "LayoutError": "config",
     "VAEConfig": "config",
     "VideoFile": "media",
     "VideoVAE": "model",
+    "VideoWriter": "writer",
+    "available_codecs": "codecs",
     "build_vae": "checkpoint",
+    "check_size": "codecs",
+    "codec_named": "codecs",
     "eager": "compiling",
+    "frames_to_uint8": "writer",
     "load_vae": "checkpoint",
     "read_checkpoint": "checkpoint",
     "read_video": "media",

@@ -6,24 +6,22 @@ Only the convolution's input, the frames it saw last among them, is made band by
 largest of what a layer takes.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from .cache import TemporalCache
-from .causal import CausalConv3d
+
+if TYPE_CHECKING:
+    from .causal import CausalConv3d
 
 
-class BandNorm(Protocol):
-    """A norm that can do its two steps apart."""
+class FillRows(Protocol):
+    """Writes a function of some rows of frames into `out`, such as a norm and SiLU."""
 
-    def statistics(self, x: Tensor) -> Tensor:
-        """What it needs to know of whole frames."""
-        ...
-
-    def silu(self, x: Tensor, *, out: Tensor, statistics: Tensor | None = None) -> Tensor:
-        """Norm and SiLU of some rows of them, into `out`."""
+    def __call__(self, x: Tensor, *, out: Tensor) -> object:
+        """Write it."""
         ...
 
 
@@ -31,7 +29,7 @@ class BandNorm(Protocol):
 _WORTH_IT = 4
 
 
-def rows_of(conv: CausalConv3d, x: Tensor, cache: TemporalCache) -> int:
+def rows_of(conv: "CausalConv3d", x: Tensor, cache: TemporalCache) -> int:
     """Rows of a band, whose convolution's input is of about `cache.band_bytes`.
 
     Args:
@@ -53,34 +51,39 @@ def rows_of(conv: CausalConv3d, x: Tensor, cache: TemporalCache) -> int:
 
 
 def convolve(
-    conv: CausalConv3d,
-    norm: BandNorm,
+    conv: "CausalConv3d",
+    fill: FillRows,
     x: Tensor,
     cache: TemporalCache,
     residual: Tensor | None,
     rows: int,
+    residual_bias: Tensor | None = None,
+    *,
+    biased: bool = True,
 ) -> Tensor:
-    """Convolve `norm(x)` causally, some rows at a time.
+    """Convolve `fill(x)` causally, some rows at a time.
 
     Args:
-        conv: A convolution of one pixel at a time, with the first frame before the video.
-        norm: Norm and SiLU before it.
+        conv: A convolution of one pixel at a time.
+        fill: What comes before it, such as norm and SiLU; with what it needs to know of whole
+            frames.
         x: `[B, C_in, T, H, W]`, channels-last.
         cache: Gives the frames before `x`, and keeps the last of them.
         residual: `[B, C_out, T, H, W]`, added; its memory becomes the result.
         rows: Of a band.
+        residual_bias: `C_out` numbers that `residual` still lacks.
+        biased: Add the bias too.
 
     Returns:
         `[B, C_out, T, H, W]`, channels-last.
     """
     batch, _, frames, height, width = x.shape
-    statistics = norm.statistics(x)
     out = residual
     if out is None:
         channels = conv.weight.shape[0]
-        out = cache.reused((batch, channels, frames, height, width), x)
+        out = cache.reused((batch, channels, frames // conv.stride, height, width), x)
     if out is None:
-        out = x.new_empty((batch, frames, height, width, channels)).movedim(-1, 1)
+        out = x.new_empty((batch, frames // conv.stride, height, width, channels)).movedim(-1, 1)
     keeps = _Tail(conv, x, cache)
     for top in range(0, height, rows):
         bottom = min(height, top + rows)
@@ -88,14 +91,16 @@ def convolve(
         above, below = max(0, top - conv.padding), min(height, bottom + conv.padding)
         inner = slice(above - top + conv.padding, below - top + conv.padding)
         fresh = window[:, :, window.shape[2] - frames :, inner]
-        norm.silu(x[:, :, :, above:below], out=fresh, statistics=statistics)
+        fill(x[:, :, :, above:below], out=fresh)
         keeps.remember(window, top, bottom)
         part = out[:, :, :, top:bottom]
-        y = conv.of_window(window, cache)
+        y = conv.of_window(window, cache, biased=biased)
         if residual is None:
             part.copy_(y)
         else:
             part += y
+            if residual_bias is not None:
+                part += residual_bias.to(part.dtype).view(-1, 1, 1, 1)
     keeps.finish()
     return out
 
@@ -107,7 +112,7 @@ class _Tail:
     waits for it.
     """
 
-    def __init__(self, conv: CausalConv3d, x: Tensor, cache: TemporalCache) -> None:
+    def __init__(self, conv: "CausalConv3d", x: Tensor, cache: TemporalCache) -> None:
         self._conv, self._x, self._cache = conv, x, cache
         self._known = 0 if cache.first else conv.context
         self._tail = None if cache.lone or not conv.context else cache.tail(conv, conv.context, x)
@@ -135,6 +140,9 @@ class _Tail:
             return
         pad, context = self._conv.padding, self._conv.context
         last = window[:, :, -context:, pad : pad + bottom - top]
+        if self._cache.first and not self._conv.replicate:
+            self._waiting = slice(top, bottom), _after_zeros(last, context)
+            return
         self._waiting = slice(top, bottom), last.expand(-1, -1, context, -1, -1).clone()
 
     def finish(self) -> None:
@@ -144,3 +152,10 @@ class _Tail:
             rows, frames = self._waiting
             self._tail[:, :, :, rows] = frames
             self._waiting = None
+
+
+def _after_zeros(frame: Tensor, context: int) -> Tensor:
+    """A first frame and, before it, zeros for what there was not."""
+    frames = frame.new_zeros((*frame.shape[:2], context, *frame.shape[3:]))
+    frames[:, :, -1:] = frame
+    return frames

@@ -1,158 +1,199 @@
-"""How long the steps of a stream are: from the frame's size and the memory that there is."""
+"""What a stream takes of memory and of time, from the numbers of its layers."""
 
-import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
-import torch
+from .outline import Outline, Shape, Stage, lengths_before
+from .rehearsal import Chains, Crop, Rehearsal, Setting
+from .tiling import Size, Span
 
-from .conv import Conv
-from .network import Network, sublayers
+# What a stream leaves in a process: code that oneDNN makes, its scratch, Python's own. 2 to 6
+# MB in 30 streams of all families, 256 x 256 to 480 x 832, on two cores, 2026-11. What glibc's heap
+# keeps of small blocks that were freed is not in it: 5 to 80 MB, whatever the size of the frames.
+BASE_BYTES = 4 << 20
 
-# On a CPU an activation of this size stays in the last cache, and in memory that malloc hands out
-# again rather than map anew (glibc maps blocks over 32 MB afresh, at about the cost of the
-# convolution that fills them).
-_CPU_PART_BYTES = 24 << 20
+# What cuDNN's convolutions take for themselves; to be measured, see tests/benchmarks/PENDING.md.
+_CUDNN_WORKSPACE_BYTES = 0
 
-# Elsewhere, large enough to fill the device, small enough to leave memory to others.
-_DEVICE_PART_BYTES = 1 << 30
-
-# Activations that are alive at once: the residual, a convolution's result, its window, and of every
-# stage above what waits for its turn; and what a process takes whatever the size. Fitted to the
-# peak of the process for 17 frames and for one, encoding and decoding, at 256 x 256 (widths 24 and
-# 96), 480 x 832 and 720 x 1280 (width 24) on two cores, 2026-11: the estimates of videos are 1 %
-# below to 40 % above what was seen, those of pictures up to 60 MB above.
-_ALIVE = 7
-_ALIVE_LONE = 3
-_BASE_BYTES = 64 << 20
-
-# At the frames' own size, after all temporal upsampling.
-_FRAMES_PER_LATENT = 4
-
-# More latents per step than this gained nothing that was measured, and delay the first frames.
-_MOST_LATENTS = 4
+# Tiles whose tails are on the device though they are parked: one at work, one that comes, and one
+# that has not left yet.
+_THERE = 3
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The steps of one stream.
+class Load:
+    """What a stream goes through.
 
     Attributes:
-        chunk: Latents per step.
-        part_bytes: Size of an activation above which its frames go on in parts.
-        peak_bytes: Memory that the stream takes beside weights, input and output; an estimate.
+        setting: Where.
+        whole: The layers on whole frames.
+        tiled: Those in tiles, of the largest tile; empty: there are none.
+        encodes: The tiles come before the whole frames.
+        entering: What enters of one latent.
+        leaving: What leaves of one latent.
+        between: What goes from the one to the other part, where there are tiles.
+        latent_bytes: The largest activation of one latent where frames are smallest, or where those
+            of a step come together.
+        whole_kept: Bytes that the layers on whole frames remember.
+        tiles_kept: Bytes that those in tiles remember of all tiles.
+        tile_kept: Of the largest.
+        work: Products for one latent.
+        parked: What tiles remember is on the host but while they run.
     """
 
-    chunk: int
-    part_bytes: int
-    peak_bytes: int
+    setting: Setting
+    whole: Chains
+    tiled: Chains
+    encodes: bool
+    entering: Shape
+    leaving: Shape
+    between: Shape
+    latent_bytes: int
+    whole_kept: int
+    tiles_kept: int
+    tile_kept: int
+    work: int
+    parked: bool = False
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the layers remember on the device."""
+        return self.whole_kept + (_THERE * self.tile_kept if self.parked else self.tiles_kept)
+
+    @property
+    def moved_bytes(self) -> int:
+        """What goes to the host and back once a chunk."""
+        return 2 * self.tiles_kept if self.parked else 0
+
+    def peak_bytes(self, chunk: int, part_bytes: int) -> int:
+        """Memory that the stream takes beside weights, input and output; an estimate.
+
+        Args:
+            chunk: Latents a step.
+            part_bytes: As for `stream.advance`.
+        """
+        rehearsal = Rehearsal(self.setting, part_bytes, self.kept_bytes)
+        # The second chunk meets what the first has left behind.
+        for _ in range(1 if self.setting.lone else 2):
+            x = _of(self.entering, chunk)
+            if not self.tiled:
+                rehearsal.whole_frames(self.whole, x)
+            elif self.encodes:
+                rehearsal.tiled_encode(self.tiled, self.whole, x, _of(self.between, chunk))
+            else:
+                rehearsal.tiled_decode(self.whole, self.tiled, x, _of(self.leaving, chunk))
+        fixed = BASE_BYTES if self.setting.on_cpu else _CUDNN_WORKSPACE_BYTES
+        return fixed + rehearsal.peak_bytes
 
 
-def make_plan(
-    network: Network,
-    latent_size: tuple[int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    limit_bytes: int | None = None,
-    *,
-    lone: bool = False,
-) -> Plan:
-    """Choose the steps of a stream.
+def whole_load(network: Outline, setting: Setting, size: Size) -> Load:
+    """What a stream goes through on whole frames.
 
     Args:
         network: The encoder or the decoder.
-        latent_size: Batch, height and width of the latents.
-        dtype: Of the activations.
-        device: Where they live.
-        limit_bytes: Memory that the stream may take; None: half of what is free.
-        lone: The video is a single frame.
-
-    Returns:
-        The longest steps that stay within the limit. Where nothing does, the shortest.
+        setting: Where it runs.
+        size: Height and width of what enters it.
     """
-    batch, height, width = latent_size
-    pixel_bytes = batch * height * width * dtype.itemsize
-    sizes = list(_layer_sizes(network))
-    tails = 0 if lone else int(sum(size.tail for size in sizes) * pixel_bytes)
-    frame = int(max(size.activation for size in sizes) * pixel_bytes)
-    limit = _free_bytes(device) // 2 if limit_bytes is None else limit_bytes
-    room = limit - tails - _BASE_BYTES
-    most = _CPU_PART_BYTES if device.type == "cpu" else _DEVICE_PART_BYTES
-    part = max(1, min(most, room // _ALIVE))
-    # One latent in the layers that work at its size, or where its frames come together again.
-    latent = max(size.activation / size.area for size in sizes)
-    joined = max((size.joined for size in sizes), default=Fraction(0))
-    chunk = max(1, min(_MOST_LATENTS, part // int(max(latent, joined) * pixel_bytes)))
-    if lone:
-        return Plan(1, part, _BASE_BYTES + _ALIVE_LONE * frame)
-    largest = max(frame, min(part, chunk * _FRAMES_PER_LATENT * frame))
-    together = 2 * chunk * int(joined * pixel_bytes)  # the runs, and the copy that joins them
-    return Plan(chunk, part, _BASE_BYTES + tails + _ALIVE * largest + together)
+    stages = network.stages
+    shapes = network.shapes(size, lone=setting.lone)
+    kept = _remembered(stages, shapes, setting)
+    work = _work(stages, shapes, setting)
+    chains = _chains(stages)
+    ends = shapes[0], shapes[-1], shapes[0]
+    latent = _latent_bytes(stages, shapes, setting)
+    return Load(setting, chains, [], network.encodes, *ends, latent, kept, 0, 0, work)
 
 
-@dataclass(frozen=True)
-class _LayerSize:
-    """Of one layer, in elements per pixel of the latent.
-
-    Attributes:
-        activation: A frame.
-        tail: The frames that its convolutions remember.
-        area: Pixels of a frame.
-        joined: The frames of one latent, where they are collected before the layer; else 0.
-    """
-
-    activation: Fraction
-    tail: Fraction
-    area: Fraction
-    joined: Fraction
-
-
-def _layer_sizes(network: Network) -> Iterator[_LayerSize]:
-    """Walk the layers in order, with the size of the frames that they see."""
-    chains = network.chains()
-    heads = [sublayers(chain[0])[0] for chain in chains[1:]]
-    layers = [part for chain in chains for layer in chain for part in sublayers(layer)]
-    shrinks = sum(getattr(layer, "scale", 1) < 1 for layer in layers)
-    area = Fraction(4**shrinks)
-    frames = _FRAMES_PER_LATENT
-    for layer in layers:
-        before, area = area, area * getattr(layer, "scale", Fraction(1)) ** 2
-        convs = [module for module in layer.modules() if isinstance(module, Conv)]
-        widest = max((max(conv.weight.shape[:2]) for conv in convs), default=0)
-        # Wan's time_conv works on the small side of a resampling.
-        large = getattr(layer, "remembers_large", False)
-        seen = max(before, area) if large else min(before, area)
-        tail = sum(conv.context * conv.weight.shape[1] for conv in convs)
-        joined = Fraction(0)
-        if layer in heads:
-            joined = frames * before * convs[0].weight.shape[1]
-            frames //= 2
-        yield _LayerSize(max(before, area) * widest, seen * tail, max(before, area), joined)
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device; a small guess where it cannot be asked."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return 8 << 30
-
-
-def largest_part(frames: int, nbytes: int, part_bytes: int) -> int:
-    """The most frames of an activation that go on together, such that all parts have one shape.
+def tiled_load(
+    network: Outline,
+    setting: Setting,
+    size: Size,
+    cut: int,
+    spans: tuple[Sequence[Span], Sequence[Span]],
+) -> Load:
+    """What a stream goes through that runs partly in tiles.
 
     Args:
-        frames: Frames that there are.
-        nbytes: Their size.
-        part_bytes: The size that a part should not exceed.
-
-    Returns:
-        A divisor of `frames`; 1 where even one frame is larger.
+        network: The encoder or the decoder.
+        setting: Where it runs.
+        size: Height and width of what enters it.
+        cut: Layers before the cut.
+        spans: Rows that tiles give of the frames that leave the tiled layers, and columns.
     """
-    if nbytes <= part_bytes:
-        return frames
-    most = max(1, part_bytes * frames // nbytes)
-    return max(part for part in range(1, most + 1) if frames % part == 0)
+    shapes = network.shapes(size, lone=setting.lone)
+    inner, outer = slice(0, cut), slice(cut, None)
+    if not network.encodes:
+        inner, outer = outer, inner
+    stages, at = network.stages[inner], inner.start or 0
+    axes = [
+        [lengths_before(stages, length, span) for span in axis]
+        for length, axis in zip(shapes[at][2:], spans, strict=True)
+    ]
+    largest, every = (
+        [
+            shape.sized(height, width)
+            for shape, height, width in zip(
+                shapes[at:],
+                *([each(many) for many in zip(*axis, strict=True)] for axis in axes),
+                strict=False,
+            )
+        ]
+        for each in (max, sum)
+    )
+    rest = network.stages[outer]
+    before = shapes[outer.start or 0 :]
+    return Load(
+        setting,
+        _chains(rest),
+        _chains(stages, largest),
+        network.encodes,
+        shapes[0],
+        shapes[-1],
+        shapes[cut],
+        max(_latent_bytes(stages, largest, setting), _latent_bytes(rest, before, setting)),
+        _remembered(rest, before, setting),
+        _remembered(stages, every, setting),
+        _remembered(stages, largest, setting),
+        _work(stages, every, setting) + _work(rest, before, setting),
+    )
+
+
+def _of(shape: Shape, latents: int) -> Shape:
+    return shape.lasting(shape.frames * latents)
+
+
+def _remembered(stages: Sequence[Stage], shapes: Sequence[Shape], setting: Setting) -> int:
+    if setting.lone:
+        return 0
+    pairs = zip(stages, shapes, strict=False)
+    numbers = sum(stage.remembered(shape) for stage, shape in pairs)
+    return numbers * setting.batch * setting.itemsize
+
+
+def _latent_bytes(stages: Sequence[Stage], shapes: Sequence[Shape], setting: Setting) -> int:
+    smallest = min(shape.height for shape in shapes)
+    numbers = [
+        shape.numel
+        for shape, stage in zip(shapes, stages, strict=False)
+        if shape.height == smallest or stage.pairs
+    ]
+    return max(numbers, default=0) * setting.batch * setting.itemsize
+
+
+def _work(stages: Sequence[Stage], shapes: Sequence[Shape], setting: Setting) -> int:
+    pairs = zip(stages, shapes, strict=False)
+    return setting.batch * sum(stage.work(shape, lone=setting.lone) for stage, shape in pairs)
+
+
+def _chains(stages: Sequence[Stage], tile: Sequence[Shape] = ()) -> Chains:
+    """As `Network.chains`, and for a tile with what cuts the halo off as `tiling.make_tile`."""
+    chains: Chains = [[]]
+    if tile:
+        chains[0].append(Crop(*tile[0][2:]))
+    for index, stage in enumerate(stages):
+        if stage.pairs:
+            chains.append([])
+        chains[-1].append(stage)
+        if tile and stage.after(tile[index], lone=True)[2:] != tile[index + 1][2:]:
+            chains[-1].append(Crop(*tile[index + 1][2:]))
+    return chains

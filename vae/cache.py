@@ -1,4 +1,4 @@
-"""What one video's pass through the network remembers between two steps, and its memory.
+"""What one video's pass through the network remembers between two steps.
 
 Wan's VAE sees the past only through its causal convolutions: each needs the last `kernel - stride`
 frames of its own input, and nothing else crosses time (wan/modules/vae.py, CACHE_T). So one
@@ -6,90 +6,58 @@ frames of its own input, and nothing else crosses time (wan/modules/vae.py, CACH
 dropped.
 """
 
-import functools
-from math import prod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-# Blocks from this size on are kept for the next result. glibc maps blocks over 32 MB afresh each
-# time, and the first touch of 50 MB of fresh pages takes 13-30 ms, as long as the convolution that
-# fills them takes on a CPU with AMX; smaller ones it hands out again by itself.
-_KEPT_BYTES = 32 << 20
-
-# A block that is larger than this many times what is asked for stays free for something else.
-_WASTE = 1.5
+from .settling import Settling
+from .workspace import Workspace
 
 
 class TemporalCache:
     """The tails of the causal convolutions, and the memory that activations are made in.
+
+    Args:
+        lone: See the attribute.
+        band_bytes: See the attribute.
+        workspace: See the attribute; None: a new one.
 
     Attributes:
         first: The pass holds the first frame of the video; it stands alone, with nothing before it.
         lone: The video is that one frame, so nothing is kept.
         band_bytes: Size of the bands of rows that some layers divide their work into, where it is
             much larger; None: they never do.
+        workspace: Lends the memory of activations.
+        thrifty: Memory is short: tails are on the host but while their layer runs.
+        settling: The run of frames that goes into the next convolution comes to rest: only so many
+            need to be made. None: all are.
         after_first: Layers, for those that ask, that have seen the first frame and no other yet.
     """
 
-    def __init__(self, *, lone: bool = False, band_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        lone: bool = False,
+        band_bytes: int | None = None,
+        workspace: Workspace | None = None,
+    ) -> None:
         self.first = True
         self.lone = lone
         self.band_bytes = band_bytes
+        self.thrifty = False
+        self.settling: Settling | None = None
         self.after_first: set[nn.Module] = set()
+        self.workspace = Workspace() if workspace is None else workspace
         self._tails: dict[nn.Module, Tensor] = {}
-        self._scratch: Tensor | None = None
-        self._blocks: list[Tensor] = []
 
     def scratch(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
-        """Lend a channels-last buffer, valid until the next call.
-
-        It is one memory for all: fresh pages would cost as much as the arithmetic.
-
-        Args:
-            shape: `[B, C, T, H, W]`.
-            like: Gives dtype and device.
-
-        Returns:
-            Uninitialised memory of that shape. Under autograd it is a tensor of its own.
-        """
-        if torch.is_grad_enabled():
-            batch, channels, frames, height, width = shape
-            memory = (batch, frames, height, width, channels)
-            return torch.empty(memory, dtype=like.dtype, device=like.device).movedim(-1, 1)
-        nbytes = prod(shape) * like.element_size()
-        block = self._scratch
-        if block is None or block.numel() < nbytes or block.device != like.device:
-            del block
-            self._scratch = None  # given back before the larger one is asked for
-            block = self._scratch = _bytes(shape, like)
-        return _video_of(block, shape, like)
+        """See `Workspace.scratch`."""
+        return self.workspace.scratch(shape, like)
 
     def reused(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor | None:
-        """Lend channels-last memory for a result, where fresh memory would be costly.
-
-        The memory comes back by itself when the last tensor on it is gone.
-
-        Args:
-            shape: `[B, C, T, H, W]`.
-            like: Gives dtype and device.
-
-        Returns:
-            Uninitialised memory of that shape; None where a fresh tensor costs no more.
-        """
-        nbytes = prod(shape) * like.element_size()
-        kept = like.device.type == "cpu" and nbytes >= _KEPT_BYTES
-        if not kept or torch.is_grad_enabled() or _count_alone() is None:
-            return None
-        free = [block for block in self._blocks if _users(block) == 1]
-        fitting = [block for block in free if nbytes <= block.numel() <= _WASTE * nbytes]
-        if not fitting:
-            # What is free and of another size belongs to layers that are done.
-            self._blocks = [b for b in self._blocks if not any(b is other for other in free)]
-            del free
-            fitting = [_bytes(shape, like)]
-            self._blocks += fitting
-        return _video_of(min(fitting, key=Tensor.numel), shape, like)
+        """See `Workspace.reused`."""
+        return self.workspace.reused(shape, like)
 
     def tail(self, conv: nn.Module, context: int, x: Tensor) -> Tensor:
         """The frames that a causal convolution saw last; zeros before the start of the video.
@@ -109,6 +77,8 @@ class TemporalCache:
             memory = (batch, context, height, width, channels)
             tail = torch.zeros(memory, dtype=x.dtype, device=x.device).movedim(-1, 1)
             self._tails[conv] = tail
+        elif tail.device != x.device:
+            tail = self._tails[conv] = tail.to(x.device)
         return tail
 
     def window(self, conv: nn.Module, context: int, x: Tensor) -> Tensor:
@@ -153,41 +123,37 @@ class TemporalCache:
             tail[:, :, :older] = tail[:, :, -older:].clone()
         tail[:, :, older:] = last
 
+    def put_back(self, conv: nn.Module, before: Tensor) -> None:
+        """Undo what a convolution has remembered last.
 
-def _users(block: Tensor) -> int | None:
-    """How many tensors stand on the memory of a block, itself included; None: nobody knows.
+        Args:
+            conv: The convolution.
+            before: `[B, C, context, H, W]`, what it remembered before.
+        """
+        tail = self._tails.get(conv)
+        if tail is not None and not torch.is_grad_enabled():
+            tail.copy_(before)
 
-    PyTorch's CUDA graphs ask the same way. It is no public function, so what it says of a block
-    that is known is looked at first.
-    """
-    alone = _count_alone()
-    return None if alone is None else _count(block) - alone + 1
+    def tails(self) -> dict[nn.Module, Tensor]:
+        """What each convolution remembers."""
+        return dict(self._tails)
 
+    def take(self, tails: dict[nn.Module, Tensor]) -> None:
+        """Go on from what convolutions remembered elsewhere; the first frame has passed."""
+        self._tails = dict(tails)
+        self.first = False
 
-@functools.cache
-def _count_alone() -> int | None:
-    """What the storage of a tensor that nothing else stands on counts."""
-    if not hasattr(torch._C, "_storage_Use_Count"):
-        return None
-    block = torch.empty(2)
-    alone = _count(block)
-    view = block[:1]
-    with_view = _count(block)
-    del view
-    return alone if (with_view, _count(block)) == (alone + 1, alone) else None
+    def exchange(self, place: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        """Put what a function gives for each tail in its place."""
+        self._tails = {conv: place(conv, tail) for conv, tail in self._tails.items()}
 
+    def park(self) -> bool:
+        """Bring all tails to the host, where they stay but while they are used.
 
-def _count(block: Tensor) -> int:
-    return torch._C._storage_Use_Count(block.untyped_storage()._cdata)
-
-
-def _bytes(shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
-    nbytes = prod(shape) * like.element_size()
-    return torch.empty(nbytes, dtype=torch.uint8, device=like.device)
-
-
-def _video_of(block: Tensor, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
-    """View bytes as a channels-last `[B, C, T, H, W]`."""
-    batch, channels, frames, height, width = shape
-    pool = block[: prod(shape) * like.element_size()].view(like.dtype)
-    return pool.view(batch, frames, height, width, channels).permute(0, 4, 1, 2, 3)
+        Returns:
+            Whether that has freed memory.
+        """
+        away = {conv: tail for conv, tail in self._tails.items() if tail.device.type != "cpu"}
+        self._tails.update((conv, tail.cpu()) for conv, tail in away.items())
+        self.thrifty = True
+        return bool(away)

@@ -5,8 +5,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from . import bands
 from .cache import TemporalCache
 from .conv import Conv
+from .relief import is_out_of_memory
+from .settling import fitted
+
+# Where a frame does not fit at once: bands of rows, so many.
+_BANDS = 4
 
 
 class Fill(Protocol):
@@ -82,14 +88,70 @@ class CausalConv3d(Conv):
             biased: Add the bias too. Without, where `adds_bias_late` says so, the caller adds it.
 
         Returns:
-            `[B, C_out, T / stride, H, W]`, channels-last.
+            `[B, C_out, T / stride, H, W]`, channels-last. Of a run that comes to rest (see
+            `cache.settling`) as many frames as it takes, which without `residual` may be none.
         """
+        settling = cache.settling
+        try:
+            return self._once(x, cache, fill, residual, residual_bias, biased=biased)
+        except Exception as error:
+            relief = cache.workspace.relief
+            if relief is None or settling is not None or not is_out_of_memory(error):
+                raise
+            failed = error.with_traceback(None)
+            relief.note("convolutions in smaller pieces")
+        # Out of the except block, because the error holds the tensors of its frames.
+        return self._in_pieces(failed, x, cache, fill, residual, residual_bias, biased=biased)
+
+    def _in_pieces(
+        self,
+        failed: Exception,
+        x: Tensor,
+        cache: TemporalCache,
+        fill: Fill | None,
+        residual: Tensor | None,
+        residual_bias: Tensor | None,
+        *,
+        biased: bool,
+    ) -> Tensor:
+        """`forward` for half of the frames and then the rest; for a frame alone, in bands of rows.
+
+        Raises:
+            Exception: `failed`, where nothing smaller is to be had.
+        """
+        half = x.shape[2] // (2 * self.stride) * self.stride
+        if half:
+            pieces = []
+            for part in (slice(0, half), slice(half, None)):
+                added = residual
+                if residual is not None:
+                    steps = slice(*(at and at // self.stride for at in (part.start, part.stop)))
+                    added = _packed(residual[:, :, steps])
+                run = _packed(x[:, :, part])
+                pieces.append(self.forward(run, cache, fill, added, residual_bias, biased=biased))
+            return torch.cat(pieces, dim=2)
+        rows = x.shape[3] // _BANDS
+        if not rows or self.replicate:  # the norm before that of SeedVR2 sees the whole frame
+            raise failed
+        take = _copy if fill is None else fill
+        return bands.convolve(self, take, x, cache, residual, rows, residual_bias, biased=biased)
+
+    def _once(
+        self,
+        x: Tensor,
+        cache: TemporalCache,
+        fill: Fill | None,
+        residual: Tensor | None,
+        residual_bias: Tensor | None,
+        *,
+        biased: bool,
+    ) -> Tensor:
+        """`forward`, which leaves the cache as it was when it fails."""
         if cache.first:
             if fill is not None:
                 filled = cache.scratch(x.shape, x)
                 fill(x, out=filled)
                 x = filled
-            self.keep(x, cache)
             frame = None if residual is None else residual.squeeze(2)
             y = self._convolve(
                 x.squeeze(2),
@@ -101,24 +163,40 @@ class CausalConv3d(Conv):
                 residual_bias,
                 biased=biased,
             )
+            self.keep(x, cache)
             return y.unsqueeze(2)
-        return self._convolve(
-            self._window(x, cache, fill),
-            "volume",
-            (self.stride, 1, 1),
-            (self.padding, self.padding),
-            cache,
-            residual,
-            residual_bias,
-            biased=biased,
-        )
+        if cache.settling is None:
+            window = self._window(x, cache, fill)
+        else:
+            cache.settling = cache.settling.behind(self.weight.shape[2], self.stride)
+            frames = cache.settling.needed if residual is None else max(1, cache.settling.needed)
+            if not frames:
+                batch, _, _, height, width = x.shape
+                return x.new_empty((batch, self.weight.shape[0], 0, height, width))
+            window = self._settled_window(x, frames * self.stride, cache, fill)
+            residual = None if residual is None else fitted(residual, frames)
+        try:
+            return self._convolve(
+                window,
+                "volume",
+                (self.stride, 1, 1),
+                (self.padding, self.padding),
+                cache,
+                residual,
+                residual_bias,
+                biased=biased,
+            )
+        except Exception:
+            cache.put_back(self, window[:, :, : self.context])
+            raise
 
-    def of_window(self, window: Tensor, cache: TemporalCache) -> Tensor:
+    def of_window(self, window: Tensor, cache: TemporalCache, *, biased: bool = True) -> Tensor:
         """Convolve a band of rows that has its borders above and below, and its frames before.
 
         Args:
             window: `[B, C_in, T, H, W]`: one first frame, or those before the new ones and these.
             cache: The state of the video.
+            biased: Add the bias too.
 
         Returns:
             `[B, C_out, T', H - 2 * padding, W]`.
@@ -126,8 +204,10 @@ class CausalConv3d(Conv):
         pads = (0, self.padding)
         if cache.first:
             frame = window.squeeze(2)
-            return self._convolve(frame, self.first_form, (1, 1), pads, cache).unsqueeze(2)
-        return self._convolve(window, "volume", (self.stride, 1, 1), pads, cache)
+            y = self._convolve(frame, self.first_form, (1, 1), pads, cache, biased=biased)
+            return y.unsqueeze(2)
+        strides = (self.stride, 1, 1)
+        return self._convolve(window, "volume", strides, pads, cache, biased=biased)
 
     def _window(self, x: Tensor, cache: TemporalCache, fill: Fill | None) -> Tensor:
         """The frames that it saw last, and the new ones: `[B, C_in, context + T, H, W]`."""
@@ -142,8 +222,34 @@ class CausalConv3d(Conv):
         fill(x, out=window, tail=cache.tail(self, self.context, x))
         return window
 
+    def _settled_window(
+        self, x: Tensor, frames: int, cache: TemporalCache, fill: Fill | None
+    ) -> Tensor:
+        """`_window` of so many frames, where the last of `x`, or before it, is repeated."""
+        x = x[:, :, :frames]
+        batch, channels, fresh, height, width = x.shape
+        tail = cache.tail(self, self.context, x)
+        window = cache.scratch((batch, channels, self.context + frames, height, width), x)
+        known = self.context + fresh
+        if fresh and fill is not None:
+            fill(x, out=window[:, :, :known], tail=tail)
+        else:
+            window[:, :, : self.context] = tail
+            window[:, :, self.context : known] = x
+        window[:, :, known:] = window[:, :, known - 1 : known]
+        tail.copy_(window[:, :, frames:])
+        return window
+
     def keep(self, x: Tensor, cache: TemporalCache) -> None:
         """Remember frames that it saw, or that passed by without being convolved."""
         if cache.first and self.replicate and self.context:
             x = x.expand(-1, -1, self.context, -1, -1)
         cache.keep(self, self.context, x)
+
+
+def _packed(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last_3d)
+
+
+def _copy(x: Tensor, *, out: Tensor) -> None:
+    out.copy_(x)

@@ -6,6 +6,7 @@ file is left half written. The last line on stdout is the result, and `--quiet` 
 
 import argparse
 import logging
+import math
 import os
 import sys
 import warnings
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import TextIO
+
+from .codecs import CODECS
 
 PROGRAM = "fast-video-vae"
 DTYPES = {
@@ -94,16 +97,38 @@ def _parser() -> argparse.ArgumentParser:
     add("video", type=Path, metavar="VIDEO", help="a video in any format that FFmpeg reads")
     add("--vae", type=Path, required=True, metavar="FILE", help="the VAE")
     add("-o", "--output", type=Path, required=True, metavar="LATENTS", help="x.safetensors")
+    add("--fps", type=_fps, help="frames per second: the nearest in time; default: all frames")
+    add("--size", type=_size, metavar="WxH", help="resize to cover it, and crop about the centre")
+    add("--start", type=_seconds, default=0.0, metavar="S", help="seconds to leave out before")
+    add("--duration", type=_seconds, metavar="S", help="seconds to take; default: to the end")
+    add("--frames-limit", type=_count, metavar="N", help="frames to take at most")
 
     add = command("decode", "Decode a latent file to a video.")
     add("latents", type=Path, metavar="LATENTS", help="from encode, or a latent of ComfyUI")
     add("--vae", type=Path, required=True, metavar="FILE", help="the VAE")
-    add("-o", "--output", type=Path, required=True, metavar="VIDEO", help="x.mp4")
+    add(
+        "-o", "--output", type=Path, required=True, metavar="VIDEO", help="x.mp4, .webm, .mkv, .mov"
+    )
     add("--fps", type=_fps, help="such as 24 or 30000/1001; default: the video's, or 16")
+    add("--frames", type=_range, metavar="40-80", help="of the video, counted from 0; default: all")
+    add(
+        "--codec",
+        choices=CODECS,
+        help="default: h264 for .mp4, vp9 for .webm, ffv1 for .mkv, prores for .mov",
+    )
+    add(
+        "--video-quality",
+        type=_quality,
+        metavar="0-100",
+        help="more is better and bigger; default: 70, which shows no loss; not for ffv1",
+    )
+    add("--hardware", action="store_true", help="encode on a chip made for it, where one works")
+    add("--audio", type=Path, metavar="FILE", help="the sound of this file along with the video")
 
     add = command("info", "Tell what a VAE file is, and the memory that it takes.", chunks=False)
     add("file", nargs="?", type=Path, metavar="FILE", help="the VAE; optional with --backends")
     add("--backends", action="store_true", help="tell which backend does what on this machine")
+    add("--limit", type=_gib, metavar="GIB", help="how it would run in so much memory")
     return parser
 
 
@@ -134,6 +159,56 @@ def _chunk(text: str) -> int:
     if not text.removeprefix("-").isdigit() or not (int(text) > 0 or int(text) == -1):
         raise argparse.ArgumentTypeError(f"{text!r} is neither -1 nor a number of at least 1")
     return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def _gib(text: str) -> int:
+    """Bytes."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB such as 6 or 0.5")
+    return int(value * 2**30)
+
+
+def _quality(text: str) -> int:
+    if not text.isdecimal() or int(text) > 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 100")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds such as 2.5")
+    return value
+
+
+def _size(text: str) -> tuple[int, int]:
+    """Height and width, of what is written the other way round."""
+    width, _, height = text.lower().partition("x")
+    if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 832x480")
+    return int(height), int(width)
+
+
+def _range(text: str) -> range:
+    """Frames from the first to the last, both taken."""
+    first, dash, last = text.partition("-")
+    last = last if dash else first
+    if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of frames such as 40-80")
+    return range(int(first), int(last) + 1)
 
 
 def _fps(text: str) -> Fraction:

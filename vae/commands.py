@@ -11,20 +11,25 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .backends import backend_report
+from .backends import aligned, backend_report
 from .checkpoint import load_vae
+from .codecs import check_size, codec_for
 from .demo import CLIP_PATH, VAE_PATH
 from .files import load_latent, save_latent, whole_file
-from .media import VideoFile, VideoWriter, frames_to_uint8, read_video
+from .handoff import Handoff
+from .media import VideoFile, read_video
 from .model import VideoVAE
+from .plan import free_bytes
 from .roundtrip import RoundTrip, shrunk, with_channels
 from .sheet import ContactSheet
+from .sound import read_audio
+from .writer import VideoWriter, frames_to_uint8
 
 # The rate that the Wan 2.1 models make videos at, for latents that do not name theirs.
 LATENT_FPS = Fraction(16)
 # Frame sizes that people decode, (width, height), for the table of `info`.
 SIZES = ((512, 512), (832, 480), (1280, 720), (1920, 1080), (3840, 2160))
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 # Tells the user something on the way.
 Say = Callable[[str], None]
@@ -78,7 +83,8 @@ def encode(args: argparse.Namespace, say: Say) -> str:
     """Encode a video to a latent file.
 
     Args:
-        args: `video`, `vae`, `output`, and the common ones.
+        args: `video`, `vae`, `output`, `fps`, `size`, `start`, `duration`, `frames_limit`, and the
+            common ones.
         say: Takes the lines before the last.
 
     Returns:
@@ -87,28 +93,36 @@ def encode(args: argparse.Namespace, say: Say) -> str:
     if args.output.suffix.lower() != ".safetensors":
         raise ValueError(f"{args.output} is not named as a latent; expected x.safetensors")
     video = read_video(args.video)
+    stretch = {
+        "fps": args.fps,
+        "start": args.start,
+        "duration": args.duration,
+        "limit": args.frames_limit,
+    }
+    expected = video.estimate(**stretch)
     with whole_file(args.output) as part:
         vae = _load(args, args.vae, say)
         config = vae.config
         if config.encoder_width is None:
             raise ValueError(f"{args.vae} has a decoder only; expected a VAE that can encode too")
-        _cropped(video, vae, say)
-        with _bar(args, video.estimated_frames) as bar:
-            pieces = (
-                with_channels(piece, config.image_channels)
-                for piece in _counted(video.pieces(multiple=config.spatial_compression), bar)
+        _cropped(video, vae, say, args.size)
+        pieces = video.pieces(multiple=config.spatial_compression, size=args.size, **stretch)
+        with _bar(args, expected) as bar:
+            pictures = (
+                with_channels(piece, config.image_channels) for piece in _counted(pieces, bar)
             )
-            latent = torch.cat([x.cpu() for x in vae.encode_stream(pieces, args.chunk)], dim=2)
+            latent = torch.cat([x.cpu() for x in vae.encode_stream(pictures, args.chunk)], dim=2)
         frames = config.frames(latent.shape[2])
+        fps = args.fps or video.fps
         save_latent(
             part,
             latent,
             family=config.family,
-            fps=video.fps,
+            fps=fps,
             frames=frames,
             compression=config.spatial_compression,
         )
-    made = f"{list(latent.shape)} for {_frames(frames)} at {_number(video.fps)} fps"
+    made = f"{list(latent.shape)} for {_frames(frames)} at {_number(fps)} fps"
     return f"wrote {args.output}: {made}"
 
 
@@ -116,23 +130,47 @@ def decode(args: argparse.Namespace, say: Say) -> str:
     """Decode a latent file to a video.
 
     Args:
-        args: `latents`, `vae`, `output`, `fps` (None: the file's), and the common ones.
+        args: `latents`, `vae`, `output`, `fps` (None: the file's), `frames` (None: all), `codec`
+            (None: by the suffix), `video_quality`, `hardware`, `audio` (None: no sound), and the
+            common ones.
         say: Takes the lines before the last.
 
     Returns:
         The last line: what was written.
     """
+    codec = args.codec or codec_for(args.output).name
     file = load_latent(args.latents)
-    with VideoWriter(args.output, args.fps or file.fps or LATENT_FPS) as writer:
+    fps = args.fps or file.fps or LATENT_FPS
+    # The sound belongs to the whole video, so a part of the video has its part of the sound.
+    late = args.frames.start / fps if args.frames else Fraction(0)
+    writer = VideoWriter(
+        args.output,
+        fps,
+        codec=codec,
+        quality=args.video_quality,
+        hardware=args.hardware,
+        audio=read_audio(args.audio, late) if args.audio else None,
+    )
+    with writer:
         vae = _load(args, args.vae, say)
         config = vae.config
         if file.family not in (None, config.family):
             raise ValueError(
                 f"{args.latents} is of the family {file.family}; {args.vae} is {config.family}"
             )
-        with _bar(args, config.frames(file.latent.shape[2])) as bar:
-            for piece in _counted(vae.decode_stream(file.latent, args.chunk), bar):
-                writer.write(frames_to_uint8(piece))
+        total = config.frames(file.latent.shape[2])
+        wanted = args.frames or range(total)
+        if wanted.stop > total:
+            raise ValueError(
+                f"frames are {wanted.start}-{wanted.stop - 1}; {args.latents} holds 0-{total - 1}"
+            )
+        scale = config.spatial_compression * config.output_scale
+        check_size(codec, *(scale * side for side in file.latent.shape[3:]))
+        with _bar(args, len(wanted)) as bar, Handoff(writer.write) as handoff:
+            pieces = vae.decode_stream(file.latent, args.chunk, frames=wanted)
+            for piece in _counted(pieces, bar):
+                handoff.put(frames_to_uint8(piece))
+    say(f"{codec} by {writer.encoder}")
     return f"wrote {args.output}: {_frames(writer.frames)} at {_number(writer.fps)} fps"
 
 
@@ -140,7 +178,8 @@ def info(args: argparse.Namespace, _: Say) -> str:
     """Tell what a VAE file is, and the memory that it takes; and what runs on this machine.
 
     Args:
-        args: `file` (None: no VAE), `backends`, and the common ones.
+        args: `file` (None: no VAE), `backends`, `limit` in bytes (None: what is free), and the
+            common ones.
         _: Nothing comes before the result.
 
     Returns:
@@ -173,17 +212,26 @@ def _file_report(args: argparse.Namespace) -> str:
         ("quality", vae.quality),
     ]
     lines = [f"{name:<14}{value}" for name, value in rows]
-    lines += ["", f"memory beside weights and pictures, a video of any length, on {vae.device}"]
-    lines += [f"{'size':<14}{'encode':>12}{'decode':>12}"]
+    free = free_bytes(vae.device)
+    room = f"{_size(free)} free" if args.limit is None else f"within {args.limit / GIB:g} GiB"
+    lines += [
+        "",
+        f"memory beside weights and pictures, a video of any length on {vae.device}, {room}",
+    ]
+    table = [["size", "", "  memory", "a step"]]
     for width, height in SIZES:
-        cells = [
-            f"{vae.memory_bytes(height - height % step, width, encode=encode) / MIB:.0f} MiB"
-            if config.encoder_width or not encode
-            else "-"
-            for encode in (True, False)
-        ]
-        lines.append(f"{f'{width}x{height}':<14}{cells[0]:>12}{cells[1]:>12}")
-    return "\n".join(lines)
+        for encode in (True, False) if config.encoder_width else (False,):
+            plan = vae.plan(height - height % step, width, encode=encode, limit_bytes=args.limit)
+            most, where = (free, "is free") if args.limit is None else (args.limit, "the limit")
+            over = f"; more than {where}" if plan.peak_bytes > most else ""
+            name = f"{width}x{height}" if encode or not config.encoder_width else ""
+            task, how = "encode" if encode else "decode", f"{plan.step}, {plan.frames}{over}"
+            table.append([name, task, f"{_size(plan.peak_bytes):>8}", how])
+    return "\n".join([*lines, *aligned(table)])
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.0f} MiB"
 
 
 def _load(args: argparse.Namespace, path: Path, say: Say | None = None) -> VideoVAE:
@@ -209,12 +257,15 @@ def _load(args: argparse.Namespace, path: Path, say: Say | None = None) -> Video
     return vae
 
 
-def _cropped(video: VideoFile, vae: VideoVAE, say: Say) -> tuple[int, int]:
+def _cropped(
+    video: VideoFile, vae: VideoVAE, say: Say, size: tuple[int, int] | None = None
+) -> tuple[int, int]:
     step = vae.config.spatial_compression
-    height, width = video.cropped_size(step)
+    full = size or (video.height, video.width)
+    height, width = video.cropped_size(step, size)
     count = f"{_frames(video.estimated_frames)}, " if video.estimated_frames else ""
     say(f"{video.path.name}: {count}{video.width}x{video.height}, {_number(video.fps)} fps")
-    if (height, width) != (video.height, video.width):
+    if (height, width) != full:
         say(f"note: cropped about the centre to {width}x{height}, multiples of {step}")
     return height, width
 

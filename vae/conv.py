@@ -6,6 +6,7 @@ weight, another dtype, oneDNN's blocked layout) is derived from it once, and der
 parameter is replaced or written to.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -98,6 +99,28 @@ class Conv(nn.Module):
 
         `padding` is of height and width. The memory of `residual` may be taken.
         """
+        if cache is not None and cache.workspace.relief is not None:
+            # It changes nothing before it succeeds, so it can be done again.
+            again = functools.partial(self._product, x, kind, strides, padding, cache, residual,
+                                      residual_bias, biased=biased)  # fmt: skip
+            return cache.workspace.attempt(again)
+        return self._product(
+            x, kind, strides, padding, cache, residual, residual_bias, biased=biased
+        )
+
+    def _product(
+        self,
+        x: Tensor,
+        kind: str,
+        strides: tuple[int, ...],
+        padding: tuple[int, int],
+        cache: TemporalCache | None,
+        residual: Tensor | None,
+        residual_bias: Tensor | None,
+        *,
+        biased: bool,
+    ) -> Tensor:
+        """`_convolve`, once."""
         ndim = x.ndim
         pads = (0, *padding) if ndim == 5 else padding
         if self._spreads(x, kind, residual):

@@ -10,20 +10,23 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import av
 import torch
 from av.container import InputContainer
 from av.error import FFmpegError
 from av.stream import Disposition
-from av.video.reformatter import ColorRange
+from av.video.reformatter import ColorRange, VideoReformatter
 from av.video.stream import VideoStream
 from torch import Tensor
 
-# swscale's bits for bicubic, full chroma in and out of the conversion, and accurate rounding, as
-# libswscale/swscale.h fixes them; not every PyAV names them all. Without the second the chroma of a
+# swscale's bits as libswscale/swscale.h fixes them; not every PyAV names them all. First how it
+# scales: chroma always, luma where the size changes.
+BICUBIC, AREA, LANCZOS = 0x4, 0x20, 0x200
+# Full chroma in and out of the conversion, and accurate rounding. Without the first the chroma of a
 # pair of pixels is repeated, and the last makes the bytes the same on every CPU.
-READ_FLAGS = 0x4 | 0x2000 | 0x4000 | 0x40000
+EXACT = 0x2000 | 0x4000 | 0x40000
 # The number of BT.709 in ISO/IEC 23091-2 for matrix, primaries and transfer alike.
 BT709 = 1
 BT601 = 5
@@ -33,18 +36,59 @@ MISSING_SECONDS = 0.5
 MISSING_SHARE = 0.1
 
 
+class _Window:
+    """A file object with a place of its own: a video in memory can be read twice at once."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._place = 0
+
+    def read(self, count: int = -1) -> bytes:
+        self._file.seek(self._place)
+        data = self._file.read(count)
+        self._place += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence == os.SEEK_CUR:
+            offset, whence = offset + self._place, os.SEEK_SET
+        self._place = self._file.seek(offset, whence)
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """Open the first stream of moving pictures; says what is wrong where there is none."""
-    with path.open("rb") as file:  # raises the OSError that names the path
-        size = os.fstat(file.fileno()).st_size
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError(f"{path} is not a file; expected a video")
+def opened(
+    path: Path, file: BinaryIO | None = None
+) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """Open the first stream of moving pictures; says what is wrong where there is none.
+
+    Args:
+        path: The file, or what errors call it.
+        file: The file itself, where it is open; it is read from its beginning and stays open.
+
+    Yields:
+        The container and the stream.
+
+    Raises:
+        OSError: There is no such file, or it may not be read.
+        ValueError: It is no video that can be read.
+    """
+    if file is None:
+        with path.open("rb") as found:  # raises the OSError that names the path
+            size = os.fstat(found.fileno()).st_size
+            if not stat.S_ISREG(os.fstat(found.fileno()).st_mode):
+                raise ValueError(f"{path} is not a file; expected a video")
+    else:
+        size = file.seek(0, os.SEEK_END)
     if not size:
         raise ValueError(f"{path} is empty; expected a video")
     try:
         # "file:" keeps FFmpeg from taking a colon in the name for a protocol.
-        container = av.open(f"file:{path}", "r", metadata_errors="replace")
+        source = f"file:{path}" if file is None else _Window(file)
+        container = av.open(source, "r", metadata_errors="replace")
     except (ValueError, FFmpegError) as error:
         raise ValueError(
             f"{path} is not a video that FFmpeg can read, or it is truncated ({reason(error)})"
@@ -118,24 +162,39 @@ def announced_seconds(stream: VideoStream) -> float:
     return 3600 * hours + 60 * minutes + seconds
 
 
-def upright_rgb(frame: av.VideoFrame, height: int, width: int) -> Tensor:
-    """Convert a frame to `[height, width, 3]` uint8, turned upright."""
-    turns = quarter_turns(frame)
-    if turns % 2:
-        height, width = width, height
-    # A stream may change its size on the way; as in FFmpeg, the first frame's size holds.
-    rgb = frame.reformat(
-        width=width,
-        height=height,
-        format="rgb24",
-        interpolation=READ_FLAGS,
-        src_color_range=frame.color_range,
-        dst_color_range=ColorRange.JPEG,
-        # RGB has no matrix. But PyAV before 17 minds the frame's own only where the two differ.
-        dst_colorspace=BT601 if frame.colorspace == BT709 else BT709,
-    )
-    picture = torch.from_numpy(rgb.to_ndarray())
-    return torch.rot90(picture, turns) if turns else picture
+class Upright:
+    """Converts frames to RGB of one size, turned upright."""
+
+    def __init__(self, height: int, width: int, scaler: int = BICUBIC) -> None:
+        """Settle the size; one object serves one thread.
+
+        Args:
+            height: Height of the pictures, upright.
+            width: Width of the pictures, upright.
+            scaler: swscale's bit for how frames of another size are resized.
+        """
+        self._size = (height, width)
+        self._flags = scaler | EXACT
+        self._reformatter = VideoReformatter()
+
+    def __call__(self, frame: av.VideoFrame) -> Tensor:
+        """Convert a frame to `[height, width, 3]` uint8."""
+        turns = quarter_turns(frame)
+        height, width = self._size[::-1] if turns % 2 else self._size
+        # A stream may change its size on the way; as in FFmpeg, the first frame's size holds.
+        rgb = self._reformatter.reformat(
+            frame,
+            width=width,
+            height=height,
+            format="rgb24",
+            interpolation=self._flags,
+            src_color_range=frame.color_range,
+            dst_color_range=ColorRange.JPEG,
+            # RGB has no matrix. But PyAV before 17 minds the frame's own only where the two differ.
+            dst_colorspace=BT601 if frame.colorspace == BT709 else BT709,
+        )
+        picture = torch.from_numpy(rgb.to_ndarray())
+        return torch.rot90(picture, turns) if turns else picture
 
 
 def quarter_turns(frame: av.VideoFrame) -> int:

@@ -68,12 +68,17 @@ class Forms(dict[tuple[str, torch.dtype], Form]):
 
 def packs(x: Tensor) -> bool:
     """Whether oneDNN's blocked weights and its fused sum are there for this input."""
+    return packs_for(x.device, x.dtype)
+
+
+def packs_for(device: torch.device, dtype: torch.dtype) -> bool:
+    """Likewise for any input there."""
     backend = torch.backends.mkldnn
-    if x.device.type != "cpu" or not _X86 or not backend.is_available() or not backend.enabled:
+    if device.type != "cpu" or not _X86 or not backend.is_available() or not backend.enabled:
         return False
-    if x.dtype == torch.bfloat16:
+    if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return x.dtype == torch.float32
+    return dtype == torch.float32
 
 
 def stamp_of(weight: Tensor) -> tuple[Any, ...]:

@@ -57,7 +57,7 @@ def check_frames(frames: Tensor, config: VAEConfig) -> None:
 
 def checked(pieces: Tensor | Iterable[Tensor], check: Callable[[Tensor], None]) -> Iterator[Tensor]:
     """The pieces of a video, checked: a tensor at once, an iterable's when they are reached."""
-    if isinstance(pieces, Tensor):
+    if isinstance(pieces, Tensor) or not isinstance(pieces, Iterable):
         check(pieces)
         return iter([pieces])
 
@@ -84,6 +84,55 @@ def chunk_of(source: object, chunk: int | None) -> int | None:
     if isinstance(chunk, bool) or not isinstance(chunk, int) or (chunk < 1 and chunk != -1):
         raise ValueError(f"chunk is {chunk!r}; expected a number of latents, -1 for all, or None")
     return chunk
+
+
+def check_range(frames: object, length: int | None) -> None:
+    """Check the frames that are wanted of a video; None: nobody knows its length."""
+    wanted = frames if isinstance(frames, range) else range(0)
+    known = wanted.step == 1 and 0 <= wanted.start < wanted.stop
+    if known and (length is None or wanted.stop <= length):
+        return
+    has = "from 0 on" if length is None else f"within 0 to {length - 1}"
+    raise ValueError(f"frames are {frames!r}; expected a range {has}, of one frame or more")
+
+
+def check_tile(tile: object) -> None:
+    """Check height and width of the tiles; None: they are chosen."""
+    if tile is None:
+        return
+    pair = tile if isinstance(tile, (tuple, list)) else ()
+    if len(pair) != 2 or not all(type(size) is int and size > 0 for size in pair):
+        raise ValueError(f"tile is {tile!r}; expected height and width in pixels, or None")
+
+
+def check_dtype(dtype: object) -> None:
+    """Check what is to be computed in."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype is {dtype!r}; expected a float dtype such as torch.float32")
+
+
+def check_targets(
+    latent: Tensor | Iterable[Tensor],
+    config: VAEConfig,
+    out: Tensor | None,
+    images: Tensor | None,
+    frames: range | None,
+) -> None:
+    """Check the memory that frames or images go to; of an iterable nobody knows the length."""
+    for target, name in ((out, "out"), (images, "images")):
+        if target is None:
+            continue
+        if not isinstance(target, Tensor):
+            raise ValueError(f"{name} is a {type(target).__name__}; expected a tensor")
+        if not isinstance(latent, Tensor):
+            continue
+        batch, channels, length, *size = config.decoded_shape(latent.shape)
+        length = length if frames is None else len(frames)
+        shape = [batch, channels, length, *size]
+        if name == "images":
+            shape = [batch, length, *size, channels]
+        if list(target.shape) != shape:
+            raise ValueError(f"{name} has shape {list(target.shape)}; expected {shape}")
 
 
 def check_finite(tensor: Tensor, name: str) -> None:

@@ -54,7 +54,12 @@ class ResidualBlock(nn.Module):
         in_channels: Channels in.
         out_channels: Channels out.
         taps: Frames that each convolution sees.
+
+    Attributes:
+        settles: It heeds `cache.settling`.
     """
+
+    settles = True
 
     def __init__(self, in_channels: int, out_channels: int, taps: int = 3) -> None:
         super().__init__()
@@ -86,6 +91,8 @@ class ResidualBlock(nn.Module):
 
 class AttentionBlock(nn.Module):
     """Single-head self-attention over the pixels of each frame, added to the input."""
+
+    sees_all = True  # every pixel of a frame: no tiles
 
     def __init__(self, channels: int) -> None:
         super().__init__()

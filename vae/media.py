@@ -1,47 +1,51 @@
-"""Video files in and out through PyAV, frame by frame, so that memory does not grow with length.
+"""Video files in through PyAV, frame by frame, so that memory does not grow with length."""
 
-Writing is H.264 in mp4, tagged BT.709 and converted with its matrix. A picture is rounded as
-ComfyUI's saver rounds it: the byte is `255 * x` without its fraction.
-
-Whatever is written appears under its final name only when it is whole (`whole_file`).
-"""
-
+import itertools
+import math
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from types import TracebackType
+from typing import BinaryIO
 
 import av
 import torch
-from av.container import OutputContainer
+from av.container import InputContainer
 from av.error import FFmpegError
-from av.video.reformatter import ColorRange
 from av.video.stream import VideoStream
 from torch import Tensor
 
-from ..kernels import frames_to_images
-from .demux import BT709, announced_seconds, decoded, opened, quarter_turns, reason, upright_rgb
-from .files import whole_file
+from .clock import SLACK, Timed, at_rate, between, checked_rate, frames_within, timed
+from .demux import (
+    AREA,
+    BICUBIC,
+    LANCZOS,
+    MISSING_SECONDS,
+    MISSING_SHARE,
+    Upright,
+    announced_seconds,
+    decoded,
+    opened,
+    quarter_turns,
+)
 
-# x264's default is 23; at 16 its error (about 48 dB on photographs) stays far below a VAE's.
-CRF = 16
 # Where a file gives neither a frame rate nor a duration.
 FALLBACK_FPS = Fraction(25)
 
 
 @dataclass(frozen=True)
 class VideoFile:
-    """A video file that can be read any number of times, each time from its first frame.
+    """A video file that can be read any number of times.
 
     Attributes:
-        path: Where the file lies.
+        path: Where the file lies; of an open file, what errors call it.
         height: Height of the picture in pixels, upright.
         width: Width of the picture in pixels, upright.
         fps: Frames per second, the average where the rate varies.
         estimated_frames: The count of frames that the file announces; None where it does not.
+        origin: When the first frame is, by the file's own clock, in seconds.
+        file: The file itself where it was handed over open, which is one thread's at a time.
     """
 
     path: Path
@@ -49,60 +53,199 @@ class VideoFile:
     width: int
     fps: Fraction
     estimated_frames: int | None
+    origin: Fraction = Fraction(0)
+    file: BinaryIO | None = None
 
-    def frames(self) -> Iterator[Tensor]:
-        """Decode the file.
+    def frames(self, start: float = 0.0, duration: float | None = None) -> Iterator[Tensor]:
+        """Decode the file, or a stretch of it.
 
-        Yields:
-            Frames, `[H, W, 3]` uint8 RGB, upright.
+        Args:
+            start: Seconds after the first frame of the file; the first frame given is the first
+                that is shown then or later. What lies before is passed over without decoding it,
+                from its last key frame on.
+            duration: Seconds; frames from `start + duration` on are left out. None: all.
+
+        Returns:
+            Frames, `[H, W, 3]` uint8 RGB, upright. They begin where they should to within 0.6 ms,
+            because Matroska rounds times to 1 ms.
 
         Raises:
-            ValueError: The file is broken or ends too early.
+            ValueError: The file is broken or ends too early, or has nothing at `start`.
         """
-        with opened(self.path) as (container, stream):
-            for frame in decoded(self.path, container, stream):
-                yield upright_rgb(frame, self.height, self.width)
+        begin, seconds = self._stretch(start, duration)
+        upright = Upright(self.height, self.width)
+        return (upright(item.frame) for item in self._timed(begin, seconds))
 
-    def pieces(self, *, multiple: int = 1, frames: int = 4) -> Iterator[Tensor]:
+    def pieces(
+        self,
+        *,
+        multiple: int = 1,
+        frames: int = 4,
+        fps: Fraction | None = None,
+        size: tuple[int, int] | None = None,
+        start: float = 0.0,
+        duration: float | None = None,
+        limit: int | None = None,
+    ) -> Iterator[Tensor]:
         """Decode the file in runs of frames, such as `VideoVAE.encode_stream` takes.
 
         Args:
             multiple: Height and width are cropped about the centre to multiples of this.
             frames: Frames in a piece; the last may have fewer.
+            fps: Frames per second: the frame at `n / fps` after the first is the one nearest in
+                time, so some are repeated or left out, and none is blended. None: every frame.
+            size: Height and width: the picture is resized to cover them, which keeps its aspect,
+                and cropped about the centre. None: those of the file.
+            start: Seconds, as in `frames`.
+            duration: Seconds, as in `frames`.
+            limit: Most frames in all. None: no limit.
 
-        Yields:
+        Returns:
             Pieces, `[1, 3, t, H, W]` uint8.
 
         Raises:
-            ValueError: The picture is smaller than `multiple`, or the file is broken.
+            ValueError: An argument is out of range, the picture is smaller than `multiple`, the
+                file is broken, or it has nothing at `start`.
         """
-        height, width = self.cropped_size(multiple)
-        top, left = (self.height - height) // 2, (self.width - width) // 2
-        held: list[Tensor] = []
-        for frame in self.frames():
-            held.append(frame[top : top + height, left : left + width])
-            if len(held) == frames:
-                yield torch.stack(held).permute(3, 0, 1, 2).unsqueeze(0)
-                held = []
-        if held:
-            yield torch.stack(held).permute(3, 0, 1, 2).unsqueeze(0)
+        if frames < 1 or (limit is not None and limit < 1):
+            raise ValueError(f"frames are {frames}, limited to {limit}; expected at least 1")
+        begin, seconds = self._stretch(start, duration)
+        rate = None if fps is None else checked_rate(fps)
+        convert = self._fitted(*self.cropped_size(multiple, size), size)
 
-    def cropped_size(self, multiple: int) -> tuple[int, int]:
-        """Height and width, each cut down to a multiple of `multiple`."""
-        height, width = (size - size % multiple for size in (self.height, self.width))
-        if not height or not width:
+        def pictures() -> Iterator[Tensor]:
+            found = self._timed(begin, seconds, beyond=rate is not None)
+            if rate is None:
+                yield from (convert(item.frame) for item in found)
+                return
+            end = None if seconds is None else begin + seconds
+            for frame, count in at_rate(found, rate, begin, end):
+                yield from itertools.repeat(convert(frame), count)
+
+        return _runs(itertools.islice(pictures(), limit), frames)
+
+    def cropped_size(self, multiple: int, size: tuple[int, int] | None = None) -> tuple[int, int]:
+        """Height and width, each cut down to a multiple of `multiple`.
+
+        Args:
+            multiple: Of the pixels of both sides.
+            size: Height and width that the video is brought to before. None: those of the file.
+
+        Raises:
+            ValueError: Nothing would be left.
+        """
+        full = size or (self.height, self.width)
+        height, width = (side - side % multiple for side in full)
+        if height < 1 or width < 1:
             raise ValueError(
-                f"{self.path} is {self.width}x{self.height}; "
-                f"expected at least {multiple}x{multiple}"
+                f"{self.path} is {full[1]}x{full[0]}; expected at least {multiple}x{multiple}"
             )
         return height, width
 
+    def estimate(
+        self,
+        *,
+        fps: Fraction | None = None,
+        start: float = 0.0,
+        duration: float | None = None,
+        limit: int | None = None,
+    ) -> int | None:
+        """How many frames `pieces` gives, by what the file announces; None: it does not tell."""
+        begin, seconds = self._stretch(start, duration)
+        count = self.estimated_frames
+        if count is None:
+            return None
+        rest = count / self.fps - begin
+        if fps is not None or start or duration is not None:
+            rest = rest if seconds is None else min(rest, seconds)
+            count = frames_within(rest, fps or self.fps)
+        return count if limit is None else min(count, limit)
 
-def read_video(path: str | os.PathLike[str]) -> VideoFile:
+    def _stretch(self, start: float, duration: float | None) -> tuple[Fraction, Fraction | None]:
+        """Start and length in exact seconds, looked over before any work."""
+        if not 0 <= start < math.inf:
+            raise ValueError(f"start is {start} s; expected 0 or more")
+        if duration is not None and not 0 < duration < math.inf:
+            raise ValueError(f"duration is {duration} s; expected more than 0")
+        if start and self.estimated_frames is not None:
+            length = self.estimated_frames / self.fps
+            # Containers round and rates vary; what is near the end is found out there.
+            if start > length + max(MISSING_SECONDS, MISSING_SHARE * float(length)):
+                raise ValueError(f"{self.path} lasts {float(length):.2f} s; start is {start} s")
+        return Fraction(start), None if duration is None else Fraction(duration)
+
+    def _fitted(
+        self, height: int, width: int, size: tuple[int, int] | None
+    ) -> Callable[[av.VideoFrame], Tensor]:
+        """What turns a frame into a picture `[height, width, 3]`, out of the middle of `size`."""
+        full = (self.height, self.width) if size is None else self._covering(*size)
+        scaler = BICUBIC
+        if full != (self.height, self.width):
+            scaler = AREA if full[0] < self.height else LANCZOS
+        upright = Upright(*full, scaler)
+        top, left = (full[0] - height) // 2, (full[1] - width) // 2
+        return lambda frame: upright(frame)[top : top + height, left : left + width]
+
+    def _covering(self, height: int, width: int) -> tuple[int, int]:
+        """The least size of the video's aspect that covers another."""
+        if width * self.height > height * self.width:
+            return max(height, round(Fraction(self.height * width, self.width))), width
+        return height, max(width, round(Fraction(self.width * height, self.height)))
+
+    def _timed(
+        self, start: Fraction, seconds: Fraction | None, *, beyond: bool = False
+    ) -> Iterator[Timed]:
+        """The frames of a stretch, one at least; `beyond`: those after it as well."""
+        end = None if seconds is None else start + seconds
+        found = between(self._from(start), start, None)
+        first = next(found, None)
+        if first is None or (end is not None and first.time >= end - SLACK):
+            until = "" if end is None else f" and before {float(end):g} s"
+            raise ValueError(f"{self.path} has no frame at {float(start):g} s or later{until}")
+        frames = itertools.chain([first], found)
+        yield from frames if beyond else between(frames, start, end)
+
+    def _from(self, start: Fraction) -> Iterator[Timed]:
+        """Frames that begin at `start` or before it, from the last key frame where it is found."""
+        if start:
+            with opened(self.path, self.file) as (container, stream):
+                found = self._sought(container, stream, start)
+                if found is not None:
+                    yield from found
+                    return
+        with opened(self.path, self.file) as (container, stream):
+            yield from timed(decoded(self.path, container, stream), self.origin, self.fps)
+
+    def _sought(
+        self, container: InputContainer, stream: VideoStream, start: Fraction
+    ) -> Iterator[Timed] | None:
+        """Frames from a key frame before `start`; None where the file does not tell its place."""
+        if not stream.time_base:
+            return None
+        try:
+            container.seek(int((start + self.origin) / stream.time_base), stream=stream)
+            frames = decoded(self.path, container, stream)
+            first = next(frames, None)
+            if first is None or first.pts is None:
+                return None
+            items = timed(itertools.chain([first], frames), self.origin, self.fps)
+            item = next(items)
+            if item.time > start + SLACK:
+                return None
+            # Damage here may be of the seeking alone: a picture that is refreshed bit by bit.
+            while item.time < start - SLACK:
+                item = next(items)
+        except (StopIteration, ValueError, FFmpegError):
+            return None
+        return itertools.chain([item], items)
+
+
+def read_video(source: str | os.PathLike[str] | BinaryIO) -> VideoFile:
     """Look at a video file; its first frame is decoded and the rest is not.
 
     Args:
-        path: A video in any format that FFmpeg reads. A picture is a video of one frame.
+        source: A video in any format that FFmpeg reads, by its path or as a file that is open for
+            reading bytes and can seek, such as `io.BytesIO`. A picture is a video of one frame.
 
     Returns:
         The video, to be read with `frames` or `pieces`.
@@ -111,8 +254,11 @@ def read_video(path: str | os.PathLike[str]) -> VideoFile:
         OSError: There is no such file, or it may not be read.
         ValueError: It is no video: empty, broken, truncated, or without pictures.
     """
-    path = Path(path)
-    with opened(path) as (container, stream):
+    if isinstance(source, (str, os.PathLike)):
+        path, file = Path(source), None
+    else:
+        path, file = Path(str(getattr(source, "name", "the video"))), source
+    with opened(path, file) as (container, stream):
         # Rotation lies on the frame, not on the stream, and headers may be wrong about the size.
         first = next(decoded(path, container, stream), None)
         if first is None:
@@ -127,148 +273,13 @@ def read_video(path: str | os.PathLike[str]) -> VideoFile:
             # Where the stream itself has no duration, time counts from the start of the file.
             late = 0.0 if stream.duration else first.time or 0.0
             count = max(0, round((seconds - late) * fps)) or None
-    return VideoFile(path, height, width, fps, count)
+        origin = Fraction(0)
+        if first.pts is not None and first.time_base:
+            origin = first.pts * first.time_base
+    return VideoFile(path, height, width, fps, count, origin, file)
 
 
-class VideoWriter:
-    """Writes frames to an H.264 mp4, which appears under its name only when it is whole.
-
-    As a context manager: the path is tried when it is entered, before any work is done. If the
-    body raises, nothing is left behind and a file that was there before stays as it was.
-    """
-
-    def __init__(
-        self, path: str | os.PathLike[str], fps: Fraction | float, *, crf: float = CRF
-    ) -> None:
-        """Prepare to write; nothing is touched yet.
-
-        Args:
-            path: The mp4 to write.
-            fps: Frames per second.
-            crf: x264's constant rate factor, 0 to 51; less is better and bigger.
-
-        Raises:
-            ValueError: `fps` is not positive, or `path` is not named as an mp4.
-        """
-        self.path = Path(path)
-        # What mp4 can hold: numerator and denominator are 32-bit.
-        self.fps = Fraction(fps).limit_denominator(100_000) if 0 < fps < 10_000 else Fraction(0)
-        if not self.fps:
-            raise ValueError(f"fps is {fps}; expected more than 0 and less than 10000")
-        if self.path.suffix.lower() not in (".mp4", ".m4v", ".mov"):
-            raise ValueError(f"{self.path} is not named as a video; expected a name such as x.mp4")
-        self.crf = crf
-        self.frames = 0
-        self._stack = ExitStack()
-        self._part = self.path
-        self._output: tuple[OutputContainer, VideoStream] | None = None
-
-    def __enter__(self) -> "VideoWriter":
-        with ExitStack() as stack:
-            self._part = stack.enter_context(whole_file(self.path))
-            stack.push(self._close)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
-
-    def write(self, frames: Tensor) -> None:
-        """Append frames.
-
-        Args:
-            frames: `[T, H, W, 3]` uint8 RGB; the first call settles H and W, both even.
-
-        Raises:
-            ValueError: Another shape or dtype.
-            OSError: The disk is full, or it failed.
-        """
-        if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != torch.uint8:
-            raise ValueError(
-                f"frames are {list(frames.shape)} {frames.dtype}; expected [T, H, W, 3] uint8"
-            )
-        height, width = frames.shape[1:3]
-        with _errors_name(self.path):
-            if self._output is None:
-                self._output = self._opened(height, width)
-            container, stream = self._output
-            if (height, width) != (stream.height, stream.width):
-                raise ValueError(
-                    f"frames are {width}x{height}; this video is {stream.width}x{stream.height}"
-                )
-            for picture in frames.cpu().contiguous().numpy():
-                rgb = av.VideoFrame.from_ndarray(picture, format="rgb24")
-                frame = rgb.reformat(
-                    format="yuv420p", dst_colorspace=BT709, dst_color_range=ColorRange.MPEG
-                )
-                frame.pts = self.frames
-                frame.time_base = 1 / self.fps
-                container.mux(stream.encode(frame))
-                self.frames += 1
-
-    def _opened(self, height: int, width: int) -> tuple[OutputContainer, VideoStream]:
-        if height % 2 or width % 2:
-            raise ValueError(f"frames are {width}x{height}; H.264 needs even width and height")
-        # faststart: the index goes to the front, so that a browser plays what it has not yet read.
-        container = av.open(
-            f"file:{self._part}", "w", format="mp4", options={"movflags": "faststart"}
-        )
-        stream = container.add_stream("h264", rate=self.fps, options={"crf": str(self.crf)})
-        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
-        context = stream.codec_context
-        context.colorspace = context.color_primaries = context.color_trc = BT709
-        context.color_range = ColorRange.MPEG
-        return container, stream
-
-    def _close(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Finish the file, or give it up; runs before `whole_file` names or removes it."""
-        if kind is not None:
-            if self._output is not None:
-                with suppress(FFmpegError):
-                    # The first error is on its way; this one says the same of the same disk.
-                    self._output[0].close()
-            return
-        if self._output is None:
-            raise ValueError(f"no frames were written to {self.path}; expected at least one")
-        container, stream = self._output
-        with _errors_name(self.path), container:
-            container.mux(stream.encode(None))
-
-
-def frames_to_uint8(frames: Tensor) -> Tensor:
-    """Turn decoded frames into pictures as ComfyUI's saver does: clamp, scale, drop the fraction.
-
-    Args:
-        frames: `[1, C, T, H, W]` in about [-1, 1], any float dtype; C is 3, or 4 with an alpha
-            channel, which is dropped because mp4 has none.
-
-    Returns:
-        `[T, H, W, 3]` uint8 on the device of `frames`.
-
-    Raises:
-        ValueError: More than one video, or another count of channels.
-    """
-    if frames.ndim != 5 or frames.shape[0] != 1 or frames.shape[1] not in (3, 4):
-        raise ValueError(f"frames are {list(frames.shape)}; expected [1, 3 or 4, T, H, W]")
-    return frames_to_images(frames[:, :3], dtype=torch.uint8)
-
-
-@contextmanager
-def _errors_name(path: Path) -> Iterator[None]:
-    """Give FFmpeg's errors the final path and, where there is one, the system's own words."""
-    try:
-        yield
-    except FFmpegError as error:
-        if isinstance(error, OSError) and error.errno:
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise ValueError(f"{path} cannot be encoded ({reason(error)})") from error
+def _runs(pictures: Iterator[Tensor], frames: int) -> Iterator[Tensor]:
+    """Pictures `[H, W, 3]` in pieces `[1, 3, t, H, W]`."""
+    while held := list(itertools.islice(pictures, frames)):
+        yield torch.stack(held).permute(3, 0, 1, 2).unsqueeze(0)

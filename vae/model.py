@@ -1,30 +1,64 @@
 """The VAE: frames to latents and back, whole or as a stream."""
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from ..kernels import check_quality, frames_to_images, pixel_shuffle_3d
-from .budget import make_plan
-from .cache import TemporalCache
+from ..kernels import check_quality
 from .compiling import eager
 from .config import SEEDVR2, VAEConfig
 from .conv import Conv, PointwiseConv, drop_stale_forms
 from .inputs import (
+    check_dtype,
     check_frames,
     check_latent,
+    check_range,
+    check_targets,
     check_tensor,
+    check_tile,
     checked,
     chunk_of,
 )
 from .layouts import make_decoder, make_encoder
-from .network import Layer, Network
-from .pixels import COLUMN_FIRST, ROW_FIRST, fold_pixels
+from .network import Network
+from .output import Output
+from .pixels import COLUMN_FIRST, fold_pixels
+from .plan import Plan, Work, make_plan
+from .reach import latents_before
+from .routes import Route
 from .steps import Steps
-from .stream import rechunk
+from .tiling import Size
+from .video import Ends, Video
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of one stream; see `VideoVAE.decode_stream`.
+
+    Attributes:
+        dtype: Of the computation.
+        chunk: Latents per step; -1: all; None: chosen.
+        limit_bytes: Memory that a step may take; None: as the VAE has it.
+        tile: Height and width of the tiles; None: chosen.
+        release: Gives back memory of the caller's; None: there is none.
+        lone: The video is a single frame.
+        start: Latents left out before the first that comes.
+    """
+
+    dtype: torch.dtype
+    chunk: int | None
+    limit_bytes: int | None
+    tile: Size | None
+    release: Callable[[], None] | None
+    lone: bool = False
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        check_tile(self.tile)
 
 
 class VideoVAE(nn.Module):
@@ -135,6 +169,8 @@ class VideoVAE(nn.Module):
         chunk: int | None = None,
         dtype: torch.dtype | None = None,
         limit_bytes: int | None = None,
+        tile: Size | None = None,
+        release: Callable[[], None] | None = None,
     ) -> Iterator[Tensor]:
         """Encode a video that comes in pieces; latents leave as soon as their frames are there.
 
@@ -143,6 +179,9 @@ class VideoVAE(nn.Module):
             chunk: As for `encode`; None for an iterable: one latent at a time.
             dtype: Of this computation; None: `encode_dtype`.
             limit_bytes: Memory that a step of this stream may take; None: as the VAE has it.
+            tile: Height and width in pixels of the tiles that the first layers run in, with the
+                same result; None: chosen from size and memory.
+            release: Called when memory runs out, to give back what the caller can; None: nothing.
 
         Returns:
             An iterator of latents `[B, C_latent, n, H / 8, W / 8]`: the first alone, then `chunk`
@@ -151,9 +190,8 @@ class VideoVAE(nn.Module):
         Raises:
             ValueError: As for `encode`; for a piece when it is reached.
         """
-        return self._encode_stream(
-            pieces, chunk, dtype, limit_bytes, scale=self.config.latent_scale
-        )
+        request = Request(dtype or self.encode_dtype, chunk, limit_bytes, tile, release)
+        return self._encode_stream(pieces, request, scale=self.config.latent_scale)
 
     @eager
     def mean_stream(
@@ -162,33 +200,29 @@ class VideoVAE(nn.Module):
         chunk: int | None = None,
         dtype: torch.dtype | None = None,
         limit_bytes: int | None = None,
+        tile: Size | None = None,
+        release: Callable[[], None] | None = None,
     ) -> Iterator[Tensor]:
         """`encode_stream` of the bare mean of the posterior, which `config.latent_scale` scales."""
-        return self._encode_stream(pieces, chunk, dtype, limit_bytes, scale=1)
+        request = Request(dtype or self.encode_dtype, chunk, limit_bytes, tile, release)
+        return self._encode_stream(pieces, request, scale=1)
 
     def _encode_stream(
-        self,
-        pieces: Tensor | Iterable[Tensor],
-        chunk: int | None,
-        dtype: torch.dtype | None,
-        limit_bytes: int | None,
-        *,
-        scale: float,
+        self, pieces: Tensor | Iterable[Tensor], request: Request, *, scale: float
     ) -> Iterator[Tensor]:
         encoder = self._encoding()
-        chains = encoder.chains()
         patch = self.config.patch_size
-        chains[0].insert(0, lambda x, _: fold_pixels(x, patch, COLUMN_FIRST))
 
-        def finish(x: Tensor, _: TemporalCache) -> Tensor:
+        def finish(x: Tensor) -> Tensor:
             latents = self.config.latent_channels
             mean = x[:, :latents] if self.conv1 is None else self.conv1(x, latents)
             return mean if scale == 1 else mean * scale
 
+        ends = Ends(lambda x: fold_pixels(x, patch, COLUMN_FIRST), finish)
         source = checked(pieces, self.check_frames)
-        chunk = chunk_of(pieces, chunk)
         lone = isinstance(pieces, Tensor) and self.config.latent_frames(pieces.shape[2]) == 1
-        return self._stream(encoder, chains, finish, source, chunk, dtype, limit_bytes, lone=lone)
+        request = replace(request, chunk=chunk_of(pieces, request.chunk), lone=lone)
+        return self._stream(encoder, ends, source, request)
 
     @eager
     def decode_stream(
@@ -199,6 +233,9 @@ class VideoVAE(nn.Module):
         out: Tensor | None = None,
         images: Tensor | None = None,
         limit_bytes: int | None = None,
+        tile: Size | None = None,
+        release: Callable[[], None] | None = None,
+        frames: range | None = None,
     ) -> Iterator[Tensor]:
         """Decode a latent and give the frames away as they are done.
 
@@ -215,24 +252,38 @@ class VideoVAE(nn.Module):
                 and device: instead of frames each piece is images, clamped to [0, 1] or in 8 bits
                 (see `frames_to_images`), and the part of it that was written.
             limit_bytes: Memory that a step of this stream may take; None: as the VAE has it.
+            tile: Height and width in pixels of the tiles that the last layers run in, with the
+                same result; None: chosen from size and memory.
+            release: Called when memory runs out, to give back what the caller can; None: nothing.
+            frames: Only these come, such as `range(40, 81)`, and `out` or `images` are of them
+                alone; what does not matter to them is not computed. None: all.
 
         Returns:
             An iterator of frames `[B, C, n, H, W]`, as from `decode`, or of images `[B, n, H, W,
             C]`; `n` varies.
 
         Raises:
-            ValueError: As for `decode`, or there are both `out` and `images`; for a piece of an
-                iterable when it is reached.
+            ValueError: As for `decode`, or there are both `out` and `images`, or `frames` are not
+                of the video; for a piece of an iterable when it is reached.
         """
-        chains = self.decoder.chains()
-        chains[0].insert(0, self._unmixed)
-        finish = self._writer(out, images)
+        config = self.config
         source = checked(latent, self.check_latent)
-        chunk = chunk_of(latent, chunk)
         lone = isinstance(latent, Tensor) and latent.shape[2] == 1
-        return self._stream(
-            self.decoder, chains, finish, source, chunk, dtype, limit_bytes, lone=lone
+        start = 0
+        if frames is not None:
+            whole = isinstance(latent, Tensor)
+            check_range(frames, config.frames(latent.shape[2]) if whole else None)
+            if whole:
+                start, stop = self._latents_of(frames)
+                source = iter([latent[:, :, start:stop]])
+        check_targets(latent, config, out, images, frames)
+        first_frame = start and config.frames(start)
+        output = Output(config, out, images, frames, first_frame)
+        request = Request(
+            dtype or self.dtype, chunk_of(latent, chunk), limit_bytes, tile, release, lone, start
         )
+        stream = self._stream(self.decoder, Ends(self._unmixed, output), source, request)
+        return stream if frames is None else _wanted(stream, frames, images is not None)
 
     def normalize(self, latent: Tensor) -> Tensor:
         """Shift and scale each channel by the statistics of the family: `(latent - mean) / std`."""
@@ -285,12 +336,51 @@ class VideoVAE(nn.Module):
         Raises:
             ValueError: The checkpoint has no encoder to speak of.
         """
+        plan = self.plan(height, width, encode=encode, lone=lone, limit_bytes=limit_bytes,
+                         device=device)  # fmt: skip
+        return plan.peak_bytes
+
+    def plan(
+        self,
+        height: int,
+        width: int,
+        *,
+        encode: bool = False,
+        lone: bool = False,
+        limit_bytes: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        tile: Size | None = None,
+        cuts: bool = True,
+    ) -> Plan:
+        """Tell how a stream would run.
+
+        Args:
+            height: Of the frames that go in or, but for 2x decoders, come out.
+            width: Likewise.
+            encode: For encoding; else for decoding.
+            lone: For a video of one frame.
+            limit_bytes: Instead of the attribute of that name.
+            device: Where the work will be done; None: where the weights are.
+            dtype: Of the computation; None: that of the VAE.
+            tile: As for `decode_stream`.
+            cuts: Tiles may be chosen where whole frames do not fit.
+
+        Returns:
+            The plan, for a batch of one and the automatic chunk.
+
+        Raises:
+            ValueError: The checkpoint has no encoder to speak of.
+        """
+        check_tile(tile)
         network = self._encoding() if encode else self.decoder
-        dtype = self.encode_dtype if encode else self.dtype
+        step = self.config.spatial_compression
+        own = self.encode_dtype if encode else self.dtype
+        work = self._work(
+            network, (1, height // step, width // step), dtype or own, lone=lone, device=device
+        )
         limit = self.limit_bytes if limit_bytes is None else limit_bytes
-        size = self._latent_size(height, width)
-        lone = lone or self.config.temporal_compression == 1
-        return make_plan(network, size, dtype, device or self.device, limit, lone=lone).peak_bytes
+        return make_plan(work, limit, tile=tile, cuts=cuts)
 
     def encode_chunk(
         self,
@@ -310,10 +400,8 @@ class VideoVAE(nn.Module):
         Returns:
             Latents per step.
         """
-        size = self._latent_size(height, width)
-        dtype = dtype or self.encode_dtype
-        limit = self.limit_bytes if limit_bytes is None else limit_bytes
-        return make_plan(self._encoding(), size, dtype, self.device, limit).chunk
+        plan = self.plan(height, width, encode=True, limit_bytes=limit_bytes, dtype=dtype)
+        return plan.chunk
 
     def weight_bytes(self) -> int:
         """Bytes of the parameters and of what was derived from them so far."""
@@ -326,89 +414,75 @@ class VideoVAE(nn.Module):
             conv.drop_forms()
 
     def _stream(
-        self,
-        network: Network,
-        chains: list[list[Layer]],
-        finish: Layer,
-        source: Iterator[Tensor],
-        chunk: int | None,
-        dtype: torch.dtype | None,
-        limit_bytes: int | None,
-        *,
-        lone: bool,
+        self, network: Network, ends: Ends, source: Iterator[Tensor], request: Request
     ) -> Iterator[Tensor]:
-        """Run the checked pieces of one video through the layers, and each result by `finish`."""
+        """Run the checked pieces of one video through the layers."""
         encodes = network is self.encoder
-        if dtype is None:
-            dtype = self.encode_dtype if encodes else self.dtype
         first = next(source, None)
         if first is None:
             raise ValueError(f"no {'frames' if encodes else 'latents'} came; expected one or more")
         compression = self.config.spatial_compression if encodes else 1
-        latent_size = first.shape[0], first.shape[3] // compression, first.shape[4] // compression
-        pictures = self.config.temporal_compression == 1
-        lone = lone or pictures
-        limit = self.limit_bytes if limit_bytes is None else limit_bytes
-        plan = make_plan(network, latent_size, dtype, self.device, limit, lone=lone)
-        chunk = plan.chunk if chunk is None else chunk
-        group = self.config.temporal_compression if encodes else 1
-        size = 1 if pictures else None if chunk == -1 else chunk * group
-        runs = rechunk(itertools.chain([first], source), size)
-        cache = TemporalCache(lone=lone, band_bytes=plan.part_bytes)
-        steps = Steps(
-            chains,
-            finish,
-            cache,
-            plan.part_bytes,
-            self.device,
-            dtype,
-            self.quality,
-            full=dtype == torch.float32 and not self.allow_tf32,
-            learns=any(parameter.requires_grad for parameter in self.parameters()),
-            graphs=self.graphs,
-            network=(self.config, encodes),
-            skips=encodes and self.skips_still,
+        size = first.shape[0], first.shape[3] // compression, first.shape[4] // compression
+        work = self._work(network, size, request.dtype, lone=request.lone)
+        learns = any(parameter.requires_grad for parameter in self.parameters())
+        limit = self.limit_bytes if request.limit_bytes is None else request.limit_bytes
+        records = torch.is_grad_enabled() and (learns or first.requires_grad)
+        tile = None if records else request.tile
+        plan = make_plan(work, limit, chunk=request.chunk, tile=tile, cuts=not records)
+        frames = self.config.temporal_compression
+        _, channels, _, height, width = self.config.decoded_shape((1, 1, 1, *size[1:]))
+        video = Video(
+            work,
+            ends,
+            frames if encodes else 1,
+            frames,
+            (channels, height, width),
+            pictures=frames == 1,
+            begins=not request.start,
+            release=request.release,
         )
-        drop_stale_forms(module for module in network.modules() if isinstance(module, Conv))
-        dropped = 0
-        for run in runs:
-            if not cache.first and run.shape[2] % group:
-                dropped = run.shape[2] % group
-                run = run[:, :, : run.shape[2] - dropped]
-            if run.shape[2]:
-                yield from steps.run(run)
-            cache.first = pictures
-        if dropped:
-            warnings.warn(
-                f"the last {dropped} frames were dropped; the VAE takes 4 n + 1 frames",
-                UserWarning,
-                stacklevel=3,
+
+        def new_steps(route: Route) -> Steps:
+            return Steps(
+                route,
+                ends.enter,
+                self.device,
+                request.dtype,
+                self.quality,
+                full=request.dtype == torch.float32 and not self.allow_tf32,
+                learns=learns,
+                graphs=self.graphs,
+                network=(self.config, encodes),
+                skips=encodes and self.skips_still,
             )
 
-    def _writer(self, out: Tensor | None, images: Tensor | None) -> Layer:
-        """What ends a decode: the frames, written once, to where they are wanted."""
-        if out is not None and images is not None:
-            raise ValueError("there are both out and images; expected one of the two")
-        size = self.config.patch_size * self.config.output_scale
-        order = COLUMN_FIRST if self.config.patch_size > 1 else ROW_FIRST
-        done = 0
+        drop_stale_forms(module for module in network.modules() if isinstance(module, Conv))
+        yield from video.run(plan, new_steps, itertools.chain([first], source))
 
-        def write(x: Tensor, cache: TemporalCache) -> Tensor:
-            nonlocal done
-            part = slice(done, done + x.shape[2])
-            done = part.stop
-            target = out if images is None else images
-            if target is None:
-                return x if size == 1 else pixel_shuffle_3d(x, (1, size, size), order)
-            with torch.inference_mode(target.is_inference()):  # else it may not be written to
-                if images is not None:
-                    piece = images[:, part]
-                    return frames_to_images(x, patch=size, order=order, out=piece)
-                return pixel_shuffle_3d(x, (1, size, size), order, out=target[:, :, part])
+    def _latents_of(self, frames: range) -> tuple[int, int]:
+        """The latents that frames are made of: the first, and the one after the last."""
+        per_latent = self.config.temporal_compression
+        first, last = (-(-frame // per_latent) for frame in (frames.start, frames.stop - 1))
+        if self.config.family == SEEDVR2:  # has rules for what follows its first frame
+            return 0, last + 1
+        return max(0, first - latents_before(self.decoder)), last + 1
 
-        return write
+    def _work(
+        self,
+        network: Network,
+        latent_size: tuple[int, int, int],
+        dtype: torch.dtype,
+        *,
+        lone: bool,
+        device: torch.device | None = None,
+    ) -> Work:
+        pixels = self.config.patch_size
+        if network is self.decoder:
+            pixels *= self.config.output_scale
+        lone = lone or self.config.temporal_compression == 1
+        return Work(network, latent_size, dtype, device or self.device, lone, pixels)
 
-    def _unmixed(self, latent: Tensor, _: TemporalCache) -> Tensor:
+    def _unmixed(self, latent: Tensor) -> Tensor:
         """What the decoder takes, of a latent."""
         if self.conv2 is None:
             return latent / self.config.latent_scale
@@ -418,10 +492,6 @@ class VideoVAE(nn.Module):
         if self.encoder is None:
             raise ValueError("the checkpoint has no encoder; only decode works with it")
         return self.encoder
-
-    def _latent_size(self, height: int, width: int) -> tuple[int, int, int]:
-        step = self.config.spatial_compression
-        return 1, height // step, width // step
 
     def _statistics(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         check_tensor(latent, "latent", self.config.latent_channels)
@@ -451,3 +521,19 @@ class VideoVAE(nn.Module):
         elif after[1] != before[1]:
             self.encode_dtype = after[1]
         return self
+
+
+def _wanted(stream: Iterator[Tensor], frames: range, as_images: bool) -> Iterator[Tensor]:
+    """The pieces that hold frames, until all that are wanted have come."""
+    missing = len(frames)
+    for piece in stream:
+        count = piece.shape[1 if as_images else 2]
+        if count:
+            missing -= count
+            yield piece
+        if not missing:
+            return
+    raise ValueError(
+        f"frames are {frames!r}, but none came from frame {frames.stop - missing} on; "
+        "expected a part of the video"
+    )

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .media import VideoFile, frames_to_uint8
+from .media import VideoFile
 from .model import VideoVAE
+from .writer import frames_to_uint8
 
 
 class RoundTrip:

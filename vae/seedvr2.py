@@ -5,6 +5,7 @@ causal_inflation_lib.py, s8_c16_t4_inflation_sd3.yaml). Norms and attention see 
 and what stands before the video is its first frame, so that any split of the stream is exact.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from fractions import Fraction
@@ -38,6 +39,8 @@ _ORDER = "hwtc"
 
 class GroupNorm(nn.Module):
     """A norm over the pixels of each frame and each of 32 groups of channels."""
+
+    sees_all = True  # every pixel of a frame: no tiles
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -81,7 +84,8 @@ def normed(
     """Norm, SiLU and convolution, and `residual` added, whose memory may become the result."""
     rows = bands.rows_of(conv, x, cache)
     if rows < x.shape[3]:
-        return bands.convolve(conv, norm, x, cache, residual, rows)
+        fill = functools.partial(norm.silu, statistics=norm.statistics(x))
+        return bands.convolve(conv, fill, x, cache, residual, rows)
     return conv(x, cache, fill=norm.silu, residual=residual)
 
 
@@ -107,6 +111,8 @@ class ResidualBlock(nn.Module):
 
 class AttentionBlock(nn.Module):
     """Single-head self-attention over the pixels of each frame, added to the input."""
+
+    sees_all = True  # every pixel of a frame: no tiles
 
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """The steps of one video: chunk after chunk through the layers, in the modes that they need."""
 
 import contextlib
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,13 +9,11 @@ from torch import Tensor
 
 from ..kernels import use_quality
 from . import cudnn, graphs
-from .cache import TemporalCache
 from .compiling import eager
 from .inputs import canonical, to_unit
-from .network import Layer
 from .precision import full_float32
-from .still import Changes, Stillness
-from .stream import advance
+from .routes import Route
+from .still import Changes
 
 
 @dataclass
@@ -23,10 +21,8 @@ class Steps:
     """Runs the chunks of one video.
 
     Attributes:
-        chains: The layers, as for `advance`.
-        finish: What a result goes through last: it may write to where the caller wants it.
-        cache: The state of the video.
-        part_bytes: As for `advance`.
+        route: The way through the layers, with the state of the video.
+        enter: What a chunk goes through first.
         device: Where the layers are.
         dtype: Of the computation.
         quality: "fast" or "exact", as for `use_quality`.
@@ -37,10 +33,8 @@ class Steps:
         skips: Leave out what frames that do not change make no difference to.
     """
 
-    chains: Sequence[Sequence[Layer]]
-    finish: Layer
-    cache: TemporalCache
-    part_bytes: int
+    route: Route
+    enter: Callable[[Tensor], Tensor]
     device: torch.device
     dtype: torch.dtype
     quality: str
@@ -56,8 +50,15 @@ class Steps:
         self._searches = False
         self._recording: graphs.Recording | None = None
         self._changes = Changes()
-        self._stillness = Stillness(self.chains)
         self._still = False
+
+    def go_by(self, route: Route) -> None:
+        """Go on by another route."""
+        self.route, self._recording, self._repeats, self._last = route, None, 0, None
+
+    def end(self) -> None:
+        """Let go of what was recorded, which refers to this."""
+        self._recording = None
 
     def run(self, chunk: Tensor) -> Iterator[Tensor]:
         """Run one chunk; between results the modes (grad, inference, ...) are the caller's.
@@ -66,9 +67,9 @@ class Steps:
             chunk: `[B, C, T, H, W]`, of any float dtype or uint8 in 0-255, on any device.
 
         Yields:
-            What `finish` makes of each run of frames as it leaves the last layer.
+            What the route makes of each run of frames as it leaves the last layer.
         """
-        shape = chunk.shape, self.cache.first
+        shape = chunk.shape, self.route.lanes[0].cache.first
         self._searches = cudnn.pays((*shape, self.network, self.dtype, self.device))
         kind = *shape, self._searches  # nothing can be searched for while a graph is recorded
         self._repeats = self._repeats + 1 if kind == self._last else 0
@@ -76,9 +77,14 @@ class Steps:
             self._recording = None
         self._last = kind
         records = torch.is_grad_enabled() and (chunk.requires_grad or self.learns)
-        self._still = self.skips and not records and self._changes.none(chunk)
-        if not self._still:
-            self._stillness.changed()
+        watches = self.skips and not records
+        if not watches:
+            self._changes = Changes()
+        alike = self._changes.alike(chunk) if watches else 0
+        wanted = self.route.takes(chunk.shape[2], alike)
+        self._still = wanted is not None
+        if wanted is not None:
+            chunk, self._searches = chunk[:, :, :wanted], False
         results: Iterator[Tensor] | None = None
         while True:
             results, result = self._next(results, chunk, records)
@@ -105,18 +111,19 @@ class Steps:
             if results is None:
                 results = iter(self._results(self._input(chunk), records))
             result = next(results, None)
-            return results, None if result is None else self.finish(result, self.cache)
+            return results, None if result is None else self.route.finish(result)
 
     def _input(self, chunk: Tensor) -> Tensor:
         x = to_unit(chunk.to(self.device)) if chunk.dtype == torch.uint8 else chunk
         x = x.to(self.device, self.dtype).contiguous(memory_format=torch.channels_last_3d)
-        return canonical(x)
+        return canonical(self.enter(canonical(x)))
 
     def _results(self, x: Tensor, records: bool) -> Iterable[Tensor]:
         if self._still:
-            return self._stillness.advance(x, self.cache, self.part_bytes)
+            return self._advance(x)
         # The first of like chunks sets up memory and whatever else is set up once.
-        if self._repeats and self.graphs and not records and graphs.takes(self.device):
+        recorded = self.graphs and self.route.records and not records
+        if self._repeats and recorded and graphs.takes(self.device):
             try:
                 if self._recording is None:
                     self._recording = graphs.Recording(self._advance, x)
@@ -127,4 +134,4 @@ class Steps:
         return self._advance(x)
 
     def _advance(self, x: Tensor) -> Iterator[Tensor]:
-        return advance(self.chains, x, self.cache, self.part_bytes)
+        return self.route.advance(x)

@@ -12,24 +12,26 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .budget import largest_part
 from .cache import TemporalCache
 from .network import Layer
+from .rehearsal import largest_part
+from .settling import fitted, parts
 
 
-def rechunk(pieces: Iterable[Tensor], size: int | None) -> Iterator[Tensor]:
+def rechunk(pieces: Iterable[Tensor], size: int | None, *, begins: bool = True) -> Iterator[Tensor]:
     """Cut a video that comes in pieces into its first frame and runs of `size` frames.
 
     Args:
         pieces: Tensors `[B, C, t, H, W]`, any `t`, one after the other in time.
         size: Frames per run; None: all that follow the first.
+        begins: The first frame is that of the video; else it is like any other.
 
     Yields:
         One frame, then runs of `size`, the last of which may be shorter. A run leaves as soon as
         its frames are there, before the next piece is asked for.
     """
     held: list[Tensor] = []
-    missing: int | None = 1
+    missing: int | None = 1 if begins else size
     for piece in pieces:
         rest = piece
         while missing is not None and rest.shape[2] >= missing:
@@ -66,11 +68,12 @@ def advance(
     """
     chain, index = start
     layers = chains[chain][index:]
-    if chain and not index:
-        x, layers = layers[0](x, cache), layers[1:]
+    if (chain and not index) or (layers and getattr(layers[0], "pairs", False)):
+        x, layers = _through(layers[0], x, cache), layers[1:]
     runs = _run(layers, x, cache, part_bytes)
     for head, *tail in chains[chain + 1 :]:
-        runs = _run(tail, head(_join(list(runs)), cache), cache, part_bytes)
+        joined = _join(list(runs), cache)
+        runs = _run(tail, _through(head, joined, cache), cache, part_bytes)
     yield from runs
 
 
@@ -78,16 +81,38 @@ def _run(
     layers: Sequence[Layer], x: Tensor, cache: TemporalCache, part_bytes: int
 ) -> Iterator[Tensor]:
     for index, layer in enumerate(layers):
-        frames = x.shape[2]
-        part = largest_part(frames, x.nbytes * getattr(layer, "growth", 1), part_bytes)
+        frames = _wanted(layer, x)
+        nbytes = x.nbytes // x.shape[2] * frames * getattr(layer, "growth", 1)
+        part = largest_part(frames, nbytes, part_bytes, even=not hasattr(layer, "wants"))
         if part < frames:
-            for start in range(0, frames, part):
-                run = x[:, :, start : start + part].contiguous(memory_format=torch.channels_last_3d)
-                yield from _run(layers[index:], run, cache, part_bytes)
+            for run in parts(x, frames, part):
+                yield from _run(layers[index + 1 :], _called(layer, run, cache), cache, part_bytes)
             return
-        x = layer(x, cache)
+        x = _through(layer, x, cache)
     yield x
 
 
-def _join(runs: list[Tensor]) -> Tensor:
-    return runs[0] if len(runs) == 1 else torch.cat(runs, dim=2)
+def _through(layer: Layer, x: Tensor, cache: TemporalCache) -> Tensor:
+    frames = _wanted(layer, x)
+    return _called(layer, cache.workspace.attempt(lambda: fitted(x, frames)), cache)
+
+
+def _called(layer: Layer, x: Tensor, cache: TemporalCache) -> Tensor:
+    y = layer(x, cache)
+    if cache.thrifty:
+        cache.park()
+    return y
+
+
+def _wanted(layer: Layer, x: Tensor) -> int:
+    """Frames that a layer is to get, where those of `x` have come; see `still.py`."""
+    wants = getattr(layer, "wants", None)
+    return x.shape[2] if wants is None else wants(x.shape[2])
+
+
+def _join(runs: list[Tensor], cache: TemporalCache | None = None) -> Tensor:
+    if len(runs) == 1:
+        return runs[0]
+    if cache is None:
+        return torch.cat(runs, dim=2)
+    return cache.workspace.attempt(lambda: torch.cat(runs, dim=2))

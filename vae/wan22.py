@@ -35,7 +35,12 @@ class DownStage(nn.Module):
         blocks: The layers inside.
         growth: How many times as large as its input an activation inside is.
         pairs: It takes two frames at a time.
+        settles: It heeds `cache.settling`.
+        holds: What it keeps meanwhile beside what the blocks make.
     """
+
+    settles = True
+    holds = "result"
 
     def __init__(
         self, in_channels: int, out_channels: int, *, space: bool, time: bool, taps: int
@@ -82,6 +87,7 @@ class UpStage(nn.Module):
     Attributes:
         blocks: The layers inside.
         growth: How many times as large as its input an activation inside is.
+        holds: What it keeps meanwhile beside what the blocks make, if anything.
     """
 
     def __init__(
@@ -89,6 +95,7 @@ class UpStage(nn.Module):
     ) -> None:
         super().__init__()
         phases = (4 if space else 1) * (2 if time else 1)
+        self.holds = "input" if space else ""
         if space:
             _check_shortcut(out_channels * phases, in_channels)
         self.growth = max(1, phases * out_channels // in_channels)

@@ -1,0 +1,103 @@
+"""What each encoder of FFmpeg is told: its pixels, its speed, and one scale of quality for all.
+
+Quality goes from 0 to 100 and is linear in the encoder's own scale between three points: the worst
+value at 0, the one without visible loss at 70, and the best of lossy ones at 100. The middle points
+are those of equal PSNR with x264's CRF 16 on a moving picture with texture (39.5 to 40.7 dB,
+2026-11, PyAV 18.1), which is far better than a VAE's own error.
+"""
+
+from dataclasses import dataclass, field
+
+DEFAULT_QUALITY = 70
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    """How one encoder is told the quality.
+
+    Attributes:
+        keys: The options that take it.
+        scale: Their values at quality 0, 70 and 100.
+        options: What it is told besides.
+        pixel_format: What it takes.
+        whole: It takes whole numbers only.
+    """
+
+    keys: tuple[str, ...]
+    scale: tuple[float, float, float]
+    options: dict[str, str] = field(default_factory=dict)
+    pixel_format: str = "yuv420p"
+    whole: bool = True
+
+    def value(self, quality: int) -> str:
+        worst, usual, best = self.scale
+        if quality <= DEFAULT_QUALITY:
+            value = worst + (usual - worst) * quality / DEFAULT_QUALITY
+        else:
+            share = (quality - DEFAULT_QUALITY) / (100 - DEFAULT_QUALITY)
+            value = usual + (best - usual) * share
+        return str(round(value)) if self.whole else f"{value:g}"
+
+
+_NVENC = {"rc": "vbr", "b": "0", "preset": "p5", "tune": "hq"}
+_AMF = {"rc": "cqp", "quality": "quality"}
+_ENCODERS = {
+    # x264's CRF 23 is its default; 0 would be a lossless profile that few players know.
+    "libx264": _Encoder(("crf",), (51, 16, 1), whole=False),
+    "libx265": _Encoder(
+        ("crf",), (51, 17, 1), {"preset": "fast", "x265-params": "log-level=error"}, whole=False
+    ),
+    # Without b=0 the CRF is only a limit below a bit rate.
+    "libvpx-vp9": _Encoder(
+        ("crf",), (63, 24, 2), {"b": "0", "deadline": "good", "cpu-used": "4", "row-mt": "1"}
+    ),
+    "libsvtav1": _Encoder(("crf",), (63, 16, 2), {"preset": "8"}),
+    "libaom-av1": _Encoder(("crf",), (63, 16, 2), {"b": "0", "cpu-used": "6", "row-mt": "1"}),
+    # Version 3, which is cut into slices, so that every core has one; each has a checksum.
+    "ffv1": _Encoder((), (0, 0, 0), {"level": "3", "slicecrc": "1"}, "bgr0"),
+    # Proxy, LT, 422 and HQ; HQ from the default on.
+    "prores_ks": _Encoder(("profile",), (0, 3, 3), {"vendor": "apl0"}, "yuv422p10le"),
+    "prores": _Encoder(("profile",), (0, 3, 3), {}, "yuv422p10le"),
+    "h264_nvenc": _Encoder(("cq",), (51, 16, 1), _NVENC),
+    "hevc_nvenc": _Encoder(("cq",), (51, 17, 1), _NVENC),
+    "av1_nvenc": _Encoder(("cq",), (51, 16, 2), _NVENC),
+    "h264_qsv": _Encoder(("global_quality",), (51, 16, 1), {}, "nv12"),
+    "hevc_qsv": _Encoder(("global_quality",), (51, 17, 1), {}, "nv12"),
+    "vp9_qsv": _Encoder(("global_quality",), (255, 60, 5), {}, "nv12"),
+    "av1_qsv": _Encoder(("global_quality",), (51, 17, 1), {}, "nv12"),
+    "h264_amf": _Encoder(("qp_i", "qp_p", "qp_b"), (51, 16, 1), _AMF, "nv12"),
+    "hevc_amf": _Encoder(("qp_i", "qp_p"), (51, 17, 1), _AMF, "nv12"),
+    "av1_amf": _Encoder(("qp_i", "qp_p"), (255, 60, 5), _AMF, "nv12"),
+    # 1 to 100 of their own, in FFmpeg's lambda units of 118.
+    "h264_videotoolbox": _Encoder(
+        ("global_quality",), (118, 8260, 11800), {"flags": "+qscale"}, "nv12"
+    ),
+    "hevc_videotoolbox": _Encoder(
+        ("global_quality",), (118, 8260, 11800), {"flags": "+qscale"}, "nv12"
+    ),
+}
+
+
+def options_of(encoder: str, quality: int | None) -> dict[str, str]:
+    """The options of an encoder.
+
+    Args:
+        encoder: FFmpeg's name of it.
+        quality: 0 to 100; None: the default. Lossless encoders do not mind it.
+
+    Returns:
+        Names and values as FFmpeg takes them.
+
+    Raises:
+        ValueError: `quality` is out of range.
+    """
+    quality = DEFAULT_QUALITY if quality is None else quality
+    if not 0 <= quality <= 100:
+        raise ValueError(f"quality is {quality}; expected 0 to 100")
+    known = _ENCODERS[encoder]
+    return {**known.options, **dict.fromkeys(known.keys, known.value(quality))}
+
+
+def pixel_format_of(encoder: str) -> str:
+    """FFmpeg's name of the pixels that an encoder is given."""
+    return _ENCODERS[encoder].pixel_format
