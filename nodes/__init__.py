@@ -4,6 +4,8 @@ from comfy_api.latest import ComfyExtension, io
 
 from .fuse_mlp import FuseMLP
 from .vae_nodes import Accelerate, Decode, DemoClip, Encode, Load
+from .video_nodes import DecodeVideo, EncodeVideo
+from .wan_wrapper import ToWanVideoWrapper
 
 
 class FastVideoVAEExtension(ComfyExtension):
@@ -11,4 +13,14 @@ class FastVideoVAEExtension(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """The node classes."""
-        return [Load, Accelerate, Encode, Decode, DemoClip, FuseMLP]
+        return [
+            Load,
+            Accelerate,
+            Encode,
+            Decode,
+            EncodeVideo,
+            DecodeVideo,
+            DemoClip,
+            FuseMLP,
+            ToWanVideoWrapper,
+        ]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .first_stage import FastVideoVAE
-from .memory import first_that_fits, give_back, kept
+from .memory import Way, free_others, give_back, in_turn, kept, make_room
 from .progress import Progress
 
 # Memory that is asked of ComfyUI for the longest steps; with less they are shorter, not slower by
@@ -25,6 +25,11 @@ _LIMIT_BYTES = 4 << 30
 # Where nothing else fits: tiles of so many latents a side, one size after the other. Of SeedVR2,
 # which cannot be cut, no more than the memory that they would take.
 _TILES = (64, 32, 16)
+
+Size = tuple[int, int]
+
+_AGAIN = "with all models unloaded"
+_ON_HOST = "on the CPU"
 
 
 class FastVAE(comfy.sd.VAE):
@@ -52,7 +57,7 @@ class FastVAE(comfy.sd.VAE):
         *,
         chunk: int | None = None,
         dtype: torch.dtype | None = None,
-        tiles: tuple[int, int, int] | None = None,
+        tile: Size | None = None,
         **newer: object,
     ) -> Tensor:
         """Decode latents into an IMAGE.
@@ -63,8 +68,9 @@ class FastVAE(comfy.sd.VAE):
             vae_options: Options of other VAEs, which mean nothing here.
             chunk: Latents per step; -1: all; None: as chosen for the VAE.
             dtype: Of this decode; None: that of the VAE.
-            tiles: Width, height and overlap, in latents, of the tiles that are the last resort when
-                memory runs out; of SeedVR2, which is never cut, the size whose memory is the limit.
+            tile: Height and width, in latents, of the exact tiles that the last layers run in;
+                None: tiles only where whole frames do not fit. Of SeedVR2, which is never cut, the
+                size whose memory is the limit.
             newer: What a newer ComfyUI may say.
 
         Returns:
@@ -81,27 +87,12 @@ class FastVAE(comfy.sd.VAE):
         self.throw_exception_if_invalid()
         model = self.first_stage_model
         latent = samples_in.reshape(model.video_shape(samples_in.shape))
-        images = self._decoded(latent, chunk=chunk, dtype=dtype, tiles=tiles)
-        return images.squeeze(1) if samples_in.ndim == 4 and not model.is_seedvr2 else images
-
-    def _decoded(
-        self,
-        latent: Tensor,
-        *,
-        chunk: int | None,
-        dtype: torch.dtype | None,
-        tiles: tuple[int, int, int] | None,
-    ) -> Tensor:
-        """Check `[B, C_latent, t, h, w]` and decode it in the first way that fits."""
-        model = self.first_stage_model
         model.check_latent(latent)
-        way = functools.partial(self._decode, latent, chunk, dtype)
-        if model.is_seedvr2:
-            limits = self._limits(tiles and tiles[:2], lone=latent.shape[2] == 1)
-            return self._first("decode", [functools.partial(way, limit) for limit in limits])
-        sizes = [(size, size, size // 4) for size in _TILES] if tiles is None else [tiles]
-        cut = [functools.partial(self._decode_in_tiles, latent, *size) for size in sizes]
-        return self._first("decode", [way, way, *cut])
+        try:
+            images = self._decode(latent, chunk, dtype, tile)
+        finally:
+            give_back(self.device)
+        return images.squeeze(1) if samples_in.ndim == 4 and not model.is_seedvr2 else images
 
     def decode_tiled(
         self,
@@ -113,16 +104,16 @@ class FastVAE(comfy.sd.VAE):
         overlap_t: int | None = None,
         **newer: object,
     ) -> Tensor:
-        """Decode latents into an IMAGE, without tiles as long as that fits.
+        """Decode latents into an IMAGE, in exact tiles: the result is that of `decode`.
 
         Nothing is cut in time, because the stream is exact and its memory bounded.
 
         Args:
             samples: As for `decode`.
-            tile_x: Width of a tile in latents, should memory run out; of SeedVR2, which is never
-                cut, a step may take the memory of such a tile.
+            tile_x: Width of a tile in latents; of SeedVR2, which is never cut, a step may take the
+                memory of such a tile.
             tile_y: Height of one.
-            overlap: Latents by which they overlap.
+            overlap: Unused: a tile has the halo that it needs.
             tile_t: Unused.
             overlap_t: Unused.
             newer: What a newer ComfyUI may say.
@@ -136,8 +127,7 @@ class FastVAE(comfy.sd.VAE):
             )
         if tile_x is None or tile_y is None:
             return self.decode(samples)
-        size = (tile_x, tile_y, min(tile_x, tile_y) // 4 if overlap is None else overlap)
-        return self.decode(samples, tiles=size)
+        return self.decode(samples, tile=(tile_y, tile_x))
 
     def encode(
         self,
@@ -146,7 +136,7 @@ class FastVAE(comfy.sd.VAE):
         *,
         chunk: int | None = None,
         dtype: torch.dtype | None = None,
-        tile: tuple[int, int] | None = None,
+        tile: Size | None = None,
         **newer: object,
     ) -> Tensor:
         """Encode an IMAGE.
@@ -158,7 +148,7 @@ class FastVAE(comfy.sd.VAE):
                 says.
             chunk: Latents per step; -1: all; None: as chosen for the VAE.
             dtype: Of this encode; None: that of the VAE.
-            tile: Width and height, in latents, of the size whose memory is the limit of SeedVR2.
+            tile: As for `decode`, of the first layers.
             newer: What a newer ComfyUI may say.
 
         Returns:
@@ -173,14 +163,15 @@ class FastVAE(comfy.sd.VAE):
             return super().encode(pixel_samples, not_video=bool(not_video), **newer)
         self.throw_exception_if_invalid()
         video = self._as_video(pixel_samples, self.not_video if not_video is None else not_video)
-        way = functools.partial(self._encode, video, chunk, dtype)
-        if self.first_stage_model.is_seedvr2:
-            limits = self._limits(tile, encode=True, lone=video.shape[2] == 1)
-            return self._first("encode", [functools.partial(way, limit) for limit in limits])
-        if self.latent_dim == 2:
-            tiled = functools.partial(self.encode_tiled_, video[:, :, 0])
-            return self._first("encode", [way, way, lambda: tiled().unsqueeze(2)]).squeeze(2)
-        return self._first("encode", [way, way, functools.partial(self.encode_tiled_3d, video)])
+        shape = video.shape[2] == 1
+        ways = self.ways(tile, encode=True, lone=shape)
+        try:
+            latents = in_turn(
+                self.device, "an encode", ways, lambda way: self._encode(video, chunk, dtype, way)
+            )
+        finally:
+            give_back(self.device)
+        return latents.squeeze(2) if self.latent_dim == 2 else latents
 
     def encode_tiled(
         self,
@@ -192,14 +183,14 @@ class FastVAE(comfy.sd.VAE):
         overlap_t: int | None = None,
         **newer: object,
     ) -> Tensor:
-        """Encode an IMAGE, without tiles as long as that fits.
+        """Encode an IMAGE, in exact tiles: the result is that of `encode`.
 
         Args:
             pixel_samples: As for `encode`.
-            tile_x: Width of a tile in pixels. Nothing is cut; of SeedVR2 a step may take the memory
-                of such a tile.
+            tile_x: Width of a tile in pixels; of SeedVR2, which is never cut, a step may take the
+                memory of such a tile.
             tile_y: Height of one.
-            overlap: Unused, as are the others: the stream is exact and its memory bounded.
+            overlap: Unused: a tile has the halo that it needs.
             tile_t: Unused.
             overlap_t: Unused.
             newer: What a newer ComfyUI may say.
@@ -214,31 +205,41 @@ class FastVAE(comfy.sd.VAE):
         if tile_x is None or tile_y is None:
             return self.encode(pixel_samples)
         step = self.spacial_compression_encode()
-        return self.encode(pixel_samples, tile=(tile_x // step, tile_y // step))
+        return self.encode(pixel_samples, tile=(tile_y // step, tile_x // step))
 
     def memory_used_decode(
-        self, shape: torch.Size, dtype: torch.dtype, limit_bytes: int | None = None
+        self, shape: torch.Size, dtype: torch.dtype, way: Way | None = None
     ) -> int:
         """Bytes that decoding a latent of this shape takes, for one of the batch."""
         model = self.first_stage_model
-        return model.memory_bytes(
-            *(self.spacial_compression_encode() * size for size in shape[-2:]),
-            lone=model.video_shape(shape)[2] == 1,
-            limit_bytes=limit_bytes or _LIMIT_BYTES,
-            device=self.device,  # the weights may still be on the host
-        )
+        size = (self.spacial_compression_encode() * length for length in shape[-2:])
+        return self._memory_used(*size, way, encode=False, lone=model.video_shape(shape)[2] == 1)
 
     def memory_used_encode(
-        self, shape: torch.Size, dtype: torch.dtype, limit_bytes: int | None = None
+        self, shape: torch.Size, dtype: torch.dtype, way: Way | None = None
     ) -> int:
         """Bytes that encoding frames `[B, C, T, H, W]` takes, for one of the batch."""
-        return self.first_stage_model.memory_bytes(
-            *shape[-2:],
-            encode=True,
-            lone=len(shape) == 4 or shape[2] <= self.first_stage_model.config.temporal_compression,
-            limit_bytes=limit_bytes or _LIMIT_BYTES,
+        lone = len(shape) == 4 or shape[2] <= self.first_stage_model.config.temporal_compression
+        return self._memory_used(*shape[-2:], way, encode=True, lone=lone)
+
+    def _memory_used(
+        self, height: int, width: int, way: Way | None, *, encode: bool, lone: bool
+    ) -> int:
+        way = way or Way("")
+        # Who asks for tiles is short of memory: room for the smallest steps on one of them. What is
+        # free beyond that the stream finds by itself.
+        limit = way.limit_bytes or (_LIMIT_BYTES if way.tile is None else 1)
+        plan = self.first_stage_model.plan(
+            height,
+            width,
+            encode=encode,
+            lone=lone,
+            limit_bytes=limit,
             device=self.device,  # the weights may still be on the host
+            tile=way.tile,
+            cuts=False,
         )
+        return plan.peak_bytes
 
     def vae_encode_crop_pixels(self, pixels: Tensor) -> Tensor:
         """Crop `[..., H, W, C]` about the centre in space alone; drop or add channels."""
@@ -256,27 +257,122 @@ class FastVAE(comfy.sd.VAE):
             for key, value in weights.items()
         }
 
-    def _limits(
-        self, tile: tuple[int, int] | None, *, encode: bool = False, lone: bool = False
-    ) -> list[int | None]:
-        """Memory for one try of SeedVR2 after the other, in bytes; None: as there is."""
-        limit = functools.partial(self.first_stage_model.tile_limit, encode=encode, lone=lone)
-        most = None if tile is None else limit(*tile)
-        smaller = [limit(size, size) for size in _TILES]
-        return [most, most, *(each for each in smaller if most is None or each < most)]
+    def ways(self, tile: Size | None, *, encode: bool = False, lone: bool = False) -> list[Way]:
+        """What is tried one after the other while memory runs out.
 
-    def _decode(
+        Args:
+            tile: Height and width in latents that were asked for.
+            encode: For encoding; else for decoding.
+            lone: For a video of one frame.
+        """
+        model = self.first_stage_model
+        if model.is_seedvr2:
+            limit = functools.partial(model.tile_limit, encode=encode, lone=lone)
+            most = None if tile is None else limit(*reversed(tile))
+            less = [limit(size, size) for size in _TILES]
+            found = [Way("", None, most), Way(_AGAIN, None, most)]
+            found += [
+                Way(f"in steps of {each / 2**20:.0f} MiB", None, each)
+                for each in less
+                if most is None or (each or 0) < most
+            ]
+        else:
+            own = None if tile is None else self._pixels(tile)
+            found = [Way("", own), Way(_AGAIN, own)]
+            found += [
+                Way(f"in tiles of {pixels[0]} pixels", pixels)
+                for pixels in (self._pixels((size, size)) for size in _TILES)
+                if own is None or pixels[0] * pixels[1] < own[0] * own[1]
+            ]
+        if self.device.type != "cpu":
+            found.append(Way(_ON_HOST, on_host=True))
+        return found
+
+    def _pixels(self, tile: Size) -> Size:
+        config = self.first_stage_model.config
+        step = config.spatial_compression * config.output_scale
+        return tile[0] * step, tile[1] * step
+
+    def decode_pieces(
         self,
         latent: Tensor,
-        chunk: int | None,
-        dtype: torch.dtype | None,
-        limit_bytes: int | None = None,
+        chunk: int | None = None,
+        dtype: torch.dtype | None = None,
+        frames: range | None = None,
+        images: Tensor | None = None,
+        tile: Size | None = None,
+        out: Tensor | None = None,
+    ) -> Iterator[Tensor]:
+        """Decode on the device and give the frames away as they are done.
+
+        When memory runs out it goes on from the frame where it stopped: in the stream itself by a
+        smaller plan; should that not help, with all models unloaded, in smaller tiles, and at last
+        on the CPU.
+
+        Args:
+            latent: `[B, C_latent, t, h, w]`, not normalised, checked.
+            chunk: Latents per step; -1: all; None: as chosen for the VAE.
+            dtype: Of this decode; None: that of the VAE.
+            frames: Those that are wanted; None: all.
+            images: `[B, T, H, W, C]` for them; None: the pieces are frames of their own.
+            tile: Height and width of tiles in latents; None: only where whole frames do not fit.
+            out: `[B, C, T, H, W]` for them, instead of images.
+
+        Yields:
+            Frames `[B, C, n, H, W]` in about [-1, 1], or images `[B, n, H, W, C]`.
+        """
+        model = self.first_stage_model
+        count = model.config.frames(latent.shape[2])
+        wanted = range(count) if frames is None else frames
+        at = wanted.start
+        ways = self.ways(tile, lone=latent.shape[2] == 1)
+        first: Exception | None = None
+        with comfy.model_management.cuda_device_context(self.device):
+            for way in ways:
+                if first is not None:
+                    make_room(f"a decode at frame {at}", way, warns=way is ways[1])
+                rest = range(at, wanted.stop)
+                if not rest:
+                    return
+                try:
+                    self.load(self.memory_used_decode(latent.shape, self.vae_dtype, way), way=way)
+                    for piece in model.decode_stream(
+                        latent,
+                        chunk or model.chunk,
+                        self.dtype_of(way, dtype),
+                        out=None if out is None else out[:, :, at - wanted.start :],
+                        images=None if images is None else images[:, at - wanted.start :],
+                        limit_bytes=way.limit_bytes,
+                        tile=way.tile,
+                        release=self.free_others,
+                        frames=None if len(rest) == count else rest,
+                    ):
+                        at += piece.shape[2 if images is None else 1]
+                        yield piece
+                    return
+                except Exception as error:
+                    comfy.model_management.raise_non_oom(error)
+                    # Without the frames that it went through, which hold tensors.
+                    first = first or error.with_traceback(None)
+        if first is not None:
+            raise first
+
+    def dtype_of(self, way: Way, dtype: torch.dtype | None) -> torch.dtype | None:
+        """The dtype of a try: a CPU has few functions for float16."""
+        own = dtype or self.first_stage_model.dtype
+        return torch.float32 if way.on_host and own == torch.float16 else dtype
+
+    def free_others(self) -> None:
+        """Unload other models from the device of this VAE."""
+        free_others(self.patcher, self.device)
+
+    def _decode(
+        self, latent: Tensor, chunk: int | None, dtype: torch.dtype | None, tile: Size | None
     ) -> Tensor:
         """Stream `[B, C_latent, t, h, w]` into a new IMAGE."""
-        together = self._load(
-            self.memory_used_decode(latent.shape, self.vae_dtype, limit_bytes),
-            latent if limit_bytes is None else None,
-        )
+        (way, *_) = self.ways(tile, lone=latent.shape[2] == 1)
+        needed = self.memory_used_decode(latent.shape, self.vae_dtype, way)
+        together = self.together(needed, latent if way.limit_bytes is None else None)
         model = self.first_stage_model
         batch, channels, frames, height, width = model.config.decoded_shape(latent.shape)
         with kept():
@@ -288,54 +384,25 @@ class FastVAE(comfy.sd.VAE):
         progress = Progress(batch * frames)
         for start in range(0, batch, together):
             part = images[start : start + together]
-            stream = model.decode_stream(
-                latent[start : start + together],
-                chunk or model.chunk,
-                dtype,
-                images=part,
-                limit_bytes=limit_bytes,
-            )
             at = 0
-            for piece in stream:
+            for piece in self.decode_pieces(
+                latent[start : start + together], chunk, dtype, images=part, tile=tile
+            ):
                 at += piece.shape[1]
                 progress.passed(piece.shape[0] * piece.shape[1], part[-1, :at])
         return images
 
-    def _decode_in_tiles(self, latent: Tensor, tile_x: int, tile_y: int, overlap: int) -> Tensor:
-        """ComfyUI's feathered tiles: whole in time, so that they have seams in space alone."""
-        self._load(self.memory_used_decode((*latent.shape[:3], tile_y, tile_x), self.vae_dtype))
-        if self.latent_dim == 2:
-            # ComfyUI's own tiles of pictures have three channels.
-            pictures = comfy.utils.tiled_scale_multidim(
-                latent[:, :, 0],
-                lambda tile: self.first_stage_model.decode(tile).to(self.vae_output_dtype()),
-                tile=(tile_y, tile_x),
-                overlap=overlap,
-                upscale_amount=self.upscale_ratio,
-                out_channels=self.output_channels,
-                output_device=self.output_device,
-            )
-            return self.process_output(pictures).movedim(1, -1).unsqueeze(1).contiguous()
-        frames = self.decode_tiled_3d(
-            latent, tile_x=tile_x, tile_y=tile_y, overlap=(1, overlap, overlap)
-        )
-        return frames.movedim(1, -1).contiguous()
-
     def _encode(
-        self,
-        video: Tensor,
-        chunk: int | None,
-        dtype: torch.dtype | None,
-        limit_bytes: int | None = None,
+        self, video: Tensor, chunk: int | None, dtype: torch.dtype | None, way: Way
     ) -> Tensor:
         """Stream `[B, C, T, H, W]` in [0, 1] into new latents."""
-        together = self._load(
-            self.memory_used_encode(video.shape, self.vae_dtype, limit_bytes),
-            video if limit_bytes is None else None,
-        )
+        needed = self.memory_used_encode(video.shape, self.vae_dtype, way)
+        self.load(needed, way=way)
+        together = self.together(needed, video if way.limit_bytes is None else None)
         model = self.first_stage_model
         batch, _, frames, height, width = video.shape
-        chunk = chunk or model.chunk or model.encode_chunk(height, width, dtype, limit_bytes)
+        limit, dtype = way.limit_bytes, self.dtype_of(way, dtype)
+        chunk = chunk or model.chunk or model.encode_chunk(height, width, dtype, limit)
         count = model.config.latent_frames(frames)
         progress = Progress(batch * count)
         streams = []
@@ -343,7 +410,9 @@ class FastVAE(comfy.sd.VAE):
             part = video[start : start + together]
             whole = self.process_input(part) if count == 1 else self._pieces(part, chunk)
             done = []
-            for latent in model.mean_stream(whole, chunk, dtype, limit_bytes):
+            for latent in model.mean_stream(
+                whole, chunk, dtype, limit, tile=way.tile, release=self.free_others
+            ):
                 done.append(latent.to(self.output_device, self.vae_output_dtype()))
                 progress.passed(latent.shape[0] * latent.shape[2])
             streams.append(torch.cat(done, dim=2))
@@ -381,24 +450,28 @@ class FastVAE(comfy.sd.VAE):
         self.first_stage_model.check_frames(video)
         return self.first_stage_model.whole_groups(video)
 
-    def _first(self, task: str, ways: list[Callable[[], Tensor]]) -> Tensor:
-        """Go the first way that fits, and leave no memory behind."""
-        try:
-            return first_that_fits(self.device, task, ways)
-        finally:
-            give_back(self.device)
+    def load(self, memory_bytes: int, *, way: Way | None = None) -> None:
+        """Bring the weights to the device of the work, and make room there.
 
-    def _load(self, memory_bytes: int, batch: Tensor | None = None) -> int:
-        """Bring the weights to their device; say how many of the batch to work on at once.
-
-        Videos go one by one; pictures together, where a GPU has room for it.
+        Args:
+            memory_bytes: Room beside the weights.
+            way: How the work is tried; None: on the device of the VAE.
         """
+        if way is not None and way.on_host:
+            comfy.model_management.unload_model_and_clones(self.patcher)
+            return
         comfy.model_management.load_models_gpu(
             [self.patcher], memory_required=memory_bytes, force_full_load=self.disable_offload
         )
         if self.first_stage_model.device.type != self.device.type:
             # With --novram ComfyUI leaves weights on the host, for operations that fetch them.
             self.patcher.partially_load(self.device, extra_memory=1e32)
+
+    def together(self, memory_bytes: int, batch: Tensor | None) -> int:
+        """How many of a batch to work on at once.
+
+        Videos go one by one; pictures together, where a GPU has room for it.
+        """
         if batch is None or batch.shape[2] > 1 or self.device.type == "cpu":
             return 1
         return max(1, int(self.patcher.get_free_memory(self.device) / max(1, memory_bytes)))

@@ -85,7 +85,7 @@ class FastVideoVAE(VideoVAE):
         Raises:
             ValueError: The latent has another shape or dtype, or is not finite.
         """
-        return self._decode(latent, output_buffer, self.chunk, None)
+        return self._decode(latent, output_buffer, self.chunk)
 
     @eager
     def decode_tiled(
@@ -97,14 +97,14 @@ class FastVideoVAE(VideoVAE):
         tile_t: int | None = None,
         overlap_t: int | None = None,
     ) -> Tensor:
-        """Decode without tiles, one latent at a time: exact, and of bounded memory in time.
+        """Decode in exact tiles, one latent at a time.
 
         Args:
             latent: As for `decode`.
-            tile_x: Width of a tile in latents. Nothing is cut, so that nothing has seams; of
-                SeedVR2 a step may take the memory of such a tile.
+            tile_x: Width of a tile in latents; of SeedVR2, which is never cut, a step may take the
+                memory of such a tile.
             tile_y: Height of one.
-            overlap: Unused, as are the others.
+            overlap: Unused, as are the others: a tile has the halo that it needs.
             tile_t: Unused.
             overlap_t: Unused.
 
@@ -113,7 +113,8 @@ class FastVideoVAE(VideoVAE):
         """
         lone = self.video_shape(latent.shape)[2:3] == (1,)
         limit = self.tile_limit(tile_x, tile_y, lone=lone)
-        return self._decode(latent, None, 1, limit)
+        step = self.config.spatial_compression * self.config.output_scale
+        return self._decode(latent, None, 1, limit, _tile(tile_x, tile_y, step))
 
     @eager
     def encode(self, frames: Tensor, device: torch.device | None = None) -> Tensor:
@@ -133,7 +134,7 @@ class FastVideoVAE(VideoVAE):
             ValueError: The frames have another shape or dtype, or are not finite; or the checkpoint
                 has no encoder.
         """
-        latent = self._encode(frames, None)
+        latent = self._encode(frames)
         is_flat = latent.shape[2] == 1 if self.is_seedvr2 else frames.ndim == 4
         return latent.squeeze(2) if is_flat else latent
 
@@ -147,14 +148,14 @@ class FastVideoVAE(VideoVAE):
         tile_t: int | None = None,
         overlap_t: int | None = None,
     ) -> Tensor:
-        """Encode without tiles: exact, and of bounded memory in time.
+        """Encode in exact tiles.
 
         Args:
             frames: As for `encode`.
-            tile_x: Width of a tile in pixels. Nothing is cut; of SeedVR2 a step may take the memory
-                of such a tile.
+            tile_x: Width of a tile in pixels; of SeedVR2, which is never cut, a step may take the
+                memory of such a tile.
             tile_y: Height of one.
-            overlap: Unused, as are the others.
+            overlap: Unused, as are the others: a tile has the halo that it needs.
             tile_t: Unused.
             overlap_t: Unused.
 
@@ -166,7 +167,7 @@ class FastVideoVAE(VideoVAE):
         limit = None
         if tile_x is not None and tile_y is not None:
             limit = self.tile_limit(tile_x // step, tile_y // step, encode=True, lone=lone)
-        latent = self._encode(frames, limit)
+        latent = self._encode(frames, limit, _tile(tile_x, tile_y, 1))
         return latent.squeeze(2) if frames.ndim == 4 and not self.is_seedvr2 else latent
 
     def comfy_format_encoded(self, latent: Tensor) -> Tensor:
@@ -225,28 +226,41 @@ class FastVideoVAE(VideoVAE):
         latent: Tensor,
         buffer: Tensor | None,
         chunk: int | None,
-        limit_bytes: int | None,
+        limit_bytes: int | None = None,
+        tile: tuple[int, int] | None = None,
     ) -> Tensor:
         if latent.ndim == 4:
             video = latent.reshape(self.video_shape(latent.shape))
             if self.is_seedvr2:
-                return self._decode(video, buffer, chunk, limit_bytes)
+                return self._decode(video, buffer, chunk, limit_bytes, tile)
             grown = None if buffer is None else buffer.unsqueeze(2)
-            return self._decode(video, grown, chunk, limit_bytes).squeeze(2)
+            return self._decode(video, grown, chunk, limit_bytes, tile).squeeze(2)
         self.check_latent(latent)
         if buffer is None:
             buffer = self.new_frames(latent)
         progress = Progress(buffer.shape[0] * buffer.shape[2])
-        for piece in self.decode_stream(latent, chunk, out=buffer, limit_bytes=limit_bytes):
+        for piece in self.decode_stream(
+            latent, chunk, out=buffer, limit_bytes=limit_bytes, tile=tile
+        ):
             progress.passed(piece.shape[0] * piece.shape[2])
         return buffer
 
-    def _encode(self, frames: Tensor, limit_bytes: int | None) -> Tensor:
+    def _encode(
+        self,
+        frames: Tensor,
+        limit_bytes: int | None = None,
+        tile: tuple[int, int] | None = None,
+    ) -> Tensor:
         """The means, `[B, C_latent, t, h, w]`."""
         frames = self.whole_groups(frames.unsqueeze(2) if frames.ndim == 4 else frames)
         progress = Progress(frames.shape[0] * self.config.latent_frames(frames.shape[2]))
         pieces = []
-        for latent in self.mean_stream(frames, self.chunk, limit_bytes=limit_bytes):
+        for latent in self.mean_stream(frames, self.chunk, limit_bytes=limit_bytes, tile=tile):
             progress.passed(latent.shape[0] * latent.shape[2])
             pieces.append(latent)
         return torch.cat(pieces, dim=2)
+
+
+def _tile(tile_x: int | None, tile_y: int | None, step: int) -> tuple[int, int] | None:
+    """Height and width of a tile in pixels; None where it has no size."""
+    return None if tile_x is None or tile_y is None else (tile_y * step, tile_x * step)

@@ -5,44 +5,82 @@ import ctypes
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import comfy
 import comfy.model_management
+import comfy.model_patcher
 import torch
 
 _logger = logging.getLogger(__name__)
 
-_Result = TypeVar("_Result")
+_T = TypeVar("_T")
 
 
-def first_that_fits(device: torch.device, task: str, ways: list[Callable[[], _Result]]) -> _Result:
+@dataclass(frozen=True)
+class Way:
+    """How an encode or decode is tried.
+
+    Attributes:
+        words: What it is called in the log.
+        tile: Height and width in pixels of exact tiles; None: as the plan has it.
+        limit_bytes: Memory that a step may take; None: as there is.
+        on_host: On the CPU, whatever the device of the VAE.
+    """
+
+    words: str
+    tile: tuple[int, int] | None = None
+    limit_bytes: int | None = None
+    on_host: bool = False
+
+
+def in_turn(device: torch.device, task: str, ways: list[Way], go: Callable[[Way], _T]) -> _T:
     """Go from one way to the next while memory runs out; before each, all models are unloaded.
 
     Args:
         device: Where the work is done.
         task: What it is called in the log.
         ways: The ways, the best first.
+        go: Goes one.
 
     Returns:
-        What the first way that fits returns.
+        What it returns for the first way that fits.
 
     Raises:
-        Exception: What a way raises that is not about memory, and whatever the last one raises.
+        Exception: What `go` raises that is not about memory, and what it raised first if no way
+            fits.
     """
+    first: Exception | None = None
     with comfy.model_management.cuda_device_context(device):
-        for way in ways[:-1]:
+        for way in ways:
+            if first is not None:
+                make_room(task, way, warns=way is ways[1])
             try:
-                return way()
+                return go(way)
             except Exception as error:
                 comfy.model_management.raise_non_oom(error)
-            # Out of the except block, because the error holds the tensors of its frames.
-            _logger.warning(
-                "Fast Video VAE: memory ran out in %s; trying again in a smaller way", task
-            )
-            comfy.model_management.unload_all_models()
-            comfy.model_management.soft_empty_cache()
-        return ways[-1]()
+                # Without the frames that it went through, which hold tensors.
+                first = first or error.with_traceback(None)
+    if first is None:
+        raise ValueError(f"there is no way to {task}; expected one or more")
+    raise first
+
+
+def make_room(task: str, way: Way, *, warns: bool) -> None:
+    """Unload all models; the first time with a warning that says how it goes on."""
+    level = logging.WARNING if warns else logging.INFO
+    _logger.log(level, "Fast Video VAE: memory ran out in %s; trying again, %s", task, way.words)
+    comfy.model_management.unload_all_models()
+    comfy.model_management.soft_empty_cache()
+
+
+def free_others(patcher: comfy.model_patcher.ModelPatcher, device: torch.device) -> None:
+    """Unload what other nodes have on a device, but not one model."""
+    management = comfy.model_management
+    own = [each for each in management.current_loaded_models if each.model is patcher]
+    management.free_memory(1e30, device, keep_loaded=own)
+    management.soft_empty_cache()
 
 
 def give_back(device: torch.device) -> None:

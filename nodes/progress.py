@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import comfy.utils
 import latent_preview
+import torch
 from comfy.cli_args import LatentPreviewMethod, args
 from comfy.model_management import throw_exception_if_processing_interrupted
 from torch import Tensor, nn
@@ -31,7 +32,8 @@ class Progress:
 
         Args:
             count: Frames, or latents, in it.
-            images: `[T, H, W, C]` in [0, 1], to show the last of, where the user wants previews.
+            images: `[T, H, W, C]` in [0, 1], or uint8, to show the last of, where the user wants
+                previews.
 
         Raises:
             InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
@@ -46,7 +48,9 @@ class Progress:
         if time.monotonic() - self._previewed < _PREVIEW_SECONDS:
             return None
         self._previewed = time.monotonic()
-        picture = latent_preview.preview_to_image(images[-1, :, :, :3].float(), do_scale=False)
+        last = images[-1, :, :, :3].cpu().float()
+        unit = last / 255 if images.dtype == torch.uint8 else last
+        picture = latent_preview.preview_to_image(unit, do_scale=False)
         return "JPEG", picture, latent_preview.MAX_PREVIEW_RESOLUTION
 
 

@@ -8,62 +8,32 @@ from comfy_api.latest import InputImpl, io
 
 import nodes as core_nodes
 
-from ..vae import CLIP_PATH, VAE_PATH, LayoutError, read_video
-from .comfy_vae import FastVAE
-from .swap import Choice, accelerate, load
+from .. import vae as library
+from .later import Later
+from .options import AUTO, CATEGORY, DTYPES, chunk_input, dtype_input, once, tell_unused
+
+comfy_vae, swap = Later("comfy_vae"), Later("swap")
 
 _logger = logging.getLogger(__name__)
 
-_CATEGORY = "Fast VAE"
-
 # Loads the VAE that comes with the pack. It is no file of models/vae, and no name of one.
 _BUNDLED = "bundled demo"
-
-_AUTO = "auto"
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _FAST, _EXACT = "fast", "exact"
 
 _VIDEO, _IMAGES = "video", "images"
 
 
-def _dtype(
-    tooltip: str, *, name: str = "dtype", label: str = "dtype", optional: bool = False
-) -> io.Combo.Input:
-    return io.Combo.Input(
-        name,
-        options=[_AUTO, *_DTYPES],
-        default=_AUTO,
-        display_name=label,
-        optional=optional,
-        advanced=True,
-        tooltip=tooltip,
-    )
-
-
-def _chunk(zero: str, *, optional: bool = False) -> io.Int.Input:
-    return io.Int.Input(
-        "chunk",
-        default=0,
-        min=-1,
-        max=4096,
-        optional=optional,
-        advanced=True,
-        tooltip=f"Latent frames per step; 4 video frames each. 0: {zero}. -1: all at once. "
-        "Less takes less memory; the result is the same.",
-    )
-
-
 def _settings(dtype: str, encode_dtype: str, chunk: str) -> list[io.Input]:
     """What a VAE keeps, by what stands for leaving it open."""
     return [
-        _dtype(f"Number format of the computation. auto: {dtype}."),
-        _dtype(
+        dtype_input(f"Number format of the computation. auto: {dtype}."),
+        dtype_input(
             f"Number format for encoding alone. auto: {encode_dtype}.",
             name="encode_dtype",
             label="encode dtype",
         ),
-        _chunk(chunk),
+        chunk_input(chunk),
         # The last, and optional, so that workflows that do not name it run as they are.
         io.Combo.Input(
             "quality",
@@ -77,14 +47,6 @@ def _settings(dtype: str, encode_dtype: str, chunk: str) -> list[io.Input]:
     ]
 
 
-def _once() -> list[io.Input]:
-    """What holds for one run."""
-    return [
-        _dtype("Number format, this once. auto: as chosen for the VAE.", optional=True),
-        _chunk("as chosen for the VAE", optional=True),
-    ]
-
-
 class Load(io.ComfyNode):
     """Load a VAE file as a fast VAE."""
 
@@ -94,7 +56,7 @@ class Load(io.ComfyNode):
         return io.Schema(
             node_id="FastVAE_Load",
             display_name="Load VAE (Fast)",
-            category=_CATEGORY,
+            category=CATEGORY,
             description="Loads the VAE of Wan 2.1, Wan 2.2, Qwen-Image, Qwen-Image 2.1 or SeedVR2, "
             "also pruned, 2x, decoder-only, layered (RGBA) or in diffusers' format. The VAE works "
             "in every node. Other VAEs are loaded as by Load VAE.",
@@ -124,9 +86,10 @@ class Load(io.ComfyNode):
         choice = _choice(dtype, encode_dtype, chunk, quality)
         try:
             if vae_name == _BUNDLED:
-                return io.NodeOutput(load(VAE_PATH, choice))
-            return io.NodeOutput(load(folder_paths.get_full_path_or_raise("vae", vae_name), choice))
-        except LayoutError as error:
+                return io.NodeOutput(swap.load(library.VAE_PATH, choice))
+            path = folder_paths.get_full_path_or_raise("vae", vae_name)
+            return io.NodeOutput(swap.load(path, choice))
+        except library.LayoutError as error:
             layout = error
         except (ValueError, OSError) as error:
             raise ValueError(f"vae_name: {error}") from None
@@ -148,7 +111,7 @@ class Accelerate(io.ComfyNode):
         return io.Schema(
             node_id="FastVAE_Accelerate",
             display_name="Accelerate VAE (Fast)",
-            category=_CATEGORY,
+            category=CATEGORY,
             description="Takes a VAE from any loader, a checkpoint for example, and gives a fast "
             "one with the same weights: Wan, Qwen-Image, SeedVR2. VAEs of other kinds pass "
             "unchanged; the log says why.",
@@ -171,7 +134,7 @@ class Accelerate(io.ComfyNode):
         """Swap the network in a copy."""
         vae.throw_exception_if_invalid()
         try:
-            return io.NodeOutput(accelerate(vae, _choice(dtype, encode_dtype, chunk, quality)))
+            return io.NodeOutput(swap.accelerate(vae, _choice(dtype, encode_dtype, chunk, quality)))
         except ValueError as error:
             raise ValueError(f"vae: {error}") from None
 
@@ -185,7 +148,7 @@ class Encode(io.ComfyNode):
         return io.Schema(
             node_id="FastVAE_Encode",
             display_name="VAE Encode (Fast)",
-            category=_CATEGORY,
+            category=CATEGORY,
             description="Encodes images or a video as VAE Encode does. With a fast VAE it goes "
             "through the video in steps, so that memory does not grow with its length.",
             search_aliases=["encode video", "image to latent", "video to latent"],
@@ -204,7 +167,7 @@ class Encode(io.ComfyNode):
                     tooltip="What several images are: the frames of one video, as in VAE Encode, "
                     "or a batch of single images.",
                 ),
-                *_once(),
+                *once(),
             ],
             outputs=[io.Latent.Output(display_name="LATENT")],
         )
@@ -215,12 +178,12 @@ class Encode(io.ComfyNode):
         pixels: torch.Tensor,
         vae: object,
         batch: str = _VIDEO,
-        dtype: str = _AUTO,
+        dtype: str = AUTO,
         chunk: int = 0,
     ) -> io.NodeOutput:
         """Encode."""
-        if not isinstance(vae, FastVAE):
-            _tell_unused(batch=batch != _VIDEO, dtype=dtype != _AUTO, chunk=chunk != 0)
+        if not isinstance(vae, comfy_vae.FastVAE):
+            tell_unused(batch=batch != _VIDEO, dtype=dtype != AUTO, chunk=chunk != 0)
             return io.NodeOutput({"samples": vae.encode(pixels)})
         if vae.first_stage_model.encoder is None:
             raise ValueError("vae: the checkpoint has no encoder; only decoding works with it")
@@ -228,7 +191,7 @@ class Encode(io.ComfyNode):
             latent = vae.encode(
                 pixels,
                 not_video=True if batch == _IMAGES else None,
-                dtype=_DTYPES.get(dtype),
+                dtype=DTYPES.get(dtype),
                 chunk=chunk or None,
             )
         except ValueError as error:
@@ -245,7 +208,7 @@ class Decode(io.ComfyNode):
         return io.Schema(
             node_id="FastVAE_Decode",
             display_name="VAE Decode (Fast)",
-            category=_CATEGORY,
+            category=CATEGORY,
             description="Decodes latents as VAE Decode does. With a fast VAE the frames leave "
             "one after the other, without tiles as long as memory suffices; SeedVR2's always "
             "without. Another VAE decodes as it always does.",
@@ -253,26 +216,26 @@ class Decode(io.ComfyNode):
             inputs=[
                 io.Latent.Input("samples", tooltip="The latents of a video or of images."),
                 io.Vae.Input("vae", tooltip="Any VAE; the options below need a fast one."),
-                *_once(),
+                *once(),
             ],
             outputs=[io.Image.Output(display_name="IMAGE")],
         )
 
     @classmethod
     def execute(
-        cls, samples: dict[str, torch.Tensor], vae: object, dtype: str = _AUTO, chunk: int = 0
+        cls, samples: dict[str, torch.Tensor], vae: object, dtype: str = AUTO, chunk: int = 0
     ) -> io.NodeOutput:
         """Decode."""
         latent = samples["samples"]
         if latent.is_nested:
             latent = latent.unbind()[0]
-        if isinstance(vae, FastVAE):
+        if isinstance(vae, comfy_vae.FastVAE):
             try:
-                images = vae.decode(latent, dtype=_DTYPES.get(dtype), chunk=chunk or None)
+                images = vae.decode(latent, dtype=DTYPES.get(dtype), chunk=chunk or None)
             except ValueError as error:
                 raise ValueError(f"samples: {error}") from None
         else:
-            _tell_unused(dtype=dtype != _AUTO, chunk=chunk != 0)
+            tell_unused(dtype=dtype != AUTO, chunk=chunk != 0)
             images = vae.decode(latent)
         if images.ndim == 5:
             images = images.reshape(-1, *images.shape[-3:])
@@ -288,7 +251,7 @@ class DemoClip(io.ComfyNode):
         return io.Schema(
             node_id="FastVAE_DemoClip",
             display_name="Demo Clip (Fast)",
-            category=_CATEGORY,
+            category=CATEGORY,
             description="A short clip that comes with the pack, 33 frames of 256 x 256 at 16 per "
             "second, to try a VAE on.",
             search_aliases=["sample video", "test video", "example clip"],
@@ -302,16 +265,9 @@ class DemoClip(io.ComfyNode):
     @classmethod
     def execute(cls) -> io.NodeOutput:
         """Read the clip."""
-        frames = torch.stack(list(read_video(CLIP_PATH).frames()))
-        return io.NodeOutput(frames.float() / 255, InputImpl.VideoFromFile(str(CLIP_PATH)))
+        frames = torch.stack(list(library.read_video(library.CLIP_PATH).frames()))
+        return io.NodeOutput(frames.float() / 255, InputImpl.VideoFromFile(str(library.CLIP_PATH)))
 
 
-def _choice(dtype: str, encode_dtype: str, chunk: int, quality: str) -> Choice:
-    return Choice(_DTYPES.get(dtype), _DTYPES.get(encode_dtype), chunk or None, quality)
-
-
-def _tell_unused(**options: bool) -> None:
-    """One line about options that mean nothing to a VAE that is not ours."""
-    names = [name for name, is_set in options.items() if is_set]
-    if names:
-        _logger.info("Fast Video VAE: this VAE is not a fast one; unused: %s", ", ".join(names))
+def _choice(dtype: str, encode_dtype: str, chunk: int, quality: str) -> object:
+    return swap.Choice(DTYPES.get(dtype), DTYPES.get(encode_dtype), chunk or None, quality)
