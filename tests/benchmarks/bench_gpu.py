@@ -37,6 +37,7 @@ from fast_video_vae.tests.benchmarks.gpu import (  # noqa: E402
     limits,
     machine,
     ops,
+    plans,
     streams,
     table,
     vae,
@@ -54,6 +55,7 @@ SECTIONS = {
     "attention": (attention.cases, 0.05),
     "conv": (conv.cases, 0.15),
     "host": (host.cases, 0.1),
+    "plans": (plans.cases, 0.1),
     "streams": (streams.cases, 0.05),
 }
 

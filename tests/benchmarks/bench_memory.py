@@ -1,17 +1,22 @@
-"""Peak memory of the streams, above the loaded weights, for a short and a long video.
+"""Peak memory of the streams, above the loaded weights, beside what their plans say.
 
 `python tests/benchmarks/bench_memory.py` measures each case in a process of its own and appends one
-JSON row per case to `results.jsonl`.
+JSON row per case to `results.jsonl`. Linux alone, which tells the peak of a process.
 """
 
 import argparse
+import ctypes
+import gc
 import json
 import logging
+import os
 import runpy
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 _CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
@@ -23,81 +28,190 @@ from fast_video_vae.tests.benchmarks import record  # noqa: E402
 from fast_video_vae.tests.builders import random_state_dict  # noqa: E402
 from fast_video_vae.tests.seedvr2 import random_seedvr2  # noqa: E402
 from fast_video_vae.tests.wan22 import random_wan22  # noqa: E402
-from fast_video_vae.vae import load_vae  # noqa: E402
+from fast_video_vae.vae import VideoVAE, load_vae, plan  # noqa: E402
+
+_STATUS = Path("/proc/self/status")
+_RESET = Path("/proc/self/clear_refs")
 
 
-def resident_bytes() -> int:
-    """Memory of this process that is in RAM (Linux)."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+@dataclass(frozen=True)
+class Case:
+    """One stream.
+
+    Attributes:
+        family: "wan2.1", "wan2.2" or "seedvr2".
+        encode: It encodes; else it decodes.
+        width: Base width of the random weights.
+        latents: Of the video; 1: a single frame.
+        size: Height and width of the frames.
+        batch: Videos at once.
+        chunk: Latents per step; None: chosen.
+        tile: Height and width of tiles; None: chosen.
+        cut: Which of the possible cuts the tiles have; None: any.
+        limit_bytes: As for `decode_stream`.
+        dtype: Of the computation.
+    """
+
+    family: str = "wan2.1"
+    encode: bool = False
+    width: int = 24
+    latents: int = 3
+    size: tuple[int, int] = (256, 256)
+    batch: int = 1
+    chunk: int | None = None
+    tile: tuple[int, int] | None = None
+    cut: int | None = None
+    limit_bytes: int | None = None
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        height, width = self.size
+        words = [self.family, "encode" if self.encode else "decode", f"width {self.width}"]
+        words += [f"{self.batch} x {self.latents} latents of {width}x{height} {self.dtype}"]
+        if self.chunk:
+            words.append(f"chunk {self.chunk}")
+        if self.tile:
+            words.append(f"tile {self.tile[1]}x{self.tile[0]} at cut {self.cut}")
+        if self.limit_bytes:
+            words.append(f"limit {self.limit_bytes >> 20} MiB")
+        return ", ".join(words)
 
 
-def weights(family: str, width: int) -> dict[str, torch.Tensor]:
-    """Random weights of a family for a base width."""
-    if family == "wan2.1":
-        return random_state_dict(width)
-    if family == "seedvr2":
-        return random_seedvr2((width, 2 * width, 4 * width, 4 * width))
-    return random_wan22(width, width)
+def run(*cases: Case, holes: bool = False) -> list[dict[str, float]]:
+    """Measure in a new process, one after the other.
+
+    Args:
+        cases: What to measure.
+        holes: With what glibc's heap keeps of blocks below 32 MB that were freed, which depends on
+            what came before; else all goes back at once.
+
+    Returns:
+        Of each `peak_mib`, the measured one, `estimate_mib` and `seconds`.
+    """
+    command = [sys.executable, __file__, "--cases", json.dumps([asdict(case) for case in cases])]
+    environment = {**os.environ} | ({} if holes else {"MALLOC_MMAP_THRESHOLD_": "65536"})
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(encode: bool, frames: int, side: int, width: int, family: str) -> dict[str, float]:
-    """Run one stream and watch the process."""
-    vae = load_vae(weights(family, width), dtype=torch.float32)
-    channels, step = vae.config.latent_channels, vae.config.spatial_compression
-    # Derived weights count as weights.
-    list(vae.encode_stream(torch.zeros(1, 3, 5, 2 * step, 2 * step)))
-    list(vae.decode_stream(torch.zeros(1, channels, 2, 2, 2)))
-    before = peak = resident_bytes()
-    done = threading.Event()
+def can_measure() -> bool:
+    """Whether the system tells the peak of a process, and starts anew when asked to."""
+    try:
+        _RESET.write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return "VmHWM" in _STATUS.read_text(encoding="utf-8")
 
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.002):
-            peak = max(peak, resident_bytes())
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    video = (torch.rand(1, 3, 1, side, side) * 2 - 1 for _ in range(frames))
-    latent = torch.randn(1, channels, vae.config.latent_frames(frames), side // step, side // step)
+def measure(case: Case) -> dict[str, float]:
+    """Run one stream in this process and watch its memory."""
+    dtype = getattr(torch, case.dtype)
+    vae = _vae(case.family, case.width, dtype)
+    # With the first stream come libraries, threads, and derived weights, which count as weights.
+    _stream(vae, replace(case, size=(64, 64), batch=1, tile=None, limit_bytes=None))
+    given = _input(vae, case)
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    weights, before = vae.weight_bytes(), _status("VmRSS")
+    _RESET.write_text("5", encoding="ascii")
     start = time.perf_counter()
-    for _ in vae.encode_stream(video) if encode else vae.decode_stream(latent):
-        pass
-    seconds = time.perf_counter() - start
-    done.set()
-    watcher.join()
+    with _cut_at(case.cut):
+        _stream(vae, case, given)
+        seconds = time.perf_counter() - start
+        taken = _status("VmHWM") - before - (vae.weight_bytes() - weights)
+        estimate = _plan(vae, case).peak_bytes
     return {
-        "peak_mib": round((peak - before) / 2**20, 1),
-        "estimate_mib": round(vae.memory_bytes(side, side, encode=encode) / 2**20, 1),
+        "peak_mib": round(taken / 2**20, 1),
+        "estimate_mib": round(estimate / 2**20, 1),
         "seconds": round(seconds, 2),
     }
 
 
+def plan_of(case: Case) -> plan.Plan:
+    """How the stream would run."""
+    return _plan(_vae(case.family, case.width, getattr(torch, case.dtype)), case)
+
+
+def _stream(vae: VideoVAE, case: Case, given: torch.Tensor | None = None) -> None:
+    stream = vae.encode_stream if case.encode else vae.decode_stream
+    given = _input(vae, case) if given is None else given
+    for _ in stream(given, case.chunk, limit_bytes=case.limit_bytes, tile=case.tile):
+        pass
+
+
+def _input(vae: VideoVAE, case: Case) -> torch.Tensor:
+    height, width = case.size
+    config, step = vae.config, vae.config.spatial_compression
+    if case.encode:
+        x = torch.rand(case.batch, 3, config.frames(case.latents), height, width)
+    else:
+        shape = case.batch, config.latent_channels, case.latents, height // step, width // step
+        x = torch.randn(shape)
+    return x.to(vae.dtype)
+
+
+def _plan(vae: VideoVAE, case: Case) -> plan.Plan:
+    config, step = vae.config, vae.config.spatial_compression
+    size = case.batch, case.size[0] // step, case.size[1] // step
+    network = vae.encoder if case.encode else vae.decoder
+    assert network is not None
+    work = plan.Work(
+        network, size, vae.dtype, vae.device, lone=case.latents == 1, pixels=config.patch_size
+    )
+    return plan.make_plan(work, case.limit_bytes, chunk=case.chunk, tile=case.tile)
+
+
+def _vae(family: str, width: int, dtype: torch.dtype) -> VideoVAE:
+    if family == "wan2.1":
+        state = random_state_dict(width)
+    elif family == "seedvr2":
+        narrow = -(-width // 32) * 32  # its groups are 32
+        state = random_seedvr2((narrow, 2 * narrow, 4 * narrow, 4 * narrow))
+    else:
+        state = random_wan22(width, width)
+    return load_vae(state, dtype=dtype, encode_dtype=dtype)
+
+
+@contextmanager
+def _cut_at(index: int | None) -> Iterator[None]:
+    """Let tiles begin or end at one place alone."""
+    find = plan.can_cut
+    if index is not None:
+        plan.can_cut = lambda network: find(network)[index : index + 1]
+    try:
+        yield
+    finally:
+        plan.can_cut = find
+
+
+def _status(name: str) -> int:
+    lines = _STATUS.read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
 def main() -> None:
-    """Run every case, or with `--case` the one that this process is for."""
+    """Run every case, or with `--cases` those that this process is for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=24, help="base width of the random weights")
     parser.add_argument("--family", choices=["wan2.1", "wan2.2", "seedvr2"], default="wan2.1")
     parser.add_argument("--side", type=int, default=256)
-    parser.add_argument("--frames", type=int, nargs="+", default=[33, 129])
+    parser.add_argument("--latents", type=int, nargs="+", default=[1, 9, 33])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--out", type=Path, default=record.RESULTS)
-    parser.add_argument("--case", choices=["encode", "decode"], help=argparse.SUPPRESS)
+    parser.add_argument("--holes", action="store_true", help="with what glibc's heap keeps")
+    parser.add_argument("--cases", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    if args.case:
-        result = measure(args.case == "encode", args.frames[0], args.side, args.width, args.family)
-        logging.info(json.dumps(result))
+    if args.cases:
+        logging.info(json.dumps([measure(Case(**case)) for case in args.cases]))
         return
-    for case in ("decode", "encode"):
-        for frames in args.frames:
-            arguments = ["--width", args.width, "--side", args.side, "--frames", frames]
-            arguments += ["--family", args.family]
-            command = [sys.executable, __file__, *map(str, arguments), "--case", case]
-            output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            result = json.loads(output.splitlines()[-1])
-            family = "" if args.family == "wan2.1" else f" {args.family}"
-            label = f"{case} stream {frames}x{args.side}x{args.side} float32{family}"
-            logging.info("%-36s %s", label, result)
-            record.append(args.out, "bench_memory", label, base_width=args.width, **result)
+    for encode in (False, True):
+        for latents in args.latents:
+            size = args.side, args.side
+            case = Case(args.family, encode, args.width, latents, size, dtype=args.dtype)
+            (result,) = run(case, holes=args.holes)
+            logging.info("%-76s %s", case, result)
+            record.append(args.out, "bench_memory", str(case), base_width=args.width, **result)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ such times.
 """
 
 import argparse
+import functools
 import gc
 import itertools
 import logging
@@ -33,7 +34,7 @@ from fast_video_vae.tests.benchmarks.peers import (  # noqa: E402
 from fast_video_vae.tests.builders import random_state_dict  # noqa: E402
 from fast_video_vae.tests.seedvr2 import random_seedvr2  # noqa: E402
 from fast_video_vae.tests.wan22 import random_wan22  # noqa: E402
-from fast_video_vae.vae import load_vae  # noqa: E402
+from fast_video_vae.vae import VideoVAE, load_vae  # noqa: E402
 
 Run = Callable[[Tensor], Tensor]
 
@@ -83,6 +84,8 @@ _SIZES = {
     "wan2.2": {"cpu": [(17, 128, 128)], "cuda": [(1, 1024, 1024), (121, 704, 1280)]},
     "seedvr2": {"cpu": [(5, 128, 128)], "cuda": [(1, 1024, 1024), (33, 720, 1280)]},
 }
+_PEERS = {"comfyui": comfyui_vae, "diffusers": diffusers_vae}
+_ORDER = ("ours", "every", *_PEERS)
 _WIDTHS = {"wan2.1": 96, "wan2.2": 160, "seedvr2": 128}
 
 
@@ -96,12 +99,14 @@ def weights(family: str, width: int) -> dict[str, Tensor]:
 
 
 def implementations(
-    state: dict[str, Tensor], dtype: torch.dtype | None, device: torch.device
+    state: dict[str, Tensor], dtype: torch.dtype | None, device: torch.device, names: list[str]
 ) -> dict[str, tuple[str, Run, Run]]:
     """Name to version, encode and decode; what cannot be built is left out and logged."""
     ours = load_vae(state, dtype=dtype, device=device)
     built: dict[str, tuple[str, Run, Run]] = {"ours": (record.commit(), ours.encode, ours.decode)}
-    for build in (comfyui_vae, diffusers_vae):
+    if "every" in names:
+        built["every"] = (record.commit(), functools.partial(every_frame, ours), ours.decode)
+    for build in (build for name, build in _PEERS.items() if name in names):
         try:
             peer = build(state, dtype=dtype or torch.float32, device=device)
         except PeerUnavailableError as error:
@@ -109,6 +114,15 @@ def implementations(
             continue
         built[peer.name] = (peer.version, peer.encode, peer.decode)
     return built
+
+
+def every_frame(vae: VideoVAE, frames: Tensor) -> Tensor:
+    """Encode without leaving out what frames that stand still make no difference to."""
+    vae.skips_still = False
+    try:
+        return vae.encode(frames)
+    finally:
+        vae.skips_still = True
 
 
 def measure(case: Case, runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
@@ -131,20 +145,7 @@ def measure(case: Case, runs: dict[str, Run], rounds: int) -> dict[str, list[flo
 
 def main() -> None:
     """Run the cases that the command line names."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--family", choices=_SIZES, default="wan2.1")
-    parser.add_argument("--width", type=int, help="base width of the random weights")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--dtype", nargs="+", default=["bfloat16", "float32"], help="or: default, of everybody"
-    )
-    parser.add_argument("--direction", nargs="+", default=["decode", "encode"])
-    parser.add_argument("--size", nargs="+", help="FRAMESxHEIGHTxWIDTH instead of the usual ones")
-    parser.add_argument("--still", action="store_true", help="encode a picture, then grey frames")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
-    args = parser.parse_args()
+    args = _arguments()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     logging.getLogger().setLevel(logging.INFO)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -153,12 +154,12 @@ def main() -> None:
         sizes = [tuple(map(int, size.split("x"))) for size in args.size]
     width = args.width or _WIDTHS[args.family]
     state = weights(args.family, width)
-    head = f"{'case':34}" + "".join(
-        f"{name:>12}" for name in ("ours s", "comfyui s", "diffusers s")
-    )
-    logging.info("%s%12s%12s", head, "x comfyui", "x diffusers")
+    usual = [name for name in _ORDER[1:] if name in _PEERS or args.still]
+    names = ["ours", *(usual if args.beside is None else args.beside)]
+    columns = [f"{name} s" for name in names] + [f"x {name}" for name in names[1:]]
+    logging.info("%s", f"{'case':34}" + "".join(f"{column:>12}" for column in columns))
     for dtype in (None if name == "default" else getattr(torch, name) for name in args.dtype):
-        built = implementations(state, dtype, device)
+        built = implementations(state, dtype, device, names)
         for size, direction in itertools.product(sizes, args.direction):
             case = Case(direction, *size, dtype, args.family, args.still)
             pick = 1 if case.direction == "encode" else 2
@@ -166,7 +167,7 @@ def main() -> None:
                 seconds = measure(
                     case, {name: entry[pick] for name, entry in built.items()}, args.rounds
                 )
-            _report(case, seconds)
+            _report(case, seconds, names)
             for name, times in seconds.items():
                 record.append(
                     args.out,
@@ -183,18 +184,39 @@ def main() -> None:
         gc.collect()
 
 
-def _report(case: Case, seconds: dict[str, list[float]]) -> None:
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--family", choices=_SIZES, default="wan2.1")
+    parser.add_argument("--width", type=int, help="base width of the random weights")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--dtype", nargs="+", default=["bfloat16", "float32"], help="or: default, of everybody"
+    )
+    parser.add_argument("--direction", nargs="+", default=["decode", "encode"])
+    parser.add_argument("--size", nargs="+", help="FRAMESxHEIGHTxWIDTH instead of the usual ones")
+    parser.add_argument("--still", action="store_true", help="encode a picture, then grey frames")
+    parser.add_argument(
+        "--beside",
+        nargs="*",
+        choices=_ORDER[1:],
+        help="comfyui, diffusers (both if left out), or every: ours, but for all frames that stand "
+        "still as well (with --still that too)",
+    )
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    return parser.parse_args()
+
+
+def _report(case: Case, seconds: dict[str, list[float]], names: list[str]) -> None:
     times = [
         f"{statistics.median(seconds[name]):12.3f}" if name in seconds else " " * 12
-        for name in _ORDER
+        for name in names
     ]
     ratios = [
-        f"{_ratio(seconds, name):12.2f}" if name in seconds else " " * 12 for name in _ORDER[1:]
+        f"{_ratio(seconds, name):12.2f}" if name in seconds else " " * 12 for name in names[1:]
     ]
     logging.info("%s", f"{case.label:34}" + "".join(times + ratios))
-
-
-_ORDER = ("ours", "comfyui", "diffusers")
 
 
 def _ratio(seconds: dict[str, list[float]], name: str) -> float:

@@ -26,11 +26,11 @@ if __name__ == "__main__":
 from fast_video_vae.tests.benchmarks import record
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.vae import read_checkpoint
-from fast_video_vae.vae.budget import make_plan
 from fast_video_vae.vae.cache import TemporalCache
 from fast_video_vae.vae.config import VAEConfig
 from fast_video_vae.vae.inputs import canonical
 from fast_video_vae.vae.layouts import make_decoder, make_encoder
+from fast_video_vae.vae.plan import Work, make_plan
 from fast_video_vae.vae.stream import advance
 
 # GB per latent of 720 x 1280 in 16 bits, in the steady middle of a video. Per causal convolution of
@@ -155,7 +155,8 @@ def steady_step(
     network = make(config).to(device, torch.bfloat16).requires_grad_(False)
     step = config.spatial_compression
     size = 1, height // step, width // step
-    plan = make_plan(network, size, torch.bfloat16, device, limit_bytes)
+    work = Work(network, size, torch.bfloat16, device)
+    plan = make_plan(work, limit_bytes, cuts=False)
     cache = TemporalCache()
 
     def frames(latents: int) -> Tensor:

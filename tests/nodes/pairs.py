@@ -46,4 +46,5 @@ def node(name, *arguments, **keywords):
 
 def v3_node(module, name, **inputs):
     """Run one of ComfyUI's extra nodes."""
-    return getattr(importlib.import_module(f"comfy_extras.{module}"), name).execute(**inputs).args
+    cls = getattr(importlib.import_module(f"comfy_extras.{module}"), name)
+    return cls.PREPARE_CLASS_CLONE(None).execute(**inputs).args

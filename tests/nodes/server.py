@@ -147,6 +147,11 @@ class Server:
             self._process.kill()
             self._process.wait()
 
+    def kill(self) -> None:
+        """End it as a power cut does: nothing of it can tidy up."""
+        self._process.kill()
+        self._process.wait()
+
     def models(self, kind: str) -> Path:
         """The folder of one kind of models, such as `vae`."""
         folder = self.base / "models" / kind

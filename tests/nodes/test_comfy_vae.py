@@ -3,7 +3,9 @@
 The oracle is ComfyUI itself, in this process: its VAE object, its nodes, its tiles.
 """
 
+import contextlib
 import copy
+import logging
 
 import pytest
 import torch
@@ -356,31 +358,100 @@ def test_a_preview_is_sent_where_previews_are_on(fast, monkeypatch):
     assert (kind, picture.size) == ("JPEG", (72, 48))
 
 
-def test_when_memory_runs_out_it_tries_again_and_then_in_tiles(fast, monkeypatch):
+@pytest.mark.parametrize("tiled", [False, True])
+def test_when_memory_runs_out_it_goes_on_where_it_stopped(fast, monkeypatch, caplog, tiled):
     import comfy.model_management as management
 
-    kind, latent = type(fast), latents(3, 24, 24)
+    kind, latent = type(fast.first_stage_model), latents(4, 24, 24)
     expected = fast.decode(latent)
-    real, failures = kind._decode, []
+    real, tries = kind.decode_stream, []
 
-    def failing(times):
-        def decode(self, *arguments):
-            if len(failures) < times:
-                failures.append(1)
+    def failing(self, *arguments, frames=None, tile=None, **options):
+        begins = 0 if frames is None else frames.start
+        tries.append((begins, tile))
+        stream = real(self, *arguments, frames=frames, tile=tile, **options)
+        for count, piece in enumerate(stream):
+            yield piece
+            if len(tries) < most and count == 0:
                 raise management.OOM_EXCEPTION("no memory")
-            return real(self, *arguments)
 
-        return decode
-
-    monkeypatch.setattr(kind, "_decode", failing(1))
-    assert torch.equal(fast.decode(latent), expected)
-    failures.clear()
-    monkeypatch.setattr(kind, "_decode", failing(2))
-    images = fast.decode_tiled(latent, tile_x=16, tile_y=16, overlap=4)
-    assert images.shape == expected.shape
+    monkeypatch.setattr(kind, "decode_stream", failing)
+    monkeypatch.setattr(fast.first_stage_model, "chunk", 1)
+    most = 3 if tiled else 4
+    with caplog.at_level(logging.WARNING):
+        options = {"tile_x": 20, "tile_y": 18, "overlap": 4}
+        images = fast.decode_tiled(latent, **options) if tiled else fast.decode(latent)
+    assert relative_error(images, expected) <= 1e-5
     assert images.is_contiguous()
-    assert (images - expected).abs().mean() < 0.05  # tiles see less around them
-    assert len(failures) == 2
+    begins, tiles = zip(*tries, strict=True)
+    assert list(begins) == sorted(set(begins))  # nothing twice
+    assert len(begins) == most
+    own = (144, 160) if tiled else None
+    later = [(128, 128)] if tiled else [(512, 512), (256, 256)]
+    assert list(tiles) == [own, own, *later][:most] or tiled
+    assert sum("memory ran out" in record.message for record in caplog.records) == 1
+
+
+def test_what_fits_nowhere_raises_the_first_error(fast, monkeypatch):
+    import comfy.model_management as management
+
+    kind, latent = type(fast.first_stage_model), latents(2)
+    expected, real, errors = fast.decode(latent), kind.decode_stream, []
+
+    def full(self, *arguments, **options):
+        errors.append(management.OOM_EXCEPTION(f"no memory, try {len(errors)}"))
+        raise errors[-1]
+
+    monkeypatch.setattr(kind, "decode_stream", full)
+    with pytest.raises(management.OOM_EXCEPTION, match=r"^no memory, try 0$"):
+        fast.decode(latent)
+    assert len(errors) > 3
+    monkeypatch.setattr(kind, "decode_stream", real)
+    assert torch.equal(fast.decode(latent), expected)
+
+
+def test_an_encode_that_does_not_fit_is_tried_in_tiles(fast, monkeypatch):
+    import comfy.model_management as management
+
+    kind, pixels = type(fast.first_stage_model), clip(9, 96, 128)
+    expected, real, tiles = fast.encode(pixels), kind.mean_stream, []
+
+    def failing(self, *arguments, tile=None, **options):
+        tiles.append(tile)
+        if len(tiles) < 4:
+            raise management.OOM_EXCEPTION("no memory")
+        return real(self, *arguments, tile=tile, **options)
+
+    monkeypatch.setattr(kind, "mean_stream", failing)
+    assert relative_error(fast.encode(pixels), expected) <= 1e-5
+    assert tiles == [None, None, (512, 512), (256, 256)]
+
+
+@pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
+def test_tiled_nodes_ask_for_the_memory_of_a_tile(fast, monkeypatch, encode):
+    import comfy.model_management as management
+
+    asked = []
+
+    def load(models, memory_required=0, **options):
+        asked.append(memory_required)
+        raise InterruptedError
+
+    monkeypatch.setattr(management, "load_models_gpu", load)
+    # What a GPU would be asked for; on a CPU what tiles remember stays where it is.
+    monkeypatch.setattr(fast, "device", torch.device("cuda"))
+    monkeypatch.setattr(management, "cuda_device_context", lambda _: contextlib.nullcontext())
+    name, given = "VAEDecodeTiled", {"samples": {"samples": latents(2, 90, 160)}}
+    if encode:
+        name, given = "VAEEncodeTiled", {"pixels": clip(5, 720, 1280)}
+    for tile in (1024, 512, 256):
+        with pytest.raises(InterruptedError):
+            node(name, vae=fast, tile_size=tile, overlap=64, **given)
+    whole = fast.memory_used_encode if encode else fast.memory_used_decode
+    shape = (1, 3, 5, 720, 1280) if encode else (1, 16, 2, 90, 160)
+    asked.insert(0, whole(torch.Size(shape), torch.float32))
+    assert asked == sorted(asked, reverse=True)
+    assert asked[-1] < asked[0] / 2
 
 
 def test_weights_that_comfyui_left_on_the_host_are_brought(fast, monkeypatch):
@@ -566,14 +637,18 @@ def test_pictures_that_do_not_fit_are_cut_in_space_alone(tmp_path, monkeypatch):
     latent = torch.randn(1, 64, 20, 20, generator=torch.Generator().manual_seed(0))
     expected = fast.decode(latent)
 
-    def full(self, *arguments):
-        raise management.OOM_EXCEPTION("no memory")
+    kind = type(fast.first_stage_model)
+    for name in ("decode_stream", "mean_stream"):
+        real = getattr(kind, name)
 
-    monkeypatch.setattr(type(fast), "_decode", full)
-    monkeypatch.setattr(type(fast), "_encode", full)
-    images = fast.decode_tiled(latent, tile_x=16, tile_y=16, overlap=4)
-    assert images.shape == expected.shape
-    assert (images - expected).abs().mean() < 0.05
+        def full(self, *arguments, real=real, tile=None, **options):
+            if tile is None:
+                raise management.OOM_EXCEPTION("no memory")
+            return real(self, *arguments, tile=tile, **options)
+
+        monkeypatch.setattr(kind, name, full)
+    assert relative_error(fast.decode_tiled(latent, tile_x=16, tile_y=16), expected) <= 1e-5
+    assert relative_error(fast.decode(latent), expected) <= 1e-5
     assert fast.encode(clip(1, 64, 64, channels=4)).shape == (1, 64, 4, 4)
 
 

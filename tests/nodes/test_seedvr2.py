@@ -514,18 +514,19 @@ def test_when_memory_runs_out_it_tries_again_with_less_and_never_in_tiles(
 ):
     import comfy.model_management as management
 
-    kind = type(loaded)
     name, given = ("encode", frames(5)) if encode else ("decode", small_latents(2))
     expected = getattr(loaded, name)(given)
-    real, limits = getattr(kind, f"_{name}"), []
+    kind, stream = type(loaded.first_stage_model), "mean_stream" if encode else "decode_stream"
+    real, limits = getattr(kind, stream), []
 
-    def failing(self, *arguments):
-        limits.append(arguments[-1])
+    def failing(self, *arguments, **options):
+        limits.append(arguments[3] if encode else options["limit_bytes"])
+        assert options["tile"] is None
         if len(limits) < most:
             raise management.OOM_EXCEPTION("no memory")
-        return real(self, *arguments)
+        return real(self, *arguments, **options)
 
-    monkeypatch.setattr(kind, f"_{name}", failing)
+    monkeypatch.setattr(kind, stream, failing)
     size = 320 if encode else 40
     tiles = {"tile_x": size, "tile_y": size, "overlap": 0}
     call = getattr(loaded, f"{name}_tiled" if tiled else name)
@@ -555,7 +556,7 @@ def test_the_limit_of_a_tile_reaches_the_stream_and_what_comfyui_is_asked_for(lo
     real_plan, real_load = module.make_plan, management.load_models_gpu
 
     def plan(*arguments, **options):
-        plans.append(arguments[4])
+        plans.append(arguments[1])
         return real_plan(*arguments, **options)
 
     def load(models, memory_required=0, **options):

@@ -21,8 +21,11 @@ NODES = {
     "FastVAE_Accelerate": "Accelerate VAE (Fast)",
     "FastVAE_Encode": "VAE Encode (Fast)",
     "FastVAE_Decode": "VAE Decode (Fast)",
+    "FastVAE_EncodeVideo": "VAE Encode Video (Fast)",
+    "FastVAE_DecodeVideo": "VAE Decode to Video (Fast)",
     "FastVAE_DemoClip": "Demo Clip (Fast)",
     "FastVAE_FuseMLP": "Fuse SwiGLU MLPs (Fast)",
+    "FastVAE_ToWanVideoWrapper": "To WANVAE (Fast)",
 }
 AUTO = {"dtype": "auto", "encode_dtype": "auto", "chunk": 0}
 

@@ -1,4 +1,4 @@
-"""The five nodes, called as ComfyUI calls them: options, outputs, and errors that name an input."""
+"""The VAE nodes, called as ComfyUI calls them: options, outputs, and errors that name an input."""
 
 import logging
 
@@ -70,8 +70,11 @@ def test_the_menu_holds_the_nodes_in_order(comfyui):
         ("FastVAE_Accelerate", "Accelerate VAE (Fast)"),
         ("FastVAE_Encode", "VAE Encode (Fast)"),
         ("FastVAE_Decode", "VAE Decode (Fast)"),
+        ("FastVAE_EncodeVideo", "VAE Encode Video (Fast)"),
+        ("FastVAE_DecodeVideo", "VAE Decode to Video (Fast)"),
         ("FastVAE_DemoClip", "Demo Clip (Fast)"),
         ("FastVAE_FuseMLP", "Fuse SwiGLU MLPs (Fast)"),
+        ("FastVAE_ToWanVideoWrapper", "To WANVAE (Fast)"),
     ]
     assert {schema.category for schema in schemas} == {"Fast VAE"}
     for schema in schemas:

@@ -8,8 +8,7 @@ from torch import nn
 
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.wan22 import random_wan22
-from fast_video_vae.vae import cache as caches
-from fast_video_vae.vae import load_vae
+from fast_video_vae.vae import load_vae, workspace
 from fast_video_vae.vae.cache import TemporalCache
 
 SHAPE = (1, 4, 2, 3, 5)
@@ -23,7 +22,7 @@ def like():
 @pytest.fixture
 def small_too(monkeypatch):
     """Blocks of any size are used again."""
-    monkeypatch.setattr(caches, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(workspace, "_KEPT_BYTES", 0)
 
 
 @torch.no_grad()
@@ -44,15 +43,15 @@ def test_memory_of_another_size_is_given_up(like, small_too):
     cache = TemporalCache()
     cache.reused(SHAPE, like)
     large = cache.reused((1, 4, 20, 3, 5), like)
-    assert [block.numel() for block in cache._blocks] == [large.nbytes]
+    assert [block.numel() for block in cache.workspace._blocks] == [large.nbytes]
 
 
 def test_small_memory_is_left_to_malloc_and_recorded_memory_to_autograd(like, monkeypatch):
     with torch.no_grad():
         assert TemporalCache().reused(SHAPE, like) is None
-    monkeypatch.setattr(caches, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(workspace, "_KEPT_BYTES", 0)
     assert TemporalCache().reused(SHAPE, like) is None  # where autograd may record
-    monkeypatch.setattr(caches, "_count_alone", lambda: None)
+    monkeypatch.setattr(workspace, "_count_alone", lambda: None)
     with torch.no_grad():
         assert TemporalCache().reused(SHAPE, like) is None  # where nobody knows who uses it
 
@@ -63,7 +62,7 @@ def test_what_was_in_used_memory_never_shows(family, dtype, small_too, monkeypat
     state = random_state_dict(8) if family == "wan2.1" else random_wan22(8, 8)
     vae = load_vae(state, dtype=dtype)
     video = torch.rand(1, 3, 9, 32, 32) * 2 - 1
-    monkeypatch.setattr(caches, "_KEPT_BYTES", 1 << 40)
+    monkeypatch.setattr(workspace, "_KEPT_BYTES", 1 << 40)
     latent = vae.encode(video)
     frames = vae.decode(latent)
     lent = []
@@ -74,7 +73,7 @@ def test_what_was_in_used_memory_never_shows(family, dtype, small_too, monkeypat
         return memory
 
     reused = TemporalCache.reused
-    monkeypatch.setattr(caches, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(workspace, "_KEPT_BYTES", 0)
     monkeypatch.setattr(TemporalCache, "reused", poisoned)
     assert torch.equal(vae.encode(video), latent)
     assert torch.equal(vae.decode(latent), frames)

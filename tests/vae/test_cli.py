@@ -25,7 +25,8 @@ for _package in ("av", "tqdm", "PIL"):
 from fast_video_vae.vae import load_vae  # noqa: E402
 from fast_video_vae.vae.cli import QUALITIES, main  # noqa: E402
 from fast_video_vae.vae.demo import CLIP_PATH, VAE_PATH  # noqa: E402
-from fast_video_vae.vae.media import VideoWriter, frames_to_uint8, read_video  # noqa: E402
+from fast_video_vae.vae.media import read_video  # noqa: E402
+from fast_video_vae.vae.writer import VideoWriter, frames_to_uint8  # noqa: E402
 
 MODULE = "fast_video_vae.vae.cli"
 # A second thread gains nothing on frames as small as these, and waits for busy cores.

@@ -21,6 +21,7 @@ for _package in ("av", "tqdm", "PIL"):
 from fast_video_vae.vae import backends  # noqa: E402
 from fast_video_vae.vae.backends import WIDTH, aligned, table  # noqa: E402
 from fast_video_vae.vae.cli import main  # noqa: E402
+from fast_video_vae.vae.commands import SIZES  # noqa: E402
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -63,6 +64,39 @@ def test_a_vae_comes_before_the_table(capsys, tmp_path):
     table = told(capsys, "--backends", "-q")
     assert lines[0].startswith("file")
     assert lines[-len(table) :] == table
+
+
+def test_a_vae_tells_how_each_size_would_run(capsys, tmp_path):
+    save_file(random_state_dict(8), tmp_path / "vae.safetensors")
+    names = [f"{width}x{height}" for width, height in SIZES]
+    tables = []
+    for options, where in (((), "free"), (("--limit", "0.2"), "within 0.2 GiB")):
+        lines = told(capsys, tmp_path / "vae.safetensors", *options)
+        (head,) = [index for index, line in enumerate(lines) if line.startswith("memory beside")]
+        assert where in lines[head]
+        assert max(map(len, lines[head:])) <= WIDTH
+        table = lines[head + 2 :]
+        assert [line.split()[0] for line in table[::2]] == names
+        assert [" encode " in line for line in table] == [True, False] * len(names)
+        assert all(re.search(r"\d [MG]iB  \d latent", line) for line in table)
+        tables.append(table)
+    free, tight = tables
+    assert "whole frames" in free[0]
+    assert tight[-1].endswith("; more than the limit")
+
+
+def test_a_decoder_alone_tells_of_decoding(capsys, tmp_path):
+    state = {key: value for key, value in random_state_dict(8).items() if "encoder" not in key}
+    save_file(state, tmp_path / "vae.safetensors")
+    table = told(capsys, tmp_path / "vae.safetensors")[-len(SIZES) :]
+    assert [line.split()[1] for line in table] == ["decode"] * len(SIZES)
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "much", "nan", "inf"])
+def test_a_limit_that_is_none_is_wrong_usage(limit):
+    with pytest.raises(SystemExit) as error:
+        main(["info", "vae.safetensors", "--limit", limit])
+    assert error.value.code == 2
 
 
 @pytest.mark.parametrize(

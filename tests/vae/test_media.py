@@ -1,6 +1,5 @@
-"""Video files in and out: the frames, their colours, and whatever can be wrong with a file."""
+"""Video files in: the frames, their colours, and whatever can be wrong with a file."""
 
-import errno
 import subprocess
 import sys
 import wave
@@ -10,67 +9,28 @@ import numpy as np
 import pytest
 import torch
 
-from fast_video_vae.tests.builders import module_command
-
 av = pytest.importorskip("av", reason="PyAV is not installed")
 
 from av.stream import Disposition  # noqa: E402
 
-from fast_video_vae.vae.media import VideoWriter, frames_to_uint8, read_video  # noqa: E402
+from fast_video_vae.tests.videos import (  # noqa: E402
+    BIND,
+    moving_clip,
+    write_with,
+    yuv,
+)
+from fast_video_vae.vae.media import read_video  # noqa: E402
+from fast_video_vae.vae.writer import VideoWriter  # noqa: E402
 
-# What binds the checkout to its name, as in `module_command`, for a program of our own.
-BIND = ";".join(module_command("")[2].split(";")[:2]) + "\n"
-# Matrix numbers of ISO/IEC 23091-2 and their weights of red and blue.
-WEIGHTS = {1: (0.2126, 0.0722), 2: (0.299, 0.114), 6: (0.299, 0.114), 9: (0.2627, 0.0593)}
-COLORS = [
-    (0, 0, 0), (255, 255, 255), (128, 128, 128), (255, 0, 0), (0, 255, 0), (0, 0, 255),
-    (200, 120, 40), (20, 60, 180), (250, 3, 99),
-]  # fmt: skip
 # Half a level of rounding in each of Y, Cb and Cr, seen through the matrix: 1.164 + 2.11 halves.
 RGB_ROUNDING = 2
 CODEC = 1  # what x264 at crf 1 does to a picture of one colour
-
-
-def moving_clip(frames, height=48, width=64):
-    """Smooth pictures that move, `[T, H, W, 3]` uint8; no two frames are equal."""
-    y, x = torch.meshgrid(torch.linspace(0, 1, height), torch.linspace(0, 1, width), indexing="ij")
-    t = torch.arange(frames).view(-1, 1, 1) / 16
-    gray = 0.5 + 0.4 * torch.sin(6 * (x + t)) * torch.cos(5 * (y - t))
-    tint = 0.1 * torch.stack([x.expand_as(gray), y.expand_as(gray), -x.expand_as(gray)], dim=-1)
-    return ((gray.unsqueeze(-1) + tint).clamp(0, 1) * 255).round().to(torch.uint8)
 
 
 def write(path, frames, fps=24, **options):
     with VideoWriter(path, fps, **options) as writer:
         writer.write(frames)
     return path
-
-
-def write_with(
-    path, frames, container, codec="h264", options=None, pix_fmt="yuv420p", prepare=None
-):
-    """Write `[T, H, W, 3]` with PyAV alone, in any container."""
-    with av.open(str(path), "w", format=container, options=options or {}) as output:
-        stream = output.add_stream(codec, rate=24)
-        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], pix_fmt
-        if prepare:
-            prepare(stream)
-        for picture in frames.numpy():
-            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
-            output.mux(stream.encode(frame.reformat(format=pix_fmt)))
-        output.mux(stream.encode(None))
-    return path
-
-
-def yuv(color, matrix, full=False):
-    """The formula of ITU-R BT.709 and BT.601: a colour of 0-255 to Y, Cb, Cr of 8 bits."""
-    red, blue = WEIGHTS[matrix]
-    r, g, b = (value / 255 for value in color)
-    y = red * r + (1 - red - blue) * g + blue * b
-    cb, cr = (b - y) / (2 - 2 * blue), (r - y) / (2 - 2 * red)
-    return (255 * y, 128 + 255 * cb, 128 + 255 * cr) if full else (
-        16 + 219 * y, 128 + 224 * cb, 128 + 224 * cr
-    )  # fmt: skip
 
 
 def stacked(video):
@@ -131,26 +91,6 @@ def test_a_picture_smaller_than_the_multiple_is_an_error(tmp_path):
     path = write(tmp_path / "a.mp4", moving_clip(1, 6, 64))
     with pytest.raises(ValueError, match=r"a\.mp4 is 64x6; expected at least 8x8"):
         next(read_video(path).pieces(multiple=8))
-
-
-@pytest.mark.parametrize("color", COLORS)
-def test_written_colors_are_bt709(tmp_path, color):
-    path = write(
-        tmp_path / "a.mp4",
-        torch.tensor(color, dtype=torch.uint8).expand(2, 32, 48, 3),
-        crf=1,
-    )
-    with av.open(str(path)) as container:
-        frame = next(container.decode(video=0))
-        context = container.streams.video[0].codec_context
-        tags = (context.colorspace, context.color_primaries, context.color_trc, context.color_range)
-    assert tags == (1, 1, 1, 1)  # BT.709 three times, and the limited range
-    assert frame.format.name == "yuv420p"
-    planes = frame.to_ndarray()
-    got = planes[5, 7], planes[32].reshape(2, 24)[0, 5], planes[40].reshape(2, 24)[0, 5]
-    assert np.abs(np.subtract(got, yuv(color, 1), dtype=float)).max() <= 0.5 + CODEC
-    back = stacked(read_video(path))[0].float().mean(dim=(0, 1))
-    assert (back - torch.tensor(color)).abs().max() <= RGB_ROUNDING + CODEC
 
 
 @pytest.mark.parametrize(
@@ -308,112 +248,9 @@ def test_a_bad_file_is_one_line_that_names_it(tmp_path, name, make, error, messa
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("frames", "message"),
-    [
-        (torch.zeros(1, 32, 33, 3, dtype=torch.uint8), "33x32; H.264 needs even width and height"),
-        (torch.zeros(1, 32, 32, 4, dtype=torch.uint8), r"\[1, 32, 32, 4\]"),
-        (torch.zeros(32, 32, 3, dtype=torch.uint8), r"\[32, 32, 3\]"),
-        (torch.zeros(1, 32, 32, 3), "float32; expected"),
-    ],
-)
-def test_frames_that_do_not_fit_are_refused(tmp_path, frames, message):
-    with pytest.raises(ValueError, match=message), VideoWriter(tmp_path / "a.mp4", 24) as writer:
-        writer.write(frames)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_change_of_size_is_refused(tmp_path):
-    def work():
-        with VideoWriter(tmp_path / "a.mp4", 24) as writer:
-            writer.write(moving_clip(2))
-            writer.write(moving_clip(2, 32))
-
-    with pytest.raises(ValueError, match="frames are 64x32; this video is 64x48"):
-        work()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_video_without_frames_is_refused(tmp_path):
-    with (
-        pytest.raises(ValueError, match="no frames were written"),
-        VideoWriter(tmp_path / "a.mp4", 24),
-    ):
-        pass
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("name", "fps", "message"),
-    [("a.mp4", 0, "fps is 0"), ("a.mp4", -1.5, "fps is -1.5"), ("a.png", 24, "named as a video")],
-)
-def test_what_cannot_be_a_video_is_refused_before_any_work(tmp_path, name, fps, message):
-    with pytest.raises(ValueError, match=message):
-        VideoWriter(tmp_path / name, fps)
-
-
-@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()])
-def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, error):
-    path = tmp_path / "a.mp4"
-    path.write_bytes(b"old")
-
-    def work():
-        with VideoWriter(path, 24) as writer:
-            writer.write(moving_clip(60))
-            raise error
-
-    with pytest.raises(type(error)):
-        work()
-    assert list(tmp_path.iterdir()) == [path]
-    assert path.read_bytes() == b"old"
-
-
-@pytest.mark.parametrize(
-    "limit_bytes",
-    [
-        20_000,  # full while frames are written
-        None,  # full at the very last bytes, when the index moves to the front
-    ],
-)
-def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, limited_files, limit_bytes):
-    noise = torch.randint(256, (40, 64, 64, 3), dtype=torch.uint8)
-    whole = write(tmp_path / "whole.mp4", noise).stat().st_size
-    path = tmp_path / "a.mp4"
-    path.write_bytes(b"old")
-    with (
-        limited_files(limit_bytes or whole - 1),
-        pytest.raises(OSError, match=r"File too large: .*a\.mp4") as caught,
-    ):
-        write(path, noise)
-    assert caught.value.errno == errno.EFBIG
-    assert path.read_bytes() == b"old"
-    assert {file.name for file in tmp_path.iterdir()} == {"a.mp4", "whole.mp4"}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("channels", [3, 4])  # 4: alpha is dropped
-def test_pictures_are_rounded_as_comfyui_rounds_them(dtype, channels):
-    generator = torch.Generator().manual_seed(0)
-    frames = torch.empty(1, channels, 3, 8, 6).uniform_(-1.4, 1.4, generator=generator).to(dtype)
-    # What VAE.decode and SaveVideo do, one after the other, in ComfyUI 0.33.
-    image = ((frames.float() + 1) / 2).clamp(0, 1)[0].movedim(0, -1)
-    expected = (image * 255).clamp(0, 255).byte()[..., :3]
-    pictures = frames_to_uint8(frames)
-    assert pictures.dtype == torch.uint8
-    assert torch.equal(pictures, expected)
-    assert pictures.min() == 0
-    assert pictures.max() == 255
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 1, 8, 8), (1, 2, 1, 8, 8), (3, 1, 8, 8)])
-def test_frames_of_another_shape_are_no_pictures(shape):
-    with pytest.raises(ValueError, match="expected \\[1, 3 or 4, T, H, W\\]"):
-        frames_to_uint8(torch.zeros(shape))
-
-
 PEAKS = """
 import resource, sys, torch
-from fast_video_vae.vae.media import VideoWriter, read_video
+from fast_video_vae.vae import VideoWriter, read_video
 for source, target in zip(sys.argv[1::2], sys.argv[2::2]):
     video = read_video(source)
     with VideoWriter(target, video.fps) as writer:
@@ -439,3 +276,32 @@ def test_memory_does_not_grow_with_length(tmp_path):
     first, second = map(int, done.stdout.split())
     # In KiB. 200 frames more would be 38400 as bytes, 19200 as YUV.
     assert second - first < 10_000
+
+
+LONG = """
+import resource, sys, torch
+from fast_video_vae.vae import Handoff, VideoWriter, read_video
+path, codec, frames = sys.argv[1], sys.argv[2], int(sys.argv[3])
+picture = torch.randint(256, (1, 128, 128, 3), dtype=torch.uint8)
+with VideoWriter(path, 24, codec=codec) as writer, Handoff(writer.write) as handoff:
+    for shift in range(frames):
+        handoff.put(picture.roll(shift, 2))
+count = sum(piece.shape[2] for piece in read_video(path).pieces(fps=24, size=(96, 64)))
+print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="Python measures no peak memory on Windows")
+@pytest.mark.parametrize(("codec", "suffix"), [("h264", "mp4"), ("ffv1", "mkv"), ("av1", "webm")])
+def test_a_long_video_takes_no_more_memory_than_a_short_one(tmp_path, codec, suffix):
+    peaks = []
+    for frames in (129, 1025):
+        done = subprocess.run(
+            [sys.executable, "-c", BIND + LONG, tmp_path / f"a.{suffix}", codec, str(frames)],
+            stdout=subprocess.PIPE, text=True, check=True,
+        )  # fmt: skip
+        count, peak = map(int, done.stdout.split())
+        assert count == frames
+        peaks.append(peak)
+    assert peaks[1] < 1.1 * peaks[0]

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.vae.seedvr2_oracle import Oracle
 from fast_video_vae.vae import bands, conv, load_vae, seedvr2
+from fast_video_vae.vae import plan as plan_module
 from fast_video_vae.vae.cache import TemporalCache
 from fast_video_vae.vae.causal import CausalConv3d
 
@@ -115,7 +116,7 @@ def test_any_pieces_give_the_same(vae, truth, pieces):
 
 
 def test_parts_of_a_chunk_give_the_same(vae, truth, monkeypatch):
-    monkeypatch.setattr("fast_video_vae.vae.budget._CPU_PART_BYTES", 1 << 12)
+    monkeypatch.setattr(plan_module, "_CPU_PART_BYTES", 1 << 12)
     shape = (1, 16, 4, 3, 4)
     assert relative_error(vae.decode(random_latent(*shape)), truth("decode", *shape)) <= 1e-5
     shape = (1, 3, 13, 24, 16)
@@ -258,11 +259,12 @@ def banded(state, monkeypatch):
     made = []
     vae = load_vae(state, dtype=torch.float32)
     vae.limit_bytes = 1
+    monkeypatch.setattr(plan_module, "_SMALLEST_PART_BYTES", 1)
     of_window = CausalConv3d.of_window
 
-    def counted(self, window, cache):
+    def counted(self, window, cache, **options):
         made.append(window.shape[3] - 2)
-        return of_window(self, window, cache)
+        return of_window(self, window, cache, **options)
 
     monkeypatch.setattr(CausalConv3d, "of_window", counted)
     return vae, made
@@ -305,7 +307,7 @@ def test_there_are_no_bands_where_memory_is_plenty(banded):
     assert not made
 
 
-def test_bands_keep_no_more_than_their_share(state):
+def test_bands_keep_no_more_than_their_share(state, monkeypatch):
     """What a convolution reads is of the size of a band, not of three frames."""
 
     class Largest(TorchDispatchMode):
@@ -321,6 +323,7 @@ def test_bands_keep_no_more_than_their_share(state):
     latent = random_latent(1, 16, 2, 8, 8)
     vae.decode(latent)
     read = []
+    monkeypatch.setattr(plan_module, "_SMALLEST_PART_BYTES", 1)
     for limit in (1 << 30, 1):
         vae.limit_bytes = limit
         with Largest() as largest:

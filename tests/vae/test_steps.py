@@ -11,6 +11,7 @@ import torch
 from fast_video_vae.kernels import backend
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.vae import load_vae
+from fast_video_vae.vae import plan as plan_module
 
 graphs = importlib.import_module("fast_video_vae.vae.graphs")
 steps = importlib.import_module("fast_video_vae.vae.steps")
@@ -33,7 +34,7 @@ class StandIn:
     def __init__(self, run, x):
         type(self).made += 1
         self._run, self._input = run, x.clone()
-        tails = run.__self__.cache._tails
+        tails = run.__self__.route.lanes[0].cache._tails
         before = {conv: tail.clone() for conv, tail in tails.items()}
         places = {conv: tail.data_ptr() for conv, tail in tails.items()}
         self._results = list(run(self._input))
@@ -98,7 +99,7 @@ def test_an_encode_out_of_a_graph_is_the_same(recorded):
 
 
 def test_parts_of_a_chunk_come_out_of_a_graph_too(recorded, monkeypatch):
-    monkeypatch.setattr("fast_video_vae.vae.budget._CPU_PART_BYTES", 1 << 12)
+    monkeypatch.setattr(plan_module, "_CPU_PART_BYTES", 1 << 12)
     z = torch.randn(1, 16, 13, 2, 2)
     y = recorded.decode(z, 3)
     assert StandIn.made == 1

@@ -1,14 +1,19 @@
 """Clips that stand still: the same latents, with less work."""
 
+from math import prod
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 from fast_video_vae.vae import load_vae
-from fast_video_vae.vae.still import Changes, Stillness
+from fast_video_vae.vae import plan as plan_module
+from fast_video_vae.vae.settling import Settling
+from fast_video_vae.vae.still import Changes
 
 FAMILIES = {
     "wan2.1": lambda: random_state_dict(8),
@@ -51,11 +56,19 @@ def encoded(vae, pieces, chunk, skips):
 
 
 class Convolutions(TorchDispatchMode):
-    count = 0
+    """Counts the calls of convolutions and their products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = self.products = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += "convolution" in str(func) and "reorder" not in str(func)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if "convolution" in str(func) and "reorder" not in str(func):
+            weight = args[2] if "pointwise_" in str(func) else args[1]
+            self.count += 1
+            self.products += result.numel() * prod(weight.shape[1:])
+        return result
 
 
 def check(vae, video, chunk, pieces=None):
@@ -93,6 +106,60 @@ def test_a_clip_that_never_moves(vae):
     assert took < 0.75 * whole
 
 
+@pytest.mark.parametrize("chunk", [1, 4, -1, None])
+def test_a_picture_and_80_grey_frames_take_a_quarter_of_the_products(chunk):
+    vae = load_vae(random_state_dict(8), dtype=torch.float32)
+    video = torch.zeros(1, 3, 81, 32, 32)
+    video[:, :, :1] = clip(1)
+    products = []
+    for skips in (True, False):
+        with Convolutions() as seen:
+            encoded(vae, video, chunk, skips)
+        products.append(seen.products)
+    assert products[0] < products[1] / 4
+
+
+@pytest.mark.parametrize("chunk", [4, -1])
+@pytest.mark.parametrize("moving", [2, 5, 8, 11, 16])
+def test_a_change_anywhere_in_a_chunk_is_seen(vae, moving, chunk):
+    check(vae, clip(moving, ("still", 41 - moving), size=16), chunk)
+
+
+@pytest.mark.parametrize("pieces", [1, 7, 30])
+def test_pieces_of_any_length_are_the_same(vae, pieces):
+    check(vae, clip(5, ("still", 27), 2, ("still", 11), size=16), 4, pieces)
+
+
+@pytest.mark.parametrize("alike", [2, 4, 6, 7, 8, 12])
+def test_what_is_alike_for_a_while_is_the_same(vae, alike):
+    """From frames shown twice to those that settle the first layers."""
+    parts = [part for _ in range(4) for part in (1, ("still", alike - 1))]
+    check(vae, clip(*parts, 1, size=16), 3)
+
+
+@pytest.mark.parametrize("part", [1, 1 << 12, 1 << 15])
+def test_layers_come_to_rest_in_parts_of_any_size(vae, part, monkeypatch):
+    monkeypatch.setattr(plan_module, "_CPU_PART_BYTES", part)
+    batch = torch.cat([clip(6, ("still", 47), size=16), clip(4, 2, ("still", 47), size=16)], 0)
+    check(vae, batch, 4)
+
+
+def test_a_lone_picture_and_copies_of_it_are_the_same(vae):
+    check(vae, clip(1), None)
+    check(vae, clip(("still", 5)), None)
+    check(vae, clip(("still", 81)), -1)
+
+
+def test_a_piece_that_learns_is_a_change(vae):
+    """What came before it is not what comes before the next."""
+    frames = of(vae, clip(1, ("still", 8)))
+    other = of(vae, clip(10))[:, :, 6:].requires_grad_()
+    pieces = [frames, other, frames[:, :, 1:]]
+    expected = encoded(vae, iter(pieces), 1, False)
+    result = encoded(vae, iter(pieces), 1, True)
+    assert (result - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_what_moves_again_is_the_same(vae, chunk):
     check(vae, clip(2, ("still", 39), 8, ("still", 24), 4), chunk)
@@ -116,7 +183,7 @@ def test_long_enough_ends_cost_nothing(vae):
 
 def test_any_pieces_and_parts_are_the_same(vae, monkeypatch):
     check(vae, clip(2, ("still", 51)), 2, pieces=3)
-    monkeypatch.setattr("fast_video_vae.vae.budget._CPU_PART_BYTES", 1 << 12)
+    monkeypatch.setattr(plan_module, "_CPU_PART_BYTES", 1 << 12)
     check(vae, clip(2, ("still", 51)), 2)
 
 
@@ -165,23 +232,31 @@ def test_a_decode_computes_all():
 def test_changes_see_any_number_and_keep_no_view():
     frame = torch.zeros(1, 2, 1, 80, 90)
     changes = Changes()
-    assert not changes.none(frame)
-    assert changes.none(frame.expand(-1, -1, 3, -1, -1))
+    assert changes.alike(frame) == 1
+    assert changes.alike(frame.expand(-1, -1, 3, -1, -1)) == 4
     for place in ((0, 1, 0, 79, 89), (0, 0, 0, 0, 0), (0, 1, 0, 41, 7)):
         other = frame.clone()
         other[place] = 1
-        assert not changes.none(other)
-        assert not changes.none(frame)
-    assert not changes.none(torch.zeros(1, 2, 1, 80, 91))
+        assert changes.alike(other) == 1
+        assert changes.alike(frame) == 1
+        assert changes.alike(torch.cat([frame, other, frame, frame], 2)) == 2
+    assert changes.alike(torch.zeros(1, 2, 1, 80, 91)) == 1
     other = frame.clone()
-    changes.none(other)
+    changes.alike(other)
     other.fill_(1)  # what it was compared with is its own
-    assert not changes.none(other)
+    assert changes.alike(other) == 1
 
 
-def test_the_reach_of_a_network_is_that_of_its_layers():
-    vae = load_vae(random_state_dict(8), dtype=torch.float32)
-    steps = Stillness(vae.encoder.chains())._steps
-    # conv1, two blocks, down, two blocks, down in time, two blocks, down in time, ...
-    assert [reach for reach, _ in steps] == [2, 4, 4, 0, 4, 4, 2, 4, 4, 2, 4, 4, 4, 0, 4, 2]
-    assert [stride for _, stride in steps] == [1] * 6 + [2] + [1] * 2 + [2] + [1] * 6
+@pytest.mark.parametrize(("taps", "stride"), [(1, 1), (3, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize("fresh", [-5, -2, -1, 0, 1, 2, 7, 10])
+def test_results_come_to_rest_where_the_formula_says(fresh, taps, stride):
+    """By a convolution in time alone, of numbers that grow up to the last fresh one."""
+    frames, before = 12, 20
+    numbers = torch.arange(1.0, before + frames + 1).clamp(max=before + fresh)
+    numbers = numbers[(len(numbers) - taps) % stride :]  # the last result ends with the last frame
+    weight = torch.tensor([0.25, 0.5, 1])[-taps:]
+    results = F.conv1d(numbers[None, None], weight[None, None], stride=stride)[0, 0]
+    behind = Settling(frames, fresh).behind(taps, stride)
+    differing = int((results != results[-1]).sum())
+    assert behind.frames == frames // stride
+    assert behind.fresh == differing + 1 - (len(results) - behind.frames)

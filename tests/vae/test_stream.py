@@ -1,5 +1,6 @@
 """How a stream behaves while it runs: order, memory, layout, and which operations it calls."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -13,7 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import SCALE, random_seedvr2
 from fast_video_vae.vae import conv, load_vae, model
+from fast_video_vae.vae.cache import TemporalCache
+from fast_video_vae.vae.steps import Steps
 from fast_video_vae.vae.stream import rechunk
+from fast_video_vae.vae.workspace import Workspace
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +180,27 @@ def test_threads_share_a_vae(vae):
         torch.testing.assert_close(result, frames, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("tile", [None, (64, 64)])
+@pytest.mark.parametrize("pieces", [None, 2])
+def test_a_stream_that_is_done_or_dropped_keeps_nothing_alive(vae, pieces, tile):
+    """Nothing waits for a garbage collection, which may be ten seconds and many tensors away."""
+
+    def run():
+        for piece, _ in enumerate(vae.decode_stream(latent, 1, tile=tile)):
+            if piece == pieces:
+                break
+
+    latent = torch.randn(1, 16, 4, 16, 16)
+    kept = (TemporalCache, Workspace, Steps)
+    gc.collect()
+    gc.disable()
+    try:
+        run()
+        assert not [each for each in gc.get_objects() if type(each) in kept]
+    finally:
+        gc.enable()
+
+
 def test_two_streams_of_one_vae_do_not_mix(vae):
     latents = torch.randn(2, 1, 16, 3, 2, 2).unbind()
     streams = [vae.decode_stream(latent, chunk=1) for latent in latents]
@@ -233,7 +258,7 @@ def test_a_limit_for_once_rules_the_steps_of_that_stream_alone(vae, monkeypatch)
     real = model.make_plan
 
     def plan(*arguments, **options):
-        limits.append(arguments[4])
+        limits.append(arguments[1])
         return real(*arguments, **options)
 
     monkeypatch.setattr(model, "make_plan", plan)

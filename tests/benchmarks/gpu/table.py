@@ -71,6 +71,9 @@ COLUMNS = {
         "first ms", "the first call in its thread: cuDNN's search for a plan, where it searches", 1
     ),
     "rounds": Column("rounds", "how many", 0),
+    "said_gib": Column("said GiB", "what the plan says that it takes beside the frames", 2),
+    "times_whole": Column("whole", "how many times as long as with whole frames", 2),
+    "plan": Column("plan", "what was chosen", 0),
     "version": Column("version", "of the peer", 0),
 }
 
@@ -81,6 +84,7 @@ TITLES = {
     "ablation": "Our decode with one thing changed at a time",
     "attention": "Attention of one head over the pixels of a frame",
     "conv": "Convolutions by width: channels in = channels out, frames out x height x width",
+    "plans": "What plans take and what they say, within less and less memory",
     "streams": "Two tiles on two CUDA streams",
     "host": "Decodes whose images end in the memory of the host",
 }

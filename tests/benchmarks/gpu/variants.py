@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fast_video_vae.kernels.backend import use_backend
-from fast_video_vae.vae import budget, cudnn, layers
+from fast_video_vae.vae import cudnn, layers, plan
 from fast_video_vae.vae.cache import TemporalCache
 from fast_video_vae.vae.causal import CausalConv3d, Fill
 from fast_video_vae.vae.conv import Conv
@@ -49,7 +49,7 @@ def variants(session: Session, vae: Any) -> list[Variant]:
     """All of them."""
     device = session.device
     part = "_DEVICE_PART_BYTES" if session.cuda else "_CPU_PART_BYTES"
-    size = getattr(budget, part)
+    size = getattr(plan, part)
     upsample, causal = UpsampleConv2d.forward, CausalConv3d.forward
     return [
         Variant("every op by PyTorch (no Triton)", functools.partial(use_backend, "reference")),
@@ -79,8 +79,8 @@ def variants(session: Session, vae: Any) -> list[Variant]:
         Variant("1 latent a step", chunk=1, lone=False),
         Variant("4 latents a step", chunk=4, lone=False),
         Variant("all latents in a step", chunk=-1, lone=False),
-        Variant("parts a quarter as large", lambda: replaced(budget, part, size // 4), lone=False),
-        Variant("parts four times as large", lambda: replaced(budget, part, size * 4), lone=False),
+        Variant("parts a quarter as large", lambda: replaced(plan, part, size // 4), lone=False),
+        Variant("parts four times as large", lambda: replaced(plan, part, size * 4), lone=False),
         Variant("CUDA graphs", functools.partial(_with_graphs, vae), lone=False),
         *(
             Variant(

@@ -1,0 +1,111 @@
+"""What tiles do to a clip in which every seam shows: a smooth gradient that moves slowly.
+
+ComfyUI's `VAEDecodeTiled` on the VAE that ComfyUI loads and on ours, from one file, each beside its
+own `VAEDecode`. ComfyUI has to be importable: `nodes.host.import_comfyui`.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fast_video_vae.tests.nodes.pairs import fast_vae, node, stock_vae
+from fast_video_vae.vae.demo import VAE_PATH
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A clip and what the node is given; all but the number of frames in pixels.
+
+    Attributes:
+        frames: Of the clip.
+        height: Of its frames.
+        width: Of its frames.
+        tile: `tile_size`.
+        overlap: `overlap`; the node takes no more of it than a quarter of a tile.
+        time: `temporal_size`.
+        time_overlap: `temporal_overlap`.
+    """
+
+    frames: int
+    height: int
+    width: int
+    tile: int
+    overlap: int
+    time: int
+    time_overlap: int
+
+    def __str__(self) -> str:
+        overlap = min(self.overlap, self.tile // 4)
+        return (
+            f"{self.frames}x{self.height}x{self.width}, tiles of {self.tile}, overlap {overlap}; "
+            f"{self.time} frames, overlap {self.time_overlap}"
+        )
+
+    def decoded(self, vae: object, latent: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The IMAGE of `VAEDecode` and that of `VAEDecodeTiled`."""
+        (whole,) = node("VAEDecode", vae=vae, samples=latent)
+        (tiled,) = node(
+            "VAEDecodeTiled",
+            vae=vae,
+            samples=latent,
+            tile_size=self.tile,
+            overlap=self.overlap,
+            temporal_size=self.time,
+            temporal_overlap=self.time_overlap,
+        )
+        return whole, tiled
+
+
+def gradient(frames: int, height: int, width: int) -> Tensor:
+    """An IMAGE `[T, H, W, 3]`: colours that run across the frames, two or three levels a frame."""
+    time, y, x = torch.meshgrid(
+        0.25 * torch.linspace(0, frames / 33, frames),
+        0.6 * torch.linspace(0, 1, height),
+        0.8 * torch.linspace(0, 1, width),
+        indexing="ij",
+    )
+    phases = torch.tensor([0.0, 0.12, 0.3])
+    return 0.5 + 0.35 * torch.sin(2 * math.pi * (0.55 * (x + y + time)[..., None] + phases))
+
+
+@torch.inference_mode()
+def decoded(setting: Setting, folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """Whole and tiled IMAGEs of the gradient, by ComfyUI's VAE and by ours.
+
+    Args:
+        setting: What is decoded, and how.
+        folder: For a file of the bundled weights in float32.
+
+    Returns:
+        `comfyui` and `ours` to `[T, H, W, 3]` in [0, 1] without tiles and with them.
+    """
+    state = {name: tensor.float() for name, tensor in load_file(VAE_PATH).items()}
+    vaes = {"comfyui": stock_vae(state), "ours": fast_vae(state, folder)}
+    clip = gradient(setting.frames, setting.height, setting.width)
+    (latent,) = node("VAEEncode", vae=vaes["ours"], pixels=clip)
+    return {name: setting.decoded(vae, latent) for name, vae in vaes.items()}
+
+
+def error(whole: Tensor, tiled: Tensor) -> dict[str, float | None]:
+    """How far tiles are from whole frames, in 8-bit levels.
+
+    Returns:
+        `max_levels` and `mean_levels` of the difference; `psnr_db`, None where there is none;
+        `step_levels`, what a frame becomes brighter or darker beside the one before, on the mean,
+        that it does not without tiles, at most; `relative`, the largest difference over the
+        largest number.
+    """
+    difference = (tiled - whole).double()
+    squared = difference.square().mean().item()
+    steps = difference.mean(dim=(1, 2, 3)).diff()
+    return {
+        "max_levels": 255 * difference.abs().max().item(),
+        "mean_levels": 255 * difference.abs().mean().item(),
+        "psnr_db": -10 * math.log10(squared) if squared else None,
+        "step_levels": 255 * steps.abs().max().item(),
+        "relative": (difference.abs().max() / whole.abs().max()).item(),
+    }

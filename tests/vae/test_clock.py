@@ -1,0 +1,106 @@
+"""The times of frames: stretches of a video and other rates, against the definition."""
+
+import math
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+
+pytest.importorskip("av", reason="PyAV is not installed")
+
+from fast_video_vae.vae.clock import (
+    SLACK,
+    Timed,
+    at_rate,
+    between,
+    checked_rate,
+    frames_within,
+)
+
+NTSC = Fraction(30000, 1001)
+RATES = [Fraction(5), Fraction(12), Fraction(16), NTSC, Fraction(24), Fraction(60), Fraction(1, 2)]
+
+
+def constant(count, fps, start=Fraction(0), digits=None):
+    """Frames that are their own number; `digits` as Matroska rounds times."""
+    times = [start + index / fps for index in range(count + 1)]
+    if digits:
+        times = [Fraction(round(time, digits)) for time in times]
+    return [Timed(a, b, index) for index, (a, b) in enumerate(pairwise(times))]
+
+
+def shown(items, fps, end=None):
+    found = at_rate(items, fps, items[0].time, end)
+    return [frame for frame, count in found for _ in range(count)]
+
+
+def nearest(items, fps):
+    """The definition: at each moment before the end the nearest frame, of equally near the first.
+
+    Equal is what the rounding of files may make of equal distances.
+    """
+    origin, end = items[0].time, items[-1].end
+    found, count = [], 0
+    while not count or origin + count / fps < end - SLACK:
+        moment = origin + count / fps
+        away = [abs(item.time - moment) for item in items]
+        least = min(away)
+        found.append(
+            next(x.frame for x, d in zip(items, away, strict=True) if d < least + SLACK * 2)
+        )
+        count += 1
+    return found
+
+
+@pytest.mark.parametrize("source", RATES)
+@pytest.mark.parametrize("fps", RATES)
+@pytest.mark.parametrize("count", [1, 2, 7, 50])
+def test_every_moment_shows_the_nearest_frame(source, fps, count):
+    items = constant(count, source, Fraction(7, 3))
+    assert shown(items, fps) == nearest(items, fps)
+
+
+@pytest.mark.parametrize("source", RATES)
+def test_the_same_rate_changes_nothing(source):
+    for digits in (None, 3):
+        assert shown(constant(500, source, digits=digits), source) == list(range(500))
+
+
+@pytest.mark.parametrize(("source", "fps"), [(24, 48), (12, 24), (30, 60), (24, 12), (60, 15)])
+def test_milliseconds_do_not_break_the_beat(source, fps):
+    exact = constant(400, Fraction(source))
+    rounded = constant(400, Fraction(source), digits=3)
+    assert shown(rounded, Fraction(fps)) == shown(exact, Fraction(fps))
+
+
+def test_a_varying_rate():
+    times = [0, 0.1, 0.15, 0.9, 2.0, 2.01, 3.0]
+    moments = [Fraction(time).limit_denominator(100) for time in times]
+    items = [Timed(a, b, index) for index, (a, b) in enumerate(pairwise(moments))]
+    for fps in RATES:
+        assert shown(items, fps) == nearest(items, fps)
+
+
+def test_a_stretch_has_as_many_frames_as_its_length_says():
+    for source in RATES[:-1]:
+        for fps in RATES[:-1]:
+            frames = shown(constant(100, source), fps, Fraction(1))
+            assert len(frames) == frames_within(Fraction(1), fps) == math.ceil(fps)
+            assert frames[-1] < source  # and none of what comes after
+
+
+@pytest.mark.parametrize("digits", [None, 3])
+@pytest.mark.parametrize("cut", [Fraction(1, 24), Fraction(5, 24), Fraction(1), Fraction("2.0417")])
+def test_stretches_that_meet_share_nothing_and_lose_nothing(digits, cut):
+    items = constant(120, Fraction(24), digits=digits)
+    first = list(between(items, Fraction(0), cut))
+    second = list(between(items, cut, None))
+    assert first + second == items
+    assert len(first) == round(cut * 24)
+
+
+def test_a_rate_that_no_file_holds_is_refused():
+    assert checked_rate(29.97) == Fraction(2997, 100)
+    for fps in (0, -1.5, 10_000, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="expected more than 0 and less than 10000"):
+            checked_rate(fps)

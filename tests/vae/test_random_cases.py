@@ -1,0 +1,318 @@
+"""Hundreds of cases that nobody thought of: equal to diffusers, or one clear line.
+
+Sizes, lengths, batches, chunks, tiles, limits, ranges and splits are drawn together, always the
+same ones. The reference is diffusers' `AutoencoderKLWan`, which walks through whole frames.
+"""
+
+import functools
+import itertools
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fast_video_vae.tests.benchmarks.peers import diffusers_vae
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.wan22 import random_wan22
+from fast_video_vae.vae import load_vae, plan, tiling
+
+FAMILIES = {"wan2.1": lambda: random_state_dict(8), "wan2.2": lambda: random_wan22(8, 8)}
+
+# The same cases on every machine, and no time limit for one.
+same = functools.partial(settings, derandomize=True, deadline=None)
+
+
+@functools.cache
+def vae_and_peer(family):
+    state = FAMILIES[family]()
+    return load_vae(state, dtype=torch.float32), diffusers_vae(state)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked of one stream.
+
+    Attributes:
+        family: Of the VAE.
+        batch: Videos at once.
+        length: Latents of a decode, frames of an encode.
+        size: Height and width of the frames.
+        chunk: Latents per step.
+        tile: Height and width of the tiles.
+        cut: Which of the places where the network can be cut for tiles is taken; None: the best.
+        limit_bytes: Memory of a step.
+        cuts: Where the video is cut into the pieces of an iterable; None: it is one tensor.
+        wanted: The first and the last frame that are wanted of a decode; None: all.
+        target: Where a decode goes: `new`, `out`, `images` or `bytes`.
+        still: Frames before the clip stands still.
+        uint8: The frames are 8 bits.
+    """
+
+    family: str
+    batch: int
+    length: int
+    size: tuple[int, int]
+    chunk: int | None
+    tile: tuple[int, int] | None
+    cut: int | None
+    limit_bytes: int | None
+    cuts: tuple[int, ...] | None
+    wanted: tuple[int, int] | None = None
+    target: str = "new"
+    still: int = 0
+    uint8: bool = False
+
+    @property
+    def vae(self):
+        return vae_and_peer(self.family)[0]
+
+    @property
+    def options(self):
+        return {"chunk": self.chunk, "tile": self.tile, "limit_bytes": self.limit_bytes}
+
+    @property
+    def frames(self):
+        """The range of the frames that are wanted, or None."""
+        return self.wanted and range(self.wanted[0], self.wanted[1] + 1)
+
+    def pieces(self, video):
+        """The video, in one piece or as many as it is cut into."""
+        if self.cuts is None:
+            return video
+        edges = [0, *self.cuts, video.shape[2]]
+        return (video[:, :, start:stop] for start, stop in itertools.pairwise(edges))
+
+
+@functools.lru_cache(maxsize=64)
+def latent_and_frames(family, batch, length, size):
+    """A latent, and the frames that diffusers makes of it."""
+    vae, peer = vae_and_peer(family)
+    step = vae.config.spatial_compression
+    shape = batch, vae.config.latent_channels, length, size[0] // step, size[1] // step
+    latent = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    return latent, peer.decode(latent)
+
+
+def clip(case):
+    """Frames that stand still from one of them on."""
+    shape = case.batch, 3, case.length, *case.size
+    generator = torch.Generator().manual_seed(sum(shape))
+    frames = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+    frames[:, :, case.still :] = frames[:, :, min(case.still, case.length - 1), None]
+    return frames if case.uint8 else frames / 127.5 - 1
+
+
+@st.composite
+def cases(draw, *, decode):
+    family = draw(st.sampled_from([*FAMILIES]))
+    step = 8 if family == "wan2.1" else 16
+    size = tuple(step * draw(st.integers(1, 48 // step + 1)) for _ in range(2))
+    length = draw(st.integers(1, 5)) if decode else draw(st.integers(1, 17))
+    cuts = st.lists(st.integers(1, max(1, length - 1)), max_size=4, unique=True).map(sorted)
+    pieces = draw(st.none() | cuts.map(tuple)) if length > 1 else draw(st.sampled_from([None, ()]))
+    tile = draw(tiles(size))
+    case = {
+        "family": family,
+        "batch": draw(st.integers(1, 2)),
+        "length": length,
+        "size": size,
+        "chunk": draw(st.sampled_from([None, -1, 1, 2, 3, 4, 5])),
+        "tile": tile,
+        "cut": draw(st.none() | st.integers(0, 2)) if tile else None,
+        "limit_bytes": draw(st.sampled_from([None, 1, 300_000])),
+        "cuts": pieces,
+    }
+    if not decode:
+        still = draw(st.integers(0, length))
+        return Case(**case, still=still, uint8=draw(st.booleans()))
+    frame = st.integers(0, 4 * length - 4)
+    wanted = draw(st.none() | st.tuples(frame, frame).map(sorted).map(tuple))
+    target = draw(st.sampled_from(["new", "out", "images", "bytes"]))
+    return Case(**case, wanted=wanted, target=target)
+
+
+def tiles(size):
+    """Sizes of tiles: small, odd, some larger than the frames; up to four of them in a row."""
+    some = [st.integers(max(1, length // 4), length) for length in size]
+    larger = [st.integers(max(1, length // 4), 100_000) for length in size]
+    return st.one_of(st.none(), st.tuples(*some), st.tuples(*larger))
+
+
+@contextmanager
+def cut_there(case):
+    """Plans have the cut of the case to choose alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        if case.cut is not None:
+            patch.setattr(plan, "can_cut", lambda net: tiling.can_cut(net)[case.cut :][:1])
+        yield
+
+
+def close(got, expected):
+    assert got.shape == expected.shape
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@same(max_examples=100)
+@given(cases(decode=True))
+def test_a_decode_is_that_of_diffusers(case):
+    latent, expected = latent_and_frames(case.family, case.batch, case.length, case.size)
+    if case.wanted:
+        expected = expected[:, :, case.frames.start : case.frames.stop]
+    images = (expected.movedim(1, -1) + 1) / 2
+    targets = {
+        "new": {},
+        "out": {"out": torch.full_like(expected, torch.nan)},
+        "images": {"images": torch.full_like(images, torch.nan)},
+        "bytes": {"images": torch.full_like(images, 7, dtype=torch.uint8)},
+    }
+    target = targets[case.target]
+    options = case.options | target | {"frames": case.frames}
+    with cut_there(case):
+        got = [*case.vae.decode_stream(case.pieces(latent), **options)]
+    if case.target in ("images", "bytes"):
+        written, joined = target["images"], torch.cat(got, dim=1)
+    else:
+        joined = torch.cat(got, dim=2)
+        written = target.get("out", joined)
+    assert torch.equal(written, joined)
+    if case.target == "images":
+        close(written, images)
+    elif case.target == "bytes":
+        cut_off = 255 * images - written
+        assert cut_off.min() >= -255e-5
+        assert cut_off.max() < 1 + 255e-5
+    else:
+        close(written.clamp(-1, 1), expected)  # diffusers clamps
+
+
+@same(max_examples=100)
+@given(cases(decode=False))
+@example(Case("wan2.2", 1, 5, (16, 64), None, (8, 16), None, 1, None))  # steps of an odd frame
+def test_an_encode_is_that_of_diffusers(case):
+    frames, (vae, peer) = clip(case), vae_and_peer(case.family)
+    dropped = (case.length - 1) % 4
+    used = frames[:, :, : case.length - dropped]
+    expected = peer.encode(used / 127.5 - 1 if case.uint8 else used)
+    with cut_there(case), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = torch.cat([*vae.encode_stream(case.pieces(frames), **case.options)], dim=2)
+    close(got, expected)
+    said = [f"the last {dropped} frames were dropped; the VAE takes 4 n + 1 frames"]
+    assert [str(each.message) for each in caught] == (said if dropped else [])
+
+
+# An argument, what it is, and what the error says of it.
+WRONG = [
+    ("chunk", 0, "chunk is 0; expected a number of latents, -1 for all, or None"),
+    ("chunk", -2, "chunk is -2; expected a number of latents, -1 for all, or None"),
+    ("chunk", 1.5, "chunk is 1.5; expected a number of latents, -1 for all, or None"),
+    ("chunk", True, "chunk is True; expected a number of latents, -1 for all, or None"),
+    *(
+        ("tile", tile, f"tile is {tile!r}; expected height and width in pixels, or None")
+        for tile in [(0, 64), (16, -8), (1.5, 16), (True, 8), (64,), (8, 8, 8), (), 64, "64"]
+    ),
+    ("dtype", "float32", "dtype is 'float32'; expected a float dtype such as torch.float32"),
+    ("dtype", torch.int32, "dtype is torch.int32; expected a float dtype such as torch.float32"),
+]
+WRONG_OF_DECODE = [
+    *(
+        ("frames", frames, f"frames are {frames!r}; expected a range ")
+        for frames in [range(0), range(5, 2), range(-3, 1), range(0, 1, 2), (0, 1), 0]
+    ),
+    ("frames", range(30, 40), "frames are range(30, 40)"),
+    ("out", "frames", "out is a str; expected a tensor"),
+    ("images", 0, "images is a int; expected a tensor"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), [*WRONG, *WRONG_OF_DECODE])
+@same(max_examples=2)
+@given(cases(decode=True))
+def test_a_decode_says_what_is_wrong_with_an_argument(name, value, message, case):
+    latent, _ = latent_and_frames(case.family, 1, case.length, case.size)
+    arguments = case.options | {name: value}
+    if case.cuts is None or name != "frames":  # of pieces the length is known in the end
+        fails(lambda: case.vae.decode_stream(case.pieces(latent), **arguments), message)
+    fails(lambda: [*case.vae.decode_stream(case.pieces(latent), **arguments)], message)
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG)
+@same(max_examples=2)
+@given(cases(decode=False))
+def test_an_encode_says_what_is_wrong_with_an_argument(name, value, message, case):
+    arguments = case.options | {name: value}
+    fails(lambda: case.vae.encode_stream(case.pieces(clip(case)), **arguments), message)
+
+
+@same(max_examples=20)
+@given(cases(decode=True), st.sampled_from(range(5)), st.sampled_from([-1, 1]))
+def test_a_decode_says_what_is_wrong_with_the_memory_for_it(case, dimension, change):
+    latent, frames = latent_and_frames(case.family, case.batch, case.length, case.size)
+    for name, right in (("out", frames), ("images", frames.movedim(1, -1))):
+        shape = list(right.shape)
+        shape[dimension] += change
+        message = f"{name} has shape {shape}; expected {list(right.shape)}"
+        target = {name: torch.empty(shape)}
+        fails(lambda: case.vae.decode_stream(latent, **target, **case.options), message)  # noqa: B023
+
+
+@same(max_examples=20)
+@given(cases(decode=False), st.integers(0, 70), st.integers(0, 70), st.integers(0, 2))
+def test_an_encode_takes_multiples_of_the_compression_alone(case, height, width, batch):
+    step = case.vae.config.spatial_compression
+    frames = torch.zeros(batch, 3, case.length, height, width)
+    message = f"frames are {height} x {width} (H x W); expected multiples of {step}"
+    if not frames.numel():
+        message = f"frames is empty, {list(frames.shape)}; expected at least one of each dimension"
+    elif height % step == width % step == 0:
+        return
+    fails(lambda: case.vae.encode_stream(frames, **case.options), message)
+
+
+def spoiled(x, place, value):
+    x = x.clone()
+    x.view(-1)[place % x.numel()] = value
+    return x
+
+
+# What is wrong with a video, and what the error says of it.
+WRONG_VIDEOS = {
+    "no batch": (lambda x: x[:0], "is empty, [0, "),
+    "no frames": (lambda x: x[:, :, :0], "is empty, ["),
+    "no height": (lambda x: x[..., :0, :], "is empty, ["),
+    "no width": (lambda x: x[..., :0], "is empty, ["),
+    "one channel": (lambda x: x[:, :1], "has 1 channels; this VAE needs "),
+    "a picture": (lambda x: x[:, :, 0], "has 4 dimensions, ["),
+    "integers": (lambda x: x.long(), "int64; expected a float dtype"),
+    "NaN": (lambda x: spoiled(x, 1_000_003, torch.nan), " has 1 values that are NaN or infinite"),
+    "infinite": (lambda x: spoiled(x, 65_537, -torch.inf), " has 1 values that are NaN or inf"),
+    "an array": (lambda x: x.numpy(), " is a ndarray; expected a tensor ["),
+    "None": (lambda _: None, " is a NoneType; expected a tensor ["),
+    "a number": (lambda _: 5, " is a int; expected a tensor ["),
+    "nothing": (lambda _: iter([]), " came; expected one or more"),
+    "another size": (lambda x: iter([x, torch.cat([x, x], dim=3)]), "a piece has shape ["),
+    "another batch": (lambda x: [x, torch.cat([x, x])], "a piece has shape ["),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_VIDEOS)
+@same(max_examples=2)
+@given(cases(decode=True), cases(decode=False))
+def test_a_video_that_is_none_is_an_error(kind, latents, frames):
+    change, message = WRONG_VIDEOS[kind]
+    latent, _ = latent_and_frames(latents.family, latents.batch, latents.length, latents.size)
+    fails(lambda: [*latents.vae.decode_stream(change(latent), **latents.options)], message)
+    video = clip(frames).float()
+    fails(lambda: [*frames.vae.encode_stream(change(video), **frames.options)], message)
+
+
+def fails(call, message):
+    """It raises a `ValueError` of one line that says this."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        call()
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,125 @@
+"""The sound beside a video: along with the frames, and as long."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+av = pytest.importorskip("av", reason="PyAV is not installed")
+
+from fast_video_vae.tests.videos import moving_clip  # noqa: E402
+from fast_video_vae.vae import Audio, VideoWriter, read_video  # noqa: E402
+
+
+def write(path, frames, fps=24, **options):
+    with VideoWriter(path, fps, **options) as writer:
+        writer.write(frames)
+    return path
+
+
+def stacked(path):
+    return torch.stack(list(read_video(path).frames()))
+
+
+def sine(samples, rate, channels=2):
+    t = torch.arange(samples, dtype=torch.float64) / rate
+    tones = [0.4 * torch.sin(2 * torch.pi * (300 + 200 * index) * t) for index in range(channels)]
+    return torch.stack(tones).float()
+
+
+def heard(path):
+    """The sound of a file, `[channels, samples]`, and its rate, through PyAV alone."""
+    with av.open(str(path)) as container:
+        stream = container.streams.audio[0]
+        resampler = av.AudioResampler(format="fltp", layout=stream.layout, rate=stream.rate)
+        frames = itertools.chain(container.decode(stream), [None])
+        out = [x.to_ndarray() for frame in frames for x in resampler.resample(frame)]
+        return torch.from_numpy(np.concatenate(out, axis=1)), stream.rate
+
+
+def packets_in_order(path):
+    """Kind and time of the packets, in the order in which they lie in the file."""
+    with av.open(str(path)) as container:
+        return [
+            (packet.stream.type, float(packet.dts * packet.time_base))
+            for packet in container.demux()
+            if packet.dts is not None
+        ]
+
+
+@pytest.mark.parametrize(
+    ("codec", "suffix", "name"),
+    [
+        ("h264", ".mp4", "aac"),
+        ("h264", ".mkv", "flac"),
+        ("vp9", ".webm", "opus"),
+        ("ffv1", ".mkv", "flac"),
+        ("prores", ".mov", "pcm_s16le"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("rate", "channels", "seconds"),
+    [
+        (48000, 1, 5),  # longer than the video
+        (44100, 2, 5),  # which Opus does not have
+        (32000, 2, 1),  # shorter
+        (48000, 6, 5),
+    ],
+)
+def test_the_sound_goes_along_and_ends_with_the_video(
+    tmp_path, codec, suffix, name, rate, channels, seconds
+):
+    wave = sine(rate * seconds, rate, channels)
+    path = tmp_path / f"a{suffix}"
+    write(path, moving_clip(48), 24, codec=codec, audio=Audio(wave, rate))
+    assert len(stacked(path)) == 48
+    with av.open(str(path)) as container:
+        assert container.streams.audio[0].codec_context.name in (name, f"lib{name}")
+        assert container.streams.audio[0].codec_context.channels == channels
+    sound, found_rate = heard(path)
+    expected = min(2, seconds)
+    # A packet of AAC has 1024 samples, and the last is filled up.
+    assert expected - 0.001 <= sound.shape[1] / found_rate <= expected + 2048 / found_rate
+    if found_rate == rate:
+        count = expected * rate - 4096
+        start = 2048  # past what the encoder swings in
+        heard_well = [0, 1, 2, 4, 5] if channels == 6 else slice(None)  # 3: below 120 Hz
+        kept = min(sound.shape[1], wave.shape[1])
+        error = (sound[:, :kept] - wave[:, :kept])[heard_well, start:count].square().mean()
+        lossless = name in ("flac", "pcm_s16le")
+        # Half a level of 16 bits, or 20 dB below tones of 0.4.
+        assert error.sqrt() < (1 / 32768 if lossless else 0.03)
+
+
+def test_sound_and_pictures_lie_side_by_side(tmp_path):
+    path = tmp_path / "a.mkv"
+    write(path, moving_clip(240), audio=Audio(sine(480_000, 48000), 48000))
+    order = packets_in_order(path)
+    reached = {"video": 0.0, "audio": 0.0}
+    apart = []
+    for kind, moment in order:
+        reached[kind] = moment
+        apart.append(abs(reached["video"] - reached["audio"]))
+    assert max(apart) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("wave", "rate", "message"),
+    [
+        (torch.zeros(8), 8000, r"audio is \[8\] torch.float32; expected \[channels, samples\]"),
+        (torch.zeros(1, 8, dtype=torch.int16), 8000, "int16; expected"),
+        (torch.zeros(3, 8), 8000, "audio has 3 channels; expected 1, 2, 4, 6 or 8"),
+        (torch.zeros(1, 8), 0, "audio has 0 samples per second"),
+        (torch.tensor([[0.0, torch.nan]]), 8000, "not finite"),
+    ],
+)
+def test_sound_that_does_not_fit_is_refused(wave, rate, message):
+    with pytest.raises(ValueError, match=message):
+        Audio(wave, rate)
+
+
+def test_a_sound_without_samples_is_none(tmp_path):
+    path = write(tmp_path / "a.mp4", moving_clip(2), audio=Audio(torch.zeros(2, 0), 48000))
+    with av.open(str(path)) as container:
+        assert not container.streams.audio

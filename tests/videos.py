@@ -1,0 +1,72 @@
+"""What the tests of video files share: pictures that move, and files made with PyAV alone."""
+
+from fractions import Fraction
+
+import av
+import torch
+
+from fast_video_vae.tests.builders import module_command
+
+# What binds the checkout to its name, as in `module_command`, for a program of our own.
+BIND = ";".join(module_command("")[2].split(";")[:2]) + "\n"
+
+
+# Matrix numbers of ISO/IEC 23091-2 and their weights of red and blue.
+WEIGHTS = {1: (0.2126, 0.0722), 2: (0.299, 0.114), 6: (0.299, 0.114), 9: (0.2627, 0.0593)}
+
+
+def moving_clip(frames, height=48, width=64):
+    """Smooth pictures that move, `[T, H, W, 3]` uint8; no two frames are equal."""
+    y, x = torch.meshgrid(torch.linspace(0, 1, height), torch.linspace(0, 1, width), indexing="ij")
+    t = torch.arange(frames).view(-1, 1, 1) / 16
+    gray = 0.5 + 0.4 * torch.sin(6 * (x + t)) * torch.cos(5 * (y - t))
+    tint = 0.1 * torch.stack([x.expand_as(gray), y.expand_as(gray), -x.expand_as(gray)], dim=-1)
+    return ((gray.unsqueeze(-1) + tint).clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def numbered_clip(frames, height=48, width=64):
+    """Pictures of one gray that tell their number modulo 50, `[T, H, W, 3]` uint8."""
+    gray = (torch.arange(frames) % 50 * 4 + 30).to(torch.uint8)
+    return gray.view(-1, 1, 1, 1).expand(frames, height, width, 3)
+
+
+def numbers(frames):
+    """The numbers of what `numbered_clip` made, from `[T, H, W, 3]`."""
+    return ((frames.float().mean(dim=(1, 2, 3)) - 30) / 4).round().int().tolist()
+
+
+def write_with(
+    path, frames, container, codec="h264", options=None, pix_fmt="yuv420p", prepare=None, times=None
+):
+    """Write `[T, H, W, 3]` with PyAV alone, in any container; `times` are in 1/1000 s."""
+    with av.open(str(path), "w", format=container, options=options or {}) as output:
+        stream = output.add_stream(codec, rate=24)
+        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], pix_fmt
+        if prepare:
+            prepare(stream)
+        if times:
+            stream.codec_context.time_base = Fraction(1, 1000)
+        for index, picture in enumerate(frames.contiguous().numpy()):
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format=pix_fmt)
+            if times:
+                frame.pts, frame.time_base = times[index], Fraction(1, 1000)
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+    return path
+
+
+def psnr(result, source):
+    """Peak signal-to-noise ratio in dB of 8-bit pictures."""
+    error = (result.double() - source.double()).square().mean()
+    return (10 * torch.log10(255**2 / error)).item()
+
+
+def yuv(color, matrix, full=False):
+    """The formula of ITU-R BT.709 and BT.601: a colour of 0-255 to Y, Cb, Cr of 8 bits."""
+    red, blue = WEIGHTS[matrix]
+    r, g, b = (value / 255 for value in color)
+    y = red * r + (1 - red - blue) * g + blue * b
+    cb, cr = (b - y) / (2 - 2 * blue), (r - y) / (2 - 2 * red)
+    return (255 * y, 128 + 255 * cb, 128 + 255 * cr) if full else (
+        16 + 219 * y, 128 + 224 * cb, 128 + 224 * cr
+    )  # fmt: skip
