@@ -34,10 +34,12 @@ from .backend import (
     use_backend,
     use_quality,
 )
+from .gpu_config import GPUConfig, gpu_config
 from .matrix import NativeLibrary, Support, backend_matrix, native_library
 
 __all__ = [
     "BackendError",
+    "GPUConfig",
     "NativeLibrary",
     "Support",
     "attention",
@@ -46,6 +48,7 @@ __all__ = [
     "bias_residual",
     "check_quality",
     "frames_to_images",
+    "gpu_config",
     "group_norm_silu",
     "group_norm_statistics",
     "interleave_time",

@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             reconfigure(errors="backslashreplace")
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.command == "info" and not (args.file or args.backends):
-        parser.error("info takes a FILE, or --backends")
+    if args.command == "info" and not (args.file or args.backends or args.device is not None):
+        parser.error("info takes a FILE, --backends or --device")
     try:
         with _notes(args.quiet):
             _run(args)
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, text: str, *, chunks: bool = True) -> Callable[..., argparse.Action]:
         added = commands.add_parser(name, help=text, description=text)
-        _add_common(added, chunks=chunks)
+        _add_common(added, chunks=chunks, alone=name == "info")
         return added.add_argument
 
     add = command("demo", "Encode and decode a video: the result, a contact sheet and the PSNR.")
@@ -126,15 +126,25 @@ def _parser() -> argparse.ArgumentParser:
     add("--audio", type=Path, metavar="FILE", help="the sound of this file along with the video")
 
     add = command("info", "Tell what a VAE file is, and the memory that it takes.", chunks=False)
-    add("file", nargs="?", type=Path, metavar="FILE", help="the VAE; optional with --backends")
+    add(
+        "file",
+        nargs="?",
+        type=Path,
+        metavar="FILE",
+        help="the VAE; optional with --backends or --device",
+    )
     add("--backends", action="store_true", help="tell which backend does what on this machine")
     add("--limit", type=_gib, metavar="GIB", help="how it would run in so much memory")
     return parser
 
 
-def _add_common(parser: argparse.ArgumentParser, *, chunks: bool) -> None:
+def _add_common(parser: argparse.ArgumentParser, *, chunks: bool, alone: bool = False) -> None:
     add = parser.add_argument
-    add("--device", help="such as cpu or cuda:0; default: CUDA where there is one")
+    if alone:
+        text = "tell what a device is and does, such as cpu or cuda:0; default: as for the others"
+        add("--device", nargs="?", const="", help=text)
+    else:
+        add("--device", help="such as cpu or cuda:0; default: CUDA where there is one")
     add("--dtype", type=_dtype, help="of the computation: fp32, bf16 or fp16; default: by device")
     add("--encode-dtype", type=_dtype, metavar="DTYPE", help="of encoding alone")
     add(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ..kernels import gpu_config
 from .backends import aligned, backend_report
 from .checkpoint import load_vae
 from .codecs import check_size, codec_for
@@ -178,14 +179,16 @@ def info(args: argparse.Namespace, _: Say) -> str:
     """Tell what a VAE file is, and the memory that it takes; and what runs on this machine.
 
     Args:
-        args: `file` (None: no VAE), `backends`, `limit` in bytes (None: what is free), and the
-            common ones.
+        args: `file` (None: no VAE), `backends`, `device` (None: nothing of it; "": the best there
+            is), `limit` in bytes (None: what is free), and the common ones.
         _: Nothing comes before the result.
 
     Returns:
         A table of many lines.
     """
     parts = [_file_report(args)] if args.file else []
+    if args.device is not None:
+        parts.append("\n".join(gpu_config(_device(args)).lines()))
     if args.backends:
         parts.append(backend_report())
     return "\n\n".join(parts)
@@ -235,13 +238,7 @@ def _size(nbytes: int) -> str:
 
 
 def _load(args: argparse.Namespace, path: Path, say: Say | None = None) -> VideoVAE:
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise ValueError(f"device {device!r} is unknown; expected such as cpu or cuda") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r} is not there: this PyTorch finds no CUDA device")
+    device = _device(args)
     dtype, encode_dtype = (
         getattr(torch, name) if name else None for name in (args.dtype, args.encode_dtype)
     )
@@ -255,6 +252,18 @@ def _load(args: argparse.Namespace, path: Path, say: Say | None = None) -> Video
             f"decodes in {_dtype_name(vae.dtype)}"
         )
     return vae
+
+
+def _device(args: argparse.Namespace) -> torch.device:
+    """The device that is asked for, or else the best there is."""
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device {name!r} is unknown; expected such as cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r} is not there: this PyTorch finds no CUDA device")
+    return device
 
 
 def _cropped(

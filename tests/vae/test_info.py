@@ -92,6 +92,20 @@ def test_a_decoder_alone_tells_of_decoding(capsys, tmp_path):
     assert [line.split()[1] for line in table] == ["decode"] * len(SIZES)
 
 
+@pytest.mark.parametrize("arguments", [("--device",), ("--device", "cpu")])
+def test_a_device_tells_what_it_does(capsys, arguments):
+    lines = told(capsys, "--quiet", *arguments)
+    assert len(lines) == 5
+    assert "compute capability" in lines[0]
+    (c,) = re.findall(r"from ([0-9.]+) \* in \* out / \(in \+ 2 out\) tokens on", "\n".join(lines))
+    assert float(c) > 0
+
+
+def test_a_device_that_is_none_is_told(capsys):
+    assert main(["info", "--device", "gpu"]) == 1
+    assert "device 'gpu' is unknown" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("limit", ["0", "-1", "much", "nan", "inf"])
 def test_a_limit_that_is_none_is_wrong_usage(limit):
     with pytest.raises(SystemExit) as error:
