@@ -1,1 +1,47 @@
-"""LoRA files on models of any framework: keys, merging, restoring. Needs torch and safetensors."""
+"""LoRA files on models of any framework: keys, files, banks, and their ways into a layer.
+
+Needs torch and safetensors. A `Bank` holds the LoRAs of a stack, `Amounts` say how much of each
+there is, and a `Session` applies them while a model is called; its weights are never written.
+"""
+
+from .adapters import Adapter
+from .amounts import Amounts, Share, layer_name
+from .apply import Mode, break_even
+from .bank import Bank, load_bank
+from .blocks import Blocks, parse_blocks
+from .file import Identity, LoraFile, Report, identity
+from .keys import Target, Targets
+from .schedule import Schedule, parse_schedule, step_of
+from .session import Call, Session
+from .sites import Formula, applied
+from .stack import Entry, Stack
+from .timer import Timer
+
+__all__ = [
+    "Adapter",
+    "Amounts",
+    "Bank",
+    "Blocks",
+    "Call",
+    "Entry",
+    "Formula",
+    "Identity",
+    "LoraFile",
+    "Mode",
+    "Report",
+    "Schedule",
+    "Session",
+    "Share",
+    "Stack",
+    "Target",
+    "Targets",
+    "Timer",
+    "applied",
+    "break_even",
+    "identity",
+    "layer_name",
+    "load_bank",
+    "parse_blocks",
+    "parse_schedule",
+    "step_of",
+]

@@ -1,0 +1,258 @@
+"""What every adapter is: tensors of a LoRA file that turn one weight of a model into another.
+
+An adapter never writes into the weight that it is given, since strengths change while a model is
+in use and a delta that is subtracted again leaves a part of itself behind: the changed weight is
+made from the stored one each time, in float32, and rounded once at the end.
+
+DoRA, which several kinds of adapters can carry, is here: Liu et al., "DoRA: Weight-Decomposed
+Low-Rank Adaptation", arXiv 2402.09353.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+_A = TypeVar("_A", bound="Adapter")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Adapter(ABC):
+    """The tensors of one module in a LoRA file, and what they make of a weight.
+
+    Attributes:
+        kind: The family: "lora", "loha", "lokr", "glora", "oft", "boft", "diff" or "set".
+    """
+
+    kind: ClassVar[str]
+
+    def apply(self, weight: Tensor, strength: float) -> Tensor:
+        """The changed weight; `weight` itself stays as it is.
+
+        Args:
+            weight: `[out, in, ...]`, any floating dtype and device. The adapter's tensors are
+                copied to its device for the call, if they are elsewhere.
+            strength: The user's factor, of either sign; at 0 the values stay what they are.
+
+        Returns:
+            A new, contiguous tensor of `weight`'s dtype, of the shape `grown(weight.shape)`;
+            computed in float32 (float64 for a float64 weight) and rounded once.
+
+        Raises:
+            ValueError: The adapter does not fit the weight; see `misfit`.
+        """
+        reason = self.misfit(tuple(weight.shape))
+        if reason is not None:
+            raise ValueError(f"{self.kind}: {reason}")
+        working = self._working_copy(weight)
+        if strength != 0:
+            working = self.change(working, strength)
+        return working.to(weight.dtype)
+
+    def delta(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+    ) -> Tensor | None:
+        """What strength 1 adds to a weight of this shape, if that is the same for all weights.
+
+        Args:
+            shape: Of the weight, before it grows.
+            dtype: Of the result; computed as `apply` computes.
+            device: Of the result, and where it is computed.
+
+        Returns:
+            A new tensor of the shape `grown(shape)`; None: the change depends on the weight.
+        """
+        del shape, dtype, device
+        return None
+
+    @abstractmethod
+    def misfit(self, shape: tuple[int, ...]) -> str | None:
+        """Why the adapter does not fit a weight of this shape, in a few words; None: it fits."""
+
+    @abstractmethod
+    def change(self, working: Tensor, strength: float) -> Tensor:
+        """The changed weight, not rounded yet.
+
+        Args:
+            working: A contiguous copy of the weight, grown, in the dtype of the computation; it
+                may be written into.
+            strength: Not 0.
+        """
+
+    def grown(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the changed weight where the weight has the given shape."""
+        return tuple(shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the adapter's tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def to(self: _A, device: torch.device | str, dtype: torch.dtype | None = None) -> _A:
+        """A copy with its tensors on another device, and of another dtype where one is given.
+
+        Tensors that are so already are shared with this adapter.
+        """
+        changed = {
+            field.name: _moved(getattr(self, field.name), device, dtype) for field in fields(self)
+        }
+        return replace(self, **changed)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            for item in value if isinstance(value, tuple) else (value,):
+                if isinstance(item, Tensor):
+                    yield item
+
+    def _working_copy(self, weight: Tensor) -> Tensor:
+        shape, dtype = self.grown(weight.shape), compute_dtype(weight.dtype)
+        if shape == tuple(weight.shape):
+            return weight.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+        working = torch.zeros(shape, dtype=dtype, device=weight.device)
+        working[tuple(slice(size) for size in weight.shape)] = weight.detach().to(dtype)
+        return working
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Additive(Adapter):
+    """An adapter that adds the same delta to any weight, unless DoRA comes on top.
+
+    Attributes:
+        scale: The file's factor.
+        dora_scale: DoRA's magnitudes, as many as the weight has outputs or inputs.
+        norms_of_sum: See `decompose`.
+    """
+
+    scale: float = 1.0
+    dora_scale: Tensor | None = None
+    norms_of_sum: bool = False
+
+    @property
+    @abstractmethod
+    def delta_shape(self) -> tuple[int, ...]:
+        """`[out, in, ...]` of the delta; what follows `out` may be flattened in the weight."""
+
+    @abstractmethod
+    def accumulate(self, out: Tensor, factor: float) -> None:
+        """Add the unscaled delta times `factor` to `out`, contiguous and of a fitting shape."""
+
+    def change(self, working: Tensor, strength: float) -> Tensor:
+        """See `Adapter.change`."""
+        if self.dora_scale is None:
+            self.accumulate(working, strength * self.scale)
+            return working
+        delta = torch.zeros_like(working)
+        self.accumulate(delta, self.scale)
+        return decompose(working, delta, self.dora_scale, strength, of_sum=self.norms_of_sum)
+
+    def delta(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+    ) -> Tensor | None:
+        """See `Adapter.delta`. None: there is a `dora_scale`.
+
+        Raises:
+            ValueError: The adapter does not fit the shape.
+        """
+        if self.dora_scale is not None:
+            return None
+        reason = self.misfit(tuple(shape))
+        if reason is not None:
+            raise ValueError(f"{self.kind}: {reason}")
+        out = torch.zeros(self.grown(shape), dtype=compute_dtype(dtype), device=device)
+        self.accumulate(out, self.scale)
+        return out.to(dtype)
+
+    def misfit(self, shape: tuple[int, ...]) -> str | None:
+        """See `Adapter.misfit`."""
+        grown = self.grown(shape)
+        if as_matrix(self.delta_shape) != as_matrix(grown):
+            return f"delta is {spell(self.delta_shape)}; the weight is {spell(grown)}"
+        return misfit_of_dora(self.dora_scale, grown)
+
+
+def decompose(
+    weight: Tensor,
+    delta: Tensor,
+    dora_scale: Tensor,
+    strength: float,
+    *,
+    of_sum: bool = False,
+) -> Tensor:
+    """DoRA: give the rows or columns of `weight + delta` the magnitudes of the file.
+
+    The direction `V` is the sum divided by the norms of its columns, the new weight
+    `dora_scale * V` (arXiv 2402.09353, equation 5). Files with a magnitude per output count on the
+    norms of the weight alone, and so does ComfyUI, whose convention this is: where the first
+    dimension of `dora_scale` is that of the weight, rows of the weight; else columns of the sum.
+    The strength blends the weight and the result; the file's scale is in the delta.
+
+    Args:
+        weight: `[out, in, ...]`; written into.
+        delta: Of the same shape and dtype, scaled; written into.
+        dora_scale: See `misfit_of_dora`.
+        strength: 1: the result alone.
+        of_sum: Norms of rows are those of the sum too, as PEFT's are (`lora/dora.py` there).
+    """
+    shape = tuple(weight.shape)
+    by_output = dora_scale.shape[0] == shape[0]
+    merged = delta.add_(weight)
+    kept = 0 if by_output else 1
+    others = [axis for axis in range(len(shape)) if axis != kept]
+    norms = torch.linalg.vector_norm(
+        weight if by_output and not of_sum else merged, dim=others, keepdim=True
+    )
+    # An output that is all zeros has no direction.
+    norms = norms + torch.finfo(weight.dtype).eps
+    sizes = [-1 if axis == _dora_axis(dora_scale, shape) else 1 for axis in range(len(shape))]
+    magnitudes = dora_scale.to(weight.device, weight.dtype).reshape(sizes)
+    return weight.lerp_(merged.mul_(magnitudes / norms), strength)
+
+
+def misfit_of_dora(dora_scale: Tensor | None, shape: tuple[int, ...]) -> str | None:
+    """Why there are not as many magnitudes as the weight has outputs, or inputs; None: there are.
+
+    Args:
+        dora_scale: `[out, 1, ...]` or `[1, in, ...]`; None fits.
+        shape: Of the weight.
+    """
+    if dora_scale is None or _dora_axis(dora_scale, shape) is not None:
+        return None
+    return f"dora_scale is {spell(dora_scale.shape)}; the weight is {spell(shape)}"
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """Outputs, and all that follows as one number."""
+    return (shape[0], math.prod(shape[1:])) if len(shape) else (1, 1)
+
+
+def spell(shape: Sequence[int]) -> str:
+    """For people: 5120x1536."""
+    return "x".join(map(str, shape)) or "a lone number"
+
+
+def _dora_axis(dora_scale: Tensor, shape: tuple[int, ...]) -> int | None:
+    """The axis of the weight that the magnitudes are along."""
+    if len(shape) < 2:
+        return None
+    if dora_scale.numel() == shape[0] == dora_scale.shape[0]:
+        return 0
+    inputs = dora_scale.shape[:2][-1]
+    return 1 if dora_scale.numel() == shape[1] == inputs else None
+
+
+def _moved(value: object, device: torch.device | str, dtype: torch.dtype | None) -> object:
+    if isinstance(value, Tensor):
+        return value.to(device, dtype)
+    if isinstance(value, tuple):
+        return tuple(_moved(item, device, dtype) for item in value)
+    return value

@@ -1,0 +1,350 @@
+"""A LoRA file: what it says of a model, read one module at a time.
+
+Its header says which parts there are and of which shape; the numbers are read when a module is
+asked for, so that no more than a module or two of the file is in memory. They are read and not
+mapped: of a mapping all stays in memory that was touched, and to touch what a file has lost since
+ends the process.
+"""
+
+import json
+import os
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .adapters import Adapter, make_adapter
+from .base import spell
+from .keys import Target, Targets, is_of_text_encoder, split_key
+
+# By the names that headers have for them.
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32,
+}  # fmt: skip
+
+# What a pickle begins with: a zip archive, or its own first byte.
+_PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+
+# Parts that are differences of a parameter of their own.
+_DIFFERENCES = ("diff_b", "b_norm", "diff_m")
+
+
+class Identity(NamedTuple):
+    """What tells a file from others, and from itself after it was replaced."""
+
+    path: str
+    size: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a file has for one parameter.
+
+    Attributes:
+        target: The parameter.
+        keys: In the file, by the part that they are.
+        shapes: Of those.
+    """
+
+    target: Target
+    keys: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def plain_rank(self) -> int:
+        """The rank of a plain pair, which can be joined with others; 0: it is something else."""
+        if not {"up", "down"} <= self.keys.keys() <= {"up", "down", "alpha"}:
+            return 0
+        return self.shapes["down"][0]
+
+
+@dataclass
+class Report:
+    """What became of the keys of a file.
+
+    Attributes:
+        name: Of the file.
+        used: Keys that a parameter was found for.
+        absent: Keys of modules that the model does not have, by the last part of their names.
+        unfit: What is wrong with pairs of another shape than their parameter, and how many.
+        unknown: Keys that say nothing known.
+        text_encoder: Keys for another model.
+        repeated: Keys that say once more, in another dialect, what a key before them says.
+        notes: What else is to be known.
+    """
+
+    name: str
+    used: int = 0
+    absent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    unfit: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    unknown: list[str] = field(default_factory=list)
+    text_encoder: int = 0
+    repeated: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """A line for what was applied, and for each group of keys that was not."""
+        lines = [f"{self.name}: {self.used} keys applied"]
+        groups: dict[int, list[str]] = defaultdict(list)
+        for leaf, count in self.absent.items():
+            groups[count].append(leaf)
+        for count, leaves in sorted(groups.items(), reverse=True):
+            names = "/".join(leaves[:4]) + ("/..." if len(leaves) > 4 else "")
+            lines.append(f"  {count * len(leaves)} keys for {names}: not in this model")
+        lines += [f"  {count} keys do not fit: {why}" for why, count in self.unfit.items()]
+        if self.unknown:
+            some = ", ".join(self.unknown[:3]) + (", ..." if len(self.unknown) > 3 else "")
+            lines.append(f"  {len(self.unknown)} keys of an unknown form: {some}")
+        if self.text_encoder:
+            lines.append(f"  {self.text_encoder} keys for a text encoder: not applied to a model")
+        if self.repeated:
+            lines.append(f"  {self.repeated} keys for what others are for: the first are applied")
+        return lines + [f"  {note}" for note in self.notes]
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies in a file, as its header says."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, int]
+
+    @classmethod
+    def of(cls, dtype: str, shape: list[int], data_offsets: tuple[int, int]) -> "_Place":
+        return cls(sys.intern(dtype), tuple(shape), (data_offsets[0], data_offsets[1]))
+
+
+class LoraFile:
+    """One LoRA file beside a model.
+
+    Args:
+        path: Of a safetensors file.
+        targets: The parameters of the model.
+
+    Attributes:
+        identity: Of the file.
+        entries: What it has for the model.
+        report: What became of its keys.
+
+    Raises:
+        ValueError: It is not a whole safetensors file, or nothing in it is for this model.
+    """
+
+    def __init__(self, path: str | Path, targets: Targets) -> None:
+        self.path = Path(path)
+        self.identity = identity(self.path)
+        self.report = Report(self.path.name)
+        self.entries: list[Entry] = []
+        self._check()
+        self._start, header = self._header()
+        self._scales = _Scales(header.pop("__metadata__", {}))
+        self._places = {key: _Place.of(**place) for key, place in header.items()}
+        self._sort(targets)
+        if not self.entries:
+            raise ValueError(self._no_match(targets))
+        self.report.notes += self._scales.notes
+
+    def adapters(self) -> Iterator[tuple[Target, Adapter]]:
+        """Read all, one after the other.
+
+        Raises:
+            ValueError: Something is wrong with an adapter, or the file was replaced meanwhile.
+        """
+        for entry in self.entries:
+            yield entry.target, self.read(entry)
+
+    def read(self, entry: Entry) -> Adapter:
+        """Read what there is for one parameter.
+
+        Raises:
+            ValueError: Something is wrong with it, or the file was replaced meanwhile.
+        """
+        parts = {part: self._tensor(key) for part, key in entry.keys.items()}
+        where = f"{self.path.name}: {next(iter(entry.keys.values()))}"
+        if "up" in parts and "alpha" not in parts:
+            alpha = self._scales.alpha(entry.shapes["down"][0])
+            if alpha is not None:
+                parts["alpha"] = torch.tensor(alpha)
+        elif "alpha" in parts and self._scales.stabilised and "down" in parts:
+            parts["alpha"] = parts["alpha"].float() * entry.shapes["down"][0] ** 0.5
+        return make_adapter(parts, where)
+
+    def _check(self) -> None:
+        """Let safetensors see whether the file is one."""
+        try:
+            with self.path.open("rb") as file:
+                begin = file.read(4)
+            with safe_open(str(self.path), framework="pt"):
+                return
+        except SafetensorError as error:
+            # Not before: the length that a safetensors file begins with can look like a pickle.
+            if begin.startswith(_PICKLES):
+                why = "is a pickle, which can run code; expected a .safetensors file"
+                raise ValueError(f"{self.path.name} {why}") from None
+            raise ValueError(f"{self.path.name} is not a whole safetensors file: {error}") from None
+        except OSError as error:
+            raise ValueError(f"{self.path.name} cannot be read: {error.strerror}") from None
+
+    def _header(self) -> tuple[int, dict[str, Any]]:
+        """Where the numbers begin, and what the header says."""
+        size = int.from_bytes(self._bytes(0, 8), "little")
+        return 8 + size, json.loads(bytes(self._bytes(8, size)))
+
+    def _tensor(self, key: str) -> Tensor:
+        place = self._places[key]
+        if (dtype := _DTYPES.get(place.dtype)) is None:
+            raise ValueError(f"{self.path.name}: {key} is {place.dtype}; expected floating point")
+        first, last = place.offsets
+        if first == last:
+            return torch.empty(place.shape, dtype=dtype)
+        data = self._bytes(self._start + first, last - first)
+        return torch.frombuffer(data, dtype=dtype).view(place.shape)
+
+    def _bytes(self, first: int, count: int) -> bytearray:
+        data = bytearray(count)
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                stat = os.fstat(file.fileno())
+                file.seek(first)
+                same = (stat.st_size, stat.st_mtime_ns) == self.identity[1:]
+                if same and file.readinto(data) == count:
+                    return data
+        except OSError as error:
+            raise ValueError(f"{self.path.name} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{self.path.name} was replaced while it was read; run it again")
+
+    def _sort(self, targets: Targets) -> None:
+        found: dict[Target, dict[str, str]] = {}
+        for key in self._places:
+            split = split_key(key)
+            if split is None or is_of_text_encoder(split[0]):
+                if is_of_text_encoder(key):
+                    self.report.text_encoder += 1
+                else:
+                    self.report.unknown.append(key)
+                continue
+            stem, part = split
+            target = targets.find(stem, part)
+            if target is None:
+                self.report.absent[_leaf(stem, part)] += 1
+            else:
+                part = "diff" if part in _DIFFERENCES else part
+                if found.setdefault(target, {}).setdefault(part, key) != key:
+                    self.report.repeated += 1
+        for target, keys in found.items():
+            self._add(target, keys, targets)
+
+    def _add(self, target: Target, keys: dict[str, str], targets: Targets) -> None:
+        # A difference of a weight beside an adapter of the same: both are meant.
+        alone = {
+            part: key for part, key in keys.items() if part in ("diff", "w_norm", "set_weight")
+        }
+        rest = {part: key for part, key in keys.items() if part not in alone}
+        for some in (rest, *({part: key} for part, key in alone.items())):
+            if not some or set(some) <= {"alpha", "dora_scale"}:
+                continue
+            shapes = {part: self._places[key].shape for part, key in some.items()}
+            entry = Entry(target, some, shapes)
+            why = check_shapes(entry, targets.shape(target))
+            if why is None:
+                self.entries.append(entry)
+                self.report.used += len(some)
+            else:
+                self.report.unfit[why] += len(some)
+
+    def _no_match(self, targets: Targets) -> str:
+        if self.report.unfit:
+            why = next(iter(self.report.unfit))
+            return f"{self.path.name} is for another model: {why}"
+        theirs = [key for key in self._places if split_key(key)][:5]
+        theirs = ", ".join(theirs or list(self._places)[:5]) or "no keys"
+        ours = ", ".join(targets.examples(5)) or "none"
+        both = f"it has {theirs}; the model has {ours}"
+        return f"nothing in {self.path.name} is for this model: {both}"
+
+
+def identity(path: str | Path) -> Identity:
+    """What tells a file from others.
+
+    Raises:
+        ValueError: It is not there.
+    """
+    path = Path(path).absolute()
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read: {error.strerror}") from None
+    return Identity(str(path), stat.st_size, stat.st_mtime_ns)
+
+
+def check_shapes(entry: Entry, shape: tuple[int, ...]) -> str | None:
+    """Whether what a file has is of the shape of its parameter, as far as its header tells.
+
+    Returns:
+        None: it is; else what is wrong.
+    """
+    if "diff" in entry.shapes:
+        size = entry.shapes["diff"]
+        if prod(size) == prod(shape):
+            return None
+        return f"a difference of {spell(size)} for a parameter of {spell(shape)}"
+    if not {"up", "down"} <= entry.shapes.keys() or {"mid", "reshape_weight"} & entry.shapes.keys():
+        return None  # known when it is read
+    size = entry.shapes["up"][0], prod(entry.shapes["down"][1:])
+    if len(shape) > 1 and size == (shape[0], prod(shape[1:])):
+        return None
+    return f"a pair for {spell(size)} and a parameter of {spell(shape)}"
+
+
+def _leaf(stem: str, part: str) -> str:
+    """The last words of a module's name, by which keys are counted together."""
+    if part == "diff_m":
+        return "modulation"
+    names = [name for name in stem.split(".") if not name.isdigit()]
+    leaf = names[-1] if names else stem
+    return re.sub(r".*blocks_\d+_(?=.)", "", leaf)
+
+
+class _Scales:
+    """What the metadata of a file says of scales: PEFT's configuration, as diffusers writes it."""
+
+    def __init__(self, metadata: Mapping[str, str]) -> None:
+        known: dict[str, object] = dict(metadata)
+        for name in ("lora_adapter_metadata", "adapter_config", "peft_config", "ss_network_args"):
+            try:
+                value = json.loads(metadata.get(name, "{}"))
+            except ValueError:
+                value = {}
+            if isinstance(value, dict):
+                known |= {str(key).rpartition(".")[2]: each for key, each in value.items()}
+        self.stabilised = str(known.get("use_rslora", "")).lower() in ("true", "1")
+        self._alpha = _number(known.get("lora_alpha"))
+        self.notes: list[str] = []
+        if self.stabilised:
+            self.notes.append("rank-stabilised, as its metadata says: alpha / sqrt(rank)")
+        if self._alpha is not None:
+            self.notes.append(f"alpha {self._alpha:g}, as its metadata says")
+
+    def alpha(self, rank: int) -> float | None:
+        """The alpha of a pair that has no key for it, such that the scale is alpha / rank."""
+        if self._alpha is None:
+            return None
+        return self._alpha * (rank**0.5 if self.stabilised else 1.0)
+
+
+def _number(value: object) -> float | None:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,124 @@
+"""Where a bank's pairs are when a layer asks for them.
+
+On the device of the work, where there is room; it is a hundredth of the model. Else the bank is on
+the host, pinned where that can be, and the pairs of a block are fetched while the block before it
+runs, into one of two buffers.
+"""
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .bank import Bank, Layer
+
+
+@dataclass
+class Traffic:
+    """What was fetched.
+
+    Attributes:
+        hits: Blocks that were there when they were asked for.
+        misses: Those that had to be waited for.
+        nbytes: That came from the host.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    nbytes: int = 0
+
+
+class Residency:
+    """Gives the pairs of layers on a device.
+
+    Args:
+        bank: Of which.
+        device: Of the work.
+        staged: Fetch block by block, although the bank is there.
+
+    Attributes:
+        traffic: What was fetched so far.
+    """
+
+    def __init__(self, bank: Bank, device: torch.device, *, staged: bool = False) -> None:
+        self.traffic = Traffic()
+        self._bank, self._device = bank, device
+        self._here = bank.flat.device == device and not staged
+        self._spans = bank.blocks()
+        self._buffers: list[_Buffer] = []
+        if not self._here and self._spans:
+            most = max(last - first for first, last in self._spans)
+            self._buffers = [_Buffer(most, bank.flat.dtype, device) for _ in range(2)]
+        self._span_of = {
+            layer.target: index
+            for layer in bank.layers.values()
+            for index, (first, last) in enumerate(self._spans)
+            if first <= layer.at < last
+        }
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._host: Tensor | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all pairs stay where they are."""
+        return self._here
+
+    def pairs(self, layer: Layer) -> tuple[Tensor, Tensor]:
+        """The pairs of a layer, `down` and `up`, to be used before the next but one block's."""
+        if self._here:
+            return layer.pairs(self._bank.flat)
+        index = self._span_of[layer.target]
+        buffer = next((each for each in self._buffers if each.index == index), None)
+        if buffer is None:
+            self.traffic.misses += 1
+            buffer = min(self._buffers, key=lambda each: each.used)
+            self._fetch(buffer, index)
+        elif not buffer.used:
+            self.traffic.hits += 1
+        if not buffer.used:
+            buffer.wait()
+            buffer.used = 1
+            other = next(each for each in self._buffers if each is not buffer)
+            other.used = 0
+            if len(self._spans) > 1:
+                self._fetch(other, (index + 1) % len(self._spans))
+        return layer.pairs(buffer.memory, self._spans[index][0])
+
+    def _fetch(self, buffer: "_Buffer", index: int) -> None:
+        first, last = self._spans[index]
+        if self._host is None:
+            self._host = _pinned(self._bank.flat.detach())
+        source = self._host[first:last]
+        buffer.index, buffer.used = index, 0
+        self.traffic.nbytes += source.numel() * source.element_size()
+        target = buffer.memory[: last - first]
+        if self._stream is None:
+            target.copy_(source)
+            return
+        # What still reads the buffer goes first.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            buffer.ready = self._stream.record_event()
+
+
+class _Buffer:
+    """Memory for the pairs of a block."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.memory = torch.empty(numel, dtype=dtype, device=device)
+        self.index, self.used = -1, 0
+        self.ready: torch.Event | None = None
+
+    def wait(self) -> None:
+        """Let what follows wait until the pairs are here."""
+        if self.ready is not None:
+            torch.cuda.current_stream(self.memory.device).wait_event(self.ready)
+
+
+def _pinned(flat: Tensor) -> Tensor:
+    if torch.cuda.is_available() and flat.device.type == "cpu":
+        with contextlib.suppress(RuntimeError):
+            return flat.pin_memory()
+    return flat

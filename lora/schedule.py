@@ -1,0 +1,264 @@
+"""Strengths of one LoRA over a sampling run, written in one line.
+
+    schedule = list [";" list [";" list]] ["@" window]
+    list     = number {"," number}
+    window   = fraction "-" fraction  |  "sigma:" number "-" number
+
+| text | strength |
+| --- | --- |
+| `0.8` | 0.8 throughout |
+| `0.9,0.8,0.7` | of 30 steps 10 at 0.9, 10 at 0.8 and 10 at 0.7, whatever the expert |
+| `1;0` | 1 in the first phase (the high-noise expert), 0 in the second |
+| `0.9,0.8;1.2,1.1,1` | two values over the steps of the first phase, three over the second's |
+| `0;1;0` | three phases: some steps without it, then with it, then the other expert |
+| `1@0-0.5` | 1 in the first half of the steps, 0 in the second |
+| `1;0@sigma:1-0.9` | only while sigma is at most 1 and above 0.9; in the second phase not at all |
+
+Lists and phases are those of Wan2GP (docs/LORAS.md, "Lora Multipliers"), and so is what is made of
+them (`expand_slist` in shared/utils/loras_mutipliers.py): a list of n values spreads evenly, so
+that step i of N has value `floor(i n / N)`. With more values than steps some are left out. A list
+without `;` ignores the phases; with `;` it spreads over the steps of its phase.
+
+The window is ours. Its start is in it and its end is not, so that `@0-0.3` and `@0.3-1` share the
+run between them. A step is in it if the step's beginning is; a list spreads over the run or its
+phase as if there were no window. Sigma falls during a run: from 1 to 0 in Wan and other flow
+models, from more in others.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_PHASES = 3
+
+# Relative: sigmas go through float32, eps 6e-8, and some arithmetic of the solvers. Neighbours in
+# a list differ by more than 8e-5, even at 1000 steps and a shift of 12.
+SIGMA_TOLERANCE = 1e-5
+
+_EXPECTED = "expected numbers such as '1', '0.9,0.8' (steps) or '1;0' (phases)"
+_EXPECTED_WINDOW = (
+    "expected fractions of the run such as '@0-0.5', or falling sigmas such as '@sigma:1-0.9'"
+)
+_SIZE = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
+_NUMBER = re.compile(rf"[+-]?{_SIZE}")
+_WINDOW = re.compile(rf"(sigma\s*:)?\s*({_SIZE})\s*-\s*({_SIZE})")
+
+
+@dataclass(frozen=True)
+class Window:
+    """The part of a run outside which a strength is 0.
+
+    Attributes:
+        start: Where it begins, itself included: a fraction of the run or a sigma.
+        end: Where it ends, itself excluded; above `start` as a fraction, below it as a sigma.
+        by_sigma: Both are sigmas.
+    """
+
+    start: float
+    end: float
+    by_sigma: bool = False
+
+    def holds(self, fraction: float, sigma: float) -> bool:
+        """Whether a model call is in the window.
+
+        Args:
+            fraction: Of the run's steps, those that are over.
+            sigma: Of the call.
+        """
+        if self.by_sigma:
+            return self.start >= sigma * (1 - SIGMA_TOLERANCE) > self.end
+        return self.start <= fraction < self.end
+
+    def __str__(self) -> str:
+        name = "sigma:" if self.by_sigma else ""
+        return f"{name}{_shown(self.start)}-{_shown(self.end)}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Strengths over a run; made by `parse_schedule`, whose text `str` gives back.
+
+    Attributes:
+        phases: Values of each phase, one to three phases of one value or more. A lone one holds
+            for the whole run.
+        window: Outside it every strength is 0. None: there is no outside.
+    """
+
+    phases: tuple[tuple[float, ...], ...]
+    window: Window | None = None
+
+    def strength(
+        self,
+        step: int,
+        steps: int,
+        sigma: float,
+        phase: int = 0,
+        phases: int = 1,
+        phase_step: int | None = None,
+        phase_steps: int | None = None,
+    ) -> float:
+        """The strength of one model call.
+
+        Args:
+            step: Of the run, from 0; for a call between two steps the one it is in: `step_of`.
+            steps: Steps of the run. Where each expert has a sampler of its own, that sampler's.
+            sigma: Noise level of the call.
+            phase: The expert that is called, from 0: that of high noise. It means nothing to a
+                schedule without phases.
+            phases: How many of them the run has. 1: it does not say, and `phase` is believed.
+            phase_step: Step within the phase, from 0.
+            phase_steps: Steps of the phase. None (or no `phase_step`): not known, and a list
+                spreads over the steps of the run instead, as in a sampler for one expert alone.
+
+        Returns:
+            The factor for the LoRA, beside the file's own scale.
+
+        Raises:
+            ValueError: A step is not among the steps, or the schedule has another number of phases
+                than the run, or none for this one.
+        """
+        _check_step(step, steps)
+        values = self._of_phase(phase, phases)
+        at, length = step, steps
+        if len(self.phases) > 1 and phase_step is not None and phase_steps is not None:
+            _check_step(phase_step, phase_steps)
+            at, length = phase_step, phase_steps
+        # Both sides of the comparison round once, 9 / 30 as well as "0.3": equal where they should.
+        if self.window is not None and not self.window.holds(step / steps, sigma):
+            return 0.0
+        # In whole numbers: ten times 0.1, added up, is below 1, and the next value a step late.
+        return values[at * len(values) // length]
+
+    def values(self, phase: int | None = None) -> tuple[float, ...]:
+        """Every strength that can occur, once each, in the order of the text.
+
+        Args:
+            phase: Of this phase alone, as in `strength`. None: of any.
+
+        Returns:
+            The values; with a window 0 comes last, where it is not among them.
+
+        Raises:
+            ValueError: The schedule has phases, but not this one.
+        """
+        lists = self.phases if phase is None else (self._of_phase(phase, 1),)
+        outside = () if self.window is None else (0.0,)
+        return tuple(dict.fromkeys((*(value for values in lists for value in values), *outside)))
+
+    @property
+    def constant(self) -> float | None:
+        """The strength, if it is the same throughout; else None."""
+        values = self.values()
+        return values[0] if len(values) == 1 else None
+
+    @property
+    def never(self) -> bool:
+        """0 throughout: the LoRA changes nothing, and its file need not be read."""
+        return self.constant == 0
+
+    def _of_phase(self, phase: int, phases: int) -> tuple[float, ...]:
+        """The list for a phase of a run."""
+        count = len(self.phases)
+        if len(set(self.phases)) == 1:
+            return self.phases[0]
+        if phases not in (1, count):
+            raise ValueError(
+                f"strength '{self}' has {count} phases, but the run has {phases}; "
+                "expected as many, or one list for all of them"
+            )
+        if not 0 <= phase < count:
+            raise ValueError(f"strength '{self}' has no phase {phase}; expected 0 to {count - 1}")
+        return self.phases[phase]
+
+    def __str__(self) -> str:
+        text = ";".join(",".join(_shown(value) for value in values) for values in self.phases)
+        return text if self.window is None else f"{text}@{self.window}"
+
+
+def parse_schedule(text: str | float) -> Schedule:
+    """Read a schedule.
+
+    Args:
+        text: As the module's docstring has it; spaces around its parts do not matter. Any finite
+            strength is allowed, negative ones and large ones too.
+
+    Raises:
+        ValueError: A piece is empty or no finite number, there are more than three phases, or the
+            window is none: fractions outside 0-1, a start that does not come before its end.
+    """
+    text = str(text)
+    body, mark, window = text.partition("@")
+    lists = body.split(";")
+    if len(lists) > MAX_PHASES:
+        raise ValueError(
+            f"strength {text!r} has {len(lists)} phases; expected {MAX_PHASES} at most"
+        )
+    phases = tuple(tuple(_strength(piece, text) for piece in values.split(",")) for values in lists)
+    return Schedule(phases, _window(window, text) if mark else None)
+
+
+def parse_number(text: str) -> float | None:
+    """A finite decimal number with spaces around it at most; None: it is none."""
+    match = _NUMBER.fullmatch(text.strip())
+    value = float(match.group()) if match else math.inf
+    return value + 0.0 if math.isfinite(value) else None  # -0.0 + 0.0 is 0.0
+
+
+def step_of(sigma: float, sigmas: Sequence[float]) -> int:
+    """The step of a run that a model call belongs to.
+
+    A step goes from one sigma of the list to the next. Solvers of several stages call the model
+    between the two as well; at the next one the next step has begun.
+
+    Args:
+        sigma: Of the call.
+        sigmas: Of the run, one more than it has steps, falling; repeats and a 0 at the end are
+            fine. Rising ones, of a run that adds noise, are read in their own direction.
+
+    Returns:
+        The last step that begins at `sigma` or before it, within `SIGMA_TOLERANCE`; 0 for a call
+        before the first, the last step for one at the end of the list.
+
+    Raises:
+        ValueError: There are no sigmas.
+    """
+    if len(sigmas) == 0:
+        raise ValueError("the list of sigmas is empty; expected one more than there are steps")
+    direction = 1 if sigmas[0] >= sigmas[-1] else -1
+    reached = direction * sigma - SIGMA_TOLERANCE * abs(sigma)
+    steps = range(max(len(sigmas) - 1, 1))
+    return next((step for step in reversed(steps) if direction * sigmas[step] >= reached), 0)
+
+
+def _check_step(step: int, steps: int) -> None:
+    """Refuse a step that is not among the steps."""
+    if not 0 <= step < steps:
+        raise ValueError(f"step {step} of {steps}: expected 0 to the number of steps less one")
+
+
+def _strength(piece: str, text: str) -> float:
+    """A number of a list of `text`."""
+    value = parse_number(piece)
+    if value is None:
+        raise ValueError(
+            f"strength {text!r}: {piece.strip()!r} is not a finite number; {_EXPECTED}"
+        )
+    return value
+
+
+def _window(piece: str, text: str) -> Window | None:
+    """What follows the `@` of `text`; None: it holds all of the run."""
+    match = _WINDOW.fullmatch(piece.strip())
+    if match:
+        by_sigma, start, end = bool(match[1]), float(match[2]), float(match[3])
+        if by_sigma and math.inf > start > end:
+            return Window(start, end, by_sigma)
+        if not by_sigma and start < end <= 1:
+            return None if (start, end) == (0, 1) else Window(start, end)
+    raise ValueError(f"strength {text!r}: {piece.strip()!r} is no window; {_EXPECTED_WINDOW}")
+
+
+def _shown(value: float) -> str:
+    """A number as a user writes it, in as many digits as give it back."""
+    return repr(value).removesuffix(".0")

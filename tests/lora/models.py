@@ -1,0 +1,240 @@
+"""The parameters of Wan and Qwen-Image by name, in small, and how LoRA files spell the names.
+
+The names are those of the published checkpoints; which diffusers module is which of Wan's is
+written down here a second time, from diffusers' own converter (`convert_wan_to_diffusers.py`), the
+other way round than the library has it.
+"""
+
+import torch
+
+PREFIX = "diffusion_model."
+
+# Of a block: rows, columns, in units of the width (d) and that of the feed forward (f).
+_WAN_BLOCK = {
+    **{f"self_attn.{name}": ("d", "d") for name in "qkvo"},
+    **{f"cross_attn.{name}": ("d", "d") for name in "qkvo"},
+    "ffn.0": ("f", "d"),
+    "ffn.2": ("d", "f"),
+}
+_WAN_NORMS = ("self_attn.norm_q", "self_attn.norm_k", "cross_attn.norm_q", "cross_attn.norm_k")
+
+WAN_DIFFUSERS_BLOCK = {
+    "attn1.to_q": "self_attn.q",
+    "attn1.to_k": "self_attn.k",
+    "attn1.to_v": "self_attn.v",
+    "attn1.to_out.0": "self_attn.o",
+    "attn2.to_q": "cross_attn.q",
+    "attn2.to_k": "cross_attn.k",
+    "attn2.to_v": "cross_attn.v",
+    "attn2.to_out.0": "cross_attn.o",
+    "attn2.add_k_proj": "cross_attn.k_img",
+    "attn2.add_v_proj": "cross_attn.v_img",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+}
+# What has no matrix: norms and tables, which come as differences.
+WAN_DIFFUSERS_BLOCK_REST = {
+    "attn1.norm_q": "self_attn.norm_q",
+    "attn1.norm_k": "self_attn.norm_k",
+    "attn2.norm_q": "cross_attn.norm_q",
+    "attn2.norm_k": "cross_attn.norm_k",
+    "attn2.norm_added_k": "cross_attn.norm_k_img",
+    "norm2": "norm3",  # Wan calls its norms in the order 1, 3, 2
+    "scale_shift_table": "modulation",
+}
+WAN_DIFFUSERS_TOP = {
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
+    "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
+    "proj_out": "head.head",
+}
+WAN_DIFFUSERS_TOP_REST = {
+    "condition_embedder.image_embedder.norm1": "img_emb.proj.0",
+    "condition_embedder.image_embedder.norm2": "img_emb.proj.4",
+    "condition_embedder.image_embedder.pos_embed": "img_emb.emb_pos",
+    "scale_shift_table": "head.modulation",
+}
+WAN_DIFFUSERS_VACE = {"proj_in": "before_proj", "proj_out": "after_proj"}
+
+
+def wan(blocks=2, d=16, f=24, *, i2v=True, vace=0, text=12):
+    """Shapes of Wan 2.1 (Wan 2.2 without i2v's image branch) by the keys of a state dict."""
+    shapes = {}
+
+    def linear(name, out, inner):
+        shapes[f"{PREFIX}{name}.weight"] = (out, inner)
+        shapes[f"{PREFIX}{name}.bias"] = (out,)
+
+    def block(name):
+        sizes = {"d": d, "f": f}
+        for module, (out, inner) in _WAN_BLOCK.items():
+            linear(f"{name}.{module}", sizes[out], sizes[inner])
+        norms = list(_WAN_NORMS)
+        if i2v:
+            linear(f"{name}.cross_attn.k_img", d, d)
+            linear(f"{name}.cross_attn.v_img", d, d)
+            norms.append("cross_attn.norm_k_img")
+        for norm in norms:
+            shapes[f"{PREFIX}{name}.{norm}.weight"] = (d,)
+        shapes[f"{PREFIX}{name}.norm3.weight"] = (d,)
+        shapes[f"{PREFIX}{name}.norm3.bias"] = (d,)
+        shapes[f"{PREFIX}{name}.modulation"] = (1, 6, d)
+
+    shapes[f"{PREFIX}patch_embedding.weight"] = (d, 6, 1, 2, 2)
+    shapes[f"{PREFIX}patch_embedding.bias"] = (d,)
+    linear("text_embedding.0", d, text)
+    linear("text_embedding.2", d, d)
+    linear("time_embedding.0", d, 8)
+    linear("time_embedding.2", d, d)
+    linear("time_projection.1", 6 * d, d)
+    for number in range(blocks):
+        block(f"blocks.{number}")
+    for number in range(vace):
+        block(f"vace_blocks.{number}")
+        if not number:
+            linear(f"vace_blocks.{number}.before_proj", d, d)
+        linear(f"vace_blocks.{number}.after_proj", d, d)
+    if vace:
+        shapes[f"{PREFIX}vace_patch_embedding.weight"] = (d, 10, 1, 2, 2)
+        shapes[f"{PREFIX}vace_patch_embedding.bias"] = (d,)
+    if i2v:
+        for norm, size in (("img_emb.proj.0", 20), ("img_emb.proj.4", d)):
+            shapes[f"{PREFIX}{norm}.weight"] = shapes[f"{PREFIX}{norm}.bias"] = (size,)
+        linear("img_emb.proj.1", 20, 20)
+        linear("img_emb.proj.3", d, 20)
+        shapes[f"{PREFIX}img_emb.emb_pos"] = (1, 5, 20)
+    linear("head.head", 4 * 6, d)
+    shapes[f"{PREFIX}head.modulation"] = (1, 2, d)
+    return shapes
+
+
+def qwen(blocks=2, d=16):
+    """Shapes of Qwen-Image by the keys of a state dict."""
+    shapes = {}
+
+    def linear(name, out, inner):
+        shapes[f"{PREFIX}{name}.weight"] = (out, inner)
+        shapes[f"{PREFIX}{name}.bias"] = (out,)
+
+    linear("time_text_embed.timestep_embedder.linear_1", d, 8)
+    linear("time_text_embed.timestep_embedder.linear_2", d, d)
+    shapes[f"{PREFIX}txt_norm.weight"] = (12,)
+    linear("img_in", d, 6)
+    linear("txt_in", d, 12)
+    for number in range(blocks):
+        name = f"transformer_blocks.{number}"
+        for stream in ("img", "txt"):
+            linear(f"{name}.{stream}_mod.1", 6 * d, d)
+            linear(f"{name}.{stream}_mlp.net.0.proj", 4 * d, d)
+            linear(f"{name}.{stream}_mlp.net.2", d, 4 * d)
+        for module in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"):
+            linear(f"{name}.attn.{module}", d, d)
+        linear(f"{name}.attn.to_out.0", d, d)
+        linear(f"{name}.attn.to_add_out", d, d)
+        for norm in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
+            shapes[f"{PREFIX}{name}.attn.{norm}.weight"] = (4,)
+    linear("norm_out.linear", 2 * d, d)
+    linear("proj_out", 24, d)
+    return shapes
+
+
+def modules(shapes):
+    """Names of all modules with a matrix, without the prefix."""
+    return [
+        key.removeprefix(PREFIX).removesuffix(".weight")
+        for key, shape in shapes.items()
+        if key.endswith(".weight") and len(shape) > 1
+    ]
+
+
+def diffusers_of_wan(shapes, *, rest=False):
+    """diffusers' name for each of Wan's modules, or with `rest` for what has no matrix."""
+    block = WAN_DIFFUSERS_BLOCK_REST if rest else WAN_DIFFUSERS_BLOCK | WAN_DIFFUSERS_VACE
+    top = WAN_DIFFUSERS_TOP_REST if rest else WAN_DIFFUSERS_TOP
+    own = {key.removeprefix(PREFIX).removesuffix(".weight") for key in shapes}
+    names = {theirs: ours for theirs, ours in top.items() if ours in own}
+    for number in range(99):
+        for kind in ("blocks", "vace_blocks"):
+            for theirs, ours in block.items():
+                if f"{kind}.{number}.{ours}" in own:
+                    names[f"{kind}.{number}.{theirs}"] = f"{kind}.{number}.{ours}"
+    return names
+
+
+def flat(name):
+    return name.replace(".", "_")
+
+
+def _mixed(name):
+    """Underscores up to the number of the block, dots after it."""
+    words = name.split(".")
+    if "blocks" not in words[0]:
+        return name
+    return f"{words[0]}_{'.'.join(words[1:])}"
+
+
+# What trainers write before, and instead of, the name of a module.
+SPELLINGS = {
+    "bare": lambda name: name,
+    "diffusion_model": lambda name: f"diffusion_model.{name}",
+    "transformer": lambda name: f"transformer.{name}",
+    "kohya": lambda name: f"lora_unet_{flat(name)}",
+    "wan-fun": lambda name: f"lora_unet__{flat(name)}",
+    "mixed": lambda name: f"lora_unet_{_mixed(name)}",
+    "peft": lambda name: f"base_model.model.{name}",
+    "peft-of-comfyui": lambda name: f"base_model.model.diffusion_model.{name}",
+    "diffsynth": lambda name: f"pipe.dit.{name}",
+    "lycoris": lambda name: f"lycoris_{flat(name)}",
+    "checkpoint": lambda name: f"model.diffusion_model.{name}",
+    "onetrainer": lambda name: f"lora_transformer_{flat(name)}",
+    "unet": lambda name: f"unet.{name}",
+}
+
+# Endings of `up` and `down`.
+ENDINGS = {
+    "kohya": (".lora_up.weight", ".lora_down.weight"),
+    "peft": (".lora_B.weight", ".lora_A.weight"),
+    "peft-named": (".lora_B.default.weight", ".lora_A.default.weight"),
+    "peft-other-name": (".lora_B.my_adapter_2.weight", ".lora_A.my_adapter_2.weight"),
+    "kohya-named": (".lora_up.default.weight", ".lora_down.default.weight"),
+    "diffusers-underscore": ("_lora.up.weight", "_lora.down.weight"),
+    "diffusers-dot": (".lora.up.weight", ".lora.down.weight"),
+    "diffusers-linear": (".lora_linear_layer.up.weight", ".lora_linear_layer.down.weight"),
+    "mochi": (".lora_B", ".lora_A"),
+}
+
+
+def random_pairs(shapes, names, rank=4, seed=0, dtype=torch.float32):
+    """`{name: (up, down)}` for modules by Wan's or Qwen-Image's own names."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = {}
+    for name in names:
+        out, *inner = shapes[f"{PREFIX}{name}.weight"]
+        up = torch.randn(out, rank, *(1 for _ in inner[1:]), generator=generator)
+        down = torch.randn(rank, *inner, generator=generator)
+        pairs[name] = up.to(dtype), down.to(dtype)
+    return pairs
+
+
+def spelled(pairs, spelling="diffusion_model", ending="peft", alpha=None, names=None):
+    """The tensors of a file in a dialect.
+
+    Args:
+        pairs: As `random_pairs` gives them.
+        spelling: Of `SPELLINGS`.
+        ending: Of `ENDINGS`.
+        alpha: For each pair; None: the file has none.
+        names: What a module is called in the file, where it is not its own name.
+    """
+    tensors = {}
+    for name, (up, down) in pairs.items():
+        stem = SPELLINGS[spelling]((names or {}).get(name, name))
+        tensors[stem + ENDINGS[ending][0]] = up.clone()
+        tensors[stem + ENDINGS[ending][1]] = down.clone()
+        if alpha is not None:
+            tensors[f"{stem}.alpha"] = torch.tensor(float(alpha))
+    return tensors

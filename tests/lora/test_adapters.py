@@ -1,0 +1,438 @@
+"""Adapters against their formulas in float64, written from the papers; and broken files."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fast_video_vae.lora.adapters import (
+    PARTS,
+    GLoRA,
+    Pair,
+    check_fits,
+    make_adapter,
+)
+from fast_video_vae.tests.lora.modules import LORA, ROWS, STRENGTHS, relative_error
+
+
+def by_name(rows):
+    return pytest.mark.parametrize("row", rows, ids=lambda row: row.name)
+
+
+def named(name):
+    return next(row for row in ROWS if row.name == name)
+
+
+def delta_of_lora(p):
+    up, down = p["up"].reshape(p["up"].shape[0], -1), p["down"]
+    if "mid" not in p:
+        return up @ down.reshape(down.shape[0], -1)
+    kernel = np.zeros((up.shape[0], down.shape[1], *p["mid"].shape[2:]))
+    for position in np.ndindex(kernel.shape[2:]):
+        here = (slice(None), slice(None), *position)
+        kernel[here] = up @ p["mid"][here] @ down.reshape(down.shape[0], -1)
+    return kernel
+
+
+def of_factors(p, name, core):
+    if name in p:
+        return p[name]
+    a, b = p[f"{name}_a"], p[f"{name}_b"]
+    if core not in p:
+        return a @ b
+    kernel = np.zeros((a.shape[1], b.shape[1], *p[core].shape[2:]))
+    for position in np.ndindex(kernel.shape[2:]):
+        here = (slice(None), slice(None), *position)
+        kernel[here] = a.T @ p[core][here] @ b
+    return kernel
+
+
+def delta_of_lokr(p):
+    w1, w2 = of_factors(p, "lokr_w1", ""), of_factors(p, "lokr_w2", "lokr_t2")
+    if w2.ndim == 2:
+        return np.kron(w1, w2)
+    sizes = (w1.shape[0] * w2.shape[0], w1.shape[1] * w2.shape[1], *w2.shape[2:])
+    kernel = np.zeros(sizes)
+    for position in np.ndindex(w2.shape[2:]):
+        here = (slice(None), slice(None), *position)
+        kernel[here] = np.kron(w1, w2[here])
+    return kernel
+
+
+def delta_of_glora(p, weight, older):
+    a1, a2, b1, b2 = (p[name].reshape(p[name].shape[0], -1) for name in ("a1", "a2", "b1", "b2"))
+    if older:
+        return weight.reshape(len(weight), -1) @ a2 @ a1 + b2 @ b1
+    changed = np.zeros_like(weight)
+    for position in np.ndindex(weight.shape[2:]):
+        here = (slice(None), slice(None), *position)
+        changed[here] = weight[here] @ a1 @ a2
+    return changed.reshape(len(weight), -1) + b1 @ b2
+
+
+def rotations(p):
+    """Cayley's, of each block, with the constraint on all of them together."""
+    q = p["oft_blocks"] - np.swapaxes(p["oft_blocks"], -1, -2)
+    limit = p.get("alpha", 0.0)
+    norm = math.sqrt((q**2).sum()) + 1e-8
+    if limit > 0 and norm > limit:
+        q = q * limit / norm
+    one = np.eye(q.shape[-1])
+    flat = [(one + block) @ np.linalg.inv(one - block) for block in q.reshape(-1, *one.shape)]
+    return np.stack(flat).reshape(q.shape)
+
+
+def turned_by_oft(p, weight, strength):
+    rows = weight.reshape(len(weight), -1)
+    size = p["oft_blocks"].shape[-1]
+    out = rows.copy()
+    for block, rotation in enumerate(rotations(p)):
+        here = slice(block * size, (block + 1) * size)
+        out[here] += strength * (rotation.T - np.eye(size)) @ rows[here]
+    return out.reshape(weight.shape)
+
+
+def turned_by_boft(p, weight, strength):
+    rows, size = weight.reshape(len(weight), -1), p["oft_blocks"].shape[-1]
+    for stage, blocks in enumerate(rotations(p)):
+        half = 2**stage * size // 2
+        order = [
+            start + which * half + step
+            for start in range(0, len(rows), 2 * half)
+            for step in range(half)
+            for which in (0, 1)
+        ]
+        matrix = np.eye(len(rows))
+        for block, rotation in enumerate(blocks):
+            here = slice(block * size, (block + 1) * size)
+            matrix[here, here] += strength * (rotation - np.eye(size))
+        shuffle = np.eye(len(rows))[order]
+        rows = shuffle.T @ matrix @ shuffle @ rows
+    rows = rows * p["rescale"].reshape(-1, 1) if "rescale" in p else rows
+    return rows.reshape(weight.shape)
+
+
+def with_dora(p, weight, delta, strength, eps):
+    merged, magnitude = weight + delta, p["dora_scale"]
+    flat = (len(weight), -1)
+    if len(magnitude) == len(weight):
+        norm = np.sqrt((weight.reshape(flat) ** 2).sum(1))
+        norm = norm.reshape(-1, *[1] * (weight.ndim - 1))
+    else:
+        norm = np.sqrt((np.swapaxes(merged, 0, 1).reshape(weight.shape[1], -1) ** 2).sum(1))
+        norm = norm.reshape(1, -1, *[1] * (weight.ndim - 2))
+    return weight + strength * (merged * (magnitude / (norm + eps)) - weight)
+
+
+def formula(row, weight, parts, strength):
+    """What the row stands for, in float64."""
+    p = {name: part.double().numpy() for name, part in parts.items()}
+    eps = torch.finfo(weight.dtype).eps
+    weight = weight.double().numpy()
+    if row.grows is not None:
+        padding = [(0, new - old) for new, old in zip(row.grows, weight.shape, strict=True)]
+        weight = np.pad(weight, padding)
+    alpha, scale = float(p.get("alpha", math.nan)), 1.0
+    if "set_weight" in p:
+        return torch.from_numpy(p["set_weight"])
+    if "diff" in p or "w_norm" in p:
+        return torch.from_numpy(weight + strength * p["diff" if "diff" in p else "w_norm"])
+    if "oft_blocks" in p:
+        turn = turned_by_oft if p["oft_blocks"].ndim == 3 else turned_by_boft
+        delta = turn(p, weight, strength) - weight
+        scale = 1.0 if "dora_scale" not in p else float(p.get("alpha", 0.0))
+    elif "up" in p:
+        delta, rank = delta_of_lora(p), p["down"].shape[0]
+    elif "hada_w1_a" in p:
+        w1, w2 = of_factors(p, "hada_w1", "hada_t1"), of_factors(p, "hada_w2", "hada_t2")
+        delta, rank = w1 * w2, p["hada_w1_b"].shape[0]
+    elif "a1" in p:
+        delta, rank = delta_of_glora(p, weight, "older" in row.name), min(p["a1"].shape[:2])
+    else:
+        delta = delta_of_lokr(p)
+        ranks = [p[name].shape[0] for name in ("lokr_w2_b", "lokr_w1_b") if name in p]
+        rank = ranks[0] if ranks else alpha
+    if "alpha" in p and "oft_blocks" not in p:
+        scale = alpha / rank
+    delta = scale * delta.reshape(weight.shape)
+    if "dora_scale" in p:
+        return torch.from_numpy(with_dora(p, weight, delta, strength, eps))
+    return torch.from_numpy(weight + strength * delta)
+
+
+@pytest.mark.parametrize("strength", STRENGTHS)
+@by_name(ROWS)
+def test_an_adapter_is_its_formula(row, strength):
+    weight, parts = row.tensors()
+    adapter = make_adapter(parts, "here")
+    assert check_fits(adapter, weight.shape) is None
+    expected = formula(row, weight, parts, strength)
+    assert relative_error(adapter.apply(weight, strength), expected) < 1e-5
+    exact = weight.double()
+    expected = formula(row, exact, parts, strength)
+    assert relative_error(adapter.apply(exact, strength), expected) < 1e-12
+
+
+@by_name(ROWS)
+def test_strength_0_gives_a_copy(row):
+    weight, parts = row.tensors()
+    result = make_adapter(parts, "here").apply(weight, 0.0)
+    expected = torch.zeros(row.grows or row.weight)
+    expected[tuple(slice(size) for size in weight.shape)] = weight
+    assert torch.equal(result, expected)
+    assert result.data_ptr() != weight.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@by_name(ROWS)
+def test_a_narrow_weight_is_rounded_once(row, dtype):
+    weight, parts = row.tensors(dtype)
+    weight = weight.to(dtype)
+    adapter = make_adapter(parts, "here")
+    result = adapter.apply(weight, 0.7)
+    assert result.dtype == dtype
+    assert torch.equal(result, adapter.apply(weight.float(), 0.7).to(dtype))
+
+
+@by_name(ROWS)
+def test_nothing_is_written_into(row):
+    weight, parts = row.tensors()
+    before = [tensor.clone() for tensor in (weight, *parts.values())]
+    adapter = make_adapter(parts, "here")
+    for strength in STRENGTHS:
+        adapter.apply(weight, strength)
+        adapter.delta(weight.shape, torch.float32, "cpu")
+    after = (weight, *parts.values())
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+@by_name(ROWS)
+def test_a_weight_need_not_be_contiguous(row):
+    weight, parts = row.tensors()
+    adapter = make_adapter(parts, "here")
+    strided = torch.stack([weight, weight], -1)[..., 0]
+    assert torch.equal(adapter.apply(strided, 0.7), adapter.apply(weight, 0.7))
+
+
+@by_name(ROWS)
+def test_the_delta_is_what_strength_1_adds(row):
+    weight, parts = row.tensors()
+    adapter = make_adapter(parts, "here")
+    delta = adapter.delta(weight.shape, torch.float64, "cpu")
+    depends = adapter.kind in {"glora", "oft", "boft", "set"} or "dora_scale" in parts
+    assert (delta is None) == depends
+    if delta is not None:
+        grown = adapter.apply(weight.double(), 0.0)
+        assert relative_error(grown + delta, adapter.apply(weight.double(), 1.0)) < 1e-12
+        rounded = adapter.delta(weight.shape, torch.bfloat16, "cpu")
+        assert torch.equal(rounded, adapter.delta(weight.shape, torch.float32, "cpu").bfloat16())
+
+
+@by_name(ROWS)
+def test_an_adapter_can_be_moved_and_knows_its_size(row):
+    _, parts = row.tensors()
+    adapter = make_adapter(parts, "here")
+    sizes = [
+        part.numel() for name, part in parts.items() if name not in {"alpha", "reshape_weight"}
+    ]
+    assert adapter.nbytes == 4 * sum(sizes)
+    moved = adapter.to("meta", torch.bfloat16)
+    assert type(moved) is type(adapter)
+    assert moved.nbytes == 2 * sum(sizes)
+    assert adapter.nbytes == 4 * sum(sizes)
+
+
+@by_name(LORA)
+def test_a_pair_says_what_it_is_made_of(row):
+    _, parts = row.tensors()
+    adapter = make_adapter(parts, "here")
+    assert isinstance(adapter, Pair)
+    rank = parts["down"].shape[0]
+    assert adapter.rank == rank
+    assert adapter.up.shape == (parts["up"].shape[0], rank)
+    assert adapter.down.shape == parts["down"].shape
+    assert adapter.scale == (1.0 if row.alpha is None else row.alpha / rank)
+    assert adapter.plain == (not {"mid", "dora_scale", "reshape_weight"} & set(parts))
+
+
+def test_plain_pairs_can_be_put_beside_each_other():
+    """Which is what `plain` promises: also for kernels, once they are flat."""
+    first = make_adapter(named("conv").tensors()[1], "here")
+    second = make_adapter(named("conv-flat").tensors()[1], "here")
+    weight, _ = named("conv").tensors()
+    strengths = (0.3, -1.5)
+    expected = weight.double()
+    for adapter, strength in zip((first, second), strengths, strict=True):
+        expected = adapter.apply(expected, strength)
+    downs = [
+        strength * adapter.scale * adapter.down.double().flatten(1)
+        for adapter, strength in zip((first, second), strengths, strict=True)
+    ]
+    ups = torch.cat([first.up, second.up], 1).double()
+    together = weight.double() + (ups @ torch.cat(downs)).view(weight.shape)
+    assert relative_error(together, expected) < 1e-12
+
+
+def test_lokr_does_not_hold_the_product():
+    """A Kronecker product as large as the weight would be a second allocation of its size."""
+    factors = {"lokr_w1": torch.ones(8, 8), "lokr_w2": torch.ones(64, 64)}
+    adapter, weight = make_adapter(factors, "here"), torch.zeros(512, 512)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        adapter.apply(weight, 1.0)
+    taken = sum(max(event.self_cpu_memory_usage, 0) for event in profile.key_averages())
+    assert weight.nbytes <= taken < 1.2 * weight.nbytes
+
+
+def test_a_glora_for_both_shapes_reads_the_older_layout_off_the_weight():
+    row = named("glora-older-square")
+    adapter = make_adapter(row.tensors()[1], "here")
+    assert isinstance(adapter, GLoRA)
+    assert adapter.layouts == (True, True)
+
+
+def broken(name, **changes):
+    """The parts of a row with some replaced, or taken away by None."""
+    _, parts = named(name).tensors()
+    return {key: value for key, value in (parts | changes).items() if value is not None}
+
+
+BAD = [
+    ("rank-4", {"up": torch.ones(12, 8)}, "up has rank 8, down has rank 4; expected the same rank"),
+    ("conv-mid", {"mid": torch.ones(4, 3, 3, 3)}, "down has rank 4, mid has rank 3"),
+    ("conv-mid", {"mid": torch.ones(3, 4, 3, 3)}, "up has rank 4, mid has rank 3"),
+    ("loha", {"hada_w2_b": torch.ones(4, 10)}, "hada_w2_a has rank 3, hada_w2_b has rank 4"),
+    ("loha", {"hada_w2_b": torch.ones(3, 9)}, "hada_w1 is 12x10, hada_w2 is 12x9"),
+    ("loha-tucker", {"hada_t2": torch.ones(2, 3, 3, 3)}, "w2_a has rank 3, hada_t2 has rank 2"),
+    ("lokr-w2", {"lokr_w2_b": torch.ones(4, 5)}, "lokr_w2_a has rank 3, lokr_w2_b has rank 4"),
+    ("glora", {"a2": torch.ones(5, 10)}, "a1 is 10x3, a2 is 5x10, b1 is 12x3, b2 is 3x10"),
+    ("rank-4", {"down": None, "alpha": None}, "up without down"),
+    ("rank-4", {"up": None}, "alpha, down without up"),
+    ("loha", {"hada_w2_a": None}, "without hada_w2_a"),
+    ("loha-tucker", {"hada_t2": None}, "without hada_t2"),
+    ("lokr", {"lokr_w2": None}, "lokr_w1 without lokr_w2_a, lokr_w2_b"),
+    ("lokr-w1", {"lokr_w1_b": None}, "without lokr_w1_b"),
+    ("lokr", {"lokr_w1": torch.ones(3, 2, 1, 1)}, "lokr_w1 is 3x2x1x1; expected two dimensions"),
+    ("lokr", {"lokr_w1_a": torch.ones(3, 2)}, "lokr_w1 both whole and decomposed"),
+    ("glora", {"b1": None}, "without b1"),
+    ("oft-rescale", {"oft_blocks": None}, "rescale without oft_blocks"),
+    ("rank-4", {"up": torch.full((12, 4), math.nan)}, "up holds nan; expected finite numbers"),
+    ("rank-4", {"down": torch.full((4, 10), -math.inf)}, "down holds -inf; expected finite"),
+    ("rank-4", {"alpha": torch.tensor(math.inf)}, "alpha is inf; expected one finite number"),
+    ("rank-4", {"alpha": torch.ones(2)}, r"alpha is \[2\]; expected one finite number"),
+    ("dora-out", {"dora_scale": torch.full((12, 1), math.nan)}, "dora_scale holds nan"),
+    ("dora-out", {"dora_scale": torch.tensor(1.0)}, "dora_scale is a lone number"),
+    ("rank-4", {"up": torch.ones(12, 4, dtype=torch.int8)}, "up is torch.int8; expected floating"),
+    ("rank-4", {"up": torch.ones(12)}, r"up has the shape \[12\]; expected two dimensions"),
+    ("rank-4", {"up": torch.ones(12, 0)}, r"up is \[12, 0\]; expected numbers"),
+    ("rank-4", {"diff": torch.ones(12, 10)}, "alpha, diff, down, up together; expected the parts"),
+    ("rank-4", {"up": None, "down": None}, "alpha together"),
+    ("rank-4", {"diff_b": torch.ones(12)}, "alpha, diff_b, down, up together"),
+    ("diff", {"dora_scale": torch.ones(12, 1)}, "dora_scale on a whole weight"),
+    ("diff", {"w_norm": torch.ones(12, 10)}, "diff and w_norm together"),
+    ("rank-4", {"gate": torch.ones(1)}, "unknown part 'gate'"),
+    ("oft", {"oft_blocks": torch.ones(3, 4, 5)}, "oft_blocks is 3x4x5; expected square blocks"),
+    ("boft-1", {"oft_blocks": torch.ones(1, 4, 3, 3)}, "oft_blocks is 1x4x3x3; expected an even"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), BAD)
+def test_a_broken_module_is_an_error_of_one_line(name, changes, message):
+    parts = broken(name, **changes)
+    with pytest.raises(ValueError, match=f"^a.safetensors: blocks.0: .*{message}.*$") as caught:
+        make_adapter(parts, "a.safetensors: blocks.0")
+    assert "\n" not in str(caught.value)
+
+
+def test_one_nan_among_many_numbers_is_found():
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn):
+        down = torch.ones(4, 1000)
+        down[3, 700] = math.nan
+        with pytest.raises(ValueError, match="down holds nan"):
+            make_adapter({"up": torch.ones(8, 4), "down": down.to(dtype)}, "here")
+
+
+def test_an_empty_module_is_an_error():
+    with pytest.raises(ValueError, match="here: nothing together"):
+        make_adapter({}, "here")
+
+
+def test_every_part_has_a_name_that_some_row_uses_or_belongs_to_another_parameter():
+    used = {name for row in ROWS for name in row.tensors()[1]}
+    # `magnitude`, which ComfyUI does not know, has a test of its own.
+    assert used == PARTS - {"b_norm", "diff_b", "diff_m", "magnitude"}
+
+
+MISFITS = [
+    ("rank-4", (5120, 5120), "delta is 12x10; the weight is 5120x5120"),
+    ("rank-4", (10, 12), "delta is 12x10; the weight is 10x12"),
+    ("rank-4", (120,), "delta is 12x10; the weight is 120"),
+    ("rank-4", (), "delta is 12x10; the weight is a lone number"),
+    ("conv", (8, 6, 1, 1), "delta is 8x6x3x3; the weight is 8x6x1x1"),
+    ("conv-mid", (8, 6, 1, 1), "delta is 8x6x3x3; the weight is 8x6x1x1"),
+    ("grows", (12, 11), "reshape_weight is 12x10; the weight is 12x11"),
+    ("grows", (12, 8, 1), "reshape_weight is 12x10; the weight is 12x8x1"),
+    ("loha-tucker", (8, 6), "delta is 8x6x3x3; the weight is 8x6"),
+    ("lokr-conv", (8, 7, 3, 3), "delta is 8x6x3x3; the weight is 8x7x3x3"),
+    ("glora", (12, 11), "delta is 12x10; the weight is 12x11"),
+    ("glora-conv", (8, 54), "a1 and a2 are for 6x6 inputs; the weight is 8x54"),
+    ("oft", (16, 10), "3 blocks of 4 outputs; the weight is 16x10"),
+    ("boft-3", (12, 10), "4 blocks of 4 outputs; the weight is 12x10"),
+    ("diff", (10, 12), "delta is 12x10; the weight is 10x12"),
+    ("diff", (12, 10, 1), "delta is 12x10; the weight is 12x10x1"),
+    ("set", (10, 12), "set_weight is 12x10; the weight is 10x12"),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "reason"), MISFITS)
+def test_what_does_not_fit_says_why(name, shape, reason):
+    adapter = make_adapter(named(name).tensors()[1], "here")
+    assert check_fits(adapter, shape) == reason
+    with pytest.raises(ValueError, match=f"^{adapter.kind}: {reason}$"):
+        adapter.apply(torch.zeros(shape), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("dora-out", {"dora_scale": torch.ones(11, 1)}, "dora_scale is 11x1; the weight is 12x10"),
+        ("dora-out", {"dora_scale": torch.ones(1, 12)}, "dora_scale is 1x12; the weight is 12x10"),
+        ("dora-in", {"dora_scale": torch.ones(12, 10)}, "dora_scale is 12x10; the weight is 12x10"),
+        ("oft", {"rescale": torch.ones(11, 1)}, "rescale has 11 numbers; the weight is 12x10"),
+        ("boft-2", {"oft_blocks": torch.ones(3, 6, 2, 2)}, "6 blocks cannot be halved 2 times"),
+    ],
+)
+def test_parts_for_other_weights_than_their_delta_say_so(name, changes, reason):
+    adapter = make_adapter(broken(name, **changes), "here")
+    assert check_fits(adapter, named(name).weight) == reason
+
+
+def test_a_kernel_may_be_flat_in_the_one_or_the_other():
+    weight, parts = named("conv").tensors()
+    adapter = make_adapter(parts, "here")
+    flat = weight.flatten(1)
+    assert check_fits(adapter, flat.shape) is None
+    assert torch.equal(adapter.apply(flat, 0.7), adapter.apply(weight, 0.7).flatten(1))
+
+
+def test_a_parameter_is_left_out_of_autograd():
+    weight, parts = named("rank-4").tensors()
+    result = make_adapter(parts, "here").apply(torch.nn.Parameter(weight), 1.0)
+    assert not result.requires_grad
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.5, -1.0])
+def test_magnitudes_of_peft_are_norms_of_the_sum(strength):
+    """peft/tuners/lora/dora.py: `magnitude / norm(W + scale * B A)` for each output."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    weight, up, down, magnitude = made(12, 10), made(12, 3), made(3, 10), made(12).abs()
+    parts = {"up": up, "down": down, "magnitude": magnitude, "alpha": torch.tensor(6.0)}
+    merged = weight + 2 * up @ down
+    whole = merged * (magnitude / merged.norm(dim=1))[:, None]
+    expected = weight + strength * (whole - weight)
+    actual = make_adapter(parts, "here").apply(weight, strength)
+    assert torch.allclose(actual, expected, rtol=1e-12, atol=1e-12)

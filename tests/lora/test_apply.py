@@ -1,0 +1,195 @@
+"""A delta in a weight and beside a layer, against the dense product in float64."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fast_video_vae.lora.apply import Low, beside, break_even, dense_beside, into_weight
+
+OUT, INNER, RANK = 24, 16, 8
+LOW_DTYPES = [torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, *LOW_DTYPES]
+PARTS = [None, (0, 0, 8), (0, 7, 9), (0, 23, 1), (1, 0, 4), (1, 5, 11), (0, 0, 24), (1, 0, 16)]
+TOKENS = [(), (1,), (5,), (2, 3), (2, 3, 4), (0,), (2, 0)]
+
+
+def made(part=None, dtype=torch.float32, rank=RANK, inner=INNER, out=OUT):
+    torch.manual_seed(0)
+    if part is not None:
+        out, inner = (part[2], inner) if part[0] == 0 else (out, part[2])
+    down, up = torch.randn(rank, inner).to(dtype), torch.randn(out, rank).to(dtype)
+    return Low(down, up, torch.linspace(-1, 2, rank), part)
+
+
+def dense(low, shape=(OUT, INNER), magnitude=False):
+    """The delta in float64, or what its roundings are relative to."""
+    parts = [each.double() for each in (low.up, low.amounts, low.down)]
+    up, amounts, down = [each.abs() for each in parts] if magnitude else parts
+    delta = torch.zeros(shape, dtype=torch.float64).flatten(1)
+    part = delta if low.part is None else delta.narrow(*low.part)
+    part += up * amounts @ down
+    return delta.view(shape)
+
+
+def assert_within(result, expected, bound):
+    """Number by number; float32's own sums are on top."""
+    error = (result.double() - expected).abs()
+    assert (error <= bound * 1.01 + 3e-6 * expected.abs().clamp(min=1).max()).all(), error.max()
+
+
+def half_eps(dtype):
+    return torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize("owned", [False, True])
+@pytest.mark.parametrize("part", PARTS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_into_weight_is_the_sum_rounded_once(part, dtype, owned):
+    low = made(part, dtype)
+    weight = torch.randn(OUT, INNER).to(dtype)
+    before = weight.clone()
+    result = into_weight(weight, low, owned=owned)
+    assert result.dtype == dtype
+    if owned:
+        assert part is None or result.data_ptr() == weight.data_ptr()
+    else:
+        assert torch.equal(weight, before)
+        assert result.data_ptr() != weight.data_ptr()
+    expected = before.double() + dense(low)
+    # One rounding of `down` times its amounts, one of the sum.
+    bound = half_eps(dtype) * (dense(low, magnitude=True) + expected.abs())
+    assert_within(result, expected, bound)
+
+
+@pytest.mark.parametrize("owned", [False, True])
+@pytest.mark.parametrize("part", [None, (0, 4, 8), (1, 1, 3)], ids=str)
+def test_kernels_are_flat_after_their_outputs(part, owned):
+    shape = 12, 4, 1, 2, 2
+    low = made(None, inner=16, out=12)
+    if part is not None:
+        low = made((0, 0, part[2]), inner=16) if part[0] == 0 else made(inner=part[2] * 4, out=12)
+        low = Low(low.down, low.up, low.amounts, part)
+    weight = torch.randn(shape)
+    expected = weight.double().clone()
+    target = expected if part is None else expected.narrow(*part)
+    target += (low.up.double() * low.amounts.double() @ low.down.double()).view(target.shape)
+    result = into_weight(weight, low, owned=owned)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+    assert result.shape == shape
+
+
+@pytest.mark.parametrize("owned", [False, True])
+@pytest.mark.parametrize("part", [None, (0, 3, 9), (1, 3, 9)], ids=str)
+def test_a_weight_in_another_order_of_memory_is_changed_alike(part, owned):
+    low = made(part)
+    weight = torch.randn(INNER, OUT).T
+    expected = weight.double() + dense(low)
+    result = into_weight(weight, low, owned=owned)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", TOKENS, ids=str)
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_beside_is_the_dense_product_for_any_tokens(part, tokens):
+    low = made(part)
+    x, y = torch.randn(*tokens, INNER), torch.randn(*tokens, OUT)
+    expected = y.double() + x.double() @ dense(low).T
+    result = beside(y.clone(), x, low)
+    assert result.shape == y.shape
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+@pytest.mark.parametrize("dtype", LOW_DTYPES)
+@pytest.mark.parametrize("same", [True, False])
+def test_beside_rounds_no_more_than_it_says(part, dtype, same):
+    """With `same`, pairs have the dtype of the layer; else they are in float32."""
+    low = made(part, dtype if same else torch.float32)
+    x, y = torch.randn(7, INNER).to(dtype), torch.randn(7, OUT).to(dtype)
+    result = beside(y.clone(), x, low)
+    assert result.dtype == dtype
+    delta = x.double() @ dense(low).T
+    size = x.double().abs() @ dense(low, magnitude=True).T
+    # The narrow product, the same times the amounts, and the sum; or the delta and the sum.
+    roundings = 2 * size if same else delta.abs()
+    assert_within(result, y.double() + delta, half_eps(dtype) * (roundings + (y + delta).abs()))
+
+
+@pytest.mark.parametrize("part", [None, (0, 7, 9), (1, 5, 11)], ids=str)
+def test_beside_writes_to_a_dense_output_and_to_no_other(part):
+    low, x = made(part), torch.randn(2, 3, INNER)
+    y = torch.randn(2, 3, OUT)
+    assert beside(y, x, low).data_ptr() == y.data_ptr()
+    base = torch.randn(2, 3, 2 * OUT)
+    for y in (base[..., :OUT], base[..., ::2], torch.randn(3, 2, OUT).transpose(0, 1)):
+        before = y.clone()
+        expected = y.double() + x.double() @ dense(low).T
+        result = beside(y, x, low)
+        torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(y, before)
+
+
+def test_inputs_of_any_strides_are_read_as_they_are():
+    low = made()
+    x = torch.randn(3, INNER, 5).transpose(1, 2)
+    y = torch.randn(3, 5, OUT)
+    expected = y.double() + x.double() @ dense(low).T
+    result = beside(y.clone(), x, low)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("part", [None, (0, 7, 9), (1, 5, 11)], ids=str)
+def test_beside_lets_gradients_through(part):
+    low = made(part)
+    x = torch.randn(5, INNER, requires_grad=True)
+    weight = torch.randn(OUT, INNER, requires_grad=True)
+    y = F.linear(x, weight)
+    factor = torch.randn(5, OUT)
+    (beside(y, x, low) * factor).sum().backward()
+    expected = factor.double() @ (weight.detach().double() + dense(low))
+    torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
+    expected = factor.double().T @ x.detach().double()
+    torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_output_that_its_own_gradient_needs_is_not_written_to():
+    low, x = made(), torch.randn(5, INNER)
+    weight = torch.randn(OUT, INNER, requires_grad=True)
+    y = torch.tanh(F.linear(x, weight))  # whose derivative is made of it
+    beside(y, x, low).sum().backward()
+    expected = (1 - y.detach().double() ** 2).T @ x.double()
+    torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_are_a_slice_of_the_joined_pairs_act_alone():
+    low = made()
+    some = Low(low.down[2:5], low.up[:, 2:5], low.amounts[2:5])
+    weight, x = torch.randn(OUT, INNER), torch.randn(3, INNER)
+    changed = into_weight(weight, some, owned=False).double()
+    torch.testing.assert_close(changed, weight.double() + dense(some), rtol=1e-5, atol=1e-5)
+    result = beside(torch.zeros(3, OUT), x, some)
+    torch.testing.assert_close(result.double(), x.double() @ dense(some).T, rtol=1e-5, atol=1e-5)
+
+
+def test_a_dense_delta_beside_a_layer():
+    x, y, delta = torch.randn(2, 3, INNER), torch.randn(2, 3, OUT), torch.randn(OUT, INNER)
+    expected = y.double() - 0.5 * x.double() @ delta.double().T
+    result = dense_beside(y, x, delta, -0.5)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("inner", "out", "c", "tokens"),
+    [  # by hand: c * in * out bytes against n * (in + 2 * out)
+        (5120, 5120, 4, 6827),
+        (5120, 5120, 2, 3413),
+        (5120, 13824, 4, 8640),
+        (13824, 5120, 4, 11765),
+        (3072, 3072, 4, 4096),
+    ],
+)
+def test_break_even_is_where_both_ways_move_as_many_bytes(inner, out, c, tokens):
+    assert round(break_even(inner, out, c)) == tokens
+    assert math.isclose(break_even(inner, out, c) * (inner + 2 * out), c * inner * out)

@@ -1,0 +1,307 @@
+"""Stacks of LoRAs in one piece of memory: what they add up to, who shares them, what they cost."""
+
+import gc
+import itertools
+import os
+import weakref
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fast_video_vae.lora.amounts import Amounts, Share
+from fast_video_vae.lora.bank import block_of, load_bank
+from fast_video_vae.lora.blocks import Blocks, parse_blocks
+from fast_video_vae.lora.keys import Target, Targets
+from fast_video_vae.tests.lora import loading
+from fast_video_vae.tests.lora.models import PREFIX, modules, qwen, random_pairs, spelled, wan
+
+WAN = wan(blocks=3)
+TARGETS = Targets(WAN)
+NAMES = modules(WAN)
+ATTENTION = [name for name in NAMES if "self_attn" in name]
+Q = f"{PREFIX}blocks.1.self_attn.q"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def written(number, tensors):
+        save_file(tensors, tmp_path / f"{number}.safetensors")
+        return tmp_path / f"{number}.safetensors"
+
+    return written
+
+
+@pytest.fixture
+def stack(write):
+    """Three files of different modules, ranks, scales and dtypes."""
+    made = []
+    for number, (names, rank, alpha, dtype) in enumerate((
+        (NAMES, 4, 2, torch.float32),
+        (ATTENTION, 3, None, torch.float16),
+        (NAMES[5:], 16, 8, torch.bfloat16),
+    )):  # fmt: skip
+        pairs = random_pairs(WAN, names, rank, seed=number, dtype=dtype)
+        made.append((write(number, spelled(pairs, alpha=alpha)), pairs, (alpha or rank) / rank))
+    return made
+
+
+def delta(pairs, name):
+    """In float64: `up @ down`, flat."""
+    if name not in pairs:
+        return 0.0
+    up, down = (part.double().flatten(1) for part in pairs[name])
+    return up @ down
+
+
+def test_joined_pairs_are_the_sum_of_all_files(stack):
+    bank = load_bank([path for path, _, _ in stack], TARGETS)
+    strengths = 0.7, -1.2, 2.0
+    amounts = Amounts(bank, [Share(number, Blocks()) for number in range(3)])
+    amounts.set(strengths)
+    assert len(bank.layers) == len(NAMES)
+    for name in NAMES:
+        layer = bank.layers[Target(f"{PREFIX}{name}.weight")]
+        down, up = (part.double() for part in layer.pairs(bank.flat))
+        factors = amounts.flat[layer.row : layer.row + layer.rank].double()
+        expected = sum(
+            strength * scale * delta(pairs, name)
+            for strength, (_, pairs, scale) in zip(strengths, stack, strict=True)
+        )
+        # Pairs of half precision are exact in float32; the amounts are rounded to it.
+        torch.testing.assert_close(up * factors @ down, expected, rtol=1e-6, atol=1e-5)
+
+
+def test_a_bank_applied_at_once_is_its_files_applied_one_by_one(stack):
+    bank = load_bank([path for path, _, _ in stack], TARGETS)
+    torch.manual_seed(0)
+    weight = torch.randn(16, 16, dtype=torch.float64)
+    layer = bank.layers[Target(f"{Q}.weight")]
+    down, up = (part.double() for part in layer.pairs(bank.flat))
+    scales = bank.scales[layer.row : layer.row + layer.rank].double()
+    one_by_one = weight
+    for path, _, _ in stack:
+        alone = load_bank([path], TARGETS)
+        other = alone.layers[Target(f"{Q}.weight")]
+        d, u = (part.double() for part in other.pairs(alone.flat))
+        one_by_one = one_by_one + u * alone.scales[other.row : other.row + other.rank] @ d
+    torch.testing.assert_close(weight + up * scales @ down, one_by_one, rtol=0, atol=1e-12)
+
+
+def test_rows_know_their_file_and_ranks_are_filled_up_with_zeros(stack):
+    bank = load_bank([path for path, _, _ in stack], TARGETS)
+    layer = bank.layers[Target(f"{Q}.weight")]
+    assert layer.rows == {0: (0, 4), 1: (4, 7), 2: (7, 23)}
+    assert layer.rank == 24
+    down, up = layer.pairs(bank.flat)
+    assert not down[23:].any()
+    assert not up[:, 23:].any()
+    scales = bank.scales[layer.row : layer.row + layer.rank]
+    assert scales.tolist() == [0.5] * 4 + [1.0] * 3 + [0.5] * 16 + [0.0]
+    for number, (_, pairs, _) in enumerate(stack):
+        first, last = layer.rows[number]
+        assert torch.equal(up[:, first:last], pairs["blocks.1.self_attn.q"][0].float())
+
+
+def test_layers_come_in_the_order_of_the_model_and_without_gaps(write):
+    shapes = wan(blocks=12, i2v=False)
+    names = modules(shapes)
+    path = write(0, spelled(random_pairs(shapes, reversed(names), 8)))
+    bank = load_bank([path], Targets(shapes))
+    at = row = 0
+    for layer in bank.layers.values():
+        assert (layer.at, layer.row) == (at, row)
+        at, row = at + layer.numel, row + layer.rank
+    assert bank.flat.numel() == at
+    assert bank.scales.numel() == row
+    blocks = [block_of(target.key) for target in bank.layers]
+    numbered = [int(name.split(".")[1]) for name in blocks if name]
+    assert numbered == sorted(numbered)
+    assert len(bank.blocks()) == 12 + 1  # what is in no block
+
+
+@pytest.mark.parametrize("shapes", [WAN, wan(blocks=3, vace=2), qwen(blocks=3)])
+def test_spans_of_blocks_hold_their_layers_and_do_not_overlap(write, shapes):
+    path = write(0, spelled(random_pairs(shapes, modules(shapes))))
+    bank = load_bank([path], Targets(shapes))
+    spans = bank.blocks()
+    assert sum(last - first for first, last in spans) == bank.flat.numel()
+    for layer in bank.layers.values():
+        held = [s for s in spans if s[0] <= layer.at and layer.at + layer.numel <= s[1]]
+        assert len(held) == 1, layer.target
+
+
+@pytest.mark.parametrize(
+    ("key", "block"),
+    [
+        ("diffusion_model.blocks.12.self_attn.q.weight", "blocks.12"),
+        ("diffusion_model.vace_blocks.1.ffn.0.weight", "vace_blocks.1"),
+        ("diffusion_model.transformer_blocks.59.attn.to_q.weight", "transformer_blocks.59"),
+        ("layers.3.mlp.weight", "layers.3"),
+        ("diffusion_model.head.head.weight", ""),
+        ("diffusion_model.text_embedding.0.weight", ""),
+    ],
+)
+def test_blocks_are_told_by_their_names(key, block):
+    assert block_of(key) == block
+
+
+def test_the_same_files_are_the_same_bank_while_somebody_has_it(stack):
+    paths = [path for path, _, _ in stack]
+    bank = load_bank(paths, TARGETS)
+    assert load_bank(list(map(str, paths)), Targets(dict(WAN))) is bank
+    assert load_bank(paths, TARGETS, torch.bfloat16) is not bank
+    assert load_bank(paths[:2], TARGETS) is not bank
+    assert load_bank(paths[::-1], TARGETS) is not bank
+    gone = weakref.ref(bank)
+    del bank
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_file_that_was_touched_or_grew_is_read_again(write):
+    path = write(0, spelled(random_pairs(WAN, ATTENTION)))
+    bank = load_bank([path], TARGETS)
+    os.utime(path, ns=(1, 1))
+    touched = load_bank([path], TARGETS)
+    assert touched is not bank
+    assert torch.equal(touched.flat, bank.flat)
+    write(0, spelled(random_pairs(WAN, NAMES, seed=1)))
+    os.utime(path, ns=(1, 1))
+    assert load_bank([path], TARGETS) is not touched
+
+
+def test_another_model_has_another_bank(write):
+    path = write(0, spelled(random_pairs(WAN, ATTENTION)))
+    bank = load_bank([path], TARGETS)
+    assert load_bank([path], Targets(wan(blocks=4))) is not bank
+    halves = {"q": Target(f"{Q}.weight", (0, 0, 8))}
+    assert load_bank([path], Targets(WAN, more=halves)) is not bank
+
+
+def test_a_bank_that_cannot_be_read_is_not_kept(write):
+    good = write(0, spelled(random_pairs(WAN, ATTENTION)))
+    pairs = random_pairs(WAN, ATTENTION)
+    pairs["blocks.2.self_attn.v"][0][0, 0] = torch.nan
+    bad = write(1, spelled(pairs))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"1\.safetensors: .*blocks.2.self_attn.v.* finite"):
+            load_bank([good, bad], TARGETS)
+    pairs["blocks.2.self_attn.v"][0][0, 0] = 0
+    assert load_bank([good, write(1, spelled(pairs))], TARGETS).files[1].path == str(bad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_pairs_have_the_dtype_of_the_computation(stack, dtype):
+    bank = load_bank([path for path, _, _ in stack], TARGETS, dtype)
+    assert bank.flat.dtype == dtype
+    assert bank.nbytes == bank.flat.numel() * dtype.itemsize
+    up = bank.layers[Target(f"{Q}.weight")].pairs(bank.flat)[1]
+    assert torch.equal(up[:, :4], stack[0][1]["blocks.1.self_attn.q"][0].to(dtype))
+
+
+def test_dora_and_other_kinds_stand_beside_the_pairs(write):
+    """A DoRA of file 1 between the pairs of files 0 and 2, in the same layer."""
+    paths = [write(number, spelled(random_pairs(WAN, ATTENTION, seed=number))) for number in (0, 2)]
+    tensors = spelled(random_pairs(WAN, ATTENTION, seed=1))
+    tensors[f"{Q}.dora_scale"] = torch.rand(16, 1) + 0.5
+    tensors[f"{PREFIX}blocks.1.diff_m"] = torch.ones(1, 6, 16)
+    paths.insert(1, write(1, tensors))
+    bank = load_bank(paths, TARGETS)
+    layer = bank.layers[Target(f"{Q}.weight")]
+    assert layer.rows == {0: (0, 4), 2: (4, 8)}
+    ((number, adapter),) = layer.others
+    assert number == 1
+    assert adapter.dora_scale is not None
+    assert bank.nbytes > bank.flat.numel() * 4
+    modulation = bank.layers[Target(f"{PREFIX}blocks.1.modulation")]
+    assert modulation.rank == modulation.numel == 0
+    assert len(modulation.others) == 1
+
+
+def test_what_proves_unfit_when_it_is_read_is_told(write):
+    tensors = spelled(random_pairs(WAN, ATTENTION))
+    tensors |= {f"{PREFIX}blocks.0.ffn.0.lokr_w1": torch.ones(4, 4),
+                f"{PREFIX}blocks.0.ffn.0.lokr_w2": torch.ones(4, 4)}  # fmt: skip
+    bank = load_bank([write(0, tensors)], TARGETS)
+    assert bank.reports[0].used == 2 * len(ATTENTION)
+    (line,) = bank.reports[0].lines()[1:]
+    assert line.startswith("  2 keys do not fit: ")
+    assert "16x16" in line
+
+
+def test_pairs_for_some_rows_of_a_weight_are_layers_of_their_own(write):
+    halves = {
+        f"blocks.1.self_attn.{name}": Target(f"{Q}.weight", (0, at, 8))
+        for name, at in (("upper", 0), ("lower", 8))
+    }
+    shapes = WAN | {f"{PREFIX}{name}.weight": (8, 16) for name in halves}
+    pairs = random_pairs(shapes, [*halves, "blocks.1.self_attn.q"])
+    bank = load_bank([write(0, spelled(pairs))], Targets(WAN, more=halves))
+    assert len(bank.layers) == 3
+    for name, target in halves.items():
+        assert torch.equal(bank.layers[target].pairs(bank.flat)[1][:, :4], pairs[name][0])
+
+
+# Amounts.
+
+
+def test_a_block_filter_is_a_factor_of_the_rows(stack):
+    bank = load_bank([stack[0][0]], TARGETS)
+    amounts = Amounts(bank, [Share(0, parse_blocks("0-,1=0.5,!2"))])
+    amounts.set([2.0])
+    for name, factor in (("blocks.0", 1.0), ("blocks.1", 0.5), ("blocks.2", 0.0)):
+        layer = bank.layers[Target(f"{PREFIX}{name}.self_attn.q.weight")]
+        assert amounts.of(layer, 0) == 2 * factor
+        rows = amounts.flat[layer.row : layer.row + 4]
+        assert rows.tolist() == [2 * factor * 0.5] * 4
+        assert amounts.rows(layer) == ((0, 4) if factor else (0, 0))
+
+
+def test_a_file_that_stands_twice_in_a_stack_has_the_sum_of_its_strengths(stack):
+    bank = load_bank([stack[0][0]], TARGETS)
+    amounts = Amounts(bank, [Share(0, Blocks()), Share(0, parse_blocks("1"))])
+    amounts.set([1.0, 0.25])
+    layer = bank.layers[Target(f"{Q}.weight")]
+    assert amounts.of(layer, 0) == 1.25
+    amounts.set([1.0, -1.0])
+    assert amounts.rows(layer) == (0, 0)
+    assert not amounts.flat[layer.row : layer.row + layer.rank].any()
+
+
+def test_rows_at_work_are_those_between_the_first_and_the_last_file(stack):
+    bank = load_bank([path for path, _, _ in stack], TARGETS)
+    amounts = Amounts(bank, [Share(number, Blocks()) for number in range(3)])
+    layer = bank.layers[Target(f"{Q}.weight")]
+    for strengths, rows in (
+        ((0, 0, 0), (0, 0)), ((1, 0, 0), (0, 4)), ((0, 1, 0), (4, 7)), ((0, 0, 1), (7, 23)),
+        ((1, 1, 0), (0, 7)), ((0, 1, 1), (4, 23)), ((1, 0, 1), (0, 23)),
+    ):  # fmt: skip
+        amounts.set(strengths)
+        assert amounts.rows(layer) == rows
+
+
+def test_the_version_grows_with_a_change_and_no_other_time(stack):
+    bank = load_bank([stack[0][0]], TARGETS)
+    amounts = Amounts(bank, [Share(0, Blocks())])
+    versions = []
+    for strength in (0.0, 0.0, 1.0, 1.0, 0.5, 1.0):
+        amounts.set([strength])
+        versions.append(amounts.version)
+    assert [b - a for a, b in itertools.pairwise(versions)] == [0, 1, 0, 1, 1]
+
+
+# Memory, in a process of its own.
+
+
+@pytest.mark.skipif(not loading.can_measure(), reason="/proc/self/clear_refs: no peak to be told")
+@pytest.mark.parametrize(
+    "blocks",
+    [3, pytest.param(40, marks=pytest.mark.slow)],  # 40: Wan 14B, files of 0.6 GB
+)
+def test_the_peak_of_reading_is_the_bank_and_two_layers(tmp_path, blocks):
+    measured = loading.measure(tmp_path, blocks)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert measured["bank"] == 3 * blocks * 64 * 2 * 2 * (8 * 5120 + 5120 + 13824)
+    assert measured["peak"] <= measured["bank"] + 2 * measured["layer"]

@@ -1,0 +1,207 @@
+"""Filters of layers, on the names of real models."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fast_video_vae.lora import blocks as blocks_module
+from fast_video_vae.lora.blocks import Blocks, parse_blocks
+
+WAN = [
+    f"blocks.{block}.{layer}"
+    for block in range(40)
+    for layer in (
+        *(f"self_attn.{name}" for name in "qkvo"),
+        *(f"cross_attn.{name}" for name in ("q", "k", "v", "o", "k_img", "v_img")),
+        "ffn.0",
+        "ffn.2",
+    )
+]
+OUTSIDE = [
+    "patch_embedding", "text_embedding.0", "time_embedding.2", "img_emb.proj.1", "head.head",
+]  # fmt: skip
+quick = settings(derandomize=True, deadline=None, max_examples=100)
+
+names = st.sampled_from(WAN + OUTSIDE)
+whiches = st.one_of(
+    st.integers(0, 41).map(str),
+    st.integers(0, 41).map("{}-".format),
+    st.tuples(st.integers(0, 20), st.integers(20, 41)).map(lambda ends: f"{ends[0]}-{ends[1]}"),
+    st.sampled_from(["self_attn", "cross_attn", "ffn", "ffn.0", "*_img", "img*", "*", "head"]),
+)
+items = st.one_of(
+    whiches,
+    whiches.map("!{}".format),
+    st.tuples(whiches, st.sampled_from([0.5, -1.0, 2.0])).map(lambda item: f"{item[0]}={item[1]}"),
+)
+texts = st.lists(items, max_size=4).map(",".join)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "factor"),
+    [
+        ("0-19", "blocks.19.ffn.0", 1),
+        ("0-19", "blocks.20.ffn.0", 0),
+        ("7", "transformer_blocks.7.attn.to_q", 1),
+        ("7", "blocks.17.ffn.0", 0),  # 17 is not 7
+        ("07", "blocks.7.ffn.0", 1),
+        ("20-", "blocks.39.ffn.0", 1),
+        ("20-", "blocks.19.ffn.0", 0),
+        ("3", "diffusion_model.blocks.3.self_attn.q", 1),
+        ("3", "double_blocks.3.img_attn.qkv", 1),
+        ("0", "blocks.12.ffn.0", 0),  # the first number counts
+        ("4", "input_blocks.4.1.transformer_blocks.0.attn1.to_q", 1),
+        ("!5", "blocks.5.ffn.0", 0),
+        ("!5", "blocks.6.ffn.0", 1),
+        ("0-9,!5", "blocks.5.ffn.0", 0),
+        ("!5,0-9", "blocks.5.ffn.0", 0),  # an exclusion holds wherever it stands
+        ("!5,5=2", "blocks.5.ffn.0", 0),
+        ("0-9,!5", "blocks.10.ffn.0", 0),
+        ("!0-9,!30-", "blocks.29.ffn.0", 1),
+        ("!0-9,!30-", "blocks.30.ffn.0", 0),
+        ("8-11=0.5", "blocks.8.ffn.0", 0.5),
+        ("8-11=0.5", "blocks.7.ffn.0", 0),  # a factor chooses, too
+        ("0-,8-11=0.5", "blocks.7.ffn.0", 1),
+        ("0-,8-11=0.5", "blocks.11.ffn.0", 0.5),
+        ("8-11=0.5,0-", "blocks.11.ffn.0", 1),  # the last item that fits
+        ("0-19=-1.5", "blocks.0.ffn.0", -1.5),
+        ("5=0", "blocks.5.ffn.0", 0),
+    ],
+)
+def test_numbers_choose_blocks(text, name, factor):
+    assert parse_blocks(text).factor(name) == factor
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "factor"),
+    [
+        ("self_attn", "blocks.12.self_attn.q", 1),
+        ("self_attn", "blocks.12.cross_attn.q", 0),
+        ("self_attn.q", "blocks.12.self_attn.q", 1),
+        ("self_attn.q", "blocks.12.self_attn.k", 0),
+        ("self_attn.q", "blocks.12.self_attn.norm.q", 0),  # in a row
+        ("attn", "blocks.12.self_attn.q", 0),  # whole segments
+        ("*attn", "blocks.12.self_attn.q", 1),
+        ("attn*", "transformer_blocks.0.attn1.to_q", 1),
+        ("ffn.0", "blocks.1.ffn.0", 1),
+        ("ffn.0", "blocks.0.ffn.2", 0),
+        ("ffn.[02]", "blocks.0.ffn.2", 1),
+        ("blocks.?.ffn", "blocks.5.ffn.0", 1),
+        ("blocks.?.ffn", "blocks.15.ffn.0", 0),
+        ("img*", "img_emb.proj.1", 1),
+        ("img*", "double_blocks.0.img_attn.qkv", 1),
+        ("img*", "blocks.0.cross_attn.k_img", 0),
+        ("*_img", "blocks.0.cross_attn.k_img", 1),
+        ("Self_Attn", "blocks.12.self_attn.q", 0),  # case counts
+        ("!cross_attn", "blocks.12.cross_attn.q", 0),
+        ("!cross_attn", "blocks.12.ffn.0", 1),
+        ("cross_attn,!*_img", "blocks.0.cross_attn.k_img", 0),
+        ("cross_attn,!*_img", "blocks.0.cross_attn.k", 1),
+        ("*,cross_attn=0.5", "blocks.0.cross_attn.k", 0.5),
+        ("*,cross_attn=0.5", "blocks.0.ffn.0", 1),
+        ("head", "head.head", 1),
+    ],
+)
+def test_names_choose_layers(text, name, factor):
+    assert parse_blocks(text).factor(name) == factor
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "factor"),
+    [
+        ("0-19,self_attn", "blocks.19.self_attn.q", 1),
+        ("0-19,self_attn", "blocks.20.self_attn.q", 0),
+        ("0-19,self_attn", "blocks.19.ffn.0", 0),
+        ("0-19,!cross_attn", "blocks.19.ffn.0", 1),
+        ("0-19,!cross_attn", "blocks.19.cross_attn.q", 0),
+        ("self_attn,!5", "blocks.5.self_attn.q", 0),
+        ("self_attn,!5", "blocks.6.self_attn.q", 1),
+        ("0-,8-11=0.5,*,ffn=0.5", "blocks.9.ffn.0", 0.25),
+        ("0-,8-11=0.5,*,ffn=0.5", "blocks.7.ffn.0", 0.5),
+        (" 0 - 19 , ! cross_attn , ffn = .5 ", "blocks.1.ffn.0", 0.5),
+    ],
+)
+def test_a_layer_has_to_pass_both(text, name, factor):
+    assert parse_blocks(text).factor(name) == factor
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize(
+    ("text", "factor"),
+    [
+        ("!5", 1),
+        ("!0", 1),  # the 0 of text_embedding.0 is no block
+        ("!cross_attn", 1),
+        ("0-", 0),  # only numbers choose
+        ("0-19,!cross_attn", 0),
+        ("0-,*", 1),
+        ("0-,8-11=0.5,*", 1),
+        ("self_attn", 0),
+    ],
+)
+def test_layers_outside_the_blocks(text, factor, name):
+    assert parse_blocks(text).factor(name) == factor
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n"])
+def test_an_empty_text_takes_all(text):
+    assert parse_blocks(text) == Blocks()
+    assert {parse_blocks(text).factor(name) for name in WAN + OUTSIDE} == {1}
+
+
+@quick
+@given(texts, names)
+def test_an_exclusion_takes_out_what_it_alone_does_and_no_more(text, name):
+    for item in ("!12-20", "!ffn", "!*_img"):
+        out = parse_blocks(item).factor(name) == 0
+        with_it = parse_blocks(f"{text},{item}" if text else item).factor(name)
+        assert with_it == (0 if out else parse_blocks(text).factor(name))
+
+
+@quick
+@given(texts, texts, names)
+def test_numbers_and_names_do_not_mix(text, other, name):
+    items = [item for item in f"{text},{other}".split(",") if item]
+    ordered = sorted(items, key=lambda item: item.lstrip("!")[0].isdigit())
+    assert parse_blocks(",".join(items)) == parse_blocks(",".join(ordered))
+    assert parse_blocks(",".join(items)).factor(name) == parse_blocks(",".join(ordered)).factor(
+        name
+    )
+
+
+@quick
+@given(texts)
+def test_a_filter_is_hashable_and_equal_to_another_of_the_same_text(text):
+    assert hash(parse_blocks(text)) == hash(parse_blocks(text))
+    assert parse_blocks(text) == parse_blocks(text.replace(",", " , "))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ",", "0-19,", ",ffn", "ffn,,5",  # empty items
+        "!", "!!5", "5!", "=0.5", "!=0.5",
+        "-5", "5--7", "5-7-9", "1.5", "5 7", "self attn", "19-0", "3-2",
+        "ffn.", ".ffn", "ffn..0",  # empty segments
+        "9" * 5000,  # more digits than Python turns into a number
+        "5=", "5=half", "5=nan", "5=inf", "5=1=2", "!5=0.5",
+    ],
+)  # fmt: skip
+def test_anything_else_is_one_line(text):
+    with pytest.raises(ValueError, match="expected") as error:
+        parse_blocks(text)
+    assert f"blocks {text!r}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_what_the_help_shows_can_be_read():
+    page = Path(__file__).parents[2] / "web" / "docs" / "FastVAE_LoraStack.md"
+    section = page.read_text(encoding="utf-8").split("## Blocks\n")[1].split("\n## ")[0]
+    for shown in (section, blocks_module.__doc__):
+        examples = re.findall(r"^\| `([^`]+)` \|", shown, re.MULTILINE)
+        assert len(examples) >= 7
+        for example in examples:
+            parse_blocks(example)

@@ -1,0 +1,476 @@
+"""Whole LoRA files of every dialect against the plain one, what is told of them, and bad files."""
+
+import json
+import math
+import os
+import pickle
+import re
+
+import pytest
+import torch
+from safetensors.torch import save, save_file
+
+from fast_video_vae.lora.adapters import Diff, Kronecker, Pair
+from fast_video_vae.lora.file import LoraFile, identity
+from fast_video_vae.lora.keys import Target, Targets
+from fast_video_vae.tests.lora.models import (
+    ENDINGS,
+    PREFIX,
+    SPELLINGS,
+    diffusers_of_wan,
+    modules,
+    qwen,
+    random_pairs,
+    spelled,
+    wan,
+)
+
+WAN = wan(blocks=2, vace=1)
+TARGETS = Targets(WAN)
+T2V = Targets(wan(blocks=2, i2v=False))
+NAMES = modules(WAN)
+PAIRS = random_pairs(WAN, NAMES)
+# One of each module there is: block 1 is like block 0.
+ONCE = {name: PAIRS[name] for name in NAMES if not name.startswith("blocks.1")}
+SOME = {name: PAIRS[name] for name in NAMES if name.startswith("blocks.0.self_attn")}
+Q = "diffusion_model.blocks.0.self_attn.q"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def written(tensors, name="some.safetensors", metadata=None):
+        save_file(tensors, tmp_path / name, metadata)
+        return tmp_path / name
+
+    return written
+
+
+def read(path, targets=TARGETS):
+    return dict(LoraFile(path, targets).adapters())
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for target, adapter in found.items():
+        other = expected[target]
+        assert type(adapter) is type(other) is Pair
+        assert torch.equal(adapter.up, other.up)
+        assert torch.equal(adapter.down, other.down)
+        assert adapter.scale == other.scale
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plain") / "plain.safetensors"
+    save_file(spelled(ONCE, alpha=2), path)
+    return read(path)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_dialect_is_the_plain_one(write, plain, spelling, ending):
+    file = LoraFile(write(spelled(ONCE, spelling, ending, alpha=2)), TARGETS)
+    assert_equal(dict(file.adapters()), plain)
+    assert file.report.used == 3 * len(ONCE)
+    assert len(file.report.lines()) == 1
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_dialect_with_diffusers_names_is_the_plain_one(write, plain, spelling):
+    names = {own: theirs for theirs, own in diffusers_of_wan(WAN).items()}
+    assert_equal(read(write(spelled(ONCE, spelling, alpha=2, names=names))), plain)
+
+
+def test_a_qwen_image_file_in_two_dialects(write):
+    shapes = qwen()
+    targets, pairs = Targets(shapes), random_pairs(shapes, modules(shapes))
+    one = read(write(spelled(pairs, "transformer", "peft-named")), targets)
+    two = read(write(spelled(pairs, "kohya", "kohya"), "two.safetensors"), targets)
+    assert_equal(one, two)
+    assert len(one) == len(pairs)
+
+
+def test_adapters_are_what_was_saved(write):
+    found = read(write(spelled(PAIRS, alpha=2)))
+    for name, (up, down) in PAIRS.items():
+        adapter = found[Target(f"{PREFIX}{name}.weight")]
+        assert torch.equal(adapter.up, up.flatten(1))
+        assert torch.equal(adapter.down, down)
+        assert adapter.scale == 0.5
+
+
+@pytest.mark.parametrize(
+    ("alpha", "metadata", "scale"),
+    [
+        (None, {}, 1.0),
+        (2, {}, 2 / 4),
+        (8, {}, 8 / 4),
+        (None, {"lora_alpha": "8"}, 8 / 4),
+        (None, {"lora_adapter_metadata": {"transformer.lora_alpha": 8, "transformer.r": 4}}, 8 / 4),
+        (2, {"lora_alpha": "8"}, 2 / 4),  # the pair knows better
+        (None, {"use_rslora": "True"}, 1.0),
+        (None, {"use_rslora": "true", "lora_alpha": "8"}, 8 / math.sqrt(4)),
+        (2, {"use_rslora": "True"}, 2 / math.sqrt(4)),
+        (2, {"use_rslora": "False"}, 2 / 4),
+        (
+            None,
+            {"lora_adapter_metadata": {"unet.use_rslora": True, "unet.lora_alpha": 8}},
+            8 / math.sqrt(4),
+        ),
+        (2, {"lora_adapter_metadata": {"transformer.use_rslora": False}}, 2 / 4),
+        (2, {"adapter_config": {"use_rslora": True}}, 2 / math.sqrt(4)),
+        (2, {"lora_adapter_metadata": "no JSON", "format": "pt"}, 2 / 4),
+        (2, {"lora_adapter_metadata": [1, 2]}, 2 / 4),
+        (None, {"lora_alpha": "None"}, 1.0),
+        (None, {"lora_adapter_metadata": {"transformer.lora_alpha": None}}, 1.0),
+    ],
+)
+def test_the_scale_of_a_pair(write, alpha, metadata, scale):
+    metadata = {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in metadata.items()
+    }
+    for adapter in read(write(spelled(SOME, alpha=alpha), metadata=metadata)).values():
+        assert adapter.scale == pytest.approx(scale, rel=1e-6)
+
+
+def test_a_prefix_alone_is_no_reason_for_another_scale(write):
+    # Others take any file of PEFT for a rank-stabilised one.
+    for adapter in read(write(spelled(SOME, "peft", "peft", alpha=2))).values():
+        assert adapter.scale == 0.5
+
+
+def test_what_metadata_says_of_scales_is_told(write):
+    metadata = {"use_rslora": "true", "lora_alpha": "8"}
+    text = "\n".join(LoraFile(write(spelled(SOME), metadata=metadata), TARGETS).report.lines())
+    assert "rank-stabilised" in text
+    assert "alpha 8" in text
+
+
+def test_differences_of_weights_biases_norms_and_modulations(write):
+    torch.manual_seed(0)
+    tensors = spelled(SOME, ending="kohya")
+    values = {
+        "blocks.0.self_attn.norm_k.diff": (16,),
+        "blocks.0.self_attn.q.diff_b": (16,),
+        "blocks.1.diff_m": (1, 6, 16),
+        "blocks.0.norm3.diff": (16,),
+        "blocks.0.norm3.diff_b": (16,),
+        "head.head.diff": (24, 16),
+        "patch_embedding.diff": (16, 6, 1, 2, 2),
+        "patch_embedding.diff_b": (16,),
+        "head.modulation.diff": (1, 2, 16),
+    }
+    keys = [
+        "blocks.0.self_attn.norm_k.weight", "blocks.0.self_attn.q.bias", "blocks.1.modulation",
+        "blocks.0.norm3.weight", "blocks.0.norm3.bias", "head.head.weight",
+        "patch_embedding.weight", "patch_embedding.bias", "head.modulation",
+    ]  # fmt: skip
+    values = {name: torch.randn(shape) for name, shape in values.items()}
+    tensors |= {f"diffusion_model.{name}": value.clone() for name, value in values.items()}
+    file = LoraFile(write(tensors), TARGETS)
+    found = dict(file.adapters())
+    assert len(found) == len(SOME) + len(values)
+    assert file.report.used == len(tensors)
+    for value, key in zip(values.values(), keys, strict=True):
+        adapter = found[Target(f"{PREFIX}{key}")]
+        assert isinstance(adapter, Diff)
+        assert torch.equal(adapter.difference, value)
+
+
+def test_a_pair_and_a_difference_of_one_weight_are_both_meant(write):
+    tensors = spelled(SOME) | {f"{Q}.diff": torch.ones(16, 16)}
+    found = [
+        adapter
+        for target, adapter in LoraFile(write(tensors), TARGETS).adapters()
+        if target.key == f"{Q}.weight"
+    ]
+    assert sorted(type(adapter).__name__ for adapter in found) == ["Diff", "Pair"]
+
+
+def test_other_kinds_of_adapters_come_in_any_dialect(write):
+    w1, w2 = torch.randn(4, 4), torch.randn(4, 4)
+    for stem in ("lycoris_blocks_0_self_attn_q", "lora_unet_blocks_0_self_attn_q", Q):
+        tensors = {f"{stem}.lokr_w1": w1, f"{stem}.lokr_w2": w2, f"{stem}.alpha": torch.tensor(1.0)}
+        ((target, adapter),) = read(write(tensors)).items()
+        assert target.key == f"{Q}.weight"
+        assert isinstance(adapter, Kronecker)
+
+
+def test_magnitudes_of_peft_are_dora(write):
+    tensors = spelled(SOME, "peft", "peft-named")
+    for name in SOME:
+        tensors[f"base_model.model.{name}.lora_magnitude_vector.default.weight"] = torch.ones(16)
+    for adapter in read(write(tensors)).values():
+        assert adapter.dora_scale is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float32])
+def test_any_floating_dtype_is_read_as_it_is(write, dtype):
+    for adapter in read(write(spelled(random_pairs(WAN, NAMES[:3], dtype=dtype)))).values():
+        assert adapter.up.dtype == dtype
+
+
+# What is told of the keys.
+
+
+def test_image_keys_beside_a_model_without_them_are_counted_in_one_line(write):
+    names = [name for name in NAMES if not name.startswith(("vace", "img_emb"))]
+    pairs = random_pairs(WAN, names)
+    tensors = spelled(pairs, alpha=1)
+    tensors |= {
+        f"diffusion_model.blocks.{n}.cross_attn.norm_k_img.diff": torch.ones(16) for n in (0, 1)
+    }
+    lines = LoraFile(write(tensors), T2V).report.lines()
+    used = 3 * (len(names) - 4)
+    assert lines == [
+        f"some.safetensors: {used} keys applied",
+        "  12 keys for k_img/v_img: not in this model",
+        "  2 keys for norm_k_img: not in this model",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spelling", "diffusers", "named"),
+    [
+        ("kohya", False, "cross_attn_k_img/cross_attn_v_img"),
+        ("transformer", True, "add_k_proj/add_v_proj"),
+        ("mixed", False, "k_img/v_img"),
+    ],
+)
+def test_absent_keys_are_counted_by_their_names_in_the_file(write, spelling, diffusers, named):
+    names = {own: theirs for theirs, own in diffusers_of_wan(WAN).items()} if diffusers else {}
+    pairs = {name: PAIRS[name] for name in NAMES if re.match(r"blocks\.\d\.cross_attn", name)}
+    lines = LoraFile(write(spelled(pairs, spelling, names=names)), T2V).report.lines()
+    assert lines[1:] == [f"  8 keys for {named}: not in this model"]
+
+
+def test_many_absent_names_are_cut_short(write):
+    extra = random_pairs({f"{PREFIX}other.{n}{c}.weight": (4, 4) for n in range(3) for c in "abc"},
+                         [f"other.{n}{c}" for n in range(3) for c in "abc"])  # fmt: skip
+    lines = LoraFile(write(spelled(SOME | extra)), TARGETS).report.lines()
+    assert lines[1:] == ["  18 keys for 0a/0b/0c/1a/...: not in this model"]
+
+
+def test_keys_for_text_encoders_and_unknown_keys_are_told(write):
+    tensors = spelled(SOME)
+    tensors |= {
+        f"lora_te_text_model_layers_{n}.lora_{part}.weight": torch.ones(2, 2)
+        for n in range(3) for part in ("up", "down")
+    }  # fmt: skip
+    tensors |= {f"dwpose_embedding.{n}.weight": torch.ones(2) for n in range(4)}
+    tensors |= {"text_encoder.norm.weight": torch.ones(2)}
+    lines = LoraFile(write(tensors), TARGETS).report.lines()
+    assert lines[1:] == [
+        "  4 keys of an unknown form: dwpose_embedding.0.weight, dwpose_embedding.1.weight, "
+        "dwpose_embedding.2.weight, ...",
+        "  7 keys for a text encoder: not applied to a model",
+    ]
+
+
+def test_stand_in_is_not_a_lora_of_the_attention(write):
+    tensors = spelled(SOME)
+    tensors |= {
+        f"blocks.0.self_attn.{n}_loras.{part}.weight": torch.ones(4, 4)
+        for n in "qkv" for part in ("up", "down")
+    }  # fmt: skip
+    file = LoraFile(write(tensors), TARGETS)
+    assert len(file.report.unknown) == 6
+    assert len(file.entries) == len(SOME)
+
+
+def test_of_two_pairs_for_one_weight_the_first_is_applied_and_it_is_told(write):
+    """As in files that carry their LoRA in two dialects; half of each would be neither."""
+    names = {own: theirs for theirs, own in diffusers_of_wan(WAN).items()}
+    others = random_pairs(WAN, [*SOME], rank=8, seed=1)
+    one, two = spelled(SOME), spelled(others, "transformer", "kohya", names=names)
+    file = LoraFile(write(one | two), TARGETS)
+    assert file.report.lines()[1:] == [
+        f"  {len(two)} keys for what others are for: the first are applied"
+    ]
+    ranks = {adapter.rank for _, adapter in file.adapters()}
+    assert len(ranks) == 1
+
+
+def test_pairs_of_another_shape_are_told_and_left_out(write):
+    wide = {f"{PREFIX}patch_embedding.weight": (16, 12, 1, 2, 2)}  # of a control LoRA
+    pairs = SOME | random_pairs(wide, ["patch_embedding"])
+    file = LoraFile(write(spelled(pairs)), TARGETS)
+    assert file.report.lines()[1:] == [
+        "  2 keys do not fit: a pair for 16x48 and a parameter of 16x6x1x2x2"
+    ]
+    assert len(file.entries) == len(SOME)
+
+
+# Files that cannot be used: one line, which names the file.
+
+
+def refused(path, match, targets=TARGETS):
+    with pytest.raises(ValueError, match=match) as caught:
+        for _ in LoraFile(path, targets).adapters():
+            pass
+    text = str(caught.value)
+    assert path.name in text
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pair_that_is_not_finite_is_refused(write, value, part, dtype):
+    pairs = random_pairs(WAN, [*SOME], dtype=dtype)
+    pairs["blocks.0.self_attn.k"][part][1, 2] = value
+    text = refused(write(spelled(pairs)), "expected finite numbers")
+    assert "blocks.0.self_attn.k" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64])
+def test_pairs_of_whole_or_other_numbers_are_refused(write, dtype):
+    pairs = {"blocks.0.self_attn.q": (torch.ones(16, 4).to(dtype), torch.ones(4, 16).to(dtype))}
+    refused(write(spelled(pairs)), "expected floating point")
+
+
+@pytest.mark.parametrize("alpha", [math.nan, math.inf])
+def test_an_alpha_that_is_not_finite_is_refused(write, alpha):
+    refused(write(spelled(SOME, alpha=alpha)), "alpha is (nan|inf)")
+
+
+def test_a_pair_of_two_ranks_is_refused(write):
+    pairs = {"blocks.0.self_attn.q": (torch.ones(16, 4), torch.ones(5, 16))}
+    refused(write(spelled(pairs)), "up has rank 4, down has rank 5; expected the same rank")
+
+
+def test_half_a_pair_is_refused(write):
+    tensors = spelled(SOME)
+    del tensors[f"{Q}.lora_B.weight"]
+    refused(write(tensors), "expected all of them")
+
+
+def test_a_file_of_which_nothing_matches_shows_five_keys_of_each_side(write):
+    shapes = qwen()
+    pairs = random_pairs(shapes, [name for name in modules(shapes) if "blocks" in name])
+    text = refused(write(spelled(pairs)), r"nothing in some\.safetensors is for this model")
+    theirs, ours = text.split("; the model has ")
+    assert theirs.count("transformer_blocks") == 5
+    assert theirs.count(", ") == 4
+    assert ours.split(", ") == [f"{PREFIX}{name}" for name in (
+        "patch_embedding", "text_embedding.0", "text_embedding.2", "time_embedding.0",
+        "time_embedding.2",
+    )]  # fmt: skip
+
+
+def test_a_file_without_a_key_is_refused(write):
+    refused(write({}), "it has no keys")
+
+
+def test_a_file_of_another_kind_is_refused(write):
+    refused(write({"conv.weight": torch.ones(2)}), "it has conv.weight; the model has")
+
+
+def test_a_lora_for_another_size_of_the_model_is_refused(write):
+    shapes = wan(d=32, f=48, i2v=False)
+    pairs = random_pairs(shapes, modules(shapes))
+    refused(write(spelled(pairs)), r"for another model: a pair for \d+x\d+ and a parameter of")
+
+
+def test_a_difference_of_another_size_is_refused(write):
+    text = refused(write({f"{Q}.diff": torch.ones(4, 4)}), "a difference of 4x4 for a parameter")
+    assert "16x16" in text
+
+
+def test_truncated_files_are_refused(tmp_path):
+    data = save(spelled(SOME))
+    header = 8 + int.from_bytes(data[:8], "little")
+    path = tmp_path / "cut.safetensors"
+    for length in (0, 1, 7, 8, 9, header // 2, header - 1, header, header + 5, len(data) - 1):
+        path.write_bytes(data[:length])
+        refused(path, "is not a whole safetensors file")
+    path.write_bytes(data + b"more")
+    refused(path, "is not a whole safetensors file")
+    path.write_bytes(b"<!DOCTYPE html><html>not found</html>")
+    refused(path, "is not a whole safetensors file")
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_pickles_are_refused_unread(tmp_path, name, zipped):
+    path = tmp_path / name
+    torch.save(spelled(SOME), path, _use_new_zipfile_serialization=zipped)
+    refused(path, r"is a pickle, which can run code; expected a \.safetensors file")
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_plain_pickles_are_refused_unread(tmp_path, protocol):
+    path = tmp_path / "model.pkl"
+    path.write_bytes(pickle.dumps({"a": Bomb()}, protocol))
+    refused(path, "is a pickle")
+
+
+class Bomb:
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('a pickle was run')",))
+
+
+@pytest.mark.parametrize("size", [0x280, 0x380, 0x480, 0x580])
+def test_a_header_whose_length_looks_like_a_pickle_is_none(tmp_path, size):
+    data = save(spelled({"blocks.0.self_attn.q": SOME["blocks.0.self_attn.q"]}))
+    header = 8 + int.from_bytes(data[:8], "little")
+    text = data[8:header].ljust(size)
+    path = tmp_path / "some.safetensors"
+    path.write_bytes(size.to_bytes(8, "little") + text + data[header:])
+    assert len(read(path)) == 1
+
+
+def test_a_directory_and_a_missing_file_are_refused(tmp_path):
+    refused(tmp_path / "missing.safetensors", "cannot be read: No such file")
+    (tmp_path / "folder.safetensors").mkdir()
+    refused(tmp_path / "folder.safetensors", "cannot be read: Is a directory")
+
+
+def replaced(path, tensors):
+    """Another file of the same name, in one step."""
+    other = path.with_name("other")
+    save_file(tensors, other)
+    os.utime(other, ns=(1, 1))
+    other.replace(path)
+
+
+def overwritten(path, tensors):
+    """The same file with other bytes, in place."""
+    data = save(tensors)
+    with path.open("r+b") as file:
+        file.write(data)
+        file.truncate()
+    os.utime(path, ns=(1, 1))
+
+
+def removed(path, tensors):
+    path.unlink()
+
+
+def shortened(path, tensors):
+    os.truncate(path, 100)
+
+
+@pytest.mark.parametrize("change", [replaced, overwritten, removed, shortened])
+@pytest.mark.parametrize("pairs_read", [0, 1])
+def test_a_file_that_changes_between_its_header_and_a_pair_is_refused(write, change, pairs_read):
+    path = write(spelled(SOME))
+    file = LoraFile(path, TARGETS)
+    adapters = file.adapters()
+    for _ in range(pairs_read):
+        next(adapters)
+    change(path, spelled(random_pairs(WAN, [*SOME], seed=1)))
+    with pytest.raises(ValueError, match=r"some\.safetensors (was replaced|cannot be read)"):
+        list(adapters)
+
+
+def test_identities_tell_files_and_their_versions(write):
+    path = write(spelled(SOME))
+    first = identity(path)
+    assert first == identity(path)
+    assert first.path == str(path.absolute())
+    os.utime(path, ns=(1, 1))
+    assert identity(path) != first
+    assert identity(write(spelled(SOME), "two.safetensors")) != first

@@ -1,0 +1,340 @@
+"""Every spelling of every module is found, and no spelling finds another module."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fast_video_vae.lora.keys import Target, Targets, is_of_text_encoder, split_key
+from fast_video_vae.tests.lora.models import (
+    ENDINGS,
+    PREFIX,
+    SPELLINGS,
+    diffusers_of_wan,
+    flat,
+    modules,
+    qwen,
+    wan,
+)
+
+WAN = wan(blocks=13, vace=2)
+QWEN = qwen(blocks=12)
+MODELS = {"wan": (WAN, Targets(WAN)), "qwen": (QWEN, Targets(QWEN))}
+THEIRS = diffusers_of_wan(WAN)
+THEIR_REST = diffusers_of_wan(WAN, rest=True)
+quick = settings(derandomize=True, deadline=None, max_examples=300)
+
+
+def names_of(model):
+    """What files call the modules of a model: by any name its own one."""
+    return {name: name for name in modules(MODELS[model][0])} | (THEIRS if model == "wan" else {})
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_module_is_found_in_every_spelling(model, spelling):
+    _, targets = MODELS[model]
+    for name, own in names_of(model).items():
+        stem = SPELLINGS[spelling](name)
+        assert targets.find(stem, "up") == Target(f"{PREFIX}{own}.weight"), stem
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_up_and_down_are_told_by_their_endings(spelling, ending):
+    for name in ("blocks.12.self_attn.q", "blocks.0.ffn.net.0.proj", "head.head", "proj_out"):
+        stem = SPELLINGS[spelling](name)
+        for part, end in zip(("up", "down"), ENDINGS[ending], strict=True):
+            assert split_key(stem + end) == (stem, part)
+
+
+@pytest.mark.parametrize(
+    ("ending", "part"),
+    [
+        (".alpha", "alpha"),
+        (".lora_alpha", "alpha"),
+        (".lora_mid.weight", "mid"),
+        (".dora_scale", "dora_scale"),
+        (".lora_magnitude_vector", "magnitude"),
+        (".lora_magnitude_vector.weight", "magnitude"),
+        (".lora_magnitude_vector.default.weight", "magnitude"),
+        (".diff", "diff"),
+        (".diff_b", "diff_b"),
+        (".diff_m", "diff_m"),
+        (".set_weight", "set_weight"),
+        (".reshape_weight", "reshape_weight"),
+        (".w_norm", "w_norm"),
+        (".b_norm", "b_norm"),
+        (".hada_w1_a", "hada_w1_a"),
+        (".hada_t2", "hada_t2"),
+        (".lokr_w1", "lokr_w1"),
+        (".lokr_w2_b", "lokr_w2_b"),
+        (".lokr_t2", "lokr_t2"),
+        (".a1.weight", "a1"),
+        (".b2.weight", "b2"),
+        (".oft_blocks", "oft_blocks"),
+        (".rescale", "rescale"),
+    ],
+)
+def test_other_parts_are_told_by_their_endings(ending, part):
+    for stem in ("lora_unet_blocks_0_self_attn_q", "diffusion_model.blocks.0.self_attn.q"):
+        assert split_key(stem + ending) == (stem, part)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "blocks.0.self_attn.q_loras.down.weight",  # Stand-In: for reference tokens alone
+        "blocks.0.self_attn.q_loras.up.weight",
+        "dwpose_embedding.0.weight",  # UniAnimate: a module of its own
+        "randomref_embedding_pose.0.bias",
+        "blocks.0.self_attn.q.weight",
+        "blocks.0.self_attn.q.lora_B.bias",  # PEFT with lora_bias: not the matrix
+        "blocks.0.self_attn.q.lora_B.default.bias",
+        "lora_A.weight",  # of which module
+        ".alpha",
+        "",
+        "__metadata__",
+    ],
+)
+def test_names_that_mean_nothing_name_no_part(key):
+    assert split_key(key) is None
+
+
+@pytest.mark.parametrize(
+    "stem",
+    [
+        "dwpose_embedding.0",
+        "pipe.dit.dwpose_embedding.0",
+        "blocks.0.self_attn.q_loras",
+        "blocks.13.self_attn.q",  # one block more than there are
+        "lora_unet_blocks_13_self_attn_q",
+        "blocks.0.self_attn",
+        "blocks.0.attn3.to_q",
+        "self_attn.q",
+        "q",
+        "",
+        "lora_unet_",
+        "diffusion_model.",
+        "locks.0.self_attn.q",
+        "xblocks.0.self_attn.q",
+        "other.blocks.0.self_attn.q",
+        "blocks.0.self_attn.q.extra",
+    ],
+)
+def test_modules_that_the_model_does_not_have_are_not_found(stem):
+    assert MODELS["wan"][1].find(stem, "up") is None
+
+
+@pytest.mark.parametrize("block", [0, 1, 12])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_attn1_is_self_attention_and_attn2_is_cross_attention(block, spelling):
+    targets = MODELS["wan"][1]
+    for theirs, ours in (("attn1", "self_attn"), ("attn2", "cross_attn")):
+        for leaf, own in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o")):
+            stem = SPELLINGS[spelling](f"blocks.{block}.{theirs}.{leaf}")
+            found = targets.find(stem, "down")
+            assert found == Target(f"{PREFIX}blocks.{block}.{ours}.{own}.weight")
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_diffusers_names_of_norms_and_tables_are_found(spelling):
+    targets = MODELS["wan"][1]
+    assert len(THEIR_REST) > 7 * 15
+    for theirs, ours in THEIR_REST.items():
+        key = f"{PREFIX}{ours}"
+        key = key if key in WAN else f"{key}.weight"
+        assert targets.find(SPELLINGS[spelling](theirs), "diff") == Target(key), theirs
+
+
+def test_wan_s_own_norm3_is_not_diffusers_norm3():
+    # diffusers' norm3 is Wan's norm2, which has no parameters; its norm2 is Wan's norm3.
+    targets = MODELS["wan"][1]
+    for name in ("norm2", "norm3"):
+        found = targets.find(f"diffusion_model.blocks.4.{name}", "diff")
+        assert found == Target(f"{PREFIX}blocks.4.norm3.weight")
+    assert targets.find("transformer.blocks.4.norm1", "diff") is None
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_bias_is_found_by_the_name_of_its_module(model):
+    shapes, targets = MODELS[model]
+    for spelling in SPELLINGS.values():
+        for name, own in names_of(model).items():
+            for part in ("diff_b", "b_norm"):
+                found = targets.find(spelling(name), part)
+                assert found == Target(f"{PREFIX}{own}.bias")
+    norm = f"{PREFIX}blocks.0.self_attn.norm_q"
+    assert f"{norm}.weight" not in shapes or targets.find(norm, "diff_b") is None
+
+
+def test_a_modulation_is_found_by_the_name_of_its_block_and_by_its_own():
+    targets = MODELS["wan"][1]
+    for owner in ("blocks.0", "blocks.12", "vace_blocks.1", "head"):
+        expected = Target(f"{PREFIX}{owner}.modulation")
+        for spelling in SPELLINGS.values():
+            assert targets.find(spelling(owner), "diff_m") == expected
+            assert targets.find(spelling(f"{owner}.modulation"), "diff") == expected
+    assert targets.find("blocks.13", "diff_m") is None
+    assert targets.find("blocks.0.self_attn", "diff_m") is None
+
+
+def test_vace_blocks_are_not_blocks():
+    targets = MODELS["wan"][1]
+    for spelling in SPELLINGS.values():
+        found = targets.find(spelling("vace_blocks.1.attn1.to_q"), "up")
+        assert found == Target(f"{PREFIX}vace_blocks.1.self_attn.q.weight")
+    assert targets.find("vace_blocks.2.self_attn.q", "up") is None
+    assert targets.find("vace_blocks.1.proj_in", "up") is None  # the first block's alone
+
+
+def test_a_qwen_name_means_nothing_to_wan_and_the_other_way_round():
+    for mine, others in (("wan", "qwen"), ("qwen", "wan")):
+        names = set(names_of(others)) - set(names_of(mine))
+        assert len(names) > 100
+        for name in names:
+            for spelling in SPELLINGS.values():
+                assert MODELS[mine][1].find(spelling(name), "up") is None
+
+
+# The flow models' `double_blocks` and Qwen-Image's fused gate are known by their halves.
+HALVES = {
+    "transformer_blocks.0.img_mlp.gate": Target(
+        f"{PREFIX}transformer_blocks.0.img_mlp.net.0.proj.weight", (0, 0, 32)
+    ),
+    "transformer_blocks.0.img_mlp.value": Target(
+        f"{PREFIX}transformer_blocks.0.img_mlp.net.0.proj.weight", (0, 32, 32)
+    ),
+}
+
+
+def test_parts_of_a_weight_are_found_by_names_from_elsewhere():
+    targets = Targets(QWEN, more=HALVES)
+    for name, target in HALVES.items():
+        for spelling in SPELLINGS.values():
+            assert targets.find(spelling(name), "up") == target
+        assert targets.shape(target) == (32, 16)
+        assert targets.find(name, "diff_b") is None  # of which rows of the bias, nobody says
+    assert targets.find("transformer_blocks.0.img_mlp.net.0.proj", "up").offset is None
+
+
+def test_a_model_s_own_name_goes_before_one_from_elsewhere():
+    other = Target(f"{PREFIX}proj_out.weight")
+    targets = Targets(QWEN, more={"img_in": other, "final": other})
+    assert targets.find("img_in", "up") == Target(f"{PREFIX}img_in.weight")
+    assert targets.find("lora_unet_final", "up") == other
+
+
+def test_of_two_modules_that_are_spelled_alike_none_is_chosen():
+    shapes = {f"{PREFIX}a.b_c.weight": (4, 4), f"{PREFIX}a_b.c.weight": (4, 4)}
+    targets = Targets(shapes)
+    assert targets.find("lora_unet_a_b_c", "up") is None
+    assert targets.find("lycoris_a_b_c", "up") is None
+    assert targets.find("a.b.c", "up") is None
+    # Dots leave no doubt.
+    assert targets.find("diffusion_model.a.b_c", "up") == Target(f"{PREFIX}a.b_c.weight")
+    assert targets.find("transformer.a_b.c", "up") == Target(f"{PREFIX}a_b.c.weight")
+
+
+def test_parameters_outside_the_network_are_not_meant():
+    targets = Targets({**WAN, "first_stage_model.conv.weight": (4, 4)})
+    assert targets.find("first_stage_model.conv", "up") is None
+    assert targets.find("conv", "up") is None
+
+
+def test_fingerprints_are_equal_for_equal_models_alone():
+    assert Targets(WAN).fingerprint == Targets(dict(WAN)).fingerprint
+    assert Targets(WAN).fingerprint != Targets(wan(blocks=13, vace=2, d=32)).fingerprint
+    assert Targets(QWEN).fingerprint != Targets(QWEN, more=HALVES).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("lora_te_text_model_encoder_layers_0_mlp_fc1", True),
+        ("lora_te1_text_model", True),
+        ("text_encoder.layers.0", True),
+        ("text_encoders.umt5xxl.transformer.encoder", True),
+        ("text_encoder_2.layers.0", True),
+        ("te1.layers", True),
+        ("clip_l.transformer", True),
+        ("text_embedding.0", False),
+        ("lora_unet_text_embedding_0", False),
+        ("txt_in", False),
+        ("temporal.0", False),
+        ("time_embedding.0", False),
+    ],
+)
+def test_text_encoders_are_told_by_their_names(key, expected):
+    assert is_of_text_encoder(key) is expected
+
+
+# What may stand before a name, and nothing else.
+BEFORE = re.compile(
+    r"((base_model_)?model_|diffusion_model_|(pipe_)?dit_|transformer_|unet_|lora_unet__?"
+    r"|lora_transformer_|lycoris_)*"
+)
+SEGMENTS = sorted(
+    {segment for model in MODELS for name in names_of(model) for segment in name.split(".")}
+    | {"diffusion_model", "transformer", "model", "attn1", "attn2", "norm1", "lora", "unet", ""}
+)
+
+
+@st.composite
+def stems(draw):
+    """Names that are nearly right, and some that are."""
+    model = draw(st.sampled_from(sorted(MODELS)))
+    segments = draw(st.sampled_from(sorted(names_of(model)))).split(".")
+    for _ in range(draw(st.integers(0, 2))):
+        at = draw(st.integers(0, len(segments)))
+        new = draw(st.sampled_from(SEGMENTS))
+        how = draw(st.sampled_from(["insert", "replace", "drop"]))
+        segments[at : at + (how != "insert")] = [] if how == "drop" else [new]
+    name = draw(st.sampled_from(list(SPELLINGS.values())))(".".join(segments))
+    return "".join(draw(st.sampled_from("._")) if char == "." else char for char in name)
+
+
+def may_mean(model, stem):
+    """Keys that a stem can be the spelling of: by its end, with nothing but prefixes before."""
+    shapes, _ = MODELS[model]
+    names = names_of(model) | (THEIR_REST if model == "wan" else {})
+    names |= {key.removeprefix(PREFIX).removesuffix(".weight"): None for key in shapes}
+    found = set()
+    for name, own in names.items():
+        if not flat(stem).endswith(flat(name)):
+            continue
+        if BEFORE.fullmatch(flat(stem)[: len(flat(stem)) - len(name)]):
+            key = PREFIX + (own or name)
+            found.add(key if key in shapes else f"{key}.weight")
+    return found
+
+
+@quick
+@given(stems(), st.sampled_from(sorted(MODELS)))
+def test_never_a_wrong_module(stem, model):
+    found = MODELS[model][1].find(stem, "up")
+    if found is not None:
+        assert found.key in may_mean(model, stem)
+
+
+@quick
+@given(st.text(max_size=60))
+def test_any_text_is_split_or_refused(key):
+    split = split_key(key)
+    assert split is None or (key.startswith(split[0]) and split[0])
+
+
+def test_the_table_of_diffusers_names_is_diffusers_own():
+    transformers = pytest.importorskip("diffusers.models.transformers.transformer_wan")
+    with torch.device("meta"):
+        model = transformers.WanTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=8, ffn_dim=24, num_layers=13, text_dim=12,
+            image_dim=20, added_kv_proj_dim=16, pos_embed_seq_len=5,
+        )  # fmt: skip
+    names = {name.removesuffix(".weight") for name, _ in model.named_parameters()}
+    names = {name for name in names if not name.endswith(".bias")}
+    table = {name for name in THEIRS | THEIR_REST if not name.startswith("vace")}
+    assert names - table == {"patch_embedding"}  # called so by both
+    assert table - names == set()

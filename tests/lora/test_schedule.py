@@ -1,0 +1,313 @@
+"""Strengths over a run: what Wan2GP's guide promises for its lists, and the window beside them."""
+
+import itertools
+import math
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fast_video_vae.lora import schedule as schedule_module
+from fast_video_vae.lora.schedule import Schedule, Window, parse_schedule, step_of
+
+numbers = st.floats(-1e6, 1e6).map(lambda x: x + 0.0)
+lists = st.lists(numbers, min_size=1, max_size=5).map(tuple)
+windows = st.one_of(
+    st.none(),
+    st.tuples(st.floats(0, 1), st.floats(0, 1))
+    .filter(lambda ends: ends[0] != ends[1] and set(ends) != {0, 1})
+    .map(lambda ends: Window(min(ends), max(ends))),
+    st.tuples(st.floats(0, 100), st.floats(0, 100))
+    .filter(lambda ends: ends[0] != ends[1])
+    .map(lambda ends: Window(max(ends), min(ends), by_sigma=True)),
+)
+schedules = st.builds(Schedule, st.lists(lists, min_size=1, max_size=3).map(tuple), windows)
+quick = settings(derandomize=True, deadline=None, max_examples=100)
+
+
+def run(text, steps, **phase):
+    """The strengths of a run whose sigmas fall evenly from 1."""
+    schedule = parse_schedule(text)
+    return [schedule.strength(step, steps, 1 - step / steps, **phase) for step in range(steps)]
+
+
+def two_experts(text, high, low):
+    """The strengths of a run whose first steps are the high-noise expert's."""
+    schedule = parse_schedule(text)
+    phases = [(0, step, high) for step in range(high)] + [(1, step, low) for step in range(low)]
+    return [
+        schedule.strength(step, high + low, 1 - step / (high + low), phase, 2, at, length)
+        for step, (phase, at, length) in enumerate(phases)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "expected"),
+    [
+        ("0.8", 3, [0.8] * 3),
+        (0.8, 3, [0.8] * 3),  # what a FLOAT input gives
+        (1, 2, [1, 1]),
+        ("-1.5", 2, [-1.5] * 2),
+        ("+12.", 1, [12]),
+        (" .5 , 1e1 ", 2, [0.5, 10]),
+        ("0.9,0.8,0.7", 30, [0.9] * 10 + [0.8] * 10 + [0.7] * 10),  # Wan2GP's guide
+        ("0.8,0.7,0.5", 6, [0.8, 0.8, 0.7, 0.7, 0.5, 0.5]),  # Wan2GP's guide
+        ("1,2,3", 4, [1, 1, 2, 3]),  # floor(i * 3 / 4)
+        ("1,2,3,4", 2, [1, 3]),  # more values than steps: 2 and 4 are left out
+        ("1,2,3", 1, [1]),
+    ],
+)
+def test_a_list_spreads_evenly_over_the_run(text, steps, expected):
+    assert run(text, steps) == expected
+
+
+def test_a_list_without_phases_ignores_them():
+    assert two_experts("1,2,3", 2, 4) == [1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "high", "low", "expected"),
+    [
+        ("1;0", 2, 2, [1, 1, 0, 0]),
+        ("0;1", 1, 3, [0, 1, 1, 1]),
+        ("0.9,0.8;1.2,1.1,1", 2, 3, [0.9, 0.8, 1.2, 1.1, 1]),  # Wan2GP's guide
+        ("0.9,0.8;1.2,1.1,1", 5, 4, [0.9] * 3 + [0.8] * 2 + [1.2, 1.2, 1.1, 1]),
+        ("0.5;0,0.7", 2, 4, [0.5, 0.5, 0, 0, 0.7, 0.7]),
+        ("1;0", 0, 2, [0, 0]),  # a run that starts below the boundary
+        ("2;2", 1, 1, [2, 2]),
+    ],
+)
+def test_a_phase_spreads_over_its_own_steps(text, high, low, expected):
+    assert two_experts(text, high, low) == expected
+
+
+def test_three_phases():
+    schedule = parse_schedule("0;1;0")
+    assert [schedule.strength(i, 3, 1.0, i, 3, 0, 1) for i in range(3)] == [0, 1, 0]
+
+
+def test_a_phase_of_unknown_length_spreads_over_the_run():
+    assert run("0.9,0.8;1.2,1.1,1", 6, phase=1, phases=2) == [1.2, 1.2, 1.1, 1.1, 1, 1]
+    assert run("0.9,0.8;1", 4, phase=0, phases=2, phase_step=1) == [0.9, 0.9, 0.8, 0.8]
+
+
+def test_a_run_that_does_not_say_how_many_phases_it_has_is_believed():
+    assert run("1;0", 2) == [1, 1]
+    assert run("1;0", 2, phase=1) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "phase", "phases", "said"),
+    [
+        ("0;1;0", 0, 2, "'0;1;0' has 3 phases, but the run has 2"),
+        ("1;0", 0, 3, "'1;0' has 2 phases, but the run has 3"),
+        ("1;0", 2, 1, "'1;0' has no phase 2; expected 0 to 1"),
+    ],
+)
+def test_other_phases_than_the_run_has_are_an_error(text, phase, phases, said):
+    with pytest.raises(ValueError, match=said):
+        parse_schedule(text).strength(0, 4, 1.0, phase, phases)
+
+
+def test_phases_that_are_all_alike_fit_any_run():
+    assert run("1;1", 2, phase=2, phases=3) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("step", "steps", "phase_step", "phase_steps"), [(4, 4, 0, 1), (-1, 4, 0, 1), (0, 4, 2, 2)]
+)
+def test_a_step_that_is_not_one_is_an_error(step, steps, phase_step, phase_steps):
+    with pytest.raises(ValueError, match=r"step (4 of 4|-1 of 4|2 of 2)"):
+        parse_schedule("1;0").strength(step, steps, 1.0, 0, 2, phase_step, phase_steps)
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "expected"),
+    [
+        ("1@0-0.5", 4, [1, 1, 0, 0]),
+        ("1@0.5-1", 4, [0, 0, 1, 1]),
+        ("1 @ 0 - .5", 4, [1, 1, 0, 0]),
+        ("1,2@0.25-0.75", 4, [0, 1, 2, 0]),  # the list spreads over the run, not the window
+        ("1@0-0.3", 30, [1] * 9 + [0] * 21),
+        ("1@0-0.01", 4, [1, 0, 0, 0]),  # the first step begins in it
+        ("1@0.1-0.2", 4, [0] * 4),  # no step does
+        ("1@sigma:1-0.5", 4, [1, 1, 0, 0]),
+        ("1@sigma:0.75-0", 4, [0, 1, 1, 1]),
+        ("1@sigma:100-0.9", 4, [1, 0, 0, 0]),
+        ("1;0@0-0.5", 4, [1, 1, 0, 0]),
+    ],
+)
+def test_a_window_leaves_nothing_outside(text, steps, expected):
+    assert run(text, steps) == expected
+
+
+def test_a_window_of_sigma_does_not_mind_float32():
+    float32 = 0.10000000149011612  # 0.1, as a float32 tensor gives it back
+    assert parse_schedule("1@sigma:0.1-0").strength(0, 1, float32) == 1
+    assert parse_schedule("1@sigma:1-0.1").strength(0, 1, float32) == 0
+
+
+@quick
+@given(st.integers(1, 120), st.integers(1, 99), st.booleans())
+def test_two_windows_that_meet_share_the_run(steps, percent, by_sigma):
+    cut = percent / 100
+    texts = (f"1@sigma:1-{cut}", f"1@sigma:{cut}-0") if by_sigma else (f"1@0-{cut}", f"1@{cut}-1")
+    before, after = (run(text, steps) for text in texts)
+    assert [a + b for a, b in zip(before, after, strict=True)] == [1] * steps
+    if not by_sigma:
+        assert before.count(1) == math.ceil(Fraction(percent, 100) * steps)
+
+
+@quick
+@given(lists, st.integers(1, 60))
+def test_every_value_has_its_turn_where_there_are_steps_enough(values, steps):
+    strengths = run(",".join(map(repr, values)), steps)
+    begins = [math.ceil(Fraction(i * steps, len(values))) for i in range(len(values) + 1)]
+    turns = [strengths[begin:end] for begin, end in itertools.pairwise(begins)]
+    assert [x for turn in turns for x in turn] == strengths
+    assert all(set(turn) <= {value} for turn, value in zip(turns, values, strict=True))
+    assert max(map(len, turns)) - min(map(len, turns)) <= 1
+
+
+@quick
+@given(schedules)
+def test_the_text_of_a_schedule_gives_it_back(schedule):
+    assert parse_schedule(str(schedule)) == schedule
+    assert hash(parse_schedule(str(schedule))) == hash(schedule)
+
+
+@quick
+@given(schedules, st.integers(1, 12), st.data())
+def test_only_values_that_were_announced_occur(schedule, steps, data):
+    phase = data.draw(st.integers(0, len(schedule.phases) - 1))
+    step = data.draw(st.integers(0, steps - 1))
+    got = schedule.strength(step, steps, data.draw(st.floats(0, 100)), phase, len(schedule.phases))
+    assert got in schedule.values(phase)
+    assert set(schedule.values(phase)) <= set(schedule.values())
+    assert schedule.constant in (None, got)
+    assert not (schedule.never and got)
+
+
+@pytest.mark.parametrize(
+    ("text", "constant", "never", "values"),
+    [
+        ("0.8", 0.8, False, (0.8,)),
+        ("1,1;1", 1, False, (1,)),
+        ("1;0", None, False, (1, 0)),
+        ("2,1,2;3", None, False, (2, 1, 3)),
+        ("0", 0, True, (0,)),
+        ("-0", 0, True, (0,)),
+        ("0,0;0", 0, True, (0,)),
+        ("0@0-0.5", 0, True, (0,)),
+        ("1@0-0.5", None, False, (1, 0)),
+        ("1@0-1", 1, False, (1,)),  # a window that is the whole run
+        ("1@sigma:1-0", None, False, (1, 0)),  # there are sigmas above 1
+    ],
+)
+def test_what_is_known_before_the_run(text, constant, never, values):
+    schedule = parse_schedule(text)
+    assert (schedule.constant, schedule.never, schedule.values()) == (constant, never, values)
+
+
+def test_there_is_one_zero():
+    assert str(parse_schedule("-0,0@0-0.5")) == "0,0@0-0.5"
+
+
+def test_what_one_phase_uses():
+    schedule = parse_schedule("0;1,2")
+    assert schedule.values(0) == (0,)
+    assert schedule.values(1) == (1, 2)
+    with pytest.raises(ValueError, match="no phase 2"):
+        schedule.values(2)
+    assert parse_schedule("1,2").values(7) == (1, 2)  # the same for all
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", " ", ",", "1,", ",1", "1,,2", "1;", ";1", "1;,2",  # empty pieces
+        "one", "1 2", "1;0 0;1", "1|", "1..2", "0x10", "1_0", "\u0661",  # no numbers
+        "nan", "inf", "-inf", "1e999", math.nan, math.inf,
+        "1;0;1;0", "1;;;",  # too many phases
+        "1@", "@0-1", "1@0", "1@0-", "1@0-1@0-1", "1@0,1", "1@step:0-1", "1@0%-50%",
+        "1@0-1.1", "1@-0.1-1", "1@0-nan", "1@0-1e999",  # outside 0-1
+        "1@0.5-0.5", "1@0.5-0.2", "1@1-0",  # reversed or empty
+        "1@sigma:", "1@sigma:0.9", "1@sigma:0.9-1", "1@sigma:0.9-0.9", "1@sigma:1e999-0",
+        "1@sigma:1--1", "1@sigma:nan-0",
+    ],
+)  # fmt: skip
+def test_anything_else_is_one_line(text):
+    with pytest.raises(ValueError, match="expected") as error:
+        parse_schedule(text)
+    assert f"strength {str(text)!r}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@quick
+@given(st.text("0123456789.,;@-+e sigma:\nnf", max_size=12))
+def test_a_text_is_a_schedule_or_one_line(text):
+    try:
+        schedule = parse_schedule(text)
+    except ValueError as error:
+        assert repr(text) in str(error)  # noqa: PT017
+        assert "\n" not in str(error)  # noqa: PT017
+    else:
+        assert all(map(math.isfinite, schedule.values()))
+
+
+LIGHTNING = [1.0, 0.9375, 0.8333, 0.625, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("sigma", "sigmas", "expected"),
+    [
+        (1.0, LIGHTNING, 0),
+        (0.9375, LIGHTNING, 1),
+        (0.625, LIGHTNING, 3),
+        (0.0, LIGHTNING, 3),  # the end of the run is the last step's
+        (0.9, LIGHTNING, 1),  # a solver of two stages, within step 1
+        (0.01, LIGHTNING, 3),
+        (14.6, LIGHTNING, 0),  # above the first
+        (0.8333000001, LIGHTNING, 2),  # through float32 and back
+        (0.83329999, LIGHTNING, 2),
+        (0.9, [1.0, 0.9, 0.9, 0.5], 2),  # the first 0.9 is a step of no length
+        (0.5, [1.0, 0.9, 0.5], 1),  # a run that stops before 0
+        (0.5, [0.5, 0.5], 0),
+        (1.0, [1.0], 0),
+        (0.0, [0.0, 0.5, 1.0], 0),  # a run that adds noise
+        (0.3, [0.0, 0.5, 1.0], 0),
+        (0.5, [0.0, 0.5, 1.0], 1),
+        (1.0, [0.0, 0.5, 1.0], 1),
+    ],
+)
+def test_the_step_of_a_call(sigma, sigmas, expected):
+    assert step_of(sigma, sigmas) == expected
+
+
+def test_a_run_without_sigmas_is_an_error():
+    with pytest.raises(ValueError, match="sigmas is empty"):
+        step_of(1.0, [])
+
+
+@quick
+@given(
+    st.lists(st.integers(0, 1000), min_size=2, unique=True).map(lambda x: sorted(x, reverse=True)),
+    st.data(),
+)
+def test_a_call_belongs_to_the_step_that_it_is_in(sigmas, data):
+    step = data.draw(st.integers(0, len(sigmas) - 2))
+    part = data.draw(st.floats(0, 0.9))
+    assert step_of(sigmas[step] + part * (sigmas[step + 1] - sigmas[step]), sigmas) == step
+
+
+def test_what_the_help_shows_can_be_read():
+    page = Path(__file__).parents[2] / "web" / "docs" / "FastVAE_LoraStack.md"
+    section = page.read_text(encoding="utf-8").split("## Strength\n")[1].split("\n## ")[0]
+    for shown in (section, schedule_module.__doc__):
+        examples = re.findall(r"^\| `([^`]+)` \|", shown, re.MULTILINE)
+        assert len(examples) >= 7
+        for example in examples:
+            parse_schedule(example)
