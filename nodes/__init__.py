@@ -3,6 +3,7 @@
 from comfy_api.latest import ComfyExtension, io
 
 from .fuse_mlp import FuseMLP
+from .lora_nodes import ApplyLora, LoraStack
 from .vae_nodes import Accelerate, Decode, DemoClip, Encode, Load
 from .video_nodes import DecodeVideo, EncodeVideo
 from .wan_wrapper import ToWanVideoWrapper
@@ -21,6 +22,8 @@ class FastVideoVAEExtension(ComfyExtension):
             EncodeVideo,
             DecodeVideo,
             DemoClip,
+            LoraStack,
+            ApplyLora,
             FuseMLP,
             ToWanVideoWrapper,
         ]

@@ -4,14 +4,15 @@ from importlib import import_module
 
 
 class Later:
-    """A module of this folder.
+    """A module of this folder, or a folder beside it.
 
     Args:
         name: Its name.
+        above: It is a folder beside this one.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, *, above: bool = False) -> None:
+        self._name = f"..{name}" if above else f".{name}"
 
     def __getattr__(self, attribute: str) -> object:
-        return getattr(import_module(f".{self._name}", __package__), attribute)
+        return getattr(import_module(self._name, __package__), attribute)

@@ -165,6 +165,11 @@ def test_an_example_runs_from_the_browser(server, page, example):
     assert overlaps(page) == []
 
 
+# In help pages: those of inputs and outputs, and the names in them.
+TABLE = re.compile(r"^\| (?:Input|Output) \|.*\n((?:\|.*\n)+)", re.MULTILINE)
+ROW = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
+
+
 def test_every_node_has_a_help_page(server):
     module = f"custom_nodes.{server.name}"
     nodes = server.get("/object_info")
@@ -177,7 +182,7 @@ def test_every_node_has_a_help_page(server):
         inputs = (required | optional).items()
         labels = {key: (options or [{}])[0].get("display_name") for key, (_, *options) in inputs}
         expected = [label or key for key, label in labels.items()] + node["output_name"]
-        assert re.findall(r"^\| `([^`]+)` \|", text, flags=re.MULTILINE) == expected
+        assert [name for table in TABLE.findall(text) for name in ROW.findall(table)] == expected
 
 
 def overlaps(page):

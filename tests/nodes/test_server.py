@@ -24,6 +24,8 @@ NODES = {
     "FastVAE_EncodeVideo": "VAE Encode Video (Fast)",
     "FastVAE_DecodeVideo": "VAE Decode to Video (Fast)",
     "FastVAE_DemoClip": "Demo Clip (Fast)",
+    "FastVAE_LoraStack": "LoRA Stack (Fast)",
+    "FastVAE_ApplyLora": "Apply LoRA (Fast)",
     "FastVAE_FuseMLP": "Fuse SwiGLU MLPs (Fast)",
     "FastVAE_ToWanVideoWrapper": "To WANVAE (Fast)",
 }

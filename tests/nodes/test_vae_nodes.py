@@ -73,6 +73,8 @@ def test_the_menu_holds_the_nodes_in_order(comfyui):
         ("FastVAE_EncodeVideo", "VAE Encode Video (Fast)"),
         ("FastVAE_DecodeVideo", "VAE Decode to Video (Fast)"),
         ("FastVAE_DemoClip", "Demo Clip (Fast)"),
+        ("FastVAE_LoraStack", "LoRA Stack (Fast)"),
+        ("FastVAE_ApplyLora", "Apply LoRA (Fast)"),
         ("FastVAE_FuseMLP", "Fuse SwiGLU MLPs (Fast)"),
         ("FastVAE_ToWanVideoWrapper", "To WANVAE (Fast)"),
     ]
