@@ -35,6 +35,7 @@ from fast_video_vae.tests.benchmarks.gpu import (  # noqa: E402
     conv,
     host,
     limits,
+    lora,
     machine,
     ops,
     plans,
@@ -56,6 +57,7 @@ SECTIONS = {
     "conv": (conv.cases, 0.15),
     "host": (host.cases, 0.1),
     "plans": (plans.cases, 0.1),
+    "lora": (lora.cases, 0.1),
     "streams": (streams.cases, 0.05),
 }
 

@@ -73,6 +73,7 @@ COLUMNS = {
     "rounds": Column("rounds", "how many", 0),
     "said_gib": Column("said GiB", "what the plan says that it takes beside the frames", 2),
     "times_whole": Column("whole", "how many times as long as with whole frames", 2),
+    "times_plain": Column("plain", "how many times as long as without a LoRA", 3),
     "plan": Column("plan", "what was chosen", 0),
     "version": Column("version", "of the peer", 0),
 }
@@ -85,6 +86,7 @@ TITLES = {
     "attention": "Attention of one head over the pixels of a frame",
     "conv": "Convolutions by width: channels in = channels out, frames out x height x width",
     "plans": "What plans take and what they say, within less and less memory",
+    "lora": "A LoRA on linear layers in bf16, in our modes and in others' ways",
     "streams": "Two tiles on two CUDA streams",
     "host": "Decodes whose images end in the memory of the host",
 }

@@ -1,0 +1,117 @@
+"""A LoRA on a linear layer: our modes, ComfyUI's bypass and a merge per call, in one run.
+
+`python tests/benchmarks/bench_lora.py --width 5120 --rank 64 --tokens 4096 512` times them in turn
+and appends a JSON row per case to `results.jsonl`. With ComfyUI at hand, its own bypass is timed.
+"""
+
+import argparse
+import logging
+import runpy
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
+runpy.run_path(str(_CONFTEST))  # binds the checkout to its import name
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from fast_video_vae.tests.benchmarks import lora_ways, record  # noqa: E402
+from fast_video_vae.tests.nodes import host  # noqa: E402
+
+
+def main() -> None:
+    """Time every number of tokens."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--width", type=int, default=5120)
+    parser.add_argument("--out", type=int, help="numbers that leave the layer; as many as enter")
+    parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 512])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--results", type=Path, default=record.RESULTS)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    dtype, out = getattr(torch, args.dtype), args.out or args.width
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = lora_ways.Layers([(args.width, out)], device, dtype)
+    for tokens in args.tokens:
+        x = torch.randn(1, tokens, args.width, device=device).to(dtype)
+        with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+            runs = lora_ways.ways(model, x, args.rank, Path(folder))
+            runs |= _bypass_of_comfyui(model, x, args.rank, Path(folder))
+            seconds = _in_turn(runs, args.rounds)
+        case = f"{args.width}x{out}, rank {args.rank}, {tokens} tokens, {args.dtype}"
+        base = seconds["no LoRA"]
+        logging.info("%s", case)
+        for name, taken in seconds.items():
+            logging.info("  %-40s %8.2f ms  %5.2fx", name, taken * 1e3, taken / base)
+        milliseconds = {name: round(taken * 1e3, 3) for name, taken in seconds.items()}
+        record.append(args.results, "bench_lora", case, milliseconds=milliseconds)
+
+
+def _in_turn(runs: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]:
+    """Median seconds of each, timed in turn after a round that does not count."""
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + 1):
+        for name, run in runs.items():
+            _wait()
+            start = time.perf_counter()
+            run()
+            _wait()
+            if turn:
+                taken[name].append(time.perf_counter() - start)
+    return {name: statistics.median(each) for name, each in taken.items()}
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _bypass_of_comfyui(
+    model: lora_ways.Layers, x: Tensor, rank: int, folder: Path
+) -> dict[str, Callable[[], Tensor]]:
+    """ComfyUI's own bypass, where there is a ComfyUI."""
+    if host.why_unavailable() is not None:
+        return {}
+    if "comfy" not in sys.modules:
+        with tempfile.TemporaryDirectory() as base:
+            host.import_comfyui(Path(base))
+    from comfy.weight_adapter import bypass
+    from comfy.weight_adapter.lora import LoRAAdapter
+
+    bank = lora_ways.bank_of(model, rank, folder)
+    manager = bypass.BypassInjectionManager()
+    for layer in bank.layers.values():
+        down, up = layer.pairs(bank.flat)
+        weights = (up.clone(), down.clone(), None, None, None, None)
+        manager.add_adapter(layer.target.key, LoRAAdapter(set(), weights), strength=0.8)
+    injections = manager.create_injections(model)
+
+    class Patcher:
+        """What an injection is given."""
+
+        load_device = x.device
+
+    patcher = Patcher()
+    patcher.model = model
+
+    def run() -> Tensor:
+        for injection in injections:
+            injection.inject(patcher)
+        try:
+            return model(x)
+        finally:
+            for injection in injections:
+                injection.eject(patcher)
+
+    return {"ComfyUI's bypass": run}
+
+
+if __name__ == "__main__":
+    main()

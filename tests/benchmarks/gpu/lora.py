@@ -1,0 +1,67 @@
+"""Section `lora`: a LoRA on the linear layers of Wan 14B, in our modes and in others' ways."""
+
+import functools
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from fast_video_vae.tests.benchmarks import lora_ways
+
+from .rows import Case, Values
+from .session import Session
+from .turns import in_turn, ratio
+
+# Tokens of 832 x 480 x 81, of 1280 x 720 x 81, and of a prompt.
+_TOKENS = (512, 4096, 32760, 75600)
+_WAYS = (
+    "no LoRA",
+    "auto",
+    "stream",
+    "beside",
+    "bypass (two products, scaled, added)",
+    "merge per call",
+)
+
+
+def cases(session: Session) -> list[Case]:
+    """A layer at each number of tokens, and the linear layers of four blocks."""
+    hidden, wide = session.pick((5120, 13824), (256, 512))
+    layer = [(hidden, hidden)]
+    block = [(hidden, hidden)] * 8 + [(hidden, wide), (wide, hidden)]
+    works = [(f"{hidden}x{hidden}", layer, tokens) for tokens in session.pick(_TOKENS, (64, 512))]
+    works += [
+        ("four blocks of Wan 14B", block * 4, tokens) for tokens in session.pick(_TOKENS[2:], (64,))
+    ]
+    return [
+        Case(_names(label, tokens), functools.partial(_compare, session, label, sizes, tokens))
+        for label, sizes, tokens in works
+    ]
+
+
+def _names(label: str, tokens: int) -> tuple[str, ...]:
+    return tuple(f"{label}, rank 64, {tokens} tokens: {way}" for way in _WAYS)
+
+
+def _compare(
+    session: Session, label: str, sizes: list[tuple[int, int]], tokens: int
+) -> Iterator[tuple[str, Values | Exception]]:
+    dtype = torch.bfloat16
+    model = lora_ways.Layers(sizes, session.device, dtype)
+    x = session.normal(1, tokens, sizes[0][0]).to(dtype)
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        runs = lora_ways.ways(model, x, 64, Path(folder))
+        names = dict(zip(runs, _names(label, tokens), strict=True))
+        results = in_turn(session, runs, alike=True)
+    for way, one in results.items():
+        if one.error is not None:
+            yield names[way], one.error
+            continue
+        values = {
+            "ms": 1e3 * one.median_s,
+            "times_plain": ratio(results, way, "no LoRA"),
+            "peak_gib": one.peak_gib,
+            "rounds": len(one.seconds),
+        }
+        yield names[way], values

@@ -1,0 +1,112 @@
+"""A linear layer with a LoRA in all the ways there are, for the benchmarks on CPUs and GPUs."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fast_video_vae.kernels.gpu_config import gpu_config
+from fast_video_vae.lora.amounts import Amounts, Share
+from fast_video_vae.lora.bank import Bank, load_bank
+from fast_video_vae.lora.blocks import parse_blocks
+from fast_video_vae.lora.keys import Targets
+from fast_video_vae.lora.session import Session
+
+_NETWORK = "diffusion_model."
+
+
+class Layers(nn.Module):
+    """Linear layers one after the other, as a model's network.
+
+    Args:
+        sizes: Numbers that enter and leave each.
+        device: Where they are.
+        dtype: Of all.
+    """
+
+    def __init__(
+        self, sizes: list[tuple[int, int]], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.diffusion_model = nn.ModuleList(
+            nn.Linear(inner, out, device=device, dtype=dtype) for inner, out in sizes
+        )
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All of them, as often as they fit."""
+        for layer in self.diffusion_model:
+            x = layer(x)
+        return x
+
+
+def bank_of(model: Layers, rank: int, folder: Path) -> Bank:
+    """A random LoRA for all layers of a model."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            out, inner = weight.shape
+            stem = name.removesuffix(".weight")
+            down = torch.randn(rank, inner, generator=generator) / inner**0.5
+            tensors[f"{stem}.lora_down.weight"] = down.bfloat16()
+            tensors[f"{stem}.lora_up.weight"] = torch.randn(out, rank).bfloat16() * 0.01
+    path = folder / "random.safetensors"
+    save_file(tensors, path)
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    dtype = next(model.parameters()).dtype
+    return load_bank([path], Targets(shapes), dtype).to(next(model.parameters()).device)
+
+
+def ways(model: Layers, x: Tensor, rank: int, folder: Path) -> dict[str, Callable[[], Tensor]]:
+    """What to time: the layers without a LoRA, and with one in each way.
+
+    Args:
+        model: The layers.
+        x: `[1, tokens, in]`.
+        rank: Of the LoRA.
+        folder: For its file.
+
+    Returns:
+        By name, what runs once and gives the output.
+    """
+    bank = bank_of(model, rank, folder)
+    c = gpu_config(x.device, x.dtype).stream_c
+    amounts = Amounts(bank, [Share(0, parse_blocks(""))])
+    amounts.set([0.8])
+
+    def session(mode: str) -> Callable[[], Tensor]:
+        ours = Session(bank, amounts, mode, c)  # type: ignore[arg-type]
+
+        def run() -> Tensor:
+            with ours.call(model, x.device):
+                return model(x)
+
+        return run
+
+    pairs = [layer.pairs(bank.flat) for layer in bank.layers.values()]
+
+    def naive() -> Tensor:
+        y = x
+        for layer, (down, up) in zip(model.diffusion_model, pairs, strict=True):
+            y = layer(y) + F.linear(F.linear(y, down), up) * 0.8
+        return y
+
+    def merged() -> Tensor:
+        y = x
+        for layer, (down, up) in zip(model.diffusion_model, pairs, strict=True):
+            delta = torch.mm(up, down) * 0.8
+            y = F.linear(y, layer.weight + delta, layer.bias)
+        return y
+
+    return {
+        "no LoRA": lambda: model(x),
+        "auto": session("auto"),
+        "stream": session("stream"),
+        "beside": session("beside"),
+        "bypass (two products, scaled, added)": naive,
+        "merge per call": merged,
+    }
