@@ -105,17 +105,21 @@ class Session:
             for each in (*sites, *values):
                 each.end()
 
+    def release(self) -> None:
+        """After a run: let go of the memory of the bank, which others may want until the next."""
+        self._works, self._values, self._residency, self._known = {}, {}, None, ()
+
     def _prepare(self, device: torch.device) -> None:
         """Work out what is to be done, where it is not what was done last."""
-        where = self.bank.flat.device, device
-        if self._known[:2] != where:
+        flat = self.bank.flat
+        where = flat.device, flat.data_ptr(), device
+        if self._known[:3] != where:
             self._residency = Residency(self.bank, device, staged=self._staged)
-            self._flat = None
         known = *where, self.amounts.version
         if known == self._known:
             return
         # The memory of the amounts stays, for what was compiled or recorded with it.
-        if self._flat is None:
+        if self._flat is None or self._flat.device != device:
             self._flat = self.amounts.flat.to(device, copy=True)
         else:
             self._flat.copy_(self.amounts.flat)

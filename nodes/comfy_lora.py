@@ -191,12 +191,15 @@ class Streaming:
         timed = _is_set("WAN_LORA_TIMING")
         self._timer = Timer() if timed else None
         start = time.perf_counter()
-        result = executor(*args, **kwargs)
-        run_s = time.perf_counter() - start
-        for session in self.sessions.values() if timed else ():
-            _logger.info("%s", self._timing(session, run_s))
-            session.counts.clear()
-        return result
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            run_s = time.perf_counter() - start
+            for session in self.sessions.values():
+                if timed:
+                    _logger.info("%s", self._timing(session, run_s))
+                    session.counts.clear()
+                session.release()
 
     def _timing(self, session: Session, run_s: float) -> str:
         """A table of what was done in a run, how often and for how long."""

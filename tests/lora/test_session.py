@@ -422,6 +422,21 @@ def test_a_model_may_have_several_sessions_and_a_session_several_models(stack):
                 assert_close(called(session, model, video()), expected)
 
 
+@pytest.mark.parametrize("staged", [False, True])
+def test_after_a_run_the_memory_of_a_bank_may_go_elsewhere(stack, staged):
+    """ComfyUI moves a bank off the device, whose memory nobody else may hold then."""
+    model, x = Model(), video()
+    session = stack(model).session((1, 0.5, 2), staged=staged)
+    expected = called(session, model, x)
+    session.release()
+    held = session.bank.flat.data.untyped_storage()
+    before = torch._C._storage_Use_Count(held._cdata)
+    session.bank.flat.data = session.bank.flat.data.clone()  # as a module's `to` does
+    # One less: the parameter's own; the one that is left is `held`.
+    assert (before, torch._C._storage_Use_Count(held._cdata)) == (2, 1)
+    assert torch.equal(called(session, model, x), expected)
+
+
 def test_a_model_is_let_go(stack):
     model = Model()
     session = stack(model).session((1, 1, 1))
