@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import Adapter, Pair, check_fits
-from .file import Entry, Identity, LoraFile, Report
+from .file import Entry, Identity, LoraFile, Report, identity
 from .keys import Target, Targets
 
 # Ranks grow to a multiple of this, with zeros, for the sake of the matrix units.
@@ -154,11 +154,11 @@ def load_bank(
         ValueError: A file cannot be used; nothing is kept of what was read.
     """
     with _lock:
-        files = [LoraFile(path, targets) for path in paths]
-        key = tuple(file.identity for file in files), dtype, targets.fingerprint
+        key = tuple(identity(path) for path in paths), dtype, targets.fingerprint
         bank = _banks.get(key)
         if bank is None:
-            bank = _banks[key] = _read(files, targets, dtype)
+            bank = _read([LoraFile(path, targets) for path in paths], targets, dtype)
+            _banks[bank.files, dtype, targets.fingerprint] = bank
         return bank
 
 
@@ -170,9 +170,8 @@ def block_of(key: str) -> str:
 
 def _read(files: Sequence[LoraFile], targets: Targets, dtype: torch.dtype) -> Bank:
     bank = Bank(files, _layers(files, targets), dtype)
-    for number, file in enumerate(files):
-        for entry in file.entries:
-            _place(bank, number, file, entry)
+    for number, entry in _entries(files):
+        _place(bank, number, files[number], entry)
     return bank
 
 

@@ -57,7 +57,9 @@ class Residency:
             if first <= layer.at < last
         }
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._host: Tensor | None = None
+        if not self._here:
+            # In place: once for all runs, and no second copy on the host.
+            bank.flat.data = _pinned(bank.flat.data)
 
     @property
     def is_here(self) -> bool:
@@ -87,9 +89,7 @@ class Residency:
 
     def _fetch(self, buffer: "_Buffer", index: int) -> None:
         first, last = self._spans[index]
-        if self._host is None:
-            self._host = _pinned(self._bank.flat.detach())
-        source = self._host[first:last]
+        source = self._bank.flat.detach()[first:last]
         buffer.index, buffer.used = index, 0
         self.traffic.nbytes += source.numel() * source.element_size()
         target = buffer.memory[: last - first]
@@ -118,7 +118,7 @@ class _Buffer:
 
 
 def _pinned(flat: Tensor) -> Tensor:
-    if torch.cuda.is_available() and flat.device.type == "cpu":
+    if torch.cuda.is_available() and flat.device.type == "cpu" and not flat.is_pinned():
         with contextlib.suppress(RuntimeError):
             return flat.pin_memory()
     return flat

@@ -112,10 +112,9 @@ class Session:
     def _prepare(self, device: torch.device) -> None:
         """Work out what is to be done, where it is not what was done last."""
         flat = self.bank.flat
-        where = flat.device, flat.data_ptr(), device
-        if self._known[:3] != where:
+        if self._known[:3] != (flat.device, flat.data_ptr(), device):
             self._residency = Residency(self.bank, device, staged=self._staged)
-        known = *where, self.amounts.version
+        known = flat.device, flat.data_ptr(), device, self.amounts.version
         if known == self._known:
             return
         # The memory of the amounts stays, for what was compiled or recorded with it.

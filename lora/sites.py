@@ -110,11 +110,9 @@ class Site:
         self._done = self._pushed = False
         weight = _parameter(module, "weight")
         self._linear = weight is not None and _is_linear(module)
-        self._handles = [
-            module.register_forward_pre_hook(self._before),
-            # Hooks of others are given what the layer makes with its LoRA.
-            module.register_forward_hook(self._after, prepend=True),
-        ]
+        module.register_forward_pre_hook(self._before)
+        # Hooks of others are given what the layer makes with its LoRA.
+        module.register_forward_hook(self._after, prepend=True)
 
     @property
     def has_own_product(self) -> bool:
@@ -137,11 +135,6 @@ class Site:
         """After the call, however it ended."""
         self._restore()
         self.work = None
-
-    def remove(self) -> None:
-        """Take the hooks away."""
-        for handle in self._handles:
-            handle.remove()
 
     def _before(self, module: nn.Module, args: tuple) -> None:
         work = self.work

@@ -35,6 +35,7 @@ from ..lora import (
     load_bank,
     step_of,
 )
+from ..lora import Mode as Way
 from . import lora_merged
 from .lora_targets import NETWORK, targets_of
 
@@ -42,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 KEY = "fast_video_vae.lora"
 
-Mode = Literal["auto", "stream", "beside", "merged"]
+Mode = Way | Literal["merged"]
 
 # Of a device's memory that a bank may take. A larger one stays on the host, and its blocks are
 # fetched one ahead of their use.
@@ -116,11 +117,11 @@ class Streaming:
     """
 
     def __init__(
-        self, parts: list[tuple[Entry, int]], bank: Bank, mode: Mode, base: nn.Module
+        self, parts: list[tuple[Entry, int]], bank: Bank, mode: Way, base: nn.Module
     ) -> None:
         self._base = weakref.ref(base)
         self.parts, self.bank = tuple(parts), bank
-        self._mode = _mode_of(mode)
+        self._mode: Way = _mode_of(mode)
         numbers = {file.path: number for number, file in enumerate(bank.files)}
         shares = [Share(numbers[identity(entry.path).path], entry.blocks) for entry, _ in parts]
         self._amounts = Amounts(bank, shares, NETWORK)
@@ -222,9 +223,8 @@ class Streaming:
 
     def _session_on(self, device: torch.device) -> Session:
         if device not in self.sessions:  # there are several where a model is on several GPUs
-            mode = "auto" if self._mode == "merged" else self._mode
             c = gpu_config(device, _probed(self.bank.flat.dtype)).stream_c
-            self.sessions[device] = Session(self.bank, self._amounts, mode, c)
+            self.sessions[device] = Session(self.bank, self._amounts, self._mode, c)
         session = self.sessions[device]
         session.counts.timer = self._timer
         return session
@@ -274,7 +274,7 @@ def _probed(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32
 
 
-def _mode_of(mode: Mode) -> Mode:
+def _mode_of(mode: Way) -> Way:
     """What a node says; where it leaves that open, what the environment does."""
     if mode != "auto":
         return mode
