@@ -1,14 +1,12 @@
 """Filters of layers, on the names of real models."""
 
-import re
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fast_video_vae.lora import blocks as blocks_module
 from fast_video_vae.lora.blocks import Blocks, parse_blocks
+from fast_video_vae.tests.lora.pages import examples_of
 
 WAN = [
     f"blocks.{block}.{layer}"
@@ -198,10 +196,7 @@ def test_anything_else_is_one_line(text):
 
 
 def test_what_the_help_shows_can_be_read():
-    page = Path(__file__).parents[2] / "web" / "docs" / "FastVAE_LoraStack.md"
-    section = page.read_text(encoding="utf-8").split("## Blocks\n")[1].split("\n## ")[0]
-    for shown in (section, blocks_module.__doc__):
-        examples = re.findall(r"^\| `([^`]+)` \|", shown, re.MULTILINE)
+    for examples in examples_of("Blocks", blocks_module):
         assert len(examples) >= 7
         for example in examples:
             parse_blocks(example)

@@ -2,9 +2,7 @@
 
 import itertools
 import math
-import re
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 
 from fast_video_vae.lora import schedule as schedule_module
 from fast_video_vae.lora.schedule import Schedule, Window, parse_schedule, step_of
+from fast_video_vae.tests.lora.pages import examples_of
 
 numbers = st.floats(-1e6, 1e6).map(lambda x: x + 0.0)
 lists = st.lists(numbers, min_size=1, max_size=5).map(tuple)
@@ -304,10 +303,7 @@ def test_a_call_belongs_to_the_step_that_it_is_in(sigmas, data):
 
 
 def test_what_the_help_shows_can_be_read():
-    page = Path(__file__).parents[2] / "web" / "docs" / "FastVAE_LoraStack.md"
-    section = page.read_text(encoding="utf-8").split("## Strength\n")[1].split("\n## ")[0]
-    for shown in (section, schedule_module.__doc__):
-        examples = re.findall(r"^\| `([^`]+)` \|", shown, re.MULTILINE)
+    for examples in examples_of("Strength", schedule_module):
         assert len(examples) >= 7
         for example in examples:
             parse_schedule(example)

@@ -232,6 +232,24 @@ class Server:
         """Stop the prompt that runs."""
         self.post("/interrupt")
 
+    def interrupted(self, prompt: Prompt) -> tuple[PromptError, float]:
+        """Run a prompt and stop it in the middle of its first progress.
+
+        Returns:
+            How it ended, and the seconds from the stop to that.
+        """
+        events = self.events  # it listens from here on
+        prompt_id = self.queue(prompt)
+        events.wait("progress", timeout_s=60, prompt_id=prompt_id)
+        time.sleep(1)  # in the middle of it
+        start = time.monotonic()
+        self.interrupt()
+        try:
+            self.wait(prompt_id, timeout_s=30)
+        except PromptError as error:
+            return error, time.monotonic() - start
+        raise RuntimeError("the prompt ran to its end; expected it to be interrupted")
+
     def files(self, shown: Mapping[str, list]) -> list[Path]:
         """The files that an output node has written, from what `run` returns for it."""
         items = [item for items in shown.values() for item in items if isinstance(item, dict)]

@@ -23,3 +23,19 @@ def limited_files():
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     return limited
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the command line in this process: code, lines of stdout, lines of stderr."""
+    from fast_video_vae.vae.cli import main
+
+    def call(*arguments):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        return code, out.splitlines(), err.splitlines()
+
+    return call

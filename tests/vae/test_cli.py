@@ -55,21 +55,6 @@ def video(tmp_path):
     return make_video(tmp_path / "clip.mp4", fps=Fraction(30000, 1001))
 
 
-@pytest.fixture
-def run(capsys):
-    """Run the command line in this process: code, lines of stdout, lines of stderr."""
-
-    def call(*arguments):
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capsys.readouterr()
-        return code, out.splitlines(), err.splitlines()
-
-    return call
-
-
 def whole_clip(path):
     """The frames of a file as the API takes them, `[1, 3, T, H, W]`."""
     return torch.cat(list(read_video(path).pieces()), dim=2)

@@ -23,7 +23,6 @@ import av  # noqa: E402
 
 from fast_video_vae.tests.videos import moving_clip, psnr  # noqa: E402
 from fast_video_vae.vae import Audio, VideoWriter, load_vae, read_video  # noqa: E402
-from fast_video_vae.vae.cli import main  # noqa: E402
 from fast_video_vae.vae.sound import read_audio  # noqa: E402
 from fast_video_vae.vae.writer import frames_to_uint8  # noqa: E402
 
@@ -41,21 +40,6 @@ def latents(tmp_path):
     path = tmp_path / "l.safetensors"
     save_file({"latent": torch.randn(1, 16, 4, 8, 12)}, path)
     return path
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the command line in this process: code, lines of stdout, lines of stderr."""
-
-    def call(*arguments):
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capsys.readouterr()
-        return code, out.splitlines(), err.splitlines()
-
-    return call
 
 
 def decoded(vae_path, latents):

@@ -1,0 +1,14 @@
+"""The examples that the help page of LoRA Stack (Fast) and the code show."""
+
+import re
+from pathlib import Path
+
+_PAGE = Path(__file__).parents[2] / "web" / "docs" / "FastVAE_LoraStack.md"
+
+
+def examples_of(heading, module):
+    """Of a part of the page, and of the docstring of the module: two lists."""
+    section = _PAGE.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    return [
+        re.findall(r"^\| `([^`]+)` \|", shown, re.MULTILINE) for shown in (section, module.__doc__)
+    ]
