@@ -2,6 +2,8 @@
 
 `python tests/benchmarks/bench_lora.py --width 5120 --rank 64 --tokens 4096 512` times them in turn
 and appends a JSON row per case to `results.jsonl`. With ComfyUI at hand, its own bypass is timed.
+`--memory` measures the peak of reading three LoRAs for Wan 14B instead, `--errors` what is lost of
+a LoRA's effect on fp8 weights, ours beside ComfyUI's loader.
 """
 
 import argparse
@@ -21,7 +23,8 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from fast_video_vae.tests.benchmarks import lora_ways, record  # noqa: E402
-from fast_video_vae.tests.nodes import host  # noqa: E402
+from fast_video_vae.tests.lora import loading  # noqa: E402
+from fast_video_vae.tests.nodes import host, lora_errors  # noqa: E402
 
 
 def main() -> None:
@@ -33,9 +36,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 512])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--errors", action="store_true")
     parser.add_argument("--results", type=Path, default=record.RESULTS)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    if args.memory or args.errors:
+        case, values = _memory() if args.memory else _errors()
+        logging.info("%s: %s", case, values)
+        record.append(args.results, "bench_lora", case, **values)
+        return
     dtype, out = getattr(torch, args.dtype), args.out or args.width
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = lora_ways.Layers([(args.width, out)], device, dtype)
@@ -52,6 +62,25 @@ def main() -> None:
             logging.info("  %-40s %8.2f ms  %5.2fx", name, taken * 1e3, taken / base)
         milliseconds = {name: round(taken * 1e3, 3) for name, taken in seconds.items()}
         record.append(args.results, "bench_lora", case, milliseconds=milliseconds)
+
+
+def _memory() -> tuple[str, dict[str, object]]:
+    with tempfile.TemporaryDirectory() as folder:
+        measured = loading.measure(folder, 40)
+    values = {f"{name}_mb": round(nbytes / 1e6, 2) for name, nbytes in measured.items()}
+    return "three LoRAs of rank 64, linear layers of Wan 14B, bf16", values
+
+
+def _errors() -> tuple[str, dict[str, object]]:
+    with tempfile.TemporaryDirectory() as base:
+        host.import_comfyui(Path(base))
+        with torch.inference_mode():
+            errors = lora_errors.fp8_errors()
+    values = {
+        way: {"min": min(each), "max": max(each), "mean": statistics.mean(each)}
+        for way, each in errors.items()
+    }
+    return "effect of a LoRA of 1 % of fp8 weights, 20 layers, bf16: error", values
 
 
 def _in_turn(runs: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]:
