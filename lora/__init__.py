@@ -11,13 +11,14 @@ from .bank import Bank, load_bank
 from .blocks import Blocks, parse_blocks
 from .file import Identity, LoraFile, Report, identity
 from .keys import Target, Targets
-from .schedule import Schedule, parse_schedule, step_of
+from .schedule import SIGMA_TOLERANCE, Schedule, parse_number, parse_schedule, step_of
 from .session import Call, Session
 from .sites import Formula, applied
 from .stack import Entry, Stack
 from .timer import Timer
 
 __all__ = [
+    "SIGMA_TOLERANCE",
     "Adapter",
     "Amounts",
     "Bank",
@@ -42,6 +43,7 @@ __all__ = [
     "layer_name",
     "load_bank",
     "parse_blocks",
+    "parse_number",
     "parse_schedule",
     "step_of",
 ]

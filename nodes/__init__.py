@@ -4,6 +4,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from .fuse_mlp import FuseMLP
 from .lora_nodes import ApplyLora, LoraStack
+from .sampler_nodes import WanSampler
 from .vae_nodes import Accelerate, Decode, DemoClip, Encode, Load
 from .video_nodes import DecodeVideo, EncodeVideo
 from .wan_wrapper import ToWanVideoWrapper
@@ -24,6 +25,7 @@ class FastVideoVAEExtension(ComfyExtension):
             DemoClip,
             LoraStack,
             ApplyLora,
+            WanSampler,
             FuseMLP,
             ToWanVideoWrapper,
         ]

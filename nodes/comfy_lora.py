@@ -36,8 +36,9 @@ from ..lora import (
     step_of,
 )
 from ..lora import Mode as Way
-from . import lora_merged
+from . import lora_merged, phases
 from .lora_targets import NETWORK, targets_of
+from .phases import Phase
 
 _logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ _MOST_OF_DEVICE = 1 / 8
 
 
 def apply_lora(
-    model: ModelPatcher, stack: Stack, mode: Mode = "auto", phase: int = 0
+    model: ModelPatcher, stack: Stack, mode: Mode = "auto", phase: int | None = None
 ) -> tuple[ModelPatcher, str]:
     """Give a clone of a model the LoRAs of a stack, beside those that it has.
 
@@ -59,7 +60,8 @@ def apply_lora(
         model: It stays as it is.
         stack: What is added.
         mode: How; "auto" is what the environment says, or what costs least.
-        phase: Which phase of schedules such as `1;0` the model is.
+        phase: Which phase of schedules such as `1;0` the model is. None: the one that the sampler
+            names (`phases`), else the first.
 
     Returns:
         The clone, and a report of what was found in the files.
@@ -68,7 +70,7 @@ def apply_lora(
         ValueError: A file cannot be used, or has nothing for this model.
     """
     if mode == "merged":
-        return lora_merged.merge(model, stack, phase)
+        return lora_merged.merge(model, stack, phase or 0)
     clone = model.clone()
     before: Streaming | None = model.get_attachment(KEY)
     parts = [*(before.parts if before else ()), *((entry, phase) for entry in stack)]
@@ -105,7 +107,7 @@ class Streaming:
     """LoRAs that are applied while a model is called.
 
     Args:
-        parts: The entries of the stack, each with the phase that the model is.
+        parts: The entries of the stack, each with the phase that the model is, if that is known.
         bank: Their files.
         mode: As for `apply_lora`.
         base: The model.
@@ -117,7 +119,7 @@ class Streaming:
     """
 
     def __init__(
-        self, parts: list[tuple[Entry, int]], bank: Bank, mode: Way, base: nn.Module
+        self, parts: list[tuple[Entry, int | None]], bank: Bank, mode: Way, base: nn.Module
     ) -> None:
         self._base = weakref.ref(base)
         self.parts, self.bank = tuple(parts), bank
@@ -241,7 +243,8 @@ class Streaming:
                 self._steps = sigmas, [float(value) for value in sigmas]
             known = self._steps[1]
             step, steps = step_of(sigma, known), max(1, len(known) - 1)
-        return [entry.schedule.strength(step, steps, sigma, phase) for entry, phase in self.parts]
+        run: Phase | None = options.get(phases.KEY)
+        return [_strength(entry, phase, step, steps, sigma, run) for entry, phase in self.parts]
 
     def _tell_unserved(self, session: Session) -> None:
         if session.counts.unserved and not self._told:
@@ -253,6 +256,19 @@ class Streaming:
                 len(names),
                 names[0],
             )
+
+
+def _strength(
+    entry: Entry, phase: int | None, step: int, steps: int, sigma: float, run: Phase | None
+) -> float:
+    """The strength of a LoRA in a call, by what its node and the sampler say of the phase."""
+    schedule = entry.schedule
+    fixed = phase is not None
+    if run is None or (fixed and (phase, len(schedule.phases)) != (run.number, run.count)):
+        return schedule.strength(step, steps, sigma, phase or 0)
+    return schedule.strength(
+        step, steps, sigma, run.number, run.count, run.step(step), run.steps or None
+    )
 
 
 def _detach(model: ModelPatcher) -> None:

@@ -11,7 +11,7 @@ comfy_lora, library = Later("comfy_lora"), Later("lora", above=True)
 
 LoraStackType = io.Custom("FASTVAE_LORA_STACK")
 
-_PHASES = {"auto": 0, "high": 0, "low": 1}
+_PHASES = {"auto": None, "high": 0, "low": 1}
 
 
 class LoraStack(io.ComfyNode):
@@ -120,8 +120,8 @@ class ApplyLora(io.ComfyNode):
                     default="auto",
                     optional=True,
                     advanced=True,
-                    tooltip="Which expert the model is, for strengths such as 1;0. auto: the "
-                    "first, high noise, unless the sampler says otherwise.",
+                    tooltip="Which expert the model is, for strengths such as 1;0. auto: the one "
+                    "that Wan Sampler (Fast) calls; in other samplers the first, high noise.",
                 ),
             ],
             outputs=[
