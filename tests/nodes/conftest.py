@@ -1,5 +1,8 @@
 """ComfyUI for the tests of the nodes: in this process, and as a server. Skips where it is not."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -22,7 +25,11 @@ def comfyui(tmp_path_factory):
 def server(tmp_path_factory):
     """A running ComfyUI with this pack. One thread: the tensors of the tests are tiny."""
     _skip_without_comfyui()
-    with Server(tmp_path_factory.mktemp("server"), threads=1) as server:
+    base = tmp_path_factory.mktemp("server")
+    (base / "custom_nodes").mkdir()
+    extra = Path(__file__).with_name("extra_nodes.py")
+    shutil.copy(extra, base / "custom_nodes" / extra.name)
+    with Server(base, threads=1) as server:
         yield server
 
 

@@ -15,13 +15,24 @@ class Event:
 
     Attributes:
         time_s: When it came, on the clock of `time.perf_counter`.
-        kind: `execution_start`, `executing`, `progress`, `execution_success`, ...
+        kind: `execution_start`, `executing`, `progress`, `execution_success`, ...; `text` for what
+            a node shows below itself.
         data: The rest of it.
     """
 
     time_s: float
     kind: str
     data: dict[str, Any]
+
+
+# What binary messages begin with whose rest is the text of a node: its length, the node, the text.
+_TEXT = (3).to_bytes(4, "big")
+
+
+def _text_of_node(message: bytes) -> dict[str, Any]:
+    end = 4 + int.from_bytes(message[:4], "big")
+    data = {"node": message[4:end].decode(), "text": message[end:].decode()}
+    return {"type": "text", "data": data}
 
 
 class Events:
@@ -49,6 +60,16 @@ class Events:
             raise TimeoutError(f"no {kind} with {data} within {timeout_s} s")
         return event
 
+    def all(self, kind: str, **data: object) -> list[Event]:
+        """The messages of a kind that have carried this data until now."""
+        wanted = data.items()
+        with self._changed:
+            return [
+                event
+                for event in self._events
+                if event.kind == kind and wanted <= event.data.items()
+            ]
+
     def node_seconds(self, prompt_id: str, timeout_s: float = 30) -> dict[str, float]:
         """How long every node of a prompt ran: from its start to the next one's, or to the end."""
         self.wait("executing", timeout_s, node=None, prompt_id=prompt_id)
@@ -68,9 +89,12 @@ class Events:
 
         async with aiohttp.ClientSession() as session, session.ws_connect(self._url) as socket:
             async for message in socket:
-                if message.type is not aiohttp.WSMsgType.TEXT:
+                if message.type is aiohttp.WSMsgType.TEXT:
+                    content = json.loads(message.data)
+                elif message.data[:4] == _TEXT:
+                    content = _text_of_node(message.data[4:])
+                else:
                     continue  # a preview picture
-                content = json.loads(message.data)
                 event = Event(time.perf_counter(), content["type"], content["data"])
                 with self._changed:
                     self._events.append(event)
