@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fast_video_vae.tests.nodes.lora_models import (
+    KINDS,
     ROUNDING,
     apply,
     core,
@@ -14,6 +15,7 @@ from fast_video_vae.tests.nodes.lora_models import (
     stack,
     weights,
 )
+from fast_video_vae.tests.nodes.pairs import v3_node
 from fast_video_vae.tests.nodes.sampler_models import (
     advanced,
     empty,
@@ -137,6 +139,44 @@ def test_one_expert_of_another_latent_is_ksampler(denoise):
     expected = ksampler(shifted(expert(), 5.0), denoise=denoise, latent=latent)
     result = samples(model_low=None, denoise=denoise, latent_image=latent)
     assert relative_error(result, expected) < ROUNDING
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model_is_one_expert(kind):
+    expected = ksampler(expert(kind), kind, cfg=3.0, steps=2)
+    result = samples(kind, model_low=None, shift_high="auto", preset="base", steps=2, cfg_high="3")
+    if "wan" in expert(kind).model.model_config.unet_config["image_model"]:  # the preset has one
+        expected = ksampler(shifted(expert(kind), 5.0), kind, cfg=3.0, steps=2)
+    assert relative_error(result, expected) < ROUNDING
+
+
+def windows(model):
+    """A model that sees two latent frames at a time."""
+    return v3_node(
+        "nodes_context_windows", "WanContextWindowsManualNode", model=model, context_length=5,
+        context_overlap=4, context_schedule="standard_uniform", context_stride=1,
+        closed_loop=False, fuse_method="pyramid", freenoise=True,
+    )[0]  # fmt: skip
+
+
+def cached(model):
+    """A model that leaves out steps which are like the one before."""
+    return v3_node(
+        "nodes_easycache", "EasyCacheNode", model=model, reuse_threshold=2.0, start_percent=0.0,
+        end_percent=1.0, verbose=False,
+    )[0]  # fmt: skip
+
+
+@pytest.mark.parametrize("patch", [windows, cached])
+def test_what_other_nodes_make_of_the_models_holds_for_both_experts(patch):
+    high, low = (patch(model) for model in experts().values())
+    plain = samples(steps=8)
+    given = {"model_high": high, "model_low": low, "steps": 8, "boundary": "4"}
+    result = samples(**given)
+    assert relative_error(result, plain) > DIFFERENT
+    expected = in_two(shifted(high, 5.0), shifted(low, 5.0), at=4, steps=8)
+    assert relative_error(result, expected) < ROUNDING
+    assert torch.equal(samples(**given), result)
 
 
 def test_qwen_image_is_one_expert_with_a_shift_of_its_own():
