@@ -114,6 +114,9 @@ def sample(
     Raises:
         ValueError: Something does not fit; the message begins with the input's name.
     """
+    for name, conditioning in (("positive", positive), ("negative", negative)):
+        if conditioning is not None and not len(conditioning):
+            raise ValueError(f"{name}: the conditioning is empty; expected a prompt's")
     image = _checked_latent(models, latent)
     preset = _resolved(models, settings)
     shifted, plan = _plan(models, preset, settings)

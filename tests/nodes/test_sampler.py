@@ -509,6 +509,7 @@ def test_the_timing_has_both_experts_and_the_switch():
         ({"shift_low": "90"}, "shift_low: step 2 begins at noise level 0.9890, not below"),
         ({"shift_low": "8"}, "shift_low: step 2 begins at noise level 0.8889, not below the bound"),
         ({"negative": None, "cfg_low": "2"}, "negative: nothing is connected, and cfg 2 needs it"),
+        ({"positive": []}, "positive: the conditioning is empty"),
         ({"sigmas": torch.tensor([0.1, 0.9])}, "sigmas: they do not fall"),
         ({"latent_image": {"samples": torch.ones(1, 48, 3, 8, 8)}}, "latent_image: it has 48 chan"),
     ],
