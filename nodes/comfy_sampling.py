@@ -7,6 +7,7 @@ conditionings) is prepared for each model, and the guider's own attributes are t
 is called, so that ComfyUI's base class cleans up after that one, whatever happens.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,10 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrapper
 from torch import Tensor
 
 from . import phases, timing
+from .memory import free_others
 from .sampler_plan import Plan
+
+_logger = logging.getLogger(__name__)
 
 Conds = dict[str, list[dict[str, Any]]]
 
@@ -144,7 +148,8 @@ class StagedGuider(comfy.samplers.CFGGuider):
             self._switch(stage)
         self.cfg = self._plan.cfg_at(stage, sigma)
         options = self._options_of_call(model_options or {})
-        return super().outer_predict_noise(x, timestep, options, seed)
+        call = super().outer_predict_noise
+        return self._with_room(lambda: call(x, timestep, options, seed))
 
     def step_done(self) -> None:
         """Note the time of a step, when the solver says that it is over."""
@@ -203,9 +208,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
         if pool is not None:  # the base class ends it through the options that it finds
             self.model_options["multigpu_thread_pool"] = pool
         patcher, options = self.model_patcher, self.model_options
-        self.inner_model, self.conds, self.loaded_models = comfy.sampler_helpers.prepare_sampling(
-            patcher, noise.shape, self.conds, options
-        )
+        self._load()
         self._multigpu = comfy.sampler_helpers.prepare_model_patcher_multigpu_clones(
             patcher, self.loaded_models, options
         )
@@ -223,6 +226,36 @@ class StagedGuider(comfy.samplers.CFGGuider):
         self._since = timing.instant(patcher.load_device)
         timing.add("switch", start, self._since, f"to {self._plan.stages[stage].name}")
         self._on_stage(stage)
+
+    def _load(self, *, on_host: bool = False) -> None:
+        """Load the model that is to be called; on the host, from where its weights are streamed."""
+        self.inner_model, self.conds, self.loaded_models = comfy.sampler_helpers.prepare_sampling(
+            self.model_patcher, self._given[0].shape, self.conds, self.model_options,
+            force_offload=on_host,
+        )  # fmt: skip
+
+    def _with_room(self, call: Callable[[], Tensor]) -> Tensor:
+        """Call a model; where memory runs out make room and call it again, with the same result.
+
+        A run of hours is not to end there. First other models go, then the weights of this one.
+        """
+        ways = ("with the other models unloaded", "with the weights on the host")
+        for number, words in enumerate(ways):
+            try:
+                return call()
+            except Exception as error:
+                comfy.model_management.raise_non_oom(error)
+                name = self._plan.stages[self.stage].name
+                _logger.warning(
+                    "Fast Video VAE: memory ran out in a step of %s; trying again, %s", name, words
+                )
+            if number == 0:
+                free_others(self.model_patcher, self.model_patcher.load_device, *self.loaded_models)
+            else:
+                comfy.model_management.unload_all_models()
+                comfy.model_management.soft_empty_cache()
+                self._load(on_host=True)
+        return call()
 
     def _leave(self, *, unload: bool) -> None:
         for one in (self.model_patcher, *self._multigpu):

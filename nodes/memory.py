@@ -75,10 +75,15 @@ def make_room(task: str, way: Way, *, warns: bool) -> None:
     comfy.model_management.soft_empty_cache()
 
 
-def free_others(patcher: comfy.model_patcher.ModelPatcher, device: torch.device) -> None:
-    """Unload what other nodes have on a device, but not one model."""
-    management = comfy.model_management
-    own = [each for each in management.current_loaded_models if each.model is patcher]
+def free_others(
+    patcher: comfy.model_patcher.ModelPatcher,
+    device: torch.device,
+    *more: comfy.model_patcher.ModelPatcher,
+) -> None:
+    """Unload what other nodes have on a device, but not one model, nor some more."""
+    management, kept_ones = comfy.model_management, (patcher, *more)
+    loaded = management.current_loaded_models
+    own = [each for each in loaded if any(each.model is one for one in kept_ones)]
     management.free_memory(1e30, device, keep_loaded=own)
     management.soft_empty_cache()
 

@@ -413,6 +413,55 @@ def states(models):
     }
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("at", [1, 2], ids=["first-expert", "after-the-switch"])
+def test_a_run_goes_on_where_memory_runs_out(monkeypatch, caplog, at, count):
+    """In a call of a model: first other models are unloaded, then the weights of this one."""
+    import comfy.model_base
+    import comfy.sampler_helpers
+
+    file = save_lora(lora_for(random_weights("wan21-t2v", 0), seed=0), "room.safetensors")
+    given = {"loras_high": stack(file, 0.8), "loras_low": stack(file, 0.5)}
+    expected = samples(**given)
+    apply_model, calls = comfy.model_base.BaseModel._apply_model, iter(range(100))
+    prepare, loads = comfy.sampler_helpers.prepare_sampling, []
+
+    def scarce(self, *args, **kwargs):
+        if at <= next(calls) < at + count:
+            raise torch.cuda.OutOfMemoryError("no memory is left")
+        return apply_model(self, *args, **kwargs)
+
+    def noted(*args, **kwargs):
+        loads.append(kwargs.get("force_offload", False))
+        return prepare(*args, **kwargs)
+
+    monkeypatch.setattr(comfy.model_base.BaseModel, "_apply_model", scarce)
+    monkeypatch.setattr(comfy.sampler_helpers, "prepare_sampling", noted)
+    result = samples(**given)
+    assert relative_error(result, expected) < ROUNDING
+    assert sum(loads) == count - 1
+    warned = [record.message for record in caplog.records if "memory ran out" in record.message]
+    assert len(warned) == count
+    assert all("high noise" in text if at == 1 else "low noise" in text for text in warned)
+
+
+def test_memory_that_stays_short_is_an_error_that_leaves_the_models_as_they_were(monkeypatch):
+    import comfy.model_base
+
+    both = experts()
+    expected, before = samples(), states(both)
+
+    def scarce(self, *args, **kwargs):
+        raise torch.cuda.OutOfMemoryError("no memory is left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(comfy.model_base.BaseModel, "_apply_model", scarce)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            samples()
+    assert states(both) == before
+    assert torch.equal(samples(), expected)
+
+
 def state_of(model):
     """What a clone shares with the model, and what a run might leave in it."""
     return (
