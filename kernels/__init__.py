@@ -36,11 +36,13 @@ from .backend import (
 )
 from .gpu_config import GPUConfig, gpu_config
 from .matrix import NativeLibrary, Support, backend_matrix, native_library
+from .preparations import Preparation, preparations, preparing
 
 __all__ = [
     "BackendError",
     "GPUConfig",
     "NativeLibrary",
+    "Preparation",
     "Support",
     "attention",
     "average_down",
@@ -56,6 +58,8 @@ __all__ = [
     "merge_phases",
     "native_library",
     "pixel_shuffle_3d",
+    "preparations",
+    "preparing",
     "rms_norm",
     "rms_norm_silu",
     "run_kernel",

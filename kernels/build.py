@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from .backend import Refusal, log_once
+from .preparations import preparing
 
 _logger = logging.getLogger(__name__)
 
@@ -183,7 +184,8 @@ class Library:
                 "another version of this package has loaded its own", "keep one version installed"
             )
         if not _loads(self.folder()):
-            self._build(self.folder(), key)
+            with preparing("kernel build", self.title):
+                self._build(self.folder(), key)
 
     def _build(self, place: Path, key: str) -> None:
         """Build the library, load it, and leave it in the folder.

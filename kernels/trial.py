@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import examples, measure, reference
 from .backend import ORDER, Refusal, ask, log_once, use_quality
+from .preparations import preparing
 
 _logger = logging.getLogger(__name__)
 
@@ -64,7 +65,8 @@ def order(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str,
     with _lock:
         if key not in _orders:
             given = examples.names(getattr(reference, op), args, kwargs)
-            _orders[key] = _tried(op, x, given)
+            with preparing("kernel build", "trials"):
+                _orders[key] = _tried(op, x, given)
         return _orders[key]
 
 

@@ -36,7 +36,7 @@ from ..lora import (
     step_of,
 )
 from ..lora import Mode as Way
-from . import lora_merged, phases
+from . import lora_merged, phases, timing
 from .lora_targets import NETWORK, targets_of
 from .phases import Phase
 
@@ -51,6 +51,7 @@ Mode = Way | Literal["merged"]
 _MOST_OF_DEVICE = 1 / 8
 
 
+@timing.span("LoRA attach")
 def apply_lora(
     model: ModelPatcher, stack: Stack, mode: Mode = "auto", phase: int | None = None
 ) -> tuple[ModelPatcher, str]:

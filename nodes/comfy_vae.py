@@ -14,6 +14,7 @@ import comfy.utils
 import torch
 from torch import Tensor
 
+from . import timing
 from .first_stage import FastVideoVAE
 from .memory import Way, free_others, give_back, in_turn, kept, make_room
 from .progress import Progress
@@ -89,7 +90,8 @@ class FastVAE(comfy.sd.VAE):
         latent = samples_in.reshape(model.video_shape(samples_in.shape))
         model.check_latent(latent)
         try:
-            images = self._decode(latent, chunk, dtype, tile)
+            with timing.span("VAE decode", device=self.device):
+                images = self._decode(latent, chunk, dtype, tile)
         finally:
             give_back(self.device)
         return images.squeeze(1) if samples_in.ndim == 4 and not model.is_seedvr2 else images
@@ -166,9 +168,13 @@ class FastVAE(comfy.sd.VAE):
         shape = video.shape[2] == 1
         ways = self.ways(tile, encode=True, lone=shape)
         try:
-            latents = in_turn(
-                self.device, "an encode", ways, lambda way: self._encode(video, chunk, dtype, way)
-            )
+            with timing.span("VAE encode", device=self.device):
+                latents = in_turn(
+                    self.device,
+                    "an encode",
+                    ways,
+                    lambda way: self._encode(video, chunk, dtype, way),
+                )
         finally:
             give_back(self.device)
         return latents.squeeze(2) if self.latent_dim == 2 else latents
@@ -460,12 +466,13 @@ class FastVAE(comfy.sd.VAE):
         if way is not None and way.on_host:
             comfy.model_management.unload_model_and_clones(self.patcher)
             return
-        comfy.model_management.load_models_gpu(
-            [self.patcher], memory_required=memory_bytes, force_full_load=self.disable_offload
-        )
-        if self.first_stage_model.device.type != self.device.type:
-            # With --novram ComfyUI leaves weights on the host, for operations that fetch them.
-            self.patcher.partially_load(self.device, extra_memory=1e32)
+        with timing.span("load", "VAE to its device", self.device):
+            comfy.model_management.load_models_gpu(
+                [self.patcher], memory_required=memory_bytes, force_full_load=self.disable_offload
+            )
+            if self.first_stage_model.device.type != self.device.type:
+                # With --novram ComfyUI leaves weights on the host, for operations that fetch them.
+                self.patcher.partially_load(self.device, extra_memory=1e32)
 
     def together(self, memory_bytes: int, batch: Tensor | None) -> int:
         """How many of a batch to work on at once.

@@ -50,6 +50,15 @@ def once() -> list[io.Input]:
     ]
 
 
+def timing_output() -> io.Output:
+    """The last output of a node that ends a part of the work."""
+    return io.String.Output(
+        display_name="timing",
+        tooltip="Where the time of this run went so far, as a table: loading, sampling, decoding. "
+        "The log has the whole table when the run has ended.",
+    )
+
+
 def tell_unused(**options: bool) -> None:
     """One line about options that mean nothing to a VAE that is not ours."""
     names = [name for name, is_set in options.items() if is_set]

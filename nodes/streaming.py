@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import frames_to_images
+from . import timing
 from .comfy_vae import FastVAE
 from .memory import Way, give_back, in_turn
 from .progress import Progress
@@ -46,7 +47,8 @@ def decode_pieces(
     vae.throw_exception_if_invalid()
     try:
         # Not here: what is done with is to be gone before the memory is given back.
-        yield from _decoded(vae, latent, chunk, dtype, frames)
+        made = _decoded(vae, latent, chunk, dtype, frames)
+        yield from timing.drawn("VAE decode", made, device=vae.device)
     finally:
         give_back(vae.device)
 
@@ -78,15 +80,20 @@ def encode_pieces(
         ValueError: A piece has another shape or dtype; no frame came; or the VAE has no encoder.
         InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
     """
+
+    def read() -> Iterator[Tensor]:
+        return timing.drawn("file", pieces(), device=vae.device)
+
     vae.throw_exception_if_invalid()
     ways = vae.ways(None, encode=True, lone=count_estimate == 1)
     try:
-        means = in_turn(
-            vae.device,
-            "an encode",
-            ways,
-            lambda way: _encoded(vae, pieces(), count_estimate, chunk, dtype, way),
-        )
+        with timing.span("VAE encode", device=vae.device):
+            means = in_turn(
+                vae.device,
+                "an encode",
+                ways,
+                lambda way: _encoded(vae, read(), count_estimate, chunk, dtype, way),
+            )
     finally:
         give_back(vae.device)
     if vae.format_encoded is not None:

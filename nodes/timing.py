@@ -1,9 +1,10 @@
 """Where the time of a prompt went: pieces of work are measured, and told when the prompt has ended.
 
-Who works says so with `span`, or with `instant` and `add`; a node returns `text()`. A piece belongs
-to the prompt that runs in its context. Outside of prompts, and in a thread that a node starts,
-there is none: such pieces are kept for that thread alone, the last ones, and never printed. A
-thread that is run in `contextvars.copy_context()` of its node has the prompt of the node.
+Who works says so with `span`, or with `instant` and `add`; a node returns `text()`. What kernels
+and graphs take to be made ready they note themselves (`kernels.preparations`). A piece belongs to
+the prompt that runs in its context. Outside of prompts, and in a thread that a node starts, there
+is none: such pieces are kept for that thread alone, the last ones, and never printed. A thread that
+is run in `contextvars.copy_context()` of its node has the prompt of the node.
 
 The seconds of a piece are those of the device, between two CUDA events that were recorded on the
 current stream, where both of its ends have one: a device that waits for the host is counted, work
@@ -12,14 +13,11 @@ waits for the device while there is work: `text` and `as_json` take the host's s
 that the device has not finished, with a mark, and only what is printed at the end has waited.
 
 At the end of a prompt in which something was measured the table goes to the log, also where it
-failed or was interrupted. ComfyUI tells a provider of caches about that end, so one that caches
-nothing is registered for such prompts, and for no others. A ComfyUI without them prints nothing.
+failed or was interrupted; where ComfyUI does not tell the end (`prompt_end`) nothing is printed.
 
 Environment:
     FAST_VIDEO_VAE_TIMING: What is printed: `table`, as without it; `json`: one line of JSON; `0` or
         `off`: nothing.
-
-What is said of ComfyUI here was read off execution.py and comfy_execution/ of 0.33.
 """
 
 import logging
@@ -29,17 +27,17 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from comfy.model_management import InterruptProcessingException
 from comfy_execution.utils import get_executing_context
 
+from .later import Later
+from .prompt_end import ends, stopped_early
 from .timing_report import Measured, Report
 
-try:
-    from comfy_execution import cache_provider
-except ImportError:  # not every ComfyUI tells the end of a prompt
-    cache_provider = None
+kernels = Later("kernels", above=True)
 
 _logger = logging.getLogger(__name__)
 
@@ -49,6 +47,10 @@ _MOST_OUTSIDE = 1000
 
 # ComfyUI runs one prompt at a time. More are left only where their end is not told.
 _MOST_PROMPTS = 4
+
+_END = object()
+
+_Item = TypeVar("_Item")
 
 
 class Instant:
@@ -104,14 +106,14 @@ class _Prompt:
         self.stopped = ""
 
     def report(self, name: str, *, wait: bool) -> Report:
-        """All of it, in numbers."""
+        """All of it, in numbers, with what was prepared for it in the same threads."""
         measured = []
         for kind, label, first, last, thread in list(self.pieces):
             seconds, sure = first.until(last, wait=wait)
             measured.append(
                 Measured(kind, label, first.seconds, last.seconds, seconds, thread, sure)
             )
-        return Report(name, measured, self.stopped)
+        return Report(name, [*_prepared(measured), *measured], self.stopped)
 
 
 class _Outside(threading.local):
@@ -162,16 +164,42 @@ def span(kind: str, label: str = "", device: torch.device | None = None) -> Iter
     first, stopped = instant(device), ""
     try:
         yield
-    except GeneratorExit:  # a generator that nobody draws from any more has not failed
-        raise
-    except (InterruptProcessingException, KeyboardInterrupt):
-        stopped = "interrupted"
-        raise
-    except BaseException:
-        stopped = "failed"
+    except BaseException as error:
+        stopped = _how(error)
         raise
     finally:
         _add(kind, first, instant(device), label, stopped)
+
+
+def drawn(
+    kind: str, items: Iterator[_Item], label: str = "", device: torch.device | None = None
+) -> Iterator[_Item]:
+    """Measure how long each item takes to come; what is done with it meanwhile is not counted.
+
+    Args:
+        kind: As for `add`.
+        items: They are closed with this, if they can be.
+        label: As for `add`.
+        device: As for `instant`.
+
+    Yields:
+        The items.
+    """
+    try:
+        while True:
+            first = instant(device)
+            try:
+                item = next(items, _END)
+            except BaseException as error:
+                _add(kind, first, instant(device), label, _how(error))
+                raise
+            if item is _END:
+                return
+            _add(kind, first, instant(device), label, "")
+            yield item  # type: ignore[misc]
+    finally:
+        if (close := getattr(items, "close", None)) is not None:
+            close()
 
 
 def text() -> str:
@@ -198,6 +226,14 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
+def _how(error: BaseException) -> str:
+    """How a piece ended; a generator that nobody draws from any more has not failed."""
+    if isinstance(error, GeneratorExit):
+        return ""
+    stop = InterruptProcessingException, KeyboardInterrupt
+    return "interrupted" if isinstance(error, stop) else "failed"
+
+
 def _add(kind: str, first: Instant, last: Instant, label: str, stopped: str) -> None:
     context = get_executing_context()
     prompt = _outside.prompt if context is None else _prompt(context.prompt_id)
@@ -213,7 +249,7 @@ def _prompt(name: str) -> _Prompt:
     with _lock:
         if name not in _prompts:
             if not _prompts:
-                _listener.start()
+                _ends.start()
             while len(_prompts) >= _MOST_PROMPTS:
                 del _prompts[next(iter(_prompts))]
             _prompts[name] = _Prompt(_MOST_PIECES)
@@ -233,51 +269,28 @@ def _ended(name: str) -> None:
     with _lock:
         prompt = _prompts.pop(name, None)
         if not _prompts:
-            _listener.stop()
+            _ends.stop()
     wanted = os.environ.get("FAST_VIDEO_VAE_TIMING", "").strip().lower()
     if prompt is None or wanted in ("0", "off"):
         return
+    early = stopped_early(name)
+    if early is not None:
+        prompt.stopped = (prompt.stopped or "stopped") if early else ""
     report = prompt.report(name, wait=True)
     _logger.info("%s", report.json() if wanted == "json" else report.table())
 
 
-class _NoListener:
-    """Hears of no end of a prompt."""
-
-    def start(self) -> None:
-        """Begin to listen."""
-
-    def stop(self) -> None:
-        """Listen no more."""
-
-
-def _make_listener() -> _NoListener:
-    """What hears of the end of a prompt in this ComfyUI."""
-    if cache_provider is None:
-        return _NoListener()
-
-    class Listener(cache_provider.CacheProvider, _NoListener):
-        """A provider of caches that caches nothing."""
-
-        def start(self) -> None:
-            cache_provider.register_cache_provider(self)
-
-        def stop(self) -> None:
-            cache_provider.unregister_cache_provider(self)
-
-        def should_cache(self, context: object, value: object = None) -> bool:
-            return False
-
-        async def on_lookup(self, context: object) -> None:
-            return None
-
-        async def on_store(self, context: object, value: object) -> None:
-            return None
-
-        def on_prompt_end(self, prompt_id: str) -> None:
-            _ended(prompt_id)
-
-    return Listener()
+def _prepared(measured: list[Measured]) -> list[Measured]:
+    """What kernels and graphs took to be made ready between the first moment and the last."""
+    if not measured:
+        return []
+    threads = {piece.thread for piece in measured}
+    start, end = min(piece.start for piece in measured), max(piece.end for piece in measured)
+    return [
+        Measured(each.kind, each.label, each.start, each.end, each.end - each.start, each.thread)
+        for each in kernels.preparations()
+        if each.thread in threads and start <= each.start and each.end <= end
+    ]
 
 
-_listener = _make_listener()
+_ends = ends(_ended)

@@ -97,7 +97,7 @@ class Report:
     Attributes:
         prompt: Its id; "": none.
         pieces: In the order in which they ended.
-        stopped: "interrupted" or "failed"; "": neither.
+        stopped: "interrupted", "failed", or "stopped" where it is not known which; "": none.
     """
 
     prompt: str

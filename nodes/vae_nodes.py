@@ -10,9 +10,18 @@ import nodes as core_nodes
 
 from .. import vae as library
 from .later import Later
-from .options import AUTO, CATEGORY, DTYPES, chunk_input, dtype_input, once, tell_unused
+from .options import (
+    AUTO,
+    CATEGORY,
+    DTYPES,
+    chunk_input,
+    dtype_input,
+    once,
+    tell_unused,
+    timing_output,
+)
 
-comfy_vae, swap = Later("comfy_vae"), Later("swap")
+comfy_vae, swap, timing = Later("comfy_vae"), Later("swap"), Later("timing")
 
 _logger = logging.getLogger(__name__)
 
@@ -83,23 +92,8 @@ class Load(io.ComfyNode):
         cls, vae_name: str, dtype: str, encode_dtype: str, chunk: int, quality: str = _FAST
     ) -> io.NodeOutput:
         """Load the file."""
-        choice = _choice(dtype, encode_dtype, chunk, quality)
-        try:
-            if vae_name == _BUNDLED:
-                return io.NodeOutput(swap.load(library.VAE_PATH, choice))
-            path = folder_paths.get_full_path_or_raise("vae", vae_name)
-            return io.NodeOutput(swap.load(path, choice))
-        except library.LayoutError as error:
-            layout = error
-        except (ValueError, OSError) as error:
-            raise ValueError(f"vae_name: {error}") from None
-        try:
-            loaded = core_nodes.VAELoader().load_vae(vae_name)
-        except Exception as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(f"vae_name: {layout}; and Load VAE fails with: {reason}") from error
-        _logger.info("Fast Video VAE: %s is loaded as by Load VAE: %s", vae_name, layout)
-        return io.NodeOutput(*loaded)
+        with timing.span("load", vae_name):
+            return io.NodeOutput(_loaded(vae_name, _choice(dtype, encode_dtype, chunk, quality)))
 
 
 class Accelerate(io.ComfyNode):
@@ -134,9 +128,11 @@ class Accelerate(io.ComfyNode):
         """Swap the network in a copy."""
         vae.throw_exception_if_invalid()
         try:
-            return io.NodeOutput(swap.accelerate(vae, _choice(dtype, encode_dtype, chunk, quality)))
+            with timing.span("load", "accelerated VAE"):
+                fast = swap.accelerate(vae, _choice(dtype, encode_dtype, chunk, quality))
         except ValueError as error:
             raise ValueError(f"vae: {error}") from None
+        return io.NodeOutput(fast)
 
 
 class Encode(io.ComfyNode):
@@ -184,7 +180,8 @@ class Encode(io.ComfyNode):
         """Encode."""
         if not isinstance(vae, comfy_vae.FastVAE):
             tell_unused(batch=batch != _VIDEO, dtype=dtype != AUTO, chunk=chunk != 0)
-            return io.NodeOutput({"samples": vae.encode(pixels)})
+            with timing.span("VAE encode"):
+                return io.NodeOutput({"samples": vae.encode(pixels)})
         if vae.first_stage_model.encoder is None:
             raise ValueError("vae: the checkpoint has no encoder; only decoding works with it")
         try:
@@ -218,7 +215,7 @@ class Decode(io.ComfyNode):
                 io.Vae.Input("vae", tooltip="Any VAE; the options below need a fast one."),
                 *once(),
             ],
-            outputs=[io.Image.Output(display_name="IMAGE")],
+            outputs=[io.Image.Output(display_name="IMAGE"), timing_output()],
         )
 
     @classmethod
@@ -236,10 +233,11 @@ class Decode(io.ComfyNode):
                 raise ValueError(f"samples: {error}") from None
         else:
             tell_unused(dtype=dtype != AUTO, chunk=chunk != 0)
-            images = vae.decode(latent)
+            with timing.span("VAE decode"):
+                images = vae.decode(latent)
         if images.ndim == 5:
             images = images.reshape(-1, *images.shape[-3:])
-        return io.NodeOutput(images)
+        return io.NodeOutput(images, timing.text())
 
 
 class DemoClip(io.ComfyNode):
@@ -267,6 +265,25 @@ class DemoClip(io.ComfyNode):
         """Read the clip."""
         frames = torch.stack(list(library.read_video(library.CLIP_PATH).frames()))
         return io.NodeOutput(frames.float() / 255, InputImpl.VideoFromFile(str(library.CLIP_PATH)))
+
+
+def _loaded(vae_name: str, choice: object) -> object:
+    """The VAE of a name: fast, or as Load VAE has it where it is of another kind."""
+    try:
+        if vae_name == _BUNDLED:
+            return swap.load(library.VAE_PATH, choice)
+        return swap.load(folder_paths.get_full_path_or_raise("vae", vae_name), choice)
+    except library.LayoutError as error:
+        layout = error
+    except (ValueError, OSError) as error:
+        raise ValueError(f"vae_name: {error}") from None
+    try:
+        (loaded,) = core_nodes.VAELoader().load_vae(vae_name)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"vae_name: {layout}; and Load VAE fails with: {reason}") from error
+    _logger.info("Fast Video VAE: %s is loaded as by Load VAE: %s", vae_name, layout)
+    return loaded
 
 
 def _choice(dtype: str, encode_dtype: str, chunk: int, quality: str) -> object:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import vae as library
 from .later import Later
-from .options import AUTO, CATEGORY, DTYPES, once, tell_unused
+from .options import AUTO, CATEGORY, DTYPES, once, tell_unused, timing_output
 from .progress import Progress
 from .video_source import Fit, Source, as_images, shape_of, source_of, with_channels
 from .video_target import FOLDERS, Target, frame_range, workflow_tags
@@ -18,7 +18,7 @@ from .video_target import FOLDERS, Target, frame_range, workflow_tags
 if TYPE_CHECKING:
     from .comfy_vae import FastVAE
 
-comfy_vae, streaming = Later("comfy_vae"), Later("streaming")
+comfy_vae, streaming, timing = Later("comfy_vae"), Later("streaming"), Later("timing")
 
 # VideoWriter's own: without visible loss on what a VAE made.
 _QUALITY = 70
@@ -78,7 +78,8 @@ class DecodeVideo(io.ComfyNode):
             outputs=[
                 io.Video.Output(
                     display_name="VIDEO", tooltip="The file, for any node that takes it."
-                )
+                ),
+                timing_output(),
             ],
             hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
             is_output_node=True,
@@ -104,6 +105,7 @@ class DecodeVideo(io.ComfyNode):
         target = Target(_rate(fps), codec, quality, hardware, filename_prefix, save_to)
         latent = _one_video(samples["samples"], vae)
         if isinstance(vae, comfy_vae.FastVAE):
+            device = vae.device
             shape = vae.first_stage_model.config.decoded_shape(latent.shape)
             _, _, count, height, width = shape
             target.check_size(height, width)
@@ -111,6 +113,7 @@ class DecodeVideo(io.ComfyNode):
             pieces = streaming.decode_pieces(vae, latent, chunk or None, DTYPES.get(dtype), wanted)
         else:
             tell_unused(dtype=dtype != AUTO, chunk=chunk != 0)
+            device = None
             # What is wrong with these is to be told before the work is done.
             frame_range(frames, None)
             target.sound(audio, range(0))
@@ -120,8 +123,10 @@ class DecodeVideo(io.ComfyNode):
             wanted = frame_range(frames, count)
             pieces = _pictures(images, wanted)
         sound = target.sound(audio, wanted)
-        path, result = target.write(pieces, height, width, sound, workflow_tags(cls.hidden))
-        return io.NodeOutput(InputImpl.VideoFromFile(str(path)), ui=ui.PreviewVideo([result]))
+        with timing.span("file", device=device):
+            path, result = target.write(pieces, height, width, sound, workflow_tags(cls.hidden))
+        video = InputImpl.VideoFromFile(str(path))
+        return io.NodeOutput(video, timing.text(), ui=ui.PreviewVideo([result]))
 
 
 class EncodeVideo(io.ComfyNode):
@@ -192,8 +197,9 @@ class EncodeVideo(io.ComfyNode):
                 latent, count = _encoded_whole(vae, source, fit)
         except ValueError as error:
             raise ValueError(f"video: {error}") from None
-        rate = float(fit.fps or source.fps)
-        return io.NodeOutput({"samples": latent}, rate, count, source.sound(fit))
+        with timing.span("file"):
+            sound = source.sound(fit)
+        return io.NodeOutput({"samples": latent}, float(fit.fps or source.fps), count, sound)
 
 
 def _file_inputs() -> list[io.Input]:
@@ -308,7 +314,8 @@ def _one_video(latent: Tensor, vae: object) -> Tensor:
 
 def _decoded(vae: Any, latent: Tensor) -> Tensor:  # noqa: ANN401, any VAE
     """The IMAGE `[N, H, W, C]` of a VAE that is not ours."""
-    images = vae.decode(latent)
+    with timing.span("VAE decode"):
+        images = vae.decode(latent)
     if images.ndim not in (4, 5):
         raise ValueError(f"vae: it decodes to {list(images.shape)}; expected images")
     return images.reshape(-1, *images.shape[-3:])
@@ -339,8 +346,10 @@ def _encoded(
 
 def _encoded_whole(vae: Any, source: Source, fit: Fit) -> tuple[Tensor, int]:  # noqa: ANN401
     """As `_encoded`, of a VAE that is not ours."""
-    images = torch.cat([as_images(piece) for piece in source.pieces(fit)])
-    latent = vae.encode(images)
+    with timing.span("file"):
+        images = torch.cat([as_images(piece) for piece in source.pieces(fit)])
+    with timing.span("VAE encode"):
+        latent = vae.encode(images)
     ratio = vae.upscale_ratio
     if latent.ndim == 5 and isinstance(ratio, tuple):
         return latent, int(ratio[0](latent.shape[2]))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ..kernels import log_once
+from ..kernels import log_once, preparing
 
 
 class Recording:
@@ -28,6 +28,7 @@ class Recording:
         self._graph = torch.cuda.CUDAGraph()
         # What other threads do to the device meanwhile is no error of this recording.
         with (
+            preparing("graph capture", "VAE"),
             torch.cuda.device(x.device),
             torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
         ):

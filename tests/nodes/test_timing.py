@@ -4,6 +4,7 @@ import contextvars
 import json
 import logging
 import random
+import re
 import statistics
 import threading
 import time
@@ -11,9 +12,13 @@ import time
 import pytest
 import torch
 
+from fast_video_vae.tests.nodes.server import PromptError, Workflow
+
 pytestmark = pytest.mark.comfyui
 
 CUDA = torch.device("cuda", 0)
+
+AUTO = {"dtype": "auto", "encode_dtype": "auto", "chunk": 0}
 
 
 class Clock:
@@ -82,7 +87,7 @@ def timing(comfyui, monkeypatch):
     from comfy_execution import cache_provider
 
     if timing._prompts:
-        timing._listener.stop()
+        timing._ends.stop()
     assert not cache_provider._has_cache_providers()
 
 
@@ -492,6 +497,93 @@ def test_what_nobody_takes_away_is_bounded(timing):
     assert list(timing._prompts) == ["16", "17", "18", "19"]
 
 
+def test_draws_are_measured_and_what_is_done_with_them_is_not(timing, clock):
+    def items():
+        for seconds in (1, 2, 3):
+            clock.passes(seconds)
+            yield seconds
+
+    with timing.span("file"):
+        for _ in timing.drawn("VAE decode", items()):
+            clock.passes(10)
+    found = rows(timing)
+    assert found["file", ""]["seconds"] == 30
+    row = found["VAE decode", ""]
+    assert [row[key] for key in ("count", "seconds", "min", "median")] == [3, 6, 1, 2]
+
+
+def test_draws_close_what_they_come_from_and_tell_how_it_failed(timing):
+    closed = []
+
+    def items():
+        try:
+            yield 1
+            raise OSError("gone")
+        finally:
+            closed.append(True)
+
+    drawn = timing.drawn("file", items())
+    next(drawn)
+    drawn.close()
+    assert closed == [True]
+    assert json.loads(timing.as_json())["stopped"] == ""
+    with pytest.raises(OSError, match="gone"):
+        list(timing.drawn("file", items()))
+    assert json.loads(timing.as_json())["stopped"] == "failed"
+    assert rows(timing)["file", ""]["count"] == 3
+
+
+def test_what_kernels_prepare_is_taken_out_of_the_piece_around_it(timing):
+    from fast_video_vae import kernels
+
+    def prepare(label):
+        with kernels.preparing("kernel build", label):
+            time.sleep(0.02)
+
+    prepare("before")
+    with timing.span("VAE decode"):
+        prepare("CPU kernels")
+        in_thread(lambda: prepare("of another thread"))
+    prepare("after")
+    found = rows(timing)
+    assert list(found) == [("kernel build", "CPU kernels"), ("VAE decode", "")]
+    told = json.loads(timing.as_json())
+    assert found["kernel build", "CPU kernels"]["seconds"] >= 0.02
+    assert told["measured"] == pytest.approx(told["wall"])
+
+
+@pytest.mark.parametrize("ends_in_a_node", [False, True])
+def test_a_prompt_that_did_not_come_to_its_end_is_marked(timing, caplog, ends_in_a_node):
+    from comfy_execution.graph import DynamicPrompt
+    from comfy_execution.progress import get_progress_state, reset_progress_state
+
+    reset_progress_state("a", DynamicPrompt({}))
+    with in_prompt("a"), timing.span("load"):
+        pass
+    get_progress_state().start_progress("1")  # a node in which nothing is measured
+    if not ends_in_a_node:
+        get_progress_state().finish_progress("1")
+    with caplog.at_level(logging.INFO):
+        end("a")
+    (text,) = printed(caplog)
+    assert text.splitlines()[0].endswith(" (stopped)") == ends_in_a_node
+
+
+def test_a_prompt_that_got_over_an_error_is_not_marked(timing, caplog):
+    from comfy_execution.graph import DynamicPrompt
+    from comfy_execution.progress import get_progress_state, reset_progress_state
+
+    reset_progress_state("a", DynamicPrompt({}))
+    get_progress_state().start_progress("1")
+    with in_prompt("a"), pytest.raises(MemoryError), timing.span("load"):
+        raise MemoryError
+    get_progress_state().finish_progress("1")
+    with caplog.at_level(logging.INFO):
+        end("a")
+    (text,) = printed(caplog)
+    assert "(" not in text
+
+
 def test_a_span_costs_less_than_20_microseconds(timing):
     best = min(_seconds_of(timing, 200) for _ in range(5))
     assert best / 200 < 20e-6
@@ -504,3 +596,157 @@ def _seconds_of(timing, count):
             with timing.span("denoise", "high noise"):
                 pass
     return time.perf_counter() - start
+
+
+def run(kind, **inputs):
+    """Execute a node of ours with the defaults of its widgets."""
+    from fast_video_vae.nodes import vae_nodes, video_nodes
+
+    node = getattr(vae_nodes, kind, None) or getattr(video_nodes, kind)
+    defaults = {
+        each.id: each.default
+        for each in node.define_schema().inputs
+        if getattr(each, "default", None) is not None
+    }
+    with torch.inference_mode():
+        return node.execute(**defaults | inputs).args
+
+
+def test_the_nodes_measure_what_they_do(timing):
+    (vae,) = run("Load", vae_name="bundled demo")
+    (vae,) = run("Accelerate", vae=vae, quality="exact")
+    frames, video = run("DemoClip")
+    run("Encode", pixels=frames[:5], vae=vae)
+    assert set(rows(timing)) == {
+        ("load", "bundled demo"),
+        ("load", "accelerated VAE"),
+        ("load", "VAE to its device"),
+        ("VAE encode", ""),
+    }
+    latent, _, _, _ = run("EncodeVideo", video=video, vae=vae, max_frames=9)
+    found = rows(timing)
+    assert found["VAE encode", ""]["count"] == 2
+    assert found["file", ""]["count"] > 2  # pieces of the video, and its sound
+    run("Decode", samples=latent, vae=vae)
+    assert rows(timing)["VAE decode", ""]["count"] == 1
+
+
+def test_a_writer_that_is_slow_is_the_time_of_the_file(timing, comfyui, monkeypatch):
+    from fast_video_vae.vae import VideoWriter
+
+    write = VideoWriter.write
+
+    def slowly(self, frames):
+        time.sleep(0.2)
+        write(self, frames)
+
+    (vae,) = run("Load", vae_name="bundled demo")
+    latent = torch.zeros(1, 16, 4, 4, 4)
+    run("DecodeVideo", samples={"samples": latent}, vae=vae)  # what is imported once
+    monkeypatch.setattr(timing, "_outside", timing._Outside())
+    monkeypatch.setattr(VideoWriter, "write", slowly)
+    _, text = run("DecodeVideo", samples={"samples": latent}, vae=vae)
+    found = rows(timing)
+    steps = found["VAE decode", ""]["count"]
+    assert steps > 1
+    assert 0.2 * (steps - 1) <= found["file", ""]["seconds"]
+    assert found["VAE decode", ""]["seconds"] < 0.2 * steps
+    assert text.splitlines()[-1].startswith("  file ")
+    told = json.loads(timing.as_json())
+    assert told["measured"] == pytest.approx(told["wall"], rel=0.05)
+
+
+def test_a_vae_that_is_not_ours_is_measured_too(timing, comfyui):
+    class Vae:
+        device = torch.device("cpu")
+
+        def encode(self, images):
+            return torch.zeros(1, 4, 2, 2)
+
+        def decode(self, latent):
+            return torch.zeros(1, 16, 16, 3)
+
+    run("Encode", pixels=torch.zeros(1, 16, 16, 3), vae=Vae())
+    _, text = run("Decode", samples={"samples": torch.zeros(1, 4, 2, 2)}, vae=Vae())
+    assert set(rows(timing)) == {("VAE encode", ""), ("VAE decode", "")}
+    assert text == timing.text()
+
+
+# The first line of a table in a server's log.
+TOTALS = re.compile(r"Fast Video VAE: ([\d.]+) s measured of ([\d.]+) s(.*)$", re.MULTILINE)
+
+
+def decoding(vae_file, frames, size=32):
+    """Decode a latent into images and into a file, and show what the nodes tell of the time."""
+    workflow = Workflow()
+    shape = {"width": size, "height": size, "length": frames, "batch_size": 1}
+    latent = workflow.add("EmptyHunyuanLatentVideo", **shape)
+    vae = workflow.add("FastVAE_Load", vae_name=vae_file, **AUTO)
+    decoded, _ = workflow.add("FastVAE_Decode", samples=latent, vae=vae)
+    options = {"fps": 16.0, "codec": "h264", "quality": 70, "save_to": "temp"}
+    written, _ = workflow.add(
+        "FastVAE_DecodeVideo", samples=latent, vae=vae, filename_prefix="timing", **options
+    )
+    shown = [workflow.add("PreviewAny", source=[node, 1])[0] for node in (decoded, written)]
+    return workflow, shown
+
+
+def logged(server, before):
+    return server.log()[len(before) :]
+
+
+def test_a_table_is_in_the_log_once_per_prompt_over_http(server, vae_file):
+    workflow, shown = decoding(vae_file, 13)
+    before = server.log()
+    outputs = server.run(workflow)
+    texts = [outputs[name]["text"][0] for name in shown]
+    assert "VAE decode" in texts[0]
+    assert "file" in texts[1]
+    for text in texts:
+        assert f"load        {vae_file}" in text
+    log = logged(server, before)
+    (total,) = TOTALS.finditer(log)
+    measured, wall, mark = total.groups()
+    assert 0 < float(measured) <= float(wall) + 0.001
+    assert mark == ""
+    table = log[total.start() :].splitlines()
+    assert [line.split()[0] for line in table[2:6]] == ["load", "load", "VAE", "file"]
+
+    before = server.log()
+    again = server.run(workflow)  # all of it comes from the cache
+    assert [again[name]["text"][0] for name in shown] == texts
+    assert not TOTALS.search(logged(server, before))
+
+
+def test_prompts_of_other_nodes_print_nothing_over_http(server):
+    workflow = Workflow()
+    image = workflow.add("EmptyImage", width=8, height=8, batch_size=1, color=0)
+    workflow.add("PreviewImage", images=image)
+    before = server.log()
+    server.run(workflow)
+    assert not TOTALS.search(logged(server, before))
+
+
+def test_an_interrupted_prompt_tells_what_there_was_over_http(server, vae_file):
+    before = server.log()
+    error, _ = server.interrupted(decoding(vae_file, 1001, 256)[0])  # a minute and more
+    assert error.interrupted
+    log = logged(server, before)
+    (total,) = TOTALS.finditer(log)
+    assert total[3] == " (interrupted)"
+    assert "VAE decode" in log[total.start() :]
+
+
+def test_a_prompt_that_fails_tells_what_there_was_over_http(server, vae_file):
+    workflow = Workflow()
+    vae = workflow.add("FastVAE_Load", vae_name=vae_file, **AUTO | {"chunk": 7})
+    latent = workflow.add("EmptyLatentImage", width=64, height=64, batch_size=1)  # 4 channels
+    decoded = workflow.add("FastVAE_Decode", samples=latent, vae=vae)
+    workflow.add("PreviewImage", images=decoded)
+    before = server.log()
+    with pytest.raises(PromptError):
+        server.run(workflow)
+    log = logged(server, before)
+    (total,) = TOTALS.finditer(log)
+    assert total[3] == " (stopped)"
+    assert "load" in log[total.start() :]

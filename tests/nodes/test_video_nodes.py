@@ -271,7 +271,7 @@ def test_the_workflow_is_in_the_file_as_save_video_has_it(vae, output, monkeypat
 
     def tags(codec):
         samples = {"samples": latents(1)}
-        (video,) = run("DecodeVideo", hidden, vae=vae, samples=samples, codec=codec).args
+        video, _ = run("DecodeVideo", hidden, vae=vae, samples=samples, codec=codec).args
         with av.open(video.get_stream_source()) as container:
             return {key.lower(): value for key, value in container.metadata.items()}
 
