@@ -320,6 +320,19 @@ def test_an_event_is_recorded_on_the_current_stream_unless_it_is_captured(timing
     assert recorded == ["stream of cuda:0"]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="events need a CUDA device")
+def test_a_real_device_tells_its_own_seconds(timing):
+    torch.cuda.synchronize()
+    with timing.span("denoise", device=CUDA):
+        torch.cuda._sleep(1_000_000_000)  # cycles: half a second
+    assert not rows(timing)["denoise", ""]["sure"]
+    torch.cuda.synchronize()
+    row = rows(timing)["denoise", ""]
+    assert row["sure"]
+    assert 0.2 < row["seconds"] < 5
+
+
 def test_a_prompt_is_printed_once_when_it_ends_and_others_never(timing, clock, caplog):
     with in_prompt("a"), timing.span("load"):
         clock.passes(1)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from fast_video_vae.kernels import backend
+from fast_video_vae.kernels import backend, preparations
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae import plan as plan_module
@@ -196,9 +196,10 @@ def test_a_search_begins_before_a_recording_and_not_inside_of_one(recorded, sear
 def test_a_real_graph_gives_the_same_video(dtype):
     vae = load_vae(random_state_dict(32), dtype=dtype).cuda()
     z = torch.randn(1, 16, 12, 8, 12, device="cuda")
-    plain = vae.decode(z, 2)
+    plain, before = vae.decode(z, 2), preparations()
     vae.graphs = True
     torch.testing.assert_close(vae.decode(z, 2), plain, rtol=0, atol=0.02)
+    assert "graph capture" in {each.kind for each in preparations()[len(before) :]}
 
 
 class Compiler:
