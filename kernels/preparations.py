@@ -18,7 +18,7 @@ class Preparation(NamedTuple):
     """One of them.
 
     Attributes:
-        kind: `kernel build` or `graph capture`.
+        kind: `kernel build`, `graph capture`, `compile`.
         label: What was built, or tried.
         start: When it began, on the clock of `time.perf_counter`, in seconds.
         end: When it ended, also by an error.

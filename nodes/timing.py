@@ -1,10 +1,11 @@
 """Where the time of a prompt went: pieces of work are measured, and told when the prompt has ended.
 
 Who works says so with `span`, or with `instant` and `add`; a node returns `text()`. What kernels
-and graphs take to be made ready they note themselves (`kernels.preparations`). A piece belongs to
-the prompt that runs in its context. Outside of prompts, and in a thread that a node starts, there
-is none: such pieces are kept for that thread alone, the last ones, and never printed. A thread that
-is run in `contextvars.copy_context()` of its node has the prompt of the node.
+and graphs take to be made ready they note themselves (`kernels.preparations`), and `torch.compile`
+what it compiles. A piece belongs to the prompt that runs in its context. Outside of prompts, and in
+a thread that a node starts, there is none: such pieces are kept for that thread alone, the last
+ones, and never printed. A thread that is run in `contextvars.copy_context()` of its node has the
+prompt of the node.
 
 The seconds of a piece are those of the device, between two CUDA events that were recorded on the
 current stream, where both of its ends have one: a device that waits for the host is counted, work
@@ -22,12 +23,13 @@ Environment:
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from comfy.model_management import InterruptProcessingException
@@ -36,6 +38,9 @@ from comfy_execution.utils import get_executing_context
 from .later import Later
 from .prompt_end import ends, stopped_early
 from .timing_report import Measured, Report
+
+if TYPE_CHECKING:
+    from ..kernels import Preparation
 
 kernels = Later("kernels", above=True)
 
@@ -281,15 +286,32 @@ def _ended(name: str) -> None:
 
 
 def _prepared(measured: list[Measured]) -> list[Measured]:
-    """What kernels and graphs took to be made ready between the first moment and the last."""
+    """What was compiled, built and captured between the first moment and the last."""
     if not measured:
         return []
     threads = {piece.thread for piece in measured}
     start, end = min(piece.start for piece in measured), max(piece.end for piece in measured)
     return [
         Measured(each.kind, each.label, each.start, each.end, each.end - each.start, each.thread)
-        for each in kernels.preparations()
+        for each in [*kernels.preparations(), *_compiled(measured[0].thread)]
         if each.thread in threads and start <= each.start and each.end <= end
+    ]
+
+
+def _compiled(thread: int) -> "list[Preparation]":
+    """What `torch.compile` did, as far as PyTorch remembers: its last 64 compilations.
+
+    Args:
+        thread: To say that it was done there. PyTorch does not tell.
+    """
+    dynamo = sys.modules.get("torch._dynamo.utils")  # who compiles has imported it
+    told = getattr(dynamo, "get_compilation_metrics", list)()
+    since = time.time() - time.perf_counter()  # it goes by the time of day
+    times = [(getattr(each, f"{end}_time_us", None) for end in ("start", "end")) for each in told]
+    return [
+        kernels.Preparation("compile", "", start / 1e6 - since, end / 1e6 - since, thread)
+        for start, end in times
+        if start and end
     ]
 
 

@@ -565,6 +565,27 @@ def test_what_kernels_prepare_is_taken_out_of_the_piece_around_it(timing):
     assert told["measured"] == pytest.approx(told["wall"])
 
 
+def test_what_torch_compiles_is_taken_out_of_the_step_around_it(timing):
+    import torch._dynamo
+
+    def slow(graph, _):
+        time.sleep(0.3)
+        return graph.forward
+
+    torch._dynamo.reset()
+    doubled = torch.compile(lambda x: x * 2, backend=slow)
+    for _ in range(3):
+        with timing.span("denoise"):
+            doubled(torch.ones(2))
+    found = rows(timing)
+    assert list(found) == [("compile", ""), ("denoise", "")]
+    assert found["compile", ""]["count"] == 1
+    assert found["compile", ""]["seconds"] >= 0.3
+    told = json.loads(timing.as_json())
+    assert told["measured"] == pytest.approx(told["wall"], abs=0.01)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("ends_in_a_node", [False, True])
 def test_a_prompt_that_did_not_come_to_its_end_is_marked(timing, caplog, ends_in_a_node):
     from comfy_execution.graph import DynamicPrompt
@@ -642,6 +663,16 @@ def test_the_nodes_measure_what_they_do(timing):
     assert found["file", ""]["count"] > 2  # pieces of the video, and its sound
     run("Decode", samples=latent, vae=vae)
     assert rows(timing)["VAE decode", ""]["count"] == 1
+
+
+def test_giving_a_model_its_loras_is_measured(timing):
+    from comfy.model_patcher import ModelPatcher
+
+    from fast_video_vae.nodes.comfy_lora import apply_lora
+
+    cpu = torch.device("cpu")
+    apply_lora(ModelPatcher(torch.nn.Linear(2, 2), cpu, cpu), ())
+    assert list(rows(timing)) == [("LoRA attach", "")]
 
 
 def test_a_writer_that_is_slow_is_the_time_of_the_file(timing, comfyui, monkeypatch):
