@@ -223,11 +223,18 @@ def clock() -> float:
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """An event on the current stream of a CUDA device; None: a graph would take it up."""
-    if torch.cuda.is_current_stream_capturing():
+    """An event on the current stream of a CUDA device.
+
+    None: the stream is being captured, and the graph would take the event up; or the device has
+    failed, which whoever works on it tells better.
+    """
+    try:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+    except RuntimeError:
         return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
     return event
 
 

@@ -320,6 +320,16 @@ def test_an_event_is_recorded_on_the_current_stream_unless_it_is_captured(timing
     assert recorded == ["stream of cuda:0"]
 
 
+def test_an_error_of_a_device_is_not_hidden_by_that_of_an_event(timing, monkeypatch):
+    def fail():
+        raise RuntimeError("CUDA error: of the event")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
+    with pytest.raises(RuntimeError, match="of the work"), timing.span("denoise", device=CUDA):
+        raise RuntimeError("CUDA error: of the work")
+    assert rows(timing)["denoise", ""]["count"] == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="events need a CUDA device")
 def test_a_real_device_tells_its_own_seconds(timing):
