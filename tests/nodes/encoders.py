@@ -1,0 +1,140 @@
+"""Small text encoders of ComfyUI's own classes, with random weights and real tokenizers."""
+
+import functools
+import io
+from types import SimpleNamespace
+
+import torch
+
+# What the sentencepiece model of the tests is trained on: it has pieces for words such as these.
+SENTENCES = [
+    "a red fox runs over the snow in the morning light",
+    "a woman reads a book beside the window, soft shadows, film grain",
+    "blurry, low quality, watermark, extra fingers, distorted",
+    "waves break on the rocks while the camera moves slowly to the left",
+]
+
+_LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+_CLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+}
+_UMT5 = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_heads": 2, "num_layers": 2}
+
+
+def encoder(kind, dtype=torch.float32, seed=0, **config):
+    """A CLIP of ComfyUI.
+
+    Args:
+        kind: "wan", "qwen_image", "z_image", "sd1", "sdxl" or "flux".
+        dtype: Of the weights.
+        seed: Of the weights.
+        config: Of a umT5, in place of what makes it small.
+    """
+    import comfy.sd
+
+    model, tokenizer, options = _KINDS[kind](config)
+    clip = comfy.sd.CLIP(
+        SimpleNamespace(params={}, clip=model, tokenizer=tokenizer),
+        tokenizer_data={"spiece_model": spiece()},
+        model_options={"dtype": dtype, **options},
+    )
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in clip.cond_stage_model.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator) * 0.2
+        parameter.data = (values + 1 if "norm" in name else values).to(dtype)
+    return clip
+
+
+def count(clip):
+    """Forward calls of the transformers of a CLIP from here on, in a list of their batch sizes."""
+    from comfy.sd1_clip import SDClipModel
+
+    calls = []
+    for module in clip.cond_stage_model.modules():
+        if isinstance(module, SDClipModel):
+            module.transformer.register_forward_pre_hook(
+                lambda _, __, keywords: calls.append(len(keywords["embeds"])), with_kwargs=True
+            )
+    return calls
+
+
+@functools.cache
+def spiece():
+    """A sentencepiece model with umT5's special tokens: pad 0, end 1."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES),
+        model_writer=model,
+        vocab_size=80,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
+    return torch.frombuffer(bytearray(model.getvalue()), dtype=torch.uint8)
+
+
+def _wan(config):
+    from comfy.text_encoders import wan
+
+    options = {"umt5xxl_model_config": {**_UMT5, "vocab_size": 256, **config}}
+    return wan.te(), wan.WanT5Tokenizer, options
+
+
+def _qwen_image(_):
+    from comfy.text_encoders import qwen_image
+
+    return (
+        qwen_image.te(),
+        qwen_image.QwenImageTokenizer,
+        {"qwen25_7b_model_config": _LLAMA},
+    )
+
+
+def _z_image(_):
+    from comfy.text_encoders import z_image
+
+    return z_image.te(), z_image.ZImageTokenizer, {"qwen3_4b_model_config": _LLAMA}
+
+
+def _sd1(_):
+    from comfy import sd1_clip
+
+    return sd1_clip.SD1ClipModel, sd1_clip.SD1Tokenizer, {"clip_l_model_config": _CLIP}
+
+
+def _sdxl(_):
+    from comfy import sdxl_clip
+
+    options = {"clip_l_model_config": _CLIP, "clip_g_model_config": _CLIP}
+    return sdxl_clip.SDXLClipModel, sdxl_clip.SDXLTokenizer, options
+
+
+def _flux(_):
+    from comfy.text_encoders import flux
+
+    options = {"clip_l_model_config": _CLIP, "t5xxl_model_config": _UMT5}
+    return flux.flux_clip(torch.float32), flux.FluxTokenizer, options
+
+
+_KINDS = {
+    "wan": _wan,
+    "qwen_image": _qwen_image,
+    "z_image": _z_image,
+    "sd1": _sd1,
+    "sdxl": _sdxl,
+    "flux": _flux,
+}
