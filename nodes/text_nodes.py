@@ -11,7 +11,7 @@ from .options import AUTO, CATEGORY, DTYPES
 comfy_text = Later("comfy_text")
 
 # A line of three dashes or more, alone: between the prompts of one text.
-_BETWEEN = re.compile(r"^[ \t]*---+[ \t]*$", re.MULTILINE)
+_BETWEEN = re.compile(r"^[ \t]*---+[ \t\r]*$", re.MULTILINE)
 
 _EMPTY = "positive: the prompt is empty; expected text"
 

@@ -37,7 +37,7 @@ def encoder(kind, dtype=torch.float32, seed=0, **config):
         kind: "wan", "qwen_image", "z_image", "sd1", "sdxl" or "flux".
         dtype: Of the weights.
         seed: Of the weights.
-        config: Of a umT5, in place of what makes it small.
+        config: Of the transformer, in place of what makes it small.
     """
     import comfy.sd
 
@@ -94,39 +94,41 @@ def _wan(config):
     return wan.te(), wan.WanT5Tokenizer, options
 
 
-def _qwen_image(_):
+def _qwen_image(config):
     from comfy.text_encoders import qwen_image
 
     return (
         qwen_image.te(),
         qwen_image.QwenImageTokenizer,
-        {"qwen25_7b_model_config": _LLAMA},
+        {"qwen25_7b_model_config": {**_LLAMA, **config}},
     )
 
 
-def _z_image(_):
+def _z_image(config):
     from comfy.text_encoders import z_image
 
-    return z_image.te(), z_image.ZImageTokenizer, {"qwen3_4b_model_config": _LLAMA}
+    options = {"qwen3_4b_model_config": {**_LLAMA, **config}}
+    return z_image.te(), z_image.ZImageTokenizer, options
 
 
-def _sd1(_):
+def _sd1(config):
     from comfy import sd1_clip
 
-    return sd1_clip.SD1ClipModel, sd1_clip.SD1Tokenizer, {"clip_l_model_config": _CLIP}
+    options = {"clip_l_model_config": {**_CLIP, **config}}
+    return sd1_clip.SD1ClipModel, sd1_clip.SD1Tokenizer, options
 
 
-def _sdxl(_):
+def _sdxl(config):
     from comfy import sdxl_clip
 
-    options = {"clip_l_model_config": _CLIP, "clip_g_model_config": _CLIP}
+    options = dict.fromkeys(("clip_l_model_config", "clip_g_model_config"), {**_CLIP, **config})
     return sdxl_clip.SDXLClipModel, sdxl_clip.SDXLTokenizer, options
 
 
-def _flux(_):
+def _flux(config):
     from comfy.text_encoders import flux
 
-    options = {"clip_l_model_config": _CLIP, "t5xxl_model_config": _UMT5}
+    options = {"clip_l_model_config": _CLIP, "t5xxl_model_config": {**_UMT5, **config}}
     return flux.flux_clip(torch.float32), flux.FluxTokenizer, options
 
 

@@ -18,7 +18,7 @@ ROUNDING = 2e-6
 FOX = "a red fox runs over the snow"
 BOOK = "a (woman:1.3) reads a [book] beside the ((window)), soft shadows, film grain"
 BLURRY = "blurry, low quality"
-LONG = ", ".join([FOX, BOOK] * 60)  # more than the 512 tokens of umT5, the 77 of CLIP
+LONG = ", ".join([FOX, BOOK] * 12)  # more than the 512 tokens of umT5, the 77 of CLIP
 
 KINDS = ["wan", "qwen_image", "z_image", "sd1", "sdxl", "flux"]
 
