@@ -1,6 +1,6 @@
 """Prompts through a text encoder: ComfyUI's CLIPTextEncode one by one, and our ways, in one run.
 
-`python tests/benchmarks/bench_text.py --width 1024 --layers 8` times a encoder shaped like umT5
+`python tests/benchmarks/bench_text.py --width 1024 --layers 8` times an encoder shaped like umT5
 (512 tokens a prompt) with random weights, all ways in turn, and appends a JSON row per number of
 prompts to `results.jsonl`. `--kind z_image` takes one like Qwen3, whose prompts are as long as
 their text. Ratios are medians over the rounds, each against ComfyUI in the same round.

@@ -49,8 +49,8 @@ def encoder(kind, dtype=torch.float32, seed=0, **config):
     )
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in clip.cond_stage_model.named_parameters():
-        values = torch.randn(parameter.shape, generator=generator) * 0.2
-        parameter.data = (values + 1 if "norm" in name else values).to(dtype)
+        values = torch.randn(parameter.shape, generator=generator)
+        parameter.data = _scaled(name, values, config.get("d_kv", _UMT5["d_kv"])).to(dtype)
     return clip
 
 
@@ -87,6 +87,16 @@ def spiece():
     return torch.frombuffer(bytearray(model.getvalue()), dtype=torch.uint8)
 
 
+def _scaled(name, values, d_kv):
+    """Random numbers as large as those of a trained encoder: what a layer gives is what it gets."""
+    if "norm" in name:
+        return 1 + 0.2 * values
+    if values.ndim < 2:
+        return 0.2 * values
+    # T5 has no scale in its attention; its weights make up for it.
+    return values * values.shape[-1] ** -0.5 * (d_kv**-0.5 if "SelfAttention.q." in name else 1)
+
+
 def _wan(config):
     from comfy.text_encoders import wan
 
@@ -121,7 +131,7 @@ def _sd1(config):
 def _sdxl(config):
     from comfy import sdxl_clip
 
-    options = dict.fromkeys(("clip_l_model_config", "clip_g_model_config"), {**_CLIP, **config})
+    options = {f"clip_{name}_model_config": {**_CLIP, **config} for name in "lg"}
     return sdxl_clip.SDXLClipModel, sdxl_clip.SDXLTokenizer, options
 
 
