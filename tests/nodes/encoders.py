@@ -34,7 +34,8 @@ def encoder(kind, dtype=torch.float32, seed=0, **config):
     """A CLIP of ComfyUI.
 
     Args:
-        kind: "wan", "qwen_image", "z_image", "sd1", "sdxl" or "flux".
+        kind: "wan", "qwen_image", "z_image", "klein", "sd1", "sdxl" or
+            "flux".
         dtype: Of the weights.
         seed: Of the weights.
         config: Of the transformer, in place of what makes it small.
@@ -121,6 +122,14 @@ def _z_image(config):
     return z_image.te(), z_image.ZImageTokenizer, options
 
 
+def _klein(config):
+    from comfy.text_encoders import flux
+
+    # It takes the states of layers 9, 18 and 27.
+    options = {"qwen3_4b_model_config": {**_LLAMA, "num_hidden_layers": 28, **config}}
+    return flux.klein_te(), flux.KleinTokenizer, options
+
+
 def _sd1(config):
     from comfy import sd1_clip
 
@@ -146,6 +155,7 @@ _KINDS = {
     "wan": _wan,
     "qwen_image": _qwen_image,
     "z_image": _z_image,
+    "klein": _klein,
     "sd1": _sd1,
     "sdxl": _sdxl,
     "flux": _flux,

@@ -20,7 +20,7 @@ BOOK = "a (woman:1.3) reads a [book] beside the ((window)), soft shadows, film g
 BLURRY = "blurry, low quality"
 LONG = ", ".join([FOX, BOOK] * 12)  # more than the 512 tokens of umT5, the 77 of CLIP
 
-KINDS = ["wan", "qwen_image", "z_image", "sd1", "sdxl", "flux"]
+KINDS = ["wan", "qwen_image", "z_image", "klein", "sd1", "sdxl", "flux"]
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +86,7 @@ def test_a_pass_gives_what_comfyui_gives_prompt_by_prompt(kind):
         ("wan", [3]),
         ("qwen_image", [3]),
         ("z_image", [3]),
+        ("klein", [3]),  # the states of three layers, one above the other
         ("sd1", [3]),
         ("sdxl", [3, 3]),  # each of its two encoders once
         ("flux", [3, 3]),
@@ -494,3 +495,39 @@ def test_the_time_is_in_the_summary_of_the_prompt():
 
     encode(encoder("sd1"), FOX, BLURRY)
     assert "conditioning" in timing.text()
+
+
+def test_comfyui_gives_the_node_its_lists_and_hands_lists_on():
+    import asyncio
+
+    import execution
+
+    from fast_video_vae.nodes.text_nodes import TextEncode
+
+    clip = encoder("sd1")
+    inputs = {"clip": [clip], "positive": [FOX, BOOK], "negative": [BLURRY], "cache": [8]}
+    outputs, *_ = asyncio.run(execution.get_output_data("prompt", "1", TextEncode, inputs))
+    positive, negative, (report,) = outputs
+    assert len(positive) == len(negative) == 2
+    assert_equal(positive[1], by_core(clip, BOOK))
+    assert_equal(negative[1], by_core(clip, BLURRY))
+    assert report.startswith("3 prompts: ")
+
+
+def test_the_inputs_of_the_node_and_its_refusal_of_an_empty_widget(server):
+    from fast_video_vae.tests.nodes.server import PromptError, Workflow
+
+    (info,) = server.get("/object_info/FastVAE_TextEncode").values()
+    required, optional = info["input"]["required"], info["input"]["optional"]
+    assert list(required) == ["clip", "positive", "negative"]
+    assert list(optional) == ["dtype", "compile", "cache"]
+    assert info["output"] == ["CONDITIONING", "CONDITIONING", "STRING"]
+    assert info["output_is_list"] == [True, True, False]
+    assert info["search_aliases"]
+    workflow = Workflow()
+    clip = workflow.add("CheckpointLoaderSimple", ckpt_name="none")
+    node, _ = workflow.add("FastVAE_TextEncode", clip=clip, positive=" ", negative="")
+    workflow.add("PreviewAny", source=[node, 2])
+    with pytest.raises(PromptError) as caught:
+        server.run(workflow)
+    assert "positive: the prompt is empty; expected text" in str(caught.value)
