@@ -5,6 +5,7 @@ from comfy_api.latest import ComfyExtension, io
 from .fuse_mlp import FuseMLP
 from .lora_nodes import ApplyLora, LoraStack
 from .sampler_nodes import WanSampler
+from .text_nodes import TextEncode
 from .vae_nodes import Accelerate, Decode, DemoClip, Encode, Load
 from .video_nodes import DecodeVideo, EncodeVideo
 from .wan_wrapper import ToWanVideoWrapper
@@ -25,6 +26,7 @@ class FastVideoVAEExtension(ComfyExtension):
             DemoClip,
             LoraStack,
             ApplyLora,
+            TextEncode,
             WanSampler,
             FuseMLP,
             ToWanVideoWrapper,

@@ -25,6 +25,7 @@ NODES = {
     "FastVAE_DemoClip": "Demo Clip (Fast)",
     "FastVAE_LoraStack": "LoRA Stack (Fast)",
     "FastVAE_ApplyLora": "Apply LoRA (Fast)",
+    "FastVAE_TextEncode": "Text Encode Batched (Fast)",
     "FastVAE_WanSampler": "Wan Sampler (Fast)",
     "FastVAE_FuseMLP": "Fuse SwiGLU MLPs (Fast)",
     "FastVAE_ToWanVideoWrapper": "To WANVAE (Fast)",

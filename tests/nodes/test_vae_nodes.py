@@ -75,6 +75,7 @@ def test_the_menu_holds_the_nodes_in_order(comfyui):
         ("FastVAE_DemoClip", "Demo Clip (Fast)"),
         ("FastVAE_LoraStack", "LoRA Stack (Fast)"),
         ("FastVAE_ApplyLora", "Apply LoRA (Fast)"),
+        ("FastVAE_TextEncode", "Text Encode Batched (Fast)"),
         ("FastVAE_WanSampler", "Wan Sampler (Fast)"),
         ("FastVAE_FuseMLP", "Fuse SwiGLU MLPs (Fast)"),
         ("FastVAE_ToWanVideoWrapper", "To WANVAE (Fast)"),

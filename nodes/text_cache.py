@@ -1,0 +1,87 @@
+"""Prompts that were encoded before, as long as they are few and small."""
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable
+from threading import Lock
+from typing import Any
+
+from torch import Tensor
+
+# What ComfyUI calls CONDITIONING: pairs of `[1, tokens, channels]` and a dict of all else.
+Conditioning = list[list[Any]]
+
+MOST_BYTES = 256 << 20
+
+
+class TextCache:
+    """Conditionings by text encoder and prompt; those that were used last stay.
+
+    Args:
+        most_bytes: What they may take together.
+
+    Attributes:
+        nbytes: What they take.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._entries: OrderedDict[tuple[Hashable, ...], Conditioning] = OrderedDict()
+        self._lock = Lock()
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: tuple[Hashable, ...]) -> Conditioning | None:
+        """What was put there; the tensors are shared, the lists and dicts are not."""
+        with self._lock:
+            self._forget_the_dead()
+            found = self._entries.get(key)
+            if found is None:
+                return None
+            self._entries.move_to_end(key)
+            return copied(found)
+
+    def put(self, key: tuple[Hashable, ...], conditioning: Conditioning, most: int) -> None:
+        """Keep a conditioning.
+
+        Args:
+            key: What it depends on. Weak references in it: it is forgotten when one has died.
+            conditioning: What is kept.
+            most: How many are kept, those of others included; at least 0.
+        """
+        with self._lock:
+            self._forget_the_dead()
+            self._drop(key)
+            self._entries[key] = copied(conditioning)
+            self.nbytes += nbytes(conditioning)
+            while self._entries and (len(self) > most or self.nbytes > self._most_bytes):
+                self._drop(next(iter(self._entries)))
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._entries.clear()
+            self.nbytes = 0
+
+    def _drop(self, key: tuple[Hashable, ...]) -> None:
+        dropped = self._entries.pop(key, None)
+        if dropped is not None:
+            self.nbytes -= nbytes(dropped)
+
+    def _forget_the_dead(self) -> None:
+        for key in list(self._entries):
+            if any(isinstance(part, weakref.ref) and part() is None for part in key):
+                self._drop(key)
+
+
+def copied(conditioning: Conditioning) -> Conditioning:
+    """The same tensors in lists and dicts of their own, where nodes may set what they like."""
+    return [[states, dict(rest)] for states, rest in conditioning]
+
+
+def nbytes(conditioning: Conditioning) -> int:
+    """What the tensors of a conditioning take."""
+    tensors = [each for states, rest in conditioning for each in (states, *rest.values())]
+    return sum(each.nbytes for each in tensors if isinstance(each, Tensor))

@@ -1,0 +1,133 @@
+"""A text encoder beside ComfyUI's own: some parts replaced, weights and all else shared.
+
+Nothing is set on ComfyUI's modules, so nothing is left on them when a call fails, and clones of a
+CLIP, which share them, do not see what another one does.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from comfy.sd1_clip import SDClipModel
+from torch import Tensor, nn
+
+_logger = logging.getLogger(__name__)
+
+_compiling = {"works": True}
+
+
+def shadow(module: nn.Module, replace: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
+    """A module beside another, with some of its parts replaced.
+
+    Args:
+        module: It stays as it is.
+        replace: What a module is replaced with; None: nothing, and its parts are looked at.
+
+    Returns:
+        Another module of the same class, whose parameters, buffers and hooks are the same ones;
+        the module itself where nothing in it is replaced.
+    """
+    replacement = replace(module)
+    if replacement is not None:
+        return replacement
+    parts = {
+        name: None if part is None else shadow(part, replace)
+        for name, part in module._modules.items()
+    }
+    if all(parts[name] is part for name, part in module._modules.items()):
+        return module
+    return with_parts(module, parts)
+
+
+def with_parts(module: nn.Module, parts: dict[str, nn.Module | None]) -> nn.Module:
+    """A module of the same class and weights, with other parts."""
+    copy = type(module).__new__(type(module))
+    copy.__dict__.update(module.__dict__)
+    copy.__dict__["_modules"] = dict(parts)
+    return copy
+
+
+def ready(
+    encoder: SDClipModel, dtype: torch.dtype | None, compiled: bool
+) -> tuple[SDClipModel, bool]:
+    """An encoder that computes as it is asked to.
+
+    Args:
+        encoder: It stays as it is.
+        dtype: Number format of the computation; None: ComfyUI's, which is float32. Weights are
+            cast to it layer by layer.
+        compiled: Its blocks go through `torch.compile`, which compiles when they are called.
+
+    Returns:
+        The encoder, and whether anything in it is compiled.
+    """
+    transformer = encoder.transformer
+    if compiled and _compiling["works"]:
+        blocks = _blocks(transformer)
+        transformer = shadow(
+            transformer, lambda part: _Compiled(part) if id(part) in blocks else None
+        )
+    is_compiled = transformer is not encoder.transformer
+    if dtype is not None:
+        transformer = _InDtype(transformer, dtype)
+    if transformer is encoder.transformer:
+        return encoder, False
+    return with_parts(encoder, {**encoder._modules, "transformer": transformer}), is_compiled
+
+
+def give_up_compiling(error: Exception) -> None:
+    """Compile no more in this process, and say why."""
+    _compiling["works"] = False
+    lines = str(error).strip().splitlines() or [""]
+    _logger.warning(
+        "Fast Video VAE: torch.compile fails, the text encoder runs without it: %s: %s",
+        type(error).__name__,
+        lines[0],
+    )
+
+
+def _blocks(module: nn.Module) -> set[int]:
+    """Ids of modules that are alike and in a row, outermost ones; hooks on one keep it out."""
+    if isinstance(module, nn.ModuleList) and len(module) > 1 and len(set(map(type, module))) == 1:
+        return {
+            id(part) for part in module if not part._forward_hooks and not part._forward_pre_hooks
+        }
+    return set().union(*(_blocks(part) for part in module.children()))
+
+
+class _Compiled(nn.Module):
+    """A block whose forward is compiled, once for all blocks of its class."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """As the block."""
+        return _compiled(type(self.block))(self.block, *args, **kwargs)
+
+
+@functools.cache
+def _compiled(kind: type[nn.Module]) -> Callable[..., Any]:
+    return torch.compile(kind.forward)
+
+
+class _InDtype(nn.Module):
+    """A transformer whose activations have a number format."""
+
+    def __init__(self, transformer: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.transformer, self._dtype = transformer, dtype
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("transformer"), name)
+
+    def forward(self, *args: Any, embeds: Tensor, **kwargs: Any) -> Any:  # noqa: ANN401
+        """As the transformer."""
+        kwargs["dtype"] = self._dtype
+        return self.transformer(*args, embeds=embeds.to(self._dtype), **kwargs)

@@ -1,0 +1,153 @@
+"""Prompts through a text encoder: ComfyUI's CLIPTextEncode one by one, and our ways, in one run.
+
+`python tests/benchmarks/bench_text.py --width 1024 --layers 8` times an encoder shaped like umT5
+(512 tokens a prompt) with random weights, all ways in turn, and appends a JSON row per number of
+prompts to `results.jsonl`. `--kind z_image` takes one like Qwen3, whose prompts are as long as
+their text. Ratios are medians over the rounds, each against ComfyUI in the same round;
+those of the processor's time say more where others use the machine.
+"""
+
+import argparse
+import logging
+import runpy
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
+runpy.run_path(str(_CONFTEST))  # binds the checkout to its import name
+
+import torch  # noqa: E402
+
+from fast_video_vae.tests.benchmarks import record  # noqa: E402
+from fast_video_vae.tests.nodes import encoders, host  # noqa: E402
+
+COMFYUI = "ComfyUI, one by one"
+
+# About 60 to 120 tokens, as prompts for videos have.
+PROMPTS = [
+    " ".join(encoders.SENTENCES[:2]) + ", a prompt that says more of what is to be seen" * extra
+    for extra in (0, 2, 4, 1, 3, 5)
+]
+
+
+def main() -> None:
+    """Time every number of prompts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kind", choices=["wan", "z_image"], default="wan")
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--prompts", type=int, nargs="+", default=[2])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float16")
+    parser.add_argument("--ways", nargs="+", help="those whose names have one of these")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--results", type=Path, default=record.RESULTS)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    with tempfile.TemporaryDirectory() as base, torch.inference_mode():
+        host.import_comfyui(Path(base))
+        clip = encoders.encoder(args.kind, getattr(torch, args.dtype), **_config(args))
+        for count in args.prompts:
+            runs = _ways(clip, PROMPTS[:count], args.ways)
+            values = _measure(runs, args.rounds)
+            case = (
+                f"{args.kind}, {args.layers} layers of {args.width}, {args.dtype}, {count} prompts"
+            )
+            logging.info("%s", case)
+            for name, seconds in values["seconds"].items():
+                ratios = [values[key][name] for key in ("ratios", "cpu_ratios")]
+                logging.info("  %-40s %8.3f s %6.2fx %6.2fx CPU", name, seconds, *ratios)
+            logging.info("  first: %s\n  error: %s", values["first_s"], values["error"])
+            record.append(args.results, "bench_text", case, **values)
+
+
+def _config(args: argparse.Namespace) -> dict[str, object]:
+    heads = args.width // 64
+    if args.kind == "wan":
+        ff = args.width * 5 // 2
+        return {
+            "d_model": args.width,
+            "d_ff": ff,
+            "d_kv": 64,
+            "num_heads": heads,
+            "num_layers": args.layers,
+        }
+    return {
+        "hidden_size": args.width,
+        "intermediate_size": args.width * 3,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": heads // 2,
+        "num_key_value_heads": heads // 4,
+    }
+
+
+def _ways(
+    clip: object, prompts: list[str], wanted: list[str] | None
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """What is timed, by name; each gives the states of the last prompt."""
+    from fast_video_vae.nodes import comfy_text
+
+    def one_by_one() -> torch.Tensor:
+        for prompt in prompts:
+            conditioning = clip.encode_from_tokens_scheduled(clip.tokenize(prompt))
+        return conditioning[0][0]
+
+    def ours(dtype: torch.dtype | None = None, **options: object) -> Callable[[], torch.Tensor]:
+        return lambda: comfy_text.encode(clip, prompts, dtype, **options)[0][-1][0][0]
+
+    bf16 = torch.bfloat16
+    runs = {
+        COMFYUI: one_by_one,
+        "one pass": ours(),
+        "one pass, compiled": ours(compiled=True),
+        "one pass, bf16": ours(bf16),
+        "one pass, bf16, compiled": ours(bf16, compiled=True),
+        "from the cache": ours(cache_size=32),
+    }
+    return {
+        name: run
+        for name, run in runs.items()
+        if wanted is None or name == COMFYUI or any(each in name for each in wanted)
+    }
+
+
+def _measure(runs: dict[str, Callable[[], torch.Tensor]], rounds: int) -> dict[str, object]:
+    """What rounds take in which all are run in turn, and a first one apart."""
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    states: dict[str, torch.Tensor] = {}
+    for _ in range(rounds + 1):
+        for name, run in runs.items():
+            start = time.perf_counter(), time.process_time()
+            states[name] = run()
+            taken[name].append((time.perf_counter() - start[0], time.process_time() - start[1]))
+    first = {name: round(each.pop(0)[0], 3) for name, each in taken.items()}
+    exact = states[COMFYUI]
+    return {
+        "seconds": {
+            name: round(statistics.median(wall for wall, _ in each), 4)
+            for name, each in taken.items()
+        },
+        "ratios": _ratios(taken, 0),
+        "cpu_ratios": _ratios(taken, 1),
+        "first_s": first,
+        "error": {
+            name: float(f"{((each - exact).norm() / exact.norm()).item():.2g}")
+            for name, each in states.items()
+        },
+    }
+
+
+def _ratios(taken: dict[str, list[tuple[float, float]]], clock: int) -> dict[str, float]:
+    """Each against ComfyUI, by the wall's clock or by the processor's."""
+    base = [each[clock] for each in taken[COMFYUI]]
+    return {
+        name: round(statistics.median(a[clock] / b for a, b in zip(each, base, strict=True)), 4)
+        for name, each in taken.items()
+    }
+
+
+if __name__ == "__main__":
+    main()
