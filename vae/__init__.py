@@ -8,11 +8,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .bench import Contestant, compare, device_label
+    from .bench_chart import draw_chart
+    from .bench_content import Clip, fitted, moving_pictures, random_latent
+    from .bench_report import Benchmark, dtype_label, tasks_of
     from .checkpoint import Checkpoint, build_vae, load_vae, read_checkpoint
     from .codecs import CODECS, available_codecs, check_size, codec_named
     from .compiling import eager
     from .config import SEEDVR2, LayoutError, VAEConfig
     from .demo import CLIP_PATH, VAE_PATH
+    from .gauge import Gauge
     from .handoff import Handoff
     from .media import VideoFile, read_video
     from .model import VideoVAE
@@ -25,7 +30,11 @@ __all__ = [
     "SEEDVR2",
     "VAE_PATH",
     "Audio",
+    "Benchmark",
     "Checkpoint",
+    "Clip",
+    "Contestant",
+    "Gauge",
     "Handoff",
     "LayoutError",
     "VAEConfig",
@@ -36,11 +45,19 @@ __all__ = [
     "build_vae",
     "check_size",
     "codec_named",
+    "compare",
+    "device_label",
+    "draw_chart",
+    "dtype_label",
     "eager",
+    "fitted",
     "frames_to_uint8",
     "load_vae",
+    "moving_pictures",
+    "random_latent",
     "read_checkpoint",
     "read_video",
+    "tasks_of",
 ]
 
 _HOMES = {
@@ -49,7 +66,11 @@ _HOMES = {
     "SEEDVR2": "config",
     "VAE_PATH": "demo",
     "Audio": "sound",
+    "Benchmark": "bench_report",
     "Checkpoint": "checkpoint",
+    "Clip": "bench_content",
+    "Contestant": "bench",
+    "Gauge": "gauge",
     "Handoff": "handoff",
     "LayoutError": "config",
     "VAEConfig": "config",
@@ -60,11 +81,19 @@ _HOMES = {
     "build_vae": "checkpoint",
     "check_size": "codecs",
     "codec_named": "codecs",
+    "compare": "bench",
+    "device_label": "bench",
+    "draw_chart": "bench_chart",
+    "dtype_label": "bench_report",
     "eager": "compiling",
+    "fitted": "bench_content",
     "frames_to_uint8": "writer",
     "load_vae": "checkpoint",
+    "moving_pictures": "bench_content",
+    "random_latent": "bench_content",
     "read_checkpoint": "checkpoint",
     "read_video": "media",
+    "tasks_of": "bench_report",
 }
 
 

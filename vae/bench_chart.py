@@ -148,10 +148,10 @@ def _card(
     left, right = left + 22, right - 22
     pen.text((left, top + 26), title, FAINT, 15)
     longest = max((bar.value or 0 for bar in bars), default=0)
-    row_height = min(150.0, (bottom - top - 56) / len(bars))
+    row_height = min(170.0, (bottom - top - 56) / len(bars))
     # The rows are in the middle of what the card has left.
     first = top + 46 + (bottom - top - 56 - row_height * len(bars)) / 2
-    large = min(24.0, row_height * 0.3)
+    large = min(28.0, row_height * 0.28)
     for index, bar in enumerate(bars):
         line = first + index * row_height + row_height * 0.28
         shown = pen.text((left, line), bar.name, INK, large * 0.85)
@@ -161,9 +161,9 @@ def _card(
         if bar.ratio:
             better = BETTER if bar.is_better else WARNING
             pen.text((left + shown + 14, line), bar.ratio, better, large * 0.85)
-        bar_top, bar_bottom = line + large * 0.75, first + (index + 0.9) * row_height
-        thick = min(34.0, bar_bottom - bar_top)
-        radius = thick / 4
+        bar_top, bar_bottom = line + large * 0.8, first + (index + 0.9) * row_height
+        thick = min(0.4 * row_height, bar_bottom - bar_top)
+        radius = min(10.0, thick / 4)
         pen.box((left, bar_top, right, bar_top + thick), TRACK, radius)
         if bar.value and longest:
             # As wide as its corners at least: it is to be seen.

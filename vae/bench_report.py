@@ -14,6 +14,9 @@ ENCODE, DECODE = "encode", "decode"
 
 _GIB, _MIB = 2**30, 2**20
 
+# As the command line and the nodes call them.
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
 
 @dataclass(frozen=True)
 class Result:
@@ -55,7 +58,9 @@ class Result:
             return "not finite"
         if value == (math.inf if self.relative_error is None else 0):
             return "identical"
-        return f"{value:.1f} dB" if self.relative_error is None else f"relative error {value:.1e}"
+        return (
+            f"PSNR {value:.1f} dB" if self.relative_error is None else f"relative error {value:.1e}"
+        )
 
     def record(self) -> dict[str, object]:
         """For JSON, which has no infinity."""
@@ -193,6 +198,16 @@ class Benchmark:
     def summary(self) -> str:
         """A line for each task and contestant but the first."""
         return "\n".join(line for each in self.comparisons for line in each.lines())
+
+
+def tasks_of(choice: str) -> tuple[str, ...]:
+    """The tasks that "encode", "decode" or "both" stands for."""
+    return (ENCODE, DECODE) if choice == "both" else (choice,)
+
+
+def dtype_label(dtype: torch.dtype) -> str:
+    """The short name of a dtype: "bf16"."""
+    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def seconds(value: float | None) -> str:

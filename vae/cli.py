@@ -1,4 +1,4 @@
-"""The command line: `fast-video-vae demo | encode | decode | info`.
+"""The command line: `fast-video-vae demo | encode | decode | bench | info`.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. An error is one line on stderr, and no
 file is left half written. The last line on stdout is the result, and `--quiet` leaves only that.
@@ -24,6 +24,7 @@ DTYPES = {
     "bfloat16": "bfloat16", "bf16": "bfloat16",
     "float16": "float16", "fp16": "float16",
 }  # fmt: skip
+TASKS = ("decode", "encode", "both")
 QUALITIES = ("fast", "exact")  # those of kernels, which would bring PyTorch along
 DEMO_FOLDER = Path("fast-video-vae-out")
 
@@ -83,9 +84,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    def command(name: str, text: str, *, chunks: bool = True) -> Callable[..., argparse.Action]:
+    def command(
+        name: str, text: str, *, chunks: bool = True, qualities: bool = True
+    ) -> Callable[..., argparse.Action]:
         added = commands.add_parser(name, help=text, description=text)
-        _add_common(added, chunks=chunks, alone=name == "info")
+        _add_common(added, chunks=chunks, qualities=qualities, alone=name == "info")
         return added.add_argument
 
     add = command("demo", "Encode and decode a video: the result, a contact sheet and the PSNR.")
@@ -125,6 +128,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--hardware", action="store_true", help="encode on a chip made for it, where one works")
     add("--audio", type=Path, metavar="FILE", help="the sound of this file along with the video")
 
+    text = "Race against the plain reference, and diffusers: seconds, memory and the difference."
+    add = command("bench", text, qualities=False)
+    add("--vae", type=Path, metavar="FILE", help="the VAE; default: the small bundled one")
+    add("--size", type=_size, default="512x320", metavar="WxH", help="default: %(default)s")
+    add("--frames", type=_count, default=17, metavar="N", help="default: %(default)s")
+    add("--rounds", type=_count, default=3, metavar="N", help="of each, default: %(default)s")
+    add("--task", choices=TASKS, default="decode", help="default: %(default)s")
+    add("-o", "--output", type=Path, metavar="CHART", help="a bar chart, x.png")
+    add("--json", type=Path, metavar="FILE", help="all figures, those of every round too")
+
     add = command("info", "Tell what a VAE file is, and the memory that it takes.", chunks=False)
     add(
         "file",
@@ -138,7 +151,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_common(parser: argparse.ArgumentParser, *, chunks: bool, alone: bool = False) -> None:
+def _add_common(
+    parser: argparse.ArgumentParser, *, chunks: bool, qualities: bool = True, alone: bool = False
+) -> None:
     add = parser.add_argument
     if alone:
         text = "tell what a device is and does, such as cpu or cuda:0; default: as for the others"
@@ -147,12 +162,13 @@ def _add_common(parser: argparse.ArgumentParser, *, chunks: bool, alone: bool = 
         add("--device", help="such as cpu or cuda:0; default: CUDA where there is one")
     add("--dtype", type=_dtype, help="of the computation: fp32, bf16 or fp16; default: by device")
     add("--encode-dtype", type=_dtype, metavar="DTYPE", help="of encoding alone")
-    add(
-        "--quality",
-        choices=QUALITIES,
-        default="fast",
-        help="exact: the very bits of the plain PyTorch reference, slower; default: fast",
-    )
+    if qualities:
+        add(
+            "--quality",
+            choices=QUALITIES,
+            default="fast",
+            help="exact: the very bits of the plain PyTorch reference, slower; default: fast",
+        )
     if chunks:
         add("--chunk", type=_chunk, help="latent frames per step; -1: all; default: by memory")
     add("-q", "--quiet", action="store_true", help="print the result and errors only")

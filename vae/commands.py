@@ -13,6 +13,9 @@ from tqdm import tqdm
 
 from ..kernels import gpu_config
 from .backends import aligned, backend_report
+from .bench_chart import draw_chart
+from .bench_content import Clip
+from .bench_report import tasks_of
 from .checkpoint import load_vae
 from .codecs import check_size, codec_for
 from .demo import CLIP_PATH, VAE_PATH
@@ -21,6 +24,7 @@ from .handoff import Handoff
 from .media import VideoFile, read_video
 from .model import VideoVAE
 from .plan import free_bytes
+from .rivals import Rivals
 from .roundtrip import RoundTrip, shrunk, with_channels
 from .sheet import ContactSheet
 from .sound import read_audio
@@ -175,6 +179,49 @@ def decode(args: argparse.Namespace, say: Say) -> str:
     return f"wrote {args.output}: {_frames(writer.frames)} at {_number(writer.fps)} fps"
 
 
+def bench(args: argparse.Namespace, say: Say) -> str:
+    """Measure a VAE file: this package, its plain reference, and diffusers where it is there.
+
+    Args:
+        args: `vae` (None: the bundled one), `size`, `frames`, `rounds`, `task`, `output` and
+            `json` (None: no such file), and the common ones.
+        say: Takes the table.
+
+    Returns:
+        The last lines: for each task and contestant but the first how it does beside that.
+    """
+    if args.output and args.output.suffix.lower() != ".png":
+        raise ValueError(f"{args.output} is not named as a chart; expected x.png")
+    path, device = args.vae or VAE_PATH, _device(args)
+    with ExitStack() as stack:
+        chart, text = (
+            stack.enter_context(whole_file(each)) if each else None
+            for each in (args.output, args.json)
+        )
+        rivals = Rivals(path, device, *_dtypes(args), args.chunk)
+        clip = Clip(args.size[1], args.size[0], args.frames)
+        with tqdm(unit=" runs", total=0, delay=2, leave=False, disable=args.quiet) as bar:
+
+            def progress(calls: int) -> Callable[[], None]:
+                bar.total += calls
+
+                def passed() -> None:
+                    bar.update()
+
+                return passed
+
+            done = rivals.race(tasks_of(args.task), clip, args.rounds, progress)
+        if chart:
+            draw_chart(done).save(chart, format="PNG")
+        if text:
+            text.write_text(done.as_json(), encoding="utf-8")
+    say(f"{path.name}: {done.table()}\n")
+    for each in (args.output, args.json):
+        if each:
+            say(f"wrote {each}")
+    return done.summary()
+
+
 def info(args: argparse.Namespace, _: Say) -> str:
     """Tell what a VAE file is, and the memory that it takes; and what runs on this machine.
 
@@ -239,9 +286,7 @@ def _size(nbytes: int) -> str:
 
 def _load(args: argparse.Namespace, path: Path, say: Say | None = None) -> VideoVAE:
     device = _device(args)
-    dtype, encode_dtype = (
-        getattr(torch, name) if name else None for name in (args.dtype, args.encode_dtype)
-    )
+    dtype, encode_dtype = _dtypes(args)
     vae = load_vae(
         path, device=device, dtype=dtype, encode_dtype=encode_dtype, quality=args.quality
     )
@@ -252,6 +297,14 @@ def _load(args: argparse.Namespace, path: Path, say: Say | None = None) -> Video
             f"decodes in {_dtype_name(vae.dtype)}"
         )
     return vae
+
+
+def _dtypes(args: argparse.Namespace) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """Those to decode and to encode in; None: chosen."""
+    dtype, encode_dtype = (
+        getattr(torch, name) if name else None for name in (args.dtype, args.encode_dtype)
+    )
+    return dtype, encode_dtype
 
 
 def _device(args: argparse.Namespace) -> torch.device:
