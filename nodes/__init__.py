@@ -2,6 +2,7 @@
 
 from comfy_api.latest import ComfyExtension, io
 
+from .benchmark_nodes import Benchmark
 from .fuse_mlp import FuseMLP
 from .lora_nodes import ApplyLora, LoraStack
 from .sampler_nodes import WanSampler
@@ -30,4 +31,5 @@ class FastVideoVAEExtension(ComfyExtension):
             WanSampler,
             FuseMLP,
             ToWanVideoWrapper,
+            Benchmark,
         ]

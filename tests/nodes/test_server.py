@@ -29,6 +29,7 @@ NODES = {
     "FastVAE_WanSampler": "Wan Sampler (Fast)",
     "FastVAE_FuseMLP": "Fuse SwiGLU MLPs (Fast)",
     "FastVAE_ToWanVideoWrapper": "To WANVAE (Fast)",
+    "FastVAE_Benchmark": "VAE Benchmark (Fast)",
 }
 AUTO = {"dtype": "auto", "encode_dtype": "auto", "chunk": 0}
 

@@ -79,6 +79,7 @@ def test_the_menu_holds_the_nodes_in_order(comfyui):
         ("FastVAE_WanSampler", "Wan Sampler (Fast)"),
         ("FastVAE_FuseMLP", "Fuse SwiGLU MLPs (Fast)"),
         ("FastVAE_ToWanVideoWrapper", "To WANVAE (Fast)"),
+        ("FastVAE_Benchmark", "VAE Benchmark (Fast)"),
     ]
     assert {schema.category for schema in schemas} == {"Fast VAE"}
     for schema in schemas:
