@@ -118,7 +118,8 @@ class Rivals:
             note = f"diffusers is left out: {error}"
             self.notes += [] if note in self.notes else [note]
         else:
-            found.append(Contestant("diffusers", lambda: _theirs(peer, task, content)))
+            pictures = config.temporal_compression == 1
+            found.append(Contestant("diffusers", lambda: _theirs(peer, task, content, pictures)))
         return found
 
 
@@ -199,9 +200,13 @@ def _ours(vae: VideoVAE, task: str, content: Tensor, chunk: int | None) -> Tenso
 
 
 @torch.inference_mode()
-def _theirs(peer: Any, task: str, content: Tensor) -> Tensor:  # noqa: ANN401, diffusers' class
+def _theirs(peer: Any, task: str, content: Tensor, pictures: bool) -> Tensor:  # noqa: ANN401
+    """A task of diffusers' class, whose VAE of pictures takes them as a batch."""
     given = content.to(peer.device, peer.dtype)
+    given = given.transpose(0, 2) if pictures else given
     if task == ENCODE:
-        return peer.encode(given).latent_dist.mode().to("cpu", torch.float32)
+        latent = peer.encode(given).latent_dist.mode().to("cpu", torch.float32)
+        return latent.transpose(0, 2) if pictures else latent
     frames = peer.decode(given).sample.to("cpu", torch.float32)
+    frames = frames.transpose(0, 2) if pictures else frames
     return frames.add_(1).div_(2).clamp_(0, 1).movedim(1, -1)

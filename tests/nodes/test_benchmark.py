@@ -295,7 +295,8 @@ def test_it_runs_alone_in_a_server_and_measures_anew(server, vae_file):
     for _ in range(2):
         shown = server.run(workflow)[node]
         (file,) = server.files(shown)
-        assert np.asarray(Image.open(file)).shape == (640, 1024, 3)
+        with Image.open(file) as picture:
+            assert np.asarray(picture).shape == (640, 1024, 3)
         tables += shown["text"]
     assert "| decode | fp32  | fast" in tables[0]
     assert tables[0] != tables[1]
