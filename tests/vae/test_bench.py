@@ -205,6 +205,20 @@ def test_the_peak_is_what_a_call_takes_and_has_given_back(memory):
     assert kept.sum() == len(kept)
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_the_peak_is_of_tensors_and_time_is_of_the_work():
+    device = torch.device("cuda")
+    kept = torch.ones(64 * MIB, dtype=torch.uint8, device=device)
+    square = torch.rand(8192, 8192, device=device)
+    _, small = Gauge(device)(lambda: torch.ones(MIB, dtype=torch.uint8, device=device))
+    _, large = Gauge(device)(lambda: square @ square)
+    assert small.peak_bytes == MIB
+    assert square.nbytes <= large.peak_bytes <= square.nbytes + 64 * MIB  # cuBLAS's workspace
+    # 1.1 TFLOP, which a launch alone does not wait for: at most 1000 TFLOP/s in float32.
+    assert large.seconds > 1e-3
+    assert kept.all()
+
+
 def test_a_sampling_thread_ends_with_its_call_whatever_happens():
     resident = gauge._resident() or (lambda: 0)
     memory = gauge.Sampled(resident)
