@@ -134,7 +134,7 @@ def _panels(comparison: Comparison) -> list[tuple[str, list[_Bar]]]:
             if index and ratio is not None:
                 told = f"{times(ratio)} {word}"
                 if word == "less" and not is_better:
-                    told = f"{times(1 / ratio)} more"
+                    told = f"{times(1 / ratio)} as much"
             bars.append(_Bar(each.name, value, each.failure or text, told, is_better, color))
     return [("time", time), ("peak memory above weights and input", memory)]
 
