@@ -206,6 +206,7 @@ def test_the_peak_is_what_a_call_takes_and_has_given_back(memory):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_peak_is_of_tensors_and_time_is_of_the_work():
     device = torch.device("cuda")
     kept = torch.ones(64 * MIB, dtype=torch.uint8, device=device)
