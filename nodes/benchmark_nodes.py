@@ -1,7 +1,5 @@
 """The node that measures what is gained: ComfyUI's own VAE against the fast one."""
 
-import sys
-
 import torch
 from comfy_api.latest import io, ui
 
@@ -9,7 +7,7 @@ from .. import vae as library
 from .later import Later
 from .options import AUTO, CATEGORY, DTYPES, dtype_input
 
-comfy_bench = Later("comfy_bench")
+comfy_bench, progress = Later("comfy_bench"), Later("progress")
 
 _DECODE, _ENCODE, _BOTH = "decode", "encode", "both"
 
@@ -71,7 +69,7 @@ class Benchmark(io.ComfyNode):
                 io.String.Output(display_name="table", tooltip="Markdown."),
                 io.String.Output(display_name="json", tooltip="All figures, of every round."),
             ],
-            hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo, io.Hidden.unique_id],
+            hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
             is_output_node=True,
             not_idempotent=True,
         )
@@ -108,7 +106,7 @@ class Benchmark(io.ComfyNode):
         chart = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
         image = chart.view(1, picture.height, picture.width, 3).float() / 255
         table = done.table()
-        _show_text(done.summary(), cls.hidden)
+        progress.show_text(done.summary())
         shown = ui.PreviewImage(image, cls=cls).as_dict() | ui.PreviewText(table).as_dict()
         return io.NodeOutput(image, table, done.as_json(), ui=shown)
 
@@ -140,10 +138,3 @@ def _size_inputs() -> list[io.Input]:
             "480 in seconds, a CPU in minutes.",
         ),
     ]
-
-
-def _show_text(text: str, hidden: io.HiddenHolder | None) -> None:
-    """Write lines on the node, where there is a frontend."""
-    server = getattr(sys.modules.get("server"), "PromptServer", None)
-    if hidden is not None and getattr(server, "instance", None) is not None:
-        server.instance.send_progress_text(text, hidden.unique_id)

@@ -1,8 +1,6 @@
 """What to do when memory runs out, and where memory that stays is made."""
 
 import contextlib
-import ctypes
-import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +10,8 @@ import comfy
 import comfy.model_management
 import comfy.model_patcher
 import torch
+
+from ..vae import trim_heap
 
 _logger = logging.getLogger(__name__)
 
@@ -89,16 +89,13 @@ def free_others(
 
 
 def give_back(device: torch.device) -> None:
-    """Return what `malloc` keeps of freed activations to the system, after work on a CPU.
-
-    glibc keeps the free memory below its topmost block: 300 of 600 MiB after the decode of a video.
+    """Return what the process keeps of freed activations to the system, after work on a CPU.
 
     Args:
         device: Where the work was done.
     """
-    trim = _malloc_trim()
-    if device.type == "cpu" and trim is not None:
-        trim(0)
+    if device.type == "cpu":
+        trim_heap()
 
 
 def kept() -> contextlib.AbstractContextManager[object]:
@@ -106,12 +103,3 @@ def kept() -> contextlib.AbstractContextManager[object]:
     prefetch = getattr(comfy, "model_prefetch", None)
     pause = getattr(prefetch, "pause_malloc_graph", None)
     return contextlib.nullcontext() if pause is None else pause()
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    """The function of glibc; None where another library is the system's."""
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError, TypeError):  # Windows has no library without a name
-        return None

@@ -1,5 +1,6 @@
 """What ComfyUI shows of a running encode or decode, and its stop button."""
 
+import sys
 import time
 from collections.abc import Iterable
 
@@ -8,6 +9,7 @@ import latent_preview
 import torch
 from comfy.cli_args import LatentPreviewMethod, args
 from comfy.model_management import throw_exception_if_processing_interrupted
+from comfy_execution.utils import get_executing_context
 from torch import Tensor, nn
 
 # Previews leave at once, each in a message of its own: so many seconds apart they cost nothing.
@@ -52,6 +54,14 @@ class Progress:
         unit = last / 255 if images.dtype == torch.uint8 else last
         picture = latent_preview.preview_to_image(unit, do_scale=False)
         return "JPEG", picture, latent_preview.MAX_PREVIEW_RESOLUTION
+
+
+def show_text(text: str) -> None:
+    """Show text on the node that runs, where there is a frontend."""
+    host = getattr(sys.modules.get("server"), "PromptServer", None)
+    context, instance = get_executing_context(), getattr(host, "instance", None)
+    if context is not None and instance is not None:
+        instance.send_progress_text(text, context.node_id)
 
 
 def stop_between_layers(layers: Iterable[nn.Module]) -> None:

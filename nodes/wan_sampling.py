@@ -15,15 +15,15 @@ import comfy.sample
 import comfy.samplers
 import comfy.utils
 import latent_preview
-import server
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy_execution.utils import get_executing_context
 from torch import Tensor
 
-from .comfy_lora import KEY, Mode, Streaming, apply_lora
+from .comfy_lora import Mode
 from .comfy_sampling import StagedGuider
-from .sampler_plan import AUTO, Plan, Sigmas, Stage, blend, make_stages
+from .progress import show_text
+from .sampler_loras import with_loras
+from .sampler_plan import AUTO, Plan, Sigmas, blend, make_stages
 from .sampler_presets import Preset, preset_for
 
 _logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ def sample(
     preset = _resolved(models, settings)
     shifted, plan = _plan(models, preset, settings)
     _check_negative(plan, negative)
-    staged, reports = _with_loras(shifted, stacks, plan, settings.lora_mode)
+    staged, reports = with_loras(shifted, stacks, plan, settings.lora_mode)
     report = "\n".join([*_lines(plan, preset), *reports])
     sigmas = torch.tensor(plan.run)
     if not len(sigmas):
@@ -270,45 +270,6 @@ def _check_negative(plan: Plan, negative: list | None) -> None:
         raise ValueError(f"negative: nothing is connected, and cfg {other:g} needs it; expected 1")
 
 
-def _with_loras(
-    models: Sequence[ModelPatcher], stacks: Sequence[tuple], plan: Plan, mode: Mode
-) -> tuple[list[ModelPatcher], list[str]]:
-    """The model of each stage, with its LoRAs, and what was found in their files."""
-    staged, reports = [], []
-    for number, stage in enumerate(plan.stages):
-        name = ("loras_high", "loras_low")[stage.expert]
-        model = models[stage.expert]
-        applied: Streaming | None = model.get_attachment(KEY)
-        for entry, phase in applied.parts if applied else ():
-            if phase is None:
-                _check_phases(entry, plan, ("model_high", "model_low")[stage.expert])
-        entries = [
-            entry for entry in stacks[stage.expert] or () if _serves(entry, stage, plan, name)
-        ]
-        if entries:
-            try:
-                model, report = apply_lora(model, tuple(entries), mode, number)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-            reports += [f"{stage.name}: {line}" for line in report.splitlines()]
-        staged.append(model)
-    return staged, reports
-
-
-def _serves(entry: Any, stage: Stage, plan: Plan, name: str) -> bool:  # noqa: ANN401
-    """Whether a LoRA is on a stage's model; one without phases is not in the plain steps."""
-    _check_phases(entry, plan, name)
-    return len(entry.schedule.phases) > 1 or not stage.plain
-
-
-def _check_phases(entry: Any, plan: Plan, name: str) -> None:  # noqa: ANN401
-    known, count = entry.schedule.phases, len(plan.stages)
-    if len(set(known)) > 1 and len(known) != count:
-        raise ValueError(
-            f"{name}: strength '{entry.schedule}' has {len(known)} phases, but the run has {count}"
-        )
-
-
 def _lines(plan: Plan, preset: Preset) -> list[str]:
     """What is run, for people."""
     lines = [f"{preset.sampler}, {len(plan.run) - 1 if plan.run else 0} steps"]
@@ -327,16 +288,9 @@ def _lines(plan: Plan, preset: Preset) -> list[str]:
 def _teller(plan: Plan) -> Callable[[int], None]:
     def tell(number: int) -> None:
         _logger.info("Fast Video VAE: %s", plan.stages[number].name)
-        _show(plan.stages[number].name)
+        show_text(plan.stages[number].name)
 
     return tell
-
-
-def _show(text: str) -> None:
-    """Text on the node that runs."""
-    context, host = get_executing_context(), getattr(server.PromptServer, "instance", None)
-    if context is not None and host is not None:
-        host.send_progress_text(text, context.node_id)
 
 
 def _callback(
@@ -349,7 +303,7 @@ def _callback(
     def step_done(step: int, x0: Tensor, x: Tensor, total_steps: int) -> None:
         guider.step_done()
         show(step, x0, x, total_steps)
-        _show(f"{plan.stages[guider.stage].name}: step {step + 1} of {total_steps}")
+        show_text(f"{plan.stages[guider.stage].name}: step {step + 1} of {total_steps}")
 
     return step_done
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .demo import CLIP_PATH, VAE_PATH
     from .gauge import Gauge
     from .handoff import Handoff
+    from .heap import trim_heap
     from .media import VideoFile, read_video
     from .model import VideoVAE
     from .sound import Audio
@@ -58,6 +59,7 @@ __all__ = [
     "read_checkpoint",
     "read_video",
     "tasks_of",
+    "trim_heap",
 ]
 
 _HOMES = {
@@ -94,6 +96,7 @@ _HOMES = {
     "read_checkpoint": "checkpoint",
     "read_video": "media",
     "tasks_of": "bench_report",
+    "trim_heap": "heap",
 }
 
 

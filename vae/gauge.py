@@ -4,7 +4,6 @@ PyTorch tells the peak of a GPU's memory. On a CPU it is that of the process: Li
 starts anew when asked to; elsewhere a thread looks every few milliseconds, if psutil is there.
 """
 
-import ctypes
 import gc
 import os
 import threading
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+
+from .heap import trim_heap
 
 _Result = TypeVar("_Result")
 
@@ -77,7 +78,7 @@ class Gauge:
         # The young objects, of the call before; all of a large process would take a second.
         gc.collect(1)
         if self._on_host:
-            _trim()
+            trim_heap()
         self._wait()
         self._memory.start()
         try:
@@ -219,11 +220,3 @@ def _synchronize(device: torch.device) -> Callable[[], object]:
     if device.type == "cpu" or wait is None:
         return lambda: None
     return wait if device.type == "mps" else lambda: wait(device)
-
-
-def _trim() -> None:
-    """Return what `malloc` keeps of freed memory, or the next call would find it there for free."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError, TypeError):  # another library than glibc
-        return
