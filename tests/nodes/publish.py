@@ -11,8 +11,8 @@ from .host import PACK
 _CACHES = ["__pycache__/", ".pytest_cache/", ".ruff_cache/", "*.egg-info/", "build/", "dist/"]
 
 
-def published_files() -> list[PurePosixPath]:
-    """The files that a release of this tree would have, as paths in the pack.
+def tree_files() -> list[PurePosixPath]:
+    """The files of this tree, as paths in the pack.
 
     In a clone what git knows, or would know after the next commit; elsewhere all but caches.
     """
@@ -20,15 +20,17 @@ def published_files() -> list[PurePosixPath]:
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         listed = subprocess.run(command, cwd=PACK, capture_output=True, text=True, check=True)
         found = [PurePosixPath(name) for name in listed.stdout.split("\0") if name]
-        patterns = []
     else:
-        found = [PurePosixPath(path.relative_to(PACK).as_posix()) for path in PACK.rglob("*")]
-        patterns = _CACHES
+        every = (PurePosixPath(path.relative_to(PACK).as_posix()) for path in PACK.rglob("*"))
+        found = [path for path in every if not _matches(path, _CACHES)]
+    return sorted(path for path in set(found) if (PACK / path).is_file())
+
+
+def published_files() -> list[PurePosixPath]:
+    """The files that a release of this tree would have, as paths in the pack."""
     lines = (PACK / ".comfyignore").read_text(encoding="utf-8").split()
-    patterns = [*patterns, *(line for line in lines if not line.startswith("#"))]
-    return sorted(
-        path for path in set(found) if (PACK / path).is_file() and not _matches(path, patterns)
-    )
+    patterns = [line for line in lines if not line.startswith("#")]
+    return [path for path in tree_files() if not _matches(path, patterns)]
 
 
 def publish_zip(path: Path) -> None:

@@ -1,0 +1,147 @@
+"""What ComfyUI's registry is told and given: the metadata, its own checks, and the archive."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+
+import pytest
+
+from fast_video_vae.tests.nodes.host import PACK
+from fast_video_vae.tests.nodes.publish import published_files, tree_files
+
+# What the registry's `comfy node validate` looks for: exec, eval, and `;` between statements.
+RULES = "S102,S307,E702"
+
+# In the root of the archive, beside __init__.py.
+DOCUMENTS = {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "requirements.txt"}
+PACKAGES = ("kernels", "lora", "nodes", "vae")
+DATA = (
+    "kernels/csrc/**/*.*",
+    "vae/demo/*.*",
+    "web/docs/*.md",
+    "locales/*/*.json",
+    "example_workflows/*.json",
+)
+
+ZIP = "import sys; from comfy_cli.file_utils import zip_files; zip_files(sys.argv[1])"
+
+needs_comfy_cli = pytest.mark.skipif(
+    find_spec("comfy_cli") is None, reason="comfy-cli is not installed: pip install comfy-cli"
+)
+
+
+@pytest.fixture(scope="module")
+def pyproject():
+    tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
+    return tomllib.loads((PACK / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A clone of this tree in a folder of its own: the tool writes beside pyproject.toml."""
+    clone = tmp_path_factory.mktemp("registry") / "clone"
+    for path in tree_files():
+        (clone / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(PACK / path, clone / path)
+    for command in (["init", "-q"], ["add", "-A"]):
+        subprocess.run(["git", *command], cwd=clone, check=True)
+    return clone
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """Nobody is asked anything, and nothing is written to the user's home or sent anywhere."""
+    home = {"HOME": str(tmp_path), "USERPROFILE": str(tmp_path)}
+    return {**os.environ, **home, "DO_NOT_TRACK": "1", "NO_COLOR": "1", "COLUMNS": "200"}
+
+
+def test_everything_follows_the_address_in_pyproject(pyproject):
+    urls, comfy = pyproject["project"]["urls"], pyproject["tool"]["comfy"]
+    owner, name = re.fullmatch(
+        r"https://github\.com/([\w-]+)/([\w-]+)", urls["Repository"]
+    ).groups()
+    assert all(url.startswith(urls["Repository"]) for url in urls.values())
+    assert comfy["PublisherId"] == owner
+    raw = f"https://raw.githubusercontent.com/{owner}/{name}/main/"
+    for key in ("Icon", "Banner"):
+        assert comfy[key].startswith(raw)
+        assert (PACK / comfy[key].removeprefix(raw)).is_file()
+    workflow = (PACK / ".github/workflows/publish.yml").read_text(encoding="utf-8")
+    assert f"github.repository_owner == '{owner}'" in workflow
+    readme = (PACK / "README.md").read_text(encoding="utf-8")
+    assert f"git clone {urls['Repository']}\n" in readme
+
+
+def test_the_icon_is_small_and_square_and_the_banner_wide(pyproject):
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    shapes = {}
+    for key in ("Icon", "Banner"):
+        path = PACK / "media" / pyproject["tool"]["comfy"][key].rpartition("/")[2]
+        with image.open(path) as picture:
+            shapes[key] = picture.size
+    assert shapes["Icon"] == (400, 400)
+    assert shapes["Banner"][0] * 9 == shapes["Banner"][1] * 21
+
+
+def test_the_archive_holds_what_the_pack_needs_and_nothing_else():
+    sources = [
+        *PACK.glob("*.py"),
+        *(path for name in PACKAGES for path in (PACK / name).rglob("*.py")),
+    ]
+    needed = [*sources, *(path for pattern in DATA for path in PACK.glob(pattern))]
+    workflows = [path for path in needed if path.parent.name == "example_workflows"]
+    assert workflows
+    needed += [path.with_suffix(".jpg") for path in workflows]
+    expected = {path.relative_to(PACK).as_posix() for path in needed if path.is_file()} | DOCUMENTS
+    assert {path.as_posix() for path in published_files()} == {
+        name for name in expected if "__pycache__" not in name
+    }
+
+
+def test_what_is_published_has_no_exec_eval_or_semicolons():
+    sources = [str(path) for path in published_files() if path.suffix == ".py"]
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--ignore-noqa", "--no-cache"]
+    done = subprocess.run(
+        [*command, "--select", RULES, *sources],
+        cwd=PACK,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_comfy_cli
+def test_the_registry_finds_nothing_to_warn_of(clone, environment):
+    command = [sys.executable, "-m", "comfy_cli", "--skip-prompt", "node", "validate"]
+    done = subprocess.run(
+        command,
+        cwd=clone,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "All validation checks passed" in said
+    assert not re.search("warning|error", said, re.IGNORECASE), said
+
+
+@needs_comfy_cli
+def test_the_registrys_own_tool_packs_the_same_files(clone, environment, tmp_path):
+    path = tmp_path / "node.zip"
+    command = [sys.executable, "-c", ZIP, str(path)]
+    done = subprocess.run(
+        command, cwd=clone, env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    with zipfile.ZipFile(path) as archive:
+        packed = archive.namelist()
+    assert sorted(packed) == [str(path) for path in published_files()]
