@@ -7,14 +7,11 @@ from pathlib import Path, PurePosixPath
 
 from .host import PACK
 
-# What a tree gathers that is no clone.
-_CACHES = ["__pycache__/", ".pytest_cache/", ".ruff_cache/", "*.egg-info/", "build/", "dist/"]
-
 
 def tree_files() -> list[PurePosixPath]:
     """The files of this tree, as paths in the pack.
 
-    In a clone what git knows, or would know after the next commit; elsewhere all but caches.
+    In a clone what git knows, or would know after the next commit; elsewhere what it would know.
     """
     if (PACK / ".git").exists():
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -22,15 +19,15 @@ def tree_files() -> list[PurePosixPath]:
         found = [PurePosixPath(name) for name in listed.stdout.split("\0") if name]
     else:
         every = (PurePosixPath(path.relative_to(PACK).as_posix()) for path in PACK.rglob("*"))
-        found = [path for path in every if not _matches(path, _CACHES)]
+        ignored = _patterns(".gitignore")
+        found = [path for path in every if not _matches(path, ignored)]
     return sorted(path for path in set(found) if (PACK / path).is_file())
 
 
 def published_files() -> list[PurePosixPath]:
     """The files that a release of this tree would have, as paths in the pack."""
-    lines = (PACK / ".comfyignore").read_text(encoding="utf-8").split()
-    patterns = [line for line in lines if not line.startswith("#")]
-    return [path for path in tree_files() if not _matches(path, patterns)]
+    ignored = _patterns(".comfyignore")
+    return [path for path in tree_files() if not _matches(path, ignored)]
 
 
 def publish_zip(path: Path) -> None:
@@ -40,12 +37,18 @@ def publish_zip(path: Path) -> None:
             archive.write(PACK / name, str(name))
 
 
+def _patterns(name: str) -> list[str]:
+    """The lines of a file such as .gitignore."""
+    lines = (PACK / name).read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
 def _matches(path: PurePosixPath, patterns: list[str]) -> bool:
     """Whether git's rules for one name, of a file or of a folder, leave a path out."""
     for pattern in patterns:
         name = pattern.rstrip("/")
         if "/" in name:
-            raise ValueError(f".comfyignore has {pattern!r}; expected the name of a file or folder")
+            raise ValueError(f"{pattern!r} is ignored; expected the name of a file or folder")
         parts = path.parts[:-1] if pattern.endswith("/") else path.parts
         if any(fnmatch(part, name) for part in parts):
             return True
