@@ -10,7 +10,7 @@ from fast_video_vae.kernels.backend import ORDER
 from fast_video_vae.tests.kernels.cases import PLAYED, missing, place
 
 # How many of the combinations of its parameters a test tries by default where a GPU is played.
-_EXAMPLES = 6
+_EXAMPLES = 4
 
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out

@@ -272,7 +272,7 @@ def banded(state, monkeypatch):
 
 @pytest.mark.usefixtures("weights_layout")
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("latents", [1, 2, 4])
+@pytest.mark.parametrize("latents", [1, 4])  # a lone frame, and steps of both kinds
 def test_bands_give_the_same(banded, truth, latents, rows, monkeypatch):
     vae, made = banded
     of = bands.rows_of
