@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -83,6 +84,16 @@ def test_the_readme_has_both_commands_alone_on_a_line_in_a_fence():
     fenced = "".join(re.findall(r"```(?:bash|sh)?\n(.*?)```", readme, flags=re.DOTALL))
     assert 'pip install ".[cli]" && fast-video-vae demo' in fenced.splitlines()
     assert 'pip install ".[test]" && pytest' in fenced.splitlines()
+
+
+def test_what_the_readme_shows_and_links_to_is_there():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    targets = [unquote(target) for target in re.findall(r"\]\((?!https?:)([^)]+)\)", readme)]
+    headings = re.findall(r"^#+ (.+)$", readme, flags=re.MULTILINE)
+    anchors = {"#" + re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+    assert targets
+    for target in targets:
+        assert target in anchors or (ROOT / target).exists(), target
 
 
 def test_the_pack_is_imported_without_torch_or_triton():
