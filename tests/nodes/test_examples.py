@@ -1,0 +1,163 @@
+"""The files of `example_workflows/`, without a browser: what stands in them fits together."""
+
+import asyncio
+import json
+from urllib.parse import urlparse
+
+import pytest
+from PIL import Image
+
+from fast_video_vae.tests.nodes.host import PACK
+from fast_video_vae.tests.nodes.workflows import wrapper
+from fast_video_vae.tests.nodes.workflows.catalogue import catalogue
+from fast_video_vae.tests.nodes.workflows.graph import links
+from fast_video_vae.tests.nodes.workflows.packs import project
+
+FILES = sorted((PACK / "example_workflows").glob("*.json"))
+
+# Inputs whose values are files of a folder.
+LOADERS = {
+    "CheckpointLoaderSimple",
+    "UNETLoader",
+    "CLIPLoader",
+    "VAELoader",
+    "LoraLoaderModelOnly",
+    "ModelPatchLoader",
+    "AudioEncoderLoader",
+    "FastVAE_Load",
+    "FastVAE_LoraStack",
+    "WanVideoModelLoader",
+    "LoadWanVideoT5TextEncoder",
+}
+
+every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+
+
+def read(file):
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def test_there_is_a_file_for_every_task():
+    assert [file.stem for file in FILES] == sorted(
+        ["Fast VAE - encode and decode a clip", "long_video_to_file", *catalogue()]
+    )
+
+
+@every_file
+def test_links_join_an_output_to_an_input_of_its_type(file):
+    workflow = read(file)
+    nodes = {node["id"]: node for node in workflow["nodes"]}
+    known = {number for number, *_ in workflow["links"]}
+    for number, source, out, target, into, kind in workflow["links"]:
+        output, entry = nodes[source]["outputs"][out], nodes[target]["inputs"][into]
+        assert number in output["links"]
+        assert entry["link"] == number
+        assert output["type"] == kind
+        # An input may take several types, and a conversion from FLOAT to INT is the frontend's.
+        assert kind in entry["type"].split(",") or entry["type"] == "*"
+    for node in nodes.values():
+        joined = {entry["link"] for entry in node["inputs"]} - {None}
+        joined |= {link for output in node["outputs"] for link in output["links"] or []}
+        assert joined <= known
+    assert workflow["last_node_id"] >= max(nodes)
+    assert workflow["last_link_id"] >= max(known)
+
+
+@every_file
+def test_every_node_says_who_brings_it(file):
+    for node in read(file)["nodes"]:
+        if node["type"] in ("MarkdownNote", "Note"):  # the frontend's own
+            continue
+        properties = node["properties"]
+        assert properties["Node name for S&R"] == node["type"]
+        if node["type"].startswith("FastVAE_"):
+            ours = project()
+            assert (properties["cnr_id"], properties["ver"]) == (ours["name"], ours["version"])
+        elif node["type"] in wrapper.NODES:
+            assert properties["cnr_id"] == wrapper.NAME
+        else:
+            assert properties["cnr_id"] == "comfy-core"
+
+
+@every_file
+@pytest.mark.comfyui
+def test_our_nodes_are_saved_with_the_inputs_and_outputs_that_they_have(comfyui, file):
+    """More of them may come at the end; a file that was saved before is still right then."""
+    from fast_video_vae.nodes import FastVideoVAEExtension
+
+    classes = asyncio.run(FastVideoVAEExtension().get_node_list())
+    schemas = {schema.node_id: schema for schema in (node.GET_SCHEMA() for node in classes)}
+    for node in read(file)["nodes"]:
+        if not node["type"].startswith("FastVAE_"):
+            continue
+        schema = schemas[node["type"]]
+        assert {entry["name"] for entry in node["inputs"]} <= {one.id for one in schema.inputs}
+        assert node.get("widgets_values_named", {}).keys() - {"control_after_generate"} <= {
+            one.id for one in schema.inputs
+        }
+        types = [output["type"] for output in node["outputs"]]
+        assert types == [output.io_type for output in schema.outputs][: len(types)]
+
+
+@every_file
+@pytest.mark.comfyui
+def test_every_loader_says_where_its_file_comes_from(comfyui, file):
+    import folder_paths
+
+    for node in read(file)["nodes"]:
+        values = node.get("widgets_values_named", {}).values()
+        models = node["properties"].get("models", [])
+        for model in models:
+            assert model["name"] in values
+            address = urlparse(model["url"])
+            assert (address.scheme, address.netloc) == ("https", "huggingface.co")
+            assert address.path.partition("/resolve/main/")[2].rpartition("/")[2] == model["name"]
+            assert model["directory"] in folder_paths.folder_names_and_paths
+        if node["type"] in LOADERS and "bundled demo" not in values:
+            assert models, node["type"]
+        elif node["type"] not in LOADERS:
+            assert not any(str(value).endswith(".safetensors") for value in values)
+
+
+@every_file
+def test_the_text_names_every_file_and_where_it_goes(file):
+    workflow = read(file)
+    (text,) = [
+        node["widgets_values"][0] for node in workflow["nodes"] if node["type"] == "MarkdownNote"
+    ]
+    assert text.startswith("## ")
+    for node in workflow["nodes"]:
+        for model in node["properties"].get("models", []):
+            assert f"[{model['name']}]({model['url']}) in `models/{model['directory']}`" in text
+
+
+@every_file
+def test_a_thumbnail_is_a_small_picture(file):
+    picture = file.with_suffix(".jpg")
+    assert picture.stat().st_size < 200_000
+    with Image.open(picture) as image:
+        assert image.format == "JPEG"
+        assert 600 <= image.width <= 1100
+        assert image.height >= 480
+
+
+@pytest.mark.parametrize("name", catalogue())
+def test_a_file_is_what_its_description_draws(name):
+    """Where this fails: `python tests/nodes/workflows/write.py`."""
+    graph = catalogue()[name]
+    workflow = read(PACK / "example_workflows" / f"{name}.json")
+    saved = workflow["nodes"]
+    assert [node["type"] for node in saved] == [node.kind for node in graph.nodes]
+    numbers = {id(node): saved[at]["id"] for at, node in enumerate(graph.nodes)}
+    nodes = {node["id"]: node for node in saved}
+    drawn = {
+        (source, nodes[target]["id"], nodes[target]["inputs"][into]["name"])
+        for _, source, _, target, into, _ in workflow["links"]
+    }
+    assert drawn == {
+        (numbers[id(output.node)], numbers[id(node)], entry) for output, node, entry in links(graph)
+    }
+    assert saved[0]["widgets_values"][0] == graph.markdown()
+    assert [group["title"] for group in workflow["groups"]] == [
+        group.title for column in graph.columns for group in column.groups
+    ]

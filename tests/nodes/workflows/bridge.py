@@ -1,0 +1,73 @@
+"""ComfyUI-WanVideoWrapper's nodes with our VAE."""
+
+from .files import WAN21_VAE, WRAPPER_T2V, WRAPPER_T5
+from .graph import FAST, Graph
+from .texts import WAN_NEGATIVE, WAN_POSITIVE
+
+TEXT = """
+## ComfyUI-WanVideoWrapper with a fast VAE
+
+For those who use kijai's nodes, which a manager of custom nodes installs: search for
+**ComfyUI-WanVideoWrapper**. **Load VAE (Fast)** and **To WANVAE (Fast)** stand in for **WanVideo
+VAE Loader**, in any workflow, and go wherever a `vae` of those nodes is asked for: image to video,
+VACE, the encoders.
+
+### Files
+
+FILES
+
+### What to change
+
+- **Model**: any other that the wrapper loads; Wan 2.2 5B needs `wan2.2_vae.safetensors`.
+- **Tiles**: leave `enable_vae_tiling` off. A fast VAE takes tiles by itself where memory asks for
+  it, and they leave no seams.
+- **More memory**: **WanVideo Block Swap** of the wrapper, at the model loader.
+"""
+
+
+def graph() -> Graph:
+    """Text to video with the small model of Wan 2.1."""
+    graph = Graph("wan_video_wrapper_bridge", TEXT)
+
+    column = graph.column(420)
+    column.read_me()
+    models = column.group("1   Models")
+    model = models.add("WanVideoModelLoader", model=WRAPPER_T2V, base_precision="bf16")
+    encoder = models.add("LoadWanVideoT5TextEncoder", model_name=WRAPPER_T5, precision="bf16")
+
+    column = graph.column(400)
+    prompt = column.group("2   Prompt and size")
+    size = prompt.add("WanVideoEmptyEmbeds", width=832, height=480, num_frames=81)
+    words = prompt.add(
+        "WanVideoTextEncode",
+        least=420,
+        stretch=True,
+        t5=encoder,
+        positive_prompt=WAN_POSITIVE,
+        negative_prompt=WAN_NEGATIVE,
+    )
+
+    column = graph.column(360)
+    sampler = column.group("3   Sampling").add(
+        "WanVideoSampler",
+        model=model,
+        image_embeds=size,
+        text_embeds=words,
+        steps=30,
+        cfg=6,
+        shift=8,
+        seed=1,
+        scheduler="unipc",
+    )
+
+    column = graph.column(420)
+    bridge = column.group("4   The fast VAE, for the wrapper", FAST)
+    vae = bridge.add("FastVAE_Load", vae_name=WAN21_VAE)
+    vae = bridge.add("FastVAE_ToWanVideoWrapper", vae=vae)
+    result = column.group("5   Result")
+    images = result.add(
+        "WanVideoDecode", vae=vae, samples=sampler["samples"], enable_vae_tiling=False
+    )
+    video = result.add("CreateVideo", images=images, fps=16)
+    result.add("SaveVideo", least=260, stretch=True, video=video, filename_prefix="video/wanvideo")
+    return graph

@@ -1,0 +1,164 @@
+"""A workflow as its author thinks of it: columns of groups of nodes, links and files by name."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+# Of groups: what a workflow consists of, what it shows of this pack, and the text.
+USUAL, FAST, PLAIN = "#3f789e", "#8A8", "#888"
+
+# Stands for the text of the graph, which is whole when all nodes are there.
+README = object()
+
+
+@dataclass(frozen=True)
+class Model:
+    """A file that a loader needs. As the value of an input it also goes into the properties.
+
+    Attributes:
+        name: What the loader's list shows.
+        url: Where it comes from; the last part of the path is the name.
+        directory: The folder below `models`.
+    """
+
+    name: str
+    url: str
+    directory: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output of a node, by its name."""
+
+    node: "Node"
+    name: str
+
+
+@dataclass
+class Node:
+    """A node.
+
+    Attributes:
+        kind: The id of its class.
+        inputs: By name: an `Output` or a `Node` with one output is a link, all else the value of a
+            widget.
+        title: None: the node's own.
+        least: Its least height, without its title, in pixels.
+        stretch: Whether it fills the rest of its column.
+        color: Of its title; None: as usual.
+        bgcolor: Of its body; likewise.
+    """
+
+    kind: str
+    inputs: dict[str, object]
+    title: str | None = None
+    least: int = 0
+    stretch: bool = False
+    color: str | None = None
+    bgcolor: str | None = None
+
+    def __getitem__(self, name: str) -> Output:
+        return Output(self, name)
+
+    @property
+    def models(self) -> list[Model]:
+        """The files that it needs."""
+        return [value for value in self.inputs.values() if isinstance(value, Model)]
+
+
+@dataclass
+class Group:
+    """Nodes below each other, with a title above."""
+
+    title: str
+    nodes: list[Node] = field(default_factory=list)
+    color: str = USUAL
+
+    def add(
+        self,
+        kind: str,
+        title: str | None = None,
+        least: int = 0,
+        stretch: bool = False,
+        **inputs: object,
+    ) -> Node:
+        """A node at the bottom. Names of inputs that are no Python names: `**{"a.b": value}`."""
+        node = Node(kind, inputs, title, least, stretch)
+        self.nodes.append(node)
+        return node
+
+
+@dataclass
+class Column:
+    """Groups below each other, all of one width."""
+
+    width: int
+    groups: list[Group] = field(default_factory=list)
+
+    def group(self, title: str, color: str = USUAL) -> Group:
+        """A group at the bottom."""
+        group = Group(title, color=color)
+        self.groups.append(group)
+        return group
+
+    def read_me(self) -> None:
+        """The text of the graph, as high as the column has room."""
+        group = self.group("Read me", PLAIN)
+        note = group.add("MarkdownNote", "How to use it", stretch=True, text=README)
+        note.color, note.bgcolor = "#222", "#000"
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Its nodes, from top to bottom."""
+        return [node for group in self.groups for node in group.nodes]
+
+
+@dataclass
+class Graph:
+    """A workflow.
+
+    Attributes:
+        name: Of the file.
+        text: What users read: Markdown. `FILES` in it becomes the list of the files.
+        columns: From left to right.
+    """
+
+    name: str
+    text: str
+    columns: list[Column] = field(default_factory=list)
+
+    def column(self, width: int) -> Column:
+        """A column on the right."""
+        column = Column(width)
+        self.columns.append(column)
+        return column
+
+    @property
+    def nodes(self) -> list[Node]:
+        """All nodes, column by column."""
+        return [node for column in self.columns for node in column.nodes]
+
+    @property
+    def models(self) -> list[Model]:
+        """The files that it needs, each once."""
+        return list(dict.fromkeys(model for node in self.nodes for model in node.models))
+
+    def markdown(self) -> str:
+        """The text with the list of the files, by folder."""
+        lines = [f"- [{m.name}]({m.url}) in `models/{m.directory}`" for m in self.models]
+        return self.text.strip().replace("FILES", "\n".join(lines)) + "\n"
+
+
+def links(graph: Graph) -> Iterator[tuple[Output, Node, str]]:
+    """Every link: from where, to which node, into which input.
+
+    Raises:
+        ValueError: One comes from a node that is not in the graph.
+    """
+    known = {id(node) for node in graph.nodes}
+    for node in graph.nodes:
+        for name, value in node.inputs.items():
+            source = Output(value, "") if isinstance(value, Node) else value
+            if isinstance(source, Output):
+                if id(source.node) not in known:
+                    raise ValueError(f"{node.kind}.{name}: its {source.node.kind} is not here")
+                yield source, node, name

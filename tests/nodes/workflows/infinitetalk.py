@@ -1,0 +1,112 @@
+"""A picture speaks: InfiniteTalk in two windows that follow each other, with the sound."""
+
+from .files import INFINITETALK, UMT5, WAN21_I2V, WAN21_I2V_LORA, WAN21_VAE, WAV2VEC2
+from .graph import FAST, Column, Graph, Node, Output
+
+TEXT = """
+## InfiniteTalk: a picture speaks
+
+Choose a portrait and a sound of about 6 seconds, press **Run**. Two windows of 81 frames are made
+one after the other: the second begins with the last 9 frames of the first, which are then left
+out, so that lips stay with the sound at 25 frames per second.
+
+### Files
+
+FILES
+
+### What to change
+
+- **Longer**: each window adds 72 frames, 2.9 seconds. Copy the group **Second window**, connect
+  all frames so far to its `previous_frames`, and add what it makes to **Batch Images**.
+- **Size**: in both **WanInfiniteTalkToVideo** nodes, the same.
+- **Two speakers**: `mode`, with wan2.1_infiniteTalk_multi_fp16.safetensors.
+"""
+
+_POSITIVE = "A person talks to the camera, natural facial expressions, gentle movements of the head"
+
+_NEGATIVE = "static, blurred, distorted face, deformed mouth, subtitles, low quality"
+
+
+def graph() -> Graph:
+    """Two windows, chained by frames."""
+    graph = Graph("infinitetalk_audio_to_video", TEXT)
+
+    column = graph.column(420)
+    column.read_me()
+    given = column.group("1   Picture and sound")
+    image = given.add("LoadImage", least=330, image="example.png")
+    sound = given.add("LoadAudio", audio="speech.wav")
+    encoder = given.add("AudioEncoderLoader", audio_encoder_name=WAV2VEC2)
+    audio = given.add("AudioEncoderEncode", audio_encoder=encoder, audio=sound)
+
+    column = graph.column(420)
+    models = column.group("2   Models")
+    model = models.add("UNETLoader", unet_name=WAN21_I2V)
+    patch = models.add("ModelPatchLoader", name=INFINITETALK)
+    fast = column.group("3   Fast VAE, LoRA, prompt", FAST)
+    vae = fast.add("FastVAE_Load", vae_name=WAN21_VAE)
+    stack = fast.add("FastVAE_LoraStack", lora_name=WAN21_I2V_LORA, strength="1.0")
+    clip = fast.add("CLIPLoader", clip_name=UMT5, type="wan")
+    words = fast.add(
+        "FastVAE_TextEncode",
+        least=300,
+        stretch=True,
+        clip=clip,
+        positive=_POSITIVE,
+        negative=_NEGATIVE,
+    )
+
+    given = {
+        "mode": "single_speaker",
+        "model": model,
+        "model_patch": patch,
+        "positive": words["positive"],
+        "negative": words["negative"],
+        "vae": vae,
+        "start_image": image,
+        "audio_encoder_output_1": audio,
+        "width": 832,
+        "height": 480,
+        "length": 81,
+        "motion_frame_count": 9,
+    }
+    column = graph.column(360)
+    _, first = _window(column, "4   First window", given, stack, vae)
+    column = graph.column(360)
+    given["previous_frames"] = first
+    window, second = _window(column, "5   Second window", given, stack, vae)
+
+    column = graph.column(400)
+    result = column.group("6   Result")
+    rest = result.add(
+        "ImageFromBatch",
+        "Without the frames that it began with",
+        image=second,
+        batch_index=window["trim_image"],
+        length=4096,
+    )
+    frames = result.add("BatchImagesNode", **{"images.image0": first, "images.image1": rest})
+    video = result.add("CreateVideo", images=frames, audio=sound, fps=25)
+    result.add(
+        "SaveVideo", least=300, stretch=True, video=video, filename_prefix="video/infinitetalk"
+    )
+    return graph
+
+
+def _window(column: Column, title: str, given: dict, stack: Node, vae: Node) -> tuple[Node, Output]:
+    """The nodes of one window: what conditions it, and its frames."""
+    group = column.group(title)
+    window = group.add("WanInfiniteTalkToVideo", **given)
+    sampler = group.add(
+        "FastVAE_WanSampler",
+        model_high=window["model"],
+        positive=window["positive"],
+        negative=window["negative"],
+        latent_image=window["latent"],
+        loras_high=stack,
+        preset="4-step",
+        steps=6,
+        seed=1,
+    )
+    frames = group.add("FastVAE_Decode", samples=sampler["LATENT"], vae=vae)
+    return window, frames["IMAGE"]

@@ -1,0 +1,84 @@
+"""Wan 2.2 14B in four steps, with one sampler for both experts, straight into a file."""
+
+from .files import UMT5, WAN21_VAE, WAN22_HIGH, WAN22_HIGH_LORA, WAN22_LOW, WAN22_LOW_LORA
+from .graph import FAST, Graph
+from .texts import WAN_NEGATIVE, WAN_POSITIVE
+
+TEXT = """
+## Wan 2.2 14B: two experts, 4 steps
+
+Text to video. **Wan Sampler (Fast)** runs both experts in one go and loads the second when the
+first is done. The LoRAs act while the model runs: another strength or file loads nothing anew. The
+video is written while it is decoded, into `output/video`.
+
+### Files
+
+FILES
+
+### What to change
+
+- **Size and length**: in **Latent**; 4 n + 1 frames, 16 per second.
+- **LoRAs**: `strength` takes lists over the steps, such as `0.9,0.8`. Chain more LoRA Stack nodes
+  for more files.
+- **More motion**: preset `three-phase`.
+- **Without LoRAs**: disconnect both, choose preset `base`: 40 steps with guidance.
+"""
+
+
+def graph() -> Graph:
+    """Two models, two LoRAs, one sampler, one file."""
+    graph = Graph("wan22_14b_two_experts_4_steps", TEXT)
+
+    column = graph.column(440)
+    column.read_me()
+    models = column.group("1   Models")
+    high = models.add("UNETLoader", "High noise expert", unet_name=WAN22_HIGH)
+    low = models.add("UNETLoader", "Low noise expert", unet_name=WAN22_LOW)
+    clip = models.add("CLIPLoader", clip_name=UMT5, type="wan")
+
+    column = graph.column(440)
+    loras = column.group("2   LoRAs of 4 steps", FAST)
+    stacks = {
+        f"loras_{noise}": loras.add(
+            "FastVAE_LoraStack", f"LoRA of the {noise} noise expert", lora_name=lora, strength="1.0"
+        )
+        for noise, lora in (("high", WAN22_HIGH_LORA), ("low", WAN22_LOW_LORA))
+    }
+    latent = column.group("3   Size and length").add(
+        "EmptyHunyuanLatentVideo", "Latent", width=832, height=480, length=81
+    )
+    words = column.group("4   Prompt", FAST).add(
+        "FastVAE_TextEncode",
+        least=260,
+        stretch=True,
+        clip=clip,
+        positive=WAN_POSITIVE,
+        negative=WAN_NEGATIVE,
+    )
+
+    column = graph.column(360)
+    sampler = column.group("5   Sampling", FAST).add(
+        "FastVAE_WanSampler",
+        model_high=high,
+        model_low=low,
+        positive=words["positive"],
+        negative=words["negative"],
+        latent_image=latent,
+        preset="4-step",
+        seed=1,
+        **stacks,
+    )
+
+    column = graph.column(420)
+    result = column.group("6   Straight into a file", FAST)
+    vae = result.add("FastVAE_Load", vae_name=WAN21_VAE)
+    result.add(
+        "FastVAE_DecodeVideo",
+        least=600,
+        stretch=True,
+        samples=sampler["LATENT"],
+        vae=vae,
+        fps=16,
+        filename_prefix="video/wan22_14b",
+    )
+    return graph

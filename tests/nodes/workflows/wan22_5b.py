@@ -1,0 +1,82 @@
+"""Wan 2.2 5B makes a video of a picture, at 720p and 24 frames per second."""
+
+from .files import UMT5, WAN22_5B, WAN22_5B_VAE
+from .graph import FAST, Graph
+from .texts import WAN_NEGATIVE
+
+TEXT = """
+## Wan 2.2 5B: a picture becomes a video
+
+5 seconds of 1280 x 704 at 24 frames per second. Choose a picture in **Load Image**, say what is to
+happen, press **Run**. The video is written while it is decoded, into `output/video`.
+
+The VAE of this model is the slow part of it in most workflows; here it is **Load VAE (Fast)**, for
+the picture and for the video.
+
+### Files
+
+FILES
+
+### What to change
+
+- **Size and length**: in **Wan22ImageToVideoLatent**; multiples of 32, 4 n + 1 frames.
+- **Text to video**: disconnect `start_image`.
+- **Quality**: 20 steps at shift 8 are ComfyUI's; for those that the model was published with set
+  `steps` to 0 and the shift to `auto`: 50 steps.
+"""
+
+_POSITIVE = (
+    "The camera slowly moves in. A gentle wind stirs, light and shadows drift across the scene. "
+    "Cinematic, natural motion, high detail."
+)
+
+
+def graph() -> Graph:
+    """One model, one picture, one file."""
+    graph = Graph("wan22_5b_image_to_video", TEXT)
+
+    column = graph.column(420)
+    column.read_me()
+    models = column.group("1   Models")
+    model = models.add("UNETLoader", unet_name=WAN22_5B)
+    clip = models.add("CLIPLoader", clip_name=UMT5, type="wan")
+
+    column = graph.column(400)
+    image = column.group("2   Picture").add("LoadImage", least=330, image="example.png")
+    vae = column.group("3   The fast VAE", FAST).add("FastVAE_Load", vae_name=WAN22_5B_VAE)
+    words = column.group("4   Prompt", FAST).add(
+        "FastVAE_TextEncode",
+        least=300,
+        stretch=True,
+        clip=clip,
+        positive=_POSITIVE,
+        negative=WAN_NEGATIVE,
+    )
+
+    column = graph.column(360)
+    latent = column.group("5   Size and length").add(
+        "Wan22ImageToVideoLatent", vae=vae, start_image=image, width=1280, height=704, length=121
+    )
+    sampler = column.group("6   Sampling", FAST).add(
+        "FastVAE_WanSampler",
+        model_high=model,
+        positive=words["positive"],
+        negative=words["negative"],
+        latent_image=latent,
+        preset="base",
+        seed=1,
+        steps=20,
+        shift_high="8",
+    )
+
+    column = graph.column(420)
+    column.group("7   Straight into a file", FAST).add(
+        "FastVAE_DecodeVideo",
+        least=700,
+        stretch=True,
+        samples=sampler["LATENT"],
+        vae=vae,
+        fps=24,
+        filename_prefix="video/wan22_5b",
+    )
+    return graph

@@ -1,0 +1,94 @@
+"""ComfyUI's own Wan 2.2 14B graph, with two nodes changed."""
+
+from .files import UMT5, WAN21_VAE, WAN22_HIGH, WAN22_HIGH_LORA, WAN22_LOW, WAN22_LOW_LORA
+from .graph import FAST, Graph
+from .texts import WAN_NEGATIVE, WAN_POSITIVE
+
+TEXT = """
+## Wan 2.2 14B, decoded fast
+
+ComfyUI's own graph for text to video in 4 steps. **Two nodes** are others, those in the green
+group: **Load VAE (Fast)** in place of Load VAE, and **VAE Decode (Fast)** in place of VAE Decode.
+
+The same two make any workflow faster. For the VAE of a checkpoint there is **Accelerate VAE
+(Fast)**.
+
+### Files
+
+FILES
+
+### What to change
+
+- **Prompt**: the negative one has no effect at cfg 1.
+- **Size and length**: in **Latent**; 4 n + 1 frames, 16 per second.
+- **Without the LoRAs**: bypass both; in both samplers steps 20, cfg 3.5, and the experts change at
+  step 10.
+"""
+
+
+def graph() -> Graph:
+    """Two experts one after the other, four steps, then the fast VAE."""
+    graph = Graph("wan22_stock_accelerated", TEXT)
+
+    column = graph.column(440)
+    column.read_me()
+    models = column.group("1   Models")
+    high = models.add("UNETLoader", "High noise expert", unet_name=WAN22_HIGH)
+    low = models.add("UNETLoader", "Low noise expert", unet_name=WAN22_LOW)
+    clip = models.add("CLIPLoader", clip_name=UMT5, type="wan")
+
+    column = graph.column(440)
+    loras = column.group("2   LoRAs of 4 steps, and shift")
+    models = []
+    for model, lora in ((high, WAN22_HIGH_LORA), (low, WAN22_LOW_LORA)):
+        patched = loras.add("LoraLoaderModelOnly", model=model, lora_name=lora, strength_model=1)
+        models.append(loras.add("ModelSamplingSD3", model=patched, shift=5))
+    prompt = column.group("3   Prompt")
+    positive = prompt.add("CLIPTextEncode", "Positive", 120, clip=clip, text=WAN_POSITIVE)
+    negative = prompt.add(
+        "CLIPTextEncode", "Negative", 120, stretch=True, clip=clip, text=WAN_NEGATIVE
+    )
+
+    column = graph.column(360)
+    latent = column.group("4   Size and length").add(
+        "EmptyHunyuanLatentVideo", "Latent", width=832, height=480, length=81
+    )
+    sampling = column.group("5   Sampling")
+    words = {"positive": positive, "negative": negative}
+    both = {"steps": 4, "cfg": 1, "sampler_name": "euler", "scheduler": "simple"}
+    first = sampling.add(
+        "KSamplerAdvanced",
+        "Steps 1 and 2: high noise",
+        model=models[0],
+        latent_image=latent,
+        add_noise="enable",
+        noise_seed=1,
+        start_at_step=0,
+        end_at_step=2,
+        return_with_leftover_noise="enable",
+        **words,
+        **both,
+    )
+    second = sampling.add(
+        "KSamplerAdvanced",
+        "Steps 3 and 4: low noise",
+        model=models[1],
+        latent_image=first,
+        add_noise="disable",
+        noise_seed=0,
+        control_after_generate="fixed",
+        start_at_step=2,
+        end_at_step=4,
+        return_with_leftover_noise="disable",
+        **words,
+        **both,
+    )
+
+    column = graph.column(420)
+    fast = column.group("6   The two fast nodes", FAST)
+    vae = fast.add("FastVAE_Load", vae_name=WAN21_VAE)
+    images = fast.add("FastVAE_Decode", samples=second, vae=vae)
+    result = column.group("7   Result")
+    video = result.add("CreateVideo", images=images, fps=16)
+    result.add("SaveVideo", least=260, stretch=True, video=video, filename_prefix="video/wan22")
+    return graph
