@@ -8,7 +8,7 @@ from comfy_api.latest import io
 
 from .later import Later
 from .lora_nodes import LoraStackType
-from .options import CATEGORY
+from .options import CATEGORY, timing_output
 from .sampler_presets import BASE, PRESETS
 
 plans, run, timing = Later("sampler_plan"), Later("wan_sampling"), Later("timing")
@@ -45,9 +45,7 @@ class WanSampler(io.ComfyNode):
                 io.String.Output(
                     display_name="report", tooltip="Steps of each expert, and its LoRAs."
                 ),
-                io.String.Output(
-                    display_name="timing", tooltip="Where the time of this prompt went so far."
-                ),
+                timing_output(),
             ],
         )  # fmt: skip
 
