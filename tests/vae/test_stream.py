@@ -228,6 +228,7 @@ print(json.dumps([count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
 """
 
 
+@pytest.mark.slow  # test_cli.py asks the same of a command
 @pytest.mark.parametrize("direction", ["decode", "encode"])
 def test_peak_memory_does_not_grow_with_the_video(direction):
     pytest.importorskip("resource", reason="peak memory is read from getrusage, on POSIX")
