@@ -8,12 +8,11 @@ from comfy_api.latest import io
 
 from .later import Later
 from .lora_nodes import LoraStackType
-from .options import CATEGORY, timing_output
+from .options import AUTO, CATEGORY, timing_output
 from .sampler_presets import BASE, PRESETS
 
 plans, run, timing = Later("sampler_plan"), Later("wan_sampling"), Later("timing")
 
-_AUTO = "auto"
 _MAX_STEPS = 10000
 
 
@@ -206,15 +205,15 @@ def _preset() -> list[io.Input]:
         ),
         io.Combo.Input(
             "sampler_name",
-            options=[_AUTO, *comfy.samplers.KSampler.SAMPLERS],
-            default=_AUTO,
+            options=[AUTO, *comfy.samplers.KSampler.SAMPLERS],
+            default=AUTO,
             tooltip="The solver, one for the whole run: its memory of former steps goes over the "
             "switch. auto: the preset's.",
         ),
         io.Combo.Input(
             "scheduler",
-            options=[_AUTO, *comfy.samplers.KSampler.SCHEDULERS],
-            default=_AUTO,
+            options=[AUTO, *comfy.samplers.KSampler.SCHEDULERS],
+            default=AUTO,
             tooltip="How the noise levels are spread. auto: the preset's.",
         ),
     ]
@@ -225,7 +224,7 @@ def _guidance() -> list[io.Input]:
         io.String.Input(
             "cfg_high",
             display_name="CFG (high noise)",
-            default=_AUTO,
+            default=AUTO,
             tooltip="Guidance of the first model, or the only one: a number, or one for each of "
             "its steps (or of all steps): 3.5,3.5,1,1. At 1 the negative pass is left out: half "
             "the time. auto: the preset's.",
@@ -233,25 +232,25 @@ def _guidance() -> list[io.Input]:
         io.String.Input(
             "cfg_low",
             display_name="CFG (low noise)",
-            default=_AUTO,
+            default=AUTO,
             tooltip="Likewise for the second model.",
         ),
         io.String.Input(
             "shift_high",
             display_name="shift (high noise)",
-            default=_AUTO,
+            default=AUTO,
             tooltip="Pushes the noise levels up: more steps at high noise. A number, or one for "
             "each step of the run. auto: the preset's, for a model that is not Wan its own.",
         ),
         io.String.Input(
             "shift_low",
             display_name="shift (low noise)",
-            default=_AUTO,
+            default=AUTO,
             tooltip="Likewise for the second model. auto: as the first.",
         ),
         io.String.Input(
             "boundary",
-            default=_AUTO,
+            default=AUTO,
             tooltip="Where the second model takes over: a noise level from 0.0 to 1.0, which the "
             "first still serves, or the step that the second begins with, such as 2. auto: 0.875, "
             "for models with an image 0.9, as published.",
@@ -294,8 +293,8 @@ def _range() -> list[io.Input]:
         ),
         io.Combo.Input(
             "lora_mode",
-            options=[_AUTO, "stream", "beside", "merged"],
-            default=_AUTO,
+            options=[AUTO, "stream", "beside", "merged"],
+            default=AUTO,
             advanced=True,
             tooltip="How the LoRAs are applied, as in Apply LoRA (Fast).",
         ),

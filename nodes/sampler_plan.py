@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..lora import SIGMA_TOLERANCE, parse_number, step_of
+from .options import AUTO
 from .phases import Phase
-
-AUTO = "auto"
 
 # Relative. A boundary of 0.9 is 0.89999998 as a sigma in float32, whose eps is 6e-8.
 _ROUNDING = 1e-6
@@ -132,7 +131,7 @@ def blend(
     high: Sequence[float | None],
     low: Sequence[float | None] | None,
     boundary: float | int,
-) -> tuple[Sigmas, int]:
+) -> Sigmas:
     """One list of noise levels out of those of both experts' shifts.
 
     Args:
@@ -142,8 +141,7 @@ def blend(
         boundary: As `parse_boundary` gives it.
 
     Returns:
-        The list, each step at the level that its expert's shift gives it, and the step that the
-        second expert begins with.
+        The list, each step at the level that its expert's shift gives it.
 
     Raises:
         ValueError: There are neither one shift nor as many as steps, the steps do not fall, or a
@@ -151,7 +149,7 @@ def blend(
     """
     first = _of_steps("shift_high", high, lists)
     if low is None:
-        return first, len(first) - 1
+        return first
     second = _of_steps("shift_low", low, lists)
     count = switch_step(first, boundary)
     sigmas = (*first[:count], *second[count:])
@@ -159,19 +157,19 @@ def blend(
         met, at = sigmas[count], f"shift_low: step {count} begins at noise level"
         if met >= sigmas[count - 1]:
             raise ValueError(f"{at} {met:.4f}, not below that of the step before; expected less")
-        if not isinstance(boundary, int) and met >= boundary * (1 - _ROUNDING):
+        if not isinstance(boundary, int) and met >= _least(boundary):
             raise ValueError(
                 f"{at} {met:.4f}, not below the boundary {boundary:g}; expected a smaller shift, "
                 "or a step as the boundary"
             )
-    return sigmas, count
+    return sigmas
 
 
 def switch_step(sigmas: Sequence[float], boundary: float | int) -> int:
     """The step that the second expert begins with; as many as there are steps: it does not."""
     if isinstance(boundary, int):
         return min(boundary, len(sigmas) - 1)
-    floor = boundary * (1 - _ROUNDING)
+    floor = _least(boundary)
     return next((n for n, sigma in enumerate(sigmas[:-1]) if sigma < floor), len(sigmas) - 1)
 
 
@@ -255,8 +253,13 @@ def _for_steps(
 def _floor(sigmas: Sigmas, boundary: float | int) -> float:
     """The least noise level of the first of two experts."""
     if not isinstance(boundary, int):
-        return boundary * (1 - _ROUNDING)
+        return _least(boundary)
     return math.inf if boundary == 0 else _above(sigmas, boundary)
+
+
+def _least(boundary: float) -> float:
+    """The boundary, but for rounding: what is at it belongs to the first expert."""
+    return boundary * (1 - _ROUNDING)
 
 
 def _above(sigmas: Sigmas, step: int) -> float:

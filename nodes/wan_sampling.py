@@ -21,9 +21,10 @@ from torch import Tensor
 
 from .comfy_lora import Mode
 from .comfy_sampling import StagedGuider
+from .options import AUTO
 from .progress import show_text
 from .sampler_loras import with_loras
-from .sampler_plan import AUTO, Plan, Sigmas, blend, make_stages
+from .sampler_plan import Plan, Sigmas, blend, make_stages
 from .sampler_presets import Preset, preset_for
 
 _logger = logging.getLogger(__name__)
@@ -200,7 +201,7 @@ def _plan(
     if settings.sigmas is not None:
         sigmas = _given_sigmas(settings.sigmas)
     else:
-        sigmas, _ = blend(
+        sigmas = blend(
             _lists(models[0], preset, settings.denoise), high, low if models[1:] else None, boundary
         )
     plain_cfg = None
@@ -274,13 +275,13 @@ def _lines(plan: Plan, preset: Preset) -> list[str]:
     """What is run, for people."""
     lines = [f"{preset.sampler}, {len(plan.run) - 1 if plan.run else 0} steps"]
     for number, stage in enumerate(plan.stages):
-        steps = [n for n, sigma in enumerate(plan.run[:-1]) if plan.stage_at(sigma) == number]
-        if steps:
-            cfg = dict.fromkeys(f"{plan.cfg_at(number, plan.run[step]):g}" for step in steps)
-            levels = f"{plan.run[steps[0]]:.4f} to {plan.run[steps[-1] + 1]:.4f}"
+        phase = plan.phase(number)
+        if phase.steps:
+            levels = plan.run[phase.first : phase.first + phase.steps + 1]
+            cfg = dict.fromkeys(f"{plan.cfg_at(number, level):g}" for level in levels[:-1])
             lines.append(
-                f"{stage.name}: steps {steps[0] + 1}-{steps[-1] + 1}, noise level {levels}, "
-                f"CFG {', '.join(cfg)}"
+                f"{stage.name}: steps {phase.first + 1}-{phase.first + phase.steps}, noise level "
+                f"{levels[0]:.4f} to {levels[-1]:.4f}, CFG {', '.join(cfg)}"
             )
     return lines
 

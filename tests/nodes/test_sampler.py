@@ -261,6 +261,16 @@ def test_a_run_that_ends_early_without_leftover_noise_goes_to_0():
     assert result["sigmas"].tolist() == pytest.approx([1, 0.9375, 0])
 
 
+@pytest.mark.parametrize("low", [expert, None], ids=["two", "one"])
+def test_a_run_without_steps_gives_the_latent_as_it_is(calls, low):
+    latent = {"samples": torch.randn(1, 16, 3, 8, 8)}
+    model = low("wan21-t2v", 1) if low else None
+    for given in ({"denoise": 0.0}, {"start_step": 4}, {"start_step": 2, "end_step": 2}):
+        result = run(model_low=model, latent_image=latent, **given)
+        assert result["LATENT"]["samples"] is latent["samples"]
+    assert not calls
+
+
 def test_denoised_is_what_the_last_step_saw():
     result = run(end_step=2, leftover_noise="enable")
     assert relative_error(result["denoised"]["samples"], result["LATENT"]["samples"]) > DIFFERENT
