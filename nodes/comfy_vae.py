@@ -14,6 +14,7 @@ import comfy.utils
 import torch
 from torch import Tensor
 
+from ..vae import Relief, is_out_of_memory
 from . import timing
 from .first_stage import FastVideoVAE
 from .memory import Way, free_others, give_back, in_turn, kept, make_room
@@ -357,7 +358,8 @@ class FastVAE(comfy.sd.VAE):
                         yield piece
                     return
                 except Exception as error:
-                    comfy.model_management.raise_non_oom(error)
+                    if not is_out_of_memory(error):
+                        raise
                     # Without the frames that it went through, which hold tensors.
                     first = first or error.with_traceback(None)
         if first is not None:
@@ -382,11 +384,13 @@ class FastVAE(comfy.sd.VAE):
         model = self.first_stage_model
         batch, channels, frames, height, width = model.config.decoded_shape(latent.shape)
         with kept():
-            images = torch.empty(
+            empty = functools.partial(
+                torch.empty,
                 (batch, frames, height, width, channels),
                 device=self.output_device,
                 dtype=self.vae_output_dtype(),
             )
+            images = Relief(self.device, "a decode", self.free_others).finish(empty)
         progress = Progress(batch * frames)
         for start in range(0, batch, together):
             part = images[start : start + together]

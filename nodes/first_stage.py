@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..vae import SEEDVR2, VAEConfig, VideoVAE, eager
+from ..vae import SEEDVR2, Relief, VAEConfig, VideoVAE, eager
 from .progress import Progress, stop_between_layers
 
 
@@ -237,7 +237,8 @@ class FastVideoVAE(VideoVAE):
             return self._decode(video, grown, chunk, limit_bytes, tile).squeeze(2)
         self.check_latent(latent)
         if buffer is None:
-            buffer = self.new_frames(latent)
+            relief = Relief(self.device, "a decode")
+            buffer = relief.finish(lambda: self.new_frames(latent))
         progress = Progress(buffer.shape[0] * buffer.shape[2])
         for piece in self.decode_stream(
             latent, chunk, out=buffer, limit_bytes=limit_bytes, tile=tile
@@ -258,7 +259,7 @@ class FastVideoVAE(VideoVAE):
         for latent in self.mean_stream(frames, self.chunk, limit_bytes=limit_bytes, tile=tile):
             progress.passed(latent.shape[0] * latent.shape[2])
             pieces.append(latent)
-        return torch.cat(pieces, dim=2)
+        return Relief(self.device, "an encode").finish(lambda: torch.cat(pieces, dim=2))
 
 
 def _tile(tile_x: int | None, tile_y: int | None, step: int) -> tuple[int, int] | None:

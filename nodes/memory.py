@@ -11,7 +11,7 @@ import comfy.model_management
 import comfy.model_patcher
 import torch
 
-from ..vae import trim_heap
+from ..vae import is_out_of_memory, trim_heap
 
 _logger = logging.getLogger(__name__)
 
@@ -59,7 +59,8 @@ def in_turn(device: torch.device, task: str, ways: list[Way], go: Callable[[Way]
             try:
                 return go(way)
             except Exception as error:
-                comfy.model_management.raise_non_oom(error)
+                if not is_out_of_memory(error):
+                    raise
                 # Without the frames that it went through, which hold tensors.
                 first = first or error.with_traceback(None)
     if first is None:

@@ -4,6 +4,7 @@ What goes through is held a piece at a time, so that the memory does not grow wi
 video; only latents are collected, which are 50 to 200 times as small as their frames in 8 bits.
 """
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import frames_to_images
+from ..vae import Relief
 from . import timing
 from .comfy_vae import FastVAE
 from .memory import Way, give_back, in_turn
@@ -110,8 +112,9 @@ def _decoded(
 ) -> Iterator[Tensor]:
     count = vae.first_stage_model.config.frames(latent.shape[2])
     progress = Progress(count if frames is None else len(frames))
+    relief = Relief(vae.device, "a decode", vae.free_others)
     for piece in vae.decode_pieces(latent, chunk, dtype, frames):
-        pictures = frames_to_images(piece, dtype=torch.uint8)
+        pictures = relief.finish(functools.partial(frames_to_images, piece, dtype=torch.uint8))
         progress.passed(len(pictures), pictures)
         yield pictures
 

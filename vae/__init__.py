@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .heap import trim_heap
     from .media import VideoFile, read_video
     from .model import VideoVAE
+    from .relief import Relief, is_out_of_memory
     from .sound import Audio
     from .writer import VideoWriter, frames_to_uint8
 
@@ -38,6 +39,7 @@ __all__ = [
     "Gauge",
     "Handoff",
     "LayoutError",
+    "Relief",
     "VAEConfig",
     "VideoFile",
     "VideoVAE",
@@ -53,6 +55,7 @@ __all__ = [
     "eager",
     "fitted",
     "frames_to_uint8",
+    "is_out_of_memory",
     "load_vae",
     "moving_pictures",
     "random_latent",
@@ -75,6 +78,7 @@ _HOMES = {
     "Gauge": "gauge",
     "Handoff": "handoff",
     "LayoutError": "config",
+    "Relief": "relief",
     "VAEConfig": "config",
     "VideoFile": "media",
     "VideoVAE": "model",
@@ -90,6 +94,7 @@ _HOMES = {
     "eager": "compiling",
     "fitted": "bench_content",
     "frames_to_uint8": "writer",
+    "is_out_of_memory": "relief",
     "load_vae": "checkpoint",
     "moving_pictures": "bench_content",
     "random_latent": "bench_content",

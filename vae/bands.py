@@ -6,6 +6,7 @@ Only the convolution's input, the frames it saw last among them, is made band by
 largest of what a layer takes.
 """
 
+import functools
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -83,7 +84,12 @@ def convolve(
         channels = conv.weight.shape[0]
         out = cache.reused((batch, channels, frames // conv.stride, height, width), x)
     if out is None:
-        out = x.new_empty((batch, frames // conv.stride, height, width, channels)).movedim(-1, 1)
+        shape = (batch, frames // conv.stride, height, width, channels)
+        out = cache.attempt(lambda: x.new_empty(shape)).movedim(-1, 1)
+    added: Tensor | None = None
+    if residual_bias is not None:
+        bias = residual_bias
+        added = cache.attempt(lambda: bias.to(x.dtype)).view(-1, 1, 1, 1)
     keeps = _Tail(conv, x, cache)
     for top in range(0, height, rows):
         bottom = min(height, top + rows)
@@ -91,7 +97,7 @@ def convolve(
         above, below = max(0, top - conv.padding), min(height, bottom + conv.padding)
         inner = slice(above - top + conv.padding, below - top + conv.padding)
         fresh = window[:, :, window.shape[2] - frames :, inner]
-        fill(x[:, :, :, above:below], out=fresh)
+        cache.attempt(functools.partial(fill, x[:, :, :, above:below], out=fresh))
         keeps.remember(window, top, bottom)
         part = out[:, :, :, top:bottom]
         y = conv.of_window(window, cache, biased=biased)
@@ -99,8 +105,8 @@ def convolve(
             part.copy_(y)
         else:
             part += y
-            if residual_bias is not None:
-                part += residual_bias.to(part.dtype).view(-1, 1, 1, 1)
+            if added is not None:
+                part += added
     keeps.finish()
     return out
 
@@ -115,8 +121,14 @@ class _Tail:
     def __init__(self, conv: "CausalConv3d", x: Tensor, cache: TemporalCache) -> None:
         self._conv, self._x, self._cache = conv, x, cache
         self._known = 0 if cache.first else conv.context
-        self._tail = None if cache.lone or not conv.context else cache.tail(conv, conv.context, x)
+        self._keeps = bool(conv.context) and not cache.lone
+        if self._keeps:
+            self._tail()
         self._waiting: tuple[slice, Tensor] | None = None
+
+    def _tail(self) -> Tensor:
+        """Looked up each time, because making room may have moved it."""
+        return self._cache.tail(self._conv, self._conv.context, self._x)
 
     def window(self, top: int, bottom: int) -> Tensor:
         """Memory for the input of a band: what was seen last is there, and zeros at the border."""
@@ -129,28 +141,27 @@ class _Tail:
         window[:, :, :, :first].zero_()
         window[:, :, :, last:].zero_()
         if self._known:
-            assert self._tail is not None
-            window[:, :, : self._known, first:last] = self._tail[:, :, :, above:below]
+            window[:, :, : self._known, first:last] = self._tail()[:, :, :, above:below]
         self.finish()
         return window
 
     def remember(self, window: Tensor, top: int, bottom: int) -> None:
         """Keep the last frames of a band that is filled."""
-        if self._tail is None:
+        if not self._keeps:
             return
         pad, context = self._conv.padding, self._conv.context
         last = window[:, :, -context:, pad : pad + bottom - top]
         if self._cache.first and not self._conv.replicate:
-            self._waiting = slice(top, bottom), _after_zeros(last, context)
-            return
-        self._waiting = slice(top, bottom), last.expand(-1, -1, context, -1, -1).clone()
+            frames = self._cache.attempt(lambda: _after_zeros(last, context))
+        else:
+            frames = self._cache.attempt(last.expand(-1, -1, context, -1, -1).clone)
+        self._waiting = slice(top, bottom), frames
 
     def finish(self) -> None:
         """Put what waits into its place."""
         if self._waiting is not None:
-            assert self._tail is not None
             rows, frames = self._waiting
-            self._tail[:, :, :, rows] = frames
+            self._tail()[:, :, :, rows] = frames
             self._waiting = None
 
 

@@ -6,13 +6,17 @@ frames of its own input, and nothing else crosses time (wan/modules/vae.py, CACH
 dropped.
 """
 
+import functools
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from .settling import Settling
 from .workspace import Workspace
+
+_Result = TypeVar("_Result")
 
 
 class TemporalCache:
@@ -55,6 +59,10 @@ class TemporalCache:
         """See `Workspace.scratch`."""
         return self.workspace.scratch(shape, like)
 
+    def attempt(self, do: Callable[[], _Result]) -> _Result:
+        """See `Workspace.attempt`."""
+        return self.workspace.attempt(do)
+
     def reused(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor | None:
         """See `Workspace.reused`."""
         return self.workspace.reused(shape, like)
@@ -69,16 +77,16 @@ class TemporalCache:
 
         Returns:
             `[B, C, context, H, W]`, channels-last: the memory of the tail itself, for the caller to
-            bring up to date.
+            bring up to date before anything else is allocated, which may move the tail.
         """
         tail = self._tails.get(conv)
         if tail is None:
             batch, channels, _, height, width = x.shape
             memory = (batch, context, height, width, channels)
-            tail = torch.zeros(memory, dtype=x.dtype, device=x.device).movedim(-1, 1)
-            self._tails[conv] = tail
+            zeros = functools.partial(torch.zeros, memory, dtype=x.dtype, device=x.device)
+            tail = self._tails[conv] = self.attempt(zeros).movedim(-1, 1)
         elif tail.device != x.device:
-            tail = self._tails[conv] = tail.to(x.device)
+            tail = self._tails[conv] = self.attempt(functools.partial(tail.to, x.device))
         return tail
 
     def window(self, conv: nn.Module, context: int, x: Tensor) -> Tensor:
@@ -92,19 +100,21 @@ class TemporalCache:
         Returns:
             `[B, C, context + T, H, W]`, channels-last; but under autograd valid as `scratch` is.
         """
-        tail = self.tail(conv, context, x)
         if torch.is_grad_enabled():
+            tail = self.tail(conv, context, x)
             self.keep(conv, context, x)
             return torch.cat([tail, x], dim=2)
         batch, channels, frames, height, width = x.shape
         window = self.scratch((batch, channels, context + frames, height, width), x)
-        window[:, :, :context] = tail
+        window[:, :, :context] = self.tail(conv, context, x)
         window[:, :, context:] = x
         self.keep(conv, context, x)
         return window
 
     def keep(self, conv: nn.Module, context: int, x: Tensor) -> None:
         """Bring the tail of a convolution up to date with frames that it saw, or passed by.
+
+        Nothing is allocated where the tail is there already.
 
         Args:
             conv: The convolution; the key of its tail.
@@ -119,8 +129,8 @@ class TemporalCache:
             self._tails[conv] = torch.cat([tail, last], dim=2)[:, :, -context:]
             return
         older = context - last.shape[2]
-        if older:
-            tail[:, :, :older] = tail[:, :, -older:].clone()
+        for frame in range(older):  # one by one, which needs no copy of frames that overlap
+            tail[:, :, frame] = tail[:, :, frame + last.shape[2]]
         tail[:, :, older:] = last
 
     def put_back(self, conv: nn.Module, before: Tensor) -> None:

@@ -1,5 +1,6 @@
 """The causal convolution: 3D over its window of frames, cut down to 2D for a first one."""
 
+import functools
 from typing import Protocol
 
 import torch
@@ -91,16 +92,29 @@ class CausalConv3d(Conv):
             `[B, C_out, T / stride, H, W]`, channels-last. Of a run that comes to rest (see
             `cache.settling`) as many frames as it takes, which without `residual` may be none.
         """
-        settling = cache.settling
+        window: Tensor | None = None
+        settles = cache.settling is not None and not cache.first
         try:
-            return self._once(x, cache, fill, residual, residual_bias, biased=biased)
+            if settles:
+                return self._settled(x, cache, fill, residual, residual_bias, biased=biased)
+            window = self._window(x, cache, fill)
+            if cache.first and not cache.lone and self.context:
+                cache.tail(self, self.context, x)  # for `keep`, which must not fail any more
+            y = self._windowed(window, cache, residual, residual_bias, biased=biased)
         except Exception as error:
             relief = cache.workspace.relief
-            if relief is None or settling is not None or not is_out_of_memory(error):
+            if relief is None or settles or not is_out_of_memory(error):
                 raise
             failed = error.with_traceback(None)
             relief.note("convolutions in smaller pieces")
+        else:
+            if cache.first:
+                self.keep(window, cache)
+            return y
         # Out of the except block, because the error holds the tensors of its frames.
+        if window is not None and not cache.first:
+            cache.put_back(self, window[:, :, : self.context])
+        del window
         return self._in_pieces(failed, x, cache, fill, residual, residual_bias, biased=biased)
 
     def _in_pieces(
@@ -126,17 +140,49 @@ class CausalConv3d(Conv):
                 added = residual
                 if residual is not None:
                     steps = slice(*(at and at // self.stride for at in (part.start, part.stop)))
-                    added = _packed(residual[:, :, steps])
-                run = _packed(x[:, :, part])
+                    added = cache.attempt(functools.partial(_packed, residual[:, :, steps]))
+                run = cache.attempt(functools.partial(_packed, x[:, :, part]))
                 pieces.append(self.forward(run, cache, fill, added, residual_bias, biased=biased))
-            return torch.cat(pieces, dim=2)
+            return cache.attempt(lambda: torch.cat(pieces, dim=2))
         rows = x.shape[3] // _BANDS
         if not rows or self.replicate:  # the norm before that of SeedVR2 sees the whole frame
             raise failed
         take = _copy if fill is None else fill
         return bands.convolve(self, take, x, cache, residual, rows, residual_bias, biased=biased)
 
-    def _once(
+    def _windowed(
+        self,
+        window: Tensor,
+        cache: TemporalCache,
+        residual: Tensor | None = None,
+        residual_bias: Tensor | None = None,
+        *,
+        biased: bool = True,
+    ) -> Tensor:
+        """Convolve what `_window` gives: all taps, or of a first frame the form of one frame.
+
+        It fails before it writes into `residual`, or not at all.
+        """
+        pads = (self.padding, self.padding)
+        if not cache.first:
+            strides = (self.stride, 1, 1)
+            return self._convolve(
+                window, "volume", strides, pads, cache, residual, residual_bias, biased=biased
+            )
+        frame = None if residual is None else residual.squeeze(2)
+        y = self._convolve(
+            window.squeeze(2),
+            self.first_form,
+            (1, 1),
+            pads,
+            cache,
+            frame,
+            residual_bias,
+            biased=biased,
+        )
+        return y.unsqueeze(2)
+
+    def _settled(
         self,
         x: Tensor,
         cache: TemporalCache,
@@ -146,49 +192,18 @@ class CausalConv3d(Conv):
         *,
         biased: bool,
     ) -> Tensor:
-        """`forward`, which leaves the cache as it was when it fails."""
-        if cache.first:
-            if fill is not None:
-                filled = cache.scratch(x.shape, x)
-                fill(x, out=filled)
-                x = filled
-            frame = None if residual is None else residual.squeeze(2)
-            y = self._convolve(
-                x.squeeze(2),
-                self.first_form,
-                (1, 1),
-                (self.padding, self.padding),
-                cache,
-                frame,
-                residual_bias,
-                biased=biased,
-            )
-            self.keep(x, cache)
-            return y.unsqueeze(2)
-        if cache.settling is None:
-            window = self._window(x, cache, fill)
-        else:
-            cache.settling = cache.settling.behind(self.weight.shape[2], self.stride)
-            frames = cache.settling.needed if residual is None else max(1, cache.settling.needed)
-            if not frames:
-                batch, _, _, height, width = x.shape
-                return x.new_empty((batch, self.weight.shape[0], 0, height, width))
-            window = self._settled_window(x, frames * self.stride, cache, fill)
-            residual = None if residual is None else fitted(residual, frames)
-        try:
-            return self._convolve(
-                window,
-                "volume",
-                (self.stride, 1, 1),
-                (self.padding, self.padding),
-                cache,
-                residual,
-                residual_bias,
-                biased=biased,
-            )
-        except Exception:
-            cache.put_back(self, window[:, :, : self.context])
-            raise
+        """`forward` of a run that comes to rest."""
+        assert cache.settling is not None
+        cache.settling = cache.settling.behind(self.weight.shape[2], self.stride)
+        frames = cache.settling.needed if residual is None else max(1, cache.settling.needed)
+        if not frames:
+            batch, _, _, height, width = x.shape
+            none = (batch, self.weight.shape[0], 0, height, width)
+            return cache.attempt(functools.partial(x.new_empty, none))
+        if residual is not None:
+            residual = cache.attempt(functools.partial(fitted, residual, frames))
+        window = self._settled_window(x, frames * self.stride, cache, fill)
+        return self._windowed(window, cache, residual, residual_bias, biased=biased)
 
     def of_window(self, window: Tensor, cache: TemporalCache, *, biased: bool = True) -> Tensor:
         """Convolve a band of rows that has its borders above and below, and its frames before.
@@ -210,16 +225,21 @@ class CausalConv3d(Conv):
         return self._convolve(window, "volume", strides, pads, cache, biased=biased)
 
     def _window(self, x: Tensor, cache: TemporalCache, fill: Fill | None) -> Tensor:
-        """The frames that it saw last, and the new ones: `[B, C_in, context + T, H, W]`."""
+        """The frames that it saw last, and the new ones: `[B, C_in, context + T, H, W]`.
+
+        Of a first frame that alone. The tail is up to date afterwards, but for a first frame's, or
+        as it was where this fails.
+        """
         if fill is None:
-            return cache.window(self, self.context, x)
-        if torch.is_grad_enabled():
+            return x if cache.first else cache.window(self, self.context, x)
+        if cache.first or torch.is_grad_enabled():
             filled = cache.scratch(x.shape, x)
-            fill(x, out=filled)
-            return cache.window(self, self.context, filled)
+            cache.attempt(lambda: fill(x, out=filled))
+            return filled if cache.first else cache.window(self, self.context, filled)
         batch, channels, frames, height, width = x.shape
         window = cache.scratch((batch, channels, self.context + frames, height, width), x)
-        fill(x, out=window, tail=cache.tail(self, self.context, x))
+        # The tail is looked up by each try, because making room may have moved it.
+        cache.attempt(lambda: fill(x, out=window, tail=cache.tail(self, self.context, x)))
         return window
 
     def _settled_window(
@@ -228,16 +248,16 @@ class CausalConv3d(Conv):
         """`_window` of so many frames, where the last of `x`, or before it, is repeated."""
         x = x[:, :, :frames]
         batch, channels, fresh, height, width = x.shape
-        tail = cache.tail(self, self.context, x)
         window = cache.scratch((batch, channels, self.context + frames, height, width), x)
         known = self.context + fresh
         if fresh and fill is not None:
-            fill(x, out=window[:, :, :known], tail=tail)
+            inner = window[:, :, :known]
+            cache.attempt(lambda: fill(x, out=inner, tail=cache.tail(self, self.context, x)))
         else:
-            window[:, :, : self.context] = tail
+            window[:, :, : self.context] = cache.tail(self, self.context, x)
             window[:, :, self.context : known] = x
         window[:, :, known:] = window[:, :, known - 1 : known]
-        tail.copy_(window[:, :, frames:])
+        cache.tail(self, self.context, x).copy_(window[:, :, frames:])
         return window
 
     def keep(self, x: Tensor, cache: TemporalCache) -> None:

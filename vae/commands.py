@@ -1,6 +1,7 @@
 """What the commands of the command line do. All that is slow to import is imported here."""
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ from .handoff import Handoff
 from .media import VideoFile, read_video
 from .model import VideoVAE
 from .plan import free_bytes
+from .relief import Relief
 from .rivals import Rivals
 from .roundtrip import RoundTrip, shrunk, with_channels
 from .sheet import ContactSheet
@@ -116,7 +118,8 @@ def encode(args: argparse.Namespace, say: Say) -> str:
             pictures = (
                 with_channels(piece, config.image_channels) for piece in _counted(pieces, bar)
             )
-            latent = torch.cat([x.cpu() for x in vae.encode_stream(pictures, args.chunk)], dim=2)
+            parts = [x.cpu() for x in vae.encode_stream(pictures, args.chunk)]
+        latent = Relief(vae.device, "an encode").finish(lambda: torch.cat(parts, dim=2))
         frames = config.frames(latent.shape[2])
         fps = args.fps or video.fps
         save_latent(
@@ -172,9 +175,10 @@ def decode(args: argparse.Namespace, say: Say) -> str:
         scale = config.spatial_compression * config.output_scale
         check_size(codec, *(scale * side for side in file.latent.shape[3:]))
         with _bar(args, len(wanted)) as bar, Handoff(writer.write) as handoff:
-            pieces = vae.decode_stream(file.latent, args.chunk, frames=wanted)
-            for piece in _counted(pieces, bar):
-                handoff.put(frames_to_uint8(piece))
+            relief = Relief(vae.device, "a decode")
+            for piece in _counted(vae.decode_stream(file.latent, args.chunk, frames=wanted), bar):
+                pictures = relief.finish(functools.partial(frames_to_uint8, piece))
+                relief.finish(functools.partial(handoff.put, pictures))
     say(f"{codec} by {writer.encoder}")
     return f"wrote {args.output}: {_frames(writer.frames)} at {_number(writer.fps)} fps"
 

@@ -99,14 +99,9 @@ class Conv(nn.Module):
 
         `padding` is of height and width. The memory of `residual` may be taken.
         """
-        if cache is not None and cache.workspace.relief is not None:
-            # It changes nothing before it succeeds, so it can be done again.
-            again = functools.partial(self._product, x, kind, strides, padding, cache, residual,
-                                      residual_bias, biased=biased)  # fmt: skip
-            return cache.workspace.attempt(again)
-        return self._product(
-            x, kind, strides, padding, cache, residual, residual_bias, biased=biased
-        )
+        product = functools.partial(self._product, x, kind, strides, padding, cache, residual,
+                                    residual_bias, biased=biased)  # fmt: skip
+        return product() if cache is None else cache.attempt(product)
 
     def _product(
         self,
@@ -274,41 +269,65 @@ class PointwiseConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels, *[1] * ndim))
         self.bias = nn.Parameter(torch.empty(out_channels))
 
-    def forward(self, x: Tensor, out_channels: int | None = None, *, biased: bool = True) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cache: TemporalCache | None = None,
+        out_channels: int | None = None,
+        *,
+        biased: bool = True,
+    ) -> Tensor:
         """Mix the channels of each pixel.
 
         Args:
             x: `[B, C_in, T, H, W]`, channels-last.
+            cache: Makes room where memory runs out; None: the caller does.
             out_channels: Compute only the first channels; None: all.
             biased: Add the bias too.
 
         Returns:
             `[B, C_out, T, H, W]`, channels-last.
         """
-        weight = self.weight.flatten(1)[:out_channels].to(x.dtype)
-        bias = self.bias[:out_channels].to(x.dtype) if biased else None
-        return F.linear(x.movedim(1, -1), weight, bias).movedim(-1, 1)
+
+        def product() -> Tensor:
+            weight = self.weight.flatten(1)[:out_channels].to(x.dtype)
+            bias = self.bias[:out_channels].to(x.dtype) if biased else None
+            return F.linear(x.movedim(1, -1), weight, bias).movedim(-1, 1)
+
+        return product() if cache is None else cache.attempt(product)
 
 
-def drop_stale_forms(convs: Iterable[Conv]) -> None:
+def drop_stale_forms(
+    convs: Iterable[Conv], attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda do: do()
+) -> None:
     """Forget derived weights whose parameter was written to behind autograd's back.
 
     Replaced parameters and recorded writes are noticed at every call. This one is for writes like
     `weight.data.copy_()`, once per video: it reads every weight, 4 ms for the 73 M of Wan 2.1's
     decoder.
+
+    Args:
+        convs: The convolutions.
+        attempt: Calls what allocates, such as `Relief.finish`.
     """
     # Copied at once, because another thread may derive a form in the meantime.
     held = [(conv, key, form) for conv in convs for key, form in list(conv._forms.items())]
     if not held:
         return
     with torch.inference_mode(False), torch.no_grad():
-        now = {conv: checksum_of(conv.sources()) for conv in {conv for conv, _, _ in held}}
+        now = {
+            conv: attempt(functools.partial(checksum_of, conv.sources()))
+            for conv in {conv for conv, _, _ in held}
+        }
         # What has moved to another device is noticed at the call, by its stamp.
         here = [entry for entry in held if entry[2].checksum.device == now[entry[0]].device]
         if not here:
             return
         # One transfer for all, so that a GPU is waited for once.
-        changed = torch.stack([now[conv] != form.checksum for conv, _, form in here]).tolist()
+        differ = [
+            attempt(functools.partial(torch.ne, now[conv], form.checksum)) for conv, _, form in here
+        ]
+        changed = attempt(lambda: torch.stack(differ)).tolist()
     for (conv, key, _), stale in zip(here, changed, strict=True):
         if stale:
             conv._forms.pop(key, None)

@@ -1,6 +1,5 @@
 """Weights in the shapes that calls need, kept beside the parameter they were derived from."""
 
-import contextlib
 import platform
 import weakref
 from collections.abc import Sequence
@@ -95,11 +94,10 @@ def checksum_of(sources: Sequence[Tensor]) -> Tensor:
 
 
 def _sum_of(weight: Tensor) -> Tensor:
-    with contextlib.suppress(RuntimeError):  # a length or an offset that 8 does not divide
-        return weight.detach().as_strided((weight.numel(),), (1,)).view(torch.int64).sum()
-    return (
-        weight.detach().as_strided((weight.numel(),), (1,)).view(torch.uint8).sum(dtype=torch.int64)
-    )
+    flat = weight.detach().as_strided((weight.numel(),), (1,))
+    offset = flat.storage_offset() * flat.element_size()
+    words = flat.nbytes % 8 == 0 and offset % 8 == 0
+    return flat.view(torch.int64 if words else torch.uint8).sum(dtype=torch.int64)
 
 
 def own_bytes(form: Tensor, parameter: Tensor) -> int:

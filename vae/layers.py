@@ -86,7 +86,7 @@ class ResidualBlock(nn.Module):
         if self.shortcut is None:
             return conv2(y, cache, fill=fill, residual=x)
         bias = self.shortcut.bias if late else None
-        return conv2(y, cache, fill, self.shortcut(x, biased=not late), bias)
+        return conv2(y, cache, fill, self.shortcut(x, cache, biased=not late), bias)
 
 
 class AttentionBlock(nn.Module):
@@ -103,11 +103,17 @@ class AttentionBlock(nn.Module):
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """`[B, C, T, H, W]` to the same shape."""
         batch, _, frames, height, width = x.shape
-        qkv = self.to_qkv(self.norm(x, out=cache.scratch(x.shape, x)))
-        rows = qkv.movedim(1, -1).reshape(batch * frames, height * width, -1)
-        y = attention(*rows.chunk(3, dim=-1))
-        y = self.proj(y.view(batch, frames, height, width, -1).movedim(-1, 1))
-        return bias_residual(y, residual=x, out=None if torch.is_grad_enabled() else y)
+        normed = cache.scratch(x.shape, x)
+        normed = cache.attempt(lambda: self.norm(x, out=normed))
+        qkv = self.to_qkv(normed, cache)
+
+        def attended() -> Tensor:
+            rows = qkv.movedim(1, -1).reshape(batch * frames, height * width, -1)
+            return attention(*rows.chunk(3, dim=-1))
+
+        y = cache.attempt(attended)
+        y = self.proj(y.view(batch, frames, height, width, -1).movedim(-1, 1), cache)
+        return cache.attempt(lambda: added(y, x))
 
 
 class Upsample(nn.Module):
@@ -156,7 +162,7 @@ class Upsample(nn.Module):
             y = self.time_conv(x, cache)
             batch, channels, frames, height, width = x.shape
             out = cache.scratch((batch, channels, 2 * frames, height, width), x)
-            x = interleave_time(y, 2, out=out)
+            x = cache.attempt(lambda: interleave_time(y, 2, out=out))
         return self.resample["1"](x, cache, source, self.times)
 
 
@@ -204,4 +210,11 @@ class Downsample(nn.Module):
         if not cache.first:
             return self.time_conv(x, cache, residual=residual)
         self.time_conv.keep(x, cache)
-        return x if residual is None else bias_residual(x, residual=residual)
+        if residual is None:
+            return x
+        return cache.attempt(functools.partial(bias_residual, x, residual=residual))
+
+
+def added(y: Tensor, x: Tensor) -> Tensor:
+    """The sum of two activations, in the memory of `y` where autograd does not record."""
+    return bias_residual(y, residual=x, out=None if torch.is_grad_enabled() else y)

@@ -28,6 +28,7 @@ from .output import Output
 from .pixels import COLUMN_FIRST, fold_pixels
 from .plan import Plan, Work, make_plan
 from .reach import latents_before
+from .relief import Relief
 from .routes import Route
 from .steps import Steps
 from .tiling import Size
@@ -138,7 +139,8 @@ class VideoVAE(nn.Module):
                 the checkpoint has no encoder.
         """
         check_tensor(frames, "frames", self.config.image_channels)
-        return torch.cat(list(self.encode_stream(frames, chunk)), dim=2)
+        latents = list(self.encode_stream(frames, chunk))
+        return Relief(self.device, "an encode").finish(lambda: torch.cat(latents, dim=2))
 
     @eager
     def decode(self, latent: Tensor, chunk: int | None = None) -> Tensor:
@@ -157,7 +159,7 @@ class VideoVAE(nn.Module):
                 not finite.
         """
         check_tensor(latent, "latent", self.config.latent_channels)
-        frames = self.new_frames(latent)
+        frames = Relief(self.device, "a decode").finish(lambda: self.new_frames(latent))
         for _ in self.decode_stream(latent, chunk, out=frames):
             pass
         return frames
@@ -212,17 +214,21 @@ class VideoVAE(nn.Module):
     ) -> Iterator[Tensor]:
         encoder = self._encoding()
         patch = self.config.patch_size
+        relief = Relief(self.device, "an encode", request.release)
 
-        def finish(x: Tensor) -> Tensor:
+        def mean_of(x: Tensor) -> Tensor:
             latents = self.config.latent_channels
-            mean = x[:, :latents] if self.conv1 is None else self.conv1(x, latents)
+            mean = x[:, :latents] if self.conv1 is None else self.conv1(x, out_channels=latents)
             return mean if scale == 1 else mean * scale
 
-        ends = Ends(lambda x: fold_pixels(x, patch, COLUMN_FIRST), finish)
-        source = checked(pieces, self.check_frames)
+        ends = Ends(
+            lambda x: fold_pixels(x, patch, COLUMN_FIRST),
+            lambda x: relief.attempt(lambda: mean_of(x)),
+        )
+        source = checked(pieces, lambda piece: relief.finish(lambda: self.check_frames(piece)))
         lone = isinstance(pieces, Tensor) and self.config.latent_frames(pieces.shape[2]) == 1
         request = replace(request, chunk=chunk_of(pieces, request.chunk), lone=lone)
-        return self._stream(encoder, ends, source, request)
+        return self._stream(encoder, ends, source, request, relief)
 
     @eager
     def decode_stream(
@@ -267,7 +273,8 @@ class VideoVAE(nn.Module):
                 of the video; for a piece of an iterable when it is reached.
         """
         config = self.config
-        source = checked(latent, self.check_latent)
+        relief = Relief(self.device, "a decode", release)
+        source = checked(latent, lambda piece: relief.finish(lambda: self.check_latent(piece)))
         lone = isinstance(latent, Tensor) and latent.shape[2] == 1
         start = 0
         if frames is not None:
@@ -278,11 +285,12 @@ class VideoVAE(nn.Module):
                 source = iter([latent[:, :, start:stop]])
         check_targets(latent, config, out, images, frames)
         first_frame = start and config.frames(start)
-        output = Output(config, out, images, frames, first_frame)
+        output = Output(config, out, images, frames, first_frame, relief.attempt)
         request = Request(
             dtype or self.dtype, chunk_of(latent, chunk), limit_bytes, tile, release, lone, start
         )
-        stream = self._stream(self.decoder, Ends(self._unmixed, output), source, request)
+        ends = Ends(self._unmixed, output)
+        stream = self._stream(self.decoder, ends, source, request, relief)
         return stream if frames is None else _wanted(stream, frames, images is not None)
 
     def normalize(self, latent: Tensor) -> Tensor:
@@ -414,7 +422,12 @@ class VideoVAE(nn.Module):
             conv.drop_forms()
 
     def _stream(
-        self, network: Network, ends: Ends, source: Iterator[Tensor], request: Request
+        self,
+        network: Network,
+        ends: Ends,
+        source: Iterator[Tensor],
+        request: Request,
+        relief: Relief,
     ) -> Iterator[Tensor]:
         """Run the checked pieces of one video through the layers."""
         encodes = network is self.encoder
@@ -439,7 +452,7 @@ class VideoVAE(nn.Module):
             (channels, height, width),
             pictures=frames == 1,
             begins=not request.start,
-            release=request.release,
+            relief=relief,
         )
 
         def new_steps(route: Route) -> Steps:
@@ -454,9 +467,11 @@ class VideoVAE(nn.Module):
                 graphs=self.graphs,
                 network=(self.config, encodes),
                 skips=encodes and self.skips_still,
+                relief=relief,
             )
 
-        drop_stale_forms(module for module in network.modules() if isinstance(module, Conv))
+        convs = [module for module in network.modules() if isinstance(module, Conv)]
+        drop_stale_forms(convs, relief.finish)
         yield from video.run(plan, new_steps, itertools.chain([first], source))
 
     def _latents_of(self, frames: range) -> tuple[int, int]:

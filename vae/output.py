@@ -4,6 +4,8 @@ Pixels that still lie in channels (the patches of Wan 2.2, the phases of 2x deco
 places in the same pass.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from .config import VAEConfig
 from .pixels import COLUMN_FIRST, ROW_FIRST
 
 Span = tuple[int, int]
+Attempt = Callable[[Callable[[], Tensor]], Tensor]
 
 
 class Output:
@@ -24,6 +27,7 @@ class Output:
             None. Without either a piece is a tensor of its own.
         wanted: The frames that are kept, and that `out` or `images` have room for; None: all.
         start: Number of the first frame that will come.
+        attempt: Calls what allocates, such as `Relief.attempt`.
 
     Raises:
         ValueError: There are both `out` and `images`.
@@ -36,21 +40,26 @@ class Output:
         images: Tensor | None = None,
         wanted: range | None = None,
         start: int = 0,
+        attempt: Attempt = lambda do: do(),
     ) -> None:
         if out is not None and images is not None:
             raise ValueError("there are both out and images; expected one of the two")
         self._out, self._images, self._wanted = out, images, wanted
+        self._attempt = attempt
         self._at = start
         self._size = config.patch_size * config.output_scale
         self._order = COLUMN_FIRST if config.patch_size > 1 else ROW_FIRST
 
     def write(self, x: Tensor) -> Tensor:
         """Take frames, `[B, C, n, H, W]`, and return the piece: those of them that are wanted."""
-        part, x = self._passed(x)
+        part, x = self._passed(x)  # before anything that may be tried again
         if self._out is None and self._images is None:
             size = self._size
-            return x if size == 1 else pixel_shuffle_3d(x, (1, size, size), self._order)
-        return _placed(x, self._target(part), self._size, self._order, self._images is not None)
+            if size == 1:
+                return x
+            return self._attempt(lambda: pixel_shuffle_3d(x, (1, size, size), self._order))
+        target, as_images = self._target(part), self._images is not None
+        return self._attempt(lambda: _placed(x, target, self._size, self._order, as_images))
 
     def chunk(self, like: Tensor, frames: int, shape: tuple[int, int, int]) -> "Chunk":
         """Begin frames that will come in tiles.
@@ -68,10 +77,10 @@ class Output:
         if self._out is None and self._images is None:
             channels, height, width = shape
             memory = (like.shape[0], part.stop - part.start, height, width, channels)
-            whole = torch.empty(memory, dtype=like.dtype, device=like.device).movedim(-1, 1)
-            return Chunk(whole, skipped, self._size, self._order, as_images=False)
-        as_images = self._images is not None
-        return Chunk(self._target(part), skipped, self._size, self._order, as_images=as_images)
+            whole = self._attempt(lambda: like.new_empty(memory)).movedim(-1, 1)
+            return Chunk(whole, skipped, self._size, self._order, self._attempt, as_images=False)
+        target, as_images = self._target(part), self._images is not None
+        return Chunk(target, skipped, self._size, self._order, self._attempt, as_images=as_images)
 
     def _passed(self, x: Tensor) -> tuple[slice, Tensor]:
         """Note that frames have come: their place in the target, and those that are wanted."""
@@ -106,13 +115,22 @@ class Chunk:
         skipped: Frames of the chunk before the first of those.
         size: Pixels of the piece for each that comes, in height and width.
         order: See `pixels.py`.
+        attempt: Calls what allocates.
         as_images: It is images.
     """
 
     def __init__(
-        self, piece: Tensor, skipped: int, size: int, order: str, *, as_images: bool
+        self,
+        piece: Tensor,
+        skipped: int,
+        size: int,
+        order: str,
+        attempt: Attempt,
+        *,
+        as_images: bool,
     ) -> None:
         self.piece = piece
+        self._attempt = attempt
         self._skipped, self._size, self._order, self._as_images = skipped, size, order, as_images
         self._frames = piece.shape[1 if as_images else 2]
 
@@ -136,7 +154,8 @@ class Chunk:
             if self._as_images
             else self.piece[:, :, time, down, across]
         )
-        _placed(x[:, :, first:last], target, self._size, self._order, self._as_images)
+        part, size, order = x[:, :, first:last], self._size, self._order
+        self._attempt(lambda: _placed(part, target, size, order, self._as_images))
 
 
 def _placed(x: Tensor, target: Tensor, size: int, order: str, as_images: bool) -> Tensor:

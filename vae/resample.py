@@ -1,5 +1,7 @@
 """The convolutions that change the size of a frame: folded upsampling, shifted downsampling."""
 
+import functools
+
 from torch import Tensor
 
 from ..kernels import merge_phases
@@ -43,7 +45,10 @@ class UpsampleConv2d(Conv):
         shape = (batch, grid.shape[1] // 4, frames, 2 * height, 2 * width)
         out = None if cache is None else cache.reused(shape, x)
         bias = self.bias if late else None
-        return merge_phases(_as_video(grid, batch), source, times, bias=bias, out=out)
+        merge = functools.partial(
+            merge_phases, _as_video(grid, batch), source, times, bias=bias, out=out
+        )
+        return merge() if cache is None else cache.attempt(merge)
 
 
 class StridedConv2d(Conv):

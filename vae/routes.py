@@ -4,6 +4,7 @@ A route holds the state of the video, so that the video can go on on another rou
 remember is put together to whole frames there and cut anew.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
@@ -142,12 +143,12 @@ class Tiled(Route):
         following = [lane.cache for _, lane in self.tiles[1:]]
         for index, (tile, lane) in enumerate(self.tiles):
             if self.parking is not None:
-                self.parking.wait(lane.cache)
+                lane.cache.attempt(functools.partial(self.parking.wait, lane.cache))
                 for cache in following[index : index + 1]:
-                    self.parking.fetch(cache)
+                    cache.attempt(functools.partial(self.parking.fetch, cache))
             yield tile, lane
             if self.parking is not None:
-                self.parking.park(lane.cache)
+                lane.cache.attempt(functools.partial(self.parking.park, lane.cache))
 
     def tails(self) -> Tails:
         """See `Route`; on the host."""
@@ -295,7 +296,8 @@ class TiledEncode(Tiled):
             if whole is None:
                 frames = sum(run.shape[2] for run in runs)
                 memory = (x.shape[0], frames, *self._sizes[-1], runs[0].shape[1])
-                whole = torch.empty(memory, dtype=x.dtype, device=x.device).permute(0, 4, 1, 2, 3)
+                empty = functools.partial(x.new_empty, memory)
+                whole = lane.cache.attempt(empty).permute(0, 4, 1, 2, 3)
             done = 0
             for run in runs:
                 part = whole[:, :, done : done + run.shape[2]]

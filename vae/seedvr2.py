@@ -15,18 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels import (
-    attention,
-    bias_residual,
-    group_norm_silu,
-    group_norm_statistics,
-    pixel_shuffle_3d,
-)
+from ..kernels import attention, group_norm_silu, group_norm_statistics, pixel_shuffle_3d
 from . import bands
 from .cache import TemporalCache
 from .causal import CausalConv3d
 from .config import SEEDVR2_GROUPS
 from .conv import PointwiseConv
+from .layers import added
 from .network import Network
 from .shuffle import ShuffleConv
 
@@ -84,7 +79,8 @@ def normed(
     """Norm, SiLU and convolution, and `residual` added, whose memory may become the result."""
     rows = bands.rows_of(conv, x, cache)
     if rows < x.shape[3]:
-        fill = functools.partial(norm.silu, statistics=norm.statistics(x))
+        statistics = cache.attempt(lambda: norm.statistics(x))
+        fill = functools.partial(norm.silu, statistics=statistics)
         return bands.convolve(conv, fill, x, cache, residual, rows)
     return conv(x, cache, fill=norm.silu, residual=residual)
 
@@ -105,7 +101,7 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """`[B, C_in, T, H, W]` to `[B, C_out, T, H, W]`."""
         y = normed(self.conv1, self.norm1, x, cache)
-        residual = x if self.conv_shortcut is None else self.conv_shortcut(x)
+        residual = x if self.conv_shortcut is None else self.conv_shortcut(x, cache)
         return normed(self.conv2, self.norm2, y, cache, residual)
 
 
@@ -123,14 +119,17 @@ class AttentionBlock(nn.Module):
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """`[B, C, T, H, W]` to the same shape."""
         batch, _, frames, height, width = x.shape
-        y = self.group_norm(x, out=cache.scratch(x.shape, x))
-        q, k, v = (
-            part(y).movedim(1, -1).reshape(batch * frames, height * width, -1)
-            for part in (self.to_q, self.to_k, self.to_v)
-        )
-        rows = attention(q, k, v)
-        y = self.to_out[0](rows.view(batch, frames, height, width, -1).movedim(-1, 1))
-        return bias_residual(y, residual=x, out=None if torch.is_grad_enabled() else y)
+        normed = cache.scratch(x.shape, x)
+        normed = cache.attempt(lambda: self.group_norm(x, out=normed))
+        mixed = [part(normed, cache) for part in (self.to_q, self.to_k, self.to_v)]
+
+        def attended() -> Tensor:
+            rows = (y.movedim(1, -1).reshape(batch * frames, height * width, -1) for y in mixed)
+            return attention(*rows)
+
+        rows = cache.attempt(attended)
+        y = self.to_out[0](rows.view(batch, frames, height, width, -1).movedim(-1, 1), cache)
+        return cache.attempt(lambda: added(y, x))
 
 
 class Upsample(nn.Module):
@@ -224,26 +223,24 @@ class ShrinkingConv3d(CausalConv3d):
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """`[B, C, T, H, W]` to `[B, C, T / stride, H / 2, W / 2]`; one frame where it is first."""
         known = 0 if cache.first else self.context
-        tail = cache.tail(self, known, x) if known else None
-        window = self._bordered(x, tail, cache)
+        window = self._bordered(x, known, cache)
         self.keep(x, cache)
         if cache.first:
             return self._convolve(window.squeeze(2), "summed", (2, 2), (0, 0), cache).unsqueeze(2)
         return self._convolve(window, "volume", (self.stride, 2, 2), (0, 0), cache)
 
-    def _bordered(self, x: Tensor, tail: Tensor | None, cache: TemporalCache) -> Tensor:
-        """The frames that it saw last, the new ones, and a row and a column of zeros."""
+    def _bordered(self, x: Tensor, known: int, cache: TemporalCache) -> Tensor:
+        """The `known` frames that it saw last, the new ones, and a row and a column of zeros."""
         if torch.is_grad_enabled():
-            whole = x if tail is None else torch.cat([tail, x], dim=2)
+            whole = torch.cat([cache.tail(self, known, x), x], dim=2) if known else x
             return F.pad(whole, (0, 1, 0, 1))
         batch, channels, frames, height, width = x.shape
-        known = 0 if tail is None else tail.shape[2]
         window = cache.scratch((batch, channels, known + frames, height + 1, width + 1), x)
         window[..., height, :].zero_()
         window[..., width].zero_()
         inner = window[..., :height, :width]
-        if tail is not None:
-            inner[:, :, :known] = tail
+        if known:
+            inner[:, :, :known] = cache.tail(self, known, x)
         inner[:, :, known:] = x
         return window
 

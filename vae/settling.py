@@ -5,7 +5,8 @@ later. So of every activation only the frames up to the first of those are made,
 behind gets as many copies of the last as its own results need to come to rest.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -68,24 +69,30 @@ def fitted(x: Tensor, frames: int) -> Tensor:
     return y
 
 
-def parts(x: Tensor, frames: int, size: int) -> Iterator[Tensor]:
+def parts(
+    x: Tensor, frames: int, size: int, attempt: Callable[[Callable[[], Tensor]], Tensor]
+) -> Iterator[Tensor]:
     """Cut `fitted(x, frames)` into parts without making it.
 
     Args:
         x: `[B, C, T, H, W]`, channels-last, `T` at most `frames`.
         frames: Frames of all parts.
         size: Frames of each; the last may be shorter.
+        attempt: Calls what allocates, such as `TemporalCache.attempt`.
 
     Yields:
         `[B, C, size, H, W]`, channels-last, to be written into.
     """
     known = x.shape[2]
-    last = x[:, :, -1:].clone() if frames > known else x
-    for start in range(0, frames, size):
+    last = attempt(x[:, :, -1:].clone) if frames > known else x
+
+    def part(start: int) -> Tensor:
         count = min(size, frames - start)
         if start < known:
-            part = fitted(x[:, :, start : start + count], count)
-            yield part.contiguous(memory_format=torch.channels_last_3d)
-        else:
-            part = last.expand(-1, -1, count, -1, -1)
-            yield part.clone(memory_format=torch.channels_last_3d)
+            run = fitted(x[:, :, start : start + count], count)
+            return run.contiguous(memory_format=torch.channels_last_3d)
+        run = last.expand(-1, -1, count, -1, -1)
+        return run.clone(memory_format=torch.channels_last_3d)
+
+    for start in range(0, frames, size):
+        yield attempt(functools.partial(part, start))

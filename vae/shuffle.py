@@ -10,6 +10,7 @@ The bias of the first convolution passes through the second one as a constant, b
 where zeros stand beside the large picture: there a little is missing, which is added to the result.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -87,7 +88,7 @@ class ShuffleConv(Conv):
         if x.shape[2] == 1:
             return second
         rest = self._phases(window[:, :, 1:], "", self.times, cache)
-        return torch.cat([second, rest], dim=2)
+        return cache.attempt(lambda: torch.cat([second, rest], dim=2))
 
     def sources(self) -> tuple[Tensor, ...]:
         """The parameters that the forms are derived from."""
@@ -110,9 +111,9 @@ class ShuffleConv(Conv):
                 out = cache.reused(size, grid)
                 if out is None:
                     memory = (size[0], *size[2:], size[1])
-                    out = grid.new_empty(memory).movedim(-1, 1)
-            part = merge_phases(grid, out=out[:, :, phase::times])
-            self._add_missing(part, kind)
+                    out = cache.attempt(functools.partial(grid.new_empty, memory)).movedim(-1, 1)
+            merge = functools.partial(merge_phases, grid, out=out[:, :, phase::times])
+            self._add_missing(cache.attempt(merge), kind, cache)
         assert out is not None
         return out
 
@@ -159,18 +160,16 @@ class ShuffleConv(Conv):
         there = _stretched(_stretched(offset, width, 2), height, 1)
         return (there - _repeated(_repeated(offset, width, 2), height, 1)).to(like)[:, None]
 
-    def _add_missing(self, frames: Tensor, kind: str) -> None:
+    def _add_missing(self, frames: Tensor, kind: str, cache: TemporalCache) -> None:
         """Add that to the pixels at the border; the others have it."""
-        *_, height, width = frames.shape
         offset = self._forms[kind, frames.dtype].offset
         assert offset is not None
-        for row, border, inner in ((0, 0, 2), (-1, 3, 1)):
-            line = _stretched(offset[:, border], width, 1) - _repeated(offset[:, inner], width, 1)
-            frames[..., row, :] += line.to(frames.dtype)[:, None]
-        for column, border, inner in ((0, 0, 2), (-1, 3, 1)):
-            edge, bulk = offset[:, :, border], offset[:, :, inner]
-            line = _stretched(edge, height, 1) - _repeated(bulk, height, 1)
-            frames[..., 1:-1, column] += line[:, 1:-1].to(frames.dtype)[:, None]
+        # All four lines are made before one is added: sums must not be tried again.
+        rows, columns = cache.attempt(lambda: _borders(offset, frames))
+        for row, line in zip((0, -1), rows, strict=True):
+            frames[..., row, :] += line
+        for column, line in zip((0, -1), columns, strict=True):
+            frames[..., 1:-1, column] += line
 
 
 def fold(taps: Tensor, parts: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
@@ -207,6 +206,27 @@ def _places(kind: str, times: int) -> list[tuple[int, int]]:
         return [(0, 0)] * 3
     phase = int(kind.split()[1].rstrip(","))
     return times_of(phase, times, after_first=kind.endswith(_SECOND))
+
+
+def _borders(offset: Tensor, frames: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """What the first and last row, and the first and last column between them, lack.
+
+    Args:
+        offset: `[C, 4, 4]`, see `ShuffleConv`.
+        frames: `[B, C, T, H, W]`; gives size and dtype.
+
+    Returns:
+        Two rows `[C, 1, W]` and two columns `[C, 1, H - 2]`.
+    """
+    *_, height, width = frames.shape
+    rows, columns = [], []
+    for border, inner in ((0, 2), (3, 1)):
+        line = _stretched(offset[:, border], width, 1) - _repeated(offset[:, inner], width, 1)
+        rows.append(line.to(frames.dtype)[:, None])
+        edge, bulk = offset[:, :, border], offset[:, :, inner]
+        line = _stretched(edge, height, 1) - _repeated(bulk, height, 1)
+        columns.append(line[:, 1:-1].to(frames.dtype)[:, None])
+    return rows, columns
 
 
 def _stretched(border: Tensor, length: int, dim: int) -> Tensor:

@@ -12,6 +12,7 @@ from . import cudnn, graphs
 from .compiling import eager
 from .inputs import canonical, to_unit
 from .precision import full_float32
+from .relief import Relief
 from .routes import Route
 from .still import Changes
 
@@ -31,6 +32,7 @@ class Steps:
         graphs: Replay chunks that repeat as CUDA graphs.
         network: What tells this network from others.
         skips: Leave out what frames that do not change make no difference to.
+        relief: Makes room when memory runs out.
     """
 
     route: Route
@@ -43,6 +45,7 @@ class Steps:
     graphs: bool
     network: Hashable
     skips: bool
+    relief: Relief
 
     def __post_init__(self) -> None:
         self._last: tuple[torch.Size, bool, bool] | None = None
@@ -80,7 +83,7 @@ class Steps:
         watches = self.skips and not records
         if not watches:
             self._changes = Changes()
-        alike = self._changes.alike(chunk) if watches else 0
+        alike = self.relief.attempt(lambda: self._changes.alike(chunk)) if watches else 0
         wanted = self.route.takes(chunk.shape[2], alike)
         self._still = wanted is not None
         if wanted is not None:
@@ -109,7 +112,8 @@ class Steps:
             if self._searches:
                 modes.enter_context(cudnn.searching(self.device))
             if results is None:
-                results = iter(self._results(self._input(chunk), records))
+                x = self.relief.attempt(lambda: self._input(chunk))
+                results = iter(self._results(x, records))
             result = next(results, None)
             return results, None if result is None else self.route.finish(result)
 

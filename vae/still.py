@@ -7,6 +7,7 @@ Each layer makes the frames up to there and no more (see `Settling`). What one t
 last is then what it gives next, and what is before it need not run.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -113,7 +114,8 @@ class Stillness:
             runs.append(_behind(runs[-1], convs))
         first, behind = self._done, runs[-1]
         if self._held is not None:
-            x = _repeated(self._held, behind.frames if first == len(self._places) else 1)
+            held, frames = self._held, behind.frames if first == len(self._places) else 1
+            x = cache.attempt(lambda: _repeated(held, frames))
         if first == len(self._places):
             yield x
             return
@@ -129,12 +131,12 @@ class Stillness:
         chains = [[next(each) for _ in chain] for chain in self._chains]
         repeats, last = behind.frames - max(1, behind.needed), x
         for y in advance(chains, x, cache, part_bytes, start=self._places[first]):
-            last = y[:, :, -1:].clone() if repeats else y
+            last = cache.attempt(y[:, :, -1:].clone) if repeats else y
             yield y
         if done > first:
             self._done, self._held = done, layers[done - 1].kept
         if repeats:
-            yield _repeated(last, repeats)
+            yield cache.attempt(functools.partial(_repeated, last, repeats))
 
 
 class _Resting:
@@ -181,7 +183,7 @@ class _Resting:
         finally:
             cache.settling = None
         if self.keeps and self._seen == self._all:
-            self.kept = y[:, :, -1:].clone()
+            self.kept = cache.attempt(y[:, :, -1:].clone)
         return y
 
 

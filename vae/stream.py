@@ -7,7 +7,8 @@ small early layers of a decoder take several latents at a time, the large late o
 and what is done leaves before the next enters.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,13 +19,20 @@ from .rehearsal import largest_part
 from .settling import fitted, parts
 
 
-def rechunk(pieces: Iterable[Tensor], size: int | None, *, begins: bool = True) -> Iterator[Tensor]:
+def rechunk(
+    pieces: Iterable[Tensor],
+    size: int | None,
+    *,
+    begins: bool = True,
+    attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda do: do(),
+) -> Iterator[Tensor]:
     """Cut a video that comes in pieces into its first frame and runs of `size` frames.
 
     Args:
         pieces: Tensors `[B, C, t, H, W]`, any `t`, one after the other in time.
         size: Frames per run; None: all that follow the first.
         begins: The first frame is that of the video; else it is like any other.
+        attempt: Calls what allocates, such as `Relief.attempt`.
 
     Yields:
         One frame, then runs of `size`, the last of which may be shorter. A run leaves as soon as
@@ -35,14 +43,14 @@ def rechunk(pieces: Iterable[Tensor], size: int | None, *, begins: bool = True) 
     for piece in pieces:
         rest = piece
         while missing is not None and rest.shape[2] >= missing:
-            yield _join([*held, rest[:, :, :missing]])
+            yield attempt(functools.partial(_join, [*held, rest[:, :, :missing]]))
             rest = rest[:, :, missing:]
             held, missing = [], size
         if rest.shape[2]:
             held.append(rest)
             missing = None if missing is None else missing - rest.shape[2]
     if held:
-        yield _join(held)
+        yield attempt(functools.partial(_join, held))
 
 
 def advance(
@@ -72,7 +80,7 @@ def advance(
         x, layers = _through(layers[0], x, cache), layers[1:]
     runs = _run(layers, x, cache, part_bytes)
     for head, *tail in chains[chain + 1 :]:
-        joined = _join(list(runs), cache)
+        joined = cache.attempt(functools.partial(_join, list(runs)))
         runs = _run(tail, _through(head, joined, cache), cache, part_bytes)
     yield from runs
 
@@ -85,7 +93,7 @@ def _run(
         nbytes = x.nbytes // x.shape[2] * frames * getattr(layer, "growth", 1)
         part = largest_part(frames, nbytes, part_bytes, even=not hasattr(layer, "wants"))
         if part < frames:
-            for run in parts(x, frames, part):
+            for run in parts(x, frames, part, cache.attempt):
                 yield from _run(layers[index + 1 :], _called(layer, run, cache), cache, part_bytes)
             return
         x = _through(layer, x, cache)
@@ -94,7 +102,7 @@ def _run(
 
 def _through(layer: Layer, x: Tensor, cache: TemporalCache) -> Tensor:
     frames = _wanted(layer, x)
-    return _called(layer, cache.workspace.attempt(lambda: fitted(x, frames)), cache)
+    return _called(layer, cache.attempt(lambda: fitted(x, frames)), cache)
 
 
 def _called(layer: Layer, x: Tensor, cache: TemporalCache) -> Tensor:
@@ -110,9 +118,5 @@ def _wanted(layer: Layer, x: Tensor) -> int:
     return x.shape[2] if wants is None else wants(x.shape[2])
 
 
-def _join(runs: list[Tensor], cache: TemporalCache | None = None) -> Tensor:
-    if len(runs) == 1:
-        return runs[0]
-    if cache is None:
-        return torch.cat(runs, dim=2)
-    return cache.workspace.attempt(lambda: torch.cat(runs, dim=2))
+def _join(runs: list[Tensor]) -> Tensor:
+    return runs[0] if len(runs) == 1 else torch.cat(runs, dim=2)

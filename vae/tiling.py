@@ -10,6 +10,7 @@ Layers that see the whole frame, such as attention, cannot be in tiles. In a dec
 come first and in an encoder last, at the size of the latents, so that the rest can be.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -76,10 +77,11 @@ class Crop:
     def __init__(self, rows: Span, columns: Span) -> None:
         self.rows, self.columns = slice(*rows), slice(*columns)
 
-    def __call__(self, x: Tensor, _: TemporalCache) -> Tensor:
+    def __call__(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """`[B, C, T, H, W]` to `[B, C, T, rows, columns]`, channels-last."""
         part = x[..., self.rows, self.columns]
-        return canonical(part.clone(memory_format=torch.channels_last_3d))
+        copy = functools.partial(part.clone, memory_format=torch.channels_last_3d)
+        return canonical(cache.attempt(copy))
 
 
 def can_cut(network: Network) -> list[int]:

@@ -12,7 +12,7 @@ from .network import Layer
 from .output import Output
 from .parking import Parking
 from .plan import Plan, Work, cut_tiles, smaller_plan
-from .relief import Relief
+from .relief import Relief, is_out_of_memory
 from .routes import Route, TiledDecode, TiledEncode, WholeFrames
 from .steps import Steps
 from .stream import rechunk
@@ -44,7 +44,7 @@ class Video:
         shape: Channels, height and width of the images.
         pictures: Every frame is a first one.
         begins: The first frame is that of the video; else what is before it is not known.
-        release: Gives back memory of the caller's when it runs out; None: there is none.
+        relief: Makes room when memory runs out.
     """
 
     work: Work
@@ -54,7 +54,7 @@ class Video:
     shape: tuple[int, int, int]
     pictures: bool
     begins: bool
-    release: Callable[[], None] | None
+    relief: Relief
 
     def run(
         self, plan: Plan, new_steps: Callable[[Route], Steps], source: Iterator[Tensor]
@@ -72,19 +72,19 @@ class Video:
         workspace = Workspace()
         route = self._route(plan, workspace)
         steps = new_steps(route)
-        relief = Relief(
-            self.work.device,
-            lambda: (lane.cache for lane in steps.route.lanes),
-            self.release,
-            "a decode" if isinstance(self.ends.leave, Output) else "an encode",
-        )
+        self.relief.caches = lambda: (lane.cache for lane in steps.route.lanes)
         if not steps.learns:
-            workspace.relief = relief
+            workspace.relief = self.relief
         try:
-            yield from self._run(plan, steps, workspace, relief, source)
+            yield from self._run(plan, steps, workspace, source)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self.relief.exhausted(error) from None
         finally:
-            # What refers to itself would keep all of this until Python looks for such things.
+            # Break the reference cycles so that the caches are freed now.
             workspace.relief = None
+            self.relief.caches = tuple
             steps.end()
 
     def _run(
@@ -92,12 +92,12 @@ class Video:
         plan: Plan,
         steps: Steps,
         workspace: Workspace,
-        relief: Relief,
         source: Iterator[Tensor],
     ) -> Iterator[Tensor]:
+        relief = self.relief
         dropped = done = 0
         size = 1 if self.pictures else None if plan.chunk == -1 else plan.chunk * self.group
-        for whole in rechunk(source, size, begins=self.begins):
+        for whole in rechunk(source, size, begins=self.begins, attempt=relief.attempt):
             first = steps.route.lanes[0].cache.first
             kept = whole
             if not first and whole.shape[2] % self.group:
@@ -111,7 +111,7 @@ class Video:
                 done += run.shape[2]
                 steps.route.passed_first(pictures=self.pictures)
                 if relief.done and relief.is_new:
-                    relief.tell(f"{'latent' if self.group == 1 else 'frame'} {done}")
+                    relief.report(f"{'latent' if self.group == 1 else 'frame'} {done}")
                     plan = self._lowered(plan, steps, workspace)
         if dropped:
             warnings.warn(
@@ -121,16 +121,26 @@ class Video:
             )
 
     def _lowered(self, plan: Plan, steps: Steps, workspace: Workspace) -> Plan:
-        """Go on by the next smaller plan, if there is one."""
+        """Go on by the next smaller plan, if there is one and there is memory to change to it."""
         smaller = smaller_plan(self.work, plan)
         if smaller is None:
             return plan
-        route = self._route(smaller, workspace)
-        # What single pictures remember is nothing.
-        if not self.pictures:
-            route.take(steps.route.tails())
-            # Layers of SeedVR2 know whether their first frame was the last; they are never cut.
-            route.lanes[0].cache.after_first |= steps.route.lanes[0].cache.after_first
+
+        def changed() -> Route:
+            route = self._route(smaller, workspace)
+            # What single pictures remember is nothing.
+            if not self.pictures:
+                route.take(steps.route.tails())
+                # Layers of SeedVR2 know whether their first frame was the last; never cut.
+                route.lanes[0].cache.after_first |= steps.route.lanes[0].cache.after_first
+            return route
+
+        try:
+            route = self.relief.attempt(changed)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return plan
         steps.go_by(route)
         return smaller
 

@@ -6,6 +6,7 @@ parameters. Qwen-Image 2.1 is the same graph with one temporal tap, so that ever
 one.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -66,11 +67,14 @@ class DownStage(nn.Module):
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """`[B, C_in, T, H, W]` to `[B, C_out, T / times, H / size, W / size]`."""
         # Made first, because the blocks may write into their input.
-        shortcut = average_down(x, self.out_channels, times=self.times, size=self.size)
+        average = functools.partial(
+            average_down, x, self.out_channels, times=self.times, size=self.size
+        )
+        shortcut = cache.attempt(average)
         for block in self.downsamples[:_ENCODER_BLOCKS]:
             x = block(x, cache)
         if self.size == 1:
-            return bias_residual(x, residual=shortcut)
+            return cache.attempt(functools.partial(bias_residual, x, residual=shortcut))
         return self.downsamples[_ENCODER_BLOCKS](x, cache, residual=shortcut)
 
 
@@ -118,7 +122,7 @@ class UpStage(nn.Module):
                 x = block(x, cache)
             return x
         # A block with a shortcut of its own leaves its input alone; the others write into it.
-        source = x if self.upsamples[0].shortcut is not None else x.clone()
+        source = x if self.upsamples[0].shortcut is not None else cache.attempt(x.clone)
         for block in self.upsamples[:_DECODER_BLOCKS]:
             x = block(x, cache)
         return self.upsamples[_DECODER_BLOCKS](x, cache, source)

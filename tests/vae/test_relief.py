@@ -65,14 +65,14 @@ def memory(monkeypatch):
 def products(monkeypatch):
     """Frames that each convolution made, of the calls that succeeded."""
     made = {}
-    once = CausalConv3d._once
+    once = CausalConv3d._windowed
 
     def counted(self, x, *arguments, **options):
         y = once(self, x, *arguments, **options)
         made[self] = made.get(self, 0) + y.shape[2]
         return y
 
-    monkeypatch.setattr(CausalConv3d, "_once", counted)
+    monkeypatch.setattr(CausalConv3d, "_windowed", counted)
     return made
 
 
@@ -183,7 +183,11 @@ def test_the_host_is_asked_for_memory_first(vae, memory):
 def test_what_memory_never_suffices_for_raises_the_first_error(vae, memory):
     latent, _ = both(vae)
     memory.most = 1
-    with pytest.raises(torch.OutOfMemoryError, match=r"^no \d+ bytes$"):
+    message = (
+        r"^memory ran out in a decode, and nothing is left to give back \(no \d+ bytes\); "
+        r"smaller tiles, frames or chunks take less$"
+    )
+    with pytest.raises(torch.OutOfMemoryError, match=message):
         joined(vae.decode_stream(latent, 1))
     memory.most = None
     close(joined(vae.decode_stream(latent, 1)), vae.decode(latent))

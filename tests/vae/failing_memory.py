@@ -1,0 +1,65 @@
+"""Memory that fails: the k-th allocation of some work raises what an allocator raises."""
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ERRORS = {
+    "cuda": lambda: torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 7.79 GiB "
+        "of which 11.25 MiB is free. Process 2310 has 7.60 GiB memory in use.\n"
+        "See documentation for Memory Management."
+    ),
+    "linux": lambda: RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 20971520 bytes. Error code 12 (Cannot allocate memory)\n"
+    ),
+    "windows": lambda: RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:95] data. DefaultCPUAllocator: not enough memory: "
+        "you tried to allocate 20971520 bytes."
+    ),
+}
+
+
+class FailingMemory(TorchDispatchMode):
+    """Counts the ops that allocate, and makes some of them raise before they do anything.
+
+    Args:
+        first: The first allocation that fails, counted from 1; 0: none.
+        count: So many in a row fail.
+        most: Largest allocation that succeeds, in bytes; None: any.
+        error: One of `ERRORS`.
+
+    Attributes:
+        seen: Allocations so far, those that failed among them.
+        failed: Those that failed.
+        largest: Bytes of the largest one.
+    """
+
+    def __init__(self, first=0, count=1, *, most=None, error="cuda"):
+        super().__init__()
+        self.first, self.count, self.most, self.error = first, count, most, error
+        self.seen = self.failed = self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not allocates(func):
+            return func(*args, **(kwargs or {}))
+        self.seen += 1
+        if 0 < self.first <= self.seen < self.first + self.count:
+            self.failed += 1
+            raise ERRORS[self.error]()
+        result = func(*args, **(kwargs or {}))
+        nbytes = sum(y.nbytes for y in pytree.tree_leaves(result) if isinstance(y, torch.Tensor))
+        if self.most is not None and nbytes > self.most:
+            self.failed += 1
+            raise ERRORS[self.error]()
+        self.largest = max(self.largest, nbytes)
+        return result
+
+
+def allocates(func):
+    """Whether an op returns tensors that are neither its inputs nor views of them."""
+    return any(
+        "Tensor" in str(result.type) and result.alias_info is None
+        for result in func._schema.returns
+    )
