@@ -165,7 +165,9 @@ class FastVAE(comfy.sd.VAE):
         if newer:
             return super().encode(pixel_samples, not_video=bool(not_video), **newer)
         self.throw_exception_if_invalid()
-        video = self._as_video(pixel_samples, self.not_video if not_video is None else not_video)
+        not_video = self.not_video if not_video is None else not_video
+        relief = Relief(self.device, "an encode", self.free_others)
+        video = relief.finish(lambda: self._as_video(pixel_samples, not_video))
         shape = video.shape[2] == 1
         ways = self.ways(tile, encode=True, lone=shape)
         try:
@@ -363,7 +365,7 @@ class FastVAE(comfy.sd.VAE):
                     # Without the frames that it went through, which hold tensors.
                     first = first or error.with_traceback(None)
         if first is not None:
-            raise first
+            raise Relief(self.device, "a decode").exhausted(first) from None
 
     def dtype_of(self, way: Way, dtype: torch.dtype | None) -> torch.dtype | None:
         """The dtype of a try: a CPU has few functions for float16."""

@@ -11,7 +11,7 @@ import comfy.model_management
 import comfy.model_patcher
 import torch
 
-from ..vae import is_out_of_memory, trim_heap
+from ..vae import Relief, is_out_of_memory, trim_heap
 
 _logger = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ def in_turn(device: torch.device, task: str, ways: list[Way], go: Callable[[Way]
         What it returns for the first way that fits.
 
     Raises:
-        Exception: What `go` raises that is not about memory, and what it raised first if no way
-            fits.
+        Exception: What `go` raises that is not about memory.
+        torch.OutOfMemoryError: No way fits; one line.
     """
     first: Exception | None = None
     with comfy.model_management.cuda_device_context(device):
@@ -65,7 +65,7 @@ def in_turn(device: torch.device, task: str, ways: list[Way], go: Callable[[Way]
                 first = first or error.with_traceback(None)
     if first is None:
         raise ValueError(f"there is no way to {task}; expected one or more")
-    raise first
+    raise Relief(device, task).exhausted(first) from None
 
 
 def make_room(task: str, way: Way, *, warns: bool) -> None:

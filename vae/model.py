@@ -225,7 +225,7 @@ class VideoVAE(nn.Module):
             lambda x: fold_pixels(x, patch, COLUMN_FIRST),
             lambda x: relief.attempt(lambda: mean_of(x)),
         )
-        source = checked(pieces, lambda piece: relief.finish(lambda: self.check_frames(piece)))
+        source = checked(pieces, self.check_frames)
         lone = isinstance(pieces, Tensor) and self.config.latent_frames(pieces.shape[2]) == 1
         request = replace(request, chunk=chunk_of(pieces, request.chunk), lone=lone)
         return self._stream(encoder, ends, source, request, relief)
@@ -274,7 +274,7 @@ class VideoVAE(nn.Module):
         """
         config = self.config
         relief = Relief(self.device, "a decode", release)
-        source = checked(latent, lambda piece: relief.finish(lambda: self.check_latent(piece)))
+        source = checked(latent, self.check_latent)
         lone = isinstance(latent, Tensor) and latent.shape[2] == 1
         start = 0
         if frames is not None:
@@ -312,11 +312,11 @@ class VideoVAE(nn.Module):
 
     def check_latent(self, latent: Tensor) -> None:
         """Raise the `ValueError` that `decode` would raise."""
-        check_latent(latent, self.config)
+        Relief(self.device, "a decode").finish(lambda: check_latent(latent, self.config))
 
     def check_frames(self, frames: Tensor) -> None:
         """Raise the `ValueError` that `encode` would raise for the frames."""
-        check_frames(frames, self.config)
+        Relief(self.device, "an encode").finish(lambda: check_frames(frames, self.config))
 
     def memory_bytes(
         self,

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .cache import TemporalCache
@@ -136,7 +137,9 @@ class Video:
             return route
 
         try:
-            route = self.relief.attempt(changed)
+            # As in the steps: tails that are made in inference mode cannot be written to later.
+            with torch.inference_mode(False), torch.no_grad():
+                route = self.relief.attempt(changed)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

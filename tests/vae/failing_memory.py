@@ -27,6 +27,7 @@ class FailingMemory(TorchDispatchMode):
     Args:
         first: The first allocation that fails, counted from 1; 0: none.
         count: So many in a row fail.
+        every: Instead of these, each such allocation fails, from this one on.
         most: Largest allocation that succeeds, in bytes; None: any.
         error: One of `ERRORS`.
 
@@ -36,8 +37,9 @@ class FailingMemory(TorchDispatchMode):
         largest: Bytes of the largest one.
     """
 
-    def __init__(self, first=0, count=1, *, most=None, error="cuda"):
+    def __init__(self, first=0, count=1, *, every=0, most=None, error="cuda"):
         super().__init__()
+        self.every = every
         self.first, self.count, self.most, self.error = first, count, most, error
         self.seen = self.failed = self.largest = 0
 
@@ -45,7 +47,8 @@ class FailingMemory(TorchDispatchMode):
         if not allocates(func):
             return func(*args, **(kwargs or {}))
         self.seen += 1
-        if 0 < self.first <= self.seen < self.first + self.count:
+        in_a_row = 0 < self.first <= self.seen < self.first + self.count
+        if in_a_row or (self.every and self.seen % self.every == 0):
             self.failed += 1
             raise ERRORS[self.error]()
         result = func(*args, **(kwargs or {}))
