@@ -66,18 +66,22 @@ def order(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str,
         if key not in _orders:
             given = examples.names(getattr(reference, op), args, kwargs)
             with preparing("kernel build", "trials"):
-                _orders[key] = _tried(op, x, given)
+                found = _tried(op, x, given)
+            if found is None:
+                return ("reference",)  # for this call; a later one may have the memory
+            _orders[key] = found
         return _orders[key]
 
 
-def _tried(op: str, x: Tensor, given: Mapping[str, Any]) -> tuple[str, ...]:
+def _tried(op: str, x: Tensor, given: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The backends in order; None: there is no memory to try them."""
     size = _size(op, x)
     try:
         # Outside of inference mode: what is made here must not depend on who was first.
         with torch.inference_mode(False), torch.no_grad(), use_quality("fast"):
             return _ranked(op, x, size, given)
     except torch.OutOfMemoryError:
-        return ("reference",)
+        return None
 
 
 def _ranked(

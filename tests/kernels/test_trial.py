@@ -131,12 +131,14 @@ def test_kinds_of_calls_are_tried_apart_and_sizes_are_not(team):
         assert len(team.asked) > before
 
 
-def test_no_memory_for_a_trial_leaves_the_reference(team):
+def test_no_memory_for_a_trial_leaves_the_reference_for_that_call_alone(team):
     def full(*_, **__):
         raise torch.OutOfMemoryError("full")
 
     team.does["early"] = full
     assert order() == ("reference",)
+    del team.does["early"]
+    assert set(order()) == {"early", "reference", "late"}
 
 
 def test_exact_and_inference_mode_of_the_first_caller_decide_nothing(team):
