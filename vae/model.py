@@ -27,6 +27,7 @@ from .network import Network
 from .output import Output
 from .pixels import COLUMN_FIRST, fold_pixels
 from .plan import Plan, Work, make_plan
+from .precision import compute_dtype
 from .reach import latents_before
 from .relief import Relief
 from .routes import Route
@@ -40,7 +41,7 @@ class Request:
     """What is asked of one stream; see `VideoVAE.decode_stream`.
 
     Attributes:
-        dtype: Of the computation.
+        dtype: Of the computation and of what comes; see `compute_dtype`.
         chunk: Latents per step; -1: all; None: chosen.
         limit_bytes: Memory that a step may take; None: as the VAE has it.
         tile: Height and width of the tiles; None: chosen.
@@ -77,8 +78,9 @@ class VideoVAE(nn.Module):
 
     Attributes:
         config: What the weights are.
-        dtype: The dtype that it decodes in, and of the frames that come out.
-        encode_dtype: The dtype that it encodes in, and of the latents that come out.
+        dtype: The dtype that it decodes in, and of the frames that come out. A 16-bit dtype that is
+            slow on a CPU is that of the frames alone: the computation is in float32.
+        encode_dtype: The dtype that it encodes in, and of the latents that come out; likewise.
         limit_bytes: Memory that a step may take beside the weights; None: a part of what is free.
         quality: "fast": every norm and activation is one pass that rounds once, from float32, as
             the fastest backend does it. "exact": each op has the very bits of the reference.
@@ -219,7 +221,7 @@ class VideoVAE(nn.Module):
         def mean_of(x: Tensor) -> Tensor:
             latents = self.config.latent_channels
             mean = x[:, :latents] if self.conv1 is None else self.conv1(x, out_channels=latents)
-            return mean if scale == 1 else mean * scale
+            return (mean if scale == 1 else mean * scale).to(request.dtype)
 
         ends = Ends(
             lambda x: fold_pixels(x, patch, COLUMN_FIRST),
@@ -285,10 +287,9 @@ class VideoVAE(nn.Module):
                 source = iter([latent[:, :, start:stop]])
         check_targets(latent, config, out, images, frames)
         first_frame = start and config.frames(start)
-        output = Output(config, out, images, frames, first_frame, relief.attempt)
-        request = Request(
-            dtype or self.dtype, chunk_of(latent, chunk), limit_bytes, tile, release, lone, start
-        )
+        dtype = dtype or self.dtype
+        output = Output(config, dtype, out, images, frames, first_frame, relief.attempt)
+        request = Request(dtype, chunk_of(latent, chunk), limit_bytes, tile, release, lone, start)
         ends = Ends(self._unmixed, output)
         stream = self._stream(self.decoder, ends, source, request, relief)
         return stream if frames is None else _wanted(stream, frames, images is not None)
@@ -460,9 +461,9 @@ class VideoVAE(nn.Module):
                 route,
                 ends.enter,
                 self.device,
-                request.dtype,
+                work.dtype,
                 self.quality,
-                full=request.dtype == torch.float32 and not self.allow_tf32,
+                full=work.dtype == torch.float32 and not self.allow_tf32,
                 learns=learns,
                 graphs=self.graphs,
                 network=(self.config, encodes),
@@ -495,7 +496,8 @@ class VideoVAE(nn.Module):
         if network is self.decoder:
             pixels *= self.config.output_scale
         lone = lone or self.config.temporal_compression == 1
-        return Work(network, latent_size, dtype, device or self.device, lone, pixels)
+        device = device or self.device
+        return Work(network, latent_size, compute_dtype(dtype, device), device, lone, pixels)
 
     def _unmixed(self, latent: Tensor) -> Tensor:
         """What the decoder takes, of a latent."""

@@ -4,6 +4,7 @@ Pixels that still lie in channels (the patches of Wan 2.2, the phases of 2x deco
 places in the same pass.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,7 @@ class Output:
 
     Args:
         config: What the VAE is.
+        dtype: Of the pieces where there are neither `out` nor `images`.
         out: `[B, C, T, H, W]` of any dtype, strides and device, for the frames; or None.
         images: `[B, T, H, W, C]`, of a float dtype or uint8, for images in [0, 1] or in 8 bits; or
             None. Without either a piece is a tensor of its own.
@@ -36,6 +38,7 @@ class Output:
     def __init__(
         self,
         config: VAEConfig,
+        dtype: torch.dtype,
         out: Tensor | None = None,
         images: Tensor | None = None,
         wanted: range | None = None,
@@ -46,6 +49,7 @@ class Output:
             raise ValueError("there are both out and images; expected one of the two")
         self._out, self._images, self._wanted = out, images, wanted
         self._attempt = attempt
+        self._dtype = dtype
         self._at = start
         self._size = config.patch_size * config.output_scale
         self._order = COLUMN_FIRST if config.patch_size > 1 else ROW_FIRST
@@ -55,9 +59,14 @@ class Output:
         part, x = self._passed(x)  # before anything that may be tried again
         if self._out is None and self._images is None:
             size = self._size
-            if size == 1:
-                return x
-            return self._attempt(lambda: pixel_shuffle_3d(x, (1, size, size), self._order))
+
+            def new() -> Tensor:
+                frames = x.to(self._dtype)
+                if size == 1:
+                    return frames
+                return pixel_shuffle_3d(frames, (1, size, size), self._order)
+
+            return self._attempt(new)
         target, as_images = self._target(part), self._images is not None
         return self._attempt(lambda: _placed(x, target, self._size, self._order, as_images))
 
@@ -65,7 +74,7 @@ class Output:
         """Begin frames that will come in tiles.
 
         Args:
-            like: Gives batch, dtype and device.
+            like: Gives batch and device.
             frames: How many.
             shape: Channels, height and width of an image.
 
@@ -77,7 +86,8 @@ class Output:
         if self._out is None and self._images is None:
             channels, height, width = shape
             memory = (like.shape[0], part.stop - part.start, height, width, channels)
-            whole = self._attempt(lambda: like.new_empty(memory)).movedim(-1, 1)
+            empty = functools.partial(like.new_empty, memory, dtype=self._dtype)
+            whole = self._attempt(empty).movedim(-1, 1)
             return Chunk(whole, skipped, self._size, self._order, self._attempt, as_images=False)
         target, as_images = self._target(part), self._images is not None
         return Chunk(target, skipped, self._size, self._order, self._attempt, as_images=as_images)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -11,8 +12,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+_logger = logging.getLogger(__name__)
+
 # bf16 loses bits, so it must be worth it: this much faster on a convolution of the VAE's kind.
 _WORTH_IT = 1.15
+
+# A 16-bit dtype that takes this many times as long as float32 has no fast convolution on the CPU:
+# float16 takes 16 times as long in three dimensions without AVX512-FP16 or AMX-FP16.
+_TOO_SLOW = 1.5
+
+_NARROW = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -42,6 +51,23 @@ def fastest_decode_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16
     return torch.float32
+
+
+def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype that a computation runs in where `dtype` is asked for.
+
+    Args:
+        dtype: Asked for; results are in it.
+        device: Where the layers are.
+
+    Returns:
+        float32 for a 16-bit dtype whose convolutions are measured to be slow on a CPU, which is
+        logged once; else `dtype`.
+    """
+    if device.type != "cpu" or dtype not in _NARROW:
+        return dtype
+    with _lock:
+        return torch.float32 if _is_slow(dtype) else dtype
 
 
 @contextlib.contextmanager
@@ -98,20 +124,61 @@ def _switches(device_type: str) -> list[tuple[object, str, object, tuple[object,
 
 @functools.cache
 def _bf16_is_faster() -> bool:
-    """Time one small convolution of the VAE's kind in both formats: 20 ms, once per process."""
+    """Whether bfloat16 is worth its lost bits: 20 ms, once per process."""
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
-    seconds = {}
-    with torch.inference_mode(False), torch.no_grad():
-        for dtype in (torch.float32, torch.bfloat16):
-            x = torch.ones(1, 96, 3, 48, 48, dtype=dtype).to(memory_format=torch.channels_last_3d)
-            weight = torch.ones(96, 96, 3, 3, 3, dtype=dtype).to(
-                memory_format=torch.channels_last_3d
+    return _times_as_long(torch.bfloat16, channels=96, size=48) < 1 / _WORTH_IT
+
+
+@functools.cache
+def _is_slow(dtype: torch.dtype) -> bool:
+    """Whether convolutions in a dtype are slow; logged where they are: 40 ms, once per process."""
+    times = _times_as_long(dtype, channels=64, size=24)
+    if times < _TOO_SLOW:
+        return False
+    name = str(dtype).removeprefix("torch.")
+    _logger.warning(
+        "Fast Video VAE: %s convolutions take %.1f times as long as float32 on this CPU; computing "
+        "in float32, results stay %s",
+        name,
+        times,
+        name,
+    )
+    return True
+
+
+def _times_as_long(dtype: torch.dtype, *, channels: int, size: int) -> float:
+    """Time a small convolution of the VAE's kind in a dtype and in float32, in turn.
+
+    Args:
+        dtype: What to compare with float32.
+        channels: In and out.
+        size: Height and width.
+
+    Returns:
+        The fastest in `dtype` over the fastest in float32.
+    """
+    best = dict.fromkeys((torch.float32, dtype), float("inf"))
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+    ):
+        order = torch.channels_last_3d
+        cases = {
+            each: (
+                torch.ones(1, channels, 3, size, size, dtype=each).to(memory_format=order),
+                torch.ones(channels, channels, 3, 3, 3, dtype=each).to(memory_format=order),
             )
-            best = float("inf")
-            for _ in range(4):
+            for each in best
+        }
+        for turn in range(4):
+            for each, (x, weight) in cases.items():
                 start = time.perf_counter()
                 F.conv3d(x, weight, padding=(0, 1, 1))
-                best = min(best, time.perf_counter() - start)
-            seconds[dtype] = best
-    return seconds[torch.float32] > _WORTH_IT * seconds[torch.bfloat16]
+                best[each] = min(best[each], time.perf_counter() - start)
+            # More runs would not change what two have shown, the second of which sets nothing up.
+            if turn and best[dtype] > 4 * best[torch.float32]:
+                break
+    return best[dtype] / best[torch.float32]
