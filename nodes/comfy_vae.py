@@ -348,7 +348,7 @@ class FastVAE(comfy.sd.VAE):
                     for piece in model.decode_stream(
                         latent,
                         chunk or model.chunk,
-                        self.dtype_of(way, dtype),
+                        dtype,
                         out=None if out is None else out[:, :, at - wanted.start :],
                         images=None if images is None else images[:, at - wanted.start :],
                         limit_bytes=way.limit_bytes,
@@ -366,11 +366,6 @@ class FastVAE(comfy.sd.VAE):
                     first = first or error.with_traceback(None)
         if first is not None:
             raise Relief(self.device, "a decode").exhausted(first) from None
-
-    def dtype_of(self, way: Way, dtype: torch.dtype | None) -> torch.dtype | None:
-        """The dtype of a try: a CPU has few functions for float16."""
-        own = dtype or self.first_stage_model.dtype
-        return torch.float32 if way.on_host and own == torch.float16 else dtype
 
     def free_others(self) -> None:
         """Unload other models from the device of this VAE."""
@@ -413,7 +408,7 @@ class FastVAE(comfy.sd.VAE):
         together = self.together(needed, video if way.limit_bytes is None else None)
         model = self.first_stage_model
         batch, _, frames, height, width = video.shape
-        limit, dtype = way.limit_bytes, self.dtype_of(way, dtype)
+        limit = way.limit_bytes
         chunk = chunk or model.chunk or model.encode_chunk(height, width, dtype, limit)
         count = model.config.latent_frames(frames)
         progress = Progress(batch * count)

@@ -136,7 +136,7 @@ def _encoded(
     second = next(groups, None)
     shape = (*first.shape[:2], 1 if second is None else 1 + second.shape[2], *first.shape[3:])
     vae.load(vae.memory_used_encode(torch.Size(shape), vae.vae_dtype, way), way=way)
-    limit, dtype = way.limit_bytes, vae.dtype_of(way, dtype)
+    limit = way.limit_bytes
     chunk = chunk or model.chunk or model.encode_chunk(*first.shape[3:], dtype, limit)
     # A lone frame goes as a tensor, which takes a path of its own.
     source = first if second is None else itertools.chain([first, second], groups)

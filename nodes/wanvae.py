@@ -250,7 +250,7 @@ class WanVideoWrapperVAE:
             for piece in network.mean_stream(
                 part,
                 network.chunk,
-                self._vae.dtype_of(way, self._dtype),
+                self._dtype,
                 way.limit_bytes,
                 way.tile,
                 self._vae.free_others,

@@ -154,6 +154,22 @@ def test_a_dtype_for_once_leaves_the_vae_as_it_is(vae):
     assert latent["samples"].dtype == torch.float32
 
 
+def test_float16_on_a_cpu_gives_the_frames_of_float32(vae, vae_name):
+    from fast_video_vae.vae.precision import compute_dtype
+
+    if compute_dtype(torch.float16, vae.device) == torch.float16:
+        pytest.skip("this device has fast convolutions in float16")
+    samples = {"samples": latents(2)}
+    expected, _ = run("Decode", samples=samples, vae=vae)
+    assert torch.equal(run("Decode", samples=samples, vae=vae, dtype="fp16")[0], expected)
+    (half,) = run("Load", vae_name=vae_name, dtype="fp16")
+    assert next(half.first_stage_model.parameters()).dtype == torch.float16
+    (decoded, _) = run("Decode", samples=samples, vae=half)
+    assert relative_error(decoded, expected) < 4 * torch.finfo(torch.float16).eps
+    (latent,) = run("Encode", pixels=clip(5), vae=half)
+    assert latent["samples"].dtype == torch.float32
+
+
 def test_images_can_be_a_batch_instead_of_a_video(vae, state):
     stock = stock_vae(state)
     pixels = clip(5)
