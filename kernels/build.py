@@ -12,6 +12,7 @@ Environment:
 
 import hashlib
 import importlib
+import io
 import logging
 import os
 import platform
@@ -25,7 +26,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +231,7 @@ class Library:
             with _quiet():
                 options = self.options()
                 options["extra_cflags"] = [*options["extra_cflags"], f"-DFVV_KEY={key}"]
-                importlib.import_module("torch.utils.cpp_extension").load(
+                extension().load(
                     name=self.name,
                     build_directory=str(work),
                     is_python_module=False,
@@ -252,6 +253,15 @@ def cache() -> Path:
         user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         root = Path(user) / "fast-video-vae"
     return root.absolute() / "native"
+
+
+def extension() -> Any:  # noqa: ANN401, a module
+    """The module `torch.utils.cpp_extension`, which takes a second to import.
+
+    Where there is nvcc and no GPU, it says so: PyTorch before 2.7 prints that.
+    """
+    with _quiet(), redirect_stderr(io.StringIO()):
+        return importlib.import_module("torch.utils.cpp_extension")
 
 
 def _loads(place: Path) -> bool:

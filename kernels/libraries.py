@@ -5,7 +5,6 @@ Environment:
     CUDA_HOME: The CUDA toolkit, where nvcc is not on PATH.
 """
 
-import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .build import Failure, Library
+from .build import Failure, Library, extension
 
 _CSRC = Path(__file__).parent / "csrc"
 
@@ -63,7 +62,7 @@ class _Cuda(Library):
 
     def check_tools(self) -> None:
         super().check_tools()
-        home = importlib.import_module("torch.utils.cpp_extension").CUDA_HOME
+        home = extension().CUDA_HOME
         if home is None or not (Path(home) / "bin" / "nvcc").exists():
             raise Failure(
                 f"there is no nvcc ({home or 'CUDA_HOME is not set'})",

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import triton
+from triton.backends import compiler
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -77,7 +78,7 @@ def launches(dtype, channels):
 
 def compiled(kernel, args, warps, constants, chip):
     """Compile a launch with what Triton would know of its arguments, for memory that is aligned."""
-    signature, known, sixteens = {}, dict(constants), {}
+    signature, known, sixteens = {}, dict(constants), []
     names = kernel.arg_names
     given = dict(zip(names, args, strict=False))
     for at, name in enumerate(names):
@@ -88,18 +89,25 @@ def compiled(kernel, args, warps, constants, chip):
             known.setdefault(name, value)
         elif isinstance(value, torch.Tensor):
             signature[name] = "*" + _NAMES[value.dtype]
-            sixteens[(at,)] = [["tt.divisibility", 16]]
+            sixteens.append(at)
         elif isinstance(value, float):
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if value < 2**31 else "i64"
             if value % 16 == 0 and not plain:
-                sixteens[(at,)] = [["tt.divisibility", 16]]
+                sixteens.append(at)
     return triton.compile(
-        ASTSource(kernel, signature, known, sixteens),
+        ASTSource(kernel, signature, known, _divisible(sixteens)),
         target=GPUTarget("cuda", chip, 32),
         options={"num_warps": warps, "enable_fp_fusion": True},
     )
+
+
+def _divisible(numbers):
+    """What says of these arguments that they are multiples of 16."""
+    if hasattr(compiler, "AttrsDescriptor"):  # Triton before 3.3
+        return compiler.AttrsDescriptor.from_hints(dict.fromkeys(numbers, 16))
+    return {(number,): [["tt.divisibility", 16]] for number in numbers}
 
 
 def used(cubin):
