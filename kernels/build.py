@@ -18,6 +18,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -241,6 +242,10 @@ class Library:
         except Exception as error:
             _logger.debug("the build failed", exc_info=True)
             raise self.failed(_first_error(error)) from error
+        except BaseException:
+            # A signal: ninja is killed, and its compilers would go on for half a minute.
+            _end_processes(work)
+            raise
 
 
 def cache() -> Path:
@@ -286,6 +291,16 @@ def _digest(path: Path) -> str:
 def _path() -> str:
     """PATH, and the folder where pip puts ninja: an environment need not be activated."""
     return os.pathsep.join((os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")))
+
+
+def _end_processes(folder: Path) -> None:
+    """End what works in a folder that is this build's alone; only Linux tells where that is."""
+    folder = folder.resolve()
+    for place in Path("/proc").glob("[0-9]*/cwd"):
+        # Others end at the same time, or belong to another user.
+        with suppress(OSError):
+            if place.readlink() == folder:
+                os.kill(int(place.parent.name), signal.SIGTERM)
 
 
 def _clear_stale(folder: Path) -> None:

@@ -2,41 +2,48 @@
 
 import argparse
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from ..kernels import gpu_config
-from .backends import aligned, backend_report
+from ..kernels import gpu_config, native_library, preparations
+from .backends import backend_report
 from .bench_chart import draw_chart
 from .bench_content import Clip
 from .bench_report import tasks_of
 from .checkpoint import load_vae
 from .codecs import check_size, codec_for
 from .demo import CLIP_PATH, VAE_PATH
+from .devices import device_named
 from .files import load_latent, save_latent, whole_file
 from .handoff import Handoff
+from .inputs import dtype_name
 from .media import VideoFile, read_video
 from .model import VideoVAE
-from .plan import free_bytes
+from .progress import Progress
 from .relief import Relief
 from .rivals import Rivals
 from .roundtrip import RoundTrip, shrunk, with_channels
 from .sheet import ContactSheet
+from .showing import affordable, outputs_of, peak_bytes
 from .sound import read_audio
+from .vae_report import vae_report
 from .writer import VideoWriter, frames_to_uint8
 
 # The rate that the Wan 2.1 models make videos at, for latents that do not name theirs.
 LATENT_FPS = Fraction(16)
 # Frame sizes that people decode, (width, height), for the table of `info`.
 SIZES = ((512, 512), (832, 480), (1280, 720), (1920, 1080), (3840, 2160))
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+TOY = (
+    "the bundled VAE is a toy that blurs; --vae FILE takes a real one, such as "
+    "wan_2.1_vae.safetensors"
+)
 
 # Tells the user something on the way.
 Say = Callable[[str], None]
@@ -46,7 +53,8 @@ def demo(args: argparse.Namespace, say: Say) -> str:
     """Encode and decode a video; write the result and a contact sheet.
 
     Args:
-        args: `video` and `vae` (None: the bundled ones), `out`, and the common ones.
+        args: `video` and `vae` (None: the bundled ones), `out`, those of a stretch as `encode`
+            has them, `tile`, and the common ones.
         say: Takes the lines before the last.
 
     Returns:
@@ -56,33 +64,36 @@ def demo(args: argparse.Namespace, say: Say) -> str:
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"{args.out} is a file; expected a folder to write to")
     args.out.mkdir(parents=True, exist_ok=True)
-    movie = args.out / f"{video.path.stem}_decoded.mp4"
-    picture = args.out / f"{video.path.stem}_sheet.png"
+    outputs = outputs_of(args.out, video.path)
+    fps = args.fps or video.fps
     # Both outputs are opened before the work, so that a folder that is not writable costs no time.
     with ExitStack() as stack:
-        part = stack.enter_context(whole_file(picture))
-        writer = stack.enter_context(VideoWriter(movie, video.fps))
+        part = stack.enter_context(whole_file(outputs.picture))
+        writer = stack.enter_context(VideoWriter(outputs.movie, fps))
         vae = _load(args, args.vae or VAE_PATH, say)
-        height, width = _cropped(video, vae, say)
-        trip = RoundTrip(vae, video, args.chunk)
+        if not args.vae:
+            say(f"note: {TOY}")
+        stretch, (height, width) = _taken(args, video, vae, say)
+        trip = RoundTrip(vae, video, args.chunk, tile=_tile(args, vae), stretch=stretch)
+        _build_kernels(vae.device, say)
         sheet = ContactSheet()
-        before = _peak_bytes(vae)
-        with _bar(args, _kept(video, vae)) as bar:
+        before = peak_bytes(vae.device)
+        with _progress(args, _kept(video, vae, stretch)) as progress:
             for source, result in trip:
                 writer.write(result)
                 sheet.add(source, shrunk(result, vae.config.output_scale))
-                bar.update(len(result))
-        size = f"{width} x {height}   {_number(video.fps)} fps"
+                progress.update(len(result))
         verdict = f"PSNR {trip.psnr:.2f} dB"
-        title = f"{video.path.name}   {_frames(trip.frames)}   {size}"
-        sheet.draw(title, verdict).save(part, format="PNG")
+        title = f"{video.path.name}   {_frames(trip.frames)}   {width} x {height}   "
+        picture = sheet.draw(f"{title}{_number(fps)} fps", verdict, "" if args.vae else TOY)
+        picture.save(part, format="PNG", pnginfo=outputs.tags)
     for name, seconds in (("encode", trip.encode_seconds), ("decode", trip.decode_seconds)):
         say(f"{name}  {seconds:8.2f} s  {trip.frames / seconds:8.2f} frames/s")
     if before is not None:
-        peak = _peak_bytes(vae) or before
+        peak = peak_bytes(vae.device) or before
         say(f"peak memory {peak / MIB:.0f} MiB, of which {before / MIB:.0f} MiB before it began")
-    say(f"wrote {movie}")
-    say(f"wrote {picture}")
+    say(f"wrote {outputs.movie}")
+    say(f"wrote {outputs.picture}")
     return verdict
 
 
@@ -90,8 +101,8 @@ def encode(args: argparse.Namespace, say: Say) -> str:
     """Encode a video to a latent file.
 
     Args:
-        args: `video`, `vae`, `output`, `fps`, `size`, `start`, `duration`, `frames_limit`, and the
-            common ones.
+        args: `video`, `vae`, `output`, `fps`, `size`, `start`, `duration`, `frames_limit`, `tile`,
+            and the common ones.
         say: Takes the lines before the last.
 
     Returns:
@@ -100,12 +111,7 @@ def encode(args: argparse.Namespace, say: Say) -> str:
     if args.output.suffix.lower() != ".safetensors":
         raise ValueError(f"{args.output} is not named as a latent; expected x.safetensors")
     video = read_video(args.video)
-    stretch = {
-        "fps": args.fps,
-        "start": args.start,
-        "duration": args.duration,
-        "limit": args.frames_limit,
-    }
+    stretch = _stretch(args)
     expected = video.estimate(**stretch)
     with whole_file(args.output) as part:
         vae = _load(args, args.vae, say)
@@ -114,11 +120,14 @@ def encode(args: argparse.Namespace, say: Say) -> str:
             raise ValueError(f"{args.vae} has a decoder only; expected a VAE that can encode too")
         _cropped(video, vae, say, args.size)
         pieces = video.pieces(multiple=config.spatial_compression, size=args.size, **stretch)
-        with _bar(args, expected) as bar:
+        tile = _tile(args, vae)
+        _build_kernels(vae.device, say)
+        with _progress(args, expected) as progress:
             pictures = (
-                with_channels(piece, config.image_channels) for piece in _counted(pieces, bar)
+                with_channels(piece, config.image_channels) for piece in _counted(pieces, progress)
             )
-            parts = [x.cpu() for x in vae.encode_stream(pictures, args.chunk)]
+            latents = vae.encode_stream(pictures, args.chunk, tile=tile)
+            parts = [x.cpu() for x in latents]
         latent = Relief(vae.device, "an encode").finish(lambda: torch.cat(parts, dim=2))
         frames = config.frames(latent.shape[2])
         fps = args.fps or video.fps
@@ -139,8 +148,8 @@ def decode(args: argparse.Namespace, say: Say) -> str:
 
     Args:
         args: `latents`, `vae`, `output`, `fps` (None: the file's), `frames` (None: all), `codec`
-            (None: by the suffix), `video_quality`, `hardware`, `audio` (None: no sound), and the
-            common ones.
+            (None: by the suffix), `video_quality`, `hardware`, `audio` (None: no sound), `tile`,
+            and the common ones.
         say: Takes the lines before the last.
 
     Returns:
@@ -174,9 +183,12 @@ def decode(args: argparse.Namespace, say: Say) -> str:
             )
         scale = config.spatial_compression * config.output_scale
         check_size(codec, *(scale * side for side in file.latent.shape[3:]))
-        with _bar(args, len(wanted)) as bar, Handoff(writer.write) as handoff:
+        tile = _tile(args, vae)
+        _build_kernels(vae.device, say)
+        with _progress(args, len(wanted)) as progress, Handoff(writer.write) as handoff:
             relief = Relief(vae.device, "a decode")
-            for piece in _counted(vae.decode_stream(file.latent, args.chunk, frames=wanted), bar):
+            pieces = vae.decode_stream(file.latent, args.chunk, tile=tile, frames=wanted)
+            for piece in _counted(pieces, progress):
                 pictures = relief.finish(functools.partial(frames_to_uint8, piece))
                 relief.finish(functools.partial(handoff.put, pictures))
     say(f"{codec} by {writer.encoder}")
@@ -196,7 +208,7 @@ def bench(args: argparse.Namespace, say: Say) -> str:
     """
     if args.output and args.output.suffix.lower() != ".png":
         raise ValueError(f"{args.output} is not named as a chart; expected x.png")
-    path, device = args.vae or VAE_PATH, _device(args)
+    path, device = args.vae or VAE_PATH, device_named(args.device)
     with ExitStack() as stack:
         chart, text = (
             stack.enter_context(whole_file(each)) if each else None
@@ -204,17 +216,14 @@ def bench(args: argparse.Namespace, say: Say) -> str:
         )
         rivals = Rivals(path, device, *_dtypes(args), args.chunk)
         clip = Clip(args.size[1], args.size[0], args.frames)
-        with tqdm(unit=" runs", total=0, delay=2, leave=False, disable=args.quiet) as bar:
+        _build_kernels(device, say)
+        with _progress(args, 0, unit="runs") as progress:
 
-            def progress(calls: int) -> Callable[[], None]:
-                bar.total += calls
+            def began(calls: int) -> Callable[[], None]:
+                progress.total = (progress.total or 0) + calls
+                return progress.update
 
-                def passed() -> None:
-                    bar.update()
-
-                return passed
-
-            done = rivals.race(tasks_of(args.task), clip, args.rounds, progress)
+            done = rivals.race(tasks_of(args.task), clip, args.rounds, began)
         if chart:
             draw_chart(done).save(chart, format="PNG")
         if text:
@@ -237,59 +246,18 @@ def info(args: argparse.Namespace, _: Say) -> str:
     Returns:
         A table of many lines.
     """
-    parts = [_file_report(args)] if args.file else []
+    parts = []
+    if args.file:
+        parts.append(vae_report(_load(args, args.file), args.file, SIZES, args.limit))
     if args.device is not None:
-        parts.append("\n".join(gpu_config(_device(args)).lines()))
+        parts.append("\n".join(gpu_config(device_named(args.device)).lines()))
     if args.backends:
         parts.append(backend_report())
     return "\n\n".join(parts)
 
 
-def _file_report(args: argparse.Namespace) -> str:
-    vae = _load(args, args.file)
-    config = vae.config
-    weights = list(vae.parameters())
-    dtypes = sorted({_dtype_name(weight.dtype) for weight in weights})
-    size = sum(weight.nbytes for weight in weights) / MIB
-    step = config.spatial_compression
-    rows = [
-        ("file", str(args.file)),
-        ("family", config.family),
-        ("base width", f"encoder {config.encoder_width or '-'}, decoder {config.decoder_width}"),
-        ("channels", f"{config.image_channels} image, {config.latent_channels} latent"),
-        ("compression", f"{step} in space, {config.temporal_compression} in time"),
-        ("output scale", f"{config.output_scale}x"),
-        ("parameters", f"{sum(weight.numel() for weight in weights):,}"),
-        ("weights", f"{', '.join(dtypes)}, {size:.1f} MiB on {vae.device}"),
-        ("encodes in", _dtype_name(vae.encode_dtype) if config.encoder_width else "-"),
-        ("decodes in", _dtype_name(vae.dtype)),
-        ("quality", vae.quality),
-    ]
-    lines = [f"{name:<14}{value}" for name, value in rows]
-    free = free_bytes(vae.device)
-    room = f"{_size(free)} free" if args.limit is None else f"within {args.limit / GIB:g} GiB"
-    lines += [
-        "",
-        f"memory beside weights and pictures, a video of any length on {vae.device}, {room}",
-    ]
-    table = [["size", "", "  memory", "a step"]]
-    for width, height in SIZES:
-        for encode in (True, False) if config.encoder_width else (False,):
-            plan = vae.plan(height - height % step, width, encode=encode, limit_bytes=args.limit)
-            most, where = (free, "is free") if args.limit is None else (args.limit, "the limit")
-            over = f"; more than {where}" if plan.peak_bytes > most else ""
-            name = f"{width}x{height}" if encode or not config.encoder_width else ""
-            task, how = "encode" if encode else "decode", f"{plan.step}, {plan.frames}{over}"
-            table.append([name, task, f"{_size(plan.peak_bytes):>8}", how])
-    return "\n".join([*lines, *aligned(table)])
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.0f} MiB"
-
-
 def _load(args: argparse.Namespace, path: Path, say: Say | None = None) -> VideoVAE:
-    device = _device(args)
+    device = device_named(args.device)
     dtype, encode_dtype = _dtypes(args)
     vae = load_vae(
         path, device=device, dtype=dtype, encode_dtype=encode_dtype, quality=args.quality
@@ -297,8 +265,8 @@ def _load(args: argparse.Namespace, path: Path, say: Say | None = None) -> Video
     if say:
         say(
             f"{path.name}: {vae.config.family}, base width {vae.config.decoder_width}, "
-            f"on {device}, encodes in {_dtype_name(vae.encode_dtype)}, "
-            f"decodes in {_dtype_name(vae.dtype)}"
+            f"on {device}, encodes in {dtype_name(vae.encode_dtype)}, "
+            f"decodes in {dtype_name(vae.dtype)}"
         )
     return vae
 
@@ -311,16 +279,46 @@ def _dtypes(args: argparse.Namespace) -> tuple[torch.dtype | None, torch.dtype |
     return dtype, encode_dtype
 
 
-def _device(args: argparse.Namespace) -> torch.device:
-    """The device that is asked for, or else the best there is."""
-    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device {name!r} is unknown; expected such as cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r} is not there: this PyTorch finds no CUDA device")
-    return device
+def _stretch(args: argparse.Namespace) -> dict[str, Any]:
+    """What is taken of a video, as `VideoFile.pieces` and `VideoFile.estimate` are asked for it."""
+    return {
+        "fps": args.fps,
+        "start": args.start,
+        "duration": args.duration,
+        "limit": args.frames_limit,
+    }
+
+
+def _taken(
+    args: argparse.Namespace, video: VideoFile, vae: VideoVAE, say: Say
+) -> tuple[dict[str, Any], tuple[int, int]]:
+    """What the demo takes of a video; and height and width of it."""
+    stretch, cut = _stretch(args) | {"size": args.size}, ""
+    if vae.device.type == "cpu":
+        stretch, cut = affordable(video, vae.config, stretch)
+    shape = _cropped(video, vae, say, stretch["size"])
+    if cut:
+        say(f"note: {cut}")
+    return stretch, shape
+
+
+def _tile(args: argparse.Namespace, vae: VideoVAE) -> tuple[int, int] | None:
+    step = vae.config.spatial_compression
+    if args.tile and min(args.tile) < step:
+        height, width = args.tile
+        raise ValueError(f"tiles are {width}x{height}; this VAE needs at least {step}x{step}")
+    return args.tile
+
+
+def _build_kernels(device: torch.device, say: Say) -> None:
+    """Build what a first run has to build, before a clock runs."""
+    if device.type != "cpu":
+        return
+    before = len(preparations())
+    library = native_library()
+    seconds = sum(done.end - done.start for done in preparations()[before:])
+    if seconds and not library.missing:
+        say(f"kernels built in {seconds:.1f} s, once")
 
 
 def _cropped(
@@ -336,47 +334,20 @@ def _cropped(
     return height, width
 
 
-def _kept(video: VideoFile, vae: VideoVAE) -> int | None:
+def _kept(video: VideoFile, vae: VideoVAE, stretch: dict[str, Any]) -> int | None:
     """How many frames the VAE will take of those that the file announces."""
-    frames = video.estimated_frames
+    frames = video.estimate(**{key: stretch[key] for key in stretch if key != "size"})
     return frames and frames - (frames - 1) % vae.config.temporal_compression
 
 
-def _peak_bytes(vae: VideoVAE) -> int | None:
-    """Peak of the memory so far: of the GPU where it works there, else of this process.
-
-    None on Windows, where Python's own library does not tell.
-    """
-    if vae.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(vae.device)
-    try:
-        import resource  # noqa: PLC0415, not on Windows
-    except ImportError:
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def _progress(args: argparse.Namespace, total: int | None, unit: str = "frames") -> Progress:
+    return Progress(args.command, total, unit=unit, quiet=args.quiet)
 
 
-def _bar(args: argparse.Namespace, frames: int | None) -> tqdm:
-    # What takes less than two seconds needs no bar.
-    return tqdm(
-        total=frames,
-        unit=" frames",
-        delay=2,
-        leave=False,
-        disable=args.quiet,
-        dynamic_ncols=True,
-    )
-
-
-def _counted(pieces: Iterable[Tensor], bar: tqdm) -> Iterator[Tensor]:
+def _counted(pieces: Iterable[Tensor], progress: Progress) -> Iterator[Tensor]:
     for piece in pieces:
         yield piece
-        bar.update(piece.shape[2])
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        progress.update(piece.shape[2])
 
 
 def _frames(count: int) -> str:

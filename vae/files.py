@@ -21,6 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from .stopping import settle, unfinished
+
 FORMAT_VERSION = "fast-video-vae 1"
 # Ours, the one of ComfyUI's LATENT, and the one in the files of ComfyUI's SaveLatent.
 LATENT_KEYS = ("latent", "samples", "latent_tensor")
@@ -46,6 +48,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     final = path.resolve()  # a link keeps pointing where it points; the file there is replaced
     part = final.with_name(f".{final.name[:40]}.{secrets.token_hex(4)}.part")
+    unfinished.add(part)  # a signal may also come while the file is made or removed
     try:
         _check_replaceable(path)
         # Not tempfile: its files are the user's alone, and this one goes by the umask.
@@ -53,10 +56,13 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield part
         with part.open("rb+") as file:
             os.fsync(file.fileno())  # some disks say only here that they are full
+        settle()
         part.replace(final)
+        unfinished.discard(part)
     except BaseException as error:
         with suppress(OSError):  # the first error is the one to tell
             part.unlink(missing_ok=True)
+            unfinished.discard(part)
         if isinstance(error, OSError):
             unnamed = error.filename is None and error.errno in _NO_ROOM
             if unnamed or error.filename in (str(part), str(final)):

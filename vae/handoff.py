@@ -59,7 +59,12 @@ class Handoff:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def __enter__(self) -> "Handoff":
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            # A signal: the body and `__exit__` do not run, and Python would wait for the thread.
+            self._filled.put(None)
+            raise
         return self
 
     def __exit__(

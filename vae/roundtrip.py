@@ -7,7 +7,8 @@ between encoder and decoder are kept, so that memory does not grow with the leng
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,13 +32,24 @@ class RoundTrip:
         decode_seconds: Time in the decoder.
     """
 
-    def __init__(self, vae: VideoVAE, video: VideoFile, chunk: int | None = None) -> None:
+    def __init__(
+        self,
+        vae: VideoVAE,
+        video: VideoFile,
+        chunk: int | None = None,
+        *,
+        tile: tuple[int, int] | None = None,
+        stretch: Mapping[str, Any] | None = None,
+    ) -> None:
         """Prepare; nothing is read yet.
 
         Args:
             vae: The VAE.
             video: The source.
             chunk: Latent frames per step; -1: all. None: chosen from size and memory.
+            tile: Height and width of tiles in pixels; None: chosen from size and memory.
+            stretch: Keyword arguments of `VideoFile.pieces`: what of the video is taken, and at
+                what size. None: all of it.
 
         Raises:
             ValueError: The VAE has no encoder.
@@ -47,6 +59,8 @@ class RoundTrip:
         self.vae = vae
         self.video = video
         self.chunk = chunk
+        self.tile = tile
+        self.stretch = dict(stretch or {})
         self.frames = 0
         self.encode_seconds = 0.0
         self.decode_seconds = 0.0
@@ -58,13 +72,15 @@ class RoundTrip:
         kept: deque[Tensor] = deque()  # source frames that have not come back yet
 
         def source() -> Iterator[Tensor]:
-            for piece in self.video.pieces(multiple=config.spatial_compression):
+            pieces = self.video.pieces(multiple=config.spatial_compression, **self.stretch)
+            for piece in pieces:
                 kept.extend(piece[0].permute(1, 2, 3, 0))
                 yield with_channels(piece, config.image_channels)
 
         reading = Timed(source(), device)
-        encoding = Timed(self.vae.encode_stream(reading, self.chunk), device)
-        decoding = Timed(self.vae.decode_stream(encoding, self.chunk), device)
+        latents = self.vae.encode_stream(reading, self.chunk, tile=self.tile)
+        encoding = Timed(latents, device)
+        decoding = Timed(self.vae.decode_stream(encoding, self.chunk, tile=self.tile), device)
         for piece in decoding:
             result = frames_to_uint8(piece).cpu()
             original = torch.stack([kept.popleft() for _ in range(len(result))])

@@ -23,7 +23,7 @@ FRAME = (44, 48, 56)
 INK = (236, 238, 242)
 FAINT = (150, 156, 168)
 ACCENT = (122, 200, 255)
-MARGIN, GAP, LABELS, HEAD, FOOT = 28, 8, 112, 76, 30
+MARGIN, GAP, LABELS, HEAD, FOOT, FOOTNOTE = 28, 8, 112, 76, 30, 34
 # The difference is amplified so that all but one in 50 of its values stay below white.
 SHOWN_SHARE = 0.98
 MAX_FACTOR = 64
@@ -59,12 +59,13 @@ class ContactSheet:
                 self._keep(before, after)
             self._seen += 1
 
-    def draw(self, title: str, verdict: str) -> Image.Image:
+    def draw(self, title: str, verdict: str, footnote: str = "") -> Image.Image:
         """Draw what was collected.
 
         Args:
             title: What the clip is; ASCII, anything else turns into question marks.
             verdict: The figure in the other corner, such as `PSNR 24.13 dB`.
+            footnote: A line at the foot, ASCII as well; "": there is none.
 
         Returns:
             The sheet, RGB.
@@ -84,8 +85,10 @@ class ContactSheet:
         width, height = columns[0].source.size
         # A clip of one frame leaves room for the title all the same.
         needed = int(_font(26).getlength(_ascii(verdict)) + _font(22).getlength(_ascii(title))) + 60
+        needed = max(needed, int(_font(18).getlength(_ascii(footnote))) + 1)
         inner = max(LABELS + len(columns) * (width + GAP) - GAP, needed)
-        size = (inner + 2 * MARGIN, HEAD + len(rows) * (height + GAP) + FOOT + MARGIN)
+        bottom = HEAD + len(rows) * (height + GAP) + FOOT
+        size = (inner + 2 * MARGIN, bottom + (FOOTNOTE if footnote else 0) + MARGIN)
         sheet = Image.new("RGB", size, BACKGROUND)
         pen = ImageDraw.Draw(sheet)
         pen.text((MARGIN, HEAD // 2 + 4), _ascii(title), INK, _font(22), anchor="lm")
@@ -102,6 +105,8 @@ class ContactSheet:
             left = MARGIN + LABELS + place * (width + GAP) + width // 2
             top = HEAD + len(rows) * (height + GAP) + 6
             pen.text((left, top), f"frame {column.index}", FAINT, _font(15), anchor="mt")
+        place = (MARGIN, bottom + FOOTNOTE // 2)
+        pen.text(place, _ascii(footnote), ACCENT, _font(18), anchor="lm")
         return sheet
 
     def _keep(self, source: Tensor, result: Tensor) -> None:

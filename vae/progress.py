@@ -1,0 +1,89 @@
+"""How far a command is: a bar in a terminal, and a line now and then where stderr is a file."""
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from tqdm import tqdm
+
+# What takes less than this needs no bar.
+BAR_DELAY_S = 2
+# Between two lines, and before the first.
+LINE_EVERY_S = 10.0
+
+
+class Progress:
+    """Counts what is done, as a context manager.
+
+    In a terminal it is a bar. A log that is read later would keep every state of a bar in one long
+    line, so where stderr is no terminal it is a line every ten seconds, and none at the end.
+
+    Attributes:
+        total: What there is to do; None: unknown. It may grow.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        total: int | None,
+        *,
+        unit: str = "frames",
+        quiet: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare; the clock starts when the context is entered.
+
+        Args:
+            task: First word of a line, such as "decode".
+            total: What there is to do; None: unknown.
+            unit: Of what is counted.
+            quiet: Show nothing.
+            clock: Seconds from any moment on.
+        """
+        self.total = total
+        self._task, self._unit, self._quiet, self._clock = task, unit, quiet, clock
+        self._done = 0
+        self._bar: tqdm | None = None
+
+    def __enter__(self) -> "Progress":
+        self._start = self._shown = self._clock()
+        if not self._quiet and sys.stderr is not None and sys.stderr.isatty():
+            self._bar = tqdm(
+                total=self.total,
+                unit=f" {self._unit}",
+                delay=BAR_DELAY_S,
+                leave=False,
+                dynamic_ncols=True,
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self, count: int = 1) -> None:
+        """Count what was done since the last call."""
+        self._done += count
+        if self._bar is not None:
+            self._bar.total = self.total
+            self._bar.update(count)
+            return
+        if self._quiet or sys.stderr is None:
+            return
+        time_s = self._clock()
+        if time_s - self._shown >= LINE_EVERY_S:
+            self._shown = time_s
+            sys.stderr.write(f"{self._line(time_s - self._start)}\n")
+            sys.stderr.flush()
+
+    def _line(self, seconds: float) -> str:
+        if self.total is None or self.total < self._done:
+            return f"{self._task}: {self._done} {self._unit}, {seconds:.1f} s"
+        left = seconds / self._done * (self.total - self._done)
+        return f"{self._task}: {self._done} of {self.total} {self._unit}, {left:.1f} s left"

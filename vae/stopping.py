@@ -1,0 +1,142 @@
+"""How a signal ends the command line: nothing half done is left behind.
+
+The first SIGINT, SIGTERM or SIGHUP raises `Stopped` in the main thread, so that files are closed
+and removed on the way out. Later ones change nothing: they would interrupt the removal. Python runs
+no handler inside a long call of C, and drops what is raised in a destructor; so a thread hears each
+signal too, and ends the process if that has not happened after `GRACE_S`.
+
+A result that is about to take its final name is finished work: from there on (`settle`) a signal
+comes too late, and the command ends as if there had been none.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+from types import FrameType, TracebackType
+
+# SIGBREAK is Windows' own, for Ctrl-Break and a console that is closed.
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
+# Less than the 10 s that docker and systemd's users commonly grant before SIGKILL, more than an
+# encoder takes for the piece at hand.
+GRACE_S = 8.0
+
+# Files that do not have their final name yet: what is left of them goes when the process is ended.
+unfinished: set[Path] = set()
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal ends the command.
+
+    Attributes:
+        number: Of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Signals:
+    """Handles the signals as a context manager, and puts the handlers of before back.
+
+    What is ignored stays so, as SIGHUP under `nohup`. In a thread other than the main one nothing
+    is changed: Python allows handlers there alone.
+    """
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+        self._settled = False
+        self._previous: dict[int, object] = {}
+        self._over = threading.Event()
+
+    def __enter__(self) -> "Signals":
+        global _active
+        self._handles = threading.current_thread() is threading.main_thread()
+        if not self._handles:
+            return self
+        self._heard, self._told = socket.socketpair()
+        self._told.setblocking(False)
+        self._thread = threading.Thread(target=self._watch, name="fast-video-vae-signals")
+        self._thread.daemon = True
+        self._thread.start()
+        self._former = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+        _active = self
+        for name in NAMES:
+            number = getattr(signal, name, None)
+            # None is a handler that another language set, which Python cannot put back.
+            if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None):
+                self._previous[number] = signal.getsignal(number)
+                signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        global _active
+        self._settled = True
+        if not self._handles:
+            return
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type], what getsignal gave
+        signal.set_wakeup_fd(self._former)
+        _active = None
+        self._over.set()
+        self._told.close()
+        self._thread.join()
+        self._heard.close()
+
+    def settle(self) -> None:
+        """Let no signal end the command any more."""
+        self._settled = True
+
+    def check(self) -> None:
+        """Raise `Stopped` again where a signal came; another error may have taken its place."""
+        if self._number is not None:
+            raise Stopped(self._number)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if self._settled or self._number is not None:
+            return
+        self._number = number
+        raise Stopped(number)
+
+    def _watch(self) -> None:
+        """Wait for a signal, and then for the end of the command; in a thread of its own."""
+        while heard := self._heard.recv(1):
+            if heard[0] in self._previous:
+                if not self._over.wait(GRACE_S):
+                    remove_unfinished()
+                    with contextlib.suppress(OSError):
+                        os.write(2, f"fast-video-vae: {reason(heard[0])}\n".encode())
+                    os._exit(128 + heard[0])
+                return
+
+
+_active: Signals | None = None
+
+
+def settle() -> None:
+    """Say that a result is about to take its name: from here on a signal comes too late."""
+    if _active is not None:
+        _active.settle()
+
+
+def remove_unfinished() -> None:
+    """Remove what a signal left of files that were being written, in the middle of a removal."""
+    for path in list(unfinished):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            unfinished.discard(path)
+
+
+def reason(number: int) -> str:
+    """What to say of a command that a signal has ended."""
+    if number == signal.SIGINT:
+        return "interrupted"
+    return f"ended by {signal.Signals(number).name}"
