@@ -94,11 +94,11 @@ def affordable(
         count = video.estimate(**stretch)
         if count is None or count > kept:
             changed["limit"] = kept
-            of = f" of {count}" if count else " at most"
-            notes.append(f"{kept}{of} frames (--duration, --frames-limit)")
+            frames = f"{kept} of {count} frames" if count else f"at most {kept} frames"
+            notes.append(f"{frames} (--duration, --frames-limit)")
     if not notes:
         return changed, ""
-    return changed, f"on a CPU the demo takes {' and '.join(notes)}; the options take more"
+    return changed, f"on a CPU the demo takes {' and '.join(notes)}; these options take more"
 
 
 def peak_bytes(device: torch.device) -> int | None:

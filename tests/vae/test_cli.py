@@ -25,10 +25,12 @@ for _package in ("av", "tqdm", "PIL"):
 from fast_video_vae.vae import load_vae  # noqa: E402
 from fast_video_vae.vae.cli import QUALITIES, main  # noqa: E402
 from fast_video_vae.vae.demo import CLIP_PATH, VAE_PATH  # noqa: E402
+from fast_video_vae.vae.devices import available_devices, device_named  # noqa: E402
 from fast_video_vae.vae.media import read_video  # noqa: E402
 from fast_video_vae.vae.writer import VideoWriter, frames_to_uint8  # noqa: E402
 
 MODULE = "fast_video_vae.vae.cli"
+INIT = Path(__file__).resolve().parents[2] / "__init__.py"
 # A second thread gains nothing on frames as small as these, and waits for busy cores.
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -236,7 +238,14 @@ def test_wrong_usage_is_2(run, arguments):
         ("demo clip.mp4 --vae text.mp4", "text.mp4"),
         ("demo clip.mp4 --vae VAE --out text.mp4", "text.mp4 is a file; expected a folder"),
         ("demo clip.mp4 --vae VAE --out text.mp4/x", "Not a directory: .*text.mp4/x"),
-        ("demo clip.mp4 --vae VAE --device moon", "device 'moon' is unknown"),
+        ("demo clip.mp4 --vae VAE --device moon", "device 'moon' is unknown; .* has cpu"),
+        ("demo clip.mp4 --vae VAE --device cpu:3", "device is 'cpu:3'; this PyTorch has cpu"),
+        ("encode clip.mp4 --vae VAE -o x.safetensors --device meta", "device is 'meta'; .* cpu"),
+        ("info VAE --device xla", "device is 'xla'; this PyTorch has cpu"),
+        ("bench --vae VAE --device cuda:256", "device is 'cuda:256'; this PyTorch has cpu"),
+        ("demo clip.mp4 --vae VAE --tile 4x16", "tiles are 4x16; this VAE needs at least 8x8"),
+        ("encode clip.mp4 --vae VAE -o x.safetensors --tile 16x7", "tiles are 16x7; .* 8x8"),
+        ("decode tall.safetensors --vae VAE -o x.mp4 --tile 1x1", "tiles are 1x1; .* 8x8"),
         # an output that cannot be written is told before the VAE is even looked for
         ("encode clip.mp4 --vae none -o folder/x.safetensors", "No such file .*folder/x"),
         ("encode clip.mp4 --vae none -o text.mp4/x.safetensors", "Not a directory"),
@@ -257,6 +266,7 @@ def test_a_failure_is_1_and_one_line(
     Path("text.mp4").write_text("no" * 999)
     save_file({"latent": torch.zeros(1, 16, 1, 4, 4)}, "other.safetensors", {"family": "other"})
     save_file({"latent": torch.zeros(1, 8, 1, 4, 4)}, "wide.safetensors")
+    save_file({"latent": torch.zeros(1, 16, 1, 8, 4)}, "tall.safetensors")
     save_file({"latent": torch.full((1, 16, 1, 4, 4), torch.nan)}, "nan.safetensors")
     before = set(tmp_path.iterdir())
     code, lines, errors = run(*arguments.replace("VAE", str(vae_path)).split(), "--quiet")
@@ -264,6 +274,44 @@ def test_a_failure_is_1_and_one_line(
     assert re.match(f"fast-video-vae: error: .*{message}", errors[0])
     left = {path for path in set(tmp_path.iterdir()) - before if path.name != "fast-video-vae-out"}
     assert not left
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu:0", *available_devices()])
+def test_a_device_that_is_there_is_taken(name):
+    assert device_named(name).type == name.partition(":")[0]
+
+
+def test_the_version_is_that_of_the_project_and_needs_no_torch():
+    command = module_command(MODULE, "--version")
+    # The helper that binds the checkout imports torch, so another one does here.
+    command[2] = (
+        "import importlib.util as util, sys; sys.modules['torch'] = None; "
+        f"spec = util.spec_from_file_location('fast_video_vae', {str(INIT)!r}); "
+        "sys.modules['fast_video_vae'] = util.module_from_spec(spec); "
+        "from fast_video_vae.vae.cli import main; main()"
+    )
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    project = (INIT.parent / "pyproject.toml").read_text(encoding="utf-8")
+    version = re.search('^version = "(.*)"$', project, re.MULTILINE)
+    assert done.stdout == f"fast-video-vae {version[1]}\n"
+
+
+@pytest.mark.parametrize("out_channels", [3, 12])  # 12: a decoder that doubles height and width
+def test_tiles_change_nothing(tmp_path, run, video, out_channels):
+    vae, latents = tmp_path / "v.safetensors", tmp_path / "l.safetensors"
+    save_file(random_state_dict(8, out_channels=out_channels), vae)
+    common = ("--vae", vae, "--dtype", "fp32", "-q")
+    frames, latent = {}, {}
+    for tile in ([], ["--tile", "16x32"]):
+        name = f"{len(tile)}.mkv"  # lossless
+        assert run("encode", video, "-o", latents, *common, *tile)[0] == 0
+        assert run("decode", latents, "-o", tmp_path / name, *common, *tile)[0] == 0
+        with safe_open(latents, framework="pt") as file:
+            latent[name] = file.get_tensor("latent")
+        frames[name] = whole_clip(tmp_path / name)
+    torch.testing.assert_close(*latent.values(), rtol=1e-5, atol=1e-5)
+    # A value may be carried over the edge of a level by rounding.
+    assert (frames["0.mkv"].int() - frames["2.mkv"].int()).abs().max() <= 1
 
 
 def test_debug_lets_an_error_through(run):
@@ -349,7 +397,7 @@ def test_memory_does_not_grow_with_length(tmp_path, vae_path):
     assert second - first < 10_000
 
 
-@pytest.mark.parametrize("package", ["av", "tqdm", "PIL"])
+@pytest.mark.parametrize("package", ["torch", "av", "tqdm", "PIL"])
 def test_a_missing_package_is_named_with_its_remedy(package, tmp_path, video, vae_path):
     command = module_command(
         MODULE, "demo", str(video), "--vae", str(vae_path), "--out", str(tmp_path)
@@ -360,7 +408,7 @@ def test_a_missing_package_is_named_with_its_remedy(package, tmp_path, video, va
     assert done.stderr.count("\n") == 1
     assert re.match(
         f"fast-video-vae: error: {package}.* is missing; "
-        r'install it with: pip install "fast-video-vae\[cli\]"',
+        r'install it with: pip install "\.\[cli\]" in a clone of https://\S+\n$',
         done.stderr,
     )
 
