@@ -159,6 +159,25 @@ def module_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", code, *arguments]
 
 
+def installed_command(*arguments: str, first: str = "") -> list[str]:
+    """The command line of this checkout as an installed one starts: nothing is imported before.
+
+    Args:
+        arguments: Of the command line.
+        first: Code that runs before it.
+    """
+    root = _CONFTEST.parents[1] / "__init__.py"
+    code = (
+        "import importlib.util as util, sys\n"
+        f"spec = util.spec_from_file_location('fast_video_vae', {str(root)!r})\n"
+        "sys.modules['fast_video_vae'] = util.module_from_spec(spec)\n"
+        f"{first}\n"
+        "from fast_video_vae.vae.cli import main\n"
+        "sys.exit(main())"
+    )
+    return [sys.executable, "-c", code, *arguments]
+
+
 def _gain(name: str) -> float:
     """The spread of a convolution's output over the spread of its input."""
     if re.search(r"residual\.2\.weight$|resnets\.\d\.conv1\.weight$", name):

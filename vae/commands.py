@@ -30,7 +30,7 @@ from .relief import Relief
 from .rivals import Rivals
 from .roundtrip import RoundTrip, shrunk, with_channels
 from .sheet import ContactSheet
-from .showing import affordable, outputs_of, peak_bytes
+from .showing import TOY, affordable, outputs_of, peak_bytes
 from .sound import read_audio
 from .vae_report import vae_report
 from .writer import VideoWriter, frames_to_uint8
@@ -40,11 +40,6 @@ LATENT_FPS = Fraction(16)
 # Frame sizes that people decode, (width, height), for the table of `info`.
 SIZES = ((512, 512), (832, 480), (1280, 720), (1920, 1080), (3840, 2160))
 MIB = 2**20
-TOY = (
-    "the bundled VAE is a toy that blurs; --vae FILE takes a real one, such as "
-    "wan_2.1_vae.safetensors"
-)
-
 # Tells the user something on the way.
 Say = Callable[[str], None]
 

@@ -14,6 +14,12 @@ from PIL.PngImagePlugin import PngInfo
 from .config import VAEConfig
 from .media import VideoFile
 
+# What to say of the bundled VAE.
+TOY = (
+    "the bundled VAE is a toy that blurs; --vae FILE takes a real one, such as "
+    "wan_2.1_vae.safetensors"
+)
+
 # What a CPU gets where the user has not said more: with the bundled VAE half a minute of work (one
 # thread of an AMD EPYC does 0.3 million pixels per second there and back, 2026-11).
 CPU_PIXELS = 12_000_000

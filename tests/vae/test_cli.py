@@ -16,21 +16,25 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fast_video_vae.kernels import backend
-from fast_video_vae.tests.builders import module_command, random_state_dict
+from fast_video_vae.tests.builders import (
+    installed_command,
+    module_command,
+    random_state_dict,
+)
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
 
 from fast_video_vae.vae import load_vae  # noqa: E402
-from fast_video_vae.vae.cli import QUALITIES, main  # noqa: E402
+from fast_video_vae.vae.cli import QUALITIES, REPOSITORY, main  # noqa: E402
 from fast_video_vae.vae.demo import CLIP_PATH, VAE_PATH  # noqa: E402
 from fast_video_vae.vae.devices import available_devices, device_named  # noqa: E402
 from fast_video_vae.vae.media import read_video  # noqa: E402
 from fast_video_vae.vae.writer import VideoWriter, frames_to_uint8  # noqa: E402
 
 MODULE = "fast_video_vae.vae.cli"
-INIT = Path(__file__).resolve().parents[2] / "__init__.py"
+PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 # A second thread gains nothing on frames as small as these, and waits for busy cores.
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -282,18 +286,14 @@ def test_a_device_that_is_there_is_taken(name):
 
 
 def test_the_version_is_that_of_the_project_and_needs_no_torch():
-    command = module_command(MODULE, "--version")
-    # The helper that binds the checkout imports torch, so another one does here.
-    command[2] = (
-        "import importlib.util as util, sys; sys.modules['torch'] = None; "
-        f"spec = util.spec_from_file_location('fast_video_vae', {str(INIT)!r}); "
-        "sys.modules['fast_video_vae'] = util.module_from_spec(spec); "
-        "from fast_video_vae.vae.cli import main; main()"
-    )
+    command = installed_command("--version", first="sys.modules['torch'] = None")
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    project = (INIT.parent / "pyproject.toml").read_text(encoding="utf-8")
-    version = re.search('^version = "(.*)"$', project, re.MULTILINE)
+    version = re.search('^version = "(.*)"$', PROJECT.read_text(encoding="utf-8"), re.MULTILINE)
     assert done.stdout == f"fast-video-vae {version[1]}\n"
+
+
+def test_the_address_is_that_of_the_project():
+    assert f'Repository = "{REPOSITORY}"' in PROJECT.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("out_channels", [3, 12])  # 12: a decoder that doubles height and width
@@ -399,10 +399,8 @@ def test_memory_does_not_grow_with_length(tmp_path, vae_path):
 
 @pytest.mark.parametrize("package", ["torch", "av", "tqdm", "PIL"])
 def test_a_missing_package_is_named_with_its_remedy(package, tmp_path, video, vae_path):
-    command = module_command(
-        MODULE, "demo", str(video), "--vae", str(vae_path), "--out", str(tmp_path)
-    )
-    command[2] = f"import sys; sys.modules[{package!r}] = None; {command[2]}"
+    given = map(str, ("demo", video, "--vae", vae_path, "--out", tmp_path))
+    command = installed_command(*given, first=f"sys.modules[{package!r}] = None")
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=ONE_THREAD)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1

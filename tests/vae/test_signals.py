@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import subprocess
-import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.builders import installed_command, random_state_dict
 
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
@@ -26,16 +26,6 @@ from fast_video_vae.vae.files import load_latent  # noqa: E402
 from fast_video_vae.vae.media import read_video  # noqa: E402
 from fast_video_vae.vae.writer import VideoWriter  # noqa: E402
 
-INIT = Path(__file__).resolve().parents[2] / "__init__.py"
-# As the installed command starts: nothing is imported before it.
-START = f"""
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("fast_video_vae", {str(INIT)!r})
-sys.modules["fast_video_vae"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sys.modules["fast_video_vae"])
-from fast_video_vae.vae.cli import main
-sys.exit(main())
-"""
 COMMANDS = ("demo", "encode", "decode")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAID = {
@@ -89,7 +79,7 @@ def start(given, *, ignored=(), **settings):
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
     return subprocess.Popen(
-        [sys.executable, "-u", "-c", START, *map(str, given)],
+        installed_command(*map(str, given)),
         env={**os.environ, "OMP_NUM_THREADS": "1", **settings},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -259,9 +249,9 @@ def test_a_terminal_that_is_closed_ends_the_command(tmp_path, files):
         os.setsid()
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
 
-    given = map(str, arguments("demo", files, tmp_path, LONG))
+    given = arguments("demo", files, tmp_path, LONG)
     with subprocess.Popen(
-        [sys.executable, "-c", START, *given],
+        installed_command(*map(str, given)),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=theirs,
         stdout=theirs,
@@ -272,6 +262,45 @@ def test_a_terminal_that_is_closed_ends_the_command(tmp_path, files):
         wait_for(process, lambda: any(size_of(part) for part in tmp_path.glob(".*.part")))
         os.close(ours)
         assert process.wait(timeout=30) == 128 + signal.SIGHUP
+    assert not list(tmp_path.iterdir())
+
+
+# Python runs no handler inside a long call of C, and drops what is raised in a destructor.
+DEAF = {
+    "a call of C": "hashlib.pbkdf2_hmac('sha256', b'', b'', 1 << 30)",
+    "a destructor": """
+class Loud:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(1000): pass
+loud = Loud()
+del loud
+time.sleep(60)
+""",
+}
+
+
+@pytest.mark.parametrize("name", DEAF)
+def test_a_process_that_does_not_listen_is_ended(tmp_path, name):
+    first = f"""
+import hashlib, os, pathlib, signal, time
+from fast_video_vae.vae import stopping
+stopping.GRACE_S = 0.3
+part = pathlib.Path({str(tmp_path / "part")!r})
+with stopping.Signals():
+    stopping.unfinished.add(part)
+    part.touch()
+{textwrap.indent(DEAF[name], "    ")}
+"""
+    command = installed_command(first=first)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        if name == "a call of C":
+            wait_for(process, (tmp_path / "part").exists)
+            wait_for(process, lambda: seconds_of(process) > 0.3)
+            process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert stderr.endswith("fast-video-vae: ended by SIGTERM\n")
     assert not list(tmp_path.iterdir())
 
 
