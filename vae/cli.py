@@ -72,7 +72,7 @@ def _attempt(args: argparse.Namespace, signals: Signals) -> int:
             raise
         if isinstance(error, ModuleNotFoundError):
             return _fail(f"{error.name} is missing; install it with: {INSTALL}")
-        return _fail(_one_line(error))
+        return _fail(_one_line(error, args.command))
     return 0
 
 
@@ -316,7 +316,12 @@ def _to_nowhere(stream: TextIO) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: Exception, command: str) -> str:
+    if "torch" in sys.modules:
+        from .relief import exhausted, is_out_of_memory  # noqa: PLC0415, it imports torch
+
+        if is_out_of_memory(error):
+            return str(exhausted(error, command))
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror}{where}"

@@ -8,9 +8,11 @@ import functools
 import io
 import itertools
 import logging
+from fractions import Fraction
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fast_video_vae.tests.vae.failing_memory import ERRORS, FailingMemory
 from fast_video_vae.tests.vae.test_relief import FAMILIES, close, joined
@@ -23,6 +25,8 @@ from fast_video_vae.vae import (
     read_video,
 )
 from fast_video_vae.vae.cache import TemporalCache
+from fast_video_vae.vae.cli import main
+from fast_video_vae.vae.files import save_latent
 
 LATENTS = 3  # the first, which stands alone, the one behind it, and one with a full history
 TASKS = (
@@ -215,3 +219,20 @@ def test_memory_that_is_short_for_good_is_one_warning_and_one_line(vae, tmp_path
     assert often.failed > 12
     (record,) = caplog.records
     assert "\n" not in record.message
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("first", [1, 200])  # while the file is loaded, and in the work
+def test_the_command_line_says_it_in_one_line(tmp_path, capsys, error, first):
+    latents = tmp_path / "latents.safetensors"
+    latent = torch.zeros(1, 16, 2, 2, 2)
+    save_latent(latents, latent, family="wan2.1", fps=Fraction(16), frames=5)
+    path = tmp_path / "vae.safetensors"
+    save_file(FAMILIES["wan2.1"](), path)
+    with FailingMemory(first, 1 << 40, error=error):
+        code = main(["decode", str(latents), "--vae", str(path), "-o", str(tmp_path / "x.mkv")])
+    assert code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("fast-video-vae: error: memory ran out in ")
+    assert said.count("\n") == 1
+    assert {each.name for each in tmp_path.iterdir()} == {latents.name, path.name}
