@@ -18,6 +18,7 @@ from torch import Tensor
 
 # What writes is imported when it is asked for, so that ComfyUI starts without it.
 from .. import vae as library
+from .video_source import waveform_of
 
 if TYPE_CHECKING:
     from ..vae import Audio
@@ -68,11 +69,7 @@ class Target:
         """
         if audio is None:
             return None
-        waveform, rate = audio["waveform"], int(audio["sample_rate"])
-        if waveform.ndim != 3 or not len(waveform):
-            raise ValueError(
-                f"audio: its waveform is {list(waveform.shape)}; expected [1, channels, samples]"
-            )
+        waveform, rate = waveform_of(audio)
         first, last = (round(frame / self.fps * rate) for frame in (frames.start, frames.stop))
         try:
             return library.Audio(waveform[0, :, first:last], rate)
@@ -125,6 +122,8 @@ class Target:
     def _new_file(self, height: int, width: int) -> tuple[Path, ui.SavedResult]:
         """A name that no file has, by ComfyUI's way of counting."""
         kind, directory = _FOLDERS[self.folder]
+        if "\0" in self.prefix:
+            raise ValueError(f"filename_prefix is {self.prefix!r}; expected no NUL character")
         try:
             folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
                 self.prefix, directory(), width, height

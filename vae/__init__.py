@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .compiling import eager
     from .config import SEEDVR2, LayoutError, VAEConfig
     from .demo import CLIP_PATH, VAE_PATH
+    from .demux import open_media
     from .gauge import Gauge
     from .handoff import Handoff
     from .heap import trim_heap
@@ -58,6 +59,7 @@ __all__ = [
     "is_out_of_memory",
     "load_vae",
     "moving_pictures",
+    "open_media",
     "random_latent",
     "read_checkpoint",
     "read_video",
@@ -97,6 +99,7 @@ _HOMES = {
     "is_out_of_memory": "relief",
     "load_vae": "checkpoint",
     "moving_pictures": "bench_content",
+    "open_media": "demux",
     "random_latent": "bench_content",
     "read_checkpoint": "checkpoint",
     "read_video": "media",

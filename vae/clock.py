@@ -1,4 +1,4 @@
-"""When the frames of a video are: a stretch of it, and another frame rate.
+"""When the frames of a video are: a stretch of it, and a constant frame rate.
 
 Times are fractions of a second and exact, counted from the first frame of the file.
 """
@@ -13,6 +13,13 @@ import av
 # Matroska and WebM round times to a millisecond, so a frame may lie half of one off; a little more
 # takes up what a decimal of the user leaves out.
 SLACK = Fraction(6, 10_000)
+# How far, in frames, a frame may be from its turn and have it yet. Less than 1, so that a missing
+# frame is seen; more than 1/2, so that jitter about the middle neither repeats nor drops.
+LEEWAY = Fraction(3, 4)
+# Times that go back by more than this many seconds, or ahead by more than `AHEAD`, are those of a
+# clock that was set anew, as where recordings were joined; no pause.
+BACK = Fraction(1)
+AHEAD = Fraction(3600)
 
 
 class Timed(NamedTuple):
@@ -24,7 +31,11 @@ class Timed(NamedTuple):
 
 
 def timed(
-    frames: Iterable[av.VideoFrame], origin: Fraction, fps: Fraction, begin: Fraction = Fraction(0)
+    frames: Iterable[av.VideoFrame],
+    origin: Fraction,
+    fps: Fraction,
+    begin: Fraction = Fraction(0),
+    ahead: Fraction = AHEAD,
 ) -> Iterator[Timed]:
     """Give frames their times.
 
@@ -33,30 +44,52 @@ def timed(
         origin: Time of the file's first frame, by the file's own clock.
         fps: Frames per second, for frames that do not tell their time or how long they last.
         begin: Time of the first of `frames`, where it does not tell its own.
+        ahead: The longest pause in seconds; after a longer one the clock was set anew.
 
     Yields:
         The frames; times never go back.
     """
-    end = last = begin
+    end = begin
+    last: Fraction | None = None
+    shift = Fraction(0)
     for frame in frames:
         time, base = end, frame.time_base
         if frame.pts is not None and base:
-            time = max(frame.pts * base - origin, last)
+            time = frame.pts * base - origin + shift
+            if last is not None and not last - BACK <= time <= last + ahead:
+                shift += end - time
+                time = end
+            time = max(time, begin if last is None else last)
         end = time + (frame.duration * base if frame.duration and base else 1 / fps)
         last = time
         yield Timed(time, end, frame)
 
 
-def between(frames: Iterable[Timed], start: Fraction, end: Fraction | None) -> Iterator[Timed]:
+def between(
+    frames: Iterable[Timed],
+    start: Fraction,
+    end: Fraction | None,
+    pause: Fraction | None = None,
+) -> Iterator[Timed]:
     """The frames whose time is at `start` or later, and before `end`; None: all that follow.
 
-    Stretches that meet share no frame and lose none.
+    Stretches that meet share no frame and lose none. But where nothing comes for more than `pause`
+    seconds from `start` on, the frame that is shown meanwhile comes first, with its own time.
     """
+    shown: Timed | None = None
+    begun = False
     for item in frames:
+        if item.time < start - SLACK:
+            shown = item
+            continue
+        if not begun and shown and pause is not None and item.time > start + pause:
+            yield shown
+        begun = True
         if end is not None and item.time >= end - SLACK:
             return
-        if item.time >= start - SLACK:
-            yield item
+        yield item
+    if not begun and shown and pause is not None and shown.end > start + pause:
+        yield shown
 
 
 def at_rate(
@@ -101,6 +134,58 @@ def at_rate(
         last = item
     if last is not None and (count := due(last.end)) > 0:
         yield last.frame, count
+
+
+def in_step(
+    frames: Iterable[Timed],
+    fps: Fraction,
+    start: Fraction = Fraction(0),
+    end: Fraction | None = None,
+) -> Iterator[tuple[av.VideoFrame, int]]:
+    """Show frames at the constant rate that they have, and keep their timing where they have not.
+
+    Frames come in turn, each once, as long as they are less than `LEEWAY` from their turn: jitter
+    and the rounding of files change nothing. After a pause the frame before it is repeated, and of
+    frames that come too fast the earlier ones are left out, so that no frame is shown `LEEWAY`
+    frames too early or late.
+
+    Args:
+        frames: The frames of a stretch; one behind it, if it comes, tells how long the last lasts.
+        fps: Frames per second.
+        start: The first moment; the first frame may be earlier or later.
+        end: The end of the stretch; None: that of the last frame.
+
+    Yields:
+        Frames, and how often each is shown in a row; one at least in all.
+    """
+    last: Timed | None = None
+    origin, turn = start, 0
+    # Whether every frame lasted as long as it says. In MP4 it is the time to the one decoded next,
+    # which is another one where frames are decoded out of turn.
+    lasts = True
+
+    def turn_at(time: Fraction) -> int:
+        """Whose turn it is at a moment after the last frame."""
+        place = (time - origin) * fps
+        return turn + 1 if abs(place - turn - 1) <= LEEWAY else max(round(place), turn)
+
+    for item in frames:
+        if last is None:
+            origin = max(item.time, start)
+        elif end is not None and item.time >= end - SLACK:
+            yield last.frame, max(turn_at(end) - turn, 1)
+            return
+        else:
+            # A frame at the time of the one before it has no time of its own.
+            following = turn_at(item.time) if item.time > last.time else turn + 1
+            if following > turn:
+                yield last.frame, following - turn
+            turn = following
+            lasts &= abs(last.end - item.time) * fps < LEEWAY / 3
+        last = item
+    if last is not None:
+        until = last.end if end is None else min(last.end, end)
+        yield last.frame, max(turn_at(until) - turn, 1) if lasts else 1
 
 
 def frames_within(seconds: Fraction, fps: Fraction) -> int:

@@ -10,12 +10,13 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import av
 import torch
 from av.container import InputContainer
 from av.error import FFmpegError
+from av.packet import Packet
 from av.stream import Disposition
 from av.video.reformatter import ColorRange, VideoReformatter
 from av.video.stream import VideoStream
@@ -30,6 +31,9 @@ EXACT = 0x2000 | 0x4000 | 0x40000
 # The number of BT.709 in ISO/IEC 23091-2 for matrix, primaries and transfer alike.
 BT709 = 1
 BT601 = 5
+# The most pixels of a picture: 16384 x 8192. FFmpeg's own limit is twice that, and a header of a
+# few bytes can announce it.
+MOST_PIXELS = 2**27
 # How much of the announced duration may be missing before a file counts as truncated. Containers
 # round, and some count the last frame and some do not.
 MISSING_SECONDS = 0.5
@@ -87,14 +91,31 @@ def opened(
         raise ValueError(f"{path} is empty; expected a video")
     try:
         # "file:" keeps FFmpeg from taking a colon in the name for a protocol.
-        source = f"file:{path}" if file is None else _Window(file)
-        container = av.open(source, "r", metadata_errors="replace")
+        container = open_media(f"file:{path}" if file is None else _Window(file))
     except (ValueError, FFmpegError) as error:
         raise ValueError(
             f"{path} is not a video that FFmpeg can read, or it is truncated ({reason(error)})"
         ) from error
     with container:
         yield container, _video_stream(path, container, size)
+
+
+def open_media(source: object) -> InputContainer:
+    """Open a file for reading, whatever the encoding of its tags.
+
+    Args:
+        source: A path, or an object with `read` and `seek`.
+
+    Raises:
+        FFmpegError: It is nothing that FFmpeg can read.
+    """
+    # PyAV before 19 takes tags that are no UTF-8 for an error unless it is asked not to. From 19 on
+    # it does not know the option and keeps their bytes. Its `open` has no signature to look at.
+    tolerant: dict[str, Any] = {"metadata_errors": "replace"}
+    try:
+        return av.open(source, "r", **tolerant)
+    except TypeError:
+        return av.open(source, "r")
 
 
 def _video_stream(path: Path, container: InputContainer, size: int) -> VideoStream:
@@ -107,6 +128,9 @@ def _video_stream(path: Path, container: InputContainer, size: int) -> VideoStre
     stream = streams[0]
     if stream.codec_context is None:
         raise ValueError(f"{path} is in a video format that this build of FFmpeg cannot decode")
+    width, height = stream.codec_context.width, stream.codec_context.height
+    if width * height > MOST_PIXELS:
+        raise ValueError(f"{path} is {width}x{height}; expected at most {MOST_PIXELS:,} pixels")
     stream.thread_type = "AUTO"
     # mp4 says where each frame lies: a file that was cut off is known by it before any work.
     # PyAV before 17 does not show it; there the end is noticed when it comes.
@@ -117,13 +141,12 @@ def _video_stream(path: Path, container: InputContainer, size: int) -> VideoStre
     return stream
 
 
-def decoded(path: Path, container: InputContainer, stream: VideoStream) -> Iterator[av.VideoFrame]:
-    """Every frame of the stream, or an error: a frame that was lost would shift all that follow.
+def decoded(path: Path, packets: Iterator[Packet], stream: VideoStream) -> Iterator[av.VideoFrame]:
+    """Every frame of a stream's packets, or an error: one that was lost would shift all others.
 
     Only what comes before the first frame is passed over, because a recording may begin anywhere.
     """
-    count, end = 0, 0.0
-    packets = container.demux(stream)
+    count, end, longest = 0, 0.0, MISSING_SECONDS
     while True:
         try:
             packet = next(packets, None)
@@ -138,14 +161,19 @@ def decoded(path: Path, container: InputContainer, stream: VideoStream) -> Itera
             break
         for frame in (frame for frame in frames if not frame.is_corrupt):
             count += 1
-            if frame.pts is not None and frame.time_base is not None:
-                end = float((frame.pts + (frame.duration or 0)) * frame.time_base)
+            if frame.pts is not None and frame.time_base:
+                time = float(frame.pts * frame.time_base)
+                longest = max(longest, time - end if count > 1 else 0.0)
+                end = time + float((frame.duration or 0) * frame.time_base)
             yield frame
         if count and (packet.is_corrupt or any(frame.is_corrupt for frame in frames)):
             raise ValueError(f"{path} is broken or truncated after frame {count}")
+    if stream.frames and count >= stream.frames:
+        return
     announced = announced_seconds(stream)
     # A stream may begin late and count from there, so `end` may be the larger one.
-    if end and announced - end > max(MISSING_SECONDS, MISSING_SHARE * announced):
+    # The last frame may be shown for as long as another was, which some files do not say of it.
+    if end and announced - end > max(longest, MISSING_SHARE * announced):
         raise ValueError(f"{path} is truncated: it ends at {end:.2f} s; expected {announced:.2f} s")
 
 

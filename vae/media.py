@@ -1,9 +1,10 @@
 """Video files in through PyAV, frame by frame, so that memory does not grow with length."""
 
 import itertools
+import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -16,7 +17,19 @@ from av.error import FFmpegError
 from av.video.stream import VideoStream
 from torch import Tensor
 
-from .clock import SLACK, Timed, at_rate, between, checked_rate, frames_within, timed
+from .cadence import Sample, cadence, indexed_times, is_near
+from .clock import (
+    AHEAD,
+    LEEWAY,
+    SLACK,
+    Timed,
+    at_rate,
+    between,
+    checked_rate,
+    frames_within,
+    in_step,
+    timed,
+)
 from .demux import (
     AREA,
     BICUBIC,
@@ -30,6 +43,7 @@ from .demux import (
     quarter_turns,
 )
 
+LOG = logging.getLogger(__name__)
 # Where a file gives neither a frame rate nor a duration.
 FALLBACK_FPS = Fraction(25)
 
@@ -42,10 +56,14 @@ class VideoFile:
         path: Where the file lies; of an open file, what errors call it.
         height: Height of the picture in pixels, upright.
         width: Width of the picture in pixels, upright.
-        fps: Frames per second, the average where the rate varies.
-        estimated_frames: The count of frames that the file announces; None where it does not.
+        fps: Frames per second that it is read at; see `pieces`.
+        estimated_frames: The count of frames at that rate, by what the file announces; None where
+            it announces nothing.
         origin: When the first frame is, by the file's own clock, in seconds.
         file: The file itself where it was handed over open, which is one thread's at a time.
+        varies: The times of its frames are not those of the rate that it announces.
+        has_times: Its frames have times; else one simply follows the other.
+        seconds: How long it lasts, as the file announces; 0 where it does not.
     """
 
     path: Path
@@ -55,6 +73,9 @@ class VideoFile:
     estimated_frames: int | None
     origin: Fraction = Fraction(0)
     file: BinaryIO | None = None
+    varies: bool = False
+    has_times: bool = False
+    seconds: float = 0.0
 
     def frames(self, start: float = 0.0, duration: float | None = None) -> Iterator[Tensor]:
         """Decode the file, or a stretch of it.
@@ -89,11 +110,14 @@ class VideoFile:
     ) -> Iterator[Tensor]:
         """Decode the file in runs of frames, such as `VideoVAE.encode_stream` takes.
 
+        They are at a constant rate. Of a file that has one, they are its frames; of another, those
+        that keep its timing: some are repeated or left out, and the log says so.
+
         Args:
             multiple: Height and width are cropped about the centre to multiples of this.
             frames: Frames in a piece; the last may have fewer.
             fps: Frames per second: the frame at `n / fps` after the first is the one nearest in
-                time, so some are repeated or left out, and none is blended. None: every frame.
+                time, so some are repeated or left out, and none is blended. None: `self.fps`.
             size: Height and width: the picture is resized to cover them, which keeps its aspect,
                 and cropped about the centre. None: those of the file.
             start: Seconds, as in `frames`.
@@ -114,15 +138,31 @@ class VideoFile:
         convert = self._fitted(*self.cropped_size(multiple, size), size)
 
         def pictures() -> Iterator[Tensor]:
-            found = self._timed(begin, seconds, beyond=rate is not None)
-            if rate is None:
-                yield from (convert(item.frame) for item in found)
-                return
-            end = None if seconds is None else begin + seconds
-            for frame, count in at_rate(found, rate, begin, end):
+            for frame, count in self._at(rate, begin, seconds):
                 yield from itertools.repeat(convert(frame), count)
 
         return _runs(itertools.islice(pictures(), limit), frames)
+
+    def _at(
+        self, rate: Fraction | None, begin: Fraction, seconds: Fraction | None
+    ) -> Iterator[tuple[av.VideoFrame, int]]:
+        """The frames of a stretch at a constant rate, and how often each is shown."""
+        end = None if seconds is None else begin + seconds
+        if rate is None and not self.has_times:
+            yield from ((item.frame, 1) for item in self._timed(begin, seconds))
+            return
+        found = self._timed(begin, seconds, beyond=True)
+        if rate is not None:
+            yield from at_rate(found, rate, begin, end)
+            return
+        noted = False
+        for frame, count in in_step(found, self.fps, begin, end):
+            if not noted and (self.varies or count > 1):
+                noted = True
+                LOG.info("Fast Video VAE: %s has a varying frame rate, or another than it "
+                         "announces; it is read at %.5g frames per second, which keeps its timing; "
+                         "fps sets another rate", self.path.name, self.fps)  # fmt: skip
+            yield frame, count
 
     def cropped_size(self, multiple: int, size: tuple[int, int] | None = None) -> tuple[int, int]:
         """Height and width, each cut down to a multiple of `multiple`.
@@ -137,8 +177,10 @@ class VideoFile:
         full = size or (self.height, self.width)
         height, width = (side - side % multiple for side in full)
         if height < 1 or width < 1:
+            wanted = f" and the wanted size is {size[1]}x{size[0]}" if size else ""
             raise ValueError(
-                f"{self.path} is {full[1]}x{full[0]}; expected at least {multiple}x{multiple}"
+                f"{self.path} is {self.width}x{self.height}{wanted}; "
+                f"expected at least {multiple}x{multiple}"
             )
         return height, width
 
@@ -197,13 +239,13 @@ class VideoFile:
     ) -> Iterator[Timed]:
         """The frames of a stretch, one at least; `beyond`: those after it as well."""
         end = None if seconds is None else start + seconds
-        found = between(self._from(start), start, None)
+        found = between(self._from(start), start, None, (1 + LEEWAY) / self.fps)
         first = next(found, None)
         if first is None or (end is not None and first.time >= end - SLACK):
             until = "" if end is None else f" and before {float(end):g} s"
             raise ValueError(f"{self.path} has no frame at {float(start):g} s or later{until}")
         frames = itertools.chain([first], found)
-        yield from frames if beyond else between(frames, start, end)
+        yield from frames if beyond else between(frames, first.time, end)
 
     def _from(self, start: Fraction) -> Iterator[Timed]:
         """Frames that begin at `start` or before it, from the last key frame where it is found."""
@@ -214,7 +256,8 @@ class VideoFile:
                     yield from found
                     return
         with opened(self.path, self.file) as (container, stream):
-            yield from timed(decoded(self.path, container, stream), self.origin, self.fps)
+            frames = decoded(self.path, container.demux(stream), stream)
+            yield from self._with_times(frames)
 
     def _sought(
         self, container: InputContainer, stream: VideoStream, start: Fraction
@@ -224,20 +267,27 @@ class VideoFile:
             return None
         try:
             container.seek(int((start + self.origin) / stream.time_base), stream=stream)
-            frames = decoded(self.path, container, stream)
+            frames = decoded(self.path, container.demux(stream), stream)
             first = next(frames, None)
             if first is None or first.pts is None:
                 return None
-            items = timed(itertools.chain([first], frames), self.origin, self.fps)
+            items = self._with_times(itertools.chain([first], frames))
+            before: list[Timed] = []
             item = next(items)
             if item.time > start + SLACK:
                 return None
             # Damage here may be of the seeking alone: a picture that is refreshed bit by bit.
             while item.time < start - SLACK:
+                before = [item]
                 item = next(items)
         except (StopIteration, ValueError, FFmpegError):
             return None
-        return itertools.chain([item], items)
+        return itertools.chain(before, [item], items)
+
+    def _with_times(self, frames: Iterable[av.VideoFrame]) -> Iterator[Timed]:
+        # No pause is longer than the whole, but what a container announces may be of other streams.
+        pause = Fraction(self.seconds) if self.seconds else AHEAD
+        return timed(frames, self.origin, self.fps, ahead=min(pause, AHEAD))
 
 
 def read_video(source: str | os.PathLike[str] | BinaryIO) -> VideoFile:
@@ -260,23 +310,32 @@ def read_video(source: str | os.PathLike[str] | BinaryIO) -> VideoFile:
         path, file = Path(str(getattr(source, "name", "the video"))), source
     with opened(path, file) as (container, stream):
         # Rotation lies on the frame, not on the stream, and headers may be wrong about the size.
-        first = next(decoded(path, container, stream), None)
+        sample = Sample(container.demux(stream))
+        first = next(decoded(path, iter(sample), stream), None)
         if first is None:
             raise ValueError(f"{path} holds no frame that can be decoded; expected a video")
         height, width = first.height, first.width
         if quarter_turns(first) % 2:
             height, width = width, height
-        fps = Fraction(stream.average_rate or stream.guessed_rate or FALLBACK_FPS)
-        count = stream.frames
+        times = sample.times()
+        # PyAV 19 has numbers of its own here, of which one that is not known is false.
+        announced = [Fraction(rate) for rate in (stream.average_rate, stream.guessed_rate) if rate]
+        fps, constant = cadence(times and (indexed_times(stream) or times), announced)
+        fps = fps or FALLBACK_FPS
+        varies = not constant or bool(announced and not is_near(announced[0], fps))
+        whole = (container.duration or 0) / av.time_base
+        seconds = announced_seconds(stream) or whole
+        count = stream.frames if constant else None
         if not count:
-            seconds = announced_seconds(stream) or (container.duration or 0) / av.time_base
             # Where the stream itself has no duration, time counts from the start of the file.
             late = 0.0 if stream.duration else first.time or 0.0
             count = max(0, round((seconds - late) * fps)) or None
         origin = Fraction(0)
         if first.pts is not None and first.time_base:
             origin = first.pts * first.time_base
-    return VideoFile(path, height, width, fps, count, origin, file)
+    return VideoFile(
+        path, height, width, fps, count, origin, file, varies, len(times) > 1, max(seconds, whole)
+    )
 
 
 def _runs(pictures: Iterator[Tensor], frames: int) -> Iterator[Tensor]:

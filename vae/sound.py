@@ -5,6 +5,7 @@ only the waveform, and the container interleaves both. It ends with the video.
 """
 
 import itertools
+import logging
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -17,8 +18,9 @@ from av.container import OutputContainer
 from av.error import FFmpegError
 from torch import Tensor
 
-from .demux import reason
+from .demux import open_media, reason
 
+LOG = logging.getLogger(__name__)
 # FFmpeg's names of what so many channels are, in the order in which ComfyUI and torchaudio have
 # them.
 LAYOUTS = {1: "mono", 2: "stereo", 4: "quad", 6: "5.1", 8: "7.1"}
@@ -34,7 +36,8 @@ class Audio:
     """A sound.
 
     Attributes:
-        waveform: `[channels, samples]`, float in [-1, 1], on any device.
+        waveform: `[channels, samples]`, float in [-1, 1], on any device. What is beyond is clipped
+            where it is written.
         sample_rate: Samples per second.
     """
 
@@ -44,6 +47,8 @@ class Audio:
     def __post_init__(self) -> None:
         """Refuse what no encoder takes, before any work is done."""
         wave = self.waveform
+        if not isinstance(wave, Tensor):
+            raise ValueError(f"audio is a {type(wave).__name__}; expected a tensor")
         if wave.ndim != 2 or not wave.is_floating_point():
             raise ValueError(
                 f"audio is {list(wave.shape)} {wave.dtype}; expected [channels, samples] float"
@@ -74,7 +79,7 @@ def read_audio(path: Path, start: Fraction | float = 0) -> Audio:
         pass
     blocks: list[Tensor] = []
     try:
-        with av.open(f"file:{path}", "r", metadata_errors="replace") as container:
+        with open_media(f"file:{path}") as container:
             if not container.streams.audio:
                 raise ValueError(f"{path} has no sound; expected a file with an audio stream")
             stream = container.streams.audio[0]
@@ -109,6 +114,7 @@ class SoundTrack:
         self._audio = audio
         self._container = container
         self._sent = 0
+        self._clipped = False
         rates = av.Codec(encoder, "w").audio_rates
         rate = audio.sample_rate
         if rates and rate not in rates:
@@ -122,9 +128,9 @@ class SoundTrack:
         end = min(samples, round(seconds * self._audio.sample_rate))
         while self._sent < end:
             stop = min(end, self._sent + BLOCK)
-            block = self._audio.waveform[:, self._sent : stop]
+            block = self._audio.waveform[:, self._sent : stop].detach().to("cpu", torch.float32)
             frame = av.AudioFrame.from_ndarray(
-                block.detach().to("cpu", torch.float32).contiguous().numpy(),
+                self._within_range(block).contiguous().numpy(),
                 format="fltp",
                 layout=LAYOUTS[len(block)],
             )
@@ -132,6 +138,17 @@ class SoundTrack:
             frame.pts, frame.time_base = self._sent, Fraction(1, self._audio.sample_rate)
             self._container.mux(self._stream.encode(frame))
             self._sent = stop
+
+    def _within_range(self, block: Tensor) -> Tensor:
+        """Clip what is too loud, as players do: AAC's encoder takes it for an error."""
+        loudest = block.abs().max().item()
+        if loudest <= 1:
+            return block
+        if not self._clipped:
+            LOG.info("Fast Video VAE: the sound is louder than 1.0 (%.3g) and is clipped; scale it "
+                     "down to keep its shape", loudest)  # fmt: skip
+            self._clipped = True
+        return block.clamp(-1, 1)
 
     def close(self) -> None:
         """Let the encoder give what it holds."""

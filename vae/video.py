@@ -116,7 +116,8 @@ class Video:
                     plan = self._lowered(plan, steps, workspace)
         if dropped:
             warnings.warn(
-                f"the last {dropped} frames were dropped; the VAE takes 4 n + 1 frames",
+                f"the last {dropped} frame{'s were' if dropped > 1 else ' was'} dropped; "
+                "the VAE takes 4 n + 1 frames",
                 UserWarning,
                 stacklevel=5,
             )

@@ -226,7 +226,7 @@ def test_a_size_that_the_codec_refuses_is_told_before_any_frame(tmp_path, run, v
     ("options", "message"),
     [
         (["--start", "9"], "a.mkv lasts 0.38 s; start is 9.0 s"),
-        (["--size", "4x4"], "a.mkv is 4x4; expected at least 8x8"),
+        (["--size", "4x4"], "a.mkv is 64x48 and the wanted size is 4x4; expected at least 8x8"),
     ],
 )
 def test_encode_fails_before_any_work(tmp_path, run, vae_path, options, message):

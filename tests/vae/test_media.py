@@ -188,7 +188,7 @@ def song(path):
         sound = output.add_stream("aac", rate=8000)
         cover = output.add_stream("mjpeg", rate=25)
         cover.width, cover.height, cover.pix_fmt = 64, 48, "yuvj420p"
-        cover.disposition = Disposition.attached_pic
+        cover.disposition = Disposition.attached_pic.value  # PyAV 16 takes a number alone
         silence = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.float32), "fltp", "mono")
         silence.sample_rate = 8000
         output.mux([*sound.encode(silence), *sound.encode(None)])

@@ -201,7 +201,8 @@ def test_an_encode_is_that_of_diffusers(case):
         warnings.simplefilter("always")
         got = torch.cat([*vae.encode_stream(case.pieces(frames), **case.options)], dim=2)
     close(got, expected)
-    said = [f"the last {dropped} frames were dropped; the VAE takes 4 n + 1 frames"]
+    lost = "frame was" if dropped == 1 else "frames were"
+    said = [f"the last {dropped} {lost} dropped; the VAE takes 4 n + 1 frames"]
     assert [str(each.message) for each in caught] == (said if dropped else [])
 
 

@@ -212,7 +212,7 @@ def test_a_bad_file_in_memory_is_one_line(data, message):
         ({"fps": 0}, "fps is 0; expected more than 0"),
         ({"limit": 0}, "limited to 0; expected at least 1"),
         ({"frames": 0}, "frames are 0"),
-        ({"size": (4, 4), "multiple": 8}, r"a\.mp4 is 4x4; expected at least 8x8"),
+        ({"size": (4, 4), "multiple": 8}, r"a\.mp4 is 64x48 and the wanted size is 4x4; expected"),
     ],
 )
 def test_what_cannot_be_read_is_told_before_any_work(tmp_path, options, message):
