@@ -249,7 +249,7 @@ def _read_sound(source: str | BinaryIO, begin: Fraction, end: Fraction | None) -
     """The AUDIO of a file from one moment to another, by the clock of the file."""
     with open_media(source) as container:
         # What FFmpeg cannot decode has no context. ComfyUI takes the last of the others, too.
-        streams = [each for each in container.streams.audio if each.codec_context is not None]
+        streams = [each for each in container.streams.audio if each.codec_context and each.rate]
         if not streams:
             return None
         stream = streams[-1]

@@ -9,9 +9,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from av.error import FFmpegError
 from av.packet import Packet
 from av.video.stream import VideoStream
+
+from .demux import FAULTS
 
 # Packets whose times are looked at, and the bytes that they may have: 8 s of a usual video, enough
 # to tell 24 frames per second from 23.976 where times are rounded to 1 ms.
@@ -67,7 +68,7 @@ class Sample:
             for _ in self:
                 if len(self._times) >= SAMPLE or self._bytes >= SAMPLE_BYTES:
                     break
-        except (ValueError, FFmpegError):
+        except FAULTS:
             pass  # damage is for the one to tell who reads up to there
         found = [time for time in self._times if time is not None]
         if len(found) < len(self._times):

@@ -16,6 +16,9 @@ SLACK = Fraction(6, 10_000)
 # How far, in frames, a frame may be from its turn and have it yet. Less than 1, so that a missing
 # frame is seen; more than 1/2, so that jitter about the middle neither repeats nor drops.
 LEEWAY = Fraction(3, 4)
+# Frames that follow each other faster, in frames, than any jitter explains are there by haste, and
+# have no right to a turn each.
+HASTE = Fraction(1, 3)
 # Times that go back by more than this many seconds, or ahead by more than `AHEAD`, are those of a
 # clock that was set anew, as where recordings were joined; no pause.
 BACK = Fraction(1)
@@ -141,6 +144,8 @@ def in_step(
     fps: Fraction,
     start: Fraction = Fraction(0),
     end: Fraction | None = None,
+    *,
+    ends: bool = True,
 ) -> Iterator[tuple[av.VideoFrame, int]]:
     """Show frames at the constant rate that they have, and keep their timing where they have not.
 
@@ -154,6 +159,7 @@ def in_step(
         fps: Frames per second.
         start: The first moment; the first frame may be earlier or later.
         end: The end of the stretch; None: that of the last frame.
+        ends: The last frame of all lasts as long as it says; else it is shown once.
 
     Yields:
         Frames, and how often each is shown in a row; one at least in all.
@@ -162,22 +168,24 @@ def in_step(
     origin, turn = start, 0
     # Whether every frame lasted as long as it says. In MP4 it is the time to the one decoded next,
     # which is another one where frames are decoded out of turn.
-    lasts = True
+    lasts = ends
 
-    def turn_at(time: Fraction) -> int:
-        """Whose turn it is at a moment after the last frame."""
+    def turn_at(time: Fraction, since: Fraction) -> int:
+        """Whose turn it is at a moment, where the last frame came at `since`."""
         place = (time - origin) * fps
-        return turn + 1 if abs(place - turn - 1) <= LEEWAY else max(round(place), turn)
+        if abs(place - turn - 1) <= LEEWAY and (time - since) * fps > HASTE:
+            return turn + 1
+        return max(round(place), turn)
 
     for item in frames:
         if last is None:
             origin = max(item.time, start)
         elif end is not None and item.time >= end - SLACK:
-            yield last.frame, max(turn_at(end) - turn, 1)
+            yield last.frame, max(turn_at(end, last.time) - turn, 1)
             return
         else:
             # A frame at the time of the one before it has no time of its own.
-            following = turn_at(item.time) if item.time > last.time else turn + 1
+            following = turn_at(item.time, last.time) if item.time > last.time else turn + 1
             if following > turn:
                 yield last.frame, following - turn
             turn = following
@@ -185,7 +193,7 @@ def in_step(
         last = item
     if last is not None:
         until = last.end if end is None else min(last.end, end)
-        yield last.frame, max(turn_at(until) - turn, 1) if lasts else 1
+        yield last.frame, max(turn_at(until, last.time) - turn, 1) if lasts else 1
 
 
 def frames_within(seconds: Fraction, fps: Fraction) -> int:

@@ -8,7 +8,7 @@ default is up to 2 levels off, always downwards, and this at most 1.
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,6 +34,11 @@ BT601 = 5
 # The most pixels of a picture: 16384 x 8192. FFmpeg's own limit is twice that, and a header of a
 # few bytes can announce it.
 MOST_PIXELS = 2**27
+# What PyAV raises over a file that is damaged, besides FFmpeg's own: a stream that comes later than
+# the header is an IndexError before PyAV 17, a rotation that is no number a ValueError.
+FAULTS = (FFmpegError, ArithmeticError, LookupError, ValueError)
+# How much of FFmpeg's words an error repeats.
+WORDS = 150
 # How much of the announced duration may be missing before a file counts as truncated. Containers
 # round, and some count the last frame and some do not.
 MISSING_SECONDS = 0.5
@@ -89,15 +94,24 @@ def opened(
         size = file.seek(0, os.SEEK_END)
     if not size:
         raise ValueError(f"{path} is empty; expected a video")
+    with ExitStack() as stack:
+        with faults_name(path, "is not a video that FFmpeg can read, or it is truncated"):
+            # "file:" keeps FFmpeg from taking a colon in the name for a protocol.
+            container = open_media(f"file:{path}" if file is None else _Window(file))
+            stack.enter_context(container)
+            stream = _video_stream(path, container, size)
+        yield container, stream
+
+
+@contextmanager
+def faults_name(path: Path, what: str) -> Iterator[None]:
+    """Make one line of whatever PyAV raises over a file; errors that name the file pass."""
     try:
-        # "file:" keeps FFmpeg from taking a colon in the name for a protocol.
-        container = open_media(f"file:{path}" if file is None else _Window(file))
-    except (ValueError, FFmpegError) as error:
-        raise ValueError(
-            f"{path} is not a video that FFmpeg can read, or it is truncated ({reason(error)})"
-        ) from error
-    with container:
-        yield container, _video_stream(path, container, size)
+        yield
+    except FAULTS as error:
+        if type(error) is ValueError and str(path) in str(error):
+            raise
+        raise ValueError(f"{path} {what} ({reason(error)})") from error
 
 
 def open_media(source: object) -> InputContainer:
@@ -151,7 +165,7 @@ def decoded(path: Path, packets: Iterator[Packet], stream: VideoStream) -> Itera
         try:
             packet = next(packets, None)
             frames = [] if packet is None else packet.decode()
-        except (ValueError, FFmpegError) as error:
+        except FAULTS as error:
             if not count:
                 continue
             raise ValueError(
@@ -193,20 +207,30 @@ def announced_seconds(stream: VideoStream) -> float:
 class Upright:
     """Converts frames to RGB of one size, turned upright."""
 
-    def __init__(self, height: int, width: int, scaler: int = BICUBIC) -> None:
+    def __init__(self, path: Path, height: int, width: int, scaler: int = BICUBIC) -> None:
         """Settle the size; one object serves one thread.
 
         Args:
+            path: What errors call the file.
             height: Height of the pictures, upright.
             width: Width of the pictures, upright.
             scaler: swscale's bit for how frames of another size are resized.
         """
+        self._path = path
         self._size = (height, width)
         self._flags = scaler | EXACT
         self._reformatter = VideoReformatter()
 
     def __call__(self, frame: av.VideoFrame) -> Tensor:
-        """Convert a frame to `[height, width, 3]` uint8."""
+        """Convert a frame to `[height, width, 3]` uint8.
+
+        Raises:
+            ValueError: FFmpeg cannot.
+        """
+        with faults_name(self._path, "has a frame that cannot be shown"):
+            return self._converted(frame)
+
+    def _converted(self, frame: av.VideoFrame) -> Tensor:
         turns = quarter_turns(frame)
         height, width = self._size[::-1] if turns % 2 else self._size
         # A stream may change its size on the way; as in FFmpeg, the first frame's size holds.
@@ -231,5 +255,6 @@ def quarter_turns(frame: av.VideoFrame) -> int:
 
 
 def reason(error: BaseException) -> str:
-    """FFmpeg's own words for an error."""
-    return getattr(error, "strerror", None) or str(error)
+    """FFmpeg's own words for an error, in a line."""
+    text = " ".join(str(getattr(error, "strerror", None) or error or type(error).__name__).split())
+    return text if len(text) <= WORDS else f"{text[:WORDS]}..."

@@ -13,7 +13,6 @@ from typing import BinaryIO
 import av
 import torch
 from av.container import InputContainer
-from av.error import FFmpegError
 from av.video.stream import VideoStream
 from torch import Tensor
 
@@ -33,12 +32,14 @@ from .clock import (
 from .demux import (
     AREA,
     BICUBIC,
+    FAULTS,
     LANCZOS,
     MISSING_SECONDS,
     MISSING_SHARE,
     Upright,
     announced_seconds,
     decoded,
+    faults_name,
     opened,
     quarter_turns,
 )
@@ -61,8 +62,10 @@ class VideoFile:
             it announces nothing.
         origin: When the first frame is, by the file's own clock, in seconds.
         file: The file itself where it was handed over open, which is one thread's at a time.
-        varies: The times of its frames are not those of the rate that it announces.
-        has_times: Its frames have times; else one simply follows the other.
+        varies: The times of its frames are those of no constant rate; None: they have no times, and
+            one simply follows the other.
+        announced_fps: Frames per second by what the file announces, which may be wrong; None: it
+            announces nothing.
         seconds: How long it lasts, as the file announces; 0 where it does not.
     """
 
@@ -73,8 +76,8 @@ class VideoFile:
     estimated_frames: int | None
     origin: Fraction = Fraction(0)
     file: BinaryIO | None = None
-    varies: bool = False
-    has_times: bool = False
+    varies: bool | None = None
+    announced_fps: Fraction | None = None
     seconds: float = 0.0
 
     def frames(self, start: float = 0.0, duration: float | None = None) -> Iterator[Tensor]:
@@ -94,7 +97,7 @@ class VideoFile:
             ValueError: The file is broken or ends too early, or has nothing at `start`.
         """
         begin, seconds = self._stretch(start, duration)
-        upright = Upright(self.height, self.width)
+        upright = Upright(self.path, self.height, self.width)
         return (upright(item.frame) for item in self._timed(begin, seconds))
 
     def pieces(
@@ -148,7 +151,7 @@ class VideoFile:
     ) -> Iterator[tuple[av.VideoFrame, int]]:
         """The frames of a stretch at a constant rate, and how often each is shown."""
         end = None if seconds is None else begin + seconds
-        if rate is None and not self.has_times:
+        if rate is None and self.varies is None:
             yield from ((item.frame, 1) for item in self._timed(begin, seconds))
             return
         found = self._timed(begin, seconds, beyond=True)
@@ -156,8 +159,9 @@ class VideoFile:
             yield from at_rate(found, rate, begin, end)
             return
         noted = False
-        for frame, count in in_step(found, self.fps, begin, end):
-            if not noted and (self.varies or count > 1):
+        announced = self.announced_fps or self.fps
+        for frame, count in in_step(found, self.fps, begin, end, ends=self.varies is True):
+            if not noted and (self.varies or count > 1 or not is_near(announced, self.fps)):
                 noted = True
                 LOG.info("Fast Video VAE: %s has a varying frame rate, or another than it "
                          "announces; it is read at %.5g frames per second, which keeps its timing; "
@@ -224,7 +228,7 @@ class VideoFile:
         scaler = BICUBIC
         if full != (self.height, self.width):
             scaler = AREA if full[0] < self.height else LANCZOS
-        upright = Upright(*full, scaler)
+        upright = Upright(self.path, *full, scaler)
         top, left = (full[0] - height) // 2, (full[1] - width) // 2
         return lambda frame: upright(frame)[top : top + height, left : left + width]
 
@@ -280,7 +284,7 @@ class VideoFile:
             while item.time < start - SLACK:
                 before = [item]
                 item = next(items)
-        except (StopIteration, ValueError, FFmpegError):
+        except (StopIteration, *FAULTS):
             return None
         return itertools.chain(before, [item], items)
 
@@ -308,7 +312,10 @@ def read_video(source: str | os.PathLike[str] | BinaryIO) -> VideoFile:
         path, file = Path(source), None
     else:
         path, file = Path(str(getattr(source, "name", "the video"))), source
-    with opened(path, file) as (container, stream):
+    with (
+        faults_name(path, "is not a video that can be read"),
+        opened(path, file) as (container, stream),
+    ):
         # Rotation lies on the frame, not on the stream, and headers may be wrong about the size.
         sample = Sample(container.demux(stream))
         first = next(decoded(path, iter(sample), stream), None)
@@ -322,7 +329,7 @@ def read_video(source: str | os.PathLike[str] | BinaryIO) -> VideoFile:
         announced = [Fraction(rate) for rate in (stream.average_rate, stream.guessed_rate) if rate]
         fps, constant = cadence(times and (indexed_times(stream) or times), announced)
         fps = fps or FALLBACK_FPS
-        varies = not constant or bool(announced and not is_near(announced[0], fps))
+        varies = not constant if len(times) > 1 else None
         whole = (container.duration or 0) / av.time_base
         seconds = announced_seconds(stream) or whole
         count = stream.frames if constant else None
@@ -333,9 +340,8 @@ def read_video(source: str | os.PathLike[str] | BinaryIO) -> VideoFile:
         origin = Fraction(0)
         if first.pts is not None and first.time_base:
             origin = first.pts * first.time_base
-    return VideoFile(
-        path, height, width, fps, count, origin, file, varies, len(times) > 1, max(seconds, whole)
-    )
+    rate, most = next(iter(announced), None), max(seconds, whole)
+    return VideoFile(path, height, width, fps, count, origin, file, varies, rate, most)
 
 
 def _runs(pictures: Iterator[Tensor], frames: int) -> Iterator[Tensor]:

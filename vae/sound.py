@@ -15,10 +15,9 @@ import av
 import torch
 from av.audio.stream import AudioStream
 from av.container import OutputContainer
-from av.error import FFmpegError
 from torch import Tensor
 
-from .demux import open_media, reason
+from .demux import faults_name, open_media
 
 LOG = logging.getLogger(__name__)
 # FFmpeg's names of what so many channels are, in the order in which ComfyUI and torchaudio have
@@ -78,23 +77,21 @@ def read_audio(path: Path, start: Fraction | float = 0) -> Audio:
     with path.open("rb"):  # raises the OSError that names the path
         pass
     blocks: list[Tensor] = []
-    try:
-        with open_media(f"file:{path}") as container:
-            if not container.streams.audio:
-                raise ValueError(f"{path} has no sound; expected a file with an audio stream")
-            stream = container.streams.audio[0]
-            channels, rate = stream.codec_context.channels, stream.codec_context.sample_rate
-            layout = LAYOUTS.get(channels, "stereo")
-            resampler = av.AudioResampler(format="fltp", layout=layout, rate=rate)
-            frames = itertools.chain(container.decode(stream), [None])
-            for out in itertools.chain.from_iterable(map(resampler.resample, frames)):
-                blocks.append(torch.from_numpy(out.to_ndarray()))
-    except FFmpegError as error:
-        raise ValueError(f"{path} cannot be read ({reason(error)}); expected sound") from error
-    waveform = torch.cat(blocks, dim=1)[:, round(start * rate) :] if blocks else torch.empty(1, 0)
-    if not waveform.shape[1]:
-        raise ValueError(f"{path} has no sound at {float(start):g} s or later")
-    return Audio(waveform, rate)
+    with faults_name(path, "cannot be read as sound"), open_media(f"file:{path}") as container:
+        # What FFmpeg cannot decode has no context.
+        streams = [each for each in container.streams.audio if each.codec_context]
+        if not streams:
+            raise ValueError(f"{path} has no sound; expected a file with an audio stream")
+        channels, rate = streams[0].codec_context.channels, streams[0].codec_context.sample_rate
+        layout = LAYOUTS.get(channels, "stereo")
+        resampler = av.AudioResampler(format="fltp", layout=layout, rate=rate)
+        frames = itertools.chain(container.decode(streams[0]), [None])
+        for out in itertools.chain.from_iterable(map(resampler.resample, frames)):
+            blocks.append(torch.from_numpy(out.to_ndarray()))
+        sound = torch.cat(blocks, dim=1)[:, round(start * rate) :] if blocks else torch.empty(1, 0)
+        if not sound.shape[1]:
+            raise ValueError(f"{path} has no sound at {float(start):g} s or later")
+        return Audio(sound, rate)
 
 
 class SoundTrack:

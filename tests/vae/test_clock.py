@@ -6,15 +6,18 @@ from itertools import pairwise
 
 import pytest
 
-pytest.importorskip("av", reason="PyAV is not installed")
+av = pytest.importorskip("av", reason="PyAV is not installed")
 
-from fast_video_vae.vae.clock import (
+from fast_video_vae.vae.clock import (  # noqa: E402
+    LEEWAY,
     SLACK,
     Timed,
     at_rate,
     between,
     checked_rate,
     frames_within,
+    in_step,
+    timed,
 )
 
 NTSC = Fraction(30000, 1001)
@@ -104,3 +107,84 @@ def test_a_rate_that_no_file_holds_is_refused():
     for fps in (0, -1.5, 10_000, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="expected more than 0 and less than 10000"):
             checked_rate(fps)
+
+
+def stepped(items, fps, start=None, end=None):
+    found = in_step(items, fps, items[0].time if start is None else start, end)
+    return [frame for frame, count in found for _ in range(count)]
+
+
+@pytest.mark.parametrize("fps", RATES)
+@pytest.mark.parametrize("digits", [None, 3])
+@pytest.mark.parametrize("count", [1, 2, 7, 400])
+def test_constant_frames_come_in_turn(fps, digits, count):
+    items = constant(count, fps, Fraction(7, 3), digits)
+    assert stepped(items, fps) == list(range(count))
+    # A rate that is a little off, by less than a frame in all, changes nothing.
+    assert stepped(items, fps * (1 + LEEWAY / 2 / count)) == list(range(count))
+
+
+@pytest.mark.parametrize("fps", RATES)
+@pytest.mark.parametrize("source", RATES)
+def test_no_frame_is_shown_too_early_or_late(source, fps):
+    items = constant(60, source, Fraction(7, 3))
+    found = stepped(items, fps)
+    for tick, number in enumerate(found):
+        if tick == 0 or found[tick - 1] != number:
+            moment = items[0].time + tick / fps
+            assert abs(moment - items[number].time) * fps <= LEEWAY
+    assert found == sorted(found)
+    # The last one has a turn, also where the rate is far too low for the frames.
+    assert abs(len(found) / fps - 60 / source) <= Fraction(3, 2) / fps
+
+
+@pytest.mark.parametrize(
+    ("times", "fps", "end", "expected"),
+    [
+        ([0, 1, 2, 5, 6, 7], 1, None, [0, 1, 2, 2, 2, 3, 4]),  # a pause
+        ([0, 1, 2, 9], 1, None, [0, 1, *[2] * 7]),  # the last one, which ends at 9, lasts
+        ([0, 1, 2, 9], 1, 4, [0, 1, 2, 2]),  # but not behind the end
+        ([0, 1, 1, 1, 4, 5], 1, None, [0, 1, 2, 3, 4]),  # no times of their own
+        ([0, 0.2, 0.4, 0.6, 3, 4], 1, None, [2, 3, 3, 4]),  # too fast
+        ([0, 1.4, 1.7, 3.4, 4], 1, None, [0, 1, 2, 3]),  # jitter
+    ],
+)
+def test_pauses_repeat_and_haste_drops(times, fps, end, expected):
+    items = [Timed(Fraction(a), Fraction(b), index) for index, (a, b) in enumerate(pairwise(times))]
+    assert stepped(items, Fraction(fps), end=end) == expected
+
+
+def frame_at(milliseconds):
+    frame = av.VideoFrame(16, 16, "gray")
+    frame.pts, frame.time_base = milliseconds, Fraction(1, 1000)
+    return frame
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([0, 40, 80], [0, 40, 80]),
+        ([None, None, None], [0, 40, 80]),
+        ([0, 40, 30, 80], [0, 40, 40, 80]),  # damage
+        ([0, 40, 5000, 5040], [0, 40, 5000, 5040]),  # a pause
+        ([0, 40, 9_000_000, 9_000_040], [0, 40, 80, 120]),  # the clock is another one
+        ([5000, 5040, 0, 40], [5000, 5040, 5080, 5120]),  # and here it begins anew
+    ],
+)
+def test_a_clock_that_is_set_anew_is_no_pause(times, expected):
+    found = timed([frame_at(time) for time in times], Fraction(0), Fraction(25))
+    assert [round(1000 * item.time) for item in found] == expected
+
+
+def test_what_is_shown_in_a_pause_belongs_to_the_stretch():
+    items = [Timed(Fraction(t), Fraction(t + 1), t) for t in (0, 1, 5, 6)]
+
+    def found(start, end):
+        return [item.frame for item in between(items, Fraction(start), end, Fraction(1))]
+
+    assert found(2, 4) == [1]
+    assert found(2, 6) == [1, 5]
+    assert found(4, 6) == [5]  # the next one is near
+    assert found(1, 6) == [1, 5]
+    assert found(8, None) == []
+    assert list(between(items, Fraction(2), Fraction(4))) == []
