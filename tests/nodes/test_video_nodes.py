@@ -351,6 +351,10 @@ def test_another_vae_decodes_as_it_does_and_is_written(state, output, caplog):
         (latents(2), {"frames": "x"}, "frames is 'x'"),
         (latents(2), {"audio": {"waveform": torch.zeros(5), "sample_rate": 8000}}, "audio: "),
         (latents(2), {"audio": tone(1, channels=3)}, "audio: .*3 channels"),
+        (latents(2), {"audio": [torch.zeros(1, 1, 5)]}, "audio: it is a list; expected an AUDIO"),
+        (latents(2), {"audio": {"waveform": None, "sample_rate": 8000}}, "audio: .*NoneType"),
+        (latents(2), {"audio": {"sample_rate": 8000}}, "audio: it is a dict; expected an AUDIO"),
+        (latents(2), {"filename_prefix": "a\0b"}, r"filename_prefix is 'a\\x00b'"),
         (latents(2), {"filename_prefix": "../../x"}, "filename_prefix is '../../x'"),
     ],
 )
@@ -618,6 +622,25 @@ def test_files_that_are_no_videos_are_told_in_a_line(vae, tmp_path):
         encode(vae, written(smooth(1, 6, 6), tmp_path / "small.mkv"))
     with pytest.raises(FileNotFoundError):
         encode(vae, InputImpl.VideoFromFile(str(tmp_path / "gone.mp4")))
+
+
+@pytest.mark.parametrize("video", [None, [1], {"samples": 1}])
+def test_what_is_no_video_is_told_in_a_line(vae, video):
+    with pytest.raises(ValueError, match=f"^video: it is a {type(video).__name__}; expected a VID"):
+        encode(vae, video)
+
+
+def test_a_varying_rate_keeps_its_timing(vae, tmp_path, caplog):
+    from comfy_api.latest import InputImpl
+
+    from fast_video_vae.tests.videos import moving_clip, write_with
+
+    times = [0, 40, 80, 500, 1000, 1040, 1500, 1900, 1920]
+    path = write_with(tmp_path / "a.mkv", moving_clip(9), "matroska", times=times)
+    with caplog.at_level(logging.INFO):
+        _, fps, frames, _ = encode(vae, InputImpl.VideoFromFile(str(path)))
+    assert (fps, frames) == (25.0, 49)
+    assert sum("a.mkv has a varying frame rate" in line for line in caplog.messages) == 1
 
 
 def test_a_vae_without_an_encoder_is_told(state, tmp_path):

@@ -21,7 +21,7 @@ for _package in ("av", "tqdm", "PIL"):
 
 import av  # noqa: E402
 
-from fast_video_vae.tests.videos import moving_clip, psnr  # noqa: E402
+from fast_video_vae.tests.videos import moving_clip, psnr, write_with  # noqa: E402
 from fast_video_vae.vae import Audio, VideoWriter, load_vae, read_video  # noqa: E402
 from fast_video_vae.vae.sound import read_audio  # noqa: E402
 from fast_video_vae.vae.writer import frames_to_uint8  # noqa: E402
@@ -157,6 +157,23 @@ def test_encode_takes_a_part(tmp_path, run, vae_path, options, frames, shape, fp
         vae = load_vae(vae_path, dtype=torch.float32)
         pictures = moving_clip(33, 32, 48)[list(frames)].permute(3, 0, 1, 2).unsqueeze(0)
         torch.testing.assert_close(latent, vae.encode(pictures), rtol=1e-4, atol=1e-4)
+
+
+def test_a_varying_rate_keeps_its_timing_through_encode_and_decode(tmp_path, run, vae_path):
+    source, file, movie = (tmp_path / name for name in ("a.mkv", "l.safetensors", "b.mp4"))
+    times = [0, 40, 80, 500, 1000, 1040, 1500, 1900, 1920]
+    write_with(source, moving_clip(9), "matroska", times=times)
+    code, lines, errors = run("encode", source, "--vae", vae_path, "-o", file, "--dtype", "fp32")
+    assert code == 0
+    assert lines[-1].endswith("for 49 frames at 25 fps")
+    assert sum("a.mkv has a varying frame rate" in line for line in errors) == 1
+    assert run("decode", file, "--vae", vae_path, "-o", movie)[0] == 0
+    video = read_video(movie)
+    assert abs(video.estimated_frames / video.fps - Fraction(times[-1] + 40, 1000)) <= 1 / video.fps
+    code, lines, _ = run("demo", source, "--vae", vae_path, "--out", tmp_path / "out")
+    assert code == 0
+    shown = read_video(next((tmp_path / "out").glob("*.mp4")))
+    assert (shown.fps, shown.estimated_frames) == (25, 49)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The sound beside a video: along with the frames, and as long."""
 
 import itertools
+import logging
 
 import numpy as np
 import pytest
@@ -107,6 +108,7 @@ def test_sound_and_pictures_lie_side_by_side(tmp_path):
 @pytest.mark.parametrize(
     ("wave", "rate", "message"),
     [
+        ([0.0, 0.5], 8000, "audio is a list; expected a tensor"),
         (torch.zeros(8), 8000, r"audio is \[8\] torch.float32; expected \[channels, samples\]"),
         (torch.zeros(1, 8, dtype=torch.int16), 8000, "int16; expected"),
         (torch.zeros(3, 8), 8000, "audio has 3 channels; expected 1, 2, 4, 6 or 8"),
@@ -123,3 +125,29 @@ def test_a_sound_without_samples_is_none(tmp_path):
     path = write(tmp_path / "a.mp4", moving_clip(2), audio=Audio(torch.zeros(2, 0), 48000))
     with av.open(str(path)) as container:
         assert not container.streams.audio
+
+
+@pytest.mark.parametrize(
+    ("codec", "suffix"), [("h264", ".mp4"), ("h264", ".mkv"), ("vp9", ".webm"), ("prores", ".mov")]
+)
+@pytest.mark.parametrize("gain", [1.5, 1e30])
+def test_sound_that_is_too_loud_is_clipped_as_players_do(tmp_path, caplog, codec, suffix, gain):
+    wave = sine(96_000, 48_000) * 2.5  # up to 1.0
+    path = tmp_path / f"a{suffix}"
+    loud = wave * gain
+    with caplog.at_level(logging.INFO):
+        write(path, moving_clip(48), 24, codec=codec, audio=Audio(loud, 48_000))
+    said = [each for each in caplog.messages if "louder" in each]
+    assert len(said) == 1
+    assert "the sound is louder than 1.0" in said[0]
+    sound, _ = heard(path)
+    kept = slice(4096, 90_000)
+    error = (sound[:, kept] - loud.clamp(-1, 1)[:, kept]).square().mean().sqrt()
+    assert error < (0.25 if gain > 2 else 0.15)  # squares have overtones that no codec keeps
+    assert loud.abs().max() > 1  # the caller's own is as it was
+
+
+def test_sound_within_range_is_not_said_to_be_loud(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        write(tmp_path / "a.mp4", moving_clip(4), audio=Audio(torch.ones(1, 8000), 48_000))
+    assert not [each for each in caplog.messages if "louder" in each]
