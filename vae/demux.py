@@ -34,6 +34,7 @@ BT601 = 5
 # The most pixels of a picture: 16384 x 8192. FFmpeg's own limit is twice that, and a header of a
 # few bytes can announce it.
 MOST_PIXELS = 2**27
+LIMITS = {"max_pixels": str(MOST_PIXELS)}
 # What PyAV raises over a file that is damaged, besides FFmpeg's own: a stream that comes later than
 # the header is an IndexError before PyAV 17, a rotation that is no number a ValueError.
 FAULTS = (FFmpegError, ArithmeticError, LookupError, ValueError)
@@ -126,10 +127,11 @@ def open_media(source: object) -> InputContainer:
     # PyAV before 19 takes tags that are no UTF-8 for an error unless it is asked not to. From 19 on
     # it does not know the option and keeps their bytes. Its `open` has no signature to look at.
     tolerant: dict[str, Any] = {"metadata_errors": "replace"}
+    # FFmpeg decodes a frame of some formats to know what they are.
     try:
-        return av.open(source, "r", **tolerant)
+        return av.open(source, "r", options=LIMITS, **tolerant)
     except TypeError:
-        return av.open(source, "r")
+        return av.open(source, "r", options=LIMITS)
 
 
 def _video_stream(path: Path, container: InputContainer, size: int) -> VideoStream:
@@ -145,6 +147,7 @@ def _video_stream(path: Path, container: InputContainer, size: int) -> VideoStre
     width, height = stream.codec_context.width, stream.codec_context.height
     if width * height > MOST_PIXELS:
         raise ValueError(f"{path} is {width}x{height}; expected at most {MOST_PIXELS:,} pixels")
+    stream.codec_context.options = LIMITS
     stream.thread_type = "AUTO"
     # mp4 says where each frame lies: a file that was cut off is known by it before any work.
     # PyAV before 17 does not show it; there the end is noticed when it comes.

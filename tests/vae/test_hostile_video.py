@@ -131,6 +131,7 @@ def y4m(head):
         ("page.mp4", b"<!DOCTYPE html><html><body>404</body></html>"),
         ("zeros.avi", bytes(4096)),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_announces_nonsense_is_one_line(tmp_path, name, data):
     path = tmp_path / name
