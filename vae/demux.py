@@ -127,11 +127,11 @@ def open_media(source: object) -> InputContainer:
     # PyAV before 19 takes tags that are no UTF-8 for an error unless it is asked not to. From 19 on
     # it does not know the option and keeps their bytes. Its `open` has no signature to look at.
     tolerant: dict[str, Any] = {"metadata_errors": "replace"}
-    # FFmpeg decodes a frame of some formats to know what they are.
+    # No `options`, however useful: PyAV 16 crashes with them where a stream comes after the header.
     try:
-        return av.open(source, "r", options=LIMITS, **tolerant)
+        return av.open(source, "r", **tolerant)
     except TypeError:
-        return av.open(source, "r", options=LIMITS)
+        return av.open(source, "r")
 
 
 def _video_stream(path: Path, container: InputContainer, size: int) -> VideoStream:

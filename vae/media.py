@@ -36,7 +36,6 @@ from .demux import (
     LANCZOS,
     MISSING_SECONDS,
     MISSING_SHARE,
-    MOST_PIXELS,
     Upright,
     announced_seconds,
     decoded,
@@ -321,10 +320,7 @@ def read_video(source: str | os.PathLike[str] | BinaryIO) -> VideoFile:
         sample = Sample(container.demux(stream))
         first = next(decoded(path, iter(sample), stream), None)
         if first is None:
-            raise ValueError(
-                f"{path} holds no frame of at most {MOST_PIXELS:,} pixels that can be decoded; "
-                "expected a video"
-            )
+            raise ValueError(f"{path} holds no frame that can be decoded; expected a video")
         height, width = first.height, first.width
         if quarter_turns(first) % 2:
             height, width = width, height
