@@ -19,7 +19,7 @@ from types import FrameType, TracebackType
 
 # SIGBREAK is Windows' own, for Ctrl-Break and a console that is closed.
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
-# Less than the 10 s that docker and systemd's users commonly grant before SIGKILL, more than an
+# Less than the 10 s that docker grants before SIGKILL, more than an
 # encoder takes for the piece at hand.
 GRACE_S = 8.0
 
