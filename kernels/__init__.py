@@ -36,12 +36,20 @@ from .backend import (
 )
 from .gpu_config import GPUConfig, gpu_config
 from .matrix import NativeLibrary, Support, backend_matrix, native_library
+from .messages import LINE, guarded, line, shown
 from .preparations import Preparation, preparations, preparing
+from .tensor_files import PICKLE, SAFETENSORS, ZIP, Header, Place, kind_of, read_header
 
 __all__ = [
+    "LINE",
+    "PICKLE",
+    "SAFETENSORS",
+    "ZIP",
     "BackendError",
     "GPUConfig",
+    "Header",
     "NativeLibrary",
+    "Place",
     "Preparation",
     "Support",
     "attention",
@@ -53,16 +61,21 @@ __all__ = [
     "gpu_config",
     "group_norm_silu",
     "group_norm_statistics",
+    "guarded",
     "interleave_time",
+    "kind_of",
+    "line",
     "log_once",
     "merge_phases",
     "native_library",
     "pixel_shuffle_3d",
     "preparations",
     "preparing",
+    "read_header",
     "rms_norm",
     "rms_norm_silu",
     "run_kernel",
+    "shown",
     "silu_mul",
     "use_backend",
     "use_quality",

@@ -9,31 +9,34 @@ ends the process.
 import json
 import os
 import re
-import sys
+import stat
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..kernels import (
+    LINE,
+    PICKLE,
+    ZIP,
+    Header,
+    guarded,
+    kind_of,
+    line,
+    read_header,
+    shown,
+)
 from .adapters import Adapter, make_adapter
 from .base import spell
 from .keys import Target, Targets, is_of_text_encoder, split_key
 
-# By the names that headers have for them.
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64, "I32": torch.int32,
-}  # fmt: skip
-
-# What a pickle begins with: a zip archive, or its own first byte.
-_PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+# Lines of a report on pairs that do not fit, which can be of any number of shapes.
+_MISFITS = 5
 
 # Parts that are differences of a parameter of their own.
 _DIFFERENCES = ("diff_b", "b_norm", "diff_m")
@@ -100,29 +103,21 @@ class Report:
         for leaf, count in self.absent.items():
             groups[count].append(leaf)
         for count, leaves in sorted(groups.items(), reverse=True):
-            names = "/".join(leaves[:4]) + ("/..." if len(leaves) > 4 else "")
+            names = "/".join(map(shown, leaves[:4])) + ("/..." if len(leaves) > 4 else "")
             lines.append(f"  {count * len(leaves)} keys for {names}: not in this model")
-        lines += [f"  {count} keys do not fit: {why}" for why, count in self.unfit.items()]
+        misfits = list(self.unfit.items())
+        lines += [f"  {count} keys do not fit: {why}" for why, count in misfits[:_MISFITS]]
+        if rest := sum(count for _, count in misfits[_MISFITS:]):
+            lines.append(f"  {rest} more keys do not fit")
         if self.unknown:
-            some = ", ".join(self.unknown[:3]) + (", ..." if len(self.unknown) > 3 else "")
+            some = ", ".join(map(shown, self.unknown[:3]))
+            some += ", ..." if len(self.unknown) > 3 else ""
             lines.append(f"  {len(self.unknown)} keys of an unknown form: {some}")
         if self.text_encoder:
             lines.append(f"  {self.text_encoder} keys for a text encoder: not applied to a model")
         if self.repeated:
             lines.append(f"  {self.repeated} keys for what others are for: the first are applied")
         return lines + [f"  {note}" for note in self.notes]
-
-
-class _Place(NamedTuple):
-    """Where a tensor lies in a file, as its header says."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, int]
-
-    @classmethod
-    def of(cls, dtype: str, shape: list[int], data_offsets: tuple[int, int]) -> "_Place":
-        return cls(sys.intern(dtype), tuple(shape), (data_offsets[0], data_offsets[1]))
 
 
 class LoraFile:
@@ -146,11 +141,11 @@ class LoraFile:
         self.identity = identity(self.path)
         self.report = Report(self.path.name)
         self.entries: list[Entry] = []
-        self._check()
-        self._start, header = self._header()
-        self._scales = _Scales(header.pop("__metadata__", {}))
-        self._places = {key: _Place.of(**place) for key, place in header.items()}
-        self._sort(targets)
+        with guarded(self.path.name):
+            header = self._header()
+            self._start, self._places = header.start, header.places
+            self._scales = _Scales(header.metadata)
+            self._sort(targets)
         if not self.entries:
             raise ValueError(self._no_match(targets))
         self.report.notes += self._scales.notes
@@ -170,41 +165,37 @@ class LoraFile:
         Raises:
             ValueError: Something is wrong with it, or the file was replaced meanwhile.
         """
-        parts = {part: self._tensor(key) for part, key in entry.keys.items()}
-        where = f"{self.path.name}: {next(iter(entry.keys.values()))}"
-        if "up" in parts and "alpha" not in parts:
-            alpha = self._scales.alpha(entry.shapes["down"][0])
-            if alpha is not None:
-                parts["alpha"] = torch.tensor(alpha)
-        elif "alpha" in parts and self._scales.stabilised and "down" in parts:
-            parts["alpha"] = parts["alpha"].float() * entry.shapes["down"][0] ** 0.5
-        return make_adapter(parts, where)
+        with guarded(self.path.name):
+            parts = {part: self._tensor(key) for part, key in entry.keys.items()}
+            where = f"{self.path.name}: {shown(next(iter(entry.keys.values())))}"
+            paired = {"up", "down"} <= parts.keys()
+            if paired and "alpha" not in parts:
+                alpha = self._scales.alpha(entry.shapes["down"][0])
+                if alpha is not None:
+                    parts["alpha"] = torch.tensor(alpha)
+            elif "alpha" in parts and self._scales.stabilised and "down" in parts:
+                parts["alpha"] = parts["alpha"].float() * entry.shapes["down"][0] ** 0.5
+            return make_adapter(parts, where)
 
-    def _check(self) -> None:
-        """Let safetensors see whether the file is one."""
+    def _header(self) -> Header:
+        """What the file says of itself, if it is one whose tensors can be believed."""
         try:
+            mode = self.path.stat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise ValueError("it is a device; expected a .safetensors file")
             with self.path.open("rb") as file:
-                begin = file.read(4)
-            with safe_open(str(self.path), framework="pt"):
-                return
-        except SafetensorError as error:
-            # Not before: the length that a safetensors file begins with can look like a pickle.
-            if begin.startswith(_PICKLES):
-                why = "is a pickle, which can run code; expected a .safetensors file"
-                raise ValueError(f"{self.path.name} {why}") from None
-            raise ValueError(f"{self.path.name} is not a whole safetensors file: {error}") from None
+                kind = kind_of(file, self.identity.size)
+                if kind in (PICKLE, ZIP):
+                    why = "is a pickle, which can run code; expected a .safetensors file"
+                    raise ValueError(f"{self.path.name} {why}")
+                return read_header(file, self.identity.size)
         except OSError as error:
             raise ValueError(f"{self.path.name} cannot be read: {error.strerror}") from None
 
-    def _header(self) -> tuple[int, dict[str, Any]]:
-        """Where the numbers begin, and what the header says."""
-        size = int.from_bytes(self._bytes(0, 8), "little")
-        return 8 + size, json.loads(bytes(self._bytes(8, size)))
-
     def _tensor(self, key: str) -> Tensor:
         place = self._places[key]
-        if (dtype := _DTYPES.get(place.dtype)) is None:
-            raise ValueError(f"{self.path.name}: {key} is {place.dtype}; expected floating point")
+        if (dtype := place.torch_dtype) is None:
+            raise ValueError(f"{shown(key)} is {shown(place.dtype)}; expected floating point")
         first, last = place.offsets
         if first == last:
             return torch.empty(place.shape, dtype=dtype)
@@ -267,11 +258,14 @@ class LoraFile:
         if self.report.unfit:
             why = next(iter(self.report.unfit))
             return f"{self.path.name} is for another model: {why}"
-        theirs = [key for key in self._places if split_key(key)][:5]
-        theirs = ", ".join(theirs or list(self._places)[:5]) or "no keys"
-        ours = ", ".join(targets.examples(5)) or "none"
-        both = f"it has {theirs}; the model has {ours}"
-        return f"nothing in {self.path.name} is for this model: {both}"
+        theirs = [key for key in self._places if split_key(key)]
+        # Keys of a LoRA are worth a long line: they say which model it is for.
+        count = 5 if theirs else 2
+        keys = ", ".join(map(shown, (theirs or list(self._places))[:count])) or "no keys"
+        ours = ", ".join(targets.examples(count)) or "none"
+        text = f"nothing in {shown(self.path.name, 255)} is for this model: it has {keys}; "
+        text += f"the model has {ours}"
+        return text if theirs or len(text) <= LINE else f"{text[: LINE - 3]}..."
 
 
 def identity(path: str | Path) -> Identity:
@@ -284,7 +278,7 @@ def identity(path: str | Path) -> Identity:
     try:
         stat = path.stat()
     except OSError as error:
-        raise ValueError(f"{path.name} cannot be read: {error.strerror}") from None
+        raise ValueError(line(path.name, f"cannot be read: {error.strerror}")) from None
     return Identity(str(path), stat.st_size, stat.st_mtime_ns)
 
 
@@ -301,7 +295,10 @@ def check_shapes(entry: Entry, shape: tuple[int, ...]) -> str | None:
         return f"a difference of {spell(size)} for a parameter of {spell(shape)}"
     if not {"up", "down"} <= entry.shapes.keys() or {"mid", "reshape_weight"} & entry.shapes.keys():
         return None  # known when it is read
-    size = entry.shapes["up"][0], prod(entry.shapes["down"][1:])
+    up, down = entry.shapes["up"], entry.shapes["down"]
+    if not up or not down:
+        return f"a pair of {spell(up)} and {spell(down)}"
+    size = up[0], prod(down[1:])
     if len(shape) > 1 and size == (shape[0], prod(shape[1:])):
         return None
     return f"a pair for {spell(size)} and a parameter of {spell(shape)}"
@@ -324,7 +321,7 @@ class _Scales:
         for name in ("lora_adapter_metadata", "adapter_config", "peft_config", "ss_network_args"):
             try:
                 value = json.loads(metadata.get(name, "{}"))
-            except ValueError:
+            except (ValueError, RecursionError):
                 value = {}
             if isinstance(value, dict):
                 known |= {str(key).rpartition(".")[2]: each for key, each in value.items()}
@@ -346,5 +343,5 @@ class _Scales:
 def _number(value: object) -> float | None:
     try:
         return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None

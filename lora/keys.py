@@ -67,6 +67,9 @@ _PREFIXES = (
     "diffusion_model_",
 )
 
+# Prefixes that one key has, at the most; a key of nothing else would take its length squared.
+_MOST_PREFIXES = 16
+
 # Of other models that come in the same file.
 _TEXT_ENCODER = re.compile(r"(lora_te\d?_|text_encoders?[._\d]|te\d?[._]|clip_[lgh][._])")
 
@@ -215,7 +218,7 @@ class Targets:
 def _without_prefixes(stem: str) -> Iterator[str]:
     """A name, and what is left of it when prefixes are cut off, the longest first."""
     waiting, seen = [stem], set()
-    while waiting:
+    while waiting and len(seen) < _MOST_PREFIXES:
         name = waiting.pop(0)
         if name in seen:
             continue

@@ -1,23 +1,23 @@
 """Checkpoints: files in, one key naming, strict loading with a report that can be read."""
 
+import logging
 import os
-import pickle
-import warnings
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import safetensors
 import torch
 from torch import Tensor
 
-from ..kernels import check_quality
-from .config import LayoutError, VAEConfig, read_configs
+from ..kernels import check_quality, guarded, line, shown
+from .checkpoint_file import read_file
+from .config import SEEDVR2, LayoutError, VAEConfig, read_configs
 from .dialects import to_wan_keys, with_time
 from .model import VideoVAE
 from .precision import fastest_decode_dtype
+
+_logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -52,9 +52,10 @@ def load_vae(
     """Load a VAE of the Wan family or of SeedVR2; what it is, is read off its tensors.
 
     Args:
-        source: A `.safetensors` file; a `.pth`, `.pt`, `.ckpt` or `.bin` file of tensors alone; or
-            a state dict. Keys are the original ones, prefixed with `model.`, or diffusers'.
-            Weights may have any float dtype.
+        source: A safetensors file; a PyTorch file of tensors alone (`.pth`, `.pt`, `.ckpt`,
+            `.bin`); either is known by its content, whatever its name; or a state dict. Keys are
+            the original ones, prefixed with `model.`, or diffusers'. Weights may have any float
+            dtype.
         device: Where the weights live and the work is done.
         dtype: Dtype of the computation: float32, bfloat16, float16 or float64. None: decode in
             bfloat16 where the device has it (a CPU: where it is measured faster), else in float32;
@@ -111,14 +112,14 @@ def read_checkpoint(source: str | os.PathLike[str] | Mapping[str, Tensor]) -> Ch
             finite.
     """
     name = "the state dict" if isinstance(source, Mapping) else str(Path(source))
-    raw = dict(source) if isinstance(source, Mapping) else read_file(Path(source))
-    try:
-        weights = with_time(to_wan_keys(raw))
+    with guarded(name, keep=(LayoutError,)):
+        raw = dict(source) if isinstance(source, Mapping) else read_file(Path(source))
+        weights = to_wan_keys(raw)
+        _check_kinds(weights)
+        weights = with_time(weights)
         config = _fit({key: tuple(value.shape) for key, value in weights.items()})
         _check_values(weights)
-    except ValueError as error:
-        kind = LayoutError if isinstance(error, LayoutError) else ValueError
-        raise kind(f"{name}: {error}") from None
+        _check_ends(weights, config, name)
     return Checkpoint(config, weights)
 
 
@@ -168,39 +169,6 @@ def build_vae(
     return vae.requires_grad_(False).eval()
 
 
-def read_file(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint file; nothing in it is executed.
-
-    Raises:
-        OSError: The file is missing or cannot be opened.
-        ValueError: It is empty, damaged, of another kind, or holds more than tensors.
-    """
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; expected a .safetensors or .pth file")
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; expected a .safetensors or .pth file")
-    if path.stat().st_size == 0:
-        raise ValueError(f"{path} is empty; expected a .safetensors or .pth file")
-    try:
-        if path.suffix in (".safetensors", ".sft"):
-            with safetensors.safe_open(path, framework="pt") as file:
-                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, not a dict
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # of other pickle protocols; what it cannot read it refuses
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is not a whole .safetensors file: {_line(error)}") from None
-    except pickle.UnpicklingError:
-        raise ValueError(
-            f"{path} is damaged or holds more than tensors; expected a state dict"
-        ) from None
-    except (RuntimeError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is not a whole PyTorch file: {_line(error)}") from None
-    return _tensors_of(loaded, path)
-
-
 def _fit(shapes: dict[str, tuple[int, ...]]) -> VAEConfig:
     """The reading of the shapes that they fit; else an error with a report on the closest."""
     reports: list[tuple[int, VAEConfig, str]] = []
@@ -208,7 +176,7 @@ def _fit(shapes: dict[str, tuple[int, ...]]) -> VAEConfig:
         with torch.device("meta"):
             expected = VideoVAE(config, torch.float32, torch.float32).state_dict()
         missing = [key for key in expected if key not in shapes]
-        unexpected = [key for key in shapes if key not in expected]
+        unexpected = [shown(key) for key in shapes if key not in expected]
         wrong = [
             f"{key} {list(shapes[key])}, expected {list(value.shape)}"
             for key, value in expected.items()
@@ -230,14 +198,38 @@ def _fit(shapes: dict[str, tuple[int, ...]]) -> VAEConfig:
             break
     count, config, report = min(reports, key=lambda entry: entry[0])
     if count:
-        raise ValueError(f"the weights do not fit the {config.family} layout: {report}")
+        raise ValueError(f"not a fit for {config.family}: {report}")
     return config
+
+
+def _check_kinds(weights: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that have no numbers of their own, before something is made of their size."""
+    for key, value in weights.items():
+        if value.is_nested:
+            kind = "nested"
+        elif value.layout != torch.strided:
+            kind = "sparse"
+        elif value.is_quantized:
+            kind = "quantised"
+        elif value.is_meta:
+            kind = "on the meta device, without numbers"
+        elif not value.numel():
+            kind = f"{list(value.shape)}, which holds nothing"
+        elif any(
+            not step and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)
+        ):
+            kind = "expanded from fewer numbers"
+        else:
+            continue
+        raise ValueError(f"{shown(key)} is {kind}; expected plain tensors")
 
 
 def _check_values(weights: Mapping[str, Tensor]) -> None:
     """Refuse integers, and what training or a disk left broken."""
     whole = [
-        f"{key} ({value.dtype})" for key, value in weights.items() if not value.is_floating_point()
+        f"{shown(key)} ({value.dtype})"
+        for key, value in weights.items()
+        if not value.is_floating_point()
     ]
     if whole:
         raise ValueError(f"the weights are not floating point: {_some('such', whole)}")
@@ -246,6 +238,20 @@ def _check_values(weights: Mapping[str, Tensor]) -> None:
         raise ValueError(
             f"the weights hold NaN or infinity: {_some('such', broken)}; expected finite ones"
         )
+
+
+def _check_ends(weights: Mapping[str, Tensor], config: VAEConfig, name: str) -> None:
+    """Say what becomes of frames where the convolution at the latent's end holds nothing."""
+    if config.family == SEEDVR2:
+        return
+    if not weights["conv2.weight"].to(torch.float32).any():
+        raise ValueError(
+            "conv2.weight (post_quant_conv) is all zeros, so that every latent would decode to the "
+            "same flat color; expected weights that were trained"
+        )
+    if "conv1.weight" in weights and not weights["conv1.weight"].to(torch.float32).any():
+        text = "conv1.weight (quant_conv) is all zeros: all frames encode to the same latent"
+        _logger.warning("Fast Video VAE: %s", line(name, text))
 
 
 def _widened(value: Tensor) -> Tensor:
@@ -281,22 +287,3 @@ def _some(kind: str, entries: list[str]) -> str:
         return ""
     more = f", and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
     return f"{len(entries)} {kind} ({', '.join(entries[:_NAMED])}{more})"
-
-
-def _tensors_of(loaded: Any, path: Path) -> dict[str, Tensor]:  # noqa: ANN401, whatever was in the file
-    """The state dict in what a `.pth` file held: itself, or the one entry that is it."""
-    for key in ("state_dict", "model", "vae"):
-        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
-            loaded = loaded[key]
-    if not isinstance(loaded, Mapping):
-        raise ValueError(f"{path} holds a {type(loaded).__name__}; expected a state dict")
-    return dict(loaded)
-
-
-def _is_zip(path: Path) -> bool:
-    """Whether a PyTorch file is of the kind that can be mapped into memory (since PyTorch 1.6)."""
-    return zipfile.is_zipfile(path)
-
-
-def _line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0][:200]

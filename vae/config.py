@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..kernels import shown
 from .statistics import latent_statistics
 
 # Keys that tell one layout from another (present from the first release of each).
@@ -15,6 +16,9 @@ WAN21 = "wan2.1"
 WAN22 = "wan2.2"
 QWEN21 = "qwen-image-2.1"
 SEEDVR2 = "seedvr2"
+
+# Channels of a layer; the widest published VAE has 2048.
+_MAX_WIDTH = 1 << 16
 
 # Of every norm of SeedVR2.
 SEEDVR2_GROUPS = 32
@@ -161,7 +165,7 @@ def read_configs(shapes: Shapes) -> list[VAEConfig]:
     if _WAN_KEY not in shapes:
         raise LayoutError(
             f"not a Wan, Qwen-Image or SeedVR2 VAE: none of its {len(shapes)} keys is {_WAN_KEY}"
-            + (f"; its first is {min(shapes)}" if shapes else "")
+            + (f"; its first is {shown(min(shapes))}" if shapes else "")
         )
     latent_channels = _size(shapes, "decoder.conv1.weight", 1)
     has_encoder = any(key.startswith("encoder.") for key in shapes)
@@ -294,15 +298,25 @@ def _size(shapes: Shapes, key: str, dim: int) -> int:
         raise ValueError(f"the checkpoint has no {key}")
     if dim >= len(shapes[key]):
         raise ValueError(f"{key} has shape {list(shapes[key])}; expected more dimensions")
-    return shapes[key][dim]
+    return _width(shapes, key, dim)
 
 
 def _widths(shapes: Shapes, anchors: tuple[str, ...], standard: tuple[int, ...]) -> tuple[int, ...]:
     """Each stage's width, from its first tensor that has it; the standard one without that."""
     return tuple(
-        shapes[key][0] if shapes.get(key) else width
+        _width(shapes, key, 0) if shapes.get(key) else width
         for key, width in zip(anchors, standard, strict=True)
     )
+
+
+def _width(shapes: Shapes, key: str, dim: int) -> int:
+    """A dimension that a network can have: others are made of it before any tensor fits or not."""
+    size = shapes[key][dim]
+    if not 0 < size <= _MAX_WIDTH:
+        raise ValueError(
+            f"{key} has shape {list(shapes[key])}; expected sizes of 1 to {_MAX_WIDTH}"
+        )
+    return size
 
 
 def _image_channels(out_channels: int, in_channels: int | None) -> tuple[int, int]:

@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
+from ..kernels import shown
 from .config import SEEDVR2_KEY
 
 # What packers put before every key.
@@ -43,7 +45,7 @@ _NESTED_NAMES = [
 _FLAT = re.compile(r"\.(resample\.1|to_qkv|proj)\.weight$")
 
 
-def to_wan_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_wan_keys(state: Mapping[Any, Any]) -> dict[str, Tensor]:
     """Bring the keys of any known dialect to Wan's own.
 
     Args:
@@ -53,22 +55,32 @@ def to_wan_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         The same tensors under Wan's names. Keys of no known dialect stay as they are.
 
     Raises:
-        ValueError: A key or a value is not of a state dict.
+        ValueError: A key or a value is not of a state dict, or two keys mean one tensor.
     """
     for key, value in state.items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
             raise ValueError(
-                f"entry {key!r} is a {type(value).__name__}; expected names and tensors alone"
+                f"entry {shown(key)} is a {type(value).__name__}; expected names and tensors alone"
             )
     prefix = next((p for p in _PREFIXES if state and all(key.startswith(p) for key in state)), "")
     plain = {key.removeprefix(prefix): value for key, value in state.items()}
     if SEEDVR2_KEY not in plain and any(".conv_in." in key for key in plain):
         nested = any(".upsampler." in key for key in plain)
-        plain = {_from_diffusers(key, nested): value for key, value in plain.items()}
+        names = {key: _from_diffusers(key, nested) for key in plain}
+        _check_different(names)
+        plain = {names[key]: value for key, value in plain.items()}
     if not any(key.startswith("encoder.") for key in plain):
         # What is left of an encoder that was cut off, after its last layer.
         plain = {key: value for key, value in plain.items() if not key.startswith("conv1.")}
     return plain
+
+
+def _check_different(names: Mapping[str, str]) -> None:
+    """Refuse two keys of one meaning, of which one would be lost."""
+    first: dict[str, str] = {}
+    for key, name in names.items():
+        if first.setdefault(name, key) != key:
+            raise ValueError(f"{shown(key)} and {shown(first[name])} are both {shown(name)}")
 
 
 def _from_diffusers(key: str, nested: bool) -> str:

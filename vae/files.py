@@ -8,6 +8,7 @@ too: they are raw as well.
 
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -15,17 +16,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from ..kernels import Header, guarded, read_header, shown
 from .stopping import settle, unfinished
 
 FORMAT_VERSION = "fast-video-vae 1"
 # Ours, the one of ComfyUI's LATENT, and the one in the files of ComfyUI's SaveLatent.
 LATENT_KEYS = ("latent", "samples", "latent_tensor")
+# Not all that Fraction takes: 1e999999999 has a billion digits.
+_FPS = re.compile(r"\d{1,9}([./]\d{1,9})?", re.ASCII)
 # What a write says when there is no room, and Python does not say where: disk, quota, limit.
 _NO_ROOM = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
@@ -128,27 +132,37 @@ def load_latent(path: Path) -> LatentFile:
         OSError: There is no such file, or it may not be read.
         ValueError: It is no safetensors file, or holds no latent of one video.
     """
-    with path.open("rb"):  # raises the OSError that names the path
-        pass
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            metadata = file.metadata() or {}
-            key = next((key for key in LATENT_KEYS if key in names), None)
-            if key is None:
-                raise ValueError(f"{path} has the tensors {names[:4]}; expected one named latent")
-            latent = file.get_tensor(key)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error})") from error
-    if latent.ndim != 5 or latent.shape[0] != 1:
-        raise ValueError(f"the latent in {path} is {list(latent.shape)}; expected [1, C, t, h, w]")
-    try:
-        fps = Fraction(metadata["fps"]) if "fps" in metadata else None
-    except (ValueError, ZeroDivisionError):
-        raise ValueError(
-            f"{path} gives its fps as {metadata['fps']!r}; expected a number"
-        ) from None
-    return LatentFile(latent, metadata.get("family"), fps)
+    with guarded(str(path)):
+        if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):
+            raise ValueError("it is a device; expected a latent file")
+        with path.open("rb") as file:
+            header = read_header(file, os.fstat(file.fileno()).st_size)
+            latent = _read_latent(file, header)
+        fps = header.metadata.get("fps")
+        if fps is not None and not (_FPS.fullmatch(fps) and Fraction(fps)):
+            raise ValueError(f"{path} gives its fps as {shown(fps)!r}; expected a number")
+        family = header.metadata.get("family")
+    return LatentFile(
+        latent, None if family is None else shown(family), None if fps is None else Fraction(fps)
+    )
+
+
+def _read_latent(file: BinaryIO, header: Header) -> Tensor:
+    """The tensor of a file that is a latent."""
+    key = next((key for key in LATENT_KEYS if key in header.places), None)
+    if key is None:
+        names = [shown(name) for name in list(header.places)[:4]]
+        raise ValueError(f"it has the tensors {names}; expected one named latent")
+    _, shape, (first, last) = place = header.places[key]
+    dtype = place.torch_dtype
+    if len(shape) != 5 or shape[0] != 1 or not all(shape) or dtype is None:
+        found = f"{list(shape)}" if dtype else f"of dtype {shown(place.dtype)}"
+        raise ValueError(f"its latent is {found}; expected [1, C, t, h, w]")
+    numbers = bytearray(last - first)
+    file.seek(header.start + first)
+    if file.readinto(numbers) != len(numbers):  # type: ignore[attr-defined]
+        raise ValueError("it was replaced while it was read; run it again")
+    return torch.frombuffer(numbers, dtype=dtype).view(shape)
 
 
 def _check_replaceable(path: Path) -> None:

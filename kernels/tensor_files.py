@@ -1,0 +1,193 @@
+"""What a file is, by what it begins with, and the header of a safetensors file.
+
+The format is one of eight bytes for the length of the header, a JSON object that names each tensor
+with its dtype, shape and place, and the numbers (https://github.com/huggingface/safetensors). A
+header is believed only where all of it fits the file, before anything of a declared size is made.
+"""
+
+import json
+import re
+from math import prod
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from .messages import shown
+
+SAFETENSORS, ZIP, PICKLE = "a safetensors file", "a zip archive", "a pickle"
+
+# More has no file of weights; each costs time before its name is known to mean nothing.
+MAX_TENSORS = 100_000
+
+# Of Python's objects JSON can make ten times its size.
+_MAX_HEADER = 16 << 20
+_MAX_KEY = 1000
+_MAX_DIMENSIONS = 8
+
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "BOOL": "bool",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "C64": "complex64",
+}  # fmt: skip
+
+# How other files begin, that have the names of weights after a download that failed or a mistake.
+_BEGINNINGS = (
+    (re.compile(rb"PK\x03\x04"), ZIP),
+    (re.compile(rb"\x80[\x02-\x05]"), PICKLE),
+    (re.compile(rb"version https://git-lfs"), "a git-lfs pointer and not the file itself"),
+    (re.compile(rb"\s*<(!doctype|html|head|body)", re.IGNORECASE), "an HTML page"),
+    (re.compile(rb"\s*<"), "XML"),
+    (re.compile(rb"GGUF"), "a GGUF file"),
+    (re.compile(rb"PK(\x05\x06|\x07\x08)"), "an empty or divided zip archive"),
+    (re.compile(rb"\x1f\x8b|\xfd7zXZ|BZh|7z\xbc\xaf|Rar!|\x28\xb5\x2f\xfd"), "a packed archive"),
+    (re.compile(rb"\x89HDF"), "an HDF5 file"),
+    (re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF"), "a picture or a video"),
+    (re.compile(rb"....ftyp|\x1aE\xdf\xa3", re.DOTALL), "a video"),
+    (re.compile(rb".{257}ustar", re.DOTALL), "a tar archive"),
+    (re.compile(rb"\0+\Z"), "filled with zeros"),
+)  # fmt: skip
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a safetensors file, as its header says.
+
+    Attributes:
+        dtype: The format's name of it.
+        shape: Of the tensor.
+        offsets: First byte and the one after the last, from where the numbers begin.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, int]
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """The dtype; None: PyTorch has none of this name."""
+        return getattr(torch, _DTYPES.get(self.dtype, ""), None)
+
+
+class Header(NamedTuple):
+    """What a safetensors file says of itself.
+
+    Attributes:
+        start: Where the numbers begin, in bytes.
+        places: By the names of the tensors.
+        metadata: Texts that go with them.
+    """
+
+    start: int
+    places: dict[str, Place]
+    metadata: dict[str, str]
+
+
+def kind_of(file: BinaryIO, size: int) -> str:
+    """What a file is, in words: `SAFETENSORS`, `ZIP`, `PICKLE`, or such as "an HTML page".
+
+    Args:
+        file: Open for reading; it is left at its beginning.
+        size: Its bytes.
+
+    Returns:
+        What stands after "it is".
+    """
+    file.seek(0)
+    head = file.read(4096)
+    file.seek(0)
+    if not head:
+        return "empty"
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
+        return SAFETENSORS
+    for pattern, kind in _BEGINNINGS:
+        if pattern.match(head):
+            return kind
+    # Cut off within its header; other files that have this byte there are named above.
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 40:
+        return SAFETENSORS
+    text = head.decode("utf-8", "ignore")
+    printable = sum(part.isprintable() or part.isspace() for part in text)
+    if len(text) > 3 and printable == len(text) >= len(head) // 2:
+        return "a text"
+    return "of an unknown kind"
+
+
+def read_header(file: BinaryIO, size: int) -> Header:
+    """Read the header of a safetensors file and hold it against the file.
+
+    Args:
+        file: Open for reading.
+        size: Its bytes.
+
+    Returns:
+        The header. Every tensor lies in the file, of the size that dtype and shape make, after the
+        one before it, and the last ends with the file.
+
+    Raises:
+        ValueError: It is another file, or not a whole one.
+    """
+    try:
+        return _checked(file, size)
+    except (ValueError, RecursionError) as error:
+        why = str(error) if type(error) is ValueError else "its header is no JSON of this format"
+        raise ValueError(f"it is not a whole safetensors file: {why}") from None
+
+
+def _checked(file: BinaryIO, size: int) -> Header:
+    kind = kind_of(file, size)
+    if kind != SAFETENSORS:
+        raise ValueError(f"it is {kind}")
+    length = int.from_bytes(file.read(8), "little")
+    if length > size - 8:
+        raise ValueError(f"it has {size} bytes and a header of {length}")
+    if length > _MAX_HEADER:
+        raise ValueError(f"its header has {length} bytes; expected at most {_MAX_HEADER}")
+    content = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_without_repeats)
+    if not isinstance(content, dict):
+        raise ValueError("its header is no JSON object")
+    metadata = content.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError("its metadata is not text")
+    if len(content) > MAX_TENSORS:
+        raise ValueError(f"it has {len(content)} tensors; expected at most {MAX_TENSORS}")
+    places = {key: _place(key, entry) for key, entry in content.items()}
+    end = 0
+    for place in sorted(places.values(), key=lambda place: place.offsets):
+        if place.offsets[0] != end:
+            raise ValueError(f"its tensors overlap or leave a gap at byte {place.offsets[0]}")
+        end = place.offsets[1]
+    if end != size - 8 - length:
+        raise ValueError(f"its tensors have {end} bytes and the file {size - 8 - length} for them")
+    return Header(8 + length, places, metadata)
+
+
+def _place(key: str, entry: Any) -> Place:  # noqa: ANN401, whatever was in the file
+    """The place of one tensor, whose size is that of its shape."""
+    if len(key) > _MAX_KEY:
+        raise ValueError(f"a key has {len(key)} characters ({shown(key)})")
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{shown(key)} is not a dtype, a shape and a place")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets):
+        raise ValueError(f"{shown(key)} has no dtype, no shape or no place")
+    if len(shape) > _MAX_DIMENSIONS or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{shown(key)} has {len(shape)} dimensions or is at no place")
+    place = Place(dtype, tuple(shape), (offsets[0], offsets[1]))
+    known = place.torch_dtype
+    if known is not None and prod(shape) * known.itemsize != offsets[1] - offsets[0]:
+        raise ValueError(
+            f"{shown(key)} is {dtype} {shape}, for which it has {offsets[1] - offsets[0]} bytes"
+        )
+    return place
+
+
+def _are_sizes(value: Any) -> bool:  # noqa: ANN401, whatever was in the file
+    """Whether it is a list of whole numbers that a size can be."""
+    return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 48 for v in value)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise ValueError("its header names something twice")
+    return content
