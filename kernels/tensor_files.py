@@ -16,11 +16,12 @@ from .messages import shown
 
 SAFETENSORS, ZIP, PICKLE = "a safetensors file", "a zip archive", "a pickle"
 
-# More has no file of weights; each costs time before its name is known to mean nothing.
-MAX_TENSORS = 100_000
+# The largest models have some 5,000; each costs time before its name is known to mean nothing.
+MAX_TENSORS = 20_000
 
-# Of Python's objects JSON can make ten times its size.
+# Of Python's objects JSON can make ten times its size, and of lists twenty times.
 _MAX_HEADER = 16 << 20
+_MAX_LISTS = 500_000
 _MAX_KEY = 1000
 _MAX_DIMENSIONS = 8
 
@@ -142,7 +143,10 @@ def _checked(file: BinaryIO, size: int) -> Header:
         raise ValueError(f"it has {size} bytes and a header of {length}")
     if length > _MAX_HEADER:
         raise ValueError(f"its header has {length} bytes; expected at most {_MAX_HEADER}")
-    content = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_without_repeats)
+    data = file.read(length)
+    if data.count(b'"data_offsets"') > MAX_TENSORS or data.count(b"[") > _MAX_LISTS:
+        raise ValueError(f"it has more than {MAX_TENSORS} tensors")
+    content = json.loads(data.decode("utf-8"), object_pairs_hook=_without_repeats)
     if not isinstance(content, dict):
         raise ValueError("its header is no JSON object")
     metadata = content.pop("__metadata__", None) or {}

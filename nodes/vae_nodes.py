@@ -280,7 +280,7 @@ def _loaded(vae_name: str, choice: object) -> object:
     try:
         (loaded,) = core_nodes.VAELoader().load_vae(vae_name)
     except Exception as error:
-        reason = str(error).partition("\n")[0]
+        reason = shown(str(error).partition("\n")[0], 120)
         raise ValueError(f"vae_name: {layout}; and Load VAE fails with: {reason}") from error
     _logger.info("Fast Video VAE: %s is loaded as by Load VAE: %s", vae_name, layout)
     return loaded

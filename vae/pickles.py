@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 # A tensor takes about 40 instructions and 170 bytes.
-_MAX_INSTRUCTIONS = 1_000_000
+_MAX_INSTRUCTIONS = 500_000
 _MAX_BYTES = 16 << 20
 
 # Of keys: long texts take long to compare, hashes of large numbers can be made equal, and those of
@@ -72,7 +72,7 @@ def read_pickle(data: memoryview, first: int, is_known: Callable[[str], bool]) -
     reader = _Reader(data, first, is_known)
     try:
         return Pickle(reader.run(), reader.at, reader.stored)
-    except (IndexError, KeyError, struct.error):
+    except (IndexError, KeyError, UnicodeDecodeError, struct.error):
         raise ValueError("its pickle is damaged") from None
 
 

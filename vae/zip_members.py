@@ -21,7 +21,7 @@ _END_HEAD = struct.Struct("<4s4xHHIIH")
 _END64_HEAD = struct.Struct("<4s28xQQQ")
 _LOCATOR64_HEAD = struct.Struct("<4s4xQ4x")
 
-_MAX_MEMBERS = 100_000
+_MAX_MEMBERS = 20_000
 _MAX_COMMENT = 1 << 16
 _FULL, _FULL_SHORT, _ENCRYPTED = 0xFFFFFFFF, 0xFFFF, 1
 
