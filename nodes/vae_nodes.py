@@ -9,6 +9,7 @@ from comfy_api.latest import InputImpl, io
 import nodes as core_nodes
 
 from .. import vae as library
+from ..kernels import shown
 from .later import Later
 from .options import (
     AUTO,
@@ -280,8 +281,8 @@ def _loaded(vae_name: str, choice: object) -> object:
     try:
         (loaded,) = core_nodes.VAELoader().load_vae(vae_name)
     except Exception as error:
-        reason = shown(str(error).partition("\n")[0], 120)
-        raise ValueError(f"vae_name: {layout}; and Load VAE fails with: {reason}") from error
+        why, reason = shown(layout, 170), shown(str(error).partition("\n")[0], 90)
+        raise ValueError(f"vae_name: {why}; and Load VAE fails with: {reason}") from error
     _logger.info("Fast Video VAE: %s is loaded as by Load VAE: %s", vae_name, layout)
     return loaded
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 # A tensor takes about 40 instructions and 170 bytes.
-_MAX_INSTRUCTIONS = 500_000
+_MAX_INSTRUCTIONS = 300_000
 _MAX_BYTES = 16 << 20
 
 # Of keys: long texts take long to compare, hashes of large numbers can be made equal, and those of

@@ -160,7 +160,10 @@ def legacy_numbers(data: memoryview) -> dict[object, object]:
 
 def _in_turn(data: memoryview, keys: Pickle, stored: list[Stored]) -> dict[str, Member]:
     """Where storages lie that follow the list of their keys, each behind its count of numbers."""
-    described = {key: (dtype, count) for key, dtype, count in map(_described, stored)}
+    try:
+        described = {key: (dtype, count) for key, dtype, count in map(_described, stored)}
+    except ValueError as error:
+        raise ValueError(f"a tensor of it {error}; expected plain ones") from None
     names = keys.value if isinstance(keys.value, list) else []
     if len(names) != len(described):
         raise ValueError(f"it names {len(names)} storages and uses {len(described)}")
@@ -270,7 +273,8 @@ def _described(stored: object) -> tuple[str, torch.dtype, int]:
     _, kind, key, _, count, *view = place
     dtype = _STORAGE_TYPES.get(kind.name) if isinstance(kind, Name) else None
     if dtype is None or not isinstance(key, str) or not _are_sizes((count,)):
-        raise ValueError("has a storage of an unknown kind")
+        unknown = f" ({kind.name})" if isinstance(kind, Name) else ""
+        raise ValueError(f"has a storage of an unknown kind{unknown}")
     if view and view[0] is not None:
         raise ValueError("has a view of a storage; expected one of its own")
     return key, dtype, count

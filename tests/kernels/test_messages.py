@@ -1,0 +1,98 @@
+"""Messages about files: one line, short, printable, with the file's name."""
+
+import struct
+
+import pytest
+
+from fast_video_vae.kernels import LINE, guarded, line, shown
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("decoder.conv1.weight", "decoder.conv1.weight"),
+        ("a\nb\tc", "a\\nb\\tc"),
+        ("\x1b[31mred", "\\x1b[31mred"),
+        ("\u202egnp.exe", "\\u202egnp.exe"),  # read from right to left
+        ("\ud800", "\\ud800"),  # half of a pair
+        ("größe", "größe"),
+        (7, "7"),
+    ],
+)
+def test_a_key_is_shown_with_escapes_for_what_does_not_print(text, expected):
+    assert shown(text) == expected
+
+
+@pytest.mark.parametrize("text", ["k" * 81, "\n" * 80, "\u202e" * 10**6])
+def test_a_long_key_is_shortened(text):
+    assert len(shown(text)) <= 80
+    assert shown(text).isprintable()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["vae.pth", f"/models/{'long ' * 80}/vae.pth", "/x/" + "n" * 251 + ".pth", "/x/\n\u202e.pth"],
+)
+@pytest.mark.parametrize("text", ["it is empty", "x" * 14_000, "a\nb " * 200])
+def test_a_line_holds_the_name_whatever_is_said(path, text):
+    for said in (text, f"{path} is this: {text}"):
+        message = line(path, said)
+        assert len(message) <= LINE
+        assert message.isprintable()
+        assert shown(path.rpartition("/")[2], 255) in message
+
+
+RAISED = [
+    ZeroDivisionError("division by zero"),
+    IndexError("pop from empty list"),
+    KeyError("x"),
+    struct.error("unpack requires a buffer of 4 bytes"),
+    NotImplementedError("Could not run 'aten::x'\nwith arguments"),
+    RuntimeError("x" * 14_000),
+    AssertionError(),
+    RecursionError("maximum recursion depth exceeded"),
+    OverflowError("int too large"),
+    AttributeError("no x"),
+    TypeError("not that"),
+    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+    ValueError("it is\nodd"),
+]
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
+def test_whatever_is_raised_becomes_one_line(error):
+    with (
+        pytest.raises(ValueError, match=r"vae\.pth: ") as caught,
+        guarded("/models/vae.pth"),
+    ):
+        raise error
+    assert type(caught.value) is ValueError
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) <= LINE
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"
+        ),
+        RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"),
+    ],
+)
+def test_memory_that_ran_out_says_nothing_of_the_file(error):
+    with pytest.raises(type(error)) as caught, guarded("vae.pth"):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("name", ["vae.pth", "/x" * 200 + "/vae.pth"])
+def test_errors_of_the_system_keep_their_kind(name):
+    with (
+        pytest.raises(PermissionError, match=r"Permission denied.*vae\.pth") as caught,
+        guarded(name),
+    ):
+        raise PermissionError(13, "Permission denied", name)
+    assert caught.value.errno == 13
+    assert len(str(caught.value)) <= LINE

@@ -1,0 +1,225 @@
+"""What a checkpoint file may be: any name, what training saves, and nothing that is not there."""
+
+import logging
+import os
+import pickle
+from collections import OrderedDict
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fast_video_vae.tests.builders import diffusers_name, random_state_dict
+from fast_video_vae.vae import load_vae
+
+
+def one_line(error, *words):
+    message = str(error.value)
+    assert message.isprintable()
+    assert len(message) <= 300
+    for word in words:
+        assert word in message, message
+
+
+@pytest.mark.parametrize("suffix", [".SAFETENSORS", ".pth", ".PTH", ".txt", ""])
+@pytest.mark.parametrize("kind", ["safetensors", "zip", "legacy"])
+def test_any_name_does_for_any_kind_of_file(tmp_path, suffix, kind):
+    small = random_state_dict(2)
+    path = tmp_path / f"vae{suffix}"
+    if kind == "safetensors":
+        save_file(small, path)
+    else:
+        torch.save(small, path, _use_new_zipfile_serialization=kind == "zip")
+    loaded = load_vae(path, dtype=torch.float32).state_dict()
+    assert all(torch.equal(loaded[key], value) for key, value in small.items())
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"<!DOCTYPE html><html>404</html>", "an HTML page"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "a git-lfs pointer"),
+        (b"Invalid username or password.", "a text"),
+        (bytes(5000), "filled with zeros"),
+        (pickle.dumps({"a": 1}), "a pickle of something else"),
+    ],
+)
+def test_a_file_of_another_kind_is_called_by_its_kind(tmp_path, content, what):
+    path = tmp_path / "vae.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=what) as error:
+        load_vae(path)
+    one_line(error, str(path))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes with names")
+def test_what_is_no_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe.pth")
+    for path, what in ((tmp_path, "a folder"), (tmp_path / "pipe.pth", "a device")):
+        with pytest.raises(
+            ValueError, match=f"is {what}; expected a .safetensors or .pth"
+        ) as error:
+            load_vae(path)
+        one_line(error, path.name)
+
+
+@pytest.mark.parametrize("name", ["n" * 251 + ".pth", "a\nb\u202e.pth"])
+def test_a_long_or_odd_name_leaves_room_for_what_is_wrong(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="it is empty") as error:
+        load_vae(path)
+    one_line(error, name.encode("unicode_escape").decode())
+
+
+# What training saves.
+
+
+class _Net(torch.nn.Module):
+    def __init__(self, state):
+        super().__init__()
+        self.leaves = torch.nn.ParameterDict({"a": torch.ones(1)})
+        self.state = state
+
+    def state_dict(self):
+        saved = super().state_dict()  # with its versions as attributes
+        saved.clear()
+        saved.update(self.state)
+        return saved
+
+
+SAVED = {
+    "parameters": lambda state: {key: torch.nn.Parameter(value) for key, value in state.items()},
+    "ordered": OrderedDict,
+    "of a module": lambda state: _Net(state).state_dict(),
+    "views": lambda state: {key: torch.stack([value, value])[1] for key, value in state.items()},
+    "channels last": lambda state: {
+        key: value.to(memory_format=torch.channels_last_3d) if value.ndim == 5 else value
+        for key, value in state.items()
+    },
+    "float8": lambda state: {key: value.to(torch.float8_e5m2) for key, value in state.items()},
+    "with attributes": lambda state: {key: _tagged(value) for key, value in state.items()},
+    "training": lambda state: {
+        "state_dict": state, "epoch": 3, "loss": 0.5, "name": "x", "done": False, "none": None,
+        "optimizer": {"state": {0: {"step": torch.tensor(1.0), "avg": torch.ones(2)}},
+        "lr": [1e-4]},
+        "size": torch.Size([1, 2]), "dtype": torch.float16, "device": torch.device("cpu"),
+        "seed": 1 << 70, "tags": {"a"}, "raw": b"abc", "betas": (0.9, 0.99),
+    },
+}  # fmt: skip
+
+
+def _tagged(value):
+    parameter = torch.nn.Parameter(value.clone())
+    parameter.tag = "x"
+    return parameter
+
+
+@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_training_saves_loads(tmp_path, saved, zipped):
+    small = random_state_dict(2)
+    path = tmp_path / "vae.pth"
+    torch.save(SAVED[saved](small), path, _use_new_zipfile_serialization=zipped)
+    loaded = load_vae(path, dtype=torch.float32).state_dict()
+    for key, value in small.items():
+        expected = value.to(torch.float8_e5m2).float() if saved == "float8" else value
+        assert torch.equal(loaded[key], expected), key
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol_of_pickles_is_read(tmp_path, protocol):
+    small = random_state_dict(2)
+    torch.save(small, tmp_path / "vae.pth", pickle_protocol=protocol)
+    loaded = load_vae(tmp_path / "vae.pth", dtype=torch.float32).state_dict()
+    assert torch.equal(loaded["conv1.weight"], small["conv1.weight"])
+
+
+def test_tied_weights_load(tmp_path):
+    small = random_state_dict(2)
+    small["decoder.middle.2.residual.2.weight"] = small["decoder.middle.0.residual.2.weight"]
+    torch.save(small, tmp_path / "vae.pth")
+    assert load_vae(tmp_path / "vae.pth").config.decoder_width == 2
+
+
+# Tensors that are not there.
+
+
+UNREAL = {
+    "meta": (lambda value: value.to("meta"), "meta"),
+    "sparse": (lambda value: value.to_sparse(), "sparse"),
+    "expanded": (lambda value: value[:1].expand(value.shape), "expanded|numbers; expected as many"),
+    "empty": (lambda value: value[:0], "holds nothing|no size of 0"),
+    "quantised": (
+        lambda value: torch.quantize_per_tensor(value, 0.1, 0, torch.qint8),
+        "quantised|QInt8Storage",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own, of tensors that it no longer likes
+@pytest.mark.parametrize("kind", UNREAL)
+@pytest.mark.parametrize("source", ["state dict", "zip", "legacy"])
+def test_tensors_without_numbers_of_their_own_are_refused(tmp_path, kind, source):
+    make, words = UNREAL[kind]
+    small = random_state_dict(2)
+    key = "decoder.conv1.weight"
+    small[key] = make(small[key])
+    given = small
+    if source != "state dict":
+        given = tmp_path / "vae.pth"
+        torch.save(small, given, _use_new_zipfile_serialization=source == "zip")
+    with pytest.raises(ValueError, match=words) as error:
+        load_vae(given)
+    one_line(error, key, "state dict" if source == "state dict" else "vae.pth")
+
+
+def test_an_empty_anchor_is_no_division_by_zero(tmp_path):
+    small = random_state_dict(2)
+    for key in ("encoder.conv1.weight", "decoder.head.2.weight", "decoder.head.0.gamma"):
+        save_file({**small, key: torch.zeros(2, 0, 3, 3, 3)}, tmp_path / "vae.safetensors")
+        with pytest.raises(ValueError, match="no size of 0") as error:
+            load_vae(tmp_path / "vae.safetensors")
+        one_line(error, key, "vae.safetensors")
+
+
+@pytest.mark.parametrize("key", ["a\nb", "\u202egnp", "\x1b[31m", "k" * 5000, "\ud800"])
+def test_keys_are_shown_escaped_and_short(key):
+    small = random_state_dict(2)
+    for broken in ({**small, key: torch.ones(1)}, {**small, key: 1}, {key: torch.ones(1)}):
+        with pytest.raises(ValueError, match="the state dict") as error:
+            load_vae(broken)
+        one_line(error)
+
+
+def test_two_keys_of_one_meaning_are_refused():
+    small = random_state_dict(2)
+    theirs = {diffusers_name(key): value for key, value in small.items()}
+    with pytest.raises(ValueError, match=r"are both conv2\.weight") as error:
+        load_vae({**theirs, "conv2.weight": small["conv2.weight"]})
+    one_line(error, "post_quant_conv.weight")
+
+
+# Weights that are zeros where the latent is.
+
+
+@pytest.mark.parametrize("rename", [str, diffusers_name])
+def test_a_file_whose_latents_would_all_decode_to_one_color_is_refused(tmp_path, rename):
+    small = random_state_dict(2)
+    for key in ("conv1.weight", "conv1.bias", "conv2.weight", "conv2.bias"):
+        small[key] = torch.zeros_like(small[key])
+    save_file({rename(key): value for key, value in small.items()}, tmp_path / "v.pth")
+    with pytest.raises(
+        ValueError, match=r"conv2\.weight \(post_quant_conv\) is all zeros"
+    ) as error:
+        load_vae(tmp_path / "v.pth")
+    one_line(error, "v.pth", "flat color")
+
+
+def test_an_encoder_that_gives_one_latent_for_all_frames_is_warned_of(caplog):
+    small = random_state_dict(2)
+    small["conv1.weight"] = torch.zeros_like(small["conv1.weight"])
+    with caplog.at_level(logging.WARNING):
+        load_vae(small)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "conv1.weight (quant_conv) is all zeros" in caplog.text
