@@ -132,6 +132,29 @@ def cut(path: Path) -> None:
             ValueError,
             "gives its fps as 'x'; expected a number",
         ),
+        (
+            # of which Fraction would make a number of a billion digits
+            lambda path: save_file(
+                {"latent": torch.zeros(1, 16, 1, 2, 2)}, path, {"fps": "1e999999999"}
+            ),
+            ValueError,
+            "gives its fps as '1e999999999'; expected a number",
+        ),
+        (
+            lambda path: save_file({"latent": torch.zeros(1, 16, 0, 2, 2)}, path),
+            ValueError,
+            r"is \[1, 16, 0, 2, 2\]; expected \[1, C, t, h, w\]",
+        ),
+        (
+            lambda path: save_file({"a\nb": torch.zeros(1)}, path),
+            ValueError,
+            "expected one named latent",
+        ),
+        (
+            lambda path: path.write_bytes(b"<!DOCTYPE html>"),
+            ValueError,
+            "is not a whole safetensors file: it is an HTML page",
+        ),
     ],
 )
 def test_a_bad_latent_file_is_one_line_that_names_it(tmp_path, make, error, message):
@@ -140,4 +163,5 @@ def test_a_bad_latent_file_is_one_line_that_names_it(tmp_path, make, error, mess
     with pytest.raises(error, match=message) as caught:
         load_latent(path)
     assert "a.safetensors" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) <= 300
