@@ -146,7 +146,9 @@ def _checked(file: BinaryIO, size: int) -> Header:
     data = file.read(length)
     if data.count(b'"data_offsets"') > MAX_TENSORS or data.count(b"[") > _MAX_LISTS:
         raise ValueError(f"it has more than {MAX_TENSORS} tensors")
-    content = json.loads(data.decode("utf-8"), object_pairs_hook=_without_repeats)
+    content = json.loads(
+        data.decode("utf-8"), object_pairs_hook=_without_repeats, parse_int=_short_number
+    )
     if not isinstance(content, dict):
         raise ValueError("its header is no JSON object")
     metadata = content.pop("__metadata__", None) or {}
@@ -188,6 +190,11 @@ def _place(key: str, entry: Any) -> Place:  # noqa: ANN401, whatever was in the 
 def _are_sizes(value: Any) -> bool:  # noqa: ANN401, whatever was in the file
     """Whether it is a list of whole numbers that a size can be."""
     return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 48 for v in value)
+
+
+def _short_number(digits: str) -> int:
+    """A number that a size can be: Python takes minutes for one of a million digits."""
+    return int(digits) if len(digits) < 20 else -1
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

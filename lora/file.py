@@ -320,7 +320,7 @@ class _Scales:
         known: dict[str, object] = dict(metadata)
         for name in ("lora_adapter_metadata", "adapter_config", "peft_config", "ss_network_args"):
             try:
-                value = json.loads(metadata.get(name, "{}"))
+                value = json.loads(metadata.get(name, "{}"), parse_int=_whole)
             except (ValueError, RecursionError):
                 value = {}
             if isinstance(value, dict):
@@ -338,6 +338,11 @@ class _Scales:
         if self._alpha is None:
             return None
         return self._alpha * (rank**0.5 if self.stabilised else 1.0)
+
+
+def _whole(digits: str) -> int | float:
+    """A whole number; one of a million digits, which Python takes minutes for, as a float."""
+    return int(digits) if len(digits) < 20 else float(digits)
 
 
 def _number(value: object) -> float | None:

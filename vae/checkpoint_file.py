@@ -42,7 +42,7 @@ def read_file(path: Path) -> dict[object, object]:
         size = os.fstat(file.fileno()).st_size
         kind = kind_of(file, size)
         if kind not in (SAFETENSORS, ZIP, PICKLE):
-            raise ValueError(f"it is {kind}; {_EXPECTED}")
+            raise ValueError(f"it is {kind}, not a whole .safetensors or .pth file")
         header = read_header(file, size) if kind == SAFETENSORS else None
         # Private and writable, as PyTorch wants it: what is written to the tensors is not written
         # to the file.
