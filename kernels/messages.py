@@ -1,4 +1,4 @@
-"""What is said of a file that somebody else wrote: one line, with its name, short and printable.
+"""What is said of a file of unknown origin: one line, with its name, short and printable.
 
 The names of keys come out of the file and may hold line breaks, characters that turn a line around,
 or a million letters; what a reader raises may be a page. All of it passes here before it is shown.

@@ -20,17 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import (
-    LINE,
-    PICKLE,
-    ZIP,
-    Header,
-    guarded,
-    kind_of,
-    line,
-    read_header,
-    shown,
-)
+from ..kernels import LINE, PICKLE, ZIP, Header, guarded, kind_of, line, read_header, shown
 from .adapters import Adapter, make_adapter
 from .base import spell
 from .keys import Target, Targets, is_of_text_encoder, split_key

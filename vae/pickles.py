@@ -29,7 +29,7 @@ class Name(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call that a pickle asks for, and that nobody made."""
+    """A call that a pickle asks for, and that is not made."""
 
     name: str
     arguments: tuple

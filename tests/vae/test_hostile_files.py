@@ -1,4 +1,4 @@
-"""Files that nobody should have to trust load, or are refused in one line; none costs or runs."""
+"""Files that deserve no trust load, or are refused in one line; none costs or runs."""
 
 import pickle
 
