@@ -41,12 +41,16 @@ def line(name: str, text: str) -> str:
 
     Args:
         name: Of the file, or its path, which is cut down to the name where there is no room.
-        text: What is said; it may begin with `name`.
+        text: What is said; it may begin with `name`, or with "it".
 
     Returns:
-        `name: text`, or `text` where that begins with `name`.
+        `name: text`, or `text` where that begins with `name`, or with `name` in place of "it".
     """
-    rest = text[len(name) :] if text.startswith(name) else f": {text}"
+    rest = f": {text}"
+    if text.startswith(name):
+        rest = text[len(name) :]
+    elif text.startswith("it "):
+        rest = text[2:]
     rest = _printable(rest[: 2 * LINE])
     place = shown(name, LINE)
     if len(place) + len(rest) > LINE or len(name) > LINE:

@@ -67,7 +67,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
 def test_a_long_or_odd_name_leaves_room_for_what_is_wrong(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(b"")
-    with pytest.raises(ValueError, match="it is empty") as error:
+    with pytest.raises(ValueError, match="is empty, not a whole") as error:
         load_vae(path)
     one_line(error, name.encode("unicode_escape").decode())
 
