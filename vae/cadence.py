@@ -52,9 +52,8 @@ class Sample:
     def __iter__(self) -> Iterator[Packet]:
         for packet in self._packets:
             if packet.size and not packet.is_discard:
-                base = packet.time_base
-                known = packet.pts is not None and base
-                self._times.append(float(packet.pts * base) if known else None)
+                pts, base = packet.pts, packet.time_base
+                self._times.append(None if pts is None or base is None else float(pts * base))
                 self._bytes += packet.size
             yield packet
         self._whole = True
