@@ -44,8 +44,8 @@ def test_torch_is_linked_with_all_that_it_needs_and_nothing_else(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     readme_commands.link_torch(tmp_path / "venv", base)
     code = (
-        "import sys, torch; assert torch.ones(2).sum() == 2; "
-        "from importlib.metadata import version; print(version('torch'))"
+        "import importlib.metadata, torch; assert torch.ones(2).sum() == 2; "
+        "importlib.metadata.version('torch'); print(torch.__version__)"
     )
     done = subprocess.run(
         [tmp_path / "venv/bin/python", "-c", code], capture_output=True, text=True, check=True
