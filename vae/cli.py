@@ -209,7 +209,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_stretch(add: Callable[..., argparse.Action]) -> None:
     """What part of a video is taken, at which rate and size."""
-    text = "frames per second: the nearest in time; default: all frames"
+    text = (
+        "frames per second: the nearest in time; default: all frames, or where their rate varies a "
+        "constant one that keeps the timing"
+    )
     add("--fps", type=arguments.fps, help=text)
     text = "resize to cover it, and crop about the centre"
     add("--size", type=arguments.size, metavar="WxH", help=text)
