@@ -64,6 +64,8 @@ def import_comfyui(base: Path) -> None:
         path.append(str(root))
     # Our `nodes/` hides ComfyUI's `nodes.py` where Python was started in our folder.
     sys.path[:] = [entry for entry in path if Path(entry).resolve() != PACK.resolve()]
+    if PACK.name == "nodes":  # pytest gives the root's `__init__.py` the name of the folder
+        sys.modules.pop("nodes", None)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what ComfyUI's packages warn about is not ours
