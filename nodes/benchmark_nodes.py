@@ -4,6 +4,7 @@ import torch
 from comfy_api.latest import io, ui
 
 from .. import vae as library
+from .inputs import checked
 from .later import Later
 from .options import AUTO, CATEGORY, DTYPES, dtype_input
 
@@ -80,6 +81,7 @@ class Benchmark(io.ComfyNode):
         return float("nan")
 
     @classmethod
+    @checked
     def execute(
         cls,
         vae: object,

@@ -16,6 +16,7 @@ from comfy_api.latest import io
 from torch import Tensor, nn
 
 from ..kernels import run_kernel
+from .inputs import checked
 from .swiglu import Wiring, recognise, saturated
 
 _logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class FuseMLP(io.ComfyNode):
         )
 
     @classmethod
+    @checked
     def execute(cls, model: ModelPatcher) -> io.NodeOutput:
         """Patch a clone."""
         return io.NodeOutput(fuse(model))

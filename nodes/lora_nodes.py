@@ -4,6 +4,7 @@ import folder_paths
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
+from .inputs import check_text, checked
 from .later import Later
 from .options import CATEGORY
 
@@ -55,14 +56,14 @@ class LoraStack(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, strength: str | None = None, blocks: str | None = None) -> bool | str:
         """Say what is wrong with a text before anything runs."""
-        try:
+
+        def check() -> None:
             if strength is not None:
                 library.parse_schedule(strength)
             if blocks is not None:
                 library.parse_blocks(blocks)
-        except ValueError as error:
-            return str(error)
-        return True
+
+        return check_text(check)
 
     @classmethod
     def fingerprint_inputs(cls, lora_name: str, **_: object) -> object:
@@ -74,6 +75,7 @@ class LoraStack(io.ComfyNode):
             return lora_name
 
     @classmethod
+    @checked
     def execute(
         cls, lora_name: str, strength: str, blocks: str, stack: tuple = ()
     ) -> io.NodeOutput:
@@ -131,6 +133,7 @@ class ApplyLora(io.ComfyNode):
         )
 
     @classmethod
+    @checked
     def execute(
         cls, model: ModelPatcher, stack: tuple, mode: str, phase: str = "auto"
     ) -> io.NodeOutput:

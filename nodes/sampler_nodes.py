@@ -6,6 +6,7 @@ import comfy.samplers
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
+from .inputs import check_text, checked
 from .later import Later
 from .lora_nodes import LoraStackType
 from .options import AUTO, CATEGORY, timing_output
@@ -58,17 +59,18 @@ class WanSampler(io.ComfyNode):
         boundary: str | None = None,
     ) -> bool | str:
         """Say what is wrong with a text before anything runs."""
-        try:
+
+        def check() -> None:
             for name, text in (("shift_high", shift_high), ("shift_low", shift_low)):
                 plans.parse_shift(name, text or "")
             for name, text in (("cfg_high", cfg_high), ("cfg_low", cfg_low)):
                 plans.parse_values(name, text or "")
             plans.parse_boundary(boundary or "")
-        except ValueError as error:
-            return str(error)
-        return True
+
+        return check_text(check)
 
     @classmethod
+    @checked
     def execute(
         cls,
         model_high: ModelPatcher,

@@ -5,6 +5,7 @@ import re
 from comfy.sd import CLIP
 from comfy_api.latest import io
 
+from .inputs import checked
 from .later import Later
 from .options import AUTO, CATEGORY, DTYPES
 
@@ -74,6 +75,7 @@ class TextEncode(io.ComfyNode):
         return _EMPTY if any(_is_empty(text) for text in texts) else True
 
     @classmethod
+    @checked
     def execute(
         cls,
         clip: list[CLIP | None],

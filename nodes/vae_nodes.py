@@ -2,6 +2,7 @@
 
 import logging
 
+import comfy.sd
 import folder_paths
 import torch
 from comfy_api.latest import InputImpl, io
@@ -10,6 +11,7 @@ import nodes as core_nodes
 
 from .. import vae as library
 from ..kernels import shown
+from .inputs import checked
 from .later import Later
 from .options import (
     AUTO,
@@ -23,6 +25,7 @@ from .options import (
 )
 
 comfy_vae, swap, timing = Later("comfy_vae"), Later("swap"), Later("timing")
+other_vae = Later("other_vae")
 
 _logger = logging.getLogger(__name__)
 
@@ -89,6 +92,7 @@ class Load(io.ComfyNode):
         )
 
     @classmethod
+    @checked
     def execute(
         cls, vae_name: str, dtype: str, encode_dtype: str, chunk: int, quality: str = _FAST
     ) -> io.NodeOutput:
@@ -123,11 +127,13 @@ class Accelerate(io.ComfyNode):
         )
 
     @classmethod
+    @checked
     def execute(
         cls, vae: object, dtype: str, encode_dtype: str, chunk: int, quality: str = _FAST
     ) -> io.NodeOutput:
         """Swap the network in a copy."""
-        vae.throw_exception_if_invalid()
+        if not isinstance(vae, comfy.sd.VAE):
+            raise ValueError(f"vae: it is a {type(vae).__name__}; expected a VAE of ComfyUI's")
         try:
             with timing.span("load", "accelerated VAE"):
                 fast = swap.accelerate(vae, _choice(dtype, encode_dtype, chunk, quality))
@@ -170,6 +176,7 @@ class Encode(io.ComfyNode):
         )
 
     @classmethod
+    @checked
     def execute(
         cls,
         pixels: torch.Tensor,
@@ -181,8 +188,7 @@ class Encode(io.ComfyNode):
         """Encode."""
         if not isinstance(vae, comfy_vae.FastVAE):
             tell_unused(batch=batch != _VIDEO, dtype=dtype != AUTO, chunk=chunk != 0)
-            with timing.span("VAE encode"):
-                return io.NodeOutput({"samples": vae.encode(pixels)})
+            return io.NodeOutput({"samples": other_vae.encoded(vae, pixels)})
         if vae.first_stage_model.encoder is None:
             raise ValueError("vae: the checkpoint has no encoder; only decoding works with it")
         try:
@@ -220,6 +226,7 @@ class Decode(io.ComfyNode):
         )
 
     @classmethod
+    @checked
     def execute(
         cls, samples: dict[str, torch.Tensor], vae: object, dtype: str = AUTO, chunk: int = 0
     ) -> io.NodeOutput:
@@ -234,8 +241,7 @@ class Decode(io.ComfyNode):
                 raise ValueError(f"samples: {error}") from None
         else:
             tell_unused(dtype=dtype != AUTO, chunk=chunk != 0)
-            with timing.span("VAE decode"):
-                images = vae.decode(latent)
+            images = other_vae.decoded(vae, latent)
         if images.ndim == 5:
             images = images.reshape(-1, *images.shape[-3:])
         return io.NodeOutput(images, timing.text())

@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import folder_paths
 import torch
 from comfy_api.latest import Input, InputImpl, io, ui
 from torch import Tensor
 
 from .. import vae as library
+from .file_prefix import check_prefix
+from .inputs import checked
 from .later import Later
 from .options import AUTO, CATEGORY, DTYPES, once, tell_unused, timing_output
 from .progress import Progress
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
     from .comfy_vae import FastVAE
 
 comfy_vae, streaming, timing = Later("comfy_vae"), Later("streaming"), Later("timing")
+other_vae = Later("other_vae")
 
 # VideoWriter's own: without visible loss on what a VAE made.
 _QUALITY = 70
@@ -86,6 +91,7 @@ class DecodeVideo(io.ComfyNode):
         )
 
     @classmethod
+    @checked
     def execute(
         cls,
         samples: dict[str, Tensor],
@@ -103,6 +109,7 @@ class DecodeVideo(io.ComfyNode):
     ) -> io.NodeOutput:
         """Decode, and write meanwhile."""
         target = Target(_rate(fps), codec, quality, hardware, filename_prefix, save_to)
+        check_prefix(filename_prefix, Path(folder_paths.get_directory_by_type(save_to)))
         latent = _one_video(samples["samples"], vae)
         if isinstance(vae, comfy_vae.FastVAE):
             device = vae.device
@@ -167,6 +174,7 @@ class EncodeVideo(io.ComfyNode):
         )
 
     @classmethod
+    @checked
     def execute(
         cls,
         video: Input.Video,
@@ -314,8 +322,7 @@ def _one_video(latent: Tensor, vae: object) -> Tensor:
 
 def _decoded(vae: Any, latent: Tensor) -> Tensor:  # noqa: ANN401, any VAE
     """The IMAGE `[N, H, W, C]` of a VAE that is not ours."""
-    with timing.span("VAE decode"):
-        images = vae.decode(latent)
+    images = other_vae.decoded(vae, latent)
     if images.ndim not in (4, 5):
         raise ValueError(f"vae: it decodes to {list(images.shape)}; expected images")
     return images.reshape(-1, *images.shape[-3:])
@@ -348,8 +355,7 @@ def _encoded_whole(vae: Any, source: Source, fit: Fit) -> tuple[Tensor, int]:  #
     """As `_encoded`, of a VAE that is not ours."""
     with timing.span("file"):
         images = torch.cat([as_images(piece) for piece in source.pieces(fit)])
-    with timing.span("VAE encode"):
-        latent = vae.encode(images)
+    latent = other_vae.encoded(vae, images, "video")
     ratio = vae.upscale_ratio
     if latent.ndim == 5 and isinstance(ratio, tuple):
         return latent, int(ratio[0](latent.shape[2]))

@@ -3,6 +3,7 @@
 import comfy.sd
 from comfy_api.latest import io
 
+from .inputs import checked
 from .later import Later
 
 comfy_vae, swap, wanvae = Later("comfy_vae"), Later("swap"), Later("wanvae")
@@ -33,11 +34,11 @@ class ToWanVideoWrapper(io.ComfyNode):
         )
 
     @classmethod
+    @checked
     def execute(cls, vae: object) -> io.NodeOutput:
         """Wrap it; accelerate it first, where it is not fast."""
         if not isinstance(vae, comfy.sd.VAE):
             raise ValueError(f"vae: it is a {type(vae).__name__}; expected a VAE")
-        vae.throw_exception_if_invalid()
         try:
             fast = (
                 vae if isinstance(vae, comfy_vae.FastVAE) else swap.accelerate(vae, swap.Choice())

@@ -1,4 +1,9 @@
-"""A node for the tests, which their server loads beside ours: what a text encoder would give."""
+"""Nodes for the tests, which their server loads next to ours.
+
+One gives what a text encoder would; one gives anything, as any type, as nodes of other packs can.
+"""
+
+import fractions
 
 import torch
 
@@ -17,4 +22,136 @@ class Conditioning:
         return ([[torch.randn(1, 8, size, generator=generator), {}]],)
 
 
-NODE_CLASS_MAPPINGS = {"Test_Conditioning": Conditioning}
+class Anything(str):
+    """A type that ComfyUI finds equal to every other one."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        return True
+
+    def __ne__(self, other):
+        return False
+
+
+class Value:
+    CATEGORY = "tests"
+    FUNCTION = "make"
+    RETURN_TYPES = (Anything("*"),)
+
+    @classmethod
+    def INPUT_TYPES(cls):  # noqa: N802, the host's name
+        return {"required": {"name": ("STRING", {"default": ""})}}
+
+    def make(self, name):
+        return ((BAD | GOOD)[name](),)
+
+
+class Encoder:
+    """What takes the place of a CLIP."""
+
+    def tokenize(self, text):
+        return {"words": [text]}
+
+    def encode_from_tokens_scheduled(self, tokens):
+        return [[torch.zeros(1, 8, 4096), {}]]
+
+
+def clip(frames=1):
+    from comfy_api.latest import InputImpl, Types
+
+    images = torch.full((frames, 16, 16, 3), 0.5)
+    parts = Types.VideoComponents(images=images, audio=None, frame_rate=fractions.Fraction(16))
+    return InputImpl.VideoFromComponents(parts)
+
+
+def broken_clip():
+    video = clip()
+    video.get_components().images = [1, 2]
+    return video
+
+
+def nested():
+    import comfy.nested_tensor
+
+    return comfy.nested_tensor.NestedTensor([])
+
+
+def latent(*shape, **options):
+    return {"samples": torch.zeros(*(shape or (1, 16, 1, 2, 2)), **options)}
+
+
+def sound(**changed):
+    return {"waveform": torch.zeros(1, 2, 800), "sample_rate": 8000} | changed
+
+
+GOOD = {
+    "latent": latent,
+    "small latent": lambda: latent(1, 16, 1, 8, 8),
+    "image": lambda: torch.full((1, 16, 16, 3), 0.5),
+    "audio": sound,
+    "video": clip,
+    "clip": Encoder,
+    "conditioning": lambda: [[torch.zeros(1, 8, 4096), {}]],
+    "sigmas": lambda: torch.tensor([1.0, 0.5, 0.0]),
+}
+
+# What no input of any of our nodes takes for what it asks for, but where a test says so.
+BAD = {
+    "None": lambda: None,
+    "empty list": list,
+    "list": lambda: [1, "two", None],
+    "empty dict": dict,
+    "dict": lambda: {"images": 1},
+    "object": object,
+    "text": lambda: "nonsense",
+    "NUL": lambda: "a\0b",
+    "lines": lambda: "one\ntwo",
+    "long text": lambda: "9" * 6000,
+    "half a character": lambda: "\ud800",
+    "out of the folder": lambda: "../../../tmp/x",
+    "NaN": lambda: float("nan"),
+    "infinite": lambda: float("inf"),
+    "huge": lambda: 10**30,
+    "fraction": lambda: 0.123,
+    "bytes": lambda: b"\0" * 1000,
+    "samples of None": lambda: {"samples": None},
+    "samples of a list": lambda: {"samples": [[0.0]]},
+    "flat latent": lambda: latent(16, 4),
+    "latent of no frames": lambda: latent(1, 16, 0, 2, 2),
+    "latent of integers": lambda: latent(1, 16, 1, 2, 2, dtype=torch.int64),
+    "latent of NaN": lambda: {"samples": torch.full((1, 16, 1, 2, 2), torch.nan)},
+    "latent of 5 channels": lambda: latent(1, 5, 1, 2, 2),
+    "latent of 6 dimensions": lambda: latent(1, 16, 1, 2, 2, 2),
+    "sparse latent": lambda: {"samples": latent()["samples"].to_sparse()},
+    "latent without memory": lambda: latent(1, 16, 1, 2, 2, device="meta"),
+    "nested latent of nothing": lambda: {"samples": nested()},
+    "latent with a mask of text": lambda: latent() | {"noise_mask": "all"},
+    "flat image": lambda: torch.zeros(16, 16),
+    "no image": lambda: torch.zeros(0, 16, 16, 3),
+    "image of no channels": lambda: torch.zeros(1, 16, 16, 0),
+    "image of integers": lambda: torch.zeros(1, 16, 16, 3, dtype=torch.uint8),
+    "image of NaN": lambda: torch.full((1, 16, 16, 3), torch.nan),
+    "image of one pixel": lambda: torch.zeros(1, 1, 1, 3),
+    "sparse image": lambda: torch.zeros(1, 16, 16, 3).to_sparse(),
+    "complex": lambda: torch.zeros(1, 16, 16, 3, dtype=torch.complex64),
+    "nested images": lambda: torch.nested.nested_tensor([torch.zeros(2, 2), torch.zeros(3, 2)]),
+    "array": lambda: torch.zeros(1, 16, 16, 3).numpy(),
+    "sound of a list": lambda: sound(waveform=[0.0, 1.0]),
+    "sound of None": lambda: sound(waveform=None),
+    "flat sound": lambda: sound(waveform=torch.zeros(800)),
+    "sound of no channels": lambda: sound(waveform=torch.zeros(1, 0, 800)),
+    "sound of integers": lambda: sound(waveform=torch.zeros(1, 2, 800, dtype=torch.int16)),
+    "sound of NaN": lambda: sound(waveform=torch.full((1, 2, 800), torch.nan)),
+    "sound of a rate of text": lambda: sound(sample_rate="fast"),
+    "sound of a rate of NaN": lambda: sound(sample_rate=float("nan")),
+    "sound of no rate": lambda: sound(sample_rate=0),
+    "video of a list": broken_clip,
+    "conditioning of a list": lambda: [[1, 2]],
+    "conditioning of None": lambda: [None],
+    "conditioning of NaN": lambda: [[torch.full((1, 8, 4096), torch.nan), {}]],
+    "bool": lambda: torch.zeros(3, dtype=torch.bool),
+}
+
+NODE_CLASS_MAPPINGS = {"Test_Conditioning": Conditioning, "Test_Value": Value}

@@ -474,6 +474,12 @@ def test_errors_are_one_line_before_anything_is_loaded(inputs, message):
     class Untouched:
         """A CLIP that nothing is asked of."""
 
+        def tokenize(self, text):
+            pytest.fail(f"{text!r} is tokenized")
+
+        def encode_from_tokens_scheduled(self, tokens):
+            pytest.fail(f"{tokens!r} are encoded")
+
     given = {"clip": [Untouched()], "positive": [FOX], "negative": [""], **inputs}
     with pytest.raises(ValueError, match=r"^\w+: ") as caught:
         TextEncode.execute(**given)

@@ -1,0 +1,55 @@
+"""Values and messages as an error shows them: short, and in one line."""
+
+import reprlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+# ComfyUI's dialog shows the message whole; more than this is not read.
+_LONGEST = 300
+_HEAD, _TAIL = 200, 90
+
+# Digits of a number: Python itself refuses to write out more than 4300.
+_LARGEST = 10**18
+
+_repr = reprlib.Repr()
+_repr.maxstring = 60
+
+
+def shown(value: object) -> str:
+    """What a value is, for a message such as "got a list of 3"."""
+    if value is None:
+        return "None"
+    if isinstance(value, Tensor):
+        return _tensor(value)
+    if isinstance(value, str):
+        return _repr.repr(value)
+    if isinstance(value, (bool, float)):
+        return repr(value)
+    if isinstance(value, int):
+        return repr(value) if abs(value) < _LARGEST else f"a number of {value.bit_length()} bits"
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, Mapping):
+        keys = ", ".join(shown(key) for key in list(value)[:4])
+        return f"a {type(value).__name__} with {keys or 'nothing in it'}"
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name[:60]}"
+
+
+def one_line(text: str) -> str:
+    """A message in one line of at most 300 characters; what is left out is in its middle."""
+    if not text.isprintable():
+        text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return text if len(text) <= _LONGEST else f"{text[:_HEAD]} ... {text[-_TAIL:]}"
+
+
+def _tensor(tensor: Tensor) -> str:
+    if tensor.is_nested:
+        return "a nested tensor"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    kind = "" if tensor.layout is torch.strided else "sparse "
+    empty = "" if tensor.numel() else "empty "
+    kind = f"{empty}{kind}{dtype}{' meta' if tensor.is_meta else ''}"
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind} tensor {list(tensor.shape)}"
