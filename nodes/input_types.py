@@ -37,12 +37,11 @@ def latent(value: object) -> Mapping[str, Any]:
         raise ValueError(f"its 'samples' hold no tensor; expected {_LATENT}")
     for part in parts:
         _floats(part, "its 'samples' are {}; expected " + _LATENT)
-        if part.ndim < 3:
+        if not 3 <= part.ndim <= 5:
             raise ValueError(
                 f"its 'samples' have {part.ndim} dimensions, {list(part.shape)}; expected {_LATENT}"
             )
-        if not torch.isfinite(part).all():
-            raise ValueError("its 'samples' hold values that are NaN or infinite; expected none")
+        _finite(part, "its 'samples'")
     mask = value.get("noise_mask")
     if mask is not None:
         _floats(mask, "its 'noise_mask' is {}; expected a float tensor [B, H, W], or none")
@@ -129,6 +128,7 @@ def conditioning(value: object) -> list:
             raise ValueError(f"it holds {shown(pair)}; expected {_CONDITIONING}")
         if pair[0] is not None:  # some models need no text
             _floats(pair[0], "it holds {}; expected " + _CONDITIONING)
+            _finite(pair[0], "its tensors")
     return value
 
 
@@ -170,6 +170,11 @@ def _tensor(value: object, message: str) -> Tensor:
     if value.layout is not torch.strided or value.is_meta or value.is_quantized:
         raise ValueError(message.format(shown(value)))
     return value
+
+
+def _finite(tensor: Tensor, name: str) -> None:
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"{name} hold values that are NaN or infinite; expected none")
 
 
 def _floats(value: object, message: str) -> Tensor:

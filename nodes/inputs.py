@@ -6,8 +6,6 @@ it. So a node of another pack, or a prompt over HTTP, can bring any value to any
 
 import functools
 import inspect
-import math
-import operator
 from collections.abc import Callable
 from numbers import Real
 
@@ -15,6 +13,9 @@ from comfy_api.latest import io
 
 from .input_types import TYPES
 from .shown import one_line, shown
+
+# A number that is to be text: Python does not write out one of thousands of digits.
+_LARGEST = 10**18
 
 
 def checked(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.NodeOutput]:
@@ -99,21 +100,16 @@ def _choice(value: object, options: list[str]) -> str:
 
 def _number(value: object, least: float, most: float, *, whole: bool) -> float:
     """An int, or a float; an int may come as a float without a fraction."""
-    number: float | None = None
-    if isinstance(value, Real) or hasattr(value, "__index__"):
-        number = value if isinstance(value, Real) else operator.index(value)
-    is_right = number is not None and (isinstance(number, int) or math.isfinite(number))
-    if is_right and whole:
-        is_right = number == int(number)
-    if not is_right or not least <= number <= most:
-        kind = "a whole number" if whole else "a number"
-        raise ValueError(f"got {shown(value)}; expected {kind} from {least} to {most}")
-    return int(number) if whole else float(number)
+    # NaN is in no range.
+    if isinstance(value, Real) and least <= value <= most and not (whole and value != int(value)):
+        return int(value) if whole else float(value)
+    kind = "a whole number" if whole else "a number"
+    raise ValueError(f"got {shown(value)}; expected {kind} from {least} to {most}")
 
 
 def _text(value: object) -> str:
     """Text; a number is written out."""
-    if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST:
         return str(value)
     if not isinstance(value, str):
         raise ValueError(f"got {shown(value)}; expected text")

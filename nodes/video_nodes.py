@@ -16,6 +16,7 @@ from .inputs import checked
 from .later import Later
 from .options import AUTO, CATEGORY, DTYPES, once, tell_unused, timing_output
 from .progress import Progress
+from .shown import shown
 from .video_source import Fit, Source, as_images, shape_of, source_of, with_channels
 from .video_target import FOLDERS, Target, frame_range, workflow_tags
 
@@ -27,6 +28,9 @@ other_vae = Later("other_vae")
 
 # VideoWriter's own: without visible loss on what a VAE made.
 _QUALITY = 70
+
+# Characters of two frames' numbers; Python reads no number of thousands of digits.
+_LONGEST_RANGE = 60
 
 # Frames of an IMAGE that become bytes at a time.
 _FRAMES = 4
@@ -109,6 +113,8 @@ class DecodeVideo(io.ComfyNode):
     ) -> io.NodeOutput:
         """Decode, and write meanwhile."""
         target = Target(_rate(fps), codec, quality, hardware, filename_prefix, save_to)
+        if len(frames) > _LONGEST_RANGE:
+            raise ValueError(f"frames is {shown(frames)}; expected two numbers, such as 40-80")
         check_prefix(filename_prefix, Path(folder_paths.get_directory_by_type(save_to)))
         latent = _one_video(samples["samples"], vae)
         if isinstance(vae, comfy_vae.FastVAE):
@@ -203,8 +209,8 @@ class EncodeVideo(io.ComfyNode):
             else:
                 tell_unused(dtype=dtype != AUTO, chunk=chunk != 0)
                 latent, count = _encoded_whole(vae, source, fit)
-        except ValueError as error:
-            raise ValueError(f"video: {error}") from None
+        except (ValueError, OSError) as error:
+            raise ValueError(f"video: {error}") from error
         with timing.span("file"):
             sound = source.sound(fit)
         return io.NodeOutput({"samples": latent}, float(fit.fps or source.fps), count, sound)

@@ -76,6 +76,27 @@ def test_everything_follows_the_address_in_pyproject(pyproject):
     assert f"git clone {urls['Repository']}\n" in readme
 
 
+def test_the_manager_shows_the_pack_as_supported(pyproject):
+    """The registry reads system and accelerator from classifiers, and drops lists it cannot read.
+
+    One unknown entry empties a list. Only names that PyPI has, too, let setuptools build the pack.
+    """
+    known = {
+        "Operating System": {"OS Independent"},
+        "Environment": {"GPU :: NVIDIA CUDA"},
+    }
+    found: dict[str, set[str]] = {}
+    for classifier in pyproject["project"]["classifiers"]:
+        kind, _, value = classifier.partition(" :: ")
+        found.setdefault(kind, set()).add(value)
+    assert {kind: found.get(kind) for kind in known} == known
+    # What else is compared with the user's machine: absent is anything, else it has to be readable.
+    assert re.fullmatch(r">=\d+\.\d+\.\d+", pyproject["tool"]["comfy"]["requires-comfyui"])
+    assert re.fullmatch(r">=3\.\d+", pyproject["project"]["requires-python"])
+    needed = pyproject["project"]["dependencies"]
+    assert not [name for name in needed if name.startswith("comfyui-frontend-package")]
+
+
 def test_the_icon_is_small_and_square_and_the_banner_wide(pyproject):
     image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     shapes = {}

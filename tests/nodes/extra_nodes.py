@@ -58,18 +58,21 @@ class Encoder:
         return [[torch.zeros(1, 8, 4096), {}]]
 
 
-def clip(frames=1):
+def clip(**changed):
     from comfy_api.latest import InputImpl, Types
 
-    images = torch.full((frames, 16, 16, 3), 0.5)
-    parts = Types.VideoComponents(images=images, audio=None, frame_rate=fractions.Fraction(16))
-    return InputImpl.VideoFromComponents(parts)
+    parts = {
+        "images": torch.full((1, 16, 16, 3), 0.5),
+        "audio": None,
+        "frame_rate": fractions.Fraction(16),
+    }
+    return InputImpl.VideoFromComponents(Types.VideoComponents(**parts | changed))
 
 
-def broken_clip():
-    video = clip()
-    video.get_components().images = [1, 2]
-    return video
+def clip_file(name):
+    from comfy_api.latest import InputImpl
+
+    return InputImpl.VideoFromFile(name)
 
 
 def nested():
@@ -147,7 +150,11 @@ BAD = {
     "sound of a rate of text": lambda: sound(sample_rate="fast"),
     "sound of a rate of NaN": lambda: sound(sample_rate=float("nan")),
     "sound of no rate": lambda: sound(sample_rate=0),
-    "video of a list": broken_clip,
+    "video of a list": lambda: clip(images=[1, 2]),
+    "video of no frames": lambda: clip(images=torch.zeros(0, 16, 16, 3)),
+    "video of no rate": lambda: clip(frame_rate=fractions.Fraction(0)),
+    "video of a sound of text": lambda: clip(audio={"waveform": "x", "sample_rate": 1}),
+    "video of a file that is gone": lambda: clip_file("gone.mp4"),
     "conditioning of a list": lambda: [[1, 2]],
     "conditioning of None": lambda: [None],
     "conditioning of NaN": lambda: [[torch.full((1, 8, 4096), torch.nan), {}]],

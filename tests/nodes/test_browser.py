@@ -39,12 +39,25 @@ CLIP_FRAMES = 33
 CLIP_DIFFERENCE = 10
 
 UNKNOWN = "app.graph.nodes.filter(n => !LiteGraph.registered_node_types[n.type]).map(n => n.type)"
+OPEN = "async workflow => { await app.loadGraphData(workflow, true, true, 'opened') }"
 QUEUE = "async () => { await app.queuePrompt(0, 1) }"
 
 # Left, top, right, bottom; the title is above the position of a node.
 BOXES = """app.graph.nodes.map(n => [n.title || n.type,
     n.pos[0], n.pos[1] - LiteGraph.NODE_TITLE_HEIGHT, n.pos[0] + n.size[0], n.pos[1] + n.size[1]])
 """
+
+
+# Where the nodes are in the window.
+SHOWN = """app.graph.nodes.map(n => {
+  const {scale, offset} = app.canvas.ds;
+  const left = n.pos[0] + offset[0], top = n.pos[1] - LiteGraph.NODE_TITLE_HEIGHT + offset[1];
+  const corners = [left, top, left + n.size[0], n.pos[1] + n.size[1] + offset[1]];
+  return corners.map(at => at * scale);
+})"""
+
+# What of the window the frontend's own bars cover: at the left and at the top.
+SIDEBAR, MENU = 60, 92
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +165,29 @@ def test_an_example_opens_as_it_was_saved(page, example, complaints, schemas):
             assert saved.get(name, value) == value, name
             assert value in files or fits(entries[name], value), f"{name}: {value}"
     assert complaints == []
+
+
+@pytest.fixture(params=[(1920, 1080), (1366, 768)], ids=str)
+def window(request, page):
+    """A usual size of the browser's window."""
+    before = page.viewport_size
+    width, height = request.param
+    page.set_viewport_size({"width": width, "height": height})
+    page.wait_for_timeout(500)
+    yield width, height
+    page.set_viewport_size(before)
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_a_workflow_opens_whole_and_beside_the_menus(page, window, file):
+    page.evaluate(OPEN, json.loads(file.read_text(encoding="utf-8")))
+    page.wait_for_timeout(1000)  # the view moves after the first frame
+    width, height = window
+    for left, top, right, bottom in page.evaluate(SHOWN):
+        assert left >= SIDEBAR
+        assert top >= MENU
+        assert right <= width
+        assert bottom <= height
 
 
 def test_a_workflow_without_the_last_widget_opens_with_its_default(page, demo):

@@ -13,6 +13,9 @@ from fast_video_vae.tests.nodes.workflows.catalogue import catalogue
 from fast_video_vae.tests.nodes.workflows.graph import links
 from fast_video_vae.tests.nodes.workflows.packs import project
 
+# The two that are kept by hand.
+NO_DOWNLOAD = ["1 Encode and decode a clip (no download)", "2 Long video to a file (no download)"]
+
 FILES = sorted((PACK / "example_workflows").glob("*.json"))
 
 # Inputs whose values are files of a folder.
@@ -38,9 +41,44 @@ def read(file):
 
 
 def test_there_is_a_file_for_every_task():
-    assert [file.stem for file in FILES] == sorted(
-        ["Fast VAE - encode and decode a clip", "long_video_to_file", *catalogue()]
+    assert [file.stem for file in FILES] == sorted([*NO_DOWNLOAD, *catalogue()])
+
+
+def test_the_workflows_without_a_download_come_first_and_say_so():
+    """Where names are sorted. ComfyUI itself lists them as the file system does."""
+    for at, file in enumerate(FILES):
+        models = [
+            model for node in read(file)["nodes"] for model in node["properties"].get("models", [])
+        ]
+        assert ("(no download)" in file.stem) is (at < len(NO_DOWNLOAD)) is (not models)
+
+
+@pytest.mark.parametrize("at", range(len(FILES)))
+def test_the_name_of_a_file_reads_as_a_title(at):
+    """The Templates dialog shows it as it is."""
+    number, _, title = FILES[at].stem.partition(" ")
+    assert number == str(at + 1)
+    assert title[0].isupper()
+    assert "_" not in title
+    assert len(title) <= 40
+
+
+# Below this scale the frontend draws no text on nodes.
+READABLE = 0.575
+
+
+@every_file
+def test_a_workflow_opens_whole_and_readable(file):
+    """A file that names no view is fitted to three quarters of the window, of any size."""
+    workflow = read(file)
+    assert "ds" not in workflow["extra"]
+    nodes = workflow["nodes"]
+    width, height = (
+        max(node["pos"][axis] + node["size"][axis] for node in nodes)
+        - min(node["pos"][axis] for node in nodes)
+        for axis in (0, 1)
     )
+    assert 0.75 * min(1920 / width, 1080 / height) >= READABLE
 
 
 @every_file

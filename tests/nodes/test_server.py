@@ -178,3 +178,16 @@ def test_the_example_workflows_are_offered_with_a_picture(server):
         kinds = {node["type"] for node in workflow["nodes"]}
         assert kinds & NODES.keys()
         assert {kind for kind in kinds if kind.startswith("FastVAE_")} <= NODES.keys()
+
+
+def test_comfyui_reads_what_pyproject_says_of_systems_and_accelerators(comfyui):
+    from comfy_config.config_parser import (
+        validate_and_extract_accelerator_classifiers,
+        validate_and_extract_os_classifiers,
+    )
+
+    tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
+    text = (PACK / "pyproject.toml").read_text(encoding="utf-8")
+    classifiers = tomllib.loads(text)["project"]["classifiers"]
+    assert validate_and_extract_os_classifiers(classifiers) == ["OS Independent"]
+    assert validate_and_extract_accelerator_classifiers(classifiers) == ["GPU :: NVIDIA CUDA"]

@@ -2,6 +2,7 @@
 
 from .files import WAN21_VAE, WRAPPER_T2V, WRAPPER_T5
 from .graph import FAST, Graph
+from .picture import Block
 from .texts import WAN_NEGATIVE, WAN_POSITIVE
 
 TEXT = """
@@ -24,10 +25,17 @@ FILES
 - **More memory**: **WanVideo Block Swap** of the wrapper, at the model loader.
 """
 
+_BLOCKS = (
+    (Block("Load VAE (Fast)", fast=True),),
+    (Block("To WANVAE (Fast)", fast=True),),
+    (Block("WanVideo Decode", "and the wrapper's other nodes"),),
+    (Block("Video"),),
+)
+
 
 def graph() -> Graph:
     """Text to video with the small model of Wan 2.1."""
-    graph = Graph("wan_video_wrapper_bridge", TEXT)
+    graph = Graph("9 WanVideoWrapper - with the fast VAE", TEXT, _BLOCKS)
 
     column = graph.column(420)
     column.read_me()

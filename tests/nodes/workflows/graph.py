@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from .picture import Rows
+
 # Of groups: what a workflow consists of, what it shows of this pack, and the text.
 USUAL, FAST, PLAIN = "#3f789e", "#8A8", "#888"
 
@@ -119,11 +121,15 @@ class Graph:
     Attributes:
         name: Of the file.
         text: What users read: Markdown. `FILES` in it becomes the list of the files.
+        blocks: Its thumbnail.
+        readme: The name of the picture of the whole graph that the README shows; None: none.
         columns: From left to right.
     """
 
     name: str
     text: str
+    blocks: Rows
+    readme: str | None = None
     columns: list[Column] = field(default_factory=list)
 
     def column(self, width: int) -> Column:

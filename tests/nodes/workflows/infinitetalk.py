@@ -2,6 +2,7 @@
 
 from .files import INFINITETALK, UMT5, WAN21_I2V, WAN21_I2V_LORA, WAN21_VAE, WAV2VEC2
 from .graph import FAST, Column, Graph, Node, Output
+from .picture import Block
 
 TEXT = """
 ## InfiniteTalk: a picture speaks
@@ -26,12 +27,19 @@ _POSITIVE = "A person talks to the camera, natural facial expressions, gentle mo
 
 _NEGATIVE = "static, blurred, distorted face, deformed mouth, subtitles, low quality"
 
+_BLOCKS = (
+    (Block("Picture"), Block("Speech")),
+    (Block("InfiniteTalk", "two windows of 81 frames"),),
+    (Block("Wan Sampler (Fast)", fast=True),),
+    (Block("VAE Decode (Fast)", fast=True),),
+)
+
 
 def graph() -> Graph:
     """Two windows, chained by frames."""
-    graph = Graph("infinitetalk_audio_to_video", TEXT)
+    graph = Graph("6 InfiniteTalk - audio to video", TEXT, _BLOCKS)
 
-    column = graph.column(420)
+    column = graph.column(380)
     column.read_me()
     given = column.group("1   Picture and sound")
     image = given.add("LoadImage", least=330, image="example.png")
@@ -39,15 +47,18 @@ def graph() -> Graph:
     encoder = given.add("AudioEncoderLoader", audio_encoder_name=WAV2VEC2)
     audio = given.add("AudioEncoderEncode", audio_encoder=encoder, audio=sound)
 
-    column = graph.column(420)
+    column = graph.column(380)
     models = column.group("2   Models")
     model = models.add("UNETLoader", unet_name=WAN21_I2V)
     patch = models.add("ModelPatchLoader", name=INFINITETALK)
-    fast = column.group("3   Fast VAE, LoRA, prompt", FAST)
+    fast = column.group("3   Fast VAE and LoRA", FAST)
     vae = fast.add("FastVAE_Load", vae_name=WAN21_VAE)
     stack = fast.add("FastVAE_LoraStack", lora_name=WAN21_I2V_LORA, strength="1.0")
-    clip = fast.add("CLIPLoader", clip_name=UMT5, type="wan")
-    words = fast.add(
+
+    column = graph.column(380)
+    prompt = column.group("4   Prompt", FAST)
+    clip = prompt.add("CLIPLoader", clip_name=UMT5, type="wan")
+    words = prompt.add(
         "FastVAE_TextEncode",
         least=300,
         stretch=True,
@@ -70,14 +81,14 @@ def graph() -> Graph:
         "length": 81,
         "motion_frame_count": 9,
     }
-    column = graph.column(360)
-    _, first = _window(column, "4   First window", given, stack, vae)
-    column = graph.column(360)
+    column = graph.column(340)
+    _, first = _window(column, "5   First window", given, stack, vae)
+    column = graph.column(340)
     given["previous_frames"] = first
-    window, second = _window(column, "5   Second window", given, stack, vae)
+    window, second = _window(column, "6   Second window", given, stack, vae)
 
-    column = graph.column(400)
-    result = column.group("6   Result")
+    column = graph.column(360)
+    result = column.group("7   Result")
     rest = result.add(
         "ImageFromBatch",
         "Without the frames that it began with",

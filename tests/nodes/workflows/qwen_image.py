@@ -2,6 +2,7 @@
 
 from .files import QWEN_CLIP, QWEN_IMAGE, QWEN_LORA, QWEN_VAE
 from .graph import FAST, Graph
+from .picture import Block
 
 TEXT = """
 ## Qwen-Image with a LoRA, 8 steps
@@ -25,10 +26,17 @@ _POSITIVE = (
     'reads "Slow Reads, Fast Frames". Reflections on wet cobblestones, photograph, 35 mm.'
 )
 
+_BLOCKS = (
+    (Block("Qwen-Image fp8"),),
+    (Block("LoRA Stack (Fast)", "8 steps", fast=True),),
+    (Block("Wan Sampler (Fast)", fast=True),),
+    (Block("VAE Decode (Fast)", "one picture", fast=True),),
+)
+
 
 def graph() -> Graph:
     """One model, one LoRA, one picture."""
-    graph = Graph("qwen_image_lora", TEXT)
+    graph = Graph("7 Qwen-Image - LoRA of eight steps", TEXT, _BLOCKS)
 
     column = graph.column(420)
     column.read_me()

@@ -2,6 +2,7 @@
 
 from .files import SEEDVR2, SEEDVR2_VAE
 from .graph import FAST, Graph
+from .picture import Block
 
 TEXT = """
 ## Make a video larger with SeedVR2
@@ -24,10 +25,17 @@ FILES
 - **Colours**: `lab` keeps those of the original, `none` the model's.
 """
 
+_BLOCKS = (
+    (Block("Video"),),
+    (Block("VAE Encode (Fast)", "without tiles", fast=True),),
+    (Block("Fuse MLPs (Fast)", "SeedVR2 3B, one step", fast=True),),
+    (Block("VAE Decode (Fast)", "without tiles", fast=True),),
+)
+
 
 def graph() -> Graph:
     """A video in, four times its pixels out."""
-    graph = Graph("seedvr2_upscale", TEXT)
+    graph = Graph("8 SeedVR2 - upscale a video", TEXT, _BLOCKS, readme="seedvr2")
 
     column = graph.column(420)
     column.read_me()

@@ -2,6 +2,7 @@
 
 from .files import UMT5, WAN21_VAE, WAN22_HIGH, WAN22_HIGH_LORA, WAN22_LOW, WAN22_LOW_LORA
 from .graph import FAST, Graph
+from .picture import Block
 from .texts import WAN_NEGATIVE, WAN_POSITIVE
 
 TEXT = """
@@ -24,10 +25,17 @@ FILES
 - **Without LoRAs**: disconnect both, choose preset `base`: 40 steps with guidance.
 """
 
+_BLOCKS = (
+    (Block("High noise", "14B"), Block("Low noise", "14B")),
+    (Block("LoRA Stack (Fast)", "two lightx2v LoRAs", fast=True),),
+    (Block("Wan Sampler (Fast)", "4 steps, one node", fast=True),),
+    (Block("Decode to Video (Fast)", fast=True),),
+)
+
 
 def graph() -> Graph:
     """Two models, two LoRAs, one sampler, one file."""
-    graph = Graph("wan22_14b_two_experts_4_steps", TEXT)
+    graph = Graph("4 Wan 2.2 14B - two experts in four steps", TEXT, _BLOCKS, readme="two_experts")
 
     column = graph.column(440)
     column.read_me()

@@ -2,6 +2,7 @@
 
 from .files import UMT5, WAN22_5B, WAN22_5B_VAE
 from .graph import FAST, Graph
+from .picture import Block
 from .texts import WAN_NEGATIVE
 
 TEXT = """
@@ -30,10 +31,17 @@ _POSITIVE = (
     "Cinematic, natural motion, high detail."
 )
 
+_BLOCKS = (
+    (Block("Picture"), Block("Prompt")),
+    (Block("Wan 2.2 5B", "1280 x 704, 121 frames"),),
+    (Block("Wan Sampler (Fast)", fast=True),),
+    (Block("Decode to Video (Fast)", fast=True),),
+)
+
 
 def graph() -> Graph:
     """One model, one picture, one file."""
-    graph = Graph("wan22_5b_image_to_video", TEXT)
+    graph = Graph("5 Wan 2.2 5B - image to video", TEXT, _BLOCKS)
 
     column = graph.column(420)
     column.read_me()

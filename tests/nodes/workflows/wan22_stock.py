@@ -2,6 +2,7 @@
 
 from .files import UMT5, WAN21_VAE, WAN22_HIGH, WAN22_HIGH_LORA, WAN22_LOW, WAN22_LOW_LORA
 from .graph import FAST, Graph
+from .picture import Block
 from .texts import WAN_NEGATIVE, WAN_POSITIVE
 
 TEXT = """
@@ -25,10 +26,17 @@ FILES
   step 10.
 """
 
+_BLOCKS = (
+    (Block("High noise", "14B"), Block("Low noise", "14B")),
+    (Block("KSampler x 2", "as in ComfyUI's graph"),),
+    (Block("VAE Decode (Fast)", "all that is exchanged", fast=True),),
+    (Block("Video"),),
+)
+
 
 def graph() -> Graph:
     """Two experts one after the other, four steps, then the fast VAE."""
-    graph = Graph("wan22_stock_accelerated", TEXT)
+    graph = Graph("3 Wan 2.2 14B - stock graph made fast", TEXT, _BLOCKS)
 
     column = graph.column(440)
     column.read_me()

@@ -2,7 +2,7 @@
 
 To be run after the inputs or outputs of a node have changed. It needs what the browser tests need:
 ComfyUI, its requirements, Playwright and Chromium. Each workflow is drawn by ComfyUI's frontend,
-checked by the server, saved as the frontend saves it, and photographed.
+checked by the server and saved as the frontend saves it; its thumbnail shows its main nodes.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from fast_video_vae.tests.nodes.workflows.frontend import (  # noqa: E402
 )
 from fast_video_vae.tests.nodes.workflows.graph import Graph  # noqa: E402
 from fast_video_vae.tests.nodes.workflows.packs import properties  # noqa: E402
+from fast_video_vae.tests.nodes.workflows.picture import picture as blocks  # noqa: E402
 
 _WIDTH = 1024  # of a thumbnail
 _LARGEST_BYTES = 200_000
@@ -70,7 +71,10 @@ def main() -> None:
                 graph = graphs[name]
                 drawn, picture = frontend.draw(graph, properties(graph, modules, version), bare)
                 server.queue(frontend.prompt())  # refused, were anything wrong but the empty files
-                _save(arguments.to / name, _tidy(drawn, name), picture)
+                _save(arguments.to / name, _tidy(drawn, name))
+                _save_picture(arguments.to / f"{name}.jpg", blocks(graph.blocks))
+                if graph.readme:
+                    _save_picture(PACK / "media" / f"{graph.readme}.jpg", picture)
             context.close()
 
 
@@ -92,16 +96,19 @@ def _furnish(base: Path, graphs: list[Graph]) -> None:
 def _tidy(workflow: dict, name: str) -> dict:
     """A saved workflow without what differs from one run to the next."""
     workflow["id"] = str(uuid.uuid5(_NAMESPACE, name))
+    # Without a place and a scale of the view: the frontend then fits the graph to any window.
     workflow["extra"] = {
-        "ds": {"scale": 0.6, "offset": [120, 160]},
         "frontendVersion": importlib.metadata.version("comfyui-frontend-package"),
     }
     return workflow
 
 
-def _save(stem: Path, workflow: dict, picture: Image.Image) -> None:
+def _save(stem: Path, workflow: dict) -> None:
     text = json.dumps(workflow, indent=2, ensure_ascii=False)
     stem.with_name(f"{stem.name}.json").write_text(f"{text}\n", encoding="utf-8")
+
+
+def _save_picture(file: Path, picture: Image.Image) -> None:
     height = round(picture.height * _WIDTH / picture.width)
     small = picture.resize((_WIDTH, height), Image.Resampling.LANCZOS)
     for quality in range(92, 40, -4):
@@ -109,7 +116,7 @@ def _save(stem: Path, workflow: dict, picture: Image.Image) -> None:
         small.save(buffer, "JPEG", quality=quality, optimize=True, progressive=True)
         if len(buffer.getvalue()) < _LARGEST_BYTES:
             break
-    stem.with_name(f"{stem.name}.jpg").write_bytes(buffer.getvalue())
+    file.write_bytes(buffer.getvalue())
 
 
 if __name__ == "__main__":
