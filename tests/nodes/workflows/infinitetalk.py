@@ -41,21 +41,21 @@ def graph() -> Graph:
 
     column = graph.column(380)
     column.read_me()
-    given = column.group("1   Picture and sound")
-    image = given.add("LoadImage", least=330, image="example.png")
+    models = column.group("1   Models")
+    model = models.add("UNETLoader", unet_name=WAN21_I2V)
+    patch = models.add("ModelPatchLoader", name=INFINITETALK)
+
+    column = graph.column(380)
+    given = column.group("2   Picture and sound")
+    image = given.add("LoadImage", least=330, stretch=True, image="example.png")
     sound = given.add("LoadAudio", audio="speech.wav")
     encoder = given.add("AudioEncoderLoader", audio_encoder_name=WAV2VEC2)
     audio = given.add("AudioEncoderEncode", audio_encoder=encoder, audio=sound)
 
     column = graph.column(380)
-    models = column.group("2   Models")
-    model = models.add("UNETLoader", unet_name=WAN21_I2V)
-    patch = models.add("ModelPatchLoader", name=INFINITETALK)
     fast = column.group("3   Fast VAE and LoRA", FAST)
     vae = fast.add("FastVAE_Load", vae_name=WAN21_VAE)
     stack = fast.add("FastVAE_LoraStack", lora_name=WAN21_I2V_LORA, strength="1.0")
-
-    column = graph.column(380)
     prompt = column.group("4   Prompt", FAST)
     clip = prompt.add("CLIPLoader", clip_name=UMT5, type="wan")
     words = prompt.add(
