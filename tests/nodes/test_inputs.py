@@ -1,7 +1,5 @@
 """Inputs of nodes, checked in this process: what no server can be sent, and names of files."""
 
-import functools
-
 import pytest
 import torch
 
@@ -17,8 +15,8 @@ def execute(node, **inputs):
     return next(getattr(each, node) for each in modules if hasattr(each, node)).execute(**inputs)
 
 
-@functools.cache
-def bundled():
+@pytest.fixture(scope="module")
+def bundled(comfyui):
     """The VAE of the pack."""
     from fast_video_vae.nodes.vae_nodes import Load
 
@@ -48,15 +46,15 @@ LATENT = {"samples": torch.zeros(1, 16, 1, 2, 2)}
         ({"vae": None}, "vae: got None; expected a VAE. The checkpoint has none: load it alone"),
     ],
 )
-def test_the_message_says_what_came_and_what_was_expected(comfyui, inputs, message):
+def test_the_message_says_what_came_and_what_was_expected(bundled, inputs, message):
     with pytest.raises(ValueError, match=r"^\w+: ") as caught:
-        execute("Decode", **{"samples": LATENT, "vae": bundled()} | inputs)
+        execute("Decode", **{"samples": LATENT, "vae": bundled} | inputs)
     assert str(caught.value).startswith(message)
     assert len(str(caught.value)) <= 300
 
 
-def test_a_float_without_a_fraction_is_a_whole_number(comfyui):
-    images, _ = execute("Decode", samples=LATENT, vae=bundled(), chunk=1.0).args
+def test_a_float_without_a_fraction_is_a_whole_number(bundled):
+    images, _ = execute("Decode", samples=LATENT, vae=bundled, chunk=1.0).args
     assert images.shape == (1, 16, 16, 3)
 
 

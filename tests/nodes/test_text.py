@@ -463,7 +463,7 @@ def test_a_line_of_dashes_is_between_prompts_and_a_text_alone_keeps_its_white_sp
         ({"negative": []}, "negative: an empty list; expected at least one prompt"),
         (
             {"clip": [None]},
-            "clip: None; expected a text encoder. The checkpoint has none: load it on its own",
+            "clip: got None; expected a text encoder. The checkpoint has none: load it on its own",
         ),
         ({"dtype": ["bf16", "fp32"]}, "dtype: 2 different ones; expected one"),
     ],
