@@ -209,8 +209,12 @@ class EncodeVideo(io.ComfyNode):
             else:
                 tell_unused(dtype=dtype != AUTO, chunk=chunk != 0)
                 latent, count = _encoded_whole(vae, source, fit)
-        except (ValueError, OSError) as error:
-            raise ValueError(f"video: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"video: {error}") from None
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"video: {error}") from None
+        except OSError as error:
+            raise OSError(f"video: {error}") from error
         with timing.span("file"):
             sound = source.sound(fit)
         return io.NodeOutput({"samples": latent}, float(fit.fps or source.fps), count, sound)

@@ -219,7 +219,7 @@ def narrow(state, folder):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda state, _: object(), r"^vae: it is a object; expected a VAE$"),
+        (lambda state, _: object(), r"^vae: got an object; expected a VAE$"),
         (lambda state, _: of_another_network(state), r"^vae: .* not accelerated"),
         (decoder_only, r"^vae: ComfyUI has no network .* it has a decoder only$"),
         (twice_as_large, r"^vae: ComfyUI has no network .* twice the size$"),

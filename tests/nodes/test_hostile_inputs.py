@@ -14,6 +14,9 @@ pytestmark = pytest.mark.comfyui
 
 LONGEST = 300
 
+# The second for a file that is gone.
+KINDS = ("ValueError", "FileNotFoundError")
+
 # How Python and PyTorch themselves put it.
 RAW = re.compile(
     r"object has no attribute|object is not|not subscriptable|argument must be|indices must be"
@@ -134,7 +137,7 @@ def check(files, node, rows):
             continue
         text, kind = error
         named = re.match(rf"{name}[ :]", text)
-        if kind != "ValueError" or not named or RAW.search(text) or len(text) > LONGEST:
+        if kind not in KINDS or not named or RAW.search(text) or len(text) > LONGEST:
             wrong.append(f"{name}, {value}: {kind} {text}")
         elif not text.isprintable():
             wrong.append(f"{name}, {value}: more than a line, {text!r}")

@@ -637,7 +637,7 @@ def test_what_is_no_vae_of_wan_is_one_line(comfyui):
         ValueError, match=r"^vae: it is a VAE of TAEHV, which is not accelerated, as"
     ):
         convert(comfy.sd.VAE(sd=tiny))
-    with pytest.raises(ValueError, match=r"^vae: it is a dict; expected a VAE$"):
+    with pytest.raises(ValueError, match=r"^vae: got a dict with nothing in it; expected a VAE$"):
         convert({})
 
 
