@@ -6,8 +6,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-# ComfyUI's dialog shows the message whole; more than this is not read.
-_LONGEST = 300
+# A message that lists the keys of two files is 600 characters long; a longer one quotes a value
+# whole, and is cut to what a dialog of ComfyUI shows without a scroll bar.
+_LONGEST = 900
 _HEAD, _TAIL = 200, 90
 
 # Digits of a number: Python itself refuses to write out more than 4300.
@@ -39,7 +40,7 @@ def shown(value: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """A message in one line of at most 300 characters; what is left out is in its middle."""
+    """A message in one line; of one that is very long the first 200 and the last 90 characters."""
     if not text.isprintable():
         text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return text if len(text) <= _LONGEST else f"{text[:_HEAD]} ... {text[-_TAIL:]}"
