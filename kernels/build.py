@@ -41,6 +41,9 @@ _logger = logging.getLogger(__name__)
 # No build takes so long: a folder that is older was left by one that was killed.
 _STALE_S = 3600
 
+# How long the processes of a build that was stopped are asked to end.
+_END_S = 2.0
+
 # One for all libraries: a build changes PATH for its time.
 _lock = threading.Lock()
 
@@ -296,11 +299,17 @@ def _path() -> str:
 def _end_processes(folder: Path) -> None:
     """End what works in a folder that is this build's alone; only Linux tells where that is."""
     folder = folder.resolve()
-    for place in Path("/proc").glob("[0-9]*/cwd"):
-        # Others end at the same time, or belong to another user.
-        with suppress(OSError):
-            if place.readlink() == folder:
-                os.kill(int(place.parent.name), signal.SIGTERM)
+    deadline = time.monotonic() + _END_S
+    left = True
+    # Again until there is none: one that is ended late may have started another.
+    while left and time.monotonic() < deadline:
+        left = False
+        for place in Path("/proc").glob("[0-9]*/cwd"):
+            # Others end at the same time, or belong to another user.
+            with suppress(OSError):
+                if place.readlink() == folder:
+                    left = True
+                    os.kill(int(place.parent.name), signal.SIGTERM)
 
 
 def _clear_stale(folder: Path) -> None:

@@ -198,7 +198,7 @@ def _fit(shapes: dict[str, tuple[int, ...]]) -> VAEConfig:
             break
     count, config, report = min(reports, key=lambda entry: entry[0])
     if count:
-        raise ValueError(f"not a fit for {config.family}: {report}")
+        raise ValueError(f"does not fit {config.family}: {report}")
     return config
 
 

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("tqdm", reason="tqdm is not installed")
 
+from fast_video_vae.vae import progress
 from fast_video_vae.vae.progress import Progress
 
 
@@ -19,10 +20,10 @@ def shown(monkeypatch, stream, steps, total, **options):
     """What goes to stderr; `steps` are seconds and what was done in them."""
     monkeypatch.setattr(sys, "stderr", stream)
     seconds = 0.0
-    with Progress("decode", total, clock=lambda: seconds, **options) as progress:
+    with Progress("decode", total, clock=lambda: seconds, **options) as bar:
         for took, count in steps:
             seconds += took
-            progress.update(count)
+            bar.update(count)
     return stream.getvalue().splitlines()
 
 
@@ -43,7 +44,7 @@ def test_a_file_gets_a_line_every_ten_seconds(monkeypatch, steps, total, lines):
 
 
 def test_a_terminal_gets_a_bar(monkeypatch):
-    monkeypatch.setattr("fast_video_vae.vae.progress.BAR_DELAY_S", 0)
+    monkeypatch.setattr(progress, "BAR_DELAY_S", 0)
     states = shown(monkeypatch, Terminal(), [(60, 5), (60, 5)], 20, unit="runs")  # parted by \\r
     assert any("0/20" in state for state in states)
     assert "decode:" not in "".join(states)
@@ -58,8 +59,8 @@ def test_a_total_may_grow(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     seconds = 0.0
-    with Progress("bench", 0, unit="runs", clock=lambda: seconds) as progress:
-        progress.total = 6
+    with Progress("bench", 0, unit="runs", clock=lambda: seconds) as bar:
+        bar.total = 6
         seconds = 11.0
-        progress.update()
+        bar.update()
     assert stream.getvalue() == "bench: 1 of 6 runs, 55.0 s left\n"
