@@ -275,7 +275,7 @@ def _video_inputs() -> list[io.Input]:
             step=0.01,
             optional=True,
             tooltip="Frames per second to encode, by repeating or leaving out frames; none are "
-            "blended. 0: every frame of the video.",
+            "blended. 0: every frame of the video, or where their rate varies a constant one.",
         ),
         *(
             io.Int.Input(
