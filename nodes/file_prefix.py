@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path, PurePosixPath
 
-from .shown import shown
+from .described import described
 
 # Bytes of a file's name that all systems take, less the number and the suffix that follow.
 _LONGEST_NAME = 200
@@ -28,7 +28,8 @@ def check_prefix(prefix: str, folder: Path, *, windows: bool = os.name == "nt") 
     reason = _reason(prefix, folder, windows=windows)
     if reason:
         raise ValueError(
-            f"filename_prefix is {shown(prefix)}, {reason}; expected a name inside of the folder"
+            f"filename_prefix is {described(prefix)}, {reason}; "
+            "expected a name inside of the folder"
         )
 
 

@@ -14,8 +14,8 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import Input, InputImpl
 from torch import Tensor
 
+from .described import described
 from .later import Later
-from .shown import shown
 
 lora = Later("lora", above=True)
 
@@ -28,7 +28,7 @@ _CONDITIONING = "a CONDITIONING, which is a list of pairs of a tensor and a dict
 def latent(value: object) -> Mapping[str, Any]:
     """A LATENT: its `samples` are finite floats of three dimensions or more."""
     if not isinstance(value, Mapping) or "samples" not in value:
-        raise ValueError(f"got {shown(value)}; expected {_LATENT}")
+        raise ValueError(f"got {described(value)}; expected {_LATENT}")
     samples = value["samples"]
     # ComfyUI's own class for several tensors in one is no tensor.
     nested = getattr(samples, "is_nested", False)
@@ -52,22 +52,22 @@ def image(value: object) -> Tensor:
     """An IMAGE; also a batch of videos, `[B, T, H, W, C]`."""
     tensor = _floats(value, "got {}; expected " + _IMAGE)
     if tensor.ndim not in (4, 5):
-        raise ValueError(f"got {shown(tensor)}; expected [N, H, W, C]")
+        raise ValueError(f"got {described(tensor)}; expected [N, H, W, C]")
     return tensor
 
 
 def audio(value: object) -> Mapping[str, Any]:
     """An AUDIO. It may be a mapping that reads its file when it is looked into."""
     if not isinstance(value, Mapping) or not {"waveform", "sample_rate"} <= set(value):
-        raise ValueError(f"got {shown(value)}; expected {_AUDIO}")
+        raise ValueError(f"got {described(value)}; expected {_AUDIO}")
     waveform, rate = value["waveform"], value["sample_rate"]
     _tensor(waveform, "its waveform is {}; expected [1, channels, samples]")
     if waveform.ndim != 3 or not all(waveform.shape[:2]) or not waveform.is_floating_point():
         raise ValueError(
-            f"its waveform is {shown(waveform)}; expected [1, channels, samples], floats"
+            f"its waveform is {described(waveform)}; expected [1, channels, samples], floats"
         )
     if not isinstance(rate, Real) or not 1 <= rate <= 768_000:
-        raise ValueError(f"its sample_rate is {shown(rate)}; expected 1 to 768000")
+        raise ValueError(f"its sample_rate is {described(rate)}; expected 1 to 768000")
     return value
 
 
@@ -75,7 +75,7 @@ def video(value: object) -> Input.Video:
     """A VIDEO; where it is made of tensors these are checked, too."""
     methods = "get_components", "get_stream_source", "get_active_trim_window"
     if not all(callable(getattr(value, name, None)) for name in methods):
-        raise ValueError(f"got {shown(value)}; expected a VIDEO, as Load Video gives it")
+        raise ValueError(f"got {described(value)}; expected a VIDEO, as Load Video gives it")
     if isinstance(value, InputImpl.VideoFromComponents):
         parts = value.get_components()
         try:
@@ -83,7 +83,9 @@ def video(value: object) -> Input.Video:
         except ValueError as error:
             raise ValueError(f"its images: {error}") from None
         if not isinstance(parts.frame_rate, Real) or not 0 < parts.frame_rate < float("inf"):
-            raise ValueError(f"its frame rate is {shown(parts.frame_rate)}; expected more than 0")
+            raise ValueError(
+                f"its frame rate is {described(parts.frame_rate)}; expected more than 0"
+            )
         if parts.audio is not None:
             audio(parts.audio)
     return value
@@ -99,14 +101,16 @@ def vae(value: object) -> object:
     works = any(callable(getattr(value, name, None)) for name in ("decode", "encode"))
     if isinstance(value, (str, bytes, bytearray)) or not works:
         hint = ". The checkpoint has none: load it alone" if value is None else ""
-        raise ValueError(f"got {shown(value)}; expected a VAE{hint}")
+        raise ValueError(f"got {described(value)}; expected a VAE{hint}")
     return value
 
 
 def model(value: object) -> ModelPatcher:
     """A MODEL."""
     if not isinstance(value, ModelPatcher):
-        raise ValueError(f"got {shown(value)}; expected a MODEL, as Load Diffusion Model gives it")
+        raise ValueError(
+            f"got {described(value)}; expected a MODEL, as Load Diffusion Model gives it"
+        )
     return value
 
 
@@ -115,17 +119,17 @@ def clip(value: object) -> object:
     methods = "tokenize", "encode_from_tokens_scheduled"
     if not all(callable(getattr(value, name, None)) for name in methods):
         hint = ". The checkpoint has none: load it on its own" if value is None else ""
-        raise ValueError(f"got {shown(value)}; expected a text encoder{hint}")
+        raise ValueError(f"got {described(value)}; expected a text encoder{hint}")
     return value
 
 
 def conditioning(value: object) -> list:
     """A CONDITIONING; an empty one too."""
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"got {shown(value)}; expected {_CONDITIONING}")
+        raise ValueError(f"got {described(value)}; expected {_CONDITIONING}")
     for pair in value:
         if not isinstance(pair, (list, tuple)) or len(pair) < 2 or not isinstance(pair[1], Mapping):
-            raise ValueError(f"it holds {shown(pair)}; expected {_CONDITIONING}")
+            raise ValueError(f"it holds {described(pair)}; expected {_CONDITIONING}")
         if pair[0] is not None:  # some models need no text
             _floats(pair[0], "it holds {}; expected " + _CONDITIONING)
             _finite(pair[0], "its tensors")
@@ -136,7 +140,7 @@ def sigmas(value: object) -> Tensor:
     """SIGMAS, in any number."""
     tensor = _tensor(value, "got {}; expected SIGMAS, a tensor of noise levels")
     if tensor.ndim != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise ValueError(f"got {shown(tensor)}; expected SIGMAS, a tensor of one dimension")
+        raise ValueError(f"got {described(tensor)}; expected SIGMAS, a tensor of one dimension")
     return tensor
 
 
@@ -145,7 +149,7 @@ def lora_stack(value: object) -> tuple:
     if not isinstance(value, (list, tuple)) or not all(
         isinstance(each, lora.Entry) for each in value
     ):
-        raise ValueError(f"got {shown(value)}; expected what LoRA Stack (Fast) gives")
+        raise ValueError(f"got {described(value)}; expected what LoRA Stack (Fast) gives")
     return tuple(value)
 
 
@@ -166,9 +170,9 @@ TYPES: dict[str, Callable[[object], object]] = {
 def _tensor(value: object, message: str) -> Tensor:
     """A tensor whose numbers are all there: not sparse, nested or without memory."""
     if not isinstance(value, Tensor) or value.is_nested:
-        raise ValueError(message.format(shown(value)))
+        raise ValueError(message.format(described(value)))
     if value.layout is not torch.strided or value.is_meta or value.is_quantized:
-        raise ValueError(message.format(shown(value)))
+        raise ValueError(message.format(described(value)))
     return value
 
 
@@ -180,5 +184,5 @@ def _finite(tensor: Tensor, name: str) -> None:
 def _floats(value: object, message: str) -> Tensor:
     tensor = _tensor(value, message)
     if not tensor.is_floating_point() or not tensor.numel():
-        raise ValueError(message.format(shown(tensor)))
+        raise ValueError(message.format(described(tensor)))
     return tensor

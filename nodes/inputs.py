@@ -11,8 +11,8 @@ from numbers import Real
 
 from comfy_api.latest import io
 
+from .described import described, one_line
 from .input_types import TYPES
-from .shown import one_line, shown
 
 # A number that is to be text: Python does not write out one of thousands of digits.
 _LARGEST = 10**18
@@ -73,7 +73,7 @@ def _check(spec: io.Input, given: dict[str, object], *, is_list: bool) -> None:
         elif isinstance(value, list):
             given[name] = [_value(spec, each) for each in value]
         else:
-            raise ValueError(f"got {shown(value)}; expected a list")
+            raise ValueError(f"got {described(value)}; expected a list")
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
@@ -95,7 +95,9 @@ def _choice(value: object, options: list[str]) -> str:
     if isinstance(value, str) and value in options:
         return value
     known = ", ".join(options[:6]) + (f" and {len(options) - 6} more" if options[6:] else "")
-    raise ValueError(f"got {shown(value)}; expected one of: {known or 'nothing, there are none'}")
+    raise ValueError(
+        f"got {described(value)}; expected one of: {known or 'nothing, there are none'}"
+    )
 
 
 def _number(value: object, least: float, most: float, *, whole: bool) -> float:
@@ -104,7 +106,7 @@ def _number(value: object, least: float, most: float, *, whole: bool) -> float:
     if isinstance(value, Real) and least <= value <= most and not (whole and value != int(value)):
         return int(value) if whole else float(value)
     kind = "a whole number" if whole else "a number"
-    raise ValueError(f"got {shown(value)}; expected {kind} from {least} to {most}")
+    raise ValueError(f"got {described(value)}; expected {kind} from {least} to {most}")
 
 
 def _text(value: object) -> str:
@@ -112,11 +114,11 @@ def _text(value: object) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST:
         return str(value)
     if not isinstance(value, str):
-        raise ValueError(f"got {shown(value)}; expected text")
+        raise ValueError(f"got {described(value)}; expected text")
     return value
 
 
 def _switch(value: object) -> bool:
     if isinstance(value, Real) and value in (0, 1):
         return bool(value)
-    raise ValueError(f"got {shown(value)}; expected true or false")
+    raise ValueError(f"got {described(value)}; expected true or false")

@@ -11,7 +11,7 @@ import comfy.model_management
 from torch import Tensor
 
 from . import timing
-from .shown import shown
+from .described import described
 
 
 def decoded(vae: Any, latent: Tensor) -> Tensor:  # noqa: ANN401, any VAE
@@ -45,6 +45,6 @@ def _asked(name: str, does: str, call: Callable[[], Tensor], given: Tensor) -> T
         text = str(error).strip().partition("\n")[0]
         # With the place of the failure, which ComfyUI shows below the message.
         raise ValueError(
-            f"{name}: this VAE, which is no fast one, {does} no {shown(given).partition(' ')[2]}: "
-            f"{type(error).__name__}: {text}"
+            f"{name}: this VAE, which is no fast one, {does} no "
+            f"{described(given).partition(' ')[2]}: {type(error).__name__}: {text}"
         ).with_traceback(error.__traceback__) from error

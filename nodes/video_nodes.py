@@ -11,12 +11,12 @@ from comfy_api.latest import Input, InputImpl, io, ui
 from torch import Tensor
 
 from .. import vae as library
+from .described import described
 from .file_prefix import check_prefix
 from .inputs import checked
 from .later import Later
 from .options import AUTO, CATEGORY, DTYPES, once, tell_unused, timing_output
 from .progress import Progress
-from .shown import shown
 from .video_source import Fit, Source, as_images, shape_of, source_of, with_channels
 from .video_target import FOLDERS, Target, frame_range, workflow_tags
 
@@ -114,7 +114,7 @@ class DecodeVideo(io.ComfyNode):
         """Decode, and write meanwhile."""
         target = Target(_rate(fps), codec, quality, hardware, filename_prefix, save_to)
         if len(frames) > _LONGEST_RANGE:
-            raise ValueError(f"frames is {shown(frames)}; expected two numbers, such as 40-80")
+            raise ValueError(f"frames is {described(frames)}; expected two numbers, such as 40-80")
         check_prefix(filename_prefix, Path(folder_paths.get_directory_by_type(save_to)))
         latent = _one_video(samples["samples"], vae)
         if isinstance(vae, comfy_vae.FastVAE):

@@ -91,8 +91,6 @@ def source_of(video: Input.Video) -> Source:
         OSError: The file is missing, or may not be read.
         ValueError: It is no video.
     """
-    if not hasattr(video, "get_stream_source"):
-        raise ValueError(f"it is a {type(video).__name__}; expected a VIDEO")
     if type(video).get_stream_source is Input.Video.get_stream_source:
         return _Tensors(video)
     return _File(video)
@@ -116,25 +114,6 @@ def shape_of(size: tuple[int, int], width: int, height: int) -> tuple[int, int] 
         height or max(1, round(own_height * width / own_width)),
         width or max(1, round(own_width * height / own_height)),
     )
-
-
-def waveform_of(audio: Sound) -> tuple[Tensor, int]:
-    """The waveform `[batch, channels, samples]` of an AUDIO, and its samples per second.
-
-    Raises:
-        ValueError: It is none, or holds none.
-    """
-    try:
-        waveform, rate = audio["waveform"], int(audio["sample_rate"])
-    except (TypeError, KeyError, ValueError, OverflowError):
-        raise ValueError(
-            f"audio: it is a {type(audio).__name__}; expected an AUDIO, a dict with a waveform and "
-            "its sample_rate"
-        ) from None
-    if not isinstance(waveform, Tensor) or waveform.ndim != 3 or not len(waveform):
-        found = list(waveform.shape) if isinstance(waveform, Tensor) else type(waveform).__name__
-        raise ValueError(f"audio: its waveform is {found}; expected [1, channels, samples]")
-    return waveform, rate
 
 
 def as_images(piece: Tensor) -> Tensor:
@@ -194,10 +173,8 @@ class _Tensors:
         components = video.get_components()
         self._images: Tensor = components.images
         self._audio: Sound | None = components.audio
-        images = self._images
-        if not isinstance(images, Tensor) or images.ndim != 4 or not images.numel():
-            found = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
-            raise ValueError(f"its images are {found}; expected [N, H, W, C]")
+        if self._images.ndim != 4 or not self._images.numel():
+            raise ValueError(f"its images are {list(self._images.shape)}; expected [N, H, W, C]")
         self.fps = Fraction(components.frame_rate)
         self.size = tuple(self._images.shape[1:3])
 
@@ -241,8 +218,8 @@ class _Tensors:
         seconds = fit.seconds(self.fps)
         if self._audio is None or seconds is None:
             return self._audio
-        waveform, rate = waveform_of(self._audio)
-        return self._audio | {"waveform": waveform[..., : round(seconds * rate)]}
+        rate = int(self._audio["sample_rate"])
+        return self._audio | {"waveform": self._audio["waveform"][..., : round(seconds * rate)]}
 
 
 def _read_sound(source: str | BinaryIO, begin: Fraction, end: Fraction | None) -> Sound | None:

@@ -1,5 +1,6 @@
 """Where a video goes: a new file in ComfyUI's folders, written by a thread as the frames come."""
 
+import functools
 import json
 import logging
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import folder_paths
+import torch
 from comfy.cli_args import args
 from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy_api.latest import io, ui
@@ -18,7 +20,6 @@ from torch import Tensor
 
 # What writes is imported when it is asked for, so that ComfyUI starts without it.
 from .. import vae as library
-from .video_source import waveform_of
 
 if TYPE_CHECKING:
     from ..vae import Audio
@@ -69,7 +70,7 @@ class Target:
         """
         if audio is None:
             return None
-        waveform, rate = waveform_of(audio)
+        waveform, rate = audio["waveform"], int(audio["sample_rate"])
         first, last = (round(frame / self.fps * rate) for frame in (frames.start, frames.stop))
         try:
             return library.Audio(waveform[0, :, first:last], rate)
@@ -113,17 +114,16 @@ class Target:
                 audio=audio,
                 metadata=tags,
             ) as writer:
+                relief = library.Relief(torch.device("cpu"), "a decode")
                 with library.Handoff(writer.write) as handoff:
                     for pictures in _opaque(pieces):
-                        handoff.put(pictures)
+                        relief.finish(functools.partial(handoff.put, pictures))
                 throw_exception_if_processing_interrupted()
         return path, result
 
     def _new_file(self, height: int, width: int) -> tuple[Path, ui.SavedResult]:
         """A name that no file has, by ComfyUI's way of counting."""
         kind, directory = _FOLDERS[self.folder]
-        if "\0" in self.prefix:
-            raise ValueError(f"filename_prefix is {self.prefix!r}; expected no NUL character")
         try:
             folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
                 self.prefix, directory(), width, height

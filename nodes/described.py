@@ -18,7 +18,7 @@ _repr = reprlib.Repr()
 _repr.maxstring = 60
 
 
-def shown(value: object) -> str:
+def described(value: object) -> str:
     """What a value is, for a message such as "got a list of 3"."""
     if value is None:
         return "None"
@@ -33,7 +33,7 @@ def shown(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, Mapping):
-        keys = ", ".join(shown(key) for key in list(value)[:4])
+        keys = ", ".join(described(key) for key in list(value)[:4])
         return f"a {type(value).__name__} with {keys or 'nothing in it'}"
     name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name[:60]}"
