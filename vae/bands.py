@@ -127,7 +127,7 @@ class _Tail:
         self._waiting: tuple[slice, Tensor] | None = None
 
     def _tail(self) -> Tensor:
-        """Looked up each time, because making room may have moved it."""
+        """The tail; looked up each time, because making room may have moved it."""
         return self._cache.tail(self._conv, self._conv.context, self._x)
 
     def window(self, top: int, bottom: int) -> Tensor:

@@ -80,7 +80,7 @@ class VideoVAE(nn.Module):
         config: What the weights are.
         dtype: The dtype that it decodes in, and of the frames that come out. A 16-bit dtype that is
             slow on a CPU is that of the frames alone: the computation is in float32.
-        encode_dtype: The dtype that it encodes in, and of the latents that come out; likewise.
+        encode_dtype: The dtype that it encodes in, and of the latents that come out, as `dtype` is.
         limit_bytes: Memory that a step may take beside the weights; None: a part of what is free.
         quality: "fast": every norm and activation is one pass that rounds once, from float32, as
             the fastest backend does it. "exact": each op has the very bits of the reference.

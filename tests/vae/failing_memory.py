@@ -26,8 +26,8 @@ class FailingMemory(TorchDispatchMode):
 
     Args:
         first: The first allocation that fails, counted from 1; 0: none.
-        count: So many in a row fail.
-        every: Instead of these, each such allocation fails, from this one on.
+        count: How many in a row fail.
+        every: Each allocation whose number is a multiple of this fails, too; 0: none.
         most: Largest allocation that succeeds, in bytes; None: any.
         error: One of `ERRORS`.
 

@@ -140,7 +140,7 @@ def task(request, vae, tmp_path):
 
 
 def sampled(task, count):
-    """About so many of a task's allocations, from the first to the last, without a rhythm."""
+    """About `count` of a task's allocations, from the first to the last, at uneven distances."""
     step = max(1, task.allocations // count)
     return [min(task.allocations, k + k // step % 7) for k in range(1, task.allocations + 1, step)]
 
