@@ -4,7 +4,6 @@ That the ops are right is tested with all others of `cases.SERVED`, by the emula
 where there is no GPU; what nvcc makes of the kernels is in `test_cuda_compile.py`.
 """
 
-import importlib
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ from fast_video_vae import kernels
 from fast_video_vae.kernels import BackendError, cuda_ops, use_backend, use_quality
 from fast_video_vae.kernels import backend as dispatch
 from fast_video_vae.kernels.backend import Refusal
+from fast_video_vae.kernels.build import extension
 from fast_video_vae.kernels.libraries import CPU, CUDA
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import (
@@ -244,16 +244,16 @@ def no_cuda(monkeypatch, _):
 
 
 def no_nvcc(monkeypatch, folder):
-    extension = importlib.import_module("torch.utils.cpp_extension")
+    module = extension()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(extension, "CUDA_HOME", str(folder))
+    monkeypatch.setattr(module, "CUDA_HOME", str(folder))
     return f"there is no nvcc ({folder})", "install the CUDA toolkit 13.0"
 
 
 def no_toolkit(monkeypatch, _):
-    extension = importlib.import_module("torch.utils.cpp_extension")
+    module = extension()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(extension, "CUDA_HOME", None)
+    monkeypatch.setattr(module, "CUDA_HOME", None)
     return "there is no nvcc (CUDA_HOME is not set)", "set CUDA_HOME"
 
 
@@ -261,14 +261,14 @@ def failing(monkeypatch, folder):
     nvcc = folder / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.touch()
-    extension = importlib.import_module("torch.utils.cpp_extension")
+    module = extension()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(extension, "CUDA_HOME", str(folder))
+    monkeypatch.setattr(module, "CUDA_HOME", str(folder))
 
     def raises(**_):
         raise RuntimeError("Error building\nFAILED: a.o\nnvcc -c a.cu\nnvcc fatal   : no such chip")
 
-    monkeypatch.setattr(extension, "load", raises)
+    monkeypatch.setattr(module, "load", raises)
     return "nvcc or the C++ compiler failed (nvcc fatal   : no such chip)", "a g++ that it takes"
 
 
