@@ -38,10 +38,11 @@ _VERSIONS_OF = (
     "import json, importlib.metadata as m; print(json.dumps([m.version(x) for x in {!r}]))"
 )
 
-# What torch consists of in a venv: files and folders of it and of all that it requires.
+# What torch consists of in a venv: files and folders of it and of all that it requires. Not
+# setuptools: a venv of Python before 3.12 brings its own, which pip is to replace.
 _TORCH = """
 import importlib.metadata as metadata, json, re
-todo, found, names = ["torch"], set(), set()
+todo, found, names = ["torch"], set(), {"setuptools"}
 while todo:
     name = todo.pop()
     try:

@@ -55,3 +55,4 @@ def test_torch_is_linked_with_all_that_it_needs_and_nothing_else(tmp_path):
     assert done.stdout.strip() == torch.__version__
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     assert not (packages / "pytest").exists()
+    assert not list(packages.glob("setuptools*"))
