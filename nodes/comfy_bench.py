@@ -349,4 +349,6 @@ def _cropped(config: VAEConfig, pixels: Tensor) -> tuple[Tensor, list[str]]:
         raise ValueError(f"pixels: {error}") from None
     top, left = (height - kept.height) // 2, (width - kept.width) // 2
     cut = pixels[: kept.frames, top : top + kept.height, left : left + kept.width]
+    if not bool(torch.isfinite(cut).all()):
+        raise ValueError("pixels: they hold NaN or infinity; expected an IMAGE in [0, 1]")
     return cut, [] if kept == clip else [f"pixels, {clip}, were cut to whole latents"]
