@@ -37,6 +37,7 @@ from .backend import (
 from .gpu_config import GPUConfig, gpu_config
 from .matrix import NativeLibrary, Support, backend_matrix, native_library
 from .messages import LINE, guarded, line, shown
+from .out_of_memory import is_out_of_memory
 from .preparations import Preparation, preparations, preparing
 from .tensor_files import PICKLE, SAFETENSORS, ZIP, Header, Place, kind_of, read_header
 
@@ -63,6 +64,7 @@ __all__ = [
     "group_norm_statistics",
     "guarded",
     "interleave_time",
+    "is_out_of_memory",
     "kind_of",
     "line",
     "log_once",

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .out_of_memory import is_out_of_memory
+
 # A line with what callers put before it ("vae_name: ") has at most 300 characters.
 LINE = 290
 
@@ -16,9 +18,6 @@ _NAME = 255
 
 # What of a key is shown.
 _KEY = 80
-
-# What memory that ran out is called where it has no type of its own.
-_MEMORY = ("out of memory", "allocate memory", "enough memory")
 
 
 def shown(text: object, limit: int = _KEY) -> str:
@@ -82,10 +81,9 @@ def guarded(name: str, keep: tuple[type[ValueError], ...] = ()) -> Iterator[None
         kind = next((kind for kind in keep if isinstance(error, kind)), ValueError)
         raise kind(line(name, str(error) or type(error).__name__)) from None
     except Exception as error:
-        text = str(error)
-        if isinstance(error, RuntimeError) and any(word in text for word in _MEMORY):
+        if is_out_of_memory(error):
             raise
-        first = text.partition("\n")[0]
+        first = str(error).partition("\n")[0]
         why = f"it is damaged ({type(error).__name__}: {first})"
         raise ValueError(line(name, why)) from None
 

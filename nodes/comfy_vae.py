@@ -14,7 +14,8 @@ import comfy.utils
 import torch
 from torch import Tensor
 
-from ..vae import Relief, is_out_of_memory
+from ..kernels import is_out_of_memory
+from ..vae import Relief
 from . import timing
 from .first_stage import FastVideoVAE
 from .memory import Way, free_others, give_back, in_turn, kept, make_room

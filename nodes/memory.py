@@ -11,7 +11,8 @@ import comfy.model_management
 import comfy.model_patcher
 import torch
 
-from ..vae import Relief, is_out_of_memory, trim_heap
+from ..kernels import is_out_of_memory
+from ..vae import Relief, trim_heap
 
 _logger = logging.getLogger(__name__)
 

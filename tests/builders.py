@@ -191,3 +191,12 @@ def _gain(name: str) -> float:
     if name.endswith(("proj.weight", "to_out.0.weight")):
         return 0.4
     return 1.0
+
+
+def one_line(error, *words):
+    """Check what pytest caught: one line of at most 300 characters with these words in it."""
+    message = str(error.value)
+    assert message.isprintable()
+    assert len(message) <= 300
+    for word in words:
+        assert word in message, message

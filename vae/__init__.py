@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .heap import trim_heap
     from .media import VideoFile, read_video
     from .model import VideoVAE
-    from .relief import Relief, is_out_of_memory
+    from .relief import Relief
     from .sound import Audio
     from .writer import VideoWriter, frames_to_uint8
 
@@ -56,7 +56,6 @@ __all__ = [
     "eager",
     "fitted",
     "frames_to_uint8",
-    "is_out_of_memory",
     "load_vae",
     "moving_pictures",
     "open_media",
@@ -96,7 +95,6 @@ _HOMES = {
     "eager": "compiling",
     "fitted": "bench_content",
     "frames_to_uint8": "writer",
-    "is_out_of_memory": "relief",
     "load_vae": "checkpoint",
     "moving_pictures": "bench_content",
     "open_media": "demux",

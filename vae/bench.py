@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..kernels import is_out_of_memory
 from .bench_report import DECODE, Comparison, Result
 from .gauge import Taken
-from .relief import is_out_of_memory
 
 OUT_OF_MEMORY = "out of memory"
 

@@ -6,10 +6,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..kernels import is_out_of_memory
 from . import bands
 from .cache import TemporalCache
 from .conv import Conv
-from .relief import is_out_of_memory
 from .settling import fitted
 
 # Where a frame does not fit at once: bands of rows, so many.

@@ -321,7 +321,8 @@ def _to_nowhere(stream: TextIO) -> None:
 
 def _one_line(error: Exception, command: str) -> str:
     if "torch" in sys.modules:
-        from .relief import exhausted, is_out_of_memory  # noqa: PLC0415, it imports torch
+        from ..kernels import is_out_of_memory  # noqa: PLC0415, it imports torch
+        from .relief import exhausted  # noqa: PLC0415, as above
 
         if is_out_of_memory(error):
             return str(exhausted(error, command))

@@ -7,13 +7,14 @@ overwritten by what cannot run out of memory. A convolution that still does not 
 smaller pieces (`CausalConv3d`). The chunks that follow are done by a smaller plan.
 """
 
-import errno
 import logging
 import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+
+from ..kernels import is_out_of_memory
 
 if TYPE_CHECKING:
     from .cache import TemporalCache
@@ -22,16 +23,6 @@ _logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
-# What the errors say that PyTorch, cuDNN and the system raise without a type of their own.
-_PHRASES = (
-    "out of memory",
-    "can't allocate memory",
-    "not enough memory",
-    "ALLOC_FAILED",
-    "ALLOCATION_FAILED",
-    "bad_alloc",
-)
-
 # How allocators name the size that they could not give.
 _WANTED = re.compile(r"allocate ([\d.]+ ?\w+)")
 _REASON_LENGTH = 120
@@ -39,15 +30,6 @@ _REASON_LENGTH = 120
 
 class ExhaustedError(torch.OutOfMemoryError):
     """Memory ran out and nothing is left to give back; the message is one line."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no memory, on a device or on the host."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _PHRASES)
 
 
 def exhausted(error: BaseException, task: str) -> ExhaustedError:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels import is_out_of_memory
 from .cache import TemporalCache
 from .lanes import Lane
 from .network import Layer
 from .output import Output
 from .parking import Parking
 from .plan import Plan, Work, cut_tiles, smaller_plan
-from .relief import Relief, is_out_of_memory
+from .relief import Relief
 from .routes import Route, TiledDecode, TiledEncode, WholeFrames
 from .steps import Steps
 from .stream import rechunk

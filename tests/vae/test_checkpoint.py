@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from fast_video_vae.kernels import use_backend
-from fast_video_vae.tests.builders import diffusers_name, random_state_dict
+from fast_video_vae.tests.builders import diffusers_name, one_line, random_state_dict
 from fast_video_vae.vae import LayoutError, VideoVAE, build_vae, load_vae, read_checkpoint
 
 
@@ -21,14 +21,6 @@ def state():
 @pytest.fixture(scope="module")
 def latent():
     return torch.randn(1, 16, 2, 2, 2, generator=torch.Generator().manual_seed(0))
-
-
-def one_line(error, *words):
-    message = str(error.value)
-    assert message.isprintable()
-    assert len(message) <= 300
-    for word in words:
-        assert word in message, message
 
 
 DIALECTS = {

@@ -9,16 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.tests.builders import diffusers_name, random_state_dict
+from fast_video_vae.tests.builders import diffusers_name, one_line, random_state_dict
 from fast_video_vae.vae import load_vae
-
-
-def one_line(error, *words):
-    message = str(error.value)
-    assert message.isprintable()
-    assert len(message) <= 300
-    for word in words:
-        assert word in message, message
 
 
 @pytest.mark.parametrize("suffix", [".SAFETENSORS", ".pth", ".PTH", ".txt", ""])

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+from fast_video_vae.kernels import is_out_of_memory
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.wan22 import random_wan22
@@ -12,7 +13,6 @@ from fast_video_vae.vae import load_vae
 from fast_video_vae.vae import video as video_module
 from fast_video_vae.vae.causal import CausalConv3d
 from fast_video_vae.vae.plan import make_plan
-from fast_video_vae.vae.relief import is_out_of_memory
 from fast_video_vae.vae.workspace import Workspace
 
 FAMILIES = {
