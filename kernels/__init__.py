@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .backend import (
+from .dispatch import (
     BackendError,
     check_quality,
     log_once,
@@ -35,11 +35,11 @@ from .backend import (
     use_quality,
 )
 from .gpu_config import GPUConfig, gpu_config
-from .matrix import NativeLibrary, Support, backend_matrix, native_library
 from .messages import LINE, guarded, line, shown
 from .out_of_memory import is_out_of_memory
-from .preparations import Preparation, preparations, preparing
+from .support import NativeLibrary, Support, backend_matrix, native_library
 from .tensor_files import PICKLE, SAFETENSORS, ZIP, Header, Place, kind_of, read_header
+from .warmup_log import Preparation, preparations, preparing
 
 __all__ = [
     "LINE",

@@ -33,8 +33,8 @@ from typing import Any
 
 import torch
 
-from .backend import Refusal, log_once
-from .preparations import preparing
+from .dispatch import Refusal, log_once
+from .warmup_log import preparing
 
 _logger = logging.getLogger(__name__)
 

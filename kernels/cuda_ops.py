@@ -11,8 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from .backend import Refusal, forced, refuse_unless_exact
-from .layouts import (
+from .constraints import (
     new_video,
     refuse_dtype,
     refuse_gradients,
@@ -20,6 +19,7 @@ from .layouts import (
     refuse_rows,
     refuse_videos,
 )
+from .dispatch import Refusal, forced, refuse_unless_exact
 from .libraries import CUDA
 
 # A grid has no more blocks than this for frames and for videos.

@@ -9,8 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from .backend import Refusal, refuse_unless_exact
-from .layouts import (
+from .constraints import (
     is_dense,
     new_video,
     refuse_dtype,
@@ -19,6 +18,7 @@ from .layouts import (
     refuse_rows,
     refuse_videos,
 )
+from .dispatch import Refusal, refuse_unless_exact
 from .libraries import CPU
 
 

@@ -4,17 +4,17 @@ Needs torch and safetensors. A `Bank` holds the LoRAs of a stack, `Amounts` say 
 there is, and a `Session` applies them while a model is called; its weights are never written.
 """
 
-from .adapters import Adapter
-from .amounts import Amounts, Share, layer_name
+from .adapter_parser import Adapter
 from .apply import Mode, break_even
 from .bank import Bank, load_bank
 from .blocks import Blocks, parse_blocks
 from .file import Identity, LoraFile, Report, identity
+from .hooks import Formula, applied
 from .keys import Target, Targets
 from .schedule import SIGMA_TOLERANCE, Schedule, parse_number, parse_schedule, step_of
 from .session import Call, Session
-from .sites import Formula, applied
 from .stack import Entry, Stack
+from .strengths import Amounts, Share, layer_name
 from .timer import Timer
 
 __all__ = [

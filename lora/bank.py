@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .adapters import Adapter, Pair, check_fits
+from .adapter_parser import Adapter, Pair, check_fits
 from .file import Entry, Identity, LoraFile, Report, identity
 from .keys import Target, Targets
 

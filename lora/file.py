@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import LINE, PICKLE, ZIP, Header, guarded, kind_of, line, read_header, shown
-from .adapters import Adapter, make_adapter
-from .base import spell
+from .adapter import spell
+from .adapter_parser import Adapter, make_adapter
 from .keys import Target, Targets, is_of_text_encoder, split_key
 
 # Lines of a report on pairs that do not fit, which can be of any number of shapes.

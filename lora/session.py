@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .amounts import Amounts
 from .apply import Low, Mode
 from .bank import Bank, Layer
-from .residency import Residency
-from .sites import Counts, Formula, Site, Steps, Values, Work
+from .hooks import Counts, Formula, Site, Steps, Values, Work
+from .offload import Residency
+from .strengths import Amounts
 
 
 @dataclass

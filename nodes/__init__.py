@@ -2,14 +2,14 @@
 
 from comfy_api.latest import ComfyExtension, io
 
-from .benchmark_nodes import Benchmark
-from .fuse_mlp import FuseMLP
-from .lora_nodes import ApplyLora, LoraStack
-from .sampler_nodes import WanSampler
-from .text_nodes import TextEncode
-from .vae_nodes import Accelerate, Decode, DemoClip, Encode, Load
-from .video_nodes import DecodeVideo, EncodeVideo
-from .wan_wrapper import ToWanVideoWrapper
+from .benchmark.nodes import Benchmark
+from .lora.nodes import ApplyLora, LoraStack
+from .mlp.nodes import FuseMLP
+from .sampling.nodes import WanSampler
+from .text.nodes import TextEncode
+from .vae.nodes import Accelerate, Decode, DemoClip, Encode, Load
+from .video.nodes import DecodeVideo, EncodeVideo
+from .wan_wrapper.nodes import ToWanVideoWrapper
 
 
 class FastVideoVAEExtension(ComfyExtension):

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from fast_video_vae.tests.nodes.host import PACK
-from fast_video_vae.tests.nodes.publish import published_files, tree_files
+from fast_video_vae.tests.nodes.checkout import PACK
+from fast_video_vae.tests.tools.publish import published_files, tree_files
 
 # What the registry's `comfy node validate` looks for: exec, eval, and `;` between statements.
 RULES = "S102,S307,E702"

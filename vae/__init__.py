@@ -8,24 +8,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .bench import Contestant, compare, device_label
-    from .bench_chart import draw_chart
-    from .bench_content import Clip, fitted, moving_pictures, random_latent
-    from .bench_report import Benchmark, dtype_label, tasks_of
+    from .bench.chart import draw_chart
+    from .bench.compare import Contestant, compare, device_label
+    from .bench.content import Clip, fitted, moving_pictures, random_latent
+    from .bench.measure import Gauge
+    from .bench.report import Benchmark, dtype_label, tasks_of
     from .checkpoint import Checkpoint, build_vae, load_vae, read_checkpoint
-    from .codecs import CODECS, available_codecs, check_size, codec_named
-    from .compiling import eager
-    from .config import SEEDVR2, LayoutError, VAEConfig
     from .demo import CLIP_PATH, VAE_PATH
-    from .demux import open_media
-    from .gauge import Gauge
-    from .handoff import Handoff
-    from .heap import trim_heap
-    from .media import VideoFile, read_video
+    from .layers.oom import Relief
+    from .media.audio import Audio
+    from .media.av_input import open_media
+    from .media.background_writer import Handoff
+    from .media.codecs import CODECS, available_codecs, check_size, codec_named
+    from .media.video_reader import VideoFile, read_video
+    from .media.video_writer import VideoWriter, frames_to_uint8
     from .model import VideoVAE
-    from .relief import Relief
-    from .sound import Audio
-    from .writer import VideoWriter, frames_to_uint8
+    from .models.config import SEEDVR2, LayoutError, VAEConfig
+    from .planning.device_memory import trim_heap
+    from .streaming.compile_guard import eager
 
 __all__ = [
     "CLIP_PATH",
@@ -68,41 +68,41 @@ __all__ = [
 
 _HOMES = {
     "CLIP_PATH": "demo",
-    "CODECS": "codecs",
-    "SEEDVR2": "config",
+    "CODECS": "media.codecs",
+    "SEEDVR2": "models.config",
     "VAE_PATH": "demo",
-    "Audio": "sound",
-    "Benchmark": "bench_report",
+    "Audio": "media.audio",
+    "Benchmark": "bench.report",
     "Checkpoint": "checkpoint",
-    "Clip": "bench_content",
-    "Contestant": "bench",
-    "Gauge": "gauge",
-    "Handoff": "handoff",
-    "LayoutError": "config",
-    "Relief": "relief",
-    "VAEConfig": "config",
-    "VideoFile": "media",
+    "Clip": "bench.content",
+    "Contestant": "bench.compare",
+    "Gauge": "bench.measure",
+    "Handoff": "media.background_writer",
+    "LayoutError": "models.config",
+    "Relief": "layers.oom",
+    "VAEConfig": "models.config",
+    "VideoFile": "media.video_reader",
     "VideoVAE": "model",
-    "VideoWriter": "writer",
-    "available_codecs": "codecs",
+    "VideoWriter": "media.video_writer",
+    "available_codecs": "media.codecs",
     "build_vae": "checkpoint",
-    "check_size": "codecs",
-    "codec_named": "codecs",
-    "compare": "bench",
-    "device_label": "bench",
-    "draw_chart": "bench_chart",
-    "dtype_label": "bench_report",
-    "eager": "compiling",
-    "fitted": "bench_content",
-    "frames_to_uint8": "writer",
+    "check_size": "media.codecs",
+    "codec_named": "media.codecs",
+    "compare": "bench.compare",
+    "device_label": "bench.compare",
+    "draw_chart": "bench.chart",
+    "dtype_label": "bench.report",
+    "eager": "streaming.compile_guard",
+    "fitted": "bench.content",
+    "frames_to_uint8": "media.video_writer",
     "load_vae": "checkpoint",
-    "moving_pictures": "bench_content",
-    "open_media": "demux",
-    "random_latent": "bench_content",
+    "moving_pictures": "bench.content",
+    "open_media": "media.av_input",
+    "random_latent": "bench.content",
     "read_checkpoint": "checkpoint",
-    "read_video": "media",
-    "tasks_of": "bench_report",
-    "trim_heap": "heap",
+    "read_video": "media.video_reader",
+    "tasks_of": "bench.report",
+    "trim_heap": "planning.device_memory",
 }
 
 

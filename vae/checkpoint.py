@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..kernels import check_quality, guarded, line, shown
-from .checkpoint_file import read_file
-from .config import SEEDVR2, LayoutError, VAEConfig, read_configs
-from .dialects import to_wan_keys, with_time
+from .checkpoint_io.checkpoint_file import read_file
 from .model import VideoVAE
-from .precision import fastest_decode_dtype
+from .models.checkpoint_keys import to_wan_keys, with_time
+from .models.config import SEEDVR2, LayoutError, VAEConfig, read_configs
+from .streaming.precision import fastest_decode_dtype
 
 _logger = logging.getLogger(__name__)
 

@@ -8,10 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import check_quality
-from .compiling import eager
-from .config import SEEDVR2, VAEConfig
-from .conv import Conv, PointwiseConv, drop_stale_forms
-from .inputs import (
+from .layers.conv import Conv, PointwiseConv, drop_stale_forms
+from .layers.oom import Relief
+from .models.base import Network
+from .models.build import make_decoder, make_encoder
+from .models.config import SEEDVR2, VAEConfig
+from .models.patchify import COLUMN_FIRST, fold_pixels
+from .models.receptive_field import latents_before
+from .planning.plan import Plan, Work, make_plan
+from .planning.tiling import Size
+from .streaming.chunk_runner import Steps
+from .streaming.compile_guard import eager
+from .streaming.executor import Route
+from .streaming.output import Output
+from .streaming.precision import compute_dtype
+from .streaming.session import Ends, Video
+from .validation import (
     check_dtype,
     check_frames,
     check_latent,
@@ -22,18 +34,6 @@ from .inputs import (
     checked,
     chunk_of,
 )
-from .layouts import make_decoder, make_encoder
-from .network import Network
-from .output import Output
-from .pixels import COLUMN_FIRST, fold_pixels
-from .plan import Plan, Work, make_plan
-from .precision import compute_dtype
-from .reach import latents_before
-from .relief import Relief
-from .routes import Route
-from .steps import Steps
-from .tiling import Size
-from .video import Ends, Video
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..backend import Refusal, refuse_unless_exact
-from ..layouts import refuse_gradients
+from ..constraints import refuse_gradients
+from ..dispatch import Refusal, refuse_unless_exact
 from .runtime import interpreted, launch, refuse_device, require
 from .scalars import narrow
 from .tiles import blocks, refuse_span

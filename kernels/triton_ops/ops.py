@@ -9,8 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..backend import Refusal, refuse_unless_exact
-from ..layouts import (
+from ..constraints import (
     DTYPES,
     new_video,
     refuse_dtype,
@@ -19,6 +18,7 @@ from ..layouts import (
     refuse_rows,
     refuse_videos,
 )
+from ..dispatch import Refusal, refuse_unless_exact
 from .runtime import refuse_device, require
 from .tiles import refuse_sizes
 
@@ -41,7 +41,7 @@ def rms_norm_silu(
     else:
         refuse_overlap(out, x=x, tail=tail)
         refuse_overlap(tail, x=x)
-    kernels = _kernels("rows", x)
+    kernels = _kernels("norms.rows", x)
     if out is None:
         batch, channels, frames, height, width = x.shape
         frames += 0 if tail is None else tail.shape[2]
@@ -72,7 +72,7 @@ def group_norm_silu(
     plain = tail is None and not front and not any(padding)
     refuse_overlap(out, x=x, tail=tail, same=plain)
     refuse_overlap(tail, x=x)
-    kernels = _kernels("group_norm", x)
+    kernels = _kernels("norms.group_norm", x)
     if out is None:
         batch, channels, frames, height, width = x.shape
         left, right, top, bottom = padding
@@ -89,7 +89,7 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     _check(x, exact=False)
     refuse_videos(x=x)
     refuse_sizes(x)
-    return _kernels("group_norm", x).group_norm_statistics(x, groups, eps)
+    return _kernels("norms.group_norm", x).group_norm_statistics(x, groups, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
@@ -98,7 +98,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None
     refuse_rows(x=x, out=out)
     _refuse_nothing(x)
     refuse_overlap(out, x=x, same=True)
-    kernels = _kernels("rows", x)
+    kernels = _kernels("norms.rows", x)
     out = x.new_empty(x.shape) if out is None else out
     kernels.rms_norm(x, weight, float(eps), out)
     return out
@@ -110,7 +110,7 @@ def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
     refuse_rows(x=x, gate=gate, out=out)
     _refuse_nothing(x)
     refuse_overlap(out, x=x, gate=gate, same=True)
-    kernels = _kernels("rows", x)
+    kernels = _kernels("norms.rows", x)
     out = x.new_empty(x.shape) if out is None else out
     kernels.silu_mul(x, gate, out)
     return out
@@ -129,7 +129,7 @@ def bias_residual(
     refuse_videos(x=x, residual=residual, out=out)
     refuse_sizes(x)
     refuse_overlap(out, x=x, residual=residual, same=True)
-    kernels = _kernels("rows", x)
+    kernels = _kernels("norms.rows", x)
     out = new_video(x, *x.shape) if out is None else out
     kernels.bias_residual(x, bias, residual, residual_bias, out)
     return out
@@ -147,7 +147,7 @@ def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Ten
     refuse_videos(x=x, out=out)
     refuse_sizes(x)
     refuse_overlap(out, x=x)
-    kernels = _kernels("pixels", x)
+    kernels = _kernels("layout", x)
     if out is None:
         batch, channels, frames, height, width = x.shape
         out = new_video(x, batch, channels // phases, phases * frames, height, width)
@@ -171,7 +171,7 @@ def merge_phases(
     if height == 1 or width == 1:
         raise Refusal("there is nothing to do")
     refuse_sizes(grid)
-    kernels = _kernels("pixels", grid)
+    kernels = _kernels("layout", grid)
     if out is None:
         out = new_video(grid, batch, channels // 4, frames, 2 * height - 2, 2 * width - 2)
     kernels.merge_phases(grid, source, times, bias, out)
@@ -196,7 +196,7 @@ def pixel_shuffle_3d(
         if out.dtype not in DTYPES:
             raise Refusal("out is of a dtype without a kernel")
     refuse_overlap(out, x=x)
-    kernels = _kernels("pixels", x)
+    kernels = _kernels("layout", x)
     if out is None:
         batch, channels, frames, height, width = x.shape
         times, high, wide = size
@@ -211,7 +211,7 @@ def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
     _check(x, exact=False)
     refuse_videos(x=x)
     refuse_sizes(x)
-    kernels = _kernels("pixels", x)
+    kernels = _kernels("layout", x)
     batch, _, frames, height, width = x.shape
     out = new_video(x, batch, channels, -(-frames // times), height // size, width // size)
     kernels.average_down(x, times, size, out)
@@ -237,7 +237,7 @@ def frames_to_images(
     refuse_videos(frames=frames)
     refuse_sizes(frames)
     refuse_overlap(out, frames=frames)
-    kernels = _kernels("pixels", frames)
+    kernels = _kernels("layout", frames)
     batch, channels, length, height, width = frames.shape
     if out is None:
         shape = (batch * length, patch * height, patch * width, channels // (patch * patch))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..backend import Refusal, forced, log_once
+from ..dispatch import Refusal, forced, log_once
 
 # The reason why Triton does not serve a device; "" where it does.
 _found: dict[torch.device, str] = {}

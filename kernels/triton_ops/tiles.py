@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backend import Refusal
+from ..dispatch import Refusal
 from .runtime import GRID_LIMIT
 
 # Numbers per program of four warps, by reasoning, not measured: 32 float32 of each thread stay in

@@ -26,7 +26,7 @@ runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its i
 
 from fast_video_vae.tests.benchmarks import record  # noqa: E402
 from fast_video_vae.tests.builders import random_state_dict  # noqa: E402
-from fast_video_vae.tests.nodes.host import why_unavailable  # noqa: E402
+from fast_video_vae.tests.nodes.checkout import why_unavailable  # noqa: E402
 from fast_video_vae.tests.nodes.server import Server, Workflow  # noqa: E402
 
 _VAE = "random.safetensors"

@@ -24,7 +24,8 @@ from torch import Tensor  # noqa: E402
 
 from fast_video_vae.tests.benchmarks import lora_ways, record  # noqa: E402
 from fast_video_vae.tests.lora import loading  # noqa: E402
-from fast_video_vae.tests.nodes import host, lora_errors  # noqa: E402
+from fast_video_vae.tests.nodes import checkout  # noqa: E402
+from fast_video_vae.tests.nodes.lora import lora_errors  # noqa: E402
 
 
 def main() -> None:
@@ -73,7 +74,7 @@ def _memory() -> tuple[str, dict[str, object]]:
 
 def _errors() -> tuple[str, dict[str, object]]:
     with tempfile.TemporaryDirectory() as base:
-        host.import_comfyui(Path(base))
+        checkout.import_comfyui(Path(base))
         with torch.inference_mode():
             errors = lora_errors.fp8_errors()
     values = {
@@ -106,11 +107,11 @@ def _bypass_of_comfyui(
     model: lora_ways.Layers, x: Tensor, rank: int, folder: Path
 ) -> dict[str, Callable[[], Tensor]]:
     """ComfyUI's own bypass, where there is a ComfyUI."""
-    if host.why_unavailable() is not None:
+    if checkout.why_unavailable() is not None:
         return {}
     if "comfy" not in sys.modules:
         with tempfile.TemporaryDirectory() as base:
-            host.import_comfyui(Path(base))
+            checkout.import_comfyui(Path(base))
     from comfy.weight_adapter import bypass
     from comfy.weight_adapter.lora import LoRAAdapter
 

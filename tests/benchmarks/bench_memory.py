@@ -28,7 +28,8 @@ from fast_video_vae.tests.benchmarks import record  # noqa: E402
 from fast_video_vae.tests.builders import random_state_dict  # noqa: E402
 from fast_video_vae.tests.seedvr2 import random_seedvr2  # noqa: E402
 from fast_video_vae.tests.wan22 import random_wan22  # noqa: E402
-from fast_video_vae.vae import VideoVAE, load_vae, plan  # noqa: E402
+from fast_video_vae.vae import VideoVAE, load_vae  # noqa: E402
+from fast_video_vae.vae.planning import plan  # noqa: E402
 
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")

@@ -22,7 +22,7 @@ _HERE = Path(__file__).resolve().parent
 runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
 
 from fast_video_vae.tests.benchmarks import record  # noqa: E402
-from fast_video_vae.tests.nodes.host import import_comfyui, why_unavailable  # noqa: E402
+from fast_video_vae.tests.nodes.checkout import import_comfyui, why_unavailable  # noqa: E402
 from fast_video_vae.tests.seedvr2 import random_seedvr2  # noqa: E402
 from fast_video_vae.tests.wan22 import random_wan22  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402

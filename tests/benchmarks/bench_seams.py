@@ -19,7 +19,7 @@ _HERE = Path(__file__).resolve().parent
 runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
 
 from fast_video_vae.tests.benchmarks import record, seams  # noqa: E402
-from fast_video_vae.tests.nodes.host import import_comfyui, why_unavailable  # noqa: E402
+from fast_video_vae.tests.nodes.checkout import import_comfyui, why_unavailable  # noqa: E402
 
 Decoded = dict[str, tuple[torch.Tensor, torch.Tensor]]
 

@@ -23,7 +23,8 @@ runpy.run_path(str(_CONFTEST))  # binds the checkout to its import name
 import torch  # noqa: E402
 
 from fast_video_vae.tests.benchmarks import record  # noqa: E402
-from fast_video_vae.tests.nodes import encoders, host  # noqa: E402
+from fast_video_vae.tests.nodes import checkout  # noqa: E402
+from fast_video_vae.tests.nodes.text import encoders  # noqa: E402
 
 COMFYUI = "ComfyUI, one by one"
 
@@ -48,7 +49,7 @@ def main() -> None:
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     with tempfile.TemporaryDirectory() as base, torch.inference_mode():
-        host.import_comfyui(Path(base))
+        checkout.import_comfyui(Path(base))
         clip = encoders.encoder(args.kind, getattr(torch, args.dtype), **_config(args))
         for count in args.prompts:
             runs = _ways(clip, PROMPTS[:count], args.ways)
@@ -88,7 +89,7 @@ def _ways(
     clip: object, prompts: list[str], wanted: list[str] | None
 ) -> dict[str, Callable[[], torch.Tensor]]:
     """What is timed, by name; each gives the states of the last prompt."""
-    from fast_video_vae.nodes import comfy_text
+    from fast_video_vae.nodes.text import encode as comfy_text
 
     def one_by_one() -> torch.Tensor:
         for prompt in prompts:

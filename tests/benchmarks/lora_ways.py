@@ -9,11 +9,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fast_video_vae.kernels.gpu_config import gpu_config
-from fast_video_vae.lora.amounts import Amounts, Share
 from fast_video_vae.lora.bank import Bank, load_bank
 from fast_video_vae.lora.blocks import parse_blocks
 from fast_video_vae.lora.keys import Targets
 from fast_video_vae.lora.session import Session
+from fast_video_vae.lora.strengths import Amounts, Share
 
 _NETWORK = "diffusion_model."
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fast_video_vae.tests.builders import diffusers_name
-from fast_video_vae.tests.nodes.host import find_comfyui, where_looked
+from fast_video_vae.tests.nodes.checkout import find_comfyui, where_looked
 from fast_video_vae.tests.wan22 import diffusers_wan22_name
-from fast_video_vae.vae.config import SEEDVR2_KEY
+from fast_video_vae.vae.models.config import SEEDVR2_KEY
 
 
 class PeerUnavailableError(RuntimeError):

@@ -1,7 +1,7 @@
 """What tiles do to a clip in which every seam shows: a smooth gradient that moves slowly.
 
 ComfyUI's `VAEDecodeTiled` on the VAE that ComfyUI loads and on ours, from one file, each beside its
-own `VAEDecode`. ComfyUI has to be importable: `nodes.host.import_comfyui`.
+own `VAEDecode`. ComfyUI has to be importable: `nodes.checkout.import_comfyui`.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fast_video_vae.tests.nodes.pairs import fast_vae, node, stock_vae
+from fast_video_vae.tests.nodes.vae.pairs import fast_vae, node, stock_vae
 from fast_video_vae.vae.demo import VAE_PATH
 
 

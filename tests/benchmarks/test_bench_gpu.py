@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fast_video_vae.kernels import examples
+from fast_video_vae.kernels import sample_inputs as examples
 from fast_video_vae.tests.benchmarks.gpu import flops, ops, rows, session, table, turns, vae
 
 SCRIPT = Path(__file__).with_name("bench_gpu.py")

@@ -10,7 +10,7 @@ import torch
 
 from fast_video_vae import kernels
 from fast_video_vae.kernels import reference, use_backend
-from fast_video_vae.kernels.backend import ORDER
+from fast_video_vae.kernels.dispatch import ORDER
 from fast_video_vae.tests.kernels.emulator.library import emulated
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

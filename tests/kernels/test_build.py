@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fast_video_vae.kernels import backend, build
+from fast_video_vae.kernels import build
+from fast_video_vae.kernels import dispatch as backend
 from fast_video_vae.kernels.libraries import CPU
 
 CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"

@@ -20,10 +20,9 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, cuda_ops, use_backend, use_quality
-from fast_video_vae.kernels import backend as dispatch
-from fast_video_vae.kernels.backend import Refusal
+from fast_video_vae.kernels import BackendError, cuda_ops, dispatch, use_backend, use_quality
 from fast_video_vae.kernels.build import extension
+from fast_video_vae.kernels.dispatch import Refusal
 from fast_video_vae.kernels.libraries import CPU, CUDA
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import (

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, use_backend, use_quality
-from fast_video_vae.kernels import backend as dispatch
-from fast_video_vae.kernels.backend import Refusal
+from fast_video_vae.kernels import BackendError, dispatch, use_backend, use_quality
+from fast_video_vae.kernels.dispatch import Refusal
 from fast_video_vae.kernels.triton_ops import runtime, tiles
 from fast_video_vae.tests.builders import module_command
 from fast_video_vae.tests.kernels import formulas

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fast_video_vae.lora.adapters import (
-    PARTS,
-    GLoRA,
-    Pair,
-    check_fits,
-    make_adapter,
-)
+from fast_video_vae.lora.adapter_parser import PARTS, GLoRA, Pair, check_fits, make_adapter
 from fast_video_vae.tests.lora.modules import LORA, ROWS, STRENGTHS, relative_error
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.lora.amounts import Amounts, Share
 from fast_video_vae.lora.bank import block_of, load_bank
 from fast_video_vae.lora.blocks import Blocks, parse_blocks
 from fast_video_vae.lora.keys import Target, Targets
+from fast_video_vae.lora.strengths import Amounts, Share
 from fast_video_vae.tests.lora import loading
 from fast_video_vae.tests.lora.models import PREFIX, modules, qwen, random_pairs, spelled, wan
 

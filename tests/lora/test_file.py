@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from fast_video_vae.lora.adapters import Diff, Kronecker, Pair
+from fast_video_vae.lora.adapter_parser import Diff, Kronecker, Pair
 from fast_video_vae.lora.file import LoraFile, identity
 from fast_video_vae.lora.keys import Target, Targets
 from fast_video_vae.tests.lora.models import (

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fast_video_vae.lora.amounts import Amounts, Share
 from fast_video_vae.lora.apply import break_even
 from fast_video_vae.lora.bank import load_bank
 from fast_video_vae.lora.blocks import Blocks, parse_blocks
 from fast_video_vae.lora.keys import Target, Targets
 from fast_video_vae.lora.session import Session
+from fast_video_vae.lora.strengths import Amounts, Share
 from fast_video_vae.tests.lora.models import PREFIX, modules, random_pairs, spelled
 from fast_video_vae.tests.lora.nets import Block, Casting, Ignoring, Model, dense, video
 

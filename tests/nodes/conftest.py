@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.nodes.host import import_comfyui, why_unavailable
+from fast_video_vae.tests.nodes.checkout import import_comfyui, why_unavailable
 from fast_video_vae.tests.nodes.server import Server
 
 

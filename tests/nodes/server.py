@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from . import boot
-from .events import Events
-from .host import PACK, find_comfyui
+from .checkout import PACK, find_comfyui
+from .host.events import Events
 
 Prompt = Mapping[str, Mapping[str, Any]]
 Link = list  # the id of a node, and which of its outputs

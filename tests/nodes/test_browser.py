@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from fast_video_vae import vae as library
-from fast_video_vae.tests.nodes.host import PACK
-from fast_video_vae.tests.nodes.workflows.frontend import (
+from fast_video_vae.tests.nodes.checkout import PACK
+from fast_video_vae.tests.tools.workflows.frontend import (
     BROWSERS,
     FLAGS,
     LOAD,
@@ -20,7 +20,7 @@ from fast_video_vae.tests.nodes.workflows.frontend import (
     SET,
     find_browser,
 )
-from fast_video_vae.tests.nodes.workflows.packs import project
+from fast_video_vae.tests.tools.workflows.packs import project
 
 pytestmark = [pytest.mark.browser, pytest.mark.comfyui]
 

@@ -7,11 +7,11 @@ from urllib.parse import urlparse
 import pytest
 from PIL import Image
 
-from fast_video_vae.tests.nodes.host import PACK
-from fast_video_vae.tests.nodes.workflows import wrapper
-from fast_video_vae.tests.nodes.workflows.catalogue import catalogue
-from fast_video_vae.tests.nodes.workflows.graph import links
-from fast_video_vae.tests.nodes.workflows.packs import project
+from fast_video_vae.tests.nodes.checkout import PACK
+from fast_video_vae.tests.tools.workflows import wrapper
+from fast_video_vae.tests.tools.workflows.catalogue import catalogue
+from fast_video_vae.tests.tools.workflows.graph import links
+from fast_video_vae.tests.tools.workflows.packs import project
 
 # The two that are kept by hand.
 NO_DOWNLOAD = ["1 Encode and decode a clip (no download)", "2 Long video to a file (no download)"]
@@ -181,7 +181,7 @@ def test_a_thumbnail_is_a_small_picture(file):
 
 @pytest.mark.parametrize("name", catalogue())
 def test_a_file_is_what_its_description_draws(name):
-    """Where this fails: `python tests/nodes/workflows/write.py`."""
+    """Where this fails: `python tests/tools/workflows/write.py`."""
     graph = catalogue()[name]
     workflow = read(PACK / "example_workflows" / f"{name}.json")
     saved = workflow["nodes"]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fast_video_vae.tests.nodes.host import find_comfyui, where_looked
-from fast_video_vae.tests.nodes.publish import publish_zip, published_files
+from fast_video_vae.tests.nodes.checkout import find_comfyui, where_looked
 from fast_video_vae.tests.nodes.server import Server, Workflow
+from fast_video_vae.tests.tools.publish import publish_zip, published_files
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
 

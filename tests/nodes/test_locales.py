@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from fast_video_vae.tests.nodes.locales import LOCALES, english, node_infos, written
+from fast_video_vae.tests.tools.locales import LOCALES, english, node_infos, written
 
 pytestmark = pytest.mark.comfyui
 
 TRANSLATIONS = sorted(path.name for path in LOCALES.iterdir() if path.name != "en")
-COMMAND = "python tests/nodes/locales.py"
+COMMAND = "python tests/tools/locales.py"
 
 # Letters that a text of this language has and an English one does not.
 LETTERS = {"zh": r"[\u4e00-\u9fff]"}

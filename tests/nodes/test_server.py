@@ -10,7 +10,7 @@ from urllib.parse import quote
 import pytest
 
 from fast_video_vae.tests.nodes import boot
-from fast_video_vae.tests.nodes.host import PACK, find_comfyui, why_unavailable
+from fast_video_vae.tests.nodes.checkout import PACK, find_comfyui, why_unavailable
 from fast_video_vae.tests.nodes.server import PromptError, Workflow
 
 pytestmark = pytest.mark.comfyui

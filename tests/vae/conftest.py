@@ -28,7 +28,7 @@ def limited_files():
 @pytest.fixture
 def run(capsys):
     """Run the command line in this process: code, lines of stdout, lines of stderr."""
-    from fast_video_vae.vae.cli import main
+    from fast_video_vae.vae.cli.main import main
 
     def call(*arguments):
         try:

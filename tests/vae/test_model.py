@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.vae import load_vae, precision
-from fast_video_vae.vae.inputs import check_finite
+from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.streaming import precision
+from fast_video_vae.vae.validation import check_finite
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from fast_video_vae.tests.benchmarks.peers import diffusers_vae
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.wan22 import random_wan22
-from fast_video_vae.vae import load_vae, plan, tiling
+from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.planning import plan, tiling
 
 FAMILIES = {"wan2.1": lambda: random_state_dict(8), "wan2.2": lambda: random_wan22(8, 8)}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fast_video_vae.kernels.backend import Refusal, ask, use_backend
+from fast_video_vae.kernels.dispatch import Refusal, ask, use_backend
 
 from .rows import Case, Missing, Refused, Values
 from .session import Session

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fast_video_vae.kernels import bias_residual, measure
-from fast_video_vae.vae import cudnn
-from fast_video_vae.vae.resample import UpsampleConv2d
+from fast_video_vae.vae.layers import cudnn
+from fast_video_vae.vae.layers.resample_conv import UpsampleConv2d
 
 from .rows import Case, Values
 from .session import Session

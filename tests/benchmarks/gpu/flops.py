@@ -5,12 +5,12 @@ import functools
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fast_video_vae.kernels.backend import use_backend
-from fast_video_vae.vae.cache import TemporalCache
-from fast_video_vae.vae.config import VAEConfig
-from fast_video_vae.vae.inputs import canonical
-from fast_video_vae.vae.layouts import make_decoder, make_encoder
-from fast_video_vae.vae.stream import advance
+from fast_video_vae.kernels.dispatch import use_backend
+from fast_video_vae.vae.layers.temporal_cache import TemporalCache
+from fast_video_vae.vae.models.build import make_decoder, make_encoder
+from fast_video_vae.vae.models.config import VAEConfig
+from fast_video_vae.vae.streaming.pipeline import advance
+from fast_video_vae.vae.validation import canonical
 
 
 @functools.cache

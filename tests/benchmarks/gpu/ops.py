@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast_video_vae.kernels import examples, measure, trial
-from fast_video_vae.kernels.backend import ORDER, Refusal, ask, use_backend
+from fast_video_vae.kernels import autotune as trial
+from fast_video_vae.kernels import measure
+from fast_video_vae.kernels import sample_inputs as examples
+from fast_video_vae.kernels.dispatch import ORDER, Refusal, ask, use_backend
 
 from .rows import Case, Missing, Refused, Values
 from .session import Session

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast_video_vae.kernels.backend import use_backend
-from fast_video_vae.vae import cudnn, layers, plan
-from fast_video_vae.vae.cache import TemporalCache
-from fast_video_vae.vae.causal import CausalConv3d, Fill
-from fast_video_vae.vae.conv import Conv
-from fast_video_vae.vae.resample import UpsampleConv2d
+from fast_video_vae.kernels.dispatch import use_backend
+from fast_video_vae.vae.layers import cudnn
+from fast_video_vae.vae.layers.causal_conv import CausalConv3d, Fill
+from fast_video_vae.vae.layers.conv import Conv
+from fast_video_vae.vae.layers.resample_conv import UpsampleConv2d
+from fast_video_vae.vae.layers.temporal_cache import TemporalCache
+from fast_video_vae.vae.models import wan_blocks as layers
+from fast_video_vae.vae.planning import plan
 
 from .attention import IMPLEMENTATIONS
 from .conv import nearest_then_conv

@@ -8,8 +8,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 from fast_video_vae.kernels import cuda_ops
-from fast_video_vae.kernels.backend import Refusal
 from fast_video_vae.kernels.build import Library
+from fast_video_vae.kernels.dispatch import Refusal
 from fast_video_vae.kernels.libraries import CUDA
 
 

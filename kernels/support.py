@@ -1,0 +1,96 @@
+"""Which backend takes which op: asked with a small call of each, because only a call can tell."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from . import sample_inputs as examples
+from .dispatch import ORDER, Refusal, ask, use_quality
+from .libraries import CPU
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Frames, height and width of the calls.
+_SIZE = (2, 4, 4)
+
+
+@dataclass(frozen=True)
+class Support:
+    """What a backend says to an op.
+
+    Attributes:
+        op: Name of the op.
+        backend: Name of the backend.
+        device: "cpu" or "cuda".
+        dtype: Of the activations.
+        reason: Why it does not take the call; None: it does.
+        exact: Its result has the bits of the reference, so that it serves quality "exact" too.
+    """
+
+    op: str
+    backend: str
+    device: str
+    dtype: torch.dtype
+    reason: str | None
+    exact: bool
+
+
+@dataclass(frozen=True)
+class NativeLibrary:
+    """What there is of the compiled library.
+
+    Attributes:
+        path: Where it lies; None: there is none, or it could not be kept.
+        instructions: The instruction set that its kernels use here; None: it is not loaded.
+        missing: Why it is not loaded; None: it is.
+    """
+
+    path: Path | None
+    instructions: str | None
+    missing: str | None
+
+
+def backend_matrix() -> list[Support]:
+    """Ask every backend for every op, on every kind of device that is here.
+
+    What a backend needs is built or loaded for it, which may take a minute once.
+
+    Returns:
+        An entry for each op, device, backend (fastest first) and dtype, in this order.
+    """
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return [
+        _asked(op, device, backend, dtype)
+        for op in examples.OPS
+        for device in devices
+        for backend in ORDER
+        for dtype in _DTYPES
+    ]
+
+
+def native_library() -> NativeLibrary:
+    """Load the compiled library, or build it, and tell what there is of it."""
+    try:
+        CPU.load()
+        instructions, missing = torch.ops.fast_video_vae.isa(), None
+    except Refusal as refusal:
+        instructions, missing = None, str(refusal)
+    path = next(CPU.folder().glob("*.so"), None)
+    return NativeLibrary(path, instructions, missing)
+
+
+def _asked(op: str, device: str, backend: str, dtype: torch.dtype) -> Support:
+    reason = _refusal(op, device, backend, dtype, "fast")
+    exact = reason is None and _refusal(op, device, backend, dtype, "exact") is None
+    return Support(op, backend, device, dtype, reason, exact)
+
+
+def _refusal(op: str, device: str, backend: str, dtype: torch.dtype, quality: str) -> str | None:
+    arguments = examples.call(op, _SIZE, dtype, torch.device(device))
+    try:
+        with torch.no_grad(), use_quality(quality):
+            ask(backend, op, **arguments)
+    except Refusal as refusal:
+        return str(refusal)
+    return None

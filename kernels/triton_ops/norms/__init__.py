@@ -1,0 +1,1 @@
+"""Norms over channels and over groups."""

@@ -1,0 +1,259 @@
+"""Group norm of frames: the statistics of some rows each, their sum, then the result.
+
+The variance is never the difference of two large numbers. A lane of a program sums up how far its
+numbers are from the first of them; as that is one of them, the square of its own distance from
+their mean is part of the sum, and cancels no more digits than it brings. Then lanes, and the rows
+of programs, are combined by their means and their sums of squares about these (Chan, Golub and
+LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979).
+"""
+
+# ruff: noqa: ANN001, ANN202, N803, N806 (kernels: Triton's types, constants in capitals)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..runtime import launch
+from ..scalars import narrow, silu
+from ..tiles import ELEMENTS, blocks, power_of_two, strides, tile, vector
+from .rows import roll
+
+# Tiles that a program sums up: enough that what it writes is little beside what it reads.
+_STEPS = 32
+
+
+def group_norm_silu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    groups: int,
+    eps: float,
+    activate: bool,
+    front: int,
+    replicate: bool,
+    padding: tuple[int, int, int, int],
+    statistics: Tensor | None,
+    tail: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Write the norm of the frames of `x`, with a border, behind those of `tail` or `front`."""
+    if statistics is None:
+        statistics = group_norm_statistics(x, groups, eps)
+    batch, channels, frames, height, width = x.shape
+    left, right, top, bottom = padding
+    if not left and not right:
+        # A frame is one run of pixels, and rows above and below are more of them at its ends.
+        left, right, top, bottom = top * width, bottom * width, 0, 0
+        height, width = 1, height * width
+    columns = left + width + right
+    size, block, warps = tile(channels, ELEMENTS // 2, rows=columns)
+    parts = blocks(columns, size)
+    launch(
+        _write,
+        (parts * (top + height + bottom), frames, batch),
+        x,
+        vector(weight),
+        vector(bias),
+        statistics.contiguous(),
+        tail,
+        out,
+        height,
+        width,
+        columns,
+        parts,
+        top,
+        left,
+        frames,
+        front if tail is None else tail.shape[2],
+        *strides(x),
+        *strides(tail),
+        *strides(out),
+        warps=warps,
+        CHANNELS=channels,
+        GROUPS=groups,
+        SILU=activate,
+        REPLICATE=replicate,
+        COLUMNS=size,
+        BLOCK=block,
+    )
+
+
+def group_norm_statistics(x: Tensor, groups: int, eps: float) -> Tensor:
+    """The means and `1 / sqrt(var + eps)` of every frame and group, `[B, T, 2, groups]`."""
+    batch, channels, frames, height, width = x.shape
+    pixels = height * width
+    rows, block, warps = tile(channels, ELEMENTS // 2)
+    share = rows * _STEPS
+    chunks = blocks(pixels, share)
+    partial = torch.empty(
+        (batch * frames, chunks, 2, channels), dtype=torch.float32, device=x.device
+    )
+    launch(
+        _sum,
+        (chunks, frames, batch),
+        x,
+        partial,
+        pixels,
+        *strides(x),
+        warps=warps,
+        CHANNELS=channels,
+        ROWS=rows,
+        STEPS=_STEPS,
+        BLOCK=block,
+    )
+    size = channels // groups
+    block = power_of_two(size)
+    statistics = torch.empty((batch, frames, 2, groups), dtype=torch.float32, device=x.device)
+    launch(
+        _combine,
+        (batch * frames, groups),
+        partial,
+        statistics,
+        pixels,
+        chunks,
+        float(eps),
+        CHANNELS=channels,
+        GROUPS=groups,
+        SHARE=share,
+        CHUNKS=max(1, min(power_of_two(chunks), ELEMENTS // 4 // block)),
+        BLOCK=block,
+    )
+    return statistics
+
+
+@triton.jit(do_not_specialize=["pixels"])
+def _sum(
+    x, partial, pixels, x_batch, x_frame,
+    CHANNELS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The mean of every channel over some rows, and the sum of squares about it."""
+    chunk = tl.program_id(0)
+    frame = tl.program_id(1).to(tl.int64)
+    video = tl.program_id(2).to(tl.int64)
+    start = chunk * (ROWS * STEPS)
+    count = tl.minimum(pixels - start, ROWS * STEPS)
+    row, channel = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
+    exists = channel < CHANNELS
+    x += video * x_batch + frame * x_frame + start.to(tl.int64) * CHANNELS
+    at = row * CHANNELS + channel
+
+    first = tl.load(x + at, mask=(row < count) & exists, other=0).to(tl.float32)
+    sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    squares = tl.zeros((ROWS, BLOCK), tl.float32)
+    for done in range(ROWS, count, ROWS):
+        mask = (row + done < count) & exists
+        v = tl.load(x + done * CHANNELS + at, mask=mask, other=0).to(tl.float32)
+        v = tl.where(mask, v - first, 0.0)
+        sums += v
+        squares += v * v
+
+    # Of a lane: how many numbers, and how far their mean is from the first row.
+    lane = tl.where(row < count, (count - 1 - row) // ROWS + 1, 0).to(tl.float32)
+    share = 1.0 / tl.maximum(lane, 1.0)
+    base = tl.load(x + channel, mask=exists, other=0).to(tl.float32)
+    mean = tl.where(row < count, first - base + sums * share, 0.0)
+    moved = tl.sum(lane * mean, axis=0, keep_dims=True) / count.to(tl.float32)
+    squares += lane * (mean - moved) * (mean - moved) - sums * sums * share
+
+    place = (video * tl.num_programs(1) + frame) * tl.num_programs(0) + chunk
+    partial += place * (2 * CHANNELS)
+    tl.store(partial + channel, base + moved, mask=exists)
+    total = tl.sum(squares, axis=0, keep_dims=True)
+    tl.store(partial + CHANNELS + channel, total, mask=exists)
+
+
+@triton.jit(do_not_specialize=["pixels", "chunks"])
+def _combine(
+    partial, statistics, pixels, chunks, eps,
+    CHANNELS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The mean of a group over a frame, and `1 / sqrt(var + eps)`."""
+    SIZE: tl.constexpr = CHANNELS // GROUPS
+    frame = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    chunk, channel = tl.arange(0, CHUNKS)[:, None], tl.arange(0, BLOCK)[None, :]
+    partial += frame * chunks * (2 * CHANNELS) + group * SIZE
+    at = chunk * (2 * CHANNELS) + channel
+    base = tl.load(partial)
+    numbers = pixels.to(tl.float32) * SIZE
+
+    sums = tl.zeros((CHUNKS, BLOCK), tl.float32)
+    for done in range(0, chunks, CHUNKS):
+        mask = (chunk + done < chunks) & (channel < SIZE)
+        count = tl.minimum(pixels - (chunk + done) * SHARE, SHARE).to(tl.float32)
+        mean = tl.load(partial + done * (2 * CHANNELS) + at, mask=mask, other=0)
+        sums += tl.where(mask, count * (mean - base), 0.0)
+    moved = tl.sum(tl.sum(sums, axis=1), axis=0) / numbers
+
+    squares = tl.zeros((CHUNKS, BLOCK), tl.float32)
+    for done in range(0, chunks, CHUNKS):
+        mask = (chunk + done < chunks) & (channel < SIZE)
+        count = tl.minimum(pixels - (chunk + done) * SHARE, SHARE).to(tl.float32)
+        place = partial + done * (2 * CHANNELS) + at
+        mean = tl.load(place, mask=mask, other=0) - base - moved
+        square = tl.load(place + CHANNELS, mask=mask, other=0)
+        squares += tl.where(mask, square + count * mean * mean, 0.0)
+    variance = tl.sum(tl.sum(squares, axis=1), axis=0) / numbers
+
+    statistics += frame * (2 * GROUPS) + group
+    tl.store(statistics, base + moved)
+    tl.store(statistics + GROUPS, 1.0 / tl.sqrt_rn(variance + eps))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "height", "width", "columns", "parts", "top", "left", "frames", "known",
+    ]
+)  # fmt: skip
+def _write(
+    x, weight, bias, statistics, tail, out, height, width, columns, parts, top, left, frames, known,
+    x_batch, x_frame, tail_batch, tail_frame, out_batch, out_frame,
+    CHANNELS: tl.constexpr, GROUPS: tl.constexpr, SILU: tl.constexpr, REPLICATE: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A part of a row of the result, in one new frame and those of the tail that fall to it."""
+    line = tl.program_id(0) // parts
+    first = (tl.program_id(0) - line * parts) * COLUMNS
+    frame = tl.program_id(1).to(tl.int64)
+    video = tl.program_id(2).to(tl.int64)
+    column, channel = tl.arange(0, COLUMNS)[:, None], tl.arange(0, BLOCK)
+    exists = channel < CHANNELS
+    source = line - top
+    within = first - left + column
+    written = (first + column < columns) & exists[None, :]
+    end = tl.where(source >= 0, tl.where(source < height, width, 0), 0)
+    inside = (within >= 0) & (within < end) & exists[None, :]
+    at = column * CHANNELS + channel[None, :]
+    start = (source.to(tl.int64) * width + (first - left)) * CHANNELS
+
+    x += video * x_batch + frame * x_frame + start
+    v = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+    group = channel // (CHANNELS // GROUPS)
+    statistics += (video * frames + frame) * (2 * GROUPS)
+    mean = tl.load(statistics + group, mask=exists, other=0)
+    scale = tl.load(statistics + GROUPS + group, mask=exists, other=0)
+    scale *= tl.load(weight + channel, mask=exists, other=0).to(tl.float32)
+    offset = tl.load(bias + channel, mask=exists, other=0).to(tl.float32)
+    y = (v - mean[None, :]) * scale[None, :] + offset[None, :]
+    if SILU:
+        y = silu(y)
+    y = narrow(tl.where(inside, y, 0.0), out.dtype.element_ty)
+
+    out += video * out_batch + (line.to(tl.int64) * columns + first) * CHANNELS
+    if tail is not None:
+        tail += video * tail_batch + start
+        last = frame + known - frames
+        if last >= 0:
+            roll(tail, out, tail_frame, out_frame, last, frames, at, at, inside, written)
+            tl.store(tail + last * tail_frame + at, y, mask=inside)
+    elif frame == 0:
+        place = out
+        for _ in range(known):
+            if REPLICATE:
+                tl.store(place + at, y, mask=written)
+            else:
+                tl.store(place + at, 0.0, mask=written)
+            place += out_frame
+    tl.store(out + (known + frame) * out_frame + at, y, mask=written)

@@ -1,0 +1,238 @@
+"""Ops on rows by themselves: norms over the channels of a pixel, gates and sums."""
+
+# ruff: noqa: ANN001, ANN201, ANN202, N803 (kernels: Triton's types, constants in capitals)
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...constraints import row_distance
+from ..runtime import launch
+from ..scalars import narrow, silu
+from ..tiles import blocks, refuse_span, strides, tile, vector
+
+
+def rms_norm_silu(
+    x: Tensor, gamma: Tensor, activate: bool, bias: Tensor | None, tail: Tensor | None, out: Tensor
+) -> None:
+    """Write the norm of the frames of `x` behind those of `tail`, and the next tail."""
+    batch, channels, frames, height, width = x.shape
+    pixels = height * width
+    rows, block, warps = tile(channels)
+    launch(
+        _rms_norm_silu,
+        (blocks(pixels, rows), frames, batch),
+        x,
+        vector(gamma),
+        None if bias is None else vector(bias),
+        tail,
+        out,
+        pixels,
+        frames,
+        0 if tail is None else tail.shape[2],
+        *strides(x),
+        *strides(tail),
+        *strides(out),
+        warps=warps,
+        CHANNELS=channels,
+        ROOT=math.sqrt(channels),
+        SILU=activate,
+        ROWS=rows,
+        BLOCK=block,
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """Write the norm of every row."""
+    channels = x.shape[-1]
+    count = x.numel() // channels
+    rows, block, warps = tile(channels)
+    distances = row_distance(x), row_distance(out)
+    refuse_span(*(distance * rows for distance in distances))
+    launch(
+        _rms_norm,
+        (blocks(count, rows),),
+        x,
+        vector(weight),
+        out,
+        count,
+        eps,
+        *distances,
+        warps=warps,
+        CHANNELS=channels,
+        ROWS=rows,
+        BLOCK=block,
+    )
+
+
+def silu_mul(x: Tensor, gate: Tensor, out: Tensor) -> None:
+    """Write the products, some channels of some rows per program."""
+    channels = x.shape[-1]
+    count = x.numel() // channels
+    rows, block, warps = tile(min(channels, 1024))
+    distances = row_distance(x), row_distance(gate), row_distance(out)
+    refuse_span(*(distance * rows for distance in distances))
+    launch(
+        _silu_mul,
+        (blocks(count, rows), blocks(channels, block)),
+        x,
+        gate,
+        out,
+        count,
+        *distances,
+        warps=warps,
+        CHANNELS=channels,
+        ROWS=rows,
+        BLOCK=block,
+    )
+
+
+def bias_residual(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    residual_bias: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Write the sums."""
+    batch, channels, frames, height, width = x.shape
+    pixels = height * width
+    rows, block, warps = tile(channels)
+    launch(
+        _bias_residual,
+        (blocks(pixels, rows), frames, batch),
+        x,
+        None if bias is None else vector(bias),
+        residual,
+        None if residual_bias is None else vector(residual_bias),
+        out,
+        pixels,
+        *strides(x),
+        *strides(residual),
+        *strides(out),
+        warps=warps,
+        CHANNELS=channels,
+        ROWS=rows,
+        BLOCK=block,
+    )
+
+
+@triton.jit
+def roll(tail, out, tail_frame, out_frame, last, frames, tail_at, out_at, known, written):
+    """Copy the old tail to the front of `out` and move it up by `frames`, at the places of a tile.
+
+    The program of a new frame that becomes number `last` of the tail does every `frames`-th number
+    up to it: then nobody else reads or writes these.
+    """
+    for k in range(last % frames, last + 1, frames):
+        old = tl.load(tail + k * tail_frame + tail_at, mask=known, other=0)
+        tl.store(out + k * out_frame + out_at, old, mask=written)
+        # The threads of a program may share the numbers out differently for loads and stores.
+        tl.debug_barrier()
+        if k >= frames:
+            tl.store(tail + (k - frames) * tail_frame + tail_at, old, mask=known)
+
+
+@triton.jit(do_not_specialize=["pixels", "frames", "known"])
+def _rms_norm_silu(
+    x, gamma, bias, tail, out, pixels, frames, known,
+    x_batch, x_frame, tail_batch, tail_frame, out_batch, out_frame,
+    CHANNELS: tl.constexpr, ROOT: tl.constexpr, SILU: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * ROWS
+    frame = tl.program_id(1).to(tl.int64)
+    video = tl.program_id(2).to(tl.int64)
+    row, channel = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    exists = channel < CHANNELS
+    mask = (first + row < pixels)[:, None] & exists[None, :]
+    at = row[:, None] * CHANNELS + channel[None, :]
+    start = first.to(tl.int64) * CHANNELS
+
+    x += video * x_batch + frame * x_frame + start
+    v = tl.load(x + at, mask=mask, other=0).to(tl.float32)
+    if bias is not None:
+        v += tl.load(bias + channel, mask=exists, other=0).to(tl.float32)[None, :]
+    norm = tl.sqrt_rn(tl.sum(v * v, axis=1))
+    norm = tl.where(norm < 1e-12, 1e-12, norm)  # not `maximum`, which would lose NaN
+    scale = tl.load(gamma + channel, mask=exists, other=0).to(tl.float32) * ROOT
+    y = v * (1.0 / norm)[:, None] * scale[None, :]
+    if SILU:
+        y = silu(y)
+    y = narrow(y, out.dtype.element_ty)
+
+    out += video * out_batch + start
+    if tail is not None:
+        tail += video * tail_batch + start
+        last = frame + known - frames
+        if last >= 0:
+            roll(tail, out, tail_frame, out_frame, last, frames, at, at, mask, mask)
+            tl.store(tail + last * tail_frame + at, y, mask=mask)
+    tl.store(out + (known + frame) * out_frame + at, y, mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _rms_norm(
+    x, weight, out, count, eps, x_row, out_row,
+    CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row, channel = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    exists = channel < CHANNELS
+    mask = (first + row < count)[:, None] & exists[None, :]
+
+    x += first * x_row + (row[:, None] * x_row + channel[None, :])
+    v = tl.load(x, mask=mask, other=0).to(tl.float32)
+    root = tl.sqrt_rn(tl.sum(v * v, axis=1) / CHANNELS + eps)
+    scale = tl.load(weight + channel, mask=exists, other=0).to(tl.float32)
+    y = v * (1.0 / root)[:, None] * scale[None, :]
+    out += first * out_row + (row[:, None] * out_row + channel[None, :])
+    tl.store(out, narrow(y, out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _silu_mul(
+    x, gate, out, count, x_row, gate_row, out_row,
+    CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row, channel = tl.arange(0, ROWS)[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    channel = channel[None, :]
+    mask = (first + row < count) & (channel < CHANNELS)
+
+    x += first * x_row + (row * x_row + channel)
+    gate += first * gate_row + (row * gate_row + channel)
+    out += first * out_row + (row * out_row + channel)
+    y = silu(tl.load(x, mask=mask, other=0).to(tl.float32))
+    y *= tl.load(gate, mask=mask, other=0).to(tl.float32)
+    tl.store(out, narrow(y, out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["pixels"])
+def _bias_residual(
+    x, bias, residual, residual_bias, out, pixels,
+    x_batch, x_frame, residual_batch, residual_frame, out_batch, out_frame,
+    CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * ROWS
+    frame = tl.program_id(1).to(tl.int64)
+    video = tl.program_id(2).to(tl.int64)
+    row, channel = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    exists = channel < CHANNELS
+    mask = (first + row < pixels)[:, None] & exists[None, :]
+    at = row[:, None] * CHANNELS + channel[None, :]
+    start = first.to(tl.int64) * CHANNELS
+
+    x += video * x_batch + frame * x_frame + start
+    v = tl.load(x + at, mask=mask, other=0).to(tl.float32)
+    if bias is not None:
+        v += tl.load(bias + channel, mask=exists, other=0).to(tl.float32)[None, :]
+    if residual is not None:
+        residual += video * residual_batch + frame * residual_frame + start
+        v += tl.load(residual + at, mask=mask, other=0).to(tl.float32)
+    if residual_bias is not None:
+        v += tl.load(residual_bias + channel, mask=exists, other=0).to(tl.float32)[None, :]
+    out += video * out_batch + frame * out_frame + start
+    tl.store(out + at, narrow(v, out.dtype.element_ty), mask=mask)

@@ -1,0 +1,243 @@
+"""Adapters whose delta is made of small factors: LoRA, LoHa, LoKr and GLoRA.
+
+A factor may be a product itself. Two tensors are `a @ b`; three are a Tucker decomposition, whose
+core `t` holds the kernel of a convolution: `sum over i, j of a[i, out] * b[j, in] * t[i, j, ...]`
+(Yeh et al., "Navigating Text-To-Image Customization: From LyCORIS Fine-Tuning to Model
+Evaluation", arXiv 2309.14859, section 3 and appendix).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .adapter import Adapter, Additive, as_matrix, decompose, misfit_of_dora, spell
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Pair(Additive):
+    """LoRA: `delta = scale * up @ down` (Hu et al., arXiv 2106.09685, section 4.1).
+
+    Attributes:
+        down: `[rank, in]`, for a convolution also `[rank, in, ...]` with its kernel.
+        up: `[out, rank]`.
+        scale: alpha / rank, or 1.0 where the file has no alpha.
+        mid: LoCon's kernel between the two, `[rank, rank, ...]`; `down` has none then.
+        reshape: The weight is first filled up to this shape with zeros.
+        dora_scale: See `Additive`.
+    """
+
+    kind: ClassVar[str] = "lora"
+
+    down: Tensor
+    up: Tensor
+    mid: Tensor | None = None
+    reshape: tuple[int, ...] | None = None
+
+    @property
+    def rank(self) -> int:
+        """The size of the bottleneck."""
+        return self.down.shape[0]
+
+    @property
+    def plain(self) -> bool:
+        """The delta is all: such pairs can be put beside each other along the rank."""
+        return self.mid is None and self.dora_scale is None and self.reshape is None
+
+    @property
+    def delta_shape(self) -> tuple[int, ...]:
+        """See `Additive.delta_shape`."""
+        if self.mid is None:
+            return (self.up.shape[0], *self.down.shape[1:])
+        return (self.up.shape[0], as_matrix(self.down.shape)[1], *self.mid.shape[2:])
+
+    def grown(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """See `Adapter.grown`."""
+        return tuple(shape) if self.reshape is None else self.reshape
+
+    def misfit(self, shape: tuple[int, ...]) -> str | None:
+        """See `Adapter.misfit`."""
+        if self.reshape is not None and (
+            len(shape) != len(self.reshape)
+            or any(size > target for size, target in zip(shape, self.reshape, strict=True))
+        ):
+            return f"reshape_weight is {spell(self.reshape)}; the weight is {spell(shape)}"
+        return super().misfit(shape)
+
+    def accumulate(self, out: Tensor, factor: float) -> None:
+        """See `Additive.accumulate`."""
+        matrix = out.view(as_matrix(out.shape))
+        up = self.up.to(out.device, out.dtype)
+        down = self.down.to(out.device, out.dtype).flatten(1)
+        if self.mid is None:
+            matrix.addmm_(up, down, alpha=factor)
+        else:
+            kernel = _tucker(up.mT, down, self.mid.to(out.device, out.dtype))
+            matrix.add_(kernel.flatten(1), alpha=factor)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Hadamard(Additive):
+    """LoHa: `delta = scale * w1 * w2`, number by number (arXiv 2309.14859; FedPara, 2108.06098).
+
+    Attributes:
+        w1: The factors of the first product, `a, b` or, with a Tucker core, `a, b, t`.
+        w2: Of the second.
+        scale: alpha over the rank of `w1`, or 1.0.
+        dora_scale: See `Additive`.
+    """
+
+    kind: ClassVar[str] = "loha"
+
+    w1: tuple[Tensor, ...]
+    w2: tuple[Tensor, ...]
+
+    @property
+    def delta_shape(self) -> tuple[int, ...]:
+        """See `Additive.delta_shape`."""
+        return product_shape(self.w1)
+
+    def accumulate(self, out: Tensor, factor: float) -> None:
+        """See `Additive.accumulate`."""
+        first, second = _product(self.w1, out), _product(self.w2, out)
+        out.view(as_matrix(out.shape)).addcmul_(first, second, value=factor)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Kronecker(Additive):
+    """LoKr: `delta = scale * kron(w1, w2)` (arXiv 2309.14859, section 3).
+
+    Each kernel position of a convolution has its own `kron`. Flattened, that is
+    `delta[o1, o2, i1, i2 and kernel] = w1[o1, i1] * w2[o2, i2 and kernel]` for any number of
+    kernel dimensions. (ComfyUI multiplies 3-D kernels otherwise, which does not give back what was
+    trained.)
+
+    Attributes:
+        w1: `[out_1, in_1]`, or its factors `a, b`.
+        w2: `[out_2, in_2, ...]`, or its factors `a, b` or `a, b, t`.
+        scale: alpha over the rank of `w2`, or of `w1` where `w2` is whole; 1.0 where both are.
+        dora_scale: See `Additive`.
+    """
+
+    kind: ClassVar[str] = "lokr"
+
+    w1: tuple[Tensor, ...]
+    w2: tuple[Tensor, ...]
+
+    @property
+    def delta_shape(self) -> tuple[int, ...]:
+        """See `Additive.delta_shape`."""
+        first, second = product_shape(self.w1), product_shape(self.w2)
+        return (first[0] * second[0], first[1] * second[1], *second[2:])
+
+    def accumulate(self, out: Tensor, factor: float) -> None:
+        """See `Additive.accumulate`. The product is never held: it is added as it is formed."""
+        first, second = _product(self.w1, out), _product(self.w2, out)
+        parts = out.view(first.shape[0], second.shape[0], first.shape[1], second.shape[1])
+        parts.addcmul_(first[:, None, :, None], second[None, :, None, :], value=factor)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GLoRA(Adapter):
+    """GLoRA: `delta = scale * (weight @ A + B)` (Chavan et al., arXiv 2306.07967, equation 10).
+
+    `A` and `B` are pairs. Files have them in two ways, and which it is may depend on the weight:
+    `A = a1 @ a2, B = b1 @ b2`, or, in older files, `A = a2 @ a1, B = b2 @ b1`. In the first, `A`
+    mixes the channels of a convolution at each kernel position; in the second, channels and
+    positions together.
+
+    Attributes:
+        a1: `[in, rank]`, or `[rank, in]`.
+        a2: `[rank, in]`, or `[in, rank]`.
+        b1: `[out, rank]`, or `[rank, in]`.
+        b2: `[rank, in]`, or `[out, rank]`.
+        alpha: Divided by the rank it is the scale; None: the scale is 1.
+        dora_scale: See `Additive`.
+    """
+
+    kind: ClassVar[str] = "glora"
+
+    a1: Tensor
+    a2: Tensor
+    b1: Tensor
+    b2: Tensor
+    alpha: float | None = None
+    dora_scale: Tensor | None = None
+
+    @property
+    def layouts(self) -> tuple[bool, bool]:
+        """Whether the four have one rank in common if they are read the first, the older way."""
+        first = self.b2.shape[0] == self.b1.shape[1] == self.a1.shape[1] == self.a2.shape[0]
+        older = self.b2.shape[1] == self.b1.shape[0] == self.a1.shape[0] == self.a2.shape[1]
+        return first, older
+
+    def misfit(self, shape: tuple[int, ...]) -> str | None:
+        """See `Adapter.misfit`."""
+        a1, a2, b1, b2 = (as_matrix(part.shape) for part in self._factors)
+        if self._is_older(shape):
+            delta, inputs = (b2[0], b1[1]), (a2[0], a1[1])
+            expected = as_matrix(shape)[1]
+        else:
+            delta, inputs = (b1[0], b2[1]), (a1[0], a2[1])
+            expected = shape[1] if len(shape) > 1 else 0
+        if delta != as_matrix(shape):
+            return f"delta is {spell(delta)}; the weight is {spell(shape)}"
+        if inputs != (expected, expected):
+            return f"a1 and a2 are for {spell(inputs)} inputs; the weight is {spell(shape)}"
+        return misfit_of_dora(self.dora_scale, shape)
+
+    def change(self, working: Tensor, strength: float) -> Tensor:
+        """See `Adapter.change`."""
+        a1, a2, b1, b2 = (
+            part.to(working.device, working.dtype).flatten(1) for part in self._factors
+        )
+        matrix = working.view(as_matrix(working.shape))
+        rank = self.a2.shape[0]
+        if self._is_older(working.shape):
+            rank = self.a1.shape[0]
+            delta = torch.addmm(b2 @ b1, matrix @ a2, a1)
+        elif working.ndim == 2:
+            delta = torch.addmm(b1 @ b2, matrix @ a1, a2)
+        else:
+            positions = working.flatten(2)  # [out, in, kernel]
+            delta = b1 @ b2 + (a2.mT @ (a1.mT @ positions)).flatten(1)
+        scale = 1.0 if self.alpha is None else self.alpha / rank
+        delta = delta.view_as(working)
+        if self.dora_scale is not None:
+            return decompose(working, delta.mul_(scale), self.dora_scale, strength)
+        return working.add_(delta, alpha=strength * scale)
+
+    @property
+    def _factors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.a1, self.a2, self.b1, self.b2
+
+    def _is_older(self, shape: Sequence[int]) -> bool:
+        """The older layout of a square weight can be read both ways; then the weight decides."""
+        first, older = self.layouts
+        if not (first and older):
+            return older
+        return len(shape) > 1 and self.a2.shape[0] == shape[0] == shape[1]
+
+
+def product_shape(factors: Sequence[Tensor]) -> tuple[int, ...]:
+    """The shape of what one, two or three factors stand for, `[out, in, ...]`."""
+    if len(factors) == 3:
+        a, b, t = factors
+        return (a.shape[1], b.shape[1], *t.shape[2:])
+    return (factors[0].shape[0], *factors[-1].shape[1:])
+
+
+def _product(factors: Sequence[Tensor], like: Tensor) -> Tensor:
+    """What the factors stand for, flattened after its outputs, on the device and in the dtype."""
+    here = [factor.to(like.device, like.dtype) for factor in factors]
+    if len(here) == 3:
+        return _tucker(*here).flatten(1)
+    return here[0].flatten(1) if len(here) == 1 else here[0] @ here[1].flatten(1)
+
+
+def _tucker(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
+    """`[i, out]`, `[j, in]` and the core `[i, j, ...]`: a kernel `[out, in, ...]`."""
+    half = torch.einsum("io,ij...->oj...", a, t)
+    return torch.einsum("oj...,jn->on...", half, b)

@@ -1,0 +1,1 @@
+"""The node that times the VAE next to ComfyUI's own."""

@@ -1,0 +1,142 @@
+"""The node that measures what is gained: ComfyUI's own VAE against the fast one."""
+
+import torch
+from comfy_api.latest import io, ui
+
+from ... import vae as library
+from ..host.input_checks import checked
+from ..host.lazy import Later
+from ..host.widgets import AUTO, CATEGORY, DTYPES, dtype_input
+
+comfy_bench, progress = Later("nodes.benchmark.run"), Later("nodes.host.progress")
+
+_DECODE, _ENCODE, _BOTH = "decode", "encode", "both"
+
+
+class Benchmark(io.ComfyNode):
+    """Measure a VAE's two networks on the machine that it runs on."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node, as ComfyUI shows it."""
+        return io.Schema(
+            node_id="FastVAE_Benchmark",
+            display_name="VAE Benchmark (Fast)",
+            category=CATEGORY,
+            description="Measures ComfyUI's own VAE against the fast one on the same weights, on "
+            "this machine, at the size of your choice: seconds, peak memory, and what the results "
+            "differ by. Gives a chart and a table.",
+            search_aliases=["benchmark", "vae speed", "measure vae", "compare vae", "psnr"],
+            inputs=[
+                io.Vae.Input(
+                    "vae",
+                    tooltip="A VAE of Wan, Qwen-Image or SeedVR2 from any loader. It stays as it "
+                    "is; the network that it does not have is made from its weights.",
+                ),
+                io.Combo.Input(
+                    "task",
+                    options=[_DECODE, _ENCODE, _BOTH],
+                    default=_DECODE,
+                    tooltip="What to measure. both takes the time of both.",
+                ),
+                *_size_inputs(),
+                io.Int.Input(
+                    "rounds",
+                    default=3,
+                    min=1,
+                    max=100,
+                    tooltip="How often each of the two is measured, in turn. The table has the "
+                    "median and the best. One warm-up of each comes before: 3 rounds are 8 calls "
+                    "per task.",
+                ),
+                dtype_input("Number format of both. auto: the one that the VAE decodes in."),
+                io.Latent.Input(
+                    "samples",
+                    optional=True,
+                    tooltip="The latent of one video to decode; width, height and frames are then "
+                    "its own. To encode, it is decoded first. Nothing connected: random latents "
+                    "with the statistics of the VAE, the same each time.",
+                ),
+                io.Image.Input(
+                    "pixels",
+                    optional=True,
+                    tooltip="A video to encode; width, height and frames are then its own. To "
+                    "decode, it is encoded first. Nothing connected: soft colours that move, the "
+                    "same each time.",
+                ),
+            ],
+            outputs=[
+                io.Image.Output(display_name="chart", tooltip="1024 x 640."),
+                io.String.Output(display_name="table", tooltip="Markdown."),
+                io.String.Output(display_name="json", tooltip="All figures, of every round."),
+            ],
+            hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
+            is_output_node=True,
+            not_idempotent=True,
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, **_: object) -> float:
+        """Each run measures anew: NaN is equal to nothing."""
+        return float("nan")
+
+    @classmethod
+    @checked
+    def execute(
+        cls,
+        vae: object,
+        task: str,
+        width: int,
+        height: int,
+        frames: int,
+        rounds: int,
+        dtype: str = AUTO,
+        samples: dict[str, torch.Tensor] | None = None,
+        pixels: torch.Tensor | None = None,
+    ) -> io.NodeOutput:
+        """Measure, and show what came out."""
+        done = comfy_bench.benchmark(
+            vae,
+            task,
+            library.Clip(width, height, frames),
+            rounds,
+            DTYPES.get(dtype),
+            None if samples is None else samples["samples"],
+            pixels,
+        )
+        picture = library.draw_chart(done)
+        chart = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
+        image = chart.view(1, picture.height, picture.width, 3).float() / 255
+        table = done.table()
+        progress.show_text(done.summary())
+        shown = ui.PreviewImage(image, cls=cls).as_dict() | ui.PreviewText(table).as_dict()
+        return io.NodeOutput(image, table, done.as_json(), ui=shown)
+
+
+def _size_inputs() -> list[io.Input]:
+    """The size of what is made up."""
+    return [
+        *(
+            io.Int.Input(
+                name,
+                default=default,
+                min=16,
+                max=16384,
+                step=16,
+                tooltip=f"{name.capitalize()} in pixels, cut to a multiple of 8 (Wan 2.2 5B, "
+                "Qwen-Image 2.1: 16). Time grows with the area: 1280 x 720 takes 2.3 times as "
+                "long as 832 x 480.",
+            )
+            for name, default in (("width", 832), ("height", 480))
+        ),
+        io.Int.Input(
+            "frames",
+            default=33,
+            min=1,
+            max=4097,
+            step=4,
+            tooltip="Frames of the video, cut to 4 n + 1. Time grows with their number, and so "
+            "does the memory of ComfyUI's own network. A graphics card decodes 33 frames of 832 x "
+            "480 in seconds, a CPU in minutes.",
+        ),
+    ]

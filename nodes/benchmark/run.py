@@ -1,0 +1,354 @@
+"""ComfyUI's network against ours, on the weights of one VAE, through ComfyUI's memory management.
+
+What is said of ComfyUI here was read off comfy/sd.py and comfy/utils.py of 0.33.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import comfy.model_management
+import comfy.sd
+import comfy.utils
+import torch
+from torch import Tensor
+
+from ...vae import (
+    Benchmark,
+    Clip,
+    Contestant,
+    Gauge,
+    VAEConfig,
+    compare,
+    device_label,
+    dtype_label,
+    fitted,
+    moving_pictures,
+    random_latent,
+    tasks_of,
+)
+from ..host.oom import give_back
+from ..vae.accelerate import Choice, accelerate
+from ..vae.comfy_vae import FastVAE
+
+_logger = logging.getLogger(__name__)
+
+STOCK, FAST = "stock", "fast"
+
+
+@dataclass
+class Pair:
+    """The same weights in both networks.
+
+    Attributes:
+        stock: With ComfyUI's network.
+        fast: With ours.
+        dtype: What both compute in.
+        made: Those of them that nobody else has, to be taken off the device afterwards.
+    """
+
+    stock: comfy.sd.VAE
+    fast: FastVAE
+    dtype: torch.dtype
+    made: list[comfy.sd.VAE] = field(default_factory=list)
+
+    @property
+    def config(self) -> VAEConfig:
+        """What the weights are."""
+        return self.fast.first_stage_model.config
+
+
+@dataclass(frozen=True)
+class Content:
+    """What goes through.
+
+    Attributes:
+        clip: Its size.
+        latent: What is decoded; None: nothing is.
+        pixels: What is encoded, `[T, H, W, C]`; None: nothing is.
+        notes: What is to be said of it.
+    """
+
+    clip: Clip
+    latent: Tensor | None
+    pixels: Tensor | None
+    notes: tuple[str, ...]
+
+
+def benchmark(
+    vae: comfy.sd.VAE,
+    task: str,
+    clip: Clip,
+    rounds: int,
+    dtype: torch.dtype | None = None,
+    latent: Tensor | None = None,
+    pixels: Tensor | None = None,
+) -> Benchmark:
+    """Measure both networks of a VAE.
+
+    Args:
+        vae: A fast one, or ComfyUI's own. It stays as it is.
+        task: "encode", "decode" or "both".
+        clip: The size, where there is no content.
+        rounds: How often each is measured, after a warm-up.
+        dtype: What both compute in; None: as the VAE decodes.
+        latent: Of one video, as in a LATENT; None: made of the pixels, or at random.
+        pixels: An IMAGE; None: made of the latent, or of soft colours that move.
+
+    Returns:
+        What was measured.
+
+    Raises:
+        ValueError: An input does not fit; it begins with the name of the input.
+        InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
+    """
+    pair = pair_of(vae, dtype)
+    tasks = tasks_of(task)
+    try:
+        content = content_for(pair, tasks, clip, latent, pixels)
+        bar = comfy.utils.ProgressBar(len(tasks) * 2 * (rounds + 1))
+
+        def passed() -> None:
+            bar.update(1)
+            comfy.model_management.throw_exception_if_processing_interrupted()
+
+        with _no_bars():
+            comparisons = tuple(
+                compare(
+                    each,
+                    _contestants(pair, each, content),
+                    rounds=rounds,
+                    dtype=dtype_label(pair.dtype),
+                    measure=Gauge(vae.device),
+                    passed=passed,
+                )
+                for each in tasks
+            )
+    finally:
+        _put_away(pair)
+    config = pair.config
+    return Benchmark(
+        f"{config.family}, base width {config.decoder_width}",
+        device_label(vae.device),
+        content.clip,
+        rounds,
+        comparisons,
+        content.notes,
+    )
+
+
+def pair_of(vae: Any, dtype: torch.dtype | None) -> Pair:  # noqa: ANN401, whatever is connected
+    """Both networks on the weights of a VAE.
+
+    Args:
+        vae: A fast one, or ComfyUI's own. It is one of the two where its dtype is the one that is
+            asked for.
+        dtype: What both compute in; None: as the VAE decodes.
+
+    Raises:
+        ValueError: ComfyUI or this pack has no network for the weights.
+    """
+    if not isinstance(vae, comfy.sd.VAE):
+        raise ValueError(f"vae: it is a {type(vae).__name__}; expected a VAE")
+    vae.throw_exception_if_invalid()
+    if not isinstance(vae, FastVAE):
+        chosen = dtype or vae.vae_dtype
+        try:
+            fast = accelerate(vae, Choice(chosen, chosen))
+        except ValueError as error:
+            raise ValueError(f"vae: {error}") from None
+        if not isinstance(fast, FastVAE):
+            network = type(vae.first_stage_model).__name__
+            raise ValueError(
+                f"vae: it is a {type(vae).__name__} of {network}, which is not accelerated, as "
+                "the log says; expected a VAE of Wan, Qwen-Image or SeedVR2"
+            )
+        if chosen == vae.vae_dtype:
+            return Pair(vae, fast, chosen, [fast])
+        stock = stock_of(fast, chosen)
+        return Pair(stock, fast, chosen, [fast, stock])
+    model = vae.first_stage_model
+    chosen = dtype or model.dtype
+    stock = stock_of(vae, chosen)
+    if model.dtype == model.encode_dtype == chosen:
+        return Pair(stock, vae, chosen, [stock])
+    fast = accelerate(vae, Choice(chosen, chosen, quality=model.quality))
+    return Pair(stock, fast, chosen, [stock, fast])
+
+
+def stock_of(fast: FastVAE, dtype: torch.dtype) -> comfy.sd.VAE:
+    """ComfyUI's own VAE on a copy of the weights of a fast one.
+
+    Raises:
+        ValueError: ComfyUI has no network for them.
+    """
+    config, patcher = fast.first_stage_model.config, fast.patcher
+    weights = dict(patcher.model.state_dict())
+    # Without the patches that are on them, which come along as such.
+    weights |= {key: saved.weight for key, saved in patcher.backup.items()}
+    # In the order of a file: with dynamic memory ComfyUI computes with them as they are.
+    copies = {key: value.to("cpu", copy=True).contiguous() for key, value in weights.items()}
+    reason = ""
+    if config.output_scale != 1:
+        reason = "its decoder makes frames of twice the size"
+    elif config.encoder_width is None:
+        reason = "it has a decoder only"
+    else:
+        try:
+            stock = comfy.sd.VAE(sd=copies, device=fast.device, dtype=dtype)
+            network = stock.first_stage_model
+            if network is None or network.state_dict().keys() != weights.keys():
+                reason = "this ComfyUI takes it for another network"
+        except Exception as error:
+            # Whatever its constructor stumbles over: shapes, missing keys, an unknown layout.
+            reason = str(error).strip().partition("\n")[0]
+    if reason:
+        raise ValueError(
+            f"vae: ComfyUI has no network of its own for this {config.family} VAE to be compared "
+            f"with: {reason}"
+        )
+    stock.patcher.patches = {key: list(patches) for key, patches in patcher.patches.items()}
+    return stock
+
+
+def content_for(
+    pair: Pair, tasks: tuple[str, ...], clip: Clip, latent: Tensor | None, pixels: Tensor | None
+) -> Content:
+    """What goes through: what is connected, else what is made of it, else what is made up.
+
+    Raises:
+        ValueError: An input does not fit; it begins with the name of the input.
+    """
+    config, notes = pair.config, []
+    if latent is not None:
+        latent = _one_video(pair.fast, latent)
+    if pixels is not None:
+        pixels, cut = _cropped(config, pixels)
+        notes += cut
+    if latent is None and pixels is None:
+        try:
+            kept = fitted(config, clip)
+        except ValueError as error:
+            raise ValueError(f"width, height, frames: {error}") from None
+        if kept != clip:
+            notes.append(f"{clip} were asked for, and cut to whole latents")
+        if "decode" in tasks:
+            latent = _as_latent(pair.fast, random_latent(config, kept))
+        if "encode" in tasks:
+            pixels = moving_pictures(kept)[0].movedim(0, -1).contiguous()
+        return Content(kept, latent, pixels, tuple(notes))
+    sizes = [
+        *([] if latent is None else [_decoded_clip(pair.fast, latent)]),
+        *([] if pixels is None else [Clip(pixels.shape[2], pixels.shape[1], len(pixels))]),
+    ]
+    if len(set(sizes)) > 1:
+        raise ValueError(f"samples: they decode to {sizes[0]}; expected {sizes[1]}, as pixels are")
+    if "decode" in tasks and latent is None:
+        latent = pair.fast.encode(pixels)
+    if "encode" in tasks and pixels is None:
+        pixels = pair.fast.decode(latent).flatten(0, -4)
+    return Content(sizes[0], latent, pixels, tuple(notes))
+
+
+def _contestants(pair: Pair, task: str, content: Content) -> list[Contestant]:
+    """Both, for one task."""
+
+    def made(name: str, vae: comfy.sd.VAE) -> Contestant:
+        if task == "decode":
+            latent = content.latent
+            return Contestant(name, lambda: vae.decode(latent), lambda: _load(vae, latent.shape))
+        pixels = content.pixels
+        shape = pixels.movedim(-1, 0).unsqueeze(0).shape
+        if vae.latent_dim == 2:
+            shape = pixels.movedim(-1, 1).shape
+        return Contestant(name, lambda: vae.encode(pixels), lambda: _load(vae, shape, encode=True))
+
+    return [made(STOCK, pair.stock), made(FAST, pair.fast)]
+
+
+def _load(vae: comfy.sd.VAE, shape: torch.Size, *, encode: bool = False) -> None:
+    """Make room and bring the weights there, as the work itself begins; that is not its time."""
+    estimate: Callable[..., float] = vae.memory_used_encode if encode else vae.memory_used_decode
+    needed = estimate(shape, vae.vae_dtype)
+    if isinstance(vae, FastVAE):
+        vae.load(needed)
+    else:
+        comfy.model_management.load_models_gpu(
+            [vae.patcher], memory_required=needed, force_full_load=vae.disable_offload
+        )
+
+
+@contextlib.contextmanager
+def _no_bars() -> Iterator[None]:
+    """Let no VAE draw a progress bar, or a preview, over that of the rounds.
+
+    A bar keeps the hook that there is when it is made.
+    """
+    hook = comfy.utils.PROGRESS_BAR_HOOK
+    comfy.utils.set_progress_bar_global_hook(None)
+    try:
+        yield
+    finally:
+        comfy.utils.set_progress_bar_global_hook(hook)
+
+
+def _put_away(pair: Pair) -> None:
+    """Take off the device what nobody else has; the VAE that came in stays as after a decode."""
+    device = pair.fast.device
+    for each in pair.made:
+        comfy.model_management.unload_model_and_clones(each.patcher, all_devices=True)
+    comfy.model_management.soft_empty_cache()
+    give_back(device)
+
+
+def _one_video(fast: FastVAE, latent: Tensor) -> Tensor:
+    """The latent of one video, or of pictures, as a VAE of ComfyUI takes it."""
+    if latent.is_nested:
+        latent = latent.unbind()[0]
+    model = fast.first_stage_model
+    if fast.latent_dim == 2 and latent.ndim == 5:
+        latent = latent[:, :, 0]
+    video = latent.reshape(model.video_shape(latent.shape))
+    try:
+        model.check_latent(video)
+    except ValueError as error:
+        raise ValueError(f"samples: {error}") from None
+    if fast.latent_dim == 2:
+        return latent
+    if len(video) != 1:
+        raise ValueError(
+            f"samples: they are {len(video)} videos; expected one, as Latent From Batch gives it"
+        )
+    return video
+
+
+def _as_latent(fast: FastVAE, video: Tensor) -> Tensor:
+    """`[1, C, t, h, w]`, of a VAE of pictures as `[t, C, h, w]`."""
+    return video[0].movedim(1, 0).contiguous() if fast.latent_dim == 2 else video
+
+
+def _decoded_clip(fast: FastVAE, latent: Tensor) -> Clip:
+    model = fast.first_stage_model
+    batch, _, frames, height, width = model.config.decoded_shape(model.video_shape(latent.shape))
+    return Clip(width, height, batch * frames)
+
+
+def _cropped(config: VAEConfig, pixels: Tensor) -> tuple[Tensor, list[str]]:
+    """An IMAGE `[T, H, W, C]` cut to whole latents, and a note where anything was lost."""
+    if pixels.ndim == 5 and len(pixels) == 1:
+        pixels = pixels[0]
+    if pixels.ndim != 4:
+        raise ValueError(f"pixels: they are {list(pixels.shape)}; expected [N, H, W, C]")
+    count, height, width = pixels.shape[:3]
+    clip = Clip(width, height, count)
+    try:
+        kept = fitted(config, clip)
+    except ValueError as error:
+        raise ValueError(f"pixels: {error}") from None
+    top, left = (height - kept.height) // 2, (width - kept.width) // 2
+    cut = pixels[: kept.frames, top : top + kept.height, left : left + kept.width]
+    if not bool(torch.isfinite(cut).all()):
+        raise ValueError("pixels: they hold NaN or infinity; expected an IMAGE in [0, 1]")
+    return cut, [] if kept == clip else [f"pixels, {clip}, were cut to whole latents"]

@@ -1,0 +1,1 @@
+"""What all nodes need of ComfyUI: widgets, progress, memory, timing."""

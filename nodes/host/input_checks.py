@@ -1,0 +1,124 @@
+"""What a node is given: every input is checked by its type before any work is done.
+
+ComfyUI compares types by their names, and checks the range of a widget only where no link goes into
+it. So a node of another pack, or a prompt over HTTP, can bring any value to any input.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from numbers import Real
+
+from comfy_api.latest import io
+
+from .error_text import described, one_line
+from .input_types import TYPES
+
+# A number that is to be text: Python does not write out one of thousands of digits.
+_LARGEST = 10**18
+
+
+def checked(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.NodeOutput]:
+    """Check all that an `execute` is given against the schema of its node.
+
+    An optional input that is None is not given: it has the default of `execute`.
+
+    Args:
+        execute: The function below `@classmethod`.
+
+    Returns:
+        A function that raises a `ValueError` of one line, which begins with the name of the input,
+        for the first value that does not fit. Numbers arrive as `int` and `float`.
+    """
+    signature = inspect.signature(execute)
+
+    @functools.wraps(execute)
+    def run(cls: type[io.ComfyNode], *args: object, **kwargs: object) -> io.NodeOutput:
+        given = signature.bind(cls, *args, **kwargs)
+        schema = cls.define_schema()
+        try:
+            for each in schema.inputs:
+                _check(each, given.arguments, is_list=schema.is_input_list)
+            return execute(*given.args, **given.kwargs)
+        except ValueError as error:
+            text = one_line(str(error))
+            if text == str(error):
+                raise
+            raise ValueError(text) from error
+
+    return run
+
+
+def check_text(check: Callable[[], object]) -> bool | str:
+    """What `validate_inputs` gives: True, or the one line of the error that a check raises."""
+    try:
+        check()
+    except ValueError as error:
+        return one_line(str(error))
+    return True
+
+
+def _check(spec: io.Input, given: dict[str, object], *, is_list: bool) -> None:
+    """Put the checked value of one input in the place of the given one."""
+    name = spec.id
+    if name not in given:
+        return
+    value = given[name]
+    if value is None and spec.optional:
+        del given[name]
+        return
+    try:
+        if not is_list:
+            given[name] = _value(spec, value)
+        elif isinstance(value, list):
+            given[name] = [_value(spec, each) for each in value]
+        else:
+            raise ValueError(f"got {described(value)}; expected a list")
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _value(spec: io.Input, value: object) -> object:
+    kind = spec.get_io_type()
+    if isinstance(spec, io.Combo.Input):
+        return _choice(value, spec.options)
+    if isinstance(spec, (io.Int.Input, io.Float.Input)):
+        return _number(value, spec.min, spec.max, whole=isinstance(spec, io.Int.Input))
+    if isinstance(spec, io.String.Input):
+        return _text(value)
+    if isinstance(spec, io.Boolean.Input):
+        return _switch(value)
+    return TYPES[kind](value)
+
+
+def _choice(value: object, options: list[str]) -> str:
+    if isinstance(value, str) and value in options:
+        return value
+    known = ", ".join(options[:6]) + (f" and {len(options) - 6} more" if options[6:] else "")
+    raise ValueError(
+        f"got {described(value)}; expected one of: {known or 'nothing, there are none'}"
+    )
+
+
+def _number(value: object, least: float, most: float, *, whole: bool) -> float:
+    """An int, or a float; an int may come as a float without a fraction."""
+    # NaN is in no range.
+    if isinstance(value, Real) and least <= value <= most and not (whole and value != int(value)):
+        return int(value) if whole else float(value)
+    kind = "a whole number" if whole else "a number"
+    raise ValueError(f"got {described(value)}; expected {kind} from {least} to {most}")
+
+
+def _text(value: object) -> str:
+    """Text; a number is written out."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST:
+        return str(value)
+    if not isinstance(value, str):
+        raise ValueError(f"got {described(value)}; expected text")
+    return value
+
+
+def _switch(value: object) -> bool:
+    if isinstance(value, Real) and value in (0, 1):
+        return bool(value)
+    raise ValueError(f"got {described(value)}; expected true or false")

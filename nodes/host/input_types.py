@@ -1,0 +1,188 @@
+"""What the types of ComfyUI's links hold, checked as far as every node of ours relies on it.
+
+Each check takes whatever came and returns it, or raises a `ValueError` that says what came and what
+was expected; the name of the input is for the caller to add.
+"""
+
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+import comfy.sd
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy_api.latest import Input, InputImpl
+from torch import Tensor
+
+from .error_text import described
+from .lazy import Later
+
+lora = Later("lora")
+
+_LATENT = "a LATENT, which is a dict with a tensor [B, C, t, h, w] as 'samples'"
+_IMAGE = "an IMAGE, which is a float tensor [N, H, W, C] in [0, 1]"
+_AUDIO = "an AUDIO, which is a dict with 'waveform' and 'sample_rate'"
+_CONDITIONING = "a CONDITIONING, which is a list of pairs of a tensor and a dict"
+
+
+def latent(value: object) -> Mapping[str, Any]:
+    """A LATENT: its `samples` are finite floats of three dimensions or more."""
+    if not isinstance(value, Mapping) or "samples" not in value:
+        raise ValueError(f"got {described(value)}; expected {_LATENT}")
+    samples = value["samples"]
+    # ComfyUI's own class for several tensors in one is no tensor.
+    nested = getattr(samples, "is_nested", False)
+    parts = list(samples.unbind()) if nested else [samples]
+    if not parts:
+        raise ValueError(f"its 'samples' hold no tensor; expected {_LATENT}")
+    for part in parts:
+        _floats(part, "its 'samples' are {}; expected " + _LATENT)
+        if not 3 <= part.ndim <= 5:
+            raise ValueError(
+                f"its 'samples' have {part.ndim} dimensions, {list(part.shape)}; expected {_LATENT}"
+            )
+        _finite(part, "its 'samples'")
+    mask = value.get("noise_mask")
+    if mask is not None:
+        _floats(mask, "its 'noise_mask' is {}; expected a float tensor [B, H, W], or none")
+    return value
+
+
+def image(value: object) -> Tensor:
+    """An IMAGE; also a batch of videos, `[B, T, H, W, C]`."""
+    tensor = _floats(value, "got {}; expected " + _IMAGE)
+    if tensor.ndim not in (4, 5):
+        raise ValueError(f"got {described(tensor)}; expected [N, H, W, C]")
+    return tensor
+
+
+def audio(value: object) -> Mapping[str, Any]:
+    """An AUDIO. It may be a mapping that reads its file when it is looked into."""
+    if not isinstance(value, Mapping) or not {"waveform", "sample_rate"} <= set(value):
+        raise ValueError(f"got {described(value)}; expected {_AUDIO}")
+    waveform, rate = value["waveform"], value["sample_rate"]
+    _tensor(waveform, "its waveform is {}; expected [1, channels, samples]")
+    if waveform.ndim != 3 or not all(waveform.shape[:2]) or not waveform.is_floating_point():
+        raise ValueError(
+            f"its waveform is {described(waveform)}; expected [1, channels, samples], floats"
+        )
+    if not isinstance(rate, Real) or not 1 <= rate <= 768_000:
+        raise ValueError(f"its sample_rate is {described(rate)}; expected 1 to 768000")
+    return value
+
+
+def video(value: object) -> Input.Video:
+    """A VIDEO; where it is made of tensors these are checked, too."""
+    methods = "get_components", "get_stream_source", "get_active_trim_window"
+    if not all(callable(getattr(value, name, None)) for name in methods):
+        raise ValueError(f"got {described(value)}; expected a VIDEO, as Load Video gives it")
+    if isinstance(value, InputImpl.VideoFromComponents):
+        parts = value.get_components()
+        try:
+            image(parts.images)
+        except ValueError as error:
+            raise ValueError(f"its images: {error}") from None
+        if not isinstance(parts.frame_rate, Real) or not 0 < parts.frame_rate < float("inf"):
+            raise ValueError(
+                f"its frame rate is {described(parts.frame_rate)}; expected more than 0"
+            )
+        if parts.audio is not None:
+            audio(parts.audio)
+    return value
+
+
+def vae(value: object) -> object:
+    """A VAE of ComfyUI's, or an object of another pack that decodes as one."""
+    if isinstance(value, comfy.sd.VAE):
+        if value.first_stage_model is None:
+            raise ValueError("the file has no VAE that ComfyUI knows; expected one: load it alone")
+        return value
+    # Text has methods of these names.
+    works = any(callable(getattr(value, name, None)) for name in ("decode", "encode"))
+    if isinstance(value, (str, bytes, bytearray)) or not works:
+        hint = ". The checkpoint has none: load it alone" if value is None else ""
+        raise ValueError(f"got {described(value)}; expected a VAE{hint}")
+    return value
+
+
+def model(value: object) -> ModelPatcher:
+    """A MODEL."""
+    if not isinstance(value, ModelPatcher):
+        raise ValueError(
+            f"got {described(value)}; expected a MODEL, as Load Diffusion Model gives it"
+        )
+    return value
+
+
+def clip(value: object) -> object:
+    """A CLIP of ComfyUI's, or an object of another pack that encodes as one."""
+    methods = "tokenize", "encode_from_tokens_scheduled"
+    if not all(callable(getattr(value, name, None)) for name in methods):
+        hint = ". The checkpoint has none: load it on its own" if value is None else ""
+        raise ValueError(f"got {described(value)}; expected a text encoder{hint}")
+    return value
+
+
+def conditioning(value: object) -> list:
+    """A CONDITIONING; an empty one too."""
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"got {described(value)}; expected {_CONDITIONING}")
+    for pair in value:
+        if not isinstance(pair, (list, tuple)) or len(pair) < 2 or not isinstance(pair[1], Mapping):
+            raise ValueError(f"it holds {described(pair)}; expected {_CONDITIONING}")
+        if pair[0] is not None:  # some models need no text
+            _floats(pair[0], "it holds {}; expected " + _CONDITIONING)
+            _finite(pair[0], "its tensors")
+    return value
+
+
+def sigmas(value: object) -> Tensor:
+    """SIGMAS, in any number."""
+    tensor = _tensor(value, "got {}; expected SIGMAS, a tensor of noise levels")
+    if tensor.ndim != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise ValueError(f"got {described(tensor)}; expected SIGMAS, a tensor of one dimension")
+    return tensor
+
+
+def lora_stack(value: object) -> tuple:
+    """What LoRA Stack (Fast) gives."""
+    if not isinstance(value, (list, tuple)) or not all(
+        isinstance(each, lora.Entry) for each in value
+    ):
+        raise ValueError(f"got {described(value)}; expected what LoRA Stack (Fast) gives")
+    return tuple(value)
+
+
+TYPES: dict[str, Callable[[object], object]] = {
+    "LATENT": latent,
+    "IMAGE": image,
+    "AUDIO": audio,
+    "VIDEO": video,
+    "VAE": vae,
+    "MODEL": model,
+    "CLIP": clip,
+    "CONDITIONING": conditioning,
+    "SIGMAS": sigmas,
+    "FASTVAE_LORA_STACK": lora_stack,
+}
+
+
+def _tensor(value: object, message: str) -> Tensor:
+    """A tensor whose numbers are all there: not sparse, nested or without memory."""
+    if not isinstance(value, Tensor) or value.is_nested:
+        raise ValueError(message.format(described(value)))
+    if value.layout is not torch.strided or value.is_meta or value.is_quantized:
+        raise ValueError(message.format(described(value)))
+    return value
+
+
+def _finite(tensor: Tensor, name: str) -> None:
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"{name} hold values that are NaN or infinite; expected none")
+
+
+def _floats(value: object, message: str) -> Tensor:
+    tensor = _tensor(value, message)
+    if not tensor.is_floating_point() or not tensor.numel():
+        raise ValueError(message.format(described(tensor)))
+    return tensor

@@ -1,0 +1,17 @@
+"""Modules that are imported when they are first used, so that ComfyUI starts without them."""
+
+from importlib import import_module
+
+
+class Later:
+    """A module of this pack.
+
+    Args:
+        name: Its name from the pack's folder on, such as "nodes.vae.comfy_vae".
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = f"...{name}"
+
+    def __getattr__(self, attribute: str) -> object:
+        return getattr(import_module(self._name, __package__), attribute)

@@ -1,0 +1,107 @@
+"""What to do when memory runs out, and where memory that stays is made."""
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import comfy
+import comfy.model_management
+import comfy.model_patcher
+import torch
+
+from ...kernels import is_out_of_memory
+from ...vae import Relief, trim_heap
+
+_logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an encode or decode is tried.
+
+    Attributes:
+        words: What it is called in the log.
+        tile: Height and width in pixels of exact tiles; None: as the plan has it.
+        limit_bytes: Memory that a step may take; None: as there is.
+        on_host: On the CPU, whatever the device of the VAE.
+    """
+
+    words: str
+    tile: tuple[int, int] | None = None
+    limit_bytes: int | None = None
+    on_host: bool = False
+
+
+def in_turn(device: torch.device, task: str, ways: list[Way], go: Callable[[Way], _T]) -> _T:
+    """Go from one way to the next while memory runs out; before each, all models are unloaded.
+
+    Args:
+        device: Where the work is done.
+        task: What it is called in the log.
+        ways: The ways, the best first.
+        go: Goes one.
+
+    Returns:
+        What it returns for the first way that fits.
+
+    Raises:
+        Exception: What `go` raises that is not about memory.
+        torch.OutOfMemoryError: No way fits; one line.
+    """
+    first: Exception | None = None
+    with comfy.model_management.cuda_device_context(device):
+        for way in ways:
+            if first is not None:
+                make_room(task, way, warns=way is ways[1])
+            try:
+                return go(way)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                # Without the frames that it went through, which hold tensors.
+                first = first or error.with_traceback(None)
+    if first is None:
+        raise ValueError(f"there is no way to {task}; expected one or more")
+    raise Relief(device, task).exhausted(first) from None
+
+
+def make_room(task: str, way: Way, *, warns: bool) -> None:
+    """Unload all models; the first time with a warning that says how it goes on."""
+    level = logging.WARNING if warns else logging.INFO
+    _logger.log(level, "Fast Video VAE: memory ran out in %s; trying again, %s", task, way.words)
+    comfy.model_management.unload_all_models()
+    comfy.model_management.soft_empty_cache()
+
+
+def free_others(
+    patcher: comfy.model_patcher.ModelPatcher,
+    device: torch.device,
+    *more: comfy.model_patcher.ModelPatcher,
+) -> None:
+    """Unload what other nodes have on a device, but not one model, nor some more."""
+    management, kept_ones = comfy.model_management, (patcher, *more)
+    loaded = management.current_loaded_models
+    own = [each for each in loaded if any(each.model is one for one in kept_ones)]
+    management.free_memory(1e30, device, keep_loaded=own)
+    management.soft_empty_cache()
+
+
+def give_back(device: torch.device) -> None:
+    """Return what the process keeps of freed activations to the system, after work on a CPU.
+
+    Args:
+        device: Where the work was done.
+    """
+    if device.type == "cpu":
+        trim_heap()
+
+
+def kept() -> contextlib.AbstractContextManager[object]:
+    """Memory that outlives the call is not of the graph that a newer ComfyUI may be recording."""
+    prefetch = getattr(comfy, "model_prefetch", None)
+    pause = getattr(prefetch, "pause_malloc_graph", None)
+    return contextlib.nullcontext() if pause is None else pause()

@@ -1,0 +1,1 @@
+"""The nodes that apply LoRAs."""

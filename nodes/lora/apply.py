@@ -1,0 +1,295 @@
+"""ComfyUI's MODEL with LoRAs of ours: what a clone carries, and what happens in its calls.
+
+A clone carries its stack, one wrapper around its calls and the bank as an additional model, which
+ComfyUI loads, counts and frees beside the model. The model itself is as it was: its patches and
+their identity `patches_uuid`, by which ComfyUI decides to load weights anew, are the input's.
+Hooks on the modules are shared by all clones and do what the clone that is called at the moment
+has set (`lora.session`).
+"""
+
+import logging
+import os
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import comfy.model_management
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
+from torch import Tensor, nn
+
+from ...kernels import gpu_config
+from ...lora import Amounts, Bank, Entry, Session, Share, Stack, Timer, identity, load_bank, step_of
+from ...lora import Mode as Way
+from ..host import run_phase as phases
+from ..host import timing
+from ..host.run_phase import Phase
+from . import merged as lora_merged
+from .targets import NETWORK, targets_of
+
+_logger = logging.getLogger(__name__)
+
+KEY = "fast_video_vae.lora"
+
+Mode = Way | Literal["merged"]
+
+# Of a device's memory that a bank may take. A larger one stays on the host, and its blocks are
+# fetched one ahead of their use.
+_MOST_OF_DEVICE = 1 / 8
+
+
+@timing.span("LoRA attach")
+def apply_lora(
+    model: ModelPatcher, stack: Stack, mode: Mode = "auto", phase: int | None = None
+) -> tuple[ModelPatcher, str]:
+    """Give a clone of a model the LoRAs of a stack, beside those that it has.
+
+    Args:
+        model: It stays as it is.
+        stack: What is added.
+        mode: How; "auto" is what the environment says, or what costs least.
+        phase: Which phase of schedules such as `1;0` the model is. None: the one that the sampler
+            names (`phases`), else the first.
+
+    Returns:
+        The clone, and a report of what was found in the files.
+
+    Raises:
+        ValueError: A file cannot be used, or has nothing for this model.
+    """
+    if mode == "merged":
+        return lora_merged.merge(model, stack, phase or 0)
+    clone = model.clone()
+    before: Streaming | None = model.get_attachment(KEY)
+    parts = [*(before.parts if before else ()), *((entry, phase) for entry in stack)]
+    _detach(clone)
+    parts = [(entry, number) for entry, number in parts if any(entry.schedule.values(number))]
+    if not parts:
+        return clone, "nothing to apply: every strength is 0"
+    paths = list(dict.fromkeys(entry.path for entry, _ in parts))
+    bank = load_bank(paths, targets_of(model), _compute_dtype(model))
+    streaming = Streaming(parts, bank, mode, model.model)
+    report = streaming.report()
+    _logger.info("Fast Video VAE: %s", report)
+    clone.set_attachments(KEY, streaming)
+    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, streaming)
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, streaming.around)
+    room = comfy.model_management.get_total_memory(model.load_device) * _MOST_OF_DEVICE
+    if 0 < bank.flat.nbytes <= room:
+        clone.set_additional_models(KEY, [_patcher_of(bank, model).clone()])
+    return clone, report
+
+
+def _patcher_of(bank: Bank, model: ModelPatcher) -> ModelPatcher:
+    """What loads a bank when it is needed, and counts it; all of a bank's have this as parent.
+
+    ComfyUI warns of models that are there while nothing of this kind is left for them.
+    """
+    devices = model.load_device, model.offload_device
+    if devices not in bank.companions:
+        bank.companions[devices] = ModelPatcher(bank, *devices)
+    return bank.companions[devices]  # type: ignore[return-value]
+
+
+class Streaming:
+    """LoRAs that are applied while a model is called.
+
+    Args:
+        parts: The entries of the stack, each with the phase that the model is, if that is known.
+        bank: Their files.
+        mode: As for `apply_lora`.
+        base: The model.
+
+    Attributes:
+        parts: Likewise.
+        bank: Likewise.
+        sessions: What applies them, by the device of the work, once it was called there.
+    """
+
+    def __init__(
+        self, parts: list[tuple[Entry, int | None]], bank: Bank, mode: Way, base: nn.Module
+    ) -> None:
+        self._base = weakref.ref(base)
+        self.parts, self.bank = tuple(parts), bank
+        self._mode: Way = _mode_of(mode)
+        numbers = {file.path: number for number, file in enumerate(bank.files)}
+        shares = [Share(numbers[identity(entry.path).path], entry.blocks) for entry, _ in parts]
+        self._amounts = Amounts(bank, shares, NETWORK)
+        values = [entry.schedule.values(phase) for entry, phase in parts]
+        alone = all(len(each) == 1 for each in values)
+        self._constants = [each[0] for each in values] if alone else None
+        self.sessions: dict[torch.device, Session] = {}
+        self._steps: tuple[object, list[float]] = (None, [])
+        self._told = False
+        self._timer: Timer | None = None
+
+    def report(self) -> str:
+        """What was found in the files, and what it takes."""
+        lines = [line for report in self.bank.reports for line in report.lines()]
+        names = Counter(Path(entry.path).name for entry, _ in self.parts)
+        lines += [
+            f"{name} is there {count} times; the strengths add up"
+            for name, count in names.items()
+            if count > 1
+        ]
+        layers = len(self.bank.layers)
+        size = self.bank.nbytes / 2**20
+        return "\n".join([*lines, f"{layers} parameters, {size:.1f} MiB, {self._mode}"])
+
+    def __call__(self, executor: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
+        """Around a call of the model: `apply_model(x, t, ..., transformer_options)`."""
+        base = executor.class_obj  # type: ignore[attr-defined]
+        owner = self._owner(base)
+        if owner is None:
+            return executor(*args, **kwargs)
+        return owner._run(executor, base, *args, **kwargs)
+
+    def _owner(self, base: nn.Module) -> "Streaming | None":
+        """Whose LoRAs a model is to have: another's, in a guider that calls a second model."""
+        patcher = getattr(base, "current_patcher", None)
+        if base is self._base() or patcher is None:
+            return self
+        return patcher.get_attachment(KEY)
+
+    def _run(
+        self,
+        executor: Callable[..., Tensor],
+        base: nn.Module,
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Tensor:
+        x, t = args[0], args[1]
+        options = kwargs.get("transformer_options", args[5] if len(args) > 5 else {})
+        self._amounts.set(self._strengths(options, t))
+        session = self._session_on(x.device)
+        with session.call(base, x.device) as call:
+            y = executor(*args, **kwargs)
+            missed = call.missed()
+        if missed:
+            _logger.info(
+                "Fast Video VAE: %d layers are not called by ComfyUI, which reads their weights; "
+                "their LoRA goes through the weight, such as that of %s",
+                len(missed),
+                missed[0],
+            )
+            with session.call(base, x.device):
+                y = executor(*args, **kwargs)
+        self._tell_unserved(session)
+        return y
+
+    def around(self, executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Around a run of a sampler: what it took, if that is asked for."""
+        timed = _is_set("WAN_LORA_TIMING")
+        self._timer = Timer() if timed else None
+        start = time.perf_counter()
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            run_s = time.perf_counter() - start
+            for session in self.sessions.values():
+                if timed:
+                    _logger.info("%s", self._timing(session, run_s))
+                    session.counts.clear()
+                session.release()
+
+    def _timing(self, session: Session, run_s: float) -> str:
+        """A table of what was done in a run, how often and for how long."""
+        counts, residency = session.counts, session.residency
+        seconds = {} if self._timer is None else self._timer.seconds()
+        lines = [f"Fast Video VAE: LoRA in a run of {run_s:.2f} s"]
+        lines += [
+            f"  {kind:<8} {getattr(counts, kind):7d} times {seconds.get(kind, 0.0):8.3f} s"
+            for kind in ("stream", "beside", "formula")
+        ]
+        lines.append(f"  held     {self.bank.nbytes / 2**20:7.1f} MiB")
+        if residency is not None and residency.traffic.nbytes:
+            traffic = residency.traffic
+            asked = traffic.hits + traffic.misses
+            lines.append(
+                f"  fetched  {traffic.nbytes / 2**20:7.1f} MiB, {traffic.hits} of {asked} blocks "
+                "in time"
+            )
+        return "\n".join(lines)
+
+    def _session_on(self, device: torch.device) -> Session:
+        if device not in self.sessions:  # there are several where a model is on several GPUs
+            c = gpu_config(device, _probed(self.bank.flat.dtype)).stream_c
+            self.sessions[device] = Session(self.bank, self._amounts, self._mode, c)
+        session = self.sessions[device]
+        session.counts.timer = self._timer
+        return session
+
+    def _strengths(self, options: dict[str, Any], t: Tensor) -> list[float]:
+        if self._constants is not None:
+            return self._constants
+        sigma = float(options.get("sigmas", t).flatten()[0])
+        sigmas = options.get("sample_sigmas")
+        if sigmas is None:
+            step, steps = 0, 1
+        else:
+            if self._steps[0] is not sigmas:
+                self._steps = sigmas, [float(value) for value in sigmas]
+            known = self._steps[1]
+            step, steps = step_of(sigma, known), max(1, len(known) - 1)
+        run: Phase | None = options.get(phases.KEY)
+        return [_strength(entry, phase, step, steps, sigma, run) for entry, phase in self.parts]
+
+    def _tell_unserved(self, session: Session) -> None:
+        if session.counts.unserved and not self._told:
+            self._told = True
+            names = sorted(session.counts.unserved)
+            _logger.warning(
+                "Fast Video VAE: a LoRA has no effect on %d layers whose weights cannot be "
+                "reached, such as %s",
+                len(names),
+                names[0],
+            )
+
+
+def _strength(
+    entry: Entry, phase: int | None, step: int, steps: int, sigma: float, run: Phase | None
+) -> float:
+    """The strength of a LoRA in a call, by what its node and the sampler say of the phase."""
+    schedule = entry.schedule
+    fixed = phase is not None
+    if run is None or (fixed and (phase, len(schedule.phases)) != (run.number, run.count)):
+        return schedule.strength(step, steps, sigma, phase or 0)
+    return schedule.strength(
+        step, steps, sigma, run.number, run.count, run.step(step), run.steps or None
+    )
+
+
+def _detach(model: ModelPatcher) -> None:
+    model.remove_attachments(KEY)
+    model.remove_additional_models(KEY)
+    for kind in (WrappersMP.APPLY_MODEL, WrappersMP.OUTER_SAMPLE):
+        model.remove_wrappers_with_key(kind, KEY)
+
+
+def _compute_dtype(model: ModelPatcher) -> torch.dtype:
+    base = model.model
+    dtype = getattr(base, "manual_cast_dtype", None) or model.model_dtype()
+    if dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return dtype
+    return torch.bfloat16
+
+
+def _probed(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32
+
+
+def _mode_of(mode: Way) -> Way:
+    """What a node says; where it leaves that open, what the environment does."""
+    if mode != "auto":
+        return mode
+    if _is_set("WAN_LORA_STREAMING"):
+        return "stream"
+    return "beside" if _is_set("WAN_LORA_ONTHEFLY") else "auto"
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")

@@ -1,0 +1,114 @@
+"""LoRAs that are merged into the weights of a MODEL when ComfyUI loads it."""
+
+import uuid
+from collections.abc import Callable
+
+import comfy.weight_adapter.base
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor, nn
+
+from ...lora import Adapter, Entry, Formula, LoraFile, Stack, Target, applied, layer_name
+from .targets import NETWORK, targets_of
+
+
+def merge(model: ModelPatcher, stack: Stack, phase: int) -> tuple[ModelPatcher, str]:
+    """Give a clone of a model weights that have the LoRAs of a stack in them, once it is loaded.
+
+    ComfyUI keeps the weights as they were and puts them back.
+
+    Args:
+        model: It stays as it is.
+        stack: What is added.
+        phase: Which phase of schedules such as `1;0` the model is.
+
+    Returns:
+        The clone, and a report of what was found in the files.
+
+    Raises:
+        ValueError: A file cannot be used, a strength changes during a run, or weights are kept in
+            another form than that of their products.
+    """
+    clone = model.clone()
+    targets = targets_of(model)
+    reports: list[str] = []
+    told = [str(model.patches_uuid)]
+    for entry in stack:
+        strength = _constant(entry, phase)
+        if not strength:
+            continue
+        file = LoraFile(entry.path, targets)
+        _check_mergeable(model, file)
+        for target, adapter in file.adapters():
+            factor = entry.blocks.factor(layer_name(target.key, NETWORK))
+            if factor:
+                _patch(clone, target, adapter, strength * factor)
+        reports += file.report.lines()
+        told += [*map(str, file.identity), str(entry.schedule), str(entry.blocks)]
+    # The same LoRAs on the same model are the same weights.
+    clone.patches_uuid = uuid.uuid5(uuid.NAMESPACE_OID, "\n".join(told))
+    return clone, "\n".join([*reports, "merged"])
+
+
+def _patch(model: ModelPatcher, target: Target, adapter: Adapter, strength: float) -> None:
+    if target.key.endswith((".weight", ".bias")):
+        key = target.key if target.offset is None else target
+        model.add_patches({key: MergedAdapter(set(), (adapter,))}, strength)
+        return
+    # ComfyUI passes over patches of parameters that belong to modules with modules in them.
+    value = model.get_model_object(target.key)
+    changed = applied(Formula(adapter, strength, target.offset), value.detach())
+    model.add_object_patch(target.key, nn.Parameter(changed, requires_grad=False))
+
+
+def _constant(entry: Entry, phase: int) -> float:
+    values = set(entry.schedule.values(phase))
+    if len(values) != 1 or entry.schedule.window is not None:
+        raise ValueError(
+            f"strength {entry.schedule} changes during a run; expected one number to merge with, "
+            "or another mode than merged"
+        )
+    return values.pop()
+
+
+def _check_mergeable(model: ModelPatcher, file: LoraFile) -> None:
+    parameters = dict(model.model.named_parameters())
+    for entry in file.entries:
+        weight = parameters[entry.target.key]
+        plain = type(weight) in (Tensor, nn.Parameter)
+        if not plain or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            kept = str(weight.dtype).removeprefix("torch.") if plain else type(weight).__name__
+            raise ValueError(
+                f"{entry.target.key} is kept as {kept}; merged is for bf16, fp16 and fp32 models, "
+                "expected stream or beside"
+            )
+
+
+class MergedAdapter(comfy.weight_adapter.base.WeightAdapterBase):
+    """One of our adapters as one of ComfyUI's, for weights that are merged.
+
+    Args:
+        loaded_keys: As in ComfyUI.
+        weights: The adapter, in a tuple.
+    """
+
+    name = "fast_video_vae"
+
+    def __init__(self, loaded_keys: set[str], weights: tuple[Adapter]) -> None:
+        self.loaded_keys, self.weights = loaded_keys, weights
+
+    def calculate_weight(  # noqa: D102 - ComfyUI's
+        self,
+        weight: Tensor,
+        key: str,
+        strength: float,
+        strength_model: float,
+        offset: object,
+        function: Callable[[Tensor], Tensor],
+        intermediate_dtype: torch.dtype = torch.float32,
+        original_weight: object = None,
+    ) -> Tensor:
+        changed = self.weights[0].to(weight.device).apply(weight, strength)
+        if changed.shape != weight.shape:
+            return changed
+        return weight.copy_(changed)

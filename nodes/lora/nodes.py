@@ -1,0 +1,145 @@
+"""The LoRA nodes: a stack of files, and a model with them."""
+
+import folder_paths
+from comfy.model_patcher import ModelPatcher
+from comfy_api.latest import io
+
+from ..host.input_checks import check_text, checked
+from ..host.lazy import Later
+from ..host.widgets import CATEGORY
+
+comfy_lora, library = Later("nodes.lora.apply"), Later("lora")
+
+LoraStackType = io.Custom("FASTVAE_LORA_STACK")
+
+_PHASES = {"auto": None, "high": 0, "low": 1}
+
+
+class LoraStack(io.ComfyNode):
+    """A LoRA file with its strength, to be applied with others."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node, as ComfyUI shows it."""
+        return io.Schema(
+            node_id="FastVAE_LoraStack",
+            display_name="LoRA Stack (Fast)",
+            category=CATEGORY,
+            description="A LoRA file and its strength over the run, for Apply LoRA (Fast). Chain "
+            "several for a stack. Files of any trainer: kohya, PEFT, diffusers, musubi, lightx2v, "
+            "LyCORIS.",
+            search_aliases=["lora", "load lora", "lora stack", "lora loader", "wan lora"],
+            inputs=[
+                io.Combo.Input(
+                    "lora_name",
+                    options=folder_paths.get_filename_list("loras"),
+                    tooltip="A file of models/loras.",
+                ),
+                io.String.Input(
+                    "strength",
+                    default="1.0",
+                    tooltip="A number; a list over the steps: 0.9,0.8,0.7; phases of a model of "
+                    "two experts, high noise first: 1;0; a part of the run: 1@0-0.5. Negative "
+                    "numbers and such above 3 are fine. 0 costs nothing.",
+                ),
+                io.String.Input(
+                    "blocks",
+                    default="",
+                    tooltip="Where it acts; empty: everywhere. Block numbers, names, exclusions, "
+                    "factors: 0-19   self_attn   !cross_attn   8-11=0.5",
+                ),
+                LoraStackType.Input("stack", optional=True, tooltip="LoRAs that go before it."),
+            ],
+            outputs=[LoraStackType.Output(display_name="LORA_STACK")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, strength: str | None = None, blocks: str | None = None) -> bool | str:
+        """Say what is wrong with a text before anything runs."""
+
+        def check() -> None:
+            if strength is not None:
+                library.parse_schedule(strength)
+            if blocks is not None:
+                library.parse_blocks(blocks)
+
+        return check_text(check)
+
+    @classmethod
+    def fingerprint_inputs(cls, lora_name: str, **_: object) -> object:
+        """A file that was replaced is another."""
+        path = folder_paths.get_full_path("loras", lora_name)
+        try:
+            return tuple(library.identity(path)) if path else lora_name
+        except ValueError:
+            return lora_name
+
+    @classmethod
+    @checked
+    def execute(
+        cls, lora_name: str, strength: str, blocks: str, stack: tuple = ()
+    ) -> io.NodeOutput:
+        """Add the file."""
+        try:
+            path = folder_paths.get_full_path_or_raise("loras", lora_name)
+        except FileNotFoundError as error:
+            raise ValueError(f"lora_name: {error}") from None
+        entry = library.Entry(
+            str(path), library.parse_schedule(strength), library.parse_blocks(blocks)
+        )
+        return io.NodeOutput((*(stack or ()), entry))
+
+
+class ApplyLora(io.ComfyNode):
+    """Give a model a stack of LoRAs."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node, as ComfyUI shows it."""
+        return io.Schema(
+            node_id="FastVAE_ApplyLora",
+            display_name="Apply LoRA (Fast)",
+            category=CATEGORY,
+            description="Applies a stack of LoRAs while the model runs: its weights stay as they "
+            "are, quantised ones too, and another strength or file loads nothing anew.",
+            search_aliases=["lora", "apply lora", "model lora", "fast lora", "lora bypass"],
+            inputs=[
+                io.Model.Input("model", tooltip="It stays as it is; the weights are shared."),
+                LoraStackType.Input("stack", tooltip="From LoRA Stack (Fast)."),
+                io.Combo.Input(
+                    "mode",
+                    options=["auto", "stream", "beside", "merged"],
+                    default="auto",
+                    tooltip="auto: what is faster, for each layer and call. stream: added to the "
+                    "weight on its way into the product; best for many tokens. beside: two narrow "
+                    "products beside the layer; most exact, best for few tokens and quantised "
+                    "models. merged: written into the weights when they are loaded; bf16 and fp16 "
+                    "models alone.",
+                ),
+                io.Combo.Input(
+                    "phase",
+                    options=list(_PHASES),
+                    default="auto",
+                    optional=True,
+                    advanced=True,
+                    tooltip="Which expert the model is, for strengths such as 1;0. auto: the one "
+                    "that Wan Sampler (Fast) calls; in other samplers the first, high noise.",
+                ),
+            ],
+            outputs=[
+                io.Model.Output(display_name="MODEL"),
+                io.String.Output(display_name="report"),
+            ],
+        )
+
+    @classmethod
+    @checked
+    def execute(
+        cls, model: ModelPatcher, stack: tuple, mode: str, phase: str = "auto"
+    ) -> io.NodeOutput:
+        """Patch a clone."""
+        try:
+            patched, report = comfy_lora.apply_lora(model, stack, mode, _PHASES[phase])
+        except ValueError as error:
+            raise ValueError(f"stack: {error}") from None
+        return io.NodeOutput(patched, report)

@@ -1,0 +1,146 @@
+"""Fuse SwiGLU MLPs: the gated MLPs of a diffusion model, with the gate in one pass.
+
+Written out, `silu(gate) * up` reads and writes the hidden activation, the largest of a block, five
+times and keeps three of them. `kernels.silu_mul` does so three times, and writes over `gate`.
+"""
+
+import functools
+import logging
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from comfy.model_patcher import ModelPatcher
+from comfy_api.latest import io
+from torch import Tensor, nn
+
+from ...kernels import run_kernel
+from ..host.input_checks import checked
+from .swiglu import Wiring, recognise, saturated
+
+_logger = logging.getLogger(__name__)
+
+_NETWORK = "diffusion_model"
+
+
+class FuseMLP(io.ComfyNode):
+    """Run the gated MLPs of a model in one pass each."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node, as ComfyUI shows it."""
+        return io.Schema(
+            node_id="FastVAE_FuseMLP",
+            display_name="Fuse SwiGLU MLPs (Fast)",
+            category="Fast VAE",
+            description="Makes the SiLU-gated MLPs of a diffusion model faster and smaller in "
+            "memory: SeedVR2, Lumina 2, Z-Image, HiDream, OmniGen 2, Mochi, Flux 2 and others. "
+            "LoRAs, offloading and quantised weights work as before. Models without such MLPs "
+            "pass unchanged; the log says so.",
+            search_aliases=["swiglu", "fuse mlp", "fast mlp", "speed up model", "feed forward"],
+            inputs=[io.Model.Input("model", tooltip="It stays as it is; the weights are shared.")],
+            outputs=[io.Model.Output(display_name="MODEL")],
+        )
+
+    @classmethod
+    @checked
+    def execute(cls, model: ModelPatcher) -> io.NodeOutput:
+        """Patch a clone."""
+        return io.NodeOutput(fuse(model))
+
+
+def fuse(model: ModelPatcher) -> ModelPatcher:
+    """Give the gated MLPs of a model the class that `fused` makes of theirs.
+
+    Args:
+        model: It stays as it is.
+
+    Returns:
+        A clone that has the MLPs' classes as object patches; or `model`, where there are none.
+    """
+    patches: dict[str, type[nn.Module]] = {}
+    counts: Counter[str] = Counter()
+    network = getattr(model.model, _NETWORK, None)
+    is_module = isinstance(network, nn.Module)  # and not an engine of another make
+    for name, module in network.named_modules(prefix=_NETWORK) if is_module else ():
+        key = f"{name}.__class__"
+        # Not `type(module)`: the patches of another clone may be on the module.
+        stock = model.get_model_object(key)
+        wiring = None if issubclass(stock, Fused) else recognise(module, stock)
+        if wiring is not None:
+            patches[key] = fused(stock, wiring)
+            counts[stock.__name__] += 1
+    if not patches:
+        _logger.info(
+            "Fast Video VAE: %s has no SwiGLU MLPs to fuse; it stays as it is",
+            type(model.model).__name__,
+        )
+        return model
+    clone = model.clone()
+    for key, patch in patches.items():
+        clone.add_object_patch(key, patch)
+    _logger.info(
+        "Fast Video VAE: fused the SwiGLU MLPs of %s: %s",
+        type(model.model).__name__,
+        ", ".join(f"{count} {name}" for name, count in counts.items()),
+    )
+    return clone
+
+
+class Fused:
+    """The mark of a class that `fused` made."""
+
+
+@functools.cache
+def fused(cls: type[nn.Module], wiring: Wiring) -> type[nn.Module]:
+    """The class that a gated MLP gets to run in one pass.
+
+    The class is swapped, as PyTorch's parametrizations and `fully_shard` do, not `forward`: it
+    holds no module, so it serves every copy of a model on whatever device, and ComfyUI, which sets
+    back what it read before, leaves nothing behind. Its forward takes `[..., C]` to `[..., C_out]`
+    and calls the children as they are, so that all that was done to them holds: patched and
+    quantised weights, offloading, hooks.
+
+    Args:
+        cls: The class of the module.
+        wiring: What `recognise` says of it.
+
+    Returns:
+        A subclass of `cls`, the same for the same arguments.
+    """
+
+    # By position, or under the name that the class gives it.
+    def forward(self: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # which fuses the module's own code
+            return cls.forward(self, *args, **named)
+        (x,) = (*args, *named.values())
+        product = _product(self, wiring, x)
+        return product if wiring.down is None else getattr(self, wiring.down)(product)
+
+    return type(f"Fused{cls.__name__}", (Fused, cls), {"forward": forward})
+
+
+def _product(module: Any, wiring: Wiring, x: Tensor) -> Tensor:  # noqa: ANN401, has the children
+    """What `down` takes, in the memory of a projection's result where nobody else wants that."""
+    out = None
+    if len(wiring.projections) == 2:
+        first, second = (getattr(module, name) for name in wiring.projections)
+        watched = bool(first._forward_hooks)  # a hook may have kept the result
+        parts = first(x), second(x)
+        if not (watched or any(part.requires_grad for part in parts)):
+            out = parts[0]
+    else:
+        whole = getattr(module, wiring.projections[0])(x) if wiring.projections else x
+        parts = whole.chunk(2, -1)
+    gate, value = parts[wiring.gate], parts[1 - wiring.gate]
+    product = None
+    # A patched layer may give another dtype, and the formula takes the wider one.
+    if (gate.shape, gate.dtype, gate.device) == (value.shape, value.dtype, value.device):
+        product = run_kernel("silu_mul", gate, value, out=out)
+    if product is None:
+        product = F.silu(gate, inplace=out is gate)
+        like = (product.shape, product.dtype) == (value.shape, value.dtype)
+        alone = like and not (product.requires_grad or value.requires_grad)
+        product = product.mul_(value) if alone else product * value
+    return saturated(product) if product.dtype in wiring.saturates else product

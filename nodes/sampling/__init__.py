@@ -1,0 +1,1 @@
+"""The node that samples with one or two experts of Wan."""

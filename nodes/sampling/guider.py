@@ -1,0 +1,304 @@
+"""One run of a sampler over several models: ComfyUI's guider, with a model for each noise level.
+
+The sampler is called once, over one list of noise levels, and calls the guider as it calls any. So
+a solver that remembers former steps keeps them over the switch, and the latent goes from one model
+to the next as it is: nothing is noised again. What belongs to a model (weights, options, wrappers,
+conditionings) is prepared for each model, and the guider's own attributes are those of the one that
+is called, so that ComfyUI's base class cleans up after that one, whatever happens.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import comfy.hooks
+import comfy.model_management
+import comfy.model_patcher
+import comfy.sampler_helpers
+import comfy.samplers
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
+from torch import Tensor
+
+from ..host import run_phase as phases
+from ..host import timing
+from ..host.oom import free_others
+from .plan import Plan
+
+_logger = logging.getLogger(__name__)
+
+Conds = dict[str, list[dict[str, Any]]]
+
+
+@dataclass
+class _Prepared:
+    """A model of the run before it is loaded."""
+
+    patcher: ModelPatcher
+    options: dict[str, Any]
+    conds: Conds
+
+
+class StagedGuider(comfy.samplers.CFGGuider):
+    """A guider that calls another model at another noise level.
+
+    Args:
+        models: One for each stage of the plan; they stay as they are.
+        plan: The run.
+        free: Whether a model is unloaded when another one follows that does not share its weights.
+        on_stage: Called with the number of each stage that begins.
+
+    Attributes:
+        stage: The number of the stage that is called.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ModelPatcher],
+        plan: Plan,
+        *,
+        free: bool = False,
+        on_stage: Callable[[int], None] = lambda stage: None,
+    ) -> None:
+        super().__init__(models[0])
+        self._models, self._plan, self._free, self._on_stage = list(models), plan, free, on_stage
+        self._prepared: dict[int, _Prepared] = {}
+        self._first = self._last = self.stage = 0
+        self._given: tuple[Any, ...] = ()
+        self._merged: tuple[int, object, dict[str, Any]] | None = None
+        self._multigpu: list[ModelPatcher] = []
+        self._since = timing.instant()
+
+    def set_conds(self, positive: list, negative: list | None) -> None:
+        """What the models are told; without a negative one guidance has to be 1 throughout."""
+        conds = {"positive": positive}
+        if negative is not None:
+            conds["negative"] = negative
+        hooked = any(comfy.sampler_helpers.cond_has_hooks(cond) for cond in conds.values())
+        if hooked:  # they patch weights, which models that are streamed from the host cannot have
+            self._models = [
+                model.get_non_dynamic_delegate() if model.is_dynamic() else model
+                for model in self._models
+            ]
+        self.model_patcher = self._models[0]
+        self.inner_set_conds(conds)
+
+    def sample(
+        self,
+        noise: Tensor,
+        latent_image: Tensor,
+        sampler: comfy.samplers.Sampler,
+        sigmas: Tensor,
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Tensor:
+        """A run, as the base class has it: it begins with the model of the first noise level."""
+        if len(sigmas):
+            self._first = self._plan.stage_at(float(sigmas[0]))
+            self._last = max(self._first, self._plan.stage_at(float(sigmas[-1])))
+        self.stage = self._first
+        self.model_patcher = self._models[self._first]
+        self.model_options = self.model_patcher.model_options
+        return super().sample(noise, latent_image, sampler, sigmas, *args, **kwargs)
+
+    def outer_sample(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
+        """Prepare the other models, inside the wrappers of each; then as the base class."""
+        first = self._take(self._first)
+        try:
+            return self._prepare(self._first + 1, args, kwargs)
+        finally:
+            for one in self._multigpu:
+                one.cleanup()
+            self._put(first)
+            self._prepared, self._given, self._merged, self._multigpu = {}, (), None, []
+
+    def inner_sample(
+        self,
+        noise: Tensor,
+        latent_image: Tensor,
+        device: Any,  # noqa: ANN401
+        sampler: comfy.samplers.Sampler,
+        sigmas: Tensor,
+        denoise_mask: Tensor | None,
+        callback: Callable[..., None] | None,
+        disable_pbar: bool,
+        seed: int | None,
+        latent_shapes: list | None = None,
+    ) -> Tensor:
+        """Remember what the other models need as well; then as the base class."""
+        self._add_time("load")
+        self._given = noise, latent_image, device, denoise_mask, seed, latent_shapes
+        self._on_stage(self.stage)
+        return super().inner_sample(
+            noise, latent_image, device, sampler, sigmas, denoise_mask, callback, disable_pbar,
+            seed, latent_shapes=latent_shapes,
+        )  # fmt: skip
+
+    def outer_predict_noise(
+        self,
+        x: Tensor,
+        timestep: Tensor,
+        model_options: dict[str, Any] | None = None,
+        seed: int | None = None,
+    ) -> Tensor:
+        """A call of a solver: by the model of its noise level, with the guidance of its step."""
+        sigma = float(timestep.flatten()[0])
+        stage = min(max(self._plan.stage_at(sigma), self._first), self._last)
+        if stage != self.stage:
+            self._switch(stage)
+        self.cfg = self._plan.cfg_at(stage, sigma)
+        options = self._options_of_call(model_options or {})
+        call = super().outer_predict_noise
+        return self._with_room(lambda: call(x, timestep, options, seed))
+
+    def step_done(self) -> None:
+        """Note the time of a step, when the solver says that it is over."""
+        self._add_time("denoise")
+
+    def _prepare(self, stage: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        """Go into what wraps the runs of a stage's model, and on to the next; then the run."""
+        if stage > self._last:
+            self._put(self._prepared[self._first])
+            self._since = timing.instant(self.model_patcher.load_device)
+            return super().outer_sample(*args, **kwargs)
+        patcher = self._models[stage]
+        options = comfy.model_patcher.create_model_options_clone(patcher.model_options)
+        conds = _copy(self.original_conds)
+        comfy.samplers.preprocess_conds_hooks(conds)
+        self._put(_Prepared(patcher, options, conds))
+        hook_mode = patcher.hook_mode
+
+        def inside(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
+            self._take(stage)
+            return self._prepare(stage + 1, args, kwargs)
+
+        try:
+            if comfy.samplers.get_total_hook_groups_in_conds(conds) <= 1:
+                patcher.hook_mode = comfy.hooks.EnumHookMode.MinVram
+            comfy.sampler_helpers.prepare_model_patcher(patcher, conds, options)
+            comfy.samplers.filter_registered_hooks_on_conds(conds, options)
+            wrappers = get_all_wrappers(WrappersMP.OUTER_SAMPLE, options, is_model_options=True)
+            executor = WrapperExecutor.new_class_executor(inside, self, wrappers)
+            return executor.execute(*args, **kwargs)
+        finally:
+            comfy.samplers.cast_to_load_options(options, device=patcher.offload_device)
+            patcher.hook_mode = hook_mode
+            patcher.restore_hook_patches()
+
+    def _take(self, stage: int) -> _Prepared:
+        """Keep what the guider has at the moment as a stage's."""
+        known = {phases.KEY: self._plan.phase(stage)}
+        self.model_options.setdefault("transformer_options", {}).update(known)
+        prepared = _Prepared(self.model_patcher, self.model_options, self.conds)
+        self._prepared[stage] = prepared
+        return prepared
+
+    def _put(self, prepared: _Prepared) -> None:
+        self.model_patcher, self.model_options = prepared.patcher, prepared.options
+        self.conds = _copy(prepared.conds)
+
+    def _switch(self, stage: int) -> None:
+        """Leave the model that is called, and load that of a stage."""
+        noise, latent_image, device, denoise_mask, seed, latent_shapes = self._given
+        left, prepared = self.model_patcher, self._prepared[stage]
+        start = timing.instant(left.load_device)
+        self._leave(unload=self._free and left.model is not prepared.patcher.model)
+        pool = self.model_options.pop("multigpu_thread_pool", None)
+        self._put(prepared)
+        if pool is not None:  # the base class ends it through the options that it finds
+            self.model_options["multigpu_thread_pool"] = pool
+        patcher, options = self.model_patcher, self.model_options
+        self._load()
+        self._multigpu = comfy.sampler_helpers.prepare_model_patcher_multigpu_clones(
+            patcher, self.loaded_models, options
+        )
+        comfy.samplers.cast_to_load_options(options, device=device, dtype=patcher.model_dtype())
+        for one in (patcher, *self._multigpu):
+            one.pre_run()
+        self.inner_model.latent_shapes = latent_shapes
+        if latent_image is not None and latent_image.any():  # an empty one is not normalised
+            latent_image = self.inner_model.process_latent_in(latent_image)
+        self.conds = comfy.samplers.process_conds(
+            self.inner_model, noise, self.conds, device, latent_image, denoise_mask, seed,
+            latent_shapes=latent_shapes,
+        )  # fmt: skip
+        self.stage = stage
+        self._since = timing.instant(patcher.load_device)
+        timing.add("switch", start, self._since, f"to {self._plan.stages[stage].name}")
+        self._on_stage(stage)
+
+    def _load(self, *, on_host: bool = False) -> None:
+        """Load the model that is to be called; on the host, from where its weights are streamed."""
+        self.inner_model, self.conds, self.loaded_models = comfy.sampler_helpers.prepare_sampling(
+            self.model_patcher, self._given[0].shape, self.conds, self.model_options,
+            force_offload=on_host,
+        )  # fmt: skip
+
+    def _with_room(self, call: Callable[[], Tensor]) -> Tensor:
+        """Call a model; where memory runs out make room and call it again, with the same result.
+
+        A run of hours is not to end there. First other models go, then the weights of this one.
+        """
+        ways = ("with the other models unloaded", "with the weights on the host")
+        for number, words in enumerate(ways):
+            try:
+                return call()
+            except Exception as error:
+                comfy.model_management.raise_non_oom(error)
+                name = self._plan.stages[self.stage].name
+                _logger.warning(
+                    "Fast Video VAE: memory ran out in a step of %s; trying again, %s", name, words
+                )
+            if number == 0:
+                free_others(self.model_patcher, self.model_patcher.load_device, *self.loaded_models)
+            else:
+                comfy.model_management.unload_all_models()
+                comfy.model_management.soft_empty_cache()
+                self._load(on_host=True)
+        return call()
+
+    def _leave(self, *, unload: bool) -> None:
+        for one in (self.model_patcher, *self._multigpu):
+            one.cleanup()
+        self._multigpu = []
+        comfy.sampler_helpers.cleanup_models(self.conds, self.loaded_models)
+        if unload:
+            comfy.model_management.unload_model_and_clones(self.model_patcher)
+
+    def _options_of_call(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The options of the model that is called, with what the sampler has added.
+
+        A sampler is given those of the first model, and may add a function after guidance, ask for
+        the negative pass, and set options of the transformer.
+        """
+        if self.stage == self._first:
+            return given
+        if self._merged is None or self._merged[:2] != (self.stage, id(given)):
+            merged = self._merge(given)
+            self._merged = self.stage, id(given), merged
+        return self._merged[2]
+
+    def _merge(self, given: dict[str, Any]) -> dict[str, Any]:
+        first = self._prepared[self._first].options
+        own = comfy.model_patcher.create_model_options_clone(self.model_options)
+        name = "sampler_post_cfg_function"
+        added = [each for each in given.get(name, []) if each not in first.get(name, [])]
+        if added:
+            own[name] = [*own.get(name, []), *added]
+        if given.get("disable_cfg1_optimization"):
+            own["disable_cfg1_optimization"] = True
+        known = first.get("transformer_options", {})
+        for key, value in given.get("transformer_options", {}).items():
+            if key not in known:
+                own["transformer_options"][key] = value
+        return own
+
+    def _add_time(self, kind: str) -> None:
+        now = timing.instant(self.model_patcher.load_device)
+        timing.add(kind, self._since, now, self._plan.stages[self.stage].name)
+        self._since = now
+
+
+def _copy(conds: Conds) -> Conds:
+    return {name: [dict(cond) for cond in group] for name, group in conds.items()}

@@ -1,0 +1,59 @@
+"""LoRAs of a run over several models: which of them act in which part of it."""
+
+from collections.abc import Sequence
+
+from comfy.model_patcher import ModelPatcher
+
+from ...lora import Entry
+from ..lora.apply import KEY, Mode, Streaming, apply_lora
+from .plan import Plan, Stage
+
+
+def with_loras(
+    models: Sequence[ModelPatcher], stacks: Sequence[tuple], plan: Plan, mode: Mode
+) -> tuple[list[ModelPatcher], list[str]]:
+    """The model of each stage, with its LoRAs, and what was found in their files.
+
+    Args:
+        models: One for each expert; they stay as they are.
+        stacks: Likewise.
+        plan: The run.
+        mode: As for `apply_lora`.
+
+    Raises:
+        ValueError: A file cannot be used or has nothing for its model, or a strength has other
+            phases than the run; the message begins with the input's name.
+    """
+    staged, reports = [], []
+    for number, stage in enumerate(plan.stages):
+        name = ("loras_high", "loras_low")[stage.expert]
+        model = models[stage.expert]
+        applied: Streaming | None = model.get_attachment(KEY)
+        for entry, phase in applied.parts if applied else ():
+            if phase is None:
+                _check_phases(entry, plan, ("model_high", "model_low")[stage.expert])
+        entries = [
+            entry for entry in stacks[stage.expert] or () if _serves(entry, stage, plan, name)
+        ]
+        if entries:
+            try:
+                model, report = apply_lora(model, tuple(entries), mode, number)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            reports += [f"{stage.name}: {line}" for line in report.splitlines()]
+        staged.append(model)
+    return staged, reports
+
+
+def _serves(entry: Entry, stage: Stage, plan: Plan, name: str) -> bool:
+    """Whether a LoRA is on a stage's model; one without phases is not in the plain steps."""
+    _check_phases(entry, plan, name)
+    return len(entry.schedule.phases) > 1 or not stage.plain
+
+
+def _check_phases(entry: Entry, plan: Plan, name: str) -> None:
+    known, count = entry.schedule.phases, len(plan.stages)
+    if len(set(known)) > 1 and len(known) != count:
+        raise ValueError(
+            f"{name}: strength '{entry.schedule}' has {len(known)} phases, but the run has {count}"
+        )

@@ -1,0 +1,267 @@
+"""Which model serves which noise levels of a run, with which guidance: worked out before it begins.
+
+Wan 2.2 has two experts. That of high noise serves a call of the model where its time, 1000 times
+sigma, is at the boundary or above it (wan/text2video.py, `_prepare_model_for_timestep`); so a call
+between two steps, as solvers of several stages make them, finds its expert too.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...lora import SIGMA_TOLERANCE, parse_number, step_of
+from ..host.run_phase import Phase
+from ..host.widgets import AUTO
+
+# Relative. A boundary of 0.9 is 0.89999998 as a sigma in float32, whose eps is 6e-8.
+_ROUNDING = 1e-6
+
+Sigmas = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run that one model serves.
+
+    Attributes:
+        name: For people.
+        expert: 0: the first model, 1: the second.
+        plain: It goes without LoRAs, but for those that name this phase.
+        floor: It serves calls at this noise level and above, as far as no stage before it does.
+        first: The step that it begins with, of all steps of the list.
+        steps: How many it has, of the list.
+        cfg: Guidance, for each step of the list.
+    """
+
+    name: str
+    expert: int
+    plain: bool
+    floor: float
+    first: int
+    steps: int
+    cfg: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run.
+
+    Attributes:
+        sigmas: The whole list, falling, one more than it has steps.
+        stages: From high noise to low.
+        start: The step that the run begins with.
+        end: The step that it ends before.
+        leftover: Whether noise stays at the end of a run that ends early.
+    """
+
+    sigmas: Sigmas
+    stages: tuple[Stage, ...]
+    start: int
+    end: int
+    leftover: bool
+
+    @property
+    def run(self) -> Sigmas:
+        """The noise levels of the run; one or none: there is nothing to do."""
+        part = self.sigmas[self.start : self.end + 1]
+        if self.end < len(self.sigmas) - 1 and not self.leftover:
+            part = (*part[:-1], 0.0)
+        return part if len(part) > 1 else ()
+
+    def stage_at(self, sigma: float) -> int:
+        """The number of the stage that serves a noise level."""
+        last = len(self.stages) - 1
+        return next((n for n, stage in enumerate(self.stages) if sigma >= stage.floor), last)
+
+    def cfg_at(self, stage: int, sigma: float) -> float:
+        """Guidance of a call of a stage."""
+        return self.stages[stage].cfg[step_of(sigma, self.sigmas)]
+
+    def phase(self, stage: int) -> Phase:
+        """What the LoRAs of a stage are to know of the run."""
+        steps = [n for n, sigma in enumerate(self.run[:-1]) if self.stage_at(sigma) == stage]
+        return Phase(stage, len(self.stages), steps[0] if steps else 0, len(steps))
+
+
+def parse_values(name: str, text: str) -> tuple[float, ...] | None:
+    """A number, or numbers for the steps with commas between them; None: `auto`.
+
+    Raises:
+        ValueError: A piece is no number.
+    """
+    if text.strip().lower() in ("", AUTO):
+        return None
+    values = [parse_number(piece) for piece in text.split(",")]
+    if None in values:
+        raise ValueError(f"{name}: {text!r} is not a number, numbers with commas, or '{AUTO}'")
+    return tuple(value for value in values if value is not None)
+
+
+def parse_shift(name: str, text: str) -> tuple[float, ...] | None:
+    """As `parse_values`; shifts are above 0."""
+    values = parse_values(name, text)
+    wrong = next((value for value in values or () if value <= 0), None)
+    if wrong is not None:
+        raise ValueError(f"{name}: {wrong:g} is no shift; expected more than 0")
+    return values
+
+
+def parse_boundary(text: str) -> float | int | None:
+    """A noise level, with a point in it, or a step as a whole number; None: `auto`.
+
+    Raises:
+        ValueError: It is neither, or outside 0-1.
+    """
+    text = text.strip().lower()
+    if text in ("", AUTO):
+        return None
+    value = parse_number(text)
+    if value is not None and value == int(value) >= 0 and not set(text) & {".", "e"}:
+        return int(value)
+    if value is None or not 0 <= value <= 1:
+        raise ValueError(
+            f"boundary: {text!r} is not '{AUTO}', a noise level from 0.0 to 1.0, or the step that "
+            "the second model begins with, such as 2"
+        )
+    return value
+
+
+def blend(
+    lists: Callable[[float | None], Sigmas],
+    high: Sequence[float | None],
+    low: Sequence[float | None] | None,
+    boundary: float | int,
+) -> Sigmas:
+    """One list of noise levels out of those of both experts' shifts.
+
+    Args:
+        lists: The list of a shift; None: the model's own.
+        high: Shift of the first expert: one, or one for each step.
+        low: Of the second; None: there is no second.
+        boundary: As `parse_boundary` gives it.
+
+    Returns:
+        The list, each step at the level that its expert's shift gives it.
+
+    Raises:
+        ValueError: There are neither one shift nor as many as steps, the steps do not fall, or a
+            level of the second expert is the first's.
+    """
+    first = _of_steps("shift_high", high, lists)
+    if low is None:
+        return first
+    second = _of_steps("shift_low", low, lists)
+    count = switch_step(first, boundary)
+    sigmas = (*first[:count], *second[count:])
+    if 0 < count < len(sigmas) - 1:
+        met, at = sigmas[count], f"shift_low: step {count} begins at noise level"
+        if met >= sigmas[count - 1]:
+            raise ValueError(f"{at} {met:.4f}, not below that of the step before; expected less")
+        if not isinstance(boundary, int) and met >= _least(boundary):
+            raise ValueError(
+                f"{at} {met:.4f}, not below the boundary {boundary:g}; expected a smaller shift, "
+                "or a step as the boundary"
+            )
+    return sigmas
+
+
+def switch_step(sigmas: Sequence[float], boundary: float | int) -> int:
+    """The step that the second expert begins with; as many as there are steps: it does not."""
+    if isinstance(boundary, int):
+        return min(boundary, len(sigmas) - 1)
+    floor = _least(boundary)
+    return next((n for n, sigma in enumerate(sigmas[:-1]) if sigma < floor), len(sigmas) - 1)
+
+
+def make_stages(
+    sigmas: Sigmas,
+    boundary: float | int,
+    *,
+    experts: int,
+    plain_steps: int,
+    cfg_high: Sequence[float],
+    cfg_low: Sequence[float],
+    plain_cfg: float | None,
+) -> tuple[Stage, ...]:
+    """The stages of a run.
+
+    Args:
+        sigmas: The whole list.
+        boundary: Between two experts.
+        experts: 1 or 2.
+        plain_steps: Steps at the beginning without LoRAs.
+        cfg_high: Guidance of the first expert: one, one for each of its steps, or one for each
+            step of the list.
+        cfg_low: Of the second.
+        plain_cfg: Guidance of the steps without LoRAs; None: as `cfg_high` says.
+
+    Raises:
+        ValueError: A list has another length.
+    """
+    steps = len(sigmas) - 1
+    count = switch_step(sigmas, boundary) if experts == 2 else steps
+    plain = min(plain_steps, count)
+    high = _for_steps("cfg_high", cfg_high, 0, count, steps)
+    stages = []
+    floor = _floor(sigmas, boundary) if experts == 2 else 0.0
+    if plain:
+        known = high if plain_cfg is None else (plain_cfg,) * steps
+        above = max(_above(sigmas, plain), floor)
+        stages.append(Stage("without LoRA", 0, True, above, 0, plain, known))
+    name = "high noise" if experts == 2 else "denoise"
+    stages.append(Stage(name, 0, False, floor, plain, count - plain, high))
+    if experts == 2:
+        low = _for_steps("cfg_low", cfg_low, count, steps - count, steps)
+        stages.append(Stage("low noise", 1, False, 0.0, count, steps - count, low))
+    return tuple(stages)
+
+
+def _of_steps(
+    name: str, shifts: Sequence[float | None], lists: Callable[[float | None], Sigmas]
+) -> Sigmas:
+    if len(shifts) == 1:
+        return lists(shifts[0])
+    known = {shift: lists(shift) for shift in shifts}
+    steps = len(known[shifts[0]]) - 1
+    if len(shifts) != steps:
+        raise ValueError(f"{name}: {len(shifts)} values; expected 1 or {steps}, one for each step")
+    sigmas = (*(known[shift][step] for step, shift in enumerate(shifts)), known[shifts[-1]][-1])
+    for step in range(steps):
+        if sigmas[step + 1] >= sigmas[step]:
+            raise ValueError(
+                f"{name}: step {step + 1} begins at noise level {sigmas[step + 1]:.4f}, not below "
+                f"{sigmas[step]:.4f} of the step before"
+            )
+    return sigmas
+
+
+def _for_steps(
+    name: str, values: Sequence[float], first: int, count: int, steps: int
+) -> tuple[float, ...]:
+    """Values for all steps of the list, from one, from those of `count`, or from all."""
+    if len(values) == 1:
+        return (values[0],) * steps
+    if len(values) == steps:
+        return tuple(values)
+    if len(values) == count:
+        after = steps - first - count
+        return (values[0],) * first + tuple(values) + (values[-1],) * after
+    own = f", {count} for its steps" if count not in (0, 1, steps) else ""
+    raise ValueError(f"{name}: {len(values)} values; expected 1{own} or {steps} for all steps")
+
+
+def _floor(sigmas: Sigmas, boundary: float | int) -> float:
+    """The least noise level of the first of two experts."""
+    if not isinstance(boundary, int):
+        return _least(boundary)
+    return math.inf if boundary == 0 else _above(sigmas, boundary)
+
+
+def _least(boundary: float) -> float:
+    """The boundary, but for rounding: what is at it belongs to the first expert."""
+    return boundary * (1 - _ROUNDING)
+
+
+def _above(sigmas: Sigmas, step: int) -> float:
+    """A noise level just above that of a step; of the end of the list: 0."""
+    return sigmas[step] * (1 + SIGMA_TOLERANCE) if step < len(sigmas) - 1 else 0.0

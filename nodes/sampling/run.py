@@ -1,0 +1,326 @@
+"""A run of the sampler node: from what its widgets say to a latent."""
+
+import copy
+import itertools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import comfy.model_management
+import comfy.model_sampling
+import comfy.nested_tensor
+import comfy.sample
+import comfy.samplers
+import comfy.utils
+import latent_preview
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from ..host.progress import show_text
+from ..host.widgets import AUTO
+from ..lora.apply import Mode
+from .guider import StagedGuider
+from .loras import with_loras
+from .plan import Plan, Sigmas, blend, make_stages
+from .presets import Preset, preset_for
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the node was given; None, 0 and "auto" leave a value to the preset.
+
+    Attributes:
+        preset: One of `sampler_presets.PRESETS`.
+        steps: Of the whole list.
+        shift_high: One, or one for each step; None: the preset's.
+        shift_low: Likewise; None: as `shift_high`.
+        cfg_high: Guidance, one or as many as steps.
+        cfg_low: Likewise.
+        boundary: A noise level or a step.
+        sampler: A name of ComfyUI's list.
+        scheduler: Likewise.
+        sigmas: The list itself, `[steps + 1]`; None: from the scheduler.
+        plain_steps: First steps without LoRAs; -1: the preset's.
+        start: The step to begin with.
+        end: The step to end before.
+        denoise: The part of the noise levels that is run, from the end.
+        add_noise: Whether noise is added before the first step.
+        leftover: Whether noise stays where the run ends early.
+        seed: Of the noise.
+        lora_mode: As for `apply_lora`.
+        free_high: Whether a model is unloaded when the next one comes.
+    """
+
+    preset: str
+    steps: int = 0
+    shift_high: tuple[float, ...] | None = None
+    shift_low: tuple[float, ...] | None = None
+    cfg_high: tuple[float, ...] | None = None
+    cfg_low: tuple[float, ...] | None = None
+    boundary: float | int | None = None
+    sampler: str = AUTO
+    scheduler: str = AUTO
+    sigmas: Tensor | None = None
+    plain_steps: int = -1
+    start: int = 0
+    end: int = 10000
+    denoise: float = 1.0
+    add_noise: bool = True
+    leftover: bool = False
+    seed: int = 0
+    lora_mode: Mode = "auto"
+    free_high: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gives.
+
+    Attributes:
+        latent: As ComfyUI's LATENT.
+        denoised: Likewise; what the last step took for the latent without noise.
+        sigmas: The noise levels of the run, `[steps + 1]`, float32.
+        report: What was run, line by line.
+    """
+
+    latent: dict[str, Any]
+    denoised: dict[str, Any]
+    sigmas: Tensor
+    report: str
+
+
+def sample(
+    models: Sequence[ModelPatcher],
+    stacks: Sequence[tuple],
+    positive: list,
+    negative: list | None,
+    latent: dict[str, Any],
+    settings: Settings,
+) -> Result:
+    """Run a sampler over one model, or over the two experts of one.
+
+    Args:
+        models: One or two; they stay as they are.
+        stacks: The LoRAs of each.
+        positive: What to show.
+        negative: What not to show; None: nothing is said, which needs guidance 1.
+        latent: It stays as it is.
+        settings: Of the run.
+
+    Raises:
+        ValueError: Something does not fit; the message begins with the input's name.
+    """
+    for name, conditioning in (("positive", positive), ("negative", negative)):
+        if conditioning is not None and not len(conditioning):
+            raise ValueError(f"{name}: the conditioning is empty; expected a prompt's")
+    image = _checked_latent(models, latent)
+    preset = _resolved(models, settings)
+    shifted, plan = _plan(models, preset, settings)
+    _check_negative(plan, negative)
+    staged, reports = with_loras(shifted, stacks, plan, settings.lora_mode)
+    report = "\n".join([*_lines(plan, preset), *reports])
+    sigmas = torch.tensor(plan.run)
+    if not len(sigmas):
+        _logger.info("Fast Video VAE: no step to run; the latent passes as it is")
+        return Result(latent, latent, sigmas, report)
+    guider = StagedGuider(staged, plan, free=settings.free_high, on_stage=_teller(plan))
+    guider.set_conds(positive, negative)
+    if settings.add_noise:
+        noise = comfy.sample.prepare_noise(image, settings.seed, latent.get("batch_index"))
+    else:
+        noise = comfy.sample.prepare_empty_noise(image)
+    seen: dict[str, Tensor] = {}
+    samples = guider.sample(
+        noise,
+        image,
+        comfy.samplers.sampler_object(preset.sampler),
+        sigmas.clone(),  # a solver may write its own last level into it
+        denoise_mask=latent.get("noise_mask"),
+        callback=_callback(guider, plan, seen),
+        disable_pbar=not comfy.utils.PROGRESS_BAR_ENABLED,
+        seed=settings.seed,
+    )
+    denoised = _denoised(guider, seen, samples)
+    return Result(_latent(latent, samples), _latent(latent, denoised), sigmas, report)
+
+
+def _checked_latent(models: Sequence[ModelPatcher], latent: dict[str, Any]) -> Tensor:
+    formats = [model.get_model_object("latent_format") for model in models]
+    channels = [each.latent_channels for each in formats]
+    if len(set(channels)) > 1:
+        raise ValueError(
+            f"model_low: its latents have {channels[1]} channels; expected {channels[0]}, as those "
+            "of model_high"
+        )
+    image = comfy.sample.fix_empty_latent_channels(
+        models[0],
+        latent["samples"],
+        latent.get("downscale_ratio_spacial"),
+        latent.get("downscale_ratio_temporal"),
+    )
+    if not image.is_nested and image.shape[1] != channels[0]:
+        raise ValueError(
+            f"latent_image: it has {image.shape[1]} channels; expected {channels[0]} for this model"
+        )
+    return image
+
+
+def _resolved(models: Sequence[ModelPatcher], settings: Settings) -> Preset:
+    """The preset, with what the widgets say in its place."""
+    config = getattr(models[0].model.model_config, "unet_config", {})
+    preset = preset_for(settings.preset, config, experts=len(models))
+    given: dict[str, Any] = {}
+    if settings.steps:
+        given["steps"] = settings.steps
+    if settings.plain_steps >= 0:
+        given["plain_steps"] = settings.plain_steps
+    if settings.sampler != AUTO:
+        given["sampler"] = settings.sampler
+    if settings.scheduler != AUTO:
+        given["scheduler"] = settings.scheduler
+    return replace(preset, **given)
+
+
+def _plan(
+    models: Sequence[ModelPatcher], preset: Preset, settings: Settings
+) -> tuple[list[ModelPatcher], Plan]:
+    """The run, and the models with their shifts."""
+    boundary = preset.boundary if settings.boundary is None else settings.boundary
+    high = settings.shift_high or (preset.shift,)
+    low = settings.shift_low or high
+    shifts = (high, low)[: len(models)]
+    shifted = [
+        shift_model(name, model, own[0])
+        for name, model, own in zip(("shift_high", "shift_low"), models, shifts, strict=False)
+    ]
+    if settings.sigmas is not None:
+        sigmas = _given_sigmas(settings.sigmas)
+    else:
+        sigmas = blend(
+            _lists(models[0], preset, settings.denoise), high, low if models[1:] else None, boundary
+        )
+    plain_cfg = None
+    if settings.cfg_high is None and preset.cfg_high == 1:
+        plain_cfg = preset.plain_cfg
+    stages = make_stages(
+        sigmas,
+        boundary,
+        experts=len(models),
+        plain_steps=preset.plain_steps,
+        cfg_high=settings.cfg_high or (preset.cfg_high,),
+        cfg_low=settings.cfg_low or (preset.cfg_low,),
+        plain_cfg=plain_cfg,
+    )
+    end = min(settings.end, max(len(sigmas) - 1, 0))
+    return shifted, Plan(sigmas, stages, min(settings.start, end), end, settings.leftover)
+
+
+def _lists(model: ModelPatcher, preset: Preset, denoise: float) -> Callable[[float | None], Sigmas]:
+    """The noise levels of a shift, as ComfyUI's KSampler has them."""
+
+    def sigmas_of(shift: float | None) -> Sigmas:
+        known = comfy.samplers.KSampler(
+            shift_model("shift_high", model, shift), preset.steps, torch.device("cpu"),
+            sampler=preset.sampler, scheduler=preset.scheduler, denoise=denoise,
+        )  # fmt: skip
+        return tuple(known.sigmas.tolist())
+
+    return sigmas_of
+
+
+def shift_model(name: str, model: ModelPatcher, shift: float | None) -> ModelPatcher:
+    """A clone of a model with another shift; the model itself if that is its own already.
+
+    Raises:
+        ValueError: The model's noise levels have no shift.
+    """
+    own = model.get_model_object("model_sampling")
+    if shift is None or getattr(own, "shift", None) == shift:
+        return model
+    if not isinstance(own, comfy.model_sampling.ModelSamplingDiscreteFlow):
+        kind = type(model.model).__name__
+        raise ValueError(f"{name}: {kind} has no shift to set; expected 'auto' for it")
+    shifted = copy.deepcopy(own)
+    shifted.set_parameters(shift=shift, multiplier=own.multiplier)
+    clone = model.clone()
+    clone.add_object_patch("model_sampling", shifted)
+    return clone
+
+
+def _given_sigmas(sigmas: Tensor) -> Sigmas:
+    values = tuple(sigmas.flatten().tolist())
+    falling = all(one >= other for one, other in itertools.pairwise(values))
+    if not (falling and all(map(math.isfinite, values))):
+        raise ValueError(
+            "sigmas: they do not fall; expected finite noise levels, the highest first"
+        )
+    return values
+
+
+def _check_negative(plan: Plan, negative: list | None) -> None:
+    if negative is not None:
+        return
+    used = {value for stage in plan.stages for value in stage.cfg[stage.first :][: stage.steps]}
+    other = next((value for value in used if value != 1), None)
+    if other is not None:
+        raise ValueError(f"negative: nothing is connected, and cfg {other:g} needs it; expected 1")
+
+
+def _lines(plan: Plan, preset: Preset) -> list[str]:
+    """What is run, for people."""
+    lines = [f"{preset.sampler}, {len(plan.run) - 1 if plan.run else 0} steps"]
+    for number, stage in enumerate(plan.stages):
+        phase = plan.phase(number)
+        if phase.steps:
+            levels = plan.run[phase.first : phase.first + phase.steps + 1]
+            cfg = dict.fromkeys(f"{plan.cfg_at(number, level):g}" for level in levels[:-1])
+            lines.append(
+                f"{stage.name}: steps {phase.first + 1}-{phase.first + phase.steps}, noise level "
+                f"{levels[0]:.4f} to {levels[-1]:.4f}, CFG {', '.join(cfg)}"
+            )
+    return lines
+
+
+def _teller(plan: Plan) -> Callable[[int], None]:
+    def tell(number: int) -> None:
+        _logger.info("Fast Video VAE: %s", plan.stages[number].name)
+        show_text(plan.stages[number].name)
+
+    return tell
+
+
+def _callback(
+    guider: StagedGuider, plan: Plan, seen: dict[str, Tensor]
+) -> Callable[[int, Tensor, Tensor, int], None]:
+    """What a solver calls after each step: bar, preview, text, time."""
+    total = len(plan.run) - 1
+    show = latent_preview.prepare_callback(guider.model_patcher, total, seen)
+
+    def step_done(step: int, x0: Tensor, x: Tensor, total_steps: int) -> None:
+        guider.step_done()
+        show(step, x0, x, total_steps)
+        show_text(f"{plan.stages[guider.stage].name}: step {step + 1} of {total_steps}")
+
+    return step_done
+
+
+def _denoised(guider: StagedGuider, seen: dict[str, Tensor], samples: Tensor) -> Tensor:
+    if "x0" not in seen:
+        return samples
+    x0 = seen["x0"]
+    if samples.is_nested and not x0.is_nested:
+        shapes = [part.shape for part in samples.unbind()]
+        x0 = comfy.nested_tensor.NestedTensor(comfy.utils.unpack_latents(x0, shapes))
+    return guider.model_patcher.model.process_latent_out(x0.cpu())
+
+
+def _latent(given: dict[str, Any], samples: Tensor) -> dict[str, Any]:
+    gone = ("downscale_ratio_spacial", "downscale_ratio_temporal")
+    kept = {name: value for name, value in given.items() if name not in gone}
+    device = comfy.model_management.intermediate_device()
+    return kept | {"samples": samples.to(device, comfy.model_management.intermediate_dtype())}

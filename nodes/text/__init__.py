@@ -1,0 +1,1 @@
+"""The node that encodes prompts in one batch."""

@@ -1,0 +1,221 @@
+"""Calls of a text encoder, gathered and made together.
+
+A call is what ComfyUI's `SDClipModel.encode` is given: rows of token numbers of one length, under
+options such as the layer that is asked for. Rows do not see each other, so rows of many calls are
+one batch, and a row that several calls have (the empty prompt, against which weights such as
+`(word:1.3)` are measured) is computed once.
+
+Rows of different lengths share a batch where padding is neutral: in encoders that mask it, T5 and
+those of the llama family, whose positions do not depend on what follows. Whether the pads are
+masked is read off ComfyUI's own `process_tokens`, row by row.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import comfy.model_management
+import torch
+from comfy.sd1_clip import SDClipModel
+from comfy.text_encoders.llama import BaseLlama
+from comfy.text_encoders.t5 import T5
+from torch import Tensor
+
+from . import shadow as text_shadow
+
+Row = tuple[int, ...]
+# What `SDClipModel.encode` returns: `[rows, ..., tokens, channels]`, pooled `[rows, channels]` or
+# None, and in some a dict with the attention mask `[rows, tokens]`.
+Output = tuple
+
+# What may have been set for a call; see SDClipModel.set_clip_options.
+_OPTIONS = ("layer", "layer_idx", "return_projected_pooled", "execution_device")
+
+# A batch is padded to at most this many times its own tokens.
+_MOST_PADDING = 1.5
+
+# Tokens in a batch at most, and what one takes on a device beside the CPU: umT5-XXL's attention
+# bias, masks and widest activation in float32, rounded up.
+_MOST_TOKENS = 8192
+_BYTES_PER_TOKEN = 512 << 10
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an encoder.
+
+    Attributes:
+        encoder: Whose; it may be set to other options.
+        options: The options under which it was called.
+        rows: Token numbers, all rows as long as each other.
+    """
+
+    encoder: SDClipModel
+    options: tuple[object, ...]
+    rows: tuple[Row, ...]
+
+    @staticmethod
+    def of(encoder: SDClipModel, tokens: Sequence[Sequence[object]]) -> "Call | None":
+        """The call with these tokens; None: there is more than numbers, such as embeddings."""
+        if not all(isinstance(token, int) for row in tokens for token in row):
+            return None
+        options = tuple(getattr(encoder, name) for name in _OPTIONS)
+        return Call(encoder, options, tuple(tuple(row) for row in tokens))
+
+    @property
+    def setting(self) -> tuple[int, str]:
+        """Which encoder, and how it is set."""
+        return id(self.encoder), repr(self.options)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for calls with the same result."""
+        return *self.setting, self.rows
+
+
+class Forwards:
+    """Makes calls, and counts them.
+
+    Args:
+        dtype: Number format of the encoder's computation; None: ComfyUI's.
+        compiled: The blocks of the encoder go through `torch.compile`.
+
+    Attributes:
+        count: Forward calls of encoders.
+        rows: Rows of tokens in them.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None, *, compiled: bool = False) -> None:
+        self._dtype, self._compiled = dtype, compiled
+        self.count = self.rows = 0
+
+    def make(self, calls: Sequence[Call]) -> dict[tuple[object, ...], Output]:
+        """The results of calls, by their keys."""
+        settings: dict[tuple[int, str], list[Call]] = {}
+        for call in calls:
+            settings.setdefault(call.setting, []).append(call)
+        results: dict[tuple[object, ...], Output] = {}
+        for alike in settings.values():
+            encoder = alike[0].encoder
+            for name, value in zip(_OPTIONS, alike[0].options, strict=True):
+                setattr(encoder, name, value)
+            results |= self._make_alike(encoder, alike)
+        return results
+
+    def encode(self, encoder: SDClipModel, tokens: Sequence[Sequence[object]]) -> Output:
+        """One forward call of an encoder that is set as it is to be."""
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        self.count += 1
+        self.rows += len(tokens)
+        ready, is_compiled = text_shadow.ready(encoder, self._dtype, self._compiled)
+        try:
+            return type(encoder).encode(ready, tokens)
+        except Exception as error:
+            if not is_compiled or comfy.model_management.is_oom(error):
+                raise
+            text_shadow.give_up_compiling(error)
+        ready, _ = text_shadow.ready(encoder, self._dtype, compiled=False)
+        return type(encoder).encode(ready, tokens)
+
+    def _make_alike(
+        self, encoder: SDClipModel, calls: list[Call]
+    ) -> dict[tuple[object, ...], Output]:
+        known: dict[Row, Output] = {}
+        rows = list(dict.fromkeys(row for call in calls for row in call.rows))
+        for batch in _batches(encoder, rows):
+            parts = self._encode_rows(encoder, batch)
+            if parts is None:
+                return {call.key: self.encode(encoder, call.rows) for call in calls}
+            known |= parts
+        return {call.key: _joined([known[row] for row in call.rows]) for call in calls}
+
+    def _encode_rows(self, encoder: SDClipModel, rows: list[Row]) -> dict[Row, Output] | None:
+        """Each row's own part of a batch; None: the output cannot be told apart by rows."""
+        longest = max(len(row) for row in rows)
+        padded = [_padded(encoder, row, longest) for row in rows]
+        try:
+            output = self.encode(encoder, padded)
+        except Exception as error:
+            if len(rows) == 1 or not comfy.model_management.is_oom(error):
+                raise
+            output = None
+        if output is None:  # out of the except block, which holds what the failed call has made
+            comfy.model_management.soft_empty_cache()
+            halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+            parts = [self._encode_rows(encoder, half) for half in halves]
+            return None if None in parts else parts[0] | parts[1]
+        if any(len(each) != len(rows) for each in _tensors(output)):
+            return None
+        return {row: _part(output, index, len(row)) for index, row in enumerate(rows)}
+
+
+def _batches(encoder: SDClipModel, rows: list[Row]) -> Iterator[list[Row]]:
+    """Rows that may go together, in batches of a size that memory has room for."""
+    most = _most_tokens(encoder)
+    batch: list[Row] = []
+    own = 0
+    for row in sorted(rows, key=len, reverse=True):
+        longest = len(batch[0]) if batch else len(row)
+        padded = longest * (len(batch) + 1)
+        fits = padded <= max(most, longest) and padded <= _MOST_PADDING * (own + len(row))
+        if batch and not (fits and (len(row) == longest or _may_pad(encoder, row, longest))):
+            yield batch
+            batch, own = [], 0
+        batch.append(row)
+        own += len(row)
+    if batch:
+        yield batch
+
+
+def _most_tokens(encoder: SDClipModel) -> int:
+    device = encoder.execution_device
+    if device is None or torch.device(device).type == "cpu":
+        return _MOST_TOKENS
+    free = comfy.model_management.get_free_memory(torch.device(device))
+    return min(_MOST_TOKENS, int(free * 0.8) // _BYTES_PER_TOKEN)
+
+
+def _may_pad(encoder: SDClipModel, row: Row, length: int) -> bool:
+    """Whether more pads make no difference to what a row gives."""
+    if not isinstance(encoder.transformer, T5 | BaseLlama) or not encoder.enable_attention_masks:
+        return False
+    if not isinstance(encoder.special_tokens.get("pad"), int):
+        return False
+    device = encoder.execution_device
+    if device is None:
+        device = encoder.transformer.get_input_embeddings().weight.device
+    mask = encoder.process_tokens([row], device)[1]
+    padded = encoder.process_tokens([_padded(encoder, row, length)], device)[1]
+    # A row without a token that counts has a mean over its pads, which more of them would change.
+    return bool(
+        mask.any() and torch.equal(padded[:, : len(row)], mask) and not padded[:, len(row) :].any()
+    )
+
+
+def _padded(encoder: SDClipModel, row: Row, length: int) -> list[int]:
+    return [*row, *[encoder.special_tokens.get("pad")] * (length - len(row))]
+
+
+def _part(output: Output, index: int, length: int) -> Output:
+    """A row of an output, cut to the length of its tokens."""
+    states, pooled, *extra = output
+    part = (states[index][..., :length, :], None if pooled is None else pooled[index])
+    return *part, *({name: mask[index][:length] for name, mask in each.items()} for each in extra)
+
+
+def _joined(rows: list[Output]) -> Output:
+    """An output of rows. It is new memory: ComfyUI writes weighted tokens into it."""
+    states, pooled, *extra = zip(*rows, strict=True)
+    joined = (torch.stack(states), None if pooled[0] is None else torch.stack(pooled))
+    return *joined, *(
+        {key: torch.stack([d[key] for d in each]) for key in each[0]} for each in extra
+    )
+
+
+def _tensors(output: Output) -> list[Tensor]:
+    extra = [tensor for each in output[2:] for tensor in each.values()]
+    return [tensor for tensor in (*output[:2], *extra) if tensor is not None]
+
+
+def copied(output: Output) -> Output:
+    """An output in new memory."""
+    return _joined([_part(output, index, output[0].shape[-2]) for index in range(len(output[0]))])

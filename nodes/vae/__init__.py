@@ -1,0 +1,1 @@
+"""The nodes that load, encode and decode."""

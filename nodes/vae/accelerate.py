@@ -1,0 +1,232 @@
+"""Where a `FastVAE` comes from: a file, or a VAE that ComfyUI loaded.
+
+ComfyUI builds its own object, from tensors that have a shape and no memory, so that its devices and
+defaults are its own and follow its upgrades. A copy of that object then gets our network, a plain
+`ModelPatcher` that keeps the weights resident, and the class `FastVAE`.
+
+What is said of ComfyUI here was read off comfy/sd.py and comfy/model_patcher.py of 0.33.
+"""
+
+import contextlib
+import copy
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import comfy.model_patcher
+import comfy.sd
+import torch
+
+from ...vae import Checkpoint, VAEConfig, VideoVAE, build_vae, read_checkpoint
+from .comfy_vae import FastVAE
+from .first_stage import FastVideoVAE
+
+_logger = logging.getLogger(__name__)
+
+# ComfyUI's networks that ours take the place of.
+_NETWORKS = {
+    ("comfy.ldm.wan.vae", "WanVAE"),
+    ("comfy.ldm.wan.vae2_2", "WanVAE"),
+    ("comfy.ldm.seedvr.vae", "VideoAutoencoderKLWrapper"),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the user chose for a VAE.
+
+    Attributes:
+        dtype: To decode in; None: what ComfyUI chose, whose command line rules it.
+        encode_dtype: To encode in; None: as for decoding.
+        chunk: Latents per step; -1: all; None: chosen from size and memory.
+        quality: "fast": each op as the fastest backend does it; "exact": the reference's bits.
+    """
+
+    dtype: torch.dtype | None = None
+    encode_dtype: torch.dtype | None = None
+    chunk: int | None = None
+    quality: str = "fast"
+
+
+def load(path: str | Path, choice: Choice) -> FastVAE:
+    """Load a VAE from a file.
+
+    Args:
+        path: A checkpoint of a layout that this package has, in any dialect.
+        choice: What the user chose.
+
+    Returns:
+        The VAE, which reloads from `path` where ComfyUI wants it on another device.
+
+    Raises:
+        OSError: The file is missing or cannot be opened.
+        LayoutError: It holds another network.
+        ValueError: It is not whole, or not a checkpoint.
+    """
+    checkpoint = read_checkpoint(path)
+    core = _core_vae(checkpoint.config)
+    vae = _swapped(core, _built(checkpoint, core.patcher.offload_device, _settled(core, choice)))
+    vae.patcher.cached_patcher_init = (_load_patcher, (str(path), choice))
+    return vae
+
+
+def accelerate(vae: comfy.sd.VAE, choice: Choice) -> comfy.sd.VAE:
+    """Put our network into a copy of a VAE that ComfyUI loaded; the weights are shared.
+
+    Args:
+        vae: It stays as it is.
+        choice: What the user chose.
+
+    Returns:
+        The fast VAE; or `vae` itself, and a line in the log that says why.
+
+    Raises:
+        ValueError: The weights are not whole, or not finite.
+    """
+    reason = _refusal(vae, choice)
+    if reason is not None:
+        _logger.info("Fast Video VAE: this VAE stays as it is: %s", reason)
+        return vae
+    settled = _settled(vae, choice)
+    fast = _swapped(vae, _network(vae.patcher, settled))
+    fast.patcher.patches = {key: list(patches) for key, patches in vae.patcher.patches.items()}
+    origin = vae.patcher.cached_patcher_init
+    if origin is not None:
+        fast.patcher.cached_patcher_init = (_accelerate_patcher, (origin, settled))
+    return fast
+
+
+def _refusal(vae: comfy.sd.VAE, choice: Choice) -> str | None:
+    """Why a VAE is not accelerated; None: it is."""
+    kind, network = type(vae), type(vae.first_stage_model)
+    if kind is FastVAE:
+        if choice == Choice(quality=vae.first_stage_model.quality):
+            return "it is fast already"
+    elif kind is not comfy.sd.VAE:
+        return f"it is a {kind.__name__} of another pack"
+    elif (network.__module__, network.__qualname__) not in _NETWORKS:
+        return f"its network is {network.__name__}, not of Wan, Qwen-Image or SeedVR2"
+    for name in ("object_patches", "weight_wrapper_patches", "injections", "hook_patches"):
+        if getattr(vae.patcher, name, None):
+            return f"another node has changed its network ({name})"
+    return None
+
+
+def _settled(vae: comfy.sd.VAE, choice: Choice) -> Choice:
+    """The choice, with what it leaves open as the VAE has it."""
+    decodes = encodes = vae.vae_dtype
+    chunk = choice.chunk
+    if isinstance(vae, FastVAE):
+        model = vae.first_stage_model
+        decodes, encodes, chunk = model.dtype, model.encode_dtype, chunk or model.chunk
+    return Choice(
+        choice.dtype or decodes,
+        choice.encode_dtype or choice.dtype or encodes,
+        chunk,
+        choice.quality,
+    )
+
+
+def _network(patcher: comfy.model_patcher.ModelPatcher, settled: Choice) -> FastVideoVAE:
+    """Our network on the weights of another, without the patches that are on them."""
+    weights = dict(patcher.model.state_dict())
+    weights |= {key: saved.weight for key, saved in patcher.backup.items()}
+    return _built(read_checkpoint(weights), patcher.offload_device, settled, share=True)
+
+
+def _built(
+    checkpoint: Checkpoint, device: torch.device, settled: Choice, *, share: bool = False
+) -> FastVideoVAE:
+    """Our network, on the host until ComfyUI wants it elsewhere."""
+    if settled.dtype is None or settled.encode_dtype is None:
+        raise TypeError(f"{settled} leaves a dtype open")
+    model = build_vae(
+        checkpoint,
+        device=device,
+        dtype=settled.dtype,
+        encode_dtype=settled.encode_dtype,
+        quality=settled.quality,
+        share=share,
+        kind=FastVideoVAE,
+    )
+    model.chunk = settled.chunk
+    return model
+
+
+def _core_vae(config: VAEConfig) -> comfy.sd.VAE:
+    """ComfyUI's own VAE object, around a network that has no memory.
+
+    For the file as it is, where ComfyUI's class of this version fits it; else for the published VAE
+    of the same layout.
+    """
+    with torch.device("meta"):
+        for each in (config, config.standard()):
+            shapes = VideoVAE(each, torch.float32, torch.float32).state_dict()
+            with contextlib.suppress(NotImplementedError, RuntimeError, KeyError):
+                core = comfy.sd.VAE(sd=dict(shapes))
+                if core.first_stage_model.state_dict().keys() >= shapes.keys():
+                    return core
+    # A ComfyUI that looks into the weights is given some.
+    return comfy.sd.VAE(sd={key: torch.zeros(value.shape) for key, value in shapes.items()})
+
+
+def _swapped(core: comfy.sd.VAE, model: FastVideoVAE) -> FastVAE:
+    """A copy of ComfyUI's VAE object with our network, its patcher and its numbers."""
+    config = model.config
+    vae = copy.copy(core)
+    vae.__class__ = FastVAE
+    vae.first_stage_model = model
+    vae.patcher = comfy.model_patcher.ModelPatcher(
+        model, load_device=core.patcher.load_device, offload_device=core.patcher.offload_device
+    )
+    # The weights are on the device as a whole or not at all, because our convolutions fetch none.
+    vae.disable_offload = True
+    vae.handles_tiling = True
+    # What is no multiple of a latent would not fill the last one. ComfyUI leaves it to SeedVR2's
+    # convolutions, which see those rows and columns and give no latent for them.
+    vae.crop_input = True
+    # What comes in is cast to this, so it is the wider of the two; each is cast again.
+    vae.vae_dtype = torch.promote_types(model.dtype, model.encode_dtype)
+    vae.size = None
+    vae.model_size()
+    # ComfyUI's are attributes of the object, and keep its network alive; without them ours, of the
+    # class, are seen.
+    for name in ("memory_used_decode", "memory_used_encode", "format_encoded"):
+        vae.__dict__.pop(name, None)
+    small, frames = config.spatial_compression, config.temporal_compression
+    large = small * config.output_scale
+    if frames == 1:  # a VAE of pictures
+        vae.latent_dim, vae.downscale_ratio, vae.upscale_ratio = 2, small, large
+        vae.downscale_index_formula = vae.upscale_index_formula = None
+    else:
+        vae.latent_dim = 3
+        vae.downscale_ratio = (config.latent_frames, small, small)
+        vae.downscale_index_formula = (frames, small, small)
+        vae.upscale_ratio = (lambda latents: max(0, config.frames(latents)), large, large)
+        vae.upscale_index_formula = (frames, large, large)
+    vae.latent_channels = config.latent_channels
+    vae.output_channels = vae.conv_out_channels = config.image_channels
+    if config.image_channels == 4:
+        vae.pad_channel_value = 1.0  # an alpha channel that an image lacks is opaque
+    return vae
+
+
+def _load_patcher(
+    path: str, choice: Choice, disable_dynamic: bool = False
+) -> comfy.model_patcher.ModelPatcher:
+    """Read the file again: ComfyUI's way to get the same VAE for another device."""
+    return load(path, choice).patcher
+
+
+def _accelerate_patcher(
+    origin: tuple[object, ...], settled: Choice, disable_dynamic: bool = False
+) -> comfy.model_patcher.ModelPatcher:
+    """Let ComfyUI read its VAE again, and put our network on it."""
+    factory, arguments, *index = origin
+    patcher = factory(*arguments)
+    patcher = patcher[index[0]] if index else patcher
+    return comfy.model_patcher.ModelPatcher(
+        _network(patcher, settled),
+        load_device=patcher.load_device,
+        offload_device=patcher.offload_device,
+    )

@@ -1,0 +1,301 @@
+"""The VAE nodes: load, accelerate, encode, decode, and the bundled clip."""
+
+import logging
+
+import comfy.sd
+import folder_paths
+import torch
+from comfy_api.latest import InputImpl, io
+
+import nodes as core_nodes
+
+from ... import vae as library
+from ...kernels import shown
+from ..host.input_checks import checked
+from ..host.lazy import Later
+from ..host.widgets import (
+    AUTO,
+    CATEGORY,
+    DTYPES,
+    chunk_input,
+    dtype_input,
+    once,
+    tell_unused,
+    timing_output,
+)
+
+comfy_vae, swap, timing = (
+    Later("nodes.vae.comfy_vae"),
+    Later("nodes.vae.accelerate"),
+    Later("nodes.host.timing"),
+)
+other_vae = Later("nodes.vae.other_vae")
+
+_logger = logging.getLogger(__name__)
+
+# Loads the VAE that comes with the pack. It is no file of models/vae, and no name of one.
+_BUNDLED = "bundled demo"
+
+_FAST, _EXACT = "fast", "exact"
+
+_VIDEO, _IMAGES = "video", "images"
+
+
+def _settings(dtype: str, encode_dtype: str, chunk: str) -> list[io.Input]:
+    """What a VAE keeps, by what stands for leaving it open."""
+    return [
+        dtype_input(f"Number format of the computation. auto: {dtype}."),
+        dtype_input(
+            f"Number format for encoding alone. auto: {encode_dtype}.",
+            name="encode_dtype",
+            label="encode dtype",
+        ),
+        chunk_input(chunk),
+        # The last, and optional, so that workflows that do not name it run as they are.
+        io.Combo.Input(
+            "quality",
+            options=[_FAST, _EXACT],
+            default=_FAST,
+            optional=True,
+            advanced=True,
+            tooltip="fast: norms and activations in single passes, by the fastest code that this "
+            "machine has. exact: the very bits of the plain PyTorch reference; slower.",
+        ),
+    ]
+
+
+class Load(io.ComfyNode):
+    """Load a VAE file as a fast VAE."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node, as ComfyUI shows it."""
+        return io.Schema(
+            node_id="FastVAE_Load",
+            display_name="Load VAE (Fast)",
+            category=CATEGORY,
+            description="Loads the VAE of Wan 2.1, Wan 2.2, Qwen-Image, Qwen-Image 2.1 or SeedVR2, "
+            "also pruned, 2x, decoder-only, layered (RGBA) or in diffusers' format. The VAE works "
+            "in every node. Other VAEs are loaded as by Load VAE.",
+            search_aliases=["load vae", "wan vae", "qwen vae", "seedvr2 vae", "fast vae"],
+            inputs=[
+                io.Combo.Input(
+                    "vae_name",
+                    options=[*folder_paths.get_filename_list("vae"), _BUNDLED],
+                    tooltip="A file of models/vae; or the small VAE that comes with the pack, "
+                    "to try things out.",
+                ),
+                *_settings(
+                    "what ComfyUI chooses for VAEs, which --fp32-vae, --bf16-vae and --fp16-vae "
+                    "rule",
+                    "the same as for decoding",
+                    "chosen from size and memory",
+                ),
+            ],
+            outputs=[io.Vae.Output(display_name="VAE")],
+        )
+
+    @classmethod
+    @checked
+    def execute(
+        cls, vae_name: str, dtype: str, encode_dtype: str, chunk: int, quality: str = _FAST
+    ) -> io.NodeOutput:
+        """Load the file."""
+        with timing.span("load", vae_name):
+            return io.NodeOutput(_loaded(vae_name, _choice(dtype, encode_dtype, chunk, quality)))
+
+
+class Accelerate(io.ComfyNode):
+    """Make a VAE fast that another node loaded."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node, as ComfyUI shows it."""
+        return io.Schema(
+            node_id="FastVAE_Accelerate",
+            display_name="Accelerate VAE (Fast)",
+            category=CATEGORY,
+            description="Takes a VAE from any loader, a checkpoint for example, and gives a fast "
+            "one with the same weights: Wan, Qwen-Image, SeedVR2. VAEs of other kinds pass "
+            "unchanged; the log says why.",
+            search_aliases=["fast vae", "speed up vae", "vae accelerate"],
+            inputs=[
+                io.Vae.Input("vae", tooltip="It stays as it is; the weights are shared."),
+                *_settings(
+                    "as the VAE has it",
+                    "the dtype above; where that is auto too, as the VAE has it",
+                    "as the VAE has it, else chosen from size and memory",
+                ),
+            ],
+            outputs=[io.Vae.Output(display_name="VAE")],
+        )
+
+    @classmethod
+    @checked
+    def execute(
+        cls, vae: object, dtype: str, encode_dtype: str, chunk: int, quality: str = _FAST
+    ) -> io.NodeOutput:
+        """Swap the network in a copy."""
+        if not isinstance(vae, comfy.sd.VAE):
+            raise ValueError(f"vae: it is a {type(vae).__name__}; expected a VAE of ComfyUI's")
+        try:
+            with timing.span("load", "accelerated VAE"):
+                fast = swap.accelerate(vae, _choice(dtype, encode_dtype, chunk, quality))
+        except ValueError as error:
+            raise ValueError(f"vae: {error}") from None
+        return io.NodeOutput(fast)
+
+
+class Encode(io.ComfyNode):
+    """Encode images or a video."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node, as ComfyUI shows it."""
+        return io.Schema(
+            node_id="FastVAE_Encode",
+            display_name="VAE Encode (Fast)",
+            category=CATEGORY,
+            description="Encodes images or a video as VAE Encode does. With a fast VAE it goes "
+            "through the video in steps, so that memory does not grow with its length.",
+            search_aliases=["encode video", "image to latent", "video to latent"],
+            inputs=[
+                io.Image.Input(
+                    "pixels",
+                    tooltip="Height and width are cropped about the centre to multiples of 8 (Wan "
+                    "2.2 5B, Qwen-Image 2.1: 16), a video to 4 n + 1 frames.",
+                ),
+                io.Vae.Input("vae", tooltip="Any VAE; the options below need a fast one."),
+                io.Combo.Input(
+                    "batch",
+                    options=[_VIDEO, _IMAGES],
+                    default=_VIDEO,
+                    optional=True,
+                    tooltip="What several images are: the frames of one video, as in VAE Encode, "
+                    "or a batch of single images.",
+                ),
+                *once(),
+            ],
+            outputs=[io.Latent.Output(display_name="LATENT")],
+        )
+
+    @classmethod
+    @checked
+    def execute(
+        cls,
+        pixels: torch.Tensor,
+        vae: object,
+        batch: str = _VIDEO,
+        dtype: str = AUTO,
+        chunk: int = 0,
+    ) -> io.NodeOutput:
+        """Encode."""
+        if not isinstance(vae, comfy_vae.FastVAE):
+            tell_unused(batch=batch != _VIDEO, dtype=dtype != AUTO, chunk=chunk != 0)
+            return io.NodeOutput({"samples": other_vae.encoded(vae, pixels)})
+        if vae.first_stage_model.encoder is None:
+            raise ValueError("vae: the checkpoint has no encoder; only decoding works with it")
+        try:
+            latent = vae.encode(
+                pixels,
+                not_video=True if batch == _IMAGES else None,
+                dtype=DTYPES.get(dtype),
+                chunk=chunk or None,
+            )
+        except ValueError as error:
+            raise ValueError(f"pixels: {error}") from None
+        return io.NodeOutput({"samples": latent})
+
+
+class Decode(io.ComfyNode):
+    """Decode latents to images."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node, as ComfyUI shows it."""
+        return io.Schema(
+            node_id="FastVAE_Decode",
+            display_name="VAE Decode (Fast)",
+            category=CATEGORY,
+            description="Decodes latents as VAE Decode does. With a fast VAE the frames leave "
+            "one after the other, without tiles as long as memory suffices; SeedVR2's always "
+            "without. Another VAE decodes as it always does.",
+            search_aliases=["decode video", "latent to image", "latent to video"],
+            inputs=[
+                io.Latent.Input("samples", tooltip="The latents of a video or of images."),
+                io.Vae.Input("vae", tooltip="Any VAE; the options below need a fast one."),
+                *once(),
+            ],
+            outputs=[io.Image.Output(display_name="IMAGE"), timing_output()],
+        )
+
+    @classmethod
+    @checked
+    def execute(
+        cls, samples: dict[str, torch.Tensor], vae: object, dtype: str = AUTO, chunk: int = 0
+    ) -> io.NodeOutput:
+        """Decode."""
+        latent = samples["samples"]
+        if latent.is_nested:
+            latent = latent.unbind()[0]
+        if isinstance(vae, comfy_vae.FastVAE):
+            try:
+                images = vae.decode(latent, dtype=DTYPES.get(dtype), chunk=chunk or None)
+            except ValueError as error:
+                raise ValueError(f"samples: {error}") from None
+        else:
+            tell_unused(dtype=dtype != AUTO, chunk=chunk != 0)
+            images = other_vae.decoded(vae, latent)
+        if images.ndim == 5:
+            images = images.reshape(-1, *images.shape[-3:])
+        return io.NodeOutput(images, timing.text())
+
+
+class DemoClip(io.ComfyNode):
+    """The clip that comes with the pack."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node, as ComfyUI shows it."""
+        return io.Schema(
+            node_id="FastVAE_DemoClip",
+            display_name="Demo Clip (Fast)",
+            category=CATEGORY,
+            description="A short clip that comes with the pack, 33 frames of 256 x 256 at 16 per "
+            "second, to try a VAE on.",
+            search_aliases=["sample video", "test video", "example clip"],
+            inputs=[],
+            outputs=[
+                io.Image.Output(display_name="IMAGE", tooltip="Its frames."),
+                io.Video.Output(display_name="VIDEO", tooltip="The clip as it is."),
+            ],
+        )
+
+    @classmethod
+    def execute(cls) -> io.NodeOutput:
+        """Read the clip."""
+        frames = torch.stack(list(library.read_video(library.CLIP_PATH).frames()))
+        return io.NodeOutput(frames.float() / 255, InputImpl.VideoFromFile(str(library.CLIP_PATH)))
+
+
+def _loaded(vae_name: str, choice: object) -> object:
+    """The VAE of a name: fast, or as Load VAE has it where it is of another kind."""
+    try:
+        if vae_name == _BUNDLED:
+            return swap.load(library.VAE_PATH, choice)
+        return swap.load(folder_paths.get_full_path_or_raise("vae", vae_name), choice)
+    except library.LayoutError as error:
+        layout = error
+    except (ValueError, OSError) as error:
+        raise ValueError(f"vae_name: {error}") from None
+    try:
+        (loaded,) = core_nodes.VAELoader().load_vae(vae_name)
+    except Exception as error:
+        why, reason = shown(layout, 170), shown(str(error).partition("\n")[0], 90)
+        raise ValueError(f"vae_name: {why}; and Load VAE fails with: {reason}") from error
+    _logger.info("Fast Video VAE: %s is loaded as by Load VAE: %s", vae_name, layout)
+    return loaded
+
+
+def _choice(dtype: str, encode_dtype: str, chunk: int, quality: str) -> object:
+    return swap.Choice(DTYPES.get(dtype), DTYPES.get(encode_dtype), chunk or None, quality)

@@ -1,0 +1,1 @@
+"""The nodes that read and write video files."""

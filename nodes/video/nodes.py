@@ -1,0 +1,376 @@
+"""The nodes between video files and latents, which hold no more than a few frames at a time."""
+
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import folder_paths
+import torch
+from comfy_api.latest import Input, InputImpl, io, ui
+from torch import Tensor
+
+from ... import vae as library
+from ..host.error_text import described
+from ..host.input_checks import checked
+from ..host.lazy import Later
+from ..host.progress import Progress
+from ..host.widgets import AUTO, CATEGORY, DTYPES, once, tell_unused, timing_output
+from .file_prefix import check_prefix
+from .source import Fit, Source, as_images, shape_of, source_of, with_channels
+from .target import FOLDERS, Target, frame_range, workflow_tags
+
+if TYPE_CHECKING:
+    from ..vae.comfy_vae import FastVAE
+
+comfy_vae, streaming, timing = (
+    Later("nodes.vae.comfy_vae"),
+    Later("nodes.vae.pieces"),
+    Later("nodes.host.timing"),
+)
+other_vae = Later("nodes.vae.other_vae")
+
+# VideoWriter's own: without visible loss on what a VAE made.
+_QUALITY = 70
+
+# Characters of two frames' numbers; Python reads no number of thousands of digits.
+_LONGEST_RANGE = 60
+
+# Frames of an IMAGE that become bytes at a time.
+_FRAMES = 4
+
+
+class DecodeVideo(io.ComfyNode):
+    """Decode a latent into a video file."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node, as ComfyUI shows it."""
+        return io.Schema(
+            node_id="FastVAE_DecodeVideo",
+            display_name="VAE Decode to Video (Fast)",
+            category=CATEGORY,
+            description="Decodes a latent straight into a video file, a few frames at a time. With "
+            "a fast VAE a long video takes no more memory than a short one, beside its latent: "
+            "there is no IMAGE, of which each frame of 1280 x 720 takes 11 MB.",
+            search_aliases=["save video", "latent to video", "decode video", "export video"],
+            inputs=[
+                io.Latent.Input("samples", tooltip="The latent of one video."),
+                io.Vae.Input(
+                    "vae",
+                    tooltip="Any VAE. One that is not fast decodes the whole video before the "
+                    "first frame is written, and needs the memory for it.",
+                ),
+                *_file_inputs(),
+                io.Audio.Input(
+                    "audio",
+                    optional=True,
+                    tooltip="Sound of the video, of which what is longer than the video is left "
+                    "out. ffv1 and prores keep it without loss.",
+                ),
+                io.Boolean.Input(
+                    "hardware",
+                    default=False,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Write h264, hevc or av1 with the encoder of the graphics card: less "
+                    "work for the CPU, larger files of the same quality. Where none works the CPU "
+                    "does it; the log says so.",
+                ),
+                io.String.Input(
+                    "frames",
+                    default="",
+                    optional=True,
+                    advanced=True,
+                    tooltip="Which frames to write, such as 40-80: counted from 0, both ends "
+                    "included. 40-: to the end. Empty: all. They are exactly those of the whole "
+                    "video, and what does not matter to them takes no time.",
+                ),
+                *once(),
+            ],
+            outputs=[
+                io.Video.Output(
+                    display_name="VIDEO", tooltip="The file, for any node that takes it."
+                ),
+                timing_output(),
+            ],
+            hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
+            is_output_node=True,
+        )
+
+    @classmethod
+    @checked
+    def execute(
+        cls,
+        samples: dict[str, Tensor],
+        vae: object,
+        fps: float,
+        codec: str,
+        quality: int,
+        filename_prefix: str,
+        save_to: str,
+        audio: dict[str, Any] | None = None,
+        hardware: bool = False,
+        frames: str = "",
+        dtype: str = AUTO,
+        chunk: int = 0,
+    ) -> io.NodeOutput:
+        """Decode, and write meanwhile."""
+        target = Target(_rate(fps), codec, quality, hardware, filename_prefix, save_to)
+        if len(frames) > _LONGEST_RANGE:
+            raise ValueError(f"frames is {described(frames)}; expected two numbers, such as 40-80")
+        check_prefix(filename_prefix, Path(folder_paths.get_directory_by_type(save_to)))
+        latent = _one_video(samples["samples"], vae)
+        if isinstance(vae, comfy_vae.FastVAE):
+            device = vae.device
+            shape = vae.first_stage_model.config.decoded_shape(latent.shape)
+            _, _, count, height, width = shape
+            target.check_size(height, width)
+            wanted = frame_range(frames, count)
+            pieces = streaming.decode_pieces(vae, latent, chunk or None, DTYPES.get(dtype), wanted)
+        else:
+            tell_unused(dtype=dtype != AUTO, chunk=chunk != 0)
+            device = None
+            # What is wrong with these is to be told before the work is done.
+            frame_range(frames, None)
+            target.sound(audio, range(0))
+            target.check_size(*(vae.spacial_compression_decode() * n for n in latent.shape[-2:]))
+            images = _decoded(vae, latent)
+            count, height, width = images.shape[:3]
+            wanted = frame_range(frames, count)
+            pieces = _pictures(images, wanted)
+        sound = target.sound(audio, wanted)
+        with timing.span("file", device=device):
+            path, result = target.write(pieces, height, width, sound, workflow_tags(cls.hidden))
+        video = InputImpl.VideoFromFile(str(path))
+        return io.NodeOutput(video, timing.text(), ui=ui.PreviewVideo([result]))
+
+
+class EncodeVideo(io.ComfyNode):
+    """Encode a video."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node, as ComfyUI shows it."""
+        return io.Schema(
+            node_id="FastVAE_EncodeVideo",
+            display_name="VAE Encode Video (Fast)",
+            category=CATEGORY,
+            description="Encodes a video straight from its file, a few frames at a time. With a "
+            "fast VAE a long video takes no more memory than a short one, beside its latent: there "
+            "is no IMAGE, of which each frame of 1280 x 720 takes 11 MB.",
+            search_aliases=["video to latent", "load video", "encode video"],
+            inputs=[
+                io.Video.Input(
+                    "video",
+                    tooltip="From Load Video or Trim Video, for example. Height and width are "
+                    "cropped about the centre to multiples of 8 (Wan 2.2 5B, Qwen-Image 2.1: 16), "
+                    "the video to 4 n + 1 frames.",
+                ),
+                io.Vae.Input(
+                    "vae",
+                    tooltip="Any VAE. One that is not fast is given the whole video at once, and "
+                    "needs the memory for it.",
+                ),
+                *_video_inputs(),
+                *once(),
+            ],
+            outputs=[
+                io.Latent.Output(display_name="LATENT"),
+                io.Float.Output(display_name="fps", tooltip="Frames per second, as encoded."),
+                io.Int.Output(display_name="frames", tooltip="How many frames the latent holds."),
+                io.Audio.Output(display_name="audio", tooltip="The video's sound, if it has any."),
+            ],
+        )
+
+    @classmethod
+    @checked
+    def execute(
+        cls,
+        video: Input.Video,
+        vae: object,
+        fps: float = 0.0,
+        width: int = 0,
+        height: int = 0,
+        max_frames: int = 0,
+        dtype: str = AUTO,
+        chunk: int = 0,
+    ) -> io.NodeOutput:
+        """Read, and encode meanwhile."""
+        is_fast = isinstance(vae, comfy_vae.FastVAE)
+        if is_fast and vae.first_stage_model.encoder is None:
+            raise ValueError("vae: the checkpoint has no encoder; only decoding works with it")
+        try:
+            source = source_of(video)
+            fit = Fit(
+                fps=_rate(fps) if fps else None,
+                size=shape_of(source.size, width, height),
+                multiple=vae.first_stage_model.config.spatial_compression if is_fast else 1,
+                limit=max_frames or None,
+            )
+            if is_fast:
+                latent, count = _encoded(vae, source, fit, chunk or None, DTYPES.get(dtype))
+            else:
+                tell_unused(dtype=dtype != AUTO, chunk=chunk != 0)
+                latent, count = _encoded_whole(vae, source, fit)
+        except ValueError as error:
+            raise ValueError(f"video: {error}") from None
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"video: {error}") from None
+        except OSError as error:
+            raise OSError(f"video: {error}") from error
+        with timing.span("file"):
+            sound = source.sound(fit)
+        return io.NodeOutput({"samples": latent}, float(fit.fps or source.fps), count, sound)
+
+
+def _file_inputs() -> list[io.Input]:
+    """How a video is written."""
+    return [
+        io.Float.Input(
+            "fps",
+            default=16.0,
+            min=0.01,
+            max=1000.0,
+            step=0.01,
+            tooltip="Frames per second: 16 for Wan 2.1 and Wan 2.2 14B, 24 for Wan 2.2 5B. The "
+            "frames stay the same; with more of them per second they pass faster.",
+        ),
+        io.Combo.Input(
+            "codec",
+            options=list(library.available_codecs()),
+            default="h264",
+            tooltip="h264 (mp4): plays everywhere. hevc (mp4), av1 (mp4), vp9 (webm): smaller "
+            "files, slower to write. ffv1 (mkv): the exact bytes, about 1 MB per frame of 1280 x "
+            "720. prores (mov): for editing. All but ffv1 need an even width and height.",
+        ),
+        io.Int.Input(
+            "quality",
+            default=_QUALITY,
+            min=0,
+            max=100,
+            tooltip="0: the smallest file, 100: the best picture. 70 shows no loss on what a VAE "
+            "made. ffv1 is without loss and does not mind it.",
+        ),
+        io.String.Input(
+            "filename_prefix",
+            default="video/fast_vae",
+            tooltip="Folder and beginning of the file's name; a number follows. %width%, %height%, "
+            "%year% and the like are filled in.",
+        ),
+        io.Combo.Input(
+            "save_to",
+            options=list(FOLDERS),
+            default=FOLDERS[0],
+            tooltip="output: the file stays. temp: it is gone when ComfyUI starts again, which "
+            "suits a video that other nodes take further.",
+        ),
+    ]
+
+
+def _video_inputs() -> list[io.Input]:
+    """What is wanted of a video."""
+    return [
+        io.Float.Input(
+            "fps",
+            default=0.0,
+            min=0.0,
+            max=1000.0,
+            step=0.01,
+            optional=True,
+            tooltip="Frames per second to encode, by repeating or leaving out frames; none are "
+            "blended. 0: every frame of the video, or where their rate varies a constant one.",
+        ),
+        *(
+            io.Int.Input(
+                name,
+                default=0,
+                min=0,
+                max=16384,
+                step=8,
+                optional=True,
+                tooltip=f"{name.capitalize()} in pixels. The picture is resized to cover width and "
+                f"height and cropped about the centre. 0: as {other} and the shape of the video "
+                "ask for; both 0: as it is.",
+            )
+            for name, other in (("width", "height"), ("height", "width"))
+        ),
+        io.Int.Input(
+            "max_frames",
+            default=0,
+            min=0,
+            max=1_000_000,
+            optional=True,
+            tooltip="Most frames to encode, from the beginning; of them 4 n + 1 are used: 81 are "
+            "21 latent frames. 0: all.",
+        ),
+    ]
+
+
+def _rate(fps: float) -> Fraction:
+    """Frames per second as files have them: 29.97003 is 30000 / 1001."""
+    return Fraction(fps).limit_denominator(1001)
+
+
+def _one_video(latent: Tensor, vae: object) -> Tensor:
+    """The latent of one video, `[1, C_latent, t, h, w]`; of a VAE that is not ours as it is."""
+    if latent.is_nested:
+        latent = latent.unbind()[0]
+    if isinstance(vae, comfy_vae.FastVAE):
+        model = vae.first_stage_model
+        if vae.latent_dim == 2:  # pictures, which become the frames
+            pictures = latent[:, :, 0] if latent.ndim == 5 else latent
+            latent = pictures.movedim(0, 1).unsqueeze(0)
+        else:
+            latent = latent.reshape(model.video_shape(latent.shape))
+        try:
+            model.check_latent(latent)
+        except ValueError as error:
+            raise ValueError(f"samples: {error}") from None
+    if latent.ndim == 5 and len(latent) != 1:
+        raise ValueError(
+            f"samples: they are {len(latent)} videos; expected one, as Latent From Batch gives it"
+        )
+    return latent
+
+
+def _decoded(vae: Any, latent: Tensor) -> Tensor:  # noqa: ANN401, any VAE
+    """The IMAGE `[N, H, W, C]` of a VAE that is not ours."""
+    images = other_vae.decoded(vae, latent)
+    if images.ndim not in (4, 5):
+        raise ValueError(f"vae: it decodes to {list(images.shape)}; expected images")
+    return images.reshape(-1, *images.shape[-3:])
+
+
+def _pictures(images: Tensor, wanted: range) -> Iterator[Tensor]:
+    """The bytes of an IMAGE, as ComfyUI's saver has them, a few frames at a time."""
+    progress = Progress(len(wanted))
+    for start in wanted[::_FRAMES]:
+        part = images[start : min(start + _FRAMES, wanted.stop)]
+        pictures = (part * 255).clamp(0, 255).byte()
+        progress.passed(len(pictures), pictures)
+        yield pictures
+
+
+def _encoded(
+    vae: "FastVAE", source: Source, fit: Fit, chunk: int | None, dtype: torch.dtype | None
+) -> tuple[Tensor, int]:
+    """The latent, and how many frames it holds."""
+    config = vae.first_stage_model.config
+
+    def pieces() -> Iterator[Tensor]:
+        return (with_channels(each, config.image_channels) for each in source.pieces(fit))
+
+    latent = streaming.encode_pieces(vae, pieces, source.estimate(fit), chunk, dtype)
+    return latent, config.frames(latent.shape[2]) if latent.ndim == 5 else len(latent)
+
+
+def _encoded_whole(vae: Any, source: Source, fit: Fit) -> tuple[Tensor, int]:  # noqa: ANN401
+    """As `_encoded`, of a VAE that is not ours."""
+    with timing.span("file"):
+        images = torch.cat([as_images(piece) for piece in source.pieces(fit)])
+    latent = other_vae.encoded(vae, images, "video")
+    ratio = vae.upscale_ratio
+    if latent.ndim == 5 and isinstance(ratio, tuple):
+        return latent, int(ratio[0](latent.shape[2]))
+    return latent, len(images)

@@ -1,0 +1,263 @@
+"""The frames of a VIDEO, a few at a time, whether it is a file or tensors.
+
+What is said of ComfyUI here was read off comfy_api/latest/_input_impl/video_types.py of 0.33: a
+VIDEO that is a file has a source of its own, and a window in seconds that it is trimmed to; any
+other is encoded when it is asked for a source, so it is asked for its tensors instead.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, BinaryIO, Protocol
+
+import av
+import comfy.utils
+import torch
+from comfy_api.latest import Input
+from torch import Tensor
+
+from ...vae import VideoFile, open_media, read_video
+
+_logger = logging.getLogger(__name__)
+
+# Frames in a piece: as many as a latent holds. A longer piece would be no faster.
+_FRAMES = 4
+
+Sound = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What is wanted of a video.
+
+    Attributes:
+        fps: Frames per second, by repeating and leaving out frames; None: all that there are.
+        size: Height and width, which the picture is to cover; the rest is cropped about the centre.
+            None: as it is.
+        multiple: Height and width are then cropped about the centre to multiples of this.
+        limit: Most frames; None: no limit.
+    """
+
+    fps: Fraction | None = None
+    size: tuple[int, int] | None = None
+    multiple: int = 1
+    limit: int | None = None
+
+    def seconds(self, fps: Fraction) -> Fraction | None:
+        """How long the frames within the limit are shown, of a video of so many per second."""
+        return None if self.limit is None else self.limit / (self.fps or fps)
+
+
+class Source(Protocol):
+    """What both kinds of videos have.
+
+    Attributes:
+        fps: Frames per second.
+        size: Height and width, in pixels.
+    """
+
+    fps: Fraction
+    size: tuple[int, int]
+
+    def pieces(self, fit: Fit) -> Iterator[Tensor]:
+        """The frames, `[1, C, t, H, W]` each, uint8 or float in [-1, 1].
+
+        Raises:
+            ValueError: The picture is too small, or there is no frame that can be read.
+        """
+        ...
+
+    def estimate(self, fit: Fit) -> int | None:
+        """How many frames there will be, as far as that is known."""
+        ...
+
+    def sound(self, fit: Fit) -> Sound | None:
+        """The AUDIO beside the frames; None: there is none."""
+        ...
+
+
+def source_of(video: Input.Video) -> Source:
+    """Look at a VIDEO.
+
+    Args:
+        video: A file, with the window that it is trimmed to, or tensors.
+
+    Returns:
+        Its frames, which are read when they are asked for.
+
+    Raises:
+        OSError: The file is missing, or may not be read.
+        ValueError: It is no video.
+    """
+    if type(video).get_stream_source is Input.Video.get_stream_source:
+        return _Tensors(video)
+    return _File(video)
+
+
+def shape_of(size: tuple[int, int], width: int, height: int) -> tuple[int, int] | None:
+    """Height and width that a user asks for.
+
+    Args:
+        size: Height and width of the video.
+        width: What is wanted; 0: by the other one and the shape of the video.
+        height: Likewise.
+
+    Returns:
+        Height and width; None where both are 0.
+    """
+    if not width and not height:
+        return None
+    own_height, own_width = size
+    return (
+        height or max(1, round(own_height * width / own_width)),
+        width or max(1, round(own_width * height / own_height)),
+    )
+
+
+def as_images(piece: Tensor) -> Tensor:
+    """`[1, C, t, H, W]`, uint8 or float in [-1, 1], as an IMAGE `[t, H, W, C]`."""
+    unit = piece.float() / 255 if piece.dtype == torch.uint8 else (piece + 1) / 2
+    return unit[0].movedim(0, -1)
+
+
+def with_channels(piece: Tensor, channels: int) -> Tensor:
+    """`[1, C, t, H, W]` with the channels that a VAE takes; an alpha that is lacking is opaque."""
+    if piece.shape[1] >= channels:
+        return piece[:, :channels]
+    opaque = torch.full_like(piece[:, :1], 255 if piece.dtype == torch.uint8 else 1)
+    return torch.cat([piece, opaque], dim=1)
+
+
+class _File:
+    """A file, by its path or in memory."""
+
+    def __init__(self, video: Input.Video) -> None:
+        self._source: str | BinaryIO = video.get_stream_source()
+        start, duration = video.get_active_trim_window()
+        self._start, self._duration = start, duration or None
+        self._file: VideoFile = read_video(self._source)
+        self.fps = self._file.fps
+        self.size = self._file.height, self._file.width
+
+    def pieces(self, fit: Fit) -> Iterator[Tensor]:
+        return self._file.pieces(
+            multiple=fit.multiple,
+            frames=_FRAMES,
+            fps=fit.fps,
+            size=fit.size,
+            start=self._start,
+            duration=self._duration,
+            limit=fit.limit,
+        )
+
+    def estimate(self, fit: Fit) -> int | None:
+        return self._file.estimate(
+            fps=fit.fps, start=self._start, duration=self._duration, limit=fit.limit
+        )
+
+    def sound(self, fit: Fit) -> Sound | None:
+        lengths = [each for each in (self._duration, fit.seconds(self.fps)) if each is not None]
+        begin = self._file.origin + Fraction(self._start)
+        end = begin + Fraction(min(lengths)) if lengths else None
+        if not isinstance(self._source, str):
+            self._source.seek(0)
+        return _read_sound(self._source, begin, end)
+
+
+class _Tensors:
+    """An IMAGE with a frame rate, and sound perhaps."""
+
+    def __init__(self, video: Input.Video) -> None:
+        components = video.get_components()
+        self._images: Tensor = components.images
+        self._audio: Sound | None = components.audio
+        if self._images.ndim != 4 or not self._images.numel():
+            raise ValueError(f"its images are {list(self._images.shape)}; expected [N, H, W, C]")
+        self.fps = Fraction(components.frame_rate)
+        self.size = tuple(self._images.shape[1:3])
+
+    def pieces(self, fit: Fit) -> Iterator[Tensor]:
+        height, width = (side - side % fit.multiple for side in fit.size or self.size)
+        if not height or not width:
+            wanted = f" and the wanted size is {fit.size[1]}x{fit.size[0]}" if fit.size else ""
+            raise ValueError(
+                f"it is {self.size[1]}x{self.size[0]}{wanted}; "
+                f"expected at least {fit.multiple}x{fit.multiple}"
+            )
+        return self._cut(fit, height, width)
+
+    def _cut(self, fit: Fit, height: int, width: int) -> Iterator[Tensor]:
+        count = self.estimate(fit)
+        for at in range(0, count, _FRAMES):
+            shown = range(at, min(at + _FRAMES, count))
+            images = self._images[[self._shown(index, fit) for index in shown]]
+            frames = images.movedim(-1, 1).float()
+            if fit.size is not None and fit.size != self.size:
+                method = "area" if fit.size[0] < self.size[0] else "lanczos"
+                frames = comfy.utils.common_upscale(frames, *fit.size[::-1], method, "center")
+            top, left = (frames.shape[2] - height) // 2, (frames.shape[3] - width) // 2
+            frames = frames[:, :, top : top + height, left : left + width]
+            yield (frames * 2 - 1).movedim(0, 1).unsqueeze(0)
+
+    def _shown(self, index: int, fit: Fit) -> int:
+        """The frame nearest in time, the earlier of two, as in a file."""
+        if fit.fps is None:
+            return index
+        nearest = math.ceil(index * self.fps / fit.fps - Fraction(1, 2))
+        return min(nearest, len(self._images) - 1)
+
+    def estimate(self, fit: Fit) -> int:
+        count = len(self._images)
+        if fit.fps is not None:
+            count = max(1, math.ceil(count * fit.fps / self.fps))
+        return count if fit.limit is None else min(count, fit.limit)
+
+    def sound(self, fit: Fit) -> Sound | None:
+        seconds = fit.seconds(self.fps)
+        if self._audio is None or seconds is None:
+            return self._audio
+        rate = int(self._audio["sample_rate"])
+        return self._audio | {"waveform": self._audio["waveform"][..., : round(seconds * rate)]}
+
+
+def _read_sound(source: str | BinaryIO, begin: Fraction, end: Fraction | None) -> Sound | None:
+    """The AUDIO of a file from one moment to another, by the clock of the file."""
+    with open_media(source) as container:
+        # What FFmpeg cannot decode has no context. ComfyUI takes the last of the others, too.
+        streams = [each for each in container.streams.audio if each.codec_context and each.rate]
+        if not streams:
+            return None
+        stream = streams[-1]
+        rate = stream.rate
+        length = None if end is None else round((end - begin) * rate)
+        blocks = [torch.zeros(stream.channels, 0)]
+        at = 0
+        try:
+            if begin > 0:
+                container.seek(int(begin * av.time_base))
+            for place, block in _blocks(container.decode(stream), rate):
+                if len(blocks) == 1:
+                    at = place - round(begin * rate)
+                    # Sound that begins late stays where it is.
+                    blocks.append(torch.zeros(len(block), max(0, at)))
+                blocks.append(block[:, max(0, -at) :])
+                at += block.shape[1]
+                if length is not None and at >= length:
+                    break
+        except av.error.FFmpegError as error:
+            _logger.warning(
+                "Fast Video VAE: the sound is broken after %.2f s: %s", at / rate, error
+            )
+    waveform = torch.cat(blocks[1:] or blocks, dim=1)
+    return {"waveform": waveform[:, :length].unsqueeze(0), "sample_rate": rate}
+
+
+def _blocks(frames: Iterator[av.AudioFrame], rate: int) -> Iterator[tuple[int, Tensor]]:
+    """Sound `[channels, n]` float32 and its place in samples, of which the first one counts."""
+    resampler = av.AudioResampler(format="fltp")
+    for frame in frames:
+        for part in resampler.resample(frame):
+            seconds = 0 if part.pts is None else part.pts * part.time_base
+            yield round(seconds * rate), torch.from_numpy(part.to_ndarray())

@@ -1,0 +1,58 @@
+"""The node between a VAE and the nodes of ComfyUI-WanVideoWrapper."""
+
+import comfy.sd
+from comfy_api.latest import io
+
+from ..host.input_checks import checked
+from ..host.lazy import Later
+
+comfy_vae, swap, wanvae = (
+    Later("nodes.vae.comfy_vae"),
+    Later("nodes.vae.accelerate"),
+    Later("nodes.wan_wrapper.wanvae"),
+)
+
+
+class ToWanVideoWrapper(io.ComfyNode):
+    """Make a VAE one that ComfyUI-WanVideoWrapper's nodes take."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node, as ComfyUI shows it."""
+        return io.Schema(
+            node_id="FastVAE_ToWanVideoWrapper",
+            display_name="To WANVAE (Fast)",
+            category="Fast VAE",
+            description="Takes the VAE of Wan 2.1 or Wan 2.2 and gives the fast one to the nodes "
+            "of ComfyUI-WanVideoWrapper, in the place of WanVideo VAE Loader: the same weights, "
+            "never cut into tiles.",
+            search_aliases=["wanvideo vae loader", "wan video wrapper vae", "wanvae"],
+            inputs=[
+                io.Vae.Input(
+                    "vae",
+                    tooltip="A fast VAE, or one from any other loader. It stays as it is; the "
+                    "weights are shared.",
+                )
+            ],
+            outputs=[io.Custom("WANVAE").Output(display_name="WANVAE")],
+        )
+
+    @classmethod
+    @checked
+    def execute(cls, vae: object) -> io.NodeOutput:
+        """Wrap it; accelerate it first, where it is not fast."""
+        if not isinstance(vae, comfy.sd.VAE):
+            raise ValueError(f"vae: it is a {type(vae).__name__}; expected a VAE")
+        try:
+            fast = (
+                vae if isinstance(vae, comfy_vae.FastVAE) else swap.accelerate(vae, swap.Choice())
+            )
+            if not isinstance(fast, comfy_vae.FastVAE):
+                network = type(vae.first_stage_model).__name__
+                raise ValueError(
+                    f"it is a {type(vae).__name__} of {network}, which is not accelerated, as the "
+                    "log says; expected a VAE of Wan 2.1 or Wan 2.2"
+                )
+            return io.NodeOutput(wanvae.WanVideoWrapperVAE(fast))
+        except ValueError as error:
+            raise ValueError(f"vae: {error}") from None

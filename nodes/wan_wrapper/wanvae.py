@@ -1,0 +1,353 @@
+"""Our VAE for the nodes of ComfyUI-WanVideoWrapper, which have a type of their own: WANVAE.
+
+They ask of such an object what is public here, and nothing else: read off every place where that
+pack touches one, in its source of May 2026, and in older ones what it asked for before.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import comfy.model_management
+import torch
+from torch import Tensor
+
+from ...vae import SEEDVR2
+from ..host.oom import Way, give_back, in_turn, kept
+from ..host.progress import Progress
+from ..vae.comfy_vae import FastVAE
+from ..vae.first_stage import FastVideoVAE
+
+# Latent channels and spatial compression of Wan 2.1 and Wan 2.2: what the wrapper's models know.
+_KNOWN = {(16, 8), (48, 16)}
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_HOST = torch.device("cpu")
+
+# Where the logarithm of the variance is cut off, as in Wan's own code, before it is drawn from.
+_LOG_VARIANCE = (-30.0, 20.0)
+
+
+class WanVideoWrapperVAE:
+    """A `FastVAE` with the methods of ComfyUI-WanVideoWrapper's VAE.
+
+    The network, its weights and its patches are those of the `FastVAE`, and so is its place in
+    ComfyUI's memory: see `to`.
+
+    Args:
+        vae: Of Wan 2.1 or Wan 2.2, with frames of three channels.
+
+    Raises:
+        ValueError: It is another VAE.
+    """
+
+    def __init__(self, vae: FastVAE) -> None:
+        config = vae.first_stage_model.config
+        known = (config.latent_channels, config.spatial_compression) in _KNOWN
+        if config.family == SEEDVR2 or not known or config.image_channels != 3:
+            raise ValueError(
+                f"it is one of {config.family} with {config.latent_channels} latent channels and "
+                f"{config.image_channels} of a frame; expected Wan 2.1's (16, 3) or 2.2's (48, 3)"
+            )
+        self._vae = vae
+        self._dtype: torch.dtype | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What callers cast frames and latents to before they hand them in."""
+        return self._dtype or self._vae.vae_dtype
+
+    @property
+    def upsampling_factor(self) -> int:
+        """Pixels per latent, in height and in width: 8, or 16 of Wan 2.2."""
+        return self._network.config.spatial_compression
+
+    @property
+    def model(self) -> "WanVideoWrapperVAE":
+        """Itself: callers say `vae.model.to(device)` and `vae.model.clear_cache()`."""
+        return self
+
+    def clear_cache(self) -> None:
+        """Do nothing, for callers of older versions: no frames are kept between calls."""
+
+    def to(
+        self,
+        device: torch.device | str | torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        non_blocking: bool = False,
+    ) -> "WanVideoWrapperVAE":
+        """Say where it is wanted, and in which dtype it shall compute from now on.
+
+        Args:
+            device: The device of the work: nothing is done until there is work. Another one: the
+                memory of the device of the work is given back.
+            dtype: float32, bfloat16 or float16.
+            non_blocking: Unused.
+
+        Returns:
+            This very object.
+
+        Raises:
+            ValueError: It cannot compute in that dtype.
+        """
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        if dtype is not None and dtype not in _DTYPES:
+            raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}")
+        self._dtype = dtype or self._dtype
+        # The weights move through ComfyUI alone. It keeps account of what is on the device, and
+        # would believe in weights that were moved behind its back: they have other users, such as
+        # ComfyUI's own nodes and patchers with other LoRAs. So they come when there is work, for
+        # which it is known how much memory to make free; and go as ComfyUI itself unloads them.
+        patcher = self._vae.patcher
+        if device is not None and torch.device(device).type != patcher.load_device.type:
+            comfy.model_management.unload_model_and_clones(patcher, all_devices=True)
+        return self
+
+    def encode(
+        self,
+        videos: Tensor | Sequence[Tensor],
+        device: torch.device | str,
+        tiled: bool = False,
+        end_: bool = False,
+        tile_size: Sequence[int] | None = None,
+        tile_stride: Sequence[int] | None = None,
+        pbar: bool = True,
+        sample: bool = False,
+    ) -> Tensor:
+        """Encode videos.
+
+        Args:
+            videos: `[B, C, T, H, W]`, or a list of `[C, T, H, W]` of one shape, in [-1, 1], on any
+                device. Rows and columns at the end that do not fill a latent are left out, and so
+                are frames.
+            device: Where the latents are wanted.
+            tiled: In exact tiles: the same result, for less memory.
+            end_: The last frame is a video by itself, and its latent the last one.
+            tile_size: Height and width of a tile in latents.
+            tile_stride: Unused: a tile has the halo that it needs.
+            pbar: Show the progress on the node.
+            sample: Draw from the posterior instead of taking its mean. As in the wrapper the noise
+                is of the spread that the posterior has before it is normalised.
+
+        Returns:
+            `[B, C_latent, t, h, w]`, normalised, float32.
+
+        Raises:
+            ValueError: The videos have another shape or dtype, or are not finite; or the VAE has no
+                encoder.
+        """
+        network = self._network
+        if network.encoder is None:
+            raise ValueError("the VAE has no encoder; only decoding works with it")
+        step = network.config.spatial_compression
+        frames = [_cropped(each, step) for each in _one_by_one(videos, "videos")]
+        for each in frames:
+            network.check_frames(each)
+        parts = [[network.whole_groups(part) for part in _parts(each, end_)] for each in frames]
+        go = functools.partial(self._encode, parts, torch.device(device), shown=pbar, sample=sample)
+        vae, lone = self._vae, parts[0][0].shape[2] == 1
+        ways = vae.ways(_tile(tile_size) if tiled else None, encode=True, lone=lone)
+        try:
+            return in_turn(vae.device, "an encode", ways, go)
+        finally:
+            give_back(vae.device)
+
+    def decode(
+        self,
+        hidden_states: Tensor | Sequence[Tensor],
+        device: torch.device | str,
+        tiled: bool = False,
+        end_: bool = False,
+        tile_size: Sequence[int] | None = (34, 34),
+        tile_stride: Sequence[int] | None = (18, 16),
+        pbar: bool = True,
+        output_device: torch.device | str | None = None,
+        output_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Decode latents.
+
+        Args:
+            hidden_states: `[B, C_latent, t, h, w]`, or a list of `[C_latent, t, h, w]` of one
+                shape, normalised, on any device.
+            device: Where the frames are wanted, in `dtype`.
+            tiled: In exact tiles: the same result, for less memory. The frames are wanted on the
+                host, in float32, as the wrapper's tiled decode gives them.
+            end_: The last latent is a video by itself, and its frame the last one.
+            tile_size: Height and width of a tile in latents.
+            tile_stride: Unused: a tile has the halo that it needs.
+            pbar: Show the progress on the node.
+            output_device: Where the frames are wanted, whatever else is said.
+            output_dtype: And their dtype.
+
+        Returns:
+            `[B, C, T, H, W]` in about [-1, 1], not clamped; in memory `[B, T, H, W, C]`, so that
+            the IMAGE that callers make of it is contiguous. Should there be no memory for it on
+            `device`, it is on the host.
+
+        Raises:
+            ValueError: The latents have another shape or dtype, or are not finite.
+        """
+        network = self._network
+        latents = _one_by_one(hidden_states, "hidden_states")
+        for each in latents:
+            network.check_latent(each)
+        parts = [_parts(each, end_) for each in latents]
+        place = torch.device(output_device or (_HOST if tiled else device))
+        dtype = output_dtype or (torch.float32 if tiled else self.dtype)
+        go = functools.partial(
+            self._decode, parts, dtype=dtype, tile=_tile(tile_size) if tiled else None, shown=pbar
+        )
+        # Most callers take the frames to the host at once; the work needs the room that they leave.
+        homes = [place, torch.device(output_device or _HOST)]
+        ways = [Way(""), Way("with the frames on the host")]
+        try:
+            return in_turn(
+                self._vae.device, "a decode", ways, lambda way: go(homes[ways.index(way)])
+            )
+        finally:
+            give_back(self._vae.device)
+
+    @property
+    def _network(self) -> FastVideoVAE:
+        return self._vae.first_stage_model
+
+    def _encode(
+        self,
+        parts: list[list[Tensor]],
+        device: torch.device,
+        way: Way,
+        *,
+        shown: bool,
+        sample: bool,
+    ) -> Tensor:
+        """Encode videos of frames `[1, C, T, H, W]`, each part with a cache of its own."""
+        network, vae = self._network, self._vae
+        shape = parts[0][0].shape
+        vae.load(vae.memory_used_encode(shape, vae.vae_dtype, way), way=way)
+        config = network.config
+        count = sum(config.latent_frames(part.shape[2]) for part in parts[0])
+        height, width = (each // config.spatial_compression for each in shape[3:])
+        size = (len(parts), config.latent_channels, count, height, width)
+        with kept():
+            latents = torch.empty(size, dtype=torch.float32, device=device)
+        passed = _counter(len(parts) * count, shown=shown)
+        with _posterior(network) if sample else contextlib.nullcontext():
+            for row, video in zip(latents.split(1), parts, strict=True):
+                done = 0
+                for latent in self._latents(video, way, sample=sample):
+                    row[:, :, done : done + latent.shape[2]] = latent
+                    done += latent.shape[2]
+                    passed(latent.shape[2])
+        return latents
+
+    def _latents(self, parts: list[Tensor], way: Way, *, sample: bool) -> Iterator[Tensor]:
+        """Stream the normalised latents of one video, float32."""
+        network = self._network
+        for part in parts:
+            for piece in network.mean_stream(
+                part,
+                network.chunk,
+                self._dtype,
+                way.limit_bytes,
+                way.tile,
+                self._vae.free_others,
+            ):
+                yield _drawn(network, piece) if sample else network.normalize(piece.float())
+
+    def _decode(
+        self,
+        parts: list[tuple[Tensor, ...]],
+        device: torch.device,
+        *,
+        dtype: torch.dtype,
+        tile: tuple[int, int] | None,
+        shown: bool,
+    ) -> Tensor:
+        """Decode videos of normalised `[1, C_latent, t, h, w]`, likewise."""
+        network, vae = self._network, self._vae
+        shape = parts[0][0].shape
+        counts = [network.config.frames(part.shape[2]) for part in parts[0]]
+        _, channels, _, height, width = network.config.decoded_shape(shape)
+        size = (len(parts), sum(counts), height, width, channels)
+        room = 0 if device.type == "cpu" else math.prod(size) * dtype.itemsize
+        (way, *_) = vae.ways(tile, lone=shape[2] == 1)
+        vae.load(room + vae.memory_used_decode(shape, vae.vae_dtype, way))
+        with kept():
+            frames = torch.empty(size, dtype=dtype, device=device).movedim(-1, 1)
+        passed = _counter(len(parts) * sum(counts), shown=shown)
+        for row, video in zip(frames.split(1), parts, strict=True):
+            for out, part in zip(row.split(counts, dim=2), video, strict=True):
+                latent = network.denormalize(part.float())
+                for piece in vae.decode_pieces(latent, dtype=self._dtype, tile=tile, out=out):
+                    passed(piece.shape[2])
+        return frames
+
+
+@contextlib.contextmanager
+def _posterior(network: FastVideoVAE) -> Iterator[None]:
+    """The encoder's last layer gives mean and log variance, one behind the other, for a while."""
+    handle = network.conv1.register_forward_hook(lambda conv, inputs, _: conv.forward(inputs[0]))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _drawn(network: FastVideoVAE, moments: Tensor) -> Tensor:
+    """Draw normalised latents from means and log variances, `[1, 2 * C_latent, t, h, w]`."""
+    mean, log_variance = moments.float().chunk(2, dim=1)
+    spread = (log_variance.clamp(*_LOG_VARIANCE) / 2).exp()
+    noise = torch.randn(spread.shape, device=spread.device)  # for a seed the wrapper's numbers
+    return network.normalize(mean) + spread * noise
+
+
+def _tile(size: Sequence[int] | None) -> tuple[int, int] | None:
+    """Height and width of a tile in latents; None where none was named."""
+    return None if size is None else (int(size[0]), int(size[1]))
+
+
+def _one_by_one(videos: object, name: str) -> list[Tensor]:
+    """The videos of a batch or list, as `[1, C, T, H, W]` each."""
+    if isinstance(videos, Tensor) and videos.ndim == 5:
+        batch = list(videos.split(1))
+    elif isinstance(videos, list | tuple) and all(
+        isinstance(each, Tensor) and each.ndim == 4 for each in videos
+    ):
+        batch = [each.unsqueeze(0) for each in videos]
+    else:
+        shape = list(videos.shape) if isinstance(videos, Tensor) else f"a {type(videos).__name__}"
+        raise ValueError(
+            f"{name} is {shape}; expected a tensor [B, C, T, H, W] or a list of [C, T, H, W]"
+        )
+    if not batch:
+        raise ValueError(f"{name} is empty; expected one video or more")
+    for index, each in enumerate(batch):
+        if each.shape != batch[0].shape:
+            raise ValueError(
+                f"{name}[{index}] is {list(each.shape[1:])}; expected {list(batch[0].shape[1:])} "
+                "as the first"
+            )
+    return batch
+
+
+def _cropped(frames: Tensor, step: int) -> Tensor:
+    """Leave out the rows and columns at the end that do not fill a latent: so does the wrapper."""
+    height, width = frames.shape[3:]
+    return frames[..., : height - height % step, : width - width % step]
+
+
+def _parts(video: Tensor, end_: bool) -> tuple[Tensor, ...]:
+    """What has a cache of its own: all, or all but the last frame or latent, and that one."""
+    if not end_ or video.shape[2] < 2:
+        return (video,)
+    return video[:, :, :-1], video[:, :, -1:]
+
+
+def _counter(total: int, *, shown: bool) -> Callable[[int], None]:
+    """What counts frames or latents as they pass, shown or not; it stops when the user says so."""
+    if shown:
+        return Progress(total).passed
+    return lambda _: comfy.model_management.throw_exception_if_processing_interrupted()

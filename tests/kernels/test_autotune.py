@@ -1,0 +1,232 @@
+"""The trial of backends on a device: who is wrong or slow there does not serve."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fast_video_vae import kernels
+from fast_video_vae.kernels import autotune as trial
+from fast_video_vae.kernels import dispatch, measure, reference, use_backend
+from fast_video_vae.kernels import sample_inputs as examples
+from fast_video_vae.kernels.dispatch import Refusal
+from fast_video_vae.tests.kernels.cases import DTYPES, OPS, inputs, random, video
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def team(monkeypatch):
+    """Stand-ins `early` and `late` beside the reference, all of them the reference at first.
+
+    Their seconds are in `times`; what else they do is put into `does`.
+    """
+    times = {"early": 3.0, "late": 2.0, "reference": 1.0}
+    does, asked = {}, []
+
+    def stand_in(name):
+        def op(function):
+            def run(*args, **kwargs):
+                asked.append(name)
+                return does.get(name, function)(*args, **kwargs)
+
+            return run
+
+        return SimpleNamespace(**{name: op(getattr(reference, name)) for name in OPS})
+
+    order = ("early", "late", "reference")
+    for module in (dispatch, trial):
+        monkeypatch.setattr(module, "ORDER", order)
+    monkeypatch.setattr(
+        dispatch,
+        "_loaded",
+        {"early": stand_in("early"), "late": stand_in("late"), "reference": reference},
+    )
+    monkeypatch.setattr(dispatch, "_logged", set())
+    monkeypatch.setattr(trial, "_orders", {})
+    monkeypatch.setattr(
+        measure, "seconds", lambda calls, *_, **__: {name: times[name] for name in calls}
+    )
+    return SimpleNamespace(times=times, does=does, asked=asked)
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that says so."""
+
+    is_cuda = True
+    device = torch.device("cuda", 0)
+
+
+def order(op="silu_mul", x=None, *others, **kwargs):
+    x = torch.ones(4, 16) if x is None else x
+    return trial.order(op, (x, *(others or (x,))), kwargs)
+
+
+def test_the_fastest_comes_first(team):
+    assert order() == ("reference", "late", "early")
+    team.times.update(early=0.5)
+    assert order() == ("reference", "late", "early")  # measured once
+    trial._orders.clear()
+    assert order() == ("early", "reference", "late")
+
+
+def test_who_is_wrong_does_not_serve_and_is_told_once(team, caplog):
+    team.does["early"] = lambda x, gate: reference.silu_mul(x, gate) + 0.1
+    with caplog.at_level(logging.WARNING):
+        assert order() == ("reference", "late")
+        assert order(x=torch.ones(4, 8)) == ("reference", "late")
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "early computes silu_mul wrongly on cpu" in line
+
+
+def test_a_wrong_tail_is_wrong(team):
+    def forgets(x, gamma, *, tail, **options):
+        return reference.rms_norm_silu(x, gamma, tail=tail.clone(), **options)
+
+    team.does["early"] = forgets
+    x, tail = video(1, 16, 2, 4, 4), video(1, 16, 2, 4, 4, seed=1)
+    before = tail.clone()
+    kwargs = {"silu": True, "bias": None, "tail": tail, "out": None}
+    assert trial.order("rms_norm_silu", (x, random(16)), kwargs) == ("reference", "late")
+    assert torch.equal(tail, before)  # the caller's numbers are nobody's to try with
+
+
+def test_who_refuses_or_writes_nan_does_not_serve(team):
+    def refuses(*_, **__):
+        raise Refusal("no")
+
+    team.does.update(early=refuses, late=lambda x, gate: x * float("nan") + gate)
+    assert order() == ("reference",)
+
+
+def test_a_trial_chooses_nobody(team):
+    """What a user has switched off is not switched on by being tried."""
+
+    def refuses_unless_chosen(x, gate):
+        if dispatch.forced() is None:
+            raise Refusal("it is switched off")
+        return reference.silu_mul(x, gate)
+
+    team.does["early"] = refuses_unless_chosen
+    assert order() == ("reference", "late")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rounding_is_not_wrong(team, dtype):
+    team.does["early"] = lambda x, gate: (
+        reference.silu_mul(x, gate) * (1 + torch.finfo(dtype).eps)
+    ).to(dtype)
+    x = torch.ones(4, 16, dtype=dtype)
+    assert "early" in order("silu_mul", x)
+
+
+def test_kinds_of_calls_are_tried_apart_and_sizes_are_not(team):
+    order(x=torch.ones(4, 16))
+    tries = len(team.asked)
+    order(x=torch.ones(400, 16))
+    assert len(team.asked) == tries
+    for x in (torch.ones(4, 32), torch.ones(4, 16).half(), torch.ones(1 << 18, 16)):
+        before = len(team.asked)
+        order(x=x)
+        assert len(team.asked) > before
+
+
+def test_no_memory_for_a_trial_leaves_the_reference_for_that_call_alone(team):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("full")
+
+    team.does["early"] = full
+    assert order() == ("reference",)
+    del team.does["early"]
+    assert set(order()) == {"early", "reference", "late"}
+
+
+def test_exact_and_inference_mode_of_the_first_caller_decide_nothing(team):
+    def fast_alone(x, gate):
+        dispatch.refuse_unless_exact(exact=False)
+        assert not torch.is_inference_mode_enabled()
+        return reference.silu_mul(x, gate)
+
+    team.does["early"] = fast_alone
+    team.times["early"] = 0.1
+    with kernels.use_quality("exact"), torch.inference_mode():
+        assert order() == ("early", "reference", "late")
+
+
+def test_a_graph_that_records_is_not_disturbed(team, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    x = torch.ones(4, 16).as_subclass(OnGPU)
+    assert trial.order("silu_mul", (x, x), {}) == ("reference",)
+    assert not team.asked
+    assert not trial._orders
+
+
+def test_a_call_on_a_gpu_goes_by_the_trial(team, monkeypatch):
+    x = torch.ones(4, 16).as_subclass(OnGPU)
+    monkeypatch.setattr(trial, "order", lambda *_: ("late", "reference"))
+    dispatch.run("silu_mul", x, x)
+    assert team.asked == ["late"]
+    with use_backend("early"):
+        dispatch.run("silu_mul", x, x)
+    assert team.asked == ["late", "early"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", OPS)
+def test_an_example_is_like_the_call_but_for_its_size(op, dtype):
+    args, kwargs = inputs(op, dtype)
+    given = examples.names(getattr(reference, op), args, kwargs)
+    made = examples.call(op, (4, 7, 9), dtype, CPU, given)
+    assert getattr(kernels, op)(**made) is not None
+    for name, value in made.items():
+        wanted = given.get(name)
+        if isinstance(value, torch.Tensor) and isinstance(wanted, torch.Tensor):
+            channels = 1 if value.ndim == 5 else -1
+            assert (value.ndim == 5) == (wanted.ndim == 5), name
+            assert value.shape[channels] == wanted.shape[channels], name
+        elif name in given:
+            assert value == wanted, name
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_an_example_has_statistics_where_the_call_has(dtype):
+    args, kwargs = inputs("group_norm_silu", dtype)
+    for statistics in (None, kernels.group_norm_statistics(args[0], 4)):
+        given = examples.names(reference.group_norm_silu, args, kwargs | {"statistics": statistics})
+        made = examples.call("group_norm_silu", (4, 7, 9), dtype, CPU, given)
+        assert (made["statistics"] is None) == (statistics is None)
+        assert kernels.group_norm_silu(**made).isfinite().all()
+    assert examples.call("group_norm_silu", (4, 7, 9), dtype, CPU)["statistics"] is None
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_example_is_the_same_each_time_and_leaves_the_generator_alone(op):
+    state = torch.get_rng_state()
+    first, second = (examples.call(op, (2, 4, 6), torch.bfloat16, CPU) for _ in range(2))
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        same = torch.equal(value, second[name]) if isinstance(value, torch.Tensor) else None
+        assert same or value == second[name]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_moved_bytes_count_each_argument_and_result_once():
+    x = random(10, 96, dtype=torch.bfloat16)
+    arguments = {"x": x, "gate": x, "out": None}
+    assert examples.moved_bytes(arguments, x) == 3 * 10 * 96 * 2
+    arguments = examples.call("rms_norm_silu", (2, 4, 4), torch.bfloat16, CPU)
+    y = kernels.rms_norm_silu(**arguments)
+    pixels = 2 * 16 + 2 * 16 + 4 * 16 + 2 * 16  # in, tail in, out, tail out
+    assert examples.moved_bytes(arguments, y) == pixels * 96 * 2 + 2 * 96 * 4
+
+
+def test_seconds_are_of_one_call_after_a_first():
+    calls = []
+    times = measure.seconds(
+        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, CPU, launches=True
+    )
+    assert set(times) == {"a", "b"}
+    assert all(0 < value < 0.01 for value in times.values())
+    assert calls[:2] == ["a", "b"]
+    assert calls.count("a") == calls.count("b") == 1 + measure._ROUNDS * measure._CALLS

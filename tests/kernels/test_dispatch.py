@@ -1,0 +1,226 @@
+"""Who is asked, in which order, and what is said where nobody takes a call."""
+
+import logging
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fast_video_vae import kernels
+from fast_video_vae.kernels import BackendError, dispatch, use_backend, use_quality
+from fast_video_vae.kernels.dispatch import ORDER, Refusal, log_once, refuse_unless_exact
+from fast_video_vae.tests.kernels.cases import DTYPES, OPS, SERVED, inputs, random, video
+
+
+@pytest.fixture
+def team(monkeypatch):
+    """Two stand-ins: `first` takes positive numbers, in fast quality; `second` even ones."""
+    asked = []
+
+    def first(x, *, by=1):
+        asked.append("first")
+        refuse_unless_exact(exact=False)
+        if x <= 0:
+            raise Refusal(f"x is {x}")
+        return "first", x * by
+
+    def second(x, *, by=1):
+        asked.append("second")
+        if x % 2:
+            raise Refusal("x is odd")
+        return "second", x * by
+
+    monkeypatch.setattr(dispatch, "ORDER", ("first", "second"))
+    monkeypatch.setattr(
+        dispatch,
+        "_loaded",
+        {"first": SimpleNamespace(op=first), "second": SimpleNamespace(op=second, other=second)},
+    )
+    return asked
+
+
+def test_the_first_that_takes_a_call_serves_it(team):
+    assert dispatch.run("op", 3, by=2) == ("first", 6)
+    assert team == ["first"]
+    assert dispatch.run("op", -2) == ("second", -2)
+    assert team == ["first", "first", "second"]
+
+
+def test_a_kernel_is_none_of_the_reference(team, monkeypatch):
+    monkeypatch.setattr(dispatch, "ORDER", ("first", "reference"))
+    assert dispatch.run_kernel("op", 3, by=2) == ("first", 6)
+    assert dispatch.run_kernel("op", -2) is None
+    assert team == ["first", "first"]
+
+
+def test_a_backend_without_the_op_is_passed_by(team):
+    assert dispatch.run("other", 2) == ("second", 2)
+
+
+def test_every_reason_is_told_in_one_line(team):
+    with pytest.raises(BackendError) as caught:
+        dispatch.run("op", -1)
+    assert str(caught.value) == "no backend takes this op (first: x is -1; second: x is odd)"
+    with pytest.raises(BackendError) as caught:
+        dispatch.run("other", 1)
+    reasons = "first: it has no such op; second: x is odd"
+    assert str(caught.value) == f"no backend takes this other ({reasons})"
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_chosen_backend_never_falls_back(team):
+    with use_backend("first"), pytest.raises(BackendError, match="first: x is -2"):
+        dispatch.run("op", -2)
+    with use_backend("second"):
+        assert dispatch.run("op", 2) == ("second", 2)
+    assert team == ["first", "second"]
+
+
+def test_asking_one_backend_is_no_choice_of_it(team):
+    assert dispatch.ask("second", "op", 2) == ("second", 2)
+    with pytest.raises(Refusal, match="x is odd"):
+        dispatch.ask("second", "op", 1)
+    assert dispatch.forced() is None
+    with use_backend("second"):
+        assert dispatch.forced() == "second"
+
+
+def test_the_choice_ends_with_its_block(team):
+    with use_backend("second"):
+        with use_backend("first"):
+            assert dispatch.run("op", 2) == ("first", 2)
+        assert dispatch.run("op", 2) == ("second", 2)
+        with pytest.raises(RuntimeError, match="inside"), use_backend("first"):
+            raise RuntimeError("inside")
+        assert dispatch.run("op", 2) == ("second", 2)
+    assert dispatch.run("op", 2) == ("first", 2)
+
+
+def test_other_threads_choose_for_themselves(team):
+    served = []
+
+    def work():
+        served.append(dispatch.run("op", 2)[0])
+        with use_backend("first"), use_quality("fast"):
+            served.append(dispatch.run("op", 2)[0])
+
+    with use_backend("second"), use_quality("exact"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert dispatch.run("op", 2)[0] == "second"
+    assert served == ["first", "first"]
+
+
+def test_exact_passes_by_who_rounds_otherwise(team):
+    with use_quality("exact"):
+        assert dispatch.run("op", 2) == ("second", 2)
+        with pytest.raises(BackendError, match=r"first: it rounds otherwise.*second: x is odd"):
+            dispatch.run("op", 3)
+        with use_quality("fast"):
+            assert dispatch.run("op", 3) == ("first", 3)
+    assert dispatch.run("op", 3) == ("first", 3)
+
+
+def test_unknown_names_are_told_with_the_known_ones():
+    known = "triton, cuda, native, reference"
+    with pytest.raises(ValueError, match=f"backend is 'metal'; expected one of {known}"):
+        use_backend("metal").__enter__()
+    with pytest.raises(ValueError, match="quality is 'best'; expected one of fast, exact"):
+        use_quality("best").__enter__()
+
+
+def test_errors_of_a_backend_are_not_refusals(monkeypatch):
+    def breaks():
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(dispatch, "ORDER", ("broken", "reference"))
+    monkeypatch.setattr(dispatch, "_loaded", {"broken": SimpleNamespace(op=breaks)})
+    with pytest.raises(RuntimeError, match="out of memory"):
+        dispatch.run("op")
+
+
+def test_a_missing_backend_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "_logged", set())
+    with caplog.at_level(logging.WARNING):
+        for message in ("no compiler", "no compiler", "no driver"):
+            log_once(message)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Fast Video VAE: no compiler", "Fast Video VAE: no driver",
+    ]  # fmt: skip
+
+
+def test_every_backend_has_a_module():
+    assert set(dispatch._MODULES) == set(ORDER)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("op", OPS)
+def test_a_backend_serves_what_it_should_and_refuses_the_rest(backend, op, dtype):
+    args, keywords = inputs(op, dtype)
+    if (backend, op, dtype) in SERVED:
+        assert getattr(kernels, op)(*args, **keywords) is not None
+    else:
+        with pytest.raises(BackendError, match=f"no backend takes this {op} \\({backend}: .+\\)$"):
+            getattr(kernels, op)(*args, **keywords)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("op", OPS)
+def test_exact_has_the_bits_of_the_reference(op, dtype):
+    with use_backend("reference"):
+        args, keywords = inputs(op, dtype)
+        expected, tail = getattr(kernels, op)(*args, **keywords), keywords.get("tail")
+    with use_quality("exact"):
+        args, keywords = inputs(op, dtype)
+        actual = getattr(kernels, op)(*args, **keywords)
+    assert torch.equal(actual, expected)
+    assert tail is None or torch.equal(keywords["tail"], tail)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels", [1, 3, 8, 15, 17, 33, 96, 160])
+def test_exact_has_those_bits_in_vectors_and_behind_them(channels, dtype):
+    """Numbers of many magnitudes, so that another order of a sum has other bits."""
+    magnitudes = 2.0 ** random(2, channels, 3, 9, 7, seed=3).mul_(3).round_()
+    x = (video(2, channels, 3, 9, 7) * magnitudes).to(dtype)
+    wide = torch.cat([x, x.flip(2), x.flip(3), x.flip(4)], dim=1).contiguous(
+        memory_format=torch.channels_last_3d
+    )
+    source = video(2, 2 * channels, 3, 8, 6, dtype=dtype, seed=1)
+    bias, other = random(2, channels, seed=2) * 8
+
+    def results():
+        yield kernels.bias_residual(x, bias, x.flip(0), other)
+        yield kernels.bias_residual(x, None, x.flip(0), other)
+        yield kernels.merge_phases(wide)
+        yield kernels.merge_phases(wide, source)
+        yield kernels.merge_phases(wide, bias=bias)
+        yield kernels.merge_phases(wide, source, bias=bias)
+        yield kernels.interleave_time(wide, 2)
+        yield kernels.pixel_shuffle_3d(wide, (2, 1, 2), "hwtc", skip=1)
+        yield kernels.average_down(x[:, :, :, :8, :6], channels, times=2, size=2)
+        yield kernels.frames_to_images(wide, patch=2, order="ctwh")
+        yield kernels.frames_to_images(wide, patch=2, dtype=torch.uint8)
+        yield kernels.rms_norm_silu(x, bias)
+        yield kernels.group_norm_silu(x, bias, other, 1)
+        yield kernels.group_norm_statistics(x, 1)
+
+    with use_backend("reference"):
+        expected = list(results())
+    with use_quality("exact"):
+        actual = list(results())
+    for n, pair in enumerate(zip(actual, expected, strict=True)):
+        assert torch.equal(*pair), n
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_autograd_records_has_a_gradient_whoever_is_there(op):
+    args, keywords = inputs(op, torch.float32)
+    args = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+    args[0].requires_grad_()
+    y = getattr(kernels, op)(*args, **keywords)
+    y.square().sum().backward()
+    assert args[0].grad.isfinite().all()
+    assert args[0].grad.any()

@@ -1,0 +1,89 @@
+"""What is done once before kernels run is noted, with its time, however it ends."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from fast_video_vae.kernels import autotune as trial
+from fast_video_vae.kernels import build, preparing
+from fast_video_vae.kernels import warmup_log as preparations
+from fast_video_vae.kernels.dispatch import Refusal
+
+
+def noted(before):
+    """What was noted since."""
+    return preparations()[len(before) :]
+
+
+def test_what_is_prepared_is_noted_with_its_time_and_thread():
+    before, start = preparations(), time.perf_counter()
+    with preparing("graph capture", "VAE"):
+        time.sleep(0.01)
+    (done,) = noted(before)
+    assert (done.kind, done.label) == ("graph capture", "VAE")
+    assert done.thread == threading.get_ident()
+    assert start <= done.start <= done.end - 0.01
+    assert done.end <= time.perf_counter()
+
+
+def test_what_fails_is_noted_too():
+    before = preparations()
+    with pytest.raises(OSError, match="full"), preparing("kernel build"):
+        raise OSError("full")
+    assert len(noted(before)) == 1
+
+
+class Slow(build.Library):
+    """A library that takes a while to build, and then is there or not."""
+
+    name = namespace = "fast_video_vae_never_registered"
+    title = "slow kernels"
+    minutes = "a moment"
+
+    def __init__(self, fails):
+        super().__init__()
+        self.fails = fails
+
+    def key(self):
+        return "0"
+
+    def _build(self, place, key):
+        time.sleep(0.01)
+        if self.fails:
+            raise build.Failure("the compiler failed", "update it")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_library_is_noted_when_it_is_built_and_never_again(fails, monkeypatch):
+    monkeypatch.setattr(build.sys, "platform", "linux")
+    monkeypatch.setattr(build, "_loads", lambda place: False)
+    library, before = Slow(fails), preparations()
+    for _ in range(2):
+        if fails:
+            with pytest.raises(Refusal, match="the compiler failed"):
+                library.load()
+        else:
+            library.load()
+    (done,) = noted(before)
+    assert (done.kind, done.label) == ("kernel build", "slow kernels")
+    assert done.end - done.start >= 0.01
+
+
+def test_a_library_that_is_found_is_not_noted(monkeypatch):
+    monkeypatch.setattr(build.sys, "platform", "linux")
+    monkeypatch.setattr(build, "_loads", lambda place: True)
+    before = preparations()
+    Slow(False).load()
+    assert not noted(before)
+
+
+def test_the_trial_of_a_kind_of_call_is_noted_once(monkeypatch):
+    monkeypatch.setattr(trial, "_orders", {})
+    monkeypatch.setattr(trial, "_tried", lambda op, x, given: ("reference",))
+    x, before = torch.ones(1, 8, 1, 2, 2), preparations()
+    for _ in range(2):
+        assert trial.order("rms_norm_silu", [x, torch.ones(8)], {}) == ("reference",)
+    (done,) = noted(before)
+    assert (done.kind, done.label) == ("kernel build", "trials")

@@ -1,0 +1,302 @@
+"""The benchmark node: both networks on the same weights, figures that are right, nothing left."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.nodes.server import Workflow
+from fast_video_vae.tests.nodes.vae.pairs import clip, fast_vae, latents, stock_vae
+from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.wan22 import random_wan22
+
+pytestmark = pytest.mark.comfyui
+
+SMALL = {"width": 48, "height": 32, "frames": 5, "rounds": 1}
+
+
+@pytest.fixture(scope="module")
+def state():
+    return random_state_dict(8)
+
+
+@pytest.fixture
+def _as_in_a_node(comfyui):
+    """ComfyUI runs nodes in inference mode."""
+    with torch.inference_mode():
+        yield
+
+
+in_process = pytest.mark.usefixtures("_as_in_a_node")
+
+
+def run(vae, **changed):
+    """Execute the node: chart, table, and what the JSON holds."""
+    from fast_video_vae.nodes.benchmark.nodes import Benchmark
+
+    inputs = {"task": "decode", **SMALL, "dtype": "auto"} | changed
+    node = Benchmark.PREPARE_CLASS_CLONE(None)
+    chart, table, text = node.execute(vae=vae, **inputs).args
+    return chart, table, json.loads(text)
+
+
+def results(content, task="decode"):
+    (found,) = [each for each in content["tasks"] if each["task"] == task]
+    return {each["name"]: each for each in found["results"]}
+
+
+@pytest.fixture(params=["stock", "fast"])
+def vae(request, state, tmp_path, _as_in_a_node):
+    """What comes from ComfyUI's loader, and from ours."""
+    return stock_vae(state) if request.param == "stock" else fast_vae(state, tmp_path)
+
+
+def test_both_networks_are_measured_and_agree(vae):
+    chart, table, content = run(vae, task="both", rounds=2, dtype="fp32")
+    assert chart.shape == (1, 640, 1024, 3)
+    assert (chart.min() >= 0, chart.max() <= 1) == (True, True)
+    assert len(chart.flatten(0, 2).unique(dim=0)) > 20  # something is drawn
+    assert (content["width"], content["height"], content["frames"]) == (48, 32, 5)
+    for task in ("encode", "decode"):
+        each = results(content, task)
+        assert list(each) == ["stock", "fast"]
+        for result in each.values():
+            assert len(result["seconds"]) == 2
+            assert min(result["seconds"]) > 0
+            assert result["failure"] is None
+    fast = results(content)["fast"]
+    assert fast["identical"] or fast["psnr_db"] > 60
+    assert results(content, "encode")["fast"]["relative_error"] < 1e-5
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + 4
+    assert {line.count("|") for line in lines} == {9}
+    assert all("fp32" in line for line in lines[2:])
+
+
+@in_process
+def test_the_psnr_is_that_of_the_two_decodes(state):
+    stock, other = stock_vae(state), random_state_dict(8)
+    other["decoder.head.2.bias"] = other["decoder.head.2.bias"] + 0.02
+    from fast_video_vae.nodes.benchmark import run as comfy_bench
+
+    pair = comfy_bench.pair_of(stock, None)
+    pair.stock = stock_vae(other)
+    latent = latents(2)
+    content = comfy_bench.content_for(pair, ("decode",), comfy_bench.Clip(16, 16, 1), latent, None)
+    done = comfy_bench.compare(
+        "decode",
+        comfy_bench._contestants(pair, "decode", content),
+        rounds=1,
+        dtype="fp32",
+        measure=comfy_bench.Gauge(stock.device),
+    )
+    one, two = pair.stock.decode(latent).double(), pair.fast.decode(latent).double()
+    expected = 10 * math.log10(1 / (one - two).square().mean().item())
+    assert 20 < expected < 60
+    assert done.results[1].psnr == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_inputs_stay_as_they_are(vae):
+    before = dict(vae.__dict__)
+    weights = {key: value.clone() for key, value in vae.first_stage_model.state_dict().items()}
+    latent, pixels = latents(2, 4, 6), clip(5, 32, 48)
+    given = latent.clone(), pixels.clone()
+    run(vae, task="both", samples={"samples": latent}, pixels=pixels, dtype="bf16")
+    assert vae.__dict__ == before
+    assert torch.equal(latent, given[0])
+    assert torch.equal(pixels, given[1])
+    for key, value in vae.first_stage_model.state_dict().items():
+        assert torch.equal(value, weights[key])
+
+
+@in_process
+def test_no_other_model_stays_loaded(state):
+    from comfy import model_management
+
+    stock = stock_vae(state)
+    stock.decode(latents(1))
+    run(stock)
+    models = [each.model for each in model_management.current_loaded_models]
+    networks = {type(each.model).__name__ for each in models if each is not None}
+    assert "FastVideoVAE" not in networks
+
+
+@pytest.mark.parametrize(
+    ("inputs", "size", "note"),
+    [
+        ({"samples": {"samples": latents(3, 4, 6)}}, (48, 32, 9), None),
+        ({"pixels": clip(5, 32, 48)}, (48, 32, 5), None),
+        # what an encode leaves out is no part of it
+        ({"pixels": clip(7, 35, 50)}, (48, 32, 5), "7 frames of 50 x 35, were cut"),
+        ({"width": 52, "frames": 8}, (48, 32, 5), "8 frames of 52 x 32 were asked for"),
+    ],
+)
+@pytest.mark.parametrize("task", ["decode", "encode"])
+@in_process
+def test_the_size_is_that_of_what_is_connected(state, inputs, size, note, task):
+    _, table, content = run(stock_vae(state), task=task, **inputs)
+    assert (content["width"], content["height"], content["frames"]) == size
+    assert len(results(content, task)) == 2
+    assert len(content["notes"]) == (note is not None)
+    assert note is None or note in table
+
+
+@in_process
+def test_a_dtype_is_that_of_both(state, tmp_path, monkeypatch):
+    import comfy.sd
+
+    built = []
+    real = comfy.sd.VAE.__init__
+
+    def watched(self, *arguments, **options):
+        real(self, *arguments, **options)
+        built.append((options.get("dtype"), self.vae_dtype))
+
+    fast = fast_vae(state, tmp_path)
+    monkeypatch.setattr(comfy.sd.VAE, "__init__", watched)
+    _, table, content = run(fast, dtype="bf16")
+    assert built == [(torch.bfloat16, torch.bfloat16)]
+    assert content["tasks"][0]["dtype"] == "bf16"
+    # Half an eps of 2^-8 per rounding of values below 1, a few times over: far from float32's.
+    assert 30 < results(content)["fast"]["psnr_db"] < 80
+    assert "bf16" in table
+
+
+@in_process
+def test_who_runs_out_of_memory_is_in_the_table(state):
+    stock = stock_vae(state)
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    stock.first_stage_model.decode = full  # so that tiles do not help either
+    chart, table, content = run(stock)
+    stock_result, fast = results(content).values()
+    assert stock_result["failure"] == "out of memory"
+    assert stock_result["seconds"] == []
+    assert fast["failure"] is None
+    assert fast["seconds"]
+    assert fast["psnr_db"] is None
+    assert table.count("out of memory") == 1
+    assert chart.shape == (1, 640, 1024, 3)
+
+
+@in_process
+def test_another_error_is_not_hidden(state):
+    stock = stock_vae(state)
+
+    def broken(*_, **__):
+        raise RuntimeError("a shape is wrong")
+
+    stock.first_stage_model.decode = broken
+    with pytest.raises(RuntimeError, match="a shape is wrong"):
+        run(stock)
+
+
+def of_another_network(state):
+    import comfy.sd
+
+    return comfy.sd.VAE(sd={"pixel_space_vae": torch.tensor(1.0)})
+
+
+def decoder_only(state, folder):
+    keys = ("encoder.", "conv1.")
+    return fast_vae({k: v for k, v in state.items() if not k.startswith(keys)}, folder)
+
+
+def twice_as_large(state, folder):
+    return fast_vae(random_state_dict(8, out_channels=12), folder)
+
+
+def narrow(state, folder):
+    return fast_vae(random_wan22(), folder)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda state, _: object(), r"^vae: got an object; expected a VAE$"),
+        (lambda state, _: of_another_network(state), r"^vae: .* not accelerated"),
+        (decoder_only, r"^vae: ComfyUI has no network .* it has a decoder only$"),
+        (twice_as_large, r"^vae: ComfyUI has no network .* twice the size$"),
+        (narrow, r"^vae: ComfyUI has no network of its own for this wan2.2 VAE"),
+    ],
+)
+@in_process
+def test_a_vae_that_cannot_be_compared_is_one_line(state, tmp_path, make, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        run(make(state, tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"samples": {"samples": torch.zeros(1, 4, 2, 4, 6)}}, "^samples: latent has 4 channels"),
+        ({"samples": {"samples": latents(2, batch=2)}}, "^samples: they are 2 videos"),
+        ({"pixels": torch.zeros(5, 4, 48, 3)}, "^pixels: 5 frames of 48 x 4; expected"),
+        (
+            {"pixels": clip(5, 32, 48), "samples": {"samples": latents(2, 6, 6)}},
+            "^samples: they decode to 5 frames of 48 x 48; expected 5 frames of 48 x 32",
+        ),
+    ],
+)
+@in_process
+def test_an_input_that_does_not_fit_is_one_line(state, inputs, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        run(stock_vae(state), task="both", **inputs)
+    assert "\n" not in str(caught.value)
+
+
+@in_process
+def test_the_bar_is_of_the_rounds_and_stop_is_heard_between_calls(state, monkeypatch):
+    import comfy.model_management
+    import comfy.utils
+
+    seen = []
+    hook = lambda value, total, preview, node_id=None: seen.append((value, total))  # noqa: E731
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    run(stock_vae(state), rounds=2)
+    assert {total for _, total in seen} == {6}
+    assert seen[-1] == (6, 6)
+    assert comfy.utils.PROGRESS_BAR_HOOK is hook
+    stock, calls = stock_vae(state), []
+
+    def decode(latent):
+        calls.append(latent)
+        comfy.model_management.interrupt_current_processing()
+        return torch.zeros(1, 3, 5, 32, 48)
+
+    stock.first_stage_model.decode = decode
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        run(stock)
+    assert len(calls) == 1
+    assert comfy.utils.PROGRESS_BAR_HOOK is hook
+
+
+@in_process
+def test_seedvr2_is_measured_too():
+    stock = stock_vae(random_seedvr2((128, 256, 512, 512)))
+    _, _, content = run(stock, task="both", width=32, frames=1, dtype="fp32")
+    fast = results(content)["fast"]
+    assert fast["identical"] or fast["psnr_db"] > 60
+    assert results(content, "encode")["fast"]["relative_error"] < 1e-4
+
+
+def test_it_runs_alone_in_a_server_and_measures_anew(server, vae_file):
+    workflow = Workflow()
+    vae = workflow.add("VAELoader", vae_name=vae_file)
+    node, _ = workflow.add("FastVAE_Benchmark", vae=vae, task="both", dtype="auto", **SMALL)
+    tables = []
+    for _ in range(2):
+        shown = server.run(workflow)[node]
+        (file,) = server.files(shown)
+        with Image.open(file) as picture:
+            assert np.asarray(picture).shape == (640, 1024, 3)
+        tables += shown["text"]
+    assert "| decode | fp32  | fast" in tables[0]
+    assert tables[0] != tables[1]

@@ -1,0 +1,135 @@
+"""Inputs of nodes, checked in this process: what no server can be sent, and names of files."""
+
+import pytest
+import torch
+
+from fast_video_vae.tests.nodes.extra_nodes import Encoder, sound
+
+pytestmark = pytest.mark.comfyui
+
+
+def execute(node, **inputs):
+    from fast_video_vae.nodes.text import nodes as text_nodes
+    from fast_video_vae.nodes.vae import nodes as vae_nodes
+    from fast_video_vae.nodes.video import nodes as video_nodes
+
+    modules = vae_nodes, video_nodes, text_nodes
+    return next(getattr(each, node) for each in modules if hasattr(each, node)).execute(**inputs)
+
+
+@pytest.fixture(scope="module")
+def bundled(comfyui):
+    """The VAE of the pack."""
+    from fast_video_vae.nodes.vae.nodes import Load
+
+    return Load.execute("bundled demo", "auto", "auto", 0).args[0]
+
+
+def other_vae(**methods):
+    """A VAE of another pack, which shares ComfyUI's protocol and no class."""
+    return type("OtherVAE", (), {"encode": None, "decode": None} | methods)()
+
+
+LATENT = {"samples": torch.zeros(1, 16, 1, 2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"samples": [1, 2]}, "samples: got a list of 2; expected a LATENT"),
+        ({"samples": None}, "samples: got None; expected a LATENT"),
+        ({"samples": {"x": 1}}, "samples: got a dict with 'x'; expected a LATENT"),
+        ({"samples": {"samples": "zeros"}}, "samples: its 'samples' are 'zeros'; expected"),
+        ({"chunk": 10**5000}, "chunk: got a number of 16610 bits; expected a whole number"),
+        ({"chunk": 1.5}, "chunk: got 1.5; expected a whole number from -1 to 4096"),
+        ({"dtype": "int8"}, "dtype: got 'int8'; expected one of: auto, fp32, bf16, fp16"),
+        ({"vae": {}}, "vae: got a dict with nothing in it; expected a VAE"),
+        ({"vae": "text has a method encode"}, "vae: got 'text has a method encode'; expected a"),
+        ({"vae": None}, "vae: got None; expected a VAE. The checkpoint has none: load it alone"),
+    ],
+)
+def test_the_message_says_what_came_and_what_was_expected(bundled, inputs, message):
+    with pytest.raises(ValueError, match=r"^\w+: ") as caught:
+        execute("Decode", **{"samples": LATENT, "vae": bundled} | inputs)
+    assert str(caught.value).startswith(message)
+    assert len(str(caught.value)) <= 300
+
+
+def test_a_float_without_a_fraction_is_a_whole_number(bundled):
+    images, _ = execute("Decode", samples=LATENT, vae=bundled, chunk=1.0).args
+    assert images.shape == (1, 16, 16, 3)
+
+
+def test_text_may_come_as_a_number(comfyui):
+    positive, _, _ = execute("TextEncode", clip=[Encoder()], positive=[1.5], negative=["x"]).args
+    assert len(positive) == 1
+
+
+def test_what_another_vae_raises_names_the_input_and_keeps_to_one_line(comfyui):
+    def decode(self, latent):
+        raise RuntimeError("Given groups=1\nweight of size [1, 2]\n" * 50)
+
+    with pytest.raises(ValueError, match=r"^samples: this VAE, .*RuntimeError: Given") as caught:
+        execute("Decode", samples=LATENT, vae=other_vae(decode=decode))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["OutOfMemory", "Interrupt"])
+def test_what_is_comfyui_s_own_passes_another_vae_as_it_is(comfyui, name):
+    from comfy.model_management import OOM_EXCEPTION, InterruptProcessingException
+
+    kind = {"OutOfMemory": OOM_EXCEPTION, "Interrupt": InterruptProcessingException}[name]
+
+    def decode(self, latent):
+        raise kind
+
+    with pytest.raises(kind):
+        execute("Decode", samples=LATENT, vae=other_vae(decode=decode))
+
+
+@pytest.mark.parametrize(
+    ("prefix", "windows", "reason"),
+    [
+        ("a\0b", False, "with a control character"),
+        ("a\nb", False, "with a control character"),
+        ("\ud800", False, "with half a character"),
+        ("x" * 300, False, "300 bytes long"),
+        ("x/" * 600, False, "1200 bytes long"),
+        ("é" * 120, False, "240 bytes long"),
+        ("../x", False, "which leads out of it"),
+        ("a/../../x", False, "which leads out of it"),
+        ("/etc/x", False, "which leads out of it"),
+        ("file/x", False, "where a folder of that path is a file"),
+        ("nul/x", True, "with a name that Windows keeps for itself"),
+        ("COM1.txt/x", True, "with a name that Windows keeps for itself"),
+        ("a:b", True, "with a character that Windows does not take"),
+        ("a/b", False, None),
+        ("nul/x", False, None),
+        ("con", True, None),  # it becomes con_00001_.mp4
+        ("%year%-%month%/%width%", False, None),
+        ("Füchse/été 2", False, None),
+    ],
+)
+def test_a_prefix_that_no_file_can_have_is_refused(comfyui, tmp_path, prefix, windows, reason):
+    from fast_video_vae.nodes.video.file_prefix import check_prefix
+
+    (tmp_path / "file").touch()
+    if reason is None:
+        check_prefix(prefix, tmp_path, windows=windows)
+        return
+    with pytest.raises(ValueError, match=r"^filename_prefix is ") as caught:
+        check_prefix(prefix, tmp_path, windows=windows)
+    assert reason in str(caught.value)
+    assert len(str(caught.value)) <= 300
+    assert str(caught.value).isprintable()
+
+
+def test_a_prefix_is_refused_before_another_vae_decodes(comfyui):
+    def decode(self, latent):
+        raise AssertionError("it decodes")
+
+    with pytest.raises(ValueError, match=r"^filename_prefix is 'a\\x00b', with a control"):
+        execute(
+            "DecodeVideo", samples=LATENT, vae=other_vae(decode=decode), fps=16, codec="ffv1",
+            quality=70, filename_prefix="a\0b", save_to="temp", audio=sound(),
+        )  # fmt: skip

@@ -1,0 +1,812 @@
+"""Where the time of a prompt went: what is measured, the table of it, and when it is printed."""
+
+import contextvars
+import json
+import logging
+import random
+import re
+import shutil
+import statistics
+import threading
+import time
+
+import pytest
+import torch
+
+from fast_video_vae.tests.nodes.server import PromptError, Workflow
+
+pytestmark = pytest.mark.comfyui
+
+CUDA = torch.device("cuda", 0)
+
+AUTO = {"dtype": "auto", "encode_dtype": "auto", "chunk": 0}
+
+
+class Clock:
+    """Stands still until it is told to go on."""
+
+    def __init__(self):
+        self.seconds = 100.0
+
+    def __call__(self):
+        return self.seconds
+
+    def passes(self, seconds):
+        self.seconds += seconds
+
+
+class FakeDevice:
+    """A device with a clock of its own, which works off what it was given when it is told to."""
+
+    def __init__(self):
+        self.seconds = 0.0
+        self.queue = []
+        self.waits = 0
+
+    def works(self, seconds):
+        self.queue.append(seconds)
+
+    def record(self, device):
+        event = FakeEvent(self)
+        self.queue.append(event)
+        return event
+
+    def catch_up(self):
+        for each in self.queue:
+            if isinstance(each, FakeEvent):
+                each.seconds = self.seconds
+            else:
+                self.seconds += each
+        self.queue.clear()
+
+
+class FakeEvent:
+    """What there is of torch.cuda.Event."""
+
+    def __init__(self, device):
+        self.device, self.seconds = device, None
+
+    def query(self):
+        return self.seconds is not None
+
+    def synchronize(self):
+        self.device.waits += 1
+        self.device.catch_up()
+
+    def elapsed_time(self, last):
+        return (last.seconds - self.seconds) * 1e3
+
+
+@pytest.fixture
+def timing(comfyui, monkeypatch):
+    """The module, as it is before anything was measured."""
+    from fast_video_vae.nodes.host import timing
+
+    for name in list(timing._prompts):  # of tests before, whose prompts nobody has ended
+        end(name)
+    monkeypatch.setattr(timing, "_outside", timing._Outside())
+    monkeypatch.setattr(timing, "_prompts", {})
+    yield timing
+    from comfy_execution import cache_provider
+
+    if timing._prompts:
+        timing._ends.stop()
+    assert not cache_provider._has_cache_providers()
+
+
+@pytest.fixture
+def clock(timing, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(timing, "clock", clock)
+    return clock
+
+
+@pytest.fixture
+def device(timing, monkeypatch):
+    device = FakeDevice()
+    monkeypatch.setattr(timing, "record_event", device.record)
+    return device
+
+
+def in_prompt(name):
+    from comfy_execution.utils import CurrentNodeContext
+
+    return CurrentNodeContext(name, "1")
+
+
+def end(name):
+    """What ComfyUI does at the end of every prompt."""
+    from comfy_execution.cache_provider import _get_cache_providers
+
+    for provider in _get_cache_providers():
+        provider.on_prompt_end(name)
+
+
+def rows(timing):
+    """The rows as JSON has them, by kind and label."""
+    return {(row["kind"], row["label"]): row for row in json.loads(timing.as_json())["rows"]}
+
+
+def printed(caplog):
+    return [record.getMessage() for record in caplog.records if "timing" in record.name]
+
+
+def test_the_table_has_a_row_for_every_kind_and_label(timing, clock):
+    for kind, label, seconds in (
+        ("file", "", 0.25),
+        ("denoise", "high noise", 2.0),
+        ("denoise", "high noise", 1.0),
+        ("denoise", "low noise", 3.0),
+        ("load", "wan.safetensors", 10.0),
+        ("denoise", "high noise", 1.5),
+    ):
+        with timing.span(kind, label):
+            clock.passes(seconds)
+        clock.passes(0.125)
+    assert timing.text().splitlines() == [
+        "Fast Video VAE: 17.750 s measured of 18.375 s",
+        "                            count  seconds    min  median",
+        "  load     wan.safetensors      1   10.000",
+        "  denoise  high noise           3    4.500  1.000   1.500",
+        "  denoise  low noise            1    3.000",
+        "  file                          1    0.250",
+    ]
+
+
+def test_columns_without_anything_are_left_out(timing, clock):
+    with timing.span("VAE decode"):
+        clock.passes(2)
+    assert timing.text().splitlines()[1:] == [
+        "              count  seconds",
+        "  VAE decode      1    2.000",
+    ]
+
+
+def test_the_kinds_come_in_the_order_of_the_work(timing, clock):
+    from fast_video_vae.nodes.host.timing_report import KINDS
+
+    shuffled = ["of another pack", *KINDS]
+    random.Random(1).shuffle(shuffled)
+    for kind in shuffled:
+        with timing.span(kind):
+            clock.passes(1)
+    assert [kind for kind, _ in rows(timing)] == [*KINDS, "of another pack"]
+
+
+@pytest.mark.parametrize("count", [2, 3, 10, 11])  # a median between two, and one of them
+def test_min_and_median_are_those_of_the_statistics_module(timing, clock, count):
+    values = [random.Random(count).uniform(0.1, 9) for _ in range(count)]
+    for seconds in values:
+        first = timing.instant()
+        clock.passes(seconds)
+        timing.add("denoise", first, timing.instant())
+    row = rows(timing)["denoise", ""]
+    assert row["count"] == count
+    assert row["seconds"] == pytest.approx(sum(values))
+    assert row["min"] == pytest.approx(min(values))
+    assert row["median"] == pytest.approx(statistics.median(values))
+
+
+def test_nothing_measured_is_one_line(timing):
+    assert timing.text() == "Fast Video VAE: no time was measured"
+    assert json.loads(timing.as_json())["rows"] == []
+
+
+def test_a_piece_within_another_is_taken_out_of_it(timing, clock):
+    with timing.span("VAE decode"):
+        clock.passes(1)
+        with timing.span("kernel build"):
+            clock.passes(5)
+            with timing.span("file"):
+                clock.passes(0.5)
+        clock.passes(2)
+        with timing.span("graph capture"):
+            clock.passes(0.25)
+    found = {kind: row["seconds"] for (kind, _), row in rows(timing).items()}
+    assert found == {"VAE decode": 3, "kernel build": 5, "graph capture": 0.25, "file": 0.5}
+    told = json.loads(timing.as_json())
+    assert told["measured"] == told["wall"] == 8.75
+
+
+def test_a_piece_within_its_own_kind_is_a_part_of_it(timing, clock):
+    with timing.span("load"):
+        clock.passes(1)
+        with timing.span("load"):
+            clock.passes(2)
+            with timing.span("file"):
+                clock.passes(4)
+        with timing.span("load", "another"):
+            clock.passes(8)
+    found = {key: (row["count"], row["seconds"]) for key, row in rows(timing).items()}
+    assert found == {("load", ""): (1, 3), ("load", "another"): (1, 8), ("file", ""): (1, 4)}
+
+
+def test_a_step_is_told_without_what_was_set_up_in_it(timing, clock):
+    for step in range(3):
+        with timing.span("denoise"):
+            clock.passes(1)
+            if step == 0:
+                with timing.span("compile"):
+                    clock.passes(30)
+    row = rows(timing)["denoise", ""]
+    assert (row["seconds"], row["min"], row["median"]) == (3, 1, 1)
+
+
+def test_pieces_that_only_overlap_stay_whole(timing, clock):
+    first = timing.instant()
+    clock.passes(1)
+    second = timing.instant()
+    clock.passes(1)
+    timing.add("file", first, timing.instant())
+    clock.passes(1)
+    timing.add("VAE decode", second, timing.instant())
+    assert {kind: row["seconds"] for (kind, _), row in rows(timing).items()} == {
+        "file": 2,
+        "VAE decode": 2,
+    }
+
+
+def test_pieces_that_take_no_time_lie_in_the_outer_one(timing, clock):
+    with timing.span("VAE decode"), timing.span("file"):
+        pass
+    with timing.span("VAE decode"), timing.span("file"):
+        clock.passes(1)
+    found = {kind: row["seconds"] for (kind, _), row in rows(timing).items()}
+    assert found == {"VAE decode": 0, "file": 1}
+
+
+def test_a_device_tells_its_own_seconds_and_nobody_waits_meanwhile(timing, clock, device):
+    for seconds in (3.0, 1.0, 2.0):
+        with timing.span("denoise", device=CUDA):
+            clock.passes(0.01)
+            device.works(seconds)
+    assert device.waits == 0
+    row = rows(timing)["denoise", ""]
+    assert not row["sure"]
+    assert row["seconds"] == pytest.approx(0.03)  # the host's, for want of better
+    assert "~0.030" in timing.text()
+    assert "still at work" in timing.text()
+    assert device.waits == 0
+    device.catch_up()
+    row = rows(timing)["denoise", ""]
+    assert row["sure"]
+    assert [row[key] for key in ("seconds", "min", "median")] == pytest.approx([6, 1, 2])
+    assert "~" not in timing.text()
+    assert device.waits == 0
+
+
+def test_a_device_is_waited_for_when_the_prompt_has_ended(timing, clock, device, caplog):
+    with in_prompt("a"), timing.span("denoise", device=CUDA):
+        device.works(3)
+    assert device.waits == 0
+    with caplog.at_level(logging.INFO):
+        end("a")
+    assert device.waits > 0
+    (text,) = printed(caplog)
+    assert "  denoise      1    3.000" in text.splitlines()
+
+
+def test_a_device_that_fails_leaves_the_seconds_of_the_host(timing, clock, device, monkeypatch):
+    def fail(self):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(FakeEvent, "query", fail)
+    with timing.span("denoise", device=CUDA):
+        clock.passes(2)
+    assert rows(timing)["denoise", ""]["seconds"] == 2
+
+
+def test_a_cpu_has_no_events(timing, clock, device):
+    for each in (None, torch.device("cpu"), torch.device("meta")):
+        with timing.span("load", device=each):
+            clock.passes(1)
+    assert device.queue == []
+    assert rows(timing)["load", ""]["seconds"] == 3
+
+
+def test_an_event_is_recorded_on_the_current_stream_unless_it_is_captured(timing, monkeypatch):
+    recorded, capturing = [], False
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            recorded.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    assert timing.instant(CUDA).event is not None
+    capturing = True
+    assert timing.instant(CUDA).event is None
+    assert recorded == ["stream of cuda:0"]
+
+
+def test_an_error_of_a_device_is_not_hidden_by_that_of_an_event(timing, monkeypatch):
+    def fail():
+        raise RuntimeError("CUDA error: of the event")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
+    with pytest.raises(RuntimeError, match="of the work"), timing.span("denoise", device=CUDA):
+        raise RuntimeError("CUDA error: of the work")
+    assert rows(timing)["denoise", ""]["count"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="events need a CUDA device")
+def test_a_real_device_tells_its_own_seconds(timing):
+    torch.cuda.synchronize()
+    with timing.span("denoise", device=CUDA):
+        torch.cuda._sleep(1_000_000_000)  # cycles: half a second
+    assert not rows(timing)["denoise", ""]["sure"]
+    torch.cuda.synchronize()
+    row = rows(timing)["denoise", ""]
+    assert row["sure"]
+    assert 0.2 < row["seconds"] < 5
+
+
+def test_a_prompt_is_printed_once_when_it_ends_and_others_never(timing, clock, caplog):
+    with in_prompt("a"), timing.span("load"):
+        clock.passes(1)
+    with in_prompt("b"):
+        assert timing.text() == "Fast Video VAE: no time was measured"
+    with in_prompt("a"):
+        assert timing.text().startswith("Fast Video VAE: 1.000 s measured of 1.000 s\n")
+    with caplog.at_level(logging.INFO):
+        end("b")
+        assert not printed(caplog)
+        end("a")
+        end("a")
+    (text,) = printed(caplog)
+    assert text.startswith("Fast Video VAE: 1.000 s measured of 1.000 s\n")
+
+
+def test_comfyui_is_left_alone_before_and_after_the_prompts_that_are_measured(timing):
+    from comfy_execution.cache_provider import _has_cache_providers
+
+    with timing.span("load"):
+        pass
+    assert not _has_cache_providers()
+    with in_prompt("a"):
+        timing.text()
+        assert not _has_cache_providers()
+        with timing.span("load"):
+            pass
+        assert _has_cache_providers()
+    end("a")
+    assert not _has_cache_providers()
+
+
+@pytest.mark.parametrize("off", ["0", "off", " OFF "])
+def test_the_environment_turns_printing_off_and_nothing_else(timing, monkeypatch, caplog, off):
+    monkeypatch.setenv("FAST_VIDEO_VAE_TIMING", off)
+    with in_prompt("a"):
+        with timing.span("load"):
+            pass
+        assert "load" in timing.text()
+    with caplog.at_level(logging.INFO):
+        end("a")
+    assert not printed(caplog)
+
+
+def test_json_is_one_line_that_holds_what_the_table_tells(timing, clock, monkeypatch, caplog):
+    monkeypatch.setenv("FAST_VIDEO_VAE_TIMING", "json")
+    with in_prompt("a"):
+        for seconds in (1, 3):
+            with timing.span("denoise", "high noise"):
+                clock.passes(seconds)
+        told = timing.as_json()
+    with caplog.at_level(logging.INFO):
+        end("a")
+    assert printed(caplog) == [told]
+    assert "\n" not in told
+    assert json.loads(told) == {
+        "prompt": "a",
+        "wall": 4,
+        "measured": 4,
+        "stopped": "",
+        "rows": [
+            {
+                "kind": "denoise",
+                "label": "high noise",
+                "count": 2,
+                "seconds": 4,
+                "min": 1,
+                "median": 2,
+                "sure": True,
+            }
+        ],
+    }
+
+
+def test_what_raises_is_measured_and_marked(timing, clock):
+    from comfy.model_management import InterruptProcessingException
+
+    def fail(error):
+        clock.passes(1)
+        raise error
+
+    for error, mark in (
+        (RuntimeError("no memory"), "failed"),
+        (KeyboardInterrupt(), "interrupted"),
+    ):
+        with pytest.raises(type(error)), timing.span("denoise"), timing.span("switch"):
+            fail(error)
+        assert timing.text().splitlines()[0].endswith(f" s ({mark})")
+    with pytest.raises(InterruptProcessingException), timing.span("denoise"):
+        raise InterruptProcessingException
+    assert json.loads(timing.as_json())["stopped"] == "interrupted"
+    assert rows(timing)["switch", ""]["seconds"] == 2
+
+
+def test_an_error_that_was_got_over_is_no_mark(timing):
+    with timing.span("VAE decode"), pytest.raises(MemoryError), timing.span("load"):
+        raise MemoryError
+    assert json.loads(timing.as_json())["stopped"] == ""
+
+
+def test_a_generator_that_is_closed_has_not_failed(timing, clock):
+    def pieces():
+        with timing.span("VAE decode"):
+            while True:
+                clock.passes(1)
+                yield
+
+    drawn = pieces()
+    next(drawn)
+    drawn.close()
+    assert json.loads(timing.as_json())["stopped"] == ""
+    assert rows(timing)["VAE decode", ""]["seconds"] == 1
+
+
+def in_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def test_a_thread_of_a_node_measures_for_itself(timing, clock):
+    def work():
+        with timing.span("file"):
+            clock.passes(1)
+        told.append(timing.text())
+
+    told = []
+    with in_prompt("a"), timing.span("VAE decode"):
+        in_thread(work)
+        assert "file" in told[0]
+    with in_prompt("a"):
+        assert list(rows(timing)) == [("VAE decode", "")]
+
+
+def test_a_thread_in_the_context_of_a_node_measures_for_the_prompt(timing, clock):
+    def work():
+        with timing.span("file"):
+            clock.passes(1)
+
+    with in_prompt("a"):
+        context = contextvars.copy_context()
+        with timing.span("VAE decode"):
+            in_thread(lambda: context.run(work))
+        # It worked beside the other: nothing is taken out.
+        assert {kind: row["seconds"] for (kind, _), row in rows(timing).items()} == {
+            "VAE decode": 1,
+            "file": 1,
+        }
+
+
+def test_pieces_of_many_threads_are_all_there(timing):
+    def work():
+        for _ in range(200):
+            with timing.span("file"):
+                pass
+
+    with in_prompt("a"):
+        contexts = [contextvars.copy_context() for _ in range(8)]
+        threads = [threading.Thread(target=context.run, args=[work]) for context in contexts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert rows(timing)["file", ""]["count"] == 1600
+
+
+def test_what_nobody_takes_away_is_bounded(timing):
+    for count in range(timing._MOST_OUTSIDE + 10):
+        with timing.span("load", str(count)):
+            pass
+    assert len(rows(timing)) == timing._MOST_OUTSIDE
+    for count in range(20):
+        with in_prompt(str(count)), timing.span("load"):
+            pass
+    assert list(timing._prompts) == ["16", "17", "18", "19"]
+
+
+def test_draws_are_measured_and_what_is_done_with_them_is_not(timing, clock):
+    def items():
+        for seconds in (1, 2, 3):
+            clock.passes(seconds)
+            yield seconds
+
+    with timing.span("file"):
+        for _ in timing.drawn("VAE decode", items()):
+            clock.passes(10)
+    found = rows(timing)
+    assert found["file", ""]["seconds"] == 30
+    row = found["VAE decode", ""]
+    assert [row[key] for key in ("count", "seconds", "min", "median")] == [3, 6, 1, 2]
+
+
+def test_draws_close_what_they_come_from_and_tell_how_it_failed(timing):
+    closed = []
+
+    def items():
+        try:
+            yield 1
+            raise OSError("gone")
+        finally:
+            closed.append(True)
+
+    drawn = timing.drawn("file", items())
+    next(drawn)
+    drawn.close()
+    assert closed == [True]
+    assert json.loads(timing.as_json())["stopped"] == ""
+    with pytest.raises(OSError, match="gone"):
+        list(timing.drawn("file", items()))
+    assert json.loads(timing.as_json())["stopped"] == "failed"
+    assert rows(timing)["file", ""]["count"] == 3
+
+
+def test_what_kernels_prepare_is_taken_out_of_the_piece_around_it(timing):
+    from fast_video_vae import kernels
+
+    def prepare(label):
+        with kernels.preparing("kernel build", label):
+            time.sleep(0.02)
+
+    prepare("before")
+    with timing.span("VAE decode"):
+        prepare("CPU kernels")
+        in_thread(lambda: prepare("of another thread"))
+    prepare("after")
+    found = rows(timing)
+    assert list(found) == [("kernel build", "CPU kernels"), ("VAE decode", "")]
+    told = json.loads(timing.as_json())
+    assert found["kernel build", "CPU kernels"]["seconds"] >= 0.02
+    assert told["measured"] == pytest.approx(told["wall"])
+
+
+def test_what_torch_compiles_is_taken_out_of_the_step_around_it(timing):
+    import torch._dynamo
+
+    def slow(graph, _):
+        time.sleep(0.3)
+        return graph.forward
+
+    torch._dynamo.reset()
+    doubled = torch.compile(lambda x: x * 2, backend=slow)
+    for _ in range(3):
+        with timing.span("denoise"):
+            doubled(torch.ones(2))
+    found = rows(timing)
+    assert list(found) == [("compile", ""), ("denoise", "")]
+    assert found["compile", ""]["count"] == 1
+    assert found["compile", ""]["seconds"] >= 0.3
+    told = json.loads(timing.as_json())
+    assert told["measured"] == pytest.approx(told["wall"], abs=0.01)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("ends_in_a_node", [False, True])
+def test_a_prompt_that_did_not_come_to_its_end_is_marked(timing, caplog, ends_in_a_node):
+    from comfy_execution.graph import DynamicPrompt
+    from comfy_execution.progress import get_progress_state, reset_progress_state
+
+    reset_progress_state("a", DynamicPrompt({}))
+    with in_prompt("a"), timing.span("load"):
+        pass
+    get_progress_state().start_progress("1")  # a node in which nothing is measured
+    if not ends_in_a_node:
+        get_progress_state().finish_progress("1")
+    with caplog.at_level(logging.INFO):
+        end("a")
+    (text,) = printed(caplog)
+    assert text.splitlines()[0].endswith(" (stopped)") == ends_in_a_node
+
+
+def test_a_prompt_that_got_over_an_error_is_not_marked(timing, caplog):
+    from comfy_execution.graph import DynamicPrompt
+    from comfy_execution.progress import get_progress_state, reset_progress_state
+
+    reset_progress_state("a", DynamicPrompt({}))
+    get_progress_state().start_progress("1")
+    with in_prompt("a"), pytest.raises(MemoryError), timing.span("load"):
+        raise MemoryError
+    get_progress_state().finish_progress("1")
+    with caplog.at_level(logging.INFO):
+        end("a")
+    (text,) = printed(caplog)
+    assert "(" not in text
+
+
+def test_a_span_costs_less_than_20_microseconds(timing):
+    best = min(_seconds_of(timing, 200) for _ in range(5))
+    assert best / 200 < 20e-6
+
+
+def _seconds_of(timing, count):
+    start = time.perf_counter()
+    with in_prompt("a"):
+        for _ in range(count):
+            with timing.span("denoise", "high noise"):
+                pass
+    return time.perf_counter() - start
+
+
+def run(kind, **inputs):
+    """Execute a node of ours with the defaults of its widgets."""
+    from fast_video_vae.nodes.vae import nodes as vae_nodes
+    from fast_video_vae.nodes.video import nodes as video_nodes
+
+    node = getattr(vae_nodes, kind, None) or getattr(video_nodes, kind)
+    defaults = {
+        each.id: each.default
+        for each in node.define_schema().inputs
+        if getattr(each, "default", None) is not None
+    }
+    with torch.inference_mode():
+        return node.execute(**defaults | inputs).args
+
+
+def test_the_nodes_measure_what_they_do(timing):
+    (vae,) = run("Load", vae_name="bundled demo")
+    (vae,) = run("Accelerate", vae=vae, quality="exact")
+    frames, video = run("DemoClip")
+    run("Encode", pixels=frames[:5], vae=vae)
+    assert set(rows(timing)) == {
+        ("load", "bundled demo"),
+        ("load", "accelerated VAE"),
+        ("load", "VAE to its device"),
+        ("VAE encode", ""),
+    }
+    latent, _, _, _ = run("EncodeVideo", video=video, vae=vae, max_frames=9)
+    found = rows(timing)
+    assert found["VAE encode", ""]["count"] == 2
+    assert found["file", ""]["count"] > 2  # pieces of the video, and its sound
+    run("Decode", samples=latent, vae=vae)
+    assert rows(timing)["VAE decode", ""]["count"] == 1
+
+
+def test_giving_a_model_its_loras_is_measured(timing):
+    from comfy.model_patcher import ModelPatcher
+
+    from fast_video_vae.nodes.lora.apply import apply_lora
+
+    cpu = torch.device("cpu")
+    apply_lora(ModelPatcher(torch.nn.Linear(2, 2), cpu, cpu), ())
+    assert list(rows(timing)) == [("LoRA attach", "")]
+
+
+def test_a_writer_that_is_slow_is_the_time_of_the_file(timing, comfyui, monkeypatch):
+    from fast_video_vae.vae import VideoWriter
+
+    write = VideoWriter.write
+
+    def slowly(self, frames):
+        time.sleep(0.2)
+        write(self, frames)
+
+    (vae,) = run("Load", vae_name="bundled demo")
+    latent = torch.zeros(1, 16, 4, 4, 4)
+    run("DecodeVideo", samples={"samples": latent}, vae=vae)  # what is imported once
+    monkeypatch.setattr(timing, "_outside", timing._Outside())
+    monkeypatch.setattr(VideoWriter, "write", slowly)
+    _, text = run("DecodeVideo", samples={"samples": latent}, vae=vae)
+    found = rows(timing)
+    steps = found["VAE decode", ""]["count"]
+    assert steps > 1
+    assert 0.2 * (steps - 1) <= found["file", ""]["seconds"]
+    assert found["VAE decode", ""]["seconds"] < 0.2 * steps
+    assert text.splitlines()[-1].startswith("  file ")
+    told = json.loads(timing.as_json())
+    assert told["measured"] == pytest.approx(told["wall"], rel=0.05)
+
+
+def test_a_vae_that_is_not_ours_is_measured_too(timing, comfyui):
+    class Vae:
+        device = torch.device("cpu")
+
+        def encode(self, images):
+            return torch.zeros(1, 4, 2, 2)
+
+        def decode(self, latent):
+            return torch.zeros(1, 16, 16, 3)
+
+    run("Encode", pixels=torch.zeros(1, 16, 16, 3), vae=Vae())
+    _, text = run("Decode", samples={"samples": torch.zeros(1, 4, 2, 2)}, vae=Vae())
+    assert set(rows(timing)) == {("VAE encode", ""), ("VAE decode", "")}
+    assert text == timing.text()
+
+
+# The first line of a table in a server's log.
+TOTALS = re.compile(r"Fast Video VAE: ([\d.]+) s measured of ([\d.]+) s(.*)$", re.MULTILINE)
+
+
+def decoding(vae_file, frames, size=32):
+    """Decode a latent into images and into a file, and show what the nodes tell of the time."""
+    workflow = Workflow()
+    shape = {"width": size, "height": size, "length": frames, "batch_size": 1}
+    latent = workflow.add("EmptyHunyuanLatentVideo", **shape)
+    vae = workflow.add("FastVAE_Load", vae_name=vae_file, **AUTO)
+    decoded, _ = workflow.add("FastVAE_Decode", samples=latent, vae=vae)
+    options = {"fps": 16.0, "codec": "h264", "quality": 70, "save_to": "temp"}
+    written, _ = workflow.add(
+        "FastVAE_DecodeVideo", samples=latent, vae=vae, filename_prefix="timing", **options
+    )
+    shown = [workflow.add("PreviewAny", source=[node, 1])[0] for node in (decoded, written)]
+    return workflow, shown
+
+
+def logged(server, before):
+    return server.log()[len(before) :]
+
+
+def test_a_table_is_in_the_log_once_per_prompt_over_http(server, vae_file):
+    folder = server.models("vae")
+    own = shutil.copy(folder / vae_file, folder / "timed.safetensors").name  # not in any cache
+    workflow, shown = decoding(own, 13)
+    before = server.log()
+    outputs = server.run(workflow)
+    texts = [outputs[name]["text"][0] for name in shown]
+    assert "VAE decode" in texts[0]
+    assert "file" in texts[1]
+    for text in texts:
+        assert re.search(rf"^ *load +{own}", text, re.MULTILINE)
+    log = logged(server, before)
+    (total,) = TOTALS.finditer(log)
+    measured, wall, mark = total.groups()
+    assert 0 < float(measured) <= float(wall) + 0.001
+    assert mark == ""
+    table = log[total.start() :].splitlines()
+    assert [line.split()[0] for line in table[2:6]] == ["load", "load", "VAE", "file"]
+
+    before = server.log()
+    again = server.run(workflow)  # all of it comes from the cache
+    assert [again[name]["text"][0] for name in shown] == texts
+    assert not TOTALS.search(logged(server, before))
+
+
+def test_prompts_of_other_nodes_print_nothing_over_http(server):
+    workflow = Workflow()
+    image = workflow.add("EmptyImage", width=8, height=8, batch_size=1, color=0)
+    workflow.add("PreviewImage", images=image)
+    before = server.log()
+    server.run(workflow)
+    assert not TOTALS.search(logged(server, before))
+
+
+def test_an_interrupted_prompt_tells_what_there_was_over_http(server, vae_file):
+    before = server.log()
+    error, _ = server.interrupted(decoding(vae_file, 1001, 256)[0])  # a minute and more
+    assert error.interrupted
+    log = logged(server, before)
+    (total,) = TOTALS.finditer(log)
+    assert total[3] == " (interrupted)"
+    assert "VAE decode" in log[total.start() :]
+
+
+def test_a_prompt_that_fails_tells_what_there_was_over_http(server, vae_file):
+    workflow = Workflow()
+    vae = workflow.add("FastVAE_Load", vae_name=vae_file, **AUTO | {"chunk": 7})
+    latent = workflow.add("EmptyLatentImage", width=64, height=64, batch_size=1)  # 4 channels
+    decoded = workflow.add("FastVAE_Decode", samples=latent, vae=vae)
+    workflow.add("PreviewImage", images=decoded)
+    before = server.log()
+    with pytest.raises(PromptError):
+        server.run(workflow)
+    log = logged(server, before)
+    (total,) = TOTALS.finditer(log)
+    assert total[3] == " (stopped)"
+    assert "load" in log[total.start() :]

@@ -1,0 +1,108 @@
+"""How much of a LoRA's effect is lost on a model of scaled fp8: ours, and ComfyUI's own."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fast_video_vae.tests.nodes.lora.lora_models import (
+    core,
+    fast,
+    load_model,
+    lora_for,
+    random_weights,
+    sample,
+    save_lora,
+    session_of,
+)
+
+KIND = "wan21-t2v"
+
+
+def fp8(state):
+    """A file of scaled fp8: the linear layers of the blocks, with a scale for each."""
+    quantised = dict(state, scaled_fp8=torch.zeros(1, dtype=torch.float8_e4m3fn))
+    for key, value in state.items():
+        if key.startswith("blocks.") and key.endswith(".weight") and value.ndim == 2:
+            scale = value.abs().max().float() / 448
+            quantised[key] = (value / scale).to(torch.float8_e4m3fn)
+            quantised[key.replace(".weight", ".scale_weight")] = scale
+    return quantised
+
+
+def quantised_layers(model):
+    return {
+        name: module
+        for name, module in model.model.named_modules()
+        if type(getattr(module, "weight", None)).__name__ == "QuantizedTensor"
+    }
+
+
+def fp8_errors():
+    """For each way the errors of what a LoRA of 1 % of the weights adds, by layer."""
+    import comfy.model_management
+
+    state = random_weights(KIND)
+    tensors = lora_for(state, parts=("pairs",), amount=0.01)
+    lora = save_lora(tensors, "small.safetensors")
+    file = fp8({key: value.bfloat16() for key, value in state.items()})
+    model, other = (load_model(KIND, file, dtype=torch.bfloat16) for _ in range(2))
+    for each in (model, other):
+        each.model.manual_cast_dtype = torch.bfloat16  # as on a GPU
+    requantised = core(other, lora)
+    comfy.model_management.load_models_gpu([requantised])
+    errors = {"stream": [], "beside": [], "core": []}
+    generator = torch.Generator().manual_seed(0)
+    for mode in ("stream", "beside"):
+        patched = fast(model, lora, 1.0, mode)
+        sample(patched)
+        session = session_of(patched)
+        assert session.bank.flat.dtype == torch.bfloat16
+        for name, layer in quantised_layers(model).items():
+            x = torch.randn(64, layer.in_features, generator=generator).bfloat16()
+            up, down = (tensors[f"{name}.lora_{part}.weight"].double() for part in ("up", "down"))
+            expected = x.double() @ (up @ down / 2).T
+            own = _used(layer, x)
+            with session.call(model.model, x.device):
+                if mode == "beside":
+                    errors[mode].append(_error(_added(layer, x), expected))
+                    continue
+                effect = x.double() @ (_used(layer, x) - own).T
+            errors[mode].append(_error(effect, expected))
+            effect = x.double() @ (_used(other.model.get_submodule(name), x) - own).T
+            errors["core"].append(_error(effect, expected))
+    return errors
+
+
+def _used(layer, x):
+    """The weight that a call of a layer multiplies with."""
+    linear, found = F.linear, []
+
+    def product(x, weight, bias=None):
+        if weight.shape == (layer.out_features, layer.in_features):
+            found.append(weight.double())
+        return linear(x, weight, bias)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "linear", product)
+        layer(x)
+    return found[0]
+
+
+def _added(layer, x):
+    """What a call of a layer adds to its output."""
+    from fast_video_vae.lora import hooks as sites
+
+    beside, found = sites.beside, []
+
+    def addition(y, x, low):
+        found.append(beside(torch.zeros_like(y), x, low).double())
+        return beside(y, x, low)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sites, "beside", addition)
+        layer(x)
+    return found[0]
+
+
+def _error(result, expected):
+    return ((result - expected).norm() / expected.norm()).item()

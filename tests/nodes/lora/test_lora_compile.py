@@ -1,0 +1,132 @@
+"""LoRAs on models that ComfyUI compiles: what they give, and how often anything is compiled."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from fast_video_vae.tests.nodes.lora import lora_models
+from fast_video_vae.tests.nodes.lora.lora_models import (
+    EFFECT,
+    KINDS,
+    ROUNDING,
+    core,
+    fast,
+    load_model,
+    lora_for,
+    random_weights,
+    relative_error,
+    sample,
+    save_lora,
+)
+
+pytestmark = [
+    pytest.mark.comfyui,
+    pytest.mark.usefixtures("comfyui"),
+    pytest.mark.filterwarnings("ignore"),  # of what torch finds around the computation
+]
+
+KIND = "wan21-t2v"
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """A model of one block, with an attention in whose way ComfyUI asks for no free memory."""
+    import comfy.ldm.wan.model
+    import torch._dynamo
+    from comfy.ldm.modules.attention import attention_pytorch
+
+    small = dataclasses.replace(KINDS[KIND], settings=KINDS[KIND].settings | {"num_layers": 1})
+    monkeypatch.setitem(lora_models.KINDS, KIND, small)
+    monkeypatch.setattr(comfy.ldm.wan.model, "optimized_attention", attention_pytorch)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield load_model(KIND)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def lora(model):
+    """Of linear layers alone."""
+    return save_lora(lora_for(_linear(), seed=0, parts=("pairs",)), "linear.safetensors")
+
+
+def _linear():
+    return {key: value for key, value in random_weights(KIND).items() if value.ndim < 3}
+
+
+def compiled(model, backend="eager"):
+    """As by the node TorchCompileModel, which takes no other backend than for GPUs."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+    from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
+
+    clone = model.clone()
+    options = {"guard_filter_fn": skip_torch_compile_dict}
+    set_torch_compile_wrapper(model=clone, backend=backend, options=options)
+    return clone
+
+
+def made():
+    """Frames and graphs that were compiled so far, and where a graph ended early."""
+    counters = torch._dynamo.utils.counters
+    return (
+        counters["frames"]["ok"],
+        counters["stats"]["unique_graphs"],
+        sum(counters["graph_break"].values()),
+    )
+
+
+@pytest.mark.parametrize("mode", ["stream", "beside"])
+def test_a_strength_compiles_nothing(model, lora, mode):
+    without, before = sample(model), compiled(model)
+    expected = {strength: sample(core(model, lora, strength)) for strength in (0.8, 0.3, -1.0)}
+    assert relative_error(expected[0.8], expected[0.3]) > EFFECT
+    once = None
+    for strength in (0.8, 0.3, -1.0, 0.8):
+        result = sample(fast(before, lora, strength, mode))
+        assert relative_error(result, expected[strength]) < ROUNDING
+        once = once or made()
+        assert made() == once == (1, 1, 0)
+    assert relative_error(sample(before), without) < ROUNDING
+    again = made()
+    assert again == (2, 2, 0)  # the model without a LoRA
+    for strength in (0.3, 0.8):
+        result = sample(fast(before, lora, strength, mode))
+        assert relative_error(result, expected[strength]) < ROUNDING
+    assert relative_error(sample(before), without) < ROUNDING
+    assert made() == again
+
+
+def test_a_lora_before_the_compiler(model, lora):
+    """The order of the nodes does not matter, nor whether the model ran before."""
+    without = sample(compiled(model))
+    expected = sample(core(model, lora, 0.8))
+    patched = compiled(fast(model, lora, 0.8))
+    assert relative_error(sample(patched), expected) < ROUNDING
+    assert relative_error(sample(patched), expected) < ROUNDING
+    assert relative_error(sample(compiled(model)), without) < ROUNDING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["stream", "beside"])
+def test_differences_of_biases_compile_once_more_at_most(model, mode):
+    """Their strengths are numbers of Python's, which the compiler takes for constants at first."""
+    parts = ("pairs", "biases", "norms")
+    lora = save_lora(lora_for(_linear(), seed=0, parts=parts), "biases.safetensors")
+    before, counts = compiled(model), []
+    for strength in (0.8, 0.3, -1.0, 0.8, 0.5):
+        expected = sample(core(model, lora, strength))
+        assert relative_error(sample(fast(before, lora, strength, mode)), expected) < ROUNDING
+        counts.append(made())
+    assert len(set(counts[1:])) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["stream", "beside"])
+def test_inductor(model, lora, mode):
+    expected = sample(core(model, lora, 0.8)), sample(core(model, lora, 0.3))
+    before = compiled(model, "inductor")
+    assert relative_error(sample(fast(before, lora, 0.8, mode)), expected[0]) < ROUNDING
+    once = made()
+    assert relative_error(sample(fast(before, lora, 0.3, mode)), expected[1]) < ROUNDING
+    assert made() == once

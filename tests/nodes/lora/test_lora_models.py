@@ -1,0 +1,301 @@
+"""LoRAs on whole models of ComfyUI: runs of its sampler, beside runs with its own LoRA loader."""
+
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+
+from fast_video_vae.tests.nodes.lora.lora_models import (
+    EFFECT,
+    KINDS,
+    MODES,
+    ROUNDING,
+    UNMERGED,
+    apply,
+    core,
+    fast,
+    inputs,
+    load_model,
+    lora_for,
+    random_weights,
+    relative_error,
+    sample,
+    save_lora,
+    session_of,
+    stack,
+)
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _models_go_with_the_module():
+    yield
+    for function in (plain, lora, by_core):
+        function.cache_clear()
+
+
+@functools.cache
+def plain(kind):
+    """A model, its weights and what it gives without a LoRA."""
+    state = random_weights(kind)
+    model = load_model(kind, state)
+    return model, state, sample(model, kind)
+
+
+@functools.cache
+def lora(kind, seed):
+    return save_lora(lora_for(plain(kind)[1], seed=seed), f"{kind}-{seed}.safetensors")
+
+
+@functools.cache
+def by_core(kind, *strengths):
+    """What ComfyUI's loaders give, one after the other."""
+    model = plain(kind)[0]
+    for seed, strength in enumerate(strengths):
+        model = core(model, lora(kind, seed), strength)
+    return sample(model, kind)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_is_that_of_comfyuis_loader(kind, mode):
+    model, _, without = plain(kind)
+    expected = by_core(kind, 0.8)
+    assert relative_error(expected, without) > EFFECT
+    assert relative_error(sample(fast(model, lora(kind, 0), 0.8, mode), kind), expected) < ROUNDING
+    assert torch.equal(sample(model, kind), without)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["wan21-t2v", "qwen-image"])
+def test_two_of_a_stack_are_two_loaders_in_series(kind, mode):
+    given = stack(lora(kind, 1), -0.5, before=stack(lora(kind, 0), 0.8))
+    result = sample(apply(plain(kind)[0], given, mode)[0], kind)
+    assert relative_error(result, by_core(kind, 0.8, -0.5)) < ROUNDING
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["wan21-t2v", "qwen-image"])
+def test_two_nodes_in_series_are_two_loaders_in_series(kind, mode):
+    first = fast(plain(kind)[0], lora(kind, 0), 0.8, mode)
+    second = fast(first, lora(kind, 1), -0.5, mode)
+    assert relative_error(sample(second, kind), by_core(kind, 0.8, -0.5)) < ROUNDING
+    assert relative_error(sample(first, kind), by_core(kind, 0.8)) < ROUNDING
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("strength", [-1.0, 3.5])
+def test_strengths_of_any_size_and_sign(strength, mode):
+    kind = "wan21-t2v"
+    result = sample(fast(plain(kind)[0], lora(kind, 0), strength, mode), kind)
+    assert relative_error(result, by_core(kind, strength)) < ROUNDING
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_strength_0_is_the_model_itself(mode):
+    kind = "wan21-t2v"
+    model, _, without = plain(kind)
+    patched, report = apply(model, stack(lora(kind, 0), 0), mode)
+    assert torch.equal(sample(patched, kind), without)
+    assert patched.patches_uuid == model.patches_uuid or mode == "merged"
+    assert "keys applied" not in report
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_that_comfyui_passes_over_are_changed_too(mode):
+    """Its loader takes `modulation.diff` and does nothing with it: those are edited by hand."""
+    kind = "wan21-t2v"
+    model, state, without = plain(kind)
+    difference = lora_for(state, parts=("modulations",))
+    name = save_lora(difference, "modulations.safetensors")
+    assert torch.equal(sample(core(model, name, 0.8), kind), without)
+    edited = {
+        key: value + 0.8 * difference.get(f"diffusion_model.{key}.diff", torch.tensor(0.0))
+        for key, value in state.items()
+    }
+    assert len(difference) == 3
+    expected = sample(load_model(kind, edited), kind)
+    assert relative_error(expected, without) > EFFECT
+    assert relative_error(sample(fast(model, name, 0.8, mode), kind), expected) < ROUNDING
+    assert torch.equal(sample(model, kind), without)
+
+
+def test_each_way_is_the_one_that_was_asked_for():
+    kind = "wan21-i2v"
+    ways = {}
+    for mode in UNMERGED:
+        model = fast(plain(kind)[0], lora(kind, 0), 0.8, mode)
+        sample(model, kind)
+        counts = session_of(model).counts
+        assert not counts.unserved
+        ways[mode] = counts.stream, counts.beside
+    stream, beside, auto = ways["stream"], ways["beside"], ways["auto"]
+    assert stream[0] > 0
+    assert stream[1] == 0
+    assert beside[1] > 0
+    assert sum(beside) == sum(stream) == sum(auto)
+    assert beside[0] == 2  # the patch embedding, a convolution, once a step
+    # 257 tokens of an image are more than 128 x 128 numbers are worth, 8 of text fewer.
+    assert min(auto) > beside[0]
+
+
+@pytest.mark.parametrize("mode", UNMERGED)
+def test_a_list_of_strengths_is_one_for_each_step(mode):
+    """The run of three steps is those steps taken one by one, with loaders of ComfyUI's."""
+    kind = "wan21-t2v"
+    model = plain(kind)[0]
+    models = [core(model, lora(kind, 0), each) for each in (0.9, 0.0, -0.4)]
+    result = sample(fast(model, lora(kind, 0), "0.9,0,-0.4", mode), kind, steps=3)
+    assert relative_error(result, _stepwise(models, kind)) < ROUNDING
+
+
+def _stepwise(models, kind):
+    """One step with each of the models."""
+    import comfy.sample
+
+    noise, positive, negative = inputs(kind)
+    latent = torch.zeros_like(noise)
+    for step, model in enumerate(models):
+        with torch.inference_mode():
+            latent = comfy.sample.sample(
+                model, noise * (step == 0), len(models), 4.0, "euler", "simple",
+                positive, negative, latent, seed=1, disable_pbar=True,
+                start_step=step, last_step=step + 1,
+                disable_noise=step > 0, force_full_denoise=step == len(models) - 1,
+            )  # fmt: skip
+    return latent
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_blocks_of_a_filter_alone(mode):
+    kind = "wan21-t2v"
+    model, state, _ = plain(kind)
+    file = lora_for(state, seed=0)
+    second = {key: value for key, value in file.items() if "blocks.1." in key}
+    expected = sample(core(model, save_lora(second, "second.safetensors"), 0.8), kind)
+    given = stack(lora(kind, 0), 0.8, blocks="1")
+    assert relative_error(sample(apply(model, given, mode)[0], kind), expected) < ROUNDING
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_branches_have_their_own_in_turn(mode):
+    kind = "wan21-t2v"
+    model, _, without = plain(kind)
+    one = fast(model, lora(kind, 0), 0.8, mode)
+    other = fast(model, lora(kind, 1), 0.6, mode)
+    expected = by_core(kind, 0.8), sample(core(model, lora(kind, 1), 0.6), kind)
+    assert relative_error(*expected) > EFFECT
+    for _ in range(2):
+        assert relative_error(sample(one, kind), expected[0]) < ROUNDING
+        assert relative_error(sample(other, kind), expected[1]) < ROUNDING
+        assert torch.equal(sample(model, kind), without)
+
+
+def _both(one, other):
+    """A model whose call with the text is one's, and whose call without it is the other's."""
+    import comfy.samplers
+
+    def call(args):
+        positive, negative = args["conds"]
+        model, x, sigma, options = (
+            args[name] for name in ("model", "input", "sigma", "model_options")
+        )
+        # What the sampler makes of its own model.
+        own = {"wrappers": other.wrappers}
+        own["sample_sigmas"] = options["transformer_options"]["sample_sigmas"]
+        theirs = other.model_options["transformer_options"] | own
+        theirs = other.model_options | {"transformer_options": theirs}
+        calls = (model, positive, options), (other.model, negative, theirs)
+        return [
+            comfy.samplers.calc_cond_batch(base, [conditioning], x, sigma, given)[0]
+            for base, conditioning, given in calls
+        ]
+
+    both = one.clone()
+    both.set_model_sampler_calc_cond_batch_function(call)
+    return both
+
+
+@pytest.mark.parametrize("mode", UNMERGED)
+def test_branches_have_their_own_within_a_step(mode):
+    import comfy.model_management
+
+    kind = "wan21-t2v"
+    model, state, _ = plain(kind)
+    one, other = fast(model, lora(kind, 0), 0.8, mode), fast(model, lora(kind, 1), 0.6, mode)
+    result = sample(_both(one, other), kind)
+    # ComfyUI's loaders change the weights of a model, so that there have to be two.
+    loaded = core(load_model(kind, state), lora(kind, 1), 0.6)
+    comfy.model_management.load_models_gpu([loaded])
+    loaded.pre_run()
+    expected = sample(_both(core(model, lora(kind, 0), 0.8), loaded), kind)
+    assert relative_error(expected, by_core(kind, 0.8)) > EFFECT
+    assert relative_error(result, expected) < ROUNDING
+
+
+def _dual(one, other, kind):
+    """A run of ComfyUI's guider of two models."""
+    import comfy.samplers
+    from comfy_extras.nodes_custom_sampler import DualModelGuider
+
+    noise, positive, negative = inputs(kind)
+    (guider,) = DualModelGuider.execute(one, positive, 4.0, other, negative).args
+    sampling = one.get_model_object("model_sampling")
+    sigmas = comfy.samplers.calculate_sigmas(sampling, "simple", 2)
+    euler = comfy.samplers.sampler_object("euler")
+    return guider.sample(noise, torch.zeros_like(noise), euler, sigmas, disable_pbar=True, seed=1)
+
+
+@pytest.mark.parametrize("mode", UNMERGED)
+def test_comfyuis_guider_of_two_models_with_one_lora(mode):
+    kind = "wan21-t2v"
+    model, state, without = plain(kind)
+    name = save_lora(lora_for(state, parts=("modulations", "pairs")), "all.safetensors")
+    patched = fast(model, name, 0.8, mode)
+    expected = sample(patched, kind)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert relative_error(_dual(patched, patched, kind), expected) < ROUNDING
+    assert torch.equal(sample(patched, kind), expected)
+    assert torch.equal(sample(model, kind), without)
+
+
+@pytest.mark.parametrize("mode", UNMERGED)
+@pytest.mark.parametrize("second", [True, False])
+def test_comfyuis_guider_of_two_models_with_a_lora_each(mode, second):
+    """It calls the second model with the options of the first, whose LoRA is not the second's."""
+    kind = "wan21-t2v"
+    state = plain(kind)[1]
+
+    def pair(first, other):
+        one, two = load_model(kind, state), load_model(kind, state)
+        return first(one, lora(kind, 0), 0.8), other(two, lora(kind, 1), 0.6) if second else two
+
+    def ours(*args):
+        return fast(*args, mode)
+
+    with torch.inference_mode():
+        expected = _dual(*pair(core, core), kind)
+        result = _dual(*pair(ours, ours), kind)
+    assert relative_error(expected, by_core(kind, 0.8)) > EFFECT
+    assert relative_error(result, expected) < ROUNDING
+
+
+@pytest.mark.parametrize("mode", UNMERGED)
+def test_a_model_that_is_dropped_is_freed(mode):
+    import comfy.model_management
+
+    kind = "wan21-t2v"
+    model = load_model(kind)
+    patched = fast(model, lora(kind, 0), 0.8, mode)
+    sample(patched, kind)
+    base, bank = weakref.ref(model.model), weakref.ref(session_of(patched).bank)
+    del model, patched
+    comfy.model_management.unload_all_models()
+    gc.collect()
+    comfy.model_management.cleanup_models()
+    assert base() is None
+    assert bank() is None

@@ -1,0 +1,217 @@
+"""What a LoRA leaves of a model, what it makes ComfyUI load, and what stands beside it."""
+
+import functools
+
+import pytest
+import torch
+
+from fast_video_vae.tests.nodes.lora.lora_models import (
+    EFFECT,
+    MODES,
+    ROUNDING,
+    UNMERGED,
+    apply,
+    core,
+    fast,
+    load_model,
+    lora_for,
+    nothing_left,
+    random_weights,
+    relative_error,
+    sample,
+    save_lora,
+    stack,
+    weights,
+)
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
+
+KIND = "wan21-t2v"
+# In the middle of a call: block 0 is over, block 1 is not.
+MIDDLE = "diffusion_model.blocks.1.cross_attn.o"
+# What ComfyUI's loaders apply as well.
+COMMON = ("pairs", "biases", "norms")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _files_go_with_the_module():
+    yield
+    lora.cache_clear()
+
+
+@functools.cache
+def lora(seed=0, parts=("pairs", "biases", "norms", "modulations")):
+    state = random_weights(KIND)
+    return save_lora(
+        lora_for(state, seed=seed, parts=parts), f"{seed}-{'-'.join(parts)}.safetensors"
+    )
+
+
+@pytest.fixture
+def model():
+    """A model of a test alone, for what a test does to it."""
+    return load_model(KIND)
+
+
+@pytest.mark.parametrize("mode", UNMERGED)
+def test_a_run_leaves_every_weight_as_it_was(model, mode):
+    without, before = sample(model), weights(model)
+    sample(fast(model, lora(), 0.8, mode))
+    assert weights(model) == before
+    assert nothing_left(model)
+    assert torch.equal(sample(model), without)
+
+
+def test_merged_weights_are_put_back(model):
+    """By ComfyUI, as after its own loaders: when the model is wanted without them."""
+    without, before = sample(model), weights(model)
+    sample(fast(model, lora(), 0.8, "merged"))
+    assert torch.equal(sample(model), without)
+    bits = {name: each[1] for name, each in before.items()}
+    assert {name: each[1] for name, each in weights(model).items()} == bits
+
+
+class _FailureError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("mode", UNMERGED)
+@pytest.mark.parametrize("how", ["error", "interrupt"])
+@pytest.mark.parametrize("when", ["before", "within", "after"])
+def test_a_call_that_ends_early_leaves_every_weight_as_it_was(model, mode, how, when):
+    """Before a module, in its forward, or in a hook of another's after it."""
+    import comfy.model_management
+
+    error = {
+        "error": _FailureError,
+        "interrupt": comfy.model_management.InterruptProcessingException,
+    }[how]
+
+    def fail(*_, **__):
+        raise error
+
+    without, before = sample(model), weights(model)
+    patched = fast(model, lora(), 0.8, mode)
+    expected = sample(patched)
+    module = model.model.get_submodule(MIDDLE)
+    if when == "within":
+        module.forward, undo = fail, functools.partial(delattr, module, "forward")
+    elif when == "before":
+        undo = module.register_forward_pre_hook(fail).remove
+    else:
+        undo = module.register_forward_hook(fail).remove
+    with pytest.raises(error):
+        sample(patched)
+    undo()
+    assert weights(model) == before
+    assert nothing_left(model)
+    assert torch.equal(sample(model), without)
+    assert torch.equal(sample(patched), expected)
+
+
+@pytest.fixture
+def loads(model, monkeypatch):
+    """How often ComfyUI loads the model's weights, changes one, or puts them back."""
+    from comfy.model_patcher import ModelPatcher
+
+    counted = {"load": 0, "patch": 0, "unpatch": 0}
+
+    def count(name, which, matters):
+        original = getattr(ModelPatcher, name)
+
+        @functools.wraps(original)
+        def counting(self, *args, **keywords):
+            if self.model is model.model and matters(self, *args, **keywords):
+                counted[which] += 1
+            return original(self, *args, **keywords)
+
+        monkeypatch.setattr(ModelPatcher, name, counting)
+
+    count("load", "load", lambda *_, **__: True)
+    count("patch_weight_to_device", "patch", lambda self, key, *_, **__: key in self.patches)
+    count("unpatch_model", "unpatch", lambda _, device=None, unpatch_weights=True: unpatch_weights)
+    sample(model)
+    assert counted == {"load": 1, "patch": 0, "unpatch": 0}
+    counted.update(load=0)
+    return counted
+
+
+@pytest.mark.parametrize("mode", UNMERGED)
+def test_nothing_is_loaded_anew_for_another_lora(model, loads, mode):
+    one = fast(model, lora(0), 0.8, mode)
+    stronger, other = fast(model, lora(0), 3.0, mode), fast(model, lora(1), 0.8, mode)
+    more = apply(one, stack(lora(1), -0.5), mode)[0]
+    results = [sample(each) for each in (one, stronger, other, more, model)]
+    assert all(each.patches_uuid == model.patches_uuid for each in (one, stronger, other, more))
+    again = [sample(each) for each in (one, stronger, other, more, model)]
+    assert loads == {"load": 0, "patch": 0, "unpatch": 0}
+    assert all(map(torch.equal, results, again))
+    assert relative_error(results[0], results[1]) > EFFECT
+
+
+def test_the_count_sees_comfyuis_loader(model, loads):
+    patched = core(model, lora(), 0.8)
+    sample(patched)
+    assert loads["load"] == 1
+    assert loads["patch"] > 50
+    assert loads["unpatch"] == 1
+
+
+def test_a_merged_stack_is_loaded_once(model, loads):
+    def merged(strength=0.8, seed=0, blocks=""):
+        return apply(model, stack(lora(seed), strength, blocks), "merged")[0]
+
+    first, again = merged(), merged()
+    assert first.patches_uuid == again.patches_uuid != model.patches_uuid
+    others = merged(0.7), merged(seed=1), merged(blocks="0"), fast(merged(), lora(1), 1, "merged")
+    assert len({str(each.patches_uuid) for each in (first, *others)}) == 5
+    result = sample(first)
+    assert loads["load"] == 1
+    assert torch.equal(sample(again), result)
+    assert loads["load"] == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("loader", ["weights", "bypass"])
+def test_beside_comfyuis_loaders(model, mode, order, loader):
+    """Its bypass loader adds to the output of linear layers, and patches their biases."""
+    from comfy_extras.nodes_lora_debug import LoraLoaderBypassModelOnly
+
+    def theirs(patcher):
+        if loader == "weights":
+            return core(patcher, lora(1), 0.6)
+        return LoraLoaderBypassModelOnly().load_lora_model_only(patcher, lora(1), 0.6)[0]
+
+    expected = sample(core(core(model, lora(0, COMMON), 0.8), lora(1), 0.6))
+    if order == "before":
+        patched = fast(theirs(model), lora(0, COMMON), 0.8, mode)
+    else:
+        patched = theirs(fast(model, lora(0, COMMON), 0.8, mode))
+    assert relative_error(sample(patched), expected) < ROUNDING
+
+
+@pytest.mark.parametrize("mode", UNMERGED)
+@pytest.mark.parametrize("first", ["theirs", "ours"])
+@pytest.mark.parametrize("what", ["hooks", "forward"])
+def test_what_others_do_to_a_layer_they_do_to_one_with_its_lora(model, mode, first, what):
+    """Hooks that double what it is given and halve what it gives; or a forward that adds to it."""
+    module, calls = model.model.get_submodule(MIDDLE), []
+    patched = fast(model, lora(0, COMMON), 0.8, mode)
+    without = sample(patched)  # our hooks are there from now on
+    if first == "theirs":
+        patched = fast(model := load_model(KIND), lora(0, COMMON), 0.8, mode)
+        module = model.model.get_submodule(MIDDLE)
+    if what == "hooks":
+        module.register_forward_pre_hook(lambda _, args: (2 * args[0],))
+        module.register_forward_hook(lambda _, args, y: calls.append(1) or 0.25 * y)
+    else:
+        forward = module.forward
+        module.forward = theirs = lambda x: calls.append(1) or forward(x) + x.flip(-1)
+    result = sample(patched)
+    assert len(calls) == 2
+    assert what == "hooks" or module.forward is theirs
+    expected = sample(core(model, lora(0, COMMON), 0.8))
+    assert len(calls) == 4
+    assert relative_error(expected, without) > EFFECT
+    assert relative_error(result, expected) < ROUNDING

@@ -1,0 +1,231 @@
+"""LoRAs on quantised models, as ComfyUI loads them and as layers of other packs keep them."""
+
+import json
+import logging
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fast_video_vae.tests.nodes.lora.lora_errors import KIND, fp8, fp8_errors, quantised_layers
+from fast_video_vae.tests.nodes.lora.lora_models import (
+    EFFECT,
+    ROUNDING,
+    UNMERGED,
+    core,
+    fast,
+    load_model,
+    lora_for,
+    nothing_left,
+    random_weights,
+    relative_error,
+    sample,
+    save_lora,
+    weights,
+)
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
+
+
+@pytest.fixture(autouse=True)
+def _as_comfyui_runs_nodes():
+    with torch.inference_mode():
+        yield
+
+
+def int8(state, **more):
+    """A file whose second layers of feed forwards are int8, with a scale for each output."""
+    quantised = dict(state)
+    for key, value in state.items():
+        if key.endswith("ffn.2.weight"):
+            scale = value.abs().amax(1, keepdim=True) / 127
+            layer = key.removesuffix(".weight")
+            form = json.dumps({"format": "int8_tensorwise", **more}).encode()
+            quantised[key] = (value / scale).round().to(torch.int8)
+            quantised[f"{layer}.weight_scale"] = scale
+            quantised[f"{layer}.comfy_quant"] = torch.tensor(list(form), dtype=torch.uint8)
+    return quantised
+
+
+def rotated_int8(state):
+    """The same numbers, which stand for rows that were rotated."""
+    return int8(state, convrot=True, convrot_groupsize=64)
+
+
+def dequantised(model, state):
+    """The model as if its file had had the values of the quantised weights in float32."""
+    values = {
+        f"{name}.weight".removeprefix("diffusion_model."): module.weight.dequantize().clone()
+        for name, module in quantised_layers(model).items()
+    }
+    return load_model(KIND, state | values)
+
+
+@pytest.mark.parametrize("mode", UNMERGED)
+@pytest.mark.parametrize(("quantise", "layers"), [(fp8, 20), (int8, 2), (rotated_int8, 2)])
+def test_a_run_is_that_of_the_values_it_stands_for(quantise, layers, mode):
+    """In every mode from the first call on; ComfyUI's loader quantises the sum once more."""
+    state = random_weights(KIND)
+    model = load_model(KIND, quantise(state))
+    assert len(quantised_layers(model)) == layers
+    lora = save_lora(lora_for(state, parts=("pairs", "biases", "norms")))
+    expected = sample(core(dequantised(model, state), lora, 0.8))
+    without, before = sample(model), weights(model)
+    patched = fast(model, lora, 0.8, mode)
+    first = sample(patched)
+    assert relative_error(first, expected) < ROUNDING
+    assert relative_error(first, without) > EFFECT
+    assert torch.equal(sample(patched), first)
+    assert weights(model) == before
+    assert nothing_left(model)
+    assert torch.equal(sample(model), without)
+    assert relative_error(sample(core(model, lora, 0.8)), expected) > 100 * ROUNDING
+
+
+def test_a_quantised_model_is_not_merged():
+    state = random_weights(KIND)
+    model, lora = load_model(KIND, fp8(state)), save_lora(lora_for(state))
+    with pytest.raises(ValueError, match=r"^stack: \S+ is kept as QuantizedTensor; merged is for"):
+        fast(model, lora, 0.8, "merged")
+
+
+@pytest.mark.parametrize("mode", UNMERGED)
+def test_layers_that_are_read_and_not_called_are_found_in_the_first_call(mode, caplog):
+    """ComfyUI multiplies with the int8 weight of Wan's feed forward itself, past its forward."""
+    state = random_weights(KIND)
+    model, lora = load_model(KIND, int8(state)), save_lora(lora_for(state))
+    layers, calls = quantised_layers(model), []
+    for layer in layers.values():
+        layer.register_forward_hook(lambda *_: calls.append("forward"))
+    network = model.model.diffusion_model
+    network.register_forward_hook(lambda *_: calls.append("network"))
+    with caplog.at_level(logging.INFO):
+        sample(fast(model, lora, 0.8, mode))
+    said = [each for each in caplog.messages if "not called by ComfyUI" in each]
+    assert len(said) == 1
+    assert said[0].startswith("Fast Video VAE: 2 layers")
+    assert calls == ["network"] * 3  # of two steps; the first was taken once more
+    caplog.clear()
+    calls.clear()
+    sample(fast(model, lora, 0.5, mode))
+    assert not [each for each in caplog.messages if "not called by ComfyUI" in each]
+    assert calls == ["network"] * 2
+
+
+# How far off the effect of a LoRA may be, in parts of it, where its deltas are 1 % of the weights.
+# stream: the sum is rounded to bf16, by 2^-8 / sqrt(3) / m = 0.23 % / m of itself on average for a
+# mantissa m from 1 to 2: 16 % of the delta for weights of all mantissas.
+STREAM, BESIDE = 0.20, 0.01
+REQUANTISED = 0.8
+
+
+def test_small_deltas_on_fp8_weights():
+    """The error of what a LoRA adds, layer by layer in bf16, without that of the output's bf16."""
+    errors = fp8_errors()
+    for mode, values in errors.items():
+        assert len(values) == 20
+        text = f"{min(values):.2%} to {max(values):.2%}, on average {sum(values) / 20:.2%}"
+        logging.getLogger(__name__).info("%s: %s", mode, text)
+    assert max(errors["stream"]) <= STREAM
+    assert max(errors["beside"]) <= BESIDE
+    assert min(errors["core"]) >= REQUANTISED
+
+
+class Packed(torch.Tensor):
+    """Bytes that stand for numbers, as GGUF's are: with the shape of the numbers beside them."""
+
+    @staticmethod
+    def of(weight):
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        numbers = (weight / scale).round().to(torch.int8)
+        data = torch.cat([numbers.view(torch.uint8), scale.view(torch.uint8)], 1)
+        return data.as_subclass(Packed)
+
+    @property
+    def tensor_shape(self):
+        return torch.Size((self.shape[0], self.shape[1] - 4))
+
+
+class PackedLinear(torch.nn.Module):
+    """Unpacks its weight itself, and knows nothing of functions on it."""
+
+    comfy_cast_weights = True
+
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = torch.nn.Parameter(Packed.of(linear.weight.detach()), requires_grad=False)
+        self.bias = linear.bias
+        self.weight_function, self.bias_function = [], []
+
+    def unpacked(self):
+        data = self.weight.detach().as_subclass(torch.Tensor)
+        scale = data[:, -4:].contiguous().view(torch.float32)
+        return data[:, :-4].contiguous().view(torch.int8) * scale
+
+    def forward(self, x):
+        return F.linear(x, self.unpacked(), self.bias)
+
+
+def packed(state):
+    """A model whose blocks have such layers, and the values that they stand for."""
+    model, values = load_model(KIND, state), dict(state)
+    for name, module in list(model.model.named_modules()):
+        if ".blocks." in name and type(module).__name__ == "Linear":
+            parent, _, leaf = name.rpartition(".")
+            layer = PackedLinear(module)
+            setattr(model.model.get_submodule(parent), leaf, layer)
+            values[f"{name}.weight".removeprefix("diffusion_model.")] = layer.unpacked()
+    return model, load_model(KIND, values)
+
+
+def loha_for(state):
+    """Of the linear layers of the blocks."""
+    generator, file = torch.Generator().manual_seed(7), {}
+    for key, value in state.items():
+        if key.startswith("blocks.") and key.endswith(".weight") and value.ndim == 2:
+            out, inner = value.shape
+            name = f"diffusion_model.{key.removesuffix('.weight')}"
+            shapes = {"w1_a": (out, 3), "w1_b": (3, inner), "w2_a": (out, 3), "w2_b": (3, inner)}
+            for part, shape in shapes.items():
+                size = 0.4 if part.endswith("a") else inner**-0.25
+                file[f"{name}.hada_{part}"] = size * torch.randn(shape, generator=generator)
+    return file
+
+
+@pytest.mark.parametrize("mode", UNMERGED)
+@pytest.mark.parametrize("form", ["pairs", "loha"])
+def test_layers_that_unpack_their_weights_themselves(form, mode, caplog):
+    state = random_weights(KIND)
+    model, plain = packed(state)
+    file = loha_for(state) if form == "loha" else lora_for(state)
+    lora = save_lora(file, f"{form}.safetensors")
+    without, before = sample(model), weights(model)
+    expected = sample(core(plain, lora, 0.8))
+    patched = fast(model, lora, 0.8, mode)
+    with caplog.at_level(logging.WARNING):
+        assert relative_error(sample(patched), expected) < ROUNDING
+        assert relative_error(sample(patched), expected) < ROUNDING
+    assert not [each for each in caplog.messages if "no effect" in each]
+    assert relative_error(expected, without) > EFFECT
+    assert weights(model) == before
+    assert torch.equal(sample(model), without)
+
+
+@pytest.mark.parametrize("mode", UNMERGED)
+def test_what_needs_such_a_weight_is_told_of_once(mode, caplog):
+    """DoRA scales the sum of weight and delta: without the weight it has no effect at all."""
+    state = random_weights(KIND)
+    model, _ = packed(state)
+    file = {key: value for key, value in lora_for(state, parts=("pairs",)).items() if "q." in key}
+    for key in [key for key in file if key.endswith("lora_up.weight")]:
+        file[key.replace("lora_up.weight", "dora_scale")] = torch.ones(len(file[key]), 1)
+    patched = fast(model, save_lora(file, "dora.safetensors"), 0.8, mode)
+    without = sample(model)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(sample(patched), without)
+        sample(patched)
+    said = [each for each in caplog.messages if "no effect" in each]
+    assert len(said) == 1
+    assert "no effect on 4 layers" in said[0]
+    assert "blocks.0.cross_attn.q" in said[0]

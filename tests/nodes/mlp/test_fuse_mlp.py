@@ -1,0 +1,524 @@
+"""Fuse SwiGLU MLPs: small models of ComfyUI's own classes, fused, beside the same ones as they are.
+
+With LoRAs, offloading and quantised weights; and what is left when the patches go.
+"""
+
+import json
+import logging
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fast_video_vae.tests.kernels import formulas
+from fast_video_vae.tests.kernels.cases import missing
+from fast_video_vae.tests.nodes.lora.dits import MLPS, model_of, output, patcher
+from fast_video_vae.tests.nodes.mlp.mlps import (
+    ALIKE,
+    MLP,
+    GateAlone,
+    Halves,
+    Saturated,
+    Scaled,
+    SecondHalf,
+    TwoSteps,
+)
+from fast_video_vae.tests.nodes.server import Workflow
+from fast_video_vae.tests.nodes.vae.pairs import relative_error
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
+
+# Their MLPs are whole modules, with linear layers of their own.
+WHOLE = sorted(MLPS.keys() - {"flux2"})
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The shape that each call of the kernel got, and whether it was given memory to write to."""
+    from fast_video_vae.nodes.mlp import nodes as fuse_mlp
+
+    seen, kernel = [], fuse_mlp.run_kernel
+
+    def counted(op, x, gate, *, out=None):
+        assert op == "silu_mul"
+        seen.append((x.shape, out is not None))
+        return kernel(op, x, gate, out=out)
+
+    monkeypatch.setattr(fuse_mlp, "run_kernel", counted)
+    return seen
+
+
+def fused(model):
+    """What the node gives for a MODEL."""
+    from fast_video_vae.nodes.mlp.nodes import FuseMLP
+
+    with torch.inference_mode():
+        return FuseMLP.execute(model=model).args[0]
+
+
+@contextmanager
+def loaded(model, budget_bytes=0):
+    """The patches of a MODEL are on its network; with a budget, only so much of the weights."""
+    cpu = torch.device("cpu")
+    model.patch_model(cpu, lowvram_model_memory=budget_bytes)
+    try:
+        yield model
+    finally:
+        model.unpatch_model(cpu)
+
+
+def linears(model):
+    """Names of the linear layers of a fused MODEL's MLPs."""
+    for key in model.object_patches:
+        name = key.removesuffix(".__class__")
+        for child, _ in model.model.get_submodule(name).named_children():
+            yield f"{name}.{child}"
+
+
+@pytest.mark.parametrize("name", MLPS)
+def test_the_mlps_of_a_model_are_fused_and_it_gives_the_same(name, calls, caplog):
+    model = patcher(name)
+    expected = output(name, model)
+    with caplog.at_level(logging.INFO):
+        fast = fused(model)
+    ((cls, count),) = MLPS[name].items()
+    assert f"fused the SwiGLU MLPs of Model: {count} {cls}" in caplog.messages[-1]
+    assert not model.object_patches
+    assert torch.equal(output(name, fast), expected)  # not loaded yet
+    assert not calls
+    with loaded(fast):
+        assert relative_error(output(name, fast), expected) <= 1e-5
+    assert len(calls) == count
+    assert torch.equal(output(name, model), expected)
+
+
+@pytest.mark.parametrize("name", MLPS)
+def test_in_half_precision_a_model_is_as_near_to_the_truth(name):
+    expected = output(name, patcher(name))
+    model = patcher(name, torch.bfloat16)
+    stock = (output(name, model, torch.bfloat16) - expected).square().mean().sqrt()
+    with loaded(fused(model)):
+        ours = (output(name, model, torch.bfloat16) - expected).square().mean().sqrt()
+    # Of two equally good roundings of each MLP one may be luckier than the other: by as much as a
+    # rounding is off on average, half an eps over the root of three.
+    (count,) = MLPS[name].values()
+    rounding = torch.finfo(torch.bfloat16).eps / 2 / 3**0.5
+    luck = rounding * count**0.5 * expected.square().mean().sqrt()
+    assert ours <= torch.hypot(stock, luck)
+
+
+class Nest(nn.Module):
+    """A network around one module."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.block = module
+
+    def forward(self, x):
+        return self.block(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cls", ALIKE)
+def test_every_spelling_is_recognised_and_rounds_once(cls, dtype, calls):
+    torch.manual_seed(0)
+    model = model_of(Nest(cls()).to(dtype))
+    block, seen = model.model.diffusion_model.block, {}
+    x = torch.randn(2, 5, 8, dtype=dtype)
+    expected = block(x)
+    for name, child in block.named_children():
+        child.register_forward_hook(lambda _, args, y, name=name: seen.update({name: (*args, y)}))
+    with loaded(fused(model)):
+        result = block(x)
+    assert len(calls) == 1
+    if cls is GateAlone:
+        value, gate = x.chunk(2, -1)
+        product = result
+    elif cls in (Halves, SecondHalf):
+        gate, value = seen["w1"][1].chunk(2, -1)
+        gate, value = (value, gate) if cls is SecondHalf else (gate, value)
+        product = seen["w2"][0]
+    else:
+        gate, value, product = seen["gate"][1], seen["up"][1], seen["down"][0]
+    if not missing("native"):
+        formulas.check(product, *formulas.silu_mul(gate, value))
+    # What stock rounds more: SiLU and the product, each half an eps of at most this.
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(result, expected, rtol=8 * eps, atol=8 * eps)
+
+
+@pytest.mark.parametrize("cls", ALIKE)
+def test_without_a_kernel_it_is_as_it_was(cls, monkeypatch):
+    """A GPU without Triton must not be slower for the node."""
+    from fast_video_vae.nodes.mlp import nodes as fuse_mlp
+
+    monkeypatch.setattr(fuse_mlp, "run_kernel", lambda *_, **__: None)
+    model = model_of(Nest(cls()))
+    block = model.model.diffusion_model.block
+    x = torch.randn(2, 5, 8)
+    with torch.inference_mode():
+        expected = block(x)
+        with loaded(fused(model)):
+            assert torch.equal(block(x), expected)
+
+
+def test_float16_saturates_where_the_module_does_and_nowhere_else(calls):
+    for cls in (Saturated, MLP):
+        model = model_of(Nest(cls(bias=False)).half())
+        block = model.model.diffusion_model.block
+        for linear in block.children():
+            nn.init.eye_(linear.weight)
+        x = torch.full((1, 8), 300, dtype=torch.float16)
+        expected = block(x)
+        with loaded(fused(model)):
+            torch.testing.assert_close(block(x), expected, equal_nan=True)
+        assert expected.isfinite().all() == (cls is Saturated)
+    assert len(calls) == 2
+
+
+def test_a_model_without_such_mlps_passes_with_one_line(caplog):
+    model = model_of(Nest(Scaled()))
+    with caplog.at_level(logging.INFO):
+        assert fused(model) is model
+    assert "Model has no SwiGLU MLPs to fuse; it stays as it is" in caplog.messages[-1]
+
+
+def test_a_model_without_a_network_passes(caplog):
+    from comfy.model_patcher import ModelPatcher
+
+    model = ModelPatcher(nn.Linear(2, 2), torch.device("cpu"), torch.device("cpu"))
+    with caplog.at_level(logging.INFO):
+        assert fused(model) is model
+    assert "Linear has no SwiGLU MLPs to fuse" in caplog.messages[-1]
+
+
+def test_twice_is_once():
+    fast = fused(patcher("lumina2"))
+    patches = dict(fast.object_patches)
+    assert fused(fast) is fast
+    assert fast.object_patches == patches
+
+
+def test_a_model_whose_fused_clone_is_loaded_is_fused_all_the_same():
+    model = patcher("lumina2")
+    first = fused(model)
+    with loaded(first):
+        second = fused(model)
+    assert second is not first
+    assert second.object_patches == first.object_patches
+
+
+def test_nothing_of_it_is_left_when_it_is_unloaded():
+    from comfy.model_management import load_models_gpu
+
+    model = patcher("hidream")
+    fast = fused(model)
+    blocks = {
+        key: model.model.get_submodule(key.removesuffix(".__class__"))
+        for key in fast.object_patches
+    }
+    before = {key: (type(block), dict(vars(block))) for key, block in blocks.items()}
+    keys, expected = list(model.model.state_dict()), output("hidream", model)
+    load_models_gpu([fast])
+    assert list(model.model.state_dict()) == keys
+    assert {key: type(block) for key, block in blocks.items()} == fast.object_patches
+    load_models_gpu([model])  # another clone of the same network
+    assert {key: (type(block), vars(block)) for key, block in blocks.items()} == before
+    assert torch.equal(output("hidream", model), expected)
+    model.detach()
+
+
+def test_patches_hold_nothing_of_the_network_and_serve_another_copy(calls):
+    fast = fused(patcher("seedvr2"))
+    fast.cached_patcher_init = (patcher, ("seedvr2",))
+    copy = fast.deepclone_multigpu(new_load_device=torch.device("cpu"))
+    assert copy.model is not fast.model
+    assert all(isinstance(patch, type) for patch in copy.object_patches.values())
+    with loaded(copy):
+        result = output("seedvr2", copy)
+        assert len(calls) == 3
+        assert torch.equal(output("seedvr2", fast), output("seedvr2", patcher("seedvr2")))
+    assert relative_error(result, output("seedvr2", fast)) <= 1e-5
+    assert len(calls) == 3
+
+
+def test_a_forward_that_another_node_puts_on_top_leaves_modules_that_work():
+    model, x = model_of(Nest(MLP())), torch.randn(3, 8)
+    block = model.model.diffusion_model.block
+    expected = block(x)
+    both = fused(model)
+    both.add_object_patch("diffusion_model.block.forward", lambda x: x)
+    with loaded(both):
+        assert block(x) is x
+    # ComfyUI leaves a forward on the module: what it read when our class was there.
+    torch.testing.assert_close(block(x), expected)
+    assert type(block) is MLP
+    assert fused(model) is model
+
+
+def adapters(model, rank=2):
+    """A LoRA for every linear layer of the MLPs."""
+    from comfy.weight_adapter import LoRAAdapter
+
+    generator = torch.Generator().manual_seed(2)
+    for name in linears(model):
+        height, width = model.model.state_dict()[f"{name}.weight"].shape
+        up = torch.randn(height, rank, generator=generator)
+        down = torch.randn(rank, width, generator=generator) / width**0.5
+        yield f"{name}.weight", LoRAAdapter(set(), (up, down, float(rank), None, None, None))
+
+
+@pytest.mark.parametrize("budget_bytes", [0, 1], ids=["loaded", "offloaded"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_lora_on_the_mlps_works_in_every_order(name, budget_bytes, calls):
+    model = patcher(name)
+    fast = fused(model)
+    lora, stock = dict(adapters(fast)), output(name, model)
+    with_lora, before = model.clone(), fast.clone()
+    assert set(with_lora.add_patches(lora, 0.5)) == set(lora)
+    before.add_patches(lora, 0.5)
+    after = fused(with_lora)
+    with loaded(with_lora):
+        expected = output(name, model)
+    assert relative_error(expected, stock) > 0.01
+    assert not calls
+    for patched in (before, after):
+        with loaded(patched, budget_bytes):
+            assert patched.model.model_lowvram == bool(budget_bytes)
+            assert relative_error(output(name, model), expected) <= 1e-5
+    assert calls
+    assert torch.equal(output(name, model), stock)
+
+
+def test_a_bypass_lora_works():
+    from comfy.weight_adapter import BypassInjectionManager
+
+    def bypassed(model):
+        model, manager = model.clone(), BypassInjectionManager()
+        for key, adapter in lora.items():
+            manager.add_adapter(key, adapter, strength=0.5)
+        model.set_injections("bypass_lora", manager.create_injections(model.model))
+        return model
+
+    model = patcher("lumina2")
+    lora, stock = dict(adapters(fused(model))), output("lumina2", model)
+    with loaded(bypassed(model)):
+        expected = output("lumina2", model)
+    assert relative_error(expected, stock) > 0.01
+    for patched in (fused(bypassed(model)), bypassed(fused(model))):
+        with loaded(patched):
+            assert relative_error(output("lumina2", model), expected) <= 1e-5
+    assert torch.equal(output("lumina2", model), stock)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_weights_that_are_offloaded_and_cast_at_every_call_work(name, calls):
+    import comfy.ops
+
+    # bf16 weights that a model in float32 casts as it goes.
+    model = patcher(name, torch.bfloat16, comfy.ops.manual_cast)
+    expected = output(name, model)
+    fast = fused(model)
+    cpu = torch.device("cpu")
+    for extra_bytes in (1, model.model_size() // 2, 1 << 30):
+        fast.partially_load(cpu, extra_bytes)
+        assert relative_error(output(name, model), expected) <= 1e-5
+    assert calls
+    fast.partially_unload(cpu, fast.model_size())
+    assert relative_error(output(name, model), expected) <= 1e-5
+    fast.detach()
+    assert torch.equal(output(name, model), expected)
+
+
+def quantised(name, algorithm, layout):
+    """A MODEL whose MLPs have quantised weights."""
+    import comfy.ops
+    from comfy.quant_ops import QuantizedTensor
+
+    plain = patcher(name)
+    state = plain.model.state_dict()
+    for linear in linears(fused(plain)):
+        weight = QuantizedTensor.from_float(state[f"{linear}.weight"], layout, scale="recalculate")
+        state[f"{linear}.weight"] = weight._qdata
+        state[f"{linear}.weight_scale"] = weight._params.scale
+        setting = json.dumps({"format": algorithm}).encode()
+        state[f"{linear}.comfy_quant"] = torch.tensor(list(setting), dtype=torch.uint8)
+    model = patcher(name, operations=comfy.ops.mixed_precision_ops({}, torch.float32))
+    model.model.load_state_dict(state, strict=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "layout"),
+    [
+        ("float8_e4m3fn", "TensorCoreFP8E4M3Layout"),
+        ("int8_tensorwise", "TensorWiseINT8Layout"),
+    ],
+)
+@pytest.mark.parametrize("name", WHOLE)
+def test_quantised_weights_work(name, algorithm, layout, calls):
+    from comfy.quant_ops import QuantizedTensor
+
+    model = quantised(name, algorithm, layout)
+    fast = fused(model)
+    weights = dict(model.model.named_parameters())
+    for linear in linears(fast):
+        assert isinstance(weights[f"{linear}.weight"], QuantizedTensor)
+    expected = output(name, model)
+    assert 1e-4 < relative_error(expected, output(name, patcher(name))) < 1
+    with loaded(fast):
+        result = output(name, model)
+    assert calls
+    # An input that is quantised too may fall on the other side of a step.
+    assert relative_error(result, expected) <= 0.01
+
+
+# nvfp4 and mxfp8 do not run on a CPU: it cannot swizzle their scales.
+@pytest.mark.parametrize(
+    "algorithm",
+    ["float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8"],
+)
+def test_every_layout_of_quantised_weights_works(algorithm, calls):
+    import comfy.ops
+    from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
+
+    torch.manual_seed(0)
+    layout = QUANT_ALGOS[algorithm]["comfy_tensor_layout"]
+    operations, mlp = comfy.ops.mixed_precision_ops(), MLP(256, 512, bias=False).bfloat16()
+    x = torch.randn(1, 9, 256, dtype=torch.bfloat16)
+    truth = mlp(x).float()
+    for name, linear in mlp.named_children():
+        height, width = linear.weight.shape
+        layer = operations.Linear(width, height, bias=False, dtype=torch.bfloat16)
+        weight = QuantizedTensor.from_float(linear.weight.detach(), layout)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer.quant_format, layer.layout_type = algorithm, layout
+        setattr(mlp, name, layer)
+    model = model_of(Nest(mlp))
+    with torch.no_grad():
+        expected = mlp(x).float()
+        with loaded(fused(model)):
+            result = mlp(x).float()
+    assert len(calls) == 1
+    # A rounding of the product, before its own quantisation: less than the latter costs.
+    assert (result - expected).square().mean() < (expected - truth).square().mean() / 4
+
+
+def gradients(model, x):
+    x = x.clone().requires_grad_()
+    model.model.diffusion_model(x).square().sum().backward()
+    parameters = dict(model.model.named_parameters())
+    result = {"x": x.grad} | {name: each.grad.clone() for name, each in parameters.items()}
+    model.model.zero_grad()
+    return result
+
+
+@pytest.mark.parametrize("cls", [MLP, SecondHalf])
+def test_gradients_flow(cls, calls):
+    model = model_of(Nest(cls()))
+    model.model.requires_grad_(True)
+    x = torch.randn(2, 5, 8)
+    expected = gradients(model, x)
+    with loaded(fused(model)):
+        result = gradients(model, x)
+    assert calls == [((2, 5, 16), False)]
+    for name, gradient in expected.items():
+        torch.testing.assert_close(result[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_it_writes_over_a_projection_unless_somebody_may_want_it(calls):
+    model = model_of(Nest(MLP()))
+    block, kept, x = model.model.diffusion_model.block, [], torch.randn(3, 8)
+    with loaded(fused(model)):
+        block(x)
+        block.gate.register_forward_hook(lambda module, args, y: kept.append(y))
+        block(x)
+    assert [in_place for _, in_place in calls] == [True, False]
+    assert torch.equal(kept[0], F.linear(x, block.gate.weight, block.gate.bias))
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that results of operations held at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.bytes = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            storage = result.untyped_storage()
+            if storage._cdata not in self.live:
+                self.live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, storage._cdata)
+        self.bytes = max(self.bytes, sum(self.live.values()))
+        return result
+
+
+@pytest.mark.parametrize(("cls", "stock", "ours"), [(MLP, 3, 2), (Halves, 4, 3)])
+def test_one_hidden_activation_less_is_kept(cls, stock, ours):
+    model, x = model_of(Nest(cls())), torch.randn(4096, 8)
+    hidden_bytes = 4096 * 16 * 4
+    with torch.no_grad():
+        for patched, tensors in ((model, stock), (fused(model), ours)):
+            with loaded(patched), Peak() as peak:
+                model.model.diffusion_model(x)
+            assert tensors <= peak.bytes / hidden_bytes < tensors + 0.1
+
+
+@pytest.mark.parametrize("shape", [(8,), (0, 8), (2, 3, 4, 8)])
+def test_inputs_of_every_rank_and_none_at_all_work(shape):
+    for cls in (MLP, Halves):
+        model, x = model_of(Nest(cls())), torch.randn(shape)
+        expected = model.model.diffusion_model(x)
+        with loaded(fused(model)):
+            torch.testing.assert_close(model.model.diffusion_model(x), expected)
+
+
+def test_layers_that_answer_in_another_dtype_work(calls):
+    model, x = model_of(Nest(MLP())), torch.randn(3, 8)
+    block = model.model.diffusion_model.block
+    block.gate.register_forward_hook(lambda module, args, y: y.double())
+    block.down.register_forward_pre_hook(lambda module, args: args[0].float())
+    expected = block(x)
+    with loaded(fused(model)):
+        assert torch.equal(block(x), expected)
+    assert not calls
+
+
+def test_a_name_for_the_input_works():
+    model, x = model_of(Nest(TwoSteps())), torch.randn(3, 8)
+    block = model.model.diffusion_model.block
+    expected = block(hidden_states=x)
+    with loaded(fused(model)):
+        torch.testing.assert_close(block(hidden_states=x), expected)
+
+
+def test_torch_compile_gets_the_module_s_own_code(calls):
+    model, x = model_of(Nest(MLP())), torch.randn(3, 8)
+    expected = model.model.diffusion_model(x)
+    compiled = torch.compile(model.model.diffusion_model, backend="eager", fullgraph=True)
+    with loaded(fused(model)):
+        assert torch.equal(compiled(x), expected)
+    assert not calls
+
+
+def test_a_workflow_saves_a_fused_model_as_it_was(server):
+    weights = patcher("flux2").model.diffusion_model.state_dict()
+    save_file(weights, server.models("diffusion_models") / "flux2.safetensors")
+    workflow = Workflow()
+    model = workflow.add("UNETLoader", unet_name="flux2.safetensors", weight_dtype="default")
+    for _ in range(2):
+        model = workflow.add("FastVAE_FuseMLP", model=model)
+    workflow.add("ModelSave", model=model, filename_prefix="fused")
+    server.run(workflow)
+    saved = load_file(next(server.output.glob("fused*.safetensors")))
+    assert "fused the SwiGLU MLPs of Flux2: 3 SiLUActivation" in server.log()
+    assert saved.keys() == {f"model.diffusion_model.{key}" for key in weights}
+    for key, weight in weights.items():
+        assert torch.equal(saved[f"model.diffusion_model.{key}"].float(), weight.float())

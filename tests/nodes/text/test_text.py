@@ -1,0 +1,539 @@
+"""Prompts in one pass of the text encoder, beside ComfyUI's own CLIPTextEncode."""
+
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+
+from fast_video_vae.tests.nodes.text.encoders import count, encoder
+from fast_video_vae.tests.nodes.vae.pairs import node, relative_error
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
+
+# A batch of more rows is summed in another order: rounding of float32 through a few layers.
+ROUNDING = 2e-6
+
+FOX = "a red fox runs over the snow"
+BOOK = "a (woman:1.3) reads a [book] beside the ((window)), soft shadows, film grain"
+BLURRY = "blurry, low quality"
+LONG = ", ".join([FOX, BOOK] * 12)  # more than the 512 tokens of umT5, the 77 of CLIP
+
+KINDS = ["wan", "qwen_image", "z_image", "klein", "sd1", "sdxl", "flux"]
+
+
+@pytest.fixture(autouse=True)
+def _small_and_alone(monkeypatch, comfyui):
+    from comfy.text_encoders import llama
+
+    from fast_video_vae.nodes.text import encode as comfy_text
+
+    # A text has no use for the eye of Qwen-VL, which has 0.6 G parameters.
+    monkeypatch.setattr(llama.qwen_vl, "Qwen2VLVisionTransformer", lambda **_: torch.nn.Identity())
+    comfy_text.cache.clear()
+    with torch.inference_mode():
+        yield
+    comfy_text.cache.clear()
+
+
+def encode(clip, positive, negative="", **options):
+    """The node: two lists of conditionings, and the report."""
+    from fast_video_vae.nodes.text.nodes import TextEncode
+
+    lists = {
+        key: value if isinstance(value, list) else [value]
+        for key, value in {"clip": clip, "positive": positive, "negative": negative}.items()
+    }
+    options = {key: [value] for key, value in options.items()}
+    return TextEncode.PREPARE_CLASS_CLONE(None).execute(**lists, **options).args
+
+
+def by_core(clip, prompt):
+    (conditioning,) = node("CLIPTextEncode", clip, prompt)
+    return conditioning
+
+
+def assert_equal(conditioning, expected, tolerance=ROUNDING):
+    """All that a conditioning has: states, pooled, masks, and nothing else."""
+    assert len(conditioning) == len(expected)
+    for (states, rest), (expected_states, expected_rest) in zip(
+        conditioning, expected, strict=True
+    ):
+        assert states.dtype == expected_states.dtype
+        assert relative_error(states, expected_states) <= tolerance
+        assert rest.keys() == expected_rest.keys()
+        for key, value in expected_rest.items():
+            if isinstance(value, torch.Tensor):
+                assert rest[key].dtype == value.dtype
+                assert relative_error(rest[key].float(), value.float()) <= tolerance
+            else:
+                assert rest[key] == value
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_gives_what_comfyui_gives_prompt_by_prompt(kind):
+    clip = encoder(kind)
+    positives, negatives = [FOX, BOOK, LONG], [BLURRY, "", FOX]
+    positive, negative, _ = encode(clip, positives, negatives)
+    for conditioning, prompt in zip([*positive, *negative], [*positives, *negatives], strict=True):
+        assert_equal(conditioning, by_core(clip, prompt))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("wan", [3]),
+        ("qwen_image", [3]),
+        ("z_image", [3]),
+        ("klein", [3]),  # the states of three layers, one above the other
+        ("sd1", [3]),
+        ("sdxl", [3, 3]),  # each of its two encoders once
+        ("flux", [3, 3]),
+    ],
+)
+def test_each_transformer_is_called_once(kind, rows):
+    clip = encoder(kind)
+    calls = count(clip)
+    _, _, report = encode(clip, [FOX, "a red fox runs"], BLURRY, cache=8)
+    assert calls == rows
+    assert report.startswith(f"3 prompts: 0 from the cache, {len(rows)} forward call")
+    _, _, report = encode(clip, [FOX, "a red fox runs"], BLURRY, cache=8)
+    assert calls == rows
+    assert "3 from the cache, 0 forward calls" in report
+
+
+def test_rows_of_one_length_differ_by_the_last_digit_at_most():
+    clip = encoder("wan")
+    (positive,), (negative,), _ = encode(clip, FOX, BLURRY)
+    assert_equal(positive, by_core(clip, FOX), tolerance=2**-23)
+    assert_equal(negative, by_core(clip, BLURRY), tolerance=2**-23)
+
+
+def test_equal_prompts_are_encoded_once():
+    clip = encoder("wan")
+    calls = count(clip)
+    positive, negative, report = encode(clip, [FOX, FOX, BLURRY, FOX], FOX)
+    assert calls == [2]
+    assert "5 prompts, 2 different" in report
+    assert len(positive) == len(negative) == 4
+    assert_equal(positive[3], by_core(clip, FOX))
+
+
+def test_the_empty_prompt_of_weights_is_one_row_for_all():
+    clip = encoder("sd1")
+    calls = count(clip)
+    encode(clip, ["a (fox:1.3)", "a (book:0.5)"], "")
+    assert calls == [3]  # CLIP's empty prompt is the negative one
+
+
+def test_lengths_that_are_far_apart_are_not_padded_to_one_another():
+    clip = encoder("z_image")
+    calls = count(clip)
+    (positive,), (negative,), _ = encode(clip, LONG, "")
+    assert calls == [1, 1]
+    assert_equal(positive, by_core(clip, LONG))
+    assert_equal(negative, by_core(clip, ""))
+
+
+def test_an_encoder_that_does_not_mask_pads_gets_no_others():
+    clip = encoder("z_image")
+    clip.cond_stage_model.qwen3_4b.enable_attention_masks = False
+    calls = count(clip)
+    (positive,), _, _ = encode(clip, FOX, "a red fox runs")
+    assert calls == [1, 1]
+    assert_equal(positive, by_core(clip, FOX))
+
+
+def test_a_pad_in_the_prompt_itself_hides_what_follows_as_it_does_in_comfyui():
+    clip = encoder("z_image")
+    prompt = "a fox<|endoftext|> in the snow"
+    (positive,), _, _ = encode(clip, prompt, FOX + " in the snow, at night, alone")
+    assert_equal(positive, by_core(clip, prompt))
+
+
+def test_the_layer_and_options_of_the_tokenizer_are_those_of_the_clip():
+    clip = encoder("sdxl")
+    skipped = clip.clone()
+    skipped.clip_layer(-3)
+    (positive,), _, _ = encode(skipped, FOX, BLURRY, cache=8)
+    assert_equal(positive, by_core(skipped, FOX))
+    (plain,), _, report = encode(clip, FOX, BLURRY, cache=8)
+    assert "0 from the cache" in report
+    assert_equal(plain, by_core(clip, FOX))
+    assert relative_error(plain[0][0], positive[0][0]) > 0.01
+    padded = encoder("wan")
+    padded.set_tokenizer_option("umt5xxl_min_length", 700)
+    (positive,), _, _ = encode(padded, FOX, BLURRY)
+    assert positive[0][0].shape[1] == 700
+    assert_equal(positive, by_core(padded, FOX))
+
+
+def test_an_embedding_among_the_words(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"emb_params": torch.randn(2, 32)}, tmp_path / "style.safetensors")
+    clip = encoder("sd1")
+    clip.tokenizer.clip_l.embedding_directory = str(tmp_path)
+    clip.tokenizer.clip_l.embedding_size = 32
+    prompt = "a fox, embedding:style in (snow:1.2)"
+    (positive,), _, _ = encode(clip, prompt, BLURRY, cache=8)
+    assert_equal(positive, by_core(clip, prompt))
+    assert relative_error(positive[0][0], by_core(clip, "a fox, in (snow:1.2)")[0][0]) > 0.01
+    save_file({"emb_params": torch.randn(2, 32)}, tmp_path / "style.safetensors")
+    (positive,), _, _ = encode(clip, prompt, BLURRY, cache=8)
+    assert_equal(positive, by_core(clip, prompt))
+
+
+@pytest.mark.parametrize("kind", ["wan", "sd1"])
+def test_a_lora_on_the_clip_is_not_taken_for_the_clip_without(kind):
+    clip = encoder(kind)
+    names = [
+        name
+        for name in clip.patcher.model.state_dict()
+        if name.endswith(("q.weight", "q_proj.weight"))
+    ]
+    weight = clip.patcher.model.state_dict()[names[0]]
+    patched = clip.clone()
+    patched.add_patches({names[0]: (torch.randn(weight.shape),)}, 1.0)
+    first, _, _ = encode(clip, FOX, BLURRY, cache=8)
+    second, _, report = encode(patched, FOX, BLURRY, cache=8)
+    third, _, again = encode(clip, FOX, BLURRY, cache=8)
+    assert "0 from the cache" in report
+    assert "2 from the cache" in again
+    assert_equal(second[0], by_core(patched, FOX))
+    assert relative_error(second[0][0][0], first[0][0][0]) > 1e-3
+    assert_equal(third[0], by_core(clip, FOX))
+
+
+def test_another_clip_of_the_same_kind_is_not_taken_for_this_one():
+    one, other = encoder("wan"), encoder("wan", seed=1)
+    encode(one, FOX, BLURRY, cache=8)
+    (positive,), _, report = encode(other, FOX, BLURRY, cache=8)
+    assert "0 from the cache" in report
+    assert_equal(positive, by_core(other, FOX))
+
+
+def test_the_cache_keeps_as_many_prompts_as_it_may_and_those_used_last():
+    from fast_video_vae.nodes.text import encode as comfy_text
+
+    clip = encoder("sd1")
+    encode(clip, [f"fox {number}" for number in range(6)], "", cache=3)
+    assert len(comfy_text.cache) == 3
+    encode(clip, "fox 5", "fox 4", cache=3)
+    encode(clip, "fox 9", "fox 4", cache=3)
+    _, _, report = encode(clip, "fox 5", "fox 9", cache=3)
+    assert "2 from the cache" in report
+
+
+def test_the_cache_is_bounded_in_bytes_and_has_no_room_for_what_is_larger():
+    from fast_video_vae.nodes.text.cache import TextCache
+
+    def states(kib):
+        return [[torch.zeros(1, kib, 256), {"pooled_output": None}]]
+
+    cache = TextCache(most_bytes=10 << 10)
+    for name in "abc":
+        cache.put((name,), states(4), most=99)
+    assert (cache.get(("a",)), len(cache), cache.nbytes) == (None, 2, 8 << 10)
+    cache.put(("d",), states(11), most=99)
+    assert (len(cache), cache.nbytes) == (0, 0)
+    cache.put(("b",), states(4), most=0)
+    assert (len(cache), cache.nbytes) == (0, 0)
+
+
+def test_what_others_set_on_a_conditioning_is_not_remembered():
+    clip = encoder("sd1")
+    for _ in range(2):
+        (positive, twin), (negative, _), _ = encode(clip, [FOX, FOX], BLURRY, cache=8)
+        assert_equal(positive, by_core(clip, FOX))
+        positive[0][1]["strength"] = 0.5
+        positive[0][1].pop("pooled_output")
+        negative.append("more")
+        assert "pooled_output" in twin[0][1]
+        assert "strength" not in twin[0][1]
+
+
+def test_a_clip_that_is_gone_leaves_no_memory():
+    from fast_video_vae.nodes.text import encode as comfy_text
+
+    clip = encoder("sd1")
+    encode(clip, FOX, BLURRY, cache=8)
+    model = weakref.ref(clip.cond_stage_model)
+    del clip
+    import comfy.model_management
+
+    comfy.model_management.unload_all_models()
+    comfy.model_management.cleanup_models_gc()
+    gc.collect()
+    assert model() is None
+    encode(encoder("sd1", seed=1), FOX, BLURRY, cache=8)
+    assert len(comfy_text.cache) == 2
+
+
+def state_of(clip):
+    """What is set on the modules of a CLIP, and on itself."""
+    return [
+        {key: value for key, value in vars(part).items() if not key.startswith("_")}
+        for part in (clip, *clip.cond_stage_model.modules())
+    ]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
+def test_nothing_is_left_on_the_clip_after_an_error_in_the_middle(error):
+    clip = encoder("sdxl")
+    expected, before = by_core(clip, FOX), state_of(clip)
+    fails = [True]
+
+    def fail(*_):
+        if fails[0]:
+            raise error
+
+    hook = clip.cond_stage_model.clip_l.transformer.register_forward_pre_hook(fail)
+    with pytest.raises(type(error)):
+        encode(clip, FOX, BLURRY)
+    assert state_of(clip) == before
+    fails[0] = False
+    assert_equal(by_core(clip, FOX), expected, tolerance=0)
+    hook.remove()
+
+
+def test_an_interrupt_ends_the_pass():
+    import comfy.model_management
+
+    clip = encoder("sdxl")
+    calls = count(clip)
+    comfy.model_management.interrupt_current_processing()
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        encode(clip, FOX, BLURRY)
+    assert calls == []
+    encode(clip, FOX, BLURRY)
+
+
+def test_a_clone_that_encodes_in_the_middle_of_a_pass_is_not_disturbed():
+    clip = encoder("sdxl")
+    other = clip.clone()
+    other.clip_layer(-1)
+    expected, seen = by_core(other, BOOK), []
+
+    def meanwhile(*_):
+        if not seen:
+            seen.append(None)
+            seen[0] = by_core(other, BOOK)
+
+    hook = clip.cond_stage_model.clip_g.transformer.register_forward_pre_hook(meanwhile)
+    (positive,), _, _ = encode(clip, FOX, BLURRY)
+    hook.remove()
+    assert_equal(seen[0], expected)
+    assert_equal(positive, by_core(clip, FOX))
+
+
+def test_the_weights_are_loaded_once(monkeypatch):
+    import comfy.model_management
+
+    clip, loads = encoder("sdxl"), []
+    load = comfy.model_management.load_models_gpu
+    monkeypatch.setattr(
+        comfy.model_management,
+        "load_models_gpu",
+        lambda *args, **kwargs: (loads.append(args), load(*args, **kwargs)),
+    )
+    encode(clip, [FOX, BOOK, LONG], BLURRY)
+    assert len(loads) == 1
+
+
+def test_a_pass_that_has_no_memory_goes_on_with_halves():
+    clip = encoder("wan")
+    expected = [by_core(clip, prompt) for prompt in (FOX, BLURRY, LONG)]
+    sizes = count(clip)
+
+    def fail(_, __, keywords):
+        if len(keywords["embeds"]) > 1:
+            raise torch.OutOfMemoryError("no memory")
+
+    transformer = clip.cond_stage_model.umt5xxl.transformer
+    transformer.register_forward_pre_hook(fail, with_kwargs=True)
+    positive, _, _ = encode(clip, [FOX, BLURRY, LONG], FOX)
+    assert sizes[-2:] == [1, 1]
+    for conditioning, each in zip(positive, expected, strict=True):
+        assert_equal(conditioning, each)
+
+
+@pytest.mark.parametrize("what", ["method of another pack", "forward of its own", "hooks"])
+def test_a_clip_that_cannot_be_batched_encodes_one_after_the_other(what, caplog):
+    import comfy.hooks
+
+    clip = encoder("sd1")
+    model = clip.cond_stage_model
+    if what == "method of another pack":
+        own = model.clip_l.encode_token_weights
+        model.clip_l.encode_token_weights = lambda pairs: own(pairs)
+    elif what == "forward of its own":
+        kind = type(model.clip_l)
+        model.clip_l.__class__ = type(
+            "Other", (kind,), {"forward": lambda self, tokens: kind.forward(self, tokens)}
+        )
+    else:
+        hooks = comfy.hooks.HookGroup()
+        hooks.add(comfy.hooks.WeightHook())
+        clip.patcher.forced_hooks = hooks
+        clip.use_clip_schedule = True
+    with caplog.at_level(logging.INFO):
+        (positive,), (negative,), report = encode(clip, FOX, BLURRY)
+    (line,) = [each.message for each in caplog.records if "one after the other" in each.message]
+    assert "\n" not in line
+    assert "encoded one after the other" in report
+    assert_equal(positive, by_core(clip, FOX))
+    assert_equal(negative, by_core(clip, BLURRY))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_is_as_exact_as_bf16_can_be(kind):
+    clip = encoder(kind)
+    (exact,), _, _ = encode(clip, FOX, BLURRY, dtype="fp32", cache=8)
+    assert_equal(exact, by_core(clip, FOX))
+    (rounded,), _, report = encode(clip, FOX, BLURRY, dtype="bf16", cache=8)
+    assert "0 from the cache" in report
+    assert rounded[0][0].dtype == torch.float32
+    error = (rounded[0][0] - exact[0][0]).norm() / exact[0][0].norm()
+    assert 1e-5 < error < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wan", "z_image", "sd1"])
+def test_a_compiled_encoder_gives_the_same(kind):
+    from fast_video_vae.nodes.text import shadow as text_shadow
+
+    clip = encoder(kind)
+    expected = by_core(clip, FOX)
+    (positive,), _, _ = encode(clip, FOX, BLURRY, compile="on")
+    assert text_shadow._compiling["works"]
+    assert_equal(positive, expected, tolerance=1e-5)
+    assert_equal(by_core(clip, FOX), expected, tolerance=0)
+
+
+def test_an_encoder_that_cannot_be_compiled_runs_without(monkeypatch, caplog):
+    from fast_video_vae.nodes.text import shadow as text_shadow
+
+    def broken(*_, **__):
+        raise RuntimeError("no compiler\nmore of it")
+
+    monkeypatch.setattr(text_shadow, "_compiling", {"works": True})
+    monkeypatch.setattr(text_shadow, "_compiled", lambda kind: broken)
+    clip = encoder("wan")
+    for _ in range(2):
+        (positive,), _, _ = encode(clip, FOX, BLURRY, compile="on")
+        assert_equal(positive, by_core(clip, FOX))
+    (line,) = [each.message for each in caplog.records if "torch.compile" in each.message]
+    assert line.endswith("RuntimeError: no compiler")
+
+
+def test_one_negative_serves_every_positive_and_the_other_way_round():
+    clip = encoder("sd1")
+    positive, negative, _ = encode(clip, [FOX, BOOK], BLURRY)
+    assert len(positive) == len(negative) == 2
+    assert negative[0] is not negative[1]
+    assert_equal(negative[1], by_core(clip, BLURRY))
+    positive, negative, _ = encode(clip, FOX, [BLURRY, "", BOOK])
+    assert len(positive) == len(negative) == 3
+    assert_equal(positive[2], by_core(clip, FOX))
+
+
+def test_a_line_of_dashes_is_between_prompts_and_a_text_alone_keeps_its_white_space():
+    clip = encoder("wan")
+    positive, _, _ = encode(clip, f"{FOX}\n---\n{BOOK}\r\n ----- \r\n{BLURRY}\n", "")
+    for conditioning, prompt in zip(positive, [FOX, BOOK, BLURRY], strict=True):
+        assert_equal(conditioning, by_core(clip, prompt))
+    prompt = f"\n  {FOX} -- and --- dashes\n\n"
+    (positive,), _, _ = encode(clip, prompt, "")
+    assert_equal(positive, by_core(clip, prompt))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"positive": ["  \n"]}, "positive: the prompt is empty; expected text"),
+        ({"positive": []}, "positive: the prompt is empty; expected text"),
+        ({"positive": [FOX, ""]}, "positive: the prompt is empty; expected text"),
+        ({"positive": [f"{FOX}\n---\n"]}, "positive: the prompt is empty; expected text"),
+        (
+            {"positive": [FOX] * 3, "negative": ["", ""]},
+            "negative: 2 prompts; expected 1 or 3, as many as positive",
+        ),
+        ({"negative": []}, "negative: an empty list; expected at least one prompt"),
+        (
+            {"clip": [None]},
+            "clip: got None; expected a text encoder. The checkpoint has none: load it on its own",
+        ),
+        ({"dtype": ["bf16", "fp32"]}, "dtype: 2 different ones; expected one"),
+    ],
+)
+def test_errors_are_one_line_before_anything_is_loaded(inputs, message):
+    from fast_video_vae.nodes.text.nodes import TextEncode
+
+    class Untouched:
+        """A CLIP that nothing is asked of."""
+
+        def tokenize(self, text):
+            pytest.fail(f"{text!r} is tokenized")
+
+        def encode_from_tokens_scheduled(self, tokens):
+            pytest.fail(f"{tokens!r} are encoded")
+
+    given = {"clip": [Untouched()], "positive": [FOX], "negative": [""], **inputs}
+    with pytest.raises(ValueError, match=r"^\w+: ") as caught:
+        TextEncode.execute(**given)
+    assert str(caught.value) == message
+
+
+def test_an_empty_widget_is_refused_before_anything_runs():
+    from fast_video_vae.nodes.text.nodes import TextEncode
+
+    message = "positive: the prompt is empty; expected text"
+    assert TextEncode.validate_inputs(positive=[""]) == message
+    assert TextEncode.validate_inputs(positive=[f"{FOX}\n---\n "]) == message
+    assert TextEncode.validate_inputs(positive=[FOX]) is True
+    assert TextEncode.validate_inputs(positive=(None,)) is True  # linked
+
+
+def test_the_time_is_in_the_summary_of_the_prompt():
+    from fast_video_vae.nodes.host import timing
+
+    encode(encoder("sd1"), FOX, BLURRY)
+    assert "conditioning" in timing.text()
+
+
+def test_comfyui_gives_the_node_its_lists_and_hands_lists_on():
+    import asyncio
+
+    import execution
+
+    from fast_video_vae.nodes.text.nodes import TextEncode
+
+    clip = encoder("sd1")
+    inputs = {"clip": [clip], "positive": [FOX, BOOK], "negative": [BLURRY], "cache": [8]}
+    outputs, *_ = asyncio.run(execution.get_output_data("prompt", "1", TextEncode, inputs))
+    positive, negative, (report,) = outputs
+    assert len(positive) == len(negative) == 2
+    assert_equal(positive[1], by_core(clip, BOOK))
+    assert_equal(negative[1], by_core(clip, BLURRY))
+    assert report.startswith("3 prompts: ")
+
+
+def test_the_inputs_of_the_node_and_its_refusal_of_an_empty_widget(server):
+    from fast_video_vae.tests.nodes.server import PromptError, Workflow
+
+    (info,) = server.get("/object_info/FastVAE_TextEncode").values()
+    required, optional = info["input"]["required"], info["input"]["optional"]
+    assert list(required) == ["clip", "positive", "negative"]
+    assert list(optional) == ["dtype", "compile", "cache"]
+    assert info["output"] == ["CONDITIONING", "CONDITIONING", "STRING"]
+    assert info["output_is_list"] == [True, True, False]
+    assert info["search_aliases"]
+    workflow = Workflow()
+    clip = workflow.add("CheckpointLoaderSimple", ckpt_name="none")
+    node, _ = workflow.add("FastVAE_TextEncode", clip=clip, positive=" ", negative="")
+    workflow.add("PreviewAny", source=[node, 2])
+    with pytest.raises(PromptError) as caught:
+        server.run(workflow)
+    assert "positive: the prompt is empty; expected text" in str(caught.value)

@@ -1,0 +1,191 @@
+"""Where a fast VAE comes from: a VAE that ComfyUI loaded, and a file; and what stays as it is."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.nodes.vae.pairs import clip, fast_vae, latents, relative_error, stock_vae
+
+pytestmark = pytest.mark.comfyui
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_node(comfyui):
+    """ComfyUI runs nodes in inference mode."""
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(scope="module")
+def state():
+    return random_state_dict(8)
+
+
+def accelerated(vae, **choice):
+    from fast_video_vae.nodes.vae.accelerate import Choice, accelerate
+
+    return accelerate(vae, Choice(**choice))
+
+
+def test_accelerating_shares_the_weights_and_leaves_the_input_alone(state):
+    stock = stock_vae(state)
+    before = dict(stock.__dict__)
+    fast = accelerated(stock)
+    latent = latents(2)
+    fast.decode(latent)
+    assert stock.__dict__ == before
+    assert all(torch.equal(value, state[key]) for key, value in stock.get_sd().items())
+    theirs = dict(stock.first_stage_model.named_parameters())
+    for key, parameter in fast.first_stage_model.named_parameters():
+        assert parameter.data_ptr() == theirs[key].data_ptr(), key
+        assert parameter is not theirs[key]
+    assert relative_error(fast.decode(latent), stock.decode(latent)) <= 1e-5
+    assert relative_error(fast.encode(clip(5)), stock.encode(clip(5))) <= 1e-5
+
+
+def test_patches_of_the_input_come_along_while_they_are_applied(state):
+    stock = stock_vae(state)
+    key = "decoder.conv1.weight"
+    stock.patcher.add_patches({key: ("diff", (torch.full(state[key].shape, 0.05),))})
+    expected = stock.decode(latents(2))  # the patched weights are in the network from here on
+    fast = accelerated(stock)
+    assert relative_error(fast.decode(latents(2)), expected) <= 1e-5
+    fast.patcher.patches.clear()
+    fast.patcher.patches_uuid = "none"
+    assert relative_error(fast.decode(latents(2)), stock_vae(state).decode(latents(2))) <= 1e-5
+    assert torch.equal(stock.decode(latents(2)), expected)
+
+
+def test_a_fast_vae_can_be_chosen_for_again(state, tmp_path):
+    fast = fast_vae(state, tmp_path)
+    assert accelerated(fast) is fast
+    other = accelerated(fast, dtype=torch.bfloat16)
+    assert other is not fast
+    assert other.first_stage_model.dtype == torch.bfloat16
+    assert fast.first_stage_model.dtype == torch.float32
+
+
+def test_another_quality_makes_another_vae_on_the_same_weights(state, tmp_path):
+    fast = fast_vae(state, tmp_path, chunk=2)
+    exact = accelerated(fast, quality="exact")
+    assert accelerated(exact, quality="exact") is exact
+    assert accelerated(exact).first_stage_model.quality == "fast"
+    for vae, quality in ((fast, "fast"), (exact, "exact")):
+        clone = vae.patcher.deepclone_multigpu(new_load_device=torch.device("cpu"))
+        for model in (vae.first_stage_model, clone.model):
+            assert (model.quality, model.chunk) == (quality, 2)
+    for key, value in exact.first_stage_model.state_dict().items():
+        assert value.data_ptr() == fast.first_stage_model.state_dict()[key].data_ptr(), key
+    assert relative_error(exact.decode(latents(2)), fast.decode(latents(2))) <= 1e-5
+
+
+def test_it_reloads_through_the_loader_that_comfyui_remembers(state, tmp_path):
+    import comfy.sd
+    from safetensors.torch import save_file
+
+    save_file(state, tmp_path / "stock.safetensors")
+    stock = stock_vae(state)
+    stock.patcher.cached_patcher_init = (
+        comfy.sd.load_vae_patcher,
+        (str(tmp_path / "stock.safetensors"), None, None),
+    )
+    fast = accelerated(stock, chunk=2)
+    clone = fast.patcher.deepclone_multigpu(new_load_device=torch.device("cpu"))
+    assert type(clone.model) is type(fast.first_stage_model)
+    assert clone.model.chunk == 2
+    assert torch.equal(clone.model.decode(latents(2)), fast.first_stage_model.decode(latents(2)))
+    assert accelerated(stock_vae(state)).patcher.cached_patcher_init is None
+
+
+class _OfAnotherPack:
+    pass
+
+
+def of_another_pack(state):
+    vae = stock_vae(state)
+    vae.__class__ = type("TheirVAE", (type(vae),), {})
+    return vae
+
+
+def with_another_network(state):
+    import comfy.sd
+
+    return comfy.sd.VAE(sd={"pixel_space_vae": torch.tensor(1.0)})
+
+
+def with_a_changed_network(state):
+    vae = stock_vae(state)
+    vae.patcher = vae.patcher.clone()
+    vae.patcher.add_object_patch("decoder.something", object())
+    return vae
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (of_another_pack, "TheirVAE of another pack"),
+        (with_another_network, "its network is"),
+        (with_a_changed_network, "object_patches"),
+    ],
+)
+def test_what_cannot_be_accelerated_passes_with_one_line_that_says_why(state, caplog, make, reason):
+    vae = make(state)
+    before = dict(vae.__dict__)
+    with caplog.at_level(logging.INFO):
+        assert accelerated(vae) is vae
+    assert vae.__dict__ == before
+    (line,) = [r.getMessage() for r in caplog.records if "Fast Video VAE" in r.getMessage()]
+    assert reason in line
+
+
+def test_the_user_s_flag_rules_the_dtype(state, tmp_path, monkeypatch):
+    from comfy.cli_args import args
+
+    monkeypatch.setattr(args, "bf16_vae", True)
+    for fast in (fast_vae(state, tmp_path), accelerated(stock_vae(state))):
+        assert fast.vae_dtype == torch.bfloat16
+        assert fast.first_stage_model.dtype == torch.bfloat16
+        assert fast.first_stage_model.encode_dtype == torch.bfloat16
+        assert fast.decode(latents(1)).dtype == torch.float32
+
+
+def test_what_comes_in_keeps_the_bits_that_either_way_needs(state, tmp_path):
+    exact = fast_vae(state, tmp_path)
+    mixed = fast_vae(state, tmp_path, dtype=torch.bfloat16, encode_dtype=torch.float32)
+    assert mixed.vae_dtype == torch.float32
+    assert torch.equal(mixed.encode(clip(5)), exact.encode(clip(5)))
+    difference = (mixed.decode(latents(2)) - exact.decode(latents(2))).abs().max()
+    assert 1e-4 < difference < 0.1
+
+
+def test_threads_do_not_see_each_other_through_a_shared_network(state, tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+
+    fast = fast_vae(state, tmp_path)
+    inputs = [latents(2, seed=seed) for seed in range(4)]
+    expected = [fast.decode(latent) for latent in inputs]
+
+    def decode(latent):
+        with torch.inference_mode():
+            return copy.copy(fast).decode(latent)
+
+    with ThreadPoolExecutor(4) as pool:
+        for result, wanted in zip(pool.map(decode, inputs), expected, strict=True):
+            assert torch.equal(result, wanted)
+
+
+def test_a_comfyui_that_looks_into_the_weights_is_given_some(state, tmp_path, monkeypatch):
+    import comfy.sd
+
+    real = comfy.sd.VAE.__init__
+
+    def looks(self, sd, **options):
+        assert float(sd["decoder.conv1.weight"].sum()) == 0  # fails without memory
+        real(self, sd=sd, **options)
+
+    expected = fast_vae(state, tmp_path).decode(latents(1))
+    monkeypatch.setattr(comfy.sd.VAE, "__init__", looks)
+    assert torch.equal(fast_vae(state, tmp_path).decode(latents(1)), expected)

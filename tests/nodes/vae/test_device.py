@@ -1,0 +1,125 @@
+"""Decodes on the device that ComfyUI gives, patched and not: its pictures, and its memory back.
+
+With a GPU once as ComfyUI boots by default, with DynamicVRAM, and once without.
+"""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.nodes.checkout import why_unavailable
+from fast_video_vae.tests.nodes.server import Server, Workflow
+
+pytestmark = pytest.mark.comfyui
+
+KEY = "decoder.upsamples.4.residual.2.weight"
+AUTO = {"dtype": "auto", "encode_dtype": "auto", "chunk": 0}
+
+# What allocators and libraries may keep after a first decode.
+SLACK_BYTES = 64 << 20
+
+# A node that patches a VAE, as packs do; ComfyUI has none for this key.
+PATCH = f"""
+import copy
+import torch
+
+class PatchVAE:
+    RETURN_TYPES, FUNCTION, CATEGORY = ("VAE",), "patch", "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {{"required": {{"vae": ("VAE",), "amount": ("FLOAT", {{"default": 0.0}})}}}}
+
+    def patch(self, vae, amount):
+        vae = copy.copy(vae)
+        vae.patcher = vae.patcher.clone()
+        shape = vae.get_sd()[{KEY!r}].shape
+        assert vae.patcher.add_patches({{{KEY!r}: ("diff", (torch.full(shape, amount),))}})
+        return (vae,)
+
+NODE_CLASS_MAPPINGS = {{"TestPatchVAE": PatchVAE}}
+"""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((True, []), id="cpu"),
+        pytest.param((False, []), id="DynamicVRAM", marks=pytest.mark.gpu),
+        pytest.param((False, ["--disable-dynamic-vram"]), id="static", marks=pytest.mark.gpu),
+    ],
+)
+def device_server(request, tmp_path_factory):
+    reason = why_unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    cpu, flags = request.param
+    if not cpu and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    base = tmp_path_factory.mktemp("device")
+    (base / "custom_nodes" / "patch_vae").mkdir(parents=True)
+    (base / "custom_nodes" / "patch_vae" / "__init__.py").write_text(PATCH)
+    (base / "models" / "vae").mkdir(parents=True)
+    save_file(random_state_dict(8), base / "models" / "vae" / "random.safetensors")
+    with Server(base, "--fp32-vae", *flags, cpu=cpu, threads=1) as server:
+        yield server, cpu
+
+
+def write_latent(server, seed):
+    latent = torch.randn(1, 16, 5, 16, 16, generator=torch.Generator().manual_seed(seed))
+    tensors = {"latent_tensor": latent, "latent_format_version_0": torch.tensor([])}
+    save_file(tensors, server.input / f"{seed}.latent")
+    return f"{seed}.latent"
+
+
+def decode(server, seed, amounts):
+    """The pictures of ComfyUI's VAE and of ours for each amount of a patch, by way and amount."""
+    workflow, saved = Workflow(), {}
+    latent = workflow.add("LoadLatent", latent=write_latent(server, seed))
+    stock = workflow.add("VAELoader", vae_name="random.safetensors")
+    ways = {
+        "stock": stock,
+        "loaded": workflow.add("FastVAE_Load", vae_name="random.safetensors", **AUTO),
+        "accelerated": workflow.add("FastVAE_Accelerate", vae=stock, **AUTO),
+    }
+    for way, vae in ways.items():
+        for amount in amounts:
+            patched = workflow.add("TestPatchVAE", vae=vae, amount=amount) if amount else vae
+            images = workflow.add("VAEDecode", samples=latent, vae=patched)
+            saved[way, amount], *_ = workflow.add("SaveImage", images=images, filename_prefix="x")
+    shown = server.run(workflow)
+    return {
+        key: np.stack([np.asarray(Image.open(file)).astype(int) for file in server.files(shown[n])])
+        for key, n in saved.items()
+    }
+
+
+def freed_bytes(server):
+    """What the device has free once ComfyUI has let go of all models."""
+    server.post("/free", {"unload_models": True, "free_memory": True})
+    free = 0
+    for _ in range(20):  # it lets go when it is idle
+        time.sleep(0.25)
+        (device,) = server.get("/system_stats")["devices"]
+        free = max(free, device["vram_free"])
+    return free
+
+
+def test_three_decodes_are_stock_s_and_give_their_memory_back(device_server):
+    (server, cpu), before = device_server, None
+    for seed in range(1 if cpu else 4):  # the first warms it up
+        pictures = decode(server, seed, (0.0, 0.02))
+        for amount in (0.0, 0.02):
+            for way in ("loaded", "accelerated"):
+                difference = np.abs(pictures[way, amount] - pictures["stock", amount])
+                assert difference.max() <= 1, (way, amount)
+        assert np.abs(pictures["stock", 0.02] - pictures["stock", 0.0]).max() > 5
+        if not cpu:
+            free = freed_bytes(server)
+            before = free if before is None else before
+            assert free >= before - SLACK_BYTES

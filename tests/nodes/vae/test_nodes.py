@@ -1,0 +1,287 @@
+"""The VAE nodes, called as ComfyUI calls them: options, outputs, and errors that name an input."""
+
+import logging
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.nodes.vae.pairs import clip, latents, relative_error, stock_vae
+
+pytestmark = pytest.mark.comfyui
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_node(comfyui):
+    """ComfyUI runs nodes in inference mode."""
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(scope="module")
+def state():
+    return random_state_dict(8)
+
+
+@pytest.fixture(scope="module")
+def models(comfyui):
+    folder = comfyui / "models" / "vae"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vae_name(models, state):
+    save_file(state, models / "small.safetensors")
+    return "small.safetensors"
+
+
+def run(name, **inputs):
+    """Execute a node of ours with the defaults of its widgets."""
+    from fast_video_vae.nodes.vae import nodes as vae_nodes
+
+    node = getattr(vae_nodes, name)
+    inputs = {
+        each.id: each.default
+        for each in node.define_schema().inputs
+        if getattr(each, "default", None) is not None
+    } | inputs
+    return node.execute(**inputs).args
+
+
+@pytest.fixture(scope="module")
+def vae(comfyui, vae_name):
+    with torch.inference_mode():
+        return run("Load", vae_name=vae_name)[0]
+
+
+def test_the_menu_holds_the_nodes_in_order(comfyui):
+    import asyncio
+
+    from fast_video_vae import comfy_entrypoint
+
+    async def nodes():
+        return await (await comfy_entrypoint()).get_node_list()
+
+    schemas = [node.GET_SCHEMA() for node in asyncio.run(nodes())]
+    assert [(schema.node_id, schema.display_name) for schema in schemas] == [
+        ("FastVAE_Load", "Load VAE (Fast)"),
+        ("FastVAE_Accelerate", "Accelerate VAE (Fast)"),
+        ("FastVAE_Encode", "VAE Encode (Fast)"),
+        ("FastVAE_Decode", "VAE Decode (Fast)"),
+        ("FastVAE_EncodeVideo", "VAE Encode Video (Fast)"),
+        ("FastVAE_DecodeVideo", "VAE Decode to Video (Fast)"),
+        ("FastVAE_DemoClip", "Demo Clip (Fast)"),
+        ("FastVAE_LoraStack", "LoRA Stack (Fast)"),
+        ("FastVAE_ApplyLora", "Apply LoRA (Fast)"),
+        ("FastVAE_TextEncode", "Text Encode Batched (Fast)"),
+        ("FastVAE_WanSampler", "Wan Sampler (Fast)"),
+        ("FastVAE_FuseMLP", "Fuse SwiGLU MLPs (Fast)"),
+        ("FastVAE_ToWanVideoWrapper", "To WANVAE (Fast)"),
+        ("FastVAE_Benchmark", "VAE Benchmark (Fast)"),
+    ]
+    assert {schema.category for schema in schemas} == {"Fast VAE"}
+    for schema in schemas:
+        schema.validate()
+        assert schema.description
+        assert all(each.tooltip for each in schema.inputs)
+
+
+def test_the_bundled_vae_is_the_last_choice_and_no_file(vae_name):
+    from folder_paths import get_filename_list
+
+    from fast_video_vae.nodes.vae.nodes import Load
+
+    options = Load.define_schema().inputs[0].options
+    assert options == [*get_filename_list("vae"), "bundled demo"]
+    assert vae_name in options
+    assert "bundled demo" not in get_filename_list("vae")
+
+
+def test_the_bundled_clip_survives_the_bundled_vae():
+    images, video = run("DemoClip")
+    assert images.shape == (33, 256, 256, 3)
+    assert images.dtype == torch.float32
+    assert video.get_dimensions() == (256, 256)
+    assert float(video.get_components().frame_rate) == 16
+    assert (video.get_components().images - images).abs().max() < 0.05
+    (vae,) = run("Load", vae_name="bundled demo")
+    (samples,) = run("Encode", pixels=images[:9], vae=vae)
+    decoded, _ = run("Decode", samples=samples, vae=vae)
+    psnr = -10 * torch.log10(((decoded - images[:9]) ** 2).mean())
+    assert psnr > 22
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 2, -1])
+def test_any_chunk_gives_the_same_frames_and_latents(vae, state, chunk):
+    stock = stock_vae(state)
+    samples = {"samples": latents(5)}
+    images, _ = run("Decode", samples=samples, vae=vae, chunk=chunk)
+    assert images.shape == (17, 48, 72, 3)
+    assert images.is_contiguous()
+    assert relative_error(images, stock.decode(samples["samples"])[0]) <= 1e-5
+    (latent,) = run("Encode", pixels=clip(17), vae=vae, chunk=chunk)
+    assert relative_error(latent["samples"], stock.encode(clip(17))) <= 1e-5
+
+
+def test_the_options_of_the_loader_are_the_vae_s(vae_name):
+    (vae,) = run(
+        "Load", vae_name=vae_name, dtype="bf16", encode_dtype="fp32", chunk=3, quality="exact"
+    )
+    model = vae.first_stage_model
+    assert (model.dtype, model.encode_dtype, model.chunk) == (torch.bfloat16, torch.float32, 3)
+    assert model.quality == "exact"
+
+
+def test_a_workflow_that_names_no_quality_is_fast(vae_name, state):
+    from fast_video_vae.nodes.vae.nodes import Accelerate, Load
+
+    for node, inputs in ((Load, {"vae_name": vae_name}), (Accelerate, {"vae": stock_vae(state)})):
+        last = node.define_schema().inputs[-1]
+        assert (last.id, last.optional, last.default) == ("quality", True, "fast")
+        (vae,) = node.execute(**inputs, dtype="auto", encode_dtype="auto", chunk=0).args
+        assert vae.first_stage_model.quality == "fast"
+
+
+def test_a_dtype_for_once_leaves_the_vae_as_it_is(vae):
+    samples = {"samples": latents(2)}
+    exact, _ = run("Decode", samples=samples, vae=vae)
+    rounded, _ = run("Decode", samples=samples, vae=vae, dtype="bf16")
+    assert 1e-4 < (rounded - exact).abs().max() < 0.1
+    assert torch.equal(run("Decode", samples=samples, vae=vae)[0], exact)
+    (latent,) = run("Encode", pixels=clip(5), vae=vae, dtype="bf16")
+    assert latent["samples"].dtype == torch.float32
+
+
+def test_float16_on_a_cpu_gives_the_frames_of_float32(vae, vae_name):
+    from fast_video_vae.vae.streaming.precision import compute_dtype
+
+    if compute_dtype(torch.float16, vae.device) == torch.float16:
+        pytest.skip("this device has fast convolutions in float16")
+    samples = {"samples": latents(2)}
+    expected, _ = run("Decode", samples=samples, vae=vae)
+    assert torch.equal(run("Decode", samples=samples, vae=vae, dtype="fp16")[0], expected)
+    (half,) = run("Load", vae_name=vae_name, dtype="fp16")
+    assert next(half.first_stage_model.parameters()).dtype == torch.float16
+    (decoded, _) = run("Decode", samples=samples, vae=half)
+    assert relative_error(decoded, expected) < 4 * torch.finfo(torch.float16).eps
+    (latent,) = run("Encode", pixels=clip(5), vae=half)
+    assert latent["samples"].dtype == torch.float32
+
+
+def test_images_can_be_a_batch_instead_of_a_video(vae, state):
+    stock = stock_vae(state)
+    pixels = clip(5)
+    (video,) = run("Encode", pixels=pixels, vae=vae)
+    (images,) = run("Encode", pixels=pixels, vae=vae, batch="images")
+    assert video["samples"].shape == (1, 16, 2, 8, 8)
+    expected = torch.cat([stock.encode(image[None]) for image in pixels])
+    assert relative_error(images["samples"], expected) <= 1e-5
+
+
+def test_a_vae_that_is_not_ours_runs_its_own_method(state, caplog):
+    stock = stock_vae(state)
+    samples = {"samples": latents(2)}
+    with caplog.at_level(logging.INFO):
+        images, _ = run("Decode", samples=samples, vae=stock, chunk=2)
+    assert torch.equal(images, stock.decode(samples["samples"])[0])
+    assert "unused: chunk" in caplog.text
+    (latent,) = run("Encode", pixels=clip(5), vae=stock)
+    assert torch.equal(latent["samples"], stock.encode(clip(5)))
+
+
+def test_the_accelerated_vae_decodes_like_the_loaded_one(vae, state):
+    (fast,) = run("Accelerate", vae=stock_vae(state))
+    samples = {"samples": latents(2)}
+    expected, _ = run("Decode", samples=samples, vae=vae)
+    assert torch.equal(run("Decode", samples=samples, vae=fast)[0], expected)
+
+
+def test_another_vae_in_the_folder_is_loaded_as_comfyui_does(models, caplog):
+    import comfy.sd
+
+    save_file({"pixel_space_vae": torch.tensor(1.0)}, models / "pixels.safetensors")
+    with caplog.at_level(logging.INFO):
+        (vae,) = run("Load", vae_name="pixels.safetensors")
+    assert type(vae) is comfy.sd.VAE
+    assert "pixels.safetensors is loaded as by Load VAE" in caplog.text
+
+
+def broken(state):
+    return {key: value for key, value in state.items() if key != "decoder.middle.0.residual.2.bias"}
+
+
+@pytest.mark.parametrize(
+    ("write", "reason"),
+    [
+        (lambda path, state: path.write_bytes(b""), "is empty"),
+        (lambda path, state: path.write_bytes(b"not a checkpoint"), "not a whole"),
+        (lambda path, state: save_file(broken(state), path), "1 missing"),
+        (
+            lambda path, state: save_file(
+                state | {"conv2.bias": torch.full((16,), torch.nan)}, path
+            ),
+            "NaN",
+        ),
+        (lambda path, state: save_file({"x": torch.zeros(1)}, path), "and Load VAE fails"),
+    ],
+    ids=["empty", "damaged", "incomplete", "NaN", "not a VAE"],
+)
+def test_a_bad_file_is_told_by_its_input(models, state, write, reason):
+    write(models / "bad.safetensors", state)
+    with pytest.raises(ValueError, match=rf"^vae_name: .*{reason}"):
+        run("Load", vae_name="bad.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("latent", "reason"),
+    [
+        (torch.zeros(1, 4, 1, 8, 8), "4 channels; this VAE needs 16"),
+        (torch.zeros(1, 48, 1, 8, 8), "48 channels"),
+        (torch.zeros(16, 8, 8), "3 dimensions"),
+        (torch.zeros(1, 16, 0, 8, 8), "empty"),
+        (torch.full((1, 16, 1, 8, 8), torch.nan), "NaN"),
+        (torch.zeros(1, 16, 1, 8, 8, dtype=torch.int64), "int64"),
+    ],
+)
+def test_a_bad_latent_is_told_by_its_input_before_anything_is_loaded(vae, latent, reason):
+    import comfy.model_management as management
+
+    management.unload_all_models()
+    with pytest.raises(ValueError, match=rf"^samples: .*{reason}"):
+        run("Decode", samples={"samples": latent}, vae=vae)
+    assert vae.first_stage_model not in [each.model.model for each in management.loaded_models()]
+
+
+@pytest.mark.parametrize(
+    ("pixels", "reason"),
+    [
+        (torch.zeros(1, 7, 64, 3), "7 x 64"),
+        (torch.zeros(0, 64, 64, 3), "empty"),
+        (torch.zeros(64, 64, 3), r"\[64, 64, 3\]; expected \[N, H, W, C\]"),
+        (torch.full((1, 64, 64, 3), torch.inf), "infinite"),
+        (torch.zeros(1, 64, 64, 3, dtype=torch.uint8), "uint8"),
+    ],
+)
+def test_a_bad_image_is_told_by_its_input(vae, pixels, reason):
+    with pytest.raises(ValueError, match=rf"^pixels: .*{reason}"):
+        run("Encode", pixels=pixels, vae=vae)
+
+
+def test_a_vae_without_an_encoder_is_told_by_its_input(models, state):
+    weights = {k: v for k, v in state.items() if not k.startswith(("encoder.", "conv1."))}
+    save_file(weights, models / "decoder.safetensors")
+    (vae,) = run("Load", vae_name="decoder.safetensors")
+    with pytest.raises(ValueError, match=r"^vae: the checkpoint has no encoder"):
+        run("Encode", pixels=clip(1), vae=vae)
+
+
+def test_inputs_are_left_as_they_were(vae):
+    samples, pixels = {"samples": latents(2)}, clip(5)
+    copies = samples["samples"].clone(), pixels.clone()
+    run("Decode", samples=samples, vae=vae)
+    run("Encode", pixels=pixels, vae=vae)
+    assert torch.equal(samples["samples"], copies[0])
+    assert torch.equal(pixels, copies[1])
+    assert list(samples) == ["samples"]

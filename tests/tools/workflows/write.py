@@ -1,0 +1,119 @@
+"""Writes `example_workflows/` anew: `python tests/tools/workflows/write.py [NAME...]`.
+
+To be run after the inputs or outputs of a node have changed. It needs what the browser tests need:
+ComfyUI, its requirements, Playwright and Chromium. Each workflow is drawn by ComfyUI's frontend,
+checked by the server and saved as the frontend saves it; its thumbnail shows its main nodes.
+"""
+
+import argparse
+import importlib.metadata
+import io
+import json
+import runpy
+import shutil
+import tempfile
+import uuid
+import wave
+from pathlib import Path
+
+from PIL import Image
+
+_HERE = Path(__file__).resolve().parent
+runpy.run_path(str(_HERE.parents[1] / "conftest.py"))  # binds the checkout to its import name
+
+from fast_video_vae import vae  # noqa: E402
+from fast_video_vae.tests.nodes.checkout import PACK, find_comfyui  # noqa: E402
+from fast_video_vae.tests.nodes.server import Server  # noqa: E402
+from fast_video_vae.tests.tools.workflows import wrapper  # noqa: E402
+from fast_video_vae.tests.tools.workflows.catalogue import catalogue  # noqa: E402
+from fast_video_vae.tests.tools.workflows.frontend import FLAGS, Frontend, find_browser  # noqa: E402
+from fast_video_vae.tests.tools.workflows.graph import Graph  # noqa: E402
+from fast_video_vae.tests.tools.workflows.packs import properties  # noqa: E402
+from fast_video_vae.tests.tools.workflows.picture import picture as blocks  # noqa: E402
+
+_WIDTH = 1024  # of a thumbnail
+_LARGEST_BYTES = 200_000
+_NAMESPACE = uuid.UUID("9f6a1c1e-6d0e-4c0f-9a3e-2f1f0f7b9a51")
+
+
+def main() -> None:
+    """Draw the workflows that were named, or all."""
+    graphs = catalogue()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(graphs))
+    parser.add_argument("--to", type=Path, default=PACK / "example_workflows", metavar="FOLDER")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - graphs.keys():
+        parser.error(f"no such workflow: {', '.join(sorted(unknown))}")
+    from playwright.sync_api import sync_playwright
+
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
+        base = Path(folder)
+        _furnish(base / "server", [*graphs.values()])
+        with (
+            Server(base / "server", threads=1) as server,
+            Server(base / "bare", threads=1) as other,
+        ):
+            modules = {
+                kind: node["python_module"] for kind, node in server.get("/object_info").items()
+            }
+            version = server.get("/system_stats")["system"]["comfyui_version"]
+            context = driver.chromium.launch_persistent_context(
+                base / "browser", executable_path=find_browser(), args=FLAGS
+            )
+            frontend = Frontend(context.pages[0], server.url)
+            bare = Frontend(context.new_page(), other.url)
+            for name in arguments.names or graphs:
+                graph = graphs[name]
+                drawn, picture = frontend.draw(graph, properties(graph, modules, version), bare)
+                server.queue(frontend.prompt())  # refused, were anything wrong but the empty files
+                _save(arguments.to / name, _tidy(drawn, name))
+                _save_picture(arguments.to / f"{name}.jpg", blocks(graph.blocks))
+                if graph.readme:
+                    _save_picture(PACK / "media" / f"{graph.readme}.jpg", picture)
+            context.close()
+
+
+def _furnish(base: Path, graphs: list[Graph]) -> None:
+    """What the workflows ask for, so that none of it is shown as missing."""
+    wrapper.place(base / "custom_nodes")
+    (base / "input").mkdir(parents=True)
+    shutil.copy(find_comfyui() / "input" / "example.png", base / "input")
+    shutil.copy(vae.CLIP_PATH, base / "input" / "video.mp4")
+    with wave.open(str(base / "input" / "speech.wav"), "wb") as sound:
+        sound.setparams((1, 2, 16000, 0, "NONE", ""))
+        sound.writeframes(bytes(2 * 16000))
+    for model in {model for graph in graphs for model in graph.models}:
+        file = base / "models" / model.directory / model.name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+
+
+def _tidy(workflow: dict, name: str) -> dict:
+    """A saved workflow without what differs from one run to the next."""
+    workflow["id"] = str(uuid.uuid5(_NAMESPACE, name))
+    # Without a place and a scale of the view: the frontend then fits the graph to any window.
+    workflow["extra"] = {
+        "frontendVersion": importlib.metadata.version("comfyui-frontend-package"),
+    }
+    return workflow
+
+
+def _save(stem: Path, workflow: dict) -> None:
+    text = json.dumps(workflow, indent=2, ensure_ascii=False)
+    stem.with_name(f"{stem.name}.json").write_text(f"{text}\n", encoding="utf-8")
+
+
+def _save_picture(file: Path, picture: Image.Image) -> None:
+    height = round(picture.height * _WIDTH / picture.width)
+    small = picture.resize((_WIDTH, height), Image.Resampling.LANCZOS)
+    for quality in range(92, 40, -4):
+        buffer = io.BytesIO()
+        small.save(buffer, "JPEG", quality=quality, optimize=True, progressive=True)
+        if len(buffer.getvalue()) < _LARGEST_BYTES:
+            break
+    file.write_bytes(buffer.getvalue())
+
+
+if __name__ == "__main__":
+    main()

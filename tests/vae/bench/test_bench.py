@@ -1,0 +1,472 @@
+"""The benchmark: order, figures, what memory a call takes, the chart, and its command."""
+
+import importlib.util
+import json
+import math
+import re
+import statistics
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
+from fast_video_vae.vae.bench import measure as gauge
+from fast_video_vae.vae.bench.compare import Contestant, compare, psnr, relative_error
+from fast_video_vae.vae.bench.content import Clip, fitted, moving_pictures, random_latent
+from fast_video_vae.vae.bench.measure import Gauge, Taken
+from fast_video_vae.vae.bench.report import Benchmark, Comparison, Result
+from fast_video_vae.vae.checkpoint import load_vae, read_checkpoint
+
+pytest.importorskip("PIL", reason="Pillow is not installed")
+pytest.importorskip("tqdm", reason="tqdm is not installed")
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def images(seed=0, frames=3):
+    return torch.rand(1, frames, 8, 6, 3, generator=torch.Generator().manual_seed(seed))
+
+
+class Course:
+    """Contestants that note when they run, and a measure that gives them set times."""
+
+    def __init__(self, **times):
+        self.order, self.times = [], {name: iter(each) for name, each in times.items()}
+        self.contestants = [self.contestant(name, seed) for seed, name in enumerate(times)]
+
+    def contestant(self, name, seed):
+        def run():
+            self.order.append(name)
+            return images(seed)
+
+        return Contestant(name, run)
+
+    def measure(self, run):
+        result = run()
+        return result, Taken(*next(self.times[self.order[-1]]))
+
+    def compare(self, **changed):
+        options = {"rounds": 3, "dtype": "fp32", "measure": self.measure} | changed
+        return compare("decode", self.contestants, **options)
+
+
+def test_the_order_turns_every_round_after_a_warm_up():
+    course = Course(a=[(1, 1)] * 9, b=[(1, 1)] * 9, c=[(1, 1)] * 9)
+    passed = []
+    course.compare(rounds=3, passed=lambda: passed.append(len(course.order)))
+    assert "".join(course.order) == "abc" + "abc" + "cba" + "abc"
+    assert passed == list(range(1, 13))
+
+
+def test_what_is_done_before_a_call_is_done_before_each():
+    course = Course(a=[(1, 1)] * 9, b=[(1, 1)] * 9)
+    course.contestants[1] = Contestant(
+        "b", course.contestants[1].run, lambda: course.order.append("(")
+    )
+    course.compare(rounds=1)
+    assert "".join(course.order) == "a(b" + "a(b"
+
+
+def test_the_figures_are_of_the_rounds_without_the_warm_up():
+    seconds = [4.0, 2.5, 9.0, 3.5]
+    course = Course(
+        a=[(99.0, 900), *((each, 100) for each in seconds)],
+        b=[(0.1, 900), (1.0, 30), (2.0, 40), (1.0, 20), (1.0, None)],
+    )
+    one, two = course.compare(rounds=4).results
+    assert one.seconds == tuple(seconds)
+    assert one.median == statistics.median(seconds) == 3.75
+    assert one.best == 2.5
+    assert (one.peak_bytes, two.peak_bytes) == (100, 40)
+    comparison = Comparison("decode", "fp32", (one, two))
+    assert comparison.speed(two) == 3.75
+    assert comparison.thrift(two) == 2.5
+
+
+def test_a_gauge_counts_by_its_clock_and_waits_for_nothing_on_a_cpu():
+    ticks = iter([10.0, 12.5])
+    result, taken = Gauge(CPU, clock=lambda: next(ticks), memory=gauge.Unknown())(lambda: "done")
+    assert (result, taken) == ("done", Taken(2.5, None))
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 8, 6, 3), (3, 8, 6, 3)])
+def test_psnr_is_the_formula_in_float64(shape):
+    one, two = images(0).view(shape), images(1).view(shape)
+    pairs = zip(one.flatten().tolist(), two.flatten().tolist(), strict=True)
+    error = sum((a - b) ** 2 for a, b in pairs)
+    assert psnr(one, two) == pytest.approx(10 * math.log10(one.numel() / error), abs=1e-12)
+    assert psnr(one, one) == math.inf
+    # as ComfyUI gives them: the channels are not the last in memory
+    strided = two.movedim(-1, 0).contiguous().movedim(0, -1)
+    assert psnr(one, strided) == psnr(one, two)
+    broken = one.clone()
+    broken.view(-1)[7] = math.nan
+    assert math.isnan(psnr(broken, two))
+
+
+def test_relative_error_is_the_norm_of_the_difference_over_the_norm():
+    one, two = torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])
+    assert relative_error(one, two) == 0.1
+    assert relative_error(two, two) == 0
+    assert relative_error(torch.zeros(2), torch.zeros(2)) == 0
+    assert relative_error(two, torch.zeros(2)) == math.inf
+
+
+def test_results_are_compared_with_the_first_one_s():
+    course = Course(a=[(1, 1)] * 2, b=[(1, 1)] * 2, c=[(1, 1)] * 2)
+    first, *others = course.compare(rounds=1).results
+    assert first.psnr is None
+    assert [each.psnr for each in others] == [psnr(images(n), images(0)) for n in (1, 2)]
+    latents = compare("encode", course.contestants[:2], rounds=1, dtype="", measure=Gauge(CPU))
+    assert latents.results[1].relative_error == relative_error(images(1), images(0))
+    assert latents.results[1].psnr is None
+
+
+def test_results_of_another_shape_are_an_error():
+    two = [Contestant("a", lambda: images()), Contestant("b", lambda: images(frames=2))]
+    with pytest.raises(ValueError, match=r"b gives \[1, 2, .*; expected \[1, 3, .* as a does"):
+        compare("decode", two, rounds=1, dtype="", measure=Gauge(CPU))
+
+
+def test_no_rounds_are_an_error():
+    with pytest.raises(ValueError, match="rounds is 0; expected at least 1"):
+        Course().compare(rounds=0)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("who", [0, 1])
+def test_who_runs_out_of_memory_is_left_out_from_there_on(at, who):
+    calls = [0, 0]
+
+    def runs(index):
+        def run():
+            calls[index] += 1
+            if index == who and calls[index] == at + 1:
+                raise torch.OutOfMemoryError("no")
+            return images(index)
+
+        return run
+
+    contestants = [Contestant("a", runs(0)), Contestant("b", runs(1))]
+    passed = []
+    found = compare(
+        "decode",
+        contestants,
+        rounds=3,
+        dtype="",
+        measure=Gauge(CPU),
+        passed=lambda: passed.append(0),
+    ).results
+    assert (calls[who], calls[1 - who]) == (at + 1, 4)
+    assert len(passed) == 8
+    assert (found[who].failure, found[who].seconds) == ("out of memory", ())
+    assert (found[1 - who].failure, len(found[1 - who].seconds)) == (None, 3)
+    assert (found[1].psnr is None) == (at == 0)  # there was nothing to compare
+
+
+def test_any_other_error_comes_out():
+    def broken():
+        raise RuntimeError("a shape is wrong")
+
+    with pytest.raises(RuntimeError, match="a shape is wrong"):
+        compare("decode", [Contestant("a", broken)], rounds=1, dtype="", measure=Gauge(CPU))
+
+
+def takes(mebibytes, seconds=0.0):
+    def run():
+        block = torch.ones(mebibytes * MIB, dtype=torch.uint8)
+        time.sleep(seconds)
+        del block
+        return "done"
+
+    return run
+
+
+MEMORIES = {"of this system": gauge.memory_of(CPU)}
+if gauge._resident() is not None:
+    MEMORIES["sampled"] = gauge.Sampled(gauge._resident())
+
+
+@pytest.mark.parametrize("memory", [*MEMORIES.values()], ids=MEMORIES)
+def test_the_peak_is_what_a_call_takes_and_has_given_back(memory):
+    if isinstance(memory, gauge.Unknown):
+        pytest.skip("nobody tells the memory of this process")
+    measure = Gauge(CPU, memory=memory)
+    kept = torch.ones(200 * MIB, dtype=torch.uint8)  # what is there before does not count
+    for mebibytes in (96, 32):  # less than the call before, whose memory does not count either
+        _, taken = measure(takes(mebibytes, seconds=0.05))
+        assert mebibytes - 4 <= taken.peak_bytes / MIB <= mebibytes + 24
+    assert kept.sum() == len(kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_the_peak_is_of_tensors_and_time_is_of_the_work():
+    device = torch.device("cuda")
+    kept = torch.ones(64 * MIB, dtype=torch.uint8, device=device)
+    square = torch.rand(8192, 8192, device=device)
+    _, small = Gauge(device)(lambda: torch.ones(MIB, dtype=torch.uint8, device=device))
+    _, large = Gauge(device)(lambda: square @ square)
+    assert small.peak_bytes == MIB
+    assert square.nbytes <= large.peak_bytes <= square.nbytes + 64 * MIB  # cuBLAS's workspace
+    # 1.1 TFLOP, which a launch alone does not wait for: at most 1000 TFLOP/s in float32.
+    assert large.seconds > 1e-3
+    assert kept.all()
+
+
+def test_a_sampling_thread_ends_with_its_call_whatever_happens():
+    resident = gauge._resident() or (lambda: 0)
+    memory = gauge.Sampled(resident)
+    with pytest.raises(KeyboardInterrupt):
+        Gauge(CPU, memory=memory)(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert not memory._thread.is_alive()
+
+
+def test_without_linux_and_psutil_memory_is_not_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(gauge, "_PROCESS", tmp_path)
+    assert isinstance(gauge.memory_of(CPU), gauge.Sampled | gauge.Unknown)
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert isinstance(gauge.memory_of(CPU), gauge.Unknown)
+    _, taken = Gauge(CPU)(takes(1))
+    assert taken.peak_bytes is None
+
+
+def report(*comparisons, notes=()):
+    return Benchmark("wan2.1, base width 96", "A card", Clip(832, 480, 81), 3, comparisons, notes)
+
+
+DECODED = Comparison(
+    "decode",
+    "bf16",
+    (
+        Result("stock", (12.0, 12.5, 11.0), 6 * 2**30),
+        Result("fast", (3.0, 3.1, 2.9), 512 * MIB, psnr=52.44),
+        Result("other", failure="out of memory"),
+        Result("same", (24.0,), None, psnr=math.inf),
+    ),
+)
+ENCODED = Comparison(
+    "encode",
+    "fp32",
+    (Result("stock", (2.0,), None), Result("fast", (0.05,), None, relative_error=1.2e-6)),
+)
+
+
+def test_the_table_has_every_figure_and_the_unit_of_each():
+    table = report(DECODED, ENCODED, notes=("cut to size",)).table().splitlines()
+    assert table[0] == "81 frames of 832 x 480; wan2.1, base width 96; A card; 3 rounds"
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table if line[:1] == "|"]
+    assert rows[0][-1] == "against stock"
+    assert rows[2:] == [
+        ["decode", "bf16", "stock", "12.0 s", "11.0 s", "1.00x", "6.00 GiB", "-"],
+        ["decode", "bf16", "fast", "3.00 s", "2.90 s", "4.00x", "512 MiB", "PSNR 52.4 dB"],
+        ["decode", "bf16", "other", "out of memory", "-", "-", "-", "-"],
+        ["decode", "bf16", "same", "24.0 s", "24.0 s", "0.50x", "not measured", "identical"],
+        ["encode", "fp32", "stock", "2.00 s", "2.00 s", "1.00x", "not measured", "-"],
+        [
+            *("encode", "fp32", "fast", "0.0500 s", "0.0500 s", "40.0x", "not measured"),
+            "relative error 1.2e-06",
+        ],
+    ]
+    assert table[-1] == "- cut to size"
+    assert len({len(line) for line in table if line[:1] == "|"}) == 1
+
+
+def test_the_json_is_json_and_has_every_round():
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    content = json.loads(report(DECODED, ENCODED).as_json(), parse_constant=refuse)
+    assert (content["width"], content["height"], content["frames"]) == (832, 480, 81)
+    decode, encode = content["tasks"]
+    assert decode["results"][0]["seconds"] == [12.0, 12.5, 11.0]
+    assert decode["results"][1]["speed"] == 4
+    assert decode["results"][1]["psnr_db"] == 52.44
+    assert (decode["results"][3]["psnr_db"], decode["results"][3]["identical"]) == (None, True)
+    assert encode["results"][1]["relative_error"] == 1.2e-6
+
+
+def test_the_summary_says_how_each_does_beside_the_first():
+    assert report(DECODED, ENCODED).summary().splitlines() == [
+        "decode, fast: 4.00x as fast, 3.00 s instead of 12.0 s; 512 MiB instead of 6.00 GiB; "
+        "PSNR 52.4 dB",
+        "decode, other: out of memory",
+        "decode, same: 0.50x as fast, 24.0 s instead of 12.0 s; identical",
+        "encode, fast: 40.0x as fast, 0.0500 s instead of 2.00 s; relative error 1.2e-06",
+    ]
+    failed = Comparison("decode", "", (Result("stock", failure="no"), Result("fast", (1.0,))))
+    assert report(failed).summary() == "decode, fast: 1.00 s; stock: no"
+
+
+def columns(chart, color):
+    """How many pixels of a color the widest row has."""
+    pixels = torch.frombuffer(bytearray(chart.tobytes()), dtype=torch.uint8)
+    hits = (pixels.view(chart.height, chart.width, 3) == torch.tensor(color)).all(2)
+    return int(hits[:, : chart.width // 2].sum(1).max())  # the left half has the seconds
+
+
+@pytest.mark.parametrize("size", [(1024, 640), (800, 900)])
+@pytest.mark.parametrize("comparisons", [(DECODED,), (ENCODED, DECODED)])
+def test_bars_are_as_long_as_what_they_stand_for(size, comparisons):
+    from fast_video_vae.vae.bench import chart as bench_chart
+
+    one = Comparison("decode", "bf16", DECODED.results[:2])
+    chart = bench_chart.draw_chart(report(one), *size)
+    assert (chart.size, chart.mode) == (size, "RGB")
+    stock, fast = (columns(chart, color) for color in bench_chart.COLORS[:2])
+    assert stock > size[0] // 3
+    assert fast / stock == pytest.approx(3 / 12, abs=0.03)
+    crowded = bench_chart.draw_chart(report(*comparisons), *size)
+    assert columns(crowded, bench_chart.COLORS[0]) > size[0] // 8
+
+
+@pytest.mark.parametrize(
+    ("state", "asked", "kept"),
+    [
+        (random_state_dict(8), (830, 481, 83), (824, 480, 81)),
+        (random_state_dict(8), (8, 8, 1), (8, 8, 1)),
+        (random_wan22(), (1920, 1080, 4), (1920, 1072, 1)),
+        (random_qwen21(), (40, 40, 6), (32, 32, 6)),  # every frame is a picture
+    ],
+)
+def test_a_clip_is_cut_to_whole_latents(state, asked, kept):
+    config = read_checkpoint(state).config
+    clip = fitted(config, Clip(*asked))
+    assert clip == Clip(*kept)
+    latent = random_latent(config, clip)
+    assert torch.equal(latent, random_latent(config, clip))
+    _, _, frames, height, width = config.decoded_shape(latent.shape)
+    assert (width, height, frames) == kept
+
+
+@pytest.mark.parametrize("size", [(7, 8, 1), (8, 7, 1), (8, 8, 0)])
+def test_a_clip_without_a_latent_is_an_error(size):
+    config = read_checkpoint(random_state_dict(8)).config
+    with pytest.raises(ValueError, match=r"frames? of .*; expected at least 1 frame of 8 x 8"):
+        fitted(config, Clip(*size))
+
+
+def test_pictures_move_and_are_the_same_each_time():
+    pictures = moving_pictures(Clip(48, 32, 9))
+    assert pictures.shape == (1, 3, 9, 32, 48)
+    assert torch.equal(pictures, moving_pictures(Clip(48, 32, 9)))
+    assert (pictures.min() >= 0, pictures.max() <= 1) == (True, True)
+    assert (pictures[:, :, 1:] != pictures[:, :, :-1]).flatten(3).any(3).all()
+
+
+@pytest.fixture(scope="module")
+def vae_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("vae") / "vae.safetensors"
+    save_file(random_state_dict(8), path)
+    return path
+
+
+SMALL = ("--size", "48x32", "--frames", "5", "--rounds", "1")
+
+
+@pytest.mark.parametrize("task", ["decode", "encode", "both"])
+def test_the_command_measures_and_writes_both_files(tmp_path, run, vae_path, task):
+    from PIL import Image
+
+    chart, text = tmp_path / "c.png", tmp_path / "c.json"
+    options = ("--task", task, "-o", chart, "--json", text, "--dtype", "fp32")
+    code, lines, _ = run("bench", "--vae", vae_path, *SMALL, *options)
+    assert code == 0
+    with Image.open(chart) as picture:
+        assert (picture.format, picture.size) == ("PNG", (1024, 640))
+    content = json.loads(text.read_text(encoding="utf-8"))
+    tasks = ["encode", "decode"] if task == "both" else [task]
+    assert [each["task"] for each in content["tasks"]] == tasks
+    for each in content["tasks"]:
+        exact, fast, *others = each["results"]
+        assert (exact["name"], fast["name"]) == ("exact", "fast")
+        for result in (fast, *others):
+            if each["task"] == "encode":
+                assert result["relative_error"] < 1e-4
+            else:
+                assert result["identical"] or result["psnr_db"] > 80
+    assert f"wrote {chart}" in lines
+    assert lines[-1].startswith(f"{tasks[-1]}, ")
+
+
+def test_quiet_leaves_a_line_for_each_that_was_compared(run, vae_path):
+    code, lines, errors = run("bench", "--vae", vae_path, *SMALL, "-q")
+    assert (code, errors) == (0, [])
+    assert {line.split(":")[0] for line in lines} <= {"decode, fast", "decode, diffusers"}
+    assert lines[0].startswith("decode, fast: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--vae none", "none does not exist"),
+        ("--vae VAE -o chart.jpg", "chart.jpg is not named as a chart; expected x.png"),
+        ("--vae none -o folder/x.png", "No such file .*folder/x.png"),
+        ("--vae VAE --size 4x48", "1 frame of 4 x 48; expected at least 1 frame of 8 x 8"),
+        ("--vae decoder.safetensors --task both", "decoder only; expected --task decode"),
+        ("--vae VAE --device moon", "device 'moon' is unknown"),
+    ],
+)
+def test_a_failure_is_one_line_and_leaves_nothing(
+    tmp_path, run, vae_path, monkeypatch, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    keys = ("encoder.", "conv1.")
+    state = random_state_dict(8)
+    save_file({k: v for k, v in state.items() if not k.startswith(keys)}, "decoder.safetensors")
+    small = "" if "--size" in arguments else " --size 48x32"
+    command = f"bench --frames 1 {arguments.replace('VAE', str(vae_path))}{small}"
+    code, lines, errors = run(*command.split(), "--json", "x.json", "--quiet")
+    assert (code, lines, len(errors)) == (1, [], 1)
+    assert re.match(f"fast-video-vae: error: .*{message}", errors[0])
+    assert [path.name for path in tmp_path.iterdir()] == ["decoder.safetensors"]
+
+
+@pytest.mark.parametrize("arguments", ["--rounds 0", "--frames 0", "--size 5", "--quality fast"])
+def test_wrong_usage_is_2(run, arguments):
+    assert run("bench", *arguments.split())[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("state", "knows"),
+    [
+        (random_state_dict(8), True),
+        (random_state_dict(8, image_channels=4, out_channels=4), True),
+        (random_wan22(), True),
+        (random_qwen21(), True),
+        (random_state_dict(8, out_channels=12), False),
+        (random_seedvr2((32, 32, 64, 64)), False),
+    ],
+)
+def test_diffusers_takes_the_same_weights_where_it_knows_the_layout(tmp_path, state, knows):
+    pytest.importorskip("diffusers", reason="diffusers is not installed")
+    from fast_video_vae.vae.bench.baselines import Rivals
+
+    save_file(state, tmp_path / "vae.safetensors")
+    rivals = Rivals(tmp_path / "vae.safetensors", CPU, torch.float32, None, None)
+    clip = Clip(32, 32, 5)
+    for task in ("encode", "decode"):
+        contestants = rivals.contestants(task, clip)
+        assert [each.name for each in contestants] == ["exact", "fast", *["diffusers"] * knows]
+        expected = contestants[0].run()
+        for each in contestants[1:]:
+            assert relative_error(each.run(), expected) < 1e-5
+    assert rivals.notes == ([] if knows else ["diffusers is left out: it has no such VAE"])
+    assert load_vae(state).config == rivals.vae.config
+
+
+def test_without_diffusers_a_note_says_so(run, vae_path, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "diffusers" else real(name)
+    )
+    code, lines, _ = run("bench", "--vae", vae_path, *SMALL)
+    assert code == 0
+    assert "- diffusers is left out: it is not installed" in lines
+    assert not [line for line in lines if line.startswith("decode, diffusers")]

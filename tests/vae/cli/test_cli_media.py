@@ -1,0 +1,287 @@
+"""The options of `encode` and `decode` that take a part of a video, or write another kind of it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import wave
+from fractions import Fraction
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from fast_video_vae.tests.builders import module_command, random_state_dict
+
+for _package in ("av", "tqdm", "PIL"):
+    pytest.importorskip(_package, reason=f"{_package} is not installed")
+
+import av  # noqa: E402
+
+from fast_video_vae.tests.videos import moving_clip, psnr, write_with  # noqa: E402
+from fast_video_vae.vae import Audio, VideoWriter, load_vae, read_video  # noqa: E402
+from fast_video_vae.vae.media.audio import read_audio  # noqa: E402
+from fast_video_vae.vae.media.video_writer import frames_to_uint8  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def vae_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("vae") / "vae.safetensors"
+    save_file(random_state_dict(8), path)
+    return path
+
+
+@pytest.fixture
+def latents(tmp_path):
+    """Of 13 frames of 64x96 pixels."""
+    path = tmp_path / "l.safetensors"
+    save_file({"latent": torch.randn(1, 16, 4, 8, 12)}, path)
+    return path
+
+
+def decoded(vae_path, latents):
+    vae = load_vae(vae_path, dtype=torch.float32)
+    with safe_open(latents, framework="pt") as file:
+        return frames_to_uint8(vae.decode(file.get_tensor("latent")))
+
+
+def stacked(path):
+    return torch.stack(list(read_video(path).frames()))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "codec"),
+    [
+        ("a.mp4", [], "h264"),
+        ("a.webm", [], "vp9"),
+        ("a.mkv", [], "ffv1"),
+        ("a.mov", [], "prores"),
+        ("a.mkv", ["--codec", "hevc"], "hevc"),
+        ("a.mp4", ["--codec", "av1", "--video-quality", "90"], "av1"),
+        ("a.mp4", ["--hardware"], "h264"),
+    ],
+)
+def test_decode_writes_what_the_name_or_the_codec_says(
+    tmp_path, run, vae_path, latents, name, options, codec
+):
+    movie = tmp_path / name
+    code, lines, _ = run(
+        "decode", latents, "--vae", vae_path, "-o", movie, "--dtype", "fp32", *options
+    )
+    assert code == 0
+    assert lines[-1] == f"wrote {movie}: 13 frames at 16 fps"
+    with av.open(str(movie)) as container:
+        found = container.streams.video[0].codec_context.name
+    assert found == {"av1": "libdav1d"}.get(codec, codec)
+    expected = decoded(vae_path, latents)
+    if codec == "ffv1":
+        # Chunks may round another way, which carries some values over an edge.
+        assert (stacked(movie).int() - expected.int()).abs().float().mean() < 0.01
+    else:
+        assert psnr(stacked(movie), expected) > 22  # colours of noise, halved in most
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("4-8", range(4, 9)), ("0-0", range(1)), ("12", range(12, 13)), ("0-12", range(13))],
+)
+@pytest.mark.parametrize("chunk", [1, -1])
+def test_decode_takes_a_range_of_frames(tmp_path, run, vae_path, latents, text, expected, chunk):
+    movie = tmp_path / "a.mkv"
+    code, lines, _ = run(
+        "decode", latents, "--vae", vae_path, "-o", movie, "--dtype", "fp32",
+        "--frames", text, "--chunk", chunk,
+    )  # fmt: skip
+    assert code == 0
+    count = f"{len(expected)} frame{'s' * (len(expected) > 1)}"
+    assert lines[-1] == f"wrote {movie}: {count} at 16 fps"
+    wanted = decoded(vae_path, latents)[expected.start : expected.stop]
+    assert (stacked(movie).int() - wanted.int()).abs().float().mean() < 0.01
+
+
+def test_decode_puts_the_sound_along_from_where_the_range_begins(tmp_path, run, vae_path, latents):
+    sound = tmp_path / "s.wav"
+    with wave.open(str(sound), "wb") as file:
+        file.setparams((1, 2, 16000, 0, "NONE", ""))
+        file.writeframes(bytes(8000) + b"\xff\x1f" * 16000)  # a quarter of a second of silence
+    movie = tmp_path / "a.mkv"
+    code, _, _ = run(
+        "decode", latents, "--vae", vae_path, "-o", movie, "--audio", sound, "--frames", "2-11"
+    )
+    assert code == 0
+    found = read_audio(movie)
+    # Frames 2 to 11 at 16 per second: from 0.125 s to 0.75 s.
+    assert found.waveform.shape == (1, 10_000)
+    assert found.sample_rate == 16000
+    assert not found.waveform[:, :1999].any()
+    assert (found.waveform[:, 2001:] > 0.2).all()
+
+
+def test_the_sound_of_a_video_is_read(tmp_path):
+    t = torch.arange(96_000) / 48_000
+    tone = torch.stack([torch.sin(2000 * t), torch.cos(1000 * t)]) / 2
+    path = tmp_path / "a.mkv"
+    with VideoWriter(path, 24, audio=Audio(tone, 48_000)) as writer:
+        writer.write(moving_clip(48))
+    found = read_audio(path, 0.5)
+    assert found.waveform.shape == (2, 72_000)
+    assert (found.waveform - tone[:, 24_000:]).abs().max() <= 1 / 32768  # FLAC of 16 bits
+
+
+@pytest.mark.parametrize(
+    ("options", "frames", "shape", "fps"),
+    [
+        (["--start", "0.5"], range(12, 33), (6, 4, 6), 24),  # 21 of 33
+        (["--duration", "0.4"], range(9), (3, 4, 6), 24),
+        (["--frames-limit", "5"], range(5), (2, 4, 6), 24),
+        (["--fps", "12"], range(0, 33, 2), (5, 4, 6), 12),
+        (["--size", "32x16"], range(33), (9, 2, 4), 24),
+        (["--size", "40x20", "--frames-limit", "1"], range(1), (1, 2, 5), 24),
+    ],
+)
+def test_encode_takes_a_part(tmp_path, run, vae_path, options, frames, shape, fps):
+    source, file = tmp_path / "a.mkv", tmp_path / "l.safetensors"
+    with VideoWriter(source, 24, codec="ffv1") as writer:
+        writer.write(moving_clip(33, 32, 48))
+    arguments = ("encode", source, "--vae", vae_path, "-o", file, "--dtype", "fp32")
+    code, _, _ = run(*arguments, *options)
+    assert code == 0
+    with safe_open(file, framework="pt") as stored:
+        latent, metadata = stored.get_tensor("latent"), stored.metadata()
+    assert latent.shape == (1, 16, *shape)
+    assert Fraction(metadata["fps"]) == fps
+    if "--size" not in options:
+        vae = load_vae(vae_path, dtype=torch.float32)
+        pictures = moving_clip(33, 32, 48)[list(frames)].permute(3, 0, 1, 2).unsqueeze(0)
+        torch.testing.assert_close(latent, vae.encode(pictures), rtol=1e-4, atol=1e-4)
+
+
+def test_a_varying_rate_keeps_its_timing_through_encode_and_decode(tmp_path, run, vae_path):
+    source, file, movie = (tmp_path / name for name in ("a.mkv", "l.safetensors", "b.mp4"))
+    times = [0, 40, 80, 500, 1000, 1040, 1500, 1900, 1920]
+    write_with(source, moving_clip(9), "matroska", times=times)
+    code, lines, errors = run("encode", source, "--vae", vae_path, "-o", file, "--dtype", "fp32")
+    assert code == 0
+    assert lines[-1].endswith("for 49 frames at 25 fps")
+    assert sum("a.mkv has a varying frame rate" in line for line in errors) == 1
+    assert run("decode", file, "--vae", vae_path, "-o", movie)[0] == 0
+    video = read_video(movie)
+    assert abs(video.estimated_frames / video.fps - Fraction(times[-1] + 40, 1000)) <= 1 / video.fps
+    code, lines, _ = run("demo", source, "--vae", vae_path, "--out", tmp_path / "out")
+    assert code == 0
+    shown = read_video(next((tmp_path / "out").glob("*.mp4")))
+    assert (shown.fps, shown.estimated_frames) == (25, 49)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--frames", "8-4"],
+        ["--frames", "x"],
+        ["--frames", "-3"],
+        ["--codec", "divx"],
+        ["--video-quality", "101"],
+        ["--video-quality", "x"],
+    ],
+)
+def test_wrong_usage_of_decode_is_2(run, options):
+    code, lines, errors = run("decode", "x", "--vae", "x", "-o", "x.mp4", *options)
+    assert (code, lines) == (2, [])
+    assert "x --vae" not in errors[-1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--size", "640"],
+        ["--size", "0x480"],
+        ["--start", "-1"],
+        ["--duration", "x"],
+        ["--frames-limit", "0"],
+    ],
+)
+def test_wrong_usage_of_encode_is_2(run, options):
+    code, lines, _ = run("encode", "x", "--vae", "x", "-o", "x.safetensors", *options)
+    assert (code, lines) == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        # told before the VAE is looked for
+        ("a.webm", ["--codec", "h264", "--vae", "none"], "a.webm is not a file for h264; expected"),
+        ("a.avi", ["--vae", "none"], "a.avi is not named as a video; expected a name such as"),
+        ("a.mp4", ["--audio", "none.wav", "--vae", "none"], "No such file .*none.wav"),
+        ("a.mp4", ["--audio", "LATENTS", "--vae", "none"], "cannot be read as sound"),
+        # told before a frame is decoded
+        ("a.mp4", ["--frames", "10-13"], "frames are 10-13; .*l.safetensors holds 0-12"),
+        ("a.mkv", ["--frames", "13", "--chunk", "1"], "frames are 13-13; .* holds 0-12"),
+    ],
+)
+def test_decode_fails_before_any_work(tmp_path, run, vae_path, latents, name, options, message):
+    options = [str(latents) if option == "LATENTS" else option for option in options]
+    vae = [] if "--vae" in options else ["--vae", vae_path]
+    code, lines, errors = run("decode", latents, "-o", tmp_path / name, *vae, *options, "-q")
+    assert (code, lines, len(errors)) == (1, [], 1)
+    assert re.search(message, errors[0])
+    assert not (tmp_path / name).exists()
+
+
+def test_a_size_that_the_codec_refuses_is_told_before_any_frame(tmp_path, run, vae_path):
+    small = tmp_path / "l.safetensors"
+    save_file({"latent": torch.randn(1, 16, 2, 4, 6)}, small)
+    movie = tmp_path / "a.mp4"
+    code, _, errors = run("decode", small, "--vae", vae_path, "-o", movie, "--codec", "hevc", "-q")
+    assert code == 1
+    assert errors == ["fast-video-vae: error: frames are 48x32; hevc needs at least 64x64"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--start", "9"], "a.mkv lasts 0.38 s; start is 9.0 s"),
+        (["--size", "4x4"], "a.mkv is 64x48 and the wanted size is 4x4; expected at least 8x8"),
+    ],
+)
+def test_encode_fails_before_any_work(tmp_path, run, vae_path, options, message):
+    source, file = tmp_path / "a.mkv", tmp_path / "l.safetensors"
+    with VideoWriter(source, 24, codec="ffv1") as writer:
+        writer.write(moving_clip(9))
+    code, _, errors = run("encode", source, "--vae", vae_path, "-o", file, *options, "-q")
+    assert code == 1
+    assert errors[0].endswith(message)
+    assert not file.exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_an_interrupt_of_decode_leaves_the_old_file_and_is_130(tmp_path, vae_path):
+    latents, out = tmp_path / "l.safetensors", tmp_path / "out"
+    save_file({"latent": torch.randn(1, 16, 2000, 4, 6)}, latents)  # seconds of work
+    out.mkdir()
+    movie = out / "a.mkv"
+    movie.write_bytes(b"old")
+    command = module_command(
+        "fast_video_vae.vae.cli", "decode", str(latents), "--vae", str(vae_path), "-o", str(movie),
+        "--chunk", "1", "--quiet",
+    )  # fmt: skip
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as in a terminal
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not any(path.stat().st_size for path in out.glob(".*.part")):
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stdout, stderr) == (130, "", "fast-video-vae: interrupted\n")
+    assert list(out.iterdir()) == [movie]
+    assert movie.read_bytes() == b"old"

@@ -1,0 +1,175 @@
+"""The demo: what it takes of a video, what it calls the results, and what it says."""
+
+import os
+import re
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from fast_video_vae.tests.builders import module_command, random_state_dict
+
+for _package in ("av", "tqdm", "PIL"):
+    pytest.importorskip(_package, reason=f"{_package} is not installed")
+
+from fast_video_vae.tests.videos import moving_clip  # noqa: E402
+from fast_video_vae.vae.cli import showing  # noqa: E402
+from fast_video_vae.vae.media.video_reader import VideoFile, read_video  # noqa: E402
+from fast_video_vae.vae.media.video_writer import VideoWriter  # noqa: E402
+from fast_video_vae.vae.models.config import read_configs  # noqa: E402
+
+MODULE = "fast_video_vae.vae.cli.main"
+ALL = {"fps": None, "size": None, "start": 0.0, "duration": None, "limit": None}
+
+
+@pytest.fixture(scope="module")
+def config():
+    (found, *_) = read_configs({k: tuple(v.shape) for k, v in random_state_dict(8).items()})
+    return found
+
+
+@pytest.fixture(scope="module")
+def vae_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("vae") / "vae.safetensors"
+    save_file(random_state_dict(8), path)
+    return path
+
+
+def make(path, frames=9, codec="h264"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with VideoWriter(path, 24, codec=codec) as writer:
+        writer.write(moving_clip(frames, 32, 48))
+    return path
+
+
+def test_a_part_of_a_video_at_another_size(tmp_path, run, vae_path):
+    source = make(tmp_path / "a.mp4", 25)
+    options = ("--duration", "0.5", "--size", "64x32", "--fps", "12", "--start", "0.25")
+    code, lines, _ = run("demo", source, "--vae", vae_path, "--out", tmp_path, *options)
+    assert code == 0
+    decoded = read_video(tmp_path / "a_decoded.mp4")
+    assert (decoded.width, decoded.height, decoded.fps) == (64, 32, 12)
+    assert decoded.estimated_frames == 5  # of the six in half a second
+    assert not [line for line in lines if "on a CPU" in line]
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "frames", "asked", "changed"),
+    [
+        (256, 256, 33, {}, {}),  # the bundled clip
+        (48, 32, 2001, {}, {}),  # long, and quickly done
+        (1280, 720, 132, {}, {"size": (360, 640), "limit": 49}),
+        (720, 1280, 9, {}, {"size": (640, 360)}),
+        (48, 32, 20_000, {}, {"limit": 7809}),
+        (1280, 720, 132, {"size": (720, 1280)}, {"limit": 13}),
+        (3840, 2160, 132, {"size": (2160, 3840)}, {"limit": 5}),
+        (1280, 720, 132, {"duration": 5.0}, {"size": (360, 640)}),
+        (1280, 720, 132, {"limit": 100}, {"size": (360, 640)}),
+        (1280, 720, 132, {"size": (720, 1280), "duration": 5.0}, {}),  # all that is asked for
+        (640, 360, 132, {"fps": Fraction(6)}, {}),
+    ],
+)
+def test_a_cpu_gets_what_it_does_in_about_half_a_minute(
+    config, width, height, frames, asked, changed
+):
+    video = VideoFile(Path("a.mp4"), height, width, Fraction(24), frames)
+    wanted = ALL | asked
+    taken, note = showing.affordable(video, config, wanted)
+    assert taken == wanted | changed
+    assert bool(note) == bool(changed)
+    for key, word in (("size", f" instead of {width}x{height}"), ("limit", f" of {frames} frames")):
+        assert (word in note) == (key in changed)
+
+
+def test_a_video_of_unknown_length_is_cut_as_well(config):
+    video = VideoFile(Path("a.mp4"), 360, 640, Fraction(24), None)
+    taken, note = showing.affordable(video, config, ALL)
+    assert taken["limit"] == 49
+    assert "at most 49 frames" in note
+
+
+def test_what_is_left_out_is_said(tmp_path, run, vae_path, monkeypatch):
+    monkeypatch.setattr(showing, "CPU_PIXELS", 9 * 32 * 48)
+    source = make(tmp_path / "a.mp4", 25)
+    code, lines, _ = run("demo", source, "--vae", vae_path, "--out", tmp_path)
+    assert code == 0
+    (note,) = (line for line in lines if "on a CPU" in line)
+    assert "9 of 25 frames" in note
+    assert "--duration" in note
+    assert read_video(tmp_path / "a_decoded.mp4").estimated_frames == 9
+
+
+def test_videos_of_one_name_keep_their_results(tmp_path, run, vae_path):
+    sources = [
+        make(tmp_path / "a.mp4", 1),
+        make(tmp_path / "a.mkv", 5, "ffv1"),
+        make(tmp_path / "other" / "a.mp4", 9),
+    ]
+    out = tmp_path / "out"
+
+    def frames_of_results():
+        for source in sources:
+            assert run("demo", source, "--vae", vae_path, "--out", out)[0] == 0
+        names = ("a_decoded.mp4", "a_2_decoded.mp4", "a_3_decoded.mp4")
+        return [read_video(out / name).estimated_frames for name in names]
+
+    assert frames_of_results() == [1, 5, 9]
+    assert frames_of_results() == [1, 5, 9]  # in the place of what they were
+    assert len(list(out.iterdir())) == 6
+
+
+def test_a_file_that_is_not_the_demos_own_is_kept(tmp_path, run, vae_path):
+    source = make(tmp_path / "a.mp4", 1)
+    (tmp_path / "a_decoded.mp4").write_bytes(b"holiday")
+    (tmp_path / "a_2_sheet.png").write_bytes(b"holiday")
+    assert run("demo", source, "--vae", vae_path, "--out", tmp_path)[0] == 0
+    assert (tmp_path / "a_decoded.mp4").read_bytes() == b"holiday"
+    assert (tmp_path / "a_2_sheet.png").read_bytes() == b"holiday"
+    assert (tmp_path / "a_3_decoded.mp4").exists()
+
+
+def test_the_bundled_vae_is_called_a_toy_and_another_is_not(tmp_path, run, vae_path):
+    from PIL import Image
+
+    sizes = []
+    for given in ([], ["--vae", vae_path]):
+        code, lines, _ = run("demo", "--out", tmp_path, "--frames-limit", "1", *given)
+        assert code == 0
+        assert any("toy" in line and "--vae FILE" in line for line in lines) == (not given)
+        with Image.open(tmp_path / "clip_sheet.png") as sheet:
+            sizes.append(sheet.size)
+    assert sizes[0][1] > sizes[1][1]  # a line at the foot of the picture
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no build for Windows")
+def test_a_build_of_kernels_is_said_apart_from_the_work(tmp_path, vae_path):
+    """The clocks of encode and decode do not run meanwhile, and a second run has none."""
+    source = make(tmp_path / "a.mp4")
+    # Without optimisation, which is most of the time that a build takes.
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        '#!/bin/sh\nfor a; do shift; [ "$a" = -O3 ] || set -- "$@" "$a"; done\nexec c++ "$@"\n'
+    )
+    compiler.chmod(0o755)
+    command = module_command(
+        MODULE, "demo", str(source), "--vae", str(vae_path), "--out", str(tmp_path)
+    )
+    settings = {"CXX": str(compiler), "FAST_VIDEO_VAE_CACHE": str(tmp_path / "cache")}
+    said = []
+    for _ in range(2):
+        done = subprocess.run(
+            command, env={**os.environ, **settings}, capture_output=True, text=True, check=True
+        )
+        said.append(done.stdout)
+    if "no native CPU kernels" in done.stderr:
+        pytest.skip(done.stderr)
+    built = re.search(r"^kernels built in ([\d.]+) s, once$", said[0], re.MULTILINE)
+    assert float(built[1]) > 1
+    for kind in ("encode", "decode"):
+        seconds = float(re.search(rf"^{kind} +([\d.]+) s", said[0], re.MULTILINE)[1])
+        assert seconds < float(built[1]) / 2
+    assert "kernels built" not in said[1]

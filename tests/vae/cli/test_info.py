@@ -1,0 +1,200 @@
+"""`fast-video-vae info --backends`: a table that fits a terminal and says what holds here."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fast_video_vae.kernels import Support, backend_matrix, native_library
+from fast_video_vae.kernels.dispatch import ORDER
+from fast_video_vae.tests.builders import module_command, random_state_dict
+
+for _package in ("av", "tqdm", "PIL"):
+    pytest.importorskip(_package, reason=f"{_package} is not installed")
+
+from fast_video_vae.vae.cli import backend_report as backends  # noqa: E402
+from fast_video_vae.vae.cli.backend_report import WIDTH, aligned, table  # noqa: E402
+from fast_video_vae.vae.cli.commands import SIZES  # noqa: E402
+from fast_video_vae.vae.cli.main import main  # noqa: E402
+
+README = Path(__file__).resolve().parents[3] / "README.md"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(scope="module")
+def matrix():
+    return backend_matrix()
+
+
+def told(capsys, *arguments):
+    assert main(["info", *map(str, arguments)]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_table_has_a_line_per_op_and_fits_a_terminal(capsys, matrix):
+    lines = told(capsys, "--backends", "--quiet")
+    assert max(len(line) for line in lines if not line.startswith("library")) <= WIDTH
+    head, *ops = lines[: lines.index("")]
+    assert re.split(r"  +", head) == ["op", *(f"cpu {name}" for name in ORDER)]
+    assert [line.split()[0] for line in ops] == list(dict.fromkeys(each.op for each in matrix))
+    assert all(line.split()[-1] == "exact" for line in ops)  # the reference
+    text = "\n".join(lines)
+    assert re.search(rf"^torch +{re.escape(torch.__version__)}", text, flags=re.MULTILINE)
+    assert re.search(r"^CPU +\w+", text, flags=re.MULTILINE)
+
+
+def test_every_kind_of_device_has_a_table_that_fits(capsys, matrix, monkeypatch):
+    both = [replace(each, device=device) for device in ("cpu", "cuda") for each in matrix]
+    monkeypatch.setattr(backends, "backend_matrix", lambda: both)
+    lines = told(capsys, "--backends", "--quiet")
+    assert max(len(line) for line in lines if not line.startswith("library")) <= WIDTH
+    heads = [re.split(r"  +", line) for line in lines if line.startswith("op ")]
+    assert heads == [["op", *(f"{d} {name}" for name in ORDER)] for d in ("cpu", "cuda")]
+
+
+def test_a_vae_comes_before_the_table(capsys, tmp_path):
+    save_file(random_state_dict(8), tmp_path / "vae.safetensors")
+    lines = told(capsys, tmp_path / "vae.safetensors", "--backends", "-q")
+    table = told(capsys, "--backends", "-q")
+    assert lines[0].startswith("file")
+    assert lines[-len(table) :] == table
+
+
+def test_a_vae_tells_how_each_size_would_run(capsys, tmp_path):
+    save_file(random_state_dict(8), tmp_path / "vae.safetensors")
+    names = [f"{width}x{height}" for width, height in SIZES]
+    tables = []
+    for options, where in (((), "free"), (("--limit", "0.2"), "within 0.2 GiB")):
+        lines = told(capsys, tmp_path / "vae.safetensors", *options)
+        (head,) = [index for index, line in enumerate(lines) if line.startswith("memory beside")]
+        assert where in lines[head]
+        assert max(map(len, lines[head:])) <= WIDTH
+        table = lines[head + 2 :]
+        assert [line.split()[0] for line in table[::2]] == names
+        assert [" encode " in line for line in table] == [True, False] * len(names)
+        assert all(re.search(r"\d [MG]iB  \d latent", line) for line in table)
+        tables.append(table)
+    free, tight = tables
+    assert "whole frames" in free[0]
+    assert tight[-1].endswith("; more than the limit")
+
+
+def test_a_decoder_alone_tells_of_decoding(capsys, tmp_path):
+    state = {key: value for key, value in random_state_dict(8).items() if "encoder" not in key}
+    save_file(state, tmp_path / "vae.safetensors")
+    table = told(capsys, tmp_path / "vae.safetensors")[-len(SIZES) :]
+    assert [line.split()[1] for line in table] == ["decode"] * len(SIZES)
+
+
+@pytest.mark.parametrize("arguments", [("--device",), ("--device", "cpu")])
+def test_a_device_tells_what_it_does(capsys, arguments):
+    lines = told(capsys, "--quiet", *arguments)
+    assert len(lines) == 5
+    assert "compute capability" in lines[0]
+    (c,) = re.findall(r"from ([0-9.]+) \* in \* out / \(in \+ 2 out\) tokens on", "\n".join(lines))
+    assert float(c) > 0
+
+
+def test_a_device_that_is_none_is_told(capsys):
+    assert main(["info", "--device", "gpu"]) == 1
+    assert "device 'gpu' is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "much", "nan", "inf"])
+def test_a_limit_that_is_none_is_wrong_usage(limit):
+    with pytest.raises(SystemExit) as error:
+        main(["info", "vae.safetensors", "--limit", limit])
+    assert error.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({"FAST_VIDEO_VAE_NATIVE": "0"}, "FAST_VIDEO_VAE_NATIVE=0 switches the native kernels off"),
+        pytest.param(
+            {"CXX": "no-such-compiler"},
+            "there is no C++ compiler (no-such-compiler)",
+            marks=pytest.mark.skipif(sys.platform == "win32", reason="there is no build at all"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("quiet", [True, False])
+def test_what_is_missing_is_told_and_the_reference_serves(tmp_path, setting, reason, quiet):
+    command = module_command("fast_video_vae.vae.cli", "info", "--backends", *["--quiet"] * quiet)
+    environment = {**os.environ, "FAST_VIDEO_VAE_CACHE": str(tmp_path)} | setting
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    lines = done.stdout.splitlines()
+    assert f"(3) {reason}" in lines  # the first are that triton and cuda are for GPUs
+    assert f"missing   {reason}" in lines
+    assert "library   none" in lines
+    assert re.search(
+        r"^rms_norm +no \(1\) +no \(2\) +no \(3\) +exact", done.stdout, flags=re.MULTILINE
+    )
+    if quiet:
+        assert done.stderr == ""
+    else:
+        (note,) = done.stderr.splitlines()
+        assert note.startswith("note: ")
+        assert reason in note
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no build at all")
+def test_the_library_is_built_with_a_note_and_found_again(tmp_path):
+    command = module_command("fast_video_vae.vae.cli", "info", "--backends")
+    environment = {**os.environ, "FAST_VIDEO_VAE_CACHE": str(tmp_path)}
+    first, second = (
+        subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        for _ in range(2)
+    )
+    assert re.fullmatch(r"note: building the CPU kernels, .*\n", first.stderr)
+    assert second.stderr == ""
+    assert first.stdout == second.stdout
+    (library,) = tmp_path.rglob("*.so")
+    assert f"library   {library}" in first.stdout.splitlines()
+
+
+def test_what_differs_between_dtypes_is_told_apart():
+    def said(device, backend, *answers):
+        return [
+            Support("op", backend, device, dtype, None if answer in ("yes", "=") else answer,
+                    answer == "=")
+            for dtype, answer in zip(DTYPES, answers, strict=True)
+        ]  # fmt: skip
+
+    rows, reasons = table(
+        [
+            *said("cpu", "native", "yes", "=", "no float16"),
+            *said("cpu", "reference", "=", "=", "="),
+            *said("cuda", "native", "x is on cuda", "x is on cuda", "no float16"),
+        ]
+    )
+    assert rows == [
+        ["op", "cpu native", "cpu reference", "cuda native"],
+        ["op", "fast fp32, exact bf16, no (1) fp16", "exact", "no (2) fp32 bf16, no (1) fp16"],
+    ]
+    assert reasons == ["no float16", "x is on cuda"]
+    first, second = aligned(rows)
+    assert first.index("cpu reference") == second.index("exact", 30)
+
+
+def test_the_readme_has_the_ops_and_what_the_backends_make_of_them(matrix):
+    """Cell by cell where the native backend is there; elsewhere the headings and the ops."""
+    section = README.read_text("utf-8").partition("\n## Backends\n")[2].partition("\n## ")[0]
+    lines = re.findall(r"^\| (.*) \|$", section, flags=re.MULTILINE)
+    shown = [[cell.strip("`") for cell in line.split(" | ")] for line in lines]
+    on_cpu = [each for each in matrix if each.device == "cpu"]
+    rows, reasons = table(on_cpu)
+    rows[0] = [cell.removeprefix("cpu ") for cell in rows[0]]
+    if native_library().missing is None:
+        assert shown == rows
+        assert all(f"({number}) {reason}" in section for number, reason in enumerate(reasons, 1))
+    else:
+        assert shown[0] == rows[0]
+        assert [row[0] for row in shown] == [row[0] for row in rows]

@@ -1,0 +1,437 @@
+"""The command line: what it writes and prints, its exit codes, and what it leaves when it fails."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from fast_video_vae.kernels import dispatch as backend
+from fast_video_vae.tests.builders import (
+    installed_command,
+    module_command,
+    random_state_dict,
+)
+from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
+
+for _package in ("av", "tqdm", "PIL"):
+    pytest.importorskip(_package, reason=f"{_package} is not installed")
+
+from fast_video_vae.vae import load_vae  # noqa: E402
+from fast_video_vae.vae.cli.devices import available_devices, device_named  # noqa: E402
+from fast_video_vae.vae.cli.main import QUALITIES, REPOSITORY, main  # noqa: E402
+from fast_video_vae.vae.demo import CLIP_PATH, VAE_PATH  # noqa: E402
+from fast_video_vae.vae.media.video_reader import read_video  # noqa: E402
+from fast_video_vae.vae.media.video_writer import VideoWriter, frames_to_uint8  # noqa: E402
+
+MODULE = "fast_video_vae.vae.cli"
+PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
+# A second thread gains nothing on frames as small as these, and waits for busy cores.
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def vae_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("vae") / "vae.safetensors"
+    save_file(random_state_dict(8), path)
+    return path
+
+
+def make_video(path, frames=9, height=32, width=48, fps=24):
+    generator = torch.Generator().manual_seed(0)
+    with VideoWriter(path, fps) as writer:
+        for _ in range(frames):
+            small = torch.rand(1, 4, 6, 3, generator=generator)
+            grown = small.repeat_interleave(height // 4, 1).repeat_interleave(width // 6, 2)
+            writer.write((255 * grown).to(torch.uint8))
+    return path
+
+
+@pytest.fixture
+def video(tmp_path):
+    return make_video(tmp_path / "clip.mp4", fps=Fraction(30000, 1001))
+
+
+def whole_clip(path):
+    """The frames of a file as the API takes them, `[1, 3, T, H, W]`."""
+    return torch.cat(list(read_video(path).pieces()), dim=2)
+
+
+def test_demo_writes_a_video_and_a_sheet_and_ends_with_the_psnr(tmp_path, run, vae_path, video):
+    out = tmp_path / "out" / "deeper"
+    code, lines, _ = run("demo", video, "--vae", vae_path, "--out", out, "--dtype", "fp32")
+    assert code == 0
+    assert sorted(path.name for path in out.iterdir()) == ["clip_decoded.mp4", "clip_sheet.png"]
+    assert (out / "clip_sheet.png").read_bytes().startswith(b"\x89PNG")
+    decoded = read_video(out / "clip_decoded.mp4")
+    assert (decoded.estimated_frames, decoded.fps) == (9, Fraction(30000, 1001))
+    assert (decoded.height, decoded.width) == (32, 48)
+
+    frames = whole_clip(video)
+    vae = load_vae(vae_path, dtype=torch.float32)
+    result = frames_to_uint8(vae.decode(vae.encode(frames)))
+    error = frames[0].permute(1, 2, 3, 0).double() - result.double()
+    psnr = 10 * torch.log10(255**2 / error.square().mean()).item()
+    found = re.fullmatch(r"PSNR (\d+\.\d\d) dB", lines[-1])
+    assert float(found[1]) == pytest.approx(psnr, abs=0.02)
+    text = "\n".join(lines)
+    for figure in (r"encode +[\d.]+ s +[\d.]+ frames/s", r"decode +[\d.]+ s +[\d.]+ frames/s"):
+        assert re.search(figure, text)
+    assert re.search(r"peak memory \d+ MiB", text)
+
+
+@pytest.mark.parametrize(
+    ("frames", "height", "width", "kept", "note"),
+    [
+        (1, 32, 48, 1, ""),  # a lone frame
+        (8, 32, 48, 5, "the last 3 frames were dropped"),
+        (5, 36, 54, 5, "cropped about the centre to 48x32"),
+    ],
+)
+def test_demo_takes_any_video(tmp_path, run, vae_path, frames, height, width, kept, note):
+    source = make_video(tmp_path / "a.mp4", frames, height, width)
+    code, lines, errors = run("demo", source, "--vae", vae_path, "--out", tmp_path)
+    assert code == 0
+    assert note in "\n".join(lines + errors)
+    decoded = read_video(tmp_path / "a_decoded.mp4")
+    assert (decoded.height, decoded.width) == (32, 48)
+    assert len(list(decoded.frames())) == kept
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CLIP_PATH.exists(), reason="the bundled clip has not been made")
+def test_demo_shows_the_bundled_clip_at_22_db(tmp_path, run):
+    code, lines, _ = run("demo", "--out", tmp_path)
+    assert code == 0
+    assert float(lines[-1].split()[1]) >= 22
+    assert VAE_PATH.stat().st_size + CLIP_PATH.stat().st_size <= 5e6
+
+
+def test_encode_then_decode_is_what_the_api_does(tmp_path, run, vae_path, video):
+    latents, movie = tmp_path / "l.safetensors", tmp_path / "d.mp4"
+    code, lines, _ = run("encode", video, "--vae", vae_path, "-o", latents, "--dtype", "fp32")
+    assert code == 0
+    assert lines[-1] == f"wrote {latents}: [1, 16, 3, 4, 6] for 9 frames at 29.97 fps"
+    vae = load_vae(vae_path, dtype=torch.float32)
+    expected = vae.encode(whole_clip(video))
+    with safe_open(latents, framework="pt") as file:
+        assert list(file.keys()) == ["latent"]
+        latent, metadata = file.get_tensor("latent"), file.metadata()
+    assert latent.dtype == torch.float32
+    # 2e-6: float32 sums in another order, as chunks may take them, over about 30 layers.
+    torch.testing.assert_close(latent, expected, rtol=1e-5, atol=1e-5)
+    assert metadata == {
+        "format": "fast-video-vae 1",
+        "family": "wan2.1",
+        "fps": "30000/1001",
+        "frames": "9",
+        "height": "32",
+        "width": "48",
+    }
+
+    code, lines, _ = run("decode", latents, "--vae", vae_path, "-o", movie, "--dtype", "fp32")
+    assert code == 0
+    assert lines[-1] == f"wrote {movie}: 9 frames at 29.97 fps"
+    decoded = read_video(movie)
+    assert decoded.fps == Fraction(30000, 1001)
+    same = tmp_path / "same.mp4"
+    with VideoWriter(same, decoded.fps) as writer:
+        writer.write(frames_to_uint8(vae.decode(expected)))
+    # The pictures may differ by a level where rounding carried them over its edge.
+    difference = whole_clip(movie).int() - whole_clip(same).int()
+    assert difference.abs().float().mean() < 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fps"),
+    [
+        ([], 16),  # the latents do not say, so what Wan makes
+        (["--fps", "12.5"], Fraction(25, 2)),
+        (["--fps", "30000/1001"], Fraction(30000, 1001)),
+    ],
+)
+def test_decode_takes_latents_of_comfyui(tmp_path, run, vae_path, arguments, fps):
+    tensors = {
+        "latent_tensor": torch.randn(1, 16, 2, 4, 6),
+        "latent_format_version_0": torch.zeros(0),
+    }
+    save_file(tensors, tmp_path / "c.latent")
+    movie = tmp_path / "d.mp4"
+    code, _, _ = run("decode", tmp_path / "c.latent", "--vae", vae_path, "-o", movie, *arguments)
+    assert code == 0
+    assert read_video(movie).fps == fps
+    assert read_video(movie).estimated_frames == 5
+
+
+def test_info_tells_what_a_file_is(run, vae_path):
+    code, lines, _ = run("info", vae_path)
+    assert code == 0
+    told = dict(line.split(maxsplit=1) for line in lines if line.startswith(("family", "param")))
+    count = sum(value.numel() for value in random_state_dict(8).values())
+    assert told == {"family": "wan2.1", "parameters": f"{count:,}"}
+    assert "encoder 8, decoder 8" in "\n".join(lines)
+
+
+@pytest.mark.parametrize("quality", ["fast", "exact"])
+def test_the_quality_reaches_the_vae(tmp_path, run, vae_path, video, quality):
+    latents = tmp_path / "l.safetensors"
+    options = ("--quality", quality, "--dtype", "bf16")
+    _, lines, _ = run("info", vae_path, *options)
+    assert f"quality       {quality}" in lines
+    assert run("encode", video, "--vae", vae_path, "-o", latents, *options)[0] == 0
+    vae = load_vae(vae_path, dtype=torch.bfloat16, quality=quality)
+    with safe_open(latents, framework="pt") as file:
+        assert torch.equal(file.get_tensor("latent"), vae.encode(whole_clip(video)).float())
+
+
+def test_the_qualities_are_those_of_the_kernels():
+    assert QUALITIES == backend.QUALITIES
+
+
+@pytest.mark.parametrize("command", ["demo", "encode", "decode"])
+def test_quiet_leaves_the_result(tmp_path, run, vae_path, command):
+    source = make_video(tmp_path / "a.mp4", 6)  # which drops a frame, and would say so
+    latents = tmp_path / "l.safetensors"
+    common = ("--vae", vae_path, "--quiet")
+    if command == "decode":
+        run("encode", source, "-o", latents, *common)
+    code, lines, errors = {
+        "demo": lambda: run("demo", source, "--out", tmp_path, *common),
+        "encode": lambda: run("encode", source, "-o", latents, *common),
+        "decode": lambda: run("decode", latents, "-o", tmp_path / "d.mp4", *common),
+    }[command]()
+    assert (code, len(lines), errors) == (0, 1, [])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["paint"],
+        ["encode", "a.mp4", "-o", "x.safetensors"],  # no VAE
+        ["demo", "--chunk", "0"],
+        ["demo", "--chunk", "x"],
+        ["demo", "--dtype", "int8"],
+        ["demo", "--quality", "best"],
+        ["info"],
+        ["decode", "x", "--vae", "x", "-o", "x.mp4", "--fps", "-3"],
+    ],
+)
+def test_wrong_usage_is_2(run, arguments):
+    code, lines, errors = run(*arguments)
+    assert code == 2
+    assert not lines
+    assert errors[-1].startswith("fast-video-vae")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("demo none.mp4", "No such file or directory: .*none.mp4"),
+        ("demo text.mp4 --vae VAE", "text.mp4 is not a video"),
+        ("demo clip.mp4 --vae none", "none does not exist"),
+        ("demo clip.mp4 --vae text.mp4", "text.mp4"),
+        ("demo clip.mp4 --vae VAE --out text.mp4", "text.mp4 is a file; expected a folder"),
+        ("demo clip.mp4 --vae VAE --out text.mp4/x", "Not a directory: .*text.mp4/x"),
+        ("demo clip.mp4 --vae VAE --device moon", "device 'moon' is unknown; .* has cpu"),
+        ("demo clip.mp4 --vae VAE --device cpu:3", "device is 'cpu:3'; this PyTorch has cpu"),
+        ("encode clip.mp4 --vae VAE -o x.safetensors --device meta", "device is 'meta'; .* cpu"),
+        ("info VAE --device xla", "device is 'xla'; this PyTorch has cpu"),
+        ("bench --vae VAE --device cuda:256", "device is 'cuda:256'; this PyTorch has cpu"),
+        ("demo clip.mp4 --vae VAE --tile 4x16", "tiles are 4x16; this VAE needs at least 8x8"),
+        ("encode clip.mp4 --vae VAE -o x.safetensors --tile 16x7", "tiles are 16x7; .* 8x8"),
+        ("decode tall.safetensors --vae VAE -o x.mp4 --tile 1x1", "tiles are 1x1; .* 8x8"),
+        # an output that cannot be written is told before the VAE is even looked for
+        ("encode clip.mp4 --vae none -o folder/x.safetensors", "No such file .*folder/x"),
+        ("encode clip.mp4 --vae none -o text.mp4/x.safetensors", "Not a directory"),
+        ("encode clip.mp4 --vae none -o x.pt", "x.pt is not named as a latent"),
+        ("decode text.mp4 --vae VAE -o x.mp4", "text.mp4 is not a whole safetensors file"),
+        ("decode other.safetensors --vae none -o folder/x.mp4", "No such file .*folder/x.mp4"),
+        ("decode other.safetensors --vae none -o /dev/full", "not named as a video"),
+        ("decode other.safetensors --vae VAE -o x.mp4", "of the family other; .* is wan2.1"),
+        ("decode wide.safetensors --vae VAE -o x.mp4", "8 channels; this VAE needs 16"),
+        ("decode nan.safetensors --vae VAE -o x.mp4", "NaN"),
+        ("info none", "none does not exist"),
+    ],
+)
+def test_a_failure_is_1_and_one_line(
+    tmp_path, run, vae_path, video, monkeypatch, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    Path("text.mp4").write_text("no" * 999)
+    save_file({"latent": torch.zeros(1, 16, 1, 4, 4)}, "other.safetensors", {"family": "other"})
+    save_file({"latent": torch.zeros(1, 8, 1, 4, 4)}, "wide.safetensors")
+    save_file({"latent": torch.zeros(1, 16, 1, 8, 4)}, "tall.safetensors")
+    save_file({"latent": torch.full((1, 16, 1, 4, 4), torch.nan)}, "nan.safetensors")
+    before = set(tmp_path.iterdir())
+    code, lines, errors = run(*arguments.replace("VAE", str(vae_path)).split(), "--quiet")
+    assert (code, lines, len(errors)) == (1, [], 1)
+    assert re.match(f"fast-video-vae: error: .*{message}", errors[0])
+    left = {path for path in set(tmp_path.iterdir()) - before if path.name != "fast-video-vae-out"}
+    assert not left
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu:0", *available_devices()])
+def test_a_device_that_is_there_is_taken(name):
+    assert device_named(name).type == name.partition(":")[0]
+
+
+def test_the_version_is_that_of_the_project_and_needs_no_torch():
+    command = installed_command("--version", first="sys.modules['torch'] = None")
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    version = re.search('^version = "(.*)"$', PROJECT.read_text(encoding="utf-8"), re.MULTILINE)
+    assert done.stdout == f"fast-video-vae {version[1]}\n"
+
+
+def test_the_address_is_that_of_the_project():
+    assert f'Repository = "{REPOSITORY}"' in PROJECT.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("out_channels", [3, 12])  # 12: a decoder that doubles height and width
+def test_tiles_change_nothing(tmp_path, run, video, out_channels):
+    vae, latents = tmp_path / "v.safetensors", tmp_path / "l.safetensors"
+    save_file(random_state_dict(8, out_channels=out_channels), vae)
+    common = ("--vae", vae, "--dtype", "fp32", "-q")
+    frames, latent = {}, {}
+    for tile in ([], ["--tile", "16x32"]):
+        name = f"{len(tile)}.mkv"  # lossless
+        assert run("encode", video, "-o", latents, *common, *tile)[0] == 0
+        assert run("decode", latents, "-o", tmp_path / name, *common, *tile)[0] == 0
+        with safe_open(latents, framework="pt") as file:
+            latent[name] = file.get_tensor("latent")
+        frames[name] = whole_clip(tmp_path / name)
+    torch.testing.assert_close(*latent.values(), rtol=1e-5, atol=1e-5)
+    # A value may be carried over the edge of a level by rounding.
+    assert (frames["0.mkv"].int() - frames["2.mkv"].int()).abs().max() <= 1
+
+
+def test_debug_lets_an_error_through(run):
+    with pytest.raises(FileNotFoundError):
+        main(["info", "none", "--debug"])
+
+
+@pytest.mark.parametrize("command", ["demo", "encode", "decode"])
+def test_a_full_disk_leaves_nothing(tmp_path, run, vae_path, limited_files, command):
+    source = make_video(tmp_path / "a.mp4", 5, 64, 96)
+    latents, out = tmp_path / "l.safetensors", tmp_path / "out"
+    out.mkdir()
+    save_file({"latent": torch.randn(1, 16, 3, 8, 12)}, latents)
+    arguments = {
+        "demo": ("demo", source, "--out", out),
+        "encode": ("encode", source, "-o", out / "l.safetensors"),
+        "decode": ("decode", latents, "-o", out / "d.mp4"),
+    }[command]
+    with limited_files(3000):
+        code, lines, errors = run(*arguments, "--vae", vae_path, "-q")
+    assert (code, lines, len(errors)) == (1, [], 1)
+    assert re.match(r"fast-video-vae: error: File too large: .*out/\w+\.\w+$", errors[0])
+    assert not list(out.iterdir())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_an_interrupt_leaves_nothing_and_is_130(tmp_path, vae_path):
+    source = make_video(tmp_path / "a.mp4", 2001)  # seconds of work
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "a_decoded.mp4").write_bytes(b"old")
+    command = module_command(
+        MODULE, "demo", str(source), "--vae", str(vae_path), "--out", str(out), "--quiet"
+    )
+    # Tests in the background of a shell ignore interrupts, and so do the processes that they start.
+    listening = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ONE_THREAD,
+        **listening,
+    ) as process:
+        deadline = time.monotonic() + 60
+        # Until frames reach the disk, so that it is in the middle of its work.
+        while not any(path.stat().st_size for path in out.glob(".*.part")):
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert (stdout, stderr) == ("", "fast-video-vae: interrupted\n")
+    assert [path.name for path in out.iterdir()] == ["a_decoded.mp4"]
+    assert (out / "a_decoded.mp4").read_bytes() == b"old"
+
+
+PEAKS = """
+import json, resource, sys
+from fast_video_vae.vae.cli import main
+peaks = []
+for source in sys.argv[4:]:
+    if main(["demo", source, "--vae", sys.argv[1], "--out", sys.argv[2], "--chunk", "1", "-q"]):
+        sys.exit(1)
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+open(sys.argv[3], "w").write(json.dumps(peaks))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Python measures no peak memory on Windows")
+def test_memory_does_not_grow_with_length(tmp_path, vae_path):
+    # Both long enough to fill the contact sheet.
+    short = make_video(tmp_path / "short.mp4", 65, 64, 96)
+    long = make_video(tmp_path / "long.mp4", 257, 64, 96)
+    bind = module_command(MODULE)[2].split(";")[0:2]
+    command = [sys.executable, "-c", ";".join(bind) + "\n" + PEAKS]
+    report = tmp_path / "peaks.json"
+    arguments = [vae_path, tmp_path, report, short, long]
+    subprocess.run([*command, *map(str, arguments)], check=True, env=ONE_THREAD)
+    first, second = json.loads(report.read_text())
+    # In KiB. 192 frames more of 64x96 pixels: 13824 as floats, 36864 in the first layer.
+    assert second - first < 10_000
+
+
+@pytest.mark.parametrize("package", ["torch", "av", "tqdm", "PIL"])
+def test_a_missing_package_is_named_with_its_remedy(package, tmp_path, video, vae_path):
+    given = map(str, ("demo", video, "--vae", vae_path, "--out", tmp_path))
+    command = installed_command(*given, first=f"sys.modules[{package!r}] = None")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ONE_THREAD)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert re.match(
+        f"fast-video-vae: error: {package}.* is missing; "
+        r'install it with: pip install "\.\[cli\]" in a clone of https://\S+\n$',
+        done.stderr,
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "family", "compression", "latent"),
+    [
+        (random_wan22, "wan2.2", (16, 4), [1, 48, 3, 2, 3]),
+        (random_qwen21, "qwen-image-2.1", (16, 1), [1, 64, 9, 2, 3]),
+    ],
+)
+def test_the_wan_2_2_layout_has_the_same_commands(
+    run, tmp_path, video, state, family, compression, latent
+):
+    vae, file, out = (tmp_path / name for name in ("v.safetensors", "l.safetensors", "o.mp4"))
+    save_file(state(), vae)
+    code, lines, _ = run("info", vae)
+    assert code == 0
+    assert f"family        {family}" in lines
+    assert "compression   {} in space, {} in time".format(*compression) in lines
+    assert run("encode", video, "--vae", vae, "-o", file)[0] == 0
+    with safe_open(file, framework="pt") as stored:
+        assert stored.get_slice("latent").get_shape() == latent
+        sizes = {key: stored.metadata()[key] for key in ("frames", "height", "width")}
+    assert sizes == {"frames": "9", "height": "32", "width": "48"}
+    assert run("decode", file, "--vae", vae, "-o", out)[0] == 0
+    assert len(list(read_video(out).frames())) == 9
+    assert run("demo", video, "--vae", vae, "--out", tmp_path / "demo")[0] == 0

@@ -1,0 +1,144 @@
+"""A video through the VAE and back: the pairs, the figure, and what is kept on the way."""
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from fast_video_vae.tests.builders import random_state_dict
+
+pytest.importorskip("av", reason="PyAV is not installed")
+
+from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.cli.reconstruction import RoundTrip, Timed, shrunk, with_channels
+from fast_video_vae.vae.media.video_reader import VideoFile, read_video
+from fast_video_vae.vae.media.video_writer import VideoWriter, frames_to_uint8
+
+
+@pytest.fixture(scope="module")
+def vae():
+    return load_vae(random_state_dict(8), dtype=torch.float32)
+
+
+def video(tmp_path, frames, height=32, width=48):
+    pictures = torch.rand(frames, 4, 6, 3, generator=torch.Generator().manual_seed(0))
+    grown = pictures.repeat_interleave(height // 4, 1).repeat_interleave(width // 6, 2)
+    with VideoWriter(tmp_path / "a.mp4", 24) as writer:
+        writer.write((255 * grown).to(torch.uint8))
+    return read_video(tmp_path / "a.mp4")
+
+
+def joined(trip):
+    sources, results = zip(*trip, strict=True)
+    return torch.cat(sources), torch.cat(results)
+
+
+def test_the_results_are_those_of_encode_and_decode(tmp_path, vae):
+    clip = video(tmp_path, 9)
+    trip = RoundTrip(vae, clip, chunk=1)
+    source, result = joined(trip)
+    frames = torch.stack(list(clip.frames()))
+    assert torch.equal(source, frames)
+    whole = vae.decode(vae.encode(frames.permute(3, 0, 1, 2).unsqueeze(0)))
+    # Chunks differ from the whole by rounding, which may carry a value over the edge of a level.
+    assert (result.int() - frames_to_uint8(whole).int()).abs().max() <= 1
+    assert trip.frames == 9
+    error = (source.double() - result.double()).square().mean().item()
+    assert trip.psnr == pytest.approx(10 * math.log10(255**2 / error), abs=1e-6)
+    assert trip.encode_seconds > 0
+    assert trip.decode_seconds > 0
+
+
+def test_reading_keeps_in_step_with_the_results(tmp_path, vae):
+    @dataclass(frozen=True)
+    class Counted(VideoFile):
+        taken: list = field(default_factory=list)
+
+        def pieces(self, **options):
+            for piece in super().pieces(**options):
+                self.taken.extend([None] * piece.shape[2])
+                yield piece
+
+    clip = video(tmp_path, 33)
+    clip = Counted(clip.path, clip.height, clip.width, clip.fps, clip.estimated_frames)
+    trip = RoundTrip(vae, clip, chunk=1)
+    ahead = []
+    for _ in trip:
+        ahead.append(len(clip.taken) - trip.frames)
+    # A piece that was just read, and a latent's worth of frames on their way.
+    assert max(ahead) <= 8
+    assert trip.frames == 33
+
+
+@pytest.mark.parametrize(
+    ("frames", "kept"),
+    [
+        (1, 1),
+        (4, 1),  # one short of a second latent
+        (5, 5),
+        (8, 5),
+    ],
+)
+def test_a_tail_is_dropped_from_both(tmp_path, vae, frames, kept):
+    trip = RoundTrip(vae, video(tmp_path, frames))
+    if frames == kept:
+        source, result = joined(trip)
+    else:
+        with pytest.warns(UserWarning, match="dropped"):
+            source, result = joined(trip)
+    assert len(source) == len(result) == kept
+
+
+def test_an_upscaling_vae_is_compared_at_the_size_of_the_source(tmp_path):
+    vae = load_vae(random_state_dict(8, out_channels=12), dtype=torch.float32)
+    trip = RoundTrip(vae, video(tmp_path, 5))
+    source, result = joined(trip)
+    assert source.shape == (5, 32, 48, 3)
+    assert result.shape == (5, 64, 96, 3)
+    error = (source.double() - shrunk(result, 2).double()).square().mean().item()
+    assert trip.psnr == pytest.approx(10 * math.log10(255**2 / error), abs=1e-6)
+
+
+def test_a_vae_with_alpha_takes_and_gives_rgb(tmp_path):
+    state = random_state_dict(8, image_channels=4, out_channels=4)
+    trip = RoundTrip(load_vae(state, dtype=torch.float32), video(tmp_path, 1))
+    source, result = joined(trip)
+    assert source.shape == result.shape == (1, 32, 48, 3)
+
+
+def test_a_decoder_alone_is_refused(tmp_path):
+    state = {
+        key: value
+        for key, value in random_state_dict(8).items()
+        if not key.startswith(("encoder.", "conv1."))
+    }
+    with pytest.raises(ValueError, match="a decoder only"):
+        RoundTrip(load_vae(state), video(tmp_path, 1))
+
+
+def test_equal_pictures_have_an_infinite_psnr(tmp_path, vae):
+    trip = RoundTrip(vae, video(tmp_path, 1))
+    trip._compare(torch.zeros(1, 8, 8, 3), torch.zeros(1, 8, 8, 3))
+    assert trip.psnr == math.inf
+
+
+def test_alpha_is_opaque():
+    pictures = torch.randint(255, (1, 3, 2, 8, 8), dtype=torch.uint8)
+    assert with_channels(pictures, 3) is pictures
+    layered = with_channels(pictures, 4)
+    assert torch.equal(layered[:, :3], pictures)
+    assert (layered[:, 3] == 255).all()
+
+
+def test_shrinking_averages():
+    pictures = torch.tensor([[0, 100], [100, 201]], dtype=torch.uint8)
+    pictures = pictures.view(1, 2, 2, 1).expand(-1, -1, -1, 3)
+    assert shrunk(pictures, 2).tolist() == [[[[100, 100, 100]]]]  # 100.25
+    assert shrunk(pictures, 1) is pictures
+
+
+def test_time_is_that_of_the_iterator_alone():
+    timed = Timed(iter([torch.zeros(1)] * 3), torch.device("cpu"))
+    assert len(list(timed)) == 3
+    assert 0 < timed.seconds < 0.5

@@ -1,0 +1,324 @@
+"""A signal ends a command at any moment, and what is left is what was there before."""
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fast_video_vae.tests.builders import installed_command, random_state_dict
+
+for _package in ("av", "tqdm", "PIL"):
+    pytest.importorskip(_package, reason=f"{_package} is not installed")
+if not Path("/proc/self/maps").exists():
+    pytest.skip("moments are found in /proc, which Linux has", allow_module_level=True)
+
+from fast_video_vae.tests.videos import moving_clip  # noqa: E402
+from fast_video_vae.vae.media.latent_file import load_latent  # noqa: E402
+from fast_video_vae.vae.media.video_reader import read_video  # noqa: E402
+from fast_video_vae.vae.media.video_writer import VideoWriter  # noqa: E402
+
+COMMANDS = ("demo", "encode", "decode")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SAID = {
+    signal.SIGINT: "interrupted",
+    signal.SIGTERM: "ended by SIGTERM",
+    signal.SIGHUP: "ended by SIGHUP",
+}
+MOMENTS = ("import", "opened", "loaded", "midway", "closing")
+# Each command, signal and moment once or more; the others are slow.
+SAMPLE = {
+    ("demo", signal.SIGTERM, "import"),
+    ("encode", signal.SIGHUP, "opened"),
+    ("decode", signal.SIGINT, "loaded"),
+    ("demo", signal.SIGHUP, "midway"),
+    ("encode", signal.SIGTERM, "midway"),
+    ("decode", signal.SIGTERM, "closing"),
+}
+LONG, SHORT = 2001, 33  # seconds of work; and fewer frames than x264 holds back before it writes
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A VAE, and a long and a short video with latents of as many frames."""
+    folder = tmp_path_factory.mktemp("inputs")
+    save_file(random_state_dict(8), folder / "vae.safetensors")
+    for frames in (LONG, SHORT):
+        with VideoWriter(folder / f"{frames}.mp4", 24) as writer:
+            writer.write(moving_clip(frames, 32, 48))
+        latent = torch.randn(1, 16, (frames - 1) // 4 + 1, 4, 6)
+        save_file({"latent": latent}, folder / f"{frames}.safetensors")
+    return folder
+
+
+def arguments(command, files, out, frames):
+    return [
+        command,
+        *{
+            "demo": (files / f"{frames}.mp4", "--out", out),
+            "encode": (files / f"{frames}.mp4", "-o", out / "l.safetensors"),
+            "decode": (files / f"{frames}.safetensors", "-o", out / "d.mp4"),
+        }[command],
+        "--vae",
+        files / "vae.safetensors",
+    ]
+
+
+def start(given, *, ignored=(), **settings):
+    def prepare():
+        for number in SIGNALS:
+            # Tests in the background of a shell ignore interrupts, and so would what they start.
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
+    return subprocess.Popen(
+        installed_command(*map(str, given)),
+        env={**os.environ, "OMP_NUM_THREADS": "1", **settings},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=prepare,
+    )
+
+
+def seconds_of(process):
+    """CPU time of a process so far."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_for(process, happened):
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def wait_until(process, moment, out):
+    """Wait for a moment of a command; none of them is a matter of time."""
+    if moment == "import":
+        wait_for(process, lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
+        return
+    wait_for(process, lambda: any(out.glob(".*.part")))
+    if moment == "opened":
+        return
+    if moment in ("loaded", "midway"):
+        while " on cpu" not in process.stdout.readline():
+            assert process.poll() is None, process.stderr.read()
+        before = seconds_of(process)
+        if moment == "midway":
+            wait_for(process, lambda: seconds_of(process) > before + 0.4)
+        return
+    # It is short, and a busy machine may see nothing but the end.
+    wait_for(
+        process,
+        lambda: process.poll() is not None or any(size_of(part) for part in out.glob(".*.part")),
+    )
+
+
+def size_of(path):
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 1  # it has got its name in between
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def check_whole(out):
+    """Results that are there can be read, and nothing else is there."""
+    for path in out.iterdir():
+        if path.suffix == ".mp4" and path.read_bytes() != b"old":
+            assert len(list(read_video(path).frames())) == SHORT
+        elif path.suffix == ".safetensors":
+            assert load_latent(path).latent.shape[2] == (SHORT - 1) // 4 + 1
+        assert path.suffix != ".part"
+
+
+def cases():
+    """Every case, and which of them are slow."""
+    rows = []
+    for case in itertools.product(COMMANDS, SIGNALS, MOMENTS):
+        name = "-".join((case[0], case[1].name, case[2]))
+        rows.append(pytest.param(*case, id=name, marks=() if case in SAMPLE else pytest.mark.slow))
+    return rows
+
+
+@pytest.mark.parametrize(("command", "number", "moment"), cases())
+def test_a_signal_leaves_what_was_there(tmp_path, files, command, number, moment):
+    out = tmp_path / "out"
+    out.mkdir()
+    frames = SHORT if moment == "closing" else LONG
+    # Where the result goes; the demo makes way for a file that is not its own.
+    target = {"encode": "l.safetensors", "decode": "d.mp4", "demo": f"{frames}_decoded.mp4"}
+    (out / target[command]).write_bytes(b"old")
+    before = content(out)
+    with start(arguments(command, files, out, frames)) as process:
+        wait_until(process, moment, out)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=30)
+    if moment == "closing" and process.returncode in (0, -number):
+        # The result was about to take its name, so the work was done; or Python itself was ending,
+        # which it does with the handlers of before.
+        check_whole(out)
+        return
+    assert process.returncode == 128 + number
+    assert stderr == f"fast-video-vae: {SAID[number]}\n"
+    assert content(out) == before
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGHUP)),
+    ],
+)
+def test_a_compiler_ends_with_the_command(tmp_path, files, number):
+    out, pids, cache = tmp_path / "out", tmp_path / "pids", tmp_path / "cache"
+    out.mkdir()
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *-dump*) echo 12.2.0; exit;; *" -c "*) ;; *) echo gcc; exit;; esac\n'
+        f"echo $$ >> {pids}; sleep 60\n"  # a shell and its child, as a driver and cc1plus
+    )
+    compiler.chmod(0o755)
+    given = arguments("decode", files, out, SHORT)
+    with start(given, CXX=str(compiler), FAST_VIDEO_VAE_CACHE=str(cache)) as process:
+        wait_for(process, pids.exists)
+        works = list(cache.glob("native/building-*"))
+        process.send_signal(number)
+        process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert works
+    assert not list(out.iterdir())
+    assert not list(cache.glob("native/building-*"))
+    deadline = time.monotonic() + 5
+    while left := [place for place in Path("/proc").glob("[0-9]*/cwd") if works_in(place, works)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def works_in(place, folders):
+    try:
+        return str(place.readlink()).startswith(tuple(map(str, folders)))
+    except OSError:
+        return False
+
+
+def test_signals_that_follow_the_first_change_nothing(tmp_path, files):
+    with start(arguments("decode", files, tmp_path, LONG)) as process:
+        wait_until(process, "midway", tmp_path)
+        process.send_signal(signal.SIGTERM)
+        for number in itertools.islice(itertools.cycle(SIGNALS), 50):
+            if process.poll() is None:
+                process.send_signal(number)
+                time.sleep(0.002)
+        _, stderr = process.communicate(timeout=30)
+    assert not list(tmp_path.iterdir())
+    # Two that come at once are heard in any order. The handlers of before are back when Python
+    # itself ends, and one may come there.
+    assert process.returncode in [128 + number for number in SIGNALS] + [-n for n in SIGNALS]
+    assert re.match(f"fast-video-vae: ({'|'.join(SAID.values())})\n", stderr)
+
+
+def test_an_ignored_hangup_stays_ignored(tmp_path, files):
+    """As `nohup` starts a command."""
+    with start(arguments("decode", files, tmp_path, SHORT), ignored=[signal.SIGHUP]) as process:
+        wait_until(process, "opened", tmp_path)
+        process.send_signal(signal.SIGHUP)
+        process.communicate(timeout=30)
+    assert process.returncode == 0
+    check_whole(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_ends_the_command(tmp_path, files):
+    import fcntl
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+
+    def prepare():
+        os.setsid()
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    given = arguments("demo", files, tmp_path, LONG)
+    with subprocess.Popen(
+        installed_command(*map(str, given)),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        preexec_fn=prepare,
+    ) as process:
+        os.close(theirs)
+        wait_for(process, lambda: any(size_of(part) for part in tmp_path.glob(".*.part")))
+        os.close(ours)
+        assert process.wait(timeout=30) == 128 + signal.SIGHUP
+    assert not list(tmp_path.iterdir())
+
+
+# Python runs no handler inside a long call of C, and drops what is raised in a destructor.
+DEAF = {
+    "a call of C": "hashlib.pbkdf2_hmac('sha256', b'', b'', 1 << 30)",
+    "a destructor": """
+class Loud:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(1000): pass
+loud = Loud()
+del loud
+time.sleep(60)
+""",
+}
+
+
+@pytest.mark.parametrize("name", DEAF)
+def test_a_process_that_does_not_listen_is_ended(tmp_path, name):
+    first = f"""
+import hashlib, os, pathlib, signal, time
+from fast_video_vae.vae import stopping
+stopping.GRACE_S = 0.3
+part = pathlib.Path({str(tmp_path / "part")!r})
+with stopping.Signals():
+    stopping.unfinished.add(part)
+    part.touch()
+{textwrap.indent(DEAF[name], "    ")}
+"""
+    command = installed_command(first=first)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        if name == "a call of C":
+            wait_for(process, (tmp_path / "part").exists)
+            wait_for(process, lambda: seconds_of(process) > 0.3)
+            process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert stderr.endswith("fast-video-vae: ended by SIGTERM\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_handlers_of_before_are_put_back(run):
+    before = [signal.getsignal(number) for number in SIGNALS]
+    assert run("info", "none")[0] == 1
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_thread_may_run_a_command(run):
+    codes = []
+    thread = threading.Thread(target=lambda: codes.append(run("info", "none")[0]))
+    thread.start()
+    thread.join()
+    assert codes == [1]

@@ -1,0 +1,211 @@
+"""Derived weights: made once, true to their parameter, and usable in any of PyTorch's modes."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.layers import causal_conv as causal
+from fast_video_vae.vae.layers import conv
+from fast_video_vae.vae.layers import resample_conv as resample
+
+
+@pytest.fixture
+def vae():
+    return load_vae(random_state_dict(8), dtype=torch.float32)
+
+
+@pytest.fixture
+def latent():
+    return torch.randn(1, 16, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+
+
+KEY = "decoder.upsamples.8.residual.2.weight"
+
+
+def change(vae, how):
+    """Write to one weight in the ways of the world."""
+    weight = vae.get_parameter(KEY)
+    module, _, name = KEY.rpartition(".")
+    changed = weight.detach() * 1.5
+    if how == "load_state_dict":
+        vae.load_state_dict({**vae.state_dict(), KEY: changed})
+    elif how == "load_state_dict, assigned":
+        vae.load_state_dict({**vae.state_dict(), KEY: changed}, assign=True)
+    elif how == "in place":
+        with torch.no_grad():
+            weight.mul_(1.5)
+    elif how == "in place, in inference mode":
+        with torch.inference_mode():
+            weight.mul_(1.5)
+    elif how == "through .data":
+        weight.data.copy_(changed)
+    elif how == "one element through .data":
+        weight.data[0, 0, 2, 1, 1] += 5.0
+    elif how == "replaced":
+        setattr(vae.get_submodule(module), name, torch.nn.Parameter(changed, requires_grad=False))
+    elif how == "replaced in inference mode":
+        with torch.inference_mode():
+            replacement = torch.nn.Parameter(changed.clone(), requires_grad=False)
+        setattr(vae.get_submodule(module), name, replacement)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "load_state_dict",
+        "load_state_dict, assigned",
+        "in place",
+        "in place, in inference mode",
+        "through .data",
+        "one element through .data",
+        "replaced",
+        "replaced in inference mode",
+    ],
+)
+def test_a_changed_weight_changes_the_picture_and_back(vae, latent, how):
+    before = vae.decode(latent)
+    original = {key: value.clone() for key, value in vae.state_dict().items()}
+    change(vae, how)
+    expected = load_vae(vae.state_dict(), dtype=torch.float32).decode(latent)
+    assert not torch.equal(expected, before)
+    assert torch.equal(vae.decode(latent), expected)
+    vae.load_state_dict(original, assign=True)
+    assert torch.equal(vae.decode(latent), before)
+
+
+def test_forms_are_derived_once(vae, latent, monkeypatch):
+    calls = []
+    derive = conv.Conv._derive
+    monkeypatch.setattr(conv.Conv, "_derive", lambda *a: calls.append(a[1:]) or derive(*a))
+    vae.decode(latent)
+    first = len(calls)
+    vae.decode(latent)
+    vae.decode(torch.randn(1, 16, 5, 2, 4))
+    assert first == len(calls) > 0
+
+
+def test_weights_in_the_right_layout_are_used_as_they_are(vae, latent, monkeypatch):
+    monkeypatch.setattr(conv, "packs", lambda _: False)  # as on a GPU
+    own = vae.weight_bytes()
+    vae.decode(latent)
+    planes = [c for c in vae.decoder.modules() if isinstance(c, causal.CausalConv3d) and c.padding]
+    # Of a 3D weight the last tap alone, for the first frame; of the upsampling ones the fold.
+    taps = sum(c.weight.nbytes // 3 for c in planes)
+    folds = [c for c in vae.decoder.modules() if isinstance(c, resample.UpsampleConv2d)]
+    assert vae.weight_bytes() == own + taps + sum(c.weight.nbytes * 16 // 9 for c in folds)
+
+
+@pytest.mark.parametrize("size", [(5, 7), (1, 1), (1, 4)])
+def test_the_folded_upsampling_is_nearest_2x_and_a_3x3_convolution(size):
+    folded = resample.UpsampleConv2d(6, 4).double().requires_grad_(False)
+    for parameter in folded.parameters():
+        parameter.normal_()
+    x = torch.randn(2, 6, 3, *size, dtype=torch.float64)
+    x = x.contiguous(memory_format=torch.channels_last_3d)
+    large = F.interpolate(x, scale_factor=(1, 2, 2), mode="nearest")
+    weight = folded.weight.unsqueeze(2)
+    expected = F.conv3d(large, weight, folded.bias, padding=(0, 1, 1))
+    torch.testing.assert_close(folded(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [(6, 8), (2, 2), (2, 8)])
+def test_the_shifted_downsampling_pads_right_and_bottom_alone(size):
+    strided = resample.StridedConv2d(6, 4).double().requires_grad_(False)
+    for parameter in strided.parameters():
+        parameter.normal_()
+    x = torch.randn(2, 6, 3, *size, dtype=torch.float64)
+    x = x.contiguous(memory_format=torch.channels_last_3d)
+    weight = strided.weight.unsqueeze(2)
+    padded = F.pad(x, (0, 1, 0, 1))
+    expected = F.conv3d(padded, weight, strided.bias, stride=(1, 2, 2))
+    torch.testing.assert_close(strided(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_forms_are_counted_and_dropped(vae, latent):
+    own = sum(parameter.nbytes for parameter in vae.parameters())
+    assert vae.weight_bytes() == own
+    vae.decode(latent)
+    assert vae.weight_bytes() > own
+    vae.to("cpu")
+    assert vae.weight_bytes() == own
+
+
+@pytest.mark.parametrize("made_in", [True, False])
+def test_what_one_mode_made_the_other_can_use(latent, made_in):
+    with torch.inference_mode(made_in):
+        vae = load_vae(random_state_dict(8), dtype=torch.float32)
+        expected = vae.decode(latent.clone())
+        encoded = vae.encode(expected)
+    with torch.inference_mode(not made_in):
+        assert torch.equal(vae.decode(latent.clone()), expected)
+        assert torch.equal(vae.encode(expected), encoded)
+    assert not expected.is_inference()
+
+
+def test_a_stream_may_change_modes_between_two_pieces(vae, latent):
+    stream = vae.decode_stream(latent, chunk=1)
+    with torch.inference_mode():
+        pieces = [next(stream)]
+    assert torch.is_grad_enabled()
+    pieces.append(next(stream))
+    with torch.inference_mode():
+        pieces.append(next(stream))
+        assert torch.is_inference_mode_enabled()
+    assert torch.equal(torch.cat(pieces, 2), vae.decode(latent))
+
+
+def test_autocast_does_not_reach_into_the_vae(vae, latent):
+    expected = vae.decode(latent)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(vae.decode(latent), expected)
+
+
+def test_an_inference_latent_decodes_outside_of_inference_mode(vae, latent):
+    with torch.inference_mode():
+        other = latent * 1
+    assert torch.equal(vae.decode(other), vae.decode(latent))
+
+
+def test_gradients_flow_to_latent_and_weights(vae, latent):
+    vae = vae.double().requires_grad_()
+    latent = latent.double().requires_grad_()
+    frames = vae.decode(latent)
+    frames.square().mean().backward()
+    assert latent.grad.abs().min() > 0
+    assert all(parameter.grad is not None for parameter in vae.decoder.parameters())
+    with torch.no_grad():
+        step = latent.grad / latent.grad.norm() * 1e-4
+        ahead, behind = (vae.decode(latent + s * step).square().mean() for s in (1, -1))
+    slope = (ahead - behind) / 2e-4
+    torch.testing.assert_close(slope, latent.grad.norm(), rtol=1e-3, atol=0)
+
+
+def test_a_copy_has_weights_of_its_own(vae, latent):
+    before = vae.decode(latent)
+    other = copy.deepcopy(vae)
+    change(other, "in place")
+    assert torch.equal(vae.decode(latent), before)
+    assert not torch.equal(other.decode(latent), before)
+
+
+@pytest.mark.parametrize("cast", [torch.float64, torch.bfloat16])
+def test_a_cast_changes_the_computation(vae, latent, cast):
+    vae.decode(latent)
+    vae.to(cast)
+    assert vae.dtype == vae.encode_dtype == vae.decode(latent).dtype == cast
+    assert vae.encode(torch.zeros(1, 3, 1, 8, 8)).dtype == cast
+
+
+def test_the_forms_of_large_weights_are_not_kept_and_change_nothing(vae, latent, monkeypatch):
+    video = torch.rand(1, 3, 5, 16, 16) * 2 - 1
+    expected = vae.decode(latent), vae.encode(video)
+    vae.drop_derived()
+    monkeypatch.setattr(conv, "_KEPT_ELEMENTS", 0)
+    torch.testing.assert_close(vae.decode(latent), expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(vae.encode(video), expected[1], rtol=1e-5, atol=1e-5)
+    kinds = {kind for each in vae.modules() for kind, _ in getattr(each, "_forms", {})}
+    assert kinds == {"folded"}

@@ -1,0 +1,242 @@
+"""Convolutions in parts are the whole, and cuDNN is called where PyTorch leaves it out."""
+
+import threading
+from math import prod
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.layers import cudnn
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    cudnn._is_left_out.cache_clear()
+    yield
+    cudnn._is_left_out.cache_clear()
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    def pretend(torch_version, cudnn_version):
+        monkeypatch.setattr(torch, "__version__", torch_version)
+        monkeypatch.setattr(cudnn, "_cudnn_version", lambda: cudnn_version)
+        cudnn._is_left_out.cache_clear()
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "cudnn_version", "left_out"),
+    [
+        ("2.9.0+cu128", 91002, True),
+        ("2.9.1+cu130", 91300, True),
+        ("2.10.0", 91499, True),
+        ("2.10.0a0+git1234", 91400, True),
+        ("2.9.1+cu130", 91500, False),  # the first that PyTorch trusts
+        ("2.9.0+cu126", 91001, False),
+        ("2.8.0+cu128", 91002, False),
+        ("2.11.0+cu130", 91300, False),
+        ("3.0.0", 91300, False),
+        ("2.9.0+rocm6.4", None, False),
+    ],
+)
+def test_cudnn_is_called_directly_between_certain_versions(
+    torch_version, cudnn_version, left_out, versions
+):
+    versions(torch_version, cudnn_version)
+    for dtype in (torch.float16, torch.bfloat16):
+        assert cudnn._is_left_out(CUDA, dtype) == left_out
+        assert not cudnn._is_left_out(torch.device("cpu"), dtype)
+    assert not cudnn._is_left_out(CUDA, torch.float32)
+
+
+def test_there_is_no_cudnn_without_cuda(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert cudnn._cudnn_version() is None
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_direct_call_is_the_same_convolution(biased, monkeypatch):
+    calls = []
+
+    def stand_in(x, weight, padding, stride, dilation, groups, *switches):
+        calls.append(switches)
+        return F.conv3d(x, weight, None, stride, padding, dilation, groups)
+
+    monkeypatch.setattr(cudnn, "_is_left_out", lambda *_: True)
+    monkeypatch.setattr(torch, "cudnn_convolution", stand_in)
+    x, weight, bias = convolution((1, 3, 4, 6, 5), (2, 3, 3, 3, 3))
+    bias = bias if biased else None
+    expected = F.conv3d(x, weight, bias, (2, 1, 1), (0, 1, 1))
+    torch.testing.assert_close(cudnn.convolve(x, weight, bias, (2, 1, 1), (0, 1, 1)), expected)
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=True):
+        cudnn.convolve(x, weight, bias, (2, 1, 1), (0, 1, 1))
+    assert calls == [(False, False, True), (True, True, True)]
+    with torch.backends.cudnn.flags(enabled=False):
+        cudnn.convolve(x, weight, bias, (2, 1, 1), (0, 1, 1))
+    assert len(calls) == 2
+
+
+def convolution(shape, weight_shape):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(size, generator=generator, dtype=torch.float64).contiguous(
+            memory_format=torch.channels_last if len(size) == 4 else torch.channels_last_3d
+        )
+        for size in (shape, weight_shape)
+    )
+    return x, weight, torch.randn(weight_shape[0], generator=generator, dtype=torch.float64)
+
+
+CASES = {
+    "causal": ((1, 4, 7, 6, 5), (6, 4, 3, 3, 3), (1, 1, 1), (0, 1, 1)),
+    "several videos": ((3, 4, 4, 6, 5), (6, 4, 3, 3, 3), (1, 1, 1), (0, 1, 1)),
+    "over time alone": ((1, 4, 7, 3, 3), (8, 4, 3, 1, 1), (1, 1, 1), (0, 0, 0)),
+    "every second frame": ((1, 4, 9, 3, 3), (4, 4, 3, 1, 1), (2, 1, 1), (0, 0, 0)),
+    "frames": ((5, 4, 6, 5), (6, 4, 3, 3), (1, 1), (1, 1)),
+    "a lone frame": ((1, 4, 11, 5), (6, 4, 3, 3), (1, 1), (1, 1)),
+    "every second row": ((1, 4, 12, 6), (6, 4, 3, 3), (2, 2), (0, 0)),
+    "every second row, a pad": ((1, 4, 13, 6), (6, 4, 4, 4), (2, 2), (1, 1)),
+    "every third row, wide pads": ((1, 2, 17, 6), (3, 2, 7, 3), (3, 1), (3, 1)),
+    "four columns at a time": ((1, 4, 3, 9, 8), (12, 4, 3, 3, 6), (1, 1, 4), (0, 1, 1)),
+    "the folded upsampling": ((2, 4, 7, 5), (8, 4, 2, 2), (1, 1), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("limit", [1, 100, 250, 700])
+@pytest.mark.parametrize("case", CASES)
+def test_parts_are_the_whole(case, limit, monkeypatch):
+    shape, weight_shape, stride, padding = CASES[case]
+    x, weight, bias = convolution(shape, weight_shape)
+    expected = (F.conv2d if x.ndim == 4 else F.conv3d)(x, weight, bias, stride, padding)
+    assert torch.equal(cudnn.convolve(x, weight, bias, stride, padding), expected)
+
+    sizes = []
+    call = cudnn._call
+
+    def observed(x, *args):
+        y = call(x, *args)
+        sizes.append(max(x.numel(), y.numel()))
+        return y
+
+    monkeypatch.setattr(cudnn, "_LIMIT", limit)
+    monkeypatch.setattr(cudnn, "_call", observed)
+    actual = cudnn.convolve(x, weight, bias, stride, padding)
+    # Another size may be summed in another order: 4 * 3 * 3 * 3 products at most.
+    torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-13)
+    assert len(sizes) > 1 or sizes[0] < limit
+    if len(sizes) > 1:
+        order = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
+        assert actual.is_contiguous(memory_format=order)
+    if limit > 250:  # more than what a single row reads
+        assert max(sizes) < limit
+
+
+def test_a_huge_frame_goes_in_rows_and_a_long_chunk_in_frames():
+    """Without touching such memory: 8192 x 8192 pixels of 96 channels, and 16 frames of 2K."""
+    kernel, steps, pads = (96, 96, 3, 3), (1, 1), (1, 1)
+    regions = cudnn.parts((1, 96, 8192, 8192), kernel, steps, pads)
+    assert [region[1] for region in regions] == [(i * 2048, i * 2048 + 2048) for i in range(4)]
+    assert {region[0] for region in regions} == {(0, 1)}
+    assert {region[2] for region in regions} == {(0, 8192)}
+
+    kernel, steps, pads = (96, 96, 3, 3, 3), (1, 1, 1), (0, 1, 1)
+    regions = cudnn.parts((1, 96, 18, 1088, 1920), kernel, steps, pads)
+    assert [region[1] for region in regions] == [(0, 8), (8, 16)]
+    assert all(region[2:] == ((0, 1088), (0, 1920)) for region in regions)
+
+    # One element short of the limit, and at it.
+    assert len(cudnn.parts((1, 1, 2**16, 2**15 - 1), (1, 1, 1, 1), steps[1:], (0, 0))) == 1
+    assert len(cudnn.parts((1, 1, 2**16, 2**15), (1, 1, 1, 1), steps[1:], (0, 0))) == 2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_cover_every_output_once(case, monkeypatch):
+    shape, weight_shape, stride, padding = CASES[case]
+    x, weight, _ = convolution(shape, weight_shape)
+    size = (F.conv2d if x.ndim == 4 else F.conv3d)(x, weight, None, stride, padding)[:, 0].shape
+    for limit in (1, 60, 300):
+        monkeypatch.setattr(cudnn, "_LIMIT", limit)
+        times = torch.zeros(size)
+        for region in cudnn.parts(shape, weight_shape, stride, padding):
+            times[tuple(slice(*ends) for ends in region)] += 1
+        assert (times == 1).all()
+    assert prod(size)
+
+
+def test_a_vae_in_parts_is_the_vae(monkeypatch):
+    vae = load_vae(random_state_dict(8), dtype=torch.float64)  # which oneDNN does not take
+    latent = torch.randn(1, 16, 2, 4, 3, generator=torch.Generator().manual_seed(0))
+    frames = vae.decode(latent)
+    encoded = vae.encode(frames)
+    monkeypatch.setattr(cudnn, "_LIMIT", 2000)
+    torch.testing.assert_close(vae.decode(latent), frames, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(vae.encode(frames), encoded, rtol=1e-9, atol=1e-9)
+
+
+@pytest.fixture
+def direct(monkeypatch):
+    """The switches of each direct call: benchmark, deterministic, TF32."""
+    calls = []
+
+    def stand_in(x, weight, padding, stride, dilation, groups, *switches):
+        calls.append(switches)
+        convolve = F.conv2d if x.ndim == 4 else F.conv3d
+        return convolve(x, weight, None, stride, padding, dilation, groups)
+
+    monkeypatch.setattr(torch, "cudnn_convolution", stand_in)
+    monkeypatch.setattr(cudnn, "_is_direct", lambda device, dtype: dtype == torch.float64)
+    return calls
+
+
+@pytest.mark.parametrize("case", ["causal", "frames"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_search_is_an_argument_of_our_own_calls(direct, case, biased):
+    shape, weight_shape, stride, padding = CASES[case]
+    x, weight, bias = convolution(shape, weight_shape)
+    bias = bias if biased else None
+    expected = cudnn.convolve(x, weight, bias, stride, padding)
+    assert not direct
+    with cudnn.searching(CUDA):
+        actual = cudnn.convolve(x, weight, bias, stride, padding)
+    torch.testing.assert_close(actual, expected)
+    assert direct == [(True, True, True)]
+    assert not torch.backends.cudnn.benchmark
+    cudnn.convolve(x, weight, bias, stride, padding)
+    assert len(direct) == 1
+
+
+def test_there_is_no_search_elsewhere_nor_without_cudnn(direct):
+    x, weight, _ = convolution(*CASES["causal"][:2])
+    with cudnn.searching(torch.device("cpu")):
+        cudnn.convolve(x, weight, None, (1, 1, 1), (0, 1, 1))
+    with cudnn.searching(CUDA):
+        cudnn.convolve(x.float(), weight.float(), None, (1, 1, 1), (0, 1, 1))
+        with torch.backends.cudnn.flags(enabled=False):
+            cudnn.convolve(x, weight, None, (1, 1, 1), (0, 1, 1))
+    assert not direct
+
+
+def test_a_search_ends_with_its_block_and_is_of_its_thread(direct):
+    x, weight, _ = convolution(*CASES["causal"][:2])
+
+    def call():
+        cudnn.convolve(x, weight, None, (1, 1, 1), (0, 1, 1))
+
+    with cudnn.searching(CUDA):
+        with pytest.raises(KeyError), cudnn.searching(CUDA):
+            raise KeyError
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        assert not direct
+        call()
+        assert len(direct) == 1
+    call()
+    assert len(direct) == 1

@@ -1,0 +1,222 @@
+"""Memory that runs out in the middle of a video: nothing is lost, and nothing computed twice."""
+
+import logging
+
+import pytest
+import torch
+
+from fast_video_vae.kernels import is_out_of_memory
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.wan22 import random_wan22
+from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.layers.causal_conv import CausalConv3d
+from fast_video_vae.vae.layers.workspace import Workspace
+from fast_video_vae.vae.planning.plan import make_plan
+from fast_video_vae.vae.streaming import session as video_module
+
+FAMILIES = {
+    "wan2.1": lambda: random_state_dict(8),
+    "wan2.2": lambda: random_wan22(8, 8),
+    "seedvr2": lambda: random_seedvr2((32, 32, 32, 32)),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def vae(request):
+    return load_vae(FAMILIES[request.param](), dtype=torch.float32)
+
+
+class Memory:
+    """Runs out at some allocations of a workspace."""
+
+    def __init__(self, monkeypatch):
+        self.count = 0
+        self.fails = set()
+        self.most = None
+        allocate = Workspace.allocate
+
+        def counted(workspace, nbytes, device):
+            self.count += 1
+            if self.count in self.fails or (self.most and nbytes > self.most):
+                raise torch.OutOfMemoryError(f"no {nbytes} bytes")
+            return allocate(workspace, nbytes, device)
+
+        monkeypatch.setattr(Workspace, "allocate", counted)
+        init = Workspace.__init__
+
+        def known(workspace):
+            init(workspace)
+            self.workspace = workspace
+
+        monkeypatch.setattr(Workspace, "__init__", known)
+
+    def forget(self):
+        """Let the next step allocate again."""
+        self.workspace.release()
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    return Memory(monkeypatch)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Frames that each convolution made, of the calls that succeeded."""
+    made = {}
+    once = CausalConv3d._windowed
+
+    def counted(self, x, *arguments, **options):
+        y = once(self, x, *arguments, **options)
+        made[self] = made.get(self, 0) + y.shape[2]
+        return y
+
+    monkeypatch.setattr(CausalConv3d, "_windowed", counted)
+    return made
+
+
+def both(vae, latents=5, size=4):
+    step = vae.config.spatial_compression
+    generator = torch.Generator().manual_seed(0)
+    latent = torch.randn(1, vae.config.latent_channels, latents, size, size, generator=generator)
+    video = torch.rand(1, 3, 4 * latents - 3, size * step, size * step, generator=generator)
+    return latent, video * 2 - 1
+
+
+def close(got, expected):
+    assert got.shape == expected.shape
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def joined(stream):
+    return torch.cat(list(stream), dim=2)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 5, 8])
+def test_it_goes_on_where_memory_ran_out(vae, memory, caplog, at):
+    latent, video = both(vae)
+    for stream, given in ((vae.decode_stream, latent), (vae.encode_stream, video)):
+        memory.count, memory.fails = 0, set()
+        expected = joined(stream(given, 1))
+        memory.count, memory.fails = 0, {at}
+        with caplog.at_level(logging.WARNING):
+            caplog.clear()
+            close(joined(stream(given, 1)), expected)
+        if memory.count >= at:
+            (record,) = caplog.records
+            assert "memory ran out" in record.message
+
+
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_nothing_is_computed_twice(vae, memory, products, monkeypatch, at):
+    # By the same plan, because tiles compute their halos twice.
+    monkeypatch.setattr(video_module, "smaller_plan", lambda work, plan: None)
+    latent, video = both(vae)
+    for stream, given in ((vae.decode_stream, latent), (vae.encode_stream, video)):
+        made = []
+        for fails in (set(), {at}):
+            products.clear()
+            memory.count, memory.fails = 0, fails
+            joined(stream(given, 1))
+            made.append(dict(products))
+        assert made[0] == made[1]
+
+
+def test_it_goes_on_in_tiles_and_then_in_smaller_ones(vae, memory, monkeypatch):
+    """What layers remember of whole frames is cut, and put together and cut again."""
+    latent, video = both(vae, size=12)
+    tiles = []
+
+    def smaller(work, plan):
+        side = 96 // 2 ** len(tiles)
+        tiles.append(make_plan(work, tile=(side, side)))
+        return tiles[-1]
+
+    monkeypatch.setattr(video_module, "smaller_plan", smaller)
+    for stream, given in ((vae.decode_stream, latent), (vae.encode_stream, video)):
+        memory.fails = set()
+        expected = joined(stream(given, 1))
+        tiles.clear()
+        pieces = []
+        for index, piece in enumerate(stream(given, 1)):
+            pieces.append(piece)
+            if index < 3:
+                memory.forget()
+                memory.fails = {memory.count + 1}
+        close(torch.cat(pieces, dim=2), expected)
+        if vae.config.family != "seedvr2":
+            assert len({plan.tiles for plan in tiles}) >= 2
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_what_is_too_large_at_once_goes_in_pieces(vae, memory, chunk):
+    latent, video = both(vae)
+    frames, encoded = joined(vae.decode_stream(latent, chunk)), vae.encode(video)
+    sizes = []
+    allocate = Workspace.allocate
+    memory.most = None
+
+    def noted(workspace, nbytes, device):
+        sizes.append(nbytes)
+        return allocate(workspace, nbytes, device)
+
+    Workspace.allocate = noted
+    joined(vae.decode_stream(latent, chunk))
+    Workspace.allocate = allocate
+    if "seedvr2" in vae.config.family:
+        return  # its norms see the whole frame: there is nothing smaller than one
+    memory.most = int(max(sizes) * 0.6)
+    close(joined(vae.decode_stream(latent, chunk)), frames)
+    close(joined(vae.encode_stream(video, chunk)), encoded)
+
+
+def test_the_host_is_asked_for_memory_first(vae, memory):
+    latent, _ = both(vae)
+    expected = joined(vae.decode_stream(latent, 1))
+    asked = []
+    memory.count, memory.fails = 0, {3}
+    close(joined(vae.decode_stream(latent, 1, release=lambda: asked.append(1))), expected)
+    assert asked
+
+
+def test_what_memory_never_suffices_for_raises_the_first_error(vae, memory):
+    latent, _ = both(vae)
+    memory.most = 1
+    message = (
+        r"^memory ran out in a decode, and nothing is left to give back \(no \d+ bytes\); "
+        r"smaller tiles, frames or chunks take less$"
+    )
+    with pytest.raises(torch.OutOfMemoryError, match=message):
+        joined(vae.decode_stream(latent, 1))
+    memory.most = None
+    close(joined(vae.decode_stream(latent, 1)), vae.decode(latent))
+
+
+def test_another_error_is_raised_at_once(vae, monkeypatch):
+    latent, _ = both(vae)
+    calls = []
+
+    def broken(workspace, nbytes, device):
+        calls.append(1)
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(Workspace, "allocate", broken)
+    with pytest.raises(RuntimeError, match="a fault"):
+        joined(vae.decode_stream(latent, 1))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_errors_about_memory_are_known(error, is_memory):
+    assert is_out_of_memory(error) == is_memory

@@ -1,0 +1,93 @@
+"""The memory of a video: tails that follow it, buffers that nobody else stands on."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.wan22 import random_wan22
+from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.layers import workspace
+from fast_video_vae.vae.layers.temporal_cache import TemporalCache
+
+SHAPE = (1, 4, 2, 3, 5)
+
+
+@pytest.fixture
+def like():
+    return torch.empty(1)
+
+
+@pytest.fixture
+def small_too(monkeypatch):
+    """Blocks of any size are used again."""
+    monkeypatch.setattr(workspace, "_KEPT_BYTES", 0)
+
+
+@torch.no_grad()
+def test_memory_comes_back_when_the_last_view_is_gone(like, small_too):
+    cache = TemporalCache()
+    first = cache.reused(SHAPE, like)
+    assert first.shape == SHAPE
+    assert first.is_contiguous(memory_format=torch.channels_last_3d)
+    address, view = first.data_ptr(), first[:, :, 1:]
+    del first
+    assert cache.reused(SHAPE, like).data_ptr() != address
+    del view
+    assert cache.reused(SHAPE, like).data_ptr() == address
+
+
+@torch.no_grad()
+def test_memory_of_another_size_is_given_up(like, small_too):
+    cache = TemporalCache()
+    cache.reused(SHAPE, like)
+    large = cache.reused((1, 4, 20, 3, 5), like)
+    assert [block.numel() for block in cache.workspace._blocks] == [large.nbytes]
+
+
+def test_small_memory_is_left_to_malloc_and_recorded_memory_to_autograd(like, monkeypatch):
+    with torch.no_grad():
+        assert TemporalCache().reused(SHAPE, like) is None
+    monkeypatch.setattr(workspace, "_KEPT_BYTES", 0)
+    assert TemporalCache().reused(SHAPE, like) is None  # where autograd may record
+    monkeypatch.setattr(workspace, "_count_alone", lambda: None)
+    with torch.no_grad():
+        assert TemporalCache().reused(SHAPE, like) is None  # where nobody knows who uses it
+
+
+@pytest.mark.parametrize("family", ["wan2.1", "wan2.2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_in_used_memory_never_shows(family, dtype, small_too, monkeypatch):
+    state = random_state_dict(8) if family == "wan2.1" else random_wan22(8, 8)
+    vae = load_vae(state, dtype=dtype)
+    video = torch.rand(1, 3, 9, 32, 32) * 2 - 1
+    monkeypatch.setattr(workspace, "_KEPT_BYTES", 1 << 40)
+    latent = vae.encode(video)
+    frames = vae.decode(latent)
+    lent = []
+
+    def poisoned(self, shape, like):
+        memory = reused(self, shape, like)
+        lent.append(memory.fill_(math.nan).data_ptr())
+        return memory
+
+    reused = TemporalCache.reused
+    monkeypatch.setattr(workspace, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(TemporalCache, "reused", poisoned)
+    assert torch.equal(vae.encode(video), latent)
+    assert torch.equal(vae.decode(latent), frames)
+    assert len(set(lent)) < len(lent), "nothing was used again"
+
+
+@torch.no_grad()
+def test_a_tail_is_zeros_and_then_the_last_frames():
+    cache, conv = TemporalCache(), nn.Identity()
+    frames = torch.arange(1.0, 7).view(1, 1, 6, 1, 1)
+    assert not cache.tail(conv, 2, frames).any()
+    seen = []
+    for start, stop in ((0, 1), (1, 2), (2, 6)):
+        cache.keep(conv, 2, frames[:, :, start:stop])
+        seen.append(cache.tail(conv, 2, frames).flatten().tolist())
+    assert seen == [[0, 1], [1, 2], [5, 6]]

@@ -1,0 +1,181 @@
+"""Videos whose frames come irregularly keep their timing, and constant ones their frames."""
+
+import itertools
+import logging
+import random
+from fractions import Fraction
+
+import pytest
+import torch
+
+av = pytest.importorskip("av", reason="PyAV is not installed")
+
+from fast_video_vae.tests.videos import numbered_clip, numbers, write_with  # noqa: E402
+from fast_video_vae.vae.media.cadence import cadence  # noqa: E402
+from fast_video_vae.vae.media.video_reader import read_video  # noqa: E402
+
+CONTAINERS = [("mkv", "matroska", "h264"), ("mp4", "mp4", "h264"), ("webm", "webm", "libvpx")]
+NTSC_FILM = Fraction(24000, 1001)
+
+
+def even(count, fps, begin=0):
+    """Times in ms, rounded as Matroska rounds them."""
+    return [begin + round(1000 * index / fps) for index in range(count)]
+
+
+def phone(count):
+    """30 frames per second, each interval between 1/29.5 and 1/30.5 of a second."""
+    rng = random.Random(0)
+    apart = [1000 / rng.uniform(29.5, 30.5) for _ in range(count - 1)]
+    return [round(time) for time in itertools.accumulate([0, *apart])]
+
+
+def irregular(path, times, container="matroska", codec="h264"):
+    def clear(stream):
+        stream.bit_rate = 4_000_000  # so that the grays can be told from each other
+
+    clip = numbered_clip(len(times), 32, 32)
+    return write_with(path, clip, container, codec, times=times, prepare=clear)
+
+
+def joined(video, **options):
+    """What `pieces` gives, as `[T, H, W, 3]`."""
+    return torch.cat(list(video.pieces(**options)), dim=2)[0].permute(1, 2, 3, 0)
+
+
+def shown(video, **options):
+    return numbers(joined(video, **options))
+
+
+def moments(found, fps):
+    """When each number is first shown, in ms."""
+    first = {}
+    for tick, number in enumerate(found):
+        first.setdefault(number, 1000 * tick / float(fps))
+    return first
+
+
+VARYING = {
+    # the times in ms, the rate, and how long the last one is shown
+    "nine over two seconds": ([0, 40, 80, 500, 1000, 1040, 1500, 1900, 1960], 25, 40),
+    "nine, evenly": (even(9, Fraction(9, 2)), Fraction(9, 2), 222),
+    "one gap": (even(20, 25) + even(20, 25, 1500), 25, 40),
+    "a frame is missing": ([time for time in even(30, 25) if time != 400], 25, 40),
+    "slides of 3 s": (even(5, Fraction(1, 3)), Fraction(1, 3), 3000),
+    "slides of other lengths": ([0, 3000, 8000, 10_000, 14_000], None, None),
+    "slow, then fast": (even(20, 15) + even(60, 30, 1400), 30, 33),
+    "fast, then slow": (even(40, 30) + even(20, 15, 1400), 30, 33),
+}
+
+
+@pytest.mark.parametrize(("suffix", "container", "codec"), CONTAINERS)
+@pytest.mark.parametrize("name", VARYING)
+def test_a_varying_rate_keeps_its_timing(tmp_path, caplog, suffix, container, codec, name):
+    times, fps, last = VARYING[name]
+    video = read_video(irregular(tmp_path / f"a.{suffix}", times, container, codec))
+    assert fps is None or abs(video.fps / fps - 1) < 0.002  # times in ms
+    tick = 1000 / video.fps
+    with caplog.at_level(logging.INFO):
+        found = shown(video)
+    whole = times[-1] + (last or tick)
+    assert abs(len(found) * tick - whole) <= tick * 1.01
+    for number, moment in moments(found, video.fps).items():
+        assert abs(moment - times[number]) <= 0.75 * tick + 1
+    assert abs(video.estimated_frames - len(found)) <= max(2, len(found) // 4)
+    said = [each for each in caplog.messages if "it is read at" in each]
+    assert len(said) == 1
+    assert f"a.{suffix} has a varying frame rate" in said[0]
+    assert f"read at {float(video.fps):.5g} frames per second" in said[0]
+
+
+@pytest.mark.parametrize(("suffix", "container", "codec"), CONTAINERS)
+@pytest.mark.parametrize(
+    ("times", "fps"),
+    [
+        (even(120, NTSC_FILM), NTSC_FILM),
+        (even(60, 60), 60),
+        (even(60, Fraction(30000, 1001)), None),  # too short to tell it from 30
+        (phone(90), None),
+        (even(300, 10), 10),  # more than are looked at
+        # 24 per second on a screen of 60: each is shown for two or three of its pictures
+        ([round(1000 * round(index * 2.5) / 60) for index in range(60)], 24),
+    ],
+)
+def test_jitter_neither_repeats_nor_drops(tmp_path, suffix, container, codec, times, fps):
+    video = read_video(irregular(tmp_path / f"a.{suffix}", times, container, codec))
+    assert fps is None or abs(video.fps / fps - 1) < 0.0002
+    assert torch.equal(torch.stack(list(video.frames())), joined(video))
+    assert abs(len(times) / video.fps - times[-1] / 1000) < 2 / video.fps
+
+
+@pytest.mark.parametrize(("suffix", "container", "codec"), CONTAINERS)
+def test_a_file_of_23_976_is_its_frames_and_nothing_is_logged(
+    tmp_path, caplog, suffix, container, codec
+):
+    path = tmp_path / f"a.{suffix}"
+    with av.open(str(path), "w", format=container) as output:
+        stream = output.add_stream(codec, rate=NTSC_FILM)
+        stream.height, stream.width, stream.pix_fmt = 32, 32, "yuv420p"
+        for picture in numbered_clip(50, 32, 32).contiguous().numpy():
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+            output.mux(stream.encode(frame.reformat(format="yuv420p")))
+        output.mux(stream.encode(None))
+    with caplog.at_level(logging.INFO):
+        video = read_video(path)
+        assert (video.fps, video.estimated_frames) == (NTSC_FILM, 50)
+        assert torch.equal(torch.stack(list(video.frames())), joined(video))
+    assert not [each for each in caplog.messages if "read at" in each]
+
+
+GAP = VARYING["one gap"][0]  # 0 to 760 ms, then 1500 to 2260 ms, at 25 per second
+
+
+@pytest.mark.parametrize("container", ["matroska", "mp4"])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"start": 0.6}, [*range(15, 19), *[19] * 19, *range(20, 40)]),
+        # Nothing comes from here on until 1.5 s: what is shown meanwhile does.
+        ({"start": 1.0, "duration": 0.2}, [19] * 5),
+        ({"start": 1.4, "duration": 0.2}, [19, 19, 20, 21, 22]),
+        ({"duration": 1.0}, [*range(19), *[19] * 6]),
+        ({"limit": 22}, [*range(20), 19, 19]),
+        ({"start": 1.4, "limit": 4}, [19, 19, 20, 21]),
+    ],
+)
+def test_a_stretch_of_a_varying_video(tmp_path, container, options, expected):
+    video = read_video(irregular(tmp_path / "a", GAP, container))
+    found = shown(video, **options)
+    # A tick may be one frame early or late where the gap is no whole number of them.
+    assert abs(len(found) - len(expected)) <= (0 if "limit" in options else 1)
+    pairs = list(zip(found, expected, strict=False))
+    assert sum(a != b for a, b in pairs) <= 1 or all(abs(a - b) <= 1 for a, b in pairs)
+
+
+def test_a_stretch_of_slides_has_its_slide(tmp_path):
+    times = [0, 40, 80, 3000, 3040, 3080, 6000]
+    video = read_video(irregular(tmp_path / "a.mkv", times))
+    assert set(shown(video, start=1.0, duration=1.0)) == {2}
+    assert len(shown(video, start=1.0, duration=1.0)) == 25
+
+
+@pytest.mark.parametrize(
+    ("times", "announced", "fps", "is_constant"),
+    [
+        ([], [Fraction(24)], 24, True),  # nothing is known of the times
+        ([], [], None, True),
+        ([5.0], [Fraction(24)], 24, True),
+        ([1.0, 1.0], [Fraction(24)], 24, True),  # no clock
+        ([0.0, 0.5], [Fraction(24)], 2, True),
+        ([0.0, 1e-6, 2e-6], [], 120, False),  # too fast to be meant
+        ([0.0, 1e-6, 2.0, 4.0], [], 120, False),
+        ([0.0, 1e6, 2e6], [], Fraction(1, 3600), False),  # too slow
+        ([index / 30 for index in range(99)], [Fraction(-5), Fraction(10**6)], 30, True),
+        # What is announced holds where it is as good as what is measured.
+        ([index / 29.9 for index in range(99)], [Fraction(299, 10)], Fraction(299, 10), True),
+    ],
+)
+def test_the_rate_of_times(times, announced, fps, is_constant):
+    found, constant = cadence(times, announced)
+    assert constant is is_constant
+    assert found == fps or found == pytest.approx(fps)

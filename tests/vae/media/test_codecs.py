@@ -1,0 +1,147 @@
+"""Every codec: what it stores, its quality, its sizes, and which encoder makes it."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+av = pytest.importorskip("av", reason="PyAV is not installed")
+
+from fast_video_vae.tests.videos import moving_clip, psnr  # noqa: E402
+from fast_video_vae.vae import (  # noqa: E402
+    CODECS,
+    Audio,
+    VideoWriter,
+    available_codecs,
+    check_size,
+    read_video,
+)
+from fast_video_vae.vae.media.codecs import codec_named  # noqa: E402
+
+PAIRS = [(name, suffix) for name in CODECS for suffix in codec_named(name).suffixes]
+# On a smooth picture that moves. PyAV's builds carry every one of them.
+LEAST_DB = {"h264": 42, "hevc": 42, "vp9": 40, "av1": 42, "ffv1": torch.inf, "prores": 45}
+
+
+def write(path, frames, fps=24, **options):
+    with VideoWriter(path, fps, **options) as writer:
+        writer.write(frames)
+    return path
+
+
+def stacked(path):
+    return torch.stack(list(read_video(path).frames()))
+
+
+def textured(frames, height=96, width=128):
+    """What is not easy to encode: a texture that moves, alike in all channels."""
+    generator = torch.Generator().manual_seed(0)
+    grain = torch.randn(height + frames, width + frames, 1, generator=generator)
+    base = moving_clip(frames, height, width).float()
+    moved = [grain[i : i + height, i : i + width] for i in range(frames)]
+    return (base + 12 * torch.stack(moved)).clamp(0, 255).to(torch.uint8)
+
+
+def test_a_codec_has_its_names_and_an_encoder():
+    assert CODECS == ("h264", "hevc", "vp9", "av1", "ffv1", "prores")
+    assert set(available_codecs()) <= set(CODECS)
+    for name in CODECS:
+        codec = codec_named(name)
+        assert codec.name == name
+        assert codec.suffix == codec.suffixes[0]
+    with pytest.raises(ValueError, match="codec is 'divx'; expected one of h264, hevc"):
+        codec_named("divx")
+
+
+@pytest.mark.parametrize(("codec", "suffix"), PAIRS)
+def test_every_codec_comes_back_as_it_went(tmp_path, capfd, codec, suffix):
+    frames = moving_clip(9, 72, 96)
+    path = write(tmp_path / f"a{suffix}", frames, Fraction(30000, 1001), codec=codec)
+    assert capfd.readouterr() == ("", "")  # encoders like to tell about themselves
+    video = read_video(path)
+    assert (video.height, video.width, video.estimated_frames) == (72, 96, 9)
+    assert video.fps == Fraction(30000, 1001)
+    back = stacked(path)
+    assert back.shape == frames.shape
+    if codec == "ffv1":
+        assert torch.equal(back, frames)
+    else:
+        assert psnr(back, frames) > LEAST_DB[codec]
+    with av.open(str(path)) as container:
+        context = container.streams.video[0].codec_context
+        assert context.name == {"av1": "libdav1d"}.get(codec, codec)
+        assert context.pix_fmt == codec_named(codec).pixel_format
+        if codec != "ffv1":
+            first = next(container.decode(video=0))
+            tags = (context.colorspace, context.color_primaries, context.color_trc)
+            assert tags == (1, 1, 1)
+            assert first.color_range == 1
+
+
+@pytest.mark.parametrize("codec", [name for name in CODECS if name != "ffv1"])
+def test_more_quality_is_better_and_bigger(tmp_path, codec):
+    frames = textured(6)
+    suffix = codec_named(codec).suffix
+    found = []
+    for quality in (0, 40, None, 100):
+        path = write(tmp_path / f"{quality}{suffix}", frames, codec=codec, quality=quality)
+        found.append((psnr(stacked(path), frames), path.stat().st_size))
+    assert found == sorted(found)
+    if codec != "prores":  # which has four steps
+        assert len({size for _, size in found}) == 4
+    same = write(tmp_path / f"70{suffix}", frames, codec=codec, quality=70)
+    assert same.stat().st_size == pytest.approx(found[2][1], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("height", "width"),
+    [(1, 1), (5, 7), (33, 21), (64, 66)],
+)
+def test_ffv1_takes_any_size_without_loss(tmp_path, height, width):
+    frames = torch.randint(256, (3, height, width, 3), dtype=torch.uint8)
+    check_size("ffv1", height, width)
+    assert torch.equal(stacked(write(tmp_path / "a.mkv", frames, codec="ffv1")), frames)
+
+
+@pytest.mark.parametrize(
+    ("codec", "height", "width", "message"),
+    [
+        ("h264", 64, 65, "65x64; h264 needs even width and height: crop or pad them, or use ffv1"),
+        ("hevc", 65, 64, "64x65; hevc needs even"),
+        ("vp9", 65, 65, "65x65; vp9 needs even"),
+        ("av1", 64, 127, "127x64; av1 needs even"),
+        ("prores", 64, 65, "65x64; prores needs an even width"),
+        ("hevc", 32, 64, "64x32; hevc needs at least 64x64"),
+        ("av1", 128, 16, "16x128; av1 needs at least 64x64"),
+        ("h264", 0, 64, "64x0; h264 needs at least"),
+    ],
+)
+def test_a_size_that_a_codec_cannot_store_is_refused(tmp_path, codec, height, width, message):
+    with pytest.raises(ValueError, match=message):
+        check_size(codec, height, width)
+    if height:
+        frames = torch.zeros(1, height, width, 3, dtype=torch.uint8)
+        with pytest.raises(ValueError, match=message):
+            write(tmp_path / f"a{codec_named(codec).suffix}", frames, codec=codec)
+    assert not list(tmp_path.iterdir())
+
+
+def test_hardware_gives_way_to_software(tmp_path):
+    # Whatever this machine has, the file is right.
+    frames = moving_clip(5, 128, 192)
+    with VideoWriter(tmp_path / "a.mp4", 24, hardware=True) as writer:
+        writer.write(frames)
+    codec = codec_named("h264")
+    assert writer.encoder in (*codec.software, *codec.hardware)
+    assert psnr(stacked(writer.path), frames) > 35
+
+
+def test_a_missing_encoder_names_what_there_is(tmp_path, monkeypatch):
+    from fast_video_vae.vae.media import codecs
+
+    monkeypatch.setattr(codecs, "_built_in", lambda name: name in ("libx264", "ffv1"))
+    assert available_codecs() == ("h264", "ffv1")
+    with pytest.raises(ValueError, match=r"no encoder for hevc; .*: h264, ffv1$"):
+        VideoWriter(tmp_path / "a.mp4", 24, codec="hevc")
+    with pytest.raises(ValueError, match=r"no encoder aac, for the sound in .*a\.mp4"):
+        VideoWriter(tmp_path / "a.mp4", 24, audio=Audio(torch.zeros(1, 9), 8000))

@@ -1,0 +1,164 @@
+"""Video files that are damaged, or say what cannot be: frames, or one line with the file's name."""
+
+import io
+import random
+import struct
+import time
+import zlib
+from fractions import Fraction
+
+import pytest
+import torch
+
+pytest.importorskip("av", reason="PyAV is not installed")
+
+from fast_video_vae.tests.videos import moving_clip, write_with
+from fast_video_vae.vae.media.audio import Audio, read_audio
+from fast_video_vae.vae.media.video_reader import read_video
+from fast_video_vae.vae.media.video_writer import VideoWriter
+
+KINDS = [
+    ("mp4", "mp4", "h264", {}),
+    ("mp4", "mp4", "h264", {"movflags": "faststart"}),
+    ("mp4", "mp4", "mpeg4", {"movflags": "frag_keyframe+empty_moov"}),
+    ("mkv", "matroska", "h264", {}),
+    ("webm", "webm", "libvpx", {}),
+    ("avi", "avi", "mpeg4", {}),
+    ("ts", "mpegts", "mpeg2video", {}),
+    ("flv", "flv", "h264", {}),
+]
+# A second of frames may be read as a longer video where its times are damaged, but not endlessly.
+LIMIT = 20_000
+
+
+@pytest.fixture(scope="module")
+def whole_files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    return [
+        write_with(
+            folder / f"{i}.{suffix}", moving_clip(24), container, codec, options
+        ).read_bytes()
+        for i, (suffix, container, codec, options) in enumerate(KINDS)
+    ]
+
+
+def damaged(data, rng):
+    """A copy with a fault of a random kind, most of them in the headers."""
+    data = bytearray(data)
+    head = min(len(data), 4096)
+    at = rng.randrange(rng.choice([head, len(data)]))
+    kind = rng.randrange(6)
+    if kind == 0:
+        del data[max(at, 1) :]
+    elif kind == 1:
+        for _ in range(rng.randrange(1, 40)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+    elif kind == 2:
+        for _ in range(rng.randrange(1, 8)):
+            data[rng.randrange(head)] = rng.choice([0, 1, 0x7F, 0x80, 0xFF])
+    elif kind == 3:
+        data[at : at + 8] = bytes([rng.choice([0, 0xFF])] * 8)
+    elif kind == 4:
+        data[at:at] = rng.randbytes(rng.randrange(1, 64))
+    else:
+        del data[at : at + rng.randrange(1, 64)]
+    return bytes(data)
+
+
+def outcomes(path):
+    """The errors of reading a file in several ways."""
+
+    def whole():
+        video = read_video(path)
+        video.estimate(start=0.2)
+        assert 0 < sum(piece.shape[2] for piece in video.pieces(limit=LIMIT)) < LIMIT
+
+    def part():
+        pieces = read_video(path).pieces(start=0.4, duration=0.4, fps=Fraction(10), limit=LIMIT)
+        assert 0 < sum(piece.shape[2] for piece in pieces) < LIMIT
+
+    for way in (whole, part, lambda: read_audio(path)):
+        try:
+            way()
+        except (ValueError, OSError) as error:
+            yield str(error)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(5), pytest.param(range(5, 45), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=lambda i: f"{KINDS[i][0]}-{i}")
+def test_a_damaged_file_is_read_or_told_in_a_line(tmp_path, whole_files, kind, seeds):
+    for seed in seeds:
+        path = tmp_path / f"{seed}.{KINDS[kind][0]}"
+        path.write_bytes(damaged(whole_files[kind], random.Random(1000 * kind + seed)))
+        begun = time.perf_counter()
+        for error in outcomes(path):
+            assert str(path) in error
+            assert "\n" not in error
+            assert len(error) - len(str(path)) < 250
+        assert time.perf_counter() - begun < 5, seed
+
+
+def png(width, height):
+    """A picture that announces a size and has no rows of it."""
+
+    def chunk(kind, data):
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    rows = zlib.compress(bytes(9999))
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    )
+
+
+def y4m(head):
+    return b"YUV4MPEG2 " + head + b" Ip A0:0\n" + (b"FRAME\n" + bytes(384)) * 9
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("large.png", png(16_000, 16_000)),  # FFmpeg would take 768 MB for it
+        ("larger.png", png(100_000, 100_000)),
+        ("none.png", png(0, 0)),
+        ("large.y4m", y4m(b"W100000 H100000 F24:1")),
+        ("negative.y4m", y4m(b"W-16 H-16 F24:1")),
+        ("text.mkv", b"not a video " * 99),
+        ("page.mp4", b"<!DOCTYPE html><html><body>404</body></html>"),
+        ("zeros.avi", bytes(4096)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_announces_nonsense_is_one_line(tmp_path, name, data):
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"^[^\n]{1,300}$") as caught:
+        read_video(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("rate", [b"F0:0", b"F0:1", b"F1:0", b"F-24:1", b"F2000000000:1"])
+def test_a_rate_that_is_none_is_replaced(tmp_path, rate):
+    path = tmp_path / "a.y4m"
+    path.write_bytes(y4m(b"W16 H16 " + rate))
+    video = read_video(path)
+    assert 0 < video.fps < 10_000
+    assert 1 <= sum(piece.shape[2] for piece in video.pieces()) <= 9
+
+
+@pytest.mark.parametrize(("suffix", "container"), [("mkv", "matroska"), ("mp4", "mp4")])
+def test_tags_that_are_no_utf8_do_not_matter(tmp_path, suffix, container):
+    path = tmp_path / f"a.{suffix}"
+    wave = torch.sin(torch.arange(8000) / 10).unsqueeze(0) / 2
+    with VideoWriter(path, 24, audio=Audio(wave, 8000), metadata={"title": "TITLEXX"}) as writer:
+        writer.write(moving_clip(12))
+    data = path.read_bytes()
+    assert b"TITLEXX" in data
+    path.write_bytes(data.replace(b"TITLEXX", b"TITLE\xff\xe9"))
+    assert sum(piece.shape[2] for piece in read_video(path).pieces()) == 12
+    assert sum(piece.shape[2] for piece in read_video(io.BytesIO(path.read_bytes())).pieces()) == 12
+    assert read_audio(path).waveform.abs().max() > 0.3

@@ -1,0 +1,190 @@
+"""The times of frames: stretches of a video and other rates, against the definition."""
+
+import math
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+
+av = pytest.importorskip("av", reason="PyAV is not installed")
+
+from fast_video_vae.vae.media.timestamps import (  # noqa: E402
+    LEEWAY,
+    SLACK,
+    Timed,
+    at_rate,
+    between,
+    checked_rate,
+    frames_within,
+    in_step,
+    timed,
+)
+
+NTSC = Fraction(30000, 1001)
+RATES = [Fraction(5), Fraction(12), Fraction(16), NTSC, Fraction(24), Fraction(60), Fraction(1, 2)]
+
+
+def constant(count, fps, start=Fraction(0), digits=None):
+    """Frames that are their own number; `digits` as Matroska rounds times."""
+    times = [start + index / fps for index in range(count + 1)]
+    if digits:
+        times = [Fraction(round(time, digits)) for time in times]
+    return [Timed(a, b, index) for index, (a, b) in enumerate(pairwise(times))]
+
+
+def shown(items, fps, end=None):
+    found = at_rate(items, fps, items[0].time, end)
+    return [frame for frame, count in found for _ in range(count)]
+
+
+def nearest(items, fps):
+    """The definition: at each moment before the end the nearest frame, of equally near the first.
+
+    Equal is what the rounding of files may make of equal distances.
+    """
+    origin, end = items[0].time, items[-1].end
+    found, count = [], 0
+    while not count or origin + count / fps < end - SLACK:
+        moment = origin + count / fps
+        away = [abs(item.time - moment) for item in items]
+        least = min(away)
+        found.append(
+            next(x.frame for x, d in zip(items, away, strict=True) if d < least + SLACK * 2)
+        )
+        count += 1
+    return found
+
+
+@pytest.mark.parametrize("source", RATES)
+@pytest.mark.parametrize("fps", RATES)
+@pytest.mark.parametrize("count", [1, 2, 7, 20])
+def test_every_moment_shows_the_nearest_frame(source, fps, count):
+    items = constant(count, source, Fraction(7, 3))
+    assert shown(items, fps) == nearest(items, fps)
+
+
+@pytest.mark.parametrize("source", RATES)
+def test_the_same_rate_changes_nothing(source):
+    for digits in (None, 3):
+        assert shown(constant(500, source, digits=digits), source) == list(range(500))
+
+
+@pytest.mark.parametrize(("source", "fps"), [(24, 48), (12, 24), (30, 60), (24, 12), (60, 15)])
+def test_milliseconds_do_not_break_the_beat(source, fps):
+    exact = constant(400, Fraction(source))
+    rounded = constant(400, Fraction(source), digits=3)
+    assert shown(rounded, Fraction(fps)) == shown(exact, Fraction(fps))
+
+
+def test_a_varying_rate():
+    times = [0, 0.1, 0.15, 0.9, 2.0, 2.01, 3.0]
+    moments = [Fraction(time).limit_denominator(100) for time in times]
+    items = [Timed(a, b, index) for index, (a, b) in enumerate(pairwise(moments))]
+    for fps in RATES:
+        assert shown(items, fps) == nearest(items, fps)
+
+
+def test_a_stretch_has_as_many_frames_as_its_length_says():
+    for source in RATES[:-1]:
+        for fps in RATES[:-1]:
+            frames = shown(constant(100, source), fps, Fraction(1))
+            assert len(frames) == frames_within(Fraction(1), fps) == math.ceil(fps)
+            assert frames[-1] < source  # and none of what comes after
+
+
+@pytest.mark.parametrize("digits", [None, 3])
+@pytest.mark.parametrize("cut", [Fraction(1, 24), Fraction(5, 24), Fraction(1), Fraction("2.0417")])
+def test_stretches_that_meet_share_nothing_and_lose_nothing(digits, cut):
+    items = constant(120, Fraction(24), digits=digits)
+    first = list(between(items, Fraction(0), cut))
+    second = list(between(items, cut, None))
+    assert first + second == items
+    assert len(first) == round(cut * 24)
+
+
+def test_a_rate_that_no_file_holds_is_refused():
+    assert checked_rate(29.97) == Fraction(2997, 100)
+    for fps in (0, -1.5, 10_000, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="expected more than 0 and less than 10000"):
+            checked_rate(fps)
+
+
+def stepped(items, fps, start=None, end=None):
+    found = in_step(items, fps, items[0].time if start is None else start, end)
+    return [frame for frame, count in found for _ in range(count)]
+
+
+@pytest.mark.parametrize("fps", RATES)
+@pytest.mark.parametrize("digits", [None, 3])
+@pytest.mark.parametrize("count", [1, 2, 7, 400])
+def test_constant_frames_come_in_turn(fps, digits, count):
+    items = constant(count, fps, Fraction(7, 3), digits)
+    assert stepped(items, fps) == list(range(count))
+    # A rate that is a little off, by less than a frame in all, changes nothing.
+    assert stepped(items, fps * (1 + LEEWAY / 2 / count)) == list(range(count))
+
+
+@pytest.mark.parametrize("fps", RATES)
+@pytest.mark.parametrize("source", RATES)
+def test_no_frame_is_shown_too_early_or_late(source, fps):
+    items = constant(60, source, Fraction(7, 3))
+    found = stepped(items, fps)
+    for tick, number in enumerate(found):
+        if tick == 0 or found[tick - 1] != number:
+            moment = items[0].time + tick / fps
+            assert abs(moment - items[number].time) * fps <= LEEWAY
+    assert found == sorted(found)
+    # The last one has a turn, also where the rate is far too low for the frames.
+    assert abs(len(found) / fps - 60 / source) <= Fraction(3, 2) / fps
+
+
+@pytest.mark.parametrize(
+    ("times", "fps", "end", "expected"),
+    [
+        ([0, 1, 2, 5, 6, 7], 1, None, [0, 1, 2, 2, 2, 3, 4]),  # a pause
+        ([0, 1, 2, 9], 1, None, [0, 1, *[2] * 7]),  # the last one, which ends at 9, lasts
+        ([0, 1, 2, 9], 1, 4, [0, 1, 2, 2]),  # but not behind the end
+        ([0, 1, 1, 1, 4, 5], 1, None, [0, 1, 2, 3, 4]),  # no times of their own
+        ([0, 0.2, 0.4, 0.6, 3, 4], 1, None, [2, 3, 3, 4]),  # too fast
+        ([0, 1.4, 1.7, 3.4, 4], 1, None, [0, 1, 2, 3]),  # jitter
+    ],
+)
+def test_pauses_repeat_and_haste_drops(times, fps, end, expected):
+    items = [Timed(Fraction(a), Fraction(b), index) for index, (a, b) in enumerate(pairwise(times))]
+    assert stepped(items, Fraction(fps), end=end) == expected
+
+
+def frame_at(milliseconds):
+    frame = av.VideoFrame(16, 16, "gray")
+    frame.pts, frame.time_base = milliseconds, Fraction(1, 1000)
+    return frame
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([0, 40, 80], [0, 40, 80]),
+        ([None, None, None], [0, 40, 80]),
+        ([0, 40, 30, 80], [0, 40, 40, 80]),  # damage
+        ([0, 40, 5000, 5040], [0, 40, 5000, 5040]),  # a pause
+        ([0, 40, 9_000_000, 9_000_040], [0, 40, 80, 120]),  # the clock is another one
+        ([5000, 5040, 0, 40], [5000, 5040, 5080, 5120]),  # and here it begins anew
+    ],
+)
+def test_a_clock_that_is_set_anew_is_no_pause(times, expected):
+    found = timed([frame_at(time) for time in times], Fraction(0), Fraction(25))
+    assert [round(1000 * item.time) for item in found] == expected
+
+
+def test_what_is_shown_in_a_pause_belongs_to_the_stretch():
+    items = [Timed(Fraction(t), Fraction(t + 1), t) for t in (0, 1, 5, 6)]
+
+    def found(start, end):
+        return [item.frame for item in between(items, Fraction(start), end, Fraction(1))]
+
+    assert found(2, 4) == [1]
+    assert found(2, 6) == [1, 5]
+    assert found(4, 6) == [5]  # the next one is near
+    assert found(1, 6) == [1, 5]
+    assert found(8, None) == []
+    assert list(between(items, Fraction(2), Fraction(4))) == []

@@ -1,0 +1,307 @@
+"""Video files in: the frames, their colours, and whatever can be wrong with a file."""
+
+import subprocess
+import sys
+import wave
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+av = pytest.importorskip("av", reason="PyAV is not installed")
+
+from av.stream import Disposition  # noqa: E402
+
+from fast_video_vae.tests.videos import (  # noqa: E402
+    BIND,
+    moving_clip,
+    write_with,
+    yuv,
+)
+from fast_video_vae.vae.media.video_reader import read_video  # noqa: E402
+from fast_video_vae.vae.media.video_writer import VideoWriter  # noqa: E402
+
+# Half a level of rounding in each of Y, Cb and Cr, seen through the matrix: 1.164 + 2.11 halves.
+RGB_ROUNDING = 2
+CODEC = 1  # what x264 at crf 1 does to a picture of one colour
+
+
+def write(path, frames, fps=24, **options):
+    with VideoWriter(path, fps, **options) as writer:
+        writer.write(frames)
+    return path
+
+
+def stacked(video):
+    return torch.stack(list(video.frames()))
+
+
+def test_a_video_comes_back_frame_by_frame(tmp_path):
+    frames = moving_clip(37)
+    video = read_video(write(tmp_path / "a.mp4", frames, Fraction(30000, 1001)))
+    assert (video.height, video.width, video.fps) == (48, 64, Fraction(30000, 1001))
+    assert video.estimated_frames == 37
+    for _ in range(2):  # a video can be read more than once
+        back = stacked(video)
+        assert back.shape == frames.shape
+        # 8 bits of YUV and crf 16; a frame off by one would differ by about 8.
+        assert (back.int() - frames.int()).abs().float().mean() < 1.5
+
+
+@pytest.mark.parametrize(
+    ("frames", "size", "expected"),
+    [
+        (1, 4, [1]),  # a lone frame
+        (3, 4, [3]),  # one short of a piece
+        (8, 4, [4, 4]),  # whole pieces
+        (9, 4, [4, 4, 1]),
+        (5, 1, [1] * 5),
+    ],
+)
+def test_pieces_are_the_frames_in_runs(tmp_path, frames, size, expected):
+    video = read_video(write(tmp_path / "a.mp4", moving_clip(frames)))
+    pieces = list(video.pieces(frames=size))
+    assert [piece.shape for piece in pieces] == [(1, 3, count, 48, 64) for count in expected]
+    assert pieces[0].dtype == torch.uint8
+    joined = torch.cat(pieces, dim=2)[0].permute(1, 2, 3, 0)
+    assert torch.equal(joined, stacked(video))
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "expected"),
+    [
+        (48, 64, (48, 64)),
+        (50, 70, (48, 64)),  # an even rim on both sides
+        (33, 21, (32, 16)),  # odd, and no multiple of what swscale works in
+    ],
+)
+def test_pieces_are_cropped_about_the_centre(tmp_path, height, width, expected):
+    frames = moving_clip(3, height, width)
+    path = write_with(tmp_path / "a.mkv", frames, "matroska", "ffv1", pix_fmt="bgr0")
+    video = read_video(path)
+    assert (video.height, video.width) == (height, width)
+    top, left = (height - expected[0]) // 2, (width - expected[1]) // 2
+    (piece,) = video.pieces(multiple=8)
+    kept = frames[:, top : top + expected[0], left : left + expected[1]]
+    assert torch.equal(piece[0].permute(1, 2, 3, 0), kept)  # lossless, so the very pixels
+
+
+def test_a_picture_smaller_than_the_multiple_is_an_error(tmp_path):
+    path = write(tmp_path / "a.mp4", moving_clip(1, 6, 64))
+    with pytest.raises(ValueError, match=r"a\.mp4 is 64x6; expected at least 8x8"):
+        next(read_video(path).pieces(multiple=8))
+
+
+@pytest.mark.parametrize(
+    ("matrix", "full"),
+    [
+        (1, False),  # BT.709, as HD video is
+        (1, True),
+        (6, False),  # BT.601, as SD video is
+        (6, True),  # as JPEG is
+        (9, False),  # BT.2020
+        (2, False),  # no tag: FFmpeg takes BT.601
+    ],
+)
+def test_reading_honours_the_tags_of_a_file(tmp_path, matrix, full):
+    color = (200, 40, 90)  # BT.601 and BT.709 differ by more than 10 levels here
+    path = tmp_path / "a.mp4"
+    with av.open(str(path), "w") as output:
+        stream = output.add_stream("h264", rate=24, options={"crf": "1"})
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+        stream.codec_context.colorspace = matrix
+        stream.codec_context.color_range = 2 if full else 1
+        frame = av.VideoFrame(48, 32, "yuv420p")
+        for plane, value in zip(frame.planes, yuv(color, matrix, full), strict=True):
+            plane.update(bytes([round(value)]) * plane.buffer_size)
+        output.mux([*stream.encode(frame), *stream.encode(None)])
+    back = stacked(read_video(path))[0].float().mean(dim=(0, 1))
+    assert (back - torch.tensor(color)).abs().max() <= RGB_ROUNDING + CODEC
+
+
+@pytest.mark.skipif(
+    not hasattr(av.VideoStream, "set_display_rotation"), reason="PyAV before 17 writes no rotation"
+)
+@pytest.mark.parametrize("degrees", [90, 180, -90])
+def test_a_rotated_video_comes_upright(tmp_path, degrees):
+    frames = moving_clip(2)
+    path = tmp_path / "a.mp4"
+    write_with(path, frames, "mp4", prepare=lambda stream: stream.set_display_rotation(degrees))
+    with av.open(str(path)) as container:
+        plain = next(container.decode(video=0)).to_ndarray(format="rgb24")
+    upright = np.rot90(plain, degrees // 90)
+    video = read_video(path)
+    assert (video.height, video.width) == upright.shape[:2]
+    # PyAV's default conversion, which `plain` is, is off by 2 at most.
+    assert np.abs(next(video.frames()).numpy().astype(int) - upright).max() <= 4
+
+
+@pytest.mark.parametrize(
+    ("container", "codec", "suffix"),
+    [
+        ("mp4", "h264", "mp4"),
+        ("matroska", "h264", "mkv"),  # announces no frames, but a duration
+        ("webm", "libvpx", "webm"),
+        ("mpegts", "h264", "ts"),
+        ("avi", "mpeg4", "avi"),
+    ],
+)
+def test_containers_tell_their_length(tmp_path, container, codec, suffix):
+    path = write_with(tmp_path / f"a.{suffix}", moving_clip(30), container, codec)
+    video = read_video(path)
+    assert video.estimated_frames == 30
+    assert video.fps == 24
+    assert len(list(video.frames())) == 30
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+def test_a_video_that_begins_late_is_whole(tmp_path, container):
+    path = tmp_path / "late"
+    with av.open(str(path), "w", format=container) as output:
+        stream = output.add_stream("h264", rate=24)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for index, picture in enumerate(moving_clip(24).numpy()):
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format="yuv420p")
+            frame.pts, frame.time_base = index + 240, Fraction(1, 24)
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+    video = read_video(path)
+    assert video.estimated_frames == len(list(video.frames())) == 24
+
+
+def test_a_colon_in_a_name_is_no_protocol(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write("take:1.mp4", moving_clip(2))
+    assert len(list(read_video("take:1.mp4").frames())) == 2
+
+
+def wav(path):
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        file.writeframes(bytes(8000))
+
+
+def song(path):
+    """Sound and a picture of its cover."""
+    with av.open(str(path), "w", format="mp4") as output:
+        sound = output.add_stream("aac", rate=8000)
+        cover = output.add_stream("mjpeg", rate=25)
+        cover.width, cover.height, cover.pix_fmt = 64, 48, "yuvj420p"
+        cover.disposition = Disposition.attached_pic.value  # PyAV 16 takes a number alone
+        silence = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.float32), "fltp", "mono")
+        silence.sample_rate = 8000
+        output.mux([*sound.encode(silence), *sound.encode(None)])
+        picture = av.VideoFrame.from_ndarray(moving_clip(1)[0].numpy(), format="rgb24")
+        output.mux([*cover.encode(picture.reformat(format="yuvj420p")), *cover.encode(None)])
+
+
+def truncated(path, container="mp4", share=0.6, options=None):
+    whole = write_with(path, moving_clip(60), container, options=options)
+    path.write_bytes(whole.read_bytes()[: int(share * whole.stat().st_size)])
+
+
+def damaged(path):
+    whole = bytearray(
+        write_with(
+            path, moving_clip(60), "mp4", options={"movflags": "faststart"}
+        ).read_bytes()
+    )  # fmt: skip
+    middle = len(whole) // 2
+    whole[middle : middle + 200] = b"\xff" * 200
+    path.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "error", "message"),
+    [
+        ("none.mp4", lambda path: None, FileNotFoundError, "No such file"),
+        ("folder", lambda path: path.mkdir(), IsADirectoryError, "Is a directory"),
+        ("empty.mp4", lambda path: path.touch(), ValueError, "is empty; expected a video"),
+        ("text.mp4", lambda path: path.write_text("no" * 999), ValueError, "is not a video"),
+        ("audio.wav", wav, ValueError, "has no video stream, only audio"),
+        ("song.m4a", song, ValueError, "has no video stream, only audio, cover"),
+        # the index is at the end, so it is gone
+        ("cut.mp4", truncated, ValueError, "is not a video that .* or it is truncated"),
+        # the index is at the front, and promises more
+        (
+            "cut.mp4",
+            lambda path: truncated(path, options={"movflags": "faststart"}),
+            ValueError,
+            r"is truncated: it has \d+ bytes; expected at least \d+|truncated after frame",
+        ),
+        ("damaged.mp4", damaged, ValueError, r"is broken or truncated after frame \d+"),
+        (
+            "cut.mkv",
+            lambda path: truncated(path, "matroska"),
+            ValueError,
+            r"is truncated: it ends at \d\.\d+ s; expected 2\.50 s",
+        ),
+    ],
+)
+def test_a_bad_file_is_one_line_that_names_it(tmp_path, name, make, error, message):
+    path = tmp_path / name
+    make(path)
+    with pytest.raises(error, match=message) as caught:
+        list(read_video(path).frames())
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+PEAKS = """
+import resource, sys, torch
+from fast_video_vae.vae import VideoWriter, read_video
+for source, target in zip(sys.argv[1::2], sys.argv[2::2]):
+    video = read_video(source)
+    with VideoWriter(target, video.fps) as writer:
+        for piece in video.pieces():
+            writer.write(piece[0].permute(1, 2, 3, 0))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Python measures no peak memory on Windows")
+def test_memory_does_not_grow_with_length(tmp_path):
+    paths = []
+    for frames in (60, 260):
+        picture = moving_clip(1, 256, 256)
+        with VideoWriter(tmp_path / f"{frames}.mp4", 24) as writer:
+            for shift in range(frames):
+                writer.write(picture.roll(shift, 2))
+        paths += [writer.path, tmp_path / "copy.mp4"]
+    done = subprocess.run(
+        [sys.executable, "-c", BIND + PEAKS, *map(str, paths)],
+        stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    first, second = map(int, done.stdout.split())
+    # In KiB. 200 frames more would be 38400 as bytes, 19200 as YUV.
+    assert second - first < 10_000
+
+
+LONG = """
+import resource, sys, torch
+from fast_video_vae.vae import Handoff, VideoWriter, read_video
+path, codec, frames = sys.argv[1], sys.argv[2], int(sys.argv[3])
+picture = torch.randint(256, (1, 128, 128, 3), dtype=torch.uint8)
+with VideoWriter(path, 24, codec=codec) as writer, Handoff(writer.write) as handoff:
+    for shift in range(frames):
+        handoff.put(picture.roll(shift, 2))
+count = sum(piece.shape[2] for piece in read_video(path).pieces(fps=24, size=(96, 64)))
+print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="Python measures no peak memory on Windows")
+@pytest.mark.parametrize(("codec", "suffix"), [("h264", "mp4"), ("ffv1", "mkv"), ("av1", "webm")])
+def test_a_long_video_takes_no_more_memory_than_a_short_one(tmp_path, codec, suffix):
+    peaks = []
+    for frames in (129, 1025):
+        done = subprocess.run(
+            [sys.executable, "-c", BIND + LONG, tmp_path / f"a.{suffix}", codec, str(frames)],
+            stdout=subprocess.PIPE, text=True, check=True,
+        )  # fmt: skip
+        count, peak = map(int, done.stdout.split())
+        assert count == frames
+        peaks.append(peak)
+    assert peaks[1] < 1.1 * peaks[0]

@@ -1,0 +1,304 @@
+"""Video files out: every codec and container, sound and tags, and what is left when it fails."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+av = pytest.importorskip("av", reason="PyAV is not installed")
+
+from fast_video_vae.tests.videos import (  # noqa: E402
+    BIND,
+    moving_clip,
+    yuv,
+)
+from fast_video_vae.vae import (  # noqa: E402
+    CODECS,
+    Handoff,
+    VideoWriter,
+    read_video,
+)
+from fast_video_vae.vae.media.codecs import codec_named  # noqa: E402
+from fast_video_vae.vae.media.video_writer import frames_to_uint8  # noqa: E402
+
+COLORS = [
+    (0, 0, 0), (255, 255, 255), (128, 128, 128), (255, 0, 0), (0, 255, 0), (0, 0, 255),
+    (200, 120, 40), (20, 60, 180), (250, 3, 99),
+]  # fmt: skip
+# Half a level of rounding in each of Y, Cb and Cr, seen through the matrix: 1.164 + 2.11 halves.
+RGB_ROUNDING = 2
+CODEC = 1  # what x264 at crf 1 does to a picture of one colour
+
+
+def write(path, frames, fps=24, **options):
+    with VideoWriter(path, fps, **options) as writer:
+        writer.write(frames)
+    return path
+
+
+def stacked(path):
+    return torch.stack(list(read_video(path).frames()))
+
+
+@pytest.mark.parametrize("color", COLORS)
+def test_written_colors_are_bt709(tmp_path, color):
+    path = write(
+        tmp_path / "a.mp4",
+        torch.tensor(color, dtype=torch.uint8).expand(2, 32, 48, 3),
+        quality=100,
+    )
+    with av.open(str(path)) as container:
+        frame = next(container.decode(video=0))
+        context = container.streams.video[0].codec_context
+        tags = (context.colorspace, context.color_primaries, context.color_trc, context.color_range)
+    assert tags == (1, 1, 1, 1)  # BT.709 three times, and the limited range
+    assert frame.format.name == "yuv420p"
+    planes = frame.to_ndarray()
+    got = planes[5, 7], planes[32].reshape(2, 24)[0, 5], planes[40].reshape(2, 24)[0, 5]
+    assert np.abs(np.subtract(got, yuv(color, 1), dtype=float)).max() <= 0.5 + CODEC
+    back = stacked(path)[0].float().mean(dim=(0, 1))
+    assert (back - torch.tensor(color)).abs().max() <= RGB_ROUNDING + CODEC
+
+
+@pytest.mark.parametrize(
+    ("frames", "message"),
+    [
+        (
+            torch.zeros(1, 32, 33, 3, dtype=torch.uint8),
+            "33x32; h264 needs even width and height: crop or pad",
+        ),
+        (torch.zeros(1, 32, 32, 4, dtype=torch.uint8), r"\[1, 32, 32, 4\]"),
+        (torch.zeros(32, 32, 3, dtype=torch.uint8), r"\[32, 32, 3\]"),
+        (torch.zeros(1, 32, 32, 3), "float32; expected"),
+    ],
+)
+def test_frames_that_do_not_fit_are_refused(tmp_path, frames, message):
+    with pytest.raises(ValueError, match=message), VideoWriter(tmp_path / "a.mp4", 24) as writer:
+        writer.write(frames)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_change_of_size_is_refused(tmp_path):
+    def work():
+        with VideoWriter(tmp_path / "a.mp4", 24) as writer:
+            writer.write(moving_clip(2))
+            writer.write(moving_clip(2, 32))
+
+    with pytest.raises(ValueError, match="frames are 64x32; this video is 64x48"):
+        work()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_video_without_frames_is_refused(tmp_path):
+    with (
+        pytest.raises(ValueError, match="no frames were written"),
+        VideoWriter(tmp_path / "a.mp4", 24),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "fps", "message"),
+    [("a.mp4", 0, "fps is 0"), ("a.mp4", -1.5, "fps is -1.5"), ("a.png", 24, "named as a video")],
+)
+def test_what_cannot_be_a_video_is_refused_before_any_work(tmp_path, name, fps, message):
+    with pytest.raises(ValueError, match=message):
+        VideoWriter(tmp_path / name, fps)
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()])
+def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, error):
+    path = tmp_path / "a.mp4"
+    path.write_bytes(b"old")
+
+    def work():
+        with VideoWriter(path, 24) as writer:
+            writer.write(moving_clip(60))
+            raise error
+
+    with pytest.raises(type(error)):
+        work()
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize(
+    ("codec", "suffix"),
+    [("h264", ".mp4"), ("prores", ".mov"), ("vp9", ".webm"), ("ffv1", ".mkv")],
+)
+@pytest.mark.parametrize(
+    "limit_bytes",
+    [
+        20_000,  # full while frames are written
+        None,  # full at the very last bytes, when the index moves to the front
+    ],
+)
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(
+    tmp_path, limited_files, codec, suffix, limit_bytes, threaded
+):
+    noise = torch.randint(256, (40, 64, 64, 3), dtype=torch.uint8)
+    whole = write(tmp_path / f"whole{suffix}", noise, codec=codec).stat().st_size
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(b"old")
+
+    def work():
+        if not threaded:
+            write(path, noise, codec=codec)
+            return
+        with VideoWriter(path, 24, codec=codec) as writer, Handoff(writer.write) as handoff:
+            for piece in noise.split(4):
+                handoff.put(piece)
+
+    with (
+        limited_files(limit_bytes or whole - 1),
+        pytest.raises(OSError, match=rf"File too large: .*a\{suffix}") as caught,
+    ):
+        work()
+    assert caught.value.errno == errno.EFBIG
+    assert path.read_bytes() == b"old"
+    assert {file.name for file in tmp_path.iterdir()} == {f"a{suffix}", f"whole{suffix}"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("channels", [3, 4])  # 4: alpha is dropped
+def test_pictures_are_rounded_as_comfyui_rounds_them(dtype, channels):
+    generator = torch.Generator().manual_seed(0)
+    frames = torch.empty(1, channels, 3, 8, 6).uniform_(-1.4, 1.4, generator=generator).to(dtype)
+    # What VAE.decode and SaveVideo do, one after the other, in ComfyUI 0.33.
+    image = ((frames.float() + 1) / 2).clamp(0, 1)[0].movedim(0, -1)
+    expected = (image * 255).clamp(0, 255).byte()[..., :3]
+    pictures = frames_to_uint8(frames)
+    assert pictures.dtype == torch.uint8
+    assert torch.equal(pictures, expected)
+    assert pictures.min() == 0
+    assert pictures.max() == 255
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 1, 8, 8), (1, 2, 1, 8, 8), (3, 1, 8, 8)])
+def test_frames_of_another_shape_are_no_pictures(shape):
+    with pytest.raises(ValueError, match="expected \\[1, 3 or 4, T, H, W\\]"):
+        frames_to_uint8(torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("a.webm", {"codec": "h264"}, "a.webm is not a file for h264; expected .mp4 or .mov"),
+        ("a.mp4", {"codec": "ffv1"}, "a.mp4 is not a file for ffv1; expected .mkv"),
+        ("a.mp4", {"codec": "prores"}, "expected .mov or .mkv"),
+        ("a.mp4", {"codec": "x"}, "codec is 'x'; expected one of h264"),
+        ("a.mp4", {"quality": 101}, "quality is 101; expected 0 to 100"),
+        ("a.mp4", {"quality": -1}, "quality is -1"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_any_work(tmp_path, name, options, message):
+    with pytest.raises(ValueError, match=message):
+        VideoWriter(tmp_path / name, 24, **options)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("suffix", [".mp4", ".mkv", ".webm", ".mov"])
+def test_tags_are_kept_whatever_they_hold(tmp_path, codec, suffix):
+    if suffix not in codec_named(codec).suffixes:
+        pytest.skip(f"{codec} is not for {suffix}")
+    tags = {"prompt": json.dumps({"text": 'ü"\n' * 20_000}), "workflow": "{}"}
+    path = write(tmp_path / f"a{suffix}", moving_clip(2, 64, 64), codec=codec, metadata=tags)
+    with av.open(str(path)) as container:
+        found = {key.lower(): value for key, value in container.metadata.items()}
+    assert {key: found[key] for key in tags} == tags
+
+
+def test_an_encoder_that_fails_in_the_middle_leaves_nothing(tmp_path):
+    class Failing:
+        """An encoder that breaks after some frames, as hardware does."""
+
+        def __init__(self, stream):
+            self._stream, self._left = stream, 3
+
+        def __getattr__(self, name):
+            return getattr(self._stream, name)
+
+        def encode(self, frame):
+            self._left -= 1
+            if self._left < 0:
+                av.error.err_check(-542398533)  # AVERROR_EXTERNAL
+            return self._stream.encode(frame)
+
+    path = tmp_path / "a.mp4"
+
+    def work():
+        with VideoWriter(path, 24) as writer:
+            writer.write(moving_clip(1))
+            container, stream = writer._output
+            writer._output = container, Failing(stream)
+            writer.write(moving_clip(10))
+
+    with pytest.raises(ValueError, match=r"a\.mp4 cannot be encoded \(.+\)") as caught:
+        work()
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+    write(path, moving_clip(3))  # the same work again
+    assert len(stacked(path)) == 3
+
+
+KILLED = """
+import sys, torch
+from fast_video_vae.vae import VideoWriter
+noise = torch.randint(256, (8, 64, 64, 3), dtype=torch.uint8)
+with VideoWriter(sys.argv[1], 24, codec=sys.argv[2]) as writer:
+    while True:
+        writer.write(noise)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="signals of POSIX")
+@pytest.mark.parametrize(("codec", "suffix"), [("h264", ".mp4"), ("ffv1", ".mkv")])
+@pytest.mark.parametrize("before", [None, b"old"])
+def test_a_process_that_is_killed_leaves_the_old_file_or_none(tmp_path, codec, suffix, before):
+    path = tmp_path / f"a{suffix}"
+    if before:
+        path.write_bytes(before)
+    with subprocess.Popen([sys.executable, "-c", BIND + KILLED, path, codec]) as process:
+        deadline = time.monotonic() + 60
+        while not any(part.stat().st_size for part in tmp_path.glob(".*.part")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    assert (path.read_bytes() if path.exists() else None) == before
+    write(path, moving_clip(3), codec=codec)  # what it left is not in the way
+    assert len(stacked(path)) == 3
+
+
+def test_what_is_given_up_is_not_copied_first(tmp_path):
+    # Moving the index of an mp4 to the front reads and writes all of it.
+    seen = []
+
+    def work():
+        with VideoWriter(tmp_path / "a.mp4", 24) as writer:
+            writer.write(moving_clip(60))
+            close = writer._output[0].close
+            writer._output = (
+                type("Container", (), {"close": lambda _: seen.append(parts())})(),
+                None,
+            )
+            close()
+            raise KeyboardInterrupt
+
+    def parts():
+        return list(tmp_path.iterdir())
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    if os.name == "posix":
+        assert seen == [[]]
+    assert not parts()

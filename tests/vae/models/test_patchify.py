@@ -1,0 +1,34 @@
+"""Pixels in channels and back, against the notation of their sources."""
+
+import pytest
+import torch
+from einops import rearrange
+
+from fast_video_vae.kernels import pixel_shuffle_3d
+from fast_video_vae.vae.models.patchify import COLUMN_FIRST, ROW_FIRST, fold_pixels
+
+# wan/modules/vae2_2.py, `patchify` and `unpatchify`; torch.nn.PixelShuffle.
+NOTATION = {
+    COLUMN_FIRST: "b c f (h q) (w r) -> b (c r q) f h w",
+    ROW_FIRST: "b c f (h q) (w r) -> b (c q r) f h w",
+}
+
+
+@pytest.mark.parametrize("order", [COLUMN_FIRST, ROW_FIRST])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_pixels_go_into_channels_and_come_back(order, size):
+    frames = torch.randn(2, 3, 4, 2 * size, 5 * size)
+    folded = fold_pixels(frames, size, order)
+    assert torch.equal(folded, rearrange(frames, NOTATION[order], q=size, r=size))
+    assert torch.equal(pixel_shuffle_3d(folded, (1, size, size), order), frames)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_they_are_written_where_they_belong(size):
+    frames = torch.randn(1, 3, 4, 2 * size, 4 * size)
+    folded = fold_pixels(frames, size, COLUMN_FIRST)
+    movie = torch.full((1, 6, 4 * size, 2 * size, 3), torch.nan, dtype=torch.float64)
+    part = movie.permute(0, 4, 1, 3, 2)[:, :, 1:5]
+    assert pixel_shuffle_3d(folded, (1, size, size), COLUMN_FIRST, out=part) is part
+    assert torch.equal(part, frames.double())
+    assert movie[:, [0, 5]].isnan().all()

@@ -1,0 +1,353 @@
+"""The SeedVR2 layout against its formulas in float64, and against itself in other steps."""
+
+import functools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.vae.models.seedvr2_oracle import Oracle
+from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.layers import conv
+from fast_video_vae.vae.layers import row_bands as bands
+from fast_video_vae.vae.layers.causal_conv import CausalConv3d
+from fast_video_vae.vae.layers.temporal_cache import TemporalCache
+from fast_video_vae.vae.models import seedvr2
+from fast_video_vae.vae.planning import plan as plan_module
+
+WIDTHS = (32, 32, 64, 64)
+
+
+def relative_error(actual, expected):
+    assert actual.shape == expected.shape
+    return ((actual.double() - expected).abs().max() / expected.abs().max()).item()
+
+
+def random_frames(*shape, seed=0):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def random_latent(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def state():
+    return random_seedvr2(WIDTHS)
+
+
+@pytest.fixture(scope="module")
+def vae(state):
+    return load_vae(state, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def plain(state):
+    """The upsampling in its two steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seedvr2, "Upsample", seedvr2.PlainUpsample)
+        return load_vae(state, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def truth(state):
+    """What a clip is in float64, by direction and shape."""
+    oracle = Oracle({name: value.double() for name, value in state.items()})
+
+    @functools.cache
+    def of(direction, *shape):
+        make = random_latent if direction == "decode" else random_frames
+        return getattr(oracle, direction)(make(*shape).double())
+
+    return of
+
+
+@pytest.fixture(params=["oneDNN", "plain"])
+def weights_layout(request, monkeypatch):
+    if request.param == "plain":
+        monkeypatch.setattr(conv, "packs", lambda _: False)  # as on a GPU
+
+
+def test_what_it_is_is_read_off_the_weights(vae):
+    config = vae.config
+    assert (config.family, config.latent_channels, config.image_channels) == ("seedvr2", 16, 3)
+    assert config.encoder_widths == (32, 32, 32, 64, 64)
+    assert config.decoder_widths == (64, 64, 64, 32, 32)
+    assert (config.spatial_compression, config.temporal_compression) == (8, 4)
+    assert config.latent_scale == 0.9152
+    latent = random_latent(1, 16, 1, 2, 2)
+    assert torch.equal(vae.normalize(latent), latent)
+    assert torch.equal(vae.denormalize(latent), latent)
+
+
+@pytest.mark.usefixtures("weights_layout")
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("latents", [1, 2, 3, 4])
+def test_is_its_formulas(vae, truth, latents, batch):
+    shape = (batch, 16, latents, 5, 3)
+    assert relative_error(vae.decode(random_latent(*shape)), truth("decode", *shape)) <= 1e-5
+    shape = (batch, 3, 4 * latents - 3, 24, 40)
+    assert relative_error(vae.encode(random_frames(*shape)), truth("encode", *shape)) <= 1e-5
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 4), (4, 1), (2, 2), (6, 5)])
+def test_borders_of_the_folded_upsampling_are_right(vae, plain, truth, size):
+    """The bias of its first convolution ends there. One pixel is all border."""
+    shape = (1, 16, 3, *size)
+    for each in (vae, plain):
+        assert relative_error(each.decode(random_latent(*shape)), truth("decode", *shape)) <= 1e-5
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, -1])
+@pytest.mark.parametrize("folded", [True, False])
+def test_any_chunk_gives_the_same(vae, plain, truth, chunk, folded):
+    each = vae if folded else plain
+    shape = (1, 16, 6, 3, 4)
+    actual = each.decode(random_latent(*shape), chunk)
+    assert relative_error(actual, truth("decode", *shape)) <= 1e-5
+    shape = (1, 3, 21, 24, 16)
+    actual = each.encode(random_frames(*shape), chunk)
+    assert relative_error(actual, truth("encode", *shape)) <= 1e-5
+
+
+@pytest.mark.parametrize("pieces", [[6], [1, 5], [2, 1, 3], [3, 3], [1] * 6])
+def test_any_pieces_give_the_same(vae, truth, pieces):
+    latent = random_latent(1, 16, 6, 3, 4)
+    actual = torch.cat(list(vae.decode_stream(iter(latent.split(pieces, 2)))), 2)
+    assert relative_error(actual, truth("decode", *latent.shape)) <= 1e-5
+
+
+def test_parts_of_a_chunk_give_the_same(vae, truth, monkeypatch):
+    monkeypatch.setattr(plan_module, "_CPU_PART_BYTES", 1 << 12)
+    shape = (1, 16, 4, 3, 4)
+    assert relative_error(vae.decode(random_latent(*shape)), truth("decode", *shape)) <= 1e-5
+    shape = (1, 3, 13, 24, 16)
+    assert relative_error(vae.encode(random_frames(*shape)), truth("encode", *shape)) <= 1e-5
+
+
+@pytest.mark.parametrize("frames", [2, 3, 4, 6, 8])
+def test_frames_that_fill_no_latent_are_dropped(vae, frames):
+    video = random_frames(1, 3, frames, 16, 16)
+    with pytest.warns(UserWarning, match="frames? (was|were) dropped"):
+        actual = vae.encode(video)
+    assert torch.equal(actual, vae.encode(video[:, :, : (frames - 1) // 4 * 4 + 1]))
+
+
+class Convolutions(TorchDispatchMode):
+    """The dimensions of every convolution's weight."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "convolution" in str(func) and "reorder" not in str(func):
+            self.seen.append(args[2 if "binary" in str(func) else 1].ndim)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_lone_frame_runs_no_3d_convolution(vae):
+    vae.decode(random_latent(1, 16, 2, 2, 2))
+    with Convolutions() as convolutions:
+        vae.decode(random_latent(1, 16, 1, 2, 2))
+        vae.encode(random_frames(1, 3, 1, 16, 16))
+    assert convolutions.seen
+    assert set(convolutions.seen) == {4}
+
+
+def test_activations_are_channels_last_everywhere(vae):
+    def note(module, args, output):
+        if isinstance(output, torch.Tensor) and output.ndim == 5 and output.shape[1] > 1:
+            assert output.movedim(1, -1).is_contiguous(), type(module).__name__
+
+    hooks = [module.register_forward_hook(note) for module in vae.modules()]
+    try:
+        vae.decode(random_latent(2, 16, 3, 2, 3))
+        vae.encode(random_frames(2, 3, 9, 16, 24))
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def test_gradients_reach_the_latent_and_the_weights(state, plain):
+    vae = load_vae(state, dtype=torch.float32)
+    grads = []
+    for each in (vae, plain):
+        each.requires_grad_()
+        latent = random_latent(1, 16, 3, 2, 2).requires_grad_()
+        each.decode(latent).square().sum().backward()
+        weights = dict(each.decoder.named_parameters())
+        grads.append([latent.grad, *(weights[name].grad for name in sorted(weights))])
+        each.requires_grad_(False)
+    largest = max(direct.abs().max() for direct in grads[1])
+    for folded, direct in zip(*grads, strict=True):
+        assert folded.any()
+        # A bias before a norm has next to none.
+        assert (folded - direct).abs().max() <= 1e-4 * max(direct.abs().max(), 1e-2 * largest)
+
+
+@pytest.mark.parametrize("name", ["upscale_conv.weight", "upscale_conv.bias", "conv.weight"])
+@pytest.mark.parametrize("behind", [False, True])
+def test_the_folded_weights_follow_what_they_are_made_of(state, name, behind):
+    """Also a write that autograd does not record."""
+    vae, latent = load_vae(state, dtype=torch.float32), random_latent(1, 16, 3, 2, 2)
+    vae.decode(latent)
+    parameter = vae.get_parameter(f"decoder.up_blocks.1.upsamplers.0.{name}")
+    with torch.no_grad():
+        target = parameter.data if behind else parameter
+        target.mul_(-2)
+    changed = load_vae(vae.state_dict(), dtype=torch.float32)
+    assert torch.equal(vae.decode(latent), changed.decode(latent))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_near_whichever_form_it_has(state, truth, dtype):
+    shape = (1, 16, 3, 2, 2)
+    expected = truth("decode", *shape)
+    errors = []
+    for form in (seedvr2.Upsample, seedvr2.PlainUpsample):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(seedvr2, "Upsample", form)
+            frames = load_vae(state, dtype=dtype).decode(random_latent(*shape)).double()
+        errors.append(((frames - expected).norm() / expected.norm()).item())
+    assert errors[0] <= 1.1 * errors[1]
+    assert errors[1] <= 16 * torch.finfo(dtype).eps
+
+
+def test_a_file_without_an_encoder_decodes(state):
+    vae = load_vae(
+        {name: value for name, value in state.items() if name.startswith("decoder.")},
+        dtype=torch.float32,
+    )
+    assert vae.decode(random_latent(1, 16, 1, 2, 2)).shape == (1, 3, 1, 16, 16)
+    with pytest.raises(ValueError, match="the checkpoint has no encoder"):
+        vae.encode(random_frames(1, 3, 1, 16, 16))
+
+
+@pytest.mark.parametrize("prefix", ["model.", "first_stage_model.", "vae."])
+def test_prefixes_are_known(state, vae, prefix):
+    other = load_vae({prefix + name: value for name, value in state.items()}, dtype=torch.float32)
+    latent = random_latent(1, 16, 1, 2, 2)
+    assert torch.equal(other.decode(latent), vae.decode(latent))
+
+
+def test_widths_that_no_group_norm_takes_are_told():
+    with pytest.raises(ValueError, match="48 channels; expected a multiple of 32"):
+        load_vae(random_seedvr2((48, 64, 64, 64)))
+
+
+def test_missing_and_misshapen_weights_are_told(state):
+    broken = dict(state)
+    del broken["decoder.up_blocks.0.resnets.1.norm1.weight"]
+    with pytest.raises(ValueError, match=r"does not fit seedvr2: 1 missing \(decoder.up_"):
+        load_vae(broken)
+    broken = dict(state)
+    broken["encoder.conv_out.bias"] = torch.zeros(31)
+    with pytest.raises(ValueError, match=r"1 of another shape \(encoder.conv_out.bias \[31\]"):
+        load_vae(broken)
+
+
+def test_a_cast_moves_both_networks(state):
+    vae = load_vae(state, dtype=torch.float32).to(torch.bfloat16)
+    assert (vae.dtype, vae.encode_dtype) == (torch.bfloat16, torch.bfloat16)
+    assert vae.encode(random_frames(1, 3, 1, 16, 16)).dtype == torch.bfloat16
+
+
+# --- bands of rows
+
+
+@pytest.fixture
+def banded(state, monkeypatch):
+    """A VAE that makes bands of a row, and how many it made."""
+    made = []
+    vae = load_vae(state, dtype=torch.float32)
+    vae.limit_bytes = 1
+    monkeypatch.setattr(plan_module, "_SMALLEST_PART_BYTES", 1)
+    of_window = CausalConv3d.of_window
+
+    def counted(self, window, cache, **options):
+        made.append(window.shape[3] - 2)
+        return of_window(self, window, cache, **options)
+
+    monkeypatch.setattr(CausalConv3d, "of_window", counted)
+    return vae, made
+
+
+@pytest.mark.usefixtures("weights_layout")
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("latents", [1, 4])  # a lone frame, and steps of both kinds
+def test_bands_give_the_same(banded, truth, latents, rows, monkeypatch):
+    vae, made = banded
+    of = bands.rows_of
+    monkeypatch.setattr(bands, "rows_of", lambda *args: min(rows, args[1].shape[3], of(*args) * 9))
+    shape = (2, 16, latents, 5, 3)
+    assert relative_error(vae.decode(random_latent(*shape)), truth("decode", *shape)) <= 1e-5
+    assert made
+    assert max(made) == rows
+    made.clear()
+    shape = (2, 3, 4 * latents - 3, 24, 40)
+    assert relative_error(vae.encode(random_frames(*shape)), truth("encode", *shape)) <= 1e-5
+    assert made
+    assert max(made) == rows
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_bands_in_any_chunk_give_the_same(banded, truth, chunk):
+    vae, made = banded
+    shape = (1, 16, 6, 3, 4)
+    actual = vae.decode(random_latent(*shape), chunk)
+    assert relative_error(actual, truth("decode", *shape)) <= 1e-5
+    assert made
+    shape = (1, 3, 21, 24, 16)
+    actual = vae.encode(random_frames(*shape), chunk)
+    assert relative_error(actual, truth("encode", *shape)) <= 1e-5
+
+
+def test_there_are_no_bands_where_memory_is_plenty(banded):
+    vae, made = banded
+    vae.limit_bytes = 1 << 30
+    vae.decode(random_latent(1, 16, 3, 4, 4))
+    assert not made
+
+
+def test_bands_keep_no_more_than_their_share(state, monkeypatch):
+    """What a convolution reads is of the size of a band, not of three frames."""
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            for arg in args:
+                if "convolution" in str(func) and isinstance(arg, torch.Tensor) and arg.ndim == 5:
+                    self.elements = max(self.elements, arg.numel())
+            return func(*args, **(kwargs or {}))
+
+    vae = load_vae(state, dtype=torch.float32)
+    latent = random_latent(1, 16, 2, 8, 8)
+    vae.decode(latent)
+    read = []
+    monkeypatch.setattr(plan_module, "_SMALLEST_PART_BYTES", 1)
+    for limit in (1 << 30, 1):
+        vae.limit_bytes = limit
+        with Largest() as largest:
+            vae.decode(latent)
+        read.append(largest.elements)
+    assert read[1] * 4 < read[0]
+
+
+@pytest.mark.parametrize("height", [1, 2, 7, 8, 9])
+def test_the_rows_of_a_band_follow_from_its_size(height):
+    conv = seedvr2.causal(32, 32)
+    x = torch.empty(1, 32, 1, height, 10)
+    cache = TemporalCache()
+    assert bands.rows_of(conv, x, cache) == height  # nobody asks for bands
+    row = 32 * 10 * 4
+    for first, frames in ((True, 1), (False, 3)):
+        with torch.no_grad():
+            cache.first = first
+            cache.band_bytes = frames * row * 4
+            assert bands.rows_of(conv, x, cache) >= min(height, 2)
+            cache.band_bytes = 1
+            assert bands.rows_of(conv, x, cache) == 1
+            cache.band_bytes = frames * row * height // 4 + frames * row
+            assert bands.rows_of(conv, x, cache) == height

@@ -1,0 +1,237 @@
+"""The Wan 2.2 layout against other implementations of it, and against itself in other steps."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fast_video_vae.tests.benchmarks.peers import (
+    PeerUnavailableError,
+    comfyui_vae,
+    diffusers_vae,
+)
+from fast_video_vae.tests.wan22 import diffusers_wan22_name, random_qwen21, random_wan22
+from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.layers import conv
+from fast_video_vae.vae.models.wan22 import DownStage, UpStage
+
+
+def relative_error(actual, expected):
+    assert actual.shape == expected.shape
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+def random_frames(*shape, seed=0):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def random_latent(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def state():
+    return random_wan22(8, 16)
+
+
+@pytest.fixture(scope="module")
+def vae(state):
+    return load_vae(state, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    return load_vae(random_qwen21(), dtype=torch.float32)
+
+
+@pytest.fixture(params=["oneDNN", "plain"])
+def weights_layout(request, monkeypatch):
+    if request.param == "plain":
+        monkeypatch.setattr(conv, "packs", lambda _: False)  # as on a GPU
+
+
+def test_what_it_is_is_read_off_the_weights(vae, pictures):
+    config = vae.config
+    assert (config.family, config.latent_channels, config.image_channels) == ("wan2.2", 48, 3)
+    assert (config.encoder_width, config.decoder_width) == (8, 16)
+    assert (config.spatial_compression, config.temporal_compression) == (16, 4)
+    assert len(config.latent_mean) == len(config.latent_std) == 48
+    config = pictures.config
+    assert (config.family, config.latent_channels) == ("qwen-image-2.1", 64)
+    assert (config.image_channels, config.spatial_compression) == (4, 16)
+    assert config.temporal_compression == 1
+    assert len(config.latent_mean) == len(config.latent_std) == 64
+
+
+@pytest.mark.usefixtures("weights_layout")
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("frames", [1, 5, 9, 17])
+def test_equals_diffusers(state, vae, frames, batch):
+    peer = diffusers_vae(state)
+    video = random_frames(batch, 3, frames, 48, 32)
+    expected = peer.encode(video)
+    assert relative_error(vae.encode(video), expected) <= 1e-5
+    # diffusers clamps what it decodes
+    actual = vae.decode(expected).clamp(-1, 1)
+    assert relative_error(actual, peer.decode(expected).clamp(-1, 1)) <= 1e-5
+
+
+@pytest.mark.comfyui
+@pytest.mark.parametrize("frames", [1, 5, 9, 17])
+def test_equals_comfyui(state, vae, frames):
+    try:
+        peer = comfyui_vae(state)
+    except PeerUnavailableError as error:
+        pytest.skip(str(error))
+    video = random_frames(1, 3, frames, 32, 48)
+    expected = peer.encode(video)
+    assert relative_error(vae.encode(video), expected) <= 1e-5
+    assert relative_error(vae.decode(expected), peer.decode(expected)) <= 1e-5
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_pictures_equal_diffusers(pictures, batch):
+    peer = diffusers_vae(random_qwen21())
+    images = random_frames(batch, 4, 1, 48, 32)
+    expected = peer.encode(images)
+    assert relative_error(pictures.encode(images), expected) <= 1e-5
+    actual = pictures.decode(expected).clamp(-1, 1)
+    assert relative_error(actual, peer.decode(expected).clamp(-1, 1)) <= 1e-5
+
+
+def test_pictures_know_no_time(pictures):
+    latent = random_latent(1, 64, 3, 3, 2)
+    apart = [pictures.decode(latent[:, :, i : i + 1]) for i in range(3)]
+    for chunk in (None, 1, 2, -1):
+        assert torch.equal(pictures.decode(latent, chunk), torch.cat(apart, dim=2))
+    images = random_frames(1, 4, 3, 48, 32)
+    apart = [pictures.encode(images[:, :, i : i + 1]) for i in range(3)]
+    assert torch.equal(pictures.encode(images), torch.cat(apart, dim=2))
+
+
+@pytest.mark.usefixtures("weights_layout")
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 7, 8, 100, -1, None])
+def test_any_chunk_equals_latent_by_latent(vae, chunk):
+    video, latent = random_frames(1, 3, 29, 32, 48), random_latent(1, 48, 8, 2, 3)
+    for run, x in ((vae.encode, video), (vae.decode, latent)):
+        torch.testing.assert_close(run(x, chunk=chunk), run(x, chunk=1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [[1] * 17, [5, 1, 7, 4], [2, 15], [16, 1]])
+def test_a_stream_in_any_pieces_is_the_whole(vae, sizes):
+    video, latent = random_frames(1, 3, 17, 32, 48), random_latent(1, 48, 17, 2, 3)
+    pieces = torch.cat(list(vae.encode_stream(video.split(sizes, dim=2))), dim=2)
+    torch.testing.assert_close(pieces, vae.encode(video), rtol=1e-5, atol=1e-5)
+    pieces = torch.cat(list(vae.decode_stream(latent.split(sizes, dim=2))), dim=2)
+    torch.testing.assert_close(pieces, vae.decode(latent), rtol=1e-5, atol=1e-5)
+
+
+def test_large_frames_go_in_parts_and_change_nothing(vae):
+    video, latent = random_frames(1, 3, 13, 64, 64), random_latent(1, 48, 4, 4, 4)
+    expected = vae.encode(video), vae.decode(latent)
+    small = load_vae(random_wan22(8, 16), dtype=torch.float32)
+    small.limit_bytes = 1
+    torch.testing.assert_close(small.encode(video), expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(small.decode(latent), expected[1], rtol=1e-5, atol=1e-5)
+
+
+class _Calls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.volumes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        ranks = [arg.ndim for arg in args if isinstance(arg, torch.Tensor)]
+        if "conv" in str(func) and ranks and ranks[0] == 5:
+            self.volumes += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_lone_frame_runs_in_2d_and_is_the_first_of_a_video(vae, pictures):
+    video, latent = random_frames(1, 3, 9, 32, 48), random_latent(1, 48, 3, 2, 3)
+    with _Calls() as calls:
+        lone = vae.encode(video[:, :, :1]), vae.decode(latent[:, :, :1])
+        pictures.decode(random_latent(1, 64, 1, 2, 2))
+    assert calls.volumes == 0
+    assert torch.equal(lone[0], vae.encode(video)[:, :, :1])
+    assert torch.equal(lone[1], vae.decode(latent)[:, :, :1])
+
+
+def test_the_frames_of_a_longer_video_begin_with_those_of_a_shorter(vae):
+    video, latent = random_frames(1, 3, 13, 32, 48), random_latent(1, 48, 4, 2, 3)
+    assert relative_error(vae.encode(video[:, :, :5]), vae.encode(video)[:, :, :2]) <= 1e-5
+    assert relative_error(vae.decode(latent[:, :, :2]), vae.decode(latent)[:, :, :5]) <= 1e-5
+
+
+def test_the_names_of_diffusers_are_read(state, vae):
+    other = load_vae({diffusers_wan22_name(k): v for k, v in state.items()}, dtype=torch.float32)
+    assert all(map(torch.equal, other.state_dict().values(), vae.state_dict().values()))
+    flat = random_qwen21()
+    renamed = {}
+    for key, value in flat.items():
+        name = diffusers_wan22_name(key)
+        renamed[name] = value.squeeze(2) if value.ndim == 5 else value
+    ours, theirs = load_vae(flat).state_dict(), load_vae(renamed).state_dict()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_a_pruned_decoder_loads_by_its_shapes(state):
+    # Narrower than its encoder asks for, and not by the same factor in every stage.
+    narrow = random_wan22(8, 4)
+    pruned = {key: (narrow if key.startswith("decoder.") else state)[key] for key in state}
+    vae = load_vae(pruned, dtype=torch.float32)
+    assert (vae.config.encoder_width, vae.config.decoder_width) == (8, 4)
+    peer = diffusers_vae(narrow | {
+        key: state[key] for key in state if key.startswith(("encoder.", "conv"))
+    })  # fmt: skip
+    latent = random_latent(1, 48, 3, 2, 3)
+    assert relative_error(vae.decode(latent).clamp(-1, 1), peer.decode(latent)) <= 1e-5
+    alone = {key: v for key, v in pruned.items() if not key.startswith(("encoder.", "conv1."))}
+    assert torch.equal(load_vae(alone, dtype=torch.float32).decode(latent), vae.decode(latent))
+
+
+def test_other_stages_are_one_line(state):
+    broken = {key: v for key, v in state.items() if not key.startswith("decoder.upsamples.2.")}
+    with pytest.raises(ValueError, match="the decoder has 3 stages; expected 4 or 5") as error:
+        load_vae(broken)
+    assert "\n" not in str(error.value)
+
+
+def test_widths_that_a_shortcut_cannot_serve_are_one_line():
+    with pytest.raises(ValueError, match="16 numbers for 7 channels"):
+        UpStage(7, 4, space=True, time=False, taps=3)
+    with pytest.raises(ValueError, match="28 numbers for 8 channels"):
+        DownStage(7, 8, space=True, time=False, taps=3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((1, 16, 1, 2, 2), "16 channels; this VAE needs 48"),
+        ((48, 2, 2), "3 dimensions"),
+        ((1, 48, 0, 2, 2), "empty"),
+    ],
+)
+def test_bad_latents_are_one_line(vae, shape, words):
+    with pytest.raises(ValueError, match=words):
+        vae.decode(torch.zeros(shape))
+
+
+def test_frames_must_fill_the_latents(vae):
+    with pytest.raises(ValueError, match=r"24 x 32 .* multiples of 16"):
+        vae.encode(torch.zeros(1, 3, 1, 24, 32))
+
+
+def test_bf16_is_as_close_as_its_rounding_allows(state):
+    exact, rounded = load_vae(state, dtype=torch.float64), load_vae(state, dtype=torch.bfloat16)
+    peer = diffusers_vae(state, dtype=torch.bfloat16)
+    latent = random_latent(1, 48, 3, 3, 3).bfloat16()
+    expected = exact.decode(latent.double()).clamp(-1, 1)
+    ours = (rounded.decode(latent).double().clamp(-1, 1) - expected).norm()
+    theirs = (peer.decode(latent).double() - expected).norm()
+    assert ours <= 2 * theirs
+
+
+def test_the_memory_of_a_stream_does_not_grow(vae):
+    assert vae.memory_bytes(704, 1280) > vae.memory_bytes(352, 640)
+    assert vae.memory_bytes(704, 1280, lone=True) < vae.memory_bytes(704, 1280) / 2
+    assert vae.memory_bytes(704, 1280, encode=True) > 0

@@ -1,0 +1,244 @@
+"""What a plan says of memory is what a stream takes, and what is chosen keeps its limit."""
+
+import dataclasses
+import itertools
+import time
+
+import pytest
+import torch
+
+from fast_video_vae.tests.benchmarks import bench_memory
+from fast_video_vae.tests.benchmarks.bench_memory import Case
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.wan22 import random_wan22
+from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.layers import conv
+from fast_video_vae.vae.planning import layer_specs as outline_module
+from fast_video_vae.vae.planning import plan, tiling
+from fast_video_vae.vae.planning.layer_specs import lengths_before, outline
+from fast_video_vae.vae.planning.plan import Tiles, Work, make_plan
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+FAMILIES = {
+    "wan2.1": lambda: random_state_dict(8),
+    "wan2.2": lambda: random_wan22(8, 8),
+    "seedvr2": random_seedvr2,
+}
+TOLERANCE = 0.15
+
+measured = pytest.mark.skipif(
+    not bench_memory.can_measure(), reason="the system does not tell the peak memory of a process"
+)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def vae(request):
+    return load_vae(FAMILIES[request.param](), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def wan():
+    return load_vae(random_state_dict(8), dtype=torch.float32)
+
+
+@pytest.fixture(params=["encode", "decode"])
+def network(request, vae):
+    return vae.encoder if request.param == "encode" else vae.decoder
+
+
+def work_of(network, height=90, width=160, dtype=torch.bfloat16, device=CPU, lone=False, batch=1):
+    return Work(network, (batch, height, width), dtype, device, lone)
+
+
+CASES = [
+    Case("wan2.1", False, chunk=1, size=(128, 192)),
+    Case("wan2.1", True, latents=5, chunk=2, size=(128, 192)),
+    Case("wan2.2", False, latents=5, chunk=2, batch=2, size=(128, 160)),
+    Case("wan2.2", True, size=(256, 384), chunk=1),
+    Case("wan2.2", True, size=(384, 384), chunk=1, dtype="bfloat16"),
+    Case("seedvr2", False, latents=1, size=(256, 256)),
+    Case("seedvr2", True, chunk=1, size=(128, 192)),
+    Case("wan2.1", False, chunk=1, size=(128, 192), tile=(64, 96), cut=0),
+    Case("wan2.1", True, chunk=1, size=(128, 192), tile=(64, 96), cut=1),
+]
+
+# Of the peak on whole frames. What a video remembers stays on a CPU, so that less is not to be had.
+PICTURE = Case(latents=1, size=(640, 640))
+LIMITS = [
+    (PICTURE, 0.8),
+    (PICTURE, 0.5),
+    (PICTURE, 0.3),
+    (Case("wan2.2", latents=9, size=(192, 256)), 0.8),
+]
+
+
+def limited(case, share):
+    limit = int(share * bench_memory.plan_of(case).peak_bytes)
+    return dataclasses.replace(case, limit_bytes=limit)
+
+
+@pytest.fixture(scope="module")
+def results():
+    """All in one process, which takes longer to begin than to measure."""
+    cases = [*CASES, *(limited(*each) for each in LIMITS)]
+    return dict(zip(cases, bench_memory.run(*cases), strict=True))
+
+
+@measured
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_estimate_is_what_a_stream_takes(results, case):
+    result = results[case]
+    assert result["estimate_mib"] == pytest.approx(result["peak_mib"], rel=TOLERANCE)
+
+
+@measured
+@pytest.mark.parametrize(("case", "share"), LIMITS, ids=str)
+def test_a_stream_under_a_limit_stays_within_it(results, case, share):
+    case = limited(case, share)
+    assert bench_memory.plan_of(case).peak_bytes <= case.limit_bytes
+    assert results[case]["peak_mib"] <= (1 + TOLERANCE) * case.limit_bytes / 2**20
+
+
+def many(family, encode):
+    for chunk in (1, 2, 4):
+        yield Case(family, encode, latents=1 + 2 * chunk, chunk=chunk)
+    yield Case(family, encode, latents=1, size=(512, 512))
+    yield Case(family, encode, width=96, chunk=1, size=(128, 192))
+    yield Case(family, encode, width=48, dtype="bfloat16", latents=5, chunk=2)
+    yield Case(family, encode, latents=5, chunk=2, batch=2, size=(192, 256))
+    yield Case(family, encode, latents=2, chunk=1, size=(320, 512))
+    yield Case(family, encode, chunk=1, limit_bytes=1)
+    if family == "seedvr2":
+        return
+    for cut, side in itertools.product((0, 1, 2), (64, 128)):
+        yield Case(family, encode, size=(256, 320), chunk=1, tile=(side, side), cut=cut)
+    yield Case(family, encode, latents=9, size=(256, 320), chunk=4, tile=(256, 128), cut=0)
+    yield Case(family, encode, latents=1, size=(480, 832), tile=(256, 256), cut=0)
+
+
+@measured
+@pytest.mark.slow
+@pytest.mark.parametrize("encode", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_estimate_is_what_any_stream_takes(family, encode):
+    cases = list(many(family, encode))
+    results = zip(cases, bench_memory.run(*cases), strict=True)
+    wrong = [
+        f"{case}: {result}"
+        for case, result in results
+        if abs(result["estimate_mib"] / result["peak_mib"] - 1) > TOLERANCE
+    ]
+    assert not wrong
+
+
+@measured
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_heap_of_glibc_keeps_a_little_more(case):
+    (result,) = bench_memory.run(case, holes=True)
+    assert 0.85 * result["estimate_mib"] <= result["peak_mib"] <= result["estimate_mib"] + 100
+
+
+def test_large_weights_that_are_not_kept_are_counted(wan, monkeypatch):
+    work = work_of(wan.decoder, 4, 4)
+    before = make_plan(work, 1, cuts=False).peak_bytes
+    monkeypatch.setattr(conv, "_KEPT_ELEMENTS", 1)
+    monkeypatch.setattr(outline_module, "_KEPT_ELEMENTS", 1)
+    assert make_plan(work_of(wan.decoder, 4, 4), 1, cuts=False).peak_bytes > before
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+@pytest.mark.parametrize("lone", [False, True])
+def test_a_smaller_limit_never_takes_more_and_one_that_can_be_kept_is(network, device, lone):
+    work = work_of(network, device=device, lone=lone)
+    most = make_plan(work, 1 << 50).peak_bytes
+    least = make_plan(work, 1).peak_bytes
+    before = most
+    for step in range(13):
+        limit = int(most * 1.1 * (least / most / 1.3) ** (step / 12))
+        peak = make_plan(work, limit).peak_bytes
+        assert peak <= before
+        assert peak <= max(limit, least)
+        before = peak
+
+
+def test_memory_grows_with_all_that_is_larger(network):
+    def peak(chunk=2, **changes):
+        return make_plan(work_of(network, **changes), 1 << 50, chunk=chunk).peak_bytes
+
+    base = peak()
+    assert peak(chunk=4) >= base
+    assert peak(batch=2) > base
+    assert peak(dtype=torch.float32) > base
+    assert peak(height=180) > base
+    assert peak(lone=True) < base
+
+
+def test_all_free_memory_but_a_tenth_is_for_whole_frames_and_half_for_long_steps(wan, monkeypatch):
+    work = work_of(wan.decoder, device=CUDA)
+    longest, shortest = make_plan(work, 1 << 50), make_plan(work, 1, cuts=False)
+
+    def chosen(free_bytes):
+        monkeypatch.setattr(plan, "free_bytes", lambda _: int(free_bytes))
+        return make_plan(work)
+
+    assert chosen(2.01 * longest.peak_bytes) == longest
+    less = chosen(1.5 * shortest.peak_bytes)
+    assert less.tiles is None
+    assert less.chunk == 1
+    assert chosen(1.12 * shortest.peak_bytes).tiles is None
+    assert chosen(1.1 * shortest.peak_bytes).tiles is not None
+
+
+@pytest.mark.parametrize("size", [(64, 64), (90, 70), (1000, 48)])
+def test_tiles_are_counted_as_they_are_cut(vae, network, size):
+    """Every length of every tile, beside the tiles that a stream runs in."""
+    work = work_of(network, 24, 22)
+    for cut in tiling.can_cut(network):
+        _, tiles, whole = plan.cut_tiles(work, Tiles(cut, size))
+        stages = outline(network).stages
+        stages = stages[:cut] if work.outline.encodes else stages[cut:]
+        for tile in tiles:
+            for axis, span in enumerate((tile.rows, tile.columns)):
+                expected = [spans[axis][1] - spans[axis][0] for spans in tile.spans]
+                lengths = lengths_before(stages, whole[axis], span)
+                assert lengths == [*expected, span[1] - span[0]]
+
+
+def test_caches_on_the_host_are_paid_for_and_make_steps_longer(wan, monkeypatch):
+    work = work_of(wan.decoder, device=CUDA)
+    least = make_plan(work, 1)
+    assert least.parked
+    limit = 2 * least.peak_bytes
+    chosen = make_plan(work, limit)
+    assert chosen.parked
+    assert chosen.chunk > make_plan(work, 1 << 50).chunk
+    assert chosen.peak_bytes <= limit
+    monkeypatch.setattr(plan, "_PRODUCTS_PER_BYTE", 0)
+    assert make_plan(work, limit).chunk <= chosen.chunk  # nothing is gained by longer ones
+    monkeypatch.setattr(plan, "_PRODUCTS_PER_BYTE", 1e12)
+    dear = make_plan(work, limit)
+    assert dear.chunk >= chosen.chunk
+    for device, lone in ((CPU, False), (CUDA, True)):
+        assert not make_plan(work_of(wan.decoder, device=device, lone=lone), 1).parked
+
+
+def test_a_plan_takes_little_time(wan):
+    times = []
+    for device, limit in itertools.product((CPU, CUDA), (1, 1 << 29)):
+        work = work_of(wan.decoder, device=device)
+        best = float("inf")
+        for _ in range(3):
+            start = time.process_time()
+            make_plan(work, limit)
+            best = min(best, time.process_time() - start)
+        times.append(best)
+    assert max(times) < 0.25  # 5 to 30 ms on a CPU that is shared
+
+
+def test_a_plan_in_words():
+    words = str(plan.Plan(1, 1, 300 << 20))
+    assert words == "1 latent a step, whole frames, about 300 MiB"
+    words = str(plan.Plan(-1, 1, 1 << 20, Tiles(3, (24, 40)), True, 2))
+    assert words == "all latents a step, tiles of 80x48, caches on the host, about 1 MiB"

@@ -1,0 +1,236 @@
+"""Tiles: the same numbers as whole frames, whatever the tile, and no seam anywhere."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.wan22 import random_wan22
+from fast_video_vae.vae import load_vae, model
+from fast_video_vae.vae.planning import plan as plan_module
+from fast_video_vae.vae.planning import tiling
+from fast_video_vae.vae.streaming.cache_offload import Parking
+from fast_video_vae.vae.streaming.executor import TiledDecode, TiledEncode
+
+FAMILIES = {"wan2.1": lambda: random_state_dict(8), "wan2.2": lambda: random_wan22(8, 8)}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def vae(request):
+    return load_vae(FAMILIES[request.param](), dtype=torch.float32)
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """How many tiles each chunk went through."""
+    counts = []
+    for route in (TiledDecode, TiledEncode):
+        advance = route.advance
+
+        def counted(self, x, advance=advance):
+            counts.append(len(self.tiles))
+            return advance(self, x)
+
+        monkeypatch.setattr(route, "advance", counted)
+    return counts
+
+
+def latents_of(vae, frames, height, width, batch=1):
+    step = vae.config.spatial_compression
+    shape = batch, vae.config.latent_channels, frames, height // step, width // step
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def clip(frames, height, width, batch=1):
+    shape = batch, 3, frames, height, width
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+def joined(stream):
+    return torch.cat(list(stream), dim=2)
+
+
+def close(got, expected):
+    assert got.shape == expected.shape
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+# Height and width of the frames, of a tile, latents, chunk, batch.
+CASES = [
+    (128, 192, (64, 64), 3, 1, 1),
+    (144, 176, (64, 64), 3, 2, 1),  # odd numbers of latents
+    (144, 112, (72, 10_000), 3, -1, 1),  # bands
+    (96, 160, (50, 70), 2, None, 2),  # that divide nothing
+    (96, 128, (64, 64), 1, None, 1),  # a picture
+]
+
+
+@pytest.mark.parametrize(("height", "width", "tile", "frames", "chunk", "batch"), CASES)
+def test_a_decode_in_tiles_is_that_of_whole_frames(
+    vae, tiles, height, width, tile, frames, chunk, batch
+):
+    latent = latents_of(vae, frames, height, width, batch)
+    expected = vae.decode(latent)
+    assert not tiles
+    close(joined(vae.decode_stream(latent, chunk, tile=tile)), expected)
+    assert min(tiles) > 1
+    out = torch.full_like(expected, torch.nan)
+    for _ in vae.decode_stream(latent, chunk, tile=tile, out=out):
+        pass
+    close(out, expected)
+
+
+@pytest.mark.parametrize(("height", "width", "tile", "frames", "chunk", "batch"), CASES)
+def test_an_encode_in_tiles_is_that_of_whole_frames(
+    vae, tiles, height, width, tile, frames, chunk, batch
+):
+    video = clip(4 * frames - 3, height, width, batch)
+    expected = vae.encode(video)
+    assert not tiles
+    close(joined(vae.encode_stream(video, chunk, tile=tile)), expected)
+    assert min(tiles) > 1
+
+
+def test_every_cut_gives_the_same(vae, monkeypatch, tiles):
+    latent, video = latents_of(vae, 3, 96, 128), clip(9, 96, 128)
+    frames, encoded = vae.decode(latent), vae.encode(video)
+    find = tiling.can_cut
+    counts = [len(find(network)) for network in (vae.decoder, vae.encoder)]
+    assert min(counts) >= 3
+    for index in range(max(counts)):
+        monkeypatch.setattr(
+            plan_module,
+            "can_cut",
+            lambda network, index=index: find(network)[index : index + 1] or find(network)[:1],
+        )
+        close(joined(vae.decode_stream(latent, tile=(64, 64))), frames)
+        close(joined(vae.encode_stream(video, tile=(64, 64))), encoded)
+    assert min(tiles) > 1
+
+
+def test_images_come_in_tiles_too(vae, tiles):
+    latent = latents_of(vae, 3, 96, 128)
+    expected = torch.empty((1, 9, 96, 128, 3), dtype=torch.uint8)
+    got = torch.full_like(expected, 7)
+    for images, tile in ((expected, None), (got, (64, 48))):
+        pieces = list(vae.decode_stream(latent, images=images, tile=tile))
+        assert torch.equal(torch.cat(pieces, dim=1), images)
+    assert tiles
+    difference = (got.int() - expected.int()).abs()
+    assert difference.max() <= 1
+    assert (difference > 0).float().mean() < 1e-3
+
+
+def test_brightness_does_not_step_at_the_borders_of_tiles_and_chunks(vae):
+    """A slow ramp in space and time, in float64: what a seam would add would stand out."""
+    height, width, frames = 128, 128, 5
+    step = vae.config.spatial_compression
+    y, x = torch.meshgrid(
+        torch.linspace(-1, 1, height // step), torch.linspace(-1, 1, width // step), indexing="ij"
+    )
+    times = torch.linspace(0, 0.5, frames).view(-1, 1, 1)
+    latent = (y + x + times).expand(1, vae.config.latent_channels, -1, -1, -1)
+    whole = vae.decode(latent).double()
+    cut = joined(vae.decode_stream(latent, 1, tile=(64, 64))).double()
+    scale = whole.abs().max()
+    means = [video.mean(dim=(1, 3, 4)).squeeze(0) for video in (whole, cut)]
+    assert (means[1].diff() - means[0].diff()).abs().max() < 1e-6 * scale
+    for dim in (3, 4):
+        assert (cut.diff(dim=dim) - whole.diff(dim=dim)).abs().max() < 1e-5 * scale
+
+
+def test_what_sees_whole_frames_is_never_cut():
+    seedvr2 = load_vae(random_seedvr2(), dtype=torch.float32)
+    assert not tiling.can_cut(seedvr2.decoder)
+    assert not tiling.can_cut(seedvr2.encoder)
+    latent = torch.randn(1, 16, 2, 8, 8)
+    close(joined(seedvr2.decode_stream(latent, tile=(32, 32))), seedvr2.decode(latent))
+
+
+def test_the_halo_of_wan_is_as_wide_as_its_layers_reach():
+    """20 pixels from the last temporal upsampling of Wan 2.1 on; twice that of Wan 2.2's frames."""
+    for state, layers in ((random_state_dict(8), 8), (random_wan22(8, 8), 3)):
+        network = load_vae(state, dtype=torch.float32).decoder
+        tail = network.layers()[-layers:]
+        size = tiling.frame_sizes(network.layers(), (64, 64))[-layers - 1]
+        end = tiling.frame_sizes(tail, size)[-1]
+        middle = (end[0] // 2 - 8, end[0] // 2 + 8)
+        tile = tiling.make_tile([tail], size, middle, middle)
+        scale = end[0] // size[0]
+        (start, stop), _ = tile.spans[0]
+        assert (middle[0] - scale * start, scale * stop - middle[1]) == (20, 20)
+
+
+def test_tiles_are_not_taken_where_autograd_records(vae, tiles):
+    latent = latents_of(vae, 2, 64, 64).requires_grad_()
+    joined(vae.decode_stream(latent, tile=(32, 32))).sum().backward()
+    assert latent.grad is not None
+    assert not tiles
+
+
+@pytest.mark.parametrize("frames", [range(1), range(1, 5), range(7, 30), range(40, 81)])
+def test_a_range_of_frames_is_that_of_the_whole_video(vae, frames):
+    latent = latents_of(vae, 21, 32, 32)
+    expected = vae.decode(latent)[:, :, frames.start : frames.stop]
+    close(joined(vae.decode_stream(latent, frames=frames)), expected)
+    close(joined(vae.decode_stream(latent, 2, frames=frames, tile=(16, 16))), expected)
+    images = torch.full((1, len(frames), 32, 32, 3), torch.nan)
+    for _ in vae.decode_stream(latent, frames=frames, images=images):
+        pass
+    assert (images - expected.movedim(1, -1).add(1).div(2).clamp(0, 1)).abs().max() < 1e-5
+    runs = (latent[:, :, at : at + 1] for at in range(21))
+    close(joined(vae.decode_stream(runs, frames=frames)), expected)
+
+
+def test_a_range_far_into_a_video_leaves_out_what_does_not_matter_to_it(vae, monkeypatch):
+    latent = latents_of(vae, 80, 16, 16)
+    expected = vae.decode(latent)[:, :, 300:]
+    seen = []
+    forward = type(vae.decoder.conv1).forward
+
+    def counted(self, x, *arguments, **options):
+        if self is vae.decoder.conv1:
+            seen.append(x.shape[2])
+        return forward(self, x, *arguments, **options)
+
+    monkeypatch.setattr(type(vae.decoder.conv1), "forward", counted)
+    close(joined(vae.decode_stream(latent, frames=range(300, 317))), expected)
+    assert sum(seen) < 50
+
+
+@pytest.mark.parametrize("frames", [range(0), range(80, 100), range(-3, 5), range(0, 10, 2)])
+def test_a_range_that_is_not_of_the_video_is_an_error(vae, frames):
+    with pytest.raises(ValueError, match=r"^frames are .*; expected "):
+        list(vae.decode_stream(latents_of(vae, 21, 32, 32), frames=frames))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, -1])
+def test_a_still_end_is_left_out_in_tiles_too(vae, tiles, chunk):
+    video = clip(1, 64, 96).repeat(1, 1, 121, 1, 1)
+    video[:, :, :7] = clip(7, 64, 96)
+    vae.skips_still = False
+    expected = vae.encode(video)
+    vae.skips_still = True
+    close(joined(vae.encode_stream(video, chunk, tile=(32, 48))), expected)
+    assert tiles
+
+
+def test_what_tiles_remember_may_wait_elsewhere(vae, tiles, monkeypatch):
+    """On a CPU that is other memory of the host."""
+    plan, parks = model.make_plan, []
+
+    def parked(*arguments, **options):
+        return replace(plan(*arguments, **options), parked=True)
+
+    monkeypatch.setattr(model, "make_plan", parked)
+    park = Parking.park
+    monkeypatch.setattr(
+        Parking, "park", lambda self, cache: (parks.append(cache), park(self, cache))
+    )
+    latent, frames = latents_of(vae, 3, 96, 128), clip(9, 96, 128)
+    close(joined(vae.decode_stream(latent, 1, tile=(64, 64))), vae.decode(latent))
+    close(joined(vae.encode_stream(frames, 1, tile=(64, 64))), vae.encode(frames))
+    assert tiles
+    assert len(parks) == sum(tiles)

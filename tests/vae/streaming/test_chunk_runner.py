@@ -1,0 +1,278 @@
+"""Chunks that repeat: the search for algorithms, CUDA graphs, and `torch.compile` around it all."""
+
+import importlib
+import logging
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from fast_video_vae.kernels import dispatch as backend
+from fast_video_vae.kernels import warmup_log as preparations
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.planning import plan as plan_module
+
+graphs = importlib.import_module("fast_video_vae.vae.streaming.cuda_graph")
+steps = importlib.import_module("fast_video_vae.vae.streaming.chunk_runner")
+
+
+@pytest.fixture
+def vae():
+    return load_vae(random_state_dict(8), dtype=torch.float32)
+
+
+class StandIn:
+    """A recording without CUDA: as there, recording leaves no trace in the state of the video.
+
+    Replaying runs the code again, on the memory of the recording, and writes where the results of
+    the recording lie, as a graph does.
+    """
+
+    made = 0
+
+    def __init__(self, run, x):
+        type(self).made += 1
+        self._run, self._input = run, x.clone()
+        tails = run.__self__.route.lanes[0].cache._tails
+        before = {conv: tail.clone() for conv, tail in tails.items()}
+        places = {conv: tail.data_ptr() for conv, tail in tails.items()}
+        self._results = list(run(self._input))
+        assert places == {conv: tail.data_ptr() for conv, tail in tails.items()}
+        for conv, tail in before.items():
+            tails[conv].copy_(tail)
+
+    def replay(self, x):
+        assert (x.shape, x.stride(), x.dtype) == (
+            self._input.shape, self._input.stride(), self._input.dtype,
+        )  # fmt: skip
+        self._input.copy_(x)
+        for result, fresh in zip(self._results, self._run(self._input), strict=True):
+            result.copy_(fresh)
+            yield result.clone()
+
+
+@pytest.fixture
+def recorded(monkeypatch, vae):
+    """Graphs without CUDA."""
+    monkeypatch.setattr(StandIn, "made", 0)
+    monkeypatch.setattr(graphs, "Recording", StandIn)
+    monkeypatch.setattr(graphs, "takes", lambda _: True)
+    vae.graphs = True
+    return vae
+
+
+@pytest.mark.parametrize(("latents", "chunk", "made"), [(9, 1, 1), (9, 3, 1), (9, 5, 0), (2, 1, 0)])
+def test_a_video_out_of_a_graph_is_the_same(recorded, latents, chunk, made):
+    z = torch.randn(1, 16, latents, 2, 3)
+    y = recorded.decode(z, chunk)
+    assert StandIn.made == made
+    recorded.graphs = False
+    assert torch.equal(y, recorded.decode(z, chunk))
+
+
+@pytest.mark.parametrize("given", ["nothing", "out", "images"])
+def test_results_are_the_callers_own(recorded, given):
+    """A piece that somebody keeps is not what the next replay writes to."""
+    z = torch.randn(1, 16, 6, 2, 2)
+    places = {
+        "nothing": {},
+        "out": {"out": torch.empty(1, 3, 21, 16, 16)},
+        "images": {"images": torch.empty(1, 21, 16, 16, 3)},
+    }[given]
+    kept = [(piece, piece.clone()) for piece in recorded.decode_stream(z, 1, **places)]
+    assert StandIn.made == 1
+    assert all(torch.equal(*pair) for pair in kept)
+    axis = 1 if given == "images" else 2
+    recorded.graphs = False
+    again = {name: torch.empty_like(place) for name, place in places.items()}
+    expected = torch.cat(list(recorded.decode_stream(z, 1, **again)), axis)
+    assert torch.equal(torch.cat([piece for piece, _ in kept], axis), expected)
+
+
+def test_an_encode_out_of_a_graph_is_the_same(recorded):
+    x = torch.rand(1, 3, 25, 16, 24) * 2 - 1
+    y = recorded.encode(x, 1)
+    assert StandIn.made == 1
+    recorded.graphs = False
+    assert torch.equal(y, recorded.encode(x, 1))
+
+
+def test_parts_of_a_chunk_come_out_of_a_graph_too(recorded, monkeypatch):
+    monkeypatch.setattr(plan_module, "_CPU_PART_BYTES", 1 << 12)
+    z = torch.randn(1, 16, 13, 2, 2)
+    y = recorded.decode(z, 3)
+    assert StandIn.made == 1
+    recorded.graphs = False
+    assert torch.equal(y, recorded.decode(z, 3))
+
+
+def test_what_cannot_be_recorded_runs_plainly_and_is_told_once(recorded, monkeypatch, caplog):
+    class Fails:
+        def __init__(self, *_):
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    monkeypatch.setattr(graphs, "Recording", Fails)
+    monkeypatch.setattr(backend, "_logged", set())
+    z = torch.randn(1, 16, 6, 2, 2)
+    with caplog.at_level(logging.WARNING):
+        frames = [recorded.decode(z, 1) for _ in range(2)]
+    recorded.graphs = False
+    assert all(torch.equal(y, recorded.decode(z, 1)) for y in frames)
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "no CUDA graph" in line
+    assert line.endswith("(operation not permitted)")
+
+
+def test_what_learns_is_not_recorded(recorded):
+    z = torch.randn(1, 16, 5, 1, 1, requires_grad=True)
+    recorded.decode(z, 1).sum().backward()
+    assert z.grad.isfinite().all()
+    assert StandIn.made == 0
+
+
+def test_graphs_are_off_unless_asked_for(vae):
+    assert not vae.graphs
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """How many chunks of a decode were searched for."""
+    cudnn = steps.cudnn
+    monkeypatch.setattr(cudnn, "_seen", Counter())
+    monkeypatch.setattr(cudnn, "_UNSEARCHED", 3)
+    entered = set()
+
+    @contextmanager
+    def searching(device):
+        assert device.type == "cpu"
+        entered.add(chunk)
+        yield
+
+    monkeypatch.setattr(cudnn, "searching", searching)
+    chunk = 0
+
+    def count(vae, latents, size=1):
+        nonlocal chunk
+        entered.clear()
+
+        def pieces():
+            nonlocal chunk
+            for chunk in range(latents):  # noqa: B007, `searching` reads it
+                yield torch.randn(1, 16, 1, size, size)
+
+        for _ in vae.decode_stream(pieces()):
+            pass
+        return len(entered)
+
+    return count
+
+
+def test_the_search_waits_for_what_repeats(vae, searches):
+    """As many chunks without as it costs; the first frame is a kind of its own."""
+    assert searches(vae, 4) == 0
+    assert searches(vae, 6) == 5
+    assert searches(vae, 3, size=2) == 0
+    assert [searches(vae, 1) for _ in range(3)] == [0, 1, 1]
+
+
+def test_another_network_is_searched_for_by_itself(vae, searches):
+    assert searches(vae, 6) == 2
+    assert searches(load_vae(random_state_dict(16), dtype=torch.float32), 4) == 0
+    vae.dtype = torch.bfloat16
+    assert searches(vae, 4) == 0
+
+
+def test_a_search_begins_before_a_recording_and_not_inside_of_one(recorded, searches):
+    searches(recorded, 3)
+    assert StandIn.made == 1
+    searches(recorded, 9)  # one like chunk, then those that are searched for, all but one recorded
+    assert StandIn.made == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_real_graph_gives_the_same_video(dtype):
+    vae = load_vae(random_state_dict(32), dtype=dtype).cuda()
+    z = torch.randn(1, 16, 12, 8, 12, device="cuda")
+    plain, before = vae.decode(z, 2), preparations()
+    vae.graphs = True
+    torch.testing.assert_close(vae.decode(z, 2), plain, rtol=0, atol=0.02)
+    assert "graph capture" in {each.kind for each in preparations()[len(before) :]}
+
+
+class Compiler:
+    """A backend for `torch.compile` that counts the graphs it gets, and runs them as they are."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, graph, _):
+        self.graphs.append(graph)
+        return graph.forward
+
+    def computed(self):
+        """The operations in all graphs."""
+        calls = ("call_function", "call_method", "call_module")
+        return [node for graph in self.graphs for node in graph.graph.nodes if node.op in calls]
+
+
+@pytest.fixture
+def compiler():
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield Compiler()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["decode", "encode"])
+def test_a_compiled_vae_compiles_nothing_and_gives_the_same(vae, compiler, name):
+    run = torch.compile(getattr(vae, name), backend=compiler)
+    for size in ((5, 2, 2), (9, 2, 2), (9, 3, 2), (1, 2, 2)):
+        frames, height, width = size
+        shape = (1, 3, frames, 8 * height, 8 * width) if name == "encode" else (1, 16, *size)
+        x = torch.rand(shape) * 2 - 1
+        assert torch.equal(run(x), getattr(vae, name)(x))
+    assert not compiler.computed()
+
+
+def test_compiled_code_around_a_vae_stays_compiled(vae, compiler):
+    @torch.compile(backend=compiler)
+    def around(z):
+        frames = vae.decode(z * 2)
+        return frames + 1
+
+    z = torch.randn(1, 16, 3, 2, 2)
+    for length in (3, 3, 2):
+        part = z[:, :, :length]
+        assert torch.equal(around(part), vae.decode(part * 2) + 1)
+    names = {node.target.__name__ for node in compiler.computed()}
+    assert names <= {"mul", "add"}
+
+
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_a_compiled_part_compiles_nothing_and_gives_the_same(vae, compiler, part):
+    """What nodes that compile a VAE do: they put the compiled module in the place of the plain."""
+    z, x = torch.randn(1, 16, 3, 2, 2), torch.rand(1, 3, 9, 16, 16)
+    expected = vae.decode(z), vae.encode(x)
+    setattr(vae, part, torch.compile(getattr(vae, part), backend=compiler))
+    assert torch.equal(vae.decode(z), expected[0])
+    assert torch.equal(vae.encode(x), expected[1])
+    assert not compiler.computed()
+
+
+# Of what it finds around the computation; the second is PyTorch 2.6's.
+@pytest.mark.filterwarnings("ignore:Dynamo", "ignore:Graph break due to unsupported builtin")
+def test_a_stream_in_compiled_code_compiles_nothing(vae, compiler):
+    z = torch.randn(1, 16, 4, 2, 2)
+
+    @torch.compile(backend=compiler)
+    def consume():
+        return [piece.clone() for piece in vae.decode_stream(z, 1)]
+
+    assert torch.equal(torch.cat(consume(), 2), vae.decode(z))
+    assert {node.target for node in compiler.computed()} <= {"clone"}

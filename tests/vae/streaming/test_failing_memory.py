@@ -1,0 +1,245 @@
+"""Every allocation of a stream may fail: the frames stay right, or one line says what is missing.
+
+A dispatch mode makes the k-th allocation raise, once or several times in a row. Ops that fail have
+done nothing, as PyTorch's own do, which allocate before they compute.
+"""
+
+import functools
+import io
+import itertools
+import logging
+from fractions import Fraction
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fast_video_vae.tests.vae.layers.test_oom import FAMILIES, close, joined
+from fast_video_vae.tests.vae.streaming.failing_memory import ERRORS, FailingMemory
+from fast_video_vae.vae import (
+    Handoff,
+    Relief,
+    VideoWriter,
+    frames_to_uint8,
+    load_vae,
+    read_video,
+)
+from fast_video_vae.vae.cli.main import main
+from fast_video_vae.vae.layers.temporal_cache import TemporalCache
+from fast_video_vae.vae.media.latent_file import save_latent
+
+# The first, which stands alone, the one behind it, and one with a full history. What is around the
+# layers does not see the difference between the last two.
+LATENTS, FEWER = 3, 2
+TASKS = (
+    "decode",
+    "decode in steps",
+    "picture",
+    "part",
+    "tiled decode",
+    "to a file",
+    "encode",
+    "encode in steps",
+    "picture in",
+    "tiled encode",
+    "still end",
+)
+# Those of which the slow tests fail every allocation.
+EACH = ("decode in steps", "encode in steps", "picture", "tiled decode", "to a file")
+
+
+# One family by default; the slow tests take all of them.
+_OTHERS = [family for family in FAMILIES if family != "wan2.1"]
+
+
+@pytest.fixture(
+    scope="module",
+    params=["wan2.1", *(pytest.param(family, marks=pytest.mark.slow) for family in _OTHERS)],
+)
+def vae(request):
+    return load_vae(FAMILIES[request.param](), dtype=torch.float32)
+
+
+class Task:
+    """A small piece of work, its undisturbed result, and the allocations that it takes."""
+
+    def __init__(self, vae, name, folder):
+        self.vae, self.name, self.folder = vae, name, folder
+        if vae.config.family == "seedvr2" and "tiled" in name:
+            pytest.skip("SeedVR2 is never cut into tiles")
+        step = vae.config.spatial_compression
+        side = 4 if "tiled" in name else 2
+        self.tile = (2 * step, 2 * step)
+        generator = torch.Generator().manual_seed(0)
+        latents = FEWER if name in ("tiled decode", "tiled encode", "to a file") else LATENTS
+        size = 1, vae.config.latent_channels, latents, side, side
+        self.latent = torch.randn(size, generator=generator)
+        frames = 4 * latents - 3
+        video = torch.rand(1, 3, frames, side * step, side * step, generator=generator) * 2 - 1
+        self.video = video
+        self.still = torch.cat([video, video[:, :, -1:].expand(-1, -1, 28, -1, -1)], dim=2)
+        self.run()  # what is set up once, such as derived weights
+        self.expected = self.run()
+        with FailingMemory() as memory:
+            self.run()
+        self.allocations = memory.seen
+
+    def run(self):
+        vae, latent, video = self.vae, self.latent, self.video
+        if self.name == "to a file":
+            return self._written()
+        return {
+            "decode": lambda: [vae.decode(latent)],
+            "decode in steps": lambda: list(vae.decode_stream(latent, 1)),
+            "picture": lambda: [vae.decode(latent[:, :, :1])],
+            "part": lambda: list(vae.decode_stream(latent, 1, frames=range(3, 7))),
+            "tiled decode": lambda: list(vae.decode_stream(latent, 1, tile=self.tile)),
+            "encode": lambda: [vae.encode(video)],
+            "encode in steps": lambda: list(vae.encode_stream(video, 1)),
+            "picture in": lambda: [vae.encode(video[:, :, :1])],
+            "still end": lambda: list(vae.encode_stream(self.still, 1)),
+            "tiled encode": lambda: list(vae.encode_stream(video, 1, tile=self.tile)),
+        }[self.name]()
+
+    def _written(self):
+        path = self.folder / "decoded.mkv"
+        writer = VideoWriter(path, 16, codec="ffv1")
+        with writer, Handoff(writer.write) as handoff:
+            relief = Relief(self.vae.device, "a decode")
+            for piece in self.vae.decode_stream(self.latent, 1):
+                pictures = relief.finish(functools.partial(frames_to_uint8, piece))
+                relief.finish(functools.partial(handoff.put, pictures))
+        return [path.read_bytes()]
+
+    def _pictures(self, files):
+        """The frames of a file, as bytes."""
+        (content,) = files
+        return [frame.numpy().tobytes() for frame in read_video(io.BytesIO(content)).frames()]
+
+    def survives(self, memory):
+        """Run with failing memory: whether the right frames came, or else the one line did."""
+        try:
+            with memory:
+                got = self.run()
+        except torch.OutOfMemoryError as error:
+            message = str(error)
+            assert "\n" not in message
+            assert len(message) <= 300
+            assert message.startswith("memory ran out in "), message
+            return False
+        if self.name == "to a file":
+            assert self._pictures(got) == self._pictures(self.expected)
+        else:
+            close(torch.cat(got, dim=2), torch.cat(self.expected, dim=2))
+        return True
+
+
+@pytest.fixture(params=TASKS)
+def task(request, vae, tmp_path):
+    return Task(vae, request.param, tmp_path)
+
+
+def sampled(task, count):
+    """About `count` of a task's allocations, from the first to the last, at uneven distances."""
+    step = max(1, task.allocations // count)
+    return [min(task.allocations, k + k // step % 7) for k in range(1, task.allocations + 1, step)]
+
+
+def fail_each(task, places, in_a_row):
+    for place, error in zip(places, itertools.cycle(ERRORS), strict=False):
+        memory = FailingMemory(place, in_a_row, error=error)
+        whole = task.survives(memory)
+        assert memory.failed
+        # A failure that does not come again is healed, wherever it is.
+        assert whole or in_a_row > 1, f"allocation {place} of {task.allocations}"
+
+
+def test_an_allocation_that_fails_once_makes_no_difference(task):
+    fail_each(task, sampled(task, 5), 1)
+
+
+@pytest.mark.parametrize("family", _OTHERS)
+@pytest.mark.parametrize("name", ["decode in steps", "encode in steps"])
+def test_nor_does_it_in_other_families(family, name, tmp_path):
+    task = Task(load_vae(FAMILIES[family](), dtype=torch.float32), name, tmp_path)
+    fail_each(task, sampled(task, 4), 1)
+
+
+@pytest.mark.parametrize("in_a_row", [2, 10])
+def test_frames_are_right_or_a_line_says_why_there_are_none(vae, tmp_path, in_a_row):
+    for name in ("decode in steps", "encode in steps"):
+        task = Task(vae, name, tmp_path)
+        fail_each(task, sampled(task, 5), in_a_row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_a_row", [1, 2, 10])
+@pytest.mark.parametrize("name", EACH)
+def test_every_allocation_may_fail(vae, tmp_path, name, in_a_row):
+    task = Task(vae, name, tmp_path)
+    fail_each(task, range(1, task.allocations + 1), in_a_row)
+
+
+@pytest.mark.parametrize("name", ["decode in steps", "encode in steps", "picture"])
+def test_what_layers_remember_may_move_at_any_try(vae, tmp_path, monkeypatch, name):
+    """On a GPU tails go to the host, so nothing may write to those it looked up before."""
+
+    moved = []
+
+    def park(self):
+        moved.append(len(self._tails))
+        self._tails = {conv: tail.clone() for conv, tail in self._tails.items()}
+        return True
+
+    task = Task(vae, name, tmp_path)
+    monkeypatch.setattr(TemporalCache, "park", park)
+    for place in sampled(task, 16):
+        # Before the first layer there is nothing to move, so that two failures end the work.
+        assert task.survives(FailingMemory(place, 2)) or not moved
+        moved.clear()
+
+
+@pytest.mark.parametrize("name", ["decode in steps", "encode in steps", "picture"])
+@pytest.mark.parametrize("share", [0.8, 0.5, 0.25])
+def test_a_ceiling_on_one_allocation(vae, tmp_path, name, share):
+    task = Task(vae, name, tmp_path)
+    with FailingMemory() as memory:
+        task.run()
+    task.survives(FailingMemory(most=int(share * memory.largest)))
+
+
+def test_memory_that_is_short_for_good_is_one_warning_and_one_line(vae, tmp_path, caplog):
+    latent = torch.randn(1, vae.config.latent_channels, 12, 2, 2)
+    expected = joined(vae.decode_stream(latent, 1))
+    with FailingMemory() as memory:
+        list(vae.decode_stream(latent, 1))
+    every = FailingMemory(every=1, error="linux")
+    with caplog.at_level(logging.INFO), pytest.raises(torch.OutOfMemoryError) as error, every:
+        list(vae.decode_stream(latent, 1))
+    assert "\n" not in str(error.value)
+    assert len(caplog.records) <= 1
+    caplog.clear()
+    often = FailingMemory(every=memory.seen // 24)
+    with caplog.at_level(logging.INFO), often:
+        pieces = list(vae.decode_stream(latent, 1))
+    close(torch.cat(pieces, dim=2), expected)
+    assert often.failed > 12
+    (record,) = caplog.records
+    assert "\n" not in record.message
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("first", [1, 200])  # while the file is loaded, and in the work
+def test_the_command_line_says_it_in_one_line(tmp_path, capsys, error, first):
+    latents = tmp_path / "latents.safetensors"
+    latent = torch.zeros(1, 16, 2, 2, 2)
+    save_latent(latents, latent, family="wan2.1", fps=Fraction(16), frames=5)
+    path = tmp_path / "vae.safetensors"
+    save_file(FAMILIES["wan2.1"](), path)
+    with FailingMemory(first, 1 << 40, error=error):
+        code = main(["decode", str(latents), "--vae", str(path), "-o", str(tmp_path / "x.mkv")])
+    assert code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("fast-video-vae: error: memory ran out in ")
+    assert said.count("\n") == 1
+    assert {each.name for each in tmp_path.iterdir()} == {latents.name, path.name}

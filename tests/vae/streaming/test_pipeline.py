@@ -1,0 +1,287 @@
+"""How a stream behaves while it runs: order, memory, layout, and which operations it calls."""
+
+import gc
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.seedvr2 import SCALE, random_seedvr2
+from fast_video_vae.vae import load_vae, model
+from fast_video_vae.vae.layers import conv
+from fast_video_vae.vae.layers.temporal_cache import TemporalCache
+from fast_video_vae.vae.layers.workspace import Workspace
+from fast_video_vae.vae.streaming.chunk_runner import Steps
+from fast_video_vae.vae.streaming.pipeline import rechunk
+
+
+@pytest.fixture(scope="module")
+def vae():
+    return load_vae(random_state_dict(8), dtype=torch.float32)
+
+
+def joined(stream):
+    return torch.cat(list(stream), dim=2)
+
+
+def lengths(pieces, size):
+    return [run.shape[2] for run in rechunk((torch.zeros(1, 1, t, 1, 1) for t in pieces), size)]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "size", "expected"),
+    [
+        ([9], 4, [1, 4, 4]),
+        ([9], None, [1, 8]),
+        ([1, 1, 1, 1, 1], 4, [1, 4]),
+        ([2, 3, 2], 3, [1, 3, 3]),
+        ([3, 5], 4, [1, 4, 3]),  # a short tail
+        ([1], 4, [1]),
+        ([], 4, []),
+    ],
+)
+def test_rechunk_gives_the_first_frame_then_equal_runs(pieces, size, expected):
+    assert lengths(pieces, size) == expected
+
+
+def test_rechunk_keeps_every_frame_in_order():
+    video = torch.arange(23.0).view(1, 1, 23, 1, 1)
+    for size in (1, 2, 5, None):
+        assert torch.equal(torch.cat(list(rechunk(video.split(3, dim=2), size)), 2), video)
+
+
+def test_frames_leave_before_later_latents_are_touched(vae):
+    asked = []
+
+    def latents():
+        for index in range(4):
+            asked.append(index)
+            yield torch.randn(1, 16, 1, 2, 2)
+
+    stream = vae.decode_stream(latents())
+    assert asked == []
+    seen = 0
+    for frames in stream:
+        seen += frames.shape[2]
+        assert vae.config.latent_frames(seen) >= len(asked)
+    assert seen == 13
+
+
+def test_latents_leave_before_later_frames_are_touched(vae):
+    asked = 0
+
+    def video():
+        nonlocal asked
+        for _ in range(13):
+            asked += 1
+            yield torch.zeros(1, 3, 1, 16, 16)
+
+    made = 0
+    for latent in vae.encode_stream(video()):
+        made += latent.shape[2]
+        assert asked == vae.config.frames(made)
+    assert made == 4
+
+
+class OpLog(TorchDispatchMode):
+    """Records the operations that run, and the dimensions of the weights of the convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+        self.convolutions = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        if "conv" in func._schema.name and "reorder" not in func._schema.name:
+            tensors = [a for a in args if isinstance(a, torch.Tensor)]
+            self.convolutions.append(max(t.ndim for t in tensors))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["onednn", "plain"])
+def test_a_lone_frame_runs_no_3d_convolution(vae, packed, monkeypatch):
+    if not packed:  # as on a GPU
+        monkeypatch.setattr(conv, "packs", lambda _: False)
+    vae.drop_derived()
+    with OpLog() as log:
+        vae.decode(torch.randn(1, 16, 1, 2, 2))
+        vae.encode(torch.zeros(1, 3, 1, 16, 16))
+        list(vae.decode_stream(iter([torch.randn(1, 16, 1, 2, 2)])))
+    assert log.convolutions
+    assert set(log.convolutions) == {4}
+    vae.drop_derived()
+
+
+def test_a_video_is_never_padded_by_a_copy(vae):
+    with OpLog() as log:
+        vae.decode(torch.randn(1, 16, 3, 2, 2))
+        vae.encode(torch.zeros(1, 3, 9, 16, 16))
+    assert 5 in log.convolutions
+    assert not [name for name in log.names if "pad" in name]
+
+
+@pytest.mark.parametrize("frames", [1, 9])
+@pytest.mark.parametrize("size", [(8, 8), (16, 24), (8, 24)])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_activations_are_channels_last_everywhere(vae, frames, size, batch):
+    strides = []
+
+    def note(module, args, output):
+        for x in (*args, output):
+            if isinstance(x, torch.Tensor) and x.ndim == 5:
+                strides.append((type(module).__name__, tuple(x.shape), x.stride()))
+
+    hooks = [module.register_forward_hook(note) for module in vae.modules()]
+    video = torch.rand(batch, 3, frames, *size)
+    result = vae.decode(vae.encode(video))
+    for hook in hooks:
+        hook.remove()
+    assert len(strides) > 50
+    strides.append(("result", tuple(result.shape), result.stride()))
+    for name, shape, stride in strides:
+        _, channels, _, height, width = shape
+        dense = (0, 1, height * width * channels, width * channels, channels)
+        # A frame alone has the stride of the layout too; of a lone pixel there is no layout.
+        known = range(1, 5) if height * width > 1 else [1]
+        assert all(stride[dim] == dense[dim] for dim in known), (name, shape, stride)
+
+
+def test_inputs_stay_as_they_were(vae):
+    latent, video = torch.randn(1, 16, 3, 2, 2), torch.rand(1, 3, 9, 16, 16)
+    before = latent.clone(), video.clone()
+    vae.decode(latent)
+    vae.encode(video)
+    assert torch.equal(latent, before[0])
+    assert torch.equal(video, before[1])
+
+
+def test_threads_share_a_vae(vae):
+    vae.drop_derived()
+    latents = [torch.randn(1, 16, 3, 2, 2 + index) for index in range(4)]
+    expected = [load_vae(vae.state_dict(), dtype=torch.float32).decode(x) for x in latents]
+    results = [None] * len(latents)
+
+    def work(index):
+        for _ in range(3):
+            results[index] = vae.decode(latents[index])
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(latents))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result, frames in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, frames, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tile", [None, (64, 64)])
+@pytest.mark.parametrize("pieces", [None, 2])
+def test_a_stream_that_is_done_or_dropped_keeps_nothing_alive(vae, pieces, tile):
+    """Nothing waits for a garbage collection, which may be ten seconds and many tensors away."""
+
+    def run():
+        for piece, _ in enumerate(vae.decode_stream(latent, 1, tile=tile)):
+            if piece == pieces:
+                break
+
+    latent = torch.randn(1, 16, 4, 16, 16)
+    kept = (TemporalCache, Workspace, Steps)
+    gc.collect()
+    gc.disable()
+    try:
+        run()
+        assert not [each for each in gc.get_objects() if type(each) in kept]
+    finally:
+        gc.enable()
+
+
+def test_two_streams_of_one_vae_do_not_mix(vae):
+    latents = torch.randn(2, 1, 16, 3, 2, 2).unbind()
+    streams = [vae.decode_stream(latent, chunk=1) for latent in latents]
+    turns = list(zip(*streams, strict=True))
+    for latent, frames in zip(latents, zip(*turns, strict=True), strict=True):
+        expected = vae.decode(latent)
+        torch.testing.assert_close(torch.cat(frames, 2), expected, rtol=1e-5, atol=1e-5)
+
+
+_MEMORY = """
+import json, resource, runpy, sys
+runpy.run_path(sys.argv[1])
+import torch
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.vae import load_vae
+vae = load_vae(random_state_dict(8), dtype=torch.float32)
+frames, encode = int(sys.argv[2]), sys.argv[3] == "encode"
+def pieces():
+    for _ in range(frames):
+        yield torch.zeros(1, 3, 1, 256, 256)
+stream = vae.encode_stream(pieces()) if encode else vae.decode_stream(
+    torch.randn(1, 16, (frames - 1) // 4 + 1, 32, 32))
+count = sum(piece.shape[2] for piece in stream)
+print(json.dumps([count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
+"""
+
+
+@pytest.mark.slow  # test_cli.py asks the same of a command
+@pytest.mark.parametrize("direction", ["decode", "encode"])
+def test_peak_memory_does_not_grow_with_the_video(direction):
+    pytest.importorskip("resource", reason="peak memory is read from getrusage, on POSIX")
+    conftest = str(Path(__file__).parents[2] / "conftest.py")
+    peaks = []
+    for frames in (33, 129):
+        command = [sys.executable, "-c", _MEMORY, conftest, str(frames), direction]
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        count, peak = json.loads(result.stdout)
+        assert count == (frames if direction == "decode" else (frames - 1) // 4 + 1)
+        peaks.append(peak)
+    assert peaks[1] <= 1.1 * peaks[0]
+
+
+def test_a_dtype_for_once_is_that_of_the_frames():
+    vae = load_vae(random_state_dict(4), dtype=torch.float32)
+    latent = torch.randn(1, 16, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    rounded = torch.cat(list(vae.decode_stream(latent, dtype=torch.bfloat16)), dim=2)
+    assert rounded.dtype == torch.bfloat16
+    expected = vae.decode(latent)
+    # Some 30 roundings of half a bf16 ulp, one after the other.
+    assert (rounded - expected).norm() < 30 * 2**-9 * expected.norm()
+    assert vae.dtype == torch.float32
+
+
+def test_a_limit_for_once_rules_the_steps_of_that_stream_alone(vae, monkeypatch):
+    limits = []
+    real = model.make_plan
+
+    def plan(*arguments, **options):
+        limits.append(arguments[1])
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(model, "make_plan", plan)
+    latent, frames = torch.randn(1, 16, 3, 2, 2), torch.rand(1, 3, 9, 16, 16)
+    expected, encoded = vae.decode(latent), vae.encode(frames)
+    for stream, wanted in (
+        (vae.decode_stream(latent, limit_bytes=1), expected),
+        (vae.encode_stream(frames, limit_bytes=2), encoded),
+        (vae.mean_stream(frames, limit_bytes=3), encoded),
+    ):
+        assert (joined(stream) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    vae.encode_chunk(16, 16, limit_bytes=4)
+    assert limits == [None, None, 1, 2, 3, 4]
+    monkeypatch.setattr(vae, "limit_bytes", 5)
+    joined(vae.decode_stream(latent))
+    joined(vae.decode_stream(latent, limit_bytes=6))
+    assert limits[6:] == [5, 6]
+
+
+def test_the_bare_mean_of_seedvr2_is_what_its_latents_are_scaled_from():
+    scaled = load_vae(random_seedvr2(), dtype=torch.float32)
+    frames = torch.rand(1, 3, 5, 16, 16) * 2 - 1
+    mean = joined(scaled.mean_stream(frames))
+    assert torch.equal(mean * SCALE, scaled.encode(frames))

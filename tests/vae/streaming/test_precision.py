@@ -1,0 +1,153 @@
+"""A dtype that is slow on a CPU: float32 computes, and the results are in the dtype asked for."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.wan22 import random_wan22
+from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.streaming.precision import compute_dtype
+
+CPU = torch.device("cpu")
+HALF = torch.float16
+CONFTEST = str(Path(__file__).parents[2] / "conftest.py")
+
+# One family of each way out of the decoder: its own frames, patches, a 2x decoder, no tiles.
+STATES = {
+    "wan2.1": lambda: random_state_dict(8),
+    "wan2.2": lambda: random_wan22(8, 8),
+    "2x": lambda: random_state_dict(8, out_channels=12),
+    "seedvr2": lambda: random_seedvr2((32, 32, 32, 32)),
+}
+
+
+@pytest.fixture
+def slow_half():
+    if compute_dtype(HALF, CPU) == HALF:
+        pytest.skip("this CPU has fast convolutions in float16")
+
+
+def random(*shape):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+def pair(family="wan2.1"):
+    """The VAE in float16, and in float32 with the same weights."""
+    state = STATES[family]()
+    return load_vae(state, dtype=HALF), load_vae(state, dtype=torch.float32, weights_dtype=HALF)
+
+
+def best_seconds(*runs, rounds=3):
+    """The fastest of each, in turn, in processor time: other processes do not count."""
+    best = [float("inf")] * len(runs)
+    for _ in range(rounds):
+        for at, run in enumerate(runs):
+            start = time.process_time()
+            run()
+            best[at] = min(best[at], time.process_time() - start)
+    return best
+
+
+def test_float16_takes_at_most_twice_as_long_as_float32():
+    half, full = pair()
+    latent, frames = random(1, 16, 2, 8, 8), random(1, 3, 5, 64, 64)
+    ours, theirs = best_seconds(
+        *(lambda vae=vae: vae.encode(frames).add(vae.decode(latent).mean()) for vae in (half, full))
+    )
+    assert ours < 2 * theirs
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_the_results_are_those_of_float32_rounded_to_float16(slow_half, family):
+    half, full = pair(family)
+    config = full.config
+    size = 4 * config.spatial_compression
+    latent = random(1, config.latent_channels, 2, 4, 4)
+    frames = full.decode(latent)
+    assert torch.equal(half.decode(latent), frames.half())
+    pieces = torch.cat(list(half.decode_stream(latent, 1)), dim=2)
+    assert torch.equal(pieces, frames.half())
+    if config.image_channels == frames.shape[1] and full.encoder is not None:
+        clip = random(1, config.image_channels, 5, size, size)
+        assert torch.equal(half.encode(clip), full.encode(clip).half())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_dtype_asked_for_a_stream_alone_is_that_of_its_pieces(slow_half, dtype):
+    vae = load_vae(STATES["wan2.1"](), dtype=dtype, weights_dtype=torch.float32)
+    latent, frames = random(1, 16, 2, 4, 4), random(1, 3, 5, 32, 32)
+    for stream, given in ((vae.decode_stream, latent), (vae.encode_stream, frames)):
+        whole, half = (torch.cat(list(stream(given, dtype=d)), 2) for d in (torch.float32, HALF))
+        assert torch.equal(half, whole.half())
+
+
+def test_tiles_are_put_together_in_the_dtype_asked_for(slow_half):
+    half, full = pair()
+    latent = random(1, 16, 2, 8, 8)
+    tiles = torch.cat(list(half.decode_stream(latent, tile=(32, 32))), dim=2)
+    expected = torch.cat(list(full.decode_stream(latent, tile=(32, 32))), dim=2)
+    assert torch.equal(tiles, expected.half())
+
+
+def test_memory_of_the_caller_s_is_written_in_its_own_dtype(slow_half):
+    half, full = pair()
+    latent = random(1, 16, 1, 4, 4)
+    images = torch.empty(1, 1, 32, 32, 3)
+    (piece,) = half.decode_stream(latent, images=images)
+    assert piece.data_ptr() == images.data_ptr()
+    (expected,) = full.decode_stream(latent, images=torch.empty(1, 1, 32, 32, 3))
+    assert torch.equal(images, expected)
+
+
+@pytest.mark.parametrize("cast", [lambda vae: vae.half(), lambda vae: vae.to(HALF)])
+def test_a_cast_to_float16_is_computed_in_float32(slow_half, cast):
+    _, full = pair()
+    vae = cast(load_vae(STATES["wan2.1"](), dtype=torch.float32))
+    latent = random(1, 16, 1, 4, 4)
+    assert vae.dtype == vae.encode_dtype == HALF
+    assert next(vae.parameters()).dtype == HALF
+    assert torch.equal(vae.decode(latent), full.decode(latent).half())
+    assert torch.equal(vae.float().decode(latent), full.decode(latent))
+
+
+def test_the_plan_counts_memory_in_the_dtype_of_the_computation(slow_half):
+    half, full = pair()
+    assert half.memory_bytes(256, 256) == full.memory_bytes(256, 256)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_wider_dtypes_are_left_as_they_are(dtype):
+    assert compute_dtype(dtype, CPU) == dtype
+    latent = random(1, 16, 1, 2, 2)
+    assert load_vae(STATES["wan2.1"](), dtype=dtype).decode(latent).dtype == dtype
+
+
+def test_no_dtype_is_replaced_on_another_device_than_a_cpu():
+    for device in ("cuda", "meta", "mps"):
+        assert compute_dtype(HALF, torch.device(device)) == HALF
+
+
+_TWICE = """
+import torch
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.vae import load_vae
+state = random_state_dict(8)
+for _ in range(2):
+    vae = load_vae(state, dtype=torch.float16)
+    vae.decode(torch.zeros(1, 16, 1, 2, 2))
+    vae.encode(torch.zeros(1, 3, 1, 16, 16))
+"""
+
+
+def test_one_line_of_the_log_says_what_is_done_instead(slow_half):
+    command = [sys.executable, "-c", f"import runpy; runpy.run_path({CONFTEST!r})\n{_TWICE}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (line,) = done.stderr.splitlines()
+    assert "float16" in line
+    assert "computing in float32, results stay float16" in line

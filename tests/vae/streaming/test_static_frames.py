@@ -1,0 +1,278 @@
+"""Clips that stand still: the same latents, with less work."""
+
+from math import prod
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
+from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.layers.frame_runs import Settling
+from fast_video_vae.vae.planning import plan as plan_module
+from fast_video_vae.vae.streaming.static_frames import Changes
+
+FAMILIES = {
+    "wan2.1": lambda: random_state_dict(8),
+    "wan2.2": random_wan22,
+    "seedvr2": lambda: random_seedvr2((32, 32, 32, 32)),
+    "qwen-image-2.1": random_qwen21,
+}
+
+# Those whose layers remember frames, which a picture at a time needs not.
+REMEMBERING = [name for name in FAMILIES if name != "qwen-image-2.1"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def vae(request):
+    return load_vae(FAMILIES[request.param](), dtype=torch.float32)
+
+
+def clip(*moving, size=16):
+    """Frames: a number makes so many that change, `("still", n)` the last of them n times more."""
+    generator = torch.Generator().manual_seed(0)
+    frames = []
+    for part in moving:
+        if isinstance(part, tuple):
+            frames += [frames[-1] if frames else torch.zeros(1, 3, 1, size, size)] * part[1]
+        else:
+            frames += [
+                torch.rand(1, 3, 1, size, size, generator=generator) * 2 - 1 for _ in range(part)
+            ]
+    return torch.cat(frames, 2)
+
+
+def of(vae, video):
+    """With as many channels as it takes."""
+    return torch.cat([video, video[:, :1]], 1)[:, : vae.config.image_channels]
+
+
+def encoded(vae, pieces, chunk, skips):
+    vae.skips_still = skips
+    try:
+        return torch.cat(list(vae.encode_stream(pieces, chunk)), 2)
+    finally:
+        vae.skips_still = True
+
+
+class Convolutions(TorchDispatchMode):
+    """Counts the calls of convolutions and their products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = self.products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "convolution" in str(func) and "reorder" not in str(func):
+            weight = args[2] if "pointwise_" in str(func) else args[1]
+            self.count += 1
+            self.products += result.numel() * prod(weight.shape[1:])
+        return result
+
+
+def check(vae, video, chunk, pieces=None):
+    """The same latents with what stands still left out and without."""
+    video = of(vae, video)
+    results = []
+    for skips in (True, False):
+        source = video if pieces is None else iter(video.split(pieces, 2))
+        results.append(encoded(vae, source, chunk, skips))
+    close(*results)
+
+
+def costs(vae, video, chunk):
+    """Likewise; how many convolutions it took, and how many it takes without."""
+    video = of(vae, video)
+    encoded(vae, video[:, :, :9], chunk, False)  # forms are made
+    counts, results = [], []
+    for skips in (True, False):
+        with Convolutions() as seen:
+            results.append(encoded(vae, video, chunk, skips))
+        counts.append(seen.count)
+    close(*results)
+    return counts
+
+
+def close(result, expected):
+    assert result.shape == expected.shape
+    assert (result - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_a_still_end_is_the_same_and_costs_less(vae, chunk):
+    took, whole = costs(vae, clip(3, ("still", 70)), chunk)
+    assert took < 0.75 * whole
+
+
+def test_a_picture_and_grey(vae):
+    """What WanImageToVideo encodes."""
+    picture = clip(1)
+    video = torch.cat([picture, torch.zeros_like(picture).expand(-1, -1, 80, -1, -1)], 2)
+    took, whole = costs(vae, video, 1)
+    assert took < 0.75 * whole
+
+
+def test_a_clip_that_never_moves(vae):
+    took, whole = costs(vae, clip(("still", 81)), 1)
+    assert took < 0.75 * whole
+
+
+@pytest.mark.parametrize("chunk", [1, 4, -1, None])
+def test_a_picture_and_80_grey_frames_take_a_quarter_of_the_products(chunk):
+    vae = load_vae(random_state_dict(8), dtype=torch.float32)
+    video = torch.zeros(1, 3, 81, 32, 32)
+    video[:, :, :1] = clip(1, size=32)
+    products = []
+    for skips in (True, False):
+        with Convolutions() as seen:
+            encoded(vae, video, chunk, skips)
+        products.append(seen.products)
+    assert products[0] < products[1] / 4
+
+
+@pytest.mark.parametrize("vae", REMEMBERING, indirect=True)
+@pytest.mark.parametrize("chunk", [4, -1])
+@pytest.mark.parametrize("moving", [2, 5, 8, 11, 16])
+def test_a_change_anywhere_in_a_chunk_is_seen(vae, moving, chunk):
+    check(vae, clip(moving, ("still", 41 - moving)), chunk)
+
+
+@pytest.mark.parametrize("pieces", [1, 7, 30])
+def test_pieces_of_any_length_are_the_same(vae, pieces):
+    check(vae, clip(5, ("still", 27), 2, ("still", 11)), 4, pieces)
+
+
+@pytest.mark.parametrize("vae", REMEMBERING, indirect=True)
+@pytest.mark.parametrize("alike", [2, 4, 6, 7, 8, 12])
+def test_what_is_alike_for_a_while_is_the_same(vae, alike):
+    """From frames shown twice to those that settle the first layers."""
+    parts = [part for _ in range(4) for part in (1, ("still", alike - 1))]
+    check(vae, clip(*parts, 1), 3)
+
+
+@pytest.mark.parametrize("vae", REMEMBERING, indirect=True)
+@pytest.mark.parametrize("part", [1, 1 << 12, 1 << 15])
+def test_layers_come_to_rest_in_parts_of_any_size(vae, part, monkeypatch):
+    monkeypatch.setattr(plan_module, "_CPU_PART_BYTES", part)
+    batch = torch.cat([clip(6, ("still", 47)), clip(4, 2, ("still", 47))], 0)
+    check(vae, batch, 4)
+
+
+def test_a_lone_picture_and_copies_of_it_are_the_same(vae):
+    check(vae, clip(1), None)
+    check(vae, clip(("still", 5)), None)
+    check(vae, clip(("still", 81)), -1)
+
+
+def test_a_piece_that_learns_is_a_change(vae):
+    """What came before it is not what comes before the next."""
+    frames = of(vae, clip(1, ("still", 8)))
+    other = of(vae, clip(10))[:, :, 6:].requires_grad_()
+    pieces = [frames, other, frames[:, :, 1:]]
+    close(encoded(vae, iter(pieces), 1, True), encoded(vae, iter(pieces), 1, False))
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_what_moves_again_is_the_same(vae, chunk):
+    check(vae, clip(2, ("still", 39), 8, ("still", 24), 4), chunk)
+
+
+def test_a_change_of_one_number_is_a_change(vae):
+    video = clip(1, ("still", 44), size=32)
+    video[0, 1, 30, 17, 5] += 1e-3
+    check(vae, video, 1)
+
+
+def test_long_enough_ends_cost_nothing(vae):
+    def convolutions(latents):
+        video = of(vae, clip(1, ("still", 4 * latents)))
+        with Convolutions() as seen:
+            encoded(vae, video, 1, True)
+        return seen.count
+
+    assert convolutions(60) == convolutions(50) > 0
+
+
+@pytest.mark.parametrize("vae", REMEMBERING, indirect=True)
+def test_any_pieces_and_parts_are_the_same(vae, monkeypatch):
+    check(vae, clip(2, ("still", 51)), 2, pieces=3)
+    monkeypatch.setattr(plan_module, "_CPU_PART_BYTES", 1 << 12)
+    check(vae, clip(2, ("still", 51)), 2)
+
+
+def test_frames_in_a_buffer_that_is_used_again_are_not_still(vae):
+    """Who hands over pieces may write the next one into the same memory."""
+    video = of(vae, clip(33))
+    buffer = torch.empty_like(video[:, :, :4])
+
+    def pieces():
+        yield video[:, :, :1]
+        for start in range(1, 33, 4):
+            buffer.copy_(video[:, :, start : start + 4])
+            yield buffer
+
+    close(encoded(vae, pieces(), 1, True), encoded(vae, video, 1, False))
+
+
+def test_eight_bits_and_batches_are_compared_too(vae):
+    video = ((clip(2, ("still", 43)) + 1) * 127).to(torch.uint8)
+    moving = ((clip(45) + 1) * 127).to(torch.uint8)
+    both = torch.cat([video, moving], 0)
+    for frames in (video, both):
+        took, whole = costs(vae, frames, 1)
+        if vae.config.family != "qwen-image-2.1":
+            assert (took < whole) == (frames is video)
+
+
+def test_what_learns_is_computed(vae):
+    video = of(vae, clip(1, ("still", 8))).requires_grad_()
+    vae.encode(video).square().sum().backward()
+    assert video.grad[:, :, -1].any()
+
+
+def test_a_decode_computes_all():
+    vae = load_vae(random_state_dict(8), dtype=torch.float32)
+    latent = torch.zeros(1, 16, 30, 2, 2)
+    with Convolutions() as seen:
+        vae.decode(latent, 1)
+    vae.skips_still = False
+    with Convolutions() as whole:
+        vae.decode(latent, 1)
+    assert seen.count == whole.count
+
+
+def test_changes_see_any_number_and_keep_no_view():
+    frame = torch.zeros(1, 2, 1, 80, 90)
+    changes = Changes()
+    assert changes.alike(frame) == 1
+    assert changes.alike(frame.expand(-1, -1, 3, -1, -1)) == 4
+    for place in ((0, 1, 0, 79, 89), (0, 0, 0, 0, 0), (0, 1, 0, 41, 7)):
+        other = frame.clone()
+        other[place] = 1
+        assert changes.alike(other) == 1
+        assert changes.alike(frame) == 1
+        assert changes.alike(torch.cat([frame, other, frame, frame], 2)) == 2
+    assert changes.alike(torch.zeros(1, 2, 1, 80, 91)) == 1
+    other = frame.clone()
+    changes.alike(other)
+    other.fill_(1)  # what it was compared with is its own
+    assert changes.alike(other) == 1
+
+
+@pytest.mark.parametrize(("taps", "stride"), [(1, 1), (3, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize("fresh", [-5, -2, -1, 0, 1, 2, 7, 10])
+def test_results_come_to_rest_where_the_formula_says(fresh, taps, stride):
+    """By a convolution in time alone, of numbers that grow up to the last fresh one."""
+    frames, before = 12, 20
+    numbers = torch.arange(1.0, before + frames + 1).clamp(max=before + fresh)
+    numbers = numbers[(len(numbers) - taps) % stride :]  # the last result ends with the last frame
+    weight = torch.tensor([0.25, 0.5, 1])[-taps:]
+    results = F.conv1d(numbers[None, None], weight[None, None], stride=stride)[0, 0]
+    behind = Settling(frames, fresh).behind(taps, stride)
+    differing = int((results != results[-1]).sum())
+    assert behind.frames == frames // stride
+    assert behind.fresh == differing + 1 - (len(results) - behind.frames)

@@ -1,0 +1,1 @@
+"""This VAE and others at the same work in the same run."""

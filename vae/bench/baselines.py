@@ -1,0 +1,212 @@
+"""Who takes part in the command line's benchmark: this package twice, and diffusers beside it.
+
+All have the weights of the same file, work on the same device in the same dtype, and take and give
+what ComfyUI's nodes do: a decode gives images in [0, 1] in float32 on the host, an encode a latent.
+"""
+
+import importlib.util
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint import load_vae
+from ..model import VideoVAE
+from ..models.checkpoint_keys import to_wan_keys
+from ..models.config import QWEN21, SEEDVR2, WAN22, LayoutError, VAEConfig
+from .compare import Contestant, compare, device_label
+from .content import Clip, fitted, moving_pictures, random_latent
+from .measure import Gauge
+from .report import ENCODE, Benchmark, dtype_label
+
+
+class Rivals:
+    """The VAEs of one file.
+
+    Args:
+        path: The file.
+        device: Where they work.
+        dtype: As for `load_vae`.
+        encode_dtype: As for `load_vae`.
+        chunk: Latents per step of ours; -1: all; None: chosen from size and memory.
+
+    Attributes:
+        vae: The fast one, which tells what the weights are.
+        notes: Who does not take part, and why.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        encode_dtype: torch.dtype | None,
+        chunk: int | None,
+    ) -> None:
+        self._exact, self.vae = (
+            load_vae(path, device=device, dtype=dtype, encode_dtype=encode_dtype, quality=quality)
+            for quality in ("exact", "fast")
+        )
+        self._chunk = chunk
+        self.notes: list[str] = []
+
+    def race(
+        self,
+        tasks: Sequence[str],
+        clip: Clip,
+        rounds: int,
+        progress: Callable[[int], Callable[[], None]],
+    ) -> Benchmark:
+        """Measure all of them.
+
+        Args:
+            tasks: "encode", "decode".
+            clip: What goes through; it is cut to whole latents.
+            rounds: How often each is measured, after a warm-up.
+            progress: Told how many calls a task has, gives what is called after each.
+
+        Raises:
+            ValueError: Nothing of the clip fits, or the VAE has no encoder to be measured.
+        """
+        config, device = self.vae.config, self.vae.device
+        kept = fitted(config, clip)
+        notes = [] if kept == clip else [f"{clip} were asked for, and cut to whole latents"]
+        measure, comparisons = Gauge(device), []
+        for task in tasks:
+            contestants = self.contestants(task, kept)
+            passed = progress(len(contestants) * (rounds + 1))
+            dtype = dtype_label(self.dtype(task))
+            done = compare(
+                task, contestants, rounds=rounds, dtype=dtype, measure=measure, passed=passed
+            )
+            comparisons.append(done)
+        return Benchmark(
+            f"{config.family}, base width {config.decoder_width}",
+            device_label(device),
+            kept,
+            rounds,
+            tuple(comparisons),
+            (*notes, *self.notes),
+        )
+
+    def dtype(self, task: str) -> torch.dtype:
+        """What a task is computed in."""
+        return self.vae.encode_dtype if task == ENCODE else self.vae.dtype
+
+    def contestants(self, task: str, clip: Clip) -> list[Contestant]:
+        """Those of one task: exact, fast, and diffusers where it knows the layout.
+
+        Raises:
+            ValueError: The VAE has no encoder to be measured.
+        """
+        config = self.vae.config
+        if task == ENCODE and config.encoder_width is None:
+            raise ValueError("the VAE has a decoder only; expected --task decode")
+        content = frames_of(config, clip) if task == ENCODE else random_latent(config, clip)
+        found = [
+            Contestant(vae.quality, lambda vae=vae: _ours(vae, task, content, self._chunk))
+            for vae in (self._exact, self.vae)
+        ]
+        try:
+            peer = diffusers_vae(
+                self._exact.state_dict(), config, self.vae.device, self.dtype(task)
+            )
+        except (LayoutError, ImportError) as error:
+            note = f"diffusers is left out: {error}"
+            self.notes += [] if note in self.notes else [note]
+        else:
+            pictures = config.temporal_compression == 1
+            found.append(Contestant("diffusers", lambda: _theirs(peer, task, content, pictures)))
+        return found
+
+
+def frames_of(config: VAEConfig, clip: Clip) -> Tensor:
+    """What an encoder takes: `[1, C, T, H, W]` in [-1, 1]; alpha is opaque."""
+    frames = moving_pictures(clip) * 2 - 1
+    alpha = torch.ones_like(frames[:, :1]).expand(-1, config.image_channels - 3, -1, -1, -1)
+    return torch.cat([frames, alpha], dim=1)
+
+
+def diffusers_vae(
+    state: Mapping[str, Tensor], config: VAEConfig, device: torch.device, dtype: torch.dtype
+) -> nn.Module:
+    """The class that diffusers has for a layout, on copies of these weights.
+
+    Args:
+        state: The weights under Wan's names.
+        config: What they are.
+        device: Where the copies go.
+        dtype: Their dtype.
+
+    Raises:
+        ImportError: diffusers is not installed, or does not import.
+        LayoutError: It has no class for the layout.
+    """
+    if importlib.util.find_spec("diffusers") is None:
+        raise ImportError("it is not installed")
+    if config.family == SEEDVR2 or config.output_scale != 1 or config.encoder_widths is None:
+        raise LayoutError("it has no such VAE")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it says while it is imported is not for our users
+        try:
+            import diffusers  # noqa: PLC0415, optional and slow
+        except RuntimeError as error:
+            raise ImportError(f"it does not import: {error}") from error
+        name = "AutoencoderKLQwenImage21" if config.family == QWEN21 else "AutoencoderKLWan"
+        kind = getattr(diffusers, name, None)
+    if kind is None:
+        raise LayoutError(f"this version has no {name}")
+    with torch.device("meta"):
+        module = kind(**_arguments(config))
+    shapes = module.state_dict()
+    # The names that we read from its files are those that it wants.
+    names = dict(zip(shapes, to_wan_keys(shapes), strict=True))
+    if any(state[own].numel() != shapes[name].numel() for name, own in names.items()):
+        raise LayoutError("it has no such VAE: its stages have other widths")
+    copies = {
+        name: state[own].to(device, dtype).contiguous().clone().view(shapes[name].shape)
+        for name, own in names.items()
+    }
+    module.load_state_dict(copies, strict=True, assign=True)
+    return module.eval().requires_grad_(False)
+
+
+def _arguments(config: VAEConfig) -> dict[str, Any]:
+    """Those of diffusers' class."""
+    channels = config.image_channels
+    given: dict[str, Any] = {"base_dim": config.encoder_width, "z_dim": config.latent_channels}
+    if config.family in (WAN22, QWEN21):
+        channels *= config.patch_size**2
+        given["decoder_base_dim"] = config.decoder_width
+    given |= {"in_channels": channels, "out_channels": channels}
+    if config.family == WAN22:
+        times = [False, True, True]
+        given |= {"is_residual": True, "patch_size": 2, "temperal_downsample": times}
+    return given
+
+
+@torch.inference_mode()
+def _ours(vae: VideoVAE, task: str, content: Tensor, chunk: int | None) -> Tensor:
+    if task == ENCODE:
+        return vae.encode(content, chunk).to("cpu", torch.float32)
+    batch, channels, *size = vae.config.decoded_shape(content.shape)
+    images = torch.empty(batch, *size, channels)
+    for _ in vae.decode_stream(content, chunk, images=images):
+        pass
+    return images
+
+
+@torch.inference_mode()
+def _theirs(peer: Any, task: str, content: Tensor, pictures: bool) -> Tensor:  # noqa: ANN401
+    """A task of diffusers' class, whose VAE of pictures takes them as a batch."""
+    given = content.to(peer.device, peer.dtype)
+    given = given.transpose(0, 2) if pictures else given
+    if task == ENCODE:
+        latent = peer.encode(given).latent_dist.mode().to("cpu", torch.float32)
+        return latent.transpose(0, 2) if pictures else latent
+    frames = peer.decode(given).sample.to("cpu", torch.float32)
+    frames = frames.transpose(0, 2) if pictures else frames
+    return frames.add_(1).div_(2).clamp_(0, 1).movedim(1, -1)

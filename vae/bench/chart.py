@@ -1,0 +1,188 @@
+"""The chart of a benchmark: a bar for each contestant's seconds, and one for its memory.
+
+Drawn with Pillow, which ComfyUI and the command line have; twice as large and then shrunk, so that
+edges are smooth.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from PIL import Image, ImageDraw, ImageFont
+
+from .report import Benchmark, Comparison, seconds, size, times
+
+WIDTH, HEIGHT = 1024, 640
+BACKGROUND = (18, 20, 24)
+CARD = (27, 30, 36)
+TRACK = (40, 44, 52)
+INK = (236, 238, 242)
+FAINT = (150, 156, 168)
+WARNING = (255, 140, 120)
+# Of the first contestant, which the others are compared with, and of those.
+COLORS = ((132, 140, 156), (92, 184, 255), (255, 186, 104), (150, 216, 150))
+BETTER = (126, 222, 156)
+MARGIN, GAP, HEAD, FOOT = 32, 20, 104, 60
+_SHARP = 2
+
+Color = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """One bar.
+
+    Attributes:
+        name: Whose.
+        value: Its length; None: there is nothing to draw.
+        text: What it says.
+        ratio: What it says beside the name; empty: nothing.
+        is_better: The ratio is one to be glad of.
+        color: Of the bar.
+    """
+
+    name: str
+    value: float | None
+    text: str
+    ratio: str
+    is_better: bool
+    color: Color
+
+
+class _Pen:
+    """Draws in pixels of the finished picture, on one that is larger."""
+
+    def __init__(self, width: int, height: int) -> None:
+        self._size = width, height
+        self._picture = Image.new("RGB", (width * _SHARP, height * _SHARP), BACKGROUND)
+        self._draw = ImageDraw.Draw(self._picture)
+
+    def box(self, box: tuple[float, float, float, float], color: Color, radius: float) -> None:
+        """A rectangle with round corners: left, top, right, bottom."""
+        scaled = [round(each * _SHARP) for each in box]
+        self._draw.rounded_rectangle(scaled, round(radius * _SHARP), fill=color)
+
+    def text(
+        self,
+        place: tuple[float, float],
+        text: str,
+        color: Color,
+        points: float,
+        anchor: str = "lm",
+        room: float | None = None,
+    ) -> float:
+        """A line of text, smaller where there is no room for it; its width."""
+        # Pillow's own font, the only one that is everywhere, has few other letters.
+        text = text.encode("ascii", "replace").decode()
+        while room is not None and points > 9 and _font(points).getlength(text) > room * _SHARP:
+            points -= 0.5
+        at = place[0] * _SHARP, place[1] * _SHARP
+        self._draw.text(at, text, color, _font(points), anchor=anchor)
+        return _font(points).getlength(text) / _SHARP
+
+    def done(self) -> Image.Image:
+        """The picture."""
+        return self._picture.resize(self._size, Image.Resampling.BOX)
+
+
+def draw_chart(benchmark: Benchmark, width: int = WIDTH, height: int = HEIGHT) -> Image.Image:
+    """Draw what was measured.
+
+    Args:
+        benchmark: It.
+        width: Of the picture, in pixels.
+        height: Likewise.
+
+    Returns:
+        The picture, RGB.
+    """
+    pen = _Pen(width, height)
+    room = width - 2 * MARGIN
+    tasks = " and ".join(each.task for each in benchmark.comparisons)
+    title = f"{tasks[:1].upper()}{tasks[1:]} {benchmark.clip}"
+    counted = "1 round" if benchmark.rounds == 1 else f"median of {benchmark.rounds} rounds"
+    dtypes = " and ".join(dict.fromkeys(each.dtype for each in benchmark.comparisons))
+    about = "   |   ".join([benchmark.vae, dtypes, benchmark.device, counted])
+    pen.text((MARGIN, 42), title, INK, 27, room=room)
+    pen.text((MARGIN, 76), about, FAINT, 15, room=room)
+
+    count = len(benchmark.comparisons)
+    card_width = (room - GAP) / 2
+    card_height = (height - HEAD - FOOT - (count - 1) * GAP) / count
+    for row, comparison in enumerate(benchmark.comparisons):
+        top = HEAD + row * (card_height + GAP)
+        for column, (what, bars) in enumerate(_panels(comparison)):
+            left = MARGIN + column * (card_width + GAP)
+            box = left, top, left + card_width, top + card_height
+            _card(pen, box, f"{comparison.task}: {what}", bars)
+
+    pen.text((MARGIN, height - FOOT / 2), _foot(benchmark), INK, 15, room=room - 150)
+    pen.text((width - MARGIN, height - FOOT / 2), "shorter is better", FAINT, 15, "rm")
+    return pen.done()
+
+
+def _panels(comparison: Comparison) -> list[tuple[str, list[_Bar]]]:
+    """The bars of one task: its seconds and its memory."""
+    time, memory = [], []
+    for index, each in enumerate(comparison.results):
+        color = COLORS[min(index, len(COLORS) - 1)]
+        for bars, value, text, ratio, word in (
+            (time, each.median, seconds(each.median), comparison.speed(each), "as fast"),
+            (memory, each.peak_bytes, size(each.peak_bytes), comparison.thrift(each), "less"),
+        ):
+            is_better = ratio is not None and ratio >= 1
+            told = ""
+            if index and ratio is not None:
+                told = f"{times(ratio)} {word}"
+                if word == "less" and not is_better:
+                    told = f"{times(1 / ratio)} as much"
+            bars.append(_Bar(each.name, value, each.failure or text, told, is_better, color))
+    return [("time", time), ("peak memory above weights and input", memory)]
+
+
+def _card(
+    pen: _Pen, box: tuple[float, float, float, float], title: str, bars: Sequence[_Bar]
+) -> None:
+    """A panel of bars, each under its name and its value."""
+    left, top, right, bottom = box
+    pen.box(box, CARD, 12)
+    left, right = left + 22, right - 22
+    pen.text((left, top + 26), title, FAINT, 15)
+    longest = max((bar.value or 0 for bar in bars), default=0)
+    row_height = min(170.0, (bottom - top - 56) / len(bars))
+    # The rows are in the middle of what the card has left.
+    first = top + 46 + (bottom - top - 56 - row_height * len(bars)) / 2
+    large = min(28.0, row_height * 0.28)
+    for index, bar in enumerate(bars):
+        line = first + index * row_height + row_height * 0.28
+        shown = pen.text((left, line), bar.name, INK, large * 0.85)
+        color = FAINT if bar.value is None else INK
+        color = WARNING if bar.text.startswith("out of") else color
+        pen.text((right, line), bar.text, color, large, "rm")
+        if bar.ratio:
+            better = BETTER if bar.is_better else WARNING
+            pen.text((left + shown + 14, line), bar.ratio, better, large * 0.85)
+        bar_top, bar_bottom = line + large * 0.8, first + (index + 0.9) * row_height
+        thick = min(0.4 * row_height, bar_bottom - bar_top)
+        radius = min(10.0, thick / 4)
+        pen.box((left, bar_top, right, bar_top + thick), TRACK, radius)
+        if bar.value and longest:
+            # As wide as its corners at least: it is to be seen.
+            end = left + max(2 * radius, (right - left) * bar.value / longest)
+            pen.box((left, bar_top, end, bar_top + thick), bar.color, radius)
+
+
+def _foot(benchmark: Benchmark) -> str:
+    """What the results differ by."""
+    parts = []
+    for comparison in benchmark.comparisons:
+        first = comparison.results[0].name
+        parts += [
+            f"{comparison.task}: {each.name} against {first} {each.agreement()}"
+            for each in comparison.results[1:]
+            if each.agreement()
+        ]
+    return "   |   ".join(parts)
+
+
+def _font(points: float) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(points * _SHARP)

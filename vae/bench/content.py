@@ -1,0 +1,82 @@
+"""What goes through the VAEs of a benchmark: sizes that fit, content that is always the same."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..models.config import VAEConfig
+
+# Of the colours that move, in pixels and in frames.
+_BLOB_PIXELS, _BLOB_FRAMES = 32, 4
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What a VAE takes.
+
+    Attributes:
+        width: In pixels.
+        height: In pixels.
+        frames: How many.
+    """
+
+    width: int
+    height: int
+    frames: int
+
+    def __str__(self) -> str:
+        count = "1 frame" if self.frames == 1 else f"{self.frames} frames"
+        return f"{count} of {self.width} x {self.height}"
+
+
+def fitted(config: VAEConfig, clip: Clip) -> Clip:
+    """The clip, cut to whole latents, as an encode crops it.
+
+    Raises:
+        ValueError: A side is smaller than a latent, or there is no frame.
+    """
+    step, group = config.spatial_compression, config.temporal_compression
+    if min(clip.width, clip.height) < step or clip.frames < 1:
+        raise ValueError(f"{clip}; expected at least 1 frame of {step} x {step}")
+    return Clip(
+        clip.width - clip.width % step,
+        clip.height - clip.height % step,
+        clip.frames - (clip.frames - 1) % group,
+    )
+
+
+def random_latent(config: VAEConfig, clip: Clip) -> Tensor:
+    """A latent as a diffusion model could make it, by the statistics of its channels.
+
+    Returns:
+        `[1, C_latent, t, h, w]` float32, the same for the same size.
+    """
+    step = config.spatial_compression
+    shape = (config.latent_frames(clip.frames), clip.height // step, clip.width // step)
+    noise = torch.randn(
+        1, config.latent_channels, *shape, generator=torch.Generator().manual_seed(0)
+    )
+    mean, std = (
+        torch.tensor(values).view(1, -1, 1, 1, 1)
+        for values in (config.latent_mean, config.latent_std)
+    )
+    return noise * std + mean
+
+
+def moving_pictures(clip: Clip) -> Tensor:
+    """Soft colours that move, so that no frame is like the one before.
+
+    Returns:
+        `[1, 3, T, H, W]` float32 in [0, 1], the same for the same size.
+    """
+    blobs = (
+        -(-clip.frames // _BLOB_FRAMES) + 1,
+        -(-clip.height // _BLOB_PIXELS) + 1,
+        -(-clip.width // _BLOB_PIXELS) + 1,
+    )
+    colours = torch.rand(1, 3, *blobs, generator=torch.Generator().manual_seed(0))
+    return functional.interpolate(
+        colours, (clip.frames, clip.height, clip.width), mode="trilinear", align_corners=True
+    )

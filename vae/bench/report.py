@@ -1,0 +1,248 @@
+"""What a benchmark has measured, and how it is written down: a Markdown table, JSON, lines."""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .content import Clip
+
+ENCODE, DECODE = "encode", "decode"
+
+_GIB, _MIB = 2**30, 2**20
+
+# As the command line and the nodes call them.
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured of one contestant.
+
+    Attributes:
+        name: Its name.
+        seconds: Of each round, in order; empty where it failed.
+        peak_bytes: The highest memory of any round above what was there; None: not measured.
+        psnr: Of its images against the first contestant's, in dB; None: there is nothing to say it
+            of. Infinite where they are equal.
+        relative_error: Of its latent against the first contestant's, norm over norm; None likewise.
+        failure: Why there is no more; None: it ran.
+    """
+
+    name: str
+    seconds: tuple[float, ...] = ()
+    peak_bytes: int | None = None
+    psnr: float | None = None
+    relative_error: float | None = None
+    failure: str | None = None
+
+    @property
+    def median(self) -> float | None:
+        """Median of the rounds, in seconds."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def best(self) -> float | None:
+        """The quickest round, in seconds."""
+        return min(self.seconds, default=None)
+
+    def agreement(self) -> str:
+        """How close the result is to the first contestant's, in words; empty: nobody knows."""
+        value = self.psnr if self.relative_error is None else self.relative_error
+        if value is None:
+            return ""
+        if math.isnan(value):
+            return "not finite"
+        if value == (math.inf if self.relative_error is None else 0):
+            return "identical"
+        return (
+            f"PSNR {value:.1f} dB" if self.relative_error is None else f"relative error {value:.1e}"
+        )
+
+    def record(self) -> dict[str, object]:
+        """For JSON, which has no infinity."""
+        return {
+            "name": self.name,
+            "seconds": list(self.seconds),
+            "median_s": self.median,
+            "best_s": self.best,
+            "peak_bytes": self.peak_bytes,
+            "psnr_db": _finite(self.psnr),
+            "relative_error": _finite(self.relative_error),
+            "identical": self.agreement() == "identical",
+            "failure": self.failure,
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One task.
+
+    Attributes:
+        task: "encode" or "decode".
+        dtype: Of the computation, as in "bf16".
+        results: Of each contestant; the first is what the others are compared with.
+    """
+
+    task: str
+    dtype: str
+    results: tuple[Result, ...]
+
+    def speed(self, result: Result) -> float | None:
+        """How many times as fast as the first contestant, by the medians."""
+        return _ratio(self.results[0].median, result.median)
+
+    def thrift(self, result: Result) -> float | None:
+        """How many times less memory than the first contestant it takes."""
+        return _ratio(self.results[0].peak_bytes, result.peak_bytes)
+
+    def lines(self) -> list[str]:
+        """One for each contestant but the first: how it does beside that."""
+        return [
+            f"{self.task}, {each.name}: " + "; ".join(self._words(each))
+            for each in self.results[1:]
+        ]
+
+    def _words(self, result: Result) -> list[str]:
+        first = self.results[0]
+        if result.failure is not None:
+            return [result.failure]
+        speed, words = self.speed(result), []
+        if speed is None:
+            words.append(f"{seconds(result.median)}; {first.name}: {first.failure}")
+        else:
+            words.append(
+                f"{times(speed)} as fast, {seconds(result.median)} instead of "
+                f"{seconds(first.median)}"
+            )
+        if self.thrift(result) is not None:
+            words.append(f"{size(result.peak_bytes)} instead of {size(first.peak_bytes)}")
+        return [*words, result.agreement()] if result.agreement() else words
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """All that was measured.
+
+    Attributes:
+        vae: What the weights are.
+        device: What it ran on.
+        clip: What went through.
+        rounds: How often each contestant was measured.
+        comparisons: One for each task.
+        notes: What else there is to know.
+    """
+
+    vae: str
+    device: str
+    clip: Clip
+    rounds: int
+    comparisons: tuple[Comparison, ...]
+    notes: tuple[str, ...] = ()
+
+    def table(self) -> str:
+        """All figures as a Markdown table, under a line that says of what."""
+        counted = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
+        lines = [f"{self.clip}; {self.vae}; {self.device}; {counted}", ""]
+        first = self.comparisons[0].results[0].name
+        rows = [
+            ["task", "dtype", "VAE", "median", "best", "speed", "peak memory", f"against {first}"]
+        ]
+        for each in self.comparisons:
+            for result in each.results:
+                speed = each.speed(result)
+                rows.append(
+                    [
+                        each.task,
+                        each.dtype,
+                        result.name,
+                        result.failure or seconds(result.median),
+                        seconds(result.best),
+                        "-" if speed is None else times(speed),
+                        "-" if result.failure else size(result.peak_bytes),
+                        result.agreement() or "-",
+                    ]
+                )
+        lines += _markdown(rows)
+        lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
+        return "\n".join(lines)
+
+    def as_json(self) -> str:
+        """All figures, every round's too."""
+        tasks = [
+            {
+                "task": each.task,
+                "dtype": each.dtype,
+                "results": [
+                    result.record() | {"speed": each.speed(result)} for result in each.results
+                ],
+            }
+            for each in self.comparisons
+        ]
+        content = {
+            "vae": self.vae,
+            "device": self.device,
+            "torch": torch.__version__,
+            "width": self.clip.width,
+            "height": self.clip.height,
+            "frames": self.clip.frames,
+            "rounds": self.rounds,
+            "tasks": tasks,
+            "notes": list(self.notes),
+        }
+        return json.dumps(content, indent=2, allow_nan=False)
+
+    def summary(self) -> str:
+        """A line for each task and contestant but the first."""
+        return "\n".join(line for each in self.comparisons for line in each.lines())
+
+
+def tasks_of(choice: str) -> tuple[str, ...]:
+    """The tasks that "encode", "decode" or "both" stands for."""
+    return (ENCODE, DECODE) if choice == "both" else (choice,)
+
+
+def dtype_label(dtype: torch.dtype) -> str:
+    """The short name of a dtype: "bf16"."""
+    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def seconds(value: float | None) -> str:
+    """Three digits of it."""
+    if value is None:
+        return "-"
+    return (
+        f"{value:.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 0.1 else f"{value:.4f} s"
+    )
+
+
+def size(value: int | None) -> str:
+    """In MiB or GiB."""
+    if value is None:
+        return "not measured"
+    return f"{value / _GIB:.2f} GiB" if value >= _GIB else f"{value / _MIB:.0f} MiB"
+
+
+def times(ratio: float) -> str:
+    """A ratio: "1.83x", "12.4x"."""
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else value
+
+
+def _ratio(first: float | None, other: float | None) -> float | None:
+    return first / other if first and other else None
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]

@@ -1,0 +1,285 @@
+"""PyTorch's own files, `.pth`: where the tensors of a state dict lie in them.
+
+Both forms are a pickle that describes tensors and storages of numbers outside of it: a zip archive
+with a member for each storage (since PyTorch 1.6), or one pickle after the other and then the
+storages (before). What is described is held against the file before anything is made of it.
+
+Source of the layout: torch/serialization.py and torch/_utils.py of PyTorch 2.13.
+"""
+
+import struct
+from collections.abc import Mapping
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from ...kernels import shown
+from .pickles import Call, Name, Pickle, Stored, read_pickle
+from .zip_members import Member, zip_members
+
+_MAGIC = 0x1950A86A20F9469CFC6C
+
+# Tensors may share numbers with others, as tied weights do, so far.
+_MAX_SHARED = 64 << 20
+
+_MAX_DIMENSIONS = 8
+
+_STORAGES = {
+    "Double": torch.float64, "Float": torch.float32, "Half": torch.float16,
+    "BFloat16": torch.bfloat16, "Long": torch.int64, "Int": torch.int32, "Short": torch.int16,
+    "Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool,
+    "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128,
+}  # fmt: skip
+_STORAGE_TYPES = {
+    f"{module}.{name}Storage": dtype
+    for name, dtype in _STORAGES.items()
+    for module in ("torch", "torch.cuda")
+} | {"torch.storage.UntypedStorage": torch.uint8}
+
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+# Calls that make a tensor of numbers in the file; those that wrap one, and which argument it is.
+_TENSORS = {f"torch._utils._rebuild_tensor{end}" for end in ("", "_v2", "_v3")}
+_WRAPPERS = {
+    "torch._utils._rebuild_parameter": 0,
+    "torch._utils._rebuild_parameter_with_state": 0,
+    "torch.nn.parameter.Parameter": 0,
+}
+_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
+
+# Those that make a tensor of something else, and what that is.
+_OTHER_TENSORS = {
+    "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
+    "torch._utils._rebuild_nested_tensor": "a nested tensor",
+    "torch._utils._rebuild_qtensor": "a quantised tensor",
+    "torch._utils._rebuild_meta_tensor_no_storage": "a meta tensor, without numbers",
+    "torch._utils._rebuild_wrapper_subclass": "a tensor of a type of its own",
+    "torch._utils._rebuild_device_tensor_from_numpy": "a tensor of another device",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor of another device",
+}
+
+# What training leaves next to weights, and what belongs to tensors that are refused. It is not
+# looked at.
+_OTHERS = {
+    "collections.OrderedDict", "collections.Counter", "torch.Size", "torch.device", "torch.Tensor",
+    "_codecs.encode", "torch.serialization._get_layout",
+    *(f"{module}.{name}" for module in ("builtins", "__builtin__")
+      for name in ("set", "bytearray", "complex")),
+    *(f"torch.Q{kind}Storage" for kind in ("Int8", "UInt8", "Int32", "UInt4x2", "UInt2x4")),
+    *(f"torch.per_{kind}" for kind in ("tensor_affine", "tensor_symmetric", "channel_affine",
+                                       "channel_symmetric", "channel_affine_float_qparams")),
+}  # fmt: skip
+
+
+class Numbers(NamedTuple):
+    """A tensor that lies in a file.
+
+    Attributes:
+        first: Where its storage begins, in bytes, and with it the tensor at `offset`.
+        offset: Of the tensor in the storage, in numbers.
+        dtype: Of the numbers.
+        shape: Of the tensor.
+        stride: Steps in the storage along each dimension, in numbers.
+    """
+
+    first: int
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def reach(self) -> int:
+        """Numbers from the first to the last."""
+        steps = zip(self.shape, self.stride, strict=True)
+        return 1 + sum((size - 1) * stride for size, stride in steps)
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor whose numbers lie one after the other."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def zip_numbers(data: memoryview) -> dict[object, object]:
+    """Find the tensors of a `.pth` file that is a zip archive.
+
+    Args:
+        data: The bytes of the file.
+
+    Returns:
+        Its state dict: `Numbers` for each tensor, and other values as they are.
+
+    Raises:
+        ValueError: It is damaged, holds more than tensors, or what is not in the file.
+    """
+    members = zip_members(data)
+    found = [name for name in members if name.endswith("/data.pkl")]
+    if len(found) != 1:
+        raise ValueError("it is a zip archive without a state dict of PyTorch")
+    root = found[0].removesuffix("data.pkl")
+    if f"{root}constants.pkl" in members:
+        raise ValueError("it is a TorchScript program; expected a state dict")
+    order = members.get(f"{root}byteorder")
+    if order is not None and bytes(data[order.first : order.first + 3]) != b"lit":
+        raise ValueError("its numbers are big-endian")
+    pickle = members[found[0]]
+    value = read_pickle(data[: pickle.first + pickle.size], pickle.first, _is_known).value
+    prefix = f"{root}data/"
+    storages = {
+        name.removeprefix(prefix): member
+        for name, member in members.items()
+        if name.startswith(prefix)
+    }
+    return _state_dict(value, storages, len(data))
+
+
+def legacy_numbers(data: memoryview) -> dict[object, object]:
+    """Find the tensors of a `.pth` file of before PyTorch 1.6.
+
+    Args:
+        data: The bytes of the file.
+
+    Returns:
+        As `zip_numbers`.
+
+    Raises:
+        ValueError: As of `zip_numbers`.
+    """
+    magic = read_pickle(data, 0, _is_known)
+    if magic.value != _MAGIC:
+        raise ValueError("it is a pickle of something else than PyTorch; expected a state dict")
+    version = read_pickle(data, magic.end, _is_known)
+    system = read_pickle(data, version.end, _is_known)
+    if isinstance(system.value, dict) and not system.value.get("little_endian", True):
+        raise ValueError("its numbers are big-endian")
+    content = read_pickle(data, system.end, _is_known)
+    keys = read_pickle(data, content.end, _is_known)
+    return _state_dict(content.value, _in_turn(data, keys, content.stored), len(data))
+
+
+def _in_turn(data: memoryview, keys: Pickle, stored: list[Stored]) -> dict[str, Member]:
+    """Where storages lie that follow the list of their keys, each behind its count of numbers."""
+    try:
+        described = {key: (dtype, count) for key, dtype, count in map(_described, stored)}
+    except ValueError as error:
+        raise ValueError(f"a tensor of it {error}; expected plain ones") from None
+    names = keys.value if isinstance(keys.value, list) else []
+    if len(names) != len(described):
+        raise ValueError(f"it names {len(names)} storages and uses {len(described)}")
+    found: dict[str, Member] = {}
+    at = keys.end
+    for name in names:
+        if not isinstance(name, str) or name in found or name not in described:
+            raise ValueError(f"its storage {shown(name)} is of no tensor")
+        dtype, count = described[name]
+        size = count * dtype.itemsize
+        if at + 8 + size > len(data) or struct.unpack_from("<q", data, at)[0] != count:
+            raise ValueError(f"its storage {shown(name)} is not wholly in it: {size} bytes")
+        found[name] = Member(at + 8, size)
+        at += 8 + size
+    return found
+
+
+def _is_known(name: str) -> bool:
+    known = name in _TENSORS or name in _WRAPPERS or name in _OTHER_TENSORS or name in _OTHERS
+    return known or name == _FROM_TYPE or name in _STORAGE_TYPES or name in _DTYPES
+
+
+def _state_dict(value: object, storages: Mapping[str, Member], size: int) -> dict[object, object]:
+    """The state dict in what a file of a size holds: itself, or the one entry that is it."""
+    for key in ("state_dict", "model", "vae"):
+        if isinstance(value, dict) and isinstance(value.get(key), dict):
+            value = value[key]
+    if not isinstance(value, dict):
+        kind = "Tensor" if isinstance(value, Call) else type(value).__name__
+        raise ValueError(f"it holds a {kind}; expected a state dict")
+    state: dict[object, object] = {}
+    total = 0
+    for key, entry in value.items():
+        if isinstance(entry, Call):
+            try:
+                entry = _numbers(entry, storages)
+            except ValueError as error:
+                raise ValueError(f"{shown(key)} {error}") from None
+            total += prod(entry.shape) * entry.dtype.itemsize
+        state[key] = entry
+    if total > size + _MAX_SHARED:
+        raise ValueError(f"its tensors have {total} bytes, and the file {size}")
+    return state
+
+
+def _numbers(call: Call, storages: Mapping[str, Member]) -> Numbers:
+    """Where the numbers of a tensor are, that a pickle asks to be made."""
+    call = _unwrapped(call)
+    if call.name in _OTHER_TENSORS:
+        raise ValueError(f"is {_OTHER_TENSORS[call.name]}; expected plain ones")
+    if call.name not in _TENSORS or len(call.arguments) < 4:
+        raise ValueError(f"is a {call.name}; expected a tensor")
+    stored, offset, shape, stride, *more = call.arguments
+    key, dtype, member = _storage(stored, storages)
+    if call.name.endswith("_v3") and len(more) > 2 and isinstance(more[2], Name):
+        dtype = _DTYPES.get(more[2].name, dtype)
+    if any(isinstance(each, dict) and each for each in more):
+        raise ValueError("is a conjugate or negative view, or has hooks; expected a plain tensor")
+    if not _are_sizes(shape) or not _are_sizes(stride) or not _are_sizes((offset,)):
+        raise ValueError("has no shape")
+    numbers = Numbers(member.first, offset, dtype, shape, stride)
+    if len(shape) != len(stride) or len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"has {len(shape)} dimensions and {len(stride)} strides")
+    if not prod(shape):
+        raise ValueError(f"is {list(shape)}; expected no size of 0")
+    if prod(shape) > numbers.reach:
+        raise ValueError(f"is {list(shape)} of {numbers.reach} numbers; expected as many as it has")
+    if (offset + numbers.reach) * dtype.itemsize > member.size:
+        raise ValueError(f"is {list(shape)}; its storage {shown(key)} has {member.size} bytes")
+    return numbers
+
+
+def _unwrapped(call: Call) -> Call:
+    """The call that makes the tensor, without those that make a parameter of it."""
+    for _ in range(4):
+        if call.name == _FROM_TYPE and len(call.arguments) > 2:
+            function, _, arguments = call.arguments[:3]
+            if not isinstance(function, Name) or not isinstance(arguments, tuple):
+                break
+            call = Call(function.name, arguments)
+        elif call.name in _WRAPPERS and call.arguments:
+            inner = call.arguments[_WRAPPERS[call.name]]
+            if not isinstance(inner, Call):
+                break
+            call = inner
+        else:
+            break
+    return call
+
+
+def _storage(stored: object, storages: Mapping[str, Member]) -> tuple[str, torch.dtype, Member]:
+    """Key, dtype and bytes of a storage."""
+    key, dtype, count = _described(stored)
+    if key not in storages:
+        raise ValueError(f"has its numbers in a storage {shown(key)} that is not in the file")
+    member = storages[key]
+    if count * dtype.itemsize > member.size:
+        raise ValueError(f"is of {count} numbers; its storage {shown(key)} has {member.size} bytes")
+    return key, dtype, Member(member.first, count * dtype.itemsize)
+
+
+def _described(stored: object) -> tuple[str, torch.dtype, int]:
+    """Key, dtype and count of numbers of a storage, as a pickle describes it."""
+    place = stored.place if isinstance(stored, Stored) else None
+    if not isinstance(place, tuple) or len(place) not in (5, 6) or place[0] != "storage":
+        raise ValueError("has no storage")
+    _, kind, key, _, count, *view = place
+    dtype = _STORAGE_TYPES.get(kind.name) if isinstance(kind, Name) else None
+    if dtype is None or not isinstance(key, str) or not _are_sizes((count,)):
+        unknown = f" ({kind.name})" if isinstance(kind, Name) else ""
+        raise ValueError(f"has a storage of an unknown kind{unknown}")
+    if view and view[0] is not None:
+        raise ValueError("has a view of a storage; expected one of its own")
+    return key, dtype, count
+
+
+def _are_sizes(value: object) -> bool:
+    """Whether it is a tuple of whole numbers that a size can be."""
+    return isinstance(value, tuple) and all(type(v) is int and 0 <= v < 1 << 48 for v in value)

@@ -1,0 +1,151 @@
+"""A video through the VAE and back, in step: what `fast-video-vae demo` shows and measures.
+
+Reading, encoding and decoding pull on each other frame by frame, and of the source only the frames
+between encoder and decoder are kept, so that memory does not grow with the length of the video.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..media.video_reader import VideoFile
+from ..media.video_writer import frames_to_uint8
+from ..model import VideoVAE
+
+
+class RoundTrip:
+    """Iterates over a video and its reconstruction, and measures them on the way.
+
+    Yields pairs `(source, result)` of pictures, uint8 on the CPU: `[t, H, W, 3]`, cropped to what
+    the VAE takes, and `[t, s H, s W, 3]`, where `s` is the `output_scale` of the VAE. Frames past
+    the last `4 n + 1` are dropped, as `encode_stream` drops them.
+
+    Attributes:
+        frames: Frames that came back so far.
+        encode_seconds: Time in the encoder, without reading the file.
+        decode_seconds: Time in the decoder.
+    """
+
+    def __init__(
+        self,
+        vae: VideoVAE,
+        video: VideoFile,
+        chunk: int | None = None,
+        *,
+        tile: tuple[int, int] | None = None,
+        stretch: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Prepare; nothing is read yet.
+
+        Args:
+            vae: The VAE.
+            video: The source.
+            chunk: Latent frames per step; -1: all. None: chosen from size and memory.
+            tile: Height and width of tiles in pixels; None: chosen from size and memory.
+            stretch: Keyword arguments of `VideoFile.pieces`: what of the video is taken, and at
+                what size. None: all of it.
+
+        Raises:
+            ValueError: The VAE has no encoder.
+        """
+        if vae.config.encoder_width is None:
+            raise ValueError("the VAE has a decoder only; expected one that can encode too")
+        self.vae = vae
+        self.video = video
+        self.chunk = chunk
+        self.tile = tile
+        self.stretch = dict(stretch or {})
+        self.frames = 0
+        self.encode_seconds = 0.0
+        self.decode_seconds = 0.0
+        self._error = 0.0
+        self._values = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        config, device = self.vae.config, self.vae.device
+        kept: deque[Tensor] = deque()  # source frames that have not come back yet
+
+        def source() -> Iterator[Tensor]:
+            pieces = self.video.pieces(multiple=config.spatial_compression, **self.stretch)
+            for piece in pieces:
+                kept.extend(piece[0].permute(1, 2, 3, 0))
+                yield with_channels(piece, config.image_channels)
+
+        reading = Timed(source(), device)
+        latents = self.vae.encode_stream(reading, self.chunk, tile=self.tile)
+        encoding = Timed(latents, device)
+        decoding = Timed(self.vae.decode_stream(encoding, self.chunk, tile=self.tile), device)
+        for piece in decoding:
+            result = frames_to_uint8(piece).cpu()
+            original = torch.stack([kept.popleft() for _ in range(len(result))])
+            self.frames += len(result)
+            self.encode_seconds = encoding.seconds - reading.seconds
+            self.decode_seconds = decoding.seconds - encoding.seconds
+            self._compare(original, result)
+            yield original, result
+
+    @property
+    def psnr(self) -> float:
+        """Peak signal-to-noise ratio in dB over all frames and channels, of pictures in 8 bits.
+
+        A result of another size is averaged down to that of the source. Infinite if all is equal.
+        """
+        if not self._error:
+            return math.inf
+        return 10 * math.log10(255**2 * self._values / self._error)
+
+    def _compare(self, source: Tensor, result: Tensor) -> None:
+        error = source.float() - shrunk(result, self.vae.config.output_scale).float()
+        self._error += error.square_().sum(dtype=torch.float64).item()
+        self._values += error.numel()
+
+
+class Timed:
+    """An iterator that knows how long its own `next` took in all, the device's work included."""
+
+    def __init__(self, items: Iterator[Tensor], device: torch.device) -> None:
+        self.seconds = 0.0
+        self._items = items
+        self._device = device
+
+    def __iter__(self) -> "Timed":
+        return self
+
+    def __next__(self) -> Tensor:
+        start = time.perf_counter()
+        try:
+            return next(self._items)
+        finally:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self.seconds += time.perf_counter() - start
+
+
+def with_channels(pictures: Tensor, channels: int) -> Tensor:
+    """Give RGB pictures the channels that a VAE takes.
+
+    Args:
+        pictures: `[B, 3, t, H, W]` uint8.
+        channels: 3, or 4 for a VAE with an alpha channel.
+
+    Returns:
+        `[B, channels, t, H, W]` uint8; alpha is opaque.
+    """
+    if channels == pictures.shape[1]:
+        return pictures
+    opaque = torch.full_like(pictures[:, :1], 255)
+    return torch.cat([pictures, opaque], dim=1)
+
+
+def shrunk(pictures: Tensor, factor: int) -> Tensor:
+    """Average pictures `[t, s H, s W, 3]` uint8 down to `[t, H, W, 3]`, where `factor` is s."""
+    if factor == 1:
+        return pictures
+    small = functional.avg_pool2d(pictures.permute(0, 3, 1, 2).float(), factor)
+    return small.round_().to(torch.uint8).permute(0, 2, 3, 1)

@@ -1,0 +1,275 @@
+"""The causal convolution: 3D over its window of frames, cut down to 2D for a first one."""
+
+import functools
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...kernels import is_out_of_memory
+from . import row_bands as bands
+from .conv import Conv
+from .frame_runs import fitted
+from .temporal_cache import TemporalCache
+
+# Where a frame does not fit at once: bands of rows, so many.
+_BANDS = 4
+
+
+class Fill(Protocol):
+    """Writes a function of its first argument into `out`, such as a norm.
+
+    With `tail` it writes the frames of that before it, and then brings the tail up to date.
+    """
+
+    def __call__(self, x: Tensor, *, out: Tensor, tail: Tensor | None = None) -> object:
+        """Write it."""
+
+
+class CausalConv3d(Conv):
+    """A 3D convolution that sees the frame and the past alone.
+
+    `CausalConv3d` of Wan 2.1, wan/modules/vae.py: the video is padded with zero frames in front
+    only. Here the padding is the tail of the frames before, written once together with the new
+    frames; the spatial padding stays in the convolution. The first frame of a video meets only the
+    last temporal tap, so it runs as a 2D convolution.
+
+    With `replicate` the first frame itself stands before the video, as in SeedVR2
+    (models/video_vae_v3/modules/causal_inflation_lib.py): it meets the sum of the temporal taps.
+
+    Args:
+        in_channels: Channels in.
+        out_channels: Channels out.
+        kernel: Taps in (time, height, width); height and width are equal and odd.
+        stride: Frames per step; with 2, the frames come in pairs after the first.
+        replicate: Copies of the first frame stand before it, not zeros.
+
+    Attributes:
+        context: Frames that it looks back.
+        first_form: The form that a first frame is convolved with.
+        growth: How many times as large as its input its output is, at least 1.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel: tuple[int, int, int] = (3, 3, 3),
+        stride: int = 1,
+        *,
+        replicate: bool = False,
+    ) -> None:
+        super().__init__(in_channels, out_channels, kernel)
+        self.stride = stride
+        self.replicate = replicate
+        self.context = kernel[0] - stride
+        self.first_form = "summed" if replicate else "frame"
+        self.padding = kernel[1] // 2
+        self.growth = max(1, out_channels // in_channels)
+
+    def forward(
+        self,
+        x: Tensor,
+        cache: TemporalCache,
+        fill: Fill | None = None,
+        residual: Tensor | None = None,
+        residual_bias: Tensor | None = None,
+        *,
+        biased: bool = True,
+    ) -> Tensor:
+        """Convolve `fill(x)`, causally.
+
+        Args:
+            x: `[B, C_in, T, H, W]`, channels-last; one frame where the cache says that it is the
+                first.
+            cache: Gives the frames before `x`, and keeps the last of them.
+            fill: Computed on the way into the convolution's input, such as a norm.
+            residual: `[B, C_out, T, H, W]`, added to the result; its memory may become the result.
+            residual_bias: `C_out` numbers that `residual` still lacks.
+            biased: Add the bias too. Without, where `adds_bias_late` says so, the caller adds it.
+
+        Returns:
+            `[B, C_out, T / stride, H, W]`, channels-last. Of a run that comes to rest (see
+            `cache.settling`) as many frames as it takes, which without `residual` may be none.
+        """
+        window: Tensor | None = None
+        settles = cache.settling is not None and not cache.first
+        try:
+            if settles:
+                return self._settled(x, cache, fill, residual, residual_bias, biased=biased)
+            window = self._window(x, cache, fill)
+            if cache.first and not cache.lone and self.context:
+                cache.tail(self, self.context, x)  # for `keep`, which must not fail any more
+            y = self._windowed(window, cache, residual, residual_bias, biased=biased)
+        except Exception as error:
+            relief = cache.workspace.relief
+            if relief is None or settles or not is_out_of_memory(error):
+                raise
+            failed = error.with_traceback(None)
+            relief.note("convolutions in smaller pieces")
+        else:
+            if cache.first:
+                self.keep(window, cache)
+            return y
+        # Out of the except block, because the error holds the tensors of its frames.
+        if window is not None and not cache.first:
+            cache.put_back(self, window[:, :, : self.context])
+        del window
+        return self._in_pieces(failed, x, cache, fill, residual, residual_bias, biased=biased)
+
+    def _in_pieces(
+        self,
+        failed: Exception,
+        x: Tensor,
+        cache: TemporalCache,
+        fill: Fill | None,
+        residual: Tensor | None,
+        residual_bias: Tensor | None,
+        *,
+        biased: bool,
+    ) -> Tensor:
+        """`forward` for half of the frames and then the rest; for a frame alone, in bands of rows.
+
+        Raises:
+            Exception: `failed`, where nothing smaller is to be had.
+        """
+        half = x.shape[2] // (2 * self.stride) * self.stride
+        if half:
+            pieces = []
+            for part in (slice(0, half), slice(half, None)):
+                added = residual
+                if residual is not None:
+                    steps = slice(*(at and at // self.stride for at in (part.start, part.stop)))
+                    added = cache.attempt(functools.partial(_packed, residual[:, :, steps]))
+                run = cache.attempt(functools.partial(_packed, x[:, :, part]))
+                pieces.append(self.forward(run, cache, fill, added, residual_bias, biased=biased))
+            return cache.attempt(lambda: torch.cat(pieces, dim=2))
+        rows = x.shape[3] // _BANDS
+        if not rows or self.replicate:  # the norm before that of SeedVR2 sees the whole frame
+            raise failed
+        take = _copy if fill is None else fill
+        return bands.convolve(self, take, x, cache, residual, rows, residual_bias, biased=biased)
+
+    def _windowed(
+        self,
+        window: Tensor,
+        cache: TemporalCache,
+        residual: Tensor | None = None,
+        residual_bias: Tensor | None = None,
+        *,
+        biased: bool = True,
+    ) -> Tensor:
+        """Convolve what `_window` gives: all taps, or of a first frame the form of one frame.
+
+        It fails before it writes into `residual`, or not at all.
+        """
+        pads = (self.padding, self.padding)
+        if not cache.first:
+            strides = (self.stride, 1, 1)
+            return self._convolve(
+                window, "volume", strides, pads, cache, residual, residual_bias, biased=biased
+            )
+        frame = None if residual is None else residual.squeeze(2)
+        y = self._convolve(
+            window.squeeze(2),
+            self.first_form,
+            (1, 1),
+            pads,
+            cache,
+            frame,
+            residual_bias,
+            biased=biased,
+        )
+        return y.unsqueeze(2)
+
+    def _settled(
+        self,
+        x: Tensor,
+        cache: TemporalCache,
+        fill: Fill | None,
+        residual: Tensor | None,
+        residual_bias: Tensor | None,
+        *,
+        biased: bool,
+    ) -> Tensor:
+        """`forward` of a run that comes to rest."""
+        assert cache.settling is not None
+        cache.settling = cache.settling.behind(self.weight.shape[2], self.stride)
+        frames = cache.settling.needed if residual is None else max(1, cache.settling.needed)
+        if not frames:
+            batch, _, _, height, width = x.shape
+            none = (batch, self.weight.shape[0], 0, height, width)
+            return cache.attempt(functools.partial(x.new_empty, none))
+        if residual is not None:
+            residual = cache.attempt(functools.partial(fitted, residual, frames))
+        window = self._settled_window(x, frames * self.stride, cache, fill)
+        return self._windowed(window, cache, residual, residual_bias, biased=biased)
+
+    def of_window(self, window: Tensor, cache: TemporalCache, *, biased: bool = True) -> Tensor:
+        """Convolve a band of rows that has its borders above and below, and its frames before.
+
+        Args:
+            window: `[B, C_in, T, H, W]`: one first frame, or those before the new ones and these.
+            cache: The state of the video.
+            biased: Add the bias too.
+
+        Returns:
+            `[B, C_out, T', H - 2 * padding, W]`.
+        """
+        pads = (0, self.padding)
+        if cache.first:
+            frame = window.squeeze(2)
+            y = self._convolve(frame, self.first_form, (1, 1), pads, cache, biased=biased)
+            return y.unsqueeze(2)
+        strides = (self.stride, 1, 1)
+        return self._convolve(window, "volume", strides, pads, cache, biased=biased)
+
+    def _window(self, x: Tensor, cache: TemporalCache, fill: Fill | None) -> Tensor:
+        """The frames that it saw last, and the new ones: `[B, C_in, context + T, H, W]`.
+
+        Of a first frame that alone. The tail is up to date afterwards, but for a first frame's, or
+        as it was where this fails.
+        """
+        if fill is None:
+            return x if cache.first else cache.window(self, self.context, x)
+        if cache.first or torch.is_grad_enabled():
+            filled = cache.scratch(x.shape, x)
+            cache.attempt(lambda: fill(x, out=filled))
+            return filled if cache.first else cache.window(self, self.context, filled)
+        batch, channels, frames, height, width = x.shape
+        window = cache.scratch((batch, channels, self.context + frames, height, width), x)
+        # The tail is looked up by each try, because making room may have moved it.
+        cache.attempt(lambda: fill(x, out=window, tail=cache.tail(self, self.context, x)))
+        return window
+
+    def _settled_window(
+        self, x: Tensor, frames: int, cache: TemporalCache, fill: Fill | None
+    ) -> Tensor:
+        """`_window` of so many frames, where the last of `x`, or before it, is repeated."""
+        x = x[:, :, :frames]
+        batch, channels, fresh, height, width = x.shape
+        window = cache.scratch((batch, channels, self.context + frames, height, width), x)
+        known = self.context + fresh
+        if fresh and fill is not None:
+            inner = window[:, :, :known]
+            cache.attempt(lambda: fill(x, out=inner, tail=cache.tail(self, self.context, x)))
+        else:
+            window[:, :, : self.context] = cache.tail(self, self.context, x)
+            window[:, :, self.context : known] = x
+        window[:, :, known:] = window[:, :, known - 1 : known]
+        cache.tail(self, self.context, x).copy_(window[:, :, frames:])
+        return window
+
+    def keep(self, x: Tensor, cache: TemporalCache) -> None:
+        """Remember frames that it saw, or that passed by without being convolved."""
+        if cache.first and self.replicate and self.context:
+            x = x.expand(-1, -1, self.context, -1, -1)
+        cache.keep(self, self.context, x)
+
+
+def _packed(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last_3d)
+
+
+def _copy(x: Tensor, *, out: Tensor) -> None:
+    out.copy_(x)

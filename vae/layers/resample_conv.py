@@ -1,0 +1,84 @@
+"""The convolutions that change the size of a frame: folded upsampling, shifted downsampling."""
+
+import functools
+
+from torch import Tensor
+
+from ...kernels import merge_phases
+from .conv import Conv
+from .temporal_cache import TemporalCache
+
+
+class UpsampleConv2d(Conv):
+    """Nearest 2x in space and a 3x3 convolution of every frame, folded into one.
+
+    The rows `2 i` and `2 i + 1` of the large picture see only the rows `i - 1`, `i` and `i + 1` of
+    the small one, so that each of its four phases is a 2x2 convolution of that, with the taps that
+    fall on one pixel added up: 16 products instead of 36, and the large picture is never made.
+    Zeros around the large picture are zeros around the small one.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(in_channels, out_channels, (3, 3))
+
+    def forward(
+        self,
+        x: Tensor,
+        cache: TemporalCache | None = None,
+        source: Tensor | None = None,
+        times: int = 1,
+    ) -> Tensor:
+        """Convolve, and add `source` as `merge_phases` does.
+
+        Args:
+            x: `[B, C_in, T, H, W]`, channels-last.
+            cache: Lends memory.
+            source: `[B, C, T / times, H, W]`; None: nothing.
+            times: Frames of the result for each of `source`.
+
+        Returns:
+            `[B, C_out, T, 2 H, 2 W]`, channels-last.
+        """
+        late = self.adds_bias_late(x)
+        grid = self._convolve(_as_frames(x), "folded", (1, 1), (1, 1), cache, biased=not late)
+        batch, _, frames, height, width = x.shape
+        shape = (batch, grid.shape[1] // 4, frames, 2 * height, 2 * width)
+        out = None if cache is None else cache.reused(shape, x)
+        bias = self.bias if late else None
+        merge = functools.partial(
+            merge_phases, _as_video(grid, batch), source, times, bias=bias, out=out
+        )
+        return merge() if cache is None else cache.attempt(merge)
+
+
+class StridedConv2d(Conv):
+    """A 3x3 convolution of every frame with stride 2, zero-padded at the right and the bottom only.
+
+    PyTorch pads both sides alike. With a fourth row and column of zero taps in front, a padding of
+    one on each side reads the very pixels that Wan's `ZeroPad2d((0, 1, 0, 1))` and padding 0 read,
+    and no padded copy is made; the added products are 1-2 % of an encode.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(in_channels, out_channels, (3, 3))
+
+    def forward(
+        self, x: Tensor, cache: TemporalCache | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """`[B, C_in, T, H, W]` to `[B, C_out, T, H / 2, W / 2]`, both channels-last.
+
+        `residual`, of the shape of the result, is added; its memory may become the result.
+        """
+        added = None if residual is None else _as_frames(residual)
+        y = self._convolve(_as_frames(x), "shifted", (2, 2), (1, 1), cache, added)
+        return _as_video(y, x.shape[0])
+
+
+def _as_frames(x: Tensor) -> Tensor:
+    """View `[B, C, T, H, W]` as `[B * T, C, H, W]`, channels-last."""
+    return x.permute(0, 2, 3, 4, 1).flatten(0, 1).permute(0, 3, 1, 2)
+
+
+def _as_video(frames: Tensor, batch: int) -> Tensor:
+    """View `[B * T, C, H, W]` as `[B, C, T, H, W]`, channels-last."""
+    return frames.permute(0, 2, 3, 1).unflatten(0, (batch, -1)).permute(0, 4, 1, 2, 3)

@@ -1,0 +1,172 @@
+"""A norm and its convolution in bands of rows, where a frame at once takes too much memory.
+
+A tile is never exact under a norm over the frame. A band is: the statistics are those of the whole
+frame, and each band has a row more at either side for the convolution, zeros beyond the picture.
+Only the convolution's input, the frames it saw last among them, is made band by band; it is the
+largest of what a layer takes.
+"""
+
+import functools
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from .temporal_cache import TemporalCache
+
+if TYPE_CHECKING:
+    from .causal_conv import CausalConv3d
+
+
+class FillRows(Protocol):
+    """Writes a function of some rows of frames into `out`, such as a norm and SiLU."""
+
+    def __call__(self, x: Tensor, *, out: Tensor) -> object:
+        """Write it."""
+        ...
+
+
+# Bands are a detour, taken from so many times the size of a band on.
+_WORTH_IT = 4
+
+
+def rows_of(conv: "CausalConv3d", x: Tensor, cache: TemporalCache) -> int:
+    """Rows of a band, whose convolution's input is of about `cache.band_bytes`.
+
+    Args:
+        conv: The convolution.
+        x: Its input, `[B, C, T, H, W]`.
+        cache: The state of the video.
+
+    Returns:
+        The height of `x` where it need not be divided.
+    """
+    batch, channels, frames, height, width = x.shape
+    if cache.band_bytes is None or torch.is_grad_enabled():
+        return height
+    frames += 0 if cache.first else conv.context
+    row_bytes = max(1, batch * channels * frames * width * x.element_size())
+    if row_bytes * height <= _WORTH_IT * cache.band_bytes:
+        return height
+    return max(1, cache.band_bytes // row_bytes - 2 * conv.padding)
+
+
+def convolve(
+    conv: "CausalConv3d",
+    fill: FillRows,
+    x: Tensor,
+    cache: TemporalCache,
+    residual: Tensor | None,
+    rows: int,
+    residual_bias: Tensor | None = None,
+    *,
+    biased: bool = True,
+) -> Tensor:
+    """Convolve `fill(x)` causally, some rows at a time.
+
+    Args:
+        conv: A convolution of one pixel at a time.
+        fill: What comes before it, such as norm and SiLU; with what it needs to know of whole
+            frames.
+        x: `[B, C_in, T, H, W]`, channels-last.
+        cache: Gives the frames before `x`, and keeps the last of them.
+        residual: `[B, C_out, T, H, W]`, added; its memory becomes the result.
+        rows: Of a band.
+        residual_bias: `C_out` numbers that `residual` still lacks.
+        biased: Add the bias too.
+
+    Returns:
+        `[B, C_out, T, H, W]`, channels-last.
+    """
+    batch, _, frames, height, width = x.shape
+    out = residual
+    if out is None:
+        channels = conv.weight.shape[0]
+        out = cache.reused((batch, channels, frames // conv.stride, height, width), x)
+    if out is None:
+        shape = (batch, frames // conv.stride, height, width, channels)
+        out = cache.attempt(lambda: x.new_empty(shape)).movedim(-1, 1)
+    added: Tensor | None = None
+    if residual_bias is not None:
+        bias = residual_bias
+        added = cache.attempt(lambda: bias.to(x.dtype)).view(-1, 1, 1, 1)
+    keeps = _Tail(conv, x, cache)
+    for top in range(0, height, rows):
+        bottom = min(height, top + rows)
+        window = keeps.window(top, bottom)
+        above, below = max(0, top - conv.padding), min(height, bottom + conv.padding)
+        inner = slice(above - top + conv.padding, below - top + conv.padding)
+        fresh = window[:, :, window.shape[2] - frames :, inner]
+        cache.attempt(functools.partial(fill, x[:, :, :, above:below], out=fresh))
+        keeps.remember(window, top, bottom)
+        part = out[:, :, :, top:bottom]
+        y = conv.of_window(window, cache, biased=biased)
+        if residual is None:
+            part.copy_(y)
+        else:
+            part += y
+            if added is not None:
+                part += added
+    keeps.finish()
+    return out
+
+
+class _Tail:
+    """The frames that a convolution saw last, while they are replaced band by band.
+
+    A band still needs the last rows of the one above as they were, so that what replaces these
+    waits for it.
+    """
+
+    def __init__(self, conv: "CausalConv3d", x: Tensor, cache: TemporalCache) -> None:
+        self._conv, self._x, self._cache = conv, x, cache
+        self._known = 0 if cache.first else conv.context
+        self._keeps = bool(conv.context) and not cache.lone
+        if self._keeps:
+            self._tail()
+        self._waiting: tuple[slice, Tensor] | None = None
+
+    def _tail(self) -> Tensor:
+        """The tail; looked up each time, because making room may have moved it."""
+        return self._cache.tail(self._conv, self._conv.context, self._x)
+
+    def window(self, top: int, bottom: int) -> Tensor:
+        """Memory for the input of a band: what was seen last is there, and zeros at the border."""
+        batch, channels, frames, height, width = self._x.shape
+        pad = self._conv.padding
+        shape = (batch, channels, self._known + frames, bottom - top + 2 * pad, width)
+        window = self._cache.scratch(shape, self._x)
+        above, below = max(0, top - pad), min(height, bottom + pad)
+        first, last = above - top + pad, below - top + pad
+        window[:, :, :, :first].zero_()
+        window[:, :, :, last:].zero_()
+        if self._known:
+            window[:, :, : self._known, first:last] = self._tail()[:, :, :, above:below]
+        self.finish()
+        return window
+
+    def remember(self, window: Tensor, top: int, bottom: int) -> None:
+        """Keep the last frames of a band that is filled."""
+        if not self._keeps:
+            return
+        pad, context = self._conv.padding, self._conv.context
+        last = window[:, :, -context:, pad : pad + bottom - top]
+        if self._cache.first and not self._conv.replicate:
+            frames = self._cache.attempt(lambda: _after_zeros(last, context))
+        else:
+            frames = self._cache.attempt(last.expand(-1, -1, context, -1, -1).clone)
+        self._waiting = slice(top, bottom), frames
+
+    def finish(self) -> None:
+        """Put what waits into its place."""
+        if self._waiting is not None:
+            rows, frames = self._waiting
+            self._tail()[:, :, :, rows] = frames
+            self._waiting = None
+
+
+def _after_zeros(frame: Tensor, context: int) -> Tensor:
+    """A first frame and, before it, zeros for what there was not."""
+    frames = frame.new_zeros((*frame.shape[:2], context, *frame.shape[3:]))
+    frames[:, :, -1:] = frame
+    return frames

@@ -1,0 +1,248 @@
+"""A 1x1x1 convolution, a pixel shuffle and a 3x3x3 convolution, folded into one on the small side.
+
+There is nothing but sums between the two convolutions, so that they are one. Along an axis that is
+doubled, the three taps of a large pixel fall on two small ones, and which of their phases they meet
+depends on the phase that they make. So each of the phases is a convolution of 2 x 2 x 2 small
+pixels (3 x 2 x 2 where time is not doubled) with weights of its own: 8 or 12 products of channels
+instead of 28, and what the 1x1x1 convolution would make is never made.
+
+The bias of the first convolution passes through the second one as a constant, but for the border,
+where zeros stand beside the large picture: there a little is missing, which is added to the result.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels import merge_phases
+from .conv import Conv, PointwiseConv
+from .temporal_cache import TemporalCache
+
+# Height and width are doubled always.
+_SIDE = 2
+
+# What the kind of a form says of its place in the video; nothing: it is further behind.
+_FIRST, _SECOND = ", first frame", ", after the first"
+
+
+def taps_of(phase: int) -> list[tuple[int, int]]:
+    """Where the three taps of a phase fall in height or width: small pixel of two, and phase there.
+
+    The two small pixels of phase 0 are the one before its own and that, those of phase 1 its own
+    and the next.
+    """
+    return [((phase + tap - 1) // 2 + 1 - phase, (phase + tap - 1) % 2) for tap in range(3)]
+
+
+def times_of(phase: int, times: int, *, after_first: bool) -> list[tuple[int, int]]:
+    """Likewise for frames, of which none is seen before its time.
+
+    Args:
+        phase: Of the frame.
+        times: Frames for one; 1: the three taps fall on three frames.
+        after_first: The frame before is the first of the video, whose second phase is left out;
+            before it stand copies of itself, so that phase 0 stands for both.
+    """
+    if times == 1:
+        return [(tap, 0) for tap in range(3)]
+    places = [((phase + tap - 2) // 2 + 1, (phase + tap - 2) % 2) for tap in range(3)]
+    return [(at, 0 if after_first and at == 0 else part) for at, part in places]
+
+
+class ShuffleConv(Conv):
+    """The 3x3x3 convolution, together with what comes before it.
+
+    `Upsample3D` of SeedVR2, models/video_vae_v3/modules/attn_video_vae.py.
+
+    Args:
+        channels: Channels in and out.
+        upscale: The 1x1x1 convolution, which belongs to somebody else.
+        times: Frames made of one, 1 or 2; the first frame of a video makes one.
+
+    Attributes:
+        context: Small frames that it looks back.
+    """
+
+    def __init__(self, channels: int, upscale: PointwiseConv, times: int) -> None:
+        super().__init__(channels, channels, (3, 3, 3))
+        self.times = times
+        self.context = 2 if times == 1 else 1
+        self._upscale = (upscale,)  # in a tuple it is no part of this module
+
+    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """`[B, C, T, H, W]` to `[B, C, times T, 2 H, 2 W]`, channels-last; a first frame to one."""
+        if cache.first:
+            cache.keep(self, self.context, x.expand(-1, -1, self.context, -1, -1))
+            if self.times > 1 and not cache.lone:
+                cache.after_first.add(self)
+            return self._phases(x, _FIRST, 1, cache)
+        window = cache.window(self, self.context, x)
+        if self not in cache.after_first:
+            return self._phases(window, "", self.times, cache)
+        cache.after_first.discard(self)
+        second = self._phases(window[:, :, :2], _SECOND, self.times, cache)
+        if x.shape[2] == 1:
+            return second
+        rest = self._phases(window[:, :, 1:], "", self.times, cache)
+        return cache.attempt(lambda: torch.cat([second, rest], dim=2))
+
+    def sources(self) -> tuple[Tensor, ...]:
+        """The parameters that the forms are derived from."""
+        (upscale,) = self._upscale
+        return self.weight, self.bias, upscale.weight, upscale.bias
+
+    def _phases(self, window: Tensor, place: str, times: int, cache: TemporalCache) -> Tensor:
+        """All phases of the large frames that a window gives."""
+        kinds = [f"shuffled {phase}{place}" for phase in range(times)]
+        grids = (self._grid(window, kind, cache) for kind in kinds)
+        if torch.is_grad_enabled():
+            frames = [merge_phases(grid) for grid in grids]
+            frames = [y + self._missing(kind, y) for kind, y in zip(kinds, frames, strict=True)]
+            return torch.stack(frames, dim=3).flatten(2, 3)
+        out: Tensor | None = None
+        for phase, (kind, grid) in enumerate(zip(kinds, grids, strict=True)):
+            if out is None:
+                batch, channels, frames, height, width = grid.shape
+                size = (batch, channels // 4, times * frames, 2 * height - 2, 2 * width - 2)
+                out = cache.reused(size, grid)
+                if out is None:
+                    memory = (size[0], *size[2:], size[1])
+                    out = cache.attempt(functools.partial(grid.new_empty, memory)).movedim(-1, 1)
+            merge = functools.partial(merge_phases, grid, out=out[:, :, phase::times])
+            self._add_missing(cache.attempt(merge), kind, cache)
+        assert out is not None
+        return out
+
+    def _grid(self, window: Tensor, kind: str, cache: TemporalCache) -> Tensor:
+        """The phases of height and width of one phase in time, as `merge_phases` takes them."""
+        if kind.endswith(_FIRST):
+            return self._convolve(window.squeeze(2), kind, (1, 1), (1, 1), cache).unsqueeze(2)
+        return self._convolve(window, kind, (1, 1, 1), (1, 1), cache)
+
+    def _derive(self, kind: str, dtype: torch.dtype) -> Tensor:
+        (upscale,) = self._upscale
+        places = _places(kind, self.times)
+        wide = _product_dtype(self.weight.device, dtype)
+        taps, parts = self.weight.to(wide), upscale.weight.flatten(1).to(wide)
+        weight = fold(taps, parts.unflatten(0, (_SIDE, _SIDE, self.times, -1)), places).to(dtype)
+        if kind.endswith(_FIRST):
+            return weight.squeeze(2).contiguous(memory_format=torch.channels_last)
+        return weight.contiguous(memory_format=torch.channels_last_3d)
+
+    def _offset(self, kind: str) -> Tensor:
+        """`[C, 4, 4]`: what the biases make of a picture of 4 x 4 pixels.
+
+        All that a larger one has is there: corners, edges, and in the middle what is not at a
+        border, of every phase.
+        """
+        (upscale,) = self._upscale
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        parts = upscale.bias.to(wide).unflatten(0, (_SIDE, _SIDE, self.times, -1))
+        taps = self.weight.to(wide)
+        result = self.bias.to(wide).view(-1, 1, 1)
+        for tap, (_, phase) in enumerate(_places(kind, self.times)):
+            picture = parts[:, :, phase].permute(2, 0, 1).repeat(1, 2, 2)
+            result = result + F.conv2d(picture[None], taps[:, :, tap], padding=1)[0]
+        return result
+
+    def _bias(self, kind: str, offset: Tensor | None) -> Tensor:
+        assert offset is not None
+        return offset[:, 1:3, 1:3].flip(1, 2).flatten(1).T.flatten()
+
+    def _missing(self, kind: str, like: Tensor) -> Tensor:
+        """`[C, 1, H, W]`: what to add to what the bias gives every pixel."""
+        *_, height, width = like.shape
+        offset = self._offset(kind)
+        there = _stretched(_stretched(offset, width, 2), height, 1)
+        return (there - _repeated(_repeated(offset, width, 2), height, 1)).to(like)[:, None]
+
+    def _add_missing(self, frames: Tensor, kind: str, cache: TemporalCache) -> None:
+        """Add that to the pixels at the border; the others have it."""
+        offset = self._forms[kind, frames.dtype].offset
+        assert offset is not None
+        # All four lines are made before one is added: sums must not be tried again.
+        rows, columns = cache.attempt(lambda: _borders(offset, frames))
+        for row, line in zip((0, -1), rows, strict=True):
+            frames[..., row, :] += line
+        for column, line in zip((0, -1), columns, strict=True):
+            frames[..., 1:-1, column] += line
+
+
+def fold(taps: Tensor, parts: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
+    """The weight of the four phases of height and width, for one phase in time.
+
+    Args:
+        taps: `[C_out, C, 3, 3, 3]`, of the second convolution.
+        parts: `[2, 2, times, C, C_in]`, of the first one: rows, columns and frames it makes.
+        places: From `times_of`.
+
+    Returns:
+        `[4 * C_out, C_in, frames, 2, 2]`; output channel `(2 a + b) * C_out + c` is phase a of rows
+        and b of columns.
+    """
+    frames = max(at for at, _ in places) + 1
+    weight = taps.new_empty(4, taps.shape[0], parts.shape[-1], frames, 2, 2)
+    sides = range(_SIDE)
+    for a, b, t, h, w in itertools.product(sides, sides, range(frames), sides, sides):
+        met = [
+            (taps[:, :, kt, kh, kw], parts[row, column, part])
+            for kt, (at, part) in enumerate(places)
+            for kh, (above, row) in enumerate(taps_of(a))
+            for kw, (before, column) in enumerate(taps_of(b))
+            if (at, above, before) == (t, h, w)
+        ]
+        left, right = zip(*met, strict=True)
+        weight[2 * a + b, :, :, t, h, w] = torch.cat(left, 1) @ torch.cat(right)
+    return weight.flatten(0, 1)
+
+
+def _places(kind: str, times: int) -> list[tuple[int, int]]:
+    """Where the three taps in time fall, by the kind of a form: small frame and phase there."""
+    if kind.endswith(_FIRST):
+        return [(0, 0)] * 3
+    phase = int(kind.split()[1].rstrip(","))
+    return times_of(phase, times, after_first=kind.endswith(_SECOND))
+
+
+def _borders(offset: Tensor, frames: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """What the first and last row, and the first and last column between them, lack.
+
+    Args:
+        offset: `[C, 4, 4]`, see `ShuffleConv`.
+        frames: `[B, C, T, H, W]`; gives size and dtype.
+
+    Returns:
+        Two rows `[C, 1, W]` and two columns `[C, 1, H - 2]`.
+    """
+    *_, height, width = frames.shape
+    rows, columns = [], []
+    for border, inner in ((0, 2), (3, 1)):
+        line = _stretched(offset[:, border], width, 1) - _repeated(offset[:, inner], width, 1)
+        rows.append(line.to(frames.dtype)[:, None])
+        edge, bulk = offset[:, :, border], offset[:, :, inner]
+        line = _stretched(edge, height, 1) - _repeated(bulk, height, 1)
+        columns.append(line[:, 1:-1].to(frames.dtype)[:, None])
+    return rows, columns
+
+
+def _stretched(border: Tensor, length: int, dim: int) -> Tensor:
+    """Four numbers along an axis as many: the ends, and the two of the middle in turn."""
+    first, middle, last = border.split((1, 2, 1), dim)
+    return torch.cat([first, *[middle] * (length // 2 - 1), last], dim)
+
+
+def _repeated(border: Tensor, length: int, dim: int) -> Tensor:
+    """What the two of the middle would be everywhere."""
+    return torch.cat([border.narrow(dim, 1, 2).flip(dim)] * (length // 2), dim)
+
+
+def _product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The dtype to multiply weights in: where sums are float32 inside, that of the result."""
+    if device.type == "cuda":
+        return dtype
+    fast = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype if fast else torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,1 @@
+"""Files of video, sound and latents."""

@@ -1,0 +1,1 @@
+"""The networks: what each family is made of, and what a checkpoint calls it."""

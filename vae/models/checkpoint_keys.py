@@ -1,0 +1,114 @@
+"""Key names of a checkpoint: whatever wrote it, to Wan's own."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ...kernels import shown
+from .config import SEEDVR2_KEY
+
+# What packers put before every key.
+_PREFIXES = ("model.", "first_stage_model.", "vae.", "module.")
+
+# diffusers' names of the Wan 2.1 layout (AutoencoderKLWan, AutoencoderKLQwenImage; its script
+# convert_wan_to_diffusers.py holds the table) as patterns, with Wan's own. The decoder's blocks are
+# numbered after it.
+_DIFFUSERS_NAMES = [
+    (r"\.norm1\.gamma$", ".residual.0.gamma"),
+    (r"\.conv1\.(weight|bias)$", r".residual.2.\1"),
+    (r"\.norm2\.gamma$", ".residual.3.gamma"),
+    (r"\.conv2\.(weight|bias)$", r".residual.6.\1"),
+    (r"\.conv_shortcut\.", ".shortcut."),
+    (r"^quant_conv\.", "conv1."),
+    (r"^post_quant_conv\.", "conv2."),
+    (r"\.conv_in\.", ".conv1."),
+    (r"\.norm_out\.gamma$", ".head.0.gamma"),
+    (r"\.conv_out\.", ".head.2."),
+    (r"\.mid_block\.resnets\.0\.", ".middle.0."),
+    (r"\.mid_block\.attentions\.0\.", ".middle.1."),
+    (r"\.mid_block\.resnets\.1\.", ".middle.2."),
+    (r"^encoder\.down_blocks\.(\d+)\.", r"encoder.downsamples.\1."),
+]
+
+# The same for the Wan 2.2 layout, whose stages number their blocks (AutoencoderKLWan with
+# `is_residual`, AutoencoderKLQwenImage21).
+_NESTED_NAMES = [
+    (r"^encoder\.down_blocks\.(\d+)\.resnets\.", r"encoder.downsamples.\1.downsamples."),
+    (r"^encoder\.down_blocks\.(\d+)\.downsampler\.", r"encoder.downsamples.\1.downsamples.2."),
+    (r"^decoder\.up_blocks\.(\d+)\.resnets\.", r"decoder.upsamples.\1.upsamples."),
+    (r"^decoder\.up_blocks\.(\d+)\.upsampler\.", r"decoder.upsamples.\1.upsamples.3."),
+]
+
+# Weights that are 2D in any VAE.
+_FLAT = re.compile(r"\.(resample\.1|to_qkv|proj)\.weight$")
+
+
+def to_wan_keys(state: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """Bring the keys of any known dialect to Wan's own.
+
+    Args:
+        state: A state dict with Wan's keys, the same behind a prefix, or diffusers'.
+
+    Returns:
+        The same tensors under Wan's names. Keys of no known dialect stay as they are.
+
+    Raises:
+        ValueError: A key or a value is not of a state dict, or two keys mean one tensor.
+    """
+    for key, value in state.items():
+        if not isinstance(key, str) or not isinstance(value, Tensor):
+            raise ValueError(
+                f"entry {shown(key)} is a {type(value).__name__}; expected names and tensors alone"
+            )
+    prefix = next((p for p in _PREFIXES if state and all(key.startswith(p) for key in state)), "")
+    plain = {key.removeprefix(prefix): value for key, value in state.items()}
+    if SEEDVR2_KEY not in plain and any(".conv_in." in key for key in plain):
+        nested = any(".upsampler." in key for key in plain)
+        names = {key: _from_diffusers(key, nested) for key in plain}
+        _check_different(names)
+        plain = {names[key]: value for key, value in plain.items()}
+    if not any(key.startswith("encoder.") for key in plain):
+        # What is left of an encoder that was cut off, after its last layer.
+        plain = {key: value for key, value in plain.items() if not key.startswith("conv1.")}
+    return plain
+
+
+def _check_different(names: Mapping[str, str]) -> None:
+    """Refuse two keys of one meaning, of which one would be lost."""
+    first: dict[str, str] = {}
+    for key, name in names.items():
+        if first.setdefault(name, key) != key:
+            raise ValueError(f"{shown(key)} and {shown(first[name])} are both {shown(name)}")
+
+
+def _from_diffusers(key: str, nested: bool) -> str:
+    """Wan's name of a tensor that diffusers names `key`; `nested`: in the Wan 2.2 layout."""
+    for pattern, name in [*(_NESTED_NAMES if nested else []), *_DIFFUSERS_NAMES]:
+        key = re.sub(pattern, name, key)
+    match = re.match(r"decoder\.up_blocks\.(\d+)\.(resnets\.(\d+)|upsamplers\.0)\.(.*)", key)
+    if match:
+        stage, _, block, rest = match.groups()
+        return f"decoder.upsamples.{4 * int(stage) + (3 if block is None else int(block))}.{rest}"
+    return key
+
+
+def with_time(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give the causal convolutions of a VAE of pictures their one tap in time.
+
+    Args:
+        weights: Under Wan's names. diffusers keeps those of Qwen-Image 2.1 as 2D convolutions.
+
+    Returns:
+        The same weights, in the shapes that ComfyUI's file has.
+    """
+    head = weights.get("decoder.head.2.weight")
+    if head is None or head.ndim != 4:
+        return weights
+    return {
+        key: value.unsqueeze(2)
+        if value.ndim == 4 and key.endswith(".weight") and not _FLAT.search(key)
+        else value
+        for key, value in weights.items()
+    }

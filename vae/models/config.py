@@ -1,0 +1,329 @@
+"""What a VAE is, as far as its weights tell."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...kernels import shown
+from .latent_stats import latent_statistics
+
+# Keys that tell one layout from another (present from the first release of each).
+_WAN_KEY = "decoder.middle.0.residual.0.gamma"
+_WAN22_KEY = "decoder.upsamples.0.upsamples.0.residual.2.weight"
+SEEDVR2_KEY = "decoder.up_blocks.2.upsamplers.0.upscale_conv.weight"
+
+WAN21 = "wan2.1"
+WAN22 = "wan2.2"
+QWEN21 = "qwen-image-2.1"
+SEEDVR2 = "seedvr2"
+
+# Channels of a layer; the widest published VAE has 2048.
+_MAX_WIDTH = 1 << 16
+
+# Of every norm of SeedVR2.
+SEEDVR2_GROUPS = 32
+
+# Widths of the stages over the base width (`dim_mult`), by their number.
+_MULTIPLES = {4: (1, 2, 4, 4), 5: (1, 2, 4, 8, 8)}
+
+# The tensors whose first dimension is a stage's width: the first convolution, then each stage's
+# first block.
+_WAN21_ANCHORS = (
+    (
+        "encoder.conv1.weight",
+        *(f"encoder.downsamples.{index}.residual.6.weight" for index in (0, 3, 6, 9)),
+    ),
+    (
+        "decoder.conv1.weight",
+        *(f"decoder.upsamples.{index}.residual.6.weight" for index in (0, 4, 8, 12)),
+    ),
+)
+
+_WAN21_LATENTS = 16
+
+# The published VAE of the Wan 2.2 layout: base widths, latent channels, and the side of a patch.
+_WAN22_ENCODER, _WAN22_DECODER, _WAN22_LATENTS, _WAN22_PATCH = 160, 256, 48, 2
+
+# The tensors whose first dimension is a stage's width, likewise; the published widths; and what the
+# latents are multiplied with (configs_3b/main.yaml: vae.scaling_factor).
+_SEEDVR2_ANCHORS = (
+    (
+        "encoder.conv_in.weight",
+        *(f"encoder.down_blocks.{index}.resnets.0.conv1.weight" for index in range(4)),
+    ),
+    (
+        "decoder.conv_in.weight",
+        *(f"decoder.up_blocks.{index}.resnets.0.conv1.weight" for index in range(4)),
+    ),
+)
+_SEEDVR2_ENCODER, _SEEDVR2_DECODER = (128, 128, 256, 512, 512), (512, 512, 512, 256, 128)
+_SEEDVR2_LATENTS, _SEEDVR2_SCALE = 16, 0.9152
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class LayoutError(ValueError):
+    """The weights are those of another network than the ones of this package."""
+
+
+@dataclass(frozen=True)
+class VAEConfig:
+    """A VAE of the Wan family.
+
+    Attributes:
+        family: `wan2.1` (Wan 2.1, Wan 2.2 14B, Qwen-Image; pruned, layered and 2x versions),
+            `wan2.2` (Wan 2.2 5B), `qwen-image-2.1` or `seedvr2`.
+        latent_channels: Channels of a latent.
+        image_channels: Channels of a frame: 3, or 4 with alpha.
+        output_scale: Frames come out this many times as large as they go in: 2 for upscaling
+            decoders, else 1.
+        encoder_widths: Channels of the encoder's first convolution and of its stages, from full
+            size down; None: the file has no encoder.
+        decoder_widths: Channels of the decoder's first convolution and of its stages, from the
+            latent's size up.
+        spatial_compression: Pixels per latent, in height and in width.
+        temporal_compression: Frames per latent, but for the first, which is one frame. 1: every
+            frame is a picture by itself.
+        latent_mean: Mean of each latent channel.
+        latent_std: Standard deviation of each latent channel.
+        patch_size: Side of the blocks of pixels that the network sees as one.
+        taps: Frames that a convolution sees.
+        latent_scale: A latent is so many times the mean of the posterior.
+    """
+
+    family: str
+    latent_channels: int
+    image_channels: int
+    output_scale: int
+    encoder_widths: tuple[int, ...] | None
+    decoder_widths: tuple[int, ...]
+    spatial_compression: int
+    temporal_compression: int
+    latent_mean: tuple[float, ...]
+    latent_std: tuple[float, ...]
+    patch_size: int = 1
+    taps: int = 3
+    latent_scale: float = 1.0
+
+    @property
+    def encoder_width(self) -> int | None:
+        """Base width of the encoder, the channels at full size; None: no encoder."""
+        return None if self.encoder_widths is None else self.encoder_widths[0]
+
+    @property
+    def decoder_width(self) -> int:
+        """Base width of the decoder, the channels at full size: 96 for Wan 2.1, 24 for LightVAE."""
+        return self.decoder_widths[-1]
+
+    def standard(self) -> "VAEConfig":
+        """The published VAE of this layout that is closest: all stages whole, frames as they are.
+
+        It has an encoder, the usual multiples of the base widths, and no upscaling. Of the Wan 2.2
+        layout that is Wan 2.2 itself.
+        """
+        if self.family == SEEDVR2:
+            return _seedvr2(_SEEDVR2_LATENTS, 3, _SEEDVR2_ENCODER, _SEEDVR2_DECODER)
+        if self.family == WAN21:
+            base = self.decoder_width
+            encoder, decoder = _standard_widths(base, base, 4)
+            return _config(WAN21, _WAN21_LATENTS, self.image_channels, encoder, decoder)
+        encoder, decoder = _standard_widths(_WAN22_ENCODER, _WAN22_DECODER, 4)
+        return _config(WAN22, _WAN22_LATENTS, 3, encoder, decoder, patch_size=_WAN22_PATCH)
+
+    def latent_frames(self, frames: int) -> int:
+        """Latents that hold `frames` frames."""
+        return (frames - 1) // self.temporal_compression + 1
+
+    def frames(self, latent_frames: int) -> int:
+        """Frames in `latent_frames` latents."""
+        return (latent_frames - 1) * self.temporal_compression + 1
+
+    def decoded_shape(self, shape: Sequence[int]) -> tuple[int, int, int, int, int]:
+        """`[B, C, T, H, W]` of the frames in a latent of shape `[B, C_latent, t, h, w]`."""
+        batch, _, latent_frames, height, width = shape
+        scale = self.spatial_compression * self.output_scale
+        frames = self.frames(latent_frames)
+        return batch, self.image_channels, frames, height * scale, width * scale
+
+
+def read_configs(shapes: Shapes) -> list[VAEConfig]:
+    """Read the configuration off the shapes of a state dict.
+
+    Args:
+        shapes: Shape of each tensor, under Wan's key names.
+
+    Returns:
+        The readings, the likeliest first: the standard multiples of the base width, then each
+        stage's own width. Which one every tensor fits is for the loader to see.
+
+    Raises:
+        LayoutError: The names are not those of a known layout.
+        ValueError: They are, but what everything else depends on is missing or misshapen.
+    """
+    if SEEDVR2_KEY in shapes:
+        return [_read_seedvr2(shapes)]
+    if _WAN_KEY not in shapes:
+        raise LayoutError(
+            f"not a Wan, Qwen-Image or SeedVR2 VAE: none of its {len(shapes)} keys is {_WAN_KEY}"
+            + (f"; its first is {shown(min(shapes))}" if shapes else "")
+        )
+    latent_channels = _size(shapes, "decoder.conv1.weight", 1)
+    has_encoder = any(key.startswith("encoder.") for key in shapes)
+    encoder_base = _size(shapes, "encoder.conv1.weight", 0) if has_encoder else 0
+    decoder_base = _size(shapes, "decoder.head.0.gamma", 0)
+    in_channels = _size(shapes, "encoder.conv1.weight", 1) if has_encoder else None
+    out_channels = _size(shapes, "decoder.head.2.weight", 0)
+    if _WAN22_KEY in shapes:
+        stages = _stages(shapes)
+        anchors = _wan22_anchors(stages)
+    else:
+        stages, anchors = 4, _WAN21_ANCHORS
+
+    def config(encoder: tuple[int, ...], decoder: tuple[int, ...]) -> VAEConfig:
+        widths = (encoder if has_encoder else None, decoder)
+        if _WAN22_KEY not in shapes:
+            image_channels, scale = _image_channels(out_channels, in_channels)
+            return _config(WAN21, latent_channels, image_channels, *widths, output_scale=scale)
+        if _is_flat(shapes):
+            return _config(QWEN21, latent_channels, out_channels, *widths, taps=1)
+        patch = _WAN22_PATCH
+        return _config(WAN22, latent_channels, out_channels // patch**2, *widths, patch_size=patch)
+
+    usual = _standard_widths(encoder_base, decoder_base, stages)
+    own = tuple(_widths(shapes, *each) for each in zip(anchors, usual, strict=True))
+    return [config(*usual)] if own == usual else [config(*usual), config(*own)]
+
+
+def _read_seedvr2(shapes: Shapes) -> VAEConfig:
+    """The configuration of a SeedVR2 VAE: every stage has the width that it has."""
+    has_encoder = any(key.startswith("encoder.") for key in shapes)
+    usual = _SEEDVR2_ENCODER, _SEEDVR2_DECODER
+    encoder, decoder = (
+        _widths(shapes, *each) for each in zip(_SEEDVR2_ANCHORS, usual, strict=True)
+    )
+    narrow = [width for width in (*encoder, *decoder) if width % SEEDVR2_GROUPS]
+    if narrow:
+        raise ValueError(
+            f"a stage has {narrow[0]} channels; expected a multiple of {SEEDVR2_GROUPS}, the "
+            "groups of its norms"
+        )
+    latents = _size(shapes, "decoder.conv_in.weight", 1)
+    channels = _size(shapes, "decoder.conv_out.weight", 0)
+    return _seedvr2(latents, channels, encoder if has_encoder else None, decoder)
+
+
+def _seedvr2(
+    latents: int, channels: int, encoder: tuple[int, ...] | None, decoder: tuple[int, ...]
+) -> VAEConfig:
+    return VAEConfig(
+        family=SEEDVR2,
+        latent_channels=latents,
+        image_channels=channels,
+        output_scale=1,
+        encoder_widths=encoder,
+        decoder_widths=decoder,
+        spatial_compression=8,
+        temporal_compression=4,
+        latent_mean=(0.0,) * latents,
+        latent_std=(1.0,) * latents,
+        latent_scale=_SEEDVR2_SCALE,
+    )
+
+
+def _config(
+    family: str,
+    latent_channels: int,
+    image_channels: int,
+    encoder_widths: tuple[int, ...] | None,
+    decoder_widths: tuple[int, ...],
+    *,
+    output_scale: int = 1,
+    patch_size: int = 1,
+    taps: int = 3,
+) -> VAEConfig:
+    mean, std = latent_statistics(latent_channels)
+    return VAEConfig(
+        family=family,
+        latent_channels=latent_channels,
+        image_channels=image_channels,
+        output_scale=output_scale,
+        encoder_widths=encoder_widths,
+        decoder_widths=decoder_widths,
+        spatial_compression=patch_size * 2 ** (len(decoder_widths) - 2),
+        temporal_compression=1 if taps == 1 else 4,
+        latent_mean=mean,
+        latent_std=std,
+        patch_size=patch_size,
+        taps=taps,
+    )
+
+
+def _standard_widths(
+    encoder: int, decoder: int, stages: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The usual widths of encoder and decoder for their base widths."""
+    multiples = _MULTIPLES[stages]
+    return (
+        tuple(encoder * multiple for multiple in (1, *multiples)),
+        tuple(decoder * multiple for multiple in (multiples[-1], *multiples[::-1])),
+    )
+
+
+def _stages(shapes: Shapes) -> int:
+    """How many stages a decoder of the Wan 2.2 layout has."""
+    stages = len({key.split(".")[2] for key in shapes if key.startswith("decoder.upsamples.")})
+    if stages not in _MULTIPLES:
+        raise ValueError(
+            f"the decoder has {stages} stages; expected {' or '.join(map(str, _MULTIPLES))}"
+        )
+    return stages
+
+
+def _wan22_anchors(stages: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """As `_WAN21_ANCHORS`, where the blocks of a stage have a number of their own."""
+    down = (f"encoder.downsamples.{i}.downsamples.0.residual.6.weight" for i in range(stages))
+    up = (f"decoder.upsamples.{i}.upsamples.0.residual.6.weight" for i in range(stages))
+    return ("encoder.conv1.weight", *down), ("decoder.conv1.weight", *up)
+
+
+def _is_flat(shapes: Shapes) -> bool:
+    """Whether the convolutions see one frame: with one temporal tap, or with none at all."""
+    shape = shapes["decoder.head.2.weight"]
+    return len(shape) == 4 or (len(shape) == 5 and shape[2] == 1)
+
+
+def _size(shapes: Shapes, key: str, dim: int) -> int:
+    """One dimension of a tensor that everything else depends on."""
+    if key not in shapes:
+        raise ValueError(f"the checkpoint has no {key}")
+    if dim >= len(shapes[key]):
+        raise ValueError(f"{key} has shape {list(shapes[key])}; expected more dimensions")
+    return _width(shapes, key, dim)
+
+
+def _widths(shapes: Shapes, anchors: tuple[str, ...], standard: tuple[int, ...]) -> tuple[int, ...]:
+    """Each stage's width, from its first tensor that has it; the standard one without that."""
+    return tuple(
+        _width(shapes, key, 0) if shapes.get(key) else width
+        for key, width in zip(anchors, standard, strict=True)
+    )
+
+
+def _width(shapes: Shapes, key: str, dim: int) -> int:
+    """A dimension that a network can have: others are made of it before any tensor fits or not."""
+    size = shapes[key][dim]
+    if not 0 < size <= _MAX_WIDTH:
+        raise ValueError(
+            f"{key} has shape {list(shapes[key])}; expected sizes of 1 to {_MAX_WIDTH}"
+        )
+    return size
+
+
+def _image_channels(out_channels: int, in_channels: int | None) -> tuple[int, int]:
+    """Channels of a frame, and the scale that its pixels are shuffled to out of channels."""
+    for channels in (3, 4) if in_channels is None else (in_channels,):
+        scale = math.isqrt(out_channels // channels)
+        if scale and out_channels == channels * scale * scale:
+            return channels, scale
+    takes = "" if in_channels is None else f" for an encoder of {in_channels} channels"
+    raise ValueError(f"the decoder makes {out_channels} channels{takes}; expected 3, 4, 12 or 16")

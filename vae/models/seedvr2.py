@@ -1,0 +1,359 @@
+"""Encoder and decoder of SeedVR2: group norms per frame, replicated first frames, pixel shuffles.
+
+The graph and the parameter names are those of SeedVR, models/video_vae_v3 (attn_video_vae.py,
+causal_inflation_lib.py, s8_c16_t4_inflation_sd3.yaml). Norms and attention see one frame at a time,
+and what stands before the video is its first frame, so that any split of the stream is exact.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...kernels import attention, group_norm_silu, group_norm_statistics, pixel_shuffle_3d
+from ..layers import row_bands as bands
+from ..layers.causal_conv import CausalConv3d
+from ..layers.conv import PointwiseConv
+from ..layers.subpixel_conv import ShuffleConv
+from ..layers.temporal_cache import TemporalCache
+from .base import Network
+from .config import SEEDVR2_GROUPS
+from .wan_blocks import added
+
+_ENCODER_BLOCKS = 2
+_DECODER_BLOCKS = 3
+
+# The order of the parts in the channels of `upscale_conv`, from the slowest to the fastest.
+_ORDER = "hwtc"
+
+
+class GroupNorm(nn.Module):
+    """A norm over the pixels of each frame and each of 32 groups of channels."""
+
+    sees_all = True  # every pixel of a frame: no tiles
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels))
+        self.bias = nn.Parameter(torch.empty(channels))
+
+    def silu(
+        self,
+        x: Tensor,
+        *,
+        out: Tensor,
+        tail: Tensor | None = None,
+        statistics: Tensor | None = None,
+    ) -> Tensor:
+        """Norm and SiLU of `x`; see `group_norm_silu`."""
+        return group_norm_silu(
+            x, self.weight, self.bias, SEEDVR2_GROUPS, tail=tail, statistics=statistics, out=out
+        )
+
+    def statistics(self, x: Tensor) -> Tensor:
+        """Of whole frames, for `silu` of some of their rows."""
+        return group_norm_statistics(x, SEEDVR2_GROUPS)
+
+    def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Norm of `x`, into `out` if given."""
+        return group_norm_silu(x, self.weight, self.bias, SEEDVR2_GROUPS, silu=False, out=out)
+
+
+def causal(in_channels: int, out_channels: int) -> CausalConv3d:
+    """A 3x3x3 convolution that has the first frame of the video before it."""
+    return CausalConv3d(in_channels, out_channels, replicate=True)
+
+
+def normed(
+    conv: CausalConv3d,
+    norm: GroupNorm,
+    x: Tensor,
+    cache: TemporalCache,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Norm, SiLU and convolution, and `residual` added, whose memory may become the result."""
+    rows = bands.rows_of(conv, x, cache)
+    if rows < x.shape[3]:
+        statistics = cache.attempt(lambda: norm.statistics(x))
+        fill = functools.partial(norm.silu, statistics=statistics)
+        return bands.convolve(conv, fill, x, cache, residual, rows)
+    return conv(x, cache, fill=norm.silu, residual=residual)
+
+
+class ResidualBlock(nn.Module):
+    """Norm, SiLU, convolution, twice, added to the input or to its 1x1x1 `conv_shortcut`."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.norm1 = GroupNorm(in_channels)
+        self.conv1 = causal(in_channels, out_channels)
+        self.norm2 = GroupNorm(out_channels)
+        self.conv2 = causal(out_channels, out_channels)
+        self.conv_shortcut = (
+            None if in_channels == out_channels else PointwiseConv(in_channels, out_channels)
+        )
+
+    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """`[B, C_in, T, H, W]` to `[B, C_out, T, H, W]`."""
+        y = normed(self.conv1, self.norm1, x, cache)
+        residual = x if self.conv_shortcut is None else self.conv_shortcut(x, cache)
+        return normed(self.conv2, self.norm2, y, cache, residual)
+
+
+class AttentionBlock(nn.Module):
+    """Single-head self-attention over the pixels of each frame, added to the input."""
+
+    sees_all = True  # every pixel of a frame: no tiles
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.group_norm = GroupNorm(channels)
+        self.to_q, self.to_k, self.to_v = (PointwiseConv(channels, channels, 0) for _ in range(3))
+        self.to_out = nn.ModuleList([PointwiseConv(channels, channels, 0)])
+
+    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """`[B, C, T, H, W]` to the same shape."""
+        batch, _, frames, height, width = x.shape
+        normed = cache.scratch(x.shape, x)
+        normed = cache.attempt(lambda: self.group_norm(x, out=normed))
+        mixed = [part(normed, cache) for part in (self.to_q, self.to_k, self.to_v)]
+
+        def attended() -> Tensor:
+            rows = (y.movedim(1, -1).reshape(batch * frames, height * width, -1) for y in mixed)
+            return attention(*rows)
+
+        rows = cache.attempt(attended)
+        y = self.to_out[0](rows.view(batch, frames, height, width, -1).movedim(-1, 1), cache)
+        return cache.attempt(lambda: added(y, x))
+
+
+class Upsample(nn.Module):
+    """A 1x1x1 convolution, whose channels become pixels and frames, and a 3x3x3 convolution.
+
+    The first latent of a video makes one frame: the second of its two is left out.
+
+    Args:
+        channels: Channels in and out.
+        temporal: Two frames out for one in.
+
+    Attributes:
+        scale: Height and width out for those in.
+        growth: How many times as large as its input its output is.
+    """
+
+    scale = Fraction(2)
+
+    def __init__(self, channels: int, *, temporal: bool) -> None:
+        super().__init__()
+        times = 2 if temporal else 1
+        self.growth = 4 * times
+        self.upscale_conv = PointwiseConv(channels, self.growth * channels)
+        self.conv = ShuffleConv(channels, self.upscale_conv, times)
+
+    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """`[B, C, T, H, W]` to `[B, C, T or 2 T, 2 H, 2 W]`."""
+        return self.conv(x, cache)
+
+
+class PlainUpsample(nn.Module):
+    """`Upsample` in its two steps, to compare with: more arithmetic and memory."""
+
+    scale = Fraction(2)
+    remembers_large = True
+
+    def __init__(self, channels: int, *, temporal: bool) -> None:
+        super().__init__()
+        self.times = 2 if temporal else 1
+        self.growth = 4 * self.times
+        self.upscale_conv = PointwiseConv(channels, self.growth * channels)
+        self.conv = causal(channels, channels)
+
+    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """`[B, C, T, H, W]` to `[B, C, T or 2 T, 2 H, 2 W]`."""
+        y = self.upscale_conv(x)
+        times = self.times
+        if cache.first and times > 1:
+            times = 1
+            y = y.unflatten(1, (4, self.times, -1))[:, :, 0].flatten(1, 2)
+            y = y.contiguous(memory_format=torch.channels_last_3d)
+        return self.conv(pixel_shuffle_3d(y, (times, 2, 2), _ORDER), cache)
+
+
+class Downsample(nn.Module):
+    """A convolution with stride 2 in height and width; with `temporal` in time too.
+
+    Args:
+        channels: Channels in and out.
+        temporal: One frame out for two in.
+
+    Attributes:
+        scale: Height and width out for those in.
+        pairs: It takes two frames at a time.
+        remembers_large: Its history is of the larger of the two sizes.
+    """
+
+    scale = Fraction(1, 2)
+    remembers_large = True
+
+    def __init__(self, channels: int, *, temporal: bool) -> None:
+        super().__init__()
+        self.conv = ShrinkingConv3d(channels, temporal=temporal)
+        self.pairs = temporal
+
+    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """`[B, C, T, H, W]` to `[B, C, T or T / 2, H / 2, W / 2]`."""
+        return self.conv(x, cache)
+
+
+class ShrinkingConv3d(CausalConv3d):
+    """Stride 2 in height and width, with zeros at the right and the bottom only.
+
+    They are written with the window, which is written anyway.
+    """
+
+    def __init__(self, channels: int, *, temporal: bool) -> None:
+        taps, stride = (3, 2) if temporal else (1, 1)
+        super().__init__(channels, channels, (taps, 3, 3), stride, replicate=True)
+
+    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """`[B, C, T, H, W]` to `[B, C, T / stride, H / 2, W / 2]`; one frame where it is first."""
+        known = 0 if cache.first else self.context
+        window = self._bordered(x, known, cache)
+        self.keep(x, cache)
+        if cache.first:
+            return self._convolve(window.squeeze(2), "summed", (2, 2), (0, 0), cache).unsqueeze(2)
+        return self._convolve(window, "volume", (self.stride, 2, 2), (0, 0), cache)
+
+    def _bordered(self, x: Tensor, known: int, cache: TemporalCache) -> Tensor:
+        """The `known` frames that it saw last, the new ones, and a row and a column of zeros."""
+        if torch.is_grad_enabled():
+            whole = torch.cat([cache.tail(self, known, x), x], dim=2) if known else x
+            return F.pad(whole, (0, 1, 0, 1))
+        batch, channels, frames, height, width = x.shape
+        window = cache.scratch((batch, channels, known + frames, height + 1, width + 1), x)
+        window[..., height, :].zero_()
+        window[..., width].zero_()
+        inner = window[..., :height, :width]
+        if known:
+            inner[:, :, :known] = cache.tail(self, known, x)
+        inner[:, :, known:] = x
+        return window
+
+
+class DownBlock(nn.Module):
+    """The residual blocks and the downsampling of one stage, under their names."""
+
+    def __init__(self, in_channels: int, out_channels: int, *, space: bool, time: bool) -> None:
+        super().__init__()
+        widths = [in_channels] + [out_channels] * _ENCODER_BLOCKS
+        self.resnets = nn.ModuleList(ResidualBlock(*pair) for pair in itertools.pairwise(widths))
+        if space:
+            self.downsamplers = nn.ModuleList([Downsample(out_channels, temporal=time)])
+
+
+class UpBlock(nn.Module):
+    """The residual blocks and the upsampling of one stage, under their names."""
+
+    def __init__(self, in_channels: int, out_channels: int, *, space: bool, time: bool) -> None:
+        super().__init__()
+        widths = [in_channels] + [out_channels] * _DECODER_BLOCKS
+        self.resnets = nn.ModuleList(ResidualBlock(*pair) for pair in itertools.pairwise(widths))
+        if space:
+            self.upsamplers = nn.ModuleList([Upsample(out_channels, temporal=time)])
+
+
+class Middle(nn.Module):
+    """Residual, attention, residual, under their names."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.resnets = nn.ModuleList(ResidualBlock(channels, channels) for _ in range(2))
+        self.attentions = nn.ModuleList([AttentionBlock(channels)])
+
+
+class Head(nn.Module):
+    """Norm, SiLU and the last convolution, which are parts of the network itself by name."""
+
+    def __init__(self, norm: GroupNorm, conv: CausalConv3d) -> None:
+        super().__init__()
+        self.norm, self.conv = norm, conv
+
+    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """`[B, C_in, T, H, W]` to `[B, C_out, T, H, W]`."""
+        return normed(self.conv, self.norm, x, cache)
+
+
+class Encoder(Network):
+    """Frames to mean and log-variance of latents.
+
+    Args:
+        widths: Channels after the first convolution and of each stage, full size first.
+        in_channels: Channels of a frame.
+        latent_channels: Channels of a latent; twice as many come out.
+    """
+
+    def __init__(self, widths: Sequence[int], in_channels: int, latent_channels: int) -> None:
+        super().__init__()
+        self.conv_in = causal(in_channels, widths[0])
+        last = len(widths) - 2
+        self.down_blocks = nn.ModuleList(
+            DownBlock(before, after, space=stage < last, time=0 < stage < last)
+            for stage, (before, after) in enumerate(itertools.pairwise(widths))
+        )
+        self.mid_block = Middle(widths[-1])
+        self.conv_norm_out = GroupNorm(widths[-1])
+        self.conv_out = causal(widths[-1], 2 * latent_channels)
+
+    def layers(self) -> list[nn.Module]:
+        """From `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`."""
+        return _layers(self, self.down_blocks, "downsamplers", middle_first=False)
+
+
+class Decoder(Network):
+    """Latents to frames.
+
+    Args:
+        widths: Channels after the first convolution and of each stage, the latent's size first.
+        out_channels: Channels of a frame.
+        latent_channels: Channels of a latent.
+    """
+
+    def __init__(self, widths: Sequence[int], out_channels: int, latent_channels: int) -> None:
+        super().__init__()
+        self.conv_in = causal(latent_channels, widths[0])
+        self.mid_block = Middle(widths[0])
+        last = len(widths) - 2
+        self.up_blocks = nn.ModuleList(
+            UpBlock(before, after, space=stage < last, time=stage < last - 1)
+            for stage, (before, after) in enumerate(itertools.pairwise(widths))
+        )
+        self.conv_norm_out = GroupNorm(widths[-1])
+        self.conv_out = causal(widths[-1], out_channels)
+
+    def layers(self) -> list[nn.Module]:
+        """From `[B, C_latent, t, h, w]` to `[B, C, T, 8 h, 8 w]`."""
+        return _layers(self, self.up_blocks, "upsamplers", middle_first=True)
+
+
+def _layers(
+    network: Any,  # noqa: ANN401, either of the two
+    stages: nn.ModuleList,
+    resamplers: str,
+    *,
+    middle_first: bool,
+) -> list[nn.Module]:
+    """The layers of either network in order."""
+    resnets, attentions = network.mid_block.resnets, network.mid_block.attentions
+    middle = [resnets[0], attentions[0], resnets[1]]
+    inner = [
+        layer
+        for stage in stages
+        for layer in (*cast(Any, stage).resnets, *getattr(stage, resamplers, ()))
+    ]
+    body = middle + inner if middle_first else inner + middle
+    return [network.conv_in, *body, Head(network.conv_norm_out, network.conv_out)]

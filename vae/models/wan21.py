@@ -1,0 +1,77 @@
+"""Encoder and decoder of the Wan 2.1 layout: Wan 2.1, Qwen-Image, pruned and 2x versions.
+
+The graph and the parameter names are those of wan/modules/vae.py (Encoder3d, Decoder3d).
+"""
+
+import itertools
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..layers.causal_conv import CausalConv3d
+from .base import Head, Network, middle
+from .wan_blocks import Downsample, ResidualBlock, Upsample
+
+_ENCODER_BLOCKS = 2
+_DECODER_BLOCKS = 3
+
+# Whether the resampling after each stage changes the number of frames too, in the encoder's order.
+_TEMPORAL = (False, True, True)
+
+
+class Encoder(Network):
+    """Frames to mean and log-variance of latents, before the 1x1x1 quantisation convolution.
+
+    Args:
+        widths: Channels after the first convolution and of each stage, full size first.
+        image_channels: Channels of a frame.
+        latent_channels: Channels of a latent; twice as many come out.
+    """
+
+    def __init__(self, widths: Sequence[int], image_channels: int, latent_channels: int) -> None:
+        super().__init__()
+        self.conv1 = CausalConv3d(image_channels, widths[0])
+        stages: list[nn.Module] = []
+        for stage, (before, after) in enumerate(itertools.pairwise(widths)):
+            stages += [
+                ResidualBlock(before if i == 0 else after, after) for i in range(_ENCODER_BLOCKS)
+            ]
+            if stage < len(_TEMPORAL):
+                stages.append(Downsample(after, temporal=_TEMPORAL[stage]))
+        self.downsamples = nn.ModuleList(stages)
+        self.middle = middle(widths[-1])
+        self.head = Head(widths[-1], 2 * latent_channels)
+
+    def layers(self) -> list[nn.Module]:
+        """From `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`."""
+        return [self.conv1, *self.downsamples, *self.middle, self.head]
+
+
+class Decoder(Network):
+    """Latents, after the 1x1x1 convolution that follows quantisation, to frames.
+
+    Args:
+        widths: Channels after the first convolution and of each stage, the latent's size first.
+        out_channels: Channels that leave the last convolution.
+        latent_channels: Channels of a latent.
+    """
+
+    def __init__(self, widths: Sequence[int], out_channels: int, latent_channels: int) -> None:
+        super().__init__()
+        self.conv1 = CausalConv3d(latent_channels, widths[0])
+        self.middle = middle(widths[0])
+        stages: list[nn.Module] = []
+        before = widths[0]
+        for stage, after in enumerate(widths[1:]):
+            stages += [
+                ResidualBlock(before if i == 0 else after, after) for i in range(_DECODER_BLOCKS)
+            ]
+            if stage < len(_TEMPORAL):
+                before = after // 2
+                stages.append(Upsample(after, before, temporal=_TEMPORAL[::-1][stage]))
+        self.upsamples = nn.ModuleList(stages)
+        self.head = Head(widths[-1], out_channels)
+
+    def layers(self) -> list[nn.Module]:
+        """From `[B, C_latent, t, h, w]` to `[B, C_out, T, 8 h, 8 w]`."""
+        return [self.conv1, *self.middle, *self.upsamples, self.head]

@@ -1,0 +1,193 @@
+"""Encoder and decoder of the Wan 2.2 layout: Wan 2.2 (5B), pruned versions, Qwen-Image 2.1.
+
+The graph and the parameter names are those of wan/modules/vae2_2.py (Encoder3d, Decoder3d, and
+their Down_ResidualBlock and Up_ResidualBlock): stages with a shortcut around each, that has no
+parameters. Qwen-Image 2.1 is the same graph with one temporal tap, so that every frame is a first
+one.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from ...kernels import average_down, bias_residual
+from ..layers.causal_conv import CausalConv3d
+from ..layers.temporal_cache import TemporalCache
+from .base import Head, Network, middle
+from .wan_blocks import Downsample, ResidualBlock, Upsample
+
+_ENCODER_BLOCKS = 2
+_DECODER_BLOCKS = 3
+
+
+class DownStage(nn.Module):
+    """Residual blocks and a downsampling, with the averaged input of the stage added.
+
+    Args:
+        in_channels: Channels in.
+        out_channels: Channels out.
+        space: Height and width are halved.
+        time: Two frames become one.
+        taps: Frames that each convolution sees.
+
+    Attributes:
+        blocks: The layers inside.
+        growth: How many times as large as its input an activation inside is.
+        pairs: It takes two frames at a time.
+        settles: It heeds `cache.settling`.
+        holds: What it keeps meanwhile beside what the blocks make.
+    """
+
+    settles = True
+    holds = "result"
+
+    def __init__(
+        self, in_channels: int, out_channels: int, *, space: bool, time: bool, taps: int
+    ) -> None:
+        super().__init__()
+        self.size, self.times = 2 if space else 1, 2 if time else 1
+        self.pairs = time
+        _check_shortcut(in_channels * self.times * self.size**2, out_channels)
+        self.growth = max(1, out_channels // in_channels)
+        self.out_channels = out_channels
+        self.downsamples = nn.ModuleList(
+            ResidualBlock(in_channels if i == 0 else out_channels, out_channels, taps)
+            for i in range(_ENCODER_BLOCKS)
+        )
+        if space:
+            self.downsamples.append(Downsample(out_channels, temporal=time, taps=taps))
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The layers inside."""
+        return self.downsamples
+
+    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """`[B, C_in, T, H, W]` to `[B, C_out, T / times, H / size, W / size]`."""
+        # Made first, because the blocks may write into their input.
+        average = functools.partial(
+            average_down, x, self.out_channels, times=self.times, size=self.size
+        )
+        shortcut = cache.attempt(average)
+        for block in self.downsamples[:_ENCODER_BLOCKS]:
+            x = block(x, cache)
+        if self.size == 1:
+            return cache.attempt(functools.partial(bias_residual, x, residual=shortcut))
+        return self.downsamples[_ENCODER_BLOCKS](x, cache, residual=shortcut)
+
+
+class UpStage(nn.Module):
+    """Residual blocks and an upsampling, with the repeated input of the stage added.
+
+    Args:
+        in_channels: Channels in.
+        out_channels: Channels out.
+        space: Height and width are doubled; without, there is no shortcut either.
+        time: One frame becomes two.
+        taps: Frames that each convolution sees.
+
+    Attributes:
+        blocks: The layers inside.
+        growth: How many times as large as its input an activation inside is.
+        holds: What it keeps meanwhile beside what the blocks make, if anything.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, *, space: bool, time: bool, taps: int
+    ) -> None:
+        super().__init__()
+        phases = (4 if space else 1) * (2 if time else 1)
+        self.holds = "input" if space else ""
+        if space:
+            _check_shortcut(out_channels * phases, in_channels)
+        self.growth = max(1, phases * out_channels // in_channels)
+        self.upsamples = nn.ModuleList(
+            ResidualBlock(in_channels if i == 0 else out_channels, out_channels, taps)
+            for i in range(_DECODER_BLOCKS)
+        )
+        if space:
+            self.upsamples.append(Upsample(out_channels, out_channels, temporal=time, taps=taps))
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The layers inside."""
+        return self.upsamples
+
+    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """`[B, C_in, T, H, W]` to `[B, C_out, times T, 2 H, 2 W]`."""
+        if len(self.upsamples) == _DECODER_BLOCKS:
+            for block in self.upsamples:
+                x = block(x, cache)
+            return x
+        # A block with a shortcut of its own leaves its input alone; the others write into it.
+        source = x if self.upsamples[0].shortcut is not None else cache.attempt(x.clone)
+        for block in self.upsamples[:_DECODER_BLOCKS]:
+            x = block(x, cache)
+        return self.upsamples[_DECODER_BLOCKS](x, cache, source)
+
+
+class Encoder(Network):
+    """Frames, whose pixels lie in channels, to mean and log-variance of latents.
+
+    Args:
+        widths: Channels after the first convolution and of each stage, full size first.
+        in_channels: Channels that come in.
+        latent_channels: Channels of a latent; twice as many come out.
+        taps: Frames that each convolution sees.
+    """
+
+    def __init__(
+        self, widths: Sequence[int], in_channels: int, latent_channels: int, taps: int
+    ) -> None:
+        super().__init__()
+        self.conv1 = CausalConv3d(in_channels, widths[0], (taps, 3, 3))
+        last = len(widths) - 2
+        self.downsamples = nn.ModuleList(
+            DownStage(before, after, space=stage < last, time=0 < stage < last, taps=taps)
+            for stage, (before, after) in enumerate(itertools.pairwise(widths))
+        )
+        self.middle = middle(widths[-1], taps)
+        self.head = Head(widths[-1], 2 * latent_channels, taps)
+
+    def layers(self) -> list[nn.Module]:
+        """From `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`."""
+        return [self.conv1, *self.downsamples, *self.middle, self.head]
+
+
+class Decoder(Network):
+    """Latents to frames whose pixels lie in channels.
+
+    Args:
+        widths: Channels after the first convolution and of each stage, the latent's size first.
+        out_channels: Channels that leave the last convolution.
+        latent_channels: Channels of a latent.
+        taps: Frames that each convolution sees.
+    """
+
+    def __init__(
+        self, widths: Sequence[int], out_channels: int, latent_channels: int, taps: int
+    ) -> None:
+        super().__init__()
+        self.conv1 = CausalConv3d(latent_channels, widths[0], (taps, 3, 3))
+        self.middle = middle(widths[0], taps)
+        last = len(widths) - 2
+        self.upsamples = nn.ModuleList(
+            UpStage(before, after, space=stage < last, time=stage < last - 1, taps=taps)
+            for stage, (before, after) in enumerate(itertools.pairwise(widths))
+        )
+        self.head = Head(widths[-1], out_channels, taps)
+
+    def layers(self) -> list[nn.Module]:
+        """From `[B, C_latent, t, h, w]` to `[B, C_out, T, 8 h, 8 w]`."""
+        return [self.conv1, *self.middle, *self.upsamples, self.head]
+
+
+def _check_shortcut(finer: int, coarser: int) -> None:
+    """A shortcut without parameters needs channels that divide."""
+    if finer % coarser:
+        raise ValueError(
+            f"a stage has {finer} numbers for {coarser} channels of its shortcut; "
+            "expected a multiple"
+        )

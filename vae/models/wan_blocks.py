@@ -1,0 +1,220 @@
+"""The blocks that the Wan layouts are built of: norm, residual, attention, resampling.
+
+Shapes, order and parameter names follow Wan 2.1, wan/modules/vae.py. Every block is called with the
+activation `[B, C, T, H, W]`, channels-last, and the `TemporalCache` of the video, and owns its
+input: it may write into it.
+"""
+
+import functools
+from fractions import Fraction
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels import attention, bias_residual, interleave_time, rms_norm_silu
+from ..layers.causal_conv import CausalConv3d
+from ..layers.conv import PointwiseConv
+from ..layers.resample_conv import StridedConv2d, UpsampleConv2d
+from ..layers.temporal_cache import TemporalCache
+
+
+class RMSNorm(nn.Module):
+    """Wan's norm over the channels of each pixel: a scale, no mean, no bias.
+
+    Args:
+        channels: Channels.
+        ndim: Dimensions of `gamma` after the first: the checkpoint's shape.
+    """
+
+    def __init__(self, channels: int, ndim: int = 3) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.empty(channels, *[1] * ndim))
+
+    def silu(
+        self,
+        x: Tensor,
+        *,
+        out: Tensor | None = None,
+        tail: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Norm and SiLU of `x`; see `rms_norm_silu`."""
+        return rms_norm_silu(x, self.gamma, bias=bias, tail=tail, out=out)
+
+    def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Norm of `x`, into `out` if given."""
+        return rms_norm_silu(x, self.gamma, silu=False, out=out)
+
+
+class ResidualBlock(nn.Module):
+    """Norm, SiLU, convolution, twice, added to the input or to its 1x1x1 `shortcut`.
+
+    Args:
+        in_channels: Channels in.
+        out_channels: Channels out.
+        taps: Frames that each convolution sees.
+
+    Attributes:
+        settles: It heeds `cache.settling`.
+    """
+
+    settles = True
+
+    def __init__(self, in_channels: int, out_channels: int, taps: int = 3) -> None:
+        super().__init__()
+        kernel = (taps, 3, 3)
+        self.residual = nn.ModuleDict(
+            {
+                "0": RMSNorm(in_channels),
+                "2": CausalConv3d(in_channels, out_channels, kernel),
+                "3": RMSNorm(out_channels),
+                "6": CausalConv3d(out_channels, out_channels, kernel),
+            }
+        )
+        self.shortcut = (
+            None if in_channels == out_channels else PointwiseConv(in_channels, out_channels)
+        )
+
+    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """`[B, C_in, T, H, W]` to `[B, C_out, T, H, W]`."""
+        norm1, norm2 = (cast(RMSNorm, self.residual[key]) for key in "03")
+        conv1, conv2 = (cast(CausalConv3d, self.residual[key]) for key in "26")
+        late = conv1.adds_bias_late(x)
+        y = conv1(x, cache, fill=norm1.silu, biased=not late)
+        fill = functools.partial(norm2.silu, bias=conv1.bias) if late else norm2.silu
+        if self.shortcut is None:
+            return conv2(y, cache, fill=fill, residual=x)
+        bias = self.shortcut.bias if late else None
+        return conv2(y, cache, fill, self.shortcut(x, cache, biased=not late), bias)
+
+
+class AttentionBlock(nn.Module):
+    """Single-head self-attention over the pixels of each frame, added to the input."""
+
+    sees_all = True  # every pixel of a frame: no tiles
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm(channels, ndim=2)
+        self.to_qkv = PointwiseConv(channels, 3 * channels, ndim=2)
+        self.proj = PointwiseConv(channels, channels, ndim=2)
+
+    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """`[B, C, T, H, W]` to the same shape."""
+        batch, _, frames, height, width = x.shape
+        normed = cache.scratch(x.shape, x)
+        normed = cache.attempt(lambda: self.norm(x, out=normed))
+        qkv = self.to_qkv(normed, cache)
+
+        def attended() -> Tensor:
+            rows = qkv.movedim(1, -1).reshape(batch * frames, height * width, -1)
+            return attention(*rows.chunk(3, dim=-1))
+
+        y = cache.attempt(attended)
+        y = self.proj(y.view(batch, frames, height, width, -1).movedim(-1, 1), cache)
+        return cache.attempt(lambda: added(y, x))
+
+
+class Upsample(nn.Module):
+    """Nearest 2x in space and a 3x3 convolution; with `temporal` one frame becomes two before.
+
+    The first frame of a video passes without `time_conv`, and is not in its history either: the
+    second step sees zeros before it (wan/modules/vae.py, the "Rep" branch of `Resample`).
+
+    Args:
+        in_channels: Channels in.
+        out_channels: Channels out.
+        temporal: Two frames out for one in.
+        taps: Frames that `time_conv` sees.
+
+    Attributes:
+        scale: Height and width out for those in.
+        growth: Its phases, before they are merged, are so many times as large as its input.
+    """
+
+    scale = Fraction(2)
+
+    def __init__(
+        self, in_channels: int, out_channels: int, *, temporal: bool, taps: int = 3
+    ) -> None:
+        super().__init__()
+        self.growth = 4 * out_channels // in_channels * (2 if temporal else 1)
+        self.times = 2 if temporal else 1
+        self.resample = nn.ModuleDict({"1": UpsampleConv2d(in_channels, out_channels)})
+        self.time_conv = (
+            CausalConv3d(in_channels, 2 * in_channels, (taps, 1, 1)) if temporal else None
+        )
+
+    def forward(self, x: Tensor, cache: TemporalCache, source: Tensor | None = None) -> Tensor:
+        """Upsample.
+
+        Args:
+            x: `[B, C_in, T, H, W]`, channels-last.
+            cache: The state of the video.
+            source: `[B, C, T, H, W]`, repeated over the new pixels and frames and added; see
+                `merge_phases`.
+
+        Returns:
+            `[B, C_out, T or 2 T, 2 H, 2 W]`, channels-last.
+        """
+        if self.time_conv is not None and not cache.first:
+            y = self.time_conv(x, cache)
+            batch, channels, frames, height, width = x.shape
+            out = cache.scratch((batch, channels, 2 * frames, height, width), x)
+            x = cache.attempt(lambda: interleave_time(y, 2, out=out))
+        return self.resample["1"](x, cache, source, self.times)
+
+
+class Downsample(nn.Module):
+    """A 3x3 convolution with stride 2 in space; with `temporal` two frames become one after.
+
+    The first frame of a video passes `time_conv` by, but is the history of its second step.
+
+    Args:
+        channels: Channels in and out.
+        temporal: One frame out for two in.
+        taps: Frames that `time_conv` sees.
+
+    Attributes:
+        scale: Height and width out for those in.
+        pairs: It takes two frames at a time.
+    """
+
+    scale = Fraction(1, 2)
+
+    def __init__(self, channels: int, *, temporal: bool, taps: int = 3) -> None:
+        super().__init__()
+        self.resample = nn.ModuleDict({"1": StridedConv2d(channels, channels)})
+        self.pairs = temporal
+        # With one tap there is no time, and the weights are there for their names.
+        stride = min(2, taps)
+        self.time_conv = (
+            CausalConv3d(channels, channels, (taps, 1, 1), stride=stride) if temporal else None
+        )
+
+    def forward(self, x: Tensor, cache: TemporalCache, residual: Tensor | None = None) -> Tensor:
+        """Downsample.
+
+        Args:
+            x: `[B, C, T, H, W]`, channels-last.
+            cache: The state of the video.
+            residual: Of the shape of the result; added, and its memory may become the result.
+
+        Returns:
+            `[B, C, T or T / 2, H / 2, W / 2]`, channels-last.
+        """
+        if self.time_conv is None:
+            return self.resample["1"](x, cache, residual)
+        x = self.resample["1"](x, cache)
+        if not cache.first:
+            return self.time_conv(x, cache, residual=residual)
+        self.time_conv.keep(x, cache)
+        if residual is None:
+            return x
+        return cache.attempt(functools.partial(bias_residual, x, residual=residual))
+
+
+def added(y: Tensor, x: Tensor) -> Tensor:
+    """The sum of two activations, in the memory of `y` where autograd does not record."""
+    return bias_residual(y, residual=x, out=None if torch.is_grad_enabled() else y)

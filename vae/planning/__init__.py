@@ -1,0 +1,1 @@
+"""How a video runs: whole or in tiles, in which steps, within which memory."""

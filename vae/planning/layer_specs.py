@@ -1,0 +1,291 @@
+"""A network in numbers: what its layers make of frames, for who plans without running it.
+
+Everything is read off the layers' own attributes and the shapes of their weights.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+from torch import nn
+
+from ..layers.causal_conv import CausalConv3d
+from ..layers.conv import _KEPT_ELEMENTS, _SUMS, Conv, PointwiseConv
+from ..models.base import Network, sublayers
+from .tiling import Size, Span, is_encoder, reach
+
+
+class Shape(NamedTuple):
+    """Of an activation, but for the batch."""
+
+    channels: int
+    frames: int
+    height: int
+    width: int
+
+    @property
+    def numel(self) -> int:
+        """Numbers of one of the batch."""
+        return self.channels * self.frames * self.height * self.width
+
+    def of(self, channels: int) -> "Shape":
+        """With so many channels."""
+        return Shape(channels, *self[1:])
+
+    def lasting(self, frames: int) -> "Shape":
+        """With so many frames."""
+        return Shape(self.channels, frames, self.height, self.width)
+
+    def sized(self, height: int, width: int) -> "Shape":
+        """With frames of this size."""
+        return Shape(self.channels, self.frames, height, width)
+
+
+@dataclass(frozen=True)
+class Product:
+    """One convolution.
+
+    Attributes:
+        inputs: Channels in.
+        outputs: Channels out.
+        context: Frames before its own that it remembers.
+        stride: Frames in for one out.
+        times: Frames out for one in.
+        windowed: It copies its input to the frames before it.
+        numbers: Those of its weight.
+        rearranged: Those of a weight that every call brings to another order; see `conv.py`.
+        rearranged_first: Likewise where the frame is a first one.
+    """
+
+    inputs: int
+    outputs: int
+    context: int
+    stride: int
+    times: int
+    windowed: bool
+    numbers: int
+    rearranged: int
+    rearranged_first: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A layer that is not made of others.
+
+    Attributes:
+        products: Its convolutions that see more than a pixel, in the order of their calls.
+        mixed: Channels that its 1x1x1 convolutions make, of each.
+        up: Height and width are so many times as large.
+        down: They are divided by so much.
+        outputs: Channels out; 0: as many as come in.
+        times: Frames out for one in, but for the first.
+        stride: Frames in for one out, likewise.
+        folds: Its convolution in space works on the smaller of two sizes.
+        banded: It may divide its work into bands of rows.
+        reach: Pixels that it sees to each side.
+    """
+
+    products: tuple[Product, ...]
+    mixed: tuple[int, ...]
+    outputs: int
+    up: int
+    down: int
+    times: int
+    stride: int
+    folds: bool
+    banded: bool
+    reach: int
+
+    def after(self, shape: Shape, *, lone: bool) -> Shape:
+        """What comes out."""
+        channels, frames, height, width = shape
+        return Shape(
+            self.outputs or channels,
+            frames if lone else frames * self.times // self.stride,
+            height * self.up // self.down,
+            width * self.up // self.down,
+        )
+
+    def work(self, shape: Shape, *, lone: bool) -> int:
+        """Products of numbers, about, if that comes in."""
+        after = self.after(shape, lone=lone)
+        area = max(shape.height * shape.width, after.height * after.width)
+        return shape.frames * area * sum(product.numbers for product in self.products)
+
+    def remembered(self, shape: Shape) -> int:
+        """Numbers that its convolutions remember, if such frames come in."""
+        area, total = shape.height * shape.width, 0
+        if not self.folds:
+            area *= self.up**2
+        for product in self.products:
+            total += product.context * product.inputs * area
+            area //= self.down**2 if product is self.products[0] else 1
+        return total
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A layer of a network.
+
+    Attributes:
+        parts: What it is made of.
+        scale: Height and width are multiplied by the first and divided by the second number.
+        growth: An activation in it is so many times as large as its input, for `stream.advance`.
+        pairs: It takes frames two at a time.
+        holds: What it keeps beside its parts' activations: "input", "result" or nothing.
+    """
+
+    parts: tuple[Part, ...]
+    scale: tuple[int, int]
+    growth: int
+    pairs: bool
+    holds: str
+
+    def after(self, shape: Shape, *, lone: bool) -> Shape:
+        """What comes out."""
+        for part in self.parts:
+            shape = part.after(shape, lone=lone)
+        return shape
+
+    def work(self, shape: Shape, *, lone: bool) -> int:
+        """See `Part`."""
+        total = 0
+        for part in self.parts:
+            total += part.work(shape, lone=lone)
+            shape = part.after(shape, lone=lone)
+        return total
+
+    def remembered(self, shape: Shape) -> int:
+        """See `Part`."""
+        total = 0
+        for part in self.parts:
+            total += part.remembered(shape)
+            shape = part.after(shape, lone=True)
+        return total
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A network.
+
+    Attributes:
+        stages: Its layers.
+        encodes: Frames become smaller on the way.
+        frames: Frames that enter for a latent.
+    """
+
+    stages: tuple[Stage, ...]
+    encodes: bool
+    frames: int
+
+    def shapes(self, size: Size, *, lone: bool) -> list[Shape]:
+        """What enters each layer, and leaves the last, for one latent.
+
+        Args:
+            size: Height and width of what enters the first.
+            lone: The video is a single frame.
+        """
+        shapes = [Shape(self.stages[0].parts[0].products[0].inputs, 1, *size)]
+        if not lone:
+            shapes = [shapes[0].lasting(self.frames)]
+        for stage in self.stages:
+            shapes.append(stage.after(shapes[-1], lone=lone))
+        return shapes
+
+
+def outline(network: Network) -> Outline:
+    """Read the numbers off a network."""
+    stages = tuple(_stage(layer) for layer in network.layers())
+    frames = math.prod(part.stride for stage in stages for part in stage.parts)
+    return Outline(stages, is_encoder(network), frames)
+
+
+def lengths_before(stages: Sequence[Stage], length: int, span: Span) -> list[int]:
+    """Lengths along one axis that a tile has on its way, as `tiling.make_tile` cuts it.
+
+    Args:
+        stages: The layers that run in tiles.
+        length: Of the whole frames that enter them.
+        span: What the tile gives of the frames that leave them.
+
+    Returns:
+        Before each layer, and after the last.
+    """
+    lengths = [length]
+    for stage in stages:
+        for part in stage.parts:
+            lengths.append(lengths[-1] * part.up // part.down)
+    spans, block, at = [span], 1, len(lengths) - 1
+    for stage in reversed(stages):
+        up, down = stage.scale
+        block = max(block, down // up)
+        start, stop = spans[-1]
+        for part in reversed(stage.parts):
+            at -= 1
+            # What makes frames larger reaches as far among the larger ones.
+            large, small = (part.reach, 0) if part.up > 1 else (0, part.reach)
+            start = (start - large) * part.down // part.up - small
+            stop = -((stop + large) * part.down // -part.up) + small
+            start, stop = start // block * block, -(-stop // block) * block
+            start, stop = max(0, start), min(lengths[at], stop)
+        spans.append((start, stop))
+    spans.reverse()
+    given = [spans[0][1] - spans[0][0]]
+    for stage, (start, stop) in zip(stages, spans[1:], strict=True):
+        given.append(given[-1] if stage.scale == (1, 1) else stop - start)
+    given[-1] = span[1] - span[0]
+    return given
+
+
+def _stage(layer: nn.Module) -> Stage:
+    parts = tuple(_part(part) for part in sublayers(layer))
+    return Stage(
+        parts,
+        (math.prod(part.up for part in parts), math.prod(part.down for part in parts)),
+        getattr(layer, "growth", 1),
+        getattr(layer, "pairs", False),
+        getattr(layer, "holds", ""),
+    )
+
+
+def _part(layer: nn.Module) -> Part:
+    modules = list(layer.modules())
+    convs = [module for module in modules if isinstance(module, Conv)]
+    scale = Fraction(getattr(layer, "scale", 1))
+    if scale > 1:
+        # Time is doubled on the small side.
+        convs.sort(key=lambda conv: conv.weight.shape[-1])
+    return Part(
+        tuple(map(_product, convs)),
+        tuple(m.weight.shape[0] for m in modules if isinstance(m, PointwiseConv)),
+        convs[-1].weight.shape[0] if convs else 0,
+        scale.numerator,
+        scale.denominator,
+        max(getattr(module, "times", 1) for module in modules),
+        math.prod(getattr(conv, "stride", 1) for conv in convs),
+        scale <= 1 or not getattr(layer, "remembers_large", False),
+        any(getattr(module, "sees_all", False) for module in modules),
+        reach(layer),
+    )
+
+
+def _product(conv: Conv) -> Product:
+    context = conv.context
+    numbers = conv.weight.numel()
+    large = numbers if numbers > _KEPT_ELEMENTS else 0
+    first = getattr(conv, "first_form", "volume")
+    return Product(
+        conv.weight.shape[1],
+        conv.weight.shape[0],
+        context,
+        getattr(conv, "stride", 1),
+        getattr(conv, "times", 1),
+        isinstance(conv, CausalConv3d) or context > 0,
+        numbers,
+        large,
+        0
+        if first.startswith(_SUMS)
+        else large // (conv.weight.shape[2] if first == "frame" else 1),
+    )

@@ -1,0 +1,327 @@
+"""How a stream runs: how long its steps are, in what tiles, and where its caches live.
+
+Whole frames come first, because tiles compute their halos twice. Where whole frames do not fit, the
+fewest products decide, and what is moved: the caches of the tiles may wait on the host. All of them
+go there and back once a chunk (8 GB for 720 x 1280 and Wan 2.1), so that chunks are longer then.
+"""
+
+import functools
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..layers.conv_weights import packs_for
+from ..models.base import Network
+from .cost import Load, tiled_load, whole_load
+from .dry_run import Setting
+from .layer_specs import Outline, outline
+from .tiling import Chains, Size, Span, Tile, Tiles, can_cut, divided, grid, make_tile
+
+# On a CPU an activation of this size stays in the last cache, and in memory that malloc hands out
+# again rather than map anew (glibc maps blocks over 32 MB afresh, at about the cost of the
+# convolution that fills them).
+_CPU_PART_BYTES = 24 << 20
+
+# Elsewhere, large enough to fill the device, small enough to leave memory to others.
+_DEVICE_PART_BYTES = 1 << 30
+
+# Where memory is short; a frame that is larger goes on alone.
+_SMALLEST_PART_BYTES = 1 << 20
+
+# More latents per step than this gained nothing that was measured, and delay the first frames.
+_MOST_LATENTS = 4
+
+# With caches on the host: the longer, the less is moved.
+_PARKED_LATENTS = (4, 8, 16, 32)
+
+# Products that take as long as a byte over PCIe: 100 T/s against 20 GB/s, as for a current card.
+_PRODUCTS_PER_BYTE = 2500
+
+# Tiles that are tried: rows and columns of them.
+_GRIDS = ((2, 1), (3, 1), (4, 1), (6, 1), (4, 2), (8, 1), (6, 2), (8, 2), (8, 4), (12, 6), (16, 9))
+_SMALLEST_TILE = 32
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one stream runs.
+
+    Attributes:
+        chunk: Latents per step; -1: all.
+        part_bytes: Size of an activation above which its frames go on in parts.
+        peak_bytes: Memory that the stream takes beside weights, input and output; an estimate.
+        tiles: How frames are cut; None: not at all.
+        parked: What tiles remember is on the host but while they run.
+        pixels: As in `Work`.
+    """
+
+    chunk: int
+    part_bytes: int
+    peak_bytes: int
+    tiles: Tiles | None = None
+    parked: bool = False
+    pixels: int = 1
+
+    @property
+    def step(self) -> str:
+        """What goes through at once, in words."""
+        return "all latents" if self.chunk == -1 else f"{self.chunk} latent{'s'[: self.chunk > 1]}"
+
+    @property
+    def frames(self) -> str:
+        """How frames are cut, in words; width before height, as sizes of pictures are told."""
+        if self.tiles is None:
+            return "whole frames"
+        height, width = (self.pixels * length for length in self.tiles.size)
+        return f"tiles of {width}x{height}{', caches on the host' if self.parked else ''}"
+
+    def __str__(self) -> str:
+        return f"{self.step} a step, {self.frames}, about {self.peak_bytes / 2**20:.0f} MiB"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be planned.
+
+    Attributes:
+        network: The encoder or the decoder.
+        latent_size: Batch, height and width of the latents.
+        dtype: Of the activations.
+        device: Where they live.
+        lone: The video is a single frame.
+        pixels: Pixels of an image for each that enters an encoder or leaves a decoder.
+    """
+
+    network: Network
+    latent_size: tuple[int, int, int]
+    dtype: torch.dtype
+    device: torch.device
+    lone: bool = False
+    pixels: int = 1
+
+    @functools.cached_property
+    def outline(self) -> Outline:
+        """The network in numbers."""
+        return outline(self.network)
+
+    @property
+    def setting(self) -> Setting:
+        """Where it runs."""
+        return Setting(
+            self.latent_size[0],
+            self.dtype.itemsize,
+            self.lone,
+            self.device.type == "cpu",
+            packs_for(self.device, self.dtype),
+            next(self.network.parameters()).dtype != self.dtype,
+        )
+
+    @property
+    def start(self) -> Size:
+        """Height and width of what enters the first layer."""
+        height, width = self.latent_size[1:]
+        return self.end if self.outline.encodes else (height, width)
+
+    @property
+    def end(self) -> Size:
+        """Height and width at the end that tiles are cut from: that of the frames."""
+        height, width = self.latent_size[1:]
+        ups, downs = zip(*(stage.scale for stage in self.outline.stages), strict=True)
+        scale = max(math.prod(ups), math.prod(downs))
+        return height * scale, width * scale
+
+
+def make_plan(
+    work: Work,
+    limit_bytes: int | None = None,
+    *,
+    chunk: int | None = None,
+    tile: Size | None = None,
+    cuts: bool = True,
+) -> Plan:
+    """Choose how a stream runs.
+
+    Args:
+        work: What it is.
+        limit_bytes: Memory that the stream may take; None: steps get half of what is free, and what
+            needs more goes in tiles only where whole frames do not fit into nine tenths of it.
+        chunk: Latents per step, if that is settled; -1: all, which are taken for a few.
+        tile: Height and width of a tile in pixels of the images, if that is settled.
+        cuts: Tiles may be chosen.
+
+    Returns:
+        The fastest plan that stays within the limit. Where none does, the smallest.
+    """
+    steps = most = limit_bytes
+    if steps is None or most is None:
+        free = free_bytes(work.device)
+        steps, most = free // 2, free * 9 // 10
+    if not cuts:
+        tile = None
+    ways: list[_Way] = []
+    for some in (_whole_ways, _tiled_ways) if cuts else (_whole_ways,):
+        for way in some(work, tile, chunk):
+            ways.append(way)
+            if way.load.kept_bytes <= most:
+                plan = way.plan(steps)
+                if plan.peak_bytes <= most:
+                    return plan
+    # The least that each can be, until what is remembered alone is more than the best.
+    ways.sort(key=lambda way: way.load.kept_bytes)
+    best = ways[0].least
+    for way in ways[1:]:
+        if way.load.kept_bytes >= best.peak_bytes:
+            break
+        best = min(best, way.least, key=lambda plan: plan.peak_bytes)
+    return best
+
+
+def smaller_plan(work: Work, plan: Plan) -> Plan | None:
+    """The next smaller plan after one that memory did not suffice for; None: there is none."""
+    for share in (0.75, 0.5, 0.25, 0.0):
+        other = make_plan(work, int(plan.peak_bytes * share))
+        if other.peak_bytes < plan.peak_bytes:
+            return other
+    return None
+
+
+def cut_tiles(work: Work, tiles: Tiles) -> tuple[Chains, list[Tile], Size]:
+    """Divide a network.
+
+    Returns:
+        The layers on whole frames, the tiles, and height and width of the whole frames that enter
+        these.
+    """
+    first, rest = divided(work.network.chains(), tiles.cut)
+    whole, tiled = (rest, first) if work.outline.encodes else (first, rest)
+    size, places = _places(work, tiles)
+    return whole, [make_tile(tiled, size, *each) for each in places], size
+
+
+def _places(work: Work, tiles: Tiles) -> tuple[Size, list[tuple[Span, Span]]]:
+    """Height and width of the whole frames before the tiled layers, and what the tiles give."""
+    shapes = work.outline.shapes(work.start, lone=True)
+    if not work.outline.encodes:
+        return shapes[tiles.cut][2:], grid(work.end, tiles.size)
+    end = shapes[tiles.cut][2:]
+    down = max(1, work.end[0] // end[0])
+    return work.end, grid(end, (max(1, tiles.size[0] // down), max(1, tiles.size[1] // down)))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device; a small guess where it cannot be asked."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 8 << 30
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Whole frames or certain tiles, with steps of any length.
+
+    Attributes:
+        load: What a stream goes through.
+        cost: Of a latent, in products.
+        lengths: Latents per step and size of a part, the longest steps first.
+        chunk: What the plan says of the first.
+        pixels: As in `Work`.
+        tiles: As in `Plan`.
+    """
+
+    load: Load
+    cost: float
+    lengths: list[tuple[int, int]]
+    chunk: int | None
+    pixels: int
+    tiles: Tiles | None = None
+
+    def plan(self, limit_bytes: int) -> Plan:
+        """The longest steps within a limit; the smallest plan where there are none."""
+        # There are many ways with tiles, and most of them are in vain.
+        if self.tiles is None or self.least.peak_bytes <= limit_bytes:
+            for length in self.lengths:
+                plan = self._plan(*length)
+                if plan.peak_bytes <= limit_bytes:
+                    return plan
+        return self.least
+
+    @functools.cached_property
+    def least(self) -> Plan:
+        """The smallest; with tiles that of the shortest steps, without not always."""
+        lengths = self.lengths if self.tiles is None else self.lengths[-1:]
+        return min((self._plan(*length) for length in lengths), key=lambda plan: plan.peak_bytes)
+
+    def _plan(self, chunk: int, part_bytes: int) -> Plan:
+        peak = self.load.peak_bytes(chunk, part_bytes)
+        return Plan(
+            self.chunk or chunk, part_bytes, peak, self.tiles, self.load.parked, self.pixels
+        )
+
+
+def _whole_ways(work: Work, tile: Size | None, chunk: int | None) -> list[_Way]:
+    """Whole frames, but where they are to be cut."""
+    if tile is not None and _tile_sizes(work, tile) and can_cut(work.network):
+        return []
+    load = whole_load(work.outline, work.setting, work.start)
+    return [_Way(load, load.work, _lengths(work, load, chunk), chunk, work.pixels)]
+
+
+def _tiled_ways(work: Work, tile: Size | None, chunk: int | None) -> list[_Way]:
+    """Tiles, those first that cost less."""
+    sizes = _tile_sizes(work, tile)
+    tiles = [Tiles(cut, size) for cut in can_cut(work.network) for size in sizes]
+    ways = [way for each in tiles for way in _ways_in(work, each, chunk)]
+    return sorted(ways, key=lambda way: way.cost)
+
+
+def _tile_sizes(work: Work, tile: Size | None) -> list[Size]:
+    """Sizes of tiles in frames of the tiled end: to choose from, or the one that is wanted.
+
+    None where that is as large as the frames.
+    """
+    height, width = work.end
+    if tile is not None:
+        rows, columns = (max(1, length // work.pixels) for length in tile)
+        size = min(height, rows), min(width, columns)
+        return [] if size == work.end else [size]
+    sizes = [(-(-height // rows), -(-width // columns)) for rows, columns in _GRIDS]
+    return [size for size in dict.fromkeys(sizes) if min(size) * work.pixels >= _SMALLEST_TILE]
+
+
+def _ways_in(work: Work, tiles: Tiles, chunk: int | None) -> Iterator[_Way]:
+    """With these tiles: what they remember on the device, or on the host."""
+    _, places = _places(work, tiles)
+    rows, columns = (list(dict.fromkeys(axis)) for axis in zip(*places, strict=True))
+    load = tiled_load(work.outline, work.setting, work.start, tiles.cut, (rows, columns))
+    yield _Way(load, load.work, _lengths(work, load, chunk), chunk, work.pixels, tiles)
+    if work.device.type == "cpu" or work.lone:
+        return
+    load = replace(load, parked=True)
+    for latents in _PARKED_LATENTS if chunk is None else (chunk,):
+        cost = load.work + load.moved_bytes * _PRODUCTS_PER_BYTE / abs(latents)
+        yield _Way(load, cost, _lengths(work, load, latents), chunk, work.pixels, tiles)
+
+
+def _lengths(work: Work, load: Load, chunk: int | None) -> list[tuple[int, int]]:
+    """Steps that can be had, the longest first: fewer latents, then smaller parts.
+
+    What is small, or collected, is to be no larger than a part.
+    """
+    part = _CPU_PART_BYTES if work.device.type == "cpu" else _DEVICE_PART_BYTES
+    most = max(1, min(_MOST_LATENTS, part // max(1, load.latent_bytes)))
+    chunks = range(most, 0, -1)
+    if work.lone:
+        chunks = (1,)
+    elif chunk is not None:
+        chunks = (chunk if chunk > 0 else _MOST_LATENTS,)
+    lengths = [(each, part) for each in chunks]
+    while part > _SMALLEST_PART_BYTES:
+        part //= 2
+        lengths.append((chunks[-1], part))
+    return lengths

@@ -1,0 +1,1 @@
+"""A video on its way through a network, step by step."""

@@ -1,0 +1,225 @@
+"""Frames that do not change: an encoder computes them until they make no difference any more.
+
+Behind its reach a causal layer gives the same for the same. So in a clip whose end stands still (as
+ComfyUI's WanImageToVideo makes them: a picture, then grey) the first layers are done a few frames
+after the last change, those behind them a little later, and in the end a latent is the one before.
+Each layer makes the frames up to there and no more (see `Settling`). What one that is done gave
+last is then what it gives next, and what is before it need not run.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..layers.causal_conv import CausalConv3d
+from ..layers.frame_runs import Settling
+from ..layers.temporal_cache import TemporalCache
+from ..models.base import Layer, sublayers
+from ..validation import canonical
+from .pipeline import advance
+
+# Numbers of a frame that are compared before all of them are.
+_SAMPLES = 4096
+
+# Behind so many frames, the reach of the first convolution and of a residual block, something is
+# left out. What is alike for fewer, such as frames shown twice, is computed as if it moved.
+_WORTH_IT = 6
+
+
+class Changes:
+    """Tells how many frames at the end of a video so far are alike."""
+
+    def __init__(self) -> None:
+        self._frame: Tensor | None = None
+        self._alike = 0
+
+    def alike(self, chunk: Tensor) -> int:
+        """Look at a chunk, and remember its last frame.
+
+        Args:
+            chunk: `[B, C, T, H, W]`; its memory may be another's afterwards.
+
+        Returns:
+            How many frames up to its last are like that, itself and those before the chunk among
+            them.
+        """
+        frames, last = chunk.shape[2], chunk[:, :, -1:]
+        count = 1 + _like(last, chunk[:, :, :-1])
+        if count == frames and self._frame is not None and _like(last, self._frame):
+            self._alike += count
+        else:
+            self._alike, self._frame = count, last.clone()
+        return self._alike
+
+
+class Stillness:
+    """How far into a network a still end has come.
+
+    Args:
+        chains: The layers, as for `advance`.
+    """
+
+    def __init__(self, chains: Sequence[Sequence[Layer]]) -> None:
+        self._chains = chains
+        self._places = [(c, i) for c, chain in enumerate(chains) for i in range(len(chain))]
+        self._convs = [_convs(chains[c][i]) for c, i in self._places]
+        self._run = Settling(0, 0)
+        self._done = 0  # layers that need not run
+        self._held: Tensor | None = None  # the last frame that the last of those gave
+
+    def takes(self, frames: int, alike: int) -> bool:
+        """Tell of the next chunk, whichever way it goes.
+
+        Args:
+            frames: Of the chunk.
+            alike: Frames up to its last that are like that, as `Changes` counts them; 0 where
+                nobody did.
+
+        Returns:
+            Whether it is to go through `advance` of this object, because that leaves something out.
+        """
+        self._run = Settling(frames, frames - alike + 1)
+        if self._run.fresh > 0:
+            self._done, self._held = 0, None
+        return self._run.fresh <= 0 or alike > _WORTH_IT
+
+    @property
+    def needed(self) -> int:
+        """The frames of that chunk, from its first on, that `advance` wants."""
+        return max(1, self._run.needed)
+
+    @property
+    def behind(self) -> Settling:
+        """What leaves the last layer of that chunk."""
+        run = self._run
+        for convs in self._convs:
+            run = _behind(run, convs)
+        return run
+
+    def advance(self, x: Tensor, cache: TemporalCache, part_bytes: int) -> Iterator[Tensor]:
+        """`advance` for the chunk that `takes` was told of.
+
+        Args:
+            x: Its first `needed` frames.
+            cache: The state of the video.
+            part_bytes: As for `advance`.
+
+        Yields:
+            Runs of frames as they leave the last layer, those of the whole chunk.
+        """
+        runs = [self._run]
+        for convs in self._convs:
+            runs.append(_behind(runs[-1], convs))
+        first, behind = self._done, runs[-1]
+        if self._held is not None:
+            held, frames = self._held, behind.frames if first == len(self._places) else 1
+            x = cache.attempt(lambda: _repeated(held, frames))
+        if first == len(self._places):
+            yield x
+            return
+        layers = [
+            _Resting(self._chains[chain][index], convs, run)
+            for (chain, index), convs, run in zip(self._places, self._convs, runs, strict=False)
+        ]
+        # Those whose next frame is the one before.
+        done = sum(run.fresh <= run.frames for run in runs[1:])
+        if done > first:
+            layers[done - 1].keeps = True
+        each = iter(layers)
+        chains = [[next(each) for _ in chain] for chain in self._chains]
+        repeats, last = behind.frames - max(1, behind.needed), x
+        for y in advance(chains, x, cache, part_bytes, start=self._places[first]):
+            last = cache.attempt(y[:, :, -1:].clone) if repeats else y
+            yield y
+        if done > first:
+            self._done, self._held = done, layers[done - 1].kept
+        if repeats:
+            yield cache.attempt(functools.partial(_repeated, last, repeats))
+
+
+class _Resting:
+    """A layer, and the frames of a chunk that it gets for its results to come to rest.
+
+    Args:
+        layer: The layer.
+        convs: Taps and stride of its causal convolutions.
+        run: The chunk before it.
+
+    Attributes:
+        growth: That of the layer.
+        keeps: Remember the last frame that it gives.
+        kept: That.
+    """
+
+    def __init__(self, layer: Layer, convs: Sequence[tuple[int, int]], run: Settling) -> None:
+        self.growth = getattr(layer, "growth", 1)
+        self.keeps = False
+        self.kept: Tensor | None = None
+        self._layer = layer
+        self._heeds = getattr(layer, "settles", False)
+        self._come = max(1, run.needed)
+        # A layer that runs gives a frame, even where it is the one before.
+        while _behind(run, convs).fresh < 1:
+            run = Settling(run.frames, run.fresh + 1)
+        self._run = run
+        behind = _behind(run, convs)
+        self._all = behind.needed * (run.frames // behind.frames)
+        self._seen = 0
+
+    def wants(self, frames: int) -> int:
+        """How many frames to give it, where so many have come: with the last ones, copies."""
+        seen = self._seen
+        return self._all - seen if seen + frames == self._come else frames
+
+    def __call__(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """Run it, for the next frames."""
+        run = self._run.part(self._seen, x.shape[2])
+        self._seen += x.shape[2]
+        cache.settling = run if self._heeds else None
+        try:
+            y = self._layer(x, cache)
+        finally:
+            cache.settling = None
+        if self.keeps and self._seen == self._all:
+            self.kept = cache.attempt(y[:, :, -1:].clone)
+        return y
+
+
+def _convs(layer: Layer) -> list[tuple[int, int]]:
+    """Taps and stride of the causal convolutions that a layer's frames go through."""
+    return [
+        (module.weight.shape[2], module.stride)
+        for part in sublayers(layer)
+        for module in part.modules()
+        if isinstance(module, CausalConv3d)
+    ]
+
+
+def _behind(run: Settling, convs: Sequence[tuple[int, int]]) -> Settling:
+    for taps, stride in convs:
+        run = run.behind(taps, stride)
+    return run
+
+
+def _repeated(frame: Tensor, frames: int) -> Tensor:
+    """A copy, because a layer may write into its input."""
+    video = frame[:, :, -1:].expand(-1, -1, frames, -1, -1)
+    return canonical(video.clone(memory_format=torch.channels_last_3d))
+
+
+def _like(frame: Tensor, chunk: Tensor) -> int:
+    """How many frames at the end of a chunk are `frame`, `[B, C, 1, H, W]`."""
+    if frame.shape[:2] != chunk.shape[:2] or frame.shape[3:] != chunk.shape[3:]:
+        return 0
+    if frame.dtype != chunk.dtype or frame.device != chunk.device:
+        return 0
+    step = max(1, frame.shape[3] * frame.shape[4] // _SAMPLES)
+    few = frame.flatten(3)[..., ::step] == chunk.flatten(3)[..., ::step]
+    count = 0
+    for index, like in reversed(list(enumerate(few.all(3).all(1).all(0).tolist()))):
+        if not like or not torch.equal(frame, chunk[:, :, index : index + 1]):
+            break
+        count += 1
+    return count
