@@ -19,10 +19,11 @@ from ..bench.report import tasks_of
 from ..checkpoint import load_vae
 from ..demo import CLIP_PATH, VAE_PATH
 from ..layers.oom import Relief
+from ..media.atomic_file import whole_file
 from ..media.audio import read_audio
 from ..media.background_writer import Handoff
 from ..media.codecs import check_size, codec_for
-from ..media.latent_file import load_latent, save_latent, whole_file
+from ..media.latent_file import load_latent, save_latent
 from ..media.video_reader import VideoFile, read_video
 from ..media.video_writer import VideoWriter, frames_to_uint8
 from ..model import VideoVAE

@@ -18,9 +18,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TextIO
 
+from ..media.atomic_file import remove_unfinished
 from ..media.codecs import CODECS
 from . import arguments
-from .signals import Signals, reason, remove_unfinished
+from .signals import Signals, reason
 
 PROGRAM = "fast-video-vae"
 TASKS = ("decode", "encode", "both")

@@ -5,8 +5,8 @@ and removed on the way out. Later ones change nothing: they would interrupt the 
 no handler inside a long call of C, and drops what is raised in a destructor; so a thread hears each
 signal too, and ends the process if that has not happened after `GRACE_S`.
 
-A result that is about to take its final name is finished work: from there on (`settle`) a signal
-comes too late, and the command ends as if there had been none.
+A result that is about to take its final name is finished work: from there on (`before_naming`) a
+signal comes too late, and the command ends as if there had been none.
 """
 
 import contextlib
@@ -14,17 +14,15 @@ import os
 import signal
 import socket
 import threading
-from pathlib import Path
 from types import FrameType, TracebackType
+
+from ..media.atomic_file import before_naming, remove_unfinished
 
 # SIGBREAK is Windows' own, for Ctrl-Break and a console that is closed.
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
 # Less than the 10 s that docker grants before SIGKILL, more than an
 # encoder takes for the piece at hand.
 GRACE_S = 8.0
-
-# Files that do not have their final name yet: what is left of them goes when the process is ended.
-unfinished: set[Path] = set()
 
 
 class Stopped(KeyboardInterrupt):
@@ -53,7 +51,6 @@ class Signals:
         self._over = threading.Event()
 
     def __enter__(self) -> "Signals":
-        global _active
         self._handles = threading.current_thread() is threading.main_thread()
         if not self._handles:
             return self
@@ -63,7 +60,7 @@ class Signals:
         self._thread.daemon = True
         self._thread.start()
         self._former = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
-        _active = self
+        before_naming.append(self.settle)
         for name in NAMES:
             number = getattr(signal, name, None)
             # None is a handler that another language set, which Python cannot put back.
@@ -78,14 +75,13 @@ class Signals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        global _active
         self._settled = True
         if not self._handles:
             return
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type], what getsignal gave
         signal.set_wakeup_fd(self._former)
-        _active = None
+        before_naming.remove(self.settle)
         self._over.set()
         self._told.close()
         self._thread.join()
@@ -116,23 +112,6 @@ class Signals:
                         os.write(2, f"fast-video-vae: {reason(heard[0])}\n".encode())
                     os._exit(128 + heard[0])
                 return
-
-
-_active: Signals | None = None
-
-
-def settle() -> None:
-    """Say that a result is about to take its name: from here on a signal comes too late."""
-    if _active is not None:
-        _active.settle()
-
-
-def remove_unfinished() -> None:
-    """Remove what a signal left of files that were being written, in the middle of a removal."""
-    for path in list(unfinished):
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-            unfinished.discard(path)
 
 
 def reason(number: int) -> str:

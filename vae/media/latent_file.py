@@ -1,18 +1,14 @@
-"""Files that are seen whole or not at all, and the file that holds a latent.
+"""The file that holds a latent.
 
-A latent file is a safetensors file with one float32 tensor `latent`, `[1, C_latent, t, h, w]`, not
+It is a safetensors file with one float32 tensor `latent`, `[1, C_latent, t, h, w]`, not
 normalised, and what a decoder of it wants to know as text in its metadata: `format` (the version of
 this layout), `family`, `fps`, `frames`, `height`, `width`. The latents that ComfyUI saves are read
 too: they are raw as well.
 """
 
-import errno
 import os
 import re
-import secrets
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -23,55 +19,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ...kernels import Header, guarded, read_header, shown
-from ..cli.signals import settle, unfinished
 
 FORMAT_VERSION = "fast-video-vae 1"
 # Ours, the one of ComfyUI's LATENT, and the one in the files of ComfyUI's SaveLatent.
 LATENT_KEYS = ("latent", "samples", "latent_tensor")
 # Not all that Fraction takes: 1e999999999 has a billion digits.
 _FPS = re.compile(r"\d{1,9}([./]\d{1,9})?", re.ASCII)
-# What a write says when there is no room, and Python does not say where: disk, quota, limit.
-_NO_ROOM = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
-
-
-@contextmanager
-def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Write a file so that it is seen whole or not at all.
-
-    Args:
-        path: The final name.
-
-    Yields:
-        An empty file in the same folder, to be written by its name. When the body ends it takes
-        the place of `path`; when the body raises, it is removed, and what was there stays.
-
-    Raises:
-        OSError: The folder is missing or may not be written, or the disk is full.
-        ValueError: `path` is a folder or a device.
-    """
-    path = Path(path)
-    final = path.resolve()  # a link keeps pointing where it points; the file there is replaced
-    part = final.with_name(f".{final.name[:40]}.{secrets.token_hex(4)}.part")
-    unfinished.add(part)  # a signal may also come while the file is made or removed
-    try:
-        _check_replaceable(path)
-        # Not tempfile: its files are the user's alone, and this one goes by the umask.
-        os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-        yield part
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())  # some disks say only here that they are full
-        settle()
-        part.replace(final)
-        unfinished.discard(part)
-    except BaseException as error:
-        with suppress(OSError):  # the first error is the one to tell
-            part.unlink(missing_ok=True)
-            unfinished.discard(part)
-        if isinstance(error, OSError):
-            unnamed = error.filename is None and error.errno in _NO_ROOM
-            if unnamed or error.filename in (str(part), str(final)):
-                raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
 
 
 @dataclass(frozen=True)
@@ -163,14 +116,3 @@ def _read_latent(file: BinaryIO, header: Header) -> Tensor:
     if file.readinto(numbers) != len(numbers):  # type: ignore[attr-defined]
         raise ValueError("it was replaced while it was read; run it again")
     return torch.frombuffer(numbers, dtype=dtype).view(shape)
-
-
-def _check_replaceable(path: Path) -> None:
-    """A device or a folder must not be replaced by a file."""
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISREG(mode):
-        kind = "a folder" if stat.S_ISDIR(mode) else "a device"
-        raise ValueError(f"{path} is {kind}; expected the name of a file to write")

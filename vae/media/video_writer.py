@@ -26,11 +26,11 @@ from av.video.stream import VideoStream
 from torch import Tensor
 
 from ...kernels import frames_to_images
+from .atomic_file import whole_file
 from .audio import Audio, SoundTrack
 from .av_input import BT709, reason
 from .codecs import check_size, codec_named, container_of, find_encoder, sound_encoder
 from .encoder_options import options_of, pixel_format_of
-from .latent_file import whole_file
 from .timestamps import checked_rate
 
 LOG = logging.getLogger(__name__)

@@ -290,11 +290,12 @@ time.sleep(60)
 def test_a_process_that_does_not_listen_is_ended(tmp_path, name):
     first = f"""
 import hashlib, os, pathlib, signal, time
-from fast_video_vae.vae import stopping
-stopping.GRACE_S = 0.3
+from fast_video_vae.vae.cli import signals
+from fast_video_vae.vae.media import atomic_file
+signals.GRACE_S = 0.3
 part = pathlib.Path({str(tmp_path / "part")!r})
-with stopping.Signals():
-    stopping.unfinished.add(part)
+with signals.Signals():
+    atomic_file.unfinished.add(part)
     part.touch()
 {textwrap.indent(DEAF[name], "    ")}
 """

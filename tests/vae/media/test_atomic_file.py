@@ -1,0 +1,77 @@
+"""Files that appear whole or not at all."""
+
+import os
+import stat
+
+import pytest
+
+from fast_video_vae.vae.media.atomic_file import whole_file
+
+
+def put(path, text="new"):
+    with whole_file(path) as part:
+        part.write_text(text)
+
+
+def test_a_whole_file_takes_its_name(tmp_path):
+    path = tmp_path / "a.txt"
+    with whole_file(path) as part:
+        part.write_text("new")
+        assert not path.exists()
+        assert part.parent == path.parent  # so that the last step is a rename
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), OSError("x"), KeyboardInterrupt()])
+def test_a_failure_leaves_what_was_there(tmp_path, error):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+
+    def work():
+        with whole_file(path) as part:
+            part.write_text("ne")
+            raise error
+
+    with pytest.raises(type(error)):
+        work()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_told_of_the_final_name(tmp_path, limited_files):
+    path = tmp_path / "a.bin"
+    with limited_files(1000), pytest.raises(OSError, match=r"File too large: .*/a\.bin'"):
+        put(path, "x" * 2000)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links and masks of POSIX")
+def test_links_and_masks_are_kept(tmp_path):
+    target, link = tmp_path / "target.txt", tmp_path / "link.txt"
+    target.write_text("old")
+    link.symlink_to(target)
+    before = os.umask(0o027)
+    try:
+        put(link)
+    finally:
+        os.umask(before)
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("none/a.txt", FileNotFoundError, "none/a.txt"),
+        ("file/a.txt", NotADirectoryError, "file/a.txt"),
+        (".", ValueError, "is a folder; expected the name of a file"),
+        ("/dev/null", ValueError, "is a device; expected the name of a file"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_known_before_any_work(tmp_path, name, error, message):
+    (tmp_path / "file").touch()
+    with pytest.raises(error, match=message), whole_file(tmp_path / name):
+        pytest.fail("work began")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
