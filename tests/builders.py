@@ -172,7 +172,7 @@ def installed_command(*arguments: str, first: str = "") -> list[str]:
         f"spec = util.spec_from_file_location('fast_video_vae', {str(root)!r})\n"
         "sys.modules['fast_video_vae'] = util.module_from_spec(spec)\n"
         f"{first}\n"
-        "from fast_video_vae.vae.cli.main.main import main\n"
+        "from fast_video_vae.vae.cli.main import main\n"
         "sys.exit(main())"
     )
     return [sys.executable, "-c", code, *arguments]
