@@ -35,10 +35,12 @@ from .dispatch import (
     use_quality,
 )
 from .gpu_config import GPUConfig, gpu_config
+from .measure import synchronize
 from .messages import LINE, guarded, line, shown
 from .out_of_memory import is_out_of_memory
 from .support import NativeLibrary, Support, backend_matrix, native_library
 from .tensor_files import PICKLE, SAFETENSORS, ZIP, Header, Place, kind_of, read_header
+from .text_table import padded
 from .warmup_log import Preparation, preparations, preparing
 
 __all__ = [
@@ -70,6 +72,7 @@ __all__ = [
     "log_once",
     "merge_phases",
     "native_library",
+    "padded",
     "pixel_shuffle_3d",
     "preparations",
     "preparing",
@@ -79,6 +82,7 @@ __all__ = [
     "run_kernel",
     "shown",
     "silu_mul",
+    "synchronize",
     "use_backend",
     "use_quality",
 ]

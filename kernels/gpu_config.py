@@ -1,16 +1,15 @@
 """What a device is and does, in the few numbers that choices are made by."""
 
 import functools
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from .measure import seconds
+
 # Of the layer that is measured: large enough for its products to be what takes the time, small
 # enough to be soon over on a CPU.
-_WIDTH, _RANK, _TOKENS, _RUNS = 2048, 64, 512, 3
+_WIDTH, _RANK, _TOKENS = 2048, 64, 512
 
 # Where nothing can be measured: a weight read and written twice, as `torch.addmm` does.
 _UNMEASURED = 4.0
@@ -96,22 +95,11 @@ def _measured(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     down, up = made(_RANK, _WIDTH), made(_WIDTH, _RANK)
     with torch.inference_mode():
         y = x @ weight.T
-        product = _seconds(lambda: torch.mm(x, weight.T, out=y), device)
-        stream = _seconds(lambda: torch.addmm(weight, up, down), device)
-        beside = _seconds(lambda: y.addmm_(x @ down.T, up.T), device)
-    tokens = _TOKENS * stream / beside
-    return _TOKENS * _WIDTH * _WIDTH / product, tokens * 3 / _WIDTH
-
-
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    def once() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    once()
-    return statistics.median(once() for _ in range(_RUNS))
+        calls = {
+            "product": lambda: torch.mm(x, weight.T, out=y),
+            "stream": lambda: torch.addmm(weight, up, down),
+            "beside": lambda: y.addmm_(x @ down.T, up.T),
+        }
+        taken = seconds(calls, device, launches=True, repeats=1)
+    tokens = _TOKENS * taken["stream"] / taken["beside"]
+    return _TOKENS * _WIDTH * _WIDTH / taken["product"], tokens * 3 / _WIDTH

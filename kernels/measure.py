@@ -17,8 +17,21 @@ _CALLS = 5
 _HEAD_START = 5_000_000
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all that it was given."""
+    wait = getattr(getattr(torch, device.type, None), "synchronize", None)
+    if device.type == "mps" and wait is not None:
+        wait()
+    elif device.type != "cpu" and wait is not None:
+        wait(device)
+
+
 def seconds(
-    calls: Mapping[_Name, Callable[[], Any]], device: torch.device, *, launches: bool
+    calls: Mapping[_Name, Callable[[], Any]],
+    device: torch.device,
+    *,
+    launches: bool,
+    repeats: int = _CALLS,
 ) -> dict[_Name, float]:
     """Time calls in turn, each warmed up before.
 
@@ -27,39 +40,36 @@ def seconds(
         device: Where they run.
         launches: Count the time that the CPU takes to start them too, as in a stream of small
             calls. Else, on CUDA, they are queued first and the GPU's own time is taken.
+        repeats: Calls that are timed together; 1 for those of many milliseconds.
 
     Returns:
         Seconds for each, the median of the rounds.
     """
     for call in calls.values():
         call()
+    once = _queued if device.type == "cuda" and not launches else _wall
     rounds = [
-        {name: _round(call, device, launches) for name, call in calls.items()}
-        for _ in range(_ROUNDS)
+        {name: once(call, device, repeats) for name, call in calls.items()} for _ in range(_ROUNDS)
     ]
     return {name: statistics.median(each[name] for each in rounds) for name in calls}
 
 
-def _round(call: Callable[[], Any], device: torch.device, launches: bool) -> float:
-    if device.type != "cuda":
-        return _wall(call)
-    if launches:
-        torch.cuda.synchronize(device)
-        return _wall(call, lambda: torch.cuda.synchronize(device))
+def _queued(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(_HEAD_START)
         start.record()
-        for _ in range(_CALLS):
+        for _ in range(repeats):
             call()
         end.record()
         end.synchronize()
-    return start.elapsed_time(end) / 1000 / _CALLS
+    return start.elapsed_time(end) / 1000 / repeats
 
 
-def _wall(call: Callable[[], Any], finish: Callable[[], None] = lambda: None) -> float:
+def _wall(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    synchronize(device)
     start = time.perf_counter()
-    for _ in range(_CALLS):
+    for _ in range(repeats):
         call()
-    finish()
-    return (time.perf_counter() - start) / _CALLS
+    synchronize(device)
+    return (time.perf_counter() - start) / repeats

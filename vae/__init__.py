@@ -8,11 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .bench.chart import draw_chart
-    from .bench.compare import Contestant, compare, device_label
-    from .bench.content import Clip, fitted, moving_pictures, random_latent
-    from .bench.measure import Gauge
-    from .bench.report import Benchmark, dtype_label, tasks_of
     from .checkpoint import Checkpoint, build_vae, load_vae, read_checkpoint
     from .demo import CLIP_PATH, VAE_PATH
     from .layers.oom import Relief
@@ -33,11 +28,7 @@ __all__ = [
     "SEEDVR2",
     "VAE_PATH",
     "Audio",
-    "Benchmark",
     "Checkpoint",
-    "Clip",
-    "Contestant",
-    "Gauge",
     "Handoff",
     "LayoutError",
     "Relief",
@@ -49,20 +40,12 @@ __all__ = [
     "build_vae",
     "check_size",
     "codec_named",
-    "compare",
-    "device_label",
-    "draw_chart",
-    "dtype_label",
     "eager",
-    "fitted",
     "frames_to_uint8",
     "load_vae",
-    "moving_pictures",
     "open_media",
-    "random_latent",
     "read_checkpoint",
     "read_video",
-    "tasks_of",
     "trim_heap",
 ]
 
@@ -72,11 +55,7 @@ _HOMES = {
     "SEEDVR2": "models.config",
     "VAE_PATH": "demo",
     "Audio": "media.audio",
-    "Benchmark": "bench.report",
     "Checkpoint": "checkpoint",
-    "Clip": "bench.content",
-    "Contestant": "bench.compare",
-    "Gauge": "bench.measure",
     "Handoff": "media.background_writer",
     "LayoutError": "models.config",
     "Relief": "layers.oom",
@@ -88,20 +67,12 @@ _HOMES = {
     "build_vae": "checkpoint",
     "check_size": "media.codecs",
     "codec_named": "media.codecs",
-    "compare": "bench.compare",
-    "device_label": "bench.compare",
-    "draw_chart": "bench.chart",
-    "dtype_label": "bench.report",
     "eager": "streaming.compile_guard",
-    "fitted": "bench.content",
     "frames_to_uint8": "media.video_writer",
     "load_vae": "checkpoint",
-    "moving_pictures": "bench.content",
     "open_media": "media.av_input",
-    "random_latent": "bench.content",
     "read_checkpoint": "checkpoint",
     "read_video": "media.video_reader",
-    "tasks_of": "bench.report",
     "trim_heap": "planning.device_memory",
 }
 

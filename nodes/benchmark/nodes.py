@@ -3,12 +3,12 @@
 import torch
 from comfy_api.latest import io, ui
 
-from ... import vae as library
 from ..host.input_checks import checked
 from ..host.lazy import Later
 from ..host.widgets import AUTO, CATEGORY, DTYPES, dtype_input
 
-comfy_bench, progress = Later("nodes.benchmark.run"), Later("nodes.host.progress")
+run, progress = Later("nodes.benchmark.run"), Later("nodes.host.progress")
+bench = Later("vae.bench")
 
 _DECODE, _ENCODE, _BOTH = "decode", "encode", "both"
 
@@ -95,16 +95,16 @@ class Benchmark(io.ComfyNode):
         pixels: torch.Tensor | None = None,
     ) -> io.NodeOutput:
         """Measure, and show what came out."""
-        done = comfy_bench.benchmark(
+        done = run.benchmark(
             vae,
             task,
-            library.Clip(width, height, frames),
+            bench.Clip(width, height, frames),
             rounds,
             DTYPES.get(dtype),
             None if samples is None else samples["samples"],
             pixels,
         )
-        picture = library.draw_chart(done)
+        picture = bench.draw_chart(done)
         chart = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
         image = chart.view(1, picture.height, picture.width, 3).float() / 255
         table = done.table()

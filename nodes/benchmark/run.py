@@ -15,12 +15,12 @@ import comfy.utils
 import torch
 from torch import Tensor
 
-from ...vae import (
-    Benchmark,
+from ...vae import VAEConfig
+from ...vae.bench import (
+    BenchmarkReport,
     Clip,
     Contestant,
     Gauge,
-    VAEConfig,
     compare,
     device_label,
     dtype_label,
@@ -85,7 +85,7 @@ def benchmark(
     dtype: torch.dtype | None = None,
     latent: Tensor | None = None,
     pixels: Tensor | None = None,
-) -> Benchmark:
+) -> BenchmarkReport:
     """Measure both networks of a VAE.
 
     Args:
@@ -129,7 +129,7 @@ def benchmark(
     finally:
         _put_away(pair)
     config = pair.config
-    return Benchmark(
+    return BenchmarkReport(
         f"{config.family}, base width {config.decoder_width}",
         device_label(vae.device),
         content.clip,

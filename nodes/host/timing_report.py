@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ...kernels import padded
+
 # In the order of the table; others follow as they come.
 KINDS = (
     "load",
@@ -193,13 +195,6 @@ def _cells(row: Row) -> tuple[str, ...]:
 def _aligned(lines: list[tuple[str, ...]]) -> list[str]:
     """Words to the left, numbers to the right, and no column without anything in it."""
     columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns]
     words = 2 if any(line[1] for line in lines) else 1
-    result = []
-    for line in zip(*columns, strict=True):
-        cells = [
-            cell.ljust(width) if index < words else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        result.append(("  " + "  ".join(cells)).rstrip())
-    return result
+    rows = padded(list(zip(*columns, strict=True)), words)
+    return [("  " + "  ".join(row)).rstrip() for row in rows]

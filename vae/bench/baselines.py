@@ -20,7 +20,7 @@ from ..models.config import QWEN21, SEEDVR2, WAN22, LayoutError, VAEConfig
 from .compare import Contestant, compare, device_label
 from .content import Clip, fitted, moving_pictures, random_latent
 from .measure import Gauge
-from .report import ENCODE, Benchmark, dtype_label
+from .report import ENCODE, BenchmarkReport, dtype_label
 
 
 class Rivals:
@@ -59,7 +59,7 @@ class Rivals:
         clip: Clip,
         rounds: int,
         progress: Callable[[int], Callable[[], None]],
-    ) -> Benchmark:
+    ) -> BenchmarkReport:
         """Measure all of them.
 
         Args:
@@ -83,7 +83,7 @@ class Rivals:
                 task, contestants, rounds=rounds, dtype=dtype, measure=measure, passed=passed
             )
             comparisons.append(done)
-        return Benchmark(
+        return BenchmarkReport(
             f"{config.family}, base width {config.decoder_width}",
             device_label(device),
             kept,

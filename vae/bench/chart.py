@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageFont
 
-from .report import Benchmark, Comparison, seconds, size, times
+from .report import BenchmarkReport, Comparison, seconds, size, times
 
 WIDTH, HEIGHT = 1024, 640
 BACKGROUND = (18, 20, 24)
@@ -29,21 +29,12 @@ Color = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class _Bar:
-    """One bar.
-
-    Attributes:
-        name: Whose.
-        value: Its length; None: there is nothing to draw.
-        text: What it says.
-        ratio: What it says beside the name; empty: nothing.
-        is_better: The ratio is one to be glad of.
-        color: Of the bar.
-    """
+    """One bar; without a value there is nothing to draw."""
 
     name: str
     value: float | None
     text: str
-    ratio: str
+    ratio: str  # to the first contestant, in words
     is_better: bool
     color: Color
 
@@ -51,9 +42,8 @@ class _Bar:
 class _Pen:
     """Draws in pixels of the finished picture, on one that is larger."""
 
-    def __init__(self, width: int, height: int) -> None:
-        self._size = width, height
-        self._picture = Image.new("RGB", (width * _SHARP, height * _SHARP), BACKGROUND)
+    def __init__(self) -> None:
+        self._picture = Image.new("RGB", (WIDTH * _SHARP, HEIGHT * _SHARP), BACKGROUND)
         self._draw = ImageDraw.Draw(self._picture)
 
     def box(self, box: tuple[float, float, float, float], color: Color, radius: float) -> None:
@@ -71,32 +61,22 @@ class _Pen:
         room: float | None = None,
     ) -> float:
         """A line of text, smaller where there is no room for it; its width."""
-        # Pillow's own font, the only one that is everywhere, has few other letters.
-        text = text.encode("ascii", "replace").decode()
-        while room is not None and points > 9 and _font(points).getlength(text) > room * _SHARP:
+        text, font = ascii_only(text), default_font(points * _SHARP)
+        while room is not None and points > 9 and font.getlength(text) > room * _SHARP:
             points -= 0.5
-        at = place[0] * _SHARP, place[1] * _SHARP
-        self._draw.text(at, text, color, _font(points), anchor=anchor)
-        return _font(points).getlength(text) / _SHARP
+            font = default_font(points * _SHARP)
+        self._draw.text((place[0] * _SHARP, place[1] * _SHARP), text, color, font, anchor=anchor)
+        return font.getlength(text) / _SHARP
 
     def done(self) -> Image.Image:
         """The picture."""
-        return self._picture.resize(self._size, Image.Resampling.BOX)
+        return self._picture.resize((WIDTH, HEIGHT), Image.Resampling.BOX)
 
 
-def draw_chart(benchmark: Benchmark, width: int = WIDTH, height: int = HEIGHT) -> Image.Image:
-    """Draw what was measured.
-
-    Args:
-        benchmark: It.
-        width: Of the picture, in pixels.
-        height: Likewise.
-
-    Returns:
-        The picture, RGB.
-    """
-    pen = _Pen(width, height)
-    room = width - 2 * MARGIN
+def draw_chart(benchmark: BenchmarkReport) -> Image.Image:
+    """Draw what was measured, RGB."""
+    pen = _Pen()
+    room = WIDTH - 2 * MARGIN
     tasks = " and ".join(each.task for each in benchmark.comparisons)
     title = f"{tasks[:1].upper()}{tasks[1:]} {benchmark.clip}"
     counted = "1 round" if benchmark.rounds == 1 else f"median of {benchmark.rounds} rounds"
@@ -107,7 +87,7 @@ def draw_chart(benchmark: Benchmark, width: int = WIDTH, height: int = HEIGHT) -
 
     count = len(benchmark.comparisons)
     card_width = (room - GAP) / 2
-    card_height = (height - HEAD - FOOT - (count - 1) * GAP) / count
+    card_height = (HEIGHT - HEAD - FOOT - (count - 1) * GAP) / count
     for row, comparison in enumerate(benchmark.comparisons):
         top = HEAD + row * (card_height + GAP)
         for column, (what, bars) in enumerate(_panels(comparison)):
@@ -115,8 +95,8 @@ def draw_chart(benchmark: Benchmark, width: int = WIDTH, height: int = HEIGHT) -
             box = left, top, left + card_width, top + card_height
             _card(pen, box, f"{comparison.task}: {what}", bars)
 
-    pen.text((MARGIN, height - FOOT / 2), _foot(benchmark), INK, 15, room=room - 150)
-    pen.text((width - MARGIN, height - FOOT / 2), "shorter is better", FAINT, 15, "rm")
+    pen.text((MARGIN, HEIGHT - FOOT / 2), _foot(benchmark), INK, 15, room=room - 150)
+    pen.text((WIDTH - MARGIN, HEIGHT - FOOT / 2), "shorter is better", FAINT, 15, "rm")
     return pen.done()
 
 
@@ -171,7 +151,7 @@ def _card(
             pen.box((left, bar_top, end, bar_top + thick), bar.color, radius)
 
 
-def _foot(benchmark: Benchmark) -> str:
+def _foot(benchmark: BenchmarkReport) -> str:
     """What the results differ by."""
     parts = []
     for comparison in benchmark.comparisons:
@@ -184,5 +164,11 @@ def _foot(benchmark: Benchmark) -> str:
     return "   |   ".join(parts)
 
 
-def _font(points: float) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    return ImageFont.load_default(points * _SHARP)
+def ascii_only(text: str) -> str:
+    """Question marks for all that Pillow's own font lacks, the only font that is everywhere."""
+    return text.encode("ascii", "replace").decode()
+
+
+def default_font(size: float) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Pillow's own font."""
+    return ImageFont.load_default(size)

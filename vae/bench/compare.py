@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...kernels import is_out_of_memory
 from .measure import Taken
-from .report import DECODE, Comparison, Result
+from .report import DECODE, Comparison, ContestantResult
 
 OUT_OF_MEMORY = "out of memory"
 
@@ -65,11 +65,11 @@ class _Entry:
             torch.cuda.empty_cache()
         return None
 
-    def result(self, task: str) -> Result:
+    def result(self, task: str) -> ContestantResult:
         """What was measured."""
         decodes = task == DECODE
         known = [peak for peak in self.peaks if peak is not None]
-        return Result(
+        return ContestantResult(
             self.contestant.name,
             () if self.failure else tuple(self.seconds),
             max(known) if known and not self.failure else None,

@@ -1,9 +1,10 @@
 """What a call takes: seconds, and the peak of memory above what was there before it.
 
-PyTorch tells the peak of a GPU's memory. On a CPU it is that of the process: Linux tells it and
+PyTorch counts the peak of a GPU's memory. On a CPU it is that of the process: Linux notes it and
 starts anew when asked to; elsewhere a thread looks every few milliseconds, if psutil is there.
 """
 
+import functools
 import gc
 import os
 import threading
@@ -11,13 +12,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from ...kernels import synchronize
 from ..planning.device_memory import trim_heap
 
 _Result = TypeVar("_Result")
+
+# Starts to watch memory, and gives what stops that: the bytes above those at the start at most, or
+# None where nothing counts them.
+Watch = Callable[[], Callable[[], int | None]]
 
 _PROCESS = Path("/proc/self")
 
@@ -32,21 +38,11 @@ class Taken:
 
     Attributes:
         seconds: With the work that it left to the device.
-        peak_bytes: Memory at its height, above what was there before; None: nobody tells.
+        peak_bytes: Memory at its height, above what was there before; None: not measured.
     """
 
     seconds: float
     peak_bytes: int | None
-
-
-class Memory(Protocol):
-    """Measures the peak of one call at a time."""
-
-    def start(self) -> None:
-        """From here on."""
-
-    def stop(self) -> int | None:
-        """Bytes above those at the start, at most; None: nobody tells."""
 
 
 class Gauge:
@@ -55,19 +51,17 @@ class Gauge:
     Args:
         device: Where they work.
         clock: Gives seconds.
-        memory: Measures the peak; None: what this device and system have.
+        watch: Measures the peak; None: what this device and system have.
     """
 
     def __init__(
         self,
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
-        memory: Memory | None = None,
+        watch: Watch | None = None,
     ) -> None:
-        self._clock = clock
-        self._on_host = device.type == "cpu"
-        self._wait = _synchronize(device)
-        self._memory = memory or memory_of(device)
+        self._device, self._clock = device, clock
+        self._watch = watch or memory_watch(device)
 
     def __call__(self, run: Callable[[], _Result]) -> tuple[_Result, Taken]:
         """Run it, with nothing left over from before.
@@ -77,124 +71,59 @@ class Gauge:
         """
         # The young objects, of the call before; all of a large process would take a second.
         gc.collect(1)
-        if self._on_host:
+        if self._device.type == "cpu":
             trim_heap()
-        self._wait()
-        self._memory.start()
+        synchronize(self._device)
+        stop = self._watch()
         try:
             start = self._clock()
             result = run()
-            self._wait()
+            synchronize(self._device)
             seconds = self._clock() - start
         finally:
-            peak_bytes = self._memory.stop()
+            peak_bytes = stop()
         return result, Taken(seconds, peak_bytes)
 
 
-def memory_of(device: torch.device) -> Memory:
+def memory_watch(device: torch.device) -> Watch:
     """What measures the peak of a device's memory here."""
     if device.type != "cpu":
         module = getattr(torch, device.type, None)
-        return (
-            DeviceMemory(module, device) if hasattr(module, "max_memory_allocated") else Unknown()
-        )
-    if HighWater.works():
-        return HighWater()
-    resident = _resident()
-    return Unknown() if resident is None else Sampled(resident)
+        counts = hasattr(module, "max_memory_allocated")
+        return functools.partial(_tensors, module, device) if counts else unknown
+    if _notes_high_water():
+        return _high_water
+    read = resident_reader()
+    return unknown if read is None else functools.partial(sampled, read)
 
 
-class DeviceMemory:
-    """PyTorch's own count, of tensors.
-
-    Args:
-        module: That of the kind of device, such as `torch.cuda`.
-        device: The device.
-    """
-
-    def __init__(self, module: Any, device: torch.device) -> None:  # noqa: ANN401, a module
-        self._module, self._device = module, device
-        self._before = 0
-
-    def start(self) -> None:
-        """From here on."""
-        self._module.reset_peak_memory_stats(self._device)
-        self._before = self._module.memory_allocated(self._device)
-
-    def stop(self) -> int:
-        """Bytes above those at the start."""
-        return self._module.max_memory_allocated(self._device) - self._before
+def unknown() -> Callable[[], None]:
+    """Nothing counts the bytes."""
+    return lambda: None
 
 
-class HighWater:
-    """The highest resident memory of this process, as Linux notes it."""
+def sampled(read: Callable[[], int]) -> Callable[[], int]:
+    """The highest of what a thread reads."""
+    before = highest = read()
+    done = threading.Event()
 
-    def __init__(self) -> None:
-        self._before = 0
+    def look() -> None:
+        nonlocal highest
+        while not done.wait(_LOOK_SECONDS):
+            highest = max(highest, read())
 
-    @staticmethod
-    def works() -> bool:
-        """Whether the system notes it, and starts anew when asked to."""
-        try:
-            (_PROCESS / "clear_refs").write_text("5", encoding="ascii")
-            return "VmHWM" in (_PROCESS / "status").read_text(encoding="utf-8")
-        except OSError:
-            return False
+    def stop() -> int:
+        done.set()
+        thread.join()
+        return max(highest, read()) - before
 
-    def start(self) -> None:
-        """From here on."""
-        (_PROCESS / "clear_refs").write_text("5", encoding="ascii")
-        self._before = _status("VmRSS")
-
-    def stop(self) -> int:
-        """Bytes above those at the start."""
-        return max(0, _status("VmHWM") - self._before)
+    thread = threading.Thread(target=look, name="fast-video-vae-memory", daemon=True)
+    thread.start()
+    return stop
 
 
-class Sampled:
-    """The highest of what a thread sees.
-
-    Args:
-        resident: Gives the bytes that are in use.
-    """
-
-    def __init__(self, resident: Callable[[], int]) -> None:
-        self._resident = resident
-        self._before = self._highest = 0
-        self._done = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """From here on."""
-        self._before = self._highest = self._resident()
-        self._done.clear()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> int:
-        """Bytes above those at the start."""
-        self._done.set()
-        if self._thread is not None:
-            self._thread.join()
-        return max(self._highest, self._resident()) - self._before
-
-    def _look(self) -> None:
-        while not self._done.wait(_LOOK_SECONDS):
-            self._highest = max(self._highest, self._resident())
-
-
-class Unknown:
-    """Nobody tells."""
-
-    def start(self) -> None:
-        """From here on."""
-
-    def stop(self) -> None:
-        """Nothing is known."""
-
-
-def _resident() -> Callable[[], int] | None:
-    """What gives the resident memory of this process; None: nothing does."""
+def resident_reader() -> Callable[[], int] | None:
+    """What reads the resident bytes of this process; None: nothing does."""
     try:
         import psutil  # noqa: PLC0415, optional
 
@@ -209,14 +138,29 @@ def _resident() -> Callable[[], int] | None:
     return lambda: int(statm.read_text(encoding="ascii").split()[1]) * page
 
 
+def _tensors(module: Any, device: torch.device) -> Callable[[], int]:  # noqa: ANN401, a module
+    """PyTorch's own count, of tensors; the module is such as `torch.cuda`."""
+    module.reset_peak_memory_stats(device)
+    before = module.memory_allocated(device)
+    return lambda: module.max_memory_allocated(device) - before
+
+
+def _high_water() -> Callable[[], int]:
+    """The highest resident memory of this process, as Linux notes it."""
+    (_PROCESS / "clear_refs").write_text("5", encoding="ascii")
+    before = _status("VmRSS")
+    return lambda: max(0, _status("VmHWM") - before)
+
+
+def _notes_high_water() -> bool:
+    """Whether the system notes it, and starts anew when asked to."""
+    try:
+        (_PROCESS / "clear_refs").write_text("5", encoding="ascii")
+        return "VmHWM" in (_PROCESS / "status").read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
 def _status(name: str) -> int:
     lines = (_PROCESS / "status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-
-
-def _synchronize(device: torch.device) -> Callable[[], object]:
-    """What waits for all that a device was given to do."""
-    wait = getattr(getattr(torch, device.type, None), "synchronize", None)
-    if device.type == "cpu" or wait is None:
-        return lambda: None
-    return wait if device.type == "mps" else lambda: wait(device)

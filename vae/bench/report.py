@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...kernels import padded
 from .content import Clip
 
 ENCODE, DECODE = "encode", "decode"
@@ -19,11 +20,11 @@ _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
-class Result:
+class ContestantResult:
     """What was measured of one contestant.
 
     Attributes:
-        name: Its name.
+        name: Of the contestant.
         seconds: Of each round, in order; empty where it failed.
         peak_bytes: The highest memory of any round above what was there; None: not measured.
         psnr: Of its images against the first contestant's, in dB; None: there is nothing to say it
@@ -89,13 +90,13 @@ class Comparison:
 
     task: str
     dtype: str
-    results: tuple[Result, ...]
+    results: tuple[ContestantResult, ...]
 
-    def speed(self, result: Result) -> float | None:
+    def speed(self, result: ContestantResult) -> float | None:
         """How many times as fast as the first contestant, by the medians."""
         return _ratio(self.results[0].median, result.median)
 
-    def thrift(self, result: Result) -> float | None:
+    def thrift(self, result: ContestantResult) -> float | None:
         """How many times less memory than the first contestant it takes."""
         return _ratio(self.results[0].peak_bytes, result.peak_bytes)
 
@@ -106,7 +107,7 @@ class Comparison:
             for each in self.results[1:]
         ]
 
-    def _words(self, result: Result) -> list[str]:
+    def _words(self, result: ContestantResult) -> list[str]:
         first = self.results[0]
         if result.failure is not None:
             return [result.failure]
@@ -124,7 +125,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Benchmark:
+class BenchmarkReport:
     """All that was measured.
 
     Attributes:
@@ -240,9 +241,7 @@ def _ratio(first: float | None, other: float | None) -> float | None:
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-        for row in rows
-    ]
-    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+    cells = padded(rows)
+    rule = "|" + "|".join("-" * (len(cell) + 2) for cell in cells[0]) + "|"
+    head, *lines = ["| " + " | ".join(row) + " |" for row in cells]
+    return [head, rule, *lines]

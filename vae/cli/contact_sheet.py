@@ -10,18 +10,17 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor
+
+from ..bench.chart import BACKGROUND, FAINT, INK, ascii_only, default_font
 
 COLUMNS = 7
 # Between half of this and all of it is held, so a column is off its place by 1/40 of the clip at
 # most, and the pictures take 25 MB at most.
 KEPT = 6 * COLUMNS
 CELL = 256  # the longer side of a picture in pixels; smaller ones grow in whole steps
-BACKGROUND = (18, 20, 24)
 FRAME = (44, 48, 56)
-INK = (236, 238, 242)
-FAINT = (150, 156, 168)
 ACCENT = (122, 200, 255)
 MARGIN, GAP, LABELS, HEAD, FOOT, FOOTNOTE = 28, 8, 112, 76, 30, 34
 # The difference is amplified so that all but one in 50 of its values stay below white.
@@ -84,19 +83,31 @@ class ContactSheet:
         ]
         width, height = columns[0].source.size
         # A clip of one frame leaves room for the title all the same.
-        needed = int(_font(26).getlength(_ascii(verdict)) + _font(22).getlength(_ascii(title))) + 60
-        needed = max(needed, int(_font(18).getlength(_ascii(footnote))) + 1)
+        needed = (
+            int(
+                default_font(26).getlength(ascii_only(verdict))
+                + default_font(22).getlength(ascii_only(title))
+            )
+            + 60
+        )
+        needed = max(needed, int(default_font(18).getlength(ascii_only(footnote))) + 1)
         inner = max(LABELS + len(columns) * (width + GAP) - GAP, needed)
         bottom = HEAD + len(rows) * (height + GAP) + FOOT
         size = (inner + 2 * MARGIN, bottom + (FOOTNOTE if footnote else 0) + MARGIN)
         sheet = Image.new("RGB", size, BACKGROUND)
         pen = ImageDraw.Draw(sheet)
-        pen.text((MARGIN, HEAD // 2 + 4), _ascii(title), INK, _font(22), anchor="lm")
-        pen.text((size[0] - MARGIN, HEAD // 2 + 4), _ascii(verdict), ACCENT, _font(26), anchor="rm")
+        pen.text((MARGIN, HEAD // 2 + 4), ascii_only(title), INK, default_font(22), anchor="lm")
+        pen.text(
+            (size[0] - MARGIN, HEAD // 2 + 4),
+            ascii_only(verdict),
+            ACCENT,
+            default_font(26),
+            anchor="rm",
+        )
         for row, (name, remark, pictures) in enumerate(rows):
             top = HEAD + row * (height + GAP)
-            pen.text((MARGIN, top + height // 2 - 10), name, INK, _font(18), anchor="lm")
-            pen.text((MARGIN, top + height // 2 + 14), remark, FAINT, _font(15), anchor="lm")
+            pen.text((MARGIN, top + height // 2 - 10), name, INK, default_font(18), anchor="lm")
+            pen.text((MARGIN, top + height // 2 + 14), remark, FAINT, default_font(15), anchor="lm")
             for place, picture in enumerate(pictures):
                 left = MARGIN + LABELS + place * (width + GAP)
                 sheet.paste(picture, (left, top))
@@ -104,9 +115,9 @@ class ContactSheet:
         for place, column in enumerate(columns):
             left = MARGIN + LABELS + place * (width + GAP) + width // 2
             top = HEAD + len(rows) * (height + GAP) + 6
-            pen.text((left, top), f"frame {column.index}", FAINT, _font(15), anchor="mt")
+            pen.text((left, top), f"frame {column.index}", FAINT, default_font(15), anchor="mt")
         place = (MARGIN, bottom + FOOTNOTE // 2)
-        pen.text(place, _ascii(footnote), ACCENT, _font(18), anchor="lm")
+        pen.text(place, ascii_only(footnote), ACCENT, default_font(18), anchor="lm")
         return sheet
 
     def _keep(self, source: Tensor, result: Tensor) -> None:
@@ -150,12 +161,3 @@ def _amplification(differences: list[Image.Image]) -> int:
 
 def _amplified(picture: Image.Image, factor: int) -> Image.Image:
     return picture.point([min(255, value * factor) for value in range(256)] * 3)
-
-
-def _ascii(text: str) -> str:
-    """Pillow's own font, the only one that is everywhere, has few other letters."""
-    return text.encode("ascii", "replace").decode()
-
-
-def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    return ImageFont.load_default(size)

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fast_video_vae.kernels import padded
+
 _WIDTH = 100
 
 
@@ -147,14 +149,13 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
     columns = len(cells[0])
-    full = [row for row in cells if len(row) == columns]
-    first = max(len(row[0]) for row in cells)
-    widths = [max(len(row[i]) for row in full) for i in range(1, columns)]
-    lines = []
-    for name, *rest in cells:
-        if len(rest) == len(widths):
-            rest = [cell.rjust(width) for cell, width in zip(rest, widths, strict=True)]
-        lines.append("  ".join([name.ljust(first), *rest]).rstrip())
+    full = padded(
+        [row if len(row) == columns else [row[0], *[""] * (columns - 1)] for row in cells], 1
+    )
+    lines = [
+        "  ".join(line if len(row) == columns else [line[0], *row[1:]]).rstrip()
+        for row, line in zip(cells, full, strict=True)
+    ]
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 

@@ -1,11 +1,13 @@
 """The benchmark: order, figures, what memory a call takes, the chart, and its command."""
 
+import functools
 import importlib.util
 import json
 import math
 import re
 import statistics
 import sys
+import threading
 import time
 
 import pytest
@@ -15,14 +17,17 @@ from safetensors.torch import save_file
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
+
+pytest.importorskip("PIL", reason="Pillow is not installed")
+
 from fast_video_vae.vae.bench import measure as gauge
+from fast_video_vae.vae.bench.chart import COLORS, draw_chart
 from fast_video_vae.vae.bench.compare import Contestant, compare, psnr, relative_error
 from fast_video_vae.vae.bench.content import Clip, fitted, moving_pictures, random_latent
 from fast_video_vae.vae.bench.measure import Gauge, Taken
-from fast_video_vae.vae.bench.report import Benchmark, Comparison, Result
+from fast_video_vae.vae.bench.report import BenchmarkReport, Comparison, ContestantResult
 from fast_video_vae.vae.checkpoint import load_vae, read_checkpoint
 
-pytest.importorskip("PIL", reason="Pillow is not installed")
 pytest.importorskip("tqdm", reason="tqdm is not installed")
 
 CPU = torch.device("cpu")
@@ -91,7 +96,7 @@ def test_the_figures_are_of_the_rounds_without_the_warm_up():
 
 def test_a_gauge_counts_by_its_clock_and_waits_for_nothing_on_a_cpu():
     ticks = iter([10.0, 12.5])
-    result, taken = Gauge(CPU, clock=lambda: next(ticks), memory=gauge.Unknown())(lambda: "done")
+    result, taken = Gauge(CPU, clock=lambda: next(ticks), watch=gauge.unknown)(lambda: "done")
     assert (result, taken) == ("done", Taken(2.5, None))
 
 
@@ -188,21 +193,21 @@ def takes(mebibytes, seconds=0.0):
     return run
 
 
-MEMORIES = {"of this system": gauge.memory_of(CPU)}
-if gauge._resident() is not None:
-    MEMORIES["sampled"] = gauge.Sampled(gauge._resident())
+WATCHES = {"of this system": gauge.memory_watch(CPU)}
+if gauge.resident_reader() is not None:
+    WATCHES["sampled"] = functools.partial(gauge.sampled, gauge.resident_reader())
 
 
-@pytest.mark.parametrize("memory", [*MEMORIES.values()], ids=MEMORIES)
-def test_the_peak_is_what_a_call_takes_and_has_given_back(memory):
-    if isinstance(memory, gauge.Unknown):
-        pytest.skip("nobody tells the memory of this process")
-    measure = Gauge(CPU, memory=memory)
-    kept = torch.ones(200 * MIB, dtype=torch.uint8)  # what is there before does not count
+@pytest.mark.parametrize("watch", [*WATCHES.values()], ids=WATCHES)
+def test_the_peak_is_what_a_call_takes_and_has_given_back(watch):
+    if watch is gauge.unknown:
+        pytest.skip("neither Linux nor psutil tells the memory of this process")
+    measure = Gauge(CPU, watch=watch)
+    kept = torch.ones(40 * MIB, dtype=torch.uint8)  # what is there before does not count
     for mebibytes in (96, 32):  # less than the call before, whose memory does not count either
         _, taken = measure(takes(mebibytes, seconds=0.05))
         assert mebibytes - 4 <= taken.peak_bytes / MIB <= mebibytes + 24
-    assert kept.sum() == len(kept)
+    assert kept.numel() == 40 * MIB
 
 
 @pytest.mark.gpu
@@ -221,40 +226,43 @@ def test_on_a_gpu_the_peak_is_of_tensors_and_time_is_of_the_work():
 
 
 def test_a_sampling_thread_ends_with_its_call_whatever_happens():
-    resident = gauge._resident() or (lambda: 0)
-    memory = gauge.Sampled(resident)
+    watch = functools.partial(gauge.sampled, gauge.resident_reader() or (lambda: 0))
     with pytest.raises(KeyboardInterrupt):
-        Gauge(CPU, memory=memory)(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert not memory._thread.is_alive()
+        Gauge(CPU, watch=watch)(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert "fast-video-vae-memory" not in {each.name for each in threading.enumerate()}
 
 
 def test_without_linux_and_psutil_memory_is_not_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(gauge, "_PROCESS", tmp_path)
-    assert isinstance(gauge.memory_of(CPU), gauge.Sampled | gauge.Unknown)
     monkeypatch.setitem(sys.modules, "psutil", None)
-    assert isinstance(gauge.memory_of(CPU), gauge.Unknown)
+    assert gauge.memory_watch(CPU) is gauge.unknown
     _, taken = Gauge(CPU)(takes(1))
     assert taken.peak_bytes is None
 
 
 def report(*comparisons, notes=()):
-    return Benchmark("wan2.1, base width 96", "A card", Clip(832, 480, 81), 3, comparisons, notes)
+    return BenchmarkReport(
+        "wan2.1, base width 96", "A card", Clip(832, 480, 81), 3, comparisons, notes
+    )
 
 
 DECODED = Comparison(
     "decode",
     "bf16",
     (
-        Result("stock", (12.0, 12.5, 11.0), 6 * 2**30),
-        Result("fast", (3.0, 3.1, 2.9), 512 * MIB, psnr=52.44),
-        Result("other", failure="out of memory"),
-        Result("same", (24.0,), None, psnr=math.inf),
+        ContestantResult("stock", (12.0, 12.5, 11.0), 6 * 2**30),
+        ContestantResult("fast", (3.0, 3.1, 2.9), 512 * MIB, psnr=52.44),
+        ContestantResult("other", failure="out of memory"),
+        ContestantResult("same", (24.0,), None, psnr=math.inf),
     ),
 )
 ENCODED = Comparison(
     "encode",
     "fp32",
-    (Result("stock", (2.0,), None), Result("fast", (0.05,), None, relative_error=1.2e-6)),
+    (
+        ContestantResult("stock", (2.0,), None),
+        ContestantResult("fast", (0.05,), None, relative_error=1.2e-6),
+    ),
 )
 
 
@@ -300,7 +308,9 @@ def test_the_summary_says_how_each_does_beside_the_first():
         "decode, same: 0.50x as fast, 24.0 s instead of 12.0 s; identical",
         "encode, fast: 40.0x as fast, 0.0500 s instead of 2.00 s; relative error 1.2e-06",
     ]
-    failed = Comparison("decode", "", (Result("stock", failure="no"), Result("fast", (1.0,))))
+    failed = Comparison(
+        "decode", "", (ContestantResult("stock", failure="no"), ContestantResult("fast", (1.0,)))
+    )
     assert report(failed).summary() == "decode, fast: 1.00 s; stock: no"
 
 
@@ -311,19 +321,15 @@ def columns(chart, color):
     return int(hits[:, : chart.width // 2].sum(1).max())  # the left half has the seconds
 
 
-@pytest.mark.parametrize("size", [(1024, 640), (800, 900)])
 @pytest.mark.parametrize("comparisons", [(DECODED,), (ENCODED, DECODED)])
-def test_bars_are_as_long_as_what_they_stand_for(size, comparisons):
-    from fast_video_vae.vae.bench import chart as bench_chart
-
+def test_bars_are_as_long_as_what_they_stand_for(comparisons):
     one = Comparison("decode", "bf16", DECODED.results[:2])
-    chart = bench_chart.draw_chart(report(one), *size)
-    assert (chart.size, chart.mode) == (size, "RGB")
-    stock, fast = (columns(chart, color) for color in bench_chart.COLORS[:2])
-    assert stock > size[0] // 3
+    chart = draw_chart(report(one))
+    assert (chart.size, chart.mode) == ((1024, 640), "RGB")
+    stock, fast = (columns(chart, color) for color in COLORS[:2])
+    assert stock > 1024 // 3
     assert fast / stock == pytest.approx(3 / 12, abs=0.03)
-    crowded = bench_chart.draw_chart(report(*comparisons), *size)
-    assert columns(crowded, bench_chart.COLORS[0]) > size[0] // 8
+    assert columns(draw_chart(report(*comparisons)), COLORS[0]) > 1024 // 8
 
 
 @pytest.mark.parametrize(
