@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .models.config import SEEDVR2, LayoutError, VAEConfig
     from .planning.device_memory import trim_heap
     from .streaming.compile_guard import eager
+    from .streaming.options import StreamOptions
+    from .streaming.pipeline import rechunk
 
 __all__ = [
     "CLIP_PATH",
@@ -32,6 +34,7 @@ __all__ = [
     "Handoff",
     "LayoutError",
     "Relief",
+    "StreamOptions",
     "VAEConfig",
     "VideoFile",
     "VideoVAE",
@@ -46,6 +49,7 @@ __all__ = [
     "open_media",
     "read_checkpoint",
     "read_video",
+    "rechunk",
     "trim_heap",
 ]
 
@@ -59,6 +63,7 @@ _HOMES = {
     "Handoff": "media.background_writer",
     "LayoutError": "models.config",
     "Relief": "layers.oom",
+    "StreamOptions": "streaming.options",
     "VAEConfig": "models.config",
     "VideoFile": "media.video_reader",
     "VideoVAE": "model",
@@ -73,6 +78,7 @@ _HOMES = {
     "open_media": "media.av_input",
     "read_checkpoint": "checkpoint",
     "read_video": "media.video_reader",
+    "rechunk": "streaming.pipeline",
     "trim_heap": "planning.device_memory",
 }
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,51 +16,21 @@ from .models.config import SEEDVR2, VAEConfig
 from .models.patchify import COLUMN_FIRST, fold_pixels
 from .models.receptive_field import latents_before
 from .planning.plan import Plan, Work, make_plan
-from .planning.tiling import Size
 from .streaming.chunk_runner import Steps
 from .streaming.compile_guard import eager
 from .streaming.executor import Route
+from .streaming.options import AUTOMATIC, StreamOptions
 from .streaming.output import Output
 from .streaming.precision import compute_dtype
 from .streaming.session import Ends, Video
 from .validation import (
-    check_dtype,
     check_frames,
     check_latent,
     check_range,
     check_targets,
     check_tensor,
-    check_tile,
     checked,
-    chunk_of,
 )
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is asked of one stream; see `VideoVAE.decode_stream`.
-
-    Attributes:
-        dtype: Of the computation and of what comes; see `compute_dtype`.
-        chunk: Latents per step; -1: all; None: chosen.
-        limit_bytes: Memory that a step may take; None: as the VAE has it.
-        tile: Height and width of the tiles; None: chosen.
-        release: Gives back memory of the caller's; None: there is none.
-        lone: The video is a single frame.
-        start: Latents left out before the first that comes.
-    """
-
-    dtype: torch.dtype
-    chunk: int | None
-    limit_bytes: int | None
-    tile: Size | None
-    release: Callable[[], None] | None
-    lone: bool = False
-    start: int = 0
-
-    def __post_init__(self) -> None:
-        check_dtype(self.dtype)
-        check_tile(self.tile)
 
 
 class VideoVAE(nn.Module):
@@ -141,7 +111,7 @@ class VideoVAE(nn.Module):
                 the checkpoint has no encoder.
         """
         check_tensor(frames, "frames", self.config.image_channels)
-        latents = list(self.encode_stream(frames, chunk))
+        latents = list(self.encode_stream(frames, StreamOptions(chunk)))
         return Relief(self.device, "an encode").finish(lambda: torch.cat(latents, dim=2))
 
     @eager
@@ -162,7 +132,7 @@ class VideoVAE(nn.Module):
         """
         check_tensor(latent, "latent", self.config.latent_channels)
         frames = Relief(self.device, "a decode").finish(lambda: self.new_frames(latent))
-        for _ in self.decode_stream(latent, chunk, out=frames):
+        for _ in self.decode_stream(latent, StreamOptions(chunk), out=frames):
             pass
         return frames
 
@@ -170,22 +140,17 @@ class VideoVAE(nn.Module):
     def encode_stream(
         self,
         pieces: Tensor | Iterable[Tensor],
-        chunk: int | None = None,
-        dtype: torch.dtype | None = None,
-        limit_bytes: int | None = None,
-        tile: Size | None = None,
-        release: Callable[[], None] | None = None,
+        options: StreamOptions = AUTOMATIC,
+        *,
+        scaled: bool = True,
     ) -> Iterator[Tensor]:
         """Encode a video that comes in pieces; latents leave as soon as their frames are there.
 
         Args:
             pieces: `[B, C, t, H, W]` each, any `t >= 1`, as for `encode`; or one tensor.
-            chunk: As for `encode`; None for an iterable: one latent at a time.
-            dtype: Of this computation; None: `encode_dtype`.
-            limit_bytes: Memory that a step of this stream may take; None: as the VAE has it.
-            tile: Height and width in pixels of the tiles that the first layers run in, with the
-                same result; None: chosen from size and memory.
-            release: Called when memory runs out, to give back what the caller can; None: nothing.
+            options: How it runs.
+            scaled: Times `config.latent_scale`, as `encode` returns it; else the bare mean of the
+                posterior.
 
         Returns:
             An iterator of latents `[B, C_latent, n, H / 8, W / 8]`: the first alone, then `chunk`
@@ -194,34 +159,16 @@ class VideoVAE(nn.Module):
         Raises:
             ValueError: As for `encode`; for a piece when it is reached.
         """
-        request = Request(dtype or self.encode_dtype, chunk, limit_bytes, tile, release)
-        return self._encode_stream(pieces, request, scale=self.config.latent_scale)
-
-    @eager
-    def mean_stream(
-        self,
-        pieces: Tensor | Iterable[Tensor],
-        chunk: int | None = None,
-        dtype: torch.dtype | None = None,
-        limit_bytes: int | None = None,
-        tile: Size | None = None,
-        release: Callable[[], None] | None = None,
-    ) -> Iterator[Tensor]:
-        """`encode_stream` of the bare mean of the posterior, which `config.latent_scale` scales."""
-        request = Request(dtype or self.encode_dtype, chunk, limit_bytes, tile, release)
-        return self._encode_stream(pieces, request, scale=1)
-
-    def _encode_stream(
-        self, pieces: Tensor | Iterable[Tensor], request: Request, *, scale: float
-    ) -> Iterator[Tensor]:
         encoder = self._encoding()
-        patch = self.config.patch_size
-        relief = Relief(self.device, "an encode", request.release)
+        patch, latents = self.config.patch_size, self.config.latent_channels
+        scale = self.config.latent_scale if scaled else 1
+        relief = Relief(self.device, "an encode", options.release)
+        dtype = options.dtype or self.encode_dtype
+        options = self._settled(options, pieces)
 
         def mean_of(x: Tensor) -> Tensor:
-            latents = self.config.latent_channels
             mean = x[:, :latents] if self.conv1 is None else self.conv1(x, out_channels=latents)
-            return (mean if scale == 1 else mean * scale).to(request.dtype)
+            return (mean if scale == 1 else mean * scale).to(dtype)
 
         ends = Ends(
             lambda x: fold_pixels(x, patch, COLUMN_FIRST),
@@ -229,20 +176,16 @@ class VideoVAE(nn.Module):
         )
         source = checked(pieces, self.check_frames)
         lone = isinstance(pieces, Tensor) and self.config.latent_frames(pieces.shape[2]) == 1
-        request = replace(request, chunk=chunk_of(pieces, request.chunk), lone=lone)
-        return self._stream(encoder, ends, source, request, relief)
+        return self._stream(encoder, ends, source, options, dtype, relief, lone=lone)
 
     @eager
     def decode_stream(
         self,
         latent: Tensor | Iterable[Tensor],
-        chunk: int | None = None,
-        dtype: torch.dtype | None = None,
+        options: StreamOptions = AUTOMATIC,
+        *,
         out: Tensor | None = None,
         images: Tensor | None = None,
-        limit_bytes: int | None = None,
-        tile: Size | None = None,
-        release: Callable[[], None] | None = None,
         frames: range | None = None,
     ) -> Iterator[Tensor]:
         """Decode a latent and give the frames away as they are done.
@@ -252,17 +195,12 @@ class VideoVAE(nn.Module):
 
         Args:
             latent: `[B, C_latent, t, h, w]`, or an iterable of such, one after the other in time.
-            chunk: As for `decode`; None for an iterable: one latent at a time.
-            dtype: Of this computation; None: `dtype` of the VAE.
+            options: How it runs.
             out: `[B, C, T, H, W]` of the whole video, of any dtype, strides and device: each piece
                 is written there, and the piece that comes is the part of it. None: new tensors.
             images: `[B, T, H, W, C]` of the whole video, of a float dtype or uint8, of any strides
                 and device: instead of frames each piece is images, clamped to [0, 1] or in 8 bits
                 (see `frames_to_images`), and the part of it that was written.
-            limit_bytes: Memory that a step of this stream may take; None: as the VAE has it.
-            tile: Height and width in pixels of the tiles that the last layers run in, with the
-                same result; None: chosen from size and memory.
-            release: Called when memory runs out, to give back what the caller can; None: nothing.
             frames: Only these come, such as `range(40, 81)`, and `out` or `images` are of them
                 alone; what does not matter to them is not computed. None: all.
 
@@ -275,23 +213,25 @@ class VideoVAE(nn.Module):
                 of the video; for a piece of an iterable when it is reached.
         """
         config = self.config
-        relief = Relief(self.device, "a decode", release)
+        relief = Relief(self.device, "a decode", options.release)
         source = checked(latent, self.check_latent)
-        lone = isinstance(latent, Tensor) and latent.shape[2] == 1
+        whole = isinstance(latent, Tensor)
         start = 0
         if frames is not None:
-            whole = isinstance(latent, Tensor)
             check_range(frames, config.frames(latent.shape[2]) if whole else None)
             if whole:
                 start, stop = self._latents_of(frames)
                 source = iter([latent[:, :, start:stop]])
         check_targets(latent, config, out, images, frames)
+        dtype = options.dtype or self.dtype
+        options = self._settled(options, latent)
         first_frame = start and config.frames(start)
-        dtype = dtype or self.dtype
         output = Output(config, dtype, out, images, frames, first_frame, relief.attempt)
-        request = Request(dtype, chunk_of(latent, chunk), limit_bytes, tile, release, lone, start)
         ends = Ends(self._unmixed, output)
-        stream = self._stream(self.decoder, ends, source, request, relief)
+        lone = whole and latent.shape[2] == 1
+        stream = self._stream(
+            self.decoder, ends, source, options, dtype, relief, lone=lone, begins=not start
+        )
         return stream if frames is None else _wanted(stream, frames, images is not None)
 
     def normalize(self, latent: Tensor) -> Tensor:
@@ -319,98 +259,41 @@ class VideoVAE(nn.Module):
         """Raise the `ValueError` that `encode` would raise for the frames."""
         Relief(self.device, "an encode").finish(lambda: check_frames(frames, self.config))
 
-    def memory_bytes(
-        self,
-        height: int,
-        width: int,
-        *,
-        encode: bool = False,
-        lone: bool = False,
-        limit_bytes: int | None = None,
-        device: torch.device | None = None,
-    ) -> int:
-        """Estimate what a stream of any length takes beside weights, input and output.
-
-        Args:
-            height: Of the frames that go in or, but for 2x decoders, come out.
-            width: Likewise.
-            encode: For encoding; else for decoding.
-            lone: For a video of one frame.
-            limit_bytes: Instead of the attribute of that name.
-            device: Where the work will be done; None: where the weights are.
-
-        Returns:
-            Bytes, for a batch of one and the automatic chunk.
-
-        Raises:
-            ValueError: The checkpoint has no encoder to speak of.
-        """
-        plan = self.plan(height, width, encode=encode, lone=lone, limit_bytes=limit_bytes,
-                         device=device)  # fmt: skip
-        return plan.peak_bytes
-
     def plan(
         self,
         height: int,
         width: int,
+        options: StreamOptions = AUTOMATIC,
         *,
         encode: bool = False,
         lone: bool = False,
-        limit_bytes: int | None = None,
         device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        tile: Size | None = None,
         cuts: bool = True,
     ) -> Plan:
-        """Tell how a stream would run.
+        """How a stream of any length would run, and the memory that it takes.
 
         Args:
             height: Of the frames that go in or, but for 2x decoders, come out.
             width: Likewise.
+            options: What is asked of the stream.
             encode: For encoding; else for decoding.
             lone: For a video of one frame.
-            limit_bytes: Instead of the attribute of that name.
             device: Where the work will be done; None: where the weights are.
-            dtype: Of the computation; None: that of the VAE.
-            tile: As for `decode_stream`.
             cuts: Tiles may be chosen where whole frames do not fit.
 
         Returns:
-            The plan, for a batch of one and the automatic chunk.
+            The plan, for a batch of one.
 
         Raises:
             ValueError: The checkpoint has no encoder to speak of.
         """
-        check_tile(tile)
         network = self._encoding() if encode else self.decoder
         step = self.config.spatial_compression
-        own = self.encode_dtype if encode else self.dtype
-        work = self._work(
-            network, (1, height // step, width // step), dtype or own, lone=lone, device=device
-        )
-        limit = self.limit_bytes if limit_bytes is None else limit_bytes
-        return make_plan(work, limit, tile=tile, cuts=cuts)
-
-    def encode_chunk(
-        self,
-        height: int,
-        width: int,
-        dtype: torch.dtype | None = None,
-        limit_bytes: int | None = None,
-    ) -> int:
-        """The automatic chunk of an encode, for who hands the frames in piece by piece.
-
-        Args:
-            height: Of the frames.
-            width: Of the frames.
-            dtype: Of this computation; None: `encode_dtype`.
-            limit_bytes: As for `encode_stream`.
-
-        Returns:
-            Latents per step.
-        """
-        plan = self.plan(height, width, encode=True, limit_bytes=limit_bytes, dtype=dtype)
-        return plan.chunk
+        dtype = options.dtype or (self.encode_dtype if encode else self.dtype)
+        size = 1, height // step, width // step
+        work = self._work(network, size, dtype, lone=lone, device=device)
+        limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
+        return make_plan(work, limit, chunk=options.chunk, tile=options.tile, cuts=cuts)
 
     def weight_bytes(self) -> int:
         """Bytes of the parameters and of what was derived from them so far."""
@@ -422,13 +305,26 @@ class VideoVAE(nn.Module):
         for conv in self._convs():
             conv.drop_forms()
 
+    def _settled(self, options: StreamOptions, source: Tensor | Iterable[Tensor]) -> StreamOptions:
+        """The options of a stream, with what the VAE and the source decide."""
+        chunk = options.chunk
+        # What comes in pieces is wanted back so.
+        if chunk is None and not isinstance(source, Tensor):
+            chunk = 1
+        limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
+        return replace(options, chunk=chunk, limit_bytes=limit)
+
     def _stream(
         self,
         network: Network,
         ends: Ends,
         source: Iterator[Tensor],
-        request: Request,
+        options: StreamOptions,
+        dtype: torch.dtype,
         relief: Relief,
+        *,
+        lone: bool,
+        begins: bool = True,
     ) -> Iterator[Tensor]:
         """Run the checked pieces of one video through the layers."""
         encodes = network is self.encoder
@@ -437,12 +333,13 @@ class VideoVAE(nn.Module):
             raise ValueError(f"no {'frames' if encodes else 'latents'} came; expected one or more")
         compression = self.config.spatial_compression if encodes else 1
         size = first.shape[0], first.shape[3] // compression, first.shape[4] // compression
-        work = self._work(network, size, request.dtype, lone=request.lone)
+        work = self._work(network, size, dtype, lone=lone)
         learns = any(parameter.requires_grad for parameter in self.parameters())
-        limit = self.limit_bytes if request.limit_bytes is None else request.limit_bytes
         records = torch.is_grad_enabled() and (learns or first.requires_grad)
-        tile = None if records else request.tile
-        plan = make_plan(work, limit, chunk=request.chunk, tile=tile, cuts=not records)
+        tile = None if records else options.tile
+        plan = make_plan(
+            work, options.limit_bytes, chunk=options.chunk, tile=tile, cuts=not records
+        )
         frames = self.config.temporal_compression
         _, channels, _, height, width = self.config.decoded_shape((1, 1, 1, *size[1:]))
         video = Video(
@@ -452,7 +349,7 @@ class VideoVAE(nn.Module):
             frames,
             (channels, height, width),
             pictures=frames == 1,
-            begins=not request.start,
+            begins=begins,
             relief=relief,
         )
 

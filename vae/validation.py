@@ -77,13 +77,12 @@ def checked(pieces: Tensor | Iterable[Tensor], check: Callable[[Tensor], None]) 
     return each()
 
 
-def chunk_of(source: object, chunk: int | None) -> int | None:
-    """Check a chunk length. What comes in pieces is wanted back so: one latent at a time."""
+def check_chunk(chunk: object) -> None:
+    """Check a chunk length; None: it is chosen."""
     if chunk is None:
-        return None if isinstance(source, Tensor) else 1
+        return
     if isinstance(chunk, bool) or not isinstance(chunk, int) or (chunk < 1 and chunk != -1):
         raise ValueError(f"chunk is {chunk!r}; expected a number of latents, -1 for all, or None")
-    return chunk
 
 
 def check_range(frames: object, length: int | None) -> None:

@@ -7,6 +7,7 @@ and comfy/model_management.py of 0.33.
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import comfy.model_management
 import comfy.sd
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import is_out_of_memory
-from ...vae import Relief
+from ...vae import Relief, StreamOptions
 from ..host import timing
 from ..host.oom import Way, free_others, give_back, in_turn, kept, make_room
 from ..host.progress import Progress
@@ -242,11 +243,10 @@ class FastVAE(comfy.sd.VAE):
         plan = self.first_stage_model.plan(
             height,
             width,
+            StreamOptions(limit_bytes=limit, tile=way.tile),
             encode=encode,
             lone=lone,
-            limit_bytes=limit,
             device=self.device,  # the weights may still be on the host
-            tile=way.tile,
             cuts=False,
         )
         return plan.peak_bytes
@@ -346,15 +346,14 @@ class FastVAE(comfy.sd.VAE):
                     return
                 try:
                     self.load(self.memory_used_decode(latent.shape, self.vae_dtype, way), way=way)
+                    options = StreamOptions(
+                        chunk or model.chunk, dtype, way.limit_bytes, way.tile, self.free_others
+                    )
                     for piece in model.decode_stream(
                         latent,
-                        chunk or model.chunk,
-                        dtype,
+                        options,
                         out=None if out is None else out[:, :, at - wanted.start :],
                         images=None if images is None else images[:, at - wanted.start :],
-                        limit_bytes=way.limit_bytes,
-                        tile=way.tile,
-                        release=self.free_others,
                         frames=None if len(rest) == count else rest,
                     ):
                         at += piece.shape[2 if images is None else 1]
@@ -409,8 +408,9 @@ class FastVAE(comfy.sd.VAE):
         together = self.together(needed, video if way.limit_bytes is None else None)
         model = self.first_stage_model
         batch, _, frames, height, width = video.shape
-        limit = way.limit_bytes
-        chunk = chunk or model.chunk or model.encode_chunk(height, width, dtype, limit)
+        options = StreamOptions(None, dtype, way.limit_bytes, release=self.free_others)
+        chunk = chunk or model.chunk or model.plan(height, width, options, encode=True).chunk
+        options = replace(options, chunk=chunk, tile=way.tile)
         count = model.config.latent_frames(frames)
         progress = Progress(batch * count)
         streams = []
@@ -418,9 +418,7 @@ class FastVAE(comfy.sd.VAE):
             part = video[start : start + together]
             whole = self.process_input(part) if count == 1 else self._pieces(part, chunk)
             done = []
-            for latent in model.mean_stream(
-                whole, chunk, dtype, limit, tile=way.tile, release=self.free_others
-            ):
+            for latent in model.encode_stream(whole, options, scaled=False):
                 done.append(latent.to(self.output_device, self.vae_output_dtype()))
                 progress.passed(latent.shape[0] * latent.shape[2])
             streams.append(torch.cat(done, dim=2))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...vae import SEEDVR2, Relief, VAEConfig, VideoVAE, eager
+from ...vae import SEEDVR2, Relief, StreamOptions, VAEConfig, VideoVAE, eager
 from ..host.progress import Progress, stop_between_layers
 
 
@@ -204,7 +204,8 @@ class FastVideoVAE(VideoVAE):
             return None
         step = self.config.spatial_compression
         size = max(1, tile_y) * step, max(1, tile_x) * step
-        return self.memory_bytes(*size, encode=encode, lone=lone, limit_bytes=1)
+        least = StreamOptions(limit_bytes=1)
+        return self.plan(*size, least, encode=encode, lone=lone).peak_bytes
 
     def video_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """`[B, C_latent, t, h, w]` for the shape of a latent of four or five dimensions."""
@@ -240,9 +241,8 @@ class FastVideoVAE(VideoVAE):
             relief = Relief(self.device, "a decode")
             buffer = relief.finish(lambda: self.new_frames(latent))
         progress = Progress(buffer.shape[0] * buffer.shape[2])
-        for piece in self.decode_stream(
-            latent, chunk, out=buffer, limit_bytes=limit_bytes, tile=tile
-        ):
+        options = StreamOptions(chunk, limit_bytes=limit_bytes, tile=tile)
+        for piece in self.decode_stream(latent, options, out=buffer):
             progress.passed(piece.shape[0] * piece.shape[2])
         return buffer
 
@@ -256,7 +256,8 @@ class FastVideoVAE(VideoVAE):
         frames = self.whole_groups(frames.unsqueeze(2) if frames.ndim == 4 else frames)
         progress = Progress(frames.shape[0] * self.config.latent_frames(frames.shape[2]))
         pieces = []
-        for latent in self.mean_stream(frames, self.chunk, limit_bytes=limit_bytes, tile=tile):
+        options = StreamOptions(self.chunk, limit_bytes=limit_bytes, tile=tile)
+        for latent in self.encode_stream(frames, options, scaled=False):
             progress.passed(latent.shape[0] * latent.shape[2])
             pieces.append(latent)
         return Relief(self.device, "an encode").finish(lambda: torch.cat(pieces, dim=2))

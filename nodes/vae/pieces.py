@@ -8,12 +8,13 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ...kernels import frames_to_images
-from ...vae import Relief
+from ...vae import Relief, StreamOptions
 from ..host import timing
 from ..host.oom import Way, give_back, in_turn
 from ..host.progress import Progress
@@ -136,15 +137,14 @@ def _encoded(
     second = next(groups, None)
     shape = (*first.shape[:2], 1 if second is None else 1 + second.shape[2], *first.shape[3:])
     vae.load(vae.memory_used_encode(torch.Size(shape), vae.vae_dtype, way), way=way)
-    limit = way.limit_bytes
-    chunk = chunk or model.chunk or model.encode_chunk(*first.shape[3:], dtype, limit)
+    options = StreamOptions(None, dtype, way.limit_bytes, release=vae.free_others)
+    chunk = chunk or model.chunk or model.plan(*first.shape[3:], options, encode=True).chunk
+    options = replace(options, chunk=chunk, tile=way.tile)
     # A lone frame goes as a tensor, which takes a path of its own.
     source = first if second is None else itertools.chain([first, second], groups)
     progress = Progress(model.config.latent_frames(max(count_estimate or 1, shape[2])))
     done = []
-    for latent in model.mean_stream(
-        source, chunk, dtype, limit, tile=way.tile, release=vae.free_others
-    ):
+    for latent in model.encode_stream(source, options, scaled=False):
         done.append(latent.to(vae.output_device, vae.vae_output_dtype()))
         progress.passed(latent.shape[2])
     return torch.cat(done, dim=2)

@@ -13,7 +13,7 @@ import comfy.model_management
 import torch
 from torch import Tensor
 
-from ...vae import SEEDVR2
+from ...vae import SEEDVR2, StreamOptions
 from ..host.oom import Way, give_back, in_turn, kept
 from ..host.progress import Progress
 from ..vae.comfy_vae import FastVAE
@@ -246,15 +246,11 @@ class WanVideoWrapperVAE:
     def _latents(self, parts: list[Tensor], way: Way, *, sample: bool) -> Iterator[Tensor]:
         """Stream the normalised latents of one video, float32."""
         network = self._network
+        options = StreamOptions(
+            network.chunk, self._dtype, way.limit_bytes, way.tile, self._vae.free_others
+        )
         for part in parts:
-            for piece in network.mean_stream(
-                part,
-                network.chunk,
-                self._dtype,
-                way.limit_bytes,
-                way.tile,
-                self._vae.free_others,
-            ):
+            for piece in network.encode_stream(part, options, scaled=False):
                 yield _drawn(network, piece) if sample else network.normalize(piece.float())
 
     def _decode(

@@ -28,7 +28,7 @@ from fast_video_vae.tests.benchmarks import record  # noqa: E402
 from fast_video_vae.tests.builders import random_state_dict  # noqa: E402
 from fast_video_vae.tests.seedvr2 import random_seedvr2  # noqa: E402
 from fast_video_vae.tests.wan22 import random_wan22  # noqa: E402
-from fast_video_vae.vae import VideoVAE, load_vae  # noqa: E402
+from fast_video_vae.vae import StreamOptions, VideoVAE, load_vae  # noqa: E402
 from fast_video_vae.vae.planning import plan  # noqa: E402
 
 _STATUS = Path("/proc/self/status")
@@ -136,7 +136,8 @@ def plan_of(case: Case) -> plan.Plan:
 def _stream(vae: VideoVAE, case: Case, given: torch.Tensor | None = None) -> None:
     stream = vae.encode_stream if case.encode else vae.decode_stream
     given = _input(vae, case) if given is None else given
-    for _ in stream(given, case.chunk, limit_bytes=case.limit_bytes, tile=case.tile):
+    options = StreamOptions(case.chunk, limit_bytes=case.limit_bytes, tile=case.tile)
+    for _ in stream(given, options):
         pass
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.vae import load_vae
+from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.streaming import precision
 from fast_video_vae.vae.validation import check_finite
 
@@ -107,7 +107,7 @@ def test_a_tail_is_dropped_with_one_warning(vae, count, kept, chunk):
     assert len(caught) == 1
     torch.testing.assert_close(latent, expected, rtol=1e-5, atol=1e-5)
     with pytest.warns(UserWarning, match=f"the last {count - kept} frame") as caught:
-        latents = list(vae.encode_stream(video.split(3, dim=2), chunk))
+        latents = list(vae.encode_stream(video.split(3, dim=2), StreamOptions(chunk)))
     assert len(caught) == 1
     torch.testing.assert_close(torch.cat(latents, 2), expected, rtol=1e-5, atol=1e-5)
 
@@ -168,7 +168,7 @@ def test_float32_switches_are_set_during_the_work_and_restored_after(monkeypatch
     )
     vae = load_vae(random_state_dict(8), dtype=torch.float32)
     vae.decoder.conv1.register_forward_hook(lambda *_: seen.append(owner.fp32_precision))
-    for _ in vae.decode_stream(torch.zeros(1, 16, 3, 1, 1), chunk=1):
+    for _ in vae.decode_stream(torch.zeros(1, 16, 3, 1, 1), StreamOptions(chunk=1)):
         assert owner.fp32_precision == "tf32"  # between two pieces it is the caller's
     assert set(seen) == {"ieee"}
     vae.allow_tf32 = True
@@ -222,22 +222,22 @@ def test_attention_never_holds_the_scores_of_all_pairs():
 
 
 def test_the_memory_estimate_grows_with_the_frame_and_not_below_its_caches(vae):
-    small, large = vae.memory_bytes(480, 832), vae.memory_bytes(1088, 1920)
+    small, large = vae.plan(480, 832).peak_bytes, vae.plan(1088, 1920).peak_bytes
     assert 0 < small < large
-    assert vae.memory_bytes(480, 832, encode=True) > 0
+    assert vae.plan(480, 832, encode=True).peak_bytes > 0
     vae.limit_bytes = 1
     try:
-        assert vae.memory_bytes(480, 832) <= small
+        assert vae.plan(480, 832).peak_bytes <= small
     finally:
         vae.limit_bytes = None
 
 
 def test_the_memory_estimate_of_a_small_frame_is_small(vae):
-    assert vae.memory_bytes(64, 64) < 100 << 20  # of which 64 MiB whatever the size
+    assert vae.plan(64, 64).peak_bytes < 100 << 20  # of which 64 MiB whatever the size
 
 
 def test_the_memory_estimate_of_one_frame_holds_no_tails(vae):
-    assert vae.memory_bytes(480, 832, lone=True) < vae.memory_bytes(480, 832) / 3
+    assert vae.plan(480, 832, lone=True).peak_bytes < vae.plan(480, 832).peak_bytes / 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

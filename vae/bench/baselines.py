@@ -17,6 +17,7 @@ from ..checkpoint import load_vae
 from ..model import VideoVAE
 from ..models.checkpoint_keys import to_wan_keys
 from ..models.config import QWEN21, SEEDVR2, WAN22, LayoutError, VAEConfig
+from ..streaming.options import StreamOptions
 from .compare import Contestant, compare, device_label
 from .content import Clip, fitted, moving_pictures, random_latent
 from .measure import Gauge
@@ -194,7 +195,7 @@ def _ours(vae: VideoVAE, task: str, content: Tensor, chunk: int | None) -> Tenso
         return vae.encode(content, chunk).to("cpu", torch.float32)
     batch, channels, *size = vae.config.decoded_shape(content.shape)
     images = torch.empty(batch, *size, channels)
-    for _ in vae.decode_stream(content, chunk, images=images):
+    for _ in vae.decode_stream(content, StreamOptions(chunk), images=images):
         pass
     return images
 

@@ -27,6 +27,7 @@ from ..media.latent_file import load_latent, save_latent
 from ..media.video_reader import VideoFile, read_video
 from ..media.video_writer import VideoWriter, frames_to_uint8
 from ..model import VideoVAE
+from ..streaming.options import StreamOptions
 from ..validation import dtype_name
 from .backend_report import backend_report
 from .contact_sheet import ContactSheet
@@ -70,7 +71,7 @@ def demo(args: argparse.Namespace, say: Say) -> str:
         if not args.vae:
             say(f"note: {TOY}")
         stretch, (height, width) = _taken(args, video, vae, say)
-        trip = RoundTrip(vae, video, args.chunk, tile=_tile(args, vae), stretch=stretch)
+        trip = RoundTrip(vae, video, _options(args, vae), stretch=stretch)
         _build_kernels(vae.device, say)
         sheet = ContactSheet()
         before = peak_bytes(vae.device)
@@ -116,13 +117,13 @@ def encode(args: argparse.Namespace, say: Say) -> str:
             raise ValueError(f"{args.vae} has a decoder only; expected a VAE that can encode too")
         _cropped(video, vae, say, args.size)
         pieces = video.pieces(multiple=config.spatial_compression, size=args.size, **stretch)
-        tile = _tile(args, vae)
+        options = _options(args, vae)
         _build_kernels(vae.device, say)
         with _progress(args, expected) as progress:
             pictures = (
                 with_channels(piece, config.image_channels) for piece in _counted(pieces, progress)
             )
-            latents = vae.encode_stream(pictures, args.chunk, tile=tile)
+            latents = vae.encode_stream(pictures, options)
             parts = [x.cpu() for x in latents]
         latent = Relief(vae.device, "an encode").finish(lambda: torch.cat(parts, dim=2))
         frames = config.frames(latent.shape[2])
@@ -179,11 +180,11 @@ def decode(args: argparse.Namespace, say: Say) -> str:
             )
         scale = config.spatial_compression * config.output_scale
         check_size(codec, *(scale * side for side in file.latent.shape[3:]))
-        tile = _tile(args, vae)
+        options = _options(args, vae)
         _build_kernels(vae.device, say)
         with _progress(args, len(wanted)) as progress, Handoff(writer.write) as handoff:
             relief = Relief(vae.device, "a decode")
-            pieces = vae.decode_stream(file.latent, args.chunk, tile=tile, frames=wanted)
+            pieces = vae.decode_stream(file.latent, options, frames=wanted)
             for piece in _counted(pieces, progress):
                 pictures = relief.finish(functools.partial(frames_to_uint8, piece))
                 relief.finish(functools.partial(handoff.put, pictures))
@@ -298,12 +299,12 @@ def _taken(
     return stretch, shape
 
 
-def _tile(args: argparse.Namespace, vae: VideoVAE) -> tuple[int, int] | None:
+def _options(args: argparse.Namespace, vae: VideoVAE) -> StreamOptions:
     step = vae.config.spatial_compression
     if args.tile and min(args.tile) < step:
         height, width = args.tile
         raise ValueError(f"tiles are {width}x{height}; this VAE needs at least {step}x{step}")
-    return args.tile
+    return StreamOptions(args.chunk, tile=args.tile)
 
 
 def _build_kernels(device: torch.device, say: Say) -> None:

@@ -17,6 +17,7 @@ from torch.nn import functional
 from ..media.video_reader import VideoFile
 from ..media.video_writer import frames_to_uint8
 from ..model import VideoVAE
+from ..streaming.options import AUTOMATIC, StreamOptions
 
 
 class RoundTrip:
@@ -36,9 +37,8 @@ class RoundTrip:
         self,
         vae: VideoVAE,
         video: VideoFile,
-        chunk: int | None = None,
+        options: StreamOptions = AUTOMATIC,
         *,
-        tile: tuple[int, int] | None = None,
         stretch: Mapping[str, Any] | None = None,
     ) -> None:
         """Prepare; nothing is read yet.
@@ -46,8 +46,7 @@ class RoundTrip:
         Args:
             vae: The VAE.
             video: The source.
-            chunk: Latent frames per step; -1: all. None: chosen from size and memory.
-            tile: Height and width of tiles in pixels; None: chosen from size and memory.
+            options: How both directions run.
             stretch: Keyword arguments of `VideoFile.pieces`: what of the video is taken, and at
                 what size. None: all of it.
 
@@ -58,8 +57,7 @@ class RoundTrip:
             raise ValueError("the VAE has a decoder only; expected one that can encode too")
         self.vae = vae
         self.video = video
-        self.chunk = chunk
-        self.tile = tile
+        self.options = options
         self.stretch = dict(stretch or {})
         self.frames = 0
         self.encode_seconds = 0.0
@@ -78,9 +76,8 @@ class RoundTrip:
                 yield with_channels(piece, config.image_channels)
 
         reading = Timed(source(), device)
-        latents = self.vae.encode_stream(reading, self.chunk, tile=self.tile)
-        encoding = Timed(latents, device)
-        decoding = Timed(self.vae.decode_stream(encoding, self.chunk, tile=self.tile), device)
+        encoding = Timed(self.vae.encode_stream(reading, self.options), device)
+        decoding = Timed(self.vae.decode_stream(encoding, self.options), device)
         for piece in decoding:
             result = frames_to_uint8(piece).cpu()
             original = torch.stack([kept.popleft() for _ in range(len(result))])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ..model import VideoVAE
 from ..planning.plan import free_bytes
+from ..streaming.options import StreamOptions
 from ..validation import dtype_name
 from .backend_report import aligned
 
@@ -50,10 +51,11 @@ def vae_report(
         "",
         f"memory beside weights and pictures, a video of any length on {vae.device}, {room}",
     ]
+    options = StreamOptions(limit_bytes=limit_bytes)
     table = [["size", "", "  memory", "a step"]]
     for width, height in sizes:
         for encode in (True, False) if config.encoder_width else (False,):
-            plan = vae.plan(height - height % step, width, encode=encode, limit_bytes=limit_bytes)
+            plan = vae.plan(height - height % step, width, options, encode=encode)
             most, where = (free, "is free") if limit_bytes is None else (limit_bytes, "the limit")
             over = f"; more than {where}" if plan.peak_bytes > most else ""
             name = f"{width}x{height}" if encode or not config.encoder_width else ""

@@ -7,6 +7,8 @@ memory that is there already.
 import functools
 from collections.abc import Iterator
 
+from fast_video_vae.vae import StreamOptions
+
 from .rows import Case, Values
 from .session import Session
 from .turns import in_turn, ratio
@@ -41,9 +43,9 @@ def _compare(session: Session, clip: Clip) -> Iterator[tuple[str, Values | Excep
 
     def run(limit: int | None) -> None:
         stream = (
-            vae.encode_stream(x, limit_bytes=limit)
+            vae.encode_stream(x, StreamOptions(limit_bytes=limit))
             if encodes
-            else vae.decode_stream(x, out=frames, limit_bytes=limit)
+            else vae.decode_stream(x, StreamOptions(limit_bytes=limit), out=frames)
         )
         for _ in stream:
             pass
@@ -55,7 +57,7 @@ def _compare(session: Session, clip: Clip) -> Iterator[tuple[str, Values | Excep
         if one.error is not None:
             yield name, one.error
             continue
-        chosen = whole if limit is None else plan(limit_bytes=limit)
+        chosen = whole if limit is None else plan(StreamOptions(limit_bytes=limit))
         yield (
             name,
             {

@@ -366,10 +366,10 @@ def test_when_memory_runs_out_it_goes_on_where_it_stopped(fast, monkeypatch, cap
     expected = fast.decode(latent)
     real, tries = kind.decode_stream, []
 
-    def failing(self, *arguments, frames=None, tile=None, **options):
+    def failing(self, given, options, *, frames=None, **others):
         begins = 0 if frames is None else frames.start
-        tries.append((begins, tile))
-        stream = real(self, *arguments, frames=frames, tile=tile, **options)
+        tries.append((begins, options.tile))
+        stream = real(self, given, options, frames=frames, **others)
         for count, piece in enumerate(stream):
             yield piece
             if len(tries) < most and count == 0:
@@ -415,15 +415,15 @@ def test_an_encode_that_does_not_fit_is_tried_in_tiles(fast, monkeypatch):
     import comfy.model_management as management
 
     kind, pixels = type(fast.first_stage_model), clip(9, 96, 128)
-    expected, real, tiles = fast.encode(pixels), kind.mean_stream, []
+    expected, real, tiles = fast.encode(pixels), kind.encode_stream, []
 
-    def failing(self, *arguments, tile=None, **options):
-        tiles.append(tile)
+    def failing(self, given, options, **others):
+        tiles.append(options.tile)
         if len(tiles) < 4:
             raise management.OOM_EXCEPTION("no memory")
-        return real(self, *arguments, tile=tile, **options)
+        return real(self, given, options, **others)
 
-    monkeypatch.setattr(kind, "mean_stream", failing)
+    monkeypatch.setattr(kind, "encode_stream", failing)
     assert relative_error(fast.encode(pixels), expected) <= 1e-5
     assert tiles == [None, None, (512, 512), (256, 256)]
 
@@ -639,13 +639,13 @@ def test_pictures_that_do_not_fit_are_cut_in_space_alone(tmp_path, monkeypatch):
     expected = fast.decode(latent)
 
     kind = type(fast.first_stage_model)
-    for name in ("decode_stream", "mean_stream"):
+    for name in ("decode_stream", "encode_stream"):
         real = getattr(kind, name)
 
-        def full(self, *arguments, real=real, tile=None, **options):
-            if tile is None:
+        def full(self, given, options, *, real=real, **others):
+            if options.tile is None:
                 raise management.OOM_EXCEPTION("no memory")
-            return real(self, *arguments, tile=tile, **options)
+            return real(self, given, options, **others)
 
         monkeypatch.setattr(kind, name, full)
     assert relative_error(fast.decode_tiled(latent, tile_x=16, tile_y=16), expected) <= 1e-5

@@ -180,19 +180,19 @@ def test_an_encode_starts_again_where_memory_ran_out(vae, monkeypatch):
 
     images = clip(17)
     (samples,) = node("VAEEncode", vae=vae, pixels=images)
-    real_stream, calls = FastVideoVAE.mean_stream, []
+    real_stream, calls = FastVideoVAE.encode_stream, []
 
-    def mean_stream(self, *arguments, **options):
+    def encode_stream(self, pieces, options, **others):
         calls.append(options)
-        for latent in real_stream(self, *arguments, **options):
+        for latent in real_stream(self, pieces, options, **others):
             yield latent
             if len(calls) < 3:
                 raise torch.OutOfMemoryError("out of memory, says the test")
 
-    monkeypatch.setattr(FastVideoVAE, "mean_stream", mean_stream)
+    monkeypatch.setattr(FastVideoVAE, "encode_stream", encode_stream)
     assert relative_error(encoded(vae, cut(images, [5, 12])), samples["samples"]) <= 1e-5
-    assert [each["tile"] for each in calls[:2]] == [None, None]
-    assert calls[2]["tile"] is not None
+    assert [each.tile for each in calls[:2]] == [None, None]
+    assert calls[2].tile is not None
 
 
 def test_the_progress_bar_counts_what_passes(vae, monkeypatch):

@@ -25,6 +25,9 @@ from fast_video_vae.tests.nodes.vae.pairs import (
     v3_node,
 )
 from fast_video_vae.tests.seedvr2 import NARROW, SCALE, random_seedvr2, seedvr2_shapes
+from fast_video_vae.vae import StreamOptions
+
+LEAST = StreamOptions(limit_bytes=1)
 
 pytestmark = pytest.mark.comfyui
 
@@ -516,15 +519,15 @@ def test_when_memory_runs_out_it_tries_again_with_less_and_never_in_tiles(
 
     name, given = ("encode", frames(5)) if encode else ("decode", small_latents(2))
     expected = getattr(loaded, name)(given)
-    kind, stream = type(loaded.first_stage_model), "mean_stream" if encode else "decode_stream"
+    kind, stream = type(loaded.first_stage_model), "encode_stream" if encode else "decode_stream"
     real, limits = getattr(kind, stream), []
 
-    def failing(self, *arguments, **options):
-        limits.append(arguments[3] if encode else options["limit_bytes"])
-        assert options["tile"] is None
+    def failing(self, given, options, **others):
+        limits.append(options.limit_bytes)
+        assert options.tile is None
         if len(limits) < most:
             raise management.OOM_EXCEPTION("no memory")
-        return real(self, *arguments, **options)
+        return real(self, given, options, **others)
 
     monkeypatch.setattr(kind, stream, failing)
     size = 320 if encode else 40
@@ -536,7 +539,7 @@ def test_when_memory_runs_out_it_tries_again_with_less_and_never_in_tiles(
     model = loaded.first_stage_model
 
     def takes(side):
-        return model.memory_bytes(side, side, encode=encode, limit_bytes=1)
+        return model.plan(side, side, LEAST, encode=encode).peak_bytes
 
     assert own == again == (takes(320) if tiled else None)
     assert smaller == [takes(side) for side in ((256, 128) if tiled else (512, 256, 128))]
@@ -564,11 +567,11 @@ def test_the_limit_of_a_tile_reaches_the_stream_and_what_comfyui_is_asked_for(lo
         return real_load(models, memory_required=memory_required, **options)
 
     latent, pixels = latents(2, 12, 16), clip(5, 96, 128)
-    decode, encode = (
-        model.memory_bytes(64, 48, encode=each, limit_bytes=1) for each in (False, True)
-    )
-    expected = [model.memory_bytes(96, 128, limit_bytes=decode)]
-    expected.append(model.memory_bytes(96, 128, encode=True, limit_bytes=encode))
+    decode, encode = (model.plan(64, 48, LEAST, encode=each).peak_bytes for each in (False, True))
+    expected = [
+        model.plan(96, 128, StreamOptions(limit_bytes=limit), encode=each).peak_bytes
+        for each, limit in ((False, decode), (True, encode))
+    ]
     monkeypatch.setattr(module, "make_plan", plan)
     monkeypatch.setattr(management, "load_models_gpu", load)
     loaded.decode_tiled(latent, tile_x=6, tile_y=8, overlap=0)

@@ -10,7 +10,7 @@ from fast_video_vae.tests.builders import random_state_dict
 
 pytest.importorskip("av", reason="PyAV is not installed")
 
-from fast_video_vae.vae import load_vae
+from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.cli.reconstruction import RoundTrip, Timed, shrunk, with_channels
 from fast_video_vae.vae.media.video_reader import VideoFile, read_video
 from fast_video_vae.vae.media.video_writer import VideoWriter, frames_to_uint8
@@ -36,7 +36,7 @@ def joined(trip):
 
 def test_the_results_are_those_of_encode_and_decode(tmp_path, vae):
     clip = video(tmp_path, 9)
-    trip = RoundTrip(vae, clip, chunk=1)
+    trip = RoundTrip(vae, clip, StreamOptions(1))
     source, result = joined(trip)
     frames = torch.stack(list(clip.frames()))
     assert torch.equal(source, frames)
@@ -62,7 +62,7 @@ def test_reading_keeps_in_step_with_the_results(tmp_path, vae):
 
     clip = video(tmp_path, 33)
     clip = Counted(clip.path, clip.height, clip.width, clip.fps, clip.estimated_frames)
-    trip = RoundTrip(vae, clip, chunk=1)
+    trip = RoundTrip(vae, clip, StreamOptions(1))
     ahead = []
     for _ in trip:
         ahead.append(len(clip.taken) - trip.frames)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.vae import load_vae
+from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers import causal_conv as causal
 from fast_video_vae.vae.layers import conv
 from fast_video_vae.vae.layers import resample_conv as resample
@@ -147,7 +147,7 @@ def test_what_one_mode_made_the_other_can_use(latent, made_in):
 
 
 def test_a_stream_may_change_modes_between_two_pieces(vae, latent):
-    stream = vae.decode_stream(latent, chunk=1)
+    stream = vae.decode_stream(latent, StreamOptions(chunk=1))
     with torch.inference_mode():
         pieces = [next(stream)]
     assert torch.is_grad_enabled()

@@ -9,7 +9,7 @@ from fast_video_vae.kernels import is_out_of_memory
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.wan22 import random_wan22
-from fast_video_vae.vae import load_vae
+from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.causal_conv import CausalConv3d
 from fast_video_vae.vae.layers.workspace import Workspace
 from fast_video_vae.vae.planning.plan import make_plan
@@ -98,11 +98,11 @@ def test_it_goes_on_where_memory_ran_out(vae, memory, caplog, at):
     latent, video = both(vae)
     for stream, given in ((vae.decode_stream, latent), (vae.encode_stream, video)):
         memory.count, memory.fails = 0, set()
-        expected = joined(stream(given, 1))
+        expected = joined(stream(given, StreamOptions(1)))
         memory.count, memory.fails = 0, {at}
         with caplog.at_level(logging.WARNING):
             caplog.clear()
-            close(joined(stream(given, 1)), expected)
+            close(joined(stream(given, StreamOptions(1))), expected)
         if memory.count >= at:
             (record,) = caplog.records
             assert "memory ran out" in record.message
@@ -118,7 +118,7 @@ def test_nothing_is_computed_twice(vae, memory, products, monkeypatch, at):
         for fails in (set(), {at}):
             products.clear()
             memory.count, memory.fails = 0, fails
-            joined(stream(given, 1))
+            joined(stream(given, StreamOptions(1)))
             made.append(dict(products))
         assert made[0] == made[1]
 
@@ -136,10 +136,10 @@ def test_it_goes_on_in_tiles_and_then_in_smaller_ones(vae, memory, monkeypatch):
     monkeypatch.setattr(video_module, "smaller_plan", smaller)
     for stream, given in ((vae.decode_stream, latent), (vae.encode_stream, video)):
         memory.fails = set()
-        expected = joined(stream(given, 1))
+        expected = joined(stream(given, StreamOptions(1)))
         tiles.clear()
         pieces = []
-        for index, piece in enumerate(stream(given, 1)):
+        for index, piece in enumerate(stream(given, StreamOptions(1))):
             pieces.append(piece)
             if index < 3:
                 memory.forget()
@@ -152,7 +152,7 @@ def test_it_goes_on_in_tiles_and_then_in_smaller_ones(vae, memory, monkeypatch):
 @pytest.mark.parametrize("chunk", [1, 2])
 def test_what_is_too_large_at_once_goes_in_pieces(vae, memory, chunk):
     latent, video = both(vae)
-    frames, encoded = joined(vae.decode_stream(latent, chunk)), vae.encode(video)
+    frames, encoded = joined(vae.decode_stream(latent, StreamOptions(chunk))), vae.encode(video)
     sizes = []
     allocate = Workspace.allocate
     memory.most = None
@@ -162,21 +162,24 @@ def test_what_is_too_large_at_once_goes_in_pieces(vae, memory, chunk):
         return allocate(workspace, nbytes, device)
 
     Workspace.allocate = noted
-    joined(vae.decode_stream(latent, chunk))
+    joined(vae.decode_stream(latent, StreamOptions(chunk)))
     Workspace.allocate = allocate
     if "seedvr2" in vae.config.family:
         return  # its norms see the whole frame: there is nothing smaller than one
     memory.most = int(max(sizes) * 0.6)
-    close(joined(vae.decode_stream(latent, chunk)), frames)
-    close(joined(vae.encode_stream(video, chunk)), encoded)
+    close(joined(vae.decode_stream(latent, StreamOptions(chunk))), frames)
+    close(joined(vae.encode_stream(video, StreamOptions(chunk))), encoded)
 
 
 def test_the_host_is_asked_for_memory_first(vae, memory):
     latent, _ = both(vae)
-    expected = joined(vae.decode_stream(latent, 1))
+    expected = joined(vae.decode_stream(latent, StreamOptions(1)))
     asked = []
     memory.count, memory.fails = 0, {3}
-    close(joined(vae.decode_stream(latent, 1, release=lambda: asked.append(1))), expected)
+    close(
+        joined(vae.decode_stream(latent, StreamOptions(1, release=lambda: asked.append(1)))),
+        expected,
+    )
     assert asked
 
 
@@ -188,9 +191,9 @@ def test_what_memory_never_suffices_for_raises_the_first_error(vae, memory):
         r"smaller tiles, frames or chunks take less$"
     )
     with pytest.raises(torch.OutOfMemoryError, match=message):
-        joined(vae.decode_stream(latent, 1))
+        joined(vae.decode_stream(latent, StreamOptions(1)))
     memory.most = None
-    close(joined(vae.decode_stream(latent, 1)), vae.decode(latent))
+    close(joined(vae.decode_stream(latent, StreamOptions(1))), vae.decode(latent))
 
 
 def test_another_error_is_raised_at_once(vae, monkeypatch):
@@ -203,7 +206,7 @@ def test_another_error_is_raised_at_once(vae, monkeypatch):
 
     monkeypatch.setattr(Workspace, "allocate", broken)
     with pytest.raises(RuntimeError, match="a fault"):
-        joined(vae.decode_stream(latent, 1))
+        joined(vae.decode_stream(latent, StreamOptions(1)))
     assert len(calls) == 1
 
 

@@ -9,7 +9,7 @@ from fast_video_vae.tests.benchmarks.peers import (
     diffusers_vae,
 )
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.vae import load_vae
+from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers import conv
 
 
@@ -137,7 +137,7 @@ def test_pieces_of_any_length_encode_alike(weights, piece):
     vae = load_vae(weights[8], dtype=torch.float32)
     video = random_frames(1, 3, 17, 16, 16)
     for chunk in (None, 1, 3, -1):
-        latents = list(vae.encode_stream(video.split(piece, dim=2), chunk))
+        latents = list(vae.encode_stream(video.split(piece, dim=2), StreamOptions(chunk)))
         assert latents[0].shape[2] == 1
         torch.testing.assert_close(torch.cat(latents, 2), vae.encode(video), rtol=1e-5, atol=1e-5)
 
@@ -147,7 +147,9 @@ def test_pieces_of_any_length_decode_alike(weights, piece):
     vae = load_vae(weights[8], dtype=torch.float32)
     latent = random_latent(1, 16, 5, 2, 2)
     for chunk in (None, 1, 3, -1):
-        frames = torch.cat(list(vae.decode_stream(latent.split(piece, dim=2), chunk)), 2)
+        frames = torch.cat(
+            list(vae.decode_stream(latent.split(piece, dim=2), StreamOptions(chunk))), 2
+        )
         torch.testing.assert_close(frames, vae.decode(latent), rtol=1e-5, atol=1e-5)
 
 

@@ -8,7 +8,7 @@ import torch
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.wan22 import random_wan22
-from fast_video_vae.vae import load_vae, model
+from fast_video_vae.vae import StreamOptions, load_vae, model
 from fast_video_vae.vae.planning import plan as plan_module
 from fast_video_vae.vae.planning import tiling
 from fast_video_vae.vae.streaming.cache_offload import Parking
@@ -74,10 +74,10 @@ def test_a_decode_in_tiles_is_that_of_whole_frames(
     latent = latents_of(vae, frames, height, width, batch)
     expected = vae.decode(latent)
     assert not tiles
-    close(joined(vae.decode_stream(latent, chunk, tile=tile)), expected)
+    close(joined(vae.decode_stream(latent, StreamOptions(chunk, tile=tile))), expected)
     assert min(tiles) > 1
     out = torch.full_like(expected, torch.nan)
-    for _ in vae.decode_stream(latent, chunk, tile=tile, out=out):
+    for _ in vae.decode_stream(latent, StreamOptions(chunk, tile=tile), out=out):
         pass
     close(out, expected)
 
@@ -89,7 +89,7 @@ def test_an_encode_in_tiles_is_that_of_whole_frames(
     video = clip(4 * frames - 3, height, width, batch)
     expected = vae.encode(video)
     assert not tiles
-    close(joined(vae.encode_stream(video, chunk, tile=tile)), expected)
+    close(joined(vae.encode_stream(video, StreamOptions(chunk, tile=tile))), expected)
     assert min(tiles) > 1
 
 
@@ -105,8 +105,8 @@ def test_every_cut_gives_the_same(vae, monkeypatch, tiles):
             "can_cut",
             lambda network, index=index: find(network)[index : index + 1] or find(network)[:1],
         )
-        close(joined(vae.decode_stream(latent, tile=(64, 64))), frames)
-        close(joined(vae.encode_stream(video, tile=(64, 64))), encoded)
+        close(joined(vae.decode_stream(latent, StreamOptions(tile=(64, 64)))), frames)
+        close(joined(vae.encode_stream(video, StreamOptions(tile=(64, 64)))), encoded)
     assert min(tiles) > 1
 
 
@@ -115,7 +115,7 @@ def test_images_come_in_tiles_too(vae, tiles):
     expected = torch.empty((1, 9, 96, 128, 3), dtype=torch.uint8)
     got = torch.full_like(expected, 7)
     for images, tile in ((expected, None), (got, (64, 48))):
-        pieces = list(vae.decode_stream(latent, images=images, tile=tile))
+        pieces = list(vae.decode_stream(latent, StreamOptions(tile=tile), images=images))
         assert torch.equal(torch.cat(pieces, dim=1), images)
     assert tiles
     difference = (got.int() - expected.int()).abs()
@@ -133,7 +133,7 @@ def test_brightness_does_not_step_at_the_borders_of_tiles_and_chunks(vae):
     times = torch.linspace(0, 0.5, frames).view(-1, 1, 1)
     latent = (y + x + times).expand(1, vae.config.latent_channels, -1, -1, -1)
     whole = vae.decode(latent).double()
-    cut = joined(vae.decode_stream(latent, 1, tile=(64, 64))).double()
+    cut = joined(vae.decode_stream(latent, StreamOptions(1, tile=(64, 64)))).double()
     scale = whole.abs().max()
     means = [video.mean(dim=(1, 3, 4)).squeeze(0) for video in (whole, cut)]
     assert (means[1].diff() - means[0].diff()).abs().max() < 1e-6 * scale
@@ -146,7 +146,9 @@ def test_what_sees_whole_frames_is_never_cut():
     assert not tiling.can_cut(seedvr2.decoder)
     assert not tiling.can_cut(seedvr2.encoder)
     latent = torch.randn(1, 16, 2, 8, 8)
-    close(joined(seedvr2.decode_stream(latent, tile=(32, 32))), seedvr2.decode(latent))
+    close(
+        joined(seedvr2.decode_stream(latent, StreamOptions(tile=(32, 32)))), seedvr2.decode(latent)
+    )
 
 
 def test_the_halo_of_wan_is_as_wide_as_its_layers_reach():
@@ -165,7 +167,7 @@ def test_the_halo_of_wan_is_as_wide_as_its_layers_reach():
 
 def test_tiles_are_not_taken_where_autograd_records(vae, tiles):
     latent = latents_of(vae, 2, 64, 64).requires_grad_()
-    joined(vae.decode_stream(latent, tile=(32, 32))).sum().backward()
+    joined(vae.decode_stream(latent, StreamOptions(tile=(32, 32)))).sum().backward()
     assert latent.grad is not None
     assert not tiles
 
@@ -175,7 +177,9 @@ def test_a_range_of_frames_is_that_of_the_whole_video(vae, frames):
     latent = latents_of(vae, 21, 32, 32)
     expected = vae.decode(latent)[:, :, frames.start : frames.stop]
     close(joined(vae.decode_stream(latent, frames=frames)), expected)
-    close(joined(vae.decode_stream(latent, 2, frames=frames, tile=(16, 16))), expected)
+    close(
+        joined(vae.decode_stream(latent, StreamOptions(2, tile=(16, 16)), frames=frames)), expected
+    )
     images = torch.full((1, len(frames), 32, 32, 3), torch.nan)
     for _ in vae.decode_stream(latent, frames=frames, images=images):
         pass
@@ -213,7 +217,7 @@ def test_a_still_end_is_left_out_in_tiles_too(vae, tiles, chunk):
     vae.skips_still = False
     expected = vae.encode(video)
     vae.skips_still = True
-    close(joined(vae.encode_stream(video, chunk, tile=(32, 48))), expected)
+    close(joined(vae.encode_stream(video, StreamOptions(chunk, tile=(32, 48)))), expected)
     assert tiles
 
 
@@ -230,7 +234,7 @@ def test_what_tiles_remember_may_wait_elsewhere(vae, tiles, monkeypatch):
         Parking, "park", lambda self, cache: (parks.append(cache), park(self, cache))
     )
     latent, frames = latents_of(vae, 3, 96, 128), clip(9, 96, 128)
-    close(joined(vae.decode_stream(latent, 1, tile=(64, 64))), vae.decode(latent))
-    close(joined(vae.encode_stream(frames, 1, tile=(64, 64))), vae.encode(frames))
+    close(joined(vae.decode_stream(latent, StreamOptions(1, tile=(64, 64)))), vae.decode(latent))
+    close(joined(vae.encode_stream(frames, StreamOptions(1, tile=(64, 64)))), vae.encode(frames))
     assert tiles
     assert len(parks) == sum(tiles)

@@ -11,7 +11,7 @@ import torch
 from fast_video_vae.kernels import dispatch as backend
 from fast_video_vae.kernels import warmup_log as preparations
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.vae import load_vae
+from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.planning import plan as plan_module
 
 graphs = importlib.import_module("fast_video_vae.vae.streaming.cuda_graph")
@@ -81,13 +81,15 @@ def test_results_are_the_callers_own(recorded, given):
         "out": {"out": torch.empty(1, 3, 21, 16, 16)},
         "images": {"images": torch.empty(1, 21, 16, 16, 3)},
     }[given]
-    kept = [(piece, piece.clone()) for piece in recorded.decode_stream(z, 1, **places)]
+    kept = [
+        (piece, piece.clone()) for piece in recorded.decode_stream(z, StreamOptions(1), **places)
+    ]
     assert StandIn.made == 1
     assert all(torch.equal(*pair) for pair in kept)
     axis = 1 if given == "images" else 2
     recorded.graphs = False
     again = {name: torch.empty_like(place) for name, place in places.items()}
-    expected = torch.cat(list(recorded.decode_stream(z, 1, **again)), axis)
+    expected = torch.cat(list(recorded.decode_stream(z, StreamOptions(1), **again)), axis)
     assert torch.equal(torch.cat([piece for piece, _ in kept], axis), expected)
 
 
@@ -272,7 +274,7 @@ def test_a_stream_in_compiled_code_compiles_nothing(vae, compiler):
 
     @torch.compile(backend=compiler)
     def consume():
-        return [piece.clone() for piece in vae.decode_stream(z, 1)]
+        return [piece.clone() for piece in vae.decode_stream(z, StreamOptions(1))]
 
     assert torch.equal(torch.cat(consume(), 2), vae.decode(z))
     assert {node.target for node in compiler.computed()} <= {"clone"}

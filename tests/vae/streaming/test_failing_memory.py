@@ -19,6 +19,7 @@ from fast_video_vae.tests.vae.streaming.failing_memory import ERRORS, FailingMem
 from fast_video_vae.vae import (
     Handoff,
     Relief,
+    StreamOptions,
     VideoWriter,
     frames_to_uint8,
     load_vae,
@@ -90,15 +91,19 @@ class Task:
             return self._written()
         return {
             "decode": lambda: [vae.decode(latent)],
-            "decode in steps": lambda: list(vae.decode_stream(latent, 1)),
+            "decode in steps": lambda: list(vae.decode_stream(latent, StreamOptions(1))),
             "picture": lambda: [vae.decode(latent[:, :, :1])],
-            "part": lambda: list(vae.decode_stream(latent, 1, frames=range(3, 7))),
-            "tiled decode": lambda: list(vae.decode_stream(latent, 1, tile=self.tile)),
+            "part": lambda: list(vae.decode_stream(latent, StreamOptions(1), frames=range(3, 7))),
+            "tiled decode": lambda: list(
+                vae.decode_stream(latent, StreamOptions(1, tile=self.tile))
+            ),
             "encode": lambda: [vae.encode(video)],
-            "encode in steps": lambda: list(vae.encode_stream(video, 1)),
+            "encode in steps": lambda: list(vae.encode_stream(video, StreamOptions(1))),
             "picture in": lambda: [vae.encode(video[:, :, :1])],
-            "still end": lambda: list(vae.encode_stream(self.still, 1)),
-            "tiled encode": lambda: list(vae.encode_stream(video, 1, tile=self.tile)),
+            "still end": lambda: list(vae.encode_stream(self.still, StreamOptions(1))),
+            "tiled encode": lambda: list(
+                vae.encode_stream(video, StreamOptions(1, tile=self.tile))
+            ),
         }[self.name]()
 
     def _written(self):
@@ -106,7 +111,7 @@ class Task:
         writer = VideoWriter(path, 16, codec="ffv1")
         with writer, Handoff(writer.write) as handoff:
             relief = Relief(self.vae.device, "a decode")
-            for piece in self.vae.decode_stream(self.latent, 1):
+            for piece in self.vae.decode_stream(self.latent, StreamOptions(1)):
                 pictures = relief.finish(functools.partial(frames_to_uint8, piece))
                 relief.finish(functools.partial(handoff.put, pictures))
         return [path.read_bytes()]
@@ -210,18 +215,18 @@ def test_a_ceiling_on_one_allocation(vae, tmp_path, name, share):
 
 def test_memory_that_is_short_for_good_is_one_warning_and_one_line(vae, tmp_path, caplog):
     latent = torch.randn(1, vae.config.latent_channels, 12, 2, 2)
-    expected = joined(vae.decode_stream(latent, 1))
+    expected = joined(vae.decode_stream(latent, StreamOptions(1)))
     with FailingMemory() as memory:
-        list(vae.decode_stream(latent, 1))
+        list(vae.decode_stream(latent, StreamOptions(1)))
     every = FailingMemory(every=1, error="linux")
     with caplog.at_level(logging.INFO), pytest.raises(torch.OutOfMemoryError) as error, every:
-        list(vae.decode_stream(latent, 1))
+        list(vae.decode_stream(latent, StreamOptions(1)))
     assert "\n" not in str(error.value)
     assert len(caplog.records) <= 1
     caplog.clear()
     often = FailingMemory(every=memory.seen // 24)
     with caplog.at_level(logging.INFO), often:
-        pieces = list(vae.decode_stream(latent, 1))
+        pieces = list(vae.decode_stream(latent, StreamOptions(1)))
     close(torch.cat(pieces, dim=2), expected)
     assert often.failed > 12
     (record,) = caplog.records

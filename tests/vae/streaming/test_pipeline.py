@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import SCALE, random_seedvr2
-from fast_video_vae.vae import load_vae, model
+from fast_video_vae.vae import StreamOptions, load_vae, model
 from fast_video_vae.vae.layers import conv
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.layers.workspace import Workspace
@@ -187,7 +187,7 @@ def test_a_stream_that_is_done_or_dropped_keeps_nothing_alive(vae, pieces, tile)
     """Nothing waits for a garbage collection, which may be ten seconds and many tensors away."""
 
     def run():
-        for piece, _ in enumerate(vae.decode_stream(latent, 1, tile=tile)):
+        for piece, _ in enumerate(vae.decode_stream(latent, StreamOptions(1, tile=tile))):
             if piece == pieces:
                 break
 
@@ -204,7 +204,7 @@ def test_a_stream_that_is_done_or_dropped_keeps_nothing_alive(vae, pieces, tile)
 
 def test_two_streams_of_one_vae_do_not_mix(vae):
     latents = torch.randn(2, 1, 16, 3, 2, 2).unbind()
-    streams = [vae.decode_stream(latent, chunk=1) for latent in latents]
+    streams = [vae.decode_stream(latent, StreamOptions(chunk=1)) for latent in latents]
     turns = list(zip(*streams, strict=True))
     for latent, frames in zip(latents, zip(*turns, strict=True), strict=True):
         expected = vae.decode(latent)
@@ -247,7 +247,7 @@ def test_peak_memory_does_not_grow_with_the_video(direction):
 def test_a_dtype_for_once_is_that_of_the_frames():
     vae = load_vae(random_state_dict(4), dtype=torch.float32)
     latent = torch.randn(1, 16, 2, 4, 4, generator=torch.Generator().manual_seed(0))
-    rounded = torch.cat(list(vae.decode_stream(latent, dtype=torch.bfloat16)), dim=2)
+    rounded = torch.cat(list(vae.decode_stream(latent, StreamOptions(dtype=torch.bfloat16))), dim=2)
     assert rounded.dtype == torch.bfloat16
     expected = vae.decode(latent)
     # Some 30 roundings of half a bf16 ulp, one after the other.
@@ -267,21 +267,21 @@ def test_a_limit_for_once_rules_the_steps_of_that_stream_alone(vae, monkeypatch)
     latent, frames = torch.randn(1, 16, 3, 2, 2), torch.rand(1, 3, 9, 16, 16)
     expected, encoded = vae.decode(latent), vae.encode(frames)
     for stream, wanted in (
-        (vae.decode_stream(latent, limit_bytes=1), expected),
-        (vae.encode_stream(frames, limit_bytes=2), encoded),
-        (vae.mean_stream(frames, limit_bytes=3), encoded),
+        (vae.decode_stream(latent, StreamOptions(limit_bytes=1)), expected),
+        (vae.encode_stream(frames, StreamOptions(limit_bytes=2)), encoded),
+        (vae.encode_stream(frames, StreamOptions(limit_bytes=3), scaled=False), encoded),
     ):
         assert (joined(stream) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-    vae.encode_chunk(16, 16, limit_bytes=4)
+    vae.plan(16, 16, StreamOptions(limit_bytes=4), encode=True)
     assert limits == [None, None, 1, 2, 3, 4]
     monkeypatch.setattr(vae, "limit_bytes", 5)
     joined(vae.decode_stream(latent))
-    joined(vae.decode_stream(latent, limit_bytes=6))
+    joined(vae.decode_stream(latent, StreamOptions(limit_bytes=6)))
     assert limits[6:] == [5, 6]
 
 
 def test_the_bare_mean_of_seedvr2_is_what_its_latents_are_scaled_from():
     scaled = load_vae(random_seedvr2(), dtype=torch.float32)
     frames = torch.rand(1, 3, 5, 16, 16) * 2 - 1
-    mean = joined(scaled.mean_stream(frames))
+    mean = joined(scaled.encode_stream(frames, scaled=False))
     assert torch.equal(mean * SCALE, scaled.encode(frames))

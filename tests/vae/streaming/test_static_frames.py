@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
-from fast_video_vae.vae import load_vae
+from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.frame_runs import Settling
 from fast_video_vae.vae.planning import plan as plan_module
 from fast_video_vae.vae.streaming.static_frames import Changes
@@ -53,7 +53,7 @@ def of(vae, video):
 def encoded(vae, pieces, chunk, skips):
     vae.skips_still = skips
     try:
-        return torch.cat(list(vae.encode_stream(pieces, chunk)), 2)
+        return torch.cat(list(vae.encode_stream(pieces, StreamOptions(chunk))), 2)
     finally:
         vae.skips_still = True
 
