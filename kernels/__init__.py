@@ -25,15 +25,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .dispatch import (
-    BackendError,
-    check_quality,
-    log_once,
-    run,
-    run_kernel,
-    use_backend,
-    use_quality,
-)
+from .dispatch import BackendError, log_once, run, run_kernel, use_backend
 from .gpu_config import GPUConfig, gpu_config
 from .measure import synchronize
 from .messages import LINE, guarded, line, shown
@@ -59,7 +51,6 @@ __all__ = [
     "average_down",
     "backend_matrix",
     "bias_residual",
-    "check_quality",
     "frames_to_images",
     "gpu_config",
     "group_norm_silu",
@@ -84,7 +75,6 @@ __all__ = [
     "silu_mul",
     "synchronize",
     "use_backend",
-    "use_quality",
 ]
 
 

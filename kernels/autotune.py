@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import measure, reference
 from . import sample_inputs as examples
-from .dispatch import ORDER, Refusal, ask, log_once, use_quality
+from .dispatch import ORDER, Refusal, ask, log_once
 from .warmup_log import preparing
 
 _logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def _tried(op: str, x: Tensor, given: Mapping[str, Any]) -> tuple[str, ...] | No
     size = _size(op, x)
     try:
         # Outside of inference mode: what is made here must not depend on who was first.
-        with torch.inference_mode(False), torch.no_grad(), use_quality("fast"):
+        with torch.inference_mode(False), torch.no_grad():
             return _ranked(op, x, size, given)
     except torch.OutOfMemoryError:
         return None

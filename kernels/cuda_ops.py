@@ -19,7 +19,7 @@ from .constraints import (
     refuse_rows,
     refuse_videos,
 )
-from .dispatch import Refusal, forced, refuse_unless_exact
+from .dispatch import Refusal, forced
 from .libraries import CUDA
 
 # A grid has no more blocks than this for frames and for videos.
@@ -155,9 +155,8 @@ def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def _check(x: Tensor, *others: Tensor | None) -> None:
-    """Refuse devices, dtypes, qualities and gradients that are not ours."""
+    """Refuse devices, dtypes and gradients that are not ours."""
     _refuse_device(x.device, x.dtype)
-    refuse_unless_exact(exact=False)
     refuse_dtype(x)
     if type(x) not in (Tensor, torch.nn.Parameter):
         raise Refusal(f"x is a {type(x).__name__}, which may have no memory")

@@ -27,10 +27,7 @@ _MODULES = {
     "reference": ".reference",
 }
 
-QUALITIES = ("fast", "exact")
-
 _forced: ContextVar[str | None] = ContextVar("forced backend", default=None)
-_quality: ContextVar[str] = ContextVar("quality", default="fast")
 _loaded: dict[str, ModuleType] = {}
 _logged: set[str] = set()
 
@@ -155,41 +152,6 @@ def use_backend(name: str) -> Iterator[None]:
 def forced() -> str | None:
     """For a backend: the one that `use_backend` has chosen; None: whoever takes a call."""
     return _forced.get()
-
-
-@contextmanager
-def use_quality(quality: str) -> Iterator[None]:
-    """Choose between speed and the reference's very bits, in this thread.
-
-    Args:
-        quality: "fast": every op rounds its result once, from float32, by the fastest backend.
-            "exact": only backends whose op is bit-equal to the reference may serve.
-
-    Raises:
-        ValueError: There is no such quality.
-    """
-    check_quality(quality)
-    token = _quality.set(quality)
-    try:
-        yield
-    finally:
-        _quality.reset(token)
-
-
-def check_quality(quality: str) -> None:
-    """Raise the `ValueError` of `use_quality`."""
-    if quality not in QUALITIES:
-        raise ValueError(f"quality is {quality!r}; expected one of {', '.join(QUALITIES)}")
-
-
-def refuse_unless_exact(exact: bool) -> None:
-    """For a backend: refuse where the reference's bits are wanted and the op does not give them.
-
-    Args:
-        exact: The op of this backend is bit-equal to the reference.
-    """
-    if not exact and _quality.get() == "exact":
-        raise Refusal("it rounds otherwise than the reference, and quality is exact")
 
 
 def log_once(message: str) -> None:

@@ -18,7 +18,7 @@ from .constraints import (
     refuse_rows,
     refuse_videos,
 )
-from .dispatch import Refusal, refuse_unless_exact
+from .dispatch import Refusal
 from .libraries import CPU
 
 
@@ -32,7 +32,6 @@ def rms_norm_silu(
     out: Tensor | None = None,
 ) -> Tensor:
     """Normalise each pixel over its channels, scale, and apply SiLU."""
-    refuse_unless_exact(exact=False)
     _check(x, gamma, bias)
     refuse_videos(x=x, tail=tail, out=out)
     if tail is None:
@@ -67,7 +66,6 @@ def group_norm_silu(
     out: Tensor | None = None,
 ) -> Tensor:
     """Normalise each frame over its pixels and each group of channels, and apply SiLU."""
-    refuse_unless_exact(exact=False)
     _check(x, weight, bias, statistics)
     refuse_videos(x=x, tail=tail, out=out)
     plain = tail is None and not front and not any(padding)
@@ -98,7 +96,6 @@ def group_norm_silu(
 
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     """Measure each frame over its pixels and each group of channels."""
-    refuse_unless_exact(exact=False)
     _check(x)
     refuse_videos(x=x)
     CPU.load()
@@ -110,7 +107,6 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
     """Normalise the last dimension by its root mean square, and scale."""
-    refuse_unless_exact(exact=False)
     _check(x, weight)
     refuse_rows(x=x, out=out)
     refuse_overlap(out, x=x, same=True)
@@ -123,7 +119,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None
 
 def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
     """SiLU of one tensor times another: `x * sigmoid(x) * gate`."""
-    refuse_unless_exact(exact=False)
     _check(x, gate)
     refuse_rows(x=x, gate=gate, out=out)
     refuse_overlap(out, x=x, gate=gate, same=True)
@@ -143,7 +138,6 @@ def bias_residual(
     out: Tensor | None = None,
 ) -> Tensor:
     """Add what a convolution without bias leaves to add, in one pass."""
-    refuse_unless_exact(exact=True)
     _check(x, bias, residual, residual_bias)
     refuse_videos(x=x, residual=residual, out=out)
     refuse_overlap(out, x=x, residual=residual, same=True)
@@ -167,7 +161,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
 
 def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
     """Spread the temporal phases in the channels over frames."""
-    refuse_unless_exact(exact=True)
     _check(x)
     refuse_videos(x=x, out=out)
     refuse_overlap(out, x=x)
@@ -188,7 +181,6 @@ def merge_phases(
     out: Tensor | None = None,
 ) -> Tensor:
     """Merge the four phases of a folded upsampling convolution into one picture."""
-    refuse_unless_exact(exact=True)
     _check(grid, source, bias)
     refuse_videos(grid=grid, source=source, out=out)
     refuse_overlap(out, grid=grid, source=source)
@@ -210,7 +202,6 @@ def pixel_shuffle_3d(
     out: Tensor | None = None,
 ) -> Tensor:
     """Turn parts of the channels into frames, rows and columns."""
-    refuse_unless_exact(exact=True)
     _check(x)
     if out is not None and (out.dtype != x.dtype or out.device != x.device):
         raise Refusal("out is of another dtype or device")
@@ -228,7 +219,6 @@ def pixel_shuffle_3d(
 
 def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
     """Average what falls on one number of a smaller video."""
-    refuse_unless_exact(exact=False)
     _check(x)
     refuse_videos(x=x)
     CPU.load()
@@ -247,7 +237,6 @@ def frames_to_images(
     out: Tensor | None = None,
 ) -> Tensor:
     """Turn decoded frames into images."""
-    refuse_unless_exact(exact=True)
     _check(frames)
     if out is not None:
         dtype = out.dtype

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..kernels import check_quality, guarded, line, shown
+from ..kernels import guarded, line, shown
 from .checkpoint_io.checkpoint_file import read_file
 from .model import VideoVAE
 from .models.checkpoint_keys import to_wan_keys, with_time
@@ -47,7 +47,6 @@ def load_vae(
     dtype: torch.dtype | None = None,
     encode_dtype: torch.dtype | None = None,
     weights_dtype: torch.dtype | None = None,
-    quality: str = "fast",
 ) -> VideoVAE:
     """Load a VAE of the Wan family or of SeedVR2; what it is, is read off its tensors.
 
@@ -62,8 +61,6 @@ def load_vae(
             encode in float32.
         encode_dtype: Dtype of encoding alone, where it differs from `dtype`.
         weights_dtype: Dtype that the weights are kept in; None: that of the computation.
-        quality: "fast": each op as the fastest backend does it, rounded once; "exact": bit-equal to
-            the reference.
 
     Returns:
         The VAE. It shares no memory with `source`.
@@ -72,10 +69,9 @@ def load_vae(
         OSError: The file is missing or cannot be opened.
         LayoutError: The weights are those of another network.
         ValueError: The file is not a checkpoint; the weights do not fit the layout, or are not
-            finite; a dtype or the quality is not supported.
+            finite; a dtype is not supported.
     """
     place = torch.device(device)
-    check_quality(quality)
     for name, wish in (("dtype", dtype), ("encode_dtype", encode_dtype)):
         if wish is not None and wish not in _DTYPES:
             raise ValueError(
@@ -92,7 +88,6 @@ def load_vae(
         dtype=decode,
         encode_dtype=encode,
         weights_dtype=weights_dtype,
-        quality=quality,
     )
 
 
@@ -130,7 +125,6 @@ def build_vae(
     dtype: torch.dtype,
     encode_dtype: torch.dtype,
     weights_dtype: torch.dtype | None = None,
-    quality: str = "fast",
     share: bool = False,
     kind: type[AnyVAE] = VideoVAE,
 ) -> AnyVAE:
@@ -142,21 +136,17 @@ def build_vae(
         dtype: Dtype of decoding.
         encode_dtype: Dtype of encoding.
         weights_dtype: Dtype that the weights are kept in; None: that of the computation.
-        quality: As for `load_vae`.
         share: Use the memory of the checkpoint's tensors where device and dtype are right already.
         kind: The class to make.
 
     Returns:
         The VAE, with gradients off.
-
-    Raises:
-        ValueError: The quality is not supported.
     """
     place = _shared if share else _copied
     weights = checkpoint.weights
     with torch.inference_mode(False), torch.no_grad():
         with torch.device("meta"):
-            vae = kind(checkpoint.config, dtype, encode_dtype, quality=quality)
+            vae = kind(checkpoint.config, dtype, encode_dtype)
         placed = {
             key: place(
                 weights.pop(key),

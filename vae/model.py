@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ..kernels import check_quality
 from .layers.conv import Conv, PointwiseConv, drop_stale_forms
 from .layers.oom import Relief
 from .models.base import Network
@@ -44,7 +43,6 @@ class VideoVAE(nn.Module):
         config: What the weights are.
         dtype: The dtype that it decodes in.
         encode_dtype: The dtype that it encodes in.
-        quality: "fast" or "exact"; see the attribute.
 
     Attributes:
         config: What the weights are.
@@ -52,8 +50,6 @@ class VideoVAE(nn.Module):
             slow on a CPU is that of the frames alone: the computation is in float32.
         encode_dtype: The dtype that it encodes in, and of the latents that come out, as `dtype` is.
         limit_bytes: Memory that a step may take beside the weights; None: a part of what is free.
-        quality: "fast": every norm and activation is one pass that rounds once, from float32, as
-            the fastest backend does it. "exact": each op has the very bits of the reference.
         graphs: On a GPU, record the steps of chunks that repeat as a CUDA graph and replay it: less
             work for the CPU, for memory of the graph's own. Off until a gain is measured.
         skips_still: Encode frames that do not change until they make no difference any more, and
@@ -62,16 +58,8 @@ class VideoVAE(nn.Module):
             products on a CPU) is used where they allow it. By default float32 means float32.
     """
 
-    def __init__(
-        self,
-        config: VAEConfig,
-        dtype: torch.dtype,
-        encode_dtype: torch.dtype,
-        quality: str = "fast",
-    ) -> None:
+    def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
         super().__init__()
-        check_quality(quality)
-        self.quality = quality
         self.config = config
         self.dtype = dtype
         self.encode_dtype = encode_dtype
@@ -359,7 +347,6 @@ class VideoVAE(nn.Module):
                 ends.enter,
                 self.device,
                 work.dtype,
-                self.quality,
                 full=work.dtype == torch.float32 and not self.allow_tf32,
                 learns=learns,
                 graphs=self.graphs,

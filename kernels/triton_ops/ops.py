@@ -18,7 +18,7 @@ from ..constraints import (
     refuse_rows,
     refuse_videos,
 )
-from ..dispatch import Refusal, refuse_unless_exact
+from ..dispatch import Refusal
 from .runtime import refuse_device, require
 from .tiles import refuse_sizes
 
@@ -33,7 +33,7 @@ def rms_norm_silu(
     out: Tensor | None = None,
 ) -> Tensor:
     """Normalise each pixel over its channels, scale, and apply SiLU."""
-    _check(x, gamma, bias, exact=False)
+    _check(x, gamma, bias)
     refuse_videos(x=x, tail=tail, out=out)
     refuse_sizes(x)
     if tail is None:
@@ -66,7 +66,7 @@ def group_norm_silu(
     out: Tensor | None = None,
 ) -> Tensor:
     """Normalise each frame over its pixels and each group of channels, and apply SiLU."""
-    _check(x, weight, bias, statistics, exact=False)
+    _check(x, weight, bias, statistics)
     refuse_videos(x=x, tail=tail, out=out)
     refuse_sizes(x)
     plain = tail is None and not front and not any(padding)
@@ -86,7 +86,7 @@ def group_norm_silu(
 
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     """Measure each frame over its pixels and each group of channels."""
-    _check(x, exact=False)
+    _check(x)
     refuse_videos(x=x)
     refuse_sizes(x)
     return _kernels("norms.group_norm", x).group_norm_statistics(x, groups, eps)
@@ -94,7 +94,7 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
     """Normalise the last dimension by its root mean square, and scale."""
-    _check(x, weight, exact=False)
+    _check(x, weight)
     refuse_rows(x=x, out=out)
     _refuse_nothing(x)
     refuse_overlap(out, x=x, same=True)
@@ -106,7 +106,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None
 
 def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
     """SiLU of one tensor times another: `x * sigmoid(x) * gate`."""
-    _check(x, gate, exact=False)
+    _check(x, gate)
     refuse_rows(x=x, gate=gate, out=out)
     _refuse_nothing(x)
     refuse_overlap(out, x=x, gate=gate, same=True)
@@ -125,7 +125,7 @@ def bias_residual(
     out: Tensor | None = None,
 ) -> Tensor:
     """Add what a convolution without bias leaves to add, in one pass."""
-    _check(x, bias, residual, residual_bias, exact=True)
+    _check(x, bias, residual, residual_bias)
     refuse_videos(x=x, residual=residual, out=out)
     refuse_sizes(x)
     refuse_overlap(out, x=x, residual=residual, same=True)
@@ -137,13 +137,13 @@ def bias_residual(
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Single-head attention over the pixels of a frame."""
-    _check(q, k, v, exact=False)
+    _check(q, k, v)
     return _kernels("attention", q).attention(q, k, v)
 
 
 def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
     """Spread the temporal phases in the channels over frames: a shuffle with channels last."""
-    _check(x, exact=True)
+    _check(x)
     refuse_videos(x=x, out=out)
     refuse_sizes(x)
     refuse_overlap(out, x=x)
@@ -164,7 +164,7 @@ def merge_phases(
     out: Tensor | None = None,
 ) -> Tensor:
     """Merge the four phases of a folded upsampling convolution into one picture."""
-    _check(grid, source, bias, exact=True)
+    _check(grid, source, bias)
     refuse_videos(grid=grid, source=source, out=out)
     refuse_overlap(out, grid=grid, source=source)
     batch, channels, frames, height, width = grid.shape
@@ -187,7 +187,7 @@ def pixel_shuffle_3d(
     out: Tensor | None = None,
 ) -> Tensor:
     """Turn parts of the channels into frames, rows and columns; `out` may have any strides."""
-    _check(x, exact=True)
+    _check(x)
     refuse_videos(x=x)
     refuse_sizes(x)
     if out is not None:
@@ -208,7 +208,7 @@ def pixel_shuffle_3d(
 
 def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
     """Average what falls on one number of a smaller video."""
-    _check(x, exact=False)
+    _check(x)
     refuse_videos(x=x)
     refuse_sizes(x)
     kernels = _kernels("layout", x)
@@ -227,7 +227,7 @@ def frames_to_images(
     out: Tensor | None = None,
 ) -> Tensor:
     """Turn decoded frames into images; `out` may have any strides."""
-    _check(frames, exact=True)
+    _check(frames)
     if out is not None:
         dtype = out.dtype
         if out.device != frames.device:
@@ -247,10 +247,9 @@ def frames_to_images(
     return out
 
 
-def _check(x: Tensor, *others: Tensor | None, exact: bool) -> None:
-    """Refuse devices, dtypes, qualities and gradients that are not ours."""
+def _check(x: Tensor, *others: Tensor | None) -> None:
+    """Refuse devices, dtypes and gradients that are not ours."""
     refuse_device(x.device, x.dtype)
-    refuse_unless_exact(exact)
     refuse_dtype(x)
     if type(x) not in (Tensor, torch.nn.Parameter):
         raise Refusal(f"x is a {type(x).__name__}, which may have no memory")

@@ -174,7 +174,7 @@ def pair_of(vae: Any, dtype: torch.dtype | None) -> Pair:  # noqa: ANN401, whate
     stock = stock_of(vae, chosen)
     if model.dtype == model.encode_dtype == chosen:
         return Pair(stock, vae, chosen, [stock])
-    fast = accelerate(vae, Choice(chosen, chosen, quality=model.quality))
+    fast = accelerate(vae, Choice(chosen, chosen))
     return Pair(stock, fast, chosen, [stock, fast])
 
 

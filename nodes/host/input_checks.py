@@ -21,7 +21,9 @@ _LARGEST = 10**18
 def checked(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.NodeOutput]:
     """Check all that an `execute` is given against the schema of its node.
 
-    An optional input that is None is not given: it has the default of `execute`.
+    An optional input that is None is not given: it has the default of `execute`. One that the node
+    does not have, such as a removed one of a saved workflow, is ignored: ComfyUI leaves out its
+    value, but not a link into it.
 
     Args:
         execute: The function below `@classmethod`.
@@ -34,7 +36,8 @@ def checked(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.NodeOutpu
 
     @functools.wraps(execute)
     def run(cls: type[io.ComfyNode], *args: object, **kwargs: object) -> io.NodeOutput:
-        given = signature.bind(cls, *args, **kwargs)
+        known = {name: value for name, value in kwargs.items() if name in signature.parameters}
+        given = signature.bind(cls, *args, **known)
         schema = cls.define_schema()
         try:
             for each in schema.inputs:

@@ -39,13 +39,11 @@ class Choice:
         dtype: To decode in; None: what ComfyUI chose, whose command line rules it.
         encode_dtype: To encode in; None: as for decoding.
         chunk: Latents per step; -1: all; None: chosen from size and memory.
-        quality: "fast": each op as the fastest backend does it; "exact": the reference's bits.
     """
 
     dtype: torch.dtype | None = None
     encode_dtype: torch.dtype | None = None
     chunk: int | None = None
-    quality: str = "fast"
 
 
 def load(path: str | Path, choice: Choice) -> FastVAE:
@@ -100,7 +98,7 @@ def _refusal(vae: comfy.sd.VAE, choice: Choice) -> str | None:
     """Why a VAE is not accelerated; None: it is."""
     kind, network = type(vae), type(vae.first_stage_model)
     if kind is FastVAE:
-        if choice == Choice(quality=vae.first_stage_model.quality):
+        if choice == Choice():
             return "it is fast already"
     elif kind is not comfy.sd.VAE:
         return f"it is a {kind.__name__} of another pack"
@@ -123,7 +121,6 @@ def _settled(vae: comfy.sd.VAE, choice: Choice) -> Choice:
         choice.dtype or decodes,
         choice.encode_dtype or choice.dtype or encodes,
         chunk,
-        choice.quality,
     )
 
 
@@ -145,7 +142,6 @@ def _built(
         device=device,
         dtype=settled.dtype,
         encode_dtype=settled.encode_dtype,
-        quality=settled.quality,
         share=share,
         kind=FastVideoVAE,
     )

@@ -21,7 +21,6 @@ class FastVideoVAE(VideoVAE):
         config: What the weights are.
         dtype: The dtype that it decodes in.
         encode_dtype: The dtype that it encodes in.
-        quality: "fast" or "exact", as for `VideoVAE`.
 
     Attributes:
         comfy_has_chunked_io: Tells ComfyUI that `decode` writes into a buffer of its, and that
@@ -35,14 +34,8 @@ class FastVideoVAE(VideoVAE):
 
     comfy_has_chunked_io = True
 
-    def __init__(
-        self,
-        config: VAEConfig,
-        dtype: torch.dtype,
-        encode_dtype: torch.dtype,
-        quality: str = "fast",
-    ) -> None:
-        super().__init__(config, dtype, encode_dtype, quality)
+    def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
+        super().__init__(config, dtype, encode_dtype)
         self.chunk: int | None = None
         self.is_seedvr2 = config.family == SEEDVR2
         for network in (self.encoder, self.decoder):

@@ -36,8 +36,6 @@ _logger = logging.getLogger(__name__)
 # Loads the VAE that comes with the pack. It is no file of models/vae, and no name of one.
 _BUNDLED = "bundled demo"
 
-_FAST, _EXACT = "fast", "exact"
-
 _VIDEO, _IMAGES = "video", "images"
 
 
@@ -51,16 +49,6 @@ def _settings(dtype: str, encode_dtype: str, chunk: str) -> list[io.Input]:
             label="encode dtype",
         ),
         chunk_input(chunk),
-        # The last, and optional, so that workflows that do not name it run as they are.
-        io.Combo.Input(
-            "quality",
-            options=[_FAST, _EXACT],
-            default=_FAST,
-            optional=True,
-            advanced=True,
-            tooltip="fast: norms and activations in single passes, by the fastest code that this "
-            "machine has. exact: the very bits of the plain PyTorch reference; slower.",
-        ),
     ]
 
 
@@ -97,12 +85,10 @@ class Load(io.ComfyNode):
 
     @classmethod
     @checked
-    def execute(
-        cls, vae_name: str, dtype: str, encode_dtype: str, chunk: int, quality: str = _FAST
-    ) -> io.NodeOutput:
+    def execute(cls, vae_name: str, dtype: str, encode_dtype: str, chunk: int) -> io.NodeOutput:
         """Load the file."""
         with timing.span("load", vae_name):
-            return io.NodeOutput(_loaded(vae_name, _choice(dtype, encode_dtype, chunk, quality)))
+            return io.NodeOutput(_loaded(vae_name, _choice(dtype, encode_dtype, chunk)))
 
 
 class Accelerate(io.ComfyNode):
@@ -132,15 +118,13 @@ class Accelerate(io.ComfyNode):
 
     @classmethod
     @checked
-    def execute(
-        cls, vae: object, dtype: str, encode_dtype: str, chunk: int, quality: str = _FAST
-    ) -> io.NodeOutput:
+    def execute(cls, vae: object, dtype: str, encode_dtype: str, chunk: int) -> io.NodeOutput:
         """Swap the network in a copy."""
         if not isinstance(vae, comfy.sd.VAE):
             raise ValueError(f"vae: it is a {type(vae).__name__}; expected a VAE of ComfyUI's")
         try:
             with timing.span("load", "accelerated VAE"):
-                fast = swap.accelerate(vae, _choice(dtype, encode_dtype, chunk, quality))
+                fast = swap.accelerate(vae, _choice(dtype, encode_dtype, chunk))
         except ValueError as error:
             raise ValueError(f"vae: {error}") from None
         return io.NodeOutput(fast)
@@ -297,5 +281,5 @@ def _loaded(vae_name: str, choice: object) -> object:
     return loaded
 
 
-def _choice(dtype: str, encode_dtype: str, chunk: int, quality: str) -> object:
-    return swap.Choice(DTYPES.get(dtype), DTYPES.get(encode_dtype), chunk or None, quality)
+def _choice(dtype: str, encode_dtype: str, chunk: int) -> object:
+    return swap.Choice(DTYPES.get(dtype), DTYPES.get(encode_dtype), chunk or None)

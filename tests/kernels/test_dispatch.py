@@ -8,19 +8,18 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, dispatch, use_backend, use_quality
-from fast_video_vae.kernels.dispatch import ORDER, Refusal, log_once, refuse_unless_exact
+from fast_video_vae.kernels import BackendError, dispatch, use_backend
+from fast_video_vae.kernels.dispatch import ORDER, Refusal, log_once
 from fast_video_vae.tests.kernels.cases import DTYPES, OPS, SERVED, inputs, random, video
 
 
 @pytest.fixture
 def team(monkeypatch):
-    """Two stand-ins: `first` takes positive numbers, in fast quality; `second` even ones."""
+    """Two stand-ins: `first` takes positive numbers; `second` even ones."""
     asked = []
 
     def first(x, *, by=1):
         asked.append("first")
-        refuse_unless_exact(exact=False)
         if x <= 0:
             raise Refusal(f"x is {x}")
         return "first", x * by
@@ -102,10 +101,10 @@ def test_other_threads_choose_for_themselves(team):
 
     def work():
         served.append(dispatch.run("op", 2)[0])
-        with use_backend("first"), use_quality("fast"):
+        with use_backend("first"):
             served.append(dispatch.run("op", 2)[0])
 
-    with use_backend("second"), use_quality("exact"):
+    with use_backend("second"):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
@@ -113,22 +112,10 @@ def test_other_threads_choose_for_themselves(team):
     assert served == ["first", "first"]
 
 
-def test_exact_passes_by_who_rounds_otherwise(team):
-    with use_quality("exact"):
-        assert dispatch.run("op", 2) == ("second", 2)
-        with pytest.raises(BackendError, match=r"first: it rounds otherwise.*second: x is odd"):
-            dispatch.run("op", 3)
-        with use_quality("fast"):
-            assert dispatch.run("op", 3) == ("first", 3)
-    assert dispatch.run("op", 3) == ("first", 3)
-
-
 def test_unknown_names_are_told_with_the_known_ones():
     known = "triton, cuda, native, reference"
     with pytest.raises(ValueError, match=f"backend is 'metal'; expected one of {known}"):
         use_backend("metal").__enter__()
-    with pytest.raises(ValueError, match="quality is 'best'; expected one of fast, exact"):
-        use_quality("best").__enter__()
 
 
 def test_errors_of_a_backend_are_not_refusals(monkeypatch):
@@ -166,22 +153,9 @@ def test_a_backend_serves_what_it_should_and_refuses_the_rest(backend, op, dtype
             getattr(kernels, op)(*args, **keywords)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("op", OPS)
-def test_exact_has_the_bits_of_the_reference(op, dtype):
-    with use_backend("reference"):
-        args, keywords = inputs(op, dtype)
-        expected, tail = getattr(kernels, op)(*args, **keywords), keywords.get("tail")
-    with use_quality("exact"):
-        args, keywords = inputs(op, dtype)
-        actual = getattr(kernels, op)(*args, **keywords)
-    assert torch.equal(actual, expected)
-    assert tail is None or torch.equal(keywords["tail"], tail)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("channels", [1, 3, 8, 15, 17, 33, 96, 160])
-def test_exact_has_those_bits_in_vectors_and_behind_them(channels, dtype):
+def test_exact_ops_have_the_bits_of_the_reference(channels, dtype):
     """Numbers of many magnitudes, so that another order of a sum has other bits."""
     magnitudes = 2.0 ** random(2, channels, 3, 9, 7, seed=3).mul_(3).round_()
     x = (video(2, channels, 3, 9, 7) * magnitudes).to(dtype)
@@ -200,17 +174,12 @@ def test_exact_has_those_bits_in_vectors_and_behind_them(channels, dtype):
         yield kernels.merge_phases(wide, source, bias=bias)
         yield kernels.interleave_time(wide, 2)
         yield kernels.pixel_shuffle_3d(wide, (2, 1, 2), "hwtc", skip=1)
-        yield kernels.average_down(x[:, :, :, :8, :6], channels, times=2, size=2)
         yield kernels.frames_to_images(wide, patch=2, order="ctwh")
         yield kernels.frames_to_images(wide, patch=2, dtype=torch.uint8)
-        yield kernels.rms_norm_silu(x, bias)
-        yield kernels.group_norm_silu(x, bias, other, 1)
-        yield kernels.group_norm_statistics(x, 1)
 
     with use_backend("reference"):
         expected = list(results())
-    with use_quality("exact"):
-        actual = list(results())
+    actual = list(results())
     for n, pair in enumerate(zip(actual, expected, strict=True)):
         assert torch.equal(*pair), n
 

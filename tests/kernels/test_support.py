@@ -59,17 +59,17 @@ def test_exact_means_the_bits_of_the_reference(entries, monkeypatch):
             continue
         found = []
         for name in (each.backend, "reference"):
-            matrix._refusal(each.op, each.device, name, each.dtype, "exact")
+            matrix._refusal(each.op, each.device, name, each.dtype)
             found.append(results.pop(each.op))
         assert torch.equal(*found), each
 
 
 def test_asking_leaves_the_choices_of_the_caller_alone():
-    with backend.use_backend("reference"), backend.use_quality("exact"):
+    with backend.use_backend("reference"):
         asked = matrix.backend_matrix()
-        assert (backend._forced.get(), backend._quality.get()) == ("reference", "exact")
+        assert backend.forced() == "reference"
     assert asked == matrix.backend_matrix()
-    assert (backend._forced.get(), backend._quality.get()) == (None, "fast")
+    assert backend.forced() is None
 
 
 def test_a_refusal_of_a_backend_is_told_in_its_words(monkeypatch):

@@ -15,23 +15,18 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, dispatch, use_backend, use_quality
+from fast_video_vae.kernels import BackendError, dispatch, use_backend
 from fast_video_vae.kernels.dispatch import Refusal
+from fast_video_vae.kernels.support import EXACT
 from fast_video_vae.kernels.triton_ops import runtime, tiles
 from fast_video_vae.tests.builders import module_command
 from fast_video_vae.tests.kernels import formulas
-from fast_video_vae.tests.kernels.cases import DTYPES, OPS, inputs, missing, place, random, video
+from fast_video_vae.tests.kernels.cases import DTYPES, inputs, missing, place, random, video
 
 ops = importlib.import_module("fast_video_vae.kernels.triton_ops.ops")
 
 # Shared memory that a program may have, in KiB.
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-
-
-# Those that move numbers or add them in the order of the reference.
-EXACT = (
-    "bias_residual", "frames_to_images", "interleave_time", "merge_phases", "pixel_shuffle_3d",
-)  # fmt: skip
 
 
 @pytest.fixture
@@ -224,15 +219,10 @@ def test_a_kernel_that_does_not_start_leaves_the_call_to_the_next(here, monkeypa
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_exact_has_the_bits_of_the_reference_or_a_refusal(by_name, dtype):
-    for op in OPS:
+def test_exact_ops_have_the_bits_of_the_reference(by_name, dtype):
+    for op in EXACT:
         args, keywords = inputs(op, dtype)
-        with use_quality("exact"):
-            if op not in EXACT:
-                with pytest.raises(BackendError, match="quality is exact"):
-                    getattr(kernels, op)(*args, **keywords)
-                continue
-            actual = getattr(kernels, op)(*args, **keywords)
+        actual = getattr(kernels, op)(*args, **keywords)
         with use_backend("reference"):
             assert torch.equal(actual, getattr(kernels, op)(*args, **keywords)), op
 

@@ -190,12 +190,15 @@ def test_a_workflow_opens_whole_and_beside_the_menus(page, window, file):
         assert bottom <= height
 
 
-def test_a_workflow_without_the_last_widget_opens_with_its_default(page, demo):
+def test_a_workflow_with_the_removed_quality_widget_opens_without_it(page, demo):
     (load,) = [node for node in demo["nodes"] if node["type"] == "FastVAE_Load"]
-    assert load["widgets_values"].pop() == load["widgets_values_named"].pop("quality")
+    expected = dict(load["widgets_values_named"])
+    load["widgets_values"].append("exact")
+    load["widgets_values_named"]["quality"] = "exact"
+    widget = {"name": "quality", "type": "COMBO", "widget": {"name": "quality"}, "link": None}
+    load["inputs"].append(widget)
     page.evaluate(LOAD, demo)
-    inputs = page.evaluate(PROMPT)[str(load["id"])]["inputs"]
-    assert inputs == load["widgets_values_named"] | {"quality": "fast"}
+    assert page.evaluate(PROMPT)[str(load["id"])]["inputs"] == expected
 
 
 def test_an_example_runs_from_the_browser(server, page, demo):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.kernels import use_backend
 from fast_video_vae.tests.builders import diffusers_name, one_line, random_state_dict
 from fast_video_vae.vae import LayoutError, VideoVAE, build_vae, load_vae, read_checkpoint
 
@@ -287,35 +286,6 @@ def test_other_dtypes_are_refused(state, arguments):
     with pytest.raises(ValueError, match="expected") as error:
         load_vae(state, **arguments)
     one_line(error, *arguments)
-
-
-def test_an_exact_vae_has_the_bits_of_the_reference(state, latent):
-    for dtype in (torch.float32, torch.bfloat16):
-        vae = load_vae(state, dtype=dtype, quality="exact")
-        assert vae.quality == "exact"
-        frames = vae.decode(latent.to(dtype))
-        encoded = vae.encode(frames)
-        with use_backend("reference"):
-            assert torch.equal(vae.decode(latent.to(dtype)), frames)
-            assert torch.equal(vae.encode(frames), encoded)
-    assert load_vae(state).quality == "fast"
-
-
-def test_another_quality_is_refused_before_the_file_is_looked_for(state):
-    for source in ("none.safetensors", state):
-        with pytest.raises(ValueError, match="'best'; expected one of fast, exact") as error:
-            load_vae(source, quality="best")
-        one_line(error, "quality")
-    checkpoint = read_checkpoint(state)
-    with pytest.raises(ValueError, match="'best'"):
-        build_vae(
-            checkpoint,
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-            encode_dtype=torch.float32,
-            quality="best",
-        )
-    assert checkpoint.weights  # none was taken out of it
 
 
 def test_shared_weights_are_those_of_the_source_where_they_can_be():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...kernels import use_backend
 from ..checkpoint import load_vae
 from ..model import VideoVAE
 from ..models.checkpoint_keys import to_wan_keys
@@ -35,7 +36,7 @@ class Rivals:
         chunk: Latents per step of ours; -1: all; None: chosen from size and memory.
 
     Attributes:
-        vae: The fast one, which tells what the weights are.
+        vae: Ours, on the fastest backends and on the reference.
         notes: Who does not take part, and why.
     """
 
@@ -47,10 +48,7 @@ class Rivals:
         encode_dtype: torch.dtype | None,
         chunk: int | None,
     ) -> None:
-        self._exact, self.vae = (
-            load_vae(path, device=device, dtype=dtype, encode_dtype=encode_dtype, quality=quality)
-            for quality in ("exact", "fast")
-        )
+        self.vae = load_vae(path, device=device, dtype=dtype, encode_dtype=encode_dtype)
         self._chunk = chunk
         self.notes: list[str] = []
 
@@ -98,7 +96,7 @@ class Rivals:
         return self.vae.encode_dtype if task == ENCODE else self.vae.dtype
 
     def contestants(self, task: str, clip: Clip) -> list[Contestant]:
-        """Those of one task: exact, fast, and diffusers where it knows the layout.
+        """Those of one task: reference, fast, and diffusers where it knows the layout.
 
         Raises:
             ValueError: The VAE has no encoder to be measured.
@@ -107,14 +105,13 @@ class Rivals:
         if task == ENCODE and config.encoder_width is None:
             raise ValueError("the VAE has a decoder only; expected --task decode")
         content = frames_of(config, clip) if task == ENCODE else random_latent(config, clip)
-        found = [
-            Contestant(vae.quality, lambda vae=vae: _ours(vae, task, content, self._chunk))
-            for vae in (self._exact, self.vae)
-        ]
+
+        def fast() -> Tensor:
+            return _ours(self.vae, task, content, self._chunk)
+
+        found = [Contestant("reference", use_backend("reference")(fast)), Contestant("fast", fast)]
         try:
-            peer = diffusers_vae(
-                self._exact.state_dict(), config, self.vae.device, self.dtype(task)
-            )
+            peer = diffusers_vae(self.vae.state_dict(), config, self.vae.device, self.dtype(task))
         except (LayoutError, ImportError) as error:
             note = f"diffusers is left out: {error}"
             self.notes += [] if note in self.notes else [note]

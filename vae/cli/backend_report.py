@@ -12,9 +12,7 @@ WIDTH = 100
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
-LEGEND = (
-    "exact: the bits of the reference; fast: rounded otherwise, so it serves quality fast alone"
-)
+LEGEND = "exact: the bits of the reference; fast: rounded otherwise"
 
 
 def backend_report() -> str:

@@ -256,9 +256,7 @@ def info(args: argparse.Namespace, _: Say) -> str:
 def _load(args: argparse.Namespace, path: Path, say: Say | None = None) -> VideoVAE:
     device = device_named(args.device)
     dtype, encode_dtype = _dtypes(args)
-    vae = load_vae(
-        path, device=device, dtype=dtype, encode_dtype=encode_dtype, quality=args.quality
-    )
+    vae = load_vae(path, device=device, dtype=dtype, encode_dtype=encode_dtype)
     if say:
         say(
             f"{path.name}: {vae.config.family}, base width {vae.config.decoder_width}, "

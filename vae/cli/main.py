@@ -25,7 +25,6 @@ from .signals import Signals, reason
 
 PROGRAM = "fast-video-vae"
 TASKS = ("decode", "encode", "both")
-QUALITIES = ("fast", "exact")  # those of kernels, which would bring PyTorch along
 DEMO_FOLDER = Path("fast-video-vae-out")
 # It is on no package index, and a name that is free there is anybody's.
 REPOSITORY = "https://github.com/fast-video-vae/ComfyUI-FastVideoVAE"
@@ -118,10 +117,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def command(
-        name: str, text: str, description: str = "", *, chunks: bool = True, qualities: bool = True
+        name: str, text: str, description: str = "", *, chunks: bool = True
     ) -> Callable[..., argparse.Action]:
         added = commands.add_parser(name, help=text, description=description or text)
-        _add_common(added, chunks=chunks, qualities=qualities, alone=name == "info")
+        _add_common(added, chunks=chunks, alone=name == "info")
         return added.add_argument
 
     text = (
@@ -178,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--audio", type=Path, metavar="FILE", help="the sound of this file along with the video")
 
     text = "Race against the plain reference, and diffusers: seconds, memory and the difference."
-    add = command("bench", text, qualities=False)
+    add = command("bench", text)
     add("--vae", type=Path, metavar="FILE", help="the VAE; default: the small bundled one")
     add(
         "--size", type=arguments.size, default="512x320", metavar="WxH", help="default: %(default)s"
@@ -230,9 +229,7 @@ def _add_tile(add: Callable[..., argparse.Action]) -> None:
     add("--tile", type=arguments.size, metavar="WxH", help=text)
 
 
-def _add_common(
-    parser: argparse.ArgumentParser, *, chunks: bool, qualities: bool = True, alone: bool = False
-) -> None:
+def _add_common(parser: argparse.ArgumentParser, *, chunks: bool, alone: bool = False) -> None:
     add = parser.add_argument
     if alone:
         text = "tell what a device is and does, such as cpu or cuda:0; default: as for the others"
@@ -245,13 +242,6 @@ def _add_common(
         help="of the computation: fp32, bf16 or fp16; default: by device",
     )
     add("--encode-dtype", type=arguments.dtype, metavar="DTYPE", help="of encoding alone")
-    if qualities:
-        add(
-            "--quality",
-            choices=QUALITIES,
-            default="fast",
-            help="exact: the very bits of the plain PyTorch reference, slower; default: fast",
-        )
     if chunks:
         add(
             "--chunk",

@@ -42,7 +42,6 @@ def vae_report(
         ("weights", f"{', '.join(dtypes)}, {size:.1f} MiB on {vae.device}"),
         ("encodes in", dtype_name(vae.encode_dtype) if config.encoder_width else "-"),
         ("decodes in", dtype_name(vae.dtype)),
-        ("quality", vae.quality),
     ]
     lines = [f"{name:<14}{value}" for name, value in rows]
     free = free_bytes(vae.device)

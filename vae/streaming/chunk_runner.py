@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels import use_quality
 from ..layers import cudnn
 from ..layers.oom import Relief
 from ..validation import canonical, to_unit
@@ -27,7 +26,6 @@ class Steps:
         enter: What a chunk goes through first.
         device: Where the layers are.
         dtype: Of the computation.
-        quality: "fast" or "exact", as for `use_quality`.
         full: Compute float32 in float32, whatever PyTorch's switches allow.
         learns: There are parameters that want a gradient.
         graphs: Replay chunks that repeat as CUDA graphs.
@@ -40,7 +38,6 @@ class Steps:
     enter: Callable[[Tensor], Tensor]
     device: torch.device
     dtype: torch.dtype
-    quality: str
     full: bool
     learns: bool
     graphs: bool
@@ -107,7 +104,6 @@ class Steps:
             modes.enter_context(torch.inference_mode(False))
             modes.enter_context(torch.set_grad_enabled(records))
             modes.enter_context(torch.autocast(self.device.type, enabled=False))
-            modes.enter_context(use_quality(self.quality))
             if self.full:
                 modes.enter_context(full_float32(self.device))
             if self._searches:

@@ -55,7 +55,6 @@ def variants(session: Session, vae: Any) -> list[Variant]:
     upsample, causal = UpsampleConv2d.forward, CausalConv3d.forward
     return [
         Variant("every op by PyTorch (no Triton)", functools.partial(use_backend, "reference")),
-        Variant("quality exact", functools.partial(replaced, vae, "quality", "exact")),
         Variant(
             "cuDNN searches each shape",
             functools.partial(cudnn.searching, device),

@@ -31,7 +31,7 @@ def link(name):
 
 
 VAE = {"class_type": "FastVAE_Load", "inputs": {"vae_name": "bundled demo", "dtype": "auto",
-       "encode_dtype": "auto", "chunk": 0, "quality": "fast"}}  # fmt: skip
+       "encode_dtype": "auto", "chunk": 0}}  # fmt: skip
 MODEL = {
     "class_type": "UNETLoader",
     "inputs": {"unet_name": "expert.safetensors", "weight_dtype": "default"},
@@ -44,8 +44,7 @@ LORA = {
 # Inputs with which each node of ours works.
 WORKING = {
     "FastVAE_Load": VAE["inputs"],
-    "FastVAE_Accelerate": {"vae": VAE, "dtype": "auto", "encode_dtype": "auto", "chunk": 0,
-                           "quality": "fast"},
+    "FastVAE_Accelerate": {"vae": VAE, "dtype": "auto", "encode_dtype": "auto", "chunk": 0},
     "FastVAE_Encode": {"pixels": link("image"), "vae": VAE, "batch": "video", "dtype": "auto",
                        "chunk": 0},
     "FastVAE_Decode": {"samples": link("latent"), "vae": VAE, "dtype": "auto", "chunk": 0},
@@ -174,6 +173,12 @@ OPTIONAL = {
 
 # What was seen first: these go into every input.
 ALWAYS = ("None", "list", "empty dict", "NUL", "NaN")
+
+
+@pytest.mark.parametrize("node", ["FastVAE_Load", "FastVAE_Accelerate"])
+@pytest.mark.parametrize("value", ["exact", link("text")])
+def test_a_prompt_with_the_removed_input_quality_runs(files, node, value):
+    assert failures(files, [prompt(node, quality=value)]) == [None]
 
 
 @pytest.mark.parametrize("node", WORKING)

@@ -126,22 +126,9 @@ def test_any_chunk_gives_the_same_frames_and_latents(vae, state, chunk):
 
 
 def test_the_options_of_the_loader_are_the_vae_s(vae_name):
-    (vae,) = run(
-        "Load", vae_name=vae_name, dtype="bf16", encode_dtype="fp32", chunk=3, quality="exact"
-    )
+    (vae,) = run("Load", vae_name=vae_name, dtype="bf16", encode_dtype="fp32", chunk=3)
     model = vae.first_stage_model
     assert (model.dtype, model.encode_dtype, model.chunk) == (torch.bfloat16, torch.float32, 3)
-    assert model.quality == "exact"
-
-
-def test_a_workflow_that_names_no_quality_is_fast(vae_name, state):
-    from fast_video_vae.nodes.vae.nodes import Accelerate, Load
-
-    for node, inputs in ((Load, {"vae_name": vae_name}), (Accelerate, {"vae": stock_vae(state)})):
-        last = node.define_schema().inputs[-1]
-        assert (last.id, last.optional, last.default) == ("quality", True, "fast")
-        (vae,) = node.execute(**inputs, dtype="auto", encode_dtype="auto", chunk=0).args
-        assert vae.first_stage_model.quality == "fast"
 
 
 def test_a_dtype_for_once_leaves_the_vae_as_it_is(vae):

@@ -390,8 +390,8 @@ def test_the_command_measures_and_writes_both_files(tmp_path, run, vae_path, tas
     tasks = ["encode", "decode"] if task == "both" else [task]
     assert [each["task"] for each in content["tasks"]] == tasks
     for each in content["tasks"]:
-        exact, fast, *others = each["results"]
-        assert (exact["name"], fast["name"]) == ("exact", "fast")
+        reference, fast, *others = each["results"]
+        assert (reference["name"], fast["name"]) == ("reference", "fast")
         for result in (fast, *others):
             if each["task"] == "encode":
                 assert result["relative_error"] < 1e-4
@@ -434,7 +434,7 @@ def test_a_failure_is_one_line_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["decoder.safetensors"]
 
 
-@pytest.mark.parametrize("arguments", ["--rounds 0", "--frames 0", "--size 5", "--quality fast"])
+@pytest.mark.parametrize("arguments", ["--rounds 0", "--frames 0", "--size 5"])
 def test_wrong_usage_is_2(run, arguments):
     assert run("bench", *arguments.split())[0] == 2
 
@@ -459,7 +459,7 @@ def test_diffusers_takes_the_same_weights_where_it_knows_the_layout(tmp_path, st
     clip = Clip(32, 32, 5)
     for task in ("encode", "decode"):
         contestants = rivals.contestants(task, clip)
-        assert [each.name for each in contestants] == ["exact", "fast", *["diffusers"] * knows]
+        assert [each.name for each in contestants] == ["reference", "fast", *["diffusers"] * knows]
         expected = contestants[0].run()
         for each in contestants[1:]:
             assert relative_error(each.run(), expected) < 1e-5

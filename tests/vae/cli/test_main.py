@@ -15,7 +15,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fast_video_vae.kernels import dispatch as backend
 from fast_video_vae.tests.builders import (
     installed_command,
     module_command,
@@ -28,7 +27,7 @@ for _package in ("av", "tqdm", "PIL"):
 
 from fast_video_vae.vae import load_vae  # noqa: E402
 from fast_video_vae.vae.cli.devices import available_devices, device_named  # noqa: E402
-from fast_video_vae.vae.cli.main import QUALITIES, REPOSITORY, main  # noqa: E402
+from fast_video_vae.vae.cli.main import REPOSITORY, main  # noqa: E402
 from fast_video_vae.vae.demo import CLIP_PATH, VAE_PATH  # noqa: E402
 from fast_video_vae.vae.media.video_reader import read_video  # noqa: E402
 from fast_video_vae.vae.media.video_writer import VideoWriter, frames_to_uint8  # noqa: E402
@@ -181,20 +180,13 @@ def test_info_tells_what_a_file_is(run, vae_path):
     assert "encoder 8, decoder 8" in "\n".join(lines)
 
 
-@pytest.mark.parametrize("quality", ["fast", "exact"])
-def test_the_quality_reaches_the_vae(tmp_path, run, vae_path, video, quality):
+def test_the_dtype_reaches_the_vae(tmp_path, run, vae_path, video):
     latents = tmp_path / "l.safetensors"
-    options = ("--quality", quality, "--dtype", "bf16")
-    _, lines, _ = run("info", vae_path, *options)
-    assert f"quality       {quality}" in lines
+    options = ("--dtype", "bf16")
     assert run("encode", video, "--vae", vae_path, "-o", latents, *options)[0] == 0
-    vae = load_vae(vae_path, dtype=torch.bfloat16, quality=quality)
+    vae = load_vae(vae_path, dtype=torch.bfloat16)
     with safe_open(latents, framework="pt") as file:
         assert torch.equal(file.get_tensor("latent"), vae.encode(whole_clip(video)).float())
-
-
-def test_the_qualities_are_those_of_the_kernels():
-    assert QUALITIES == backend.QUALITIES
 
 
 @pytest.mark.parametrize("command", ["demo", "encode", "decode"])
@@ -221,7 +213,7 @@ def test_quiet_leaves_the_result(tmp_path, run, vae_path, command):
         ["demo", "--chunk", "0"],
         ["demo", "--chunk", "x"],
         ["demo", "--dtype", "int8"],
-        ["demo", "--quality", "best"],
+        ["demo", "--quality", "fast"],
         ["info"],
         ["decode", "x", "--vae", "x", "-o", "x.mp4", "--fps", "-3"],
     ],

@@ -1,5 +1,6 @@
 """A dtype that is slow on a CPU: float32 computes, and the results are in the dtype asked for."""
 
+import math
 import subprocess
 import sys
 import time
@@ -8,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fast_video_vae.tests.benchmarks.peers import PeerUnavailableError, comfyui_vae
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.wan22 import random_wan22
-from fast_video_vae.vae import StreamOptions, load_vae
+from fast_video_vae.vae import VAE_PATH, StreamOptions, load_vae, read_checkpoint
 from fast_video_vae.vae.streaming.precision import compute_dtype
 
 CPU = torch.device("cpu")
@@ -153,3 +155,31 @@ def test_one_line_of_the_log_says_what_is_done_instead(slow_half):
     (line,) = done.stderr.splitlines()
     assert "float16" in line
     assert "computing in float32, results stay float16" in line
+
+
+def clip(frames, size):
+    """A soft moving pattern in [-1, 1]."""
+    return torch.nn.functional.interpolate(
+        random(1, 3, frames, 6, 6), (frames, size, size), mode="trilinear"
+    )
+
+
+def psnr(frames, expected):
+    error = (frames.double().clamp(-1, 1) - expected.double().clamp(-1, 1)).square().mean().item()
+    return 10 * math.log10(4 / error)
+
+
+@pytest.mark.comfyui
+@pytest.mark.parametrize("weights", ["random", "bundled"])
+def test_bfloat16_is_not_further_from_float32_than_comfyui_s(weights):
+    state = random_state_dict(96) if weights == "random" else read_checkpoint(VAE_PATH).weights
+    try:
+        stock = comfyui_vae(state, dtype=torch.bfloat16)
+    except PeerUnavailableError as error:
+        pytest.skip(str(error))
+    exact = load_vae(state, dtype=torch.float32)
+    ours = load_vae(state, dtype=torch.bfloat16)
+    size = 32 if weights == "random" else 128  # as wide as the published one
+    latent = exact.encode(clip(9, size)).bfloat16()
+    expected = exact.decode(latent)
+    assert psnr(ours.decode(latent), expected) >= psnr(stock.decode(latent), expected) - 0.5
