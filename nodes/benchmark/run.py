@@ -39,7 +39,7 @@ STOCK, FAST = "stock", "fast"
 
 
 @dataclass
-class Pair:
+class ComparedVAEs:
     """The same weights in both networks.
 
     Attributes:
@@ -139,7 +139,7 @@ def benchmark(
     )
 
 
-def pair_of(vae: Any, dtype: torch.dtype | None) -> Pair:  # noqa: ANN401, whatever is connected
+def pair_of(vae: Any, dtype: torch.dtype | None) -> ComparedVAEs:  # noqa: ANN401
     """Both networks on the weights of a VAE.
 
     Args:
@@ -166,16 +166,16 @@ def pair_of(vae: Any, dtype: torch.dtype | None) -> Pair:  # noqa: ANN401, whate
                 "the log says; expected a VAE of Wan, Qwen-Image or SeedVR2"
             )
         if chosen == vae.vae_dtype:
-            return Pair(vae, fast, chosen, [fast])
+            return ComparedVAEs(vae, fast, chosen, [fast])
         stock = stock_of(fast, chosen)
-        return Pair(stock, fast, chosen, [fast, stock])
+        return ComparedVAEs(stock, fast, chosen, [fast, stock])
     model = vae.first_stage_model
     chosen = dtype or model.dtype
     stock = stock_of(vae, chosen)
     if model.dtype == model.encode_dtype == chosen:
-        return Pair(stock, vae, chosen, [stock])
+        return ComparedVAEs(stock, vae, chosen, [stock])
     fast = accelerate(vae, Choice(chosen, chosen))
-    return Pair(stock, fast, chosen, [stock, fast])
+    return ComparedVAEs(stock, fast, chosen, [stock, fast])
 
 
 def stock_of(fast: FastVAE, dtype: torch.dtype) -> comfy.sd.VAE:
@@ -214,7 +214,11 @@ def stock_of(fast: FastVAE, dtype: torch.dtype) -> comfy.sd.VAE:
 
 
 def content_for(
-    pair: Pair, tasks: tuple[str, ...], clip: Clip, latent: Tensor | None, pixels: Tensor | None
+    pair: ComparedVAEs,
+    tasks: tuple[str, ...],
+    clip: Clip,
+    latent: Tensor | None,
+    pixels: Tensor | None,
 ) -> Content:
     """What goes through: what is connected, else what is made of it, else what is made up.
 
@@ -252,7 +256,7 @@ def content_for(
     return Content(sizes[0], latent, pixels, tuple(notes))
 
 
-def _contestants(pair: Pair, task: str, content: Content) -> list[Contestant]:
+def _contestants(pair: ComparedVAEs, task: str, content: Content) -> list[Contestant]:
     """Both, for one task."""
 
     def made(name: str, vae: comfy.sd.VAE) -> Contestant:
@@ -294,7 +298,7 @@ def _no_bars() -> Iterator[None]:
         comfy.utils.set_progress_bar_global_hook(hook)
 
 
-def _put_away(pair: Pair) -> None:
+def _put_away(pair: ComparedVAEs) -> None:
     """Take off the device what nobody else has; the VAE that came in stays as after a decode."""
     device = pair.fast.device
     for each in pair.made:

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..host import run_phase as phases
 from ..host import timing
 from ..host.oom import free_others
-from .plan import Plan
+from .plan import SamplingPlan
 
 _logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
     def __init__(
         self,
         models: Sequence[ModelPatcher],
-        plan: Plan,
+        plan: SamplingPlan,
         *,
         free: bool = False,
         on_stage: Callable[[int], None] = lambda stage: None,

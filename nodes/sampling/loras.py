@@ -6,11 +6,11 @@ from comfy.model_patcher import ModelPatcher
 
 from ...lora import Entry
 from ..lora.apply import KEY, Mode, Streaming, apply_lora
-from .plan import Plan, Stage
+from .plan import SamplingPlan, SamplingStage
 
 
 def with_loras(
-    models: Sequence[ModelPatcher], stacks: Sequence[tuple], plan: Plan, mode: Mode
+    models: Sequence[ModelPatcher], stacks: Sequence[tuple], plan: SamplingPlan, mode: Mode
 ) -> tuple[list[ModelPatcher], list[str]]:
     """The model of each stage, with its LoRAs, and what was found in their files.
 
@@ -45,13 +45,13 @@ def with_loras(
     return staged, reports
 
 
-def _serves(entry: Entry, stage: Stage, plan: Plan, name: str) -> bool:
+def _serves(entry: Entry, stage: SamplingStage, plan: SamplingPlan, name: str) -> bool:
     """Whether a LoRA is on a stage's model; one without phases is not in the plain steps."""
     _check_phases(entry, plan, name)
     return len(entry.schedule.phases) > 1 or not stage.plain
 
 
-def _check_phases(entry: Entry, plan: Plan, name: str) -> None:
+def _check_phases(entry: Entry, plan: SamplingPlan, name: str) -> None:
     known, count = entry.schedule.phases, len(plan.stages)
     if len(set(known)) > 1 and len(known) != count:
         raise ValueError(

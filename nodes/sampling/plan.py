@@ -20,7 +20,7 @@ Sigmas = tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Stage:
+class SamplingStage:
     """A part of a run that one model serves.
 
     Attributes:
@@ -43,7 +43,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SamplingPlan:
     """A run.
 
     Attributes:
@@ -55,7 +55,7 @@ class Plan:
     """
 
     sigmas: Sigmas
-    stages: tuple[Stage, ...]
+    stages: tuple[SamplingStage, ...]
     start: int
     end: int
     leftover: bool
@@ -182,7 +182,7 @@ def make_stages(
     cfg_high: Sequence[float],
     cfg_low: Sequence[float],
     plain_cfg: float | None,
-) -> tuple[Stage, ...]:
+) -> tuple[SamplingStage, ...]:
     """The stages of a run.
 
     Args:
@@ -207,12 +207,12 @@ def make_stages(
     if plain:
         known = high if plain_cfg is None else (plain_cfg,) * steps
         above = max(_above(sigmas, plain), floor)
-        stages.append(Stage("without LoRA", 0, True, above, 0, plain, known))
+        stages.append(SamplingStage("without LoRA", 0, True, above, 0, plain, known))
     name = "high noise" if experts == 2 else "denoise"
-    stages.append(Stage(name, 0, False, floor, plain, count - plain, high))
+    stages.append(SamplingStage(name, 0, False, floor, plain, count - plain, high))
     if experts == 2:
         low = _for_steps("cfg_low", cfg_low, count, steps - count, steps)
-        stages.append(Stage("low noise", 1, False, 0.0, count, steps - count, low))
+        stages.append(SamplingStage("low noise", 1, False, 0.0, count, steps - count, low))
     return tuple(stages)
 
 

@@ -24,7 +24,7 @@ from ..host.widgets import AUTO
 from ..lora.apply import Mode
 from .guider import StagedGuider
 from .loras import with_loras
-from .plan import Plan, Sigmas, blend, make_stages
+from .plan import SamplingPlan, Sigmas, blend, make_stages
 from .presets import Preset, preset_for
 
 _logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Result:
+class SamplingResult:
     """What a run gives.
 
     Attributes:
@@ -101,7 +101,7 @@ def sample(
     negative: list | None,
     latent: dict[str, Any],
     settings: Settings,
-) -> Result:
+) -> SamplingResult:
     """Run a sampler over one model, or over the two experts of one.
 
     Args:
@@ -127,7 +127,7 @@ def sample(
     sigmas = torch.tensor(plan.run)
     if not len(sigmas):
         _logger.info("Fast Video VAE: no step to run; the latent passes as it is")
-        return Result(latent, latent, sigmas, report)
+        return SamplingResult(latent, latent, sigmas, report)
     guider = StagedGuider(staged, plan, free=settings.free_high, on_stage=_teller(plan))
     guider.set_conds(positive, negative)
     if settings.add_noise:
@@ -146,7 +146,7 @@ def sample(
         seed=settings.seed,
     )
     denoised = _denoised(guider, seen, samples)
-    return Result(_latent(latent, samples), _latent(latent, denoised), sigmas, report)
+    return SamplingResult(_latent(latent, samples), _latent(latent, denoised), sigmas, report)
 
 
 def _checked_latent(models: Sequence[ModelPatcher], latent: dict[str, Any]) -> Tensor:
@@ -188,7 +188,7 @@ def _resolved(models: Sequence[ModelPatcher], settings: Settings) -> Preset:
 
 def _plan(
     models: Sequence[ModelPatcher], preset: Preset, settings: Settings
-) -> tuple[list[ModelPatcher], Plan]:
+) -> tuple[list[ModelPatcher], SamplingPlan]:
     """The run, and the models with their shifts."""
     boundary = preset.boundary if settings.boundary is None else settings.boundary
     high = settings.shift_high or (preset.shift,)
@@ -217,7 +217,7 @@ def _plan(
         plain_cfg=plain_cfg,
     )
     end = min(settings.end, max(len(sigmas) - 1, 0))
-    return shifted, Plan(sigmas, stages, min(settings.start, end), end, settings.leftover)
+    return shifted, SamplingPlan(sigmas, stages, min(settings.start, end), end, settings.leftover)
 
 
 def _lists(model: ModelPatcher, preset: Preset, denoise: float) -> Callable[[float | None], Sigmas]:
@@ -262,7 +262,7 @@ def _given_sigmas(sigmas: Tensor) -> Sigmas:
     return values
 
 
-def _check_negative(plan: Plan, negative: list | None) -> None:
+def _check_negative(plan: SamplingPlan, negative: list | None) -> None:
     if negative is not None:
         return
     used = {value for stage in plan.stages for value in stage.cfg[stage.first :][: stage.steps]}
@@ -271,7 +271,7 @@ def _check_negative(plan: Plan, negative: list | None) -> None:
         raise ValueError(f"negative: nothing is connected, and cfg {other:g} needs it; expected 1")
 
 
-def _lines(plan: Plan, preset: Preset) -> list[str]:
+def _lines(plan: SamplingPlan, preset: Preset) -> list[str]:
     """What is run, for people."""
     lines = [f"{preset.sampler}, {len(plan.run) - 1 if plan.run else 0} steps"]
     for number, stage in enumerate(plan.stages):
@@ -286,7 +286,7 @@ def _lines(plan: Plan, preset: Preset) -> list[str]:
     return lines
 
 
-def _teller(plan: Plan) -> Callable[[int], None]:
+def _teller(plan: SamplingPlan) -> Callable[[int], None]:
     def tell(number: int) -> None:
         _logger.info("Fast Video VAE: %s", plan.stages[number].name)
         show_text(plan.stages[number].name)
@@ -295,7 +295,7 @@ def _teller(plan: Plan) -> Callable[[int], None]:
 
 
 def _callback(
-    guider: StagedGuider, plan: Plan, seen: dict[str, Tensor]
+    guider: StagedGuider, plan: SamplingPlan, seen: dict[str, Tensor]
 ) -> Callable[[int, Tensor, Tensor, int], None]:
     """What a solver calls after each step: bar, preview, text, time."""
     total = len(plan.run) - 1

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from . import shadow as text_shadow
 
-Row = tuple[int, ...]
+Tokens = tuple[int, ...]
 # What `SDClipModel.encode` returns: `[rows, ..., tokens, channels]`, pooled `[rows, channels]` or
 # None, and in some a dict with the attention mask `[rows, tokens]`.
-Output = tuple
+Encoded = tuple
 
 # What may have been set for a call; see SDClipModel.set_clip_options.
 _OPTIONS = ("layer", "layer_idx", "return_projected_pooled", "execution_device")
@@ -40,7 +40,7 @@ _BYTES_PER_TOKEN = 512 << 10
 
 
 @dataclass(frozen=True)
-class Call:
+class EncoderCall:
     """A call of an encoder.
 
     Attributes:
@@ -51,15 +51,15 @@ class Call:
 
     encoder: SDClipModel
     options: tuple[object, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[Tokens, ...]
 
     @staticmethod
-    def of(encoder: SDClipModel, tokens: Sequence[Sequence[object]]) -> "Call | None":
+    def of(encoder: SDClipModel, tokens: Sequence[Sequence[object]]) -> "EncoderCall | None":
         """The call with these tokens; None: there is more than numbers, such as embeddings."""
         if not all(isinstance(token, int) for row in tokens for token in row):
             return None
         options = tuple(getattr(encoder, name) for name in _OPTIONS)
-        return Call(encoder, options, tuple(tuple(row) for row in tokens))
+        return EncoderCall(encoder, options, tuple(tuple(row) for row in tokens))
 
     @property
     def setting(self) -> tuple[int, str]:
@@ -88,12 +88,12 @@ class Forwards:
         self._dtype, self._compiled = dtype, compiled
         self.count = self.rows = 0
 
-    def make(self, calls: Sequence[Call]) -> dict[tuple[object, ...], Output]:
+    def make(self, calls: Sequence[EncoderCall]) -> dict[tuple[object, ...], Encoded]:
         """The results of calls, by their keys."""
-        settings: dict[tuple[int, str], list[Call]] = {}
+        settings: dict[tuple[int, str], list[EncoderCall]] = {}
         for call in calls:
             settings.setdefault(call.setting, []).append(call)
-        results: dict[tuple[object, ...], Output] = {}
+        results: dict[tuple[object, ...], Encoded] = {}
         for alike in settings.values():
             encoder = alike[0].encoder
             for name, value in zip(_OPTIONS, alike[0].options, strict=True):
@@ -101,7 +101,7 @@ class Forwards:
             results |= self._make_alike(encoder, alike)
         return results
 
-    def encode(self, encoder: SDClipModel, tokens: Sequence[Sequence[object]]) -> Output:
+    def encode(self, encoder: SDClipModel, tokens: Sequence[Sequence[object]]) -> Encoded:
         """One forward call of an encoder that is set as it is to be."""
         comfy.model_management.throw_exception_if_processing_interrupted()
         self.count += 1
@@ -117,9 +117,9 @@ class Forwards:
         return type(encoder).encode(ready, tokens)
 
     def _make_alike(
-        self, encoder: SDClipModel, calls: list[Call]
-    ) -> dict[tuple[object, ...], Output]:
-        known: dict[Row, Output] = {}
+        self, encoder: SDClipModel, calls: list[EncoderCall]
+    ) -> dict[tuple[object, ...], Encoded]:
+        known: dict[Tokens, Encoded] = {}
         rows = list(dict.fromkeys(row for call in calls for row in call.rows))
         for batch in _batches(encoder, rows):
             parts = self._encode_rows(encoder, batch)
@@ -128,7 +128,9 @@ class Forwards:
             known |= parts
         return {call.key: _joined([known[row] for row in call.rows]) for call in calls}
 
-    def _encode_rows(self, encoder: SDClipModel, rows: list[Row]) -> dict[Row, Output] | None:
+    def _encode_rows(
+        self, encoder: SDClipModel, rows: list[Tokens]
+    ) -> dict[Tokens, Encoded] | None:
         """Each row's own part of a batch; None: the output cannot be told apart by rows."""
         longest = max(len(row) for row in rows)
         padded = [_padded(encoder, row, longest) for row in rows]
@@ -148,10 +150,10 @@ class Forwards:
         return {row: _part(output, index, len(row)) for index, row in enumerate(rows)}
 
 
-def _batches(encoder: SDClipModel, rows: list[Row]) -> Iterator[list[Row]]:
+def _batches(encoder: SDClipModel, rows: list[Tokens]) -> Iterator[list[Tokens]]:
     """Rows that may go together, in batches of a size that memory has room for."""
     most = _most_tokens(encoder)
-    batch: list[Row] = []
+    batch: list[Tokens] = []
     own = 0
     for row in sorted(rows, key=len, reverse=True):
         longest = len(batch[0]) if batch else len(row)
@@ -174,7 +176,7 @@ def _most_tokens(encoder: SDClipModel) -> int:
     return min(_MOST_TOKENS, int(free * 0.8) // _BYTES_PER_TOKEN)
 
 
-def _may_pad(encoder: SDClipModel, row: Row, length: int) -> bool:
+def _may_pad(encoder: SDClipModel, row: Tokens, length: int) -> bool:
     """Whether more pads make no difference to what a row gives."""
     if not isinstance(encoder.transformer, T5 | BaseLlama) or not encoder.enable_attention_masks:
         return False
@@ -191,18 +193,18 @@ def _may_pad(encoder: SDClipModel, row: Row, length: int) -> bool:
     )
 
 
-def _padded(encoder: SDClipModel, row: Row, length: int) -> list[int]:
+def _padded(encoder: SDClipModel, row: Tokens, length: int) -> list[int]:
     return [*row, *[encoder.special_tokens.get("pad")] * (length - len(row))]
 
 
-def _part(output: Output, index: int, length: int) -> Output:
+def _part(output: Encoded, index: int, length: int) -> Encoded:
     """A row of an output, cut to the length of its tokens."""
     states, pooled, *extra = output
     part = (states[index][..., :length, :], None if pooled is None else pooled[index])
     return *part, *({name: mask[index][:length] for name, mask in each.items()} for each in extra)
 
 
-def _joined(rows: list[Output]) -> Output:
+def _joined(rows: list[Encoded]) -> Encoded:
     """An output of rows. It is new memory: ComfyUI writes weighted tokens into it."""
     states, pooled, *extra = zip(*rows, strict=True)
     joined = (torch.stack(states), None if pooled[0] is None else torch.stack(pooled))
@@ -211,11 +213,11 @@ def _joined(rows: list[Output]) -> Output:
     )
 
 
-def _tensors(output: Output) -> list[Tensor]:
+def _tensors(output: Encoded) -> list[Tensor]:
     extra = [tensor for each in output[2:] for tensor in each.values()]
     return [tensor for tensor in (*output[:2], *extra) if tensor is not None]
 
 
-def copied(output: Output) -> Output:
+def copied(output: Encoded) -> Encoded:
     """An output in new memory."""
     return _joined([_part(output, index, output[0].shape[-2]) for index in range(len(output[0]))])

@@ -27,7 +27,7 @@ from comfy.sd1_clip import SDClipModel
 from torch import nn
 
 from ..host import timing
-from .batch import Call, Forwards, Output
+from .batch import Encoded, EncoderCall, Forwards
 from .batch import copied as copied_output
 from .cache import Conditioning, TextCache, copied
 from .shadow import shadow, with_parts
@@ -42,7 +42,7 @@ _OF_ALL = ("encode_token_weights", "set_clip_options", "reset_clip_options")
 
 
 @dataclass(frozen=True)
-class Report:
+class EncodeReport:
     """What an encoding took.
 
     Attributes:
@@ -79,7 +79,7 @@ def encode(
     *,
     compiled: bool = False,
     cache_size: int = 0,
-) -> tuple[list[Conditioning], Report]:
+) -> tuple[list[Conditioning], EncodeReport]:
     """Encode prompts as ComfyUI's CLIPTextEncode does, in one pass.
 
     Args:
@@ -110,7 +110,7 @@ def encode(
         if "embedding:" not in prompt:  # a file that may be another one the next time
             cache.put((*identity, prompt), done[prompt], cache_size)
     seconds = time.perf_counter() - first
-    report = Report(len(prompts), len(different), cached, calls, rows, seconds)
+    report = EncodeReport(len(prompts), len(different), cached, calls, rows, seconds)
     return [copied(done[prompt]) for prompt in prompts], report
 
 
@@ -145,8 +145,8 @@ class _Replay:
 
     def __init__(self, clip: CLIP, forwards: Forwards) -> None:
         self._clip, self._forwards = clip, forwards
-        self._known: dict[tuple[object, ...], Output] = {}
-        self._unknown: dict[tuple[object, ...], Call] = {}
+        self._known: dict[tuple[object, ...], Encoded] = {}
+        self._unknown: dict[tuple[object, ...], EncoderCall] = {}
         self._encoders: list[SDClipModel] = []
 
     def run(self, prompts: list[str]) -> list[Conditioning]:
@@ -193,15 +193,15 @@ class _Replay:
         encoder.encode = lambda tokens: self._answer(encoder, tokens)
         return encoder
 
-    def _answer(self, encoder: SDClipModel, tokens: Sequence[Sequence[object]]) -> Output:
-        call = Call.of(encoder, tokens)
+    def _answer(self, encoder: SDClipModel, tokens: Sequence[Sequence[object]]) -> Encoded:
+        call = EncoderCall.of(encoder, tokens)
         if call is None:
             return self._forwards.encode(encoder, tokens)
         if call.key not in self._known:
             self._leave(call)
         return copied_output(self._known[call.key])
 
-    def _leave(self, call: Call) -> NoReturn:
+    def _leave(self, call: EncoderCall) -> NoReturn:
         self._unknown[call.key] = call
         raise _UnknownCall
 
