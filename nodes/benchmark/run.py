@@ -32,6 +32,7 @@ from ...vae.bench import (
 from ..host.oom import give_back
 from ..vae.accelerate import Choice, accelerate
 from ..vae.comfy_vae import FastVAE
+from ..vae.pieces import load
 
 _logger = logging.getLogger(__name__)
 
@@ -277,7 +278,7 @@ def _load(vae: comfy.sd.VAE, shape: torch.Size, *, encode: bool = False) -> None
     estimate: Callable[..., float] = vae.memory_used_encode if encode else vae.memory_used_decode
     needed = estimate(shape, vae.vae_dtype)
     if isinstance(vae, FastVAE):
-        vae.load(needed)
+        load(vae, needed)
     else:
         comfy.model_management.load_models_gpu(
             [vae.patcher], memory_required=needed, force_full_load=vae.disable_offload

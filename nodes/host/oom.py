@@ -2,7 +2,8 @@
 
 import contextlib
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -35,9 +36,16 @@ class Way:
     limit_bytes: int | None = None
     on_host: bool = False
 
+    @property
+    def size(self) -> float:
+        """Pixels of a tile, or bytes of a step; infinite where there is no limit."""
+        if self.tile is not None:
+            return math.prod(self.tile)
+        return math.inf if self.limit_bytes is None else self.limit_bytes
+
 
 def in_turn(device: torch.device, task: str, ways: list[Way], go: Callable[[Way], _T]) -> _T:
-    """Go from one way to the next while memory runs out; before each, all models are unloaded.
+    """Do a work in the first way that fits, from its beginning in each; then give memory back.
 
     Args:
         device: Where the work is done.
@@ -52,29 +60,58 @@ def in_turn(device: torch.device, task: str, ways: list[Way], go: Callable[[Way]
         Exception: What `go` raises that is not about memory.
         torch.OutOfMemoryError: No way fits; one line.
     """
+    try:
+        (result,) = resumed(device, task, ways, lambda way: iter([go(way)]))
+        return result
+    finally:
+        give_back(device)
+
+
+def resumed(
+    device: torch.device,
+    task: str,
+    ways: list[Way],
+    go: Callable[[Way], Iterator[_T]],
+    where: Callable[[], str] = str,
+) -> Iterator[_T]:
+    """Go from one way to the next while memory runs out; before each, all models are unloaded.
+
+    Args:
+        device: As for `in_turn`.
+        task: As for `in_turn`.
+        ways: As for `in_turn`.
+        go: Goes one, from where the one before it stopped.
+        where: How far the work has come, for the log, such as " at frame 40".
+
+    Yields:
+        What the ways give.
+
+    Raises:
+        Exception: As `in_turn`.
+    """
     first: Exception | None = None
     with comfy.model_management.cuda_device_context(device):
         for way in ways:
             if first is not None:
-                make_room(task, way, warns=way is ways[1])
+                level = logging.WARNING if way is ways[1] else logging.INFO
+                _logger.log(
+                    level,
+                    "Fast Video VAE: memory ran out in %s%s; trying again, %s",
+                    task,
+                    where(),
+                    way.words,
+                )
+                comfy.model_management.unload_all_models()
+                comfy.model_management.soft_empty_cache()
             try:
-                return go(way)
+                yield from go(way)
+                return
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 # Without the frames that it went through, which hold tensors.
                 first = first or error.with_traceback(None)
-    if first is None:
-        raise ValueError(f"there is no way to {task}; expected one or more")
     raise Relief(device, task).exhausted(first) from None
-
-
-def make_room(task: str, way: Way, *, warns: bool) -> None:
-    """Unload all models; the first time with a warning that says how it goes on."""
-    level = logging.WARNING if warns else logging.INFO
-    _logger.log(level, "Fast Video VAE: memory ran out in %s; trying again, %s", task, way.words)
-    comfy.model_management.unload_all_models()
-    comfy.model_management.soft_empty_cache()
 
 
 def free_others(

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import comfy.utils
 import latent_preview
@@ -21,11 +21,12 @@ class Progress:
 
     Args:
         total: Frames, or latents, that will pass.
+        shown: Show them; else the check is all.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, *, shown: bool = True) -> None:
         throw_exception_if_processing_interrupted()
-        self._bar = comfy.utils.ProgressBar(total)
+        self._bar = comfy.utils.ProgressBar(total) if shown else None
         self._done = 0
         self._previewed = 0.0
 
@@ -42,7 +43,23 @@ class Progress:
         """
         throw_exception_if_processing_interrupted()
         self._done += count
-        self._bar.update_absolute(self._done, preview=self._preview(images))
+        if self._bar is not None:
+            self._bar.update_absolute(self._done, preview=self._preview(images))
+
+    def counted(self, pieces: Iterator[Tensor], *, are_images: bool = False) -> Iterator[Tensor]:
+        """Note every piece of a stream as it comes.
+
+        Args:
+            pieces: Frames or latents, `[B, C, n, h, w]`.
+            are_images: They are images `[B, n, H, W, C]`, to show the last of.
+
+        Yields:
+            The pieces.
+        """
+        for piece in pieces:
+            count = piece.shape[0] * piece.shape[1 if are_images else 2]
+            self.passed(count, piece[-1] if are_images else None)
+            yield piece
 
     def _preview(self, images: Tensor | None) -> tuple[str, object, int] | None:
         if images is None or args.preview_method == LatentPreviewMethod.NoPreviews:

@@ -7,7 +7,6 @@ comfy_execution/ of 0.33.
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 from comfy_execution import progress
 
@@ -17,49 +16,25 @@ except ImportError:  # an older ComfyUI
     cache_provider = None
 
 
-class Ends(Protocol):
-    """Hears of the ends of prompts while it is asked to."""
-
-    def start(self) -> None:
-        """Begin to listen; not twice."""
-        ...
-
-    def stop(self) -> None:
-        """Listen no more; only after `start`."""
-        ...
-
-
-def ends(told: Callable[[str], None]) -> Ends:
-    """What hears of the ends of prompts in this ComfyUI.
+class PromptEnds:
+    """Calls back at the end of every prompt while it listens; never where ComfyUI has no providers.
 
     Args:
         told: Called with the id of a prompt that has ended, in the thread that ran it.
     """
-    if cache_provider is None:
-        return _Silence()
 
-    class Provider(cache_provider.CacheProvider):
-        """Caches nothing; asked before every node that runs, which takes it microseconds."""
+    def __init__(self, told: Callable[[str], None]) -> None:
+        self._provider = None if cache_provider is None else _provider(told)
 
-        def start(self) -> None:
-            cache_provider.register_cache_provider(self)
+    def start(self) -> None:
+        """Begin to listen; not twice."""
+        if self._provider is not None:
+            cache_provider.register_cache_provider(self._provider)
 
-        def stop(self) -> None:
-            cache_provider.unregister_cache_provider(self)
-
-        def should_cache(self, context: object, value: object = None) -> bool:
-            return False
-
-        async def on_lookup(self, context: object) -> None:
-            return None
-
-        async def on_store(self, context: object, value: object) -> None:
-            return None
-
-        def on_prompt_end(self, prompt_id: str) -> None:
-            told(prompt_id)
-
-    return Provider()
+    def stop(self) -> None:
+        """Listen no more; only after `start`."""
+        if self._provider is not None:
+            cache_provider.unregister_cache_provider(self._provider)
 
 
 def stopped_early(prompt: str) -> bool | None:
@@ -78,9 +53,20 @@ def stopped_early(prompt: str) -> bool | None:
     return any(node["state"] == running for node in state.nodes.values())
 
 
-class _Silence:
-    def start(self) -> None:
-        pass
+def _provider(told: Callable[[str], None]) -> object:
+    """What caches nothing; asked before every node that runs, which takes it microseconds."""
 
-    def stop(self) -> None:
-        pass
+    class Provider(cache_provider.CacheProvider):
+        def should_cache(self, context: object, value: object = None) -> bool:
+            return False
+
+        async def on_lookup(self, context: object) -> None:
+            return None
+
+        async def on_store(self, context: object, value: object) -> None:
+            return None
+
+        def on_prompt_end(self, prompt_id: str) -> None:
+            told(prompt_id)
+
+    return Provider()

@@ -7,14 +7,13 @@ a thread that a node starts, there is none: such pieces are kept for that thread
 ones, and never printed. A thread that is run in `contextvars.copy_context()` of its node has the
 prompt of the node.
 
-The seconds of a piece are those of the device, between two CUDA events that were recorded on the
-current stream, where both of its ends have one: a device that waits for the host is counted, work
-of the host beside a busy device is not. Everywhere else they are those of the host's clock. Nothing
-waits for the device while there is work: `text` and `as_json` take the host's seconds for pieces
-that the device has not finished, with a mark, and only what is printed at the end has waited.
+The seconds of a piece are those of the device where both of its ends have a CUDA event, else those
+of the host's clock. Nothing waits for the device while there is work: `text` takes the host's
+seconds for pieces that the device has not finished, with a mark, and only what is printed at the
+end has waited.
 
 At the end of a prompt in which something was measured the table goes to the log, also where it
-failed or was interrupted; where ComfyUI does not tell the end (`prompt_end`) nothing is printed.
+failed or was interrupted; where ComfyUI does not tell the end (`prompt_events`) nothing is printed.
 
 Environment:
     FAST_VIDEO_VAE_TIMING: What is printed: `table`, as without it; `json`: one line of JSON; `0` or
@@ -29,20 +28,16 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from comfy.model_management import InterruptProcessingException
 from comfy_execution.utils import get_executing_context
 
-from .lazy import Later
-from .prompt_events import ends, stopped_early
-from .timing_report import Measured, Report
-
-if TYPE_CHECKING:
-    from ...kernels import Preparation
-
-kernels = Later("kernels")
+from ...kernels import Preparation, preparations
+from .instants import Instant, instant
+from .prompt_events import PromptEnds, stopped_early
+from .timing_report import Measured, TimingReport
 
 _logger = logging.getLogger(__name__)
 
@@ -58,46 +53,6 @@ _END = object()
 _Item = TypeVar("_Item")
 
 
-class Instant:
-    """A moment; made by `instant`.
-
-    Attributes:
-        seconds: On the host's clock, which is that of `time.perf_counter`.
-        event: Recorded on the current stream of a CUDA device; None: there is no such device.
-    """
-
-    __slots__ = ("event", "seconds")
-
-    def __init__(self, seconds: float, event: torch.cuda.Event | None = None) -> None:
-        self.seconds = seconds
-        self.event = event
-
-    def until(self, last: "Instant", *, wait: bool) -> tuple[float, bool]:
-        """Seconds from here to another moment.
-
-        Args:
-            last: The other one.
-            wait: For the device, if it has not come that far.
-
-        Returns:
-            Seconds; and whether they are right: else the device is still at work, and they are the
-            host's.
-        """
-        host = max(0.0, last.seconds - self.seconds)
-        events = self.event, last.event
-        if events[0] is None or events[1] is None:
-            return host, True
-        try:
-            for event in events:
-                if wait:
-                    event.synchronize()
-                elif not event.query():
-                    return host, False
-            return events[0].elapsed_time(events[1]) / 1e3, True
-        except RuntimeError:  # they are of two devices, or the device has failed
-            return host, True
-
-
 class _Prompt:
     """What was measured in one prompt.
 
@@ -110,7 +65,7 @@ class _Prompt:
         self.pieces: deque[tuple[str, str, Instant, Instant, int]] = deque(maxlen=most)
         self.stopped = ""
 
-    def report(self, name: str, *, wait: bool) -> Report:
+    def report(self, name: str, *, wait: bool) -> TimingReport:
         """All of it, in numbers, with what was prepared for it in the same threads."""
         measured = []
         for kind, label, first, last, thread in list(self.pieces):
@@ -118,7 +73,7 @@ class _Prompt:
             measured.append(
                 Measured(kind, label, first.seconds, last.seconds, seconds, thread, sure)
             )
-        return Report(name, [*_prepared(measured), *measured], self.stopped)
+        return TimingReport(name, [*_prepared(measured), *measured], self.stopped)
 
 
 class _Outside(threading.local):
@@ -131,18 +86,7 @@ _prompts: dict[str, _Prompt] = {}
 _lock = threading.Lock()
 
 
-def instant(device: torch.device | None = None) -> Instant:
-    """This moment.
-
-    Args:
-        device: Where the work is done. On CUDA an event is recorded on its current stream, unless
-            that is being captured into a graph. None, and all others: the host's clock alone.
-    """
-    event = None if device is None or device.type != "cuda" else record_event(device)
-    return Instant(clock(), event)
-
-
-def add(kind: str, first: Instant, last: Instant, label: str = "") -> None:
+def add(kind: str, first: Instant, last: Instant, label: str = "", stopped: str = "") -> None:
     """Add one measured piece to the prompt that runs.
 
     A piece within another one of its thread, by the host's clock, is taken out of that one's time,
@@ -153,8 +97,12 @@ def add(kind: str, first: Instant, last: Instant, label: str = "") -> None:
         first: Where it begins.
         last: Where it ends.
         label: Tells apart what is of one kind: `high noise`, the name of a file.
+        stopped: How it ended: "" well, else "interrupted" or "failed".
     """
-    _add(kind, first, last, label, "")
+    context = get_executing_context()
+    prompt = _outside.prompt if context is None else _prompt(context.prompt_id)
+    prompt.pieces.append((kind, label, first, last, threading.get_ident()))
+    prompt.stopped = stopped
 
 
 @contextmanager
@@ -173,7 +121,7 @@ def span(kind: str, label: str = "", device: torch.device | None = None) -> Iter
         stopped = _how(error)
         raise
     finally:
-        _add(kind, first, instant(device), label, stopped)
+        add(kind, first, instant(device), label, stopped)
 
 
 def drawn(
@@ -196,11 +144,11 @@ def drawn(
             try:
                 item = next(items, _END)
             except BaseException as error:
-                _add(kind, first, instant(device), label, _how(error))
+                add(kind, first, instant(device), label, _how(error))
                 raise
             if item is _END:
                 return
-            _add(kind, first, instant(device), label, "")
+            add(kind, first, instant(device), label)
             yield item  # type: ignore[misc]
     finally:
         if (close := getattr(items, "close", None)) is not None:
@@ -209,33 +157,16 @@ def drawn(
 
 def text() -> str:
     """The table of the prompt that runs, as far as it is; outside of prompts of this thread."""
-    return _report().table()
+    return report().table()
 
 
-def as_json() -> str:
-    """What `text` tells, as one line of JSON: `timing_report.Report.json` has its keys."""
-    return _report().json()
-
-
-def clock() -> float:
-    """Seconds on the host."""
-    return time.perf_counter()
-
-
-def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """An event on the current stream of a CUDA device.
-
-    None: the stream is being captured, and the graph would take the event up; or the device has
-    failed, which whoever works on it tells better.
-    """
-    try:
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-    except RuntimeError:
-        return None
-    return event
+def report() -> TimingReport:
+    """What `text` tells, in numbers."""
+    context = get_executing_context()
+    if context is None:
+        return _outside.prompt.report("", wait=False)
+    prompt = _prompts.get(context.prompt_id) or _Prompt(0)
+    return prompt.report(context.prompt_id, wait=False)
 
 
 def _how(error: BaseException) -> str:
@@ -244,13 +175,6 @@ def _how(error: BaseException) -> str:
         return ""
     stop = InterruptProcessingException, KeyboardInterrupt
     return "interrupted" if isinstance(error, stop) else "failed"
-
-
-def _add(kind: str, first: Instant, last: Instant, label: str, stopped: str) -> None:
-    context = get_executing_context()
-    prompt = _outside.prompt if context is None else _prompt(context.prompt_id)
-    prompt.pieces.append((kind, label, first, last, threading.get_ident()))
-    prompt.stopped = stopped
 
 
 def _prompt(name: str) -> _Prompt:
@@ -268,14 +192,6 @@ def _prompt(name: str) -> _Prompt:
         return _prompts[name]
 
 
-def _report() -> Report:
-    context = get_executing_context()
-    if context is None:
-        return _outside.prompt.report("", wait=False)
-    prompt = _prompts.get(context.prompt_id) or _Prompt(0)
-    return prompt.report(context.prompt_id, wait=False)
-
-
 def _ended(name: str) -> None:
     """Print what there is of a prompt, and forget it."""
     with _lock:
@@ -288,8 +204,8 @@ def _ended(name: str) -> None:
     early = stopped_early(name)
     if early is not None:
         prompt.stopped = (prompt.stopped or "stopped") if early else ""
-    report = prompt.report(name, wait=True)
-    _logger.info("%s", report.json() if wanted == "json" else report.table())
+    told = prompt.report(name, wait=True)
+    _logger.info("%s", told.json() if wanted == "json" else told.table())
 
 
 def _prepared(measured: list[Measured]) -> list[Measured]:
@@ -300,12 +216,12 @@ def _prepared(measured: list[Measured]) -> list[Measured]:
     start, end = min(piece.start for piece in measured), max(piece.end for piece in measured)
     return [
         Measured(each.kind, each.label, each.start, each.end, each.end - each.start, each.thread)
-        for each in [*kernels.preparations(), *_compiled(measured[0].thread)]
+        for each in [*preparations(), *_compiled(measured[0].thread)]
         if each.thread in threads and start <= each.start and each.end <= end
     ]
 
 
-def _compiled(thread: int) -> "list[Preparation]":
+def _compiled(thread: int) -> list[Preparation]:
     """What `torch.compile` did, as far as PyTorch remembers: its last 64 compilations.
 
     Args:
@@ -316,10 +232,10 @@ def _compiled(thread: int) -> "list[Preparation]":
     since = time.time() - time.perf_counter()  # it goes by the time of day
     times = [(getattr(each, f"{end}_time_us", None) for end in ("start", "end")) for each in told]
     return [
-        kernels.Preparation("compile", "", start / 1e6 - since, end / 1e6 - since, thread)
+        Preparation("compile", "", start / 1e6 - since, end / 1e6 - since, thread)
         for start, end in times
         if start and end
     ]
 
 
-_ends = ends(_ended)
+_ends = PromptEnds(_ended)

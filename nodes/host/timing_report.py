@@ -6,7 +6,7 @@ pieces directly within it, so that the rows add up to the time that was measured
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -51,7 +51,7 @@ class Measured(NamedTuple):
 
 
 @dataclass
-class Row:
+class TimingRow:
     """All pieces of one kind and label.
 
     Attributes:
@@ -80,20 +80,8 @@ class Row:
         return result
 
 
-@dataclass
-class _Open:
-    """A piece that others may lie within."""
-
-    piece: Measured
-    within: float = 0.0  # seconds
-
-    @property
-    def alone(self) -> float:
-        return max(0.0, self.piece.seconds - self.within)
-
-
 @dataclass(frozen=True)
-class Report:
+class TimingReport:
     """What is told about one prompt.
 
     Attributes:
@@ -113,11 +101,11 @@ class Report:
             return 0.0
         return max(piece.end for piece in self.pieces) - min(piece.start for piece in self.pieces)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TimingRow]:
         """One for every kind and label, in the order of the table."""
-        rows: dict[tuple[str, str], Row] = {}
+        rows: dict[tuple[str, str], TimingRow] = {}
         for piece, seconds in _alone(self.pieces):
-            row = rows.setdefault(piece[:2], Row(*piece[:2]))
+            row = rows.setdefault(piece[:2], TimingRow(*piece[:2]))
             row.seconds.append(seconds)
             row.sure = row.sure and piece.sure
         return sorted(rows.values(), key=lambda row: _place(row.kind))
@@ -158,34 +146,34 @@ class Report:
         )
 
 
-def _alone(pieces: Iterable[Measured]) -> list[tuple[Measured, float]]:
+def _alone(pieces: Sequence[Measured]) -> list[tuple[Measured, float]]:
     """The pieces, each with its seconds without those directly within it, in order of their start.
 
     One that lies in another one of its own kind and label is a part of that, and left out.
     """
-    found: list[_Open] = []
     # Where two have the same ends, the one that was added later is around the other.
-    order = sorted(enumerate(pieces), key=lambda item: (item[1].start, -item[1].end, -item[0]))
-    around: dict[int, list[_Open]] = {}  # by thread, the outermost first
-    for _, piece in order:
+    order = sorted(range(len(pieces)), key=lambda at: (pieces[at].start, -pieces[at].end, -at))
+    within: dict[int, float] = {}  # seconds, by the place of the piece
+    around: dict[int, list[int]] = {}  # by thread, the outermost first
+    for at in order:
+        piece = pieces[at]
         stack = around.setdefault(piece.thread, [])
-        while stack and stack[-1].piece.end < piece.end:
+        while stack and pieces[stack[-1]].end < piece.end:
             stack.pop()
         if stack:
-            if stack[-1].piece[:2] == piece[:2]:
+            if pieces[stack[-1]][:2] == piece[:2]:
                 continue
-            stack[-1].within += piece.seconds
-        opened = _Open(piece)
-        stack.append(opened)
-        found.append(opened)
-    return [(each.piece, each.alone) for each in found]
+            within[stack[-1]] += piece.seconds
+        within[at] = 0.0
+        stack.append(at)
+    return [(pieces[at], max(0.0, pieces[at].seconds - inner)) for at, inner in within.items()]
 
 
 def _place(kind: str) -> int:
     return KINDS.index(kind) if kind in KINDS else len(KINDS)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: TimingRow) -> tuple[str, ...]:
     numbers = row.numbers()
     seconds = (f"{numbers[key]:.3f}" if key in numbers else "" for key in ("min", "median"))
     mark = "" if row.sure else "~"

@@ -105,9 +105,10 @@ class FastVideoVAE(VideoVAE):
             As `decode`, channels-last.
         """
         lone = self.video_shape(latent.shape)[2:3] == (1,)
-        limit = self.tile_limit(tile_x, tile_y, lone=lone)
         step = self.config.spatial_compression * self.config.output_scale
-        return self._decode(latent, None, 1, limit, _tile(tile_x, tile_y, step))
+        tile = _size(tile_x, tile_y)
+        limit = self.tile_limit(tile, lone=lone)
+        return self._decode(latent, None, 1, limit, tile and (tile[0] * step, tile[1] * step))
 
     @eager
     def encode(self, frames: Tensor, device: torch.device | None = None) -> Tensor:
@@ -157,10 +158,10 @@ class FastVideoVAE(VideoVAE):
         """
         step = self.config.spatial_compression
         lone = frames.ndim == 4 or frames.shape[2] <= self.config.temporal_compression
-        limit = None
-        if tile_x is not None and tile_y is not None:
-            limit = self.tile_limit(tile_x // step, tile_y // step, encode=True, lone=lone)
-        latent = self._encode(frames, limit, _tile(tile_x, tile_y, 1))
+        tile = _size(tile_x, tile_y)
+        latents = tile and (tile[0] // step, tile[1] // step)
+        limit = self.tile_limit(latents, encode=True, lone=lone)
+        latent = self._encode(frames, limit, tile)
         return latent.squeeze(2) if frames.ndim == 4 and not self.is_seedvr2 else latent
 
     def comfy_format_encoded(self, latent: Tensor) -> Tensor:
@@ -176,7 +177,7 @@ class FastVideoVAE(VideoVAE):
         return video * self.config.latent_scale
 
     def tile_limit(
-        self, tile_x: int | None, tile_y: int | None, *, encode: bool = False, lone: bool = False
+        self, tile: tuple[int, int] | None, *, encode: bool = False, lone: bool = False
     ) -> int | None:
         """The memory that stands for tiles of a size, where tiles are not to be had.
 
@@ -184,8 +185,7 @@ class FastVideoVAE(VideoVAE):
         they overlap.
 
         Args:
-            tile_x: Width of a tile, in latents.
-            tile_y: Height of one.
+            tile: Height and width of a tile, in latents.
             encode: For encoding; else for decoding.
             lone: For a video of one frame.
 
@@ -193,12 +193,11 @@ class FastVideoVAE(VideoVAE):
             Bytes that the shortest steps on one such tile are estimated to take, which are the same
             wherever the weights are; None for other VAEs, or without a size.
         """
-        if tile_x is None or tile_y is None or not self.is_seedvr2:
+        if tile is None or not self.is_seedvr2:
             return None
-        step = self.config.spatial_compression
-        size = max(1, tile_y) * step, max(1, tile_x) * step
+        height, width = (max(1, side) * self.config.spatial_compression for side in tile)
         least = StreamOptions(limit_bytes=1)
-        return self.plan(*size, least, encode=encode, lone=lone).peak_bytes
+        return self.plan(height, width, least, encode=encode, lone=lone).peak_bytes
 
     def video_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """`[B, C_latent, t, h, w]` for the shape of a latent of four or five dimensions."""
@@ -235,8 +234,8 @@ class FastVideoVAE(VideoVAE):
             buffer = relief.finish(lambda: self.new_frames(latent))
         progress = Progress(buffer.shape[0] * buffer.shape[2])
         options = StreamOptions(chunk, limit_bytes=limit_bytes, tile=tile)
-        for piece in self.decode_stream(latent, options, out=buffer):
-            progress.passed(piece.shape[0] * piece.shape[2])
+        for _ in progress.counted(self.decode_stream(latent, options, out=buffer)):
+            pass
         return buffer
 
     def _encode(
@@ -248,14 +247,11 @@ class FastVideoVAE(VideoVAE):
         """The means, `[B, C_latent, t, h, w]`."""
         frames = self.whole_groups(frames.unsqueeze(2) if frames.ndim == 4 else frames)
         progress = Progress(frames.shape[0] * self.config.latent_frames(frames.shape[2]))
-        pieces = []
         options = StreamOptions(self.chunk, limit_bytes=limit_bytes, tile=tile)
-        for latent in self.encode_stream(frames, options, scaled=False):
-            progress.passed(latent.shape[0] * latent.shape[2])
-            pieces.append(latent)
+        pieces = list(progress.counted(self.encode_stream(frames, options, scaled=False)))
         return Relief(self.device, "an encode").finish(lambda: torch.cat(pieces, dim=2))
 
 
-def _tile(tile_x: int | None, tile_y: int | None, step: int) -> tuple[int, int] | None:
-    """Height and width of a tile in pixels; None where it has no size."""
-    return None if tile_x is None or tile_y is None else (tile_y * step, tile_x * step)
+def _size(tile_x: int | None, tile_y: int | None) -> tuple[int, int] | None:
+    """Height and width of a tile; None where it has no size."""
+    return None if tile_x is None or tile_y is None else (tile_y, tile_x)

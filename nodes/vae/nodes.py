@@ -11,6 +11,7 @@ import nodes as core_nodes
 
 from ... import vae as library
 from ...kernels import shown
+from ..host import timing
 from ..host.input_checks import checked
 from ..host.lazy import Later
 from ..host.widgets import (
@@ -24,11 +25,7 @@ from ..host.widgets import (
     timing_output,
 )
 
-comfy_vae, swap, timing = (
-    Later("nodes.vae.comfy_vae"),
-    Later("nodes.vae.accelerate"),
-    Later("nodes.host.timing"),
-)
+comfy_vae, accelerate = Later("nodes.vae.comfy_vae"), Later("nodes.vae.accelerate")
 other_vae = Later("nodes.vae.other_vae")
 
 _logger = logging.getLogger(__name__)
@@ -124,7 +121,7 @@ class Accelerate(io.ComfyNode):
             raise ValueError(f"vae: it is a {type(vae).__name__}; expected a VAE of ComfyUI's")
         try:
             with timing.span("load", "accelerated VAE"):
-                fast = swap.accelerate(vae, _choice(dtype, encode_dtype, chunk))
+                fast = accelerate.accelerate(vae, _choice(dtype, encode_dtype, chunk))
         except ValueError as error:
             raise ValueError(f"vae: {error}") from None
         return io.NodeOutput(fast)
@@ -266,8 +263,8 @@ def _loaded(vae_name: str, choice: object) -> object:
     """The VAE of a name: fast, or as Load VAE has it where it is of another kind."""
     try:
         if vae_name == _BUNDLED:
-            return swap.load(library.VAE_PATH, choice)
-        return swap.load(folder_paths.get_full_path_or_raise("vae", vae_name), choice)
+            return accelerate.load(library.VAE_PATH, choice)
+        return accelerate.load(folder_paths.get_full_path_or_raise("vae", vae_name), choice)
     except library.LayoutError as error:
         layout = error
     except (ValueError, OSError) as error:
@@ -282,4 +279,4 @@ def _loaded(vae_name: str, choice: object) -> object:
 
 
 def _choice(dtype: str, encode_dtype: str, chunk: int) -> object:
-    return swap.Choice(DTYPES.get(dtype), DTYPES.get(encode_dtype), chunk or None)
+    return accelerate.Choice(DTYPES.get(dtype), DTYPES.get(encode_dtype), chunk or None)

@@ -1,175 +1,213 @@
-"""A fast VAE piece by piece: frames out as they are decoded, latents from frames as they come.
+"""The one driver of a fast VAE's streams in ComfyUI: room for them, and what is tried without it.
 
-What goes through is held a piece at a time, so that the memory does not grow with the length of the
-video; only latents are collected, which are 50 to 200 times as small as their frames in 8 bits.
+A stream holds a piece of a video at a time, so that its memory does not grow with the length. Here
+a VAE is ComfyUI's object around a `FastVideoVAE`. What is said of ComfyUI here was read off
+comfy/sd.py and comfy/model_management.py of 0.33.
 """
 
 import functools
-import itertools
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
+import comfy.model_management
+import comfy.sd
 import torch
 from torch import Tensor
 
-from ...kernels import frames_to_images
-from ...vae import Relief, StreamOptions
+from ...vae import StreamOptions
 from ..host import timing
-from ..host.oom import Way, give_back, in_turn
-from ..host.progress import Progress
-from .comfy_vae import FastVAE
+from ..host.oom import Way, free_others, resumed
 
-_logger = logging.getLogger(__name__)
+# Memory that is asked of ComfyUI for the longest steps; with less they are shorter, not slower by
+# much. More would push the diffusion model out for nothing.
+_LIMIT_BYTES = 4 << 30
+
+# Where nothing else fits: tiles of so many latents a side, one size after the other. Of SeedVR2,
+# which cannot be cut, no more than the memory that they would take.
+_TILES = (64, 32, 16)
 
 
 def decode_pieces(
-    vae: FastVAE,
+    vae: comfy.sd.VAE,
     latent: Tensor,
     chunk: int | None = None,
     dtype: torch.dtype | None = None,
+    *,
     frames: range | None = None,
+    images: Tensor | None = None,
+    out: Tensor | None = None,
+    tile: tuple[int, int] | None = None,
 ) -> Iterator[Tensor]:
-    """Decode a latent and give the pictures away as they are done.
+    """Decode on the device and give the frames away as they are done.
+
+    When memory runs out it goes on from the frame where it stopped: in the stream itself by a
+    smaller plan; should that not help, with all models unloaded, in smaller tiles, and at last on
+    the CPU.
 
     Args:
         vae: The VAE; its weights are brought to their device.
-        latent: `[1, C_latent, t, h, w]`, not normalised.
+        latent: `[B, C_latent, t, h, w]`, not normalised, checked.
         chunk: Latents per step; -1: all; None: as chosen for the VAE.
         dtype: Of this decode; None: that of the VAE.
-        frames: Those that are wanted, of step 1; None: all.
+        frames: Those that are wanted; None: all.
+        images: `[B, T, H, W, C]` for them; None: the pieces are frames of their own.
+        out: `[B, C, T, H, W]` for them, instead of images.
+        tile: Height and width of tiles in latents; None: only where whole frames do not fit.
 
     Yields:
-        Pictures, `[n, H, W, C]` uint8 on the device of the VAE, the byte being `255 * x` without
-        its fraction, as ComfyUI saves an IMAGE; `n` varies.
-
-    Raises:
-        ValueError: The latent has another shape or dtype, or is not finite.
-        InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
+        Frames `[B, C, n, H, W]` in about [-1, 1], or images `[B, n, H, W, C]`.
     """
-    vae.throw_exception_if_invalid()
-    try:
-        # Not here: what is done with is to be gone before the memory is given back.
-        made = _decoded(vae, latent, chunk, dtype, frames)
-        yield from timing.drawn("VAE decode", made, device=vae.device)
-    finally:
-        give_back(vae.device)
+    model = vae.first_stage_model
+    count = model.config.frames(latent.shape[2])
+    wanted = range(count) if frames is None else frames
+    at = wanted.start
+
+    def go(way: Way) -> Iterator[Tensor]:
+        nonlocal at
+        rest = range(at, wanted.stop)
+        if not rest:
+            return
+        load(vae, decode_bytes(vae, latent.shape, way), way)
+        for piece in model.decode_stream(
+            latent,
+            _options(vae, way, chunk, dtype),
+            out=None if out is None else out[:, :, at - wanted.start :],
+            images=None if images is None else images[:, at - wanted.start :],
+            frames=None if len(rest) == count else rest,
+        ):
+            at += piece.shape[2 if images is None else 1]
+            yield piece
+
+    found = ways(vae, tile, lone=latent.shape[2] == 1)
+    return resumed(vae.device, "a decode", found, go, lambda: f" at frame {at}")
 
 
 def encode_pieces(
-    vae: FastVAE,
-    pieces: Callable[[], Iterator[Tensor]],
-    count_estimate: int | None = None,
+    vae: comfy.sd.VAE,
+    pieces: Tensor | Iterable[Tensor],
+    way: Way,
     chunk: int | None = None,
     dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Encode a video that comes in pieces.
+) -> Iterator[Tensor]:
+    """Encode on the device and give the latents away as they are done.
 
     Args:
-        vae: The VAE; its weights are brought to their device.
-        pieces: Gives the video from its beginning: `[1, C, t, H, W]` each, any `t >= 1`, uint8 or a
-            float dtype in [-1, 1], one after the other in time. Asked again where memory ran out
-            and the stream could not help itself. Frames after the last `4 n + 1` are left out, with
-            a line in the log.
-        count_estimate: How many frames will come, for the progress bar; None: not known.
+        vae: The VAE, loaded.
+        pieces: As for `VideoVAE.encode_stream`.
+        way: How: what does not fit is to begin anew in the next one.
         chunk: Latents per step; -1: all; None: as chosen for the VAE.
         dtype: Of this encode; None: that of the VAE.
 
     Returns:
-        `[1, C_latent, t, H / 8, W / 8]`, or `[T, C_latent, H / 16, W / 16]` of a VAE of pictures;
-        not normalised (of SeedVR2 scaled), on the output device.
-
-    Raises:
-        ValueError: A piece has another shape or dtype; no frame came; or the VAE has no encoder.
-        InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
+        An iterator of bare means `[B, C_latent, n, h, w]`.
     """
-
-    def read() -> Iterator[Tensor]:
-        return timing.drawn("file", pieces(), device=vae.device)
-
-    vae.throw_exception_if_invalid()
-    ways = vae.ways(None, encode=True, lone=count_estimate == 1)
-    try:
-        with timing.span("VAE encode", device=vae.device):
-            means = in_turn(
-                vae.device,
-                "an encode",
-                ways,
-                lambda way: _encoded(vae, read(), count_estimate, chunk, dtype, way),
-            )
-    finally:
-        give_back(vae.device)
-    if vae.format_encoded is not None:
-        means = vae.format_encoded(means)
-    return means[0].movedim(1, 0).contiguous() if vae.latent_dim == 2 else means
+    options = _options(vae, way, chunk, dtype)
+    return vae.first_stage_model.encode_stream(pieces, options, scaled=False)
 
 
-def _decoded(
-    vae: FastVAE,
-    latent: Tensor,
-    chunk: int | None,
-    dtype: torch.dtype | None,
-    frames: range | None,
-) -> Iterator[Tensor]:
-    count = vae.first_stage_model.config.frames(latent.shape[2])
-    progress = Progress(count if frames is None else len(frames))
-    relief = Relief(vae.device, "a decode", vae.free_others)
-    for piece in vae.decode_pieces(latent, chunk, dtype, frames):
-        pictures = relief.finish(functools.partial(frames_to_images, piece, dtype=torch.uint8))
-        progress.passed(len(pictures), pictures)
-        yield pictures
-
-
-def _encoded(
-    vae: FastVAE,
-    pieces: Iterator[Tensor],
-    count_estimate: int | None,
+def encode_chunk(
+    vae: comfy.sd.VAE,
+    height: int,
+    width: int,
     chunk: int | None,
     dtype: torch.dtype | None,
     way: Way,
-) -> Tensor:
+) -> int:
+    """Latents per step of an encode, for who hands the frames in piece by piece."""
     model = vae.first_stage_model
-    groups = _whole_groups(pieces, model.config.temporal_compression)
-    first = next(groups, None)
-    if first is None:
-        raise ValueError("no frame came; expected at least one")
-    model.check_frames(first)
-    second = next(groups, None)
-    shape = (*first.shape[:2], 1 if second is None else 1 + second.shape[2], *first.shape[3:])
-    vae.load(vae.memory_used_encode(torch.Size(shape), vae.vae_dtype, way), way=way)
-    options = StreamOptions(None, dtype, way.limit_bytes, release=vae.free_others)
-    chunk = chunk or model.chunk or model.plan(*first.shape[3:], options, encode=True).chunk
-    options = replace(options, chunk=chunk, tile=way.tile)
-    # A lone frame goes as a tensor, which takes a path of its own.
-    source = first if second is None else itertools.chain([first, second], groups)
-    progress = Progress(model.config.latent_frames(max(count_estimate or 1, shape[2])))
-    done = []
-    for latent in model.encode_stream(source, options, scaled=False):
-        done.append(latent.to(vae.output_device, vae.vae_output_dtype()))
-        progress.passed(latent.shape[2])
-    return torch.cat(done, dim=2)
+    options = StreamOptions(dtype=dtype, limit_bytes=way.limit_bytes)
+    return chunk or model.chunk or model.plan(height, width, options, encode=True).chunk
 
 
-def _whole_groups(pieces: Iterator[Tensor], size: int) -> Iterator[Tensor]:
-    """The first frame, then groups of `size` and no others; the log says what is left out."""
-    held: Tensor | None = None
-    count = 0
-    for piece in pieces:
-        if not count:
-            yield piece[:, :, :1]
-            piece = piece[:, :, 1:]
-            count = 1
-        held = piece if held is None else torch.cat([held, piece], dim=2)
-        whole = held.shape[2] - held.shape[2] % size
-        if whole:
-            yield held[:, :, :whole]
-            count += whole
-            held = held[:, :, whole:]
-    rest = 0 if held is None else held.shape[2]
-    if rest:
-        _logger.info(
-            "Fast Video VAE: the last %d of %d frames are left out; the VAE takes %d n + 1",
-            rest,
-            count + rest,
-            size,
+def ways(
+    vae: comfy.sd.VAE, tile: tuple[int, int] | None, *, encode: bool = False, lone: bool = False
+) -> list[Way]:
+    """What is tried one after the other while memory runs out.
+
+    Args:
+        vae: The VAE.
+        tile: Height and width in latents that were asked for.
+        encode: For encoding; else for decoding.
+        lone: For a video of one frame.
+    """
+    model = vae.first_stage_model
+    step = model.config.spatial_compression * model.config.output_scale
+
+    def sized(size: tuple[int, int] | None) -> Way:
+        if size is None:
+            return Way("")
+        if model.is_seedvr2:
+            limit = model.tile_limit(size, encode=encode, lone=lone)
+            return Way(f"in steps of {limit / 2**20:.0f} MiB", limit_bytes=limit)
+        return Way(f"in tiles of {size[0] * step} pixels", (size[0] * step, size[1] * step))
+
+    own = replace(sized(tile), words="")
+    smaller = (sized((side, side)) for side in _TILES)
+    found = [own, replace(own, words="with all models unloaded")]
+    found += [way for way in smaller if way.size < own.size]
+    if vae.device.type != "cpu":
+        found.append(Way("on the CPU", on_host=True))
+    return found
+
+
+def load(vae: comfy.sd.VAE, memory_bytes: float, way: Way | None = None) -> None:
+    """Bring the weights to the device of the work, and make room there.
+
+    Args:
+        vae: The VAE.
+        memory_bytes: Room beside the weights.
+        way: How the work is tried; None: on the device of the VAE.
+    """
+    if way is not None and way.on_host:
+        comfy.model_management.unload_model_and_clones(vae.patcher)
+        return
+    with timing.span("load", "VAE to its device", vae.device):
+        comfy.model_management.load_models_gpu(
+            [vae.patcher], memory_required=memory_bytes, force_full_load=vae.disable_offload
         )
+        if vae.first_stage_model.device.type != vae.device.type:
+            # With --novram ComfyUI leaves weights on the host, for operations that fetch them.
+            vae.patcher.partially_load(vae.device, extra_memory=1e32)
+
+
+def release(vae: comfy.sd.VAE) -> Callable[[], None]:
+    """What unloads other models from the device of a VAE."""
+    return functools.partial(free_others, vae.patcher, vae.device)
+
+
+def decode_bytes(vae: comfy.sd.VAE, shape: torch.Size, way: Way) -> int:
+    """Bytes that decoding a latent of this shape takes, for one of the batch."""
+    model = vae.first_stage_model
+    height, width = (model.config.spatial_compression * length for length in shape[-2:])
+    return _plan_bytes(vae, height, width, way, encode=False, lone=model.video_shape(shape)[2] == 1)
+
+
+def encode_bytes(vae: comfy.sd.VAE, shape: torch.Size, way: Way) -> int:
+    """Bytes that encoding frames `[B, C, T, H, W]` takes, for one of the batch."""
+    lone = len(shape) == 4 or shape[2] <= vae.first_stage_model.config.temporal_compression
+    return _plan_bytes(vae, *shape[-2:], way, encode=True, lone=lone)
+
+
+def _plan_bytes(
+    vae: comfy.sd.VAE, height: int, width: int, way: Way, *, encode: bool, lone: bool
+) -> int:
+    # Who asks for tiles is short of memory: room for the smallest steps on one of them. What is
+    # free beyond that the stream finds by itself.
+    limit = way.limit_bytes or (_LIMIT_BYTES if way.tile is None else 1)
+    plan = vae.first_stage_model.plan(
+        height,
+        width,
+        StreamOptions(limit_bytes=limit, tile=way.tile),
+        encode=encode,
+        lone=lone,
+        device=vae.device,  # the weights may still be on the host
+        cuts=False,
+    )
+    return plan.peak_bytes
+
+
+def _options(
+    vae: comfy.sd.VAE, way: Way, chunk: int | None, dtype: torch.dtype | None
+) -> StreamOptions:
+    chunk = chunk or vae.first_stage_model.chunk
+    return StreamOptions(chunk, dtype, way.limit_bytes, way.tile, release(vae))

@@ -11,6 +11,7 @@ from comfy_api.latest import Input, InputImpl, io, ui
 from torch import Tensor
 
 from ... import vae as library
+from ..host import timing
 from ..host.error_text import described
 from ..host.input_checks import checked
 from ..host.lazy import Later
@@ -18,16 +19,12 @@ from ..host.progress import Progress
 from ..host.widgets import AUTO, CATEGORY, DTYPES, once, tell_unused, timing_output
 from .file_prefix import check_prefix
 from .source import Fit, Source, as_images, shape_of, source_of, with_channels
-from .target import FOLDERS, Target, frame_range, workflow_tags
+from .target import FOLDERS, VideoTarget, frame_range, workflow_tags
 
 if TYPE_CHECKING:
     from ..vae.comfy_vae import FastVAE
 
-comfy_vae, streaming, timing = (
-    Later("nodes.vae.comfy_vae"),
-    Later("nodes.vae.pieces"),
-    Later("nodes.host.timing"),
-)
+comfy_vae, stream = Later("nodes.vae.comfy_vae"), Later("nodes.video.stream")
 other_vae = Later("nodes.vae.other_vae")
 
 # VideoWriter's own: without visible loss on what a VAE made.
@@ -116,7 +113,7 @@ class DecodeVideo(io.ComfyNode):
         chunk: int = 0,
     ) -> io.NodeOutput:
         """Decode, and write meanwhile."""
-        target = Target(_rate(fps), codec, quality, hardware, filename_prefix, save_to)
+        target = VideoTarget(_rate(fps), codec, quality, hardware, filename_prefix, save_to)
         if len(frames) > _LONGEST_RANGE:
             raise ValueError(f"frames is {described(frames)}; expected two numbers, such as 40-80")
         check_prefix(filename_prefix, Path(folder_paths.get_directory_by_type(save_to)))
@@ -127,7 +124,7 @@ class DecodeVideo(io.ComfyNode):
             _, _, count, height, width = shape
             target.check_size(height, width)
             wanted = frame_range(frames, count)
-            pieces = streaming.decode_pieces(vae, latent, chunk or None, DTYPES.get(dtype), wanted)
+            pieces = stream.decode_pictures(vae, latent, chunk or None, DTYPES.get(dtype), wanted)
         else:
             tell_unused(dtype=dtype != AUTO, chunk=chunk != 0)
             device = None
@@ -361,7 +358,7 @@ def _encoded(
     def pieces() -> Iterator[Tensor]:
         return (with_channels(each, config.image_channels) for each in source.pieces(fit))
 
-    latent = streaming.encode_pieces(vae, pieces, source.estimate(fit), chunk, dtype)
+    latent = stream.encode_video(vae, pieces, source.estimate(fit), chunk, dtype)
     return latent, config.frames(latent.shape[2]) if latent.ndim == 5 else len(latent)
 
 

@@ -36,7 +36,7 @@ _RANGE = re.compile(r"\s*(\d+)\s*(-\s*(\d*))?\s*")
 
 
 @dataclass(frozen=True)
-class Target:
+class VideoTarget:
     """How a video is to be written.
 
     Attributes:

@@ -6,11 +6,8 @@ from comfy_api.latest import io
 from ..host.input_checks import checked
 from ..host.lazy import Later
 
-comfy_vae, swap, wanvae = (
-    Later("nodes.vae.comfy_vae"),
-    Later("nodes.vae.accelerate"),
-    Later("nodes.wan_wrapper.wanvae"),
-)
+comfy_vae, accelerate = Later("nodes.vae.comfy_vae"), Later("nodes.vae.accelerate")
+wanvae = Later("nodes.wan_wrapper.wanvae")
 
 
 class ToWanVideoWrapper(io.ComfyNode):
@@ -44,9 +41,8 @@ class ToWanVideoWrapper(io.ComfyNode):
         if not isinstance(vae, comfy.sd.VAE):
             raise ValueError(f"vae: it is a {type(vae).__name__}; expected a VAE")
         try:
-            fast = (
-                vae if isinstance(vae, comfy_vae.FastVAE) else swap.accelerate(vae, swap.Choice())
-            )
+            is_fast = isinstance(vae, comfy_vae.FastVAE)
+            fast = vae if is_fast else accelerate.accelerate(vae, accelerate.Choice())
             if not isinstance(fast, comfy_vae.FastVAE):
                 network = type(vae.first_stage_model).__name__
                 raise ValueError(

@@ -7,15 +7,16 @@ pack touches one, in its source of May 2026, and in older ones what it asked for
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import comfy.model_management
 import torch
 from torch import Tensor
 
-from ...vae import SEEDVR2, StreamOptions
-from ..host.oom import Way, give_back, in_turn, kept
+from ...vae import SEEDVR2
+from ..host.oom import Way, in_turn, kept
 from ..host.progress import Progress
+from ..vae import pieces
 from ..vae.comfy_vae import FastVAE
 from ..vae.first_stage import FastVideoVAE
 
@@ -148,12 +149,9 @@ class WanVideoWrapperVAE:
             network.check_frames(each)
         parts = [[network.whole_groups(part) for part in _parts(each, end_)] for each in frames]
         go = functools.partial(self._encode, parts, torch.device(device), shown=pbar, sample=sample)
-        vae, lone = self._vae, parts[0][0].shape[2] == 1
-        ways = vae.ways(_tile(tile_size) if tiled else None, encode=True, lone=lone)
-        try:
-            return in_turn(vae.device, "an encode", ways, go)
-        finally:
-            give_back(vae.device)
+        lone = parts[0][0].shape[2] == 1
+        ways = pieces.ways(self._vae, _tile(tile_size) if tiled else None, encode=True, lone=lone)
+        return in_turn(self._vae.device, "an encode", ways, go)
 
     def decode(
         self,
@@ -197,18 +195,15 @@ class WanVideoWrapperVAE:
         parts = [_parts(each, end_) for each in latents]
         place = torch.device(output_device or (_HOST if tiled else device))
         dtype = output_dtype or (torch.float32 if tiled else self.dtype)
-        go = functools.partial(
-            self._decode, parts, dtype=dtype, tile=_tile(tile_size) if tiled else None, shown=pbar
-        )
+        tile = _tile(tile_size) if tiled else None
+        here, there = Way(""), Way("with the frames on the host")
+
+        def go(way: Way) -> Tensor:
+            home = place if way is here else torch.device(output_device or _HOST)
+            return self._decode(parts, home, dtype=dtype, tile=tile, shown=pbar)
+
         # Most callers take the frames to the host at once; the work needs the room that they leave.
-        homes = [place, torch.device(output_device or _HOST)]
-        ways = [Way(""), Way("with the frames on the host")]
-        try:
-            return in_turn(
-                self._vae.device, "a decode", ways, lambda way: go(homes[ways.index(way)])
-            )
-        finally:
-            give_back(self._vae.device)
+        return in_turn(self._vae.device, "a decode", [here, there], go)
 
     @property
     def _network(self) -> FastVideoVAE:
@@ -226,32 +221,26 @@ class WanVideoWrapperVAE:
         """Encode videos of frames `[1, C, T, H, W]`, each part with a cache of its own."""
         network, vae = self._network, self._vae
         shape = parts[0][0].shape
-        vae.load(vae.memory_used_encode(shape, vae.vae_dtype, way), way=way)
+        pieces.load(vae, pieces.encode_bytes(vae, shape, way), way)
         config = network.config
         count = sum(config.latent_frames(part.shape[2]) for part in parts[0])
         height, width = (each // config.spatial_compression for each in shape[3:])
-        size = (len(parts), config.latent_channels, count, height, width)
         with kept():
+            size = (len(parts), config.latent_channels, count, height, width)
             latents = torch.empty(size, dtype=torch.float32, device=device)
-        passed = _counter(len(parts) * count, shown=shown)
+        progress = Progress(len(parts) * count, shown=shown)
         with _posterior(network) if sample else contextlib.nullcontext():
             for row, video in zip(latents.split(1), parts, strict=True):
                 done = 0
-                for latent in self._latents(video, way, sample=sample):
-                    row[:, :, done : done + latent.shape[2]] = latent
-                    done += latent.shape[2]
-                    passed(latent.shape[2])
+                for part in video:
+                    stream = pieces.encode_pieces(vae, part, way, dtype=self._dtype)
+                    for piece in progress.counted(stream):
+                        latent = (
+                            _drawn(network, piece) if sample else network.normalize(piece.float())
+                        )
+                        row[:, :, done : done + latent.shape[2]] = latent
+                        done += latent.shape[2]
         return latents
-
-    def _latents(self, parts: list[Tensor], way: Way, *, sample: bool) -> Iterator[Tensor]:
-        """Stream the normalised latents of one video, float32."""
-        network = self._network
-        options = StreamOptions(
-            network.chunk, self._dtype, way.limit_bytes, way.tile, self._vae.free_others
-        )
-        for part in parts:
-            for piece in network.encode_stream(part, options, scaled=False):
-                yield _drawn(network, piece) if sample else network.normalize(piece.float())
 
     def _decode(
         self,
@@ -262,23 +251,24 @@ class WanVideoWrapperVAE:
         tile: tuple[int, int] | None,
         shown: bool,
     ) -> Tensor:
-        """Decode videos of normalised `[1, C_latent, t, h, w]`, likewise."""
+        """Decode videos of normalised `[1, C_latent, t, h, w]`, each part as a video of its own."""
         network, vae = self._network, self._vae
         shape = parts[0][0].shape
         counts = [network.config.frames(part.shape[2]) for part in parts[0]]
         _, channels, _, height, width = network.config.decoded_shape(shape)
         size = (len(parts), sum(counts), height, width, channels)
         room = 0 if device.type == "cpu" else math.prod(size) * dtype.itemsize
-        (way, *_) = vae.ways(tile, lone=shape[2] == 1)
-        vae.load(room + vae.memory_used_decode(shape, vae.vae_dtype, way))
+        (way, *_) = pieces.ways(vae, tile, lone=shape[2] == 1)
+        pieces.load(vae, room + pieces.decode_bytes(vae, shape, way))
         with kept():
             frames = torch.empty(size, dtype=dtype, device=device).movedim(-1, 1)
-        passed = _counter(len(parts) * sum(counts), shown=shown)
+        progress = Progress(len(parts) * sum(counts), shown=shown)
         for row, video in zip(frames.split(1), parts, strict=True):
             for out, part in zip(row.split(counts, dim=2), video, strict=True):
                 latent = network.denormalize(part.float())
-                for piece in vae.decode_pieces(latent, dtype=self._dtype, tile=tile, out=out):
-                    passed(piece.shape[2])
+                stream = pieces.decode_pieces(vae, latent, dtype=self._dtype, out=out, tile=tile)
+                for _ in progress.counted(stream):
+                    pass
         return frames
 
 
@@ -340,10 +330,3 @@ def _parts(video: Tensor, end_: bool) -> tuple[Tensor, ...]:
     if not end_ or video.shape[2] < 2:
         return (video,)
     return video[:, :, :-1], video[:, :, -1:]
-
-
-def _counter(total: int, *, shown: bool) -> Callable[[int], None]:
-    """What counts frames or latents as they pass, shown or not; it stops when the user says so."""
-    if shown:
-        return Progress(total).passed
-    return lambda _: comfy.model_management.throw_exception_if_processing_interrupted()

@@ -97,14 +97,14 @@ def timing(comfyui, monkeypatch):
 @pytest.fixture
 def clock(timing, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(timing, "clock", clock)
+    monkeypatch.setattr("fast_video_vae.nodes.host.instants.clock", clock)
     return clock
 
 
 @pytest.fixture
 def device(timing, monkeypatch):
     device = FakeDevice()
-    monkeypatch.setattr(timing, "record_event", device.record)
+    monkeypatch.setattr("fast_video_vae.nodes.host.instants.record_event", device.record)
     return device
 
 
@@ -124,7 +124,7 @@ def end(name):
 
 def rows(timing):
     """The rows as JSON has them, by kind and label."""
-    return {(row["kind"], row["label"]): row for row in json.loads(timing.as_json())["rows"]}
+    return {(row["kind"], row["label"]): row for row in json.loads(timing.report().json())["rows"]}
 
 
 def printed(caplog):
@@ -189,7 +189,7 @@ def test_min_and_median_are_those_of_the_statistics_module(timing, clock, count)
 
 def test_nothing_measured_is_one_line(timing):
     assert timing.text() == "Fast Video VAE: no time was measured"
-    assert json.loads(timing.as_json())["rows"] == []
+    assert json.loads(timing.report().json())["rows"] == []
 
 
 def test_a_piece_within_another_is_taken_out_of_it(timing, clock):
@@ -204,7 +204,7 @@ def test_a_piece_within_another_is_taken_out_of_it(timing, clock):
             clock.passes(0.25)
     found = {kind: row["seconds"] for (kind, _), row in rows(timing).items()}
     assert found == {"VAE decode": 3, "kernel build": 5, "graph capture": 0.25, "file": 0.5}
-    told = json.loads(timing.as_json())
+    told = json.loads(timing.report().json())
     assert told["measured"] == told["wall"] == 8.75
 
 
@@ -396,7 +396,7 @@ def test_json_is_one_line_that_holds_what_the_table_tells(timing, clock, monkeyp
         for seconds in (1, 3):
             with timing.span("denoise", "high noise"):
                 clock.passes(seconds)
-        told = timing.as_json()
+        told = timing.report().json()
     with caplog.at_level(logging.INFO):
         end("a")
     assert printed(caplog) == [told]
@@ -436,14 +436,14 @@ def test_what_raises_is_measured_and_marked(timing, clock):
         assert timing.text().splitlines()[0].endswith(f" s ({mark})")
     with pytest.raises(InterruptProcessingException), timing.span("denoise"):
         raise InterruptProcessingException
-    assert json.loads(timing.as_json())["stopped"] == "interrupted"
+    assert json.loads(timing.report().json())["stopped"] == "interrupted"
     assert rows(timing)["switch", ""]["seconds"] == 2
 
 
 def test_an_error_that_was_got_over_is_no_mark(timing):
     with timing.span("VAE decode"), pytest.raises(MemoryError), timing.span("load"):
         raise MemoryError
-    assert json.loads(timing.as_json())["stopped"] == ""
+    assert json.loads(timing.report().json())["stopped"] == ""
 
 
 def test_a_generator_that_is_closed_has_not_failed(timing, clock):
@@ -456,7 +456,7 @@ def test_a_generator_that_is_closed_has_not_failed(timing, clock):
     drawn = pieces()
     next(drawn)
     drawn.close()
-    assert json.loads(timing.as_json())["stopped"] == ""
+    assert json.loads(timing.report().json())["stopped"] == ""
     assert rows(timing)["VAE decode", ""]["seconds"] == 1
 
 
@@ -552,10 +552,10 @@ def test_draws_close_what_they_come_from_and_tell_how_it_failed(timing):
     next(drawn)
     drawn.close()
     assert closed == [True]
-    assert json.loads(timing.as_json())["stopped"] == ""
+    assert json.loads(timing.report().json())["stopped"] == ""
     with pytest.raises(OSError, match="gone"):
         list(timing.drawn("file", items()))
-    assert json.loads(timing.as_json())["stopped"] == "failed"
+    assert json.loads(timing.report().json())["stopped"] == "failed"
     assert rows(timing)["file", ""]["count"] == 3
 
 
@@ -573,7 +573,7 @@ def test_what_kernels_prepare_is_taken_out_of_the_piece_around_it(timing):
     prepare("after")
     found = rows(timing)
     assert list(found) == [("kernel build", "CPU kernels"), ("VAE decode", "")]
-    told = json.loads(timing.as_json())
+    told = json.loads(timing.report().json())
     assert found["kernel build", "CPU kernels"]["seconds"] >= 0.02
     assert told["measured"] == pytest.approx(told["wall"])
 
@@ -594,7 +594,7 @@ def test_what_torch_compiles_is_taken_out_of_the_step_around_it(timing):
     assert list(found) == [("compile", ""), ("denoise", "")]
     assert found["compile", ""]["count"] == 1
     assert found["compile", ""]["seconds"] >= 0.3
-    told = json.loads(timing.as_json())
+    told = json.loads(timing.report().json())
     assert told["measured"] == pytest.approx(told["wall"], abs=0.01)
     torch._dynamo.reset()
 
@@ -710,7 +710,7 @@ def test_a_writer_that_is_slow_is_the_time_of_the_file(timing, comfyui, monkeypa
     assert 0.2 * (steps - 1) <= found["file", ""]["seconds"]
     assert found["VAE decode", ""]["seconds"] < 0.2 * steps
     assert text.splitlines()[-1].startswith("  file ")
-    told = json.loads(timing.as_json())
+    told = json.loads(timing.report().json())
     assert told["measured"] == pytest.approx(told["wall"], rel=0.05)
 
 

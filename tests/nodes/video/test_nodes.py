@@ -404,7 +404,7 @@ def test_a_size_that_a_codec_cannot_store_is_told_before_the_decode(
         raise AssertionError("it decodes")
 
     monkeypatch.setattr(comfy.sd.VAE, "decode", no_decode)
-    monkeypatch.setattr(type(vae), "load", no_decode)
+    monkeypatch.setattr("fast_video_vae.nodes.vae.pieces.load", no_decode)
     # Sizes of latents are even, so a codec is made to want more.
     monkeypatch.setattr(library, "check_size", refuse_odd_sixteens)
     with pytest.raises(ValueError, match=r"^codec: frames are 72x48"):
@@ -783,8 +783,8 @@ torch.set_num_threads(1)
 from fast_video_vae.tests.nodes.checkout import import_comfyui
 import_comfyui(Path(sys.argv[2]))
 from comfy_api.latest import InputImpl
-from fast_video_vae.nodes.vae_nodes import Load
-from fast_video_vae.nodes.video_nodes import DecodeVideo, EncodeVideo
+from fast_video_vae.nodes.vae.nodes import Load
+from fast_video_vae.nodes.video.nodes import DecodeVideo, EncodeVideo
 file, count = Path(sys.argv[2], "output", "x_00001_.mp4"), int(sys.argv[4])
 shape = (1, 16, (count - 1) // 4 + 1, 16, 16)
 with torch.inference_mode():

@@ -37,15 +37,15 @@ def seedvr2_vae(comfyui, tmp_path_factory):
 
 
 def decoded(vae, latent, **options):
-    from fast_video_vae.nodes.vae.pieces import decode_pieces
+    from fast_video_vae.nodes.video.stream import decode_pictures
 
-    return torch.cat(list(decode_pieces(vae, latent, **options)))
+    return torch.cat(list(decode_pictures(vae, latent, **options)))
 
 
 def encoded(vae, pieces, **options):
-    from fast_video_vae.nodes.vae.pieces import encode_pieces
+    from fast_video_vae.nodes.video.stream import encode_video
 
-    return encode_pieces(vae, lambda: iter(pieces), **options)
+    return encode_video(vae, lambda: iter(pieces), **options)
 
 
 def as_saved(images):
@@ -154,7 +154,7 @@ def test_no_frames_are_an_error(vae):
 def test_an_interrupt_stops_between_pieces_and_the_next_run_is_whole(vae, task):
     import comfy.model_management as management
 
-    from fast_video_vae.nodes.vae.pieces import decode_pieces
+    from fast_video_vae.nodes.video.stream import decode_pictures
 
     latent, images = latents(9), clip(17)
 
@@ -166,7 +166,7 @@ def test_an_interrupt_stops_between_pieces_and_the_next_run_is_whole(vae, task):
     def work():
         if task == "encode":
             return encoded(vae, pieces(), chunk=1)
-        for _ in decode_pieces(vae, latent, chunk=1):
+        for _ in decode_pictures(vae, latent, chunk=1):
             management.interrupt_current_processing()
 
     with pytest.raises(management.InterruptProcessingException):

@@ -1,0 +1,80 @@
+"""Moments of the work, by the clock of the host and, on a CUDA device, by that of the device.
+
+Between two CUDA events that were recorded on the current stream the seconds are those of the
+device: a device that waits for the host is counted, work of the host beside a busy device is not.
+"""
+
+import time
+
+import torch
+
+
+class Instant:
+    """A moment; made by `instant`.
+
+    Attributes:
+        seconds: On the host's clock, which is that of `time.perf_counter`.
+        event: Recorded on the current stream of a CUDA device; None: there is no such device.
+    """
+
+    __slots__ = ("event", "seconds")
+
+    def __init__(self, seconds: float, event: torch.cuda.Event | None = None) -> None:
+        self.seconds = seconds
+        self.event = event
+
+    def until(self, last: "Instant", *, wait: bool) -> tuple[float, bool]:
+        """Seconds from here to another moment.
+
+        Args:
+            last: The other one.
+            wait: For the device, if it has not come that far.
+
+        Returns:
+            Seconds; and whether they are right: else the device is still at work, and they are the
+            host's.
+        """
+        host = max(0.0, last.seconds - self.seconds)
+        if self.event is None or last.event is None:
+            return host, True
+        try:
+            for event in (self.event, last.event):
+                if wait:
+                    event.synchronize()
+                elif not event.query():
+                    return host, False
+            return self.event.elapsed_time(last.event) / 1e3, True
+        except RuntimeError:  # they are of two devices, or the device has failed
+            return host, True
+
+
+def instant(device: torch.device | None = None) -> Instant:
+    """This moment.
+
+    Args:
+        device: Where the work is done. On CUDA an event is recorded on its current stream, unless
+            that is being captured into a graph. None, and all others: the host's clock alone.
+    """
+    event = None if device is None or device.type != "cuda" else record_event(device)
+    return Instant(clock(), event)
+
+
+def clock() -> float:
+    """Seconds on the host."""
+    return time.perf_counter()
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """An event on the current stream of a CUDA device.
+
+    None: the stream is being captured, and the graph would take the event up; or the device has
+    failed, which whoever works on it tells better.
+    """
+    try:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+    except RuntimeError:
+        return None
+    return event

@@ -1,0 +1,166 @@
+"""A fast VAE between latents and the frames of video files, a few frames at a time.
+
+What goes through is held a piece at a time, so that the memory does not grow with the length of the
+video; only latents are collected, which are 50 to 200 times as small as their frames in 8 bits.
+"""
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ...kernels import frames_to_images
+from ...vae import Relief
+from ..host import timing
+from ..host.oom import Way, give_back, in_turn
+from ..host.progress import Progress
+from ..vae import pieces as driver
+from ..vae.comfy_vae import FastVAE
+
+_logger = logging.getLogger(__name__)
+
+
+def decode_pictures(
+    vae: FastVAE,
+    latent: Tensor,
+    chunk: int | None = None,
+    dtype: torch.dtype | None = None,
+    frames: range | None = None,
+) -> Iterator[Tensor]:
+    """Decode a latent and give the pictures away as they are done.
+
+    Args:
+        vae: The VAE; its weights are brought to their device.
+        latent: `[1, C_latent, t, h, w]`, not normalised.
+        chunk: Latents per step; -1: all; None: as chosen for the VAE.
+        dtype: Of this decode; None: that of the VAE.
+        frames: Those that are wanted, of step 1; None: all.
+
+    Yields:
+        Pictures, `[n, H, W, C]` uint8 on the device of the VAE, the byte being `255 * x` without
+        its fraction, as ComfyUI saves an IMAGE; `n` varies.
+
+    Raises:
+        ValueError: The latent has another shape or dtype, or is not finite.
+        InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
+    """
+    vae.throw_exception_if_invalid()
+    try:
+        # Not here: what is done with is to be gone before the memory is given back.
+        made = _pictures(vae, latent, chunk, dtype, frames)
+        yield from timing.drawn("VAE decode", made, device=vae.device)
+    finally:
+        give_back(vae.device)
+
+
+def encode_video(
+    vae: FastVAE,
+    pieces: Callable[[], Iterator[Tensor]],
+    count_estimate: int | None = None,
+    chunk: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Encode a video that comes in pieces.
+
+    Args:
+        vae: The VAE; its weights are brought to their device.
+        pieces: Gives the video from its beginning: `[1, C, t, H, W]` each, any `t >= 1`, uint8 or a
+            float dtype in [-1, 1], one after the other in time. Asked again where memory ran out
+            and the stream could not help itself. Frames after the last `4 n + 1` are left out, with
+            a line in the log.
+        count_estimate: How many frames will come, for the progress bar; None: not known.
+        chunk: Latents per step; -1: all; None: as chosen for the VAE.
+        dtype: Of this encode; None: that of the VAE.
+
+    Returns:
+        `[1, C_latent, t, H / 8, W / 8]`, or `[T, C_latent, H / 16, W / 16]` of a VAE of pictures;
+        not normalised (of SeedVR2 scaled), on the output device.
+
+    Raises:
+        ValueError: A piece has another shape or dtype; no frame came; or the VAE has no encoder.
+        InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
+    """
+
+    def go(way: Way) -> Tensor:
+        read = timing.drawn("file", pieces(), device=vae.device)
+        return _means(vae, read, count_estimate, chunk, dtype, way)
+
+    vae.throw_exception_if_invalid()
+    ways = driver.ways(vae, None, encode=True, lone=count_estimate == 1)
+    with timing.span("VAE encode", device=vae.device):
+        means = in_turn(vae.device, "an encode", ways, go)
+    if vae.format_encoded is not None:
+        means = vae.format_encoded(means)
+    return means[0].movedim(1, 0).contiguous() if vae.latent_dim == 2 else means
+
+
+def _pictures(
+    vae: FastVAE,
+    latent: Tensor,
+    chunk: int | None,
+    dtype: torch.dtype | None,
+    frames: range | None,
+) -> Iterator[Tensor]:
+    count = vae.first_stage_model.config.frames(latent.shape[2])
+    progress = Progress(count if frames is None else len(frames))
+    relief = Relief(vae.device, "a decode", driver.release(vae))
+    for piece in driver.decode_pieces(vae, latent, chunk, dtype, frames=frames):
+        pictures = relief.finish(functools.partial(frames_to_images, piece, dtype=torch.uint8))
+        progress.passed(len(pictures), pictures)
+        yield pictures
+
+
+def _means(
+    vae: FastVAE,
+    pieces: Iterator[Tensor],
+    count_estimate: int | None,
+    chunk: int | None,
+    dtype: torch.dtype | None,
+    way: Way,
+) -> Tensor:
+    model = vae.first_stage_model
+    groups = _whole_groups(pieces, model.config.temporal_compression)
+    first = next(groups, None)
+    if first is None:
+        raise ValueError("no frame came; expected at least one")
+    model.check_frames(first)
+    second = next(groups, None)
+    shape = (*first.shape[:2], 1 if second is None else 1 + second.shape[2], *first.shape[3:])
+    driver.load(vae, driver.encode_bytes(vae, torch.Size(shape), way), way)
+    chunk = driver.encode_chunk(vae, *first.shape[3:], chunk, dtype, way)
+    # A lone frame goes as a tensor, which takes a path of its own.
+    source = first if second is None else itertools.chain([first, second], groups)
+    progress = Progress(model.config.latent_frames(max(count_estimate or 1, shape[2])))
+    done = [
+        latent.to(vae.output_device, vae.vae_output_dtype())
+        for latent in progress.counted(driver.encode_pieces(vae, source, way, chunk, dtype))
+    ]
+    return torch.cat(done, dim=2)
+
+
+def _whole_groups(pieces: Iterator[Tensor], size: int) -> Iterator[Tensor]:
+    """The first frame, then groups of `size` and no others; the log says what is left out."""
+    held: Tensor | None = None
+    count = 0
+    for piece in pieces:
+        if not count:
+            yield piece[:, :, :1]
+            piece = piece[:, :, 1:]
+            count = 1
+        held = piece if held is None else torch.cat([held, piece], dim=2)
+        whole = held.shape[2] - held.shape[2] % size
+        if whole:
+            yield held[:, :, :whole]
+            count += whole
+            held = held[:, :, whole:]
+    rest = 0 if held is None else held.shape[2]
+    if rest:
+        _logger.info(
+            "Fast Video VAE: the last %d of %d frames are left out; the VAE takes %d n + 1",
+            rest,
+            count + rest,
+            size,
+        )
