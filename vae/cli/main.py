@@ -12,20 +12,16 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TextIO
 
 from ..media.atomic_file import remove_unfinished
-from ..media.codecs import CODECS
-from . import arguments
+from .parser import PROGRAM, parse
 from .signals import Signals, reason
 
-PROGRAM = "fast-video-vae"
-TASKS = ("decode", "encode", "both")
-DEMO_FOLDER = Path("fast-video-vae-out")
 # It is on no package index, and a name that is free there is anybody's.
 REPOSITORY = "https://github.com/fast-video-vae/ComfyUI-FastVideoVAE"
 INSTALL = f'pip install ".[cli]" in a clone of {REPOSITORY}'
@@ -47,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             reconfigure(errors="backslashreplace")
     with Signals() as signals:
         try:
-            code = _attempt(_arguments(argv), signals)
+            code = _attempt(parse(argv, _version()), signals)
             signals.settle()
         except KeyboardInterrupt as error:
             remove_unfinished()
@@ -76,14 +72,6 @@ def _attempt(args: argparse.Namespace, signals: Signals) -> int:
     return 0
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
-    args = parser.parse_args(argv)
-    if args.command == "info" and not (args.file or args.backends or args.device is not None):
-        parser.error("info takes a FILE, --backends or --device")
-    return args
-
-
 def _version() -> str:
     """That of the clone that this file lies in, or else of the installed package."""
     project = Path(__file__).parents[2] / "pyproject.toml"
@@ -99,157 +87,18 @@ def _version() -> str:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from . import commands  # noqa: PLC0415, with torch; help and wrong usage need not wait for it
+    # With torch; help and wrong usage need not wait for it.
+    from .commands import bench, decode, encode  # noqa: PLC0415
+    from .demo import demo  # noqa: PLC0415
+    from .info import info  # noqa: PLC0415
+
+    commands = {"demo": demo, "encode": encode, "decode": decode, "bench": bench, "info": info}
 
     def say(text: str) -> None:
         if not args.quiet:
             print(text, flush=True)
 
-    print(getattr(commands, args.command)(args, say))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description="Encode and decode videos with the VAE of Wan, Qwen-Image or SeedVR2.",
-    )
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-
-    def command(
-        name: str, text: str, description: str = "", *, chunks: bool = True
-    ) -> Callable[..., argparse.Action]:
-        added = commands.add_parser(name, help=text, description=description or text)
-        _add_common(added, chunks=chunks, alone=name == "info")
-        return added.add_argument
-
-    text = (
-        "Encode and decode a video: the result, a contact sheet and the PSNR. On a CPU a long or "
-        "large video is cut to about half a minute of work; --size, --duration and --frames-limit "
-        "take more of it."
-    )
-    add = command(
-        "demo", "Encode and decode a video: the result, a contact sheet and the PSNR.", text
-    )
-    add("video", nargs="?", type=Path, metavar="VIDEO", help="a video; default: the bundled clip")
-    add("--vae", type=Path, metavar="FILE", help="the VAE; default: the small bundled one")
-    text = (
-        "default: %(default)s; it gets NAME_decoded.mp4 and NAME_sheet.png of a video NAME.mp4, "
-        "which the same video replaces; another of that name gets NAME_2_decoded.mp4 and so on"
-    )
-    add("--out", type=Path, default=DEMO_FOLDER, metavar="DIR", help=text)
-    _add_stretch(add)
-    _add_tile(add)
-
-    add = command("encode", "Encode a video to a latent file.")
-    add("video", type=Path, metavar="VIDEO", help="a video in any format that FFmpeg reads")
-    add("--vae", type=Path, required=True, metavar="FILE", help="the VAE")
-    add("-o", "--output", type=Path, required=True, metavar="LATENTS", help="x.safetensors")
-    _add_stretch(add)
-    _add_tile(add)
-
-    add = command("decode", "Decode a latent file to a video.")
-    add("latents", type=Path, metavar="LATENTS", help="from encode, or a latent of ComfyUI")
-    add("--vae", type=Path, required=True, metavar="FILE", help="the VAE")
-    add(
-        "-o", "--output", type=Path, required=True, metavar="VIDEO", help="x.mp4, .webm, .mkv, .mov"
-    )
-    add("--fps", type=arguments.fps, help="such as 24 or 30000/1001; default: the video's, or 16")
-    add(
-        "--frames",
-        type=arguments.frame_range,
-        metavar="40-80",
-        help="of the video, counted from 0; default: all",
-    )
-    add(
-        "--codec",
-        choices=CODECS,
-        help="default: h264 for .mp4, vp9 for .webm, ffv1 for .mkv, prores for .mov",
-    )
-    add(
-        "--video-quality",
-        type=arguments.quality,
-        metavar="0-100",
-        help="more is better and bigger; default: 70, which shows no loss; not for ffv1",
-    )
-    _add_tile(add)
-    add("--hardware", action="store_true", help="encode on a chip made for it, where one works")
-    add("--audio", type=Path, metavar="FILE", help="the sound of this file along with the video")
-
-    text = "Race against the plain reference, and diffusers: seconds, memory and the difference."
-    add = command("bench", text)
-    add("--vae", type=Path, metavar="FILE", help="the VAE; default: the small bundled one")
-    add(
-        "--size", type=arguments.size, default="512x320", metavar="WxH", help="default: %(default)s"
-    )
-    add("--frames", type=arguments.count, default=17, metavar="N", help="default: %(default)s")
-    add(
-        "--rounds",
-        type=arguments.count,
-        default=3,
-        metavar="N",
-        help="of each, default: %(default)s",
-    )
-    add("--task", choices=TASKS, default="decode", help="default: %(default)s")
-    add("-o", "--output", type=Path, metavar="CHART", help="a bar chart, x.png")
-    add("--json", type=Path, metavar="FILE", help="all figures, those of every round too")
-
-    add = command("info", "Tell what a VAE file is, and the memory that it takes.", chunks=False)
-    add(
-        "file",
-        nargs="?",
-        type=Path,
-        metavar="FILE",
-        help="the VAE; optional with --backends or --device",
-    )
-    add("--backends", action="store_true", help="tell which backend does what on this machine")
-    add("--limit", type=arguments.gib, metavar="GIB", help="how it would run in so much memory")
-    return parser
-
-
-def _add_stretch(add: Callable[..., argparse.Action]) -> None:
-    """What part of a video is taken, at which rate and size."""
-    text = (
-        "frames per second: the nearest in time; default: all frames, or where their rate varies a "
-        "constant one that keeps the timing"
-    )
-    add("--fps", type=arguments.fps, help=text)
-    text = "resize to cover it, and crop about the centre"
-    add("--size", type=arguments.size, metavar="WxH", help=text)
-    text = "seconds to leave out before"
-    add("--start", type=arguments.seconds, default=0.0, metavar="S", help=text)
-    text = "seconds to take; default: to the end"
-    add("--duration", type=arguments.seconds, metavar="S", help=text)
-    text = "frames to take at most"
-    add("--frames-limit", type=arguments.count, metavar="N", help=text)
-
-
-def _add_tile(add: Callable[..., argparse.Action]) -> None:
-    text = "tiles of that many pixels, with the same result; default: by memory"
-    add("--tile", type=arguments.size, metavar="WxH", help=text)
-
-
-def _add_common(parser: argparse.ArgumentParser, *, chunks: bool, alone: bool = False) -> None:
-    add = parser.add_argument
-    if alone:
-        text = "tell what a device is and does, such as cpu or cuda:0; default: as for the others"
-        add("--device", nargs="?", const="", help=text)
-    else:
-        add("--device", help="such as cpu or cuda:0; default: CUDA where there is one")
-    add(
-        "--dtype",
-        type=arguments.dtype,
-        help="of the computation: fp32, bf16 or fp16; default: by device",
-    )
-    add("--encode-dtype", type=arguments.dtype, metavar="DTYPE", help="of encoding alone")
-    if chunks:
-        add(
-            "--chunk",
-            type=arguments.chunk,
-            help="latent frames per step; -1: all; default: by memory",
-        )
-    add("-q", "--quiet", action="store_true", help="print the result and errors only")
-    add("--debug", action="store_true", help="let errors show their traceback")
+    print(commands[args.command](args, say))
 
 
 class _LogNotes(logging.Handler):

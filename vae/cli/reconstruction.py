@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...kernels import synchronize
 from ..media.video_reader import VideoFile
 from ..media.video_writer import frames_to_uint8
 from ..model import VideoVAE
@@ -75,9 +76,9 @@ class RoundTrip:
                 kept.extend(piece[0].permute(1, 2, 3, 0))
                 yield with_channels(piece, config.image_channels)
 
-        reading = Timed(source(), device)
-        encoding = Timed(self.vae.encode_stream(reading, self.options), device)
-        decoding = Timed(self.vae.decode_stream(encoding, self.options), device)
+        reading = TimedIterator(source(), device)
+        encoding = TimedIterator(self.vae.encode_stream(reading, self.options), device)
+        decoding = TimedIterator(self.vae.decode_stream(encoding, self.options), device)
         for piece in decoding:
             result = frames_to_uint8(piece).cpu()
             original = torch.stack([kept.popleft() for _ in range(len(result))])
@@ -103,7 +104,7 @@ class RoundTrip:
         self._values += error.numel()
 
 
-class Timed:
+class TimedIterator:
     """An iterator that knows how long its own `next` took in all, the device's work included."""
 
     def __init__(self, items: Iterator[Tensor], device: torch.device) -> None:
@@ -111,7 +112,7 @@ class Timed:
         self._items = items
         self._device = device
 
-    def __iter__(self) -> "Timed":
+    def __iter__(self) -> "TimedIterator":
         return self
 
     def __next__(self) -> Tensor:
@@ -119,8 +120,7 @@ class Timed:
         try:
             return next(self._items)
         finally:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            synchronize(self._device)
             self.seconds += time.perf_counter() - start
 
 

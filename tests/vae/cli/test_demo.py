@@ -16,7 +16,7 @@ for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
 
 from fast_video_vae.tests.videos import moving_clip  # noqa: E402
-from fast_video_vae.vae.cli import showing  # noqa: E402
+from fast_video_vae.vae.cli import stretch  # noqa: E402
 from fast_video_vae.vae.media.video_reader import VideoFile, read_video  # noqa: E402
 from fast_video_vae.vae.media.video_writer import VideoWriter  # noqa: E402
 from fast_video_vae.vae.models.config import read_configs  # noqa: E402
@@ -77,7 +77,7 @@ def test_a_cpu_gets_what_it_does_in_about_half_a_minute(
 ):
     video = VideoFile(Path("a.mp4"), height, width, Fraction(24), frames)
     wanted = ALL | asked
-    taken, note = showing.affordable(video, config, wanted)
+    taken, note = stretch.affordable(video, config, wanted)
     assert taken == wanted | changed
     assert bool(note) == bool(changed)
     for key, word in (("size", f" instead of {width}x{height}"), ("limit", f" of {frames} frames")):
@@ -86,13 +86,13 @@ def test_a_cpu_gets_what_it_does_in_about_half_a_minute(
 
 def test_a_video_of_unknown_length_is_cut_as_well(config):
     video = VideoFile(Path("a.mp4"), 360, 640, Fraction(24), None)
-    taken, note = showing.affordable(video, config, ALL)
+    taken, note = stretch.affordable(video, config, ALL)
     assert taken["limit"] == 49
     assert "at most 49 frames" in note
 
 
 def test_what_is_left_out_is_said(tmp_path, run, vae_path, monkeypatch):
-    monkeypatch.setattr(showing, "CPU_PIXELS", 9 * 32 * 48)
+    monkeypatch.setattr(stretch, "CPU_PIXELS", 9 * 32 * 48)
     source = make(tmp_path / "a.mp4", 25)
     code, lines, _ = run("demo", source, "--vae", vae_path, "--out", tmp_path)
     assert code == 0

@@ -26,7 +26,7 @@ for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
 
 from fast_video_vae.vae import load_vae  # noqa: E402
-from fast_video_vae.vae.cli.devices import available_devices, device_named  # noqa: E402
+from fast_video_vae.vae.cli.loading import available_devices, device_named  # noqa: E402
 from fast_video_vae.vae.cli.main import REPOSITORY, main  # noqa: E402
 from fast_video_vae.vae.demo import CLIP_PATH, VAE_PATH  # noqa: E402
 from fast_video_vae.vae.media.video_reader import read_video  # noqa: E402
@@ -364,7 +364,7 @@ def test_an_interrupt_leaves_nothing_and_is_130(tmp_path, vae_path):
 
 PEAKS = """
 import json, resource, sys
-from fast_video_vae.vae.cli import main
+from fast_video_vae.vae.cli.main import main
 peaks = []
 for source in sys.argv[4:]:
     if main(["demo", source, "--vae", sys.argv[1], "--out", sys.argv[2], "--chunk", "1", "-q"]):

@@ -11,7 +11,7 @@ from fast_video_vae.tests.builders import random_state_dict
 pytest.importorskip("av", reason="PyAV is not installed")
 
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.cli.reconstruction import RoundTrip, Timed, shrunk, with_channels
+from fast_video_vae.vae.cli.reconstruction import RoundTrip, TimedIterator, shrunk, with_channels
 from fast_video_vae.vae.media.video_reader import VideoFile, read_video
 from fast_video_vae.vae.media.video_writer import VideoWriter, frames_to_uint8
 
@@ -139,6 +139,6 @@ def test_shrinking_averages():
 
 
 def test_time_is_that_of_the_iterator_alone():
-    timed = Timed(iter([torch.zeros(1)] * 3), torch.device("cpu"))
+    timed = TimedIterator(iter([torch.zeros(1)] * 3), torch.device("cpu"))
     assert len(list(timed)) == 3
     assert 0 < timed.seconds < 0.5

@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("tqdm", reason="tqdm is not installed")
 
-from fast_video_vae.vae.cli import progress
-from fast_video_vae.vae.cli.progress import Progress
+from fast_video_vae.vae.cli import progress_bar
+from fast_video_vae.vae.cli.progress_bar import ProgressBar
 
 
 class Terminal(io.StringIO):
@@ -20,7 +20,7 @@ def shown(monkeypatch, stream, steps, total, **options):
     """What goes to stderr; `steps` are seconds and what was done in them."""
     monkeypatch.setattr(sys, "stderr", stream)
     seconds = 0.0
-    with Progress("decode", total, clock=lambda: seconds, **options) as bar:
+    with ProgressBar("decode", total, clock=lambda: seconds, **options) as bar:
         for took, count in steps:
             seconds += took
             bar.update(count)
@@ -44,7 +44,7 @@ def test_a_file_gets_a_line_every_ten_seconds(monkeypatch, steps, total, lines):
 
 
 def test_a_terminal_gets_a_bar(monkeypatch):
-    monkeypatch.setattr(progress, "BAR_DELAY_S", 0)
+    monkeypatch.setattr(progress_bar, "BAR_DELAY_S", 0)
     states = shown(monkeypatch, Terminal(), [(60, 5), (60, 5)], 20, unit="runs")  # parted by \\r
     assert any("0/20" in state for state in states)
     assert "decode:" not in "".join(states)
@@ -59,7 +59,7 @@ def test_a_total_may_grow(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     seconds = 0.0
-    with Progress("bench", 0, unit="runs", clock=lambda: seconds) as bar:
+    with ProgressBar("bench", 0, unit="runs", clock=lambda: seconds) as bar:
         bar.total = 6
         seconds = 11.0
         bar.update()

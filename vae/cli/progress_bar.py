@@ -2,9 +2,10 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 
+from torch import Tensor
 from tqdm import tqdm
 
 # What takes less than this needs no bar.
@@ -13,11 +14,18 @@ BAR_DELAY_S = 2
 LINE_EVERY_S = 10.0
 
 
-class Progress:
+class ProgressBar:
     """Counts what is done, as a context manager.
 
     In a terminal it is a bar. A log that is read later would keep every state of a bar in one long
     line, so where stderr is no terminal it is a line every ten seconds, and none at the end.
+
+    Args:
+        task: First word of a line, such as "decode".
+        total: What there is to do; None: unknown.
+        unit: Of what is counted.
+        quiet: Show nothing.
+        clock: Seconds from any moment on.
 
     Attributes:
         total: What there is to do; None: unknown. It may grow.
@@ -32,21 +40,12 @@ class Progress:
         quiet: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare; the clock starts when the context is entered.
-
-        Args:
-            task: First word of a line, such as "decode".
-            total: What there is to do; None: unknown.
-            unit: Of what is counted.
-            quiet: Show nothing.
-            clock: Seconds from any moment on.
-        """
         self.total = total
         self._task, self._unit, self._quiet, self._clock = task, unit, quiet, clock
         self._done = 0
         self._bar: tqdm | None = None
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressBar":
         self._start = self._shown = self._clock()
         if not self._quiet and sys.stderr is not None and sys.stderr.isatty():
             self._bar = tqdm(
@@ -66,6 +65,12 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
+
+    def counted(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Count the frames of pieces `[B, C, T, H, W]` that pass, each when it was dealt with."""
+        for piece in pieces:
+            yield piece
+            self.update(piece.shape[2])
 
     def update(self, count: int = 1) -> None:
         """Count what was done since the last call."""

@@ -1,0 +1,152 @@
+"""`fast-video-vae demo`: a video there and back, shown beside what it was."""
+
+import argparse
+import hashlib
+import itertools
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL.PngImagePlugin import PngInfo
+
+from ..demo import CLIP_PATH, VAE_PATH
+from ..media.atomic_file import whole_file
+from ..media.video_reader import read_video
+from ..media.video_writer import VideoWriter
+from .contact_sheet import ContactSheet
+from .loading import Say, build_kernels, load_named, options_for
+from .progress_bar import ProgressBar
+from .reconstruction import RoundTrip, shrunk
+from .stretch import affordable, cropped, estimated, fps_label, frames_label, stretch_named
+
+# What to say of the bundled VAE.
+TOY = (
+    "the bundled VAE is a toy that blurs; --vae FILE takes a real one, such as "
+    "wan_2.1_vae.safetensors"
+)
+MIB = 2**20
+
+# The words in a picture's metadata before the digest of the path of its video.
+_KEY = "fast-video-vae demo of"
+# Metadata comes first in a PNG file.
+_HEAD_BYTES = 4096
+
+
+def demo(args: argparse.Namespace, say: Say) -> str:
+    """Encode and decode a video; write the result and a contact sheet.
+
+    Args:
+        args: `video` and `vae` (None: the bundled ones), `out`, those of a stretch as `encode`
+            has them, `tile`, and the common ones.
+        say: Takes the lines before the last.
+
+    Returns:
+        The last line: `PSNR 24.13 dB`.
+    """
+    video = read_video(args.video or CLIP_PATH)
+    if args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"{args.out} is a file; expected a folder to write to")
+    args.out.mkdir(parents=True, exist_ok=True)
+    outputs = outputs_of(args.out, video.path)
+    fps = args.fps or video.fps
+    # Both outputs are opened before the work, so that a folder that is not writable costs no time.
+    with ExitStack() as stack:
+        part = stack.enter_context(whole_file(outputs.picture))
+        writer = stack.enter_context(VideoWriter(outputs.movie, fps))
+        vae = load_named(args, args.vae or VAE_PATH, say)
+        if not args.vae:
+            say(f"note: {TOY}")
+        stretch, cut = stretch_named(args), ""
+        if vae.device.type == "cpu":
+            stretch, cut = affordable(video, vae.config, stretch)
+        height, width = cropped(video, vae.config, stretch["size"], say)
+        if cut:
+            say(f"note: {cut}")
+        trip = RoundTrip(vae, video, options_for(args, vae), stretch=stretch)
+        build_kernels(vae.device, say)
+        sheet = ContactSheet()
+        before = _peak_bytes(vae.device)
+        total = estimated(video, stretch)
+        # The VAE drops what does not fill a latent.
+        total = total and total - (total - 1) % vae.config.temporal_compression
+        with ProgressBar(args.command, total, quiet=args.quiet) as progress:
+            for source, result in trip:
+                writer.write(result)
+                sheet.add(source, shrunk(result, vae.config.output_scale))
+                progress.update(len(result))
+        verdict = f"PSNR {trip.psnr:.2f} dB"
+        title = f"{video.path.name}   {frames_label(trip.frames)}   {width} x {height}   "
+        picture = sheet.draw(f"{title}{fps_label(fps)} fps", verdict, "" if args.vae else TOY)
+        picture.save(part, format="PNG", pnginfo=outputs.tags)
+    for name, seconds in (("encode", trip.encode_seconds), ("decode", trip.decode_seconds)):
+        say(f"{name}  {seconds:8.2f} s  {trip.frames / seconds:8.2f} frames/s")
+    if before is not None:
+        peak = _peak_bytes(vae.device) or before
+        say(f"peak memory {peak / MIB:.0f} MiB, of which {before / MIB:.0f} MiB before it began")
+    say(f"wrote {outputs.movie}")
+    say(f"wrote {outputs.picture}")
+    return verdict
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The files of one video.
+
+    Attributes:
+        movie: The decoded video.
+        picture: The contact sheet, a PNG file.
+        tags: Its metadata, which says what video it belongs to.
+    """
+
+    movie: Path
+    picture: Path
+    tags: PngInfo
+
+
+def outputs_of(folder: Path, video: Path) -> Outputs:
+    """Choose names: those that this very path had before, or else the first that are free.
+
+    Args:
+        folder: Where the files go.
+        video: The source.
+
+    Returns:
+        `x_decoded.mp4` and `x_sheet.png` for `x.mp4`; `x_2_decoded.mp4` and so on where those are
+        of another video called x.
+    """
+    digest = hashlib.sha256(str(video.resolve()).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    for number in itertools.count(1):
+        stem = video.stem if number == 1 else f"{video.stem}_{number}"
+        movie, picture = folder / f"{stem}_decoded.mp4", folder / f"{stem}_sheet.png"
+        free = not (movie.exists() or picture.exists())
+        if free or _tagged(picture, digest):
+            break
+    tags = PngInfo()
+    tags.add_text(_KEY, digest)
+    return Outputs(movie, picture, tags)
+
+
+def _peak_bytes(device: torch.device) -> int | None:
+    """Peak of the memory so far: of the GPU where it works there, else of this process.
+
+    None on Windows, where Python's own library does not know it.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource  # noqa: PLC0415, not on Windows
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _tagged(picture: Path, digest: str) -> bool:
+    try:
+        with picture.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError:
+        return False
+    return f"{_KEY}\0{digest}".encode() in head

@@ -1,0 +1,184 @@
+"""`fast-video-vae info`: what a VAE is and what memory it takes; which backend does what here."""
+
+import argparse
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from ...kernels import Support, backend_matrix, gpu_config, native_library, padded
+from ..bench.report import dtype_label
+from ..model import VideoVAE
+from ..planning.plan import free_bytes
+from ..streaming.options import StreamOptions
+from ..validation import dtype_name
+from .loading import Say, device_named, load_named
+
+MIB, GIB = 2**20, 2**30
+# Columns of a terminal that the text keeps to.
+WIDTH = 100
+# Frame sizes that people decode, (width, height), for the table of memory.
+SIZES = ((512, 512), (832, 480), (1280, 720), (1920, 1080), (3840, 2160))
+LEGEND = "exact: the bits of the reference; fast: rounded otherwise"
+
+
+def info(args: argparse.Namespace, _: Say) -> str:
+    """Tell what a VAE file is, and the memory that it takes; and what runs on this machine.
+
+    Args:
+        args: `file` (None: no VAE), `backends`, `device` (None: nothing of it; "": the best there
+            is), `limit` in bytes (None: what is free), and the common ones.
+        _: Nothing comes before the result.
+
+    Returns:
+        A table of many lines.
+    """
+    parts = []
+    if args.file:
+        parts.append(vae_report(load_named(args, args.file), args.file, args.limit))
+    if args.device is not None:
+        parts.append("\n".join(gpu_config(device_named(args.device)).lines()))
+    if args.backends:
+        parts.append(backend_report())
+    return "\n\n".join(parts)
+
+
+def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None) -> str:
+    """Say what a VAE is, and how it would run.
+
+    Args:
+        vae: The VAE.
+        path: Its file.
+        limit_bytes: Memory that a stream may take; None: what is free.
+
+    Returns:
+        A table of many lines.
+    """
+    config = vae.config
+    weights = list(vae.parameters())
+    dtypes = sorted({dtype_name(weight.dtype) for weight in weights})
+    size = sum(weight.nbytes for weight in weights) / MIB
+    step = config.spatial_compression
+    rows = [
+        ("file", str(path)),
+        ("family", config.family),
+        ("base width", f"encoder {config.encoder_width or '-'}, decoder {config.decoder_width}"),
+        ("channels", f"{config.image_channels} image, {config.latent_channels} latent"),
+        ("compression", f"{step} in space, {config.temporal_compression} in time"),
+        ("output scale", f"{config.output_scale}x"),
+        ("parameters", f"{sum(weight.numel() for weight in weights):,}"),
+        ("weights", f"{', '.join(dtypes)}, {size:.1f} MiB on {vae.device}"),
+        ("encodes in", dtype_name(vae.encode_dtype) if config.encoder_width else "-"),
+        ("decodes in", dtype_name(vae.dtype)),
+    ]
+    lines = [f"{name:<14}{value}" for name, value in rows]
+    free = free_bytes(vae.device)
+    room = f"{_size(free)} free" if limit_bytes is None else f"within {limit_bytes / GIB:g} GiB"
+    lines += [
+        "",
+        f"memory beside weights and pictures, a video of any length on {vae.device}, {room}",
+    ]
+    options = StreamOptions(limit_bytes=limit_bytes)
+    table = [["size", "", "  memory", "a step"]]
+    for width, height in SIZES:
+        for encode in (True, False) if config.encoder_width else (False,):
+            plan = vae.plan(height - height % step, width, options, encode=encode)
+            most, where = (free, "is free") if limit_bytes is None else (limit_bytes, "the limit")
+            over = f"; more than {where}" if plan.peak_bytes > most else ""
+            name = f"{width}x{height}" if encode or not config.encoder_width else ""
+            task, how = "encode" if encode else "decode", f"{plan.step}, {plan.frames}{over}"
+            table.append([name, task, f"{_size(plan.peak_bytes):>8}", how])
+    return "\n".join([*lines, *_aligned(table)])
+
+
+def backend_report() -> str:
+    """What the backends of this machine do, and what they have to do it with.
+
+    The compiled library of the CPU is built if it is not there.
+
+    Returns:
+        Many lines, the first of them a table for each kind of device.
+    """
+    library = native_library()
+    matrix = backend_matrix()
+    rows, reasons = support_table(matrix)
+    lines = []
+    for device in dict.fromkeys(each.device for each in matrix):
+        mine = [0, *(n for n, head in enumerate(rows[0]) if head.startswith(f"{device} "))]
+        lines += [*_aligned([[row[n] for n in mine] for row in rows]), ""]
+    lines += _wrapped("", LEGEND)
+    for number, reason in enumerate(reasons, 1):
+        lines += _wrapped(f"({number}) ", reason)
+    threads = torch.get_num_threads()
+    machine = {
+        "torch": torch.__version__,
+        "CPU": f"{torch.backends.cpu.get_cpu_capability()}, {threads} threads"
+        + (f"; native uses {library.instructions}" if library.instructions else ""),
+        "CUDA": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "library": str(library.path or "none"),
+        "missing": library.missing or "nothing",
+    }
+    lines.append("")
+    for name, value in machine.items():
+        lines += _wrapped(f"{name:<10}", value)
+    return "\n".join(lines)
+
+
+def support_table(matrix: Sequence[Support]) -> tuple[list[list[str]], list[str]]:
+    """Put what the backends say into cells.
+
+    A cell is "exact", "fast" or "no (2)", where the number is that of a reason. Where the dtypes
+    differ, it says so for each kind: "exact bf16 fp16, fast fp32".
+
+    Args:
+        matrix: From `backend_matrix`.
+
+    Returns:
+        Rows of cells, the first one the headings; and the distinct reasons.
+    """
+    columns = list(dict.fromkeys((each.device, each.backend) for each in matrix))
+    reasons = list(dict.fromkeys(each.reason for each in matrix if each.reason is not None))
+    rows = [["op", *(f"{device} {backend}" for device, backend in columns)]]
+    for op in dict.fromkeys(each.op for each in matrix):
+        cells = [
+            _cell([m for m in matrix if (m.op, m.device, m.backend) == (op, *column)], reasons)
+            for column in columns
+        ]
+        rows.append([op, *cells])
+    return rows, reasons
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["  ".join(row).rstrip() for row in padded(rows)]
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    """A label and its text, which goes on below itself where it is long."""
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=label,
+        subsequent_indent=" " * len(label),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _cell(entries: Iterable[Support], reasons: Sequence[str]) -> str:
+    kinds: dict[str, list[str]] = {}
+    for each in entries:
+        kinds.setdefault(_kind(each, reasons), []).append(dtype_label(each.dtype))
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return ", ".join(f"{kind} {' '.join(dtypes)}" for kind, dtypes in kinds.items())
+
+
+def _kind(each: Support, reasons: Sequence[str]) -> str:
+    if each.reason is not None:
+        return f"no ({reasons.index(each.reason) + 1})"
+    return "exact" if each.exact else "fast"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.0f} MiB"

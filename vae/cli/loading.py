@@ -1,0 +1,100 @@
+"""What comes before the work of a command: the device, the VAE, how it runs, its kernels."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ...kernels import native_library, preparations
+from ..checkpoint import load_vae
+from ..model import VideoVAE
+from ..streaming.options import StreamOptions
+from ..validation import dtype_name
+
+# Tells the user something on the way.
+Say = Callable[[str], None]
+
+
+def device_named(name: str | None) -> torch.device:
+    """The device of a name.
+
+    Args:
+        name: Such as "cpu", "cuda:1" or "mps"; None or empty: CUDA where there is one, else the
+            CPU.
+
+    Returns:
+        A device that this machine has.
+
+    Raises:
+        ValueError: There is no such device.
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    there = available_devices()
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        message = f"device {name!r} is unknown; this PyTorch has {', '.join(there)}"
+        raise ValueError(message) from None
+    # Without an index it is the current one. PyTorch keeps 8 bits of an index: 256 becomes 0.
+    indexed = name if device.index is not None else f"{device.type}:0"
+    if indexed not in there and indexed != "cpu:0":
+        raise ValueError(f"device is {name!r}; this PyTorch has {', '.join(there)}")
+    # PyTorch holds `cpu` and `cpu:0` for two devices.
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+def available_devices() -> list[str]:
+    """The CPU, and each device of the accelerator that PyTorch works with, such as "cuda:0"."""
+    found = ["cpu"]
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        if kind is not None:
+            found += [f"{kind.type}:{index}" for index in range(torch.accelerator.device_count())]
+    return found
+
+
+def load_named(args: argparse.Namespace, path: Path, say: Say | None = None) -> VideoVAE:
+    """Load a VAE on the device and in the dtypes of the command line, and say what it is."""
+    device = device_named(args.device)
+    dtype, encode_dtype = dtypes_named(args)
+    vae = load_vae(path, device=device, dtype=dtype, encode_dtype=encode_dtype)
+    if say:
+        say(
+            f"{path.name}: {vae.config.family}, base width {vae.config.decoder_width}, "
+            f"on {device}, encodes in {dtype_name(vae.encode_dtype)}, "
+            f"decodes in {dtype_name(vae.dtype)}"
+        )
+    return vae
+
+
+def dtypes_named(args: argparse.Namespace) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """Those to decode and to encode in; None: chosen."""
+    dtype, encode_dtype = (
+        getattr(torch, name) if name else None for name in (args.dtype, args.encode_dtype)
+    )
+    return dtype, encode_dtype
+
+
+def options_for(args: argparse.Namespace, vae: VideoVAE) -> StreamOptions:
+    """How a stream is to run.
+
+    Raises:
+        ValueError: The tiles are smaller than a latent.
+    """
+    step = vae.config.spatial_compression
+    if args.tile and min(args.tile) < step:
+        height, width = args.tile
+        raise ValueError(f"tiles are {width}x{height}; this VAE needs at least {step}x{step}")
+    return StreamOptions(args.chunk, tile=args.tile)
+
+
+def build_kernels(device: torch.device, say: Say) -> None:
+    """Build what a first run has to build, before a clock runs."""
+    if device.type != "cpu":
+        return
+    before = len(preparations())
+    library = native_library()
+    seconds = sum(done.end - done.start for done in preparations()[before:])
+    if seconds and not library.missing:
+        say(f"kernels built in {seconds:.1f} s, once")
