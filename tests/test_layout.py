@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "vae/models": _LAYERS,
     "vae/validation.py": "vae/models/config.py",
     "vae/planning": _MODELS,
-    "vae/streaming": _PLANNING,
+    "vae/streaming": f"{_PLANNING} vae/validation.py",
     "vae/model.py": _STREAMING,
     "vae/checkpoint.py": f"{_MODEL} vae/checkpoint_io",
     "vae/checkpoint_io": "kernels",
