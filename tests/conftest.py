@@ -22,3 +22,8 @@ _spec.loader.exec_module(sys.modules["fast_video_vae"])
 def pytest_configure():
     """The tensors of the tests are tiny: a second thread costs more than it does."""
     torch.set_num_threads(1)
+
+
+def pytest_xdist_auto_num_workers(config):
+    """Two processes, since each test uses one core; none where single files or tests are named."""
+    return 0 if any(".py" in argument for argument in config.args) else min(2, os.cpu_count() or 1)
