@@ -443,7 +443,7 @@ def _main(folder, count=None):
     from fast_video_vae.lora.keys import Targets
     from fast_video_vae.tests.lora.models import wan
     from fast_video_vae.vae import load_vae
-    from fast_video_vae.vae.media.latent_file import load_latent
+    from fast_video_vae.vae.media import load_latent
 
     torch.set_num_threads(1)
     folder = Path(folder)

@@ -2,10 +2,14 @@
 
 from fractions import Fraction
 
-import av
+import pytest
 import torch
 
 from fast_video_vae.tests.builders import module_command
+from fast_video_vae.vae.media import VideoWriter, read_video
+
+# The tests of whoever imports this file need it too.
+av = pytest.importorskip("av", reason="PyAV is not installed")
 
 # What binds the checkout to its name, as in `module_command`, for a program of our own.
 BIND = ";".join(module_command("")[2].split(";")[:2]) + "\n"
@@ -53,6 +57,19 @@ def write_with(
             output.mux(stream.encode(frame))
         output.mux(stream.encode(None))
     return path
+
+
+def write(path, frames, fps=24, **options):
+    """Write `[T, H, W, 3]` with `VideoWriter`."""
+    with VideoWriter(path, fps, **options) as writer:
+        writer.write(frames)
+    return path
+
+
+def stacked(video):
+    """Every frame of a video or of a file, `[T, H, W, 3]`."""
+    video = video if hasattr(video, "frames") else read_video(video)
+    return torch.stack(list(video.frames()))
 
 
 def psnr(result, source):

@@ -11,6 +11,7 @@ import nodes as core_nodes
 
 from ... import vae as library
 from ...kernels import shown
+from ...vae import media
 from ..host import timing
 from ..host.input_checks import checked
 from ..host.lazy import Later
@@ -255,7 +256,7 @@ class DemoClip(io.ComfyNode):
     @classmethod
     def execute(cls) -> io.NodeOutput:
         """Read the clip."""
-        frames = torch.stack(list(library.read_video(library.CLIP_PATH).frames()))
+        frames = torch.stack(list(media.read_video(library.CLIP_PATH).frames()))
         return io.NodeOutput(frames.float() / 255, InputImpl.VideoFromFile(str(library.CLIP_PATH)))
 
 

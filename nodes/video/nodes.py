@@ -10,7 +10,7 @@ import torch
 from comfy_api.latest import Input, InputImpl, io, ui
 from torch import Tensor
 
-from ... import vae as library
+from ...vae import media
 from ..host import timing
 from ..host.error_text import described
 from ..host.input_checks import checked
@@ -235,7 +235,7 @@ def _file_inputs() -> list[io.Input]:
         ),
         io.Combo.Input(
             "codec",
-            options=list(library.available_codecs()),
+            options=list(media.available_codecs()),
             default="h264",
             tooltip="h264 (mp4): plays everywhere. hevc (mp4), av1 (mp4), vp9 (webm): smaller "
             "files, slower to write. ffv1 (mkv): the exact bytes, about 1 MB per frame of 1280 x "

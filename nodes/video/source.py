@@ -18,7 +18,7 @@ import torch
 from comfy_api.latest import Input
 from torch import Tensor
 
-from ...vae import VideoFile, open_media, read_video
+from ...vae.media import VideoFile, open_media, read_video
 
 _logger = logging.getLogger(__name__)
 

@@ -20,9 +20,10 @@ from torch import Tensor
 
 # What writes is imported when it is asked for, so that ComfyUI starts without it.
 from ... import vae as library
+from ...vae import media
 
 if TYPE_CHECKING:
-    from ...vae import Audio
+    from ...vae.media import Audio
 
 _logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class VideoTarget:
     def check_size(self, height: int, width: int) -> None:
         """Raise a `ValueError` for frames that the codec cannot store."""
         try:
-            library.check_size(self.codec, height, width)
+            media.check_size(self.codec, height, width)
         except ValueError as error:
             raise ValueError(f"codec: {error}") from None
 
@@ -73,7 +74,7 @@ class VideoTarget:
         waveform, rate = audio["waveform"], int(audio["sample_rate"])
         first, last = (round(frame / self.fps * rate) for frame in (frames.start, frames.stop))
         try:
-            return library.Audio(waveform[0, :, first:last], rate)
+            return media.Audio(waveform[0, :, first:last], rate)
         except ValueError as error:
             raise ValueError(f"audio: {error}") from None
 
@@ -105,7 +106,7 @@ class VideoTarget:
         """
         with closing(pieces):
             path, result = self._new_file(height, width)
-            with library.VideoWriter(
+            with media.VideoWriter(
                 path,
                 self.fps,
                 codec=self.codec,
@@ -115,9 +116,9 @@ class VideoTarget:
                 metadata=tags,
             ) as writer:
                 relief = library.Relief(torch.device("cpu"), "a decode")
-                with library.Handoff(writer.write) as handoff:
+                with media.BackgroundWriter(writer.write) as background:
                     for pictures in _opaque(pieces):
-                        relief.finish(functools.partial(handoff.put, pictures))
+                        relief.finish(functools.partial(background.put, pictures))
                 throw_exception_if_processing_interrupted()
         return path, result
 
@@ -134,7 +135,7 @@ class VideoTarget:
             raise ValueError(
                 f"filename_prefix is {self.prefix!r}; expected a name inside of the folder"
             ) from error
-        file = f"{name}_{counter:05}_{library.codec_named(self.codec).suffix}"
+        file = f"{name}_{counter:05}_{media.codec_named(self.codec).suffix}"
         return Path(folder) / file, ui.SavedResult(file, subfolder, kind)
 
 

@@ -2,9 +2,9 @@
 
 A pickle is a program that may call any function of the machine that reads it. This one knows the
 instructions and none of the functions: where a pickle calls something, the call is written down
-(`Call`), and what calls mean is for the reader of the file to see. All that is made are numbers,
-texts, tuples, lists and dicts, no more of them than the pickle has bytes, so that neither a number
-nor a length in it can cost memory or time.
+(`PickleCall`), and what calls mean is for the reader of the file to see. All that is made are
+numbers, texts, tuples, lists and dicts, no more of them than the pickle has bytes, so that neither
+a number nor a length in it can cost memory or time.
 """
 
 import struct
@@ -22,20 +22,20 @@ _MAX_TEXT, _MAX_NUMBER = 1000, 1 << 32
 _ORDERED = "collections.OrderedDict"
 
 
-class Name(NamedTuple):
+class PickleGlobal(NamedTuple):
     """Something that a pickle names: a function, a type, a dtype."""
 
     name: str
 
 
-class Call(NamedTuple):
+class PickleCall(NamedTuple):
     """A call that a pickle asks for, and that is not made."""
 
     name: str
     arguments: tuple
 
 
-class Stored(NamedTuple):
+class PersistentId(NamedTuple):
     """What lies in the file outside of the pickle, by which it is found."""
 
     place: object
@@ -52,7 +52,7 @@ class Pickle(NamedTuple):
 
     value: object
     end: int
-    stored: list[Stored]
+    stored: list[PersistentId]
 
 
 def read_pickle(data: memoryview, first: int, is_known: Callable[[str], bool]) -> Pickle:
@@ -81,7 +81,7 @@ class _Reader:
 
     def __init__(self, data: memoryview, first: int, is_known: Callable[[str], bool]) -> None:
         self.at = first
-        self.stored: list[Stored] = []
+        self.stored: list[PersistentId] = []
         self._data, self._end = data, min(len(data), first + _MAX_BYTES)
         self._is_known = is_known
         self._stack: list = []
@@ -173,17 +173,17 @@ class _Reader:
         full = f"{module}.{name}"
         if not self._is_known(full):
             raise ValueError(f"it holds more than tensors: {full}; expected a state dict")
-        self._stack.append(Name(full))
+        self._stack.append(PickleGlobal(full))
 
     def _call(self) -> None:
         arguments, function = self._stack.pop(), self._stack.pop()
-        if not isinstance(function, Name) or not isinstance(arguments, tuple):
+        if not isinstance(function, PickleGlobal) or not isinstance(arguments, tuple):
             raise ValueError(f"its pickle calls a {_kind(function)}")
         is_dict = function.name == _ORDERED and not arguments
-        self._stack.append({} if is_dict else Call(function.name, arguments))
+        self._stack.append({} if is_dict else PickleCall(function.name, arguments))
 
     def _stored(self) -> None:
-        self.stored.append(Stored(self._stack.pop()))
+        self.stored.append(PersistentId(self._stack.pop()))
         self._stack.append(self.stored[-1])
 
     def _put(self, index: int | float) -> None:
@@ -201,7 +201,7 @@ def _is_key(key: object) -> bool:
 
 
 def _kind(value: object) -> str:
-    return value.name if isinstance(value, Name | Call) else type(value).__name__
+    return value.name if isinstance(value, PickleGlobal | PickleCall) else type(value).__name__
 
 
 _STOP = ord(".")

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from ...kernels import shown
-from .pickles import Call, Name, Pickle, Stored, read_pickle
-from .zip_members import Member, zip_members
+from .pickles import PersistentId, Pickle, PickleCall, PickleGlobal, read_pickle
+from .zip_members import ZipMember, zip_members
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 
@@ -158,7 +158,7 @@ def legacy_numbers(data: memoryview) -> dict[object, object]:
     return _state_dict(content.value, _in_turn(data, keys, content.stored), len(data))
 
 
-def _in_turn(data: memoryview, keys: Pickle, stored: list[Stored]) -> dict[str, Member]:
+def _in_turn(data: memoryview, keys: Pickle, stored: list[PersistentId]) -> dict[str, ZipMember]:
     """Where storages lie that follow the list of their keys, each behind its count of numbers."""
     try:
         described = {key: (dtype, count) for key, dtype, count in map(_described, stored)}
@@ -167,7 +167,7 @@ def _in_turn(data: memoryview, keys: Pickle, stored: list[Stored]) -> dict[str, 
     names = keys.value if isinstance(keys.value, list) else []
     if len(names) != len(described):
         raise ValueError(f"it names {len(names)} storages and uses {len(described)}")
-    found: dict[str, Member] = {}
+    found: dict[str, ZipMember] = {}
     at = keys.end
     for name in names:
         if not isinstance(name, str) or name in found or name not in described:
@@ -176,7 +176,7 @@ def _in_turn(data: memoryview, keys: Pickle, stored: list[Stored]) -> dict[str, 
         size = count * dtype.itemsize
         if at + 8 + size > len(data) or struct.unpack_from("<q", data, at)[0] != count:
             raise ValueError(f"its storage {shown(name)} is not wholly in it: {size} bytes")
-        found[name] = Member(at + 8, size)
+        found[name] = ZipMember(at + 8, size)
         at += 8 + size
     return found
 
@@ -186,18 +186,20 @@ def _is_known(name: str) -> bool:
     return known or name == _FROM_TYPE or name in _STORAGE_TYPES or name in _DTYPES
 
 
-def _state_dict(value: object, storages: Mapping[str, Member], size: int) -> dict[object, object]:
+def _state_dict(
+    value: object, storages: Mapping[str, ZipMember], size: int
+) -> dict[object, object]:
     """The state dict in what a file of a size holds: itself, or the one entry that is it."""
     for key in ("state_dict", "model", "vae"):
         if isinstance(value, dict) and isinstance(value.get(key), dict):
             value = value[key]
     if not isinstance(value, dict):
-        kind = "Tensor" if isinstance(value, Call) else type(value).__name__
+        kind = "Tensor" if isinstance(value, PickleCall) else type(value).__name__
         raise ValueError(f"it holds a {kind}; expected a state dict")
     state: dict[object, object] = {}
     total = 0
     for key, entry in value.items():
-        if isinstance(entry, Call):
+        if isinstance(entry, PickleCall):
             try:
                 entry = _numbers(entry, storages)
             except ValueError as error:
@@ -209,7 +211,7 @@ def _state_dict(value: object, storages: Mapping[str, Member], size: int) -> dic
     return state
 
 
-def _numbers(call: Call, storages: Mapping[str, Member]) -> Numbers:
+def _numbers(call: PickleCall, storages: Mapping[str, ZipMember]) -> Numbers:
     """Where the numbers of a tensor are, that a pickle asks to be made."""
     call = _unwrapped(call)
     if call.name in _OTHER_TENSORS:
@@ -218,7 +220,7 @@ def _numbers(call: Call, storages: Mapping[str, Member]) -> Numbers:
         raise ValueError(f"is a {call.name}; expected a tensor")
     stored, offset, shape, stride, *more = call.arguments
     key, dtype, member = _storage(stored, storages)
-    if call.name.endswith("_v3") and len(more) > 2 and isinstance(more[2], Name):
+    if call.name.endswith("_v3") and len(more) > 2 and isinstance(more[2], PickleGlobal):
         dtype = _DTYPES.get(more[2].name, dtype)
     if any(isinstance(each, dict) and each for each in more):
         raise ValueError("is a conjugate or negative view, or has hooks; expected a plain tensor")
@@ -236,17 +238,17 @@ def _numbers(call: Call, storages: Mapping[str, Member]) -> Numbers:
     return numbers
 
 
-def _unwrapped(call: Call) -> Call:
+def _unwrapped(call: PickleCall) -> PickleCall:
     """The call that makes the tensor, without those that make a parameter of it."""
     for _ in range(4):
         if call.name == _FROM_TYPE and len(call.arguments) > 2:
             function, _, arguments = call.arguments[:3]
-            if not isinstance(function, Name) or not isinstance(arguments, tuple):
+            if not isinstance(function, PickleGlobal) or not isinstance(arguments, tuple):
                 break
-            call = Call(function.name, arguments)
+            call = PickleCall(function.name, arguments)
         elif call.name in _WRAPPERS and call.arguments:
             inner = call.arguments[_WRAPPERS[call.name]]
-            if not isinstance(inner, Call):
+            if not isinstance(inner, PickleCall):
                 break
             call = inner
         else:
@@ -254,7 +256,9 @@ def _unwrapped(call: Call) -> Call:
     return call
 
 
-def _storage(stored: object, storages: Mapping[str, Member]) -> tuple[str, torch.dtype, Member]:
+def _storage(
+    stored: object, storages: Mapping[str, ZipMember]
+) -> tuple[str, torch.dtype, ZipMember]:
     """Key, dtype and bytes of a storage."""
     key, dtype, count = _described(stored)
     if key not in storages:
@@ -262,18 +266,18 @@ def _storage(stored: object, storages: Mapping[str, Member]) -> tuple[str, torch
     member = storages[key]
     if count * dtype.itemsize > member.size:
         raise ValueError(f"is of {count} numbers; its storage {shown(key)} has {member.size} bytes")
-    return key, dtype, Member(member.first, count * dtype.itemsize)
+    return key, dtype, ZipMember(member.first, count * dtype.itemsize)
 
 
 def _described(stored: object) -> tuple[str, torch.dtype, int]:
     """Key, dtype and count of numbers of a storage, as a pickle describes it."""
-    place = stored.place if isinstance(stored, Stored) else None
+    place = stored.place if isinstance(stored, PersistentId) else None
     if not isinstance(place, tuple) or len(place) not in (5, 6) or place[0] != "storage":
         raise ValueError("has no storage")
     _, kind, key, _, count, *view = place
-    dtype = _STORAGE_TYPES.get(kind.name) if isinstance(kind, Name) else None
+    dtype = _STORAGE_TYPES.get(kind.name) if isinstance(kind, PickleGlobal) else None
     if dtype is None or not isinstance(key, str) or not _are_sizes((count,)):
-        unknown = f" ({kind.name})" if isinstance(kind, Name) else ""
+        unknown = f" ({kind.name})" if isinstance(kind, PickleGlobal) else ""
         raise ValueError(f"has a storage of an unknown kind{unknown}")
     if view and view[0] is not None:
         raise ValueError("has a view of a storage; expected one of its own")

@@ -26,14 +26,14 @@ _MAX_COMMENT = 1 << 16
 _FULL, _FULL_SHORT, _ENCRYPTED = 0xFFFFFFFF, 0xFFFF, 1
 
 
-class Member(NamedTuple):
+class ZipMember(NamedTuple):
     """The bytes of one member in the file."""
 
     first: int
     size: int
 
 
-def zip_members(data: memoryview) -> dict[str, Member]:
+def zip_members(data: memoryview) -> dict[str, ZipMember]:
     """Find the members of an archive.
 
     Args:
@@ -52,11 +52,11 @@ def zip_members(data: memoryview) -> dict[str, Member]:
         raise ValueError("the directory of its zip archive is damaged") from None
 
 
-def _members(data: memoryview) -> dict[str, Member]:
+def _members(data: memoryview) -> dict[str, ZipMember]:
     count, at, end = _directory(data)
     if count > _MAX_MEMBERS:
         raise ValueError(f"its zip archive has {count} members; expected at most {_MAX_MEMBERS}")
-    found: dict[str, Member] = {}
+    found: dict[str, ZipMember] = {}
     spans: list[tuple[int, int]] = []
     for _ in range(count):
         head = _CENTRAL_HEAD.unpack_from(data, at)
@@ -76,7 +76,7 @@ def _members(data: memoryview) -> dict[str, Member]:
         first = local + _LOCAL_HEAD.size + sum(skipped)
         if signature != _LOCAL or first + size > end:
             raise ValueError(f"{shown(name)} is not wholly in it: {size} bytes at {first}")
-        found[name] = Member(first, size)
+        found[name] = ZipMember(first, size)
         spans.append((local, first + size))
     spans.sort()
     if any(one[1] > two[0] for one, two in pairwise(spans)):

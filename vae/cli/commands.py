@@ -16,7 +16,7 @@ from ..demo import VAE_PATH
 from ..layers.oom import Relief
 from ..media.atomic_file import whole_file
 from ..media.audio import read_audio
-from ..media.background_writer import Handoff
+from ..media.background_writer import BackgroundWriter
 from ..media.codecs import check_size, codec_for
 from ..media.latent_file import load_latent, save_latent
 from ..media.video_reader import read_video
@@ -120,13 +120,13 @@ def decode(args: argparse.Namespace, say: Say) -> str:
         build_kernels(vae.device, say)
         with (
             ProgressBar(args.command, len(wanted), quiet=args.quiet) as progress,
-            Handoff(writer.write) as handoff,
+            BackgroundWriter(writer.write) as background,
         ):
             relief = Relief(vae.device, "a decode")
             pieces = vae.decode_stream(file.latent, options, frames=wanted)
             for piece in progress.counted(pieces):
                 pictures = relief.finish(functools.partial(frames_to_uint8, piece))
-                relief.finish(functools.partial(handoff.put, pictures))
+                relief.finish(functools.partial(background.put, pictures))
     say(f"{codec} by {writer.encoder}")
     return f"wrote {args.output}: {frames_label(writer.frames)} at {fps_label(writer.fps)} fps"
 

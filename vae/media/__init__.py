@@ -1,1 +1,41 @@
-"""Files of video, sound and latents."""
+"""Video, sound and latent files, in and out.
+
+The names are imported when they are first used: most of their files import PyTorch and PyAV.
+"""
+# ruff: noqa: F401 - exports
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .audio import Audio, read_audio
+    from .av_input import open_media
+    from .background_writer import BackgroundWriter
+    from .codecs import CODECS, available_codecs, check_size, codec_for, codec_named
+    from .latent_file import load_latent, save_latent
+    from .video_reader import VideoFile, read_video
+    from .video_writer import VideoWriter, frames_to_uint8
+
+_HOMES = {
+    "Audio": "audio",
+    "BackgroundWriter": "background_writer",
+    "CODECS": "codecs",
+    "VideoFile": "video_reader",
+    "VideoWriter": "video_writer",
+    "available_codecs": "codecs",
+    "check_size": "codecs",
+    "codec_for": "codecs",
+    "codec_named": "codecs",
+    "frames_to_uint8": "video_writer",
+    "load_latent": "latent_file",
+    "open_media": "av_input",
+    "read_audio": "audio",
+    "read_video": "video_reader",
+    "save_latent": "latent_file",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

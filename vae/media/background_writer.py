@@ -25,7 +25,7 @@ class _Piece(NamedTuple):
     copied: torch.cuda.Event | None
 
 
-class Handoff:
+class BackgroundWriter:
     """Gives pieces of frames to `write` in a thread, in order, at most `depth` at a time.
 
     As a context manager. A piece is copied before `put` returns, or by the device in the order of
@@ -55,10 +55,10 @@ class Handoff:
             self._free.put(None)  # a buffer that has no memory yet
         self._error: BaseException | None = None
         self._stopped, self._ended = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._work, name="fast-video-vae-handoff")
+        self._thread = threading.Thread(target=self._work, name="fast-video-vae-writer")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def __enter__(self) -> "Handoff":
+    def __enter__(self) -> "BackgroundWriter":
         try:
             self._thread.start()
         except BaseException:

@@ -40,7 +40,7 @@ HIGHEST = Fraction(120)
 LOWEST, LIMIT = Fraction(1, 3600), 10_000
 
 
-class Sample:
+class PacketTimes:
     """Packets on their way to the decoder, and the times of the first of them."""
 
     def __init__(self, packets: Iterator[Packet]) -> None:

@@ -25,7 +25,7 @@ BACK = Fraction(1)
 AHEAD = Fraction(3600)
 
 
-class Timed(NamedTuple):
+class TimedFrame(NamedTuple):
     """A frame, when it is shown, and until when, in seconds."""
 
     time: Fraction
@@ -39,7 +39,7 @@ def timed(
     fps: Fraction,
     begin: Fraction = Fraction(0),
     ahead: Fraction = AHEAD,
-) -> Iterator[Timed]:
+) -> Iterator[TimedFrame]:
     """Give frames their times.
 
     Args:
@@ -65,21 +65,21 @@ def timed(
             time = max(time, begin if last is None else last)
         end = time + (frame.duration * base if frame.duration and base else 1 / fps)
         last = time
-        yield Timed(time, end, frame)
+        yield TimedFrame(time, end, frame)
 
 
 def between(
-    frames: Iterable[Timed],
+    frames: Iterable[TimedFrame],
     start: Fraction,
     end: Fraction | None,
     pause: Fraction | None = None,
-) -> Iterator[Timed]:
+) -> Iterator[TimedFrame]:
     """The frames whose time is at `start` or later, and before `end`; None: all that follow.
 
     Stretches that meet share no frame and lose none. But where nothing comes for more than `pause`
     seconds from `start` on, the frame that is shown meanwhile comes first, with its own time.
     """
-    shown: Timed | None = None
+    shown: TimedFrame | None = None
     begun = False
     for item in frames:
         if item.time < start - SLACK:
@@ -96,7 +96,7 @@ def between(
 
 
 def at_rate(
-    frames: Iterable[Timed],
+    frames: Iterable[TimedFrame],
     fps: Fraction,
     start: Fraction = Fraction(0),
     end: Fraction | None = None,
@@ -116,7 +116,7 @@ def at_rate(
         Frames, and how often each is shown in a row. Together they are one for every `n / fps`
         before the end, and one at least.
     """
-    last: Timed | None = None
+    last: TimedFrame | None = None
     shown = 0
 
     def due(until: Fraction) -> int:
@@ -140,7 +140,7 @@ def at_rate(
 
 
 def in_step(
-    frames: Iterable[Timed],
+    frames: Iterable[TimedFrame],
     fps: Fraction,
     start: Fraction = Fraction(0),
     end: Fraction | None = None,
@@ -164,7 +164,7 @@ def in_step(
     Yields:
         Frames, and how often each is shown in a row; one at least in all.
     """
-    last: Timed | None = None
+    last: TimedFrame | None = None
     origin, turn = start, 0
     # Whether every frame lasted as long as it says. In MP4 it is the time to the one decoded next,
     # which is another one where frames are decoded out of turn.

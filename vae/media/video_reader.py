@@ -30,12 +30,12 @@ from .av_input import (
     opened,
     quarter_turns,
 )
-from .cadence import Sample, cadence, indexed_times, is_near
+from .cadence import PacketTimes, cadence, indexed_times, is_near
 from .timestamps import (
     AHEAD,
     LEEWAY,
     SLACK,
-    Timed,
+    TimedFrame,
     at_rate,
     between,
     checked_rate,
@@ -240,7 +240,7 @@ class VideoFile:
 
     def _timed(
         self, start: Fraction, seconds: Fraction | None, *, beyond: bool = False
-    ) -> Iterator[Timed]:
+    ) -> Iterator[TimedFrame]:
         """The frames of a stretch, one at least; `beyond`: those after it as well."""
         end = None if seconds is None else start + seconds
         found = between(self._from(start), start, None, (1 + LEEWAY) / self.fps)
@@ -251,7 +251,7 @@ class VideoFile:
         frames = itertools.chain([first], found)
         yield from frames if beyond else between(frames, first.time, end)
 
-    def _from(self, start: Fraction) -> Iterator[Timed]:
+    def _from(self, start: Fraction) -> Iterator[TimedFrame]:
         """Frames that begin at `start` or before it, from the last key frame where it is found."""
         if start:
             with opened(self.path, self.file) as (container, stream):
@@ -265,7 +265,7 @@ class VideoFile:
 
     def _sought(
         self, container: InputContainer, stream: VideoStream, start: Fraction
-    ) -> Iterator[Timed] | None:
+    ) -> Iterator[TimedFrame] | None:
         """Frames from a key frame before `start`; None where the file does not tell its place."""
         if not stream.time_base:
             return None
@@ -276,7 +276,7 @@ class VideoFile:
             if first is None or first.pts is None:
                 return None
             items = self._with_times(itertools.chain([first], frames))
-            before: list[Timed] = []
+            before: list[TimedFrame] = []
             item = next(items)
             if item.time > start + SLACK:
                 return None
@@ -288,7 +288,7 @@ class VideoFile:
             return None
         return itertools.chain(before, [item], items)
 
-    def _with_times(self, frames: Iterable[av.VideoFrame]) -> Iterator[Timed]:
+    def _with_times(self, frames: Iterable[av.VideoFrame]) -> Iterator[TimedFrame]:
         # No pause is longer than the whole, but what a container announces may be of other streams.
         pause = Fraction(self.seconds) if self.seconds else AHEAD
         return timed(frames, self.origin, self.fps, ahead=min(pause, AHEAD))
@@ -317,7 +317,7 @@ def read_video(source: str | os.PathLike[str] | BinaryIO) -> VideoFile:
         opened(path, file) as (container, stream),
     ):
         # Rotation lies on the frame, not on the stream, and headers may be wrong about the size.
-        sample = Sample(container.demux(stream))
+        sample = PacketTimes(container.demux(stream))
         first = next(decoded(path, iter(sample), stream), None)
         if first is None:
             raise ValueError(f"{path} holds no frame that can be decoded; expected a video")

@@ -690,7 +690,7 @@ def test_giving_a_model_its_loras_is_measured(timing):
 
 
 def test_a_writer_that_is_slow_is_the_time_of_the_file(timing, comfyui, monkeypatch):
-    from fast_video_vae.vae import VideoWriter
+    from fast_video_vae.vae.media import VideoWriter
 
     write = VideoWriter.write
 

@@ -132,7 +132,7 @@ def written(frames, path, **options):
     """A VIDEO that is a file of these bytes."""
     from comfy_api.latest import InputImpl
 
-    from fast_video_vae.vae import VideoWriter
+    from fast_video_vae.vae.media import VideoWriter
 
     with VideoWriter(path, 16, codec="ffv1", **options) as writer:
         writer.write(frames)
@@ -398,7 +398,7 @@ def test_a_size_that_a_codec_cannot_store_is_told_before_the_decode(
 ):
     import comfy.sd
 
-    from fast_video_vae import vae as library
+    from fast_video_vae.vae import media
 
     def no_decode(*_, **__):
         raise AssertionError("it decodes")
@@ -406,7 +406,7 @@ def test_a_size_that_a_codec_cannot_store_is_told_before_the_decode(
     monkeypatch.setattr(comfy.sd.VAE, "decode", no_decode)
     monkeypatch.setattr("fast_video_vae.nodes.vae.pieces.load", no_decode)
     # Sizes of latents are even, so a codec is made to want more.
-    monkeypatch.setattr(library, "check_size", refuse_odd_sixteens)
+    monkeypatch.setattr(media, "check_size", refuse_odd_sixteens)
     with pytest.raises(ValueError, match=r"^codec: frames are 72x48"):
         decode(vae if is_ours else stock_vae(state), latents(2))
 
@@ -467,7 +467,7 @@ def test_tensors_are_encoded_as_they_are(vae):
 @pytest.mark.parametrize("start", [0, 0.5, 0.51, -0.75])
 @pytest.mark.parametrize("duration", [0, 0.5, 0.9])
 def test_a_trimmed_video_is_what_get_video_components_gives(vae, tmp_path, start, duration):
-    from fast_video_vae.vae import Audio
+    from fast_video_vae.vae.media import Audio
 
     pictures = smooth(33)
     sound = Audio(tone(2)["waveform"][0], 44100)
@@ -730,7 +730,7 @@ def test_a_full_disk_is_told_and_leaves_no_file(vae, output):
 
 
 def test_an_encoder_that_fails_is_told_and_leaves_no_file(vae, output, monkeypatch):
-    from fast_video_vae.vae import VideoWriter
+    from fast_video_vae.vae.media import VideoWriter
 
     real_write = VideoWriter.write
 

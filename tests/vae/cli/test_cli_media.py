@@ -22,9 +22,14 @@ for _package in ("av", "tqdm", "PIL"):
 import av  # noqa: E402
 
 from fast_video_vae.tests.videos import moving_clip, psnr, write_with  # noqa: E402
-from fast_video_vae.vae import Audio, VideoWriter, load_vae, read_video  # noqa: E402
-from fast_video_vae.vae.media.audio import read_audio  # noqa: E402
-from fast_video_vae.vae.media.video_writer import frames_to_uint8  # noqa: E402
+from fast_video_vae.vae import load_vae  # noqa: E402
+from fast_video_vae.vae.media import (  # noqa: E402
+    Audio,
+    VideoWriter,
+    frames_to_uint8,
+    read_audio,
+    read_video,
+)
 
 
 @pytest.fixture(scope="module")

@@ -29,8 +29,11 @@ from fast_video_vae.vae import load_vae  # noqa: E402
 from fast_video_vae.vae.cli.loading import available_devices, device_named  # noqa: E402
 from fast_video_vae.vae.cli.main import REPOSITORY, main  # noqa: E402
 from fast_video_vae.vae.demo import CLIP_PATH, VAE_PATH  # noqa: E402
-from fast_video_vae.vae.media.video_reader import read_video  # noqa: E402
-from fast_video_vae.vae.media.video_writer import VideoWriter, frames_to_uint8  # noqa: E402
+from fast_video_vae.vae.media import (  # noqa: E402
+    VideoWriter,
+    frames_to_uint8,
+    read_video,
+)
 
 MODULE = "fast_video_vae.vae.cli"
 PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"

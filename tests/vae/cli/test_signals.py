@@ -22,9 +22,7 @@ if not Path("/proc/self/maps").exists():
     pytest.skip("moments are found in /proc, which Linux has", allow_module_level=True)
 
 from fast_video_vae.tests.videos import moving_clip  # noqa: E402
-from fast_video_vae.vae.media.latent_file import load_latent  # noqa: E402
-from fast_video_vae.vae.media.video_reader import read_video  # noqa: E402
-from fast_video_vae.vae.media.video_writer import VideoWriter  # noqa: E402
+from fast_video_vae.vae.media import VideoWriter, load_latent, read_video  # noqa: E402
 
 COMMANDS = ("demo", "encode", "decode")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -7,20 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-av = pytest.importorskip("av", reason="PyAV is not installed")
-
-from fast_video_vae.tests.videos import moving_clip  # noqa: E402
-from fast_video_vae.vae import Audio, VideoWriter, read_video  # noqa: E402
-
-
-def write(path, frames, fps=24, **options):
-    with VideoWriter(path, fps, **options) as writer:
-        writer.write(frames)
-    return path
-
-
-def stacked(path):
-    return torch.stack(list(read_video(path).frames()))
+from fast_video_vae.tests.videos import av, moving_clip, stacked, write
+from fast_video_vae.vae.media import Audio
 
 
 def sine(samples, rate, channels=2):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fast_video_vae.tests.builders import module_command
-from fast_video_vae.vae import Handoff
+from fast_video_vae.vae.media import BackgroundWriter
 
 DEVICES = [
     "cpu",
@@ -31,7 +31,7 @@ def piece(value, frames=2, device="cpu"):
 
 
 def threads():
-    return [t for t in threading.enumerate() if t.name == "fast-video-vae-handoff"]
+    return [t for t in threading.enumerate() if t.name == "fast-video-vae-writer"]
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +44,9 @@ def no_thread_is_left():
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_pieces_come_in_order_on_the_cpu(device, depth):
     got = []
-    with Handoff(lambda frames: got.append(frames.clone()), depth) as handoff:
+    with BackgroundWriter(lambda frames: got.append(frames.clone()), depth) as writer:
         for value in range(40):
-            handoff.put(piece(value, 1 + value % 4, device))  # sizes that change
+            writer.put(piece(value, 1 + value % 4, device))  # sizes that change
     assert [int(x[0, 0, 0, 0]) for x in got] == list(range(40))
     assert [len(x) for x in got] == [1 + value % 4 for value in range(40)]
     assert all(x.device.type == "cpu" and (x == x[0, 0, 0, 0]).all() for x in got)
@@ -61,10 +61,10 @@ def test_the_memory_of_a_piece_may_be_written_again_at_once(device):
         got.append(frames.clone())
 
     static = torch.empty(4, 64, 64, 3, dtype=torch.uint8, device=device)
-    with Handoff(slow) as handoff:
+    with BackgroundWriter(slow) as writer:
         for value in range(30):
             static.fill_(value)  # as a CUDA graph, or a ring, does
-            handoff.put(static)
+            writer.put(static)
         static.fill_(99)
     assert [x.unique().tolist() for x in got] == [[value] for value in range(30)]
 
@@ -73,8 +73,8 @@ def test_the_memory_of_a_piece_may_be_written_again_at_once(device):
 def test_any_memory_layout_is_taken(device):
     planar = torch.randint(256, (1, 3, 5, 8, 6), dtype=torch.uint8, device=device)
     got = []
-    with Handoff(lambda frames: got.append(frames.clone())) as handoff:
-        handoff.put(planar[0].permute(1, 2, 3, 0))
+    with BackgroundWriter(lambda frames: got.append(frames.clone())) as writer:
+        writer.put(planar[0].permute(1, 2, 3, 0))
     assert torch.equal(got[0], planar[0].permute(1, 2, 3, 0).cpu())
 
 
@@ -86,10 +86,10 @@ def test_no_more_than_depth_are_on_their_way():
         started.append(int(frames[0, 0, 0, 0]))
         gate.wait(10)
 
-    with Handoff(write, depth=2) as handoff:
-        handoff.put(piece(0))
-        handoff.put(piece(1))
-        third = threading.Thread(target=lambda: handoff.put(piece(2)))
+    with BackgroundWriter(write, depth=2) as writer:
+        writer.put(piece(0))
+        writer.put(piece(1))
+        third = threading.Thread(target=lambda: writer.put(piece(2)))
         third.start()
         third.join(0.4)
         assert third.is_alive()  # it waits for one of the two
@@ -102,9 +102,9 @@ def test_no_more_than_depth_are_on_their_way():
 
 def test_buffers_are_used_again():
     places = set()
-    with Handoff(lambda frames: places.add(frames.data_ptr()), depth=2) as handoff:
+    with BackgroundWriter(lambda frames: places.add(frames.data_ptr()), depth=2) as writer:
         for value in range(20):
-            handoff.put(piece(value))
+            writer.put(piece(value))
     assert len(places) <= 2
 
 
@@ -113,19 +113,19 @@ def test_the_thread_works_while_the_caller_does():
         time.sleep(0.02)
 
     start = time.monotonic()
-    with Handoff(write) as handoff:
+    with BackgroundWriter(write) as writer:
         for value in range(20):
             time.sleep(0.02)
-            handoff.put(piece(value))
+            writer.put(piece(value))
     assert time.monotonic() - start < 0.7  # one after the other it would be 0.8
 
 
 def test_it_works_inside_of_inference_mode_and_out_of_it():
     got = []
-    with Handoff(lambda frames: got.append(int(frames.sum()))) as handoff:
+    with BackgroundWriter(lambda frames: got.append(int(frames.sum()))) as writer:
         for value in (1, 2, 3):
             with torch.inference_mode(value % 2 == 1):
-                handoff.put(piece(value))
+                writer.put(piece(value))
     assert got == [value * 2 * 8 * 6 * 3 for value in (1, 2, 3)]
 
 
@@ -138,9 +138,9 @@ def test_an_error_of_the_thread_comes_at_the_next_put(error):
         raise error
 
     def work():
-        with Handoff(write) as handoff:
+        with BackgroundWriter(write) as writer:
             for value in range(1000):
-                handoff.put(piece(value % 256))
+                writer.put(piece(value % 256))
                 time.sleep(0.001)
 
     with pytest.raises(type(error)) as caught:
@@ -155,8 +155,8 @@ def test_an_error_of_the_last_piece_comes_at_the_end():
         raise ValueError("broken")
 
     def work():
-        with Handoff(write) as handoff:
-            handoff.put(piece(0))
+        with BackgroundWriter(write) as writer:
+            writer.put(piece(0))
 
     with pytest.raises(ValueError, match="broken"):
         work()
@@ -173,9 +173,9 @@ def test_a_body_that_raises_stops_the_thread_within_one_piece(error):
         written.append(None)
 
     def work():
-        with Handoff(write, depth=8) as handoff:
+        with BackgroundWriter(write, depth=8) as writer:
             for value in range(8):
-                handoff.put(piece(value))
+                writer.put(piece(value))
             begun.wait(10)
             raise error
 
@@ -189,8 +189,8 @@ def test_the_error_of_the_body_goes_before_that_of_the_thread():
         raise ValueError("thread")
 
     def work():
-        with Handoff(write) as handoff:
-            handoff.put(piece(0))
+        with BackgroundWriter(write) as writer:
+            writer.put(piece(0))
             time.sleep(0.05)
             raise KeyError("body")
 
@@ -200,41 +200,43 @@ def test_the_error_of_the_body_goes_before_that_of_the_thread():
 
 def test_nothing_is_held_afterwards():
     held = []
-    with Handoff(lambda frames: held.append(weakref.ref(frames.untyped_storage()))) as handoff:
-        handoff.put(piece(0))
-    del handoff
+    with BackgroundWriter(
+        lambda frames: held.append(weakref.ref(frames.untyped_storage()))
+    ) as writer:
+        writer.put(piece(0))
+    del writer
     gc.collect()
     assert held[0]() is None
 
 
 def test_wrong_use_is_told():
     with pytest.raises(ValueError, match="depth is 0"):
-        Handoff(print, 0)
+        BackgroundWriter(print, 0)
     with pytest.raises(RuntimeError, match="inside of `with`"):
-        Handoff(print).put(piece(0))
+        BackgroundWriter(print).put(piece(0))
     with (
-        Handoff(print) as handoff,
+        BackgroundWriter(print) as writer,
         pytest.raises(ValueError, match=r"float32; expected torch\.uint8"),
     ):
-        handoff.put(torch.zeros(1, 8, 6, 3))
+        writer.put(torch.zeros(1, 8, 6, 3))
 
 
 INTERRUPTED = """
 import os, signal, sys, threading, time, torch
-from fast_video_vae.vae import Handoff
+from fast_video_vae.vae.media import BackgroundWriter
 def write(frames):
     time.sleep(0.05)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if sys.argv[1] == "body":
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
-    with Handoff(write, depth=20) as handoff:
+    with BackgroundWriter(write, depth=20) as writer:
         for value in range(20 if sys.argv[1] == "exit" else 10**6):
-            handoff.put(torch.zeros(1, 8, 8, 3, dtype=torch.uint8))
+            writer.put(torch.zeros(1, 8, 8, 3, dtype=torch.uint8))
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
 except KeyboardInterrupt:
     names = [thread.name for thread in threading.enumerate()]
-    print("interrupted", names.count("fast-video-vae-handoff"))
+    print("interrupted", names.count("fast-video-vae-writer"))
 """
 
 

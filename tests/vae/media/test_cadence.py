@@ -8,11 +8,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-av = pytest.importorskip("av", reason="PyAV is not installed")
-
-from fast_video_vae.tests.videos import numbered_clip, numbers, write_with  # noqa: E402
-from fast_video_vae.vae.media.cadence import cadence  # noqa: E402
-from fast_video_vae.vae.media.video_reader import read_video  # noqa: E402
+from fast_video_vae.tests.videos import av, numbered_clip, numbers, write_with
+from fast_video_vae.vae.media import read_video
+from fast_video_vae.vae.media.cadence import cadence
 
 CONTAINERS = [("mkv", "matroska", "h264"), ("mp4", "mp4", "h264"), ("webm", "webm", "libvpx")]
 NTSC_FILM = Fraction(24000, 1001)

@@ -5,32 +5,20 @@ from fractions import Fraction
 import pytest
 import torch
 
-av = pytest.importorskip("av", reason="PyAV is not installed")
-
-from fast_video_vae.tests.videos import moving_clip, psnr  # noqa: E402
-from fast_video_vae.vae import (  # noqa: E402
+from fast_video_vae.tests.videos import av, moving_clip, psnr, stacked, write
+from fast_video_vae.vae.media import (
     CODECS,
     Audio,
     VideoWriter,
     available_codecs,
     check_size,
+    codec_named,
     read_video,
 )
-from fast_video_vae.vae.media.codecs import codec_named  # noqa: E402
 
 PAIRS = [(name, suffix) for name in CODECS for suffix in codec_named(name).suffixes]
 # On a smooth picture that moves. PyAV's builds carry every one of them.
 LEAST_DB = {"h264": 42, "hevc": 42, "vp9": 40, "av1": 42, "ffv1": torch.inf, "prores": 45}
-
-
-def write(path, frames, fps=24, **options):
-    with VideoWriter(path, fps, **options) as writer:
-        writer.write(frames)
-    return path
-
-
-def stacked(path):
-    return torch.stack(list(read_video(path).frames()))
 
 
 def textured(frames, height=96, width=128):

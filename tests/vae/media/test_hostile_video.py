@@ -10,12 +10,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-pytest.importorskip("av", reason="PyAV is not installed")
-
 from fast_video_vae.tests.videos import moving_clip, write_with
-from fast_video_vae.vae.media.audio import Audio, read_audio
-from fast_video_vae.vae.media.video_reader import read_video
-from fast_video_vae.vae.media.video_writer import VideoWriter
+from fast_video_vae.vae.media import Audio, VideoWriter, read_audio, read_video
 
 KINDS = [
     ("mp4", "mp4", "h264", {}),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.vae.media.latent_file import load_latent, save_latent
+from fast_video_vae.vae.media import load_latent, save_latent
 
 
 def test_a_latent_comes_back_with_what_was_said_of_it(tmp_path):

@@ -6,27 +6,16 @@ from fractions import Fraction
 import pytest
 import torch
 
-av = pytest.importorskip("av", reason="PyAV is not installed")
-
-from fast_video_vae.tests.videos import (  # noqa: E402
+from fast_video_vae.tests.videos import (
+    av,
     moving_clip,
     numbered_clip,
     numbers,
+    stacked,
+    write,
     write_with,
 )
-from fast_video_vae.vae.media.video_reader import read_video  # noqa: E402
-from fast_video_vae.vae.media.video_writer import VideoWriter  # noqa: E402
-
-
-def write(path, frames, fps=24, **options):
-    with VideoWriter(path, fps, **options) as writer:
-        writer.write(frames)
-    return path
-
-
-def stacked(video):
-    return torch.stack(list(video.frames()))
-
+from fast_video_vae.vae.media import read_video
 
 CONTAINERS = [
     ("mp4", "h264", "mp4"),

@@ -6,12 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-av = pytest.importorskip("av", reason="PyAV is not installed")
-
-from fast_video_vae.vae.media.timestamps import (  # noqa: E402
+from fast_video_vae.tests.videos import av
+from fast_video_vae.vae.media.timestamps import (
     LEEWAY,
     SLACK,
-    Timed,
+    TimedFrame,
     at_rate,
     between,
     checked_rate,
@@ -29,7 +28,7 @@ def constant(count, fps, start=Fraction(0), digits=None):
     times = [start + index / fps for index in range(count + 1)]
     if digits:
         times = [Fraction(round(time, digits)) for time in times]
-    return [Timed(a, b, index) for index, (a, b) in enumerate(pairwise(times))]
+    return [TimedFrame(a, b, index) for index, (a, b) in enumerate(pairwise(times))]
 
 
 def shown(items, fps, end=None):
@@ -79,7 +78,7 @@ def test_milliseconds_do_not_break_the_beat(source, fps):
 def test_a_varying_rate():
     times = [0, 0.1, 0.15, 0.9, 2.0, 2.01, 3.0]
     moments = [Fraction(time).limit_denominator(100) for time in times]
-    items = [Timed(a, b, index) for index, (a, b) in enumerate(pairwise(moments))]
+    items = [TimedFrame(a, b, index) for index, (a, b) in enumerate(pairwise(moments))]
     for fps in RATES:
         assert shown(items, fps) == nearest(items, fps)
 
@@ -150,7 +149,9 @@ def test_no_frame_is_shown_too_early_or_late(source, fps):
     ],
 )
 def test_pauses_repeat_and_haste_drops(times, fps, end, expected):
-    items = [Timed(Fraction(a), Fraction(b), index) for index, (a, b) in enumerate(pairwise(times))]
+    items = [
+        TimedFrame(Fraction(a), Fraction(b), index) for index, (a, b) in enumerate(pairwise(times))
+    ]
     assert stepped(items, Fraction(fps), end=end) == expected
 
 
@@ -177,7 +178,7 @@ def test_a_clock_that_is_set_anew_is_no_pause(times, expected):
 
 
 def test_what_is_shown_in_a_pause_belongs_to_the_stretch():
-    items = [Timed(Fraction(t), Fraction(t + 1), t) for t in (0, 1, 5, 6)]
+    items = [TimedFrame(Fraction(t), Fraction(t + 1), t) for t in (0, 1, 5, 6)]
 
     def found(start, end):
         return [item.frame for item in between(items, Fraction(start), end, Fraction(1))]

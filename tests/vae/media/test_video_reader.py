@@ -9,32 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-av = pytest.importorskip("av", reason="PyAV is not installed")
-
-from av.stream import Disposition  # noqa: E402
-
-from fast_video_vae.tests.videos import (  # noqa: E402
-    BIND,
-    moving_clip,
-    write_with,
-    yuv,
-)
-from fast_video_vae.vae.media.video_reader import read_video  # noqa: E402
-from fast_video_vae.vae.media.video_writer import VideoWriter  # noqa: E402
+from fast_video_vae.tests.videos import BIND, av, moving_clip, stacked, write, write_with, yuv
+from fast_video_vae.vae.media import VideoWriter, read_video
 
 # Half a level of rounding in each of Y, Cb and Cr, seen through the matrix: 1.164 + 2.11 halves.
 RGB_ROUNDING = 2
 CODEC = 1  # what x264 at crf 1 does to a picture of one colour
-
-
-def write(path, frames, fps=24, **options):
-    with VideoWriter(path, fps, **options) as writer:
-        writer.write(frames)
-    return path
-
-
-def stacked(video):
-    return torch.stack(list(video.frames()))
 
 
 def test_a_video_comes_back_frame_by_frame(tmp_path):
@@ -188,7 +168,7 @@ def song(path):
         sound = output.add_stream("aac", rate=8000)
         cover = output.add_stream("mjpeg", rate=25)
         cover.width, cover.height, cover.pix_fmt = 64, 48, "yuvj420p"
-        cover.disposition = Disposition.attached_pic.value  # PyAV 16 takes a number alone
+        cover.disposition = av.stream.Disposition.attached_pic.value  # PyAV 16 takes a number alone
         silence = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.float32), "fltp", "mono")
         silence.sample_rate = 8000
         output.mux([*sound.encode(silence), *sound.encode(None)])
@@ -250,7 +230,7 @@ def test_a_bad_file_is_one_line_that_names_it(tmp_path, name, make, error, messa
 
 PEAKS = """
 import resource, sys, torch
-from fast_video_vae.vae import VideoWriter, read_video
+from fast_video_vae.vae.media import VideoWriter, read_video
 for source, target in zip(sys.argv[1::2], sys.argv[2::2]):
     video = read_video(source)
     with VideoWriter(target, video.fps) as writer:
@@ -280,12 +260,12 @@ def test_memory_does_not_grow_with_length(tmp_path):
 
 LONG = """
 import resource, sys, torch
-from fast_video_vae.vae import Handoff, VideoWriter, read_video
+from fast_video_vae.vae.media import BackgroundWriter, VideoWriter, read_video
 path, codec, frames = sys.argv[1], sys.argv[2], int(sys.argv[3])
 picture = torch.randint(256, (1, 128, 128, 3), dtype=torch.uint8)
-with VideoWriter(path, 24, codec=codec) as writer, Handoff(writer.write) as handoff:
+with VideoWriter(path, 24, codec=codec) as writer, BackgroundWriter(writer.write) as background:
     for shift in range(frames):
-        handoff.put(picture.roll(shift, 2))
+        background.put(picture.roll(shift, 2))
 count = sum(piece.shape[2] for piece in read_video(path).pieces(fps=24, size=(96, 64)))
 print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """

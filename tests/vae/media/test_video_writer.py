@@ -12,21 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-av = pytest.importorskip("av", reason="PyAV is not installed")
-
-from fast_video_vae.tests.videos import (  # noqa: E402
-    BIND,
-    moving_clip,
-    yuv,
-)
-from fast_video_vae.vae import (  # noqa: E402
+from fast_video_vae.tests.videos import BIND, av, moving_clip, stacked, write, yuv
+from fast_video_vae.vae.media import (
     CODECS,
-    Handoff,
+    BackgroundWriter,
     VideoWriter,
-    read_video,
+    codec_named,
+    frames_to_uint8,
 )
-from fast_video_vae.vae.media.codecs import codec_named  # noqa: E402
-from fast_video_vae.vae.media.video_writer import frames_to_uint8  # noqa: E402
 
 COLORS = [
     (0, 0, 0), (255, 255, 255), (128, 128, 128), (255, 0, 0), (0, 255, 0), (0, 0, 255),
@@ -35,16 +28,6 @@ COLORS = [
 # Half a level of rounding in each of Y, Cb and Cr, seen through the matrix: 1.164 + 2.11 halves.
 RGB_ROUNDING = 2
 CODEC = 1  # what x264 at crf 1 does to a picture of one colour
-
-
-def write(path, frames, fps=24, **options):
-    with VideoWriter(path, fps, **options) as writer:
-        writer.write(frames)
-    return path
-
-
-def stacked(path):
-    return torch.stack(list(read_video(path).frames()))
 
 
 @pytest.mark.parametrize("color", COLORS)
@@ -154,9 +137,12 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(
         if not threaded:
             write(path, noise, codec=codec)
             return
-        with VideoWriter(path, 24, codec=codec) as writer, Handoff(writer.write) as handoff:
+        with (
+            VideoWriter(path, 24, codec=codec) as writer,
+            BackgroundWriter(writer.write) as thread,
+        ):
             for piece in noise.split(4):
-                handoff.put(piece)
+                thread.put(piece)
 
     with (
         limited_files(limit_bytes or whole - 1),
@@ -252,7 +238,7 @@ def test_an_encoder_that_fails_in_the_middle_leaves_nothing(tmp_path):
 
 KILLED = """
 import sys, torch
-from fast_video_vae.vae import VideoWriter
+from fast_video_vae.vae.media import VideoWriter
 noise = torch.randint(256, (8, 64, 64, 3), dtype=torch.uint8)
 with VideoWriter(sys.argv[1], 24, codec=sys.argv[2]) as writer:
     while True:

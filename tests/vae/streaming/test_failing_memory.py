@@ -16,18 +16,16 @@ from safetensors.torch import save_file
 
 from fast_video_vae.tests.vae.layers.test_oom import FAMILIES, close, joined
 from fast_video_vae.tests.vae.streaming.failing_memory import ERRORS, FailingMemory
-from fast_video_vae.vae import (
-    Handoff,
-    Relief,
-    StreamOptions,
-    VideoWriter,
-    frames_to_uint8,
-    load_vae,
-    read_video,
-)
+from fast_video_vae.vae import Relief, StreamOptions, load_vae
 from fast_video_vae.vae.cli.main import main
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
-from fast_video_vae.vae.media.latent_file import save_latent
+from fast_video_vae.vae.media import (
+    BackgroundWriter,
+    VideoWriter,
+    frames_to_uint8,
+    read_video,
+    save_latent,
+)
 
 # The first, which stands alone, the one behind it, and one with a full history. What is around the
 # layers does not see the difference between the last two.
@@ -109,11 +107,11 @@ class Task:
     def _written(self):
         path = self.folder / "decoded.mkv"
         writer = VideoWriter(path, 16, codec="ffv1")
-        with writer, Handoff(writer.write) as handoff:
+        with writer, BackgroundWriter(writer.write) as background:
             relief = Relief(self.vae.device, "a decode")
             for piece in self.vae.decode_stream(self.latent, StreamOptions(1)):
                 pictures = relief.finish(functools.partial(frames_to_uint8, piece))
-                relief.finish(functools.partial(handoff.put, pictures))
+                relief.finish(functools.partial(background.put, pictures))
         return [path.read_bytes()]
 
     def _pictures(self, files):
