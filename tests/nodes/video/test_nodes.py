@@ -680,7 +680,9 @@ def test_an_interrupt_leaves_no_file_and_the_next_run_is_whole(vae, output, monk
         with pytest.raises(management.InterruptProcessingException):
             decode(vae, latent, chunk=1)
     assert is_empty(output)
-    assert [thread.name for thread in threading.enumerate() if "handoff" in thread.name] == []
+    assert [
+        thread.name for thread in threading.enumerate() if thread.name == "fast-video-vae-writer"
+    ] == []
     video = decode(vae, latent, codec="ffv1", chunk=1)
     assert torch.equal(frames_of(video), as_saved(image(vae, latent)))
 
