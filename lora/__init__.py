@@ -4,46 +4,20 @@ Needs torch and safetensors. A `Bank` holds the LoRAs of a stack, `Amounts` say 
 there is, and a `Session` applies them while a model is called; its weights are never written.
 """
 
-from .adapter_parser import Adapter
-from .apply import Mode, break_even
+from .adapter import Adapter
+from .apply import ApplyMode, ScaledAdapter, break_even
 from .bank import Bank, load_bank
 from .blocks import Blocks, parse_blocks
-from .file import Identity, LoraFile, Report, identity
-from .hooks import Formula, applied
+from .file import Identity, LoraFile, identity
+from .key_report import KeyReport
 from .keys import Target, Targets
 from .schedule import SIGMA_TOLERANCE, Schedule, parse_number, parse_schedule, step_of
-from .session import Call, Session
-from .stack import Entry, Stack
-from .strengths import Amounts, Share, layer_name
-from .timer import Timer
+from .session import Session
+from .strengths import Amounts, StackEntry, layer_name
 
 __all__ = [
-    "SIGMA_TOLERANCE",
-    "Adapter",
-    "Amounts",
-    "Bank",
-    "Blocks",
-    "Call",
-    "Entry",
-    "Formula",
-    "Identity",
-    "LoraFile",
-    "Mode",
-    "Report",
-    "Schedule",
-    "Session",
-    "Share",
-    "Stack",
-    "Target",
-    "Targets",
-    "Timer",
-    "applied",
-    "break_even",
-    "identity",
-    "layer_name",
-    "load_bank",
-    "parse_blocks",
-    "parse_number",
-    "parse_schedule",
-    "step_of",
-]
+    "SIGMA_TOLERANCE", "Adapter", "Amounts", "ApplyMode", "Bank", "Blocks", "Identity", "KeyReport",
+    "LoraFile", "ScaledAdapter", "Schedule", "Session", "StackEntry", "Target", "Targets",
+    "break_even", "identity", "layer_name", "load_bank", "parse_blocks", "parse_number",
+    "parse_schedule", "step_of",
+]  # fmt: skip

@@ -45,12 +45,10 @@ class Adapter(ABC):
         Raises:
             ValueError: The adapter does not fit the weight; see `misfit`.
         """
-        reason = self.misfit(tuple(weight.shape))
-        if reason is not None:
-            raise ValueError(f"{self.kind}: {reason}")
+        self._check(weight.shape)
         working = self._working_copy(weight)
         if strength != 0:
-            working = self.change(working, strength)
+            working = self._changed(working, strength)
         return working.to(weight.dtype)
 
     def delta(
@@ -69,12 +67,23 @@ class Adapter(ABC):
         del shape, dtype, device
         return None
 
-    @abstractmethod
-    def misfit(self, shape: tuple[int, ...]) -> str | None:
-        """Why the adapter does not fit a weight of this shape, in a few words; None: it fits."""
+    def misfit(self, shape: Sequence[int]) -> str | None:
+        """Why the adapter does not fit a weight of this shape, in a few words; None: it fits.
+
+        A kernel may be flattened in the adapter or in the weight, and a weight may grow into what
+        fits (`reshape_weight`).
+        """
+        return self._misfit(tuple(shape))
+
+    def grown(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the changed weight where the weight has the given shape."""
+        return tuple(shape)
 
     @abstractmethod
-    def change(self, working: Tensor, strength: float) -> Tensor:
+    def _misfit(self, shape: tuple[int, ...]) -> str | None: ...
+
+    @abstractmethod
+    def _changed(self, working: Tensor, strength: float) -> Tensor:
         """The changed weight, not rounded yet.
 
         Args:
@@ -82,10 +91,6 @@ class Adapter(ABC):
                 may be written into.
             strength: Not 0.
         """
-
-    def grown(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the changed weight where the weight has the given shape."""
-        return tuple(shape)
 
     @property
     def nbytes(self) -> int:
@@ -102,6 +107,10 @@ class Adapter(ABC):
         }
         return replace(self, **changed)
 
+    def _check(self, shape: Sequence[int]) -> None:
+        if (reason := self.misfit(shape)) is not None:
+            raise ValueError(f"{self.kind}: {reason}")
+
     def _tensors(self) -> Iterator[Tensor]:
         for field in fields(self):
             value = getattr(self, field.name)
@@ -110,7 +119,7 @@ class Adapter(ABC):
                     yield item
 
     def _working_copy(self, weight: Tensor) -> Tensor:
-        shape, dtype = self.grown(weight.shape), compute_dtype(weight.dtype)
+        shape, dtype = self.grown(weight.shape), _compute_dtype(weight.dtype)
         if shape == tuple(weight.shape):
             return weight.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
         working = torch.zeros(shape, dtype=dtype, device=weight.device)
@@ -134,45 +143,84 @@ class Additive(Adapter):
 
     @property
     @abstractmethod
-    def delta_shape(self) -> tuple[int, ...]:
+    def _delta_shape(self) -> tuple[int, ...]:
         """`[out, in, ...]` of the delta; what follows `out` may be flattened in the weight."""
 
     @abstractmethod
-    def accumulate(self, out: Tensor, factor: float) -> None:
+    def _accumulate(self, out: Tensor, factor: float) -> None:
         """Add the unscaled delta times `factor` to `out`, contiguous and of a fitting shape."""
 
-    def change(self, working: Tensor, strength: float) -> Tensor:
-        """See `Adapter.change`."""
+    def _changed(self, working: Tensor, strength: float) -> Tensor:
         if self.dora_scale is None:
-            self.accumulate(working, strength * self.scale)
+            self._accumulate(working, strength * self.scale)
             return working
         delta = torch.zeros_like(working)
-        self.accumulate(delta, self.scale)
+        self._accumulate(delta, self.scale)
         return decompose(working, delta, self.dora_scale, strength, of_sum=self.norms_of_sum)
 
     def delta(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
     ) -> Tensor | None:
-        """See `Adapter.delta`. None: there is a `dora_scale`.
+        """The delta, unless a `dora_scale` makes it depend on the weight.
 
         Raises:
             ValueError: The adapter does not fit the shape.
         """
         if self.dora_scale is not None:
             return None
-        reason = self.misfit(tuple(shape))
-        if reason is not None:
-            raise ValueError(f"{self.kind}: {reason}")
-        out = torch.zeros(self.grown(shape), dtype=compute_dtype(dtype), device=device)
-        self.accumulate(out, self.scale)
+        self._check(shape)
+        out = torch.zeros(self.grown(shape), dtype=_compute_dtype(dtype), device=device)
+        self._accumulate(out, self.scale)
         return out.to(dtype)
 
-    def misfit(self, shape: tuple[int, ...]) -> str | None:
-        """See `Adapter.misfit`."""
+    def _misfit(self, shape: tuple[int, ...]) -> str | None:
         grown = self.grown(shape)
-        if as_matrix(self.delta_shape) != as_matrix(grown):
-            return f"delta is {spell(self.delta_shape)}; the weight is {spell(grown)}"
+        if as_matrix(self._delta_shape) != as_matrix(grown):
+            return f"delta is {spell(self._delta_shape)}; the weight is {spell(grown)}"
         return misfit_of_dora(self.dora_scale, grown)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Diff(Additive):
+    """A difference of weights in full, also of norms and biases.
+
+    Attributes:
+        difference: Of the weight's shape.
+    """
+
+    kind: ClassVar[str] = "diff"
+
+    difference: Tensor
+
+    @property
+    def _delta_shape(self) -> tuple[int, ...]:
+        return tuple(self.difference.shape)
+
+    def _misfit(self, shape: tuple[int, ...]) -> str | None:
+        return _unequal("delta", self.difference, shape)
+
+    def _accumulate(self, out: Tensor, factor: float) -> None:
+        out.add_(self.difference.to(out.device, out.dtype), alpha=factor)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Replacement(Adapter):
+    """Another weight in place of the model's, whatever the strength, unless it is 0.
+
+    Attributes:
+        value: Of the weight's shape.
+    """
+
+    kind: ClassVar[str] = "set"
+
+    value: Tensor
+
+    def _misfit(self, shape: tuple[int, ...]) -> str | None:
+        return _unequal("set_weight", self.value, shape)
+
+    def _changed(self, working: Tensor, strength: float) -> Tensor:
+        del strength
+        return working.copy_(self.value)
 
 
 def decompose(
@@ -225,11 +273,6 @@ def misfit_of_dora(dora_scale: Tensor | None, shape: tuple[int, ...]) -> str | N
     return f"dora_scale is {spell(dora_scale.shape)}; the weight is {spell(shape)}"
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
     """Outputs, and all that follows as one number."""
     return (shape[0], math.prod(shape[1:])) if len(shape) else (1, 1)
@@ -238,6 +281,16 @@ def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
 def spell(shape: Sequence[int]) -> str:
     """For people: 5120x1536."""
     return "x".join(map(str, shape)) or "a lone number"
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _unequal(name: str, tensor: Tensor, shape: tuple[int, ...]) -> str | None:
+    if tuple(tensor.shape) == shape:
+        return None
+    return f"{name} is {spell(tensor.shape)}; the weight is {spell(shape)}"
 
 
 def _dora_axis(dora_scale: Tensor, shape: tuple[int, ...]) -> int | None:

@@ -6,21 +6,15 @@ gives the pictures that its users know; the mathematics is told where each kind 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .adapter import Adapter, Additive, as_matrix, spell
+from .adapter import Adapter, Diff, Replacement, as_matrix, spell
 from .low_rank import GLoRA, Hadamard, Kronecker, Pair, product_shape
 from .orthogonal import BOFT, OFT
-
-__all__ = [
-    "BOFT", "OFT", "PARTS", "Adapter", "Diff", "GLoRA", "Hadamard", "Kronecker", "Pair",
-    "Replacement", "check_fits", "make_adapter",
-]  # fmt: skip
 
 _LORA = ("up", "down", "mid", "reshape_weight", "magnitude")
 _LOHA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2")
@@ -34,54 +28,6 @@ PARTS = frozenset({
     # For other parameters of the module than its weight.
     "b_norm", "diff_b", "diff_m",
 })  # fmt: skip
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Diff(Additive):
-    """A difference of weights in full, also of norms and biases.
-
-    Attributes:
-        difference: Of the weight's shape.
-    """
-
-    kind: ClassVar[str] = "diff"
-
-    difference: Tensor
-
-    @property
-    def delta_shape(self) -> tuple[int, ...]:
-        """See `Additive.delta_shape`."""
-        return tuple(self.difference.shape)
-
-    def misfit(self, shape: tuple[int, ...]) -> str | None:
-        """See `Adapter.misfit`."""
-        return _unequal("delta", self.difference, shape)
-
-    def accumulate(self, out: Tensor, factor: float) -> None:
-        """See `Additive.accumulate`."""
-        out.add_(self.difference.to(out.device, out.dtype), alpha=factor)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Replacement(Adapter):
-    """Another weight in place of the model's, whatever the strength, unless it is 0.
-
-    Attributes:
-        value: Of the weight's shape.
-    """
-
-    kind: ClassVar[str] = "set"
-
-    value: Tensor
-
-    def misfit(self, shape: tuple[int, ...]) -> str | None:
-        """See `Adapter.misfit`."""
-        return _unequal("set_weight", self.value, shape)
-
-    def change(self, working: Tensor, strength: float) -> Tensor:
-        """See `Adapter.change`."""
-        del strength
-        return working.copy_(self.value)
 
 
 def make_adapter(parts: Mapping[str, Tensor], where: str) -> Adapter:
@@ -104,39 +50,27 @@ def make_adapter(parts: Mapping[str, Tensor], where: str) -> Adapter:
     named = set(parts) - {"alpha", "dora_scale"}
     for family, make in _FAMILIES:
         if named and named <= set(family):
-            return make(_Module(parts, where))
+            return make(_Parts(parts, where))
     found = ", ".join(sorted(parts)) or "nothing"
     raise ValueError(f"{where}: {found} together; expected the parts of one kind of adapter")
 
 
-def check_fits(adapter: Adapter, shape: Sequence[int]) -> str | None:
-    """Why an adapter does not fit a weight of this shape, in a few words; None: it fits.
-
-    A kernel may be flattened in the one or the other, and `reshape_weight` may make the weight
-    grow into what fits.
-    """
-    return adapter.misfit(tuple(shape))
-
-
 @dataclass(frozen=True)
-class _Module:
+class _Parts:
     """The parts of one module, and errors that say where."""
 
-    parts: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]
     where: str
 
     def get(self, name: str) -> Tensor | None:
-        return self.parts.get(name)
-
-    def has(self, *names: str) -> bool:
-        return any(name in self.parts for name in names)
+        return self.tensors.get(name)
 
     def need(self, *names: str) -> tuple[Tensor, ...]:
-        missing = [name for name in names if name not in self.parts]
+        missing = [name for name in names if name not in self.tensors]
         if missing:
-            found = ", ".join(sorted(self.parts))
+            found = ", ".join(sorted(self.tensors))
             raise self.error(f"{found} without {', '.join(missing)}", "all of them")
-        return tuple(self.parts[name] for name in names)
+        return tuple(self.tensors[name] for name in names)
 
     def matrices(self, *names: str) -> tuple[Tensor, ...]:
         found = self.need(*names)
@@ -145,12 +79,27 @@ class _Module:
                 raise self.error(f"{name} has the shape {list(tensor.shape)}", "two dimensions")
         return found
 
-    def same_rank(self, *ends: tuple[str, int]) -> None:
-        """The dimension that two parts meet in; an end is a part and the number of that."""
-        ranks = [(name, self.parts[name].shape[axis]) for name, axis in ends]
-        if len({rank for _, rank in ranks}) > 1:
-            told = ", ".join(f"{name} has rank {rank}" for name, rank in ranks)
-            raise self.error(told, "the same rank")
+    def factors(self, name: str, core: str | None) -> tuple[Tensor, ...]:
+        """One tensor, or the two or three that it is decomposed into."""
+        a, b = f"{name}_a", f"{name}_b"
+        if name in self.tensors:
+            if {a, b} & self.tensors.keys() or core:
+                raise self.error(f"{name} both whole and decomposed", "the one or the other")
+            return self.matrices(name)
+        factors = self.matrices(a, b, *([core] if core else []))
+        shapes = [factor.shape for factor in factors]
+        if core is None:
+            self.same_rank({a: shapes[0][1], b: shapes[1][0]})
+        else:
+            self.same_rank({a: shapes[0][0], core: shapes[2][0]})
+            self.same_rank({b: shapes[1][0], core: shapes[2][1]})
+        return factors
+
+    def same_rank(self, ranks: Mapping[str, int]) -> None:
+        """Refuse two parts that meet in a dimension of two sizes."""
+        if len(set(ranks.values())) > 1:
+            found = ", ".join(f"{name} has rank {rank}" for name, rank in ranks.items())
+            raise self.error(found, "the same rank")
 
     @property
     def alpha(self) -> float | None:
@@ -171,96 +120,88 @@ class _Module:
         return ValueError(f"{self.where}: {found}; expected {expected}")
 
 
-def _lora(module: _Module) -> Adapter:
-    up, down = module.matrices("up", "down")
-    mid = module.get("mid")
+def _lora(parts: _Parts) -> Adapter:
+    up, down = parts.matrices("up", "down")
+    mid, reshape, magnitude = map(parts.get, ("mid", "reshape_weight", "magnitude"))
     if mid is None:
-        up = up.flatten(1)
-        if up.shape[1] != down.shape[0]:
-            found = f"up has rank {up.shape[1]}, down has rank {down.shape[0]}"
-            raise module.error(found, "the same rank")
+        parts.same_rank({"up": math.prod(up.shape[1:]), "down": down.shape[0]})
     else:
-        module.matrices("mid")
-        module.same_rank(("up", 1), ("mid", 0))
-        module.same_rank(("down", 0), ("mid", 1))
-        up = up.flatten(1)
-    reshape = module.get("reshape_weight")
-    magnitude = module.get("magnitude")
+        parts.matrices("mid")
+        parts.same_rank({"up": up.shape[1], "mid": mid.shape[0]})
+        parts.same_rank({"down": down.shape[0], "mid": mid.shape[1]})
     return Pair(
         down=down,
-        up=up,
+        up=up.flatten(1),
         mid=mid,
-        scale=module.scale(down.shape[0]),
-        dora_scale=module.dora_scale if magnitude is None else magnitude.reshape(-1, 1),
+        scale=parts.scale(down.shape[0]),
+        dora_scale=parts.dora_scale if magnitude is None else magnitude.reshape(-1, 1),
         norms_of_sum=magnitude is not None,
         reshape=None if reshape is None else tuple(int(size) for size in reshape.flatten()),
     )
 
 
-def _loha(module: _Module) -> Adapter:
-    tucker = module.has("hada_t1", "hada_t2")
-    w1 = _factors(module, "hada_w1", "hada_t1" if tucker else None)
-    w2 = _factors(module, "hada_w2", "hada_t2" if tucker else None)
+def _loha(parts: _Parts) -> Adapter:
+    tucker = {"hada_t1", "hada_t2"} & parts.tensors.keys()
+    w1 = parts.factors("hada_w1", "hada_t1" if tucker else None)
+    w2 = parts.factors("hada_w2", "hada_t2" if tucker else None)
     first, second = product_shape(w1), product_shape(w2)
     if as_matrix(first) != as_matrix(second):
         found = f"hada_w1 is {spell(first)}, hada_w2 is {spell(second)}"
-        raise module.error(found, "the same shape")
-    scale = module.scale(w1[1].shape[0])
-    return Hadamard(w1=w1, w2=w2, scale=scale, dora_scale=module.dora_scale)
+        raise parts.error(found, "the same shape")
+    scale = parts.scale(w1[1].shape[0])
+    return Hadamard(w1=w1, w2=w2, scale=scale, dora_scale=parts.dora_scale)
 
 
-def _lokr(module: _Module) -> Adapter:
-    tucker = "lokr_t2" if module.has("lokr_t2") else None
-    w1 = _factors(module, "lokr_w1", None)
-    w2 = _factors(module, "lokr_w2", tucker)
+def _lokr(parts: _Parts) -> Adapter:
+    w1 = parts.factors("lokr_w1", None)
+    w2 = parts.factors("lokr_w2", "lokr_t2" if "lokr_t2" in parts.tensors else None)
     if len(product_shape(w1)) != 2:
-        raise module.error(f"lokr_w1 is {spell(product_shape(w1))}", "two dimensions")
+        raise parts.error(f"lokr_w1 is {spell(product_shape(w1))}", "two dimensions")
     decomposed = [factors for factors in (w2, w1) if len(factors) > 1]
     # The alpha of a file with both factors whole says nothing.
-    scale = module.scale(decomposed[0][1].shape[0]) if decomposed else 1.0
-    return Kronecker(w1=w1, w2=w2, scale=scale, dora_scale=module.dora_scale)
+    scale = parts.scale(decomposed[0][1].shape[0]) if decomposed else 1.0
+    return Kronecker(w1=w1, w2=w2, scale=scale, dora_scale=parts.dora_scale)
 
 
-def _glora(module: _Module) -> Adapter:
-    a1, a2, b1, b2 = module.matrices(*_GLORA)
+def _glora(parts: _Parts) -> Adapter:
+    a1, a2, b1, b2 = parts.matrices(*_GLORA)
     adapter = GLoRA(
-        a1=a1, a2=a2, b1=b1, b2=b2, alpha=module.alpha, dora_scale=module.dora_scale
+        a1=a1, a2=a2, b1=b1, b2=b2, alpha=parts.alpha, dora_scale=parts.dora_scale
     )  # fmt: skip
     if not any(adapter.layouts):
-        found = ", ".join(f"{name} is {spell(module.parts[name].shape)}" for name in _GLORA)
-        raise module.error(found, "one rank in all")
+        found = ", ".join(f"{name} is {spell(parts.tensors[name].shape)}" for name in _GLORA)
+        raise parts.error(found, "one rank in all")
     return adapter
 
 
-def _oft(module: _Module) -> Adapter:
-    (blocks,) = module.need("oft_blocks")
+def _oft(parts: _Parts) -> Adapter:
+    (blocks,) = parts.need("oft_blocks")
     if blocks.ndim not in (3, 4) or blocks.shape[-1] != blocks.shape[-2]:
         found = f"oft_blocks is {spell(blocks.shape)}"
-        raise module.error(found, "square blocks in 3 or 4 dimensions")
+        raise parts.error(found, "square blocks in 3 or 4 dimensions")
     if blocks.ndim == 4 and blocks.shape[-1] % 2:
-        raise module.error(f"oft_blocks is {spell(blocks.shape)}", "an even size of the blocks")
+        raise parts.error(f"oft_blocks is {spell(blocks.shape)}", "an even size of the blocks")
     return (OFT if blocks.ndim == 3 else BOFT)(
         blocks=blocks,
-        rescale=module.get("rescale"),
-        constraint=module.alpha or 0.0,
-        dora_scale=module.dora_scale,
+        rescale=parts.get("rescale"),
+        constraint=parts.alpha or 0.0,
+        dora_scale=parts.dora_scale,
     )
 
 
-def _whole(module: _Module) -> Adapter:
+def _whole(parts: _Parts) -> Adapter:
     """Differences and replacements; an alpha beside them says nothing."""
-    if module.has("dora_scale"):
-        raise module.error("dora_scale on a whole weight", "factors beside it")
-    value = module.get("set_weight")
-    if value is not None:
+    if "dora_scale" in parts.tensors:
+        raise parts.error("dora_scale on a whole weight", "factors beside it")
+    if (value := parts.get("set_weight")) is not None:
         return Replacement(value=value)
-    names = [name for name in _DIFFS if module.has(name)]
-    if len(names) > 1:
-        raise module.error("diff and w_norm together", "one difference")
-    return Diff(difference=module.parts[names[0]])
+    differences = [parts.tensors[name] for name in _DIFFS if name in parts.tensors]
+    if len(differences) > 1:
+        raise parts.error("diff and w_norm together", "one difference")
+    return Diff(difference=differences[0])
 
 
-_FAMILIES: tuple[tuple[tuple[str, ...], Callable[[_Module], Adapter]], ...] = (
+_FAMILIES: tuple[tuple[tuple[str, ...], Callable[[_Parts], Adapter]], ...] = (
     (_LORA, _lora),
     (_LOHA, _loha),
     (_LOKR, _lokr),
@@ -269,23 +210,6 @@ _FAMILIES: tuple[tuple[tuple[str, ...], Callable[[_Module], Adapter]], ...] = (
     (_DIFFS, _whole),
     (("set_weight",), _whole),
 )
-
-
-def _factors(module: _Module, name: str, core: str | None) -> tuple[Tensor, ...]:
-    """One tensor, or the two or three that it is decomposed into."""
-    a, b = f"{name}_a", f"{name}_b"
-    if module.has(name):
-        if module.has(a, b) or core:
-            raise module.error(f"{name} both whole and decomposed", "the one or the other")
-        return module.matrices(name)
-    if core is None:
-        factors = module.matrices(a, b)
-        module.same_rank((a, 1), (b, 0))
-        return factors
-    factors = module.matrices(a, b, core)
-    module.same_rank((a, 0), (core, 0))
-    module.same_rank((b, 0), (core, 1))
-    return factors
 
 
 def _check_values(name: str, tensor: Tensor, where: str) -> None:
@@ -304,9 +228,3 @@ def _check_values(name: str, tensor: Tensor, where: str) -> None:
     for bound in torch.stack(torch.aminmax(values)).tolist():
         if not math.isfinite(bound):
             raise ValueError(f"{where}: {name} holds {bound}; expected finite numbers")
-
-
-def _unequal(name: str, tensor: Tensor, shape: tuple[int, ...]) -> str | None:
-    if tuple(tensor.shape) == shape:
-        return None
-    return f"{name} is {spell(tensor.shape)}; the weight is {spell(shape)}"

@@ -1,4 +1,4 @@
-"""A bank's delta on one layer: into its weight on the way, or beside it; and what is cheaper.
+"""The two forms of a LoRA's delta, and its two ways into a layer; and which of these is cheaper.
 
 Into the weight costs a product of the size of the weight, whatever the number of tokens; beside the
 layer, two skinny products for every token. Counted in bytes both cost the same for
@@ -17,11 +17,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Mode = Literal["auto", "stream", "beside"]
+from .adapter import Adapter
+
+ApplyMode = Literal["auto", "stream", "beside"]
+
+
+def break_even(inner: int, out: int, c: float) -> float:
+    """Tokens from which on a delta is better added to the weight.
+
+    Args:
+        inner: Numbers that enter the layer, per token.
+        out: Numbers that leave it.
+        c: Of the machine.
+    """
+    return c * inner * out / (inner + 2 * out)
 
 
 @dataclass(frozen=True)
-class Low:
+class JoinedPairs:
     """The joined pairs of a layer, or the rows of them that are at work.
 
     Attributes:
@@ -36,80 +49,91 @@ class Low:
     amounts: Tensor
     part: tuple[int, int, int] | None = None
 
+    def into_weight(self, weight: Tensor, *, owned: bool) -> Tensor:
+        """Add the delta to a weight: `weight + up @ diag(amounts) @ down`.
 
-def break_even(inner: int, out: int, c: float) -> float:
-    """Tokens from which on a delta is better added to the weight.
+        Args:
+            weight: `[out, in, ...]`, in the dtype of the computation.
+            owned: The memory of `weight` may be the result's.
 
-    Args:
-        inner: Numbers that enter the layer, per token.
-        out: Numbers that leave it.
-        c: Of the machine.
-    """
-    return c * inner * out / (inner + 2 * out)
+        Returns:
+            The sum, rounded once; of the shape of `weight`, which is as it was but where it is
+            owned.
+        """
+        up = self.up.to(weight.dtype)
+        down = (self.down * self.amounts[:, None]).to(weight.dtype)
+        if not owned and self.part is None:
+            return torch.addmm(weight.flatten(1), up, down).view_as(weight)
+        result = weight if owned else weight.clone()
+        part = result if self.part is None else result.narrow(*self.part)
+        if part.is_contiguous():
+            part.flatten(1).addmm_(up, down)
+        else:
+            part.copy_(torch.addmm(part.flatten(1), up, down).view_as(part))
+        return result
 
+    def beside(self, y: Tensor, x: Tensor) -> Tensor:
+        """Add what the delta makes of the input of a linear layer to its output.
 
-def into_weight(weight: Tensor, low: Low, *, owned: bool) -> Tensor:
-    """Add a delta to a weight: `weight + up @ diag(amounts) @ down`.
+        Args:
+            y: `[..., out]`, written to unless a gradient is wanted or its memory is not dense.
+            x: `[..., in]`, what the layer was given.
 
-    Args:
-        weight: `[out, in, ...]`, in the dtype of the computation.
-        low: The pairs.
-        owned: The memory of `weight` may be the result's.
-
-    Returns:
-        The sum, rounded once; of the shape of `weight`, which is as it was but where it is owned.
-    """
-    result = weight if owned else weight.clone() if low.part is not None else None
-    if result is None:
-        flat = weight.flatten(1)
-        return torch.addmm(flat, *_factors(low, weight.dtype)).view_as(weight)
-    part = result if low.part is None else result.narrow(*low.part)
-    if part.is_contiguous():
-        part.flatten(1).addmm_(*_factors(low, weight.dtype))
-    else:
-        total = torch.addmm(part.flatten(1), *_factors(low, weight.dtype))
-        part.copy_(total.view_as(part))
-    return result
-
-
-def beside(y: Tensor, x: Tensor, low: Low) -> Tensor:
-    """Add what a delta makes of the input of a linear layer to its output.
-
-    Args:
-        y: `[..., out]`, written to unless a gradient is wanted or its memory is not dense.
-        x: `[..., in]`, what the layer was given.
-        low: The pairs.
-
-    Returns:
-        `y + x @ (up @ diag(amounts) @ down).T`, of the dtype of `y`.
-    """
-    if low.part is not None and low.part[0] == 1:
-        x = x.narrow(-1, *low.part[1:])
-    tokens = x.reshape(-1, x.shape[-1]).to(low.down.dtype)
-    narrow = F.linear(tokens, low.down)
-    narrow = (narrow * low.amounts).to(low.up.dtype)
-    rows = None if low.part is None or low.part[0] != 0 else low.part[1:]
-    if low.up.dtype != y.dtype or not y.is_contiguous() or _wants_gradient(y, x):
-        delta = F.linear(narrow, low.up).to(y.dtype)
-        if rows is None:
-            return y + delta.view(y.shape)
-        y = y.clone()
-        y.narrow(-1, *rows).add_(delta.view(*y.shape[:-1], rows[1]))
+        Returns:
+            `y + x @ (up @ diag(amounts) @ down).T`, of the dtype of `y`.
+        """
+        if self.part is not None and self.part[0] == 1:
+            x = x.narrow(-1, *self.part[1:])
+        tokens = x.reshape(-1, x.shape[-1]).to(self.down.dtype)
+        narrow = F.linear(tokens, self.down)
+        narrow = (narrow * self.amounts).to(self.up.dtype)
+        rows = None if self.part is None or self.part[0] != 0 else self.part[1:]
+        if self.up.dtype != y.dtype or not y.is_contiguous() or _wants_gradient(y, x):
+            delta = F.linear(narrow, self.up).to(y.dtype)
+            if rows is None:
+                return y + delta.view(y.shape)
+            y = y.clone()
+            y.narrow(-1, *rows).add_(delta.view(*y.shape[:-1], rows[1]))
+            return y
+        flat = y.view(-1, y.shape[-1])
+        part = flat if rows is None else flat.narrow(1, *rows)
+        part.addmm_(narrow, self.up.T)
         return y
-    flat = y.view(-1, y.shape[-1])
-    part = flat if rows is None else flat.narrow(1, *rows)
-    part.addmm_(narrow, low.up.T)
-    return y
 
 
-def dense_beside(y: Tensor, x: Tensor, delta: Tensor, amount: float) -> Tensor:
-    """As `beside`, for a delta `[out, in]` that has no narrow form."""
-    return y + amount * F.linear(x.to(delta.dtype), delta).to(y.dtype)
+@dataclass(frozen=True)
+class ScaledAdapter:
+    """An adapter that is no plain pair, with its strength.
 
+    Attributes:
+        adapter: Its tensors may be on another device than the weight.
+        strength: The user's factor.
+        part: Axis, first index and length of the part of the weight that it is for; None: all.
+    """
 
-def _factors(low: Low, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    scaled = (low.down * low.amounts[:, None]).to(dtype)
-    return low.up.to(dtype), scaled
+    adapter: Adapter
+    strength: float
+    part: tuple[int, int, int] | None = None
+
+    def into_weight(self, weight: Tensor, *, owned: bool = False) -> Tensor:
+        """The changed weight, or one with its part changed; `weight` is as it was."""
+        del owned
+        adapter = self.adapter.to(weight.device)
+        if self.part is None:
+            return adapter.apply(weight, self.strength)
+        result = weight.clone()
+        part = weight.narrow(*self.part)
+        result.narrow(*self.part).copy_(adapter.apply(part, self.strength))
+        return result
+
+    def beside(self, y: Tensor, x: Tensor) -> Tensor | None:
+        """As `JoinedPairs.beside`; None: it is for a part, or its delta depends on the weight."""
+        if self.part is not None:
+            return None
+        delta = self.adapter.delta((y.shape[-1], x.shape[-1]), y.dtype, y.device)
+        if delta is None:
+            return None
+        return y + self.strength * F.linear(x.to(delta.dtype), delta).to(y.dtype)
 
 
 def _wants_gradient(*tensors: Tensor) -> bool:

@@ -16,16 +16,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .adapter_parser import Adapter, Pair, check_fits
-from .file import Entry, Identity, LoraFile, Report, identity
+from .adapter import Adapter
+from .file import FileEntry, Identity, KeyReport, LoraFile, identity
 from .keys import Target, Targets
+from .low_rank import Pair
 
 # Ranks grow to a multiple of this, with zeros, for the sake of the matrix units.
 _RANK_STEP = 8
 
 
 @dataclass
-class Layer:
+class BankLayer:
     """What a bank has for one parameter, or for some rows or columns of one.
 
     Attributes:
@@ -79,7 +80,7 @@ class Bank(nn.Module):
         dtype: Of the pairs.
 
     Attributes:
-        files: Likewise.
+        files: Their identities.
         layers: By their target.
         flat: All pairs, one after the other.
         scales: The factor of each row, alpha / rank, in float32 on the host.
@@ -88,7 +89,7 @@ class Bank(nn.Module):
     """
 
     def __init__(
-        self, files: Sequence[LoraFile], layers: Sequence[Layer], dtype: torch.dtype
+        self, files: Sequence[LoraFile], layers: Sequence[BankLayer], dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.files: tuple[Identity, ...] = tuple(file.identity for file in files)
@@ -100,7 +101,7 @@ class Bank(nn.Module):
         # Zeros are pages that nobody has touched yet.
         self.flat = nn.Parameter(torch.zeros(at, dtype=dtype), requires_grad=False)
         self.scales = torch.zeros(row)
-        self.reports: list[Report] = [file.report for file in files]
+        self.reports: list[KeyReport] = [file.report for file in files]
         self.companions: dict[object, object] = {}
 
     @property
@@ -122,15 +123,6 @@ class Bank(nn.Module):
             spans.append((start, layer.at + layer.numel))
             at_last = name
         return [span for span in spans if span[0] < span[1]]
-
-    def put(self, number: int, target: Target, pair: Pair) -> None:
-        """Put a pair into its place."""
-        layer = self.layers[target]
-        first, last = layer.rows[number]
-        down, up = layer.pairs(self.flat)
-        down[first:last] = pair.down.flatten(1)
-        up[:, first:last] = pair.up.flatten(1)
-        self.scales[layer.row + first : layer.row + last] = pair.scale
 
 
 _banks: weakref.WeakValueDictionary[tuple, Bank] = weakref.WeakValueDictionary()
@@ -175,25 +167,29 @@ def _read(files: Sequence[LoraFile], targets: Targets, dtype: torch.dtype) -> Ba
     return bank
 
 
-def _place(bank: Bank, number: int, file: LoraFile, entry: Entry) -> None:
+def _place(bank: Bank, number: int, file: LoraFile, entry: FileEntry) -> None:
     """Read what a file has for one parameter into a bank."""
     adapter = file.read(entry)
     layer = bank.layers[entry.target]
     if isinstance(adapter, Pair) and adapter.plain and number in layer.rows:
-        bank.put(number, entry.target, adapter)
-        return
-    why = check_fits(adapter, layer.shape)
-    if why is None:
+        first, last = layer.rows[number]
+        down, up = layer.pairs(bank.flat)
+        down[first:last] = adapter.down.flatten(1)
+        up[:, first:last] = adapter.up.flatten(1)
+        bank.scales[layer.row + first : layer.row + last] = adapter.scale
+    elif (why := adapter.misfit(layer.shape)) is None:
         layer.others.append((number, adapter))
     else:
         file.report.used -= len(entry.keys)
         file.report.unfit[why] += len(entry.keys)
 
 
-def _layers(files: Sequence[LoraFile], targets: Targets) -> list[Layer]:
-    layers: dict[Target, Layer] = {}
+def _layers(files: Sequence[LoraFile], targets: Targets) -> list[BankLayer]:
+    layers: dict[Target, BankLayer] = {}
     for number, entry in _entries(files):
-        layer = layers.setdefault(entry.target, Layer(entry.target, targets.shape(entry.target)))
+        layer = layers.setdefault(
+            entry.target, BankLayer(entry.target, targets.shape(entry.target))
+        )
         rank = entry.plain_rank
         if rank and len(layer.shape) > 1 and number not in layer.rows:
             layer.rows[number] = layer.rank, layer.rank + rank
@@ -203,7 +199,7 @@ def _layers(files: Sequence[LoraFile], targets: Targets) -> list[Layer]:
     return sorted(layers.values(), key=lambda layer: _natural(layer.target))
 
 
-def _entries(files: Sequence[LoraFile]) -> Iterator[tuple[int, Entry]]:
+def _entries(files: Sequence[LoraFile]) -> Iterator[tuple[int, FileEntry]]:
     for number, file in enumerate(files):
         for entry in file.entries:
             yield number, entry

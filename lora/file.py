@@ -10,9 +10,8 @@ import json
 import os
 import re
 import stat
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -21,12 +20,10 @@ import torch
 from torch import Tensor
 
 from ..kernels import LINE, PICKLE, ZIP, Header, guarded, kind_of, line, read_header, shown
-from .adapter import spell
-from .adapter_parser import Adapter, make_adapter
+from .adapter import Adapter, spell
+from .adapter_parser import make_adapter
+from .key_report import KeyReport
 from .keys import Target, Targets, is_of_text_encoder, split_key
-
-# Lines of a report on pairs that do not fit, which can be of any number of shapes.
-_MISFITS = 5
 
 # Parts that are differences of a parameter of their own.
 _DIFFERENCES = ("diff_b", "b_norm", "diff_m")
@@ -41,7 +38,7 @@ class Identity(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FileEntry:
     """What a file has for one parameter.
 
     Attributes:
@@ -60,54 +57,6 @@ class Entry:
         if not {"up", "down"} <= self.keys.keys() <= {"up", "down", "alpha"}:
             return 0
         return self.shapes["down"][0]
-
-
-@dataclass
-class Report:
-    """What became of the keys of a file.
-
-    Attributes:
-        name: Of the file.
-        used: Keys that a parameter was found for.
-        absent: Keys of modules that the model does not have, by the last part of their names.
-        unfit: What is wrong with pairs of another shape than their parameter, and how many.
-        unknown: Keys that say nothing known.
-        text_encoder: Keys for another model.
-        repeated: Keys that say once more, in another dialect, what a key before them says.
-        notes: What else is to be known.
-    """
-
-    name: str
-    used: int = 0
-    absent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    unfit: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    unknown: list[str] = field(default_factory=list)
-    text_encoder: int = 0
-    repeated: int = 0
-    notes: list[str] = field(default_factory=list)
-
-    def lines(self) -> list[str]:
-        """A line for what was applied, and for each group of keys that was not."""
-        lines = [f"{self.name}: {self.used} keys applied"]
-        groups: dict[int, list[str]] = defaultdict(list)
-        for leaf, count in self.absent.items():
-            groups[count].append(leaf)
-        for count, leaves in sorted(groups.items(), reverse=True):
-            names = "/".join(map(shown, leaves[:4])) + ("/..." if len(leaves) > 4 else "")
-            lines.append(f"  {count * len(leaves)} keys for {names}: not in this model")
-        misfits = list(self.unfit.items())
-        lines += [f"  {count} keys do not fit: {why}" for why, count in misfits[:_MISFITS]]
-        if rest := sum(count for _, count in misfits[_MISFITS:]):
-            lines.append(f"  {rest} more keys do not fit")
-        if self.unknown:
-            some = ", ".join(map(shown, self.unknown[:3]))
-            some += ", ..." if len(self.unknown) > 3 else ""
-            lines.append(f"  {len(self.unknown)} keys of an unknown form: {some}")
-        if self.text_encoder:
-            lines.append(f"  {self.text_encoder} keys for a text encoder: not applied to a model")
-        if self.repeated:
-            lines.append(f"  {self.repeated} keys for what others are for: the first are applied")
-        return lines + [f"  {note}" for note in self.notes]
 
 
 class LoraFile:
@@ -129,8 +78,8 @@ class LoraFile:
     def __init__(self, path: str | Path, targets: Targets) -> None:
         self.path = Path(path)
         self.identity = identity(self.path)
-        self.report = Report(self.path.name)
-        self.entries: list[Entry] = []
+        self.report = KeyReport(self.path.name)
+        self.entries: list[FileEntry] = []
         with guarded(self.path.name):
             header = self._header()
             self._start, self._places = header.start, header.places
@@ -149,7 +98,7 @@ class LoraFile:
         for entry in self.entries:
             yield entry.target, self.read(entry)
 
-    def read(self, entry: Entry) -> Adapter:
+    def read(self, entry: FileEntry) -> Adapter:
         """Read what there is for one parameter.
 
         Raises:
@@ -236,8 +185,8 @@ class LoraFile:
             if not some or set(some) <= {"alpha", "dora_scale"}:
                 continue
             shapes = {part: self._places[key].shape for part, key in some.items()}
-            entry = Entry(target, some, shapes)
-            why = check_shapes(entry, targets.shape(target))
+            entry = FileEntry(target, some, shapes)
+            why = _check_shapes(entry, targets.shape(target))
             if why is None:
                 self.entries.append(entry)
                 self.report.used += len(some)
@@ -272,7 +221,7 @@ def identity(path: str | Path) -> Identity:
     return Identity(str(path), stat.st_size, stat.st_mtime_ns)
 
 
-def check_shapes(entry: Entry, shape: tuple[int, ...]) -> str | None:
+def _check_shapes(entry: FileEntry, shape: tuple[int, ...]) -> str | None:
     """Whether what a file has is of the shape of its parameter, as far as its header tells.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A module of a model, as the place where LoRAs are applied while a call goes through it.
+"""Hooks on a module of a model, through which LoRAs act while a call goes through it.
 
 Hooks stand beside the module, so that its forward is its own, or another pack's. They are
 registered once and do nothing between calls, which `torch.compile` can tell from the attribute that
@@ -12,14 +12,11 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .adapter_parser import Adapter
-from .apply import Low, Mode, beside, break_even, dense_beside, into_weight
-from .timer import Timer
+from .apply import ApplyMode, JoinedPairs, ScaledAdapter, break_even
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -33,78 +30,70 @@ class Counts:
         beside: Pairs that were applied beside a layer.
         formula: Adapters of other kinds.
         unserved: Names of modules whose weights could not be reached.
-        timer: Of the work; None: it is not timed.
+        timed: Measures work of one of these kinds on a device; None: nothing is measured.
     """
 
     stream: int = 0
     beside: int = 0
     formula: int = 0
     unserved: set[str] = field(default_factory=set)
-    timer: Timer | None = None
+    timed: Callable[[str, torch.device], AbstractContextManager[None]] | None = None
+
+    def add(self, delta: JoinedPairs | ScaledAdapter, way: str) -> None:
+        """Count a delta that was applied."""
+        if not torch.compiler.is_compiling():  # it would be compiled anew for each number
+            kind = "formula" if isinstance(delta, ScaledAdapter) else way
+            setattr(self, kind, getattr(self, kind) + 1)
 
     def clear(self) -> None:
         """Begin anew."""
         self.stream = self.beside = self.formula = 0
 
 
-class Formula(NamedTuple):
-    """An adapter that is no plain pair.
-
-    Attributes:
-        adapter: Which.
-        strength: Its strength.
-        part: Axis, first index and length of the part of the weight that it is for; None: all.
-    """
-
-    adapter: Adapter
-    strength: float
-    part: tuple[int, int, int] | None = None
-
-
-Steps = Sequence[Low | Formula]
+Deltas = Sequence[JoinedPairs | ScaledAdapter]
 
 
 @dataclass
-class Work:
-    """What is to be done at a site during a call.
+class LayerWork:
+    """What is to be done at a module during a call.
 
     Attributes:
-        steps: For the weight, in their order; or what gives them when the module is called.
-        through_weight: There are formulas among them, which need the weight.
-        bias: For the bias.
+        counts: Where it is noted what was done.
         mode: How pairs are to be applied.
         c: See `break_even`.
+        deltas: For the weight, in their order; or what gives them when the module is called.
+        needs_weight: There are adapters of other kinds among them.
+        bias: For the bias.
     """
 
-    steps: Steps | Callable[[], Steps] = ()
-    through_weight: bool = False
-    bias: Sequence[Formula] = ()
-    mode: Mode = "auto"
-    c: float = 4.0
+    counts: Counts
+    mode: ApplyMode
+    c: float
+    deltas: Deltas | Callable[[], Deltas] = ()
+    needs_weight: bool = False
+    bias: Sequence[ScaledAdapter] = ()
 
-    def now(self) -> Steps:
-        """The steps."""
-        return self.steps() if callable(self.steps) else self.steps
+    def now(self) -> Deltas:
+        """The deltas for the weight."""
+        return self.deltas() if callable(self.deltas) else self.deltas
 
 
-class Site:
-    """One module.
+class LayerHook:
+    """The hooks of one module.
 
     Args:
-        module: Which.
+        module: Whose.
         name: Of it.
-        counts: Where it is noted what was done.
 
     Attributes:
         work: Of the call that is going through the model; None: nothing is to be done.
-        fired: The module's forward was called, since this was set to False.
         through_weight: Its forward is not called, so that all goes through its weight.
     """
 
-    def __init__(self, module: nn.Module, name: str, counts: Counts) -> None:
-        self.module, self.name, self.counts = module, name, counts
-        self.work: Work | None = None
-        self.fired = self.through_weight = False
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+        self.work: LayerWork | None = None
+        self.through_weight = self._fired = False
         self._ignores_functions = False
         self._undo: list[Callable[[], None]] = []
         self._done = self._pushed = False
@@ -114,8 +103,27 @@ class Site:
         # Hooks of others are given what the layer makes with its LoRA.
         module.register_forward_hook(self._after, prepend=True)
 
+    def begin(self, work: LayerWork) -> None:
+        """Before a call of the model."""
+        self.work, self._fired = work, False
+        if self.through_weight:
+            self._push(work)
+
+    def end(self) -> None:
+        """After the call, however it ended."""
+        self._restore()
+        self.work = None
+
     @property
-    def has_own_product(self) -> bool:
+    def missed(self) -> bool:
+        """After the model was called: the module was not, and its weight may have been read.
+
+        Only of quantised weights: a plain one that is not called is taken for unused.
+        """
+        return not self._fired and not self.through_weight and self._has_own_product
+
+    @property
+    def _has_own_product(self) -> bool:
         """Whether the module multiplies without casting its weight to a plain tensor first."""
         weight = _parameter(self.module, "weight")
         if weight is None or getattr(self.module, "_full_precision_mm", False):
@@ -125,22 +133,11 @@ class Site:
         fp8 = "fp8_ops" in type(self.module).__qualname__ and weight.element_size() == 1
         return fp8 or not weight.is_floating_point()
 
-    def begin(self) -> None:
-        """Before a call of the model."""
-        self.fired = False
-        if self.through_weight and self.work is not None:
-            self._push(self.work)
-
-    def end(self) -> None:
-        """After the call, however it ended."""
-        self._restore()
-        self.work = None
-
     def _before(self, module: nn.Module, args: tuple) -> None:
         work = self.work
         if work is None or self.through_weight:
             return
-        self.fired = True
+        self._fired = True
         x = args[0] if args else None
         if not self._linear or not isinstance(x, Tensor) or self._streams(work, x):
             self._push(work)
@@ -156,28 +153,34 @@ class Site:
             self._ignores_functions = True
         reachable = self._linear and isinstance(y, Tensor)
         if pushed and not done and not (reachable and args):
-            self.counts.unserved.add(self.name)
+            work.counts.unserved.add(self.name)
             done = True
         if not reachable:
             return None
         if not done:
-            with self._timed("beside", y):
-                y = self._beside(work, args[0], y)
-        for adapter, strength, _ in work.bias:
-            delta = adapter.delta(y.shape[-1:], y.dtype, y.device)
+            with self._timed(work, "beside", y):
+                for delta in work.now():
+                    added = delta.beside(y, args[0])
+                    if added is None:
+                        work.counts.unserved.add(self.name)
+                    else:
+                        work.counts.add(delta, "beside")
+                        y = added
+        for adapter in work.bias:
+            delta = adapter.adapter.delta(y.shape[-1:], y.dtype, y.device)
             if delta is None:
-                self.counts.unserved.add(self.name)
+                work.counts.unserved.add(self.name)
             else:
-                y = y.add(delta.view(-1), alpha=strength)
+                y = y.add(delta.view(-1), alpha=adapter.strength)
         return y
 
-    def _streams(self, work: Work, x: Tensor) -> bool:
+    def _streams(self, work: LayerWork, x: Tensor) -> bool:
         """Whether a call goes through a changed weight."""
-        if self._ignores_functions or not work.steps:
+        if self._ignores_functions or not work.deltas:
             return False
-        if work.through_weight or work.mode == "stream":
+        if work.needs_weight or work.mode == "stream":
             return True
-        if torch.compiler.is_compiling() or work.mode == "beside" or self.has_own_product:
+        if torch.compiler.is_compiling() or work.mode == "beside" or self._has_own_product:
             return False
         weight = _parameter(self.module, "weight")
         if weight is None:
@@ -187,79 +190,43 @@ class Site:
         c = work.c if weight.dtype == x.dtype else work.c / 2
         return x.numel() // max(1, inner) > break_even(inner, out, c)
 
-    def _beside(self, work: Work, x: Tensor, y: Tensor) -> Tensor:
-        for step in work.now():
-            if isinstance(step, Low):
-                self._count("beside")
-                y = beside(y, x, step)
-                continue
-            delta = None
-            if step.part is None:
-                delta = step.adapter.delta((y.shape[-1], x.shape[-1]), y.dtype, y.device)
-            if delta is None:
-                self.counts.unserved.add(self.name)
-            else:
-                self._count("formula")
-                y = dense_beside(y, x, delta, step.strength)
-        return y
-
-    def _push(self, work: Work) -> None:
+    def _push(self, work: LayerWork) -> None:
         """Let the module work with other parameters until `_restore`."""
-        self._pushed, self._done = True, not work.steps
-        if work.steps:
+        self._pushed, self._done = True, not work.deltas
+        if work.deltas:
             self._replace("weight", lambda weight: self._weight(work, weight))
         if work.bias and (not self._linear or self.through_weight):
-            self._replace("bias", lambda bias: self._bias(work, bias))
+            self._replace("bias", lambda bias: with_adapters(work.bias, bias))
 
-    def _count(self, what: str) -> None:
-        if not torch.compiler.is_compiling():  # it would be compiled anew for each number
-            setattr(self.counts, what, getattr(self.counts, what) + 1)
-
-    def _replace(self, name: str, function: Callable[[Tensor], Tensor]) -> None:
-        module = self.module
-        functions = getattr(module, f"{name}_function", None)
+    def _replace(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
+        functions = getattr(self.module, f"{name}_function", None)
+        parameter = self.module._parameters.get(name)
         if isinstance(functions, list):
-            setattr(module, f"{name}_function", [*functions, function])
-            self._undo.append(lambda: setattr(module, f"{name}_function", functions))
-            return
-        parameter = module._parameters.get(name)
-        if parameter is None or parameter.dtype not in _FLOATS:
-            return
-        changed = nn.Parameter(function(parameter.detach()), requires_grad=False)
-        module._parameters[name] = changed
-        self._undo.append(lambda: module._parameters.__setitem__(name, parameter))
+            setattr(self.module, f"{name}_function", [*functions, change])
+            self._undo.append(lambda: setattr(self.module, f"{name}_function", functions))
+        elif parameter is not None and parameter.dtype in _FLOATS:
+            changed = change(parameter.detach())
+            self._undo.append(replace_parameter(self.module, name, changed))
 
     def _restore(self) -> None:
         while self._undo:
             self._undo.pop()()
         self._pushed = self._done = False
 
-    def _timed(self, kind: str, tensor: Tensor) -> AbstractContextManager[None]:
-        timer = self.counts.timer
-        if timer is None or torch.compiler.is_compiling():
+    def _timed(self, work: LayerWork, kind: str, like: Tensor) -> AbstractContextManager[None]:
+        timed = work.counts.timed
+        if timed is None or torch.compiler.is_compiling():
             return nullcontext()
-        return timer.of(kind, tensor.device)
+        return timed(kind, like.device)
 
-    def _weight(self, work: Work, weight: Tensor) -> Tensor:
-        with self._timed("formula" if work.through_weight else "stream", weight):
-            return self._changed(work, weight)
-
-    def _changed(self, work: Work, weight: Tensor) -> Tensor:
+    def _weight(self, work: LayerWork, weight: Tensor) -> Tensor:
         self._done = True
         owned = not self._is_own(weight)
-        for step in work.now():
-            if isinstance(step, Low):
-                self._count("stream")
-                weight, owned = into_weight(weight, step, owned=owned), True
-            else:
-                self._count("formula")
-                weight, owned = applied(step, weight), True
+        with self._timed(work, "formula" if work.needs_weight else "stream", weight):
+            for delta in work.now():
+                work.counts.add(delta, "stream")
+                weight, owned = delta.into_weight(weight, owned=owned), True
         return weight
-
-    def _bias(self, work: Work, bias: Tensor) -> Tensor:
-        for formula in work.bias:
-            bias = applied(formula, bias)
-        return bias
 
     def _is_own(self, weight: Tensor) -> bool:
         """Whether some memory may be that of the module's parameter."""
@@ -276,48 +243,18 @@ class Site:
             return False  # a tensor of another kind, which was made into this one
 
 
-class Values:
-    """A parameter that is no weight of a module with a forward, such as Wan's modulation.
-
-    Args:
-        module: Whose it is.
-        name: Of the parameter in it.
-        counts: Where it is noted what was done.
-    """
-
-    def __init__(self, module: nn.Module, name: str, counts: Counts) -> None:
-        self.module, self.name, self.counts = module, name, counts
-        self.formulas: Sequence[Formula] = ()
-        self._own: nn.Parameter | None = None
-
-    def begin(self) -> None:
-        """Before a call of the model: give it other values."""
-        parameter = self.module._parameters.get(self.name)
-        if not self.formulas or parameter is None:
-            return
-        value = parameter.detach()
-        for formula in self.formulas:
-            self.counts.formula += 1
-            value = applied(formula, value)
-        self._own = parameter
-        self.module._parameters[self.name] = nn.Parameter(value, requires_grad=False)
-
-    def end(self) -> None:
-        """After the call: its own."""
-        if self._own is not None:
-            self.module._parameters[self.name] = self._own
-        self._own, self.formulas = None, ()
+def replace_parameter(module: nn.Module, name: str, value: Tensor) -> Callable[[], None]:
+    """Give a module another parameter; what is returned gives it its own again."""
+    own = module._parameters[name]
+    module._parameters[name] = nn.Parameter(value, requires_grad=False)
+    return lambda: module._parameters.__setitem__(name, own)
 
 
-def applied(formula: Formula, weight: Tensor) -> Tensor:
-    """A formula on a weight, or on a part of it; the weight is as it was."""
-    adapter = formula.adapter.to(weight.device)
-    if formula.part is None:
-        return adapter.apply(weight, formula.strength)
-    result = weight.clone()
-    part = weight.narrow(*formula.part)
-    result.narrow(*formula.part).copy_(adapter.apply(part, formula.strength))
-    return result
+def with_adapters(adapters: Sequence[ScaledAdapter], value: Tensor) -> Tensor:
+    """A parameter that is no matrix, with the adapters for it."""
+    for adapter in adapters:
+        value = adapter.into_weight(value)
+    return value
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor | None:

@@ -37,37 +37,29 @@ class Pair(Additive):
     reshape: tuple[int, ...] | None = None
 
     @property
-    def rank(self) -> int:
-        """The size of the bottleneck."""
-        return self.down.shape[0]
-
-    @property
     def plain(self) -> bool:
         """The delta is all: such pairs can be put beside each other along the rank."""
         return self.mid is None and self.dora_scale is None and self.reshape is None
 
     @property
-    def delta_shape(self) -> tuple[int, ...]:
-        """See `Additive.delta_shape`."""
+    def _delta_shape(self) -> tuple[int, ...]:
         if self.mid is None:
             return (self.up.shape[0], *self.down.shape[1:])
         return (self.up.shape[0], as_matrix(self.down.shape)[1], *self.mid.shape[2:])
 
     def grown(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """See `Adapter.grown`."""
+        """`reshape`, where the file has it."""
         return tuple(shape) if self.reshape is None else self.reshape
 
-    def misfit(self, shape: tuple[int, ...]) -> str | None:
-        """See `Adapter.misfit`."""
+    def _misfit(self, shape: tuple[int, ...]) -> str | None:
         if self.reshape is not None and (
             len(shape) != len(self.reshape)
             or any(size > target for size, target in zip(shape, self.reshape, strict=True))
         ):
             return f"reshape_weight is {spell(self.reshape)}; the weight is {spell(shape)}"
-        return super().misfit(shape)
+        return super()._misfit(shape)
 
-    def accumulate(self, out: Tensor, factor: float) -> None:
-        """See `Additive.accumulate`."""
+    def _accumulate(self, out: Tensor, factor: float) -> None:
         matrix = out.view(as_matrix(out.shape))
         up = self.up.to(out.device, out.dtype)
         down = self.down.to(out.device, out.dtype).flatten(1)
@@ -95,12 +87,10 @@ class Hadamard(Additive):
     w2: tuple[Tensor, ...]
 
     @property
-    def delta_shape(self) -> tuple[int, ...]:
-        """See `Additive.delta_shape`."""
+    def _delta_shape(self) -> tuple[int, ...]:
         return product_shape(self.w1)
 
-    def accumulate(self, out: Tensor, factor: float) -> None:
-        """See `Additive.accumulate`."""
+    def _accumulate(self, out: Tensor, factor: float) -> None:
         first, second = _product(self.w1, out), _product(self.w2, out)
         out.view(as_matrix(out.shape)).addcmul_(first, second, value=factor)
 
@@ -127,13 +117,12 @@ class Kronecker(Additive):
     w2: tuple[Tensor, ...]
 
     @property
-    def delta_shape(self) -> tuple[int, ...]:
-        """See `Additive.delta_shape`."""
+    def _delta_shape(self) -> tuple[int, ...]:
         first, second = product_shape(self.w1), product_shape(self.w2)
         return (first[0] * second[0], first[1] * second[1], *second[2:])
 
-    def accumulate(self, out: Tensor, factor: float) -> None:
-        """See `Additive.accumulate`. The product is never held: it is added as it is formed."""
+    def _accumulate(self, out: Tensor, factor: float) -> None:
+        # The product is never held: it is added as it is formed.
         first, second = _product(self.w1, out), _product(self.w2, out)
         parts = out.view(first.shape[0], second.shape[0], first.shape[1], second.shape[1])
         parts.addcmul_(first[:, None, :, None], second[None, :, None, :], value=factor)
@@ -173,8 +162,7 @@ class GLoRA(Adapter):
         older = self.b2.shape[1] == self.b1.shape[0] == self.a1.shape[0] == self.a2.shape[1]
         return first, older
 
-    def misfit(self, shape: tuple[int, ...]) -> str | None:
-        """See `Adapter.misfit`."""
+    def _misfit(self, shape: tuple[int, ...]) -> str | None:
         a1, a2, b1, b2 = (as_matrix(part.shape) for part in self._factors)
         if self._is_older(shape):
             delta, inputs = (b2[0], b1[1]), (a2[0], a1[1])
@@ -188,8 +176,7 @@ class GLoRA(Adapter):
             return f"a1 and a2 are for {spell(inputs)} inputs; the weight is {spell(shape)}"
         return misfit_of_dora(self.dora_scale, shape)
 
-    def change(self, working: Tensor, strength: float) -> Tensor:
-        """See `Adapter.change`."""
+    def _changed(self, working: Tensor, strength: float) -> Tensor:
         a1, a2, b1, b2 = (
             part.to(working.device, working.dtype).flatten(1) for part in self._factors
         )

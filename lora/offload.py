@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .bank import Bank, Layer
+from .bank import Bank, BankLayer
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Traffic:
     nbytes: int = 0
 
 
-class Residency:
+class PairLoader:
     """Gives the pairs of layers on a device.
 
     Args:
@@ -39,15 +39,16 @@ class Residency:
 
     Attributes:
         traffic: What was fetched so far.
+        is_here: All pairs stay where they are.
     """
 
     def __init__(self, bank: Bank, device: torch.device, *, staged: bool = False) -> None:
         self.traffic = Traffic()
         self._bank, self._device = bank, device
-        self._here = bank.flat.device == device and not staged
+        self.is_here = bank.flat.device == device and not staged
         self._spans = bank.blocks()
         self._buffers: list[_Buffer] = []
-        if not self._here and self._spans:
+        if not self.is_here and self._spans:
             most = max(last - first for first, last in self._spans)
             self._buffers = [_Buffer(most, bank.flat.dtype, device) for _ in range(2)]
         self._span_of = {
@@ -57,18 +58,13 @@ class Residency:
             if first <= layer.at < last
         }
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if not self._here:
+        if not self.is_here:
             # In place: once for all runs, and no second copy on the host.
             bank.flat.data = _pinned(bank.flat.data)
 
-    @property
-    def is_here(self) -> bool:
-        """Whether all pairs stay where they are."""
-        return self._here
-
-    def pairs(self, layer: Layer) -> tuple[Tensor, Tensor]:
+    def pairs(self, layer: BankLayer) -> tuple[Tensor, Tensor]:
         """The pairs of a layer, `down` and `up`, to be used before the next but one block's."""
-        if self._here:
+        if self.is_here:
             return layer.pairs(self._bank.flat)
         index = self._span_of[layer.target]
         buffer = next((each for each in self._buffers if each.index == index), None)

@@ -146,17 +146,6 @@ class Schedule:
         outside = () if self.window is None else (0.0,)
         return tuple(dict.fromkeys((*(value for values in lists for value in values), *outside)))
 
-    @property
-    def constant(self) -> float | None:
-        """The strength, if it is the same throughout; else None."""
-        values = self.values()
-        return values[0] if len(values) == 1 else None
-
-    @property
-    def never(self) -> bool:
-        """0 throughout: the LoRA changes nothing, and its file need not be read."""
-        return self.constant == 0
-
     def _of_phase(self, phase: int, phases: int) -> tuple[float, ...]:
         """The list for a phase of a run."""
         count = len(self.phases)

@@ -1,32 +1,28 @@
 """A bank on a model: what every call of the model does with it."""
 
+import functools
 import re
 import sys
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from .apply import Low, Mode
-from .bank import Bank, Layer
-from .hooks import Counts, Formula, Site, Steps, Values, Work
-from .offload import Residency
+from .apply import ApplyMode, JoinedPairs, ScaledAdapter
+from .bank import Bank, BankLayer
+from .hooks import Counts, Deltas, LayerHook, LayerWork, replace_parameter, with_adapters
+from .offload import PairLoader
 from .strengths import Amounts
 
+# What a layer adds: rows of its joined pairs (first, last + 1), or an adapter of another kind.
+_Part = tuple[int, int] | ScaledAdapter
 
-@dataclass
-class _Places:
-    """Where LoRAs were applied in a model so far."""
-
-    modules: dict[str, nn.Module]
-    sites: dict[str, Site] = field(default_factory=dict)
-    values: dict[str, Values] = field(default_factory=dict)
-
-
-_places: weakref.WeakKeyDictionary[nn.Module, _Places] = weakref.WeakKeyDictionary()
+# The modules of a model by their names, and the hooks that some of them have so far.
+_models: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, nn.Module], dict[str, LayerHook]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Session:
@@ -44,33 +40,29 @@ class Session:
 
     Attributes:
         counts: What was done so far.
+        loader: Where the pairs come from; None: they were not asked for yet.
     """
 
     def __init__(
         self,
         bank: Bank,
         amounts: Amounts,
-        mode: Mode = "auto",
+        mode: ApplyMode = "auto",
         c: float = 4.0,
         *,
         staged: bool = False,
     ) -> None:
         self.bank, self.amounts, self.counts = bank, amounts, Counts()
-        self._mode: Mode = mode
+        self.loader: PairLoader | None = None
+        self._mode: ApplyMode = mode
         self._c, self._staged = c, staged
-        self._residency: Residency | None = None
         self._flat: Tensor | None = None
-        self._works: dict[str, Work] = {}
-        self._values: dict[str, list[Formula]] = {}
+        self._works: dict[str, LayerWork] = {}
+        self._values: dict[str, list[ScaledAdapter]] = {}
         self._known: tuple[object, ...] = ()
 
-    @property
-    def residency(self) -> Residency | None:
-        """Where the pairs come from, once they were asked for."""
-        return self._residency
-
     @contextmanager
-    def call(self, model: nn.Module, device: torch.device) -> Iterator["Call"]:
+    def call(self, model: nn.Module, device: torch.device) -> Iterator[Callable[[], list[str]]]:
         """Apply the bank to whatever of a model is called inside.
 
         Args:
@@ -78,42 +70,53 @@ class Session:
             device: Where it computes.
 
         Yields:
-            What is known of the call.
+            A function for after the model was called: names of modules of which it read the weight
+            without calling them. They are served through their weight from the next call on, so
+            that this one should be made again.
         """
         self._prepare(device)
-        places = _places_of(model)
-        known = len(places.sites)
-        sites: list[Site] = []
-        values: list[Values] = []
-        try:
+        modules, hooks = _known(model)
+        active: list[LayerHook] = []
+        count = len(hooks)
+        with ExitStack() as stack:
             for name, work in self._works.items():
-                site = self._site(model, places, name)
-                if site is not None:
-                    sites.append(site)
-                    site.work, site.counts = work, self.counts
-                    site.begin()
-            for key, formulas in self._values.items():
-                value = self._value(model, places, key)
-                if value is not None:
-                    values.append(value)
-                    value.formulas, value.counts = formulas, self.counts
-                    value.begin()
-            if len(places.sites) > known:
+                if name not in hooks:
+                    module = self._module(model, modules, name, name)
+                    if module is None:
+                        continue
+                    hooks[name] = LayerHook(module, name)
+                active.append(hooks[name])
+                stack.callback(hooks[name].end)
+                hooks[name].begin(work)
+            for key, adapters in self._values.items():
+                name, _, leaf = key.rpartition(".")
+                module = self._module(model, modules, name, key)
+                own = None if module is None else module._parameters.get(leaf)
+                if module is not None and own is not None:
+                    self.counts.formula += len(adapters)
+                    value = with_adapters(adapters, own.detach())
+                    stack.callback(replace_parameter(module, leaf, value))
+            if len(hooks) > count:
                 _forget_compiled()
-            yield Call(sites)
-        finally:
-            for each in (*sites, *values):
-                each.end()
+            yield functools.partial(_missed, active)
 
     def release(self) -> None:
         """After a run: let go of the memory of the bank, which others may want until the next."""
-        self._works, self._values, self._residency, self._known = {}, {}, None, ()
+        self._works, self._values, self.loader, self._known = {}, {}, None, ()
+
+    def _module(
+        self, model: nn.Module, modules: dict[str, nn.Module], name: str, key: str
+    ) -> nn.Module | None:
+        module = modules.get(name) if name else model
+        if module is None:
+            self.counts.unserved.add(key)
+        return module
 
     def _prepare(self, device: torch.device) -> None:
         """Work out what is to be done, where it is not what was done last."""
         flat = self.bank.flat
-        if self._known[:3] != (flat.device, flat.data_ptr(), device):
-            self._residency = Residency(self.bank, device, staged=self._staged)
+        if self.loader is None or self._known[:3] != (flat.device, flat.data_ptr(), device):
+            self.loader = PairLoader(self.bank, device, staged=self._staged)  # may move `flat`
         known = flat.device, flat.data_ptr(), device, self.amounts.version
         if known == self._known:
             return
@@ -123,106 +126,71 @@ class Session:
         else:
             self._flat.copy_(self.amounts.flat)
         self._works, self._values = {}, {}
+        plans: dict[str, list[tuple[BankLayer, list[_Part]]]] = {}
         for layer in self.bank.layers.values():
-            self._add(layer)
+            if parts := self._parts(layer):
+                name, _, leaf = layer.target.key.rpartition(".")
+                adapters = [part for part in parts if isinstance(part, ScaledAdapter)]
+                if leaf not in ("weight", "bias"):
+                    self._values[layer.target.key] = adapters
+                    continue
+                if name not in self._works:
+                    self._works[name] = LayerWork(self.counts, self._mode, self._c)
+                if leaf == "bias":
+                    self._works[name].bias = adapters
+                else:
+                    self._works[name].needs_weight |= bool(adapters)
+                    plans.setdefault(name, []).append((layer, parts))
+        for name, plan in plans.items():
+            deltas = functools.partial(_deltas, self.loader, self._flat, plan)
+            self._works[name].deltas = deltas() if self.loader.is_here else deltas
         self._known = known
 
-    def _add(self, layer: Layer) -> None:
-        name, _, leaf = layer.target.key.rpartition(".")
+    def _parts(self, layer: BankLayer) -> list[_Part]:
+        """What is at work of a layer, in the order of the files where that matters."""
         first, last = self.amounts.rows(layer)
         others = [
-            (file, Formula(adapter, strength, layer.target.offset))
+            (file, ScaledAdapter(adapter, strength, layer.target.offset))
             for file, adapter in layer.others
             if (strength := self.amounts.of(layer, file))
         ]
-        formulas = [formula for _, formula in others]
-        if first == last and not others:
-            return
-        if leaf not in ("weight", "bias"):
-            self._values[layer.target.key] = formulas
-            return
-        work = self._works.get(name)
-        if work is None:
-            work = self._works[name] = Work(mode=self._mode, c=self._c)
-        if leaf == "bias":
-            work.bias = formulas
-            return
-        work.through_weight |= bool(others)
-        before = work.steps
-        residency = self._residency
-        if residency is None:
-            raise RuntimeError("there is no residency; expected it to be prepared")
-
-        def steps() -> Steps:
-            made = list(before() if callable(before) else before)
-            if not others:
-                return [*made, *self._lows(layer, [(first, last)])]
-            for file in sorted({file for file, _ in others} | layer.rows.keys()):
-                if file in layer.rows and self.amounts.of(layer, file):
-                    made += self._lows(layer, [layer.rows[file]])
-                made += [formula for number, formula in others if number == file]
-            return made
-
-        work.steps = steps() if residency.is_here else steps
-
-    def _lows(self, layer: Layer, spans: list[tuple[int, int]]) -> list[Low]:
-        if self._residency is None or self._flat is None:
-            raise RuntimeError("there is no residency; expected it to be prepared")
-        down, up = self._residency.pairs(layer)
-        amounts = self._flat[layer.row : layer.row + layer.rank]
-        part = layer.target.offset
-        return [Low(down[a:b], up[:, a:b], amounts[a:b], part) for a, b in spans if b > a]
-
-    def _site(self, model: nn.Module, places: _Places, name: str) -> Site | None:
-        if name not in places.sites:
-            module = places.modules.get(name) if name else model
-            if module is None:
-                self.counts.unserved.add(name)
-                return None
-            places.sites[name] = Site(module, name, self.counts)
-        return places.sites[name]
-
-    def _value(self, model: nn.Module, places: _Places, key: str) -> Values | None:
-        if key not in places.values:
-            name, _, leaf = key.rpartition(".")
-            if not name:
-                return Values(model, leaf, self.counts)  # the model itself is not to be kept
-            module = places.modules.get(name)
-            if module is None:
-                self.counts.unserved.add(key)
-                return None
-            places.values[key] = Values(module, leaf, self.counts)
-        return places.values[key]
+        if not others:
+            return [(first, last)] if last > first else []
+        parts: list[_Part] = []
+        for file in sorted({file for file, _ in others} | layer.rows.keys()):
+            if file in layer.rows and self.amounts.of(layer, file):
+                parts.append(layer.rows[file])
+            parts += [adapter for number, adapter in others if number == file]
+        return parts
 
 
-class Call:
-    """A call of a model that goes on, or is over.
-
-    Args:
-        sites: Where something is done in it.
-    """
-
-    def __init__(self, sites: list[Site]) -> None:
-        self._sites = sites
-
-    def missed(self) -> list[str]:
-        """After the model was called: modules of which it read the weight without calling them.
-
-        They are served through their weight from the next call on, so that this one should be
-        made again.
-        """
-        missed = [
-            site
-            for site in self._sites
-            if not site.fired and not site.through_weight and site.has_own_product
-        ]
-        for site in missed:
-            site.through_weight = True
-        return [site.name for site in missed]
+def _deltas(
+    loader: PairLoader, amounts: Tensor, plan: list[tuple[BankLayer, list[_Part]]]
+) -> Deltas:
+    deltas: list[JoinedPairs | ScaledAdapter] = []
+    for layer, parts in plan:
+        for part in parts:
+            if isinstance(part, ScaledAdapter):
+                deltas.append(part)
+                continue
+            first, last = part
+            down, up = loader.pairs(layer)
+            rows = amounts[layer.row + first : layer.row + last]
+            deltas.append(
+                JoinedPairs(down[first:last], up[:, first:last], rows, layer.target.offset)
+            )
+    return deltas
 
 
-def _places_of(model: nn.Module) -> _Places:
-    if model not in _places:
+def _missed(hooks: list[LayerHook]) -> list[str]:
+    missed = [hook for hook in hooks if hook.missed]
+    for hook in missed:
+        hook.through_weight = True
+    return [hook.name for hook in missed]
+
+
+def _known(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, LayerHook]]:
+    if model not in _models:
         # Not the model itself, which this would keep alive.
         modules = {
             re.sub(r"(^|\.)_orig_mod(?=\.|$)", "", name): module
@@ -230,8 +198,8 @@ def _places_of(model: nn.Module) -> _Places:
             if module is not model
         }
         modules.pop("", None)  # what a model is weakly known by may not hold the model
-        _places[model] = _Places(modules)
-    return _places[model]
+        _models[model] = modules, {}
+    return _models[model]
 
 
 def _forget_compiled() -> None:

@@ -2,32 +2,36 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from .bank import Bank, Layer
+from .bank import Bank, BankLayer
 from .blocks import Blocks
+from .schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Share:
-    """One entry of a stack: a file of a bank in some blocks of the model.
+class StackEntry:
+    """A LoRA of a stack, as users chain them.
 
     Attributes:
-        file: The number of the file in the bank.
+        path: Of its file.
+        schedule: Its strengths.
         blocks: Where it is applied, and how strongly.
     """
 
-    file: int
+    path: str | Path
+    schedule: Schedule
     blocks: Blocks
 
 
 class Amounts:
-    """The factors of all rows of a bank, for the strengths that its entries have at the moment.
+    """The factors of all rows of a bank, for the strengths that a stack has at the moment.
 
     Args:
         bank: What they are for.
-        shares: The entries of the stack.
+        stack: Entries whose files the bank has.
         prefix: What is before the names that block filters see.
 
     Attributes:
@@ -36,22 +40,26 @@ class Amounts:
     """
 
     def __init__(
-        self, bank: Bank, shares: Sequence[Share], prefix: str = "diffusion_model."
+        self, bank: Bank, stack: Sequence[StackEntry], prefix: str = "diffusion_model."
     ) -> None:
-        self._bank, self._shares = bank, tuple(shares)
-        self._factors = torch.zeros(len(self._shares), bank.scales.numel())
-        self._blocks: dict[tuple[int, str], float] = {}
-        for number, share in enumerate(self._shares):
+        self._bank = bank
+        numbers = {file.path: number for number, file in enumerate(bank.files)}
+        self._files = [numbers[str(Path(entry.path).absolute())] for entry in stack]
+        self._factors = torch.zeros(len(stack), bank.scales.numel())
+        self._blocks: list[dict[str, float]] = []
+        for row, file, entry in zip(self._factors, self._files, stack, strict=True):
+            blocks: dict[str, float] = {}
             for layer in bank.layers.values():
                 name = layer_name(layer.target.key, prefix)
-                factor = self._blocks[number, layer.target.key] = share.blocks.factor(name)
-                if share.file in layer.rows:
-                    first, last = layer.rows[share.file]
-                    self._factors[number, layer.row + first : layer.row + last] = factor
+                factor = blocks[layer.target.key] = entry.blocks.factor(name)
+                if file in layer.rows:
+                    first, last = layer.rows[file]
+                    row[layer.row + first : layer.row + last] = factor
+            self._blocks.append(blocks)
         self._strengths: tuple[float, ...] = ()
         self.flat = torch.zeros_like(bank.scales)
         self.version = 0
-        self.set((0.0,) * len(self._shares))
+        self.set((0.0,) * len(stack))
 
     def set(self, strengths: Sequence[float]) -> None:
         """Take over strengths, one for each entry."""
@@ -63,21 +71,20 @@ class Amounts:
         values = torch.tensor(strengths, dtype=torch.float64)
         self.flat = (values @ self._factors.double() * self._bank.scales.double()).float()
 
-    def rows(self, layer: Layer) -> tuple[int, int]:
+    def rows(self, layer: BankLayer) -> tuple[int, int]:
         """The rows of a layer that are at work: first, last + 1; equal: none."""
-        at_work = [layer.rows[file] for file in layer.rows if self.of(layer, file)]
+        at_work = [rows for file, rows in layer.rows.items() if self.of(layer, file)]
         if not at_work:
             return 0, 0
         return min(first for first, _ in at_work), max(last for _, last in at_work)
 
-    def of(self, layer: Layer, file: int) -> float:
-        """The strength of a file in a layer."""
+    def of(self, layer: BankLayer, file: int) -> float:
+        """The strength of a file, by its number in the bank, in a layer."""
+        entries = zip(self._files, self._strengths, self._blocks, strict=True)
         return sum(
-            strength * self._blocks[number, layer.target.key]
-            for number, (share, strength) in enumerate(
-                zip(self._shares, self._strengths, strict=True)
-            )
-            if share.file == file
+            strength * blocks[layer.target.key]
+            for number, strength, blocks in entries
+            if number == file
         )
 
 

@@ -147,7 +147,7 @@ def sigmas(value: object) -> Tensor:
 def lora_stack(value: object) -> tuple:
     """What LoRA Stack (Fast) gives."""
     if not isinstance(value, (list, tuple)) or not all(
-        isinstance(each, lora.Entry) for each in value
+        isinstance(each, lora.StackEntry) for each in value
     ):
         raise ValueError(f"got {described(value)}; expected what LoRA Stack (Fast) gives")
     return tuple(value)

@@ -7,12 +7,14 @@ Hooks on the modules are shared by all clones and do what the clone that is call
 has set (`lora.session`).
 """
 
+import functools
 import logging
 import os
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,19 +25,16 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor, nn
 
 from ...kernels import gpu_config
-from ...lora import Amounts, Bank, Entry, Session, Share, Stack, Timer, identity, load_bank, step_of
-from ...lora import Mode as Way
-from ..host import run_phase as phases
-from ..host import timing
-from ..host.run_phase import Phase
-from . import merged as lora_merged
+from ...lora import Amounts, ApplyMode, Bank, Session, StackEntry, load_bank, step_of
+from ..host import run_phase, timing
+from .merged import merge
 from .targets import NETWORK, targets_of
 
 _logger = logging.getLogger(__name__)
 
 KEY = "fast_video_vae.lora"
 
-Mode = Way | Literal["merged"]
+LoraMode = ApplyMode | Literal["merged"]
 
 # Of a device's memory that a bank may take. A larger one stays on the host, and its blocks are
 # fetched one ahead of their use.
@@ -44,7 +43,10 @@ _MOST_OF_DEVICE = 1 / 8
 
 @timing.span("LoRA attach")
 def apply_lora(
-    model: ModelPatcher, stack: Stack, mode: Mode = "auto", phase: int | None = None
+    model: ModelPatcher,
+    stack: Sequence[StackEntry],
+    mode: LoraMode = "auto",
+    phase: int | None = None,
 ) -> tuple[ModelPatcher, str]:
     """Give a clone of a model the LoRAs of a stack, beside those that it has.
 
@@ -53,7 +55,7 @@ def apply_lora(
         stack: What is added.
         mode: How; "auto" is what the environment says, or what costs least.
         phase: Which phase of schedules such as `1;0` the model is. None: the one that the sampler
-            names (`phases`), else the first.
+            names (`run_phase`), else the first.
 
     Returns:
         The clone, and a report of what was found in the files.
@@ -62,9 +64,9 @@ def apply_lora(
         ValueError: A file cannot be used, or has nothing for this model.
     """
     if mode == "merged":
-        return lora_merged.merge(model, stack, phase or 0)
+        return merge(model, stack, phase or 0)
     clone = model.clone()
-    before: Streaming | None = model.get_attachment(KEY)
+    before: AttachedLoras | None = model.get_attachment(KEY)
     parts = [*(before.parts if before else ()), *((entry, phase) for entry in stack)]
     _detach(clone)
     parts = [(entry, number) for entry, number in parts if any(entry.schedule.values(number))]
@@ -72,12 +74,12 @@ def apply_lora(
         return clone, "nothing to apply: every strength is 0"
     paths = list(dict.fromkeys(entry.path for entry, _ in parts))
     bank = load_bank(paths, targets_of(model), _compute_dtype(model))
-    streaming = Streaming(parts, bank, mode, model.model)
-    report = streaming.report()
+    loras = AttachedLoras(parts, bank, mode, model.model)
+    report = loras.report()
     _logger.info("Fast Video VAE: %s", report)
-    clone.set_attachments(KEY, streaming)
-    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, streaming)
-    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, streaming.around)
+    clone.set_attachments(KEY, loras)
+    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, loras)
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, loras.around)
     room = comfy.model_management.get_total_memory(model.load_device) * _MOST_OF_DEVICE
     if 0 < bank.flat.nbytes <= room:
         clone.set_additional_models(KEY, [_patcher_of(bank, model).clone()])
@@ -95,7 +97,7 @@ def _patcher_of(bank: Bank, model: ModelPatcher) -> ModelPatcher:
     return bank.companions[devices]  # type: ignore[return-value]
 
 
-class Streaming:
+class AttachedLoras:
     """LoRAs that are applied while a model is called.
 
     Args:
@@ -105,27 +107,28 @@ class Streaming:
         base: The model.
 
     Attributes:
-        parts: Likewise.
-        bank: Likewise.
         sessions: What applies them, by the device of the work, once it was called there.
     """
 
     def __init__(
-        self, parts: list[tuple[Entry, int | None]], bank: Bank, mode: Way, base: nn.Module
+        self,
+        parts: Sequence[tuple[StackEntry, int | None]],
+        bank: Bank,
+        mode: ApplyMode,
+        base: nn.Module,
     ) -> None:
         self._base = weakref.ref(base)
         self.parts, self.bank = tuple(parts), bank
-        self._mode: Way = _mode_of(mode)
-        numbers = {file.path: number for number, file in enumerate(bank.files)}
-        shares = [Share(numbers[identity(entry.path).path], entry.blocks) for entry, _ in parts]
-        self._amounts = Amounts(bank, shares, NETWORK)
+        self._mode = _mode_of(mode)
+        self._amounts = Amounts(bank, [entry for entry, _ in parts], NETWORK)
         values = [entry.schedule.values(phase) for entry, phase in parts]
         alone = all(len(each) == 1 for each in values)
         self._constants = [each[0] for each in values] if alone else None
         self.sessions: dict[torch.device, Session] = {}
         self._steps: tuple[object, list[float]] = (None, [])
-        self._told = False
-        self._timer: Timer | None = None
+        self._warned = False
+        self._timed_run = False
+        self._pieces: list[tuple[str, timing.Instant, timing.Instant]] = []
 
     def report(self) -> str:
         """What was found in the files, and what it takes."""
@@ -136,19 +139,20 @@ class Streaming:
             for name, count in names.items()
             if count > 1
         ]
-        layers = len(self.bank.layers)
-        size = self.bank.nbytes / 2**20
-        return "\n".join([*lines, f"{layers} parameters, {size:.1f} MiB, {self._mode}"])
+        bank = f"{len(self.bank.layers)} parameters, {self.bank.nbytes / 2**20:.1f} MiB"
+        return "\n".join([*lines, f"{bank}, {self._mode}"])
 
     def __call__(self, executor: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
         """Around a call of the model: `apply_model(x, t, ..., transformer_options)`."""
         base = executor.class_obj  # type: ignore[attr-defined]
+        run = functools.partial(executor, *args, **kwargs)
         owner = self._owner(base)
         if owner is None:
-            return executor(*args, **kwargs)
-        return owner._run(executor, base, *args, **kwargs)
+            return run()
+        options = kwargs.get("transformer_options", args[5] if len(args) > 5 else {})
+        return owner._run(run, base, args[0], args[1], options)
 
-    def _owner(self, base: nn.Module) -> "Streaming | None":
+    def _owner(self, base: nn.Module) -> "AttachedLoras | None":
         """Whose LoRAs a model is to have: another's, in a guider that calls a second model."""
         patcher = getattr(base, "current_patcher", None)
         if base is self._base() or patcher is None:
@@ -157,18 +161,17 @@ class Streaming:
 
     def _run(
         self,
-        executor: Callable[..., Tensor],
+        run: Callable[[], Tensor],
         base: nn.Module,
-        *args: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
+        x: Tensor,
+        t: Tensor,
+        options: dict[str, Any],
     ) -> Tensor:
-        x, t = args[0], args[1]
-        options = kwargs.get("transformer_options", args[5] if len(args) > 5 else {})
         self._amounts.set(self._strengths(options, t))
         session = self._session_on(x.device)
-        with session.call(base, x.device) as call:
-            y = executor(*args, **kwargs)
-            missed = call.missed()
+        with session.call(base, x.device) as find_missed:
+            y = run()
+            missed = find_missed()
         if missed:
             _logger.info(
                 "Fast Video VAE: %d layers are not called by ComfyUI, which reads their weights; "
@@ -177,14 +180,13 @@ class Streaming:
                 missed[0],
             )
             with session.call(base, x.device):
-                y = executor(*args, **kwargs)
-        self._tell_unserved(session)
+                y = run()
+        self._warn_of_unserved(session)
         return y
 
     def around(self, executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Around a run of a sampler: what it took, if that is asked for."""
-        timed = _is_set("WAN_LORA_TIMING")
-        self._timer = Timer() if timed else None
+        timed = self._timed_run = _is_set("WAN_LORA_TIMING")
         start = time.perf_counter()
         try:
             return executor(*args, **kwargs)
@@ -192,22 +194,31 @@ class Streaming:
             run_s = time.perf_counter() - start
             for session in self.sessions.values():
                 if timed:
-                    _logger.info("%s", self._timing(session, run_s))
+                    _logger.info("%s", self._table(session, run_s))
                     session.counts.clear()
                 session.release()
 
-    def _timing(self, session: Session, run_s: float) -> str:
-        """A table of what was done in a run, how often and for how long."""
-        counts, residency = session.counts, session.residency
-        seconds = {} if self._timer is None else self._timer.seconds()
+    @contextmanager
+    def _timed(self, kind: str, device: torch.device) -> Iterator[None]:
+        first = timing.instant(device)
+        yield
+        self._pieces.append((kind, first, timing.instant(device)))
+
+    def _table(self, session: Session, run_s: float) -> str:
+        """What was done in a run, how often and for how long."""
+        counts, loader = session.counts, session.loader
+        seconds: dict[str, float] = defaultdict(float)
+        for kind, first, last in self._pieces:
+            seconds[kind] += first.until(last, wait=True)[0]
+        self._pieces.clear()
         lines = [f"Fast Video VAE: LoRA in a run of {run_s:.2f} s"]
         lines += [
-            f"  {kind:<8} {getattr(counts, kind):7d} times {seconds.get(kind, 0.0):8.3f} s"
+            f"  {kind:<8} {getattr(counts, kind):7d} times {seconds[kind]:8.3f} s"
             for kind in ("stream", "beside", "formula")
         ]
         lines.append(f"  held     {self.bank.nbytes / 2**20:7.1f} MiB")
-        if residency is not None and residency.traffic.nbytes:
-            traffic = residency.traffic
+        if loader is not None and loader.traffic.nbytes:
+            traffic = loader.traffic
             asked = traffic.hits + traffic.misses
             lines.append(
                 f"  fetched  {traffic.nbytes / 2**20:7.1f} MiB, {traffic.hits} of {asked} blocks "
@@ -217,10 +228,10 @@ class Streaming:
 
     def _session_on(self, device: torch.device) -> Session:
         if device not in self.sessions:  # there are several where a model is on several GPUs
-            c = gpu_config(device, _probed(self.bank.flat.dtype)).stream_c
+            c = gpu_config(device, self.bank.flat.dtype).stream_c
             self.sessions[device] = Session(self.bank, self._amounts, self._mode, c)
         session = self.sessions[device]
-        session.counts.timer = self._timer
+        session.counts.timed = self._timed if self._timed_run else None
         return session
 
     def _strengths(self, options: dict[str, Any], t: Tensor) -> list[float]:
@@ -235,12 +246,24 @@ class Streaming:
                 self._steps = sigmas, [float(value) for value in sigmas]
             known = self._steps[1]
             step, steps = step_of(sigma, known), max(1, len(known) - 1)
-        run: Phase | None = options.get(phases.KEY)
-        return [_strength(entry, phase, step, steps, sigma, run) for entry, phase in self.parts]
+        run: run_phase.Phase | None = options.get(run_phase.KEY)
+        strengths = []
+        for entry, phase in self.parts:
+            schedule = entry.schedule
+            given = phase, len(schedule.phases)
+            # What the node says of the phase, unless the sampler says the same in more detail.
+            if run is None or (phase is not None and given != (run.number, run.count)):
+                strengths.append(schedule.strength(step, steps, sigma, phase or 0))
+                continue
+            at, length = run.step(step), run.steps or None
+            strengths.append(
+                schedule.strength(step, steps, sigma, run.number, run.count, at, length)
+            )
+        return strengths
 
-    def _tell_unserved(self, session: Session) -> None:
-        if session.counts.unserved and not self._told:
-            self._told = True
+    def _warn_of_unserved(self, session: Session) -> None:
+        if session.counts.unserved and not self._warned:
+            self._warned = True
             names = sorted(session.counts.unserved)
             _logger.warning(
                 "Fast Video VAE: a LoRA has no effect on %d layers whose weights cannot be "
@@ -248,19 +271,6 @@ class Streaming:
                 len(names),
                 names[0],
             )
-
-
-def _strength(
-    entry: Entry, phase: int | None, step: int, steps: int, sigma: float, run: Phase | None
-) -> float:
-    """The strength of a LoRA in a call, by what its node and the sampler say of the phase."""
-    schedule = entry.schedule
-    fixed = phase is not None
-    if run is None or (fixed and (phase, len(schedule.phases)) != (run.number, run.count)):
-        return schedule.strength(step, steps, sigma, phase or 0)
-    return schedule.strength(
-        step, steps, sigma, run.number, run.count, run.step(step), run.steps or None
-    )
 
 
 def _detach(model: ModelPatcher) -> None:
@@ -278,11 +288,7 @@ def _compute_dtype(model: ModelPatcher) -> torch.dtype:
     return torch.bfloat16
 
 
-def _probed(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32
-
-
-def _mode_of(mode: Way) -> Way:
+def _mode_of(mode: ApplyMode) -> ApplyMode:
     """What a node says; where it leaves that open, what the environment does."""
     if mode != "auto":
         return mode

@@ -1,18 +1,18 @@
 """LoRAs that are merged into the weights of a MODEL when ComfyUI loads it."""
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import comfy.weight_adapter.base
 import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
-from ...lora import Adapter, Entry, Formula, LoraFile, Stack, Target, applied, layer_name
+from ...lora import Adapter, LoraFile, ScaledAdapter, StackEntry, Target, layer_name
 from .targets import NETWORK, targets_of
 
 
-def merge(model: ModelPatcher, stack: Stack, phase: int) -> tuple[ModelPatcher, str]:
+def merge(model: ModelPatcher, stack: Sequence[StackEntry], phase: int) -> tuple[ModelPatcher, str]:
     """Give a clone of a model weights that have the LoRAs of a stack in them, once it is loaded.
 
     ComfyUI keeps the weights as they were and puts them back.
@@ -32,7 +32,7 @@ def merge(model: ModelPatcher, stack: Stack, phase: int) -> tuple[ModelPatcher, 
     clone = model.clone()
     targets = targets_of(model)
     reports: list[str] = []
-    told = [str(model.patches_uuid)]
+    known = [str(model.patches_uuid)]
     for entry in stack:
         strength = _constant(entry, phase)
         if not strength:
@@ -44,9 +44,9 @@ def merge(model: ModelPatcher, stack: Stack, phase: int) -> tuple[ModelPatcher, 
             if factor:
                 _patch(clone, target, adapter, strength * factor)
         reports += file.report.lines()
-        told += [*map(str, file.identity), str(entry.schedule), str(entry.blocks)]
+        known += [*map(str, file.identity), str(entry.schedule), str(entry.blocks)]
     # The same LoRAs on the same model are the same weights.
-    clone.patches_uuid = uuid.uuid5(uuid.NAMESPACE_OID, "\n".join(told))
+    clone.patches_uuid = uuid.uuid5(uuid.NAMESPACE_OID, "\n".join(known))
     return clone, "\n".join([*reports, "merged"])
 
 
@@ -57,11 +57,11 @@ def _patch(model: ModelPatcher, target: Target, adapter: Adapter, strength: floa
         return
     # ComfyUI passes over patches of parameters that belong to modules with modules in them.
     value = model.get_model_object(target.key)
-    changed = applied(Formula(adapter, strength, target.offset), value.detach())
+    changed = ScaledAdapter(adapter, strength, target.offset).into_weight(value.detach())
     model.add_object_patch(target.key, nn.Parameter(changed, requires_grad=False))
 
 
-def _constant(entry: Entry, phase: int) -> float:
+def _constant(entry: StackEntry, phase: int) -> float:
     values = set(entry.schedule.values(phase))
     if len(values) != 1 or entry.schedule.window is not None:
         raise ValueError(

@@ -8,7 +8,7 @@ from ..host.input_checks import check_text, checked
 from ..host.lazy import Later
 from ..host.widgets import CATEGORY
 
-comfy_lora, library = Later("nodes.lora.apply"), Later("lora")
+apply, lora = Later("nodes.lora.apply"), Later("lora")
 
 LoraStackType = io.Custom("FASTVAE_LORA_STACK")
 
@@ -59,9 +59,9 @@ class LoraStack(io.ComfyNode):
 
         def check() -> None:
             if strength is not None:
-                library.parse_schedule(strength)
+                lora.parse_schedule(strength)
             if blocks is not None:
-                library.parse_blocks(blocks)
+                lora.parse_blocks(blocks)
 
         return check_text(check)
 
@@ -70,7 +70,7 @@ class LoraStack(io.ComfyNode):
         """A file that was replaced is another."""
         path = folder_paths.get_full_path("loras", lora_name)
         try:
-            return tuple(library.identity(path)) if path else lora_name
+            return tuple(lora.identity(path)) if path else lora_name
         except ValueError:
             return lora_name
 
@@ -84,9 +84,7 @@ class LoraStack(io.ComfyNode):
             path = folder_paths.get_full_path_or_raise("loras", lora_name)
         except FileNotFoundError as error:
             raise ValueError(f"lora_name: {error}") from None
-        entry = library.Entry(
-            str(path), library.parse_schedule(strength), library.parse_blocks(blocks)
-        )
+        entry = lora.StackEntry(str(path), lora.parse_schedule(strength), lora.parse_blocks(blocks))
         return io.NodeOutput((*(stack or ()), entry))
 
 
@@ -139,7 +137,7 @@ class ApplyLora(io.ComfyNode):
     ) -> io.NodeOutput:
         """Patch a clone."""
         try:
-            patched, report = comfy_lora.apply_lora(model, stack, mode, _PHASES[phase])
+            patched, report = apply.apply_lora(model, stack, mode, _PHASES[phase])
         except ValueError as error:
             raise ValueError(f"stack: {error}") from None
         return io.NodeOutput(patched, report)

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from comfy.model_patcher import ModelPatcher
 
-from ...lora import Entry
-from ..lora.apply import KEY, Mode, Streaming, apply_lora
+from ...lora import StackEntry
+from ..lora.apply import KEY, AttachedLoras, LoraMode, apply_lora
 from .plan import SamplingPlan, SamplingStage
 
 
 def with_loras(
-    models: Sequence[ModelPatcher], stacks: Sequence[tuple], plan: SamplingPlan, mode: Mode
+    models: Sequence[ModelPatcher], stacks: Sequence[tuple], plan: SamplingPlan, mode: LoraMode
 ) -> tuple[list[ModelPatcher], list[str]]:
     """The model of each stage, with its LoRAs, and what was found in their files.
 
@@ -28,7 +28,7 @@ def with_loras(
     for number, stage in enumerate(plan.stages):
         name = ("loras_high", "loras_low")[stage.expert]
         model = models[stage.expert]
-        applied: Streaming | None = model.get_attachment(KEY)
+        applied: AttachedLoras | None = model.get_attachment(KEY)
         for entry, phase in applied.parts if applied else ():
             if phase is None:
                 _check_phases(entry, plan, ("model_high", "model_low")[stage.expert])
@@ -45,13 +45,13 @@ def with_loras(
     return staged, reports
 
 
-def _serves(entry: Entry, stage: SamplingStage, plan: SamplingPlan, name: str) -> bool:
+def _serves(entry: StackEntry, stage: SamplingStage, plan: SamplingPlan, name: str) -> bool:
     """Whether a LoRA is on a stage's model; one without phases is not in the plain steps."""
     _check_phases(entry, plan, name)
     return len(entry.schedule.phases) > 1 or not stage.plain
 
 
-def _check_phases(entry: Entry, plan: SamplingPlan, name: str) -> None:
+def _check_phases(entry: StackEntry, plan: SamplingPlan, name: str) -> None:
     known, count = entry.schedule.phases, len(plan.stages)
     if len(set(known)) > 1 and len(known) != count:
         raise ValueError(

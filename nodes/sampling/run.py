@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..host.progress import show_text
 from ..host.widgets import AUTO
-from ..lora.apply import Mode
+from ..lora.apply import LoraMode
 from .guider import StagedGuider
 from .loras import with_loras
 from .plan import SamplingPlan, Sigmas, blend, make_stages
@@ -73,7 +73,7 @@ class Settings:
     add_noise: bool = True
     leftover: bool = False
     seed: int = 0
-    lora_mode: Mode = "auto"
+    lora_mode: LoraMode = "auto"
     free_high: bool = False
 
 

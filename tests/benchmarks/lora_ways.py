@@ -12,8 +12,9 @@ from fast_video_vae.kernels.gpu_config import gpu_config
 from fast_video_vae.lora.bank import Bank, load_bank
 from fast_video_vae.lora.blocks import parse_blocks
 from fast_video_vae.lora.keys import Targets
+from fast_video_vae.lora.schedule import parse_schedule
 from fast_video_vae.lora.session import Session
-from fast_video_vae.lora.strengths import Amounts, Share
+from fast_video_vae.lora.strengths import Amounts, StackEntry
 
 _NETWORK = "diffusion_model."
 
@@ -75,7 +76,8 @@ def ways(model: Layers, x: Tensor, rank: int, folder: Path) -> dict[str, Callabl
     """
     bank = bank_of(model, rank, folder)
     c = gpu_config(x.device, x.dtype).stream_c
-    amounts = Amounts(bank, [Share(0, parse_blocks(""))])
+    entry = StackEntry(bank.files[0].path, parse_schedule("1"), parse_blocks(""))
+    amounts = Amounts(bank, [entry])
     amounts.set([0.8])
 
     def session(mode: str) -> Callable[[], Tensor]:

@@ -7,6 +7,10 @@ other way round than the library has it.
 
 import torch
 
+from fast_video_vae.lora.blocks import parse_blocks
+from fast_video_vae.lora.schedule import parse_schedule
+from fast_video_vae.lora.strengths import Amounts, StackEntry
+
 PREFIX = "diffusion_model."
 
 # Of a block: rows, columns, in units of the width (d) and that of the feed forward (f).
@@ -238,3 +242,11 @@ def spelled(pairs, spelling="diffusion_model", ending="peft", alpha=None, names=
         if alpha is not None:
             tensors[f"{stem}.alpha"] = torch.tensor(float(alpha))
     return tensors
+
+
+def amounts_of(bank, *entries):
+    """Of a stack: (number of the file, filter of blocks) each; without them all files."""
+    entries = entries or [(number, "") for number in range(len(bank.files))]
+    every = parse_schedule("1")
+    stack = [StackEntry(bank.files[n].path, every, parse_blocks(text)) for n, text in entries]
+    return Amounts(bank, stack)

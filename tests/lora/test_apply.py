@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fast_video_vae.lora.apply import Low, beside, break_even, dense_beside, into_weight
+from fast_video_vae.lora.adapter_parser import make_adapter
+from fast_video_vae.lora.apply import JoinedPairs, ScaledAdapter, break_even
 
 OUT, INNER, RANK = 24, 16, 8
 LOW_DTYPES = [torch.bfloat16, torch.float16]
@@ -20,7 +21,7 @@ def made(part=None, dtype=torch.float32, rank=RANK, inner=INNER, out=OUT):
     if part is not None:
         out, inner = (part[2], inner) if part[0] == 0 else (out, part[2])
     down, up = torch.randn(rank, inner).to(dtype), torch.randn(out, rank).to(dtype)
-    return Low(down, up, torch.linspace(-1, 2, rank), part)
+    return JoinedPairs(down, up, torch.linspace(-1, 2, rank), part)
 
 
 def dense(low, shape=(OUT, INNER), magnitude=False):
@@ -50,7 +51,7 @@ def test_into_weight_is_the_sum_rounded_once(part, dtype, owned):
     low = made(part, dtype)
     weight = torch.randn(OUT, INNER).to(dtype)
     before = weight.clone()
-    result = into_weight(weight, low, owned=owned)
+    result = low.into_weight(weight, owned=owned)
     assert result.dtype == dtype
     if owned:
         assert part is None or result.data_ptr() == weight.data_ptr()
@@ -70,12 +71,12 @@ def test_kernels_are_flat_after_their_outputs(part, owned):
     low = made(None, inner=16, out=12)
     if part is not None:
         low = made((0, 0, part[2]), inner=16) if part[0] == 0 else made(inner=part[2] * 4, out=12)
-        low = Low(low.down, low.up, low.amounts, part)
+        low = JoinedPairs(low.down, low.up, low.amounts, part)
     weight = torch.randn(shape)
     expected = weight.double().clone()
     target = expected if part is None else expected.narrow(*part)
     target += (low.up.double() * low.amounts.double() @ low.down.double()).view(target.shape)
-    result = into_weight(weight, low, owned=owned)
+    result = low.into_weight(weight, owned=owned)
     torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
     assert result.shape == shape
 
@@ -86,7 +87,7 @@ def test_a_weight_in_another_order_of_memory_is_changed_alike(part, owned):
     low = made(part)
     weight = torch.randn(INNER, OUT).T
     expected = weight.double() + dense(low)
-    result = into_weight(weight, low, owned=owned)
+    result = low.into_weight(weight, owned=owned)
     torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -96,7 +97,7 @@ def test_beside_is_the_dense_product_for_any_tokens(part, tokens):
     low = made(part)
     x, y = torch.randn(*tokens, INNER), torch.randn(*tokens, OUT)
     expected = y.double() + x.double() @ dense(low).T
-    result = beside(y.clone(), x, low)
+    result = low.beside(y.clone(), x)
     assert result.shape == y.shape
     torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -108,7 +109,7 @@ def test_beside_rounds_no_more_than_it_says(part, dtype, same):
     """With `same`, pairs have the dtype of the layer; else they are in float32."""
     low = made(part, dtype if same else torch.float32)
     x, y = torch.randn(7, INNER).to(dtype), torch.randn(7, OUT).to(dtype)
-    result = beside(y.clone(), x, low)
+    result = low.beside(y.clone(), x)
     assert result.dtype == dtype
     delta = x.double() @ dense(low).T
     size = x.double().abs() @ dense(low, magnitude=True).T
@@ -121,12 +122,12 @@ def test_beside_rounds_no_more_than_it_says(part, dtype, same):
 def test_beside_writes_to_a_dense_output_and_to_no_other(part):
     low, x = made(part), torch.randn(2, 3, INNER)
     y = torch.randn(2, 3, OUT)
-    assert beside(y, x, low).data_ptr() == y.data_ptr()
+    assert low.beside(y, x).data_ptr() == y.data_ptr()
     base = torch.randn(2, 3, 2 * OUT)
     for y in (base[..., :OUT], base[..., ::2], torch.randn(3, 2, OUT).transpose(0, 1)):
         before = y.clone()
         expected = y.double() + x.double() @ dense(low).T
-        result = beside(y, x, low)
+        result = low.beside(y, x)
         torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(y, before)
 
@@ -136,7 +137,7 @@ def test_inputs_of_any_strides_are_read_as_they_are():
     x = torch.randn(3, INNER, 5).transpose(1, 2)
     y = torch.randn(3, 5, OUT)
     expected = y.double() + x.double() @ dense(low).T
-    result = beside(y.clone(), x, low)
+    result = low.beside(y.clone(), x)
     torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -147,7 +148,7 @@ def test_beside_lets_gradients_through(part):
     weight = torch.randn(OUT, INNER, requires_grad=True)
     y = F.linear(x, weight)
     factor = torch.randn(5, OUT)
-    (beside(y, x, low) * factor).sum().backward()
+    (low.beside(y, x) * factor).sum().backward()
     expected = factor.double() @ (weight.detach().double() + dense(low))
     torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
     expected = factor.double().T @ x.detach().double()
@@ -158,25 +159,26 @@ def test_an_output_that_its_own_gradient_needs_is_not_written_to():
     low, x = made(), torch.randn(5, INNER)
     weight = torch.randn(OUT, INNER, requires_grad=True)
     y = torch.tanh(F.linear(x, weight))  # whose derivative is made of it
-    beside(y, x, low).sum().backward()
+    low.beside(y, x).sum().backward()
     expected = (1 - y.detach().double() ** 2).T @ x.double()
     torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_that_are_a_slice_of_the_joined_pairs_act_alone():
     low = made()
-    some = Low(low.down[2:5], low.up[:, 2:5], low.amounts[2:5])
+    some = JoinedPairs(low.down[2:5], low.up[:, 2:5], low.amounts[2:5])
     weight, x = torch.randn(OUT, INNER), torch.randn(3, INNER)
-    changed = into_weight(weight, some, owned=False).double()
+    changed = some.into_weight(weight, owned=False).double()
     torch.testing.assert_close(changed, weight.double() + dense(some), rtol=1e-5, atol=1e-5)
-    result = beside(torch.zeros(3, OUT), x, some)
+    result = some.beside(torch.zeros(3, OUT), x)
     torch.testing.assert_close(result.double(), x.double() @ dense(some).T, rtol=1e-5, atol=1e-5)
 
 
 def test_a_dense_delta_beside_a_layer():
     x, y, delta = torch.randn(2, 3, INNER), torch.randn(2, 3, OUT), torch.randn(OUT, INNER)
     expected = y.double() - 0.5 * x.double() @ delta.double().T
-    result = dense_beside(y, x, delta, -0.5)
+    adapter = ScaledAdapter(make_adapter({"diff": delta}, "here"), -0.5)
+    result = adapter.beside(y, x)
     torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
 
 

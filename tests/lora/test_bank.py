@@ -10,11 +10,17 @@ import torch
 from safetensors.torch import save_file
 
 from fast_video_vae.lora.bank import block_of, load_bank
-from fast_video_vae.lora.blocks import Blocks, parse_blocks
 from fast_video_vae.lora.keys import Target, Targets
-from fast_video_vae.lora.strengths import Amounts, Share
 from fast_video_vae.tests.lora import loading
-from fast_video_vae.tests.lora.models import PREFIX, modules, qwen, random_pairs, spelled, wan
+from fast_video_vae.tests.lora.models import (
+    PREFIX,
+    amounts_of,
+    modules,
+    qwen,
+    random_pairs,
+    spelled,
+    wan,
+)
 
 WAN = wan(blocks=3)
 TARGETS = Targets(WAN)
@@ -57,7 +63,7 @@ def delta(pairs, name):
 def test_joined_pairs_are_the_sum_of_all_files(stack):
     bank = load_bank([path for path, _, _ in stack], TARGETS)
     strengths = 0.7, -1.2, 2.0
-    amounts = Amounts(bank, [Share(number, Blocks()) for number in range(3)])
+    amounts = amounts_of(bank)
     amounts.set(strengths)
     assert len(bank.layers) == len(NAMES)
     for name in NAMES:
@@ -248,7 +254,7 @@ def test_pairs_for_some_rows_of_a_weight_are_layers_of_their_own(write):
 
 def test_a_block_filter_is_a_factor_of_the_rows(stack):
     bank = load_bank([stack[0][0]], TARGETS)
-    amounts = Amounts(bank, [Share(0, parse_blocks("0-,1=0.5,!2"))])
+    amounts = amounts_of(bank, (0, "0-,1=0.5,!2"))
     amounts.set([2.0])
     for name, factor in (("blocks.0", 1.0), ("blocks.1", 0.5), ("blocks.2", 0.0)):
         layer = bank.layers[Target(f"{PREFIX}{name}.self_attn.q.weight")]
@@ -260,7 +266,7 @@ def test_a_block_filter_is_a_factor_of_the_rows(stack):
 
 def test_a_file_that_stands_twice_in_a_stack_has_the_sum_of_its_strengths(stack):
     bank = load_bank([stack[0][0]], TARGETS)
-    amounts = Amounts(bank, [Share(0, Blocks()), Share(0, parse_blocks("1"))])
+    amounts = amounts_of(bank, (0, ""), (0, "1"))
     amounts.set([1.0, 0.25])
     layer = bank.layers[Target(f"{Q}.weight")]
     assert amounts.of(layer, 0) == 1.25
@@ -271,7 +277,7 @@ def test_a_file_that_stands_twice_in_a_stack_has_the_sum_of_its_strengths(stack)
 
 def test_rows_at_work_are_those_between_the_first_and_the_last_file(stack):
     bank = load_bank([path for path, _, _ in stack], TARGETS)
-    amounts = Amounts(bank, [Share(number, Blocks()) for number in range(3)])
+    amounts = amounts_of(bank)
     layer = bank.layers[Target(f"{Q}.weight")]
     for strengths, rows in (
         ((0, 0, 0), (0, 0)), ((1, 0, 0), (0, 4)), ((0, 1, 0), (4, 7)), ((0, 0, 1), (7, 23)),
@@ -283,7 +289,7 @@ def test_rows_at_work_are_those_between_the_first_and_the_last_file(stack):
 
 def test_the_version_grows_with_a_change_and_no_other_time(stack):
     bank = load_bank([stack[0][0]], TARGETS)
-    amounts = Amounts(bank, [Share(0, Blocks())])
+    amounts = amounts_of(bank)
     versions = []
     for strength in (0.0, 0.0, 1.0, 1.0, 0.5, 1.0):
         amounts.set([strength])

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from fast_video_vae.lora.adapter_parser import Diff, Kronecker, Pair
+from fast_video_vae.lora.adapter import Diff
 from fast_video_vae.lora.file import LoraFile, identity
 from fast_video_vae.lora.keys import Target, Targets
+from fast_video_vae.lora.low_rank import Kronecker, Pair
 from fast_video_vae.tests.lora.models import (
     ENDINGS,
     PREFIX,
@@ -288,7 +289,7 @@ def test_of_two_pairs_for_one_weight_the_first_is_applied_and_it_is_told(write):
     assert file.report.lines()[1:] == [
         f"  {len(two)} keys for what others are for: the first are applied"
     ]
-    ranks = {adapter.rank for _, adapter in file.adapters()}
+    ranks = {len(adapter.down) for _, adapter in file.adapters()}
     assert len(ranks) == 1
 
 

@@ -12,11 +12,9 @@ from torch import nn
 
 from fast_video_vae.lora.apply import break_even
 from fast_video_vae.lora.bank import load_bank
-from fast_video_vae.lora.blocks import Blocks, parse_blocks
 from fast_video_vae.lora.keys import Target, Targets
 from fast_video_vae.lora.session import Session
-from fast_video_vae.lora.strengths import Amounts, Share
-from fast_video_vae.tests.lora.models import PREFIX, modules, random_pairs, spelled
+from fast_video_vae.tests.lora.models import PREFIX, amounts_of, modules, random_pairs, spelled
 from fast_video_vae.tests.lora.nets import Block, Casting, Ignoring, Model, dense, video
 
 CPU = torch.device("cpu")
@@ -67,7 +65,7 @@ class Stack:
 
     def session(self, strengths, mode="auto", dtype=torch.float32, **more):
         bank = load_bank(self.paths, self.targets, dtype)
-        amounts = Amounts(bank, [Share(number, Blocks()) for number in range(len(self.paths))])
+        amounts = amounts_of(bank)
         amounts.set(strengths)
         return Session(bank, amounts, mode, **more)
 
@@ -170,7 +168,7 @@ def test_half_precision_is_within_half_an_eps_per_rounding(tmp_path, linear, mod
     up, down = random_pairs(shapes, ["q"], 8, dtype=dtype)["q"]
     save_file(spelled({"q": (up, down)}), tmp_path / "q.safetensors")
     bank = load_bank([tmp_path / "q.safetensors"], Targets(shapes), dtype)
-    amounts = Amounts(bank, [Share(0, Blocks())])
+    amounts = amounts_of(bank)
     amounts.set([0.7])
     session = Session(bank, amounts, mode)
     x = torch.randn(*tokens, 16).to(dtype)
@@ -228,7 +226,7 @@ def test_pairs_for_rows_and_columns_of_a_weight(tmp_path, linear, mode):
     pairs = random_pairs(shapes, [*more, "blocks.1.self_attn.q"])
     save_file(spelled(pairs), tmp_path / "parts.safetensors")
     bank = load_bank([tmp_path / "parts.safetensors"], targets)
-    amounts = Amounts(bank, [Share(0, Blocks())])
+    amounts = amounts_of(bank)
     amounts.set([0.5])
     delta = torch.zeros(16, 16, dtype=torch.float64)
     for name, (up, down) in pairs.items():
@@ -324,7 +322,7 @@ def test_a_quantised_layer_is_served_beside(tmp_path, mode):
     up, down = random_pairs(shapes, ["q"])["q"]
     save_file(spelled({"q": (up, down)}), tmp_path / "q.safetensors")
     bank = load_bank([tmp_path / "q.safetensors"], Targets(shapes))
-    amounts = Amounts(bank, [Share(0, Blocks())])
+    amounts = amounts_of(bank)
     amounts.set([1.0])
     session, x = Session(bank, amounts, mode), torch.randn(500, 16)
     with session.call(model, CPU):
@@ -494,7 +492,7 @@ def mixed(tmp_path, shapes, own):
         paths.append(tmp_path / f"{number}.safetensors")
         save_file(tensors, paths[-1])
     bank = load_bank(paths, Targets(shapes))
-    return bank, Amounts(bank, [Share(number, Blocks()) for number in range(3)]), pairs
+    return bank, amounts_of(bank), pairs
 
 
 @pytest.mark.parametrize("staged", [False, True])
@@ -566,15 +564,15 @@ def test_staged_pairs_are_the_same_and_come_ahead(stack, mode, blocks):
     calls = 3
     for _ in range(calls):
         assert torch.equal(called(staged, model, video()), called(direct, model, video()))
-    traffic = staged.residency.traffic
+    traffic = staged.loader.traffic
     assert traffic.misses == 1  # the first block of the first call
     if blocks > 1:
         assert traffic.hits == calls * blocks - 1
         assert traffic.nbytes == (calls * blocks + 1) * staged.bank.nbytes // blocks
     else:
         assert traffic.nbytes == staged.bank.nbytes
-    assert direct.residency.is_here
-    assert not staged.residency.is_here
+    assert direct.loader.is_here
+    assert not staged.loader.is_here
 
 
 def test_staged_pairs_outside_of_blocks_and_other_kinds(stack):
@@ -593,8 +591,7 @@ def test_staged_pairs_of_some_blocks_are_the_same(stack, text):
     made = stack(model, whole=False)
     direct, staged = (made.session((1, 1, 1), staged=staged) for staged in (False, True))
     for session in (direct, staged):
-        shares = [Share(number, parse_blocks(text)) for number in range(3)]
-        session.amounts = Amounts(session.bank, shares)
+        session.amounts = amounts_of(session.bank, *((number, text) for number in range(3)))
         session.amounts.set((1, 0.5, -1))
     for _ in range(3):
         assert torch.equal(called(staged, model, video()), called(direct, model, video()))
@@ -630,7 +627,7 @@ def test_pairs_come_to_a_gpu_in_time(stack, mode, on_host):
         with torch.backends.cudnn.flags(allow_tf32=False), session.call(model, device):
             y = model(video().to(device))
         assert_close(y.cpu(), expected)
-    assert session.residency.is_here is not on_host
+    assert session.loader.is_here is not on_host
 
 
 # torch.compile.

@@ -90,16 +90,16 @@ def _used(layer, x):
 
 def _added(layer, x):
     """What a call of a layer adds to its output."""
-    from fast_video_vae.lora import hooks as sites
+    from fast_video_vae.lora.apply import JoinedPairs
 
-    beside, found = sites.beside, []
+    beside, found = JoinedPairs.beside, []
 
-    def addition(y, x, low):
-        found.append(beside(torch.zeros_like(y), x, low).double())
-        return beside(y, x, low)
+    def addition(pairs, y, x):
+        found.append(beside(pairs, torch.zeros_like(y), x).double())
+        return beside(pairs, y, x)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sites, "beside", addition)
+        patch.setattr(JoinedPairs, "beside", addition)
         layer(x)
     return found[0]
 

@@ -1,0 +1,57 @@
+"""What became of the keys of a LoRA file, for the user who wonders what it does."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from ..kernels import shown
+
+# Lines of a report on pairs that do not fit, which can be of any number of shapes.
+_MISFITS = 5
+
+
+@dataclass
+class KeyReport:
+    """What became of the keys of a file.
+
+    Attributes:
+        name: Of the file.
+        used: Keys that a parameter was found for.
+        absent: Keys of modules that the model does not have, by the last part of their names.
+        unfit: What is wrong with pairs of another shape than their parameter, and how many.
+        unknown: Keys that say nothing known.
+        text_encoder: Keys for another model.
+        repeated: Keys that say once more, in another dialect, what a key before them says.
+        notes: What else is to be known.
+    """
+
+    name: str
+    used: int = 0
+    absent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    unfit: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    unknown: list[str] = field(default_factory=list)
+    text_encoder: int = 0
+    repeated: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """A line for what was applied, and for each group of keys that was not."""
+        lines = [f"{self.name}: {self.used} keys applied"]
+        groups: dict[int, list[str]] = defaultdict(list)
+        for leaf, count in self.absent.items():
+            groups[count].append(leaf)
+        for count, leaves in sorted(groups.items(), reverse=True):
+            names = "/".join(map(shown, leaves[:4])) + ("/..." if len(leaves) > 4 else "")
+            lines.append(f"  {count * len(leaves)} keys for {names}: not in this model")
+        misfits = list(self.unfit.items())
+        lines += [f"  {count} keys do not fit: {why}" for why, count in misfits[:_MISFITS]]
+        if rest := sum(count for _, count in misfits[_MISFITS:]):
+            lines.append(f"  {rest} more keys do not fit")
+        if self.unknown:
+            some = ", ".join(map(shown, self.unknown[:3]))
+            some += ", ..." if len(self.unknown) > 3 else ""
+            lines.append(f"  {len(self.unknown)} keys of an unknown form: {some}")
+        if self.text_encoder:
+            lines.append(f"  {self.text_encoder} keys for a text encoder: not applied to a model")
+        if self.repeated:
+            lines.append(f"  {self.repeated} keys for what others are for: the first are applied")
+        return lines + [f"  {note}" for note in self.notes]
