@@ -155,28 +155,6 @@ def _sums_up(run: Tensor) -> bool:
     return bool(torch.isfinite(run.sum(dtype=wide)))
 
 
-def to_unit(frames: Tensor) -> Tensor:
-    """uint8 in 0-255 to float32 in [-1, 1]."""
-    return frames.float().div_(127.5).sub_(1)
-
-
-def canonical(x: Tensor) -> Tensor:
-    """Give a channels-last tensor the strides of that format in its dimensions of size one too.
-
-    PyTorch leaves those as they were, and with one frame or one column it then takes the tensor for
-    another layout.
-    """
-    _, channels, frames, height, width = x.shape
-    strides = (
-        channels * frames * height * width,
-        1,
-        channels * height * width,
-        channels * width,
-        channels,
-    )
-    return x.as_strided(x.shape, strides)
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")

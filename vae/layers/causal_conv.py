@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ...kernels import is_out_of_memory
-from . import row_bands as bands
+from . import row_bands
+from .causal_layer import CausalLayer
 from .conv import Conv
 from .frame_runs import fitted
 from .temporal_cache import TemporalCache
@@ -26,7 +27,7 @@ class Fill(Protocol):
         """Write it."""
 
 
-class CausalConv3d(Conv):
+class CausalConv3d(Conv, CausalLayer):
     """A 3D convolution that sees the frame and the past alone.
 
     `CausalConv3d` of Wan 2.1, wan/modules/vae.py: the video is padded with zero frames in front
@@ -45,9 +46,8 @@ class CausalConv3d(Conv):
         replicate: Copies of the first frame stand before it, not zeros.
 
     Attributes:
-        context: Frames that it looks back.
-        first_form: The form that a first frame is convolved with.
-        growth: How many times as large as its input its output is, at least 1.
+        padding: Zeros at each side of the frame.
+        replicate: See above.
     """
 
     def __init__(
@@ -148,7 +148,9 @@ class CausalConv3d(Conv):
         if not rows or self.replicate:  # the norm before that of SeedVR2 sees the whole frame
             raise failed
         take = _copy if fill is None else fill
-        return bands.convolve(self, take, x, cache, residual, rows, residual_bias, biased=biased)
+        return row_bands.convolve(
+            self, take, x, cache, residual, rows, residual_bias, biased=biased
+        )
 
     def _windowed(
         self,
@@ -259,6 +261,10 @@ class CausalConv3d(Conv):
         window[:, :, known:] = window[:, :, known - 1 : known]
         cache.tail(self, self.context, x).copy_(window[:, :, frames:])
         return window
+
+    def tail(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """The frames before `x` that it saw; see `TemporalCache.tail`."""
+        return cache.tail(self, self.context, x)
 
     def keep(self, x: Tensor, cache: TemporalCache) -> None:
         """Remember frames that it saw, or that passed by without being convolved."""

@@ -32,6 +32,11 @@ _KEPT_ELEMENTS = 6_000_000
 _SUMS = ("folded", "summed", "shuffled")
 
 
+def keeps_form(kind: str, numbers: int) -> bool:
+    """Whether a form of a weight of so many numbers is kept for the next call."""
+    return numbers <= _KEPT_ELEMENTS or kind.startswith(_SUMS)
+
+
 class Conv(nn.Module):
     """A convolution's parameters and the forms that are derived from them.
 
@@ -42,9 +47,15 @@ class Conv(nn.Module):
 
     Attributes:
         context: Frames before its own that it remembers.
+        stride: Frames in for one out.
+        times: Frames out for one in.
+        first_form: The form that a first frame is convolved with.
     """
 
-    context = 0
+    context: int = 0
+    stride: int = 1
+    times: int = 1
+    first_form: str = "volume"
 
     def __init__(self, in_channels: int, out_channels: int, kernel: tuple[int, ...]) -> None:
         super().__init__()
@@ -210,7 +221,7 @@ class Conv(nn.Module):
             return form.weight, form.offset, form.packed
         # Outside of inference mode, so that a form serves both there and here.
         with torch.inference_mode(False), torch.no_grad():
-            if self.weight.numel() > _KEPT_ELEMENTS and not kind.startswith(_SUMS):
+            if not keeps_form(kind, self.weight.numel()):
                 weight = self.weight.to(x.dtype)
                 return weight if kind == "volume" else self._derive(kind, x.dtype), None, False
             weight, offset = self._derive(kind, x.dtype), self._offset(kind)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..validation import canonical
+from .memory_format import canonical
 
 
 @dataclass(frozen=True)
@@ -96,3 +96,23 @@ def parts(
 
     for start in range(0, frames, size):
         yield attempt(functools.partial(part, start))
+
+
+def largest_part(frames: int, nbytes: int, part_bytes: int, *, even: bool = True) -> int:
+    """The most frames of an activation that go on together.
+
+    Args:
+        frames: Frames that there are.
+        nbytes: Their size.
+        part_bytes: The size that a part should not exceed.
+        even: All parts are to have one shape; else the last may be shorter.
+
+    Returns:
+        Frames, of which `frames` is a multiple where that is wanted; 1 where even one is larger.
+    """
+    if nbytes <= part_bytes:
+        return frames
+    most = max(1, part_bytes * frames // nbytes)
+    if not even:
+        return -(-frames // -(-frames // most))
+    return max(part for part in range(1, most + 1) if frames % part == 0)

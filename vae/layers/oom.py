@@ -9,15 +9,12 @@ smaller pieces (`CausalConv3d`). The chunks that follow are done by a smaller pl
 
 import logging
 import re
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from ...kernels import is_out_of_memory
-
-if TYPE_CHECKING:
-    from .temporal_cache import TemporalCache
 
 _logger = logging.getLogger(__name__)
 
@@ -59,7 +56,8 @@ class Relief:
         release: Gives back memory of the caller's, such as other models; None: there is none.
 
     Attributes:
-        caches: Gives the caches whose tails can go to the host.
+        frees: Lets go of memory that lies unused in the work, such as `Workspace.release`.
+        parks: Brings what the layers remember to the host; returns whether that freed memory.
         done: What was done so far, in words.
         is_new: Something was done that was not logged.
     """
@@ -68,11 +66,16 @@ class Relief:
         self, device: torch.device, task: str, release: Callable[[], None] | None = None
     ) -> None:
         self.device = device
-        self.caches: Callable[[], Iterable[TemporalCache]] = tuple
+        self.forget()
         self.done: list[str] = []
         self.is_new = False
         self._task, self._release = task, release
         self._logged = False
+
+    def forget(self) -> None:
+        """Have nothing to give back, as at first; whom it referred to can be freed."""
+        self.frees: Callable[[], object] = lambda: None
+        self.parks: Callable[[], bool] = lambda: False
 
     def attempt(self, do: Callable[[], _Result]) -> _Result:
         """Do something that changes nothing before it succeeds, with more and more room.
@@ -137,8 +140,7 @@ class Relief:
         )
 
     def _give_back(self) -> bool:
-        for cache in self.caches():
-            cache.workspace.release()
+        self.frees()
         if self._release is not None:
             self._release()
         if self.device.type == "cuda":
@@ -147,8 +149,7 @@ class Relief:
         return True
 
     def _park(self) -> bool:
-        freed = [cache.park() for cache in self.caches()]
-        if not any(freed):
+        if not self.parks():
             return False
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

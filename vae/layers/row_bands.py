@@ -7,15 +7,12 @@ largest of what a layer takes.
 """
 
 import functools
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .temporal_cache import TemporalCache
-
-if TYPE_CHECKING:
-    from .causal_conv import CausalConv3d
 
 
 class FillRows(Protocol):
@@ -26,11 +23,40 @@ class FillRows(Protocol):
         ...
 
 
+class BandedConv(Protocol):
+    """A causal convolution that can be computed in bands of rows.
+
+    Attributes:
+        context: Frames that it looks back.
+        padding: Zeros at each side of the frame.
+        stride: Frames in for one out.
+        replicate: Copies of the first frame stand before it, not zeros.
+    """
+
+    context: int
+    padding: int
+    stride: int
+    replicate: bool
+
+    @property
+    def weight(self) -> Tensor:
+        """`[C_out, C_in, T, H, W]`."""
+        ...
+
+    def of_window(self, window: Tensor, cache: TemporalCache, *, biased: bool = True) -> Tensor:
+        """Convolve a band of rows that has its borders above and below, and its frames before."""
+        ...
+
+    def tail(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """The memory of the frames that it saw last."""
+        ...
+
+
 # Bands are a detour, taken from so many times the size of a band on.
-_WORTH_IT = 4
+WORTH_IT = 4
 
 
-def rows_of(conv: "CausalConv3d", x: Tensor, cache: TemporalCache) -> int:
+def rows_of(conv: BandedConv, x: Tensor, cache: TemporalCache) -> int:
     """Rows of a band, whose convolution's input is of about `cache.band_bytes`.
 
     Args:
@@ -46,13 +72,13 @@ def rows_of(conv: "CausalConv3d", x: Tensor, cache: TemporalCache) -> int:
         return height
     frames += 0 if cache.first else conv.context
     row_bytes = max(1, batch * channels * frames * width * x.element_size())
-    if row_bytes * height <= _WORTH_IT * cache.band_bytes:
+    if row_bytes * height <= WORTH_IT * cache.band_bytes:
         return height
     return max(1, cache.band_bytes // row_bytes - 2 * conv.padding)
 
 
 def convolve(
-    conv: "CausalConv3d",
+    conv: BandedConv,
     fill: FillRows,
     x: Tensor,
     cache: TemporalCache,
@@ -118,7 +144,7 @@ class _Tail:
     waits for it.
     """
 
-    def __init__(self, conv: "CausalConv3d", x: Tensor, cache: TemporalCache) -> None:
+    def __init__(self, conv: BandedConv, x: Tensor, cache: TemporalCache) -> None:
         self._conv, self._x, self._cache = conv, x, cache
         self._known = 0 if cache.first else conv.context
         self._keeps = bool(conv.context) and not cache.lone
@@ -128,7 +154,7 @@ class _Tail:
 
     def _tail(self) -> Tensor:
         """The tail; looked up each time, because making room may have moved it."""
-        return self._cache.tail(self._conv, self._conv.context, self._x)
+        return self._conv.tail(self._x, self._cache)
 
     def window(self, top: int, bottom: int) -> Tensor:
         """Memory for the input of a band: what was seen last is there, and zeros at the border."""

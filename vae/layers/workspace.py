@@ -15,10 +15,10 @@ _Result = TypeVar("_Result")
 # Blocks from this size on are kept for the next result. glibc maps blocks over 32 MB afresh each
 # time, and the first touch of 50 MB of fresh pages takes 13-30 ms, as long as the convolution that
 # fills them takes on a CPU with AMX; smaller ones it hands out again by itself.
-_KEPT_BYTES = 32 << 20
+KEPT_BYTES = 32 << 20
 
 # A block that is larger than this many times what is asked for stays free for something else.
-_WASTE = 1.5
+WASTE = 1.5
 
 
 class Workspace:
@@ -70,11 +70,11 @@ class Workspace:
             Uninitialised memory of that shape; None where a fresh tensor costs no more.
         """
         nbytes = prod(shape) * like.element_size()
-        kept = like.device.type == "cpu" and nbytes >= _KEPT_BYTES
+        kept = like.device.type == "cpu" and nbytes >= KEPT_BYTES
         if not kept or torch.is_grad_enabled() or _count_alone() is None:
             return None
         free = [block for block in self._blocks if _users(block) == 1]
-        fitting = [block for block in free if nbytes <= block.numel() <= _WASTE * nbytes]
+        fitting = [block for block in free if nbytes <= block.numel() <= WASTE * nbytes]
         if not fitting:
             # What is free and of another size belongs to layers that are done.
             self._blocks = [b for b in self._blocks if not any(b is other for other in free)]

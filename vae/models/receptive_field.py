@@ -1,9 +1,19 @@
-"""How far back in time what leaves a decoder depends on what enters it."""
+"""What a layer sees: how far back in time and to each side, and how large its frames become."""
 
+import itertools
 import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from torch import nn
 
 from ..layers.causal_conv import CausalConv3d
-from .base import Network, sublayers
+from ..layers.causal_layer import CausalLayer
+from ..layers.conv import Conv
+from .base import Network
+
+Span = tuple[int, int]
+Size = tuple[int, int]
 
 
 def latents_before(decoder: Network) -> int:
@@ -14,13 +24,75 @@ def latents_before(decoder: Network) -> int:
     """
     frames = 0
     for layer in reversed(decoder.layers()):
-        for part in reversed(sublayers(layer)):
-            back = sum(
-                module.weight.shape[2] - 1
-                for module in part.modules()
-                if isinstance(module, CausalConv3d)
-            )
+        for part in reversed(layer.blocks):
+            back = sum(taps - 1 for taps, _ in causal_taps(part))
             # A frame more, because the first of two does not begin where the latent does.
-            frames = math.ceil(frames / getattr(part, "times", 1)) + back
-            frames += getattr(part, "times", 1) - 1
+            frames = math.ceil(frames / part.times) + back + part.times - 1
     return frames
+
+
+def causal_taps(layer: CausalLayer) -> list[tuple[int, int]]:
+    """Taps and stride in time of the causal convolutions that a layer's frames go through."""
+    return [
+        (module.weight.shape[2], module.stride)
+        for part in layer.blocks
+        for module in part.modules()
+        if isinstance(module, CausalConv3d)
+    ]
+
+
+def is_encoder(network: Network) -> bool:
+    """Whether frames become smaller on the way."""
+    return any(layer.scale < 1 for layer in network.layers())
+
+
+def frame_sizes(layers: Sequence[CausalLayer], size: Size) -> list[Size]:
+    """Height and width of whole frames before each layer, and after the last."""
+    sizes = [size]
+    for layer in layers:
+        height, width = sizes[-1]
+        sizes.append((int(height * layer.scale), int(width * layer.scale)))
+    return sizes
+
+
+def reach(part: nn.Module) -> int:
+    """Pixels that a layer without `blocks` sees on each side of one, where its convolutions are."""
+    convs = (module for module in part.modules() if isinstance(module, Conv))
+    return sum(conv.weight.shape[-1] // 2 for conv in convs)
+
+
+def spans_before(layers: Sequence[CausalLayer], lengths: Sequence[int], span: Span) -> list[Span]:
+    """What is needed before each layer, and after the last, for a span of what leaves that.
+
+    Args:
+        layers: Layers in order.
+        lengths: Height or width of the whole frames before each.
+        span: Rows or columns of what leaves the last.
+    """
+    spans = [span]
+    block = 1
+    for layer, length in zip(reversed(layers), reversed(lengths), strict=True):
+        # Pixels that become one stay together, from the first layer on.
+        block = max(block, int(1 / min(1, layer.scale)))
+        span = _span_before(layer, length, span, block)
+        spans.append(span)
+    return spans[::-1]
+
+
+def _span_before(layer: CausalLayer, length: int, span: Span, block: int) -> Span:
+    parts = layer.blocks
+    scales = (part.scale for part in parts[:-1])
+    lengths = itertools.accumulate(scales, lambda size, scale: int(size * scale), initial=length)
+    for part, size in zip(reversed(parts), reversed(list(lengths)), strict=True):
+        pixels = reach(part)
+        # What makes frames larger reaches as far among the larger ones.
+        large, small = (pixels, 0) if part.scale > 1 else (0, pixels)
+        start = math.floor((span[0] - large) / part.scale) - small
+        stop = math.ceil((span[1] + large) / part.scale) + small
+        span = max(0, start // block * block), min(size, -(-stop // block) * block)
+    return span
+
+
+def scaled(span: Span, scale: Fraction) -> Span:
+    """A span of pixels where frames are so many times as large."""
+    return int(span[0] * scale), int(span[1] * scale)

@@ -15,27 +15,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels import attention, group_norm_silu, group_norm_statistics, pixel_shuffle_3d
-from ..layers import row_bands as bands
+from ...kernels import attention, group_norm_silu, group_norm_statistics
+from ..layers import row_bands
 from ..layers.causal_conv import CausalConv3d
+from ..layers.causal_layer import CausalLayer
 from ..layers.conv import PointwiseConv
 from ..layers.subpixel_conv import ShuffleConv
 from ..layers.temporal_cache import TemporalCache
-from .base import Network
+from .base import Network, in_order
 from .config import SEEDVR2_GROUPS
 from .wan_blocks import added
 
 _ENCODER_BLOCKS = 2
 _DECODER_BLOCKS = 3
 
-# The order of the parts in the channels of `upscale_conv`, from the slowest to the fastest.
-_ORDER = "hwtc"
-
 
 class GroupNorm(nn.Module):
     """A norm over the pixels of each frame and each of 32 groups of channels."""
-
-    sees_all = True  # every pixel of a frame: no tiles
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -77,16 +73,18 @@ def normed(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Norm, SiLU and convolution, and `residual` added, whose memory may become the result."""
-    rows = bands.rows_of(conv, x, cache)
+    rows = row_bands.rows_of(conv, x, cache)
     if rows < x.shape[3]:
         statistics = cache.attempt(lambda: norm.statistics(x))
         fill = functools.partial(norm.silu, statistics=statistics)
-        return bands.convolve(conv, fill, x, cache, residual, rows)
+        return row_bands.convolve(conv, fill, x, cache, residual, rows)
     return conv(x, cache, fill=norm.silu, residual=residual)
 
 
-class ResidualBlock(nn.Module):
+class SeedVR2ResidualBlock(CausalLayer):
     """Norm, SiLU, convolution, twice, added to the input or to its 1x1x1 `conv_shortcut`."""
+
+    sees_all = True
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -105,10 +103,10 @@ class ResidualBlock(nn.Module):
         return normed(self.conv2, self.norm2, y, cache, residual)
 
 
-class AttentionBlock(nn.Module):
+class SeedVR2AttentionBlock(CausalLayer):
     """Single-head self-attention over the pixels of each frame, added to the input."""
 
-    sees_all = True  # every pixel of a frame: no tiles
+    sees_all = True
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -132,7 +130,7 @@ class AttentionBlock(nn.Module):
         return cache.attempt(lambda: added(y, x))
 
 
-class Upsample(nn.Module):
+class SeedVR2Upsample(CausalLayer):
     """A 1x1x1 convolution, whose channels become pixels and frames, and a 3x3x3 convolution.
 
     The first latent of a video makes one frame: the second of its two is left out.
@@ -140,61 +138,28 @@ class Upsample(nn.Module):
     Args:
         channels: Channels in and out.
         temporal: Two frames out for one in.
-
-    Attributes:
-        scale: Height and width out for those in.
-        growth: How many times as large as its input its output is.
     """
 
     scale = Fraction(2)
 
     def __init__(self, channels: int, *, temporal: bool) -> None:
         super().__init__()
-        times = 2 if temporal else 1
-        self.growth = 4 * times
+        self.times = 2 if temporal else 1
+        self.growth = 4 * self.times
         self.upscale_conv = PointwiseConv(channels, self.growth * channels)
-        self.conv = ShuffleConv(channels, self.upscale_conv, times)
+        self.conv = ShuffleConv(channels, self.upscale_conv, self.times)
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """`[B, C, T, H, W]` to `[B, C, T or 2 T, 2 H, 2 W]`."""
         return self.conv(x, cache)
 
 
-class PlainUpsample(nn.Module):
-    """`Upsample` in its two steps, to compare with: more arithmetic and memory."""
-
-    scale = Fraction(2)
-    remembers_large = True
-
-    def __init__(self, channels: int, *, temporal: bool) -> None:
-        super().__init__()
-        self.times = 2 if temporal else 1
-        self.growth = 4 * self.times
-        self.upscale_conv = PointwiseConv(channels, self.growth * channels)
-        self.conv = causal(channels, channels)
-
-    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """`[B, C, T, H, W]` to `[B, C, T or 2 T, 2 H, 2 W]`."""
-        y = self.upscale_conv(x)
-        times = self.times
-        if cache.first and times > 1:
-            times = 1
-            y = y.unflatten(1, (4, self.times, -1))[:, :, 0].flatten(1, 2)
-            y = y.contiguous(memory_format=torch.channels_last_3d)
-        return self.conv(pixel_shuffle_3d(y, (times, 2, 2), _ORDER), cache)
-
-
-class Downsample(nn.Module):
+class SeedVR2Downsample(CausalLayer):
     """A convolution with stride 2 in height and width; with `temporal` in time too.
 
     Args:
         channels: Channels in and out.
         temporal: One frame out for two in.
-
-    Attributes:
-        scale: Height and width out for those in.
-        pairs: It takes two frames at a time.
-        remembers_large: Its history is of the larger of the two sizes.
     """
 
     scale = Fraction(1, 2)
@@ -245,15 +210,19 @@ class ShrinkingConv3d(CausalConv3d):
         return window
 
 
+def _residual_blocks(in_channels: int, out_channels: int, count: int) -> nn.ModuleList:
+    widths = [in_channels] + [out_channels] * count
+    return nn.ModuleList(SeedVR2ResidualBlock(*pair) for pair in itertools.pairwise(widths))
+
+
 class DownBlock(nn.Module):
     """The residual blocks and the downsampling of one stage, under their names."""
 
     def __init__(self, in_channels: int, out_channels: int, *, space: bool, time: bool) -> None:
         super().__init__()
-        widths = [in_channels] + [out_channels] * _ENCODER_BLOCKS
-        self.resnets = nn.ModuleList(ResidualBlock(*pair) for pair in itertools.pairwise(widths))
+        self.resnets = _residual_blocks(in_channels, out_channels, _ENCODER_BLOCKS)
         if space:
-            self.downsamplers = nn.ModuleList([Downsample(out_channels, temporal=time)])
+            self.downsamplers = nn.ModuleList([SeedVR2Downsample(out_channels, temporal=time)])
 
 
 class UpBlock(nn.Module):
@@ -261,10 +230,9 @@ class UpBlock(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, *, space: bool, time: bool) -> None:
         super().__init__()
-        widths = [in_channels] + [out_channels] * _DECODER_BLOCKS
-        self.resnets = nn.ModuleList(ResidualBlock(*pair) for pair in itertools.pairwise(widths))
+        self.resnets = _residual_blocks(in_channels, out_channels, _DECODER_BLOCKS)
         if space:
-            self.upsamplers = nn.ModuleList([Upsample(out_channels, temporal=time)])
+            self.upsamplers = nn.ModuleList([SeedVR2Upsample(out_channels, temporal=time)])
 
 
 class Middle(nn.Module):
@@ -272,12 +240,14 @@ class Middle(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.resnets = nn.ModuleList(ResidualBlock(channels, channels) for _ in range(2))
-        self.attentions = nn.ModuleList([AttentionBlock(channels)])
+        self.resnets = nn.ModuleList(SeedVR2ResidualBlock(channels, channels) for _ in range(2))
+        self.attentions = nn.ModuleList([SeedVR2AttentionBlock(channels)])
 
 
-class Head(nn.Module):
+class SeedVR2Head(CausalLayer):
     """Norm, SiLU and the last convolution, which are parts of the network itself by name."""
+
+    sees_all = True
 
     def __init__(self, norm: GroupNorm, conv: CausalConv3d) -> None:
         super().__init__()
@@ -288,7 +258,7 @@ class Head(nn.Module):
         return normed(self.conv, self.norm, x, cache)
 
 
-class Encoder(Network):
+class SeedVR2Encoder(Network):
     """Frames to mean and log-variance of latents.
 
     Args:
@@ -309,12 +279,12 @@ class Encoder(Network):
         self.conv_norm_out = GroupNorm(widths[-1])
         self.conv_out = causal(widths[-1], 2 * latent_channels)
 
-    def layers(self) -> list[nn.Module]:
+    def layers(self) -> list[CausalLayer]:
         """From `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`."""
         return _layers(self, self.down_blocks, "downsamplers", middle_first=False)
 
 
-class Decoder(Network):
+class SeedVR2Decoder(Network):
     """Latents to frames.
 
     Args:
@@ -335,7 +305,7 @@ class Decoder(Network):
         self.conv_norm_out = GroupNorm(widths[-1])
         self.conv_out = causal(widths[-1], out_channels)
 
-    def layers(self) -> list[nn.Module]:
+    def layers(self) -> list[CausalLayer]:
         """From `[B, C_latent, t, h, w]` to `[B, C, T, 8 h, 8 w]`."""
         return _layers(self, self.up_blocks, "upsamplers", middle_first=True)
 
@@ -346,14 +316,14 @@ def _layers(
     resamplers: str,
     *,
     middle_first: bool,
-) -> list[nn.Module]:
+) -> list[CausalLayer]:
     """The layers of either network in order."""
     resnets, attentions = network.mid_block.resnets, network.mid_block.attentions
-    middle = [resnets[0], attentions[0], resnets[1]]
+    middle = resnets[0], attentions[0], resnets[1]
     inner = [
-        layer
+        part
         for stage in stages
-        for layer in (*cast(Any, stage).resnets, *getattr(stage, resamplers, ()))
+        for part in (cast(Any, stage).resnets, *getattr(stage, resamplers, ()))
     ]
-    body = middle + inner if middle_first else inner + middle
-    return [network.conv_in, *body, Head(network.conv_norm_out, network.conv_out)]
+    body = (*middle, *inner) if middle_first else (*inner, *middle)
+    return in_order(network.conv_in, *body, SeedVR2Head(network.conv_norm_out, network.conv_out))

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from ..layers.causal_conv import CausalConv3d
-from .base import Head, Network, middle
-from .wan_blocks import Downsample, ResidualBlock, Upsample
+from ..layers.causal_layer import CausalLayer
+from .base import Network, in_order
+from .wan_blocks import Downsample, Head, ResidualBlock, Upsample, middle
 
 _ENCODER_BLOCKS = 2
 _DECODER_BLOCKS = 3
@@ -19,7 +20,7 @@ _DECODER_BLOCKS = 3
 _TEMPORAL = (False, True, True)
 
 
-class Encoder(Network):
+class Wan21Encoder(Network):
     """Frames to mean and log-variance of latents, before the 1x1x1 quantisation convolution.
 
     Args:
@@ -42,12 +43,12 @@ class Encoder(Network):
         self.middle = middle(widths[-1])
         self.head = Head(widths[-1], 2 * latent_channels)
 
-    def layers(self) -> list[nn.Module]:
+    def layers(self) -> list[CausalLayer]:
         """From `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`."""
-        return [self.conv1, *self.downsamples, *self.middle, self.head]
+        return in_order(self.conv1, self.downsamples, self.middle, self.head)
 
 
-class Decoder(Network):
+class Wan21Decoder(Network):
     """Latents, after the 1x1x1 convolution that follows quantisation, to frames.
 
     Args:
@@ -72,6 +73,6 @@ class Decoder(Network):
         self.upsamples = nn.ModuleList(stages)
         self.head = Head(widths[-1], out_channels)
 
-    def layers(self) -> list[nn.Module]:
+    def layers(self) -> list[CausalLayer]:
         """From `[B, C_latent, t, h, w]` to `[B, C_out, T, 8 h, 8 w]`."""
-        return [self.conv1, *self.middle, *self.upsamples, self.head]
+        return in_order(self.conv1, self.middle, self.upsamples, self.head)

@@ -9,20 +9,22 @@ one.
 import functools
 import itertools
 from collections.abc import Sequence
+from fractions import Fraction
 
 from torch import Tensor, nn
 
 from ...kernels import average_down, bias_residual
 from ..layers.causal_conv import CausalConv3d
+from ..layers.causal_layer import CausalLayer
 from ..layers.temporal_cache import TemporalCache
-from .base import Head, Network, middle
-from .wan_blocks import Downsample, ResidualBlock, Upsample
+from .base import Network, in_order
+from .wan_blocks import Downsample, Head, ResidualBlock, Upsample, middle
 
 _ENCODER_BLOCKS = 2
 _DECODER_BLOCKS = 3
 
 
-class DownStage(nn.Module):
+class DownStage(CausalLayer):
     """Residual blocks and a downsampling, with the averaged input of the stage added.
 
     Args:
@@ -31,13 +33,6 @@ class DownStage(nn.Module):
         space: Height and width are halved.
         time: Two frames become one.
         taps: Frames that each convolution sees.
-
-    Attributes:
-        blocks: The layers inside.
-        growth: How many times as large as its input an activation inside is.
-        pairs: It takes two frames at a time.
-        settles: It heeds `cache.settling`.
-        holds: What it keeps meanwhile beside what the blocks make.
     """
 
     settles = True
@@ -47,9 +42,10 @@ class DownStage(nn.Module):
         self, in_channels: int, out_channels: int, *, space: bool, time: bool, taps: int
     ) -> None:
         super().__init__()
-        self.size, self.times = 2 if space else 1, 2 if time else 1
+        self.scale = Fraction(1, 2 if space else 1)
         self.pairs = time
-        _check_shortcut(in_channels * self.times * self.size**2, out_channels)
+        self._patch = 2 if time else 1, 2 if space else 1
+        _check_shortcut(in_channels * self._patch[0] * self._patch[1] ** 2, out_channels)
         self.growth = max(1, out_channels // in_channels)
         self.out_channels = out_channels
         self.downsamples = nn.ModuleList(
@@ -60,25 +56,24 @@ class DownStage(nn.Module):
             self.downsamples.append(Downsample(out_channels, temporal=time, taps=taps))
 
     @property
-    def blocks(self) -> nn.ModuleList:
+    def blocks(self) -> Sequence[CausalLayer]:
         """The layers inside."""
-        return self.downsamples
+        return in_order(self.downsamples)
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """`[B, C_in, T, H, W]` to `[B, C_out, T / times, H / size, W / size]`."""
+        """`[B, C_in, T, H, W]` to `[B, C_out, T or T / 2, H or H / 2, W or W / 2]`."""
         # Made first, because the blocks may write into their input.
-        average = functools.partial(
-            average_down, x, self.out_channels, times=self.times, size=self.size
-        )
+        times, size = self._patch
+        average = functools.partial(average_down, x, self.out_channels, times=times, size=size)
         shortcut = cache.attempt(average)
         for block in self.downsamples[:_ENCODER_BLOCKS]:
             x = block(x, cache)
-        if self.size == 1:
+        if size == 1:
             return cache.attempt(functools.partial(bias_residual, x, residual=shortcut))
         return self.downsamples[_ENCODER_BLOCKS](x, cache, residual=shortcut)
 
 
-class UpStage(nn.Module):
+class UpStage(CausalLayer):
     """Residual blocks and an upsampling, with the repeated input of the stage added.
 
     Args:
@@ -87,18 +82,15 @@ class UpStage(nn.Module):
         space: Height and width are doubled; without, there is no shortcut either.
         time: One frame becomes two.
         taps: Frames that each convolution sees.
-
-    Attributes:
-        blocks: The layers inside.
-        growth: How many times as large as its input an activation inside is.
-        holds: What it keeps meanwhile beside what the blocks make, if anything.
     """
 
     def __init__(
         self, in_channels: int, out_channels: int, *, space: bool, time: bool, taps: int
     ) -> None:
         super().__init__()
-        phases = (4 if space else 1) * (2 if time else 1)
+        self.scale = Fraction(2 if space else 1)
+        self.times = 2 if time else 1
+        phases = (4 if space else 1) * self.times
         self.holds = "input" if space else ""
         if space:
             _check_shortcut(out_channels * phases, in_channels)
@@ -111,12 +103,12 @@ class UpStage(nn.Module):
             self.upsamples.append(Upsample(out_channels, out_channels, temporal=time, taps=taps))
 
     @property
-    def blocks(self) -> nn.ModuleList:
+    def blocks(self) -> Sequence[CausalLayer]:
         """The layers inside."""
-        return self.upsamples
+        return in_order(self.upsamples)
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """`[B, C_in, T, H, W]` to `[B, C_out, times T, 2 H, 2 W]`."""
+        """`[B, C_in, T, H, W]` to `[B, C_out, T or 2 T, H or 2 H, W or 2 W]`."""
         if len(self.upsamples) == _DECODER_BLOCKS:
             for block in self.upsamples:
                 x = block(x, cache)
@@ -128,7 +120,7 @@ class UpStage(nn.Module):
         return self.upsamples[_DECODER_BLOCKS](x, cache, source)
 
 
-class Encoder(Network):
+class Wan22Encoder(Network):
     """Frames, whose pixels lie in channels, to mean and log-variance of latents.
 
     Args:
@@ -151,12 +143,12 @@ class Encoder(Network):
         self.middle = middle(widths[-1], taps)
         self.head = Head(widths[-1], 2 * latent_channels, taps)
 
-    def layers(self) -> list[nn.Module]:
+    def layers(self) -> list[CausalLayer]:
         """From `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`."""
-        return [self.conv1, *self.downsamples, *self.middle, self.head]
+        return in_order(self.conv1, self.downsamples, self.middle, self.head)
 
 
-class Decoder(Network):
+class Wan22Decoder(Network):
     """Latents to frames whose pixels lie in channels.
 
     Args:
@@ -179,9 +171,9 @@ class Decoder(Network):
         )
         self.head = Head(widths[-1], out_channels, taps)
 
-    def layers(self) -> list[nn.Module]:
+    def layers(self) -> list[CausalLayer]:
         """From `[B, C_latent, t, h, w]` to `[B, C_out, T, 8 h, 8 w]`."""
-        return [self.conv1, *self.middle, *self.upsamples, self.head]
+        return in_order(self.conv1, self.middle, self.upsamples, self.head)
 
 
 def _check_shortcut(finer: int, coarser: int) -> None:

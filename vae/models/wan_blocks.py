@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...kernels import attention, bias_residual, interleave_time, rms_norm_silu
 from ..layers.causal_conv import CausalConv3d
+from ..layers.causal_layer import CausalLayer
 from ..layers.conv import PointwiseConv
 from ..layers.resample_conv import StridedConv2d, UpsampleConv2d
 from ..layers.temporal_cache import TemporalCache
@@ -47,16 +48,13 @@ class RMSNorm(nn.Module):
         return rms_norm_silu(x, self.gamma, silu=False, out=out)
 
 
-class ResidualBlock(nn.Module):
+class ResidualBlock(CausalLayer):
     """Norm, SiLU, convolution, twice, added to the input or to its 1x1x1 `shortcut`.
 
     Args:
         in_channels: Channels in.
         out_channels: Channels out.
         taps: Frames that each convolution sees.
-
-    Attributes:
-        settles: It heeds `cache.settling`.
     """
 
     settles = True
@@ -89,7 +87,7 @@ class ResidualBlock(nn.Module):
         return conv2(y, cache, fill, self.shortcut(x, cache, biased=not late), bias)
 
 
-class AttentionBlock(nn.Module):
+class AttentionBlock(CausalLayer):
     """Single-head self-attention over the pixels of each frame, added to the input."""
 
     sees_all = True  # every pixel of a frame: no tiles
@@ -116,7 +114,7 @@ class AttentionBlock(nn.Module):
         return cache.attempt(lambda: added(y, x))
 
 
-class Upsample(nn.Module):
+class Upsample(CausalLayer):
     """Nearest 2x in space and a 3x3 convolution; with `temporal` one frame becomes two before.
 
     The first frame of a video passes without `time_conv`, and is not in its history either: the
@@ -127,10 +125,6 @@ class Upsample(nn.Module):
         out_channels: Channels out.
         temporal: Two frames out for one in.
         taps: Frames that `time_conv` sees.
-
-    Attributes:
-        scale: Height and width out for those in.
-        growth: Its phases, before they are merged, are so many times as large as its input.
     """
 
     scale = Fraction(2)
@@ -139,8 +133,9 @@ class Upsample(nn.Module):
         self, in_channels: int, out_channels: int, *, temporal: bool, taps: int = 3
     ) -> None:
         super().__init__()
-        self.growth = 4 * out_channels // in_channels * (2 if temporal else 1)
         self.times = 2 if temporal else 1
+        # The phases, before they are merged.
+        self.growth = 4 * out_channels // in_channels * self.times
         self.resample = nn.ModuleDict({"1": UpsampleConv2d(in_channels, out_channels)})
         self.time_conv = (
             CausalConv3d(in_channels, 2 * in_channels, (taps, 1, 1)) if temporal else None
@@ -166,7 +161,7 @@ class Upsample(nn.Module):
         return self.resample["1"](x, cache, source, self.times)
 
 
-class Downsample(nn.Module):
+class Downsample(CausalLayer):
     """A 3x3 convolution with stride 2 in space; with `temporal` two frames become one after.
 
     The first frame of a video passes `time_conv` by, but is the history of its second step.
@@ -175,10 +170,6 @@ class Downsample(nn.Module):
         channels: Channels in and out.
         temporal: One frame out for two in.
         taps: Frames that `time_conv` sees.
-
-    Attributes:
-        scale: Height and width out for those in.
-        pairs: It takes two frames at a time.
     """
 
     scale = Fraction(1, 2)
@@ -213,6 +204,37 @@ class Downsample(nn.Module):
         if residual is None:
             return x
         return cache.attempt(functools.partial(bias_residual, x, residual=residual))
+
+
+class Head(CausalLayer):
+    """Norm, SiLU and the last convolution.
+
+    Args:
+        in_channels: Channels in.
+        out_channels: Channels out.
+        taps: Frames that the convolution sees.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, taps: int = 3) -> None:
+        super().__init__()
+        self.add_module("0", RMSNorm(in_channels))
+        self.add_module("2", CausalConv3d(in_channels, out_channels, (taps, 3, 3)))
+
+    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """`[B, C_in, T, H, W]` to `[B, C_out, T, H, W]`."""
+        norm, conv = self.children()
+        return conv(x, cache, fill=norm.silu)
+
+
+def middle(channels: int, taps: int = 3) -> nn.ModuleList:
+    """Residual, attention, residual."""
+    return nn.ModuleList(
+        [
+            ResidualBlock(channels, channels, taps),
+            AttentionBlock(channels),
+            ResidualBlock(channels, channels, taps),
+        ]
+    )
 
 
 def added(y: Tensor, x: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..layers.row_bands import _WORTH_IT
-from ..layers.workspace import _KEPT_BYTES, _WASTE
+from ..layers.frame_runs import largest_part
+from ..layers.row_bands import WORTH_IT
+from ..layers.workspace import KEPT_BYTES, WASTE
 from .layer_specs import Part, Product, Shape, Stage
 
 # Attention on a GPU, where it may be in blocks: from what size of a head on, how many scores are
@@ -283,7 +284,7 @@ class Rehearsal:
     def _band(self, window: Shape) -> int:
         """`bands.rows_of`."""
         row = self._ledger.nbytes(window.sized(1, window.width))
-        if row * window.height <= _WORTH_IT * self._part_bytes:
+        if row * window.height <= WORTH_IT * self._part_bytes:
             return window.height
         return min(window.height, max(1, self._part_bytes // row - 2))
 
@@ -347,10 +348,10 @@ class _Ledger:
     def result(self, shape: Shape) -> _Block:
         """Memory as `Workspace.reused` lends it, or new."""
         nbytes = self.nbytes(shape)
-        if not self._setting.on_cpu or nbytes < _KEPT_BYTES:
+        if not self._setting.on_cpu or nbytes < KEPT_BYTES:
             return self.new(shape)
         free = [block for block in self._blocks if not block.held]
-        fitting = [block for block in free if nbytes <= block.nbytes <= _WASTE * nbytes]
+        fitting = [block for block in free if nbytes <= block.nbytes <= WASTE * nbytes]
         if not fitting:
             self._blocks = [block for block in self._blocks if block.held]
             self.take(nbytes - sum(block.nbytes for block in free))
@@ -377,23 +378,3 @@ class _Ledger:
             block.held -= 1
             if not block.held and not block.kept:
                 self.take(-block.nbytes)
-
-
-def largest_part(frames: int, nbytes: int, part_bytes: int, *, even: bool = True) -> int:
-    """The most frames of an activation that go on together.
-
-    Args:
-        frames: Frames that there are.
-        nbytes: Their size.
-        part_bytes: The size that a part should not exceed.
-        even: All parts are to have one shape; else the last may be shorter.
-
-    Returns:
-        Frames, of which `frames` is a multiple where that is wanted; 1 where even one is larger.
-    """
-    if nbytes <= part_bytes:
-        return frames
-    most = max(1, part_bytes * frames // nbytes)
-    if not even:
-        return -(-frames // -(-frames // most))
-    return max(part for part in range(1, most + 1) if frames % part == 0)

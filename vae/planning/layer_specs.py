@@ -6,15 +6,13 @@ Everything is read off the layers' own attributes and the shapes of their weight
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import NamedTuple
 
-from torch import nn
-
 from ..layers.causal_conv import CausalConv3d
-from ..layers.conv import _KEPT_ELEMENTS, _SUMS, Conv, PointwiseConv
-from ..models.base import Network, sublayers
-from .tiling import Size, Span, is_encoder, reach
+from ..layers.causal_layer import CausalLayer
+from ..layers.conv import Conv, PointwiseConv, keeps_form
+from ..models.base import Network
+from ..models.receptive_field import Size, Span, is_encoder, reach
 
 
 class Shape(NamedTuple):
@@ -239,34 +237,33 @@ def lengths_before(stages: Sequence[Stage], length: int, span: Span) -> list[int
     return given
 
 
-def _stage(layer: nn.Module) -> Stage:
-    parts = tuple(_part(part) for part in sublayers(layer))
+def _stage(layer: CausalLayer) -> Stage:
+    parts = tuple(_part(part) for part in layer.blocks)
     return Stage(
         parts,
-        (math.prod(part.up for part in parts), math.prod(part.down for part in parts)),
-        getattr(layer, "growth", 1),
-        getattr(layer, "pairs", False),
-        getattr(layer, "holds", ""),
+        (layer.scale.numerator, layer.scale.denominator),
+        layer.growth,
+        layer.pairs,
+        layer.holds,
     )
 
 
-def _part(layer: nn.Module) -> Part:
+def _part(layer: CausalLayer) -> Part:
     modules = list(layer.modules())
     convs = [module for module in modules if isinstance(module, Conv)]
-    scale = Fraction(getattr(layer, "scale", 1))
-    if scale > 1:
+    if layer.scale > 1:
         # Time is doubled on the small side.
         convs.sort(key=lambda conv: conv.weight.shape[-1])
     return Part(
         tuple(map(_product, convs)),
         tuple(m.weight.shape[0] for m in modules if isinstance(m, PointwiseConv)),
         convs[-1].weight.shape[0] if convs else 0,
-        scale.numerator,
-        scale.denominator,
-        max(getattr(module, "times", 1) for module in modules),
-        math.prod(getattr(conv, "stride", 1) for conv in convs),
-        scale <= 1 or not getattr(layer, "remembers_large", False),
-        any(getattr(module, "sees_all", False) for module in modules),
+        layer.scale.numerator,
+        layer.scale.denominator,
+        layer.times,
+        math.prod(conv.stride for conv in convs),
+        layer.scale <= 1 or not layer.remembers_large,
+        layer.sees_all,
         reach(layer),
     )
 
@@ -274,18 +271,16 @@ def _part(layer: nn.Module) -> Part:
 def _product(conv: Conv) -> Product:
     context = conv.context
     numbers = conv.weight.numel()
-    large = numbers if numbers > _KEPT_ELEMENTS else 0
-    first = getattr(conv, "first_form", "volume")
+    first = conv.first_form
+    first_numbers = numbers // (conv.weight.shape[2] if first == "frame" else 1)
     return Product(
         conv.weight.shape[1],
         conv.weight.shape[0],
         context,
-        getattr(conv, "stride", 1),
-        getattr(conv, "times", 1),
+        conv.stride,
+        conv.times,
         isinstance(conv, CausalConv3d) or context > 0,
         numbers,
-        large,
-        0
-        if first.startswith(_SUMS)
-        else large // (conv.weight.shape[2] if first == "frame" else 1),
+        0 if keeps_form("volume", numbers) else numbers,
+        0 if keeps_form(first, numbers) else first_numbers,
     )

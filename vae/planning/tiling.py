@@ -12,22 +12,19 @@ come first and in an encoder last, at the size of the latents, so that the rest 
 
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..layers.conv import Conv
+from ..layers.causal_layer import CausalLayer
+from ..layers.memory_format import canonical
 from ..layers.temporal_cache import TemporalCache
-from ..models.base import Layer, Network, sublayers
-from ..validation import canonical
+from ..models.base import Network
+from ..models.receptive_field import Size, Span, frame_sizes, is_encoder, scaled, spans_before
 
-Span = tuple[int, int]
-Size = tuple[int, int]
-Chains = list[list[Layer]]
+Chains = list[list[CausalLayer]]
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,11 @@ class Tile:
     rows: Span
     columns: Span
     chains: Chains
-    layers: list[Layer]
+    layers: list[CausalLayer]
     spans: list[tuple[Span, Span]]
 
 
-class Crop:
+class Crop(CausalLayer):
     """A layer that copies a rectangle of the frames: what comes in may be for other tiles too.
 
     Args:
@@ -72,12 +69,11 @@ class Crop:
         columns: The columns.
     """
 
-    growth = 1
-
     def __init__(self, rows: Span, columns: Span) -> None:
+        super().__init__()
         self.rows, self.columns = slice(*rows), slice(*columns)
 
-    def __call__(self, x: Tensor, cache: TemporalCache) -> Tensor:
+    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """`[B, C, T, H, W]` to `[B, C, T, rows, columns]`, channels-last."""
         part = x[..., self.rows, self.columns]
         copy = functools.partial(part.clone, memory_format=torch.channels_last_3d)
@@ -95,20 +91,17 @@ def can_cut(network: Network) -> list[int]:
         layer of the tiled end sees whole frames.
     """
     layers = network.layers()
-    seeing = [index for index, layer in enumerate(layers) if _sees_all(layer)]
+    seeing = [
+        index for index, layer in enumerate(layers) if any(part.sees_all for part in layer.blocks)
+    ]
     if is_encoder(network):
         cuts = range(1, seeing[0] + 1 if seeing else len(layers))
-        return [cut for cut in cuts if _scale(layers[cut - 1]) < 1]
+        return [cut for cut in cuts if layers[cut - 1].scale < 1]
     cuts = range(len(layers) - 1, (seeing[-1] if seeing else 0), -1)
-    return [cut for cut in cuts if _scale(layers[cut]) > 1]
+    return [cut for cut in cuts if layers[cut].scale > 1]
 
 
-def is_encoder(network: Network) -> bool:
-    """Whether frames become smaller on the way."""
-    return any(_scale(layer) < 1 for layer in network.layers())
-
-
-def divided(chains: Sequence[Sequence[Layer]], count: int) -> tuple[Chains, Chains]:
+def divided(chains: Sequence[Sequence[CausalLayer]], count: int) -> tuple[Chains, Chains]:
     """The first `count` layers, and the others."""
     first: Chains = []
     rest: Chains = []
@@ -142,7 +135,11 @@ def make_tile(chains: Chains, size: Size, rows: Span, columns: Span) -> Tile:
     """
     layers = [layer for chain in chains for layer in chain]
     sizes = frame_sizes(layers, size)
-    spans = (_needed(layers, sizes, axis, span) for axis, span in enumerate((rows, columns)))
+    lengths = zip(*sizes[:-1], strict=True)
+    spans = (
+        spans_before(layers, each, span)
+        for each, span in zip(lengths, (rows, columns), strict=True)
+    )
     needed = list(zip(*spans, strict=True))
     have = needed[0]
     made: Chains = []
@@ -154,8 +151,8 @@ def make_tile(chains: Chains, size: Size, rows: Span, columns: Span) -> Tile:
                 made[-1].append(Crop(*have))
             made[-1].append(layer)
             seen.append(have)
-            scale = _scale(layer)
-            have = (_scaled(have[0], scale), _scaled(have[1], scale))
+            scale = layer.scale
+            have = (scaled(have[0], scale), scaled(have[1], scale))
             # Where the size changes, what the layers behind do not need is cut off; at once,
             # because a layer that takes pairs of frames has to begin its chain.
             if scale != 1 or len(seen) == len(layers):
@@ -164,67 +161,7 @@ def make_tile(chains: Chains, size: Size, rows: Span, columns: Span) -> Tile:
     return Tile(rows, columns, made, layers, seen)
 
 
-def frame_sizes(layers: Sequence[Layer], size: Size) -> list[Size]:
-    """Height and width of whole frames before each layer, and after the last."""
-    return list(itertools.accumulate(layers, _size_after, initial=size))
-
-
-def reach(part: nn.Module) -> int:
-    """Pixels that a layer without `blocks` sees on each side of one, where its convolutions are."""
-    convs = (module for module in part.modules() if isinstance(module, Conv))
-    return sum(conv.weight.shape[-1] // 2 for conv in convs)
-
-
-def _sees_all(layer: nn.Module) -> bool:
-    return any(getattr(module, "sees_all", False) for module in layer.modules())
-
-
-def _scale(layer: Layer) -> Fraction:
-    """Height and width out for those in."""
-    return math.prod((_own_scale(part) for part in sublayers(layer)), start=Fraction(1))
-
-
-def _own_scale(part: nn.Module) -> Fraction:
-    return Fraction(getattr(part, "scale", 1))
-
-
-def _size_after(size: Size, layer: Layer) -> Size:
-    scale = _scale(layer)
-    return int(size[0] * scale), int(size[1] * scale)
-
-
-def _scaled(span: Span, scale: Fraction) -> Span:
-    return int(span[0] * scale), int(span[1] * scale)
-
-
-def _needed(layers: list[Layer], sizes: list[Size], axis: int, span: Span) -> list[Span]:
-    """What is needed before each layer, and after the last, for a span of what leaves that."""
-    spans = [span]
-    block = 1
-    for layer, size in zip(reversed(layers), reversed(sizes[:-1]), strict=True):
-        # Pixels that become one stay together, from the first layer on.
-        block = max(block, int(1 / min(1, _scale(layer))))
-        span = _needed_before(layer, size[axis], span, block)
-        spans.append(span)
-    return spans[::-1]
-
-
-def _needed_before(layer: Layer, length: int, span: Span, block: int) -> Span:
-    parts = sublayers(layer)
-    lengths = [length]
-    for part in parts[:-1]:
-        lengths.append(int(lengths[-1] * _own_scale(part)))
-    for part, size in zip(reversed(parts), reversed(lengths), strict=True):
-        scale, pixels = _own_scale(part), reach(part)
-        # What makes frames larger reaches as far among the larger ones.
-        large, small = (pixels, 0) if scale > 1 else (0, pixels)
-        start = math.floor((span[0] - large) / scale) - small
-        stop = math.ceil((span[1] + large) / scale) + small
-        span = max(0, start // block * block), min(size, -(-stop // block) * block)
-    return span
-
-
-def _crop(have: tuple[Span, Span], want: tuple[Span, Span]) -> list[Layer]:
+def _crop(have: tuple[Span, Span], want: tuple[Span, Span]) -> list[CausalLayer]:
     """What cuts a rectangle, both counted in pixels of the whole frame, down to another."""
     if have == want:
         return []

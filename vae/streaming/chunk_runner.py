@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..layers import cudnn
+from ..layers.memory_format import canonical, to_unit
 from ..layers.oom import Relief
-from ..validation import canonical, to_unit
 from . import cuda_graph as graphs
 from .compile_guard import eager
 from .executor import Route

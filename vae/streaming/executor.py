@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..models.base import Layer
-from ..planning.tiling import Chains, Size, Tile, frame_sizes
+from ..layers.causal_layer import CausalLayer
+from ..models.receptive_field import Size, frame_sizes
+from ..planning.tiling import Chains, Tile
 from .cache_offload import Parking
 from .lanes import Lane
 from .output import Output
@@ -20,7 +21,7 @@ from .output import Output
 # Whole frames of what each convolution remembers.
 Tails = dict[nn.Module, Tensor]
 
-NewLane = Callable[[Sequence[Sequence[Layer]]], Lane]
+NewLane = Callable[[Sequence[Sequence[CausalLayer]]], Lane]
 
 
 class Route(ABC):
@@ -160,7 +161,7 @@ class Tiled(Route):
 
     def take(self, tails: Tails) -> None:
         """See `Route`."""
-        inner = {module for layer in self._layers for module in _modules(layer)}
+        inner = {module for layer in self._layers for module in layer.modules()}
         self.whole.cache.take({conv: tail for conv, tail in tails.items() if conv not in inner})
         for tile, lane in self.tiles:
             lane.cache.take(
@@ -170,7 +171,7 @@ class Tiled(Route):
 
     def _index(self, conv: nn.Module) -> int:
         """Which of the tiled layers a convolution belongs to."""
-        return next(i for i, layer in enumerate(self._layers) if conv in _modules(layer))
+        return next(i for i, layer in enumerate(self._layers) if conv in layer.modules())
 
     def _place(self, tile: Tile, conv: nn.Module, whole: Sequence[int]) -> list[slice]:
         """Rows and columns of what a tile holds of a tail whose whole size is given."""
@@ -309,7 +310,3 @@ class TiledEncode(Tiled):
     def finish(self, x: Tensor) -> Tensor:
         """See `Route`."""
         return self._finish(x)
-
-
-def _modules(layer: Layer) -> set[nn.Module]:
-    return set(layer.modules()) if isinstance(layer, nn.Module) else set()

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from ..layers.causal_layer import CausalLayer
 from ..layers.frame_runs import Settling
 from ..layers.temporal_cache import TemporalCache
-from ..models.base import Layer
 from .pipeline import advance
 from .static_frames import Stillness
 
@@ -21,7 +21,7 @@ class Lane:
     """
 
     def __init__(
-        self, chains: Sequence[Sequence[Layer]], cache: TemporalCache, part_bytes: int
+        self, chains: Sequence[Sequence[CausalLayer]], cache: TemporalCache, part_bytes: int
     ) -> None:
         self.chains = chains
         self.cache = cache

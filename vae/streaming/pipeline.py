@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..layers.frame_runs import fitted, parts
+from ..layers.causal_layer import CausalLayer
+from ..layers.frame_runs import fitted, largest_part, parts
 from ..layers.temporal_cache import TemporalCache
-from ..models.base import Layer
-from ..planning.dry_run import largest_part
 
 
 def rechunk(
@@ -54,7 +53,7 @@ def rechunk(
 
 
 def advance(
-    chains: Sequence[Sequence[Layer]],
+    chains: Sequence[Sequence[CausalLayer]],
     x: Tensor,
     cache: TemporalCache,
     part_bytes: int,
@@ -76,7 +75,7 @@ def advance(
     """
     chain, index = start
     layers = chains[chain][index:]
-    if (chain and not index) or (layers and getattr(layers[0], "pairs", False)):
+    if (chain and not index) or (layers and layers[0].pairs):
         x, layers = _through(layers[0], x, cache), layers[1:]
     runs = _run(layers, x, cache, part_bytes)
     for head, *tail in chains[chain + 1 :]:
@@ -86,12 +85,12 @@ def advance(
 
 
 def _run(
-    layers: Sequence[Layer], x: Tensor, cache: TemporalCache, part_bytes: int
+    layers: Sequence[CausalLayer], x: Tensor, cache: TemporalCache, part_bytes: int
 ) -> Iterator[Tensor]:
     for index, layer in enumerate(layers):
-        frames = _wanted(layer, x)
-        nbytes = x.nbytes // x.shape[2] * frames * getattr(layer, "growth", 1)
-        part = largest_part(frames, nbytes, part_bytes, even=not hasattr(layer, "wants"))
+        frames = layer.wants(x.shape[2])
+        nbytes = x.nbytes // x.shape[2] * frames * layer.growth
+        part = largest_part(frames, nbytes, part_bytes, even=not layer.repeats)
         if part < frames:
             for run in parts(x, frames, part, cache.attempt):
                 yield from _run(layers[index + 1 :], _called(layer, run, cache), cache, part_bytes)
@@ -100,22 +99,16 @@ def _run(
     yield x
 
 
-def _through(layer: Layer, x: Tensor, cache: TemporalCache) -> Tensor:
-    frames = _wanted(layer, x)
+def _through(layer: CausalLayer, x: Tensor, cache: TemporalCache) -> Tensor:
+    frames = layer.wants(x.shape[2])
     return _called(layer, cache.attempt(lambda: fitted(x, frames)), cache)
 
 
-def _called(layer: Layer, x: Tensor, cache: TemporalCache) -> Tensor:
+def _called(layer: CausalLayer, x: Tensor, cache: TemporalCache) -> Tensor:
     y = layer(x, cache)
     if cache.thrifty:
         cache.park()
     return y
-
-
-def _wanted(layer: Layer, x: Tensor) -> int:
-    """Frames that a layer is to get, where those of `x` have come; see `still.py`."""
-    wants = getattr(layer, "wants", None)
-    return x.shape[2] if wants is None else wants(x.shape[2])
 
 
 def _join(runs: list[Tensor]) -> Tensor:

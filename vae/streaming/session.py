@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ...kernels import is_out_of_memory
+from ..layers.causal_layer import CausalLayer
 from ..layers.oom import Relief
 from ..layers.temporal_cache import TemporalCache
 from ..layers.workspace import Workspace
-from ..models.base import Layer
 from ..planning.plan import Plan, Work, cut_tiles, smaller_plan
 from .cache_offload import Parking
 from .chunk_runner import Steps
@@ -74,7 +74,10 @@ class Video:
         workspace = Workspace()
         route = self._route(plan, workspace)
         steps = new_steps(route)
-        self.relief.caches = lambda: (lane.cache for lane in steps.route.lanes)
+        self.relief.frees = workspace.release
+        self.relief.parks = lambda: any(
+            [lane.cache.park() for lane in steps.route.lanes]  # noqa: C419, all of them
+        )
         if not steps.learns:
             workspace.relief = self.relief
         try:
@@ -86,7 +89,7 @@ class Video:
         finally:
             # Break the reference cycles so that the caches are freed now.
             workspace.relief = None
-            self.relief.caches = tuple
+            self.relief.forget()
             steps.end()
 
     def _run(
@@ -150,7 +153,7 @@ class Video:
         return smaller
 
     def _route(self, plan: Plan, workspace: Workspace) -> Route:
-        def new_lane(chains: Sequence[Sequence[Layer]]) -> Lane:
+        def new_lane(chains: Sequence[Sequence[CausalLayer]]) -> Lane:
             cache = TemporalCache(
                 lone=self.work.lone, band_bytes=plan.part_bytes, workspace=workspace
             )

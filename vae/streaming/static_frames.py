@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..layers.causal_conv import CausalConv3d
+from ..layers.causal_layer import CausalLayer
 from ..layers.frame_runs import Settling
+from ..layers.memory_format import canonical
 from ..layers.temporal_cache import TemporalCache
-from ..models.base import Layer, sublayers
-from ..validation import canonical
+from ..models.receptive_field import causal_taps
 from .pipeline import advance
 
 # Numbers of a frame that are compared before all of them are.
@@ -61,10 +61,10 @@ class Stillness:
         chains: The layers, as for `advance`.
     """
 
-    def __init__(self, chains: Sequence[Sequence[Layer]]) -> None:
+    def __init__(self, chains: Sequence[Sequence[CausalLayer]]) -> None:
         self._chains = chains
         self._places = [(c, i) for c, chain in enumerate(chains) for i in range(len(chain))]
-        self._convs = [_convs(chains[c][i]) for c, i in self._places]
+        self._convs = [causal_taps(chains[c][i]) for c, i in self._places]
         self._run = Settling(0, 0)
         self._done = 0  # layers that need not run
         self._held: Tensor | None = None  # the last frame that the last of those gave
@@ -139,7 +139,7 @@ class Stillness:
             yield cache.attempt(functools.partial(_repeated, last, repeats))
 
 
-class _Resting:
+class _Resting(CausalLayer):
     """A layer, and the frames of a chunk that it gets for its results to come to rest.
 
     Args:
@@ -148,17 +148,19 @@ class _Resting:
         run: The chunk before it.
 
     Attributes:
-        growth: That of the layer.
         keeps: Remember the last frame that it gives.
         kept: That.
     """
 
-    def __init__(self, layer: Layer, convs: Sequence[tuple[int, int]], run: Settling) -> None:
-        self.growth = getattr(layer, "growth", 1)
+    repeats = True
+
+    def __init__(self, layer: CausalLayer, convs: Sequence[tuple[int, int]], run: Settling) -> None:
+        super().__init__()
+        self.growth = layer.growth
         self.keeps = False
         self.kept: Tensor | None = None
         self._layer = layer
-        self._heeds = getattr(layer, "settles", False)
+        self._heeds = layer.settles
         self._come = max(1, run.needed)
         # A layer that runs gives a frame, even where it is the one before.
         while _behind(run, convs).fresh < 1:
@@ -169,11 +171,11 @@ class _Resting:
         self._seen = 0
 
     def wants(self, frames: int) -> int:
-        """How many frames to give it, where so many have come: with the last ones, copies."""
+        """See `CausalLayer`: with the last frames come copies."""
         seen = self._seen
         return self._all - seen if seen + frames == self._come else frames
 
-    def __call__(self, x: Tensor, cache: TemporalCache) -> Tensor:
+    def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """Run it, for the next frames."""
         run = self._run.part(self._seen, x.shape[2])
         self._seen += x.shape[2]
@@ -185,16 +187,6 @@ class _Resting:
         if self.keeps and self._seen == self._all:
             self.kept = cache.attempt(y[:, :, -1:].clone)
         return y
-
-
-def _convs(layer: Layer) -> list[tuple[int, int]]:
-    """Taps and stride of the causal convolutions that a layer's frames go through."""
-    return [
-        (module.weight.shape[2], module.stride)
-        for part in sublayers(layer)
-        for module in part.modules()
-        if isinstance(module, CausalConv3d)
-    ]
 
 
 def _behind(run: Settling, convs: Sequence[tuple[int, int]]) -> Settling:

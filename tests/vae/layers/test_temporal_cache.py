@@ -23,7 +23,7 @@ def like():
 @pytest.fixture
 def small_too(monkeypatch):
     """Blocks of any size are used again."""
-    monkeypatch.setattr(workspace, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(workspace, "KEPT_BYTES", 0)
 
 
 @torch.no_grad()
@@ -50,7 +50,7 @@ def test_memory_of_another_size_is_given_up(like, small_too):
 def test_small_memory_is_left_to_malloc_and_recorded_memory_to_autograd(like, monkeypatch):
     with torch.no_grad():
         assert TemporalCache().reused(SHAPE, like) is None
-    monkeypatch.setattr(workspace, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(workspace, "KEPT_BYTES", 0)
     assert TemporalCache().reused(SHAPE, like) is None  # where autograd may record
     monkeypatch.setattr(workspace, "_count_alone", lambda: None)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_what_was_in_used_memory_never_shows(family, dtype, small_too, monkeypat
     state = random_state_dict(8) if family == "wan2.1" else random_wan22(8, 8)
     vae = load_vae(state, dtype=dtype)
     video = torch.rand(1, 3, 9, 32, 32) * 2 - 1
-    monkeypatch.setattr(workspace, "_KEPT_BYTES", 1 << 40)
+    monkeypatch.setattr(workspace, "KEPT_BYTES", 1 << 40)
     latent = vae.encode(video)
     frames = vae.decode(latent)
     lent = []
@@ -74,7 +74,7 @@ def test_what_was_in_used_memory_never_shows(family, dtype, small_too, monkeypat
         return memory
 
     reused = TemporalCache.reused
-    monkeypatch.setattr(workspace, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(workspace, "KEPT_BYTES", 0)
     monkeypatch.setattr(TemporalCache, "reused", poisoned)
     assert torch.equal(vae.encode(video), latent)
     assert torch.equal(vae.decode(latent), frames)

@@ -7,10 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae.tests.seedvr2 import random_seedvr2
-from fast_video_vae.tests.vae.models.seedvr2_oracle import Oracle
+from fast_video_vae.tests.vae.models.seedvr2_oracle import Oracle, PlainUpsample
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers import conv
-from fast_video_vae.vae.layers import row_bands as bands
+from fast_video_vae.vae.layers import row_bands
 from fast_video_vae.vae.layers.causal_conv import CausalConv3d
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.models import seedvr2
@@ -46,7 +46,7 @@ def vae(state):
 def plain(state):
     """The upsampling in its two steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seedvr2, "Upsample", seedvr2.PlainUpsample)
+        patch.setattr(seedvr2, "SeedVR2Upsample", PlainUpsample)
         return load_vae(state, dtype=torch.float32)
 
 
@@ -205,9 +205,9 @@ def test_half_precision_is_near_whichever_form_it_has(state, truth, dtype):
     shape = (1, 16, 3, 2, 2)
     expected = truth("decode", *shape)
     errors = []
-    for form in (seedvr2.Upsample, seedvr2.PlainUpsample):
+    for form in (seedvr2.SeedVR2Upsample, PlainUpsample):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(seedvr2, "Upsample", form)
+            patch.setattr(seedvr2, "SeedVR2Upsample", form)
             frames = load_vae(state, dtype=dtype).decode(random_latent(*shape)).double()
         errors.append(((frames - expected).norm() / expected.norm()).item())
     assert errors[0] <= 1.1 * errors[1]
@@ -278,8 +278,10 @@ def banded(state, monkeypatch):
 @pytest.mark.parametrize("latents", [1, 4])  # a lone frame, and steps of both kinds
 def test_bands_give_the_same(banded, truth, latents, rows, monkeypatch):
     vae, made = banded
-    of = bands.rows_of
-    monkeypatch.setattr(bands, "rows_of", lambda *args: min(rows, args[1].shape[3], of(*args) * 9))
+    of = row_bands.rows_of
+    monkeypatch.setattr(
+        row_bands, "rows_of", lambda *args: min(rows, args[1].shape[3], of(*args) * 9)
+    )
     shape = (2, 16, latents, 5, 3)
     assert relative_error(vae.decode(random_latent(*shape)), truth("decode", *shape)) <= 1e-5
     assert made
@@ -340,14 +342,14 @@ def test_the_rows_of_a_band_follow_from_its_size(height):
     conv = seedvr2.causal(32, 32)
     x = torch.empty(1, 32, 1, height, 10)
     cache = TemporalCache()
-    assert bands.rows_of(conv, x, cache) == height  # nobody asks for bands
+    assert row_bands.rows_of(conv, x, cache) == height  # nobody asks for bands
     row = 32 * 10 * 4
     for first, frames in ((True, 1), (False, 3)):
         with torch.no_grad():
             cache.first = first
             cache.band_bytes = frames * row * 4
-            assert bands.rows_of(conv, x, cache) >= min(height, 2)
+            assert row_bands.rows_of(conv, x, cache) >= min(height, 2)
             cache.band_bytes = 1
-            assert bands.rows_of(conv, x, cache) == 1
+            assert row_bands.rows_of(conv, x, cache) == 1
             cache.band_bytes = frames * row * height // 4 + frames * row
-            assert bands.rows_of(conv, x, cache) == height
+            assert row_bands.rows_of(conv, x, cache) == height
