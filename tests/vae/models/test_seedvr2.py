@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.vae.models.seedvr2_oracle import Oracle, PlainUpsample
 from fast_video_vae.vae import load_vae
-from fast_video_vae.vae.layers import conv
-from fast_video_vae.vae.layers import row_bands
+from fast_video_vae.vae.layers import conv, row_bands
 from fast_video_vae.vae.layers.causal_conv import CausalConv3d
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.models import seedvr2
