@@ -10,8 +10,6 @@ from ..host.widgets import AUTO, CATEGORY, DTYPES, dtype_input
 run, progress = Later("nodes.benchmark.run"), Later("nodes.host.progress")
 bench = Later("vae.bench")
 
-_DECODE, _ENCODE, _BOTH = "decode", "encode", "both"
-
 
 class Benchmark(io.ComfyNode):
     """Measure a VAE's two networks on the machine that it runs on."""
@@ -35,8 +33,8 @@ class Benchmark(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "task",
-                    options=[_DECODE, _ENCODE, _BOTH],
-                    default=_DECODE,
+                    options=["decode", "encode", "both"],
+                    default="decode",
                     tooltip="What to measure. both takes the time of both.",
                 ),
                 *_size_inputs(),

@@ -4,9 +4,8 @@ What is said of ComfyUI here was read off comfy/sd.py and comfy/utils.py of 0.33
 """
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import comfy.model_management
@@ -34,8 +33,6 @@ from ..vae.accelerate import Choice, accelerate
 from ..vae.comfy_vae import FastVAE
 from ..vae.pieces import load
 
-_logger = logging.getLogger(__name__)
-
 STOCK, FAST = "stock", "fast"
 
 
@@ -53,7 +50,7 @@ class ComparedVAEs:
     stock: comfy.sd.VAE
     fast: FastVAE
     dtype: torch.dtype
-    made: list[comfy.sd.VAE] = field(default_factory=list)
+    made: list[comfy.sd.VAE]
 
     @property
     def config(self) -> VAEConfig:
@@ -83,9 +80,9 @@ def benchmark(
     task: str,
     clip: Clip,
     rounds: int,
-    dtype: torch.dtype | None = None,
-    latent: Tensor | None = None,
-    pixels: Tensor | None = None,
+    dtype: torch.dtype | None,
+    latent: Tensor | None,
+    pixels: Tensor | None,
 ) -> BenchmarkReport:
     """Measure both networks of a VAE.
 
@@ -154,29 +151,26 @@ def pair_of(vae: Any, dtype: torch.dtype | None) -> ComparedVAEs:  # noqa: ANN40
     if not isinstance(vae, comfy.sd.VAE):
         raise ValueError(f"vae: it is a {type(vae).__name__}; expected a VAE")
     vae.throw_exception_if_invalid()
-    if not isinstance(vae, FastVAE):
+    model = vae.first_stage_model
+    if isinstance(vae, FastVAE):
+        chosen = dtype or model.dtype
+        stock, fast = stock_of(vae, chosen), vae
+        if not model.dtype == model.encode_dtype == chosen:
+            fast = accelerate(vae, Choice(chosen, chosen))
+    else:
         chosen = dtype or vae.vae_dtype
         try:
             fast = accelerate(vae, Choice(chosen, chosen))
         except ValueError as error:
             raise ValueError(f"vae: {error}") from None
         if not isinstance(fast, FastVAE):
-            network = type(vae.first_stage_model).__name__
             raise ValueError(
-                f"vae: it is a {type(vae).__name__} of {network}, which is not accelerated, as "
-                "the log says; expected a VAE of Wan, Qwen-Image or SeedVR2"
+                f"vae: it is a {type(vae).__name__} of {type(model).__name__}, which is not "
+                "accelerated, as the log says; expected a VAE of Wan, Qwen-Image or SeedVR2"
             )
-        if chosen == vae.vae_dtype:
-            return ComparedVAEs(vae, fast, chosen, [fast])
-        stock = stock_of(fast, chosen)
-        return ComparedVAEs(stock, fast, chosen, [fast, stock])
-    model = vae.first_stage_model
-    chosen = dtype or model.dtype
-    stock = stock_of(vae, chosen)
-    if model.dtype == model.encode_dtype == chosen:
-        return ComparedVAEs(stock, vae, chosen, [stock])
-    fast = accelerate(vae, Choice(chosen, chosen))
-    return ComparedVAEs(stock, fast, chosen, [stock, fast])
+        stock = vae if chosen == vae.vae_dtype else stock_of(fast, chosen)
+    made = [each for each in (stock, fast) if each is not vae]
+    return ComparedVAEs(stock, fast, chosen, made)
 
 
 def stock_of(fast: FastVAE, dtype: torch.dtype) -> comfy.sd.VAE:

@@ -21,8 +21,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 from torch import Tensor
 
-from ..host import run_phase as phases
-from ..host import timing
+from ..host import run_phase, timing
 from ..host.oom import free_others
 from .plan import SamplingPlan
 
@@ -47,7 +46,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
         models: One for each stage of the plan; they stay as they are.
         plan: The run.
         free: Whether a model is unloaded when another one follows that does not share its weights.
-        on_stage: Called with the number of each stage that begins.
+        on_stage: Called with the name of each stage that begins.
 
     Attributes:
         stage: The number of the stage that is called.
@@ -58,8 +57,8 @@ class StagedGuider(comfy.samplers.CFGGuider):
         models: Sequence[ModelPatcher],
         plan: SamplingPlan,
         *,
-        free: bool = False,
-        on_stage: Callable[[int], None] = lambda stage: None,
+        free: bool,
+        on_stage: Callable[[str], None],
     ) -> None:
         super().__init__(models[0])
         self._models, self._plan, self._free, self._on_stage = list(models), plan, free, on_stage
@@ -127,9 +126,9 @@ class StagedGuider(comfy.samplers.CFGGuider):
         latent_shapes: list | None = None,
     ) -> Tensor:
         """Remember what the other models need as well; then as the base class."""
-        self._add_time("load")
+        self.add_time("load")
         self._given = noise, latent_image, device, denoise_mask, seed, latent_shapes
-        self._on_stage(self.stage)
+        self._on_stage(self._plan.stages[self.stage].name)
         return super().inner_sample(
             noise, latent_image, device, sampler, sigmas, denoise_mask, callback, disable_pbar,
             seed, latent_shapes=latent_shapes,
@@ -151,10 +150,6 @@ class StagedGuider(comfy.samplers.CFGGuider):
         options = self._options_of_call(model_options or {})
         call = super().outer_predict_noise
         return self._with_room(lambda: call(x, timestep, options, seed))
-
-    def step_done(self) -> None:
-        """Note the time of a step, when the solver says that it is over."""
-        self._add_time("denoise")
 
     def _prepare(self, stage: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         """Go into what wraps the runs of a stage's model, and on to the next; then the run."""
@@ -188,7 +183,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
 
     def _take(self, stage: int) -> _Prepared:
         """Keep what the guider has at the moment as a stage's."""
-        known = {phases.KEY: self._plan.phase(stage)}
+        known = {run_phase.KEY: self._plan.phase(stage)}
         self.model_options.setdefault("transformer_options", {}).update(known)
         prepared = _Prepared(self.model_patcher, self.model_options, self.conds)
         self._prepared[stage] = prepared
@@ -203,7 +198,12 @@ class StagedGuider(comfy.samplers.CFGGuider):
         noise, latent_image, device, denoise_mask, seed, latent_shapes = self._given
         left, prepared = self.model_patcher, self._prepared[stage]
         start = timing.instant(left.load_device)
-        self._leave(unload=self._free and left.model is not prepared.patcher.model)
+        for one in (left, *self._multigpu):
+            one.cleanup()
+        self._multigpu = []
+        comfy.sampler_helpers.cleanup_models(self.conds, self.loaded_models)
+        if self._free and left.model is not prepared.patcher.model:
+            comfy.model_management.unload_model_and_clones(left)
         pool = self.model_options.pop("multigpu_thread_pool", None)
         self._put(prepared)
         if pool is not None:  # the base class ends it through the options that it finds
@@ -225,8 +225,9 @@ class StagedGuider(comfy.samplers.CFGGuider):
         )  # fmt: skip
         self.stage = stage
         self._since = timing.instant(patcher.load_device)
-        timing.add("switch", start, self._since, f"to {self._plan.stages[stage].name}")
-        self._on_stage(stage)
+        name = self._plan.stages[stage].name
+        timing.add("switch", start, self._since, f"to {name}")
+        self._on_stage(name)
 
     def _load(self, *, on_host: bool = False) -> None:
         """Load the model that is to be called; on the host, from where its weights are streamed."""
@@ -258,14 +259,6 @@ class StagedGuider(comfy.samplers.CFGGuider):
                 self._load(on_host=True)
         return call()
 
-    def _leave(self, *, unload: bool) -> None:
-        for one in (self.model_patcher, *self._multigpu):
-            one.cleanup()
-        self._multigpu = []
-        comfy.sampler_helpers.cleanup_models(self.conds, self.loaded_models)
-        if unload:
-            comfy.model_management.unload_model_and_clones(self.model_patcher)
-
     def _options_of_call(self, given: dict[str, Any]) -> dict[str, Any]:
         """The options of the model that is called, with what the sampler has added.
 
@@ -294,7 +287,8 @@ class StagedGuider(comfy.samplers.CFGGuider):
                 own["transformer_options"][key] = value
         return own
 
-    def _add_time(self, kind: str) -> None:
+    def add_time(self, kind: str) -> None:
+        """Note the time since the last note, as that of a kind of work of the stage."""
         now = timing.instant(self.model_patcher.load_device)
         timing.add(kind, self._since, now, self._plan.stages[self.stage].name)
         self._since = now

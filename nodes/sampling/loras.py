@@ -6,7 +6,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ...lora import StackEntry
 from ..lora.apply import KEY, AttachedLoras, LoraMode, apply_lora
-from .plan import SamplingPlan, SamplingStage
+from .plan import SamplingPlan
 
 
 def with_loras(
@@ -16,7 +16,7 @@ def with_loras(
 
     Args:
         models: One for each expert; they stay as they are.
-        stacks: Likewise.
+        stacks: The LoRAs of each expert.
         plan: The run.
         mode: As for `apply_lora`.
 
@@ -27,28 +27,23 @@ def with_loras(
     staged, reports = [], []
     for number, stage in enumerate(plan.stages):
         name = ("loras_high", "loras_low")[stage.expert]
-        model = models[stage.expert]
+        model, stack = models[stage.expert], stacks[stage.expert] or ()
         applied: AttachedLoras | None = model.get_attachment(KEY)
         for entry, phase in applied.parts if applied else ():
             if phase is None:
                 _check_phases(entry, plan, ("model_high", "model_low")[stage.expert])
-        entries = [
-            entry for entry in stacks[stage.expert] or () if _serves(entry, stage, plan, name)
-        ]
+        for entry in stack:
+            _check_phases(entry, plan, name)
+        # Without phases of its own a LoRA is not in the plain steps.
+        entries = tuple(one for one in stack if len(one.schedule.phases) > 1 or not stage.plain)
         if entries:
             try:
-                model, report = apply_lora(model, tuple(entries), mode, number)
+                model, report = apply_lora(model, entries, mode, number)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
             reports += [f"{stage.name}: {line}" for line in report.splitlines()]
         staged.append(model)
     return staged, reports
-
-
-def _serves(entry: StackEntry, stage: SamplingStage, plan: SamplingPlan, name: str) -> bool:
-    """Whether a LoRA is on a stage's model; one without phases is not in the plain steps."""
-    _check_phases(entry, plan, name)
-    return len(entry.schedule.phases) > 1 or not stage.plain
 
 
 def _check_phases(entry: StackEntry, plan: SamplingPlan, name: str) -> None:

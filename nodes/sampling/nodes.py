@@ -12,11 +12,8 @@ from ..host.widgets import AUTO, CATEGORY, timing_output
 from ..lora.nodes import LoraStackType
 from .presets import BASE, PRESETS
 
-plans, run, timing = (
-    Later("nodes.sampling.plan"),
-    Later("nodes.sampling.run"),
-    Later("nodes.host.timing"),
-)
+plans, run = Later("nodes.sampling.plan"), Later("nodes.sampling.run")
+timing = Later("nodes.host.timing")
 
 _MAX_STEPS = 10000
 

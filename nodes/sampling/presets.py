@@ -25,7 +25,7 @@ class Preset:
         cfg_low: Of the second.
         boundary: The noise level at which the first expert ends; it serves that level too.
         sampler: A name of ComfyUI's list.
-        scheduler: Likewise.
+        scheduler: A name of ComfyUI's list.
         plain_steps: First steps without LoRAs.
         plain_cfg: Guidance of those.
     """

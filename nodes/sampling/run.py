@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import comfy.model_management
@@ -32,20 +33,20 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """What the node was given; None, 0 and "auto" leave a value to the preset.
+    """What the node was given; None, 0, -1 and "auto" leave a value to the preset.
 
     Attributes:
-        preset: One of `sampler_presets.PRESETS`.
+        preset: One of `PRESETS`.
         steps: Of the whole list.
-        shift_high: One, or one for each step; None: the preset's.
-        shift_low: Likewise; None: as `shift_high`.
+        shift_high: One, or one for each step.
+        shift_low: One, or one for each step; None: as `shift_high`.
         cfg_high: Guidance, one or as many as steps.
-        cfg_low: Likewise.
+        cfg_low: Guidance, one or as many as steps.
         boundary: A noise level or a step.
         sampler: A name of ComfyUI's list.
-        scheduler: Likewise.
+        scheduler: A name of ComfyUI's list.
         sigmas: The list itself, `[steps + 1]`; None: from the scheduler.
-        plain_steps: First steps without LoRAs; -1: the preset's.
+        plain_steps: First steps without LoRAs.
         start: The step to begin with.
         end: The step to end before.
         denoise: The part of the noise levels that is run, from the end.
@@ -57,24 +58,24 @@ class Settings:
     """
 
     preset: str
-    steps: int = 0
-    shift_high: tuple[float, ...] | None = None
-    shift_low: tuple[float, ...] | None = None
-    cfg_high: tuple[float, ...] | None = None
-    cfg_low: tuple[float, ...] | None = None
-    boundary: float | int | None = None
-    sampler: str = AUTO
-    scheduler: str = AUTO
-    sigmas: Tensor | None = None
-    plain_steps: int = -1
-    start: int = 0
-    end: int = 10000
-    denoise: float = 1.0
-    add_noise: bool = True
-    leftover: bool = False
-    seed: int = 0
-    lora_mode: LoraMode = "auto"
-    free_high: bool = False
+    steps: int
+    shift_high: tuple[float, ...] | None
+    shift_low: tuple[float, ...] | None
+    cfg_high: tuple[float, ...] | None
+    cfg_low: tuple[float, ...] | None
+    boundary: float | int | None
+    sampler: str
+    scheduler: str
+    sigmas: Tensor | None
+    plain_steps: int
+    start: int
+    end: int
+    denoise: float
+    add_noise: bool
+    leftover: bool
+    seed: int
+    lora_mode: LoraMode
+    free_high: bool
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class SamplingResult:
     """What a run gives.
 
     Attributes:
-        latent: As ComfyUI's LATENT.
-        denoised: Likewise; what the last step took for the latent without noise.
+        latent: ComfyUI's LATENT.
+        denoised: A LATENT too: what the last step took for the latent without noise.
         sigmas: The noise levels of the run, `[steps + 1]`, float32.
         report: What was run, line by line.
     """
@@ -128,7 +129,7 @@ def sample(
     if not len(sigmas):
         _logger.info("Fast Video VAE: no step to run; the latent passes as it is")
         return SamplingResult(latent, latent, sigmas, report)
-    guider = StagedGuider(staged, plan, free=settings.free_high, on_stage=_teller(plan))
+    guider = StagedGuider(staged, plan, free=settings.free_high, on_stage=_show_stage)
     guider.set_conds(positive, negative)
     if settings.add_noise:
         noise = comfy.sample.prepare_noise(image, settings.seed, latent.get("batch_index"))
@@ -174,16 +175,13 @@ def _resolved(models: Sequence[ModelPatcher], settings: Settings) -> Preset:
     """The preset, with what the widgets say in its place."""
     config = getattr(models[0].model.model_config, "unet_config", {})
     preset = preset_for(settings.preset, config, experts=len(models))
-    given: dict[str, Any] = {}
-    if settings.steps:
-        given["steps"] = settings.steps
-    if settings.plain_steps >= 0:
-        given["plain_steps"] = settings.plain_steps
-    if settings.sampler != AUTO:
-        given["sampler"] = settings.sampler
-    if settings.scheduler != AUTO:
-        given["scheduler"] = settings.scheduler
-    return replace(preset, **given)
+    return replace(
+        preset,
+        steps=settings.steps or preset.steps,
+        plain_steps=preset.plain_steps if settings.plain_steps < 0 else settings.plain_steps,
+        sampler=preset.sampler if settings.sampler == AUTO else settings.sampler,
+        scheduler=preset.scheduler if settings.scheduler == AUTO else settings.scheduler,
+    )
 
 
 def _plan(
@@ -195,15 +193,14 @@ def _plan(
     low = settings.shift_low or high
     shifts = (high, low)[: len(models)]
     shifted = [
-        shift_model(name, model, own[0])
+        _shifted(name, model, own[0])
         for name, model, own in zip(("shift_high", "shift_low"), models, shifts, strict=False)
     ]
     if settings.sigmas is not None:
         sigmas = _given_sigmas(settings.sigmas)
     else:
-        sigmas = blend(
-            _lists(models[0], preset, settings.denoise), high, low if models[1:] else None, boundary
-        )
+        lists = partial(_scheduled, models[0], preset, settings.denoise)
+        sigmas = blend(lists, high, low if models[1:] else None, boundary)
     plain_cfg = None
     if settings.cfg_high is None and preset.cfg_high == 1:
         plain_cfg = preset.plain_cfg
@@ -220,20 +217,16 @@ def _plan(
     return shifted, SamplingPlan(sigmas, stages, min(settings.start, end), end, settings.leftover)
 
 
-def _lists(model: ModelPatcher, preset: Preset, denoise: float) -> Callable[[float | None], Sigmas]:
+def _scheduled(model: ModelPatcher, preset: Preset, denoise: float, shift: float | None) -> Sigmas:
     """The noise levels of a shift, as ComfyUI's KSampler has them."""
-
-    def sigmas_of(shift: float | None) -> Sigmas:
-        known = comfy.samplers.KSampler(
-            shift_model("shift_high", model, shift), preset.steps, torch.device("cpu"),
-            sampler=preset.sampler, scheduler=preset.scheduler, denoise=denoise,
-        )  # fmt: skip
-        return tuple(known.sigmas.tolist())
-
-    return sigmas_of
+    known = comfy.samplers.KSampler(
+        _shifted("shift_high", model, shift), preset.steps, torch.device("cpu"),
+        sampler=preset.sampler, scheduler=preset.scheduler, denoise=denoise,
+    )  # fmt: skip
+    return tuple(known.sigmas.tolist())
 
 
-def shift_model(name: str, model: ModelPatcher, shift: float | None) -> ModelPatcher:
+def _shifted(name: str, model: ModelPatcher, shift: float | None) -> ModelPatcher:
     """A clone of a model with another shift; the model itself if that is its own already.
 
     Raises:
@@ -286,12 +279,9 @@ def _lines(plan: SamplingPlan, preset: Preset) -> list[str]:
     return lines
 
 
-def _teller(plan: SamplingPlan) -> Callable[[int], None]:
-    def tell(number: int) -> None:
-        _logger.info("Fast Video VAE: %s", plan.stages[number].name)
-        show_text(plan.stages[number].name)
-
-    return tell
+def _show_stage(name: str) -> None:
+    _logger.info("Fast Video VAE: %s", name)
+    show_text(name)
 
 
 def _callback(
@@ -302,7 +292,7 @@ def _callback(
     show = latent_preview.prepare_callback(guider.model_patcher, total, seen)
 
     def step_done(step: int, x0: Tensor, x: Tensor, total_steps: int) -> None:
-        guider.step_done()
+        guider.add_time("denoise")
         show(step, x0, x, total_steps)
         show_text(f"{plan.stages[guider.stage].name}: step {step + 1} of {total_steps}")
 

@@ -18,9 +18,8 @@ import torch
 from comfy.sd1_clip import SDClipModel
 from comfy.text_encoders.llama import BaseLlama
 from comfy.text_encoders.t5 import T5
-from torch import Tensor
 
-from . import shadow as text_shadow
+from .shadow import give_up_compiling, ready
 
 Tokens = tuple[int, ...]
 # What `SDClipModel.encode` returns: `[rows, ..., tokens, channels]`, pooled `[rows, channels]` or
@@ -84,7 +83,7 @@ class Forwards:
         rows: Rows of tokens in them.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None, *, compiled: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype | None, compiled: bool) -> None:
         self._dtype, self._compiled = dtype, compiled
         self.count = self.rows = 0
 
@@ -106,15 +105,15 @@ class Forwards:
         comfy.model_management.throw_exception_if_processing_interrupted()
         self.count += 1
         self.rows += len(tokens)
-        ready, is_compiled = text_shadow.ready(encoder, self._dtype, self._compiled)
+        prepared, is_compiled = ready(encoder, self._dtype, self._compiled)
         try:
-            return type(encoder).encode(ready, tokens)
+            return type(encoder).encode(prepared, tokens)
         except Exception as error:
             if not is_compiled or comfy.model_management.is_oom(error):
                 raise
-            text_shadow.give_up_compiling(error)
-        ready, _ = text_shadow.ready(encoder, self._dtype, compiled=False)
-        return type(encoder).encode(ready, tokens)
+            give_up_compiling(error)
+        prepared, _ = ready(encoder, self._dtype, compiled=False)
+        return type(encoder).encode(prepared, tokens)
 
     def _make_alike(
         self, encoder: SDClipModel, calls: list[EncoderCall]
@@ -145,7 +144,8 @@ class Forwards:
             halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
             parts = [self._encode_rows(encoder, half) for half in halves]
             return None if None in parts else parts[0] | parts[1]
-        if any(len(each) != len(rows) for each in _tensors(output)):
+        masks = [mask for extra in output[2:] for mask in extra.values()]
+        if any(each is not None and len(each) != len(rows) for each in (*output[:2], *masks)):
             return None
         return {row: _part(output, index, len(row)) for index, row in enumerate(rows)}
 
@@ -211,11 +211,6 @@ def _joined(rows: list[Encoded]) -> Encoded:
     return *joined, *(
         {key: torch.stack([d[key] for d in each]) for key in each[0]} for each in extra
     )
-
-
-def _tensors(output: Encoded) -> list[Tensor]:
-    extra = [tensor for each in output[2:] for tensor in each.values()]
-    return [tensor for tensor in (*output[:2], *extra) if tensor is not None]
 
 
 def copied(output: Encoded) -> Encoded:

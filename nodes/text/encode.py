@@ -7,7 +7,7 @@ encoding of a prompt is left, all such calls of all prompts are made together, a
 encoded anew, as far as the next unknown call: in CLIP-L and then CLIP-G, say. So each network runs
 once, however many prompts there are.
 
-This is done on shadows of the CLIP and of its modules (`text_shadow`); ComfyUI's own are not
+This is done on shadows of the CLIP and of its modules (`shadow.py`); ComfyUI's own are not
 touched. A CLIP without such a network inside, with hooks that change its weights from step to step,
 or with methods that another pack has put in place of ComfyUI's encodes one prompt after the other.
 """
@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import comfy.model_management
 import torch
@@ -103,7 +103,8 @@ def encode(
     cached, calls, rows = len(done), 0, 0
     missing = [prompt for prompt in different if prompt not in done]
     if missing:
-        with timing.span("conditioning", device=_device(clip)):
+        device = getattr(getattr(clip, "patcher", None), "load_device", None)
+        with timing.span("conditioning", device=device):
             encoded, calls, rows = _encode(clip, missing, dtype, compiled)
         done |= zip(missing, encoded, strict=True)
     for prompt in missing if identity is not None else ():
@@ -125,7 +126,7 @@ def _encode(
             "Fast Video VAE: prompts are encoded one after the other%s: %s", unused, reason
         )
         return [_alone(clip, prompt) for prompt in prompts], None, 0
-    forwards = Forwards(dtype, compiled=compiled)
+    forwards = Forwards(dtype, compiled)
     with comfy.model_management.cuda_device_context(clip.patcher.load_device):
         encoded = _Replay(clip, forwards).run(prompts)
     return encoded, forwards.count, forwards.rows
@@ -198,12 +199,9 @@ class _Replay:
         if call is None:
             return self._forwards.encode(encoder, tokens)
         if call.key not in self._known:
-            self._leave(call)
+            self._unknown[call.key] = call
+            raise _UnknownCall
         return copied_output(self._known[call.key])
-
-    def _leave(self, call: EncoderCall) -> NoReturn:
-        self._unknown[call.key] = call
-        raise _UnknownCall
 
 
 def _why_not(clip: CLIP) -> str | None:
@@ -245,10 +243,6 @@ def _identity(clip: CLIP, dtype: torch.dtype | None, compiled: bool) -> tuple[An
         patcher.patches_uuid,
         repr((clip.layer_idx, options, str(dtype), compiled)),
     )
-
-
-def _device(clip: CLIP) -> torch.device | None:
-    return getattr(getattr(clip, "patcher", None), "load_device", None)
 
 
 def _count(number: int, noun: str) -> str:

@@ -8,8 +8,9 @@ from comfy_api.latest import io
 from ..host.input_checks import checked
 from ..host.lazy import Later
 from ..host.widgets import AUTO, CATEGORY, DTYPES
+from .cache import copied
 
-comfy_text = Later("nodes.text.encode")
+encoding = Later("nodes.text.encode")
 
 # A line of three dashes or more, alone: between the prompts of one text.
 _BETWEEN = re.compile(r"^[ \t]*---+[ \t\r]*$", re.MULTILINE)
@@ -72,7 +73,7 @@ class TextEncode(io.ComfyNode):
     def validate_inputs(cls, positive: list[str | None]) -> bool | str:
         """Say that a prompt is empty before anything is loaded; one that is linked is None."""
         texts = [text for text in positive if text is not None]
-        return _EMPTY if any(_is_empty(text) for text in texts) else True
+        return True if all(map(str.strip, _prompts(texts))) else _EMPTY
 
     @classmethod
     @checked
@@ -87,10 +88,10 @@ class TextEncode(io.ComfyNode):
     ) -> io.NodeOutput:
         """Encode all of them."""
         positives, negatives = _prompts(positive), _prompts(negative)
-        if not positives or any(not prompt.strip() for prompt in positives):
+        if not positives or not all(map(str.strip, positives)):
             raise ValueError(_EMPTY)
         count = _common_length(len(positives), len(negatives))
-        conditionings, report = comfy_text.encode(
+        conditionings, report = encoding.encode(
             _only("clip", clip),
             [*positives, *negatives],
             _DTYPES[_only("dtype", dtype or [AUTO])],
@@ -135,10 +136,6 @@ def _advanced() -> list[io.Input]:
     ]
 
 
-def _is_empty(text: str) -> bool:
-    return any(not part.strip() for part in _BETWEEN.split(text))
-
-
 def _prompts(texts: list[str]) -> list[str]:
     """The prompts of texts. One that stands alone is not touched, not its white space either."""
     parts = [_BETWEEN.split(text) for text in texts]
@@ -171,4 +168,4 @@ def _spread(conditionings: list, count: int) -> list:
     """As many as there are to be, each in a list and dicts of its own."""
     if len(conditionings) == count:
         return conditionings
-    return [[[states, dict(rest)] for states, rest in conditionings[0]] for _ in range(count)]
+    return [copied(conditionings[0]) for _ in range(count)]
