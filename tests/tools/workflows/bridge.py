@@ -38,7 +38,6 @@ def graph() -> Graph:
     graph = Graph("9 WanVideoWrapper - with the fast VAE", TEXT, _BLOCKS)
 
     column = graph.column(420)
-    column.read_me()
     models = column.group("1   Models")
     model = models.add("WanVideoModelLoader", model=WRAPPER_T2V, base_precision="bf16")
     encoder = models.add("LoadWanVideoT5TextEncoder", model_name=WRAPPER_T5, precision="bf16")
@@ -76,6 +75,5 @@ def graph() -> Graph:
     images = result.add(
         "WanVideoDecode", vae=vae, samples=sampler["samples"], enable_vae_tiling=False
     )
-    video = result.add("CreateVideo", images=images, fps=16)
-    result.add("SaveVideo", least=260, stretch=True, video=video, filename_prefix="video/wanvideo")
+    result.save_video(260, "wanvideo", images=images, fps=16)
     return graph

@@ -88,6 +88,18 @@ class Group:
         self.nodes.append(node)
         return node
 
+    def encode_text(self, least: int, clip: Node, positive: str, negative: str) -> dict:
+        """Both conditionings of our text encoder, by the names of a sampler's inputs."""
+        inputs = {"clip": clip, "positive": positive, "negative": negative}
+        node = self.add("FastVAE_TextEncode", least=least, stretch=True, **inputs)
+        return {name: node[name] for name in ("positive", "negative")}
+
+    def save_video(self, least: int, name: str, **inputs: object) -> None:
+        """Images, and what else makes a video, into a file of `output/video`."""
+        video = self.add("CreateVideo", **inputs)
+        prefix = f"video/{name}"
+        self.add("SaveVideo", least=least, stretch=True, video=video, filename_prefix=prefix)
+
 
 @dataclass
 class Column:
@@ -101,12 +113,6 @@ class Column:
         group = Group(title, color=color)
         self.groups.append(group)
         return group
-
-    def read_me(self) -> None:
-        """The text of the graph, as high as the column has room."""
-        group = self.group("Read me", PLAIN)
-        note = group.add("MarkdownNote", "How to use it", stretch=True, text=README)
-        note.color, note.bgcolor = "#222", "#000"
 
     @property
     def nodes(self) -> list[Node]:
@@ -133,8 +139,12 @@ class Graph:
     columns: list[Column] = field(default_factory=list)
 
     def column(self, width: int) -> Column:
-        """A column on the right."""
+        """A column on the right; the first begins with the text of the graph, as high as fits."""
         column = Column(width)
+        if not self.columns:
+            read_me = column.group("Read me", PLAIN)
+            note = read_me.add("MarkdownNote", "How to use it", stretch=True, text=README)
+            note.color, note.bgcolor = "#222", "#000"
         self.columns.append(column)
         return column
 

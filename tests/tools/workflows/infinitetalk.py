@@ -40,7 +40,6 @@ def graph() -> Graph:
     graph = Graph("6 InfiniteTalk - audio to video", TEXT, _BLOCKS)
 
     column = graph.column(380)
-    column.read_me()
     models = column.group("1   Models")
     model = models.add("UNETLoader", unet_name=WAN21_I2V)
     patch = models.add("ModelPatchLoader", name=INFINITETALK)
@@ -58,21 +57,13 @@ def graph() -> Graph:
     stack = fast.add("FastVAE_LoraStack", lora_name=WAN21_I2V_LORA, strength="1.0")
     prompt = column.group("4   Prompt", FAST)
     clip = prompt.add("CLIPLoader", clip_name=UMT5, type="wan")
-    words = prompt.add(
-        "FastVAE_TextEncode",
-        least=300,
-        stretch=True,
-        clip=clip,
-        positive=_POSITIVE,
-        negative=_NEGATIVE,
-    )
+    words = prompt.encode_text(300, clip, _POSITIVE, _NEGATIVE)
 
     given = {
         "mode": "single_speaker",
         "model": model,
         "model_patch": patch,
-        "positive": words["positive"],
-        "negative": words["negative"],
+        **words,
         "vae": vae,
         "start_image": image,
         "audio_encoder_output_1": audio,
@@ -97,10 +88,7 @@ def graph() -> Graph:
         length=4096,
     )
     frames = result.add("BatchImagesNode", **{"images.image0": first, "images.image1": rest})
-    video = result.add("CreateVideo", images=frames, audio=sound, fps=25)
-    result.add(
-        "SaveVideo", least=300, stretch=True, video=video, filename_prefix="video/infinitetalk"
-    )
+    result.save_video(300, "infinitetalk", images=frames, audio=sound, fps=25)
     return graph
 
 

@@ -39,7 +39,6 @@ def graph() -> Graph:
     graph = Graph("7 Qwen-Image - LoRA of eight steps", TEXT, _BLOCKS)
 
     column = graph.column(420)
-    column.read_me()
     models = column.group("1   Models")
     model = models.add("UNETLoader", unet_name=QWEN_IMAGE)
     clip = models.add("CLIPLoader", clip_name=QWEN_CLIP, type="qwen_image")
@@ -51,16 +50,13 @@ def graph() -> Graph:
     latent = column.group("3   Size").add(
         "EmptySD3LatentImage", "Latent", width=1328, height=1328, batch_size=1
     )
-    words = column.group("4   Prompt", FAST).add(
-        "FastVAE_TextEncode", least=260, stretch=True, clip=clip, positive=_POSITIVE, negative=""
-    )
+    words = column.group("4   Prompt", FAST).encode_text(260, clip, _POSITIVE, "")
 
     column = graph.column(360)
     sampler = column.group("5   Sampling", FAST).add(
         "FastVAE_WanSampler",
         model_high=model,
-        positive=words["positive"],
-        negative=words["negative"],
+        **words,
         latent_image=latent,
         loras_high=stack,
         preset="8-step",

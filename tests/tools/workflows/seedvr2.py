@@ -38,7 +38,6 @@ def graph() -> Graph:
     graph = Graph("8 SeedVR2 - upscale a video", TEXT, _BLOCKS, readme="seedvr2")
 
     column = graph.column(420)
-    column.read_me()
     clip = column.group("1   Video").add("LoadVideo", least=360, file="video.mp4")
 
     column = graph.column(360)
@@ -93,12 +92,6 @@ def graph() -> Graph:
         original_resized_images=larger,
         color_correction_method="lab",
     )
-    video = result.add(
-        "CreateVideo",
-        images=finished,
-        audio=parts["audio"],
-        fps=parts["fps"],
-        bit_depth=parts["bit_depth"],
-    )
-    result.add("SaveVideo", least=300, stretch=True, video=video, filename_prefix="video/seedvr2")
+    sound_and_rate = {name: parts[name] for name in ("audio", "fps", "bit_depth")}
+    result.save_video(300, "seedvr2", images=finished, **sound_and_rate)
     return graph

@@ -38,7 +38,6 @@ def graph() -> Graph:
     graph = Graph("4 Wan 2.2 14B - two experts in four steps", TEXT, _BLOCKS, readme="two_experts")
 
     column = graph.column(440)
-    column.read_me()
     models = column.group("1   Models")
     high = models.add("UNETLoader", "High noise expert", unet_name=WAN22_HIGH)
     low = models.add("UNETLoader", "Low noise expert", unet_name=WAN22_LOW)
@@ -55,22 +54,14 @@ def graph() -> Graph:
     latent = column.group("3   Size and length").add(
         "EmptyHunyuanLatentVideo", "Latent", width=832, height=480, length=81
     )
-    words = column.group("4   Prompt", FAST).add(
-        "FastVAE_TextEncode",
-        least=260,
-        stretch=True,
-        clip=clip,
-        positive=WAN_POSITIVE,
-        negative=WAN_NEGATIVE,
-    )
+    words = column.group("4   Prompt", FAST).encode_text(260, clip, WAN_POSITIVE, WAN_NEGATIVE)
 
     column = graph.column(360)
     sampler = column.group("5   Sampling", FAST).add(
         "FastVAE_WanSampler",
         model_high=high,
         model_low=low,
-        positive=words["positive"],
-        negative=words["negative"],
+        **words,
         latent_image=latent,
         preset="4-step",
         seed=1,

@@ -44,7 +44,6 @@ def graph() -> Graph:
     graph = Graph("5 Wan 2.2 5B - image to video", TEXT, _BLOCKS)
 
     column = graph.column(420)
-    column.read_me()
     models = column.group("1   Models")
     model = models.add("UNETLoader", unet_name=WAN22_5B)
     clip = models.add("CLIPLoader", clip_name=UMT5, type="wan")
@@ -52,14 +51,7 @@ def graph() -> Graph:
     column = graph.column(400)
     image = column.group("2   Picture").add("LoadImage", least=330, image="example.png")
     vae = column.group("3   The fast VAE", FAST).add("FastVAE_Load", vae_name=WAN22_5B_VAE)
-    words = column.group("4   Prompt", FAST).add(
-        "FastVAE_TextEncode",
-        least=300,
-        stretch=True,
-        clip=clip,
-        positive=_POSITIVE,
-        negative=WAN_NEGATIVE,
-    )
+    words = column.group("4   Prompt", FAST).encode_text(300, clip, _POSITIVE, WAN_NEGATIVE)
 
     column = graph.column(360)
     latent = column.group("5   Size and length").add(
@@ -68,8 +60,7 @@ def graph() -> Graph:
     sampler = column.group("6   Sampling", FAST).add(
         "FastVAE_WanSampler",
         model_high=model,
-        positive=words["positive"],
-        negative=words["negative"],
+        **words,
         latent_image=latent,
         preset="base",
         seed=1,

@@ -39,7 +39,6 @@ def graph() -> Graph:
     graph = Graph("3 Wan 2.2 14B - stock graph made fast", TEXT, _BLOCKS)
 
     column = graph.column(440)
-    column.read_me()
     models = column.group("1   Models")
     high = models.add("UNETLoader", "High noise expert", unet_name=WAN22_HIGH)
     low = models.add("UNETLoader", "Low noise expert", unet_name=WAN22_LOW)
@@ -97,6 +96,5 @@ def graph() -> Graph:
     vae = fast.add("FastVAE_Load", vae_name=WAN21_VAE)
     images = fast.add("FastVAE_Decode", samples=second, vae=vae)
     result = column.group("7   Result")
-    video = result.add("CreateVideo", images=images, fps=16)
-    result.add("SaveVideo", least=260, stretch=True, video=video, filename_prefix="video/wan22")
+    result.save_video(260, "wan22", images=images, fps=16)
     return graph
