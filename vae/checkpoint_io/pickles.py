@@ -8,7 +8,7 @@ a number nor a length in it can cost memory or time.
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import NamedTuple
 
 # A tensor takes about 40 instructions and 170 bytes.
@@ -55,13 +55,13 @@ class Pickle(NamedTuple):
     stored: list[PersistentId]
 
 
-def read_pickle(data: memoryview, first: int, is_known: Callable[[str], bool]) -> Pickle:
+def read_pickle(data: memoryview, first: int, known: Set[str]) -> Pickle:
     """Read one pickle.
 
     Args:
         data: Bytes of a file.
         first: Where the pickle begins.
-        is_known: Whether a name, such as "collections.OrderedDict", may be in the pickle.
+        known: Names, such as "collections.OrderedDict", that may be in the pickle.
 
     Returns:
         What it holds.
@@ -69,7 +69,7 @@ def read_pickle(data: memoryview, first: int, is_known: Callable[[str], bool]) -
     Raises:
         ValueError: It is damaged, too large, or holds what is not known.
     """
-    reader = _Reader(data, first, is_known)
+    reader = _Reader(data, first, known)
     try:
         return Pickle(reader.run(), reader.at, reader.stored)
     except (IndexError, KeyError, UnicodeDecodeError, struct.error):
@@ -79,11 +79,11 @@ def read_pickle(data: memoryview, first: int, is_known: Callable[[str], bool]) -
 class _Reader:
     """The machine that a pickle is a program of."""
 
-    def __init__(self, data: memoryview, first: int, is_known: Callable[[str], bool]) -> None:
+    def __init__(self, data: memoryview, first: int, known: Set[str]) -> None:
         self.at = first
         self.stored: list[PersistentId] = []
         self._data, self._end = data, min(len(data), first + _MAX_BYTES)
-        self._is_known = is_known
+        self._known = known
         self._stack: list = []
         self._marks: list[int] = []
         self._memo: dict[int, object] = {}
@@ -171,7 +171,7 @@ class _Reader:
 
     def _named(self, module: str, name: str) -> None:
         full = f"{module}.{name}"
-        if not self._is_known(full):
+        if full not in self._known:
             raise ValueError(f"it holds more than tensors: {full}; expected a state dict")
         self._stack.append(PickleGlobal(full))
 

@@ -70,6 +70,9 @@ _OTHERS = {
     *(f"torch.per_{kind}" for kind in ("tensor_affine", "tensor_symmetric", "channel_affine",
                                        "channel_symmetric", "channel_affine_float_qparams")),
 }  # fmt: skip
+_KNOWN = {
+    *_TENSORS, *_WRAPPERS, _FROM_TYPE, *_OTHER_TENSORS, *_OTHERS, *_STORAGE_TYPES, *_DTYPES,
+}  # fmt: skip
 
 
 class Numbers(NamedTuple):
@@ -124,7 +127,7 @@ def zip_numbers(data: memoryview) -> dict[object, object]:
     if order is not None and bytes(data[order.first : order.first + 3]) != b"lit":
         raise ValueError("its numbers are big-endian")
     pickle = members[found[0]]
-    value = read_pickle(data[: pickle.first + pickle.size], pickle.first, _is_known).value
+    value = read_pickle(data[: pickle.first + pickle.size], pickle.first, _KNOWN).value
     prefix = f"{root}data/"
     storages = {
         name.removeprefix(prefix): member
@@ -146,15 +149,15 @@ def legacy_numbers(data: memoryview) -> dict[object, object]:
     Raises:
         ValueError: As of `zip_numbers`.
     """
-    magic = read_pickle(data, 0, _is_known)
+    magic = read_pickle(data, 0, _KNOWN)
     if magic.value != _MAGIC:
         raise ValueError("it is a pickle of something else than PyTorch; expected a state dict")
-    version = read_pickle(data, magic.end, _is_known)
-    system = read_pickle(data, version.end, _is_known)
+    version = read_pickle(data, magic.end, _KNOWN)
+    system = read_pickle(data, version.end, _KNOWN)
     if isinstance(system.value, dict) and not system.value.get("little_endian", True):
         raise ValueError("its numbers are big-endian")
-    content = read_pickle(data, system.end, _is_known)
-    keys = read_pickle(data, content.end, _is_known)
+    content = read_pickle(data, system.end, _KNOWN)
+    keys = read_pickle(data, content.end, _KNOWN)
     return _state_dict(content.value, _in_turn(data, keys, content.stored), len(data))
 
 
@@ -179,11 +182,6 @@ def _in_turn(data: memoryview, keys: Pickle, stored: list[PersistentId]) -> dict
         found[name] = ZipMember(at + 8, size)
         at += 8 + size
     return found
-
-
-def _is_known(name: str) -> bool:
-    known = name in _TENSORS or name in _WRAPPERS or name in _OTHER_TENSORS or name in _OTHERS
-    return known or name == _FROM_TYPE or name in _STORAGE_TYPES or name in _DTYPES
 
 
 def _state_dict(

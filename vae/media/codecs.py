@@ -6,7 +6,7 @@ believed. PyAV is imported where it is first asked, so that the names can be sho
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -29,87 +29,50 @@ class Codec:
 
     Attributes:
         name: One of `CODECS`.
-        suffix: What its files are called where nothing else is asked for.
-        suffixes: Every suffix whose container takes it, `suffix` first.
-        pixel_format: FFmpeg's name of what is stored.
-        even: The multiples that height and width must be.
+        suffixes: Every suffix whose container takes it; the first where nothing else is asked for.
         software: Encoders by FFmpeg's names, the preferred one first.
         hardware: Encoders that need a certain chip, in the order they are tried.
-        audio: Encoder of the sound in a file named with `suffix`; see also `sound_encoder`.
+        audio: Encoder of the sound in a file of the first suffix; see also `sound_encoder`.
+        even: The multiples that height and width must be.
         least: The least height and width in pixels.
     """
 
     name: str
-    suffix: str
     suffixes: tuple[str, ...]
-    pixel_format: str
-    even: tuple[int, int]
     software: tuple[str, ...]
     hardware: tuple[str, ...] = ()
     audio: str = "aac"
+    even: tuple[int, int] = (2, 2)
     least: int = 1
 
+    @property
+    def suffix(self) -> str:
+        """What its files are called where nothing else is asked for."""
+        return self.suffixes[0]
 
+
+_MP4 = (".mp4", ".mov", ".m4v", ".mkv")
 _CHIPS = ("nvenc", "videotoolbox", "qsv", "amf")
-_H264 = Codec(
-    name="h264",
-    suffix=".mp4",
-    suffixes=(".mp4", ".mov", ".m4v", ".mkv"),
-    pixel_format="yuv420p",
-    even=(2, 2),
-    software=("libx264",),
-    hardware=tuple(f"h264_{chip}" for chip in _CHIPS),
-)
-_HEVC = replace(
-    _H264,
-    name="hevc",
-    software=("libx265",),
-    hardware=tuple(f"hevc_{chip}" for chip in _CHIPS),
-    # Below the 64 pixels of its largest block x265 4.2 writes past its memory.
-    least=64,
-)
-_VP9 = Codec(
-    name="vp9",
-    suffix=".webm",
-    suffixes=(".webm", ".mkv", ".mp4"),
-    pixel_format="yuv420p",
-    even=(2, 2),
-    software=("libvpx-vp9",),
-    hardware=("vp9_qsv",),
-    audio="libopus",
-)
-_AV1 = Codec(
-    name="av1",
-    suffix=".mp4",
-    suffixes=(".mp4", ".webm", ".mkv"),
-    pixel_format="yuv420p",
-    even=(2, 2),
-    software=("libsvtav1", "libaom-av1"),
-    hardware=("av1_nvenc", "av1_qsv", "av1_amf"),
-    # SVT-AV1 4.1 crashes at a width of 16.
-    least=64,
-)
-_FFV1 = Codec(
-    name="ffv1",
-    suffix=".mkv",
-    suffixes=(".mkv",),
-    # Without loss, so RGB as it comes: YUV of 8 bits would round it.
-    pixel_format="bgr0",
-    even=(1, 1),
-    software=("ffv1",),
-    audio="flac",
-)
-_PRORES = Codec(
-    name="prores",
-    suffix=".mov",
-    suffixes=(".mov", ".mkv"),
-    pixel_format="yuv422p10le",
-    even=(1, 2),
-    # The other one is 2 dB better, a third as fast, and on noise 16 times slower.
-    software=("prores", "prores_ks"),
-    audio="pcm_s16le",
-)
-_TABLE = {codec.name: codec for codec in (_H264, _HEVC, _VP9, _AV1, _FFV1, _PRORES)}
+_TABLE = {
+    codec.name: codec
+    for codec in (
+        Codec("h264", _MP4, ("libx264",), tuple(f"h264_{chip}" for chip in _CHIPS)),
+        # Below the 64 pixels of its largest block x265 4.2 writes past its memory.
+        Codec("hevc", _MP4, ("libx265",), tuple(f"hevc_{chip}" for chip in _CHIPS), least=64),
+        Codec("vp9", (".webm", ".mkv", ".mp4"), ("libvpx-vp9",), ("vp9_qsv",), "libopus"),
+        # SVT-AV1 4.1 crashes at a width of 16.
+        Codec(
+            "av1",
+            (".mp4", ".webm", ".mkv"),
+            ("libsvtav1", "libaom-av1"),
+            ("av1_nvenc", "av1_qsv", "av1_amf"),
+            least=64,
+        ),
+        Codec("ffv1", (".mkv",), ("ffv1",), audio="flac", even=(1, 1)),
+        # The other one is 2 dB better, a third as fast, and on noise 16 times slower.
+        Codec("prores", (".mov", ".mkv"), ("prores", "prores_ks"), audio="pcm_s16le", even=(1, 2)),
+    )
+}
 CODECS = tuple(_TABLE)
 
 
@@ -166,18 +129,18 @@ def sound_encoder(codec: Codec, path: Path) -> str:
     return name
 
 
-def check_size(codec: str | Codec, height: int, width: int) -> None:
+def check_size(name: str, height: int, width: int) -> None:
     """Refuse a size that the codec cannot store, before any work is done.
 
     Args:
-        codec: One of `CODECS`.
+        name: One of `CODECS`.
         height: Height of the frames in pixels.
         width: Width of the frames in pixels.
 
     Raises:
         ValueError: The codec halves the chroma of a side that is odd, or a side is too small.
     """
-    codec = codec_named(codec) if isinstance(codec, str) else codec
+    codec = codec_named(name)
     if min(height, width) < codec.least:
         raise ValueError(
             f"frames are {width}x{height}; {codec.name} needs at least {codec.least}x{codec.least}"
@@ -195,11 +158,11 @@ def available_codecs() -> tuple[str, ...]:
     return tuple(codec.name for codec in _TABLE.values() if _software(codec) is not None)
 
 
-def find_encoder(codec: str | Codec, hardware: bool = False) -> str:
+def find_encoder(codec: Codec, hardware: bool = False) -> str:
     """The encoder to use.
 
     Args:
-        codec: One of `CODECS`.
+        codec: The format.
         hardware: Prefer an encoder in hardware. Each is tried once in the life of the process, on a
             few small pictures; where none works, it is the one in software.
 
@@ -209,7 +172,6 @@ def find_encoder(codec: str | Codec, hardware: bool = False) -> str:
     Raises:
         ValueError: This build of PyAV has no encoder for it.
     """
-    codec = codec_named(codec) if isinstance(codec, str) else codec
     if hardware:
         working = (name for name in codec.hardware if _works(name))
         if (name := next(working, None)) is not None:

@@ -53,6 +53,7 @@ _ENCODERS = {
     ),
     "libsvtav1": _Encoder(("crf",), (63, 16, 2), {"preset": "8"}),
     "libaom-av1": _Encoder(("crf",), (63, 16, 2), {"b": "0", "cpu-used": "6", "row-mt": "1"}),
+    # RGB as it comes, because YUV of 8 bits would round it.
     # Version 3, which is cut into slices, so that every core has one; each has a checksum.
     "ffv1": _Encoder((), (0, 0, 0), {"level": "3", "slicecrc": "1"}, "bgr0"),
     # Proxy, LT, 422 and HQ; HQ from the default on.

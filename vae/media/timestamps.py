@@ -37,7 +37,6 @@ def timed(
     frames: Iterable[av.VideoFrame],
     origin: Fraction,
     fps: Fraction,
-    begin: Fraction = Fraction(0),
     ahead: Fraction = AHEAD,
 ) -> Iterator[TimedFrame]:
     """Give frames their times.
@@ -46,13 +45,12 @@ def timed(
         frames: Frames in the order in which they are shown.
         origin: Time of the file's first frame, by the file's own clock.
         fps: Frames per second, for frames that do not tell their time or how long they last.
-        begin: Time of the first of `frames`, where it does not tell its own.
         ahead: The longest pause in seconds; after a longer one the clock was set anew.
 
     Yields:
         The frames; times never go back.
     """
-    end = begin
+    end = Fraction(0)
     last: Fraction | None = None
     shift = Fraction(0)
     for frame in frames:
@@ -62,7 +60,7 @@ def timed(
             if last is not None and not last - BACK <= time <= last + ahead:
                 shift += end - time
                 time = end
-            time = max(time, begin if last is None else last)
+            time = max(time, last or Fraction(0))
         end = time + (frame.duration * base if frame.duration and base else 1 / fps)
         last = time
         yield TimedFrame(time, end, frame)

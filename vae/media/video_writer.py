@@ -34,7 +34,6 @@ from .encoder_options import options_of, pixel_format_of
 from .timestamps import checked_rate
 
 LOG = logging.getLogger(__name__)
-RGB_FORMATS = ("bgr0",)
 
 
 class VideoWriter:
@@ -126,7 +125,7 @@ class VideoWriter:
             )
         height, width = frames.shape[1:3]
         if self._output is None:
-            check_size(self.codec, height, width)
+            check_size(self.codec.name, height, width)
         with _errors_name(self.path):
             if self._output is None:
                 self._output = self._opened(height, width)
@@ -254,7 +253,7 @@ def frames_to_uint8(frames: Tensor) -> Tensor:
 
 
 def _has_chroma(encoder: str) -> bool:
-    return pixel_format_of(encoder) not in RGB_FORMATS
+    return pixel_format_of(encoder) != "bgr0"  # which is RGB
 
 
 @contextmanager
