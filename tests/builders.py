@@ -159,6 +159,12 @@ def module_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", code, *arguments]
 
 
+def script_command(code: str, *arguments: object) -> list[str]:
+    """The command that runs a program of a test on this checkout, installed or not."""
+    bind = f"import runpy; runpy.run_path({str(_CONFTEST)!r})\n"
+    return [sys.executable, "-c", bind + code, *map(str, arguments)]
+
+
 def installed_command(*arguments: str, first: str = "") -> list[str]:
     """The command line of this checkout as an installed one starts: nothing is imported before.
 

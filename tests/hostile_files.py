@@ -1,59 +1,76 @@
 """Files that deserve no trust: cut, flipped, mistaken and made to harm, from a seed.
 
-`hostile_files` gives them. `measure` starts this file as a process of its own, which reads all of
-them with each of the readers and prints one line of JSON per file: what came of it, the seconds and
-the memory that it took.
+`hostile_files` gives them, and `outcome` is what came of reading one: the error, the seconds of the
+processor, and the memory.
 """
 
+import functools
 import gzip
 import io
 import json
 import pickle
 import random
-import runpy
+import re
 import struct
-import subprocess
-import sys
 import tarfile
 import time
 import zipfile
 from pathlib import Path
 
-_CONFTEST = Path(__file__).resolve().parent / "conftest.py"
+import torch
+from safetensors.torch import load, save
+
+from fast_video_vae.tests.builders import diffusers_name, random_state_dict
+
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
-
-# Kinds for the readers of latents and LoRAs too: others are pickles, which those do not read.
-_OTHERS = ("mistaken", "headers", "layouts", "noisy", "cut 1")
 
 NASTY_KEYS = ("a\nb", "\u202egnp.exe", "\x1b[31mred", "\x00", "k" * 900, "\ud800", "é\u0301" * 50)
 
 
-def hostile_files(canary, seed=0, width=2):
-    """Names and contents of at least 400 files; code in them would make the file `canary`."""
+def hostile_files(canary, every=1):
+    """Names and contents of at least 400 files; code in them would make the file `canary`.
+
+    `every`: only one of so many of each kind.
+    """
+    draw = random.Random(0)
+    for make in (_cut, _flipped, _mistaken, _headers, _layouts, _archives, _tensors, _pickles):
+        for number, (name, content) in enumerate(make(draw, canary)):
+            if number % every == 0:
+                content = content() if callable(content) else content
+                yield f"{make.__name__[1:]} {number} {name}", content
+
+
+def noise(count, seed=1):
+    """Names and contents of `.pth` files: random bytes behind beginnings of real ones."""
     draw = random.Random(seed)
-    honest = _honest(width)
-    for make in (_cut, _flipped, _mistaken, _headers, _layouts, _archives, _tensors, _pickles,
-                 _noisy):  # fmt: skip
-        for number, (name, content) in enumerate(make(draw, honest, canary)):
-            stem, _, suffix = name.rpartition(".")
-            yield f"{make.__name__[1:]} {number} {stem}.{suffix}", content
+    heads = [b"", b"PK\x03\x04", b"\x80\x02", b"\x80\x04\x95", *_honest().values()]
+    for number in range(count):
+        head = draw.choice(heads)[: draw.randrange(3000)]
+        yield (
+            f"noise {number} x.pth",
+            head + draw.randbytes(draw.choice([0, 1, 7, 64, 512, 5000])),
+        )
 
 
-def noise(seed, count):
-    """Contents of `.pth` files: random bytes behind beginnings of real ones."""
-    draw = random.Random(seed)
-    honest = _honest(2)
-    for _ in range(count):
-        head = draw.choice([b"", b"PK\x03\x04", b"\x80\x02", b"\x80\x04\x95", *honest.values()])
-        yield head[: draw.randrange(3000)] + draw.randbytes(draw.choice([0, 1, 7, 64, 512, 5000]))
+def outcome(read, path):
+    """The error, if any, and its type; seconds of the processor, and bytes beyond those before."""
+    if _RESET.exists():
+        _RESET.write_text("5", encoding="ascii")
+    before, began = _status("VmRSS"), time.process_time()
+    error = None
+    try:
+        read(path)
+    except Exception as caught:
+        error = caught
+    seconds = time.process_time() - began
+    return {"error": error, "seconds": seconds, "bytes": _status("VmHWM") - before}
 
 
-def measure(folder, count=None):
-    """What came of each file, as `_outcome` says, of the hostile ones or of `count` of noise."""
-    command = [sys.executable, __file__, str(folder), *([str(count)] if count else [])]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+def _status(field):
+    """Bytes that the system says the process has; 0: it does not say."""
+    lines = _STATUS.read_text(encoding="utf-8").splitlines() if _STATUS.exists() else [f"{field} 0"]
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 # A pickle, word by word.
@@ -90,14 +107,16 @@ def storage(key="0", count=4, kind="FloatStorage", module="torch", location="cpu
     return row(*parts) + b"Q"
 
 
-def tensor(shape, stride, stored=None, offset=0, function="_rebuild_tensor_v2"):
+def tensor(shape, stride, stored=None, offset=0):
     """A call for a tensor."""
     sizes, steps = (row(*map(number, each)) for each in (shape, stride))
     hooks = call(name("collections", "OrderedDict"))
     stored = storage() if stored is None else stored
-    return call(
-        name("torch._utils", function), stored, number(offset), sizes, steps, b"\x89", hooks
-    )
+    return rebuild("tensor_v2", stored, number(offset), sizes, steps, b"\x89", hooks)
+
+
+def rebuild(what, *arguments):
+    return call(name("torch._utils", f"_rebuild_{what}"), *arguments)
 
 
 def program(value):
@@ -133,16 +152,17 @@ def header(entries, numbers=b"", length=None):
     return (len(data) if length is None else length).to_bytes(8, "little") + data + numbers
 
 
-# The kinds of files.
+def patched(data, at, size, value):
+    """The bytes with a number of another value in them."""
+    return data[:at] + (value % (1 << 8 * size)).to_bytes(size, "little") + data[at + size :]
 
 
-def _honest(width):
-    import torch
-    from safetensors.torch import save
+# The kinds of files. Contents that take long to make are functions.
 
-    from fast_video_vae.tests.builders import random_state_dict
 
-    state = random_state_dict(width)
+@functools.cache
+def _honest():
+    state = random_state_dict(2)
     honest = {"safetensors": save(state)}
     for suffix, zipped in (("pth", True), ("pt", False)):
         buffer = io.BytesIO()
@@ -151,8 +171,8 @@ def _honest(width):
     return honest
 
 
-def _cut(draw, honest, canary):
-    for suffix, data in honest.items():
+def _cut(draw, canary):
+    for suffix, data in _honest().items():
         for length in (1, 7, 8, 9, 100, 1000, len(data) - 1, len(data) - 30):
             yield f"x.{suffix}", data[:length]
         for _ in range(12):
@@ -160,8 +180,8 @@ def _cut(draw, honest, canary):
         yield f"x.{suffix}", data + b"more"
 
 
-def _flipped(draw, honest, canary):
-    for suffix, data in honest.items():
+def _flipped(draw, canary):
+    for suffix, data in _honest().items():
         begin = min(len(data), 30000)
         for count in (1, 1, 1, 2, 4, 8, 16, 64, 256) * 3:
             changed = bytearray(data)
@@ -172,7 +192,7 @@ def _flipped(draw, honest, canary):
             yield f"x.{suffix}", bytes(changed)
 
 
-def _mistaken(draw, honest, canary):
+def _mistaken(draw, canary):
     tar = io.BytesIO()
     with tarfile.open(fileobj=tar, mode="w") as file:
         file.add(__file__, "storages")
@@ -191,12 +211,12 @@ def _mistaken(draw, honest, canary):
     for content in others:
         for suffix in draw.sample(["safetensors", "pth", "PTH", "SafeTensors", "ckpt", "bin"], 2):
             yield f"x.{suffix}", content
-    for suffix, data in honest.items():
+    for suffix, data in _honest().items():
         for other in ("PTH", "SAFETENSORS", "latent", "txt"):
             yield f"{suffix}.{other}", data
 
 
-def _headers(draw, honest, canary):
+def _headers(draw, canary):
     def entry(dtype="F32", shape=(2,), at=(0, 8), **more):
         return {"dtype": dtype, "shape": shape, "data_offsets": at, **more}
 
@@ -236,40 +256,29 @@ def _headers(draw, honest, canary):
     yield "x.safetensors", header(both(entry(), entry()), bytes(8))
     yield "x.safetensors", header(both(entry(), entry(at=(4, 12))), bytes(12))
     yield "x.safetensors", header(both(entry(), entry(at=(16, 24))), bytes(24))
-    for count in (100_001, 20_000):
-        many = {f"key.{index}.lora_A.weight": entry() for index in range(count)}
-        many = {key: entry(at=(8 * i, 8 * i + 8)) for i, key in enumerate(many)}
-        yield "many.safetensors", header(many, bytes(8 * count))
-    yield "lists.safetensors", header(b'{"a":[' + b"[]," * 2_500_000 + b"1]}")
-    yield "numbers.safetensors", header(b'{"a":[' + b"999," * 2_500_000 + b"1]}")
+
+    def many(count):
+        keys = {f"key.{i}.lora_A.weight": entry(at=(8 * i, 8 * i + 8)) for i in range(count)}
+        return header(keys, bytes(8 * count))
+
+    yield "many.safetensors", lambda: many(100_001)
+    yield "many.safetensors", lambda: many(20_000)
+    yield "lists.safetensors", lambda: header(b'{"a":[' + b"[]," * 2_500_000 + b"1]}")
+    yield "numbers.safetensors", lambda: header(b'{"a":[' + b"999," * 2_500_000 + b"1]}")
     yield "long.safetensors", header({"model." * 20_000 + "lora_A.weight": entry()}, bytes(8))
 
 
-def _layouts(draw, honest, canary):
-    import torch
-    from safetensors.torch import load, save
-
-    from fast_video_vae.tests.builders import diffusers_name
-
-    state = load(honest["safetensors"])
+def _layouts(draw, canary):
+    state = load(_honest()["safetensors"])
     anchors = [
         "encoder.conv1.weight", "decoder.conv1.weight", "decoder.head.0.gamma",
         "decoder.head.2.weight", "decoder.upsamples.4.residual.6.weight", "conv1.weight",
         "decoder.middle.0.residual.0.gamma", "conv2.weight",
         "encoder.downsamples.3.residual.6.weight",
     ]  # fmt: skip
-    shapes = [
-        (),
-        (0,),
-        (1,),
-        (0, 0, 3, 3, 3),
-        (4, 0),
-        (1, 70_000),
-        (100_000, 1, 1),
-        (5, 1, 1, 1, 1, 1),
-    ]
+    shapes = [(), (0,), (1,), (0, 0, 3, 3, 3), (4, 0), (1, 70_000), (100_000, 1, 1)]
     for key in anchors:
-        for shape in draw.sample(shapes, 5):
+        for shape in draw.sample(shapes, 4):
             yield "x.safetensors", save({**state, key: torch.ones(shape)})
     yield "zeros.safetensors", save({**state, "conv2.weight": torch.zeros(16, 16, 1, 1, 1)})
     yield "nan.safetensors", save({**state, "conv2.bias": torch.full((16,), torch.nan)})
@@ -283,13 +292,13 @@ def _layouts(draw, honest, canary):
         yield "key.safetensors", save({key: torch.ones(1)})
 
 
-def _archives(draw, honest, canary):
-    data = honest["pth"]
+def _archives(draw, canary):
+    data = _honest()["pth"]
     good = program(mapping([("a", tensor((2, 2), (2, 1)))]))
     yield "packed.pth", archive(good, kind=zipfile.ZIP_DEFLATED)
-    yield "bomb.pth", archive(bytes(200 << 20), kind=zipfile.ZIP_DEFLATED)
+    yield "bomb.pth", lambda: archive(bytes(200 << 20), kind=zipfile.ZIP_DEFLATED)
     yield "bomb.pth", archive(good, {"0": bytes(16 << 20)}, kind=zipfile.ZIP_DEFLATED)
-    yield "large.pth", archive(program(text("a" * (20 << 20))))
+    yield "large.pth", lambda: archive(program(text("a" * (20 << 20))))
     yield "none.pth", archive(good, {})
     yield "script.pth", archive(good, more=[("archive/constants.pkl", b"")])
     yield "two.pth", archive(good, more=[("other/data.pkl", good)])
@@ -298,29 +307,21 @@ def _archives(draw, honest, canary):
     yield "document.pth", archive(good, {}).replace(b"data.pkl", b"word.xml")
     end = data.rindex(b"PK\x05\x06")
     central = data.index(b"PK\x01\x02")
-    for at, form in ((end + 8, "<H"), (end + 10, "<H"), (end + 12, "<I"), (end + 16, "<I")):
+    # Fields of the directory and of its end, in bytes and their size.
+    for at, size in ((8, 2), (10, 2), (12, 4), (16, 4)):
         for value in (0, 1, 0xFFFF, 0xFFFFFFFF):
-            changed = bytearray(data)
-            struct.pack_into(form, changed, at, value & (0xFFFF if form == "<H" else 0xFFFFFFFF))
-            yield "end.pth", bytes(changed)
-    fields = ((8, "<H"), (10, "<H"), (20, "<I"), (24, "<I"), (28, "<H"), (30, "<H"), (42, "<I"))
-    for offset, form in fields:
+            yield "end.pth", patched(data, end + at, size, value)
+    for at, size in ((8, 2), (10, 2), (20, 4), (24, 4), (28, 2), (30, 2), (42, 4)):
         for value in (1, 0x7FFF, 0xFFFFFFFF):
-            changed = bytearray(data)
-            struct.pack_into(
-                form, changed, central + offset, value & (0xFFFF if form == "<H" else 0xFFFFFFFF)
-            )
-            yield "central.pth", bytes(changed)
+            yield "central.pth", patched(data, central + at, size, value)
     # Every entry of the directory is the first member.
-    changed = bytearray(archive(good, {str(index): bytes(16) for index in range(50)}))
-    at = changed.index(b"PK\x01\x02")
-    while at >= 0:
-        struct.pack_into("<I", changed, at + 42, 0)
-        at = changed.find(b"PK\x01\x02", at + 1)
-    yield "overlap.pth", bytes(changed)
+    several = archive(good, {str(index): bytes(16) for index in range(50)})
+    for found in re.finditer(b"PK\x01\x02", several):
+        several = patched(several, found.start() + 42, 4, 0)
+    yield "overlap.pth", several
 
 
-def _tensors(draw, honest, canary):
+def _tensors(draw, canary):
     wide = bytes(4 << 20)
     bad = [
         tensor((1 << 15, 1 << 15), (0, 0)), tensor((1000, 1000), (1, 1), storage(count=4)),
@@ -334,18 +335,13 @@ def _tensors(draw, honest, canary):
         tensor((4,), (1,), storage(kind="UntypedStorage", module="torch.storage")),
         tensor((4,), (1,), storage(location="meta")), tensor((4,), (1,), text("0")),
         tensor((4,), (1,), text("0") + b"Q"), tensor((4,), (1,), b"NQ"),
-        call(name("torch._utils", "_rebuild_tensor_v2")),
-        call(name("torch._utils", "_rebuild_tensor_v2"), b"N", b"N", b"N", b"N", b"N", b"N"),
-        call(name("torch._utils", "_rebuild_parameter")),
-        call(name("torch._utils", "_rebuild_parameter"), b"N"),
-        call(name("torch._utils", "_rebuild_meta_tensor_no_storage"), name("torch", "float32"),
-             row(number(1 << 40)), row(number(1)), b"\x89"),
-        call(name("torch._utils", "_rebuild_sparse_tensor"), name("torch", "sparse_coo"), b")"),
-        call(name("torch._utils", "_rebuild_sparse_tensor"), b"N", b")"),
-        call(name("torch._utils", "_rebuild_nested_tensor"), b"N", b"N", b"N", b"N"),
-        call(name("torch._utils", "_rebuild_qtensor"), storage(kind="QInt8Storage"), b"N"),
-        call(name("torch._utils", "_rebuild_wrapper_subclass"), b"N"),
-        call(name("torch._utils", "_rebuild_device_tensor_from_numpy"), b"N"),
+        rebuild("tensor_v2"), rebuild("tensor_v2", *[b"N"] * 6), rebuild("parameter"),
+        rebuild("parameter", b"N"), rebuild("meta_tensor_no_storage", name("torch", "float32"),
+                                            row(number(1 << 40)), row(number(1)), b"\x89"),
+        rebuild("sparse_tensor", name("torch", "sparse_coo"), b")"),
+        rebuild("sparse_tensor", b"N", b")"), rebuild("nested_tensor", *[b"N"] * 4),
+        rebuild("qtensor", storage(kind="QInt8Storage"), b"N"), rebuild("wrapper_subclass", b"N"),
+        rebuild("device_tensor_from_numpy", b"N"),
         call(name("torch._tensor", "_rebuild_from_type_v2"), name("torch", "float32"), b"N", b")",
         b"N"),
         call(name("torch", "Size"), row(number(4))), b"N", b"\x88", number(7), text("a"), b"]",
@@ -363,28 +359,23 @@ def _tensors(draw, honest, canary):
     yield "shared.pth", archive(program(mapping(views)), {"0": wide})
     views = [(f"a{index}", tensor((2,), (1 << 19,), whole)) for index in range(500)]
     yield "gaps.pth", archive(program(mapping(views)), {"0": wide})
-    yield "count.pth", legacy(mapping([("a", tensor((4,), (1,)))]), count=1 << 60)
-    yield "keys.pth", legacy(mapping([("a", tensor((4,), (1,)))]), keys=("0", "0"))
-    yield "keys.pth", legacy(mapping([("a", tensor((4,), (1,)))]), keys=("1",))
-    yield "keys.pth", legacy(mapping([("a", tensor((4,), (1,)))]), keys=())
-    huge = tensor((1,), (1,), storage(count=1 << 50))
-    yield "huge.pth", legacy(mapping([("a", huge)]))
+    plain = mapping([("a", tensor((4,), (1,)))])
+    yield "count.pth", legacy(plain, count=1 << 60)
+    for keys in (("0", "0"), ("1",), ()):
+        yield "keys.pth", legacy(plain, keys=keys)
+    yield "huge.pth", legacy(mapping([("a", tensor((1,), (1,), storage(count=1 << 50)))]))
 
 
-def _pickles(draw, honest, canary):
-    path = text(str(canary))
+def _pickles(draw, canary):
+    path, touch = text(str(canary)), text(f"touch '{canary}'")
+    code = text(f"open({str(canary)!r}, 'w').close()")
     calls = [
-        call(name("os", "system"), text(f"touch '{canary}'")),
-        call(name("posix", "system"), text(f"touch '{canary}'")),
-        call(name("builtins", "eval"), text(f"open({str(canary)!r}, 'w').close()")),
-        call(name("builtins", "exec"), text(f"open({str(canary)!r}, 'w').close()")),
-        call(name("__builtin__", "open"), path, text("w")),
-        call(name("pathlib", "Path"), path),
-        call(name("subprocess", "check_output"), text(f"touch '{canary}'")),
-        call(name("torch", "save"), text("a"), path),
-        call(name("torch", "load"), path),
+        call(name("os", "system"), touch), call(name("posix", "system"), touch),
+        call(name("builtins", "eval"), code), call(name("builtins", "exec"), code),
+        call(name("__builtin__", "open"), path, text("w")), call(name("pathlib", "Path"), path),
+        call(name("subprocess", "check_output"), touch), call(name("torch.hub", "load"), path),
+        call(name("torch", "save"), text("a"), path), call(name("torch", "load"), path),
         call(name("torch", "zeros"), number(1 << 40)),
-        call(name("torch.hub", "load"), path),
         call(name("torch.storage", "_load_from_bytes"), b"B" + struct.pack("<I", 3) + b"abc"),
         call(name("numpy.core.multiarray", "_reconstruct"), b"N"),
         call(name("builtins", "bytearray"), number(10**10)),
@@ -392,22 +383,20 @@ def _pickles(draw, honest, canary):
         call(name("collections", "Counter"), text("a" * 9000)),
         call(name("_codecs", "encode"), text("a" * 9000), text("rot13")),
         name("collections", "OrderedDict") + b")R" + mapping([("__class__", b"N")]) + b"b",
-        text("os") + text("system") + b"\x93" + row(text(f"touch '{canary}'")) + b"R",
+        text("os") + text("system") + b"\x93" + row(touch) + b"R",
         f"(S'touch {canary}'\nios\nsystem\n".encode(),
-        b"(" + name("os", "system") + text(f"touch '{canary}'") + b"o",
+        b"(" + name("os", "system") + touch + b"o",
         b"\x82\x01", b"P0\n", b"I1\n", b"L9\n", b"F1\n", b"V" + b"a" * 500 + b"\n",
     ]  # fmt: skip
     laughs = b"]q\0" + b"".join(
-        b"](" + b"h" + bytes([i]) * 1 + (b"h" + bytes([i])) * 9 + b"eq" + bytes([i + 1])
-        for i in range(60)
+        b"](" + (b"h" + bytes([i])) * 10 + b"eq" + bytes([i + 1]) for i in range(60)
     )
     words = [
         b"\x8e" + struct.pack("<Q", 1 << 62), b"B" + struct.pack("<I", 0xFFFFFFFF),
         b"X" + struct.pack("<I", 0xFFFFFFFF), b"\x8d" + struct.pack("<Q", 1 << 63),
         b"Nr" + struct.pack("<I", 0x7FFFFFFF), b"\x8b" + struct.pack("<i", 0x7FFFFFFF),
-        b"\x8b\xff\xff"
-        b"\xff\xff", b")" + b"\x85" * 400_000, b"]" + b"]" * 900_000, b"(" * 990_000, laughs,
-        b"N" * 1_200_000,
+        b"\x8b" + b"\xff" * 4, b")" + b"\x85" * 400_000, b"]" + b"]" * 900_000, b"(" * 990_000,
+        laughs, b"N" * 1_200_000,
         b"}" + b"".join(number(i * ((1 << 61) - 1)) + b"Ns" for i in range(20_000)),
         b"})" + b"\x85" * 300_000 + b"Ns", b"}NNs", b"}]Ns", b"}" + text("k" * 5000) + b"Ns",
         mapping([(f"k{i}", b"N") for i in range(120_000)]), b"]q\0h\0a",
@@ -425,76 +414,3 @@ def _pickles(draw, honest, canary):
         yield "x.pth", archive(program(mapping([(key, tensor((4,), (1,)))])))
         yield "x.pth", archive(program(mapping([(key, tensor((4,), (0,)))])))
         yield "x.pth", archive(program(mapping([(key, b"N")])))
-
-
-def _noisy(draw, honest, canary):
-    for content in noise(draw.randrange(1 << 30), 60):
-        yield "x.pth", content
-
-
-# In the process that reads.
-
-
-def _main(folder, count=None):
-    runpy.run_path(str(_CONFTEST))
-    import torch
-
-    from fast_video_vae.lora.bank import load_bank
-    from fast_video_vae.lora.keys import Targets
-    from fast_video_vae.tests.lora.models import wan
-    from fast_video_vae.vae import load_vae
-    from fast_video_vae.vae.media import load_latent
-
-    torch.set_num_threads(1)
-    folder = Path(folder)
-    targets = Targets(wan(blocks=1))
-    readers = {
-        "vae": lambda path: load_vae(path, dtype=torch.float32),
-        "latent": load_latent,
-        "lora": lambda path: load_bank([path], targets),
-    }
-    if count is None:
-        files = hostile_files(folder / "canary")
-    else:
-        files = ((f"noise {i}.pth", data) for i, data in enumerate(noise(1, int(count))))
-    warm = folder / "warm.safetensors"
-    warm.write_bytes(_honest(2)["safetensors"])
-    for read in readers.values():
-        _outcome(read, warm)
-    warm.unlink()
-    for name, content in files:
-        path = folder / name
-        path.write_bytes(content)
-        size = len(content)
-        del content
-        for reader, read in readers.items():
-            if reader != "vae" and not name.startswith(_OTHERS):
-                continue
-            each = {"name": name, "size": size, "reader": reader, **_outcome(read, path)}
-            print(json.dumps(each))  # noqa: T201 - for the process that started this one
-        path.unlink()
-
-
-def _outcome(read, path):
-    """The error, if any, and its kind; seconds of the processor, and bytes beyond those before."""
-    if _RESET.exists():
-        _RESET.write_text("5", encoding="ascii")
-    before, began = _status("VmRSS"), time.process_time()
-    error = kind = None
-    try:
-        read(path)
-    except Exception as caught:
-        error, kind = str(caught), type(caught).__name__
-        kind = kind if isinstance(caught, (ValueError, OSError)) else f"other: {kind}"
-    seconds = time.process_time() - began
-    return {"error": error, "kind": kind, "seconds": seconds, "bytes": _status("VmHWM") - before}
-
-
-def _status(field):
-    """Bytes that the system says the process has; 0: it does not say."""
-    lines = _STATUS.read_text(encoding="utf-8").splitlines() if _STATUS.exists() else [f"{field} 0"]
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

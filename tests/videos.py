@@ -5,15 +5,10 @@ from fractions import Fraction
 import pytest
 import torch
 
-from fast_video_vae.tests.builders import module_command
 from fast_video_vae.vae.media import VideoWriter, read_video
 
 # The tests of whoever imports this file need it too.
 av = pytest.importorskip("av", reason="PyAV is not installed")
-
-# What binds the checkout to its name, as in `module_command`, for a program of our own.
-BIND = ";".join(module_command("")[2].split(";")[:2]) + "\n"
-
 
 # Matrix numbers of ISO/IEC 23091-2 and their weights of red and blue.
 WEIGHTS = {1: (0.2126, 0.0722), 2: (0.299, 0.114), 6: (0.299, 0.114), 9: (0.2627, 0.0593)}

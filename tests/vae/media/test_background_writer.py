@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from fast_video_vae.tests.builders import module_command
+from fast_video_vae.tests.builders import script_command
 from fast_video_vae.vae.media import BackgroundWriter
 
 DEVICES = [
@@ -23,7 +23,6 @@ DEVICES = [
         ],
     ),
 ]
-BIND = ";".join(module_command("")[2].split(";")[:2]) + "\n"
 
 
 def piece(value, frames=2, device="cpu"):
@@ -222,27 +221,28 @@ def test_wrong_use_is_told():
 
 
 INTERRUPTED = """
-import os, signal, sys, threading, time, torch
+import os, signal, threading, time, torch
 from fast_video_vae.vae.media import BackgroundWriter
-def write(frames):
-    time.sleep(0.05)
-signal.signal(signal.SIGINT, signal.default_int_handler)
-if sys.argv[1] == "body":
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-try:
-    with BackgroundWriter(write, depth=20) as writer:
-        for value in range(20 if sys.argv[1] == "exit" else 10**6):
+def interrupt(seconds):
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+def run(pieces):
+    with BackgroundWriter(lambda frames: time.sleep(0.05), depth=20) as writer:
+        for value in range(pieces):
+            if value == min(pieces, 100) - 1:
+                interrupt(0.2)
             writer.put(torch.zeros(1, 8, 8, 3, dtype=torch.uint8))
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-except KeyboardInterrupt:
-    names = [thread.name for thread in threading.enumerate()]
-    print("interrupted", names.count("fast-video-vae-writer"))
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for pieces in (10**6, 20):  # in `put`, and where the end waits for the thread
+    try:
+        run(pieces)
+    except KeyboardInterrupt:
+        names = [thread.name for thread in threading.enumerate()]
+        print("interrupted", names.count("fast-video-vae-writer"))
 """
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-@pytest.mark.parametrize("where", ["body", "exit"])
-def test_an_interrupt_ends_it_wherever_it_waits(where):
-    command = [sys.executable, "-c", BIND + INTERRUPTED, where]
+def test_an_interrupt_ends_it_wherever_it_waits():
+    command = script_command(INTERRUPTED)
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.split() == ["interrupted", "0"], done.stderr
+    assert done.stdout.split() == ["interrupted", "0"] * 2, done.stderr

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fast_video_vae.tests.videos import BIND, av, moving_clip, stacked, write, write_with, yuv
+from fast_video_vae.tests.builders import script_command
+from fast_video_vae.tests.videos import av, moving_clip, stacked, write, write_with, yuv
 from fast_video_vae.vae.media import VideoWriter, read_video
 
 # Half a level of rounding in each of Y, Cb and Cr, seen through the matrix: 1.164 + 2.11 halves.
@@ -250,7 +251,7 @@ def test_memory_does_not_grow_with_length(tmp_path):
                 writer.write(picture.roll(shift, 2))
         paths += [writer.path, tmp_path / "copy.mp4"]
     done = subprocess.run(
-        [sys.executable, "-c", BIND + PEAKS, *map(str, paths)],
+        script_command(PEAKS, *paths),
         stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
     first, second = map(int, done.stdout.split())
@@ -278,7 +279,7 @@ def test_a_long_video_takes_no_more_memory_than_a_short_one(tmp_path, codec, suf
     peaks = []
     for frames in (129, 1025):
         done = subprocess.run(
-            [sys.executable, "-c", BIND + LONG, tmp_path / f"a.{suffix}", codec, str(frames)],
+            script_command(LONG, tmp_path / f"a.{suffix}", codec, frames),
             stdout=subprocess.PIPE, text=True, check=True,
         )  # fmt: skip
         count, peak = map(int, done.stdout.split())
