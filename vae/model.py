@@ -1,27 +1,24 @@
 """The VAE: frames to latents and back, whole or as a stream."""
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from .layers.conv import Conv, PointwiseConv, drop_stale_forms
+from .layers.conv import Conv, PointwiseConv
 from .layers.oom import Relief
 from .models.base import Network
 from .models.build import make_decoder, make_encoder
 from .models.config import SEEDVR2, VAEConfig
 from .models.patchify import COLUMN_FIRST, fold_pixels
 from .models.receptive_field import latents_before
-from .planning.plan import Plan, Work, make_plan
-from .streaming.chunk_runner import Steps
+from .planning.plan import Plan, job_of, make_plan
 from .streaming.compile_guard import eager
-from .streaming.executor import Route
 from .streaming.options import AUTOMATIC, StreamOptions
 from .streaming.output import Output
 from .streaming.precision import compute_dtype
-from .streaming.session import Ends, Video
+from .streaming.session import VideoSession
 from .validation import (
     check_frames,
     check_latent,
@@ -148,23 +145,25 @@ class VideoVAE(nn.Module):
             ValueError: As for `encode`; for a piece when it is reached.
         """
         encoder = self._encoding()
-        patch, latents = self.config.patch_size, self.config.latent_channels
+        latents, patch = self.config.latent_channels, self.config.patch_size
         scale = self.config.latent_scale if scaled else 1
         relief = Relief(self.device, "an encode", options.release)
         dtype = options.dtype or self.encode_dtype
-        options = self._settled(options, pieces)
 
         def mean_of(x: Tensor) -> Tensor:
             mean = x[:, :latents] if self.conv1 is None else self.conv1(x, out_channels=latents)
             return (mean if scale == 1 else mean * scale).to(dtype)
 
-        ends = Ends(
-            lambda x: fold_pixels(x, patch, COLUMN_FIRST),
-            lambda x: relief.attempt(lambda: mean_of(x)),
+        return self._stream(
+            encoder,
+            options,
+            pieces,
+            checked(pieces, self.check_frames),
+            enter=lambda x: fold_pixels(x, patch, COLUMN_FIRST),
+            leave=lambda x: relief.attempt(lambda: mean_of(x)),
+            relief=relief,
+            lone=isinstance(pieces, Tensor) and self.config.latent_frames(pieces.shape[2]) == 1,
         )
-        source = checked(pieces, self.check_frames)
-        lone = isinstance(pieces, Tensor) and self.config.latent_frames(pieces.shape[2]) == 1
-        return self._stream(encoder, ends, source, options, dtype, relief, lone=lone)
 
     @eager
     def decode_stream(
@@ -212,13 +211,17 @@ class VideoVAE(nn.Module):
                 source = iter([latent[:, :, start:stop]])
         check_targets(latent, config, out, images, frames)
         dtype = options.dtype or self.dtype
-        options = self._settled(options, latent)
         first_frame = start and config.frames(start)
-        output = Output(config, dtype, out, images, frames, first_frame, relief.attempt)
-        ends = Ends(self._unmixed, output)
-        lone = whole and latent.shape[2] == 1
         stream = self._stream(
-            self.decoder, ends, source, options, dtype, relief, lone=lone, begins=not start
+            self.decoder,
+            options,
+            latent,
+            source,
+            enter=self._unmixed,
+            leave=Output(config, dtype, out, images, frames, first_frame, relief.attempt),
+            relief=relief,
+            lone=whole and latent.shape[2] == 1,
+            begins=not start,
         )
         return stream if frames is None else _wanted(stream, frames, images is not None)
 
@@ -234,10 +237,14 @@ class VideoVAE(nn.Module):
 
     def new_frames(self, latent: Tensor) -> Tensor:
         """Memory for the frames of a latent, channels-last, in `dtype` on `device`."""
-        batch, channels, frames, height, width = self.config.decoded_shape(latent.shape)
-        memory = (batch, frames, height, width, channels)
+        shape = self.config.decoded_shape(latent.shape)
         with torch.inference_mode(False):
-            return torch.empty(memory, dtype=self.dtype, device=self.device).movedim(-1, 1)
+            return torch.empty(
+                shape,
+                dtype=self.dtype,
+                device=self.device,
+                memory_format=torch.channels_last_3d,
+            )
 
     def check_latent(self, latent: Tensor) -> None:
         """Raise the `ValueError` that `decode` would raise."""
@@ -279,9 +286,11 @@ class VideoVAE(nn.Module):
         step = self.config.spatial_compression
         dtype = options.dtype or (self.encode_dtype if encode else self.dtype)
         size = 1, height // step, width // step
-        work = self._work(network, size, dtype, lone=lone, device=device)
+        device = device or self.device
+        dtype = compute_dtype(dtype, device)
+        job = job_of(network, self.config, size, dtype, device, lone=lone)
         limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
-        return make_plan(work, limit, chunk=options.chunk, tile=options.tile, cuts=cuts)
+        return make_plan(job, limit, chunk=options.chunk, tile=options.tile, cuts=cuts)
 
     def weight_bytes(self) -> int:
         """Bytes of the parameters and of what was derived from them so far."""
@@ -293,71 +302,43 @@ class VideoVAE(nn.Module):
         for conv in self._convs():
             conv.drop_forms()
 
-    def _settled(self, options: StreamOptions, source: Tensor | Iterable[Tensor]) -> StreamOptions:
-        """The options of a stream, with what the VAE and the source decide."""
-        chunk = options.chunk
-        # What comes in pieces is wanted back so.
-        if chunk is None and not isinstance(source, Tensor):
-            chunk = 1
-        limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
-        return replace(options, chunk=chunk, limit_bytes=limit)
-
     def _stream(
         self,
         network: Network,
-        ends: Ends,
-        source: Iterator[Tensor],
         options: StreamOptions,
-        dtype: torch.dtype,
-        relief: Relief,
+        pieces: Tensor | Iterable[Tensor],
+        source: Iterator[Tensor],
         *,
+        enter: Callable[[Tensor], Tensor],
+        leave: Callable[[Tensor], Tensor] | Output,
+        relief: Relief,
         lone: bool,
         begins: bool = True,
     ) -> Iterator[Tensor]:
         """Run the checked pieces of one video through the layers."""
         encodes = network is self.encoder
-        first = next(source, None)
-        if first is None:
-            raise ValueError(f"no {'frames' if encodes else 'latents'} came; expected one or more")
-        compression = self.config.spatial_compression if encodes else 1
-        size = first.shape[0], first.shape[3] // compression, first.shape[4] // compression
-        work = self._work(network, size, dtype, lone=lone)
-        learns = any(parameter.requires_grad for parameter in self.parameters())
-        records = torch.is_grad_enabled() and (learns or first.requires_grad)
-        tile = None if records else options.tile
-        plan = make_plan(
-            work, options.limit_bytes, chunk=options.chunk, tile=tile, cuts=not records
-        )
-        frames = self.config.temporal_compression
-        _, channels, _, height, width = self.config.decoded_shape((1, 1, 1, *size[1:]))
-        video = Video(
-            work,
-            ends,
-            frames if encodes else 1,
-            frames,
-            (channels, height, width),
-            pictures=frames == 1,
+        dtype = options.dtype or (self.encode_dtype if encodes else self.dtype)
+        dtype = compute_dtype(dtype, self.device)
+        chunk = options.chunk
+        if chunk is None and not isinstance(pieces, Tensor):
+            chunk = 1  # what comes in pieces is wanted back so
+        limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
+        session = VideoSession(
+            network,
+            self.config,
+            replace(options, chunk=chunk, limit_bytes=limit),
+            dtype,
+            enter,
+            leave,
+            relief,
+            lone=lone,
             begins=begins,
-            relief=relief,
+            learns=any(parameter.requires_grad for parameter in self.parameters()),
+            full=dtype == torch.float32 and not self.allow_tf32,
+            graphs=self.graphs,
+            skips=encodes and self.skips_still,
         )
-
-        def new_steps(route: Route) -> Steps:
-            return Steps(
-                route,
-                ends.enter,
-                self.device,
-                work.dtype,
-                full=work.dtype == torch.float32 and not self.allow_tf32,
-                learns=learns,
-                graphs=self.graphs,
-                network=(self.config, encodes),
-                skips=encodes and self.skips_still,
-                relief=relief,
-            )
-
-        convs = [module for module in network.modules() if isinstance(module, Conv)]
-        drop_stale_forms(convs, relief.finish)
-        yield from video.run(plan, new_steps, itertools.chain([first], source))
+        return session.run(source)
 
     def _latents_of(self, frames: range) -> tuple[int, int]:
         """The latents that frames are made of: the first, and the one after the last."""
@@ -366,22 +347,6 @@ class VideoVAE(nn.Module):
         if self.config.family == SEEDVR2:  # has rules for what follows its first frame
             return 0, last + 1
         return max(0, first - latents_before(self.decoder)), last + 1
-
-    def _work(
-        self,
-        network: Network,
-        latent_size: tuple[int, int, int],
-        dtype: torch.dtype,
-        *,
-        lone: bool,
-        device: torch.device | None = None,
-    ) -> Work:
-        pixels = self.config.patch_size
-        if network is self.decoder:
-            pixels *= self.config.output_scale
-        lone = lone or self.config.temporal_compression == 1
-        device = device or self.device
-        return Work(network, latent_size, compute_dtype(dtype, device), device, lone, pixels)
 
     def _unmixed(self, latent: Tensor) -> Tensor:
         """What the decoder takes, of a latent."""

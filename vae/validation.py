@@ -77,14 +77,6 @@ def checked(pieces: Tensor | Iterable[Tensor], check: Callable[[Tensor], None]) 
     return each()
 
 
-def check_chunk(chunk: object) -> None:
-    """Check a chunk length; None: it is chosen."""
-    if chunk is None:
-        return
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or (chunk < 1 and chunk != -1):
-        raise ValueError(f"chunk is {chunk!r}; expected a number of latents, -1 for all, or None")
-
-
 def check_range(frames: object, length: int | None) -> None:
     """Check the frames that are wanted of a video; None: nobody knows its length."""
     wanted = frames if isinstance(frames, range) else range(0)
@@ -93,21 +85,6 @@ def check_range(frames: object, length: int | None) -> None:
         return
     has = "from 0 on" if length is None else f"within 0 to {length - 1}"
     raise ValueError(f"frames are {frames!r}; expected a range {has}, of one frame or more")
-
-
-def check_tile(tile: object) -> None:
-    """Check height and width of the tiles; None: they are chosen."""
-    if tile is None:
-        return
-    pair = tile if isinstance(tile, (tuple, list)) else ()
-    if len(pair) != 2 or not all(type(size) is int and size > 0 for size in pair):
-        raise ValueError(f"tile is {tile!r}; expected height and width in pixels, or None")
-
-
-def check_dtype(dtype: object) -> None:
-    """Check what is to be computed in."""
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype is {dtype!r}; expected a float dtype such as torch.float32")
 
 
 def check_targets(

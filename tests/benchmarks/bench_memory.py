@@ -157,10 +157,8 @@ def _plan(vae: VideoVAE, case: Case) -> plan.Plan:
     size = case.batch, case.size[0] // step, case.size[1] // step
     network = vae.encoder if case.encode else vae.decoder
     assert network is not None
-    work = plan.Work(
-        network, size, vae.dtype, vae.device, lone=case.latents == 1, pixels=config.patch_size
-    )
-    return plan.make_plan(work, case.limit_bytes, chunk=case.chunk, tile=case.tile)
+    job = plan.job_of(network, config, size, vae.dtype, vae.device, lone=case.latents == 1)
+    return plan.make_plan(job, case.limit_bytes, chunk=case.chunk, tile=case.tile)
 
 
 def _vae(family: str, width: int, dtype: torch.dtype) -> VideoVAE:

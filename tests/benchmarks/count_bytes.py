@@ -30,7 +30,7 @@ from fast_video_vae.vae.layers.memory_format import canonical
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.models.build import make_decoder, make_encoder
 from fast_video_vae.vae.models.config import VAEConfig
-from fast_video_vae.vae.planning.plan import Work, make_plan
+from fast_video_vae.vae.planning.plan import StreamJob, make_plan
 from fast_video_vae.vae.streaming.pipeline import advance
 
 # GB per latent of 720 x 1280 in 16 bits, in the steady middle of a video. Per causal convolution of
@@ -155,8 +155,8 @@ def steady_step(
     network = make(config).to(device, torch.bfloat16).requires_grad_(False)
     step = config.spatial_compression
     size = 1, height // step, width // step
-    work = Work(network, size, torch.bfloat16, device)
-    plan = make_plan(work, limit_bytes, cuts=False)
+    job = StreamJob(network, size, torch.bfloat16, device)
+    plan = make_plan(job, limit_bytes, cuts=False)
     cache = TemporalCache()
 
     def frames(latents: int) -> Tensor:

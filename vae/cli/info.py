@@ -10,7 +10,7 @@ import torch
 from ...kernels import Support, backend_matrix, gpu_config, native_library, padded
 from ..bench.report import dtype_label
 from ..model import VideoVAE
-from ..planning.plan import free_bytes
+from ..planning.device_memory import free_bytes
 from ..streaming.options import StreamOptions
 from ..validation import dtype_name
 from .loading import Say, device_named, load_named

@@ -1,8 +1,21 @@
-"""Memory of the host that was freed, and that the process keeps."""
+"""Memory that is free on a device, and what the process keeps of the host's."""
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable
+
+import torch
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device; a small guess where it cannot be asked."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 8 << 30
 
 
 def trim_heap() -> None:

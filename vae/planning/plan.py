@@ -7,7 +7,6 @@ go there and back once a chunk (8 GB for 720 x 1280 and Wan 2.1), so that chunks
 
 import functools
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -15,10 +14,13 @@ import torch
 
 from ..layers.conv_weights import packs_for
 from ..models.base import Network
+from ..models.config import VAEConfig
+from ..models.receptive_field import Size, Span, is_encoder
 from .cost import Load, tiled_load, whole_load
+from .device_memory import free_bytes
 from .dry_run import Setting
 from .layer_specs import Outline, outline
-from .tiling import Chains, Size, Span, Tile, Tiles, can_cut, divided, grid, make_tile
+from .tiling import Chains, FrameTile, Tiles, can_cut, divided, grid, make_tile
 
 # On a CPU an activation of this size stays in the last cache, and in memory that malloc hands out
 # again rather than map anew (glibc maps blocks over 32 MB afresh, at about the cost of the
@@ -55,7 +57,7 @@ class Plan:
         peak_bytes: Memory that the stream takes beside weights, input and output; an estimate.
         tiles: How frames are cut; None: not at all.
         parked: What tiles remember is on the host but while they run.
-        pixels: As in `Work`.
+        pixels: As in `StreamJob`.
     """
 
     chunk: int
@@ -83,7 +85,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Work:
+class StreamJob:
     """What is to be planned.
 
     Attributes:
@@ -134,8 +136,25 @@ class Work:
         return height * scale, width * scale
 
 
+def job_of(
+    network: Network,
+    config: VAEConfig,
+    latent_size: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    lone: bool,
+) -> StreamJob:
+    """What is to be planned for the encoder or decoder of a configuration."""
+    pixels = config.patch_size
+    if not is_encoder(network):
+        pixels *= config.output_scale
+    lone = lone or config.temporal_compression == 1
+    return StreamJob(network, latent_size, dtype, device, lone, pixels)
+
+
 def make_plan(
-    work: Work,
+    job: StreamJob,
     limit_bytes: int | None = None,
     *,
     chunk: int | None = None,
@@ -145,7 +164,7 @@ def make_plan(
     """Choose how a stream runs.
 
     Args:
-        work: What it is.
+        job: What it is.
         limit_bytes: Memory that the stream may take; None: steps get half of what is free, and what
             needs more goes in tiles only where whole frames do not fit into nine tenths of it.
         chunk: Latents per step, if that is settled; -1: all, which are taken for a few.
@@ -157,13 +176,13 @@ def make_plan(
     """
     steps = most = limit_bytes
     if steps is None or most is None:
-        free = free_bytes(work.device)
+        free = free_bytes(job.device)
         steps, most = free // 2, free * 9 // 10
     if not cuts:
         tile = None
     ways: list[_Way] = []
     for some in (_whole_ways, _tiled_ways) if cuts else (_whole_ways,):
-        for way in some(work, tile, chunk):
+        for way in some(job, tile, chunk):
             ways.append(way)
             if way.load.kept_bytes <= most:
                 plan = way.plan(steps)
@@ -179,46 +198,36 @@ def make_plan(
     return best
 
 
-def smaller_plan(work: Work, plan: Plan) -> Plan | None:
+def smaller_plan(job: StreamJob, plan: Plan) -> Plan | None:
     """The next smaller plan after one that memory did not suffice for; None: there is none."""
     for share in (0.75, 0.5, 0.25, 0.0):
-        other = make_plan(work, int(plan.peak_bytes * share))
+        other = make_plan(job, int(plan.peak_bytes * share))
         if other.peak_bytes < plan.peak_bytes:
             return other
     return None
 
 
-def cut_tiles(work: Work, tiles: Tiles) -> tuple[Chains, list[Tile], Size]:
+def cut_tiles(job: StreamJob, tiles: Tiles) -> tuple[Chains, list[FrameTile], Size]:
     """Divide a network.
 
     Returns:
         The layers on whole frames, the tiles, and height and width of the whole frames that enter
         these.
     """
-    first, rest = divided(work.network.chains(), tiles.cut)
-    whole, tiled = (rest, first) if work.outline.encodes else (first, rest)
-    size, places = _places(work, tiles)
+    first, rest = divided(job.network.chains(), tiles.cut)
+    whole, tiled = (rest, first) if job.outline.encodes else (first, rest)
+    size, places = _places(job, tiles)
     return whole, [make_tile(tiled, size, *each) for each in places], size
 
 
-def _places(work: Work, tiles: Tiles) -> tuple[Size, list[tuple[Span, Span]]]:
+def _places(job: StreamJob, tiles: Tiles) -> tuple[Size, list[tuple[Span, Span]]]:
     """Height and width of the whole frames before the tiled layers, and what the tiles give."""
-    shapes = work.outline.shapes(work.start, lone=True)
-    if not work.outline.encodes:
-        return shapes[tiles.cut][2:], grid(work.end, tiles.size)
+    shapes = job.outline.shapes(job.start, lone=True)
+    if not job.outline.encodes:
+        return shapes[tiles.cut][2:], grid(job.end, tiles.size)
     end = shapes[tiles.cut][2:]
-    down = max(1, work.end[0] // end[0])
-    return work.end, grid(end, (max(1, tiles.size[0] // down), max(1, tiles.size[1] // down)))
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device; a small guess where it cannot be asked."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return 8 << 30
+    down = max(1, job.end[0] // end[0])
+    return job.end, grid(end, (max(1, tiles.size[0] // down), max(1, tiles.size[1] // down)))
 
 
 @dataclass(frozen=True)
@@ -230,7 +239,7 @@ class _Way:
         cost: Of a latent, in products.
         lengths: Latents per step and size of a part, the longest steps first.
         chunk: What the plan says of the first.
-        pixels: As in `Work`.
+        pixels: As in `StreamJob`.
         tiles: As in `Plan`.
     """
 
@@ -264,59 +273,59 @@ class _Way:
         )
 
 
-def _whole_ways(work: Work, tile: Size | None, chunk: int | None) -> list[_Way]:
+def _whole_ways(job: StreamJob, tile: Size | None, chunk: int | None) -> list[_Way]:
     """Whole frames, but where they are to be cut."""
-    if tile is not None and _tile_sizes(work, tile) and can_cut(work.network):
+    if tile is not None and _tile_sizes(job, tile) and can_cut(job.network):
         return []
-    load = whole_load(work.outline, work.setting, work.start)
-    return [_Way(load, load.work, _lengths(work, load, chunk), chunk, work.pixels)]
+    load = whole_load(job.outline, job.setting, job.start)
+    return [_Way(load, load.work, _lengths(job, load, chunk), chunk, job.pixels)]
 
 
-def _tiled_ways(work: Work, tile: Size | None, chunk: int | None) -> list[_Way]:
+def _tiled_ways(job: StreamJob, tile: Size | None, chunk: int | None) -> list[_Way]:
     """Tiles, those first that cost less."""
-    sizes = _tile_sizes(work, tile)
-    tiles = [Tiles(cut, size) for cut in can_cut(work.network) for size in sizes]
-    ways = [way for each in tiles for way in _ways_in(work, each, chunk)]
+    sizes = _tile_sizes(job, tile)
+    tiles = [Tiles(cut, size) for cut in can_cut(job.network) for size in sizes]
+    ways = [way for each in tiles for way in _ways_in(job, each, chunk)]
     return sorted(ways, key=lambda way: way.cost)
 
 
-def _tile_sizes(work: Work, tile: Size | None) -> list[Size]:
+def _tile_sizes(job: StreamJob, tile: Size | None) -> list[Size]:
     """Sizes of tiles in frames of the tiled end: to choose from, or the one that is wanted.
 
     None where that is as large as the frames.
     """
-    height, width = work.end
+    height, width = job.end
     if tile is not None:
-        rows, columns = (max(1, length // work.pixels) for length in tile)
+        rows, columns = (max(1, length // job.pixels) for length in tile)
         size = min(height, rows), min(width, columns)
-        return [] if size == work.end else [size]
+        return [] if size == job.end else [size]
     sizes = [(-(-height // rows), -(-width // columns)) for rows, columns in _GRIDS]
-    return [size for size in dict.fromkeys(sizes) if min(size) * work.pixels >= _SMALLEST_TILE]
+    return [size for size in dict.fromkeys(sizes) if min(size) * job.pixels >= _SMALLEST_TILE]
 
 
-def _ways_in(work: Work, tiles: Tiles, chunk: int | None) -> Iterator[_Way]:
+def _ways_in(job: StreamJob, tiles: Tiles, chunk: int | None) -> Iterator[_Way]:
     """With these tiles: what they remember on the device, or on the host."""
-    _, places = _places(work, tiles)
+    _, places = _places(job, tiles)
     rows, columns = (list(dict.fromkeys(axis)) for axis in zip(*places, strict=True))
-    load = tiled_load(work.outline, work.setting, work.start, tiles.cut, (rows, columns))
-    yield _Way(load, load.work, _lengths(work, load, chunk), chunk, work.pixels, tiles)
-    if work.device.type == "cpu" or work.lone:
+    load = tiled_load(job.outline, job.setting, job.start, tiles.cut, (rows, columns))
+    yield _Way(load, load.work, _lengths(job, load, chunk), chunk, job.pixels, tiles)
+    if job.device.type == "cpu" or job.lone:
         return
     load = replace(load, parked=True)
     for latents in _PARKED_LATENTS if chunk is None else (chunk,):
         cost = load.work + load.moved_bytes * _PRODUCTS_PER_BYTE / abs(latents)
-        yield _Way(load, cost, _lengths(work, load, latents), chunk, work.pixels, tiles)
+        yield _Way(load, cost, _lengths(job, load, latents), chunk, job.pixels, tiles)
 
 
-def _lengths(work: Work, load: Load, chunk: int | None) -> list[tuple[int, int]]:
+def _lengths(job: StreamJob, load: Load, chunk: int | None) -> list[tuple[int, int]]:
     """Steps that can be had, the longest first: fewer latents, then smaller parts.
 
     What is small, or collected, is to be no larger than a part.
     """
-    part = _CPU_PART_BYTES if work.device.type == "cpu" else _DEVICE_PART_BYTES
+    part = _CPU_PART_BYTES if job.device.type == "cpu" else _DEVICE_PART_BYTES
     most = max(1, min(_MOST_LATENTS, part // max(1, load.latent_bytes)))
     chunks = range(most, 0, -1)
-    if work.lone:
+    if job.lone:
         chunks = (1,)
     elif chunk is not None:
         chunks = (chunk if chunk > 0 else _MOST_LATENTS,)

@@ -43,7 +43,7 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Tile:
+class FrameTile:
     """One rectangle.
 
     Attributes:
@@ -121,7 +121,7 @@ def grid(size: Size, tile: Size) -> list[tuple[Span, Span]]:
     return list(itertools.product(rows, columns))
 
 
-def make_tile(chains: Chains, size: Size, rows: Span, columns: Span) -> Tile:
+def make_tile(chains: Chains, size: Size, rows: Span, columns: Span) -> FrameTile:
     """Prepare one rectangle.
 
     Args:
@@ -158,7 +158,7 @@ def make_tile(chains: Chains, size: Size, rows: Span, columns: Span) -> Tile:
             if scale != 1 or len(seen) == len(layers):
                 made[-1] += _crop(have, needed[len(seen)])
                 have = needed[len(seen)]
-    return Tile(rows, columns, made, layers, seen)
+    return FrameTile(rows, columns, made, layers, seen)
 
 
 def _crop(have: tuple[Span, Span], want: tuple[Span, Span]) -> list[CausalLayer]:

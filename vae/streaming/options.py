@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ..validation import check_chunk, check_dtype, check_tile
-
 
 @dataclass(frozen=True)
 class StreamOptions:
@@ -32,10 +30,18 @@ class StreamOptions:
     release: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
-        check_chunk(self.chunk)
-        if self.dtype is not None:
-            check_dtype(self.dtype)
-        check_tile(self.tile)
+        chunk, dtype, tile = self.chunk, self.dtype, self.tile
+        if chunk is not None and (type(chunk) is not int or (chunk < 1 and chunk != -1)):
+            raise ValueError(
+                f"chunk is {chunk!r}; expected a number of latents, -1 for all, or None"
+            )
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"dtype is {dtype!r}; expected a float dtype such as torch.float32")
+        pair = tile if isinstance(tile, (tuple, list)) else ()
+        if tile is not None and (
+            len(pair) != 2 or not all(type(size) is int and size > 0 for size in pair)
+        ):
+            raise ValueError(f"tile is {tile!r}; expected height and width in pixels, or None")
 
 
 AUTOMATIC = StreamOptions()

@@ -13,9 +13,7 @@ from torch import Tensor
 from ...kernels import frames_to_images, pixel_shuffle_3d
 from ..models.config import VAEConfig
 from ..models.patchify import COLUMN_FIRST, ROW_FIRST
-
-Span = tuple[int, int]
-Attempt = Callable[[Callable[[], Tensor]], Tensor]
+from ..models.receptive_field import Span
 
 
 class Output:
@@ -43,106 +41,104 @@ class Output:
         images: Tensor | None = None,
         wanted: range | None = None,
         start: int = 0,
-        attempt: Attempt = lambda do: do(),
+        attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda do: do(),
     ) -> None:
         if out is not None and images is not None:
             raise ValueError("there are both out and images; expected one of the two")
+        self._config, self._dtype = config, dtype
         self._out, self._images, self._wanted = out, images, wanted
-        self._attempt = attempt
-        self._dtype = dtype
-        self._at = start
+        self._attempt, self._at = attempt, start
+        # Pixels of a piece for each that comes, in height and width.
         self._size = config.patch_size * config.output_scale
         self._order = COLUMN_FIRST if config.patch_size > 1 else ROW_FIRST
 
     def write(self, x: Tensor) -> Tensor:
         """Take frames, `[B, C, n, H, W]`, and return the piece: those of them that are wanted."""
-        part, x = self._passed(x)  # before anything that may be tried again
-        if self._out is None and self._images is None:
-            size = self._size
+        skipped, place = self._passed(x.shape[2])  # before anything that may be tried again
+        x = x[:, :, skipped : skipped + place.stop - place.start]
+        target = self._target(place)
+        write = self._new if target is None else functools.partial(self._placed, target=target)
+        return self._attempt(functools.partial(write, x))
 
-            def new() -> Tensor:
-                frames = x.to(self._dtype)
-                if size == 1:
-                    return frames
-                return pixel_shuffle_3d(frames, (1, size, size), self._order)
-
-            return self._attempt(new)
-        target, as_images = self._target(part), self._images is not None
-        return self._attempt(lambda: _placed(x, target, self._size, self._order, as_images))
-
-    def chunk(self, like: Tensor, frames: int, shape: tuple[int, int, int]) -> "Chunk":
+    def chunk(self, latent: Tensor, *, first: bool) -> "TiledChunk":
         """Begin frames that will come in tiles.
 
         Args:
-            like: Gives batch and device.
-            frames: How many.
-            shape: Channels, height and width of an image.
+            latent: What they are made of, `[B, C, t, h, w]`.
+            first: They are the first of the video.
 
         Returns:
             What takes the tiles.
         """
-        skipped, part = self._wanted_of(frames)
-        self._at += frames
-        if self._out is None and self._images is None:
-            channels, height, width = shape
-            memory = (like.shape[0], part.stop - part.start, height, width, channels)
-            empty = functools.partial(like.new_empty, memory, dtype=self._dtype)
-            whole = self._attempt(empty).movedim(-1, 1)
-            return Chunk(whole, skipped, self._size, self._order, self._attempt, as_images=False)
-        target, as_images = self._target(part), self._images is not None
-        return Chunk(target, skipped, self._size, self._order, self._attempt, as_images=as_images)
+        batch, channels, _, height, width = self._config.decoded_shape(latent.shape)
+        count = 1 if first else latent.shape[2] * self._config.temporal_compression
+        skipped, place = self._passed(count)
+        piece = self._target(place)
+        if piece is None:
+            empty = functools.partial(
+                torch.empty,
+                (batch, channels, place.stop - place.start, height, width),
+                dtype=self._dtype,
+                device=latent.device,
+                memory_format=torch.channels_last_3d,
+            )
+            piece = self._attempt(empty)
+        return TiledChunk(self, piece, skipped, place.stop - place.start)
 
-    def _passed(self, x: Tensor) -> tuple[slice, Tensor]:
-        """Note that frames have come: their place in the target, and those that are wanted."""
-        skipped, part = self._wanted_of(x.shape[2])
-        self._at += x.shape[2]
-        return part, x[:, :, skipped : skipped + part.stop - part.start]
+    def put(self, x: Tensor, piece: Tensor, time: slice, rows: Span, columns: Span) -> None:
+        """Write a part of some frames, `[B, C, n, h, w]`, to where they are in a piece."""
+        down, across = (slice(self._size * a, self._size * b) for a, b in (rows, columns))
+        if self._images is None:
+            target = piece[:, :, time, down, across]
+        else:
+            target = piece[:, time, down, across]
+        self._attempt(functools.partial(self._placed, x, target))
 
-    def _wanted_of(self, frames: int) -> tuple[int, slice]:
-        """Of the next frames, how many come before the wanted ones, and the place of those."""
+    def _passed(self, frames: int) -> tuple[int, slice]:
+        """Note that frames have come: how many of them before the wanted ones, and these' place."""
+        at, self._at = self._at, self._at + frames
         if self._wanted is None:
-            return 0, slice(self._at, self._at + frames)
-        first = min(max(self._at, self._wanted.start), self._at + frames)
-        last = max(first, min(self._at + frames, self._wanted.stop))
-        offset = self._wanted.start
+            return 0, slice(at, at + frames)
+        first = min(max(at, self._wanted.start), at + frames)
+        last = max(first, min(at + frames, self._wanted.stop))
         # Before the first wanted frame there are none, and the place of none is the beginning.
-        place = max(0, first - offset)
-        return first - self._at, slice(place, place + last - first)
+        place = max(0, first - self._wanted.start)
+        return first - at, slice(place, place + last - first)
 
-    def _target(self, part: slice) -> Tensor:
+    def _target(self, place: slice) -> Tensor | None:
+        """The memory of the caller's for some frames; None: they get memory of their own."""
         if self._images is not None:
-            return self._images[:, part]
-        if self._out is None:
-            raise ValueError("there is neither out nor images; expected one of the two")
-        return self._out[:, :, part]
+            return self._images[:, place]
+        return None if self._out is None else self._out[:, :, place]
+
+    def _new(self, x: Tensor) -> Tensor:
+        frames = x.to(self._dtype)
+        if self._size == 1:
+            return frames
+        return pixel_shuffle_3d(frames, (1, self._size, self._size), self._order)
+
+    def _placed(self, x: Tensor, target: Tensor) -> Tensor:
+        with torch.inference_mode(target.is_inference()):  # else it may not be written to
+            if not target.numel():
+                return target
+            if self._images is not None:
+                return frames_to_images(x, patch=self._size, order=self._order, out=target)
+            return pixel_shuffle_3d(x, (1, self._size, self._size), self._order, out=target)
 
 
-class Chunk:
+class TiledChunk:
     """Frames that come in tiles.
 
     Args:
+        output: What they are for.
         piece: Where they go: `[B, C, n, H, W]`, or `[B, n, H, W, C]` as images.
         skipped: Frames of the chunk before the first of those.
-        size: Pixels of the piece for each that comes, in height and width.
-        order: See `pixels.py`.
-        attempt: Calls what allocates.
-        as_images: It is images.
+        frames: How many those are.
     """
 
-    def __init__(
-        self,
-        piece: Tensor,
-        skipped: int,
-        size: int,
-        order: str,
-        attempt: Attempt,
-        *,
-        as_images: bool,
-    ) -> None:
+    def __init__(self, output: Output, piece: Tensor, skipped: int, frames: int) -> None:
         self.piece = piece
-        self._attempt = attempt
-        self._skipped, self._size, self._order, self._as_images = skipped, size, order, as_images
-        self._frames = piece.shape[1 if as_images else 2]
+        self._output, self._skipped, self._frames = output, skipped, frames
 
     def put(self, x: Tensor, start: int, rows: Span, columns: Span) -> None:
         """Write a part of some frames.
@@ -155,23 +151,6 @@ class Chunk:
         """
         first = max(0, self._skipped - start)
         last = min(x.shape[2], self._skipped + self._frames - start)
-        if first >= last:
-            return
-        time = slice(start + first - self._skipped, start + last - self._skipped)
-        down, across = (slice(self._size * a, self._size * b) for a, b in (rows, columns))
-        target = (
-            self.piece[:, time, down, across]
-            if self._as_images
-            else self.piece[:, :, time, down, across]
-        )
-        part, size, order = x[:, :, first:last], self._size, self._order
-        self._attempt(lambda: _placed(part, target, size, order, self._as_images))
-
-
-def _placed(x: Tensor, target: Tensor, size: int, order: str, as_images: bool) -> Tensor:
-    with torch.inference_mode(target.is_inference()):  # else it may not be written to
-        if not target.numel():
-            return target
-        if as_images:
-            return frames_to_images(x, patch=size, order=order, out=target)
-        return pixel_shuffle_3d(x, (1, size, size), order, out=target)
+        if first < last:
+            time = slice(start + first - self._skipped, start + last - self._skipped)
+            self._output.put(x[:, :, first:last], self.piece, time, rows, columns)

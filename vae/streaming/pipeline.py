@@ -61,6 +61,9 @@ def advance(
 ) -> Iterator[Tensor]:
     """Push one chunk of frames through the network, depth first.
 
+    All layers are called from here, however often a chunk is cut, so that a traceback from inside
+    one is as short for the last layer as for the first.
+
     Args:
         chains: The layers, in runs; between two runs the frames of a chunk come together again,
             because the layer that begins the next takes them in groups.
@@ -73,42 +76,60 @@ def advance(
     Yields:
         Runs of frames as they leave the last layer.
     """
-    chain, index = start
-    layers = chains[chain][index:]
-    if (chain and not index) or (layers and layers[0].pairs):
-        x, layers = _through(layers[0], x, cache), layers[1:]
-    runs = _run(layers, x, cache, part_bytes)
-    for head, *tail in chains[chain + 1 :]:
-        joined = cache.attempt(functools.partial(_join, list(runs)))
-        runs = _run(tail, _through(head, joined, cache), cache, part_bytes)
-    yield from runs
+    joined, at = x, start[1]
+    for number in range(start[0], len(chains)):
+        layers, last = chains[number], number + 1 == len(chains)
+        done: list[Tensor] = []
+        waiting: list[tuple[int, Iterator[Tensor]]] = []
+        y: Tensor | None = joined
+        # What begins a run takes all frames of the chunk.
+        ready = at < len(layers) and ((number > 0 and at == 0) or layers[at].pairs)
+        if ready:
+            y = _fitted(layers[at], joined, cache)
+        while y is not None:
+            if at < len(layers):
+                layer = layers[at]
+                part = 0 if ready else _cut(layer, y, part_bytes)
+                if not part:
+                    y = layer(y if ready else _fitted(layer, y, cache), cache)
+                    if cache.thrifty:
+                        cache.park()
+                    at, ready = at + 1, False
+                    continue
+                waiting.append((at, parts(y, layer.wants(y.shape[2]), part, cache.attempt)))
+            elif last:
+                yield y
+            else:
+                done.append(y)
+            y = None  # let go of it before the next part is made
+            at, y = _next_part(waiting)
+            ready = True
+        if not last:
+            joined, at = cache.attempt(functools.partial(_join, done)), 0
 
 
-def _run(
-    layers: Sequence[CausalLayer], x: Tensor, cache: TemporalCache, part_bytes: int
-) -> Iterator[Tensor]:
-    for index, layer in enumerate(layers):
-        frames = layer.wants(x.shape[2])
-        nbytes = x.nbytes // x.shape[2] * frames * layer.growth
-        part = largest_part(frames, nbytes, part_bytes, even=not layer.repeats)
-        if part < frames:
-            for run in parts(x, frames, part, cache.attempt):
-                yield from _run(layers[index + 1 :], _called(layer, run, cache), cache, part_bytes)
-            return
-        x = _through(layer, x, cache)
-    yield x
-
-
-def _through(layer: CausalLayer, x: Tensor, cache: TemporalCache) -> Tensor:
+def _cut(layer: CausalLayer, x: Tensor, part_bytes: int) -> int:
+    """The frames of a part of `x` that a layer is to get at once; 0: all of them."""
     frames = layer.wants(x.shape[2])
-    return _called(layer, cache.attempt(lambda: fitted(x, frames)), cache)
+    nbytes = x.nbytes // x.shape[2] * frames * layer.growth
+    part = largest_part(frames, nbytes, part_bytes, even=not layer.repeats)
+    return part if part < frames else 0
 
 
-def _called(layer: CausalLayer, x: Tensor, cache: TemporalCache) -> Tensor:
-    y = layer(x, cache)
-    if cache.thrifty:
-        cache.park()
-    return y
+def _fitted(layer: CausalLayer, x: Tensor, cache: TemporalCache) -> Tensor:
+    """As many frames as the layer is to get, where those of `x` have come."""
+    frames = layer.wants(x.shape[2])
+    return x if frames == x.shape[2] else cache.attempt(lambda: fitted(x, frames))
+
+
+def _next_part(waiting: list[tuple[int, Iterator[Tensor]]]) -> tuple[int, Tensor | None]:
+    """The next part of what was cut last, and the layer that it is for; None: all have gone."""
+    while waiting:
+        at, runs = waiting[-1]
+        for part in runs:
+            return at, part
+        waiting.pop()
+    return 0, None
 
 
 def _join(runs: list[Tensor]) -> Tensor:

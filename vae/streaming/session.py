@@ -1,123 +1,169 @@
-"""One video on its way through the network: its chunks, and its route, also a smaller one."""
+"""One video on its way through the network: its chunks, its plan, and a smaller plan at need."""
 
+import contextlib
+import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...kernels import is_out_of_memory
-from ..layers.causal_layer import CausalLayer
+from ..layers import cudnn
+from ..layers.conv import Conv, drop_stale_forms
+from ..layers.memory_format import canonical, to_unit
 from ..layers.oom import Relief
 from ..layers.temporal_cache import TemporalCache
 from ..layers.workspace import Workspace
-from ..planning.plan import Plan, Work, cut_tiles, smaller_plan
+from ..models.base import Network
+from ..models.config import VAEConfig
+from ..planning.plan import Plan, cut_tiles, job_of, make_plan, smaller_plan
+from . import cuda_graph
 from .cache_offload import Parking
-from .chunk_runner import Steps
-from .executor import Route, TiledDecode, TiledEncode, WholeFrames
-from .lanes import Lane
+from .compile_guard import eager
+from .executor import Executor
+from .options import StreamOptions
 from .output import Output
 from .pipeline import rechunk
+from .precision import full_float32
+from .static_frames import Changes
+from .tiled_executor import TiledDecode, TiledEncode
+
+# Devices whose library is asked for its fastest algorithms.
+_SEARCHED = ("cuda",)
 
 
-@dataclass(frozen=True)
-class Ends:
-    """What a video goes through before the first layer and after the last.
+@dataclass
+class VideoSession:
+    """Runs one video: plans for its size, then pushes chunk after chunk through an executor.
 
     Attributes:
-        enter: Takes a chunk, `[B, C, T, H, W]`, channels-last.
+        network: The encoder or the decoder.
+        config: What the weights are.
+        options: What is asked of the stream, with the limit and the chunk settled.
+        dtype: Of the computation.
+        enter: Takes a chunk, `[B, C, T, H, W]`, channels-last, before the first layer.
         leave: Takes what leaves an encoder; or where the frames of a decoder go.
+        relief: Makes room when memory runs out.
+        lone: The video is a single frame.
+        begins: The first frame is that of the video; else what is before it is not known.
+        learns: There are parameters that want a gradient.
+        full: Compute float32 in float32, whatever PyTorch's switches allow.
+        graphs: Replay chunks that repeat as CUDA graphs.
+        skips: Leave out what frames that do not change make no difference to.
     """
 
+    network: Network
+    config: VAEConfig
+    options: StreamOptions
+    dtype: torch.dtype
     enter: Callable[[Tensor], Tensor]
     leave: Callable[[Tensor], Tensor] | Output
-
-
-@dataclass(frozen=True)
-class Video:
-    """What is known of one video.
-
-    Attributes:
-        work: What is computed.
-        ends: What is around it.
-        group: Frames that become one latent, where they are encoded; else 1.
-        frames_per_latent: Frames that a latent becomes, but for the first.
-        shape: Channels, height and width of the images.
-        pictures: Every frame is a first one.
-        begins: The first frame is that of the video; else what is before it is not known.
-        relief: Makes room when memory runs out.
-    """
-
-    work: Work
-    ends: Ends
-    group: int
-    frames_per_latent: int
-    shape: tuple[int, int, int]
-    pictures: bool
-    begins: bool
     relief: Relief
+    lone: bool
+    begins: bool
+    learns: bool
+    full: bool
+    graphs: bool
+    skips: bool
 
-    def run(
-        self, plan: Plan, new_steps: Callable[[Route], Steps], source: Iterator[Tensor]
-    ) -> Iterator[Tensor]:
-        """Run all of it.
+    def __post_init__(self) -> None:
+        self._device = self.relief.device
+        self._encodes = not isinstance(self.leave, Output)
+        compression = self.config.temporal_compression
+        # Frames that a latent is made of, where they enter.
+        self._group = compression if self._encodes else 1
+        self._pictures = compression == 1  # every frame is a first one
+        self._workspace = Workspace()
+        self._changes = Changes()
+        self._chunk: Tensor | None = None
+        self._results: Iterator[Tensor] | None = None
+        self._records = self._searches = self._rests = False
+        self._last: tuple[torch.Size, bool, bool] | None = None
+        self._repeats = 0  # chunks before this one that were like it, one after the other
+        self._recording: cuda_graph.Recording | None = None
+
+    def run(self, source: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Run all of the video; between results the modes (grad, inference, ...) are the caller's.
 
         Args:
-            plan: How to begin.
-            new_steps: Makes what runs the chunks.
-            source: The frames or latents, checked.
+            source: The frames or latents, checked: `[B, C, t, H, W]` each, any `t`.
 
         Yields:
             What leaves, piece by piece.
         """
-        workspace = Workspace()
-        route = self._route(plan, workspace)
-        steps = new_steps(route)
-        self.relief.frees = workspace.release
-        self.relief.parks = lambda: any(
-            [lane.cache.park() for lane in steps.route.lanes]  # noqa: C419, all of them
-        )
-        if not steps.learns:
-            workspace.relief = self.relief
+        source = self._planned(source)
+        relief, done = self.relief, 0
+        relief.frees = self._workspace.release
+        relief.parks = self._park
+        if not self.learns:
+            self._workspace.relief = relief
         try:
-            yield from self._run(plan, steps, workspace, source)
+            for chunk in self._chunks(source):
+                self._begin(chunk)
+                while (piece := self._next()) is not None:
+                    yield piece
+                done += chunk.shape[2]
+                for cache in self._executor.caches:
+                    cache.first = self._pictures
+                if relief.done and relief.is_new:
+                    relief.report(f"{'frame' if self._encodes else 'latent'} {done}")
+                    self._lower()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            raise self.relief.exhausted(error) from None
+            raise relief.exhausted(error) from None
         finally:
             # Break the reference cycles so that the caches are freed now.
-            workspace.relief = None
-            self.relief.forget()
-            steps.end()
+            self._workspace.relief = None
+            relief.forget()
+            self._recording = self._results = None
 
-    def _run(
-        self,
-        plan: Plan,
-        steps: Steps,
-        workspace: Workspace,
-        source: Iterator[Tensor],
-    ) -> Iterator[Tensor]:
-        relief = self.relief
-        dropped = done = 0
-        size = 1 if self.pictures else None if plan.chunk == -1 else plan.chunk * self.group
-        for whole in rechunk(source, size, begins=self.begins, attempt=relief.attempt):
-            first = steps.route.lanes[0].cache.first
-            kept = whole
-            if not first and whole.shape[2] % self.group:
-                dropped = whole.shape[2] % self.group
-                kept = whole[:, :, : whole.shape[2] - dropped]
-            while kept.shape[2]:
-                # The plan may have become smaller since the chunk was cut.
-                length = kept.shape[2] if plan.chunk == -1 else plan.chunk * self.group
-                run, kept = kept[:, :, :length], kept[:, :, length:]
-                yield from steps.run(run)
-                done += run.shape[2]
-                steps.route.passed_first(pictures=self.pictures)
-                if relief.done and relief.is_new:
-                    relief.report(f"{'latent' if self.group == 1 else 'frame'} {done}")
-                    plan = self._lowered(plan, steps, workspace)
+    def _planned(self, source: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Plan by the first piece."""
+        first = next(source, None)
+        if first is None:
+            name = "frames" if self._encodes else "latents"
+            raise ValueError(f"no {name} came; expected one or more")
+        compression = self.config.spatial_compression if self._encodes else 1
+        size = first.shape[0], first.shape[3] // compression, first.shape[4] // compression
+        self._job = job_of(
+            self.network,
+            self.config,
+            size,
+            self.dtype,
+            self._device,
+            lone=self.lone,
+        )
+        records = torch.is_grad_enabled() and (self.learns or first.requires_grad)
+        self._plan = make_plan(
+            self._job,
+            self.options.limit_bytes,
+            chunk=self.options.chunk,
+            tile=None if records else self.options.tile,
+            cuts=not records,
+        )
+        convs = [module for module in self.network.modules() if isinstance(module, Conv)]
+        drop_stale_forms(convs, self.relief.finish)
+        self._executor = self._executor_of(self._plan)
+        return itertools.chain([first], source)
+
+    def _chunks(self, source: Iterator[Tensor]) -> Iterator[Tensor]:
+        """The pieces cut to the steps of the plan, which may become smaller on the way."""
+        chunk, group = self._plan.chunk, self._group
+        size = 1 if self._pictures else None if chunk == -1 else chunk * group
+        dropped = 0
+        for whole in rechunk(source, size, begins=self.begins, attempt=self.relief.attempt):
+            rest = whole
+            if not self._executor.cache.first and whole.shape[2] % group:
+                dropped = whole.shape[2] % group
+                rest = whole[:, :, : whole.shape[2] - dropped]
+            while rest.shape[2]:
+                chunk = self._plan.chunk
+                length = rest.shape[2] if chunk == -1 else chunk * group
+                run, rest = rest[:, :, :length], rest[:, :, length:]
+                yield run
         if dropped:
             warnings.warn(
                 f"the last {dropped} frame{'s were' if dropped > 1 else ' was'} dropped; "
@@ -126,51 +172,123 @@ class Video:
                 stacklevel=5,
             )
 
-    def _lowered(self, plan: Plan, steps: Steps, workspace: Workspace) -> Plan:
-        """Go on by the next smaller plan, if there is one and there is memory to change to it."""
-        smaller = smaller_plan(self.work, plan)
-        if smaller is None:
-            return plan
+    def _begin(self, chunk: Tensor) -> None:
+        """Look at the next chunk: whether it records, repeats the last one, or stands still."""
+        kind = chunk.shape, self._executor.cache.first
+        model = self.config, self._encodes, self.dtype, self._device
+        self._searches = self._device.type in _SEARCHED and cudnn.pays((*kind, *model))
+        # Nothing can be searched for while a graph is recorded.
+        like = *kind, self._searches
+        self._repeats = self._repeats + 1 if like == self._last else 0
+        if self._repeats == 0:
+            self._recording = None
+        self._last = like
+        self._records = torch.is_grad_enabled() and (chunk.requires_grad or self.learns)
+        alike = 0
+        if self.skips and not self._records:
+            alike = self.relief.attempt(lambda: self._changes.alike(chunk))
+        else:
+            self._changes = Changes()
+        wanted = self._executor.takes(chunk.shape[2], alike)
+        self._rests = wanted is not None
+        if self._rests:
+            chunk, self._searches = chunk[:, :, :wanted], False
+        self._chunk = chunk
 
-        def changed() -> Route:
-            route = self._route(smaller, workspace)
+    @eager
+    def _next(self) -> Tensor | None:
+        """One result more; None after the last. All that is computed is computed in here."""
+        with contextlib.ExitStack() as modes:
+            # Outside of inference mode, so that tails and derived weights can be used in it and out
+            # of it.
+            modes.enter_context(torch.inference_mode(False))
+            modes.enter_context(torch.set_grad_enabled(self._records))
+            modes.enter_context(torch.autocast(self._device.type, enabled=False))
+            if self.full:
+                modes.enter_context(full_float32(self._device))
+            if self._searches:
+                modes.enter_context(cudnn.searching(self._device))
+            if self._results is None:
+                self._results = iter(self._steps(self.relief.attempt(self._input)))
+            result = next(self._results, None)
+            if result is None:
+                self._results = None
+                return None
+            return self._executor.finish(result)
+
+    def _input(self) -> Tensor:
+        chunk = self._chunk
+        if chunk is None:
+            raise RuntimeError("there is no chunk; expected one")
+        x = to_unit(chunk.to(self._device)) if chunk.dtype == torch.uint8 else chunk
+        x = x.to(self._device, self.dtype).contiguous(memory_format=torch.channels_last_3d)
+        return canonical(self.enter(canonical(x)))
+
+    def _steps(self, x: Tensor) -> Iterable[Tensor]:
+        """The chunk's results, replayed where a chunk like it was recorded."""
+        executor = self._executor
+        repeats = self._repeats and executor.records and not (self._records or self._rests)
+        # The first of like chunks sets up memory and whatever else is set up once.
+        if self.graphs and repeats and cuda_graph.takes(self._device):
+            try:
+                if self._recording is None:
+                    self._recording = cuda_graph.Recording(executor.advance, x)
+                return self._recording.replay(x)
+            except RuntimeError as error:
+                self.graphs = False
+                cuda_graph.complain(error)
+        return executor.advance(x)
+
+    def _park(self) -> bool:
+        """Bring what all layers remember to the host; whether that has freed memory."""
+        return any([cache.park() for cache in self._executor.caches])  # noqa: C419, all of them
+
+    def _lower(self) -> None:
+        """Go on by the next smaller plan, if there is one and there is memory to change to it."""
+        smaller = smaller_plan(self._job, self._plan)
+        if smaller is None:
+            return
+
+        def changed() -> Executor:
+            executor = self._executor_of(smaller)
             # What single pictures remember is nothing.
-            if not self.pictures:
-                route.take(steps.route.tails())
+            if not self._pictures:
+                executor.take(self._executor.tails())
                 # Layers of SeedVR2 know whether their first frame was the last; never cut.
-                route.lanes[0].cache.after_first |= steps.route.lanes[0].cache.after_first
-            return route
+                executor.cache.after_first |= self._executor.cache.after_first
+            return executor
 
         try:
             # As in the steps: tails that are made in inference mode cannot be written to later.
             with torch.inference_mode(False), torch.no_grad():
-                route = self.relief.attempt(changed)
+                self._executor = self.relief.attempt(changed)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            return plan
-        steps.go_by(route)
-        return smaller
+            return
+        self._plan, self._recording, self._repeats, self._last = smaller, None, 0, None
 
-    def _route(self, plan: Plan, workspace: Workspace) -> Route:
-        def new_lane(chains: Sequence[Sequence[CausalLayer]]) -> Lane:
+    def _executor_of(self, plan: Plan) -> Executor:
+        def new_cache() -> TemporalCache:
             cache = TemporalCache(
-                lone=self.work.lone, band_bytes=plan.part_bytes, workspace=workspace
+                lone=self._job.lone,
+                band_bytes=plan.part_bytes,
+                workspace=self._workspace,
             )
             cache.first = self.begins
-            return Lane(chains, cache, plan.part_bytes)
+            return cache
 
-        leave = self.ends.leave
+        leave = self.leave
         if plan.tiles is None:
-            finish = leave.write if isinstance(leave, Output) else leave
-            return WholeFrames(new_lane(self.work.network.chains()), finish)
-        whole, tiles, size = cut_tiles(self.work, plan.tiles)
-        route: TiledEncode | TiledDecode
+            executor = Executor(self.network.chains(), new_cache(), plan.part_bytes)
+            executor.finish = leave.write if isinstance(leave, Output) else leave
+            return executor
+        parts = *cut_tiles(self._job, plan.tiles), new_cache, plan.part_bytes
         if isinstance(leave, Output):
-            per_latent = self.frames_per_latent
-            route = TiledDecode(whole, tiles, size, new_lane, leave, per_latent, self.shape)
+            executor = TiledDecode(*parts, leave)
         else:
-            route = TiledEncode(whole, tiles, size, new_lane, leave)
+            executor = TiledEncode(*parts)
+            executor.finish = leave
         if plan.parked:
-            route.parking = Parking(self.work.device)
-        return route
+            executor.parking = Parking(self._device)
+        return executor

@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
 
 
 def test_tiles_leave_no_seam_where_those_of_stock_do(comfyui, tmp_path, monkeypatch):
-    from fast_video_vae.vae.streaming.executor import TiledDecode
+    from fast_video_vae.vae.streaming.tiled_executor import TiledDecode
 
     tiles = []
     advance = TiledDecode.advance

@@ -553,10 +553,11 @@ def test_when_memory_runs_out_it_tries_again_with_less_and_never_in_tiles(
 def test_the_limit_of_a_tile_reaches_the_stream_and_what_comfyui_is_asked_for(loaded, monkeypatch):
     import comfy.model_management as management
 
-    from fast_video_vae.vae import model as module
+    from fast_video_vae.vae import model as vae_model
+    from fast_video_vae.vae.streaming import session
 
     model, plans, asked = loaded.first_stage_model, [], []
-    real_plan, real_load = module.make_plan, management.load_models_gpu
+    real_plan, real_load = session.make_plan, management.load_models_gpu
 
     def plan(*arguments, **options):
         plans.append(arguments[1])
@@ -572,7 +573,8 @@ def test_the_limit_of_a_tile_reaches_the_stream_and_what_comfyui_is_asked_for(lo
         model.plan(96, 128, StreamOptions(limit_bytes=limit), encode=each).peak_bytes
         for each, limit in ((False, decode), (True, encode))
     ]
-    monkeypatch.setattr(module, "make_plan", plan)
+    for module in (vae_model, session):
+        monkeypatch.setattr(module, "make_plan", plan)
     monkeypatch.setattr(management, "load_models_gpu", load)
     loaded.decode_tiled(latent, tile_x=6, tile_y=8, overlap=0)
     assert plans[-1] == decode

@@ -16,7 +16,7 @@ from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers import conv
 from fast_video_vae.vae.planning import plan, tiling
 from fast_video_vae.vae.planning.layer_specs import lengths_before, outline
-from fast_video_vae.vae.planning.plan import Tiles, Work, make_plan
+from fast_video_vae.vae.planning.plan import StreamJob, Tiles, make_plan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FAMILIES = {
@@ -47,7 +47,7 @@ def network(request, vae):
 
 
 def work_of(network, height=90, width=160, dtype=torch.bfloat16, device=CPU, lone=False, batch=1):
-    return Work(network, (batch, height, width), dtype, device, lone)
+    return StreamJob(network, (batch, height, width), dtype, device, lone)
 
 
 CASES = [

@@ -8,11 +8,12 @@ import torch
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.wan22 import random_wan22
-from fast_video_vae.vae import StreamOptions, load_vae, model
+from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.planning import plan as plan_module
 from fast_video_vae.vae.planning import tiling
+from fast_video_vae.vae.streaming import session
 from fast_video_vae.vae.streaming.cache_offload import Parking
-from fast_video_vae.vae.streaming.executor import TiledDecode, TiledEncode
+from fast_video_vae.vae.streaming.tiled_executor import TiledDecode, TiledEncode
 
 FAMILIES = {"wan2.1": lambda: random_state_dict(8), "wan2.2": lambda: random_wan22(8, 8)}
 
@@ -223,12 +224,12 @@ def test_a_still_end_is_left_out_in_tiles_too(vae, tiles, chunk):
 
 def test_what_tiles_remember_may_wait_elsewhere(vae, tiles, monkeypatch):
     """On a CPU that is other memory of the host."""
-    plan, parks = model.make_plan, []
+    plan, parks = session.make_plan, []
 
     def parked(*arguments, **options):
         return replace(plan(*arguments, **options), parked=True)
 
-    monkeypatch.setattr(model, "make_plan", parked)
+    monkeypatch.setattr(session, "make_plan", parked)
     park = Parking.park
     monkeypatch.setattr(
         Parking, "park", lambda self, cache: (parks.append(cache), park(self, cache))

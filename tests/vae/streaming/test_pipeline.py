@@ -17,8 +17,9 @@ from fast_video_vae.vae import StreamOptions, load_vae, model
 from fast_video_vae.vae.layers import conv
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.layers.workspace import Workspace
-from fast_video_vae.vae.streaming.chunk_runner import Steps
+from fast_video_vae.vae.streaming import session
 from fast_video_vae.vae.streaming.pipeline import rechunk
+from fast_video_vae.vae.streaming.session import VideoSession
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +193,7 @@ def test_a_stream_that_is_done_or_dropped_keeps_nothing_alive(vae, pieces, tile)
                 break
 
     latent = torch.randn(1, 16, 4, 16, 16)
-    kept = (TemporalCache, Workspace, Steps)
+    kept = (TemporalCache, Workspace, VideoSession)
     gc.collect()
     gc.disable()
     try:
@@ -263,7 +264,8 @@ def test_a_limit_for_once_rules_the_steps_of_that_stream_alone(vae, monkeypatch)
         limits.append(arguments[1])
         return real(*arguments, **options)
 
-    monkeypatch.setattr(model, "make_plan", plan)
+    for module in (model, session):
+        monkeypatch.setattr(module, "make_plan", plan)
     latent, frames = torch.randn(1, 16, 3, 2, 2), torch.rand(1, 3, 9, 16, 16)
     expected, encoded = vae.decode(latent), vae.encode(frames)
     for stream, wanted in (

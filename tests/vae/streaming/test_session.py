@@ -15,7 +15,7 @@ from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.planning import plan as plan_module
 
 graphs = importlib.import_module("fast_video_vae.vae.streaming.cuda_graph")
-steps = importlib.import_module("fast_video_vae.vae.streaming.chunk_runner")
+session = importlib.import_module("fast_video_vae.vae.streaming.session")
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ class StandIn:
     def __init__(self, run, x):
         type(self).made += 1
         self._run, self._input = run, x.clone()
-        tails = run.__self__.route.lanes[0].cache._tails
+        tails = run.__self__.cache._tails
         before = {conv: tail.clone() for conv, tail in tails.items()}
         places = {conv: tail.data_ptr() for conv, tail in tails.items()}
         self._results = list(run(self._input))
@@ -141,7 +141,8 @@ def test_graphs_are_off_unless_asked_for(vae):
 @pytest.fixture
 def searches(monkeypatch):
     """How many chunks of a decode were searched for."""
-    cudnn = steps.cudnn
+    cudnn = session.cudnn
+    monkeypatch.setattr(session, "_SEARCHED", ("cpu",))
     monkeypatch.setattr(cudnn, "_seen", Counter())
     monkeypatch.setattr(cudnn, "_UNSEARCHED", 3)
     entered = set()

@@ -1,0 +1,190 @@
+"""The executor that runs some layers on whole frames and the others tile by tile."""
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.temporal_cache import TemporalCache
+from ..models.receptive_field import Size, frame_sizes
+from ..planning.tiling import Chains, FrameTile
+from .cache_offload import Parking
+from .executor import Executor, Tails
+from .output import Output
+
+
+class TiledExecutor(Executor):
+    """An executor of the layers on whole frames, with one of the other layers for each tile.
+
+    A video that goes on in another executor has its tails put together to whole frames here.
+
+    Args:
+        whole: The layers on whole frames.
+        tiles: Those in tiles, of each tile.
+        size: Height and width of the whole frames that enter these.
+        new_cache: Makes the cache of one part.
+        part_bytes: As for `Executor`.
+
+    Attributes:
+        parking: Where what the tiles remember waits; None: it stays on the device.
+    """
+
+    records = False
+
+    def __init__(
+        self,
+        whole: Chains,
+        tiles: list[FrameTile],
+        size: Size,
+        new_cache: Callable[[], TemporalCache],
+        part_bytes: int,
+    ) -> None:
+        super().__init__(whole, new_cache(), part_bytes)
+        self.parking: Parking | None = None
+        self._layers = tiles[0].layers
+        self._sizes = frame_sizes(self._layers, size)
+        self.tiles = [(tile, Executor(tile.chains, new_cache(), part_bytes)) for tile in tiles]
+
+    @property
+    def caches(self) -> list[TemporalCache]:
+        """Those of the whole frames first, then of the tiles."""
+        return [self.cache, *(part.cache for _, part in self.tiles)]
+
+    def in_turn(self) -> Iterator[tuple[FrameTile, Executor]]:
+        """The tiles, each with what it remembers on the device."""
+        following = [part.cache for _, part in self.tiles[1:]]
+        for index, (tile, part) in enumerate(self.tiles):
+            if self.parking is not None:
+                part.cache.attempt(functools.partial(self.parking.wait, part.cache))
+                for cache in following[index : index + 1]:
+                    cache.attempt(functools.partial(self.parking.fetch, cache))
+            yield tile, part
+            if self.parking is not None:
+                part.cache.attempt(functools.partial(self.parking.park, part.cache))
+
+    def tails(self) -> Tails:
+        """What is remembered, on whole frames, on the host."""
+        if self.parking is not None:
+            self.parking.settle()
+        found = self.cache.tails()
+        convs = {conv for _, part in self.tiles for conv in part.cache.tails()}
+        return found | {conv: self._joined(conv) for conv in convs}
+
+    def take(self, tails: Tails) -> None:
+        """Cut the tails of the tiled layers for each tile."""
+        inner = {module for layer in self._layers for module in layer.modules()}
+        self.cache.take({conv: tail for conv, tail in tails.items() if conv not in inner})
+        for tile, part in self.tiles:
+            part.cache.take(
+                {conv: self._cut(tail, tile, conv) for conv, tail in tails.items() if conv in inner}
+            )
+
+    def _index(self, conv: nn.Module) -> int:
+        """Which of the tiled layers a convolution belongs to."""
+        return next(i for i, layer in enumerate(self._layers) if conv in layer.modules())
+
+    def _cut(self, tail: Tensor, tile: FrameTile, conv: nn.Module) -> Tensor:
+        """What a tile holds of a tail on whole frames."""
+        index = self._index(conv)
+        # A layer that makes frames smaller remembers those after it.
+        rows, columns = (
+            slice(start * length // full, stop * length // full)
+            for (start, stop), length, full in zip(
+                tile.spans[index], tail.shape[-2:], self._sizes[index], strict=True
+            )
+        )
+        return tail[..., rows, columns].contiguous(memory_format=torch.channels_last_3d)
+
+    def _joined(self, conv: nn.Module) -> Tensor:
+        """The tail of a convolution on the whole frame: of each tile what no halo has spoiled."""
+        index = self._index(conv)
+        full = self._sizes[index]
+        whole: Tensor | None = None
+        for tile, part in self.tiles:
+            tail = part.cache.tails()[conv]
+            seen = tile.spans[index]
+            if whole is None:
+                # Such as 1/2, where the layer makes frames smaller.
+                down = (seen[0][1] - seen[0][0]) // tail.shape[-2]
+                height, width = (length // down for length in full)
+                shape = (*tail.shape[:3], height, width)
+                whole = torch.empty(shape, dtype=tail.dtype, memory_format=torch.channels_last_3d)
+            place = []
+            for (start, stop), length, size, (first, _) in zip(
+                (tile.rows, tile.columns), whole.shape[-2:], self._sizes[-1], seen, strict=True
+            ):
+                down = full[0] // whole.shape[-2]
+                begin, end = start * length // size, stop * length // size
+                place.append((slice(begin, end), slice(begin - first // down, end - first // down)))
+            (rows, own_rows), (columns, own_columns) = place
+            whole[..., rows, columns] = tail[..., own_rows, own_columns]
+        if whole is None:
+            raise ValueError("there are no tiles; expected at least one")
+        return whole
+
+
+class TiledDecode(TiledExecutor):
+    """A decoder: first whole frames, then tiles, whose pixels go to `output`."""
+
+    def __init__(
+        self,
+        whole: Chains,
+        tiles: list[FrameTile],
+        size: Size,
+        new_cache: Callable[[], TemporalCache],
+        part_bytes: int,
+        output: Output,
+    ) -> None:
+        super().__init__(whole, tiles, size, new_cache, part_bytes)
+        self._output = output
+
+    def takes(self, frames: int, alike: int) -> int | None:
+        """A decode needs all frames."""
+        return None
+
+    def advance(self, x: Tensor) -> Iterator[Tensor]:
+        """Push one chunk through; all of its frames leave together."""
+        runs = list(super().advance(x))
+        chunk = self._output.chunk(x, first=self.cache.first)
+        for tile, part in self.in_turn():
+            done = 0
+            for run in runs:
+                for frames in part.advance(run):
+                    chunk.put(frames, done, tile.rows, tile.columns)
+                    done += frames.shape[2]
+        yield chunk.piece
+
+
+class TiledEncode(TiledExecutor):
+    """An encoder: first tiles, then whole frames."""
+
+    _taken: int | None = None  # frames that the layers on whole frames want
+
+    def takes(self, frames: int, alike: int) -> int | None:
+        """Tell of the next chunk; all tiles see as far back as each other."""
+        wanted, *_ = [part.takes(frames, alike) for _, part in self.tiles]
+        behind = self.tiles[0][1].behind
+        self._taken = super().takes(behind.frames, behind.frames - behind.fresh + 1)
+        return wanted
+
+    def advance(self, x: Tensor) -> Iterator[Tensor]:
+        """Push one chunk through, the tiles of it first."""
+        whole: Tensor | None = None
+        for tile, part in self.in_turn():
+            runs = list(part.advance(x))
+            if whole is None:
+                frames = sum(run.shape[2] for run in runs)
+                shape = (*runs[0].shape[:2], frames, *self._sizes[-1])
+                order = torch.channels_last_3d
+                empty = functools.partial(
+                    torch.empty, shape, dtype=x.dtype, device=x.device, memory_format=order
+                )
+                whole = part.cache.attempt(empty)
+            done = 0
+            for run in runs:
+                place = whole[:, :, done : done + run.shape[2]]
+                place[..., slice(*tile.rows), slice(*tile.columns)] = run
+                done += run.shape[2]
+        if whole is not None:
+            yield from super().advance(whole[:, :, : self._taken])
