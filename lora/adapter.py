@@ -10,7 +10,7 @@ Low-Rank Adaptation", arXiv 2402.09353.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, TypeVar
 
@@ -63,6 +63,9 @@ class Adapter(ABC):
 
         Returns:
             A new tensor of the shape `grown(shape)`; None: the change depends on the weight.
+
+        Raises:
+            ValueError: The adapter does not fit the shape.
         """
         del shape, dtype, device
         return None
@@ -84,39 +87,29 @@ class Adapter(ABC):
 
     @abstractmethod
     def _changed(self, working: Tensor, strength: float) -> Tensor:
-        """The changed weight, not rounded yet.
+        """The changed weight, not rounded yet; for a strength that is not 0.
 
-        Args:
-            working: A contiguous copy of the weight, grown, in the dtype of the computation; it
-                may be written into.
-            strength: Not 0.
+        `working` is a contiguous copy of the weight, grown, in the dtype of the computation; it
+        may be written into.
         """
 
     @property
     def nbytes(self) -> int:
         """Bytes of the adapter's tensors."""
-        return sum(tensor.nbytes for tensor in self._tensors())
+        values = (getattr(self, field.name) for field in fields(self))
+        each = (
+            item for value in values for item in (value if isinstance(value, tuple) else [value])
+        )
+        return sum(item.nbytes for item in each if isinstance(item, Tensor))
 
-    def to(self: _A, device: torch.device | str, dtype: torch.dtype | None = None) -> _A:
-        """A copy with its tensors on another device, and of another dtype where one is given.
-
-        Tensors that are so already are shared with this adapter.
-        """
-        changed = {
-            field.name: _moved(getattr(self, field.name), device, dtype) for field in fields(self)
-        }
-        return replace(self, **changed)
+    def to(self: _A, device: torch.device | str) -> _A:
+        """A copy with its tensors on another device; those that are there already are shared."""
+        moved = {field.name: _moved(getattr(self, field.name), device) for field in fields(self)}
+        return replace(self, **moved)
 
     def _check(self, shape: Sequence[int]) -> None:
         if (reason := self.misfit(shape)) is not None:
             raise ValueError(f"{self.kind}: {reason}")
-
-    def _tensors(self) -> Iterator[Tensor]:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            for item in value if isinstance(value, tuple) else (value,):
-                if isinstance(item, Tensor):
-                    yield item
 
     def _working_copy(self, weight: Tensor) -> Tensor:
         shape, dtype = self.grown(weight.shape), _compute_dtype(weight.dtype)
@@ -161,11 +154,7 @@ class Additive(Adapter):
     def delta(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
     ) -> Tensor | None:
-        """The delta, unless a `dora_scale` makes it depend on the weight.
-
-        Raises:
-            ValueError: The adapter does not fit the shape.
-        """
+        """The delta, unless a `dora_scale` makes it depend on the weight."""
         if self.dora_scale is not None:
             return None
         self._check(shape)
@@ -242,7 +231,7 @@ def decompose(
     Args:
         weight: `[out, in, ...]`; written into.
         delta: Of the same shape and dtype, scaled; written into.
-        dora_scale: See `misfit_of_dora`.
+        dora_scale: `[out, 1, ...]` or `[1, in, ...]`.
         strength: 1: the result alone.
         of_sum: Norms of rows are those of the sum too, as PEFT's are (`lora/dora.py` there).
     """
@@ -262,12 +251,7 @@ def decompose(
 
 
 def misfit_of_dora(dora_scale: Tensor | None, shape: tuple[int, ...]) -> str | None:
-    """Why there are not as many magnitudes as the weight has outputs, or inputs; None: there are.
-
-    Args:
-        dora_scale: `[out, 1, ...]` or `[1, in, ...]`; None fits.
-        shape: Of the weight.
-    """
+    """Why magnitudes are neither `[out, 1, ...]` nor `[1, in, ...]` of a weight; None: they are."""
     if dora_scale is None or _dora_axis(dora_scale, shape) is not None:
         return None
     return f"dora_scale is {spell(dora_scale.shape)}; the weight is {spell(shape)}"
@@ -303,9 +287,7 @@ def _dora_axis(dora_scale: Tensor, shape: tuple[int, ...]) -> int | None:
     return 1 if dora_scale.numel() == shape[1] == inputs else None
 
 
-def _moved(value: object, device: torch.device | str, dtype: torch.dtype | None) -> object:
-    if isinstance(value, Tensor):
-        return value.to(device, dtype)
+def _moved(value: object, device: torch.device | str) -> object:
     if isinstance(value, tuple):
-        return tuple(_moved(item, device, dtype) for item in value)
-    return value
+        return tuple(_moved(item, device) for item in value)
+    return value.to(device) if isinstance(value, Tensor) else value

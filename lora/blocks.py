@@ -4,18 +4,7 @@
     item   = "!" which  |  which ["=" factor]
     which  = block  |  block "-" [block]  |  name
 
-| text | layers |
-| --- | --- |
-| (empty) | all |
-| `0-19` | blocks 0 to 19 |
-| `20-` | block 20 and those after it |
-| `!5,!7` | all but blocks 5 and 7 |
-| `self_attn` | self attention, in every block |
-| `0-19,self_attn,ffn` | self attention and feed forward of blocks 0 to 19 |
-| `!cross_attn` | all but cross attention |
-| `0-,8-11=0.5` | every block, 8 to 11 at half strength |
-| `*,cross_attn=0.5` | all, cross attention at half strength |
-| `*_img,img*` | names that end in `_img` or begin with `img` |
+An empty text is every layer; the help page of the node LoRA Stack (Fast) has examples.
 
 Numbers choose blocks, names choose layers, and a layer has to pass both: the two factors multiply.
 Of the numbers, and of the names likewise: what is excluded has 0, whatever else is said of it;
@@ -32,6 +21,7 @@ A name fits whole segments between dots, one or several in a row: `self_attn` an
 names: `*attn`.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,47 +34,10 @@ _RANGE = re.compile(r"([0-9]{1,6})(?:\s*(-)\s*([0-9]{0,6}))?")
 _NAME = re.compile(r"(?=.*(?:[^\W\d]|[*?]))[^\s!=]+")  # with a letter, `_` or wildcard
 
 
-@dataclass(frozen=True)
-class NumberItem:
-    """Blocks by their numbers.
-
-    Attributes:
-        first: The first of them.
-        last: The last of them; None: there is none.
-        factor: For them; None: they are excluded.
-    """
-
-    first: int
-    last: int | None
-    factor: float | None
-
-    def fits(self, block: int) -> bool:
-        """Whether the block is one of them."""
-        return self.first <= block and (self.last is None or block <= self.last)
-
-
-@dataclass(frozen=True)
-class NameItem:
-    """Layers by their names.
-
-    Attributes:
-        segments: Patterns for this many segments of a name in a row.
-        factor: For them; None: they are excluded.
-    """
-
-    segments: tuple[str, ...]
-    factor: float | None
-
-    def fits(self, segments: Sequence[str]) -> bool:
-        """Whether the patterns fit somewhere in a name."""
-        count = len(self.segments)
-        return any(
-            all(map(fnmatchcase, segments[start : start + count], self.segments))
-            for start in range(len(segments) - count + 1)
-        )
-
-
-_Item = NumberItem | NameItem
+# Blocks from the first to the last, or layers by patterns for segments of their name in a row; and
+# a factor for them, or None: they are excluded.
+_Numbers = tuple[int, float, float | None]
+_Names = tuple[tuple[str, ...], float | None]
 
 
 @dataclass(frozen=True)
@@ -96,8 +49,8 @@ class Blocks:
         names: Items that choose by name.
     """
 
-    numbers: tuple[NumberItem, ...] = ()
-    names: tuple[NameItem, ...] = ()
+    numbers: tuple[_Numbers, ...] = ()
+    names: tuple[_Names, ...] = ()
 
     def factor(self, module_name: str) -> float:
         """What the strength of the LoRA is multiplied by in a layer.
@@ -110,11 +63,14 @@ class Blocks:
             0 for a layer that the LoRA leaves alone, 1 for one without a factor of its own.
         """
         segments = module_name.split(".")
-        by_name = _factor([item for item in self.names if item.fits(segments)], self.names)
+        names = [factor for _, factor in self.names]
+        numbers = [factor for *_, factor in self.numbers]
+        by_name = _factor([factor for item, factor in self.names if _fit(item, segments)], names)
         block = _block_number(segments)
         if block is None:
-            return 0.0 if _choose(self.numbers) and not _choose(self.names) else by_name
-        return by_name * _factor([item for item in self.numbers if item.fits(block)], self.numbers)
+            return 0.0 if _choose(numbers) and not _choose(names) else by_name
+        fitting = [factor for first, last, factor in self.numbers if first <= block <= last]
+        return by_name * _factor(fitting, numbers)
 
 
 def parse_blocks(text: str) -> Blocks:
@@ -127,7 +83,8 @@ def parse_blocks(text: str) -> Blocks:
         ValueError: An item is empty, is neither numbers nor a name, runs backwards, or has a factor
             that is no finite number or belongs to an exclusion.
     """
-    numbers, names = [], []
+    numbers: list[_Numbers] = []
+    names: list[_Names] = []
     for item in text.split(",") if text.strip() else ():
         which, equals, factor_text = item.strip().partition("=")
         excluded = which.startswith("!")
@@ -137,11 +94,11 @@ def parse_blocks(text: str) -> Blocks:
                 f"blocks {text!r}: {item.strip()!r} has no valid factor; "
                 "expected a finite number, and none after '!', such as '8-11=0.5'"
             )
-        which = which.removeprefix("!").strip()
+        which, factor = which.removeprefix("!").strip(), None if excluded else factor
         if match := _RANGE.fullmatch(which):
-            numbers.append(_number_item(match, None if excluded else factor, text))
+            numbers.append((*_range(match, text), factor))
         elif _NAME.fullmatch(which) and all(segments := tuple(which.split("."))):
-            names.append(NameItem(segments, None if excluded else factor))
+            names.append((segments, factor))
         else:
             raise ValueError(
                 f"blocks {text!r}: {item.strip()!r} is neither blocks nor a name; {_EXPECTED}"
@@ -149,16 +106,23 @@ def parse_blocks(text: str) -> Blocks:
     return Blocks(tuple(numbers), tuple(names))
 
 
-def _number_item(match: re.Match[str], factor: float | None, text: str) -> NumberItem:
-    """The item for a match of `_RANGE` in `text`."""
-    first, dash, last = match.groups()
-    item = NumberItem(int(first), int(last) if last else None if dash else int(first), factor)
-    if item.last is not None and item.last < item.first:
+def _range(match: re.Match[str], text: str) -> tuple[int, float]:
+    """The first and the last block of a match of `_RANGE` in `text`."""
+    first, dash, end = match.groups()
+    last = int(end) if end else math.inf if dash else int(first)
+    if last < int(first):
         raise ValueError(
-            f"blocks {text!r}: {match.group()!r} runs backwards; "
-            f"expected '{item.last}-{item.first}'"
+            f"blocks {text!r}: {match.group()!r} runs backwards; expected '{last}-{int(first)}'"
         )
-    return item
+    return int(first), last
+
+
+def _fit(patterns: Sequence[str], segments: Sequence[str]) -> bool:
+    """Whether the patterns fit somewhere in a name."""
+    return any(
+        all(map(fnmatchcase, segments[start : start + len(patterns)], patterns))
+        for start in range(len(segments) - len(patterns) + 1)
+    )
 
 
 def _block_number(segments: Sequence[str]) -> int | None:
@@ -169,15 +133,15 @@ def _block_number(segments: Sequence[str]) -> int | None:
     return next((int(part) for part in segments[:-1] if part.isascii() and part.isdigit()), None)
 
 
-def _factor(fitting: Sequence[_Item], items: Sequence[_Item]) -> float:
+def _factor(fitting: Sequence[float | None], all_items: Sequence[float | None]) -> float:
     """What the items make of a layer that some of them fit."""
-    if any(item.factor is None for item in fitting):
+    if None in fitting:
         return 0.0
     if fitting:
-        return fitting[-1].factor or 0.0
-    return 0.0 if _choose(items) else 1.0
+        return fitting[-1] or 0.0
+    return 0.0 if _choose(all_items) else 1.0
 
 
-def _choose(items: Sequence[_Item]) -> bool:
+def _choose(factors: Sequence[float | None]) -> bool:
     """Whether some item takes layers in, rather than out."""
-    return any(item.factor is not None for item in items)
+    return any(factor is not None for factor in factors)

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -88,15 +88,6 @@ class LoraFile:
         if not self.entries:
             raise ValueError(self._no_match(targets))
         self.report.notes += self._scales.notes
-
-    def adapters(self) -> Iterator[tuple[Target, Adapter]]:
-        """Read all, one after the other.
-
-        Raises:
-            ValueError: Something is wrong with an adapter, or the file was replaced meanwhile.
-        """
-        for entry in self.entries:
-            yield entry.target, self.read(entry)
 
     def read(self, entry: FileEntry) -> Adapter:
         """Read what there is for one parameter.

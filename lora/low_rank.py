@@ -26,7 +26,6 @@ class Pair(Additive):
         scale: alpha / rank, or 1.0 where the file has no alpha.
         mid: LoCon's kernel between the two, `[rank, rank, ...]`; `down` has none then.
         reshape: The weight is first filled up to this shape with zeros.
-        dora_scale: See `Additive`.
     """
 
     kind: ClassVar[str] = "lora"
@@ -78,7 +77,6 @@ class Hadamard(Additive):
         w1: The factors of the first product, `a, b` or, with a Tucker core, `a, b, t`.
         w2: Of the second.
         scale: alpha over the rank of `w1`, or 1.0.
-        dora_scale: See `Additive`.
     """
 
     kind: ClassVar[str] = "loha"
@@ -108,7 +106,6 @@ class Kronecker(Additive):
         w1: `[out_1, in_1]`, or its factors `a, b`.
         w2: `[out_2, in_2, ...]`, or its factors `a, b` or `a, b, t`.
         scale: alpha over the rank of `w2`, or of `w1` where `w2` is whole; 1.0 where both are.
-        dora_scale: See `Additive`.
     """
 
     kind: ClassVar[str] = "lokr"
@@ -143,7 +140,7 @@ class GLoRA(Adapter):
         b1: `[out, rank]`, or `[rank, in]`.
         b2: `[rank, in]`, or `[out, rank]`.
         alpha: Divided by the rank it is the scale; None: the scale is 1.
-        dora_scale: See `Additive`.
+        dora_scale: DoRA's magnitudes.
     """
 
     kind: ClassVar[str] = "glora"

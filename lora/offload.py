@@ -6,27 +6,11 @@ runs, into one of two buffers.
 """
 
 import contextlib
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .bank import Bank, BankLayer
-
-
-@dataclass
-class Traffic:
-    """What was fetched.
-
-    Attributes:
-        hits: Blocks that were there when they were asked for.
-        misses: Those that had to be waited for.
-        nbytes: That came from the host.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    nbytes: int = 0
 
 
 class PairLoader:
@@ -38,12 +22,14 @@ class PairLoader:
         staged: Fetch block by block, although the bank is there.
 
     Attributes:
-        traffic: What was fetched so far.
+        hits: Blocks that were there when they were asked for.
+        misses: Those that had to be waited for.
+        fetched_bytes: That came from the host.
         is_here: All pairs stay where they are.
     """
 
     def __init__(self, bank: Bank, device: torch.device, *, staged: bool = False) -> None:
-        self.traffic = Traffic()
+        self.hits = self.misses = self.fetched_bytes = 0
         self._bank, self._device = bank, device
         self.is_here = bank.flat.device == device and not staged
         self._spans = bank.blocks()
@@ -69,11 +55,11 @@ class PairLoader:
         index = self._span_of[layer.target]
         buffer = next((each for each in self._buffers if each.index == index), None)
         if buffer is None:
-            self.traffic.misses += 1
+            self.misses += 1
             buffer = min(self._buffers, key=lambda each: each.used)
             self._fetch(buffer, index)
         elif not buffer.used:
-            self.traffic.hits += 1
+            self.hits += 1
         if not buffer.used:
             buffer.wait()
             buffer.used = 1
@@ -87,7 +73,7 @@ class PairLoader:
         first, last = self._spans[index]
         source = self._bank.flat.detach()[first:last]
         buffer.index, buffer.used = index, 0
-        self.traffic.nbytes += source.numel() * source.element_size()
+        self.fetched_bytes += source.numel() * source.element_size()
         target = buffer.memory[: last - first]
         if self._stream is None:
             target.copy_(source)

@@ -28,7 +28,7 @@ class _Rotation(Adapter):
         rescale: A factor per output, learned after the rotation.
         constraint: The file's alpha: the most that the Frobenius norm of all `Q` together may be.
             0 or less, or no alpha: any. (ComfyUI leaves a weight as it is if BOFT has no alpha.)
-        dora_scale: See `Additive`.
+        dora_scale: DoRA's magnitudes.
     """
 
     blocks: Tensor
@@ -69,14 +69,8 @@ class _Rotation(Adapter):
 class OFT(_Rotation):
     """OFT: each block of rows is multiplied by the transpose of its rotation (arXiv 2306.07280).
 
-    `rescale` takes no part: ComfyUI leaves it out where it changes weights, and so do we, for the
-    same pictures.
-
-    Attributes:
-        blocks: `[blocks, size, size]`.
-        rescale: See above.
-        constraint: See `_Rotation`.
-        dora_scale: See `Additive`.
+    `blocks` is `[blocks, size, size]`. `rescale` takes no part: ComfyUI leaves it out where it
+    changes weights, and so do we, for the same pictures.
     """
 
     kind: ClassVar[str] = "oft"
@@ -95,13 +89,8 @@ class BOFT(_Rotation):
 
     Liu et al., "Parameter-Efficient Orthogonal Finetuning via Butterfly Factorization",
     arXiv 2311.06243, section 4. In stage `i` the two halves of each run of `2^i * size` rows are
-    shuffled together before the blocks are cut, and put back after.
-
-    Attributes:
-        blocks: `[stages, blocks, size, size]`, the size even.
-        rescale: Multiplies the turned weight.
-        constraint: See `_Rotation`.
-        dora_scale: See `Additive`.
+    shuffled together before the blocks are cut, and put back after. `blocks` is
+    `[stages, blocks, size, size]`, the size even; `rescale` multiplies the turned weight.
     """
 
     kind: ClassVar[str] = "boft"

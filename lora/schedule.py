@@ -4,20 +4,11 @@
     list     = number {"," number}
     window   = fraction "-" fraction  |  "sigma:" number "-" number
 
-| text | strength |
-| --- | --- |
-| `0.8` | 0.8 throughout |
-| `0.9,0.8,0.7` | of 30 steps 10 at 0.9, 10 at 0.8 and 10 at 0.7, whatever the expert |
-| `1;0` | 1 in the first phase (the high-noise expert), 0 in the second |
-| `0.9,0.8;1.2,1.1,1` | two values over the steps of the first phase, three over the second's |
-| `0;1;0` | three phases: some steps without it, then with it, then the other expert |
-| `1@0-0.5` | 1 in the first half of the steps, 0 in the second |
-| `1;0@sigma:1-0.9` | only while sigma is at most 1 and above 0.9; in the second phase not at all |
-
 Lists and phases are those of Wan2GP (docs/LORAS.md, "Lora Multipliers"), and so is what is made of
 them (`expand_slist` in shared/utils/loras_mutipliers.py): a list of n values spreads evenly, so
 that step i of N has value `floor(i n / N)`. With more values than steps some are left out. A list
-without `;` ignores the phases; with `;` it spreads over the steps of its phase.
+without `;` ignores the phases; with `;` it spreads over the steps of its phase. `1;0` is 1 in the
+first phase (the high-noise expert) alone. The help page of LoRA Stack (Fast) has more examples.
 
 The window is ours. Its start is in it and its end is not, so that `@0-0.3` and `@0.3-1` share the
 run between them. A step is in it if the step's beginning is; a list spreads over the run or its

@@ -217,13 +217,9 @@ class AttachedLoras:
             for kind in ("stream", "beside", "formula")
         ]
         lines.append(f"  held     {self.bank.nbytes / 2**20:7.1f} MiB")
-        if loader is not None and loader.traffic.nbytes:
-            traffic = loader.traffic
-            asked = traffic.hits + traffic.misses
-            lines.append(
-                f"  fetched  {traffic.nbytes / 2**20:7.1f} MiB, {traffic.hits} of {asked} blocks "
-                "in time"
-            )
+        if loader is not None and loader.fetched_bytes:
+            in_time = f"{loader.hits} of {loader.hits + loader.misses} blocks in time"
+            lines.append(f"  fetched  {loader.fetched_bytes / 2**20:7.1f} MiB, {in_time}")
         return "\n".join(lines)
 
     def _session_on(self, device: torch.device) -> Session:

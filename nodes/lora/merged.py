@@ -39,10 +39,11 @@ def merge(model: ModelPatcher, stack: Sequence[StackEntry], phase: int) -> tuple
             continue
         file = LoraFile(entry.path, targets)
         _check_mergeable(model, file)
-        for target, adapter in file.adapters():
-            factor = entry.blocks.factor(layer_name(target.key, NETWORK))
+        for part in file.entries:
+            adapter = file.read(part)
+            factor = entry.blocks.factor(layer_name(part.target.key, NETWORK))
             if factor:
-                _patch(clone, target, adapter, strength * factor)
+                _patch(clone, part.target, adapter, strength * factor)
         reports += file.report.lines()
         known += [*map(str, file.identity), str(entry.schedule), str(entry.blocks)]
     # The same LoRAs on the same model are the same weights.

@@ -1,12 +1,25 @@
-"""Small networks with the names of Wan, of plain layers or of layers that cast as ComfyUI's do."""
+"""Small networks with the names of Wan, of plain layers or of layers that cast as ComfyUI's do.
+
+And stacks of LoRA files for them, with what they add in float64.
+"""
 
 import copy
+from collections import Counter
 
+import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
+from fast_video_vae.lora.bank import load_bank
+from fast_video_vae.lora.keys import Targets
+from fast_video_vae.lora.session import Session
+from fast_video_vae.tests.lora.models import PREFIX, amounts_of, modules, random_pairs, spelled
+
 WIDTH, FFN, HEAD = 16, 24, 8
+CPU = torch.device("cpu")
+Q = f"{PREFIX}blocks.1.self_attn.q"
 
 
 class Casting(nn.Linear):
@@ -91,3 +104,83 @@ def dense(model, changes):
         value = other.get_parameter(key)
         value += change.view(value.shape)
     return other
+
+
+# How a delta gets into a layer: the kind of layer, and the mode. One mode of each by default.
+LINEARS = {"plain": nn.Linear, "casting": Casting, "ignoring": Ignoring}
+MODES = ("stream", "beside", "auto")
+_DEFAULT = {("plain", "stream"), ("casting", "auto"), ("ignoring", "beside")}
+each_way = pytest.mark.parametrize(
+    ("linear", "mode"),
+    [
+        pytest.param(kind, mode, marks=() if (kind, mode) in _DEFAULT else pytest.mark.slow)
+        for kind in LINEARS
+        for mode in MODES
+    ],
+)
+
+
+class Stack:
+    """Files for a model, and what they add to its parameters in float64."""
+
+    def __init__(self, folder, model, ranks=(4, 3, 16), whole=True, only=""):
+        self.shapes, self.folder = model.shapes(), folder
+        self.paths, self.deltas = [], []
+        names = [name for name in modules(self.shapes) if only in name]
+        for number, rank in enumerate(ranks):
+            pairs = random_pairs(self.shapes, names, rank, seed=number)
+            pairs = {name: (0.2 * up, 0.2 * down) for name, (up, down) in pairs.items()}
+            tensors = spelled(pairs, alpha=2)
+            exact = {name: [part.double().flatten(1) for part in pairs[name]] for name in pairs}
+            deltas = {
+                f"{PREFIX}{name}.weight": 2 / rank * up @ down for name, (up, down) in exact.items()
+            }
+            if whole and number == 1:
+                deltas |= self._differences(tensors)
+            self.paths.append(folder / f"{number}.safetensors")
+            save_file(tensors, self.paths[-1])
+            self.deltas.append(deltas)
+        self.targets = Targets(self.shapes)
+
+    def _differences(self, tensors):
+        """Of norms, biases and parameters that are nobody's weight."""
+        generator = torch.Generator().manual_seed(9)
+        keys = {
+            f"{PREFIX}blocks.0.norm3.diff": f"{PREFIX}blocks.0.norm3.weight",
+            f"{PREFIX}blocks.0.norm3.diff_b": f"{PREFIX}blocks.0.norm3.bias",
+            f"{Q}.diff_b": f"{Q}.bias",
+            f"{PREFIX}blocks.2.diff_m": f"{PREFIX}blocks.2.modulation",
+            f"{PREFIX}patch_embedding.diff_b": f"{PREFIX}patch_embedding.bias",
+        }
+        for name, key in keys.items():
+            tensors[name] = 0.3 * torch.randn(self.shapes[key], generator=generator)
+        return {key: tensors[name].double() for name, key in keys.items()}
+
+    def session(self, strengths, mode="auto", dtype=torch.float32, blocks="", **more):
+        bank = load_bank(self.paths, self.targets, dtype)
+        return session_of(bank, strengths, mode, blocks, **more)
+
+    def oracle(self, model, strengths):
+        total = Counter()
+        for strength, deltas in zip(strengths, self.deltas, strict=True):
+            for key, delta in deltas.items():
+                total[key] = total[key] + strength * delta
+        return dense(model, total)
+
+
+def session_of(bank, strengths, mode="auto", blocks="", **more):
+    """Of all files of a bank."""
+    amounts = amounts_of(bank, *((number, blocks) for number in range(len(bank.files))))
+    amounts.set(strengths)
+    return Session(bank, amounts, mode, **more)
+
+
+def called(session, model, x):
+    with session.call(model, CPU):
+        return model(x)
+
+
+def assert_close(y, expected):
+    assert not torch.isnan(y).any()
+    error = (y.double() - expected).abs().max() / expected.abs().max()
+    assert error < 1e-5

@@ -232,10 +232,9 @@ def test_an_adapter_can_be_moved_and_knows_its_size(row):
         part.numel() for name, part in parts.items() if name not in {"alpha", "reshape_weight"}
     ]
     assert adapter.nbytes == 4 * sum(sizes)
-    moved = adapter.to("meta", torch.bfloat16)
+    moved = adapter.to("meta")
     assert type(moved) is type(adapter)
-    assert moved.nbytes == 2 * sum(sizes)
-    assert adapter.nbytes == 4 * sum(sizes)
+    assert moved.nbytes == adapter.nbytes
 
 
 @by_name(LORA)

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fast_video_vae.lora import blocks as blocks_module
 from fast_video_vae.lora.blocks import Blocks, parse_blocks
 from fast_video_vae.tests.lora.pages import examples_of
 
@@ -196,7 +195,7 @@ def test_anything_else_is_one_line(text):
 
 
 def test_what_the_help_shows_can_be_read():
-    for examples in examples_of("Blocks", blocks_module):
-        assert len(examples) >= 7
-        for example in examples:
-            parse_blocks(example)
+    examples = examples_of("Blocks")
+    assert len(examples) >= 7
+    for example in examples:
+        parse_blocks(example)

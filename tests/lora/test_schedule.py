@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fast_video_vae.lora import schedule as schedule_module
 from fast_video_vae.lora.schedule import Schedule, Window, parse_schedule, step_of
 from fast_video_vae.tests.lora.pages import examples_of
 
@@ -299,7 +298,7 @@ def test_a_call_belongs_to_the_step_that_it_is_in(sigmas, data):
 
 
 def test_what_the_help_shows_can_be_read():
-    for examples in examples_of("Strength", schedule_module):
-        assert len(examples) >= 7
-        for example in examples:
-            parse_schedule(example)
+    examples = examples_of("Strength")
+    assert len(examples) >= 7
+    for example in examples:
+        parse_schedule(example)

@@ -1,0 +1,291 @@
+"""What a bank leaves of a model and its memory, whence its pairs come, and what is compiled."""
+
+import gc
+import hashlib
+import weakref
+
+import pytest
+import torch
+
+from fast_video_vae.tests.lora.nets import (
+    CPU,
+    LINEARS,
+    MODES,
+    Block,
+    Casting,
+    Model,
+    assert_close,
+    called,
+    each_way,
+    video,
+)
+
+
+def state_of(model):
+    """What a call may not leave changed: parameters, their bits, and functions on them."""
+    state = []
+    for name, module in model.named_modules():
+        parameters = {key: id(value) for key, value in module._parameters.items()}
+        functions = [len(getattr(module, f"{key}_function", [])) for key in ("weight", "bias")]
+        state.append((name, parameters, functions))
+    values = [value.view(torch.uint8).numpy().tobytes() for value in model.state_dict().values()]
+    return state, hashlib.sha256(b"".join(values)).hexdigest()
+
+
+@each_way
+def test_a_call_leaves_every_parameter_as_it_was(stack, linear, mode):
+    model = Model(LINEARS[linear])
+    session = stack(model).session((0.5, -1.3, 2), mode)
+    state, plain = state_of(model), model(video())
+    called(session, model, video())
+    assert state_of(model) == state
+    assert torch.equal(model(video()), plain)
+
+
+class Stop(Exception):  # noqa: N818 - it is no error
+    pass
+
+
+def stop(*_):
+    raise Stop
+
+
+@pytest.mark.parametrize("where", ["before", "inside", "after"])
+@each_way
+def test_an_exception_inside_a_call_leaves_the_model_as_it_was(stack, linear, mode, where):
+    """Before, inside and after the product of a layer, whose weight is changed meanwhile."""
+    model = Model(LINEARS[linear])
+    made = stack(model)
+    session = made.session((1, 1, 1), mode)
+    called(session, model, video())
+    state, plain = state_of(model), model(video())
+    layer = model.diffusion_model.blocks[2].ffn[2]
+    with pytest.MonkeyPatch.context() as patch:
+        if where == "inside":
+            patch.setattr(layer, "forward", stop)
+        elif where == "before":
+            handle = layer.register_forward_pre_hook(stop)
+        else:
+            handle = layer.register_forward_hook(stop, prepend=True)
+        with pytest.raises(Stop):
+            called(session, model, video())
+    if where != "inside":
+        handle.remove()
+    assert state_of(model) == state
+    assert torch.equal(model(video()), plain)
+    assert_close(called(session, model, video()), made.oracle(model, (1, 1, 1))(video().double()))
+
+
+def test_strength_zero_costs_nothing(stack):
+    model = Model(Casting)
+    session = stack(model).session((0, 0, 0), "stream")
+    plain = model(video())
+    state = state_of(model)
+    with session.call(model, CPU):
+        assert torch.equal(model(video()), plain)
+        assert state_of(model) == state
+    assert not any(len(module._forward_hooks) for module in model.modules())
+    assert (session.counts.stream, session.counts.beside, session.counts.formula) == (0, 0, 0)
+
+
+def test_rows_of_files_at_strength_zero_are_cut_off(stack, monkeypatch):
+    from fast_video_vae.lora.apply import JoinedPairs
+
+    model, seen, beside = Model(Casting), set(), JoinedPairs.beside
+
+    def watched(pairs, y, x):
+        assert pairs.down.shape[0] == pairs.up.shape[1] == pairs.amounts.numel()
+        seen.add(pairs.down.shape[0])
+        return beside(pairs, y, x)
+
+    monkeypatch.setattr(JoinedPairs, "beside", watched)
+    session = stack(model, whole=False).session((0, 0, 0), "beside")
+    for strengths, rank in (((1, 0, 0), 4), ((0, 1, 0), 3), ((0, 0, 1), 16), ((1, 1, 0), 7)):
+        session.amounts.set(strengths)
+        seen.clear()
+        called(session, model, video())
+        assert seen == {rank}
+
+
+def test_a_model_may_have_several_sessions_and_a_session_several_models(stack):
+    one, two = Model(Casting, seed=1), Model(Casting, seed=2)
+    made = stack(one)
+    sessions = {s: made.session(s, "auto") for s in ((1, 0, 0), (0, -1, 1))}
+    for _ in range(2):
+        for model in (one, two):
+            for strengths, session in sessions.items():
+                expected = made.oracle(model, strengths)(video().double())
+                assert_close(called(session, model, video()), expected)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_after_a_run_the_memory_of_a_bank_may_go_elsewhere(stack, staged):
+    """ComfyUI moves a bank off the device, whose memory nobody else may hold then."""
+    model, x = Model(), video()
+    session = stack(model).session((1, 0.5, 2), staged=staged)
+    expected = called(session, model, x)
+    session.release()
+    held = session.bank.flat.data.untyped_storage()
+    before = torch._C._storage_Use_Count(held._cdata)
+    session.bank.flat.data = session.bank.flat.data.clone()  # as a module's `to` does
+    # One less: the parameter's own; the one that is left is `held`.
+    assert (before, torch._C._storage_Use_Count(held._cdata)) == (2, 1)
+    assert torch.equal(called(session, model, x), expected)
+
+
+def test_a_model_is_let_go(stack):
+    model = Model()
+    session = stack(model).session((1, 1, 1))
+    called(session, model, video())
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_modules_that_are_not_there_are_told(stack):
+    session = stack(Model(blocks=3)).session((1, 1, 1))
+    called(session, Model(blocks=1), video())
+    assert any("blocks.2" in name for name in session.counts.unserved)
+    assert not any("blocks.0" in name for name in session.counts.unserved)
+
+
+# Pairs that are fetched block by block.
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+@pytest.mark.parametrize("mode", ["stream", "beside"])
+def test_staged_pairs_are_the_same_and_come_ahead(stack, mode, blocks):
+    model = Model(Casting, blocks=blocks)
+    made = stack(model, whole=False, only="blocks")
+    direct, staged = made.session((1, 1, 1), mode), made.session((1, 1, 1), mode, staged=True)
+    assert staged.bank is direct.bank
+    calls = 3
+    for _ in range(calls):
+        assert torch.equal(called(staged, model, video()), called(direct, model, video()))
+    loader = staged.loader
+    assert loader.misses == 1  # the first block of the first call
+    if blocks > 1:
+        assert loader.hits == calls * blocks - 1
+        assert loader.fetched_bytes == (calls * blocks + 1) * staged.bank.nbytes // blocks
+    else:
+        assert loader.fetched_bytes == staged.bank.nbytes
+    assert direct.loader.is_here
+    assert not loader.is_here
+
+
+def test_staged_pairs_outside_of_blocks_and_other_kinds(stack):
+    model = Model(Casting)
+    made = stack(model)
+    for strengths in ((1, 1, 1), (0, 1, 0), (0.5, 0, 0)):
+        session = made.session(strengths, "stream", staged=True)
+        expected = made.oracle(model, strengths)(video().double())
+        for _ in range(2):
+            assert_close(called(session, model, video()), expected)
+
+
+@pytest.mark.parametrize("text", ["!1", "2", "0-,1=0.5", "0,2"])
+def test_staged_pairs_of_some_blocks_are_the_same(stack, text):
+    model = Model(Casting, blocks=4)
+    made = stack(model, whole=False)
+    direct, staged = (
+        made.session((1, 0.5, -1), blocks=text, staged=staged) for staged in (False, True)
+    )
+    for _ in range(3):
+        assert torch.equal(called(staged, model, video()), called(direct, model, video()))
+
+
+def test_a_call_that_was_broken_off_leaves_staged_pairs_right(stack):
+    model = Model(Casting)
+    made = stack(model, whole=False)
+    session = made.session((1, 1, 1), "stream", staged=True)
+    expected = made.oracle(model, (1, 1, 1))(video().double())
+    for block in model.diffusion_model.blocks:
+        handle = block.register_forward_pre_hook(stop)
+        with pytest.raises(Stop):
+            called(session, model, video())
+        handle.remove()
+        assert_close(called(session, model, video()), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("mode", MODES)
+def test_pairs_come_to_a_gpu_in_time(stack, mode):
+    model = Model(Casting, blocks=8)
+    made, device = stack(model), torch.device("cuda", torch.cuda.current_device())
+    expected = made.oracle(model, (1, 1, 1))(video().double())
+    model.to(device)
+    for on_host in (True, False):
+        session = made.session((1, 1, 1), mode)
+        if not on_host:
+            session.bank.to(device)
+        for _ in range(4):
+            with torch.backends.cudnn.flags(allow_tf32=False), session.call(model, device):
+                y = model(video().to(device))
+            assert_close(y.cpu(), expected)
+        assert session.loader.is_here is not on_host
+
+
+# torch.compile.
+
+
+class Graphs:
+    """Counts what is compiled, and runs it as it is."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, graph, inputs):
+        self.count += 1
+        return graph.forward
+
+
+@pytest.fixture
+def _nothing_compiled():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("linear", "mode"),
+    [
+        ("casting", "stream"),
+        ("plain", "auto"),
+        pytest.param("plain", "stream", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.usefixtures("_nothing_compiled")
+def test_a_compiled_model_is_right_and_not_compiled_again_for_a_strength(stack, linear, mode):
+    model = Model(LINEARS[linear], blocks=1)
+    made = stack(model, whole=False, only="self_attn")
+    graphs, x = Graphs(), video()
+    compiled = torch.compile(model, backend=graphs)
+    with torch.no_grad():
+        plain = model(x)
+        torch.testing.assert_close(compiled(x), plain)
+        session, known = made.session((1, 1, 1), mode), 0
+        for strengths in ((1, 1, 1), (0.5, 1, 1), (0.25, -2, 3), (1, 1, 1)):
+            session.amounts.set(strengths)
+            with session.call(model, CPU):
+                y = compiled(x)
+            assert_close(y, made.oracle(model, strengths)(x.double()))
+            torch.testing.assert_close(compiled(x), plain)
+            known = known or graphs.count
+        assert graphs.count == known
+
+
+@pytest.mark.usefixtures("_nothing_compiled")
+def test_blocks_that_are_compiled_each_are_served(stack):
+    model = Model(Casting, blocks=2)
+    made = stack(model, whole=False)
+    expected = made.oracle(model, (1, 1, 1))(video().double())
+    blocks = model.diffusion_model.blocks
+    for number in range(2):
+        blocks[number] = torch.compile(blocks[number], backend="eager")
+    with torch.no_grad():
+        session = made.session((1, 1, 1), "beside")
+        assert_close(called(session, model, video()), expected)
+    assert not session.counts.unserved
+    assert isinstance(blocks[0]._orig_mod, Block)
