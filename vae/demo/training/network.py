@@ -6,6 +6,8 @@ frames together behind two zero frames, which gives the same numbers and is what
 lone frame is `[B, C, H, W]` and runs in 2D, because the first two temporal taps meet only zeros.
 """
 
+import copy
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import cast
 
@@ -34,8 +36,8 @@ def _norm_silu(x: Tensor, gamma: Tensor) -> Tensor:
 _fused_norm_silu = torch.compile(_norm_silu, dynamic=False)
 
 
-class RMSNorm(nn.Module):
-    """Wan's norm, with or without the SiLU after it."""
+class _RMSNorm(nn.Module):
+    """Wan's norm over the channels of `[B, C, ...]`, with or without the SiLU after it."""
 
     def __init__(self, channels: int, ndim: int = 3, *, silu: bool = True) -> None:
         super().__init__()
@@ -43,18 +45,16 @@ class RMSNorm(nn.Module):
         self.silu = silu
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, C, ...]` to the same shape."""
         gamma = self.gamma.reshape(-1, *[1] * (x.ndim - 2))
         if not self.silu:
             return _norm(x, gamma).to(x.dtype)
         return _fused_norm_silu(x, gamma) if torch.is_grad_enabled() else _norm_silu(x, gamma)
 
 
-class CausalConv3d(nn.Conv3d):
-    """A convolution padded with zeros in space, and with zero frames in front."""
+class _CausalConv3d(nn.Conv3d):
+    """Pads with zeros in space, and with zero frames in front; a lone frame is a 2D convolution."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, C, T, H, W]` or `[B, C, H, W]` to the same shape with other channels."""
         time, _, side = self.kernel_size
         if x.ndim == 4:
             return F.conv2d(x, self.weight[:, :, -1], self.bias, padding=side // 2)
@@ -63,24 +63,23 @@ class CausalConv3d(nn.Conv3d):
         return F.conv3d(x, self.weight, self.bias, padding=(0, side // 2, side // 2))
 
 
-class ResidualBlock(nn.Module):
+class _ResidualBlock(nn.Module):
     """Norm, SiLU, convolution, twice, added to the input."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
         self.residual = nn.ModuleDict(
             {
-                "0": RMSNorm(in_channels),
-                "2": CausalConv3d(in_channels, out_channels, 3),
-                "3": RMSNorm(out_channels),
-                "6": CausalConv3d(out_channels, out_channels, 3),
+                "0": _RMSNorm(in_channels),
+                "2": _CausalConv3d(in_channels, out_channels, 3),
+                "3": _RMSNorm(out_channels),
+                "6": _CausalConv3d(out_channels, out_channels, 3),
             }
         )
         same = in_channels == out_channels
-        self.shortcut = nn.Identity() if same else CausalConv3d(in_channels, out_channels, 1)
+        self.shortcut = nn.Identity() if same else _CausalConv3d(in_channels, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, C_in, ...]` to `[B, C_out, ...]`."""
         y = x
         for layer in self.residual.values():
             y = layer(y)
@@ -88,31 +87,28 @@ class ResidualBlock(nn.Module):
 
 
 class _PerFrame(nn.Module):
-    """A layer that sees each frame by itself."""
+    """A layer that sees each frame of `[B, C, T, H, W]` by itself, or the one of `[B, C, H, W]`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, C, T, H, W]` or `[B, C, H, W]`."""
         if x.ndim == 4:
             return self.frame(x)
         frames = self.frame(x.transpose(1, 2).flatten(0, 1))
         return frames.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
 
     def frame(self, x: Tensor) -> Tensor:
-        """`[B, C, H, W]`."""
         raise NotImplementedError
 
 
-class Attention(_PerFrame):
+class _Attention(_PerFrame):
     """Single-head self-attention over the pixels of a frame, added to the input."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.norm = RMSNorm(channels, 2, silu=False)
+        self.norm = _RMSNorm(channels, 2, silu=False)
         self.to_qkv = nn.Conv2d(channels, 3 * channels, 1)
         self.proj = nn.Conv2d(channels, channels, 1)
 
     def frame(self, x: Tensor) -> Tensor:
-        """`[B, C, H, W]` to the same shape."""
         rows = self.to_qkv(self.norm(x)).flatten(2).transpose(1, 2)
         y = F.scaled_dot_product_attention(*(part[:, None] for part in rows.chunk(3, -1)))
         return x + self.proj(y[:, 0].transpose(1, 2).unflatten(2, x.shape[-2:]))
@@ -127,8 +123,8 @@ class _Resample(_PerFrame):
         return self.resample(x)
 
 
-class Downsample(_Resample):
-    """Half the size; with `temporal` every two frames but the first become one."""
+class _Downsample(_Resample):
+    """Half the size; with `temporal`, T frames become (T + 1) / 2: every two but the first one."""
 
     def __init__(self, channels: int, *, temporal: bool) -> None:
         super().__init__(nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(channels, channels, 3, stride=2))
@@ -136,15 +132,14 @@ class Downsample(_Resample):
         self.time_conv = conv if temporal else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, C, T, H, W]` to `[B, C, (T + 1) / 2, H / 2, W / 2]`."""
         x = super().forward(x)
         if self.time_conv is None or x.ndim == 4 or x.shape[2] == 1:
             return x
         return torch.cat([x[:, :, :1], self.time_conv(x)], 2)
 
 
-class Upsample(_Resample):
-    """Twice the size, half the channels; with `temporal` every frame but the first becomes two."""
+class _Upsample(_Resample):
+    """Twice the size, half the channels; with `temporal`, T frames become 2 T - 1."""
 
     def __init__(self, channels: int, *, temporal: bool) -> None:
         super().__init__(
@@ -154,7 +149,6 @@ class Upsample(_Resample):
         self.time_conv = nn.Conv3d(channels, 2 * channels, (3, 1, 1)) if temporal else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, C, T, H, W]` to `[B, C / 2, 2 T - 1, 2 H, 2 W]`."""
         if self.time_conv is not None and x.ndim == 5 and x.shape[2] > 1:
             # The first frame is not in the history of the others: they begin with zeros.
             pairs = self.time_conv(F.pad(x[:, :, 1:], (0, 0, 0, 0, 2, 0)))
@@ -165,57 +159,55 @@ class Upsample(_Resample):
 
 def _middle(channels: int) -> nn.Sequential:
     return nn.Sequential(
-        ResidualBlock(channels, channels), Attention(channels), ResidualBlock(channels, channels)
+        _ResidualBlock(channels, channels), _Attention(channels), _ResidualBlock(channels, channels)
     )
 
 
 def _head(in_channels: int, out_channels: int) -> nn.Sequential:
-    conv = CausalConv3d(in_channels, out_channels, 3)
-    return nn.Sequential(RMSNorm(in_channels), nn.Identity(), conv)
+    conv = _CausalConv3d(in_channels, out_channels, 3)
+    return nn.Sequential(_RMSNorm(in_channels), nn.Identity(), conv)
 
 
-class Encoder(nn.Module):
+class _Encoder(nn.Module):
     """Frames to 2 * `latents` channels."""
 
     def __init__(self, width: int, latents: int) -> None:
         super().__init__()
         widths = [width] + [width * factor for factor in STAGE_WIDTHS]
-        self.conv1 = CausalConv3d(3, widths[0], 3)
+        self.conv1 = _CausalConv3d(3, widths[0], 3)
         layers: list[nn.Module] = []
         for stage, (before, after) in enumerate(pairwise(widths)):
-            layers += [ResidualBlock(before, after), ResidualBlock(after, after)]
+            layers += [_ResidualBlock(before, after), _ResidualBlock(after, after)]
             if stage < 3:
-                layers.append(Downsample(after, temporal=stage > 0))
+                layers.append(_Downsample(after, temporal=stage > 0))
         self.downsamples = nn.Sequential(*layers)
         self.middle = _middle(widths[-1])
         self.head = _head(widths[-1], 2 * latents)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, 3, ...]` to `[B, 2 * latents, ...]`."""
         return self.head(self.middle(self.downsamples(self.conv1(x))))
 
 
-class Decoder(nn.Module):
+class _Decoder(nn.Module):
     """Latents to frames."""
 
     def __init__(self, width: int, latents: int) -> None:
         super().__init__()
         widths = [width * factor for factor in (STAGE_WIDTHS[-1], *STAGE_WIDTHS[::-1])]
-        self.conv1 = CausalConv3d(latents, widths[0], 3)
+        self.conv1 = _CausalConv3d(latents, widths[0], 3)
         self.middle = _middle(widths[0])
         layers: list[nn.Module] = []
         before = widths[0]
         for stage, after in enumerate(widths[1:]):
-            layers.append(ResidualBlock(before, after))
-            layers += [ResidualBlock(after, after) for _ in range(2)]
+            layers.append(_ResidualBlock(before, after))
+            layers += [_ResidualBlock(after, after) for _ in range(2)]
             if stage < 3:
-                layers.append(Upsample(after, temporal=stage < 2))
+                layers.append(_Upsample(after, temporal=stage < 2))
                 before = after // 2
         self.upsamples = nn.Sequential(*layers)
         self.head = _head(widths[-1], 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, latents, ...]` to `[B, 3, ...]`."""
         return self.head(self.upsamples(self.middle(self.conv1(x))))
 
 
@@ -229,10 +221,10 @@ class TrainingVAE(nn.Module):
 
     def __init__(self, width: int, latents: int = 16) -> None:
         super().__init__()
-        self.encoder = Encoder(width, latents)
-        self.conv1 = CausalConv3d(2 * latents, 2 * latents, 1)
-        self.conv2 = CausalConv3d(latents, latents, 1)
-        self.decoder = Decoder(width, latents)
+        self.encoder = _Encoder(width, latents)
+        self.conv1 = _CausalConv3d(2 * latents, 2 * latents, 1)
+        self.conv2 = _CausalConv3d(latents, latents, 1)
+        self.decoder = _Decoder(width, latents)
         self._initialise()
 
     def encode(self, frames: Tensor) -> Tensor:
@@ -247,21 +239,80 @@ class TrainingVAE(nn.Module):
     def _initialise(self) -> None:
         """Begin with frames that know nothing of each other, and with quiet residual branches."""
         for module in self.modules():
-            if isinstance(module, CausalConv3d) and module.kernel_size[0] == 3:
+            if isinstance(module, _CausalConv3d) and module.kernel_size[0] == 3:
                 module.weight[:, :, :2] = 0.0
                 module.weight[:, :, 2] *= 3.0**0.5
-            elif isinstance(module, ResidualBlock):
-                last = cast("CausalConv3d", module.residual["6"])
+            elif isinstance(module, _ResidualBlock):
+                last = cast("_CausalConv3d", module.residual["6"])
                 last.weight *= 0.2
                 nn.init.zeros_(cast("Tensor", last.bias))
-            elif isinstance(module, Attention):
+            elif isinstance(module, _Attention):
                 nn.init.zeros_(module.proj.weight)
                 nn.init.zeros_(cast("Tensor", module.proj.bias))
-            elif isinstance(module, Downsample) and module.time_conv is not None:
+            elif isinstance(module, _Downsample) and module.time_conv is not None:
                 # Each pair of frames is averaged.
                 eye = torch.eye(module.time_conv.out_channels)[:, :, None, None, None]
                 module.time_conv.weight.mul_(0.1)[:, :, 1:] += 0.5 * eye
-            elif isinstance(module, Upsample) and module.time_conv is not None:
+            elif isinstance(module, _Upsample) and module.time_conv is not None:
                 # Each frame is shown twice.
                 eye = torch.eye(module.time_conv.in_channels)[:, :, None, None]
                 module.time_conv.weight.mul_(0.1)[:, :, 2] += torch.cat([eye, eye])
+
+
+@torch.no_grad()
+def balanced(vae: TrainingVAE, frames: Tensor) -> TrainingVAE:
+    """Copy a VAE, with streams of root mean square one, for float16 to hold them.
+
+    Every layer reads the stream of a network through a norm, or copies it linearly into a wider or
+    a smaller one. So a factor on the stream is free: whoever writes to the stream is scaled with
+    it. In training nothing holds that factor; it grew beyond what float16 can hold.
+
+    Args:
+        vae: The VAE.
+        frames: `[B, 3, T, H, W]` in [-1, 1], clips like those that it was trained on.
+
+    Returns:
+        A VAE with the same outputs, rounding aside.
+    """
+    vae = copy.deepcopy(vae)
+    encoder, decoder = vae.encoder, vae.decoder
+    latent = vae.encode(frames)
+    _balance([encoder.conv1, *encoder.downsamples, *encoder.middle], frames)
+    _balance([decoder.conv1, *decoder.middle, *decoder.upsamples], vae.conv2(latent))
+    return vae
+
+
+def _balance(layers: Iterable[nn.Module], x: Tensor) -> None:
+    """Scale the layers of a network, from its first convolution to its head.
+
+    Args:
+        layers: In the order of the graph.
+        x: What the first of them is given; followed through the layers as they are before scaling.
+    """
+    factor = 1.0
+    for layer in layers:
+        x = layer(x)
+        before, here = factor, 1.0 / x.square().mean().sqrt().item()
+        if isinstance(layer, _ResidualBlock):
+            if not isinstance(layer.shortcut, nn.Identity):
+                _scale(layer.shortcut, here / before, here)
+                factor = here
+            _scale(layer.residual["6"], factor, factor)
+        elif isinstance(layer, _Attention):
+            _scale(layer.proj, factor, factor)
+        elif isinstance(layer, (_Downsample, _Upsample)):
+            # `time_conv` passes the first frame by, so it cannot have a factor of its own.
+            _scale(layer.resample[1], here / before, here)
+            factor = here
+            if layer.time_conv is not None:
+                _scale(layer.time_conv, 1.0, here if isinstance(layer, _Downsample) else before)
+        else:
+            _scale(layer, here, here)
+            factor = here
+
+
+def _scale(conv: nn.Module, weight: float, bias: float) -> None:
+    """Multiply a convolution's weight and bias."""
+    parameters = dict(conv.named_parameters())
+    parameters["weight"].mul_(weight)
+    parameters["bias"].mul_(bias)

@@ -24,8 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .. import VAE_PATH
-from .balance import balanced
-from .network import TrainingVAE
+from .network import TrainingVAE, balanced
 from .pictures import HELD_OUT, ClipMaker, cut, load_picture, pyramid
 
 WIDTH = 12
@@ -47,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Stage:
+class ScheduleStage:
     """A part of the schedule.
 
     Attributes:
@@ -62,11 +61,11 @@ class Stage:
 
 
 STAGES = (
-    Stage(0.15, 1.0, ((16, 1, 64),)),
-    Stage(0.27, 1.0, ((4, 9, 64), (2, 17, 64))),
+    ScheduleStage(0.15, 1.0, ((16, 1, 64),)),
+    ScheduleStage(0.27, 1.0, ((4, 9, 64), (2, 17, 64))),
     # At the full rate the clips' errors stood still.
-    Stage(0.60, 0.5, ((4, 9, 64), (2, 17, 64))),
-    Stage(1.00, 0.5, ((4, 9, 64), (1, 9, 128), (2, 17, 64), (1, 17, 96), (1, 5, 160))),
+    ScheduleStage(0.60, 0.5, ((4, 9, 64), (2, 17, 64))),
+    ScheduleStage(1.00, 0.5, ((4, 9, 64), (1, 9, 128), (2, 17, 64), (1, 17, 96), (1, 5, 160))),
 )
 
 
