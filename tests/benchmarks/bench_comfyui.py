@@ -12,7 +12,6 @@ import argparse
 import logging
 import runpy
 import statistics
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from safetensors.torch import save_file
 _HERE = Path(__file__).resolve().parent
 runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
 
-from fast_video_vae.tests.benchmarks import record  # noqa: E402
+from fast_video_vae.tests.benchmarks import record, timing  # noqa: E402
 from fast_video_vae.tests.builders import random_state_dict  # noqa: E402
 from fast_video_vae.tests.nodes.checkout import why_unavailable  # noqa: E402
 from fast_video_vae.tests.nodes.server import Server, Workflow  # noqa: E402
@@ -84,17 +83,12 @@ def measure(server: Server, size: Size, rounds: int) -> dict[str, dict[str, list
 
 def main() -> None:
     """Run the cases that the command line names."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = record.parser(__doc__)
     parser.add_argument("--width", type=int, default=96, help="base width of the random weights")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], default="bf16")
     parser.add_argument("--only", help="FRAMESxHEIGHTxWIDTH, one size instead of the usual ones")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    logging.getLogger().setLevel(logging.INFO)
     reason = why_unavailable()
     if reason is not None:
         parser.error(reason)
@@ -138,11 +132,7 @@ def _report(
     args: argparse.Namespace, case: str, seconds: dict[str, list[float]], version: str
 ) -> None:
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    ratios = {
-        # Of the rounds, each a pair.
-        name: statistics.median(map(float.__truediv__, times, seconds["ours"]))
-        for name, times in seconds.items()
-    }
+    ratios = {name: timing.ratio(seconds, name, "ours") for name in seconds}
     logging.info(
         "%-34s%12.3f%12.3f%12.2f", case, medians["ours"], medians["comfyui"], ratios["comfyui"]
     )

@@ -6,13 +6,11 @@ and appends a JSON row per case to `results.jsonl`. With ComfyUI at hand, its ow
 a LoRA's effect on fp8 weights, ours beside ComfyUI's loader.
 """
 
-import argparse
 import logging
 import runpy
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +20,7 @@ runpy.run_path(str(_CONFTEST))  # binds the checkout to its import name
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from fast_video_vae.tests.benchmarks import lora_ways, record  # noqa: E402
+from fast_video_vae.tests.benchmarks import lora_ways, record, timing  # noqa: E402
 from fast_video_vae.tests.lora import loading  # noqa: E402
 from fast_video_vae.tests.nodes import checkout  # noqa: E402
 from fast_video_vae.tests.nodes.lora import lora_errors  # noqa: E402
@@ -30,39 +28,38 @@ from fast_video_vae.tests.nodes.lora import lora_errors  # noqa: E402
 
 def main() -> None:
     """Time every number of tokens."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = record.parser(__doc__)
     parser.add_argument("--width", type=int, default=5120)
-    parser.add_argument("--out", type=int, help="numbers that leave the layer; as many as enter")
+    parser.add_argument("--leave", type=int, help="numbers that leave the layer; as many as enter")
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 512])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--errors", action="store_true")
-    parser.add_argument("--results", type=Path, default=record.RESULTS)
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     if args.memory or args.errors:
         case, values = _memory() if args.memory else _errors()
         logging.info("%s: %s", case, values)
-        record.append(args.results, "bench_lora", case, **values)
+        record.append(args.out, "bench_lora", case, **values)
         return
-    dtype, out = getattr(torch, args.dtype), args.out or args.width
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype, out = getattr(torch, args.dtype), args.leave or args.width
+    device = timing.best_device()
     model = lora_ways.Layers([(args.width, out)], device, dtype)
     for tokens in args.tokens:
         x = torch.randn(1, tokens, args.width, device=device).to(dtype)
         with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
             runs = lora_ways.ways(model, x, args.rank, Path(folder))
             runs |= _bypass_of_comfyui(model, x, args.rank, Path(folder))
-            seconds = _in_turn(runs, args.rounds)
+            taken = timing.in_turn(runs, args.rounds)
+        seconds = {name: statistics.median(each[1:]) for name, each in taken.items()}
         case = f"{args.width}x{out}, rank {args.rank}, {tokens} tokens, {args.dtype}"
         base = seconds["no LoRA"]
         logging.info("%s", case)
         for name, taken in seconds.items():
             logging.info("  %-40s %8.2f ms  %5.2fx", name, taken * 1e3, taken / base)
         milliseconds = {name: round(taken * 1e3, 3) for name, taken in seconds.items()}
-        record.append(args.results, "bench_lora", case, milliseconds=milliseconds)
+        record.append(args.out, "bench_lora", case, milliseconds=milliseconds)
 
 
 def _memory() -> tuple[str, dict[str, object]]:
@@ -82,25 +79,6 @@ def _errors() -> tuple[str, dict[str, object]]:
         for way, each in errors.items()
     }
     return "effect of a LoRA of 1 % of fp8 weights, 20 layers, bf16: error", values
-
-
-def _in_turn(runs: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, timed in turn after a round that does not count."""
-    taken: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(rounds + 1):
-        for name, run in runs.items():
-            _wait()
-            start = time.perf_counter()
-            run()
-            _wait()
-            if turn:
-                taken[name].append(time.perf_counter() - start)
-    return {name: statistics.median(each) for name, each in taken.items()}
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _bypass_of_comfyui(

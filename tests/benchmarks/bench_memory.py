@@ -25,9 +25,7 @@ runpy.run_path(str(_CONFTEST))  # binds the checkout to its import name
 import torch  # noqa: E402
 
 from fast_video_vae.tests.benchmarks import record  # noqa: E402
-from fast_video_vae.tests.builders import random_state_dict  # noqa: E402
-from fast_video_vae.tests.seedvr2 import random_seedvr2  # noqa: E402
-from fast_video_vae.tests.wan22 import random_wan22  # noqa: E402
+from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_weights  # noqa: E402
 from fast_video_vae.vae import StreamOptions, VideoVAE, load_vae  # noqa: E402
 from fast_video_vae.vae.planning import plan  # noqa: E402
 
@@ -162,13 +160,7 @@ def _plan(vae: VideoVAE, case: Case) -> plan.Plan:
 
 
 def _vae(family: str, width: int, dtype: torch.dtype) -> VideoVAE:
-    if family == "wan2.1":
-        state = random_state_dict(width)
-    elif family == "seedvr2":
-        narrow = -(-width // 32) * 32  # its groups are 32
-        state = random_seedvr2((narrow, 2 * narrow, 4 * narrow, 4 * narrow))
-    else:
-        state = random_wan22(width, width)
+    state = random_weights(family, width, width)
     return load_vae(state, dtype=dtype, encode_dtype=dtype)
 
 
@@ -191,17 +183,15 @@ def _status(name: str) -> int:
 
 def main() -> None:
     """Run every case, or with `--cases` those that this process is for."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = record.parser(__doc__)
     parser.add_argument("--width", type=int, default=24, help="base width of the random weights")
-    parser.add_argument("--family", choices=["wan2.1", "wan2.2", "seedvr2"], default="wan2.1")
+    parser.add_argument("--family", choices=WIDTHS, default="wan2.1")
     parser.add_argument("--side", type=int, default=256)
     parser.add_argument("--latents", type=int, nargs="+", default=[1, 9, 33])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
     parser.add_argument("--holes", action="store_true", help="with what glibc's heap keeps")
     parser.add_argument("--cases", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     if args.cases:
         logging.info(json.dumps([measure(Case(**case)) for case in args.cases]))
         return

@@ -22,19 +22,14 @@ _HERE = Path(__file__).resolve().parent
 runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
 
 from fast_video_vae.tests.benchmarks import record  # noqa: E402
+from fast_video_vae.tests.benchmarks.weights import random_weights  # noqa: E402
 from fast_video_vae.tests.nodes.checkout import import_comfyui, why_unavailable  # noqa: E402
-from fast_video_vae.tests.seedvr2 import random_seedvr2  # noqa: E402
-from fast_video_vae.tests.wan22 import random_wan22  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
 
-# Of each family: the weights, what is decoded, and the clip that comes out.
+# Of each family what is decoded, and the clip that comes out.
 _FAMILIES = {
-    "wan2.2": (lambda dtype: random_wan22(160, 256, dtype=dtype), (1, 48, 5, 8, 8), "17x128x128"),
-    "seedvr2": (
-        lambda dtype: random_seedvr2((128, 256, 512, 512), dtype=dtype),
-        (1, 16, 2, 16, 16),
-        "5x128x128",
-    ),
+    "wan2.2": ((1, 48, 5, 8, 8), "17x128x128"),
+    "seedvr2": ((1, 16, 2, 16, 16), "5x128x128"),
 }
 
 
@@ -60,15 +55,13 @@ def measure(
 
 def main() -> None:
     """Run both, or with `--case` the one that this process is for."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = record.parser(__doc__)
     parser.add_argument("--family", choices=_FAMILIES, default="wan2.2")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
     parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     dtype = getattr(torch, args.dtype)
-    weights, shape, clip = _FAMILIES[args.family]
+    shape, clip = _FAMILIES[args.family]
     if args.case:
         name, path, base = args.case
         print(json.dumps(measure(name, path, dtype, Path(base), shape)))
@@ -76,7 +69,7 @@ def main() -> None:
     names = ["ours"] if why_unavailable() else ["ours", "comfyui"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "vae.safetensors"
-        save_file(weights(dtype), path)
+        save_file(random_weights(args.family, dtype=dtype), path)
         for name in names:
             case = ["--case", name, str(path), folder]
             command = [sys.executable, __file__, "--family", args.family, "--dtype", args.dtype]

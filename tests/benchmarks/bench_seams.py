@@ -6,7 +6,6 @@ the whole frames: in 8-bit levels, and how much of it is a step of brightness be
 Rows go to `results.jsonl`; `--picture media/seams.jpg` draws the first setting (matplotlib).
 """
 
-import argparse
 import logging
 import runpy
 import sys
@@ -36,12 +35,9 @@ _AMPLIFIED = 2
 
 def main() -> None:
     """Run the settings that the command line names."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = record.parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=_SETTINGS, default=[*_SETTINGS])
     parser.add_argument("--picture", type=Path, help="draw the first of them into this file")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
     reason = why_unavailable()
     if reason is not None:

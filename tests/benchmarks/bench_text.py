@@ -11,7 +11,6 @@ import argparse
 import logging
 import runpy
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ runpy.run_path(str(_CONFTEST))  # binds the checkout to its import name
 
 import torch  # noqa: E402
 
-from fast_video_vae.tests.benchmarks import record  # noqa: E402
+from fast_video_vae.tests.benchmarks import record, timing  # noqa: E402
 from fast_video_vae.tests.nodes import checkout  # noqa: E402
 from fast_video_vae.tests.nodes.text import encoders  # noqa: E402
 
@@ -37,7 +36,7 @@ PROMPTS = [
 
 def main() -> None:
     """Time every number of prompts."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = record.parser(__doc__)
     parser.add_argument("--kind", choices=["wan", "z_image"], default="wan")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
@@ -45,9 +44,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float16")
     parser.add_argument("--ways", nargs="+", help="those whose names have one of these")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--results", type=Path, default=record.RESULTS)
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     with tempfile.TemporaryDirectory() as base, torch.inference_mode():
         checkout.import_comfyui(Path(base))
         clip = encoders.encoder(args.kind, getattr(torch, args.dtype), **_config(args))
@@ -62,7 +59,7 @@ def main() -> None:
                 ratios = [values[key][name] for key in ("ratios", "cpu_ratios")]
                 logging.info("  %-40s %8.3f s %6.2fx %6.2fx CPU", name, seconds, *ratios)
             logging.info("  first: %s\n  error: %s", values["first_s"], values["error"])
-            record.append(args.results, "bench_text", case, **values)
+            record.append(args.out, "bench_text", case, **values)
 
 
 def _config(args: argparse.Namespace) -> dict[str, object]:
@@ -117,22 +114,24 @@ def _ways(
 
 def _measure(runs: dict[str, Callable[[], torch.Tensor]], rounds: int) -> dict[str, object]:
     """What rounds take in which all are run in turn, and a first one apart."""
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     states: dict[str, torch.Tensor] = {}
-    for _ in range(rounds + 1):
-        for name, run in runs.items():
-            start = time.perf_counter(), time.process_time()
-            states[name] = run()
-            taken[name].append((time.perf_counter() - start[0], time.process_time() - start[1]))
-    first = {name: round(each.pop(0)[0], 3) for name, each in taken.items()}
+    # A number whose parts are the two clocks: one reading, one difference.
+    taken = timing.in_turn(
+        runs,
+        rounds,
+        clock=lambda: complex(time.perf_counter(), time.process_time()),
+        look=states.__setitem__,
+    )
+    wall, cpu = (
+        {name: [getattr(each, part) for each in both] for name, both in taken.items()}
+        for part in ("real", "imag")
+    )
+    first = {name: round(each.pop(0), 3) for name, each in wall.items()}
     exact = states[COMFYUI]
     return {
-        "seconds": {
-            name: round(statistics.median(wall for wall, _ in each), 4)
-            for name, each in taken.items()
-        },
-        "ratios": _ratios(taken, 0),
-        "cpu_ratios": _ratios(taken, 1),
+        "seconds": {name: round(statistics.median(each), 4) for name, each in wall.items()},
+        "ratios": _ratios(wall),
+        "cpu_ratios": _ratios({name: each[1:] for name, each in cpu.items()}),
         "first_s": first,
         "error": {
             name: float(f"{((each - exact).norm() / exact.norm()).item():.2g}")
@@ -141,13 +140,8 @@ def _measure(runs: dict[str, Callable[[], torch.Tensor]], rounds: int) -> dict[s
     }
 
 
-def _ratios(taken: dict[str, list[tuple[float, float]]], clock: int) -> dict[str, float]:
-    """Each against ComfyUI, by the wall's clock or by the processor's."""
-    base = [each[clock] for each in taken[COMFYUI]]
-    return {
-        name: round(statistics.median(a[clock] / b for a, b in zip(each, base, strict=True)), 4)
-        for name, each in taken.items()
-    }
+def _ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
+    return {name: round(timing.ratio(seconds, name, COMFYUI), 4) for name in seconds}
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ import itertools
 import logging
 import runpy
 import statistics
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,15 +23,13 @@ from torch import Tensor
 _HERE = Path(__file__).resolve().parent
 runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
 
-from fast_video_vae.tests.benchmarks import record  # noqa: E402
+from fast_video_vae.tests.benchmarks import record, timing  # noqa: E402
 from fast_video_vae.tests.benchmarks.peers import (  # noqa: E402
     PeerUnavailableError,
     comfyui_vae,
     diffusers_vae,
 )
-from fast_video_vae.tests.builders import random_state_dict  # noqa: E402
-from fast_video_vae.tests.seedvr2 import random_seedvr2  # noqa: E402
-from fast_video_vae.tests.wan22 import random_wan22  # noqa: E402
+from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_weights  # noqa: E402
 from fast_video_vae.vae import VideoVAE, load_vae  # noqa: E402
 
 Run = Callable[[Tensor], Tensor]
@@ -86,16 +82,6 @@ _SIZES = {
 }
 _PEERS = {"comfyui": comfyui_vae, "diffusers": diffusers_vae}
 _ORDER = ("ours", "every", *_PEERS)
-_WIDTHS = {"wan2.1": 96, "wan2.2": 160, "seedvr2": 128}
-
-
-def weights(family: str, width: int) -> dict[str, Tensor]:
-    """Random weights of a family for the base width of its encoder."""
-    if family == "wan2.1":
-        return random_state_dict(width)
-    if family == "seedvr2":
-        return random_seedvr2((width, 2 * width, 4 * width, 4 * width))
-    return random_wan22(width, width * 256 // 160)
 
 
 def implementations(
@@ -125,35 +111,15 @@ def every_frame(vae: VideoVAE, frames: Tensor) -> Tensor:
         vae.skips_still = True
 
 
-def measure(case: Case, runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every implementation in every round, after one that does not count."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    x = case.input(device)
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for count in range(rounds + 1):
-        for name, run in runs.items():
-            gc.collect()
-            _wait(device)
-            start = time.perf_counter()
-            result = run(x)
-            _wait(device)
-            if count:
-                seconds[name].append(time.perf_counter() - start)
-            del result
-    return seconds
-
-
 def main() -> None:
     """Run the cases that the command line names."""
     args = _arguments()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    logging.getLogger().setLevel(logging.INFO)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = timing.best_device()
     sizes = _SIZES[args.family][device.type]
     if args.size:
         sizes = [tuple(map(int, size.split("x"))) for size in args.size]
-    width = args.width or _WIDTHS[args.family]
-    state = weights(args.family, width)
+    width = args.width or WIDTHS[args.family]
+    state = random_weights(args.family, width)
     usual = [name for name in _ORDER[1:] if name in _PEERS or args.still]
     names = ["ours", *(usual if args.beside is None else args.beside)]
     columns = [f"{name} s" for name in names] + [f"x {name}" for name in names[1:]]
@@ -162,11 +128,11 @@ def main() -> None:
         built = implementations(state, dtype, device, names)
         for size, direction in itertools.product(sizes, args.direction):
             case = Case(direction, *size, dtype, args.family, args.still)
-            pick = 1 if case.direction == "encode" else 2
+            x, pick = case.input(device), 1 if case.direction == "encode" else 2
+            runs = {name: functools.partial(entry[pick], x) for name, entry in built.items()}
             with torch.inference_mode():
-                seconds = measure(
-                    case, {name: entry[pick] for name, entry in built.items()}, args.rounds
-                )
+                seconds = timing.in_turn(runs, args.rounds)
+            seconds = {name: each[1:] for name, each in seconds.items()}
             _report(case, seconds, names)
             for name, times in seconds.items():
                 record.append(
@@ -178,16 +144,14 @@ def main() -> None:
                     version=built[name][0],
                     median_s=round(statistics.median(times), 4),
                     seconds=[round(value, 4) for value in times],
-                    ours_is_faster_by=round(_ratio(seconds, name), 3),
+                    ours_is_faster_by=round(timing.ratio(seconds, name, "ours"), 3),
                 )
         del built
         gc.collect()
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = record.parser(__doc__)
     parser.add_argument("--family", choices=_SIZES, default="wan2.1")
     parser.add_argument("--width", type=int, help="base width of the random weights")
     parser.add_argument("--rounds", type=int, default=3)
@@ -204,7 +168,6 @@ def _arguments() -> argparse.Namespace:
         help="comfyui, diffusers (both if left out), or every: ours, but for all frames that stand "
         "still as well (with --still that too)",
     )
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
     return parser.parse_args()
 
 
@@ -214,21 +177,10 @@ def _report(case: Case, seconds: dict[str, list[float]], names: list[str]) -> No
         for name in names
     ]
     ratios = [
-        f"{_ratio(seconds, name):12.2f}" if name in seconds else " " * 12 for name in names[1:]
+        f"{timing.ratio(seconds, name, 'ours'):12.2f}" if name in seconds else " " * 12
+        for name in names[1:]
     ]
     logging.info("%s", f"{case.label:34}" + "".join(times + ratios))
-
-
-def _ratio(seconds: dict[str, list[float]], name: str) -> float:
-    """How many times as long the other took: the median over the rounds, each a pair."""
-    return statistics.median(
-        theirs / ours for theirs, ours in zip(seconds[name], seconds["ours"], strict=True)
-    )
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ whose norms are one pass into the convolution's input, and whose biases and resi
 after it. The tensors are on the `meta` device, so that no memory and no GPU is needed.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import runpy
@@ -186,12 +185,9 @@ def steady_step(
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = record.parser(__doc__)
     parser.add_argument("--ops", action="store_true", help="the bytes of each op, too")
     parser.add_argument("--limit-gb", type=float, default=16, help="memory that a step may take")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
     print("720 x 1280, bfloat16    GB per latent    needed    ratio    launches per latent")
     for (family, direction), needed in NEEDED_GB.items():

@@ -7,16 +7,15 @@ mean, never normalised. A peer that cannot be built raises `PeerUnavailableError
 import sys
 import warnings
 from collections.abc import Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from fast_video_vae.tests.builders import diffusers_name
 from fast_video_vae.tests.nodes.checkout import find_comfyui, where_looked
-from fast_video_vae.tests.wan22 import diffusers_wan22_name
-from fast_video_vae.vae.models.config import SEEDVR2_KEY
+from fast_video_vae.vae.bench import baselines
+from fast_video_vae.vae.checkpoint import read_checkpoint
+from fast_video_vae.vae.models.config import SEEDVR2_KEY, LayoutError
 
 
 class PeerUnavailableError(RuntimeError):
@@ -83,7 +82,8 @@ def comfyui_vae(
     if str(root) not in sys.path:
         sys.path.append(str(root))
     try:
-        with _third_party():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what others warn about is not ours to mend
             from comfy.cli_args import args
 
             args.cpu = args.cpu or not torch.cuda.is_available()  # before model_management
@@ -118,36 +118,24 @@ def diffusers_vae(
     device: torch.device | str = "cpu",
     qwen_image: bool = False,
 ) -> Peer:
-    """diffusers' `AutoencoderKLWan`, or its `AutoencoderKLQwenImage` (at most 3 out channels)."""
-    if SEEDVR2_KEY in state:
-        raise PeerUnavailableError("diffusers has no SeedVR2")
+    """diffusers' class of the layout, or its `AutoencoderKLQwenImage` (at most 3 out channels)."""
     try:
-        with _third_party():
-            import diffusers
-            from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
-    except (ImportError, RuntimeError) as error:
-        raise PeerUnavailableError(f"diffusers does not import: {error}") from error
+        config = read_checkpoint(dict(state)).config
+        module = baselines.diffusers_vae(state, config, torch.device(device), dtype)
+    except (ImportError, LayoutError) as error:
+        raise PeerUnavailableError(f"diffusers: {error}") from error
+    import diffusers
 
-    if "decoder.upsamples.0.upsamples.0.residual.2.weight" in state:
-        module, renamed = _diffusers_wan22(state)
-        loaded = _load(module, renamed, dtype, device)
-        return Peer("diffusers", diffusers.__version__, loaded, clamps=True)
-    config = {
-        "base_dim": state["decoder.head.0.gamma"].shape[0],
-        "z_dim": state["conv2.weight"].shape[0],
-    }
-    image_channels = state["encoder.conv1.weight"].shape[1]
     if qwen_image:
-        config["input_channels"] = image_channels
-    else:
-        config["in_channels"] = image_channels
-        config["out_channels"] = state["decoder.head.2.weight"].shape[0]
-    with torch.device("meta"):
-        module = (AutoencoderKLQwenImage if qwen_image else AutoencoderKLWan)(**config)
-    renamed = {diffusers_name(name): tensor for name, tensor in state.items()}
-    return Peer(
-        "diffusers", diffusers.__version__, _load(module, renamed, dtype, device), clamps=True
-    )
+        weights = module.state_dict()
+        with torch.device("meta"):
+            module = diffusers.AutoencoderKLQwenImage(
+                base_dim=config.encoder_width,
+                z_dim=config.latent_channels,
+                input_channels=config.image_channels,
+            )
+        module = _load(module, weights, dtype, device)
+    return Peer("diffusers", diffusers.__version__, module, clamps=True)
 
 
 def _comfyui_wan22(state: Mapping[str, Tensor]) -> nn.Module:
@@ -180,34 +168,6 @@ def _comfyui_seedvr2(state: Mapping[str, Tensor]) -> nn.Module:
         vae.BYTEDANCE_BLOCK_OUT_CHANNELS = published
 
 
-def _diffusers_wan22(state: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
-    """diffusers' class of the Wan 2.2 layout, or of Qwen-Image 2.1, and its names for the state."""
-    from diffusers import AutoencoderKLQwenImage21, AutoencoderKLWan
-
-    widths = {
-        "base_dim": state["encoder.conv1.weight"].shape[0],
-        "decoder_base_dim": state["decoder.head.0.gamma"].shape[0],
-        "z_dim": state["conv2.weight"].shape[0],
-    }
-    channels = state["decoder.head.2.weight"].shape[0]
-    with torch.device("meta"):
-        if state["decoder.head.2.weight"].shape[2] == 1:
-            module = AutoencoderKLQwenImage21(**widths, in_channels=channels, out_channels=channels)
-        else:
-            module = AutoencoderKLWan(
-                **widths,
-                is_residual=True,
-                in_channels=channels,
-                out_channels=channels,
-                patch_size=2,
-                temperal_downsample=[False, True, True],
-            )
-    # Its convolutions of pictures are 2D.
-    shapes = module.state_dict()
-    named = {diffusers_wan22_name(name): value for name, value in state.items()}
-    return module, {name: value.view(shapes[name].shape) for name, value in named.items()}
-
-
 def _load(
     module: nn.Module,
     state: Mapping[str, Tensor],
@@ -217,11 +177,3 @@ def _load(
     copies = {name: tensor.to(device, dtype, copy=True) for name, tensor in state.items()}
     module.load_state_dict(copies, strict=True, assign=True)
     return module.eval().requires_grad_(False)
-
-
-@contextmanager
-def _third_party():
-    """What other packages warn about while they are imported is not ours to fix."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

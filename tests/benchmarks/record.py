@@ -1,14 +1,25 @@
 """Where results go: JSON rows that say what was measured, on what, and from which commit."""
 
+import argparse
 import datetime
 import json
+import logging
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
 
 RESULTS = Path(__file__).with_name("results.jsonl")
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """The command line of a script that says `doc`, with `--out`; its log is printed as it is."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    made.add_argument("--out", type=Path, default=RESULTS, help="where the JSON rows go")
+    return made
 
 
 def append(path: Path, bench: str, case: str, **fields: object) -> None:

@@ -111,6 +111,8 @@ class Rivals:
 
         found = [Contestant("reference", use_backend("reference")(fast)), Contestant("fast", fast)]
         try:
+            if config.output_scale != 1:
+                raise LayoutError("it has no such VAE")
             peer = diffusers_vae(self.vae.state_dict(), config, self.vae.device, self.dtype(task))
         except (LayoutError, ImportError) as error:
             note = f"diffusers is left out: {error}"
@@ -145,7 +147,7 @@ def diffusers_vae(
     """
     if importlib.util.find_spec("diffusers") is None:
         raise ImportError("it is not installed")
-    if config.family == SEEDVR2 or config.output_scale != 1 or config.encoder_widths is None:
+    if config.family == SEEDVR2 or config.encoder_widths is None:
         raise LayoutError("it has no such VAE")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it says while it is imported is not for our users
@@ -179,7 +181,7 @@ def _arguments(config: VAEConfig) -> dict[str, Any]:
     if config.family in (WAN22, QWEN21):
         channels *= config.patch_size**2
         given["decoder_base_dim"] = config.decoder_width
-    given |= {"in_channels": channels, "out_channels": channels}
+    given |= {"in_channels": channels, "out_channels": channels * config.output_scale**2}
     if config.family == WAN22:
         times = [False, True, True]
         given |= {"is_residual": True, "patch_size": 2, "temperal_downsample": times}

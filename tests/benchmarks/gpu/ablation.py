@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .rows import Case, Values
 from .session import Session
-from .turns import in_turn, ratio, snr_db, thread
+from .turns import in_turn, pairs, snr_db, thread
 from .vae import Clip
 from .variants import Variant, variants
 
@@ -53,13 +53,10 @@ def _compare(
     yield (
         name,
         {
-            "s": changed_one.median_s,
+            **changed_one.values(),
             "as_it_is_s": base.median_s,
-            "times_as_it_is": ratio(results, "changed", "as it is"),
-            "peak_gib": changed_one.peak_gib,
-            "as_it_is_peak_gib": base.peak_gib,
-            "cold_s": changed_one.cold_s,
-            "rounds": len(changed_one.seconds),
+            "times_as_it_is": pairs(results, "changed", "as it is"),
+            "as_it_is_peak_gib": base.values()["peak_gib"],
             "snr_db": snr_db(first["changed"], first["as it is"]),
         },
     )

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fast_video_vae.kernels import bias_residual, measure
+from fast_video_vae.kernels import bias_residual, measure, synchronize
 from fast_video_vae.vae.layers import cudnn
 from fast_video_vae.vae.layers.resample_conv import UpsampleConv2d
 
 from .rows import Case, Values
 from .session import Session
-from .turns import thread, wait
+from .turns import thread
 
 # Width, height and width of the frames in a decode of 720x1280: of Wan 2.1, Wan 2.2 and SeedVR2,
 # which has 128, and 256 and 512 where Wan 2.2 has them or nearly so.
@@ -159,7 +159,7 @@ def _timed(
             start = time.perf_counter()
             try:
                 there()
-                wait(session.device)
+                synchronize(session.device)
             except Exception as error:  # one that does not run leaves the others alone
                 yield name, error.with_traceback(None)
                 continue

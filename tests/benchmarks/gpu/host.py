@@ -11,7 +11,7 @@ from fast_video_vae.kernels import frames_to_images
 
 from .rows import Case, Values
 from .session import Session
-from .turns import in_turn, ratio
+from .turns import in_turn, outcomes, pairs
 from .vae import Clip
 
 _STAYS = "frames stay on the device"
@@ -47,24 +47,15 @@ def _compare(
         runs[kind] = functools.partial(_to_host, vae, x, shape, dtype, kept)
     runs[_COPIED] = lambda: frames_to_images(vae.decode(x)).cpu()
     results = in_turn(session, runs, alike=True)
-    for kind, one in results.items():
-        if one.error is not None:
-            yield names[kind], one.error
-            continue
-        stays = kind == _STAYS
+
+    def more(kind: str) -> Values:
+        if kind == _STAYS:
+            return {}
         dtype, _ = _KINDS.get(kind, (torch.float32, False))
         nbytes = frames * height * width * channels * dtype.itemsize
-        yield (
-            names[kind],
-            {
-                "s": one.median_s,
-                "times_stays": None if stays else ratio(results, kind, _STAYS),
-                "image_gb": None if stays else nbytes / 1e9,
-                "peak_gib": one.peak_gib,
-                "cold_s": one.cold_s,
-                "rounds": len(one.seconds),
-            },
-        )
+        return {"times_stays": pairs(results, kind, _STAYS), "image_gb": nbytes / 1e9}
+
+    yield from outcomes(results, names, more)
 
 
 def _to_host(

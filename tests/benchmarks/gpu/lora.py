@@ -11,7 +11,7 @@ from fast_video_vae.tests.benchmarks import lora_ways
 
 from .rows import Case, Values
 from .session import Session
-from .turns import in_turn, ratio
+from .turns import in_turn, outcomes, pairs
 
 # Tokens of 832 x 480 x 81, of 1280 x 720 x 81, and of a prompt.
 _TOKENS = (512, 4096, 32760, 75600)
@@ -54,14 +54,13 @@ def _compare(
         runs = lora_ways.ways(model, x, 64, Path(folder))
         names = dict(zip(runs, _names(label, tokens), strict=True))
         results = in_turn(session, runs, alike=True)
-    for way, one in results.items():
-        if one.error is not None:
-            yield names[way], one.error
-            continue
-        values = {
-            "ms": 1e3 * one.median_s,
-            "times_plain": ratio(results, way, "no LoRA"),
-            "peak_gib": one.peak_gib,
-            "rounds": len(one.seconds),
-        }
-        yield names[way], values
+    yield from outcomes(
+        results,
+        names,
+        lambda way: {
+            "s": None,
+            "cold_s": None,
+            "ms": 1e3 * results[way].median_s,
+            "times_plain": pairs(results, way, "no LoRA"),
+        },
+    )

@@ -11,7 +11,7 @@ from fast_video_vae.vae import StreamOptions
 
 from .rows import Case, Values
 from .session import Session
-from .turns import in_turn, ratio
+from .turns import in_turn, outcomes, pairs
 from .vae import Clip
 
 # Of what whole frames take.
@@ -53,20 +53,14 @@ def _compare(session: Session, clip: Clip) -> Iterator[tuple[str, Values | Excep
     names = _names(clip)
     runs = {name: functools.partial(run, each) for name, each in zip(names, limits, strict=True)}
     results = in_turn(session, runs, rounds=2)
-    for (name, one), limit in zip(results.items(), limits, strict=True):
-        if one.error is not None:
-            yield name, one.error
-            continue
+
+    def more(name: str) -> Values:
+        limit = limits[names.index(name)]
         chosen = whole if limit is None else plan(StreamOptions(limit_bytes=limit))
-        yield (
-            name,
-            {
-                "s": one.median_s,
-                "times_whole": ratio(results, name, names[0]),
-                "peak_gib": one.peak_gib,
-                "said_gib": chosen.peak_bytes / 2**30,
-                "plan": str(chosen),
-                "cold_s": one.cold_s,
-                "rounds": len(one.seconds),
-            },
-        )
+        return {
+            "times_whole": pairs(results, name, names[0]),
+            "said_gib": chosen.peak_bytes / 2**30,
+            "plan": str(chosen),
+        }
+
+    yield from outcomes(results, dict(zip(names, names, strict=True)), more)

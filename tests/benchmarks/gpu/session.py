@@ -9,15 +9,12 @@ from torch import Tensor
 
 from fast_video_vae.kernels import measure
 from fast_video_vae.tests.benchmarks import peers
-from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.seedvr2 import random_seedvr2
-from fast_video_vae.tests.wan22 import random_wan22
+from fast_video_vae.tests.benchmarks.weights import random_weights
 from fast_video_vae.vae import load_vae
 
 from .rows import Clock, Missing
 
-# Base widths of the random weights: of the encoder, and for Wan 2.2 of the decoder too.
-WIDTHS = {"wan2.1": (96, 96), "wan2.2": (160, 256), "seedvr2": (128, 128)}
+# Base widths of the random weights of a small run: of the encoder, and of the decoder.
 _SMALL_WIDTHS = {"wan2.1": (8, 8), "wan2.2": (8, 8), "seedvr2": (32, 32)}
 
 _PEERS = {"diffusers": peers.diffusers_vae, "comfyui": peers.comfyui_vae}
@@ -127,12 +124,5 @@ class Session:
     def _weights(self, family: str) -> dict[str, Tensor]:
         """In float32 in the memory of the host, for whoever is built of them."""
 
-        def make() -> dict[str, Tensor]:
-            encoder, decoder = (_SMALL_WIDTHS if self.small else WIDTHS)[family]
-            if family == "wan2.1":
-                return random_state_dict(encoder)
-            if family == "seedvr2":
-                return random_seedvr2([encoder * times for times in (1, 2, 4, 4)])
-            return random_wan22(encoder, decoder)
-
-        return self._once((family, "weights"), make)
+        widths = _SMALL_WIDTHS[family] if self.small else (None, None)
+        return self._once((family, "weights"), lambda: random_weights(family, *widths))

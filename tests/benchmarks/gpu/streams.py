@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .rows import Case, Values
 from .session import Session
-from .turns import in_turn, ratio
+from .turns import in_turn, outcomes, pairs
 from .vae import Clip
 
 _ONE, _BOTH = "one after the other", "on two streams"
@@ -58,20 +58,11 @@ def _compare(
         names[1]: functools.partial(decode, both),
     }
     results = in_turn(session, runs, alike=True)
-    for name, one in results.items():
-        if one.error is not None:
-            yield name, one.error
-            continue
-        yield (
-            name,
-            {
-                "s": one.median_s,
-                "times_alone": ratio(results, name, names[0]),
-                "peak_gib": one.peak_gib,
-                "cold_s": one.cold_s,
-                "rounds": len(one.seconds),
-            },
-        )
+    yield from outcomes(
+        results,
+        dict(zip(names, names, strict=True)),
+        lambda name: {"times_alone": pairs(results, name, names[0])},
+    )
 
 
 def _stream(session: Session) -> AbstractContextManager[object]:

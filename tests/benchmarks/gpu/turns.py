@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import NotRun
+from fast_video_vae.kernels import synchronize
+from fast_video_vae.tests.benchmarks.timing import ratio
+
+from .rows import NotRun, Values
 from .session import Session
 
 ROUNDS = 3
@@ -45,10 +48,14 @@ class Measured:
         """Seconds, the median of the rounds."""
         return statistics.median(self.seconds)
 
-    @property
-    def peak_gib(self) -> float | None:
-        """The peak, for a table."""
-        return None if self.peak_bytes is None else self.peak_bytes / 2**30
+    def values(self) -> dict[str, Any]:
+        """What every table has."""
+        return {
+            "s": self.median_s,
+            "cold_s": self.cold_s,
+            "rounds": len(self.seconds),
+            "peak_gib": None if self.peak_bytes is None else self.peak_bytes / 2**30,
+        }
 
 
 def in_turn(
@@ -98,25 +105,32 @@ def in_turn(
     return results
 
 
-def ratio(results: Mapping[str, Measured], name: str, base: str) -> float | None:
+def outcomes(
+    results: Mapping[str, Measured], names: Mapping[str, str], more: Callable[[str], Values]
+) -> Iterator[tuple[str, Values | Exception]]:
+    """The rows of results.
+
+    Args:
+        results: From `in_turn`.
+        names: Of each run the name of its row.
+        more: Gives what a row has beside its seconds, memory and rounds.
+    """
+    for key, one in results.items():
+        yield names[key], one.error if one.error is not None else {**one.values(), **more(key)}
+
+
+def pairs(results: Mapping[str, Measured], name: str, base: str) -> float | None:
     """How many times as long one took as another: the median over the rounds, each a pair."""
-    pairs = list(zip(results[name].seconds, results[base].seconds, strict=False))
-    return statistics.median(theirs / ours for theirs, ours in pairs) if pairs else None
+    return ratio({key: one.seconds for key, one in results.items()}, name, base)
 
 
 def free(device: torch.device) -> None:
     """Give the device the memory back that PyTorch keeps for later, and start its peak anew."""
     if device.type == "cuda":
         gc.collect()
-        torch.cuda.synchronize(device)
+        synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def wait(device: torch.device) -> None:
-    """Wait until the device has done all that was asked of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @contextmanager
@@ -145,14 +159,14 @@ def _round(session: Session, run: Callable[[], Any], one: Measured, alike: bool)
         free(session.device)
         if _is_short(one):
             run()
-    wait(session.device)
+    synchronize(session.device)
     before = 0
     if session.cuda:
         torch.cuda.reset_peak_memory_stats(session.device)
         before = torch.cuda.memory_allocated(session.device)
     start = time.perf_counter()
     result = run()
-    wait(session.device)
+    synchronize(session.device)
     one.seconds.append(time.perf_counter() - start)
     del result
     if session.cuda:
@@ -164,7 +178,7 @@ def _timed(session: Session, run: Callable[[], Any]) -> tuple[float, Any]:
     free(session.device)
     start = time.perf_counter()
     result = run()
-    wait(session.device)
+    synchronize(session.device)
     return time.perf_counter() - start, result
 
 

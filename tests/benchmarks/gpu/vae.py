@@ -11,7 +11,7 @@ from torch import Tensor
 from .flops import video_flops
 from .rows import Case, NotRun, Values
 from .session import Session
-from .turns import ROUNDS, Measured, in_turn, ratio, snr_db
+from .turns import ROUNDS, Measured, in_turn, pairs, snr_db
 
 WHO = ("ours", "diffusers", "comfyui")
 
@@ -147,13 +147,10 @@ def _values(
     one = results[who]
     compares = who != "ours" and "ours" in results
     return {
-        "s": one.median_s,
-        "cold_s": one.cold_s,
-        "rounds": len(one.seconds),
+        **one.values(),
         "tflops": flops / one.median_s / 1e12,
         "floor_percent": 100 * flops / session.product_flops / one.median_s,
-        "peak_gib": one.peak_gib,
-        "times_ours": ratio(results, who, "ours") if compares else None,
+        "times_ours": pairs(results, who, "ours") if compares else None,
         "snr_db": seen.db.get(who),
         "version": None if who == "ours" else session.version(who),
     }

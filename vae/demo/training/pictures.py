@@ -75,7 +75,7 @@ def load_picture(picture: Picture) -> Tensor:
         ValueError: The file has another hash than the picture that we mean.
     """
     package, *folders = picture.package.split(".")
-    content = files(package).joinpath(*folders, picture.name).read_bytes()
+    content = files(package).joinpath("/".join([*folders, picture.name])).read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     if not digest.startswith(picture.digest):
         raise ValueError(f"{picture.name} has the SHA-256 {digest}, not {picture.digest}...")

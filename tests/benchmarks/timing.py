@@ -1,0 +1,53 @@
+"""Runs timed in turn, and how they compare."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fast_video_vae.kernels import synchronize
+
+
+def best_device() -> torch.device:
+    """The GPU, where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def in_turn(
+    runs: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    look: Callable[[str, Any], None] | None = None,
+) -> dict[str, list[float]]:
+    """Seconds of each run in each round, timed in turn.
+
+    Args:
+        runs: What to time, by name.
+        rounds: How many count, after a first one that stands at the front.
+        clock: Gives seconds.
+        look: Sees the result of each run.
+    """
+    device = best_device()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds + 1):
+        for name, run in runs.items():
+            gc.collect()
+            synchronize(device)
+            start = clock()
+            result = run()
+            synchronize(device)
+            seconds[name].append(clock() - start)
+            if look is not None:
+                look(name, result)
+            del result
+    return seconds
+
+
+def ratio(seconds: Mapping[str, Sequence[float]], name: str, base: str) -> float | None:
+    """How many times as long one took as another: the median over the rounds, each a pair."""
+    pairs = list(zip(seconds[name], seconds[base], strict=False))
+    return statistics.median(one / other for one, other in pairs) if pairs else None
