@@ -34,8 +34,7 @@ def encoder(kind, dtype=torch.float32, seed=0, **config):
     """A CLIP of ComfyUI.
 
     Args:
-        kind: "wan", "qwen_image", "z_image", "klein", "sd1", "sdxl" or
-            "flux".
+        kind: "wan", "qwen_image", "z_image", "klein", "sd1", "sdxl" or "flux".
         dtype: Of the weights.
         seed: Of the weights.
         config: Of the transformer, in place of what makes it small.
@@ -44,8 +43,7 @@ def encoder(kind, dtype=torch.float32, seed=0, **config):
 
     model, tokenizer, options = _KINDS[kind](config)
     clip = comfy.sd.CLIP(
-        SimpleNamespace(params={}, clip=model, tokenizer=tokenizer),
-        tokenizer_data={"spiece_model": spiece()},
+        SimpleNamespace(params={}, clip=model, tokenizer=lambda **_: _tokenizer(tokenizer)),
         model_options={"dtype": dtype, **options},
     )
     generator = torch.Generator().manual_seed(seed)
@@ -69,7 +67,13 @@ def count(clip):
 
 
 @functools.cache
-def spiece():
+def _tokenizer(cls):
+    """Shared by all encoders of a kind: to read its files takes longer than most tests."""
+    return cls(tokenizer_data={"spiece_model": _spiece()})
+
+
+@functools.cache
+def _spiece():
     """A sentencepiece model with umT5's special tokens: pad 0, end 1."""
     import sentencepiece
 
