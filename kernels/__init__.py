@@ -3,14 +3,13 @@
 Activations are `[B, C, T, H, W]` in channels-last memory, so that every pixel is a row of `C`
 neighbouring numbers. Each op takes float32, bfloat16, float16 (and float64 where the reference
 serves), computes in float32 at least and rounds once, to the dtype of its result. Which backend
-does it is decided in `backend.py`; the results of two backends differ by rounding alone.
+does it is decided in `dispatch.py`; the results of two backends differ by rounding alone.
 
 | op | formula |
 |---|---|
 | `rms_norm_silu` | `silu(x / max(norm2(x), 1e-12) * sqrt(C) * gamma)`; SiLU is optional |
 | `group_norm_silu` | `silu((x - mean) / sqrt(var + eps) * weight + bias)` per frame and group |
 | `group_norm_statistics` | `mean` and `1 / sqrt(var + eps)` of each frame and group |
-| `rms_norm` | `x / sqrt(mean(x^2) + eps) * weight` over the last dimension |
 | `silu_mul` | `x * sigmoid(x) * gate` |
 | `bias_residual` | `x + bias + residual + residual_bias` |
 | `attention` | `softmax(q k^T / sqrt(d)) v` in memory that grows with N, never with N x N |
@@ -24,15 +23,15 @@ does it is decided in `backend.py`; the results of two backends differ by roundi
 import torch
 from torch import Tensor
 
-from . import checks
-from .dispatch import BackendError, log_once, run, run_kernel, use_backend
+from . import checks, shapes
+from .backends import use_backend
+from .dispatch import run, run_kernel
+from .errors import BackendError, is_out_of_memory, log_once
 from .gpu_config import GPUConfig, gpu_config
 from .measure import synchronize
-from .messages import LINE, guarded, line, shown
-from .out_of_memory import is_out_of_memory
+from .messages import LINE, guarded, line, padded, shown
 from .support import NativeLibrary, Support, backend_matrix, native_library
 from .tensor_files import PICKLE, SAFETENSORS, ZIP, Header, Place, kind_of, read_header
-from .text_table import padded
 from .warmup_log import Preparation, preparations, preparing
 
 __all__ = [
@@ -68,7 +67,6 @@ __all__ = [
     "preparations",
     "preparing",
     "read_header",
-    "rms_norm",
     "rms_norm_silu",
     "run_kernel",
     "shown",
@@ -127,9 +125,6 @@ def group_norm_silu(
     *,
     eps: float = 1e-6,
     silu: bool = True,
-    front: int = 0,
-    replicate: bool = False,
-    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
     statistics: Tensor | None = None,
     tail: Tensor | None = None,
     out: Tensor | None = None,
@@ -138,8 +133,8 @@ def group_norm_silu(
 
     `silu((x - mean) / sqrt(var + eps) * weight + bias)` with the statistics of one frame and group,
     the variance over all of it: `GroupNorm` of a single frame, as in SeedVR2
-    (models/video_vae_v3/modules/causal_inflation_lib.py, causal_norm_wrapper). The frames in front
-    and the border, which a convolution wants, are written in the same pass.
+    (models/video_vae_v3/modules/causal_inflation_lib.py, causal_norm_wrapper). `tail` and `out` are
+    those of `rms_norm_silu`.
 
     With `statistics` nothing is measured, and `x` may be a band of rows of the frames that they are
     of: a view `video[..., top:bottom, :]`, as `tail` and `out` may be of theirs. Bands with the
@@ -152,15 +147,11 @@ def group_norm_silu(
         groups: Groups; a divisor of `C`.
         eps: Added to the variance; of no use with `statistics`.
         silu: Apply SiLU after the norm.
-        front: Frames to put before the result, where there is no `tail`.
-        replicate: Those are copies of the first frame of the result; else zeros.
-        padding: Pixels of zeros at the left, right, top and bottom, as `torch.nn.functional.pad`.
         statistics: `[B, T, 2, groups]`, float32 (float64 for float64): those of
             `group_norm_statistics`; None: those of `x`.
         tail: `[B, C, K, H, W]`, channels-last, of the dtype of `x`: the results of the `K` frames
-            before `x`, which go before it. It is overwritten with the last `K` frames of both.
-        out: `[B, C, front or K + T, H + top + bottom, W + left + right]`, channels-last, of the
-            dtype of `x`.
+            before `x`. It is overwritten with the last `K` frames of the result.
+        out: `[B, C, K + T, H, W]`, channels-last, of the dtype of `x`.
 
     Returns:
         `out`, or a new channels-last tensor.
@@ -173,23 +164,9 @@ def group_norm_silu(
     checks.vectors(x, x.shape[1], weight=weight, bias=bias)
     checks.divides(groups, x.shape[1], "groups")
     checks.statistics(x, groups, statistics)
-    checks.border(front, padding, tail)
-    checks.window(x, tail, out, front=front, padding=padding)
-    return run(
-        "group_norm_silu",
-        x,
-        weight,
-        bias,
-        groups,
-        eps=eps,
-        silu=silu,
-        front=front,
-        replicate=replicate,
-        padding=padding,
-        statistics=statistics,
-        tail=tail,
-        out=out,
-    )
+    checks.window(x, tail, out)
+    options = {"eps": eps, "silu": silu, "statistics": statistics, "tail": tail, "out": out}
+    return run("group_norm_silu", x, weight, bias, groups, **options)
 
 
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
@@ -215,31 +192,6 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     checks.video(x=x)
     checks.divides(groups, x.shape[1], "groups")
     return run("group_norm_statistics", x, groups, eps)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
-    """Normalise the last dimension by its root mean square, and scale.
-
-    `x / sqrt(mean(x^2) + eps) * weight`: the norm of Zhang and Sennrich, "Root Mean Square Layer
-    Normalization", 2019.
-
-    Args:
-        x: `[..., C]`, its last dimension dense.
-        weight: `[C]`.
-        eps: Added to the mean square.
-        out: `[..., C]`, of the dtype of `x`; it may be `x`.
-
-    Returns:
-        `out`, or a new tensor.
-
-    Raises:
-        ValueError: Shapes, dtypes or devices do not fit.
-    """
-    checks.floats(x=x)
-    checks.rows(x=x)
-    checks.vectors(x, x.shape[-1], weight=weight)
-    checks.like(x, out=out)
-    return run("rms_norm", x, weight, eps, out=out)
 
 
 def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -339,8 +291,7 @@ def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Ten
     checks.floats(x=x)
     checks.video(x=x)
     checks.divides(phases, x.shape[1], "phases")
-    batch, channels, frames, height, width = x.shape
-    checks.result(x, out, (batch, channels // phases, phases * frames, height, width))
+    checks.result(x, out, shapes.interleaved(x, phases))
     return run("interleave_time", x, phases, out=out)
 
 
@@ -381,22 +332,16 @@ def merge_phases(
     checks.floats(grid=grid)
     checks.video(grid=grid)
     checks.divides(4, grid.shape[1], "4 phases")
-    batch, channels, frames, height, width = grid.shape
-    if height < 1 or width < 1:
+    if 0 in grid.shape[3:]:
         raise ValueError(f"grid is {list(grid.shape)}; expected one row and column at least")
-    checks.result(grid, out, (batch, channels // 4, frames, 2 * height - 2, 2 * width - 2))
+    checks.result(grid, out, shapes.merged(grid))
     checks.phase_source(grid, source, times)
-    checks.vectors(grid, channels // 4, bias=bias)
+    checks.vectors(grid, grid.shape[1] // 4, bias=bias)
     return run("merge_phases", grid, source, times, bias=bias, out=out)
 
 
 def pixel_shuffle_3d(
-    x: Tensor,
-    size: tuple[int, int, int],
-    order: str = "cthw",
-    *,
-    skip: int = 0,
-    out: Tensor | None = None,
+    x: Tensor, size: tuple[int, int, int], order: str = "cthw", *, out: Tensor | None = None
 ) -> Tensor:
     """Turn parts of the channels into frames, rows and columns.
 
@@ -409,8 +354,7 @@ def pixel_shuffle_3d(
         x: `[B, C * t * h * w, T, H, W]`, channels-last.
         size: `t`, `h` and `w`.
         order: The letters c, t, h, w in some order.
-        skip: Frames at the start of the result to leave out.
-        out: `[B, C, t * T - skip, h * H, w * W]`, on any device, of any dtype and strides.
+        out: `[B, C, t * T, h * H, w * W]`, on any device, of any dtype and strides.
 
     Returns:
         `out`, or a new channels-last tensor of that shape and the dtype of `x`.
@@ -420,9 +364,9 @@ def pixel_shuffle_3d(
     """
     checks.floats(x=x)
     checks.video(x=x)
-    checks.shuffle(x, size, order, skip)
-    checks.target(out, checks.shuffled(x, size, skip))
-    return run("pixel_shuffle_3d", x, size, order, skip=skip, out=out)
+    checks.shuffle(x, size, order)
+    checks.target(out, shapes.shuffled(x, size))
+    return run("pixel_shuffle_3d", x, size, order, out=out)
 
 
 def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
@@ -480,6 +424,6 @@ def frames_to_images(
     """
     checks.floats(frames=frames)
     checks.video(frames=frames)
-    checks.shuffle(frames, (1, patch, patch), order, 0)
+    checks.shuffle(frames, (1, patch, patch), order)
     checks.images(frames, dtype, patch, out)
     return run("frames_to_images", frames, dtype=dtype, patch=patch, order=order, out=out)

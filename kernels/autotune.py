@@ -10,15 +10,15 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import measure, reference
-from . import sample_inputs as examples
-from .dispatch import ORDER, Refusal, ask, log_once
+from . import measure, reference, sample_inputs
+from .backends import ORDER
+from .errors import Refusal, log_once
 from .warmup_log import preparing
 
 _logger = logging.getLogger(__name__)
@@ -39,14 +39,18 @@ _FEWEST_KEYS, _MOST_KEYS = 1 << 10, 1 << 14
 _ROUNDINGS = 4
 _SUMS = 1e-3
 
+# Runs an op on a backend, or raises its `Refusal`: `dispatch.ask`.
+Ask = Callable[..., Tensor]
+
 _lock = threading.Lock()
 _orders: dict[tuple[Any, ...], tuple[str, ...]] = {}
 
 
-def order(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+def order(ask: Ask, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     """The backends to ask for a call on a GPU.
 
     Args:
+        ask: Runs an op on a backend.
         op: Its name.
         args: Its arguments; the first one is the tensor that tells the device.
         kwargs: Its keywords.
@@ -65,31 +69,31 @@ def order(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str,
         return ("reference",)  # nothing can be tried while a graph records
     with _lock:
         if key not in _orders:
-            given = examples.names(getattr(reference, op), args, kwargs)
+            given = sample_inputs.names(getattr(reference, op), args, kwargs)
             with preparing("kernel build", "trials"):
-                found = _tried(op, x, given)
+                found = _tried(ask, op, x, given)
             if found is None:
                 return ("reference",)  # for this call; a later one may have the memory
             _orders[key] = found
         return _orders[key]
 
 
-def _tried(op: str, x: Tensor, given: Mapping[str, Any]) -> tuple[str, ...] | None:
+def _tried(ask: Ask, op: str, x: Tensor, given: Mapping[str, Any]) -> tuple[str, ...] | None:
     """The backends in order; None: there is no memory to try them."""
     size = _size(op, x)
     try:
         # Outside of inference mode: what is made here must not depend on who was first.
         with torch.inference_mode(False), torch.no_grad():
-            return _ranked(op, x, size, given)
+            return _ranked(ask, op, x, size, given)
     except torch.OutOfMemoryError:
         return None
 
 
 def _ranked(
-    op: str, x: Tensor, size: tuple[int, int, int], given: Mapping[str, Any]
+    ask: Ask, op: str, x: Tensor, size: tuple[int, int, int], given: Mapping[str, Any]
 ) -> tuple[str, ...]:
     def run(name: str) -> tuple[Tensor, Tensor | None]:
-        arguments = examples.call(op, size, x.dtype, x.device, given)
+        arguments = sample_inputs.call(op, size, x.dtype, x.device, given)
         return ask(name, op, **arguments), arguments.get("tail")
 
     expected = run("reference")
@@ -111,7 +115,7 @@ def _ranked(
             )
     if len(right) == 1:
         return ("reference",)
-    arguments = examples.call(op, size, x.dtype, x.device, given)
+    arguments = sample_inputs.call(op, size, x.dtype, x.device, given)
     calls = {name: functools.partial(ask, name, op, **arguments) for name in right}
     small = math.prod(x.shape) < _LARGE_FROM
     times = measure.seconds(calls, x.device, launches=small)

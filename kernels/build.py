@@ -3,7 +3,7 @@
 A library lies in a cache folder of the user, under a key of everything that it is made from:
 another torch, other sources or other flags have another key, so that nothing is ever stale. What
 fails is told in one line and remembered; another backend serves instead. Which libraries there are,
-and what they need, is in `libraries.py`.
+and what they need, is in `native_ops/library.py` and `cuda_ops/library.py`.
 
 Environment:
     FAST_VIDEO_VAE_CACHE: The cache folder, instead of the platform's.
@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from .dispatch import Refusal, log_once
+from .errors import Refusal, log_once
 from .warmup_log import preparing
 
 _logger = logging.getLogger(__name__)

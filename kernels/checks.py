@@ -9,6 +9,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from . import shapes
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -67,36 +69,19 @@ def target(out: Tensor | None, shape: tuple[int, ...]) -> None:
         raise ValueError(f"out is {list(out.shape)}; expected {list(shape)}")
 
 
-def window(
-    x: Tensor,
-    tail: Tensor | None,
-    out: Tensor | None,
-    *,
-    front: int = 0,
-    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
-) -> None:
+def window(x: Tensor, tail: Tensor | None, out: Tensor | None) -> None:
     """The tail and the buffer of a causal convolution's input fit `x`."""
-    batch, channels, frames, height, width = x.shape
     if tail is not None:
         video(tail=tail)
-        front = tail.shape[2]
-        _same("tail", tail, (batch, channels, front, height, width), x)
-    left, right, top, bottom = padding
-    result(x, out, (batch, channels, front + frames, height + top + bottom, width + left + right))
-
-
-def border(front: int, padding: tuple[int, int, int, int], tail: Tensor | None) -> None:
-    """Frames in front and pixels around are counts, and a tail takes the place of the former."""
-    if front < 0 or min(padding) < 0:
-        raise ValueError(f"front is {front} and padding {padding}; expected 0 or more of each")
-    if tail is not None and front:
-        raise ValueError(f"front is {front} and there is a tail; expected one of the two")
+        batch, channels, _, height, width = x.shape
+        _same("tail", tail, (batch, channels, tail.shape[2], height, width), x)
+    result(x, out, shapes.window(x, tail))
 
 
 def statistics(x: Tensor, groups: int, given: Tensor | None) -> None:
     """Those of a group norm have a mean and a factor for each frame and group, in wide numbers."""
     if given is not None:
-        shape = x.shape[0], x.shape[2], 2, groups
+        shape = shapes.statistics(x, groups)
         _same("statistics", given, shape, x, torch.promote_types(x.dtype, torch.float32))
 
 
@@ -121,24 +106,13 @@ def phase_source(grid: Tensor, source: Tensor | None, times: int) -> None:
     divides(source.shape[1], channels * times, "source")
 
 
-def shuffle(x: Tensor, size: tuple[int, int, int], order: str, skip: int) -> None:
+def shuffle(x: Tensor, size: tuple[int, int, int], order: str) -> None:
     """The blocks of a pixel shuffle fit its channels."""
     if min(size) < 1:
         raise ValueError(f"size is {size}; expected 1 or more of each")
     if sorted(order) != sorted("cthw"):
         raise ValueError(f"order is {order!r}; expected the letters c, t, h, w")
     divides(prod(size), x.shape[1], "size")
-    if not 0 <= skip <= size[0] * x.shape[2]:
-        raise ValueError(f"skip is {skip}; expected 0 to {size[0] * x.shape[2]} frames")
-
-
-def shuffled(x: Tensor, size: tuple[int, int, int], skip: int) -> tuple[int, ...]:
-    """The shape of the result of a pixel shuffle."""
-    batch, channels, frames, height, width = x.shape
-    times, high, wide = size
-    return (
-        batch, channels // prod(size), times * frames - skip, high * height, wide * width
-    )  # fmt: skip
 
 
 def averages(x: Tensor, channels: int, times: int, size: int) -> None:
@@ -154,9 +128,8 @@ def images(frames: Tensor, dtype: torch.dtype, patch: int, out: Tensor | None) -
     """The images have a dtype that there is, and the buffer their shape."""
     if out is not None:
         dtype = out.dtype
-        _, channels, length, height, width = shuffled(frames, (1, patch, patch), 0)
-        apart = (frames.shape[0], length, height, width, channels)
-        flat = (frames.shape[0] * length, height, width, channels)
+        flat = shapes.images(frames, patch)
+        apart = (frames.shape[0], frames.shape[2], *flat[1:])
         if tuple(out.shape) not in (flat, apart):
             raise ValueError(f"out is {list(out.shape)}; expected {list(flat)} or {list(apart)}")
     if dtype not in (*_DTYPES, torch.uint8):

@@ -7,7 +7,7 @@ Frames are dense blocks of `H * W` rows of `C` numbers, at any distance in batch
 import torch
 from torch import Tensor
 
-from .dispatch import Refusal
+from .errors import Refusal
 
 # What the kernels compute on, in float32.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,6 +30,27 @@ def refuse_videos(**tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None and not is_dense(x, 3, 4, 1):
             raise Refusal(f"{name} is not channels-last")
+
+
+def refuse_window(x: Tensor, tail: Tensor | None, out: Tensor | None) -> None:
+    """Refuse a causal convolution's input where a part of it would be written over another."""
+    refuse_videos(x=x, tail=tail, out=out)
+    refuse_overlap(out, x=x, tail=tail, same=tail is None)
+    refuse_overlap(tail, x=x)
+
+
+def refuse_subclass(x: Tensor) -> None:
+    """Refuse what is no plain tensor, and may have no memory."""
+    if type(x) not in (Tensor, torch.nn.Parameter):
+        raise Refusal(f"x is a {type(x).__name__}, which may have no memory")
+
+
+def refuse_old_bfloat16(device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse bfloat16 on an NVIDIA GPU that does not compute in it."""
+    if device.type == "cuda" and dtype == torch.bfloat16 and torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:
+            raise Refusal(f"bfloat16 needs compute capability 8.0; this GPU has {major}.{minor}")
 
 
 def refuse_rows(**tensors: Tensor | None) -> None:
@@ -84,12 +105,6 @@ def row_distance(x: Tensor) -> int:
         if size != 1:
             return stride
     return x.shape[-1]
-
-
-def new_video(like: Tensor, *shape: int) -> Tensor:
-    """Uninitialised channels-last memory for `[B, C, T, H, W]`."""
-    batch, channels, frames, height, width = shape
-    return like.new_empty((batch, frames, height, width, channels)).movedim(-1, 1)
 
 
 def _extent(x: Tensor) -> tuple[int, int]:

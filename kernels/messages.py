@@ -4,11 +4,11 @@ The names of keys come out of the file and may hold line breaks, characters that
 or a million letters; what a reader raises may be a page. All of it passes here before it is shown.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from .out_of_memory import is_out_of_memory
+from .errors import is_out_of_memory
 
 # A line with what callers put before it ("vae_name: ") has at most 300 characters.
 LINE = 290
@@ -105,3 +105,22 @@ def _cut(text: str, limit: int) -> str:
 
 def _printable(text: str) -> str:
     return "".join(part if part.isprintable() else repr(part)[1:-1] for part in text)
+
+
+def padded(rows: Sequence[Sequence[str]], words: int | None = None) -> list[list[str]]:
+    """Give every cell of a table the width of its column.
+
+    Args:
+        rows: Of equal length.
+        words: Columns whose cells stand to the left, as words do; those after them stand to the
+            right, as numbers do. None: all of them are words.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    words = len(widths) if words is None else words
+    return [
+        [
+            cell.ljust(width) if index < words else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    ]

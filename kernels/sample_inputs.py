@@ -94,7 +94,7 @@ def _group_norm_silu(make: _Maker) -> dict[str, Any]:
     channels = make.channels("x", CHANNELS)
     tail = make.option("tail", None)
     known = 2 if tail is None else tail.shape[2]
-    options = ("eps", "silu", "front", "replicate", "padding")
+    options = ("eps", "silu")
     given = make.option("statistics", None)
     return {
         "x": make.video(channels),
@@ -112,15 +112,6 @@ def _group_norm_statistics(make: _Maker) -> dict[str, Any]:
     return {
         "x": make.video(channels),
         "groups": make.groups(channels),
-        "eps": make.option("eps", 1e-6),
-    }
-
-
-def _rms_norm(make: _Maker) -> dict[str, Any]:
-    channels = make.channels("x", CHANNELS)
-    return {
-        "x": make.rows(channels),
-        "weight": make.numbers(channels, dtype=torch.float32),
         "eps": make.option("eps", 1e-6),
     }
 
@@ -171,7 +162,6 @@ def _pixel_shuffle_3d(make: _Maker) -> dict[str, Any]:
         "x": make.video(make.channels("x", 12)),
         "size": make.option("size", (1, 2, 2)),
         "order": make.option("order", "ctwh"),
-        "skip": make.option("skip", 0),
     }
 
 
@@ -202,7 +192,6 @@ _CALLS: dict[str, Callable[[_Maker], dict[str, Any]]] = {
     "rms_norm_silu": _rms_norm_silu,
     "group_norm_silu": _group_norm_silu,
     "group_norm_statistics": _group_norm_statistics,
-    "rms_norm": _rms_norm,
     "silu_mul": _silu_mul,
     "bias_residual": _bias_residual,
     "attention": _attention,

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import torch
 
-from . import sample_inputs as examples
-from .dispatch import ORDER, Refusal, ask
-from .libraries import CPU
+from . import sample_inputs
+from .backends import ORDER
+from .dispatch import ask
+from .errors import Refusal
+from .native_ops.library import CPU
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -73,7 +75,7 @@ def backend_matrix() -> list[Support]:
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return [
         _asked(op, device, backend, dtype)
-        for op in examples.OPS
+        for op in sample_inputs.OPS
         for device in devices
         for backend in ORDER
         for dtype in _DTYPES
@@ -98,7 +100,7 @@ def _asked(op: str, device: str, backend: str, dtype: torch.dtype) -> Support:
 
 
 def _refusal(op: str, device: str, backend: str, dtype: torch.dtype) -> str | None:
-    arguments = examples.call(op, _SIZE, dtype, torch.device(device))
+    arguments = sample_inputs.call(op, _SIZE, dtype, torch.device(device))
     try:
         with torch.no_grad():
             ask(backend, op, **arguments)

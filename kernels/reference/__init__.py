@@ -18,7 +18,6 @@ from .norms import (
     bias_residual,
     group_norm_silu,
     group_norm_statistics,
-    rms_norm,
     rms_norm_silu,
     silu_mul,
 )
@@ -33,7 +32,6 @@ __all__ = [
     "interleave_time",
     "merge_phases",
     "pixel_shuffle_3d",
-    "rms_norm",
     "rms_norm_silu",
     "silu_mul",
 ]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import Refusal
+from ..errors import Refusal
 from ..measure import seconds
 
 # Scores that are held at a time where there is no fused kernel: 256 MiB in float32, and as much

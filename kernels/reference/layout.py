@@ -1,19 +1,18 @@
 """Ops that move numbers between channels, frames and pixels."""
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
-from .memory import map_blocks, new_video, records, widened
+from .. import shapes
+from .memory import map_blocks, records, widened
 
 
 def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
     """One strided copy."""
-    batch, channels, frames, height, width = x.shape
-    channels //= phases
-    if out is None:
-        out = new_video(x, batch, channels, phases * frames, height, width)
-    source = x.unflatten(1, (phases, channels))  # [B, phase, C, T, H, W]
-    out.unflatten(2, (frames, phases)).copy_(source.permute(0, 2, 3, 1, 4, 5))
+    out = shapes.new_video(x, shapes.interleaved(x, phases)) if out is None else out
+    target = out.unflatten(2, (x.shape[2], phases))
+    target.copy_(rearrange(x, "b (p c) t h w -> b c t p h w", p=phases))
     return out
 
 
@@ -26,10 +25,9 @@ def merge_phases(
     out: Tensor | None = None,
 ) -> Tensor:
     """A strided copy, or sum, for each phase."""
-    batch, channels, frames, height, width = grid.shape
+    _, channels, frames, height, width = grid.shape
     channels, height, width = channels // 4, height - 1, width - 1
-    if out is None:
-        out = new_video(grid, batch, channels, frames, 2 * height, 2 * width)
+    out = shapes.new_video(grid, shapes.merged(grid)) if out is None else out
     windows = grid.movedim(1, -1).unflatten(4, (4, channels))
     pixels = out.movedim(1, -1).unflatten(3, (width, 2)).unflatten(2, (height, 2))
     bias = None if bias is None else bias.flatten().to(widened(grid))
@@ -52,27 +50,14 @@ def merge_phases(
 
 
 def pixel_shuffle_3d(
-    x: Tensor,
-    size: tuple[int, int, int],
-    order: str = "cthw",
-    *,
-    skip: int = 0,
-    out: Tensor | None = None,
+    x: Tensor, size: tuple[int, int, int], order: str = "cthw", *, out: Tensor | None = None
 ) -> Tensor:
-    """One strided copy, and another where `skip` ends inside of a block of frames."""
-    batch, channels, frames, height, width = x.shape
+    """One strided copy."""
+    _, _, frames, height, width = x.shape
     times, high, wide = size
-    channels //= times * high * wide
-    if out is None:
-        shape = times * frames - skip, high * height, wide * width
-        out = new_video(x, batch, channels, *shape)
-    whole, begun = divmod(skip, times)
-    blocks = _blocks_of_pixels(x, size, order)[:, :, whole:]
+    out = shapes.new_video(x, shapes.shuffled(x, size)) if out is None else out
     target = out.unflatten(4, (width, wide)).unflatten(3, (height, high))
-    if begun:
-        target[:, :, : times - begun].copy_(blocks[:, :, 0, begun:])
-        blocks, target = blocks[:, :, 1:], target[:, :, times - begun :]
-    target.unflatten(2, (blocks.shape[2], times)).copy_(blocks)
+    target.unflatten(2, (frames, times)).copy_(_blocks_of_pixels(x, size, order))
     return out
 
 
@@ -116,12 +101,10 @@ def frames_to_images(
     out: Tensor | None = None,
 ) -> Tensor:
     """Some rows at a time, so that the whole video is never there in float32 beside the result."""
-    batch, channels, length, height, width = frames.shape
-    channels //= patch * patch
+    batch, _, length, height, width = frames.shape
     pixels = _blocks_of_pixels(frames, (1, patch, patch), order)[:, :, :, 0].movedim(1, -1)
     if out is None:
-        shape = batch * length, patch * height, patch * width, channels
-        out = torch.empty(shape, dtype=dtype, device=frames.device)
+        out = torch.empty(shapes.images(frames, patch), dtype=dtype, device=frames.device)
     target = out if out.ndim == 5 else out.unflatten(0, (batch, length))
     target = target.unflatten(3, (width, patch)).unflatten(2, (height, patch))
     if records(frames, out) and out.is_floating_point():
@@ -141,9 +124,8 @@ def _blocks_of_pixels(x: Tensor, size: tuple[int, int, int], order: str) -> Tens
     """View the channels of `x` as blocks: `[B, C, T, t, H, h, W, w]`."""
     times, high, wide = size
     parts = {"c": x.shape[1] // (times * high * wide), "t": times, "h": high, "w": wide}
-    at = {letter: 1 + dim for dim, letter in enumerate(order)}
-    nested = x.unflatten(1, [parts[letter] for letter in order])
-    return nested.permute(0, at["c"], 5, at["t"], 6, at["h"], 7, at["w"])
+    pattern = f"b ({' '.join(order)}) T H W -> b c T t H h W w"
+    return rearrange(x, pattern, **parts)
 
 
 def _duplicated(x: Tensor, channels: int, phases: int, phase: int) -> Tensor:

@@ -27,13 +27,6 @@ def widened(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def new_video(like: Tensor, *shape: int) -> Tensor:
-    """Uninitialised channels-last memory for `[B, C, T, H, W]`."""
-    batch, channels, *pixels = shape
-    memory = torch.empty(batch, *pixels, channels, dtype=like.dtype, device=like.device)
-    return memory.movedim(-1, 1)
-
-
 def delivered(y: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
     """Round a result that autograd records to the dtype of `x`, into `out` if there is one."""
     return y.to(x.dtype) if out is None else out.copy_(y)

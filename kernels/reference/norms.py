@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .memory import copies, delivered, map_blocks, new_video, records, widened
+from .. import shapes
+from .memory import copies, delivered, map_blocks, records, widened
 
 # `torch.nn.functional.normalize` divides by max(norm, eps) with this eps; Wan's RMS_norm is built
 # on it.
@@ -34,8 +35,7 @@ def rms_norm_silu(
         y = _read(x, wide, out)
         y = y if bias is None else y + bias.view(-1, 1, 1, 1)
         y = F.normalize(y, dim=1, eps=_NORM_EPS) * scale.view(-1, 1, 1, 1)
-        y = _channels_last((F.silu(y) if silu else y).to(x.dtype))
-        y = y if tail is None else _channels_last(torch.cat([tail, y], dim=2))
+        y = _with_tail((F.silu(y) if silu else y).to(x.dtype), tail)
         return delivered(y, x, out)
 
     def norm(rows: Tensor) -> None:
@@ -46,15 +46,9 @@ def rms_norm_silu(
         if silu:
             F.silu(rows, inplace=True)
 
-    batch, channels, frames, height, width = x.shape
-    known = 0 if tail is None else tail.shape[2]
-    if out is None:
-        out = new_video(x, batch, channels, known + frames, height, width)
-    map_blocks(norm, x.movedim(1, -1), out[:, :, known:].movedim(1, -1))
-    if tail is not None:
-        out[:, :, :known].copy_(tail)
-        tail.copy_(out[:, :, frames:])
-    return out
+    out = shapes.new_window(x, tail) if out is None else out
+    map_blocks(norm, x.movedim(1, -1), _behind(tail, out).movedim(1, -1))
+    return _rolled(tail, out)
 
 
 def group_norm_silu(
@@ -65,9 +59,6 @@ def group_norm_silu(
     *,
     eps: float = 1e-6,
     silu: bool = True,
-    front: int = 0,
-    replicate: bool = False,
-    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
     statistics: Tensor | None = None,
     tail: Tensor | None = None,
     out: Tensor | None = None,
@@ -78,45 +69,21 @@ def group_norm_silu(
     """
     wide = widened(x)
     weight, bias = weight.flatten().to(wide), bias.flatten().to(wide)
-    batch, channels, frames, height, width = x.shape
     if records(x, weight, bias, statistics, tail, out):
         y = _read(x, wide, out)
         if statistics is None:
             statistics = _recorded_statistics(y, groups, eps)
         y = _grouped(y, weight, bias, statistics)
-        y = (F.silu(y) if silu else y).to(x.dtype)
-        before = y.new_zeros(batch, channels, front, height, width) if tail is None else tail
-        if tail is None and replicate and frames:
-            before = y[:, :, :1].expand_as(before)
-        y = F.pad(torch.cat([before, y], dim=2), padding)
-        return delivered(_channels_last(y), x, out)
+        y = _with_tail((F.silu(y) if silu else y).to(x.dtype), tail)
+        return delivered(y, x, out)
 
-    left, right, top, bottom = padding
-    known = front if tail is None else tail.shape[2]
-    if out is None:
-        shape = known + frames, height + top + bottom, width + left + right
-        out = new_video(x, batch, channels, *shape)
-    for border in (
-        out[:, :, :, :top],
-        out[:, :, :, top + height :],
-        out[..., :left],
-        out[..., left + width :],
-    ):
-        border.zero_()
-    inner = out[:, :, :, top : top + height, left : left + width]
-    new = inner[:, :, known:]
-    for b, t in product(range(batch), range(frames)) if x.numel() else ():
+    out = shapes.new_window(x, tail) if out is None else out
+    new = _behind(tail, out)
+    for b, t in product(range(x.shape[0]), range(x.shape[2])) if x.numel() else ():
         frame = x[b, :, t].movedim(0, -1)
         measured = _measure(frame, wide, groups, eps) if statistics is None else statistics[b, t]
         _normalize(frame, new[b, :, t].movedim(0, -1), weight, bias, measured, silu)
-    if tail is not None:
-        inner[:, :, :known].copy_(tail)
-        tail.copy_(inner[:, :, frames:])
-    elif replicate and frames:
-        inner[:, :, :front].copy_(inner[:, :, front : front + 1])
-    else:
-        inner[:, :, :front].zero_()
-    return out
+    return _rolled(tail, out)
 
 
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
@@ -124,31 +91,11 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     wide = widened(x)
     if records(x):
         return _recorded_statistics(x.to(wide), groups, eps)
-    batch, _, frames, _, _ = x.shape
-    shape = batch, frames, 2, groups
+    shape = shapes.statistics(x, groups)
     statistics = torch.full(shape, math.nan, dtype=wide, device=x.device)
-    for b, t in product(range(batch), range(frames)) if x.numel() else ():
+    for b, t in product(range(x.shape[0]), range(x.shape[2])) if x.numel() else ():
         statistics[b, t] = _measure(x[b, :, t].movedim(0, -1), wide, groups, eps)
     return statistics
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
-    """Multiply by the inverse root mean square of each row and by `weight`."""
-    wide = widened(x)
-    weight = weight.flatten().to(wide)
-    if records(x, weight, out):
-        rows = _read(x, wide, out)
-        y = rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
-        return delivered(y, x, out)
-
-    def norm(rows: Tensor) -> None:
-        norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-        means = norms.square_().div_(rows.shape[-1])
-        rows.mul_(means.add_(eps).rsqrt_()).mul_(weight)
-
-    out = x.new_empty(x.shape) if out is None else out
-    map_blocks(norm, x, out)
-    return out
 
 
 def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -185,7 +132,7 @@ def bias_residual(
         rows = x.movedim(1, -1).to(wide, copy=True)
         sums(rows, *added)
         return delivered(_channels_last(rows.movedim(-1, 1)), x, out)
-    out = new_video(x, *x.shape) if out is None else out
+    out = shapes.new_video(x, x.shape) if out is None else out
     map_blocks(sums, x.movedim(1, -1), out.movedim(1, -1), *added)
     return out
 
@@ -197,6 +144,25 @@ def _read(x: Tensor, wide: torch.dtype, out: Tensor | None) -> Tensor:
 
 def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last_3d)
+
+
+def _with_tail(y: Tensor, tail: Tensor | None) -> Tensor:
+    """The frames of `tail` and those of `y`, in memory of their own."""
+    return _channels_last(y if tail is None else torch.cat([tail, y], dim=2))
+
+
+def _behind(tail: Tensor | None, out: Tensor) -> Tensor:
+    """The frames of `out` that are not those of `tail`."""
+    return out if tail is None else out[:, :, tail.shape[2] :]
+
+
+def _rolled(tail: Tensor | None, out: Tensor) -> Tensor:
+    """Copy `tail` to the front of `out`, and the last frames of `out` to `tail`."""
+    if tail is not None:
+        known, frames = tail.shape[2], out.shape[2]
+        out[:, :, :known].copy_(tail)
+        tail.copy_(out[:, :, frames - known :])
+    return out
 
 
 def _recorded_statistics(x: Tensor, groups: int, eps: float) -> Tensor:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..constraints import refuse_gradients
-from ..dispatch import Refusal
+from ..errors import Refusal
 from .runtime import interpreted, launch, refuse_device, require
 from .scalars import narrow
 from .tiles import blocks, refuse_span
@@ -36,7 +36,7 @@ _MOST_PARTS = 3
 
 
 @dataclass(frozen=True)
-class Tile:
+class AttentionTile:
     """How a program is cut.
 
     Attributes:
@@ -57,16 +57,16 @@ class Tile:
 # reads all keys and values anew. None was timed. On chips with fast memory wider heads are left to
 # matrix products, which move 20 to 28 bytes for each pair of pixels whatever the head.
 _TILES = {
-    (8, 0): {384: Tile(64, 32, 8, 3), 512: Tile(64, 16, 8, 2)},
-    (9, 0): {384: Tile(64, 32, 8, 2)},
-    (10, 0): {384: Tile(64, 32, 8, 3), 512: Tile(64, 16, 8, 2)},
-    (10, 3): {384: Tile(64, 32, 8, 3), 512: Tile(64, 16, 8, 2)},
+    (8, 0): {384: AttentionTile(64, 32, 8, 3), 512: AttentionTile(64, 16, 8, 2)},
+    (9, 0): {384: AttentionTile(64, 32, 8, 2)},
+    (10, 0): {384: AttentionTile(64, 32, 8, 3), 512: AttentionTile(64, 16, 8, 2)},
+    (10, 3): {384: AttentionTile(64, 32, 8, 3), 512: AttentionTile(64, 16, 8, 2)},
 }
 _TILES_OF_OTHERS = {
-    384: Tile(64, 16, 8, 3),
-    512: Tile(32, 32, 8, 2),
-    640: Tile(32, 16, 8, 2),
-    1024: Tile(32, 16, 8, 1),
+    384: AttentionTile(64, 16, 8, 3),
+    512: AttentionTile(32, 32, 8, 2),
+    640: AttentionTile(32, 16, 8, 2),
+    1024: AttentionTile(32, 16, 8, 1),
 }
 
 
@@ -137,7 +137,7 @@ def head_parts(channels: int) -> tuple[int, int, int]:
     return first, second, third
 
 
-def tile_of(capability: tuple[int, int], channels: int) -> Tile:
+def tile_of(capability: tuple[int, int], channels: int) -> AttentionTile:
     """The cut for a chip and a size of head.
 
     Args:

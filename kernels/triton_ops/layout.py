@@ -58,17 +58,14 @@ def merge_phases(
     )
 
 
-def spread(
-    x: Tensor, size: tuple[int, int, int], order: str, skip: int, out: Tensor, *, images: bool
-) -> None:
+def spread(x: Tensor, size: tuple[int, int, int], order: str, out: Tensor, *, images: bool) -> None:
     """Write blocks of channels as frames, rows and columns, of any dtype and strides.
 
     Args:
         x: As for `pixel_shuffle_3d`.
         size: Likewise.
         order: Likewise.
-        skip: Likewise.
-        out: `[B, C, times * T - skip, high * H, wide * W]`.
+        out: `[B, C, times * T, high * H, wide * W]`.
         images: Bring [-1, 1] to [0, 1], or to 0 to 255 for integers.
     """
     if not out.numel():
@@ -95,7 +92,6 @@ def spread(
         out,
         width,
         runs,
-        skip,
         *strides(x),
         *strides(out),
         row,
@@ -191,9 +187,9 @@ def _merge_phases(
 
 
 # Triton is told where the width is a multiple of 16: the mask of a wide store depends on it.
-@triton.jit(do_not_specialize=["runs", "skip"])
+@triton.jit(do_not_specialize=["runs"])
 def _spread(
-    x, out, width, runs, skip,
+    x, out, width, runs,
     x_batch, x_frame, out_batch, out_frame, out_row, out_column, out_channel,
     BEFORE: tl.constexpr, CHANNELS: tl.constexpr,
     TIMES: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
@@ -213,8 +209,8 @@ def _spread(
     source = column * BEFORE + channel * C_STEP + w * W_STEP
     target = number if DENSE else pixel * out_column + channel * out_channel
 
-    whole = (frame + skip) // TIMES
-    t = frame + skip - whole * TIMES
+    whole = frame // TIMES
+    t = frame - whole * TIMES
     x += video * x_batch + whole.to(tl.int64) * x_frame
     x += (line * width).to(tl.int64) * BEFORE + t * T_STEP
     out += video * out_batch + frame.to(tl.int64) * out_frame

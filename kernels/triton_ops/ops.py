@@ -9,16 +9,18 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from .. import shapes
 from ..constraints import (
     DTYPES,
-    new_video,
     refuse_dtype,
     refuse_gradients,
     refuse_overlap,
     refuse_rows,
+    refuse_subclass,
     refuse_videos,
+    refuse_window,
 )
-from ..dispatch import Refusal
+from ..errors import Refusal
 from .runtime import refuse_device, require
 from .tiles import refuse_sizes
 
@@ -34,18 +36,10 @@ def rms_norm_silu(
 ) -> Tensor:
     """Normalise each pixel over its channels, scale, and apply SiLU."""
     _check(x, gamma, bias)
-    refuse_videos(x=x, tail=tail, out=out)
     refuse_sizes(x)
-    if tail is None:
-        refuse_overlap(out, x=x, same=True)
-    else:
-        refuse_overlap(out, x=x, tail=tail)
-        refuse_overlap(tail, x=x)
-    kernels = _kernels("norms.rows", x)
-    if out is None:
-        batch, channels, frames, height, width = x.shape
-        frames += 0 if tail is None else tail.shape[2]
-        out = new_video(x, batch, channels, frames, height, width)
+    refuse_window(x, tail, out)
+    kernels = _kernels("rows", x)
+    out = shapes.new_window(x, tail) if out is None else out
     kernels.rms_norm_silu(x, gamma, silu, bias, tail, out)
     return out
 
@@ -58,29 +52,17 @@ def group_norm_silu(
     *,
     eps: float = 1e-6,
     silu: bool = True,
-    front: int = 0,
-    replicate: bool = False,
-    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
     statistics: Tensor | None = None,
     tail: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Normalise each frame over its pixels and each group of channels, and apply SiLU."""
     _check(x, weight, bias, statistics)
-    refuse_videos(x=x, tail=tail, out=out)
     refuse_sizes(x)
-    plain = tail is None and not front and not any(padding)
-    refuse_overlap(out, x=x, tail=tail, same=plain)
-    refuse_overlap(tail, x=x)
-    kernels = _kernels("norms.group_norm", x)
-    if out is None:
-        batch, channels, frames, height, width = x.shape
-        left, right, top, bottom = padding
-        frames += front if tail is None else tail.shape[2]
-        out = new_video(x, batch, channels, frames, height + top + bottom, width + left + right)
-    kernels.group_norm_silu(
-        x, weight, bias, groups, eps, silu, front, replicate, padding, statistics, tail, out
-    )
+    refuse_window(x, tail, out)
+    kernels = _kernels("group_norm", x)
+    out = shapes.new_window(x, tail) if out is None else out
+    kernels.group_norm_silu(x, weight, bias, groups, eps, silu, statistics, tail, out)
     return out
 
 
@@ -89,19 +71,7 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     _check(x)
     refuse_videos(x=x)
     refuse_sizes(x)
-    return _kernels("norms.group_norm", x).group_norm_statistics(x, groups, eps)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
-    """Normalise the last dimension by its root mean square, and scale."""
-    _check(x, weight)
-    refuse_rows(x=x, out=out)
-    _refuse_nothing(x)
-    refuse_overlap(out, x=x, same=True)
-    kernels = _kernels("norms.rows", x)
-    out = x.new_empty(x.shape) if out is None else out
-    kernels.rms_norm(x, weight, float(eps), out)
-    return out
+    return _kernels("group_norm", x).group_norm_statistics(x, groups, eps)
 
 
 def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -110,7 +80,7 @@ def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
     refuse_rows(x=x, gate=gate, out=out)
     _refuse_nothing(x)
     refuse_overlap(out, x=x, gate=gate, same=True)
-    kernels = _kernels("norms.rows", x)
+    kernels = _kernels("rows", x)
     out = x.new_empty(x.shape) if out is None else out
     kernels.silu_mul(x, gate, out)
     return out
@@ -129,8 +99,8 @@ def bias_residual(
     refuse_videos(x=x, residual=residual, out=out)
     refuse_sizes(x)
     refuse_overlap(out, x=x, residual=residual, same=True)
-    kernels = _kernels("norms.rows", x)
-    out = new_video(x, *x.shape) if out is None else out
+    kernels = _kernels("rows", x)
+    out = shapes.new_video(x, x.shape) if out is None else out
     kernels.bias_residual(x, bias, residual, residual_bias, out)
     return out
 
@@ -148,10 +118,8 @@ def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Ten
     refuse_sizes(x)
     refuse_overlap(out, x=x)
     kernels = _kernels("layout", x)
-    if out is None:
-        batch, channels, frames, height, width = x.shape
-        out = new_video(x, batch, channels // phases, phases * frames, height, width)
-    kernels.spread(x, (phases, 1, 1), "thwc", 0, out, images=False)
+    out = shapes.new_video(x, shapes.interleaved(x, phases)) if out is None else out
+    kernels.spread(x, (phases, 1, 1), "thwc", out, images=False)
     return out
 
 
@@ -167,24 +135,17 @@ def merge_phases(
     _check(grid, source, bias)
     refuse_videos(grid=grid, source=source, out=out)
     refuse_overlap(out, grid=grid, source=source)
-    batch, channels, frames, height, width = grid.shape
-    if height == 1 or width == 1:
+    if 1 in grid.shape[3:]:
         raise Refusal("there is nothing to do")
     refuse_sizes(grid)
     kernels = _kernels("layout", grid)
-    if out is None:
-        out = new_video(grid, batch, channels // 4, frames, 2 * height - 2, 2 * width - 2)
+    out = shapes.new_video(grid, shapes.merged(grid)) if out is None else out
     kernels.merge_phases(grid, source, times, bias, out)
     return out
 
 
 def pixel_shuffle_3d(
-    x: Tensor,
-    size: tuple[int, int, int],
-    order: str = "cthw",
-    *,
-    skip: int = 0,
-    out: Tensor | None = None,
+    x: Tensor, size: tuple[int, int, int], order: str = "cthw", *, out: Tensor | None = None
 ) -> Tensor:
     """Turn parts of the channels into frames, rows and columns; `out` may have any strides."""
     _check(x)
@@ -197,12 +158,8 @@ def pixel_shuffle_3d(
             raise Refusal("out is of a dtype without a kernel")
     refuse_overlap(out, x=x)
     kernels = _kernels("layout", x)
-    if out is None:
-        batch, channels, frames, height, width = x.shape
-        times, high, wide = size
-        channels //= times * high * wide
-        out = new_video(x, batch, channels, times * frames - skip, high * height, wide * width)
-    kernels.spread(x, size, order, skip, out, images=False)
+    out = shapes.new_video(x, shapes.shuffled(x, size)) if out is None else out
+    kernels.spread(x, size, order, out, images=False)
     return out
 
 
@@ -212,8 +169,7 @@ def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
     refuse_videos(x=x)
     refuse_sizes(x)
     kernels = _kernels("layout", x)
-    batch, _, frames, height, width = x.shape
-    out = new_video(x, batch, channels, -(-frames // times), height // size, width // size)
+    out = shapes.new_video(x, shapes.averaged(x, channels, times, size))
     kernels.average_down(x, times, size, out)
     return out
 
@@ -238,12 +194,10 @@ def frames_to_images(
     refuse_sizes(frames)
     refuse_overlap(out, frames=frames)
     kernels = _kernels("layout", frames)
-    batch, channels, length, height, width = frames.shape
     if out is None:
-        shape = (batch * length, patch * height, patch * width, channels // (patch * patch))
-        out = torch.empty(shape, dtype=dtype, device=frames.device)
-    video = out if out.ndim == 5 else out.unflatten(0, (batch, length))
-    kernels.spread(frames, (1, patch, patch), order, 0, video.movedim(-1, 1), images=True)
+        out = torch.empty(shapes.images(frames, patch), dtype=dtype, device=frames.device)
+    video = out if out.ndim == 5 else out.unflatten(0, (frames.shape[0], frames.shape[2]))
+    kernels.spread(frames, (1, patch, patch), order, video.movedim(-1, 1), images=True)
     return out
 
 
@@ -251,8 +205,7 @@ def _check(x: Tensor, *others: Tensor | None) -> None:
     """Refuse devices, dtypes and gradients that are not ours."""
     refuse_device(x.device, x.dtype)
     refuse_dtype(x)
-    if type(x) not in (Tensor, torch.nn.Parameter):
-        raise Refusal(f"x is a {type(x).__name__}, which may have no memory")
+    refuse_subclass(x)
     refuse_gradients(x, *others)
 
 

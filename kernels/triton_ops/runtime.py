@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from ..dispatch import Refusal, forced, log_once
+from ..backends import forced
+from ..constraints import refuse_old_bfloat16
+from ..errors import Refusal, log_once
 
 # The reason why Triton does not serve a device; "" where it does.
 _found: dict[torch.device, str] = {}
@@ -38,10 +40,7 @@ def refuse_device(device: torch.device, dtype: torch.dtype) -> None:
         raise Refusal("TRITON_INTERPRET=1 makes it an interpreter")
     if forced() != "triton" and os.environ.get("FAST_VIDEO_VAE_TRITON") == "0":
         raise Refusal("FAST_VIDEO_VAE_TRITON=0 switches it off")
-    if device.type == "cuda" and dtype == torch.bfloat16 and torch.version.hip is None:
-        major, minor = torch.cuda.get_device_capability(device)
-        if major < 8:
-            raise Refusal(f"bfloat16 needs compute capability 8.0; this GPU has {major}.{minor}")
+    refuse_old_bfloat16(device, dtype)
 
 
 def require(device: torch.device) -> None:
@@ -108,7 +107,7 @@ def _try(device: torch.device) -> str:
     except Exception as error:  # a broken installation raises anything
         return _complain("cannot be imported", error)
     try:
-        probe = importlib.import_module(".scalars", __package__).probe
+        probe = importlib.import_module(".probe", __package__).probe
         numbers = torch.zeros(16, dtype=torch.int32, device=device)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             probe[(1,)](numbers, COUNT=16, num_warps=1, enable_fp_fusion=True)

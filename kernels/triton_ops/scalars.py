@@ -1,6 +1,6 @@
-"""What all kernels share: the rounding of a result, SiLU, and the smallest kernel of all."""
+"""What all kernels share: the rounding of a result, and SiLU."""
 
-# ruff: noqa: ANN001, ANN201, N803 (kernels: Triton's types, constants in capitals)
+# ruff: noqa: ANN001, ANN201 (kernels: Triton's types, constants in capitals)
 
 import triton
 import triton.language as tl
@@ -8,13 +8,6 @@ import triton.language as tl
 from .runtime import interpreted
 
 INTERPRETED = tl.constexpr(interpreted())
-
-
-@triton.jit
-def probe(out, COUNT: tl.constexpr):
-    """Count to `COUNT`: shows whether anything can be compiled and run."""
-    place = tl.arange(0, COUNT)
-    tl.store(out + place, place)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..dispatch import Refusal
+from ..errors import Refusal
 from .runtime import GRID_LIMIT
 
 # Numbers per program of four warps, by reasoning, not measured: 32 float32 of each thread stay in
@@ -24,7 +24,7 @@ _CHANNEL_LIMIT = 8192
 OFFSET_LIMIT = 2**31
 
 
-class Tile(NamedTuple):
+class RowTile(NamedTuple):
     """The shape of a program's tile.
 
     Attributes:
@@ -38,7 +38,7 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile(channels: int, elements: int = ELEMENTS, *, rows: int | None = None) -> Tile:
+def tile(channels: int, elements: int = ELEMENTS, *, rows: int | None = None) -> RowTile:
     """Choose a tile for rows of so many channels.
 
     Args:
@@ -55,7 +55,7 @@ def tile(channels: int, elements: int = ELEMENTS, *, rows: int | None = None) ->
     count = max(1, elements // block)
     if rows is not None:
         count = min(count, power_of_two(rows))
-    return Tile(count, block, 8 if count * block > ELEMENTS else 4)
+    return RowTile(count, block, 8 if count * block > ELEMENTS else 4)
 
 
 def power_of_two(count: int) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fast_video_vae.kernels import sample_inputs as examples
+from fast_video_vae.kernels import sample_inputs
 from fast_video_vae.tests.benchmarks.gpu import flops, ops, rows, session, table, turns, vae
 
 SCRIPT = Path(__file__).with_name("bench_gpu.py")
@@ -112,7 +112,7 @@ def test_a_process_that_dies_leaves_the_reason_in_the_rows_that_ran(tmp_path):
 
 def test_every_op_of_the_contract_is_called_at_the_widths_of_the_vaes():
     called = ops.calls()
-    assert {call.op for call in called} == set(examples.OPS) - {"attention"}
+    assert {call.op for call in called} == set(sample_inputs.OPS) - {"attention"}
     assert len({call.name for call in called}) == len(called)
     for op in ("rms_norm_silu", "bias_residual"):
         widths = {call.channels for call in called if call.op == op}

@@ -6,7 +6,7 @@ from itertools import groupby
 import pytest
 
 from fast_video_vae.kernels import BackendError, use_backend
-from fast_video_vae.kernels.dispatch import ORDER
+from fast_video_vae.kernels.backends import ORDER
 from fast_video_vae.tests.kernels.cases import PLAYED, missing, place
 
 # How many of the combinations of its parameters a test tries by default where a GPU is played.

@@ -23,8 +23,8 @@ _PACKAGE = "fast_video_vae.kernels.triton_ops"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()} | {torch.uint8: "u8"}
 
-rows, group_norm, pixels = (
-    importlib.import_module(f"{_PACKAGE}.{name}") for name in ("rows", "group_norm", "pixels")
+rows, group_norm, layout = (
+    importlib.import_module(f"{_PACKAGE}.{name}") for name in ("rows", "group_norm", "layout")
 )
 
 
@@ -40,39 +40,35 @@ def launches(dtype, channels):
         shape = (1, frames, height, width, count)
         return torch.empty(shape, dtype=dtype, device="meta").movedim(-1, 1)
 
-    for module in (rows, group_norm, pixels):
+    for module in (rows, group_norm, layout):
         module.launch = launch
     x, numbers = video(channels, 4), torch.empty(channels, dtype=dtype, device="meta")
     flat = x.movedim(1, -1).flatten(0, 3)
     tail = video(channels, 2)
     rows.rms_norm_silu(x, numbers, True, numbers, tail, video(channels, 6))
     rows.rms_norm_silu(x, numbers, True, None, None, x)
-    rows.rms_norm(flat, numbers, 1e-6, flat)
     rows.silu_mul(flat, flat, flat)
     rows.bias_residual(x, numbers, x, numbers, x)
-    group_norm.group_norm_silu(
-        x, numbers, numbers, 32, 1e-6, True, 0, False, (1, 1, 1, 1), None, tail,
-        video(channels, 6, 362, 642),
-    )  # fmt: skip
-    pixels.merge_phases(
+    group_norm.group_norm_silu(x, numbers, numbers, 32, 1e-6, True, None, tail, video(channels, 6))
+    layout.merge_phases(
         video(4 * channels, 4, 361, 641),
         video(channels, 2),
         2,
         numbers,
         video(channels, 4, 720, 1280),
     )
-    pixels.merge_phases(
+    layout.merge_phases(
         video(4 * channels, 4, 361, 641), None, 1, None, video(channels, 4, 720, 1280)
     )
-    pixels.spread(video(2 * channels, 4), (2, 1, 1), "thwc", 0, video(channels, 8), images=False)
-    pixels.spread(
-        video(8 * channels, 4), (2, 2, 2), "hwtc", 1, video(channels, 7, 720, 1280), images=False
+    layout.spread(video(2 * channels, 4), (2, 1, 1), "thwc", video(channels, 8), images=False)
+    layout.spread(
+        video(8 * channels, 4), (2, 2, 2), "hwtc", video(channels, 8, 720, 1280), images=False
     )
-    pixels.average_down(x, 2, 2, video(2 * channels, 2, 180, 320))
+    layout.average_down(x, 2, 2, video(2 * channels, 2, 180, 320))
     for kind in (torch.float32, torch.uint8):
         images = video(3, 4, 720, 1280, dtype=kind)
-        pixels.spread(video(12, 4), (1, 2, 2), "ctwh", 0, images, images=True)
-        pixels.spread(video(3, 4), (1, 1, 1), "cthw", 0, video(3, 4, dtype=kind), images=True)
+        layout.spread(video(12, 4), (1, 2, 2), "ctwh", images, images=True)
+        layout.spread(video(3, 4), (1, 1, 1), "cthw", video(3, 4, dtype=kind), images=True)
     return started
 
 

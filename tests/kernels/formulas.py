@@ -74,13 +74,6 @@ def rms_norm_silu(x, gamma, *, bias=None, silu_too=True):
     return silu(y, error, u) if silu_too else (y, error)
 
 
-def rms_norm(x, weight, eps=1e-6):
-    """`x / sqrt(mean(x^2) + eps) * weight`; as above."""
-    u, channels, wide = unit(x.dtype), x.shape[-1], x.double()
-    y = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
-    return y, y.abs() * ((channels / 8 + 8) / 2 + 8) * u
-
-
 def group_norm_silu(x, weight, bias, groups, *, eps=1e-6, silu_too=True, statistics=None):
     """`silu((x - mean) / sqrt(var + eps) * weight + bias)` per frame and group.
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae import kernels
 from fast_video_vae.kernels import BackendError, use_backend
-from fast_video_vae.kernels.dispatch import Refusal
+from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import missing, random
 

@@ -7,10 +7,17 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import autotune as trial
-from fast_video_vae.kernels import dispatch, measure, reference, use_backend
-from fast_video_vae.kernels import sample_inputs as examples
-from fast_video_vae.kernels.dispatch import Refusal
+from fast_video_vae.kernels import (
+    autotune,
+    backends,
+    dispatch,
+    errors,
+    measure,
+    reference,
+    sample_inputs,
+    use_backend,
+)
+from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.tests.kernels.cases import DTYPES, OPS, inputs, random, video
 
 CPU = torch.device("cpu")
@@ -36,15 +43,15 @@ def team(monkeypatch):
         return SimpleNamespace(**{name: op(getattr(reference, name)) for name in OPS})
 
     order = ("early", "late", "reference")
-    for module in (dispatch, trial):
+    for module in (backends, dispatch, autotune):
         monkeypatch.setattr(module, "ORDER", order)
     monkeypatch.setattr(
         dispatch,
         "_loaded",
         {"early": stand_in("early"), "late": stand_in("late"), "reference": reference},
     )
-    monkeypatch.setattr(dispatch, "_logged", set())
-    monkeypatch.setattr(trial, "_orders", {})
+    monkeypatch.setattr(errors, "_logged", set())
+    monkeypatch.setattr(autotune, "_orders", {})
     monkeypatch.setattr(
         measure, "seconds", lambda calls, *_, **__: {name: times[name] for name in calls}
     )
@@ -60,14 +67,14 @@ class OnGPU(torch.Tensor):
 
 def order(op="silu_mul", x=None, *others, **kwargs):
     x = torch.ones(4, 16) if x is None else x
-    return trial.order(op, (x, *(others or (x,))), kwargs)
+    return autotune.order(dispatch.ask, op, (x, *(others or (x,))), kwargs)
 
 
 def test_the_fastest_comes_first(team):
     assert order() == ("reference", "late", "early")
     team.times.update(early=0.5)
     assert order() == ("reference", "late", "early")  # measured once
-    trial._orders.clear()
+    autotune._orders.clear()
     assert order() == ("early", "reference", "late")
 
 
@@ -88,7 +95,10 @@ def test_a_wrong_tail_is_wrong(team):
     x, tail = video(1, 16, 2, 4, 4), video(1, 16, 2, 4, 4, seed=1)
     before = tail.clone()
     kwargs = {"silu": True, "bias": None, "tail": tail, "out": None}
-    assert trial.order("rms_norm_silu", (x, random(16)), kwargs) == ("reference", "late")
+    assert autotune.order(dispatch.ask, "rms_norm_silu", (x, random(16)), kwargs) == (
+        "reference",
+        "late",
+    )
     assert torch.equal(tail, before)  # the caller's numbers are nobody's to try with
 
 
@@ -104,7 +114,7 @@ def test_a_trial_chooses_nobody(team):
     """What a user has switched off is not switched on by being tried."""
 
     def refuses_unless_chosen(x, gate):
-        if dispatch.forced() is None:
+        if backends.forced() is None:
             raise Refusal("it is switched off")
         return reference.silu_mul(x, gate)
 
@@ -156,14 +166,14 @@ def test_inference_mode_of_the_first_caller_decides_nothing(team):
 def test_a_graph_that_records_is_not_disturbed(team, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     x = torch.ones(4, 16).as_subclass(OnGPU)
-    assert trial.order("silu_mul", (x, x), {}) == ("reference",)
+    assert autotune.order(dispatch.ask, "silu_mul", (x, x), {}) == ("reference",)
     assert not team.asked
-    assert not trial._orders
+    assert not autotune._orders
 
 
 def test_a_call_on_a_gpu_goes_by_the_trial(team, monkeypatch):
     x = torch.ones(4, 16).as_subclass(OnGPU)
-    monkeypatch.setattr(trial, "order", lambda *_: ("late", "reference"))
+    monkeypatch.setattr(autotune, "order", lambda *_: ("late", "reference"))
     dispatch.run("silu_mul", x, x)
     assert team.asked == ["late"]
     with use_backend("early"):
@@ -175,8 +185,8 @@ def test_a_call_on_a_gpu_goes_by_the_trial(team, monkeypatch):
 @pytest.mark.parametrize("op", OPS)
 def test_an_example_is_like_the_call_but_for_its_size(op, dtype):
     args, kwargs = inputs(op, dtype)
-    given = examples.names(getattr(reference, op), args, kwargs)
-    made = examples.call(op, (4, 7, 9), dtype, CPU, given)
+    given = sample_inputs.names(getattr(reference, op), args, kwargs)
+    made = sample_inputs.call(op, (4, 7, 9), dtype, CPU, given)
     assert getattr(kernels, op)(**made) is not None
     for name, value in made.items():
         wanted = given.get(name)
@@ -192,17 +202,19 @@ def test_an_example_is_like_the_call_but_for_its_size(op, dtype):
 def test_an_example_has_statistics_where_the_call_has(dtype):
     args, kwargs = inputs("group_norm_silu", dtype)
     for statistics in (None, kernels.group_norm_statistics(args[0], 4)):
-        given = examples.names(reference.group_norm_silu, args, kwargs | {"statistics": statistics})
-        made = examples.call("group_norm_silu", (4, 7, 9), dtype, CPU, given)
+        given = sample_inputs.names(
+            reference.group_norm_silu, args, kwargs | {"statistics": statistics}
+        )
+        made = sample_inputs.call("group_norm_silu", (4, 7, 9), dtype, CPU, given)
         assert (made["statistics"] is None) == (statistics is None)
         assert kernels.group_norm_silu(**made).isfinite().all()
-    assert examples.call("group_norm_silu", (4, 7, 9), dtype, CPU)["statistics"] is None
+    assert sample_inputs.call("group_norm_silu", (4, 7, 9), dtype, CPU)["statistics"] is None
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_an_example_is_the_same_each_time_and_leaves_the_generator_alone(op):
     state = torch.get_rng_state()
-    first, second = (examples.call(op, (2, 4, 6), torch.bfloat16, CPU) for _ in range(2))
+    first, second = (sample_inputs.call(op, (2, 4, 6), torch.bfloat16, CPU) for _ in range(2))
     assert first.keys() == second.keys()
     for name, value in first.items():
         same = torch.equal(value, second[name]) if isinstance(value, torch.Tensor) else None
@@ -213,11 +225,11 @@ def test_an_example_is_the_same_each_time_and_leaves_the_generator_alone(op):
 def test_moved_bytes_count_each_argument_and_result_once():
     x = random(10, 96, dtype=torch.bfloat16)
     arguments = {"x": x, "gate": x, "out": None}
-    assert examples.moved_bytes(arguments, x) == 3 * 10 * 96 * 2
-    arguments = examples.call("rms_norm_silu", (2, 4, 4), torch.bfloat16, CPU)
+    assert sample_inputs.moved_bytes(arguments, x) == 3 * 10 * 96 * 2
+    arguments = sample_inputs.call("rms_norm_silu", (2, 4, 4), torch.bfloat16, CPU)
     y = kernels.rms_norm_silu(**arguments)
     pixels = 2 * 16 + 2 * 16 + 4 * 16 + 2 * 16  # in, tail in, out, tail out
-    assert examples.moved_bytes(arguments, y) == pixels * 96 * 2 + 2 * 96 * 4
+    assert sample_inputs.moved_bytes(arguments, y) == pixels * 96 * 2 + 2 * 96 * 4
 
 
 def test_seconds_are_of_one_call_after_a_first():

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from fast_video_vae.kernels import build
-from fast_video_vae.kernels import dispatch as backend
-from fast_video_vae.kernels.libraries import CPU
+from fast_video_vae.kernels.errors import Refusal
+from fast_video_vae.kernels.native_ops.library import CPU
 
 CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
 
@@ -29,8 +29,8 @@ import json, logging, os, runpy, sys
 runpy.run_path({str(CONFTEST)!r})
 import torch
 from fast_video_vae import kernels
-from fast_video_vae.kernels import backend, build
-from fast_video_vae.kernels.libraries import CPU
+from fast_video_vae.kernels import build, errors
+from fast_video_vae.kernels.native_ops.library import CPU
 
 class Lines(logging.Handler):
     def emit(self, record):
@@ -68,7 +68,7 @@ for name, settings in json.loads(sys.argv[1]).items():
     if name == "no ninja":
         build._path = lambda: os.environ["PATH"]
     CPU._outcome = None
-    backend._logged.clear()
+    errors._logged.clear()
     lines.clear()
     call()
     results[name] = call()
@@ -115,7 +115,7 @@ def library():
     """The library of this machine."""
     try:
         CPU.load()
-    except backend.Refusal as refusal:
+    except Refusal as refusal:
         pytest.skip(str(refusal))
     (path,) = CPU.folder().glob("*.so")
     return path

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fast_video_vae.kernels.libraries import CUDA
+from fast_video_vae.kernels.cuda_ops.library import CUDA
 from fast_video_vae.tests.kernels.cases import DTYPES
 
 CHIPS = (75, 80, 86, 89, 90, 100, 120)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, dispatch, use_backend
-from fast_video_vae.kernels.dispatch import ORDER, Refusal, log_once
+from fast_video_vae.kernels import BackendError, backends, dispatch, errors, use_backend
+from fast_video_vae.kernels.backends import ORDER, forced
+from fast_video_vae.kernels.errors import Refusal, log_once
 from fast_video_vae.tests.kernels.cases import DTYPES, OPS, SERVED, inputs, random, video
 
 
@@ -30,7 +31,8 @@ def team(monkeypatch):
             raise Refusal("x is odd")
         return "second", x * by
 
-    monkeypatch.setattr(dispatch, "ORDER", ("first", "second"))
+    for module in (backends, dispatch):
+        monkeypatch.setattr(module, "ORDER", ("first", "second"))
     monkeypatch.setattr(
         dispatch,
         "_loaded",
@@ -80,9 +82,9 @@ def test_asking_one_backend_is_no_choice_of_it(team):
     assert dispatch.ask("second", "op", 2) == ("second", 2)
     with pytest.raises(Refusal, match="x is odd"):
         dispatch.ask("second", "op", 1)
-    assert dispatch.forced() is None
+    assert forced() is None
     with use_backend("second"):
-        assert dispatch.forced() == "second"
+        assert forced() == "second"
 
 
 def test_the_choice_ends_with_its_block(team):
@@ -129,7 +131,7 @@ def test_errors_of_a_backend_are_not_refusals(monkeypatch):
 
 
 def test_a_missing_backend_is_logged_once(monkeypatch, caplog):
-    monkeypatch.setattr(dispatch, "_logged", set())
+    monkeypatch.setattr(errors, "_logged", set())
     with caplog.at_level(logging.WARNING):
         for message in ("no compiler", "no compiler", "no driver"):
             log_once(message)
@@ -173,7 +175,7 @@ def test_exact_ops_have_the_bits_of_the_reference(channels, dtype):
         yield kernels.merge_phases(wide, bias=bias)
         yield kernels.merge_phases(wide, source, bias=bias)
         yield kernels.interleave_time(wide, 2)
-        yield kernels.pixel_shuffle_3d(wide, (2, 1, 2), "hwtc", skip=1)
+        yield kernels.pixel_shuffle_3d(wide, (2, 1, 2), "hwtc")
         yield kernels.frames_to_images(wide, patch=2, order="ctwh")
         yield kernels.frames_to_images(wide, patch=2, dtype=torch.uint8)
 

@@ -37,7 +37,6 @@ def test_float64_stays_float64():
             formulas.group_norm_silu(x, weight, bias, 3),
         ),
         (kernels.group_norm_statistics(x, 3), formulas.group_norm_statistics(x, 3)),
-        (kernels.rms_norm(rows, weight), formulas.rms_norm(rows, weight)),
         (kernels.silu_mul(rows, gates), formulas.silu_mul(rows, gates)),
         (
             kernels.bias_residual(x, weight, other, bias),
@@ -163,7 +162,7 @@ def test_the_tail_of_a_recorded_call_is_for_the_caller(op):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("op", ["rms_norm_silu", "rms_norm", "silu_mul", "bias_residual"])
+@pytest.mark.parametrize("op", ["rms_norm_silu", "silu_mul", "bias_residual"])
 def test_recorded_results_may_take_the_place_of_the_input(op, dtype):
     args, _ = inputs(op, dtype)
     grads = []

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import dispatch as backend
+from fast_video_vae.kernels import backends, dispatch, use_backend
 from fast_video_vae.kernels import support as matrix
+from fast_video_vae.kernels.errors import Refusal
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def test_it_has_every_op_of_the_contract_backend_and_dtype_once(entries):
         and getattr(kernels, name).__module__ == kernels.__name__
     ]
     assert sorted(ops) == sorted(defined)
-    assert found == [(op, name, dtype) for op in ops for name in backend.ORDER for dtype in dtypes]
+    assert found == [(op, name, dtype) for op in ops for name in backends.ORDER for dtype in dtypes]
 
 
 def test_the_reference_takes_everything_and_is_exact(entries):
@@ -46,7 +47,7 @@ def test_a_refusal_has_a_reason_and_is_not_exact(entries):
 def test_exact_means_the_bits_of_the_reference(entries, monkeypatch):
     """The calls of the matrix again, with their results kept."""
     results = {}
-    real = backend.ask
+    real = dispatch.ask
 
     def kept(name, op, *arguments, **options):
         result = real(name, op, *arguments, **options)
@@ -65,22 +66,22 @@ def test_exact_means_the_bits_of_the_reference(entries, monkeypatch):
 
 
 def test_asking_leaves_the_choices_of_the_caller_alone():
-    with backend.use_backend("reference"):
+    with use_backend("reference"):
         asked = matrix.backend_matrix()
-        assert backend.forced() == "reference"
+        assert backends.forced() == "reference"
     assert asked == matrix.backend_matrix()
-    assert backend.forced() is None
+    assert backends.forced() is None
 
 
 def test_a_refusal_of_a_backend_is_told_in_its_words(monkeypatch):
     from types import ModuleType
 
     def refuses(*_, **__):
-        raise backend.Refusal("the moon is not (yet) full")
+        raise Refusal("the moon is not (yet) full")
 
     module = ModuleType("moon")
     for op in {each.op for each in matrix.backend_matrix()}:
         setattr(module, op, refuses)
-    monkeypatch.setitem(backend._loaded, "native", module)
+    monkeypatch.setitem(dispatch._loaded, "native", module)
     reasons = {each.reason for each in matrix.backend_matrix() if each.backend == "native"}
     assert reasons == {"the moon is not (yet) full"}

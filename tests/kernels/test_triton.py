@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, dispatch, use_backend
-from fast_video_vae.kernels.dispatch import Refusal
+from fast_video_vae.kernels import BackendError, dispatch, errors, use_backend
+from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.kernels.support import EXACT
 from fast_video_vae.kernels.triton_ops import runtime, tiles
 from fast_video_vae.tests.builders import module_command
@@ -51,7 +51,7 @@ def fresh(monkeypatch):
     """As if nothing had been asked of Triton or logged yet."""
     for name in ("_found", "_broken"):
         monkeypatch.setattr(runtime, name, {})
-    monkeypatch.setattr(dispatch, "_logged", set())
+    monkeypatch.setattr(errors, "_logged", set())
 
 
 class Broken:
@@ -110,13 +110,13 @@ def test_a_cpu_is_refused_without_an_import_of_triton():
     code = (
         "import runpy, sys; runpy.run_path(sys.argv[1]); import torch\n"
         "from fast_video_vae import kernels\n"
-        "from fast_video_vae.kernels import matrix, use_backend\n"
+        "from fast_video_vae.kernels import support, use_backend\n"
         "x = torch.ones(2, 8)\n"
-        "kernels.rms_norm(x, x[0])\n"
-        "assert all('on cpu' in each.reason for each in matrix.backend_matrix()\n"
+        "kernels.silu_mul(x, x)\n"
+        "assert all('on cpu' in each.reason for each in support.backend_matrix()\n"
         "           if each.backend == 'triton' and each.device == 'cpu')\n"
         "try:\n"
-        "    with use_backend('triton'): kernels.rms_norm(x, x[0])\n"
+        "    with use_backend('triton'): kernels.silu_mul(x, x)\n"
         "except kernels.BackendError as error: print(error)\n"
         "assert torch.cuda.is_available() or 'triton' not in sys.modules\n"
     )
@@ -126,14 +126,14 @@ def test_a_cpu_is_refused_without_an_import_of_triton():
         env={**os.environ, "TRITON_INTERPRET": "0", "FAST_VIDEO_VAE_NATIVE": "0"},
     )  # fmt: skip
     reason = "triton: the tensors are on cpu; triton is for GPUs"
-    assert done.stdout.strip() == f"no backend takes this rms_norm ({reason})"
+    assert done.stdout.strip() == f"no backend takes this silu_mul ({reason})"
 
 
 def test_the_interpreter_serves_nobody_who_did_not_ask_for_it(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     x = torch.ones(2, 8)
     with pytest.raises(Refusal, match="the tensors are on cpu; triton is for GPUs"):
-        dispatch.ask("triton", "rms_norm", x, x[0])
+        dispatch.ask("triton", "silu_mul", x, x)
     with pytest.raises(Refusal, match="TRITON_INTERPRET=1"):
         runtime.refuse_device(torch.device("cuda", 0), torch.float32)
 
@@ -175,7 +175,7 @@ def test_a_triton_that_is_not_there_is_told_once(monkeypatch, caplog, fresh):
     with caplog.at_level(logging.WARNING), use_backend("triton"):
         for _ in range(2):
             with pytest.raises(BackendError, match=r"\(triton: triton is not installed\)"):
-                kernels.rms_norm(x, x[0])
+                kernels.silu_mul(x, x)
     (line,) = told(caplog)
     assert "pip install triton" in line
 
@@ -183,8 +183,8 @@ def test_a_triton_that_is_not_there_is_told_once(monkeypatch, caplog, fresh):
 def test_a_triton_that_compiles_nothing_is_told_once(monkeypatch, caplog, fresh):
     pytest.importorskip("triton")
     broken = Broken()
-    scalars = importlib.import_module("fast_video_vae.kernels.triton_ops.scalars")
-    monkeypatch.setattr(scalars, "probe", broken)
+    probe = importlib.import_module("fast_video_vae.kernels.triton_ops.probe")
+    monkeypatch.setattr(probe, "probe", broken)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             with pytest.raises(
@@ -215,7 +215,7 @@ def test_a_kernel_that_does_not_start_leaves_the_call_to_the_next(here, monkeypa
     assert "broken_kernel" in line
     with use_backend("triton"):
         rows_of = x.movedim(1, -1)
-        formulas.check(kernels.rms_norm(rows_of, gamma), *formulas.rms_norm(rows_of, gamma))
+        formulas.check(kernels.silu_mul(rows_of, rows_of), *formulas.silu_mul(rows_of, rows_of))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -268,6 +268,6 @@ def test_a_tile_holds_a_power_of_two_of_rows_and_channels(channels, rows, expect
 
 
 def test_rows_that_are_too_long_are_refused(by_name):
-    x = torch.ones(1, 8193)
+    x = video(1, 8193, 1, 1, 1)
     with pytest.raises(BackendError, match="more than 8192 channels"):
-        kernels.rms_norm(x, x[0])
+        kernels.bias_residual(x)

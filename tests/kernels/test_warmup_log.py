@@ -6,10 +6,8 @@ import time
 import pytest
 import torch
 
-from fast_video_vae.kernels import autotune as trial
-from fast_video_vae.kernels import build, preparing
-from fast_video_vae.kernels import warmup_log as preparations
-from fast_video_vae.kernels.dispatch import Refusal
+from fast_video_vae.kernels import autotune, build, dispatch, preparations, preparing
+from fast_video_vae.kernels.errors import Refusal
 
 
 def noted(before):
@@ -80,10 +78,11 @@ def test_a_library_that_is_found_is_not_noted(monkeypatch):
 
 
 def test_the_trial_of_a_kind_of_call_is_noted_once(monkeypatch):
-    monkeypatch.setattr(trial, "_orders", {})
-    monkeypatch.setattr(trial, "_tried", lambda op, x, given: ("reference",))
+    monkeypatch.setattr(autotune, "_orders", {})
+    monkeypatch.setattr(autotune, "_tried", lambda *_: ("reference",))
     x, before = torch.ones(1, 8, 1, 2, 2), preparations()
     for _ in range(2):
-        assert trial.order("rms_norm_silu", [x, torch.ones(8)], {}) == ("reference",)
+        found = autotune.order(dispatch.ask, "rms_norm_silu", [x, torch.ones(8)], {})
+        assert found == ("reference",)
     (done,) = noted(before)
     assert (done.kind, done.label) == ("kernel build", "trials")

@@ -1,5 +1,5 @@
 // The ops as PyTorch sees them. Results are arguments, so that a dispatch mode sees one op a call.
-// Layouts are asked for in native_ops.py; here they are only checked, since torch.ops is open to
+// Layouts are asked for in native_ops/; here they are only checked, since torch.ops is open to
 // everybody.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -225,28 +225,18 @@ void group_norm_statistics(const Tensor& x, int64_t groups, double eps, const Te
 }
 
 void group_norm_silu(const Tensor& x, const Tensor& weight, const Tensor& bias, int64_t groups,
-                     double eps, bool silu, int64_t front, bool replicate,
-                     at::IntArrayRef padding, const MaybeTensor& statistics,
+                     double eps, bool silu, const MaybeTensor& statistics,
                      const MaybeTensor& tail, const Tensor& out) {
-  TORCH_CHECK(padding.size() == 4);
   GroupNormSilu op{};
   op.dtype = dtype_of(x);
   op.silu = silu;
-  op.replicate = replicate;
   op.x = video_of(x, x);
   op.tail = maybe_video_of(tail, x);
   op.out = video_of(out, x);
-  op.front = front;
-  op.left = padding[0];
-  op.right = padding[1];
-  op.top = padding[2];
-  op.bottom = padding[3];
   const Video& v = op.x;
-  TORCH_CHECK(groups > 0 && v.channels % groups == 0 && front >= 0);
-  TORCH_CHECK(op.left >= 0 && op.right >= 0 && op.top >= 0 && op.bottom >= 0);
+  TORCH_CHECK(groups > 0 && v.channels % groups == 0);
   if (tail) check_size(op.tail, v.batch, v.channels, op.tail.frames, v.height, v.width);
-  check_size(op.out, v.batch, v.channels, v.frames + (tail ? op.tail.frames : front),
-             v.height + op.top + op.bottom, v.width + op.left + op.right);
+  check_size(op.out, v.batch, v.channels, v.frames + op.tail.frames, v.height, v.width);
   const int64_t frames = v.batch * v.frames, each = v.channels / groups;
   std::vector<float> own;
   const float* numbers = nullptr;
@@ -272,15 +262,8 @@ void group_norm_silu(const Tensor& x, const Tensor& weight, const Tensor& bias, 
   }
   op.scale = scale.data();
   op.offset = offset.data();
-  spread(kernels().group_norm_silu, op, v.batch * op.out.height,
-         op.out.width * v.channels * op.out.frames);
-}
-
-void rms_norm(const Tensor& x, const Tensor& weight, double eps, const Tensor& out) {
-  RmsNorm op{dtype_of(x), rows_of(x, x), rows_of(out, x), nullptr, static_cast<float>(eps)};
-  const auto weights = padded(weight, op.x.channels);
-  op.weight = weights.data();
-  spread(kernels().rms_norm, op, op.x.count, op.x.channels);
+  spread(kernels().group_norm_silu, op, v.batch * v.height,
+         v.width * v.channels * op.out.frames);
 }
 
 void silu_mul(const Tensor& x, const Tensor& gate, const Tensor& out) {
@@ -366,15 +349,14 @@ Nest nest_of(const std::string& order, int64_t c, int64_t t, int64_t h, int64_t 
 }
 
 void pixel_shuffle_3d(const Tensor& x, at::IntArrayRef size, const std::string& order,
-                      int64_t skip, const Tensor& out) {
+                      const Tensor& out) {
   TORCH_CHECK(size.size() == 3);
-  PixelShuffle3d op{video_of(x, x), video_of(out, x), size[0], size[1], size[2], skip, {}};
+  PixelShuffle3d op{video_of(x, x), video_of(out, x), size[0], size[1], size[2], {}};
   const Video& v = op.x;
   const int64_t parts = op.times * op.high * op.wide;
   TORCH_CHECK(op.times > 0 && op.high > 0 && op.wide > 0 && v.channels % parts == 0);
   TORCH_CHECK(v.item == 2 || v.item == 4);
-  TORCH_CHECK(0 <= skip && skip <= op.times * v.frames);
-  check_size(op.out, v.batch, v.channels / parts, op.times * v.frames - skip, op.high * v.height,
+  check_size(op.out, v.batch, v.channels / parts, op.times * v.frames, op.high * v.height,
              op.wide * v.width);
   if (v.channels == 0) return;
   op.nest = nest_of(order, op.out.channels, op.times, op.high, op.wide);
@@ -449,18 +431,16 @@ auto nothing(void (*)(Args...)) {
   DO(rms_norm_silu, "(Tensor x, Tensor gamma, bool silu, Tensor? bias, "                 \
                     "Tensor(a!)? tail, Tensor(b!) out) -> ()")                           \
   DO(group_norm_silu, "(Tensor x, Tensor weight, Tensor bias, int groups, float eps, "   \
-                      "bool silu, int front, bool replicate, int[4] padding, "           \
-                      "Tensor? statistics, Tensor(a!)? tail, Tensor(b!) out) -> ()")     \
+                      "bool silu, Tensor? statistics, Tensor(a!)? tail, "                \
+                      "Tensor(b!) out) -> ()")                                           \
   DO(group_norm_statistics, "(Tensor x, int groups, float eps, Tensor(a!) out) -> ()")   \
-  DO(rms_norm, "(Tensor x, Tensor weight, float eps, Tensor(a!) out) -> ()")             \
   DO(silu_mul, "(Tensor x, Tensor gate, Tensor(a!) out) -> ()")                          \
   DO(bias_residual, "(Tensor x, Tensor? bias, Tensor? residual, Tensor? residual_bias, " \
                     "Tensor(a!) out) -> ()")                                             \
   DO(interleave_time, "(Tensor x, int phases, Tensor(a!) out) -> ()")                    \
   DO(merge_phases, "(Tensor grid, Tensor? source, int times, Tensor? bias, "             \
                    "Tensor(a!) out) -> ()")                                              \
-  DO(pixel_shuffle_3d, "(Tensor x, int[3] size, str order, int skip, "                   \
-                       "Tensor(a!) out) -> ()")                                          \
+  DO(pixel_shuffle_3d, "(Tensor x, int[3] size, str order, Tensor(a!) out) -> ()")       \
   DO(average_down, "(Tensor x, int times, int size, Tensor(a!) out) -> ()")              \
   DO(frames_to_images, "(Tensor frames, int patch, str order, Tensor(a!) out) -> ()")
 

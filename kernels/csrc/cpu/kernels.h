@@ -20,7 +20,6 @@ static const Kernels kKernels = {
     rms_norm_silu,
     group_norm_sums,
     group_norm_silu,
-    rms_norm,
     silu_mul,
     bias_residual,
     interleave_time,

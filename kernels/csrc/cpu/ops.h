@@ -56,23 +56,14 @@ struct GroupNormSums {
   float* shift;          // [B * T, padded]: about the mean, from a few pixels of each frame
 };
 
-// Task: one row of pixels of `out`, in all frames.
+// Task: one row of pixels, in all frames.
 struct GroupNormSilu {
   Dtype dtype;
-  bool silu, replicate;
-  Video x, tail, out;
-  int64_t front, left, right, top, bottom;
+  bool silu;
+  Video x, tail, out;   // `tail.data` may be null
   int64_t padded;       // C, padded
   const float* scale;   // [B * T, padded]
   const float* offset;  // [B * T, padded]
-};
-
-// Task: a row.
-struct RmsNorm {
-  Dtype dtype;
-  Rows x, out;
-  const float* weight;  // padded
-  float eps;
 };
 
 // Task: `block` numbers of a row.
@@ -113,7 +104,7 @@ struct Nest {
 // Task: a row of pixels of `x`.
 struct PixelShuffle3d {
   Video x, out;
-  int64_t times, high, wide, skip;
+  int64_t times, high, wide;
   Nest nest;
 };
 
@@ -138,7 +129,6 @@ struct Kernels {
   void (*rms_norm_silu)(const RmsNormSilu&, int64_t begin, int64_t end);
   void (*group_norm_sums)(const GroupNormSums&, int64_t begin, int64_t end);
   void (*group_norm_silu)(const GroupNormSilu&, int64_t begin, int64_t end);
-  void (*rms_norm)(const RmsNorm&, int64_t begin, int64_t end);
   void (*silu_mul)(const SiluMul&, int64_t begin, int64_t end);
   void (*bias_residual)(const BiasResidual&, int64_t begin, int64_t end);
   void (*interleave_time)(const InterleaveTime&, int64_t begin, int64_t end);

@@ -263,8 +263,7 @@ static void pixel_shuffle_3d_of(const PixelShuffle3d& op, int64_t begin, int64_t
     const int64_t b = task / height / frames, t = task / height % frames, i = task % height;
     const Item* x = (const Item*)op.x.at(b, t, i * width * before);
     for (int64_t p = 0; p < op.times; ++p) {
-      const int64_t frame = op.times * t + p - op.skip;
-      if (frame < 0) continue;
+      const int64_t frame = op.times * t + p;
       for (int64_t h = 0; h < op.high; ++h) {
         const int64_t line = (op.high * i + h) * op.out.width * channels;
         unfold.row(x + p * op.nest.t + h * op.nest.h, (Item*)op.out.at(b, frame, line), width);

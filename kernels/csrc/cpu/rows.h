@@ -187,27 +187,13 @@ static void group_norm_silu_rows(const T* x, T* y, int64_t rows, int64_t channel
 
 template <class T>
 static void group_norm_silu_of(const GroupNormSilu& op, int64_t begin, int64_t end) {
-  const int64_t channels = op.x.channels, frames = op.x.frames;
-  const int64_t width = op.x.width, wide = op.out.width;
-  const int64_t kept = op.tail.data ? op.tail.frames : 0, front = kept ? kept : op.front;
-  const int64_t item = channels * sizeof(T);
+  const int64_t channels = op.x.channels, frames = op.x.frames, width = op.x.width;
+  const int64_t kept = op.tail.data ? op.tail.frames : 0, bytes = width * channels * sizeof(T);
   for (int64_t task = begin; task < end; ++task) {
-    const int64_t b = task / op.out.height, i = task % op.out.height, row = i - op.top;
-    if (row < 0 || row >= op.x.height) {
-      for (int64_t t = 0; t < op.out.frames; ++t) {
-        __builtin_memset(op.out.at(b, t, i * wide * channels), 0, wide * item);
-      }
-      continue;
-    }
-    const int64_t line = i * wide * channels, start = line + op.left * channels;
-    const int64_t from = row * width * channels;
-    for (int64_t t = 0; t < op.out.frames; ++t) {
-      __builtin_memset(op.out.at(b, t, line), 0, op.left * item);
-      __builtin_memset(op.out.at(b, t, start + width * channels), 0, op.right * item);
-    }
+    const int64_t b = task / op.x.height, start = task % op.x.height * width * channels;
     for (int64_t t = 0; t < frames; ++t) {
-      const T* x = (const T*)op.x.at(b, t, from);
-      T* y = (T*)op.out.at(b, front + t, start);
+      const T* x = (const T*)op.x.at(b, t, start);
+      T* y = (T*)op.out.at(b, kept + t, start);
       const float* scale = op.scale + (b * frames + t) * op.padded;
       const float* offset = op.offset + (b * frames + t) * op.padded;
       if (op.silu) {
@@ -216,39 +202,17 @@ static void group_norm_silu_of(const GroupNormSilu& op, int64_t begin, int64_t e
         group_norm_silu_rows<T, false>(x, y, width, channels, scale, offset);
       }
     }
-    for (int64_t t = 0; t < front; ++t) {
-      char* y = op.out.at(b, t, start);
-      if (kept) {
-        __builtin_memcpy(y, op.tail.at(b, t, from), width * item);
-      } else if (op.replicate && frames) {
-        __builtin_memcpy(y, op.out.at(b, front, start), width * item);
-      } else {
-        __builtin_memset(y, 0, width * item);
-      }
+    for (int64_t k = 0; k < kept; ++k) {
+      __builtin_memcpy(op.out.at(b, k, start), op.tail.at(b, k, start), bytes);
     }
     for (int64_t k = 0; k < kept; ++k) {
-      __builtin_memcpy(op.tail.at(b, k, from), op.out.at(b, frames + k, start), width * item);
+      __builtin_memcpy(op.tail.at(b, k, start), op.out.at(b, frames + k, start), bytes);
     }
   }
 }
 
 static void group_norm_silu(const GroupNormSilu& op, int64_t begin, int64_t end) {
   FVV_BY_DTYPE(op.dtype, group_norm_silu_of, op, begin, end);
-}
-
-template <class T>
-static void rms_norm_of(const RmsNorm& op, int64_t begin, int64_t end) {
-  const int64_t channels = op.x.channels;
-  for (int64_t row = begin; row < end; ++row) {
-    const T* x = (const T*)op.x.at(row);
-    const float mean = sum_of_squares<false>(x, nullptr, channels) / (float)channels;
-    const float factor = 1.0f / __builtin_sqrtf(mean + op.eps);
-    scale_row<false, false>(x, nullptr, (T*)op.out.at(row), channels, factor, op.weight);
-  }
-}
-
-static void rms_norm(const RmsNorm& op, int64_t begin, int64_t end) {
-  FVV_BY_DTYPE(op.dtype, rms_norm_of, op, begin, end);
 }
 
 template <class T>

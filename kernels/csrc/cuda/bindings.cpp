@@ -1,6 +1,6 @@
 // The ops as PyTorch sees them. Results are arguments, so that a dispatch mode sees one op a call,
 // and so is the stream, so that this compiles with any build of PyTorch. Layouts are asked for in
-// cuda_ops.py; here they are only checked, since torch.ops is open to everybody.
+// cuda_ops/; here they are only checked, since torch.ops is open to everybody.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -121,7 +121,7 @@ void start(const char* (*kernels)(const Op&, cudaStream_t), const Op& op, int64_
 
 void rms_norm_silu(const Tensor& x, const Tensor& gamma, bool silu, const MaybeTensor& bias,
                    const MaybeTensor& tail, const Tensor& out, int64_t stream) {
-  RmsNorm op{};
+  RmsNormSilu op{};
   op.dtype = dtype_of(x);
   op.silu = silu;
   op.x = video_of(x, x);
@@ -134,23 +134,7 @@ void rms_norm_silu(const Tensor& x, const Tensor& gamma, bool silu, const MaybeT
   op.scale = vector_of(gamma, x, v.channels);
   if (bias) op.bias = vector_of(*bias, x, v.channels);
   op.factor = std::sqrt(static_cast<float>(v.channels));
-  op.divisor = 1;
-  op.floor = 1e-12f;
-  start(fast_video_vae_cuda::rms_norm, op, stream);
-}
-
-void rms_norm(const Tensor& x, const Tensor& weight, double eps, const Tensor& out,
-              int64_t stream) {
-  RmsNorm op{};
-  op.dtype = dtype_of(x);
-  op.x = rows_of(x, x);
-  op.out = rows_of(out, x);
-  TORCH_CHECK(op.x.channels < kChannelLimit, "sizes do not fit");
-  op.scale = vector_of(weight, x, op.x.channels);
-  op.factor = 1;
-  op.divisor = static_cast<float>(op.x.channels);
-  op.eps = static_cast<float>(eps);
-  start(fast_video_vae_cuda::rms_norm, op, stream);
+  start(fast_video_vae_cuda::rms_norm_silu, op, stream);
 }
 
 // The split depends on the size alone: two calls have the same bits.
@@ -167,30 +151,23 @@ float* statistics_of(const Tensor& statistics, const Tensor& x, int64_t frames, 
 }
 
 void group_norm_silu(const Tensor& x, const Tensor& weight, const Tensor& bias, int64_t groups,
-                     double eps, bool silu, int64_t front, bool replicate,
-                     at::IntArrayRef padding, const MaybeTensor& statistics,
+                     double eps, bool silu, const MaybeTensor& statistics,
                      const MaybeTensor& tail, const Tensor& out, int64_t stream) {
   GroupNormSilu op{};
   op.dtype = dtype_of(x);
   op.silu = silu;
-  op.replicate = replicate;
   op.x = video_of(x, x);
   op.tail = maybe_video_of(tail, x);
   op.out = video_of(out, x);
   const Video& v = op.x;
   TORCH_CHECK(x.numel() > 0 && v.channels < kChannelLimit, "sizes do not fit");
-  TORCH_CHECK(groups > 0 && v.channels % groups == 0 && front >= 0, "groups do not fit");
-  TORCH_CHECK(padding.size() == 4 && *std::min_element(padding.begin(), padding.end()) >= 0);
+  TORCH_CHECK(groups > 0 && v.channels % groups == 0, "groups do not fit");
   if (tail) check_size(op.tail, v.batch, v.channels, op.tail.frames, v.height, v.width);
-  check_size(op.out, v.batch, v.channels, v.frames + (tail ? op.tail.frames : front),
-             v.height + padding[2] + padding[3], v.width + padding[0] + padding[1]);
+  check_size(op.out, v.batch, v.channels, v.frames + op.tail.frames, v.height, v.width);
   op.weight = vector_of(weight, x, v.channels);
   op.bias = vector_of(bias, x, v.channels);
   op.groups = static_cast<int>(groups);
   op.eps = static_cast<float>(eps);
-  op.front = static_cast<int>(front);
-  op.left = static_cast<int>(padding[0]);
-  op.top = static_cast<int>(padding[2]);
   const int64_t frames = v.batch * v.frames, affine = frames * 2 * v.channels;
   if (statistics) op.given = statistics_of(*statistics, x, frames, groups);
   split(op);
@@ -236,10 +213,8 @@ void silu_mul(const Tensor& x, const Tensor& gate, const Tensor& out, int64_t st
 TORCH_LIBRARY(fast_video_vae_cuda, m) {
   m.def("rms_norm_silu(Tensor x, Tensor gamma, bool silu, Tensor? bias, Tensor(a!)? tail, "
         "Tensor(b!) out, int stream) -> ()");
-  m.def("rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!) out, int stream) -> ()");
   m.def("group_norm_silu(Tensor x, Tensor weight, Tensor bias, int groups, float eps, bool silu, "
-        "int front, bool replicate, int[4] padding, Tensor? statistics, Tensor(a!)? tail, "
-        "Tensor(b!) out, int stream) -> ()");
+        "Tensor? statistics, Tensor(a!)? tail, Tensor(b!) out, int stream) -> ()");
   m.def("group_norm_statistics(Tensor x, int groups, float eps, Tensor(a!) out, int stream) -> ()");
   m.def("silu_mul(Tensor x, Tensor gate, Tensor(a!) out, int stream) -> ()");
   // Which sources these are; see build.py.
@@ -248,7 +223,6 @@ TORCH_LIBRARY(fast_video_vae_cuda, m) {
 
 TORCH_LIBRARY_IMPL(fast_video_vae_cuda, FVV_DISPATCH_KEY, m) {
   m.impl("rms_norm_silu", rms_norm_silu);
-  m.impl("rms_norm", rms_norm);
   m.impl("group_norm_silu", group_norm_silu);
   m.impl("group_norm_statistics", group_norm_statistics);
   m.impl("silu_mul", silu_mul);

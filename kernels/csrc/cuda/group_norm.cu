@@ -172,73 +172,43 @@ __device__ __forceinline__ P normed(const P& pack, const float (&scale)[P::kCoun
   return narrow<typename P::Number>(v);
 }
 
-// A frame of the result as lines of `columns` pixels, and the lines in parts for one block each.
-struct Lines {
-  int height, width, columns, left, top, parts;
-};
-
-// Block: packs of a pixel by pixels. Grid: parts of lines, new frames, videos.
+// Block: packs of a pixel by pixels. Grid: parts of a frame, new frames, videos.
 template <class P>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    write_frames(const GroupNormSilu op, const Lines lines) {
+__global__ void __launch_bounds__(kThreads, kBlocks) write_frames(const GroupNormSilu op) {
   using T = typename P::Number;
   using Floats = Pack<float, P::kCount>;
   const int channels = static_cast<int>(op.x.channels), rows = blockDim.y, frame = blockIdx.y;
   const int64_t video = blockIdx.z;
-  const int line = blockIdx.x / lines.parts, source = line - lines.top;
-  const int first = (blockIdx.x - line * lines.parts) * rows * kPixels + threadIdx.y;
-  const int width = 0 <= source && source < lines.height ? lines.width : 0;
-  const auto inside = [&](int column) {
-    return lines.left <= column && column < lines.left + width;
-  };
-  // Numbers to the first pixel of the thread in the result and in the picture, and to the next.
-  const int64_t there = (static_cast<int64_t>(line) * lines.columns + first) * channels;
-  const int64_t here =
-      (static_cast<int64_t>(source) * lines.width + first - lines.left) * channels;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * rows * kPixels + threadIdx.y;
+  const int64_t start = first * channels;
   const int step = rows * channels;
-  const auto at = window<T>(op.x, op.tail, op.out, op.tail.data ? op.tail.frames : op.front, video,
-                            frame);
-  const T* x = frame_of<T>(op.x, video, frame) + here;
-  T* out = at.out + (at.known + frame) * at.out_frame + there;
-  T* tail = at.tail + at.last * at.tail_frame + here;
+  const auto inside = [&](int k) { return first + k * rows < op.x.pixels; };
+  const auto at = window<T>(op.x, op.tail, op.out, video, frame);
+  const T* x = frame_of<T>(op.x, video, frame) + start;
+  T* out = at.out + (at.known + frame) * at.out_frame + start;
+  T* tail = at.tail + at.last * at.tail_frame + start;
   const float* affine = op.affine + (video * op.x.frames + frame) * 2 * channels;
 
   for (int channel = threadIdx.x * P::kCount; channel < channels;
        channel += blockDim.x * P::kCount) {
     if (at.last >= 0) {
 #pragma unroll 1
-      for (int k = 0; k < kPixels; ++k) {
-        const int column = first + k * rows, skip = k * step + channel;
-        if (column >= lines.columns) break;
-        if (inside(column)) {
-          roll<P>(at, there + skip, here + skip);
-        } else {
-          roll_border<P>(at, there + skip);
-        }
-      }
+      for (int k = 0; k < kPixels && inside(k); ++k) roll<P>(at, start + k * step + channel);
     }
     P held[kPixels];
 #pragma unroll
     for (int k = 0; k < kPixels; ++k) {
-      if (inside(first + k * rows)) held[k] = load<P>(x + k * step + channel);
+      if (inside(k)) held[k] = load<P>(x + k * step + channel);
     }
     float scale[P::kCount], offset[P::kCount];
     widen(load<Floats>(affine + channel), scale);
     widen(load<Floats>(affine + channels + channel), offset);
 #pragma unroll
     for (int k = 0; k < kPixels; ++k) {
-      const int column = first + k * rows, skip = k * step + channel;
-      if (column >= lines.columns) break;
-      const bool pictured = inside(column);
-      const P y = pictured ? normed(held[k], scale, offset, op.silu) : P{};
-      store(out + skip, y);
-      if (pictured && at.last >= 0) store(tail + skip, y);
-      if (!op.tail.data && frame == 0) {
-#pragma unroll 1
-        for (int t = 0; t < op.front; ++t) {
-          store(at.out + t * at.out_frame + there + skip, op.replicate ? y : P{});
-        }
-      }
+      if (!inside(k)) break;
+      const P y = normed(held[k], scale, offset, op.silu);
+      store(out + k * step + channel, y);
+      if (at.last >= 0) store(tail + k * step + channel, y);
     }
   }
 }
@@ -268,18 +238,9 @@ cudaError_t measure(const GroupNormSilu& op, cudaStream_t stream) {
 
 template <class P>
 cudaError_t write(const GroupNormSilu& op, cudaStream_t stream) {
-  Lines lines{static_cast<int>(op.x.height), static_cast<int>(op.x.width),
-              static_cast<int>(op.out.width), op.left, op.top, 0};
-  int64_t count = op.out.height;
-  if (op.out.width == op.x.width) {
-    // A frame is one run of pixels, and rows above and below are more of them at its ends.
-    lines = {1, static_cast<int>(op.x.pixels), static_cast<int>(op.out.pixels),
-             static_cast<int>(op.top * op.x.width), 0, 0};
-    count = 1;
-  }
   const dim3 block = block_of(op.x.channels / P::kCount);
-  lines.parts = static_cast<int>(ceil_div(lines.columns, block.y * kPixels));
-  return launch(write_frames<P>, grid_of(op, lines.parts * count), block, stream, op, lines);
+  const int64_t parts = ceil_div(op.x.pixels, block.y * kPixels);
+  return launch(write_frames<P>, grid_of(op, parts), block, stream, op);
 }
 
 }  // namespace

@@ -34,25 +34,24 @@ struct Vector {
   bool wide = true;
 };
 
-// `(x + bias) / max(sqrt(sum(x^2) / divisor + eps), floor) * (scale * factor)`, then SiLU. New
-// frames go behind those of `tail`, which is moved on.
-struct RmsNorm {
+// `(x + bias) / max(norm2(x + bias), 1e-12) * (scale * factor)`, then SiLU. New frames go behind
+// those of `tail`, which is moved on.
+struct RmsNormSilu {
   Dtype dtype;
   bool silu;
   Video x, tail, out;  // `tail.data` may be null
   Vector scale, bias;  // `bias.data` may be null
-  float factor, divisor, eps, floor;
+  float factor;
 };
 
 // `(x - mean) / sqrt(var + eps) * weight + bias` per frame and group, then SiLU.
 struct GroupNormSilu {
   Dtype dtype;
-  bool silu, replicate;
+  bool silu;
   Video x, tail, out;  // `tail.data` may be null
   Vector weight, bias;
   int groups;
   float eps;
-  int front, left, top;
   int64_t share, chunks;  // pixels of a chunk, chunks of a frame
   float* partial;         // [B * T, chunks, 2, C]: mean, and sum of squares about it
   float* affine;          // [B * T, 2, C]: the factor of each channel, and its offset; may be null
@@ -67,7 +66,7 @@ struct SiluMul {
 };
 
 // Starts the kernels of an op. Null, or what CUDA says is wrong.
-const char* rms_norm(const RmsNorm& op, cudaStream_t stream);
+const char* rms_norm_silu(const RmsNormSilu& op, cudaStream_t stream);
 const char* group_norm_silu(const GroupNormSilu& op, cudaStream_t stream);
 // Writes `statistics` alone.
 const char* group_norm_statistics(const GroupNormSilu& op, cudaStream_t stream);

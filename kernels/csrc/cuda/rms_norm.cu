@@ -10,8 +10,11 @@ namespace {
 // the rest is read twice, from the cache the second time.
 constexpr int kHeld = 4;
 
+// The eps of `torch.nn.functional.normalize`.
+constexpr float kFloor = 1e-12f;
+
 template <class P>
-__device__ __forceinline__ void biased(const RmsNorm& op, const P& pack, int channel,
+__device__ __forceinline__ void biased(const RmsNormSilu& op, const P& pack, int channel,
                                        float (&v)[P::kCount]) {
   widen(pack, v);
   if (!op.bias.data) return;
@@ -22,7 +25,7 @@ __device__ __forceinline__ void biased(const RmsNorm& op, const P& pack, int cha
 }
 
 template <class P>
-__device__ __forceinline__ float squares(const RmsNorm& op, const P& pack, int channel) {
+__device__ __forceinline__ float squares(const RmsNormSilu& op, const P& pack, int channel) {
   float v[P::kCount], sum = 0;
   biased(op, pack, channel, v);
 #pragma unroll
@@ -31,7 +34,7 @@ __device__ __forceinline__ float squares(const RmsNorm& op, const P& pack, int c
 }
 
 template <class P>
-__device__ __forceinline__ P scaled(const RmsNorm& op, const P& pack, int channel, float inverse) {
+__device__ __forceinline__ P scaled(const RmsNormSilu& op, const P& pack, int channel, float inverse) {
   float v[P::kCount], scale[P::kCount];
   biased(op, pack, channel, v);
   widen<typename P::Number>(op.scale, channel, scale);
@@ -43,7 +46,7 @@ __device__ __forceinline__ P scaled(const RmsNorm& op, const P& pack, int channe
 
 // Block: a column of teams. Grid: blocks of pixels, frames, videos.
 template <class P>
-__global__ void __launch_bounds__(kThreads, kBlocks) norm_rows(const RmsNorm op) {
+__global__ void __launch_bounds__(kThreads, kBlocks) norm_rows(const RmsNormSilu op) {
   using T = typename P::Number;
   const int channels = static_cast<int>(op.x.channels), step = blockDim.x * P::kCount;
   const int first = threadIdx.x * P::kCount;
@@ -55,12 +58,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks) norm_rows(const RmsNorm op)
   const T* x = static_cast<const T*>(op.x.data) + video * op.x.batch_stride +
                frame * op.x.frame_stride + row * op.x.row_stride;
 
-  auto at = window<T>(op.x, op.tail, op.out, static_cast<int>(op.tail.frames), video, frame);
+  auto at = window<T>(op.x, op.tail, op.out, video, frame);
   at.out += row * op.out.row_stride;
   at.tail += row * op.tail.row_stride;
   if (at.last >= 0) {
 #pragma unroll 1
-    for (int channel = first; channel < end; channel += step) roll<P>(at, channel, channel);
+    for (int channel = first; channel < end; channel += step) roll<P>(at, channel);
   }
   P held[kHeld];
 #pragma unroll
@@ -81,8 +84,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) norm_rows(const RmsNorm op)
   for (int distance = blockDim.x / 2; distance; distance /= 2) {
     sum += __shfl_xor_sync(kAllLanes, sum, distance);
   }
-  float norm = sqrtf(sum / op.divisor + op.eps);
-  norm = norm < op.floor ? op.floor : norm;  // not fmaxf, which would lose NaN
+  float norm = sqrtf(sum);
+  norm = norm < kFloor ? kFloor : norm;  // not fmaxf, which would lose NaN
   const float inverse = 1.0f / norm;
 
   T* out = at.out + (at.known + frame) * at.out_frame;
@@ -105,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) norm_rows(const RmsNorm op)
 
 }  // namespace
 
-const char* rms_norm(const RmsNorm& op, cudaStream_t stream) {
+const char* rms_norm_silu(const RmsNormSilu& op, cudaStream_t stream) {
   const auto start = [&](auto pack) {
     using P = decltype(pack);
     unsigned team = 1;

@@ -18,7 +18,8 @@ struct Window {
 
 template <class T>
 __device__ __forceinline__ Window<T> window(const Video& x, const Video& tail, const Video& out,
-                                            int known, int64_t video, int frame) {
+                                            int64_t video, int frame) {
+  const int known = static_cast<int>(tail.frames);
   const int last = tail.data ? frame + known - static_cast<int>(x.frames) : -1;
   return {static_cast<T*>(out.data) + video * out.batch_stride,
           static_cast<T*>(tail.data) + video * tail.batch_stride,
@@ -29,26 +30,17 @@ __device__ __forceinline__ Window<T> window(const Video& x, const Video& tail, c
           last};
 }
 
-// Writes the old frames of the tail and moves them on, at places in a picture.
+// Writes the old frames of the tail and moves them on, at a place in a picture.
 //
 // The thread of a new frame that becomes number `last` of the tail does every `frames`-th number up
 // to it: then nobody else reads or writes these.
 template <class P, class T>
-__device__ __forceinline__ void roll(const Window<T>& at, int64_t out, int64_t tail) {
+__device__ __forceinline__ void roll(const Window<T>& at, int64_t place) {
 #pragma unroll 1
   for (int k = at.last % at.frames; k <= at.last; k += at.frames) {
-    const P old = load<P>(at.tail + k * at.tail_frame + tail);
-    store(at.out + k * at.out_frame + out, old);
-    if (k >= at.frames) store(at.tail + (k - at.frames) * at.tail_frame + tail, old);
-  }
-}
-
-// Writes the border of the old frames of the tail.
-template <class P, class T>
-__device__ __forceinline__ void roll_border(const Window<T>& at, int64_t out) {
-#pragma unroll 1
-  for (int k = at.last % at.frames; k <= at.last; k += at.frames) {
-    store(at.out + k * at.out_frame + out, P{});
+    const P old = load<P>(at.tail + k * at.tail_frame + place);
+    store(at.out + k * at.out_frame + place, old);
+    if (k >= at.frames) store(at.tail + (k - at.frames) * at.tail_frame + place, old);
   }
 }
 

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fast_video_vae.kernels.dispatch import Refusal, ask, use_backend
+from fast_video_vae.kernels import use_backend
+from fast_video_vae.kernels.dispatch import ask
+from fast_video_vae.kernels.errors import Refusal
 
 from .rows import Case, Missing, Refused, Values
 from .session import Session

@@ -5,7 +5,7 @@ import functools
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fast_video_vae.kernels.dispatch import use_backend
+from fast_video_vae.kernels import use_backend
 from fast_video_vae.vae.layers.memory_format import canonical
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.models.build import make_decoder, make_encoder

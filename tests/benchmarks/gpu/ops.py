@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast_video_vae.kernels import autotune as trial
-from fast_video_vae.kernels import measure
-from fast_video_vae.kernels import sample_inputs as examples
-from fast_video_vae.kernels.dispatch import ORDER, Refusal, ask, use_backend
+from fast_video_vae.kernels import autotune, measure, sample_inputs, use_backend
+from fast_video_vae.kernels.backends import ORDER
+from fast_video_vae.kernels.dispatch import ask
+from fast_video_vae.kernels.errors import Refusal
 
 from .rows import Case, Missing, Refused, Values
 from .session import Session
@@ -39,7 +39,7 @@ class Call:
         op: Its name.
         note: What it has beside the activation.
         channels: Of the activation that comes in.
-        given: As for `examples.call`.
+        given: As for `sample_inputs.call`.
         dtype: Of the activation; None: bfloat16.
     """
 
@@ -70,7 +70,6 @@ def calls() -> list[Call]:
         found += [_group_norm(width), _group_norm(width, measured=True)]
         found += [Call("group_norm_statistics", f"{width}", width, {"x": _like(width)})]
     for width in _WIDTHS:
-        found += [Call("rms_norm", f"{width}", width, {"x": _row(width)})]
         found += [Call("silu_mul", f"{width}", width, {"x": _row(width)})]
     for dtype in (torch.float16, torch.float32):
         found += [_norm(96, dtype), _bias_residual(96, dtype), _merge(96, None, 1, dtype)]
@@ -93,12 +92,12 @@ def _measure(
     session: Session, call: Call, backends: list[str]
 ) -> Iterator[tuple[str, Values | Exception]]:
     make = functools.partial(
-        examples.call, call.op, _size(session, call), call.dtype, session.device, call.given
+        sample_inputs.call, call.op, _size(session, call), call.dtype, session.device, call.given
     )
     arguments = make()
     with torch.no_grad():
         expected = ask("reference", call.op, **make())
-        nbytes = examples.moved_bytes(arguments, expected)
+        nbytes = sample_inputs.moved_bytes(arguments, expected)
         timed: dict[str, Callable[[], object]] = {}
         apart: dict[str, float] = {}
         for name in backends:
@@ -145,7 +144,8 @@ def _ranked(
     if not session.cuda:
         return takers
     first, *rest = arguments
-    order = trial.order(op, (arguments[first],), {name: arguments[name] for name in rest})
+    others = {name: arguments[name] for name in rest}
+    order = autotune.order(ask, op, (arguments[first],), others)
     return [name for name in order if name in takers]
 
 

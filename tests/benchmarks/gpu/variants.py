@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast_video_vae.kernels.dispatch import use_backend
+from fast_video_vae.kernels import use_backend
 from fast_video_vae.vae.layers import cudnn
 from fast_video_vae.vae.layers.causal_conv import CausalConv3d, Fill
 from fast_video_vae.vae.layers.conv import Conv

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 from fast_video_vae.kernels import cuda_ops
 from fast_video_vae.kernels.build import Library
-from fast_video_vae.kernels.dispatch import Refusal
-from fast_video_vae.kernels.libraries import CUDA
+from fast_video_vae.kernels.cuda_ops.library import CUDA
+from fast_video_vae.kernels.errors import Refusal
 
 
 class _Emulated(Library):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from fast_video_vae.kernels import Support, backend_matrix, native_library
-from fast_video_vae.kernels.dispatch import ORDER
+from fast_video_vae.kernels.backends import ORDER
 from fast_video_vae.tests.builders import module_command, random_state_dict
 
 for _package in ("av", "tqdm", "PIL"):
@@ -133,7 +133,7 @@ def test_what_is_missing_is_told_and_the_reference_serves(tmp_path, setting, rea
     assert f"missing   {reason}" in lines
     assert "library   none" in lines
     assert re.search(
-        r"^rms_norm +no \(1\) +no \(2\) +no \(3\) +exact", done.stdout, flags=re.MULTILINE
+        r"^silu_mul +no \(1\) +no \(2\) +no \(3\) +exact", done.stdout, flags=re.MULTILINE
     )
     if quiet:
         assert done.stderr == ""

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from fast_video_vae.kernels import dispatch as backend
-from fast_video_vae.kernels import warmup_log as preparations
+from fast_video_vae.kernels import errors, preparations
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.planning import plan as plan_module
@@ -116,7 +115,7 @@ def test_what_cannot_be_recorded_runs_plainly_and_is_told_once(recorded, monkeyp
             raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
     monkeypatch.setattr(graphs, "Recording", Fails)
-    monkeypatch.setattr(backend, "_logged", set())
+    monkeypatch.setattr(errors, "_logged", set())
     z = torch.randn(1, 16, 6, 2, 2)
     with caplog.at_level(logging.WARNING):
         frames = [recorded.decode(z, 1) for _ in range(2)]

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime import launch
-from ..scalars import narrow, silu
-from ..tiles import ELEMENTS, blocks, power_of_two, strides, tile, vector
 from .rows import roll
+from .runtime import launch
+from .scalars import narrow, silu
+from .tiles import ELEMENTS, blocks, power_of_two, strides, tile, vector
 
 # Tiles that a program sums up: enough that what it writes is little beside what it reads.
 _STEPS = 32
@@ -30,42 +30,28 @@ def group_norm_silu(
     groups: int,
     eps: float,
     activate: bool,
-    front: int,
-    replicate: bool,
-    padding: tuple[int, int, int, int],
     statistics: Tensor | None,
     tail: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Write the norm of the frames of `x`, with a border, behind those of `tail` or `front`."""
+    """Write the norm of the frames of `x` behind those of `tail`, and the next tail."""
     if statistics is None:
         statistics = group_norm_statistics(x, groups, eps)
     batch, channels, frames, height, width = x.shape
-    left, right, top, bottom = padding
-    if not left and not right:
-        # A frame is one run of pixels, and rows above and below are more of them at its ends.
-        left, right, top, bottom = top * width, bottom * width, 0, 0
-        height, width = 1, height * width
-    columns = left + width + right
-    size, block, warps = tile(channels, ELEMENTS // 2, rows=columns)
-    parts = blocks(columns, size)
+    pixels = height * width
+    rows, block, warps = tile(channels, ELEMENTS // 2, rows=pixels)
     launch(
         _write,
-        (parts * (top + height + bottom), frames, batch),
+        (blocks(pixels, rows), frames, batch),
         x,
         vector(weight),
         vector(bias),
         statistics.contiguous(),
         tail,
         out,
-        height,
-        width,
-        columns,
-        parts,
-        top,
-        left,
+        pixels,
         frames,
-        front if tail is None else tail.shape[2],
+        0 if tail is None else tail.shape[2],
         *strides(x),
         *strides(tail),
         *strides(out),
@@ -73,8 +59,7 @@ def group_norm_silu(
         CHANNELS=channels,
         GROUPS=groups,
         SILU=activate,
-        REPLICATE=replicate,
-        COLUMNS=size,
+        ROWS=rows,
         BLOCK=block,
     )
 
@@ -202,34 +187,25 @@ def _combine(
     tl.store(statistics + GROUPS, 1.0 / tl.sqrt_rn(variance + eps))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "height", "width", "columns", "parts", "top", "left", "frames", "known",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["pixels", "frames", "known"])
 def _write(
-    x, weight, bias, statistics, tail, out, height, width, columns, parts, top, left, frames, known,
+    x, weight, bias, statistics, tail, out, pixels, frames, known,
     x_batch, x_frame, tail_batch, tail_frame, out_batch, out_frame,
-    CHANNELS: tl.constexpr, GROUPS: tl.constexpr, SILU: tl.constexpr, REPLICATE: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr, GROUPS: tl.constexpr, SILU: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A part of a row of the result, in one new frame and those of the tail that fall to it."""
-    line = tl.program_id(0) // parts
-    first = (tl.program_id(0) - line * parts) * COLUMNS
+    """Some pixels of one new frame, and those of the tail that fall to it."""
+    first = tl.program_id(0) * ROWS
     frame = tl.program_id(1).to(tl.int64)
     video = tl.program_id(2).to(tl.int64)
-    column, channel = tl.arange(0, COLUMNS)[:, None], tl.arange(0, BLOCK)
+    row, channel = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     exists = channel < CHANNELS
-    source = line - top
-    within = first - left + column
-    written = (first + column < columns) & exists[None, :]
-    end = tl.where(source >= 0, tl.where(source < height, width, 0), 0)
-    inside = (within >= 0) & (within < end) & exists[None, :]
-    at = column * CHANNELS + channel[None, :]
-    start = (source.to(tl.int64) * width + (first - left)) * CHANNELS
+    mask = (first + row < pixels)[:, None] & exists[None, :]
+    at = row[:, None] * CHANNELS + channel[None, :]
+    start = first.to(tl.int64) * CHANNELS
 
     x += video * x_batch + frame * x_frame + start
-    v = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+    v = tl.load(x + at, mask=mask, other=0).to(tl.float32)
     group = channel // (CHANNELS // GROUPS)
     statistics += (video * frames + frame) * (2 * GROUPS)
     mean = tl.load(statistics + group, mask=exists, other=0)
@@ -239,21 +215,13 @@ def _write(
     y = (v - mean[None, :]) * scale[None, :] + offset[None, :]
     if SILU:
         y = silu(y)
-    y = narrow(tl.where(inside, y, 0.0), out.dtype.element_ty)
+    y = narrow(y, out.dtype.element_ty)
 
-    out += video * out_batch + (line.to(tl.int64) * columns + first) * CHANNELS
+    out += video * out_batch + start
     if tail is not None:
         tail += video * tail_batch + start
         last = frame + known - frames
         if last >= 0:
-            roll(tail, out, tail_frame, out_frame, last, frames, at, at, inside, written)
-            tl.store(tail + last * tail_frame + at, y, mask=inside)
-    elif frame == 0:
-        place = out
-        for _ in range(known):
-            if REPLICATE:
-                tl.store(place + at, y, mask=written)
-            else:
-                tl.store(place + at, 0.0, mask=written)
-            place += out_frame
-    tl.store(out + (known + frame) * out_frame + at, y, mask=written)
+            roll(tail, out, tail_frame, out_frame, last, frames, at, mask)
+            tl.store(tail + last * tail_frame + at, y, mask=mask)
+    tl.store(out + (known + frame) * out_frame + at, y, mask=mask)

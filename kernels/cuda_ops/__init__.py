@@ -11,16 +11,20 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from .constraints import (
-    new_video,
+from .. import shapes
+from ..backends import forced
+from ..constraints import (
     refuse_dtype,
     refuse_gradients,
+    refuse_old_bfloat16,
     refuse_overlap,
     refuse_rows,
+    refuse_subclass,
     refuse_videos,
+    refuse_window,
 )
-from .dispatch import Refusal, forced
-from .libraries import CUDA
+from ..errors import Refusal
+from .library import CUDA
 
 # A grid has no more blocks than this for frames and for videos.
 _GRID_LIMIT = 65535
@@ -41,18 +45,10 @@ def rms_norm_silu(
 ) -> Tensor:
     """Normalise each pixel over its channels, scale, and apply SiLU."""
     _check(x, gamma, bias)
-    refuse_videos(x=x, tail=tail, out=out)
     _refuse_sizes(x)
-    if tail is None:
-        refuse_overlap(out, x=x, same=True)
-    else:
-        refuse_overlap(out, x=x, tail=tail)
-        refuse_overlap(tail, x=x)
+    refuse_window(x, tail, out)
     CUDA.load()
-    if out is None:
-        batch, channels, frames, height, width = x.shape
-        frames += 0 if tail is None else tail.shape[2]
-        out = new_video(x, batch, channels, frames, height, width)
+    out = shapes.new_window(x, tail) if out is None else out
     offset = None if bias is None else _vector(bias, x)
     with _entered(x.device):
         torch.ops.fast_video_vae_cuda.rms_norm_silu.default(
@@ -69,44 +65,21 @@ def group_norm_silu(
     *,
     eps: float = 1e-6,
     silu: bool = True,
-    front: int = 0,
-    replicate: bool = False,
-    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
     statistics: Tensor | None = None,
     tail: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Normalise each frame over its pixels and each group of channels, and apply SiLU."""
     _check(x, weight, bias)
-    refuse_videos(x=x, tail=tail, out=out)
-    batch, channels, frames, height, width = x.shape
-    left, right, top, bottom = padding
-    height, width = height + top + bottom, width + left + right
     _refuse_sizes(x)
-    if height * width >= _COUNT_LIMIT:
-        raise Refusal("frames have more pixels than 31 bits count")
-    plain = tail is None and not front and not any(padding)
-    refuse_overlap(out, x=x, tail=tail, same=plain)
-    refuse_overlap(tail, x=x)
+    refuse_window(x, tail, out)
     CUDA.load()
-    if out is None:
-        frames += front if tail is None else tail.shape[2]
-        out = new_video(x, batch, channels, frames, height, width)
+    out = shapes.new_window(x, tail) if out is None else out
+    scale, offset = _vector(weight, x), _vector(bias, x)
+    given = None if statistics is None else statistics.contiguous()
     with _entered(x.device):
         torch.ops.fast_video_vae_cuda.group_norm_silu.default(
-            x,
-            _vector(weight, x),
-            _vector(bias, x),
-            groups,
-            eps,
-            silu,
-            front,
-            replicate,
-            padding,
-            None if statistics is None else statistics.contiguous(),
-            tail,
-            out,
-            _stream(x.device),
+            x, scale, offset, groups, eps, silu, given, tail, out, _stream(x.device)
         )
     return out
 
@@ -117,26 +90,10 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     refuse_videos(x=x)
     _refuse_sizes(x)
     CUDA.load()
-    shape = (x.shape[0], x.shape[2], 2, groups)
-    out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    out = torch.empty(shapes.statistics(x, groups), dtype=torch.float32, device=x.device)
     with _entered(x.device):
         torch.ops.fast_video_vae_cuda.group_norm_statistics.default(
             x, groups, eps, out, _stream(x.device)
-        )
-    return out
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
-    """Normalise the last dimension by its root mean square, and scale."""
-    _check(x, weight)
-    refuse_rows(x=x, out=out)
-    _refuse_counts(x, x.shape[-1])
-    refuse_overlap(out, x=x, same=True)
-    CUDA.load()
-    out = x.new_empty(x.shape) if out is None else out
-    with _entered(x.device):
-        torch.ops.fast_video_vae_cuda.rms_norm.default(
-            x, _vector(weight, x), eps, out, _stream(x.device)
         )
     return out
 
@@ -158,8 +115,7 @@ def _check(x: Tensor, *others: Tensor | None) -> None:
     """Refuse devices, dtypes and gradients that are not ours."""
     _refuse_device(x.device, x.dtype)
     refuse_dtype(x)
-    if type(x) not in (Tensor, torch.nn.Parameter):
-        raise Refusal(f"x is a {type(x).__name__}, which may have no memory")
+    refuse_subclass(x)
     refuse_gradients(x, *others)
 
 
@@ -171,10 +127,7 @@ def _refuse_device(device: torch.device, dtype: torch.dtype) -> None:
         raise Refusal("this PyTorch is for AMD's GPUs; cuda is for NVIDIA's")
     if forced() != "cuda" and os.environ.get("FAST_VIDEO_VAE_CUDA") != "1":
         raise Refusal("it waits for its first run on a GPU; FAST_VIDEO_VAE_CUDA=1 switches it on")
-    if dtype == torch.bfloat16:
-        major, minor = torch.cuda.get_device_capability(device)
-        if major < 8:
-            raise Refusal(f"bfloat16 needs compute capability 8.0; this GPU has {major}.{minor}")
+    refuse_old_bfloat16(device, dtype)
 
 
 def _refuse_sizes(x: Tensor) -> None:

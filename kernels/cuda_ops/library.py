@@ -1,59 +1,23 @@
-"""The libraries of `csrc/` that are built where they run: one for the CPU, one for NVIDIA GPUs.
+"""The library of `csrc/cuda`, which is built where it runs, for the GPUs of that machine.
 
 Environment:
-    FAST_VIDEO_VAE_NATIVE: 0 switches the CPU kernels off.
     CUDA_HOME: The CUDA toolkit, where nvcc is not on PATH.
 """
 
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .build import Failure, Library, extension
-
-_CSRC = Path(__file__).parent / "csrc"
-
-
-class _Cpu(Library):
-    name = "fast_video_vae_cpu"
-    namespace = "fast_video_vae"
-    title = "CPU kernels"
-    minutes = "half a minute"
-    sources = _CSRC / "cpu"
-
-    # Contraction to fused multiply-adds is left on: what has to be bit-equal to the reference has
-    # no product that a sum follows. The kernels never ask for errno or floating-point traps.
-    compiler = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-g0")
-
-    # PyTorch's threads are OpenMP's, and its header splits the work in our code. Apple's compiler
-    # has none: bindings.cpp starts threads there.
-    openmp = () if sys.platform == "darwin" else ("-fopenmp",)
-
-    def switched_off(self) -> str:
-        if os.environ.get("FAST_VIDEO_VAE_NATIVE") == "0":
-            return "FAST_VIDEO_VAE_NATIVE=0 switches the native kernels off"
-        return ""
-
-    def made_from(self) -> Sequence[str]:
-        return (*self.compiler, *self.openmp)
-
-    def options(self) -> dict[str, Any]:
-        return {
-            "sources": [str(path) for path in sorted(self.sources.glob("*.cpp"))],
-            "extra_cflags": [*self.compiler, *self.openmp],
-            "extra_ldflags": list(self.openmp),
-        }
+from ..build import Failure, Library, extension
 
 
 class _Cuda(Library):
     name = namespace = "fast_video_vae_cuda"
     title = "CUDA kernels"
     minutes = "a minute"
-    sources = _CSRC / "cuda"
+    sources = Path(__file__).parents[1] / "csrc" / "cuda"
 
     compiler = ("-O3", "-g0")
 
@@ -94,5 +58,4 @@ class _Cuda(Library):
         return [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
 
 
-CPU = _Cpu()
 CUDA = _Cuda()

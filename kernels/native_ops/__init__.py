@@ -1,4 +1,4 @@
-"""The ops in C++ for the CPU; `csrc/cpu` has the kernels and `build.py` builds them.
+"""The ops in C++ for the CPU; `csrc/cpu` has the kernels and `library.py` builds them.
 
 Each function says in its first lines what it does not take. What it takes is one op of
 `torch.ops.fast_video_vae`, which writes into `out`.
@@ -9,17 +9,18 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from .constraints import (
+from .. import shapes
+from ..constraints import (
     is_dense,
-    new_video,
     refuse_dtype,
     refuse_gradients,
     refuse_overlap,
     refuse_rows,
     refuse_videos,
+    refuse_window,
 )
-from .dispatch import Refusal
-from .libraries import CPU
+from ..errors import Refusal
+from .library import CPU
 
 
 def rms_norm_silu(
@@ -33,19 +34,11 @@ def rms_norm_silu(
 ) -> Tensor:
     """Normalise each pixel over its channels, scale, and apply SiLU."""
     _check(x, gamma, bias)
-    refuse_videos(x=x, tail=tail, out=out)
-    if tail is None:
-        refuse_overlap(out, x=x, same=True)
-    else:
-        refuse_overlap(out, x=x, tail=tail)
-        refuse_overlap(tail, x=x)
+    refuse_window(x, tail, out)
     CPU.load()
-    if out is None:
-        batch, channels, frames, height, width = x.shape
-        frames += 0 if tail is None else tail.shape[2]
-        out = new_video(x, batch, channels, frames, height, width)
+    out = shapes.new_window(x, tail) if out is None else out
     torch.ops.fast_video_vae.rms_norm_silu.default(
-        x, _vector(gamma), silu, None if bias is None else _vector(bias), tail, out
+        x, _vector(gamma), silu, _maybe_vector(bias), tail, out
     )
     return out
 
@@ -58,38 +51,18 @@ def group_norm_silu(
     *,
     eps: float = 1e-6,
     silu: bool = True,
-    front: int = 0,
-    replicate: bool = False,
-    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
     statistics: Tensor | None = None,
     tail: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Normalise each frame over its pixels and each group of channels, and apply SiLU."""
     _check(x, weight, bias, statistics)
-    refuse_videos(x=x, tail=tail, out=out)
-    plain = tail is None and not front and not any(padding)
-    refuse_overlap(out, x=x, tail=tail, same=plain)
-    refuse_overlap(tail, x=x)
+    refuse_window(x, tail, out)
     CPU.load()
-    if out is None:
-        batch, channels, frames, height, width = x.shape
-        left, right, top, bottom = padding
-        frames += front if tail is None else tail.shape[2]
-        out = new_video(x, batch, channels, frames, height + top + bottom, width + left + right)
+    out = shapes.new_window(x, tail) if out is None else out
+    given = None if statistics is None else statistics.contiguous()
     torch.ops.fast_video_vae.group_norm_silu.default(
-        x,
-        _vector(weight),
-        _vector(bias),
-        groups,
-        eps,
-        silu,
-        front,
-        replicate,
-        padding,
-        None if statistics is None else statistics.contiguous(),
-        tail,
-        out,
+        x, _vector(weight), _vector(bias), groups, eps, silu, given, tail, out
     )
     return out
 
@@ -99,21 +72,8 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     _check(x)
     refuse_videos(x=x)
     CPU.load()
-    shape = x.shape[0], x.shape[2], 2, groups
-    out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    out = torch.empty(shapes.statistics(x, groups), dtype=torch.float32, device=x.device)
     torch.ops.fast_video_vae.group_norm_statistics.default(x, groups, eps, out)
-    return out
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
-    """Normalise the last dimension by its root mean square, and scale."""
-    _check(x, weight)
-    refuse_rows(x=x, out=out)
-    refuse_overlap(out, x=x, same=True)
-    CPU.load()
-    if out is None:
-        out = x.new_empty(x.shape)
-    torch.ops.fast_video_vae.rms_norm.default(x, _vector(weight), eps, out)
     return out
 
 
@@ -123,8 +83,7 @@ def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
     refuse_rows(x=x, gate=gate, out=out)
     refuse_overlap(out, x=x, gate=gate, same=True)
     CPU.load()
-    if out is None:
-        out = x.new_empty(x.shape)
+    out = x.new_empty(x.shape) if out is None else out
     torch.ops.fast_video_vae.silu_mul.default(x, gate, out)
     return out
 
@@ -142,14 +101,9 @@ def bias_residual(
     refuse_videos(x=x, residual=residual, out=out)
     refuse_overlap(out, x=x, residual=residual, same=True)
     CPU.load()
-    if out is None:
-        out = new_video(x, *x.shape)
+    out = shapes.new_video(x, x.shape) if out is None else out
     torch.ops.fast_video_vae.bias_residual.default(
-        x,
-        None if bias is None else _vector(bias),
-        residual,
-        None if residual_bias is None else _vector(residual_bias),
-        out,
+        x, _maybe_vector(bias), residual, _maybe_vector(residual_bias), out
     )
     return out
 
@@ -165,9 +119,7 @@ def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Ten
     refuse_videos(x=x, out=out)
     refuse_overlap(out, x=x)
     CPU.load()
-    if out is None:
-        batch, channels, frames, height, width = x.shape
-        out = new_video(x, batch, channels // phases, phases * frames, height, width)
+    out = shapes.new_video(x, shapes.interleaved(x, phases)) if out is None else out
     torch.ops.fast_video_vae.interleave_time.default(x, phases, out)
     return out
 
@@ -185,21 +137,13 @@ def merge_phases(
     refuse_videos(grid=grid, source=source, out=out)
     refuse_overlap(out, grid=grid, source=source)
     CPU.load()
-    if out is None:
-        batch, channels, frames, height, width = grid.shape
-        out = new_video(grid, batch, channels // 4, frames, 2 * height - 2, 2 * width - 2)
-    offset = None if bias is None else _vector(bias)
-    torch.ops.fast_video_vae.merge_phases.default(grid, source, times, offset, out)
+    out = shapes.new_video(grid, shapes.merged(grid)) if out is None else out
+    torch.ops.fast_video_vae.merge_phases.default(grid, source, times, _maybe_vector(bias), out)
     return out
 
 
 def pixel_shuffle_3d(
-    x: Tensor,
-    size: tuple[int, int, int],
-    order: str = "cthw",
-    *,
-    skip: int = 0,
-    out: Tensor | None = None,
+    x: Tensor, size: tuple[int, int, int], order: str = "cthw", *, out: Tensor | None = None
 ) -> Tensor:
     """Turn parts of the channels into frames, rows and columns."""
     _check(x)
@@ -208,12 +152,8 @@ def pixel_shuffle_3d(
     refuse_videos(x=x, out=out)
     refuse_overlap(out, x=x)
     CPU.load()
-    if out is None:
-        batch, channels, frames, height, width = x.shape
-        times, high, wide = size
-        channels //= times * high * wide
-        out = new_video(x, batch, channels, times * frames - skip, high * height, wide * width)
-    torch.ops.fast_video_vae.pixel_shuffle_3d.default(x, size, order, skip, out)
+    out = shapes.new_video(x, shapes.shuffled(x, size)) if out is None else out
+    torch.ops.fast_video_vae.pixel_shuffle_3d.default(x, size, order, out)
     return out
 
 
@@ -222,8 +162,7 @@ def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
     _check(x)
     refuse_videos(x=x)
     CPU.load()
-    batch, _, frames, height, width = x.shape
-    out = new_video(x, batch, channels, -(-frames // times), height // size, width // size)
+    out = shapes.new_video(x, shapes.averaged(x, channels, times, size))
     torch.ops.fast_video_vae.average_down.default(x, times, size, out)
     return out
 
@@ -250,9 +189,7 @@ def frames_to_images(
     refuse_overlap(out, frames=frames)
     CPU.load()
     if out is None:
-        batch, channels, length, height, width = frames.shape
-        shape = (batch * length, patch * height, patch * width, channels // (patch * patch))
-        out = torch.empty(shape, dtype=dtype, device=frames.device)
+        out = torch.empty(shapes.images(frames, patch), dtype=dtype, device=frames.device)
     torch.ops.fast_video_vae.frames_to_images.default(frames, patch, order, out)
     return out
 
@@ -270,3 +207,7 @@ def _vector(values: Tensor) -> Tensor:
     if values.dtype is torch.float32 and values.is_contiguous():
         return values
     return values.float().contiguous()
+
+
+def _maybe_vector(values: Tensor | None) -> Tensor | None:
+    return None if values is None else _vector(values)

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...constraints import row_distance
-from ..runtime import launch
-from ..scalars import narrow, silu
-from ..tiles import blocks, refuse_span, strides, tile, vector
+from ..constraints import row_distance
+from .runtime import launch
+from .scalars import narrow, silu
+from .tiles import blocks, refuse_span, strides, tile, vector
 
 
 def rms_norm_silu(
@@ -39,29 +39,6 @@ def rms_norm_silu(
         CHANNELS=channels,
         ROOT=math.sqrt(channels),
         SILU=activate,
-        ROWS=rows,
-        BLOCK=block,
-    )
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """Write the norm of every row."""
-    channels = x.shape[-1]
-    count = x.numel() // channels
-    rows, block, warps = tile(channels)
-    distances = row_distance(x), row_distance(out)
-    refuse_span(*(distance * rows for distance in distances))
-    launch(
-        _rms_norm,
-        (blocks(count, rows),),
-        x,
-        vector(weight),
-        out,
-        count,
-        eps,
-        *distances,
-        warps=warps,
-        CHANNELS=channels,
         ROWS=rows,
         BLOCK=block,
     )
@@ -120,19 +97,19 @@ def bias_residual(
 
 
 @triton.jit
-def roll(tail, out, tail_frame, out_frame, last, frames, tail_at, out_at, known, written):
+def roll(tail, out, tail_frame, out_frame, last, frames, at, mask):
     """Copy the old tail to the front of `out` and move it up by `frames`, at the places of a tile.
 
     The program of a new frame that becomes number `last` of the tail does every `frames`-th number
     up to it: then nobody else reads or writes these.
     """
     for k in range(last % frames, last + 1, frames):
-        old = tl.load(tail + k * tail_frame + tail_at, mask=known, other=0)
-        tl.store(out + k * out_frame + out_at, old, mask=written)
+        old = tl.load(tail + k * tail_frame + at, mask=mask, other=0)
+        tl.store(out + k * out_frame + at, old, mask=mask)
         # The threads of a program may share the numbers out differently for loads and stores.
         tl.debug_barrier()
         if k >= frames:
-            tl.store(tail + (k - frames) * tail_frame + tail_at, old, mask=known)
+            tl.store(tail + (k - frames) * tail_frame + at, old, mask=mask)
 
 
 @triton.jit(do_not_specialize=["pixels", "frames", "known"])
@@ -168,28 +145,9 @@ def _rms_norm_silu(
         tail += video * tail_batch + start
         last = frame + known - frames
         if last >= 0:
-            roll(tail, out, tail_frame, out_frame, last, frames, at, at, mask, mask)
+            roll(tail, out, tail_frame, out_frame, last, frames, at, mask)
             tl.store(tail + last * tail_frame + at, y, mask=mask)
     tl.store(out + (known + frame) * out_frame + at, y, mask=mask)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _rms_norm(
-    x, weight, out, count, eps, x_row, out_row,
-    CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    row, channel = tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    exists = channel < CHANNELS
-    mask = (first + row < count)[:, None] & exists[None, :]
-
-    x += first * x_row + (row[:, None] * x_row + channel[None, :])
-    v = tl.load(x, mask=mask, other=0).to(tl.float32)
-    root = tl.sqrt_rn(tl.sum(v * v, axis=1) / CHANNELS + eps)
-    scale = tl.load(weight + channel, mask=exists, other=0).to(tl.float32)
-    y = v * (1.0 / root)[:, None] * scale[None, :]
-    out += first * out_row + (row[:, None] * out_row + channel[None, :])
-    tl.store(out, narrow(y, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -1,1 +1,0 @@
-"""Norms over channels and over groups."""
