@@ -2,11 +2,9 @@
 
 import dataclasses
 import math
-import pickle
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from fast_video_vae.tests.builders import diffusers_name, one_line, random_state_dict
 from fast_video_vae.vae import LayoutError, VideoVAE, build_vae, load_vae, read_checkpoint
@@ -30,31 +28,20 @@ DIALECTS = {
 }
 
 
+def same_weights(vae, other):
+    theirs = other.state_dict()
+    return vae.state_dict().keys() == theirs.keys() and all(
+        torch.equal(value, theirs[key]) for key, value in vae.state_dict().items()
+    )
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt"])
-def test_every_dialect_and_file_loads_alike(tmp_path, state, latent, dialect, suffix):
+def test_every_dialect_loads_alike(state, dialect):
     renamed = {DIALECTS[dialect](key): value for key, value in state.items()}
-    path = tmp_path / f"any name{suffix}"
-    save_file(renamed, path) if suffix == ".safetensors" else torch.save(renamed, path)
-    vae = load_vae(path, dtype=torch.float32)
-    assert torch.equal(vae.decode(latent), load_vae(state, dtype=torch.float32).decode(latent))
-    assert set(vae.state_dict()) == set(state)
-    assert torch.equal(vae.state_dict()["conv1.weight"], state["conv1.weight"])
-
-
-def test_the_module_and_parameter_names_are_the_originals(state):
-    vae = load_vae(state)
-    assert [name for name, _ in vae.named_parameters()]
+    vae, original = load_vae(renamed), load_vae(state)
+    assert vae.config == original.config
+    assert same_weights(vae, original)
     assert {name for name, _ in vae.named_parameters()} == set(state)
-
-
-@pytest.mark.parametrize("legacy", [True, False])
-@pytest.mark.parametrize("wrapped", [True, False])
-def test_old_and_wrapped_pytorch_files_load(tmp_path, state, legacy, wrapped):
-    path = tmp_path / "vae.pth"
-    content = {"state_dict": state} if wrapped else state
-    torch.save(content, path, _use_new_zipfile_serialization=not legacy)
-    assert load_vae(str(path)).config.decoder_width == 8
 
 
 @pytest.mark.parametrize(
@@ -113,14 +100,21 @@ def test_a_decoder_alone_decodes_and_says_that_it_cannot_encode(state, latent, l
 @pytest.mark.parametrize(
     "stored", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 )
-def test_weights_of_any_float_dtype_load(state, latent, stored):
+def test_weights_of_any_float_dtype_load(state, stored):
     low = {key: value.to(stored) for key, value in state.items()}
     widened = {key: value.float() for key, value in low.items()}
-    expected = load_vae(widened, dtype=torch.float32).decode(latent)
-    assert torch.equal(load_vae(low, dtype=torch.float32).decode(latent), expected)
+    dtype = torch.float32
+    assert same_weights(load_vae(low, dtype=dtype), load_vae(widened, dtype=dtype))
 
 
-@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        torch.float8_e4m3fn,
+        pytest.param(torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(torch.float16, marks=pytest.mark.slow),
+    ],
+)
 def test_weights_may_be_kept_in_another_dtype_than_the_activations(state, latent, kept):
     vae = load_vae(state, dtype=torch.float32, weights_dtype=kept)
     assert {parameter.dtype for parameter in vae.parameters()} == {kept}
@@ -135,7 +129,6 @@ def test_weights_may_be_kept_in_another_dtype_than_the_activations(state, latent
     ("arguments", "decodes", "encodes"),
     [
         ({"dtype": torch.float32}, torch.float32, torch.float32),
-        ({"dtype": torch.bfloat16}, torch.bfloat16, torch.bfloat16),
         ({"dtype": torch.bfloat16, "encode_dtype": torch.float32}, torch.bfloat16, torch.float32),
         ({"dtype": torch.float64}, torch.float64, torch.float64),
     ],
@@ -170,51 +163,28 @@ def test_a_missing_file_says_so(tmp_path):
     one_line(error, "none.safetensors", "does not exist")
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
-@pytest.mark.parametrize("keep", [0, 7, 0.5, 0.999])
-def test_a_truncated_or_empty_file_says_so(tmp_path, state, suffix, keep):
-    path = tmp_path / f"vae{suffix}"
-    save_file(state, path) if suffix == ".safetensors" else torch.save(state, path)
-    content = path.read_bytes()
-    path.write_bytes(content[: int(keep * len(content)) if isinstance(keep, float) else keep])
-    with pytest.raises(ValueError, match="vae") as error:
-        load_vae(path)
-    one_line(error, str(path))
-
-
-@pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".ckpt"])
-def test_a_file_of_noise_says_so(tmp_path, suffix):
-    path = tmp_path / f"vae{suffix}"
-    path.write_bytes(bytes(range(256)) * 40)
-    with pytest.raises(ValueError, match="vae") as error:
-        load_vae(path)
-    one_line(error, str(path))
-
-
 class _Payload:
     def __reduce__(self):
         return (exec, ("raise SystemExit",))
 
 
-def test_code_in_a_pickle_is_not_run(tmp_path):
-    path = tmp_path / "vae.pth"
-    path.write_bytes(pickle.dumps({"weight": _Payload()}))
-    with pytest.raises(ValueError, match=r"vae\.pth") as error:
-        load_vae(path)
-    one_line(error)
-    torch.save({"weight": _Payload()}, path)
-    with pytest.raises(ValueError, match="more than tensors") as error:
-        load_vae(path)
-    one_line(error)
-
-
-@pytest.mark.parametrize("content", [[1, 2], {"a": 1}, {1: torch.ones(1)}, torch.ones(3)])
-def test_a_file_of_other_things_says_so(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ([1, 2], "expected a state dict"),
+        (torch.ones(3), "expected a state dict"),
+        ({"a": 1}, "expected names and tensors alone"),
+        ({1: torch.ones(1)}, "expected names and tensors alone"),
+        ({"weight": _Payload()}, "more than tensors"),
+    ],
+    ids=["list", "tensor", "number", "key", "code"],
+)
+def test_a_file_of_other_things_says_so(tmp_path, content, words):
     path = tmp_path / "vae.pth"
     torch.save(content, path)
-    with pytest.raises(ValueError, match=r"vae\.pth") as error:
+    with pytest.raises(ValueError, match=words) as error:
         load_vae(path)
-    one_line(error)
+    one_line(error, "vae.pth")
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,24 @@ from fast_video_vae.tests.builders import diffusers_name, one_line, random_state
 from fast_video_vae.vae import load_vae
 
 
-@pytest.mark.parametrize("suffix", [".SAFETENSORS", ".pth", ".PTH", ".txt", ""])
-@pytest.mark.parametrize("kind", ["safetensors", "zip", "legacy"])
-def test_any_name_does_for_any_kind_of_file(tmp_path, suffix, kind):
+@pytest.mark.parametrize(
+    ("kind", "suffix"),
+    [
+        *(("safetensors", suffix) for suffix in (".SAFETENSORS", ".pth", "")),
+        *(("zip", suffix) for suffix in (".pt", ".txt", ".safetensors")),
+        *(("legacy", suffix) for suffix in (".PTH", "")),
+    ],
+)
+def test_any_name_does_for_any_kind_of_file(tmp_path, kind, suffix):
     small = random_state_dict(2)
     path = tmp_path / f"vae{suffix}"
     if kind == "safetensors":
         save_file(small, path)
     else:
         torch.save(small, path, _use_new_zipfile_serialization=kind == "zip")
-    loaded = load_vae(path, dtype=torch.float32).state_dict()
-    assert all(torch.equal(loaded[key], value) for key, value in small.items())
+    for given in (path, str(path)):
+        loaded = load_vae(given, dtype=torch.float32).state_dict()
+        assert all(torch.equal(loaded[key], value) for key, value in small.items())
 
 
 @pytest.mark.parametrize(
