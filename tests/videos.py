@@ -29,17 +29,23 @@ def numbered_clip(frames, height=48, width=64):
     return gray.view(-1, 1, 1, 1).expand(frames, height, width, 3)
 
 
+def pieces_of(video, **options):
+    """What `pieces` gives, as `[T, H, W, 3]`."""
+    return torch.cat(list(video.pieces(**options)), dim=2)[0].permute(1, 2, 3, 0)
+
+
 def numbers(frames):
     """The numbers of what `numbered_clip` made, from `[T, H, W, 3]`."""
     return ((frames.float().mean(dim=(1, 2, 3)) - 30) / 4).round().int().tolist()
 
 
 def write_with(
-    path, frames, container, codec="h264", options=None, pix_fmt="yuv420p", prepare=None, times=None
-):
+    path, frames, container, codec="h264", options=None, pix_fmt="yuv420p", prepare=None,
+    times=None, rate=24,
+):  # fmt: skip
     """Write `[T, H, W, 3]` with PyAV alone, in any container; `times` are in 1/1000 s."""
     with av.open(str(path), "w", format=container, options=options or {}) as output:
-        stream = output.add_stream(codec, rate=24)
+        stream = output.add_stream(codec, rate=rate)
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], pix_fmt
         if prepare:
             prepare(stream)

@@ -38,22 +38,16 @@ def packets_in_order(path):
 
 
 @pytest.mark.parametrize(
-    ("codec", "suffix", "name"),
+    ("codec", "suffix", "name", "rate", "channels", "seconds"),
     [
-        ("h264", ".mp4", "aac"),
-        ("h264", ".mkv", "flac"),
-        ("vp9", ".webm", "opus"),
-        ("ffv1", ".mkv", "flac"),
-        ("prores", ".mov", "pcm_s16le"),
-    ],
-)
-@pytest.mark.parametrize(
-    ("rate", "channels", "seconds"),
-    [
-        (48000, 1, 5),  # longer than the video
-        (44100, 2, 5),  # which Opus does not have
-        (32000, 2, 1),  # shorter
-        (48000, 6, 5),
+        ("h264", ".mp4", "aac", 48000, 1, 5),  # longer than the video
+        ("h264", ".mp4", "aac", 32000, 2, 1),  # shorter
+        ("h264", ".mp4", "aac", 48000, 6, 5),
+        ("h264", ".mkv", "flac", 44100, 2, 5),
+        ("vp9", ".webm", "opus", 44100, 2, 5),  # a rate that Opus does not have
+        ("vp9", ".webm", "opus", 48000, 6, 5),
+        ("ffv1", ".mkv", "flac", 48000, 6, 1),
+        ("prores", ".mov", "pcm_s16le", 32000, 1, 5),
     ],
 )
 def test_the_sound_goes_along_and_ends_with_the_video(
@@ -116,9 +110,15 @@ def test_a_sound_without_samples_is_none(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("codec", "suffix"), [("h264", ".mp4"), ("h264", ".mkv"), ("vp9", ".webm"), ("prores", ".mov")]
+    ("codec", "suffix", "gain"),
+    [
+        ("h264", ".mp4", 1.5),
+        ("h264", ".mp4", 1e30),
+        ("h264", ".mkv", 1e30),
+        ("vp9", ".webm", 1.5),
+        ("prores", ".mov", 1.5),
+    ],
 )
-@pytest.mark.parametrize("gain", [1.5, 1e30])
 def test_sound_that_is_too_loud_is_clipped_as_players_do(tmp_path, caplog, codec, suffix, gain):
     wave = sine(96_000, 48_000) * 2.5  # up to 1.0
     path = tmp_path / f"a{suffix}"

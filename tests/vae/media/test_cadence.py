@@ -8,11 +8,12 @@ from fractions import Fraction
 import pytest
 import torch
 
-from fast_video_vae.tests.videos import av, numbered_clip, numbers, write_with
+from fast_video_vae.tests.videos import numbered_clip, numbers, pieces_of, write_with
 from fast_video_vae.vae.media import read_video
 from fast_video_vae.vae.media.cadence import cadence
 
-CONTAINERS = [("mkv", "matroska", "h264"), ("mp4", "mp4", "h264"), ("webm", "webm", "libvpx")]
+# Matroska, and WebM with it, rounds times to 1 ms.
+CONTAINERS = [("mkv", "matroska"), ("mp4", "mp4")]
 NTSC_FILM = Fraction(24000, 1001)
 
 
@@ -28,21 +29,16 @@ def phone(count):
     return [round(time) for time in itertools.accumulate([0, *apart])]
 
 
-def irregular(path, times, container="matroska", codec="h264"):
+def irregular(path, times, container="matroska"):
     def clear(stream):
         stream.bit_rate = 4_000_000  # so that the grays can be told from each other
 
     clip = numbered_clip(len(times), 32, 32)
-    return write_with(path, clip, container, codec, times=times, prepare=clear)
-
-
-def joined(video, **options):
-    """What `pieces` gives, as `[T, H, W, 3]`."""
-    return torch.cat(list(video.pieces(**options)), dim=2)[0].permute(1, 2, 3, 0)
+    return write_with(path, clip, container, times=times, prepare=clear)
 
 
 def shown(video, **options):
-    return numbers(joined(video, **options))
+    return numbers(pieces_of(video, **options))
 
 
 def moments(found, fps):
@@ -66,11 +62,11 @@ VARYING = {
 }
 
 
-@pytest.mark.parametrize(("suffix", "container", "codec"), CONTAINERS)
+@pytest.mark.parametrize(("suffix", "container"), CONTAINERS)
 @pytest.mark.parametrize("name", VARYING)
-def test_a_varying_rate_keeps_its_timing(tmp_path, caplog, suffix, container, codec, name):
+def test_a_varying_rate_keeps_its_timing(tmp_path, caplog, suffix, container, name):
     times, fps, last = VARYING[name]
-    video = read_video(irregular(tmp_path / f"a.{suffix}", times, container, codec))
+    video = read_video(irregular(tmp_path / f"a.{suffix}", times, container))
     assert fps is None or abs(video.fps / fps - 1) < 0.002  # times in ms
     tick = 1000 / video.fps
     with caplog.at_level(logging.INFO):
@@ -86,7 +82,7 @@ def test_a_varying_rate_keeps_its_timing(tmp_path, caplog, suffix, container, co
     assert f"read at {float(video.fps):.5g} frames per second" in said[0]
 
 
-@pytest.mark.parametrize(("suffix", "container", "codec"), CONTAINERS)
+@pytest.mark.parametrize(("suffix", "container"), CONTAINERS)
 @pytest.mark.parametrize(
     ("times", "fps"),
     [
@@ -99,29 +95,20 @@ def test_a_varying_rate_keeps_its_timing(tmp_path, caplog, suffix, container, co
         ([round(1000 * round(index * 2.5) / 60) for index in range(60)], 24),
     ],
 )
-def test_jitter_neither_repeats_nor_drops(tmp_path, suffix, container, codec, times, fps):
-    video = read_video(irregular(tmp_path / f"a.{suffix}", times, container, codec))
+def test_jitter_neither_repeats_nor_drops(tmp_path, suffix, container, times, fps):
+    video = read_video(irregular(tmp_path / f"a.{suffix}", times, container))
     assert fps is None or abs(video.fps / fps - 1) < 0.0002
-    assert torch.equal(torch.stack(list(video.frames())), joined(video))
+    assert torch.equal(torch.stack(list(video.frames())), pieces_of(video))
     assert abs(len(times) / video.fps - times[-1] / 1000) < 2 / video.fps
 
 
-@pytest.mark.parametrize(("suffix", "container", "codec"), CONTAINERS)
-def test_a_file_of_23_976_is_its_frames_and_nothing_is_logged(
-    tmp_path, caplog, suffix, container, codec
-):
-    path = tmp_path / f"a.{suffix}"
-    with av.open(str(path), "w", format=container) as output:
-        stream = output.add_stream(codec, rate=NTSC_FILM)
-        stream.height, stream.width, stream.pix_fmt = 32, 32, "yuv420p"
-        for picture in numbered_clip(50, 32, 32).contiguous().numpy():
-            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
-            output.mux(stream.encode(frame.reformat(format="yuv420p")))
-        output.mux(stream.encode(None))
+@pytest.mark.parametrize(("suffix", "container"), CONTAINERS)
+def test_a_file_of_23_976_is_its_frames_and_nothing_is_logged(tmp_path, caplog, suffix, container):
+    path = write_with(tmp_path / f"a.{suffix}", numbered_clip(50), container, rate=NTSC_FILM)
     with caplog.at_level(logging.INFO):
         video = read_video(path)
         assert (video.fps, video.estimated_frames) == (NTSC_FILM, 50)
-        assert torch.equal(torch.stack(list(video.frames())), joined(video))
+        assert torch.equal(torch.stack(list(video.frames())), pieces_of(video))
     assert not [each for each in caplog.messages if "read at" in each]
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from fast_video_vae.tests.videos import (
-    av,
     moving_clip,
     numbered_clip,
     numbers,
+    pieces_of,
     stacked,
     write,
     write_with,
@@ -19,14 +19,33 @@ from fast_video_vae.vae.media import read_video
 
 CONTAINERS = [
     ("mp4", "h264", "mp4"),
-    ("matroska", "h264", "mkv"),
+    ("matroska", "h264", "mkv"),  # announces no frames, but a duration
     ("webm", "libvpx", "webm"),
     ("mpegts", "h264", "ts"),
     ("avi", "mpeg4", "avi"),
 ]
 
 
-@pytest.mark.parametrize(("container", "codec", "suffix"), CONTAINERS)
+def short_groups(stream):
+    stream.codec_context.gop_size = 10
+
+
+@pytest.fixture(scope="module", params=CONTAINERS, ids=lambda row: row[2])
+def long_video(request, tmp_path_factory):
+    """100 frames with a key frame every 10, and what they decode to."""
+    container, codec, suffix = request.param
+    path = tmp_path_factory.mktemp("long") / f"a.{suffix}"
+    write_with(path, moving_clip(100), container, codec, prepare=short_groups)
+    video = read_video(path)
+    return video, stacked(video)
+
+
+def test_containers_tell_their_length(long_video):
+    video, frames = long_video
+    assert video.estimated_frames == len(frames) == 100
+    assert video.fps == 24
+
+
 @pytest.mark.parametrize(
     ("start", "duration", "expected"),
     [
@@ -38,28 +57,17 @@ CONTAINERS = [
         (99 / 24, 9.0, range(99, 100)),  # past the end
     ],
 )
-def test_a_stretch_is_exact(tmp_path, container, codec, suffix, start, duration, expected):
-    def short_groups(stream):
-        stream.codec_context.gop_size = 10
-
-    path = tmp_path / f"a.{suffix}"
-    write_with(path, moving_clip(100), container, codec, prepare=short_groups)
-    video = read_video(path)
+def test_a_stretch_is_exact(long_video, start, duration, expected):
+    video, frames = long_video
     found = torch.stack(list(video.frames(start, duration)))
-    assert torch.equal(found, stacked(video)[expected.start : expected.stop])
+    assert torch.equal(found, frames[expected.start : expected.stop])
     assert video.estimate(start=start, duration=duration) == len(expected)
 
 
 def test_a_stretch_skips_what_lies_before(tmp_path):
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(256, (300, 48, 64, 3), dtype=torch.uint8, generator=generator)
-    path = write_with(
-        tmp_path / "a.mp4",
-        noise,
-        "mp4",
-        prepare=lambda stream: setattr(stream.codec_context, "gop_size", 10),
-    )
-    whole = path.read_bytes()
+    whole = write_with(tmp_path / "a.mp4", noise, "mp4", prepare=short_groups).read_bytes()
 
     class Counted(io.BytesIO):
         taken = 0
@@ -77,17 +85,11 @@ def test_a_stretch_skips_what_lies_before(tmp_path):
 
 
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
-def test_a_stretch_counts_from_the_first_frame_of_a_late_video(tmp_path, container):
-    path = tmp_path / "late"
-    with av.open(str(path), "w", format=container) as output:
-        stream = output.add_stream("h264", rate=24)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for index, picture in enumerate(numbered_clip(48).contiguous().numpy()):
-            frame = av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format="yuv420p")
-            frame.pts, frame.time_base = index + 240, Fraction(1, 24)
-            output.mux(stream.encode(frame))
-        output.mux(stream.encode(None))
-    found = list(read_video(path).frames(1.0, 0.25))
+def test_a_video_that_begins_late_counts_from_its_first_frame(tmp_path, container):
+    times = [10_000 + round(1000 * index / 24) for index in range(48)]
+    video = read_video(write_with(tmp_path / "late", numbered_clip(48), container, times=times))
+    assert video.estimated_frames == len(list(video.frames())) == 48
+    found = list(video.frames(1.0, 0.25))
     assert numbers(torch.stack(found)) == [24, 25, 26, 27, 28, 29]
 
 
@@ -97,15 +99,23 @@ def test_a_varying_rate_is_shown_as_it_was_timed(tmp_path, container):
     path = tmp_path / "a"
     write_with(path, numbered_clip(7), container, times=times)
     video = read_video(path)
-    (piece,) = video.pieces(frames=99, fps=Fraction(10), duration=2.0)
+    found = numbers(pieces_of(video, fps=Fraction(10), duration=2.0))
     # At 0, 100, ... 1900 ms the nearest of the times above; the last is past the end.
     expected = [
         min(range(6), key=lambda i: abs(times[i] - moment)) for moment in range(0, 2000, 100)
     ]
-    assert numbers(piece[0].permute(1, 2, 3, 0)) == expected
+    assert found == expected
 
 
-@pytest.mark.parametrize(("suffix", "codec"), [("mp4", "h264"), ("mkv", "ffv1"), ("webm", "vp9")])
+@pytest.fixture(scope="module")
+def numbered_videos(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("numbered")
+    return [
+        read_video(write(folder / f"a.{suffix}", numbered_clip(24), codec=codec))
+        for suffix, codec in (("mp4", "h264"), ("mkv", "ffv1"), ("webm", "vp9"))
+    ]
+
+
 @pytest.mark.parametrize(
     ("fps", "expected"),
     [
@@ -115,19 +125,16 @@ def test_a_varying_rate_is_shown_as_it_was_timed(tmp_path, container):
         (16, [0, 1, 3, 4, 6, 7, 9, 10, 12, 13, 15, 16, 18, 19, 21, 22]),
     ],
 )
-def test_another_rate_repeats_or_leaves_out(tmp_path, suffix, codec, fps, expected):
-    path = write(tmp_path / f"a.{suffix}", numbered_clip(24), codec=codec)
-    video = read_video(path)
-    pieces = list(video.pieces(fps=Fraction(fps)))
-    assert numbers(torch.cat(pieces, dim=2)[0].permute(1, 2, 3, 0)) == expected
-    assert video.estimate(fps=Fraction(fps)) == len(expected)
+def test_another_rate_repeats_or_leaves_out(numbered_videos, fps, expected):
+    for video in numbered_videos:
+        assert numbers(pieces_of(video, fps=Fraction(fps))) == expected
+        assert video.estimate(fps=Fraction(fps)) == len(expected)
 
 
-def test_a_limit_ends_the_reading(tmp_path):
-    video = read_video(write(tmp_path / "a.mp4", numbered_clip(24)))
+def test_a_limit_ends_the_reading(numbered_videos):
+    video = numbered_videos[0]
     assert [piece.shape[2] for piece in video.pieces(limit=6)] == [4, 2]
-    (piece,) = video.pieces(limit=3, fps=Fraction(8), start=0.5)
-    assert numbers(piece[0].permute(1, 2, 3, 0)) == [12, 15, 18]
+    assert numbers(pieces_of(video, limit=3, fps=Fraction(8), start=0.5)) == [12, 15, 18]
     assert video.estimate(limit=6) == 6
 
 
@@ -196,21 +203,21 @@ def test_a_bad_file_in_memory_is_one_line(data, message):
     [
         ({"start": -1.0}, "start is -1.0 s; expected 0 or more"),
         ({"start": float("nan")}, "start is nan s"),
-        ({"start": 60.0}, r"a\.mp4 lasts 0\.50 s; start is 60\.0 s"),
+        ({"start": 60.0}, r"a\.mp4 lasts 1\.00 s; start is 60\.0 s"),
         ({"duration": 0.0}, "duration is 0.0 s; expected more than 0"),
         ({"fps": 0}, "fps is 0; expected more than 0"),
         ({"limit": 0}, "limited to 0; expected at least 1"),
         ({"frames": 0}, "frames are 0"),
+        ({"multiple": 49}, r"a\.mp4 is 64x48; expected at least 49x49"),
         ({"size": (4, 4), "multiple": 8}, r"a\.mp4 is 64x48 and the wanted size is 4x4; expected"),
     ],
 )
-def test_what_cannot_be_read_is_told_before_any_work(tmp_path, options, message):
-    video = read_video(write(tmp_path / "a.mp4", moving_clip(12)))
+def test_what_cannot_be_read_is_told_before_any_work(numbered_videos, options, message):
+    video = numbered_videos[0]
     with pytest.raises(ValueError, match=message):
         video.pieces(**options)
 
 
-def test_a_stretch_behind_the_last_frame_is_an_error(tmp_path):
-    video = read_video(write(tmp_path / "a.mp4", moving_clip(12)))
-    with pytest.raises(ValueError, match=r"a\.mp4 has no frame at 0\.6 s or later"):
-        next(video.pieces(start=0.6))
+def test_a_stretch_behind_the_last_frame_is_an_error(numbered_videos):
+    with pytest.raises(ValueError, match=r"a\.mp4 has no frame at 1\.1 s or later"):
+        next(numbered_videos[0].pieces(start=1.1))
