@@ -300,7 +300,7 @@ class VideoVAE(nn.Module):
     def drop_derived(self) -> None:
         """Free what was derived from the weights; it is derived again when it is needed."""
         for conv in self._convs():
-            conv.drop_forms()
+            conv.forms.clear()
 
     def _stream(
         self,

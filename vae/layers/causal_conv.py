@@ -10,7 +10,7 @@ from ...kernels import is_out_of_memory
 from . import row_bands
 from .causal_layer import CausalLayer
 from .conv import Conv
-from .frame_runs import fitted
+from .frame_runs import Settling, fitted
 from .temporal_cache import TemporalCache
 
 # Where a frame does not fit at once: bands of rows, so many.
@@ -93,17 +93,19 @@ class CausalConv3d(Conv, CausalLayer):
             `cache.settling`) as many frames as it takes, which without `residual` may be none.
         """
         window: Tensor | None = None
-        settles = cache.settling is not None and not cache.first
+        settling = None if cache.first else cache.settling
         try:
-            if settles:
-                return self._settled(x, cache, fill, residual, residual_bias, biased=biased)
+            if settling is not None:
+                return self._settled(
+                    settling, x, cache, fill, residual, residual_bias, biased=biased
+                )
             window = self._window(x, cache, fill)
             if cache.first and not cache.lone and self.context:
-                cache.tail(self, self.context, x)  # for `keep`, which must not fail any more
-            y = self._windowed(window, cache, residual, residual_bias, biased=biased)
+                self.tail(x, cache)  # for `keep`, which must not fail any more
+            y = self.of_window(window, cache, self.padding, residual, residual_bias, biased=biased)
         except Exception as error:
             relief = cache.workspace.relief
-            if relief is None or settles or not is_out_of_memory(error):
+            if relief is None or settling is not None or not is_out_of_memory(error):
                 raise
             failed = error.with_traceback(None)
             relief.note("convolutions in smaller pieces")
@@ -152,40 +154,9 @@ class CausalConv3d(Conv, CausalLayer):
             self, take, x, cache, residual, rows, residual_bias, biased=biased
         )
 
-    def _windowed(
-        self,
-        window: Tensor,
-        cache: TemporalCache,
-        residual: Tensor | None = None,
-        residual_bias: Tensor | None = None,
-        *,
-        biased: bool = True,
-    ) -> Tensor:
-        """Convolve what `_window` gives: all taps, or of a first frame the form of one frame.
-
-        It fails before it writes into `residual`, or not at all.
-        """
-        pads = (self.padding, self.padding)
-        if not cache.first:
-            strides = (self.stride, 1, 1)
-            return self._convolve(
-                window, "volume", strides, pads, cache, residual, residual_bias, biased=biased
-            )
-        frame = None if residual is None else residual.squeeze(2)
-        y = self._convolve(
-            window.squeeze(2),
-            self.first_form,
-            (1, 1),
-            pads,
-            cache,
-            frame,
-            residual_bias,
-            biased=biased,
-        )
-        return y.unsqueeze(2)
-
     def _settled(
         self,
+        settling: Settling,
         x: Tensor,
         cache: TemporalCache,
         fill: Fill | None,
@@ -195,9 +166,8 @@ class CausalConv3d(Conv, CausalLayer):
         biased: bool,
     ) -> Tensor:
         """`forward` of a run that comes to rest."""
-        assert cache.settling is not None
-        cache.settling = cache.settling.behind(self.weight.shape[2], self.stride)
-        frames = cache.settling.needed if residual is None else max(1, cache.settling.needed)
+        cache.settling = settling = settling.behind(self.weight.shape[2], self.stride)
+        frames = settling.needed if residual is None else max(1, settling.needed)
         if not frames:
             batch, _, _, height, width = x.shape
             none = (batch, self.weight.shape[0], 0, height, width)
@@ -205,26 +175,51 @@ class CausalConv3d(Conv, CausalLayer):
         if residual is not None:
             residual = cache.attempt(functools.partial(fitted, residual, frames))
         window = self._settled_window(x, frames * self.stride, cache, fill)
-        return self._windowed(window, cache, residual, residual_bias, biased=biased)
+        return self.of_window(window, cache, self.padding, residual, residual_bias, biased=biased)
 
-    def of_window(self, window: Tensor, cache: TemporalCache, *, biased: bool = True) -> Tensor:
-        """Convolve a band of rows that has its borders above and below, and its frames before.
+    def of_window(
+        self,
+        window: Tensor,
+        cache: TemporalCache,
+        rows: int,
+        residual: Tensor | None = None,
+        residual_bias: Tensor | None = None,
+        *,
+        biased: bool = True,
+    ) -> Tensor:
+        """Convolve frames with those before them: all taps, or a first frame in its own form.
+
+        It fails before it writes into `residual`, or not at all.
 
         Args:
             window: `[B, C_in, T, H, W]`: one first frame, or those before the new ones and these.
             cache: The state of the video.
-            biased: Add the bias too.
+            rows: Rows of zeros above and below; 0 for a band that has its borders.
+            residual: As for `forward`.
+            residual_bias: As for `forward`.
+            biased: As for `forward`.
 
         Returns:
-            `[B, C_out, T', H - 2 * padding, W]`.
+            `[B, C_out, T', H - 2 * (padding - rows), W]`.
         """
-        pads = (0, self.padding)
-        if cache.first:
-            frame = window.squeeze(2)
-            y = self._convolve(frame, self.first_form, (1, 1), pads, cache, biased=biased)
-            return y.unsqueeze(2)
-        strides = (self.stride, 1, 1)
-        return self._convolve(window, "volume", strides, pads, cache, biased=biased)
+        pads = (rows, self.padding)
+        if not cache.first:
+            strides = (self.stride, 1, 1)
+            return self.convolve(
+                window, "volume", strides, pads, cache, residual, residual_bias, biased=biased
+            )
+        added = None if residual is None else residual.squeeze(2)
+        frame = self.convolve(
+            window.squeeze(2),
+            self.first_form,
+            (1, 1),
+            pads,
+            cache,
+            added,
+            residual_bias,
+            biased=biased,
+        )
+        return frame.unsqueeze(2)
 
     def _window(self, x: Tensor, cache: TemporalCache, fill: Fill | None) -> Tensor:
         """The frames that it saw last, and the new ones: `[B, C_in, context + T, H, W]`.
@@ -241,7 +236,7 @@ class CausalConv3d(Conv, CausalLayer):
         batch, channels, frames, height, width = x.shape
         window = cache.scratch((batch, channels, self.context + frames, height, width), x)
         # The tail is looked up by each try, because making room may have moved it.
-        cache.attempt(lambda: fill(x, out=window, tail=cache.tail(self, self.context, x)))
+        cache.attempt(lambda: fill(x, out=window, tail=self.tail(x, cache)))
         return window
 
     def _settled_window(
@@ -254,12 +249,12 @@ class CausalConv3d(Conv, CausalLayer):
         known = self.context + fresh
         if fresh and fill is not None:
             inner = window[:, :, :known]
-            cache.attempt(lambda: fill(x, out=inner, tail=cache.tail(self, self.context, x)))
+            cache.attempt(lambda: fill(x, out=inner, tail=self.tail(x, cache)))
         else:
-            window[:, :, : self.context] = cache.tail(self, self.context, x)
+            window[:, :, : self.context] = self.tail(x, cache)
             window[:, :, self.context : known] = x
         window[:, :, known:] = window[:, :, known - 1 : known]
-        cache.tail(self, self.context, x).copy_(window[:, :, frames:])
+        self.tail(x, cache).copy_(window[:, :, frames:])
         return window
 
     def tail(self, x: Tensor, cache: TemporalCache) -> Tensor:

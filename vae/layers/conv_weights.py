@@ -12,6 +12,19 @@ from torch import Tensor
 # oneDNN's own weight layouts are for x86; on Arm other libraries stand behind its name.
 _X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 
+# A convolution to few channels leaves most of a vector of 16 unused: 96 to 3 channels ran at a
+# seventh of the speed of 96 to 96. So 4 neighbours in a row are one pixel of four times as many
+# channels: 10.5 ms instead of 18.9 for 2 x 192 x 192 in bf16, 40 instead of 63 in fp32.
+SPREAD = 4
+VECTOR = 16
+
+# The forms of a larger weight are not kept, because those of Wan 2.2 would double its 705 M. The
+# convolution then brings the weight to oneDNN's layout by itself: 57 ms instead of 30 for 1024
+# channels in bf16, and 190 with a copy and a reordering of our own. The weights of Wan 2.1 (4.0 M
+# at most) are worth keeping, and so are sums, which are smaller and costlier to make.
+_KEPT_ELEMENTS = 6_000_000
+_SUMS = ("folded", "summed", "shuffled")
+
 
 @dataclass(frozen=True)
 class Form:
@@ -19,19 +32,19 @@ class Form:
 
     Attributes:
         weight: The weight.
-        packed: It is in oneDNN's layout.
         offset: What was derived of the biases; None: nothing.
+        packed: It is in oneDNN's layout.
         sources: The parameters that it was derived from.
         stamps: Of each of them, see `stamp_of`.
-        checksum: Of all of them, see `checksum_of`.
+        checksum: Of all of them, see `checksum_of`; None: the form is not kept.
     """
 
     weight: Tensor
-    packed: bool
-    offset: Tensor | None
-    sources: tuple[weakref.ref[Tensor], ...]
-    stamps: tuple[tuple[object, ...], ...]
-    checksum: Tensor
+    offset: Tensor | None = None
+    packed: bool = False
+    sources: tuple[weakref.ref[Tensor], ...] = ()
+    stamps: tuple[tuple[object, ...], ...] = ()
+    checksum: Tensor | None = None
 
     def holds(self, sources: Sequence[Tensor]) -> bool:
         """Whether these are the parameters that it was derived from, as they were then."""
@@ -39,20 +52,6 @@ class Form:
             source() is now and stamp == stamp_of(now)
             for source, stamp, now in zip(self.sources, self.stamps, sources, strict=True)
         )
-
-
-def derived(
-    weight: Tensor, offset: Tensor | None, sources: Sequence[Tensor], *, packed: bool
-) -> Form:
-    """Keep a form with what tells of its parameters now."""
-    return Form(
-        weight,
-        packed,
-        offset,
-        tuple(weakref.ref(source) for source in sources),
-        tuple(stamp_of(source) for source in sources),
-        checksum_of(sources),
-    )
 
 
 class Forms(dict[tuple[str, torch.dtype], Form]):
@@ -63,6 +62,20 @@ class Forms(dict[tuple[str, torch.dtype], Form]):
 
     def __reduce__(self) -> tuple[type["Forms"], tuple[()]]:
         return Forms, ()
+
+
+def derived(
+    weight: Tensor, offset: Tensor | None, sources: Sequence[Tensor], *, packed: bool
+) -> Form:
+    """A form to be kept, with what tells of its parameters now."""
+    references = tuple(weakref.ref(source) for source in sources)
+    stamps = tuple(stamp_of(source) for source in sources)
+    return Form(weight, offset, packed, references, stamps, checksum_of(sources))
+
+
+def keeps_form(kind: str, numbers: int) -> bool:
+    """Whether a form of a weight of so many numbers is kept for the next call."""
+    return numbers <= _KEPT_ELEMENTS or kind.startswith(_SUMS)
 
 
 def packs(x: Tensor) -> bool:
@@ -80,10 +93,43 @@ def packs_for(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def stamp_of(weight: Tensor) -> tuple[Any, ...]:
-    """What changes when a parameter is moved, cast or written to by a recorded operation."""
-    version = None if weight.is_inference() else weight._version
-    return weight.data_ptr(), version, weight.dtype, weight.device
+def derive(weight: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """The weight that a call of this kind multiplies with; maybe the parameter itself.
+
+    Args:
+        weight: The parameter, `[C_out, C_in, ...]`.
+        kind: `volume`: all taps. `frame`: the last temporal tap. `summed`: the sum of the temporal
+            taps. `folded`: see `folded`. `shifted`: a row and a column of zero taps in front.
+            `..., spread`: see `SPREAD`.
+        dtype: Of the result; sums are made in float32 at least.
+    """
+    if kind.endswith(", spread"):
+        return _spread(derive(weight, kind.removesuffix(", spread"), dtype))
+    if kind == "summed" and weight.ndim == 5:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        weight = weight.sum(2, dtype=wide).to(dtype)
+    elif kind == "folded":
+        weight = folded(weight).to(dtype)
+    else:
+        weight = weight.to(dtype)
+    if kind == "volume":
+        return weight.contiguous(memory_format=torch.channels_last_3d)
+    if kind == "frame" and weight.ndim == 5:
+        weight = weight[:, :, -1]
+    if kind == "shifted":
+        grown = weight.new_zeros(*weight.shape[:2], weight.shape[2] + 1, weight.shape[3] + 1)
+        grown[:, :, 1:, 1:] = weight
+        weight = grown
+    return weight.contiguous(memory_format=torch.channels_last)
+
+
+def folded(weight: Tensor) -> Tensor:
+    """The taps of `UpsampleConv2d`: `[C_out, C_in, 3, 3]` to `[4 * C_out, C_in, 2, 2]`."""
+    wide = weight if weight.dtype == torch.float64 else weight.float()
+    # Rows of the even phase see (above, here + here), of the odd one (here + here, below).
+    spread = torch.tensor([[[1, 0, 0], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]]).to(wide)
+    phases = torch.einsum("apk,bql,oikl->aboipq", spread, spread, wide)
+    return phases.flatten(0, 2)
 
 
 def checksum_of(sources: Sequence[Tensor]) -> Tensor:
@@ -93,11 +139,10 @@ def checksum_of(sources: Sequence[Tensor]) -> Tensor:
     )
 
 
-def _sum_of(weight: Tensor) -> Tensor:
-    flat = weight.detach().as_strided((weight.numel(),), (1,))
-    offset = flat.storage_offset() * flat.element_size()
-    words = flat.nbytes % 8 == 0 and offset % 8 == 0
-    return flat.view(torch.int64 if words else torch.uint8).sum(dtype=torch.int64)
+def stamp_of(weight: Tensor) -> tuple[Any, ...]:
+    """What changes when a parameter is moved, cast or written to by a recorded operation."""
+    version = None if weight.is_inference() else weight._version
+    return weight.data_ptr(), version, weight.dtype, weight.device
 
 
 def own_bytes(form: Tensor, parameter: Tensor) -> int:
@@ -107,10 +152,17 @@ def own_bytes(form: Tensor, parameter: Tensor) -> int:
     return 0 if form.data_ptr() == parameter.data_ptr() else form.untyped_storage().nbytes()
 
 
-def folded(weight: Tensor) -> Tensor:
-    """The taps of `resample.UpsampleConv2d`: `[C_out, C_in, 3, 3]` to `[4 * C_out, C_in, 2, 2]`."""
-    wide = weight if weight.dtype == torch.float64 else weight.float()
-    # Rows of the even phase see (above, here + here), of the odd one (here + here, below).
-    spread = torch.tensor([[[1, 0, 0], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]]).to(wide)
-    phases = torch.einsum("apk,bql,oikl->aboipq", spread, spread, wide)
-    return phases.flatten(0, 2)
+def _spread(taps: Tensor) -> Tensor:
+    """Taps for `SPREAD` neighbours in a row at once, as channels."""
+    order = torch.channels_last if taps.ndim == 4 else torch.channels_last_3d
+    wide = taps.new_zeros(SPREAD, *taps.shape[:-1], taps.shape[-1] + SPREAD - 1)
+    for at in range(SPREAD):
+        wide[at, ..., at : at + taps.shape[-1]] = taps
+    return wide.flatten(0, 1).contiguous(memory_format=order)
+
+
+def _sum_of(weight: Tensor) -> Tensor:
+    flat = weight.detach().as_strided((weight.numel(),), (1,))
+    offset = flat.storage_offset() * flat.element_size()
+    words = flat.nbytes % 8 == 0 and offset % 8 == 0
+    return flat.view(torch.int64 if words else torch.uint8).sum(dtype=torch.int64)

@@ -63,7 +63,7 @@ def convolve(
     if len(regions) == 1:
         return _call(x, weight, bias, stride, padding)
     out = torch.empty(
-        _output_size(x.shape, weight.shape, stride, padding),
+        output_size(x.shape, weight.shape, stride, padding),
         dtype=x.dtype,
         device=x.device,
         memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d,
@@ -94,7 +94,7 @@ def parts(
     Returns:
         Regions that make up the output, in its order.
     """
-    size = _output_size(shape, weight_shape, stride, padding)
+    size = output_size(shape, weight_shape, stride, padding)
     whole = tuple((0, length) for length in (size[0], *size[2:]))
     if max(prod(shape), prod(size)) < _LIMIT:
         return [whole]
@@ -102,7 +102,7 @@ def parts(
     def divided(region: Region) -> list[Region]:
         reads, _ = _window(region, shape, weight_shape, stride, padding)
         read = tuple(part.stop - part.start for part in reads)
-        size = max(prod(read), prod(_output_size(read, weight_shape, stride, padding)))
+        size = max(prod(read), prod(output_size(read, weight_shape, stride, padding)))
         axis = next((i for i, (start, end) in enumerate(region[:-1]) if end - start > 1), None)
         if size < _LIMIT or axis is None:
             return [region]
@@ -200,7 +200,7 @@ def _unfolds(torch_version: str, cudnn_version: int | None) -> bool:
     return _CUDNN[0] <= cudnn_version < _CUDNN[1]
 
 
-def _output_size(
+def output_size(
     shape: Sequence[int],
     weight_shape: Sequence[int],
     stride: tuple[int, ...],

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .memory_format import canonical
+from .memory_format import canonical, new_video
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def fitted(x: Tensor, frames: int) -> Tensor:
     if frames < known:
         return canonical(x[:, :, :frames].contiguous(memory_format=torch.channels_last_3d))
     batch, channels, _, height, width = x.shape
-    y = x.new_empty((batch, frames, height, width, channels)).movedim(-1, 1)
+    y = new_video((batch, channels, frames, height, width), x)
     y[:, :, :known] = x
     y[:, :, known:] = x[:, :, -1:]
     return y

@@ -1,6 +1,14 @@
 """The memory of activations: channels-last, with the strides that PyTorch knows the format by."""
 
+import torch
 from torch import Tensor
+
+
+def new_video(shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
+    """Uninitialised channels-last `[B, C, T, H, W]`, of the dtype and on the device of `like`."""
+    return torch.empty(
+        shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last_3d
+    )
 
 
 def to_unit(frames: Tensor) -> Tensor:

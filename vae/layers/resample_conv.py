@@ -40,7 +40,7 @@ class UpsampleConv2d(Conv):
             `[B, C_out, T, 2 H, 2 W]`, channels-last.
         """
         late = self.adds_bias_late(x)
-        grid = self._convolve(_as_frames(x), "folded", (1, 1), (1, 1), cache, biased=not late)
+        grid = self.convolve(_as_frames(x), "folded", (1, 1), (1, 1), cache, biased=not late)
         batch, _, frames, height, width = x.shape
         shape = (batch, grid.shape[1] // 4, frames, 2 * height, 2 * width)
         out = None if cache is None else cache.reused(shape, x)
@@ -70,7 +70,7 @@ class StridedConv2d(Conv):
         `residual`, of the shape of the result, is added; its memory may become the result.
         """
         added = None if residual is None else _as_frames(residual)
-        y = self._convolve(_as_frames(x), "shifted", (2, 2), (1, 1), cache, added)
+        y = self.convolve(_as_frames(x), "shifted", (2, 2), (1, 1), cache, added)
         return _as_video(y, x.shape[0])
 
 

@@ -43,8 +43,10 @@ class BandedConv(Protocol):
         """`[C_out, C_in, T, H, W]`."""
         ...
 
-    def of_window(self, window: Tensor, cache: TemporalCache, *, biased: bool = True) -> Tensor:
-        """Convolve a band of rows that has its borders above and below, and its frames before."""
+    def of_window(
+        self, window: Tensor, cache: TemporalCache, rows: int, *, biased: bool = True
+    ) -> Tensor:
+        """Convolve frames with those before them; add so many rows of zeros above and below."""
         ...
 
     def tail(self, x: Tensor, cache: TemporalCache) -> Tensor:
@@ -107,11 +109,8 @@ def convolve(
     batch, _, frames, height, width = x.shape
     out = residual
     if out is None:
-        channels = conv.weight.shape[0]
-        out = cache.reused((batch, channels, frames // conv.stride, height, width), x)
-    if out is None:
-        shape = (batch, frames // conv.stride, height, width, channels)
-        out = cache.attempt(lambda: x.new_empty(shape)).movedim(-1, 1)
+        shape = (batch, conv.weight.shape[0], frames // conv.stride, height, width)
+        out = cache.result(shape, x)
     added: Tensor | None = None
     if residual_bias is not None:
         bias = residual_bias
@@ -126,7 +125,7 @@ def convolve(
         cache.attempt(functools.partial(fill, x[:, :, :, above:below], out=fresh))
         keeps.remember(window, top, bottom)
         part = out[:, :, :, top:bottom]
-        y = conv.of_window(window, cache, biased=biased)
+        y = conv.of_window(window, cache, 0, biased=biased)
         if residual is None:
             part.copy_(y)
         else:

@@ -107,11 +107,8 @@ class ShuffleConv(Conv):
         for phase, (kind, grid) in enumerate(zip(kinds, grids, strict=True)):
             if out is None:
                 batch, channels, frames, height, width = grid.shape
-                size = (batch, channels // 4, times * frames, 2 * height - 2, 2 * width - 2)
-                out = cache.reused(size, grid)
-                if out is None:
-                    memory = (size[0], *size[2:], size[1])
-                    out = cache.attempt(functools.partial(grid.new_empty, memory)).movedim(-1, 1)
+                shape = (batch, channels // 4, times * frames, 2 * height - 2, 2 * width - 2)
+                out = cache.result(shape, grid)
             merge = functools.partial(merge_phases, grid, out=out[:, :, phase::times])
             self._add_missing(cache.attempt(merge), kind, cache)
         assert out is not None
@@ -120,8 +117,8 @@ class ShuffleConv(Conv):
     def _grid(self, window: Tensor, kind: str, cache: TemporalCache) -> Tensor:
         """The phases of height and width of one phase in time, as `merge_phases` takes them."""
         if kind.endswith(_FIRST):
-            return self._convolve(window.squeeze(2), kind, (1, 1), (1, 1), cache).unsqueeze(2)
-        return self._convolve(window, kind, (1, 1, 1), (1, 1), cache)
+            return self.convolve(window.squeeze(2), kind, (1, 1), (1, 1), cache).unsqueeze(2)
+        return self.convolve(window, kind, (1, 1, 1), (1, 1), cache)
 
     def _derive(self, kind: str, dtype: torch.dtype) -> Tensor:
         (upscale,) = self._upscale
@@ -162,7 +159,7 @@ class ShuffleConv(Conv):
 
     def _add_missing(self, frames: Tensor, kind: str, cache: TemporalCache) -> None:
         """Add that to the pixels at the border; the others have it."""
-        offset = self._forms[kind, frames.dtype].offset
+        offset = self.forms[kind, frames.dtype].offset
         assert offset is not None
         # All four lines are made before one is added: sums must not be tried again.
         rows, columns = cache.attempt(lambda: _borders(offset, frames))

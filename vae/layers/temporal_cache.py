@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .frame_runs import Settling
+from .memory_format import new_video
 from .workspace import Workspace
 
 _Result = TypeVar("_Result")
@@ -60,12 +61,18 @@ class TemporalCache:
         return self.workspace.scratch(shape, like)
 
     def attempt(self, do: Callable[[], _Result]) -> _Result:
-        """See `Workspace.attempt`."""
-        return self.workspace.attempt(do)
+        """See `Relief.attempt`."""
+        relief = self.workspace.relief
+        return do() if relief is None else relief.attempt(do)
 
     def reused(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor | None:
         """See `Workspace.reused`."""
         return self.workspace.reused(shape, like)
+
+    def result(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
+        """Channels-last memory for a result: lent where fresh memory is costly, else fresh."""
+        memory = self.reused(shape, like)
+        return self.attempt(lambda: new_video(shape, like)) if memory is None else memory
 
     def tail(self, conv: nn.Module, context: int, x: Tensor) -> Tensor:
         """The frames that a causal convolution saw last; zeros before the start of the video.
@@ -82,9 +89,8 @@ class TemporalCache:
         tail = self._tails.get(conv)
         if tail is None:
             batch, channels, _, height, width = x.shape
-            memory = (batch, context, height, width, channels)
-            zeros = functools.partial(torch.zeros, memory, dtype=x.dtype, device=x.device)
-            tail = self._tails[conv] = self.attempt(zeros).movedim(-1, 1)
+            shape = (batch, channels, context, height, width)
+            tail = self._tails[conv] = self.attempt(lambda: new_video(shape, x).zero_())
         elif tail.device != x.device:
             tail = self._tails[conv] = self.attempt(functools.partial(tail.to, x.device))
         return tail

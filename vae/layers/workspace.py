@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from .memory_format import new_video
 from .oom import Relief
 
 _Result = TypeVar("_Result")
@@ -46,9 +47,7 @@ class Workspace:
             Uninitialised memory of that shape. Under autograd it is a tensor of its own.
         """
         if torch.is_grad_enabled():
-            batch, channels, frames, height, width = shape
-            memory = (batch, frames, height, width, channels)
-            return torch.empty(memory, dtype=like.dtype, device=like.device).movedim(-1, 1)
+            return new_video(shape, like)
         nbytes = prod(shape) * like.element_size()
         block = self._scratch
         if block is None or block.numel() < nbytes or block.device != like.device:

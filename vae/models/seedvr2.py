@@ -191,8 +191,8 @@ class ShrinkingConv3d(CausalConv3d):
         window = self._bordered(x, known, cache)
         self.keep(x, cache)
         if cache.first:
-            return self._convolve(window.squeeze(2), "summed", (2, 2), (0, 0), cache).unsqueeze(2)
-        return self._convolve(window, "volume", (self.stride, 2, 2), (0, 0), cache)
+            return self.convolve(window.squeeze(2), "summed", (2, 2), (0, 0), cache).unsqueeze(2)
+        return self.convolve(window, "volume", (self.stride, 2, 2), (0, 0), cache)
 
     def _bordered(self, x: Tensor, known: int, cache: TemporalCache) -> Tensor:
         """The `known` frames that it saw last, the new ones, and a row and a column of zeros."""

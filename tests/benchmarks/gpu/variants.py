@@ -158,7 +158,7 @@ def _first_as_volume(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         batch, channels, frames, height, width = x.shape
         window = x.new_zeros(batch, self.context + frames, height, width, channels).movedim(-1, 1)
         window[:, :, self.context :] = x
-        return self._convolve(
+        return self.convolve(
             window, "volume", (self.stride, 1, 1), (self.padding, self.padding), cache, residual,
             residual_bias, biased=biased,
         )  # fmt: skip

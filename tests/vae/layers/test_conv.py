@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers import causal_conv as causal
-from fast_video_vae.vae.layers import conv
+from fast_video_vae.vae.layers import conv, conv_weights
 from fast_video_vae.vae.layers import resample_conv as resample
 
 
@@ -204,8 +204,8 @@ def test_the_forms_of_large_weights_are_not_kept_and_change_nothing(vae, latent,
     video = torch.rand(1, 3, 5, 16, 16) * 2 - 1
     expected = vae.decode(latent), vae.encode(video)
     vae.drop_derived()
-    monkeypatch.setattr(conv, "_KEPT_ELEMENTS", 0)
+    monkeypatch.setattr(conv_weights, "_KEPT_ELEMENTS", 0)
     torch.testing.assert_close(vae.decode(latent), expected[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(vae.encode(video), expected[1], rtol=1e-5, atol=1e-5)
-    kinds = {kind for each in vae.modules() for kind, _ in getattr(each, "_forms", {})}
+    kinds = {kind for each in vae.modules() for kind, _ in getattr(each, "forms", {})}
     assert kinds == {"folded"}

@@ -65,14 +65,14 @@ def memory(monkeypatch):
 def products(monkeypatch):
     """Frames that each convolution made, of the calls that succeeded."""
     made = {}
-    once = CausalConv3d._windowed
+    once = CausalConv3d.of_window
 
     def counted(self, x, *arguments, **options):
         y = once(self, x, *arguments, **options)
         made[self] = made.get(self, 0) + y.shape[2]
         return y
 
-    monkeypatch.setattr(CausalConv3d, "_windowed", counted)
+    monkeypatch.setattr(CausalConv3d, "of_window", counted)
     return made
 
 

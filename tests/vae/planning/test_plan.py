@@ -13,7 +13,7 @@ from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.wan22 import random_wan22
 from fast_video_vae.vae import load_vae
-from fast_video_vae.vae.layers import conv
+from fast_video_vae.vae.layers import conv_weights
 from fast_video_vae.vae.planning import plan, tiling
 from fast_video_vae.vae.planning.layer_specs import lengths_before, outline
 from fast_video_vae.vae.planning.plan import StreamJob, Tiles, make_plan
@@ -142,7 +142,7 @@ def test_the_heap_of_glibc_keeps_a_little_more(case):
 def test_large_weights_that_are_not_kept_are_counted(wan, monkeypatch):
     work = work_of(wan.decoder, 4, 4)
     before = make_plan(work, 1, cuts=False).peak_bytes
-    monkeypatch.setattr(conv, "_KEPT_ELEMENTS", 1)
+    monkeypatch.setattr(conv_weights, "_KEPT_ELEMENTS", 1)
     assert make_plan(work_of(wan.decoder, 4, 4), 1, cuts=False).peak_bytes > before
 
 
