@@ -47,122 +47,95 @@ def loha(w1, w2, **more):
     return dict(zip(names, (*w1, *w2), strict=True)) | more
 
 
+def lokr(w1, w2, **more):
+    """A factor is a shape, or two for `a` and `b`, or three with the core."""
+    parts = dict(more)
+    for name, shapes in (("lokr_w1", w1), ("lokr_w2", w2)):
+        if isinstance(shapes[0], int):
+            parts[name] = shapes
+        else:
+            parts |= dict(zip((f"{name}_a", f"{name}_b", "lokr_t2"), shapes, strict=False))
+    return parts
+
+
 def glora(*shapes, **more):
     return dict(zip(("a1", "a2", "b1", "b2"), shapes, strict=True)) | more
 
 
-OUT, IN = (12, 1), (1, 10)  # magnitudes per output, per input of the linear weight below
-KERNEL = (8, 6, 3, 3)
+def oft(*shape, **more):
+    return {"oft_blocks": shape, **more}
+
+
+OUT, IN = (12, 1), (1, 10)  # magnitudes per output, per input of the linear weight
+LINEAR, SQUARE, KERNEL, KERNEL_3D = (12, 10), (9, 9), (8, 6, 3, 3), (8, 6, 1, 2, 2)
+PAIR = ((12, 4), (4, 10))
+CONV = ((8, 4, 1, 1), (4, 6, 3, 3))
+MID = ((8, 4, 1, 1), (4, 6, 1, 1))
+W, CORE = ((12, 3), (3, 10)), (3, 3, 3, 3)
+W1, W2 = (3, 2), (4, 5)
+W1_AB, W2_AB = ((3, 2), (2, 2)), ((4, 3), (3, 5))
+FIRST = ((10, 3), (3, 10), (12, 3), (3, 10))
 
 LORA = [
-    Row("rank-1", (12, 10), pair((12, 1), (1, 10))),
-    Row("rank-4", (12, 10), pair((12, 4), (4, 10)), alpha=1.0),
-    # more than the weight has
-    Row("rank-16", (12, 10), pair((12, 16), (16, 10)), alpha=64.0),
-    Row("alpha-0", (12, 10), pair((12, 4), (4, 10)), alpha=0.0),
-    Row("square", (9, 9), pair((9, 3), (3, 9)), alpha=3.0),
-    Row("dora-out", (12, 10), pair((12, 4), (4, 10), dora_scale=OUT), alpha=2.0),
-    Row("dora-in", (12, 10), pair((12, 4), (4, 10), dora_scale=IN), alpha=2.0),
-    Row("dora-out-square", (9, 9), pair((9, 3), (3, 9), dora_scale=(9, 1))),
-    Row("dora-in-square", (9, 9), pair((9, 3), (3, 9), dora_scale=(1, 9))),
+    Row("rank-1", LINEAR, pair((12, 1), (1, 10))),
+    Row("rank-4", LINEAR, pair(*PAIR), alpha=1.0),
+    Row("rank-16", LINEAR, pair((12, 16), (16, 10)), alpha=64.0),  # more than the weight has
+    Row("alpha-0", LINEAR, pair(*PAIR), alpha=0.0),
+    Row("square", SQUARE, pair((9, 3), (3, 9)), alpha=3.0),
+    Row("dora-out", LINEAR, pair(*PAIR, dora_scale=OUT), alpha=2.0),
+    Row("dora-in", LINEAR, pair(*PAIR, dora_scale=IN), alpha=2.0),
+    Row("dora-out-square", SQUARE, pair((9, 3), (3, 9), dora_scale=(9, 1))),
+    Row("dora-in-square", SQUARE, pair((9, 3), (3, 9), dora_scale=(1, 9))),
     Row("dora-one-output", (1, 7), pair((1, 2), (2, 7), dora_scale=(1, 7))),
-    Row("conv", KERNEL, pair((8, 4, 1, 1), (4, 6, 3, 3)), alpha=2.0),
+    Row("conv", KERNEL, pair(*CONV), alpha=2.0),
     Row("conv-flat", KERNEL, pair((8, 4), (4, 54)), alpha=2.0),
     Row("conv-1d", (8, 6, 3), pair((8, 4, 1), (4, 6, 3))),
-    Row("conv-3d", (8, 6, 1, 2, 2), pair((8, 4, 1, 1, 1), (4, 6, 1, 2, 2)), alpha=8.0),
-    Row("pointwise-on-linear", (8, 6), pair((8, 4, 1, 1), (4, 6, 1, 1))),
-    Row("conv-mid", KERNEL, pair((8, 4, 1, 1), (4, 6, 1, 1), mid=(4, 4, 3, 3)), alpha=2.0),
+    Row("conv-3d", KERNEL_3D, pair((8, 4, 1, 1, 1), (4, 6, 1, 2, 2)), alpha=8.0),
+    Row("pointwise-on-linear", (8, 6), pair(*MID)),
+    Row("conv-mid", KERNEL, pair(*MID, mid=(4, 4, 3, 3)), alpha=2.0),
     Row(
         "conv-mid-3d",
-        (8, 6, 1, 2, 2),
+        KERNEL_3D,
         pair((8, 4, 1, 1, 1), (4, 6, 1, 1, 1), mid=(4, 4, 1, 2, 2)),
         core=False,  # ComfyUI expects two dimensions
     ),
-    Row("conv-dora-out", KERNEL, pair((8, 4, 1, 1), (4, 6, 3, 3), dora_scale=(8, 1, 1, 1))),
-    Row("conv-dora-in", KERNEL, pair((8, 4, 1, 1), (4, 6, 3, 3), dora_scale=(1, 6, 1, 1))),
-    Row(
-        "conv-mid-dora",
-        KERNEL,
-        pair((8, 4, 1, 1), (4, 6, 1, 1), mid=(4, 4, 3, 3), dora_scale=(1, 6, 1, 1)),
-        alpha=3.0,
-    ),
-    Row("grows", (12, 8), pair((12, 4), (4, 10)), alpha=2.0, grows=(12, 10)),
-    Row("grows-both", (11, 8), pair((12, 4), (4, 10)), grows=(12, 10)),
-    Row("grows-conv", (8, 3, 3, 3), pair((8, 4, 1, 1), (4, 6, 3, 3)), grows=KERNEL),
-    Row("grows-dora", (12, 8), pair((12, 4), (4, 10), dora_scale=OUT), grows=(12, 10)),
+    Row("conv-dora-out", KERNEL, pair(*CONV, dora_scale=(8, 1, 1, 1))),
+    Row("conv-dora-in", KERNEL, pair(*CONV, dora_scale=(1, 6, 1, 1))),
+    Row("conv-mid-dora", KERNEL, pair(*MID, mid=(4, 4, 3, 3), dora_scale=(1, 6, 1, 1)), alpha=3.0),
+    Row("grows", (12, 8), pair(*PAIR), alpha=2.0, grows=LINEAR),
+    Row("grows-both", (11, 8), pair(*PAIR), grows=LINEAR),
+    Row("grows-conv", (8, 3, 3, 3), pair(*CONV), grows=KERNEL),
+    Row("grows-dora", (12, 8), pair(*PAIR, dora_scale=OUT), grows=LINEAR),
 ]
+TUCKER = ((3, 8), (3, 6))
 LOHA = [
-    Row("loha", (12, 10), loha(((12, 3), (3, 10)), ((12, 3), (3, 10))), alpha=2.0),
-    Row("loha-no-alpha", (12, 10), loha(((12, 3), (3, 10)), ((12, 3), (3, 10)))),
+    Row("loha", LINEAR, loha(W, W), alpha=2.0),
+    Row("loha-no-alpha", LINEAR, loha(W, W)),
     # the scale is over the first rank
-    Row("loha-ranks", (12, 10), loha(((12, 3), (3, 10)), ((12, 5), (5, 10))), alpha=2.0),
+    Row("loha-ranks", LINEAR, loha(W, ((12, 5), (5, 10))), alpha=2.0),
     Row("loha-conv", KERNEL, loha(((8, 3), (3, 54)), ((8, 3), (3, 54))), alpha=2.0),
-    Row(
-        "loha-tucker",
-        KERNEL,
-        loha(
-            ((3, 8), (3, 6)), ((3, 8), (3, 6)), hada_t1=(3, 3, 3, 3), hada_t2=(3, 3, 3, 3)
-        ),
-        alpha=2.0,
-    ),
-    Row(
-        "loha-dora",
-        (12, 10),
-        loha(((12, 3), (3, 10)), ((12, 3), (3, 10)), dora_scale=IN),
-        alpha=2.0,
-    ),
-]  # fmt: skip
-LOKR = [
-    Row("lokr", (12, 10), {"lokr_w1": (3, 2), "lokr_w2": (4, 5)}),
-    # the alpha of whole factors says nothing
-    Row("lokr-alpha", (12, 10), {"lokr_w1": (3, 2), "lokr_w2": (4, 5)}, alpha=7.0),
-    Row(
-        "lokr-w1",
-        (12, 10),
-        {"lokr_w1_a": (3, 2), "lokr_w1_b": (2, 2), "lokr_w2": (4, 5)},
-        alpha=7.0,
-    ),
-    Row(
-        "lokr-w2",
-        (12, 10),
-        {"lokr_w1": (3, 2), "lokr_w2_a": (4, 3), "lokr_w2_b": (3, 5)},
-        alpha=7.0,
-    ),
-    # the scale is over the second rank
-    Row(
-        "lokr-both",
-        (12, 10),
-        {"lokr_w1_a": (3, 2), "lokr_w1_b": (2, 2), "lokr_w2_a": (4, 3), "lokr_w2_b": (3, 5)},
-        alpha=7.0,
-    ),
-    Row("lokr-conv", KERNEL, {"lokr_w1": (2, 3), "lokr_w2": (4, 2, 3, 3)}),
-    Row(
-        "lokr-conv-flat",
-        KERNEL,
-        {"lokr_w1": (2, 3), "lokr_w2_a": (4, 2), "lokr_w2_b": (2, 18)},
-        alpha=1.0,
-    ),
-    Row(
-        "lokr-tucker",
-        KERNEL,
-        {"lokr_w1": (2, 3), "lokr_w2_a": (3, 4), "lokr_w2_b": (3, 2), "lokr_t2": (3, 3, 3, 3)},
-        alpha=1.5,
-    ),
-    # ComfyUI gives the factor no kernel where that is not of two dimensions
-    Row(
-        "lokr-conv-3d", (8, 6, 1, 2, 2), {"lokr_w1": (2, 3), "lokr_w2": (4, 2, 1, 2, 2)}, core=False
-    ),
-    Row("lokr-dora", (12, 10), {"lokr_w1": (3, 2), "lokr_w2": (4, 5), "dora_scale": OUT}),
-    Row(
-        "lokr-conv-dora",
-        KERNEL,
-        {"lokr_w1": (2, 3), "lokr_w2": (4, 2, 3, 3), "dora_scale": (1, 6, 1, 1)},
-    ),
+    Row("loha-tucker", KERNEL, loha(TUCKER, TUCKER, hada_t1=CORE, hada_t2=CORE), alpha=2.0),
+    Row("loha-dora", LINEAR, loha(W, W, dora_scale=IN), alpha=2.0),
 ]
+LOKR = [
+    Row("lokr", LINEAR, lokr(W1, W2)),
+    Row("lokr-alpha", LINEAR, lokr(W1, W2), alpha=7.0),  # which says nothing of whole factors
+    Row("lokr-w1", LINEAR, lokr(W1_AB, W2), alpha=7.0),
+    Row("lokr-w2", LINEAR, lokr(W1, W2_AB), alpha=7.0),
+    Row("lokr-both", LINEAR, lokr(W1_AB, W2_AB), alpha=7.0),  # the scale is over the second rank
+    Row("lokr-conv", KERNEL, lokr((2, 3), (4, 2, 3, 3))),
+    Row("lokr-conv-flat", KERNEL, lokr((2, 3), ((4, 2), (2, 18))), alpha=1.0),
+    Row("lokr-tucker", KERNEL, lokr((2, 3), ((3, 4), (3, 2), CORE)), alpha=1.5),
+    # ComfyUI gives the factor no kernel where that is not of two dimensions
+    Row("lokr-conv-3d", KERNEL_3D, lokr((2, 3), (4, 2, 1, 2, 2)), core=False),
+    Row("lokr-dora", LINEAR, lokr(W1, W2, dora_scale=OUT)),
+    Row("lokr-conv-dora", KERNEL, lokr((2, 3), (4, 2, 3, 3), dora_scale=(1, 6, 1, 1))),
+]
+OLDER = ((3, 9), (9, 3), (3, 9), (9, 3))
 GLORA = [
-    Row("glora", (12, 10), glora((10, 3), (3, 10), (12, 3), (3, 10)), alpha=2.0),
-    Row("glora-square", (9, 9), glora((9, 3), (3, 9), (9, 3), (3, 9)), alpha=2.0),
-    Row("glora-no-alpha", (12, 10), glora((10, 3), (3, 10), (12, 3), (3, 10))),
+    Row("glora", LINEAR, glora(*FIRST), alpha=2.0),
+    Row("glora-square", SQUARE, glora((9, 3), (3, 9), (9, 3), (3, 9)), alpha=2.0),
+    Row("glora-no-alpha", LINEAR, glora(*FIRST)),
     Row("glora-conv", KERNEL, glora((6, 3), (3, 6), (8, 3), (3, 54)), alpha=2.0),
     Row(
         "glora-conv-kernels",
@@ -170,43 +143,40 @@ GLORA = [
         glora((6, 3, 1, 1), (3, 6, 1, 1), (8, 3, 1, 1), (3, 6, 3, 3)),
         alpha=2.0,
     ),
-    Row(
-        "glora-dora", (12, 10), glora((10, 3), (3, 10), (12, 3), (3, 10), dora_scale=OUT), alpha=2.0
-    ),
-    Row("glora-older", (12, 10), glora((3, 10), (10, 3), (3, 10), (12, 3)), alpha=2.0),
-    Row("glora-older-square", (9, 9), glora((3, 9), (9, 3), (3, 9), (9, 3)), alpha=2.0),
+    Row("glora-dora", LINEAR, glora(*FIRST, dora_scale=OUT), alpha=2.0),
+    Row("glora-older", LINEAR, glora((3, 10), (10, 3), (3, 10), (12, 3)), alpha=2.0),
+    Row("glora-older-square", SQUARE, glora(*OLDER), alpha=2.0),
     Row("glora-older-conv", KERNEL, glora((3, 54), (54, 3), (3, 54), (8, 3)), alpha=2.0),
-    Row("glora-older-dora", (9, 9), glora((3, 9), (9, 3), (3, 9), (9, 3), dora_scale=(1, 9))),
+    Row("glora-older-dora", SQUARE, glora(*OLDER, dora_scale=(1, 9))),
 ]
 OFT = [
-    Row("oft", (12, 10), {"oft_blocks": (3, 4, 4)}),
-    Row("oft-constraint", (12, 10), {"oft_blocks": (3, 4, 4)}, alpha=0.5),
-    Row("oft-loose-constraint", (12, 10), {"oft_blocks": (3, 4, 4)}, alpha=50.0),
-    Row("oft-negative-alpha", (12, 10), {"oft_blocks": (3, 4, 4)}, alpha=-1.0),
-    Row("oft-rescale", (12, 10), {"oft_blocks": (3, 4, 4), "rescale": (12, 1)}),
-    Row("oft-conv", KERNEL, {"oft_blocks": (2, 4, 4), "rescale": (8, 1, 1, 1)}, alpha=0.5),
-    Row("oft-dora", (12, 10), {"oft_blocks": (3, 4, 4), "dora_scale": OUT}, alpha=0.5),
-    Row("oft-dora-no-alpha", (12, 10), {"oft_blocks": (3, 4, 4), "dora_scale": IN}),
+    Row("oft", LINEAR, oft(3, 4, 4)),
+    Row("oft-constraint", LINEAR, oft(3, 4, 4), alpha=0.5),
+    Row("oft-loose-constraint", LINEAR, oft(3, 4, 4), alpha=50.0),
+    Row("oft-negative-alpha", LINEAR, oft(3, 4, 4), alpha=-1.0),
+    Row("oft-rescale", LINEAR, oft(3, 4, 4, rescale=(12, 1))),
+    Row("oft-conv", KERNEL, oft(2, 4, 4, rescale=(8, 1, 1, 1)), alpha=0.5),
+    Row("oft-dora", LINEAR, oft(3, 4, 4, dora_scale=OUT), alpha=0.5),
+    Row("oft-dora-no-alpha", LINEAR, oft(3, 4, 4, dora_scale=IN)),
 ]
 BOFT = [
-    Row("boft-1", (16, 10), {"oft_blocks": (1, 4, 4, 4)}, alpha=0.0),
-    Row("boft-3", (16, 10), {"oft_blocks": (3, 4, 4, 4)}, alpha=0.0),
-    # 2 divides the blocks once
-    Row("boft-2", (12, 10), {"oft_blocks": (2, 6, 2, 2)}, alpha=0.0),
-    Row("boft-constraint", (16, 10), {"oft_blocks": (3, 4, 4, 4)}, alpha=0.5),
-    Row("boft-rescale", (16, 10), {"oft_blocks": (3, 4, 4, 4), "rescale": (16, 1)}, alpha=0.5),
-    Row("boft-conv", KERNEL, {"oft_blocks": (2, 2, 4, 4), "rescale": (8, 1, 1, 1)}, alpha=0.5),
-    Row("boft-dora", (16, 10), {"oft_blocks": (3, 4, 4, 4), "dora_scale": (1, 10)}, alpha=0.5),
+    Row("boft-1", (16, 10), oft(1, 4, 4, 4), alpha=0.0),
+    Row("boft-3", (16, 10), oft(3, 4, 4, 4), alpha=0.0),
+    Row("boft-2", LINEAR, oft(2, 6, 2, 2), alpha=0.0),  # 2 divides the blocks once
+    Row("boft-constraint", (16, 10), oft(3, 4, 4, 4), alpha=0.5),
+    Row("boft-rescale", (16, 10), oft(3, 4, 4, 4, rescale=(16, 1)), alpha=0.5),
+    Row("boft-conv", KERNEL, oft(2, 2, 4, 4, rescale=(8, 1, 1, 1)), alpha=0.5),
+    Row("boft-dora", (16, 10), oft(3, 4, 4, 4, dora_scale=(1, 10)), alpha=0.5),
     # ComfyUI compares None with a number, and leaves the weight as it is
-    Row("boft-no-alpha", (16, 10), {"oft_blocks": (3, 4, 4, 4)}, core=False),
+    Row("boft-no-alpha", (16, 10), oft(3, 4, 4, 4), core=False),
 ]
 WHOLE = [
-    Row("diff", (12, 10), {"diff": (12, 10)}),
-    Row("diff-alpha", (12, 10), {"diff": (12, 10)}, alpha=7.0),
+    Row("diff", LINEAR, {"diff": LINEAR}),
+    Row("diff-alpha", LINEAR, {"diff": LINEAR}, alpha=7.0),
     Row("diff-conv", KERNEL, {"diff": KERNEL}),
     Row("diff-bias", (12,), {"diff": (12,)}),
     Row("norm", (12,), {"w_norm": (12,)}),
-    Row("set", (12, 10), {"set_weight": (12, 10)}),
+    Row("set", LINEAR, {"set_weight": LINEAR}),
 ]
 ROWS = [*LORA, *LOHA, *LOKR, *GLORA, *OFT, *BOFT, *WHOLE]
 STRENGTHS = (-1.0, 0.5, 1.0, 4.0)
