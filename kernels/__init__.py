@@ -23,13 +23,14 @@ does it is decided in `dispatch.py`; the results of two backends differ by round
 import torch
 from torch import Tensor
 
-from . import checks, shapes
+from . import checks as check
 from .backends import use_backend
 from .dispatch import run, run_kernel
 from .errors import BackendError, is_out_of_memory, log_once
 from .gpu_config import GPUConfig, gpu_config
 from .measure import synchronize
 from .messages import LINE, guarded, line, padded, shown
+from .shapes import interleaved, merged, shuffled
 from .support import NativeLibrary, Support, backend_matrix, native_library
 from .tensor_files import PICKLE, SAFETENSORS, ZIP, Header, Place, kind_of, read_header
 from .warmup_log import Preparation, preparations, preparing
@@ -110,10 +111,10 @@ def rms_norm_silu(
     Raises:
         ValueError: Shapes, dtypes or devices do not fit.
     """
-    checks.floats(x=x)
-    checks.video(x=x)
-    checks.vectors(x, x.shape[1], gamma=gamma, bias=bias)
-    checks.window(x, tail, out)
+    check.floats(x=x)
+    check.video(x=x)
+    check.vectors(x, x.shape[1], gamma=gamma, bias=bias)
+    check.window(x, tail, out)
     return run("rms_norm_silu", x, gamma, silu=silu, bias=bias, tail=tail, out=out)
 
 
@@ -159,12 +160,12 @@ def group_norm_silu(
     Raises:
         ValueError: Shapes, dtypes or devices do not fit.
     """
-    checks.floats(x=x)
-    checks.video(x=x)
-    checks.vectors(x, x.shape[1], weight=weight, bias=bias)
-    checks.divides(groups, x.shape[1], "groups")
-    checks.statistics(x, groups, statistics)
-    checks.window(x, tail, out)
+    check.floats(x=x)
+    check.video(x=x)
+    check.vectors(x, x.shape[1], weight=weight, bias=bias)
+    check.divides(groups, x.shape[1], "groups")
+    check.statistics(x, groups, statistics)
+    check.window(x, tail, out)
     options = {"eps": eps, "silu": silu, "statistics": statistics, "tail": tail, "out": out}
     return run("group_norm_silu", x, weight, bias, groups, **options)
 
@@ -188,9 +189,9 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     Raises:
         ValueError: Shapes or dtypes do not fit.
     """
-    checks.floats(x=x)
-    checks.video(x=x)
-    checks.divides(groups, x.shape[1], "groups")
+    check.floats(x=x)
+    check.video(x=x)
+    check.divides(groups, x.shape[1], "groups")
     return run("group_norm_statistics", x, groups, eps)
 
 
@@ -211,9 +212,9 @@ def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: Shapes, dtypes or devices do not fit.
     """
-    checks.floats(x=x)
-    checks.rows(x=x)
-    checks.like(x, gate=gate, out=out)
+    check.floats(x=x)
+    check.rows(x=x)
+    check.like(x, gate=gate, out=out)
     return run("silu_mul", x, gate, out=out)
 
 
@@ -243,10 +244,10 @@ def bias_residual(
     Raises:
         ValueError: Shapes, dtypes or devices do not fit.
     """
-    checks.floats(x=x)
-    checks.video(x=x)
-    checks.vectors(x, x.shape[1], bias=bias, residual_bias=residual_bias)
-    checks.like(x, residual=residual, out=out)
+    check.floats(x=x)
+    check.video(x=x)
+    check.vectors(x, x.shape[1], bias=bias, residual_bias=residual_bias)
+    check.like(x, residual=residual, out=out)
     return run("bias_residual", x, bias, residual, residual_bias, out=out)
 
 
@@ -266,8 +267,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Raises:
         ValueError: Shapes, dtypes or devices do not fit.
     """
-    checks.floats(q=q)
-    checks.like(q, k=k, v=v)
+    check.floats(q=q)
+    check.like(q, k=k, v=v)
     return run("attention", q, k, v)
 
 
@@ -288,10 +289,10 @@ def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Ten
     Raises:
         ValueError: Shapes, dtypes or devices do not fit.
     """
-    checks.floats(x=x)
-    checks.video(x=x)
-    checks.divides(phases, x.shape[1], "phases")
-    checks.result(x, out, shapes.interleaved(x, phases))
+    check.floats(x=x)
+    check.video(x=x)
+    check.divides(phases, x.shape[1], "phases")
+    check.result(x, out, interleaved(x, phases))
     return run("interleave_time", x, phases, out=out)
 
 
@@ -329,14 +330,14 @@ def merge_phases(
     Raises:
         ValueError: Shapes, dtypes or devices do not fit.
     """
-    checks.floats(grid=grid)
-    checks.video(grid=grid)
-    checks.divides(4, grid.shape[1], "4 phases")
+    check.floats(grid=grid)
+    check.video(grid=grid)
+    check.divides(4, grid.shape[1], "4 phases")
     if 0 in grid.shape[3:]:
         raise ValueError(f"grid is {list(grid.shape)}; expected one row and column at least")
-    checks.result(grid, out, shapes.merged(grid))
-    checks.phase_source(grid, source, times)
-    checks.vectors(grid, grid.shape[1] // 4, bias=bias)
+    check.result(grid, out, merged(grid))
+    check.phase_source(grid, source, times)
+    check.vectors(grid, grid.shape[1] // 4, bias=bias)
     return run("merge_phases", grid, source, times, bias=bias, out=out)
 
 
@@ -362,10 +363,10 @@ def pixel_shuffle_3d(
     Raises:
         ValueError: Shapes or dtypes do not fit.
     """
-    checks.floats(x=x)
-    checks.video(x=x)
-    checks.shuffle(x, size, order)
-    checks.target(out, shapes.shuffled(x, size))
+    check.floats(x=x)
+    check.video(x=x)
+    check.shuffle(x, size, order)
+    check.target(out, shuffled(x, size))
     return run("pixel_shuffle_3d", x, size, order, out=out)
 
 
@@ -388,9 +389,9 @@ def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
     Raises:
         ValueError: Shapes or dtypes do not fit.
     """
-    checks.floats(x=x)
-    checks.video(x=x)
-    checks.averages(x, channels, times, size)
+    check.floats(x=x)
+    check.video(x=x)
+    check.averages(x, channels, times, size)
     return run("average_down", x, channels, times=times, size=size)
 
 
@@ -422,8 +423,8 @@ def frames_to_images(
     Raises:
         ValueError: Shapes or dtypes do not fit.
     """
-    checks.floats(frames=frames)
-    checks.video(frames=frames)
-    checks.shuffle(frames, (1, patch, patch), order)
-    checks.images(frames, dtype, patch, out)
+    check.floats(frames=frames)
+    check.video(frames=frames)
+    check.shuffle(frames, (1, patch, patch), order)
+    check.images(frames, dtype, patch, out)
     return run("frames_to_images", frames, dtype=dtype, patch=patch, order=order, out=out)

@@ -23,7 +23,7 @@ from fast_video_vae import kernels
 from fast_video_vae.kernels import BackendError, cuda_ops, errors, use_backend
 from fast_video_vae.kernels.build import extension
 from fast_video_vae.kernels.cuda_ops.library import CUDA
-from fast_video_vae.kernels.dispatch import Refusal
+from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.kernels.native_ops.library import CPU
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import (
