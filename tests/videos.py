@@ -23,6 +23,14 @@ def moving_clip(frames, height=48, width=64):
     return ((gray.unsqueeze(-1) + tint).clamp(0, 1) * 255).round().to(torch.uint8)
 
 
+def write_clip(path, frames, height=32, width=48, fps=24, codec="h264"):
+    """Write a moving clip with the package's own writer, in a new folder if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with VideoWriter(path, fps, codec=codec) as writer:
+        writer.write(moving_clip(frames, height, width))
+    return path
+
+
 def numbered_clip(frames, height=48, width=64):
     """Pictures of one gray that tell their number modulo 50, `[T, H, W, 3]` uint8."""
     gray = (torch.arange(frames) % 50 * 4 + 30).to(torch.uint8)

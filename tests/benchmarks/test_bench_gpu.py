@@ -30,10 +30,10 @@ def statuses(content, *sections):
 
 def test_some_sections_run_and_the_tables_come_last(tmp_path):
     path = tmp_path / "rows.json"
-    told, content = run(path, "--only", "copy,attention,lora,streams")
-    assert statuses(content, "copy", "lora", "streams") == ["ok"]
+    told, content = run(path, "--only", "copy,attention")
+    assert statuses(content, "copy") == ["ok"]
     assert statuses(content, "attention") == HERE
-    assert {row["section"] for row in content["rows"]} == {"copy", "attention", "lora", "streams"}
+    assert {row["section"] for row in content["rows"]} == {"copy", "attention"}
     assert content["machine"].keys() >= MACHINE
     assert told.endswith(path.with_suffix(".txt").read_text(encoding="utf-8"))
     assert told.rstrip().splitlines()[-1].startswith("Rows: ")

@@ -37,6 +37,7 @@ def test_a_python_that_was_asked_for_and_is_not_here_is_a_failure(capsys, tmp_pa
     assert "| 3.99 |  |  | no such Python here |  |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_torch_is_linked_with_all_that_it_needs_and_nothing_else(tmp_path):
     base = Path(sys.prefix)
     if sys.platform != "linux" or base == Path(sys.base_prefix):

@@ -3,6 +3,9 @@
 from contextlib import contextmanager
 
 import pytest
+from safetensors.torch import save_file
+
+from fast_video_vae.tests.builders import random_state_dict
 
 
 @pytest.fixture
@@ -39,3 +42,11 @@ def run(capsys):
         return code, out.splitlines(), err.splitlines()
 
     return call
+
+
+@pytest.fixture(scope="session")
+def vae_path(tmp_path_factory):
+    """A file of a narrow Wan 2.1 VAE."""
+    path = tmp_path_factory.mktemp("vae") / "vae.safetensors"
+    save_file(random_state_dict(8), path)
+    return path

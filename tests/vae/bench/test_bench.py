@@ -366,17 +366,10 @@ def test_pictures_move_and_are_the_same_each_time():
     assert (pictures[:, :, 1:] != pictures[:, :, :-1]).flatten(3).any(3).all()
 
 
-@pytest.fixture(scope="module")
-def vae_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("vae") / "vae.safetensors"
-    save_file(random_state_dict(8), path)
-    return path
-
-
 SMALL = ("--size", "48x32", "--frames", "5", "--rounds", "1")
 
 
-@pytest.mark.parametrize("task", ["decode", "encode", "both"])
+@pytest.mark.parametrize("task", ["both", pytest.param("encode", marks=pytest.mark.slow)])
 def test_the_command_measures_and_writes_both_files(tmp_path, run, vae_path, task):
     from PIL import Image
 
@@ -443,11 +436,16 @@ def test_wrong_usage_is_2(run, arguments):
     ("state", "knows"),
     [
         (random_state_dict(8), True),
-        (random_state_dict(8, image_channels=4, out_channels=4), True),
-        (random_wan22(), True),
-        (random_qwen21(), True),
         (random_state_dict(8, out_channels=12), False),
-        (random_seedvr2((32, 32, 64, 64)), False),
+        *(
+            pytest.param(state, knows, marks=pytest.mark.slow)
+            for state, knows in (
+                (random_state_dict(8, image_channels=4, out_channels=4), True),
+                (random_wan22(), True),
+                (random_qwen21(), True),
+                (random_seedvr2((32, 32, 64, 64)), False),
+            )
+        ),
     ],
 )
 def test_diffusers_takes_the_same_weights_where_it_knows_the_layout(tmp_path, state, knows):

@@ -8,17 +8,15 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 
 from fast_video_vae.tests.builders import module_command, random_state_dict
 
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
 
-from fast_video_vae.tests.videos import moving_clip  # noqa: E402
+from fast_video_vae.tests.videos import write_clip  # noqa: E402
 from fast_video_vae.vae.cli import stretch  # noqa: E402
 from fast_video_vae.vae.media.video_reader import VideoFile, read_video  # noqa: E402
-from fast_video_vae.vae.media.video_writer import VideoWriter  # noqa: E402
 from fast_video_vae.vae.models.config import read_configs  # noqa: E402
 
 MODULE = "fast_video_vae.vae.cli.main"
@@ -31,22 +29,8 @@ def config():
     return found
 
 
-@pytest.fixture(scope="module")
-def vae_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("vae") / "vae.safetensors"
-    save_file(random_state_dict(8), path)
-    return path
-
-
-def make(path, frames=9, codec="h264"):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with VideoWriter(path, 24, codec=codec) as writer:
-        writer.write(moving_clip(frames, 32, 48))
-    return path
-
-
 def test_a_part_of_a_video_at_another_size(tmp_path, run, vae_path):
-    source = make(tmp_path / "a.mp4", 25)
+    source = write_clip(tmp_path / "a.mp4", 25)
     options = ("--duration", "0.5", "--size", "64x32", "--fps", "12", "--start", "0.25")
     code, lines, _ = run("demo", source, "--vae", vae_path, "--out", tmp_path, *options)
     assert code == 0
@@ -93,7 +77,7 @@ def test_a_video_of_unknown_length_is_cut_as_well(config):
 
 def test_what_is_left_out_is_said(tmp_path, run, vae_path, monkeypatch):
     monkeypatch.setattr(stretch, "CPU_PIXELS", 9 * 32 * 48)
-    source = make(tmp_path / "a.mp4", 25)
+    source = write_clip(tmp_path / "a.mp4", 25)
     code, lines, _ = run("demo", source, "--vae", vae_path, "--out", tmp_path)
     assert code == 0
     (note,) = (line for line in lines if "on a CPU" in line)
@@ -104,9 +88,9 @@ def test_what_is_left_out_is_said(tmp_path, run, vae_path, monkeypatch):
 
 def test_videos_of_one_name_keep_their_results(tmp_path, run, vae_path):
     sources = [
-        make(tmp_path / "a.mp4", 1),
-        make(tmp_path / "a.mkv", 5, "ffv1"),
-        make(tmp_path / "other" / "a.mp4", 9),
+        write_clip(tmp_path / "a.mp4", 1),
+        write_clip(tmp_path / "a.mkv", 5, codec="ffv1"),
+        write_clip(tmp_path / "other" / "a.mp4", 9),
     ]
     out = tmp_path / "out"
 
@@ -122,7 +106,7 @@ def test_videos_of_one_name_keep_their_results(tmp_path, run, vae_path):
 
 
 def test_a_file_that_is_not_the_demos_own_is_kept(tmp_path, run, vae_path):
-    source = make(tmp_path / "a.mp4", 1)
+    source = write_clip(tmp_path / "a.mp4", 1)
     (tmp_path / "a_decoded.mp4").write_bytes(b"holiday")
     (tmp_path / "a_2_sheet.png").write_bytes(b"holiday")
     assert run("demo", source, "--vae", vae_path, "--out", tmp_path)[0] == 0
@@ -148,7 +132,7 @@ def test_the_bundled_vae_is_called_a_toy_and_another_is_not(tmp_path, run, vae_p
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no build for Windows")
 def test_a_build_of_kernels_is_said_apart_from_the_work(tmp_path, vae_path):
     """The clocks of encode and decode do not run meanwhile, and a second run has none."""
-    source = make(tmp_path / "a.mp4")
+    source = write_clip(tmp_path / "a.mp4")
     # Without optimisation, which is most of the time that a build takes.
     compiler = tmp_path / "compiler"
     compiler.write_text(

@@ -112,18 +112,23 @@ def test_a_limit_that_is_none_is_wrong_usage(limit):
     assert error.value.code == 2
 
 
+SWITCHED_OFF = (
+    {"FAST_VIDEO_VAE_NATIVE": "0"},
+    "FAST_VIDEO_VAE_NATIVE=0 switches the native kernels off",
+)
+NO_COMPILER = {"CXX": "no-such-compiler"}, "there is no C++ compiler (no-such-compiler)"
+NO_BUILD = pytest.mark.skipif(sys.platform == "win32", reason="there is no build at all")
+
+
 @pytest.mark.parametrize(
-    ("setting", "reason"),
+    ("setting", "reason", "quiet"),
     [
-        ({"FAST_VIDEO_VAE_NATIVE": "0"}, "FAST_VIDEO_VAE_NATIVE=0 switches the native kernels off"),
-        pytest.param(
-            {"CXX": "no-such-compiler"},
-            "there is no C++ compiler (no-such-compiler)",
-            marks=pytest.mark.skipif(sys.platform == "win32", reason="there is no build at all"),
-        ),
+        (*SWITCHED_OFF, False),
+        pytest.param(*NO_COMPILER, True, marks=NO_BUILD),
+        pytest.param(*SWITCHED_OFF, True, marks=pytest.mark.slow),
+        pytest.param(*NO_COMPILER, False, marks=[NO_BUILD, pytest.mark.slow]),
     ],
 )
-@pytest.mark.parametrize("quiet", [True, False])
 def test_what_is_missing_is_told_and_the_reference_serves(tmp_path, setting, reason, quiet):
     command = module_command("fast_video_vae.vae.cli", "info", "--backends", *["--quiet"] * quiet)
     environment = {**os.environ, "FAST_VIDEO_VAE_CACHE": str(tmp_path)} | setting

@@ -3,10 +3,8 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
 
+from fast_video_vae.tests.videos import write_clip  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
 from fast_video_vae.vae.cli.loading import available_devices, device_named  # noqa: E402
 from fast_video_vae.vae.cli.main import REPOSITORY, main  # noqa: E402
@@ -41,26 +40,9 @@ PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture(scope="module")
-def vae_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("vae") / "vae.safetensors"
-    save_file(random_state_dict(8), path)
-    return path
-
-
-def make_video(path, frames=9, height=32, width=48, fps=24):
-    generator = torch.Generator().manual_seed(0)
-    with VideoWriter(path, fps) as writer:
-        for _ in range(frames):
-            small = torch.rand(1, 4, 6, 3, generator=generator)
-            grown = small.repeat_interleave(height // 4, 1).repeat_interleave(width // 6, 2)
-            writer.write((255 * grown).to(torch.uint8))
-    return path
-
-
 @pytest.fixture
 def video(tmp_path):
-    return make_video(tmp_path / "clip.mp4", fps=Fraction(30000, 1001))
+    return write_clip(tmp_path / "clip.mp4", 9, fps=Fraction(30000, 1001))
 
 
 def whole_clip(path):
@@ -100,7 +82,7 @@ def test_demo_writes_a_video_and_a_sheet_and_ends_with_the_psnr(tmp_path, run, v
     ],
 )
 def test_demo_takes_any_video(tmp_path, run, vae_path, frames, height, width, kept, note):
-    source = make_video(tmp_path / "a.mp4", frames, height, width)
+    source = write_clip(tmp_path / "a.mp4", frames, height, width)
     code, lines, errors = run("demo", source, "--vae", vae_path, "--out", tmp_path)
     assert code == 0
     assert note in "\n".join(lines + errors)
@@ -194,7 +176,7 @@ def test_the_dtype_reaches_the_vae(tmp_path, run, vae_path, video):
 
 @pytest.mark.parametrize("command", ["demo", "encode", "decode"])
 def test_quiet_leaves_the_result(tmp_path, run, vae_path, command):
-    source = make_video(tmp_path / "a.mp4", 6)  # which drops a frame, and would say so
+    source = write_clip(tmp_path / "a.mp4", 6)  # which drops a frame, and would say so
     latents = tmp_path / "l.safetensors"
     common = ("--vae", vae_path, "--quiet")
     if command == "decode":
@@ -316,7 +298,7 @@ def test_debug_lets_an_error_through(run):
 
 @pytest.mark.parametrize("command", ["demo", "encode", "decode"])
 def test_a_full_disk_leaves_nothing(tmp_path, run, vae_path, limited_files, command):
-    source = make_video(tmp_path / "a.mp4", 5, 64, 96)
+    source = write_clip(tmp_path / "a.mp4", 5, 64, 96)
     latents, out = tmp_path / "l.safetensors", tmp_path / "out"
     out.mkdir()
     save_file({"latent": torch.randn(1, 16, 3, 8, 12)}, latents)
@@ -332,39 +314,6 @@ def test_a_full_disk_leaves_nothing(tmp_path, run, vae_path, limited_files, comm
     assert not list(out.iterdir())
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-def test_an_interrupt_leaves_nothing_and_is_130(tmp_path, vae_path):
-    source = make_video(tmp_path / "a.mp4", 2001)  # seconds of work
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "a_decoded.mp4").write_bytes(b"old")
-    command = module_command(
-        MODULE, "demo", str(source), "--vae", str(vae_path), "--out", str(out), "--quiet"
-    )
-    # Tests in the background of a shell ignore interrupts, and so do the processes that they start.
-    listening = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ONE_THREAD,
-        **listening,
-    ) as process:
-        deadline = time.monotonic() + 60
-        # Until frames reach the disk, so that it is in the middle of its work.
-        while not any(path.stat().st_size for path in out.glob(".*.part")):
-            assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert (stdout, stderr) == ("", "fast-video-vae: interrupted\n")
-    assert [path.name for path in out.iterdir()] == ["a_decoded.mp4"]
-    assert (out / "a_decoded.mp4").read_bytes() == b"old"
-
-
 PEAKS = """
 import json, resource, sys
 from fast_video_vae.vae.cli.main import main
@@ -377,11 +326,12 @@ open(sys.argv[3], "w").write(json.dumps(peaks))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Python measures no peak memory on Windows")
 def test_memory_does_not_grow_with_length(tmp_path, vae_path):
     # Both long enough to fill the contact sheet.
-    short = make_video(tmp_path / "short.mp4", 65, 64, 96)
-    long = make_video(tmp_path / "long.mp4", 257, 64, 96)
+    short = write_clip(tmp_path / "short.mp4", 65, 64, 96)
+    long = write_clip(tmp_path / "long.mp4", 257, 64, 96)
     bind = module_command(MODULE)[2].split(";")[0:2]
     command = [sys.executable, "-c", ";".join(bind) + "\n" + PEAKS]
     report = tmp_path / "peaks.json"
@@ -392,7 +342,10 @@ def test_memory_does_not_grow_with_length(tmp_path, vae_path):
     assert second - first < 10_000
 
 
-@pytest.mark.parametrize("package", ["torch", "av", "tqdm", "PIL"])
+@pytest.mark.parametrize(
+    "package",
+    ["torch", *(pytest.param(each, marks=pytest.mark.slow) for each in ("av", "tqdm", "PIL"))],
+)
 def test_a_missing_package_is_named_with_its_remedy(package, tmp_path, video, vae_path):
     given = map(str, ("demo", video, "--vae", vae_path, "--out", tmp_path))
     command = installed_command(*given, first=f"sys.modules[{package!r}] = None")
@@ -410,7 +363,9 @@ def test_a_missing_package_is_named_with_its_remedy(package, tmp_path, video, va
     ("state", "family", "compression", "latent"),
     [
         (random_wan22, "wan2.2", (16, 4), [1, 48, 3, 2, 3]),
-        (random_qwen21, "qwen-image-2.1", (16, 1), [1, 64, 9, 2, 3]),
+        pytest.param(
+            *(random_qwen21, "qwen-image-2.1", (16, 1), [1, 64, 9, 2, 3]), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_wan_2_2_layout_has_the_same_commands(

@@ -10,10 +10,11 @@ from fast_video_vae.tests.builders import random_state_dict
 
 pytest.importorskip("av", reason="PyAV is not installed")
 
+from fast_video_vae.tests.videos import write_clip
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.cli.reconstruction import RoundTrip, TimedIterator, shrunk, with_channels
 from fast_video_vae.vae.media.video_reader import VideoFile, read_video
-from fast_video_vae.vae.media.video_writer import VideoWriter, frames_to_uint8
+from fast_video_vae.vae.media.video_writer import frames_to_uint8
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +22,8 @@ def vae():
     return load_vae(random_state_dict(8), dtype=torch.float32)
 
 
-def video(tmp_path, frames, height=32, width=48):
-    pictures = torch.rand(frames, 4, 6, 3, generator=torch.Generator().manual_seed(0))
-    grown = pictures.repeat_interleave(height // 4, 1).repeat_interleave(width // 6, 2)
-    with VideoWriter(tmp_path / "a.mp4", 24) as writer:
-        writer.write((255 * grown).to(torch.uint8))
-    return read_video(tmp_path / "a.mp4")
+def video(tmp_path, frames):
+    return read_video(write_clip(tmp_path / "a.mp4", frames))
 
 
 def joined(trip):

@@ -22,7 +22,9 @@ if not Path("/proc/self/maps").exists():
     pytest.skip("moments are found in /proc, which Linux has", allow_module_level=True)
 
 from fast_video_vae.tests.videos import moving_clip  # noqa: E402
+from fast_video_vae.vae.cli.signals import Signals, Stopped  # noqa: E402
 from fast_video_vae.vae.media import VideoWriter, load_latent, read_video  # noqa: E402
+from fast_video_vae.vae.media.atomic_file import whole_file  # noqa: E402
 
 COMMANDS = ("demo", "encode", "decode")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -32,13 +34,10 @@ SAID = {
     signal.SIGHUP: "ended by SIGHUP",
 }
 MOMENTS = ("import", "opened", "loaded", "midway", "closing")
-# Each command, signal and moment once or more; the others are slow.
+# Each command and signal once, at the moments that differ most; the others are slow.
 SAMPLE = {
-    ("demo", signal.SIGTERM, "import"),
-    ("encode", signal.SIGHUP, "opened"),
-    ("decode", signal.SIGINT, "loaded"),
-    ("demo", signal.SIGHUP, "midway"),
-    ("encode", signal.SIGTERM, "midway"),
+    ("encode", signal.SIGHUP, "import"),
+    ("demo", signal.SIGINT, "midway"),
     ("decode", signal.SIGTERM, "closing"),
 }
 LONG, SHORT = 2001, 33  # seconds of work; and fewer frames than x264 holds back before it writes
@@ -129,6 +128,15 @@ def size_of(path):
         return 1  # it has got its name in between
 
 
+@pytest.fixture
+def as_in_a_terminal():
+    """Tests in the background of a shell ignore interrupts."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def content(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -175,13 +183,8 @@ def test_a_signal_leaves_what_was_there(tmp_path, files, command, number, moment
     assert content(out) == before
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGTERM,
-        *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGHUP)),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_compiler_ends_with_the_command(tmp_path, files, number):
     out, pids, cache = tmp_path / "out", tmp_path / "pids", tmp_path / "cache"
     out.mkdir()
@@ -215,6 +218,7 @@ def works_in(place, folders):
         return False
 
 
+@pytest.mark.slow
 def test_signals_that_follow_the_first_change_nothing(tmp_path, files):
     with start(arguments("decode", files, tmp_path, LONG)) as process:
         wait_until(process, "midway", tmp_path)
@@ -231,6 +235,7 @@ def test_signals_that_follow_the_first_change_nothing(tmp_path, files):
     assert re.match(f"fast-video-vae: ({'|'.join(SAID.values())})\n", stderr)
 
 
+@pytest.mark.slow
 def test_an_ignored_hangup_stays_ignored(tmp_path, files):
     """As `nohup` starts a command."""
     with start(arguments("decode", files, tmp_path, SHORT), ignored=[signal.SIGHUP]) as process:
@@ -307,6 +312,31 @@ with signals.Signals():
     assert process.returncode == 128 + signal.SIGTERM
     assert stderr.endswith("fast-video-vae: ended by SIGTERM\n")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_the_first_signal_is_raised_and_no_other(as_in_a_terminal, number):
+    with Signals():
+        with pytest.raises(Stopped) as stopped:
+            signal.raise_signal(number)
+        for other in SIGNALS:
+            signal.raise_signal(other)
+    assert stopped.value.number == number
+
+
+def test_a_signal_after_the_work_is_too_late(as_in_a_terminal, tmp_path):
+    with Signals():
+        with whole_file(tmp_path / "a") as part:
+            part.write_bytes(b"done")
+        signal.raise_signal(signal.SIGTERM)
+    assert content(tmp_path) == {"a": b"done"}
+
+
+def test_an_ignored_signal_does_not_stop(as_in_a_terminal):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Signals():
+        signal.raise_signal(signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def test_the_handlers_of_before_are_put_back(run):
