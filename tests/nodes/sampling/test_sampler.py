@@ -8,12 +8,8 @@ from fast_video_vae.tests.nodes.lora.lora_models import (
     ROUNDING,
     apply,
     core,
-    lora_for,
-    random_weights,
     relative_error,
-    save_lora,
     stack,
-    weights,
 )
 from fast_video_vae.tests.nodes.sampling.sampler_models import (
     advanced,
@@ -22,10 +18,12 @@ from fast_video_vae.tests.nodes.sampling.sampler_models import (
     experts,
     in_two,
     ksampler,
+    lora,
     prompts,
     run,
     samples,
     shifted,
+    slow,
 )
 from fast_video_vae.tests.nodes.vae.pairs import v3_node
 
@@ -33,12 +31,6 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
 
 # Least difference of two runs that are not the same.
 DIFFERENT = 1e-3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _models_go_with_the_module():
-    yield
-    expert.cache_clear()
 
 
 @pytest.fixture
@@ -68,8 +60,8 @@ def names(calls, models):
         ("wan21-t2v", (1.0, 1.0)),  # the distilled LoRAs
         ("wan21-t2v", (4.0, 3.0)),  # published, of each expert its own
         ("wan22-14b-i2v", (3.5, 3.5)),  # with an image beside the latent
-        ("vace", (4.0, 4.0)),
-        ("wan21-i2v", (1.0, 2.0)),  # with an image's embedding
+        slow("vace", (4.0, 4.0)),
+        slow("wan21-i2v", (1.0, 2.0)),  # with an image's embedding
     ],
 )
 def test_two_experts_are_two_advanced_samplers(kind, cfg):
@@ -124,29 +116,38 @@ def test_with_an_image_the_boundary_is_0_9(calls):
     assert [sigma for name, sigma in found if name == "high"] == [1.0, 0.9722, 0.9375]
 
 
-@pytest.mark.parametrize("sampler", ["euler", "uni_pc", "dpmpp_2m", "heun", "res_multistep"])
-@pytest.mark.parametrize("cfg", [1.0, 4.0])
+@pytest.mark.parametrize(
+    ("sampler", "cfg"),
+    [
+        ("euler", 4.0),
+        ("uni_pc", 1.0),
+        *(slow(sampler, cfg) for sampler in ("dpmpp_2m", "heun", "res_multistep")
+          for cfg in (1.0, 4.0)),
+    ],
+)  # fmt: skip
 def test_one_expert_is_ksampler(sampler, cfg):
     expected = ksampler(shifted(expert(), 5.0), cfg=cfg, sampler=sampler)
     result = samples(model_low=None, cfg_high=str(cfg), sampler_name=sampler)
     assert relative_error(result, expected) < ROUNDING
 
 
-@pytest.mark.parametrize("denoise", [0.5, 0.8])
-def test_one_expert_of_another_latent_is_ksampler(denoise):
+def test_one_expert_of_another_latent_is_ksampler():
     latent = {"samples": torch.randn(1, 16, 3, 8, 8), "noise_mask": torch.ones(1, 1, 3, 8, 8)}
     latent["noise_mask"][..., :4] = 0
-    expected = ksampler(shifted(expert(), 5.0), denoise=denoise, latent=latent)
-    result = samples(model_low=None, denoise=denoise, latent_image=latent)
+    expected = ksampler(shifted(expert(), 5.0), denoise=0.5, latent=latent)
+    result = samples(model_low=None, denoise=0.5, latent_image=latent)
     assert relative_error(result, expected) < ROUNDING
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "qwen-image" else slow(kind) for kind in KINDS if kind != "wan21-t2v"]
+)
 def test_every_kind_of_model_is_one_expert(kind):
-    expected = ksampler(expert(kind), kind, cfg=3.0, steps=2)
+    model = expert(kind)
+    if "wan" in model.model.model_config.unet_config["image_model"]:
+        model = shifted(model, 5.0)  # of the preset; others keep their own
+    expected = ksampler(model, kind, cfg=3.0, steps=2)
     result = samples(kind, model_low=None, shift_high="auto", preset="base", steps=2, cfg_high="3")
-    if "wan" in expert(kind).model.model_config.unet_config["image_model"]:  # the preset has one
-        expected = ksampler(shifted(expert(kind), 5.0), kind, cfg=3.0, steps=2)
     assert relative_error(result, expected) < ROUNDING
 
 
@@ -179,14 +180,9 @@ def test_what_other_nodes_make_of_the_models_holds_for_both_experts(patch):
     assert torch.equal(samples(**given), result)
 
 
-def test_qwen_image_is_one_expert_with_a_shift_of_its_own():
-    kind = "qwen-image"
-    expected = ksampler(expert(kind), kind, cfg=4.0)
-    result = samples(kind, model_low=None, shift_high="auto", cfg_high="4")
-    assert relative_error(result, expected) < ROUNDING
-
-
-@pytest.mark.parametrize("sampler", ["uni_pc", "uni_pc_bh2", "dpmpp_2m", "ipndm", "res_multistep"])
+@pytest.mark.parametrize(
+    "sampler", ["uni_pc", *map(slow, ("uni_pc_bh2", "dpmpp_2m", "ipndm", "res_multistep"))]
+)
 def test_a_solver_keeps_its_memory_over_the_switch(sampler):
     """Two experts with the same weights are one model; two samplers in a row begin anew."""
     one, other = expert("wan21-t2v", 0), expert("wan21-t2v", 0).clone()
@@ -205,7 +201,7 @@ def test_a_solver_of_several_stages_finds_its_expert_between_steps(calls):
     assert {name for name, _ in found} == {"high", "low"}
 
 
-@pytest.mark.parametrize("sampler", ["euler_cfg_pp", "euler_ancestral_cfg_pp"])
+@pytest.mark.parametrize("sampler", ["euler_cfg_pp", slow("euler_ancestral_cfg_pp")])
 def test_what_a_sampler_asks_of_guidance_holds_for_both_experts(sampler):
     """These take the negative pass even at CFG 1, through a function that they add."""
     one, other = expert("wan21-t2v", 0), expert("wan21-t2v", 0).clone()
@@ -278,14 +274,9 @@ def test_denoised_is_what_the_last_step_saw():
     assert relative_error(whole["denoised"]["samples"], whole["LATENT"]["samples"]) < ROUNDING
 
 
-def test_three_phases_are_three_advanced_samplers(tmp_path):
+def test_three_phases_are_three_advanced_samplers():
     """The first steps without the LoRA and with guidance, then with it, then the other expert."""
-    files = [
-        save_lora(
-            lora_for(random_weights("wan21-t2v", seed), seed=seed + 3), f"three-{seed}.safetensors"
-        )
-        for seed in (0, 1)
-    ]
+    files = [lora(seed) for seed in (0, 1)]
     high, low = (shifted(model, 5.0) for model in experts().values())
     known = {"known": prompts(), "steps": 8, "sampler": "euler"}
     with torch.inference_mode():
@@ -307,12 +298,7 @@ def test_three_phases_are_three_advanced_samplers(tmp_path):
 
 @pytest.mark.parametrize("mode", ["auto", "merged"])
 def test_loras_of_each_expert_are_those_of_comfyuis_loader(mode):
-    files = [
-        save_lora(
-            lora_for(random_weights("wan21-t2v", seed), seed=seed), f"each-{seed}.safetensors"
-        )
-        for seed in (0, 1)
-    ]
+    files = [lora(seed) for seed in (0, 1)]
     high, low = (
         core(shifted(model, 5.0), file, 0.8)
         for model, file in zip(experts().values(), files, strict=True)
@@ -329,12 +315,7 @@ def test_loras_of_each_expert_are_those_of_comfyuis_loader(mode):
 
 
 def test_apply_lora_takes_the_phase_that_is_called():
-    files = [
-        save_lora(
-            lora_for(random_weights("wan21-t2v", seed), seed=seed), f"auto-{seed}.safetensors"
-        )
-        for seed in (0, 1)
-    ]
+    files = [lora(seed) for seed in (0, 1)]
     strengths = ("0.8;0", "0;0.8")
     models = {
         name: apply(model, stack(file, strength))[0]
@@ -345,271 +326,8 @@ def test_apply_lora_takes_the_phase_that_is_called():
 
 
 def test_a_list_of_strengths_is_spread_over_the_steps_of_its_phase():
-    file = save_lora(lora_for(random_weights("wan21-t2v", 1), seed=1), "spread.safetensors")
+    file = lora(1)
     listed = samples(steps=6, boundary="2", loras_low=stack(file, "0;0.9,0.3"))
     # By hand: the steps 2, 3 at 0.9 and 4, 5 at 0.3, as windows of the run.
     parts = stack(file, "0.3@0.6666-1", before=stack(file, "0.9@0.3333-0.6666"))
     assert relative_error(samples(steps=6, boundary="2", loras_low=parts), listed) < ROUNDING
-
-
-@pytest.mark.parametrize("free_high", [False, True])
-def test_a_run_leaves_the_models_as_they_were(free_high):
-    both = experts()
-    file = save_lora(lora_for(random_weights("wan21-t2v", 0), seed=0), "left.safetensors")
-    latent, texts = empty(), prompts()
-    before = states(both)
-    given = {"loras_high": stack(file, 0.8), "free_high": free_high}
-    first = samples(**given, latent_image=latent, **texts)
-    after = states(both)
-    assert after == before
-    assert not latent["samples"].any()
-    assert list(latent) == ["samples"]
-    assert torch.equal(samples(**given), first)
-
-
-def test_the_first_model_is_unloaded_at_the_switch_if_asked_for(monkeypatch):
-    import comfy.model_management
-
-    freed = []
-    unload = comfy.model_management.unload_model_and_clones
-    monkeypatch.setattr(
-        comfy.model_management,
-        "unload_model_and_clones",
-        lambda model, *args, **kwargs: (freed.append(model.model), unload(model, *args, **kwargs)),
-    )
-    samples(free_high=True)
-    assert freed == [experts()["model_high"].model]
-    samples()
-    assert len(freed) == 1
-
-
-class Stopped(BaseException):
-    """As ComfyUI's own, when a user stops a run."""
-
-
-@pytest.mark.parametrize("at", [0, 1, 2, 3], ids=["first", "high", "switch", "low"])
-def test_a_run_that_is_stopped_leaves_the_models_as_they_were(monkeypatch, at):
-    import comfy.model_base
-
-    both = experts()
-    file = save_lora(lora_for(random_weights("wan21-t2v", 0), seed=0), "stopped.safetensors")
-    given = {"loras_high": stack(file, 0.8), "loras_low": stack(file, 0.5)}
-    expected = samples(**given)
-    before = states(both)
-    apply_model, count = comfy.model_base.BaseModel._apply_model, iter(range(100))
-
-    def stopping(self, *args, **kwargs):
-        if next(count) == at:
-            raise Stopped
-        return apply_model(self, *args, **kwargs)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(comfy.model_base.BaseModel, "_apply_model", stopping)
-        with pytest.raises(Stopped):
-            samples(**given)
-    assert states(both) == before
-    assert all(model.model.current_patcher is None for model in both.values())
-    assert torch.equal(samples(**given), expected)
-
-
-def states(models):
-    """All of several models; the shift of a clone stays in the network while that is loaded."""
-    return {
-        name: (
-            {key: value for key, value in weights(model).items() if "model_sampling" not in key},
-            state_of(model),
-        )
-        for name, model in models.items()
-    }
-
-
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("at", [1, 2], ids=["first-expert", "after-the-switch"])
-def test_a_run_goes_on_where_memory_runs_out(monkeypatch, caplog, at, count):
-    """In a call of a model: first other models are unloaded, then the weights of this one."""
-    import comfy.model_base
-    import comfy.sampler_helpers
-
-    file = save_lora(lora_for(random_weights("wan21-t2v", 0), seed=0), "room.safetensors")
-    given = {"loras_high": stack(file, 0.8), "loras_low": stack(file, 0.5)}
-    expected = samples(**given)
-    apply_model, calls = comfy.model_base.BaseModel._apply_model, iter(range(100))
-    prepare, loads = comfy.sampler_helpers.prepare_sampling, []
-
-    def scarce(self, *args, **kwargs):
-        if at <= next(calls) < at + count:
-            raise torch.cuda.OutOfMemoryError("no memory is left")
-        return apply_model(self, *args, **kwargs)
-
-    def noted(*args, **kwargs):
-        loads.append(kwargs.get("force_offload", False))
-        return prepare(*args, **kwargs)
-
-    monkeypatch.setattr(comfy.model_base.BaseModel, "_apply_model", scarce)
-    monkeypatch.setattr(comfy.sampler_helpers, "prepare_sampling", noted)
-    result = samples(**given)
-    assert relative_error(result, expected) < ROUNDING
-    assert sum(loads) == count - 1
-    warned = [record.message for record in caplog.records if "memory ran out" in record.message]
-    assert len(warned) == count
-    assert all("high noise" in text if at == 1 else "low noise" in text for text in warned)
-
-
-def test_memory_that_stays_short_is_an_error_that_leaves_the_models_as_they_were(monkeypatch):
-    import comfy.model_base
-
-    both = experts()
-    expected, before = samples(), states(both)
-
-    def scarce(self, *args, **kwargs):
-        raise torch.cuda.OutOfMemoryError("no memory is left")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(comfy.model_base.BaseModel, "_apply_model", scarce)
-        with pytest.raises(torch.cuda.OutOfMemoryError):
-            samples()
-    assert states(both) == before
-    assert torch.equal(samples(), expected)
-
-
-def state_of(model):
-    """What a clone shares with the model, and what a run might leave in it."""
-    return (
-        model.patches_uuid,
-        list(model.patches),
-        list(model.object_patches),
-        repr(sorted(model.model_options)),
-        repr(model.model_options["transformer_options"]),
-        repr(model.wrappers),
-        list(model.attachments),
-        list(model.additional_models),
-        model.hook_mode,
-        model.get_model_object("model_sampling").shift,
-    )
-
-
-def test_wrappers_of_both_models_are_around_the_run():
-    """Packs that remember things from step to step begin and end there."""
-    from comfy.patcher_extension import WrappersMP
-
-    seen = []
-
-    def wrapper(name):
-        def around(executor, *args, **kwargs):
-            guider = executor.class_obj
-            seen.append((name, "begins", guider.model_patcher.model is models[name].model))
-            try:
-                return executor(*args, **kwargs)
-            finally:
-                seen.append((name, "ends"))
-
-        return around
-
-    models = {name: model.clone() for name, model in experts().items()}
-    for name, model in models.items():
-        model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "test", wrapper(name))
-    samples(**models)
-    assert seen == [
-        ("model_high", "begins", True),
-        ("model_low", "begins", True),
-        ("model_low", "ends"),
-        ("model_high", "ends"),
-    ]
-
-
-def test_noise_levels_of_each_call_are_told_to_both_models():
-    from comfy.patcher_extension import WrappersMP
-
-    seen = []
-
-    def wrapper(executor, *args, **kwargs):
-        options = args[5] if len(args) > 5 else kwargs["transformer_options"]
-        seen.append((len(options["sample_sigmas"]), options["fast_video_vae.phase"].number))
-        return executor(*args, **kwargs)
-
-    models = {name: model.clone() for name, model in experts().items()}
-    for model in models.values():
-        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "test", wrapper)
-    samples(**models)
-    assert seen == [(5, 0), (5, 0), (5, 1), (5, 1)]
-
-
-def test_the_report_says_what_ran():
-    lines = run(cfg_high="3.5,1")["report"].splitlines()
-    assert lines == [
-        "euler, 4 steps",
-        "high noise: steps 1-2, noise level 1.0000 to 0.8333, CFG 3.5, 1",
-        "low noise: steps 3-4, noise level 0.8333 to 0.0000, CFG 1",
-    ]
-
-
-def test_the_timing_has_both_experts_and_the_switch():
-    text = run()["timing"]
-    for part in ("denoise", "high noise", "low noise", "switch", "load"):
-        assert part in text
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"boundary": "1.5"}, "boundary: '1.5' is not"),
-        ({"boundary": "-0.1"}, "boundary: '-0.1' is not"),
-        ({"boundary": "-1"}, "boundary: '-1' is not"),
-        ({"boundary": "early"}, "boundary: 'early' is not"),
-        ({"boundary": "nan"}, "boundary: 'nan' is not"),
-        ({"cfg_high": "3.5;1"}, "cfg_high: '3.5;1' is not a number"),
-        ({"cfg_low": "1,,2"}, "cfg_low: '1,,2' is not a number"),
-        ({"cfg_high": "1,2,3"}, "cfg_high: 3 values; expected 1, 2 for its steps or 4"),
-        ({"cfg_low": "1,2,3,4,5"}, "cfg_low: 5 values; expected 1, 2 for its steps or 4"),
-        ({"shift_high": "5,5,5"}, "shift_high: 3 values; expected 1 or 4"),
-        ({"shift_high": "1,2,3,900"}, "shift_high: step 3 begins at noise level 0.9967, not below"),
-        ({"shift_high": "0"}, "shift_high: 0 is no shift"),
-        ({"shift_low": "-3"}, "shift_low: -3 is no shift"),
-        ({"shift_low": "90"}, "shift_low: step 2 begins at noise level 0.9890, not below"),
-        ({"shift_low": "8"}, "shift_low: step 2 begins at noise level 0.8889, not below the bound"),
-        ({"negative": None, "cfg_low": "2"}, "negative: nothing is connected, and cfg 2 needs it"),
-        ({"positive": []}, "positive: the conditioning is empty"),
-        ({"sigmas": torch.tensor([0.1, 0.9])}, "sigmas: they do not fall"),
-        ({"latent_image": {"samples": torch.ones(1, 48, 3, 8, 8)}}, "latent_image: it has 48 chan"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_one_line_before_anything_is_loaded(monkeypatch, given, message):
-    import comfy.sampler_helpers
-
-    def loads(*args, **kwargs):
-        raise AssertionError("a model is loaded")
-
-    monkeypatch.setattr(comfy.sampler_helpers, "prepare_sampling", loads)
-    with pytest.raises(
-        ValueError, match="^" + message.replace(".", r"\.").replace("(", r"\(")
-    ) as error:
-        run(**given)
-    assert "\n" not in str(error.value)
-
-
-def test_experts_with_other_latents_are_refused():
-    with pytest.raises(ValueError, match=r"^model_low: its latents have 48 channels; expected 16"):
-        run(model_low=expert("wan22-5b"))
-
-
-def test_a_lora_for_another_model_is_refused():
-    pair = {"lora_A": torch.ones(4, 8), "lora_B": torch.ones(8, 4)}
-    pair = {f"some.where.{name}.weight": tensor for name, tensor in pair.items()}
-    other = save_lora(pair, "other.safetensors")
-    for name in ("loras_high", "loras_low"):
-        with pytest.raises(ValueError, match=f"^{name}: .*other.safetensors") as error:
-            run(**{name: stack(other)})
-        assert "\n" not in str(error.value)
-
-
-def test_loras_without_their_model_are_refused():
-    with pytest.raises(ValueError, match=r"^loras_low: there is no model_low"):
-        run(model_low=None, loras_low=stack(save_lora({"a": torch.ones(1)}, "a.safetensors")))
-
-
-def test_strengths_of_other_phases_than_the_run_has_are_refused():
-    file = save_lora(lora_for(random_weights("wan21-t2v")), "phases.safetensors")
-    with pytest.raises(
-        ValueError, match=r"^loras_high: strength '0;1;0' has 3 phases, but the run"
-    ):
-        run(loras_high=stack(file, "0;1;0"))
