@@ -129,7 +129,7 @@ def _bound(text: str) -> set[str]:
     """Names that a file takes from others, or defines."""
     names = set()
     for node in ast.parse(text).body:
-        if isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.ImportFrom) and node.module:  # `from . import x` is a file
             names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
