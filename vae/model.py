@@ -16,7 +16,7 @@ from .models.receptive_field import latents_before
 from .planning.plan import Plan, job_of, make_plan
 from .streaming.compile_guard import eager
 from .streaming.options import AUTOMATIC, StreamOptions
-from .streaming.output import Output
+from .streaming.output import Output, until_complete
 from .streaming.precision import compute_dtype
 from .streaming.session import VideoSession
 from .validation import (
@@ -223,7 +223,11 @@ class VideoVAE(nn.Module):
             lone=whole and latent.shape[2] == 1,
             begins=not start,
         )
-        return stream if frames is None else _wanted(stream, frames, images is not None)
+        return (
+            stream
+            if frames is None
+            else until_complete(stream, frames, as_images=images is not None)
+        )
 
     def normalize(self, latent: Tensor) -> Tensor:
         """Shift and scale each channel by the statistics of the family: `(latent - mean) / std`."""
@@ -361,15 +365,9 @@ class VideoVAE(nn.Module):
 
     def _statistics(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         check_tensor(latent, "latent", self.config.latent_channels)
+        mean, std = self.config.latent_mean, self.config.latent_std
         shape = (1, -1, 1, 1, 1)
-        return (
-            torch.tensor(self.config.latent_mean, dtype=latent.dtype, device=latent.device).view(
-                shape
-            ),
-            torch.tensor(self.config.latent_std, dtype=latent.dtype, device=latent.device).view(
-                shape
-            ),
-        )
+        return latent.new_tensor(mean).view(shape), latent.new_tensor(std).view(shape)
 
     def _convs(self) -> Iterator[Conv]:
         return (module for module in self.modules() if isinstance(module, Conv))
@@ -387,19 +385,3 @@ class VideoVAE(nn.Module):
         elif after[1] != before[1]:
             self.encode_dtype = after[1]
         return self
-
-
-def _wanted(stream: Iterator[Tensor], frames: range, as_images: bool) -> Iterator[Tensor]:
-    """The pieces that hold frames, until all that are wanted have come."""
-    missing = len(frames)
-    for piece in stream:
-        count = piece.shape[1 if as_images else 2]
-        if count:
-            missing -= count
-            yield piece
-        if not missing:
-            return
-    raise ValueError(
-        f"frames are {frames!r}, but none came from frame {frames.stop - missing} on; "
-        "expected a part of the video"
-    )

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .dry_run import Chains, Crop, Rehearsal, Setting
-from .layer_specs import Outline, Shape, Stage, lengths_before
+from .dry_run import CropSpec, DryRun, Setting, SpecChains
+from .layer_specs import LayerSpec, NetworkSpec, Shape, lengths_before
 from .tiling import Size, Span
 
 # What a stream leaves in a process: code that oneDNN makes, its scratch, Python's own. 2 to 6
@@ -21,7 +21,7 @@ _THERE = 3
 
 
 @dataclass(frozen=True)
-class Load:
+class StreamCost:
     """What a stream goes through.
 
     Attributes:
@@ -42,8 +42,8 @@ class Load:
     """
 
     setting: Setting
-    whole: Chains
-    tiled: Chains
+    whole: SpecChains
+    tiled: SpecChains
     encodes: bool
     entering: Shape
     leaving: Shape
@@ -72,7 +72,7 @@ class Load:
             chunk: Latents a step.
             part_bytes: As for `stream.advance`.
         """
-        rehearsal = Rehearsal(self.setting, part_bytes, self.kept_bytes)
+        rehearsal = DryRun(self.setting, part_bytes, self.kept_bytes)
         # The second chunk meets what the first has left behind.
         for _ in range(1 if self.setting.lone else 2):
             x = _of(self.entering, chunk)
@@ -86,7 +86,7 @@ class Load:
         return fixed + rehearsal.peak_bytes
 
 
-def whole_load(network: Outline, setting: Setting, size: Size) -> Load:
+def whole_cost(network: NetworkSpec, setting: Setting, size: Size) -> StreamCost:
     """What a stream goes through on whole frames.
 
     Args:
@@ -94,23 +94,23 @@ def whole_load(network: Outline, setting: Setting, size: Size) -> Load:
         setting: Where it runs.
         size: Height and width of what enters it.
     """
-    stages = network.stages
+    layers = network.layers
     shapes = network.shapes(size, lone=setting.lone)
-    kept = _remembered(stages, shapes, setting)
-    work = _work(stages, shapes, setting)
-    chains = _chains(stages)
+    kept = _remembered(layers, shapes, setting)
+    work = _work(layers, shapes, setting)
+    chains = _chains(layers)
     ends = shapes[0], shapes[-1], shapes[0]
-    latent = _latent_bytes(stages, shapes, setting)
-    return Load(setting, chains, [], network.encodes, *ends, latent, kept, 0, 0, work)
+    latent = _latent_bytes(layers, shapes, setting)
+    return StreamCost(setting, chains, [], network.encodes, *ends, latent, kept, 0, 0, work)
 
 
-def tiled_load(
-    network: Outline,
+def tiled_cost(
+    network: NetworkSpec,
     setting: Setting,
     size: Size,
     cut: int,
     spans: tuple[Sequence[Span], Sequence[Span]],
-) -> Load:
+) -> StreamCost:
     """What a stream goes through that runs partly in tiles.
 
     Args:
@@ -124,9 +124,9 @@ def tiled_load(
     inner, outer = slice(0, cut), slice(cut, None)
     if not network.encodes:
         inner, outer = outer, inner
-    stages, at = network.stages[inner], inner.start or 0
+    layers, at = network.layers[inner], inner.start or 0
     axes = [
-        [lengths_before(stages, length, span) for span in axis]
+        [lengths_before(layers, length, span) for span in axis]
         for length, axis in zip(shapes[at][2:], spans, strict=True)
     ]
     largest, every = (
@@ -140,21 +140,21 @@ def tiled_load(
         ]
         for each in (max, sum)
     )
-    rest = network.stages[outer]
+    rest = network.layers[outer]
     before = shapes[outer.start or 0 :]
-    return Load(
+    return StreamCost(
         setting,
         _chains(rest),
-        _chains(stages, largest),
+        _chains(layers, largest),
         network.encodes,
         shapes[0],
         shapes[-1],
         shapes[cut],
-        max(_latent_bytes(stages, largest, setting), _latent_bytes(rest, before, setting)),
+        max(_latent_bytes(layers, largest, setting), _latent_bytes(rest, before, setting)),
         _remembered(rest, before, setting),
-        _remembered(stages, every, setting),
-        _remembered(stages, largest, setting),
-        _work(stages, every, setting) + _work(rest, before, setting),
+        _remembered(layers, every, setting),
+        _remembered(layers, largest, setting),
+        _work(layers, every, setting) + _work(rest, before, setting),
     )
 
 
@@ -162,38 +162,38 @@ def _of(shape: Shape, latents: int) -> Shape:
     return shape.lasting(shape.frames * latents)
 
 
-def _remembered(stages: Sequence[Stage], shapes: Sequence[Shape], setting: Setting) -> int:
+def _remembered(layers: Sequence[LayerSpec], shapes: Sequence[Shape], setting: Setting) -> int:
     if setting.lone:
         return 0
-    pairs = zip(stages, shapes, strict=False)
-    numbers = sum(stage.remembered(shape) for stage, shape in pairs)
+    pairs = zip(layers, shapes, strict=False)
+    numbers = sum(layer.remembered(shape) for layer, shape in pairs)
     return numbers * setting.batch * setting.itemsize
 
 
-def _latent_bytes(stages: Sequence[Stage], shapes: Sequence[Shape], setting: Setting) -> int:
+def _latent_bytes(layers: Sequence[LayerSpec], shapes: Sequence[Shape], setting: Setting) -> int:
     smallest = min(shape.height for shape in shapes)
     numbers = [
         shape.numel
-        for shape, stage in zip(shapes, stages, strict=False)
-        if shape.height == smallest or stage.pairs
+        for shape, layer in zip(shapes, layers, strict=False)
+        if shape.height == smallest or layer.pairs
     ]
     return max(numbers, default=0) * setting.batch * setting.itemsize
 
 
-def _work(stages: Sequence[Stage], shapes: Sequence[Shape], setting: Setting) -> int:
-    pairs = zip(stages, shapes, strict=False)
-    return setting.batch * sum(stage.work(shape, lone=setting.lone) for stage, shape in pairs)
+def _work(layers: Sequence[LayerSpec], shapes: Sequence[Shape], setting: Setting) -> int:
+    pairs = zip(layers, shapes, strict=False)
+    return setting.batch * sum(layer.work(shape, lone=setting.lone) for layer, shape in pairs)
 
 
-def _chains(stages: Sequence[Stage], tile: Sequence[Shape] = ()) -> Chains:
+def _chains(layers: Sequence[LayerSpec], tile: Sequence[Shape] = ()) -> SpecChains:
     """As `Network.chains`, and for a tile with what cuts the halo off as `tiling.make_tile`."""
-    chains: Chains = [[]]
+    chains: SpecChains = [[]]
     if tile:
-        chains[0].append(Crop(*tile[0][2:]))
-    for index, stage in enumerate(stages):
-        if stage.pairs:
+        chains[0].append(CropSpec(*tile[0][2:]))
+    for index, layer in enumerate(layers):
+        if layer.pairs:
             chains.append([])
-        chains[-1].append(stage)
-        if tile and stage.after(tile[index], lone=True)[2:] != tile[index + 1][2:]:
-            chains[-1].append(Crop(*tile[index + 1][2:]))
+        chains[-1].append(layer)
+        if tile and layer.after(tile[index], lone=True)[2:] != tile[index + 1][2:]:
+            chains[-1].append(CropSpec(*tile[index + 1][2:]))
     return chains

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..layers.frame_runs import largest_part
 from ..layers.row_bands import WORTH_IT
 from ..layers.workspace import KEPT_BYTES, WASTE
-from .layer_specs import Part, Product, Shape, Stage
+from .layer_specs import ConvSpec, LayerSpec, PartSpec, Shape
 
 # Attention on a GPU, where it may be in blocks: from what size of a head on, how many scores are
 # there at once, and their bytes and those of their softmax (kernels/reference/attention.py).
@@ -42,17 +42,17 @@ class Setting:
     casts: bool
 
 
-class Crop(NamedTuple):
+class CropSpec(NamedTuple):
     """What cuts the halo of a tile off: to a height and a width."""
 
     height: int
     width: int
 
 
-Chains = list[list[Stage | Crop]]
+SpecChains = list[list[LayerSpec | CropSpec]]
 
 
-class Rehearsal:
+class DryRun:
     """One video on its way.
 
     What a method returns is held for its caller, and what it is given is held by its caller.
@@ -74,14 +74,16 @@ class Rehearsal:
         """The most that was held at once."""
         return self._ledger.peak
 
-    def whole_frames(self, chains: Chains, shape: Shape) -> None:
+    def whole_frames(self, chains: SpecChains, shape: Shape) -> None:
         """`WholeFrames.advance`."""
         x = self._ledger.new(shape)
         runs = self._advance(chains, x, shape, collects=False)
         self._ledger.free(x)
         self._piece = self._given(self._piece, runs.last)
 
-    def tiled_decode(self, whole: Chains, tile: Chains, shape: Shape, leaving: Shape) -> None:
+    def tiled_decode(
+        self, whole: SpecChains, tile: SpecChains, shape: Shape, leaving: Shape
+    ) -> None:
         """`TiledDecode.advance`, without memory of the caller's for the frames."""
         x = self._ledger.new(shape)
         runs = self._advance(whole, x, shape, collects=True)
@@ -92,7 +94,9 @@ class Rehearsal:
         self._tile_piece = self._given(self._tile_piece, None)
         self._piece = self._given(self._piece, chunk)
 
-    def tiled_encode(self, tile: Chains, whole: Chains, shape: Shape, between: Shape) -> None:
+    def tiled_encode(
+        self, tile: SpecChains, whole: SpecChains, shape: Shape, between: Shape
+    ) -> None:
         """`TiledEncode.advance`."""
         x = self._ledger.new(shape)
         runs = self._advance(tile, x, shape, collects=True)
@@ -107,7 +111,7 @@ class Rehearsal:
             self._ledger.free(before)
         return piece
 
-    def _advance(self, chains: Chains, x: "_Block", shape: Shape, *, collects: bool) -> "_Runs":
+    def _advance(self, chains: SpecChains, x: "_Block", shape: Shape, *, collects: bool) -> "_Runs":
         """`stream.advance`."""
         ledger = self._ledger
         runs = self._run(chains[0], x, shape, collects=collects or len(chains) > 1)
@@ -124,13 +128,13 @@ class Rehearsal:
         return runs
 
     def _run(
-        self, layers: Sequence[Stage | Crop], x: "_Block", shape: Shape, *, collects: bool
+        self, layers: Sequence[LayerSpec | CropSpec], x: "_Block", shape: Shape, *, collects: bool
     ) -> "_Runs":
         """`stream._run`: of the parts, the last; the others do the same with less collected."""
         ledger = self._ledger
         y = ledger.hold(x)
         for index, layer in enumerate(layers):
-            growth = 1 if isinstance(layer, Crop) else layer.growth
+            growth = 1 if isinstance(layer, CropSpec) else layer.growth
             part = largest_part(shape.frames, ledger.nbytes(shape) * growth, self._part_bytes)
             if part < shape.frames:
                 run = shape.lasting(part)
@@ -150,14 +154,16 @@ class Rehearsal:
             y = z
         return _Runs(y, shape, 1, [])
 
-    def _after(self, layer: Stage | Crop, shape: Shape) -> Shape:
-        if isinstance(layer, Crop):
+    def _after(self, layer: LayerSpec | CropSpec, shape: Shape) -> Shape:
+        if isinstance(layer, CropSpec):
             return shape.sized(*layer)
         return layer.after(shape, lone=self._setting.lone)
 
-    def _through(self, layer: Stage | Crop, x: "_Block", shape: Shape) -> "tuple[_Block, Shape]":
+    def _through(
+        self, layer: LayerSpec | CropSpec, x: "_Block", shape: Shape
+    ) -> "tuple[_Block, Shape]":
         after = self._after(layer, shape)
-        if isinstance(layer, Crop):
+        if isinstance(layer, CropSpec):
             return self._ledger.new(after), after
         side = None
         if layer.holds == "result":
@@ -178,7 +184,9 @@ class Rehearsal:
         self._given(side, None)
         return y, after
 
-    def _part(self, part: Part, x: "_Block", shape: Shape, residual: "_Block | None") -> "_Block":
+    def _part(
+        self, part: PartSpec, x: "_Block", shape: Shape, residual: "_Block | None"
+    ) -> "_Block":
         if not part.products:
             return self._attention(part, shape)
         if part.up > 1:
@@ -187,7 +195,7 @@ class Rehearsal:
             return self._down(part, shape, residual)
         return self._same(part, x, shape)
 
-    def _attention(self, part: Part, shape: Shape) -> "_Block":
+    def _attention(self, part: PartSpec, shape: Shape) -> "_Block":
         """Queries, keys and values, what comes of them, and the result."""
         self._ledger.scratch(shape)
         *mixed, _ = part.mixed
@@ -202,7 +210,7 @@ class Rehearsal:
         self._ledger.free(*made)
         return y
 
-    def _same(self, part: Part, x: "_Block", shape: Shape) -> "_Block":
+    def _same(self, part: PartSpec, x: "_Block", shape: Shape) -> "_Block":
         """A convolution, or two with what they are added to."""
         *before, last = part.products
         made = []
@@ -215,7 +223,7 @@ class Rehearsal:
         self._ledger.free(*made)
         return y
 
-    def _down(self, part: Part, shape: Shape, residual: "_Block | None") -> "_Block":
+    def _down(self, part: PartSpec, shape: Shape, residual: "_Block | None") -> "_Block":
         """In space, and in time if there is a second convolution."""
         first, *rest = part.products
         rest = [] if self._setting.lone else rest
@@ -227,7 +235,7 @@ class Rehearsal:
         self._ledger.free(y)
         return z
 
-    def _up(self, part: Part, shape: Shape) -> "_Block":
+    def _up(self, part: PartSpec, shape: Shape) -> "_Block":
         """In time if there is a first convolution, then in space."""
         *first, last = part.products
         made = []
@@ -250,8 +258,8 @@ class Rehearsal:
 
     def _product(
         self,
-        part: Part,
-        product: Product,
+        part: PartSpec,
+        product: ConvSpec,
         shape: Shape,
         residual: "_Block | None" = None,
         down: int = 1,

@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Product:
+class ConvSpec:
     """One convolution.
 
     Attributes:
@@ -69,7 +69,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Part:
+class PartSpec:
     """A layer that is not made of others.
 
     Attributes:
@@ -85,7 +85,7 @@ class Part:
         reach: Pixels that it sees to each side.
     """
 
-    products: tuple[Product, ...]
+    products: tuple[ConvSpec, ...]
     mixed: tuple[int, ...]
     outputs: int
     up: int
@@ -124,7 +124,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Stage:
+class LayerSpec:
     """A layer of a network.
 
     Attributes:
@@ -135,7 +135,7 @@ class Stage:
         holds: What it keeps beside its parts' activations: "input", "result" or nothing.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[PartSpec, ...]
     scale: tuple[int, int]
     growth: int
     pairs: bool
@@ -148,7 +148,7 @@ class Stage:
         return shape
 
     def work(self, shape: Shape, *, lone: bool) -> int:
-        """See `Part`."""
+        """See `PartSpec`."""
         total = 0
         for part in self.parts:
             total += part.work(shape, lone=lone)
@@ -156,7 +156,7 @@ class Stage:
         return total
 
     def remembered(self, shape: Shape) -> int:
-        """See `Part`."""
+        """See `PartSpec`."""
         total = 0
         for part in self.parts:
             total += part.remembered(shape)
@@ -165,16 +165,16 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Outline:
+class NetworkSpec:
     """A network.
 
     Attributes:
-        stages: Its layers.
+        layers: Its layers.
         encodes: Frames become smaller on the way.
         frames: Frames that enter for a latent.
     """
 
-    stages: tuple[Stage, ...]
+    layers: tuple[LayerSpec, ...]
     encodes: bool
     frames: int
 
@@ -185,26 +185,26 @@ class Outline:
             size: Height and width of what enters the first.
             lone: The video is a single frame.
         """
-        shapes = [Shape(self.stages[0].parts[0].products[0].inputs, 1, *size)]
+        shapes = [Shape(self.layers[0].parts[0].products[0].inputs, 1, *size)]
         if not lone:
             shapes = [shapes[0].lasting(self.frames)]
-        for stage in self.stages:
-            shapes.append(stage.after(shapes[-1], lone=lone))
+        for layer in self.layers:
+            shapes.append(layer.after(shapes[-1], lone=lone))
         return shapes
 
 
-def outline(network: Network) -> Outline:
+def network_spec(network: Network) -> NetworkSpec:
     """Read the numbers off a network."""
-    stages = tuple(_stage(layer) for layer in network.layers())
-    frames = math.prod(part.stride for stage in stages for part in stage.parts)
-    return Outline(stages, is_encoder(network), frames)
+    layers = tuple(_layer_spec(layer) for layer in network.layers())
+    frames = math.prod(part.stride for layer in layers for part in layer.parts)
+    return NetworkSpec(layers, is_encoder(network), frames)
 
 
-def lengths_before(stages: Sequence[Stage], length: int, span: Span) -> list[int]:
+def lengths_before(layers: Sequence[LayerSpec], length: int, span: Span) -> list[int]:
     """Lengths along one axis that a tile has on its way, as `tiling.make_tile` cuts it.
 
     Args:
-        stages: The layers that run in tiles.
+        layers: The layers that run in tiles.
         length: Of the whole frames that enter them.
         span: What the tile gives of the frames that leave them.
 
@@ -212,15 +212,15 @@ def lengths_before(stages: Sequence[Stage], length: int, span: Span) -> list[int
         Before each layer, and after the last.
     """
     lengths = [length]
-    for stage in stages:
-        for part in stage.parts:
+    for layer in layers:
+        for part in layer.parts:
             lengths.append(lengths[-1] * part.up // part.down)
     spans, block, at = [span], 1, len(lengths) - 1
-    for stage in reversed(stages):
-        up, down = stage.scale
+    for layer in reversed(layers):
+        up, down = layer.scale
         block = max(block, down // up)
         start, stop = spans[-1]
-        for part in reversed(stage.parts):
+        for part in reversed(layer.parts):
             at -= 1
             # What makes frames larger reaches as far among the larger ones.
             large, small = (part.reach, 0) if part.up > 1 else (0, part.reach)
@@ -231,15 +231,15 @@ def lengths_before(stages: Sequence[Stage], length: int, span: Span) -> list[int
         spans.append((start, stop))
     spans.reverse()
     given = [spans[0][1] - spans[0][0]]
-    for stage, (start, stop) in zip(stages, spans[1:], strict=True):
-        given.append(given[-1] if stage.scale == (1, 1) else stop - start)
+    for layer, (start, stop) in zip(layers, spans[1:], strict=True):
+        given.append(given[-1] if layer.scale == (1, 1) else stop - start)
     given[-1] = span[1] - span[0]
     return given
 
 
-def _stage(layer: CausalLayer) -> Stage:
-    parts = tuple(_part(part) for part in layer.blocks)
-    return Stage(
+def _layer_spec(layer: CausalLayer) -> LayerSpec:
+    parts = tuple(_part_spec(part) for part in layer.blocks)
+    return LayerSpec(
         parts,
         (layer.scale.numerator, layer.scale.denominator),
         layer.growth,
@@ -248,13 +248,13 @@ def _stage(layer: CausalLayer) -> Stage:
     )
 
 
-def _part(layer: CausalLayer) -> Part:
+def _part_spec(layer: CausalLayer) -> PartSpec:
     modules = list(layer.modules())
     convs = [module for module in modules if isinstance(module, Conv)]
     if layer.scale > 1:
         # Time is doubled on the small side.
         convs.sort(key=lambda conv: conv.weight.shape[-1])
-    return Part(
+    return PartSpec(
         tuple(map(_product, convs)),
         tuple(m.weight.shape[0] for m in modules if isinstance(m, PointwiseConv)),
         convs[-1].weight.shape[0] if convs else 0,
@@ -268,12 +268,12 @@ def _part(layer: CausalLayer) -> Part:
     )
 
 
-def _product(conv: Conv) -> Product:
+def _product(conv: Conv) -> ConvSpec:
     context = conv.context
     numbers = conv.weight.numel()
     first = conv.first_form
     first_numbers = numbers // (conv.weight.shape[2] if first == "frame" else 1)
-    return Product(
+    return ConvSpec(
         conv.weight.shape[1],
         conv.weight.shape[0],
         context,

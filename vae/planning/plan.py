@@ -16,10 +16,10 @@ from ..layers.conv_weights import packs_for
 from ..models.base import Network
 from ..models.config import VAEConfig
 from ..models.receptive_field import Size, Span, is_encoder
-from .cost import Load, tiled_load, whole_load
+from .cost import StreamCost, tiled_cost, whole_cost
 from .device_memory import free_bytes
 from .dry_run import Setting
-from .layer_specs import Outline, outline
+from .layer_specs import NetworkSpec, network_spec
 from .tiling import Chains, FrameTile, Tiles, can_cut, divided, grid, make_tile
 
 # On a CPU an activation of this size stays in the last cache, and in memory that malloc hands out
@@ -105,9 +105,9 @@ class StreamJob:
     pixels: int = 1
 
     @functools.cached_property
-    def outline(self) -> Outline:
+    def spec(self) -> NetworkSpec:
         """The network in numbers."""
-        return outline(self.network)
+        return network_spec(self.network)
 
     @property
     def setting(self) -> Setting:
@@ -125,13 +125,13 @@ class StreamJob:
     def start(self) -> Size:
         """Height and width of what enters the first layer."""
         height, width = self.latent_size[1:]
-        return self.end if self.outline.encodes else (height, width)
+        return self.end if self.spec.encodes else (height, width)
 
     @property
     def end(self) -> Size:
         """Height and width at the end that tiles are cut from: that of the frames."""
         height, width = self.latent_size[1:]
-        ups, downs = zip(*(stage.scale for stage in self.outline.stages), strict=True)
+        ups, downs = zip(*(layer.scale for layer in self.spec.layers), strict=True)
         scale = max(math.prod(ups), math.prod(downs))
         return height * scale, width * scale
 
@@ -180,21 +180,21 @@ def make_plan(
         steps, most = free // 2, free * 9 // 10
     if not cuts:
         tile = None
-    ways: list[_Way] = []
-    for some in (_whole_ways, _tiled_ways) if cuts else (_whole_ways,):
-        for way in some(job, tile, chunk):
-            ways.append(way)
-            if way.load.kept_bytes <= most:
-                plan = way.plan(steps)
+    candidates: list[_Candidate] = []
+    for some in (_whole_candidates, _tiled_candidates) if cuts else (_whole_candidates,):
+        for candidate in some(job, tile, chunk):
+            candidates.append(candidate)
+            if candidate.stream.kept_bytes <= most:
+                plan = candidate.plan(steps)
                 if plan.peak_bytes <= most:
                     return plan
     # The least that each can be, until what is remembered alone is more than the best.
-    ways.sort(key=lambda way: way.load.kept_bytes)
-    best = ways[0].least
-    for way in ways[1:]:
-        if way.load.kept_bytes >= best.peak_bytes:
+    candidates.sort(key=lambda candidate: candidate.stream.kept_bytes)
+    best = candidates[0].least
+    for candidate in candidates[1:]:
+        if candidate.stream.kept_bytes >= best.peak_bytes:
             break
-        best = min(best, way.least, key=lambda plan: plan.peak_bytes)
+        best = min(best, candidate.least, key=lambda plan: plan.peak_bytes)
     return best
 
 
@@ -215,15 +215,15 @@ def cut_tiles(job: StreamJob, tiles: Tiles) -> tuple[Chains, list[FrameTile], Si
         these.
     """
     first, rest = divided(job.network.chains(), tiles.cut)
-    whole, tiled = (rest, first) if job.outline.encodes else (first, rest)
+    whole, tiled = (rest, first) if job.spec.encodes else (first, rest)
     size, places = _places(job, tiles)
     return whole, [make_tile(tiled, size, *each) for each in places], size
 
 
 def _places(job: StreamJob, tiles: Tiles) -> tuple[Size, list[tuple[Span, Span]]]:
     """Height and width of the whole frames before the tiled layers, and what the tiles give."""
-    shapes = job.outline.shapes(job.start, lone=True)
-    if not job.outline.encodes:
+    shapes = job.spec.shapes(job.start, lone=True)
+    if not job.spec.encodes:
         return shapes[tiles.cut][2:], grid(job.end, tiles.size)
     end = shapes[tiles.cut][2:]
     down = max(1, job.end[0] // end[0])
@@ -231,11 +231,11 @@ def _places(job: StreamJob, tiles: Tiles) -> tuple[Size, list[tuple[Span, Span]]
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Candidate:
     """Whole frames or certain tiles, with steps of any length.
 
     Attributes:
-        load: What a stream goes through.
+        stream: What a stream goes through.
         cost: Of a latent, in products.
         lengths: Latents per step and size of a part, the longest steps first.
         chunk: What the plan says of the first.
@@ -243,7 +243,7 @@ class _Way:
         tiles: As in `Plan`.
     """
 
-    load: Load
+    stream: StreamCost
     cost: float
     lengths: list[tuple[int, int]]
     chunk: int | None
@@ -252,7 +252,7 @@ class _Way:
 
     def plan(self, limit_bytes: int) -> Plan:
         """The longest steps within a limit; the smallest plan where there are none."""
-        # There are many ways with tiles, and most of them are in vain.
+        # There are many candidates with tiles, and most of them are in vain.
         if self.tiles is None or self.least.peak_bytes <= limit_bytes:
             for length in self.lengths:
                 plan = self._plan(*length)
@@ -267,26 +267,26 @@ class _Way:
         return min((self._plan(*length) for length in lengths), key=lambda plan: plan.peak_bytes)
 
     def _plan(self, chunk: int, part_bytes: int) -> Plan:
-        peak = self.load.peak_bytes(chunk, part_bytes)
+        peak = self.stream.peak_bytes(chunk, part_bytes)
         return Plan(
-            self.chunk or chunk, part_bytes, peak, self.tiles, self.load.parked, self.pixels
+            self.chunk or chunk, part_bytes, peak, self.tiles, self.stream.parked, self.pixels
         )
 
 
-def _whole_ways(job: StreamJob, tile: Size | None, chunk: int | None) -> list[_Way]:
+def _whole_candidates(job: StreamJob, tile: Size | None, chunk: int | None) -> list[_Candidate]:
     """Whole frames, but where they are to be cut."""
     if tile is not None and _tile_sizes(job, tile) and can_cut(job.network):
         return []
-    load = whole_load(job.outline, job.setting, job.start)
-    return [_Way(load, load.work, _lengths(job, load, chunk), chunk, job.pixels)]
+    stream = whole_cost(job.spec, job.setting, job.start)
+    return [_Candidate(stream, stream.work, _lengths(job, stream, chunk), chunk, job.pixels)]
 
 
-def _tiled_ways(job: StreamJob, tile: Size | None, chunk: int | None) -> list[_Way]:
+def _tiled_candidates(job: StreamJob, tile: Size | None, chunk: int | None) -> list[_Candidate]:
     """Tiles, those first that cost less."""
     sizes = _tile_sizes(job, tile)
     tiles = [Tiles(cut, size) for cut in can_cut(job.network) for size in sizes]
-    ways = [way for each in tiles for way in _ways_in(job, each, chunk)]
-    return sorted(ways, key=lambda way: way.cost)
+    candidates = [candidate for each in tiles for candidate in _candidates_in(job, each, chunk)]
+    return sorted(candidates, key=lambda candidate: candidate.cost)
 
 
 def _tile_sizes(job: StreamJob, tile: Size | None) -> list[Size]:
@@ -303,27 +303,27 @@ def _tile_sizes(job: StreamJob, tile: Size | None) -> list[Size]:
     return [size for size in dict.fromkeys(sizes) if min(size) * job.pixels >= _SMALLEST_TILE]
 
 
-def _ways_in(job: StreamJob, tiles: Tiles, chunk: int | None) -> Iterator[_Way]:
+def _candidates_in(job: StreamJob, tiles: Tiles, chunk: int | None) -> Iterator[_Candidate]:
     """With these tiles: what they remember on the device, or on the host."""
     _, places = _places(job, tiles)
     rows, columns = (list(dict.fromkeys(axis)) for axis in zip(*places, strict=True))
-    load = tiled_load(job.outline, job.setting, job.start, tiles.cut, (rows, columns))
-    yield _Way(load, load.work, _lengths(job, load, chunk), chunk, job.pixels, tiles)
+    stream = tiled_cost(job.spec, job.setting, job.start, tiles.cut, (rows, columns))
+    yield _Candidate(stream, stream.work, _lengths(job, stream, chunk), chunk, job.pixels, tiles)
     if job.device.type == "cpu" or job.lone:
         return
-    load = replace(load, parked=True)
+    stream = replace(stream, parked=True)
     for latents in _PARKED_LATENTS if chunk is None else (chunk,):
-        cost = load.work + load.moved_bytes * _PRODUCTS_PER_BYTE / abs(latents)
-        yield _Way(load, cost, _lengths(job, load, latents), chunk, job.pixels, tiles)
+        cost = stream.work + stream.moved_bytes * _PRODUCTS_PER_BYTE / abs(latents)
+        yield _Candidate(stream, cost, _lengths(job, stream, latents), chunk, job.pixels, tiles)
 
 
-def _lengths(job: StreamJob, load: Load, chunk: int | None) -> list[tuple[int, int]]:
+def _lengths(job: StreamJob, stream: StreamCost, chunk: int | None) -> list[tuple[int, int]]:
     """Steps that can be had, the longest first: fewer latents, then smaller parts.
 
     What is small, or collected, is to be no larger than a part.
     """
     part = _CPU_PART_BYTES if job.device.type == "cpu" else _DEVICE_PART_BYTES
-    most = max(1, min(_MOST_LATENTS, part // max(1, load.latent_bytes)))
+    most = max(1, min(_MOST_LATENTS, part // max(1, stream.latent_bytes)))
     chunks = range(most, 0, -1)
     if job.lone:
         chunks = (1,)

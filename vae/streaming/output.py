@@ -5,7 +5,7 @@ places in the same pass.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -154,3 +154,28 @@ class TiledChunk:
         if first < last:
             time = slice(start + first - self._skipped, start + last - self._skipped)
             self._output.put(x[:, :, first:last], self.piece, time, rows, columns)
+
+
+def until_complete(stream: Iterator[Tensor], frames: range, *, as_images: bool) -> Iterator[Tensor]:
+    """The pieces that hold frames, until all that are wanted have come.
+
+    Args:
+        stream: Pieces `[B, C, n, H, W]`, or images `[B, n, H, W, C]`; `n` may be 0.
+        frames: Those that are wanted.
+        as_images: The pieces are images.
+
+    Raises:
+        ValueError: The stream ends before they have come.
+    """
+    missing = len(frames)
+    for piece in stream:
+        count = piece.shape[1 if as_images else 2]
+        if count:
+            missing -= count
+            yield piece
+        if not missing:
+            return
+    raise ValueError(
+        f"frames are {frames!r}, but none came from frame {frames.stop - missing} on; "
+        "expected a part of the video"
+    )

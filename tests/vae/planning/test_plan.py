@@ -15,7 +15,7 @@ from fast_video_vae.tests.wan22 import random_wan22
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers import conv_weights
 from fast_video_vae.vae.planning import plan, tiling
-from fast_video_vae.vae.planning.layer_specs import lengths_before, outline
+from fast_video_vae.vae.planning.layer_specs import lengths_before, network_spec
 from fast_video_vae.vae.planning.plan import StreamJob, Tiles, make_plan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -195,12 +195,12 @@ def test_tiles_are_counted_as_they_are_cut(vae, network, size):
     work = work_of(network, 24, 22)
     for cut in tiling.can_cut(network):
         _, tiles, whole = plan.cut_tiles(work, Tiles(cut, size))
-        stages = outline(network).stages
-        stages = stages[:cut] if work.outline.encodes else stages[cut:]
+        layers = network_spec(network).layers
+        layers = layers[:cut] if work.spec.encodes else layers[cut:]
         for tile in tiles:
             for axis, span in enumerate((tile.rows, tile.columns)):
                 expected = [spans[axis][1] - spans[axis][0] for spans in tile.spans]
-                lengths = lengths_before(stages, whole[axis], span)
+                lengths = lengths_before(layers, whole[axis], span)
                 assert lengths == [*expected, span[1] - span[0]]
 
 
