@@ -10,6 +10,8 @@ from safetensors.torch import save_file
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.nodes.checkout import import_comfyui, why_unavailable
 from fast_video_vae.tests.nodes.server import Server
+from fast_video_vae.tests.nodes.vae.pairs import fast_vae, stock_vae
+from fast_video_vae.tests.wan22 import random_qwen21
 
 
 @pytest.fixture(scope="session")
@@ -21,15 +23,65 @@ def comfyui(tmp_path_factory):
     return base
 
 
+@pytest.fixture
+def inference(comfyui):
+    """ComfyUI runs nodes in inference mode."""
+    with torch.inference_mode():
+        yield
+
+
 @pytest.fixture(scope="session")
-def server(tmp_path_factory):
-    """A running ComfyUI with this pack. One thread: the tensors of the tests are tiny."""
+def state():
+    """A narrow Wan 2.1; the VAEs below have these weights, and no test changes them."""
+    return random_state_dict(8)
+
+
+@pytest.fixture(scope="session")
+def stock(comfyui, state):
+    """ComfyUI's VAE."""
+    return stock_vae(state)
+
+
+@pytest.fixture(scope="session")
+def fast(comfyui, state, tmp_path_factory):
+    """Ours."""
+    return fast_vae(state, tmp_path_factory.mktemp("vae"))
+
+
+@pytest.fixture(scope="session")
+def picture_vae(comfyui, tmp_path_factory):
+    """A narrow Qwen-Image 2.1, ours."""
+    return fast_vae(random_qwen21(), tmp_path_factory.mktemp("vae"))
+
+
+@pytest.fixture
+def output(comfyui, tmp_path, monkeypatch):
+    """The folder that ComfyUI's nodes that save put files in."""
+    import folder_paths
+
+    monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def start_server(tmp_path_factory):
+    """Makes a ComfyUI with this pack and the nodes of `extra_nodes.py`, to be entered."""
     _skip_without_comfyui()
-    base = tmp_path_factory.mktemp("server")
-    (base / "custom_nodes").mkdir()
-    extra = Path(__file__).with_name("extra_nodes.py")
-    shutil.copy(extra, base / "custom_nodes" / extra.name)
-    with Server(base, threads=1) as server:
+
+    def start(*flags, **options):
+        base = tmp_path_factory.mktemp("server")
+        (base / "custom_nodes").mkdir()
+        extra = Path(__file__).with_name("extra_nodes.py")
+        shutil.copy(extra, base / "custom_nodes" / extra.name)
+        return Server(base, *flags, threads=1, **options)  # the tensors of the tests are tiny
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def server(start_server):
+    """One that runs, on the CPU, for all tests that leave it as it was."""
+    with start_server() as server:
         yield server
 
 

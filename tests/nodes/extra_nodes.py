@@ -1,11 +1,16 @@
 """Nodes for the tests, which their server loads next to ours.
 
-One gives what a text encoder would; one gives anything, as any type, as nodes of other packs can.
+One gives what a text encoder would; one gives anything, as any type, as nodes of other packs can;
+one patches a VAE; and two use a WANVAE as nodes of that type do.
 """
 
+import copy
 import fractions
 
 import torch
+
+# A weight that is patched; ComfyUI has no node for it.
+PATCHED = "decoder.upsamples.4.residual.2.weight"
 
 
 class Conditioning:
@@ -161,4 +166,71 @@ BAD = {
     "bool": lambda: torch.zeros(3, dtype=torch.bool),
 }
 
-NODE_CLASS_MAPPINGS = {"Test_Conditioning": Conditioning, "Test_Value": Value}
+
+class PatchVAE:
+    CATEGORY = "tests"
+    FUNCTION = "patch"
+    RETURN_TYPES = ("VAE",)
+
+    @classmethod
+    def INPUT_TYPES(cls):  # noqa: N802, the host's name
+        return {"required": {"vae": ("VAE",), "amount": ("FLOAT", {"default": 0.0})}}
+
+    def patch(self, vae, amount):
+        vae = copy.copy(vae)
+        vae.patcher = vae.patcher.clone()
+        difference = torch.full(vae.get_sd()[PATCHED].shape, amount)
+        if not vae.patcher.add_patches({PATCHED: ("diff", (difference,))}):
+            raise ValueError(f"nothing is patched; expected {PATCHED}")
+        return (vae,)
+
+
+class WanEncode:
+    CATEGORY = "tests"
+    FUNCTION = "run"
+    RETURN_TYPES = ("LATENT",)
+
+    @classmethod
+    def INPUT_TYPES(cls):  # noqa: N802, the host's name
+        return {"required": {"vae": ("WANVAE",), "images": ("IMAGE",)}}
+
+    def run(self, vae, images):
+        import comfy.model_management as management
+
+        device = management.get_torch_device()
+        vae = vae.to(device)
+        frames = images.to(device, vae.dtype).unsqueeze(0).permute(0, 4, 1, 2, 3)
+        latents = vae.encode(frames * 2.0 - 1.0, device=device, tiled=False)
+        latents *= 1.0
+        vae.model.to(management.unet_offload_device())
+        return ({"samples": latents.cpu()},)
+
+
+class WanDecode:
+    CATEGORY = "tests"
+    FUNCTION = "run"
+    RETURN_TYPES = ("IMAGE",)
+
+    @classmethod
+    def INPUT_TYPES(cls):  # noqa: N802, the host's name
+        return {"required": {"vae": ("WANVAE",), "samples": ("LATENT",)}}
+
+    def run(self, vae, samples):
+        import comfy.model_management as management
+
+        device = management.get_torch_device()
+        vae.to(device)
+        latents = samples["samples"].to(device=device, dtype=vae.dtype)
+        images = vae.decode(latents, device=device, end_=False, tiled=False)[0].cpu().float()
+        images.clamp_(-1.0, 1.0).add_(1.0).div_(2.0)
+        vae.to(management.unet_offload_device())
+        return (images.permute(1, 2, 3, 0),)
+
+
+NODE_CLASS_MAPPINGS = {
+    "Test_Conditioning": Conditioning,
+    "Test_Value": Value,
+    "Test_PatchVAE": PatchVAE,
+    "Test_WanEncode": WanEncode,
+    "Test_WanDecode": WanDecode,
+}

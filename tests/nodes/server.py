@@ -23,6 +23,9 @@ from .host.events import Events
 Prompt = Mapping[str, Mapping[str, Any]]
 Link = list  # the id of a node, and which of its outputs
 
+# The widgets of Load VAE (Fast) and Accelerate VAE (Fast), as they are at first.
+AUTO = {"dtype": "auto", "encode_dtype": "auto", "chunk": 0}
+
 # Booting takes 10 s on two cores; the first time after an installation compiles every file.
 _BOOT_TIMEOUT_S = 240
 

@@ -11,7 +11,7 @@ import pytest
 
 from fast_video_vae.tests.nodes import boot
 from fast_video_vae.tests.nodes.checkout import PACK, find_comfyui, why_unavailable
-from fast_video_vae.tests.nodes.server import PromptError, Workflow
+from fast_video_vae.tests.nodes.server import AUTO, PromptError, Workflow
 
 pytestmark = pytest.mark.comfyui
 
@@ -31,8 +31,6 @@ NODES = {
     "FastVAE_ToWanVideoWrapper": "To WANVAE (Fast)",
     "FastVAE_Benchmark": "VAE Benchmark (Fast)",
 }
-AUTO = {"dtype": "auto", "encode_dtype": "auto", "chunk": 0}
-
 # What a server may use more after a decode: the allocator's leftovers. It may map more than that,
 # in steps of 64 MiB for every thread.
 SLACK_BYTES = 64 << 20

@@ -8,11 +8,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from fast_video_vae.tests.nodes.server import Workflow
+from fast_video_vae.tests.nodes.server import AUTO, Workflow
 
 pytestmark = pytest.mark.comfyui
-
-AUTO = {"dtype": "auto", "encode_dtype": "auto", "chunk": 0}
 
 # One tile holds everything, so that ComfyUI's tiles have no seams.
 ONE_TILE = {"tile_size": 512, "overlap": 64, "temporal_size": 64, "temporal_overlap": 8}

@@ -2,14 +2,33 @@
 
 import importlib
 
+import pytest
 import torch
 from safetensors.torch import save_file
+
+from fast_video_vae.tests.seedvr2 import NARROW
 
 
 def stock_vae(state):
     import comfy.sd
 
     return comfy.sd.VAE(sd=dict(state))
+
+
+def narrow_seedvr2(state, **options):
+    """ComfyUI's class has the published widths alone; a constant of its module makes it narrow."""
+    import comfy.ldm.seedvr.vae as theirs
+    import comfy.sd
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(theirs, "BYTEDANCE_BLOCK_OUT_CHANNELS", NARROW)
+        return comfy.sd.VAE(sd=dict(state), **options)
+
+
+def accelerated(vae, **choice):
+    from fast_video_vae.nodes.vae.accelerate import Choice, accelerate
+
+    return accelerate(vae, Choice(**choice))
 
 
 def fast_vae(state, folder, **choice):
@@ -34,6 +53,22 @@ def clip(frames, height=64, width=64, channels=3, seed=0):
 def latents(frames, height=6, width=9, batch=1, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, 16, frames, height, width, generator=generator)
+
+
+def as_saved(images):
+    """The bytes that ComfyUI's saver makes of an IMAGE: the fraction is dropped."""
+    return (images * 255).clamp(0, 255).byte()
+
+
+def ours(name, hidden=None, **inputs):
+    """Execute a VAE or video node of ours with the defaults of its widgets."""
+    from fast_video_vae.nodes.vae import nodes as vae_nodes
+    from fast_video_vae.nodes.video import nodes as video_nodes
+
+    cls = getattr(vae_nodes, name, None) or getattr(video_nodes, name)
+    defaults = {each.id: getattr(each, "default", None) for each in cls.define_schema().inputs}
+    inputs = {key: value for key, value in defaults.items() if value is not None} | inputs
+    return cls.PREPARE_CLASS_CLONE({"hidden_inputs": hidden or {}}).execute(**inputs)
 
 
 def node(name, *arguments, **keywords):

@@ -6,28 +6,16 @@ import logging
 import pytest
 import torch
 
-from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.nodes.vae.pairs import clip, fast_vae, latents, relative_error, stock_vae
+from fast_video_vae.tests.nodes.vae.pairs import (
+    accelerated,
+    clip,
+    fast_vae,
+    latents,
+    relative_error,
+    stock_vae,
+)
 
-pytestmark = pytest.mark.comfyui
-
-
-@pytest.fixture(autouse=True)
-def _as_in_a_node(comfyui):
-    """ComfyUI runs nodes in inference mode."""
-    with torch.inference_mode():
-        yield
-
-
-@pytest.fixture(scope="module")
-def state():
-    return random_state_dict(8)
-
-
-def accelerated(vae, **choice):
-    from fast_video_vae.nodes.vae.accelerate import Choice, accelerate
-
-    return accelerate(vae, Choice(**choice))
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 
 def test_accelerating_shares_the_weights_and_leaves_the_input_alone(state):

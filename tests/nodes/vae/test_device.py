@@ -3,6 +3,7 @@
 With a GPU once as ComfyUI boots by default, with DynamicVRAM, and once without.
 """
 
+import contextlib
 import time
 
 import numpy as np
@@ -12,61 +13,34 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.nodes.checkout import why_unavailable
-from fast_video_vae.tests.nodes.server import Server, Workflow
+from fast_video_vae.tests.nodes.server import AUTO, Workflow
 
 pytestmark = pytest.mark.comfyui
 
-KEY = "decoder.upsamples.4.residual.2.weight"
-AUTO = {"dtype": "auto", "encode_dtype": "auto", "chunk": 0}
-
 # What allocators and libraries may keep after a first decode.
 SLACK_BYTES = 64 << 20
-
-# A node that patches a VAE, as packs do; ComfyUI has none for this key.
-PATCH = f"""
-import copy
-import torch
-
-class PatchVAE:
-    RETURN_TYPES, FUNCTION, CATEGORY = ("VAE",), "patch", "test"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {{"required": {{"vae": ("VAE",), "amount": ("FLOAT", {{"default": 0.0}})}}}}
-
-    def patch(self, vae, amount):
-        vae = copy.copy(vae)
-        vae.patcher = vae.patcher.clone()
-        shape = vae.get_sd()[{KEY!r}].shape
-        assert vae.patcher.add_patches({{{KEY!r}: ("diff", (torch.full(shape, amount),))}})
-        return (vae,)
-
-NODE_CLASS_MAPPINGS = {{"TestPatchVAE": PatchVAE}}
-"""
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((True, []), id="cpu"),
-        pytest.param((False, []), id="DynamicVRAM", marks=pytest.mark.gpu),
-        pytest.param((False, ["--disable-dynamic-vram"]), id="static", marks=pytest.mark.gpu),
+        pytest.param(None, id="cpu"),
+        pytest.param([], id="DynamicVRAM", marks=pytest.mark.gpu),
+        pytest.param(["--disable-dynamic-vram"], id="static", marks=pytest.mark.gpu),
     ],
 )
-def device_server(request, tmp_path_factory):
-    reason = why_unavailable()
-    if reason is not None:
-        pytest.skip(reason)
-    cpu, flags = request.param
+def device_server(request):
+    """A server on that device, with the weights; whether it is on the CPU."""
+    cpu = request.param is None
     if not cpu and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
-    base = tmp_path_factory.mktemp("device")
-    (base / "custom_nodes" / "patch_vae").mkdir(parents=True)
-    (base / "custom_nodes" / "patch_vae" / "__init__.py").write_text(PATCH)
-    (base / "models" / "vae").mkdir(parents=True)
-    save_file(random_state_dict(8), base / "models" / "vae" / "random.safetensors")
-    with Server(base, "--fp32-vae", *flags, cpu=cpu, threads=1) as server:
+    with contextlib.ExitStack() as stack:
+        if cpu:
+            server = request.getfixturevalue("server")
+        else:
+            start = request.getfixturevalue("start_server")
+            server = stack.enter_context(start("--fp32-vae", *request.param, cpu=False))
+        save_file(random_state_dict(8), server.models("vae") / "device.safetensors")
         yield server, cpu
 
 
@@ -81,15 +55,15 @@ def decode(server, seed, amounts):
     """The pictures of ComfyUI's VAE and of ours for each amount of a patch, by way and amount."""
     workflow, saved = Workflow(), {}
     latent = workflow.add("LoadLatent", latent=write_latent(server, seed))
-    stock = workflow.add("VAELoader", vae_name="random.safetensors")
+    stock = workflow.add("VAELoader", vae_name="device.safetensors")
     ways = {
         "stock": stock,
-        "loaded": workflow.add("FastVAE_Load", vae_name="random.safetensors", **AUTO),
+        "loaded": workflow.add("FastVAE_Load", vae_name="device.safetensors", **AUTO),
         "accelerated": workflow.add("FastVAE_Accelerate", vae=stock, **AUTO),
     }
     for way, vae in ways.items():
         for amount in amounts:
-            patched = workflow.add("TestPatchVAE", vae=vae, amount=amount) if amount else vae
+            patched = workflow.add("Test_PatchVAE", vae=vae, amount=amount) if amount else vae
             images = workflow.add("VAEDecode", samples=latent, vae=patched)
             saved[way, amount], *_ = workflow.add("SaveImage", images=images, filename_prefix="x")
     shown = server.run(workflow)

@@ -6,22 +6,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.nodes.vae.pairs import clip, latents, relative_error, stock_vae
+from fast_video_vae.tests.nodes.vae.pairs import clip, latents, ours, relative_error
 
-pytestmark = pytest.mark.comfyui
-
-
-@pytest.fixture(autouse=True)
-def _as_in_a_node(comfyui):
-    """ComfyUI runs nodes in inference mode."""
-    with torch.inference_mode():
-        yield
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 
-@pytest.fixture(scope="module")
-def state():
-    return random_state_dict(8)
+def run(name, **inputs):
+    return ours(name, **inputs).args
 
 
 @pytest.fixture(scope="module")
@@ -35,19 +26,6 @@ def models(comfyui):
 def vae_name(models, state):
     save_file(state, models / "small.safetensors")
     return "small.safetensors"
-
-
-def run(name, **inputs):
-    """Execute a node of ours with the defaults of its widgets."""
-    from fast_video_vae.nodes.vae import nodes as vae_nodes
-
-    node = getattr(vae_nodes, name)
-    inputs = {
-        each.id: each.default
-        for each in node.define_schema().inputs
-        if getattr(each, "default", None) is not None
-    } | inputs
-    return node.execute(**inputs).args
 
 
 @pytest.fixture(scope="module")
@@ -113,18 +91,6 @@ def test_the_bundled_clip_survives_the_bundled_vae():
     assert psnr > 22
 
 
-@pytest.mark.parametrize("chunk", [0, 1, 2, -1])
-def test_any_chunk_gives_the_same_frames_and_latents(vae, state, chunk):
-    stock = stock_vae(state)
-    samples = {"samples": latents(5)}
-    images, _ = run("Decode", samples=samples, vae=vae, chunk=chunk)
-    assert images.shape == (17, 48, 72, 3)
-    assert images.is_contiguous()
-    assert relative_error(images, stock.decode(samples["samples"])[0]) <= 1e-5
-    (latent,) = run("Encode", pixels=clip(17), vae=vae, chunk=chunk)
-    assert relative_error(latent["samples"], stock.encode(clip(17))) <= 1e-5
-
-
 def test_the_options_of_the_loader_are_the_vae_s(vae_name):
     (vae,) = run("Load", vae_name=vae_name, dtype="bf16", encode_dtype="fp32", chunk=3)
     model = vae.first_stage_model
@@ -157,18 +123,7 @@ def test_float16_on_a_cpu_gives_the_frames_of_float32(vae, vae_name):
     assert latent["samples"].dtype == torch.float32
 
 
-def test_images_can_be_a_batch_instead_of_a_video(vae, state):
-    stock = stock_vae(state)
-    pixels = clip(5)
-    (video,) = run("Encode", pixels=pixels, vae=vae)
-    (images,) = run("Encode", pixels=pixels, vae=vae, batch="images")
-    assert video["samples"].shape == (1, 16, 2, 8, 8)
-    expected = torch.cat([stock.encode(image[None]) for image in pixels])
-    assert relative_error(images["samples"], expected) <= 1e-5
-
-
-def test_a_vae_that_is_not_ours_runs_its_own_method(state, caplog):
-    stock = stock_vae(state)
+def test_a_vae_that_is_not_ours_runs_its_own_method(stock, caplog):
     samples = {"samples": latents(2)}
     with caplog.at_level(logging.INFO):
         images, _ = run("Decode", samples=samples, vae=stock, chunk=2)
@@ -178,8 +133,8 @@ def test_a_vae_that_is_not_ours_runs_its_own_method(state, caplog):
     assert torch.equal(latent["samples"], stock.encode(clip(5)))
 
 
-def test_the_accelerated_vae_decodes_like_the_loaded_one(vae, state):
-    (fast,) = run("Accelerate", vae=stock_vae(state))
+def test_the_accelerated_vae_decodes_like_the_loaded_one(vae, stock):
+    (fast,) = run("Accelerate", vae=stock)
     samples = {"samples": latents(2)}
     expected, _ = run("Decode", samples=samples, vae=vae)
     assert torch.equal(run("Decode", samples=samples, vae=fast)[0], expected)

@@ -1,10 +1,5 @@
-"""SeedVR2's VAE in ComfyUI's nodes, beside the VAE that ComfyUI loads from the same weights.
+"""What SeedVR2's VAE has of its own in ComfyUI: its latents, its nodes, and frames never cut."""
 
-ComfyUI's class has the published widths alone; a constant of its module makes it narrow.
-"""
-
-import contextlib
-import copy
 import gc
 import weakref
 
@@ -14,84 +9,41 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from fast_video_vae.tests.nodes.lora import dits
-from fast_video_vae.tests.nodes.server import Workflow
+from fast_video_vae.tests.nodes.server import AUTO, Workflow
 from fast_video_vae.tests.nodes.vae.pairs import (
+    accelerated,
     clip,
     fast_vae,
     latents,
+    narrow_seedvr2,
     node,
+    ours,
     relative_error,
-    stock_vae,
     v3_node,
 )
-from fast_video_vae.tests.seedvr2 import NARROW, SCALE, random_seedvr2, seedvr2_shapes
+from fast_video_vae.tests.seedvr2 import SCALE, random_seedvr2, seedvr2_shapes
 from fast_video_vae.vae import StreamOptions
 
 LEAST = StreamOptions(limit_bytes=1)
 
-pytestmark = pytest.mark.comfyui
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 HEIGHT, WIDTH = 32, 48  # of frames; a latent is 4 x 6
 
 
-@pytest.fixture(autouse=True)
-def _as_in_a_node(comfyui):
-    """ComfyUI runs nodes in inference mode."""
-    with torch.inference_mode():
-        yield
-
-
-@contextlib.contextmanager
-def narrow_class():
-    """ComfyUI's class makes narrow networks."""
-    import comfy.ldm.seedvr.vae as theirs
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(theirs, "BYTEDANCE_BLOCK_OUT_CHANNELS", NARROW)
-        yield
-
-
-def narrow_stock(state, **options):
-    import comfy.sd
-
-    with narrow_class():
-        return comfy.sd.VAE(sd=dict(state), **options)
+@pytest.fixture(scope="module")
+def state(seedvr2):
+    return seedvr2.state
 
 
 @pytest.fixture(scope="module")
-def state():
-    return random_seedvr2()
+def stock(seedvr2):
+    return seedvr2.stock
 
 
 @pytest.fixture(scope="module")
-def stock(comfyui, state):
-    return narrow_stock(state)
-
-
-@pytest.fixture(scope="module")
-def loaded(comfyui, state, tmp_path_factory):
-    return fast_vae(state, tmp_path_factory.mktemp("vae"))
-
-
-@pytest.fixture(params=["loaded", "accelerated"])
-def fast(request, loaded, stock):
-    return loaded if request.param == "loaded" else accelerated(stock)
-
-
-def accelerated(vae, **choice):
-    from fast_video_vae.nodes.vae.accelerate import Choice, accelerate
-
-    return accelerate(vae, Choice(**choice))
-
-
-def ours(name, **inputs):
-    """Execute a node of ours with the defaults of its widgets."""
-    from fast_video_vae.nodes.vae import nodes as vae_nodes
-
-    schema = getattr(vae_nodes, name).define_schema()
-    defaults = {each.id: getattr(each, "default", None) for each in schema.inputs}
-    given = {key: value for key, value in defaults.items() if value is not None} | inputs
-    return getattr(vae_nodes, name).execute(**given).args[0]
+def loaded(seedvr2):
+    return seedvr2.fast
 
 
 def frames(count, height=HEIGHT, width=WIDTH, **options):
@@ -102,55 +54,12 @@ def small_latents(count, **options):
     return latents(count, HEIGHT // 8, WIDTH // 8, **options)
 
 
-# --- the same results as ComfyUI's, through the nodes
-
-
 def test_the_weights_are_named_and_shaped_as_in_comfyui_s_class():
     import comfy.ldm.seedvr.vae as theirs
 
     with torch.device("meta"):
         weights = theirs.VideoAutoencoderKLWrapper().state_dict()
     assert {key: tuple(value.shape) for key, value in weights.items()} == seedvr2_shapes()
-
-
-@pytest.mark.parametrize("count", [1, 5, 9, 13])
-def test_every_way_to_encode_is_that_of_stock(stock, fast, count):
-    pixels = frames(count)
-    expected = stock.encode(pixels)
-    assert expected.shape == (1, 16, (count - 1) // 4 + 1, 4, 6)
-    small = {"tile_size": 64, "overlap": 0}
-    for latent in (
-        node("VAEEncode", vae=fast, pixels=pixels)[0]["samples"],
-        node("VAEEncodeTiled", vae=fast, pixels=pixels, tile_size=512, overlap=64)[0]["samples"],
-        node("VAEEncodeTiled", vae=fast, pixels=pixels, **small)[0]["samples"],
-        ours("Encode", pixels=pixels, vae=fast)["samples"],
-    ):
-        assert relative_error(latent, expected) <= 1e-5
-
-
-@pytest.mark.parametrize("count", [1, 5, 9, 13])
-def test_every_way_to_decode_is_that_of_stock(stock, fast, count):
-    latent = small_latents((count - 1) // 4 + 1)
-    samples = {"samples": latent}
-    (expected,) = node("VAEDecode", vae=stock, samples=samples)
-    assert expected.shape == (count, HEIGHT, WIDTH, 3)
-    for images in (
-        node("VAEDecode", vae=fast, samples=samples)[0],
-        node("VAEDecodeTiled", vae=fast, samples=samples, tile_size=512)[0],
-        node("VAEDecodeTiled", vae=fast, samples=samples, tile_size=64, overlap=0)[0],
-        ours("Decode", samples=samples, vae=fast),
-    ):
-        assert relative_error(images, expected) <= 1e-5
-        assert images.is_contiguous()
-
-
-@pytest.mark.parametrize("chunk", [1, 2, -1])
-def test_any_chunk_gives_the_same(stock, loaded, chunk):
-    latent, pixels = small_latents(4), frames(13)
-    images = ours("Decode", samples={"samples": latent}, vae=loaded, chunk=chunk)
-    assert relative_error(images, stock.decode(latent)[0]) <= 1e-5
-    encoded = ours("Encode", pixels=pixels, vae=loaded, chunk=chunk)["samples"]
-    assert relative_error(encoded, stock.encode(pixels)) <= 1e-5
 
 
 def test_a_tiled_picture_that_has_several_tiles_has_no_seams(stock, loaded):
@@ -166,24 +75,8 @@ def test_a_tiled_picture_that_has_several_tiles_has_no_seams(stock, loaded):
     assert relative_error(loaded.encode_tiled(pixels, **tiles), expected) <= 1e-5
 
 
-def test_batches_of_videos_and_pictures_are_those_of_stock(stock, loaded):
-    for latent in (small_latents(2, batch=2), small_latents(1, batch=3)):
-        assert relative_error(loaded.decode(latent), stock.decode(latent)) <= 1e-5
-    pixels = frames(3)
-    expected = torch.cat([stock.encode(image[None]) for image in pixels])
-    assert expected.shape == (3, 16, 1, 4, 6)
-    for latent in (
-        loaded.encode(pixels, not_video=True),
-        loaded.encode(pixels[:, None]),  # [B, T, H, W, C]
-        ours("Encode", pixels=pixels, vae=loaded, batch="images")["samples"],
-    ):
-        assert relative_error(latent, expected) <= 1e-5
-    videos = torch.stack([frames(5), frames(5, seed=1)])
-    assert relative_error(loaded.encode(videos), stock.encode(videos)) <= 1e-5
-
-
 def test_a_latent_with_its_time_in_the_channels_is_a_video(stock, loaded):
-    for count in (1, 3):
+    for count in (1, 2):
         latent = small_latents(count, batch=2)
         flat = latent.reshape(2, 16 * count, 4, 6)
         expected = stock.decode(flat)
@@ -197,15 +90,6 @@ def test_a_latent_with_its_time_in_the_channels_is_a_video(stock, loaded):
         assert loaded.memory_used_decode(flat.shape, torch.float32) == loaded.memory_used_decode(
             latent.shape, torch.float32
         )
-
-
-@pytest.mark.parametrize("count", [2, 4, 6, 8, 12])
-def test_frames_that_fill_no_latent_are_left_out_as_in_stock(stock, loaded, count):
-    pixels = frames(count)
-    expected = stock.encode(pixels)
-    assert expected.shape[2] == (count - 1) // 4 + 1
-    for latent in (loaded.encode(pixels), loaded.encode(pixels[None])):
-        assert relative_error(latent, expected) <= 1e-5
 
 
 @pytest.mark.parametrize("is_batch", [False, True])
@@ -227,35 +111,16 @@ def test_sizes_that_do_not_fit_are_cropped_about_the_centre(stock, loaded, is_ba
         assert relative_error(latent, expected) <= 1e-5
 
 
-def test_alpha_is_left_out(stock, loaded):
-    pixels = frames(5, channels=4)
-    assert relative_error(loaded.encode(pixels), stock.encode(pixels)) <= 1e-5
-
-
 def test_other_sizes_after_one_another(stock, loaded):
-    for height, width, count in ((4, 6, 3), (7, 5, 1), (2, 9, 2), (4, 6, 3), (1, 1, 2)):
+    for height, width, count in ((4, 6, 2), (7, 5, 1), (4, 6, 2), (1, 1, 2)):
         latent = latents(count, height, width)
         assert relative_error(loaded.decode(latent), stock.decode(latent)) <= 1e-5
         pixels = clip(4 * count - 3, 8 * height, 8 * width)
         assert relative_error(loaded.encode(pixels), stock.encode(pixels)) <= 1e-5
 
 
-def test_in_bfloat16_it_is_as_close_as_stock(stock, state, tmp_path):
-    rough = narrow_stock(state, dtype=torch.bfloat16)
-    fast = fast_vae(state, tmp_path, dtype=torch.bfloat16)
-    latent, pixels = small_latents(2), frames(5)
-    for name, given in (("decode", latent), ("encode", pixels)):
-        expected = getattr(stock, name)(given)
-        allowed = 2 * relative_error(getattr(rough, name)(given), expected)
-        assert relative_error(getattr(fast, name)(given), expected) <= allowed
-
-
-# --- ComfyUI's nodes of SeedVR2
-
-
 @pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("method", ["lab", "wavelet", "adain", "none"])
-def test_comfyui_s_nodes_of_seedvr2_run_on_it_unchanged(stock, loaded, count, method):
+def test_comfyui_s_nodes_of_seedvr2_run_on_it_unchanged(stock, loaded, count):
     patcher = dits.patcher("seedvr2")
     network = patcher.model.diffusion_model
     generator = torch.Generator().manual_seed(2)
@@ -281,22 +146,26 @@ def test_comfyui_s_nodes_of_seedvr2_run_on_it_unchanged(stock, loaded, count, me
         )
         assert step.shape == noise.shape
         (images,) = node("VAEDecode", vae=vae, samples={"samples": noise - 0.6 * step})
-        (result,) = v3_node(
+        return images
+
+    def finished(images, method):
+        return v3_node(
             "nodes_seedvr",
             "SeedVR2PostProcessing",
             images=images,
             original_resized_images=source,
             color_correction_method=method,
-        )
-        return images, result
+        )[0]
 
-    (expected, wanted), (images, result) = upscaled(stock), upscaled(loaded)
-    assert wanted.shape == (count, 30, 44, 4)
+    expected, images = upscaled(stock), upscaled(loaded)
     assert relative_error(images, expected) <= 1e-5
-    difference = (result - wanted).abs()
-    assert difference.mean() <= 1e-6
-    # "lab" sorts the pixels: two that are nearly equal may change places.
-    assert difference.max() <= (1e-2 if method == "lab" else 1e-5)
+    for method in ("lab", "wavelet", "adain", "none"):
+        wanted, result = finished(expected, method), finished(images, method)
+        assert wanted.shape == (count, 30, 44, 4)
+        difference = (result - wanted).abs()
+        assert difference.mean() <= 1e-6
+        # "lab" sorts the pixels: two that are nearly equal may change places.
+        assert difference.max() <= (1e-2 if method == "lab" else 1e-5)
 
 
 def test_a_latent_that_is_split_and_merged_is_a_video_again(stock, loaded):
@@ -319,8 +188,7 @@ def test_a_latent_that_is_split_and_merged_is_a_video_again(stock, loaded):
 def test_a_server_runs_a_narrow_file_through_comfyui_s_nodes(server, state):
     save_file(state, server.models("vae") / "seedvr2.safetensors")
     workflow = Workflow()
-    auto = {"dtype": "auto", "encode_dtype": "auto", "chunk": 0}
-    vae = workflow.add("FastVAE_Load", vae_name="seedvr2.safetensors", **auto)
+    vae = workflow.add("FastVAE_Load", vae_name="seedvr2.safetensors", **AUTO)
     source = workflow.add("EmptyImage", width=44, height=30, batch_size=4, color=0x4080C0)
     pixels = workflow.add("SeedVR2Preprocess", resized_images=source)
     times = {"tile_size": 64, "overlap": 0, "temporal_size": 64, "temporal_overlap": 8}
@@ -340,38 +208,8 @@ def test_a_server_runs_a_narrow_file_through_comfyui_s_nodes(server, state):
             assert image.size == (44, 30)
 
 
-# --- the numbers of the object, its weights, and what it keeps alive
-
-
-def test_its_numbers_are_those_of_stock(stock, fast):
-    for name in (
-        "latent_channels", "latent_dim", "output_channels", "pad_channel_value", "vae_dtype",
-        "device", "output_device", "not_video", "handles_tiling", "disable_offload",
-        "upscale_index_formula", "downscale_index_formula", "working_dtypes", "extra_1d_channel",
-    ):  # fmt: skip
-        assert getattr(fast, name) == getattr(stock, name), name
-    for name in ("upscale_ratio", "downscale_ratio"):
-        given, wanted = getattr(fast, name), getattr(stock, name)
-        assert given[1:] == wanted[1:]
-        assert [given[0](count) for count in range(30)] == [wanted[0](count) for count in range(30)]
-    image = frames(1)
-    assert torch.equal(fast.process_input(image), stock.process_input(image))
-    assert torch.equal(fast.process_output(image.clone()), stock.process_output(image.clone()))
-    mean = small_latents(2)
-    assert torch.equal(fast.format_encoded(mean), stock.format_encoded(mean))
-    assert torch.equal(fast.format_encoded(mean[:, :, 0]), stock.format_encoded(mean[:, :, 0]))
-    assert not fast.is_dynamic()
-
-
-def test_the_saved_vae_is_the_loaded_one(fast, stock, state):
-    weights = fast.get_sd()
-    assert weights.keys() == stock.get_sd().keys() == state.keys()
-    assert all(weights[key].is_contiguous() for key in weights)
-    assert all(torch.equal(weights[key], state[key]) for key in weights)
-
-
-def test_accelerating_shares_the_weights_and_keeps_nothing_of_stock_alive(state):
-    stock = narrow_stock(state)
+def test_accelerating_shares_the_weights_and_keeps_nothing_of_stock_alive(seedvr2):
+    stock = narrow_seedvr2(seedvr2.state)
     before = dict(stock.__dict__)
     fast = accelerated(stock)
     assert stock.__dict__ == before
@@ -382,57 +220,12 @@ def test_accelerating_shares_the_weights_and_keeps_nothing_of_stock_alive(state)
     del stock, before, theirs, parameter
     gc.collect()
     assert kept() is None
-    assert fast.decode(small_latents(1)).shape == (1, 1, HEIGHT, WIDTH, 3)
+    latent, pixels = small_latents(2), frames(5)
+    assert relative_error(fast.decode(latent), seedvr2.stock.decode(latent)) <= 1e-5
+    assert relative_error(fast.encode(pixels), seedvr2.stock.encode(pixels)) <= 1e-5
 
 
-def test_a_copy_for_another_device_scales_by_its_own_network(loaded):
-    (selected,) = v3_node("nodes_multigpu", "SelectVAEDeviceNode", vae=loaded, device="default")
-    assert torch.equal(selected.decode(small_latents(2)), loaded.decode(small_latents(2)))
-    clone = loaded.patcher.deepclone_multigpu(new_load_device=torch.device("cpu"))
-    moved = copy.copy(loaded)
-    moved.patcher, moved.first_stage_model = clone, clone.model
-    assert moved.format_encoded.__self__ is clone.model
-    assert torch.equal(moved.encode(frames(5)), loaded.encode(frames(5)))
-
-
-def test_the_estimates_grow_with_the_picture_and_not_with_the_length(loaded):
-    for estimate, scale in ((loaded.memory_used_decode, 1), (loaded.memory_used_encode, 8)):
-        shape = (1, 16, 3 * scale, 60 * scale, 104 * scale)
-        longer = (1, 16, 300 * scale, 60 * scale, 104 * scale)
-        larger = (1, 16, 3 * scale, 120 * scale, 208 * scale)
-        dtype = torch.float32
-        assert 0 < estimate(shape, dtype) == estimate(longer, dtype) < estimate(larger, dtype)
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "decoder.up_blocks.0.upsamplers.0.upscale_conv.weight",
-        "decoder.up_blocks.0.upsamplers.0.conv.weight",
-        "decoder.up_blocks.2.upsamplers.0.upscale_conv.bias",
-        "decoder.mid_block.attentions.0.to_q.weight",
-        "decoder.up_blocks.1.resnets.1.norm2.weight",
-    ],
-)
-def test_a_patch_changes_the_picture_as_in_stock_and_leaves_no_trace(stock, fast, state, key):
-    latent = small_latents(3)
-    plain = fast.decode(latent)
-    difference = torch.randn(state[key].shape, generator=torch.Generator().manual_seed(3)) * 0.1
-    patched, patched_stock = copy.copy(fast), copy.copy(stock)
-    for vae in (patched, patched_stock):
-        vae.patcher = vae.patcher.clone()
-        assert vae.patcher.add_patches({key: ("diff", (difference,))}) == [key]
-    changed = patched.decode(latent)
-    assert relative_error(changed, patched_stock.decode(latent)) <= 1e-5
-    assert (changed - plain).abs().max() > 1e-4
-    assert torch.equal(fast.decode(latent), plain)
-    stock.decode(latent)  # without the patch again
-
-
-# --- the network's side of the protocol: what ComfyUI's own methods and other packs call
-
-
-@pytest.mark.parametrize("count", [1, 3, 5, 9])
+@pytest.mark.parametrize("count", [1, 3, 5])
 def test_the_network_gives_the_bare_mean_as_stock_s_does(stock, loaded, count):
     model, theirs = loaded.first_stage_model, stock.first_stage_model
     video = torch.stack([frames(count), frames(count, seed=1)]).movedim(-1, 1) * 2 - 1
@@ -452,7 +245,7 @@ def test_the_network_gives_the_bare_mean_as_stock_s_does(stock, loaded, count):
     assert model.config.latent_scale == SCALE
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [1, 2])
 def test_the_network_takes_the_scaled_latent_as_stock_s_does(stock, loaded, count):
     model, theirs = loaded.first_stage_model, stock.first_stage_model
     latent = small_latents(count, batch=2)
@@ -463,31 +256,6 @@ def test_the_network_takes_the_scaled_latent_as_stock_s_does(stock, loaded, coun
         assert relative_error(model.decode_tiled(given), expected) <= 1e-5
         assert relative_error(model.decode_tiled(given, 8, 8, 2), expected) <= 1e-5
         assert model.decode_output_shape(given.shape) == expected.shape
-        for buffer in (
-            torch.full(expected.shape, torch.nan),
-            torch.full((*expected.shape[:2], *expected.shape[:1:-1]), torch.nan).permute(
-                0, 1, 4, 3, 2
-            ),
-            torch.full(expected.shape, torch.nan, dtype=torch.float16),
-        ):
-            model.decode(given, output_buffer=buffer)
-            assert torch.equal(buffer, images.to(buffer.dtype))
-
-
-def test_comfyui_s_own_methods_drive_our_network(stock, loaded):
-    import comfy.sd
-
-    core, tiles = comfy.sd.VAE, {"tile_x": 512, "tile_y": 512, "overlap": 64}
-    for count in (1, 3):
-        latent, pixels = small_latents(count), frames(4 * count - 3)
-        assert loaded.first_stage_model.comfy_has_chunked_io
-        expected = stock.decode(latent)
-        for given in (latent, latent.flatten(1, 2)):
-            for images in (core.decode(loaded, given), core.decode_tiled(loaded, given, **tiles)):
-                assert relative_error(images, expected) <= 1e-5
-        expected = stock.encode(pixels)
-        assert relative_error(core.encode(loaded, pixels), expected) <= 1e-5
-        assert relative_error(core.encode_tiled(loaded, pixels, **tiles), expected) <= 1e-5
 
 
 def test_comfyui_s_own_fallback_is_exact_too(stock, loaded, monkeypatch):
@@ -505,9 +273,6 @@ def test_comfyui_s_own_fallback_is_exact_too(stock, loaded, monkeypatch):
     monkeypatch.setattr(kind, "encode", full)
     assert relative_error(comfy.sd.VAE.decode(loaded, latent), expected) <= 1e-5
     assert relative_error(comfy.sd.VAE.encode(loaded, pixels), encoded) <= 1e-5
-
-
-# --- memory
 
 
 @pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
@@ -589,50 +354,15 @@ def test_the_limit_of_a_tile_reaches_the_stream_and_what_comfyui_is_asked_for(lo
     assert plans[-1] is None
 
 
-@pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
-def test_an_interrupt_ends_it_at_the_next_block(loaded, encode):
-    import comfy.model_management as management
-
-    model = loaded.first_stage_model
-    network = model.encoder if encode else model.decoder
-    blocks = []
-
-    def stop(module, inputs):
-        blocks.append(module)
-        management.interrupt_current_processing(True)
-
-    handle = network.mid_block.resnets[0].register_forward_pre_hook(stop)
-    try:
-        with pytest.raises(management.InterruptProcessingException):
-            loaded.encode(frames(9)) if encode else loaded.decode(small_latents(3))
-    finally:
-        handle.remove()
-        management.interrupt_current_processing(False)
-    assert len(blocks) == 1
-
-
-# --- files and errors
-
-
 def test_the_loader_tells_seedvr2_by_its_tensors(comfyui, state, stock):
     folder = comfyui / "models" / "vae"
     folder.mkdir(parents=True, exist_ok=True)
     half = {key: value.half() for key, value in state.items()}
     save_file({f"vae.{key}": value for key, value in half.items()}, folder / "seed.safetensors")
-    vae = ours("Load", vae_name="seed.safetensors", dtype="fp32")
+    vae = ours("Load", vae_name="seed.safetensors", dtype="fp32").args[0]
     assert vae.first_stage_model.config.family == "seedvr2"
-    rounded = narrow_stock(half)
+    rounded = narrow_seedvr2(half)
     assert relative_error(vae.decode(small_latents(2)), rounded.decode(small_latents(2))) <= 1e-5
-    fast = ours("Accelerate", vae=stock)
-    assert relative_error(fast.decode(small_latents(2)), stock.decode(small_latents(2))) <= 1e-5
-
-
-def test_a_decoder_alone_decodes_and_says_that_it_cannot_encode(stock, state, tmp_path):
-    weights = {key: value for key, value in state.items() if not key.startswith("encoder.")}
-    fast = fast_vae(weights, tmp_path)
-    assert relative_error(fast.decode(small_latents(2)), stock.decode(small_latents(2))) <= 1e-5
-    with pytest.raises(ValueError, match=r"^vae: the checkpoint has no encoder"):
-        ours("Encode", pixels=frames(1), vae=fast)
 
 
 def test_stages_of_any_width_load(stock, state, tmp_path):
@@ -641,6 +371,11 @@ def test_stages_of_any_width_load(stock, state, tmp_path):
     encoder = {key: value for key, value in state.items() if key.startswith("encoder.")}
     fast = fast_vae(other | encoder, tmp_path)
     assert relative_error(fast.encode(frames(5)), stock.encode(frames(5))) <= 1e-5
+
+
+def test_an_image_of_one_channel_is_told_by_its_input(loaded):
+    with pytest.raises(ValueError, match=r"^pixels: .*1 channels; this VAE needs 3"):
+        ours("Encode", pixels=torch.zeros(1, 64, 64, 1), vae=loaded)
 
 
 @pytest.mark.parametrize(
@@ -662,30 +397,3 @@ def test_a_bad_latent_is_told_by_its_input(loaded, latent, reason):
     for refuse in (loaded.decode_tiled, loaded.first_stage_model.decode_tiled):
         with pytest.raises(ValueError, match=reason):
             refuse(latent, tile_x=64, tile_y=64, overlap=16)
-
-
-@pytest.mark.parametrize(
-    ("pixels", "reason"),
-    [
-        (torch.zeros(1, 7, 64, 3), "7 x 64"),
-        (torch.zeros(0, 64, 64, 3), "empty"),
-        (torch.zeros(64, 64, 3), r"\[64, 64, 3\]; expected \[N, H, W, C\]"),
-        (torch.full((1, 64, 64, 3), torch.inf), "infinite"),
-        (torch.zeros(1, 64, 64, 3, dtype=torch.uint8), "uint8"),
-        (torch.zeros(1, 64, 64, 1), "1 channels; this VAE needs 3"),
-    ],
-)
-def test_a_bad_image_is_told_by_its_input(loaded, pixels, reason):
-    with pytest.raises(ValueError, match=rf"^pixels: .*{reason}") as error:
-        ours("Encode", pixels=pixels, vae=loaded)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.slow
-def test_the_published_widths_are_those_of_stock():
-    stock = stock_vae(random_seedvr2((128, 256, 512, 512)))
-    fast = accelerated(stock)
-    for count in (1, 2):
-        latent, pixels = latents(count, 4, 4), clip(4 * count - 3, 32, 32)
-        assert relative_error(fast.decode(latent), stock.decode(latent)) <= 1e-5
-        assert relative_error(fast.encode(pixels), stock.encode(pixels)) <= 1e-5

@@ -6,29 +6,17 @@ import logging
 import pytest
 import torch
 
-from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.nodes.vae.pairs import clip, fast_vae, latents, node, relative_error
+from fast_video_vae.tests.nodes.vae.pairs import (
+    as_saved,
+    clip,
+    fast_vae,
+    latents,
+    node,
+    relative_error,
+)
 from fast_video_vae.tests.seedvr2 import random_seedvr2
-from fast_video_vae.tests.wan22 import random_qwen21
 
-pytestmark = pytest.mark.comfyui
-
-
-@pytest.fixture(autouse=True)
-def _as_in_a_node(comfyui):
-    """ComfyUI runs nodes in inference mode."""
-    with torch.inference_mode():
-        yield
-
-
-@pytest.fixture(scope="module")
-def vae(comfyui, tmp_path_factory):
-    return fast_vae(random_state_dict(8), tmp_path_factory.mktemp("vae"))
-
-
-@pytest.fixture(scope="module")
-def picture_vae(comfyui, tmp_path_factory):
-    return fast_vae(random_qwen21(), tmp_path_factory.mktemp("vae"))
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +36,6 @@ def encoded(vae, pieces, **options):
     return encode_video(vae, lambda: iter(pieces), **options)
 
 
-def as_saved(images):
-    """The bytes that ComfyUI's saver makes of an IMAGE: the fraction is dropped."""
-    return (images * 255).clamp(0, 255).byte()
-
-
 def cut(images, lengths):
     """Pieces `[1, C, n, H, W]` in [-1, 1] of an IMAGE."""
     ends = list(itertools.accumulate(lengths))
@@ -61,10 +44,10 @@ def cut(images, lengths):
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 3, -1])
-def test_the_pictures_are_the_bytes_of_the_image(vae, chunk):
+def test_the_pictures_are_the_bytes_of_the_image(fast, chunk):
     latent = latents(5)
-    (images,) = node("VAEDecode", vae=vae, samples={"samples": latent})
-    assert torch.equal(decoded(vae, latent, chunk=chunk), as_saved(images))
+    (images,) = node("VAEDecode", vae=fast, samples={"samples": latent})
+    assert torch.equal(decoded(fast, latent, chunk=chunk), as_saved(images))
 
 
 @pytest.mark.parametrize(
@@ -78,11 +61,11 @@ def test_the_pictures_are_the_bytes_of_the_image(vae, chunk):
         range(16, 17),  # the last
     ],
 )
-def test_the_frames_that_are_wanted_come_and_no_others(vae, frames):
+def test_the_frames_that_are_wanted_come_and_no_others(fast, frames):
     latent = latents(5)
-    whole = decoded(vae, latent)
+    whole = decoded(fast, latent)
     assert len(whole) == 17
-    part = decoded(vae, latent, frames=frames)
+    part = decoded(fast, latent, frames=frames)
     assert torch.equal(part, whole[frames.start : frames.stop])
 
 
@@ -98,31 +81,31 @@ def test_the_frames_that_are_wanted_come_and_no_others(vae, frames):
         [3, 8, 6],
     ],
 )
-@pytest.mark.parametrize("chunk", [None, 1, 2, -1])
-def test_pieces_of_any_lengths_give_the_latent_of_the_whole(vae, lengths, chunk):
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_pieces_of_any_lengths_give_the_latent_of_the_whole(fast, lengths, chunk):
     images = clip(sum(lengths))
-    (samples,) = node("VAEEncode", vae=vae, pixels=images)
-    latent = encoded(vae, cut(images, lengths), chunk=chunk)
+    (samples,) = node("VAEEncode", vae=fast, pixels=images)
+    latent = encoded(fast, cut(images, lengths), chunk=chunk)
     assert latent.dtype == samples["samples"].dtype
     assert relative_error(latent, samples["samples"]) <= 1e-5
 
 
 @pytest.mark.parametrize(("frames", "left"), [(2, 1), (4, 3), (9, 0), (11, 2)])
-def test_what_fills_no_latent_is_left_out_and_the_log_says_so(vae, frames, left, caplog):
+def test_what_fills_no_latent_is_left_out_and_the_log_says_so(fast, frames, left, caplog):
     images = clip(frames)
     with caplog.at_level(logging.INFO):
-        latent = encoded(vae, cut(images, [1] * frames))
+        latent = encoded(fast, cut(images, [1] * frames))
     expected = f"the last {left} of {frames} frames are left out; the VAE takes 4 n + 1"
     assert caplog.text.count("are left out") == (left > 0)
     assert left == 0 or expected in caplog.text
-    (samples,) = node("VAEEncode", vae=vae, pixels=images[: frames - left])
+    (samples,) = node("VAEEncode", vae=fast, pixels=images[: frames - left])
     assert relative_error(latent, samples["samples"]) <= 1e-5
 
 
-def test_bytes_are_encoded_as_the_image_of_them(vae):
+def test_bytes_are_encoded_as_the_image_of_them(fast):
     pictures = (clip(9) * 255).byte()
-    (samples,) = node("VAEEncode", vae=vae, pixels=pictures.float() / 255)
-    latent = encoded(vae, [pictures.movedim(-1, 0).unsqueeze(0)])
+    (samples,) = node("VAEEncode", vae=fast, pixels=pictures.float() / 255)
+    latent = encoded(fast, [pictures.movedim(-1, 0).unsqueeze(0)])
     assert relative_error(latent, samples["samples"]) <= 1e-5
 
 
@@ -134,7 +117,7 @@ def test_a_vae_of_pictures_encodes_each_frame(picture_vae):
     assert relative_error(latent, samples["samples"]) <= 1e-5
 
 
-@pytest.mark.parametrize("frames", [1, 5, 9])
+@pytest.mark.parametrize("frames", [1, 5])
 def test_seedvr2_is_scaled_as_comfyui_wants_it(seedvr2_vae, frames):
     images = clip(frames)
     (samples,) = node("VAEEncode", vae=seedvr2_vae, pixels=images)
@@ -145,13 +128,13 @@ def test_seedvr2_is_scaled_as_comfyui_wants_it(seedvr2_vae, frames):
     assert torch.equal(decoded(seedvr2_vae, samples["samples"]), as_saved(decodes))
 
 
-def test_no_frames_are_an_error(vae):
+def test_no_frames_are_an_error(fast):
     with pytest.raises(ValueError, match="no frame came"):
-        encoded(vae, [])
+        encoded(fast, [])
 
 
 @pytest.mark.parametrize("task", ["decode", "encode"])
-def test_an_interrupt_stops_between_pieces_and_the_next_run_is_whole(vae, task):
+def test_an_interrupt_stops_between_pieces_and_the_next_run_is_whole(fast, task):
     import comfy.model_management as management
 
     from fast_video_vae.nodes.video.stream import decode_pictures
@@ -165,21 +148,21 @@ def test_an_interrupt_stops_between_pieces_and_the_next_run_is_whole(vae, task):
 
     def work():
         if task == "encode":
-            return encoded(vae, pieces(), chunk=1)
-        for _ in decode_pictures(vae, latent, chunk=1):
+            return encoded(fast, pieces(), chunk=1)
+        for _ in decode_pictures(fast, latent, chunk=1):
             management.interrupt_current_processing()
 
     with pytest.raises(management.InterruptProcessingException):
         work()
-    (whole,) = node("VAEDecode", vae=vae, samples={"samples": latent})
-    assert torch.equal(decoded(vae, latent), as_saved(whole))
+    (whole,) = node("VAEDecode", vae=fast, samples={"samples": latent})
+    assert torch.equal(decoded(fast, latent), as_saved(whole))
 
 
-def test_an_encode_starts_again_where_memory_ran_out(vae, monkeypatch):
+def test_an_encode_starts_again_where_memory_ran_out(fast, monkeypatch):
     from fast_video_vae.nodes.vae.first_stage import FastVideoVAE
 
     images = clip(17)
-    (samples,) = node("VAEEncode", vae=vae, pixels=images)
+    (samples,) = node("VAEEncode", vae=fast, pixels=images)
     real_stream, calls = FastVideoVAE.encode_stream, []
 
     def encode_stream(self, pieces, options, **others):
@@ -190,12 +173,12 @@ def test_an_encode_starts_again_where_memory_ran_out(vae, monkeypatch):
                 raise torch.OutOfMemoryError("out of memory, says the test")
 
     monkeypatch.setattr(FastVideoVAE, "encode_stream", encode_stream)
-    assert relative_error(encoded(vae, cut(images, [5, 12])), samples["samples"]) <= 1e-5
+    assert relative_error(encoded(fast, cut(images, [5, 12])), samples["samples"]) <= 1e-5
     assert [each.tile for each in calls[:2]] == [None, None]
     assert calls[2].tile is not None
 
 
-def test_the_progress_bar_counts_what_passes(vae, monkeypatch):
+def test_the_progress_bar_counts_what_passes(fast, monkeypatch):
     import comfy.utils
 
     seen = []
@@ -204,7 +187,7 @@ def test_the_progress_bar_counts_what_passes(vae, monkeypatch):
         "PROGRESS_BAR_HOOK",
         lambda value, total, preview, node_id=None: seen.append((value, total)),
     )
-    decoded(vae, latents(3), frames=range(2, 8))
-    encoded(vae, cut(clip(9), [9]), count_estimate=9)
+    decoded(fast, latents(3), frames=range(2, 8))
+    encoded(fast, cut(clip(9), [9]), count_estimate=9)
     assert seen[-1] == (3, 3)
     assert (6, 6) in seen

@@ -1,0 +1,88 @@
+"""Clocks and devices that the tests of the timing drive by hand, and what it has measured."""
+
+import json
+import threading
+
+
+class Clock:
+    """Stands still until it is told to go on."""
+
+    def __init__(self):
+        self.seconds = 100.0
+
+    def __call__(self):
+        return self.seconds
+
+    def passes(self, seconds):
+        self.seconds += seconds
+
+
+class FakeDevice:
+    """A device with a clock of its own, which works off what it was given when it is told to."""
+
+    def __init__(self):
+        self.seconds = 0.0
+        self.queue = []
+        self.waits = 0
+
+    def works(self, seconds):
+        self.queue.append(seconds)
+
+    def record(self, device):
+        event = FakeEvent(self)
+        self.queue.append(event)
+        return event
+
+    def catch_up(self):
+        for each in self.queue:
+            if isinstance(each, FakeEvent):
+                each.seconds = self.seconds
+            else:
+                self.seconds += each
+        self.queue.clear()
+
+
+class FakeEvent:
+    """What there is of torch.cuda.Event."""
+
+    def __init__(self, device):
+        self.device, self.seconds = device, None
+
+    def query(self):
+        return self.seconds is not None
+
+    def synchronize(self):
+        self.device.waits += 1
+        self.device.catch_up()
+
+    def elapsed_time(self, last):
+        return (last.seconds - self.seconds) * 1e3
+
+
+def in_prompt(name):
+    from comfy_execution.utils import CurrentNodeContext
+
+    return CurrentNodeContext(name, "1")
+
+
+def end(name):
+    """What ComfyUI does at the end of every prompt."""
+    from comfy_execution.cache_provider import _get_cache_providers
+
+    for provider in _get_cache_providers():
+        provider.on_prompt_end(name)
+
+
+def rows(timing):
+    """The rows as JSON has them, by kind and label."""
+    return {(row["kind"], row["label"]): row for row in json.loads(timing.report().json())["rows"]}
+
+
+def printed(caplog):
+    return [record.getMessage() for record in caplog.records if "timing" in record.name]
+
+
+def in_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()

@@ -1,0 +1,207 @@
+"""What the nodes measure of their work, and when a running ComfyUI prints it."""
+
+import json
+import re
+import shutil
+import time
+
+import pytest
+import torch
+
+from fast_video_vae.tests.nodes.host.clocks import in_thread, rows
+from fast_video_vae.tests.nodes.server import AUTO, PromptError, Workflow
+from fast_video_vae.tests.nodes.vae.pairs import ours
+
+pytestmark = pytest.mark.comfyui
+
+
+def test_the_nodes_measure_what_they_do(timing, inference):
+    (vae,) = ours("Load", vae_name="bundled demo").args
+    (vae,) = ours("Accelerate", vae=vae, chunk=2).args
+    frames, video = ours("DemoClip").args
+    ours("Encode", pixels=frames[:5], vae=vae)
+    assert set(rows(timing)) == {
+        ("load", "bundled demo"),
+        ("load", "accelerated VAE"),
+        ("load", "VAE to its device"),
+        ("VAE encode", ""),
+    }
+    latent, *_ = ours("EncodeVideo", video=video, vae=vae, max_frames=9).args
+    found = rows(timing)
+    assert found["VAE encode", ""]["count"] == 2
+    assert found["file", ""]["count"] > 2  # pieces of the video, and its sound
+    ours("Decode", samples=latent, vae=vae)
+    assert rows(timing)["VAE decode", ""]["count"] == 1
+
+
+def test_giving_a_model_its_loras_is_measured(timing, inference):
+    from comfy.model_patcher import ModelPatcher
+
+    from fast_video_vae.nodes.lora.apply import apply_lora
+
+    cpu = torch.device("cpu")
+    apply_lora(ModelPatcher(torch.nn.Linear(2, 2), cpu, cpu), ())
+    assert list(rows(timing)) == [("LoRA attach", "")]
+
+
+def test_a_writer_that_is_slow_is_the_time_of_the_file(timing, inference, monkeypatch):
+    from fast_video_vae.vae.media import VideoWriter
+
+    write = VideoWriter.write
+
+    def slowly(self, frames):
+        time.sleep(0.2)
+        write(self, frames)
+
+    (vae,) = ours("Load", vae_name="bundled demo").args
+    latent = torch.zeros(1, 16, 4, 4, 4)
+    ours("DecodeVideo", samples={"samples": latent}, vae=vae)  # what is imported once
+    monkeypatch.setattr(timing, "_outside", timing._Outside())
+    monkeypatch.setattr(VideoWriter, "write", slowly)
+    _, text = ours("DecodeVideo", samples={"samples": latent}, vae=vae).args
+    found = rows(timing)
+    steps = found["VAE decode", ""]["count"]
+    assert steps > 1
+    assert 0.2 * (steps - 1) <= found["file", ""]["seconds"]
+    assert found["VAE decode", ""]["seconds"] < 0.2 * steps
+    assert text.splitlines()[-1].startswith("  file ")
+    told = json.loads(timing.report().json())
+    assert told["measured"] == pytest.approx(told["wall"], rel=0.05)
+
+
+def test_a_vae_that_is_not_ours_is_measured_too(timing, inference):
+    class Vae:
+        device = torch.device("cpu")
+
+        def encode(self, images):
+            return torch.zeros(1, 4, 2, 2)
+
+        def decode(self, latent):
+            return torch.zeros(1, 16, 16, 3)
+
+    ours("Encode", pixels=torch.zeros(1, 16, 16, 3), vae=Vae())
+    _, text = ours("Decode", samples={"samples": torch.zeros(1, 4, 2, 2)}, vae=Vae()).args
+    assert set(rows(timing)) == {("VAE encode", ""), ("VAE decode", "")}
+    assert text == timing.text()
+
+
+def test_what_kernels_prepare_is_taken_out_of_the_piece_around_it(timing):
+    from fast_video_vae import kernels
+
+    def prepare(label):
+        with kernels.preparing("kernel build", label):
+            time.sleep(0.02)
+
+    prepare("before")
+    with timing.span("VAE decode"):
+        prepare("CPU kernels")
+        in_thread(lambda: prepare("of another thread"))
+    prepare("after")
+    found = rows(timing)
+    assert list(found) == [("kernel build", "CPU kernels"), ("VAE decode", "")]
+    told = json.loads(timing.report().json())
+    assert found["kernel build", "CPU kernels"]["seconds"] >= 0.02
+    assert told["measured"] == pytest.approx(told["wall"])
+
+
+def test_what_torch_compiles_is_taken_out_of_the_step_around_it(timing):
+    import torch._dynamo
+
+    def slow(graph, _):
+        time.sleep(0.3)
+        return graph.forward
+
+    torch._dynamo.reset()
+    doubled = torch.compile(lambda x: x * 2, backend=slow)
+    for _ in range(3):
+        with timing.span("denoise"):
+            doubled(torch.ones(2))
+    found = rows(timing)
+    assert list(found) == [("compile", ""), ("denoise", "")]
+    assert found["compile", ""]["count"] == 1
+    assert found["compile", ""]["seconds"] >= 0.3
+    told = json.loads(timing.report().json())
+    assert told["measured"] == pytest.approx(told["wall"], abs=0.01)
+    torch._dynamo.reset()
+
+
+# The first line of a table in a server's log.
+TOTALS = re.compile(r"Fast Video VAE: ([\d.]+) s measured of ([\d.]+) s(.*)$", re.MULTILINE)
+
+
+def decoding(vae_file, frames, size=32):
+    """Decode a latent into images and into a file, and show what the nodes tell of the time."""
+    workflow = Workflow()
+    shape = {"width": size, "height": size, "length": frames, "batch_size": 1}
+    latent = workflow.add("EmptyHunyuanLatentVideo", **shape)
+    vae = workflow.add("FastVAE_Load", vae_name=vae_file, **AUTO)
+    decoded, _ = workflow.add("FastVAE_Decode", samples=latent, vae=vae)
+    options = {"fps": 16.0, "codec": "h264", "quality": 70, "save_to": "temp"}
+    written, _ = workflow.add(
+        "FastVAE_DecodeVideo", samples=latent, vae=vae, filename_prefix="timing", **options
+    )
+    shown = [workflow.add("PreviewAny", source=[node, 1])[0] for node in (decoded, written)]
+    return workflow, shown
+
+
+def logged(server, before):
+    return server.log()[len(before) :]
+
+
+def test_a_table_is_in_the_log_once_per_prompt_over_http(server, vae_file):
+    folder = server.models("vae")
+    own = shutil.copy(folder / vae_file, folder / "timed.safetensors").name  # not in any cache
+    workflow, shown = decoding(own, 13)
+    before = server.log()
+    outputs = server.run(workflow)
+    texts = [outputs[name]["text"][0] for name in shown]
+    assert "VAE decode" in texts[0]
+    assert "file" in texts[1]
+    for text in texts:
+        assert re.search(rf"^ *load +{own}", text, re.MULTILINE)
+    log = logged(server, before)
+    (total,) = TOTALS.finditer(log)
+    measured, wall, mark = total.groups()
+    assert 0 < float(measured) <= float(wall) + 0.001
+    assert mark == ""
+    table = log[total.start() :].splitlines()
+    assert [line.split()[0] for line in table[2:6]] == ["load", "load", "VAE", "file"]
+
+    before = server.log()
+    again = server.run(workflow)  # all of it comes from the cache
+    assert [again[name]["text"][0] for name in shown] == texts
+    assert not TOTALS.search(logged(server, before))
+
+
+def test_prompts_of_other_nodes_print_nothing_over_http(server):
+    workflow = Workflow()
+    image = workflow.add("EmptyImage", width=8, height=8, batch_size=1, color=0)
+    workflow.add("PreviewImage", images=image)
+    before = server.log()
+    server.run(workflow)
+    assert not TOTALS.search(logged(server, before))
+
+
+def test_an_interrupted_prompt_tells_what_there_was_over_http(server, vae_file):
+    before = server.log()
+    error, _ = server.interrupted(decoding(vae_file, 1001, 256)[0])  # a minute and more
+    assert error.interrupted
+    log = logged(server, before)
+    (total,) = TOTALS.finditer(log)
+    assert total[3] == " (interrupted)"
+    assert "VAE decode" in log[total.start() :]
+
+
+def test_a_prompt_that_fails_tells_what_there_was_over_http(server, vae_file):
+    workflow = Workflow()
+    vae = workflow.add("FastVAE_Load", vae_name=vae_file, **AUTO | {"chunk": 7})
+    latent = workflow.add("EmptyLatentImage", width=64, height=64, batch_size=1)  # 4 channels
+    decoded = workflow.add("FastVAE_Decode", samples=latent, vae=vae)
+    workflow.add("PreviewImage", images=decoded)
+    before = server.log()
+    with pytest.raises(PromptError):
+        server.run(workflow)
+    log = logged(server, before)
+    (total,) = TOTALS.finditer(log)
+    assert total[3] == " (stopped)"
+    assert "load" in log[total.start() :]

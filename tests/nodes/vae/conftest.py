@@ -1,0 +1,55 @@
+"""The families that the VAE nodes are tested with: the same weights in ComfyUI's VAE and ours."""
+
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor
+
+from fast_video_vae.tests.nodes.vae.pairs import fast_vae, narrow_seedvr2
+from fast_video_vae.tests.seedvr2 import random_seedvr2
+
+
+class Family(NamedTuple):
+    """The same weights in both.
+
+    Attributes:
+        name: Of the family.
+        state: The weights.
+        stock: ComfyUI's VAE.
+        fast: Ours.
+        keys: Of weights that patches go on: of every kind of layer that has a form of its own.
+        block: A layer of the middle, of either network.
+    """
+
+    name: str
+    state: dict[str, Tensor]
+    stock: Any
+    fast: Any
+    keys: tuple[str, ...]
+    block: str
+
+
+@pytest.fixture(scope="session")
+def wan(state, stock, fast):
+    keys = "decoder.upsamples.4.residual.2.weight", "decoder.head.2.bias"
+    return Family("wan2.1", state, stock, fast, keys, "middle.0")
+
+
+@pytest.fixture(scope="session")
+def seedvr2(comfyui, tmp_path_factory):
+    state = random_seedvr2()
+    keys = (
+        "decoder.up_blocks.0.upsamplers.0.upscale_conv.weight",
+        "decoder.up_blocks.0.upsamplers.0.conv.weight",
+        "decoder.up_blocks.2.upsamplers.0.upscale_conv.bias",
+        "decoder.mid_block.attentions.0.to_q.weight",
+        "decoder.up_blocks.1.resnets.1.norm2.weight",
+    )
+    fast = fast_vae(state, tmp_path_factory.mktemp("vae"))
+    return Family("seedvr2", state, narrow_seedvr2(state), fast, keys, "mid_block.resnets.0")
+
+
+@pytest.fixture(params=["wan", "seedvr2"])
+def family(request):
+    """Each of them."""
+    return request.getfixturevalue(request.param)

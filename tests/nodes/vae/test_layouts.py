@@ -1,0 +1,188 @@
+"""VAEs of other sizes and key names: what ComfyUI loads too, and what it does not."""
+
+import pytest
+import torch
+
+from fast_video_vae.tests.builders import diffusers_name, random_state_dict
+from fast_video_vae.tests.nodes.vae.pairs import (
+    accelerated,
+    clip,
+    fast_vae,
+    latents,
+    node,
+    relative_error,
+    stock_vae,
+    v3_node,
+)
+from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.wan22 import random_wan22
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
+
+WIDTH = 8
+
+
+def test_the_layered_vae_with_alpha_is_that_of_stock(tmp_path):
+    state = random_state_dict(WIDTH, image_channels=4, out_channels=4)
+    stock, fast = stock_vae(state), fast_vae(state, tmp_path)
+    assert fast.output_channels == stock.output_channels == 4
+    assert relative_error(fast.decode(latents(1)), stock.decode(latents(1))) <= 1e-5
+    for channels in (3, 4):  # without alpha: opaque
+        pixels = clip(1, channels=channels)
+        assert relative_error(fast.encode(pixels), stock.encode(pixels)) <= 1e-5
+
+
+@pytest.mark.parametrize("dialect", ["prefix", "diffusers"])
+def test_other_key_names_give_the_same_vae(stock, state, tmp_path, dialect):
+    rename = diffusers_name if dialect == "diffusers" else "model.{}".format
+    fast = fast_vae({rename(key): value for key, value in state.items()}, tmp_path)
+    assert relative_error(fast.decode(latents(2)), stock.decode(latents(2))) <= 1e-5
+    assert relative_error(fast.encode(clip(5)), stock.encode(clip(5))) <= 1e-5
+    assert fast.get_sd().keys() == state.keys()
+
+
+def test_a_decoder_alone_decodes_as_stock_and_says_that_it_cannot_encode(family, tmp_path):
+    encoders = ("encoder.", "conv1.")
+    weights = {key: value for key, value in family.state.items() if not key.startswith(encoders)}
+    fast, latent = fast_vae(weights, tmp_path), latents(2, 4, 6)
+    assert relative_error(fast.decode(latent), family.stock.decode(latent)) <= 1e-5
+    with pytest.raises(ValueError, match="has no encoder"):
+        fast.encode(clip(1))
+
+
+def test_an_upscaling_decoder_gives_pictures_of_twice_the_size(tmp_path):
+    state = random_state_dict(WIDTH, out_channels=12)
+    fast, stock = fast_vae(state, tmp_path), stock_vae(state)
+    latent = latents(2)
+    (images,) = node("VAEDecode", vae=fast, samples={"samples": latent})
+    assert images.shape == (5, 96, 144, 3)
+    # ComfyUI leaves the phases of the pixels in channels.
+    phases = stock.decode(latent)[0].movedim(-1, 1)
+    expected = torch.nn.functional.pixel_shuffle(phases, 2).movedim(1, -1)
+    assert relative_error(images, expected) <= 1e-5
+    (tiled,) = node("VAEDecodeTiled", vae=fast, samples={"samples": latent}, tile_size=512)
+    assert torch.equal(tiled, images)
+    assert fast.spacial_compression_decode() == 16
+    assert fast.encode(clip(1)).shape == (1, 16, 1, 8, 8)
+
+
+def test_stages_of_any_width_load_where_comfyui_s_class_does_not_fit(tmp_path):
+    encoder, decoder = random_state_dict(4), random_state_dict(12)
+    state = {
+        **{key: value for key, value in decoder.items() if not key.startswith("encoder.")},
+        **{key: value for key, value in encoder.items() if key.startswith("encoder.")},
+    }
+    fast = fast_vae(state, tmp_path)
+    assert relative_error(fast.decode(latents(2)), stock_vae(decoder).decode(latents(2))) <= 1e-5
+    wanted = stock_vae({**encoder, "conv1.weight": state["conv1.weight"],
+                        "conv1.bias": state["conv1.bias"]})  # fmt: skip
+    assert relative_error(fast.encode(clip(5)), wanted.encode(clip(5))) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "state",
+    [
+        pytest.param(lambda: random_state_dict(24), id="LightVAE"),
+        pytest.param(lambda: random_state_dict(96), id="Wan 2.1"),
+        pytest.param(lambda: random_seedvr2((128, 256, 512, 512)), id="SeedVR2"),
+    ],
+)
+def test_the_published_widths_are_those_of_stock(state):
+    stock = stock_vae(state())
+    fast = accelerated(stock)
+    for count in (1, 2):
+        latent, pixels = latents(count, 4, 4), clip(4 * count - 3, 32, 32)
+        assert relative_error(fast.decode(latent), stock.decode(latent)) <= 1e-5
+        assert relative_error(fast.encode(pixels), stock.encode(pixels)) <= 1e-5
+
+
+# --- the Wan 2.2 layout
+
+
+def wan22_latents(frames, channels=48, batch=1):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, channels, frames, 3, 4, generator=generator)
+
+
+def test_a_narrow_wan_2_2_loads_where_comfyui_s_class_does_not_fit(tmp_path):
+    from fast_video_vae.tests.benchmarks.peers import comfyui_vae
+
+    state = random_wan22(8, 16)
+    fast, network = fast_vae(state, tmp_path), comfyui_vae(state).module
+    latent = wan22_latents(3)
+    expected = network.decode(latent).movedim(1, -1).add(1).div(2).clamp(0, 1)
+    for images in (
+        fast.decode(latent),
+        node("VAEDecode", vae=fast, samples={"samples": latent})[0][None],
+        node("VAEDecodeTiled", vae=fast, samples={"samples": latent}, tile_size=512)[0][None],
+    ):
+        assert relative_error(images, expected) <= 1e-5
+    pixels = clip(6, 70, 68)
+    cropped = pixels[:5, 3:67, 2:66].movedim(-1, 0)[None] * 2 - 1
+    assert relative_error(fast.encode(pixels), network.encode(cropped)) <= 1e-5
+    assert (fast.latent_channels, fast.output_channels) == (48, 3)
+    assert fast.spacial_compression_decode() == fast.spacial_compression_encode() == 16
+    assert fast.temporal_compression_decode() == 4
+    assert fast.get_sd().keys() == state.keys()
+
+
+def test_wan_2_2_image_to_video_starts_from_the_image(tmp_path):
+    fast = fast_vae(random_wan22(), tmp_path)
+    image = clip(1, 64, 96)
+    (latent,) = v3_node(
+        "nodes_wan",
+        "Wan22ImageToVideoLatent",
+        vae=fast,
+        width=96,
+        height=64,
+        length=9,
+        batch_size=1,
+        start_image=image,
+    )
+    assert latent["samples"].shape == (1, 48, 3, 4, 6)
+    config = fast.first_stage_model.config
+    mean, std = (torch.tensor(each).view(1, -1, 1, 1, 1) for each in
+                 (config.latent_mean, config.latent_std))  # fmt: skip
+    start = latent["samples"][:, :, :1] * std + mean
+    shown = latent["samples"][:, :, :1]
+    encoded = fast.encode(image)
+    # Whichever ComfyUI's node gives, normalised or not, it is the image's latent.
+    assert min(relative_error(start, encoded), relative_error(shown, encoded)) <= 1e-4
+
+
+def test_qwen_image_2_1_is_a_vae_of_pictures(picture_vae):
+    from fast_video_vae.tests.benchmarks.peers import diffusers_vae
+
+    fast, peer = picture_vae, diffusers_vae(picture_vae.get_sd())
+    assert (fast.latent_dim, fast.latent_channels, fast.output_channels) == (2, 64, 4)
+    assert fast.spacial_compression_decode() == 16
+    assert fast.temporal_compression_decode() is None
+    latent = wan22_latents(1, channels=64, batch=2)
+    expected = peer.decode(latent)[:, :, 0].movedim(1, -1).add(1).div(2)
+    for samples in (latent, latent[:, :, 0]):
+        (images,) = node("VAEDecode", vae=fast, samples={"samples": samples})
+        assert relative_error(images, expected) <= 1e-5
+    (tiled,) = node("VAEDecodeTiled", vae=fast, samples={"samples": latent[:, :, 0]}, tile_size=512)
+    assert torch.equal(tiled, images)
+    pixels = clip(2, 48, 64, channels=4)
+    expected = peer.encode(pixels.movedim(-1, 1)[:, :, None] * 2 - 1)[:, :, 0]
+    assert relative_error(fast.encode(pixels), expected) <= 1e-5
+    opaque = torch.nn.functional.pad(pixels[..., :3], (0, 1), value=1.0)
+    assert torch.equal(fast.encode(pixels[..., :3]), fast.encode(opaque))
+
+
+@pytest.mark.slow
+def test_wan_2_2_at_full_size_is_that_of_stock(tmp_path):
+    stock = stock_vae(random_wan22(160, 256))
+    fast = accelerated(stock)
+    assert fast is not stock
+    for name in ("latent_channels", "output_channels", "pad_channel_value", "latent_dim",
+                 "upscale_index_formula", "downscale_index_formula"):  # fmt: skip
+        assert getattr(fast, name) == getattr(stock, name), name
+    for frames in (1, 2):
+        latent = wan22_latents(frames)
+        assert relative_error(fast.decode(latent), stock.decode(latent)) <= 1e-5
+    for frames in (1, 5):
+        pixels = clip(frames, 32, 48)
+        assert relative_error(fast.encode(pixels), stock.encode(pixels)) <= 1e-5

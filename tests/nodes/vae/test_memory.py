@@ -1,0 +1,209 @@
+"""Stop, progress, and memory that runs out in an encode or decode of the fast VAE."""
+
+import contextlib
+import logging
+
+import pytest
+import torch
+
+from fast_video_vae.tests.nodes.vae.pairs import clip, latents, node, relative_error
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
+
+
+@pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
+def test_an_interrupt_ends_it_at_the_next_block(family, encode):
+    import comfy.model_management as management
+
+    fast, blocks = family.fast, []
+    network = fast.first_stage_model.encoder if encode else fast.first_stage_model.decoder
+
+    def stop(module, inputs):
+        blocks.append(module)
+        management.interrupt_current_processing(True)
+
+    handle = network.get_submodule(family.block).register_forward_pre_hook(stop)
+    try:
+        with pytest.raises(management.InterruptProcessingException):
+            fast.encode(clip(9, 32, 48)) if encode else fast.decode(latents(3, 4, 6))
+    finally:
+        handle.remove()
+        management.interrupt_current_processing(False)
+    assert len(blocks) == 1
+    assert fast.decode(latents(1)).shape[1] == 1
+
+
+def test_progress_counts_every_frame(fast, monkeypatch):
+    import comfy.utils
+
+    reports = []
+    hook = lambda value, total, preview, node_id=None: reports.append((value, total))  # noqa: E731
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    monkeypatch.setattr(comfy.utils, "PROGRESS_THROTTLE_MIN_INTERVAL", 0)
+    fast.decode(latents(4, batch=2), chunk=1)
+    assert reports == [(done, 26) for done in (1, 5, 9, 13, 14, 18, 22, 26)]
+    reports.clear()
+    fast.encode(clip(9))
+    assert reports[-1] == (3, 3)
+
+
+def test_a_preview_is_sent_where_previews_are_on(fast, monkeypatch):
+    import comfy.utils
+    from comfy.cli_args import LatentPreviewMethod, args
+
+    previews = []
+    hook = lambda value, total, preview, node_id=None: previews.append(preview)  # noqa: E731
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    fast.decode(latents(2))
+    assert not any(previews)
+    monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
+    fast.decode(latents(2))
+    kind, picture, _ = next(preview for preview in previews if preview)
+    assert (kind, picture.size) == ("JPEG", (72, 48))
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_when_memory_runs_out_it_goes_on_where_it_stopped(fast, monkeypatch, caplog, tiled):
+    import comfy.model_management as management
+
+    kind, latent = type(fast.first_stage_model), latents(4, 24, 24)
+    expected = fast.decode(latent)
+    real, tries = kind.decode_stream, []
+
+    def failing(self, given, options, *, frames=None, **others):
+        begins = 0 if frames is None else frames.start
+        tries.append((begins, options.tile))
+        stream = real(self, given, options, frames=frames, **others)
+        for count, piece in enumerate(stream):
+            yield piece
+            if len(tries) < most and count == 0:
+                raise management.OOM_EXCEPTION("no memory")
+
+    monkeypatch.setattr(kind, "decode_stream", failing)
+    monkeypatch.setattr(fast.first_stage_model, "chunk", 1)
+    most = 3 if tiled else 4
+    with caplog.at_level(logging.WARNING):
+        options = {"tile_x": 20, "tile_y": 18, "overlap": 4}
+        images = fast.decode_tiled(latent, **options) if tiled else fast.decode(latent)
+    assert relative_error(images, expected) <= 1e-5
+    assert images.is_contiguous()
+    begins, tiles = zip(*tries, strict=True)
+    assert list(begins) == sorted(set(begins))  # nothing twice
+    assert len(begins) == most
+    own = (144, 160) if tiled else None
+    later = [(128, 128)] if tiled else [(512, 512), (256, 256)]
+    assert list(tiles) == [own, own, *later][:most] or tiled
+    assert sum("memory ran out" in record.message for record in caplog.records) == 1
+
+
+def test_what_fits_nowhere_raises_the_first_error(fast, monkeypatch):
+    import comfy.model_management as management
+
+    kind, latent = type(fast.first_stage_model), latents(2)
+    expected, real, errors = fast.decode(latent), kind.decode_stream, []
+
+    def full(self, *arguments, **options):
+        errors.append(management.OOM_EXCEPTION(f"no memory, try {len(errors)}"))
+        raise errors[-1]
+
+    monkeypatch.setattr(kind, "decode_stream", full)
+    first = r"^memory ran out in a decode.*\(no memory, try 0\)"
+    with pytest.raises(management.OOM_EXCEPTION, match=first):
+        fast.decode(latent)
+    assert len(errors) > 3
+    monkeypatch.setattr(kind, "decode_stream", real)
+    assert torch.equal(fast.decode(latent), expected)
+
+
+def test_an_encode_that_does_not_fit_is_tried_in_tiles(fast, monkeypatch):
+    import comfy.model_management as management
+
+    kind, pixels = type(fast.first_stage_model), clip(9, 96, 128)
+    expected, real, tiles = fast.encode(pixels), kind.encode_stream, []
+
+    def failing(self, given, options, **others):
+        tiles.append(options.tile)
+        if len(tiles) < 4:
+            raise management.OOM_EXCEPTION("no memory")
+        return real(self, given, options, **others)
+
+    monkeypatch.setattr(kind, "encode_stream", failing)
+    assert relative_error(fast.encode(pixels), expected) <= 1e-5
+    assert tiles == [None, None, (512, 512), (256, 256)]
+
+
+@pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
+def test_tiled_nodes_ask_for_the_memory_of_a_tile(fast, monkeypatch, encode):
+    import comfy.model_management as management
+
+    asked = []
+
+    def load(models, memory_required=0, **options):
+        asked.append(memory_required)
+        raise InterruptedError
+
+    monkeypatch.setattr(management, "load_models_gpu", load)
+    # What a GPU would be asked for; on a CPU what tiles remember stays where it is.
+    monkeypatch.setattr(fast, "device", torch.device("cuda"))
+    monkeypatch.setattr(management, "cuda_device_context", lambda _: contextlib.nullcontext())
+    name, given = "VAEDecodeTiled", {"samples": {"samples": latents(2, 90, 160)}}
+    if encode:
+        name, given = "VAEEncodeTiled", {"pixels": clip(5, 720, 1280)}
+    for tile in (1024, 512, 256):
+        with pytest.raises(InterruptedError):
+            node(name, vae=fast, tile_size=tile, overlap=64, **given)
+    whole = fast.memory_used_encode if encode else fast.memory_used_decode
+    shape = (1, 3, 5, 720, 1280) if encode else (1, 16, 2, 90, 160)
+    asked.insert(0, whole(torch.Size(shape), torch.float32))
+    assert asked == sorted(asked, reverse=True)
+    assert asked[-1] < asked[0] / 2
+
+
+def test_weights_that_comfyui_left_on_the_host_are_brought(fast, monkeypatch):
+    import comfy.model_management as management
+
+    brought, kind = [], type(fast.first_stage_model)
+    expected = fast.decode(latents(1))
+    monkeypatch.setattr(management, "load_models_gpu", lambda *a, **k: None)  # as with --novram
+    at_home = lambda self: torch.device("cpu" if brought else "meta")  # noqa: E731
+    monkeypatch.setattr(kind, "device", property(at_home, lambda self, value: None))
+    monkeypatch.setattr(
+        fast.patcher, "partially_load", lambda *a, **k: brought.append((a, k)), raising=True
+    )
+    assert torch.equal(fast.decode(latents(1)), expected)
+    assert brought == [((torch.device("cpu"),), {"extra_memory": 1e32})]
+
+
+def test_an_error_that_is_not_about_memory_is_told_at_once(fast, monkeypatch):
+    calls = []
+
+    def broken(self, *arguments, **options):
+        calls.append(1)
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(type(fast.first_stage_model), "decode_stream", broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        fast.decode(latents(1))
+    assert len(calls) == 1
+
+
+def test_pictures_that_do_not_fit_are_cut_in_space_alone(picture_vae, monkeypatch):
+    import comfy.model_management as management
+
+    fast = picture_vae
+    latent = torch.randn(1, 64, 20, 20, generator=torch.Generator().manual_seed(0))
+    expected = fast.decode(latent)
+
+    kind = type(fast.first_stage_model)
+    for name in ("decode_stream", "encode_stream"):
+        real = getattr(kind, name)
+
+        def full(self, given, options, *, real=real, **others):
+            if options.tile is None:
+                raise management.OOM_EXCEPTION("no memory")
+            return real(self, given, options, **others)
+
+        monkeypatch.setattr(kind, name, full)
+    assert relative_error(fast.decode_tiled(latent, tile_x=16, tile_y=16), expected) <= 1e-5
+    assert relative_error(fast.decode(latent), expected) <= 1e-5
+    assert fast.encode(clip(1, 64, 64, channels=4)).shape == (1, 64, 4, 4)

@@ -1,0 +1,70 @@
+"""Videos for the tests of the video nodes: as files, as tensors, as ComfyUI has them."""
+
+import torch
+
+from fast_video_vae.tests.nodes.vae.pairs import node, ours, v3_node
+
+
+def decode(vae, latent, **options):
+    """The VIDEO of a latent."""
+    return ours("DecodeVideo", vae=vae, samples={"samples": latent}, **options).args[0]
+
+
+def encode(vae, video, **options):
+    """The samples, fps, count of frames and sound of a VIDEO."""
+    latent, *rest = ours("EncodeVideo", vae=vae, video=video, **options).args
+    return latent["samples"], *rest
+
+
+def frames_of(video):
+    """The bytes of every frame `[N, H, W, 3]`, by PyAV alone."""
+    import av
+
+    with av.open(video.get_stream_source()) as container:
+        pictures = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    return torch.stack([torch.from_numpy(picture) for picture in pictures])
+
+
+def components(video):
+    """What Get Video Components gives."""
+    images, audio, fps, *_ = v3_node("nodes_video", "GetVideoComponents", video=video)
+    return images, audio, fps
+
+
+def image(vae, latent):
+    return node("VAEDecode", vae=vae, samples={"samples": latent})[0]
+
+
+def written(frames, path, **options):
+    """A VIDEO that is a file of these bytes."""
+    from comfy_api.latest import InputImpl
+
+    from fast_video_vae.vae.media import VideoWriter
+
+    with VideoWriter(path, 16, codec="ffv1", **options) as writer:
+        writer.write(frames)
+    return InputImpl.VideoFromFile(str(path))
+
+
+def held(frames):
+    """A VIDEO that is tensors, of these bytes."""
+    return v3_node("nodes_video", "CreateVideo", images=frames.float() / 255, fps=16.0)[0]
+
+
+def decibels(images, expected):
+    assert images.shape == expected.shape
+    return -10 * torch.log10(((images - expected) ** 2).mean()).item()
+
+
+def smooth(frames, height=64, width=64):
+    """Bytes `[N, H, W, 3]` of something that moves, which codecs take as they take videos."""
+    time = torch.arange(frames).view(-1, 1, 1, 1)
+    y, x = torch.arange(height).view(1, -1, 1, 1), torch.arange(width).view(1, 1, -1, 1)
+    phase = torch.tensor([0.0, 2.0, 4.0])
+    return ((torch.sin(x / 9 + y / 13 + time / 3 + phase) * 0.4 + 0.5) * 255).byte()
+
+
+def tone(seconds, rate=44100, channels=2):
+    time = torch.arange(round(seconds * rate)) / rate
+    waves = [torch.sin(2 * torch.pi * (220 + 110 * n) * time) * 0.5 for n in range(channels)]
+    return {"waveform": torch.stack(waves).unsqueeze(0), "sample_rate": rate}

@@ -1,0 +1,373 @@
+"""Latents to video files: beside ComfyUI's own nodes, and when something goes wrong."""
+
+import json
+import logging
+import re
+import threading
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+
+from fast_video_vae.tests.nodes.vae.pairs import as_saved, latents, ours, v3_node
+from fast_video_vae.tests.nodes.video.clips import (
+    components,
+    decibels,
+    decode,
+    encode,
+    frames_of,
+    image,
+    tone,
+)
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
+
+
+def is_empty(folder):
+    """No file at all: no video, and nothing that a video was to become."""
+    return not [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_a_lossless_file_holds_the_bytes_of_the_image(fast, output):
+    latent = latents(5)
+    video = decode(fast, latent, codec="ffv1")
+    assert torch.equal(frames_of(video), as_saved(image(fast, latent)))
+    assert video.get_frame_rate() == 16
+
+
+@pytest.mark.parametrize(
+    ("codec", "suffix"),
+    [("h264", "mp4"), ("hevc", "mp4"), ("vp9", "webm"), ("av1", "mp4"), ("prores", "mov")],
+)
+def test_a_file_is_as_near_to_the_image_as_that_of_save_video(demo, output, codec, suffix):
+    fast, latent = demo
+    video = decode(fast, latent, codec=codec, fps=24)
+    assert Path(video.get_stream_source()).suffix == f".{suffix}"
+    images, _, fps = components(video)
+    assert fps == 24
+    expected = image(fast, latent)
+    (stock,) = v3_node("nodes_video", "CreateVideo", images=expected, fps=24.0)
+    v3_node("nodes_video", "SaveVideo", video=stock, filename_prefix="stock", format="auto")
+    (file,) = output.glob("stock_*")
+    from comfy_api.latest import InputImpl
+
+    error = decibels(images, expected)
+    assert error >= decibels(components(InputImpl.VideoFromFile(str(file)))[0], expected)
+    assert error > 35
+
+
+def test_better_quality_is_larger_and_nearer(demo, output):
+    fast, latent = demo
+    expected = image(fast, latent)
+    sizes, errors = [], []
+    for quality in (10, 50, 90):
+        video = decode(fast, latent, quality=quality)
+        sizes.append(Path(video.get_stream_source()).stat().st_size)
+        errors.append((components(video)[0] - expected).abs().mean().item())
+    assert sizes == sorted(sizes)
+    assert errors == sorted(errors, reverse=True)
+
+
+@pytest.mark.parametrize("text", ["", "0-0", "12-"])  # all, one, to the end
+def test_a_range_of_frames_is_that_of_the_whole_video(fast, output, text):
+    from fast_video_vae.nodes.video.target import frame_range
+
+    latent, shown = latents(5), frame_range(text, 17)
+    whole = as_saved(image(fast, latent))
+    video = decode(fast, latent, codec="ffv1", frames=text)
+    assert torch.equal(frames_of(video), whole[shown.start : shown.stop])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", range(17)),
+        ("  ", range(17)),
+        ("0-0", range(1)),
+        ("4-9", range(4, 10)),
+        (" 4 - 9 ", range(4, 10)),
+        ("12-", range(12, 17)),
+        ("16", range(16, 17)),
+        ("0-16", range(17)),
+    ],
+)
+def test_a_range_holds_both_its_ends(comfyui, text, expected):
+    from fast_video_vae.nodes.video.target import frame_range
+
+    assert frame_range(text, 17) == expected
+
+
+@pytest.mark.parametrize("text", ["17-18", "3-17", "9-4", "a-b", "-4", "1-2-3", "1.5"])
+def test_a_range_that_is_none_is_told(fast, output, text):
+    with pytest.raises(ValueError, match=rf"^frames is {re.escape(repr(text))}; ") as caught:
+        decode(fast, latents(5), frames=text)
+    assert "\n" not in str(caught.value)
+    assert is_empty(output)
+
+
+def test_names_count_on_and_the_frontend_is_told(fast, output):
+    names = []
+    for _ in range(2):
+        result = ours(
+            "DecodeVideo",
+            vae=fast,
+            samples={"samples": latents(1)},
+            filename_prefix="clips/%width%x%height%",
+        )
+        shown = result.ui.as_dict()
+        (file,) = shown["images"]
+        assert shown["animated"] == (True,)
+        assert file["type"] == "output"
+        assert file["subfolder"] == "clips"
+        assert Path(result.args[0].get_stream_source()) == output / "clips" / file["filename"]
+        names.append(file["filename"])
+    assert names == ["72x48_00001_.mp4", "72x48_00002_.mp4"]
+    assert sorted(path.name for path in (output / "clips").iterdir()) == names
+
+
+def test_a_file_for_now_goes_to_the_temporary_folder(fast, output):
+    import folder_paths
+
+    result = ours("DecodeVideo", vae=fast, samples={"samples": latents(1)}, save_to="temp")
+    (file,) = result.ui.as_dict()["images"]
+    assert file["type"] == "temp"
+    assert Path(folder_paths.get_temp_directory(), file["subfolder"], file["filename"]).is_file()
+    assert not list(output.rglob("*"))
+
+
+def test_the_workflow_is_in_the_file_as_save_video_has_it(fast, output, monkeypatch):
+    import av
+    from comfy.cli_args import args
+    from comfy_api.latest import io as comfy_io
+
+    hidden = {
+        comfy_io.Hidden.prompt: {"1": {"class_type": "FastVAE_Load"}},
+        comfy_io.Hidden.extra_pnginfo: {"workflow": {"nodes": [], "name": "ä"}},
+    }
+
+    def tags(codec):
+        samples = {"samples": latents(1)}
+        video, _ = ours("DecodeVideo", hidden, vae=fast, samples=samples, codec=codec).args
+        with av.open(video.get_stream_source()) as container:
+            return {key.lower(): value for key, value in container.metadata.items()}
+
+    for codec in ("h264", "ffv1", "prores"):
+        found = tags(codec)
+        assert json.loads(found["prompt"]) == hidden[comfy_io.Hidden.prompt]
+        assert json.loads(found["workflow"]) == hidden[comfy_io.Hidden.extra_pnginfo]["workflow"]
+    monkeypatch.setattr(args, "disable_metadata", True)
+    assert not {"prompt", "workflow"} & tags("h264").keys()
+
+
+@pytest.mark.parametrize("codec", ["ffv1", "prores", "h264"])
+def test_the_sound_goes_with_its_frames_and_ends_with_the_video(fast, output, codec):
+    sound = tone(3)
+    whole = components(decode(fast, latents(5), codec=codec, audio=sound))[1]
+    part = components(decode(fast, latents(5), codec=codec, audio=sound, frames="8-15"))[1]
+    for found, start, seconds in ((whole, 0, 17 / 16), (part, 8 / 16, 8 / 16)):
+        assert found["sample_rate"] == 44100
+        expected = sound["waveform"][..., round(start * 44100) :][..., : round(seconds * 44100)]
+        got = found["waveform"]
+        assert 0 <= got.shape[-1] - expected.shape[-1] < 4096  # a packet or two of AAC
+        if codec == "h264":  # lossy, and quiet at its ends
+            middle = slice(4096, -4096)
+            error = (got[..., : expected.shape[-1]] - expected)[..., middle].abs().mean()
+            assert error < 0.05
+        else:
+            assert torch.allclose(got, expected, atol=2**-15)
+
+
+@pytest.mark.parametrize(
+    ("codec", "format_name"), [("h264", "auto"), ("av1", "mp4"), ("h264", "mkv")]
+)
+def test_save_video_takes_the_video(demo, output, codec, format_name):
+    from comfy_api.latest import InputImpl
+
+    video = decode(*demo, codec=codec)
+    v3_node(
+        "nodes_video",
+        "SaveVideo",
+        video=video,
+        filename_prefix="saved",
+        format={"format": format_name, "codec": {"codec": "auto"}},
+    )
+    (file,) = output.glob("saved_*")
+    saved = InputImpl.VideoFromFile(str(file))
+    if format_name == "mkv":  # which it encodes again
+        assert decibels(frames_of(saved) / 255, frames_of(video) / 255) > 30
+    else:
+        assert torch.equal(frames_of(saved), frames_of(video))
+
+
+@pytest.mark.parametrize("text", ["", "1-2"])
+def test_an_alpha_channel_is_left_out_and_the_log_says_so(picture_vae, output, caplog, text):
+    latent = torch.randn(3, 64, 4, 4, generator=torch.Generator().manual_seed(0))
+    with caplog.at_level(logging.INFO):
+        video = decode(picture_vae, latent, codec="ffv1", frames=text)
+    expected = image(picture_vae, latent)
+    assert expected.shape == (3, 64, 64, 4)
+    first = int(text[0]) if text else 0
+    assert torch.equal(frames_of(video), as_saved(expected)[first:, ..., :3])
+    assert caplog.text.count("alpha") == 1
+
+
+def test_another_vae_decodes_as_it_does_and_is_written(stock, output, caplog):
+    latent = latents(5)
+    with caplog.at_level(logging.INFO):
+        video = decode(stock, latent, codec="ffv1", chunk=2, frames="3-5")
+    assert torch.equal(frames_of(video), as_saved(image(stock, latent))[3:6])
+    assert "unused: chunk" in caplog.text
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize(
+    ("latent", "options", "reason"),
+    [
+        (latents(2, batch=3), {}, "samples: they are 3 videos"),
+        (latents(2), {"frames": "x"}, "frames is 'x'"),
+        (latents(2), {"audio": {"waveform": torch.zeros(5), "sample_rate": 8000}}, "audio: "),
+        (latents(2), {"audio": tone(1, channels=3)}, "audio: .*3 channels"),
+        (
+            latents(2),
+            {"audio": [torch.zeros(1, 1, 5)]},
+            "audio: got a list of 1; expected an AUDIO",
+        ),
+        (
+            latents(2),
+            {"audio": {"waveform": None, "sample_rate": 8000}},
+            "audio: its waveform is None",
+        ),
+        (latents(2), {"audio": {"sample_rate": 8000}}, "audio: got a dict.*expected an AUDIO"),
+        (latents(2), {"filename_prefix": "a\0b"}, r"filename_prefix is 'a\\x00b'"),
+        (latents(2), {"filename_prefix": "../../x"}, "filename_prefix is '../../x'"),
+    ],
+)
+def test_an_input_that_does_not_fit_is_told_in_a_line(
+    fast, stock, output, is_ours, latent, options, reason
+):
+    with pytest.raises(ValueError, match=f"^{reason}") as caught:
+        decode(fast if is_ours else stock, latent, **options)
+    assert "\n" not in str(caught.value)
+    assert is_empty(output)
+
+
+@pytest.mark.parametrize(
+    ("latent", "reason"),
+    [
+        (torch.zeros(1, 4, 1, 8, 8), "4 channels; this VAE needs 16"),
+        (torch.zeros(16, 8, 8), "3 dimensions"),
+        (torch.full((1, 16, 1, 8, 8), torch.nan), "NaN"),
+    ],
+)
+def test_a_bad_latent_is_told_before_anything_is_loaded(fast, output, latent, reason):
+    import comfy.model_management as management
+
+    management.unload_all_models()
+    with pytest.raises(ValueError, match=rf"^samples: .*{reason}"):
+        decode(fast, latent)
+    assert fast.first_stage_model not in [each.model.model for each in management.loaded_models()]
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_size_that_a_codec_cannot_store_is_told_before_the_decode(
+    fast, stock, output, monkeypatch, is_ours
+):
+    import comfy.sd
+
+    from fast_video_vae.vae import media
+
+    def no_decode(*_, **__):
+        raise AssertionError("it decodes")
+
+    monkeypatch.setattr(comfy.sd.VAE, "decode", no_decode)
+    monkeypatch.setattr("fast_video_vae.nodes.vae.pieces.load", no_decode)
+    # Sizes of latents are even, so a codec is made to want more.
+    monkeypatch.setattr(media, "check_size", refuse_odd_sixteens)
+    with pytest.raises(ValueError, match=r"^codec: frames are 72x48"):
+        decode(fast if is_ours else stock, latents(2))
+
+
+def refuse_odd_sixteens(codec, height, width):
+    if width % 16:
+        raise ValueError(f"frames are {width}x{height}; {codec} needs multiples of 16")
+
+
+@pytest.mark.parametrize("rate", [Fraction(30000, 1001), Fraction(24000, 1001), Fraction(25, 2)])
+def test_a_rate_goes_through_as_a_number(fast, output, rate):
+    video = decode(fast, latents(3), fps=float(rate))
+    assert video.get_frame_rate() == rate
+    assert decode(fast, latents(3), fps=encode(fast, video)[1]).get_frame_rate() == rate
+
+
+def test_an_interrupt_leaves_no_file_and_the_next_run_is_whole(fast, output, monkeypatch):
+    import comfy.model_management as management
+    import comfy.utils
+
+    def press_stop(value, total, preview, node_id=None):
+        if 0 < value < total:
+            management.interrupt_current_processing()
+
+    latent = latents(9)
+    with monkeypatch.context() as patch:
+        patch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", press_stop)
+        with pytest.raises(management.InterruptProcessingException):
+            decode(fast, latent, chunk=1)
+    assert is_empty(output)
+    assert [
+        thread.name for thread in threading.enumerate() if thread.name == "fast-video-vae-writer"
+    ] == []
+    video = decode(fast, latent, codec="ffv1", chunk=1)
+    assert torch.equal(frames_of(video), as_saved(image(fast, latent)))
+
+
+def test_an_interrupt_while_the_last_frames_are_written_leaves_no_file(fast, output, monkeypatch):
+    import comfy.model_management as management
+    import comfy.utils
+
+    def press_stop(value, total, preview, node_id=None):
+        if value == total:
+            management.interrupt_current_processing()
+
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", press_stop)
+    with pytest.raises(management.InterruptProcessingException):
+        decode(fast, latents(3))
+    assert is_empty(output)
+
+
+def test_a_full_disk_is_told_and_leaves_no_file(fast, output):
+    resource = pytest.importorskip("resource", reason="this system has no limits of file sizes")
+    latent = latents(9, height=16, width=16)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"fast_vae_00001_\.mkv"):
+            decode(fast, latent, codec="ffv1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert is_empty(output)
+    assert len(frames_of(decode(fast, latent, codec="ffv1"))) == 33
+
+
+def test_an_encoder_that_fails_is_told_and_leaves_no_file(fast, output, monkeypatch):
+    from fast_video_vae.vae.media import VideoWriter
+
+    real_write = VideoWriter.write
+
+    def write(self, frames):
+        if self.frames:
+            raise ValueError(f"{self.path} cannot be encoded")
+        real_write(self, frames)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VideoWriter, "write", write)
+        with pytest.raises(ValueError, match=r"fast_vae_00001_\.mp4 cannot be encoded"):
+            decode(fast, latents(9), chunk=1)
+    assert is_empty(output)
+    assert len(frames_of(decode(fast, latents(9), chunk=1))) == 33
+
+
+def test_a_size_that_no_encoder_takes_is_told_before_the_decode(fast, output):
+    with pytest.raises(ValueError, match=r"^codec: frames are 8x8; hevc needs at least"):
+        decode(fast, latents(3, height=1, width=1), codec="hevc")
+    assert is_empty(output)

@@ -1,0 +1,273 @@
+"""Video files to latents: beside ComfyUI's own nodes, and when something goes wrong."""
+
+import io
+import logging
+
+import pytest
+import torch
+
+from fast_video_vae.tests.nodes.vae.pairs import (
+    as_saved,
+    clip,
+    fast_vae,
+    latents,
+    node,
+    relative_error,
+    v3_node,
+)
+from fast_video_vae.tests.nodes.video.clips import (
+    components,
+    decode,
+    encode,
+    held,
+    image,
+    smooth,
+    tone,
+    written,
+)
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
+
+
+@pytest.mark.parametrize(("frames", "chunk"), [(1, 0), (4, 1), (5, -1), (17, 1), (18, 0)])
+def test_a_lossless_file_encodes_as_its_frames(fast, tmp_path, frames, chunk):
+    pictures = smooth(frames)
+    video = written(pictures, tmp_path / "x.mkv")
+    samples, fps, count, audio = encode(fast, video, chunk=chunk)
+    (expected,) = node("VAEEncode", vae=fast, pixels=pictures.float() / 255)
+    assert relative_error(samples, expected["samples"]) <= 1e-5
+    assert (fps, count, audio) == (16, frames - (frames - 1) % 4, None)
+
+
+def test_there_and_back_is_the_same_latent_as_by_images(demo, output):
+    fast, latent = demo
+    samples, *_ = encode(fast, decode(fast, latent, codec="ffv1"))
+    pixels = as_saved(image(fast, latent)).float() / 255
+    (expected,) = node("VAEEncode", vae=fast, pixels=pixels)
+    assert relative_error(samples, expected["samples"]) <= 1e-5
+
+
+def test_a_file_in_memory_is_as_one_on_the_disk(fast, tmp_path):
+    from comfy_api.latest import InputImpl
+
+    video = written(smooth(9), tmp_path / "x.mkv")
+    held = InputImpl.VideoFromFile(io.BytesIO((tmp_path / "x.mkv").read_bytes()))
+    for _ in range(2):  # it can be read again
+        assert torch.equal(encode(fast, held)[0], encode(fast, video)[0])
+
+
+def test_tensors_are_encoded_as_they_are(fast):
+    images = clip(18)
+    (video,) = v3_node("nodes_video", "CreateVideo", images=images, fps=12.0, audio=tone(1))
+    samples, fps, count, audio = encode(fast, video)
+    (expected,) = node("VAEEncode", vae=fast, pixels=images)
+    assert relative_error(samples, expected["samples"]) <= 1e-5
+    assert (fps, count) == (12, 17)
+    assert torch.equal(audio["waveform"], tone(1)["waveform"])
+
+
+@pytest.mark.parametrize(
+    ("start", "duration"),
+    [(0, 0), (0, 0.5), (0.5, 0), (0.51, 0.9), (-0.75, 0), (-0.75, 0.5)],
+)
+def test_a_trimmed_video_is_what_get_video_components_gives(fast, tmp_path, start, duration):
+    from fast_video_vae.vae.media import Audio
+
+    pictures = smooth(33)
+    sound = Audio(tone(2)["waveform"][0], 44100)
+    video = written(pictures, tmp_path / "x.mkv", audio=sound).as_trimmed(
+        start, duration, strict_duration=False
+    )
+    images, audio, _ = components(video)
+    # Its bytes are up to one off, because FFmpeg's RGB becomes float by way of 16 bits.
+    shown = [matching(each * 255, pictures.float(), 1) for each in images]
+    assert shown == list(range(shown[0], shown[0] + len(shown)))
+    samples, _, count, heard = encode(fast, video)
+    pixels = pictures[shown].float() / 255
+    (expected,) = node("VAEEncode", vae=fast, pixels=pixels)
+    assert relative_error(samples, expected["samples"]) <= 1e-5
+    assert count == len(images) - (len(images) - 1) % 4
+    # Where the sound begins is told by the tone itself: ComfyUI takes milliseconds for samples.
+    begin = round(shown[0] / 16 * 44100 if start < 0 else start * 44100)
+    length = round(min(duration or 2, 2 - begin / 44100) * 44100)
+    ours = heard["waveform"][0, 0]
+    assert heard["sample_rate"] == audio["sample_rate"] == 44100
+    assert abs(len(ours) - length) <= 45  # Matroska's times are milliseconds
+    middle = ours[100:-100]
+    wave = tone(2)["waveform"][0, 0]
+    starts = range(max(0, begin + 55), begin + 146)
+    distances = [(wave[at : at + len(middle)] - middle).abs().max() for at in starts]
+    assert min(distances) < 1e-3
+
+
+@pytest.mark.parametrize(("start", "duration"), [(0, 0), (0.51, 0.9)])
+def test_sound_is_what_get_video_components_gives(fast, output, start, duration):
+    video = decode(fast, latents(9), audio=tone(3)).as_trimmed(
+        start, duration, strict_duration=False
+    )
+    *_, heard = encode(fast, video)
+    _, expected, _ = components(video)
+    assert heard["sample_rate"] == expected["sample_rate"]
+    ours, theirs = heard["waveform"], expected["waveform"]
+    assert abs(ours.shape[-1] - theirs.shape[-1]) <= 1
+    length = min(ours.shape[-1], theirs.shape[-1])
+    best = min(
+        (ours[..., 1 + late : length - 1 + late] - theirs[..., 1 : length - 1]).abs().max()
+        for late in (-1, 0, 1)
+    )
+    assert best < 1e-6
+
+
+def matching(picture, pictures, tolerance):
+    """Which of some pictures it is."""
+    distances = (pictures - picture).abs().amax(dim=(1, 2, 3))
+    (found,) = (distances <= tolerance).nonzero()
+    return found.item()
+
+
+@pytest.mark.parametrize(
+    ("fps", "shown"),
+    [
+        (16.0, range(0, 17)),
+        (8.0, range(0, 17, 2)),
+        (32.0, [0, 0, 1, 1, 2, 2, 3, 3, 4]),  # of two that are as near, the earlier
+    ],
+)
+@pytest.mark.parametrize("is_file", [True, False])
+def test_another_rate_repeats_frames_or_leaves_them_out(fast, tmp_path, fps, shown, is_file):
+    pictures = smooth(17)
+    video = written(pictures, tmp_path / "x.mkv") if is_file else held(pictures)
+    samples, rate, count, _ = encode(fast, video, fps=fps, max_frames=len(shown))
+    pixels = pictures[list(shown)].float() / 255
+    assert (rate, count) == (fps, len(shown))
+    (expected,) = node("VAEEncode", vae=fast, pixels=pixels)
+    assert relative_error(samples, expected["samples"]) <= 1e-5
+
+
+@pytest.mark.parametrize("fps", [11.5, 23.976])
+def test_tensors_and_files_agree_on_a_rate(fast, tmp_path, fps):
+    pictures = smooth(33)
+    ours, theirs = (
+        encode(fast, video, fps=fps)
+        for video in (held(pictures), written(pictures, tmp_path / "x.mkv"))
+    )
+    assert ours[1:] == theirs[1:]
+    assert relative_error(ours[0], theirs[0]) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "expected"),
+    [
+        (0, 0, (64, 96)),
+        (48, 0, (32, 48)),  # as wide as asked, as high as the shape of the video asks
+        (0, 32, (32, 48)),
+        (64, 64, (64, 64)),  # the sides are cropped
+        (192, 96, (96, 192)),
+        (50, 50, (48, 48)),  # to multiples of eight
+    ],
+)
+@pytest.mark.parametrize("is_file", [True, False])
+def test_another_size_is_covered_and_cropped_about_the_centre(
+    fast, tmp_path, width, height, expected, is_file
+):
+    pictures = smooth(5, 64, 96)
+    video = written(pictures, tmp_path / "x.mkv") if is_file else held(pictures)
+    samples, *_ = encode(fast, video, width=width, height=height)
+    assert samples.shape[-2:] == (expected[0] // 8, expected[1] // 8)
+    if (width, height) == (64, 64):  # no pixel is resized
+        (latent,) = node("VAEEncode", vae=fast, pixels=pictures[:, :, 16:80].float() / 255)
+        assert relative_error(samples, latent["samples"]) <= 1e-5
+
+
+@pytest.mark.parametrize(("most", "count"), [(1, 1), (4, 1), (5, 5), (12, 9), (99, 17)])
+def test_no_more_frames_than_asked_for(fast, tmp_path, most, count, caplog):
+    video = written(smooth(17), tmp_path / "x.mkv")
+    with caplog.at_level(logging.INFO):
+        samples, _, found, _ = encode(fast, video, max_frames=most)
+    assert found == count
+    assert samples.shape[2] == (count - 1) // 4 + 1
+    assert caplog.text.count("left out") == (min(most, 17) != count)
+
+
+def test_a_vae_of_pictures_encodes_each_frame_as_opaque(picture_vae, tmp_path):
+    pictures = smooth(3)
+    samples, _, count, _ = encode(picture_vae, written(pictures, tmp_path / "x.mkv"))
+    (expected,) = node("VAEEncode", vae=picture_vae, pixels=pictures.float() / 255)
+    assert count == 3
+    assert relative_error(samples, expected["samples"]) <= 1e-5
+
+
+def test_another_vae_encodes_as_it_does(stock, tmp_path, caplog):
+    pictures = smooth(18)
+    with caplog.at_level(logging.INFO):
+        samples, fps, count, _ = encode(stock, written(pictures, tmp_path / "x.mkv"), chunk=1)
+    assert torch.equal(samples, stock.encode(pictures.float() / 255))
+    assert (fps, count) == (16, 17)
+    assert "unused: chunk" in caplog.text
+
+
+def test_files_that_are_no_videos_are_told_in_a_line(fast, tmp_path):
+    from comfy_api.latest import InputImpl
+
+    for content in (b"", b"no video"):
+        (tmp_path / "bad.mp4").write_bytes(content)
+        with pytest.raises(ValueError, match=r"^video: .*bad\.mp4") as caught:
+            encode(fast, InputImpl.VideoFromFile(str(tmp_path / "bad.mp4")))
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"^video: .*expected at least 8x8"):
+        encode(fast, written(smooth(1, 6, 6), tmp_path / "small.mkv"))
+    with pytest.raises(FileNotFoundError):
+        encode(fast, InputImpl.VideoFromFile(str(tmp_path / "gone.mp4")))
+
+
+@pytest.mark.parametrize("video", [None, [1], {"samples": 1}])
+def test_what_is_no_video_is_told_in_a_line(fast, video):
+    with pytest.raises(ValueError, match=r"^video: got .*; expected a VIDEO"):
+        encode(fast, video)
+
+
+def test_a_varying_rate_keeps_its_timing(fast, tmp_path, caplog):
+    from comfy_api.latest import InputImpl
+
+    from fast_video_vae.tests.videos import moving_clip, write_with
+
+    times = [0, 40, 80, 500, 1000, 1040, 1500, 1900, 1920]
+    path = write_with(tmp_path / "a.mkv", moving_clip(9), "matroska", times=times)
+    with caplog.at_level(logging.INFO):
+        _, fps, frames, _ = encode(fast, InputImpl.VideoFromFile(str(path)))
+    assert (fps, frames) == (25.0, 49)
+    assert sum("a.mkv has a varying frame rate" in line for line in caplog.messages) == 1
+
+
+def test_a_vae_without_an_encoder_is_told(state, tmp_path):
+    weights = {k: v for k, v in state.items() if not k.startswith(("encoder.", "conv1."))}
+    decoder = fast_vae(weights, tmp_path)
+    with pytest.raises(ValueError, match=r"^vae: the checkpoint has no encoder"):
+        encode(decoder, written(smooth(1), tmp_path / "x.mkv"))
+
+
+def test_an_interrupt_ends_an_encode(fast, tmp_path, monkeypatch):
+    import comfy.model_management as management
+    import comfy.utils
+
+    video = written(smooth(33), tmp_path / "x.mkv")
+
+    def press_stop(value, total, preview, node_id=None):
+        management.interrupt_current_processing()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", press_stop)
+        with pytest.raises(management.InterruptProcessingException):
+            encode(fast, video, chunk=1)
+    assert encode(fast, video)[2] == 33
+
+
+def test_a_broken_file_is_told_and_the_next_encode_is_whole(fast, tmp_path):
+    from comfy_api.latest import InputImpl
+
+    video = written(smooth(33), tmp_path / "x.mkv")
+    content = (tmp_path / "x.mkv").read_bytes()
+    (tmp_path / "cut.mkv").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=r"^video: .*cut\.mkv.*truncated"):
+        encode(fast, InputImpl.VideoFromFile(str(tmp_path / "cut.mkv")))
+    assert encode(fast, video)[2] == 33

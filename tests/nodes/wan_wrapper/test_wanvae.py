@@ -1,0 +1,456 @@
+"""The VAE for ComfyUI-WanVideoWrapper, called in every form in which that pack's nodes call one.
+
+The oracle is ComfyUI's network of the same weights, run afresh on each part of a video, between the
+statistics of ComfyUI's latent formats.
+"""
+
+import copy
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fast_video_vae.tests.benchmarks.peers import diffusers_vae
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.nodes.vae.pairs import fast_vae, relative_error
+from fast_video_vae.tests.nodes.wan_wrapper.wrapped import CPU, Oracle, video, wrapped
+from fast_video_vae.tests.wan22 import random_wan22
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
+
+
+@pytest.fixture(scope="module")
+def families(comfyui, tmp_path_factory):
+    """Makes a VAE of narrow random weights in both forms, with what its latents look like."""
+
+    @functools.cache
+    def make(name):
+        state = random_state_dict(8) if name == "wan2.1" else random_wan22(8, 16)
+        fast = fast_vae(state, tmp_path_factory.mktemp("vae"))
+        channels, factor = (16, 8) if name == "wan2.1" else (48, 16)
+        return SimpleNamespace(
+            state=state, fast=fast, oracle=Oracle(state), channels=channels, factor=factor
+        )
+
+    return make
+
+
+@pytest.fixture
+def family(request, families):
+    return families(getattr(request, "param", "wan2.1"))
+
+
+# Where the statistics and the compression of a family matter.
+both = pytest.mark.parametrize("family", ["wan2.1", "wan2.2"], indirect=True)
+
+
+@pytest.fixture
+def vae(family):
+    return wrapped(family.fast)
+
+
+def latent_of(family, latents, batch=1, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, family.channels, latents, 3, 4, generator=generator)
+
+
+# --- what the nodes touch beside encode and decode
+
+
+@both
+def test_it_offers_what_the_nodes_touch(family, vae):
+    assert type(vae).__name__ != "TAEHV"  # the name of a VAE that is called otherwise
+    assert vae.dtype == torch.float32
+    assert vae.upsampling_factor == family.factor
+    assert vae.to(CPU) is vae
+    assert vae.to("cpu") is vae
+    assert vae.to(device=CPU, dtype=torch.float32) is vae
+    assert vae.model.clear_cache() is None
+    vae.model.to(CPU)
+
+
+def test_a_dtype_that_is_asked_for_is_that_of_the_work(vae):
+    assert vae.to(torch.bfloat16).dtype == torch.bfloat16
+    frames = vae.decode(torch.zeros(1, vae.encode(video(1), CPU).shape[1], 1, 3, 4), CPU)
+    assert frames.dtype == torch.bfloat16
+    assert vae.to(CPU, torch.float32).dtype == torch.float32
+
+
+def test_a_dtype_that_it_cannot_compute_in_is_an_error(vae):
+    with pytest.raises(ValueError, match=r"^dtype is torch.float8_e4m3fn; expected one of torch\."):
+        vae.to(CPU, torch.float8_e4m3fn)
+
+
+# --- encode
+
+
+@both
+@pytest.mark.parametrize(
+    ("frames", "tiled"),
+    [(1, False), (2, True), (6, False), (17, True)],  # 2 and 6 have frames that fill no latent
+)
+def test_encode_is_comfyui_s_normalised(family, vae, frames, tiled):
+    pixels = video(frames)
+    before = pixels.clone()
+    latents = vae.encode(pixels, device=CPU, tiled=tiled)
+    expected = family.oracle.encode(pixels)
+    assert relative_error(latents, expected) <= 1e-5
+    assert latents.dtype == torch.float32
+    assert latents.device == CPU
+    assert torch.equal(pixels, before)
+
+
+def test_every_form_of_an_encode_is_the_same(vae):
+    pixels = video(9)
+    (listed,) = pixels
+    (latent,) = vae.encode(pixels, CPU)
+    assert latent.ndim == 4
+    sizes = {"tile_size": (34, 34), "tile_stride": (18, 16)}
+    for result in (
+        vae.encode([listed], CPU)[0],
+        vae.encode([listed], CPU, tiled=False)[0],
+        vae.encode([listed], CPU, end_=False, tiled=True)[0],
+        vae.encode((listed,), device="cpu", tiled=True, pbar=False)[0],
+        vae.encode(pixels, device=CPU, tiled=True, **sizes)[0],
+        vae.encode(pixels, device=CPU, tiled=True, tile_size=None, tile_stride=None)[0],
+        vae.encode(pixels.permute(0, 2, 3, 4, 1).contiguous().permute(0, 4, 1, 2, 3), CPU)[0],
+    ):
+        assert torch.equal(result, latent)
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_videos_of_a_batch_go_each_by_itself(family, vae, as_list):
+    pixels, latent = video(5, batch=3), latent_of(family, 2, batch=2)
+    latents = vae.encode(list(pixels) if as_list else pixels, device=CPU)
+    expected = torch.cat([family.oracle.encode(each[None]) for each in pixels])
+    assert relative_error(latents, expected) <= 1e-5
+    frames = vae.decode(list(latent) if as_list else latent, CPU)
+    expected = torch.cat([family.oracle.decode(each[None]) for each in latent])
+    assert relative_error(frames, expected) <= 1e-5
+
+
+@both
+def test_what_fills_no_latent_at_the_edge_is_left_out(family, vae):
+    pixels = video(5, 51, 70)
+    step = family.factor
+    whole = pixels[..., : 51 // step * step, : 70 // step * step]
+    assert relative_error(vae.encode(pixels, CPU), family.oracle.encode(whole)) <= 1e-5
+
+
+@pytest.mark.parametrize("frames", [2, 6, 8, 18])  # 8: two frames before the last fill no latent
+def test_the_end_frame_is_encoded_by_itself(family, vae, frames):
+    pixels = video(frames)
+    latents = vae.encode([pixels[0]], CPU, end_=True, tiled=False)
+    assert latents.shape[2] == (frames - 2) // 4 + 2
+    assert relative_error(latents, family.oracle.encode(pixels, end_=True)) <= 1e-5
+
+
+def test_what_is_also_the_end_is_one_latent_or_frame(family, vae):
+    pixels, latent = video(1), latent_of(family, 1)
+    assert torch.equal(vae.encode(pixels, CPU, end_=True), vae.encode(pixels, CPU))
+    assert torch.equal(vae.decode(latent, CPU, end_=True), vae.decode(latent, CPU))
+
+
+@both
+@pytest.mark.parametrize("frames", [1, 9])
+def test_a_sample_has_the_spread_of_the_posterior(family, vae, frames):
+    pixels = video(frames)
+    pixels[:, :, 1:] = 0  # frames that stand still draw noise of their own too
+    mean = vae.encode(pixels, CPU)
+    torch.manual_seed(1)
+    sampled = vae.encode([pixels[0]], CPU, tiled=False, sample=True)
+    again = vae.encode([pixels[0]], CPU, tiled=False, sample=True)
+    posterior = diffusers_vae(family.state).module.encode(pixels).latent_dist
+    noise = (sampled - mean) / (posterior.logvar.clamp(-30, 20) / 2).exp()
+    if frames == 1:
+        torch.manual_seed(1)
+        assert relative_error(noise, torch.randn(noise.shape)) <= 1e-4
+    assert abs(noise.mean()) < 5 / noise.numel() ** 0.5  # five standard errors
+    assert abs(noise.std() - 1) < 5 / (2 * noise.numel()) ** 0.5
+    assert not torch.equal(sampled, again)
+    if frames > 1:
+        assert not torch.equal(noise[:, :, -1], noise[:, :, -2])
+    assert torch.equal(vae.encode(pixels, CPU), mean)
+
+
+# --- decode
+
+
+@both
+@pytest.mark.parametrize(("latents", "tiled"), [(1, False), (2, True), (5, False)])
+def test_decode_is_comfyui_s(family, vae, latents, tiled):
+    latent = latent_of(family, latents)
+    before = latent.clone()
+    frames = vae.decode(latent, device=CPU, tiled=tiled)[0]
+    (expected,) = family.oracle.decode(latent)
+    assert relative_error(frames, expected) <= 1e-5
+    assert frames.dtype == torch.float32
+    assert frames.permute(1, 2, 3, 0).is_contiguous()  # the IMAGE that callers make of it
+    assert torch.equal(latent, before)
+
+
+def test_every_form_of_a_decode_is_the_same(family, vae):
+    latent = latent_of(family, 3)
+    (frames,) = vae.decode(latent, CPU)
+    sizes = {"tile_size": (34, 34), "tile_stride": (18, 16)}
+    for result in (
+        vae.decode(latent, device=CPU, pbar=False)[0],
+        vae.decode(list(latent), device="cpu")[0],
+        vae.decode(latent, device=CPU, end_=False, tiled=True, **sizes)[0],
+        vae.decode(latent, CPU, True, False, (34, 34), (18, 16), False)[0],
+        vae.decode(latent, device=CPU, output_device="cpu", output_dtype=torch.float32)[0],
+    ):
+        assert torch.equal(result, frames)
+
+
+@pytest.mark.parametrize(("latents", "tiled"), [(2, False), (4, True)])
+def test_the_end_latent_is_decoded_by_itself(family, vae, latents, tiled):
+    latent = latent_of(family, latents)
+    frames = vae.decode(latent, device=CPU, end_=True, tiled=tiled)
+    assert frames.shape[2] == 4 * (latents - 2) + 2
+    assert relative_error(frames, family.oracle.decode(latent, end_=True)) <= 1e-5
+
+
+def test_frames_are_where_and_what_they_are_wanted(family, tmp_path):
+    fast = fast_vae(family.state, tmp_path, dtype=torch.bfloat16)
+    vae, latent = wrapped(fast), latent_of(family, 2).bfloat16()
+    assert vae.decode(latent, CPU).dtype == vae.dtype == torch.bfloat16
+    assert vae.decode(latent, CPU, tiled=True).dtype == torch.float32
+    assert vae.decode(latent, CPU, output_dtype=torch.float16).dtype == torch.float16
+    assert vae.decode(latent, "meta").device.type == "meta"
+    assert vae.decode(latent, "meta", tiled=True).device == CPU
+    assert vae.decode(latent, "meta", output_device="cpu").device == CPU
+    assert vae.encode(video(5).bfloat16(), "meta").device.type == "meta"
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_as_good_as_comfyui_s(family, tmp_path, dtype):
+    """At most twice the error of ComfyUI's network in that dtype."""
+    vae = wrapped(fast_vae(family.state, tmp_path, dtype=dtype))
+    oracle, rough = family.oracle, Oracle(family.state, dtype)
+    assert vae.dtype == dtype
+    pixels, latent = video(9).to(dtype), latent_of(family, 3).to(dtype)
+    for result, exact, theirs in (
+        (vae.encode(pixels, CPU), oracle.encode(pixels.float()), rough.encode(pixels)),
+        (
+            vae.decode(latent, CPU).float(),
+            oracle.decode(latent.float()),
+            rough.decode(latent.float()),
+        ),
+    ):
+        assert relative_error(result, exact) <= 2 * relative_error(theirs, exact)
+
+
+def test_a_vae_that_encodes_in_another_dtype_asks_for_the_wider(family, tmp_path):
+    precise = {"dtype": torch.bfloat16, "encode_dtype": torch.float32}
+    vae = wrapped(fast_vae(family.state, tmp_path, **precise))
+    assert vae.dtype == torch.float32
+    pixels = video(5)
+    assert relative_error(vae.encode(pixels, CPU), family.oracle.encode(pixels)) <= 1e-5
+
+
+# --- as the nodes string the calls together
+
+
+def test_windows_that_start_from_the_tail_of_the_last(family, vae):
+    """As in the loops over windows: decode, keep, encode the tail and a still rest for the next."""
+
+    def loop(decode, encode):
+        tail, kept = None, []
+        for window in range(3):
+            latent = latent_of(family, 3, seed=window)
+            if tail is not None:
+                still = torch.zeros(1, 3, 9 - tail.shape[2], *tail.shape[3:])
+                condition = encode(torch.cat([tail, still], dim=2))
+                latent[:, :, :1] = condition[:, :, :1]
+            frames = decode(latent)
+            kept.append(frames if tail is None else frames[:, 5:])
+            tail = frames[:, -5:].unsqueeze(0)
+        return torch.cat(kept, dim=1)
+
+    def decode(latent):
+        nonlocal vae
+        vae = vae.to(CPU)
+        frames = vae.decode(latent.to(CPU, vae.dtype), device=CPU, tiled=False, pbar=False)[0].cpu()
+        vae.to("cpu")
+        return frames
+
+    def encode(pixels):
+        vae.to(CPU)
+        latents = vae.encode(pixels.to(CPU, vae.dtype), device=CPU, tiled=False, pbar=False)
+        vae.model.to("cpu")
+        return latents.to(torch.float32)
+
+    result = loop(decode, encode)
+    expected = loop(lambda latent: family.oracle.decode(latent)[0], family.oracle.encode)
+    assert result.shape[1] == 9 + 2 * 4
+    assert relative_error(result, expected) <= 1e-4  # an error passes from window to window
+
+
+@both
+def test_images_from_a_latent_with_an_end_and_a_loop(family, vae):
+    """As the decode node does it: an IMAGE by in-place steps, and latents across the seam."""
+    latent = latent_of(family, 4)
+    vae.to(CPU)
+    images = vae.decode(latent.to(CPU, vae.dtype), device=CPU, end_=True, tiled=False)[0]
+    images = images.cpu().float()
+    images.clamp_(-1, 1).add_(1).div_(2)
+    images = images[:, :-1].permute(1, 2, 3, 0)
+    expected = family.oracle.decode(latent, end_=True)[0, :, :-1].clamp(-1, 1).add(1).div(2)
+    assert relative_error(images, expected.permute(1, 2, 3, 0)) <= 1e-5
+    seam = torch.cat([latent[:, :, -3:], latent[:, :, :2]], dim=2)
+    size = 272 // vae.upsampling_factor
+    tiles = {"tile_size": (size, size), "tile_stride": (size // 2, size // 2)}
+    frames = vae.decode(seam, device=CPU, end_=False, tiled=False, **tiles)[0]
+    assert relative_error(frames, family.oracle.decode(seam)[0]) <= 1e-5
+
+
+@both
+def test_pairs_of_masked_videos_are_joined_in_their_channels(family, vae):
+    """As for VACE: two lists, and a reference picture of one frame."""
+    inactive, reactive = ([each] for each in (video(9)[0], video(9, seed=7)[0]))
+    pairs = zip(vae.encode(inactive, device=CPU), vae.encode(reactive, device=CPU), strict=True)
+    (joined,) = (torch.cat(pair, dim=0) for pair in pairs)
+    (reference,) = vae.encode(video(1), device=CPU, tiled=False)
+    assert joined.shape == (2 * family.channels, 3, 48 // family.factor, 64 // family.factor)
+    assert reference.shape[1] == 1
+
+
+# --- memory, progress, stop
+
+
+def loaded():
+    import comfy.model_management as management
+
+    return [each.model for each in management.current_loaded_models]
+
+
+def test_it_leaves_the_device_as_comfyui_unloads_it(family, vae, tmp_path):
+    other = fast_vae(random_state_dict(8), tmp_path)
+    other.decode(torch.zeros(1, 16, 1, 3, 4))
+    latent = latent_of(family, 2)
+    before = vae.decode(latent, CPU)
+    assert family.fast.patcher in loaded()
+    assert vae.to(CPU) is vae  # the device of the work: it may stay
+    assert family.fast.patcher in loaded()
+    for leave in (vae.to, vae.model.to):
+        leave("meta")  # as the host is to a GPU: another kind of device
+        assert family.fast.patcher not in loaded()
+        assert other.patcher in loaded()
+        assert torch.equal(vae.decode(latent, CPU), before)
+    (image,) = family.fast.decode(family.oracle.format.process_out(latent))
+    expected = before[0].permute(1, 2, 3, 0).add(1).div(2).clamp(0, 1)
+    assert relative_error(image, expected) <= 1e-6
+
+
+@pytest.mark.gpu
+def test_no_weight_stays_on_the_gpu(family, vae):
+    device = family.fast.device
+    if device.type == "cpu":
+        pytest.skip("ComfyUI runs on the CPU here")
+    network = family.fast.first_stage_model
+    for leave in (vae.to, vae.model.to):
+        frames = vae.to(device).decode(latent_of(family, 2), device)
+        latents = vae.encode(video(5), device)
+        assert frames.device == latents.device == device
+        assert {each.device for each in network.parameters()} == {device}
+        leave("cpu")
+        assert {each.device.type for each in network.parameters()} == {"cpu"}
+        assert network.weight_bytes() == sum(each.nbytes for each in network.parameters())
+
+
+def test_a_patch_on_the_vae_is_in_what_it_gives(family):
+    key = "decoder.head.2.weight"
+    patched = copy.copy(family.fast)
+    patched.patcher = patched.patcher.clone()
+    change = torch.full(family.state[key].shape, 0.02)
+    assert patched.patcher.add_patches({key: ("diff", (change,))}) == [key]
+    latent = latent_of(family, 2)
+    oracle = Oracle(family.state | {key: family.state[key] + change})
+    for vae, network in ((wrapped(patched), oracle), (wrapped(family.fast), family.oracle)):
+        assert relative_error(vae.decode(latent, CPU), network.decode(latent)) <= 1e-5
+
+
+@pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
+def test_when_memory_runs_out_it_tries_again_and_then_in_tiles(family, vae, monkeypatch, encode):
+    import comfy.model_management as management
+
+    def run():
+        return vae.encode(video(9), CPU) if encode else vae.decode(latent_of(family, 3), CPU)
+
+    kind, name = type(family.fast.first_stage_model), "encode_stream" if encode else "decode_stream"
+    expected, real, tiles = run(), getattr(kind, name), []
+    side = 64 * family.fast.spacial_compression_encode()
+
+    def stream(self, given, options, **others):
+        tiles.append(options.tile)
+        if len(tiles) < len(tries):
+            raise management.OOM_EXCEPTION("no memory")
+        return real(self, given, options, **others)
+
+    monkeypatch.setattr(kind, name, stream)
+    for tries in ([None, None], [None, None, (side, side)]):
+        tiles.clear()
+        assert relative_error(run(), expected) <= 1e-5
+        assert tiles == tries
+
+
+def test_frames_that_the_device_has_no_memory_for_come_on_the_host(family, vae, monkeypatch):
+    import comfy.model_management as management
+
+    kind = type(family.fast.first_stage_model)
+    real, failures = kind.decode_stream, []
+
+    def stream(self, *arguments, **options):
+        if options["out"].device.type == "meta":
+            failures.append(1)
+            raise management.OOM_EXCEPTION("no memory")
+        return real(self, *arguments, **options)
+
+    expected = vae.decode(latent_of(family, 2), CPU)
+    monkeypatch.setattr(kind, "decode_stream", stream)
+    frames = vae.decode(latent_of(family, 2), "meta")
+    assert failures
+    assert relative_error(frames, expected) <= 1e-5
+
+
+def test_progress_is_shown_where_it_is_wanted(family, vae, monkeypatch):
+    import comfy.utils
+
+    reports = []
+    hook = lambda value, total, preview, node_id=None: reports.append((value, total))  # noqa: E731
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    monkeypatch.setattr(comfy.utils, "PROGRESS_THROTTLE_MIN_INTERVAL", 0)
+    vae.decode(latent_of(family, 3, batch=2), CPU)
+    assert reports[-1] == (18, 18)
+    vae.encode(video(10), CPU, end_=True)
+    assert reports[-1] == (4, 4)
+    reports.clear()
+    vae.decode(latent_of(family, 3), CPU, pbar=False)
+    vae.encode(video(9), CPU, pbar=False)
+    assert reports == []
+
+
+@pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
+@pytest.mark.parametrize("pbar", [False, True])
+def test_an_interrupt_ends_it(family, vae, encode, pbar):
+    import comfy.model_management as management
+
+    def run():
+        if encode:
+            return vae.encode(video(17), CPU, pbar=pbar)
+        return vae.decode(latent_of(family, 5), CPU, pbar=pbar)
+
+    network = family.fast.first_stage_model
+    stop = lambda *_: management.interrupt_current_processing(True)  # noqa: E731
+    layer = (network.encoder if encode else network.decoder).middle[0]
+    handle = layer.register_forward_pre_hook(stop)
+    try:
+        with pytest.raises(management.InterruptProcessingException):
+            run()
+    finally:
+        handle.remove()
+        management.interrupt_current_processing(False)
+    assert run().ndim == 5

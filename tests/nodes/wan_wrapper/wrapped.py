@@ -1,0 +1,39 @@
+"""The VAE for ComfyUI-WanVideoWrapper, and what it is compared with."""
+
+import torch
+
+from fast_video_vae.tests.benchmarks.peers import comfyui_vae
+from fast_video_vae.tests.nodes.vae.pairs import clip
+
+CPU = torch.device("cpu")
+
+
+def wrapped(fast):
+    from fast_video_vae.nodes.wan_wrapper.wanvae import WanVideoWrapperVAE
+
+    return WanVideoWrapperVAE(fast)
+
+
+class Oracle:
+    """What the wrapper's VAE gives, by ComfyUI's network in float32 or another dtype."""
+
+    def __init__(self, state, dtype=torch.float32):
+        from comfy.latent_formats import Wan21, Wan22
+
+        self.network = comfyui_vae(state, dtype=dtype)
+        self.format = Wan21() if state["conv2.weight"].shape[0] == 16 else Wan22()
+
+    def encode(self, video, end_=False):
+        parts = (video[:, :, :-1], video[:, :, -1:]) if end_ else (video,)
+        return self.format.process_in(torch.cat([self.network.encode(x) for x in parts], 2).float())
+
+    def decode(self, latent, end_=False):
+        latent = self.format.process_out(latent)
+        parts = (latent[:, :, :-1], latent[:, :, -1:]) if end_ else (latent,)
+        return torch.cat([self.network.decode(x) for x in parts], dim=2).float()
+
+
+def video(frames, height=48, width=64, batch=1, seed=0):
+    """Videos `[B, 3, T, H, W]` in [-1, 1], as the wrapper's nodes make them of images."""
+    images = [clip(frames, height, width, seed=seed + each) for each in range(batch)]
+    return torch.stack(images).permute(0, 4, 1, 2, 3) * 2 - 1
