@@ -23,6 +23,7 @@ from fast_video_vae.tests.nodes.mlp.mlps import (
     MLP,
     GateAlone,
     Halves,
+    Nest,
     Saturated,
     Scaled,
     SecondHalf,
@@ -33,8 +34,16 @@ from fast_video_vae.tests.nodes.vae.pairs import relative_error
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
 
+
+def rows(names):
+    """Tests for each model; by default for one of them."""
+    others = [pytest.param(name, marks=pytest.mark.slow) for name in sorted(names - {"hidream"})]
+    return pytest.mark.parametrize("name", ["hidream", *others])
+
+
+every_model = rows(MLPS.keys())
 # Their MLPs are whole modules, with linear layers of their own.
-WHOLE = sorted(MLPS.keys() - {"flux2"})
+every_whole_mlp = rows(MLPS.keys() - {"flux2"})
 
 
 @pytest.fixture
@@ -97,7 +106,7 @@ def test_the_mlps_of_a_model_are_fused_and_it_gives_the_same(name, calls, caplog
     assert torch.equal(output(name, model), expected)
 
 
-@pytest.mark.parametrize("name", MLPS)
+@every_model
 def test_in_half_precision_a_model_is_as_near_to_the_truth(name):
     expected = output(name, patcher(name))
     model = patcher(name, torch.bfloat16)
@@ -112,29 +121,21 @@ def test_in_half_precision_a_model_is_as_near_to_the_truth(name):
     assert ours <= torch.hypot(stock, luck)
 
 
-class Nest(nn.Module):
-    """A network around one module."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.block = module
-
-    def forward(self, x):
-        return self.block(x)
+def outputs(block, *args, **named):
+    """What a module of a network gives when it is fused, and what it gives as it is."""
+    model, expected = model_of(Nest(block)), block(*args, **named)
+    with loaded(fused(model)):
+        return block(*args, **named), expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cls", ALIKE)
 def test_every_spelling_is_recognised_and_rounds_once(cls, dtype, calls):
     torch.manual_seed(0)
-    model = model_of(Nest(cls()).to(dtype))
-    block, seen = model.model.diffusion_model.block, {}
-    x = torch.randn(2, 5, 8, dtype=dtype)
-    expected = block(x)
+    block, seen, x = cls().to(dtype), {}, torch.randn(2, 5, 8, dtype=dtype)
     for name, child in block.named_children():
         child.register_forward_hook(lambda _, args, y, name=name: seen.update({name: (*args, y)}))
-    with loaded(fused(model)):
-        result = block(x)
+    result, expected = outputs(block, x)
     assert len(calls) == 1
     if cls is GateAlone:
         value, gate = x.chunk(2, -1)
@@ -158,55 +159,39 @@ def test_without_a_kernel_it_is_as_it_was(cls, monkeypatch):
     from fast_video_vae.nodes.mlp import nodes as fuse_mlp
 
     monkeypatch.setattr(fuse_mlp, "run_kernel", lambda *_, **__: None)
-    model = model_of(Nest(cls()))
-    block = model.model.diffusion_model.block
-    x = torch.randn(2, 5, 8)
     with torch.inference_mode():
-        expected = block(x)
-        with loaded(fused(model)):
-            assert torch.equal(block(x), expected)
+        result, expected = outputs(cls(), torch.randn(2, 5, 8))
+    assert torch.equal(result, expected)
 
 
 def test_float16_saturates_where_the_module_does_and_nowhere_else(calls):
     for cls in (Saturated, MLP):
-        model = model_of(Nest(cls(bias=False)).half())
-        block = model.model.diffusion_model.block
+        block = cls(bias=False).half()
         for linear in block.children():
             nn.init.eye_(linear.weight)
-        x = torch.full((1, 8), 300, dtype=torch.float16)
-        expected = block(x)
-        with loaded(fused(model)):
-            torch.testing.assert_close(block(x), expected, equal_nan=True)
+        result, expected = outputs(block, torch.full((1, 8), 300, dtype=torch.float16))
+        torch.testing.assert_close(result, expected, equal_nan=True)
         assert expected.isfinite().all() == (cls is Saturated)
     assert len(calls) == 2
 
 
-def test_a_model_without_such_mlps_passes_with_one_line(caplog):
-    model = model_of(Nest(Scaled()))
-    with caplog.at_level(logging.INFO):
-        assert fused(model) is model
-    assert "Model has no SwiGLU MLPs to fuse; it stays as it is" in caplog.messages[-1]
-
-
-def test_a_model_without_a_network_passes(caplog):
+def test_a_model_without_such_mlps_or_a_network_passes_with_one_line(caplog):
     from comfy.model_patcher import ModelPatcher
 
-    model = ModelPatcher(nn.Linear(2, 2), torch.device("cpu"), torch.device("cpu"))
-    with caplog.at_level(logging.INFO):
-        assert fused(model) is model
-    assert "Linear has no SwiGLU MLPs to fuse" in caplog.messages[-1]
+    cpu = torch.device("cpu")
+    for model in (model_of(Nest(Scaled())), ModelPatcher(nn.Linear(2, 2), cpu, cpu)):
+        with caplog.at_level(logging.INFO):
+            assert fused(model) is model
+        name = type(model.model).__name__
+        assert f"{name} has no SwiGLU MLPs to fuse; it stays as it is" in caplog.messages[-1]
 
 
-def test_twice_is_once():
-    fast = fused(patcher("lumina2"))
-    patches = dict(fast.object_patches)
-    assert fused(fast) is fast
-    assert fast.object_patches == patches
-
-
-def test_a_model_whose_fused_clone_is_loaded_is_fused_all_the_same():
+def test_twice_is_once_and_a_model_whose_fused_clone_is_loaded_is_fused_all_the_same():
     model = patcher("lumina2")
     first = fused(model)
+    patches = dict(first.object_patches)
+    assert fused(first) is first
+    assert first.object_patches == patches
     with loaded(first):
         second = fused(model)
     assert second is not first
@@ -248,9 +233,8 @@ def test_patches_hold_nothing_of_the_network_and_serve_another_copy(calls):
 
 
 def test_a_forward_that_another_node_puts_on_top_leaves_modules_that_work():
-    model, x = model_of(Nest(MLP())), torch.randn(3, 8)
-    block = model.model.diffusion_model.block
-    expected = block(x)
+    block, x = MLP(), torch.randn(3, 8)
+    model, expected = model_of(Nest(block)), block(x)
     both = fused(model)
     both.add_object_patch("diffusion_model.block.forward", lambda x: x)
     with loaded(both):
@@ -274,7 +258,7 @@ def adapters(model, rank=2):
 
 
 @pytest.mark.parametrize("budget_bytes", [0, 1], ids=["loaded", "offloaded"])
-@pytest.mark.parametrize("name", WHOLE)
+@every_whole_mlp
 def test_a_lora_on_the_mlps_works_in_every_order(name, budget_bytes, calls):
     model = patcher(name)
     fast = fused(model)
@@ -316,7 +300,7 @@ def test_a_bypass_lora_works():
     assert torch.equal(output("lumina2", model), stock)
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@every_whole_mlp
 def test_weights_that_are_offloaded_and_cast_at_every_call_work(name, calls):
     import comfy.ops
 
@@ -360,7 +344,7 @@ def quantised(name, algorithm, layout):
         ("int8_tensorwise", "TensorWiseINT8Layout"),
     ],
 )
-@pytest.mark.parametrize("name", WHOLE)
+@every_whole_mlp
 def test_quantised_weights_work(name, algorithm, layout, calls):
     from comfy.quant_ops import QuantizedTensor
 
@@ -432,9 +416,8 @@ def test_gradients_flow(cls, calls):
 
 
 def test_it_writes_over_a_projection_unless_somebody_may_want_it(calls):
-    model = model_of(Nest(MLP()))
-    block, kept, x = model.model.diffusion_model.block, [], torch.randn(3, 8)
-    with loaded(fused(model)):
+    block, kept, x = MLP(), [], torch.randn(3, 8)
+    with loaded(fused(model_of(Nest(block)))):
         block(x)
         block.gate.register_forward_hook(lambda module, args, y: kept.append(y))
         block(x)
@@ -474,29 +457,19 @@ def test_one_hidden_activation_less_is_kept(cls, stock, ours):
 @pytest.mark.parametrize("shape", [(8,), (0, 8), (2, 3, 4, 8)])
 def test_inputs_of_every_rank_and_none_at_all_work(shape):
     for cls in (MLP, Halves):
-        model, x = model_of(Nest(cls())), torch.randn(shape)
-        expected = model.model.diffusion_model(x)
-        with loaded(fused(model)):
-            torch.testing.assert_close(model.model.diffusion_model(x), expected)
+        torch.testing.assert_close(*outputs(cls(), torch.randn(shape)))
 
 
 def test_layers_that_answer_in_another_dtype_work(calls):
-    model, x = model_of(Nest(MLP())), torch.randn(3, 8)
-    block = model.model.diffusion_model.block
+    block = MLP()
     block.gate.register_forward_hook(lambda module, args, y: y.double())
     block.down.register_forward_pre_hook(lambda module, args: args[0].float())
-    expected = block(x)
-    with loaded(fused(model)):
-        assert torch.equal(block(x), expected)
+    assert torch.equal(*outputs(block, torch.randn(3, 8)))
     assert not calls
 
 
 def test_a_name_for_the_input_works():
-    model, x = model_of(Nest(TwoSteps())), torch.randn(3, 8)
-    block = model.model.diffusion_model.block
-    expected = block(hidden_states=x)
-    with loaded(fused(model)):
-        torch.testing.assert_close(block(hidden_states=x), expected)
+    torch.testing.assert_close(*outputs(TwoSteps(), hidden_states=torch.randn(3, 8)))
 
 
 def test_torch_compile_gets_the_module_s_own_code(calls):
