@@ -7,14 +7,12 @@ what ComfyUI's nodes do: a decode gives images in [0, 1] in float32 on the host,
 import importlib.util
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...kernels import use_backend
-from ..checkpoint import load_vae
 from ..model import VideoVAE
 from ..models.checkpoint_keys import to_wan_keys
 from ..models.config import QWEN21, SEEDVR2, WAN22, LayoutError, VAEConfig
@@ -25,102 +23,74 @@ from .measure import Gauge
 from .report import ENCODE, BenchmarkReport, dtype_label
 
 
-class Rivals:
-    """The VAEs of one file.
+def race(
+    vae: VideoVAE,
+    tasks: Sequence[str],
+    clip: Clip,
+    rounds: int,
+    chunk: int | None,
+    progress: Callable[[int], Callable[[], None]],
+) -> BenchmarkReport:
+    """Measure a VAE on the fastest backends and on the reference, and diffusers beside it.
 
     Args:
-        path: The file.
-        device: Where they work.
-        dtype: As for `load_vae`.
-        encode_dtype: As for `load_vae`.
+        vae: Ours.
+        tasks: "encode", "decode".
+        clip: What goes through; it is cut to whole latents.
+        rounds: How often each is measured, after a warm-up.
         chunk: Latents per step of ours; -1: all; None: chosen from size and memory.
+        progress: Gets how many calls a task has, gives what is called after each.
 
-    Attributes:
-        vae: Ours, on the fastest backends and on the reference.
-        notes: Who does not take part, and why.
+    Raises:
+        ValueError: Nothing of the clip fits, or the VAE has no encoder to be measured.
     """
-
-    def __init__(
-        self,
-        path: Path,
-        device: torch.device,
-        dtype: torch.dtype | None,
-        encode_dtype: torch.dtype | None,
-        chunk: int | None,
-    ) -> None:
-        self.vae = load_vae(path, device=device, dtype=dtype, encode_dtype=encode_dtype)
-        self._chunk = chunk
-        self.notes: list[str] = []
-
-    def race(
-        self,
-        tasks: Sequence[str],
-        clip: Clip,
-        rounds: int,
-        progress: Callable[[int], Callable[[], None]],
-    ) -> BenchmarkReport:
-        """Measure all of them.
-
-        Args:
-            tasks: "encode", "decode".
-            clip: What goes through; it is cut to whole latents.
-            rounds: How often each is measured, after a warm-up.
-            progress: Told how many calls a task has, gives what is called after each.
-
-        Raises:
-            ValueError: Nothing of the clip fits, or the VAE has no encoder to be measured.
-        """
-        config, device = self.vae.config, self.vae.device
-        kept = fitted(config, clip)
-        notes = [] if kept == clip else [f"{clip} were asked for, and cut to whole latents"]
-        measure, comparisons = Gauge(device), []
-        for task in tasks:
-            contestants = self.contestants(task, kept)
-            passed = progress(len(contestants) * (rounds + 1))
-            dtype = dtype_label(self.dtype(task))
-            done = compare(
-                task, contestants, rounds=rounds, dtype=dtype, measure=measure, passed=passed
-            )
-            comparisons.append(done)
-        return BenchmarkReport(
-            f"{config.family}, base width {config.decoder_width}",
-            device_label(device),
-            kept,
-            rounds,
-            tuple(comparisons),
-            (*notes, *self.notes),
+    config, kept = vae.config, fitted(vae.config, clip)
+    notes = [] if kept == clip else [f"{clip} were asked for, and cut to whole latents"]
+    measure, comparisons = Gauge(vae.device), []
+    for task in tasks:
+        found, note = contestants(vae, task, kept, chunk)
+        notes += [] if note is None or note in notes else [note]
+        passed = progress(len(found) * (rounds + 1))
+        dtype = dtype_label(_dtype(vae, task))
+        comparisons.append(
+            compare(task, found, rounds=rounds, dtype=dtype, measure=measure, passed=passed)
         )
+    return BenchmarkReport(
+        f"{config.family}, base width {config.decoder_width}",
+        device_label(vae.device),
+        kept,
+        rounds,
+        tuple(comparisons),
+        tuple(notes),
+    )
 
-    def dtype(self, task: str) -> torch.dtype:
-        """What a task is computed in."""
-        return self.vae.encode_dtype if task == ENCODE else self.vae.dtype
 
-    def contestants(self, task: str, clip: Clip) -> list[Contestant]:
-        """Those of one task: reference, fast, and diffusers where it knows the layout.
+def contestants(
+    vae: VideoVAE, task: str, clip: Clip, chunk: int | None = None
+) -> tuple[list[Contestant], str | None]:
+    """Those of one task: reference, fast, and diffusers where it knows the layout, or why not.
 
-        Raises:
-            ValueError: The VAE has no encoder to be measured.
-        """
-        config = self.vae.config
-        if task == ENCODE and config.encoder_width is None:
-            raise ValueError("the VAE has a decoder only; expected --task decode")
-        content = frames_of(config, clip) if task == ENCODE else random_latent(config, clip)
+    Raises:
+        ValueError: The VAE has no encoder to be measured.
+    """
+    config = vae.config
+    if task == ENCODE and config.encoder_width is None:
+        raise ValueError("the VAE has a decoder only; expected --task decode")
+    content = frames_of(config, clip) if task == ENCODE else random_latent(config, clip)
 
-        def fast() -> Tensor:
-            return _ours(self.vae, task, content, self._chunk)
+    def fast() -> Tensor:
+        return _ours(vae, task, content, chunk)
 
-        found = [Contestant("reference", use_backend("reference")(fast)), Contestant("fast", fast)]
-        try:
-            if config.output_scale != 1:
-                raise LayoutError("it has no such VAE")
-            peer = diffusers_vae(self.vae.state_dict(), config, self.vae.device, self.dtype(task))
-        except (LayoutError, ImportError) as error:
-            note = f"diffusers is left out: {error}"
-            self.notes += [] if note in self.notes else [note]
-        else:
-            pictures = config.temporal_compression == 1
-            found.append(Contestant("diffusers", lambda: _theirs(peer, task, content, pictures)))
-        return found
+    found = [Contestant("reference", use_backend("reference")(fast)), Contestant("fast", fast)]
+    try:
+        if config.output_scale != 1:
+            raise LayoutError("it has no such VAE")
+        peer = diffusers_vae(vae.state_dict(), config, vae.device, _dtype(vae, task))
+    except (LayoutError, ImportError) as error:
+        return found, f"diffusers is left out: {error}"
+    pictures = config.temporal_compression == 1
+    found.append(Contestant("diffusers", lambda: _theirs(peer, task, content, pictures)))
+    return found, None
 
 
 def frames_of(config: VAEConfig, clip: Clip) -> Tensor:
@@ -186,6 +156,10 @@ def _arguments(config: VAEConfig) -> dict[str, Any]:
         times = [False, True, True]
         given |= {"is_residual": True, "patch_size": 2, "temperal_downsample": times}
     return given
+
+
+def _dtype(vae: VideoVAE, task: str) -> torch.dtype:
+    return vae.encode_dtype if task == ENCODE else vae.dtype
 
 
 @torch.inference_mode()

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import torch
 
-from ..bench.baselines import Rivals
+from ..bench.baselines import race
 from ..bench.chart import draw_chart
 from ..bench.content import Clip
 from ..bench.report import tasks_of
@@ -21,7 +21,7 @@ from ..media.codecs import check_size, codec_for
 from ..media.latent_file import load_latent, save_latent
 from ..media.video_reader import read_video
 from ..media.video_writer import VideoWriter, frames_to_uint8
-from .loading import Say, build_kernels, device_named, dtypes_named, load_named, options_for
+from .loading import Say, build_kernels, load_named, options_for
 from .progress_bar import ProgressBar
 from .reconstruction import with_channels
 from .stretch import cropped, estimated, fps_label, frames_label, stretch_named
@@ -144,22 +144,22 @@ def bench(args: argparse.Namespace, say: Say) -> str:
     """
     if args.output and args.output.suffix.lower() != ".png":
         raise ValueError(f"{args.output} is not named as a chart; expected x.png")
-    path, device = args.vae or VAE_PATH, device_named(args.device)
+    path = args.vae or VAE_PATH
     with ExitStack() as stack:
         chart, text = (
             stack.enter_context(whole_file(each)) if each else None
             for each in (args.output, args.json)
         )
-        rivals = Rivals(path, device, *dtypes_named(args), args.chunk)
+        vae = load_named(args, path)
         clip = Clip(args.size[1], args.size[0], args.frames)
-        build_kernels(device, say)
+        build_kernels(vae.device, say)
         with ProgressBar(args.command, 0, unit="runs", quiet=args.quiet) as progress:
 
             def began(calls: int) -> Callable[[], None]:
                 progress.total = (progress.total or 0) + calls
                 return progress.update
 
-            done = rivals.race(tasks_of(args.task), clip, args.rounds, began)
+            done = race(vae, tasks_of(args.task), clip, args.rounds, args.chunk, began)
         if chart:
             draw_chart(done).save(chart, format="PNG")
         if text:

@@ -57,7 +57,9 @@ def available_devices() -> list[str]:
 def load_named(args: argparse.Namespace, path: Path, say: Say | None = None) -> VideoVAE:
     """Load a VAE on the device and in the dtypes of the command line, and say what it is."""
     device = device_named(args.device)
-    dtype, encode_dtype = dtypes_named(args)
+    dtype, encode_dtype = (
+        getattr(torch, name) if name else None for name in (args.dtype, args.encode_dtype)
+    )
     vae = load_vae(path, device=device, dtype=dtype, encode_dtype=encode_dtype)
     if say:
         say(
@@ -66,14 +68,6 @@ def load_named(args: argparse.Namespace, path: Path, say: Say | None = None) -> 
             f"decodes in {dtype_name(vae.dtype)}"
         )
     return vae
-
-
-def dtypes_named(args: argparse.Namespace) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """Those to decode and to encode in; None: chosen."""
-    dtype, encode_dtype = (
-        getattr(torch, name) if name else None for name in (args.dtype, args.encode_dtype)
-    )
-    return dtype, encode_dtype
 
 
 def options_for(args: argparse.Namespace, vae: VideoVAE) -> StreamOptions:

@@ -216,12 +216,8 @@ class Trainer:
         frames = ClipMaker(self.seed).batch(8, 9, 96)
         export(balanced(self.average, frames), self.out)
         state: dict[str, Any] = {
-            "vae": self.vae.state_dict(),
-            "average": self.average.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "steps": self.steps,
-            "elapsed_s": self.elapsed_s,
-            "error": self.error,
+            **{name: part.state_dict() for name, part in self._parts().items()},
+            "counts": (self.steps, self.elapsed_s, self.error),
             "torch_rng": torch.get_rng_state(),
             "clips_rng": self.clips.rng.bit_generator.state,
         }
@@ -232,14 +228,15 @@ class Trainer:
     def _load(self) -> None:
         """Take the state of the run from its checkpoint."""
         state = torch.load(self.checkpoint, weights_only=True)
-        self.vae.load_state_dict(state["vae"])
-        self.average.load_state_dict(state["average"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.steps, self.elapsed_s = state["steps"], state["elapsed_s"]
-        self.error = state["error"]
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+        self.steps, self.elapsed_s, self.error = state["counts"]
         torch.set_rng_state(state["torch_rng"])
         self.clips.rng.bit_generator.state = state["clips_rng"]
+
+    def _parts(self) -> dict[str, Any]:
+        muon, adam = self.optimizers
+        return {"vae": self.vae, "average": self.average, "muon": muon, "adam": adam}
 
 
 def held_out_clip(picture: Tensor, frames: int = 17, size: int = 256) -> Tensor:
