@@ -6,7 +6,6 @@ And stacks of LoRA files for them, with what they add in float64.
 import copy
 from collections import Counter
 
-import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -16,6 +15,7 @@ from fast_video_vae.lora.bank import load_bank
 from fast_video_vae.lora.keys import Targets
 from fast_video_vae.lora.session import Session
 from fast_video_vae.tests.lora.models import PREFIX, amounts_of, modules, random_pairs, spelled
+from fast_video_vae.tests.products import each_value_once
 
 WIDTH, FFN, HEAD = 16, 24, 8
 CPU = torch.device("cpu")
@@ -106,18 +106,10 @@ def dense(model, changes):
     return other
 
 
-# How a delta gets into a layer: the kind of layer, and the mode. One mode of each by default.
+# How a delta gets into a layer: the kind of layer, and the mode.
 LINEARS = {"plain": nn.Linear, "casting": Casting, "ignoring": Ignoring}
-MODES = ("stream", "beside", "auto")
-_DEFAULT = {("plain", "stream"), ("casting", "auto"), ("ignoring", "beside")}
-each_way = pytest.mark.parametrize(
-    ("linear", "mode"),
-    [
-        pytest.param(kind, mode, marks=() if (kind, mode) in _DEFAULT else pytest.mark.slow)
-        for kind in LINEARS
-        for mode in MODES
-    ],
-)
+MODES = ("stream", "auto", "beside")
+each_way = each_value_once(linear=LINEARS, mode=MODES)
 
 
 class Stack:

@@ -1,6 +1,5 @@
 """Whole LoRA files of every dialect against the plain one, what is told of them, and bad files."""
 
-import itertools
 import json
 import math
 import os
@@ -26,6 +25,7 @@ from fast_video_vae.tests.lora.models import (
     spelled,
     wan,
 )
+from fast_video_vae.tests.products import each_value_once
 
 WAN = wan(blocks=2, vace=1)
 TARGETS = Targets(WAN)
@@ -72,15 +72,7 @@ def plain(tmp_path_factory):
     return read(path)
 
 
-# Each spelling and each ending once.
-ONE_OF_EACH = set(zip(SPELLINGS, itertools.cycle(ENDINGS), strict=False))
-DIALECTS = [
-    pytest.param(*both, marks=() if both in ONE_OF_EACH else pytest.mark.slow)
-    for both in itertools.product(SPELLINGS, ENDINGS)
-]
-
-
-@pytest.mark.parametrize(("spelling", "ending"), DIALECTS)
+@each_value_once(spelling=SPELLINGS, ending=ENDINGS)
 def test_every_dialect_is_the_plain_one(write, plain, spelling, ending):
     file = LoraFile(write(spelled(ONCE, spelling, ending, alpha=2)), TARGETS)
     assert_equal(dict(adapters_of(file)), plain)

@@ -26,8 +26,11 @@ from fast_video_vae.tests.nodes.lora.lora_models import (
     session_of,
     stack,
 )
+from fast_video_vae.tests.products import each_value_once
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
+
+KIND = "wan21-t2v"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,8 +62,7 @@ def by_core(kind, *strengths):
     return sample(model, kind)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
+@each_value_once(kind=KINDS, mode=MODES)
 def test_a_run_is_that_of_comfyuis_loader(kind, mode):
     model, _, without = plain(kind)
     expected = by_core(kind, 0.8)
@@ -69,17 +71,11 @@ def test_a_run_is_that_of_comfyuis_loader(kind, mode):
     assert torch.equal(sample(model, kind), without)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["wan21-t2v", "qwen-image"])
-def test_two_of_a_stack_are_two_loaders_in_series(kind, mode):
+@each_value_once(kind=["wan21-t2v", "qwen-image"], mode=MODES)
+def test_two_of_a_stack_or_of_two_nodes_are_two_loaders_in_series(kind, mode):
     given = stack(lora(kind, 1), -0.5, before=stack(lora(kind, 0), 0.8))
     result = sample(apply(plain(kind)[0], given, mode)[0], kind)
     assert relative_error(result, by_core(kind, 0.8, -0.5)) < ROUNDING
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["wan21-t2v", "qwen-image"])
-def test_two_nodes_in_series_are_two_loaders_in_series(kind, mode):
     first = fast(plain(kind)[0], lora(kind, 0), 0.8, mode)
     second = fast(first, lora(kind, 1), -0.5, mode)
     assert relative_error(sample(second, kind), by_core(kind, 0.8, -0.5)) < ROUNDING
@@ -87,19 +83,17 @@ def test_two_nodes_in_series_are_two_loaders_in_series(kind, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strength", [-1.0, 3.5])
-def test_strengths_of_any_size_and_sign(strength, mode):
-    kind = "wan21-t2v"
-    result = sample(fast(plain(kind)[0], lora(kind, 0), strength, mode), kind)
-    assert relative_error(result, by_core(kind, strength)) < ROUNDING
+def test_strengths_of_any_size_and_sign(mode):
+    for strength in (-1.0, 3.5):
+        result = sample(fast(plain(KIND)[0], lora(KIND, 0), strength, mode), KIND)
+        assert relative_error(result, by_core(KIND, strength)) < ROUNDING
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_strength_0_is_the_model_itself(mode):
-    kind = "wan21-t2v"
-    model, _, without = plain(kind)
-    patched, report = apply(model, stack(lora(kind, 0), 0), mode)
-    assert torch.equal(sample(patched, kind), without)
+    model, _, without = plain(KIND)
+    patched, report = apply(model, stack(lora(KIND, 0), 0), mode)
+    assert torch.equal(sample(patched, KIND), without)
     assert patched.patches_uuid == model.patches_uuid or mode == "merged"
     assert "keys applied" not in report
 
@@ -107,20 +101,19 @@ def test_strength_0_is_the_model_itself(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_parameters_that_comfyui_passes_over_are_changed_too(mode):
     """Its loader takes `modulation.diff` and does nothing with it: those are edited by hand."""
-    kind = "wan21-t2v"
-    model, state, without = plain(kind)
+    model, state, without = plain(KIND)
     difference = lora_for(state, parts=("modulations",))
     name = save_lora(difference, "modulations.safetensors")
-    assert torch.equal(sample(core(model, name, 0.8), kind), without)
+    assert torch.equal(sample(core(model, name, 0.8), KIND), without)
     edited = {
         key: value + 0.8 * difference.get(f"diffusion_model.{key}.diff", torch.tensor(0.0))
         for key, value in state.items()
     }
     assert len(difference) == 3
-    expected = sample(load_model(kind, edited), kind)
+    expected = sample(load_model(KIND, edited), KIND)
     assert relative_error(expected, without) > EFFECT
-    assert relative_error(sample(fast(model, name, 0.8, mode), kind), expected) < ROUNDING
-    assert torch.equal(sample(model, kind), without)
+    assert relative_error(sample(fast(model, name, 0.8, mode), KIND), expected) < ROUNDING
+    assert torch.equal(sample(model, KIND), without)
 
 
 def test_each_way_is_the_one_that_was_asked_for():
@@ -145,11 +138,10 @@ def test_each_way_is_the_one_that_was_asked_for():
 @pytest.mark.parametrize("mode", UNMERGED)
 def test_a_list_of_strengths_is_one_for_each_step(mode):
     """The run of three steps is those steps taken one by one, with loaders of ComfyUI's."""
-    kind = "wan21-t2v"
-    model = plain(kind)[0]
-    models = [core(model, lora(kind, 0), each) for each in (0.9, 0.0, -0.4)]
-    result = sample(fast(model, lora(kind, 0), "0.9,0,-0.4", mode), kind, steps=3)
-    assert relative_error(result, _stepwise(models, kind)) < ROUNDING
+    model = plain(KIND)[0]
+    models = [core(model, lora(KIND, 0), each) for each in (0.9, 0.0, -0.4)]
+    result = sample(fast(model, lora(KIND, 0), "0.9,0,-0.4", mode), KIND, steps=3)
+    assert relative_error(result, _stepwise(models, KIND)) < ROUNDING
 
 
 def _stepwise(models, kind):
@@ -171,27 +163,25 @@ def _stepwise(models, kind):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_blocks_of_a_filter_alone(mode):
-    kind = "wan21-t2v"
-    model, state, _ = plain(kind)
+    model, state, _ = plain(KIND)
     file = lora_for(state, seed=0)
     second = {key: value for key, value in file.items() if "blocks.1." in key}
-    expected = sample(core(model, save_lora(second, "second.safetensors"), 0.8), kind)
-    given = stack(lora(kind, 0), 0.8, blocks="1")
-    assert relative_error(sample(apply(model, given, mode)[0], kind), expected) < ROUNDING
+    expected = sample(core(model, save_lora(second, "second.safetensors"), 0.8), KIND)
+    given = stack(lora(KIND, 0), 0.8, blocks="1")
+    assert relative_error(sample(apply(model, given, mode)[0], KIND), expected) < ROUNDING
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_branches_have_their_own_in_turn(mode):
-    kind = "wan21-t2v"
-    model, _, without = plain(kind)
-    one = fast(model, lora(kind, 0), 0.8, mode)
-    other = fast(model, lora(kind, 1), 0.6, mode)
-    expected = by_core(kind, 0.8), sample(core(model, lora(kind, 1), 0.6), kind)
+    model, _, without = plain(KIND)
+    one = fast(model, lora(KIND, 0), 0.8, mode)
+    other = fast(model, lora(KIND, 1), 0.6, mode)
+    expected = by_core(KIND, 0.8), sample(core(model, lora(KIND, 1), 0.6), KIND)
     assert relative_error(*expected) > EFFECT
     for _ in range(2):
-        assert relative_error(sample(one, kind), expected[0]) < ROUNDING
-        assert relative_error(sample(other, kind), expected[1]) < ROUNDING
-        assert torch.equal(sample(model, kind), without)
+        assert relative_error(sample(one, KIND), expected[0]) < ROUNDING
+        assert relative_error(sample(other, KIND), expected[1]) < ROUNDING
+        assert torch.equal(sample(model, KIND), without)
 
 
 def _both(one, other):
@@ -223,16 +213,15 @@ def _both(one, other):
 def test_branches_have_their_own_within_a_step(mode):
     import comfy.model_management
 
-    kind = "wan21-t2v"
-    model, state, _ = plain(kind)
-    one, other = fast(model, lora(kind, 0), 0.8, mode), fast(model, lora(kind, 1), 0.6, mode)
-    result = sample(_both(one, other), kind)
+    model, state, _ = plain(KIND)
+    one, other = fast(model, lora(KIND, 0), 0.8, mode), fast(model, lora(KIND, 1), 0.6, mode)
+    result = sample(_both(one, other), KIND)
     # ComfyUI's loaders change the weights of a model, so that there have to be two.
-    loaded = core(load_model(kind, state), lora(kind, 1), 0.6)
+    loaded = core(load_model(KIND, state), lora(KIND, 1), 0.6)
     comfy.model_management.load_models_gpu([loaded])
     loaded.pre_run()
-    expected = sample(_both(core(model, lora(kind, 0), 0.8), loaded), kind)
-    assert relative_error(expected, by_core(kind, 0.8)) > EFFECT
+    expected = sample(_both(core(model, lora(KIND, 0), 0.8), loaded), KIND)
+    assert relative_error(expected, by_core(KIND, 0.8)) > EFFECT
     assert relative_error(result, expected) < ROUNDING
 
 
@@ -251,36 +240,33 @@ def _dual(one, other, kind):
 
 @pytest.mark.parametrize("mode", UNMERGED)
 def test_comfyuis_guider_of_two_models_with_one_lora(mode):
-    kind = "wan21-t2v"
-    model, state, without = plain(kind)
+    model, state, without = plain(KIND)
     name = save_lora(lora_for(state, parts=("modulations", "pairs")), "all.safetensors")
     patched = fast(model, name, 0.8, mode)
-    expected = sample(patched, kind)
+    expected = sample(patched, KIND)
     with torch.inference_mode():
         for _ in range(2):
-            assert relative_error(_dual(patched, patched, kind), expected) < ROUNDING
-    assert torch.equal(sample(patched, kind), expected)
-    assert torch.equal(sample(model, kind), without)
+            assert relative_error(_dual(patched, patched, KIND), expected) < ROUNDING
+    assert torch.equal(sample(patched, KIND), expected)
+    assert torch.equal(sample(model, KIND), without)
 
 
-@pytest.mark.parametrize("mode", UNMERGED)
-@pytest.mark.parametrize("second", [True, False])
+@each_value_once(mode=UNMERGED, second=[True, False])
 def test_comfyuis_guider_of_two_models_with_a_lora_each(mode, second):
     """It calls the second model with the options of the first, whose LoRA is not the second's."""
-    kind = "wan21-t2v"
-    state = plain(kind)[1]
+    state = plain(KIND)[1]
 
     def pair(first, other):
-        one, two = load_model(kind, state), load_model(kind, state)
-        return first(one, lora(kind, 0), 0.8), other(two, lora(kind, 1), 0.6) if second else two
+        one, two = load_model(KIND, state), load_model(KIND, state)
+        return first(one, lora(KIND, 0), 0.8), other(two, lora(KIND, 1), 0.6) if second else two
 
     def ours(*args):
         return fast(*args, mode)
 
     with torch.inference_mode():
-        expected = _dual(*pair(core, core), kind)
-        result = _dual(*pair(ours, ours), kind)
-    assert relative_error(expected, by_core(kind, 0.8)) > EFFECT
+        expected = _dual(*pair(core, core), KIND)
+        result = _dual(*pair(ours, ours), KIND)
+    assert relative_error(expected, by_core(KIND, 0.8)) > EFFECT
     assert relative_error(result, expected) < ROUNDING
 
 
@@ -288,10 +274,9 @@ def test_comfyuis_guider_of_two_models_with_a_lora_each(mode, second):
 def test_a_model_that_is_dropped_is_freed(mode):
     import comfy.model_management
 
-    kind = "wan21-t2v"
-    model = load_model(kind)
-    patched = fast(model, lora(kind, 0), 0.8, mode)
-    sample(patched, kind)
+    model = load_model(KIND)
+    patched = fast(model, lora(KIND, 0), 0.8, mode)
+    sample(patched, KIND)
     base, bank = weakref.ref(model.model), weakref.ref(session_of(patched).bank)
     del model, patched
     comfy.model_management.unload_all_models()

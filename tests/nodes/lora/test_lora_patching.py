@@ -23,6 +23,7 @@ from fast_video_vae.tests.nodes.lora.lora_models import (
     stack,
     weights,
 )
+from fast_video_vae.tests.products import each_value_once
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
 
@@ -75,17 +76,13 @@ class _FailureError(Exception):
     pass
 
 
-@pytest.mark.parametrize("mode", UNMERGED)
-@pytest.mark.parametrize("how", ["error", "interrupt"])
-@pytest.mark.parametrize("when", ["before", "within", "after"])
+@each_value_once(mode=UNMERGED, how=["error", "interrupt"], when=["before", "within", "after"])
 def test_a_call_that_ends_early_leaves_every_weight_as_it_was(model, mode, how, when):
     """Before a module, in its forward, or in a hook of another's after it."""
     import comfy.model_management
 
-    error = {
-        "error": _FailureError,
-        "interrupt": comfy.model_management.InterruptProcessingException,
-    }[how]
+    interrupt = comfy.model_management.InterruptProcessingException
+    error = interrupt if how == "interrupt" else _FailureError
 
     def fail(*_, **__):
         raise error
@@ -171,9 +168,7 @@ def test_a_merged_stack_is_loaded_once(model, loads):
     assert loads["load"] == 1
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("loader", ["weights", "bypass"])
+@each_value_once(mode=MODES, order=["before", "after"], loader=["weights", "bypass"])
 def test_beside_comfyuis_loaders(model, mode, order, loader):
     """Its bypass loader adds to the output of linear layers, and patches their biases."""
     from comfy_extras.nodes_lora_debug import LoraLoaderBypassModelOnly
@@ -191,9 +186,7 @@ def test_beside_comfyuis_loaders(model, mode, order, loader):
     assert relative_error(sample(patched), expected) < ROUNDING
 
 
-@pytest.mark.parametrize("mode", UNMERGED)
-@pytest.mark.parametrize("first", ["theirs", "ours"])
-@pytest.mark.parametrize("what", ["hooks", "forward"])
+@each_value_once(mode=UNMERGED, first=["theirs", "ours"], what=["hooks", "forward"])
 def test_what_others_do_to_a_layer_they_do_to_one_with_its_lora(model, mode, first, what):
     """Hooks that double what it is given and halve what it gives; or a forward that adds to it."""
     module, calls = model.model.get_submodule(MIDDLE), []

@@ -23,6 +23,7 @@ from fast_video_vae.tests.nodes.lora.lora_models import (
     save_lora,
     weights,
 )
+from fast_video_vae.tests.products import each_value_once
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
 
@@ -61,13 +62,12 @@ def dequantised(model, state):
     return load_model(KIND, state | values)
 
 
-@pytest.mark.parametrize("mode", UNMERGED)
-@pytest.mark.parametrize(("quantise", "layers"), [(fp8, 20), (int8, 2), (rotated_int8, 2)])
-def test_a_run_is_that_of_the_values_it_stands_for(quantise, layers, mode):
+@each_value_once(quantise=[fp8, int8, rotated_int8], mode=UNMERGED)
+def test_a_run_is_that_of_the_values_it_stands_for(quantise, mode):
     """In every mode from the first call on; ComfyUI's loader quantises the sum once more."""
     state = random_weights(KIND)
     model = load_model(KIND, quantise(state))
-    assert len(quantised_layers(model)) == layers
+    assert len(quantised_layers(model)) == (20 if quantise is fp8 else 2)
     lora = save_lora(lora_for(state, parts=("pairs", "biases", "norms")))
     expected = sample(core(dequantised(model, state), lora, 0.8))
     without, before = sample(model), weights(model)
@@ -193,8 +193,7 @@ def loha_for(state):
     return file
 
 
-@pytest.mark.parametrize("mode", UNMERGED)
-@pytest.mark.parametrize("form", ["pairs", "loha"])
+@each_value_once(form=["pairs", "loha"], mode=UNMERGED)
 def test_layers_that_unpack_their_weights_themselves(form, mode, caplog):
     state = random_weights(KIND)
     model, plain = packed(state)
