@@ -37,110 +37,71 @@ items = st.one_of(
 texts = st.lists(items, max_size=4).map(",".join)
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "factor"),
-    [
-        ("0-19", "blocks.19.ffn.0", 1),
-        ("0-19", "blocks.20.ffn.0", 0),
-        ("7", "transformer_blocks.7.attn.to_q", 1),
-        ("7", "blocks.17.ffn.0", 0),  # 17 is not 7
-        ("07", "blocks.7.ffn.0", 1),
-        ("20-", "blocks.39.ffn.0", 1),
-        ("20-", "blocks.19.ffn.0", 0),
-        ("3", "diffusion_model.blocks.3.self_attn.q", 1),
-        ("3", "double_blocks.3.img_attn.qkv", 1),
-        ("0", "blocks.12.ffn.0", 0),  # the first number counts
-        ("4", "input_blocks.4.1.transformer_blocks.0.attn1.to_q", 1),
-        ("!5", "blocks.5.ffn.0", 0),
-        ("!5", "blocks.6.ffn.0", 1),
-        ("0-9,!5", "blocks.5.ffn.0", 0),
-        ("!5,0-9", "blocks.5.ffn.0", 0),  # an exclusion holds wherever it stands
-        ("!5,5=2", "blocks.5.ffn.0", 0),
-        ("0-9,!5", "blocks.10.ffn.0", 0),
-        ("!0-9,!30-", "blocks.29.ffn.0", 1),
-        ("!0-9,!30-", "blocks.30.ffn.0", 0),
-        ("8-11=0.5", "blocks.8.ffn.0", 0.5),
-        ("8-11=0.5", "blocks.7.ffn.0", 0),  # a factor chooses, too
-        ("0-,8-11=0.5", "blocks.7.ffn.0", 1),
-        ("0-,8-11=0.5", "blocks.11.ffn.0", 0.5),
-        ("8-11=0.5,0-", "blocks.11.ffn.0", 1),  # the last item that fits
-        ("0-19=-1.5", "blocks.0.ffn.0", -1.5),
-        ("5=0", "blocks.5.ffn.0", 0),
-    ],
-)
-def test_numbers_choose_blocks(text, name, factor):
-    assert parse_blocks(text).factor(name) == factor
+# By text: layers and their factors.
+CHOICES = {
+    # Numbers choose blocks: the first one in a name, and 7 is not 17.
+    "0-19": {"blocks.19.ffn.0": 1, "blocks.20.ffn.0": 0},
+    "7": {"transformer_blocks.7.attn.to_q": 1, "blocks.17.ffn.0": 0},
+    "07": {"blocks.7.ffn.0": 1},
+    "20-": {"blocks.39.ffn.0": 1, "blocks.19.ffn.0": 0},
+    "3": {"diffusion_model.blocks.3.self_attn.q": 1, "double_blocks.3.img_attn.qkv": 1},
+    "0": {"blocks.12.ffn.0": 0},
+    "4": {"input_blocks.4.1.transformer_blocks.0.attn1.to_q": 1},
+    # An exclusion holds wherever it stands.
+    "!5": {"blocks.5.ffn.0": 0, "blocks.6.ffn.0": 1},
+    "0-9,!5": {"blocks.5.ffn.0": 0, "blocks.10.ffn.0": 0},
+    "!5,0-9": {"blocks.5.ffn.0": 0},
+    "!5,5=2": {"blocks.5.ffn.0": 0},
+    "!0-9,!30-": {"blocks.29.ffn.0": 1, "blocks.30.ffn.0": 0},
+    # A factor chooses, too, and the last item that fits gives it.
+    "8-11=0.5": {"blocks.8.ffn.0": 0.5, "blocks.7.ffn.0": 0},
+    "0-,8-11=0.5": {"blocks.7.ffn.0": 1, "blocks.11.ffn.0": 0.5},
+    "8-11=0.5,0-": {"blocks.11.ffn.0": 1},
+    "0-19=-1.5": {"blocks.0.ffn.0": -1.5},
+    "5=0": {"blocks.5.ffn.0": 0},
+    # Names choose layers, by whole segments in a row; capitals count.
+    "self_attn": {"blocks.12.self_attn.q": 1, "blocks.12.cross_attn.q": 0},
+    "self_attn.q": {
+        "blocks.12.self_attn.q": 1, "blocks.12.self_attn.k": 0, "blocks.12.self_attn.norm.q": 0,
+    },
+    "attn": {"blocks.12.self_attn.q": 0},
+    "*attn": {"blocks.12.self_attn.q": 1},
+    "attn*": {"transformer_blocks.0.attn1.to_q": 1},
+    "ffn.0": {"blocks.1.ffn.0": 1, "blocks.0.ffn.2": 0},
+    "ffn.[02]": {"blocks.0.ffn.2": 1},
+    "blocks.?.ffn": {"blocks.5.ffn.0": 1, "blocks.15.ffn.0": 0},
+    "img*": {
+        "img_emb.proj.1": 1, "double_blocks.0.img_attn.qkv": 1, "blocks.0.cross_attn.k_img": 0,
+    },
+    "*_img": {"blocks.0.cross_attn.k_img": 1},
+    "Self_Attn": {"blocks.12.self_attn.q": 0},
+    "!cross_attn": {"blocks.12.cross_attn.q": 0, "blocks.12.ffn.0": 1},
+    "cross_attn,!*_img": {"blocks.0.cross_attn.k_img": 0, "blocks.0.cross_attn.k": 1},
+    "*,cross_attn=0.5": {"blocks.0.cross_attn.k": 0.5, "blocks.0.ffn.0": 1},
+    "head": {"head.head": 1},
+    # A layer has to pass both.
+    "0-19,self_attn": {
+        "blocks.19.self_attn.q": 1, "blocks.20.self_attn.q": 0, "blocks.19.ffn.0": 0,
+    },
+    "0-19,!cross_attn": {"blocks.19.ffn.0": 1, "blocks.19.cross_attn.q": 0},
+    "self_attn,!5": {"blocks.5.self_attn.q": 0, "blocks.6.self_attn.q": 1},
+    "0-,8-11=0.5,*,ffn=0.5": {"blocks.9.ffn.0": 0.25, "blocks.7.ffn.0": 0.5},
+    " 0 - 19 , ! cross_attn , ffn = .5 ": {"blocks.1.ffn.0": 0.5},
+    # Layers outside the blocks: in, unless only numbers choose. The 0 of text_embedding.0 is none.
+    "!0": dict.fromkeys(OUTSIDE, 1),
+    "!5,!cross_attn": dict.fromkeys(OUTSIDE, 1),
+    "0-": dict.fromkeys(OUTSIDE, 0),
+    "0-9,!cross_attn": dict.fromkeys(OUTSIDE, 0),
+    "0-,*": dict.fromkeys(OUTSIDE, 1),
+    "0-,8-11=0.5,*": dict.fromkeys(OUTSIDE, 1),
+    "self_attn,ffn": dict.fromkeys(OUTSIDE, 0),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "factor"),
-    [
-        ("self_attn", "blocks.12.self_attn.q", 1),
-        ("self_attn", "blocks.12.cross_attn.q", 0),
-        ("self_attn.q", "blocks.12.self_attn.q", 1),
-        ("self_attn.q", "blocks.12.self_attn.k", 0),
-        ("self_attn.q", "blocks.12.self_attn.norm.q", 0),  # in a row
-        ("attn", "blocks.12.self_attn.q", 0),  # whole segments
-        ("*attn", "blocks.12.self_attn.q", 1),
-        ("attn*", "transformer_blocks.0.attn1.to_q", 1),
-        ("ffn.0", "blocks.1.ffn.0", 1),
-        ("ffn.0", "blocks.0.ffn.2", 0),
-        ("ffn.[02]", "blocks.0.ffn.2", 1),
-        ("blocks.?.ffn", "blocks.5.ffn.0", 1),
-        ("blocks.?.ffn", "blocks.15.ffn.0", 0),
-        ("img*", "img_emb.proj.1", 1),
-        ("img*", "double_blocks.0.img_attn.qkv", 1),
-        ("img*", "blocks.0.cross_attn.k_img", 0),
-        ("*_img", "blocks.0.cross_attn.k_img", 1),
-        ("Self_Attn", "blocks.12.self_attn.q", 0),  # case counts
-        ("!cross_attn", "blocks.12.cross_attn.q", 0),
-        ("!cross_attn", "blocks.12.ffn.0", 1),
-        ("cross_attn,!*_img", "blocks.0.cross_attn.k_img", 0),
-        ("cross_attn,!*_img", "blocks.0.cross_attn.k", 1),
-        ("*,cross_attn=0.5", "blocks.0.cross_attn.k", 0.5),
-        ("*,cross_attn=0.5", "blocks.0.ffn.0", 1),
-        ("head", "head.head", 1),
-    ],
-)
-def test_names_choose_layers(text, name, factor):
-    assert parse_blocks(text).factor(name) == factor
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "factor"),
-    [
-        ("0-19,self_attn", "blocks.19.self_attn.q", 1),
-        ("0-19,self_attn", "blocks.20.self_attn.q", 0),
-        ("0-19,self_attn", "blocks.19.ffn.0", 0),
-        ("0-19,!cross_attn", "blocks.19.ffn.0", 1),
-        ("0-19,!cross_attn", "blocks.19.cross_attn.q", 0),
-        ("self_attn,!5", "blocks.5.self_attn.q", 0),
-        ("self_attn,!5", "blocks.6.self_attn.q", 1),
-        ("0-,8-11=0.5,*,ffn=0.5", "blocks.9.ffn.0", 0.25),
-        ("0-,8-11=0.5,*,ffn=0.5", "blocks.7.ffn.0", 0.5),
-        (" 0 - 19 , ! cross_attn , ffn = .5 ", "blocks.1.ffn.0", 0.5),
-    ],
-)
-def test_a_layer_has_to_pass_both(text, name, factor):
-    assert parse_blocks(text).factor(name) == factor
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
-@pytest.mark.parametrize(
-    ("text", "factor"),
-    [
-        ("!5", 1),
-        ("!0", 1),  # the 0 of text_embedding.0 is no block
-        ("!cross_attn", 1),
-        ("0-", 0),  # only numbers choose
-        ("0-19,!cross_attn", 0),
-        ("0-,*", 1),
-        ("0-,8-11=0.5,*", 1),
-        ("self_attn", 0),
-    ],
-)
-def test_layers_outside_the_blocks(text, factor, name):
-    assert parse_blocks(text).factor(name) == factor
+@pytest.mark.parametrize("text", CHOICES)
+def test_the_factors_of_layers(text):
+    filtered = parse_blocks(text)
+    assert {name: filtered.factor(name) for name in CHOICES[text]} == CHOICES[text]
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n"])

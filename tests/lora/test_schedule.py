@@ -82,19 +82,22 @@ def test_a_phase_spreads_over_its_own_steps(text, high, low, expected):
     assert two_experts(text, high, low) == expected
 
 
-def test_three_phases():
-    schedule = parse_schedule("0;1;0")
-    assert [schedule.strength(i, 3, 1.0, i, 3, 0, 1) for i in range(3)] == [0, 1, 0]
-
-
-def test_a_phase_of_unknown_length_spreads_over_the_run():
-    assert run("0.9,0.8;1.2,1.1,1", 6, phase=1, phases=2) == [1.2, 1.2, 1.1, 1.1, 1, 1]
-    assert run("0.9,0.8;1", 4, phase=0, phases=2, phase_step=1) == [0.9, 0.9, 0.8, 0.8]
-
-
-def test_a_run_that_does_not_say_how_many_phases_it_has_is_believed():
-    assert run("1;0", 2) == [1, 1]
-    assert run("1;0", 2, phase=1) == [0, 0]
+@pytest.mark.parametrize(
+    ("text", "steps", "phase", "expected"),
+    [
+        # Of unknown length: it spreads over the run.
+        ("0.9,0.8;1.2,1.1,1", 6, {"phase": 1, "phases": 2}, [1.2, 1.2, 1.1, 1.1, 1, 1]),
+        ("0.9,0.8;1", 4, {"phase": 0, "phases": 2, "phase_step": 1}, [0.9, 0.9, 0.8, 0.8]),
+        # Of a run that does not say how many it has.
+        ("1;0", 2, {}, [1, 1]),
+        ("1;0", 2, {"phase": 1}, [0, 0]),
+        ("1;1", 2, {"phase": 2, "phases": 3}, [1, 1]),  # all alike fit any run
+        ("0;1;0", 2, {"phase": 1, "phases": 3}, [1, 1]),
+        ("0;1;0", 2, {"phase": 2, "phases": 3}, [0, 0]),
+    ],
+)
+def test_one_phase_of_a_run(text, steps, phase, expected):
+    assert run(text, steps, **phase) == expected
 
 
 @pytest.mark.parametrize(
@@ -108,10 +111,6 @@ def test_a_run_that_does_not_say_how_many_phases_it_has_is_believed():
 def test_other_phases_than_the_run_has_are_an_error(text, phase, phases, said):
     with pytest.raises(ValueError, match=said):
         parse_schedule(text).strength(0, 4, 1.0, phase, phases)
-
-
-def test_phases_that_are_all_alike_fit_any_run():
-    assert run("1;1", 2, phase=2, phases=3) == [1, 1]
 
 
 @pytest.mark.parametrize(
