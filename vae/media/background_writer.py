@@ -7,7 +7,6 @@ on a stream of their own into pinned memory, which needs no wait on either side.
 import queue
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -67,19 +66,15 @@ class BackgroundWriter:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._stopped.set()
         self._filled.put(None)
         try:
             self._join()
         finally:
-            self._drop()
+            self._free, self._filled = queue.Queue(), queue.Queue()
+            self._streams.clear()
         if kind is None:
             self._raise()
 
@@ -164,10 +159,6 @@ class BackgroundWriter:
         self._thread.join()
         if interrupt is not None:
             raise interrupt
-
-    def _drop(self) -> None:
-        self._free, self._filled = queue.Queue(), queue.Queue()
-        self._streams.clear()
 
     def _raise(self) -> None:
         if self._error is not None:

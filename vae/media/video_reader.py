@@ -123,8 +123,8 @@ class VideoFile:
                 time, so some are repeated or left out, and none is blended. None: `self.fps`.
             size: Height and width: the picture is resized to cover them, which keeps its aspect,
                 and cropped about the centre. None: those of the file.
-            start: Seconds, as in `frames`.
-            duration: Seconds, as in `frames`.
+            start: As in `frames`.
+            duration: As in `frames`.
             limit: Most frames in all. None: no limit.
 
         Returns:

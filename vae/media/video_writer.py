@@ -34,6 +34,8 @@ from .encoder_options import options_of, pixel_format_of
 from .timestamps import checked_rate
 
 LOG = logging.getLogger(__name__)
+# The one format of pixels without chroma.
+RGB = "bgr0"
 
 
 class VideoWriter:
@@ -163,18 +165,15 @@ class VideoWriter:
         container = av.open(f"file:{self._part}", "w", format=self._format, options=self._flags())
         with ExitStack() as stack:
             stack.callback(container.close)
-            stream = cast(
-                VideoStream,
-                container.add_stream(
-                    encoder, rate=self.fps, options=options_of(encoder, self.quality)
-                ),
-            )
+            options = options_of(encoder, self.quality)
+            added = container.add_stream(encoder, rate=self.fps, options=options)
+            stream = cast(VideoStream, added)
             stream.height, stream.width = height, width
-            stream.pix_fmt = pixel_format_of(encoder)
+            stream.pix_fmt = pixels = pixel_format_of(encoder)
             context = stream.codec_context
             if self.codec.name == "hevc" and self._format in ("mp4", "mov"):
                 context.codec_tag = "hvc1"  # Apple's players take no other
-            if _has_chroma(encoder):
+            if pixels != RGB:
                 context.colorspace = context.color_primaries = context.color_trc = BT709
                 context.color_range = ColorRange.MPEG
             context.open()
@@ -195,25 +194,20 @@ class VideoWriter:
         """Convert `[H, W, 3]` to what the encoder takes, with its place in time."""
         rgb = av.VideoFrame.from_ndarray(picture, format="rgb24")
         pixels = pixel_format_of(self.encoder)
-        if _has_chroma(self.encoder):
+        if pixels == RGB:
+            frame = self._reformatter.reformat(rgb, format=pixels)
+        else:
             frame = self._reformatter.reformat(
                 rgb, format=pixels, dst_colorspace=BT709, dst_color_range=ColorRange.MPEG
             )
             # Some encoders go by the frame. PyAV before 17 does not tell it; players guess as much.
             with suppress(AttributeError):
                 frame.color_primaries = frame.color_trc = BT709
-        else:
-            frame = self._reformatter.reformat(rgb, format=pixels)
         frame.pts = self.frames
         frame.time_base = 1 / self.fps
         return frame
 
-    def _close(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _close(self, kind: type[BaseException] | None, *_: object) -> None:
         """Finish the file, or give it up; runs before `whole_file` names or removes it."""
         if kind is not None:
             if self._output is not None:
@@ -250,10 +244,6 @@ def frames_to_uint8(frames: Tensor) -> Tensor:
     if frames.ndim != 5 or frames.shape[0] != 1 or frames.shape[1] not in (3, 4):
         raise ValueError(f"frames are {list(frames.shape)}; expected [1, 3 or 4, T, H, W]")
     return frames_to_images(frames[:, :3], dtype=torch.uint8)
-
-
-def _has_chroma(encoder: str) -> bool:
-    return pixel_format_of(encoder) != "bgr0"  # which is RGB
 
 
 @contextmanager

@@ -29,23 +29,32 @@ def piece(value, frames=2, device="cpu"):
     return torch.full((frames, 8, 6, 3), value, dtype=torch.uint8, device=device)
 
 
-def threads():
-    return [t for t in threading.enumerate() if t.name == "fast-video-vae-writer"]
+def put_all(write, pieces, **options):
+    with BackgroundWriter(write, **options) as writer:
+        for each in pieces:
+            writer.put(each)
+
+
+def raising(pieces, begun, error):
+    """Pieces, and an error when the thread is at work."""
+    yield from pieces
+    begun.wait(10)
+    raise error
 
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
     yield
-    assert not threads()
+    names = [thread.name for thread in threading.enumerate()]
+    assert "fast-video-vae-writer" not in names
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_pieces_come_in_order_on_the_cpu(device, depth):
     got = []
-    with BackgroundWriter(lambda frames: got.append(frames.clone()), depth) as writer:
-        for value in range(40):
-            writer.put(piece(value, 1 + value % 4, device))  # sizes that change
+    pieces = (piece(value, 1 + value % 4, device) for value in range(40))  # sizes that change
+    put_all(lambda frames: got.append(frames.clone()), pieces, depth=depth)
     assert [int(x[0, 0, 0, 0]) for x in got] == list(range(40))
     assert [len(x) for x in got] == [1 + value % 4 for value in range(40)]
     assert all(x.device.type == "cpu" and (x == x[0, 0, 0, 0]).all() for x in got)
@@ -72,8 +81,7 @@ def test_the_memory_of_a_piece_may_be_written_again_at_once(device):
 def test_any_memory_layout_is_taken(device):
     planar = torch.randint(256, (1, 3, 5, 8, 6), dtype=torch.uint8, device=device)
     got = []
-    with BackgroundWriter(lambda frames: got.append(frames.clone())) as writer:
-        writer.put(planar[0].permute(1, 2, 3, 0))
+    put_all(lambda frames: got.append(frames.clone()), [planar[0].permute(1, 2, 3, 0)])
     assert torch.equal(got[0], planar[0].permute(1, 2, 3, 0).cpu())
 
 
@@ -101,9 +109,7 @@ def test_no_more_than_depth_are_on_their_way():
 
 def test_buffers_are_used_again():
     places = set()
-    with BackgroundWriter(lambda frames: places.add(frames.data_ptr()), depth=2) as writer:
-        for value in range(20):
-            writer.put(piece(value))
+    put_all(lambda frames: places.add(frames.data_ptr()), map(piece, range(20)), depth=2)
     assert len(places) <= 2
 
 
@@ -148,17 +154,17 @@ def test_an_error_of_the_thread_comes_at_the_next_put(error):
     assert len(calls) == 1  # after an error nothing is written
 
 
-def test_an_error_of_the_last_piece_comes_at_the_end():
+def test_one_error_comes_at_the_end():
+    begun = threading.Event()
+
     def write(frames):
-        time.sleep(0.05)
-        raise ValueError("broken")
+        begun.set()
+        raise ValueError("thread")
 
-    def work():
-        with BackgroundWriter(write) as writer:
-            writer.put(piece(0))
-
-    with pytest.raises(ValueError, match="broken"):
-        work()
+    with pytest.raises(ValueError, match="thread"):
+        put_all(write, [piece(0)])
+    with pytest.raises(KeyError, match="body"):  # goes before that of the thread
+        put_all(write, raising([piece(0)], begun, KeyError("body")))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("x")])
@@ -171,39 +177,14 @@ def test_a_body_that_raises_stops_the_thread_within_one_piece(error):
         time.sleep(0.1)
         written.append(None)
 
-    def work():
-        with BackgroundWriter(write, depth=8) as writer:
-            for value in range(8):
-                writer.put(piece(value))
-            begun.wait(10)
-            raise error
-
     with pytest.raises(type(error)):
-        work()
+        put_all(write, raising(map(piece, range(8)), begun, error), depth=8)
     assert len(written) == 1
-
-
-def test_the_error_of_the_body_goes_before_that_of_the_thread():
-    def write(frames):
-        raise ValueError("thread")
-
-    def work():
-        with BackgroundWriter(write) as writer:
-            writer.put(piece(0))
-            time.sleep(0.05)
-            raise KeyError("body")
-
-    with pytest.raises(KeyError, match="body"):
-        work()
 
 
 def test_nothing_is_held_afterwards():
     held = []
-    with BackgroundWriter(
-        lambda frames: held.append(weakref.ref(frames.untyped_storage()))
-    ) as writer:
-        writer.put(piece(0))
-    del writer
+    put_all(lambda frames: held.append(weakref.ref(frames.untyped_storage())), [piece(0)])
     gc.collect()
     assert held[0]() is None
 
