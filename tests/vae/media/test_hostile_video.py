@@ -88,12 +88,12 @@ def test_a_damaged_file_is_read_or_told_in_a_line(tmp_path, whole_files, kind, s
     for seed in seeds:
         path = tmp_path / f"{seed}.{KINDS[kind][0]}"
         path.write_bytes(damaged(whole_files[kind], random.Random(1000 * kind + seed)))
-        begun = time.perf_counter()
+        begun = time.process_time()
         for error in outcomes(path):
             assert str(path) in error
             assert "\n" not in error
             assert len(error) - len(str(path)) < 250
-        assert time.perf_counter() - begun < 5, seed
+        assert time.process_time() - begun < 5, seed
 
 
 def png(width, height):

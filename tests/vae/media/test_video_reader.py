@@ -217,8 +217,11 @@ for frames in map(int, sys.argv[3:]):
     ],
 )
 def test_memory_does_not_grow_with_length(tmp_path, codec, suffix, short, long):
-    command = script_command(PEAKS, tmp_path / f"a.{suffix}", codec, short, long)
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    first, second = map(int, done.stdout.split())
+    # By default both in one process, which starts once.
+    peaks = []
+    for lengths in [(short, long)] if long < 1000 else [(short,), (long,)]:
+        command = script_command(PEAKS, tmp_path / f"a.{suffix}", codec, *lengths)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        peaks += map(int, done.stdout.split())
     # In KiB. A frame has 192 as bytes and 96 as YUV.
-    assert second - first < 48 * (long - short)
+    assert peaks[1] - peaks[0] < 48 * (long - short)
