@@ -93,7 +93,9 @@ def joined(stream):
     return torch.cat(list(stream), dim=2)
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(
+    "at", [1, 3, *(pytest.param(at, marks=pytest.mark.slow) for at in (2, 5, 8))]
+)
 def test_it_goes_on_where_memory_ran_out(vae, memory, caplog, at):
     latent, video = both(vae)
     for stream, given in ((vae.decode_stream, latent), (vae.encode_stream, video)):
@@ -108,7 +110,7 @@ def test_it_goes_on_where_memory_ran_out(vae, memory, caplog, at):
             assert "memory ran out" in record.message
 
 
-@pytest.mark.parametrize("at", [1, 3, 5])
+@pytest.mark.parametrize("at", [3, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 5))])
 def test_nothing_is_computed_twice(vae, memory, products, monkeypatch, at):
     # By the same plan, because tiles compute their halos twice.
     monkeypatch.setattr(video_module, "smaller_plan", lambda work, plan: None)
@@ -149,7 +151,7 @@ def test_it_goes_on_in_tiles_and_then_in_smaller_ones(vae, memory, monkeypatch):
             assert len({plan.tiles for plan in tiles}) >= 2
 
 
-@pytest.mark.parametrize("chunk", [1, 2])
+@pytest.mark.parametrize("chunk", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_is_too_large_at_once_goes_in_pieces(vae, memory, chunk):
     latent, video = both(vae)
     frames, encoded = joined(vae.decode_stream(latent, StreamOptions(chunk))), vae.encode(video)

@@ -1,0 +1,182 @@
+"""Each family against another implementation of it, in any steps and at any precision."""
+
+import functools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fast_video_vae.tests.benchmarks.peers import diffusers_vae
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.vae.models.seedvr2_oracle import Oracle
+from fast_video_vae.tests.wan22 import random_wan22
+from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.layers import conv
+from fast_video_vae.vae.planning import plan
+
+SIZE = 3, 2  # of a latent
+
+
+def relative_error(actual, expected):
+    assert actual.shape == expected.shape
+    return ((actual.double() - expected.double()).abs().max() / expected.abs().max()).item()
+
+
+class Family:
+    """A small VAE of one family, and what holds it."""
+
+    def __init__(self, state, peer):
+        self.state, self.new_peer = state, peer
+        self.vae = load_vae(state, dtype=torch.float32)
+        self.truth = functools.cache(self._truth)
+
+    def latent(self, latents, batch=1):
+        shape = batch, self.vae.config.latent_channels, latents, *SIZE
+        return torch.randn(shape, generator=torch.Generator().manual_seed(latents))
+
+    def frames(self, latents, batch=1):
+        step = self.vae.config.spatial_compression
+        shape = batch, 3, 4 * latents - 3, *(step * length for length in SIZE)
+        return torch.rand(shape, generator=torch.Generator().manual_seed(latents)) * 2 - 1
+
+    def _truth(self, latents, batch):
+        """Latents of the frames, and frames of the latent; diffusers clamps these."""
+        peer = self.new_peer(self.state, torch.float64)
+        latent, frames = self.latent(latents, batch), self.frames(latents, batch)
+        return peer.encode(frames.double()), peer.decode(latent.double()).clamp(-1, 1)
+
+    def check(self, run_encode, run_decode, latents, batch=1, tolerance=1e-5):
+        """Hold an encode and a decode to the peer's."""
+        encoded, decoded = self.truth(latents, batch)
+        assert relative_error(run_encode(self.frames(latents, batch)), encoded) <= tolerance
+        frames = run_decode(self.latent(latents, batch)).clamp(-1, 1)
+        assert relative_error(frames, decoded) <= tolerance
+
+
+def oracle(state, dtype):
+    return Oracle({name: value.to(dtype) for name, value in state.items()})
+
+
+FAMILIES = {
+    "wan2.1": (lambda: random_state_dict(8), lambda s, dtype: diffusers_vae(s, dtype=dtype)),
+    "wan2.2": (lambda: random_wan22(8, 16), lambda s, dtype: diffusers_vae(s, dtype=dtype)),
+    "seedvr2": (lambda: random_seedvr2((32, 32, 64, 64)), oracle),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    state, peer = FAMILIES[request.param]
+    return Family(state(), peer)
+
+
+@pytest.fixture(params=["oneDNN", "plain"])
+def weights_layout(request, family, monkeypatch):
+    """Both kinds of products; what the other kind left behind would be used again."""
+    family.vae.drop_derived()
+    if request.param == "plain":
+        monkeypatch.setattr(conv, "packs", lambda _: False)  # as on a GPU
+    yield
+    family.vae.drop_derived()
+
+
+def slow(*rows):
+    return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
+
+
+@pytest.mark.usefixtures("weights_layout")
+@pytest.mark.parametrize(
+    ("latents", "batch"), [(1, 2), (2, 1), (4, 2), *slow((1, 1), (1, 3), (2, 3), (3, 1), (5, 1))]
+)
+def test_equals_its_peer(family, latents, batch):
+    family.check(family.vae.encode, family.vae.decode, latents, batch)
+
+
+@pytest.mark.usefixtures("weights_layout")
+@pytest.mark.parametrize("chunk", [1, 2, 3, -1, *slow((4,), (5,), (7,), (100,), (None,))])
+def test_any_chunk_gives_the_same(family, chunk):
+    encode, decode = (functools.partial(f, chunk=chunk) for f in _both(family.vae))
+    family.check(encode, decode, 6)
+
+
+@pytest.mark.parametrize("piece", [1, 3, *slow((2,), (5,), (17,))])
+def test_pieces_of_any_length_give_the_same(family, piece):
+    def in_pieces(stream):
+        return lambda x: torch.cat(list(stream(iter(x.split(piece, 2)))), 2)
+
+    family.check(in_pieces(family.vae.encode_stream), in_pieces(family.vae.decode_stream), 6)
+
+
+def test_parts_of_a_chunk_give_the_same(family, monkeypatch):
+    monkeypatch.setattr(plan, "_CPU_PART_BYTES", 1 << 12)
+    family.check(family.vae.encode, family.vae.decode, 4)
+
+
+@pytest.mark.parametrize("limit_bytes", [1, *slow((20_000,), (100_000,))])
+def test_any_memory_limit_gives_the_same(family, limit_bytes, monkeypatch):
+    monkeypatch.setattr(family.vae, "limit_bytes", limit_bytes)
+    encode, decode = (functools.partial(f, chunk=-1) for f in _both(family.vae))
+    family.check(encode, decode, 4, batch=2)
+
+
+def test_a_longer_video_begins_with_the_shorter(family):
+    for run, x, end in (
+        (family.vae.encode, family.frames(4), 5),
+        (family.vae.decode, family.latent(4), 2),
+    ):
+        short = run(x[:, :, :end])
+        assert relative_error(run(x)[:, :, : short.shape[2]], short) <= 1e-5
+
+
+class Convolutions(TorchDispatchMode):
+    """The dimensions of what every convolution reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "convolution" in str(func) and "reorder" not in str(func):
+            self.seen.append(args[1 if "binary" in str(func) else 0].ndim)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_lone_frame_runs_in_2d_and_is_the_first_of_a_video(family):
+    for run, x in ((family.vae.encode, family.frames(3)), (family.vae.decode, family.latent(3))):
+        expected = run(x)[:, :, :1]
+        with Convolutions() as convolutions:
+            assert torch.equal(run(x[:, :, :1]), expected)
+        assert set(convolutions.seen) == {4}
+
+
+def test_activations_are_channels_last_everywhere(family):
+    def note(module, args, output):
+        if isinstance(output, torch.Tensor) and output.ndim == 5 and output.shape[1] > 1:
+            assert output.movedim(1, -1).is_contiguous(), type(module).__name__
+
+    hooks = [module.register_forward_hook(note) for module in family.vae.modules()]
+    try:
+        family.vae.decode(family.latent(3, 2))
+        family.vae.encode(family.frames(3, 2))
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow((torch.float16,))])
+def test_low_precision_is_no_worse_than_twice_the_peers_own(family, dtype):
+    vae, peer = load_vae(family.state, dtype=dtype), family.new_peer(family.state, dtype)
+    latent, frames = family.latent(3), family.frames(3)
+    for run, other, x, expected in zip(
+        _both(vae), (peer.encode, peer.decode), (frames, latent), family.truth(3, 1), strict=True
+    ):
+        ours, theirs = run(x), other(x.to(dtype)).double()
+        if run == vae.decode:
+            ours, theirs = ours.clamp(-1, 1), theirs.clamp(-1, 1)
+        error = (ours.double() - expected).norm()
+        assert error <= 2 * (theirs - expected).norm()
+
+
+def _both(vae):
+    return vae.encode, vae.decode
