@@ -23,7 +23,7 @@ blocks = importlib.import_module("fast_video_vae.kernels.reference.attention")
 NARROW = (torch.bfloat16, torch.float16)
 
 # Around a block of keys, and of queries; a lone pixel.
-LENGTHS = (1, 2, 31, 32, 33, 65, 100)
+LENGTHS = (1, 33, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 31, 32, 65, 100)))
 
 
 @pytest.fixture
@@ -289,10 +289,6 @@ def check_resources(jobs):
     for job, (_, stack, shared) in results.items():
         assert stack == 0, f"{job} spills"
         assert shared <= SHARED[int(job.split(",")[0])] << 10, job
-
-
-def test_a_head_of_384_compiles_for_two_generations():
-    check_resources(["89,384,1,bf16", "90,384,1,bf16"])
 
 
 @pytest.mark.slow

@@ -199,14 +199,6 @@ def test_a_finished_library_is_found_without_the_tools_that_build(library):
     assert told == {"reason": None, "lines": [], "right": True, "extension": False}
 
 
-def test_importing_touches_neither_compiler_nor_files():
-    code = (
-        "import fast_video_vae.kernels.native_ops\n"
-        "print(json.dumps([CPU._outcome, 'torch.utils.cpp_extension' in sys.modules]))"
-    )
-    assert outcome(start(code)) == [None, False]
-
-
 @pytest.mark.parametrize("change", ["torch", "flags", "sources"])
 def test_what_is_made_from_something_else_has_another_key(change, monkeypatch, tmp_path):
     before = CPU.key()

@@ -66,13 +66,8 @@ def check_resources(nvcc, source, chip, folder):
         assert used["shared"] <= SHARED_BYTES, (name, used)
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
-def test_a_kernel_compiles_alone_without_spills(nvcc, source, tmp_path):
-    check_resources(nvcc, source, 90, tmp_path)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", [chip for chip in CHIPS if chip != 90])
+@pytest.mark.parametrize("chip", CHIPS)
 def test_all_kernels_compile_for_every_chip_without_spills(nvcc, chip, tmp_path):
     known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True)
     if f"sm_{chip}" not in known.stdout.split():
@@ -81,6 +76,7 @@ def test_all_kernels_compile_for_every_chip_without_spills(nvcc, chip, tmp_path)
         check_resources(nvcc, source, chip, tmp_path)
 
 
+@pytest.mark.slow
 def test_packs_are_read_and_written_in_16_bytes(nvcc, tmp_path):
     """In 16 bits eight numbers at a time, and one where memory is not aligned."""
     for source in SOURCES:

@@ -13,9 +13,7 @@ from fast_video_vae import kernels
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import (
     DTYPES,
-    PLAYED,
     Poisoned,
-    has,
     random,
     serving,
     some,
@@ -201,10 +199,9 @@ def test_group_norm_statistics_of_a_large_frame_far_from_zero(backend, mean, dev
     assert torch.equal(actual, kernels.group_norm_statistics(x, 2, 1e-12))
 
 
-@pytest.mark.parametrize("mean", [0.0, 1e3, 1e4])
-def test_group_norm_silu_of_a_large_frame_far_from_zero(backend, mean):
+def test_group_norm_silu_of_a_large_frame_far_from_zero(backend):
     """A variance from the mean of the squares is off by `u mean^2`: 6 for a variance of 1."""
-    x = video(1, 16, 1, 160, 208).add_(mean)
+    x = video(1, 16, 1, 160, 208).add_(1e4)
     weight, bias = random(2, 16, seed=1)
     actual = kernels.group_norm_silu(x, weight, bias, 2)
     formulas.check(actual, *formulas.group_norm_silu(x, weight, bias, 2))
@@ -283,8 +280,8 @@ def test_attention_takes_parts_of_one_projection(backend):
         (4, 2, 1, 1),
         (33, 33, 2, 2),
         (160, 320, 2, 2),  # the layers of Wan 2.2
-        (320, 640, 1, 2),
         (12, 2, 3, 2),
+        (320, 640, 1, 2),
     ],
 )
 def test_average_down_is_its_formula(backend, dtype, before, after, times, size):
@@ -326,10 +323,11 @@ def test_scales_and_biases_come_in_any_dtype_and_shape(ask, dtype, given):
             formulas.check(actual, *expected, op.__name__)
 
 
+@pytest.mark.parametrize("backend", ["native", "reference"], indirect=True)
 @each_dtype
 def test_threads_share_the_work(backend, dtype):
     """Parts of many sizes, and a last one that is short."""
-    shape = (1, 48, 3, *((19, 23) if backend in PLAYED else (37, 83)))
+    shape = (1, 48, 3, 37, 83)
     x, residual = video(*shape, dtype=dtype), video(*shape, dtype=dtype, seed=1)
     weight, bias = random(2, 48, seed=2)
     before = torch.get_num_threads()
@@ -337,13 +335,11 @@ def test_threads_share_the_work(backend, dtype):
     try:
         rms = kernels.rms_norm_silu(x, weight)
         group = kernels.group_norm_silu(x, weight, bias, 12)
-        if has(backend, "bias_residual"):
-            added = kernels.bias_residual(x, bias, residual, weight)
-            formulas.check(added, *formulas.bias_residual(x, bias, residual, weight))
-        if has(backend, "group_norm_statistics"):
-            statistics = kernels.group_norm_statistics(x, 12)
-            formulas.check(statistics, *formulas.group_norm_statistics(x, 12))
+        added = kernels.bias_residual(x, bias, residual, weight)
+        statistics = kernels.group_norm_statistics(x, 12)
     finally:
         torch.set_num_threads(before)
     formulas.check(rms, *formulas.rms_norm_silu(x, weight))
     formulas.check(group, *formulas.group_norm_silu(x, weight, bias, 12))
+    formulas.check(added, *formulas.bias_residual(x, bias, residual, weight))
+    formulas.check(statistics, *formulas.group_norm_statistics(x, 12))

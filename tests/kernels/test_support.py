@@ -1,7 +1,12 @@
 """The matrix of ops and backends: every op is in it, and what it says holds."""
 
 import inspect
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,3 +90,39 @@ def test_a_refusal_of_a_backend_is_told_in_its_words(monkeypatch):
     monkeypatch.setitem(dispatch._loaded, "native", module)
     reasons = {each.reason for each in matrix.backend_matrix() if each.backend == "native"}
     assert reasons == {"the moon is not (yet) full"}
+
+
+def test_nothing_is_built_or_imported_for_who_did_not_ask():
+    """Neither Triton, nor the builder, nor a CUDA library on a GPU where it is not switched on."""
+    code = (
+        "import json, runpy, sys; runpy.run_path(sys.argv[1]); import torch\n"
+        "from fast_video_vae import kernels\n"
+        "from fast_video_vae.kernels import cuda_ops, native_ops, use_backend\n"
+        "untouched = native_ops.CPU._outcome is None\n"
+        "device = torch.device('cuda', 0)\n"
+        "real = cuda_ops._refuse_device\n"
+        "cuda_ops._refuse_device = lambda _, dtype: real(device, dtype)\n"
+        "x = torch.ones(2, 8)\n"
+        "kernels.silu_mul(x, x)\n"
+        "refused = all('on cpu' in each.reason for each in kernels.backend_matrix()\n"
+        "              if each.backend == 'triton' and each.device == 'cpu')\n"
+        "try:\n"
+        "    with use_backend('triton'): kernels.silu_mul(x, x)\n"
+        "except kernels.BackendError as error: told = str(error)\n"
+        "named = {'triton', 'torch.utils.cpp_extension'} & set(sys.modules)\n"
+        "print(json.dumps([untouched, cuda_ops.CUDA._outcome, refused, told, sorted(named)]))\n"
+    )
+    environment = {**os.environ, "FAST_VIDEO_VAE_NATIVE": "0", "TRITON_INTERPRET": "0"}
+    environment.pop("FAST_VIDEO_VAE_CUDA", None)
+    conftest = Path(__file__).parents[1] / "conftest.py"
+    done = subprocess.run(
+        [sys.executable, "-c", code, conftest], capture_output=True, text=True, check=True,
+        env=environment,
+    )  # fmt: skip
+    untouched, built, refused, message, imported = json.loads(done.stdout)
+    assert untouched
+    assert built is None
+    assert refused
+    reason = "triton: the tensors are on cpu; triton is for GPUs"
+    assert message == f"no backend takes this silu_mul ({reason})"
+    assert imported == ["triton"] * torch.cuda.is_available()

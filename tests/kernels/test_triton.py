@@ -8,8 +8,6 @@ import json
 import logging
 import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -94,9 +92,8 @@ def check_resources(chips, cases):
         assert line["widest"] >= 4 or line["kernel"] not in ("_rms_norm_silu", "_write"), line
 
 
-@pytest.mark.parametrize("chip", [80, 90])
-def test_the_kernels_of_96_channels_compile_without_spills(chip):
-    check_resources([chip], ["bf16,96"])
+def test_the_kernels_of_96_channels_compile_without_spills():
+    check_resources([90], ["bf16,96"])
 
 
 @pytest.mark.slow
@@ -104,29 +101,6 @@ def test_the_kernels_of_96_channels_compile_without_spills(chip):
 def test_all_kernels_compile_for_every_chip_without_spills(chip):
     counts = (96, 160, 192, 256, 384, 512, 640, 1024)
     check_resources([chip], [*(f"bf16,{count}" for count in counts), "fp16,96", "fp32,384"])
-
-
-def test_a_cpu_is_refused_without_an_import_of_triton():
-    code = (
-        "import runpy, sys; runpy.run_path(sys.argv[1]); import torch\n"
-        "from fast_video_vae import kernels\n"
-        "from fast_video_vae.kernels import support, use_backend\n"
-        "x = torch.ones(2, 8)\n"
-        "kernels.silu_mul(x, x)\n"
-        "assert all('on cpu' in each.reason for each in support.backend_matrix()\n"
-        "           if each.backend == 'triton' and each.device == 'cpu')\n"
-        "try:\n"
-        "    with use_backend('triton'): kernels.silu_mul(x, x)\n"
-        "except kernels.BackendError as error: print(error)\n"
-        "assert torch.cuda.is_available() or 'triton' not in sys.modules\n"
-    )
-    conftest = Path(__file__).parents[1] / "conftest.py"
-    done = subprocess.run(
-        [sys.executable, "-c", code, conftest], capture_output=True, text=True, check=True,
-        env={**os.environ, "TRITON_INTERPRET": "0", "FAST_VIDEO_VAE_NATIVE": "0"},
-    )  # fmt: skip
-    reason = "triton: the tensors are on cpu; triton is for GPUs"
-    assert done.stdout.strip() == f"no backend takes this silu_mul ({reason})"
 
 
 def test_the_interpreter_serves_nobody_who_did_not_ask_for_it(monkeypatch):
