@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import logging
 import weakref
 
 import pytest
@@ -133,6 +134,21 @@ def test_each_way_is_the_one_that_was_asked_for():
     assert beside[0] == 2  # the patch embedding, a convolution, once a step
     # 257 tokens of an image are more than 128 x 128 numbers are worth, 8 of text fewer.
     assert min(auto) > beside[0]
+
+
+def test_a_run_is_timed_where_that_is_asked_for(monkeypatch, caplog):
+    model = fast(plain(KIND)[0], lora(KIND, 0), 0.8, "beside")
+    for asked in (False, True):
+        monkeypatch.setenv("WAN_LORA_TIMING", str(int(asked)))
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            sample(model, KIND)
+        tables = [text.split("\n") for text in caplog.messages if "LoRA in a run of" in text]
+        assert len(tables) == asked
+    kinds = {row.split()[0]: row.split()[1:] for row in tables[0][1:]}
+    assert list(kinds) == ["stream", "beside", "formula", "held"]
+    assert int(kinds["beside"][0]) > 0
+    assert float(kinds["beside"][2]) > 0
 
 
 @pytest.mark.parametrize("mode", UNMERGED)
