@@ -6,13 +6,13 @@ comfy/sd.py of 0.33.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import comfy.sd
 import torch
 from torch import Tensor
 
-from ...vae import Relief
+from ...vae import Relief, StreamOptions, rechunk
 from ..host import timing
 from ..host.oom import Way, give_back, in_turn, kept
 from ..host.progress import Progress
@@ -43,8 +43,7 @@ class FastVAE(comfy.sd.VAE):
         samples_in: Tensor,
         vae_options: dict[str, object] | None = None,
         *,
-        chunk: int | None = None,
-        dtype: torch.dtype | None = None,
+        options: StreamOptions = pieces.AUTOMATIC,
         tile: tuple[int, int] | None = None,
         **newer: object,
     ) -> Tensor:
@@ -54,12 +53,11 @@ class FastVAE(comfy.sd.VAE):
             samples_in: `[B, C_latent, t, h, w]`, or `[B, C_latent, h, w]` for pictures (of SeedVR2
                 `[B, C_latent * t, h, w]` for videos), not normalised.
             vae_options: Options of other VAEs, which mean nothing here.
-            chunk: Latents per step; -1: all; None: as chosen for the VAE.
-            dtype: Of this decode; None: that of the VAE.
+            options: The chunk and dtype of this decode; None: as chosen for the VAE.
             tile: Height and width, in latents, of the exact tiles that the last layers run in;
                 None: tiles only where whole frames do not fit. Of SeedVR2, which is never cut, the
                 size whose memory is the limit.
-            newer: What a newer ComfyUI may say.
+            newer: Options of a newer ComfyUI.
 
         Returns:
             `[B, T, H, W, C]`, or `[B, H, W, C]` for pictures, contiguous, in [0, 1] on the output
@@ -78,7 +76,7 @@ class FastVAE(comfy.sd.VAE):
         model.check_latent(latent)
         try:
             with timing.span("VAE decode", device=self.device):
-                images = self._decode(latent, chunk, dtype, tile)
+                images = self._decode(latent, options, tile)
         finally:
             give_back(self.device)
         return images.squeeze(1) if samples_in.ndim == 4 and not model.is_seedvr2 else images
@@ -95,20 +93,8 @@ class FastVAE(comfy.sd.VAE):
     ) -> Tensor:
         """Decode latents into an IMAGE, in exact tiles: the result is that of `decode`.
 
-        Nothing is cut in time, because the stream is exact and its memory bounded.
-
-        Args:
-            samples: As for `decode`.
-            tile_x: Width of a tile in latents; of SeedVR2, which is never cut, a step may take the
-                memory of such a tile.
-            tile_y: Height of one.
-            overlap: Unused: a tile has the halo that it needs.
-            tile_t: Unused.
-            overlap_t: Unused.
-            newer: What a newer ComfyUI may say.
-
-        Returns:
-            As `decode`.
+        Only the size of a tile, in latents, is used: a tile has the halo that it needs, and nothing
+        is cut in time, because the stream is exact and its memory bounded.
         """
         if newer:
             return super().decode_tiled(
@@ -123,8 +109,7 @@ class FastVAE(comfy.sd.VAE):
         pixel_samples: Tensor,
         not_video: bool | None = None,
         *,
-        chunk: int | None = None,
-        dtype: torch.dtype | None = None,
+        options: StreamOptions = pieces.AUTOMATIC,
         tile: tuple[int, int] | None = None,
         **newer: object,
     ) -> Tensor:
@@ -135,10 +120,9 @@ class FastVAE(comfy.sd.VAE):
                 cropped about the centre to what the VAE compresses, frames to `4 n + 1`.
             not_video: The `N` images are pictures, not the frames of one video; None: as the VAE
                 says.
-            chunk: Latents per step; -1: all; None: as chosen for the VAE.
-            dtype: Of this encode; None: that of the VAE.
+            options: As for `decode`.
             tile: As for `decode`, of the first layers.
-            newer: What a newer ComfyUI may say.
+            newer: As for `decode`.
 
         Returns:
             `[B, C_latent, t, H / 8, W / 8]`, or `[N, C_latent, H / 16, W / 16]` of a VAE of
@@ -157,7 +141,7 @@ class FastVAE(comfy.sd.VAE):
         ways = pieces.ways(self, tile, encode=True, lone=video.shape[2] == 1)
 
         def go(way: Way) -> Tensor:
-            return self._encode(video, chunk, dtype, way)
+            return self._encode(video, options, way)
 
         with timing.span("VAE encode", device=self.device):
             latents = in_turn(self.device, "an encode", ways, go)
@@ -173,21 +157,7 @@ class FastVAE(comfy.sd.VAE):
         overlap_t: int | None = None,
         **newer: object,
     ) -> Tensor:
-        """Encode an IMAGE, in exact tiles: the result is that of `encode`.
-
-        Args:
-            pixel_samples: As for `encode`.
-            tile_x: Width of a tile in pixels; of SeedVR2, which is never cut, a step may take the
-                memory of such a tile.
-            tile_y: Height of one.
-            overlap: Unused: a tile has the halo that it needs.
-            tile_t: Unused.
-            overlap_t: Unused.
-            newer: What a newer ComfyUI may say.
-
-        Returns:
-            As `encode`.
-        """
+        """Encode an IMAGE, in exact tiles of so many pixels: the result is that of `encode`."""
         if newer:
             return super().encode_tiled(
                 pixel_samples, tile_x, tile_y, overlap, tile_t, overlap_t, **newer
@@ -222,11 +192,7 @@ class FastVAE(comfy.sd.VAE):
         }
 
     def _decode(
-        self,
-        latent: Tensor,
-        chunk: int | None,
-        dtype: torch.dtype | None,
-        tile: tuple[int, int] | None,
+        self, latent: Tensor, options: StreamOptions, tile: tuple[int, int] | None
     ) -> Tensor:
         """Stream `[B, C_latent, t, h, w]` into a new IMAGE."""
         (way, *_) = pieces.ways(self, tile, lone=latent.shape[2] == 1)
@@ -243,25 +209,29 @@ class FastVAE(comfy.sd.VAE):
             images = Relief(self.device, "a decode", pieces.release(self)).finish(empty)
         progress = Progress(batch * frames)
         for part, out in zip(latent.split(together), images.split(together), strict=True):
-            stream = pieces.decode_pieces(self, part, chunk, dtype, images=out, tile=tile)
+            stream = pieces.decode_pieces(self, part, options, images=out, tile=tile)
             for _ in progress.counted(stream, are_images=True):
                 pass
         return images
 
-    def _encode(
-        self, video: Tensor, chunk: int | None, dtype: torch.dtype | None, way: Way
-    ) -> Tensor:
+    def _encode(self, video: Tensor, options: StreamOptions, way: Way) -> Tensor:
         """Stream `[B, C, T, H, W]` in [0, 1] into new latents."""
         needed = pieces.encode_bytes(self, video.shape, way)
         pieces.load(self, needed, way)
         batch, _, frames, height, width = video.shape
-        chunk = pieces.encode_chunk(self, height, width, chunk, dtype, way)
-        count = self.first_stage_model.config.latent_frames(frames)
+        options = pieces.with_chunk(self, height, width, options, way)
+        config = self.first_stage_model.config
+        run = None if options.chunk == -1 else options.chunk * config.temporal_compression
+        count = config.latent_frames(frames)
         progress = Progress(batch * count)
         means = []
         for part in video.split(self._together(needed, video, way)):
-            source = self.process_input(part) if count == 1 else self._in_runs(part, chunk)
-            stream = pieces.encode_pieces(self, source, way, chunk, dtype)
+            # A lone frame goes as a tensor, which takes a path of its own.
+            if count == 1:
+                source = self.process_input(part)
+            else:
+                source = map(self.process_input, rechunk([part], run))
+            stream = pieces.encode_pieces(self, source, way, options)
             done = [
                 latent.to(self.output_device, self.vae_output_dtype())
                 for latent in progress.counted(stream)
@@ -269,12 +239,6 @@ class FastVAE(comfy.sd.VAE):
             means.append(torch.cat(done, dim=2))
         latents = torch.cat(means)
         return latents if self.format_encoded is None else self.format_encoded(latents)
-
-    def _in_runs(self, video: Tensor, chunk: int) -> Iterator[Tensor]:
-        """The frames in [-1, 1]: the first, then as many at a time as a step takes."""
-        run = self.first_stage_model.config.temporal_compression * chunk
-        length = video.shape[2] if chunk == -1 else run
-        return map(self.process_input, (video[:, :, :1], *video[:, :, 1:].split(length, dim=2)))
 
     def _together(self, memory_bytes: int, batch: Tensor, way: Way) -> int:
         """How many of a batch to work on at once.

@@ -90,19 +90,10 @@ class FastVideoVAE(VideoVAE):
         tile_t: int | None = None,
         overlap_t: int | None = None,
     ) -> Tensor:
-        """Decode in exact tiles, one latent at a time.
+        """`decode` in exact tiles of so many latents, one latent at a time, channels-last.
 
-        Args:
-            latent: As for `decode`.
-            tile_x: Width of a tile in latents; of SeedVR2, which is never cut, a step may take the
-                memory of such a tile.
-            tile_y: Height of one.
-            overlap: Unused, as are the others: a tile has the halo that it needs.
-            tile_t: Unused.
-            overlap_t: Unused.
-
-        Returns:
-            As `decode`, channels-last.
+        Of SeedVR2, which is never cut, a step may take the memory of such a tile. The overlap is
+        unused, as is the time: a tile has the halo that it needs.
         """
         lone = self.video_shape(latent.shape)[2:3] == (1,)
         step = self.config.spatial_compression * self.config.output_scale
@@ -142,20 +133,7 @@ class FastVideoVAE(VideoVAE):
         tile_t: int | None = None,
         overlap_t: int | None = None,
     ) -> Tensor:
-        """Encode in exact tiles.
-
-        Args:
-            frames: As for `encode`.
-            tile_x: Width of a tile in pixels; of SeedVR2, which is never cut, a step may take the
-                memory of such a tile.
-            tile_y: Height of one.
-            overlap: Unused, as are the others: a tile has the halo that it needs.
-            tile_t: Unused.
-            overlap_t: Unused.
-
-        Returns:
-            As `encode`; of SeedVR2 always with five dimensions.
-        """
+        """`encode` in exact tiles of so many pixels; of SeedVR2 always with five dimensions."""
         step = self.config.spatial_compression
         lone = frames.ndim == 4 or frames.shape[2] <= self.config.temporal_compression
         tile = _size(tile_x, tile_y)
@@ -165,33 +143,17 @@ class FastVideoVAE(VideoVAE):
         return latent.squeeze(2) if frames.ndim == 4 and not self.is_seedvr2 else latent
 
     def comfy_format_encoded(self, latent: Tensor) -> Tensor:
-        """What a LATENT holds: what `encode` gave, scaled, and with the dimension of time.
-
-        Args:
-            latent: `[B, C_latent, t, h, w]` or `[B, C_latent, h, w]`.
-
-        Returns:
-            `[B, C_latent, t, h, w]`.
-        """
+        """What a LATENT holds: what `encode` gave, scaled, and with the dimension of time."""
         video = latent.unsqueeze(2) if latent.ndim == 4 else latent
         return video * self.config.latent_scale
 
     def tile_limit(
         self, tile: tuple[int, int] | None, *, encode: bool = False, lone: bool = False
     ) -> int | None:
-        """The memory that stands for tiles of a size, where tiles are not to be had.
+        """Bytes of the shortest steps on a tile of so many latents, where tiles are not to be had.
 
         The norms of SeedVR2 are over the whole frame, so that its tiles differ from it however far
-        they overlap.
-
-        Args:
-            tile: Height and width of a tile, in latents.
-            encode: For encoding; else for decoding.
-            lone: For a video of one frame.
-
-        Returns:
-            Bytes that the shortest steps on one such tile are estimated to take, which are the same
-            wherever the weights are; None for other VAEs, or without a size.
+        they overlap. None for other VAEs, or without a size.
         """
         if tile is None or not self.is_seedvr2:
             return None

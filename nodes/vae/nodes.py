@@ -178,12 +178,9 @@ class Encode(io.ComfyNode):
         if vae.first_stage_model.encoder is None:
             raise ValueError("vae: the checkpoint has no encoder; only decoding works with it")
         try:
-            latent = vae.encode(
-                pixels,
-                not_video=True if batch == _IMAGES else None,
-                dtype=DTYPES.get(dtype),
-                chunk=chunk or None,
-            )
+            options = library.StreamOptions(chunk or None, DTYPES.get(dtype))
+            not_video = True if batch == _IMAGES else None
+            latent = vae.encode(pixels, not_video, options=options)
         except ValueError as error:
             raise ValueError(f"pixels: {error}") from None
         return io.NodeOutput({"samples": latent})
@@ -222,7 +219,8 @@ class Decode(io.ComfyNode):
             latent = latent.unbind()[0]
         if isinstance(vae, comfy_vae.FastVAE):
             try:
-                images = vae.decode(latent, dtype=DTYPES.get(dtype), chunk=chunk or None)
+                options = library.StreamOptions(chunk or None, DTYPES.get(dtype))
+                images = vae.decode(latent, options=options)
             except ValueError as error:
                 raise ValueError(f"samples: {error}") from None
         else:

@@ -18,6 +18,8 @@ from ...vae import StreamOptions
 from ..host import timing
 from ..host.oom import Way, free_others, resumed
 
+AUTOMATIC = StreamOptions()
+
 # Memory that is asked of ComfyUI for the longest steps; with less they are shorter, not slower by
 # much. More would push the diffusion model out for nothing.
 _LIMIT_BYTES = 4 << 30
@@ -30,8 +32,7 @@ _TILES = (64, 32, 16)
 def decode_pieces(
     vae: comfy.sd.VAE,
     latent: Tensor,
-    chunk: int | None = None,
-    dtype: torch.dtype | None = None,
+    options: StreamOptions = AUTOMATIC,
     *,
     frames: range | None = None,
     images: Tensor | None = None,
@@ -47,8 +48,7 @@ def decode_pieces(
     Args:
         vae: The VAE; its weights are brought to their device.
         latent: `[B, C_latent, t, h, w]`, not normalised, checked.
-        chunk: Latents per step; -1: all; None: as chosen for the VAE.
-        dtype: Of this decode; None: that of the VAE.
+        options: The chunk and dtype of this decode; None: as chosen for the VAE.
         frames: Those that are wanted; None: all.
         images: `[B, T, H, W, C]` for them; None: the pieces are frames of their own.
         out: `[B, C, T, H, W]` for them, instead of images.
@@ -70,7 +70,7 @@ def decode_pieces(
         load(vae, decode_bytes(vae, latent.shape, way), way)
         for piece in model.decode_stream(
             latent,
-            _options(vae, way, chunk, dtype),
+            _options(vae, way, options),
             out=None if out is None else out[:, :, at - wanted.start :],
             images=None if images is None else images[:, at - wanted.start :],
             frames=None if len(rest) == count else rest,
@@ -86,8 +86,7 @@ def encode_pieces(
     vae: comfy.sd.VAE,
     pieces: Tensor | Iterable[Tensor],
     way: Way,
-    chunk: int | None = None,
-    dtype: torch.dtype | None = None,
+    options: StreamOptions = AUTOMATIC,
 ) -> Iterator[Tensor]:
     """Encode on the device and give the latents away as they are done.
 
@@ -95,28 +94,23 @@ def encode_pieces(
         vae: The VAE, loaded.
         pieces: As for `VideoVAE.encode_stream`.
         way: How: what does not fit is to begin anew in the next one.
-        chunk: Latents per step; -1: all; None: as chosen for the VAE.
-        dtype: Of this encode; None: that of the VAE.
+        options: As for `decode_pieces`, of this encode.
 
     Returns:
         An iterator of bare means `[B, C_latent, n, h, w]`.
     """
-    options = _options(vae, way, chunk, dtype)
-    return vae.first_stage_model.encode_stream(pieces, options, scaled=False)
+    asked = _options(vae, way, options)
+    return vae.first_stage_model.encode_stream(pieces, asked, scaled=False)
 
 
-def encode_chunk(
-    vae: comfy.sd.VAE,
-    height: int,
-    width: int,
-    chunk: int | None,
-    dtype: torch.dtype | None,
-    way: Way,
-) -> int:
-    """Latents per step of an encode, for who hands the frames in piece by piece."""
+def with_chunk(
+    vae: comfy.sd.VAE, height: int, width: int, options: StreamOptions, way: Way
+) -> StreamOptions:
+    """The options of an encode with the chunk settled, to hand the frames in piece by piece."""
+    asked = StreamOptions(dtype=options.dtype, limit_bytes=way.limit_bytes)
     model = vae.first_stage_model
-    options = StreamOptions(dtype=dtype, limit_bytes=way.limit_bytes)
-    return chunk or model.chunk or model.plan(height, width, options, encode=True).chunk
+    chunk = options.chunk or model.chunk or model.plan(height, width, asked, encode=True).chunk
+    return replace(options, chunk=chunk)
 
 
 def ways(
@@ -206,8 +200,6 @@ def _plan_bytes(
     return plan.peak_bytes
 
 
-def _options(
-    vae: comfy.sd.VAE, way: Way, chunk: int | None, dtype: torch.dtype | None
-) -> StreamOptions:
-    chunk = chunk or vae.first_stage_model.chunk
-    return StreamOptions(chunk, dtype, way.limit_bytes, way.tile, release(vae))
+def _options(vae: comfy.sd.VAE, way: Way, options: StreamOptions) -> StreamOptions:
+    chunk = options.chunk or vae.first_stage_model.chunk
+    return StreamOptions(chunk, options.dtype, way.limit_bytes, way.tile, release(vae))

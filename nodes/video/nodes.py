@@ -10,6 +10,7 @@ import torch
 from comfy_api.latest import Input, InputImpl, io, ui
 from torch import Tensor
 
+from ... import vae as library
 from ...vae import media
 from ..host import timing
 from ..host.error_text import described
@@ -22,6 +23,7 @@ from .source import Fit, Source, as_images, shape_of, source_of, with_channels
 from .target import FOLDERS, VideoTarget, frame_range, workflow_tags
 
 if TYPE_CHECKING:
+    from ...vae import StreamOptions
     from ..vae.comfy_vae import FastVAE
 
 comfy_vae, stream = Later("nodes.vae.comfy_vae"), Later("nodes.video.stream")
@@ -118,13 +120,14 @@ class DecodeVideo(io.ComfyNode):
             raise ValueError(f"frames is {described(frames)}; expected two numbers, such as 40-80")
         check_prefix(filename_prefix, Path(folder_paths.get_directory_by_type(save_to)))
         latent = _one_video(samples["samples"], vae)
+        options = library.StreamOptions(chunk or None, DTYPES.get(dtype))
         if isinstance(vae, comfy_vae.FastVAE):
             device = vae.device
             shape = vae.first_stage_model.config.decoded_shape(latent.shape)
             _, _, count, height, width = shape
             target.check_size(height, width)
             wanted = frame_range(frames, count)
-            pieces = stream.decode_pictures(vae, latent, chunk or None, DTYPES.get(dtype), wanted)
+            pieces = stream.decode_pictures(vae, latent, options, wanted)
         else:
             tell_unused(dtype=dtype != AUTO, chunk=chunk != 0)
             device = None
@@ -194,6 +197,7 @@ class EncodeVideo(io.ComfyNode):
         chunk: int = 0,
     ) -> io.NodeOutput:
         """Read, and encode meanwhile."""
+        options = library.StreamOptions(chunk or None, DTYPES.get(dtype))
         is_fast = isinstance(vae, comfy_vae.FastVAE)
         if is_fast and vae.first_stage_model.encoder is None:
             raise ValueError("vae: the checkpoint has no encoder; only decoding works with it")
@@ -206,7 +210,7 @@ class EncodeVideo(io.ComfyNode):
                 limit=max_frames or None,
             )
             if is_fast:
-                latent, count = _encoded(vae, source, fit, chunk or None, DTYPES.get(dtype))
+                latent, count = _encoded(vae, source, fit, options)
             else:
                 tell_unused(dtype=dtype != AUTO, chunk=chunk != 0)
                 latent, count = _encoded_whole(vae, source, fit)
@@ -350,7 +354,7 @@ def _pictures(images: Tensor, wanted: range) -> Iterator[Tensor]:
 
 
 def _encoded(
-    vae: "FastVAE", source: Source, fit: Fit, chunk: int | None, dtype: torch.dtype | None
+    vae: "FastVAE", source: Source, fit: Fit, options: "StreamOptions"
 ) -> tuple[Tensor, int]:
     """The latent, and how many frames it holds."""
     config = vae.first_stage_model.config
@@ -358,7 +362,7 @@ def _encoded(
     def pieces() -> Iterator[Tensor]:
         return (with_channels(each, config.image_channels) for each in source.pieces(fit))
 
-    latent = stream.encode_video(vae, pieces, source.estimate(fit), chunk, dtype)
+    latent = stream.encode_video(vae, pieces, source.estimate(fit), options)
     return latent, config.frames(latent.shape[2]) if latent.ndim == 5 else len(latent)
 
 

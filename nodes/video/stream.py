@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import frames_to_images
-from ...vae import Relief
+from ...vae import Relief, StreamOptions, rechunk
 from ..host import timing
 from ..host.oom import Way, give_back, in_turn
 from ..host.progress import Progress
@@ -26,8 +26,7 @@ _logger = logging.getLogger(__name__)
 def decode_pictures(
     vae: FastVAE,
     latent: Tensor,
-    chunk: int | None = None,
-    dtype: torch.dtype | None = None,
+    options: StreamOptions = driver.AUTOMATIC,
     frames: range | None = None,
 ) -> Iterator[Tensor]:
     """Decode a latent and give the pictures away as they are done.
@@ -35,8 +34,7 @@ def decode_pictures(
     Args:
         vae: The VAE; its weights are brought to their device.
         latent: `[1, C_latent, t, h, w]`, not normalised.
-        chunk: Latents per step; -1: all; None: as chosen for the VAE.
-        dtype: Of this decode; None: that of the VAE.
+        options: The chunk and dtype of this decode; None: as chosen for the VAE.
         frames: Those that are wanted, of step 1; None: all.
 
     Yields:
@@ -50,7 +48,7 @@ def decode_pictures(
     vae.throw_exception_if_invalid()
     try:
         # Not here: what is done with is to be gone before the memory is given back.
-        made = _pictures(vae, latent, chunk, dtype, frames)
+        made = _pictures(vae, latent, options, frames)
         yield from timing.drawn("VAE decode", made, device=vae.device)
     finally:
         give_back(vae.device)
@@ -60,8 +58,7 @@ def encode_video(
     vae: FastVAE,
     pieces: Callable[[], Iterator[Tensor]],
     count_estimate: int | None = None,
-    chunk: int | None = None,
-    dtype: torch.dtype | None = None,
+    options: StreamOptions = driver.AUTOMATIC,
 ) -> Tensor:
     """Encode a video that comes in pieces.
 
@@ -72,8 +69,7 @@ def encode_video(
             and the stream could not help itself. Frames after the last `4 n + 1` are left out, with
             a line in the log.
         count_estimate: How many frames will come, for the progress bar; None: not known.
-        chunk: Latents per step; -1: all; None: as chosen for the VAE.
-        dtype: Of this encode; None: that of the VAE.
+        options: As for `decode_pictures`, of this encode.
 
     Returns:
         `[1, C_latent, t, H / 8, W / 8]`, or `[T, C_latent, H / 16, W / 16]` of a VAE of pictures;
@@ -86,7 +82,7 @@ def encode_video(
 
     def go(way: Way) -> Tensor:
         read = timing.drawn("file", pieces(), device=vae.device)
-        return _means(vae, read, count_estimate, chunk, dtype, way)
+        return _means(vae, read, count_estimate, options, way)
 
     vae.throw_exception_if_invalid()
     ways = driver.ways(vae, None, encode=True, lone=count_estimate == 1)
@@ -100,14 +96,13 @@ def encode_video(
 def _pictures(
     vae: FastVAE,
     latent: Tensor,
-    chunk: int | None,
-    dtype: torch.dtype | None,
+    options: StreamOptions,
     frames: range | None,
 ) -> Iterator[Tensor]:
     count = vae.first_stage_model.config.frames(latent.shape[2])
     progress = Progress(count if frames is None else len(frames))
     relief = Relief(vae.device, "a decode", driver.release(vae))
-    for piece in driver.decode_pieces(vae, latent, chunk, dtype, frames=frames):
+    for piece in driver.decode_pieces(vae, latent, options, frames=frames):
         pictures = relief.finish(functools.partial(frames_to_images, piece, dtype=torch.uint8))
         progress.passed(len(pictures), pictures)
         yield pictures
@@ -117,8 +112,7 @@ def _means(
     vae: FastVAE,
     pieces: Iterator[Tensor],
     count_estimate: int | None,
-    chunk: int | None,
-    dtype: torch.dtype | None,
+    options: StreamOptions,
     way: Way,
 ) -> Tensor:
     model = vae.first_stage_model
@@ -130,37 +124,28 @@ def _means(
     second = next(groups, None)
     shape = (*first.shape[:2], 1 if second is None else 1 + second.shape[2], *first.shape[3:])
     driver.load(vae, driver.encode_bytes(vae, torch.Size(shape), way), way)
-    chunk = driver.encode_chunk(vae, *first.shape[3:], chunk, dtype, way)
+    options = driver.with_chunk(vae, *first.shape[3:], options, way)
     # A lone frame goes as a tensor, which takes a path of its own.
     source = first if second is None else itertools.chain([first, second], groups)
     progress = Progress(model.config.latent_frames(max(count_estimate or 1, shape[2])))
     done = [
         latent.to(vae.output_device, vae.vae_output_dtype())
-        for latent in progress.counted(driver.encode_pieces(vae, source, way, chunk, dtype))
+        for latent in progress.counted(driver.encode_pieces(vae, source, way, options))
     ]
     return torch.cat(done, dim=2)
 
 
 def _whole_groups(pieces: Iterator[Tensor], size: int) -> Iterator[Tensor]:
     """The first frame, then groups of `size` and no others; the log says what is left out."""
-    held: Tensor | None = None
     count = 0
-    for piece in pieces:
-        if not count:
-            yield piece[:, :, :1]
-            piece = piece[:, :, 1:]
-            count = 1
-        held = piece if held is None else torch.cat([held, piece], dim=2)
-        whole = held.shape[2] - held.shape[2] % size
-        if whole:
-            yield held[:, :, :whole]
-            count += whole
-            held = held[:, :, whole:]
-    rest = 0 if held is None else held.shape[2]
-    if rest:
-        _logger.info(
-            "Fast Video VAE: the last %d of %d frames are left out; the VAE takes %d n + 1",
-            rest,
-            count + rest,
-            size,
-        )
+    for run in rechunk(pieces, size):
+        if count and run.shape[2] < size:
+            _logger.info(
+                "Fast Video VAE: the last %d of %d frames are left out; the VAE takes %d n + 1",
+                run.shape[2],
+                count + run.shape[2],
+                size,
+            )
+            return
+        count += run.shape[2]
+        yield run

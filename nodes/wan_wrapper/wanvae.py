@@ -13,7 +13,7 @@ import comfy.model_management
 import torch
 from torch import Tensor
 
-from ...vae import SEEDVR2
+from ...vae import SEEDVR2, StreamOptions
 from ..host.oom import Way, in_turn, kept
 from ..host.progress import Progress
 from ..vae import pieces
@@ -228,12 +228,13 @@ class WanVideoWrapperVAE:
         with kept():
             size = (len(parts), config.latent_channels, count, height, width)
             latents = torch.empty(size, dtype=torch.float32, device=device)
+        options = StreamOptions(dtype=self._dtype)
         progress = Progress(len(parts) * count, shown=shown)
         with _posterior(network) if sample else contextlib.nullcontext():
             for row, video in zip(latents.split(1), parts, strict=True):
                 done = 0
                 for part in video:
-                    stream = pieces.encode_pieces(vae, part, way, dtype=self._dtype)
+                    stream = pieces.encode_pieces(vae, part, way, options)
                     for piece in progress.counted(stream):
                         latent = (
                             _drawn(network, piece) if sample else network.normalize(piece.float())
@@ -262,11 +263,12 @@ class WanVideoWrapperVAE:
         pieces.load(vae, room + pieces.decode_bytes(vae, shape, way))
         with kept():
             frames = torch.empty(size, dtype=dtype, device=device).movedim(-1, 1)
+        options = StreamOptions(dtype=self._dtype)
         progress = Progress(len(parts) * sum(counts), shown=shown)
         for row, video in zip(frames.split(1), parts, strict=True):
             for out, part in zip(row.split(counts, dim=2), video, strict=True):
                 latent = network.denormalize(part.float())
-                stream = pieces.decode_pieces(vae, latent, dtype=self._dtype, out=out, tile=tile)
+                stream = pieces.decode_pieces(vae, latent, options, out=out, tile=tile)
                 for _ in progress.counted(stream):
                     pass
         return frames

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fast_video_vae.tests.nodes.vae.pairs import clip, latents, node, relative_error
+from fast_video_vae.vae import StreamOptions
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
@@ -40,7 +41,7 @@ def test_progress_counts_every_frame(fast, monkeypatch):
     hook = lambda value, total, preview, node_id=None: reports.append((value, total))  # noqa: E731
     monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
     monkeypatch.setattr(comfy.utils, "PROGRESS_THROTTLE_MIN_INTERVAL", 0)
-    fast.decode(latents(4, batch=2), chunk=1)
+    fast.decode(latents(4, batch=2), options=StreamOptions(1))
     assert reports == [(done, 26) for done in (1, 5, 9, 13, 14, 18, 22, 26)]
     reports.clear()
     fast.encode(clip(9))

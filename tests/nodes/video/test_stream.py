@@ -15,6 +15,7 @@ from fast_video_vae.tests.nodes.vae.pairs import (
     relative_error,
 )
 from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.vae import StreamOptions
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
@@ -24,16 +25,17 @@ def seedvr2_vae(comfyui, tmp_path_factory):
     return fast_vae(random_seedvr2(), tmp_path_factory.mktemp("vae"))
 
 
-def decoded(vae, latent, **options):
+def decoded(vae, latent, chunk=None, **options):
     from fast_video_vae.nodes.video.stream import decode_pictures
 
-    return torch.cat(list(decode_pictures(vae, latent, **options)))
+    pictures = decode_pictures(vae, latent, StreamOptions(chunk), **options)
+    return torch.cat(list(pictures))
 
 
-def encoded(vae, pieces, **options):
+def encoded(vae, pieces, chunk=None, **options):
     from fast_video_vae.nodes.video.stream import encode_video
 
-    return encode_video(vae, lambda: iter(pieces), **options)
+    return encode_video(vae, lambda: iter(pieces), options=StreamOptions(chunk), **options)
 
 
 def cut(images, lengths):
@@ -149,7 +151,7 @@ def test_an_interrupt_stops_between_pieces_and_the_next_run_is_whole(fast, task)
     def work():
         if task == "encode":
             return encoded(fast, pieces(), chunk=1)
-        for _ in decode_pictures(fast, latent, chunk=1):
+        for _ in decode_pictures(fast, latent, StreamOptions(1)):
             management.interrupt_current_processing()
 
     with pytest.raises(management.InterruptProcessingException):
