@@ -77,9 +77,9 @@ def resumed(
     """Go from one way to the next while memory runs out; before each, all models are unloaded.
 
     Args:
-        device: As for `in_turn`.
-        task: As for `in_turn`.
-        ways: As for `in_turn`.
+        device: As for `in_turn`, as are the next two.
+        task: For the log.
+        ways: The best first.
         go: Goes one, from where the one before it stopped.
         where: How far the work has come, for the log, such as " at frame 40".
 

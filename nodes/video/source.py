@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import av
 import comfy.utils
@@ -50,35 +50,7 @@ class Fit:
         return None if self.limit is None else self.limit / (self.fps or fps)
 
 
-class Source(Protocol):
-    """What both kinds of videos have.
-
-    Attributes:
-        fps: Frames per second.
-        size: Height and width, in pixels.
-    """
-
-    fps: Fraction
-    size: tuple[int, int]
-
-    def pieces(self, fit: Fit) -> Iterator[Tensor]:
-        """The frames, `[1, C, t, H, W]` each, uint8 or float in [-1, 1].
-
-        Raises:
-            ValueError: The picture is too small, or there is no frame that can be read.
-        """
-        ...
-
-    def estimate(self, fit: Fit) -> int | None:
-        """How many frames there will be, as far as that is known."""
-        ...
-
-    def sound(self, fit: Fit) -> Sound | None:
-        """The AUDIO beside the frames; None: there is none."""
-        ...
-
-
-def source_of(video: Input.Video) -> Source:
+def source_of(video: Input.Video) -> "Source":
     """Look at a VIDEO.
 
     Args:
@@ -93,7 +65,7 @@ def source_of(video: Input.Video) -> Source:
     """
     if type(video).get_stream_source is Input.Video.get_stream_source:
         return _Tensors(video)
-    return _File(video)
+    return FileSource(video)
 
 
 def shape_of(size: tuple[int, int], width: int, height: int) -> tuple[int, int] | None:
@@ -130,8 +102,13 @@ def with_channels(piece: Tensor, channels: int) -> Tensor:
     return torch.cat([piece, opaque], dim=1)
 
 
-class _File:
-    """A file, by its path or in memory."""
+class FileSource:
+    """A file, by its path or in memory.
+
+    Attributes:
+        fps: Frames per second.
+        size: Height and width, in pixels.
+    """
 
     def __init__(self, video: Input.Video) -> None:
         self._source: str | BinaryIO = video.get_stream_source()
@@ -142,6 +119,11 @@ class _File:
         self.size = self._file.height, self._file.width
 
     def pieces(self, fit: Fit) -> Iterator[Tensor]:
+        """The frames, `[1, C, t, H, W]` each, uint8 or float in [-1, 1].
+
+        Raises:
+            ValueError: The picture is too small, or there is no frame that can be read.
+        """
         return self._file.pieces(
             multiple=fit.multiple,
             frames=_FRAMES,
@@ -153,11 +135,13 @@ class _File:
         )
 
     def estimate(self, fit: Fit) -> int | None:
+        """How many frames there will be, as far as that is known."""
         return self._file.estimate(
             fps=fit.fps, start=self._start, duration=self._duration, limit=fit.limit
         )
 
     def sound(self, fit: Fit) -> Sound | None:
+        """The AUDIO beside the frames; None: there is none."""
         lengths = [each for each in (self._duration, fit.seconds(self.fps)) if each is not None]
         begin = self._file.origin + Fraction(self._start)
         end = begin + Fraction(min(lengths)) if lengths else None
@@ -167,7 +151,7 @@ class _File:
 
 
 class _Tensors:
-    """An IMAGE with a frame rate, and sound perhaps."""
+    """An IMAGE with a frame rate, and sound perhaps; what it gives is as of a `FileSource`."""
 
     def __init__(self, video: Input.Video) -> None:
         components = video.get_components()
@@ -220,6 +204,9 @@ class _Tensors:
             return self._audio
         rate = int(self._audio["sample_rate"])
         return self._audio | {"waveform": self._audio["waveform"][..., : round(seconds * rate)]}
+
+
+Source = FileSource | _Tensors
 
 
 def _read_sound(source: str | BinaryIO, begin: Fraction, end: Fraction | None) -> Sound | None:

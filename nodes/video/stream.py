@@ -43,7 +43,6 @@ def decode_pictures(
 
     Raises:
         ValueError: The latent has another shape or dtype, or is not finite.
-        InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
     """
     vae.throw_exception_if_invalid()
     try:

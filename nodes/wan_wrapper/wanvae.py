@@ -81,11 +81,8 @@ class WanVideoWrapperVAE:
     ) -> "WanVideoWrapperVAE":
         """Say where it is wanted, and in which dtype it shall compute from now on.
 
-        Args:
-            device: The device of the work: nothing is done until there is work. Another one: the
-                memory of the device of the work is given back.
-            dtype: float32, bfloat16 or float16.
-            non_blocking: Unused.
+        The device of the work: nothing is done until there is work. Another one: the memory of the
+        device of the work is given back.
 
         Returns:
             This very object.
@@ -127,8 +124,8 @@ class WanVideoWrapperVAE:
             device: Where the latents are wanted.
             tiled: In exact tiles: the same result, for less memory.
             end_: The last frame is a video by itself, and its latent the last one.
-            tile_size: Height and width of a tile in latents.
-            tile_stride: Unused: a tile has the halo that it needs.
+            tile_size: Height and width of a tile in latents, with the halo that it needs.
+            tile_stride: Unused.
             pbar: Show the progress on the node.
             sample: Draw from the posterior instead of taking its mean. As in the wrapper the noise
                 is of the spread that the posterior has before it is normalised.
@@ -171,12 +168,12 @@ class WanVideoWrapperVAE:
             hidden_states: `[B, C_latent, t, h, w]`, or a list of `[C_latent, t, h, w]` of one
                 shape, normalised, on any device.
             device: Where the frames are wanted, in `dtype`.
-            tiled: In exact tiles: the same result, for less memory. The frames are wanted on the
-                host, in float32, as the wrapper's tiled decode gives them.
+            tiled: As for `encode`. The frames are wanted on the host, in float32, as the wrapper's
+                tiled decode gives them.
             end_: The last latent is a video by itself, and its frame the last one.
-            tile_size: Height and width of a tile in latents.
-            tile_stride: Unused: a tile has the halo that it needs.
-            pbar: Show the progress on the node.
+            tile_size: As for `encode`.
+            tile_stride: Unused.
+            pbar: As for `encode`.
             output_device: Where the frames are wanted, whatever else is said.
             output_dtype: And their dtype.
 
