@@ -105,13 +105,7 @@ class ContactSheet:
             anchor="rm",
         )
         for row, (name, remark, pictures) in enumerate(rows):
-            top = HEAD + row * (height + GAP)
-            pen.text((MARGIN, top + height // 2 - 10), name, INK, default_font(18), anchor="lm")
-            pen.text((MARGIN, top + height // 2 + 14), remark, FAINT, default_font(15), anchor="lm")
-            for place, picture in enumerate(pictures):
-                left = MARGIN + LABELS + place * (width + GAP)
-                sheet.paste(picture, (left, top))
-                pen.rectangle((left - 1, top - 1, left + width, top + height), outline=FRAME)
+            _draw_row(sheet, pen, HEAD + row * (height + GAP), name, remark, pictures)
         for place, column in enumerate(columns):
             left = MARGIN + LABELS + place * (width + GAP) + width // 2
             top = HEAD + len(rows) * (height + GAP) + 6
@@ -127,6 +121,24 @@ class ContactSheet:
         if len(self._columns) > KEPT:
             self._columns = self._columns[::2]
             self._stride *= 2
+
+
+def _draw_row(
+    sheet: Image.Image,
+    pen: ImageDraw.ImageDraw,
+    top: int,
+    name: str,
+    remark: str,
+    pictures: list[Image.Image],
+) -> None:
+    """Pictures side by side, with what they are to the left of them."""
+    width, height = pictures[0].size
+    pen.text((MARGIN, top + height // 2 - 10), name, INK, default_font(18), anchor="lm")
+    pen.text((MARGIN, top + height // 2 + 14), remark, FAINT, default_font(15), anchor="lm")
+    for place, picture in enumerate(pictures):
+        left = MARGIN + LABELS + place * (width + GAP)
+        sheet.paste(picture, (left, top))
+        pen.rectangle((left - 1, top - 1, left + width, top + height), outline=FRAME)
 
 
 def _spread(columns: list[_Column], count: int) -> list[_Column]:
