@@ -65,7 +65,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
         self._prepared: dict[int, _Prepared] = {}
         self._first = self._last = self.stage = 0
         self._given: tuple[Any, ...] = ()
-        self._merged: tuple[int, object, dict[str, Any]] | None = None
+        self._merged: tuple[tuple[int, int], dict[str, Any]] | None = None
         self._multigpu: list[ModelPatcher] = []
         self._since = timing.instant()
 
@@ -267,10 +267,10 @@ class StagedGuider(comfy.samplers.CFGGuider):
         """
         if self.stage == self._first:
             return given
-        if self._merged is None or self._merged[:2] != (self.stage, id(given)):
-            merged = self._merge(given)
-            self._merged = self.stage, id(given), merged
-        return self._merged[2]
+        key = self.stage, id(given)
+        if self._merged is None or self._merged[0] != key:
+            self._merged = key, self._merge(given)
+        return self._merged[1]
 
     def _merge(self, given: dict[str, Any]) -> dict[str, Any]:
         first = self._prepared[self._first].options

@@ -33,28 +33,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """What the node was given; None, 0, -1 and "auto" leave a value to the preset.
+    """What the widgets say; their tooltips in `nodes.py` have the meaning of each.
 
-    Attributes:
-        preset: One of `PRESETS`.
-        steps: Of the whole list.
-        shift_high: One, or one for each step.
-        shift_low: One, or one for each step; None: as `shift_high`.
-        cfg_high: Guidance, one or as many as steps.
-        cfg_low: Guidance, one or as many as steps.
-        boundary: A noise level or a step.
-        sampler: A name of ComfyUI's list.
-        scheduler: A name of ComfyUI's list.
-        sigmas: The list itself, `[steps + 1]`; None: from the scheduler.
-        plain_steps: First steps without LoRAs.
-        start: The step to begin with.
-        end: The step to end before.
-        denoise: The part of the noise levels that is run, from the end.
-        add_noise: Whether noise is added before the first step.
-        leftover: Whether noise stays where the run ends early.
-        seed: Of the noise.
-        lora_mode: As for `apply_lora`.
-        free_high: Whether a model is unloaded when the next one comes.
+    None, 0, -1 and "auto" leave a value to the preset. Shifts and guidances are one value, or one
+    for each step; without `shift_low` the second model has `shift_high`. `sigmas` is the whole
+    list, `[steps + 1]`, in place of a scheduler's.
     """
 
     preset: str

@@ -59,12 +59,6 @@ class TextCache:
             while self._entries and (len(self) > most or self.nbytes > self._most_bytes):
                 self._drop(next(iter(self._entries)))
 
-    def clear(self) -> None:
-        """Forget all."""
-        with self._lock:
-            self._entries.clear()
-            self.nbytes = 0
-
     def _drop(self, key: tuple[Hashable, ...]) -> None:
         dropped = self._entries.pop(key, None)
         if dropped is not None:

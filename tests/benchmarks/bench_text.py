@@ -86,7 +86,7 @@ def _ways(
     clip: object, prompts: list[str], wanted: list[str] | None
 ) -> dict[str, Callable[[], torch.Tensor]]:
     """What is timed, by name; each gives the states of the last prompt."""
-    from fast_video_vae.nodes.text import encode as comfy_text
+    from fast_video_vae.nodes.text.encode import encode
 
     def one_by_one() -> torch.Tensor:
         for prompt in prompts:
@@ -94,7 +94,7 @@ def _ways(
         return conditioning[0][0]
 
     def ours(dtype: torch.dtype | None = None, **options: object) -> Callable[[], torch.Tensor]:
-        return lambda: comfy_text.encode(clip, prompts, dtype, **options)[0][-1][0][0]
+        return lambda: encode(clip, prompts, dtype, **options)[0][-1][0][0]
 
     bf16 = torch.bfloat16
     runs = {

@@ -49,16 +49,16 @@ every_whole_mlp = rows(MLPS.keys() - {"flux2"})
 @pytest.fixture
 def calls(monkeypatch):
     """The shape that each call of the kernel got, and whether it was given memory to write to."""
-    from fast_video_vae.nodes.mlp import nodes as fuse_mlp
+    from fast_video_vae.nodes.mlp import nodes
 
-    seen, kernel = [], fuse_mlp.run_kernel
+    seen, kernel = [], nodes.run_kernel
 
     def counted(op, x, gate, *, out=None):
         assert op == "silu_mul"
         seen.append((x.shape, out is not None))
         return kernel(op, x, gate, out=out)
 
-    monkeypatch.setattr(fuse_mlp, "run_kernel", counted)
+    monkeypatch.setattr(nodes, "run_kernel", counted)
     return seen
 
 
@@ -156,9 +156,9 @@ def test_every_spelling_is_recognised_and_rounds_once(cls, dtype, calls):
 @pytest.mark.parametrize("cls", ALIKE)
 def test_without_a_kernel_it_is_as_it_was(cls, monkeypatch):
     """A GPU without Triton must not be slower for the node."""
-    from fast_video_vae.nodes.mlp import nodes as fuse_mlp
+    from fast_video_vae.nodes.mlp import nodes
 
-    monkeypatch.setattr(fuse_mlp, "run_kernel", lambda *_, **__: None)
+    monkeypatch.setattr(nodes, "run_kernel", lambda *_, **__: None)
     with torch.inference_mode():
         result, expected = outputs(cls(), torch.randn(2, 5, 8))
     assert torch.equal(result, expected)

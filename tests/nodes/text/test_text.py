@@ -40,14 +40,14 @@ def cache(monkeypatch, comfyui):
     """Small encoders, and an empty cache."""
     from comfy.text_encoders import llama
 
-    from fast_video_vae.nodes.text.encode import cache
+    from fast_video_vae.nodes.text import encode
+    from fast_video_vae.nodes.text.cache import TextCache
 
     # A text has no use for the eye of Qwen-VL, which has 0.6 G parameters.
     monkeypatch.setattr(llama.qwen_vl, "Qwen2VLVisionTransformer", lambda **_: torch.nn.Identity())
-    cache.clear()
+    monkeypatch.setattr(encode, "cache", TextCache())
     with torch.inference_mode():
-        yield cache
-    cache.clear()
+        yield encode.cache
 
 
 def encode(clip, positive, negative="", **options):
