@@ -5,6 +5,9 @@ neighbouring numbers. Each op takes float32, bfloat16, float16 (and float64 wher
 serves), computes in float32 at least and rounds once, to the dtype of its result. Which backend
 does it is decided in `dispatch.py`; the results of two backends differ by rounding alone.
 
+An op returns `out`, or a new tensor (channels-last for a video) where there is none. It raises a
+`ValueError` of one line where shapes, dtypes or devices do not fit, before any work.
+
 | op | formula |
 |---|---|
 | `rms_norm_silu` | `silu(x / max(norm2(x), 1e-12) * sqrt(C) * gamma)`; SiLU is optional |
@@ -104,12 +107,6 @@ def rms_norm_silu(
             before `x`. It is overwritten with the last `K` frames of the result.
         out: `[B, C, K + T, H, W]` (`K` is 0 without `tail`), channels-last, of the dtype of `x`; it
             may be a run of frames of a longer buffer, and `x` itself without `tail`.
-
-    Returns:
-        `out`, or a new channels-last tensor.
-
-    Raises:
-        ValueError: Shapes, dtypes or devices do not fit.
     """
     check.floats(x=x)
     check.video(x=x)
@@ -153,12 +150,6 @@ def group_norm_silu(
         tail: `[B, C, K, H, W]`, channels-last, of the dtype of `x`: the results of the `K` frames
             before `x`. It is overwritten with the last `K` frames of the result.
         out: `[B, C, K + T, H, W]`, channels-last, of the dtype of `x`.
-
-    Returns:
-        `out`, or a new channels-last tensor.
-
-    Raises:
-        ValueError: Shapes, dtypes or devices do not fit.
     """
     check.floats(x=x)
     check.video(x=x)
@@ -185,9 +176,6 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     Returns:
         `[B, T, 2, groups]`, dense, float32 (float64 for float64): first the means. NaN where a
         frame has no pixels.
-
-    Raises:
-        ValueError: Shapes or dtypes do not fit.
     """
     check.floats(x=x)
     check.video(x=x)
@@ -205,12 +193,6 @@ def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
         x: `[..., C]`, its last dimension dense.
         gate: Of the shape and dtype of `x`.
         out: Likewise; it may be `x` or `gate`.
-
-    Returns:
-        `out`, or a new tensor.
-
-    Raises:
-        ValueError: Shapes, dtypes or devices do not fit.
     """
     check.floats(x=x)
     check.rows(x=x)
@@ -237,12 +219,6 @@ def bias_residual(
         residual: Of the shape and dtype of `x`; None: zeros.
         residual_bias: As `bias`.
         out: Of the shape and dtype of `x`; it may be `x` or `residual`.
-
-    Returns:
-        `out`, or a new channels-last tensor.
-
-    Raises:
-        ValueError: Shapes, dtypes or devices do not fit.
     """
     check.floats(x=x)
     check.video(x=x)
@@ -263,9 +239,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     Returns:
         `[B, N, d]`.
-
-    Raises:
-        ValueError: Shapes, dtypes or devices do not fit.
     """
     check.floats(q=q)
     check.like(q, k=k, v=v)
@@ -282,12 +255,6 @@ def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Ten
         x: `[B, phases * C, T, H, W]`, channels-last.
         phases: Frames made from each frame.
         out: `[B, C, phases * T, H, W]`, channels-last, of the same dtype.
-
-    Returns:
-        `out`, or a new channels-last tensor of that shape.
-
-    Raises:
-        ValueError: Shapes, dtypes or devices do not fit.
     """
     check.floats(x=x)
     check.video(x=x)
@@ -323,12 +290,6 @@ def merge_phases(
         bias: `C` numbers, in any shape and float dtype, added to every pixel before `source`; None:
             zeros.
         out: `[B, C, T, 2 H, 2 W]`, channels-last, of the dtype of `grid`.
-
-    Returns:
-        `out`, or a new channels-last tensor of that shape.
-
-    Raises:
-        ValueError: Shapes, dtypes or devices do not fit.
     """
     check.floats(grid=grid)
     check.video(grid=grid)
@@ -359,9 +320,6 @@ def pixel_shuffle_3d(
 
     Returns:
         `out`, or a new channels-last tensor of that shape and the dtype of `x`.
-
-    Raises:
-        ValueError: Shapes or dtypes do not fit.
     """
     check.floats(x=x)
     check.video(x=x)
@@ -385,9 +343,6 @@ def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
 
     Returns:
         `[B, channels, ceil(T / times), H / size, W / size]`, channels-last, in memory of its own.
-
-    Raises:
-        ValueError: Shapes or dtypes do not fit.
     """
     check.floats(x=x)
     check.video(x=x)
@@ -419,9 +374,6 @@ def frames_to_images(
 
     Returns:
         `out`, or a new dense tensor `[B * T, H, W, C]` on the device of `frames`.
-
-    Raises:
-        ValueError: Shapes or dtypes do not fit.
     """
     check.floats(frames=frames)
     check.video(frames=frames)

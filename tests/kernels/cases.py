@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import product
 
 import numpy as np
+import pytest
 import torch
 
 from fast_video_vae import kernels
@@ -14,6 +15,7 @@ from fast_video_vae.kernels.backends import ORDER
 from fast_video_vae.tests.kernels.emulator.library import emulated
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 OPS = tuple(reference.__all__)
 
@@ -135,6 +137,12 @@ class Poisoned:
         clean = self._buffer.isnan() if view.is_floating_point() else self._buffer == 173
         assert clean.all(), "written outside of out"
         return result
+
+
+def window(batch, channels, frames, height, width, *, dtype):
+    """A buffer of more frames than are needed, and the view of those that are."""
+    buffer = Poisoned(batch, frames + 2, height, width, channels, dtype=dtype)
+    return buffer, buffer.memory.movedim(-1, 1)[:, :, 1:-1]
 
 
 def inputs(op, dtype):

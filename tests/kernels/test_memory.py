@@ -9,18 +9,16 @@ from fast_video_vae import kernels
 from fast_video_vae.kernels import use_backend
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import (
-    DTYPES,
     OPS,
     PLAYED,
     Poisoned,
+    each_dtype,
     has,
     inputs,
     random,
     serving,
     video,
 )
-
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def refilled(shape, axes, x, offset=0, step=1):

@@ -14,10 +14,12 @@ from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import (
     DTYPES,
     Poisoned,
+    each_dtype,
     random,
     serving,
     some,
     video,
+    window,
 )
 
 CHANNELS = (1, 2, 3, 7, 12, 15, 16, 17, 31, 32, 33, 96, 160, 384, 1024)
@@ -33,14 +35,7 @@ GROUPS = (
     (96, 32), (160, 32), (384, 32), (1024, 32),
 )  # fmt: skip
 
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 each_count = pytest.mark.parametrize("channels", CHANNELS)
-
-
-def window(batch, channels, frames, height, width, *, dtype):
-    """A buffer of more frames than are needed, and the view of those that are."""
-    buffer = Poisoned(batch, frames + 2, height, width, channels, dtype=dtype)
-    return buffer, buffer.memory.movedim(-1, 1)[:, :, 1:-1]
 
 
 @each_count

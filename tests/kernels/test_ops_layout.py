@@ -8,26 +8,20 @@ import torch
 from fast_video_vae import kernels
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import (
-    DTYPES,
     PLAYED,
     Poisoned,
+    each_dtype,
     random,
     serving,
     some,
     video,
+    window,
 )
 
 CHANNELS = (1, 2, 3, 7, 12, 15, 16, 17, 31, 32, 33, 96, 160)
 SIZES = ((1, 1), (3, 5), (4, 4), (1, 17), (7, 9), (8, 8), (5, 13))
 
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 each_count = pytest.mark.parametrize("channels", CHANNELS)
-
-
-def window(batch, channels, frames, height, width, *, dtype):
-    """A buffer of more frames than are needed, and the view of those that are."""
-    buffer = Poisoned(batch, frames + 2, height, width, channels, dtype=dtype)
-    return buffer, buffer.memory.movedim(-1, 1)[:, :, 1:-1]
 
 
 def is_channels_last(x):

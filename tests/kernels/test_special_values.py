@@ -5,11 +5,9 @@ import torch
 
 from fast_video_vae import kernels
 from fast_video_vae.tests.kernels import formulas
-from fast_video_vae.tests.kernels.cases import DTYPES, has, random, serving, video
+from fast_video_vae.tests.kernels.cases import each_dtype, has, random, serving, video
 
 INF, NAN = float("inf"), float("nan")
-
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 @pytest.mark.parametrize("channels", [1, 8, 33])
