@@ -89,10 +89,5 @@ class Amounts:
 
 
 def layer_name(key: str, prefix: str) -> str:
-    """What a block filter is told of a parameter: the name of its layer.
-
-    Args:
-        key: As in the state dict.
-        prefix: What is before the names that are meant.
-    """
+    """What a block filter sees of a parameter: the name of its layer, without the prefix."""
     return key.removeprefix(prefix).removesuffix(".weight").removesuffix(".bias")

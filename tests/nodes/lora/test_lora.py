@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from fast_video_vae.tests.nodes.lora.lora_models import lora_for, random_weights
 from fast_video_vae.tests.nodes.server import PromptError, Workflow
+from fast_video_vae.tests.products import each_value_once
 
 pytestmark = pytest.mark.comfyui
 
@@ -157,8 +158,7 @@ def test_a_pickle_is_refused(server, state, mode, tmp_path):
     assert not (tmp_path / "harm").exists()
 
 
-@pytest.mark.parametrize("mode", ["auto", "merged"])
-@pytest.mark.parametrize("kept", [0, 5, 0.1, 0.9])
+@each_value_once(kept=[0, 5, 0.1, 0.9], mode=["auto", "merged"])
 def test_a_file_that_was_cut_off_is_refused(server, lora, mode, kept):
     whole = lora.read_bytes()
     path = server.models("loras") / f"cut-{kept}.safetensors"

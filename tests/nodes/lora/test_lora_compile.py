@@ -76,7 +76,7 @@ def made():
     )
 
 
-@pytest.mark.parametrize("mode", ["stream", "beside"])
+@pytest.mark.parametrize("mode", ["stream", pytest.param("beside", marks=pytest.mark.slow)])
 def test_a_strength_compiles_nothing(model, lora, mode):
     without, before = sample(model), compiled(model)
     expected = {strength: sample(core(model, lora, strength)) for strength in (0.8, 0.3, -1.0)}
