@@ -427,11 +427,6 @@ def test_a_failure_is_one_line_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["decoder.safetensors"]
 
 
-@pytest.mark.parametrize("arguments", ["--rounds 0", "--frames 0", "--size 5"])
-def test_wrong_usage_is_2(run, arguments):
-    assert run("bench", *arguments.split())[0] == 2
-
-
 @pytest.mark.parametrize(
     ("state", "knows"),
     [

@@ -173,38 +173,6 @@ def test_a_varying_rate_keeps_its_timing_through_encode_and_decode(tmp_path, run
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        ["--frames", "8-4"],
-        ["--frames", "x"],
-        ["--frames", "-3"],
-        ["--codec", "divx"],
-        ["--video-quality", "101"],
-        ["--video-quality", "x"],
-    ],
-)
-def test_wrong_usage_of_decode_is_2(run, options):
-    code, lines, errors = run("decode", "x", "--vae", "x", "-o", "x.mp4", *options)
-    assert (code, lines) == (2, [])
-    assert "x --vae" not in errors[-1]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--size", "640"],
-        ["--size", "0x480"],
-        ["--start", "-1"],
-        ["--duration", "x"],
-        ["--frames-limit", "0"],
-    ],
-)
-def test_wrong_usage_of_encode_is_2(run, options):
-    code, lines, _ = run("encode", "x", "--vae", "x", "-o", "x.safetensors", *options)
-    assert (code, lines) == (2, [])
-
-
-@pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         # told before the VAE is looked for

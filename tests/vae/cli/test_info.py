@@ -105,13 +105,6 @@ def test_a_device_that_is_none_is_told(capsys):
     assert "device 'gpu' is unknown" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("limit", ["0", "-1", "much", "nan", "inf"])
-def test_a_limit_that_is_none_is_wrong_usage(limit):
-    with pytest.raises(SystemExit) as error:
-        main(["info", "vae.safetensors", "--limit", limit])
-    assert error.value.code == 2
-
-
 SWITCHED_OFF = (
     {"FAST_VIDEO_VAE_NATIVE": "0"},
     "FAST_VIDEO_VAE_NATIVE=0 switches the native kernels off",

@@ -192,19 +192,31 @@ def test_quiet_leaves_the_result(tmp_path, run, vae_path, command):
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
-        ["paint"],
-        ["encode", "a.mp4", "-o", "x.safetensors"],  # no VAE
-        ["demo", "--chunk", "0"],
-        ["demo", "--chunk", "x"],
-        ["demo", "--dtype", "int8"],
-        ["demo", "--quality", "fast"],
-        ["info"],
-        ["decode", "x", "--vae", "x", "-o", "x.mp4", "--fps", "-3"],
+        "",
+        "paint",
+        "encode a.mp4 -o x.safetensors",  # no VAE
+        *(f"demo {option}" for option in ("--chunk 0", "--chunk x", "--dtype int8")),
+        "demo --quality fast",
+        "info",
+        *(f"info a --limit {limit}" for limit in ("0", "-1", "much", "nan", "inf")),
+        *(f"bench {option}" for option in ("--rounds 0", "--frames 0", "--size 5")),
+        *(
+            f"decode x --vae x -o x.mp4 {option}"
+            for option in (
+                *("--fps -3", "--frames 8-4", "--frames x", "--frames -3", "--codec divx"),
+                *("--video-quality 101", "--video-quality x"),
+            )
+        ),
+        *(
+            f"encode x --vae x -o x.safetensors {option}"
+            for option in (
+                *("--size 640", "--size 0x480", "--start -1", "--duration x", "--frames-limit 0"),
+            )
+        ),
     ],
 )
 def test_wrong_usage_is_2(run, arguments):
-    code, lines, errors = run(*arguments)
+    code, lines, errors = run(*arguments.split())
     assert code == 2
     assert not lines
     assert errors[-1].startswith("fast-video-vae")
