@@ -157,9 +157,20 @@ def close(got, expected):
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-@same(max_examples=100)
+@same(max_examples=35)
 @given(cases(decode=True))
 def test_a_decode_is_that_of_diffusers(case):
+    check_decode(case)
+
+
+@pytest.mark.slow
+@same(max_examples=150)
+@given(cases(decode=True))
+def test_many_decodes_are_those_of_diffusers(case):
+    check_decode(case)
+
+
+def check_decode(case):
     latent, expected = latent_and_frames(case.family, case.batch, case.length, case.size)
     if case.wanted:
         expected = expected[:, :, case.frames.start : case.frames.stop]
@@ -191,10 +202,21 @@ def test_a_decode_is_that_of_diffusers(case):
         close(written.clamp(-1, 1), expected)  # diffusers clamps
 
 
-@same(max_examples=100)
+@same(max_examples=35)
 @given(cases(decode=False))
 @example(Case("wan2.2", 1, 5, (16, 64), None, (8, 16), None, 1, None))  # steps of an odd frame
 def test_an_encode_is_that_of_diffusers(case):
+    check_encode(case)
+
+
+@pytest.mark.slow
+@same(max_examples=150)
+@given(cases(decode=False))
+def test_many_encodes_are_those_of_diffusers(case):
+    check_encode(case)
+
+
+def check_encode(case):
     frames, (vae, peer) = clip(case), vae_and_peer(case.family)
     dropped = (case.length - 1) % 4
     used = frames[:, :, : case.length - dropped]

@@ -125,6 +125,11 @@ def test_nothing_is_computed_twice(vae, memory, products, monkeypatch, at):
         assert made[0] == made[1]
 
 
+@pytest.mark.parametrize(
+    "vae",
+    ["wan2.1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("wan2.2", "seedvr2"))],
+    indirect=True,
+)
 def test_it_goes_on_in_tiles_and_then_in_smaller_ones(vae, memory, monkeypatch):
     """What layers remember of whole frames is cut, and put together and cut again."""
     latent, video = both(vae, size=12)
