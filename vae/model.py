@@ -11,7 +11,7 @@ from .layers.oom import Relief
 from .models.base import Network
 from .models.build import make_decoder, make_encoder
 from .models.config import SEEDVR2, VAEConfig
-from .models.patchify import COLUMN_FIRST, fold_pixels
+from .models.patchify import fold_pixels
 from .models.receptive_field import latents_before
 from .planning.plan import Plan, job_of, make_plan
 from .streaming.compile_guard import eager
@@ -159,7 +159,7 @@ class VideoVAE(nn.Module):
             options,
             pieces,
             checked(pieces, self.check_frames),
-            enter=lambda x: fold_pixels(x, patch, COLUMN_FIRST),
+            enter=lambda x: fold_pixels(x, patch),
             leave=lambda x: relief.attempt(lambda: mean_of(x)),
             relief=relief,
             lone=isinstance(pieces, Tensor) and self.config.latent_frames(pieces.shape[2]) == 1,
