@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from .model import VideoVAE
     from .models.config import SEEDVR2, LayoutError, VAEConfig
     from .planning.device_memory import trim_heap
-    from .streaming.compile_guard import eager
     from .streaming.options import StreamOptions
-    from .streaming.pipeline import rechunk
+    from .streaming.session import eager, rechunk
 
 __all__ = [
     "CLIP_PATH",
@@ -47,10 +46,10 @@ _HOMES = {
     "VAEConfig": "models.config",
     "VideoVAE": "model",
     "build_vae": "checkpoint",
-    "eager": "streaming.compile_guard",
+    "eager": "streaming.session",
     "load_vae": "checkpoint",
     "read_checkpoint": "checkpoint",
-    "rechunk": "streaming.pipeline",
+    "rechunk": "streaming.session",
     "trim_heap": "planning.device_memory",
 }
 

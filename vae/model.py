@@ -14,11 +14,10 @@ from .models.config import SEEDVR2, VAEConfig
 from .models.patchify import fold_pixels
 from .models.receptive_field import latents_before
 from .planning.plan import Plan, job_of, make_plan
-from .streaming.compile_guard import eager
 from .streaming.options import AUTOMATIC, StreamOptions
 from .streaming.output import Output, until_complete
 from .streaming.precision import compute_dtype
-from .streaming.session import VideoSession
+from .streaming.session import VideoSession, eager
 from .validation import (
     check_frames,
     check_latent,
@@ -217,7 +216,7 @@ class VideoVAE(nn.Module):
             options,
             latent,
             source,
-            enter=self._unmixed,
+            enter=self.conv2 or (lambda x: x / config.latent_scale),
             leave=Output(config, dtype, out, images, frames, first_frame, relief.attempt),
             relief=relief,
             lone=whole and latent.shape[2] == 1,
@@ -351,12 +350,6 @@ class VideoVAE(nn.Module):
         if self.config.family == SEEDVR2:  # has rules for what follows its first frame
             return 0, last + 1
         return max(0, first - latents_before(self.decoder)), last + 1
-
-    def _unmixed(self, latent: Tensor) -> Tensor:
-        """What the decoder takes, of a latent."""
-        if self.conv2 is None:
-            return latent / self.config.latent_scale
-        return self.conv2(latent)
 
     def _encoding(self) -> Network:
         if self.encoder is None:

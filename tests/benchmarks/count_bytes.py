@@ -25,12 +25,12 @@ if __name__ == "__main__":
 from fast_video_vae.tests.benchmarks import record
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.vae import read_checkpoint
-from fast_video_vae.vae.layers.memory_format import canonical
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
+from fast_video_vae.vae.layers.workspace import canonical
 from fast_video_vae.vae.models.build import make_decoder, make_encoder
 from fast_video_vae.vae.models.config import VAEConfig
 from fast_video_vae.vae.planning.plan import StreamJob, make_plan
-from fast_video_vae.vae.streaming.pipeline import advance
+from fast_video_vae.vae.streaming.executor import advance
 
 # GB per latent of 720 x 1280 in 16 bits, in the steady middle of a video. Per causal convolution of
 # x (the input) to y: the norm reads x and writes x with its tail, the convolution reads that and

@@ -25,6 +25,7 @@ from .conv_weights import (
     derive,
     derived,
     keeps_form,
+    output_size,
     own_bytes,
     packs,
 )
@@ -169,7 +170,7 @@ class Conv(nn.Module):
         bias = bias.to(x.dtype)
         ones = (1,) * len(strides)
         if residual is None and cache is not None:
-            shape = cudnn.output_size(x.shape, form.weight.shape, strides, pads)
+            shape = output_size(x.shape, form.weight.shape, strides, pads)
             residual = _zeros_reused(cache, shape, x)
         if residual is None:
             return torch.ops.mkldnn._convolution_pointwise(

@@ -166,3 +166,18 @@ def _sum_of(weight: Tensor) -> Tensor:
     offset = flat.storage_offset() * flat.element_size()
     words = flat.nbytes % 8 == 0 and offset % 8 == 0
     return flat.view(torch.int64 if words else torch.uint8).sum(dtype=torch.int64)
+
+
+def output_size(
+    shape: Sequence[int],
+    weight_shape: Sequence[int],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+) -> tuple[int, ...]:
+    """The shape of the result."""
+    axes = zip(shape[2:], weight_shape[2:], stride, padding, strict=True)
+    return (
+        shape[0],
+        weight_shape[0],
+        *((length + 2 * pad - taps) // step + 1 for length, taps, step, pad in axes),
+    )

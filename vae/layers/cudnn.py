@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .conv_weights import output_size
+
 # Elements of an input or output from which on 31 bits no longer count them.
 _LIMIT = 1 << 31
 
@@ -198,21 +200,6 @@ def _unfolds(torch_version: str, cudnn_version: int | None) -> bool:
     if cudnn_version is None or not _TORCH[0] <= (int(major), int(minor)) <= _TORCH[1]:
         return False
     return _CUDNN[0] <= cudnn_version < _CUDNN[1]
-
-
-def output_size(
-    shape: Sequence[int],
-    weight_shape: Sequence[int],
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-) -> tuple[int, ...]:
-    """The shape of the result."""
-    axes = zip(shape[2:], weight_shape[2:], stride, padding, strict=True)
-    return (
-        shape[0],
-        weight_shape[0],
-        *((length + 2 * pad - taps) // step + 1 for length, taps, step, pad in axes),
-    )
 
 
 def _window(

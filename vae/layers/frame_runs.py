@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .memory_format import canonical, new_video
+from .workspace import canonical, new_video
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .frame_runs import Settling
-from .memory_format import new_video
-from .workspace import Workspace
+from .workspace import Workspace, new_video
 
 _Result = TypeVar("_Result")
 

@@ -8,7 +8,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .memory_format import new_video
 from .oom import Relief
 
 _Result = TypeVar("_Result")
@@ -128,3 +127,32 @@ def _video_of(block: Tensor, shape: tuple[int, ...] | torch.Size, like: Tensor) 
     batch, channels, frames, height, width = shape
     pool = block[: prod(shape) * like.element_size()].view(like.dtype)
     return pool.view(batch, frames, height, width, channels).permute(0, 4, 1, 2, 3)
+
+
+def new_video(shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
+    """Uninitialised channels-last `[B, C, T, H, W]`, of the dtype and on the device of `like`."""
+    return torch.empty(
+        shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last_3d
+    )
+
+
+def to_unit(frames: Tensor) -> Tensor:
+    """uint8 in 0-255 to float32 in [-1, 1]."""
+    return frames.float().div_(127.5).sub_(1)
+
+
+def canonical(x: Tensor) -> Tensor:
+    """Give a channels-last tensor the strides of that format in its dimensions of size one too.
+
+    PyTorch leaves those as they were, and with one frame or one column it then takes the tensor for
+    another layout.
+    """
+    _, channels, frames, height, width = x.shape
+    strides = (
+        channels * frames * height * width,
+        1,
+        channels * height * width,
+        channels * width,
+        channels,
+    )
+    return x.as_strided(x.shape, strides)

@@ -70,7 +70,7 @@ class StreamCost:
 
         Args:
             chunk: Latents a step.
-            part_bytes: As for `stream.advance`.
+            part_bytes: As for `advance` of the executor.
         """
         rehearsal = DryRun(self.setting, part_bytes, self.kept_bytes)
         # The second chunk meets what the first has left behind.

@@ -1,8 +1,8 @@
 """A stream without its numbers: what it takes of memory is noted, and nothing is computed.
 
-It goes through the layers as `stream.advance` does, and notes what each makes and when that is let
+It goes through the layers as the executor does, and notes what each makes and when that is let
 go, with the rules of the real code: who changes what a layer holds changes it here as well. What is
-measured of processes beside it is in `tests/vae/test_plan.py`.
+measured of processes beside it is in `tests/vae/planning/test_plan.py`.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ class DryRun:
 
     Args:
         setting: Where it runs.
-        part_bytes: As for `stream.advance`.
+        part_bytes: As for `advance` of the executor.
         kept_bytes: What the layers remember.
     """
 
@@ -112,7 +112,7 @@ class DryRun:
         return piece
 
     def _advance(self, chains: SpecChains, x: "_Block", shape: Shape, *, collects: bool) -> "_Runs":
-        """`stream.advance`."""
+        """`advance` of the executor."""
         ledger = self._ledger
         runs = self._run(chains[0], x, shape, collects=collects or len(chains) > 1)
         joined = None
@@ -130,7 +130,7 @@ class DryRun:
     def _run(
         self, layers: Sequence[LayerSpec | CropSpec], x: "_Block", shape: Shape, *, collects: bool
     ) -> "_Runs":
-        """`stream._run`: of the parts, the last; the others do the same with less collected."""
+        """`advance`: of the parts, the last; the others do the same with less collected."""
         ledger = self._ledger
         y = ledger.hold(x)
         for index, layer in enumerate(layers):

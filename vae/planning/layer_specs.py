@@ -130,7 +130,7 @@ class LayerSpec:
     Attributes:
         parts: What it is made of.
         scale: Height and width are multiplied by the first and divided by the second number.
-        growth: An activation in it is so many times as large as its input, for `stream.advance`.
+        growth: An activation in it is so many times as large as its input.
         pairs: It takes frames two at a time.
         holds: What it keeps beside its parts' activations: "input", "result" or nothing.
     """

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..layers.causal_layer import CausalLayer
-from ..layers.memory_format import canonical
 from ..layers.temporal_cache import TemporalCache
+from ..layers.workspace import canonical
 from ..models.base import Network
 from ..models.receptive_field import Size, Span, frame_sizes, is_encoder, scaled, spans_before
 

@@ -1,10 +1,21 @@
-"""One video on its way through the network: its chunks, its plan, and a smaller plan at need."""
+"""One video on its way through the network: its chunks, its plan, and a smaller plan at need.
+
+`torch.compile` is kept out, because a stream is no graph for a compiler. A chunk is cut into parts
+by the memory that there is, its state is written in place, and the first frame takes a path of its
+own. TorchDynamo would break the graph at every layer, and compile each again for every length and
+size; what Inductor would fuse between the convolutions is fused here. Qwen-Image's VAE became half
+as fast when it was compiled (unslothai/unsloth#10889). So a compiled `encode` or `decode` runs as
+it does without: nothing of it is compiled, and nothing compiled again.
+"""
 
 import contextlib
+import functools
 import itertools
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,26 +23,46 @@ from torch import Tensor
 from ...kernels import is_out_of_memory
 from ..layers import cudnn
 from ..layers.conv import Conv, drop_stale_forms
-from ..layers.memory_format import canonical, to_unit
 from ..layers.oom import Relief
 from ..layers.temporal_cache import TemporalCache
-from ..layers.workspace import Workspace
+from ..layers.workspace import Workspace, canonical, to_unit
 from ..models.base import Network
 from ..models.config import VAEConfig
 from ..planning.plan import Plan, cut_tiles, job_of, make_plan, smaller_plan
 from . import cuda_graph
 from .cache_offload import Parking
-from .compile_guard import eager
 from .executor import Executor
 from .options import StreamOptions
 from .output import Output
-from .pipeline import rechunk
 from .precision import full_float32
 from .static_frames import Changes
 from .tiled_executor import TiledDecode, TiledEncode
 
 # Devices whose library is asked for its fastest algorithms.
 _SEARCHED = ("cuda",)
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def eager(function: _Function) -> _Function:
+    """Run a function outside of whatever `torch.compile` is at work.
+
+    `torch.compiler.disable` does that, and importing what it is made of takes seconds. So it is
+    asked only where somebody else has imported it, which who compiles has.
+    """
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the function
+        nonlocal disabled
+        if disabled is None:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
 
 
 @dataclass
@@ -105,8 +136,9 @@ class VideoSession:
                 while (piece := self._next()) is not None:
                     yield piece
                 done += chunk.shape[2]
-                for cache in self._executor.caches:
-                    cache.first = self._pictures
+                if self._executor.cache.first != self._pictures:
+                    for cache in self._executor.caches:
+                        cache.first = self._pictures
                 if relief.done and relief.is_new:
                     relief.report(f"{'frame' if self._encodes else 'latent'} {done}")
                     self._lower()
@@ -120,6 +152,7 @@ class VideoSession:
             relief.forget()
             self._recording = self._results = None
 
+    @eager
     def _planned(self, source: Iterator[Tensor]) -> Iterator[Tensor]:
         """Plan by the first piece."""
         first = next(source, None)
@@ -172,6 +205,7 @@ class VideoSession:
                 stacklevel=5,
             )
 
+    @eager
     def _begin(self, chunk: Tensor) -> None:
         """Look at the next chunk: whether it records, repeats the last one, or stands still."""
         kind = chunk.shape, self._executor.cache.first
@@ -184,15 +218,16 @@ class VideoSession:
             self._recording = None
         self._last = like
         self._records = torch.is_grad_enabled() and (chunk.requires_grad or self.learns)
-        alike = 0
-        if self.skips and not self._records:
-            alike = self.relief.attempt(lambda: self._changes.alike(chunk))
-        else:
-            self._changes = Changes()
-        wanted = self._executor.takes(chunk.shape[2], alike)
-        self._rests = wanted is not None
-        if self._rests:
-            chunk, self._searches = chunk[:, :, :wanted], False
+        if self.skips:
+            alike = 0
+            if self._records:
+                self._changes = Changes()
+            else:
+                alike = self.relief.attempt(lambda: self._changes.alike(chunk))
+            wanted = self._executor.takes(chunk.shape[2], alike)
+            self._rests = wanted is not None
+            if self._rests:
+                chunk, self._searches = chunk[:, :, :wanted], False
         self._chunk = chunk
 
     @eager
@@ -243,6 +278,7 @@ class VideoSession:
         """Bring what all layers remember to the host; whether that has freed memory."""
         return any([cache.park() for cache in self._executor.caches])  # noqa: C419, all of them
 
+    @eager
     def _lower(self) -> None:
         """Go on by the next smaller plan, if there is one and there is memory to change to it."""
         smaller = smaller_plan(self._job, self._plan)
@@ -292,3 +328,41 @@ class VideoSession:
         if plan.parked:
             executor.parking = Parking(self._device)
         return executor
+
+
+def rechunk(
+    pieces: Iterable[Tensor],
+    size: int | None,
+    *,
+    begins: bool = True,
+    attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda do: do(),
+) -> Iterator[Tensor]:
+    """Cut a video that comes in pieces into its first frame and runs of `size` frames.
+
+    Args:
+        pieces: Tensors `[B, C, t, H, W]`, any `t`, one after the other in time.
+        size: Frames per run; None: all that follow the first.
+        begins: The first frame is that of the video; else it is like any other.
+        attempt: Calls what allocates, such as `Relief.attempt`.
+
+    Yields:
+        One frame, then runs of `size`, the last of which may be shorter. A run leaves as soon as
+        its frames are there, before the next piece is asked for.
+    """
+    held: list[Tensor] = []
+    missing: int | None = 1 if begins else size
+    for piece in pieces:
+        rest = piece
+        while missing is not None and rest.shape[2] >= missing:
+            yield attempt(functools.partial(_join, [*held, rest[:, :, :missing]]))
+            rest = rest[:, :, missing:]
+            held, missing = [], size
+        if rest.shape[2]:
+            held.append(rest)
+            missing = None if missing is None else missing - rest.shape[2]
+    if held:
+        yield attempt(functools.partial(_join, held))
+
+
+def _join(runs: list[Tensor]) -> Tensor:
+    return runs[0] if len(runs) == 1 else torch.cat(runs, dim=2)

@@ -8,17 +8,16 @@ last is then what it gives next, and what is before it need not run.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ..layers.causal_layer import CausalLayer
 from ..layers.frame_runs import Settling
-from ..layers.memory_format import canonical
 from ..layers.temporal_cache import TemporalCache
+from ..layers.workspace import canonical
 from ..models.receptive_field import causal_taps
-from .pipeline import advance
 
 # Numbers of a frame that are compared before all of them are.
 _SAMPLES = 4096
@@ -98,13 +97,15 @@ class Stillness:
             run = _behind(run, convs)
         return run
 
-    def advance(self, x: Tensor, cache: TemporalCache, part_bytes: int) -> Iterator[Tensor]:
-        """`advance` for the chunk that `takes` was told of.
+    def advance(
+        self, x: Tensor, cache: TemporalCache, push: Callable[..., Iterator[Tensor]]
+    ) -> Iterator[Tensor]:
+        """Push the chunk through that `takes` was told of.
 
         Args:
             x: Its first `needed` frames.
             cache: The state of the video.
-            part_bytes: As for `advance`.
+            push: `advance` of the executor, with its cache.
 
         Yields:
             Runs of frames as they leave the last layer, those of the whole chunk.
@@ -130,7 +131,7 @@ class Stillness:
         each = iter(layers)
         chains = [[next(each) for _ in chain] for chain in self._chains]
         repeats, last = behind.frames - max(1, behind.needed), x
-        for y in advance(chains, x, cache, part_bytes, start=self._places[first]):
+        for y in push(chains, x, start=self._places[first]):
             last = cache.attempt(y[:, :, -1:].clone) if repeats else y
             yield y
         if done > first:

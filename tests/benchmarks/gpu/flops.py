@@ -6,11 +6,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fast_video_vae.kernels import use_backend
-from fast_video_vae.vae.layers.memory_format import canonical
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
+from fast_video_vae.vae.layers.workspace import canonical
 from fast_video_vae.vae.models.build import make_decoder, make_encoder
 from fast_video_vae.vae.models.config import VAEConfig
-from fast_video_vae.vae.streaming.pipeline import advance
+from fast_video_vae.vae.streaming.executor import advance
 
 
 @functools.cache

@@ -18,8 +18,7 @@ from fast_video_vae.vae.layers import conv
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.layers.workspace import Workspace
 from fast_video_vae.vae.streaming import session
-from fast_video_vae.vae.streaming.pipeline import rechunk
-from fast_video_vae.vae.streaming.session import VideoSession
+from fast_video_vae.vae.streaming.session import VideoSession, rechunk
 
 
 @pytest.fixture(scope="module")

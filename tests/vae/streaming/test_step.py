@@ -1,0 +1,80 @@
+"""What one latent meets on its way through `decode`: how many of our files, how deep the calls."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fast_video_vae.vae
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.planning import plan
+
+VAE = Path(fast_video_vae.vae.__file__).parent
+# What a reader can follow.
+MOST_FILES, MOST_FRAMES = 12, 15
+
+
+def ours(frame):
+    return VAE in Path(frame.f_code.co_filename).parents
+
+
+class Convolutions(TorchDispatchMode):
+    """The longest stack of our functions around a convolution of PyTorch's, the last call first."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "convolution" in func.name():
+            stack, frame = [], sys._getframe()
+            while frame is not None:
+                stack += [frame.f_code.co_name] if ours(frame) else []
+                frame = frame.f_back
+            self.stack = max(self.stack, stack, key=len)
+        return func(*args, **(kwargs or {}))
+
+
+def steady_step(vae, latent, before):
+    """Decode, and call something when the third latent enters: its step is like all that follow."""
+    entered = []
+
+    def enters(*_):
+        entered.append(1)
+        if len(entered) == 3:
+            before()
+
+    handle = vae.conv2.register_forward_pre_hook(enters)
+    try:
+        vae.decode(latent, 1)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("part_bytes", [None, 1 << 12], ids=["whole", "in parts"])
+def test_a_steady_step_of_a_decode_can_be_followed(monkeypatch, part_bytes):
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)  # nobody compiles
+    if part_bytes:
+        monkeypatch.setattr(plan, "_CPU_PART_BYTES", part_bytes)
+    vae = load_vae(random_state_dict(8), dtype=torch.float32)
+    latent = torch.randn(1, 16, 3, 4, 4)
+    vae.decode(latent, 1)  # derives the weights
+    files = set()
+
+    def note(frame, event, _):
+        if event == "call" and ours(frame):
+            files.add(Path(frame.f_code.co_filename).relative_to(VAE).as_posix())
+
+    try:
+        steady_step(vae, latent, lambda: sys.setprofile(note))
+    finally:
+        sys.setprofile(None)
+    # What cuts a chunk in parts is what a reader meets who asks how it is cut.
+    assert len(files - {"layers/frame_runs.py"}) <= MOST_FILES, sorted(files)
+    with Convolutions() as convolutions:
+        vae.decode(latent, 1)
+    assert len(convolutions.stack) <= MOST_FRAMES, convolutions.stack
+    assert {"decode", "advance"} < set(convolutions.stack)
