@@ -12,7 +12,6 @@ import nodes as core_nodes
 from ... import vae as library
 from ...kernels import shown
 from ...vae import media
-from ..host import timing
 from ..host.input_checks import checked
 from ..host.lazy import Later
 from ..host.widgets import (
@@ -27,7 +26,7 @@ from ..host.widgets import (
 )
 
 comfy_vae, accelerate = Later("nodes.vae.comfy_vae"), Later("nodes.vae.accelerate")
-other_vae = Later("nodes.vae.other_vae")
+other_vae, timing = Later("nodes.vae.other_vae"), Later("nodes.host.timing")
 
 _logger = logging.getLogger(__name__)
 

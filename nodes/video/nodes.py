@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ... import vae as library
 from ...vae import media
-from ..host import timing
 from ..host.error_text import described
 from ..host.input_checks import checked
 from ..host.lazy import Later
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from ..vae.comfy_vae import FastVAE
 
 comfy_vae, stream = Later("nodes.vae.comfy_vae"), Later("nodes.video.stream")
-other_vae = Later("nodes.vae.other_vae")
+other_vae, timing = Later("nodes.vae.other_vae"), Later("nodes.host.timing")
 
 # VideoWriter's own: without visible loss on what a VAE made.
 _QUALITY = 70

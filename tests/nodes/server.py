@@ -23,6 +23,24 @@ from .host.events import Events
 Prompt = Mapping[str, Mapping[str, Any]]
 Link = list  # the id of a node, and which of its outputs
 
+# Our nodes and their names, in the order of the menu.
+NODES = {
+    "FastVAE_Load": "Load VAE (Fast)",
+    "FastVAE_Accelerate": "Accelerate VAE (Fast)",
+    "FastVAE_Encode": "VAE Encode (Fast)",
+    "FastVAE_Decode": "VAE Decode (Fast)",
+    "FastVAE_EncodeVideo": "VAE Encode Video (Fast)",
+    "FastVAE_DecodeVideo": "VAE Decode to Video (Fast)",
+    "FastVAE_DemoClip": "Demo Clip (Fast)",
+    "FastVAE_LoraStack": "LoRA Stack (Fast)",
+    "FastVAE_ApplyLora": "Apply LoRA (Fast)",
+    "FastVAE_TextEncode": "Text Encode Batched (Fast)",
+    "FastVAE_WanSampler": "Wan Sampler (Fast)",
+    "FastVAE_FuseMLP": "Fuse SwiGLU MLPs (Fast)",
+    "FastVAE_ToWanVideoWrapper": "To WANVAE (Fast)",
+    "FastVAE_Benchmark": "VAE Benchmark (Fast)",
+}
+
 # The widgets of Load VAE (Fast) and Accelerate VAE (Fast), as they are at first.
 AUTO = {"dtype": "auto", "encode_dtype": "auto", "chunk": 0}
 

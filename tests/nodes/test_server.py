@@ -11,26 +11,10 @@ import pytest
 
 from fast_video_vae.tests.nodes import boot
 from fast_video_vae.tests.nodes.checkout import PACK, find_comfyui, why_unavailable
-from fast_video_vae.tests.nodes.server import AUTO, PromptError, Workflow
+from fast_video_vae.tests.nodes.server import AUTO, NODES, PromptError, Workflow
 
 pytestmark = pytest.mark.comfyui
 
-NODES = {
-    "FastVAE_Load": "Load VAE (Fast)",
-    "FastVAE_Accelerate": "Accelerate VAE (Fast)",
-    "FastVAE_Encode": "VAE Encode (Fast)",
-    "FastVAE_Decode": "VAE Decode (Fast)",
-    "FastVAE_EncodeVideo": "VAE Encode Video (Fast)",
-    "FastVAE_DecodeVideo": "VAE Decode to Video (Fast)",
-    "FastVAE_DemoClip": "Demo Clip (Fast)",
-    "FastVAE_LoraStack": "LoRA Stack (Fast)",
-    "FastVAE_ApplyLora": "Apply LoRA (Fast)",
-    "FastVAE_TextEncode": "Text Encode Batched (Fast)",
-    "FastVAE_WanSampler": "Wan Sampler (Fast)",
-    "FastVAE_FuseMLP": "Fuse SwiGLU MLPs (Fast)",
-    "FastVAE_ToWanVideoWrapper": "To WANVAE (Fast)",
-    "FastVAE_Benchmark": "VAE Benchmark (Fast)",
-}
 # What a server may use more after a decode: the allocator's leftovers. It may map more than that,
 # in steps of 64 MiB for every thread.
 SLACK_BYTES = 64 << 20

@@ -1,7 +1,5 @@
 """Workflows of ComfyUI's nodes and ours, run by the real server: ours give what ComfyUI's give."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
@@ -108,32 +106,6 @@ def test_small_tiles_leave_no_seams(server, vae_file, latent_file):
     }
     assert differences["loaded"] == differences["accelerated"] == 0
     assert differences["stock"] > 1  # so this test can tell
-
-
-def test_image_to_video_agrees_with_comfyui(server, vae_file, latent_file):
-    """PreviewAny prints the conditioning, 6 values at either end of every axis, 4 digits each."""
-    workflow = Workflow()
-    loaders = vaes(workflow, vae_file)
-    latent = workflow.add("LoadLatent", latent=latent_file)
-    video = workflow.add("VAEDecode", samples=latent, vae=loaders["stock"])
-    image = workflow.add("ImageFromBatch", image=video, batch_index=3, length=1)
-    empty = workflow.add("LotusConditioning")
-    size = {"width": 64, "height": 64, "length": 9, "batch_size": 1}
-    saved = {}
-    for name, vae in loaders.items():
-        conditioning = workflow.add(
-            "WanImageToVideo", positive=empty, negative=empty, vae=vae, start_image=image, **size
-        )
-        saved[name], _ = workflow.add("PreviewAny", source=conditioning)
-    shown = server.run(workflow)
-    printed = {}
-    for name, node in saved.items():
-        (text,) = shown[node]["text"]
-        (part,) = re.findall(r"concat_latent_image(.*)concat_mask", text, flags=re.DOTALL)
-        printed[name] = np.array(re.findall(r"-?\d+\.\d*(?:e-?\d+)?", part), dtype=float)
-    assert printed["stock"].size > 1000
-    for name in ("loaded", "accelerated"):
-        np.testing.assert_allclose(printed[name], printed["stock"], rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("name", ["loaded", "accelerated"])

@@ -38,7 +38,7 @@ def test_an_allocation_that_fails(fast, task, in_a_row):
     with FailingMemory() as memory:
         result(task, fast)
     errors = []
-    places = range(1, memory.seen + 1, max(1, memory.seen // 12))
+    places = range(1, memory.seen + 1, max(1, memory.seen // 8))
     for place, error in zip(places, itertools.cycle(ERRORS), strict=False):
         try:
             with FailingMemory(place, in_a_row, error=error):

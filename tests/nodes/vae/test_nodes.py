@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fast_video_vae.tests.nodes.server import NODES
 from fast_video_vae.tests.nodes.vae.pairs import clip, latents, ours, relative_error
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
@@ -43,22 +44,8 @@ def test_the_menu_holds_the_nodes_in_order(comfyui):
         return await (await comfy_entrypoint()).get_node_list()
 
     schemas = [node.GET_SCHEMA() for node in asyncio.run(nodes())]
-    assert [(schema.node_id, schema.display_name) for schema in schemas] == [
-        ("FastVAE_Load", "Load VAE (Fast)"),
-        ("FastVAE_Accelerate", "Accelerate VAE (Fast)"),
-        ("FastVAE_Encode", "VAE Encode (Fast)"),
-        ("FastVAE_Decode", "VAE Decode (Fast)"),
-        ("FastVAE_EncodeVideo", "VAE Encode Video (Fast)"),
-        ("FastVAE_DecodeVideo", "VAE Decode to Video (Fast)"),
-        ("FastVAE_DemoClip", "Demo Clip (Fast)"),
-        ("FastVAE_LoraStack", "LoRA Stack (Fast)"),
-        ("FastVAE_ApplyLora", "Apply LoRA (Fast)"),
-        ("FastVAE_TextEncode", "Text Encode Batched (Fast)"),
-        ("FastVAE_WanSampler", "Wan Sampler (Fast)"),
-        ("FastVAE_FuseMLP", "Fuse SwiGLU MLPs (Fast)"),
-        ("FastVAE_ToWanVideoWrapper", "To WANVAE (Fast)"),
-        ("FastVAE_Benchmark", "VAE Benchmark (Fast)"),
-    ]
+    names = [(schema.node_id, schema.display_name) for schema in schemas]
+    assert names == [*NODES.items()]
     assert {schema.category for schema in schemas} == {"Fast VAE"}
     for schema in schemas:
         schema.validate()

@@ -152,8 +152,7 @@ def test_what_is_also_the_end_is_one_latent_or_frame(family, vae):
     assert torch.equal(vae.decode(latent, CPU, end_=True), vae.decode(latent, CPU))
 
 
-@both
-@pytest.mark.parametrize("frames", [1, 9])
+@pytest.mark.parametrize(("family", "frames"), [("wan2.1", 1), ("wan2.2", 9)], indirect=["family"])
 def test_a_sample_has_the_spread_of_the_posterior(family, vae, frames):
     pixels = video(frames)
     pixels[:, :, 1:] = 0  # frames that stand still draw noise of their own too
@@ -224,8 +223,11 @@ def test_frames_are_where_and_what_they_are_wanted(family, tmp_path):
     assert vae.encode(video(5).bfloat16(), "meta").device.type == "meta"
 
 
-@both
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("wan2.1", torch.bfloat16), ("wan2.2", torch.float16)],
+    indirect=["family"],
+)
 def test_low_precision_is_as_good_as_comfyui_s(family, tmp_path, dtype):
     """At most twice the error of ComfyUI's network in that dtype."""
     vae = wrapped(fast_vae(family.state, tmp_path, dtype=dtype))
