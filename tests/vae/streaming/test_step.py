@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fast_video_vae.vae
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.planning import plan
 
-VAE = Path(fast_video_vae.vae.__file__).parent
+VAE = Path(plan.__file__).parents[1]
 # What a reader can follow.
 MOST_FILES, MOST_FRAMES = 12, 15
 
