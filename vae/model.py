@@ -184,9 +184,8 @@ class VideoVAE(nn.Module):
             options: How it runs.
             out: `[B, C, T, H, W]` of the whole video, of any dtype, strides and device: each piece
                 is written there, and the piece that comes is the part of it. None: new tensors.
-            images: `[B, T, H, W, C]` of the whole video, of a float dtype or uint8, of any strides
-                and device: instead of frames each piece is images, clamped to [0, 1] or in 8 bits
-                (see `frames_to_images`), and the part of it that was written.
+            images: As `out`, `[B, T, H, W, C]` of a float dtype or uint8: instead of frames each
+                piece is images, clamped to [0, 1] or in 8 bits (see `frames_to_images`).
             frames: Only these come, such as `range(40, 81)`, and `out` or `images` are of them
                 alone; what does not matter to them is not computed. None: all.
 
@@ -200,9 +199,8 @@ class VideoVAE(nn.Module):
         """
         config = self.config
         relief = Relief(self.device, "a decode", options.release)
-        source = checked(latent, self.check_latent)
+        start, source = 0, checked(latent, self.check_latent)
         whole = isinstance(latent, Tensor)
-        start = 0
         if frames is not None:
             check_range(frames, config.frames(latent.shape[2]) if whole else None)
             if whole:
