@@ -46,10 +46,11 @@ def _patterns(name: str) -> list[str]:
 def _matches(path: PurePosixPath, patterns: list[str]) -> bool:
     """Whether git's rules for one name, of a file or of a folder, leave a path out."""
     for pattern in patterns:
-        name = pattern.rstrip("/")
+        name = pattern.removeprefix("/").rstrip("/")
         if "/" in name:
             raise ValueError(f"{pattern!r} is ignored; expected the name of a file or folder")
         parts = path.parts[:-1] if pattern.endswith("/") else path.parts
-        if any(fnmatch(part, name) for part in parts):
+        at_root = pattern.startswith("/")
+        if any(fnmatch(part, name) for part in (parts[:1] if at_root else parts)):
             return True
     return False
