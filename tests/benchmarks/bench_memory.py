@@ -107,18 +107,18 @@ def measure(case: Case) -> dict[str, float]:
     dtype = getattr(torch, case.dtype)
     vae = _vae(case.family, case.width, dtype)
     # With the first stream come libraries, threads, and derived weights, which count as weights.
-    _stream(vae, replace(case, size=(64, 64), batch=1, tile=None, limit_bytes=None))
-    given = _input(vae, case)
+    stream(vae, replace(case, size=(64, 64), batch=1, tile=None, limit_bytes=None))
+    given = input_of(vae, case)
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     weights, before = vae.weight_bytes(), _status("VmRSS")
     _RESET.write_text("5", encoding="ascii")
     start = time.perf_counter()
-    with _cut_at(case.cut):
-        _stream(vae, case, given)
+    with cut_at(case.cut):
+        stream(vae, case, given)
         seconds = time.perf_counter() - start
         taken = _status("VmHWM") - before - (vae.weight_bytes() - weights)
-        estimate = _plan(vae, case).peak_bytes
+        estimate = planned(vae, case).peak_bytes
     return {
         "peak_mib": round(taken / 2**20, 1),
         "estimate_mib": round(estimate / 2**20, 1),
@@ -126,20 +126,17 @@ def measure(case: Case) -> dict[str, float]:
     }
 
 
-def plan_of(case: Case) -> plan.Plan:
-    """How the stream would run."""
-    return _plan(_vae(case.family, case.width, getattr(torch, case.dtype)), case)
-
-
-def _stream(vae: VideoVAE, case: Case, given: torch.Tensor | None = None) -> None:
-    stream = vae.encode_stream if case.encode else vae.decode_stream
-    given = _input(vae, case) if given is None else given
+def stream(vae: VideoVAE, case: Case, given: torch.Tensor | None = None) -> None:
+    """Run the stream of a case; what leaves is dropped at once."""
+    run_stream = vae.encode_stream if case.encode else vae.decode_stream
+    given = input_of(vae, case) if given is None else given
     options = StreamOptions(case.chunk, limit_bytes=case.limit_bytes, tile=case.tile)
-    for _ in stream(given, options):
+    for _ in run_stream(given, options):
         pass
 
 
-def _input(vae: VideoVAE, case: Case) -> torch.Tensor:
+def input_of(vae: VideoVAE, case: Case) -> torch.Tensor:
+    """What goes into the stream of a case."""
     height, width = case.size
     config, step = vae.config, vae.config.spatial_compression
     if case.encode:
@@ -147,10 +144,11 @@ def _input(vae: VideoVAE, case: Case) -> torch.Tensor:
     else:
         shape = case.batch, config.latent_channels, case.latents, height // step, width // step
         x = torch.randn(shape)
-    return x.to(vae.dtype)
+    return x.to(vae.device, vae.dtype)
 
 
-def _plan(vae: VideoVAE, case: Case) -> plan.Plan:
+def planned(vae: VideoVAE, case: Case) -> plan.Plan:
+    """How the stream of a case would run."""
     config, step = vae.config, vae.config.spatial_compression
     size = case.batch, case.size[0] // step, case.size[1] // step
     network = vae.encoder if case.encode else vae.decoder
@@ -165,7 +163,7 @@ def _vae(family: str, width: int, dtype: torch.dtype) -> VideoVAE:
 
 
 @contextmanager
-def _cut_at(index: int | None) -> Iterator[None]:
+def cut_at(index: int | None) -> Iterator[None]:
     """Let tiles begin or end at one place alone."""
     find = plan.can_cut
     if index is not None:

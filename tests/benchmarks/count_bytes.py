@@ -85,7 +85,7 @@ class ByteCounter(TorchDispatchMode):
             return result
         if name == "convolution":
             # As convolutions of channels-last videos come out of cuDNN; `meta` forgets it.
-            result = _channels_last(result)
+            result = channels_last(result)
         given = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
         given |= kwargs
         read = written = 0
@@ -107,10 +107,10 @@ class ByteCounter(TorchDispatchMode):
         return result
 
 
-class _FusedAttention(TorchFunctionMode):
+class FusedAttention(TorchFunctionMode):
     """Counts attention as the one kernel that it is on a device, which `meta` has none of."""
 
-    def __init__(self, counter: ByteCounter) -> None:
+    def __init__(self, counter: ByteCounter | None = None) -> None:
         super().__init__()
         self._counter = counter
 
@@ -119,14 +119,15 @@ class _FusedAttention(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         read = sum(map(_nbytes, args[:3]))
         result = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
-        self._counter.count("attention", read, _nbytes(result))
+        if self._counter is not None:
+            self._counter.count("attention", read, _nbytes(result))
         return result
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[ByteCounter]:
     """Count the ops of the body."""
-    with ByteCounter() as counter, _FusedAttention(counter):
+    with ByteCounter() as counter, FusedAttention(counter):
         yield counter
 
 
@@ -221,7 +222,8 @@ def configs() -> dict[str, VAEConfig]:
     return {"wan2.1": wan21, "wan2.2": dataclasses.replace(small, family="wan2.2").standard()}
 
 
-def _channels_last(x: Tensor) -> Tensor:
+def channels_last(x: Tensor) -> Tensor:
+    """Memory of a convolution's result as cuDNN leaves it, in the shape of `x`."""
     memory = torch.empty_like(x.movedim(1, -1), memory_format=torch.contiguous_format)
     return memory.movedim(-1, 1)
 

@@ -11,6 +11,7 @@ from fast_video_vae.tests.benchmarks import bench_memory
 from fast_video_vae.tests.benchmarks.bench_memory import Case
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.vae.planning.live_bytes import live_peak
 from fast_video_vae.tests.wan22 import random_wan22
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers import conv_weights
@@ -24,7 +25,9 @@ FAMILIES = {
     "wan2.2": lambda: random_wan22(8, 8),
     "seedvr2": random_seedvr2,
 }
-TOLERANCE = 0.15
+# Of tensors that a stream makes (most are within 3 %, one of 92 is 7 % off), and of the memory of a
+# process.
+ALLOCATED, TOLERANCE = 0.08, 0.15
 
 measured = pytest.mark.skipif(
     not bench_memory.can_measure(), reason="the system does not tell the peak memory of a process"
@@ -66,37 +69,23 @@ CASES = [
 PICTURE = Case(latents=1, size=(640, 640))
 LIMITS = [
     (PICTURE, 0.8),
-    (PICTURE, 0.5),
     (PICTURE, 0.3),
     (Case("wan2.2", latents=9, size=(192, 256)), 0.8),
 ]
 
 
-def limited(case, share):
-    limit = int(share * bench_memory.plan_of(case).peak_bytes)
-    return dataclasses.replace(case, limit_bytes=limit)
-
-
-@pytest.fixture(scope="module")
-def results():
-    """All in one process, which takes longer to begin than to measure."""
-    cases = [*CASES, *(limited(*each) for each in LIMITS)]
-    return dict(zip(cases, bench_memory.run(*cases), strict=True))
-
-
-@measured
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_estimate_is_what_a_stream_takes(results, case):
-    result = results[case]
-    assert result["estimate_mib"] == pytest.approx(result["peak_mib"], rel=TOLERANCE)
+def test_the_estimate_is_what_a_stream_allocates(case):
+    peak, estimate = live_peak(case)
+    assert estimate == pytest.approx(peak, rel=ALLOCATED)
 
 
-@measured
 @pytest.mark.parametrize(("case", "share"), LIMITS, ids=str)
-def test_a_stream_under_a_limit_stays_within_it(results, case, share):
-    case = limited(case, share)
-    assert bench_memory.plan_of(case).peak_bytes <= case.limit_bytes
-    assert results[case]["peak_mib"] <= (1 + TOLERANCE) * case.limit_bytes / 2**20
+def test_a_stream_under_a_limit_stays_within_it(case, share):
+    limit = int(share * live_peak(case)[1])
+    peak, estimate = live_peak(dataclasses.replace(case, limit_bytes=limit))
+    assert estimate <= limit
+    assert peak <= (1 + ALLOCATED) * limit
 
 
 def many(family, encode):
@@ -107,7 +96,7 @@ def many(family, encode):
     yield Case(family, encode, width=48, dtype="bfloat16", latents=5, chunk=2)
     yield Case(family, encode, latents=5, chunk=2, batch=2, size=(192, 256))
     yield Case(family, encode, latents=2, chunk=1, size=(320, 512))
-    yield Case(family, encode, chunk=1, limit_bytes=1)
+    yield Case(family, encode, limit_bytes=1)
     if family == "seedvr2":
         return
     for cut, side in itertools.product((0, 1, 2), (64, 128)):
@@ -116,16 +105,26 @@ def many(family, encode):
     yield Case(family, encode, latents=1, size=(480, 832), tile=(256, 256), cut=0)
 
 
-@measured
 @pytest.mark.slow
 @pytest.mark.parametrize("encode", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_estimate_is_what_any_stream_takes(family, encode):
-    cases = list(many(family, encode))
-    results = zip(cases, bench_memory.run(*cases), strict=True)
+def test_the_estimate_is_what_any_stream_allocates(family, encode):
+    peaks = {case: live_peak(case) for case in many(family, encode)}
+    wrong = [
+        f"{case}: {estimate / peak:.3f}"
+        for case, (peak, estimate) in peaks.items()
+        if abs(estimate / peak - 1) > ALLOCATED
+    ]
+    assert not wrong
+
+
+@measured
+@pytest.mark.slow
+def test_the_estimate_is_what_a_process_takes():
+    """Weights in oneDNN's layout and memory that is kept are of a CPU alone."""
     wrong = [
         f"{case}: {result}"
-        for case, result in results
+        for case, result in zip(CASES, bench_memory.run(*CASES), strict=True)
         if abs(result["estimate_mib"] / result["peak_mib"] - 1) > TOLERANCE
     ]
     assert not wrong
@@ -133,10 +132,10 @@ def test_the_estimate_is_what_any_stream_takes(family, encode):
 
 @measured
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_heap_of_glibc_keeps_a_little_more(case):
-    (result,) = bench_memory.run(case, holes=True)
-    assert 0.85 * result["estimate_mib"] <= result["peak_mib"] <= result["estimate_mib"] + 100
+def test_the_heap_of_glibc_keeps_a_little_more():
+    for case in CASES[:2]:
+        (result,) = bench_memory.run(case, holes=True)
+        assert 0.85 * result["estimate_mib"] <= result["peak_mib"] <= result["estimate_mib"] + 100
 
 
 def test_large_weights_that_are_not_kept_are_counted(wan, monkeypatch):

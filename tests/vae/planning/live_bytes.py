@@ -1,0 +1,94 @@
+"""What a stream allocates, counted on tensors without memory: the oracle of the memory plan.
+
+The stream runs as it is, on the `meta` device. What only a real device needs is left out: looking
+at values (finite inputs, stale weights, frames that do not change), autocast, caches on the host.
+"""
+
+import contextlib
+import functools
+import weakref
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fast_video_vae.tests.benchmarks import bench_memory, count_bytes
+from fast_video_vae.tests.benchmarks.bench_memory import Case
+from fast_video_vae.tests.benchmarks.weights import random_weights
+from fast_video_vae.vae import VideoVAE, load_vae, validation
+from fast_video_vae.vae.planning import plan
+from fast_video_vae.vae.streaming import session
+
+
+class LiveBytes(TorchDispatchMode):
+    """Adds up the storages that ops under it make, for as long as they live.
+
+    Attributes:
+        live: Bytes of now.
+        peak: The most that `live` was.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def ignore(self, tensor: Tensor) -> None:
+        """Leave out what was there before."""
+        self._known.add(tensor.untyped_storage()._cdata)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name == "aten::convolution":
+            result = count_bytes.channels_last(result)
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor):
+                self._note(each.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._gone, key, nbytes)
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self._known.remove(key)
+        self.live -= nbytes
+
+
+def live_peak(case: Case) -> tuple[int, int]:
+    """The most bytes that live at once in a stream, beside weights and input; and the estimate."""
+    vae = _meta_vae(case.family, case.width, case.dtype)
+    with contextlib.ExitStack() as stack:
+        for target, name, value in (
+            (validation, "check_finite", lambda *_: None),
+            (session, "drop_stale_forms", lambda *_: None),
+            (torch, "autocast", lambda *_, **__: contextlib.nullcontext()),
+            (plan, "_PARKED_LATENTS", ()),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        # Derived weights come with the first stream, and count as weights.
+        small = Case(case.family, case.encode, size=(64, 64), limit_bytes=1 << 40)
+        bench_memory.stream(vae, small, bench_memory.input_of(vae, small))
+        given = bench_memory.input_of(vae, case)
+        counter = LiveBytes()
+        for tensor in (given, *vae.parameters()):
+            counter.ignore(tensor)
+        stack.enter_context(bench_memory.cut_at(case.cut))
+        with counter, count_bytes.FusedAttention():
+            bench_memory.stream(vae, case, given)
+        return counter.peak, bench_memory.planned(vae, case).peak_bytes
+
+
+@functools.cache
+def _meta_vae(family: str, width: int, dtype: str) -> VideoVAE:
+    kind = getattr(torch, dtype)
+    vae = load_vae(random_weights(family, width, width), dtype=kind, encode_dtype=kind).to("meta")
+    vae.skips_still = False
+    return vae
