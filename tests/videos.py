@@ -13,6 +13,10 @@ av = pytest.importorskip("av", reason="PyAV is not installed")
 # Matrix numbers of ISO/IEC 23091-2 and their weights of red and blue.
 WEIGHTS = {1: (0.2126, 0.0722), 2: (0.299, 0.114), 6: (0.299, 0.114), 9: (0.2627, 0.0593)}
 
+# What x264 at crf 1 does to a picture of one colour; and, once it is RGB, half a level of rounding
+# in each of Y, Cb and Cr besides, seen through the matrix: 1.164 + 2.11 halves.
+CODEC_ERROR, COLOR_ERROR = 1, 3
+
 
 def moving_clip(frames, height=48, width=64):
     """Smooth pictures that move, `[T, H, W, 3]` uint8; no two frames are equal."""

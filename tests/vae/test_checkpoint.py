@@ -285,10 +285,7 @@ def test_another_network_is_an_error_of_its_own(key):
 
 @pytest.mark.parametrize(
     "key",
-    [
-        "decoder.middle.0.residual.0.gamma",
-        "decoder.up_blocks.2.upsamplers.0.upscale_conv.weight",
-    ],
+    ["decoder.middle.0.residual.0.gamma", "decoder.up_blocks.2.upsamplers.0.upscale_conv.weight"],
 )
 def test_a_known_network_that_is_not_whole_is_not_another_one(key):
     with pytest.raises(ValueError, match=r"has no decoder\.conv") as error:

@@ -13,11 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fast_video_vae.tests.builders import (
-    installed_command,
-    module_command,
-    random_state_dict,
-)
+from fast_video_vae.tests.builders import installed_command, module_command, random_state_dict
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 
 for _package in ("av", "tqdm", "PIL"):

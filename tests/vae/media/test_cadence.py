@@ -126,6 +126,11 @@ GAP = VARYING["one gap"][0]  # 0 to 760 ms, then 1500 to 2260 ms, at 25 per seco
         ({"duration": 1.0}, [*range(19), *[19] * 6]),
         ({"limit": 22}, [*range(20), 19, 19]),
         ({"start": 1.4, "limit": 4}, [19, 19, 20, 21]),
+        # At 0, 100, ... 1900 ms what was nearest; the gap is shown until half of it is over.
+        (
+            {"fps": Fraction(10), "duration": 2.0},
+            [*(0, 2, 5, 7, 10, 12, 15, 17), *[19] * 4, *[20] * 4, *(22, 25, 27, 30)],
+        ),
     ],
 )
 def test_a_stretch_of_a_varying_video(tmp_path, container, options, expected):

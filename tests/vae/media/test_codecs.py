@@ -86,10 +86,7 @@ def test_more_quality_is_better_and_bigger(tmp_path, codec):
     assert same.stat().st_size == pytest.approx(found[2][1], rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("height", "width"),
-    [(1, 1), (5, 7), (33, 21), (64, 66)],
-)
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (5, 7), (33, 21), (64, 66)])
 def test_ffv1_takes_any_size_without_loss(tmp_path, height, width):
     frames = torch.randint(256, (3, height, width, 3), dtype=torch.uint8)
     check_size("ffv1", height, width)

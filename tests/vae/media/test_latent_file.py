@@ -1,12 +1,12 @@
 """The file that holds a latent."""
 
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from fast_video_vae.tests.builders import one_line
 from fast_video_vae.vae.media import load_latent, save_latent
 
 
@@ -30,8 +30,12 @@ def test_latents_of_comfyui_are_read(tmp_path, key):
     assert (file.family, file.fps) == (None, None)
 
 
-def cut(path: Path) -> None:
-    save_latent(path, torch.zeros(1, 16, 1, 2, 2), family="wan2.1", fps=Fraction(24), frames=1)
+def stored(shape, **metadata):
+    return lambda path: save_file({"latent": torch.zeros(shape)}, path, metadata)
+
+
+def truncated(path):
+    stored((1, 16, 1, 2, 2))(path)
     path.write_bytes(path.read_bytes()[:-10])
 
 
@@ -40,45 +44,18 @@ def cut(path: Path) -> None:
     [
         (lambda path: None, FileNotFoundError, "No such file"),
         (lambda path: path.touch(), ValueError, "is not a whole safetensors file"),
-        (cut, ValueError, "is not a whole safetensors file"),
-        (
-            lambda path: save_file({"x": torch.zeros(1)}, path),
-            ValueError,
-            r"has the tensors \['x'\]; expected one named latent",
-        ),
-        (
-            lambda path: save_file({"latent": torch.zeros(1, 16, 2, 2)}, path),
-            ValueError,
-            r"is \[1, 16, 2, 2\]; expected \[1, C, t, h, w\]",
-        ),
-        (
-            lambda path: save_file({"latent": torch.zeros(2, 16, 1, 2, 2)}, path),
-            ValueError,
-            r"is \[2, 16, 1, 2, 2\]",  # two videos
-        ),
-        (
-            lambda path: save_file({"latent": torch.zeros(1, 16, 1, 2, 2)}, path, {"fps": "x"}),
-            ValueError,
-            "gives its fps as 'x'; expected a number",
-        ),
-        (
-            # of which Fraction would make a number of a billion digits
-            lambda path: save_file(
-                {"latent": torch.zeros(1, 16, 1, 2, 2)}, path, {"fps": "1e999999999"}
-            ),
-            ValueError,
-            "gives its fps as '1e999999999'; expected a number",
-        ),
-        (
-            lambda path: save_file({"latent": torch.zeros(1, 16, 0, 2, 2)}, path),
-            ValueError,
-            r"is \[1, 16, 0, 2, 2\]; expected \[1, C, t, h, w\]",
-        ),
+        (truncated, ValueError, "is not a whole safetensors file"),
         (
             lambda path: save_file({"a\nb": torch.zeros(1)}, path),
             ValueError,
-            "expected one named latent",
+            r"has the tensors .*; expected one named latent",
         ),
+        (stored((1, 16, 2, 2)), ValueError, r"is \[1, 16, 2, 2\]; expected \[1, C, t, h, w\]"),
+        (stored((2, 16, 1, 2, 2)), ValueError, r"is \[2, 16, 1, 2, 2\]"),  # two videos
+        (stored((1, 16, 0, 2, 2)), ValueError, r"is \[1, 16, 0, 2, 2\]; expected"),
+        (stored((1, 16, 1, 2, 2), fps="x"), ValueError, "gives its fps as 'x'; expected a number"),
+        # of which Fraction would make a number of a billion digits
+        (stored((1, 16, 1, 2, 2), fps="1e999999999"), ValueError, "its fps as '1e999999999'; exp"),
         (
             lambda path: path.write_bytes(b"<!DOCTYPE html>"),
             ValueError,
@@ -91,6 +68,4 @@ def test_a_bad_latent_file_is_one_line_that_names_it(tmp_path, make, error, mess
     make(path)
     with pytest.raises(error, match=message) as caught:
         load_latent(path)
-    assert "a.safetensors" in str(caught.value)
-    assert str(caught.value).isprintable()
-    assert len(str(caught.value)) <= 300
+    one_line(caught, "a.safetensors")

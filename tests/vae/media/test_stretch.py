@@ -93,20 +93,6 @@ def test_a_video_that_begins_late_counts_from_its_first_frame(tmp_path, containe
     assert numbers(torch.stack(found)) == [24, 25, 26, 27, 28, 29]
 
 
-@pytest.mark.parametrize("container", ["matroska", "mp4"])
-def test_a_varying_rate_is_shown_as_it_was_timed(tmp_path, container):
-    times = [0, 40, 80, 500, 1000, 1040, 2000]
-    path = tmp_path / "a"
-    write_with(path, numbered_clip(7), container, times=times)
-    video = read_video(path)
-    found = numbers(pieces_of(video, fps=Fraction(10), duration=2.0))
-    # At 0, 100, ... 1900 ms the nearest of the times above; the last is past the end.
-    expected = [
-        min(range(6), key=lambda i: abs(times[i] - moment)) for moment in range(0, 2000, 100)
-    ]
-    assert found == expected
-
-
 @pytest.fixture(scope="module")
 def numbered_videos(tmp_path_factory):
     folder = tmp_path_factory.mktemp("numbered")

@@ -10,12 +10,17 @@ import pytest
 import torch
 
 from fast_video_vae.tests.builders import script_command
-from fast_video_vae.tests.videos import av, moving_clip, pieces_of, stacked, write, write_with, yuv
+from fast_video_vae.tests.videos import (
+    COLOR_ERROR,
+    av,
+    moving_clip,
+    pieces_of,
+    stacked,
+    write,
+    write_with,
+    yuv,
+)
 from fast_video_vae.vae.media import read_video
-
-# Half a level of rounding in each of Y, Cb and Cr, seen through the matrix: 1.164 + 2.11 halves.
-RGB_ROUNDING = 2
-CODEC = 1  # what x264 at crf 1 does to a picture of one colour
 
 
 def test_a_video_comes_back_frame_by_frame(tmp_path):
@@ -91,7 +96,7 @@ def test_reading_honours_the_tags_of_a_file(tmp_path, matrix, full):
             plane.update(bytes([round(value)]) * plane.buffer_size)
         output.mux([*stream.encode(frame), *stream.encode(None)])
     back = stacked(read_video(path))[0].float().mean(dim=(0, 1))
-    assert (back - torch.tensor(color)).abs().max() <= RGB_ROUNDING + CODEC
+    assert (back - torch.tensor(color)).abs().max() <= COLOR_ERROR
 
 
 @pytest.mark.skipif(
@@ -137,20 +142,19 @@ def song(path):
         output.mux([*cover.encode(picture.reformat(format="yuvj420p")), *cover.encode(None)])
 
 
-def truncated(path, container="mp4", share=0.6, options=None):
-    whole = write_with(path, moving_clip(60), container, options=options)
-    path.write_bytes(whole.read_bytes()[: int(share * whole.stat().st_size)])
+def truncated(container="mp4", **options):
+    def make(path):
+        whole = write_with(path, moving_clip(60), container, options=options).read_bytes()
+        path.write_bytes(whole[: 6 * len(whole) // 10])
+
+    return make
 
 
 def damaged(path):
-    whole = bytearray(
-        write_with(
-            path, moving_clip(60), "mp4", options={"movflags": "faststart"}
-        ).read_bytes()
-    )  # fmt: skip
+    options = {"movflags": "faststart"}
+    whole = write_with(path, moving_clip(60), "mp4", options=options).read_bytes()
     middle = len(whole) // 2
-    whole[middle : middle + 200] = b"\xff" * 200
-    path.write_bytes(whole)
+    path.write_bytes(whole[:middle] + b"\xff" * 200 + whole[middle + 200 :])
 
 
 @pytest.mark.parametrize(
@@ -159,25 +163,19 @@ def damaged(path):
         ("none.mp4", lambda path: None, FileNotFoundError, "No such file"),
         ("folder", lambda path: path.mkdir(), IsADirectoryError, "Is a directory"),
         ("empty.mp4", lambda path: path.touch(), ValueError, "is empty; expected a video"),
-        ("text.mp4", lambda path: path.write_text("no" * 999), ValueError, "is not a video"),
         ("audio.wav", wav, ValueError, "has no video stream, only audio"),
         ("song.m4a", song, ValueError, "has no video stream, only audio, cover"),
         # the index is at the end, so it is gone
-        ("cut.mp4", truncated, ValueError, "is not a video that .* or it is truncated"),
+        ("cut.mp4", truncated(), ValueError, "is not a video that .* or it is truncated"),
         # the index is at the front, and promises more
         (
             "cut.mp4",
-            lambda path: truncated(path, options={"movflags": "faststart"}),
+            truncated(movflags="faststart"),
             ValueError,
             r"is truncated: it has \d+ bytes; expected at least \d+|truncated after frame",
         ),
         ("damaged.mp4", damaged, ValueError, r"is broken or truncated after frame \d+"),
-        (
-            "cut.mkv",
-            lambda path: truncated(path, "matroska"),
-            ValueError,
-            r"is truncated: it ends at \d\.\d+ s; expected 2\.50 s",
-        ),
+        ("cut.mkv", truncated("matroska"), ValueError, r"ends at \d\.\d+ s; expected 2\.50 s"),
     ],
 )
 def test_a_bad_file_is_one_line_that_names_it(tmp_path, name, make, error, message):
