@@ -47,16 +47,9 @@ _orders: dict[tuple[Any, ...], tuple[str, ...]] = {}
 
 
 def order(ask: Ask, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The backends to ask for a call on a GPU.
+    """The backends to ask for a call on a GPU: names out of `ORDER`, the reference among them.
 
-    Args:
-        ask: Runs an op on a backend.
-        op: Its name.
-        args: Its arguments; the first one is the tensor that tells the device.
-        kwargs: Its keywords.
-
-    Returns:
-        Names out of `ORDER`, the reference among them.
+    The first of `args` is the tensor that tells the device; `ask` runs an op on a backend.
     """
     x: Tensor = args[0]
     if not x.numel():

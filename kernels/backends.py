@@ -12,10 +12,7 @@ _forced: ContextVar[str | None] = ContextVar("forced backend", default=None)
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Ask this backend alone, in this thread; it never falls back in silence.
-
-    Args:
-        name: One of `ORDER`.
+    """Ask this one of `ORDER` alone, in this thread; it never falls back in silence.
 
     Raises:
         ValueError: There is no such backend.

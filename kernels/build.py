@@ -49,15 +49,7 @@ _lock = threading.Lock()
 
 
 class Failure(Exception):  # noqa: N818, a reason
-    """Why there is no library, and what to do about it.
-
-    Args:
-        reason: Without a full stop.
-        advice: Likewise.
-
-    Attributes:
-        advice: Likewise.
-    """
+    """Why there is no library, and what to do about it (`advice`); both without a full stop."""
 
     def __init__(self, reason: str, advice: str) -> None:
         super().__init__(reason)

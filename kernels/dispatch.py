@@ -26,15 +26,7 @@ _loaded: dict[str, ModuleType] = {}
 
 
 def run(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op
-    """Run an op on the first backend that takes it.
-
-    Args:
-        op: Its name.
-        args: Its arguments.
-        kwargs: Its keywords.
-
-    Returns:
-        What the op returns.
+    """Run an op, named as in the contract, on the first backend that takes it.
 
     Raises:
         BackendError: Nobody takes the call.
@@ -51,13 +43,7 @@ def run(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of th
 def run_kernel(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op
     """Run an op on a backend with a kernel for it, for a caller with a plain way of its own.
 
-    Args:
-        op: Its name.
-        args: Its arguments, which have to be those that the op takes.
-        kwargs: Its keywords.
-
-    Returns:
-        What the op returns; None where the reference would serve.
+    The arguments have to be those that the op takes. None: the reference would serve.
     """
     for name in _order(op, args, kwargs):
         if name == "reference":

@@ -27,12 +27,7 @@ class Refusal(Exception):  # noqa: N818, an answer, not an error
 
 
 class BackendError(ValueError):
-    """No backend that may be asked takes the call; the message lists every reason.
-
-    Args:
-        op: Name of the op.
-        reasons: Backend to reason.
-    """
+    """No backend that may be asked takes the call; the message lists every reason."""
 
     def __init__(self, op: str, reasons: dict[str, str]) -> None:
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
@@ -50,11 +45,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def log_once(message: str) -> None:
-    """Log a warning, once per process.
-
-    Args:
-        message: One line: what is missing, and what to do about it.
-    """
+    """Log a warning, once per process: in one line what is missing, and what to do about it."""
     if message not in _logged:
         _logged.add(message)
         _logger.warning("Fast Video VAE: %s", message)

@@ -21,15 +21,10 @@ _KEY = 80
 
 
 def shown(text: object, limit: int = _KEY) -> str:
-    r"""A name from a file, fit for a line: `a\nb`, shortened in the middle.
+    r"""A name from a file, fit for a line: `a\nb`, shortened in the middle to `limit`.
 
-    Args:
-        text: A key, a name or a path.
-        limit: Characters of the result.
-
-    Returns:
-        The text with escapes in place of all that does not print, such as line breaks and marks
-        that change the direction of writing.
+    Escapes are in place of all that does not print, such as line breaks and marks that change the
+    direction of writing.
     """
     # Cut twice: a text can be as long as a file, and escapes are longer than what they stand for.
     return _cut(_printable(_cut(str(text), limit)), limit)

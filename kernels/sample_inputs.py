@@ -15,13 +15,9 @@ HEAD = 384
 
 @dataclass
 class _Maker:
-    """Makes the tensors of a call, and knows what another call has given.
+    """Makes the tensors of a call, of `size` frames, height and width; see `call`.
 
-    Args:
-        size: Frames, height and width of the activations.
-        dtype: Of the activations.
-        device: Of everything.
-        given: Arguments of that call by name; tensors stand for their presence and their channels.
+    Of what another call has `given`, tensors stand for their presence and their channels.
     """
 
     size: tuple[int, int, int]
@@ -236,13 +232,8 @@ def names(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str
 def moved_bytes(arguments: Mapping[str, Any], result: Tensor) -> int:
     """What a call has to move at least: every argument read once, every result written once.
 
-    Args:
-        arguments: As from `call`.
-        result: What it returned.
-
-    Returns:
-        Bytes. A tail is read and written; the statistics of a norm over frames need a second read
-        of `x` where no cache holds it, which is not counted.
+    A tail is read and written; the statistics of a norm over frames need a second read of `x` where
+    no cache holds it, which is not counted.
     """
     tail = arguments.get("tail")
     tensors = [x for x in arguments.values() if isinstance(x, Tensor)]

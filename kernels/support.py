@@ -33,8 +33,6 @@ class Support:
     """What a backend says to an op.
 
     Attributes:
-        op: Name of the op.
-        backend: Name of the backend.
         device: "cpu" or "cuda".
         dtype: Of the activations.
         reason: Why it does not take the call; None: it does.

@@ -84,14 +84,9 @@ class Header(NamedTuple):
 
 
 def kind_of(file: BinaryIO, size: int) -> str:
-    """What a file is, in words: `SAFETENSORS`, `ZIP`, `PICKLE`, or such as "an HTML page".
+    """What stands after "it is": `SAFETENSORS`, `ZIP`, `PICKLE`, or such as "an HTML page".
 
-    Args:
-        file: Open for reading; it is left at its beginning.
-        size: Its bytes.
-
-    Returns:
-        What stands after "it is".
+    The file, of `size` bytes, is left at its beginning.
     """
     file.seek(0)
     head = file.read(4096)
@@ -114,15 +109,10 @@ def kind_of(file: BinaryIO, size: int) -> str:
 
 
 def read_header(file: BinaryIO, size: int) -> Header:
-    """Read the header of a safetensors file and hold it against the file.
+    """Read the header of a safetensors file of `size` bytes and hold it against the file.
 
-    Args:
-        file: Open for reading.
-        size: Its bytes.
-
-    Returns:
-        The header. Every tensor lies in the file, of the size that dtype and shape make, after the
-        one before it, and the last ends with the file.
+    Every tensor lies in the file, of the size that dtype and shape make, after the one before it,
+    and the last ends with the file.
 
     Raises:
         ValueError: It is another file, or not a whole one.

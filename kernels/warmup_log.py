@@ -37,12 +37,7 @@ _done: deque[Preparation] = deque(maxlen=_MOST)
 
 @contextmanager
 def preparing(kind: str, label: str = "") -> Iterator[None]:
-    """Note what is done inside.
-
-    Args:
-        kind: As of `Preparation`.
-        label: Likewise.
-    """
+    """Note what is done inside, as a `Preparation`."""
     start = time.perf_counter()
     try:
         yield

@@ -118,9 +118,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def head_parts(channels: int) -> tuple[int, int, int]:
     """The parts of a head, powers of two, the largest first; 0 where there are fewer.
 
-    Args:
-        channels: The size of the head.
-
     Raises:
         Refusal: There is no such sum.
     """
@@ -138,11 +135,7 @@ def head_parts(channels: int) -> tuple[int, int, int]:
 
 
 def tile_of(capability: tuple[int, int], channels: int) -> AttentionTile:
-    """The cut for a chip and a size of head.
-
-    Args:
-        capability: CUDA's compute capability.
-        channels: The size of the head.
+    """The cut for a chip, by CUDA's compute capability, and a size of head.
 
     Raises:
         Refusal: The chip is too old, or the head too wide for it.

@@ -61,12 +61,8 @@ def merge_phases(
 def spread(x: Tensor, size: tuple[int, int, int], order: str, out: Tensor, *, images: bool) -> None:
     """Write blocks of channels as frames, rows and columns, of any dtype and strides.
 
-    Args:
-        x: As for `pixel_shuffle_3d`.
-        size: Likewise.
-        order: Likewise.
-        out: `[B, C, times * T, high * H, wide * W]`.
-        images: Bring [-1, 1] to [0, 1], or to 0 to 255 for integers.
+    Arguments are those of `pixel_shuffle_3d`; `out` is `[B, C, times * T, high * H, wide * W]`. For
+    `images` [-1, 1] becomes [0, 1], or 0 to 255 for integers.
     """
     if not out.numel():
         return

@@ -63,17 +63,10 @@ def launch(
     warps: int = 4,
     **constants: Any,  # noqa: ANN401, likewise
 ) -> None:
-    """Start a kernel on the device of its first argument.
+    """Start a kernel on the device of its first argument, with `grid` programs along each axis.
 
     Products and sums may be one instruction, which the exact ops never do one after the other. It
     is said because Triton's default is about to change, and warns of it.
-
-    Args:
-        kernel: What `triton.jit` made.
-        grid: Programs along each axis.
-        args: Its arguments.
-        warps: Warps of 32 threads for each program.
-        constants: What it is compiled for.
 
     Raises:
         Refusal: It could not be compiled or started, on this call or before. Nothing was written.

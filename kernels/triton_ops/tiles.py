@@ -39,12 +39,7 @@ class RowTile(NamedTuple):
 
 
 def tile(channels: int, elements: int = ELEMENTS, *, rows: int | None = None) -> RowTile:
-    """Choose a tile for rows of so many channels.
-
-    Args:
-        channels: Numbers of a row.
-        elements: Numbers of a tile, about.
-        rows: There are no more than these.
+    """Choose a tile of about `elements` numbers, and no more than `rows`, for rows of channels.
 
     Raises:
         Refusal: A row is too long for a program.

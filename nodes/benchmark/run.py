@@ -138,12 +138,9 @@ def benchmark(
 
 
 def pair_of(vae: Any, dtype: torch.dtype | None) -> ComparedVAEs:  # noqa: ANN401
-    """Both networks on the weights of a VAE.
+    """Both networks on the weights of a VAE, a fast one or ComfyUI's own.
 
-    Args:
-        vae: A fast one, or ComfyUI's own. It is one of the two where its dtype is the one that is
-            asked for.
-        dtype: What both compute in; None: as the VAE decodes.
+    It is one of the two where its dtype is the one that is asked for; None: that it decodes in.
 
     Raises:
         ValueError: ComfyUI or this pack has no network for the weights.
@@ -174,11 +171,7 @@ def pair_of(vae: Any, dtype: torch.dtype | None) -> ComparedVAEs:  # noqa: ANN40
 
 
 def stock_of(fast: FastVAE, dtype: torch.dtype) -> comfy.sd.VAE:
-    """ComfyUI's own VAE on a copy of the weights of a fast one.
-
-    Raises:
-        ValueError: ComfyUI has no network for them.
-    """
+    """ComfyUI's own VAE on a copy of the weights of a fast one, else a `ValueError`."""
     config, patcher = fast.first_stage_model.config, fast.patcher
     weights = dict(patcher.model.state_dict())
     # Without the patches that are on them, which come along as such.

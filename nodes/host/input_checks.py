@@ -19,14 +19,11 @@ _LARGEST = 10**18
 
 
 def checked(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.NodeOutput]:
-    """Check all that an `execute` is given against the schema of its node.
+    """Check all that an `execute`, below its `@classmethod`, is given against its node's schema.
 
     An optional input that is None is not given: it has the default of `execute`. One that the node
     does not have, such as a removed one of a saved workflow, is ignored: ComfyUI leaves out its
     value, but not a link into it.
-
-    Args:
-        execute: The function below `@classmethod`.
 
     Returns:
         A function that raises a `ValueError` of one line, which begins with the name of the input,

@@ -24,15 +24,9 @@ class Instant:
         self.event = event
 
     def until(self, last: "Instant", *, wait: bool) -> tuple[float, bool]:
-        """Seconds from here to another moment.
+        """Seconds from here to another moment, and whether they are right.
 
-        Args:
-            last: The other one.
-            wait: For the device, if it has not come that far.
-
-        Returns:
-            Seconds; and whether they are right: else the device is still at work, and they are the
-            host's.
+        They are the host's, and not right, while the device is at work and nobody is to `wait`.
         """
         host = max(0.0, last.seconds - self.seconds)
         if self.event is None or last.event is None:

@@ -4,11 +4,7 @@ from importlib import import_module
 
 
 class Later:
-    """A module of this pack.
-
-    Args:
-        name: Its name from the pack's folder on, such as "nodes.vae.comfy_vae".
-    """
+    """A module of this pack, by its name from the pack's folder on: "nodes.vae.comfy_vae"."""
 
     def __init__(self, name: str) -> None:
         self._name = f"...{name}"

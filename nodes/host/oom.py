@@ -47,14 +47,8 @@ class Way:
 def in_turn(device: torch.device, task: str, ways: list[Way], go: Callable[[Way], _T]) -> _T:
     """Do a work in the first way that fits, from its beginning in each; then give memory back.
 
-    Args:
-        device: Where the work is done.
-        task: What it is called in the log.
-        ways: The ways, the best first.
-        go: Goes one.
-
     Returns:
-        What it returns for the first way that fits.
+        What `go` returns for the first way that fits.
 
     Raises:
         Exception: What `go` raises that is not about memory.
@@ -77,8 +71,8 @@ def resumed(
     """Go from one way to the next while memory runs out; before each, all models are unloaded.
 
     Args:
-        device: As for `in_turn`, as are the next two.
-        task: For the log.
+        device: Where the work is done.
+        task: What it is called in the log.
         ways: The best first.
         go: Goes one, from where the one before it stopped.
         where: How far the work has come, for the log, such as " at frame 40".
@@ -128,11 +122,7 @@ def free_others(
 
 
 def give_back(device: torch.device) -> None:
-    """Return what the process keeps of freed activations to the system, after work on a CPU.
-
-    Args:
-        device: Where the work was done.
-    """
+    """Return what the process keeps of freed activations to the system, after work on a CPU."""
     if device.type == "cpu":
         trim_heap()
 

@@ -17,11 +17,9 @@ _PREVIEW_SECONDS = 0.5
 
 
 class Progress:
-    """Progress bar, preview and interrupt check of one encode or decode.
+    """Progress bar and preview, if `shown`, and interrupt check of one encode or decode.
 
-    Args:
-        total: Frames, or latents, that will pass.
-        shown: Show them; else the check is all.
+    `total` frames, or latents, will pass.
     """
 
     def __init__(self, total: int, *, shown: bool = True) -> None:
@@ -47,14 +45,9 @@ class Progress:
             self._bar.update_absolute(self._done, preview=self._preview(images))
 
     def counted(self, pieces: Iterator[Tensor], *, are_images: bool = False) -> Iterator[Tensor]:
-        """Note every piece of a stream as it comes.
+        """Note every piece of a stream as it comes: frames or latents `[B, C, n, h, w]`.
 
-        Args:
-            pieces: Frames or latents, `[B, C, n, h, w]`.
-            are_images: They are images `[B, n, H, W, C]`, to show the last of.
-
-        Yields:
-            The pieces.
+        With `are_images` they are images `[B, n, H, W, C]`, to show the last of.
         """
         for piece in pieces:
             count = piece.shape[0] * piece.shape[1 if are_images else 2]

@@ -19,8 +19,7 @@ except ImportError:  # an older ComfyUI
 class PromptEnds:
     """Calls back at the end of every prompt while it listens; never where ComfyUI has no providers.
 
-    Args:
-        told: Called with the id of a prompt that has ended, in the thread that ran it.
+    `told` gets the id of a prompt that has ended, in the thread that ran it.
     """
 
     def __init__(self, told: Callable[[str], None]) -> None:
@@ -40,11 +39,7 @@ class PromptEnds:
 def stopped_early(prompt: str) -> bool | None:
     """Whether the latest prompt has ended in the middle of a node.
 
-    Args:
-        prompt: Its id.
-
-    Returns:
-        None: ComfyUI does not say, or has gone on to another prompt.
+    None: ComfyUI does not say, or has gone on to another prompt than this id's.
     """
     state = progress.get_progress_state()
     if getattr(state, "prompt_id", None) != prompt:

@@ -107,13 +107,7 @@ def add(kind: str, first: Instant, last: Instant, label: str = "", stopped: str 
 
 @contextmanager
 def span(kind: str, label: str = "", device: torch.device | None = None) -> Iterator[None]:
-    """Measure what is done inside, also where it raises.
-
-    Args:
-        kind: As for `add`.
-        label: As for `add`.
-        device: As for `instant`.
-    """
+    """Measure what is done inside, also where it raises; as for `add` and `instant`."""
     first, stopped = instant(device), ""
     try:
         yield
@@ -129,14 +123,7 @@ def drawn(
 ) -> Iterator[_Item]:
     """Measure how long each item takes to come; what is done with it meanwhile is not counted.
 
-    Args:
-        kind: As for `add`.
-        items: They are closed with this, if they can be.
-        label: As for `add`.
-        device: As for `instant`.
-
-    Yields:
-        The items.
+    Arguments are those of `span`. The items are closed with this, if they can be.
     """
     try:
         while True:
@@ -224,8 +211,7 @@ def _prepared(measured: list[Measured]) -> list[Measured]:
 def _compiled(thread: int) -> list[Preparation]:
     """What `torch.compile` did, as far as PyTorch remembers: its last 64 compilations.
 
-    Args:
-        thread: To say that it was done there. PyTorch does not tell.
+    PyTorch does not tell the thread: it is said to be this one.
     """
     dynamo = sys.modules.get("torch._dynamo.utils")  # who compiles has imported it
     told = getattr(dynamo, "get_compilation_metrics", list)()

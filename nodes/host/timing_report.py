@@ -55,8 +55,6 @@ class TimingRow:
     """All pieces of one kind and label.
 
     Attributes:
-        kind: Of the pieces.
-        label: Of the pieces.
         seconds: Of each piece, without what lies within it.
         sure: No device is still at work on one of them.
     """

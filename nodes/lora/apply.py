@@ -100,13 +100,9 @@ def _patcher_of(bank: Bank, model: ModelPatcher) -> ModelPatcher:
 class AttachedLoras:
     """LoRAs that are applied while a model is called.
 
-    Args:
+    Attributes:
         parts: The entries of the stack, each with the phase that the model is, if that is known.
         bank: Their files.
-        mode: As for `apply_lora`.
-        base: The model.
-
-    Attributes:
         sessions: What applies them, by the device of the work, once it was called there.
     """
 

@@ -15,15 +15,8 @@ from .targets import NETWORK, targets_of
 def merge(model: ModelPatcher, stack: Sequence[StackEntry], phase: int) -> tuple[ModelPatcher, str]:
     """Give a clone of a model weights that have the LoRAs of a stack in them, once it is loaded.
 
-    ComfyUI keeps the weights as they were and puts them back.
-
-    Args:
-        model: It stays as it is.
-        stack: What is added.
-        phase: Which phase of schedules such as `1;0` the model is.
-
-    Returns:
-        The clone, and a report of what was found in the files.
+    ComfyUI keeps the weights as they were and puts them back. Arguments and result are those of
+    `apply_lora`.
 
     Raises:
         ValueError: A file cannot be used, a strength changes during a run, or weights are kept in
@@ -86,12 +79,7 @@ def _check_mergeable(model: ModelPatcher, file: LoraFile) -> None:
 
 
 class MergedAdapter(comfy.weight_adapter.base.WeightAdapterBase):
-    """One of our adapters as one of ComfyUI's, for weights that are merged.
-
-    Args:
-        loaded_keys: As in ComfyUI.
-        weights: The adapter, in a tuple.
-    """
+    """One of our adapters, alone in `weights`, as one of ComfyUI's, for weights that are merged."""
 
     name = "fast_video_vae"
 

@@ -51,13 +51,9 @@ class FuseMLP(io.ComfyNode):
 
 
 def fuse(model: ModelPatcher) -> ModelPatcher:
-    """Give the gated MLPs of a model the class that `fused` makes of theirs.
+    """A clone of a model whose gated MLPs have, as object patches, the classes of `fused`.
 
-    Args:
-        model: It stays as it is.
-
-    Returns:
-        A clone that has the MLPs' classes as object patches; or `model`, where there are none.
+    Where there are none it is `model`.
     """
     patches: dict[str, type[nn.Module]] = {}
     counts: Counter[str] = Counter()
@@ -94,20 +90,13 @@ class Fused:
 
 @functools.cache
 def fused(cls: type[nn.Module], wiring: Wiring) -> type[nn.Module]:
-    """The class that a gated MLP gets to run in one pass.
+    """The class that a gated MLP gets to run in one pass, the same for the same arguments.
 
     The class is swapped, as PyTorch's parametrizations and `fully_shard` do, not `forward`: it
     holds no module, so it serves every copy of a model on whatever device, and ComfyUI, which sets
     back what it read before, leaves nothing behind. Its forward takes `[..., C]` to `[..., C_out]`
     and calls the children as they are, so that all that was done to them holds: patched and
     quantised weights, offloading, hooks.
-
-    Args:
-        cls: The class of the module.
-        wiring: What `recognise` says of it.
-
-    Returns:
-        A subclass of `cls`, the same for the same arguments.
     """
 
     # By position, or under the name that the class gives it.

@@ -68,16 +68,9 @@ class Wiring:
 
 
 def recognise(module: nn.Module, cls: type[nn.Module]) -> Wiring | None:
-    """Say how a module is a gated MLP.
+    """How a module, with the forward of `cls`, is a gated MLP; None: it cannot be proved to be one.
 
     Its weights are never touched: they may be offloaded, quantised or on another device.
-
-    Args:
-        module: Any module.
-        cls: The class whose forward it has.
-
-    Returns:
-        None: it is none, or cannot be proved to be one.
     """
     try:
         if not _may_be(module, cls):

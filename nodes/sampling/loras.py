@@ -14,11 +14,7 @@ def with_loras(
 ) -> tuple[list[ModelPatcher], list[str]]:
     """The model of each stage, with its LoRAs, and what was found in their files.
 
-    Args:
-        models: One for each expert; they stay as they are.
-        stacks: The LoRAs of each expert.
-        plan: The run.
-        mode: As for `apply_lora`.
+    Models and stacks are one for each expert; the models stay as they are.
 
     Raises:
         ValueError: A file cannot be used or has nothing for its model, or a strength has other

@@ -190,8 +190,7 @@ def make_stages(
         boundary: Between two experts.
         experts: 1 or 2.
         plain_steps: Steps at the beginning without LoRAs.
-        cfg_high: Guidance of the first expert: one, one for each of its steps, or one for each
-            step of the list.
+        cfg_high: Guidance of the first expert: one, or one for each of its steps or of the list.
         cfg_low: Of the second.
         plain_cfg: Guidance of the steps without LoRAs; None: as `cfg_high` says.
 

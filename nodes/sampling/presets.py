@@ -49,15 +49,10 @@ _ALONE = {
 
 
 def preset_for(name: str, unet_config: Mapping[str, Any], *, experts: int) -> Preset:
-    """The values of a preset for a model.
+    """The values of one of `PRESETS` for a model of one or two experts.
 
-    Args:
-        name: One of `PRESETS`.
-        unet_config: What ComfyUI has read off the model's file.
-        experts: 1 or 2.
-
-    Returns:
-        Its values; of a model that is not known `base` has the sampler's own defaults.
+    `unet_config` is what ComfyUI has read off the model's file; of a model that is not known `base`
+    has the sampler's own defaults.
     """
     base = _published(unet_config, experts)
     if name == BASE:

@@ -88,13 +88,7 @@ def sample(
 ) -> SamplingResult:
     """Run a sampler over one model, or over the two experts of one.
 
-    Args:
-        models: One or two; they stay as they are.
-        stacks: The LoRAs of each.
-        positive: What to show.
-        negative: What not to show; None: nothing is said, which needs guidance 1.
-        latent: It stays as it is.
-        settings: Of the run.
+    Models and latent stay as they are. Without `negative` guidance has to be 1.
 
     Raises:
         ValueError: Something does not fit; the message begins with the input's name.

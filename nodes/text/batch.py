@@ -72,16 +72,7 @@ class EncoderCall:
 
 
 class Forwards:
-    """Makes calls, and counts them.
-
-    Args:
-        dtype: Number format of the encoder's computation; None: ComfyUI's.
-        compiled: The blocks of the encoder go through `torch.compile`.
-
-    Attributes:
-        count: Forward calls of encoders.
-        rows: Rows of tokens in them.
-    """
+    """Makes calls, `dtype` and `compiled` as for `ready`; counts them, and their `rows`."""
 
     def __init__(self, dtype: torch.dtype | None, compiled: bool) -> None:
         self._dtype, self._compiled = dtype, compiled

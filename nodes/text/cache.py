@@ -15,14 +15,7 @@ MOST_BYTES = 256 << 20
 
 
 class TextCache:
-    """Conditionings by text encoder and prompt; those that were used last stay.
-
-    Args:
-        most_bytes: What they may take together.
-
-    Attributes:
-        nbytes: What they take.
-    """
+    """Conditionings by text encoder and prompt, which take `nbytes`; those used last stay."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes

@@ -19,15 +19,10 @@ _compiling = {"works": True}
 
 
 def shadow(module: nn.Module, replace: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
-    """A module beside another, with some of its parts replaced.
+    """A module beside another, of the same class, with some of its parts replaced.
 
-    Args:
-        module: It stays as it is.
-        replace: What a module is replaced with; None: nothing, and its parts are looked at.
-
-    Returns:
-        Another module of the same class, whose parameters, buffers and hooks are the same ones;
-        the module itself where nothing in it is replaced.
+    Parameters, buffers and hooks are the same ones; it is the module itself where nothing in it is
+    replaced. Where `replace` gives None the parts are looked at.
     """
     replacement = replace(module)
     if replacement is not None:

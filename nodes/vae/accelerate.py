@@ -47,14 +47,9 @@ class Choice:
 
 
 def load(path: str | Path, choice: Choice) -> FastVAE:
-    """Load a VAE from a file.
+    """Load a VAE from a checkpoint of a layout that this package has, in any dialect.
 
-    Args:
-        path: A checkpoint of a layout that this package has, in any dialect.
-        choice: What the user chose.
-
-    Returns:
-        The VAE, which reloads from `path` where ComfyUI wants it on another device.
+    The VAE reloads from `path` where ComfyUI wants it on another device.
 
     Raises:
         OSError: The file is missing or cannot be opened.
@@ -69,14 +64,10 @@ def load(path: str | Path, choice: Choice) -> FastVAE:
 
 
 def accelerate(vae: comfy.sd.VAE, choice: Choice) -> comfy.sd.VAE:
-    """Put our network into a copy of a VAE that ComfyUI loaded; the weights are shared.
-
-    Args:
-        vae: It stays as it is.
-        choice: What the user chose.
+    """Put our network into a copy of a VAE that ComfyUI loaded, which stays as it is.
 
     Returns:
-        The fast VAE; or `vae` itself, and a line in the log that says why.
+        The fast VAE, with the same weights; or `vae` itself, and a line in the log that says why.
 
     Raises:
         ValueError: The weights are not whole, or not finite.

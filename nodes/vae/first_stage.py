@@ -49,9 +49,6 @@ class FastVideoVAE(VideoVAE):
     def decode_output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the frames of a latent: what ComfyUI makes the buffer for `decode` of.
 
-        Args:
-            shape: That of a latent, as `decode` takes it.
-
         Returns:
             `[B, C, T, H, W]`, or `[B, C, H, W]` for pictures.
         """

@@ -90,11 +90,8 @@ def encode_pieces(
 ) -> Iterator[Tensor]:
     """Encode on the device and give the latents away as they are done.
 
-    Args:
-        vae: The VAE, loaded.
-        pieces: As for `VideoVAE.encode_stream`.
-        way: How: what does not fit is to begin anew in the next one.
-        options: As for `decode_pieces`, of this encode.
+    `vae` is loaded, and `pieces` are as for `VideoVAE.encode_stream`. What does not fit in this way
+    is to begin anew in the next one.
 
     Returns:
         An iterator of bare means `[B, C_latent, n, h, w]`.
@@ -118,11 +115,7 @@ def ways(
 ) -> list[Way]:
     """What is tried one after the other while memory runs out.
 
-    Args:
-        vae: The VAE.
-        tile: Height and width in latents that were asked for.
-        encode: For encoding; else for decoding.
-        lone: For a video of one frame.
+    `tile` is the height and width in latents that were asked for; `lone` is a video of one frame.
     """
     model = vae.first_stage_model
     step = model.config.spatial_compression * model.config.output_scale
@@ -145,12 +138,9 @@ def ways(
 
 
 def load(vae: comfy.sd.VAE, memory_bytes: float, way: Way | None = None) -> None:
-    """Bring the weights to the device of the work, and make room there.
+    """Bring the weights to the device of the work, and make room there beside them.
 
-    Args:
-        vae: The VAE.
-        memory_bytes: Room beside the weights.
-        way: How the work is tried; None: on the device of the VAE.
+    Without a `way` that is the device of the VAE.
     """
     if way is not None and way.on_host:
         comfy.model_management.unload_model_and_clones(vae.patcher)

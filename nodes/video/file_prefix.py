@@ -15,12 +15,9 @@ _FORBIDDEN = re.compile(r'[<>:"|?*]')
 
 
 def check_prefix(prefix: str, folder: Path, *, windows: bool = os.name == "nt") -> None:
-    """Check the folder and the beginning of a file's name.
+    """Check the folder and the beginning of a file's name, which has to stay in a folder.
 
-    Args:
-        prefix: As a user wrote it, with `%width%` and the like still in it.
-        folder: What it has to stay in.
-        windows: Whether the names have to suit Windows.
+    The prefix is as a user wrote it, with `%width%` and the like still in it.
 
     Raises:
         ValueError: No file can be called so, or it would leave the folder.

@@ -51,13 +51,7 @@ class Fit:
 
 
 def source_of(video: Input.Video) -> "Source":
-    """Look at a VIDEO.
-
-    Args:
-        video: A file, with the window that it is trimmed to, or tensors.
-
-    Returns:
-        Its frames, which are read when they are asked for.
+    """The frames of a VIDEO, a file with its window or tensors, read when they are asked for.
 
     Raises:
         OSError: The file is missing, or may not be read.
@@ -69,15 +63,9 @@ def source_of(video: Input.Video) -> "Source":
 
 
 def shape_of(size: tuple[int, int], width: int, height: int) -> tuple[int, int] | None:
-    """Height and width that a user asks for.
+    """Height and width that a user asks for, of a video of this height and width.
 
-    Args:
-        size: Height and width of the video.
-        width: What is wanted; 0: by the other one and the shape of the video.
-        height: Likewise.
-
-    Returns:
-        Height and width; None where both are 0.
+    A 0 stands for what the other one and the shape of the video ask for. None: both are 0.
     """
     if not width and not height:
         return None

@@ -31,11 +31,7 @@ def decode_pictures(
 ) -> Iterator[Tensor]:
     """Decode a latent and give the pictures away as they are done.
 
-    Args:
-        vae: The VAE; its weights are brought to their device.
-        latent: `[1, C_latent, t, h, w]`, not normalised.
-        options: The chunk and dtype of this decode; None: as chosen for the VAE.
-        frames: Those that are wanted, of step 1; None: all.
+    Arguments are those of `pieces.decode_pieces`, of one video.
 
     Yields:
         Pictures, `[n, H, W, C]` uint8 on the device of the VAE, the byte being `255 * x` without

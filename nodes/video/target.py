@@ -86,18 +86,10 @@ class VideoTarget:
         audio: "Audio | None",
         tags: dict[str, str],
     ) -> tuple[Path, ui.SavedResult]:
-        """Write a file, which appears when it is whole.
+        """Write a file, which appears when it is whole; also say how the frontend finds it.
 
-        Args:
-            pieces: Pictures `[n, H, W, C]` uint8 on any device. They are drawn while a thread
-                writes those before; where anything fails they are closed.
-            height: Of the pictures.
-            width: Of the pictures.
-            audio: The sound.
-            tags: Of the container.
-
-        Returns:
-            The file, and how the frontend finds it.
+        The pieces are pictures `[n, H, W, C]` uint8 on any device. They are drawn while a thread
+        writes those before; where anything fails they are closed.
 
         Raises:
             OSError: The disk is full, or the file may not be written.
@@ -144,10 +136,7 @@ def frame_range(text: str, count: int | None) -> range:
 
     Args:
         text: The first and the last, such as `40-80`; `40-`: to the end; empty: all.
-        count: How many there are; None: that is not known yet, and only the words are looked at.
-
-    Returns:
-        The frames; none where the count is not known.
+        count: How many there are; None: not known yet, only the words are looked at: no frames.
 
     Raises:
         ValueError: It is no range, or not of this video.
