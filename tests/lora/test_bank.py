@@ -88,9 +88,6 @@ def test_rows_know_their_file_and_ranks_are_filled_up_with_zeros(stack):
     assert not up[:, 23:].any()
     scales = bank.scales[layer.row : layer.row + layer.rank]
     assert scales.tolist() == [0.5] * 4 + [1.0] * 3 + [0.5] * 16 + [0.0]
-    for number, (_, pairs, _) in enumerate(stack):
-        first, last = layer.rows[number]
-        assert torch.equal(up[:, first:last], pairs["blocks.1.self_attn.q"][0].float())
 
 
 def test_layers_come_in_the_order_of_the_model_and_without_gaps(write):
@@ -178,25 +175,6 @@ def test_pairs_have_the_dtype_of_the_computation(stack, dtype):
     assert torch.equal(up[:, :4], stack[0][1]["blocks.1.self_attn.q"][0].to(dtype))
 
 
-def test_dora_and_other_kinds_stand_beside_the_pairs(write):
-    """A DoRA of file 1 between the pairs of files 0 and 2, in the same layer."""
-    paths = [write(number, spelled(random_pairs(WAN, ATTENTION, seed=number))) for number in (0, 2)]
-    tensors = spelled(random_pairs(WAN, ATTENTION, seed=1))
-    tensors[f"{Q}.dora_scale"] = torch.rand(16, 1) + 0.5
-    tensors[f"{PREFIX}blocks.1.diff_m"] = torch.ones(1, 6, 16)
-    paths.insert(1, write(1, tensors))
-    bank = load_bank(paths, TARGETS)
-    layer = bank.layers[Target(f"{Q}.weight")]
-    assert layer.rows == {0: (0, 4), 2: (4, 8)}
-    ((number, adapter),) = layer.others
-    assert number == 1
-    assert adapter.dora_scale is not None
-    assert bank.nbytes > bank.flat.numel() * 4
-    modulation = bank.layers[Target(f"{PREFIX}blocks.1.modulation")]
-    assert modulation.rank == modulation.numel == 0
-    assert len(modulation.others) == 1
-
-
 def test_what_proves_unfit_when_it_is_read_is_told(write):
     tensors = spelled(random_pairs(WAN, ATTENTION))
     tensors |= {f"{PREFIX}blocks.0.ffn.0.lokr_w1": torch.ones(4, 4),
@@ -206,19 +184,6 @@ def test_what_proves_unfit_when_it_is_read_is_told(write):
     (line,) = bank.reports[0].lines()[1:]
     assert line.startswith("  2 keys do not fit: ")
     assert "16x16" in line
-
-
-def test_pairs_for_some_rows_of_a_weight_are_layers_of_their_own(write):
-    halves = {
-        f"blocks.1.self_attn.{name}": Target(f"{Q}.weight", (0, at, 8))
-        for name, at in (("upper", 0), ("lower", 8))
-    }
-    shapes = WAN | {f"{PREFIX}{name}.weight": (8, 16) for name in halves}
-    pairs = random_pairs(shapes, [*halves, "blocks.1.self_attn.q"])
-    bank = load_bank([write(0, spelled(pairs))], Targets(WAN, more=halves))
-    assert len(bank.layers) == 3
-    for name, target in halves.items():
-        assert torch.equal(bank.layers[target].pairs(bank.flat)[1][:, :4], pairs[name][0])
 
 
 # Amounts.
@@ -245,18 +210,6 @@ def test_a_file_that_stands_twice_in_a_stack_has_the_sum_of_its_strengths(stack)
     amounts.set([1.0, -1.0])
     assert amounts.rows(layer) == (0, 0)
     assert not amounts.flat[layer.row : layer.row + layer.rank].any()
-
-
-def test_rows_at_work_are_those_between_the_first_and_the_last_file(stack):
-    bank = load_bank([path for path, _, _ in stack], TARGETS)
-    amounts = amounts_of(bank)
-    layer = bank.layers[Target(f"{Q}.weight")]
-    for strengths, rows in (
-        ((0, 0, 0), (0, 0)), ((1, 0, 0), (0, 4)), ((0, 1, 0), (4, 7)), ((0, 0, 1), (7, 23)),
-        ((1, 1, 0), (0, 7)), ((0, 1, 1), (4, 23)), ((1, 0, 1), (0, 23)),
-    ):  # fmt: skip
-        amounts.set(strengths)
-        assert amounts.rows(layer) == rows
 
 
 def test_the_version_grows_with_a_change_and_no_other_time(stack):

@@ -220,7 +220,9 @@ def mixed(tmp_path, shapes, own):
         tensors = spelled({name: (0.2 * up, 0.2 * down)})
         paths.append(tmp_path / f"{number}.safetensors")
         save_file(own(tensors) if number == 1 else tensors, paths[-1])
-    return load_bank(paths, Targets(shapes)), pairs
+    bank = load_bank(paths, Targets(shapes))
+    assert bank.nbytes > bank.flat.nbytes
+    return bank, pairs
 
 
 @each_way

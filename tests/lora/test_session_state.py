@@ -100,7 +100,10 @@ def test_rows_of_files_at_strength_zero_are_cut_off(stack, monkeypatch):
 
     monkeypatch.setattr(JoinedPairs, "beside", watched)
     session = stack(model, whole=False).session((0, 0, 0), "beside")
-    for strengths, rank in (((1, 0, 0), 4), ((0, 1, 0), 3), ((0, 0, 1), 16), ((1, 1, 0), 7)):
+    for strengths, rank in (
+        ((1, 0, 0), 4), ((0, 1, 0), 3), ((0, 0, 1), 16), ((1, 1, 0), 7), ((0, 1, 1), 19),
+        ((1, 0, 1), 23),  # from the first file at work to the last
+    ):  # fmt: skip
         session.amounts.set(strengths)
         seen.clear()
         called(session, model, video())
