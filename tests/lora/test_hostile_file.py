@@ -1,21 +1,44 @@
-"""LoRA files that are mistaken or made to harm: one line each, with the name, and soon."""
+"""LoRA files that cannot be used, mistaken or made to harm: one line each, with the name, and soon.
+
+What any reader makes of such files is in `checkpoint_io/test_hostile_files.py`.
+"""
 
 import json
+import math
 import os
+import pickle
 import time
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from fast_video_vae.lora.bank import load_bank
 from fast_video_vae.lora.file import LoraFile
 from fast_video_vae.lora.keys import Targets
-from fast_video_vae.tests.lora.models import random_pairs, spelled, wan
+from fast_video_vae.tests.lora.models import PREFIX, modules, qwen, random_pairs, spelled, wan
 
 TARGETS = Targets(wan(blocks=1))
-STEM = "diffusion_model.blocks.0.self_attn.q"
-PAIR = {f"{STEM}.lora_A.weight": torch.ones(2, 16), f"{STEM}.lora_B.weight": torch.ones(16, 2)}
+STEM = f"{PREFIX}blocks.0.self_attn.q"
+DOWN, UP = f"{STEM}.lora_A.weight", f"{STEM}.lora_B.weight"
+
+
+def pair(up=(16, 2), down=(2, 16), dtype=torch.float32):
+    return {DOWN: torch.ones(down, dtype=dtype), UP: torch.ones(up, dtype=dtype)}
+
+
+def two_pairs(seed=0):
+    shapes = wan(blocks=1)
+    return spelled(random_pairs(shapes, [f"blocks.0.self_attn.{name}" for name in "qk"], seed=seed))
+
+
+def whole_model(shapes):
+    return spelled(random_pairs(shapes, modules(shapes)))
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "some.safetensors"
 
 
 def refused(path, match):
@@ -23,47 +46,136 @@ def refused(path, match):
         load_bank([path], TARGETS)
     text = str(caught.value)
     assert text.isprintable()
-    assert len(text) <= 300
+    # The names of a LoRA's modules say which model it is for, and may take more room.
+    assert len(text) <= (700 if text.startswith("nothing in ") else 300)
     assert path.name in text
     return text
 
 
 @pytest.mark.parametrize(
-    ("content", "kind"),
+    ("tensors", "match"),
     [
-        (b"<!DOCTYPE html><html>404</html>", "an HTML page"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "a git-lfs pointer"),
-        (b"Not found", "a text"),
-        (bytes(5000), "filled with zeros"),
-        (b"GGUF\x03\0\0\0", "a GGUF file"),
+        (pair() | {UP: torch.full((16, 2), math.nan)}, "self_attn.q.* expected finite numbers"),
+        (pair(dtype=torch.int64), "expected floating point"),
+        (pair(dtype=torch.bool), "expected floating point"),
+        (pair(dtype=torch.complex64), "expected floating point"),
+        (pair() | {f"{STEM}.alpha": torch.tensor(math.nan)}, "alpha is nan"),
+        (pair((16, 4), (5, 16)), "up has rank 4, down has rank 5; expected the same rank"),
+        ({DOWN: torch.ones(2, 16)}, "expected all of them"),
+        ({UP: torch.ones(16, 2)}, "expected all of them"),
+        *((pair(up, down), "some") for up, down in (
+            ((), (2, 16)), ((16, 2), ()), ((), ()), ((16,), (16,)), ((16, 0), (0, 16)),
+            ((0, 2), (2, 16)),
+        )),
+        ({}, "it has no keys"),
+        ({"conv.weight": torch.ones(2)}, "it has conv.weight; the model has"),
+        ({f"{STEM}.diff": torch.ones(4, 4)}, "a difference of 4x4 for a parameter of 16x16"),
+        (
+            whole_model(wan(d=32, f=48, i2v=False)),
+            r"for another model: a pair for \d+x\d+ and a parameter of",
+        ),
     ],
-)
-def test_a_file_of_another_kind_is_called_by_its_kind(tmp_path, content, kind):
-    path = tmp_path / "some.safetensors"
-    path.write_bytes(content)
-    refused(path, f"is not a whole safetensors file: it is {kind}")
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_a_file_that_cannot_be_used_is_refused(path, tensors, match):
+    save_file(tensors, path, {"lora_alpha": "8"})  # which half a pair does not have
+    refused(path, match)
+
+
+def test_a_file_of_which_nothing_matches_shows_five_keys_of_each_side(path):
+    shapes = qwen()
+    names = [name for name in modules(shapes) if "blocks" in name]
+    save_file(spelled(random_pairs(shapes, names)), path)
+    text = refused(path, r"nothing in some\.safetensors is for this model")
+    theirs, ours = text.split("; the model has ")
+    assert theirs.count("transformer_blocks") == 5
+    assert theirs.count(", ") == 4
+    assert ours.split(", ") == [f"{PREFIX}{name}" for name in (
+        "patch_embedding", "text_embedding.0", "text_embedding.2", "time_embedding.0",
+        "time_embedding.2",
+    )]  # fmt: skip
+
+
+def test_a_file_that_is_not_whole_is_refused_and_called_by_its_kind(path):
+    data = save(pair())
+    header = 8 + int.from_bytes(data[:8], "little")
+    lengths = 0, 1, 7, 8, 9, header // 2, header - 1, header, header + 5, len(data) - 1
+    for content in (*(data[:length] for length in lengths), data + b"more"):
+        path.write_bytes(content)
+        refused(path, "is not a whole safetensors file")
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0")
+    refused(path, "is not a whole safetensors file: it is a git-lfs pointer")
+
+
+def test_pickles_are_refused_unread(tmp_path):
+    for name, zipped in (("model.pt", True), ("model.safetensors", False)):
+        torch.save(pair(), tmp_path / name, _use_new_zipfile_serialization=zipped)
+        why = r"is a pickle, which can run code; expected a \.safetensors file"
+        refused(tmp_path / name, why)
+    for protocol in (2, 3, 4, 5):
+        path = tmp_path / "model.pkl"
+        path.write_bytes(pickle.dumps({"a": Bomb()}, protocol))
+        refused(path, "is a pickle")
+
+
+class Bomb:
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('a pickle was run')",))
+
+
+@pytest.mark.parametrize("size", [0x280, 0x380, 0x480, 0x580])
+def test_a_header_whose_length_looks_like_a_pickle_is_none(path, size):
+    data = save(pair())
+    header = 8 + int.from_bytes(data[:8], "little")
+    text = data[8:header].ljust(size)
+    path.write_bytes(size.to_bytes(8, "little") + text + data[header:])
+    assert len(load_bank([path], TARGETS).layers) == 1
+
+
+def test_a_directory_and_a_missing_file_are_refused(path):
+    refused(path, "cannot be read: No such file")
+    path.mkdir()
+    refused(path, "cannot be read: Is a directory")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes with names")
-def test_what_is_no_file_is_refused_at_once(tmp_path):
-    os.mkfifo(tmp_path / "pipe.safetensors")
-    refused(tmp_path / "pipe.safetensors", "is a device; expected a .safetensors file")
+def test_what_is_no_file_is_refused_at_once(path):
+    os.mkfifo(path)
+    refused(path, "is a device; expected a .safetensors file")
 
 
-@pytest.mark.parametrize(
-    ("up", "down"),
-    [((), (2, 16)), ((16, 2), ()), ((), ()), ((16,), (16,)), ((16, 0), (0, 16)), ((0, 2), (2, 16))],
-)
-def test_pairs_of_odd_shapes_are_refused(tmp_path, up, down):
-    parts = {f"{STEM}.lora_A.weight": torch.ones(down), f"{STEM}.lora_B.weight": torch.ones(up)}
-    save_file(parts, tmp_path / "some.safetensors")
-    refused(tmp_path / "some.safetensors", "some")
+def replaced(path, tensors):
+    """Another file of the same name, in one step."""
+    other = path.with_name("other")
+    save_file(tensors, other)
+    os.utime(other, ns=(1, 1))
+    other.replace(path)
 
 
-@pytest.mark.parametrize("part", PAIR)
-def test_half_a_pair_is_refused_where_metadata_has_an_alpha(tmp_path, part):
-    save_file({part: PAIR[part]}, tmp_path / "some.safetensors", {"lora_alpha": "8"})
-    refused(tmp_path / "some.safetensors", "expected all of them")
+def overwritten(path, tensors):
+    """The same file with other bytes, in place."""
+    path.write_bytes(save(tensors))
+    os.utime(path, ns=(1, 1))
+
+
+def removed(path, tensors):
+    path.unlink()
+
+
+def shortened(path, tensors):
+    os.truncate(path, 100)
+
+
+@pytest.mark.parametrize("change", [replaced, overwritten, removed, shortened])
+@pytest.mark.parametrize("pairs_read", [0, 1])
+def test_a_file_that_changes_between_its_header_and_a_pair_is_refused(path, change, pairs_read):
+    save_file(two_pairs(), path)
+    file = LoraFile(path, TARGETS)
+    for entry in file.entries[:pairs_read]:
+        file.read(entry)
+    change(path, two_pairs(seed=1))
+    with pytest.raises(ValueError, match=r"some\.safetensors (was replaced|cannot be read)"):
+        file.read(file.entries[pairs_read])
 
 
 @pytest.mark.parametrize(
@@ -74,22 +186,22 @@ def test_half_a_pair_is_refused_where_metadata_has_an_alpha(tmp_path, part):
         {"peft_config": '{"lora_alpha": 1' + "0" * 400 + "}"},
     ],
 )
-def test_metadata_that_says_nothing_is_passed_over(tmp_path, metadata):
-    save_file(PAIR, tmp_path / "some.safetensors", metadata)
-    assert len(LoraFile(tmp_path / "some.safetensors", TARGETS).entries) == 1
+def test_metadata_that_says_nothing_is_passed_over(path, metadata):
+    save_file(pair(), path, metadata)
+    assert len(LoraFile(path, TARGETS).entries) == 1
 
 
-def test_keys_are_shown_escaped_and_short(tmp_path):
+def test_keys_are_shown_escaped_and_short(path):
     nasty = {"a\nb": torch.ones(1), "\u202egnp": torch.ones(1), "k" * 999: torch.ones(1)}
-    save_file(nasty, tmp_path / "some.safetensors")
-    refused(tmp_path / "some.safetensors", r"it has (a\\nb|\\u202egnp|kkk)")
-    save_file(PAIR | nasty, tmp_path / "some.safetensors")
-    for line in LoraFile(tmp_path / "some.safetensors", TARGETS).report.lines():
+    save_file(nasty, path)
+    assert len(refused(path, r"it has (a\\nb|\\u202egnp|kkk)")) <= 300
+    save_file(pair() | nasty, path)
+    for line in LoraFile(path, TARGETS).report.lines():
         assert line.isprintable()
         assert len(line) < 300
 
 
-def test_a_report_on_pairs_of_any_number_of_shapes_is_short(tmp_path):
+def test_a_report_on_pairs_of_any_number_of_shapes_is_short(path):
     shapes = wan(blocks=20)
     pairs = random_pairs(shapes, [f"blocks.{n}.self_attn.q" for n in range(20)])
     odd = {
@@ -97,15 +209,15 @@ def test_a_report_on_pairs_of_any_number_of_shapes_is_short(tmp_path):
         for n, (key, value) in enumerate(spelled(pairs).items())
         if ".0." not in key
     }
-    save_file(PAIR | odd, tmp_path / "some.safetensors")
-    lines = LoraFile(tmp_path / "some.safetensors", Targets(shapes)).report.lines()
+    save_file(pair() | odd, path)
+    lines = LoraFile(path, Targets(shapes)).report.lines()
     assert len(lines) == 7
     assert lines[-1] == "  28 more keys do not fit"
 
 
-def test_a_key_of_nothing_but_prefixes_takes_no_time(tmp_path):
+def test_a_key_of_nothing_but_prefixes_takes_no_time(path):
     keys = {f"{'model.' * 150}{n}.lora_A.weight": torch.ones(1) for n in range(2000)}
-    save_file(PAIR | keys, tmp_path / "some.safetensors")
+    save_file(pair() | keys, path)
     began = time.process_time()
-    assert len(LoraFile(tmp_path / "some.safetensors", TARGETS).entries) == 1
+    assert len(LoraFile(path, TARGETS).entries) == 1
     assert time.process_time() - began < 1
