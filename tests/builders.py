@@ -118,6 +118,11 @@ def random_state_dict(
     return spread(shapes, seed)
 
 
+def decoder_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights that decode alone."""
+    return {k: v for k, v in state.items() if not k.startswith(("encoder.", "conv1."))}
+
+
 def spread(
     shapes: dict[str, tuple[int, ...]], seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:

@@ -1,6 +1,5 @@
 """The options of `encode` and `decode` that take a part of a video, or write another kind of it."""
 
-import re
 import wave
 from fractions import Fraction
 
@@ -170,51 +169,3 @@ def test_a_varying_rate_keeps_its_timing_through_encode_and_decode(tmp_path, run
     assert code == 0
     shown = read_video(next((tmp_path / "out").glob("*.mp4")))
     assert (shown.fps, shown.estimated_frames) == (25, 49)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        # told before the VAE is looked for
-        ("a.webm", ["--codec", "h264", "--vae", "none"], "a.webm is not a file for h264; expected"),
-        ("a.avi", ["--vae", "none"], "a.avi is not named as a video; expected a name such as"),
-        ("a.mp4", ["--audio", "none.wav", "--vae", "none"], "No such file .*none.wav"),
-        ("a.mp4", ["--audio", "LATENTS", "--vae", "none"], "cannot be read as sound"),
-        # told before a frame is decoded
-        ("a.mp4", ["--frames", "10-13"], "frames are 10-13; .*l.safetensors holds 0-12"),
-        ("a.mkv", ["--frames", "13", "--chunk", "1"], "frames are 13-13; .* holds 0-12"),
-    ],
-)
-def test_decode_fails_before_any_work(tmp_path, run, vae_path, latents, name, options, message):
-    options = [str(latents) if option == "LATENTS" else option for option in options]
-    vae = [] if "--vae" in options else ["--vae", vae_path]
-    code, lines, errors = run("decode", latents, "-o", tmp_path / name, *vae, *options, "-q")
-    assert (code, lines, len(errors)) == (1, [], 1)
-    assert re.search(message, errors[0])
-    assert not (tmp_path / name).exists()
-
-
-def test_a_size_that_the_codec_refuses_is_told_before_any_frame(tmp_path, run, vae_path):
-    small = tmp_path / "l.safetensors"
-    save_file({"latent": torch.randn(1, 16, 2, 4, 6)}, small)
-    movie = tmp_path / "a.mp4"
-    code, _, errors = run("decode", small, "--vae", vae_path, "-o", movie, "--codec", "hevc", "-q")
-    assert code == 1
-    assert errors == ["fast-video-vae: error: frames are 48x32; hevc needs at least 64x64"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--start", "9"], "a.mkv lasts 0.38 s; start is 9.0 s"),
-        (["--size", "4x4"], "a.mkv is 64x48 and the wanted size is 4x4; expected at least 8x8"),
-    ],
-)
-def test_encode_fails_before_any_work(tmp_path, run, vae_path, options, message):
-    source, file = tmp_path / "a.mkv", tmp_path / "l.safetensors"
-    with VideoWriter(source, 24, codec="ffv1") as writer:
-        writer.write(moving_clip(9))
-    code, _, errors = run("encode", source, "--vae", vae_path, "-o", file, *options, "-q")
-    assert code == 1
-    assert errors[0].endswith(message)
-    assert not file.exists()

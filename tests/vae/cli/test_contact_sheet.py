@@ -33,38 +33,25 @@ def test_columns_are_spread_over_the_clip(frames):
 
 
 @pytest.mark.parametrize(
-    ("height", "width"),
+    ("height", "width", "error", "shown"),
     [
-        (32, 48),  # grows
-        (256, 256),
-        (480, 832),  # shrinks
-        (1080, 608),  # upright
+        (32, 48, 0, 0),  # grows
+        (256, 256, 1, sheet.MAX_FACTOR),
+        (480, 832, 10, 160),  # shrinks; 32-fold would be too bright
+        (1080, 608, 55, 220),  # upright
     ],
 )
-def test_each_row_shows_its_pictures(height, width):
-    picture = np.array(collected(9, height, width).draw("a clip", "PSNR 28.13 dB"))
+def test_each_row_shows_its_pictures_and_a_difference_that_can_be_seen(height, width, error, shown):
+    drawn = collected(9, height, width, error)
+    picture = np.array(drawn.draw("a clip", "PSNR 28.13 dB"))
     cell = sheet.CELL // max(height, width) or sheet.CELL / max(height, width)
     middle = sheet.MARGIN + sheet.LABELS + round(width * cell) // 2
     rows = [
         sheet.HEAD + row * (round(height * cell) + sheet.GAP) + round(height * cell) // 2
         for row in range(3)
     ]
-    # Frame 0: level 0; 10 levels above; the difference of 10 levels, 16-fold.
-    assert [picture[row, middle].tolist() for row in rows] == [[0] * 3, [10] * 3, [160] * 3]
-
-
-@pytest.mark.parametrize(
-    ("error", "factor"),
-    [
-        (0, sheet.MAX_FACTOR),  # identical
-        (1, sheet.MAX_FACTOR),
-        (10, 16),  # 160; 32-fold would be too bright
-        (55, 4),
-    ],
-)
-def test_the_difference_is_made_visible(error, factor):
-    held = collected(3, error=error)._columns
-    assert sheet._amplification([column.difference for column in held]) == factor
+    # Frame 0: level 0; the error above; the difference.
+    assert [picture[row, middle].tolist() for row in rows] == [[0] * 3, [error] * 3, [shown] * 3]
 
 
 def test_a_title_may_hold_any_letters():

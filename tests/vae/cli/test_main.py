@@ -13,7 +13,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fast_video_vae.tests.builders import installed_command, module_command, random_state_dict
+from fast_video_vae.tests.builders import (
+    decoder_of,
+    installed_command,
+    random_state_dict,
+    script_command,
+)
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 
 for _package in ("av", "tqdm", "PIL"):
@@ -30,7 +35,6 @@ from fast_video_vae.vae.media import (  # noqa: E402
     read_video,
 )
 
-MODULE = "fast_video_vae.vae.cli"
 PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 # A second thread gains nothing on frames as small as these, and waits for busy cores.
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -39,6 +43,21 @@ ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 @pytest.fixture
 def video(tmp_path):
     return write_clip(tmp_path / "clip.mp4", 9, fps=Fraction(30000, 1001))
+
+
+@pytest.fixture(params=["demo", "encode", "decode"])
+def quiet_command(request, tmp_path, vae_path):
+    """A command that writes into the folder `out`."""
+    source = write_clip(tmp_path / "a.mp4", 6, 64, 96)  # which drops a frame, and would say so
+    latents, out = tmp_path / "l.safetensors", tmp_path / "out"
+    out.mkdir()
+    save_file({"latent": torch.randn(1, 16, 3, 8, 12)}, latents)
+    given = {
+        "demo": (source, "--out", out),
+        "encode": (source, "-o", out / "l.safetensors"),
+        "decode": (latents, "-o", out / "d.mp4"),
+    }
+    return request.param, *given[request.param], "--vae", vae_path, "--quiet"
 
 
 def whole_clip(path):
@@ -170,18 +189,8 @@ def test_the_dtype_reaches_the_vae(tmp_path, run, vae_path, video):
         assert torch.equal(file.get_tensor("latent"), vae.encode(whole_clip(video)).float())
 
 
-@pytest.mark.parametrize("command", ["demo", "encode", "decode"])
-def test_quiet_leaves_the_result(tmp_path, run, vae_path, command):
-    source = write_clip(tmp_path / "a.mp4", 6)  # which drops a frame, and would say so
-    latents = tmp_path / "l.safetensors"
-    common = ("--vae", vae_path, "--quiet")
-    if command == "decode":
-        run("encode", source, "-o", latents, *common)
-    code, lines, errors = {
-        "demo": lambda: run("demo", source, "--out", tmp_path, *common),
-        "encode": lambda: run("encode", source, "-o", latents, *common),
-        "decode": lambda: run("decode", latents, "-o", tmp_path / "d.mp4", *common),
-    }[command]()
+def test_quiet_leaves_the_result(run, quiet_command):
+    code, lines, errors = run(*quiet_command)
     assert (code, len(lines), errors) == (0, 1, [])
 
 
@@ -245,7 +254,38 @@ def test_wrong_usage_is_2(run, arguments):
         ("decode other.safetensors --vae VAE -o x.mp4", "of the family other; .* is wan2.1"),
         ("decode wide.safetensors --vae VAE -o x.mp4", "8 channels; this VAE needs 16"),
         ("decode nan.safetensors --vae VAE -o x.mp4", "NaN"),
+        (
+            "decode tall.safetensors --vae none -o a.webm --codec h264",
+            "a.webm is not a file for h264",
+        ),
+        ("decode tall.safetensors --vae none -o a.avi", "a.avi is not named as a video; expected"),
+        ("decode tall.safetensors --vae none -o a.mp4 --audio no.wav", "No such file .*no.wav"),
+        ("decode tall.safetensors --vae none -o a.mp4 --audio text.mp4", "cannot be read as sound"),
+        # told before a frame is decoded
+        ("decode tall.safetensors --vae VAE -o a.mp4 --frames 0-1", "0-1; .*tall.* holds 0-0"),
+        ("decode tall.safetensors --vae VAE -o a.mkv --frames 1 --chunk 1", "1-1; .* holds 0-0"),
+        (
+            "decode tall.safetensors --vae VAE -o a.mp4 --codec hevc",
+            "frames are 32x64; hevc needs at least 64x64",
+        ),
+        ("encode clip.mp4 --vae VAE -o x.safetensors --start 9", "lasts 0.30 s; start is 9.0 s"),
+        (
+            "encode clip.mp4 --vae VAE -o x.safetensors --size 4x4",
+            "clip.mp4 is 48x32 and the wanted size is 4x4; expected at least 8x8",
+        ),
+        ("bench --vae none --json x.json", "none does not exist"),
+        ("bench --vae VAE -o chart.jpg", "chart.jpg is not named as a chart; expected x.png"),
+        ("bench --vae none -o folder/x.png", "No such file .*folder/x.png"),
+        (
+            "bench --vae VAE --frames 1 --size 4x48",
+            "1 frame of 4 x 48; .* at least 1 frame of 8 x 8",
+        ),
+        (
+            "bench --vae decoder.safetensors --task both --json x.json",
+            "decoder only; expected --task decode",
+        ),
         ("info none", "none does not exist"),
+        ("info --device gpu", "device 'gpu' is unknown"),
     ],
 )
 def test_a_failure_is_1_and_one_line(
@@ -257,6 +297,7 @@ def test_a_failure_is_1_and_one_line(
     save_file({"latent": torch.zeros(1, 8, 1, 4, 4)}, "wide.safetensors")
     save_file({"latent": torch.zeros(1, 16, 1, 8, 4)}, "tall.safetensors")
     save_file({"latent": torch.full((1, 16, 1, 4, 4), torch.nan)}, "nan.safetensors")
+    save_file(decoder_of(random_state_dict(8)), "decoder.safetensors")
     before = set(tmp_path.iterdir())
     code, lines, errors = run(*arguments.replace("VAE", str(vae_path)).split(), "--quiet")
     assert (code, lines, len(errors)) == (1, [], 1)
@@ -304,22 +345,12 @@ def test_debug_lets_an_error_through(run):
         main(["info", "none", "--debug"])
 
 
-@pytest.mark.parametrize("command", ["demo", "encode", "decode"])
-def test_a_full_disk_leaves_nothing(tmp_path, run, vae_path, limited_files, command):
-    source = write_clip(tmp_path / "a.mp4", 5, 64, 96)
-    latents, out = tmp_path / "l.safetensors", tmp_path / "out"
-    out.mkdir()
-    save_file({"latent": torch.randn(1, 16, 3, 8, 12)}, latents)
-    arguments = {
-        "demo": ("demo", source, "--out", out),
-        "encode": ("encode", source, "-o", out / "l.safetensors"),
-        "decode": ("decode", latents, "-o", out / "d.mp4"),
-    }[command]
+def test_a_full_disk_leaves_nothing(tmp_path, run, quiet_command, limited_files):
     with limited_files(3000):
-        code, lines, errors = run(*arguments, "--vae", vae_path, "-q")
+        code, lines, errors = run(*quiet_command)
     assert (code, lines, len(errors)) == (1, [], 1)
     assert re.match(r"fast-video-vae: error: File too large: .*out/\w+\.\w+$", errors[0])
-    assert not list(out.iterdir())
+    assert not list((tmp_path / "out").iterdir())
 
 
 PEAKS = """
@@ -340,11 +371,9 @@ def test_memory_does_not_grow_with_length(tmp_path, vae_path):
     # Both long enough to fill the contact sheet.
     short = write_clip(tmp_path / "short.mp4", 65, 64, 96)
     long = write_clip(tmp_path / "long.mp4", 257, 64, 96)
-    bind = module_command(MODULE)[2].split(";")[0:2]
-    command = [sys.executable, "-c", ";".join(bind) + "\n" + PEAKS]
     report = tmp_path / "peaks.json"
-    arguments = [vae_path, tmp_path, report, short, long]
-    subprocess.run([*command, *map(str, arguments)], check=True, env=ONE_THREAD)
+    command = script_command(PEAKS, vae_path, tmp_path, report, short, long)
+    subprocess.run(command, check=True, env=ONE_THREAD)
     first, second = json.loads(report.read_text())
     # In KiB. 192 frames more of 64x96 pixels: 13824 as floats, 36864 in the first layer.
     assert second - first < 10_000

@@ -57,16 +57,12 @@ def files(tmp_path_factory):
 
 
 def arguments(command, files, out, frames):
-    return [
-        command,
-        *{
-            "demo": (files / f"{frames}.mp4", "--out", out),
-            "encode": (files / f"{frames}.mp4", "-o", out / "l.safetensors"),
-            "decode": (files / f"{frames}.safetensors", "-o", out / "d.mp4"),
-        }[command],
-        "--vae",
-        files / "vae.safetensors",
-    ]
+    given = {
+        "demo": (files / f"{frames}.mp4", "--out", out),
+        "encode": (files / f"{frames}.mp4", "-o", out / "l.safetensors"),
+        "decode": (files / f"{frames}.safetensors", "-o", out / "d.mp4"),
+    }
+    return command, *given[command], "--vae", files / "vae.safetensors"
 
 
 def start(given, *, ignored=(), **settings):
@@ -151,16 +147,14 @@ def check_whole(out):
         assert path.suffix != ".part"
 
 
-def cases():
-    """Every case, and which of them are slow."""
-    rows = []
-    for case in itertools.product(COMMANDS, SIGNALS, MOMENTS):
-        name = "-".join((case[0], case[1].name, case[2]))
-        rows.append(pytest.param(*case, id=name, marks=() if case in SAMPLE else pytest.mark.slow))
-    return rows
-
-
-@pytest.mark.parametrize(("command", "number", "moment"), cases())
+@pytest.mark.parametrize(
+    ("command", "number", "moment"),
+    [
+        pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.slow)
+        for case in itertools.product(COMMANDS, SIGNALS, MOMENTS)
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_a_signal_leaves_what_was_there(tmp_path, files, command, number, moment):
     out = tmp_path / "out"
     out.mkdir()
