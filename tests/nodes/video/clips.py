@@ -2,7 +2,7 @@
 
 import torch
 
-from fast_video_vae.tests.nodes.vae.pairs import node, ours, v3_node
+from fast_video_vae.tests.nodes.vae.pairs import node, ours, relative_error, v3_node
 
 
 def decode(vae, latent, **options):
@@ -33,6 +33,24 @@ def components(video):
 
 def image(vae, latent):
     return node("VAEDecode", vae=vae, samples={"samples": latent})[0]
+
+
+def assert_encoded(latent, vae, pixels):
+    """It is what VAE Encode gives for an IMAGE."""
+    (expected,) = node("VAEEncode", vae=vae, pixels=pixels)
+    assert relative_error(latent, expected["samples"]) <= 1e-5
+
+
+def press_stop(monkeypatch, hit=lambda value, total: True):
+    """The user presses stop when a progress bar shows this."""
+    import comfy.model_management
+    import comfy.utils
+
+    def show(value, total, preview, node_id=None):
+        if hit(value, total):
+            comfy.model_management.interrupt_current_processing()
+
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", show)
 
 
 def written(frames, path, **options):

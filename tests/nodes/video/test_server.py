@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from fast_video_vae.tests.builders import script_command
 from fast_video_vae.tests.nodes.checkout import PACK, why_unavailable
 from fast_video_vae.tests.nodes.server import AUTO, PromptError, Server, Workflow
 from fast_video_vae.tests.nodes.video.clips import decibels, decode, frames_of
@@ -24,23 +24,18 @@ SLACK_BYTES = 64 << 20
 PEAK = """
 import resource, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-import importlib.util
-spec = importlib.util.spec_from_file_location("conftest", sys.argv[1] + "/tests/conftest.py")
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
 import torch
 torch.set_num_threads(1)
 from fast_video_vae.tests.nodes.checkout import import_comfyui
-import_comfyui(Path(sys.argv[2]))
+import_comfyui(Path(sys.argv[1]))
 from comfy_api.latest import InputImpl
 from fast_video_vae.nodes.vae.nodes import Load
 from fast_video_vae.nodes.video.nodes import DecodeVideo, EncodeVideo
-file, count = Path(sys.argv[2], "output", "x_00001_.mp4"), int(sys.argv[4])
+file, count = Path(sys.argv[1], "output", "x_00001_.mp4"), int(sys.argv[3])
 shape = (1, 16, (count - 1) // 4 + 1, 16, 16)
 with torch.inference_mode():
     (vae,) = Load.execute("bundled demo", "auto", "auto", 0).args
-    if sys.argv[3] == "decode":
+    if sys.argv[2] == "decode":
         samples = {"samples": torch.randn(shape)}
         DecodeVideo.execute(samples, vae, 16.0, "h264", 70, "x", "output")
         assert file.is_file()
@@ -68,7 +63,7 @@ def test_eight_times_the_frames_take_no_more_memory(tmp_path):
 def peak_mib(base, task, frames):
     """What a process of its own takes."""
     base.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", PEAK, str(PACK), str(base), task, str(frames)]
+    command = script_command(PEAK, base, task, frames)
     done = subprocess.run(command, cwd=base, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return float(done.stdout.splitlines()[-1])

@@ -6,14 +6,8 @@ import logging
 import pytest
 import torch
 
-from fast_video_vae.tests.nodes.vae.pairs import (
-    as_saved,
-    clip,
-    fast_vae,
-    latents,
-    node,
-    relative_error,
-)
+from fast_video_vae.tests.nodes.vae.pairs import as_saved, clip, fast_vae, latents
+from fast_video_vae.tests.nodes.video.clips import assert_encoded, image
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.vae import StreamOptions
 
@@ -25,11 +19,10 @@ def seedvr2_vae(comfyui, tmp_path_factory):
     return fast_vae(random_seedvr2(), tmp_path_factory.mktemp("vae"))
 
 
-def decoded(vae, latent, chunk=None, **options):
+def decoded(vae, latent, **options):
     from fast_video_vae.nodes.video.stream import decode_pictures
 
-    pictures = decode_pictures(vae, latent, StreamOptions(chunk), **options)
-    return torch.cat(list(pictures))
+    return torch.cat(list(decode_pictures(vae, latent, **options)))
 
 
 def encoded(vae, pieces, chunk=None, **options):
@@ -43,32 +36,6 @@ def cut(images, lengths):
     ends = list(itertools.accumulate(lengths))
     video = (images * 2 - 1).movedim(-1, 0).unsqueeze(0)
     return [video[:, :, end - length : end] for end, length in zip(ends, lengths, strict=True)]
-
-
-@pytest.mark.parametrize("chunk", [None, 1, 3, -1])
-def test_the_pictures_are_the_bytes_of_the_image(fast, chunk):
-    latent = latents(5)
-    (images,) = node("VAEDecode", vae=fast, samples={"samples": latent})
-    assert torch.equal(decoded(fast, latent, chunk=chunk), as_saved(images))
-
-
-@pytest.mark.parametrize(
-    "frames",
-    [
-        range(0, 1),  # the first alone
-        range(1, 2),
-        range(4, 6),  # over the border of two latents
-        range(5, 17),  # to the end
-        range(0, 17),
-        range(16, 17),  # the last
-    ],
-)
-def test_the_frames_that_are_wanted_come_and_no_others(fast, frames):
-    latent = latents(5)
-    whole = decoded(fast, latent)
-    assert len(whole) == 17
-    part = decoded(fast, latent, frames=frames)
-    assert torch.equal(part, whole[frames.start : frames.stop])
 
 
 @pytest.mark.parametrize(
@@ -86,10 +53,7 @@ def test_the_frames_that_are_wanted_come_and_no_others(fast, frames):
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_pieces_of_any_lengths_give_the_latent_of_the_whole(fast, lengths, chunk):
     images = clip(sum(lengths))
-    (samples,) = node("VAEEncode", vae=fast, pixels=images)
-    latent = encoded(fast, cut(images, lengths), chunk=chunk)
-    assert latent.dtype == samples["samples"].dtype
-    assert relative_error(latent, samples["samples"]) <= 1e-5
+    assert_encoded(encoded(fast, cut(images, lengths), chunk=chunk), fast, images)
 
 
 @pytest.mark.parametrize(("frames", "left"), [(2, 1), (4, 3), (9, 0), (11, 2)])
@@ -100,34 +64,20 @@ def test_what_fills_no_latent_is_left_out_and_the_log_says_so(fast, frames, left
     expected = f"the last {left} of {frames} frames are left out; the VAE takes 4 n + 1"
     assert caplog.text.count("are left out") == (left > 0)
     assert left == 0 or expected in caplog.text
-    (samples,) = node("VAEEncode", vae=fast, pixels=images[: frames - left])
-    assert relative_error(latent, samples["samples"]) <= 1e-5
-
-
-def test_bytes_are_encoded_as_the_image_of_them(fast):
-    pictures = (clip(9) * 255).byte()
-    (samples,) = node("VAEEncode", vae=fast, pixels=pictures.float() / 255)
-    latent = encoded(fast, [pictures.movedim(-1, 0).unsqueeze(0)])
-    assert relative_error(latent, samples["samples"]) <= 1e-5
+    assert_encoded(latent, fast, images[: frames - left])
 
 
 def test_a_vae_of_pictures_encodes_each_frame(picture_vae):
     images = clip(3, channels=4)
-    (samples,) = node("VAEEncode", vae=picture_vae, pixels=images)
-    latent = encoded(picture_vae, cut(images, [2, 1]))
-    assert latent.shape == samples["samples"].shape
-    assert relative_error(latent, samples["samples"]) <= 1e-5
+    assert_encoded(encoded(picture_vae, cut(images, [2, 1])), picture_vae, images)
 
 
 @pytest.mark.parametrize("frames", [1, 5])
 def test_seedvr2_is_scaled_as_comfyui_wants_it(seedvr2_vae, frames):
     images = clip(frames)
-    (samples,) = node("VAEEncode", vae=seedvr2_vae, pixels=images)
     latent = encoded(seedvr2_vae, cut(images, [frames]))
-    assert latent.shape == samples["samples"].shape
-    assert relative_error(latent, samples["samples"]) <= 1e-5
-    (decodes,) = node("VAEDecode", vae=seedvr2_vae, samples=samples)
-    assert torch.equal(decoded(seedvr2_vae, samples["samples"]), as_saved(decodes))
+    assert_encoded(latent, seedvr2_vae, images)
+    assert torch.equal(decoded(seedvr2_vae, latent), as_saved(image(seedvr2_vae, latent)))
 
 
 def test_no_frames_are_an_error(fast):
@@ -135,36 +85,10 @@ def test_no_frames_are_an_error(fast):
         encoded(fast, [])
 
 
-@pytest.mark.parametrize("task", ["decode", "encode"])
-def test_an_interrupt_stops_between_pieces_and_the_next_run_is_whole(fast, task):
-    import comfy.model_management as management
-
-    from fast_video_vae.nodes.video.stream import decode_pictures
-
-    latent, images = latents(9), clip(17)
-
-    def pieces():
-        yield from cut(images, [5, 4])
-        management.interrupt_current_processing()
-        yield from cut(images[9:], [8])
-
-    def work():
-        if task == "encode":
-            return encoded(fast, pieces(), chunk=1)
-        for _ in decode_pictures(fast, latent, StreamOptions(1)):
-            management.interrupt_current_processing()
-
-    with pytest.raises(management.InterruptProcessingException):
-        work()
-    (whole,) = node("VAEDecode", vae=fast, samples={"samples": latent})
-    assert torch.equal(decoded(fast, latent), as_saved(whole))
-
-
 def test_an_encode_starts_again_where_memory_ran_out(fast, monkeypatch):
     from fast_video_vae.nodes.vae.first_stage import FastVideoVAE
 
     images = clip(17)
-    (samples,) = node("VAEEncode", vae=fast, pixels=images)
     real_stream, calls = FastVideoVAE.encode_stream, []
 
     def encode_stream(self, pieces, options, **others):
@@ -175,7 +99,7 @@ def test_an_encode_starts_again_where_memory_ran_out(fast, monkeypatch):
                 raise torch.OutOfMemoryError("out of memory, says the test")
 
     monkeypatch.setattr(FastVideoVAE, "encode_stream", encode_stream)
-    assert relative_error(encoded(fast, cut(images, [5, 12])), samples["samples"]) <= 1e-5
+    assert_encoded(encoded(fast, cut(images, [5, 12])), fast, images)
     assert [each.tile for each in calls[:2]] == [None, None]
     assert calls[2].tile is not None
 
