@@ -14,24 +14,9 @@ from fast_video_vae.tests.nodes.vae.pairs import clip, fast_vae, latents, stock_
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.wan22 import random_wan22
 
-pytestmark = pytest.mark.comfyui
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 SMALL = {"width": 48, "height": 32, "frames": 5, "rounds": 1}
-
-
-@pytest.fixture(scope="module")
-def state():
-    return random_state_dict(8)
-
-
-@pytest.fixture
-def _as_in_a_node(comfyui):
-    """ComfyUI runs nodes in inference mode."""
-    with torch.inference_mode():
-        yield
-
-
-in_process = pytest.mark.usefixtures("_as_in_a_node")
 
 
 def run(vae, **changed):
@@ -50,7 +35,7 @@ def results(content, task="decode"):
 
 
 @pytest.fixture(params=["stock", "fast"])
-def vae(request, state, tmp_path, _as_in_a_node):
+def vae(request, state, tmp_path, inference):
     """What comes from ComfyUI's loader, and from ours."""
     return stock_vae(state) if request.param == "stock" else fast_vae(state, tmp_path)
 
@@ -77,7 +62,6 @@ def test_both_networks_are_measured_and_agree(vae):
     assert all("fp32" in line for line in lines[2:])
 
 
-@in_process
 def test_the_psnr_is_that_of_the_two_decodes(state, tmp_path):
     stock, latent = stock_vae(state), latents(2)
     decode = stock.first_stage_model.decode
@@ -102,7 +86,6 @@ def test_the_inputs_stay_as_they_are(vae):
         assert torch.equal(value, weights[key])
 
 
-@in_process
 def test_no_other_model_stays_loaded(state):
     from comfy import model_management
 
@@ -140,7 +123,6 @@ ASKED = ({"width": 52, "frames": 8}, (48, 32, 5), "8 frames of 52 x 32 were aske
         ),
     ],
 )
-@in_process
 def test_the_size_is_that_of_what_is_connected(state, task, inputs, size, note):
     _, table, content = run(stock_vae(state), task=task, **inputs)
     assert (content["width"], content["height"], content["frames"]) == size
@@ -149,7 +131,6 @@ def test_the_size_is_that_of_what_is_connected(state, task, inputs, size, note):
     assert note is None or note in table
 
 
-@in_process
 def test_a_dtype_is_that_of_both(state, tmp_path, monkeypatch):
     import comfy.sd
 
@@ -170,7 +151,6 @@ def test_a_dtype_is_that_of_both(state, tmp_path, monkeypatch):
     assert "bf16" in table
 
 
-@in_process
 def test_who_runs_out_of_memory_is_in_the_table(state):
     stock = stock_vae(state)
 
@@ -189,7 +169,6 @@ def test_who_runs_out_of_memory_is_in_the_table(state):
     assert chart.shape == (1, 640, 1024, 3)
 
 
-@in_process
 def test_another_error_is_not_hidden(state):
     stock = stock_vae(state)
 
@@ -212,24 +191,22 @@ def decoder_only(state, folder):
     return fast_vae({k: v for k, v in state.items() if not k.startswith(keys)}, folder)
 
 
-def twice_as_large(_, folder):
-    return fast_vae(random_state_dict(8, out_channels=12), folder)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda *_: object(), r"^vae: got an object; expected a VAE$"),
         (of_another_network, r"^vae: .* not accelerated"),
         (decoder_only, r"^vae: ComfyUI has no network .* it has a decoder only$"),
-        (twice_as_large, r"^vae: ComfyUI has no network .* twice the size$"),
+        (
+            lambda _, folder: fast_vae(random_state_dict(8, out_channels=12), folder),
+            r"^vae: ComfyUI has no network .* twice the size$",
+        ),
         (
             lambda _, folder: fast_vae(random_wan22(), folder),
             r"^vae: ComfyUI has no network of its own for this wan2.2 VAE",
         ),
     ],
 )
-@in_process
 def test_a_vae_that_cannot_be_compared_is_one_line(state, tmp_path, make, message):
     with pytest.raises(ValueError, match=message) as caught:
         run(make(state, tmp_path))
@@ -248,14 +225,12 @@ def test_a_vae_that_cannot_be_compared_is_one_line(state, tmp_path, make, messag
         ),
     ],
 )
-@in_process
 def test_an_input_that_does_not_fit_is_one_line(state, inputs, message):
     with pytest.raises(ValueError, match=message) as caught:
         run(stock_vae(state), task="both", **inputs)
     assert "\n" not in str(caught.value)
 
 
-@in_process
 def test_the_bar_is_of_the_rounds_and_stop_is_heard_between_calls(state, monkeypatch):
     import comfy.model_management
     import comfy.utils
@@ -282,7 +257,6 @@ def test_the_bar_is_of_the_rounds_and_stop_is_heard_between_calls(state, monkeyp
 
 
 @pytest.mark.slow
-@in_process
 def test_seedvr2_is_measured_too():
     stock = stock_vae(random_seedvr2((128, 256, 512, 512)))
     _, _, content = run(stock, task="both", width=32, frames=1, dtype="fp32")

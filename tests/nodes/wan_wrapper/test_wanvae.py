@@ -55,9 +55,6 @@ def latent_of(family, latents, batch=1, seed=0):
     return torch.randn(batch, family.channels, latents, 3, 4, generator=generator)
 
 
-# --- what the nodes touch beside encode and decode
-
-
 @both
 def test_it_offers_what_the_nodes_touch(family, vae):
     assert type(vae).__name__ != "TAEHV"  # the name of a VAE that is called otherwise
@@ -80,9 +77,6 @@ def test_a_dtype_that_is_asked_for_is_that_of_the_work(vae):
 def test_a_dtype_that_it_cannot_compute_in_is_an_error(vae):
     with pytest.raises(ValueError, match=r"^dtype is torch.float8_e4m3fn; expected one of torch\."):
         vae.to(CPU, torch.float8_e4m3fn)
-
-
-# --- encode
 
 
 @both
@@ -173,9 +167,6 @@ def test_a_sample_has_the_spread_of_the_posterior(family, vae, frames):
     assert torch.equal(vae.encode(pixels, CPU), mean)
 
 
-# --- decode
-
-
 @both
 @pytest.mark.parametrize(("latents", "tiled"), [(1, False), (2, True), (5, False)])
 def test_decode_is_comfyui_s(family, vae, latents, tiled):
@@ -187,6 +178,7 @@ def test_decode_is_comfyui_s(family, vae, latents, tiled):
     assert frames.dtype == torch.float32
     assert frames.permute(1, 2, 3, 0).is_contiguous()  # the IMAGE that callers make of it
     assert torch.equal(latent, before)
+    frames.clamp_(-1, 1).add_(1).div_(2)  # as callers do, in place
 
 
 def test_every_form_of_a_decode_is_the_same(family, vae):
@@ -203,6 +195,7 @@ def test_every_form_of_a_decode_is_the_same(family, vae):
         assert torch.equal(result, frames)
 
 
+@both
 @pytest.mark.parametrize(("latents", "tiled"), [(2, False), (4, True)])
 def test_the_end_latent_is_decoded_by_itself(family, vae, latents, tiled):
     latent = latent_of(family, latents)
@@ -253,9 +246,6 @@ def test_a_vae_that_encodes_in_another_dtype_asks_for_the_wider(family, tmp_path
     assert relative_error(vae.encode(pixels, CPU), family.oracle.encode(pixels)) <= 1e-5
 
 
-# --- as the nodes string the calls together
-
-
 def test_windows_that_start_from_the_tail_of_the_last(family, vae):
     """As in the loops over windows: decode, keep, encode the tail and a still rest for the next."""
 
@@ -265,62 +255,17 @@ def test_windows_that_start_from_the_tail_of_the_last(family, vae):
             latent = latent_of(family, 3, seed=window)
             if tail is not None:
                 still = torch.zeros(1, 3, 9 - tail.shape[2], *tail.shape[3:])
-                condition = encode(torch.cat([tail, still], dim=2))
-                latent[:, :, :1] = condition[:, :, :1]
-            frames = decode(latent)
+                latent[:, :, :1] = encode(torch.cat([tail, still], dim=2))[:, :, :1]
+            frames = decode(latent)[0]
             kept.append(frames if tail is None else frames[:, 5:])
             tail = frames[:, -5:].unsqueeze(0)
+            vae.to("cpu")
         return torch.cat(kept, dim=1)
 
-    def decode(latent):
-        nonlocal vae
-        vae = vae.to(CPU)
-        frames = vae.decode(latent.to(CPU, vae.dtype), device=CPU, tiled=False, pbar=False)[0].cpu()
-        vae.to("cpu")
-        return frames
-
-    def encode(pixels):
-        vae.to(CPU)
-        latents = vae.encode(pixels.to(CPU, vae.dtype), device=CPU, tiled=False, pbar=False)
-        vae.model.to("cpu")
-        return latents.to(torch.float32)
-
-    result = loop(decode, encode)
-    expected = loop(lambda latent: family.oracle.decode(latent)[0], family.oracle.encode)
+    result = loop(lambda latent: vae.to(CPU).decode(latent, CPU), lambda x: vae.encode(x, CPU))
+    expected = loop(family.oracle.decode, family.oracle.encode)
     assert result.shape[1] == 9 + 2 * 4
     assert relative_error(result, expected) <= 1e-4  # an error passes from window to window
-
-
-@both
-def test_images_from_a_latent_with_an_end_and_a_loop(family, vae):
-    """As the decode node does it: an IMAGE by in-place steps, and latents across the seam."""
-    latent = latent_of(family, 4)
-    vae.to(CPU)
-    images = vae.decode(latent.to(CPU, vae.dtype), device=CPU, end_=True, tiled=False)[0]
-    images = images.cpu().float()
-    images.clamp_(-1, 1).add_(1).div_(2)
-    images = images[:, :-1].permute(1, 2, 3, 0)
-    expected = family.oracle.decode(latent, end_=True)[0, :, :-1].clamp(-1, 1).add(1).div(2)
-    assert relative_error(images, expected.permute(1, 2, 3, 0)) <= 1e-5
-    seam = torch.cat([latent[:, :, -3:], latent[:, :, :2]], dim=2)
-    size = 272 // vae.upsampling_factor
-    tiles = {"tile_size": (size, size), "tile_stride": (size // 2, size // 2)}
-    frames = vae.decode(seam, device=CPU, end_=False, tiled=False, **tiles)[0]
-    assert relative_error(frames, family.oracle.decode(seam)[0]) <= 1e-5
-
-
-@both
-def test_pairs_of_masked_videos_are_joined_in_their_channels(family, vae):
-    """As for VACE: two lists, and a reference picture of one frame."""
-    inactive, reactive = ([each] for each in (video(9)[0], video(9, seed=7)[0]))
-    pairs = zip(vae.encode(inactive, device=CPU), vae.encode(reactive, device=CPU), strict=True)
-    (joined,) = (torch.cat(pair, dim=0) for pair in pairs)
-    (reference,) = vae.encode(video(1), device=CPU, tiled=False)
-    assert joined.shape == (2 * family.channels, 3, 48 // family.factor, 64 // family.factor)
-    assert reference.shape[1] == 1
-
-
-# --- memory, progress, stop
 
 
 def loaded():
