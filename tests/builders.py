@@ -5,6 +5,7 @@
 
 import re
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -211,3 +212,13 @@ def one_line(error, *words):
     assert len(message) <= 300
     for word in words:
         assert word in message, message
+
+
+@contextmanager
+def refused(match, *words, error=ValueError):
+    """Check that the body raises an error of one line that has a match and these words in it."""
+    import pytest
+
+    with pytest.raises(error, match=match) as caught:
+        yield
+    one_line(caught, *words)
