@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
-from fast_video_vae.tests.nodes.vae.pairs import fast_vae, narrow_seedvr2
+from fast_video_vae.tests.nodes.vae.pairs import fast_vae, narrow_seedvr2, stock_vae
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 
 
@@ -28,6 +28,10 @@ class Family(NamedTuple):
     keys: tuple[str, ...]
     block: str
 
+    def another_stock(self):
+        """ComfyUI's VAE anew, on the same weights."""
+        return (narrow_seedvr2 if self.name == "seedvr2" else stock_vae)(self.state)
+
 
 @pytest.fixture(scope="session")
 def wan(state, stock, fast):
@@ -47,6 +51,14 @@ def seedvr2(comfyui, tmp_path_factory):
     )
     fast = fast_vae(state, tmp_path_factory.mktemp("vae"))
     return Family("seedvr2", state, narrow_seedvr2(state), fast, keys, "mid_block.resnets.0")
+
+
+@pytest.fixture(scope="session")
+def models(comfyui):
+    """Where the loaders look for a VAE."""
+    folder = comfyui / "models" / "vae"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @pytest.fixture(params=["wan", "seedvr2"])

@@ -50,9 +50,35 @@ def clip(frames, height=64, width=64, channels=3, seed=0):
     return torch.rand(frames, height, width, channels, generator=generator)
 
 
-def latents(frames, height=6, width=9, batch=1, seed=0):
+def latents(frames, height=6, width=9, batch=1, seed=0, channels=16):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, 16, frames, height, width, generator=generator)
+    return torch.randn(batch, channels, frames, height, width, generator=generator)
+
+
+def frames(count, height=32, width=48, **options):
+    """A small IMAGE; `small_latents` has latents of its size."""
+    return clip(count, height, width, **options)
+
+
+def small_latents(count, **options):
+    return latents(count, 4, 6, **options)
+
+
+def out_of_memory(monkeypatch, fast, name, times):
+    """Let a stream of the network fail for so many calls; what each was given is in the list."""
+    import comfy.model_management as management
+
+    kind, calls = type(fast.first_stage_model), []
+    real = getattr(kind, name)
+
+    def failing(self, given, options, **others):
+        calls.append(options)
+        if len(calls) <= times:
+            raise management.OOM_EXCEPTION(f"no memory, try {len(calls) - 1}")
+        return real(self, given, options, **others)
+
+    monkeypatch.setattr(kind, name, failing)
+    return calls
 
 
 def as_saved(images):

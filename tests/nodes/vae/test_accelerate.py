@@ -1,7 +1,9 @@
 """Where a fast VAE comes from: a VAE that ComfyUI loaded, and a file; and what stays as it is."""
 
 import copy
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -18,20 +20,23 @@ from fast_video_vae.tests.nodes.vae.pairs import (
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 
-def test_accelerating_shares_the_weights_and_leaves_the_input_alone(state):
-    stock = stock_vae(state)
+def test_accelerating_shares_the_weights_and_leaves_the_input_alone(family):
+    stock = family.another_stock()
     before = dict(stock.__dict__)
     fast = accelerated(stock)
-    latent = latents(2)
-    fast.decode(latent)
     assert stock.__dict__ == before
-    assert all(torch.equal(value, state[key]) for key, value in stock.get_sd().items())
+    assert all(torch.equal(value, family.state[key]) for key, value in stock.get_sd().items())
     theirs = dict(stock.first_stage_model.named_parameters())
     for key, parameter in fast.first_stage_model.named_parameters():
         assert parameter.data_ptr() == theirs[key].data_ptr(), key
         assert parameter is not theirs[key]
-    assert relative_error(fast.decode(latent), stock.decode(latent)) <= 1e-5
-    assert relative_error(fast.encode(clip(5)), stock.encode(clip(5))) <= 1e-5
+    kept = weakref.ref(stock.first_stage_model)
+    del stock, before, theirs, parameter
+    gc.collect()
+    assert kept() is None
+    latent, pixels = latents(2, 4, 6), clip(5, 32, 48)
+    assert relative_error(fast.decode(latent), family.stock.decode(latent)) <= 1e-5
+    assert relative_error(fast.encode(pixels), family.stock.encode(pixels)) <= 1e-5
 
 
 def test_patches_of_the_input_come_along_while_they_are_applied(state):
@@ -83,10 +88,6 @@ def test_it_reloads_through_the_loader_that_comfyui_remembers(state, tmp_path):
     assert clone.model.chunk == 2
     assert torch.equal(clone.model.decode(latents(2)), fast.first_stage_model.decode(latents(2)))
     assert accelerated(stock_vae(state)).patcher.cached_patcher_init is None
-
-
-class _OfAnotherPack:
-    pass
 
 
 def of_another_pack(state):

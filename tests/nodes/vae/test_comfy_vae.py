@@ -11,26 +11,17 @@ import torch
 from fast_video_vae.tests.nodes.vae.pairs import (
     clip,
     fast_vae,
+    frames,
     latents,
     narrow_seedvr2,
     node,
     ours,
     relative_error,
+    small_latents,
     v3_node,
 )
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
-
-HEIGHT, WIDTH = 32, 48  # of frames; a latent is 4 x 6
-
-
-def frames(count, **options):
-    return clip(count, HEIGHT, WIDTH, **options)
-
-
-def small_latents(count, **options):
-    return latents(count, HEIGHT // 8, WIDTH // 8, **options)
-
 
 # --- the nodes of ComfyUI
 
@@ -41,8 +32,9 @@ def small_latents(count, **options):
 )
 def test_every_way_to_decode_is_that_of_stock(family, batch, count):
     samples = {"samples": small_latents(count, batch=batch)}
+    before = samples["samples"].clone()
     (expected,) = node("VAEDecode", vae=family.stock, samples=samples)
-    assert expected.shape == (batch * (4 * count - 3), HEIGHT, WIDTH, 3)
+    assert expected.shape == (batch * (4 * count - 3), 32, 48, 3)
     for images in (
         node("VAEDecode", vae=family.fast, samples=samples)[0],
         node("VAEDecodeTiled", vae=family.fast, samples=samples, tile_size=512)[0],
@@ -53,6 +45,8 @@ def test_every_way_to_decode_is_that_of_stock(family, batch, count):
         assert images.is_contiguous()
         assert images.dtype == torch.float32
         assert 0 <= images.min() <= images.max() <= 1
+    assert torch.equal(samples.pop("samples"), before)
+    assert not samples
 
 
 @pytest.mark.parametrize(

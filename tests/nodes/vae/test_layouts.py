@@ -10,16 +10,23 @@ from fast_video_vae.tests.nodes.vae.pairs import (
     fast_vae,
     latents,
     node,
+    ours,
     relative_error,
     stock_vae,
     v3_node,
 )
-from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.seedvr2 import WIDTHS, random_seedvr2
 from fast_video_vae.tests.wan22 import random_wan22
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 WIDTH = 8
+
+# Of ComfyUI's object, which hold for any width.
+NUMBERS = (
+    "latent_channels", "output_channels", "pad_channel_value", "latent_dim",
+    "upscale_index_formula", "downscale_index_formula",
+)  # fmt: skip
 
 
 def test_the_layered_vae_with_alpha_is_that_of_stock(tmp_path):
@@ -48,6 +55,8 @@ def test_a_decoder_alone_decodes_as_stock_and_says_that_it_cannot_encode(family,
     assert relative_error(fast.decode(latent), family.stock.decode(latent)) <= 1e-5
     with pytest.raises(ValueError, match="has no encoder"):
         fast.encode(clip(1))
+    with pytest.raises(ValueError, match=r"^vae: the checkpoint has no encoder"):
+        ours("Encode", pixels=clip(1), vae=fast)
 
 
 def test_an_upscaling_decoder_gives_pictures_of_twice_the_size(tmp_path):
@@ -85,14 +94,19 @@ def test_stages_of_any_width_load_where_comfyui_s_class_does_not_fit(tmp_path):
     [
         pytest.param(lambda: random_state_dict(24), id="LightVAE"),
         pytest.param(lambda: random_state_dict(96), id="Wan 2.1"),
-        pytest.param(lambda: random_seedvr2((128, 256, 512, 512)), id="SeedVR2"),
+        pytest.param(lambda: random_seedvr2(WIDTHS), id="SeedVR2"),
+        pytest.param(lambda: random_wan22(160, 256), id="Wan 2.2"),
     ],
 )
 def test_the_published_widths_are_those_of_stock(state):
     stock = stock_vae(state())
     fast = accelerated(stock)
+    assert fast is not stock
+    for name in NUMBERS:
+        assert getattr(fast, name) == getattr(stock, name), name
     for count in (1, 2):
-        latent, pixels = latents(count, 4, 4), clip(4 * count - 3, 32, 32)
+        latent = latents(count, 4, 4, channels=stock.latent_channels)
+        pixels = clip(4 * count - 3, 32, 32)
         assert relative_error(fast.decode(latent), stock.decode(latent)) <= 1e-5
         assert relative_error(fast.encode(pixels), stock.encode(pixels)) <= 1e-5
 
@@ -100,17 +114,12 @@ def test_the_published_widths_are_those_of_stock(state):
 # --- the Wan 2.2 layout
 
 
-def wan22_latents(frames, channels=48, batch=1):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(batch, channels, frames, 3, 4, generator=generator)
-
-
 def test_a_narrow_wan_2_2_loads_where_comfyui_s_class_does_not_fit(tmp_path):
     from fast_video_vae.tests.benchmarks.peers import comfyui_vae
 
     state = random_wan22(8, 16)
     fast, network = fast_vae(state, tmp_path), comfyui_vae(state).module
-    latent = wan22_latents(3)
+    latent = latents(3, 3, 4, channels=48)
     expected = network.decode(latent).movedim(1, -1).add(1).div(2).clamp(0, 1)
     for images in (
         fast.decode(latent),
@@ -158,7 +167,7 @@ def test_qwen_image_2_1_is_a_vae_of_pictures(picture_vae):
     assert (fast.latent_dim, fast.latent_channels, fast.output_channels) == (2, 64, 4)
     assert fast.spacial_compression_decode() == 16
     assert fast.temporal_compression_decode() is None
-    latent = wan22_latents(1, channels=64, batch=2)
+    latent = latents(1, 3, 4, batch=2, channels=64)
     expected = peer.decode(latent)[:, :, 0].movedim(1, -1).add(1).div(2)
     for samples in (latent, latent[:, :, 0]):
         (images,) = node("VAEDecode", vae=fast, samples={"samples": samples})
@@ -170,19 +179,3 @@ def test_qwen_image_2_1_is_a_vae_of_pictures(picture_vae):
     assert relative_error(fast.encode(pixels), expected) <= 1e-5
     opaque = torch.nn.functional.pad(pixels[..., :3], (0, 1), value=1.0)
     assert torch.equal(fast.encode(pixels[..., :3]), fast.encode(opaque))
-
-
-@pytest.mark.slow
-def test_wan_2_2_at_full_size_is_that_of_stock(tmp_path):
-    stock = stock_vae(random_wan22(160, 256))
-    fast = accelerated(stock)
-    assert fast is not stock
-    for name in ("latent_channels", "output_channels", "pad_channel_value", "latent_dim",
-                 "upscale_index_formula", "downscale_index_formula"):  # fmt: skip
-        assert getattr(fast, name) == getattr(stock, name), name
-    for frames in (1, 2):
-        latent = wan22_latents(frames)
-        assert relative_error(fast.decode(latent), stock.decode(latent)) <= 1e-5
-    for frames in (1, 5):
-        pixels = clip(frames, 32, 48)
-        assert relative_error(fast.encode(pixels), stock.encode(pixels)) <= 1e-5

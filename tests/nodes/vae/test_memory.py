@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from fast_video_vae.tests.nodes.vae.pairs import clip, latents, node, relative_error
+from fast_video_vae.tests.nodes.vae.pairs import clip, latents, node, out_of_memory, relative_error
 from fast_video_vae.vae import StreamOptions
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
@@ -98,39 +98,23 @@ def test_when_memory_runs_out_it_goes_on_where_it_stopped(fast, monkeypatch, cap
 
 
 def test_what_fits_nowhere_raises_the_first_error(fast, monkeypatch):
-    import comfy.model_management as management
-
-    kind, latent = type(fast.first_stage_model), latents(2)
-    expected, real, errors = fast.decode(latent), kind.decode_stream, []
-
-    def full(self, *arguments, **options):
-        errors.append(management.OOM_EXCEPTION(f"no memory, try {len(errors)}"))
-        raise errors[-1]
-
-    monkeypatch.setattr(kind, "decode_stream", full)
+    latent = latents(2)
+    expected = fast.decode(latent)
     first = r"^memory ran out in a decode.*\(no memory, try 0\)"
-    with pytest.raises(management.OOM_EXCEPTION, match=first):
-        fast.decode(latent)
-    assert len(errors) > 3
-    monkeypatch.setattr(kind, "decode_stream", real)
+    with monkeypatch.context() as patch:
+        calls = out_of_memory(patch, fast, "decode_stream", 99)
+        with pytest.raises(torch.OutOfMemoryError, match=first):
+            fast.decode(latent)
+    assert len(calls) > 3
     assert torch.equal(fast.decode(latent), expected)
 
 
 def test_an_encode_that_does_not_fit_is_tried_in_tiles(fast, monkeypatch):
-    import comfy.model_management as management
-
-    kind, pixels = type(fast.first_stage_model), clip(9, 96, 128)
-    expected, real, tiles = fast.encode(pixels), kind.encode_stream, []
-
-    def failing(self, given, options, **others):
-        tiles.append(options.tile)
-        if len(tiles) < 4:
-            raise management.OOM_EXCEPTION("no memory")
-        return real(self, given, options, **others)
-
-    monkeypatch.setattr(kind, "encode_stream", failing)
+    pixels = clip(9, 96, 128)
+    expected = fast.encode(pixels)
+    calls = out_of_memory(monkeypatch, fast, "encode_stream", 3)
     assert relative_error(fast.encode(pixels), expected) <= 1e-5
-    assert tiles == [None, None, (512, 512), (256, 256)]
+    assert [options.tile for options in calls] == [None, None, (512, 512), (256, 256)]
 
 
 @pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
