@@ -171,11 +171,7 @@ class Additive(Adapter):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Diff(Additive):
-    """A difference of weights in full, also of norms and biases.
-
-    Attributes:
-        difference: Of the weight's shape.
-    """
+    """A difference of weights in full, also of norms and biases; of the weight's shape."""
 
     kind: ClassVar[str] = "diff"
 
@@ -194,11 +190,7 @@ class Diff(Additive):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Replacement(Adapter):
-    """Another weight in place of the model's, whatever the strength, unless it is 0.
-
-    Attributes:
-        value: Of the weight's shape.
-    """
+    """Another weight in place of the model's, whatever the strength, unless it is 0."""
 
     kind: ClassVar[str] = "set"
 

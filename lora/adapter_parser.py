@@ -62,9 +62,6 @@ class _Parts:
     tensors: Mapping[str, Tensor]
     where: str
 
-    def get(self, name: str) -> Tensor | None:
-        return self.tensors.get(name)
-
     def need(self, *names: str) -> tuple[Tensor, ...]:
         missing = [name for name in names if name not in self.tensors]
         if missing:
@@ -103,7 +100,7 @@ class _Parts:
 
     @property
     def alpha(self) -> float | None:
-        tensor = self.get("alpha")
+        tensor = self.tensors.get("alpha")
         return None if tensor is None else float(tensor.item())
 
     def scale(self, rank: int) -> float:
@@ -111,7 +108,7 @@ class _Parts:
 
     @property
     def dora_scale(self) -> Tensor | None:
-        tensor = self.get("dora_scale")
+        tensor = self.tensors.get("dora_scale")
         if tensor is not None and tensor.ndim == 0:
             raise self.error("dora_scale is a lone number", "one for each output or input")
         return tensor
@@ -122,7 +119,7 @@ class _Parts:
 
 def _lora(parts: _Parts) -> Adapter:
     up, down = parts.matrices("up", "down")
-    mid, reshape, magnitude = map(parts.get, ("mid", "reshape_weight", "magnitude"))
+    mid, reshape, magnitude = map(parts.tensors.get, ("mid", "reshape_weight", "magnitude"))
     if mid is None:
         parts.same_rank({"up": math.prod(up.shape[1:]), "down": down.shape[0]})
     else:
@@ -183,7 +180,7 @@ def _oft(parts: _Parts) -> Adapter:
         raise parts.error(f"oft_blocks is {spell(blocks.shape)}", "an even size of the blocks")
     return (OFT if blocks.ndim == 3 else BOFT)(
         blocks=blocks,
-        rescale=parts.get("rescale"),
+        rescale=parts.tensors.get("rescale"),
         constraint=parts.alpha or 0.0,
         dora_scale=parts.dora_scale,
     )
@@ -193,7 +190,7 @@ def _whole(parts: _Parts) -> Adapter:
     """Differences and replacements; an alpha beside them says nothing."""
     if "dora_scale" in parts.tensors:
         raise parts.error("dora_scale on a whole weight", "factors beside it")
-    if (value := parts.get("set_weight")) is not None:
+    if (value := parts.tensors.get("set_weight")) is not None:
         return Replacement(value=value)
     differences = [parts.tensors[name] for name in _DIFFS if name in parts.tensors]
     if len(differences) > 1:

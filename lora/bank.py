@@ -74,14 +74,9 @@ class BankLayer:
 class Bank(nn.Module):
     """LoRAs that belong to one kind of model.
 
-    Args:
-        files: Where they are from.
-        layers: What they have, in the order of the model.
-        dtype: Of the pairs.
-
     Attributes:
-        files: Their identities.
-        layers: By their target.
+        files: Identities of those that it was read from.
+        layers: By their target, in the order of the model.
         flat: All pairs, one after the other.
         scales: The factor of each row, alpha / rank, in float32 on the host.
         reports: What became of the keys of each file.

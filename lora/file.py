@@ -62,12 +62,7 @@ class FileEntry:
 class LoraFile:
     """One LoRA file beside a model.
 
-    Args:
-        path: Of a safetensors file.
-        targets: The parameters of the model.
-
     Attributes:
-        identity: Of the file.
         entries: What it has for the model.
         report: What became of its keys.
 

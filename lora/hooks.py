@@ -81,10 +81,6 @@ class LayerWork:
 class LayerHook:
     """The hooks of one module.
 
-    Args:
-        module: Whose.
-        name: Of it.
-
     Attributes:
         work: Of the call that is going through the model; None: nothing is to be done.
         through_weight: Its forward is not called, so that all goes through its weight.

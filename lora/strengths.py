@@ -13,13 +13,7 @@ from .schedule import Schedule
 
 @dataclass(frozen=True)
 class StackEntry:
-    """A LoRA of a stack, as users chain them.
-
-    Attributes:
-        path: Of its file.
-        schedule: Its strengths.
-        blocks: Where it is applied, and how strongly.
-    """
+    """A LoRA of a stack, as users chain them."""
 
     path: str | Path
     schedule: Schedule
