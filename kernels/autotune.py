@@ -102,8 +102,9 @@ def _ranked(
         if all(map(_agree, result, expected)):
             right.append(name)
         else:
+            device = torch.cuda.get_device_name(x.device) if x.is_cuda else x.device
             log_once(
-                f"{name} computes {op} wrongly on {_device_name(x.device)}, so that it does not "
+                f"{name} computes {op} wrongly on {device}, so that it does not "
                 "serve there. Please report it with the versions of the driver, torch and triton"
             )
     if len(right) == 1:
@@ -151,7 +152,3 @@ def _size(op: str, x: Tensor) -> tuple[int, int, int]:
     channels = x.shape[1] if x.ndim == 5 else x.shape[-1]
     side = math.isqrt(_size_class(op, x) // (_FRAMES * channels)) | 1
     return _FRAMES, side, side
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

@@ -64,7 +64,6 @@ class Library:
         namespace: Its ops are `torch.ops.<namespace>`; one of them, `key`, tells its sources.
         title: What a message calls it.
         minutes: How long a message says that the build takes.
-        sources: The folder of the sources.
     """
 
     name: str
@@ -82,8 +81,12 @@ class Library:
         Raises:
             Refusal: There is none, with the same reason ever after.
         """
-        if self._outcome != "":
-            self._load()
+        if self._outcome is None:
+            with _lock:
+                if self._outcome is None:
+                    self._outcome = self._try()
+        if self._outcome:
+            raise Refusal(self._outcome)
 
     def folder(self) -> Path:
         """Where the library of these sources and this torch lies, or would."""
@@ -146,13 +149,6 @@ class Library:
             f"the C++ compiler failed ({error})",
             "update g++ (10 or later) or set CXX to another compiler",
         )
-
-    def _load(self) -> None:
-        with _lock:
-            if self._outcome is None:
-                self._outcome = self._try()
-        if self._outcome:
-            raise Refusal(self._outcome)
 
     def _try(self) -> str:
         if reason := self.switched_off():

@@ -72,16 +72,12 @@ def gpu_config(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> GPU
         rate, c = _measured(device, dtype)
     except RuntimeError:  # a dtype that the device cannot multiply, or no memory
         rate, c = 0.0, _UNMEASURED
-    reduced, reason = _reductions(device)
+    reduced, reason = False, "as this device always does"
+    if device.type == "cuda":
+        reduced = bool(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
+        reason = "as PyTorch is set, until a GPU has shown what the other is worth"
     native = capability is not None and capability >= (8, 9)
     return GPUConfig(name, capability, dtype, rate, c, native, reduced, reason)
-
-
-def _reductions(device: torch.device) -> tuple[bool, str]:
-    if device.type != "cuda":
-        return False, "as this device always does"
-    allowed = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    return bool(allowed), "as PyTorch is set, until a GPU has shown what the other is worth"
 
 
 def _measured(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:

@@ -59,6 +59,12 @@ class _Maker:
         shape = (1, length, height // down + border, width // down + border, channels)
         return self.numbers(*shape).movedim(-1, 1)
 
+    def tail(self, channels: int) -> Tensor | None:
+        """Two frames, or as many as that of the other call has."""
+        given = self.option("tail", None)
+        known = 2 if given is None else given.shape[2]
+        return self.video(channels, known) if self.has("tail") else None
+
     def groups(self, channels: int) -> int:
         """Of a group norm."""
         return self.option("groups", next(n for n in (32, 4, 1) if channels % n == 0))
@@ -75,21 +81,17 @@ class _Maker:
 
 def _rms_norm_silu(make: _Maker) -> dict[str, Any]:
     channels = make.channels("x", CHANNELS)
-    tail = make.option("tail", None)
-    known = 2 if tail is None else tail.shape[2]
     return {
         "x": make.video(channels),
         "gamma": make.numbers(channels, dtype=torch.float32),
         "silu": make.option("silu", True),
         "bias": make.maybe("bias", channels),
-        "tail": make.video(channels, known) if make.has("tail") else None,
+        "tail": make.tail(channels),
     }
 
 
 def _group_norm_silu(make: _Maker) -> dict[str, Any]:
     channels = make.channels("x", CHANNELS)
-    tail = make.option("tail", None)
-    known = 2 if tail is None else tail.shape[2]
     options = ("eps", "silu")
     given = make.option("statistics", None)
     return {
@@ -98,7 +100,7 @@ def _group_norm_silu(make: _Maker) -> dict[str, Any]:
         "bias": make.numbers(channels, dtype=torch.float32),
         "groups": make.groups(channels),
         "statistics": None if given is None else make.statistics(given.shape[-1]),
-        "tail": make.video(channels, known) if make.has("tail") else None,
+        "tail": make.tail(channels),
         **{name: make.given[name] for name in options if name in make.given},
     }
 
@@ -208,18 +210,11 @@ def call(
     device: torch.device,
     given: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Make the arguments of an op, the same ones each time.
+    """Make the arguments of one of `OPS`, by name, the same ones each time.
 
-    Args:
-        op: One of `OPS`.
-        size: Frames, height and width of its activations.
-        dtype: Of the activations.
-        device: Of everything.
-        given: The arguments of another call by name, which this one is to be like but for its size;
-            None: what the VAEs do most.
-
-    Returns:
-        Arguments by name. Tensors are normal numbers in channels-last memory.
+    Tensors are normal numbers in channels-last memory; the activations have `size`, frames, height
+    and width, and `dtype`. `given` are the arguments of another call by name, which this one is to
+    be like but for its size; None: what the VAEs do most.
     """
     return _CALLS[op](_Maker(size, dtype, device, given or {}))
 

@@ -15,13 +15,11 @@ _MOST = 1000
 
 
 class Preparation(NamedTuple):
-    """One of them.
+    """One of them; its ends are on the clock of `time.perf_counter`, that by an error too.
 
     Attributes:
         kind: `kernel build`, `graph capture`, `compile`.
         label: What was built, or tried.
-        start: When it began, on the clock of `time.perf_counter`, in seconds.
-        end: When it ended, also by an error.
         thread: That did it, as `threading.get_ident` names it.
     """
 

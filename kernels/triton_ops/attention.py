@@ -37,11 +37,9 @@ _MOST_PARTS = 3
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """How a program is cut.
+    """How a program is cut: rows of the queries that stay, and of the keys that pass by.
 
     Attributes:
-        queries: Rows of the block that stays.
-        keys: Rows of those that pass by.
         warps: Of 32 threads each.
         stages: Blocks of keys and values on their way at a time.
     """
@@ -87,7 +85,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if channels <= _FLASH_HEAD:
         raise Refusal(f"heads of up to {_FLASH_HEAD} have flash kernels of PyTorch's own")
     parts = head_parts(channels)
-    tile = tile_of(_capability(q.device), channels)
+    # Where there is no GPU, that of the chips with the least shared memory.
+    chip = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 6)
+    tile = tile_of(chip, channels)
     refuse_span(*(x.stride(1) * max(tile.queries, tile.keys) for x in (q, k, v)))
     require(q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -147,11 +147,6 @@ def tile_of(capability: tuple[int, int], channels: int) -> AttentionTile:
         if channels <= widest:
             return tile
     raise Refusal(f"heads above {max(tiles)} are expected to be faster as matrix products here")
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Of the chips with the least shared memory where there is none."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 6)
 
 
 @triton.jit

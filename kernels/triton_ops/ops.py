@@ -78,7 +78,8 @@ def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
     """SiLU of one tensor times another: `x * sigmoid(x) * gate`."""
     _check(x, gate)
     refuse_rows(x=x, gate=gate, out=out)
-    _refuse_nothing(x)
+    if not x.numel():
+        raise Refusal("there is nothing to do")
     refuse_overlap(out, x=x, gate=gate, same=True)
     kernels = _kernels("rows", x)
     out = x.new_empty(x.shape) if out is None else out
@@ -207,11 +208,6 @@ def _check(x: Tensor, *others: Tensor | None) -> None:
     refuse_dtype(x)
     refuse_subclass(x)
     refuse_gradients(x, *others)
-
-
-def _refuse_nothing(x: Tensor) -> None:
-    if not x.numel():
-        raise Refusal("there is nothing to do")
 
 
 def _kernels(name: str, x: Tensor) -> ModuleType:
