@@ -28,6 +28,7 @@ from ...vae.bench import (
     random_latent,
     tasks_of,
 )
+from ..host.error_text import about
 from ..host.oom import give_back
 from ..vae.accelerate import Choice, accelerate
 from ..vae.comfy_vae import FastVAE
@@ -38,11 +39,9 @@ STOCK, FAST = "stock", "fast"
 
 @dataclass
 class ComparedVAEs:
-    """The same weights in both networks.
+    """The same weights in ComfyUI's network and in ours.
 
     Attributes:
-        stock: With ComfyUI's network.
-        fast: With ours.
         dtype: What both compute in.
         made: Those of them that nobody else has, to be taken off the device afterwards.
     """
@@ -60,13 +59,11 @@ class ComparedVAEs:
 
 @dataclass(frozen=True)
 class Content:
-    """What goes through.
+    """What goes through, and what is to be said of it.
 
     Attributes:
-        clip: Its size.
         latent: What is decoded; None: nothing is.
         pixels: What is encoded, `[T, H, W, C]`; None: nothing is.
-        notes: What is to be said of it.
     """
 
     clip: Clip
@@ -84,19 +81,11 @@ def benchmark(
     latent: Tensor | None,
     pixels: Tensor | None,
 ) -> BenchmarkReport:
-    """Measure both networks of a VAE.
+    """Measure both networks of a VAE, a fast one or ComfyUI's own, which stays as it is.
 
-    Args:
-        vae: A fast one, or ComfyUI's own. It stays as it is.
-        task: "encode", "decode" or "both".
-        clip: The size, where there is no content.
-        rounds: How often each is measured, after a warm-up.
-        dtype: What both compute in; None: as the VAE decodes.
-        latent: Of one video, as in a LATENT; None: made of the pixels, or at random.
-        pixels: An IMAGE; None: made of the latent, or of soft colours that move.
-
-    Returns:
-        What was measured.
+    Each is measured in so many rounds after a warm-up. What is not given is made: a latent of the
+    pixels, or at random; pixels of the latent, or soft colours that move, of the size of `clip`.
+    Without a dtype both compute as the VAE decodes.
 
     Raises:
         ValueError: An input does not fit; it begins with the name of the input.
@@ -156,10 +145,8 @@ def pair_of(vae: Any, dtype: torch.dtype | None) -> ComparedVAEs:  # noqa: ANN40
             fast = accelerate(vae, Choice(chosen, chosen))
     else:
         chosen = dtype or vae.vae_dtype
-        try:
+        with about("vae"):
             fast = accelerate(vae, Choice(chosen, chosen))
-        except ValueError as error:
-            raise ValueError(f"vae: {error}") from None
         if not isinstance(fast, FastVAE):
             raise ValueError(
                 f"vae: it is a {type(vae).__name__} of {type(model).__name__}, which is not "
@@ -220,14 +207,14 @@ def content_for(
         pixels, cut = _cropped(config, pixels)
         notes += cut
     if latent is None and pixels is None:
-        try:
+        with about("width, height, frames"):
             kept = fitted(config, clip)
-        except ValueError as error:
-            raise ValueError(f"width, height, frames: {error}") from None
         if kept != clip:
             notes.append(f"{clip} were asked for, and cut to whole latents")
         if "decode" in tasks:
-            latent = _as_latent(pair.fast, random_latent(config, kept))
+            latent = random_latent(config, kept)
+            if pair.fast.latent_dim == 2:  # pictures, [t, C, h, w]
+                latent = latent[0].movedim(1, 0).contiguous()
         if "encode" in tasks:
             pixels = moving_pictures(kept)[0].movedim(0, -1).contiguous()
         return Content(kept, latent, pixels, tuple(notes))
@@ -303,10 +290,8 @@ def _one_video(fast: FastVAE, latent: Tensor) -> Tensor:
     if fast.latent_dim == 2 and latent.ndim == 5:
         latent = latent[:, :, 0]
     video = latent.reshape(model.video_shape(latent.shape))
-    try:
+    with about("samples"):
         model.check_latent(video)
-    except ValueError as error:
-        raise ValueError(f"samples: {error}") from None
     if fast.latent_dim == 2:
         return latent
     if len(video) != 1:
@@ -314,11 +299,6 @@ def _one_video(fast: FastVAE, latent: Tensor) -> Tensor:
             f"samples: they are {len(video)} videos; expected one, as Latent From Batch gives it"
         )
     return video
-
-
-def _as_latent(fast: FastVAE, video: Tensor) -> Tensor:
-    """`[1, C, t, h, w]`, of a VAE of pictures as `[t, C, h, w]`."""
-    return video[0].movedim(1, 0).contiguous() if fast.latent_dim == 2 else video
 
 
 def _decoded_clip(fast: FastVAE, latent: Tensor) -> Clip:
@@ -335,10 +315,8 @@ def _cropped(config: VAEConfig, pixels: Tensor) -> tuple[Tensor, list[str]]:
         raise ValueError(f"pixels: they are {list(pixels.shape)}; expected [N, H, W, C]")
     count, height, width = pixels.shape[:3]
     clip = Clip(width, height, count)
-    try:
+    with about("pixels"):
         kept = fitted(config, clip)
-    except ValueError as error:
-        raise ValueError(f"pixels: {error}") from None
     top, left = (height - kept.height) // 2, (width - kept.width) // 2
     cut = pixels[: kept.frames, top : top + kept.height, left : left + kept.width]
     if not bool(torch.isfinite(cut).all()):

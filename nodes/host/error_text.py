@@ -1,7 +1,8 @@
 """Values and messages as an error shows them: short, and in one line."""
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -44,6 +45,15 @@ def one_line(text: str) -> str:
     if not text.isprintable():
         text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return text if len(text) <= _LONGEST else f"{text[:_HEAD]} ... {text[-_TAIL:]}"
+
+
+@contextmanager
+def about(name: str) -> Iterator[None]:
+    """Put the name of an input before every `ValueError` that is raised inside."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _tensor(tensor: Tensor) -> str:

@@ -11,7 +11,7 @@ from numbers import Real
 
 from comfy_api.latest import io
 
-from .error_text import described, one_line
+from .error_text import about, described, one_line
 from .input_types import TYPES
 
 # A number that is to be text: Python does not write out one of thousands of digits.
@@ -67,15 +67,13 @@ def _check(spec: io.Input, given: dict[str, object], *, is_list: bool) -> None:
     if value is None and spec.optional:
         del given[name]
         return
-    try:
+    with about(name):
         if not is_list:
             given[name] = _value(spec, value)
         elif isinstance(value, list):
             given[name] = [_value(spec, each) for each in value]
         else:
             raise ValueError(f"got {described(value)}; expected a list")
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
 
 
 def _value(spec: io.Input, value: object) -> object:

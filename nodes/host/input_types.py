@@ -14,7 +14,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import Input, InputImpl
 from torch import Tensor
 
-from .error_text import described
+from .error_text import about, described
 from .lazy import Later
 
 lora = Later("lora")
@@ -78,10 +78,8 @@ def video(value: object) -> Input.Video:
         raise ValueError(f"got {described(value)}; expected a VIDEO, as Load Video gives it")
     if isinstance(value, InputImpl.VideoFromComponents):
         parts = value.get_components()
-        try:
+        with about("its images"):
             image(parts.images)
-        except ValueError as error:
-            raise ValueError(f"its images: {error}") from None
         if not isinstance(parts.frame_rate, Real) or not 0 < parts.frame_rate < float("inf"):
             raise ValueError(
                 f"its frame rate is {described(parts.frame_rate)}; expected more than 0"

@@ -4,7 +4,7 @@ Between two CUDA events that were recorded on the current stream the seconds are
 device: a device that waits for the host is counted, work of the host beside a busy device is not.
 """
 
-import time
+from time import perf_counter as clock
 
 import torch
 
@@ -51,11 +51,6 @@ def instant(device: torch.device | None = None) -> Instant:
     """
     event = None if device is None or device.type != "cuda" else record_event(device)
     return Instant(clock(), event)
-
-
-def clock() -> float:
-    """Seconds on the host."""
-    return time.perf_counter()
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:

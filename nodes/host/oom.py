@@ -70,18 +70,8 @@ def resumed(
 ) -> Iterator[_T]:
     """Go from one way to the next while memory runs out; before each, all models are unloaded.
 
-    Args:
-        device: Where the work is done.
-        task: What it is called in the log.
-        ways: The best first.
-        go: Goes one, from where the one before it stopped.
-        where: How far the work has come, for the log, such as " at frame 40".
-
-    Yields:
-        What the ways give.
-
-    Raises:
-        Exception: As `in_turn`.
+    `go` goes one, from where the one before it stopped. In the log the work is called `task`, and
+    `where` says how far it has come, such as " at frame 40". Raises as `in_turn` does.
     """
     first: Exception | None = None
     with comfy.model_management.cuda_device_context(device):

@@ -29,12 +29,9 @@ class Progress:
         self._previewed = 0.0
 
     def passed(self, count: int, images: Tensor | None = None) -> None:
-        """Note that a piece is done.
+        """Note that a piece of `count` frames, or latents, is done.
 
-        Args:
-            count: Frames, or latents, in it.
-            images: `[T, H, W, C]` in [0, 1], or uint8, to show the last of, where the user wants
-                previews.
+        Of images `[T, H, W, C]`, in [0, 1] or uint8, the last is shown to who wants previews.
 
         Raises:
             InterruptProcessingException: The user pressed stop. It derives from `BaseException`.

@@ -29,13 +29,10 @@ KINDS = (
 
 
 class Measured(NamedTuple):
-    """A piece of work.
+    """A piece of work, from its start to its end on the host's clock.
 
     Attributes:
-        kind: Of the work.
         label: Tells apart what is of one kind.
-        start: Seconds on the host's clock.
-        end: The same.
         seconds: That it took, with all that lies within it.
         thread: That did it.
         sure: The device has told the seconds, or has no say in them.

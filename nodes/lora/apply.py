@@ -50,12 +50,9 @@ def apply_lora(
 ) -> tuple[ModelPatcher, str]:
     """Give a clone of a model the LoRAs of a stack, beside those that it has.
 
-    Args:
-        model: It stays as it is.
-        stack: What is added.
-        mode: How; "auto" is what the environment says, or what costs least.
-        phase: Which phase of schedules such as `1;0` the model is. None: the one that the sampler
-            names (`run_phase`), else the first.
+    With the mode "auto" they are applied as the environment says, or as costs least. `phase` is the
+    one of schedules such as `1;0` that the model is; None: the one that the sampler names
+    (`run_phase`), else the first.
 
     Returns:
         The clone, and a report of what was found in the files.

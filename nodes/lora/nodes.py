@@ -4,6 +4,7 @@ import folder_paths
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
+from ..host.error_text import about
 from ..host.input_checks import check_text, checked
 from ..host.lazy import Later
 from ..host.widgets import CATEGORY
@@ -136,8 +137,6 @@ class ApplyLora(io.ComfyNode):
         cls, model: ModelPatcher, stack: tuple, mode: str, phase: str = "auto"
     ) -> io.NodeOutput:
         """Patch a clone."""
-        try:
+        with about("stack"):
             patched, report = apply.apply_lora(model, stack, mode, _PHASES[phase])
-        except ValueError as error:
-            raise ValueError(f"stack: {error}") from None
         return io.NodeOutput(patched, report)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from comfy.model_patcher import ModelPatcher
 
 from ...lora import StackEntry
+from ..host.error_text import about
 from ..lora.apply import KEY, AttachedLoras, LoraMode, apply_lora
 from .plan import SamplingPlan
 
@@ -33,10 +34,8 @@ def with_loras(
         # Without phases of its own a LoRA is not in the plain steps.
         entries = tuple(one for one in stack if len(one.schedule.phases) > 1 or not stage.plain)
         if entries:
-            try:
+            with about(name):
                 model, report = apply_lora(model, entries, mode, number)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
             reports += [f"{stage.name}: {line}" for line in report.splitlines()]
         staged.append(model)
     return staged, reports

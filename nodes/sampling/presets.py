@@ -16,16 +16,12 @@ PRESETS = (BASE, FOUR, EIGHT, THREE_PHASE)
 
 @dataclass(frozen=True)
 class Preset:
-    """What is taken where nothing is said.
+    """What is taken where nothing is said; guidance is that of the first expert and the second.
 
     Attributes:
         steps: Of the whole run.
         shift: Of the noise levels towards 1; None: the model's own.
-        cfg_high: Guidance of the first expert, or the only one.
-        cfg_low: Of the second.
         boundary: The noise level at which the first expert ends; it serves that level too.
-        sampler: A name of ComfyUI's list.
-        scheduler: A name of ComfyUI's list.
         plain_steps: First steps without LoRAs.
         plain_cfg: Guidance of those.
     """

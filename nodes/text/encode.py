@@ -43,15 +43,13 @@ _OF_ALL = ("encode_token_weights", "set_clip_options", "reset_clip_options")
 
 @dataclass(frozen=True)
 class EncodeReport:
-    """What an encoding took.
+    """What an encoding took; loading is part of its seconds.
 
     Attributes:
-        prompts: How many there were.
-        different: How many were not like another one.
+        different: How many prompts were not like another one.
         cached: How many of these were encoded before.
         calls: Forward calls of the encoders that were made; None: not known.
         rows: Rows of tokens in them.
-        seconds: From the first to the last, loading included.
     """
 
     prompts: int
@@ -80,14 +78,10 @@ def encode(
     compiled: bool = False,
     cache_size: int = 0,
 ) -> tuple[list[Conditioning], EncodeReport]:
-    """Encode prompts as ComfyUI's CLIPTextEncode does, in one pass.
+    """Encode prompts, one or more, as ComfyUI's CLIPTextEncode does, in one pass.
 
-    Args:
-        clip: It stays as it is; it is loaded where ComfyUI has it.
-        prompts: At least one. Equal ones are encoded once.
-        dtype: Number format of the encoder's computation; None: ComfyUI's.
-        compiled: The encoder goes through `torch.compile`.
-        cache_size: How many prompts are kept for later; 0: none, and none is looked up.
+    The CLIP stays as it is, and is loaded where ComfyUI has it. `dtype` and `compiled` are as for
+    `shadow.ready`. Of the prompts `cache_size` are kept for later; 0: none, and none is looked up.
 
     Returns:
         A conditioning for each prompt, and what it took.

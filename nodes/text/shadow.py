@@ -47,16 +47,10 @@ def with_parts(module: nn.Module, parts: dict[str, nn.Module | None]) -> nn.Modu
 def ready(
     encoder: SDClipModel, dtype: torch.dtype | None, compiled: bool
 ) -> tuple[SDClipModel, bool]:
-    """An encoder that computes as it is asked to.
+    """An encoder that computes as it is asked to, and whether anything in it is compiled.
 
-    Args:
-        encoder: It stays as it is.
-        dtype: Number format of the computation; None: ComfyUI's, which is float32. Weights are
-            cast to it layer by layer.
-        compiled: Its blocks go through `torch.compile`, which compiles when they are called.
-
-    Returns:
-        The encoder, and whether anything in it is compiled.
+    In a `dtype` weights are cast to it layer by layer; None: ComfyUI's, which is float32. If it is
+    `compiled` its blocks go through `torch.compile`, which compiles when they are called.
     """
     transformer = encoder.transformer
     if compiled and _compiling["works"]:

@@ -17,11 +17,6 @@ from ..host.progress import Progress, stop_between_layers
 class FastVideoVAE(VideoVAE):
     """A `VideoVAE` that ComfyUI can drive.
 
-    Args:
-        config: What the weights are.
-        dtype: The dtype that it decodes in.
-        encode_dtype: The dtype that it encodes in.
-
     Attributes:
         comfy_has_chunked_io: Tells ComfyUI that `decode` writes into a buffer of its, and that
             `encode` fetches its input by itself.
@@ -60,11 +55,10 @@ class FastVideoVAE(VideoVAE):
     def decode(
         self, latent: Tensor, output_buffer: Tensor | None = None, **vae_options: object
     ) -> Tensor:
-        """Decode a latent.
+        """Decode a latent as in a LATENT, not normalised, of four or five dimensions.
 
         Args:
-            latent: `[B, C_latent, t, h, w]`, or `[B, C_latent, h, w]` for pictures (of SeedVR2
-                `[B, C_latent * t, h, w]` for videos), not normalised, as in a LATENT.
+            latent: As `video_shape` takes its shape.
             output_buffer: Where to write the frames, of any dtype, strides and device; None: a new
                 tensor, channels-last, on the device.
             vae_options: Options of other VAEs, which mean nothing here.
@@ -100,13 +94,10 @@ class FastVideoVAE(VideoVAE):
 
     @eager
     def encode(self, frames: Tensor, device: torch.device | None = None) -> Tensor:
-        """Encode frames.
+        """Encode frames `[B, C, T, H, W]`, or `[B, C, H, W]`, in [-1, 1], on any device.
 
-        Args:
-            frames: `[B, C, T, H, W]`, or `[B, C, H, W]`, in [-1, 1], on any device. Of `T` only
-                `4 n + 1` frames are used.
-            device: Where ComfyUI wants the work done; it is done where the weights are, which
-                ComfyUI has brought there.
+        Of `T` only `4 n + 1` frames are used. The work is done where the weights are: ComfyUI has
+        brought them to the `device` where it wants it.
 
         Returns:
             The mean of the posterior, not scaled, `[B, C_latent, t, h, w]`, or `[B, C_latent, h,

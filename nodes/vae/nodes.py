@@ -12,6 +12,7 @@ import nodes as core_nodes
 from ... import vae as library
 from ...kernels import shown
 from ...vae import media
+from ..host.error_text import about
 from ..host.input_checks import checked
 from ..host.lazy import Later
 from ..host.widgets import (
@@ -119,11 +120,8 @@ class Accelerate(io.ComfyNode):
         """Swap the network in a copy."""
         if not isinstance(vae, comfy.sd.VAE):
             raise ValueError(f"vae: it is a {type(vae).__name__}; expected a VAE of ComfyUI's")
-        try:
-            with timing.span("load", "accelerated VAE"):
-                fast = accelerate.accelerate(vae, _choice(dtype, encode_dtype, chunk))
-        except ValueError as error:
-            raise ValueError(f"vae: {error}") from None
+        with about("vae"), timing.span("load", "accelerated VAE"):
+            fast = accelerate.accelerate(vae, _choice(dtype, encode_dtype, chunk))
         return io.NodeOutput(fast)
 
 
@@ -176,12 +174,10 @@ class Encode(io.ComfyNode):
             return io.NodeOutput({"samples": other_vae.encoded(vae, pixels)})
         if vae.first_stage_model.encoder is None:
             raise ValueError("vae: the checkpoint has no encoder; only decoding works with it")
-        try:
+        with about("pixels"):
             options = library.StreamOptions(chunk or None, DTYPES.get(dtype))
             not_video = True if batch == _IMAGES else None
             latent = vae.encode(pixels, not_video, options=options)
-        except ValueError as error:
-            raise ValueError(f"pixels: {error}") from None
         return io.NodeOutput({"samples": latent})
 
 
@@ -217,11 +213,9 @@ class Decode(io.ComfyNode):
         if latent.is_nested:
             latent = latent.unbind()[0]
         if isinstance(vae, comfy_vae.FastVAE):
-            try:
+            with about("samples"):
                 options = library.StreamOptions(chunk or None, DTYPES.get(dtype))
                 images = vae.decode(latent, options=options)
-            except ValueError as error:
-                raise ValueError(f"samples: {error}") from None
         else:
             tell_unused(dtype=dtype != AUTO, chunk=chunk != 0)
             images = other_vae.decoded(vae, latent)

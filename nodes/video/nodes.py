@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ... import vae as library
 from ...vae import media
-from ..host.error_text import described
+from ..host.error_text import about, described
 from ..host.input_checks import checked
 from ..host.lazy import Later
 from ..host.progress import Progress
@@ -323,10 +323,8 @@ def _one_video(latent: Tensor, vae: object) -> Tensor:
             latent = pictures.movedim(0, 1).unsqueeze(0)
         else:
             latent = latent.reshape(model.video_shape(latent.shape))
-        try:
+        with about("samples"):
             model.check_latent(latent)
-        except ValueError as error:
-            raise ValueError(f"samples: {error}") from None
     if latent.ndim == 5 and len(latent) != 1:
         raise ValueError(
             f"samples: they are {len(latent)} videos; expected one, as Latent From Batch gives it"

@@ -21,6 +21,7 @@ from torch import Tensor
 # What writes is imported when it is asked for, so that ComfyUI starts without it.
 from ... import vae as library
 from ...vae import media
+from ..host.error_text import about
 
 if TYPE_CHECKING:
     from ...vae.media import Audio
@@ -41,7 +42,6 @@ class VideoTarget:
     """How a video is to be written.
 
     Attributes:
-        fps: Frames per second.
         codec: One of `available_codecs`.
         quality: 0 to 100.
         hardware: Prefer an encoder in hardware.
@@ -58,10 +58,8 @@ class VideoTarget:
 
     def check_size(self, height: int, width: int) -> None:
         """Raise a `ValueError` for frames that the codec cannot store."""
-        try:
+        with about("codec"):
             media.check_size(self.codec, height, width)
-        except ValueError as error:
-            raise ValueError(f"codec: {error}") from None
 
     def sound(self, audio: dict[str, Any] | None, frames: range) -> "Audio | None":
         """What is heard of an AUDIO while these frames of the video are shown.
@@ -73,10 +71,8 @@ class VideoTarget:
             return None
         waveform, rate = audio["waveform"], int(audio["sample_rate"])
         first, last = (round(frame / self.fps * rate) for frame in (frames.start, frames.stop))
-        try:
+        with about("audio"):
             return media.Audio(waveform[0, :, first:last], rate)
-        except ValueError as error:
-            raise ValueError(f"audio: {error}") from None
 
     def write(
         self,

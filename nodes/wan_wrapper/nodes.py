@@ -3,6 +3,7 @@
 import comfy.sd
 from comfy_api.latest import io
 
+from ..host.error_text import about
 from ..host.input_checks import checked
 from ..host.lazy import Later
 
@@ -40,7 +41,7 @@ class ToWanVideoWrapper(io.ComfyNode):
         """Wrap it; accelerate it first, where it is not fast."""
         if not isinstance(vae, comfy.sd.VAE):
             raise ValueError(f"vae: it is a {type(vae).__name__}; expected a VAE")
-        try:
+        with about("vae"):
             is_fast = isinstance(vae, comfy_vae.FastVAE)
             fast = vae if is_fast else accelerate.accelerate(vae, accelerate.Choice())
             if not isinstance(fast, comfy_vae.FastVAE):
@@ -50,5 +51,3 @@ class ToWanVideoWrapper(io.ComfyNode):
                     "log says; expected a VAE of Wan 2.1 or Wan 2.2"
                 )
             return io.NodeOutput(wanvae.WanVideoWrapperVAE(fast))
-        except ValueError as error:
-            raise ValueError(f"vae: {error}") from None
