@@ -94,6 +94,12 @@ class Group:
         node = self.add("FastVAE_TextEncode", least=least, stretch=True, **inputs)
         return {name: node[name] for name in ("positive", "negative")}
 
+    def decode_video(self, least: int, name: str, vae: Node, sampler: Node, fps: int) -> None:
+        """What a sampler made, decoded straight into a file of `output/video`."""
+        inputs = {"samples": sampler["LATENT"], "vae": vae, "fps": fps}
+        prefix = f"video/{name}"
+        self.add("FastVAE_DecodeVideo", least=least, stretch=True, **inputs, filename_prefix=prefix)
+
     def save_video(self, least: int, name: str, **inputs: object) -> None:
         """Images, and what else makes a video, into a file of `output/video`."""
         video = self.add("CreateVideo", **inputs)

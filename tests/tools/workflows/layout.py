@@ -54,14 +54,8 @@ def layout(
                 nodes.append(Box(left, top, column.width, height))
                 top += slot + GAP
             end = top - GAP
-            groups.append(
-                Box(
-                    left - RIM,
-                    first - HEADER,
-                    column.width + 2 * RIM,
-                    end - first + HEADER + RIM,
-                )
-            )
+            height = end - first + HEADER + RIM
+            groups.append(Box(left - RIM, first - HEADER, column.width + 2 * RIM, height))
             top = end + RIM + HEADER + RIM
         left += column.width + COLUMN_GAP
     return nodes, groups

@@ -1,7 +1,7 @@
 """Wan 2.2 14B in four steps, with one sampler for both experts, straight into a file."""
 
 from .files import UMT5, WAN21_VAE, WAN22_HIGH, WAN22_HIGH_LORA, WAN22_LOW, WAN22_LOW_LORA
-from .graph import FAST, Graph
+from .graph import FAST, Graph, Node
 from .picture import Block
 from .texts import WAN_NEGATIVE, WAN_POSITIVE
 
@@ -37,11 +37,7 @@ def graph() -> Graph:
     """Two models, two LoRAs, one sampler, one file."""
     graph = Graph("4 Wan 2.2 14B - two experts in four steps", TEXT, _BLOCKS, readme="two_experts")
 
-    column = graph.column(440)
-    models = column.group("1   Models")
-    high = models.add("UNETLoader", "High noise expert", unet_name=WAN22_HIGH)
-    low = models.add("UNETLoader", "Low noise expert", unet_name=WAN22_LOW)
-    clip = models.add("CLIPLoader", clip_name=UMT5, type="wan")
+    high, low, clip = load_experts(graph)
 
     column = graph.column(440)
     loras = column.group("2   LoRAs of 4 steps", FAST)
@@ -71,13 +67,13 @@ def graph() -> Graph:
     column = graph.column(420)
     result = column.group("6   Straight into a file", FAST)
     vae = result.add("FastVAE_Load", vae_name=WAN21_VAE)
-    result.add(
-        "FastVAE_DecodeVideo",
-        least=600,
-        stretch=True,
-        samples=sampler["LATENT"],
-        vae=vae,
-        fps=16,
-        filename_prefix="video/wan22_14b",
-    )
+    result.decode_video(600, "wan22_14b", vae, sampler, fps=16)
     return graph
+
+
+def load_experts(graph: Graph) -> tuple[Node, Node, Node]:
+    """A column of the two models and the text encoder."""
+    models = graph.column(440).group("1   Models")
+    high = models.add("UNETLoader", "High noise expert", unet_name=WAN22_HIGH)
+    low = models.add("UNETLoader", "Low noise expert", unet_name=WAN22_LOW)
+    return high, low, models.add("CLIPLoader", clip_name=UMT5, type="wan")

@@ -69,13 +69,6 @@ def graph() -> Graph:
     )
 
     column = graph.column(420)
-    column.group("7   Straight into a file", FAST).add(
-        "FastVAE_DecodeVideo",
-        least=700,
-        stretch=True,
-        samples=sampler["LATENT"],
-        vae=vae,
-        fps=24,
-        filename_prefix="video/wan22_5b",
-    )
+    result = column.group("7   Straight into a file", FAST)
+    result.decode_video(700, "wan22_5b", vae, sampler, fps=24)
     return graph

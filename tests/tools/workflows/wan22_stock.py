@@ -1,9 +1,10 @@
 """ComfyUI's own Wan 2.2 14B graph, with two nodes changed."""
 
-from .files import UMT5, WAN21_VAE, WAN22_HIGH, WAN22_HIGH_LORA, WAN22_LOW, WAN22_LOW_LORA
+from .files import WAN21_VAE, WAN22_HIGH_LORA, WAN22_LOW_LORA
 from .graph import FAST, Graph
 from .picture import Block
 from .texts import WAN_NEGATIVE, WAN_POSITIVE
+from .wan22_14b import load_experts
 
 TEXT = """
 ## Wan 2.2 14B, decoded fast
@@ -38,11 +39,7 @@ def graph() -> Graph:
     """Two experts one after the other, four steps, then the fast VAE."""
     graph = Graph("3 Wan 2.2 14B - stock graph made fast", TEXT, _BLOCKS)
 
-    column = graph.column(440)
-    models = column.group("1   Models")
-    high = models.add("UNETLoader", "High noise expert", unet_name=WAN22_HIGH)
-    low = models.add("UNETLoader", "Low noise expert", unet_name=WAN22_LOW)
-    clip = models.add("CLIPLoader", clip_name=UMT5, type="wan")
+    high, low, clip = load_experts(graph)
 
     column = graph.column(440)
     loras = column.group("2   LoRAs of 4 steps, and shift")

@@ -9,6 +9,9 @@ from pathlib import Path
 # Its name in ComfyUI's registry, which is that of its folder.
 NAME = "ComfyUI-WanVideoWrapper"
 
+_ENDINGS = ("", "_fast", "_scaled", "_scaled_fast")
+_FP8 = [f"fp8_{dtype}{ending}" for dtype in ("e4m3fn", "e5m2") for ending in _ENDINGS]
+
 # Of a node: title, required inputs, optional inputs, outputs. Of an input: its type, default, and
 # what else the frontend goes by. In a list of choices FILES are those of a folder.
 NODES = {
@@ -17,20 +20,7 @@ NODES = {
         {
             "model": ("FILES", "diffusion_models"),
             "base_precision": (["fp32", "bf16", "fp16", "fp16_fast"], {"default": "bf16"}),
-            "quantization": (
-                [
-                    "disabled",
-                    "fp8_e4m3fn",
-                    "fp8_e4m3fn_fast",
-                    "fp8_e4m3fn_scaled",
-                    "fp8_e4m3fn_scaled_fast",
-                    "fp8_e5m2",
-                    "fp8_e5m2_fast",
-                    "fp8_e5m2_scaled",
-                    "fp8_e5m2_scaled_fast",
-                ],
-                {"default": "disabled"},
-            ),
+            "quantization": (["disabled", *_FP8], {"default": "disabled"}),
             "load_device": (["main_device", "offload_device"], {"default": "offload_device"}),
         },
         {
