@@ -30,9 +30,7 @@ def moving_clip(frames, height=48, width=64):
 def write_clip(path, frames, height=32, width=48, fps=24, codec="h264"):
     """Write a moving clip with the package's own writer, in a new folder if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with VideoWriter(path, fps, codec=codec) as writer:
-        writer.write(moving_clip(frames, height, width))
-    return path
+    return write(path, moving_clip(frames, height, width), fps, codec=codec)
 
 
 def numbered_clip(frames, height=48, width=64):

@@ -44,6 +44,18 @@ def run(capsys):
     return call
 
 
+@pytest.fixture
+def done(run, vae_path):
+    """Run a command with the narrow VAE in float32, which has to succeed: lines of stdout."""
+
+    def call(*arguments):
+        code, lines, errors = run(*arguments, "--vae", vae_path, "--dtype", "fp32")
+        assert code == 0, errors
+        return lines
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def vae_path(tmp_path_factory):
     """A file of a narrow Wan 2.1 VAE."""

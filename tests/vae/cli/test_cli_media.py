@@ -13,11 +13,10 @@ for _package in ("av", "tqdm", "PIL"):
 
 import av  # noqa: E402
 
-from fast_video_vae.tests.videos import moving_clip, psnr, write_with  # noqa: E402
+from fast_video_vae.tests.videos import moving_clip, psnr, stacked, write, write_clip, write_with  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
 from fast_video_vae.vae.media import (  # noqa: E402
     Audio,
-    VideoWriter,
     frames_to_uint8,
     read_audio,
     read_video,
@@ -38,10 +37,6 @@ def decoded(vae_path, latents):
         return frames_to_uint8(vae.decode(file.get_tensor("latent")))
 
 
-def stacked(path):
-    return torch.stack(list(read_video(path).frames()))
-
-
 @pytest.mark.parametrize(
     ("name", "options", "codec"),
     [
@@ -55,13 +50,10 @@ def stacked(path):
     ],
 )
 def test_decode_writes_what_the_name_or_the_codec_says(
-    tmp_path, run, vae_path, latents, name, options, codec
+    tmp_path, done, vae_path, latents, name, options, codec
 ):
     movie = tmp_path / name
-    code, lines, _ = run(
-        "decode", latents, "--vae", vae_path, "-o", movie, "--dtype", "fp32", *options
-    )
-    assert code == 0
+    lines = done("decode", latents, "-o", movie, *options)
     assert lines[-1] == f"wrote {movie}: 13 frames at 16 fps"
     with av.open(str(movie)) as container:
         found = container.streams.video[0].codec_context.name
@@ -84,29 +76,22 @@ def test_decode_writes_what_the_name_or_the_codec_says(
         ("0-12", range(13), 1),
     ],
 )
-def test_decode_takes_a_range_of_frames(tmp_path, run, vae_path, latents, text, expected, chunk):
+def test_decode_takes_a_range_of_frames(tmp_path, done, vae_path, latents, text, expected, chunk):
     movie = tmp_path / "a.mkv"
-    code, lines, _ = run(
-        "decode", latents, "--vae", vae_path, "-o", movie, "--dtype", "fp32",
-        "--frames", text, "--chunk", chunk,
-    )  # fmt: skip
-    assert code == 0
+    lines = done("decode", latents, "-o", movie, "--frames", text, "--chunk", chunk)
     count = f"{len(expected)} frame{'s' * (len(expected) > 1)}"
     assert lines[-1] == f"wrote {movie}: {count} at 16 fps"
     wanted = decoded(vae_path, latents)[expected.start : expected.stop]
     assert (stacked(movie).int() - wanted.int()).abs().float().mean() < 0.01
 
 
-def test_decode_puts_the_sound_along_from_where_the_range_begins(tmp_path, run, vae_path, latents):
+def test_decode_puts_the_sound_along_from_where_the_range_begins(tmp_path, done, latents):
     sound = tmp_path / "s.wav"
     with wave.open(str(sound), "wb") as file:
         file.setparams((1, 2, 16000, 0, "NONE", ""))
         file.writeframes(bytes(8000) + b"\xff\x1f" * 16000)  # a quarter of a second of silence
     movie = tmp_path / "a.mkv"
-    code, _, _ = run(
-        "decode", latents, "--vae", vae_path, "-o", movie, "--audio", sound, "--frames", "2-11"
-    )
-    assert code == 0
+    done("decode", latents, "-o", movie, "--audio", sound, "--frames", "2-11")
     found = read_audio(movie)
     # Frames 2 to 11 at 16 per second: from 0.125 s to 0.75 s.
     assert found.waveform.shape == (1, 10_000)
@@ -119,8 +104,7 @@ def test_the_sound_of_a_video_is_read(tmp_path):
     t = torch.arange(96_000) / 48_000
     tone = torch.stack([torch.sin(2000 * t), torch.cos(1000 * t)]) / 2
     path = tmp_path / "a.mkv"
-    with VideoWriter(path, 24, audio=Audio(tone, 48_000)) as writer:
-        writer.write(moving_clip(48))
+    write(path, moving_clip(48), audio=Audio(tone, 48_000))
     found = read_audio(path, 0.5)
     assert found.waveform.shape == (2, 72_000)
     assert (found.waveform - tone[:, 24_000:]).abs().max() <= 1 / 32768  # FLAC of 16 bits
@@ -137,13 +121,9 @@ def test_the_sound_of_a_video_is_read(tmp_path):
         (["--size", "40x20", "--frames-limit", "1"], range(1), (1, 2, 5), 24),
     ],
 )
-def test_encode_takes_a_part(tmp_path, run, vae_path, options, frames, shape, fps):
-    source, file = tmp_path / "a.mkv", tmp_path / "l.safetensors"
-    with VideoWriter(source, 24, codec="ffv1") as writer:
-        writer.write(moving_clip(33, 32, 48))
-    arguments = ("encode", source, "--vae", vae_path, "-o", file, "--dtype", "fp32")
-    code, _, _ = run(*arguments, *options)
-    assert code == 0
+def test_encode_takes_a_part(tmp_path, done, vae_path, options, frames, shape, fps):
+    source, file = write_clip(tmp_path / "a.mkv", 33, codec="ffv1"), tmp_path / "l.safetensors"
+    done("encode", source, "-o", file, *options)
     with safe_open(file, framework="pt") as stored:
         latent, metadata = stored.get_tensor("latent"), stored.metadata()
     assert latent.shape == (1, 16, *shape)
@@ -154,7 +134,7 @@ def test_encode_takes_a_part(tmp_path, run, vae_path, options, frames, shape, fp
         torch.testing.assert_close(latent, vae.encode(pictures), rtol=1e-4, atol=1e-4)
 
 
-def test_a_varying_rate_keeps_its_timing_through_encode_and_decode(tmp_path, run, vae_path):
+def test_a_varying_rate_keeps_its_timing_through_encode_and_decode(tmp_path, run, done, vae_path):
     source, file, movie = (tmp_path / name for name in ("a.mkv", "l.safetensors", "b.mp4"))
     times = [0, 40, 80, 500, 1000, 1040, 1500, 1900, 1920]
     write_with(source, moving_clip(9), "matroska", times=times)
@@ -162,10 +142,9 @@ def test_a_varying_rate_keeps_its_timing_through_encode_and_decode(tmp_path, run
     assert code == 0
     assert lines[-1].endswith("for 49 frames at 25 fps")
     assert sum("a.mkv has a varying frame rate" in line for line in errors) == 1
-    assert run("decode", file, "--vae", vae_path, "-o", movie)[0] == 0
+    done("decode", file, "-o", movie)
     video = read_video(movie)
     assert abs(video.estimated_frames / video.fps - Fraction(times[-1] + 40, 1000)) <= 1 / video.fps
-    code, lines, _ = run("demo", source, "--vae", vae_path, "--out", tmp_path / "out")
-    assert code == 0
+    done("demo", source, "--out", tmp_path / "out")
     shown = read_video(next((tmp_path / "out").glob("*.mp4")))
     assert (shown.fps, shown.estimated_frames) == (25, 49)

@@ -29,11 +29,10 @@ def config():
     return found
 
 
-def test_a_part_of_a_video_at_another_size(tmp_path, run, vae_path):
+def test_a_part_of_a_video_at_another_size(tmp_path, done):
     source = write_clip(tmp_path / "a.mp4", 25)
     options = ("--duration", "0.5", "--size", "64x32", "--fps", "12", "--start", "0.25")
-    code, lines, _ = run("demo", source, "--vae", vae_path, "--out", tmp_path, *options)
-    assert code == 0
+    lines = done("demo", source, "--out", tmp_path, *options)
     decoded = read_video(tmp_path / "a_decoded.mp4")
     assert (decoded.width, decoded.height, decoded.fps) == (64, 32, 12)
     assert decoded.estimated_frames == 5  # of the six in half a second
@@ -70,18 +69,17 @@ def test_a_cpu_gets_what_it_does_in_about_half_a_minute(
         assert (word in note) == (key in changed)
 
 
-def test_what_is_left_out_is_said(tmp_path, run, vae_path, monkeypatch):
+def test_what_is_left_out_is_said(tmp_path, done, monkeypatch):
     monkeypatch.setattr(stretch, "CPU_PIXELS", 9 * 32 * 48)
     source = write_clip(tmp_path / "a.mp4", 25)
-    code, lines, _ = run("demo", source, "--vae", vae_path, "--out", tmp_path)
-    assert code == 0
+    lines = done("demo", source, "--out", tmp_path)
     (note,) = (line for line in lines if "on a CPU" in line)
     assert "9 of 25 frames" in note
     assert "--duration" in note
     assert read_video(tmp_path / "a_decoded.mp4").estimated_frames == 9
 
 
-def test_videos_of_one_name_keep_their_results(tmp_path, run, vae_path):
+def test_videos_of_one_name_keep_their_results(tmp_path, done):
     sources = [
         write_clip(tmp_path / "a.mp4", 1),
         write_clip(tmp_path / "a.mkv", 5, codec="ffv1"),
@@ -91,7 +89,7 @@ def test_videos_of_one_name_keep_their_results(tmp_path, run, vae_path):
 
     def frames_of_results():
         for source in sources:
-            assert run("demo", source, "--vae", vae_path, "--out", out)[0] == 0
+            done("demo", source, "--out", out)
         names = ("a_decoded.mp4", "a_2_decoded.mp4", "a_3_decoded.mp4")
         return [read_video(out / name).estimated_frames for name in names]
 
@@ -100,11 +98,11 @@ def test_videos_of_one_name_keep_their_results(tmp_path, run, vae_path):
     assert len(list(out.iterdir())) == 6
 
 
-def test_a_file_that_is_not_the_demos_own_is_kept(tmp_path, run, vae_path):
+def test_a_file_that_is_not_the_demos_own_is_kept(tmp_path, done):
     source = write_clip(tmp_path / "a.mp4", 1)
     (tmp_path / "a_decoded.mp4").write_bytes(b"holiday")
     (tmp_path / "a_2_sheet.png").write_bytes(b"holiday")
-    assert run("demo", source, "--vae", vae_path, "--out", tmp_path)[0] == 0
+    done("demo", source, "--out", tmp_path)
     assert (tmp_path / "a_decoded.mp4").read_bytes() == b"holiday"
     assert (tmp_path / "a_2_sheet.png").read_bytes() == b"holiday"
     assert (tmp_path / "a_3_decoded.mp4").exists()

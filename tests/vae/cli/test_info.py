@@ -36,25 +36,21 @@ def told(capsys, *arguments):
     return capsys.readouterr().out.splitlines()
 
 
-def test_the_table_has_a_line_per_op_and_fits_a_terminal(capsys, matrix):
+@pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cuda")])
+def test_the_table_has_a_line_per_op_and_fits_a_terminal(capsys, matrix, monkeypatch, devices):
+    on_cpu = [each for each in matrix if each.device == "cpu"]
+    rows = [replace(each, device=device) for device in devices for each in on_cpu]
+    monkeypatch.setattr(info, "backend_matrix", lambda: rows)
     lines = told(capsys, "--backends", "--quiet")
     assert max(len(line) for line in lines if not line.startswith("library")) <= WIDTH
-    head, *ops = lines[: lines.index("")]
-    assert re.split(r"  +", head) == ["op", *(f"cpu {name}" for name in ORDER)]
+    heads = [re.split(r"  +", line) for line in lines if line.startswith("op ")]
+    assert heads == [["op", *(f"{device} {name}" for name in ORDER)] for device in devices]
+    ops = lines[1 : lines.index("")]
     assert [line.split()[0] for line in ops] == list(dict.fromkeys(each.op for each in matrix))
     assert all(line.split()[-1] == "exact" for line in ops)  # the reference
     text = "\n".join(lines)
     assert re.search(rf"^torch +{re.escape(torch.__version__)}", text, flags=re.MULTILINE)
     assert re.search(r"^CPU +\w+", text, flags=re.MULTILINE)
-
-
-def test_every_kind_of_device_has_a_table_that_fits(capsys, matrix, monkeypatch):
-    both = [replace(each, device=device) for device in ("cpu", "cuda") for each in matrix]
-    monkeypatch.setattr(info, "backend_matrix", lambda: both)
-    lines = told(capsys, "--backends", "--quiet")
-    assert max(len(line) for line in lines if not line.startswith("library")) <= WIDTH
-    heads = [re.split(r"  +", line) for line in lines if line.startswith("op ")]
-    assert heads == [["op", *(f"{d} {name}" for name in ORDER)] for d in ("cpu", "cuda")]
 
 
 def test_a_vae_comes_before_the_table(capsys, tmp_path):

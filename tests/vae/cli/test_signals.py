@@ -21,9 +21,9 @@ for _package in ("av", "tqdm", "PIL"):
 if not Path("/proc/self/maps").exists():
     pytest.skip("moments are found in /proc, which Linux has", allow_module_level=True)
 
-from fast_video_vae.tests.videos import moving_clip  # noqa: E402
+from fast_video_vae.tests.videos import write_clip  # noqa: E402
 from fast_video_vae.vae.cli.signals import Signals, Stopped  # noqa: E402
-from fast_video_vae.vae.media import VideoWriter, load_latent, read_video  # noqa: E402
+from fast_video_vae.vae.media import load_latent, read_video  # noqa: E402
 from fast_video_vae.vae.media.atomic_file import whole_file  # noqa: E402
 
 COMMANDS = ("demo", "encode", "decode")
@@ -49,8 +49,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     save_file(random_state_dict(8), folder / "vae.safetensors")
     for frames in (LONG, SHORT):
-        with VideoWriter(folder / f"{frames}.mp4", 24) as writer:
-            writer.write(moving_clip(frames, 32, 48))
+        write_clip(folder / f"{frames}.mp4", frames)
         latent = torch.randn(1, 16, (frames - 1) // 4 + 1, 4, 6)
         save_file({"latent": latent}, folder / f"{frames}.safetensors")
     return folder
@@ -324,13 +323,6 @@ def test_a_signal_after_the_work_is_too_late(as_in_a_terminal, tmp_path):
             part.write_bytes(b"done")
         signal.raise_signal(signal.SIGTERM)
     assert content(tmp_path) == {"a": b"done"}
-
-
-def test_an_ignored_signal_does_not_stop(as_in_a_terminal):
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with Signals():
-        signal.raise_signal(signal.SIGHUP)
-    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def test_the_handlers_of_before_are_put_back(run):

@@ -36,10 +36,6 @@ def test_written_colors_are_bt709(tmp_path, color):
     )
     with av.open(str(path)) as container:
         frame = next(container.decode(video=0))
-        context = container.streams.video[0].codec_context
-        tags = (context.colorspace, context.color_primaries, context.color_trc, context.color_range)
-    assert tags == (1, 1, 1, 1)  # BT.709 three times, and the limited range
-    assert frame.format.name == "yuv420p"
     planes = frame.to_ndarray()
     got = planes[5, 7], planes[32].reshape(2, 24)[0, 5], planes[40].reshape(2, 24)[0, 5]
     assert np.abs(np.subtract(got, yuv(color, 1), dtype=float)).max() <= 0.5 + CODEC_ERROR
@@ -141,7 +137,6 @@ def test_frames_of_another_shape_are_no_pictures(shape):
         ("a.webm", {"codec": "h264"}, "a.webm is not a file for h264; expected .mp4 or .mov"),
         ("a.mp4", {"codec": "ffv1"}, "a.mp4 is not a file for ffv1; expected .mkv"),
         ("a.mp4", {"codec": "prores"}, "expected .mov or .mkv"),
-        ("a.mp4", {"codec": "x"}, "codec is 'x'; expected one of h264"),
         ("a.mp4", {"quality": 101}, "quality is 101; expected 0 to 100"),
         ("a.mp4", {"quality": -1}, "quality is -1"),
     ],
