@@ -310,6 +310,7 @@ WRONG_VIDEOS = {
     "one channel": (lambda x: x[:, :1], "has 1 channels; this VAE needs "),
     "a picture": (lambda x: x[:, :, 0], "has 4 dimensions, ["),
     "integers": (lambda x: x.long(), "int64; expected a float dtype"),
+    "bits": (lambda x: x > 0, "bool; expected a float dtype"),
     "NaN": (lambda x: spoiled(x, 1_000_003, torch.nan), " has 1 values that are NaN or infinite"),
     "infinite": (lambda x: spoiled(x, 65_537, -torch.inf), " has 1 values that are NaN or inf"),
     "an array": (lambda x: x.numpy(), " is a ndarray; expected a tensor ["),

@@ -24,14 +24,3 @@ def test_pixels_go_into_channels_and_come_back(order, size):
         assert torch.equal(ours, folded)
         assert size == 1 or ours.is_contiguous(memory_format=torch.channels_last_3d)
     assert torch.equal(pixel_shuffle_3d(folded, (1, size, size), order), frames)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_they_are_written_where_they_belong(size):
-    frames = torch.randn(1, 3, 4, 2 * size, 4 * size)
-    folded = fold_pixels(frames, size)
-    movie = torch.full((1, 6, 4 * size, 2 * size, 3), torch.nan, dtype=torch.float64)
-    part = movie.permute(0, 4, 1, 3, 2)[:, :, 1:5]
-    assert pixel_shuffle_3d(folded, (1, size, size), COLUMN_FIRST, out=part) is part
-    assert torch.equal(part, frames.double())
-    assert movie[:, [0, 5]].isnan().all()

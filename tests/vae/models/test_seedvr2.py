@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.vae.families import random_frames, random_latent, relative_error
 from fast_video_vae.tests.vae.models.seedvr2_oracle import Oracle, PlainUpsample
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers import conv, row_bands
@@ -16,19 +17,6 @@ from fast_video_vae.vae.models import seedvr2
 from fast_video_vae.vae.planning import plan as plan_module
 
 WIDTHS = (32, 32, 64, 64)
-
-
-def relative_error(actual, expected):
-    assert actual.shape == expected.shape
-    return ((actual.double() - expected).abs().max() / expected.abs().max()).item()
-
-
-def random_frames(*shape, seed=0):
-    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
-
-
-def random_latent(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +76,6 @@ def test_borders_of_the_folded_upsampling_are_right(vae, plain, truth, size):
         assert relative_error(each.decode(random_latent(*shape)), truth("decode", *shape)) <= 1e-5
 
 
-@pytest.mark.parametrize("frames", [3, 8])
-def test_frames_that_fill_no_latent_are_dropped(vae, frames):
-    video = random_frames(1, 3, frames, 16, 16)
-    with pytest.warns(UserWarning, match="frames? (was|were) dropped"):
-        actual = vae.encode(video)
-    assert torch.equal(actual, vae.encode(video[:, :, : (frames - 1) // 4 * 4 + 1]))
-
-
 def test_gradients_reach_the_latent_and_the_weights(state, plain):
     vae = load_vae(state, dtype=torch.float32)
     grads = []
@@ -153,32 +133,9 @@ def test_a_file_without_an_encoder_decodes(state):
         vae.encode(random_frames(1, 3, 1, 16, 16))
 
 
-def test_a_prefix_is_known(state, vae):
-    other = load_vae({"vae." + name: value for name, value in state.items()}, dtype=torch.float32)
-    latent = random_latent(1, 16, 1, 2, 2)
-    assert torch.equal(other.decode(latent), vae.decode(latent))
-
-
 def test_widths_that_no_group_norm_takes_are_told():
     with pytest.raises(ValueError, match="48 channels; expected a multiple of 32"):
         load_vae(random_seedvr2((48, 64, 64, 64)))
-
-
-def test_missing_and_misshapen_weights_are_told(state):
-    broken = dict(state)
-    del broken["decoder.up_blocks.0.resnets.1.norm1.weight"]
-    with pytest.raises(ValueError, match=r"does not fit seedvr2: 1 missing \(decoder.up_"):
-        load_vae(broken)
-    broken = dict(state)
-    broken["encoder.conv_out.bias"] = torch.zeros(31)
-    with pytest.raises(ValueError, match=r"1 of another shape \(encoder.conv_out.bias \[31\]"):
-        load_vae(broken)
-
-
-def test_a_cast_moves_both_networks(state):
-    vae = load_vae(state, dtype=torch.float32).to(torch.bfloat16)
-    assert (vae.dtype, vae.encode_dtype) == (torch.bfloat16, torch.bfloat16)
-    assert vae.encode(random_frames(1, 3, 1, 16, 16)).dtype == torch.bfloat16
 
 
 # --- bands of rows
@@ -204,38 +161,30 @@ def banded(state, monkeypatch):
 
 @pytest.mark.usefixtures("weights_layout")
 @pytest.mark.parametrize(
-    ("latents", "rows"),  # a lone frame, and steps of both kinds
-    [(1, 1), (4, 3), *(pytest.param(*row, marks=pytest.mark.slow) for row in [(1, 3), (4, 1)])],
+    ("latents", "chunk", "rows"),  # a lone frame, and steps of both kinds
+    [
+        (1, None, 1),
+        (4, None, 3),
+        (6, 2, 2),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in [(1, None, 3), (4, None, 1), (6, 1, 2), (6, 3, 2)]
+        ),
+    ],
 )
-def test_bands_give_the_same(banded, truth, latents, rows, monkeypatch):
+def test_bands_give_the_same(banded, truth, latents, chunk, rows, monkeypatch):
     vae, made = banded
     of = row_bands.rows_of
     monkeypatch.setattr(
         row_bands, "rows_of", lambda *args: min(rows, args[1].shape[3], of(*args) * 9)
     )
-    shape = (2, 16, latents, 5, 3)
-    assert relative_error(vae.decode(random_latent(*shape)), truth("decode", *shape)) <= 1e-5
-    assert made
-    assert max(made) == rows
-    made.clear()
-    shape = (2, 3, 4 * latents - 3, 24, 40)
-    assert relative_error(vae.encode(random_frames(*shape)), truth("encode", *shape)) <= 1e-5
-    assert made
-    assert max(made) == rows
-
-
-@pytest.mark.parametrize(
-    "chunk", [2, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (1, 3))]
-)
-def test_bands_in_any_chunk_give_the_same(banded, truth, chunk):
-    vae, made = banded
-    shape = (1, 16, 6, 3, 4)
-    actual = vae.decode(random_latent(*shape), chunk)
-    assert relative_error(actual, truth("decode", *shape)) <= 1e-5
-    assert made
-    shape = (1, 3, 21, 24, 16)
-    actual = vae.encode(random_frames(*shape), chunk)
-    assert relative_error(actual, truth("encode", *shape)) <= 1e-5
+    for name, x in (
+        ("decode", random_latent(2, 16, latents, 5, 3)),
+        ("encode", random_frames(2, 3, 4 * latents - 3, 24, 40)),
+    ):
+        assert relative_error(getattr(vae, name)(x, chunk), truth(name, *x.shape)) <= 1e-5
+        assert max(made) == rows
+        made.clear()
 
 
 def test_there_are_no_bands_where_memory_is_plenty(banded):

@@ -8,23 +8,15 @@ from fast_video_vae.tests.benchmarks.peers import (
     comfyui_vae,
     diffusers_vae,
 )
-from fast_video_vae.tests.vae.models.test_families import Convolutions
+from fast_video_vae.tests.vae.families import (
+    Convolutions,
+    random_frames,
+    random_latent,
+    relative_error,
+)
 from fast_video_vae.tests.wan22 import diffusers_wan22_name, random_qwen21, random_wan22
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.models.wan22 import DownStage, UpStage
-
-
-def relative_error(actual, expected):
-    assert actual.shape == expected.shape
-    return ((actual - expected).abs().max() / expected.abs().max()).item()
-
-
-def random_frames(*shape, seed=0):
-    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
-
-
-def random_latent(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +74,7 @@ def test_pictures_know_no_time(pictures):
     latent = random_latent(1, 64, 3, 3, 2)
     with Convolutions() as convolutions:
         apart = [pictures.decode(latent[:, :, i : i + 1]) for i in range(3)]
-    assert set(convolutions.seen) == {4}
+    assert set(convolutions.dimensions) == {4}
     for chunk in (None, 1, 2, -1):
         assert torch.equal(pictures.decode(latent, chunk), torch.cat(apart, dim=2))
     images = random_frames(1, 4, 3, 48, 32)
@@ -129,27 +121,3 @@ def test_widths_that_a_shortcut_cannot_serve_are_one_line():
         UpStage(7, 4, space=True, time=False, taps=3)
     with pytest.raises(ValueError, match="28 numbers for 8 channels"):
         DownStage(7, 8, space=True, time=False, taps=3)
-
-
-@pytest.mark.parametrize(
-    ("shape", "words"),
-    [
-        ((1, 16, 1, 2, 2), "16 channels; this VAE needs 48"),
-        ((48, 2, 2), "3 dimensions"),
-        ((1, 48, 0, 2, 2), "empty"),
-    ],
-)
-def test_bad_latents_are_one_line(vae, shape, words):
-    with pytest.raises(ValueError, match=words):
-        vae.decode(torch.zeros(shape))
-
-
-def test_frames_must_fill_the_latents(vae):
-    with pytest.raises(ValueError, match=r"24 x 32 .* multiples of 16"):
-        vae.encode(torch.zeros(1, 3, 1, 24, 32))
-
-
-def test_the_memory_of_a_stream_does_not_grow(vae):
-    assert vae.plan(704, 1280).peak_bytes > vae.plan(352, 640).peak_bytes
-    assert vae.plan(704, 1280, lone=True).peak_bytes < vae.plan(704, 1280).peak_bytes / 2
-    assert vae.plan(704, 1280, encode=True).peak_bytes > 0

@@ -1,0 +1,70 @@
+"""Narrow VAEs of each family, what they are given, and how two results are compared."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
+
+STATES = {
+    "wan2.1": lambda: random_state_dict(8),
+    "wan2.2": lambda: random_wan22(8, 8),
+    "seedvr2": lambda: random_seedvr2((32, 32, 32, 32)),
+    "qwen-image-2.1": random_qwen21,
+}
+VIDEO = ("wan2.1", "wan2.2", "seedvr2")  # those whose layers remember frames
+WAN = ("wan2.1", "wan2.2")  # those that are cut into tiles
+
+
+def random_frames(*shape, seed=0):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def random_latent(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def latent_for(vae, frames, height, width, batch=1):
+    """A latent of frames of this size."""
+    step = vae.config.spatial_compression
+    return random_latent(batch, vae.config.latent_channels, frames, height // step, width // step)
+
+
+def joined(stream):
+    return torch.cat(list(stream), dim=2)
+
+
+def relative_error(actual, expected):
+    """The largest difference over the largest number expected."""
+    assert actual.shape == expected.shape
+    return ((actual.double() - expected.double()).abs().max() / expected.abs().max()).item()
+
+
+def close(actual, expected):
+    assert relative_error(actual, expected) <= 1e-5
+
+
+class Convolutions(TorchDispatchMode):
+    """Counts convolutions and their products; the dimensions of what each reads.
+
+    Attributes:
+        ops: The names of all ops that ran.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.ops, self.dimensions, self.products = [], [], 0
+
+    @property
+    def count(self):
+        return len(self.dimensions)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.ops.append(str(func))
+        if "convolution" in str(func) and "reorder" not in str(func):
+            at = int("binary" in str(func))  # behind what oneDNN's adds to
+            self.dimensions.append(args[at].ndim)
+            self.products += result.numel() * args[at + 1].shape[1:].numel()
+        return result
