@@ -25,12 +25,17 @@ def test_a_tensor_is_checked_when_the_stream_is_asked_for(vae):
 
 
 def test_a_bad_chunk_is_named(vae):
-    for run, x in (
-        (vae.decode, torch.zeros(1, 16, 1, 2, 2)),
-        (vae.encode, random_frames(1, 3, 1, 8, 8)),
-    ):
+    for run, channels in ((vae.decode, 16), (vae.encode, 3)):
         with pytest.raises(ValueError, match="chunk is"):
-            run(x, chunk="all")
+            run(torch.zeros(1, channels, 1, 8, 8), chunk="all")
+
+
+def test_a_whole_clip_is_one_tensor(vae):
+    for run in (vae.decode, vae.encode):
+        with pytest.raises(ValueError, match=r"is a list; expected a tensor \["):
+            run([[0.0]])
+        with pytest.raises(ValueError, match="12 channels; this VAE needs"):
+            run(torch.zeros(1, 12, 1, 8, 8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])

@@ -4,11 +4,17 @@ import functools
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae.tests.benchmarks.peers import diffusers_vae
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.vae.families import (
+    Convolutions,
+    joined,
+    random_frames,
+    random_latent,
+    relative_error,
+)
 from fast_video_vae.tests.vae.models.seedvr2_oracle import Oracle
 from fast_video_vae.tests.wan22 import random_wan22
 from fast_video_vae.vae import load_vae
@@ -16,11 +22,6 @@ from fast_video_vae.vae.layers import conv
 from fast_video_vae.vae.planning import plan
 
 SIZE = 3, 2  # of a latent
-
-
-def relative_error(actual, expected):
-    assert actual.shape == expected.shape
-    return ((actual.double() - expected.double()).abs().max() / expected.abs().max()).item()
 
 
 class Family:
@@ -32,13 +33,11 @@ class Family:
         self.truth = functools.cache(self._truth)
 
     def latent(self, latents, batch=1):
-        shape = batch, self.vae.config.latent_channels, latents, *SIZE
-        return torch.randn(shape, generator=torch.Generator().manual_seed(latents))
+        return random_latent(batch, self.vae.config.latent_channels, latents, *SIZE, seed=latents)
 
     def frames(self, latents, batch=1):
-        step = self.vae.config.spatial_compression
-        shape = batch, 3, 4 * latents - 3, *(step * length for length in SIZE)
-        return torch.rand(shape, generator=torch.Generator().manual_seed(latents)) * 2 - 1
+        size = (self.vae.config.spatial_compression * length for length in SIZE)
+        return random_frames(batch, 3, 4 * latents - 3, *size, seed=latents)
 
     def _truth(self, latents, batch):
         """Latents of the frames, and frames of the latent; diffusers clamps these."""
@@ -103,7 +102,7 @@ def test_any_chunk_gives_the_same(family, chunk):
 @pytest.mark.parametrize("piece", [1, 3, *slow((2,), (5,), (17,))])
 def test_pieces_of_any_length_give_the_same(family, piece):
     def in_pieces(stream):
-        return lambda x: torch.cat(list(stream(iter(x.split(piece, 2)))), 2)
+        return lambda x: joined(stream(iter(x.split(piece, 2))))
 
     family.check(in_pieces(family.vae.encode_stream), in_pieces(family.vae.decode_stream), 6)
 
@@ -129,39 +128,37 @@ def test_a_longer_video_begins_with_the_shorter(family):
         assert relative_error(run(x)[:, :, : short.shape[2]], short) <= 1e-5
 
 
-class Convolutions(TorchDispatchMode):
-    """The dimensions of what every convolution reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "convolution" in str(func) and "reorder" not in str(func):
-            self.seen.append(args[1 if "binary" in str(func) else 0].ndim)
-        return func(*args, **(kwargs or {}))
-
-
+@pytest.mark.usefixtures("weights_layout")
 def test_a_lone_frame_runs_in_2d_and_is_the_first_of_a_video(family):
     for run, x in ((family.vae.encode, family.frames(3)), (family.vae.decode, family.latent(3))):
         expected = run(x)[:, :, :1]
         with Convolutions() as convolutions:
             assert torch.equal(run(x[:, :, :1]), expected)
-        assert set(convolutions.seen) == {4}
+        assert set(convolutions.dimensions) == {4}
 
 
-def test_activations_are_channels_last_everywhere(family):
+@pytest.mark.parametrize("size", [(1, 1), (2, 3), (1, 3)])
+@pytest.mark.parametrize(("latents", "batch"), [(1, 1), (1, 2), (3, 1), (3, 2)])
+def test_activations_are_channels_last_everywhere(family, latents, batch, size):
+    seen = []
+
     def note(module, args, output):
-        if isinstance(output, torch.Tensor) and output.ndim == 5 and output.shape[1] > 1:
-            assert output.movedim(1, -1).is_contiguous(), type(module).__name__
+        tensors = (x for x in (*args, output) if isinstance(x, torch.Tensor) and x.ndim == 5)
+        seen.extend((type(module).__name__, x.shape, x.stride()) for x in tensors)
 
     hooks = [module.register_forward_hook(note) for module in family.vae.modules()]
-    try:
-        family.vae.decode(family.latent(3, 2))
-        family.vae.encode(family.frames(3, 2))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    step = family.vae.config.spatial_compression
+    frames = random_frames(batch, 3, 4 * latents - 3, *(step * length for length in size))
+    result = family.vae.decode(family.vae.encode(frames))
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) > 50
+    for name, shape, stride in (*seen, ("result", result.shape, result.stride())):
+        _, channels, _, height, width = shape
+        dense = (0, 1, height * width * channels, width * channels, channels)
+        # A frame alone has the stride of the layout too; of a lone pixel there is no layout.
+        known = range(1, 5) if height * width > 1 else [1]
+        assert all(stride[dim] == dense[dim] for dim in known), (name, shape, stride)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow((torch.float16,))])

@@ -7,6 +7,7 @@ import torch
 
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.vae.families import STATES, WAN, close, joined, latent_for, random_frames
 from fast_video_vae.tests.wan22 import random_wan22
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.planning import plan as plan_module
@@ -15,12 +16,10 @@ from fast_video_vae.vae.streaming import session
 from fast_video_vae.vae.streaming.cache_offload import Parking
 from fast_video_vae.vae.streaming.tiled_executor import TiledDecode, TiledEncode
 
-FAMILIES = {"wan2.1": lambda: random_state_dict(8), "wan2.2": lambda: random_wan22(8, 8)}
 
-
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=WAN)
 def vae(request):
-    return load_vae(FAMILIES[request.param](), dtype=torch.float32)
+    return load_vae(STATES[request.param](), dtype=torch.float32)
 
 
 @pytest.fixture
@@ -38,26 +37,6 @@ def tiles(monkeypatch):
     return counts
 
 
-def latents_of(vae, frames, height, width, batch=1):
-    step = vae.config.spatial_compression
-    shape = batch, vae.config.latent_channels, frames, height // step, width // step
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
-
-
-def clip(frames, height, width, batch=1):
-    shape = batch, 3, frames, height, width
-    return torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
-
-
-def joined(stream):
-    return torch.cat(list(stream), dim=2)
-
-
-def close(got, expected):
-    assert got.shape == expected.shape
-    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
 # Height and width of the frames, of a tile, latents, chunk, batch.
 CASES = [
     (128, 192, (64, 64), 3, 1, 1),
@@ -69,33 +48,23 @@ CASES = [
 
 
 @pytest.mark.parametrize(("height", "width", "tile", "frames", "chunk", "batch"), CASES)
-def test_a_decode_in_tiles_is_that_of_whole_frames(
-    vae, tiles, height, width, tile, frames, chunk, batch
-):
-    latent = latents_of(vae, frames, height, width, batch)
-    expected = vae.decode(latent)
+def test_tiles_give_what_whole_frames_give(vae, tiles, height, width, tile, frames, chunk, batch):
+    options = StreamOptions(chunk, tile=tile)
+    latent = latent_for(vae, frames, height, width, batch)
+    video = random_frames(batch, 3, 4 * frames - 3, height, width)
+    decoded, encoded = vae.decode(latent), vae.encode(video)
     assert not tiles
-    close(joined(vae.decode_stream(latent, StreamOptions(chunk, tile=tile))), expected)
+    close(joined(vae.encode_stream(video, options)), encoded)
+    close(joined(vae.decode_stream(latent, options)), decoded)
     assert min(tiles) > 1
-    out = torch.full_like(expected, torch.nan)
-    for _ in vae.decode_stream(latent, StreamOptions(chunk, tile=tile), out=out):
+    out = torch.full_like(decoded, torch.nan)
+    for _ in vae.decode_stream(latent, options, out=out):
         pass
-    close(out, expected)
-
-
-@pytest.mark.parametrize(("height", "width", "tile", "frames", "chunk", "batch"), CASES)
-def test_an_encode_in_tiles_is_that_of_whole_frames(
-    vae, tiles, height, width, tile, frames, chunk, batch
-):
-    video = clip(4 * frames - 3, height, width, batch)
-    expected = vae.encode(video)
-    assert not tiles
-    close(joined(vae.encode_stream(video, StreamOptions(chunk, tile=tile))), expected)
-    assert min(tiles) > 1
+    close(out, decoded)
 
 
 def test_every_cut_gives_the_same(vae, monkeypatch, tiles):
-    latent, video = latents_of(vae, 3, 96, 128), clip(9, 96, 128)
+    latent, video = latent_for(vae, 3, 96, 128), random_frames(1, 3, 9, 96, 128)
     frames, encoded = vae.decode(latent), vae.encode(video)
     find = tiling.can_cut
     counts = [len(find(network)) for network in (vae.decoder, vae.encoder)]
@@ -109,19 +78,6 @@ def test_every_cut_gives_the_same(vae, monkeypatch, tiles):
         close(joined(vae.decode_stream(latent, StreamOptions(tile=(64, 64)))), frames)
         close(joined(vae.encode_stream(video, StreamOptions(tile=(64, 64)))), encoded)
     assert min(tiles) > 1
-
-
-def test_images_come_in_tiles_too(vae, tiles):
-    latent = latents_of(vae, 3, 96, 128)
-    expected = torch.empty((1, 9, 96, 128, 3), dtype=torch.uint8)
-    got = torch.full_like(expected, 7)
-    for images, tile in ((expected, None), (got, (64, 48))):
-        pieces = list(vae.decode_stream(latent, StreamOptions(tile=tile), images=images))
-        assert torch.equal(torch.cat(pieces, dim=1), images)
-    assert tiles
-    difference = (got.int() - expected.int()).abs()
-    assert difference.max() <= 1
-    assert (difference > 0).float().mean() < 1e-3
 
 
 def test_brightness_does_not_step_at_the_borders_of_tiles_and_chunks(vae):
@@ -167,30 +123,14 @@ def test_the_halo_of_wan_is_as_wide_as_its_layers_reach():
 
 
 def test_tiles_are_not_taken_where_autograd_records(vae, tiles):
-    latent = latents_of(vae, 2, 64, 64).requires_grad_()
+    latent = latent_for(vae, 2, 64, 64).requires_grad_()
     joined(vae.decode_stream(latent, StreamOptions(tile=(32, 32)))).sum().backward()
     assert latent.grad is not None
     assert not tiles
 
 
-@pytest.mark.parametrize("frames", [range(1), range(1, 5), range(7, 30), range(40, 81)])
-def test_a_range_of_frames_is_that_of_the_whole_video(vae, frames):
-    latent = latents_of(vae, 21, 32, 32)
-    expected = vae.decode(latent)[:, :, frames.start : frames.stop]
-    close(joined(vae.decode_stream(latent, frames=frames)), expected)
-    close(
-        joined(vae.decode_stream(latent, StreamOptions(2, tile=(16, 16)), frames=frames)), expected
-    )
-    images = torch.full((1, len(frames), 32, 32, 3), torch.nan)
-    for _ in vae.decode_stream(latent, frames=frames, images=images):
-        pass
-    assert (images - expected.movedim(1, -1).add(1).div(2).clamp(0, 1)).abs().max() < 1e-5
-    runs = (latent[:, :, at : at + 1] for at in range(21))
-    close(joined(vae.decode_stream(runs, frames=frames)), expected)
-
-
 def test_a_range_far_into_a_video_leaves_out_what_does_not_matter_to_it(vae, monkeypatch):
-    latent = latents_of(vae, 80, 16, 16)
+    latent = latent_for(vae, 80, 16, 16)
     expected = vae.decode(latent)[:, :, 300:]
     seen = []
     forward = type(vae.decoder.conv1).forward
@@ -201,20 +141,21 @@ def test_a_range_far_into_a_video_leaves_out_what_does_not_matter_to_it(vae, mon
         return forward(self, x, *arguments, **options)
 
     monkeypatch.setattr(type(vae.decoder.conv1), "forward", counted)
-    close(joined(vae.decode_stream(latent, frames=range(300, 317))), expected)
-    assert sum(seen) < 50
-
-
-@pytest.mark.parametrize("frames", [range(0), range(80, 100), range(-3, 5), range(0, 10, 2)])
-def test_a_range_that_is_not_of_the_video_is_an_error(vae, frames):
-    with pytest.raises(ValueError, match=r"^frames are .*; expected "):
-        list(vae.decode_stream(latents_of(vae, 21, 32, 32), frames=frames))
+    runs = (latent[:, :, at : at + 1] for at in range(80))
+    for source, options in (
+        (latent, StreamOptions()),
+        (runs, StreamOptions()),
+        (latent, StreamOptions(2, tile=(8, 8))),
+    ):
+        seen.clear()
+        close(joined(vae.decode_stream(source, options, frames=range(300, 317))), expected)
+        assert source is runs or sum(seen) < 50
 
 
 @pytest.mark.parametrize("chunk", [1, 2, -1])
 def test_a_still_end_is_left_out_in_tiles_too(vae, tiles, chunk):
-    video = clip(1, 64, 96).repeat(1, 1, 121, 1, 1)
-    video[:, :, :7] = clip(7, 64, 96)
+    video = random_frames(1, 3, 1, 64, 96).repeat(1, 1, 121, 1, 1)
+    video[:, :, :7] = random_frames(1, 3, 7, 64, 96)
     vae.skips_still = False
     expected = vae.encode(video)
     vae.skips_still = True
@@ -234,7 +175,7 @@ def test_what_tiles_remember_may_wait_elsewhere(vae, tiles, monkeypatch):
     monkeypatch.setattr(
         Parking, "park", lambda self, cache: (parks.append(cache), park(self, cache))
     )
-    latent, frames = latents_of(vae, 3, 96, 128), clip(9, 96, 128)
+    latent, frames = latent_for(vae, 3, 96, 128), random_frames(1, 3, 9, 96, 128)
     close(joined(vae.decode_stream(latent, StreamOptions(1, tile=(64, 64)))), vae.decode(latent))
     close(joined(vae.encode_stream(frames, StreamOptions(1, tile=(64, 64)))), vae.encode(frames))
     assert tiles

@@ -1,20 +1,15 @@
 """How a stream behaves while it runs: order, memory, layout, and which operations it calls."""
 
 import gc
-import json
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import SCALE, random_seedvr2
+from fast_video_vae.tests.vae.families import Convolutions, close, joined
 from fast_video_vae.vae import StreamOptions, load_vae, model
-from fast_video_vae.vae.layers import conv
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.layers.workspace import Workspace
 from fast_video_vae.vae.streaming import session
@@ -26,14 +21,6 @@ def vae():
     return load_vae(random_state_dict(8), dtype=torch.float32)
 
 
-def joined(stream):
-    return torch.cat(list(stream), dim=2)
-
-
-def lengths(pieces, size):
-    return [run.shape[2] for run in rechunk((torch.zeros(1, 1, t, 1, 1) for t in pieces), size)]
-
-
 @pytest.mark.parametrize(
     ("pieces", "size", "expected"),
     [
@@ -43,17 +30,17 @@ def lengths(pieces, size):
         ([2, 3, 2], 3, [1, 3, 3]),
         ([3, 5], 4, [1, 4, 3]),  # a short tail
         ([1], 4, [1]),
-        ([], 4, []),
     ],
 )
 def test_rechunk_gives_the_first_frame_then_equal_runs(pieces, size, expected):
-    assert lengths(pieces, size) == expected
+    video = torch.arange(float(sum(pieces))).view(1, 1, -1, 1, 1)
+    runs = list(rechunk(video.split(pieces, dim=2), size))
+    assert [run.shape[2] for run in runs] == expected
+    assert torch.equal(torch.cat(runs, 2), video)
 
 
-def test_rechunk_keeps_every_frame_in_order():
-    video = torch.arange(23.0).view(1, 1, 23, 1, 1)
-    for size in (1, 2, 5, None):
-        assert torch.equal(torch.cat(list(rechunk(video.split(3, dim=2), size)), 2), video)
+def test_rechunk_of_nothing_is_nothing():
+    assert not list(rechunk(iter([]), 4))
 
 
 def test_frames_leave_before_later_latents_are_touched(vae):
@@ -89,68 +76,12 @@ def test_latents_leave_before_later_frames_are_touched(vae):
     assert made == 4
 
 
-class OpLog(TorchDispatchMode):
-    """Records the operations that run, and the dimensions of the weights of the convolutions."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-        self.convolutions = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func._schema.name)
-        if "conv" in func._schema.name and "reorder" not in func._schema.name:
-            tensors = [a for a in args if isinstance(a, torch.Tensor)]
-            self.convolutions.append(max(t.ndim for t in tensors))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("packed", [True, False], ids=["onednn", "plain"])
-def test_a_lone_frame_runs_no_3d_convolution(vae, packed, monkeypatch):
-    if not packed:  # as on a GPU
-        monkeypatch.setattr(conv, "packs", lambda _: False)
-    vae.drop_derived()
-    with OpLog() as log:
-        vae.decode(torch.randn(1, 16, 1, 2, 2))
-        vae.encode(torch.zeros(1, 3, 1, 16, 16))
-        list(vae.decode_stream(iter([torch.randn(1, 16, 1, 2, 2)])))
-    assert log.convolutions
-    assert set(log.convolutions) == {4}
-    vae.drop_derived()
-
-
 def test_a_video_is_never_padded_by_a_copy(vae):
-    with OpLog() as log:
+    with Convolutions() as seen:
         vae.decode(torch.randn(1, 16, 3, 2, 2))
         vae.encode(torch.zeros(1, 3, 9, 16, 16))
-    assert 5 in log.convolutions
-    assert not [name for name in log.names if "pad" in name]
-
-
-@pytest.mark.parametrize("frames", [1, 9])
-@pytest.mark.parametrize("size", [(8, 8), (16, 24), (8, 24)])
-@pytest.mark.parametrize("batch", [1, 2])
-def test_activations_are_channels_last_everywhere(vae, frames, size, batch):
-    strides = []
-
-    def note(module, args, output):
-        for x in (*args, output):
-            if isinstance(x, torch.Tensor) and x.ndim == 5:
-                strides.append((type(module).__name__, tuple(x.shape), x.stride()))
-
-    hooks = [module.register_forward_hook(note) for module in vae.modules()]
-    video = torch.rand(batch, 3, frames, *size)
-    result = vae.decode(vae.encode(video))
-    for hook in hooks:
-        hook.remove()
-    assert len(strides) > 50
-    strides.append(("result", tuple(result.shape), result.stride()))
-    for name, shape, stride in strides:
-        _, channels, _, height, width = shape
-        dense = (0, 1, height * width * channels, width * channels, channels)
-        # A frame alone has the stride of the layout too; of a lone pixel there is no layout.
-        known = range(1, 5) if height * width > 1 else [1]
-        assert all(stride[dim] == dense[dim] for dim in known), (name, shape, stride)
+    assert 5 in seen.dimensions
+    assert not [name for name in seen.ops if "pad" in name]
 
 
 def test_inputs_stay_as_they_were(vae):
@@ -178,7 +109,7 @@ def test_threads_share_a_vae(vae):
     for thread in threads:
         thread.join()
     for result, frames in zip(results, expected, strict=True):
-        torch.testing.assert_close(result, frames, rtol=1e-5, atol=1e-5)
+        close(result, frames)
 
 
 @pytest.mark.parametrize("tile", [None, (64, 64)])
@@ -207,41 +138,7 @@ def test_two_streams_of_one_vae_do_not_mix(vae):
     streams = [vae.decode_stream(latent, StreamOptions(chunk=1)) for latent in latents]
     turns = list(zip(*streams, strict=True))
     for latent, frames in zip(latents, zip(*turns, strict=True), strict=True):
-        expected = vae.decode(latent)
-        torch.testing.assert_close(torch.cat(frames, 2), expected, rtol=1e-5, atol=1e-5)
-
-
-_MEMORY = """
-import json, resource, runpy, sys
-runpy.run_path(sys.argv[1])
-import torch
-from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.vae import load_vae
-vae = load_vae(random_state_dict(8), dtype=torch.float32)
-frames, encode = int(sys.argv[2]), sys.argv[3] == "encode"
-def pieces():
-    for _ in range(frames):
-        yield torch.zeros(1, 3, 1, 256, 256)
-stream = vae.encode_stream(pieces()) if encode else vae.decode_stream(
-    torch.randn(1, 16, (frames - 1) // 4 + 1, 32, 32))
-count = sum(piece.shape[2] for piece in stream)
-print(json.dumps([count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
-"""
-
-
-@pytest.mark.slow  # test_cli.py asks the same of a command
-@pytest.mark.parametrize("direction", ["decode", "encode"])
-def test_peak_memory_does_not_grow_with_the_video(direction):
-    pytest.importorskip("resource", reason="peak memory is read from getrusage, on POSIX")
-    conftest = str(Path(__file__).parents[2] / "conftest.py")
-    peaks = []
-    for frames in (33, 129):
-        command = [sys.executable, "-c", _MEMORY, conftest, str(frames), direction]
-        result = subprocess.run(command, capture_output=True, text=True, check=True)
-        count, peak = json.loads(result.stdout)
-        assert count == (frames if direction == "decode" else (frames - 1) // 4 + 1)
-        peaks.append(peak)
-    assert peaks[1] <= 1.1 * peaks[0]
+        close(torch.cat(frames, 2), vae.decode(latent))
 
 
 def test_a_dtype_for_once_is_that_of_the_frames():
@@ -272,7 +169,7 @@ def test_a_limit_for_once_rules_the_steps_of_that_stream_alone(vae, monkeypatch)
         (vae.encode_stream(frames, StreamOptions(limit_bytes=2)), encoded),
         (vae.encode_stream(frames, StreamOptions(limit_bytes=3), scaled=False), encoded),
     ):
-        assert (joined(stream) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+        close(joined(stream), wanted)
     vae.plan(16, 16, StreamOptions(limit_bytes=4), encode=True)
     assert limits == [None, None, 1, 2, 3, 4]
     monkeypatch.setattr(vae, "limit_bytes", 5)
