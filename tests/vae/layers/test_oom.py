@@ -6,50 +6,44 @@ import pytest
 import torch
 
 from fast_video_vae.kernels import is_out_of_memory
-from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.seedvr2 import random_seedvr2
-from fast_video_vae.tests.wan22 import random_wan22
+from fast_video_vae.tests.vae.families import (
+    STATES,
+    VIDEO,
+    WAN,
+    close,
+    joined,
+    latent_for,
+    random_frames,
+)
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.causal_conv import CausalConv3d
 from fast_video_vae.vae.layers.workspace import Workspace
 from fast_video_vae.vae.planning.plan import make_plan
 from fast_video_vae.vae.streaming import session as video_module
 
-FAMILIES = {
-    "wan2.1": lambda: random_state_dict(8),
-    "wan2.2": lambda: random_wan22(8, 8),
-    "seedvr2": lambda: random_seedvr2((32, 32, 32, 32)),
-}
 
-
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=VIDEO)
 def vae(request):
-    return load_vae(FAMILIES[request.param](), dtype=torch.float32)
+    return load_vae(STATES[request.param](), dtype=torch.float32)
 
 
 class Memory:
     """Runs out at some allocations of a workspace."""
 
     def __init__(self, monkeypatch):
-        self.count = 0
-        self.fails = set()
-        self.most = None
+        self.count, self.fails, self.most = 0, set(), None
+        self.sizes, self.workspace = [], None
         allocate = Workspace.allocate
 
         def counted(workspace, nbytes, device):
+            self.workspace = workspace
             self.count += 1
             if self.count in self.fails or (self.most and nbytes > self.most):
                 raise torch.OutOfMemoryError(f"no {nbytes} bytes")
+            self.sizes.append(nbytes)
             return allocate(workspace, nbytes, device)
 
         monkeypatch.setattr(Workspace, "allocate", counted)
-        init = Workspace.__init__
-
-        def known(workspace):
-            init(workspace)
-            self.workspace = workspace
-
-        monkeypatch.setattr(Workspace, "__init__", known)
 
     def forget(self):
         """Let the next step allocate again."""
@@ -77,20 +71,9 @@ def products(monkeypatch):
 
 
 def both(vae, latents=5, size=4):
-    step = vae.config.spatial_compression
-    generator = torch.Generator().manual_seed(0)
-    latent = torch.randn(1, vae.config.latent_channels, latents, size, size, generator=generator)
-    video = torch.rand(1, 3, 4 * latents - 3, size * step, size * step, generator=generator)
-    return latent, video * 2 - 1
-
-
-def close(got, expected):
-    assert got.shape == expected.shape
-    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-def joined(stream):
-    return torch.cat(list(stream), dim=2)
+    side = size * vae.config.spatial_compression
+    video = random_frames(1, 3, 4 * latents - 3, side, side)
+    return latent_for(vae, latents, side, side), video
 
 
 @pytest.mark.parametrize(
@@ -156,24 +139,15 @@ def test_it_goes_on_in_tiles_and_then_in_smaller_ones(vae, memory, monkeypatch):
             assert len({plan.tiles for plan in tiles}) >= 2
 
 
+# Not SeedVR2: its norms see the whole frame, so that there is nothing smaller than one.
+@pytest.mark.parametrize("vae", WAN, indirect=True)
 @pytest.mark.parametrize("chunk", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_is_too_large_at_once_goes_in_pieces(vae, memory, chunk):
     latent, video = both(vae)
-    frames, encoded = joined(vae.decode_stream(latent, StreamOptions(chunk))), vae.encode(video)
-    sizes = []
-    allocate = Workspace.allocate
-    memory.most = None
-
-    def noted(workspace, nbytes, device):
-        sizes.append(nbytes)
-        return allocate(workspace, nbytes, device)
-
-    Workspace.allocate = noted
-    joined(vae.decode_stream(latent, StreamOptions(chunk)))
-    Workspace.allocate = allocate
-    if "seedvr2" in vae.config.family:
-        return  # its norms see the whole frame: there is nothing smaller than one
-    memory.most = int(max(sizes) * 0.6)
+    encoded = vae.encode(video)
+    memory.sizes.clear()
+    frames = joined(vae.decode_stream(latent, StreamOptions(chunk)))
+    memory.most = int(max(memory.sizes) * 0.6)
     close(joined(vae.decode_stream(latent, StreamOptions(chunk))), frames)
     close(joined(vae.encode_stream(video, StreamOptions(chunk))), encoded)
 
@@ -183,10 +157,8 @@ def test_the_host_is_asked_for_memory_first(vae, memory):
     expected = joined(vae.decode_stream(latent, StreamOptions(1)))
     asked = []
     memory.count, memory.fails = 0, {3}
-    close(
-        joined(vae.decode_stream(latent, StreamOptions(1, release=lambda: asked.append(1)))),
-        expected,
-    )
+    options = StreamOptions(1, release=lambda: asked.append(1))
+    close(joined(vae.decode_stream(latent, options)), expected)
     assert asked
 
 

@@ -14,7 +14,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.tests.vae.layers.test_oom import FAMILIES, close, joined
+from fast_video_vae.tests.vae.families import (
+    STATES,
+    VIDEO,
+    close,
+    joined,
+    latent_for,
+    random_frames,
+)
 from fast_video_vae.tests.vae.streaming.failing_memory import ERRORS, FailingMemory
 from fast_video_vae.vae import Relief, StreamOptions, load_vae
 from fast_video_vae.vae.cli.main import main
@@ -43,20 +50,14 @@ TASKS = (
     "tiled encode",
     "still end",
 )
-# Those of which the slow tests fail every allocation.
-EACH = ("decode in steps", "encode in steps", "picture", "tiled decode", "to a file")
-
-
-# One family by default; the slow tests take all of them.
-_OTHERS = [family for family in FAMILIES if family != "wan2.1"]
 
 
 @pytest.fixture(
     scope="module",
-    params=["wan2.1", *(pytest.param(family, marks=pytest.mark.slow) for family in _OTHERS)],
+    params=["wan2.1", *(pytest.param(family, marks=pytest.mark.slow) for family in VIDEO[1:])],
 )
 def vae(request):
-    return load_vae(FAMILIES[request.param](), dtype=torch.float32)
+    return load_vae(STATES[request.param](), dtype=torch.float32)
 
 
 class Task:
@@ -69,13 +70,10 @@ class Task:
         step = vae.config.spatial_compression
         side = 4 if "tiled" in name else 2
         self.tile = (2 * step, 2 * step)
-        generator = torch.Generator().manual_seed(0)
         latents = FEWER if name in ("tiled decode", "tiled encode", "to a file") else LATENTS
-        size = 1, vae.config.latent_channels, latents, side, side
-        self.latent = torch.randn(size, generator=generator)
-        frames = 4 * latents - 3
-        video = torch.rand(1, 3, frames, side * step, side * step, generator=generator) * 2 - 1
-        self.video = video
+        size = side * step, side * step
+        self.latent = latent_for(vae, latents, *size)
+        self.video = video = random_frames(1, 3, 4 * latents - 3, *size)
         self.still = torch.cat([video, video[:, :, -1:].expand(-1, -1, 28, -1, -1)], dim=2)
         self.run()  # what is set up once, such as derived weights
         self.expected = self.run()
@@ -85,23 +83,19 @@ class Task:
 
     def run(self):
         vae, latent, video = self.vae, self.latent, self.video
-        if self.name == "to a file":
-            return self._written()
+        steps, tiled = StreamOptions(1), StreamOptions(1, tile=self.tile)
         return {
             "decode": lambda: [vae.decode(latent)],
-            "decode in steps": lambda: list(vae.decode_stream(latent, StreamOptions(1))),
+            "decode in steps": lambda: list(vae.decode_stream(latent, steps)),
             "picture": lambda: [vae.decode(latent[:, :, :1])],
-            "part": lambda: list(vae.decode_stream(latent, StreamOptions(1), frames=range(3, 7))),
-            "tiled decode": lambda: list(
-                vae.decode_stream(latent, StreamOptions(1, tile=self.tile))
-            ),
+            "part": lambda: list(vae.decode_stream(latent, steps, frames=range(3, 7))),
+            "tiled decode": lambda: list(vae.decode_stream(latent, tiled)),
+            "to a file": self._written,
             "encode": lambda: [vae.encode(video)],
-            "encode in steps": lambda: list(vae.encode_stream(video, StreamOptions(1))),
+            "encode in steps": lambda: list(vae.encode_stream(video, steps)),
             "picture in": lambda: [vae.encode(video[:, :, :1])],
-            "still end": lambda: list(vae.encode_stream(self.still, StreamOptions(1))),
-            "tiled encode": lambda: list(
-                vae.encode_stream(video, StreamOptions(1, tile=self.tile))
-            ),
+            "still end": lambda: list(vae.encode_stream(self.still, steps)),
+            "tiled encode": lambda: list(vae.encode_stream(video, tiled)),
         }[self.name]()
 
     def _written(self):
@@ -161,10 +155,10 @@ def test_an_allocation_that_fails_once_makes_no_difference(task):
     fail_each(task, sampled(task, 5), 1)
 
 
-@pytest.mark.parametrize("family", _OTHERS)
+@pytest.mark.parametrize("family", VIDEO[1:])
 @pytest.mark.parametrize("name", ["decode in steps", "encode in steps"])
 def test_nor_does_it_in_other_families(family, name, tmp_path):
-    task = Task(load_vae(FAMILIES[family](), dtype=torch.float32), name, tmp_path)
+    task = Task(load_vae(STATES[family](), dtype=torch.float32), name, tmp_path)
     fail_each(task, sampled(task, 4), 1)
 
 
@@ -177,7 +171,9 @@ def test_frames_are_right_or_a_line_says_why_there_are_none(vae, tmp_path, in_a_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_a_row", [1, 2, 10])
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize(
+    "name", ["decode in steps", "encode in steps", "picture", "tiled decode", "to a file"]
+)
 def test_every_allocation_may_fail(vae, tmp_path, name, in_a_row):
     task = Task(vae, name, tmp_path)
     fail_each(task, range(1, task.allocations + 1), in_a_row)
@@ -238,7 +234,7 @@ def test_the_command_line_says_it_in_one_line(tmp_path, capsys, error, first):
     latent = torch.zeros(1, 16, 2, 2, 2)
     save_latent(latents, latent, family="wan2.1", fps=Fraction(16), frames=5)
     path = tmp_path / "vae.safetensors"
-    save_file(FAMILIES["wan2.1"](), path)
+    save_file(STATES["wan2.1"](), path)
     with FailingMemory(first, 1 << 40, error=error):
         code = main(["decode", str(latents), "--vae", str(path), "-o", str(tmp_path / "x.mkv")])
     assert code == 1

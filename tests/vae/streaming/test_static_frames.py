@@ -1,48 +1,42 @@
 """Clips that stand still: the same latents, with less work."""
 
-from math import prod
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.seedvr2 import random_seedvr2
-from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
+from fast_video_vae.tests.vae.families import (
+    STATES,
+    VIDEO,
+    Convolutions,
+    close,
+    joined,
+    random_frames,
+)
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.frame_runs import Settling
 from fast_video_vae.vae.planning import plan as plan_module
 from fast_video_vae.vae.streaming.static_frames import Changes
 
-FAMILIES = {
-    "wan2.1": lambda: random_state_dict(8),
-    "wan2.2": random_wan22,
-    "seedvr2": lambda: random_seedvr2((32, 32, 32, 32)),
-    "qwen-image-2.1": random_qwen21,
-}
 
-# Those whose layers remember frames, which a picture at a time needs not.
-REMEMBERING = [name for name in FAMILIES if name != "qwen-image-2.1"]
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=STATES)
 def vae(request):
-    return load_vae(FAMILIES[request.param](), dtype=torch.float32)
+    return load_vae(STATES[request.param](), dtype=torch.float32)
 
 
 def clip(*moving, size=16):
-    """Frames: a number makes so many that change, `("still", n)` the last of them n times more."""
-    generator = torch.Generator().manual_seed(0)
-    frames = []
+    """Frames: a number makes so many that change, `("still", n)` the last of them n times."""
+    frames = [torch.zeros(1, 3, 1, size, size)]
     for part in moving:
-        if isinstance(part, tuple):
-            frames += [frames[-1] if frames else torch.zeros(1, 3, 1, size, size)] * part[1]
+        if part == "grey":
+            frames += frames[:1]
+        elif isinstance(part, tuple):
+            frames += [frames[-1]] * part[1]
         else:
             frames += [
-                torch.rand(1, 3, 1, size, size, generator=generator) * 2 - 1 for _ in range(part)
+                random_frames(1, 3, 1, size, size, seed=len(frames) + at) for at in range(part)
             ]
-    return torch.cat(frames, 2)
+    return torch.cat(frames[1:], 2)
 
 
 def of(vae, video):
@@ -50,28 +44,42 @@ def of(vae, video):
     return torch.cat([video, video[:, :1]], 1)[:, : vae.config.image_channels]
 
 
+@pytest.mark.parametrize(
+    ("parts", "chunk"),
+    [
+        ((3, ("still", 70)), 1),
+        ((3, ("still", 70)), 2),
+        ((1, "grey", ("still", 79)), 1),  # what WanImageToVideo encodes
+        ((("still", 81),), 1),
+    ],
+)
+def test_what_stands_still_is_the_same_and_costs_less(vae, parts, chunk):
+    took, whole = costs(vae, clip(*parts), chunk)
+    assert took < 0.75 * whole
+
+
+@pytest.mark.parametrize(
+    ("parts", "chunk", "pieces"),
+    [
+        *(((5, ("still", 27), 2, ("still", 11)), 4, pieces) for pieces in (1, 7, 30)),
+        ((2, ("still", 39), 8, ("still", 24), 4), 1, None),  # it moves again
+        ((2, ("still", 39), 8, ("still", 24), 4), 3, None),
+        ((1,), None, None),  # a picture, and copies of it
+        ((("still", 5),), None, None),
+        ((("still", 81),), -1, None),
+        ((2, ("still", 51)), 2, 3),
+    ],
+)
+def test_any_clip_in_any_pieces_is_the_same(vae, parts, chunk, pieces):
+    check(vae, clip(*parts), chunk, pieces)
+
+
 def encoded(vae, pieces, chunk, skips):
     vae.skips_still = skips
     try:
-        return torch.cat(list(vae.encode_stream(pieces, StreamOptions(chunk))), 2)
+        return joined(vae.encode_stream(pieces, StreamOptions(chunk)))
     finally:
         vae.skips_still = True
-
-
-class Convolutions(TorchDispatchMode):
-    """Counts the calls of convolutions and their products."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = self.products = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if "convolution" in str(func) and "reorder" not in str(func):
-            weight = args[2] if "pointwise_" in str(func) else args[1]
-            self.count += 1
-            self.products += result.numel() * prod(weight.shape[1:])
-        return result
 
 
 def check(vae, video, chunk, pieces=None):
@@ -97,30 +105,6 @@ def costs(vae, video, chunk):
     return counts
 
 
-def close(result, expected):
-    assert result.shape == expected.shape
-    assert (result - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-@pytest.mark.parametrize("chunk", [1, 2])
-def test_a_still_end_is_the_same_and_costs_less(vae, chunk):
-    took, whole = costs(vae, clip(3, ("still", 70)), chunk)
-    assert took < 0.75 * whole
-
-
-def test_a_picture_and_grey(vae):
-    """What WanImageToVideo encodes."""
-    picture = clip(1)
-    video = torch.cat([picture, torch.zeros_like(picture).expand(-1, -1, 80, -1, -1)], 2)
-    took, whole = costs(vae, video, 1)
-    assert took < 0.75 * whole
-
-
-def test_a_clip_that_never_moves(vae):
-    took, whole = costs(vae, clip(("still", 81)), 1)
-    assert took < 0.75 * whole
-
-
 @pytest.mark.parametrize("chunk", [1, 4, -1, None])
 def test_a_picture_and_80_grey_frames_take_a_quarter_of_the_products(chunk):
     vae = load_vae(random_state_dict(8), dtype=torch.float32)
@@ -134,19 +118,14 @@ def test_a_picture_and_80_grey_frames_take_a_quarter_of_the_products(chunk):
     assert products[0] < products[1] / 4
 
 
-@pytest.mark.parametrize("vae", REMEMBERING, indirect=True)
+@pytest.mark.parametrize("vae", VIDEO, indirect=True)
 @pytest.mark.parametrize("chunk", [4, -1])
 @pytest.mark.parametrize("moving", [2, 5, 8, 11, 16])
 def test_a_change_anywhere_in_a_chunk_is_seen(vae, moving, chunk):
     check(vae, clip(moving, ("still", 41 - moving)), chunk)
 
 
-@pytest.mark.parametrize("pieces", [1, 7, 30])
-def test_pieces_of_any_length_are_the_same(vae, pieces):
-    check(vae, clip(5, ("still", 27), 2, ("still", 11)), 4, pieces)
-
-
-@pytest.mark.parametrize("vae", REMEMBERING, indirect=True)
+@pytest.mark.parametrize("vae", VIDEO, indirect=True)
 @pytest.mark.parametrize("alike", [2, 4, 6, 7, 8, 12])
 def test_what_is_alike_for_a_while_is_the_same(vae, alike):
     """From frames shown twice to those that settle the first layers."""
@@ -154,18 +133,12 @@ def test_what_is_alike_for_a_while_is_the_same(vae, alike):
     check(vae, clip(*parts, 1), 3)
 
 
-@pytest.mark.parametrize("vae", REMEMBERING, indirect=True)
+@pytest.mark.parametrize("vae", VIDEO, indirect=True)
 @pytest.mark.parametrize("part", [1, 1 << 12, 1 << 15])
 def test_layers_come_to_rest_in_parts_of_any_size(vae, part, monkeypatch):
     monkeypatch.setattr(plan_module, "_CPU_PART_BYTES", part)
     batch = torch.cat([clip(6, ("still", 47)), clip(4, 2, ("still", 47))], 0)
     check(vae, batch, 4)
-
-
-def test_a_lone_picture_and_copies_of_it_are_the_same(vae):
-    check(vae, clip(1), None)
-    check(vae, clip(("still", 5)), None)
-    check(vae, clip(("still", 81)), -1)
 
 
 def test_a_piece_that_learns_is_a_change(vae):
@@ -174,11 +147,6 @@ def test_a_piece_that_learns_is_a_change(vae):
     other = of(vae, clip(10))[:, :, 6:].requires_grad_()
     pieces = [frames, other, frames[:, :, 1:]]
     close(encoded(vae, iter(pieces), 1, True), encoded(vae, iter(pieces), 1, False))
-
-
-@pytest.mark.parametrize("chunk", [1, 3])
-def test_what_moves_again_is_the_same(vae, chunk):
-    check(vae, clip(2, ("still", 39), 8, ("still", 24), 4), chunk)
 
 
 def test_a_change_of_one_number_is_a_change(vae):
@@ -195,13 +163,6 @@ def test_long_enough_ends_cost_nothing(vae):
         return seen.count
 
     assert convolutions(60) == convolutions(50) > 0
-
-
-@pytest.mark.parametrize("vae", REMEMBERING, indirect=True)
-def test_any_pieces_and_parts_are_the_same(vae, monkeypatch):
-    check(vae, clip(2, ("still", 51)), 2, pieces=3)
-    monkeypatch.setattr(plan_module, "_CPU_PART_BYTES", 1 << 12)
-    check(vae, clip(2, ("still", 51)), 2)
 
 
 def test_frames_in_a_buffer_that_is_used_again_are_not_still(vae):
