@@ -16,17 +16,13 @@ from fast_video_vae.lora.schedule import parse_schedule
 from fast_video_vae.lora.session import Session
 from fast_video_vae.lora.strengths import Amounts, StackEntry
 
-_NETWORK = "diffusion_model."
+WAYS = (
+    "no LoRA", "auto", "stream", "beside", "bypass (two products, scaled, added)", "merge per call",
+)  # fmt: skip
 
 
 class Layers(nn.Module):
-    """Linear layers one after the other, as a model's network.
-
-    Args:
-        sizes: Numbers that enter and leave each.
-        device: Where they are.
-        dtype: Of all.
-    """
+    """Linear layers one after the other, as a model's network, of numbers that enter and leave."""
 
     def __init__(
         self, sizes: list[tuple[int, int]], device: torch.device, dtype: torch.dtype
@@ -63,17 +59,7 @@ def bank_of(model: Layers, rank: int, folder: Path) -> Bank:
 
 
 def ways(model: Layers, x: Tensor, rank: int, folder: Path) -> dict[str, Callable[[], Tensor]]:
-    """What to time: the layers without a LoRA, and with one in each way.
-
-    Args:
-        model: The layers.
-        x: `[1, tokens, in]`.
-        rank: Of the LoRA.
-        folder: For its file.
-
-    Returns:
-        By name, what runs once and gives the output.
-    """
+    """What to time on `[1, tokens, in]`, by name: the layers without a LoRA, and in each way."""
     bank = bank_of(model, rank, folder)
     c = gpu_config(x.device, x.dtype).stream_c
     entry = StackEntry(bank.files[0].path, parse_schedule("1"), parse_blocks(""))
@@ -104,11 +90,5 @@ def ways(model: Layers, x: Tensor, rank: int, folder: Path) -> dict[str, Callabl
             y = F.linear(y, layer.weight + delta, layer.bias)
         return y
 
-    return {
-        "no LoRA": lambda: model(x),
-        "auto": session("auto"),
-        "stream": session("stream"),
-        "beside": session("beside"),
-        "bypass (two products, scaled, added)": naive,
-        "merge per call": merged,
-    }
+    runs = [lambda: model(x), *map(session, ("auto", "stream", "beside")), naive, merged]
+    return dict(zip(WAYS, runs, strict=True))

@@ -13,19 +13,14 @@ from .vae import Clip
 from .variants import Variant, variants
 
 
-def clips(session: Session) -> list[Clip]:
-    """A video and a lone frame."""
-    video, picture = session.pick(((81, 480, 832), (1, 1024, 1024)), ((9, 32, 32), (1, 48, 48)))
-    return [Clip("wan2.1", "decode", *video), Clip("wan2.1", "decode", *picture)]
-
-
 def cases(session: Session) -> list[Case]:
-    """One for each change and clip."""
+    """One for each change, of a video and of a lone frame."""
     found = []
-    for clip in clips(session):
+    for size in session.pick(((81, 480, 832), (1, 1024, 1024)), ((9, 32, 32), (1, 48, 48))):
+        clip = Clip("wan2.1", "decode", *size)
         for variant in variants(session, session.ours("wan2.1")):
             if variant.lone or clip.frames > 1:
-                name = f"{clip.label}: {variant.name}"
+                name = clip.row(variant.name)
                 run = functools.partial(_compare, session, clip, variant, name)
                 found.append(Case((name,), run))
     return found

@@ -1,6 +1,7 @@
 """Section `conv`: convolutions by width, searched for or not, and the folded upsampling."""
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
@@ -45,6 +46,7 @@ _SMALL_UPSAMPLINGS = tuple((into // 8, out // 8, 4, 4) for into, out, _, _ in _U
 _FRAMES = 4
 
 _KINDS = {"3x3x3": 3, "3x3": 2}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 _SEARCHED, _PLAIN, _STOCK = "NDHWC, searched", "NDHWC, not searched", "NCDHW with bias, as stock"
 
@@ -53,16 +55,10 @@ def cases(session: Session) -> list[Case]:
     """One for each width, kernel and dtype; one for each upsampling."""
     found = []
     for width, *size in session.pick(_SIZES, _SMALL_SIZES):
-        for kind, dtype in (
-            ("3x3x3", torch.bfloat16),
-            ("3x3x3", torch.float16),
-            ("3x3", torch.bfloat16),
-            ("3x3", torch.float16),
-        ):
-            short = "bf16" if dtype is torch.bfloat16 else "fp16"
+        for (kind, ndim), (short, dtype) in itertools.product(_KINDS.items(), _DTYPES.items()):
             label = f"{kind} {width} at {_FRAMES}x{size[0]}x{size[1]}, {short}"
             names = tuple(f"{label}: {each}" for each in (_SEARCHED, _PLAIN, _STOCK))
-            run = functools.partial(_conv, session, names, _KINDS[kind], width, size, dtype)
+            run = functools.partial(_conv, session, names, ndim, width, size, dtype)
             found.append(Case(names, run))
     for into, out, height, width in session.pick(_UPSAMPLINGS, _SMALL_UPSAMPLINGS):
         label = f"2x {into} to {out} from {_FRAMES}x{height}x{width}, bf16"
@@ -167,14 +163,8 @@ def _timed(
             able[name] = there
         seconds = measure.seconds(able, session.device, launches=False)
     for name, value in seconds.items():
-        yield (
-            name,
-            {
-                "ms": 1e3 * value,
-                "tflops": flops[name] / value / 1e12,
-                "first_ms": 1e3 * first[name],
-            },
-        )
+        rate = flops[name] / value / 1e12
+        yield name, {"ms": 1e3 * value, "tflops": rate, "first_ms": 1e3 * first[name]}
 
 
 def _guarded(session: Session, call: Callable[[], Any], searches: bool) -> None:

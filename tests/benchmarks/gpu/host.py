@@ -28,7 +28,7 @@ def cases(session: Session) -> list[Case]:
     """One, with a row for each place where the images may end."""
     size = session.pick((81, 720, 1280), (5, 32, 48))
     clip = Clip("wan2.1", "decode", *size)
-    names = {kind: f"{clip.label}: {kind}" for kind in (_STAYS, *_KINDS, _COPIED)}
+    names = {kind: clip.row(kind) for kind in (_STAYS, *_KINDS, _COPIED)}
     return [Case(tuple(names.values()), functools.partial(_compare, session, clip, names))]
 
 
@@ -61,7 +61,6 @@ def _compare(
 def _to_host(
     vae: Any, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, kept: Tensor | None
 ) -> Tensor:
-    """Decode to images in the memory of the host."""
     images = torch.empty(shape, dtype=dtype) if kept is None else kept
     for _ in vae.decode_stream(x, images=images):
         pass

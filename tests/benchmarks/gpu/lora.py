@@ -15,14 +15,6 @@ from .turns import in_turn, outcomes, pairs
 
 # Tokens of 832 x 480 x 81, of 1280 x 720 x 81, and of a prompt.
 _TOKENS = (512, 4096, 32760, 75600)
-_WAYS = (
-    "no LoRA",
-    "auto",
-    "stream",
-    "beside",
-    "bypass (two products, scaled, added)",
-    "merge per call",
-)
 
 
 def cases(session: Session) -> list[Case]:
@@ -41,7 +33,7 @@ def cases(session: Session) -> list[Case]:
 
 
 def _names(label: str, tokens: int) -> tuple[str, ...]:
-    return tuple(f"{label}, rank 64, {tokens} tokens: {way}" for way in _WAYS)
+    return tuple(f"{label}, rank 64, {tokens} tokens: {way}" for way in lora_ways.WAYS)
 
 
 def _compare(

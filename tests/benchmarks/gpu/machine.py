@@ -13,15 +13,7 @@ from fast_video_vae.tests.benchmarks import record
 
 
 def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
-    """What stands above the rows.
-
-    Args:
-        device: Where they are measured.
-        commit: Of this checkout, where git cannot be asked.
-
-    Returns:
-        Names and versions; None for what is not there.
-    """
+    """What stands above the rows: names and versions, None for what is not there."""
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit or record.commit(),

@@ -33,25 +33,16 @@ _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an op as the VAEs make it.
-
-    Attributes:
-        op: Its name.
-        note: What it has beside the activation.
-        channels: Of the activation that comes in.
-        given: As for `sample_inputs.call`.
-        dtype: Of the activation; None: bfloat16.
-    """
+    """A call of an op as the VAEs make it."""
 
     op: str
-    note: str
-    channels: int
-    given: Mapping[str, Any] = field(compare=False)
+    note: str  # what it has beside the activation
+    channels: int  # of the activation that comes in
+    given: Mapping[str, Any] = field(compare=False)  # as for `sample_inputs.call`
     dtype: torch.dtype = torch.bfloat16
 
     @property
     def name(self) -> str:
-        """As it stands in the table."""
         return f"{self.op} {self.note}, {_SHORT[self.dtype]}"
 
 
@@ -61,8 +52,12 @@ def calls() -> list[Call]:
     found += [_bias_residual(width) for width in (*_WIDTHS, *_MORE_WIDTHS)]
     found += [_merge(width, None, 1) for width in _WIDTHS]
     found += [_merge(512, 1024, 1), _merge(1024, 1024, 2)]  # of Wan 2.2
-    found += [_interleave(width) for width in (*_WIDTHS, 1024)]
-    found += [_average(160, 320), _average(320, 640)]
+    for width in (*_WIDTHS, 1024):
+        given = {"x": _like(2 * width)}
+        found += [Call("interleave_time", f"2 x {width}", 2 * width, given)]
+    for width, out in ((160, 320), (320, 640)):
+        given = {"x": _like(width), "channels": out}
+        found += [Call("average_down", f"{width} to {out}", width, given)]
     found += [_images(3, 1, torch.float32), _images(3, 1, torch.uint8)]
     found += [_images(12, 2, torch.float32)]
     found += [Call("pixel_shuffle_3d", "12 to 3", 12, {"x": _like(12)})]
@@ -112,16 +107,14 @@ def _measure(
         seconds = measure.seconds(timed, session.device, launches=False)
     for name in timed:
         rate = nbytes / seconds[name]
-        yield (
-            f"{call.name}: {name}",
-            {
-                "ms": 1e3 * seconds[name],
-                "gb_per_s": rate / 1e9,
-                "copy_percent": 100 * rate / session.copy_bytes_per_s,
-                "rank": ranked.index(name) + 1 if name in ranked else "wrong",
-                "apart": apart[name],
-            },
-        )
+        values = {
+            "ms": 1e3 * seconds[name],
+            "gb_per_s": rate / 1e9,
+            "copy_percent": 100 * rate / session.copy_bytes_per_s,
+            "rank": ranked.index(name) + 1 if name in ranked else "wrong",
+            "apart": apart[name],
+        }
+        yield f"{call.name}: {name}", values
 
 
 def _forced(session: Session, backend: str, op: str, arguments: Mapping[str, Any]) -> Tensor:
@@ -206,15 +199,6 @@ def _merge(width: int, source: int | None, times: int, dtype: torch.dtype = torc
         given["source"] = _like(source)
     note = f"{width}, bias" + ("" if source is None else f", source of {source}")
     return Call("merge_phases", note, 4 * width, given, dtype)
-
-
-def _interleave(width: int) -> Call:
-    return Call("interleave_time", f"2 x {width}", 2 * width, {"x": _like(2 * width)})
-
-
-def _average(width: int, channels: int) -> Call:
-    given = {"x": _like(width), "channels": channels}
-    return Call("average_down", f"{width} to {channels}", width, given)
 
 
 def _images(channels: int, patch: int, dtype: torch.dtype) -> Call:

@@ -30,7 +30,7 @@ def cases(session: Session) -> list[Case]:
 
 
 def _names(clip: Clip) -> tuple[str, ...]:
-    return tuple(f"{clip.label}: within {share:.0%} of whole frames" for share in _SHARES)
+    return tuple(clip.row(f"within {share:.0%} of whole frames") for share in _SHARES)
 
 
 def _compare(session: Session, clip: Clip) -> Iterator[tuple[str, Values | Exception]]:

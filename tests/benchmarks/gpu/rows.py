@@ -31,10 +31,8 @@ class NotRun(Exception):  # noqa: N818, likewise
 class Case:
     """Rows that are measured together.
 
-    Attributes:
-        names: Of its rows, as they stand in the table.
-        run: Yields the name of a row with its values, or with the exception that tells why there
-            are none. What it raises stands in all rows that it has not yielded.
+    `run` yields the name of a row with its values, or with the exception that tells why there are
+    none. What it raises stands in all rows that it has not yielded.
     """
 
     names: tuple[str, ...]
@@ -42,12 +40,7 @@ class Case:
 
 
 class Rows:
-    """The file of a run: the machine, and the rows so far.
-
-    Args:
-        path: Of the JSON file; read if it is there.
-        head: What the file says beside the rows, for a new one.
-    """
+    """The JSON file of a run: the rows so far, and `head` for a new file, else what is there."""
 
     def __init__(self, path: Path, head: Mapping[str, Any] | None = None) -> None:
         self.path = path
@@ -59,29 +52,23 @@ class Rows:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows, in the order in which they came."""
         return self.content["rows"]
 
     def forget_not_run(self, sections: Iterable[str]) -> None:
         """Drop the rows of some sections that there was no time for, so that they are run."""
         again = set(sections)
-        kept = [
+        self.content["rows"] = [
             row for row in self.rows if row["status"] != "not run" or row["section"] not in again
         ]
-        self.content |= {"rows": kept, "running": None}
+        self.content["running"] = None
         self.write()
 
     def has(self, section: str, name: str) -> bool:
-        """Whether a row is there."""
         return any((row["section"], row["name"]) == (section, name) for row in self.rows)
 
     def begin(self, section: str, names: Iterable[str]) -> None:
         """Note what is measured next, for whoever finds the file of a process that died."""
-        self.content["running"] = {
-            "section": section,
-            "names": list(names),
-            "since": time.time(),
-        }
+        self.content["running"] = {"section": section, "names": list(names), "since": time.time()}
         self.write()
 
     def running_s(self) -> float:
@@ -126,33 +113,19 @@ def outcome(result: Values | Exception) -> dict[str, Any]:
 
 @dataclass
 class Clock:
-    """How much time there is.
+    """How much time there is, in seconds of `time.time()`."""
 
-    Attributes:
-        until: When the run ends, as `time.time()`.
-        section_until: When the section that runs has had its share.
-    """
-
-    until: float
-    section_until: float = math.inf
+    until: float  # the end of the run
+    section_until: float = math.inf  # that of the share of the section that runs
 
     def left(self) -> float:
-        """Seconds left for this section."""
         return min(self.until, self.section_until) - time.time()
-
-    def whose(self) -> str:
-        """Whose time is over."""
-        return "the run's" if self.until <= self.section_until else "this section's share of the"
 
 
 def run_section(
     rows: Rows, clock: Clock, section: str, cases: Iterable[Case], device: str
 ) -> Iterator[str]:
-    """Run the cases of a section that are not in the file yet.
-
-    Yields:
-        The names of each case when it is done.
-    """
+    """Run the cases of a section that are not in the file yet; yield their names behind each."""
     for case in cases:
         missing = [name for name in case.names if not rows.has(section, name)]
         if not missing:
@@ -170,7 +143,8 @@ def run_section(
 def _results(case: Case, clock: Clock) -> Iterator[tuple[str, Values | Exception]]:
     error: Exception = RuntimeError("the case gave no such row")
     if clock.left() <= 0:
-        error = NotRun(f"{clock.whose()} time was over")
+        whose = "the run's" if clock.until <= clock.section_until else "this section's share of the"
+        error = NotRun(f"{whose} time was over")
     else:
         try:
             yield from case.run()

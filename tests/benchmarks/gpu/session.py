@@ -21,33 +21,20 @@ _PEERS = {"diffusers": peers.diffusers_vae, "comfyui": peers.comfyui_vae}
 
 
 class Session:
-    """One process of a run.
-
-    Args:
-        device: Where everything runs.
-        small: Tiny sizes, which a CPU does in seconds: to see that every row runs.
-        clock: How much time there is.
-
-    Attributes:
-        device: Likewise.
-        small: Likewise.
-        clock: Likewise.
-        dtype: Of the activations where a row does not say.
-        rates: Seconds per FLOP of whoever coded a clip before, to tell what a larger one takes. It
-            decides what is run, never what is reported.
-    """
+    """One process of a run: its device, its clock, and whether the sizes are tiny."""
 
     def __init__(self, device: torch.device, *, small: bool, clock: Clock) -> None:
         self.device = device
         self.small = small
         self.clock = clock
-        self.dtype = torch.bfloat16
+        self.dtype = torch.bfloat16  # of the activations where a row does not say
+        # Seconds per FLOP of whoever coded a clip before, to tell what a larger one takes. They
+        # decide what is run, never what is reported.
         self.rates: dict[tuple[str, ...], float] = {}
         self._built: dict[tuple[str, str], Any] = {}
 
     @property
     def cuda(self) -> bool:
-        """Whether this is a GPU."""
         return self.device.type == "cuda"
 
     def pick(self, full: Any, small: Any) -> Any:
@@ -55,18 +42,13 @@ class Session:
         return small if self.small else full
 
     def ours(self, family: str) -> Any:
-        """Our VAE of a family."""
         return self._once(
             (family, "ours"),
             lambda: load_vae(self._weights(family), dtype=self.dtype, device=self.device),
         )
 
     def peer(self, family: str, name: str) -> Any:
-        """Another implementation on the same weights.
-
-        Raises:
-            Missing: It is not on this machine.
-        """
+        """Another implementation on the same weights; raises `Missing` where there is none."""
         try:
             return self._once(
                 (family, name),
@@ -79,10 +61,6 @@ class Session:
         """Of a peer that was built."""
         return next((peer.version for (_, who), peer in self._built.items() if who == name), None)
 
-    def drop(self, family: str) -> None:
-        """Give the memory of a family's weights back."""
-        self._built = {key: built for key, built in self._built.items() if key[0] != family}
-
     @functools.cached_property
     def copy_bytes_per_s(self) -> float:
         """Bytes that a large copy on the device reads and writes in a second."""
@@ -94,7 +72,6 @@ class Session:
         return self.multiplied(self.pick(8192, 256), self.dtype)
 
     def copied(self, nbytes: int) -> float:
-        """Bytes that a copy of so many reads and writes in a second."""
         source = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         return 2 * nbytes / self.seconds(lambda: target.copy_(source))
@@ -123,6 +100,5 @@ class Session:
 
     def _weights(self, family: str) -> dict[str, Tensor]:
         """In float32 in the memory of the host, for whoever is built of them."""
-
         widths = _SMALL_WIDTHS[family] if self.small else (None, None)
         return self._once((family, "weights"), lambda: random_weights(family, *widths))

@@ -3,6 +3,7 @@
 The tiles are decoded on their own, without the rim that neighbours would need.
 """
 
+import collections
 import functools
 import itertools
 from collections.abc import Iterator
@@ -42,19 +43,15 @@ def _compare(
         passes = [
             vae.decode_stream(tile, out=target) for tile, target in zip(tiles, targets, strict=True)
         ]
-        if len(streams) == 1:
-            for each in passes:
-                for _ in each:
-                    pass
-            return
-        for _ in itertools.zip_longest(
-            *(_inside(stream, each) for stream, each in zip(streams, passes, strict=True))
-        ):
-            pass
+        if streams:
+            steps = map(_inside, streams, passes)
+            collections.deque(itertools.zip_longest(*steps), maxlen=0)
+        else:
+            collections.deque(itertools.chain(*passes), maxlen=0)
 
     both = [_stream(session) for _ in tiles]
     runs = {
-        names[0]: functools.partial(decode, [nullcontext()]),
+        names[0]: functools.partial(decode, []),
         names[1]: functools.partial(decode, both),
     }
     results = in_turn(session, runs, alike=True)

@@ -1,7 +1,8 @@
 """The rows of a run as text: a table for each section, what its columns mean, and what is asked."""
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +13,11 @@ _WIDTH = 100
 
 @dataclass(frozen=True)
 class Column:
-    """How a value is told.
-
-    Attributes:
-        heading: Above it.
-        meaning: Below the table.
-        digits: Behind the point, for a number.
-    """
+    """How a value is told."""
 
     heading: str
-    meaning: str
-    digits: int = 2
+    meaning: str  # below the table
+    digits: int = 2  # behind the point, for a number
 
 
 COLUMNS = {
@@ -111,7 +106,8 @@ def report(content: Mapping[str, Any]) -> str:
             lines += ["", f"{section.upper()}: {title}", *_table(own)]
     if not content["small"]:
         lines += ["", "WHAT IS ASKED", *_asked(rows)]
-    lines += ["", _counted(rows)]
+    counts = Counter(row["status"] for row in rows).items()
+    lines += ["", "Rows: " + ", ".join(f"{count} {status}" for status, count in counts)]
     return "\n".join(lines)
 
 
@@ -163,12 +159,11 @@ def _asked(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     values = {row["name"]: row["values"] for row in rows if row["status"] == "ok"}
     lines = []
     for peer in ("diffusers", "comfyui"):
-        name = f"Wan2.1 decode 720x1280x81, bf16: {peer}"
-        times = values.get(name, {}).get("times_ours")
-        lines.append(
-            f"  decode 720x1280x81, {peer} / ours, at least {ASKED_RATIO}: "
-            + _verdict(times, ASKED_RATIO, "x")
-        )
+        times = values.get(f"Wan2.1 decode 720x1280x81, bf16: {peer}", {}).get("times_ours")
+        told = "not measured"
+        if times is not None:
+            told = f"{times:.2f}x, {'reached' if times >= ASKED_RATIO else 'MISSED'}"
+        lines.append(f"  decode 720x1280x81, {peer} / ours, at least {ASKED_RATIO}: {told}")
     lines += _asked_of_ops(rows)
     for size, published in PUBLISHED_S.items():
         both = {
@@ -205,19 +200,6 @@ def _asked_of_ops(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     told = "; ".join(f"{name} {share:.0f} %" for name, share in slow.items())
     return lines + (_wrapped("    below: ", told) if told else [])
-
-
-def _verdict(value: float | None, asked: float, unit: str) -> str:
-    if value is None:
-        return "not measured"
-    return f"{value:.2f}{unit}, {'reached' if value >= asked else 'MISSED'}"
-
-
-def _counted(rows: Iterable[Mapping[str, Any]]) -> str:
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row["status"]] = counts.get(row["status"], 0) + 1
-    return "Rows: " + ", ".join(f"{count} {status}" for status, count in counts.items())
 
 
 def _cell(key: str, value: Any) -> str:

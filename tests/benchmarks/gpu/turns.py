@@ -28,24 +28,16 @@ _SHORT_S = 1.0
 
 @dataclass
 class Measured:
-    """Of one of those that take turns.
+    """Of one of those that take turns."""
 
-    Attributes:
-        cold_s: The first call, with whatever is compiled, tried and searched for in it.
-        seconds: Of each round.
-        peak_bytes: The most memory above what was held before a call, its result included; None
-            where nobody counts it.
-        error: Why there are no seconds.
-    """
-
-    cold_s: float = 0.0
-    seconds: list[float] = field(default_factory=list)
+    cold_s: float = 0.0  # the first call: whatever is compiled, tried and searched for is in it
+    seconds: list[float] = field(default_factory=list)  # of each round
+    # Above what was held before a call, its result included; None where nobody counts it.
     peak_bytes: int | None = None
-    error: Exception | None = None
+    error: Exception | None = None  # why there are no seconds
 
     @property
     def median_s(self) -> float:
-        """Seconds, the median of the rounds."""
         return statistics.median(self.seconds)
 
     def values(self) -> dict[str, Any]:
@@ -72,15 +64,9 @@ def in_turn(
     fewer rounds where the time of the section does not allow for more.
 
     Args:
-        session: The device and the clock.
-        runs: What to time, by name.
         look: Sees the result of each first run.
-        rounds: The most rounds.
         alike: All are ours, so that one may take the memory that another has kept, as long as
             there is enough besides.
-
-    Returns:
-        An entry for each.
     """
     results = {name: Measured() for name in runs}
     for name, run in runs.items():
@@ -108,13 +94,7 @@ def in_turn(
 def outcomes(
     results: Mapping[str, Measured], names: Mapping[str, str], more: Callable[[str], Values]
 ) -> Iterator[tuple[str, Values | Exception]]:
-    """The rows of results.
-
-    Args:
-        results: From `in_turn`.
-        names: Of each run the name of its row.
-        more: Gives what a row has beside its seconds, memory and rounds.
-    """
+    """The rows of what `in_turn` gives: `more` is what one has beside seconds, memory, rounds."""
     for key, one in results.items():
         yield names[key], one.error if one.error is not None else {**one.values(), **more(key)}
 

@@ -11,34 +11,28 @@ from torch import Tensor
 from .flops import video_flops
 from .rows import Case, NotRun, Values
 from .session import Session
-from .turns import ROUNDS, Measured, in_turn, pairs, snr_db
+from .turns import ROUNDS, in_turn, outcomes, pairs, snr_db
 
 WHO = ("ours", "diffusers", "comfyui")
 
 
 @dataclass(frozen=True)
 class Clip:
-    """What is coded.
-
-    Attributes:
-        family: Of the VAE.
-        direction: "decode" or "encode".
-        frames: Of the clip.
-        height: Of its frames.
-        width: Likewise.
-    """
+    """What is coded; height and width in pixels."""
 
     family: str
-    direction: str
+    direction: str  # "decode" or "encode"
     frames: int
     height: int
     width: int
 
     @property
     def label(self) -> str:
-        """As it stands in the table."""
         family = self.family.title()
         return f"{family} {self.direction} {self.height}x{self.width}x{self.frames}, bf16"
+
+    def row(self, who: str) -> str:
+        return f"{self.label}: {who}"
 
     def make(self, session: Session) -> Tensor:
         """Random numbers to code, in the dtype and on the device of the session."""
@@ -58,19 +52,12 @@ def clips(session: Session) -> list[Clip]:
     full_hd = session.pick((81, 1088, 1920), (9, 32, 48))
     upscaled = session.pick((33, 720, 1280), (5, 32, 32))
     picture = session.pick((1, 2160, 3840), (1, 48, 64))
+    both = ("decode", "encode")
     ordered = [
-        ("wan2.1", "decode", hd),
-        ("wan2.1", "decode", sd),
-        ("wan2.1", "encode", hd),
-        ("wan2.1", "encode", sd),
-        ("wan2.1", "decode", picture),
-        ("wan2.1", "encode", picture),
-        ("wan2.1", "decode", full_hd),
-        ("wan2.1", "encode", full_hd),
-        ("seedvr2", "decode", upscaled),
-        ("seedvr2", "encode", upscaled),
-        ("wan2.2", "decode", hd),
-        ("wan2.2", "encode", hd),
+        *(("wan2.1", direction, size) for direction in both for size in (hd, sd)),
+        *(("wan2.1", direction, size) for size in (picture, full_hd) for direction in both),
+        *(("seedvr2", direction, upscaled) for direction in both),
+        *(("wan2.2", direction, hd) for direction in both),
     ]
     return [Clip(family, direction, *size) for family, direction, size in ordered]
 
@@ -78,10 +65,7 @@ def clips(session: Session) -> list[Clip]:
 def cases(session: Session) -> list[Case]:
     """One for each clip, with a row for everybody."""
     return [
-        Case(
-            tuple(f"{clip.label}: {who}" for who in WHO),
-            functools.partial(_compare, session, clip),
-        )
+        Case(tuple(clip.row(who) for who in WHO), functools.partial(_compare, session, clip))
         for clip in clips(session)
     ]
 
@@ -99,21 +83,26 @@ def _compare(session: Session, clip: Clip) -> Iterator[tuple[str, Values | Excep
             needed += _expected_s(session, clip, who, flops, needed)
         except Exception as error:  # a peer that does not load leaves the others alone
             runs.pop(who, None)
-            yield f"{clip.label}: {who}", error.with_traceback(None)
+            yield clip.row(who), error.with_traceback(None)
     seen = _Agreement(clip.direction == "decode")
     with torch.inference_mode():
-        results = in_turn(session, runs, look=seen, rounds=_rounds(session, needed))
-    for who, one in results.items():
-        if one.error is not None:
-            yield f"{clip.label}: {who}", one.error
-            continue
-        session.rates[clip.family, clip.direction, who] = one.median_s / flops
-        yield f"{clip.label}: {who}", _values(session, results, who, flops, seen)
+        # One round for what takes much of the time, so that something is left for the others.
+        rounds = 1 if needed > session.clock.left() / 4 else ROUNDS
+        results = in_turn(session, runs, look=seen, rounds=rounds)
 
+    def more(who: str) -> Values:
+        median = results[who].median_s
+        session.rates[clip.family, clip.direction, who] = median / flops
+        compares = who != "ours" and "ours" in results
+        return {
+            "tflops": flops / median / 1e12,
+            "floor_percent": 100 * flops / session.product_flops / median,
+            "times_ours": pairs(results, who, "ours") if compares else None,
+            "snr_db": seen.db.get(who),
+            "version": None if who == "ours" else session.version(who),
+        }
 
-def _rounds(session: Session, expected_s: float) -> int:
-    """One round for what takes much of the time, so that something is left for the others."""
-    return 1 if expected_s > session.clock.left() / 4 else ROUNDS
+    yield from outcomes(results, {who: clip.row(who) for who in results}, more)
 
 
 def _run_of(session: Session, clip: Clip, who: str, x: Tensor) -> Callable[[], Tensor]:
@@ -122,11 +111,7 @@ def _run_of(session: Session, clip: Clip, who: str, x: Tensor) -> Callable[[], T
 
 
 def _expected_s(session: Session, clip: Clip, who: str, flops: float, others_s: float) -> float:
-    """What a first run and one round take, from what smaller clips took.
-
-    Raises:
-        NotRun: There is no time for that.
-    """
+    """What a first run and one round take, from what smaller clips took, or `NotRun`."""
     rate = session.rates.get((clip.family, clip.direction, who))
     if rate is None:
         return 0.0
@@ -135,25 +120,6 @@ def _expected_s(session: Session, clip: Clip, who: str, flops: float, others_s: 
     if expected > left:
         raise NotRun(f"it would take {expected:.0f} s twice over; {max(left, 0):.0f} s were left")
     return expected
-
-
-def _values(
-    session: Session,
-    results: dict[str, Measured],
-    who: str,
-    flops: float,
-    seen: "_Agreement",
-) -> Values:
-    one = results[who]
-    compares = who != "ours" and "ours" in results
-    return {
-        **one.values(),
-        "tflops": flops / one.median_s / 1e12,
-        "floor_percent": 100 * flops / session.product_flops / one.median_s,
-        "times_ours": pairs(results, who, "ours") if compares else None,
-        "snr_db": seen.db.get(who),
-        "version": None if who == "ours" else session.version(who),
-    }
 
 
 class _Agreement:

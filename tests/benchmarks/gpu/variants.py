@@ -30,36 +30,23 @@ from .session import Session
 
 @dataclass(frozen=True)
 class Variant:
-    """One change.
-
-    Attributes:
-        name: As it stands in the table.
-        change: Makes the context in which the VAE decodes.
-        chunk: Latents per step; None: as chosen.
-        lone: It changes something for a video of one frame.
-        plans: It changes cuDNN's plans, and so needs a thread of its own.
-    """
+    """One change, as the context in which the VAE decodes."""
 
     name: str
     change: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
-    chunk: int | None = None
-    lone: bool = True
-    plans: bool = False
+    chunk: int | None = None  # latents per step; None: as chosen
+    lone: bool = True  # it changes something for a video of one frame
+    plans: bool = False  # it changes cuDNN's plans, and so needs a thread of its own
 
 
 def variants(session: Session, vae: Any) -> list[Variant]:
     """All of them."""
-    device = session.device
     part = "_DEVICE_PART_BYTES" if session.cuda else "_CPU_PART_BYTES"
     size = getattr(plan, part)
     upsample, causal = UpsampleConv2d.forward, CausalConv3d.forward
     return [
         Variant("every op by PyTorch (no Triton)", functools.partial(use_backend, "reference")),
-        Variant(
-            "cuDNN searches each shape",
-            functools.partial(cudnn.searching, device),
-            plans=True,
-        ),
+        Variant("cuDNN searches each shape", lambda: cudnn.searching(session.device), plans=True),
         Variant("cuDNN never searches", _without_search, plans=True),
         Variant(
             "upsampling not folded",
@@ -84,11 +71,8 @@ def variants(session: Session, vae: Any) -> list[Variant]:
         Variant("parts four times as large", lambda: replaced(plan, part, size * 4), lone=False),
         Variant("CUDA graphs", functools.partial(_with_graphs, vae), lone=False),
         *(
-            Variant(
-                f"attention: {name}",
-                functools.partial(replaced, layers, "attention", implementation),
-            )
-            for name, implementation in IMPLEMENTATIONS.items()
+            Variant(f"attention: {name}", functools.partial(replaced, layers, "attention", one))
+            for name, one in IMPLEMENTATIONS.items()
         ),
     ]
 
