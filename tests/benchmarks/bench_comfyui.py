@@ -8,10 +8,8 @@ device, casts and the IMAGE are in it. Medians are printed, and go to `results.j
 Nothing else should run on the machine.
 """
 
-import argparse
 import logging
 import runpy
-import statistics
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +103,13 @@ def main() -> None:
         logging.info("%-34s%12s%12s%12s", "case", "ours s", "comfyui s", "x comfyui")
         for size in sizes:
             for task, times in measure(server, size, args.rounds).items():
-                _report(args, f"{task} {size} {args.dtype}", times, version)
+                case = f"{task} {size} {args.dtype}"
+                versions = {"ours": record.commit(), "comfyui": version}
+                medians, ratios = timing.append(
+                    args.out, "bench_comfyui", case, times, args.width, versions
+                )
+                told = (case, medians["ours"], medians["comfyui"], ratios["comfyui"])
+                logging.info("%-34s%12.3f%12.3f%12.2f", *told)
 
 
 def _run(server: Server, stem: str, name: str) -> dict[str, float]:
@@ -126,28 +130,6 @@ def _run(server: Server, stem: str, name: str) -> dict[str, float]:
     server.wait(prompt_id, timeout_s=3600)
     times = events.node_seconds(prompt_id)
     return {"decode": times[decoded[0]], "encode": times[encoded[0]]}
-
-
-def _report(
-    args: argparse.Namespace, case: str, seconds: dict[str, list[float]], version: str
-) -> None:
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    ratios = {name: timing.ratio(seconds, name, "ours") for name in seconds}
-    logging.info(
-        "%-34s%12.3f%12.3f%12.2f", case, medians["ours"], medians["comfyui"], ratios["comfyui"]
-    )
-    for name, times in seconds.items():
-        record.append(
-            args.out,
-            "bench_comfyui",
-            case,
-            base_width=args.width,
-            implementation=name,
-            version=record.commit() if name == "ours" else version,
-            median_s=round(medians[name], 4),
-            seconds=[round(value, 4) for value in times],
-            ours_is_faster_by=round(ratios[name], 3),
-        )
 
 
 if __name__ == "__main__":

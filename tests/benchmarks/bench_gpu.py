@@ -12,7 +12,6 @@ printed all the same. Without CUDA the sizes are tiny: that shows that the rows 
 
 import argparse
 import contextlib
-import functools
 import gc
 import math
 import re
@@ -95,8 +94,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # who ends it sees the tables too
     _supervise(args, until)
     content = Rows(args.path).content
-    if args.out:
-        _append(args.out, content)
+    for row in content["rows"] if args.out else ():
+        if row["section"] == "vae" and row["status"] == "ok":
+            case, _, who = row["name"].rpartition(": ")
+            record.append(args.out, "bench_gpu", case, implementation=who, **row["values"])
     text = table.report(content)
     told = args.path.with_suffix(".txt")
     told.write_text(text + "\n", encoding="utf-8")
@@ -108,33 +109,19 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument(
-        "--only", type=_sections, default=list(SECTIONS), help=f"of {','.join(SECTIONS)}"
-    )
-    parser.add_argument(
-        "--budget",
-        type=float,
-        help="seconds after which no row begins; default: 520, for a small run no limit",
-    )
-    parser.add_argument(
-        "--continue",
-        dest="resume",
-        action="store_true",
-        help="keep the rows of the file, but for those that were not run",
-    )
-    parser.add_argument(
-        "--json", type=Path, help="where the rows go (default: gpu-NAME.json beside this file)"
-    )
-    parser.add_argument("--out", type=Path, help="a results.jsonl that gets the rows of `vae` too")
-    parser.add_argument("--commit", help="of this checkout, where git is not there to be asked")
-    parser.add_argument(
-        "--small",
-        action="store_true",
-        default=not torch.cuda.is_available(),
-        help="tiny sizes; always without CUDA",
-    )
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    add, sections = parser.add_argument, list(SECTIONS)
+    no_gpu = not torch.cuda.is_available()
+    kept = "keep the rows of the file, but for those that were not run"
+    default = "default: 520, for a small run no limit"
+    add("--only", type=_sections, default=sections, help=f"of {','.join(sections)}")
+    add("--budget", type=float, help=f"seconds after which no row begins; {default}")
+    add("--continue", dest="resume", action="store_true", help=kept)
+    add("--json", type=Path, help="where the rows go (default: gpu-NAME.json beside this file)")
+    add("--out", type=Path, help="a results.jsonl that gets the rows of `vae` too")
+    add("--commit", help="of this checkout, where git is not there to be asked")
+    add("--small", action="store_true", default=no_gpu, help="tiny sizes; always without CUDA")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    add("--until", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.budget is None:
         args.budget = math.inf if args.small else _BUDGET_S
@@ -172,14 +159,16 @@ def _supervise(args: argparse.Namespace, until: float) -> None:
             Rows(args.path).end_running(
                 RuntimeError(f"the process died of it, or hung (status {status})")
             )
-    _leave_rest(args)
+    rows = Rows(args.path)
+    there = {row["section"] for row in rows.rows}
+    for section in args.only:
+        if section not in there:
+            rows.begin(section, ["all"])
+            rows.end_running(NotRun("the run ended before it"))
 
 
 def _watch(worker: "subprocess.Popen[bytes]", path: Path, end: float) -> int:
-    """Wait for a process, and end it where a row hangs.
-
-    Returns:
-        Its exit status.
+    """The exit status of a process, which is ended where a row hangs.
 
     Raises:
         TimeoutError: The time is over.
@@ -194,22 +183,8 @@ def _watch(worker: "subprocess.Popen[bytes]", path: Path, end: float) -> int:
             return worker.wait()
 
 
-def _leave_rest(args: argparse.Namespace) -> None:
-    """Say of the sections that have no row why."""
-    rows = Rows(args.path)
-    there = {row["section"] for row in rows.rows}
-    for section in args.only:
-        if section not in there:
-            rows.begin(section, ["all"])
-            rows.end_running(NotRun("the run ended before it"))
-
-
 def _work(args: argparse.Namespace) -> int:
-    """Measure the rows that are not there yet.
-
-    Returns:
-        The exit status.
-    """
+    """Measure the rows that are not there yet, and give the exit status."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
@@ -247,15 +222,6 @@ def _serves(device: torch.device) -> bool:
         torch.cuda.synchronize(device)
         return bool(torch.ones(1, device=device).sum() == 1)
     return False
-
-
-def _append(path: Path, content: dict) -> None:
-    """The rows of whole clips, where those of the other benchmarks are."""
-    append = functools.partial(record.append, path, "bench_gpu")
-    for row in content["rows"]:
-        if row["section"] == "vae" and row["status"] == "ok":
-            case, _, who = row["name"].rpartition(": ")
-            append(case, implementation=who, **row["values"])
 
 
 def _default_path(small: bool) -> Path:

@@ -35,31 +35,17 @@ _RESET = Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class Case:
-    """One stream.
+    """One stream; chunk, tile, cut and limit as the plan chooses them where they are None."""
 
-    Attributes:
-        family: "wan2.1", "wan2.2" or "seedvr2".
-        encode: It encodes; else it decodes.
-        width: Base width of the random weights.
-        latents: Of the video; 1: a single frame.
-        size: Height and width of the frames.
-        batch: Videos at once.
-        chunk: Latents per step; None: chosen.
-        tile: Height and width of tiles; None: chosen.
-        cut: Which of the possible cuts the tiles have; None: any.
-        limit_bytes: As for `decode_stream`.
-        dtype: Of the computation.
-    """
-
-    family: str = "wan2.1"
+    family: str = "wan2.1"  # or "wan2.2", "seedvr2"
     encode: bool = False
-    width: int = 24
-    latents: int = 3
-    size: tuple[int, int] = (256, 256)
+    width: int = 24  # base width of the random weights
+    latents: int = 3  # 1: a single frame
+    size: tuple[int, int] = (256, 256)  # height and width of the frames
     batch: int = 1
-    chunk: int | None = None
-    tile: tuple[int, int] | None = None
-    cut: int | None = None
+    chunk: int | None = None  # latents per step
+    tile: tuple[int, int] | None = None  # height and width
+    cut: int | None = None  # which of the possible cuts the tiles have
     limit_bytes: int | None = None
     dtype: str = "float32"
 
@@ -77,15 +63,10 @@ class Case:
 
 
 def run(*cases: Case, holes: bool = False) -> list[dict[str, float]]:
-    """Measure in a new process, one after the other.
+    """Measure in a new process, one after the other: `peak_mib`, `estimate_mib` and `seconds`.
 
-    Args:
-        cases: What to measure.
-        holes: With what glibc's heap keeps of blocks below 32 MB that were freed, which depends on
-            what came before; else all goes back at once.
-
-    Returns:
-        Of each `peak_mib`, the measured one, `estimate_mib` and `seconds`.
+    With `holes` glibc's heap keeps blocks below 32 MB that were freed, which depends on what came
+    before; else all goes back at once.
     """
     command = [sys.executable, __file__, "--cases", json.dumps([asdict(case) for case in cases])]
     environment = {**os.environ} | ({} if holes else {"MALLOC_MMAP_THRESHOLD_": "65536"})
@@ -105,7 +86,9 @@ def can_measure() -> bool:
 def measure(case: Case) -> dict[str, float]:
     """Run one stream in this process and watch its memory."""
     dtype = getattr(torch, case.dtype)
-    vae = _vae(case.family, case.width, dtype)
+    vae = load_vae(
+        random_weights(case.family, case.width, case.width), dtype=dtype, encode_dtype=dtype
+    )
     # With the first stream come libraries, threads, and derived weights, which count as weights.
     stream(vae, replace(case, size=(64, 64), batch=1, tile=None, limit_bytes=None))
     given = input_of(vae, case)
@@ -155,11 +138,6 @@ def planned(vae: VideoVAE, case: Case) -> plan.Plan:
     assert network is not None
     job = plan.job_of(network, config, size, vae.dtype, vae.device, lone=case.latents == 1)
     return plan.make_plan(job, case.limit_bytes, chunk=case.chunk, tile=case.tile)
-
-
-def _vae(family: str, width: int, dtype: torch.dtype) -> VideoVAE:
-    state = random_weights(family, width, width)
-    return load_vae(state, dtype=dtype, encode_dtype=dtype)
 
 
 @contextmanager

@@ -71,9 +71,8 @@ def main() -> None:
         path = Path(folder) / "vae.safetensors"
         save_file(random_weights(args.family, dtype=dtype), path)
         for name in names:
-            case = ["--case", name, str(path), folder]
             command = [sys.executable, __file__, "--family", args.family, "--dtype", args.dtype]
-            command += case
+            command += ["--case", name, str(path), folder]
             output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             result = json.loads(output.splitlines()[-1])
             label = f"load and decode {clip} {args.dtype} {args.family}"

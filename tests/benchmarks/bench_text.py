@@ -51,9 +51,8 @@ def main() -> None:
         for count in args.prompts:
             runs = _ways(clip, PROMPTS[:count], args.ways)
             values = _measure(runs, args.rounds)
-            case = (
-                f"{args.kind}, {args.layers} layers of {args.width}, {args.dtype}, {count} prompts"
-            )
+            network = f"{args.kind}, {args.layers} layers of {args.width}"
+            case = f"{network}, {args.dtype}, {count} prompts"
             logging.info("%s", case)
             for name, seconds in values["seconds"].items():
                 ratios = [values[key][name] for key in ("ratios", "cpu_ratios")]
@@ -63,23 +62,13 @@ def main() -> None:
 
 
 def _config(args: argparse.Namespace) -> dict[str, object]:
-    heads = args.width // 64
+    width, heads = args.width, args.width // 64
     if args.kind == "wan":
-        ff = args.width * 5 // 2
-        return {
-            "d_model": args.width,
-            "d_ff": ff,
-            "d_kv": 64,
-            "num_heads": heads,
-            "num_layers": args.layers,
-        }
-    return {
-        "hidden_size": args.width,
-        "intermediate_size": args.width * 3,
-        "num_hidden_layers": args.layers,
-        "num_attention_heads": heads // 2,
-        "num_key_value_heads": heads // 4,
-    }
+        sizes = {"d_model": width, "d_ff": width * 5 // 2, "d_kv": 64}
+        return sizes | {"num_heads": heads, "num_layers": args.layers}
+    sizes = {"hidden_size": width, "intermediate_size": width * 3}
+    counts = {"num_attention_heads": heads // 2, "num_key_value_heads": heads // 4}
+    return sizes | counts | {"num_hidden_layers": args.layers}
 
 
 def _ways(

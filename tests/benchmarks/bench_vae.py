@@ -12,7 +12,6 @@ import gc
 import itertools
 import logging
 import runpy
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +22,7 @@ from torch import Tensor
 _HERE = Path(__file__).resolve().parent
 runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
 
-from fast_video_vae.tests.benchmarks import record, timing  # noqa: E402
-from fast_video_vae.tests.benchmarks.peers import (  # noqa: E402
-    PeerUnavailableError,
-    comfyui_vae,
-    diffusers_vae,
-)
+from fast_video_vae.tests.benchmarks import peers, record, timing  # noqa: E402
 from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_weights  # noqa: E402
 from fast_video_vae.vae import VideoVAE, load_vae  # noqa: E402
 
@@ -37,10 +31,10 @@ Run = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: a direction, a size, a number format and a family.
+    """One measurement.
 
-    Without a number format everybody takes his default: ours is what `load_vae` chooses, that of
-    the others on a CPU float32.
+    Without a dtype everybody takes his default: ours is what `load_vae` chooses, that of the
+    others on a CPU float32.
     """
 
     direction: str
@@ -80,7 +74,7 @@ _SIZES = {
     "wan2.2": {"cpu": [(17, 128, 128)], "cuda": [(1, 1024, 1024), (121, 704, 1280)]},
     "seedvr2": {"cpu": [(5, 128, 128)], "cuda": [(1, 1024, 1024), (33, 720, 1280)]},
 }
-_PEERS = {"comfyui": comfyui_vae, "diffusers": diffusers_vae}
+_PEERS = {"comfyui": peers.comfyui_vae, "diffusers": peers.diffusers_vae}
 _ORDER = ("ours", "every", *_PEERS)
 
 
@@ -92,10 +86,10 @@ def implementations(
     built: dict[str, tuple[str, Run, Run]] = {"ours": (record.commit(), ours.encode, ours.decode)}
     if "every" in names:
         built["every"] = (record.commit(), functools.partial(every_frame, ours), ours.decode)
-    for build in (build for name, build in _PEERS.items() if name in names):
+    for name in [name for name in _PEERS if name in names]:
         try:
-            peer = build(state, dtype=dtype or torch.float32, device=device)
-        except PeerUnavailableError as error:
+            peer = _PEERS[name](state, dtype=dtype or torch.float32, device=device)
+        except peers.PeerUnavailableError as error:
             logging.warning("left out: %s", error)
             continue
         built[peer.name] = (peer.version, peer.encode, peer.decode)
@@ -133,54 +127,33 @@ def main() -> None:
             with torch.inference_mode():
                 seconds = timing.in_turn(runs, args.rounds)
             seconds = {name: each[1:] for name, each in seconds.items()}
-            _report(case, seconds, names)
-            for name, times in seconds.items():
-                record.append(
-                    args.out,
-                    "bench_vae",
-                    case.label,
-                    base_width=width,
-                    implementation=name,
-                    version=built[name][0],
-                    median_s=round(statistics.median(times), 4),
-                    seconds=[round(value, 4) for value in times],
-                    ours_is_faster_by=round(timing.ratio(seconds, name, "ours"), 3),
-                )
+            medians, ratios = timing.append(
+                args.out, "bench_vae", case.label, seconds, width,
+                {name: entry[0] for name, entry in built.items()},
+            )  # fmt: skip
+            told = [f"{medians[name]:12.3f}" if name in built else " " * 12 for name in names]
+            told += [f"{ratios[name]:12.2f}" if name in built else " " * 12 for name in names[1:]]
+            logging.info("%s", f"{case.label:34}" + "".join(told))
         del built
         gc.collect()
 
 
 def _arguments() -> argparse.Namespace:
     parser = record.parser(__doc__)
-    parser.add_argument("--family", choices=_SIZES, default="wan2.1")
-    parser.add_argument("--width", type=int, help="base width of the random weights")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--dtype", nargs="+", default=["bfloat16", "float32"], help="or: default, of everybody"
+    add, dtypes = parser.add_argument, ["bfloat16", "float32"]
+    beside = (
+        "comfyui, diffusers (both if left out), or every: ours, but for all frames that stand "
+        "still as well (with --still that too)"
     )
-    parser.add_argument("--direction", nargs="+", default=["decode", "encode"])
-    parser.add_argument("--size", nargs="+", help="FRAMESxHEIGHTxWIDTH instead of the usual ones")
-    parser.add_argument("--still", action="store_true", help="encode a picture, then grey frames")
-    parser.add_argument(
-        "--beside",
-        nargs="*",
-        choices=_ORDER[1:],
-        help="comfyui, diffusers (both if left out), or every: ours, but for all frames that stand "
-        "still as well (with --still that too)",
-    )
+    add("--family", choices=_SIZES, default="wan2.1")
+    add("--width", type=int, help="base width of the random weights")
+    add("--rounds", type=int, default=3)
+    add("--dtype", nargs="+", default=dtypes, help="or: default, of everybody")
+    add("--direction", nargs="+", default=["decode", "encode"])
+    add("--size", nargs="+", help="FRAMESxHEIGHTxWIDTH instead of the usual ones")
+    add("--still", action="store_true", help="encode a picture, then grey frames")
+    add("--beside", nargs="*", choices=_ORDER[1:], help=beside)
     return parser.parse_args()
-
-
-def _report(case: Case, seconds: dict[str, list[float]], names: list[str]) -> None:
-    times = [
-        f"{statistics.median(seconds[name]):12.3f}" if name in seconds else " " * 12
-        for name in names
-    ]
-    ratios = [
-        f"{timing.ratio(seconds, name, 'ours'):12.2f}" if name in seconds else " " * 12
-        for name in names[1:]
-    ]
-    logging.info("%s", f"{case.label:34}" + "".join(times + ratios))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.vae import read_checkpoint
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.layers.workspace import canonical
+from fast_video_vae.vae.models.base import Network
 from fast_video_vae.vae.models.build import make_decoder, make_encoder
 from fast_video_vae.vae.models.config import VAEConfig
 from fast_video_vae.vae.planning.plan import StreamJob, make_plan
@@ -51,23 +52,16 @@ _WRITES_ONLY = {"copy_", "zero_", "fill_", "zeros", "new_zeros"}
 
 
 class ByteCounter(TorchDispatchMode):
-    """Sums what the ops under it read and write, each tensor once per op.
-
-    Attributes:
-        read: Bytes read.
-        written: Bytes written.
-        launches: Ops that touch memory.
-        by_op: Bytes of each op, by name.
-    """
+    """Sums the bytes that the ops under it read and write, each tensor once per op."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.read = self.written = self.launches = 0
+        self.read = self.written = 0
+        self.launches = 0  # ops that touch memory
         self.by_op: Counter[str] = Counter()
 
     @property
     def total(self) -> int:
-        """Bytes read and written."""
         return self.read + self.written
 
     def count(self, name: str, read: int, written: int) -> None:
@@ -131,6 +125,27 @@ def counted() -> Iterator[ByteCounter]:
         yield counter
 
 
+def meta_network(config: VAEConfig, direction: str) -> Network:
+    """What decodes or encodes, in bfloat16 without memory."""
+    make = make_decoder if direction == "decode" else make_encoder
+    return make(config).to("meta", torch.bfloat16).requires_grad_(False)
+
+
+def meta_input(
+    config: VAEConfig, direction: str, latents: int, height: int, width: int, *, first: bool
+) -> Tensor:
+    """What enters the network in a step for frames of that size: the first step, or another."""
+    if direction == "decode":
+        step = config.spatial_compression
+        shape = (1, latents, height // step, width // step, config.latent_channels)
+    else:
+        patch = config.patch_size
+        count = latents if first else latents * config.temporal_compression
+        channels = config.image_channels * patch * patch
+        shape = (1, count, height // patch, width // patch, channels)
+    return canonical(torch.empty(shape, dtype=torch.bfloat16, device="meta").movedim(-1, 1))
+
+
 def steady_step(
     config: VAEConfig,
     direction: str,
@@ -140,38 +155,18 @@ def steady_step(
 ) -> tuple[ByteCounter, int]:
     """Count one step in the middle of a video in bfloat16: the second after the first frame.
 
-    Args:
-        config: What the weights would be.
-        direction: "decode" or "encode".
-        height: Of the frames.
-        width: Of the frames.
-        limit_bytes: Memory that the plan may take.
-
     Returns:
         The count, and the latents of the step.
     """
-    device = torch.device("meta")
-    make = make_decoder if direction == "decode" else make_encoder
-    network = make(config).to(device, torch.bfloat16).requires_grad_(False)
-    step = config.spatial_compression
+    network, step = meta_network(config, direction), config.spatial_compression
     size = 1, height // step, width // step
-    job = StreamJob(network, size, torch.bfloat16, device)
+    job = StreamJob(network, size, torch.bfloat16, torch.device("meta"))
     plan = make_plan(job, limit_bytes, cuts=False)
     cache = TemporalCache()
 
-    def frames(latents: int) -> Tensor:
-        if direction == "decode":
-            shape = (1, latents, *size[1:], config.latent_channels)
-        else:
-            patch = config.patch_size
-            count = latents if cache.first else latents * config.temporal_compression
-            channels = config.image_channels * patch * patch
-            shape = (1, count, height // patch, width // patch, channels)
-        x = torch.empty(shape, dtype=torch.bfloat16, device=device).movedim(-1, 1)
-        return canonical(x)
-
     def run(latents: int) -> None:
-        for _ in advance(network.chains(), frames(latents), cache, plan.part_bytes):
+        x = meta_input(config, direction, latents, height, width, first=cache.first)
+        for _ in advance(network.chains(), x, cache, plan.part_bytes):
             pass
 
     with torch.no_grad():

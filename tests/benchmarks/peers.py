@@ -24,19 +24,11 @@ class PeerUnavailableError(RuntimeError):
 
 @dataclass(frozen=True)
 class Peer:
-    """Another implementation.
+    """Another implementation."""
 
-    Attributes:
-        name: `comfyui` or `diffusers`.
-        version: Its version.
-        module: Its model; parameters in the chosen dtype on the chosen device.
-        clamps: Whether its decode clamps frames to [-1, 1].
-    """
-
-    name: str
+    name: str  # `comfyui` or `diffusers`
     version: str
-    module: nn.Module
-    clamps: bool
+    module: nn.Module  # parameters in the chosen dtype on the chosen device
 
     @torch.inference_mode()
     def encode(self, frames: Tensor) -> Tensor:
@@ -94,9 +86,9 @@ def comfyui_vae(
 
     if SEEDVR2_KEY in state:
         module = _load(_comfyui_seedvr2(state), state, dtype, device)
-        return SeedVR2Peer("comfyui", version, module, clamps=False)
+        return SeedVR2Peer("comfyui", version, module)
     if "decoder.upsamples.0.upsamples.0.residual.2.weight" in state:
-        return Peer("comfyui", version, _load(_comfyui_wan22(state), state, dtype, device), False)
+        return Peer("comfyui", version, _load(_comfyui_wan22(state), state, dtype, device))
     with torch.device("meta"):
         module = WanVAE(
             dim=state["decoder.head.0.gamma"].shape[0],
@@ -108,7 +100,7 @@ def comfyui_vae(
             image_channels=state["encoder.conv1.weight"].shape[1],
             conv_out_channels=state["decoder.head.2.weight"].shape[0],
         )
-    return Peer("comfyui", version, _load(module, state, dtype, device), clamps=False)
+    return Peer("comfyui", version, _load(module, state, dtype, device))
 
 
 def diffusers_vae(
@@ -135,7 +127,7 @@ def diffusers_vae(
                 input_channels=config.image_channels,
             )
         module = _load(module, weights, dtype, device)
-    return Peer("diffusers", diffusers.__version__, module, clamps=True)
+    return Peer("diffusers", diffusers.__version__, module)
 
 
 def _comfyui_wan22(state: Mapping[str, Tensor]) -> nn.Module:

@@ -18,23 +18,13 @@ from fast_video_vae.vae.demo import VAE_PATH
 
 @dataclass(frozen=True)
 class Setting:
-    """A clip and what the node is given; all but the number of frames in pixels.
-
-    Attributes:
-        frames: Of the clip.
-        height: Of its frames.
-        width: Of its frames.
-        tile: `tile_size`.
-        overlap: `overlap`; the node takes no more of it than a quarter of a tile.
-        time: `temporal_size`.
-        time_overlap: `temporal_overlap`.
-    """
+    """A clip and what the node is given; `time` in frames, all else in pixels."""
 
     frames: int
     height: int
     width: int
     tile: int
-    overlap: int
+    overlap: int  # the node takes no more of it than a quarter of a tile
     time: int
     time_overlap: int
 
@@ -74,14 +64,9 @@ def gradient(frames: int, height: int, width: int) -> Tensor:
 
 @torch.inference_mode()
 def decoded(setting: Setting, folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Whole and tiled IMAGEs of the gradient, by ComfyUI's VAE and by ours.
+    """Whole and tiled IMAGEs `[T, H, W, 3]` of the gradient, of `comfyui` and of `ours`.
 
-    Args:
-        setting: What is decoded, and how.
-        folder: For a file of the bundled weights in float32.
-
-    Returns:
-        `comfyui` and `ours` to `[T, H, W, 3]` in [0, 1] without tiles and with them.
+    The bundled weights go to a file in the folder, in float32.
     """
     state = {name: tensor.float() for name, tensor in load_file(VAE_PATH).items()}
     vaes = {"comfyui": stock_vae(state), "ours": fast_vae(state, folder)}

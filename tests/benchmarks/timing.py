@@ -4,11 +4,13 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fast_video_vae.kernels import synchronize
+from fast_video_vae.tests.benchmarks import record
 
 
 def best_device() -> torch.device:
@@ -23,13 +25,9 @@ def in_turn(
     clock: Callable[[], float] = time.perf_counter,
     look: Callable[[str, Any], None] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of each run in each round, timed in turn.
+    """Seconds of each run in each round, timed in turn, after a first that stands at the front.
 
-    Args:
-        runs: What to time, by name.
-        rounds: How many count, after a first one that stands at the front.
-        clock: Gives seconds.
-        look: Sees the result of each run.
+    `look` sees the result of each run.
     """
     device = best_device()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -51,3 +49,33 @@ def ratio(seconds: Mapping[str, Sequence[float]], name: str, base: str) -> float
     """How many times as long one took as another: the median over the rounds, each a pair."""
     pairs = list(zip(seconds[name], seconds[base], strict=False))
     return statistics.median(one / other for one, other in pairs) if pairs else None
+
+
+def append(
+    path: Path,
+    bench: str,
+    case: str,
+    seconds: Mapping[str, Sequence[float]],
+    width: int,
+    versions: Mapping[str, str],
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Append a row for each implementation.
+
+    Returns:
+        Median seconds of each, and how many times as long as ours it took.
+    """
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    ratios = {name: ratio(seconds, name, "ours") for name in seconds}
+    for name, times in seconds.items():
+        record.append(
+            path,
+            bench,
+            case,
+            base_width=width,
+            implementation=name,
+            version=versions[name],
+            median_s=round(medians[name], 4),
+            seconds=[round(value, 4) for value in times],
+            ours_is_faster_by=round(ratios[name], 3),
+        )
+    return medians, ratios

@@ -17,13 +17,9 @@ def random_weights(
     decoder: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
-    """Weights of a family.
+    """Weights of a family: `width` is the encoder's, `decoder` that of Wan 2.2's decoder.
 
-    Args:
-        family: "wan2.1", "wan2.2" or "seedvr2".
-        width: Base width of the encoder; None: the published one.
-        decoder: That of Wan 2.2's decoder; None: in the published proportion.
-        dtype: Of the weights.
+    None is the published width, and the published proportion.
     """
     if family == "wan2.1":
         return random_state_dict(width or WIDTHS[family])

@@ -1,8 +1,9 @@
 """Compiles the launches of the Triton ops for GPUs that are not here, and prints what they use.
 
 `python -m fast_video_vae.tests.kernels.cross_compile 80 90 -- bf16,96 ...`, with Triton's
-interpreter off. The launchers are those of the ops, with tensors without memory; what they start is
-compiled as Triton would on its first call. One line of JSON per kernel.
+interpreter off; `bf16,384,3600` is attention of a head over so many pixels. The launchers are those
+of the ops, with tensors without memory; what they start is compiled as Triton would on its first
+call. One line of JSON per kernel.
 """
 
 import importlib
@@ -23,25 +24,33 @@ _PACKAGE = "fast_video_vae.kernels.triton_ops"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()} | {torch.uint8: "u8"}
 
-rows, group_norm, layout = (
-    importlib.import_module(f"{_PACKAGE}.{name}") for name in ("rows", "group_norm", "layout")
+rows, group_norm, layout, attention = (
+    importlib.import_module(f"{_PACKAGE}.{name}")
+    for name in ("rows", "group_norm", "layout", "attention")
 )
 
 
-def launches(dtype, channels):
-    """What the ops start for pixels of so many channels."""
+def launches(chip, dtype, channels, length=None):
+    """What the ops start for pixels of so many channels, or attention over so many pixels."""
     started = []
 
-    def launch(kernel, grid, *args, warps=4, **constants):
+    def launch(kernel, grid, *args, warps=4, num_stages=None, **constants):
         del grid
-        started.append((kernel, args, warps, constants))
+        options = {"num_warps": warps} | ({"num_stages": num_stages} if num_stages else {})
+        started.append((kernel, args, constants, options))
 
     def video(count, frames, height=360, width=640, dtype=dtype):
         shape = (1, frames, height, width, count)
         return torch.empty(shape, dtype=dtype, device="meta").movedim(-1, 1)
 
-    for module in (rows, group_norm, layout):
+    for module in (rows, group_norm, layout, attention):
         module.launch = launch
+    if length:
+        attention.refuse_device = attention.require = lambda *_: None
+        attention._capability = lambda _: divmod(chip, 10)
+        projection = torch.empty(1, length, 3 * channels, dtype=dtype, device="meta")
+        attention.attention(*projection.chunk(3, -1))
+        return started
     x, numbers = video(channels, 4), torch.empty(channels, dtype=dtype, device="meta")
     flat = x.movedim(1, -1).flatten(0, 3)
     tail = video(channels, 2)
@@ -72,7 +81,7 @@ def launches(dtype, channels):
     return started
 
 
-def compiled(kernel, args, warps, constants, chip):
+def compiled(kernel, args, constants, options, chip):
     """Compile a launch with what Triton would know of its arguments, for memory that is aligned."""
     signature, known, sixteens = {}, dict(constants), []
     names = kernel.arg_names
@@ -95,7 +104,7 @@ def compiled(kernel, args, warps, constants, chip):
     return triton.compile(
         ASTSource(kernel, signature, known, _divisible(sixteens)),
         target=GPUTarget("cuda", chip, 32),
-        options={"num_warps": warps, "enable_fp_fusion": True},
+        options=options | {"enable_fp_fusion": True},
     )
 
 
@@ -120,15 +129,15 @@ def used(cubin):
 def main(arguments):
     chips, cases = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
     for case in cases:
-        name, channels = case.split(",")
-        for kernel, args, warps, constants in launches(_DTYPES[name], int(channels)):
-            for chip in chips:
-                result = compiled(kernel, args, warps, constants, int(chip))
+        name, *sizes = case.split(",")
+        for chip in map(int, chips):
+            for kernel, *given in launches(chip, _DTYPES[name], *map(int, sizes)):
+                result = compiled(kernel, *given, chip)
                 registers, stack, local = used(result.asm["cubin"])
                 line = {
                     "kernel": kernel.__name__,
                     "case": case,
-                    "chip": int(chip),
+                    "chip": chip,
                     "registers": registers,
                     "stack": stack + local,
                     "shared": result.metadata.shared,

@@ -10,6 +10,8 @@ import math
 
 import torch
 
+from fast_video_vae import kernels
+
 # SiLU beyond -87 is below the least normal float32 over and under which `exp` is cut off.
 _TINY = 1e-34
 
@@ -41,7 +43,20 @@ def check(actual, value, error, where=""):
         raise AssertionError(f"{where}: {worst:.3e} beyond the bound")
 
 
-def silu(y, error, u):
+def holds(op, *args, into=None, **options):
+    """The result of a call is its formula; `into` is a buffer and the part of it to write."""
+    if into is None:
+        result = getattr(kernels, op)(*args, **options)
+    else:
+        buffer, out = into
+        assert getattr(kernels, op)(*args, out=out, **options) is out
+        result = buffer.take(out)
+    told = {name: value for name, value in options.items() if not torch.is_tensor(value)}
+    where = f"{op} of {tuple(args[0].shape)}, {told}"
+    check(result, *globals()[op](*args, **options), where)
+
+
+def gated(y, error, u):
     """SiLU of `y` with its error: `y / (1 + exp(-y))`.
 
     Its derivative carries the error of `y` on; `exp` is within 4 `u` and the error of its reduced
@@ -53,7 +68,7 @@ def silu(y, error, u):
     return value, slope * error + value.abs() * (8 + y.abs()) * u
 
 
-def rms_norm_silu(x, gamma, *, bias=None, silu_too=True):
+def rms_norm_silu(x, gamma, *, bias=None, silu=True):
     """`silu(x / max(norm2(x), 1e-12) * sqrt(C) * gamma)` of `x + bias`.
 
     The root halves the error of the sum. Root, inverse, the two factors of the scale, and two
@@ -71,10 +86,10 @@ def rms_norm_silu(x, gamma, *, bias=None, silu_too=True):
     relative = ((channels / 8 + 8) / 2 + 8) * u
     relative = relative + moved.square().sum(1, keepdim=True).sqrt() / norm
     error = y.abs() * relative + moved / norm * scale.abs()
-    return silu(y, error, u) if silu_too else (y, error)
+    return gated(y, error, u) if silu else (y, error)
 
 
-def group_norm_silu(x, weight, bias, groups, *, eps=1e-6, silu_too=True, statistics=None):
+def group_norm_silu(x, weight, bias, groups, *, eps=1e-6, silu=True, statistics=None):
     """`silu((x - mean) / sqrt(var + eps) * weight + bias)` per frame and group.
 
     The mean is off by `shift`, 8 `u` of the largest number: its sum, its rounding, and that of the
@@ -99,10 +114,10 @@ def group_norm_silu(x, weight, bias, groups, *, eps=1e-6, silu_too=True, statist
     shift = magnitude * 8 * u
     error = (centred.abs() * relative + shift) * inverse.abs() * weight.abs() + 4 * u * bias.abs()
     error = error.flatten(1, 2)
-    return silu(y, error, u) if silu_too else (y, error)
+    return gated(y, error, u) if silu else (y, error)
 
 
-def group_norm_statistics(x, groups, *, eps=1e-6):
+def group_norm_statistics(x, groups, eps=1e-6):
     """`mean` and `1 / sqrt(var + eps)` per frame and group, `[B, T, 2, groups]`.
 
     The mean is off by the sum of the deviations and by its own rounding, twice where sums of parts
@@ -125,7 +140,7 @@ def group_norm_statistics(x, groups, *, eps=1e-6):
 def silu_mul(x, gate):
     """`x * sigmoid(x) * gate`: one product more."""
     u = unit(x.dtype)
-    value, error = silu(x.double(), 0.0, u)
+    value, error = gated(x.double(), 0.0, u)
     value = value * gate.double()
     return value, error * gate.double().abs() + 2 * u * value.abs() + _TINY * gate.double().abs()
 

@@ -1,12 +1,7 @@
 """Attention in blocks and in Triton: the formula, memory that does not grow, chips that take it."""
 
 import importlib
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -48,24 +43,21 @@ def check(actual, q, k, v):
     formulas.check(actual, *formulas.attention(q, k, v), f"{tuple(q.shape)} {q.dtype}")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *NARROW])
+@pytest.mark.parametrize(
+    ("dtype", "products"),
+    [
+        *((dtype, "plain") for dtype in (torch.float32, torch.float64, *NARROW)),
+        *((dtype, "mixed") for dtype in NARROW),
+    ],
+)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("elements", [1, 700, 20000])
-def test_blocks_are_the_formula(dtype, length, elements, monkeypatch):
+def test_blocks_are_the_formula(dtype, products, length, elements, monkeypatch, request):
     """Rows of one frame, whole frames, several at a time."""
+    if products == "mixed":
+        request.getfixturevalue("mixed")
     monkeypatch.setattr(blocks, "_SCORE_ELEMENTS", elements)
     for channels in (16, 48, 384):
-        q, k, v = projection(3, length, channels, dtype)
-        check(blocks._in_blocks(q, k, v), q, k, v)
-
-
-@pytest.mark.usefixtures("mixed")
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("elements", [1, 700, 20000])
-def test_blocks_of_mixed_products_are_the_formula(dtype, length, elements, monkeypatch):
-    monkeypatch.setattr(blocks, "_SCORE_ELEMENTS", elements)
-    for channels in (16, 384):
         q, k, v = projection(3, length, channels, dtype)
         check(blocks._in_blocks(q, k, v), q, k, v)
 
@@ -222,82 +214,6 @@ def test_a_head_is_a_sum_of_powers_of_two(in_triton, channels, parts):
     for channels in (8, 24, 100, 240, 2048):
         with pytest.raises(Refusal, match=f"heads of {channels}"):
             in_triton.head_parts(channels)
-
-
-# Compiles for chips that are not here: registers, memory on the stack (spills), shared memory.
-_COMPILE = """
-import importlib, json, re, runpy, subprocess, sys, tempfile
-from pathlib import Path
-
-runpy.run_path(sys.argv[1])
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-module = importlib.import_module("fast_video_vae.kernels.triton_ops.attention")
-kernel, tool = module._flash, Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-for job in sys.argv[2:]:
-    chip, channels, even, dtype = job.split(",")
-    chip, channels = int(chip), int(channels)
-    tile = module.tile_of(divmod(chip, 10), channels)
-    constants = dict(zip(("PART_0", "PART_1", "PART_2"), module.head_parts(channels)))
-    constants |= {"QUERIES": tile.queries, "KEYS": tile.keys, "EVEN": bool(int(even))}
-    tensors, strides = ("q", "k", "v", "out"), ("_row", "_frame")
-    types = {name: "i32" for name in kernel.arg_names} | {"scale": "fp32"}
-    types |= {name: f"*{dtype}" for name in tensors} | dict.fromkeys(constants, "constexpr")
-    sixteens = {
-        (at,): [["tt.divisibility", 16]]
-        for at, name in enumerate(kernel.arg_names)
-        if name in tensors or name.endswith(strides)
-    }
-    compiled = triton.compile(
-        ASTSource(kernel, types, constants, sixteens),
-        target=GPUTarget("cuda", chip, 32),
-        options={"num_warps": tile.warps, "num_stages": tile.stages},
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(compiled.asm["cubin"])
-        text = subprocess.run(
-            [tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True
-        ).stdout
-    registers, stack = re.search(r"REG:(\\d+) STACK:(\\d+)", text).groups()
-    print(json.dumps([job, int(registers), int(stack), compiled.metadata.shared]), flush=True)
-"""
-
-# Shared memory that a program may have, in KiB.
-SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
-
-
-def compiled(jobs):
-    """Registers, bytes on the stack and of shared memory of each, without the interpreter."""
-    pytest.importorskip("triton", reason="compiling needs triton")
-    conftest = str(Path(__file__).parents[1] / "conftest.py")
-    result = subprocess.run(
-        [sys.executable, "-c", _COMPILE, conftest, *jobs],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"TRITON_INTERPRET": "0"},
-    )
-    assert result.returncode == 0, result.stderr
-    return {job: numbers for job, *numbers in map(json.loads, result.stdout.splitlines())}
-
-
-def check_resources(jobs):
-    results = compiled(jobs)
-    assert set(results) == set(jobs)
-    for job, (_, stack, shared) in results.items():
-        assert stack == 0, f"{job} spills"
-        assert shared <= SHARED[int(job.split(",")[0])] << 10, job
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chip", SHARED)
-def test_every_head_compiles_for_every_chip_that_takes_it(chip, in_triton):
-    """The widest of each tile, pixels that fill the last block of keys and such that do not."""
-    widest = in_triton._TILES.get(divmod(chip, 10), in_triton._TILES_OF_OTHERS)
-    jobs = [f"{chip},{channels},{even},bf16" for channels in widest for even in (0, 1)]
-    check_resources([*jobs, f"{chip},384,1,fp16"])
 
 
 def test_a_chip_takes_the_heads_that_it_has_tiles_for(in_triton):

@@ -13,7 +13,6 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,8 +34,6 @@ from fast_video_vae.tests.kernels.cases import (
     video,
 )
 from fast_video_vae.tests.kernels.emulator.library import EMULATED
-
-CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
 
 GPU = torch.device("cuda", 0)
 
@@ -67,10 +64,6 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setattr(CUDA, "namespace", "fast_video_vae_nowhere")  # the emulator has the other
     monkeypatch.setattr(errors, "_logged", set())
     monkeypatch.setenv("FAST_VIDEO_VAE_CACHE", str(tmp_path))
-
-
-def told(caplog):
-    return [record.getMessage() for record in caplog.records]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the emulator's threads need Linux")
@@ -127,15 +120,10 @@ def test_two_calls_have_the_same_bits_in_memory_that_is_full_of_nan(here, op, dt
 def test_memory_at_any_address_gives_the_result_of_aligned_memory(here, dtype):
     """In packs where all tensors let it, and number by number where one of them does not."""
     rows = random(50, 96, dtype=dtype)
+    misaligned = torch.zeros(rows.numel() + 1, dtype=dtype)[1:].view(rows.shape).copy_(rows)
     with use_backend("cuda"):
-        for op, args, expected in (
-            (kernels.silu_mul, (rows, rows), formulas.silu_mul(rows, rows)),
-        ):
-            for moved in range(len(args)):
-                buffer = torch.zeros(args[moved].numel() + 1, dtype=args[moved].dtype)
-                apart = list(args)
-                apart[moved] = buffer[1:].view(args[moved].shape).copy_(args[moved])
-                formulas.check(op(*apart), *expected, f"{op.__name__}, argument {moved}")
+        for args in ((misaligned, rows), (rows, misaligned)):
+            formulas.holds("silu_mul", *args)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -149,10 +137,8 @@ def test_rows_may_be_longer_than_what_a_warp_holds(here, dtype, channels):
         result = kernels.rms_norm_silu(x, weight, bias=bias, tail=tail)
         formulas.check(result[:, :, 1:], *formulas.rms_norm_silu(x, weight, bias=bias))
         assert torch.equal(tail, result[:, :, 2:])
-        formulas.check(kernels.silu_mul(rows, rows), *formulas.silu_mul(rows, rows))
-        expected = formulas.group_norm_silu(x, weight, bias, 5 if channels == 1025 else 8)
-        groups = 5 if channels == 1025 else 8
-        formulas.check(kernels.group_norm_silu(x, weight, bias, groups), *expected)
+        formulas.holds("silu_mul", rows, rows)
+        formulas.holds("group_norm_silu", x, weight, bias, 5 if channels == 1025 else 8)
 
 
 def test_it_waits_until_it_is_asked_for(monkeypatch):
@@ -197,7 +183,7 @@ def test_a_kernel_that_does_not_start_is_an_error(here, monkeypatch):
         with pytest.raises(RuntimeError, match="a kernel did not start: no luck today"):
             kernels.silu_mul(rows, rows)
         monkeypatch.delenv("FVV_EMULATOR_FAILS")
-        formulas.check(kernels.silu_mul(rows, rows), *formulas.silu_mul(rows, rows))
+        formulas.holds("silu_mul", rows, rows)
 
 
 def test_the_bindings_check_what_they_are_given(here):
@@ -211,68 +197,49 @@ def test_the_bindings_check_what_they_are_given(here):
         (ops.rms_norm_silu, (x, ones[1:], True, None, None, x), "parameters do not fit"),
         (ops.rms_norm_silu, (x.flip(1).contiguous(), ones, True, None, None, x), "channels-last"),
         (ops.rms_norm_silu, (x, ones, True, None, x, x), "sizes do not fit"),
-        (
-            ops.group_norm_silu,
-            (x, ones, ones, 3, 0.0, True, None, None, x),
-            "groups do not fit",
-        ),
-        (
-            ops.group_norm_silu,
-            (x, ones, ones, 4, 0.0, True, ones[:8], None, x),
-            "statistics do not fit",
-        ),
+        (ops.group_norm_silu, (x, ones, ones, 3, 0.0, True, None, None, x), "groups do not fit"),
+        (ops.group_norm_silu, (x, ones, ones, 4, 0.0, True, ones[:8], None, x), "statistics do"),
         (ops.group_norm_statistics, (x, 4, 0.0, ones[:8]), "statistics do not fit"),
     ):
         with pytest.raises(RuntimeError, match=message):
             op(*args, 0)
 
 
-def no_cuda(monkeypatch, _):
-    monkeypatch.setattr(torch.version, "cuda", None)
-    return "this PyTorch is built without CUDA", "install a PyTorch for CUDA"
+def fails(**_):
+    raise RuntimeError("Error building\nFAILED: a.o\nnvcc -c a.cu\nnvcc fatal   : no such chip")
 
 
-def no_nvcc(monkeypatch, folder):
-    module = extension()
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(module, "CUDA_HOME", str(folder))
-    return f"there is no nvcc ({folder})", "install the CUDA toolkit 13.0"
-
-
-def no_toolkit(monkeypatch, _):
-    module = extension()
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(module, "CUDA_HOME", None)
-    return "there is no nvcc (CUDA_HOME is not set)", "set CUDA_HOME"
-
-
-def failing(monkeypatch, folder):
-    nvcc = folder / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.touch()
-    module = extension()
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(module, "CUDA_HOME", str(folder))
-
-    def raises(**_):
-        raise RuntimeError("Error building\nFAILED: a.o\nnvcc -c a.cu\nnvcc fatal   : no such chip")
-
-    monkeypatch.setattr(module, "load", raises)
-    return "nvcc or the C++ compiler failed (nvcc fatal   : no such chip)", "a g++ that it takes"
-
-
-@pytest.mark.parametrize("misfortune", [no_cuda, no_nvcc, no_toolkit, failing])
+@pytest.mark.parametrize(
+    ("version", "home", "reason", "advice"),
+    [
+        (None, None, "this PyTorch is built without CUDA", "install a PyTorch for CUDA"),
+        ("13.0", "empty", "there is no nvcc ({})", "install the CUDA toolkit 13.0"),
+        ("13.0", None, "there is no nvcc (CUDA_HOME is not set)", "set CUDA_HOME"),
+        (
+            "13.0", "whole", "nvcc or the C++ compiler failed (nvcc fatal   : no such chip)",
+            "a g++ that it takes",
+        ),
+    ],
+)  # fmt: skip
 def test_what_is_missing_is_told_once_and_the_next_serves(
-    misfortune, monkeypatch, tmp_path, on_gpu, fresh, caplog
+    version, home, reason, advice, monkeypatch, tmp_path, on_gpu, fresh, caplog
 ):
-    reason, advice = misfortune(monkeypatch, tmp_path)
+    folder = home and tmp_path / home
+    if home == "whole":
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin" / "nvcc").touch()
+    reason = reason.format(folder)
+    module = extension()
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(module, "CUDA_HOME", folder and str(folder))
+    monkeypatch.setattr(module, "load", fails)
     x = random(3, 16)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             with use_backend("cuda"), pytest.raises(BackendError, match=re.escape(reason)):
                 kernels.silu_mul(x, x)
-            formulas.check(kernels.silu_mul(x, x), *formulas.silu_mul(x, x))
-    (line,) = told(caplog)
+            formulas.holds("silu_mul", x, x)
+    (line,) = caplog.messages
     assert reason in line
     assert advice in line
     assert "\n" not in line

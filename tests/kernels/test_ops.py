@@ -47,12 +47,8 @@ def test_rms_norm_silu_is_its_formula(backend, dtype, channels):
     ):
         shape = (batch, channels, frames, height, width)
         x = video(*shape, dtype=dtype)
-        before = x.clone()
-        buffer, out = window(*shape, dtype=dtype)
-        assert kernels.rms_norm_silu(x, gamma, silu=silu, bias=bias, out=out) is out
-        expected = formulas.rms_norm_silu(x, gamma, bias=bias, silu_too=silu)
-        where = f"{shape}, silu={silu}, bias={bias is not None}"
-        formulas.check(buffer.take(out), *expected, where)
+        before, into = x.clone(), window(*shape, dtype=dtype)
+        formulas.holds("rms_norm_silu", x, gamma, silu=silu, bias=bias, into=into)
         assert torch.equal(x, before)
 
 
@@ -83,11 +79,8 @@ def test_group_norm_silu_is_its_formula(backend, dtype, channels, groups):
     weight, bias = random(2, channels, seed=1)
     for (batch, frames, height, width), silu in some(backend, product(SIZES, (True, False)), 3):
         shape = (batch, channels, frames, height, width)
-        x = video(*shape, dtype=dtype)
-        buffer, out = window(*shape, dtype=dtype)
-        assert kernels.group_norm_silu(x, weight, bias, groups, silu=silu, out=out) is out
-        expected = formulas.group_norm_silu(x, weight, bias, groups, silu_too=silu)
-        formulas.check(buffer.take(out), *expected, f"{shape}, silu={silu}")
+        x, into = video(*shape, dtype=dtype), window(*shape, dtype=dtype)
+        formulas.holds("group_norm_silu", x, weight, bias, groups, silu=silu, into=into)
 
 
 @each_dtype
@@ -116,8 +109,7 @@ def test_group_norm_statistics_are_their_formula(backend, dtype, channels, group
             actual = kernels.group_norm_statistics(x, groups, eps)
             assert actual.dtype == torch.float32
             assert actual.is_contiguous()
-            expected = formulas.group_norm_statistics(x, groups, eps=eps)
-            formulas.check(actual, *expected, f"{tuple(x.shape)}")
+            formulas.holds("group_norm_statistics", x, groups, eps)
 
 
 @each_dtype
@@ -147,13 +139,9 @@ def test_group_norm_silu_goes_by_any_statistics(backend, dtype, channels, groups
     for (batch, frames, height, width), silu in some(backend, product(SIZES, (True, False)), 3):
         shape = (batch, channels, frames, height, width)
         x, given = video(*shape, dtype=dtype), random(groups, 2, frames, batch, seed=2)
-        given = given.permute(3, 2, 1, 0)
-        buffer, out = window(*shape, dtype=dtype)
-        kernels.group_norm_silu(x, weight, bias, groups, silu=silu, statistics=given, out=out)
-        expected = formulas.group_norm_silu(
-            x, weight, bias, groups, silu_too=silu, statistics=given
-        )
-        formulas.check(buffer.take(out), *expected, f"{shape}, silu={silu}")
+        options = {"silu": silu, "statistics": given.permute(3, 2, 1, 0)}
+        into = window(*shape, dtype=dtype)
+        formulas.holds("group_norm_silu", x, weight, bias, groups, into=into, **options)
 
 
 @each_dtype
@@ -189,17 +177,15 @@ def test_bands_of_rows_with_the_statistics_of_the_whole_are_the_whole(backend, d
 def test_group_norm_statistics_of_a_large_frame_far_from_zero(backend, mean, deviation):
     """A variance from the mean of the squares would be off by `u mean^2`."""
     x = video(1, 16, 1, 160, 208).mul_(deviation).add_(mean)
-    actual = kernels.group_norm_statistics(x, 2, 1e-12)
-    formulas.check(actual, *formulas.group_norm_statistics(x, 2, eps=1e-12))
-    assert torch.equal(actual, kernels.group_norm_statistics(x, 2, 1e-12))
+    formulas.holds("group_norm_statistics", x, 2, 1e-12)
+    both = [kernels.group_norm_statistics(x, 2, 1e-12) for _ in range(2)]
+    assert torch.equal(*both)
 
 
 def test_group_norm_silu_of_a_large_frame_far_from_zero(backend):
     """A variance from the mean of the squares is off by `u mean^2`: 6 for a variance of 1."""
     x = video(1, 16, 1, 160, 208).add_(1e4)
-    weight, bias = random(2, 16, seed=1)
-    actual = kernels.group_norm_silu(x, weight, bias, 2)
-    formulas.check(actual, *formulas.group_norm_silu(x, weight, bias, 2))
+    formulas.holds("group_norm_silu", x, *random(2, 16, seed=1), 2)
 
 
 @each_count
@@ -208,8 +194,7 @@ def test_silu_mul_is_its_formula(backend, dtype, channels):
     for shape in [(1,), (15,), (3, 17), (2, 3, 11)]:
         x, gate = random(*shape, 2 * channels, dtype=dtype).mul_(4).chunk(2, -1)
         buffer = Poisoned(*shape, channels, dtype=dtype)
-        assert kernels.silu_mul(x, gate, out=buffer.memory) is buffer.memory
-        formulas.check(buffer.take(buffer.memory), *formulas.silu_mul(x, gate), f"{shape}")
+        formulas.holds("silu_mul", x, gate, into=(buffer, buffer.memory))
 
 
 @pytest.mark.parametrize("backend", serving("bias_residual"), indirect=True)
@@ -226,11 +211,7 @@ def test_bias_residual_is_its_formula(backend, dtype, channels):
             term if there else None
             for term, there in zip((bias, residual, other), given, strict=True)
         ]
-        buffer, out = window(*shape, dtype=dtype)
-        assert kernels.bias_residual(x, *terms, out=out) is out
-        formulas.check(
-            buffer.take(out), *formulas.bias_residual(x, *terms), f"{shape}, terms {given}"
-        )
+        formulas.holds("bias_residual", x, *terms, into=window(*shape, dtype=dtype))
 
 
 @pytest.mark.parametrize("backend", serving("bias_residual"), indirect=True)
@@ -247,14 +228,12 @@ def test_bias_residual_rounds_once(backend, dtype):
 @each_dtype
 @pytest.mark.parametrize("shape", [(1, 50, 384), (3, 17, 8), (2, 1, 16), (1, 129, 3), (2, 65, 1)])
 def test_attention_is_its_formula(backend, dtype, shape):
-    q, k, v = random(3, *shape, dtype=dtype).unbind()
-    formulas.check(kernels.attention(q, k, v), *formulas.attention(q, k, v))
+    formulas.holds("attention", *random(3, *shape, dtype=dtype))
 
 
 @pytest.mark.parametrize("backend", serving("attention"), indirect=True)
 def test_attention_takes_parts_of_one_projection(backend):
-    q, k, v = random(2, 30, 3 * 16).chunk(3, -1)
-    formulas.check(kernels.attention(q, k, v), *formulas.attention(q, k, v))
+    formulas.holds("attention", *random(2, 30, 3 * 16).chunk(3, -1))
 
 
 @pytest.mark.parametrize("backend", serving("average_down"), indirect=True)
@@ -282,9 +261,8 @@ def test_attention_takes_parts_of_one_projection(backend):
 def test_average_down_is_its_formula(backend, dtype, before, after, times, size):
     for frames, batch in some(backend, product((1, 2, 3, 4, 5), (1, 2)), 3):
         x = video(batch, before, frames, 4, 6, dtype=dtype)
+        formulas.holds("average_down", x, after, times=times, size=size)
         actual = kernels.average_down(x, after, times=times, size=size)
-        expected = formulas.average_down(x, after, times=times, size=size)
-        formulas.check(actual, *expected, f"{frames} frames")
         assert actual.movedim(1, -1).is_contiguous()
         assert actual.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
 
@@ -328,13 +306,9 @@ def test_threads_share_the_work(backend, dtype):
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        rms = kernels.rms_norm_silu(x, weight)
-        group = kernels.group_norm_silu(x, weight, bias, 12)
-        added = kernels.bias_residual(x, bias, residual, weight)
-        statistics = kernels.group_norm_statistics(x, 12)
+        formulas.holds("rms_norm_silu", x, weight)
+        formulas.holds("group_norm_silu", x, weight, bias, 12)
+        formulas.holds("bias_residual", x, bias, residual, weight)
+        formulas.holds("group_norm_statistics", x, 12)
     finally:
         torch.set_num_threads(before)
-    formulas.check(rms, *formulas.rms_norm_silu(x, weight))
-    formulas.check(group, *formulas.group_norm_silu(x, weight, bias, 12))
-    formulas.check(added, *formulas.bias_residual(x, bias, residual, weight))
-    formulas.check(statistics, *formulas.group_norm_statistics(x, 12))
