@@ -75,16 +75,7 @@ class Saturated(MLP):
         return self.down(product)
 
 
-# With their wiring.
-ALIKE = {
-    MLP: (("gate", "up"), 0, "down"),
-    UpFirst: (("up", "gate"), 1, "down"),
-    TwoSteps: (("gate", "up"), 0, "down"),
-    Halves: (("w1",), 0, "w2"),
-    SecondHalf: (("w1",), 1, "w2"),
-    GateAlone: ((), 1, None),
-    Saturated: (("gate", "up"), 0, "down", frozenset({torch.float16})),
-}
+ALIKE = [MLP, UpFirst, TwoSteps, Halves, SecondHalf, GateAlone, Saturated]
 
 
 class Scaled(MLP):

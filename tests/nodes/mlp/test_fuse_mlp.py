@@ -3,7 +3,6 @@
 With LoRAs, offloading and quantised weights; and what is left when the patches go.
 """
 
-import json
 import logging
 import weakref
 from contextlib import contextmanager
@@ -317,49 +316,6 @@ def test_weights_that_are_offloaded_and_cast_at_every_call_work(name, calls):
     assert relative_error(output(name, model), expected) <= 1e-5
     fast.detach()
     assert torch.equal(output(name, model), expected)
-
-
-def quantised(name, algorithm, layout):
-    """A MODEL whose MLPs have quantised weights."""
-    import comfy.ops
-    from comfy.quant_ops import QuantizedTensor
-
-    plain = patcher(name)
-    state = plain.model.state_dict()
-    for linear in linears(fused(plain)):
-        weight = QuantizedTensor.from_float(state[f"{linear}.weight"], layout, scale="recalculate")
-        state[f"{linear}.weight"] = weight._qdata
-        state[f"{linear}.weight_scale"] = weight._params.scale
-        setting = json.dumps({"format": algorithm}).encode()
-        state[f"{linear}.comfy_quant"] = torch.tensor(list(setting), dtype=torch.uint8)
-    model = patcher(name, operations=comfy.ops.mixed_precision_ops({}, torch.float32))
-    model.model.load_state_dict(state, strict=False)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "layout"),
-    [
-        ("float8_e4m3fn", "TensorCoreFP8E4M3Layout"),
-        ("int8_tensorwise", "TensorWiseINT8Layout"),
-    ],
-)
-@every_whole_mlp
-def test_quantised_weights_work(name, algorithm, layout, calls):
-    from comfy.quant_ops import QuantizedTensor
-
-    model = quantised(name, algorithm, layout)
-    fast = fused(model)
-    weights = dict(model.model.named_parameters())
-    for linear in linears(fast):
-        assert isinstance(weights[f"{linear}.weight"], QuantizedTensor)
-    expected = output(name, model)
-    assert 1e-4 < relative_error(expected, output(name, patcher(name))) < 1
-    with loaded(fast):
-        result = output(name, model)
-    assert calls
-    # An input that is quantised too may fall on the other side of a step.
-    assert relative_error(result, expected) <= 0.01
 
 
 # nvfp4 and mxfp8 do not run on a CPU: it cannot swizzle their scales.

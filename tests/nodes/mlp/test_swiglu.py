@@ -1,4 +1,4 @@
-"""What is recognised as a gated MLP: ComfyUI's own classes, every spelling, and no look-alike."""
+"""What is recognised as a gated MLP: ComfyUI's own classes, and no look-alike."""
 
 import importlib
 import logging
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fast_video_vae.tests.nodes.mlp.mlps import ALIKE, UNLIKE
+from fast_video_vae.tests.nodes.mlp.mlps import UNLIKE
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
 
@@ -24,14 +24,6 @@ def wiring(*arguments):
     return Wiring(*arguments)
 
 
-@pytest.mark.parametrize(("cls", "expected"), ALIKE.items())
-def test_every_spelling_is_recognised_with_its_wiring(cls, expected):
-    assert recognised(cls()) == wiring(*expected)
-    assert recognised(cls().eval()) == wiring(*expected)
-    with torch.inference_mode():
-        assert recognised(cls()) == wiring(*expected)
-
-
 @pytest.mark.parametrize("cls", UNLIKE)
 def test_a_look_alike_is_none(cls):
     assert recognised(cls()) is None
@@ -44,20 +36,15 @@ def layers():
     return {"device": "meta", "operations": comfy.ops.disable_weight_init}
 
 
-# By file of comfy.ldm: the class, its arguments, and how it is wired.
+# By file of comfy.ldm: the class, its arguments, and how it is wired; beside those of whole models.
 CORE = [
     ("ace.ace_step15", "MLP", (8, 16), (("gate_proj", "up_proj"), 0, "down_proj")),
     ("audio.dit", "GLU", (8, 16, nn.SiLU()), (("proj",), 1, None)),
     ("aura.mmdit", "MLP", (8,), (("c_fc1", "c_fc2"), 0, "c_proj")),
     ("flux.layers", "YakMLP", (8, 16), (("gate_proj", "up_proj"), 0, "down_proj")),
-    ("genmo.joint_model.layers", "FeedForward", (8, 16, 8, None), (("w1",), 0, "w2")),
-    ("hidream.model", "FeedForwardSwiGLU", (8, 16), (("w1", "w3"), 0, "w2")),
     ("krea2.model", "SwiGLU", (8, 4), (("gate", "up"), 0, "down")),
     ("lens.model", "GateMLP", (8, 16), (("w1", "w3"), 0, "w2")),
     ("minimax_music.dit", "GLU", (8, 16), (("proj",), 1, None)),
-    ("omnigen.omnigen2", "LuminaFeedForward", (8, 16),
-     (("linear_1", "linear_3"), 0, "linear_2")),
-    ("seedvr.model", "SwiGLUMLP", (8, 4), (("proj_in_gate", "proj_in"), 0, "proj_out")),
 ]  # fmt: skip
 
 
@@ -68,14 +55,11 @@ def test_the_classes_of_comfyui_are_recognised(file, name, arguments, expected):
     assert recognised(cls(*arguments, dtype=None, **layers())) == wiring(*expected)
 
 
-def test_those_of_lumina_and_flux_2_are_recognised():
-    from comfy.ldm.flux.layers import SiLUActivation
+def test_that_of_lumina_saturates_in_float16():
     from comfy.ldm.lumina.model import FeedForward
 
-    float16 = frozenset({torch.float16})
     lumina = FeedForward(8, 16, 8, None, layers())
-    assert recognised(lumina) == wiring(("w1", "w3"), 0, "w2", float16)
-    assert recognised(SiLUActivation()) == wiring((), 0, None)
+    assert recognised(lumina) == wiring(("w1", "w3"), 0, "w2", frozenset({torch.float16}))
 
 
 def test_an_mlp_that_comfyui_fuses_itself_is_left_to_it(caplog):

@@ -110,19 +110,17 @@ def ksampler(
 @torch.inference_mode()
 def in_two(high, low, kind="wan21-t2v", *, at=2, steps=4, cfg=(1.0, 1.0), sampler="euler"):
     """The published graph: one KSamplerAdvanced for each expert, the noise left in between."""
-    known = prompts(kind)
-    first, last = (
-        functools.partial(
-            advanced, known=known, steps=steps, cfg=value, sampler=sampler, model=model
-        )
-        for model, value in ((high, cfg[0]), (low, cfg[1]))
+    known = {"known": prompts(kind), "steps": steps, "sampler": sampler}
+    between = advanced(
+        "enable", model=high, latent=empty(kind), cfg=cfg[0], start=0, end=at, **known
     )
-    between = first("enable", latent=empty(kind), start=0, end=at, leftover="enable")
-    return last("disable", latent=between, start=at, end=10000, leftover="disable")["samples"]
+    return advanced("disable", model=low, latent=between, cfg=cfg[1], start=at, **known)["samples"]
 
 
-def advanced(add_noise, *, model, known, latent, steps, cfg, sampler, start, end, leftover):
+def advanced(first, *, model, known, latent, steps, cfg, sampler, start, end=10000):
+    """ComfyUI's KSamplerAdvanced, which leaves the noise in unless it goes to the end."""
+    leftover = "disable" if end == 10000 else "enable"
     return node(
-        "KSamplerAdvanced", model, add_noise, 7, steps, cfg, sampler, "simple",
+        "KSamplerAdvanced", model, first, 7, steps, cfg, sampler, "simple",
         known["positive"], known["negative"], latent, start, end, leftover,
     )[0]  # fmt: skip

@@ -1,5 +1,6 @@
 """Wan Sampler (Fast): what a run tells, refuses and leaves behind, also where it fails."""
 
+import functools
 import re
 
 import pytest
@@ -33,8 +34,7 @@ def test_a_run_leaves_the_models_as_they_were(free_high):
     before = states(both)
     given = {"loras_high": stack(lora(0), 0.8), "free_high": free_high}
     first = samples(**given, latent_image=latent, **texts)
-    after = states(both)
-    assert after == before
+    assert states(both) == before
     assert not latent["samples"].any()
     assert list(latent) == ["samples"]
     assert torch.equal(samples(**given), first)
@@ -92,11 +92,21 @@ def test_a_run_that_ends_in_an_error_leaves_the_models_as_they_were(monkeypatch,
 
 
 def states(models):
-    """All of several models; the shift of a clone stays in the network while that is loaded."""
+    """All of several models: what clones share with them, and what a run might leave in them."""
     return {
         name: (
+            # The shift of a clone stays in the network while that is loaded.
             {key: value for key, value in weights(model).items() if "model_sampling" not in key},
-            state_of(model),
+            model.patches_uuid,
+            list(model.patches),
+            list(model.object_patches),
+            repr(sorted(model.model_options)),
+            repr(model.model_options["transformer_options"]),
+            repr(model.wrappers),
+            list(model.attachments),
+            list(model.additional_models),
+            model.hook_mode,
+            model.get_model_object("model_sampling").shift,
         )
         for name, model in models.items()
     }
@@ -132,42 +142,23 @@ def test_a_run_goes_on_where_memory_runs_out(monkeypatch, caplog, at, count):
     assert all("high noise" in text if at == 1 else "low noise" in text for text in warned)
 
 
-def state_of(model):
-    """What a clone shares with the model, and what a run might leave in it."""
-    return (
-        model.patches_uuid,
-        list(model.patches),
-        list(model.object_patches),
-        repr(sorted(model.model_options)),
-        repr(model.model_options["transformer_options"]),
-        repr(model.wrappers),
-        list(model.attachments),
-        list(model.additional_models),
-        model.hook_mode,
-        model.get_model_object("model_sampling").shift,
-    )
-
-
 def test_wrappers_of_both_models_are_around_the_run():
     """Packs that remember things from step to step begin and end there."""
     from comfy.patcher_extension import WrappersMP
 
-    seen = []
+    models, seen = {name: model.clone() for name, model in experts().items()}, []
 
-    def wrapper(name):
-        def around(executor, *args, **kwargs):
-            guider = executor.class_obj
-            seen.append((name, "begins", guider.model_patcher.model is models[name].model))
-            try:
-                return executor(*args, **kwargs)
-            finally:
-                seen.append((name, "ends"))
+    def wrapper(name, executor, *args, **kwargs):
+        guided = executor.class_obj.model_patcher.model is models[name].model
+        seen.append((name, "begins", guided))
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            seen.append((name, "ends"))
 
-        return around
-
-    models = {name: model.clone() for name, model in experts().items()}
     for name, model in models.items():
-        model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "test", wrapper(name))
+        around = functools.partial(wrapper, name)
+        model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "test", around)
     samples(**models)
     assert seen == [
         ("model_high", "begins", True),

