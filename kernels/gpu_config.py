@@ -20,9 +20,7 @@ class GPUConfig:
     """One device and dtype.
 
     Attributes:
-        name: Of the device.
         capability: CUDA compute capability, such as `(9, 0)`; None: there is none.
-        dtype: Of the products.
         products_per_s: Multiply-adds of a large product, measured; 0: not measured.
         stream_c: `c` in `tokens > c * in * out / (in + 2 * out)`, from which on a LoRA is better
             added to the weight than to the output; measured.
@@ -58,12 +56,7 @@ class GPUConfig:
 
 @functools.cache
 def gpu_config(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> GPUConfig:
-    """Measure a device, once in a process; it takes some ms on a GPU, up to a second on a CPU.
-
-    Args:
-        device: With its index, where there are several.
-        dtype: Of the products.
-    """
+    """Measure a device, once in a process; it takes some ms on a GPU, up to a second on a CPU."""
     name, capability = device.type, None
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

@@ -50,14 +50,11 @@ class _Maker:
         """Parameters that may be left out."""
         return self.numbers(*shape, dtype=torch.float32) if self.has(name) else None
 
-    def video(
-        self, channels: int, frames: int | None = None, *, border: int = 0, down: int = 1
-    ) -> Tensor:
-        """Channels-last, with so many pixels more in height and width, or so many times fewer."""
+    def video(self, channels: int, frames: int | None = None, *, border: int = 0) -> Tensor:
+        """Channels-last, with so many pixels more in height and width."""
         length, height, width = self.size
         length = length if frames is None else frames
-        shape = (1, length, height // down + border, width // down + border, channels)
-        return self.numbers(*shape).movedim(-1, 1)
+        return self.numbers(1, length, height + border, width + border, channels).movedim(-1, 1)
 
     def tail(self, channels: int) -> Tensor | None:
         """Two frames, or as many as that of the other call has."""

@@ -75,7 +75,6 @@ class Header(NamedTuple):
     Attributes:
         start: Where the numbers begin, in bytes.
         places: By the names of the tensors.
-        metadata: Texts that go with them.
     """
 
     start: int

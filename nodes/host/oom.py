@@ -45,10 +45,9 @@ class Way:
 
 
 def in_turn(device: torch.device, task: str, ways: list[Way], go: Callable[[Way], _T]) -> _T:
-    """Do a work in the first way that fits, from its beginning in each; then give memory back.
+    """What `go` returns for the first way that fits, from its beginning in each.
 
-    Returns:
-        What `go` returns for the first way that fits.
+    Then memory is given back.
 
     Raises:
         Exception: What `go` raises that is not about memory.

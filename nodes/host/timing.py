@@ -118,9 +118,7 @@ def span(kind: str, label: str = "", device: torch.device | None = None) -> Iter
         add(kind, first, instant(device), label, stopped)
 
 
-def drawn(
-    kind: str, items: Iterator[_Item], label: str = "", device: torch.device | None = None
-) -> Iterator[_Item]:
+def drawn(kind: str, items: Iterator[_Item], device: torch.device | None = None) -> Iterator[_Item]:
     """Measure how long each item takes to come; what is done with it meanwhile is not counted.
 
     Arguments are those of `span`. The items are closed with this, if they can be.
@@ -131,11 +129,11 @@ def drawn(
             try:
                 item = next(items, _END)
             except BaseException as error:
-                add(kind, first, instant(device), label, _how(error))
+                add(kind, first, instant(device), stopped=_how(error))
                 raise
             if item is _END:
                 return
-            add(kind, first, instant(device), label)
+            add(kind, first, instant(device))
             yield item  # type: ignore[misc]
     finally:
         if (close := getattr(items, "close", None)) is not None:

@@ -44,7 +44,6 @@ class StagedGuider(comfy.samplers.CFGGuider):
 
     Args:
         models: One for each stage of the plan; they stay as they are.
-        plan: The run.
         free: Whether a model is unloaded when another one follows that does not share its weights.
         on_stage: Called with the name of each stage that begins.
 

@@ -66,10 +66,8 @@ class SamplingResult:
     """What a run gives.
 
     Attributes:
-        latent: ComfyUI's LATENT.
-        denoised: A LATENT too: what the last step took for the latent without noise.
+        denoised: A LATENT: what the last step took for the latent without noise.
         sigmas: The noise levels of the run, `[steps + 1]`, float32.
-        report: What was run, line by line.
     """
 
     latent: dict[str, Any]

@@ -43,8 +43,7 @@ class EncoderCall:
     """A call of an encoder.
 
     Attributes:
-        encoder: Whose; it may be set to other options.
-        options: The options under which it was called.
+        options: Those under which it was called; the encoder may be set to others.
         rows: Token numbers, all rows as long as each other.
     """
 

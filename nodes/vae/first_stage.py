@@ -55,10 +55,11 @@ class FastVideoVAE(VideoVAE):
     def decode(
         self, latent: Tensor, output_buffer: Tensor | None = None, **vae_options: object
     ) -> Tensor:
-        """Decode a latent as in a LATENT, not normalised, of four or five dimensions.
+        """Decode a latent.
 
         Args:
-            latent: As `video_shape` takes its shape.
+            latent: `[B, C_latent, t, h, w]`, or `[B, C_latent, h, w]` for pictures (of SeedVR2
+                `[B, C_latent * t, h, w]` for videos), not normalised, as in a LATENT.
             output_buffer: Where to write the frames, of any dtype, strides and device; None: a new
                 tensor, channels-last, on the device.
             vae_options: Options of other VAEs, which mean nothing here.

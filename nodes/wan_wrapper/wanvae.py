@@ -32,16 +32,13 @@ _LOG_VARIANCE = (-30.0, 20.0)
 
 
 class WanVideoWrapperVAE:
-    """A `FastVAE` with the methods of ComfyUI-WanVideoWrapper's VAE.
+    """A `FastVAE` of Wan 2.1 or 2.2, with the methods of ComfyUI-WanVideoWrapper's VAE.
 
     The network, its weights and its patches are those of the `FastVAE`, and so is its place in
     ComfyUI's memory: see `to`.
 
-    Args:
-        vae: Of Wan 2.1 or Wan 2.2, with frames of three channels.
-
     Raises:
-        ValueError: It is another VAE.
+        ValueError: It is another VAE, or one of frames of other than three channels.
     """
 
     def __init__(self, vae: FastVAE) -> None:
@@ -83,9 +80,6 @@ class WanVideoWrapperVAE:
 
         The device of the work: nothing is done until there is work. Another one: the memory of the
         device of the work is given back.
-
-        Returns:
-            This very object.
 
         Raises:
             ValueError: It cannot compute in that dtype.
