@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 
 from fast_video_vae.tests.lora.nets import Stack
@@ -5,7 +7,4 @@ from fast_video_vae.tests.lora.nets import Stack
 
 @pytest.fixture
 def stack(tmp_path):
-    def made(model, **more):
-        return Stack(tmp_path, model, **more)
-
-    return made
+    return functools.partial(Stack, tmp_path)

@@ -128,20 +128,23 @@ class Stack:
                 f"{PREFIX}{name}.weight": 2 / rank * up @ down for name, (up, down) in exact.items()
             }
             if whole and number == 1:
-                deltas |= self._differences(tensors)
+                for key, delta in self._differences(tensors).items():
+                    both = key in deltas
+                    deltas[key] = deltas[key] + delta.flatten(1) if both else delta
             self.paths.append(folder / f"{number}.safetensors")
             save_file(tensors, self.paths[-1])
             self.deltas.append(deltas)
         self.targets = Targets(self.shapes)
 
     def _differences(self, tensors):
-        """Of norms, biases and parameters that are nobody's weight."""
+        """Of norms, biases, a weight that has a pair too, and what is nobody's weight."""
         generator = torch.Generator().manual_seed(9)
         keys = {
             f"{PREFIX}blocks.0.norm3.diff": f"{PREFIX}blocks.0.norm3.weight",
             f"{PREFIX}blocks.0.norm3.diff_b": f"{PREFIX}blocks.0.norm3.bias",
             f"{Q}.diff_b": f"{Q}.bias",
             f"{PREFIX}blocks.2.diff_m": f"{PREFIX}blocks.2.modulation",
+            f"{PREFIX}patch_embedding.diff": f"{PREFIX}patch_embedding.weight",
             f"{PREFIX}patch_embedding.diff_b": f"{PREFIX}patch_embedding.bias",
         }
         for name, key in keys.items():

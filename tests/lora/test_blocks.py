@@ -5,24 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fast_video_vae.lora.blocks import Blocks, parse_blocks
-from fast_video_vae.tests.lora.pages import examples_of
+from fast_video_vae.tests.lora.models import modules, wan
 
-WAN = [
-    f"blocks.{block}.{layer}"
-    for block in range(40)
-    for layer in (
-        *(f"self_attn.{name}" for name in "qkvo"),
-        *(f"cross_attn.{name}" for name in ("q", "k", "v", "o", "k_img", "v_img")),
-        "ffn.0",
-        "ffn.2",
-    )
-]
-OUTSIDE = [
-    "patch_embedding", "text_embedding.0", "time_embedding.2", "img_emb.proj.1", "head.head",
-]  # fmt: skip
+NAMES = modules(wan(blocks=40))
+WAN = [name for name in NAMES if name.startswith("blocks")]
+OUTSIDE = [name for name in NAMES if not name.startswith("blocks")]
 quick = settings(derandomize=True, deadline=None, max_examples=100)
 
-names = st.sampled_from(WAN + OUTSIDE)
+names = st.sampled_from(NAMES)
 whiches = st.one_of(
     st.integers(0, 41).map(str),
     st.integers(0, 41).map("{}-".format),
@@ -107,7 +97,7 @@ def test_the_factors_of_layers(text):
 @pytest.mark.parametrize("text", ["", " ", "\n"])
 def test_an_empty_text_takes_all(text):
     assert parse_blocks(text) == Blocks()
-    assert {parse_blocks(text).factor(name) for name in WAN + OUTSIDE} == {1}
+    assert {parse_blocks(text).factor(name) for name in NAMES} == {1}
 
 
 @quick
@@ -153,10 +143,3 @@ def test_anything_else_is_one_line(text):
         parse_blocks(text)
     assert f"blocks {text!r}" in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_what_the_help_shows_can_be_read():
-    examples = examples_of("Blocks")
-    assert len(examples) >= 7
-    for example in examples:
-        parse_blocks(example)

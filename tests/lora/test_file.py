@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.lora.adapter import Diff
 from fast_video_vae.lora.file import LoraFile, identity
 from fast_video_vae.lora.keys import Target, Targets
 from fast_video_vae.lora.low_rank import Kronecker, Pair
@@ -138,42 +137,6 @@ def test_what_metadata_says_of_scales_is_told(write):
     assert "alpha 8" in text
 
 
-def test_differences_of_weights_biases_norms_and_modulations(write):
-    torch.manual_seed(0)
-    keys = {
-        "blocks.0.self_attn.norm_k.diff": "blocks.0.self_attn.norm_k.weight",
-        "blocks.0.self_attn.q.diff_b": "blocks.0.self_attn.q.bias",
-        "blocks.1.diff_m": "blocks.1.modulation",
-        "blocks.0.norm3.diff": "blocks.0.norm3.weight",
-        "blocks.0.norm3.diff_b": "blocks.0.norm3.bias",
-        "head.head.diff": "head.head.weight",
-        "patch_embedding.diff": "patch_embedding.weight",
-        "patch_embedding.diff_b": "patch_embedding.bias",
-        "head.modulation.diff": "head.modulation",
-    }
-    values = {name: torch.randn(WAN[f"{PREFIX}{key}"]) for name, key in keys.items()}
-    tensors = spelled(SOME, ending="kohya")
-    tensors |= {f"diffusion_model.{name}": value.clone() for name, value in values.items()}
-    file = LoraFile(write(tensors), TARGETS)
-    found = dict(adapters_of(file))
-    assert len(found) == len(SOME) + len(values)
-    assert file.report.used == len(tensors)
-    for name, key in keys.items():
-        adapter = found[Target(f"{PREFIX}{key}")]
-        assert isinstance(adapter, Diff)
-        assert torch.equal(adapter.difference, values[name])
-
-
-def test_a_pair_and_a_difference_of_one_weight_are_both_meant(write):
-    tensors = spelled(SOME) | {f"{Q}.diff": torch.ones(16, 16)}
-    found = [
-        adapter
-        for target, adapter in adapters_of(LoraFile(write(tensors), TARGETS))
-        if target.key == f"{Q}.weight"
-    ]
-    assert sorted(type(adapter).__name__ for adapter in found) == ["Diff", "Pair"]
-
-
 def test_other_kinds_of_adapters_come_in_any_dialect(write):
     w1, w2 = torch.randn(4, 4), torch.randn(4, 4)
     for stem in ("lycoris_blocks_0_self_attn_q", "lora_unet_blocks_0_self_attn_q", Q):
@@ -225,27 +188,45 @@ def test_absent_keys_are_counted_by_their_names_in_the_file(write, spelling, dif
     assert lines[1:] == [f"  8 keys for {named}: not in this model"]
 
 
-def test_many_absent_names_are_cut_short(write):
-    extra = random_pairs({f"{PREFIX}other.{n}{c}.weight": (4, 4) for n in range(3) for c in "abc"},
-                         [f"other.{n}{c}" for n in range(3) for c in "abc"])  # fmt: skip
-    lines = LoraFile(write(spelled(SOME | extra)), TARGETS).report.lines()
-    assert lines[1:] == ["  18 keys for 0a/0b/0c/1a/...: not in this model"]
+OTHERS = [f"other.{n}{c}" for n in range(3) for c in "abc"]
+WIDE = {f"{PREFIX}patch_embedding.weight": (16, 12, 1, 2, 2)}  # of a control LoRA
+TEXT_ENCODER = [
+    "text_encoder.norm.weight",
+    *(
+        f"lora_te_text_model_layers_{n}.lora_{part}.weight"
+        for n in "012"
+        for part in ("up", "down")
+    ),
+]
 
 
-def test_keys_for_text_encoders_and_unknown_keys_are_told(write):
-    tensors = spelled(SOME)
-    tensors |= {
-        f"lora_te_text_model_layers_{n}.lora_{part}.weight": torch.ones(2, 2)
-        for n in range(3) for part in ("up", "down")
-    }  # fmt: skip
-    tensors |= {f"dwpose_embedding.{n}.weight": torch.ones(2) for n in range(4)}
-    tensors |= {"text_encoder.norm.weight": torch.ones(2)}
-    lines = LoraFile(write(tensors), TARGETS).report.lines()
-    assert lines[1:] == [
-        "  4 keys of an unknown form: dwpose_embedding.0.weight, dwpose_embedding.1.weight, "
-        "dwpose_embedding.2.weight, ...",
-        "  7 keys for a text encoder: not applied to a model",
-    ]
+@pytest.mark.parametrize(
+    ("tensors", "told"),
+    [
+        (
+            spelled(random_pairs({f"{PREFIX}{name}.weight": (4, 4) for name in OTHERS}, OTHERS)),
+            "  18 keys for 0a/0b/0c/1a/...: not in this model",
+        ),
+        (
+            {f"dwpose_embedding.{n}.weight": torch.ones(2) for n in range(4)},
+            "  4 keys of an unknown form: dwpose_embedding.0.weight, dwpose_embedding.1.weight, "
+            "dwpose_embedding.2.weight, ...",
+        ),
+        (
+            {key: torch.ones(2, 2) for key in TEXT_ENCODER},
+            "  7 keys for a text encoder: not applied to a model",
+        ),
+        (
+            spelled(random_pairs(WIDE, ["patch_embedding"])),
+            "  2 keys do not fit: a pair for 16x48 and a parameter of 16x6x1x2x2",
+        ),
+    ],
+    ids=["absent", "unknown", "text-encoder", "unfit"],
+)
+def test_what_is_left_out_is_told_in_a_line(write, tensors, told):
+    file = LoraFile(write(spelled(SOME) | tensors), TARGETS)
+    assert file.report.lines()[1:] == [told]
+    assert len(file.entries) == len(SOME)
 
 
 def test_of_two_pairs_for_one_weight_the_first_is_applied_and_it_is_told(write):
@@ -259,16 +240,6 @@ def test_of_two_pairs_for_one_weight_the_first_is_applied_and_it_is_told(write):
     ]
     ranks = {len(adapter.down) for _, adapter in adapters_of(file)}
     assert len(ranks) == 1
-
-
-def test_pairs_of_another_shape_are_told_and_left_out(write):
-    wide = {f"{PREFIX}patch_embedding.weight": (16, 12, 1, 2, 2)}  # of a control LoRA
-    pairs = SOME | random_pairs(wide, ["patch_embedding"])
-    file = LoraFile(write(spelled(pairs)), TARGETS)
-    assert file.report.lines()[1:] == [
-        "  2 keys do not fit: a pair for 16x48 and a parameter of 16x6x1x2x2"
-    ]
-    assert len(file.entries) == len(SOME)
 
 
 def test_identities_tell_files_and_their_versions(write):

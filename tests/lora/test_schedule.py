@@ -2,14 +2,16 @@
 
 import itertools
 import math
+import re
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fast_video_vae.lora.blocks import parse_blocks
 from fast_video_vae.lora.schedule import Schedule, Window, parse_schedule, step_of
-from fast_video_vae.tests.lora.pages import examples_of
 
 numbers = st.floats(-1e6, 1e6).map(lambda x: x + 0.0)
 lists = st.lists(numbers, min_size=1, max_size=5).map(tuple)
@@ -296,8 +298,13 @@ def test_a_call_belongs_to_the_step_that_it_is_in(sigmas, data):
     assert step_of(sigmas[step] + part * (sigmas[step + 1] - sigmas[step]), sigmas) == step
 
 
-def test_what_the_help_shows_can_be_read():
-    examples = examples_of("Strength")
+@pytest.mark.parametrize(
+    ("heading", "parse"), [("Strength", parse_schedule), ("Blocks", parse_blocks)]
+)
+def test_what_the_help_shows_can_be_read(heading, parse):
+    page = Path(__file__).parents[2] / "web" / "docs" / "FastVAE_LoraStack.md"
+    section = page.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    examples = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
     assert len(examples) >= 7
     for example in examples:
-        parse_schedule(example)
+        parse(example)
