@@ -63,6 +63,18 @@ def output(comfyui, tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def progress(comfyui, monkeypatch):
+    """What progress bars show from here on: `(value, total)` each time."""
+    import comfy.utils
+
+    shown = []
+    hook = lambda value, total, preview, node_id=None: shown.append((value, total))  # noqa: E731
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    monkeypatch.setattr(comfy.utils, "PROGRESS_THROTTLE_MIN_INTERVAL", 0)
+    return shown
+
+
 @pytest.fixture(scope="session")
 def start_server(tmp_path_factory):
     """Makes a ComfyUI with this pack and the nodes of `extra_nodes.py`, to be entered."""

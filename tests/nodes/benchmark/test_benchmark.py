@@ -11,6 +11,7 @@ from PIL import Image
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.nodes.server import Workflow
 from fast_video_vae.tests.nodes.vae.pairs import clip, fast_vae, latents, stock_vae
+from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.wan22 import random_wan22
 
@@ -98,32 +99,18 @@ def test_no_other_model_stays_loaded(state):
 
 
 # What goes in, the size of what is measured, and what is said of it.
-LATENT = ({"samples": {"samples": latents(3, 4, 6)}}, (48, 32, 9), None)
-PIXELS = ({"pixels": clip(5, 32, 48)}, (48, 32, 5), None)
-# What an encode leaves out is no part of it.
-CUT = ({"pixels": clip(7, 35, 50)}, (48, 32, 5), "7 frames of 50 x 35, were cut")
-ASKED = ({"width": 52, "frames": 8}, (48, 32, 5), "8 frames of 52 x 32 were asked for")
+CONNECTED = {
+    "latent": ({"samples": {"samples": latents(3, 4, 6)}}, (48, 32, 9), None),
+    "pixels": ({"pixels": clip(5, 32, 48)}, (48, 32, 5), None),
+    # What an encode leaves out is no part of it.
+    "cut": ({"pixels": clip(7, 35, 50)}, (48, 32, 5), "7 frames of 50 x 35, were cut"),
+    "asked": ({"width": 52, "frames": 8}, (48, 32, 5), "8 frames of 52 x 32 were asked for"),
+}
 
 
-@pytest.mark.parametrize(
-    ("task", "inputs", "size", "note"),
-    [
-        ("encode", *LATENT),
-        ("decode", *PIXELS),
-        ("decode", *CUT),
-        ("encode", *ASKED),
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in (
-                ("decode", *LATENT),
-                ("encode", *PIXELS),
-                ("encode", *CUT),
-                ("decode", *ASKED),
-            )
-        ),
-    ],
-)
-def test_the_size_is_that_of_what_is_connected(state, task, inputs, size, note):
+@each_value_once(task=["encode", "decode"], connected=CONNECTED)
+def test_the_size_is_that_of_what_is_connected(state, task, connected):
+    inputs, size, note = CONNECTED[connected]
     _, table, content = run(stock_vae(state), task=task, **inputs)
     assert (content["width"], content["height"], content["frames"]) == size
     assert len(results(content, task)) == 2
@@ -231,16 +218,14 @@ def test_an_input_that_does_not_fit_is_one_line(state, inputs, message):
     assert "\n" not in str(caught.value)
 
 
-def test_the_bar_is_of_the_rounds_and_stop_is_heard_between_calls(state, monkeypatch):
+def test_the_bar_is_of_the_rounds_and_stop_is_heard_between_calls(state, progress):
     import comfy.model_management
     import comfy.utils
 
-    seen = []
-    hook = lambda value, total, preview, node_id=None: seen.append((value, total))  # noqa: E731
-    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    hook = comfy.utils.PROGRESS_BAR_HOOK
     run(stock_vae(state), rounds=2)
-    assert {total for _, total in seen} == {6}
-    assert seen[-1] == (6, 6)
+    assert {total for _, total in progress} == {6}
+    assert progress[-1] == (6, 6)
     assert comfy.utils.PROGRESS_BAR_HOOK is hook
     stock, calls = stock_vae(state), []
 

@@ -99,11 +99,6 @@ class ByShape(MLP):
         return super().forward(x)
 
 
-class MoreArguments(MLP):
-    def forward(self, x, scale=1.0):
-        return super().forward(x)
-
-
 class Dropout(MLP):
     def __init__(self):
         super().__init__()
@@ -143,6 +138,7 @@ FORMULAS = {
     "OtherEnd": lambda self, x: self.down(
         torch.nan_to_num(F.silu(self.gate(x)) * self.up(x), posinf=1.0)
     ),
+    "MoreArguments": lambda self, x, scale=1.0: MLP.forward(self, x),
     "ByValue": lambda self, x: MLP.forward(self, x) if bool((x < 1e6).all()) else x,
     "ByMode": lambda self, x: MLP.forward(self, 2 * x if self.training else x),
     "ByWeight": lambda self, x: MLP.forward(self, x.to(self.gate.weight.dtype)),
@@ -150,5 +146,5 @@ FORMULAS = {
 
 UNLIKE = [
     *(type(name, (MLP,), {"forward": forward}) for name, forward in FORMULAS.items()),
-    *(Scaled, ScaledBySetting, ByShape, MoreArguments, Dropout, OwnScale, OwnForward),
+    *(Scaled, ScaledBySetting, ByShape, Dropout, OwnScale, OwnForward),
 ]

@@ -34,18 +34,11 @@ def test_an_interrupt_ends_it_at_the_next_block(family, encode):
     assert fast.decode(latents(1)).shape[1] == 1
 
 
-def test_progress_counts_every_frame(fast, monkeypatch):
-    import comfy.utils
-
-    reports = []
-    hook = lambda value, total, preview, node_id=None: reports.append((value, total))  # noqa: E731
-    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
-    monkeypatch.setattr(comfy.utils, "PROGRESS_THROTTLE_MIN_INTERVAL", 0)
+def test_progress_counts_every_frame(fast, progress):
     fast.decode(latents(4, batch=2), options=StreamOptions(1))
-    assert reports == [(done, 26) for done in (1, 5, 9, 13, 14, 18, 22, 26)]
-    reports.clear()
+    assert progress == [(done, 26) for done in (1, 5, 9, 13, 14, 18, 22, 26)]
     fast.encode(clip(9))
-    assert reports[-1] == (3, 3)
+    assert progress[-1] == (3, 3)
 
 
 def test_a_preview_is_sent_where_previews_are_on(fast, monkeypatch):
