@@ -90,32 +90,25 @@ def test_rows_know_their_file_and_ranks_are_filled_up_with_zeros(stack):
     assert scales.tolist() == [0.5] * 4 + [1.0] * 3 + [0.5] * 16 + [0.0]
 
 
-def test_layers_come_in_the_order_of_the_model_and_without_gaps(write):
-    shapes = wan(blocks=12, i2v=False)
-    names = modules(shapes)
-    path = write(0, spelled(random_pairs(shapes, reversed(names), 8)))
+@pytest.mark.parametrize(
+    ("shapes", "blocks"),
+    [(wan(blocks=12, i2v=False), 12), (wan(blocks=3, vace=2), 5), (qwen(blocks=3), 3)],
+)
+def test_layers_come_in_the_order_of_the_model_and_each_in_a_span(write, shapes, blocks):
+    """Without gaps, whatever the order in the file; and a span holds a block."""
+    path = write(0, spelled(random_pairs(shapes, reversed(modules(shapes)), 8)))
     bank = load_bank([path], Targets(shapes))
-    at = row = 0
+    spans, at, row = bank.blocks(), 0, 0
     for layer in bank.layers.values():
         assert (layer.at, layer.row) == (at, row)
         at, row = at + layer.numel, row + layer.rank
-    assert bank.flat.numel() == at
+        assert sum(first <= layer.at and at <= last for first, last in spans) == 1, layer.target
+    assert bank.flat.numel() == at == sum(last - first for first, last in spans)
     assert bank.scales.numel() == row
-    blocks = [block_of(target.key) for target in bank.layers]
-    numbered = [int(name.split(".")[1]) for name in blocks if name]
-    assert numbered == sorted(numbered)
-    assert len(bank.blocks()) == 12 + 1  # what is in no block
-
-
-@pytest.mark.parametrize("shapes", [WAN, wan(blocks=3, vace=2), qwen(blocks=3)])
-def test_spans_of_blocks_hold_their_layers_and_do_not_overlap(write, shapes):
-    path = write(0, spelled(random_pairs(shapes, modules(shapes))))
-    bank = load_bank([path], Targets(shapes))
-    spans = bank.blocks()
-    assert sum(last - first for first, last in spans) == bank.flat.numel()
-    for layer in bank.layers.values():
-        held = [s for s in spans if s[0] <= layer.at and layer.at + layer.numel <= s[1]]
-        assert len(held) == 1, layer.target
+    found = filter(None, (block_of(target.key) for target in bank.layers))
+    names = [name for name, _ in itertools.groupby(found)]
+    assert len(names) == blocks < len(spans)  # what is in no block has spans as well
+    assert names == sorted(names, key=lambda name: (name.split(".")[0], int(name.split(".")[1])))
 
 
 def test_blocks_are_told_by_their_names():

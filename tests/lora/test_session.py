@@ -123,12 +123,7 @@ def test_a_quantised_layer_is_served_beside(tmp_path, mode):
 
 # Rows and columns.
 
-PARTS = {
-    "rows": (0, 4, 8),
-    "last-rows": (0, 12, 4),
-    "columns": (1, 2, 6),
-    "all-rows": (0, 0, 16),
-}
+PARTS = {"rows": (0, 4, 8), "last": (0, 12, 4), "columns": (1, 2, 6), "all": (0, 0, 16)}
 
 
 @each_way
