@@ -91,12 +91,8 @@ def comfyui_vae(
         return Peer("comfyui", version, _load(_comfyui_wan22(state), state, dtype, device))
     with torch.device("meta"):
         module = WanVAE(
+            **_wan_options(state),
             dim=state["decoder.head.0.gamma"].shape[0],
-            z_dim=state["conv2.weight"].shape[0],
-            dim_mult=[1, 2, 4, 4],
-            num_res_blocks=2,
-            attn_scales=[],
-            temperal_downsample=[False, True, True],
             image_channels=state["encoder.conv1.weight"].shape[1],
             conv_out_channels=state["decoder.head.2.weight"].shape[0],
         )
@@ -136,14 +132,18 @@ def _comfyui_wan22(state: Mapping[str, Tensor]) -> nn.Module:
 
     with torch.device("meta"):
         return WanVAE(
+            **_wan_options(state),
             dim=state["encoder.conv1.weight"].shape[0],
             dec_dim=state["decoder.head.0.gamma"].shape[0],
-            z_dim=state["conv2.weight"].shape[0],
-            dim_mult=[1, 2, 4, 4],
-            num_res_blocks=2,
-            attn_scales=[],
-            temperal_downsample=[False, True, True],
         )
+
+
+def _wan_options(state: Mapping[str, Tensor]) -> dict[str, object]:
+    """What both generations are built with, whatever their widths."""
+    return {
+        "z_dim": state["conv2.weight"].shape[0], "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2,
+        "attn_scales": [], "temperal_downsample": [False, True, True],
+    }  # fmt: skip
 
 
 def _comfyui_seedvr2(state: Mapping[str, Tensor]) -> nn.Module:

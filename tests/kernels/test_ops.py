@@ -52,25 +52,31 @@ def test_rms_norm_silu_is_its_formula(backend, dtype, channels):
         assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("channels", [3, 16, 33])
+@pytest.mark.parametrize(
+    ("op", "channels"),
+    [*(("rms_norm_silu", channels) for channels in (3, 16, 33)), ("group_norm_silu", 12)],
+)
 @each_dtype
 @pytest.mark.parametrize("known", [0, 1, 2])
-def test_rms_norm_silu_goes_on_from_its_tail(backend, dtype, channels, known):
-    gamma, bias = random(2, channels, seed=1)
+def test_a_norm_goes_on_from_its_tail(backend, dtype, op, channels, known):
+    weight, bias = random(2, channels, seed=1)
+    args, options = (weight,), {"bias": bias}
+    if op == "group_norm_silu":
+        args, options = (weight, bias, 4), {"eps": 1e-5}
     for frames, batch, given in some(backend, product((1, 2, 3, 5), (1, 2), (True, False))):
-        shape = (batch, channels, frames, 3, 5)
-        x = video(*shape, dtype=dtype)
+        x = video(batch, channels, frames, 3, 5, dtype=dtype)
         tails = Poisoned(batch, known, 3, 5, channels, dtype=dtype)
         tail = tails.memory.movedim(-1, 1)
         tail.copy_(video(*tail.shape, dtype=dtype, seed=2))
         before = tail.clone()
         buffer, out = window(batch, channels, known + frames, 3, 5, dtype=dtype)
-        result = kernels.rms_norm_silu(x, gamma, bias=bias, tail=tail, out=out if given else None)
-        result = buffer.take(result) if given else result
+        run = getattr(kernels, op)
+        result = run(x, *args, **options, tail=tail, out=out if given else None)
+        result = buffer.take(out) if given else result
         assert torch.equal(result[:, :, :known], before)
         assert torch.equal(tails.take(tail), result[:, :, frames:])
-        expected = formulas.rms_norm_silu(x, gamma, bias=bias)
-        formulas.check(result[:, :, known:], *expected, f"{shape}")
+        expected = getattr(formulas, op)(x, *args, **options)
+        formulas.check(result[:, :, known:], *expected, f"{tuple(x.shape)}")
 
 
 @each_dtype
@@ -81,23 +87,6 @@ def test_group_norm_silu_is_its_formula(backend, dtype, channels, groups):
         shape = (batch, channels, frames, height, width)
         x, into = video(*shape, dtype=dtype), window(*shape, dtype=dtype)
         formulas.holds("group_norm_silu", x, weight, bias, groups, silu=silu, into=into)
-
-
-@each_dtype
-@pytest.mark.parametrize("known", [0, 1, 2])
-def test_group_norm_silu_goes_on_from_its_tail(backend, dtype, known):
-    weight, bias = random(2, 12, seed=1)
-    for frames, batch in some(backend, product((1, 2, 3, 5), (1, 2)), 3):
-        x = video(batch, 12, frames, 4, 5, dtype=dtype)
-        tail = video(batch, 12, known, 4, 5, dtype=dtype, seed=2)
-        before = tail.clone()
-        buffer, out = window(batch, 12, known + frames, 4, 5, dtype=dtype)
-        kernels.group_norm_silu(x, weight, bias, 4, eps=1e-5, tail=tail, out=out)
-        result = buffer.take(out)
-        assert torch.equal(result[:, :, :known], before)
-        assert torch.equal(tail, result[:, :, frames:])
-        expected = formulas.group_norm_silu(x, weight, bias, 4, eps=1e-5)
-        formulas.check(result[:, :, known:], *expected, f"{frames} frames of {batch}")
 
 
 @each_dtype

@@ -24,8 +24,14 @@ SIZES = ((1, 1), (3, 5), (4, 4), (1, 17), (7, 9), (8, 8), (5, 13))
 each_count = pytest.mark.parametrize("channels", CHANNELS)
 
 
-def is_channels_last(x):
-    return x.movedim(1, -1).is_contiguous()
+def check_places(op, x, *args, expected):
+    """Bit for bit, in memory that is given and in the op's own, which is channels-last."""
+    buffer, out = window(*expected.shape, dtype=x.dtype)
+    assert op(x, *args, out=out) is out
+    assert torch.equal(buffer.take(out), expected)
+    fresh = op(x, *args)
+    assert torch.equal(fresh, expected)
+    assert fresh.movedim(1, -1).is_contiguous()
 
 
 @pytest.mark.parametrize("backend", serving("interleave_time"), indirect=True)
@@ -36,15 +42,8 @@ def test_interleave_time_spreads_the_channels_over_frames(backend, dtype, channe
         backend, product((1, 2, 3), SIZES[:4], (1, 2), (1, 2))
     ):
         x = video(batch, phases * channels, frames, height, width, dtype=dtype)
-        buffer, out = window(batch, channels, phases * frames, height, width, dtype=dtype)
-        assert kernels.interleave_time(x, phases, out=out) is out
-        actual = buffer.take(out)
-        for p in range(phases):
-            expected = x[:, p * channels : (p + 1) * channels]
-            assert torch.equal(actual[:, :, p::phases], expected)
-        fresh = kernels.interleave_time(x, phases)
-        assert torch.equal(fresh, actual)
-        assert is_channels_last(fresh)
+        expected = torch.stack(x.chunk(phases, 1), 3).flatten(2, 3)
+        check_places(kernels.interleave_time, x, phases, expected=expected)
 
 
 def merged(grid):
@@ -64,13 +63,7 @@ def merged(grid):
 def test_merge_phases_takes_each_pixel_from_its_window(backend, dtype, channels):
     for (height, width), frames, batch in some(backend, product(SIZES[:4], (1, 2, 3), (1, 2))):
         grid = video(batch, 4 * channels, frames, height + 1, width + 1, dtype=dtype)
-        buffer, out = window(batch, channels, frames, 2 * height, 2 * width, dtype=dtype)
-        assert kernels.merge_phases(grid, out=out) is out
-        actual = buffer.take(out)
-        assert torch.equal(actual, merged(grid))
-        fresh = kernels.merge_phases(grid)
-        assert torch.equal(fresh, actual)
-        assert is_channels_last(fresh)
+        check_places(kernels.merge_phases, grid, expected=merged(grid))
         bias = random(channels, seed=1)
         biased = kernels.merge_phases(grid, bias=bias)
         formulas.check(biased, *formulas.bias_residual(merged(grid), bias), f"{grid.shape}")
@@ -117,7 +110,7 @@ def test_merge_phases_adds_the_repeated_source(backend, dtype, before, after, ti
             assert kernels.merge_phases(grid, x, times, bias=bias, out=out) is out
             expected = formulas.bias_residual(merged(grid), bias, added)
             formulas.check(buffer.take(out), *expected, f"{frames} frames, first={first}")
-        assert is_channels_last(kernels.merge_phases(grid, x, times))
+        assert kernels.merge_phases(grid, x, times).movedim(1, -1).is_contiguous()
 
 
 def shuffled(x, size, order):
@@ -144,12 +137,7 @@ def test_pixel_shuffle_3d_puts_every_number_in_its_place(backend, dtype, size, o
     for channels, frames, batch in some(backend, product((1, 3, 16, 33), (1, 3), (1, 2)), 5):
         x = video(batch, channels * size[0] * size[1] * size[2], frames, 3, 5, dtype=dtype)
         expected = shuffled(x, size, order)
-        buffer, out = window(*expected.shape, dtype=dtype)
-        assert kernels.pixel_shuffle_3d(x, size, order, out=out) is out
-        assert torch.equal(buffer.take(out), expected)
-        fresh = kernels.pixel_shuffle_3d(x, size, order)
-        assert torch.equal(fresh, expected)
-        assert is_channels_last(fresh)
+        check_places(kernels.pixel_shuffle_3d, x, size, order, expected=expected)
 
 
 @pytest.mark.parametrize("to", [torch.float32, torch.float16])
