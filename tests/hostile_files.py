@@ -220,9 +220,6 @@ def _headers(draw, canary):
     def entry(dtype="F32", shape=(2,), at=(0, 8), **more):
         return {"dtype": dtype, "shape": shape, "data_offsets": at, **more}
 
-    def both(one, two):
-        return {"a": one, "b": two}
-
     bad = [
         entry(shape=(1 << 40,)), entry(shape=(1 << 62, 1 << 62)), entry(shape=(-1,)),
         entry(shape=(0,)), entry(shape=(0, 1 << 63), at=(0, 0)), entry(shape=(0,), at=(0, 0)),
@@ -253,9 +250,9 @@ def _headers(draw, canary):
         yield "x.safetensors", header(data, bytes(8))
     for length in (0, 1, 1 << 20, 1 << 40, (1 << 63) - 1, (1 << 64) - 1):
         yield "x.safetensors", header({"a": entry()}, bytes(8), length)
-    yield "x.safetensors", header(both(entry(), entry()), bytes(8))
-    yield "x.safetensors", header(both(entry(), entry(at=(4, 12))), bytes(12))
-    yield "x.safetensors", header(both(entry(), entry(at=(16, 24))), bytes(24))
+    for begin in (0, 4, 16):
+        two = {"a": entry(), "b": entry(at=(begin, begin + 8))}
+        yield "x.safetensors", header(two, bytes(begin + 8))
 
     def many(count):
         keys = {f"key.{i}.lora_A.weight": entry(at=(8 * i, 8 * i + 8)) for i in range(count)}

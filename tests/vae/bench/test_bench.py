@@ -131,15 +131,27 @@ def test_results_are_compared_with_the_first_one_s():
     assert latents.results[1].psnr is None
 
 
-def test_results_of_another_shape_are_an_error():
-    two = [Contestant("a", lambda: images()), Contestant("b", lambda: images(frames=2))]
-    with pytest.raises(ValueError, match=r"b gives \[1, 2, .*; expected \[1, 3, .* as a does"):
-        compare("decode", two, rounds=1, dtype="", measure=Gauge(CPU))
+def broken():
+    raise RuntimeError("a shape is wrong")
 
 
-def test_no_rounds_are_an_error():
-    with pytest.raises(ValueError, match="rounds is 0; expected at least 1"):
-        Course().compare(rounds=0)
+@pytest.mark.parametrize(
+    ("runs", "rounds", "error", "message"),
+    [
+        (
+            [images, lambda: images(frames=2)],
+            1,
+            ValueError,
+            r"b gives \[1, 2, .*; expected \[1, 3, .* as a does",
+        ),
+        ([], 0, ValueError, "rounds is 0; expected at least 1"),
+        ([broken], 1, RuntimeError, "a shape is wrong"),
+    ],
+)
+def test_what_cannot_be_compared_is_an_error(runs, rounds, error, message):
+    contestants = [Contestant(name, run) for name, run in zip("ab", runs, strict=False)]
+    with pytest.raises(error, match=message):
+        compare("decode", contestants, rounds=rounds, dtype="", measure=Gauge(CPU))
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -158,27 +170,13 @@ def test_who_runs_out_of_memory_is_left_out_from_there_on(at, who):
 
     contestants = [Contestant("a", runs(0)), Contestant("b", runs(1))]
     passed = []
-    found = compare(
-        "decode",
-        contestants,
-        rounds=3,
-        dtype="",
-        measure=Gauge(CPU),
-        passed=lambda: passed.append(0),
-    ).results
+    options = {"rounds": 3, "dtype": "", "measure": Gauge(CPU), "passed": lambda: passed.append(0)}
+    found = compare("decode", contestants, **options).results
     assert (calls[who], calls[1 - who]) == (at + 1, 4)
     assert len(passed) == 8
     assert (found[who].failure, found[who].seconds) == ("out of memory", ())
     assert (found[1 - who].failure, len(found[1 - who].seconds)) == (None, 3)
     assert (found[1].psnr is None) == (at == 0)  # there was nothing to compare
-
-
-def test_any_other_error_comes_out():
-    def broken():
-        raise RuntimeError("a shape is wrong")
-
-    with pytest.raises(RuntimeError, match="a shape is wrong"):
-        compare("decode", [Contestant("a", broken)], rounds=1, dtype="", measure=Gauge(CPU))
 
 
 def takes(mebibytes, seconds=0.0):

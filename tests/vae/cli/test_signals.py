@@ -100,27 +100,22 @@ def wait_until(process, moment, out):
         wait_for(process, lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
         return
     wait_for(process, lambda: any(out.glob(".*.part")))
-    if moment == "opened":
-        return
     if moment in ("loaded", "midway"):
         while " on cpu" not in process.stdout.readline():
             assert process.poll() is None, process.stderr.read()
         before = seconds_of(process)
         if moment == "midway":
             wait_for(process, lambda: seconds_of(process) > before + 0.4)
-        return
-    # It is short, and a busy machine may see nothing but the end.
-    wait_for(
-        process,
-        lambda: process.poll() is not None or any(size_of(part) for part in out.glob(".*.part")),
-    )
+    elif moment == "closing":  # is short, and a busy machine may see nothing but the end
+        wait_for(process, lambda: process.poll() is not None or written(out))
 
 
-def size_of(path):
+def written(out):
+    """Whether a file has content."""
     try:
-        return path.stat().st_size
+        return any(part.stat().st_size for part in out.glob(".*.part"))
     except FileNotFoundError:
-        return 1  # it has got its name in between
+        return True  # it has got its name in between
 
 
 @pytest.fixture
@@ -261,7 +256,7 @@ def test_a_terminal_that_is_closed_ends_the_command(tmp_path, files):
         preexec_fn=prepare,
     ) as process:
         os.close(theirs)
-        wait_for(process, lambda: any(size_of(part) for part in tmp_path.glob(".*.part")))
+        wait_for(process, lambda: written(tmp_path))
         os.close(ours)
         assert process.wait(timeout=30) == 128 + signal.SIGHUP
     assert not list(tmp_path.iterdir())

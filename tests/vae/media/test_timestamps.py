@@ -28,6 +28,11 @@ def constant(count, fps, start=Fraction(0), digits=None):
     times = [start + index / fps for index in range(count + 1)]
     if digits:
         times = [Fraction(round(time, digits)) for time in times]
+    return ending(times)
+
+
+def ending(times):
+    """Frames that are their own number, each until the next; the last time is the end."""
     return [TimedFrame(a, b, index) for index, (a, b) in enumerate(pairwise(times))]
 
 
@@ -76,9 +81,8 @@ def test_milliseconds_do_not_break_the_beat(source, fps):
 
 
 def test_a_varying_rate():
-    times = [0, 0.1, 0.15, 0.9, 2.0, 2.01, 3.0]
-    moments = [Fraction(time).limit_denominator(100) for time in times]
-    items = [TimedFrame(a, b, index) for index, (a, b) in enumerate(pairwise(moments))]
+    hundredths = [0, 10, 15, 90, 200, 201, 300]
+    items = ending(Fraction(time, 100) for time in hundredths)
     for fps in RATES:
         assert shown(items, fps) == nearest(items, fps)
 
@@ -149,9 +153,7 @@ def test_no_frame_is_shown_too_early_or_late(source, fps):
     ],
 )
 def test_pauses_repeat_and_haste_drops(times, fps, end, expected):
-    items = [
-        TimedFrame(Fraction(a), Fraction(b), index) for index, (a, b) in enumerate(pairwise(times))
-    ]
+    items = ending(map(Fraction, times))
     assert stepped(items, Fraction(fps), end=end) == expected
 
 

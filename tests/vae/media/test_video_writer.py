@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -90,12 +91,12 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(
     path.write_bytes(b"old")
 
     def work():
-        if not threaded:
-            write(path, noise, codec=codec)
-            return
-        with VideoWriter(path, 24, codec=codec) as writer, BackgroundWriter(writer.write) as thread:
+        with (
+            VideoWriter(path, 24, codec=codec) as writer,
+            BackgroundWriter(writer.write) if threaded else nullcontext() as thread,
+        ):
             for piece in noise.split(4):
-                thread.put(piece)
+                thread.put(piece) if threaded else writer.write(piece)
 
     with (
         limited_files(limit_bytes or whole - 1),
