@@ -114,15 +114,9 @@ def poison(dtype):
 
 
 class Poisoned:
-    """Fresh memory as bad as it gets, inside of a longer buffer.
+    """Dense `memory` full of NaN or 173, inside of a longer buffer.
 
-    Args:
-        shape: Of `memory`, dense.
-        dtype: NaN fills it, or 173.
-        offset: Elements in front of it; an odd number makes it misaligned.
-
-    Attributes:
-        memory: To write into.
+    An odd `offset`, the elements in front of it, makes it misaligned.
     """
 
     def __init__(self, *shape, dtype, offset=64):

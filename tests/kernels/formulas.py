@@ -22,13 +22,9 @@ def unit(dtype):
 
 
 def check(actual, value, error, where=""):
-    """A result is its formula within `error` and the one rounding to its dtype.
+    """A result is its formula, float64, within the one rounding to its dtype and `error`.
 
-    Args:
-        actual: The result.
-        value: The formula, float64.
-        error: What the steps before the last rounding may be off, of the shape of `value`.
-        where: What to say of the call.
+    That is what the steps before the last rounding may be off, of the shape of `value`.
     """
     assert actual.shape == value.shape, where
     info, rounded = torch.finfo(actual.dtype), value.to(actual.dtype)

@@ -9,7 +9,7 @@ import torch
 
 from fast_video_vae import kernels
 from fast_video_vae.kernels import BackendError, backends, dispatch, errors, use_backend
-from fast_video_vae.kernels.backends import ORDER, forced
+from fast_video_vae.kernels.backends import forced
 from fast_video_vae.kernels.errors import Refusal, log_once
 from fast_video_vae.tests.kernels.cases import DTYPES, OPS, SERVED, inputs, random, video
 
@@ -138,10 +138,6 @@ def test_a_missing_backend_is_logged_once(monkeypatch, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "Fast Video VAE: no compiler", "Fast Video VAE: no driver",
     ]  # fmt: skip
-
-
-def test_every_backend_has_a_module():
-    assert set(dispatch._MODULES) == set(ORDER)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])

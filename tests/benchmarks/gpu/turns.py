@@ -72,7 +72,11 @@ def in_turn(
     for name, run in runs.items():
         one = results[name]
         with _caught(one):
-            one.cold_s, result = _timed(session, run)
+            free(session.device)
+            start = time.perf_counter()
+            result = run()
+            synchronize(session.device)
+            one.cold_s = time.perf_counter() - start
             if look is not None:
                 look(name, result)
             del result
@@ -152,14 +156,6 @@ def _round(session: Session, run: Callable[[], Any], one: Measured, alike: bool)
     if session.cuda:
         peak = torch.cuda.max_memory_allocated(session.device) - before
         one.peak_bytes = max(peak, one.peak_bytes or 0)
-
-
-def _timed(session: Session, run: Callable[[], Any]) -> tuple[float, Any]:
-    free(session.device)
-    start = time.perf_counter()
-    result = run()
-    synchronize(session.device)
-    return time.perf_counter() - start, result
 
 
 def _is_tight(device: torch.device) -> bool:
