@@ -15,12 +15,7 @@ import av  # noqa: E402
 
 from fast_video_vae.tests.videos import moving_clip, psnr, stacked, write, write_clip, write_with  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
-from fast_video_vae.vae.media import (  # noqa: E402
-    Audio,
-    frames_to_uint8,
-    read_audio,
-    read_video,
-)
+from fast_video_vae.vae.media import Audio, frames_to_uint8, read_audio, read_video  # noqa: E402
 
 
 @pytest.fixture

@@ -13,16 +13,11 @@ import torch
 from fast_video_vae.tests.builders import script_command
 from fast_video_vae.vae.media import BackgroundWriter
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 
 
 def piece(value, frames=2, device="cpu"):
