@@ -1,5 +1,7 @@
 """Small diffusion models of ComfyUI's own classes with random weights, and inputs for them."""
 
+import importlib
+
 import torch
 from torch import nn
 
@@ -27,8 +29,7 @@ def patcher(name, dtype=torch.float32, operations=None):
     import comfy.ops
 
     operations = comfy.ops.disable_weight_init if operations is None else operations
-    network = _NETWORKS[name](dtype=dtype, device="cpu", operations=operations)
-    _randomize(network)
+    network = random_network(*_NETWORKS[name], dtype=dtype, operations=operations)
     return model_of(network)
 
 
@@ -52,89 +53,64 @@ def output(name, model, dtype=torch.float32):
     return model.model.diffusion_model(*arguments, **keywords).float()
 
 
-def _randomize(network):
-    """Weights that keep activations at about one."""
-    generator = torch.Generator().manual_seed(0)
-    for name, tensor in network.state_dict().items():
-        if tensor.is_floating_point():
+def random_network(path, settings, seed=0, **options):
+    """A network of a class in comfy.ldm, whose weights keep activations at about one."""
+    file, _, name = path.rpartition(".")
+    cls = getattr(importlib.import_module(f"comfy.ldm.{file}"), name)
+    network = cls(**settings, device="cpu", **options)
+    generator = torch.Generator().manual_seed(seed)
+    for key, tensor in network.state_dict().items():
+        if "motion_encoder" in key:
+            tensor.zero_()  # 30 M numbers, for the pixels of a face that no test shows
+        elif tensor.is_floating_point():
             numbers = torch.randn(tensor.shape, generator=generator)
-            if tensor.ndim > 1:
+            if key.endswith("modulation"):
+                numbers = 0.3 * numbers
+            elif tensor.ndim > 1:
                 numbers = numbers / tensor[0].numel() ** 0.5
             else:
-                numbers = 0.1 * numbers + (1 if name.endswith("weight") else 0)
+                numbers = 0.1 * numbers + (1 if key.endswith("weight") else 0)
             tensor.copy_(numbers)
+    return network
 
 
-def _seedvr2(**options):
-    from comfy.ldm.seedvr.model import NaDiT
-
-    return NaDiT(
-        1e-5, 2, "swiglu", vid_dim=32, txt_in_dim=24, heads=2, head_dim=16, mm_layers=1,
-        rope_dim=16, vid_out_norm=True, **options,
-    )  # fmt: skip
-
-
-def _lumina2(**options):
-    from comfy.ldm.lumina.model import NextDiT
-
-    return NextDiT(
-        dim=48, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=1, multiple_of=16,
-        qk_norm=True, cap_feat_dim=24, axes_dims=(8, 8, 8), axes_lens=(32, 32, 32), **options,
-    )  # fmt: skip
-
-
-def _hidream(**options):
-    from comfy.ldm.hidream.model import HiDreamImageTransformer2DModel
-
-    return HiDreamImageTransformer2DModel(
-        patch_size=2, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
-        num_attention_heads=2, caption_channels=[24, 24], text_emb_dim=24, num_routed_experts=2,
-        num_activated_experts=1, axes_dims_rope=(8, 4, 4), max_resolution=(16, 16),
-        llama_layers=[0, 1], **options,
-    )  # fmt: skip
-
-
-def _omnigen2(**options):
-    from comfy.ldm.omnigen.omnigen2 import OmniGen2Transformer2DModel
-
-    return OmniGen2Transformer2DModel(
-        in_channels=4, hidden_size=48, num_layers=1, num_refiner_layers=1, num_attention_heads=2,
-        num_kv_heads=1, multiple_of=16, axes_dim_rope=(8, 8, 8), axes_lens=(32, 32, 32),
-        text_feat_dim=24, **options,
-    )  # fmt: skip
-
-
-def _mochi(**options):
-    from comfy.ldm.genmo.joint_model.asymm_models_joint import AsymmDiTJoint
-
-    # The hidden width is fixed there: 12288.
-    return AsymmDiTJoint(
-        hidden_size_x=32, hidden_size_y=16, depth=2, num_heads=2, mlp_ratio_x=12288 / 32,
-        use_t5=True, t5_feat_dim=24, t5_token_length=8, learn_sigma=False, qk_norm=True,
-        **options,
-    )  # fmt: skip
-
-
-def _flux2(**options):
-    from comfy.ldm.flux.model import Flux
-
-    # With the settings that ComfyUI reads off a file of it, so that its loader takes the weights.
-    return Flux(
-        in_channels=128, out_channels=128, vec_in_dim=None, context_in_dim=24, hidden_size=128,
-        mlp_ratio=3.0, num_heads=1, depth=1, depth_single_blocks=1, axes_dim=[32, 32, 32, 32],
-        theta=2000, patch_size=1, qkv_bias=False, guidance_embed=False, global_modulation=True,
-        mlp_silu_act=True, ops_bias=False, txt_ids_dims=[3], **options,
-    )  # fmt: skip
-
-
+# The class in comfy.ldm, and its arguments.
 _NETWORKS = {
-    "seedvr2": _seedvr2,
-    "lumina2": _lumina2,
-    "hidream": _hidream,
-    "omnigen2": _omnigen2,
-    "mochi": _mochi,
-    "flux2": _flux2,
-}
+    "seedvr2": ("seedvr.model.NaDiT", {
+        "norm_eps": 1e-5, "num_layers": 2, "mlp_type": "swiglu", "vid_dim": 32, "txt_in_dim": 24,
+        "heads": 2, "head_dim": 16, "mm_layers": 1, "rope_dim": 16, "vid_out_norm": True,
+    }),
+    "lumina2": ("lumina.model.NextDiT", {
+        "dim": 48, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 1,
+        "multiple_of": 16, "qk_norm": True, "cap_feat_dim": 24, "axes_dims": (8, 8, 8),
+        "axes_lens": (32, 32, 32),
+    }),
+    "hidream": ("hidream.model.HiDreamImageTransformer2DModel", {
+        "patch_size": 2, "in_channels": 4, "num_layers": 1, "num_single_layers": 1,
+        "attention_head_dim": 16, "num_attention_heads": 2, "caption_channels": [24, 24],
+        "text_emb_dim": 24, "num_routed_experts": 2, "num_activated_experts": 1,
+        "axes_dims_rope": (8, 4, 4), "max_resolution": (16, 16), "llama_layers": [0, 1],
+    }),
+    "omnigen2": ("omnigen.omnigen2.OmniGen2Transformer2DModel", {
+        "in_channels": 4, "hidden_size": 48, "num_layers": 1, "num_refiner_layers": 1,
+        "num_attention_heads": 2, "num_kv_heads": 1, "multiple_of": 16, "axes_dim_rope": (8, 8, 8),
+        "axes_lens": (32, 32, 32), "text_feat_dim": 24,
+    }),
+    # The hidden width is fixed there: 12288.
+    "mochi": ("genmo.joint_model.asymm_models_joint.AsymmDiTJoint", {
+        "hidden_size_x": 32, "hidden_size_y": 16, "depth": 2, "num_heads": 2,
+        "mlp_ratio_x": 12288 / 32, "use_t5": True, "t5_feat_dim": 24, "t5_token_length": 8,
+        "learn_sigma": False, "qk_norm": True,
+    }),
+    # With the settings that ComfyUI reads off a file of it, so that its loader takes the weights.
+    "flux2": ("flux.model.Flux", {
+        "in_channels": 128, "out_channels": 128, "vec_in_dim": None, "context_in_dim": 24,
+        "hidden_size": 128, "mlp_ratio": 3.0, "num_heads": 1, "depth": 1,
+        "depth_single_blocks": 1, "axes_dim": [32, 32, 32, 32], "theta": 2000, "patch_size": 1,
+        "qkv_bias": False, "guidance_embed": False, "global_modulation": True,
+        "mlp_silu_act": True, "ops_bias": False, "txt_ids_dims": [3],
+    }),
+}  # fmt: skip
 
 _TIME = torch.tensor([0.6])
 

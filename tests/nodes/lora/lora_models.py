@@ -1,7 +1,7 @@
 """Small diffusion models of ComfyUI's own classes, LoRA files for them, and runs of a sampler."""
 
+import contextlib
 import hashlib
-import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import save_file
 
+from fast_video_vae.tests.nodes.lora.dits import random_network
 from fast_video_vae.tests.nodes.vae.pairs import node, relative_error  # noqa: F401
 
 # Of rounding in float32 alone: 2e-6 is the most that was seen in three steps.
@@ -102,25 +103,9 @@ def random_weights(kind, seed=0):
     """A state dict of a model whose activations stay at about one."""
     import comfy.ops
 
-    folder, _, name = KINDS[kind].network.rpartition(".")
-    cls = getattr(importlib.import_module(f"comfy.ldm.{folder}"), name)
-    options = {"operations": comfy.ops.disable_weight_init, "dtype": torch.float32, "device": "cpu"}
-    network = cls(**KINDS[kind].settings, **options)
-    generator = torch.Generator().manual_seed(seed)
-    state = network.state_dict()
-    for key, tensor in state.items():
-        if "motion_encoder" in key:
-            tensor.zero_()  # 30 M numbers, for the pixels of a face that no test shows
-            continue
-        numbers = torch.randn(tensor.shape, generator=generator)
-        if key.endswith("modulation"):
-            numbers = 0.3 * numbers
-        elif tensor.ndim > 1:
-            numbers = numbers / tensor[0].numel() ** 0.5
-        else:
-            numbers = 0.1 * numbers + (1 if key.endswith("weight") else 0)
-        tensor.copy_(numbers)
-    return state
+    known = KINDS[kind]
+    options = {"operations": comfy.ops.disable_weight_init, "dtype": torch.float32}
+    return random_network(known.network, known.settings, seed, **options).state_dict()
 
 
 def load_model(kind, state=None, **options):
@@ -135,24 +120,19 @@ def load_model(kind, state=None, **options):
     return model
 
 
-class _sizes:  # noqa: N801 - a context
+@contextlib.contextmanager
+def _sizes(kind):
     """While it lasts ComfyUI finds the sizes that files of Qwen-Image are known to have."""
+    import comfy.model_detection as detection
 
-    def __init__(self, kind):
-        self._settings = KINDS[kind].settings if kind.startswith("qwen") else {}
+    detect, known = detection.detect_unet_config, KINDS[kind].settings
 
-    def __enter__(self):
-        import comfy.model_detection as detection
+    def sized(*args, **more):
+        return detect(*args, **more) | known
 
-        self._detect = detect = detection.detect_unet_config
-        detection.detect_unet_config = lambda *args, **more: (
-            detect(*args, **more) | self._settings if self._settings else detect(*args, **more)
-        )
-
-    def __exit__(self, *_):
-        import comfy.model_detection as detection
-
-        detection.detect_unet_config = self._detect
+    detection.detect_unet_config = sized if kind.startswith("qwen") else detect
+    yield
+    detection.detect_unet_config = detect
 
 
 def inputs(kind, seed=1):

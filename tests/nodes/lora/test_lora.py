@@ -1,10 +1,10 @@
 """The LoRA nodes in a running ComfyUI, over HTTP: their inputs, errors, and files that change."""
 
-import os
+import pickle
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from fast_video_vae.tests.nodes.lora.lora_models import lora_for, random_weights
 from fast_video_vae.tests.nodes.server import PromptError, Workflow
@@ -73,7 +73,6 @@ def test_the_inputs_of_the_stack(server, lora):
     assert required["strength"][1]["default"] == "1.0"
     assert required["blocks"][1]["default"] == ""
     assert info["output"] == [optional["stack"][0]] == ["FASTVAE_LORA_STACK"]
-    assert all(each[1]["tooltip"] for each in (*required.values(), *optional.values()))
 
 
 def test_the_inputs_of_apply(server):
@@ -97,12 +96,7 @@ def test_a_report_says_what_was_applied(server, lora, mode):
     ("strength", "blocks", "said"),
     [
         ("strong", "", "'strong' is not a finite number"),
-        ("0.9,,0.8", "", "'' is not a finite number"),
-        ("nan", "", "'nan' is not a finite number"),
-        ("1;0;1;0", "", "has 4 phases"),
-        ("1@0.7-0.3", "", "'0.7-0.3' is no window"),
         ("1", "9-3", "9-3"),
-        ("1", "self_attn=much", "self_attn=much"),
     ],
 )
 def test_a_bad_text_is_refused_before_anything_runs(server, lora, strength, blocks, said):
@@ -121,50 +115,24 @@ def test_a_file_that_is_not_there_is_refused(server, lora):
     assert caught.value.node_errors
 
 
-def test_a_lora_of_another_model_shows_names_of_both(server, state):
-    name = "other.safetensors"
-    tensors = {
-        f"transformer.single_blocks.{number}.proj.lora_{part}.weight": torch.ones(4, 4)
-        for number in range(9)
-        for part in "AB"
-    }
-    save_file(tensors, server.models("loras") / name)
-    message = failure(server, apply((name, "1", "")))
-    assert f"stack: nothing in {name} is for this model" in message
-    theirs, ours = message.split("the model has")
-    assert theirs.count("transformer.single_blocks.") == 5
-    assert ours.count("diffusion_model.") == 5
+# What is said of a file, and how it is made of the model's weights.
+UNUSABLE = {
+    "stack: bad.safetensors is a pickle": lambda _: pickle.dumps({"a": 1}),
+    "stack: bad.safetensors is not a whole safetensors file": lambda state: save(state)[:-1],
+    "stack: nothing in bad.safetensors is for this model": lambda _: save(
+        {f"transformer.proj.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
+    ),
+    "bad.safetensors is for another model": lambda state: save(
+        lora_for({key: torch.cat([value, value]) for key, value in state.items()})
+    ),
+}
 
 
-def test_a_lora_of_a_larger_model_says_what_does_not_fit(server, lora, state):
-    larger = lora_for({key: torch.cat([value, value]) for key, value in state.items()})
-    save_file(larger, server.models("loras") / "larger.safetensors")
-    message = failure(server, apply(("larger.safetensors", "1", "")))
-    assert "larger.safetensors is for another model" in message
-    assert "256" in message
-    assert "128" in message
-
-
-@pytest.mark.parametrize("mode", ["auto", "merged"])
-def test_a_pickle_is_refused(server, state, mode, tmp_path):
-    class Harmful:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "harm"),)
-
-    path = server.models("loras") / "pickle.safetensors"
-    torch.save({"diffusion_model.blocks.0.self_attn.q.diff_b": Harmful()}, path)
-    message = failure(server, apply((path.name, "1", ""), mode=mode))
-    assert "stack: pickle.safetensors is a pickle" in message
-    assert not (tmp_path / "harm").exists()
-
-
-@each_value_once(kept=[0, 5, 0.1, 0.9], mode=["auto", "merged"])
-def test_a_file_that_was_cut_off_is_refused(server, lora, mode, kept):
-    whole = lora.read_bytes()
-    path = server.models("loras") / f"cut-{kept}.safetensors"
-    path.write_bytes(whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
-    message = failure(server, apply((path.name, "1", ""), mode=mode))
-    assert f"stack: {path.name} is not a whole safetensors file" in message
+@each_value_once(said=UNUSABLE, mode=["auto", "merged"])
+def test_a_file_that_cannot_be_used_is_one_line_on_the_node(server, state, said, mode):
+    path = server.models("loras") / "bad.safetensors"
+    path.write_bytes(UNUSABLE[said](state))
+    assert said in failure(server, apply((path.name, "1", ""), mode=mode))
 
 
 @pytest.mark.parametrize("mode", ["auto", "merged"])

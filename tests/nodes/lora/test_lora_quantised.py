@@ -25,13 +25,7 @@ from fast_video_vae.tests.nodes.lora.lora_models import (
 )
 from fast_video_vae.tests.products import each_value_once
 
-pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
-
-
-@pytest.fixture(autouse=True)
-def _as_comfyui_runs_nodes():
-    with torch.inference_mode():
-        yield
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 
 def int8(state, **more):
