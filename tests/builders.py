@@ -35,6 +35,41 @@ _DIFFUSERS_RENAMES = (
 )
 
 
+class Shapes(dict[str, tuple[int, ...]]):
+    """Name and shape of every tensor, in the order in which they are added.
+
+    Args:
+        taps: Frames that a convolution of a block of Wan sees.
+    """
+
+    def __init__(self, taps: int = 3) -> None:
+        super().__init__()
+        self._taps = taps
+
+    def conv(self, name: str, out: int, into: int, *kernel: int) -> None:
+        self[f"{name}.weight"] = (out, into, *kernel)
+        self[f"{name}.bias"] = (out,)
+
+    def residual(self, name: str, into: int, out: int) -> None:
+        self[f"{name}.residual.0.gamma"] = (into, 1, 1, 1)
+        self.conv(f"{name}.residual.2", out, into, self._taps, 3, 3)
+        self[f"{name}.residual.3.gamma"] = (out, 1, 1, 1)
+        self.conv(f"{name}.residual.6", out, out, self._taps, 3, 3)
+        if into != out:
+            self.conv(f"{name}.shortcut", out, into, 1, 1, 1)
+
+    def middle(self, name: str, channels: int) -> None:
+        self.residual(f"{name}.0", channels, channels)
+        self[f"{name}.1.norm.gamma"] = (channels, 1, 1)
+        self.conv(f"{name}.1.to_qkv", 3 * channels, channels, 1, 1)
+        self.conv(f"{name}.1.proj", channels, channels, 1, 1)
+        self.residual(f"{name}.2", channels, channels)
+
+    def head(self, name: str, into: int, out: int) -> None:
+        self[f"{name}.0.gamma"] = (into, 1, 1, 1)
+        self.conv(f"{name}.2", out, into, self._taps, 3, 3)
+
+
 def wan21_shapes(
     width: int, *, latent_channels: int = 16, image_channels: int = 3, out_channels: int = 3
 ) -> dict[str, tuple[int, ...]]:
@@ -46,31 +81,8 @@ def wan21_shapes(
         image_channels: Channels that the encoder takes: 3, or 4 for Qwen-Image-Layered.
         out_channels: Channels that the decoder's last convolution gives: 12 in 2x decoders.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def conv(name: str, out: int, into: int, *kernel: int) -> None:
-        shapes[f"{name}.weight"] = (out, into, *kernel)
-        shapes[f"{name}.bias"] = (out,)
-
-    def residual(name: str, into: int, out: int) -> None:
-        shapes[f"{name}.residual.0.gamma"] = (into, 1, 1, 1)
-        conv(f"{name}.residual.2", out, into, 3, 3, 3)
-        shapes[f"{name}.residual.3.gamma"] = (out, 1, 1, 1)
-        conv(f"{name}.residual.6", out, out, 3, 3, 3)
-        if into != out:
-            conv(f"{name}.shortcut", out, into, 1, 1, 1)
-
-    def middle(name: str, channels: int) -> None:
-        residual(f"{name}.0", channels, channels)
-        shapes[f"{name}.1.norm.gamma"] = (channels, 1, 1)
-        conv(f"{name}.1.to_qkv", 3 * channels, channels, 1, 1)
-        conv(f"{name}.1.proj", channels, channels, 1, 1)
-        residual(f"{name}.2", channels, channels)
-
-    def head(name: str, into: int, out: int) -> None:
-        shapes[f"{name}.0.gamma"] = (into, 1, 1, 1)
-        conv(f"{name}.2", out, into, 3, 3, 3)
-
+    shapes = Shapes()
+    conv, residual, middle, head = shapes.conv, shapes.residual, shapes.middle, shapes.head
     top = 4 * width
 
     conv("encoder.conv1", width, image_channels, 3, 3, 3)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fast_video_vae.tests.builders import spread
+from fast_video_vae.tests.builders import Shapes, spread
 
 # Widths of the stages, full size first: as published, and the narrowest that the 32 groups of the
 # norms and a stage of each kind allow.
@@ -35,11 +35,8 @@ def seedvr2_shapes(
         latents: Channels of the latent.
         channels: Channels of a frame.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def conv(name: str, out: int, into: int, *kernel: int) -> None:
-        shapes[f"{name}.weight"] = (out, into, *kernel)
-        shapes[f"{name}.bias"] = (out,)
+    shapes = Shapes()
+    conv = shapes.conv
 
     def norm(name: str, width: int) -> None:
         shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (width,)
@@ -84,9 +81,7 @@ def seedvr2_shapes(
             residual(name, width if index else before, width)
         if stage < last:
             name = f"decoder.up_blocks.{stage}.upsamplers.0"
-            growth = (
-                8 if stage < 2 else 4
-            )  # twice as high and wide, and twice as many but for the last
+            growth = 8 if stage < 2 else 4  # of the last one the number stays
             conv(f"{name}.upscale_conv", growth * width, width, 1, 1, 1)
             conv(f"{name}.conv", width, width, 3, 3, 3)
         before = width

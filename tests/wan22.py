@@ -8,7 +8,7 @@ import re
 import torch
 from torch import Tensor
 
-from fast_video_vae.tests.builders import diffusers_name, spread
+from fast_video_vae.tests.builders import Shapes, diffusers_name, spread
 
 WAN22 = (1, 2, 4, 4)
 QWEN21 = (1, 2, 4, 8, 8)
@@ -33,29 +33,8 @@ def wan22_shapes(
         multiples: Widths of the stages over the base width.
         taps: Frames that a convolution sees: 3, 1.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def conv(name: str, out: int, into: int, *kernel: int) -> None:
-        shapes[f"{name}.weight"] = (out, into, *kernel)
-        shapes[f"{name}.bias"] = (out,)
-
-    def residual(name: str, into: int, out: int) -> None:
-        shapes[f"{name}.residual.0.gamma"] = (into, 1, 1, 1)
-        conv(f"{name}.residual.2", out, into, taps, 3, 3)
-        shapes[f"{name}.residual.3.gamma"] = (out, 1, 1, 1)
-        conv(f"{name}.residual.6", out, out, taps, 3, 3)
-        if into != out:
-            conv(f"{name}.shortcut", out, into, 1, 1, 1)
-
-    def ends(name: str, width: int, out: int, last: int) -> None:
-        residual(f"{name}.middle.0", width, width)
-        shapes[f"{name}.middle.1.norm.gamma"] = (width, 1, 1)
-        conv(f"{name}.middle.1.to_qkv", 3 * width, width, 1, 1)
-        conv(f"{name}.middle.1.proj", width, width, 1, 1)
-        residual(f"{name}.middle.2", width, width)
-        shapes[f"{name}.head.0.gamma"] = (last, 1, 1, 1)
-        conv(f"{name}.head.2", out, last, taps, 3, 3)
-
+    shapes = Shapes(taps)
+    conv, residual = shapes.conv, shapes.residual
     stages = len(multiples)
     widths = [encoder * each for each in (1, *multiples)]
     conv("encoder.conv1", widths[0], channels, taps, 3, 3)
@@ -67,7 +46,8 @@ def wan22_shapes(
             conv(f"{name}.2.resample.1", widths[i + 1], widths[i + 1], 3, 3)
             if i:
                 conv(f"{name}.2.time_conv", widths[i + 1], widths[i + 1], taps, 1, 1)
-    ends("encoder", widths[-1], 2 * latents, widths[-1])
+    shapes.middle("encoder.middle", widths[-1])
+    shapes.head("encoder.head", widths[-1], 2 * latents)
     conv("conv1", 2 * latents, 2 * latents, 1, 1, 1)
     conv("conv2", latents, latents, 1, 1, 1)
     widths = [decoder * each for each in (multiples[-1], *multiples[::-1])]
@@ -80,7 +60,8 @@ def wan22_shapes(
             conv(f"{name}.3.resample.1", widths[i + 1], widths[i + 1], 3, 3)
             if i < stages - 2:
                 conv(f"{name}.3.time_conv", 2 * widths[i + 1], widths[i + 1], taps, 1, 1)
-    ends("decoder", widths[0], channels, widths[-1])
+    shapes.middle("decoder.middle", widths[0])
+    shapes.head("decoder.head", widths[-1], channels)
     return shapes
 
 

@@ -16,12 +16,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fast_video_vae.tests.benchmarks.peers import diffusers_vae
-from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.wan22 import random_wan22
+from fast_video_vae.tests.vae.families import STATES, WAN, close
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.planning import plan, tiling
-
-FAMILIES = {"wan2.1": lambda: random_state_dict(8), "wan2.2": lambda: random_wan22(8, 8)}
 
 # The same cases on every machine, and no time limit for one.
 same = functools.partial(settings, derandomize=True, deadline=None)
@@ -29,7 +26,7 @@ same = functools.partial(settings, derandomize=True, deadline=None)
 
 @functools.cache
 def vae_and_peer(family):
-    state = FAMILIES[family]()
+    state = STATES[family]()
     return load_vae(state, dtype=torch.float32), diffusers_vae(state)
 
 
@@ -109,7 +106,7 @@ def clip(case):
 
 @st.composite
 def cases(draw, *, decode):
-    family = draw(st.sampled_from([*FAMILIES]))
+    family = draw(st.sampled_from(WAN))
     step = 8 if family == "wan2.1" else 16
     size = tuple(step * draw(st.integers(1, 48 // step + 1)) for _ in range(2))
     length = draw(st.integers(1, 5)) if decode else draw(st.integers(1, 17))
@@ -150,11 +147,6 @@ def cut_there(case):
         if case.cut is not None:
             patch.setattr(plan, "can_cut", lambda net: tiling.can_cut(net)[case.cut :][:1])
         yield
-
-
-def close(got, expected):
-    assert got.shape == expected.shape
-    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @same(max_examples=35)

@@ -1,6 +1,7 @@
 """Derived weights: made once, true to their parameter, and usable in any of PyTorch's modes."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -26,46 +27,45 @@ def latent():
 KEY = "decoder.upsamples.8.residual.2.weight"
 
 
+def in_inference_mode(change):
+    def changed(vae, weight, module):
+        with torch.inference_mode():
+            change(vae, weight, module)
+
+    return changed
+
+
+def scale(vae, weight, module):
+    with torch.no_grad():
+        weight.mul_(1.5)
+
+
+def replace(vae, weight, module):
+    module.weight = torch.nn.Parameter(weight.detach() * 1.5, requires_grad=False)
+
+
+def load(vae, weight, module, **options):
+    vae.load_state_dict({**vae.state_dict(), KEY: weight.detach() * 1.5}, **options)
+
+
+# The ways of the world to write to a weight.
+WAYS = {
+    "load_state_dict": load,
+    "load_state_dict, assigned": functools.partial(load, assign=True),
+    "in place": scale,
+    "in place, in inference mode": in_inference_mode(scale),
+    "through .data": lambda vae, weight, module: weight.data.mul_(1.5),
+    "one element through .data": lambda vae, weight, module: weight.data[0, 0, 2, 1, 1].add_(5),
+    "replaced": replace,
+    "replaced in inference mode": in_inference_mode(replace),
+}
+
+
 def change(vae, how):
-    """Write to one weight in the ways of the world."""
-    weight = vae.get_parameter(KEY)
-    module, _, name = KEY.rpartition(".")
-    changed = weight.detach() * 1.5
-    if how == "load_state_dict":
-        vae.load_state_dict({**vae.state_dict(), KEY: changed})
-    elif how == "load_state_dict, assigned":
-        vae.load_state_dict({**vae.state_dict(), KEY: changed}, assign=True)
-    elif how == "in place":
-        with torch.no_grad():
-            weight.mul_(1.5)
-    elif how == "in place, in inference mode":
-        with torch.inference_mode():
-            weight.mul_(1.5)
-    elif how == "through .data":
-        weight.data.copy_(changed)
-    elif how == "one element through .data":
-        weight.data[0, 0, 2, 1, 1] += 5.0
-    elif how == "replaced":
-        setattr(vae.get_submodule(module), name, torch.nn.Parameter(changed, requires_grad=False))
-    elif how == "replaced in inference mode":
-        with torch.inference_mode():
-            replacement = torch.nn.Parameter(changed.clone(), requires_grad=False)
-        setattr(vae.get_submodule(module), name, replacement)
+    WAYS[how](vae, vae.get_parameter(KEY), vae.get_submodule(KEY.removesuffix(".weight")))
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "load_state_dict",
-        "load_state_dict, assigned",
-        "in place",
-        "in place, in inference mode",
-        "through .data",
-        "one element through .data",
-        "replaced",
-        "replaced in inference mode",
-    ],
-)
+@pytest.mark.parametrize("how", WAYS)
 def test_a_changed_weight_changes_the_picture_and_back(vae, latent, how):
     before = vae.decode(latent)
     original = {key: value.clone() for key, value in vae.state_dict().items()}
@@ -99,30 +99,31 @@ def test_weights_in_the_right_layout_are_used_as_they_are(vae, latent, monkeypat
     assert vae.weight_bytes() == own + taps + sum(c.weight.nbytes * 16 // 9 for c in folds)
 
 
-@pytest.mark.parametrize("size", [(5, 7), (1, 1), (1, 4)])
-def test_the_folded_upsampling_is_nearest_2x_and_a_3x3_convolution(size):
-    folded = resample.UpsampleConv2d(6, 4).double().requires_grad_(False)
-    for parameter in folded.parameters():
-        parameter.normal_()
-    x = torch.randn(2, 6, 3, *size, dtype=torch.float64)
-    x = x.contiguous(memory_format=torch.channels_last_3d)
+def larger(x, weight, bias):
     large = F.interpolate(x, scale_factor=(1, 2, 2), mode="nearest")
-    weight = folded.weight.unsqueeze(2)
-    expected = F.conv3d(large, weight, folded.bias, padding=(0, 1, 1))
-    torch.testing.assert_close(folded(x), expected, rtol=1e-12, atol=1e-12)
+    return F.conv3d(large, weight, bias, padding=(0, 1, 1))
 
 
-@pytest.mark.parametrize("size", [(6, 8), (2, 2), (2, 8)])
-def test_the_shifted_downsampling_pads_right_and_bottom_alone(size):
-    strided = resample.StridedConv2d(6, 4).double().requires_grad_(False)
-    for parameter in strided.parameters():
+def smaller(x, weight, bias):
+    """Padded right and at the bottom alone."""
+    return F.conv3d(F.pad(x, (0, 1, 0, 1)), weight, bias, stride=(1, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "plain", "size"),
+    [
+        *((resample.UpsampleConv2d, larger, size) for size in [(5, 7), (1, 1), (1, 4)]),
+        *((resample.StridedConv2d, smaller, size) for size in [(6, 8), (2, 2), (2, 8)]),
+    ],
+)
+def test_convolutions_that_change_the_size_are_the_plain_steps(kind, plain, size):
+    ours = kind(6, 4).double().requires_grad_(False)
+    for parameter in ours.parameters():
         parameter.normal_()
     x = torch.randn(2, 6, 3, *size, dtype=torch.float64)
     x = x.contiguous(memory_format=torch.channels_last_3d)
-    weight = strided.weight.unsqueeze(2)
-    padded = F.pad(x, (0, 1, 0, 1))
-    expected = F.conv3d(padded, weight, strided.bias, stride=(1, 2, 2))
-    torch.testing.assert_close(strided(x), expected, rtol=1e-12, atol=1e-12)
+    expected = plain(x, ours.weight.unsqueeze(2), ours.bias)
+    torch.testing.assert_close(ours(x), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_forms_are_counted_and_dropped(vae, latent):

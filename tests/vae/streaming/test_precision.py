@@ -11,8 +11,7 @@ import torch
 
 from fast_video_vae.tests.benchmarks.peers import PeerUnavailableError, comfyui_vae
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.seedvr2 import random_seedvr2
-from fast_video_vae.tests.wan22 import random_wan22
+from fast_video_vae.tests.vae.families import STATES, VIDEO, joined, random_frames
 from fast_video_vae.vae import VAE_PATH, StreamOptions, load_vae, read_checkpoint
 from fast_video_vae.vae.streaming.precision import compute_dtype
 
@@ -21,11 +20,9 @@ HALF = torch.float16
 CONFTEST = str(Path(__file__).parents[2] / "conftest.py")
 
 # One family of each way out of the decoder: its own frames, patches, a 2x decoder, no tiles.
-STATES = {
-    "wan2.1": lambda: random_state_dict(8),
-    "wan2.2": lambda: random_wan22(8, 8),
+FAMILIES = {
+    **{family: STATES[family] for family in VIDEO},
     "2x": lambda: random_state_dict(8, out_channels=12),
-    "seedvr2": lambda: random_seedvr2((32, 32, 32, 32)),
 }
 
 
@@ -35,13 +32,9 @@ def slow_half():
         pytest.skip("this CPU has fast convolutions in float16")
 
 
-def random(*shape):
-    return torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
-
-
 def pair(family="wan2.1"):
     """The VAE in float16, and in float32 with the same weights."""
-    state = STATES[family]()
+    state = FAMILIES[family]()
     return load_vae(state, dtype=HALF), load_vae(state, dtype=torch.float32, weights_dtype=HALF)
 
 
@@ -58,50 +51,48 @@ def best_seconds(*runs, rounds=3):
 
 def test_float16_takes_at_most_twice_as_long_as_float32():
     half, full = pair()
-    latent, frames = random(1, 16, 2, 8, 8), random(1, 3, 5, 64, 64)
+    latent, frames = random_frames(1, 16, 2, 8, 8), random_frames(1, 3, 5, 64, 64)
     ours, theirs = best_seconds(
         *(lambda vae=vae: vae.encode(frames).add(vae.decode(latent).mean()) for vae in (half, full))
     )
     assert ours < 2 * theirs
 
 
-@pytest.mark.parametrize("family", STATES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_results_are_those_of_float32_rounded_to_float16(slow_half, family):
     half, full = pair(family)
     config = full.config
     size = 4 * config.spatial_compression
-    latent = random(1, config.latent_channels, 2, 4, 4)
+    latent = random_frames(1, config.latent_channels, 2, 4, 4)
     frames = full.decode(latent)
     assert torch.equal(half.decode(latent), frames.half())
-    pieces = torch.cat(list(half.decode_stream(latent, StreamOptions(1))), dim=2)
+    pieces = joined(half.decode_stream(latent, StreamOptions(1)))
     assert torch.equal(pieces, frames.half())
     if config.image_channels == frames.shape[1] and full.encoder is not None:
-        clip = random(1, config.image_channels, 5, size, size)
+        clip = random_frames(1, config.image_channels, 5, size, size)
         assert torch.equal(half.encode(clip), full.encode(clip).half())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_dtype_asked_for_a_stream_alone_is_that_of_its_pieces(slow_half, dtype):
-    vae = load_vae(STATES["wan2.1"](), dtype=dtype, weights_dtype=torch.float32)
-    latent, frames = random(1, 16, 2, 4, 4), random(1, 3, 5, 32, 32)
+    vae = load_vae(FAMILIES["wan2.1"](), dtype=dtype, weights_dtype=torch.float32)
+    latent, frames = random_frames(1, 16, 2, 4, 4), random_frames(1, 3, 5, 32, 32)
     for stream, given in ((vae.decode_stream, latent), (vae.encode_stream, frames)):
-        whole, half = (
-            torch.cat(list(stream(given, StreamOptions(dtype=d))), 2) for d in (torch.float32, HALF)
-        )
+        whole, half = (joined(stream(given, StreamOptions(dtype=d))) for d in (torch.float32, HALF))
         assert torch.equal(half, whole.half())
 
 
 def test_tiles_are_put_together_in_the_dtype_asked_for(slow_half):
     half, full = pair()
-    latent = random(1, 16, 2, 8, 8)
-    tiles = torch.cat(list(half.decode_stream(latent, StreamOptions(tile=(32, 32)))), dim=2)
-    expected = torch.cat(list(full.decode_stream(latent, StreamOptions(tile=(32, 32)))), dim=2)
+    latent = random_frames(1, 16, 2, 8, 8)
+    tiles = joined(half.decode_stream(latent, StreamOptions(tile=(32, 32))))
+    expected = joined(full.decode_stream(latent, StreamOptions(tile=(32, 32))))
     assert torch.equal(tiles, expected.half())
 
 
 def test_memory_of_the_caller_s_is_written_in_its_own_dtype(slow_half):
     half, full = pair()
-    latent = random(1, 16, 1, 4, 4)
+    latent = random_frames(1, 16, 1, 4, 4)
     images = torch.empty(1, 1, 32, 32, 3)
     (piece,) = half.decode_stream(latent, images=images)
     assert piece.data_ptr() == images.data_ptr()
@@ -112,8 +103,8 @@ def test_memory_of_the_caller_s_is_written_in_its_own_dtype(slow_half):
 @pytest.mark.parametrize("cast", [lambda vae: vae.half(), lambda vae: vae.to(HALF)])
 def test_a_cast_to_float16_is_computed_in_float32(slow_half, cast):
     _, full = pair()
-    vae = cast(load_vae(STATES["wan2.1"](), dtype=torch.float32))
-    latent = random(1, 16, 1, 4, 4)
+    vae = cast(load_vae(FAMILIES["wan2.1"](), dtype=torch.float32))
+    latent = random_frames(1, 16, 1, 4, 4)
     assert vae.dtype == vae.encode_dtype == HALF
     assert next(vae.parameters()).dtype == HALF
     assert torch.equal(vae.decode(latent), full.decode(latent).half())
@@ -128,8 +119,8 @@ def test_the_plan_counts_memory_in_the_dtype_of_the_computation(slow_half):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_wider_dtypes_are_left_as_they_are(dtype):
     assert compute_dtype(dtype, CPU) == dtype
-    latent = random(1, 16, 1, 2, 2)
-    assert load_vae(STATES["wan2.1"](), dtype=dtype).decode(latent).dtype == dtype
+    latent = random_frames(1, 16, 1, 2, 2)
+    assert load_vae(FAMILIES["wan2.1"](), dtype=dtype).decode(latent).dtype == dtype
 
 
 def test_no_dtype_is_replaced_on_another_device_than_a_cpu():
@@ -160,7 +151,7 @@ def test_one_line_of_the_log_says_what_is_done_instead(slow_half):
 def clip(frames, size):
     """A soft moving pattern in [-1, 1]."""
     return torch.nn.functional.interpolate(
-        random(1, 3, frames, 6, 6), (frames, size, size), mode="trilinear"
+        random_frames(1, 3, frames, 6, 6), (frames, size, size), mode="trilinear"
     )
 
 

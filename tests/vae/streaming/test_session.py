@@ -10,6 +10,7 @@ import torch
 
 from fast_video_vae.kernels import errors, preparations
 from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.vae.families import random_frames
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.planning import plan as plan_module
 
@@ -58,17 +59,32 @@ def recorded(monkeypatch, vae):
     monkeypatch.setattr(StandIn, "made", 0)
     monkeypatch.setattr(graphs, "Recording", StandIn)
     monkeypatch.setattr(graphs, "takes", lambda _: True)
+    assert not vae.graphs
     vae.graphs = True
     return vae
 
 
-@pytest.mark.parametrize(("latents", "chunk", "made"), [(9, 1, 1), (9, 3, 1), (9, 5, 0), (2, 1, 0)])
-def test_a_video_out_of_a_graph_is_the_same(recorded, latents, chunk, made):
-    z = torch.randn(1, 16, latents, 2, 3)
-    y = recorded.decode(z, chunk)
+@pytest.mark.parametrize(
+    ("name", "shape", "chunk", "part_bytes", "made"),
+    [
+        *(
+            ("decode", (1, 16, latents, 2, 3), chunk, None, made)
+            for latents, chunk, made in [(9, 1, 1), (9, 3, 1), (9, 5, 0), (2, 1, 0)]
+        ),
+        ("decode", (1, 16, 13, 2, 2), 3, 1 << 12, 1),
+        ("encode", (1, 3, 25, 16, 24), 1, None, 1),
+    ],
+)
+def test_a_video_out_of_a_graph_is_the_same(
+    recorded, monkeypatch, name, shape, chunk, part_bytes, made
+):
+    if part_bytes:
+        monkeypatch.setattr(plan_module, "_CPU_PART_BYTES", part_bytes)
+    run, x = getattr(recorded, name), random_frames(*shape)
+    y = run(x, chunk)
     assert StandIn.made == made
     recorded.graphs = False
-    assert torch.equal(y, recorded.decode(z, chunk))
+    assert torch.equal(y, run(x, chunk))
 
 
 @pytest.mark.parametrize("given", ["nothing", "out", "images"])
@@ -90,23 +106,6 @@ def test_results_are_the_callers_own(recorded, given):
     again = {name: torch.empty_like(place) for name, place in places.items()}
     expected = torch.cat(list(recorded.decode_stream(z, StreamOptions(1), **again)), axis)
     assert torch.equal(torch.cat([piece for piece, _ in kept], axis), expected)
-
-
-def test_an_encode_out_of_a_graph_is_the_same(recorded):
-    x = torch.rand(1, 3, 25, 16, 24) * 2 - 1
-    y = recorded.encode(x, 1)
-    assert StandIn.made == 1
-    recorded.graphs = False
-    assert torch.equal(y, recorded.encode(x, 1))
-
-
-def test_parts_of_a_chunk_come_out_of_a_graph_too(recorded, monkeypatch):
-    monkeypatch.setattr(plan_module, "_CPU_PART_BYTES", 1 << 12)
-    z = torch.randn(1, 16, 13, 2, 2)
-    y = recorded.decode(z, 3)
-    assert StandIn.made == 1
-    recorded.graphs = False
-    assert torch.equal(y, recorded.decode(z, 3))
 
 
 def test_what_cannot_be_recorded_runs_plainly_and_is_told_once(recorded, monkeypatch, caplog):
@@ -131,10 +130,6 @@ def test_what_learns_is_not_recorded(recorded):
     recorded.decode(z, 1).sum().backward()
     assert z.grad.isfinite().all()
     assert StandIn.made == 0
-
-
-def test_graphs_are_off_unless_asked_for(vae):
-    assert not vae.graphs
 
 
 @pytest.fixture
