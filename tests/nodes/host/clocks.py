@@ -1,6 +1,7 @@
 """Clocks and devices that the tests of the timing drive by hand, and what it has measured."""
 
 import json
+import logging
 import threading
 
 
@@ -73,12 +74,26 @@ def end(name):
         provider.on_prompt_end(name)
 
 
+def told(timing):
+    """The report as JSON has it."""
+    return json.loads(timing.report().json())
+
+
 def rows(timing):
-    """The rows as JSON has them, by kind and label."""
-    return {(row["kind"], row["label"]): row for row in json.loads(timing.report().json())["rows"]}
+    """Its rows, by kind and label."""
+    return {(row["kind"], row["label"]): row for row in told(timing)["rows"]}
 
 
-def printed(caplog):
+def lengths(timing):
+    """The seconds of each kind."""
+    return {kind: row["seconds"] for (kind, _), row in rows(timing).items()}
+
+
+def printed(caplog, *ended):
+    """The tables in the log, once these prompts have ended."""
+    with caplog.at_level(logging.INFO):
+        for name in ended:
+            end(name)
     return [record.getMessage() for record in caplog.records if "timing" in record.name]
 
 
