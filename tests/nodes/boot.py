@@ -55,32 +55,22 @@ class _Finder(MetaPathFinder, Loader):
         return ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Module(spec.name)
+        return _Missing(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         module.__version__ = "0.0.0"  # transformers asks for it
 
 
-class _Module(ModuleType):
+class _Missing(ModuleType):
+    """A module, or a name that can be imported and looked into, and no more."""
+
     def __getattr__(self, name: str) -> "_Missing":
         if name.startswith("__"):
             raise AttributeError(name)
         return _Missing(f"{self.__name__}.{name}")
 
-
-class _Missing:
-    """A name that can be imported and looked into, and no more."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, name: str) -> "_Missing":
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Missing(f"{self._name}.{name}")
-
     def __call__(self, *args: object, **kwargs: object) -> None:
-        raise RuntimeError(f"{self._name} does not import in this environment")
+        raise RuntimeError(f"{self.__name__} does not import in this environment")
 
 
 def _imports(name: str) -> bool:

@@ -1,11 +1,11 @@
 """The ComfyUI that the tests run beside: where it is, what it needs, and its modules."""
 
-import importlib.metadata
 import logging
 import os
 import re
 import sys
 import warnings
+from importlib.metadata import distributions
 from pathlib import Path
 
 from . import boot
@@ -42,7 +42,7 @@ def why_unavailable() -> str | None:
         return where_looked()
     lines = (root / "requirements.txt").read_text(encoding="utf-8").splitlines()
     names = [match[0] for line in lines if (match := re.match(r"[A-Za-z0-9][\w.-]*", line))]
-    missing = [name for name in names if name not in _REPLACED and not _installed(name)]
+    missing = [name for name in names if name not in _REPLACED and not [*distributions(name=name)]]
     if missing:
         return f"ComfyUI in {root} needs packages that are not installed: {', '.join(missing)}"
     return None
@@ -94,11 +94,3 @@ def import_comfyui(base: Path) -> None:
 def _places() -> list[Path]:
     given = os.environ.get("COMFYUI_PATH")
     return [Path(given)] if given else [PACK.parents[1], Path.home() / "ComfyUI"]
-
-
-def _installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.distribution(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

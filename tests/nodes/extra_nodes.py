@@ -13,18 +13,33 @@ import torch
 PATCHED = "decoder.upsamples.4.residual.2.weight"
 
 
-class Conditioning:
-    CATEGORY = "tests"
-    FUNCTION = "make"
-    RETURN_TYPES = ("CONDITIONING",)
+NODE_CLASS_MAPPINGS = {}
 
-    @classmethod
-    def INPUT_TYPES(cls):  # noqa: N802, the host's name
-        return {"required": {"size": ("INT", {"default": 4096}), "seed": ("INT", {"default": 0})}}
 
-    def make(self, size, seed):
-        generator = torch.Generator().manual_seed(seed)
-        return ([[torch.randn(1, 8, size, generator=generator), {}]],)
+def node(kind, returns, /, **required):
+    """Make a function a node with one output; `required` has the type and options of each input."""
+
+    def made(function):
+        NODE_CLASS_MAPPINGS[kind] = type(
+            kind,
+            (),
+            {
+                "CATEGORY": "tests",
+                "FUNCTION": "run",
+                "RETURN_TYPES": (returns,),
+                "INPUT_TYPES": classmethod(lambda cls: {"required": required}),
+                "run": lambda self, **given: (function(**given),),
+            },
+        )
+        return function
+
+    return made
+
+
+@node("Test_Conditioning", "CONDITIONING", size=("INT", {}), seed=("INT", {}))
+def conditioning(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randn(1, 8, size, generator=generator), {}]]
 
 
 class Anything(str):
@@ -40,17 +55,9 @@ class Anything(str):
         return False
 
 
-class Value:
-    CATEGORY = "tests"
-    FUNCTION = "make"
-    RETURN_TYPES = (Anything("*"),)
-
-    @classmethod
-    def INPUT_TYPES(cls):  # noqa: N802, the host's name
-        return {"required": {"name": ("STRING", {"default": ""})}}
-
-    def make(self, name):
-        return ((BAD | GOOD)[name](),)
+@node("Test_Value", Anything("*"), name=("STRING", {}))
+def value(name):
+    return (BAD | GOOD)[name]()
 
 
 class Encoder:
@@ -167,70 +174,37 @@ BAD = {
 }
 
 
-class PatchVAE:
-    CATEGORY = "tests"
-    FUNCTION = "patch"
-    RETURN_TYPES = ("VAE",)
-
-    @classmethod
-    def INPUT_TYPES(cls):  # noqa: N802, the host's name
-        return {"required": {"vae": ("VAE",), "amount": ("FLOAT", {"default": 0.0})}}
-
-    def patch(self, vae, amount):
-        vae = copy.copy(vae)
-        vae.patcher = vae.patcher.clone()
-        difference = torch.full(vae.get_sd()[PATCHED].shape, amount)
-        if not vae.patcher.add_patches({PATCHED: ("diff", (difference,))}):
-            raise ValueError(f"nothing is patched; expected {PATCHED}")
-        return (vae,)
+@node("Test_PatchVAE", "VAE", vae=("VAE",), amount=("FLOAT", {}))
+def patch_vae(vae, amount):
+    vae = copy.copy(vae)
+    vae.patcher = vae.patcher.clone()
+    difference = torch.full(vae.get_sd()[PATCHED].shape, amount)
+    if not vae.patcher.add_patches({PATCHED: ("diff", (difference,))}):
+        raise ValueError(f"nothing is patched; expected {PATCHED}")
+    return vae
 
 
-class WanEncode:
-    CATEGORY = "tests"
-    FUNCTION = "run"
-    RETURN_TYPES = ("LATENT",)
+@node("Test_WanEncode", "LATENT", vae=("WANVAE",), images=("IMAGE",))
+def wan_encode(vae, images):
+    import comfy.model_management as management
 
-    @classmethod
-    def INPUT_TYPES(cls):  # noqa: N802, the host's name
-        return {"required": {"vae": ("WANVAE",), "images": ("IMAGE",)}}
-
-    def run(self, vae, images):
-        import comfy.model_management as management
-
-        device = management.get_torch_device()
-        vae = vae.to(device)
-        frames = images.to(device, vae.dtype).unsqueeze(0).permute(0, 4, 1, 2, 3)
-        latents = vae.encode(frames * 2.0 - 1.0, device=device, tiled=False)
-        latents *= 1.0
-        vae.model.to(management.unet_offload_device())
-        return ({"samples": latents.cpu()},)
+    device = management.get_torch_device()
+    vae = vae.to(device)
+    frames = images.to(device, vae.dtype).unsqueeze(0).permute(0, 4, 1, 2, 3)
+    latents = vae.encode(frames * 2.0 - 1.0, device=device, tiled=False)
+    latents *= 1.0
+    vae.model.to(management.unet_offload_device())
+    return {"samples": latents.cpu()}
 
 
-class WanDecode:
-    CATEGORY = "tests"
-    FUNCTION = "run"
-    RETURN_TYPES = ("IMAGE",)
+@node("Test_WanDecode", "IMAGE", vae=("WANVAE",), samples=("LATENT",))
+def wan_decode(vae, samples):
+    import comfy.model_management as management
 
-    @classmethod
-    def INPUT_TYPES(cls):  # noqa: N802, the host's name
-        return {"required": {"vae": ("WANVAE",), "samples": ("LATENT",)}}
-
-    def run(self, vae, samples):
-        import comfy.model_management as management
-
-        device = management.get_torch_device()
-        vae.to(device)
-        latents = samples["samples"].to(device=device, dtype=vae.dtype)
-        images = vae.decode(latents, device=device, end_=False, tiled=False)[0].cpu().float()
-        images.clamp_(-1.0, 1.0).add_(1.0).div_(2.0)
-        vae.to(management.unet_offload_device())
-        return (images.permute(1, 2, 3, 0),)
-
-
-NODE_CLASS_MAPPINGS = {
-    "Test_Conditioning": Conditioning,
-    "Test_Value": Value,
-    "Test_PatchVAE": PatchVAE,
-    "Test_WanEncode": WanEncode,
-    "Test_WanDecode": WanDecode,
-}
+    device = management.get_torch_device()
+    vae.to(device)
+    latents = samples["samples"].to(device=device, dtype=vae.dtype)
+    images = vae.decode(latents, device=device, end_=False, tiled=False)[0].cpu().float()
+    images.clamp_(-1.0, 1.0).add_(1.0).div_(2.0)
+    vae.to(management.unet_offload_device())
+    return images.permute(1, 2, 3, 0)

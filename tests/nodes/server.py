@@ -59,6 +59,15 @@ class Workflow(dict):
         self[name] = {"class_type": kind, "inputs": inputs}
         return [name, 0]
 
+    def vaes(self, vae_name: str) -> dict[str, Link]:
+        """ComfyUI's VAE, and ours by both ways, all of the same file."""
+        stock = self.add("VAELoader", vae_name=vae_name)
+        return {
+            "stock": stock,
+            "loaded": self.add("FastVAE_Load", vae_name=vae_name, **AUTO),
+            "accelerated": self.add("FastVAE_Accelerate", vae=stock, **AUTO),
+        }
+
 
 class PromptError(Exception):
     """A prompt that the server refused, or that failed or was interrupted while it ran.
@@ -85,17 +94,12 @@ class Server:
         base: An empty folder, or one with models or packs in place, for all that it reads and
             writes; its log is `server.log` in there.
         flags: More flags for ComfyUI's command line.
-        python: The Python to run it with.
         pack: The folder to link into `custom_nodes`; None: what is there already.
         name: How that folder is called there.
         cpu: Whether to keep it off the GPU.
         threads: Of the CPU; None: as many as torch takes.
 
     Attributes:
-        base: As above, made absolute.
-        input: Where the nodes that load look for files.
-        output: Where the nodes that save put them.
-        name: As above.
         client_id: What its messages to us go by.
         boot_log: What it printed until it first answered.
     """
@@ -189,21 +193,24 @@ class Server:
         """Where it answers."""
         return f"http://127.0.0.1:{self._port}"
 
-    def rss_bytes(self) -> int:
-        """The memory that it uses at the moment."""
-        return self._memory().rss
+    def memory(self) -> Any:
+        """The bytes that it uses at the moment: `rss`; and `vms`, also what it has not touched."""
+        import psutil
 
-    def mapped_bytes(self) -> int:
-        """The memory that it holds at the moment, also what it has not touched yet."""
-        return self._memory().vms
+        return psutil.Process(self._process.pid).memory_info()
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str, body: bytes | None = None) -> Any:
         """The JSON, or else the bytes, behind a path."""
-        return self._request(path)
+        request = urllib.request.Request(f"{self.url}{path}", data=body)
+        request.add_header("Content-Type", "application/json")
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback: no proxy
+        with opener.open(request, timeout=60) as answer:
+            content, kind = answer.read(), answer.headers.get_content_type()
+        return json.loads(content) if content and kind == "application/json" else content
 
-    def post(self, path: str, body: object = None) -> Any:
+    def post(self, path: str, **body: object) -> Any:
         """Send JSON; the answer as in `get`."""
-        return self._request(path, json.dumps(body if body is not None else {}).encode())
+        return self.get(path, json.dumps(body).encode())
 
     @property
     def events(self) -> Events:
@@ -227,7 +234,7 @@ class Server:
     def queue(self, prompt: Prompt) -> str:
         """Put a prompt into the queue and return its id."""
         try:
-            answer = self.post("/prompt", {"prompt": prompt, "client_id": self.client_id})
+            answer = self.post("/prompt", prompt=prompt, client_id=self.client_id)
         except urllib.error.HTTPError as error:
             text = error.read().decode()
             if error.code != 400:
@@ -249,10 +256,6 @@ class Server:
             raise PromptError(json.dumps(messages[-1], indent=1), messages)
         return entry["outputs"]
 
-    def interrupt(self) -> None:
-        """Stop the prompt that runs."""
-        self.post("/interrupt")
-
     def interrupted(self, prompt: Prompt) -> tuple[PromptError, float]:
         """Run a prompt and stop it in the middle of its first progress.
 
@@ -264,7 +267,7 @@ class Server:
         events.wait("progress", timeout_s=60, prompt_id=prompt_id)
         time.sleep(1)  # in the middle of it
         start = time.monotonic()
-        self.interrupt()
+        self.post("/interrupt")
         try:
             self.wait(prompt_id, timeout_s=30)
         except PromptError as error:
@@ -280,6 +283,14 @@ class Server:
             if "filename" in item
         ]
 
+    def pictures(self, shown: Mapping[str, list]) -> Any:
+        """`[N, H, W, 3]` of what SaveImage shows, as an array of integers."""
+        import numpy as np
+        from PIL import Image
+
+        opened = [Image.open(file).convert("RGB") for file in self.files(shown)]
+        return np.stack([np.asarray(each) for each in opened]).astype(int)
+
     def _command(self) -> list[str]:
         boot_file, comfyui = str(Path(boot.__file__).resolve()), str(find_comfyui())
         flags = ["--listen", "127.0.0.1", "--port", str(self._port), "--disable-auto-launch"]
@@ -294,22 +305,9 @@ class Server:
             environment["OMP_NUM_THREADS"] = str(self._threads)
         return environment
 
-    def _memory(self) -> Any:
-        import psutil
-
-        return psutil.Process(self._process.pid).memory_info()
-
-    def _request(self, path: str, body: bytes | None = None) -> Any:
-        request = urllib.request.Request(f"{self.url}{path}", data=body)
-        request.add_header("Content-Type", "application/json")
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback: no proxy
-        with opener.open(request, timeout=60) as answer:
-            content, kind = answer.read(), answer.headers.get_content_type()
-        return json.loads(content) if content and kind == "application/json" else content
-
     def _answers(self) -> bool:
         try:
-            self._request("/system_stats")
+            self.get("/system_stats")
         except (OSError, urllib.error.URLError):
             return False
         return True

@@ -48,41 +48,23 @@ class Events:
 
     def wait(self, kind: str, timeout_s: float, **data: object) -> Event:
         """The first message of a kind that carries this data, now or within `timeout_s`."""
-        wanted = data.items()
-
-        def found() -> Event | None:
-            events = (event for event in self._events if event.kind == kind)
-            return next((event for event in events if wanted <= event.data.items()), None)
-
         with self._changed:
-            event = self._changed.wait_for(found, timeout_s)
-        if event is None:
+            found = self._changed.wait_for(lambda: self.all(kind, **data), timeout_s)
+        if not found:
             raise TimeoutError(f"no {kind} with {data} within {timeout_s} s")
-        return event
+        return found[0]
 
     def all(self, kind: str, **data: object) -> list[Event]:
         """The messages of a kind that have carried this data until now."""
-        wanted = data.items()
         with self._changed:
-            return [
-                event
-                for event in self._events
-                if event.kind == kind and wanted <= event.data.items()
-            ]
+            events = [event for event in self._events if event.kind == kind]
+        return [event for event in events if data.items() <= event.data.items()]
 
     def node_seconds(self, prompt_id: str, timeout_s: float = 30) -> dict[str, float]:
         """How long every node of a prompt ran: from its start to the next one's, or to the end."""
         self.wait("executing", timeout_s, node=None, prompt_id=prompt_id)
-        with self._changed:
-            starts = [
-                event
-                for event in self._events
-                if event.kind == "executing" and event.data.get("prompt_id") == prompt_id
-            ]
-        return {
-            start.data["node"]: end.time_s - start.time_s
-            for start, end in itertools.pairwise(starts)
-        }
+        starts = itertools.pairwise(self.all("executing", prompt_id=prompt_id))
+        return {start.data["node"]: end.time_s - start.time_s for start, end in starts}
 
     async def _listen(self) -> None:
         import aiohttp  # comes with ComfyUI; the other tests do without

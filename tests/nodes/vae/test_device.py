@@ -9,11 +9,10 @@ import time
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.nodes.server import AUTO, Workflow
+from fast_video_vae.tests.nodes.server import Workflow
 
 pytestmark = pytest.mark.comfyui
 
@@ -55,27 +54,18 @@ def decode(server, seed, amounts):
     """The pictures of ComfyUI's VAE and of ours for each amount of a patch, by way and amount."""
     workflow, saved = Workflow(), {}
     latent = workflow.add("LoadLatent", latent=write_latent(server, seed))
-    stock = workflow.add("VAELoader", vae_name="device.safetensors")
-    ways = {
-        "stock": stock,
-        "loaded": workflow.add("FastVAE_Load", vae_name="device.safetensors", **AUTO),
-        "accelerated": workflow.add("FastVAE_Accelerate", vae=stock, **AUTO),
-    }
-    for way, vae in ways.items():
+    for way, vae in workflow.vaes("device.safetensors").items():
         for amount in amounts:
             patched = workflow.add("Test_PatchVAE", vae=vae, amount=amount) if amount else vae
             images = workflow.add("VAEDecode", samples=latent, vae=patched)
             saved[way, amount], *_ = workflow.add("SaveImage", images=images, filename_prefix="x")
     shown = server.run(workflow)
-    return {
-        key: np.stack([np.asarray(Image.open(file)).astype(int) for file in server.files(shown[n])])
-        for key, n in saved.items()
-    }
+    return {key: server.pictures(shown[number]) for key, number in saved.items()}
 
 
 def freed_bytes(server):
     """What the device has free once ComfyUI has let go of all models."""
-    server.post("/free", {"unload_models": True, "free_memory": True})
+    server.post("/free", unload_models=True, free_memory=True)
     free = 0
     for _ in range(20):  # it lets go when it is idle
         time.sleep(0.25)

@@ -131,12 +131,12 @@ def test_an_interrupt_over_http_frees_the_memory_and_leaves_no_file(server, vae_
         return prompt
 
     server.run(workflow(17))
-    used_bytes = server.rss_bytes()
+    used_bytes = server.memory().rss
     error, seconds = server.interrupted(workflow(1001))  # a minute and more
     assert error.interrupted
     assert seconds < 3
     server.run(workflow(5))
-    assert server.rss_bytes() < used_bytes + SLACK_BYTES
+    assert server.memory().rss < used_bytes + SLACK_BYTES
     names = sorted(path.name for path in (server.output / "stop").iterdir())
     assert names == [f"{frames}_00001_.mp4" for frames in (17, 5)]
 
