@@ -1,6 +1,5 @@
 """The pack in ComfyUI's frontend, in a browser: the example workflows and the help pages."""
 
-import functools
 import itertools
 import json
 import re
@@ -61,30 +60,24 @@ SIDEBAR, MENU = 60, 92
 
 
 @pytest.fixture(scope="module")
-def browser():
-    """Starts a browser with a given folder for its profile."""
+def page(server, tmp_path_factory):
+    """ComfyUI's frontend in a browser that nobody has used before."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     found = find_browser()
     if found is None:
         pytest.skip(f"no browser: CHROMIUM is no program, nor is {', '.join(BROWSERS)} on PATH")
     with playwright.sync_playwright() as driver:
-        yield functools.partial(
-            driver.chromium.launch_persistent_context,
+        context = driver.chromium.launch_persistent_context(
+            tmp_path_factory.mktemp("browser"),
             executable_path=found,
             args=FLAGS,
             viewport={"width": 1920, "height": 1080},
         )
-
-
-@pytest.fixture(scope="module")
-def page(browser, server, tmp_path_factory):
-    """ComfyUI's frontend in a browser that nobody has used before."""
-    context = browser(tmp_path_factory.mktemp("browser"))
-    page = context.pages[0]
-    page.goto(server.url)
-    page.wait_for_function(READY, timeout=60_000)
-    yield page
-    context.close()
+        page = context.pages[0]
+        page.goto(server.url)
+        page.wait_for_function(READY, timeout=60_000)
+        yield page
+        context.close()
 
 
 @pytest.fixture(params=["canvas", "vue"])
@@ -127,12 +120,6 @@ def opened(page, file):
     return workflow
 
 
-@pytest.fixture(params=EXAMPLES, ids=lambda file: file.stem)
-def example(request, page, renderer, complaints):
-    """Each workflow."""
-    return opened(page, request.param)
-
-
 @pytest.fixture(params=DEMOS, ids=lambda file: file.stem)
 def demo(request, page, renderer):
     """Each workflow that needs no download."""
@@ -146,7 +133,9 @@ def schemas(server):
     return {kind: node["input"] for kind, node in nodes.items() if kind.startswith("FastVAE_")}
 
 
-def test_an_example_opens_as_it_was_saved(page, example, complaints, schemas):
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_an_example_opens_as_it_was_saved(page, renderer, file, complaints, schemas):
+    example = opened(page, file)
     # Others may be of packs that are not here; the frontend offers to install those.
     assert not {*page.evaluate(UNKNOWN)} & {node["type"] for node in nodes_of(example, CORE, OURS)}
     assert overlaps(page) == []
@@ -160,7 +149,7 @@ def test_an_example_opens_as_it_was_saved(page, example, complaints, schemas):
         files = {model["name"] for model in node["properties"].get("models", [])}
         saved = node.get("widgets_values_named", {})
         for name, value in inputs.items():
-            if is_link(value):
+            if isinstance(value, list):  # a link
                 continue
             assert saved.get(name, value) == value, name
             assert value in files or fits(entries[name], value), f"{name}: {value}"
@@ -252,10 +241,6 @@ def overlaps(page):
 def nodes_of(workflow, *packs):
     """Its nodes that these packs bring."""
     return [node for node in workflow["nodes"] if node["properties"].get("cnr_id") in packs]
-
-
-def is_link(value):
-    return isinstance(value, list)
 
 
 def fits(entry, value):

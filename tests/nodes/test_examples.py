@@ -20,18 +20,10 @@ FILES = sorted((PACK / "example_workflows").glob("*.json"))
 
 # Inputs whose values are files of a folder.
 LOADERS = {
-    "CheckpointLoaderSimple",
-    "UNETLoader",
-    "CLIPLoader",
-    "VAELoader",
-    "LoraLoaderModelOnly",
-    "ModelPatchLoader",
-    "AudioEncoderLoader",
-    "FastVAE_Load",
-    "FastVAE_LoraStack",
-    "WanVideoModelLoader",
-    "LoadWanVideoT5TextEncoder",
-}
+    "CheckpointLoaderSimple", "UNETLoader", "CLIPLoader", "VAELoader", "LoraLoaderModelOnly",
+    "ModelPatchLoader", "AudioEncoderLoader", "FastVAE_Load", "FastVAE_LoraStack",
+    "WanVideoModelLoader", "LoadWanVideoT5TextEncoder",
+}  # fmt: skip
 
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
@@ -44,23 +36,16 @@ def test_there_is_a_file_for_every_task():
     assert [file.stem for file in FILES] == sorted([*NO_DOWNLOAD, *catalogue()])
 
 
-def test_the_workflows_without_a_download_come_first_and_say_so():
-    """Where names are sorted. ComfyUI itself lists them as the file system does."""
-    for at, file in enumerate(FILES):
-        models = [
-            model for node in read(file)["nodes"] for model in node["properties"].get("models", [])
-        ]
-        assert ("(no download)" in file.stem) is (at < len(NO_DOWNLOAD)) is (not models)
-
-
 @pytest.mark.parametrize("at", range(len(FILES)))
-def test_the_name_of_a_file_reads_as_a_title(at):
-    """The Templates dialog shows it as it is."""
+def test_the_name_of_a_file_reads_as_a_title_and_those_without_a_download_say_so_first(at):
+    """The Templates dialog shows it as it is. ComfyUI lists them as the file system does."""
     number, _, title = FILES[at].stem.partition(" ")
     assert number == str(at + 1)
     assert title[0].isupper()
     assert "_" not in title
     assert len(title) <= 40
+    models = any(node["properties"].get("models") for node in read(FILES[at])["nodes"])
+    assert ("(no download)" in title) is (at < len(NO_DOWNLOAD)) is (not models)
 
 
 # Below this scale the frontend draws no text on nodes.
@@ -108,13 +93,11 @@ def test_every_node_says_who_brings_it(file):
             continue
         properties = node["properties"]
         assert properties["Node name for S&R"] == node["type"]
+        bringer = wrapper.NAME if node["type"] in wrapper.NODES else "comfy-core"
         if node["type"].startswith("FastVAE_"):
-            ours = project()
-            assert (properties["cnr_id"], properties["ver"]) == (ours["name"], ours["version"])
-        elif node["type"] in wrapper.NODES:
-            assert properties["cnr_id"] == wrapper.NAME
-        else:
-            assert properties["cnr_id"] == "comfy-core"
+            bringer = project()["name"]
+            assert properties["ver"] == project()["version"]
+        assert properties["cnr_id"] == bringer
 
 
 @every_file
@@ -160,9 +143,8 @@ def test_every_loader_says_where_its_file_comes_from(comfyui, file):
 @every_file
 def test_the_text_names_every_file_and_where_it_goes(file):
     workflow = read(file)
-    (text,) = [
-        node["widgets_values"][0] for node in workflow["nodes"] if node["type"] == "MarkdownNote"
-    ]
+    (note,) = [node for node in workflow["nodes"] if node["type"] == "MarkdownNote"]
+    (text, *_) = note["widgets_values"]
     assert text.startswith("## ")
     for node in workflow["nodes"]:
         for model in node["properties"].get("models", []):

@@ -60,26 +60,17 @@ def test_every_node_says_what_it_does_and_is_found_by_other_words(infos):
         assert len(set(aliases)) == len(aliases)
 
 
-def test_every_input_has_a_tooltip(infos):
-    missing = [(node, name) for node, name, _, options in inputs(infos) if not options["tooltip"]]
-    assert missing == []
-
-
-def test_the_tooltip_of_a_number_tells_its_unit_or_what_its_values_mean(infos):
-    for node, name, kind, options in inputs(infos):
-        is_seed = options.get("control_after_generate")  # any number is as good as another
-        if kind in ("INT", "FLOAT") and not is_seed:
-            assert UNIT.search(options["tooltip"]), (node, name)
-
-
-def test_the_tooltip_of_a_choice_tells_its_meanings(infos):
+def test_a_tooltip_tells_the_unit_of_a_number_and_the_meanings_of_choices(infos):
     """Of a choice between words, not of one between files; or names the node that tells them."""
     for node, name, kind, options in inputs(infos):
+        tooltip = options["tooltip"]
+        assert tooltip, (node, name)
+        is_seed = options.get("control_after_generate")  # any number is as good as another
+        if kind in ("INT", "FLOAT") and not is_seed:
+            assert UNIT.search(tooltip), (node, name)
         choices = options.get("options", kind if isinstance(kind, list) else [])
-        if name.endswith("_name") or not choices:
-            continue
-        told = [choice for choice in [*choices, "(Fast)"] if str(choice) in options["tooltip"]]
-        assert told, (node, name)
+        if choices and not name.endswith("_name"):
+            assert any(str(each) in tooltip for each in [*choices, "(Fast)"]), (node, name)
 
 
 def test_the_english_file_has_the_texts_of_the_schemas(infos):

@@ -10,23 +10,14 @@ from fast_video_vae.tests.seedvr2 import random_seedvr2
 
 
 class Family(NamedTuple):
-    """The same weights in both.
-
-    Attributes:
-        name: Of the family.
-        state: The weights.
-        stock: ComfyUI's VAE.
-        fast: Ours.
-        keys: Of weights that patches go on: of every kind of layer that has a form of its own.
-        block: A layer of the middle, of either network.
-    """
+    """The same weights in both."""
 
     name: str
     state: dict[str, Tensor]
-    stock: Any
-    fast: Any
-    keys: tuple[str, ...]
-    block: str
+    stock: Any  # ComfyUI's VAE
+    fast: Any  # ours
+    keys: tuple[str, ...]  # that patches go on: of every kind of layer with a form of its own
+    block: str  # a layer of the middle, of either network
 
     def another_stock(self):
         """ComfyUI's VAE anew, on the same weights."""

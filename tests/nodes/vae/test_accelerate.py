@@ -52,19 +52,13 @@ def test_patches_of_the_input_come_along_while_they_are_applied(state):
     assert torch.equal(stock.decode(latents(2)), expected)
 
 
-def test_a_fast_vae_can_be_chosen_for_again(state, tmp_path):
-    fast = fast_vae(state, tmp_path)
-    assert accelerated(fast) is fast
-    other = accelerated(fast, dtype=torch.bfloat16)
-    assert other is not fast
-    assert other.first_stage_model.dtype == torch.bfloat16
-    assert fast.first_stage_model.dtype == torch.float32
-
-
-def test_another_chunk_makes_another_vae_on_the_same_weights(state, tmp_path):
+def test_a_fast_vae_can_be_chosen_for_again_on_the_same_weights(state, tmp_path):
     fast = fast_vae(state, tmp_path, chunk=2)
-    other = accelerated(fast, chunk=3)
-    for vae, chunk in ((fast, 2), (other, 3)):
+    assert accelerated(fast) is fast
+    rough, other = accelerated(fast, dtype=torch.bfloat16), accelerated(fast, chunk=3)
+    assert rough.first_stage_model.dtype == torch.bfloat16
+    assert fast.first_stage_model.dtype == other.first_stage_model.dtype == torch.float32
+    for vae, chunk in ((fast, 2), (rough, 2), (other, 3)):
         clone = vae.patcher.deepclone_multigpu(new_load_device=torch.device("cpu"))
         assert vae.first_stage_model.chunk == clone.model.chunk == chunk
     for key, value in other.first_stage_model.state_dict().items():
