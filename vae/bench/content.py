@@ -14,13 +14,7 @@ _BLOB_PIXELS, _BLOB_FRAMES = 32, 4
 
 @dataclass(frozen=True)
 class Clip:
-    """What a VAE takes.
-
-    Attributes:
-        width: In pixels.
-        height: In pixels.
-        frames: How many.
-    """
+    """What a VAE takes: a size in pixels and a count of frames."""
 
     width: int
     height: int
@@ -50,14 +44,12 @@ def fitted(config: VAEConfig, clip: Clip) -> Clip:
 def random_latent(config: VAEConfig, clip: Clip) -> Tensor:
     """A latent as a diffusion model could make it, by the statistics of its channels.
 
-    Returns:
-        `[1, C_latent, t, h, w]` float32, the same for the same size.
+    It is `[1, C_latent, t, h, w]` float32, the same for the same size.
     """
     step = config.spatial_compression
     shape = (config.latent_frames(clip.frames), clip.height // step, clip.width // step)
-    noise = torch.randn(
-        1, config.latent_channels, *shape, generator=torch.Generator().manual_seed(0)
-    )
+    seeded = torch.Generator().manual_seed(0)
+    noise = torch.randn(1, config.latent_channels, *shape, generator=seeded)
     mean, std = (
         torch.tensor(values).view(1, -1, 1, 1, 1)
         for values in (config.latent_mean, config.latent_std)
@@ -68,8 +60,7 @@ def random_latent(config: VAEConfig, clip: Clip) -> Tensor:
 def moving_pictures(clip: Clip) -> Tensor:
     """Soft colours that move, so that no frame is like the one before.
 
-    Returns:
-        `[1, 3, T, H, W]` float32 in [0, 1], the same for the same size.
+    They are `[1, 3, T, H, W]` float32 in [0, 1], the same for the same size.
     """
     blobs = (
         -(-clip.frames // _BLOB_FRAMES) + 1,

@@ -34,12 +34,7 @@ _LOOK_SECONDS = 0.002
 
 @dataclass(frozen=True)
 class Taken:
-    """What one call took.
-
-    Attributes:
-        seconds: With the work that it left to the device.
-        peak_bytes: Memory at its height, above what was there before; None: not measured.
-    """
+    """What one call took: seconds with the device's work, and the peak; None: not measured."""
 
     seconds: float
     peak_bytes: int | None
@@ -64,11 +59,7 @@ class Gauge:
         self._watch = watch or memory_watch(device)
 
     def __call__(self, run: Callable[[], _Result]) -> tuple[_Result, Taken]:
-        """Run it, with nothing left over from before.
-
-        Returns:
-            What it returns, and what it took.
-        """
+        """Run it, with nothing left over from before; what it returns, and what it took."""
         # The young objects, of the call before; all of a large process would take a second.
         gc.collect(1)
         if self._device.type == "cpu":
@@ -91,8 +82,12 @@ def memory_watch(device: torch.device) -> Watch:
         module = getattr(torch, device.type, None)
         counts = hasattr(module, "max_memory_allocated")
         return functools.partial(_tensors, module, device) if counts else unknown
-    if _notes_high_water():
-        return _high_water
+    try:  # whether the system notes the peak, and starts anew when asked to
+        (_PROCESS / "clear_refs").write_text("5", encoding="ascii")
+        if "VmHWM" in (_PROCESS / "status").read_text(encoding="utf-8"):
+            return _high_water
+    except OSError:
+        pass
     read = resident_reader()
     return unknown if read is None else functools.partial(sampled, read)
 
@@ -150,15 +145,6 @@ def _high_water() -> Callable[[], int]:
     (_PROCESS / "clear_refs").write_text("5", encoding="ascii")
     before = _status("VmRSS")
     return lambda: max(0, _status("VmHWM") - before)
-
-
-def _notes_high_water() -> bool:
-    """Whether the system notes it, and starts anew when asked to."""
-    try:
-        (_PROCESS / "clear_refs").write_text("5", encoding="ascii")
-        return "VmHWM" in (_PROCESS / "status").read_text(encoding="utf-8")
-    except OSError:
-        return False
 
 
 def _status(name: str) -> int:

@@ -3,7 +3,6 @@
 import json
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,9 +58,8 @@ class ContestantResult:
             return "not finite"
         if value == (math.inf if self.relative_error is None else 0):
             return "identical"
-        return (
-            f"PSNR {value:.1f} dB" if self.relative_error is None else f"relative error {value:.1e}"
-        )
+        is_latent = self.relative_error is not None
+        return f"relative error {value:.1e}" if is_latent else f"PSNR {value:.1f} dB"
 
     def record(self) -> dict[str, object]:
         """For JSON, which has no infinity."""
@@ -80,12 +78,9 @@ class ContestantResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One task.
+    """One task, "encode" or "decode", in one dtype, as in "bf16".
 
-    Attributes:
-        task: "encode" or "decode".
-        dtype: Of the computation, as in "bf16".
-        results: Of each contestant; the first is what the others are compared with.
+    The first of the results is what the others are compared with.
     """
 
     task: str
@@ -126,16 +121,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class BenchmarkReport:
-    """All that was measured.
-
-    Attributes:
-        vae: What the weights are.
-        device: What it ran on.
-        clip: What went through.
-        rounds: How often each contestant was measured.
-        comparisons: One for each task.
-        notes: What else there is to know.
-    """
+    """All that was measured: a comparison for each task, and what else there is to know."""
 
     vae: str
     device: str
@@ -167,7 +153,9 @@ class BenchmarkReport:
                         result.agreement() or "-",
                     ]
                 )
-        lines += _markdown(rows)
+        cells = padded(rows)
+        head, *rest = ["| " + " | ".join(row) + " |" for row in cells]
+        lines += [head, "|" + "|".join("-" * (len(cell) + 2) for cell in cells[0]) + "|", *rest]
         lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
         return "\n".join(lines)
 
@@ -187,9 +175,7 @@ class BenchmarkReport:
             "vae": self.vae,
             "device": self.device,
             "torch": torch.__version__,
-            "width": self.clip.width,
-            "height": self.clip.height,
-            "frames": self.clip.frames,
+            **vars(self.clip),
             "rounds": self.rounds,
             "tasks": tasks,
             "notes": list(self.notes),
@@ -215,9 +201,7 @@ def seconds(value: float | None) -> str:
     """Three digits of it."""
     if value is None:
         return "-"
-    return (
-        f"{value:.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 0.1 else f"{value:.4f} s"
-    )
+    return f"{value:.{1 if value >= 10 else 2 if value >= 0.1 else 4}f} s"
 
 
 def size(value: int | None) -> str:
@@ -238,10 +222,3 @@ def _finite(value: float | None) -> float | None:
 
 def _ratio(first: float | None, other: float | None) -> float | None:
     return first / other if first and other else None
-
-
-def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    cells = padded(rows)
-    rule = "|" + "|".join("-" * (len(cell) + 2) for cell in cells[0]) + "|"
-    head, *lines = ["| " + " | ".join(row) + " |" for row in cells]
-    return [head, rule, *lines]

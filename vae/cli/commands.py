@@ -1,4 +1,8 @@
-"""`fast-video-vae encode | decode | bench`. All that is slow to import is imported here."""
+"""`fast-video-vae encode | decode | bench`. All that is slow to import is imported here.
+
+Every command takes its arguments, as `parser.py` has them, and `say` for the lines before the last,
+and gives the last line.
+"""
 
 import argparse
 import functools
@@ -31,16 +35,7 @@ LATENT_FPS = Fraction(16)
 
 
 def encode(args: argparse.Namespace, say: Say) -> str:
-    """Encode a video to a latent file.
-
-    Args:
-        args: `video`, `vae`, `output`, `fps`, `size`, `start`, `duration`, `frames_limit`, `tile`,
-            and the common ones.
-        say: Takes the lines before the last.
-
-    Returns:
-        The last line: what was written.
-    """
+    """Encode a video to a latent file; the last line says what was written."""
     if args.output.suffix.lower() != ".safetensors":
         raise ValueError(f"{args.output} is not named as a latent; expected x.safetensors")
     video = read_video(args.video)
@@ -63,31 +58,14 @@ def encode(args: argparse.Namespace, say: Say) -> str:
             parts = [x.cpu() for x in latents]
         latent = Relief(vae.device, "an encode").finish(lambda: torch.cat(parts, dim=2))
         frames = config.frames(latent.shape[2])
-        fps = args.fps or video.fps
-        save_latent(
-            part,
-            latent,
-            family=config.family,
-            fps=fps,
-            frames=frames,
-            compression=config.spatial_compression,
-        )
+        fps, step = args.fps or video.fps, config.spatial_compression
+        save_latent(part, latent, family=config.family, fps=fps, frames=frames, compression=step)
     made = f"{list(latent.shape)} for {frames_label(frames)} at {fps_label(fps)} fps"
     return f"wrote {args.output}: {made}"
 
 
 def decode(args: argparse.Namespace, say: Say) -> str:
-    """Decode a latent file to a video.
-
-    Args:
-        args: `latents`, `vae`, `output`, `fps` (None: the file's), `frames` (None: all), `codec`
-            (None: by the suffix), `video_quality`, `hardware`, `audio` (None: no sound), `tile`,
-            and the common ones.
-        say: Takes the lines before the last.
-
-    Returns:
-        The last line: what was written.
-    """
+    """Decode a latent file to a video; the last line says what was written."""
     codec = args.codec or codec_for(args.output).name
     file = load_latent(args.latents)
     fps = args.fps or file.fps or LATENT_FPS
@@ -134,13 +112,7 @@ def decode(args: argparse.Namespace, say: Say) -> str:
 def bench(args: argparse.Namespace, say: Say) -> str:
     """Measure a VAE file: this package, its plain reference, and diffusers where it is there.
 
-    Args:
-        args: `vae` (None: the bundled one), `size`, `frames`, `rounds`, `task`, `output` and
-            `json` (None: no such file), and the common ones.
-        say: Takes the table.
-
-    Returns:
-        The last lines: for each task and contestant but the first how it does beside that.
+    `say` takes the table; the last lines tell how each contestant does beside the first.
     """
     if args.output and args.output.suffix.lower() != ".png":
         raise ValueError(f"{args.output} is not named as a chart; expected x.png")

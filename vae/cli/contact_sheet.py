@@ -47,12 +47,7 @@ class ContactSheet:
         self._seen = 0
 
     def add(self, source: Tensor, result: Tensor) -> None:
-        """Take the next frames of the clip; few of them are kept.
-
-        Args:
-            source: `[t, H, W, 3]` uint8, on the CPU.
-            result: `[t, H, W, 3]` uint8, on the CPU.
-        """
+        """Take the next frames of the clip, both `[t, H, W, 3]` uint8 on the CPU; keep few."""
         for before, after in zip(source, result, strict=True):
             if self._seen % self._stride == 0:
                 self._keep(before, after)
@@ -83,27 +78,18 @@ class ContactSheet:
         ]
         width, height = columns[0].source.size
         # A clip of one frame leaves room for the title all the same.
-        needed = (
-            int(
-                default_font(26).getlength(ascii_only(verdict))
-                + default_font(22).getlength(ascii_only(title))
-            )
-            + 60
-        )
-        needed = max(needed, int(default_font(18).getlength(ascii_only(footnote))) + 1)
+        words = ((26, verdict), (22, title), (18, footnote))
+        lengths = [default_font(points).getlength(ascii_only(text)) for points, text in words]
+        needed = max(int(lengths[0] + lengths[1]) + 60, int(lengths[2]) + 1)
         inner = max(LABELS + len(columns) * (width + GAP) - GAP, needed)
         bottom = HEAD + len(rows) * (height + GAP) + FOOT
         size = (inner + 2 * MARGIN, bottom + (FOOTNOTE if footnote else 0) + MARGIN)
         sheet = Image.new("RGB", size, BACKGROUND)
         pen = ImageDraw.Draw(sheet)
-        pen.text((MARGIN, HEAD // 2 + 4), ascii_only(title), INK, default_font(22), anchor="lm")
-        pen.text(
-            (size[0] - MARGIN, HEAD // 2 + 4),
-            ascii_only(verdict),
-            ACCENT,
-            default_font(26),
-            anchor="rm",
-        )
+        line = HEAD // 2 + 4
+        pen.text((MARGIN, line), ascii_only(title), INK, default_font(22), anchor="lm")
+        right = size[0] - MARGIN, line
+        pen.text(right, ascii_only(verdict), ACCENT, default_font(26), anchor="rm")
         for row, (name, remark, pictures) in enumerate(rows):
             _draw_row(sheet, pen, HEAD + row * (height + GAP), name, remark, pictures)
         for place, column in enumerate(columns):

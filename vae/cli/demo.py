@@ -35,16 +35,7 @@ _HEAD_BYTES = 4096
 
 
 def demo(args: argparse.Namespace, say: Say) -> str:
-    """Encode and decode a video; write the result and a contact sheet.
-
-    Args:
-        args: `video` and `vae` (None: the bundled ones), `out`, those of a stretch as `encode`
-            has them, `tile`, and the common ones.
-        say: Takes the lines before the last.
-
-    Returns:
-        The last line: `PSNR 24.13 dB`.
-    """
+    """Encode and decode a video; write the result and a contact sheet; end with the PSNR."""
     video = read_video(args.video or CLIP_PATH)
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"{args.out} is a file; expected a folder to write to")
@@ -92,13 +83,7 @@ def demo(args: argparse.Namespace, say: Say) -> str:
 
 @dataclass(frozen=True)
 class Outputs:
-    """The files of one video.
-
-    Attributes:
-        movie: The decoded video.
-        picture: The contact sheet, a PNG file.
-        tags: Its metadata, which says what video it belongs to.
-    """
+    """The files of one video: its decode, its contact sheet, and what tags the latter as its."""
 
     movie: Path
     picture: Path
@@ -108,13 +93,8 @@ class Outputs:
 def outputs_of(folder: Path, video: Path) -> Outputs:
     """Choose names: those that this very path had before, or else the first that are free.
 
-    Args:
-        folder: Where the files go.
-        video: The source.
-
-    Returns:
-        `x_decoded.mp4` and `x_sheet.png` for `x.mp4`; `x_2_decoded.mp4` and so on where those are
-        of another video called x.
+    They are `x_decoded.mp4` and `x_sheet.png` for `x.mp4`; `x_2_decoded.mp4` and so on where those
+    are of another video called x.
     """
     digest = hashlib.sha256(str(video.resolve()).encode("utf-8", "surrogatepass")).hexdigest()[:32]
     for number in itertools.count(1):

@@ -24,16 +24,7 @@ LEGEND = "exact: the bits of the reference; fast: rounded otherwise"
 
 
 def info(args: argparse.Namespace, _: Say) -> str:
-    """Tell what a VAE file is, and the memory that it takes; and what runs on this machine.
-
-    Args:
-        args: `file` (None: no VAE), `backends`, `device` (None: nothing of it; "": the best there
-            is), `limit` in bytes (None: what is free), and the common ones.
-        _: Nothing comes before the result.
-
-    Returns:
-        A table of many lines.
-    """
+    """Tell what a VAE file is, and the memory that it takes; and what runs on this machine."""
     parts = []
     if args.file:
         parts.append(vae_report(load_named(args, args.file), args.file, args.limit))
@@ -45,16 +36,7 @@ def info(args: argparse.Namespace, _: Say) -> str:
 
 
 def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None) -> str:
-    """Say what a VAE is, and how it would run.
-
-    Args:
-        vae: The VAE.
-        path: Its file.
-        limit_bytes: Memory that a stream may take; None: what is free.
-
-    Returns:
-        A table of many lines.
-    """
+    """Say in a table what a VAE is, and how it would run within a limit; None: what is free."""
     config = vae.config
     weights = list(vae.parameters())
     dtypes = sorted({dtype_name(weight.dtype) for weight in weights})
@@ -93,12 +75,9 @@ def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None) -> str:
 
 
 def backend_report() -> str:
-    """What the backends of this machine do, and what they have to do it with.
+    """What the backends of this machine do, in a table for each kind of device, and with what.
 
     The compiled library of the CPU is built if it is not there.
-
-    Returns:
-        Many lines, the first of them a table for each kind of device.
     """
     library = native_library()
     matrix = backend_matrix()
@@ -130,9 +109,6 @@ def support_table(matrix: Sequence[Support]) -> tuple[list[list[str]], list[str]
 
     A cell is "exact", "fast" or "no (2)", where the number is that of a reason. Where the dtypes
     differ, it says so for each kind: "exact bf16 fp16, fast fp32".
-
-    Args:
-        matrix: From `backend_matrix`.
 
     Returns:
         Rows of cells, the first one the headings; and the distinct reasons.

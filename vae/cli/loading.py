@@ -17,14 +17,7 @@ Say = Callable[[str], None]
 
 
 def device_named(name: str | None) -> torch.device:
-    """The device of a name.
-
-    Args:
-        name: Such as "cpu", "cuda:1" or "mps"; None or empty: CUDA where there is one, else the
-            CPU.
-
-    Returns:
-        A device that this machine has.
+    """The device of a name such as "cuda:1" or "mps"; None or empty: CUDA or else the CPU.
 
     Raises:
         ValueError: There is no such device.

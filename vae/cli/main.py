@@ -28,15 +28,7 @@ INSTALL = f'pip install ".[cli]" in a clone of {REPOSITORY}'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: Arguments without the program's name; None: those of the process.
-
-    Returns:
-        The exit code: 0 done, 1 failed, 128 + n ended by signal n. Wrong usage raises
-        `SystemExit(2)`.
-    """
+    """Run the command line, None: that of the process; the exit code, or `SystemExit(2)`."""
     for stream in (sys.stdout, sys.stderr):
         # A file's name may hold what the terminal cannot show.
         if reconfigure := getattr(stream, "reconfigure", None):

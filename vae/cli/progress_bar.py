@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 
 from torch import Tensor
 from tqdm import tqdm
@@ -22,13 +21,10 @@ class ProgressBar:
 
     Args:
         task: First word of a line, such as "decode".
-        total: What there is to do; None: unknown.
+        total: What there is to do; None: unknown. It may grow.
         unit: Of what is counted.
         quiet: Show nothing.
         clock: Seconds from any moment on.
-
-    Attributes:
-        total: What there is to do; None: unknown. It may grow.
     """
 
     def __init__(
@@ -57,12 +53,7 @@ class ProgressBar:
             )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
 

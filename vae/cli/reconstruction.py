@@ -48,8 +48,7 @@ class RoundTrip:
             vae: The VAE.
             video: The source.
             options: How both directions run.
-            stretch: Keyword arguments of `VideoFile.pieces`: what of the video is taken, and at
-                what size. None: all of it.
+            stretch: Keyword arguments of `VideoFile.pieces`; None: none.
 
         Raises:
             ValueError: The VAE has no encoder.
@@ -125,15 +124,7 @@ class TimedIterator:
 
 
 def with_channels(pictures: Tensor, channels: int) -> Tensor:
-    """Give RGB pictures the channels that a VAE takes.
-
-    Args:
-        pictures: `[B, 3, t, H, W]` uint8.
-        channels: 3, or 4 for a VAE with an alpha channel.
-
-    Returns:
-        `[B, channels, t, H, W]` uint8; alpha is opaque.
-    """
+    """Give RGB pictures `[B, 3, t, H, W]` uint8 the 3 or 4 channels of a VAE; alpha is opaque."""
     if channels == pictures.shape[1]:
         return pictures
     opaque = torch.full_like(pictures[:, :1], 255)

@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 
 from ..media.atomic_file import before_naming, remove_unfinished
 
@@ -26,11 +26,7 @@ GRACE_S = 8.0
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal ends the command.
-
-    Attributes:
-        number: Of the signal.
-    """
+    """The signal of a number ends the command."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -69,12 +65,7 @@ class Signals:
                 signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._settled = True
         if not self._handles:
             return

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
-from types import TracebackType
-from typing import cast
+from typing import Any, cast
 
 import av
 import numpy
@@ -45,8 +44,6 @@ class VideoWriter:
     body raises, nothing is left behind and a file that was there before stays as it was.
 
     Attributes:
-        path: The file.
-        fps: Frames per second.
         frames: Frames that were written so far.
         encoder: FFmpeg's name of the encoder.
     """
@@ -66,7 +63,7 @@ class VideoWriter:
 
         Args:
             path: The file to write; its suffix names the container: `Codec.suffixes`.
-            fps: Frames per second.
+            fps: Frames per second, kept as a fraction.
             codec: One of `CODECS`.
             quality: 0 to 100; more is better and bigger. None: 70, which shows no loss on what a
                 VAE made. ffv1 is without loss and does not mind it.
@@ -103,13 +100,8 @@ class VideoWriter:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:  # noqa: ANN401, as ExitStack takes them
+        self._stack.__exit__(*error)
 
     def write(self, frames: Tensor) -> None:
         """Append frames.
