@@ -29,12 +29,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Weights that are known to fit a layout.
-
-    Attributes:
-        config: What they are.
-        weights: They, under Wan's key names.
-    """
+    """Weights that are known to fit a layout, under Wan's key names."""
 
     config: VAEConfig
     weights: dict[str, Tensor]
@@ -79,32 +74,19 @@ def load_vae(
             )
     if weights_dtype is not None and not weights_dtype.is_floating_point:
         raise ValueError(f"weights_dtype is {weights_dtype}; expected a float dtype")
-    checkpoint = read_checkpoint(source)
-    decode = dtype or fastest_decode_dtype(place)
-    encode = encode_dtype or dtype or torch.float32
     return build_vae(
-        checkpoint,
+        read_checkpoint(source),
         device=place,
-        dtype=decode,
-        encode_dtype=encode,
+        dtype=dtype or fastest_decode_dtype(place),
+        encode_dtype=encode_dtype or dtype or torch.float32,
         weights_dtype=weights_dtype,
     )
 
 
 def read_checkpoint(source: str | os.PathLike[str] | Mapping[str, Tensor]) -> Checkpoint:
-    """Read a checkpoint and check that it is whole.
+    """Read a checkpoint as `load_vae` does, and check that it is whole.
 
-    Args:
-        source: As for `load_vae`.
-
-    Returns:
-        What it holds. Tensors of a state dict are not copied.
-
-    Raises:
-        OSError: The file is missing or cannot be opened.
-        LayoutError: The weights are those of another network.
-        ValueError: The file is not a checkpoint; the weights do not fit the layout, or are not
-            finite.
+    Tensors of a state dict are not copied.
     """
     name = "the state dict" if isinstance(source, Mapping) else str(Path(source))
     with guarded(name, keep=(LayoutError,)):
@@ -135,7 +117,7 @@ def build_vae(
         device: Where the weights live and the work is done.
         dtype: Dtype of decoding.
         encode_dtype: Dtype of encoding.
-        weights_dtype: Dtype that the weights are kept in; None: that of the computation.
+        weights_dtype: As for `load_vae`.
         share: Use the memory of the checkpoint's tensors where device and dtype are right already.
         kind: The class to make.
 
@@ -147,14 +129,10 @@ def build_vae(
     with torch.inference_mode(False), torch.no_grad():
         with torch.device("meta"):
             vae = kind(checkpoint.config, dtype, encode_dtype)
-        placed = {
-            key: place(
-                weights.pop(key),
-                device,
-                weights_dtype or (encode_dtype if _encodes(key) else dtype),
-            )
-            for key in list(weights)
-        }
+        placed = {}
+        for key in list(weights):
+            used = encode_dtype if key.startswith(("encoder.", "conv1.")) else dtype
+            placed[key] = place(weights.pop(key), device, weights_dtype or used)
         vae.load_state_dict(placed, strict=True, assign=True)
     return vae.requires_grad_(False).eval()
 
@@ -172,19 +150,10 @@ def _fit(shapes: dict[str, tuple[int, ...]]) -> VAEConfig:
             for key, value in expected.items()
             if key in shapes and shapes[key] != tuple(value.shape)
         ]
-        parts = [
-            _some("missing", missing),
-            _some("unexpected", unexpected),
-            _some("of another shape", wrong),
-        ]
-        reports.append(
-            (
-                len(missing) + len(unexpected) + len(wrong),
-                config,
-                "; ".join(part for part in parts if part),
-            )
-        )
-        if not reports[-1][0]:
+        faults = {"missing": missing, "unexpected": unexpected, "of another shape": wrong}
+        report = "; ".join(_some(kind, entries) for kind, entries in faults.items() if entries)
+        reports.append((sum(map(len, faults.values())), config, report))
+        if not report:
             break
     count, config, report = min(reports, key=lambda entry: entry[0])
     if count:
@@ -251,8 +220,7 @@ def _widened(value: Tensor) -> Tensor:
 
 def _copied(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """A copy of a weight in the memory order of the convolutions."""
-    order = _order(value)
-    return value.detach().to(device, dtype, copy=True, memory_format=order)
+    return value.detach().to(device, dtype, copy=True, memory_format=_order(value))
 
 
 def _shared(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -267,13 +235,7 @@ def _order(value: Tensor) -> torch.memory_format:
     return orders.get(value.ndim, torch.contiguous_format)
 
 
-def _encodes(key: str) -> bool:
-    return key.startswith(("encoder.", "conv1."))
-
-
 def _some(kind: str, entries: list[str]) -> str:
     """`2 missing (a, b)`, cut after a few."""
-    if not entries:
-        return ""
     more = f", and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
     return f"{len(entries)} {kind} ({', '.join(entries[:_NAMED])}{more})"

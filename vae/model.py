@@ -35,11 +35,6 @@ class VideoVAE(nn.Module):
     encoding keep no state in the object, so threads may share it. Every result is exact for any
     chunk: it differs from the frame by frame one by rounding alone.
 
-    Args:
-        config: What the weights are.
-        dtype: The dtype that it decodes in.
-        encode_dtype: The dtype that it encodes in.
-
     Attributes:
         config: What the weights are.
         dtype: The dtype that it decodes in, and of the frames that come out. A 16-bit dtype that is
@@ -220,11 +215,9 @@ class VideoVAE(nn.Module):
             lone=whole and latent.shape[2] == 1,
             begins=not start,
         )
-        return (
-            stream
-            if frames is None
-            else until_complete(stream, frames, as_images=images is not None)
-        )
+        if frames is None:
+            return stream
+        return until_complete(stream, frames, as_images=images is not None)
 
     def normalize(self, latent: Tensor) -> Tensor:
         """Shift and scale each channel by the statistics of the family: `(latent - mean) / std`."""
@@ -238,14 +231,9 @@ class VideoVAE(nn.Module):
 
     def new_frames(self, latent: Tensor) -> Tensor:
         """Memory for the frames of a latent, channels-last, in `dtype` on `device`."""
-        shape = self.config.decoded_shape(latent.shape)
+        shape, order = self.config.decoded_shape(latent.shape), torch.channels_last_3d
         with torch.inference_mode(False):
-            return torch.empty(
-                shape,
-                dtype=self.dtype,
-                device=self.device,
-                memory_format=torch.channels_last_3d,
-            )
+            return torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=order)
 
     def check_latent(self, latent: Tensor) -> None:
         """Raise the `ValueError` that `decode` would raise."""

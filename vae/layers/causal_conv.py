@@ -44,10 +44,6 @@ class CausalConv3d(Conv, CausalLayer):
         kernel: Taps in (time, height, width); height and width are equal and odd.
         stride: Frames per step; with 2, the frames come in pairs after the first.
         replicate: Copies of the first frame stand before it, not zeros.
-
-    Attributes:
-        padding: Zeros at each side of the frame.
-        replicate: See above.
     """
 
     def __init__(
@@ -208,18 +204,11 @@ class CausalConv3d(Conv, CausalLayer):
             return self.convolve(
                 window, "volume", strides, pads, cache, residual, residual_bias, biased=biased
             )
+        frame, form = window.squeeze(2), self.first_form
         added = None if residual is None else residual.squeeze(2)
-        frame = self.convolve(
-            window.squeeze(2),
-            self.first_form,
-            (1, 1),
-            pads,
-            cache,
-            added,
-            residual_bias,
-            biased=biased,
-        )
-        return frame.unsqueeze(2)
+        return self.convolve(
+            frame, form, (1, 1), pads, cache, added, residual_bias, biased=biased
+        ).unsqueeze(2)
 
     def _window(self, x: Tensor, cache: TemporalCache, fill: Fill | None) -> Tensor:
         """The frames that it saw last, and the new ones: `[B, C_in, context + T, H, W]`.

@@ -37,10 +37,7 @@ _Result = TypeVar("_Result")
 class Conv(nn.Module):
     """A convolution's parameters and the forms that are derived from them.
 
-    Args:
-        in_channels: Channels in.
-        out_channels: Channels out.
-        kernel: Taps: `(height, width)`, or `(time, height, width)`.
+    The kernel is `(height, width)`, or `(time, height, width)`.
 
     Attributes:
         context: Frames before its own that it remembers.
@@ -260,10 +257,7 @@ class Conv(nn.Module):
 class PointwiseConv(nn.Module):
     """A 1x1 or 1x1x1 convolution: one matrix product over the pixels, which need no other layout.
 
-    Args:
-        in_channels: Channels in.
-        out_channels: Channels out.
-        ndim: Dimensions of the kernel, 2 or 3: the checkpoint's shape.
+    The dimensions of its kernel, 2 or 3, are the checkpoint's.
     """
 
     def __init__(self, in_channels: int, out_channels: int, ndim: int = 3) -> None:
@@ -279,16 +273,13 @@ class PointwiseConv(nn.Module):
         *,
         biased: bool = True,
     ) -> Tensor:
-        """Mix the channels of each pixel.
+        """Mix the channels of each pixel of `[B, C, T, H, W]`, channels-last.
 
         Args:
-            x: `[B, C_in, T, H, W]`, channels-last.
+            x: The pixels.
             cache: Makes room where memory runs out; None: the caller does.
             out_channels: Compute only the first channels; None: all.
             biased: Add the bias too.
-
-        Returns:
-            `[B, C_out, T, H, W]`, channels-last.
         """
 
         def product() -> Tensor:

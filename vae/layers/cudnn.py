@@ -57,9 +57,6 @@ def convolve(
         bias: `[C_out]`, likewise; None: zeros.
         stride: Steps in each dimension of the kernel.
         padding: Zeros at both ends of each.
-
-    Returns:
-        The result, channels-last.
     """
     regions = parts(x.shape, weight.shape, stride, padding)
     if len(regions) == 1:
@@ -86,15 +83,6 @@ def parts(
     """Divide an output so that neither it nor what it reads is `_LIMIT` elements or more.
 
     It is halved by frames as long as there are several, and then by rows. A row is never divided.
-
-    Args:
-        shape: Of the input.
-        weight_shape: Of the kernel.
-        stride: Steps in each dimension of the kernel.
-        padding: Zeros at both ends of each.
-
-    Returns:
-        Regions that make up the output, in its order.
     """
     size = output_size(shape, weight_shape, stride, padding)
     whole = tuple((0, length) for length in (size[0], *size[2:]))
@@ -122,8 +110,7 @@ def parts(
 def pays(kind: Hashable) -> bool:
     """Count a chunk, and tell whether it is time to search for what chunks like it do.
 
-    Args:
-        kind: What decides the shapes, dtypes and device of its convolutions.
+    Its kind is what decides the shapes, dtypes and device of its convolutions.
     """
     with _lock:
         _seen[kind] += 1
@@ -132,15 +119,12 @@ def pays(kind: Hashable) -> bool:
 
 @contextmanager
 def searching(device: torch.device) -> Iterator[None]:
-    """Let cuDNN time its algorithms once for each new shape in the body, and use the fastest.
+    """Let cuDNN time its algorithms on a CUDA device once for each new shape in the body.
 
     It is what `torch.backends.cudnn.benchmark` switches on for a process. Here it is an argument of
     our own calls, in this thread: nobody else's convolutions see it, and there is nothing to put
     back. Of 16 bits alone: PyTorch keeps a plan for each shape, searched for or not, and what tells
     ours from those that were not is that they are deterministic, which float32's may not all be.
-
-    Args:
-        device: Where the convolutions run; nothing is done unless it is CUDA.
     """
     token = _searching.set(device.type == "cuda")
     try:

@@ -50,12 +50,8 @@ class Settling:
 def fitted(x: Tensor, frames: int) -> Tensor:
     """The first frames of an activation, and its last again where there are not enough.
 
-    Args:
-        x: `[B, C, T, H, W]`, channels-last; one frame at least.
-        frames: Frames that are wanted.
-
-    Returns:
-        `[B, C, frames, H, W]`, channels-last: `x`, a view of it, or a copy.
+    `[B, C, T, H, W]`, of one frame at least, to `[B, C, frames, H, W]`, both channels-last: `x`, a
+    view of it, or a copy.
     """
     known = x.shape[2]
     if frames == known:
@@ -99,16 +95,9 @@ def parts(
 
 
 def largest_part(frames: int, nbytes: int, part_bytes: int, *, even: bool = True) -> int:
-    """The most frames of an activation that go on together.
+    """The most frames of an activation of `nbytes` that go on together; 1 where one is too large.
 
-    Args:
-        frames: Frames that there are.
-        nbytes: Their size.
-        part_bytes: The size that a part should not exceed.
-        even: All parts are to have one shape; else the last may be shorter.
-
-    Returns:
-        Frames, of which `frames` is a multiple where that is wanted; 1 where even one is larger.
+    With `even` all parts have one shape; else the last may be shorter.
     """
     if nbytes <= part_bytes:
         return frames

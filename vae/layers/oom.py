@@ -80,12 +80,6 @@ class Relief:
     def attempt(self, do: Callable[[], _Result]) -> _Result:
         """Do something that changes nothing before it succeeds, with more and more room.
 
-        Args:
-            do: What to do.
-
-        Returns:
-            What it returns.
-
         Raises:
             Exception: What it raises that is not about memory, or the first such error if there
                 is no more room to be made.
@@ -124,11 +118,7 @@ class Relief:
             self.done.append(what)
 
     def report(self, where: str) -> None:
-        """Log in one warning what was done; what is done later is for debugging.
-
-        Args:
-            where: How far the work has come, such as "frame 40".
-        """
+        """Log in one warning what was done by such as "frame 40"; later ones are for debugging."""
         level = logging.DEBUG if self._logged else logging.WARNING
         self._logged, self.is_new = True, False
         _logger.log(

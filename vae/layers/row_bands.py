@@ -7,6 +7,7 @@ largest of what a layer takes.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -15,23 +16,8 @@ from torch import Tensor
 from .temporal_cache import TemporalCache
 
 
-class FillRows(Protocol):
-    """Writes a function of some rows of frames into `out`, such as a norm and SiLU."""
-
-    def __call__(self, x: Tensor, *, out: Tensor) -> object:
-        """Write it."""
-        ...
-
-
 class BandedConv(Protocol):
-    """A causal convolution that can be computed in bands of rows.
-
-    Attributes:
-        context: Frames that it looks back.
-        padding: Zeros at each side of the frame.
-        stride: Frames in for one out.
-        replicate: Copies of the first frame stand before it, not zeros.
-    """
+    """What of `CausalConv3d` is used here."""
 
     context: int
     padding: int
@@ -61,13 +47,7 @@ WORTH_IT = 4
 def rows_of(conv: BandedConv, x: Tensor, cache: TemporalCache) -> int:
     """Rows of a band, whose convolution's input is of about `cache.band_bytes`.
 
-    Args:
-        conv: The convolution.
-        x: Its input, `[B, C, T, H, W]`.
-        cache: The state of the video.
-
-    Returns:
-        The height of `x` where it need not be divided.
+    The height of `x`, `[B, C, T, H, W]`, where it need not be divided.
     """
     batch, channels, frames, height, width = x.shape
     if cache.band_bytes is None or torch.is_grad_enabled():
@@ -81,7 +61,7 @@ def rows_of(conv: BandedConv, x: Tensor, cache: TemporalCache) -> int:
 
 def convolve(
     conv: BandedConv,
-    fill: FillRows,
+    fill: Callable[..., object],
     x: Tensor,
     cache: TemporalCache,
     residual: Tensor | None,
@@ -94,8 +74,8 @@ def convolve(
 
     Args:
         conv: A convolution of one pixel at a time.
-        fill: What comes before it, such as norm and SiLU; with what it needs to know of whole
-            frames.
+        fill: Writes what comes before it for some rows into `out`, such as norm and SiLU; with what
+            it needs to know of whole frames.
         x: `[B, C_in, T, H, W]`, channels-last.
         cache: Gives the frames before `x`, and keeps the last of them.
         residual: `[B, C_out, T, H, W]`, added; its memory becomes the result.

@@ -208,12 +208,7 @@ def _places(kind: str, times: int) -> list[tuple[int, int]]:
 def _borders(offset: Tensor, frames: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """What the first and last row, and the first and last column between them, lack.
 
-    Args:
-        offset: `[C, 4, 4]`, see `ShuffleConv`.
-        frames: `[B, C, T, H, W]`; gives size and dtype.
-
-    Returns:
-        Two rows `[C, 1, W]` and two columns `[C, 1, H - 2]`.
+    Of an offset as `ShuffleConv` has it, two rows `[C, 1, W]` and two columns `[C, 1, H - 2]`.
     """
     *_, height, width = frames.shape
     rows, columns = [], []

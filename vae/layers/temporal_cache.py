@@ -22,11 +22,6 @@ _Result = TypeVar("_Result")
 class TemporalCache:
     """The tails of the causal convolutions, and the memory that activations are made in.
 
-    Args:
-        lone: See the attribute.
-        band_bytes: See the attribute.
-        workspace: See the attribute; None: a new one.
-
     Attributes:
         first: The pass holds the first frame of the video; it stands alone, with nothing before it.
         lone: The video is that one frame, so nothing is kept.
@@ -97,13 +92,8 @@ class TemporalCache:
     def window(self, conv: nn.Module, context: int, x: Tensor) -> Tensor:
         """The frames that a causal convolution saw last and the new ones, which become the tail.
 
-        Args:
-            conv: The convolution; the key of its tail.
-            context: Frames that it looks back.
-            x: `[B, C, T, H, W]`, its new input.
-
-        Returns:
-            `[B, C, context + T, H, W]`, channels-last; but under autograd valid as `scratch` is.
+        They are `[B, C, context + T, H, W]`, channels-last; but under autograd valid as `scratch`
+        is. The arguments are those of `tail`.
         """
         if torch.is_grad_enabled():
             tail = self.tail(conv, context, x)
@@ -119,12 +109,7 @@ class TemporalCache:
     def keep(self, conv: nn.Module, context: int, x: Tensor) -> None:
         """Bring the tail of a convolution up to date with frames that it saw, or passed by.
 
-        Nothing is allocated where the tail is there already.
-
-        Args:
-            conv: The convolution; the key of its tail.
-            context: Frames that it looks back.
-            x: `[B, C, T, H, W]`, the newest of its input.
+        Nothing is allocated where the tail is there already. The arguments are those of `tail`.
         """
         if self.lone or not context:
             return
@@ -139,15 +124,9 @@ class TemporalCache:
         tail[:, :, older:] = last
 
     def put_back(self, conv: nn.Module, before: Tensor) -> None:
-        """Undo what a convolution has remembered last.
-
-        Args:
-            conv: The convolution.
-            before: `[B, C, context, H, W]`, what it remembered before.
-        """
-        tail = self._tails.get(conv)
-        if tail is not None and not torch.is_grad_enabled():
-            tail.copy_(before)
+        """Let a convolution remember what it did before, `[B, C, context, H, W]`."""
+        if conv in self._tails and not torch.is_grad_enabled():
+            self._tails[conv].copy_(before)
 
     def tails(self) -> dict[nn.Module, Tensor]:
         """What each convolution remembers."""
@@ -163,11 +142,7 @@ class TemporalCache:
         self._tails = {conv: place(conv, tail) for conv, tail in self._tails.items()}
 
     def park(self) -> bool:
-        """Bring all tails to the host, where they stay but while they are used.
-
-        Returns:
-            Whether that has freed memory.
-        """
+        """Bring all tails to the host, where they stay but while they are used; did that help?"""
         away = {conv: tail for conv, tail in self._tails.items() if tail.device.type != "cpu"}
         self._tails.update((conv, tail.cpu()) for conv, tail in away.items())
         self.thrifty = True

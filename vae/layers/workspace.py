@@ -36,14 +36,8 @@ class Workspace:
     def scratch(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
         """Lend a channels-last buffer, valid until the next call.
 
-        It is one memory for all: fresh pages would cost as much as the arithmetic.
-
-        Args:
-            shape: `[B, C, T, H, W]`.
-            like: Gives dtype and device.
-
-        Returns:
-            Uninitialised memory of that shape. Under autograd it is a tensor of its own.
+        It is one memory for all: fresh pages would cost as much as the arithmetic. It is
+        uninitialised, of the dtype and on the device of `like`; under autograd a tensor of its own.
         """
         if torch.is_grad_enabled():
             return new_video(shape, like)
@@ -56,16 +50,9 @@ class Workspace:
         return _video_of(block, shape, like)
 
     def reused(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor | None:
-        """Lend channels-last memory for a result, where fresh memory would be costly.
+        """Lend channels-last memory as `scratch`; None where a fresh tensor costs no more.
 
         The memory comes back by itself when the last tensor on it is gone.
-
-        Args:
-            shape: `[B, C, T, H, W]`.
-            like: Gives dtype and device.
-
-        Returns:
-            Uninitialised memory of that shape; None where a fresh tensor costs no more.
         """
         nbytes = prod(shape) * like.element_size()
         kept = like.device.type == "cpu" and nbytes >= KEPT_BYTES
@@ -148,11 +135,5 @@ def canonical(x: Tensor) -> Tensor:
     another layout.
     """
     _, channels, frames, height, width = x.shape
-    strides = (
-        channels * frames * height * width,
-        1,
-        channels * height * width,
-        channels * width,
-        channels,
-    )
-    return x.as_strided(x.shape, strides)
+    frame = channels * height * width
+    return x.as_strided(x.shape, (frames * frame, 1, frame, channels * width, channels))

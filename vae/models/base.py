@@ -8,7 +8,12 @@ from ..layers.causal_layer import CausalLayer
 
 
 class Network(nn.Module):
-    """An encoder or a decoder, whose layers a stream calls one by one."""
+    """An encoder or a decoder, whose layers a stream calls one by one.
+
+    Each is made for widths, the channels after its first convolution and of its stages in order;
+    the channels of the frames that come in or go out; those of a latent, of which an encoder gives
+    twice as many, mean and log-variance; and in the Wan 2.2 layout the taps.
+    """
 
     def layers(self) -> list[CausalLayer]:
         """The layers in order, every one from `(x, cache)` to `x`."""

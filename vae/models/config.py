@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...kernels import shown
 from .latent_stats import latent_statistics
@@ -215,15 +215,8 @@ def _read_seedvr2(shapes: Shapes) -> VAEConfig:
 def _seedvr2(
     latents: int, channels: int, encoder: tuple[int, ...] | None, decoder: tuple[int, ...]
 ) -> VAEConfig:
-    return VAEConfig(
-        family=SEEDVR2,
-        latent_channels=latents,
-        image_channels=channels,
-        output_scale=1,
-        encoder_widths=encoder,
-        decoder_widths=decoder,
-        spatial_compression=8,
-        temporal_compression=4,
+    return replace(
+        _config(SEEDVR2, latents, channels, encoder, decoder),
         latent_mean=(0.0,) * latents,
         latent_std=(1.0,) * latents,
         latent_scale=_SEEDVR2_SCALE,

@@ -133,11 +133,8 @@ class SeedVR2AttentionBlock(CausalLayer):
 class SeedVR2Upsample(CausalLayer):
     """A 1x1x1 convolution, whose channels become pixels and frames, and a 3x3x3 convolution.
 
-    The first latent of a video makes one frame: the second of its two is left out.
-
-    Args:
-        channels: Channels in and out.
-        temporal: Two frames out for one in.
+    With `temporal` there are two frames for one, but for the first latent of a video: the second of
+    its two is left out.
     """
 
     scale = Fraction(2)
@@ -155,12 +152,7 @@ class SeedVR2Upsample(CausalLayer):
 
 
 class SeedVR2Downsample(CausalLayer):
-    """A convolution with stride 2 in height and width; with `temporal` in time too.
-
-    Args:
-        channels: Channels in and out.
-        temporal: One frame out for two in.
-    """
+    """A convolution with stride 2 in height and width; with `temporal` in time too."""
 
     scale = Fraction(1, 2)
     remembers_large = True
@@ -215,33 +207,16 @@ def _residual_blocks(in_channels: int, out_channels: int, count: int) -> nn.Modu
     return nn.ModuleList(SeedVR2ResidualBlock(*pair) for pair in itertools.pairwise(widths))
 
 
-class DownBlock(nn.Module):
-    """The residual blocks and the downsampling of one stage, under their names."""
-
-    def __init__(self, in_channels: int, out_channels: int, *, space: bool, time: bool) -> None:
-        super().__init__()
-        self.resnets = _residual_blocks(in_channels, out_channels, _ENCODER_BLOCKS)
-        if space:
-            self.downsamplers = nn.ModuleList([SeedVR2Downsample(out_channels, temporal=time)])
+def _stage(resnets: nn.ModuleList, name: str, *others: CausalLayer) -> nn.ModuleDict:
+    """The residual blocks of a stage and what else it has, under their names."""
+    named = {name: nn.ModuleList(others)} if others else {}
+    return nn.ModuleDict({"resnets": resnets, **named})
 
 
-class UpBlock(nn.Module):
-    """The residual blocks and the upsampling of one stage, under their names."""
-
-    def __init__(self, in_channels: int, out_channels: int, *, space: bool, time: bool) -> None:
-        super().__init__()
-        self.resnets = _residual_blocks(in_channels, out_channels, _DECODER_BLOCKS)
-        if space:
-            self.upsamplers = nn.ModuleList([SeedVR2Upsample(out_channels, temporal=time)])
-
-
-class Middle(nn.Module):
-    """Residual, attention, residual, under their names."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.resnets = nn.ModuleList(SeedVR2ResidualBlock(channels, channels) for _ in range(2))
-        self.attentions = nn.ModuleList([SeedVR2AttentionBlock(channels)])
+def _middle(channels: int) -> nn.ModuleDict:
+    """Residual, attention, residual."""
+    blocks = _residual_blocks(channels, channels, 2)
+    return _stage(blocks, "attentions", SeedVR2AttentionBlock(channels))
 
 
 class SeedVR2Head(CausalLayer):
@@ -259,23 +234,18 @@ class SeedVR2Head(CausalLayer):
 
 
 class SeedVR2Encoder(Network):
-    """Frames to mean and log-variance of latents.
-
-    Args:
-        widths: Channels after the first convolution and of each stage, full size first.
-        in_channels: Channels of a frame.
-        latent_channels: Channels of a latent; twice as many come out.
-    """
+    """Frames to mean and log-variance of latents."""
 
     def __init__(self, widths: Sequence[int], in_channels: int, latent_channels: int) -> None:
         super().__init__()
         self.conv_in = causal(in_channels, widths[0])
-        last = len(widths) - 2
-        self.down_blocks = nn.ModuleList(
-            DownBlock(before, after, space=stage < last, time=0 < stage < last)
-            for stage, (before, after) in enumerate(itertools.pairwise(widths))
-        )
-        self.mid_block = Middle(widths[-1])
+        self.down_blocks = nn.ModuleList()
+        for stage, (before, after) in enumerate(itertools.pairwise(widths)):
+            blocks = _residual_blocks(before, after, _ENCODER_BLOCKS)
+            shrinks = stage < len(widths) - 2
+            resamplers = [SeedVR2Downsample(after, temporal=stage > 0)] if shrinks else []
+            self.down_blocks.append(_stage(blocks, "downsamplers", *resamplers))
+        self.mid_block = _middle(widths[-1])
         self.conv_norm_out = GroupNorm(widths[-1])
         self.conv_out = causal(widths[-1], 2 * latent_channels)
 
@@ -285,23 +255,19 @@ class SeedVR2Encoder(Network):
 
 
 class SeedVR2Decoder(Network):
-    """Latents to frames.
-
-    Args:
-        widths: Channels after the first convolution and of each stage, the latent's size first.
-        out_channels: Channels of a frame.
-        latent_channels: Channels of a latent.
-    """
+    """Latents to frames."""
 
     def __init__(self, widths: Sequence[int], out_channels: int, latent_channels: int) -> None:
         super().__init__()
         self.conv_in = causal(latent_channels, widths[0])
-        self.mid_block = Middle(widths[0])
+        self.mid_block = _middle(widths[0])
+        self.up_blocks = nn.ModuleList()
         last = len(widths) - 2
-        self.up_blocks = nn.ModuleList(
-            UpBlock(before, after, space=stage < last, time=stage < last - 1)
-            for stage, (before, after) in enumerate(itertools.pairwise(widths))
-        )
+        for stage, (before, after) in enumerate(itertools.pairwise(widths)):
+            blocks = _residual_blocks(before, after, _DECODER_BLOCKS)
+            grows = stage < last
+            resamplers = [SeedVR2Upsample(after, temporal=stage < last - 1)] if grows else []
+            self.up_blocks.append(_stage(blocks, "upsamplers", *resamplers))
         self.conv_norm_out = GroupNorm(widths[-1])
         self.conv_out = causal(widths[-1], out_channels)
 

@@ -21,13 +21,7 @@ _TEMPORAL = (False, True, True)
 
 
 class Wan21Encoder(Network):
-    """Frames to mean and log-variance of latents, before the 1x1x1 quantisation convolution.
-
-    Args:
-        widths: Channels after the first convolution and of each stage, full size first.
-        image_channels: Channels of a frame.
-        latent_channels: Channels of a latent; twice as many come out.
-    """
+    """Frames to mean and log-variance of latents, before the 1x1x1 quantisation convolution."""
 
     def __init__(self, widths: Sequence[int], image_channels: int, latent_channels: int) -> None:
         super().__init__()
@@ -49,13 +43,7 @@ class Wan21Encoder(Network):
 
 
 class Wan21Decoder(Network):
-    """Latents, after the 1x1x1 convolution that follows quantisation, to frames.
-
-    Args:
-        widths: Channels after the first convolution and of each stage, the latent's size first.
-        out_channels: Channels that leave the last convolution.
-        latent_channels: Channels of a latent.
-    """
+    """Latents, after the 1x1x1 convolution that follows quantisation, to frames."""
 
     def __init__(self, widths: Sequence[int], out_channels: int, latent_channels: int) -> None:
         super().__init__()

@@ -27,12 +27,7 @@ _DECODER_BLOCKS = 3
 class DownStage(CausalLayer):
     """Residual blocks and a downsampling, with the averaged input of the stage added.
 
-    Args:
-        in_channels: Channels in.
-        out_channels: Channels out.
-        space: Height and width are halved.
-        time: Two frames become one.
-        taps: Frames that each convolution sees.
+    Height and width are halved with `space`, and two frames become one with `time`.
     """
 
     settles = True
@@ -76,12 +71,8 @@ class DownStage(CausalLayer):
 class UpStage(CausalLayer):
     """Residual blocks and an upsampling, with the repeated input of the stage added.
 
-    Args:
-        in_channels: Channels in.
-        out_channels: Channels out.
-        space: Height and width are doubled; without, there is no shortcut either.
-        time: One frame becomes two.
-        taps: Frames that each convolution sees.
+    Height and width are doubled with `space`, without which there is no shortcut either, and one
+    frame becomes two with `time`.
     """
 
     def __init__(
@@ -121,14 +112,7 @@ class UpStage(CausalLayer):
 
 
 class Wan22Encoder(Network):
-    """Frames, whose pixels lie in channels, to mean and log-variance of latents.
-
-    Args:
-        widths: Channels after the first convolution and of each stage, full size first.
-        in_channels: Channels that come in.
-        latent_channels: Channels of a latent; twice as many come out.
-        taps: Frames that each convolution sees.
-    """
+    """Frames, whose pixels lie in channels, to mean and log-variance of latents."""
 
     def __init__(
         self, widths: Sequence[int], in_channels: int, latent_channels: int, taps: int
@@ -149,14 +133,7 @@ class Wan22Encoder(Network):
 
 
 class Wan22Decoder(Network):
-    """Latents to frames whose pixels lie in channels.
-
-    Args:
-        widths: Channels after the first convolution and of each stage, the latent's size first.
-        out_channels: Channels that leave the last convolution.
-        latent_channels: Channels of a latent.
-        taps: Frames that each convolution sees.
-    """
+    """Latents to frames whose pixels lie in channels."""
 
     def __init__(
         self, widths: Sequence[int], out_channels: int, latent_channels: int, taps: int

@@ -2,7 +2,7 @@
 
 Shapes, order and parameter names follow Wan 2.1, wan/modules/vae.py. Every block is called with the
 activation `[B, C, T, H, W]`, channels-last, and the `TemporalCache` of the video, and owns its
-input: it may write into it.
+input: it may write into it. `taps` are the frames that a convolution sees.
 """
 
 import functools
@@ -23,9 +23,7 @@ from ..layers.temporal_cache import TemporalCache
 class RMSNorm(nn.Module):
     """Wan's norm over the channels of each pixel: a scale, no mean, no bias.
 
-    Args:
-        channels: Channels.
-        ndim: Dimensions of `gamma` after the first: the checkpoint's shape.
+    `gamma` has `ndim` dimensions after the first, as in the checkpoint.
     """
 
     def __init__(self, channels: int, ndim: int = 3) -> None:
@@ -49,13 +47,7 @@ class RMSNorm(nn.Module):
 
 
 class ResidualBlock(CausalLayer):
-    """Norm, SiLU, convolution, twice, added to the input or to its 1x1x1 `shortcut`.
-
-    Args:
-        in_channels: Channels in.
-        out_channels: Channels out.
-        taps: Frames that each convolution sees.
-    """
+    """Norm, SiLU, convolution, twice, added to the input or to its 1x1x1 `shortcut`."""
 
     settles = True
 
@@ -119,12 +111,6 @@ class Upsample(CausalLayer):
 
     The first frame of a video passes without `time_conv`, and is not in its history either: the
     second step sees zeros before it (wan/modules/vae.py, the "Rep" branch of `Resample`).
-
-    Args:
-        in_channels: Channels in.
-        out_channels: Channels out.
-        temporal: Two frames out for one in.
-        taps: Frames that `time_conv` sees.
     """
 
     scale = Fraction(2)
@@ -142,16 +128,10 @@ class Upsample(CausalLayer):
         )
 
     def forward(self, x: Tensor, cache: TemporalCache, source: Tensor | None = None) -> Tensor:
-        """Upsample.
+        """`[B, C_in, T, H, W]` to `[B, C_out, T or 2 T, 2 H, 2 W]`, both channels-last.
 
-        Args:
-            x: `[B, C_in, T, H, W]`, channels-last.
-            cache: The state of the video.
-            source: `[B, C, T, H, W]`, repeated over the new pixels and frames and added; see
-                `merge_phases`.
-
-        Returns:
-            `[B, C_out, T or 2 T, 2 H, 2 W]`, channels-last.
+        `source`, `[B, C, T, H, W]`, is repeated over the new pixels and frames and added; see
+        `merge_phases`.
         """
         if self.time_conv is not None and not cache.first:
             y = self.time_conv(x, cache)
@@ -165,11 +145,6 @@ class Downsample(CausalLayer):
     """A 3x3 convolution with stride 2 in space; with `temporal` two frames become one after.
 
     The first frame of a video passes `time_conv` by, but is the history of its second step.
-
-    Args:
-        channels: Channels in and out.
-        temporal: One frame out for two in.
-        taps: Frames that `time_conv` sees.
     """
 
     scale = Fraction(1, 2)
@@ -185,15 +160,9 @@ class Downsample(CausalLayer):
         )
 
     def forward(self, x: Tensor, cache: TemporalCache, residual: Tensor | None = None) -> Tensor:
-        """Downsample.
+        """`[B, C, T, H, W]` to `[B, C, T or T / 2, H / 2, W / 2]`, both channels-last.
 
-        Args:
-            x: `[B, C, T, H, W]`, channels-last.
-            cache: The state of the video.
-            residual: Of the shape of the result; added, and its memory may become the result.
-
-        Returns:
-            `[B, C, T or T / 2, H / 2, W / 2]`, channels-last.
+        `residual`, of the shape of the result, is added; its memory may become the result.
         """
         if self.time_conv is None:
             return self.resample["1"](x, cache, residual)
@@ -207,13 +176,7 @@ class Downsample(CausalLayer):
 
 
 class Head(CausalLayer):
-    """Norm, SiLU and the last convolution.
-
-    Args:
-        in_channels: Channels in.
-        out_channels: Channels out.
-        taps: Frames that the convolution sees.
-    """
+    """Norm, SiLU and the last convolution."""
 
     def __init__(self, in_channels: int, out_channels: int, taps: int = 3) -> None:
         super().__init__()
@@ -228,13 +191,8 @@ class Head(CausalLayer):
 
 def middle(channels: int, taps: int = 3) -> nn.ModuleList:
     """Residual, attention, residual."""
-    return nn.ModuleList(
-        [
-            ResidualBlock(channels, channels, taps),
-            AttentionBlock(channels),
-            ResidualBlock(channels, channels, taps),
-        ]
-    )
+    first, last = (ResidualBlock(channels, channels, taps) for _ in range(2))
+    return nn.ModuleList([first, AttentionBlock(channels), last])
 
 
 def added(y: Tensor, x: Tensor) -> Tensor:

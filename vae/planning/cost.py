@@ -68,9 +68,7 @@ class StreamCost:
     def peak_bytes(self, chunk: int, part_bytes: int) -> int:
         """Memory that the stream takes beside weights, input and output; an estimate.
 
-        Args:
-            chunk: Latents a step.
-            part_bytes: As for `advance` of the executor.
+        The latents of a step and the size of a part are as for the executor.
         """
         rehearsal = DryRun(self.setting, part_bytes, self.kept_bytes)
         # The second chunk meets what the first has left behind.
@@ -87,13 +85,7 @@ class StreamCost:
 
 
 def whole_cost(network: NetworkSpec, setting: Setting, size: Size) -> StreamCost:
-    """What a stream goes through on whole frames.
-
-    Args:
-        network: The encoder or the decoder.
-        setting: Where it runs.
-        size: Height and width of what enters it.
-    """
+    """What a stream goes through on whole frames; `size` is that of what enters the network."""
     layers = network.layers
     shapes = network.shapes(size, lone=setting.lone)
     kept = _remembered(layers, shapes, setting)
@@ -116,7 +108,7 @@ def tiled_cost(
     Args:
         network: The encoder or the decoder.
         setting: Where it runs.
-        size: Height and width of what enters it.
+        size: As for `whole_cost`.
         cut: Layers before the cut.
         spans: Rows that tiles give of the frames that leave the tiled layers, and columns.
     """

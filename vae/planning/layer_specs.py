@@ -43,14 +43,9 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class ConvSpec:
-    """One convolution.
+    """One convolution; what is not explained is as in `Conv`.
 
     Attributes:
-        inputs: Channels in.
-        outputs: Channels out.
-        context: Frames before its own that it remembers.
-        stride: Frames in for one out.
-        times: Frames out for one in.
         windowed: It copies its input to the frames before it.
         numbers: Those of its weight.
         rearranged: Those of a weight that every call brings to another order; see `conv.py`.
@@ -166,24 +161,16 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """A network.
-
-    Attributes:
-        layers: Its layers.
-        encodes: Frames become smaller on the way.
-        frames: Frames that enter for a latent.
-    """
+    """A network: its layers, whether it encodes, and the frames that enter it for a latent."""
 
     layers: tuple[LayerSpec, ...]
     encodes: bool
     frames: int
 
     def shapes(self, size: Size, *, lone: bool) -> list[Shape]:
-        """What enters each layer, and leaves the last, for one latent.
+        """What enters each layer, the first at a height and width, and leaves the last.
 
-        Args:
-            size: Height and width of what enters the first.
-            lone: The video is a single frame.
+        It is for one latent; `lone`: of a video that is a single frame.
         """
         shapes = [Shape(self.layers[0].parts[0].products[0].inputs, 1, *size)]
         if not lone:
@@ -239,13 +226,8 @@ def lengths_before(layers: Sequence[LayerSpec], length: int, span: Span) -> list
 
 def _layer_spec(layer: CausalLayer) -> LayerSpec:
     parts = tuple(_part_spec(part) for part in layer.blocks)
-    return LayerSpec(
-        parts,
-        (layer.scale.numerator, layer.scale.denominator),
-        layer.growth,
-        layer.pairs,
-        layer.holds,
-    )
+    scale = layer.scale.as_integer_ratio()
+    return LayerSpec(parts, scale, layer.growth, layer.pairs, layer.holds)
 
 
 def _part_spec(layer: CausalLayer) -> PartSpec:
@@ -258,8 +240,7 @@ def _part_spec(layer: CausalLayer) -> PartSpec:
         tuple(map(_product, convs)),
         tuple(m.weight.shape[0] for m in modules if isinstance(m, PointwiseConv)),
         convs[-1].weight.shape[0] if convs else 0,
-        layer.scale.numerator,
-        layer.scale.denominator,
+        *layer.scale.as_integer_ratio(),
         layer.times,
         math.prod(conv.stride for conv in convs),
         layer.scale <= 1 or not layer.remembers_large,

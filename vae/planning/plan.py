@@ -208,12 +208,7 @@ def smaller_plan(job: StreamJob, plan: Plan) -> Plan | None:
 
 
 def cut_tiles(job: StreamJob, tiles: Tiles) -> tuple[Chains, list[FrameTile], Size]:
-    """Divide a network.
-
-    Returns:
-        The layers on whole frames, the tiles, and height and width of the whole frames that enter
-        these.
-    """
+    """Layers on whole frames, tiles, and height and width of the whole frames that enter these."""
     first, rest = divided(job.network.chains(), tiles.cut)
     whole, tiled = (rest, first) if job.spec.encodes else (first, rest)
     size, places = _places(job, tiles)

@@ -62,12 +62,7 @@ class FrameTile:
 
 
 class Crop(CausalLayer):
-    """A layer that copies a rectangle of the frames: what comes in may be for other tiles too.
-
-    Args:
-        rows: The rows that stay.
-        columns: The columns.
-    """
+    """A layer that copies a rectangle of the frames: what comes in may be for other tiles too."""
 
     def __init__(self, rows: Span, columns: Span) -> None:
         super().__init__()
@@ -83,12 +78,8 @@ class Crop(CausalLayer):
 def can_cut(network: Network) -> list[int]:
     """Where the layers of a network can be divided into whole frames and tiles.
 
-    Args:
-        network: An encoder or a decoder.
-
-    Returns:
-        Numbers of layers before the cut, from the smallest tiled part to the largest; none where a
-        layer of the tiled end sees whole frames.
+    Numbers of layers before the cut, from the smallest tiled part to the largest; none where a
+    layer of the tiled end sees whole frames.
     """
     layers = network.layers()
     seeing = [
@@ -129,17 +120,12 @@ def make_tile(chains: Chains, size: Size, rows: Span, columns: Span) -> FrameTil
         size: Height and width of the whole frames that enter them.
         rows: What the tile gives of the frames that leave them.
         columns: Likewise.
-
-    Returns:
-        The tile.
     """
     layers = [layer for chain in chains for layer in chain]
     sizes = frame_sizes(layers, size)
     lengths = zip(*sizes[:-1], strict=True)
-    spans = (
-        spans_before(layers, each, span)
-        for each, span in zip(lengths, (rows, columns), strict=True)
-    )
+    ends = zip(lengths, (rows, columns), strict=True)
+    spans = (spans_before(layers, each, span) for each, span in ends)
     needed = list(zip(*spans, strict=True))
     have = needed[0]
     made: Chains = []

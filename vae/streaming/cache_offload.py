@@ -13,11 +13,7 @@ from ..layers.temporal_cache import TemporalCache
 
 
 class Parking:
-    """The place on the host for the tails of some caches.
-
-    Args:
-        device: Where the work is done.
-    """
+    """The place on the host for the tails of some caches."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

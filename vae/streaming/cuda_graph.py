@@ -35,14 +35,7 @@ class Recording:
             self._results = list(steps(self._input))
 
     def replay(self, x: Tensor) -> Iterable[Tensor]:
-        """Run it.
-
-        Args:
-            x: An input of the shape, strides and dtype of the first one.
-
-        Yields:
-            The results, in memory of their own.
-        """
+        """Run it for an input like the first one; results are in memory of their own."""
         self._input.copy_(x)
         self._graph.replay()
         for result in self._results:

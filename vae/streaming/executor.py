@@ -60,11 +60,7 @@ class Executor:
         return self._stillness.behind
 
     def takes(self, frames: int, alike: int) -> int | None:
-        """Tell of the next chunk.
-
-        Args:
-            frames: Of the chunk.
-            alike: Frames up to its last that are like that; 0 or less where nobody knows.
+        """Tell of the next chunk, and how many of its last frames are alike; 0: nobody knows.
 
         Returns:
             How many of the frames `advance` wants, the first ones, because those behind make no
@@ -149,7 +145,7 @@ def advance(
             at, y = _next_part(waiting)
             ready = True
         if not last:
-            joined, at = cache.attempt(functools.partial(_join, done)), 0
+            joined, at = cache.attempt(functools.partial(join, done)), 0
 
 
 def _cut(layer: CausalLayer, x: Tensor, part_bytes: int) -> int:
@@ -182,5 +178,6 @@ def _next_part(waiting: list[tuple[int, Iterator[Tensor]]]) -> tuple[int, Tensor
     return 0, None
 
 
-def _join(runs: list[Tensor]) -> Tensor:
+def join(runs: list[Tensor]) -> Tensor:
+    """Runs of frames as one."""
     return runs[0] if len(runs) == 1 else torch.cat(runs, dim=2)

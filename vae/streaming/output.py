@@ -61,15 +61,7 @@ class Output:
         return self._attempt(functools.partial(write, x))
 
     def chunk(self, latent: Tensor, *, first: bool) -> "TiledChunk":
-        """Begin frames that will come in tiles.
-
-        Args:
-            latent: What they are made of, `[B, C, t, h, w]`.
-            first: They are the first of the video.
-
-        Returns:
-            What takes the tiles.
-        """
+        """What takes the tiles of frames that are made of `[B, C, t, h, w]`, maybe the first."""
         batch, channels, _, height, width = self._config.decoded_shape(latent.shape)
         count = 1 if first else latent.shape[2] * self._config.temporal_compression
         skipped, place = self._passed(count)

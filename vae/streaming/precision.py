@@ -39,12 +39,8 @@ _states: dict[str, _State] = {}
 def fastest_decode_dtype(device: torch.device) -> torch.dtype:
     """The dtype to decode in where the caller has no wish.
 
-    Args:
-        device: Where the VAE is.
-
-    Returns:
-        On a CPU bfloat16 where a convolution is measured faster in it than in float32, else
-        float32. On CUDA bfloat16 where the chip has it. Elsewhere float32.
+    On a CPU bfloat16 where a convolution is measured faster in it than in float32, else float32. On
+    CUDA bfloat16 where the chip has it. Elsewhere float32.
     """
     if device.type == "cpu":
         return torch.bfloat16 if _bf16_is_faster() else torch.float32
@@ -54,15 +50,10 @@ def fastest_decode_dtype(device: torch.device) -> torch.dtype:
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype that a computation runs in where `dtype` is asked for.
+    """The dtype that a computation runs in where results are to be in `dtype`.
 
-    Args:
-        dtype: Asked for; results are in it.
-        device: Where the layers are.
-
-    Returns:
-        float32 for a 16-bit dtype whose convolutions are measured to be slow on a CPU, which is
-        logged once; else `dtype`.
+    float32 for a 16-bit dtype whose convolutions are measured to be slow on a CPU, which is logged
+    once; else `dtype`.
     """
     if device.type != "cpu" or dtype not in _NARROW:
         return dtype
@@ -76,9 +67,6 @@ def full_float32(device: torch.device) -> Iterator[None]:
 
     PyTorch's switches (TF32 on CUDA, bf16 or TF32 in oneDNN) are global. The first thread that
     enters saves and sets them, and the last that leaves restores them.
-
-    Args:
-        device: Whose switches.
     """
     state = _states.setdefault(device.type, _State())
     with _lock:
@@ -148,16 +136,7 @@ def _is_slow(dtype: torch.dtype) -> bool:
 
 
 def _times_as_long(dtype: torch.dtype, *, channels: int, size: int) -> float:
-    """Time a small convolution of the VAE's kind in a dtype and in float32, in turn.
-
-    Args:
-        dtype: What to compare with float32.
-        channels: In and out.
-        size: Height and width.
-
-    Returns:
-        The fastest in `dtype` over the fastest in float32.
-    """
+    """The fastest of a small convolution in a dtype over that in float32, timed in turn."""
     best = dict.fromkeys((torch.float32, dtype), float("inf"))
     with (
         torch.inference_mode(False),

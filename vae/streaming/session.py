@@ -31,7 +31,7 @@ from ..models.config import VAEConfig
 from ..planning.plan import Plan, cut_tiles, job_of, make_plan, smaller_plan
 from . import cuda_graph
 from .cache_offload import Parking
-from .executor import Executor
+from .executor import Executor, join
 from .options import StreamOptions
 from .output import Output
 from .precision import full_float32
@@ -161,14 +161,8 @@ class VideoSession:
             raise ValueError(f"no {name} came; expected one or more")
         compression = self.config.spatial_compression if self._encodes else 1
         size = first.shape[0], first.shape[3] // compression, first.shape[4] // compression
-        self._job = job_of(
-            self.network,
-            self.config,
-            size,
-            self.dtype,
-            self._device,
-            lone=self.lone,
-        )
+        model = self.network, self.config
+        self._job = job_of(*model, size, self.dtype, self._device, lone=self.lone)
         records = torch.is_grad_enabled() and (self.learns or first.requires_grad)
         self._plan = make_plan(
             self._job,
@@ -306,11 +300,8 @@ class VideoSession:
 
     def _executor_of(self, plan: Plan) -> Executor:
         def new_cache() -> TemporalCache:
-            cache = TemporalCache(
-                lone=self._job.lone,
-                band_bytes=plan.part_bytes,
-                workspace=self._workspace,
-            )
+            lone, bands = self._job.lone, plan.part_bytes
+            cache = TemporalCache(lone=lone, band_bytes=bands, workspace=self._workspace)
             cache.first = self.begins
             return cache
 
@@ -321,7 +312,8 @@ class VideoSession:
             return executor
         parts = *cut_tiles(self._job, plan.tiles), new_cache, plan.part_bytes
         if isinstance(leave, Output):
-            executor = TiledDecode(*parts, leave)
+            executor = TiledDecode(*parts)
+            executor.output = leave
         else:
             executor = TiledEncode(*parts)
             executor.finish = leave
@@ -354,15 +346,11 @@ def rechunk(
     for piece in pieces:
         rest = piece
         while missing is not None and rest.shape[2] >= missing:
-            yield attempt(functools.partial(_join, [*held, rest[:, :, :missing]]))
+            yield attempt(functools.partial(join, [*held, rest[:, :, :missing]]))
             rest = rest[:, :, missing:]
             held, missing = [], size
         if rest.shape[2]:
             held.append(rest)
             missing = None if missing is None else missing - rest.shape[2]
     if held:
-        yield attempt(functools.partial(_join, held))
-
-
-def _join(runs: list[Tensor]) -> Tensor:
-    return runs[0] if len(runs) == 1 else torch.cat(runs, dim=2)
+        yield attempt(functools.partial(join, held))

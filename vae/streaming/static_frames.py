@@ -35,14 +35,10 @@ class Changes:
         self._alike = 0
 
     def alike(self, chunk: Tensor) -> int:
-        """Look at a chunk, and remember its last frame.
+        """Count the frames up to the last of a chunk, `[B, C, T, H, W]`, that are like that.
 
-        Args:
-            chunk: `[B, C, T, H, W]`; its memory may be another's afterwards.
-
-        Returns:
-            How many frames up to its last are like that, itself and those before the chunk among
-            them.
+        It and those before the chunk are among them. The chunk's memory may be another's
+        afterwards.
         """
         frames, last = chunk.shape[2], chunk[:, :, -1:]
         count = 1 + _like(last, chunk[:, :, :-1])
@@ -54,11 +50,7 @@ class Changes:
 
 
 class Stillness:
-    """How far into a network a still end has come.
-
-    Args:
-        chains: The layers, as for `advance`.
-    """
+    """How far into a network a still end has come."""
 
     def __init__(self, chains: Sequence[Sequence[CausalLayer]]) -> None:
         self._chains = chains
@@ -69,12 +61,7 @@ class Stillness:
         self._held: Tensor | None = None  # the last frame that the last of those gave
 
     def takes(self, frames: int, alike: int) -> bool:
-        """Tell of the next chunk, whichever way it goes.
-
-        Args:
-            frames: Of the chunk.
-            alike: Frames up to its last that are like that, as `Changes` counts them; 0 where
-                nobody did.
+        """Tell of the next chunk, whichever way it goes, and its `Changes.alike` or 0.
 
         Returns:
             Whether it is to go through `advance` of this object, because that leaves something out.

@@ -127,17 +127,7 @@ class TiledExecutor(Executor):
 class TiledDecode(TiledExecutor):
     """A decoder: first whole frames, then tiles, whose pixels go to `output`."""
 
-    def __init__(
-        self,
-        whole: Chains,
-        tiles: list[FrameTile],
-        size: Size,
-        new_cache: Callable[[], TemporalCache],
-        part_bytes: int,
-        output: Output,
-    ) -> None:
-        super().__init__(whole, tiles, size, new_cache, part_bytes)
-        self._output = output
+    output: Output
 
     def takes(self, frames: int, alike: int) -> int | None:
         """A decode needs all frames."""
@@ -146,7 +136,7 @@ class TiledDecode(TiledExecutor):
     def advance(self, x: Tensor) -> Iterator[Tensor]:
         """Push one chunk through; all of its frames leave together."""
         runs = list(super().advance(x))
-        chunk = self._output.chunk(x, first=self.cache.first)
+        chunk = self.output.chunk(x, first=self.cache.first)
         for tile, part in self.in_turn():
             done = 0
             for run in runs:
