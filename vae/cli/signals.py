@@ -107,6 +107,4 @@ class Signals:
 
 def reason(number: int) -> str:
     """What to say of a command that a signal has ended."""
-    if number == signal.SIGINT:
-        return "interrupted"
-    return f"ended by {signal.Signals(number).name}"
+    return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"

@@ -98,12 +98,7 @@ class SoundTrack:
     """The audio stream of a file that is being written."""
 
     def __init__(self, audio: Audio, container: OutputContainer, encoder: str) -> None:
-        """Add the stream; nothing is written yet.
-
-        Args:
-            audio: The sound.
-            container: The file, before its first packet.
-            encoder: FFmpeg's name of the encoder.
+        """Add the stream to a file before its first packet; nothing is written yet.
 
         Raises:
             ValueError: This build of PyAV has no such encoder.
@@ -113,9 +108,7 @@ class SoundTrack:
         self._sent = 0
         self._clipped = False
         rates = av.Codec(encoder, "w").audio_rates
-        rate = audio.sample_rate
-        if rates and rate not in rates:
-            rate = USUAL_RATE
+        rate = audio.sample_rate if not rates or audio.sample_rate in rates else USUAL_RATE
         layout = LAYOUTS[audio.waveform.shape[0]]
         self._stream = cast(AudioStream, container.add_stream(encoder, rate=rate, layout=layout))
 

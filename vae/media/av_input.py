@@ -116,14 +116,7 @@ def faults_name(path: Path, what: str) -> Iterator[None]:
 
 
 def open_media(source: object) -> InputContainer:
-    """Open a file for reading, whatever the encoding of its tags.
-
-    Args:
-        source: A path, or an object with `read` and `seek`.
-
-    Raises:
-        FFmpegError: It is nothing that FFmpeg can read.
-    """
+    """Open a path, or an object with `read` and `seek`, whatever the encoding of its tags."""
     # PyAV before 19 takes tags that are no UTF-8 for an error unless it is asked not to. From 19 on
     # it does not know the option and keeps their bytes. Its `open` has no signature to look at.
     tolerant: dict[str, Any] = {"metadata_errors": "replace"}
@@ -211,14 +204,7 @@ class Upright:
     """Converts frames to RGB of one size, turned upright."""
 
     def __init__(self, path: Path, height: int, width: int, scaler: int = BICUBIC) -> None:
-        """Settle the size; one object serves one thread.
-
-        Args:
-            path: What errors call the file.
-            height: Height of the pictures, upright.
-            width: Width of the pictures, upright.
-            scaler: swscale's bit for how frames of another size are resized.
-        """
+        """Settle the size, upright, and swscale's bit for resizing; one object serves a thread."""
         self._path = path
         self._size = (height, width)
         self._flags = scaler | EXACT

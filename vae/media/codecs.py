@@ -130,12 +130,7 @@ def sound_encoder(codec: Codec, path: Path) -> str:
 
 
 def check_size(name: str, height: int, width: int) -> None:
-    """Refuse a size that the codec cannot store, before any work is done.
-
-    Args:
-        name: One of `CODECS`.
-        height: Height of the frames in pixels.
-        width: Width of the frames in pixels.
+    """Refuse a size that one of `CODECS` cannot store, before any work is done.
 
     Raises:
         ValueError: The codec halves the chroma of a side that is odd, or a side is too small.
@@ -159,15 +154,10 @@ def available_codecs() -> tuple[str, ...]:
 
 
 def find_encoder(codec: Codec, hardware: bool = False) -> str:
-    """The encoder to use.
+    """FFmpeg's name of the encoder to use.
 
-    Args:
-        codec: The format.
-        hardware: Prefer an encoder in hardware. Each is tried once in the life of the process, on a
-            few small pictures; where none works, it is the one in software.
-
-    Returns:
-        FFmpeg's name of the encoder.
+    Encoders in hardware are tried once each in the life of the process, on a few small pictures;
+    where none works, it is the one in software.
 
     Raises:
         ValueError: This build of PyAV has no encoder for it.
@@ -177,10 +167,8 @@ def find_encoder(codec: Codec, hardware: bool = False) -> str:
         if (name := next(working, None)) is not None:
             return name
         if codec.hardware:
-            LOG.info(
-                "Fast Video VAE: no hardware encoder for %s works here; software takes over",
-                codec.name,
-            )
+            text = "Fast Video VAE: no hardware encoder for %s works here; software takes over"
+            LOG.info(text, codec.name)
     if (name := _software(codec)) is None:
         have = ", ".join(available_codecs()) or "none"
         raise ValueError(

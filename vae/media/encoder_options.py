@@ -80,14 +80,9 @@ _ENCODERS = {
 
 
 def options_of(encoder: str, quality: int | None) -> dict[str, str]:
-    """The options of an encoder.
+    """The options of an encoder, names and values as FFmpeg takes them.
 
-    Args:
-        encoder: FFmpeg's name of it.
-        quality: 0 to 100; None: the default. Lossless encoders do not mind it.
-
-    Returns:
-        Names and values as FFmpeg takes them.
+    Lossless encoders do not mind the quality, 0 to 100; None: the default.
 
     Raises:
         ValueError: `quality` is out of range.

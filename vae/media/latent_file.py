@@ -45,7 +45,7 @@ class LatentFile:
 def save_latent(
     path: Path, latent: Tensor, *, family: str, fps: Fraction, frames: int, compression: int = 8
 ) -> None:
-    """Write a latent file.
+    """Write a latent file, of the frames that the latent holds.
 
     Args:
         path: The file.
@@ -54,32 +54,18 @@ def save_latent(
         fps: Frames per second of the video.
         frames: Frames that the latent holds.
         compression: Pixels per latent, in height and in width.
-
-    Raises:
-        OSError: The file cannot be written.
     """
     height, width = (compression * size for size in latent.shape[3:])
-    metadata = {
-        "format": FORMAT_VERSION,
-        "family": family,
-        "fps": str(fps),
-        "frames": str(frames),
-        "height": str(height),
-        "width": str(width),
-    }
+    numbers = {"fps": fps, "frames": frames, "height": height, "width": width}
+    metadata = {"format": FORMAT_VERSION, "family": family}
+    metadata |= {name: str(number) for name, number in numbers.items()}
     tensor = latent.detach().to("cpu", torch.float32).contiguous()
     # Not save_file, whose own temporary file and errors do not name the path.
     path.write_bytes(save({LATENT_KEYS[0]: tensor}, metadata))
 
 
 def load_latent(path: Path) -> LatentFile:
-    """Read a latent file, ours or one that ComfyUI saved.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The latent, in the dtype of the file.
+    """Read a latent file, ours or one that ComfyUI saved, in the dtype of the file.
 
     Raises:
         OSError: There is no such file, or it may not be read.

@@ -169,11 +169,7 @@ class VideoFile:
             yield frame, count
 
     def cropped_size(self, multiple: int, size: tuple[int, int] | None = None) -> tuple[int, int]:
-        """Height and width, each cut down to a multiple of `multiple`.
-
-        Args:
-            multiple: Of the pixels of both sides.
-            size: Height and width that the video is brought to before. None: those of the file.
+        """Height and width of the file, or of a wanted `size`, cut down to multiples of `multiple`.
 
         Raises:
             ValueError: Nothing would be left.

@@ -37,15 +37,8 @@ def draw() -> Tensor:
     x = _mix(-60.0, SIZE + 60.0, eased)
     y = 196.0 - 26.0 * torch.sin(math.pi * time)
     scale = 3.0
-    windows = torch.stack(
-        [
-            312.0 - (x - SIZE / 2) * scale,
-            262.0 - (y - SIZE / 2) * scale,
-            torch.full_like(x, scale),
-            0 * x,
-        ],
-        1,
-    )
+    across, down = 312.0 - (x - SIZE / 2) * scale, 262.0 - (y - SIZE / 2) * scale
+    windows = torch.stack([across, down, torch.full_like(x, scale), 0 * x], 1)
     inlay = cut(pyramid(rocket), windows, SIZE)
     axis = torch.arange(SIZE) + 0.5
     distance = torch.hypot(
@@ -57,12 +50,7 @@ def draw() -> Tensor:
 
 
 def write(frames: Tensor, path: Path) -> None:
-    """Write a clip as H.264 in BT.709.
-
-    Args:
-        frames: `[T, 3, H, W]` in [0, 1].
-        path: The file.
-    """
+    """Write a clip, `[T, 3, H, W]` in [0, 1], as H.264 in BT.709."""
     pictures = (frames * 255.0).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
     with av.open(path, "w") as container:
         stream = container.add_stream("libx264", rate=Fraction(FPS))

@@ -86,20 +86,15 @@ class _ResidualBlock(nn.Module):
         return self.shortcut(x) + y
 
 
-class _PerFrame(nn.Module):
-    """A layer that sees each frame of `[B, C, T, H, W]` by itself, or the one of `[B, C, H, W]`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.ndim == 4:
-            return self.frame(x)
-        frames = self.frame(x.transpose(1, 2).flatten(0, 1))
-        return frames.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
-
-    def frame(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+def _per_frame(layer: nn.Module, x: Tensor) -> Tensor:
+    """Give a layer each frame of `[B, C, T, H, W]` by itself, or the one of `[B, C, H, W]`."""
+    if x.ndim == 4:
+        return layer(x)
+    frames = layer(x.transpose(1, 2).flatten(0, 1))
+    return frames.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
 
 
-class _Attention(_PerFrame):
+class _Attention(nn.Module):
     """Single-head self-attention over the pixels of a frame, added to the input."""
 
     def __init__(self, channels: int) -> None:
@@ -108,44 +103,38 @@ class _Attention(_PerFrame):
         self.to_qkv = nn.Conv2d(channels, 3 * channels, 1)
         self.proj = nn.Conv2d(channels, channels, 1)
 
-    def frame(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 5:
+            return _per_frame(self, x)
         rows = self.to_qkv(self.norm(x)).flatten(2).transpose(1, 2)
         y = F.scaled_dot_product_attention(*(part[:, None] for part in rows.chunk(3, -1)))
         return x + self.proj(y[:, 0].transpose(1, 2).unflatten(2, x.shape[-2:]))
 
 
-class _Resample(_PerFrame):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.resample = nn.Sequential(*layers)
-
-    def frame(self, x: Tensor) -> Tensor:
-        return self.resample(x)
-
-
-class _Downsample(_Resample):
+class _Downsample(nn.Module):
     """Half the size; with `temporal`, T frames become (T + 1) / 2: every two but the first one."""
 
     def __init__(self, channels: int, *, temporal: bool) -> None:
-        super().__init__(nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(channels, channels, 3, stride=2))
+        super().__init__()
+        shrink = nn.Conv2d(channels, channels, 3, stride=2)
+        self.resample = nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), shrink)
         conv = nn.Conv3d(channels, channels, (3, 1, 1), stride=(2, 1, 1))
         self.time_conv = conv if temporal else None
 
     def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
+        x = _per_frame(self.resample, x)
         if self.time_conv is None or x.ndim == 4 or x.shape[2] == 1:
             return x
         return torch.cat([x[:, :, :1], self.time_conv(x)], 2)
 
 
-class _Upsample(_Resample):
+class _Upsample(nn.Module):
     """Twice the size, half the channels; with `temporal`, T frames become 2 T - 1."""
 
     def __init__(self, channels: int, *, temporal: bool) -> None:
-        super().__init__(
-            nn.Upsample(scale_factor=2, mode="nearest-exact"),
-            nn.Conv2d(channels, channels // 2, 3, padding=1),
-        )
+        super().__init__()
+        grow = nn.Upsample(scale_factor=2, mode="nearest-exact")
+        self.resample = nn.Sequential(grow, nn.Conv2d(channels, channels // 2, 3, padding=1))
         self.time_conv = nn.Conv3d(channels, 2 * channels, (3, 1, 1)) if temporal else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,7 +143,7 @@ class _Upsample(_Resample):
             pairs = self.time_conv(F.pad(x[:, :, 1:], (0, 0, 0, 0, 2, 0)))
             even, odd = pairs.chunk(2, 1)
             x = torch.cat([x[:, :, :1], torch.stack([even, odd], 3).flatten(2, 3)], 2)
-        return super().forward(x)
+        return _per_frame(self.resample, x)
 
 
 def _middle(channels: int) -> nn.Sequential:
@@ -212,12 +201,7 @@ class _Decoder(nn.Module):
 
 
 class TrainingVAE(nn.Module):
-    """The whole network.
-
-    Args:
-        width: Channels at full size; 96 in Wan 2.1.
-        latents: Channels of a latent.
-    """
+    """The whole network, of `width` channels at full size; 96 in Wan 2.1."""
 
     def __init__(self, width: int, latents: int = 16) -> None:
         super().__init__()
@@ -267,12 +251,8 @@ def balanced(vae: TrainingVAE, frames: Tensor) -> TrainingVAE:
     a smaller one. So a factor on the stream is free: whoever writes to the stream is scaled with
     it. In training nothing holds that factor; it grew beyond what float16 can hold.
 
-    Args:
-        vae: The VAE.
-        frames: `[B, 3, T, H, W]` in [-1, 1], clips like those that it was trained on.
-
-    Returns:
-        A VAE with the same outputs, rounding aside.
+    It is measured on clips `[B, 3, T, H, W]` in [-1, 1] like those that the VAE was trained on, and
+    the outputs stay the same, rounding aside.
     """
     vae = copy.deepcopy(vae)
     encoder, decoder = vae.encoder, vae.decoder
@@ -285,9 +265,7 @@ def balanced(vae: TrainingVAE, frames: Tensor) -> TrainingVAE:
 def _balance(layers: Iterable[nn.Module], x: Tensor) -> None:
     """Scale the layers of a network, from its first convolution to its head.
 
-    Args:
-        layers: In the order of the graph.
-        x: What the first of them is given; followed through the layers as they are before scaling.
+    `x` is followed through them as they are before scaling.
     """
     factor = 1.0
     for layer in layers:

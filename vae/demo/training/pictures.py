@@ -125,45 +125,27 @@ def cut(levels: list[Tensor], windows: Tensor, size: int) -> Tensor:
         1,
     )
     grid = F.affine_grid(rows, [len(windows), 3, size, size], align_corners=False)
-    return F.grid_sample(
-        level.expand(len(windows), -1, -1, -1),
-        grid,
-        mode="bicubic",
-        padding_mode="reflection",
-        align_corners=False,
-    ).clamp(0.0, 1.0)
+    level = level.expand(len(windows), -1, -1, -1)
+    frames = F.grid_sample(level, grid, "bicubic", padding_mode="reflection", align_corners=False)
+    return frames.clamp(0.0, 1.0)
 
 
 class ClipMaker:
-    """An endless source of training clips.
+    """An endless source of training clips; the seed is of every choice."""
 
-    Args:
-        seed: Of every choice.
-        pictures: What to train on.
-    """
-
-    def __init__(self, seed: int, pictures: tuple[Picture, ...] = TRAINING) -> None:
+    def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
-        photographs = [load_picture(picture) for picture in pictures]
+        photographs = [load_picture(picture) for picture in TRAINING]
         drawn = [self._draw_picture(384) for _ in range(DRAWN_PICTURES)]
         self.pyramids = [pyramid(picture) for picture in photographs + drawn]
-        weights = np.array([picture.weight for picture in pictures])
+        weights = np.array([picture.weight for picture in TRAINING])
         # One clip in eight is of a drawn picture.
         share = weights.sum() / 7.0 / len(drawn)
         weights = np.concatenate([weights, np.full(len(drawn), share)])
         self.weights = weights / weights.sum()
 
     def batch(self, clips: int, frames: int, size: int) -> Tensor:
-        """Make clips.
-
-        Args:
-            clips: How many.
-            frames: Their length.
-            size: Their frames' side.
-
-        Returns:
-            `[clips, 3, frames, size, size]` in [-1, 1].
-        """
+        """Make `[clips, 3, frames, size, size]` in [-1, 1]."""
         made = torch.stack([self.clip(frames, size) for _ in range(clips)])
         return made.transpose(1, 2) * 2.0 - 1.0
 
@@ -181,8 +163,7 @@ class ClipMaker:
             clip = torch.lerp(clip, self._layer(frames, size), mix)
         elif kind < 0.33:
             start, end = rng.uniform(0.2, 1.0, 2)
-            light = torch.linspace(start, end, frames)
-            clip = clip * light.reshape(-1, 1, 1, 1)
+            clip = clip * torch.linspace(start, end, frames).reshape(-1, 1, 1, 1)
         return self._turn(clip)
 
     def _layer(self, frames: int, size: int) -> Tensor:

@@ -47,12 +47,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ScheduleStage:
-    """A part of the schedule.
+    """A part of the schedule, up to a share of the whole.
 
-    Attributes:
-        until: Its end, as a part of the whole.
-        rate: What the step sizes are multiplied with.
-        batches: What it cycles through: clips, frames, side in pixels.
+    Step sizes are multiplied with its rate, and batches of clips, frames and a side in pixels go
+    round.
     """
 
     until: float
@@ -73,11 +71,6 @@ class Muon(torch.optim.Optimizer):
     """Steps of momentum, made orthogonal (Keller Jordan, 2024).
 
     A convolution's weight counts as a matrix from all its inputs and taps to its outputs.
-
-    Args:
-        params: Weights of convolutions.
-        lr: The step size.
-        momentum: How much of the last steps stays.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float) -> None:
@@ -90,10 +83,8 @@ class Muon(torch.optim.Optimizer):
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                state = self.state[weight]
-                if not state:
-                    state["average"] = torch.zeros_like(weight)
-                average = state["average"].lerp_(weight.grad, 1.0 - group["momentum"])
+                average = self.state[weight].setdefault("average", torch.zeros_like(weight))
+                average.lerp_(weight.grad, 1.0 - group["momentum"])
                 update = weight.grad.lerp(average, group["momentum"]).flatten(1)
                 rows, columns = update.shape
                 size = group["lr"] * max(1.0, rows / columns) ** 0.5
@@ -112,14 +103,7 @@ def _orthogonal(matrix: Tensor) -> Tensor:
 
 
 class Trainer:
-    """One run.
-
-    Args:
-        minutes: How long it takes.
-        seed: Of the weights and the clips.
-        checkpoint: Where to keep the state of the run.
-        out: Where to write the VAE.
-    """
+    """One run: how long it takes, and where its state and the VAE are written."""
 
     def __init__(self, minutes: float, seed: int, checkpoint: Path, out: Path) -> None:
         torch.manual_seed(seed)
@@ -244,11 +228,8 @@ def held_out_clip(picture: Tensor, frames: int = 17, size: int = 256) -> Tensor:
     height, width = picture.shape[-2:]
     time_ = torch.arange(frames) - (frames - 1) / 2.0
     zoom = min(1.1, min(height, width) / size / 1.05)
-    windows = torch.empty(frames, 4)
-    windows[:, 0] = width / 2.0 + 2.0 * zoom * time_
-    windows[:, 1] = height / 2.0 + 0.7 * zoom * time_
-    windows[:, 2] = zoom * (1.0 + 0.005 * time_)
-    windows[:, 3] = 0.004 * time_
+    x, y = width / 2.0 + 2.0 * zoom * time_, height / 2.0 + 0.7 * zoom * time_
+    windows = torch.stack([x, y, zoom * (1.0 + 0.005 * time_), 0.004 * time_], 1)
     return cut(pyramid(picture), windows, size).transpose(0, 1)
 
 
@@ -261,11 +242,7 @@ def export(vae: TrainingVAE, path: Path) -> None:
     latents = state["conv2.weight"].shape[0]
     state["conv1.weight"][latents:] = 0.0
     state["conv1.bias"][latents:] = 2.0 * math.log(LATENT_NOISE)
-    metadata = {
-        "format": "pt",
-        "family": "wan2.1",
-        "made_by": "fast_video_vae.vae.demo",
-    }
+    metadata = {"format": "pt", "family": "wan2.1", "made_by": "fast_video_vae.vae.demo"}
     temporary = path.with_suffix(".part")
     save_file(state, temporary, metadata)
     temporary.replace(path)
@@ -274,15 +251,14 @@ def export(vae: TrainingVAE, path: Path) -> None:
 def _channels_last(vae: TrainingVAE) -> TrainingVAE:
     """Lay the kernels out as oneDNN likes them."""
     for weight in vae.parameters():
-        if weight.ndim == 5:
-            weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
-        elif weight.ndim == 4:
-            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+        if weight.ndim >= 4:
+            order = torch.channels_last if weight.ndim == 4 else torch.channels_last_3d
+            weight.data = weight.data.contiguous(memory_format=order)
     return vae
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Train for as long as the command line says."""
     parser = argparse.ArgumentParser(description="Train the bundled VAE.")
     parser.add_argument("--minutes", type=float, default=75.0)
     parser.add_argument("--seed", type=int, default=0)
