@@ -11,7 +11,6 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from . import autotune
 from .backends import ORDER, forced
 from .errors import BackendError, Refusal
 
@@ -75,5 +74,6 @@ def _order(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str,
     if chosen is not None:
         return (chosen,)
     if args and getattr(args[0], "is_cuda", False):
+        autotune = importlib.import_module(".autotune", __package__)  # when a GPU first needs it
         return autotune.order(ask, op, args, kwargs)
     return ORDER
