@@ -19,7 +19,7 @@ from fast_video_vae.vae.cli import stretch  # noqa: E402
 from fast_video_vae.vae.media.video_reader import VideoFile, read_video  # noqa: E402
 from fast_video_vae.vae.models.config import read_configs  # noqa: E402
 
-MODULE = "fast_video_vae.vae.cli.main"
+MODULE = "fast_video_vae.vae.cli"
 ALL = {"fps": None, "size": None, "start": 0.0, "duration": None, "limit": None}
 
 
@@ -125,7 +125,7 @@ def test_the_bundled_vae_is_called_a_toy_and_another_is_not(tmp_path, run, vae_p
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no build for Windows")
 def test_a_build_of_kernels_is_said_apart_from_the_work(tmp_path, vae_path):
     """The clocks of encode and decode do not run meanwhile, and a second run has none."""
-    source = write_clip(tmp_path / "a.mp4")
+    source = write_clip(tmp_path / "a.mp4", 25)
     # Without optimisation, which is most of the time that a build takes.
     compiler = tmp_path / "compiler"
     compiler.write_text(
