@@ -33,7 +33,7 @@ from .errors import BackendError, is_out_of_memory, log_once
 from .gpu_config import GPUConfig, gpu_config
 from .measure import synchronize
 from .messages import LINE, guarded, line, padded, shown
-from .shapes import interleaved, merged, shuffled
+from .shapes import interleaved, merged, new_video, shuffled
 from .support import NativeLibrary, Support, backend_matrix, native_library
 from .tensor_files import PICKLE, SAFETENSORS, ZIP, Header, Place, kind_of, read_header
 from .warmup_log import Preparation, preparations, preparing
@@ -66,6 +66,7 @@ __all__ = [
     "log_once",
     "merge_phases",
     "native_library",
+    "new_video",
     "padded",
     "pixel_shuffle_3d",
     "preparations",

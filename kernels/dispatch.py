@@ -28,7 +28,7 @@ def run(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of th
     """Run an op, named as in the contract, on the first backend that takes it.
 
     Raises:
-        BackendError: Nobody takes the call.
+        BackendError: No backend takes the call.
     """
     reasons: dict[str, str] = {}
     for name in _order(op, args, kwargs):

@@ -157,7 +157,7 @@ def _imports_by_string(text: str) -> bool:
         for node in _nodes(text)
         if isinstance(node, ast.Call)
     }
-    return bool(names & {"import_module", "Later", "lazy_names", "LazyModule", "__import__"})
+    return bool(names & {"import_module", "Later", "__import__"})
 
 
 def _floor(path: str) -> str:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .workspace import canonical, new_video
+from ...kernels import new_video
+from .workspace import canonical
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def fitted(x: Tensor, frames: int) -> Tensor:
     if frames < known:
         return canonical(x[:, :, :frames].contiguous(memory_format=torch.channels_last_3d))
     batch, channels, _, height, width = x.shape
-    y = new_video((batch, channels, frames, height, width), x)
+    y = new_video(x, (batch, channels, frames, height, width))
     y[:, :, :known] = x
     y[:, :, known:] = x[:, :, -1:]
     return y

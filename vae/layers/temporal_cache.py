@@ -8,15 +8,13 @@ dropped.
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ...kernels import new_video
 from .frame_runs import Settling
-from .workspace import Workspace, new_video
-
-_Result = TypeVar("_Result")
+from .workspace import Workspace
 
 
 class TemporalCache:
@@ -28,6 +26,7 @@ class TemporalCache:
         band_bytes: Size of the bands of rows that some layers divide their work into, where it is
             much larger; None: they never do.
         workspace: Lends the memory of activations.
+        attempt: Does something that changes nothing before it succeeds; see `Relief.attempt`.
         thrifty: Memory is short: tails are on the host but while their layer runs.
         settling: The run of frames that goes into the next convolution comes to rest: only so many
             need to be made. None: all are.
@@ -48,16 +47,12 @@ class TemporalCache:
         self.settling: Settling | None = None
         self.after_first: set[nn.Module] = set()
         self.workspace = Workspace() if workspace is None else workspace
+        self.attempt = self.workspace.attempt
         self._tails: dict[nn.Module, Tensor] = {}
 
     def scratch(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
         """See `Workspace.scratch`."""
         return self.workspace.scratch(shape, like)
-
-    def attempt(self, do: Callable[[], _Result]) -> _Result:
-        """See `Relief.attempt`."""
-        relief = self.workspace.relief
-        return do() if relief is None else relief.attempt(do)
 
     def reused(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor | None:
         """See `Workspace.reused`."""
@@ -66,7 +61,7 @@ class TemporalCache:
     def result(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
         """Channels-last memory for a result: lent where fresh memory is costly, else fresh."""
         memory = self.reused(shape, like)
-        return self.attempt(lambda: new_video(shape, like)) if memory is None else memory
+        return self.attempt(lambda: new_video(like, shape)) if memory is None else memory
 
     def tail(self, conv: nn.Module, context: int, x: Tensor) -> Tensor:
         """The frames that a causal convolution saw last; zeros before the start of the video.
@@ -84,7 +79,7 @@ class TemporalCache:
         if tail is None:
             batch, channels, _, height, width = x.shape
             shape = (batch, channels, context, height, width)
-            tail = self._tails[conv] = self.attempt(lambda: new_video(shape, x).zero_())
+            tail = self._tails[conv] = self.attempt(lambda: new_video(x, shape).zero_())
         elif tail.device != x.device:
             tail = self._tails[conv] = self.attempt(functools.partial(tail.to, x.device))
         return tail

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ...kernels import new_video
 from .oom import Relief
 
 _Result = TypeVar("_Result")
@@ -40,7 +41,7 @@ class Workspace:
         uninitialised, of the dtype and on the device of `like`; under autograd a tensor of its own.
         """
         if torch.is_grad_enabled():
-            return new_video(shape, like)
+            return new_video(like, shape)
         nbytes = prod(shape) * like.element_size()
         block = self._scratch
         if block is None or block.numel() < nbytes or block.device != like.device:
@@ -114,13 +115,6 @@ def _video_of(block: Tensor, shape: tuple[int, ...] | torch.Size, like: Tensor) 
     batch, channels, frames, height, width = shape
     pool = block[: prod(shape) * like.element_size()].view(like.dtype)
     return pool.view(batch, frames, height, width, channels).permute(0, 4, 1, 2, 3)
-
-
-def new_video(shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
-    """Uninitialised channels-last `[B, C, T, H, W]`, of the dtype and on the device of `like`."""
-    return torch.empty(
-        shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last_3d
-    )
 
 
 def to_unit(frames: Tensor) -> Tensor:

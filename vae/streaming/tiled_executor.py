@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from ...kernels import new_video
 from ..layers.temporal_cache import TemporalCache
 from ..models.receptive_field import Size, frame_sizes
 from ..planning.tiling import Chains, FrameTile
@@ -166,11 +167,7 @@ class TiledEncode(TiledExecutor):
             if whole is None:
                 frames = sum(run.shape[2] for run in runs)
                 shape = (*runs[0].shape[:2], frames, *self._sizes[-1])
-                order = torch.channels_last_3d
-                empty = functools.partial(
-                    torch.empty, shape, dtype=x.dtype, device=x.device, memory_format=order
-                )
-                whole = part.cache.attempt(empty)
+                whole = part.cache.attempt(functools.partial(new_video, x, shape))
             done = 0
             for run in runs:
                 place = whole[:, :, done : done + run.shape[2]]
