@@ -1,8 +1,10 @@
 """Narrow VAEs of each family, what they are given, and how two results are compared."""
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fast_video_vae.tests.benchmarks.peers import PeerUnavailableError, comfyui_vae
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
@@ -29,6 +31,14 @@ def latent_for(vae, frames, height, width, batch=1):
     """A latent of frames of this size."""
     step = vae.config.spatial_compression
     return random_latent(batch, vae.config.latent_channels, frames, height // step, width // step)
+
+
+def stock(state, **options):
+    """ComfyUI's VAE of these weights, where it is there."""
+    try:
+        return comfyui_vae(state, **options)
+    except PeerUnavailableError as error:
+        pytest.skip(str(error))
 
 
 def joined(stream):

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from fast_video_vae.tests.builders import diffusers_name, one_line, random_state_dict, refused
+from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.vae.families import STATES, latent_for
+from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 from fast_video_vae.vae import LayoutError, VideoVAE, build_vae, load_vae, read_checkpoint
 
 
@@ -44,24 +47,46 @@ def test_every_dialect_loads_alike(state, dialect):
     assert {name for name, _ in vae.named_parameters()} == set(state)
 
 
-@pytest.mark.parametrize(
-    ("width", "image_channels", "out_channels", "scale"),
-    [
-        (8, 3, 3, 1),
-        (12, 3, 3, 1),
-        (24, 3, 3, 1),  # LightVAE
-        (8, 4, 4, 1),  # Qwen-Image-Layered
-        (8, 3, 12, 2),  # 2x
-        (8, 4, 16, 2),
-    ],
-)
-def test_the_configuration_is_read_off_the_weights(width, image_channels, out_channels, scale):
-    state = random_state_dict(width, image_channels=image_channels, out_channels=out_channels)
+WAN21 = {
+    "family": "wan2.1", "latent_channels": 16, "image_channels": 3, "output_scale": 1,
+    "spatial_compression": 8, "temporal_compression": 4, "encoder_width": 8, "decoder_width": 8,
+}  # fmt: skip
+LAYOUTS = [
+    (random_state_dict(8), {}),
+    (random_state_dict(24), {"encoder_width": 24, "decoder_width": 24}),  # LightVAE
+    (random_state_dict(8, image_channels=4, out_channels=4), {"image_channels": 4}),  # Layered
+    (random_state_dict(8, out_channels=12), {"output_scale": 2}),
+    (
+        random_state_dict(8, image_channels=4, out_channels=16),
+        {"image_channels": 4, "output_scale": 2},
+    ),
+    (
+        random_wan22(8, 16),
+        {"family": "wan2.2", "latent_channels": 48, "spatial_compression": 16, "decoder_width": 16},
+    ),
+    (
+        random_qwen21(8, 8),
+        {
+            **{"family": "qwen-image-2.1", "latent_channels": 64, "image_channels": 4},
+            **{"spatial_compression": 16, "temporal_compression": 1},
+        },
+    ),
+    (
+        random_seedvr2((32, 32, 64, 64)),
+        {
+            **{"family": "seedvr2", "encoder_width": 32, "decoder_width": 32},
+            **{"encoder_widths": (32, 32, 32, 64, 64), "decoder_widths": (64, 64, 64, 32, 32)},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("state", "changes"), LAYOUTS)
+def test_the_configuration_is_read_off_the_weights(state, changes):
     config = load_vae(state).config
-    assert (config.family, config.latent_channels) == ("wan2.1", 16)
-    assert (config.encoder_width, config.decoder_width) == (width, width)
-    assert (config.image_channels, config.output_scale) == (image_channels, scale)
-    assert (config.spatial_compression, config.temporal_compression) == (8, 4)
+    expected = WAN21 | changes
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert len(config.latent_mean) == len(config.latent_std) == config.latent_channels
 
 
 @pytest.mark.parametrize(
@@ -85,15 +110,17 @@ def test_every_stage_has_its_own_width(encoder_widths, decoder_widths, latent):
 
 
 @pytest.mark.parametrize("left", [("conv1.",), ()], ids=["with its conv1", "alone"])
-def test_a_decoder_alone_decodes_and_says_that_it_cannot_encode(state, latent, left):
-    decoder = {
-        key: value for key, value in state.items() if key.startswith(("decoder.", "conv2.", *left))
-    }
+@pytest.mark.parametrize("family", STATES)
+def test_a_decoder_alone_decodes_and_says_that_it_cannot_encode(family, left):
+    state, kept = STATES[family](), ("decoder.", "conv2.", *left)
+    whole = load_vae(state, dtype=torch.float32)
+    decoder = {key: value for key, value in state.items() if key.startswith(kept)}
     vae = load_vae(decoder, dtype=torch.float32)
     assert vae.config.encoder_width is None
-    assert torch.equal(vae.decode(latent), load_vae(state, dtype=torch.float32).decode(latent))
+    latent = latent_for(vae, 2, 32, 32)
+    assert torch.equal(vae.decode(latent), whole.decode(latent))
     with refused("no encoder"):
-        vae.encode(torch.zeros(1, 3, 1, 8, 8))
+        vae.encode(torch.zeros(1, vae.config.image_channels, 1, 16, 16))
 
 
 @pytest.mark.parametrize(
@@ -154,11 +181,6 @@ def test_the_state_dict_stays_the_callers(state, latent):
         for parameter in vae.parameters():
             parameter.mul_(2)
     assert all(torch.equal(state[key], before[key]) for key in before)
-
-
-def test_a_missing_file_says_so(tmp_path):
-    with refused("does not exist", "none.safetensors", error=FileNotFoundError):
-        load_vae(tmp_path / "none.safetensors")
 
 
 class _Payload:
@@ -238,6 +260,15 @@ def test_what_does_not_fit_is_one_report(state, changes, words):
     broken = {key: value for key, value in {**state, **changes}.items() if value is not None}
     with refused(*words):
         load_vae(broken)
+
+
+def test_layouts_that_no_network_has_are_refused():
+    state = random_wan22(8, 16)
+    broken = {key: v for key, v in state.items() if not key.startswith("decoder.upsamples.2.")}
+    with refused("the decoder has 3 stages; expected 4 or 5"):
+        load_vae(broken)
+    with refused("48 channels; expected a multiple of 32"):
+        load_vae(random_seedvr2((48, 64, 64, 64)))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

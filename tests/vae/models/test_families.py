@@ -14,6 +14,7 @@ from fast_video_vae.tests.vae.families import (
     random_frames,
     random_latent,
     relative_error,
+    stock,
 )
 from fast_video_vae.tests.vae.models.seedvr2_oracle import Oracle
 from fast_video_vae.tests.wan22 import random_wan22
@@ -90,6 +91,27 @@ def slow(*rows):
 )
 def test_equals_its_peer(family, latents, batch):
     family.check(family.vae.encode, family.vae.decode, latents, batch)
+
+
+COMFYUI = {
+    "wan2.1": lambda: random_state_dict(8),
+    "LightVAE": lambda: random_state_dict(24),
+    "Qwen-Image-Layered": lambda: random_state_dict(8, image_channels=4, out_channels=4),
+    "wan2.2": lambda: random_wan22(8, 16),
+}
+
+
+@pytest.mark.comfyui
+@pytest.mark.parametrize("name", COMFYUI)
+def test_equals_comfyui(name):
+    state = COMFYUI[name]()
+    peer, vae = stock(state), load_vae(state, dtype=torch.float32)
+    for frames in (1, 5, 17):
+        video = random_frames(1, vae.config.image_channels, frames, 32, 48)
+        expected = peer.encode(video)
+        assert relative_error(vae.encode(video), expected) <= 1e-5
+        # not clamped, neither here nor there
+        assert relative_error(vae.decode(expected), peer.decode(expected)) <= 1e-5
 
 
 @pytest.mark.usefixtures("weights_layout")
