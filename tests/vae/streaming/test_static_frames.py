@@ -54,8 +54,8 @@ def of(vae, video):
     ],
 )
 def test_what_stands_still_is_the_same_and_costs_less(vae, parts, chunk):
-    took, whole = costs(vae, clip(*parts), chunk)
-    assert took < 0.75 * whole
+    took, whole = check(vae, clip(*parts), chunk)
+    assert took.count < 0.75 * whole.count
 
 
 @pytest.mark.parametrize(
@@ -83,39 +83,24 @@ def encoded(vae, pieces, chunk, skips):
 
 
 def check(vae, video, chunk, pieces=None):
-    """The same latents with what stands still left out and without."""
-    video = of(vae, video)
-    results = []
-    for skips in (True, False):
-        source = video if pieces is None else iter(video.split(pieces, 2))
-        results.append(encoded(vae, source, chunk, skips))
-    close(*results)
-
-
-def costs(vae, video, chunk):
-    """Likewise; how many convolutions it took, and how many it takes without."""
+    """The same latents with what stands still left out and without; the work of both."""
     video = of(vae, video)
     encoded(vae, video[:, :, :9], chunk, False)  # forms are made
-    counts, results = [], []
+    work, results = [], []
     for skips in (True, False):
+        source = video if pieces is None else iter(video.split(pieces, 2))
         with Convolutions() as seen:
-            results.append(encoded(vae, video, chunk, skips))
-        counts.append(seen.count)
+            results.append(encoded(vae, source, chunk, skips))
+        work.append(seen)
     close(*results)
-    return counts
+    return work
 
 
 @pytest.mark.parametrize("chunk", [1, 4, -1, None])
 def test_a_picture_and_80_grey_frames_take_a_quarter_of_the_products(chunk):
     vae = load_vae(random_state_dict(8), dtype=torch.float32)
-    video = torch.zeros(1, 3, 81, 32, 32)
-    video[:, :, :1] = clip(1, size=32)
-    products = []
-    for skips in (True, False):
-        with Convolutions() as seen:
-            encoded(vae, video, chunk, skips)
-        products.append(seen.products)
-    assert products[0] < products[1] / 4
+    took, whole = check(vae, clip(1, "grey", ("still", 79), size=32), chunk)
+    assert took.products < whole.products / 4
 
 
 @pytest.mark.parametrize("vae", VIDEO, indirect=True)
@@ -158,9 +143,7 @@ def test_a_change_of_one_number_is_a_change(vae):
 def test_long_enough_ends_cost_nothing(vae):
     def convolutions(latents):
         video = of(vae, clip(1, ("still", 4 * latents)))
-        with Convolutions() as seen:
-            encoded(vae, video, 1, True)
-        return seen.count
+        return check(vae, video, 1)[0].count
 
     assert convolutions(60) == convolutions(50) > 0
 
@@ -184,9 +167,9 @@ def test_eight_bits_and_batches_are_compared_too(vae):
     moving = ((clip(45) + 1) * 127).to(torch.uint8)
     both = torch.cat([video, moving], 0)
     for frames in (video, both):
-        took, whole = costs(vae, frames, 1)
+        took, whole = check(vae, frames, 1)
         if vae.config.family != "qwen-image-2.1":
-            assert (took < whole) == (frames is video)
+            assert (took.count < whole.count) == (frames is video)
 
 
 def test_what_learns_is_computed(vae):
