@@ -4,6 +4,7 @@
 """
 
 import re
+import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -200,6 +201,23 @@ def installed_command(*arguments: str, first: str = "") -> list[str]:
         "sys.exit(main())"
     )
     return [sys.executable, "-c", code, *arguments]
+
+
+def succeeded(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+    """Run a command without input, which has to succeed; `options` are those of `run`."""
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, **options
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def pyproject() -> dict[str, dict]:
+    """What pyproject.toml says."""
+    import pytest
+
+    tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
+    return tomllib.loads((_CONFTEST.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def _gain(name: str) -> float:

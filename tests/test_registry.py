@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from fast_video_vae.tests.builders import pyproject, succeeded
 from fast_video_vae.tests.nodes.checkout import PACK
 from fast_video_vae.tests.tools.publish import published_files, tree_files
 
@@ -35,9 +36,8 @@ needs_comfy_cli = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def pyproject():
-    tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
-    return tomllib.loads((PACK / "pyproject.toml").read_text(encoding="utf-8"))
+def project():
+    return pyproject()
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,8 @@ def environment(tmp_path):
     return {**os.environ, **home, "DO_NOT_TRACK": "1", "NO_COLOR": "1", "COLUMNS": "200"}
 
 
-def test_everything_follows_the_address_in_pyproject(pyproject):
-    urls, comfy = pyproject["project"]["urls"], pyproject["tool"]["comfy"]
+def test_everything_follows_the_address_in_pyproject(project):
+    urls, comfy = project["project"]["urls"], project["tool"]["comfy"]
     owner, name = re.fullmatch(
         r"https://github\.com/([\w-]+)/([\w-]+)", urls["Repository"]
     ).groups()
@@ -76,7 +76,7 @@ def test_everything_follows_the_address_in_pyproject(pyproject):
     assert f"git clone {urls['Repository']}\n" in readme
 
 
-def test_the_manager_shows_the_pack_as_supported(pyproject):
+def test_the_manager_shows_the_pack_as_supported(project):
     """The registry reads system and accelerator from classifiers, and drops lists it cannot read.
 
     One unknown entry empties a list. Only names that PyPI has, too, let setuptools build the pack.
@@ -86,22 +86,22 @@ def test_the_manager_shows_the_pack_as_supported(pyproject):
         "Environment": {"GPU :: NVIDIA CUDA"},
     }
     found: dict[str, set[str]] = {}
-    for classifier in pyproject["project"]["classifiers"]:
+    for classifier in project["project"]["classifiers"]:
         kind, _, value = classifier.partition(" :: ")
         found.setdefault(kind, set()).add(value)
     assert {kind: found.get(kind) for kind in known} == known
     # What else is compared with the user's machine: absent is anything, else it has to be readable.
-    assert re.fullmatch(r">=\d+\.\d+\.\d+", pyproject["tool"]["comfy"]["requires-comfyui"])
-    assert re.fullmatch(r">=3\.\d+", pyproject["project"]["requires-python"])
-    needed = pyproject["project"]["dependencies"]
+    assert re.fullmatch(r">=\d+\.\d+\.\d+", project["tool"]["comfy"]["requires-comfyui"])
+    assert re.fullmatch(r">=3\.\d+", project["project"]["requires-python"])
+    needed = project["project"]["dependencies"]
     assert not [name for name in needed if name.startswith("comfyui-frontend-package")]
 
 
-def test_the_icon_is_small_and_square_and_the_banner_wide(pyproject):
+def test_the_icon_is_small_and_square_and_the_banner_wide(project):
     image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     shapes = {}
     for key in ("Icon", "Banner"):
-        path = PACK / "media" / pyproject["tool"]["comfy"][key].rpartition("/")[2]
+        path = PACK / "media" / project["tool"]["comfy"][key].rpartition("/")[2]
         with image.open(path) as picture:
             shapes[key] = picture.size
     assert shapes["Icon"] == (400, 400)
@@ -126,31 +126,14 @@ def test_the_archive_holds_what_the_pack_needs_and_nothing_else():
 def test_what_is_published_has_no_exec_eval_or_semicolons():
     sources = [str(path) for path in published_files() if path.suffix == ".py"]
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--ignore-noqa", "--no-cache"]
-    done = subprocess.run(
-        [*command, "--select", RULES, *sources],
-        cwd=PACK,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeeded([*command, "--select", RULES, *sources], cwd=PACK)
 
 
 @needs_comfy_cli
 def test_the_registry_finds_nothing_to_warn_of(clone, environment):
     command = [sys.executable, "-m", "comfy_cli", "--skip-prompt", "node", "validate"]
-    done = subprocess.run(
-        command,
-        cwd=clone,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = succeeded(command, cwd=clone, env=environment, timeout=60)
     said = done.stdout + done.stderr
-    assert done.returncode == 0, said
     assert "All validation checks passed" in said
     assert not re.search("warning|error", said, re.IGNORECASE), said
 
@@ -158,11 +141,7 @@ def test_the_registry_finds_nothing_to_warn_of(clone, environment):
 @needs_comfy_cli
 def test_the_registrys_own_tool_packs_the_same_files(clone, environment, tmp_path):
     path = tmp_path / "node.zip"
-    command = [sys.executable, "-c", ZIP, str(path)]
-    done = subprocess.run(
-        command, cwd=clone, env=environment, capture_output=True, text=True, check=False, timeout=60
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeeded([sys.executable, "-c", ZIP, str(path)], cwd=clone, env=environment, timeout=60)
     with zipfile.ZipFile(path) as archive:
         packed = archive.namelist()
     assert sorted(packed) == [str(path) for path in published_files()]

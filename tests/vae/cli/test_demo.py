@@ -2,14 +2,13 @@
 
 import os
 import re
-import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
-from fast_video_vae.tests.builders import module_command, random_state_dict
+from fast_video_vae.tests.builders import module_command, random_state_dict, succeeded
 
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
@@ -138,9 +137,7 @@ def test_a_build_of_kernels_is_said_apart_from_the_work(tmp_path, vae_path):
     settings = {"CXX": str(compiler), "FAST_VIDEO_VAE_CACHE": str(tmp_path / "cache")}
     said = []
     for _ in range(2):
-        done = subprocess.run(
-            command, env={**os.environ, **settings}, capture_output=True, text=True, check=True
-        )
+        done = succeeded(command, env={**os.environ, **settings})
         said.append(done.stdout)
     if "no native CPU kernels" in done.stderr:
         pytest.skip(done.stderr)

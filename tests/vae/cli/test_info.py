@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +12,13 @@ from safetensors.torch import save_file
 
 from fast_video_vae.kernels import Support, backend_matrix, native_library
 from fast_video_vae.kernels.backends import ORDER
-from fast_video_vae.tests.builders import decoder_of, module_command, random_state_dict
+from fast_video_vae.tests.builders import decoder_of, module_command, random_state_dict, succeeded
 
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
 
 from fast_video_vae.vae.cli import info  # noqa: E402
 from fast_video_vae.vae.cli.info import SIZES, WIDTH, support_table  # noqa: E402
-from fast_video_vae.vae.cli.main import main  # noqa: E402
 
 README = Path(__file__).resolve().parents[3] / "README.md"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,17 +29,24 @@ def matrix():
     return backend_matrix()
 
 
-def told(capsys, *arguments):
-    assert main(["info", *map(str, arguments)]) == 0
-    return capsys.readouterr().out.splitlines()
+@pytest.fixture
+def told(run):
+    """What the command says."""
+
+    def call(*arguments):
+        code, lines, _ = run("info", *arguments)
+        assert code == 0
+        return lines
+
+    return call
 
 
 @pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cuda")])
-def test_the_table_has_a_line_per_op_and_fits_a_terminal(capsys, matrix, monkeypatch, devices):
+def test_the_table_has_a_line_per_op_and_fits_a_terminal(told, matrix, monkeypatch, devices):
     on_cpu = [each for each in matrix if each.device == "cpu"]
     rows = [replace(each, device=device) for device in devices for each in on_cpu]
     monkeypatch.setattr(info, "backend_matrix", lambda: rows)
-    lines = told(capsys, "--backends", "--quiet")
+    lines = told("--backends", "--quiet")
     assert max(len(line) for line in lines if not line.startswith("library")) <= WIDTH
     heads = [re.split(r"  +", line) for line in lines if line.startswith("op ")]
     assert heads == [["op", *(f"{device} {name}" for name in ORDER)] for device in devices]
@@ -53,20 +58,22 @@ def test_the_table_has_a_line_per_op_and_fits_a_terminal(capsys, matrix, monkeyp
     assert re.search(r"^CPU +\w+", text, flags=re.MULTILINE)
 
 
-def test_a_vae_comes_before_the_table(capsys, tmp_path):
-    save_file(random_state_dict(8), tmp_path / "vae.safetensors")
-    lines = told(capsys, tmp_path / "vae.safetensors", "--backends", "-q")
-    table = told(capsys, "--backends", "-q")
-    assert lines[0].startswith("file")
+def test_a_vae_comes_before_the_table(told, vae_path):
+    lines = told(vae_path, "--backends", "-q")
+    table = told("--backends", "-q")
+    head = dict(line.split(maxsplit=1) for line in lines[:11] if line)
+    assert (head["file"], head["family"]) == (str(vae_path), "wan2.1")
+    assert head["base"] == "width    encoder 8, decoder 8"
+    count = sum(value.numel() for value in random_state_dict(8).values())
+    assert head["parameters"] == f"{count:,}"
     assert lines[-len(table) :] == table
 
 
-def test_a_vae_tells_how_each_size_would_run(capsys, tmp_path):
-    save_file(random_state_dict(8), tmp_path / "vae.safetensors")
+def test_a_vae_tells_how_each_size_would_run(told, vae_path):
     names = [f"{width}x{height}" for width, height in SIZES]
     tables = []
     for options, where in (((), "free"), (("--limit", "0.2"), "within 0.2 GiB")):
-        lines = told(capsys, tmp_path / "vae.safetensors", *options)
+        lines = told(vae_path, *options)
         (head,) = [index for index, line in enumerate(lines) if line.startswith("memory beside")]
         assert where in lines[head]
         assert max(map(len, lines[head:])) <= WIDTH
@@ -80,15 +87,15 @@ def test_a_vae_tells_how_each_size_would_run(capsys, tmp_path):
     assert tight[-1].endswith("; more than the limit")
 
 
-def test_a_decoder_alone_tells_of_decoding(capsys, tmp_path):
+def test_a_decoder_alone_tells_of_decoding(told, tmp_path):
     save_file(decoder_of(random_state_dict(8)), tmp_path / "vae.safetensors")
-    table = told(capsys, tmp_path / "vae.safetensors")[-len(SIZES) :]
+    table = told(tmp_path / "vae.safetensors")[-len(SIZES) :]
     assert [line.split()[1] for line in table] == ["decode"] * len(SIZES)
 
 
 @pytest.mark.parametrize("arguments", [("--device",), ("--device", "cpu")])
-def test_a_device_tells_what_it_does(capsys, arguments):
-    lines = told(capsys, "--quiet", *arguments)
+def test_a_device_tells_what_it_does(told, arguments):
+    lines = told("--quiet", *arguments)
     assert len(lines) == 5
     assert "compute capability" in lines[0]
     (c,) = re.findall(r"from ([0-9.]+) \* in \* out / \(in \+ 2 out\) tokens on", "\n".join(lines))
@@ -115,7 +122,7 @@ NO_BUILD = pytest.mark.skipif(sys.platform == "win32", reason="there is no build
 def test_what_is_missing_is_told_and_the_reference_serves(tmp_path, setting, reason, quiet):
     command = module_command("fast_video_vae.vae.cli", "info", "--backends", *["--quiet"] * quiet)
     environment = {**os.environ, "FAST_VIDEO_VAE_CACHE": str(tmp_path)} | setting
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    done = succeeded(command, env=environment)
     lines = done.stdout.splitlines()
     assert f"(3) {reason}" in lines  # the first are that triton and cuda are for GPUs
     assert f"missing   {reason}" in lines
@@ -136,10 +143,7 @@ def test_what_is_missing_is_told_and_the_reference_serves(tmp_path, setting, rea
 def test_the_library_is_built_with_a_note_and_found_again(tmp_path):
     command = module_command("fast_video_vae.vae.cli", "info", "--backends")
     environment = {**os.environ, "FAST_VIDEO_VAE_CACHE": str(tmp_path)}
-    first, second = (
-        subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-        for _ in range(2)
-    )
+    first, second = (succeeded(command, env=environment) for _ in range(2))
     assert re.fullmatch(r"note: building the CPU kernels, .*\n", first.stderr)
     assert second.stderr == ""
     assert first.stdout == second.stdout

@@ -18,6 +18,7 @@ from fast_video_vae.tests.builders import (
     installed_command,
     random_state_dict,
     script_command,
+    succeeded,
 )
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 
@@ -160,15 +161,6 @@ def test_decode_takes_latents_of_comfyui(tmp_path, done, arguments, fps):
     assert read_video(movie).estimated_frames == 5
 
 
-def test_info_tells_what_a_file_is(run, vae_path):
-    code, lines, _ = run("info", vae_path)
-    assert code == 0
-    told = dict(line.split(maxsplit=1) for line in lines if line.startswith(("family", "param")))
-    count = sum(value.numel() for value in random_state_dict(8).values())
-    assert told == {"family": "wan2.1", "parameters": f"{count:,}"}
-    assert "encoder 8, decoder 8" in "\n".join(lines)
-
-
 def test_the_dtype_reaches_the_vae(tmp_path, run, vae_path, video):
     latents = tmp_path / "l.safetensors"
     options = ("--dtype", "bf16")
@@ -227,12 +219,8 @@ def test_wrong_usage_is_2(run, arguments):
         ("demo clip.mp4 --vae VAE --out text.mp4/x", "Not a directory: .*text.mp4/x"),
         ("demo clip.mp4 --vae VAE --device moon", "device 'moon' is unknown; .* has cpu"),
         ("demo clip.mp4 --vae VAE --device cpu:3", "device is 'cpu:3'; this PyTorch has cpu"),
-        ("encode clip.mp4 --vae VAE -o x.safetensors --device meta", "device is 'meta'; .* cpu"),
-        ("info VAE --device xla", "device is 'xla'; this PyTorch has cpu"),
         ("bench --vae VAE --device cuda:256", "device is 'cuda:256'; this PyTorch has cpu"),
         ("demo clip.mp4 --vae VAE --tile 4x16", "tiles are 4x16; this VAE needs at least 8x8"),
-        ("encode clip.mp4 --vae VAE -o x.safetensors --tile 16x7", "tiles are 16x7; .* 8x8"),
-        ("decode tall.safetensors --vae VAE -o x.mp4 --tile 1x1", "tiles are 1x1; .* 8x8"),
         # an output that cannot be written is told before the VAE is even looked for
         ("encode clip.mp4 --vae none -o folder/x.safetensors", "No such file .*folder/x"),
         ("encode clip.mp4 --vae none -o text.mp4/x.safetensors", "Not a directory"),
@@ -243,10 +231,6 @@ def test_wrong_usage_is_2(run, arguments):
         ("decode other.safetensors --vae VAE -o x.mp4", "of the family other; .* is wan2.1"),
         ("decode wide.safetensors --vae VAE -o x.mp4", "8 channels; this VAE needs 16"),
         ("decode nan.safetensors --vae VAE -o x.mp4", "NaN"),
-        (
-            "decode tall.safetensors --vae none -o a.webm --codec h264",
-            "a.webm is not a file for h264",
-        ),
         ("decode tall.safetensors --vae none -o a.avi", "a.avi is not named as a video; expected"),
         ("decode tall.safetensors --vae none -o a.mp4 --audio no.wav", "No such file .*no.wav"),
         ("decode tall.safetensors --vae none -o a.mp4 --audio text.mp4", "cannot be read as sound"),
@@ -302,7 +286,7 @@ def test_a_device_that_is_there_is_taken(name):
 
 def test_the_version_is_that_of_the_project_and_needs_no_torch():
     command = installed_command("--version", first="sys.modules['torch'] = None")
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = succeeded(command)
     version = re.search('^version = "(.*)"$', PROJECT.read_text(encoding="utf-8"), re.MULTILINE)
     assert done.stdout == f"fast-video-vae {version[1]}\n"
 

@@ -1,13 +1,12 @@
 """A dtype that is slow on a CPU: float32 computes, and the results are in the dtype asked for."""
 
 import math
-import subprocess
 import time
 
 import pytest
 import torch
 
-from fast_video_vae.tests.builders import random_state_dict, script_command
+from fast_video_vae.tests.builders import random_state_dict, script_command, succeeded
 from fast_video_vae.tests.vae.families import STATES, VIDEO, joined, random_frames, stock
 from fast_video_vae.vae import VAE_PATH, StreamOptions, load_vae, read_checkpoint
 from fast_video_vae.vae.streaming.precision import compute_dtype
@@ -137,8 +136,7 @@ for _ in range(2):
 
 
 def test_one_line_of_the_log_says_what_is_done_instead(slow_half):
-    done = subprocess.run(script_command(_TWICE), capture_output=True, text=True, check=True)
-    (line,) = done.stderr.splitlines()
+    (line,) = succeeded(script_command(_TWICE)).stderr.splitlines()
     assert "float16" in line
     assert "computing in float32, results stay float16" in line
 
