@@ -41,9 +41,9 @@ def hostile_files(canary, every=1):
                 yield f"{make.__name__[1:]} {number} {name}", content
 
 
-def noise(count, seed=1):
+def noise(count):
     """Names and contents of `.pth` files: random bytes behind beginnings of real ones."""
-    draw = random.Random(seed)
+    draw = random.Random(1)
     heads = [b"", b"PK\x03\x04", b"\x80\x02", b"\x80\x04\x95", *_honest().values()]
     for number in range(count):
         head = draw.choice(heads)[: draw.randrange(3000)]

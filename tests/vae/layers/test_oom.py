@@ -1,7 +1,5 @@
 """Memory that runs out in the middle of a video: nothing is lost, and nothing computed twice."""
 
-import logging
-
 import pytest
 import torch
 
@@ -76,23 +74,6 @@ def both(vae, latents=5, size=4):
     return latent_for(vae, latents, side, side), video
 
 
-@pytest.mark.parametrize(
-    "at", [1, 3, *(pytest.param(at, marks=pytest.mark.slow) for at in (2, 5, 8))]
-)
-def test_it_goes_on_where_memory_ran_out(vae, memory, caplog, at):
-    latent, video = both(vae)
-    for stream, given in ((vae.decode_stream, latent), (vae.encode_stream, video)):
-        memory.count, memory.fails = 0, set()
-        expected = joined(stream(given, StreamOptions(1)))
-        memory.count, memory.fails = 0, {at}
-        with caplog.at_level(logging.WARNING):
-            caplog.clear()
-            close(joined(stream(given, StreamOptions(1))), expected)
-        if memory.count >= at:
-            (record,) = caplog.records
-            assert "memory ran out" in record.message
-
-
 @pytest.mark.parametrize("at", [3, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 5))])
 def test_nothing_is_computed_twice(vae, memory, products, monkeypatch, at):
     # By the same plan, because tiles compute their halos twice.
@@ -160,19 +141,6 @@ def test_the_host_is_asked_for_memory_first(vae, memory):
     options = StreamOptions(1, release=lambda: asked.append(1))
     close(joined(vae.decode_stream(latent, options)), expected)
     assert asked
-
-
-def test_what_memory_never_suffices_for_raises_the_first_error(vae, memory):
-    latent, _ = both(vae)
-    memory.most = 1
-    message = (
-        r"^memory ran out in a decode, and nothing is left to give back \(no \d+ bytes\); "
-        r"smaller tiles, frames or chunks take less$"
-    )
-    with pytest.raises(torch.OutOfMemoryError, match=message):
-        joined(vae.decode_stream(latent, StreamOptions(1)))
-    memory.most = None
-    close(joined(vae.decode_stream(latent, StreamOptions(1))), vae.decode(latent))
 
 
 def test_another_error_is_raised_at_once(vae, monkeypatch):

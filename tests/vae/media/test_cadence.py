@@ -142,13 +142,6 @@ def test_a_stretch_of_a_varying_video(tmp_path, container, options, expected):
     assert sum(a != b for a, b in pairs) <= 1 or all(abs(a - b) <= 1 for a, b in pairs)
 
 
-def test_a_stretch_of_slides_has_its_slide(tmp_path):
-    times = [0, 40, 80, 3000, 3040, 3080, 6000]
-    video = read_video(irregular(tmp_path / "a.mkv", times))
-    assert set(shown(video, start=1.0, duration=1.0)) == {2}
-    assert len(shown(video, start=1.0, duration=1.0)) == 25
-
-
 @pytest.mark.parametrize(
     ("times", "announced", "fps", "is_constant"),
     [

@@ -1,8 +1,8 @@
 """The times of frames: stretches of a video and other rates, against the definition."""
 
+import itertools
 import math
 from fractions import Fraction
-from itertools import pairwise
 
 import pytest
 
@@ -33,12 +33,11 @@ def constant(count, fps, start=Fraction(0), digits=None):
 
 def ending(times):
     """Frames that are their own number, each until the next; the last time is the end."""
-    return [TimedFrame(a, b, index) for index, (a, b) in enumerate(pairwise(times))]
+    return [TimedFrame(a, b, index) for index, (a, b) in enumerate(itertools.pairwise(times))]
 
 
-def shown(items, fps, end=None):
-    found = at_rate(items, fps, items[0].time, end)
-    return [frame for frame, count in found for _ in range(count)]
+def shown(items, fps, end=None, by=at_rate):
+    return [frame for frame, count in by(items, fps, items[0].time, end) for _ in range(count)]
 
 
 def nearest(items, fps):
@@ -59,32 +58,22 @@ def nearest(items, fps):
     return found
 
 
-@pytest.mark.parametrize("source", RATES)
 @pytest.mark.parametrize("fps", RATES)
-@pytest.mark.parametrize("count", [1, 2, 20])
-def test_every_moment_shows_the_nearest_frame(source, fps, count):
-    items = constant(count, source, Fraction(7, 3))
-    assert shown(items, fps) == nearest(items, fps)
+def test_every_moment_shows_the_nearest_frame(fps):
+    varying = ending(Fraction(time, 100) for time in [0, 10, 15, 90, 200, 201, 300])
+    pairs = itertools.product((1, 2, 20), RATES)
+    for items in [varying, *(constant(*pair, Fraction(7, 3)) for pair in pairs)]:
+        assert shown(items, fps) == nearest(items, fps)
 
 
-@pytest.mark.parametrize("source", RATES)
-def test_the_same_rate_changes_nothing(source):
-    for digits in (None, 3):
-        assert shown(constant(500, source, digits=digits), source) == list(range(500))
-
-
-@pytest.mark.parametrize(("source", "fps"), [(24, 48), (12, 24), (30, 60), (24, 12), (60, 15)])
+@pytest.mark.parametrize(
+    ("source", "fps"),
+    [(24, 48), (12, 24), (30, 60), (24, 12), (60, 15), *zip(RATES, RATES, strict=True)],
+)
 def test_milliseconds_do_not_break_the_beat(source, fps):
     exact = constant(400, Fraction(source))
     rounded = constant(400, Fraction(source), digits=3)
     assert shown(rounded, Fraction(fps)) == shown(exact, Fraction(fps))
-
-
-def test_a_varying_rate():
-    hundredths = [0, 10, 15, 90, 200, 201, 300]
-    items = ending(Fraction(time, 100) for time in hundredths)
-    for fps in RATES:
-        assert shown(items, fps) == nearest(items, fps)
 
 
 def test_a_stretch_has_as_many_frames_as_its_length_says():
@@ -112,26 +101,21 @@ def test_a_rate_that_no_file_holds_is_refused():
             checked_rate(fps)
 
 
-def stepped(items, fps, start=None, end=None):
-    found = in_step(items, fps, items[0].time if start is None else start, end)
-    return [frame for frame, count in found for _ in range(count)]
-
-
 @pytest.mark.parametrize("fps", RATES)
 @pytest.mark.parametrize("digits", [None, 3])
 @pytest.mark.parametrize("count", [1, 2, 7, 400])
 def test_constant_frames_come_in_turn(fps, digits, count):
     items = constant(count, fps, Fraction(7, 3), digits)
-    assert stepped(items, fps) == list(range(count))
+    assert shown(items, fps, by=in_step) == list(range(count))
     # A rate that is a little off, by less than a frame in all, changes nothing.
-    assert stepped(items, fps * (1 + LEEWAY / 2 / count)) == list(range(count))
+    assert shown(items, fps * (1 + LEEWAY / 2 / count), by=in_step) == list(range(count))
 
 
 @pytest.mark.parametrize("fps", RATES)
 @pytest.mark.parametrize("source", RATES)
 def test_no_frame_is_shown_too_early_or_late(source, fps):
     items = constant(60, source, Fraction(7, 3))
-    found = stepped(items, fps)
+    found = shown(items, fps, by=in_step)
     for tick, number in enumerate(found):
         if tick == 0 or found[tick - 1] != number:
             moment = items[0].time + tick / fps
@@ -154,7 +138,7 @@ def test_no_frame_is_shown_too_early_or_late(source, fps):
 )
 def test_pauses_repeat_and_haste_drops(times, fps, end, expected):
     items = ending(map(Fraction, times))
-    assert stepped(items, Fraction(fps), end=end) == expected
+    assert shown(items, Fraction(fps), end, in_step) == expected
 
 
 def frame_at(milliseconds):
