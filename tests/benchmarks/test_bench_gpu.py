@@ -84,16 +84,16 @@ def test_what_fails_stands_in_its_row_and_the_rest_goes_on(tmp_path):
         raise rows.Missing("no such thing")
 
     cases = [
-        rows.Case(("a", "b"), half),
-        rows.Case(("c",), absent),
-        rows.Case(("d",), lambda: [("d", {"s": 2.0})]),
+        rows.Case("x", ("a", "b"), half),
+        rows.Case("x", ("c",), absent),
+        rows.Case("y", ("a",), lambda: [("a", {"s": 2.0})]),
     ]
     file = rows.Rows(tmp_path / "rows.json", {"device": "cpu"})
     for _ in rows.run_section(file, rows.Clock(time.time() + 60), "copy", cases, "cpu"):
         pass
     kept = rows.Rows(file.path).rows
     assert [(row["name"], row["status"]) for row in kept] == [
-        ("a", "ok"), ("b", "failed"), ("c", "missing"), ("d", "ok"),
+        ("x: a", "ok"), ("x: b", "failed"), ("x: c", "missing"), ("y: a", "ok"),
     ]  # fmt: skip
     assert kept[1]["reason"] == "OutOfMemoryError: no memory"
 

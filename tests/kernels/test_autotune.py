@@ -208,7 +208,7 @@ def test_an_example_has_statistics_where_the_call_has(dtype):
         made = sample_inputs.call("group_norm_silu", (4, 7, 9), dtype, CPU, given)
         assert (made["statistics"] is None) == (statistics is None)
         assert kernels.group_norm_silu(**made).isfinite().all()
-    assert sample_inputs.call("group_norm_silu", (4, 7, 9), dtype, CPU)["statistics"] is None
+    assert "statistics" not in sample_inputs.call("group_norm_silu", (4, 7, 9), dtype, CPU)
 
 
 @pytest.mark.parametrize("op", OPS)

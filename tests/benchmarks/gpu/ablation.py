@@ -1,12 +1,11 @@
 """Section `ablation`: our decode with one idea out at a time, beside itself, in turn."""
 
 import functools
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 from torch import Tensor
 
-from .rows import Case, Values
+from .rows import Case, Results
 from .session import Session
 from .turns import in_turn, pairs, snr_db, thread
 from .vae import Clip
@@ -20,15 +19,12 @@ def cases(session: Session) -> list[Case]:
         clip = Clip("wan2.1", "decode", *size)
         for variant in variants(session, session.ours("wan2.1")):
             if variant.lone or clip.frames > 1:
-                name = clip.row(variant.name)
-                run = functools.partial(_compare, session, clip, variant, name)
-                found.append(Case((name,), run))
+                run = functools.partial(_compare, session, clip, variant)
+                found.append(Case(clip.label, (variant.name,), run))
     return found
 
 
-def _compare(
-    session: Session, clip: Clip, variant: Variant, name: str
-) -> Iterator[tuple[str, Values | Exception]]:
+def _compare(session: Session, clip: Clip, variant: Variant) -> Results:
     vae = session.ours("wan2.1")
     x = clip.make(session)
     first: dict[str, Tensor] = {}
@@ -41,17 +37,13 @@ def _compare(
         runs = {"as it is": lambda: vae.decode(x), "changed": lambda: there(changed)}
         results = in_turn(session, runs, look=first.__setitem__, alike=True)
     changed_one, base = results["changed"], results["as it is"]
-    error = changed_one.error or base.error
-    if error is not None:
-        yield name, error
-        return
-    yield (
-        name,
-        {
-            **changed_one.values(),
-            "as_it_is_s": base.median_s,
-            "times_as_it_is": pairs(results, "changed", "as it is"),
-            "as_it_is_peak_gib": base.values()["peak_gib"],
-            "snr_db": snr_db(first["changed"], first["as it is"]),
-        },
-    )
+    if error := changed_one.error or base.error:
+        raise error
+    values = {
+        **changed_one.values(),
+        "as_it_is_s": base.median_s,
+        "times_as_it_is": pairs(results, "changed", "as it is"),
+        "as_it_is_peak_gib": base.values()["peak_gib"],
+        "snr_db": snr_db(first["changed"], first["as it is"]),
+    }
+    yield variant.name, values

@@ -2,16 +2,13 @@
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from fast_video_vae.kernels import use_backend
-from fast_video_vae.kernels.dispatch import ask
-from fast_video_vae.kernels.errors import Refusal
-
-from .rows import Case, Missing, Refused, Values
+from .ops import forced
+from .rows import Case, Results
 from .session import Session
 
 # The function of that name hides the module in its package.
@@ -35,16 +32,12 @@ def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def by_triton(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Ours in Triton."""
-    if q.device.type != "cuda":
-        raise Missing("Triton is for GPUs")
-    try:
-        with use_backend("triton"):
-            return ask("triton", "attention", q, k, v)
-    except Refusal as refusal:
-        raise Refused(str(refusal)) from refusal
+    return forced("triton", q.device, "attention", q, k, v)
 
 
-IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+IMPLEMENTATIONS: dict[str, Attention] = {
     "PyTorch's fused kernel": fused,
     "blocks of products": in_blocks,
     "Triton": by_triton,
@@ -55,25 +48,18 @@ def cases(session: Session) -> list[Case]:
     """One for each implementation and size."""
     found = []
     for head, tokens in session.pick(_SIZES, _SMALL_SIZES):
-        for label, implementation in IMPLEMENTATIONS.items():
-            name = f"head {head}, {tokens} tokens, bf16: {label}"
-            run = functools.partial(_measure, session, name, head, tokens, implementation)
-            found.append(Case((name,), run))
+        for kind in IMPLEMENTATIONS:
+            run = functools.partial(_measure, session, head, tokens, kind)
+            found.append(Case(f"head {head}, {tokens} tokens, bf16", (kind,), run))
     return found
 
 
-def _measure(
-    session: Session,
-    name: str,
-    head: int,
-    tokens: int,
-    implementation: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> Iterator[tuple[str, Values]]:
+def _measure(session: Session, head: int, tokens: int, kind: str) -> Results:
     # As the VAE hands them over: thirds of one tensor.
     q, k, v = session.normal(1, tokens, 3 * head).chunk(3, dim=-1)
     with torch.no_grad():
-        seconds = session.seconds(lambda: implementation(q, k, v))
-    yield name, {"ms": 1e3 * seconds, "tflops": 4 * tokens**2 * head / seconds / 1e12}
+        seconds = session.seconds(lambda: IMPLEMENTATIONS[kind](q, k, v))
+    yield kind, {"ms": 1e3 * seconds, "tflops": 4 * tokens**2 * head / seconds / 1e12}
 
 
 def _dense(*tensors: Tensor) -> list[Tensor]:

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from fast_video_vae.kernels import bias_residual, measure, synchronize
 from fast_video_vae.vae.layers import cudnn
 from fast_video_vae.vae.layers.resample_conv import UpsampleConv2d
 
-from .rows import Case, Values
+from .rows import Case, Results
 from .session import Session
 from .turns import thread
 
@@ -57,25 +57,16 @@ def cases(session: Session) -> list[Case]:
     for width, *size in session.pick(_SIZES, _SMALL_SIZES):
         for (kind, ndim), (short, dtype) in itertools.product(_KINDS.items(), _DTYPES.items()):
             label = f"{kind} {width} at {_FRAMES}x{size[0]}x{size[1]}, {short}"
-            names = tuple(f"{label}: {each}" for each in (_SEARCHED, _PLAIN, _STOCK))
-            run = functools.partial(_conv, session, names, ndim, width, size, dtype)
-            found.append(Case(names, run))
+            run = functools.partial(_conv, session, ndim, width, size, dtype)
+            found.append(Case(label, (_SEARCHED, _PLAIN, _STOCK), run))
     for into, out, height, width in session.pick(_UPSAMPLINGS, _SMALL_UPSAMPLINGS):
         label = f"2x {into} to {out} from {_FRAMES}x{height}x{width}, bf16"
-        names = tuple(f"{label}: {each}" for each in _UPSAMPLE)
-        run = functools.partial(_upsampling, session, names, into, out, (height, width))
-        found.append(Case(names, run))
+        run = functools.partial(_upsampling, session, into, out, (height, width))
+        found.append(Case(label, tuple(_UPSAMPLE), run))
     return found
 
 
-def _conv(
-    session: Session,
-    names: tuple[str, ...],
-    ndim: int,
-    width: int,
-    size: list[int],
-    dtype: torch.dtype,
-) -> Iterator[tuple[str, Values | Exception]]:
+def _conv(session: Session, ndim: int, width: int, size: list[int], dtype: torch.dtype) -> Results:
     shape = (_FRAMES, *size) if ndim == 2 else (1, _FRAMES + 2, *size)
     x = session.normal(*shape, width, dtype=dtype).movedim(-1, 1)
     order = torch.channels_last if ndim == 2 else torch.channels_last_3d
@@ -85,33 +76,29 @@ def _conv(
     stock = F.conv2d if ndim == 2 else F.conv3d
     dense, dense_weight = x.contiguous(), weight.contiguous()
     calls = {
-        names[0]: lambda: cudnn.convolve(x, weight, None, stride, pads),
-        names[1]: lambda: cudnn.convolve(x, weight, None, stride, pads),
-        names[2]: lambda: stock(dense, dense_weight, bias, stride, pads),
+        _PLAIN: lambda: cudnn.convolve(x, weight, None, stride, pads),
+        _STOCK: lambda: stock(dense, dense_weight, bias, stride, pads),
+        # The last, so that its first call shows the search and not what is loaded.
+        _SEARCHED: lambda: cudnn.convolve(x, weight, None, stride, pads),
     }
     pixels = _FRAMES * size[0] * size[1]
-    flops = dict.fromkeys(names, 2 * 3**ndim * width**2 * pixels)
-    yield from _timed(session, calls, flops, searched={names[0]})
+    yield from _timed(session, calls, dict.fromkeys(calls, 2 * 3**ndim * width**2 * pixels))
 
 
-def _upsampling(
-    session: Session, names: tuple[str, ...], into: int, out: int, size: tuple[int, int]
-) -> Iterator[tuple[str, Values | Exception]]:
+def _upsampling(session: Session, into: int, out: int, size: tuple[int, int]) -> Results:
     conv = UpsampleConv2d(into, out).requires_grad_(False)
     torch.nn.init.normal_(conv.weight)
     torch.nn.init.zeros_(conv.bias)
     conv = conv.to(session.device, session.dtype)
     x = session.normal(1, _FRAMES, *size, into).movedim(-1, 1)
-    calls = {
-        name: functools.partial(run, conv, x)
-        for name, run in zip(names, _UPSAMPLE.values(), strict=True)
-    }
+    calls = {kind: functools.partial(run, conv, x) for kind, run in _UPSAMPLE.items()}
     # Four taps for each of four phases, or nine for each pixel; no more than these are needed.
     grid = _FRAMES * (size[0] + 1) * (size[1] + 1)
     pixels = 4 * _FRAMES * size[0] * size[1]
     nine = 2 * 9 * into * out * pixels
-    flops = dict(zip(names, (2 * 16 * into * out * grid, nine, nine), strict=True))
-    yield from _timed(session, calls, flops, searched=set())
+    yield from _timed(
+        session, calls, dict(zip(calls, (2 * 16 * into * out * grid, nine, nine), strict=True))
+    )
 
 
 def nearest_then_conv(conv: UpsampleConv2d, x: Tensor) -> Tensor:
@@ -139,18 +126,12 @@ _UPSAMPLE: dict[str, Callable[[UpsampleConv2d, Tensor], Tensor]] = {
 }
 
 
-def _timed(
-    session: Session,
-    calls: dict[str, Callable[[], Any]],
-    flops: dict[str, int],
-    searched: set[str],
-) -> Iterator[tuple[str, Values | Exception]]:
+def _timed(session: Session, calls: dict[str, Callable[[], Any]], flops: dict[str, int]) -> Results:
     """Time calls in turn, each in a thread of its own, which has plans of its own."""
     with ExitStack() as stack:
         able, first = {}, {}
-        # Who searches comes last, so that its first call shows the search and not what is loaded.
-        for name, call in sorted(calls.items(), key=lambda entry: entry[0] in searched):
-            inside = functools.partial(_guarded, session, call, name in searched)
+        for name, call in calls.items():
+            inside = functools.partial(_guarded, session, call, name == _SEARCHED)
             there = functools.partial(stack.enter_context(thread()), inside)
             start = time.perf_counter()
             try:

@@ -1,7 +1,6 @@
 """Section `host`: a decode whose images end in the host's memory, beside one that stays."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from fast_video_vae.kernels import frames_to_images
 
-from .rows import Case, Values
+from .rows import Case, Results, Values
 from .session import Session
 from .turns import in_turn, outcomes, pairs
 from .vae import Clip
@@ -28,13 +27,11 @@ def cases(session: Session) -> list[Case]:
     """One, with a row for each place where the images may end."""
     size = session.pick((81, 720, 1280), (5, 32, 48))
     clip = Clip("wan2.1", "decode", *size)
-    names = {kind: clip.row(kind) for kind in (_STAYS, *_KINDS, _COPIED)}
-    return [Case(tuple(names.values()), functools.partial(_compare, session, clip, names))]
+    kinds = (_STAYS, *_KINDS, _COPIED)
+    return [Case(clip.label, kinds, functools.partial(_compare, session, clip))]
 
 
-def _compare(
-    session: Session, clip: Clip, names: dict[str, str]
-) -> Iterator[tuple[str, Values | Exception]]:
+def _compare(session: Session, clip: Clip) -> Results:
     vae = session.ours("wan2.1")
     x = clip.make(session)
     batch, channels, frames, height, width = vae.config.decoded_shape(x.shape)
@@ -55,7 +52,7 @@ def _compare(
         nbytes = frames * height * width * channels * dtype.itemsize
         return {"times_stays": pairs(results, kind, _STAYS), "image_gb": nbytes / 1e9}
 
-    yield from outcomes(results, names, more)
+    yield from outcomes(results, more)
 
 
 def _to_host(

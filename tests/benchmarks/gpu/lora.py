@@ -2,14 +2,13 @@
 
 import functools
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from fast_video_vae.tests.benchmarks import lora_ways
 
-from .rows import Case, Values
+from .rows import Case, Results
 from .session import Session
 from .turns import in_turn, outcomes, pairs
 
@@ -27,28 +26,24 @@ def cases(session: Session) -> list[Case]:
         ("four blocks of Wan 14B", block * 4, tokens) for tokens in session.pick(_TOKENS[2:], (64,))
     ]
     return [
-        Case(_names(label, tokens), functools.partial(_compare, session, label, sizes, tokens))
+        Case(
+            f"{label}, rank 64, {tokens} tokens",
+            lora_ways.WAYS,
+            functools.partial(_compare, session, sizes, tokens),
+        )
         for label, sizes, tokens in works
     ]
 
 
-def _names(label: str, tokens: int) -> tuple[str, ...]:
-    return tuple(f"{label}, rank 64, {tokens} tokens: {way}" for way in lora_ways.WAYS)
-
-
-def _compare(
-    session: Session, label: str, sizes: list[tuple[int, int]], tokens: int
-) -> Iterator[tuple[str, Values | Exception]]:
+def _compare(session: Session, sizes: list[tuple[int, int]], tokens: int) -> Results:
     dtype = torch.bfloat16
     model = lora_ways.Layers(sizes, session.device, dtype)
     x = session.normal(1, tokens, sizes[0][0]).to(dtype)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         runs = lora_ways.ways(model, x, 64, Path(folder))
-        names = dict(zip(runs, _names(label, tokens), strict=True))
         results = in_turn(session, runs, alike=True)
     yield from outcomes(
         results,
-        names,
         lambda way: {
             "s": None,
             "cold_s": None,

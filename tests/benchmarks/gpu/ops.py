@@ -3,7 +3,7 @@
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,9 @@ from fast_video_vae.kernels import autotune, measure, sample_inputs, use_backend
 from fast_video_vae.kernels.backends import ORDER
 from fast_video_vae.kernels.dispatch import ask
 from fast_video_vae.kernels.errors import Refusal
+from fast_video_vae.kernels.sample_inputs import row, video
 
-from .rows import Case, Missing, Refused, Values
+from .rows import Case, Missing, Results
 from .session import Session
 
 # Elements of the activation. 256 MiB in 16 bits: more than any cache holds.
@@ -53,19 +54,21 @@ def calls() -> list[Call]:
     found += [_merge(width, None, 1) for width in _WIDTHS]
     found += [_merge(512, 1024, 1), _merge(1024, 1024, 2)]  # of Wan 2.2
     for width in (*_WIDTHS, 1024):
-        given = {"x": _like(2 * width)}
+        given = {"x": video(2 * width), "phases": 2}
         found += [Call("interleave_time", f"2 x {width}", 2 * width, given)]
     for width, out in ((160, 320), (320, 640)):
-        given = {"x": _like(width), "channels": out}
+        given = {"x": video(width), "channels": out, "times": 2, "size": 2}
         found += [Call("average_down", f"{width} to {out}", width, given)]
     found += [_images(3, 1, torch.float32), _images(3, 1, torch.uint8)]
     found += [_images(12, 2, torch.float32)]
-    found += [Call("pixel_shuffle_3d", "12 to 3", 12, {"x": _like(12)})]
+    given = {"x": video(12), "size": (1, 2, 2), "order": "ctwh"}
+    found += [Call("pixel_shuffle_3d", "12 to 3", 12, given)]
     for width in (128, 256, 512):  # of SeedVR2
         found += [_group_norm(width), _group_norm(width, measured=True)]
-        found += [Call("group_norm_statistics", f"{width}", width, {"x": _like(width)})]
+        given = {"x": video(width), "groups": 32}
+        found += [Call("group_norm_statistics", f"{width}", width, given)]
     for width in _WIDTHS:
-        found += [Call("silu_mul", f"{width}", width, {"x": _row(width)})]
+        found += [Call("silu_mul", f"{width}", width, {"x": row(width), "gate": row(width)})]
     for dtype in (torch.float16, torch.float32):
         found += [_norm(96, dtype), _bias_residual(96, dtype), _merge(96, None, 1, dtype)]
     return found
@@ -73,19 +76,24 @@ def calls() -> list[Call]:
 
 def cases(session: Session) -> list[Case]:
     """One for each call, with a row for each backend."""
-    backends = [name for name in ORDER if name != "native" or not session.cuda]
+    backends = tuple(name for name in ORDER if name != "native" or not session.cuda)
     return [
-        Case(
-            tuple(f"{call.name}: {name}" for name in backends),
-            functools.partial(_measure, session, call, backends),
-        )
+        Case(call.name, backends, functools.partial(_measure, session, call, backends))
         for call in calls()
     ]
 
 
-def _measure(
-    session: Session, call: Call, backends: list[str]
-) -> Iterator[tuple[str, Values | Exception]]:
+def forced(backend: str, device: torch.device, op: str, *args: Any, **kwargs: Any) -> Tensor:
+    """Run an op on a backend alone."""
+    if backend == "triton" and device.type != "cuda":
+        raise Missing("Triton is for GPUs")
+    if backend == "cuda" and os.environ.get("FAST_VIDEO_VAE_CUDA") != "1":
+        raise Missing("FAST_VIDEO_VAE_CUDA=1 asks for the CUDA C++ kernels, which takes a build")
+    with use_backend(backend):
+        return ask(backend, op, *args, **kwargs)
+
+
+def _measure(session: Session, call: Call, backends: tuple[str, ...]) -> Results:
     make = functools.partial(
         sample_inputs.call, call.op, _size(session, call), call.dtype, session.device, call.given
     )
@@ -97,11 +105,13 @@ def _measure(
         apart: dict[str, float] = {}
         for name in backends:
             try:
-                apart[name] = _difference(_forced(session, name, call.op, make()), expected)
-            except (Missing, Refused, RuntimeError) as error:
-                yield f"{call.name}: {name}", error
+                result = forced(name, session.device, call.op, **make())
+                apart[name] = _difference(result, expected)
+                del result
+            except (Missing, Refusal, RuntimeError) as error:
+                yield name, error
                 continue
-            timed[name] = functools.partial(_forced, session, name, call.op, arguments)
+            timed[name] = functools.partial(forced, name, session.device, call.op, **arguments)
         del expected
         ranked = _ranked(session, call.op, arguments, list(timed))
         seconds = measure.seconds(timed, session.device, launches=False)
@@ -114,20 +124,7 @@ def _measure(
             "rank": ranked.index(name) + 1 if name in ranked else "wrong",
             "apart": apart[name],
         }
-        yield f"{call.name}: {name}", values
-
-
-def _forced(session: Session, backend: str, op: str, arguments: Mapping[str, Any]) -> Tensor:
-    """Run an op on a backend alone."""
-    if backend == "triton" and not session.cuda:
-        raise Missing("Triton is for GPUs")
-    if backend == "cuda" and os.environ.get("FAST_VIDEO_VAE_CUDA") != "1":
-        raise Missing("FAST_VIDEO_VAE_CUDA=1 asks for the CUDA C++ kernels, which takes a build")
-    try:
-        with use_backend(backend):
-            return ask(backend, op, **arguments)
-    except Refusal as refusal:
-        raise Refused(str(refusal)) from refusal
+        yield name, values
 
 
 def _ranked(
@@ -164,24 +161,17 @@ def _size(session: Session, call: Call) -> tuple[int, int, int]:
     return _FRAMES, side, side
 
 
-def _like(channels: int, frames: int = 1) -> Tensor:
-    """Stands for a video of so many channels."""
-    return torch.empty(1, channels, frames, 1, 1, device="meta")
-
-
-def _row(channels: int) -> Tensor:
-    return torch.empty(1, channels, device="meta")
-
-
 def _norm(width: int, dtype: torch.dtype = torch.bfloat16) -> Call:
     """As between two convolutions of a residual block: a bias first, the tail in front."""
-    given = {"x": _like(width), "bias": _row(width), "tail": _like(width, 2)}
+    numbers = {"gamma": row(width), "bias": row(width)}
+    given = {"x": video(width), **numbers, "tail": video(width, 2)}
     return Call("rms_norm_silu", f"{width}, bias, tail", width, given, dtype)
 
 
 def _group_norm(width: int, *, measured: bool = False) -> Call:
     """Whole, or as for a band of rows: with statistics of 32 groups that are there already."""
-    given = {"x": _like(width), "tail": _like(width, 2)}
+    numbers = {"weight": row(width), "bias": row(width), "groups": 32}
+    given = {"x": video(width), **numbers, "tail": video(width, 2)}
     if measured:
         given["statistics"] = torch.empty(1, 1, 2, 32, device="meta")
     note = f"{width}, tail" + (", statistics" if measured else "")
@@ -189,20 +179,20 @@ def _group_norm(width: int, *, measured: bool = False) -> Call:
 
 
 def _bias_residual(width: int, dtype: torch.dtype = torch.bfloat16) -> Call:
-    given = {"x": _like(width), "bias": _row(width), "residual": _like(width)}
+    given = {"x": video(width), "bias": row(width), "residual": video(width)}
     return Call("bias_residual", f"{width}, bias, residual", width, given, dtype)
 
 
 def _merge(width: int, source: int | None, times: int, dtype: torch.dtype = torch.bfloat16) -> Call:
-    given = {"grid": _like(4 * width), "bias": _row(width), "times": times}
+    given = {"grid": video(4 * width), "bias": row(width), "times": times}
     if source is not None:
-        given["source"] = _like(source)
+        given["source"] = video(source)
     note = f"{width}, bias" + ("" if source is None else f", source of {source}")
     return Call("merge_phases", note, 4 * width, given, dtype)
 
 
 def _images(channels: int, patch: int, dtype: torch.dtype) -> Call:
     order = "ctwh" if patch > 1 else "cthw"  # of Wan 2.2; one pixel has no order
-    given = {"frames": _like(channels), "patch": patch, "order": order, "dtype": dtype}
+    given = {"frames": video(channels), "patch": patch, "order": order, "dtype": dtype}
     note = f"{channels} to 3, {str(dtype).removeprefix('torch.')}"
     return Call("frames_to_images", note, channels, given)

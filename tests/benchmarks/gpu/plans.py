@@ -5,17 +5,17 @@ memory that is there already.
 """
 
 import functools
-from collections.abc import Iterator
 
 from fast_video_vae.vae import StreamOptions
 
-from .rows import Case, Values
+from .rows import Case, Results, Values
 from .session import Session
 from .turns import in_turn, outcomes, pairs
 from .vae import Clip
 
 # Of what whole frames take.
-_SHARES = (1.0, 0.6, 0.3)
+_SHARES = {f"within {share:.0%} of whole frames": share for share in (1.0, 0.6, 0.3)}
+_WHOLE = next(iter(_SHARES))
 
 
 def cases(session: Session) -> list[Case]:
@@ -26,19 +26,19 @@ def cases(session: Session) -> list[Case]:
         for family in ("wan2.1", "wan2.2", "seedvr2")
         for direction in ("decode", "encode")
     ]
-    return [Case(_names(clip), functools.partial(_compare, session, clip)) for clip in clips]
+    return [
+        Case(clip.label, tuple(_SHARES), functools.partial(_compare, session, clip))
+        for clip in clips
+    ]
 
 
-def _names(clip: Clip) -> tuple[str, ...]:
-    return tuple(clip.row(f"within {share:.0%} of whole frames") for share in _SHARES)
-
-
-def _compare(session: Session, clip: Clip) -> Iterator[tuple[str, Values | Exception]]:
+def _compare(session: Session, clip: Clip) -> Results:
     vae, encodes = session.ours(clip.family), clip.direction == "encode"
     x = clip.make(session)
     plan = functools.partial(vae.plan, clip.height, clip.width, encode=encodes)
     whole = plan(cuts=False)
-    limits = [None, *(int(share * whole.peak_bytes) for share in _SHARES[1:])]
+    limits = {kind: int(share * whole.peak_bytes) for kind, share in _SHARES.items()}
+    limits[_WHOLE] = None
     frames = None if encodes else vae.new_frames(x)
 
     def run(limit: int | None) -> None:
@@ -50,17 +50,16 @@ def _compare(session: Session, clip: Clip) -> Iterator[tuple[str, Values | Excep
         for _ in stream:
             pass
 
-    names = _names(clip)
-    runs = {name: functools.partial(run, each) for name, each in zip(names, limits, strict=True)}
+    runs = {kind: functools.partial(run, limit) for kind, limit in limits.items()}
     results = in_turn(session, runs, rounds=2)
 
-    def more(name: str) -> Values:
-        limit = limits[names.index(name)]
+    def more(kind: str) -> Values:
+        limit = limits[kind]
         chosen = whole if limit is None else plan(StreamOptions(limit_bytes=limit))
         return {
-            "times_whole": pairs(results, name, names[0]),
+            "times_whole": pairs(results, kind, _WHOLE),
             "said_gib": chosen.peak_bytes / 2**30,
             "plan": str(chosen),
         }
 
-    yield from outcomes(results, dict(zip(names, names, strict=True)), more)
+    yield from outcomes(results, more)

@@ -8,35 +8,46 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# What may become of a row. `missing`: this machine, or this version of the package, has no such
-# thing. `refused`: a backend does not take the call. `not run`: the time was over.
-STATUSES = ("ok", "missing", "refused", "failed", "not run")
+from fast_video_vae.kernels.errors import Refusal
+from fast_video_vae.tests.benchmarks.peers import PeerUnavailableError
 
 Values = Mapping[str, Any]
+
+# Of some kinds their values, or the exception that tells why there are none.
+Results = Iterator[tuple[str, Values | Exception]]
 
 
 class Missing(Exception):  # noqa: N818, an answer, not an error
     """What a row is about is not on this machine; the message says what."""
 
 
-class Refused(Exception):  # noqa: N818, likewise
-    """A backend does not take the call of a row; the message is its reason."""
-
-
 class NotRun(Exception):  # noqa: N818, likewise
     """There is no time for a row; the message says how much it would take."""
 
 
+# What becomes of a row; of all other errors `failed`.
+_STATUSES = {
+    Missing: "missing",
+    PeerUnavailableError: "missing",
+    Refusal: "refused",
+    NotRun: "not run",
+}
+
+
 @dataclass(frozen=True)
 class Case:
-    """Rows that are measured together.
+    """Rows that are measured together, one for each of the `kinds` of what the label says.
 
-    `run` yields the name of a row with its values, or with the exception that tells why there are
-    none. What it raises stands in all rows that it has not yielded.
+    What `run` raises stands in the rows of all kinds that it has not yielded.
     """
 
-    names: tuple[str, ...]
-    run: Callable[[], Iterable[tuple[str, Values | Exception]]]
+    label: str
+    kinds: tuple[str, ...]
+    run: Callable[[], Results]
+
+    def row(self, kind: str) -> str:
+        """The name of a row."""
+        return f"{self.label}: {kind}"
 
 
 class Rows:
@@ -104,8 +115,7 @@ def outcome(result: Values | Exception) -> dict[str, Any]:
     if not isinstance(result, Exception):
         values = {key: _plain(value) for key, value in result.items() if value is not None}
         return {"status": "ok", "reason": "", "values": values}
-    kinds = {Missing: "missing", Refused: "refused", NotRun: "not run"}
-    status = kinds.get(type(result), "failed")
+    status = _STATUSES.get(type(result), "failed")
     text = " ".join(str(result).split())[:300]
     reason = text if status != "failed" else f"{type(result).__name__}: {text}"
     return {"status": status, "reason": reason, "values": {}}
@@ -125,22 +135,23 @@ class Clock:
 def run_section(
     rows: Rows, clock: Clock, section: str, cases: Iterable[Case], device: str
 ) -> Iterator[str]:
-    """Run the cases of a section that are not in the file yet; yield their names behind each."""
+    """Run the cases of a section that are not in the file yet; yield the label behind each."""
     for case in cases:
-        missing = [name for name in case.names if not rows.has(section, name)]
+        missing = [name for name in map(case.row, case.kinds) if not rows.has(section, name)]
         if not missing:
             continue
         rows.begin(section, missing)
-        for name, result in _results(case, clock):
+        for kind, result in _results(case, clock):
+            name = case.row(kind)
             if name in missing:
                 missing.remove(name)
                 rows.add(section, name, result, device)
         rows.content["running"] = None
         rows.write()
-        yield from case.names
+        yield case.label
 
 
-def _results(case: Case, clock: Clock) -> Iterator[tuple[str, Values | Exception]]:
+def _results(case: Case, clock: Clock) -> Results:
     error: Exception = RuntimeError("the case gave no such row")
     if clock.left() <= 0:
         whose = "the run's" if clock.until <= clock.section_until else "this section's share of the"
@@ -150,7 +161,7 @@ def _results(case: Case, clock: Clock) -> Iterator[tuple[str, Values | Exception
             yield from case.run()
         except Exception as caught:  # whatever a kernel, a driver or a peer raises
             error = caught
-    yield from ((name, error) for name in case.names)
+    yield from ((kind, error) for kind in case.kinds)
 
 
 def _plain(value: Any) -> Any:

@@ -12,7 +12,7 @@ from fast_video_vae.tests.benchmarks import peers
 from fast_video_vae.tests.benchmarks.weights import random_weights
 from fast_video_vae.vae import load_vae
 
-from .rows import Clock, Missing
+from .rows import Clock
 
 # Base widths of the random weights of a small run: of the encoder, and of the decoder.
 _SMALL_WIDTHS = {"wan2.1": (8, 8), "wan2.2": (8, 8), "seedvr2": (32, 32)}
@@ -48,14 +48,11 @@ class Session:
         )
 
     def peer(self, family: str, name: str) -> Any:
-        """Another implementation on the same weights; raises `Missing` where there is none."""
-        try:
-            return self._once(
-                (family, name),
-                lambda: _PEERS[name](self._weights(family), dtype=self.dtype, device=self.device),
-            )
-        except peers.PeerUnavailableError as error:
-            raise Missing(str(error)) from error
+        """Another implementation on the same weights."""
+        return self._once(
+            (family, name),
+            lambda: _PEERS[name](self._weights(family), dtype=self.dtype, device=self.device),
+        )
 
     def version(self, name: str) -> str | None:
         """Of a peer that was built."""

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from .rows import Case, Values
+from .rows import Case, Results
 from .session import Session
 from .turns import in_turn, outcomes, pairs
 from .vae import Clip
@@ -26,14 +26,12 @@ def cases(session: Session) -> list[Case]:
     found = []
     for size in sizes:
         clip = Clip("wan2.1", "decode", *size)
-        names = tuple(f"2 x {clip.label}: {each}" for each in (_ONE, _BOTH))
-        found.append(Case(names, functools.partial(_compare, session, clip, names)))
+        run = functools.partial(_compare, session, clip)
+        found.append(Case(f"2 x {clip.label}", (_ONE, _BOTH), run))
     return found
 
 
-def _compare(
-    session: Session, clip: Clip, names: tuple[str, ...]
-) -> Iterator[tuple[str, Values | Exception]]:
+def _compare(session: Session, clip: Clip) -> Results:
     vae = session.ours("wan2.1")
     tiles = [clip.make(session), clip.make(session).flip(-1)]
     targets = [vae.new_frames(tile) for tile in tiles]
@@ -50,16 +48,9 @@ def _compare(
             collections.deque(itertools.chain(*passes), maxlen=0)
 
     both = [_stream(session) for _ in tiles]
-    runs = {
-        names[0]: functools.partial(decode, []),
-        names[1]: functools.partial(decode, both),
-    }
+    runs = {_ONE: functools.partial(decode, []), _BOTH: functools.partial(decode, both)}
     results = in_turn(session, runs, alike=True)
-    yield from outcomes(
-        results,
-        dict(zip(names, names, strict=True)),
-        lambda name: {"times_alone": pairs(results, name, names[0])},
-    )
+    yield from outcomes(results, lambda kind: {"times_alone": pairs(results, kind, _ONE)})
 
 
 def _stream(session: Session) -> AbstractContextManager[object]:

@@ -126,33 +126,19 @@ def _machine(content: Mapping[str, Any]) -> list[str]:
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     keys = [key for key in COLUMNS if any(key in row["values"] for row in rows)]
     cells = [["", *(COLUMNS[key].heading for key in keys)]]
-    notes: list[str] = []
+    others: dict[str, list[str]] = {}
     for row in rows:
         if row["status"] == "ok":
             cells.append([row["name"], *(_cell(key, row["values"].get(key)) for key in keys)])
-            continue
-        note = f"{row['status']}: {row['reason']}"
-        if note not in notes:
-            notes.append(note)
-        cells.append([row["name"], f"{row['status']} ({notes.index(note) + 1})"])
-    lines = _aligned(cells)
-    for number, note in enumerate(notes, 1):
-        lines += _wrapped(f"  ({number}) ", note)
+        else:
+            others.setdefault(f"{row['status']}, {row['reason']}", []).append(row["name"])
+    lines = ["  ".join(line).rstrip() for line in padded(cells, 1)]
+    lines.insert(1, "-" * max(map(len, lines)))
+    for why, names in others.items():
+        lines += _wrapped("  ", f"{why}: {'; '.join(names)}")
     for key in keys:
         lines += _wrapped(f"  {COLUMNS[key].heading}: ", COLUMNS[key].meaning)
     return lines
-
-
-def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    columns = len(cells[0])
-    full = padded(
-        [row if len(row) == columns else [row[0], *[""] * (columns - 1)] for row in cells], 1
-    )
-    lines = [
-        "  ".join(line if len(row) == columns else [line[0], *row[1:]]).rstrip()
-        for row, line in zip(cells, full, strict=True)
-    ]
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 
 def _asked(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fast_video_vae.kernels import synchronize
 from fast_video_vae.tests.benchmarks.timing import ratio
 
-from .rows import NotRun, Values
+from .rows import NotRun, Results, Values
 from .session import Session
 
 ROUNDS = 3
@@ -95,12 +95,10 @@ def in_turn(
     return results
 
 
-def outcomes(
-    results: Mapping[str, Measured], names: Mapping[str, str], more: Callable[[str], Values]
-) -> Iterator[tuple[str, Values | Exception]]:
+def outcomes(results: Mapping[str, Measured], more: Callable[[str], Values]) -> Results:
     """The rows of what `in_turn` gives: `more` is what one has beside seconds, memory, rounds."""
-    for key, one in results.items():
-        yield names[key], one.error if one.error is not None else {**one.values(), **more(key)}
+    for kind, one in results.items():
+        yield kind, one.error if one.error is not None else {**one.values(), **more(kind)}
 
 
 def pairs(results: Mapping[str, Measured], name: str, base: str) -> float | None:

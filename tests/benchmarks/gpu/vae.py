@@ -1,15 +1,14 @@
 """Section `vae`: decodes and encodes of whole clips, ours and the peers' in turn."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .flops import video_flops
-from .rows import Case, NotRun, Values
+from .rows import Case, NotRun, Results, Values
 from .session import Session
 from .turns import ROUNDS, in_turn, outcomes, pairs, snr_db
 
@@ -30,9 +29,6 @@ class Clip:
     def label(self) -> str:
         family = self.family.title()
         return f"{family} {self.direction} {self.height}x{self.width}x{self.frames}, bf16"
-
-    def row(self, who: str) -> str:
-        return f"{self.label}: {who}"
 
     def make(self, session: Session) -> Tensor:
         """Random numbers to code, in the dtype and on the device of the session."""
@@ -65,12 +61,11 @@ def clips(session: Session) -> list[Clip]:
 def cases(session: Session) -> list[Case]:
     """One for each clip, with a row for everybody."""
     return [
-        Case(tuple(clip.row(who) for who in WHO), functools.partial(_compare, session, clip))
-        for clip in clips(session)
+        Case(clip.label, WHO, functools.partial(_compare, session, clip)) for clip in clips(session)
     ]
 
 
-def _compare(session: Session, clip: Clip) -> Iterator[tuple[str, Values | Exception]]:
+def _compare(session: Session, clip: Clip) -> Results:
     flops = video_flops(
         session.ours(clip.family).config, clip.direction, clip.frames, clip.height, clip.width
     )
@@ -79,16 +74,27 @@ def _compare(session: Session, clip: Clip) -> Iterator[tuple[str, Values | Excep
     needed = 0.0
     for who in WHO:
         try:
-            runs[who] = _run_of(session, clip, who, x)
+            vae = session.ours(clip.family) if who == "ours" else session.peer(clip.family, who)
+            runs[who] = functools.partial(getattr(vae, clip.direction), x)
             needed += _expected_s(session, clip, who, flops, needed)
         except Exception as error:  # a peer that does not load leaves the others alone
             runs.pop(who, None)
-            yield clip.row(who), error.with_traceback(None)
-    seen = _Agreement(clip.direction == "decode")
+            yield who, error.with_traceback(None)
+    ours: list[Tensor] = []
+    agreement: dict[str, float] = {}
+
+    def look(who: str, result: Tensor) -> None:
+        if clip.direction == "decode":  # diffusers clamps what it decodes
+            result = result.clamp(-1, 1)
+        if who == "ours":
+            ours.append(result)
+        elif ours:
+            agreement[who] = snr_db(ours[0], result)
+
     with torch.inference_mode():
         # One round for what takes much of the time, so that something is left for the others.
         rounds = 1 if needed > session.clock.left() / 4 else ROUNDS
-        results = in_turn(session, runs, look=seen, rounds=rounds)
+        results = in_turn(session, runs, look=look, rounds=rounds)
 
     def more(who: str) -> Values:
         median = results[who].median_s
@@ -98,16 +104,11 @@ def _compare(session: Session, clip: Clip) -> Iterator[tuple[str, Values | Excep
             "tflops": flops / median / 1e12,
             "floor_percent": 100 * flops / session.product_flops / median,
             "times_ours": pairs(results, who, "ours") if compares else None,
-            "snr_db": seen.db.get(who),
+            "snr_db": agreement.get(who),
             "version": None if who == "ours" else session.version(who),
         }
 
-    yield from outcomes(results, {who: clip.row(who) for who in results}, more)
-
-
-def _run_of(session: Session, clip: Clip, who: str, x: Tensor) -> Callable[[], Tensor]:
-    vae: Any = session.ours(clip.family) if who == "ours" else session.peer(clip.family, who)
-    return functools.partial(vae.decode if clip.direction == "decode" else vae.encode, x)
+    yield from outcomes(results, more)
 
 
 def _expected_s(session: Session, clip: Clip, who: str, flops: float, others_s: float) -> float:
@@ -120,20 +121,3 @@ def _expected_s(session: Session, clip: Clip, who: str, flops: float, others_s: 
     if expected > left:
         raise NotRun(f"it would take {expected:.0f} s twice over; {max(left, 0):.0f} s were left")
     return expected
-
-
-class _Agreement:
-    """Compares what the peers give with what ours gave, once."""
-
-    def __init__(self, clamps: bool) -> None:
-        self.db: dict[str, float] = {}
-        self._clamps = clamps
-        self._ours: Tensor | None = None
-
-    def __call__(self, who: str, result: Tensor) -> None:
-        if who == "ours":
-            # diffusers clamps what it decodes.
-            self._ours = result.clamp(-1, 1) if self._clamps else result.clone()
-        elif self._ours is not None:
-            theirs = result.clamp(-1, 1) if self._clamps else result
-            self.db[who] = snr_db(self._ours, theirs)
