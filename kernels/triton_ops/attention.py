@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..constraints import refuse_gradients
 from ..errors import Refusal
-from .runtime import interpreted, launch, refuse_device, require
+from .runtime import interpreted, launch
 from .scalars import narrow
 from .tiles import blocks, refuse_span
 
@@ -70,14 +69,10 @@ _TILES_OF_OTHERS = {
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Single-head attention over the pixels of a frame."""
-    refuse_device(q.device, q.dtype)
     if torch.version.hip is not None:
         raise Refusal("it is cut for the chips of NVIDIA alone")
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise Refusal(f"{str(q.dtype).removeprefix('torch.')} is for PyTorch's own kernels")
-    refuse_gradients(q, k, v)
-    if not q.numel():
-        raise Refusal("there is nothing to compute")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.stride(-1) != 1:
             raise Refusal(f"the last dimension of {name} is not dense")
@@ -89,7 +84,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     chip = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 6)
     tile = tile_of(chip, channels)
     refuse_span(*(x.stride(1) * max(tile.queries, tile.keys) for x in (q, k, v)))
-    require(q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch(
         _flash,

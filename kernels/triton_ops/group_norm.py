@@ -14,10 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import shapes
+from ..constraints import refuse_videos, refuse_window
 from .rows import roll
 from .runtime import launch
-from .scalars import narrow, silu
-from .tiles import ELEMENTS, blocks, power_of_two, strides, tile, vector
+from .scalars import narrow, silu_of
+from .tiles import ELEMENTS, blocks, power_of_two, refuse_sizes, strides, tile, vector
 
 # Tiles that a program sums up: enough that what it writes is little beside what it reads.
 _STEPS = 32
@@ -28,13 +30,17 @@ def group_norm_silu(
     weight: Tensor,
     bias: Tensor,
     groups: int,
-    eps: float,
-    activate: bool,
-    statistics: Tensor | None,
-    tail: Tensor | None,
-    out: Tensor,
-) -> None:
-    """Write the norm of the frames of `x` behind those of `tail`, and the next tail."""
+    *,
+    eps: float = 1e-6,
+    silu: bool = True,
+    statistics: Tensor | None = None,
+    tail: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Normalise each frame over its pixels and each group of channels, and apply SiLU."""
+    refuse_sizes(x)
+    refuse_window(x, tail, out)
+    out = shapes.new_window(x, tail) if out is None else out
     if statistics is None:
         statistics = group_norm_statistics(x, groups, eps)
     batch, channels, frames, height, width = x.shape
@@ -58,14 +64,17 @@ def group_norm_silu(
         warps=warps,
         CHANNELS=channels,
         GROUPS=groups,
-        SILU=activate,
+        SILU=silu,
         ROWS=rows,
         BLOCK=block,
     )
+    return out
 
 
-def group_norm_statistics(x: Tensor, groups: int, eps: float) -> Tensor:
-    """The means and `1 / sqrt(var + eps)` of every frame and group, `[B, T, 2, groups]`."""
+def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
+    """Measure each frame over its pixels and each group of channels."""
+    refuse_videos(x=x)
+    refuse_sizes(x)
     batch, channels, frames, height, width = x.shape
     pixels = height * width
     rows, block, warps = tile(channels, ELEMENTS // 2)
@@ -89,7 +98,7 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float) -> Tensor:
     )
     size = channels // groups
     block = power_of_two(size)
-    statistics = torch.empty((batch, frames, 2, groups), dtype=torch.float32, device=x.device)
+    statistics = torch.empty(shapes.statistics(x, groups), dtype=torch.float32, device=x.device)
     launch(
         _combine,
         (batch * frames, groups),
@@ -214,7 +223,7 @@ def _write(
     offset = tl.load(bias + channel, mask=exists, other=0).to(tl.float32)
     y = (v - mean[None, :]) * scale[None, :] + offset[None, :]
     if SILU:
-        y = silu(y)
+        y = silu_of(y)
     y = narrow(y, out.dtype.element_ty)
 
     out += video * out_batch + start

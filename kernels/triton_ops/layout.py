@@ -2,32 +2,56 @@
 
 # ruff: noqa: ANN001, ANN202, N803 (kernels: Triton's types, constants in capitals)
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import shapes
+from ..constraints import DTYPES, refuse_overlap, refuse_videos
+from ..errors import Refusal
 from .runtime import launch
 from .scalars import narrow
 from .tiles import (
     ELEMENTS,
     OFFSET_LIMIT,
     blocks,
+    maybe_vector,
     power_of_two,
     refuse_sizes,
     refuse_span,
     strides,
     tile,
-    vector,
 )
 
 # Numbers of a row of pixels that a program writes, for each of its rows.
 _RUN = ELEMENTS // 2
 
 
+def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
+    """Spread the temporal phases in the channels over frames: a shuffle with channels last."""
+    refuse_videos(x=x, out=out)
+    refuse_overlap(out, x=x)
+    out = shapes.new_video(x, shapes.interleaved(x, phases)) if out is None else out
+    _write_blocks(x, (phases, 1, 1), "thwc", out, images=False)
+    return out
+
+
 def merge_phases(
-    grid: Tensor, source: Tensor | None, times: int, bias: Tensor | None, out: Tensor
-) -> None:
-    """Write the four pixels of each window, and what they get from `source`."""
+    grid: Tensor,
+    source: Tensor | None = None,
+    times: int = 1,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Merge the four phases of a folded upsampling convolution into one picture."""
+    refuse_videos(grid=grid, source=source, out=out)
+    refuse_overlap(out, grid=grid, source=source)
+    if 1 in grid.shape[3:]:
+        raise Refusal("there is nothing to do")
+    refuse_sizes(grid)
+    out = shapes.new_video(grid, shapes.merged(grid)) if out is None else out
     batch, channels, frames, height, width = out.shape
     height, width = height // 2, width // 2
     size, block, warps = tile(channels, ELEMENTS // 2, rows=width)
@@ -40,7 +64,7 @@ def merge_phases(
         (parts * height, frames, batch),
         grid,
         source,
-        None if bias is None else vector(bias),
+        maybe_vector(bias),
         out,
         width,
         parts,
@@ -56,16 +80,57 @@ def merge_phases(
         COLUMNS=size,
         BLOCK=block,
     )
+    return out
 
 
-def spread(x: Tensor, size: tuple[int, int, int], order: str, out: Tensor, *, images: bool) -> None:
+def pixel_shuffle_3d(
+    x: Tensor, size: tuple[int, int, int], order: str = "cthw", *, out: Tensor | None = None
+) -> Tensor:
+    """Turn parts of the channels into frames, rows and columns; `out` may have any strides."""
+    refuse_videos(x=x)
+    if out is not None:
+        if out.device != x.device:
+            raise Refusal("out is on another device")
+        if out.dtype not in DTYPES:
+            raise Refusal("out is of a dtype without a kernel")
+    refuse_overlap(out, x=x)
+    out = shapes.new_video(x, shapes.shuffled(x, size)) if out is None else out
+    _write_blocks(x, size, order, out, images=False)
+    return out
+
+
+def frames_to_images(
+    frames: Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+    patch: int = 1,
+    order: str = "cthw",
+    out: Tensor | None = None,
+) -> Tensor:
+    """Turn decoded frames into images; `out` may have any strides."""
+    if out is not None:
+        dtype = out.dtype
+        if out.device != frames.device:
+            raise Refusal("out is on another device")
+    if dtype not in (*DTYPES, torch.uint8):
+        raise Refusal("images are of a dtype without a kernel")
+    refuse_videos(frames=frames)
+    refuse_overlap(out, frames=frames)
+    if out is None:
+        out = torch.empty(shapes.images(frames, patch), dtype=dtype, device=frames.device)
+    video = out if out.ndim == 5 else out.unflatten(0, (frames.shape[0], frames.shape[2]))
+    _write_blocks(frames, (1, patch, patch), order, video.movedim(-1, 1), images=True)
+    return out
+
+
+def _write_blocks(
+    x: Tensor, size: tuple[int, int, int], order: str, out: Tensor, *, images: bool
+) -> None:
     """Write blocks of channels as frames, rows and columns, of any dtype and strides.
 
     Arguments are those of `pixel_shuffle_3d`; `out` is `[B, C, times * T, high * H, wide * W]`. For
     `images` [-1, 1] becomes [0, 1], or 0 to 255 for integers.
     """
-    if not out.numel():
-        return
     refuse_sizes(out)
     before, height, width = x.shape[1], x.shape[3], x.shape[4]
     batch, channels, frames = out.shape[:3]
@@ -108,9 +173,12 @@ def spread(x: Tensor, size: tuple[int, int, int], order: str, out: Tensor, *, im
     )
 
 
-def average_down(x: Tensor, times: int, size: int, out: Tensor) -> None:
-    """Write the means."""
-    batch, channels, frames, height, width = out.shape
+def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
+    """Average what falls on one number of a smaller video."""
+    refuse_videos(x=x)
+    refuse_sizes(x)
+    out = shapes.new_video(x, shapes.averaged(x, channels, times, size))
+    batch, _, frames, height, width = out.shape
     before = x.shape[1]
     count, block, warps = tile(channels, ELEMENTS // 2, rows=width)
     parts = blocks(width, count)
@@ -134,6 +202,7 @@ def average_down(x: Tensor, times: int, size: int, out: Tensor) -> None:
         COLUMNS=count,
         BLOCK=block,
     )
+    return out
 
 
 @triton.jit(do_not_specialize=["width", "parts", "missing"])

@@ -8,16 +8,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..constraints import row_distance
+from .. import shapes
+from ..constraints import refuse_overlap, refuse_rows, refuse_videos, refuse_window, row_distance
 from .runtime import launch
-from .scalars import narrow, silu
-from .tiles import blocks, refuse_span, strides, tile, vector
+from .scalars import narrow, silu_of
+from .tiles import blocks, maybe_vector, refuse_sizes, refuse_span, strides, tile, vector
 
 
 def rms_norm_silu(
-    x: Tensor, gamma: Tensor, activate: bool, bias: Tensor | None, tail: Tensor | None, out: Tensor
-) -> None:
-    """Write the norm of the frames of `x` behind those of `tail`, and the next tail."""
+    x: Tensor,
+    gamma: Tensor,
+    *,
+    silu: bool = True,
+    bias: Tensor | None = None,
+    tail: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Normalise each pixel over its channels, scale, and apply SiLU."""
+    refuse_sizes(x)
+    refuse_window(x, tail, out)
+    out = shapes.new_window(x, tail) if out is None else out
     batch, channels, frames, height, width = x.shape
     pixels = height * width
     rows, block, warps = tile(channels)
@@ -26,7 +36,7 @@ def rms_norm_silu(
         (blocks(pixels, rows), frames, batch),
         x,
         vector(gamma),
-        None if bias is None else vector(bias),
+        maybe_vector(bias),
         tail,
         out,
         pixels,
@@ -38,14 +48,18 @@ def rms_norm_silu(
         warps=warps,
         CHANNELS=channels,
         ROOT=math.sqrt(channels),
-        SILU=activate,
+        SILU=silu,
         ROWS=rows,
         BLOCK=block,
     )
+    return out
 
 
-def silu_mul(x: Tensor, gate: Tensor, out: Tensor) -> None:
-    """Write the products, some channels of some rows per program."""
+def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """SiLU of one tensor times another, some channels of some rows per program."""
+    refuse_rows(x=x, gate=gate, out=out)
+    refuse_overlap(out, x=x, gate=gate, same=True)
+    out = x.new_empty(x.shape) if out is None else out
     channels = x.shape[-1]
     count = x.numel() // channels
     rows, block, warps = tile(min(channels, 1024))
@@ -64,16 +78,22 @@ def silu_mul(x: Tensor, gate: Tensor, out: Tensor) -> None:
         ROWS=rows,
         BLOCK=block,
     )
+    return out
 
 
 def bias_residual(
     x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    residual_bias: Tensor | None,
-    out: Tensor,
-) -> None:
-    """Write the sums."""
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Add what a convolution without bias leaves to add, in one pass."""
+    refuse_videos(x=x, residual=residual, out=out)
+    refuse_sizes(x)
+    refuse_overlap(out, x=x, residual=residual, same=True)
+    out = shapes.new_video(x, x.shape) if out is None else out
     batch, channels, frames, height, width = x.shape
     pixels = height * width
     rows, block, warps = tile(channels)
@@ -81,9 +101,9 @@ def bias_residual(
         _bias_residual,
         (blocks(pixels, rows), frames, batch),
         x,
-        None if bias is None else vector(bias),
+        maybe_vector(bias),
         residual,
-        None if residual_bias is None else vector(residual_bias),
+        maybe_vector(residual_bias),
         out,
         pixels,
         *strides(x),
@@ -94,6 +114,7 @@ def bias_residual(
         ROWS=rows,
         BLOCK=block,
     )
+    return out
 
 
 @triton.jit
@@ -137,7 +158,7 @@ def _rms_norm_silu(
     scale = tl.load(gamma + channel, mask=exists, other=0).to(tl.float32) * ROOT
     y = v * (1.0 / norm)[:, None] * scale[None, :]
     if SILU:
-        y = silu(y)
+        y = silu_of(y)
     y = narrow(y, out.dtype.element_ty)
 
     out += video * out_batch + start
@@ -163,7 +184,7 @@ def _silu_mul(
     x += first * x_row + (row * x_row + channel)
     gate += first * gate_row + (row * gate_row + channel)
     out += first * out_row + (row * out_row + channel)
-    y = silu(tl.load(x, mask=mask, other=0).to(tl.float32))
+    y = silu_of(tl.load(x, mask=mask, other=0).to(tl.float32))
     y *= tl.load(gate, mask=mask, other=0).to(tl.float32)
     tl.store(out, narrow(y, out.dtype.element_ty), mask=mask)
 

@@ -24,6 +24,6 @@ def narrow(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def silu(y):
+def silu_of(y):
     """`y * sigmoid(y)`. Where `exp` overflows it is zero, and NaN for `-inf`, as the product is."""
     return y / (1 + tl.exp(-y))

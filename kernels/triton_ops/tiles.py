@@ -81,15 +81,17 @@ def vector(values: Tensor) -> Tensor:
     return values if values.is_contiguous() else values.contiguous()
 
 
-def refuse_sizes(*videos: Tensor) -> None:
-    """Refuse what is empty, and more frames, videos or pixels than a grid counts."""
-    for x in videos:
-        if not x.numel():
-            raise Refusal("there is nothing to do")
-        if x.shape[0] > GRID_LIMIT or x.shape[2] > GRID_LIMIT:
-            raise Refusal(f"there are more than {GRID_LIMIT} frames or videos")
-        if x.shape[3] * x.shape[4] >= OFFSET_LIMIT:
-            raise Refusal("frames have more pixels than 31 bits count")
+def maybe_vector(values: Tensor | None) -> Tensor | None:
+    """Parameters that may be left out."""
+    return None if values is None else vector(values)
+
+
+def refuse_sizes(x: Tensor) -> None:
+    """Refuse more frames, videos or pixels than a grid counts."""
+    if x.shape[0] > GRID_LIMIT or x.shape[2] > GRID_LIMIT:
+        raise Refusal(f"there are more than {GRID_LIMIT} frames or videos")
+    if x.shape[3] * x.shape[4] >= OFFSET_LIMIT:
+        raise Refusal("frames have more pixels than 31 bits count")
 
 
 def refuse_span(*counts: int) -> None:

@@ -28,6 +28,7 @@ rows, group_norm, layout, attention = (
     importlib.import_module(f"{_PACKAGE}.{name}")
     for name in ("rows", "group_norm", "layout", "attention")
 )
+_tile_of = attention.tile_of
 
 
 def launches(chip, dtype, channels, length=None):
@@ -39,45 +40,34 @@ def launches(chip, dtype, channels, length=None):
         options = {"num_warps": warps} | ({"num_stages": num_stages} if num_stages else {})
         started.append((kernel, args, constants, options))
 
-    def video(count, frames, height=360, width=640, dtype=dtype):
+    def video(count, frames, height=360, width=640):
         shape = (1, frames, height, width, count)
         return torch.empty(shape, dtype=dtype, device="meta").movedim(-1, 1)
 
     for module in (rows, group_norm, layout, attention):
         module.launch = launch
     if length:
-        attention.refuse_device = attention.require = lambda *_: None
-        attention._capability = lambda _: divmod(chip, 10)
+        attention.tile_of = lambda _, head: _tile_of(divmod(chip, 10), head)
         projection = torch.empty(1, length, 3 * channels, dtype=dtype, device="meta")
         attention.attention(*projection.chunk(3, -1))
         return started
     x, numbers = video(channels, 4), torch.empty(channels, dtype=dtype, device="meta")
     flat = x.movedim(1, -1).flatten(0, 3)
     tail = video(channels, 2)
-    rows.rms_norm_silu(x, numbers, True, numbers, tail, video(channels, 6))
-    rows.rms_norm_silu(x, numbers, True, None, None, x)
-    rows.silu_mul(flat, flat, flat)
-    rows.bias_residual(x, numbers, x, numbers, x)
-    group_norm.group_norm_silu(x, numbers, numbers, 32, 1e-6, True, None, tail, video(channels, 6))
-    layout.merge_phases(
-        video(4 * channels, 4, 361, 641),
-        video(channels, 2),
-        2,
-        numbers,
-        video(channels, 4, 720, 1280),
-    )
-    layout.merge_phases(
-        video(4 * channels, 4, 361, 641), None, 1, None, video(channels, 4, 720, 1280)
-    )
-    layout.spread(video(2 * channels, 4), (2, 1, 1), "thwc", video(channels, 8), images=False)
-    layout.spread(
-        video(8 * channels, 4), (2, 2, 2), "hwtc", video(channels, 8, 720, 1280), images=False
-    )
-    layout.average_down(x, 2, 2, video(2 * channels, 2, 180, 320))
+    rows.rms_norm_silu(x, numbers, bias=numbers, tail=tail)
+    rows.rms_norm_silu(x, numbers, out=x)
+    rows.silu_mul(flat, flat, out=flat)
+    rows.bias_residual(x, numbers, x, numbers, out=x)
+    group_norm.group_norm_silu(x, numbers, numbers, 32, tail=tail)
+    grid = video(4 * channels, 4, 361, 641)
+    layout.merge_phases(grid, video(channels, 2), 2, bias=numbers)
+    layout.merge_phases(grid)
+    layout.interleave_time(video(2 * channels, 4), 2)
+    layout.pixel_shuffle_3d(video(8 * channels, 4), (2, 2, 2), "hwtc")
+    layout.average_down(x, 2 * channels, times=2, size=2)
     for kind in (torch.float32, torch.uint8):
-        images = video(3, 4, 720, 1280, dtype=kind)
-        layout.spread(video(12, 4), (1, 2, 2), "ctwh", images, images=True)
-        layout.spread(video(3, 4), (1, 1, 1), "cthw", video(3, 4, dtype=kind), images=True)
+        layout.frames_to_images(video(12, 4), patch=2, order="ctwh", dtype=kind)
+        layout.frames_to_images(video(3, 4), dtype=kind)
     return started
 
 
