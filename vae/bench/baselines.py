@@ -103,13 +103,7 @@ def frames_of(config: VAEConfig, clip: Clip) -> Tensor:
 def diffusers_vae(
     state: Mapping[str, Tensor], config: VAEConfig, device: torch.device, dtype: torch.dtype
 ) -> nn.Module:
-    """The class that diffusers has for a layout, on copies of these weights.
-
-    Args:
-        state: The weights under Wan's names.
-        config: What they are.
-        device: Where the copies go.
-        dtype: Their dtype.
+    """The class that diffusers has for a layout, on copies of weights under Wan's names.
 
     Raises:
         ImportError: diffusers is not installed, or does not import.

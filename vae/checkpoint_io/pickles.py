@@ -56,15 +56,9 @@ class Pickle(NamedTuple):
 
 
 def read_pickle(data: memoryview, first: int, known: Set[str]) -> Pickle:
-    """Read one pickle.
+    """Read the pickle that begins at `first`.
 
-    Args:
-        data: Bytes of a file.
-        first: Where the pickle begins.
-        known: Names, such as "collections.OrderedDict", that may be in the pickle.
-
-    Returns:
-        What it holds.
+    It may have `known` names alone, such as "collections.OrderedDict".
 
     Raises:
         ValueError: It is damaged, too large, or holds what is not known.

@@ -39,12 +39,12 @@ _STORAGE_TYPES = {
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
-# Calls that make a tensor of numbers in the file; those that wrap one, and which argument it is.
+# Calls that make a tensor of numbers in the file; those that wrap one, their first argument.
 _TENSORS = {f"torch._utils._rebuild_tensor{end}" for end in ("", "_v2", "_v3")}
 _WRAPPERS = {
-    "torch._utils._rebuild_parameter": 0,
-    "torch._utils._rebuild_parameter_with_state": 0,
-    "torch.nn.parameter.Parameter": 0,
+    "torch._utils._rebuild_parameter",
+    "torch._utils._rebuild_parameter_with_state",
+    "torch.nn.parameter.Parameter",
 }
 _FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 
@@ -105,13 +105,9 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def zip_numbers(data: memoryview) -> dict[object, object]:
-    """Find the tensors of a `.pth` file that is a zip archive.
+    """The state dict of a `.pth` file that is a zip archive.
 
-    Args:
-        data: The bytes of the file.
-
-    Returns:
-        Its state dict: `Numbers` for each tensor, and other values as they are.
+    It has `Numbers` for each tensor, and other values as they are.
 
     Raises:
         ValueError: It is damaged, holds more than tensors, or what is not in the file.
@@ -138,17 +134,7 @@ def zip_numbers(data: memoryview) -> dict[object, object]:
 
 
 def legacy_numbers(data: memoryview) -> dict[object, object]:
-    """Find the tensors of a `.pth` file of before PyTorch 1.6.
-
-    Args:
-        data: The bytes of the file.
-
-    Returns:
-        As `zip_numbers`.
-
-    Raises:
-        ValueError: As of `zip_numbers`.
-    """
+    """The state dict of a `.pth` file of before PyTorch 1.6, as `zip_numbers` gives it."""
     magic = read_pickle(data, 0, _KNOWN)
     if magic.value != _MAGIC:
         raise ValueError("it is a pickle of something else than PyTorch; expected a state dict")
@@ -245,10 +231,9 @@ def _unwrapped(call: PickleCall) -> PickleCall:
                 break
             call = PickleCall(function.name, arguments)
         elif call.name in _WRAPPERS and call.arguments:
-            inner = call.arguments[_WRAPPERS[call.name]]
-            if not isinstance(inner, PickleCall):
+            if not isinstance(call.arguments[0], PickleCall):
                 break
-            call = inner
+            call = call.arguments[0]
         else:
             break
     return call

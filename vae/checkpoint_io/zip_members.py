@@ -34,13 +34,7 @@ class ZipMember(NamedTuple):
 
 
 def zip_members(data: memoryview) -> dict[str, ZipMember]:
-    """Find the members of an archive.
-
-    Args:
-        data: The bytes of the file.
-
-    Returns:
-        Where each is, by its name.
+    """Where each member of an archive is, by its name.
 
     Raises:
         ValueError: The archive is damaged, has too many members, or one that is packed, repeated

@@ -54,15 +54,9 @@ class ContactSheet:
             self._seen += 1
 
     def draw(self, title: str, verdict: str, footnote: str = "") -> Image.Image:
-        """Draw what was collected.
+        """Draw what was collected, RGB, under a title and a verdict such as `PSNR 24.13 dB`.
 
-        Args:
-            title: What the clip is; ASCII, anything else turns into question marks.
-            verdict: The figure in the other corner, such as `PSNR 24.13 dB`.
-            footnote: A line at the foot, ASCII as well; "": there is none.
-
-        Returns:
-            The sheet, RGB.
+        What is not ASCII in them and in the footnote turns into question marks.
 
         Raises:
             ValueError: No frames were added.

@@ -104,14 +104,7 @@ class _LogNotes(logging.Handler):
 def _notes(quiet: bool) -> Iterator[None]:
     """Show Python's warnings and the package's log as one line each, or not at all."""
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show(message: Warning | str, *_: object, **__: object) -> None:
         if not quiet:
             _note(str(message))
 

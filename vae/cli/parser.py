@@ -23,11 +23,9 @@ Add = Callable[..., Any]
 
 
 def parse(argv: Sequence[str] | None, version: str) -> argparse.Namespace:
-    """The arguments of a command line; wrong usage raises `SystemExit(2)`.
+    """The arguments of a command line, None: that of the process.
 
-    Args:
-        argv: Arguments without the program's name; None: those of the process.
-        version: What `--version` prints.
+    Wrong usage raises `SystemExit(2)`, and `--version` prints the version and ends.
     """
     parser = argparse.ArgumentParser(
         prog=PROGRAM,

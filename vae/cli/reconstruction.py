@@ -42,13 +42,7 @@ class RoundTrip:
         *,
         stretch: Mapping[str, Any] | None = None,
     ) -> None:
-        """Prepare; nothing is read yet.
-
-        Args:
-            vae: The VAE.
-            video: The source.
-            options: How both directions run.
-            stretch: Keyword arguments of `VideoFile.pieces`; None: none.
+        """Prepare; nothing is read yet. `stretch` are keyword arguments of `VideoFile.pieces`.
 
         Raises:
             ValueError: The VAE has no encoder.

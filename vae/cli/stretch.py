@@ -52,14 +52,8 @@ def affordable(
 ) -> tuple[dict[str, Any], str]:
     """Cut a video down to what a CPU does in about half a minute, as far as nothing else was said.
 
-    Args:
-        video: The source.
-        config: Of the VAE.
-        wanted: Keyword arguments of `VideoFile.pieces`: `fps`, `size`, `start`, `duration` and
-            `limit`. A `size` stays, and so does the length with a `duration` or a `limit`.
-
-    Returns:
-        Such arguments, and what to say of the difference; "": there is none.
+    Of the `wanted` of `stretch_named` a `size` stays, and so does the length with a `duration` or a
+    `limit`. Returns such arguments, and what to say of the difference; "": there is none.
     """
     changed, notes = dict(wanted), []
     height, width = wanted["size"] or (video.height, video.width)

@@ -13,21 +13,13 @@ DEFAULT_QUALITY = 70
 
 @dataclass(frozen=True)
 class _Encoder:
-    """How one encoder is told the quality.
-
-    Attributes:
-        keys: The options that take it.
-        scale: Their values at quality 0, 70 and 100.
-        options: What it is told besides.
-        pixel_format: What it takes.
-        whole: It takes whole numbers only.
-    """
+    """How one encoder is told the quality, and what it is told besides."""
 
     keys: tuple[str, ...]
-    scale: tuple[float, float, float]
+    scale: tuple[float, float, float]  # values of the keys at quality 0, 70 and 100
     options: dict[str, str] = field(default_factory=dict)
     pixel_format: str = "yuv420p"
-    whole: bool = True
+    whole: bool = True  # it takes whole numbers only
 
     def value(self, quality: int) -> str:
         worst, usual, best = self.scale

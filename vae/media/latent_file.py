@@ -45,7 +45,7 @@ class LatentFile:
 def save_latent(
     path: Path, latent: Tensor, *, family: str, fps: Fraction, frames: int, compression: int = 8
 ) -> None:
-    """Write a latent file, of the frames that the latent holds.
+    """Write a latent file.
 
     Args:
         path: The file.
