@@ -109,7 +109,6 @@ def rms_norm_silu(
         out: `[B, C, K + T, H, W]` (`K` is 0 without `tail`), channels-last, of the dtype of `x`; it
             may be a run of frames of a longer buffer, and `x` itself without `tail`.
     """
-    check.floats(x=x)
     check.video(x=x)
     check.vectors(x, x.shape[1], gamma=gamma, bias=bias)
     check.window(x, tail, out)
@@ -152,7 +151,6 @@ def group_norm_silu(
             before `x`. It is overwritten with the last `K` frames of the result.
         out: `[B, C, K + T, H, W]`, channels-last, of the dtype of `x`.
     """
-    check.floats(x=x)
     check.video(x=x)
     check.vectors(x, x.shape[1], weight=weight, bias=bias)
     check.divides(groups, x.shape[1], "groups")
@@ -178,7 +176,6 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
         `[B, T, 2, groups]`, dense, float32 (float64 for float64): first the means. NaN where a
         frame has no pixels.
     """
-    check.floats(x=x)
     check.video(x=x)
     check.divides(groups, x.shape[1], "groups")
     return run("group_norm_statistics", x, groups, eps)
@@ -196,7 +193,8 @@ def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
         out: Likewise; it may be `x` or `gate`.
     """
     check.floats(x=x)
-    check.rows(x=x)
+    if x.ndim == 0:
+        raise ValueError("x has no dimension; expected [..., C]")
     check.like(x, gate=gate, out=out)
     return run("silu_mul", x, gate, out=out)
 
@@ -221,7 +219,6 @@ def bias_residual(
         residual_bias: As `bias`.
         out: Of the shape and dtype of `x`; it may be `x` or `residual`.
     """
-    check.floats(x=x)
     check.video(x=x)
     check.vectors(x, x.shape[1], bias=bias, residual_bias=residual_bias)
     check.like(x, residual=residual, out=out)
@@ -257,7 +254,6 @@ def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Ten
         phases: Frames made from each frame.
         out: `[B, C, phases * T, H, W]`, channels-last, of the same dtype.
     """
-    check.floats(x=x)
     check.video(x=x)
     check.divides(phases, x.shape[1], "phases")
     check.result(x, out, interleaved(x, phases))
@@ -292,7 +288,6 @@ def merge_phases(
             zeros.
         out: `[B, C, T, 2 H, 2 W]`, channels-last, of the dtype of `grid`.
     """
-    check.floats(grid=grid)
     check.video(grid=grid)
     check.divides(4, grid.shape[1], "4 phases")
     if 0 in grid.shape[3:]:
@@ -322,7 +317,6 @@ def pixel_shuffle_3d(
     Returns:
         `out`, or a new channels-last tensor of that shape and the dtype of `x`.
     """
-    check.floats(x=x)
     check.video(x=x)
     check.shuffle(x, size, order)
     check.target(out, shuffled(x, size))
@@ -345,7 +339,6 @@ def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
     Returns:
         `[B, channels, ceil(T / times), H / size, W / size]`, channels-last, in memory of its own.
     """
-    check.floats(x=x)
     check.video(x=x)
     check.averages(x, channels, times, size)
     return run("average_down", x, channels, times=times, size=size)
@@ -376,7 +369,6 @@ def frames_to_images(
     Returns:
         `out`, or a new dense tensor `[B * T, H, W, C]` on the device of `frames`.
     """
-    check.floats(frames=frames)
     check.video(frames=frames)
     check.shuffle(frames, (1, patch, patch), order)
     check.images(frames, dtype, patch, out)

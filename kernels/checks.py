@@ -37,17 +37,10 @@ def vectors(x: Tensor, channels: int, **tensors: Tensor | None) -> None:
 
 
 def video(**tensors: Tensor) -> None:
-    """All are `[B, C, T, H, W]`."""
+    """All are `[B, C, T, H, W]`, of a dtype that ops compute in."""
+    floats(**tensors)
     for name, tensor in tensors.items():
-        if tensor.ndim != 5:
-            raise ValueError(f"{name} is {list(tensor.shape)}; expected [B, C, T, H, W]")
-
-
-def rows(**tensors: Tensor) -> None:
-    """All have a last dimension."""
-    for name, tensor in tensors.items():
-        if tensor.ndim == 0:
-            raise ValueError(f"{name} has no dimension; expected [..., C]")
+        _five_dimensions(name, tensor)
 
 
 def like(x: Tensor, **tensors: Tensor | None) -> None:
@@ -72,7 +65,7 @@ def target(out: Tensor | None, shape: tuple[int, ...]) -> None:
 def window(x: Tensor, tail: Tensor | None, out: Tensor | None) -> None:
     """The tail and the buffer of a causal convolution's input fit `x`."""
     if tail is not None:
-        video(tail=tail)
+        _five_dimensions("tail", tail)
         batch, channels, _, height, width = x.shape
         _same("tail", tail, (batch, channels, tail.shape[2], height, width), x)
     result(x, out, shapes.window(x, tail))
@@ -97,7 +90,7 @@ def phase_source(grid: Tensor, source: Tensor | None, times: int) -> None:
         raise ValueError(f"times is {times}; expected 1 or more")
     if source is None:
         return
-    video(source=source)
+    _five_dimensions("source", source)
     batch, channels, frames, height, width = grid.shape
     frames = 1 if frames == 1 else frames // times
     _same("source", source, (batch, source.shape[1], frames, height - 1, width - 1), grid)
@@ -134,6 +127,11 @@ def images(frames: Tensor, dtype: torch.dtype, patch: int, out: Tensor | None) -
             raise ValueError(f"out is {list(out.shape)}; expected {list(flat)} or {list(apart)}")
     if dtype not in (*_DTYPES, torch.uint8):
         raise ValueError(f"images are {_name(dtype)}; expected a float dtype or uint8")
+
+
+def _five_dimensions(name: str, tensor: Tensor) -> None:
+    if tensor.ndim != 5:
+        raise ValueError(f"{name} is {list(tensor.shape)}; expected [B, C, T, H, W]")
 
 
 def _same(

@@ -15,13 +15,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Ops that move numbers or add them in one order: they have the bits of the reference everywhere.
 EXACT = frozenset(
-    {
-        "bias_residual",
-        "interleave_time",
-        "merge_phases",
-        "pixel_shuffle_3d",
-        "frames_to_images",
-    }
+    ("bias_residual", "interleave_time", "merge_phases", "pixel_shuffle_3d", "frames_to_images")
 )
 
 # Frames, height and width of the calls.
@@ -92,16 +86,12 @@ def native_library() -> NativeLibrary:
 
 
 def _asked(op: str, device: str, backend: str, dtype: torch.dtype) -> Support:
-    reason = _refusal(op, device, backend, dtype)
-    exact = reason is None and (backend == "reference" or op in EXACT)
-    return Support(op, backend, device, dtype, reason, exact)
-
-
-def _refusal(op: str, device: str, backend: str, dtype: torch.dtype) -> str | None:
     arguments = sample_inputs.call(op, _SIZE, dtype, torch.device(device))
+    reason = None
     try:
         with torch.no_grad():
             ask(backend, op, **arguments)
     except Refusal as refusal:
-        return str(refusal)
-    return None
+        reason = str(refusal)
+    exact = reason is None and (backend == "reference" or op in EXACT)
+    return Support(op, backend, device, dtype, reason, exact)

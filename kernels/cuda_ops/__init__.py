@@ -49,11 +49,7 @@ def rms_norm_silu(
     refuse_window(x, tail, out)
     CUDA.load()
     out = shapes.new_window(x, tail) if out is None else out
-    offset = None if bias is None else _vector(bias, x)
-    with _entered(x.device):
-        torch.ops.fast_video_vae_cuda.rms_norm_silu.default(
-            x, _vector(gamma, x), silu, offset, tail, out, _stream(x.device)
-        )
+    _start("rms_norm_silu", x, _vector(gamma, x), silu, _vector(bias, x), tail, out)
     return out
 
 
@@ -77,10 +73,7 @@ def group_norm_silu(
     out = shapes.new_window(x, tail) if out is None else out
     scale, offset = _vector(weight, x), _vector(bias, x)
     given = None if statistics is None else statistics.contiguous()
-    with _entered(x.device):
-        torch.ops.fast_video_vae_cuda.group_norm_silu.default(
-            x, scale, offset, groups, eps, silu, given, tail, out, _stream(x.device)
-        )
+    _start("group_norm_silu", x, scale, offset, groups, eps, silu, given, tail, out)
     return out
 
 
@@ -91,10 +84,7 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     _refuse_sizes(x)
     CUDA.load()
     out = torch.empty(shapes.statistics(x, groups), dtype=torch.float32, device=x.device)
-    with _entered(x.device):
-        torch.ops.fast_video_vae_cuda.group_norm_statistics.default(
-            x, groups, eps, out, _stream(x.device)
-        )
+    _start("group_norm_statistics", x, groups, eps, out)
     return out
 
 
@@ -106,8 +96,7 @@ def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
     refuse_overlap(out, x=x, gate=gate, same=True)
     CUDA.load()
     out = x.new_empty(x.shape) if out is None else out
-    with _entered(x.device):
-        torch.ops.fast_video_vae_cuda.silu_mul.default(x, gate, out, _stream(x.device))
+    _start("silu_mul", x, gate, out)
     return out
 
 
@@ -145,6 +134,13 @@ def _refuse_counts(x: Tensor, channels: int) -> None:
         raise Refusal("there are more rows or channels than 31 bits count")
 
 
+def _start(op: str, x: Tensor, *arguments: object) -> None:
+    """Run an op of the library on the current stream of the device of `x`."""
+    with _entered(x.device):
+        run = getattr(torch.ops.fast_video_vae_cuda, op).default
+        run(x, *arguments, _stream(x.device))
+
+
 def _entered(device: torch.device) -> AbstractContextManager[object]:
     """The device of the tensors is the current one, as a launch wants it."""
     return (
@@ -157,8 +153,8 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-def _vector(values: Tensor, x: Tensor) -> Tensor:
+def _vector(values: Tensor | None, x: Tensor) -> Tensor | None:
     """Parameters as the kernels read them: dense, in float32 or in the dtype of `x`."""
-    if values.dtype not in (torch.float32, x.dtype):
-        values = values.float()
-    return values if values.is_contiguous() else values.contiguous()
+    if values is None:
+        return None
+    return (values if values.dtype in (torch.float32, x.dtype) else values.float()).contiguous()

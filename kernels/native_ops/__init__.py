@@ -38,7 +38,7 @@ def rms_norm_silu(
     CPU.load()
     out = shapes.new_window(x, tail) if out is None else out
     torch.ops.fast_video_vae.rms_norm_silu.default(
-        x, _vector(gamma), silu, _maybe_vector(bias), tail, out
+        x, _vector(gamma), silu, _vector(bias), tail, out
     )
     return out
 
@@ -103,7 +103,7 @@ def bias_residual(
     CPU.load()
     out = shapes.new_video(x, x.shape) if out is None else out
     torch.ops.fast_video_vae.bias_residual.default(
-        x, _maybe_vector(bias), residual, _maybe_vector(residual_bias), out
+        x, _vector(bias), residual, _vector(residual_bias), out
     )
     return out
 
@@ -138,7 +138,7 @@ def merge_phases(
     refuse_overlap(out, grid=grid, source=source)
     CPU.load()
     out = shapes.new_video(grid, shapes.merged(grid)) if out is None else out
-    torch.ops.fast_video_vae.merge_phases.default(grid, source, times, _maybe_vector(bias), out)
+    torch.ops.fast_video_vae.merge_phases.default(grid, source, times, _vector(bias), out)
     return out
 
 
@@ -202,12 +202,6 @@ def _check(x: Tensor, *others: Tensor | None) -> None:
     refuse_gradients(x, *others)
 
 
-def _vector(values: Tensor) -> Tensor:
+def _vector(values: Tensor | None) -> Tensor | None:
     """Parameters as the kernels read them: dense float32."""
-    if values.dtype is torch.float32 and values.is_contiguous():
-        return values
-    return values.float().contiguous()
-
-
-def _maybe_vector(values: Tensor | None) -> Tensor | None:
-    return None if values is None else _vector(values)
+    return None if values is None else values.float().contiguous()

@@ -16,12 +16,12 @@ from .tiles import (
     ELEMENTS,
     OFFSET_LIMIT,
     blocks,
-    maybe_vector,
     power_of_two,
     refuse_sizes,
     refuse_span,
     strides,
     tile,
+    vector,
 )
 
 # Numbers of a row of pixels that a program writes, for each of its rows.
@@ -64,7 +64,7 @@ def merge_phases(
         (parts * height, frames, batch),
         grid,
         source,
-        maybe_vector(bias),
+        vector(bias),
         out,
         width,
         parts,

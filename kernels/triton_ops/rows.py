@@ -12,7 +12,7 @@ from .. import shapes
 from ..constraints import refuse_overlap, refuse_rows, refuse_videos, refuse_window, row_distance
 from .runtime import launch
 from .scalars import narrow, silu_of
-from .tiles import blocks, maybe_vector, refuse_sizes, refuse_span, strides, tile, vector
+from .tiles import blocks, refuse_sizes, refuse_span, strides, tile, vector
 
 
 def rms_norm_silu(
@@ -36,7 +36,7 @@ def rms_norm_silu(
         (blocks(pixels, rows), frames, batch),
         x,
         vector(gamma),
-        maybe_vector(bias),
+        vector(bias),
         tail,
         out,
         pixels,
@@ -101,9 +101,9 @@ def bias_residual(
         _bias_residual,
         (blocks(pixels, rows), frames, batch),
         x,
-        maybe_vector(bias),
+        vector(bias),
         residual,
-        maybe_vector(residual_bias),
+        vector(residual_bias),
         out,
         pixels,
         *strides(x),

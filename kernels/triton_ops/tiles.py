@@ -6,9 +6,9 @@ with a mask, so that a quarter of the lanes idles, which costs nothing where mem
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from ..constraints import DTYPES
 from ..errors import Refusal
 from .runtime import GRID_LIMIT
 
@@ -74,16 +74,11 @@ def strides(x: Tensor | None) -> tuple[int, int]:
     return x.stride(0) if x.shape[0] > 1 else 0, x.stride(2) if x.shape[2] > 1 else 0
 
 
-def vector(values: Tensor) -> Tensor:
+def vector(values: Tensor | None) -> Tensor | None:
     """Parameters as the kernels read them: dense, in a dtype that they convert."""
-    if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        values = values.float()
-    return values if values.is_contiguous() else values.contiguous()
-
-
-def maybe_vector(values: Tensor | None) -> Tensor | None:
-    """Parameters that may be left out."""
-    return None if values is None else vector(values)
+    if values is None:
+        return None
+    return (values if values.dtype in DTYPES else values.float()).contiguous()
 
 
 def refuse_sizes(x: Tensor) -> None:

@@ -11,7 +11,8 @@ from fast_video_vae import kernels
 from fast_video_vae.kernels import BackendError, backends, dispatch, errors, use_backend
 from fast_video_vae.kernels.backends import forced
 from fast_video_vae.kernels.errors import Refusal, log_once
-from fast_video_vae.tests.kernels.cases import DTYPES, OPS, SERVED, inputs, random, video
+from fast_video_vae.kernels.support import EXACT
+from fast_video_vae.tests.kernels.cases import DTYPES, OPS, SERVED, inputs, random, serving, video
 
 
 @pytest.fixture
@@ -151,9 +152,10 @@ def test_a_backend_serves_what_it_should_and_refuses_the_rest(backend, op, dtype
             getattr(kernels, op)(*args, **keywords)
 
 
+@pytest.mark.parametrize("backend", serving(*EXACT), indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("channels", [1, 3, 8, 15, 17, 33, 96, 160])
-def test_exact_ops_have_the_bits_of_the_reference(channels, dtype):
+def test_exact_ops_have_the_bits_of_the_reference(backend, channels, dtype):
     """Numbers of many magnitudes, so that another order of a sum has other bits."""
     magnitudes = 2.0 ** random(2, channels, 3, 9, 7, seed=3).mul_(3).round_()
     x = (video(2, channels, 3, 9, 7) * magnitudes).to(dtype)
@@ -163,23 +165,23 @@ def test_exact_ops_have_the_bits_of_the_reference(channels, dtype):
     source = video(2, 2 * channels, 3, 8, 6, dtype=dtype, seed=1)
     bias, other = random(2, channels, seed=2) * 8
 
-    def results():
-        yield kernels.bias_residual(x, bias, x.flip(0), other)
-        yield kernels.bias_residual(x, None, x.flip(0), other)
-        yield kernels.merge_phases(wide)
-        yield kernels.merge_phases(wide, source)
-        yield kernels.merge_phases(wide, bias=bias)
-        yield kernels.merge_phases(wide, source, bias=bias)
-        yield kernels.interleave_time(wide, 2)
-        yield kernels.pixel_shuffle_3d(wide, (2, 1, 2), "hwtc")
-        yield kernels.frames_to_images(wide, patch=2, order="ctwh")
-        yield kernels.frames_to_images(wide, patch=2, dtype=torch.uint8)
-
-    with use_backend("reference"):
-        expected = list(results())
-    actual = list(results())
-    for n, pair in enumerate(zip(actual, expected, strict=True)):
-        assert torch.equal(*pair), n
+    calls = [
+        ("bias_residual", (x, bias, x.flip(0), other), {}),
+        ("bias_residual", (x, None, x.flip(0), other), {}),
+        ("merge_phases", (wide,), {}),
+        ("merge_phases", (wide, source), {}),
+        ("merge_phases", (wide,), {"bias": bias}),
+        ("merge_phases", (wide, source), {"bias": bias}),
+        ("interleave_time", (wide, 2), {}),
+        ("pixel_shuffle_3d", (wide, (2, 1, 2), "hwtc"), {}),
+        ("frames_to_images", (wide,), {"patch": 2, "order": "ctwh"}),
+        ("frames_to_images", (wide,), {"patch": 2, "dtype": torch.uint8}),
+    ]
+    assert {op for op, _, _ in calls} == EXACT
+    for op, args, keywords in calls:
+        actual = getattr(kernels, op)(*args, **keywords)
+        with use_backend("reference"):
+            assert torch.equal(actual, getattr(kernels, op)(*args, **keywords)), op
 
 
 @pytest.mark.parametrize("op", OPS)

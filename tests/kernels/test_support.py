@@ -49,27 +49,6 @@ def test_a_refusal_has_a_reason_and_is_not_exact(entries):
             assert not each.exact
 
 
-def test_exact_means_the_bits_of_the_reference(entries, monkeypatch):
-    """The calls of the matrix again, with their results kept."""
-    results = {}
-    real = dispatch.ask
-
-    def kept(name, op, *arguments, **options):
-        result = real(name, op, *arguments, **options)
-        results[op] = result
-        return result
-
-    monkeypatch.setattr(matrix, "ask", kept)
-    for each in entries:
-        if not each.exact or each.backend == "reference":
-            continue
-        found = []
-        for name in (each.backend, "reference"):
-            matrix._refusal(each.op, each.device, name, each.dtype)
-            found.append(results.pop(each.op))
-        assert torch.equal(*found), each
-
-
 def test_asking_leaves_the_choices_of_the_caller_alone():
     with use_backend("reference"):
         asked = matrix.backend_matrix()
