@@ -113,7 +113,7 @@ def _arguments() -> argparse.Namespace:
     no_gpu = not torch.cuda.is_available()
     kept = "keep the rows of the file, but for those that were not run"
     default = "default: 520, for a small run no limit"
-    add("--only", type=_sections, default=sections, help=f"of {','.join(sections)}")
+    add("--only", nargs="+", choices=sections, default=sections)
     add("--budget", type=float, help=f"seconds after which no row begins; {default}")
     add("--continue", dest="resume", action="store_true", help=kept)
     add("--json", type=Path, help="where the rows go (default: gpu-NAME.json beside this file)")
@@ -128,20 +128,10 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def _sections(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in SECTIONS]
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"no section {', '.join(unknown)}; expected some of {', '.join(SECTIONS)}"
-        )
-    return [name for name in SECTIONS if name in names]
-
-
 def _supervise(args: argparse.Namespace, until: float) -> None:
     """Have the rows measured by a process, and by a next one as often as it dies."""
     command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
-    command += ["--json", str(args.path), "--only", ",".join(args.only), "--until", str(until)]
+    command += ["--json", str(args.path), "--only", *args.only, "--until", str(until)]
     command += ["--budget", str(args.budget), *(["--small"] if args.small else [])]
     command += ["--commit", args.commit] if args.commit else []
     for _ in range(_DEATHS):

@@ -94,16 +94,17 @@ def measure(case: Case) -> dict[str, float]:
     given = input_of(vae, case)
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    weights, before = vae.weight_bytes(), _status("VmRSS")
+    weights, before = vae.weight_bytes(), record.process_mib("VmRSS")
     _RESET.write_text("5", encoding="ascii")
     start = time.perf_counter()
     with cut_at(case.cut):
         stream(vae, case, given)
         seconds = time.perf_counter() - start
-        taken = _status("VmHWM") - before - (vae.weight_bytes() - weights)
+        derived = (vae.weight_bytes() - weights) / 2**20
+        taken = record.process_mib("VmHWM") - before - derived
         estimate = planned(vae, case).peak_bytes
     return {
-        "peak_mib": round(taken / 2**20, 1),
+        "peak_mib": round(taken, 1),
         "estimate_mib": round(estimate / 2**20, 1),
         "seconds": round(seconds, 2),
     }
@@ -150,11 +151,6 @@ def cut_at(index: int | None) -> Iterator[None]:
         yield
     finally:
         plan.can_cut = find
-
-
-def _status(name: str) -> int:
-    lines = _STATUS.read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def main() -> None:

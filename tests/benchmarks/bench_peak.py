@@ -50,7 +50,8 @@ def measure(
     with torch.inference_mode():
         for _ in range(3):
             decode(latent.to(dtype))
-    return {"peak_mib": _status("VmHWM"), "stays_mib": _status("VmRSS")}
+    fields = {"peak_mib": "VmHWM", "stays_mib": "VmRSS"}
+    return {name: round(record.process_mib(field), 1) for name, field in fields.items()}
 
 
 def main() -> None:
@@ -78,13 +79,6 @@ def main() -> None:
             label = f"load and decode {clip} {args.dtype} {args.family}"
             logging.info("%-48s %-8s %s", label, name, result)
             record.append(args.out, "bench_peak", label, implementation=name, **result)
-
-
-def _status(field: str) -> float:
-    """A line of `/proc/self/status`, in MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (value,) = (line.split()[1] for line in lines if line.startswith(f"{field}:"))
-    return round(int(value) / 1024, 1)
 
 
 if __name__ == "__main__":

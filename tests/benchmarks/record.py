@@ -52,6 +52,12 @@ def machine() -> str:
     return f"{name}, {torch.get_num_threads()} threads, {unit}"
 
 
+def process_mib(field: str) -> float:
+    """A line of `/proc/self/status`: VmHWM is the peak of this process, VmRSS what it has."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:"))
+
+
 def commit() -> str:
     """The commit of this checkout, with `-dirty` where more than the results changed since."""
     name = _git("rev-parse", "--short", "HEAD").stdout.strip() or "unknown"

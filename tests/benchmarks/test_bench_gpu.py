@@ -36,7 +36,7 @@ def small_session(seconds):
 
 def test_some_sections_run_and_the_tables_come_last(tmp_path):
     path = tmp_path / "rows.json"
-    told, content = run(path, "--only", "copy,attention")
+    told, content = run(path, "--only", "copy", "attention")
     assert statuses(content, "copy") == ["ok"]
     assert statuses(content, "attention") == HERE
     assert {row["section"] for row in content["rows"]} == {"copy", "attention"}

