@@ -6,7 +6,9 @@
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -71,51 +73,57 @@ class Shapes(dict[str, tuple[int, ...]]):
         self.conv(f"{name}.2", out, into, self._taps, 3, 3)
 
 
-def wan21_shapes(
-    width: int, *, latent_channels: int = 16, image_channels: int = 3, out_channels: int = 3
-) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a Wan 2.1 VAE, as in `Wan2.1_VAE.pth`.
+def wan_shapes(
+    encoder: int, decoder: int, *, latents: int, channels: int, out_channels: int,
+    multiples: Sequence[int] = (1, 2, 4, 4), taps: int = 3, flat: bool = False,
+) -> dict[str, tuple[int, ...]]:  # fmt: skip
+    """Name and shape of every tensor, as in `Wan2.1_VAE.pth` (flat) and `Wan2.2_VAE.pth`.
 
     Args:
-        width: Channels at full resolution: 96 in Wan 2.1.
-        latent_channels: Channels of the latent.
-        image_channels: Channels that the encoder takes: 3, or 4 for Qwen-Image-Layered.
-        out_channels: Channels that the decoder's last convolution gives: 12 in 2x decoders.
+        encoder: Base width of the encoder: 96 in Wan 2.1, 160 in 2.2, 96 in Qwen-Image 2.1.
+        decoder: Base width of the decoder: 96, 256, 144.
+        latents: Channels of the latent: 16, 48, 64.
+        channels: Channels that the encoder sees of a frame: 3, 12 (patches of 3), 4.
+        out_channels: Channels that the decoder's last convolution gives.
+        multiples: Widths of the stages over the base width.
+        taps: Frames that a convolution sees: 3, 3, 1.
+        flat: Blocks are in one list, not in one of each stage; upsampling halves the channels.
     """
-    shapes = Shapes()
-    conv, residual, middle, head = shapes.conv, shapes.residual, shapes.middle, shapes.head
-    top = 4 * width
+    shapes = Shapes(taps)
+    conv, residual = shapes.conv, shapes.residual
+    last, shrink = len(multiples) - 1, 2 if flat else 1
 
-    conv("encoder.conv1", width, image_channels, 3, 3, 3)
-    channels, index = width, 0
-    for stage, multiplier in enumerate((1, 2, 4, 4)):
-        for _ in range(2):
-            residual(f"encoder.downsamples.{index}", channels, width * multiplier)
-            channels, index = width * multiplier, index + 1
-        if stage < 3:
-            conv(f"encoder.downsamples.{index}.resample.1", channels, channels, 3, 3)
-            if stage > 0:
-                conv(f"encoder.downsamples.{index}.time_conv", channels, channels, 3, 1, 1)
-            index += 1
-    middle("encoder.middle", top)
-    head("encoder.head", top, 2 * latent_channels)
+    def blocks(part: str, stage: int, count: int) -> list[str]:
+        start = f"{part}.{stage}.{part.partition('.')[2]}."
+        return [f"{part}.{stage * count + n}" if flat else f"{start}{n}" for n in range(count)]
 
-    conv("conv1", 2 * latent_channels, 2 * latent_channels, 1, 1, 1)
-    conv("conv2", latent_channels, latent_channels, 1, 1, 1)
-
-    conv("decoder.conv1", top, latent_channels, 3, 3, 3)
-    middle("decoder.middle", top)
-    channels, index = top, 0
-    for stage, multiplier in enumerate((4, 4, 2, 1)):
-        for _ in range(3):
-            residual(f"decoder.upsamples.{index}", channels, width * multiplier)
-            channels, index = width * multiplier, index + 1
-        if stage < 3:
-            conv(f"decoder.upsamples.{index}.resample.1", channels // 2, channels, 3, 3)
-            if stage < 2:
-                conv(f"decoder.upsamples.{index}.time_conv", 2 * channels, channels, 3, 1, 1)
-            channels, index = channels // 2, index + 1
-    head("decoder.head", width, out_channels)
+    widths = [encoder * each for each in (1, *multiples)]
+    conv("encoder.conv1", widths[0], channels, taps, 3, 3)
+    for stage, (into, out) in enumerate(pairwise(widths)):
+        names = blocks("encoder.downsamples", stage, 3)
+        residual(names[0], into, out)
+        residual(names[1], out, out)
+        if stage < last:
+            conv(f"{names[2]}.resample.1", out, out, 3, 3)
+            if stage:
+                conv(f"{names[2]}.time_conv", out, out, taps, 1, 1)
+    shapes.middle("encoder.middle", widths[-1])
+    shapes.head("encoder.head", widths[-1], 2 * latents)
+    conv("conv1", 2 * latents, 2 * latents, 1, 1, 1)
+    conv("conv2", latents, latents, 1, 1, 1)
+    widths = [decoder * each for each in (multiples[-1], *multiples[::-1])]
+    conv("decoder.conv1", widths[0], latents, taps, 3, 3)
+    shapes.middle("decoder.middle", widths[0])
+    for stage, (into, out) in enumerate(pairwise(widths)):
+        names = blocks("decoder.upsamples", stage, 4)
+        residual(names[0], into // shrink if stage else into, out)
+        residual(names[1], out, out)
+        residual(names[2], out, out)
+        if stage < last:
+            conv(f"{names[3]}.resample.1", out // shrink, out, 3, 3)
+            if stage < last - 1:
+                conv(f"{names[3]}.time_conv", 2 * out, out, taps, 1, 1)
+    shapes.head("decoder.head", widths[-1], out_channels)
     return shapes
 
 
@@ -128,8 +136,8 @@ def random_state_dict(
     the last for inputs of order 1, so that errors in low precision mean something; norms and
     biases are not trivial; frames come out mostly within [-1, 1].
     """
-    shapes = wan21_shapes(width, image_channels=image_channels, out_channels=out_channels)
-    return spread(shapes, seed)
+    channels = {"channels": image_channels, "out_channels": out_channels}
+    return spread(wan_shapes(width, width, latents=16, **channels, flat=True), seed)
 
 
 def decoder_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
