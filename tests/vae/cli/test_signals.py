@@ -21,6 +21,10 @@ for _package in ("av", "tqdm", "PIL"):
 if not Path("/proc/self/maps").exists():
     pytest.skip("moments are found in /proc, which Linux has", allow_module_level=True)
 
+import fcntl  # noqa: E402
+import pty  # noqa: E402
+import termios  # noqa: E402
+
 from fast_video_vae.tests.videos import write_clip  # noqa: E402
 from fast_video_vae.vae.cli.signals import Signals, Stopped  # noqa: E402
 from fast_video_vae.vae.media import load_latent, read_video  # noqa: E402
@@ -64,8 +68,11 @@ def arguments(command, files, out, frames):
     return command, *given[command], "--vae", files / "vae.safetensors"
 
 
-def start(given, *, ignored=(), **settings):
+def start(given, *, ignored=(), terminal=subprocess.PIPE, **settings):
     def prepare():
+        if terminal != subprocess.PIPE:
+            os.setsid()
+            fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
         for number in SIGNALS:
             # Tests in the background of a shell ignore interrupts, and so would what they start.
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
@@ -73,8 +80,9 @@ def start(given, *, ignored=(), **settings):
     return subprocess.Popen(
         installed_command(*map(str, given)),
         env={**os.environ, "OMP_NUM_THREADS": "1", **settings},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
         text=True,
         preexec_fn=prepare,
     )
@@ -236,25 +244,8 @@ def test_an_ignored_hangup_stays_ignored(tmp_path, files):
 
 @pytest.mark.slow
 def test_a_terminal_that_is_closed_ends_the_command(tmp_path, files):
-    import fcntl
-    import pty
-    import termios
-
     ours, theirs = pty.openpty()
-
-    def prepare():
-        os.setsid()
-        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
-
-    given = arguments("demo", files, tmp_path, LONG)
-    with subprocess.Popen(
-        installed_command(*map(str, given)),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        preexec_fn=prepare,
-    ) as process:
+    with start(arguments("demo", files, tmp_path, LONG), terminal=theirs) as process:
         os.close(theirs)
         wait_for(process, lambda: written(tmp_path))
         os.close(ours)

@@ -6,18 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.wan22 import random_wan22
+from fast_video_vae.tests.vae.families import STATES, WAN
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers import workspace
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 
-SHAPE = (1, 4, 2, 3, 5)
-
-
-@pytest.fixture
-def like():
-    return torch.empty(1)
+SHAPE, LIKE = (1, 4, 2, 3, 5), torch.empty(1)
 
 
 @pytest.fixture
@@ -27,41 +21,40 @@ def small_too(monkeypatch):
 
 
 @torch.no_grad()
-def test_memory_comes_back_when_the_last_view_is_gone(like, small_too):
+def test_memory_comes_back_when_the_last_view_is_gone(small_too):
     cache = TemporalCache()
-    first = cache.reused(SHAPE, like)
+    first = cache.reused(SHAPE, LIKE)
     assert first.shape == SHAPE
     assert first.is_contiguous(memory_format=torch.channels_last_3d)
     address, view = first.data_ptr(), first[:, :, 1:]
     del first
-    assert cache.reused(SHAPE, like).data_ptr() != address
+    assert cache.reused(SHAPE, LIKE).data_ptr() != address
     del view
-    assert cache.reused(SHAPE, like).data_ptr() == address
+    assert cache.reused(SHAPE, LIKE).data_ptr() == address
 
 
 @torch.no_grad()
-def test_memory_of_another_size_is_given_up(like, small_too):
+def test_memory_of_another_size_is_given_up(small_too):
     cache = TemporalCache()
-    cache.reused(SHAPE, like)
-    large = cache.reused((1, 4, 20, 3, 5), like)
+    cache.reused(SHAPE, LIKE)
+    large = cache.reused((1, 4, 20, 3, 5), LIKE)
     assert [block.numel() for block in cache.workspace._blocks] == [large.nbytes]
 
 
-def test_small_memory_is_left_to_malloc_and_recorded_memory_to_autograd(like, monkeypatch):
+def test_small_memory_is_left_to_malloc_and_recorded_memory_to_autograd(monkeypatch):
     with torch.no_grad():
-        assert TemporalCache().reused(SHAPE, like) is None
+        assert TemporalCache().reused(SHAPE, LIKE) is None
     monkeypatch.setattr(workspace, "KEPT_BYTES", 0)
-    assert TemporalCache().reused(SHAPE, like) is None  # where autograd may record
+    assert TemporalCache().reused(SHAPE, LIKE) is None  # where autograd may record
     monkeypatch.setattr(workspace, "_count_alone", lambda: None)
     with torch.no_grad():
-        assert TemporalCache().reused(SHAPE, like) is None  # where nobody knows who uses it
+        assert TemporalCache().reused(SHAPE, LIKE) is None  # where nobody knows who uses it
 
 
-@pytest.mark.parametrize("family", ["wan2.1", "wan2.2"])
+@pytest.mark.parametrize("family", WAN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_was_in_used_memory_never_shows(family, dtype, small_too, monkeypatch):
-    state = random_state_dict(8) if family == "wan2.1" else random_wan22(8, 8)
-    vae = load_vae(state, dtype=dtype)
+    vae = load_vae(STATES[family](), dtype=dtype)
     video = torch.rand(1, 3, 9, 32, 32) * 2 - 1
     monkeypatch.setattr(workspace, "KEPT_BYTES", 1 << 40)
     latent = vae.encode(video)

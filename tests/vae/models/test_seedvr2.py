@@ -4,10 +4,14 @@ import functools
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae.tests.seedvr2 import random_seedvr2
-from fast_video_vae.tests.vae.families import random_frames, random_latent, relative_error
+from fast_video_vae.tests.vae.families import (
+    Convolutions,
+    random_frames,
+    random_latent,
+    relative_error,
+)
 from fast_video_vae.tests.vae.models.seedvr2_oracle import Oracle, PlainUpsample
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers import conv, row_bands
@@ -177,15 +181,6 @@ def test_there_are_no_bands_where_memory_is_plenty(banded):
 def test_bands_keep_no_more_than_their_share(state, monkeypatch):
     """What a convolution reads is of the size of a band, not of three frames."""
 
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            for arg in args:
-                if "convolution" in str(func) and isinstance(arg, torch.Tensor) and arg.ndim == 5:
-                    self.elements = max(self.elements, arg.numel())
-            return func(*args, **(kwargs or {}))
-
     vae = load_vae(state, dtype=torch.float32)
     latent = random_latent(1, 16, 2, 8, 8)
     vae.decode(latent)
@@ -193,9 +188,9 @@ def test_bands_keep_no_more_than_their_share(state, monkeypatch):
     monkeypatch.setattr(plan_module, "_SMALLEST_PART_BYTES", 1)
     for limit in (1 << 30, 1):
         vae.limit_bytes = limit
-        with Largest() as largest:
+        with Convolutions() as convolutions:
             vae.decode(latent)
-        read.append(largest.elements)
+        read.append(convolutions.largest)
     assert read[1] * 4 < read[0]
 
 

@@ -10,9 +10,8 @@ import torch
 from fast_video_vae.tests.benchmarks import bench_memory
 from fast_video_vae.tests.benchmarks.bench_memory import Case
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.vae.families import STATES, VIDEO
 from fast_video_vae.tests.vae.planning.live_bytes import live_peak
-from fast_video_vae.tests.wan22 import random_wan22
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers import conv_weights
 from fast_video_vae.vae.planning import plan, tiling
@@ -20,11 +19,6 @@ from fast_video_vae.vae.planning.layer_specs import lengths_before, network_spec
 from fast_video_vae.vae.planning.plan import StreamJob, Tiles, make_plan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-FAMILIES = {
-    "wan2.1": lambda: random_state_dict(8),
-    "wan2.2": lambda: random_wan22(8, 8),
-    "seedvr2": random_seedvr2,
-}
 # Of tensors that a stream makes (most are within 3 %, one of 92 is 7 % off), and of the memory of a
 # process.
 ALLOCATED, TOLERANCE = 0.08, 0.15
@@ -34,9 +28,9 @@ measured = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=VIDEO)
 def vae(request):
-    return load_vae(FAMILIES[request.param](), dtype=torch.float32)
+    return load_vae(STATES[request.param](), dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +68,6 @@ LIMITS = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_estimate_is_what_a_stream_allocates(case):
-    peak, estimate = live_peak(case)
-    assert estimate == pytest.approx(peak, rel=ALLOCATED)
-
-
 @pytest.mark.parametrize(("case", "share"), LIMITS, ids=str)
 def test_a_stream_under_a_limit_stays_within_it(case, share):
     limit = int(share * live_peak(case)[1])
@@ -105,17 +93,15 @@ def many(family, encode):
     yield Case(family, encode, latents=1, size=(480, 832), tile=(256, 256), cut=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("encode", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_estimate_is_what_any_stream_allocates(family, encode):
-    peaks = {case: live_peak(case) for case in many(family, encode)}
-    wrong = [
-        f"{case}: {estimate / peak:.3f}"
-        for case, (peak, estimate) in peaks.items()
-        if abs(estimate / peak - 1) > ALLOCATED
-    ]
-    assert not wrong
+MANY = [case for family in VIDEO for encode in (False, True) for case in many(family, encode)]
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MANY)], ids=str
+)
+def test_the_estimate_is_what_a_stream_allocates(case):
+    peak, estimate = live_peak(case)
+    assert estimate == pytest.approx(peak, rel=ALLOCATED)
 
 
 @measured
