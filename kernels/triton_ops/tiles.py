@@ -4,8 +4,6 @@ A tile is some rows of pixels times all channels, in blocks of a power of two: 9
 with a mask, so that a quarter of the lanes idles, which costs nothing where memory is the limit.
 """
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from ..constraints import DTYPES
@@ -24,22 +22,13 @@ _CHANNEL_LIMIT = 8192
 OFFSET_LIMIT = 2**31
 
 
-class RowTile(NamedTuple):
-    """The shape of a program's tile.
-
-    Attributes:
-        rows: A power of two.
-        block: Channels, rounded up to a power of two.
-        warps: For this many numbers.
-    """
-
-    rows: int
-    block: int
-    warps: int
-
-
-def tile(channels: int, elements: int = ELEMENTS, *, rows: int | None = None) -> RowTile:
+def tile(
+    channels: int, elements: int = ELEMENTS, *, rows: int | None = None
+) -> tuple[int, int, int]:
     """Choose a tile of about `elements` numbers, and no more than `rows`, for rows of channels.
+
+    Returns:
+        Rows and channels, both rounded up to a power of two, and warps for so many numbers.
 
     Raises:
         Refusal: A row is too long for a program.
@@ -50,7 +39,7 @@ def tile(channels: int, elements: int = ELEMENTS, *, rows: int | None = None) ->
     count = max(1, elements // block)
     if rows is not None:
         count = min(count, power_of_two(rows))
-    return RowTile(count, block, 8 if count * block > ELEMENTS else 4)
+    return count, block, 8 if count * block > ELEMENTS else 4
 
 
 def power_of_two(count: int) -> int:

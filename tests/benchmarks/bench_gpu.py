@@ -39,7 +39,6 @@ from fast_video_vae.tests.benchmarks.gpu import (  # noqa: E402
     machine,
     ops,
     plans,
-    streams,
     table,
     vae,
 )
@@ -58,7 +57,6 @@ SECTIONS = {
     "host": (host.cases, 0.1),
     "plans": (plans.cases, 0.1),
     "lora": (lora.cases, 0.1),
-    "streams": (streams.cases, 0.05),
 }
 
 # Seconds that a run takes. A small one has no limit, nor can one of its cases hang: how busy the

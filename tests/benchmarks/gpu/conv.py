@@ -101,7 +101,7 @@ def _upsampling(session: Session, into: int, out: int, size: tuple[int, int]) ->
     )
 
 
-def nearest_then_conv(conv: UpsampleConv2d, x: Tensor) -> Tensor:
+def unfolded(conv: UpsampleConv2d, x: Tensor) -> Tensor:
     """What `UpsampleConv2d` folds, channels-last: the large picture is made."""
     frames = x.movedim(1, -1).flatten(0, 1).movedim(-1, 1)
     large = F.interpolate(frames, scale_factor=2.0, mode="nearest")
@@ -121,7 +121,7 @@ def _as_stock(conv: UpsampleConv2d, x: Tensor) -> Tensor:
 
 _UPSAMPLE: dict[str, Callable[[UpsampleConv2d, Tensor], Tensor]] = {
     "folded": lambda conv, x: conv(x),
-    "nearest, then 3x3, NDHWC": nearest_then_conv,
+    "nearest, then 3x3, NDHWC": unfolded,
     "nearest, then 3x3, NCDHW, as stock": _as_stock,
 }
 

@@ -24,10 +24,6 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
         "triton": _version("triton"),
         "driver": None,
         "python": platform.python_version(),
-        "compute_capability": None,
-        "memory_gib": None,
-        "multiprocessors": None,
-        "clocks_and_power": None,
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -44,7 +44,6 @@ COLUMNS = {
     "times_as_it_is": Column(
         "x as it is", "how many times as long as unchanged: above 1, the change costs"
     ),
-    "times_alone": Column("x in turn", "how many times as long as one after the other"),
     "times_stays": Column("x stays", "how many times as long as the decode alone"),
     "peak_gib": Column(
         "peak GiB", "the most VRAM above weights and input, result included; warm runs alone"
@@ -84,12 +83,8 @@ TITLES = {
     "conv": "Convolutions by width: channels in = channels out, frames out x height x width",
     "plans": "What plans take and what they say, within less and less memory",
     "lora": "A LoRA on linear layers in bf16, in our modes and in others' ways",
-    "streams": "Two tiles on two CUDA streams",
     "host": "Decodes whose images end in the memory of the host",
 }
-
-# Whose size stock's author published, encode and decode: a RTX 5090, ComfyUI pull request 12036.
-PUBLISHED_S = {"1088x1920x81": 41.56, "2160x3840x1": 2.42}
 
 # What PENDING.md asks.
 ASKED_RATIO = 2.5
@@ -150,24 +145,7 @@ def _asked(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if times is not None:
             told = f"{times:.2f}x, {'reached' if times >= ASKED_RATIO else 'MISSED'}"
         lines.append(f"  decode 720x1280x81, {peer} / ours, at least {ASKED_RATIO}: {told}")
-    lines += _asked_of_ops(rows)
-    for size, published in PUBLISHED_S.items():
-        both = {
-            who: [
-                values.get(f"Wan2.1 {each} {size}, bf16: {who}", {}).get("s")
-                for each in ("encode", "decode")
-            ]
-            for who in ("ours", "comfyui", "diffusers")
-        }
-        told = ", ".join(
-            f"{who} {sum(seconds):.2f} s" if None not in seconds else f"{who} not measured"
-            for who, seconds in both.items()
-        )
-        lines += _wrapped(
-            f"  encode + decode {size}: ",
-            f"{told}; ComfyUI on a RTX 5090, as published: {published} s",
-        )
-    return lines
+    return lines + _asked_of_ops(rows)
 
 
 def _asked_of_ops(rows: Sequence[Mapping[str, Any]]) -> list[str]:
