@@ -78,27 +78,6 @@ class Saturated(MLP):
 ALIKE = [MLP, UpFirst, TwoSteps, Halves, SecondHalf, GateAlone, Saturated]
 
 
-class Scaled(MLP):
-    def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x) * 1.5)
-
-
-class ScaledBySetting(MLP):
-    factor = 0.5
-
-    def forward(self, x):
-        return super().forward(x) * self.factor
-
-
-class ByShape(MLP):
-    """In pieces of long inputs, so that memory is bounded."""
-
-    def forward(self, x):
-        if x.shape[-2] > 4096:
-            return torch.cat([self.forward(piece) for piece in x.split(4096, -2)], -2)
-        return super().forward(x)
-
-
 class Dropout(MLP):
     def __init__(self):
         super().__init__()
@@ -127,6 +106,8 @@ class OwnForward(MLP):
 
 # Other formulas, and forwards that look at more than the dtype of their input.
 FORMULAS = {
+    "Scaled": lambda self, x: self.down(F.silu(self.gate(x)) * self.up(x) * 1.5),
+    "ScaledBySetting": lambda self, x: MLP.forward(self, x) * self.gate.in_features,
     "Gelu": lambda self, x: self.down(F.gelu(self.gate(x)) * self.up(x)),
     "Sigmoid": lambda self, x: self.down(torch.sigmoid(self.gate(x)) * self.up(x)),
     "GateOfProduct": lambda self, x: self.down(F.silu(self.gate(x) * self.up(x))),
@@ -140,11 +121,12 @@ FORMULAS = {
     ),
     "MoreArguments": lambda self, x, scale=1.0: MLP.forward(self, x),
     "ByValue": lambda self, x: MLP.forward(self, x) if bool((x < 1e6).all()) else x,
+    "ByShape": lambda self, x: MLP.forward(self, x) if x.shape[-2] <= 4096 else x,
     "ByMode": lambda self, x: MLP.forward(self, 2 * x if self.training else x),
     "ByWeight": lambda self, x: MLP.forward(self, x.to(self.gate.weight.dtype)),
 }
 
 UNLIKE = [
     *(type(name, (MLP,), {"forward": forward}) for name, forward in FORMULAS.items()),
-    *(Scaled, ScaledBySetting, ByShape, Dropout, OwnScale, OwnForward),
+    *(Dropout, OwnScale, OwnForward),
 ]
