@@ -1,6 +1,7 @@
 """Small diffusion models of ComfyUI's own classes, LoRA files for them, and runs of a sampler."""
 
 import contextlib
+import functools
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,10 @@ from fast_video_vae.tests.nodes.vae.pairs import node, relative_error  # noqa: F
 ROUNDING = 1e-5
 # What a LoRA of the tests changes at least, so that a run without it is told from one with it.
 EFFECT = 1e-2
+
+# What ComfyUI's loaders apply as well; and all that there is.
+COMMON = ("pairs", "biases", "norms")
+ALL = (*COMMON, "modulations")
 
 MODES = ("auto", "stream", "beside", "merged")
 UNMERGED = MODES[:3]
@@ -157,7 +162,7 @@ def sample(model, kind="wan21-t2v", *, steps=2, cfg=4.0, seed=1):
     )  # fmt: skip
 
 
-def lora_for(state, *, rank=4, seed=3, parts=("pairs", "biases", "norms"), amount=0.4):
+def lora_for(state, *, rank=4, seed=3, parts=COMMON, amount=0.4):
     """A LoRA of all linear layers, convolutions, biases and norms of a state dict.
 
     A delta of a weight is about `amount` of it.
@@ -192,6 +197,13 @@ def save_lora(tensors, name="lora.safetensors"):
     folder.mkdir(parents=True, exist_ok=True)
     save_file({key: value.contiguous() for key, value in tensors.items()}, folder / name)
     return name
+
+
+@functools.cache
+def lora(seed=0, kind="wan21-t2v", parts=COMMON):
+    """The file of a LoRA of a kind of models; another seed has other weights."""
+    name = f"{kind}-{seed}-{'-'.join(parts)}.safetensors"
+    return save_lora(lora_for(random_weights(kind), seed=seed, parts=parts), name)
 
 
 def stack(name, strength="1.0", blocks="", before=None):

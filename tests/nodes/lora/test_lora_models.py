@@ -19,6 +19,7 @@ from fast_video_vae.tests.nodes.lora.lora_models import (
     fast,
     inputs,
     load_model,
+    lora,
     lora_for,
     random_weights,
     relative_error,
@@ -37,7 +38,7 @@ KIND = "wan21-t2v"
 @pytest.fixture(scope="module", autouse=True)
 def _models_go_with_the_module():
     yield
-    for function in (plain, lora, by_core):
+    for function in (plain, by_core):
         function.cache_clear()
 
 
@@ -50,16 +51,11 @@ def plain(kind):
 
 
 @functools.cache
-def lora(kind, seed):
-    return save_lora(lora_for(plain(kind)[1], seed=seed), f"{kind}-{seed}.safetensors")
-
-
-@functools.cache
 def by_core(kind, *strengths):
     """What ComfyUI's loaders give, one after the other."""
     model = plain(kind)[0]
     for seed, strength in enumerate(strengths):
-        model = core(model, lora(kind, seed), strength)
+        model = core(model, lora(seed, kind), strength)
     return sample(model, kind)
 
 
@@ -68,17 +64,17 @@ def test_a_run_is_that_of_comfyuis_loader(kind, mode):
     model, _, without = plain(kind)
     expected = by_core(kind, 0.8)
     assert relative_error(expected, without) > EFFECT
-    assert relative_error(sample(fast(model, lora(kind, 0), 0.8, mode), kind), expected) < ROUNDING
+    assert relative_error(sample(fast(model, lora(0, kind), 0.8, mode), kind), expected) < ROUNDING
     assert torch.equal(sample(model, kind), without)
 
 
 @each_value_once(kind=["wan21-t2v", "qwen-image"], mode=MODES)
 def test_two_of_a_stack_or_of_two_nodes_are_two_loaders_in_series(kind, mode):
-    given = stack(lora(kind, 1), -0.5, before=stack(lora(kind, 0), 0.8))
+    given = stack(lora(1, kind), -0.5, before=stack(lora(0, kind), 0.8))
     result = sample(apply(plain(kind)[0], given, mode)[0], kind)
     assert relative_error(result, by_core(kind, 0.8, -0.5)) < ROUNDING
-    first = fast(plain(kind)[0], lora(kind, 0), 0.8, mode)
-    second = fast(first, lora(kind, 1), -0.5, mode)
+    first = fast(plain(kind)[0], lora(0, kind), 0.8, mode)
+    second = fast(first, lora(1, kind), -0.5, mode)
     assert relative_error(sample(second, kind), by_core(kind, 0.8, -0.5)) < ROUNDING
     assert relative_error(sample(first, kind), by_core(kind, 0.8)) < ROUNDING
 
@@ -86,14 +82,14 @@ def test_two_of_a_stack_or_of_two_nodes_are_two_loaders_in_series(kind, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_strengths_of_any_size_and_sign(mode):
     for strength in (-1.0, 3.5):
-        result = sample(fast(plain(KIND)[0], lora(KIND, 0), strength, mode), KIND)
+        result = sample(fast(plain(KIND)[0], lora(0, KIND), strength, mode), KIND)
         assert relative_error(result, by_core(KIND, strength)) < ROUNDING
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_strength_0_is_the_model_itself(mode):
     model, _, without = plain(KIND)
-    patched, report = apply(model, stack(lora(KIND, 0), 0), mode)
+    patched, report = apply(model, stack(lora(0, KIND), 0), mode)
     assert torch.equal(sample(patched, KIND), without)
     assert patched.patches_uuid == model.patches_uuid or mode == "merged"
     assert "keys applied" not in report
@@ -121,7 +117,7 @@ def test_each_way_is_the_one_that_was_asked_for():
     kind = "wan21-i2v"
     ways = {}
     for mode in UNMERGED:
-        model = fast(plain(kind)[0], lora(kind, 0), 0.8, mode)
+        model = fast(plain(kind)[0], lora(0, kind), 0.8, mode)
         sample(model, kind)
         counts = session_of(model).counts
         assert not counts.unserved
@@ -137,7 +133,7 @@ def test_each_way_is_the_one_that_was_asked_for():
 
 
 def test_a_run_is_timed_where_that_is_asked_for(monkeypatch, caplog):
-    model = fast(plain(KIND)[0], lora(KIND, 0), 0.8, "beside")
+    model = fast(plain(KIND)[0], lora(0, KIND), 0.8, "beside")
     for asked in (False, True):
         monkeypatch.setenv("WAN_LORA_TIMING", str(int(asked)))
         caplog.clear()
@@ -155,8 +151,8 @@ def test_a_run_is_timed_where_that_is_asked_for(monkeypatch, caplog):
 def test_a_list_of_strengths_is_one_for_each_step(mode):
     """The run of three steps is those steps taken one by one, with loaders of ComfyUI's."""
     model = plain(KIND)[0]
-    models = [core(model, lora(KIND, 0), each) for each in (0.9, 0.0, -0.4)]
-    result = sample(fast(model, lora(KIND, 0), "0.9,0,-0.4", mode), KIND, steps=3)
+    models = [core(model, lora(0, KIND), each) for each in (0.9, 0.0, -0.4)]
+    result = sample(fast(model, lora(0, KIND), "0.9,0,-0.4", mode), KIND, steps=3)
     assert relative_error(result, _stepwise(models, KIND)) < ROUNDING
 
 
@@ -183,16 +179,16 @@ def test_blocks_of_a_filter_alone(mode):
     file = lora_for(state, seed=0)
     second = {key: value for key, value in file.items() if "blocks.1." in key}
     expected = sample(core(model, save_lora(second, "second.safetensors"), 0.8), KIND)
-    given = stack(lora(KIND, 0), 0.8, blocks="1")
+    given = stack(lora(0, KIND), 0.8, blocks="1")
     assert relative_error(sample(apply(model, given, mode)[0], KIND), expected) < ROUNDING
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_branches_have_their_own_in_turn(mode):
     model, _, without = plain(KIND)
-    one = fast(model, lora(KIND, 0), 0.8, mode)
-    other = fast(model, lora(KIND, 1), 0.6, mode)
-    expected = by_core(KIND, 0.8), sample(core(model, lora(KIND, 1), 0.6), KIND)
+    one = fast(model, lora(0, KIND), 0.8, mode)
+    other = fast(model, lora(1, KIND), 0.6, mode)
+    expected = by_core(KIND, 0.8), sample(core(model, lora(1, KIND), 0.6), KIND)
     assert relative_error(*expected) > EFFECT
     for _ in range(2):
         assert relative_error(sample(one, KIND), expected[0]) < ROUNDING
@@ -230,13 +226,13 @@ def test_branches_have_their_own_within_a_step(mode):
     import comfy.model_management
 
     model, state, _ = plain(KIND)
-    one, other = fast(model, lora(KIND, 0), 0.8, mode), fast(model, lora(KIND, 1), 0.6, mode)
+    one, other = fast(model, lora(0, KIND), 0.8, mode), fast(model, lora(1, KIND), 0.6, mode)
     result = sample(_both(one, other), KIND)
     # ComfyUI's loaders change the weights of a model, so that there have to be two.
-    loaded = core(load_model(KIND, state), lora(KIND, 1), 0.6)
+    loaded = core(load_model(KIND, state), lora(1, KIND), 0.6)
     comfy.model_management.load_models_gpu([loaded])
     loaded.pre_run()
-    expected = sample(_both(core(model, lora(KIND, 0), 0.8), loaded), KIND)
+    expected = sample(_both(core(model, lora(0, KIND), 0.8), loaded), KIND)
     assert relative_error(expected, by_core(KIND, 0.8)) > EFFECT
     assert relative_error(result, expected) < ROUNDING
 
@@ -274,7 +270,7 @@ def test_comfyuis_guider_of_two_models_with_a_lora_each(mode, second):
 
     def pair(first, other):
         one, two = load_model(KIND, state), load_model(KIND, state)
-        return first(one, lora(KIND, 0), 0.8), other(two, lora(KIND, 1), 0.6) if second else two
+        return first(one, lora(0, KIND), 0.8), other(two, lora(1, KIND), 0.6) if second else two
 
     def ours(*args):
         return fast(*args, mode)
@@ -291,7 +287,7 @@ def test_a_model_that_is_dropped_is_freed(mode):
     import comfy.model_management
 
     model = load_model(KIND)
-    patched = fast(model, lora(KIND, 0), 0.8, mode)
+    patched = fast(model, lora(0, KIND), 0.8, mode)
     sample(patched, KIND)
     base, bank = weakref.ref(model.model), weakref.ref(session_of(patched).bank)
     del model, patched

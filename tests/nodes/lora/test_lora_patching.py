@@ -5,7 +5,10 @@ import functools
 import pytest
 import torch
 
+from fast_video_vae.tests.nodes.lora import lora_models
 from fast_video_vae.tests.nodes.lora.lora_models import (
+    ALL,
+    COMMON,
     EFFECT,
     MODES,
     ROUNDING,
@@ -14,12 +17,9 @@ from fast_video_vae.tests.nodes.lora.lora_models import (
     core,
     fast,
     load_model,
-    lora_for,
     nothing_left,
-    random_weights,
     relative_error,
     sample,
-    save_lora,
     stack,
     weights,
 )
@@ -30,22 +30,9 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
 KIND = "wan21-t2v"
 # In the middle of a call: block 0 is over, block 1 is not.
 MIDDLE = "diffusion_model.blocks.1.cross_attn.o"
-# What ComfyUI's loaders apply as well.
-COMMON = ("pairs", "biases", "norms")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _files_go_with_the_module():
-    yield
-    lora.cache_clear()
-
-
-@functools.cache
-def lora(seed=0, parts=("pairs", "biases", "norms", "modulations")):
-    state = random_weights(KIND)
-    return save_lora(
-        lora_for(state, seed=seed, parts=parts), f"{seed}-{'-'.join(parts)}.safetensors"
-    )
+lora = functools.partial(lora_models.lora, parts=ALL)
 
 
 @pytest.fixture
@@ -165,11 +152,11 @@ def test_beside_comfyuis_loaders(model, mode, order, loader):
             return core(patcher, lora(1), 0.6)
         return LoraLoaderBypassModelOnly().load_lora_model_only(patcher, lora(1), 0.6)[0]
 
-    expected = sample(core(core(model, lora(0, COMMON), 0.8), lora(1), 0.6))
+    expected = sample(core(core(model, lora(0, parts=COMMON), 0.8), lora(1), 0.6))
     if order == "before":
-        patched = fast(theirs(model), lora(0, COMMON), 0.8, mode)
+        patched = fast(theirs(model), lora(0, parts=COMMON), 0.8, mode)
     else:
-        patched = theirs(fast(model, lora(0, COMMON), 0.8, mode))
+        patched = theirs(fast(model, lora(0, parts=COMMON), 0.8, mode))
     assert relative_error(sample(patched), expected) < ROUNDING
 
 
@@ -177,10 +164,10 @@ def test_beside_comfyuis_loaders(model, mode, order, loader):
 def test_what_others_do_to_a_layer_they_do_to_one_with_its_lora(model, mode, first, what):
     """Hooks that double what it is given and halve what it gives; or a forward that adds to it."""
     module, calls = model.model.get_submodule(MIDDLE), []
-    patched = fast(model, lora(0, COMMON), 0.8, mode)
+    patched = fast(model, lora(0, parts=COMMON), 0.8, mode)
     without = sample(patched)  # our hooks are there from now on
     if first == "theirs":
-        patched = fast(model := load_model(KIND), lora(0, COMMON), 0.8, mode)
+        patched = fast(model := load_model(KIND), lora(0, parts=COMMON), 0.8, mode)
         module = model.model.get_submodule(MIDDLE)
     if what == "hooks":
         module.register_forward_pre_hook(lambda _, args: (2 * args[0],))
@@ -191,7 +178,7 @@ def test_what_others_do_to_a_layer_they_do_to_one_with_its_lora(model, mode, fir
     result = sample(patched)
     assert len(calls) == 2
     assert what == "hooks" or module.forward is theirs
-    expected = sample(core(model, lora(0, COMMON), 0.8))
+    expected = sample(core(model, lora(0, parts=COMMON), 0.8))
     assert len(calls) == 4
     assert relative_error(expected, without) > EFFECT
     assert relative_error(result, expected) < ROUNDING

@@ -8,9 +8,7 @@ import torch
 from fast_video_vae.tests.nodes.lora.lora_models import (
     inputs,
     load_model,
-    lora_for,
     random_weights,
-    save_lora,
 )
 from fast_video_vae.tests.nodes.vae.pairs import node
 
@@ -38,13 +36,6 @@ DEFAULTS = {
 
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
-
-
-@functools.cache
-def lora(seed):
-    """The name of a LoRA's file; another seed has other weights."""
-    weights = lora_for(random_weights("wan21-t2v", seed), seed=seed)
-    return save_lora(weights, f"of-{seed}.safetensors")
 
 
 @functools.lru_cache(maxsize=4)  # two kinds: the models of all of them take 1 GB

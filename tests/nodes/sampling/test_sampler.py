@@ -8,6 +8,7 @@ from fast_video_vae.tests.nodes.lora.lora_models import (
     ROUNDING,
     apply,
     core,
+    lora,
     relative_error,
     stack,
 )
@@ -18,7 +19,6 @@ from fast_video_vae.tests.nodes.sampling.sampler_models import (
     experts,
     in_two,
     ksampler,
-    lora,
     prompts,
     run,
     samples,

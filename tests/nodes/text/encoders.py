@@ -48,14 +48,7 @@ _KINDS = {
 
 
 def encoder(kind, dtype=torch.float32, seed=0, **config):
-    """A CLIP of ComfyUI.
-
-    Args:
-        kind: "wan", "qwen_image", "z_image", "klein", "sd1", "sdxl" or "flux".
-        dtype: Of the weights.
-        seed: Of the weights.
-        config: Of the transformer, in place of what makes it small.
-    """
+    """A CLIP of ComfyUI, with `config` of the transformer in place of what makes it small."""
     import comfy.sd
 
     file, model, tokenizer, parts, small = _KINDS[kind]
