@@ -4,7 +4,6 @@ import contextlib
 import contextvars
 import json
 import random
-import statistics
 import threading
 import time
 import types
@@ -68,25 +67,6 @@ def test_the_kinds_come_in_the_order_of_the_work(timing, clock):
         with timing.span(kind):
             clock.passes(1)
     assert [kind for kind, _ in rows(timing)] == [*KINDS, "of another pack"]
-
-
-@pytest.mark.parametrize("count", [2, 3])  # a median between two, and one of them
-def test_min_and_median_are_those_of_the_statistics_module(timing, clock, count):
-    values = [random.Random(count).uniform(0.1, 9) for _ in range(count)]
-    for seconds in values:
-        first = timing.instant()
-        clock.passes(seconds)
-        timing.add("denoise", first, timing.instant())
-    row = rows(timing)["denoise", ""]
-    assert row["count"] == count
-    assert row["seconds"] == pytest.approx(sum(values))
-    assert row["min"] == pytest.approx(min(values))
-    assert row["median"] == pytest.approx(statistics.median(values))
-
-
-def test_nothing_measured_is_one_line(timing):
-    assert timing.text() == "Fast Video VAE: no time was measured"
-    assert told(timing)["rows"] == []
 
 
 @pytest.mark.parametrize(
