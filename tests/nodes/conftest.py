@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.nodes.checkout import import_comfyui, why_unavailable
-from fast_video_vae.tests.nodes.server import Server
+from fast_video_vae.tests.nodes.lora.lora_models import lora_for, random_weights
+from fast_video_vae.tests.nodes.server import VAE_FILE, Server
 from fast_video_vae.tests.nodes.vae.pairs import fast_vae, stock_vae
 from fast_video_vae.tests.wan22 import random_qwen21
 
@@ -77,7 +78,7 @@ def progress(comfyui, monkeypatch):
 
 @pytest.fixture(scope="session")
 def start_server(tmp_path_factory):
-    """Makes a ComfyUI with this pack and the nodes of `extra_nodes.py`, to be entered."""
+    """Makes a ComfyUI with this pack, `extra_nodes.py` and a small VAE, to be entered."""
     _skip_without_comfyui()
 
     def start(*flags, **options):
@@ -85,7 +86,9 @@ def start_server(tmp_path_factory):
         (base / "custom_nodes").mkdir()
         extra = Path(__file__).with_name("extra_nodes.py")
         shutil.copy(extra, base / "custom_nodes" / extra.name)
-        return Server(base, *flags, threads=1, **options)  # the tensors of the tests are tiny
+        server = Server(base, *flags, threads=1, **options)  # the tensors of the tests are tiny
+        save_file(random_state_dict(8), server.models("vae") / VAE_FILE)
+        return server
 
     return start
 
@@ -97,20 +100,34 @@ def server(start_server):
         yield server
 
 
-@pytest.fixture(scope="session")
-def vae_file(server):
-    """A small VAE with random weights, where the server's loaders find it under this name."""
-    save_file(random_state_dict(8), server.models("vae") / "random.safetensors")
-    return "random.safetensors"
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(None, id="cpu"),
+        pytest.param([], id="DynamicVRAM", marks=pytest.mark.gpu),
+        pytest.param(["--disable-dynamic-vram"], id="static", marks=pytest.mark.gpu),
+    ],
+)
+def device_server(request, start_server):
+    """One on the CPU; with a GPU one as ComfyUI boots by default, and one without DynamicVRAM."""
+    if request.param is None:
+        yield request.getfixturevalue("server")
+        return
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    with start_server("--fp32-vae", *request.param, cpu=False) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
-def latent_file(server):
-    """A random latent of 17 frames of 96 x 128, where LoadLatent finds it under this name."""
-    latent = torch.randn(1, 16, 5, 12, 16, generator=torch.Generator().manual_seed(1))
-    tensors = {"latent_tensor": latent, "latent_format_version_0": torch.tensor([])}
-    save_file(tensors, server.input / "random.latent")
-    return "random.latent"
+def expert_server(server, comfyui):
+    """The same server, with the models `expert-0` and `expert-1` and a LoRA for each."""
+    for seed in (0, 1):
+        state = random_weights("wan21-t2v", seed)
+        save_file(state, server.models("diffusion_models") / f"expert-{seed}.safetensors")
+        lora = {key: value.contiguous() for key, value in lora_for(state, seed=seed).items()}
+        save_file(lora, server.models("loras") / f"lora-{seed}.safetensors")
+    return server
 
 
 def _skip_without_comfyui():

@@ -1,7 +1,7 @@
 """Nodes for the tests, which their server loads next to ours.
 
-One gives what a text encoder would; one gives anything, as any type, as nodes of other packs can;
-one patches a VAE; and two use a WANVAE as nodes of that type do.
+One gives anything, as any type, as nodes of other packs can; one patches a VAE; and two use a
+WANVAE as nodes of that type do.
 """
 
 import copy
@@ -34,12 +34,6 @@ def node(kind, returns, /, **required):
         return function
 
     return made
-
-
-@node("Test_Conditioning", "CONDITIONING", size=("INT", {}), seed=("INT", {}))
-def conditioning(size, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return [[torch.randn(1, 8, size, generator=generator), {}]]
 
 
 class Anything(str):

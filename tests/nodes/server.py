@@ -44,6 +44,12 @@ NODES = {
 # The widgets of Load VAE (Fast) and Accelerate VAE (Fast), as they are at first.
 AUTO = {"dtype": "auto", "encode_dtype": "auto", "chunk": 0}
 
+# The widgets of VAE Decode to Video (Fast), for a file that is in nobody's way.
+VIDEO = {"fps": 16.0, "codec": "h264", "quality": 70, "filename_prefix": "x", "save_to": "temp"}
+
+# A small VAE with random weights, where the loaders of each server of the tests find it.
+VAE_FILE = "random.safetensors"
+
 # Booting takes 10 s on two cores; the first time after an installation compiles every file.
 _BOOT_TIMEOUT_S = 240
 
@@ -59,12 +65,21 @@ class Workflow(dict):
         self[name] = {"class_type": kind, "inputs": inputs}
         return [name, 0]
 
+    def latent(self, side: int, frames: int) -> Link:
+        """Zeros, for so many frames of so many pixels in height and width."""
+        size = {"width": side, "height": side, "length": frames, "batch_size": 1}
+        return self.add("EmptyHunyuanLatentVideo", **size)
+
+    def load(self, vae_name: str = "bundled demo") -> Link:
+        """Our VAE of a file."""
+        return self.add("FastVAE_Load", vae_name=vae_name, **AUTO)
+
     def vaes(self, vae_name: str) -> dict[str, Link]:
         """ComfyUI's VAE, and ours by both ways, all of the same file."""
         stock = self.add("VAELoader", vae_name=vae_name)
         return {
             "stock": stock,
-            "loaded": self.add("FastVAE_Load", vae_name=vae_name, **AUTO),
+            "loaded": self.load(vae_name),
             "accelerated": self.add("FastVAE_Accelerate", vae=stock, **AUTO),
         }
 
@@ -171,11 +186,6 @@ class Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-    def kill(self) -> None:
-        """End it as a power cut does: nothing of it can tidy up."""
-        self._process.kill()
-        self._process.wait()
 
     def models(self, kind: str) -> Path:
         """The folder of one kind of models, such as `vae`."""

@@ -76,9 +76,7 @@ def test_the_demo_runs_after_an_installation_from_nothing(base, python):
         assert info["python_module"] == f"custom_nodes.{FOLDER}"
         workflow = Workflow()
         clip = workflow.add("FastVAE_DemoClip")
-        vae = workflow.add(
-            "FastVAE_Load", vae_name="bundled demo", dtype="auto", encode_dtype="auto", chunk=0
-        )
+        vae = workflow.load()
         latent = workflow.add("FastVAE_Encode", pixels=clip, vae=vae)
         video = workflow.add("FastVAE_Decode", samples=latent, vae=vae)
         sink, _ = workflow.add("SaveImage", images=video, filename_prefix="demo")

@@ -11,7 +11,7 @@ import pytest
 
 from fast_video_vae.tests.nodes import boot
 from fast_video_vae.tests.nodes.checkout import PACK, find_comfyui, why_unavailable
-from fast_video_vae.tests.nodes.server import AUTO, NODES, PromptError, Workflow
+from fast_video_vae.tests.nodes.server import NODES, VAE_FILE, VIDEO, Workflow
 
 pytestmark = pytest.mark.comfyui
 
@@ -38,23 +38,13 @@ print(json.dumps({"loaded": loaded, "seconds": seconds, "modules": modules}))
 """
 
 
-def test_every_node_is_in_the_menu(server):
-    for node_id, display_name in NODES.items():
-        (info,) = server.get(f"/object_info/{node_id}").values()
-        assert info["display_name"] == display_name
-        assert info["category"] == "Fast VAE"
-        assert info["python_module"] == f"custom_nodes.{server.name}"
-
-
-def test_the_start_is_clean_and_quick(server):
+def test_the_start_is_clean(server):
     assert "IMPORT FAILED" not in server.boot_log
     assert "Traceback" not in server.boot_log
-    line = re.compile(rf"([\d.]+) seconds: .*{server.name}$", flags=re.MULTILINE)
-    (seconds,) = line.findall(server.boot_log)
-    assert float(seconds) <= 0.1  # it prints one digit
+    assert re.search(rf" seconds: .*{server.name}$", server.boot_log, re.MULTILINE)
 
 
-def test_the_import_brings_no_compiler(tmp_path):
+def test_the_import_is_quick_and_brings_no_compiler(tmp_path):
     reason = why_unavailable()
     if reason is not None:
         pytest.skip(reason)
@@ -72,44 +62,23 @@ def test_the_import_brings_no_compiler(tmp_path):
     assert min(seconds) < 0.1
 
 
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"vae_name": "gone.safetensors"}, r"vae_name: 'gone\.safetensors'"),
-        ({"chunk": -2}, "chunk"),
-        ({"chunk": "many"}, "chunk"),
-    ],
-)
-def test_a_widget_that_has_no_such_value_is_refused(server, vae_file, changed, reason):
-    workflow = Workflow()
-    latent = workflow.add("EmptyHunyuanLatentVideo", width=32, height=32, length=1, batch_size=1)
-    vae = workflow.add("FastVAE_Load", **AUTO | {"vae_name": vae_file} | changed)
-    decoded = workflow.add("FastVAE_Decode", samples=latent, vae=vae)
-    workflow.add("PreviewImage", images=decoded)
-    with pytest.raises(PromptError, match=reason) as caught:
-        server.run(workflow)
-    assert caught.value.node_errors
-
-
-@pytest.mark.parametrize("decoder", ["FastVAE_Decode", "VAEDecode"])
-def test_an_interrupt_ends_a_decode_and_frees_its_memory(server, vae_file, decoder):
+@pytest.mark.parametrize("decoder", ["FastVAE_Decode", "VAEDecode", "FastVAE_DecodeVideo"])
+def test_an_interrupt_ends_a_decode_and_frees_its_memory(server, decoder):
     def decode(frames):
         workflow = Workflow()
-        size = {"width": 256, "height": 256, "length": frames, "batch_size": 1}
-        latent = workflow.add("EmptyHunyuanLatentVideo", **size)
-        vae = workflow.add("FastVAE_Load", vae_name=vae_file, **AUTO)
-        decoded = workflow.add(decoder, samples=latent, vae=vae)
-        first = workflow.add("ImageFromBatch", image=decoded, batch_index=0, length=1)
-        workflow.add("PreviewImage", images=first)
+        inputs = {"samples": workflow.latent(256, frames), "vae": workflow.load(VAE_FILE)}
+        options = VIDEO if decoder == "FastVAE_DecodeVideo" else {}
+        workflow.add("PreviewAny", source=workflow.add(decoder, **inputs, **options))
         return workflow
 
     server.run(decode(9))
-    before = server.memory()
+    before, log = server.memory(), server.log()
 
     # A minute and more, and an IMAGE of 750 MiB.
     error, seconds = server.interrupted(decode(1001))
     assert error.interrupted
     assert seconds < 3
+    assert re.search(r"s measured of .* s \(interrupted\)$", server.log()[len(log) :], re.MULTILINE)
 
     server.run(decode(5))
     after = server.memory()
@@ -128,16 +97,3 @@ def test_the_example_workflows_are_offered_with_a_picture(server):
         kinds = {node["type"] for node in workflow["nodes"]}
         assert kinds & NODES.keys()
         assert {kind for kind in kinds if kind.startswith("FastVAE_")} <= NODES.keys()
-
-
-def test_comfyui_reads_what_pyproject_says_of_systems_and_accelerators(comfyui):
-    from comfy_config.config_parser import (
-        validate_and_extract_accelerator_classifiers,
-        validate_and_extract_os_classifiers,
-    )
-
-    tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
-    text = (PACK / "pyproject.toml").read_text(encoding="utf-8")
-    classifiers = tomllib.loads(text)["project"]["classifiers"]
-    assert validate_and_extract_os_classifiers(classifiers) == ["OS Independent"]
-    assert validate_and_extract_accelerator_classifiers(classifiers) == ["GPU :: NVIDIA CUDA"]

@@ -3,13 +3,11 @@
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.nodes.server import Workflow
+from fast_video_vae.tests.builders import decoder_of, random_state_dict, refused
+from fast_video_vae.tests.nodes.server import VAE_FILE, Workflow
 from fast_video_vae.tests.nodes.vae.pairs import clip, fast_vae, latents, stock_vae
 from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.seedvr2 import random_seedvr2
@@ -177,17 +175,15 @@ def of_another_network(*_):
     return comfy.sd.VAE(sd={"pixel_space_vae": torch.tensor(1.0)})
 
 
-def decoder_only(state, folder):
-    keys = ("encoder.", "conv1.")
-    return fast_vae({k: v for k, v in state.items() if not k.startswith(keys)}, folder)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda *_: object(), r"^vae: got an object; expected a VAE$"),
         (of_another_network, r"^vae: .* not accelerated"),
-        (decoder_only, r"^vae: ComfyUI has no network .* it has a decoder only$"),
+        (
+            lambda state, folder: fast_vae(decoder_of(state), folder),
+            r"^vae: ComfyUI has no network .* it has a decoder only$",
+        ),
         (
             lambda _, folder: fast_vae(random_state_dict(8, out_channels=12), folder),
             r"^vae: ComfyUI has no network .* twice the size$",
@@ -199,9 +195,8 @@ def decoder_only(state, folder):
     ],
 )
 def test_a_vae_that_cannot_be_compared_is_one_line(state, tmp_path, make, message):
-    with pytest.raises(ValueError, match=message) as caught:
+    with refused(message):
         run(make(state, tmp_path))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -217,9 +212,8 @@ def test_a_vae_that_cannot_be_compared_is_one_line(state, tmp_path, make, messag
     ],
 )
 def test_an_input_that_does_not_fit_is_one_line(state, inputs, message):
-    with pytest.raises(ValueError, match=message) as caught:
+    with refused(message):
         run(stock_vae(state), task="both", **inputs)
-    assert "\n" not in str(caught.value)
 
 
 def test_the_bar_is_of_the_rounds_and_stop_is_heard_between_calls(state, progress):
@@ -254,16 +248,14 @@ def test_seedvr2_is_measured_too():
     assert results(content, "encode")["fast"]["relative_error"] < 1e-4
 
 
-def test_it_runs_alone_in_a_server_and_measures_anew(server, vae_file):
+def test_it_runs_alone_in_a_server_and_measures_anew(server):
     workflow = Workflow()
-    vae = workflow.add("VAELoader", vae_name=vae_file)
+    vae = workflow.add("VAELoader", vae_name=VAE_FILE)
     node, _ = workflow.add("FastVAE_Benchmark", vae=vae, task="both", dtype="auto", **SMALL)
     tables = []
     for _ in range(2):
         shown = server.run(workflow)[node]
-        (file,) = server.files(shown)
-        with Image.open(file) as picture:
-            assert np.asarray(picture).shape == (640, 1024, 3)
+        assert server.pictures(shown).shape == (1, 640, 1024, 3)
         tables += shown["text"]
     assert "| decode | fp32  | fast" in tables[0]
     assert tables[0] != tables[1]

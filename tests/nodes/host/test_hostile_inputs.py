@@ -3,12 +3,10 @@
 import re
 
 import pytest
-from safetensors.torch import save_file
 
 from fast_video_vae.tests.nodes.extra_nodes import BAD
-from fast_video_vae.tests.nodes.lora.lora_models import lora_for, random_weights
 from fast_video_vae.tests.nodes.sampling.sampler_models import DEFAULTS
-from fast_video_vae.tests.nodes.server import PromptError, Workflow
+from fast_video_vae.tests.nodes.server import AUTO, VIDEO, PromptError, Workflow
 
 pytestmark = pytest.mark.comfyui
 
@@ -30,30 +28,27 @@ def link(name):
     return ("value", name)
 
 
-VAE = {"class_type": "FastVAE_Load", "inputs": {"vae_name": "bundled demo", "dtype": "auto",
-       "encode_dtype": "auto", "chunk": 0}}  # fmt: skip
+VAE = {"class_type": "FastVAE_Load", "inputs": {"vae_name": "bundled demo", **AUTO}}
 MODEL = {
     "class_type": "UNETLoader",
-    "inputs": {"unet_name": "expert.safetensors", "weight_dtype": "default"},
+    "inputs": {"unet_name": "expert-0.safetensors", "weight_dtype": "default"},
 }
 LORA = {
     "class_type": "FastVAE_LoraStack",
-    "inputs": {"lora_name": "hostile.safetensors", "strength": "1", "blocks": ""},
+    "inputs": {"lora_name": "lora-0.safetensors", "strength": "1", "blocks": ""},
 }
 
 # Inputs with which each node of ours works.
 WORKING = {
     "FastVAE_Load": VAE["inputs"],
-    "FastVAE_Accelerate": {"vae": VAE, "dtype": "auto", "encode_dtype": "auto", "chunk": 0},
+    "FastVAE_Accelerate": {"vae": VAE, **AUTO},
     "FastVAE_Encode": {"pixels": link("image"), "vae": VAE, "batch": "video", "dtype": "auto",
                        "chunk": 0},
     "FastVAE_Decode": {"samples": link("latent"), "vae": VAE, "dtype": "auto", "chunk": 0},
     "FastVAE_EncodeVideo": {"video": link("video"), "vae": VAE, "fps": 0.0, "width": 0, "height": 0,
                             "max_frames": 0, "dtype": "auto", "chunk": 0},
-    "FastVAE_DecodeVideo": {"samples": link("latent"), "vae": VAE, "fps": 16.0, "codec": "ffv1",
-                            "quality": 70, "filename_prefix": "hostile/x", "save_to": "temp",
-                            "audio": link("audio"), "hardware": False, "frames": "",
-                            "dtype": "auto", "chunk": 0},
+    "FastVAE_DecodeVideo": VIDEO | {"samples": link("latent"), "vae": VAE, "audio": link("audio"),
+                                    "hardware": False, "frames": "", "dtype": "auto", "chunk": 0},
     "FastVAE_LoraStack": LORA["inputs"] | {"stack": LORA},
     "FastVAE_ApplyLora": {"model": MODEL, "stack": LORA, "mode": "auto", "phase": "auto"},
     "FastVAE_TextEncode": {"clip": link("clip"), "positive": "a", "negative": "b", "dtype": "auto",
@@ -69,16 +64,6 @@ WORKING = {
                           "rounds": 1, "dtype": "auto", "samples": link("latent"),
                           "pixels": link("image")},
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def files(server, comfyui):
-    """A model and a LoRA, where the server's loaders find them."""
-    state = random_weights("wan21-t2v", 0)
-    save_file(state, server.models("diffusion_models") / "expert.safetensors")
-    lora = {key: value.contiguous() for key, value in lora_for(state, seed=0).items()}
-    save_file(lora, server.models("loras") / "hostile.safetensors")
-    return server
 
 
 def values_for(usual):
@@ -122,12 +107,12 @@ def failures(server, prompts):
     return found
 
 
-def check(files, node, rows):
+def check(server, node, rows):
     """Send a value into an input, for each row of both."""
     changes = [{name: link(value)} for name, value in rows]
     if node == "FastVAE_WanSampler":  # LoRAs for a second model need one
         changes = [{"loras_low": link("None")} | each for each in changes]
-    told = failures(files, [prompt(node, **each) for each in changes])
+    told = failures(server, [prompt(node, **each) for each in changes])
     wrong = []
     for (name, value), error in zip(rows, told, strict=True):
         if error is None:
@@ -177,8 +162,33 @@ ALWAYS = ("None", "list", "empty dict", "NUL", "NaN")
 
 @pytest.mark.parametrize("node", ["FastVAE_Load", "FastVAE_Accelerate"])
 @pytest.mark.parametrize("value", ["exact", link("text")])
-def test_a_prompt_with_the_removed_input_quality_runs(files, node, value):
-    assert failures(files, [prompt(node, quality=value)]) == [None]
+def test_a_prompt_with_the_removed_input_quality_runs(expert_server, node, value):
+    assert failures(expert_server, [prompt(node, quality=value)]) == [None]
+
+
+@pytest.mark.parametrize(
+    ("node", "changed", "said"),
+    [
+        ("FastVAE_Load", {"vae_name": "gone.safetensors"}, "vae_name: 'gone.safetensors'"),
+        ("FastVAE_Load", {"chunk": -2}, "chunk"),
+        ("FastVAE_Load", {"chunk": "many"}, "chunk"),
+        ("FastVAE_LoraStack", {"lora_name": "gone.safetensors"}, "lora_name: 'gone.safetensors'"),
+        ("FastVAE_LoraStack", {"strength": "strong"}, "'strong' is not a finite number"),
+        ("FastVAE_LoraStack", {"blocks": "9-3"}, "9-3"),
+        ("FastVAE_TextEncode", {"positive": " "}, "positive: the prompt is empty; expected text"),
+        ("FastVAE_WanSampler", {"boundary": "2.0"}, "boundary: '2.0' is not"),
+        ("FastVAE_WanSampler", {"cfg_high": "one"}, "cfg_high: 'one' is not a number"),
+        ("FastVAE_WanSampler", {"shift_low": "-1"}, "shift_low: -1 is no shift"),
+    ],
+)
+def test_a_widget_that_has_no_such_value_is_refused_before_anything_runs(
+    expert_server, node, changed, said
+):
+    with pytest.raises(PromptError) as refused:
+        expert_server.run(prompt(node, **changed))
+    assert not refused.value.messages  # it was no prompt yet
+    found = [each for each in refused.value.node_errors.values() if each["class_type"] == node]
+    assert said in " ".join(error["details"] for each in found for error in each["errors"])
 
 
 def few_rows(node):
@@ -194,13 +204,13 @@ def few_rows(node):
 
 
 @pytest.mark.parametrize("node", WORKING)
-def test_a_strange_value_is_an_error_of_one_line_that_names_its_input(files, node):
-    check(files, node, few_rows(node))
+def test_a_strange_value_is_an_error_of_one_line_that_names_its_input(expert_server, node):
+    check(expert_server, node, few_rows(node))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("node", WORKING)
-def test_every_other_strange_value_into_every_input(files, node):
+def test_every_other_strange_value_into_every_input(expert_server, node):
     rows = [(name, value) for name in WORKING[node] for value in values_for(WORKING[node][name])]
     few = few_rows(node)
-    check(files, node, [row for row in rows if row not in few])
+    check(expert_server, node, [row for row in rows if row not in few])
