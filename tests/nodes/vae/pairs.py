@@ -1,5 +1,6 @@
 """The same weights as ComfyUI's VAE and as ours, and ComfyUI's nodes as functions."""
 
+import contextlib
 import importlib
 
 import pytest
@@ -79,6 +80,27 @@ def out_of_memory(monkeypatch, fast, name, times):
 
     monkeypatch.setattr(kind, name, failing)
     return calls
+
+
+@contextlib.contextmanager
+def stopped_at(layer):
+    """The user presses stop when a layer is called: that ends the body, before another call."""
+    import comfy.model_management as management
+
+    calls = []
+
+    def stop(*_):
+        calls.append(1)
+        management.interrupt_current_processing(True)
+
+    handle = layer.register_forward_pre_hook(stop)
+    try:
+        with pytest.raises(management.InterruptProcessingException):
+            yield
+    finally:
+        handle.remove()
+        management.interrupt_current_processing(False)
+    assert len(calls) == 1
 
 
 def as_saved(images):

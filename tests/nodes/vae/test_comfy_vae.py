@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fast_video_vae.tests.nodes.vae.pairs import (
+    accelerated,
     clip,
     fast_vae,
     frames,
@@ -35,11 +36,12 @@ def test_every_way_to_decode_is_that_of_stock(family, batch, count):
     before = samples["samples"].clone()
     (expected,) = node("VAEDecode", vae=family.stock, samples=samples)
     assert expected.shape == (batch * (4 * count - 3), 32, 48, 3)
+    inputs = {"vae": family.fast, "samples": samples}
     for images in (
-        node("VAEDecode", vae=family.fast, samples=samples)[0],
-        node("VAEDecodeTiled", vae=family.fast, samples=samples, tile_size=512)[0],
-        node("VAEDecodeTiled", vae=family.fast, samples=samples, tile_size=64, overlap=0)[0],
-        ours("Decode", vae=family.fast, samples=samples, chunk=1).args[0],
+        node("VAEDecode", **inputs)[0],
+        node("VAEDecodeTiled", **inputs, tile_size=512)[0],
+        node("VAEDecodeTiled", **inputs, tile_size=64, overlap=0)[0],
+        *(ours("Decode", **inputs, chunk=chunk).args[0] for chunk in (1, 2, -1)),
     ):
         assert relative_error(images, expected) <= 1e-5
         assert images.is_contiguous()
@@ -63,18 +65,15 @@ def test_every_way_to_encode_is_that_of_stock(family, count, channels):
     before = pixels.clone()
     expected = family.stock.encode(pixels)
     assert expected.shape == (1, 16, (count - 1) // 4 + 1, 4, 6)
+    inputs = {"vae": family.fast, "pixels": pixels}
     for latent in (
-        node("VAEEncode", vae=family.fast, pixels=pixels)[0]["samples"],
-        node("VAEEncodeTiled", vae=family.fast, pixels=pixels, tile_size=512, overlap=64)[0][
-            "samples"
-        ],
-        node("VAEEncodeTiled", vae=family.fast, pixels=pixels, tile_size=64, overlap=0)[0][
-            "samples"
-        ],
-        ours("Encode", vae=family.fast, pixels=pixels, chunk=1).args[0]["samples"],
-        family.fast.encode(pixels[None]),  # [B, T, H, W, C]
+        node("VAEEncode", **inputs)[0],
+        node("VAEEncodeTiled", **inputs, tile_size=512, overlap=64)[0],
+        node("VAEEncodeTiled", **inputs, tile_size=64, overlap=0)[0],
+        *(ours("Encode", **inputs, chunk=chunk).args[0] for chunk in (1, 2, -1)),
+        {"samples": family.fast.encode(pixels[None])},  # [B, T, H, W, C]
     ):
-        assert relative_error(latent, expected) <= 1e-5
+        assert relative_error(latent["samples"], expected) <= 1e-5
     assert torch.equal(pixels, before)
 
 
@@ -114,15 +113,6 @@ def test_images_are_frames_of_a_video_or_pictures_apart(family):
     assert relative_error(family.fast.encode(videos), expected) <= 1e-5
 
 
-@pytest.mark.parametrize("chunk", [2, -1])
-def test_any_chunk_gives_the_same(family, chunk):
-    latent, pixels = small_latents(4), frames(13)
-    images = ours("Decode", samples={"samples": latent}, vae=family.fast, chunk=chunk).args[0]
-    assert relative_error(images, family.stock.decode(latent)[0]) <= 1e-5
-    encoded = ours("Encode", pixels=pixels, vae=family.fast, chunk=chunk).args[0]["samples"]
-    assert relative_error(encoded, family.stock.encode(pixels)) <= 1e-5
-
-
 def test_in_bfloat16_it_is_as_close_as_stock(seedvr2, tmp_path):
     rough = narrow_seedvr2(seedvr2.state, dtype=torch.bfloat16)
     fast = fast_vae(seedvr2.state, tmp_path, dtype=torch.bfloat16)
@@ -132,27 +122,14 @@ def test_in_bfloat16_it_is_as_close_as_stock(seedvr2, tmp_path):
         assert relative_error(getattr(fast, name)(given), expected) <= allowed
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "output"),
-    [
-        ("WanImageToVideo", {"start_image": clip(1)}, "concat_latent_image"),
-        (
-            "WanVaceToVideo",
-            {"strength": 1.0, "control_video": clip(9), "reference_image": clip(1, seed=1)},
-            "vace_frames",
-        ),
-    ],
-)
-def test_what_conditions_a_video_is_that_of_stock(stock, fast, name, options, output):
+def test_what_conditions_a_video_is_that_of_stock(stock, fast):
     empty = [[torch.zeros(1, 1, 8), {}]]
     size = {"width": 64, "height": 48, "length": 9, "batch_size": 1}
+    inputs = {"positive": empty, "negative": empty, "start_image": clip(1), **size}
     expected, result = (
-        v3_node("nodes_wan", name, vae=vae, positive=empty, negative=empty, **size, **options)
-        for vae in (stock, fast)
+        v3_node("nodes_wan", "WanImageToVideo", vae=vae, **inputs) for vae in (stock, fast)
     )
-    wanted, given = (each[0][0][1][output] for each in (expected, result))
-    if name == "WanVaceToVideo":
-        (wanted,), (given,) = wanted, given
+    wanted, given = (each[0][0][1]["concat_latent_image"] for each in (expected, result))
     assert relative_error(given, wanted) <= 1e-5
     assert result[2]["samples"].shape == expected[2]["samples"].shape
 
@@ -168,10 +145,11 @@ def test_encode_for_inpaint_is_that_of_stock(stock, fast):
 
 
 def test_the_saved_vae_is_the_loaded_one(family):
-    weights = family.fast.get_sd()
-    assert weights.keys() == family.stock.get_sd().keys() == family.state.keys()
-    assert all(weights[key].is_contiguous() for key in weights)
-    assert all(torch.equal(weights[key], family.state[key]) for key in weights)
+    for vae in (family.fast, accelerated(family.stock)):
+        weights = vae.get_sd()
+        assert weights.keys() == family.stock.get_sd().keys() == family.state.keys()
+        assert all(weights[key].is_contiguous() for key in weights)
+        assert all(torch.equal(weights[key], family.state[key]) for key in weights)
 
 
 def test_a_copy_for_another_device_is_fast_and_whole(family):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fast_video_vae.tests.builders import diffusers_name, random_state_dict
+from fast_video_vae.tests.builders import decoder_of, diffusers_name, random_state_dict
 from fast_video_vae.tests.nodes.vae.pairs import (
     accelerated,
     clip,
@@ -13,8 +13,8 @@ from fast_video_vae.tests.nodes.vae.pairs import (
     ours,
     relative_error,
     stock_vae,
-    v3_node,
 )
+from fast_video_vae.tests.nodes.video.clips import held
 from fast_video_vae.tests.seedvr2 import WIDTHS, random_seedvr2
 from fast_video_vae.tests.wan22 import random_wan22
 
@@ -49,14 +49,13 @@ def test_other_key_names_give_the_same_vae(stock, state, tmp_path, dialect):
 
 
 def test_a_decoder_alone_decodes_as_stock_and_says_that_it_cannot_encode(family, tmp_path):
-    encoders = ("encoder.", "conv1.")
-    weights = {key: value for key, value in family.state.items() if not key.startswith(encoders)}
-    fast, latent = fast_vae(weights, tmp_path), latents(2, 4, 6)
+    fast, latent = fast_vae(decoder_of(family.state), tmp_path), latents(2, 4, 6)
     assert relative_error(fast.decode(latent), family.stock.decode(latent)) <= 1e-5
     with pytest.raises(ValueError, match="has no encoder"):
         fast.encode(clip(1))
-    with pytest.raises(ValueError, match=r"^vae: the checkpoint has no encoder"):
-        ours("Encode", pixels=clip(1), vae=fast)
+    for name, given in (("Encode", {"pixels": clip(1)}), ("EncodeVideo", {"video": held(clip(1))})):
+        with pytest.raises(ValueError, match=r"^vae: the checkpoint has no encoder"):
+            ours(name, vae=fast, **given)
 
 
 def test_an_upscaling_decoder_gives_pictures_of_twice_the_size(tmp_path):
@@ -137,30 +136,6 @@ def test_a_narrow_wan_2_2_loads_where_comfyui_s_class_does_not_fit(tmp_path):
     assert fast.spacial_compression_decode() == fast.spacial_compression_encode() == 16
     assert fast.temporal_compression_decode() == 4
     assert fast.get_sd().keys() == state.keys()
-
-
-def test_wan_2_2_image_to_video_starts_from_the_image(tmp_path):
-    fast = fast_vae(random_wan22(), tmp_path)
-    image = clip(1, 64, 96)
-    (latent,) = v3_node(
-        "nodes_wan",
-        "Wan22ImageToVideoLatent",
-        vae=fast,
-        width=96,
-        height=64,
-        length=9,
-        batch_size=1,
-        start_image=image,
-    )
-    assert latent["samples"].shape == (1, 48, 3, 4, 6)
-    config = fast.first_stage_model.config
-    mean, std = (torch.tensor(each).view(1, -1, 1, 1, 1) for each in
-                 (config.latent_mean, config.latent_std))  # fmt: skip
-    start = latent["samples"][:, :, :1] * std + mean
-    shown = latent["samples"][:, :, :1]
-    encoded = fast.encode(image)
-    # Whichever ComfyUI's node gives, normalised or not, it is the image's latent.
-    assert min(relative_error(start, encoded), relative_error(shown, encoded)) <= 1e-4
 
 
 def test_qwen_image_2_1_is_a_vae_of_pictures(picture_vae):

@@ -1,12 +1,21 @@
 """Stop, progress, and memory that runs out in an encode or decode of the fast VAE."""
 
 import contextlib
+import itertools
 import logging
 
 import pytest
 import torch
 
-from fast_video_vae.tests.nodes.vae.pairs import clip, latents, node, out_of_memory, relative_error
+from fast_video_vae.tests.nodes.vae.pairs import (
+    clip,
+    latents,
+    node,
+    out_of_memory,
+    relative_error,
+    stopped_at,
+)
+from fast_video_vae.tests.vae.streaming.failing_memory import ERRORS, FailingMemory
 from fast_video_vae.vae import StreamOptions
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
@@ -14,23 +23,10 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 @pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
 def test_an_interrupt_ends_it_at_the_next_block(family, encode):
-    import comfy.model_management as management
-
-    fast, blocks = family.fast, []
+    fast = family.fast
     network = fast.first_stage_model.encoder if encode else fast.first_stage_model.decoder
-
-    def stop(module, inputs):
-        blocks.append(module)
-        management.interrupt_current_processing(True)
-
-    handle = network.get_submodule(family.block).register_forward_pre_hook(stop)
-    try:
-        with pytest.raises(management.InterruptProcessingException):
-            fast.encode(clip(9, 32, 48)) if encode else fast.decode(latents(3, 4, 6))
-    finally:
-        handle.remove()
-        management.interrupt_current_processing(False)
-    assert len(blocks) == 1
+    with stopped_at(network.get_submodule(family.block)):
+        fast.encode(clip(9, 32, 48)) if encode else fast.decode(latents(3, 4, 6))
     assert fast.decode(latents(1)).shape[1] == 1
 
 
@@ -185,3 +181,55 @@ def test_pictures_that_do_not_fit_are_cut_in_space_alone(picture_vae, monkeypatc
     assert relative_error(fast.decode_tiled(latent, tile_x=16, tile_y=16), expected) <= 1e-5
     assert relative_error(fast.decode(latent), expected) <= 1e-5
     assert fast.encode(clip(1, 64, 64, channels=4)).shape == (1, 64, 4, 4)
+
+
+# Nodes of ComfyUI, and what they are given while one allocation after the other fails.
+TASKS = {
+    "decode": ("VAEDecode", latents(3, 2, 2), ()),
+    "pictures": ("VAEDecode", latents(1, 2, 2, batch=2), ()),
+    "tiled": ("VAEDecodeTiled", latents(3, 10, 8), (64, 0)),
+    "encode": ("VAEEncode", clip(9, 16, 16), ()),
+    "tiled encode": ("VAEEncodeTiled", clip(9, 80, 64), (64, 0)),
+}
+
+
+def result(task, vae):
+    name, given, options = TASKS[task]
+    (got,) = node(name, vae, given if "Encode" in name else {"samples": given}, *options)
+    return got["samples"] if isinstance(got, dict) else got
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("in_a_row", [1, 3])
+def test_an_allocation_that_fails(fast, task, in_a_row):
+    result(task, fast)
+    expected = result(task, fast)
+    with FailingMemory() as memory:
+        result(task, fast)
+    errors = []
+    places = range(1, memory.seen + 1, max(1, memory.seen // 8))
+    for place, error in zip(places, itertools.cycle(ERRORS), strict=False):
+        try:
+            with FailingMemory(place, in_a_row, error=error):
+                got = result(task, fast)
+        except torch.OutOfMemoryError as failure:
+            errors.append(failure)
+            continue
+        assert (got - expected).abs().max() <= 1e-5 * expected.abs().max(), place
+    assert not errors or in_a_row > 1
+    for each in map(str, errors):
+        assert each.startswith("memory ran out in ")
+        assert "\n" not in each
+
+
+def test_a_long_decode_says_once_that_memory_is_short(fast, caplog):
+    latent = {"samples": latents(12, 2, 2)}
+    (expected,) = node("VAEDecode", fast, latent)
+    with FailingMemory() as memory:
+        node("VAEDecode", fast, latent)
+    often = FailingMemory(every=memory.seen // 24)
+    with caplog.at_level(logging.INFO), often:
+        (got,) = node("VAEDecode", fast, latent)
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert often.failed > 12
+    assert len([each for each in caplog.records if each.levelno >= logging.WARNING]) == 1

@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fast_video_vae.tests.builders import refused
 from fast_video_vae.tests.nodes.lora import dits
 from fast_video_vae.tests.nodes.vae.pairs import (
     clip,
@@ -23,11 +24,6 @@ from fast_video_vae.vae import StreamOptions
 LEAST = StreamOptions(limit_bytes=1)
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
-
-
-@pytest.fixture(scope="module")
-def state(seedvr2):
-    return seedvr2.state
 
 
 @pytest.fixture(scope="module")
@@ -134,41 +130,7 @@ def test_comfyui_s_nodes_of_seedvr2_run_on_it_unchanged(stock, loaded, count):
         (images,) = node("VAEDecode", vae=vae, samples={"samples": noise - 0.6 * step})
         return images
 
-    def finished(images, method):
-        return v3_node(
-            "nodes_seedvr",
-            "SeedVR2PostProcessing",
-            images=images,
-            original_resized_images=source,
-            color_correction_method=method,
-        )[0]
-
-    expected, images = upscaled(stock), upscaled(loaded)
-    assert relative_error(images, expected) <= 1e-5
-    for method in ("lab", "wavelet", "adain", "none"):
-        wanted, result = finished(expected, method), finished(images, method)
-        assert wanted.shape == (count, 30, 44, 4)
-        difference = (result - wanted).abs()
-        assert difference.mean() <= 1e-6
-        # "lab" sorts the pixels: two that are nearly equal may change places.
-        assert difference.max() <= (1e-2 if method == "lab" else 1e-5)
-
-
-def test_a_latent_that_is_split_and_merged_is_a_video_again(stock, loaded):
-    latent = {"samples": loaded.encode(frames(13))}
-    mode = {"chunking_mode": "manual", "frames_per_chunk": 5}
-    parts, overlap = v3_node(
-        "nodes_seedvr",
-        "SeedVR2TemporalChunk",
-        latent=latent,
-        temporal_overlap=1,
-        chunking_mode=mode,
-    )
-    (merged,) = v3_node(
-        "nodes_seedvr", "SeedVR2TemporalMerge", latents=parts, temporal_overlap=[overlap]
-    )
-    assert len(parts) == 3
-    assert relative_error(loaded.decode(merged["samples"]), stock.decode(latent["samples"])) <= 1e-5
+    assert relative_error(upscaled(loaded), upscaled(stock)) <= 1e-5
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])
@@ -249,47 +211,35 @@ def test_when_memory_runs_out_it_tries_again_with_less_and_never_in_tiles(
     assert len(calls) == most
 
 
-def test_the_limit_of_a_tile_reaches_the_stream_and_what_comfyui_is_asked_for(loaded, monkeypatch):
+@pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
+def test_the_limit_of_a_tile_reaches_the_stream_and_what_comfyui_is_asked_for(
+    loaded, monkeypatch, encode
+):
     import comfy.model_management as management
 
-    from fast_video_vae.vae import model as vae_model
-    from fast_video_vae.vae.streaming import session
-
-    model, plans, asked = loaded.first_stage_model, [], []
-    real_plan, real_load = session.make_plan, management.load_models_gpu
-
-    def plan(*arguments, **options):
-        plans.append(arguments[1])
-        return real_plan(*arguments, **options)
+    model, asked, real_load = loaded.first_stage_model, [], management.load_models_gpu
 
     def load(models, memory_required=0, **options):
         asked.append(memory_required)
         return real_load(models, memory_required=memory_required, **options)
 
-    latent, pixels = latents(2, 12, 16), clip(5, 96, 128)
-    decode, encode = (model.plan(64, 48, LEAST, encode=each).peak_bytes for each in (False, True))
-    expected = [
-        model.plan(96, 128, StreamOptions(limit_bytes=limit), encode=each).peak_bytes
-        for each, limit in ((False, decode), (True, encode))
-    ]
-    for module in (vae_model, session):
-        monkeypatch.setattr(module, "make_plan", plan)
     monkeypatch.setattr(management, "load_models_gpu", load)
-    loaded.decode_tiled(latent, tile_x=6, tile_y=8, overlap=0)
-    assert plans[-1] == decode
-    loaded.encode_tiled(pixels, tile_x=48, tile_y=64, overlap=0)
-    assert plans[-1] == encode
-    assert asked == expected
-    model.decode_tiled(latent, tile_x=6, tile_y=8)
-    assert plans[-1] == decode
-    model.encode_tiled(pixels.movedim(-1, 0)[None], tile_x=48, tile_y=64)
-    assert plans[-1] == encode
-    model.decode_tiled(latent)
-    assert plans[-1] is None
+    name, given, tile = "decode", latents(2, 12, 16), {"tile_x": 6, "tile_y": 8}
+    if encode:
+        name, given, tile = "encode", clip(5, 96, 128), {"tile_x": 48, "tile_y": 64}
+    video = given.movedim(-1, 0)[None] if encode else given
+    limits = out_of_memory(monkeypatch, loaded, f"{name}_stream", 0)
+    getattr(loaded, f"{name}_tiled")(given, **tile, overlap=0)
+    getattr(model, f"{name}_tiled")(video, **tile)
+    getattr(model, f"{name}_tiled")(video)
+    limit = model.plan(64, 48, LEAST, encode=encode).peak_bytes
+    assert [options.limit_bytes for options in limits] == [limit, limit, None]
+    needed = model.plan(96, 128, StreamOptions(limit_bytes=limit), encode=encode).peak_bytes
+    assert asked == [needed]
 
 
-def test_the_loader_tells_seedvr2_by_its_tensors(models, state):
-    half = {key: value.half() for key, value in state.items()}
+def test_the_loader_tells_seedvr2_by_its_tensors(models, seedvr2):
+    half = {key: value.half() for key, value in seedvr2.state.items()}
     save_file({f"vae.{key}": value for key, value in half.items()}, models / "seed.safetensors")
     vae = ours("Load", vae_name="seed.safetensors", dtype="fp32").args[0]
     assert vae.first_stage_model.config.family == "seedvr2"
@@ -298,7 +248,7 @@ def test_the_loader_tells_seedvr2_by_its_tensors(models, state):
 
 
 def test_an_image_of_one_channel_is_told_by_its_input(loaded):
-    with pytest.raises(ValueError, match=r"^pixels: .*1 channels; this VAE needs 3"):
+    with refused(r"^pixels: .*1 channels; this VAE needs 3"):
         ours("Encode", pixels=torch.zeros(1, 64, 64, 1), vae=loaded)
 
 
@@ -311,9 +261,8 @@ def test_an_image_of_one_channel_is_told_by_its_input(loaded):
     ],
 )
 def test_a_bad_latent_is_told_by_its_input(loaded, latent, reason):
-    with pytest.raises(ValueError, match=rf"^samples: .*({reason})") as error:
+    with pytest.raises(ValueError, match=rf"^samples: .*({reason})"):
         ours("Decode", samples={"samples": latent}, vae=loaded)
-    assert "\n" not in str(error.value)
     for refuse in (loaded.decode_tiled, loaded.first_stage_model.decode_tiled):
         with pytest.raises(ValueError, match=reason):
             refuse(latent, tile_x=64, tile_y=64, overlap=16)

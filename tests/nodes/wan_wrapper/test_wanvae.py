@@ -13,7 +13,12 @@ import torch
 
 from fast_video_vae.tests.benchmarks.peers import diffusers_vae
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.nodes.vae.pairs import fast_vae, relative_error
+from fast_video_vae.tests.nodes.vae.pairs import (
+    fast_vae,
+    out_of_memory,
+    relative_error,
+    stopped_at,
+)
 from fast_video_vae.tests.nodes.wan_wrapper.wrapped import CPU, Oracle, video, wrapped
 from fast_video_vae.tests.wan22 import random_wan22
 
@@ -50,8 +55,8 @@ def vae(family):
     return wrapped(family.fast)
 
 
-def latent_of(family, latents, batch=1, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def latent_of(family, latents, batch=1):
+    generator = torch.Generator().manual_seed(0)
     return torch.randn(batch, family.channels, latents, 3, 4, generator=generator)
 
 
@@ -168,9 +173,9 @@ def test_a_sample_has_the_spread_of_the_posterior(family, vae, frames):
 
 
 @both
-@pytest.mark.parametrize(("latents", "tiled"), [(1, False), (2, True), (5, False)])
-def test_decode_is_comfyui_s(family, vae, latents, tiled):
-    latent = latent_of(family, latents)
+@pytest.mark.parametrize(("count", "tiled"), [(1, False), (2, True), (5, False)])
+def test_decode_is_comfyui_s(family, vae, count, tiled):
+    latent = latent_of(family, count)
     before = latent.clone()
     frames = vae.decode(latent, device=CPU, tiled=tiled)[0]
     (expected,) = family.oracle.decode(latent)
@@ -196,11 +201,11 @@ def test_every_form_of_a_decode_is_the_same(family, vae):
 
 
 @both
-@pytest.mark.parametrize(("latents", "tiled"), [(2, False), (4, True)])
-def test_the_end_latent_is_decoded_by_itself(family, vae, latents, tiled):
-    latent = latent_of(family, latents)
+@pytest.mark.parametrize(("count", "tiled"), [(2, False), (4, True)])
+def test_the_end_latent_is_decoded_by_itself(family, vae, count, tiled):
+    latent = latent_of(family, count)
     frames = vae.decode(latent, device=CPU, end_=True, tiled=tiled)
-    assert frames.shape[2] == 4 * (latents - 2) + 2
+    assert frames.shape[2] == 4 * (count - 2) + 2
     assert relative_error(frames, family.oracle.decode(latent, end_=True)) <= 1e-5
 
 
@@ -232,36 +237,6 @@ def test_low_precision_is_as_good_as_comfyui_s(family, tmp_path, dtype):
     exact, theirs = (each.decode(latent.float()) for each in (oracle, rough))
     result = vae.decode(latent, CPU).float()
     assert relative_error(result, exact) <= 2 * relative_error(theirs, exact)
-
-
-def test_a_vae_that_encodes_in_another_dtype_asks_for_the_wider(family, tmp_path):
-    precise = {"dtype": torch.bfloat16, "encode_dtype": torch.float32}
-    vae = wrapped(fast_vae(family.state, tmp_path, **precise))
-    assert vae.dtype == torch.float32
-    pixels = video(5)
-    assert relative_error(vae.encode(pixels, CPU), family.oracle.encode(pixels)) <= 1e-5
-
-
-def test_windows_that_start_from_the_tail_of_the_last(family, vae):
-    """As in the loops over windows: decode, keep, encode the tail and a still rest for the next."""
-
-    def loop(decode, encode):
-        tail, kept = None, []
-        for window in range(3):
-            latent = latent_of(family, 3, seed=window)
-            if tail is not None:
-                still = torch.zeros(1, 3, 9 - tail.shape[2], *tail.shape[3:])
-                latent[:, :, :1] = encode(torch.cat([tail, still], dim=2))[:, :, :1]
-            frames = decode(latent)[0]
-            kept.append(frames if tail is None else frames[:, 5:])
-            tail = frames[:, -5:].unsqueeze(0)
-            vae.to("cpu")
-        return torch.cat(kept, dim=1)
-
-    result = loop(lambda latent: vae.to(CPU).decode(latent, CPU), lambda x: vae.encode(x, CPU))
-    expected = loop(family.oracle.decode, family.oracle.encode)
-    assert result.shape[1] == 9 + 2 * 4
-    assert relative_error(result, expected) <= 1e-4  # an error passes from window to window
 
 
 def loaded():
@@ -318,26 +293,16 @@ def test_a_patch_on_the_vae_is_in_what_it_gives(family):
 
 @pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
 def test_when_memory_runs_out_it_tries_again_and_then_in_tiles(family, vae, monkeypatch, encode):
-    import comfy.model_management as management
-
     def run():
         return vae.encode(video(9), CPU) if encode else vae.decode(latent_of(family, 3), CPU)
 
-    kind, name = type(family.fast.first_stage_model), "encode_stream" if encode else "decode_stream"
-    expected, real, tiles = run(), getattr(kind, name), []
+    expected, name = run(), "encode_stream" if encode else "decode_stream"
     side = 64 * family.fast.spacial_compression_encode()
-
-    def stream(self, given, options, **others):
-        tiles.append(options.tile)
-        if len(tiles) < len(tries):
-            raise management.OOM_EXCEPTION("no memory")
-        return real(self, given, options, **others)
-
-    monkeypatch.setattr(kind, name, stream)
-    for tries in ([None, None], [None, None, (side, side)]):
-        tiles.clear()
-        assert relative_error(run(), expected) <= 1e-5
-        assert tiles == tries
+    for failures, tiles in ((1, [None, None]), (2, [None, None, (side, side)])):
+        with monkeypatch.context() as patch:
+            calls = out_of_memory(patch, family.fast, name, failures)
+            assert relative_error(run(), expected) <= 1e-5
+        assert [options.tile for options in calls] == tiles
 
 
 def test_frames_that_the_device_has_no_memory_for_come_on_the_host(family, vae, monkeypatch):
@@ -373,21 +338,12 @@ def test_progress_is_shown_where_it_is_wanted(family, vae, progress):
 @pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
 @pytest.mark.parametrize("pbar", [False, True])
 def test_an_interrupt_ends_it(family, vae, encode, pbar):
-    import comfy.model_management as management
-
     def run():
         if encode:
             return vae.encode(video(17), CPU, pbar=pbar)
         return vae.decode(latent_of(family, 5), CPU, pbar=pbar)
 
     network = family.fast.first_stage_model
-    stop = lambda *_: management.interrupt_current_processing(True)  # noqa: E731
-    layer = (network.encoder if encode else network.decoder).middle[0]
-    handle = layer.register_forward_pre_hook(stop)
-    try:
-        with pytest.raises(management.InterruptProcessingException):
-            run()
-    finally:
-        handle.remove()
-        management.interrupt_current_processing(False)
+    with stopped_at((network.encoder if encode else network.decoder).middle[0]):
+        run()
     assert run().ndim == 5
