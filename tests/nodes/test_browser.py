@@ -5,7 +5,6 @@ import json
 import re
 import time
 
-import numpy as np
 import pytest
 
 from fast_video_vae import vae as library
@@ -20,6 +19,7 @@ from fast_video_vae.tests.tools.workflows.frontend import (
     find_browser,
 )
 from fast_video_vae.tests.tools.workflows.packs import project
+from fast_video_vae.tests.videos import stacked
 
 pytestmark = [pytest.mark.browser, pytest.mark.comfyui]
 
@@ -197,12 +197,12 @@ def test_an_example_runs_from_the_browser(server, page, demo):
     files = [file for results in shown.values() for file in server.files(results)]
     assert files
     assert all(file.stat().st_size for file in files)
-    videos = [frames_of(file) for file in files if file.suffix == ".mp4"]
+    videos = [stacked(file).float() for file in files if file.suffix == ".mp4"]
     assert videos
-    clip = frames_of(library.CLIP_PATH)
+    clip = stacked(library.CLIP_PATH).float()
     for video in videos:
         assert video.shape == clip.shape == (CLIP_FRAMES, *clip.shape[1:])
-        assert np.abs(video - clip).mean() < CLIP_DIFFERENCE
+        assert (video - clip).abs().mean() < CLIP_DIFFERENCE
     page.wait_for_selector("video", state="attached")
     page.wait_for_timeout(1000)  # the nodes grow to show what they made
     assert overlaps(page) == []
@@ -265,12 +265,3 @@ def queued(server, before):
             return new[0]
         time.sleep(0.1)
     raise TimeoutError("the browser has queued nothing")
-
-
-def frames_of(file):
-    """`[T, H, W, 3]`, from 0 to 255."""
-    import av
-
-    with av.open(str(file)) as container:
-        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-    return np.stack(frames).astype(int)

@@ -1,18 +1,15 @@
 """Inputs of nodes, checked in this process: what no server can be sent, and names of files."""
 
+import re
+
 import pytest
 import torch
 
+from fast_video_vae.tests.builders import refused
 from fast_video_vae.tests.nodes.extra_nodes import Encoder
 from fast_video_vae.tests.nodes.vae.pairs import ours
 
 pytestmark = pytest.mark.comfyui
-
-
-@pytest.fixture(scope="module")
-def bundled(comfyui):
-    """The VAE of the pack."""
-    return ours("Load", vae_name="bundled demo").args[0]
 
 
 def other_vae(**methods):
@@ -38,15 +35,13 @@ LATENT = {"samples": torch.zeros(1, 16, 1, 2, 2)}
         ({"vae": None}, "vae: got None; expected a VAE. The checkpoint has none: load it alone"),
     ],
 )
-def test_the_message_says_what_came_and_what_was_expected(bundled, inputs, message):
-    with pytest.raises(ValueError, match=r"^\w+: ") as caught:
-        ours("Decode", **{"samples": LATENT, "vae": bundled} | inputs)
-    assert str(caught.value).startswith(message)
-    assert len(str(caught.value)) <= 300
+def test_the_message_says_what_came_and_what_was_expected(fast, inputs, message):
+    with refused(f"^{re.escape(message)}"):
+        ours("Decode", **{"samples": LATENT, "vae": fast} | inputs)
 
 
-def test_a_float_without_a_fraction_is_a_whole_number(bundled):
-    images, _ = ours("Decode", samples=LATENT, vae=bundled, chunk=1.0).args
+def test_a_float_without_a_fraction_is_a_whole_number(fast):
+    images, _ = ours("Decode", samples=LATENT, vae=fast, chunk=1.0).args
     assert images.shape == (1, 16, 16, 3)
 
 
@@ -61,16 +56,15 @@ def test_what_another_vae_raises_names_the_input_and_keeps_to_one_line(comfyui):
     def decode(self, latent):
         raise RuntimeError("Given groups=1\nweight of size [1, 2]\n" * 50)
 
-    with pytest.raises(ValueError, match=r"^samples: this VAE, .*RuntimeError: Given") as caught:
+    with refused(r"^samples: this VAE, .*RuntimeError: Given"):
         ours("Decode", samples=LATENT, vae=other_vae(decode=decode))
-    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["OutOfMemory", "Interrupt"])
+@pytest.mark.parametrize("name", ["OOM_EXCEPTION", "InterruptProcessingException"])
 def test_what_is_comfyui_s_own_passes_another_vae_as_it_is(comfyui, name):
-    from comfy.model_management import OOM_EXCEPTION, InterruptProcessingException
+    import comfy.model_management
 
-    kind = {"OutOfMemory": OOM_EXCEPTION, "Interrupt": InterruptProcessingException}[name]
+    kind = getattr(comfy.model_management, name)
 
     def decode(self, latent):
         raise kind
@@ -109,16 +103,5 @@ def test_a_prefix_that_no_file_can_have_is_refused(comfyui, tmp_path, prefix, wi
     if reason is None:
         check_prefix(prefix, tmp_path, windows=windows)
         return
-    with pytest.raises(ValueError, match=r"^filename_prefix is ") as caught:
+    with refused("^filename_prefix is ", reason):
         check_prefix(prefix, tmp_path, windows=windows)
-    assert reason in str(caught.value)
-    assert len(str(caught.value)) <= 300
-    assert str(caught.value).isprintable()
-
-
-def test_a_prefix_is_refused_before_another_vae_decodes(comfyui):
-    def decode(self, latent):
-        raise AssertionError("it decodes")
-
-    with pytest.raises(ValueError, match=r"^filename_prefix is 'a\\x00b', with a control"):
-        ours("DecodeVideo", samples=LATENT, vae=other_vae(decode=decode), filename_prefix="a\0b")

@@ -3,6 +3,7 @@
 import torch
 
 from fast_video_vae.tests.nodes.vae.pairs import node, ours, relative_error, v3_node
+from fast_video_vae.tests.videos import stacked, write
 
 
 def decode(vae, latent, **options):
@@ -17,12 +18,8 @@ def encode(vae, video, **options):
 
 
 def frames_of(video):
-    """The bytes of every frame `[N, H, W, 3]`, by PyAV alone."""
-    import av
-
-    with av.open(video.get_stream_source()) as container:
-        pictures = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-    return torch.stack([torch.from_numpy(picture) for picture in pictures])
+    """The bytes of every frame `[N, H, W, 3]`."""
+    return stacked(video.get_stream_source())
 
 
 def components(video):
@@ -41,7 +38,7 @@ def assert_encoded(latent, vae, pixels):
     assert relative_error(latent, expected["samples"]) <= 1e-5
 
 
-def press_stop(monkeypatch, hit=lambda value, total: True):
+def press_stop(monkeypatch, hit):
     """The user presses stop when a progress bar shows this."""
     import comfy.model_management
     import comfy.utils
@@ -57,11 +54,7 @@ def written(frames, path, **options):
     """A VIDEO that is a file of these bytes."""
     from comfy_api.latest import InputImpl
 
-    from fast_video_vae.vae.media import VideoWriter
-
-    with VideoWriter(path, 16, codec="ffv1", **options) as writer:
-        writer.write(frames)
-    return InputImpl.VideoFromFile(str(path))
+    return InputImpl.VideoFromFile(str(write(path, frames, 16, codec="ffv1", **options)))
 
 
 def held(frames):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fast_video_vae.tests.builders import refused
 from fast_video_vae.tests.nodes.vae.pairs import as_saved, latents, ours, v3_node
 from fast_video_vae.tests.nodes.video.clips import (
     components,
@@ -23,6 +24,15 @@ from fast_video_vae.tests.nodes.video.clips import (
 )
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
+
+
+@pytest.fixture(scope="module")
+def demo(comfyui):
+    """The bundled VAE, and a latent of nine frames of the bundled clip: pictures, not noise."""
+    with torch.inference_mode():
+        (vae,) = ours("Load", vae_name="bundled demo").args
+        images = ours("DemoClip").args[0]
+        return vae, vae.encode(images[:9, 64:160, 64:160])
 
 
 def is_empty(folder):
@@ -59,16 +69,10 @@ def test_a_file_is_as_near_to_the_image_as_that_of_save_video(demo, output, code
     assert error > 35
 
 
-def test_better_quality_is_larger_and_nearer(demo, output):
-    fast, latent = demo
-    expected = image(fast, latent)
-    sizes, errors = [], []
-    for quality in (10, 50, 90):
-        video = decode(fast, latent, quality=quality)
-        sizes.append(Path(video.get_stream_source()).stat().st_size)
-        errors.append((components(video)[0] - expected).abs().mean().item())
+def test_better_quality_is_larger(demo, output):
+    videos = [decode(*demo, quality=quality).get_stream_source() for quality in (10, 50, 90)]
+    sizes = [Path(video).stat().st_size for video in videos]
     assert sizes == sorted(sizes)
-    assert errors == sorted(errors, reverse=True)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +95,8 @@ def test_a_range_of_frames_holds_both_its_ends_and_no_others(fast, output, text,
 
 @pytest.mark.parametrize("text", ["17-18", "3-17", "9-4", "a-b", "-4", "1-2-3", "1.5"])
 def test_a_range_that_is_none_is_told(fast, output, text):
-    with pytest.raises(ValueError, match=rf"^frames is {re.escape(repr(text))}; ") as caught:
+    with refused(rf"^frames is {re.escape(repr(text))}; "):
         decode(fast, latents(5), frames=text)
-    assert "\n" not in str(caught.value)
     assert is_empty(output)
 
 
@@ -147,22 +150,13 @@ def test_the_workflow_is_in_the_file_as_save_video_has_it(fast, output, monkeypa
     assert not {"prompt", "workflow"} & tags("h264").keys()
 
 
-@pytest.mark.parametrize("codec", ["ffv1", "prores", "h264"])
-def test_the_sound_goes_with_its_frames_and_ends_with_the_video(fast, output, codec):
+def test_the_sound_goes_with_its_frames_and_ends_with_the_video(fast, output):
     sound = tone(3)
-    whole = components(decode(fast, latents(5), codec=codec, audio=sound))[1]
-    part = components(decode(fast, latents(5), codec=codec, audio=sound, frames="8-15"))[1]
-    for found, start, seconds in ((whole, 0, 17 / 16), (part, 8 / 16, 8 / 16)):
-        assert found["sample_rate"] == 44100
+    for frames, start, seconds in (("", 0, 17 / 16), ("8-15", 8 / 16, 8 / 16)):
+        found = components(decode(fast, latents(5), codec="ffv1", audio=sound, frames=frames))[1]
         expected = sound["waveform"][..., round(start * 44100) :][..., : round(seconds * 44100)]
-        got = found["waveform"]
-        assert 0 <= got.shape[-1] - expected.shape[-1] < 4096  # a packet or two of AAC
-        if codec == "h264":  # lossy, and quiet at its ends
-            middle = slice(4096, -4096)
-            error = (got[..., : expected.shape[-1]] - expected)[..., middle].abs().mean()
-            assert error < 0.05
-        else:
-            assert torch.allclose(got, expected, atol=2**-15)
+        assert found["sample_rate"] == 44100
+        assert torch.allclose(found["waveform"], expected, atol=2**-15)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +200,11 @@ def test_another_vae_decodes_as_it_does_and_is_written(stock, output, caplog):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({}, "samples: they are 3 videos"),
+        ({"latent": latents(2, batch=3)}, "samples: they are 3 videos"),
+        (
+            {"latent": latents(2, height=1, width=1), "codec": "hevc"},
+            "codec: frames are 8x8; hevc needs at least",
+        ),
         ({"frames": "x"}, "frames is 'x'"),
         ({"audio": {"waveform": torch.zeros(5), "sample_rate": 8000}}, "audio: "),
         ({"audio": tone(1, channels=3)}, "audio: .*3 channels"),
@@ -217,46 +215,14 @@ def test_another_vae_decodes_as_it_does_and_is_written(stock, output, caplog):
         ({"filename_prefix": "../../x"}, "filename_prefix is '../../x'"),
     ],
 )
-def test_an_input_that_does_not_fit_is_told_in_a_line(
-    fast, stock, output, is_ours, options, reason
+def test_an_input_that_does_not_fit_is_told_in_a_line_before_the_decode(
+    fast, stock, output, monkeypatch, is_ours, options, reason
 ):
-    latent = latents(2, batch=1 if options else 3)
-    with pytest.raises(ValueError, match=f"^{reason}") as caught:
-        decode(fast if is_ours else stock, latent, **options)
-    assert "\n" not in str(caught.value)
-    assert is_empty(output)
-
-
-@pytest.mark.parametrize(
-    ("latent", "reason"),
-    [
-        (torch.zeros(1, 4, 1, 8, 8), "4 channels; this VAE needs 16"),
-        (torch.zeros(16, 8, 8), "3 dimensions"),
-        (torch.full((1, 16, 1, 8, 8), torch.nan), "NaN"),
-    ],
-)
-def test_a_bad_latent_is_told_before_anything_is_loaded(fast, output, latent, reason):
-    import comfy.model_management as management
-
-    management.unload_all_models()
-    with pytest.raises(ValueError, match=rf"^samples: .*{reason}"):
-        decode(fast, latent)
-    assert fast.first_stage_model not in [each.model.model for each in management.loaded_models()]
-
-
-@pytest.mark.parametrize("is_ours", [True, False])
-def test_a_size_that_no_encoder_takes_is_told_before_the_decode(
-    fast, stock, output, monkeypatch, is_ours
-):
-    import comfy.sd
-
-    def no_decode(*_, **__):
-        raise AssertionError("it decodes")
-
-    monkeypatch.setattr(comfy.sd.VAE, "decode", no_decode)
-    monkeypatch.setattr("fast_video_vae.nodes.vae.pieces.load", no_decode)
-    with pytest.raises(ValueError, match=r"^codec: frames are 8x8; hevc needs at least"):
-        decode(fast if is_ours else stock, latents(2, height=1, width=1), codec="hevc")
+    monkeypatch.setattr("comfy.sd.VAE.decode", pytest.fail)
+    monkeypatch.setattr("fast_video_vae.nodes.vae.pieces.load", pytest.fail)
+    given = {"latent": latents(2)} | options
+    with refused(f"^{reason}"):
+        decode(fast if is_ours else stock, **given)
     assert is_empty(output)
 
 
@@ -296,21 +262,3 @@ def test_a_full_disk_is_told_and_leaves_no_file(fast, output):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert is_empty(output)
     assert len(frames_of(decode(fast, latent, codec="ffv1"))) == 33
-
-
-def test_an_encoder_that_fails_is_told_and_leaves_no_file(fast, output, monkeypatch):
-    from fast_video_vae.vae.media import VideoWriter
-
-    real_write = VideoWriter.write
-
-    def write(self, frames):
-        if self.frames:
-            raise ValueError(f"{self.path} cannot be encoded")
-        real_write(self, frames)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(VideoWriter, "write", write)
-        with pytest.raises(ValueError, match=r"fast_vae_00001_\.mp4 cannot be encoded"):
-            decode(fast, latents(9), chunk=1)
-    assert is_empty(output)
-    assert len(frames_of(decode(fast, latents(9), chunk=1))) == 33

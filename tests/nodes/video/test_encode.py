@@ -1,19 +1,17 @@
 """Video files to latents: beside ComfyUI's own nodes, and when something goes wrong."""
 
-import io
 import logging
 
 import pytest
 import torch
 
-from fast_video_vae.tests.nodes.vae.pairs import clip, fast_vae, latents, relative_error, v3_node
+from fast_video_vae.tests.builders import refused
+from fast_video_vae.tests.nodes.vae.pairs import clip, relative_error, stopped_at, v3_node
 from fast_video_vae.tests.nodes.video.clips import (
     assert_encoded,
     components,
-    decode,
     encode,
     held,
-    press_stop,
     smooth,
     tone,
     written,
@@ -29,15 +27,6 @@ def test_a_lossless_file_encodes_as_its_frames(fast, tmp_path, frames, chunk):
     samples, fps, count, audio = encode(fast, video, chunk=chunk)
     assert_encoded(samples, fast, pictures.float() / 255)
     assert (fps, count, audio) == (16, frames - (frames - 1) % 4, None)
-
-
-def test_a_file_in_memory_is_as_one_on_the_disk(fast, tmp_path):
-    from comfy_api.latest import InputImpl
-
-    video = written(smooth(9), tmp_path / "x.mkv")
-    held = InputImpl.VideoFromFile(io.BytesIO((tmp_path / "x.mkv").read_bytes()))
-    for _ in range(2):  # it can be read again
-        assert torch.equal(encode(fast, held)[0], encode(fast, video)[0])
 
 
 def test_tensors_are_encoded_as_they_are(fast):
@@ -78,24 +67,6 @@ def test_a_trimmed_video_is_what_get_video_components_gives(fast, tmp_path, star
     starts = range(max(0, begin + 55), begin + 146)
     distances = [(wave[at : at + len(middle)] - middle).abs().max() for at in starts]
     assert min(distances) < 1e-3
-
-
-@pytest.mark.parametrize(("start", "duration"), [(0, 0), (0.51, 0.9)])
-def test_sound_is_what_get_video_components_gives(fast, output, start, duration):
-    video = decode(fast, latents(9), audio=tone(3)).as_trimmed(
-        start, duration, strict_duration=False
-    )
-    *_, heard = encode(fast, video)
-    _, expected, _ = components(video)
-    assert heard["sample_rate"] == expected["sample_rate"]
-    ours, theirs = heard["waveform"], expected["waveform"]
-    assert abs(ours.shape[-1] - theirs.shape[-1]) <= 1
-    length = min(ours.shape[-1], theirs.shape[-1])
-    best = min(
-        (ours[..., 1 + late : length - 1 + late] - theirs[..., 1 : length - 1]).abs().max()
-        for late in (-1, 0, 1)
-    )
-    assert best < 1e-6
 
 
 def matching(picture, pictures, tolerance):
@@ -163,7 +134,10 @@ def test_no_more_frames_than_asked_for(fast, tmp_path, most, count, caplog):
         samples, _, found, _ = encode(fast, video, max_frames=most)
     assert found == count
     assert samples.shape[2] == (count - 1) // 4 + 1
-    assert caplog.text.count("left out") == (min(most, 17) != count)
+    read = min(most, 17)
+    left_out = f"the last {read - count} of {read} frames are left out; the VAE takes 4 n + 1"
+    assert (left_out in caplog.text) == (read != count)
+    assert caplog.text.count("left out") == (read != count)
 
 
 def test_a_vae_of_pictures_encodes_each_frame_as_opaque(picture_vae, tmp_path):
@@ -182,56 +156,21 @@ def test_another_vae_encodes_as_it_does(stock, tmp_path, caplog):
     assert "unused: chunk" in caplog.text
 
 
-def test_files_that_are_no_videos_are_told_in_a_line_and_the_next_is_encoded(fast, tmp_path):
+def test_a_file_that_is_no_video_is_told_in_a_line(fast, tmp_path):
     from comfy_api.latest import InputImpl
 
-    video = written(smooth(33), tmp_path / "x.mkv")
-    whole = (tmp_path / "x.mkv").read_bytes()
-    for content, said in ((b"", ""), (b"no video", ""), (whole[: len(whole) // 2], "truncated")):
-        (tmp_path / "bad.mkv").write_bytes(content)
-        with pytest.raises(ValueError, match=rf"^video: .*bad\.mkv.*{said}") as caught:
-            encode(fast, InputImpl.VideoFromFile(str(tmp_path / "bad.mkv")))
-        assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match=r"^video: .*expected at least 8x8"):
+    (tmp_path / "bad.mkv").write_bytes(b"no video")
+    with refused(r"^video: .*bad\.mkv"):
+        encode(fast, InputImpl.VideoFromFile(str(tmp_path / "bad.mkv")))
+    with refused(r"^video: .*expected at least 8x8"):
         encode(fast, written(smooth(1, 6, 6), tmp_path / "small.mkv"))
-    with pytest.raises(FileNotFoundError):
+    with refused(r"^video: ", error=FileNotFoundError):
         encode(fast, InputImpl.VideoFromFile(str(tmp_path / "gone.mp4")))
-    assert encode(fast, video)[2] == 33
 
 
-@pytest.mark.parametrize("video", [None, [1], {"samples": 1}])
-def test_what_is_no_video_is_told_in_a_line(fast, video):
-    with pytest.raises(ValueError, match=r"^video: got .*; expected a VIDEO"):
-        encode(fast, video)
-
-
-def test_a_varying_rate_keeps_its_timing(fast, tmp_path, caplog):
-    from comfy_api.latest import InputImpl
-
-    from fast_video_vae.tests.videos import moving_clip, write_with
-
-    times = [0, 40, 80, 500, 1000, 1040, 1500, 1900, 1920]
-    path = write_with(tmp_path / "a.mkv", moving_clip(9), "matroska", times=times)
-    with caplog.at_level(logging.INFO):
-        _, fps, frames, _ = encode(fast, InputImpl.VideoFromFile(str(path)))
-    assert (fps, frames) == (25.0, 49)
-    assert sum("a.mkv has a varying frame rate" in line for line in caplog.messages) == 1
-
-
-def test_a_vae_without_an_encoder_is_told(state, tmp_path):
-    weights = {k: v for k, v in state.items() if not k.startswith(("encoder.", "conv1."))}
-    decoder = fast_vae(weights, tmp_path)
-    with pytest.raises(ValueError, match=r"^vae: the checkpoint has no encoder"):
-        encode(decoder, written(smooth(1), tmp_path / "x.mkv"))
-
-
-def test_an_interrupt_ends_an_encode_and_the_next_is_whole(fast, tmp_path, monkeypatch):
-    import comfy.model_management as management
-
+def test_an_interrupt_ends_an_encode_and_the_next_is_whole(fast, tmp_path):
     pictures = smooth(33)
     video = written(pictures, tmp_path / "x.mkv")
-    with monkeypatch.context() as patch:
-        press_stop(patch)
-        with pytest.raises(management.InterruptProcessingException):
-            encode(fast, video, chunk=1)
+    with stopped_at(fast.first_stage_model.encoder.middle[0]):
+        encode(fast, video, chunk=1)
     assert_encoded(encode(fast, video)[0], fast, pictures.float() / 255)

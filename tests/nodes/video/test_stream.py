@@ -1,7 +1,6 @@
 """A fast VAE piece by piece, beside the IMAGE and the LATENT that ComfyUI's nodes make with it."""
 
 import itertools
-import logging
 
 import pytest
 import torch
@@ -54,22 +53,6 @@ def cut(images, lengths):
 def test_pieces_of_any_lengths_give_the_latent_of_the_whole(fast, lengths, chunk):
     images = clip(sum(lengths))
     assert_encoded(encoded(fast, cut(images, lengths), chunk=chunk), fast, images)
-
-
-@pytest.mark.parametrize(("frames", "left"), [(2, 1), (4, 3), (9, 0), (11, 2)])
-def test_what_fills_no_latent_is_left_out_and_the_log_says_so(fast, frames, left, caplog):
-    images = clip(frames)
-    with caplog.at_level(logging.INFO):
-        latent = encoded(fast, cut(images, [1] * frames))
-    expected = f"the last {left} of {frames} frames are left out; the VAE takes 4 n + 1"
-    assert caplog.text.count("are left out") == (left > 0)
-    assert left == 0 or expected in caplog.text
-    assert_encoded(latent, fast, images[: frames - left])
-
-
-def test_a_vae_of_pictures_encodes_each_frame(picture_vae):
-    images = clip(3, channels=4)
-    assert_encoded(encoded(picture_vae, cut(images, [2, 1])), picture_vae, images)
 
 
 @pytest.mark.parametrize("frames", [1, 5])
