@@ -183,19 +183,6 @@ def test_blocks_of_a_filter_alone(mode):
     assert relative_error(sample(apply(model, given, mode)[0], KIND), expected) < ROUNDING
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_branches_have_their_own_in_turn(mode):
-    model, _, without = plain(KIND)
-    one = fast(model, lora(0, KIND), 0.8, mode)
-    other = fast(model, lora(1, KIND), 0.6, mode)
-    expected = by_core(KIND, 0.8), sample(core(model, lora(1, KIND), 0.6), KIND)
-    assert relative_error(*expected) > EFFECT
-    for _ in range(2):
-        assert relative_error(sample(one, KIND), expected[0]) < ROUNDING
-        assert relative_error(sample(other, KIND), expected[1]) < ROUNDING
-        assert torch.equal(sample(model, KIND), without)
-
-
 def _both(one, other):
     """A model whose call with the text is one's, and whose call without it is the other's."""
     import comfy.samplers
