@@ -17,7 +17,7 @@ from fast_video_vae.tests.vae.families import (
     stock,
 )
 from fast_video_vae.tests.vae.models.seedvr2_oracle import Oracle
-from fast_video_vae.tests.wan22 import random_wan22
+from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers import conv
 from fast_video_vae.vae.planning import plan
@@ -91,6 +91,46 @@ def slow(*rows):
 )
 def test_equals_its_peer(family, latents, batch):
     family.check(family.vae.encode, family.vae.decode, latents, batch)
+
+
+@pytest.mark.parametrize(
+    ("state", "shape", "qwen_image"),
+    [
+        (lambda: random_state_dict(96), (1, 3, 5, 16, 24), False),  # the published width
+        *slow(*((lambda: random_state_dict(96), (3, 3, n, 16, 24), False) for n in (1, 17))),
+        (lambda: random_state_dict(8), (1, 3, 13, 16, 24), True),
+        (random_qwen21, (1, 4, 1, 48, 32), False),
+        (random_qwen21, (3, 4, 1, 48, 32), False),
+    ],
+)
+def test_equals_diffusers(state, shape, qwen_image):
+    weights = state()
+    vae = load_vae(weights, dtype=torch.float32)
+    peer = diffusers_vae(weights, qwen_image=qwen_image)
+    video = random_frames(*shape)
+    expected = peer.encode(video)
+    assert relative_error(vae.encode(video), expected) <= 1e-5
+    # diffusers clamps what it decodes
+    actual = vae.decode(expected)
+    assert relative_error(actual.clamp(-1, 1), peer.decode(expected).clamp(-1, 1)) <= 1e-5
+
+
+def test_a_2x_decoder_shuffles_its_channels_into_pixels():
+    state = random_state_dict(8, out_channels=12)
+    vae = load_vae(state, dtype=torch.float32)
+    latent = random_latent(2, 16, 3, 3, 2)
+    twelve = diffusers_vae(state).decode(latent)
+    expected = torch.nn.functional.pixel_shuffle(twelve.movedim(2, 1), 2).movedim(1, 2)
+    actual = vae.decode(latent)
+    assert actual.shape == (2, 3, 9, 48, 32)
+    assert relative_error(actual.clamp(-1, 1), expected) <= 1e-5
+    assert vae.encode(random_frames(1, 3, 5, 16, 16)).shape == (1, 16, 2, 2, 2)
+
+
+def test_decode_does_not_clamp():
+    state = random_state_dict(8)
+    brighter = state | {"decoder.head.2.bias": state["decoder.head.2.bias"] + 3}
+    assert load_vae(brighter).decode(random_latent(1, 16, 1, 2, 2)).max() > 2
 
 
 COMFYUI = {

@@ -30,16 +30,6 @@ def pictures():
     return load_vae(random_qwen21(), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_pictures_equal_diffusers(pictures, batch):
-    peer = diffusers_vae(random_qwen21())
-    images = random_frames(batch, 4, 1, 48, 32)
-    expected = peer.encode(images)
-    assert relative_error(pictures.encode(images), expected) <= 1e-5
-    actual = pictures.decode(expected).clamp(-1, 1)
-    assert relative_error(actual, peer.decode(expected).clamp(-1, 1)) <= 1e-5
-
-
 def test_pictures_know_no_time(pictures):
     latent = random_latent(1, 64, 3, 3, 2)
     with Convolutions() as convolutions:
