@@ -23,13 +23,7 @@ ApplyMode = Literal["auto", "stream", "beside"]
 
 
 def break_even(inner: int, out: int, c: float) -> float:
-    """Tokens from which on a delta is better added to the weight.
-
-    Args:
-        inner: Numbers that enter the layer, per token.
-        out: Numbers that leave it.
-        c: Of the machine.
-    """
+    """Tokens from which on a delta is better added to the weight; `c` is that of the machine."""
     return c * inner * out / (inner + 2 * out)
 
 
@@ -73,14 +67,11 @@ class JoinedPairs:
         return result
 
     def beside(self, y: Tensor, x: Tensor) -> Tensor:
-        """Add what the delta makes of the input of a linear layer to its output.
-
-        Args:
-            y: `[..., out]`, written to unless a gradient is wanted or its memory is not dense.
-            x: `[..., in]`, what the layer was given.
+        """Add what the delta makes of the input `[..., in]` of a linear layer to its output.
 
         Returns:
-            `y + x @ (up @ diag(amounts) @ down).T`, of the dtype of `y`.
+            `y + x @ (up @ diag(amounts) @ down).T`, of the dtype of `y`, `[..., out]`, which is
+            written to unless a gradient is wanted or its memory is not dense.
         """
         if self.part is not None and self.part[0] == 1:
             x = x.narrow(-1, *self.part[1:])

@@ -144,7 +144,10 @@ def load_bank(
         key = tuple(identity(path) for path in paths), dtype, targets.fingerprint
         bank = _banks.get(key)
         if bank is None:
-            bank = _read([LoraFile(path, targets) for path in paths], targets, dtype)
+            files = [LoraFile(path, targets) for path in paths]
+            bank = Bank(files, _layers(files, targets), dtype)
+            for number, entry in _entries(files):
+                _place(bank, number, files[number], entry)
             _banks[bank.files, dtype, targets.fingerprint] = bank
         return bank
 
@@ -155,18 +158,10 @@ def block_of(key: str) -> str:
     return match[1] if match else ""
 
 
-def _read(files: Sequence[LoraFile], targets: Targets, dtype: torch.dtype) -> Bank:
-    bank = Bank(files, _layers(files, targets), dtype)
-    for number, entry in _entries(files):
-        _place(bank, number, files[number], entry)
-    return bank
-
-
 def _place(bank: Bank, number: int, file: LoraFile, entry: FileEntry) -> None:
-    """Read what a file has for one parameter into a bank."""
     adapter = file.read(entry)
     layer = bank.layers[entry.target]
-    if isinstance(adapter, Pair) and adapter.plain and number in layer.rows:
+    if isinstance(adapter, Pair) and number in layer.rows:
         first, last = layer.rows[number]
         down, up = layer.pairs(bank.flat)
         down[first:last] = adapter.down.flatten(1)
@@ -186,7 +181,7 @@ def _layers(files: Sequence[LoraFile], targets: Targets) -> list[BankLayer]:
             entry.target, BankLayer(entry.target, targets.shape(entry.target))
         )
         rank = entry.plain_rank
-        if rank and len(layer.shape) > 1 and number not in layer.rows:
+        if rank and len(layer.shape) > 1:
             layer.rows[number] = layer.rank, layer.rank + rank
             layer.rank += rank
     for layer in layers.values():

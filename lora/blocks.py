@@ -42,25 +42,16 @@ _Names = tuple[tuple[str, ...], float | None]
 
 @dataclass(frozen=True)
 class Blocks:
-    """A filter of layers; made by `parse_blocks`.
-
-    Attributes:
-        numbers: Items that choose by the number of the block.
-        names: Items that choose by name.
-    """
+    """A filter of layers, by the number of the block and by name; made by `parse_blocks`."""
 
     numbers: tuple[_Numbers, ...] = ()
     names: tuple[_Names, ...] = ()
 
     def factor(self, module_name: str) -> float:
-        """What the strength of the LoRA is multiplied by in a layer.
+        """What the strength of the LoRA is multiplied by in a layer; 0: it is left alone.
 
-        Args:
-            module_name: Dotted, as `named_modules` has it; what stands before the block does not
-                matter: `blocks.12.self_attn.q`, `diffusion_model.blocks.12.self_attn.q`.
-
-        Returns:
-            0 for a layer that the LoRA leaves alone, 1 for one without a factor of its own.
+        The name is dotted, as `named_modules` has it; what stands before the block does not matter:
+        `blocks.12.self_attn.q`, `diffusion_model.blocks.12.self_attn.q`.
         """
         segments = module_name.split(".")
         names = [factor for _, factor in self.names]
@@ -74,10 +65,7 @@ class Blocks:
 
 
 def parse_blocks(text: str) -> Blocks:
-    """Read a filter.
-
-    Args:
-        text: As the module's docstring has it; spaces around its parts do not matter.
+    """Read a filter, as the module's docstring has it; spaces around its parts do not matter.
 
     Raises:
         ValueError: An item is empty, is neither numbers nor a name, runs backwards, or has a factor
@@ -107,7 +95,6 @@ def parse_blocks(text: str) -> Blocks:
 
 
 def _range(match: re.Match[str], text: str) -> tuple[int, float]:
-    """The first and the last block of a match of `_RANGE` in `text`."""
     first, dash, end = match.groups()
     last = int(end) if end else math.inf if dash else int(first)
     if last < int(first):
@@ -126,10 +113,7 @@ def _fit(patterns: Sequence[str], segments: Sequence[str]) -> bool:
 
 
 def _block_number(segments: Sequence[str]) -> int | None:
-    """The first whole number among the segments of a name, the last one excepted.
-
-    That one is a layer's place in a list of layers, as in `text_embedding.0`.
-    """
+    # The last segment is a layer's place in a list of layers, as in `text_embedding.0`.
     return next((int(part) for part in segments[:-1] if part.isascii() and part.isdigit()), None)
 
 

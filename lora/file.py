@@ -194,11 +194,7 @@ class LoraFile:
 
 
 def identity(path: str | Path) -> Identity:
-    """What tells a file from others.
-
-    Raises:
-        ValueError: It is not there.
-    """
+    """What tells a file from others; a `ValueError` where it is not there."""
     path = Path(path).absolute()
     try:
         stat = path.stat()
@@ -208,11 +204,7 @@ def identity(path: str | Path) -> Identity:
 
 
 def _check_shapes(entry: FileEntry, shape: tuple[int, ...]) -> str | None:
-    """Whether what a file has is of the shape of its parameter, as far as its header tells.
-
-    Returns:
-        None: it is; else what is wrong.
-    """
+    """Why what a file has does not fit its parameter, as far as its header tells; None: it does."""
     if "diff" in entry.shapes:
         size = entry.shapes["diff"]
         if prod(size) == prod(shape):

@@ -23,12 +23,10 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 @dataclass
 class Counts:
-    """What was done in the calls so far.
+    """What was done in the calls so far, by its way into the layers.
 
     Attributes:
-        stream: Pairs that were added to a weight.
-        beside: Pairs that were applied beside a layer.
-        formula: Adapters of other kinds.
+        formula: Adapters of other kinds than pairs.
         unserved: Names of modules whose weights could not be reached.
         timed: Measures work of one of these kinds on a device; None: nothing is measured.
     """
@@ -55,12 +53,9 @@ Deltas = Sequence[JoinedPairs | ScaledAdapter]
 
 @dataclass
 class LayerWork:
-    """What is to be done at a module during a call.
+    """What is to be done at a module in a call, and where it is counted; `c` is as in `break_even`.
 
     Attributes:
-        counts: Where it is noted what was done.
-        mode: How pairs are to be applied.
-        c: See `break_even`.
         deltas: For the weight, in their order; or what gives them when the module is called.
         needs_weight: There are adapters of other kinds among them.
         bias: For the bias.

@@ -109,11 +109,8 @@ _WAN_TOP = {
 def split_key(key: str) -> tuple[str, str] | None:
     """Divide a key of a file into what names a module and what names a part.
 
-    Args:
-        key: Such as `lora_unet_blocks_0_self_attn_q.lora_down.weight`.
-
-    Returns:
-        Such as `("lora_unet_blocks_0_self_attn_q", "down")`; None: no part is known by this name.
+    `lora_unet_blocks_0.lora_down.weight` is `("lora_unet_blocks_0", "down")`. None: no part is
+    known by the name.
     """
     for pattern, part in _PARTS:
         match = pattern.match(key)
@@ -166,15 +163,7 @@ class Targets:
         return hash((frozenset(self.shapes.items()), frozenset(self._exact.items())))
 
     def find(self, stem: str, part: str) -> Target | None:
-        """The parameter that a key is about.
-
-        Args:
-            stem: What `split_key` says of the module.
-            part: What it says of the part.
-
-        Returns:
-            The target; None: the model has no such parameter.
-        """
+        """The parameter of a key, by what `split_key` says of it; None: the model has none."""
         if part == "diff_m":
             return self._known(f"{stem}.modulation")
         found = self._known(stem)

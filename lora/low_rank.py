@@ -36,11 +36,6 @@ class Pair(Additive):
     reshape: tuple[int, ...] | None = None
 
     @property
-    def plain(self) -> bool:
-        """The delta is all: such pairs can be put beside each other along the rank."""
-        return self.mid is None and self.dora_scale is None and self.reshape is None
-
-    @property
     def _delta_shape(self) -> tuple[int, ...]:
         if self.mid is None:
             return (self.up.shape[0], *self.down.shape[1:])

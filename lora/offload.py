@@ -6,6 +6,7 @@ runs, into one of two buffers.
 """
 
 import contextlib
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class PairLoader:
         self._buffers: list[_Buffer] = []
         if not self.is_here and self._spans:
             most = max(last - first for first, last in self._spans)
-            self._buffers = [_Buffer(most, bank.flat.dtype, device) for _ in range(2)]
+            self._buffers = [_Buffer(bank.flat.new_empty(most, device=device)) for _ in range(2)]
         self._span_of = {
             layer.target: index
             for layer in bank.layers.values()
@@ -61,10 +62,11 @@ class PairLoader:
         elif not buffer.used:
             self.hits += 1
         if not buffer.used:
-            buffer.wait()
-            buffer.used = 1
+            if buffer.ready is not None:
+                torch.cuda.current_stream(self._device).wait_event(buffer.ready)
+            buffer.used = True
             other = next(each for each in self._buffers if each is not buffer)
-            other.used = 0
+            other.used = False
             if len(self._spans) > 1:
                 self._fetch(other, (index + 1) % len(self._spans))
         return layer.pairs(buffer.memory, self._spans[index][0])
@@ -72,7 +74,7 @@ class PairLoader:
     def _fetch(self, buffer: "_Buffer", index: int) -> None:
         first, last = self._spans[index]
         source = self._bank.flat.detach()[first:last]
-        buffer.index, buffer.used = index, 0
+        buffer.index, buffer.used = index, False
         self.fetched_bytes += source.numel() * source.element_size()
         target = buffer.memory[: last - first]
         if self._stream is None:
@@ -85,18 +87,14 @@ class PairLoader:
             buffer.ready = self._stream.record_event()
 
 
+@dataclass
 class _Buffer:
-    """Memory for the pairs of a block."""
+    """Memory for the pairs of a block, whose number is `index`; they are there once `ready` is."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.memory = torch.empty(numel, dtype=dtype, device=device)
-        self.index, self.used = -1, 0
-        self.ready: torch.Event | None = None
-
-    def wait(self) -> None:
-        """Let what follows wait until the pairs are here."""
-        if self.ready is not None:
-            torch.cuda.current_stream(self.memory.device).wait_event(self.ready)
+    memory: Tensor
+    index: int = -1
+    used: bool = False
+    ready: torch.Event | None = None
 
 
 def _pinned(flat: Tensor) -> Tensor:

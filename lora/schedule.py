@@ -51,12 +51,7 @@ class Window:
     by_sigma: bool = False
 
     def holds(self, fraction: float, sigma: float) -> bool:
-        """Whether a model call is in the window.
-
-        Args:
-            fraction: Of the run's steps, those that are over.
-            sigma: Of the call.
-        """
+        """Whether a call at a sigma is in the window, when a fraction of the steps is over."""
         if self.by_sigma:
             return self.start >= sigma * (1 - SIGMA_TOLERANCE) > self.end
         return self.start <= fraction < self.end
@@ -122,13 +117,9 @@ class Schedule:
         return values[at * len(values) // length]
 
     def values(self, phase: int | None = None) -> tuple[float, ...]:
-        """Every strength that can occur, once each, in the order of the text.
+        """Every strength of a phase, or (None) of any, once each, in the order of the text.
 
-        Args:
-            phase: Of this phase alone, as in `strength`. None: of any.
-
-        Returns:
-            The values; with a window 0 comes last, where it is not among them.
+        With a window 0 comes last, where it is not among them.
 
         Raises:
             ValueError: The schedule has phases, but not this one.
@@ -138,7 +129,6 @@ class Schedule:
         return tuple(dict.fromkeys((*(value for values in lists for value in values), *outside)))
 
     def _of_phase(self, phase: int, phases: int) -> tuple[float, ...]:
-        """The list for a phase of a run."""
         count = len(self.phases)
         if len(set(self.phases)) == 1:
             return self.phases[0]
@@ -157,11 +147,10 @@ class Schedule:
 
 
 def parse_schedule(text: str | float) -> Schedule:
-    """Read a schedule.
+    """Read a schedule, as the module's docstring has it.
 
-    Args:
-        text: As the module's docstring has it; spaces around its parts do not matter. Any finite
-            strength is allowed, negative ones and large ones too.
+    Spaces around its parts do not matter. Any finite strength is allowed, negative ones and large
+    ones too.
 
     Raises:
         ValueError: A piece is empty or no finite number, there are more than three phases, or the
@@ -212,13 +201,11 @@ def step_of(sigma: float, sigmas: Sequence[float]) -> int:
 
 
 def _check_step(step: int, steps: int) -> None:
-    """Refuse a step that is not among the steps."""
     if not 0 <= step < steps:
         raise ValueError(f"step {step} of {steps}: expected 0 to the number of steps less one")
 
 
 def _strength(piece: str, text: str) -> float:
-    """A number of a list of `text`."""
     value = parse_number(piece)
     if value is None:
         raise ValueError(

@@ -96,8 +96,9 @@ class Session:
                     self.counts.formula += len(adapters)
                     value = with_adapters(adapters, own.detach())
                     stack.callback(replace_parameter(module, leaf, value))
-            if len(hooks) > count:
-                _forget_compiled()
+            if len(hooks) > count and "torch._dynamo" in sys.modules:
+                # What was compiled before there were hooks does not know of them.
+                torch.compiler.reset()
             yield functools.partial(_missed, active)
 
     def release(self) -> None:
@@ -200,9 +201,3 @@ def _known(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, LayerHook]
         modules.pop("", None)  # what a model is weakly known by may not hold the model
         _models[model] = modules, {}
     return _models[model]
-
-
-def _forget_compiled() -> None:
-    """What was compiled before there were hooks does not know of them."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
