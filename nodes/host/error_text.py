@@ -12,8 +12,8 @@ from torch import Tensor
 _LONGEST = 900
 _HEAD, _TAIL = 200, 90
 
-# Digits of a number: Python itself refuses to write out more than 4300.
-_LARGEST = 10**18
+# Of numbers that are written out: Python itself refuses to write more than 4300 digits.
+LARGEST = 10**18
 
 _repr = reprlib.Repr()
 _repr.maxstring = 60
@@ -30,7 +30,7 @@ def described(value: object) -> str:
     if isinstance(value, (bool, float)):
         return repr(value)
     if isinstance(value, int):
-        return repr(value) if abs(value) < _LARGEST else f"a number of {value.bit_length()} bits"
+        return repr(value) if abs(value) < LARGEST else f"a number of {value.bit_length()} bits"
     if isinstance(value, (list, tuple)):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, Mapping):

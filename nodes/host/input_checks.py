@@ -11,11 +11,8 @@ from numbers import Real
 
 from comfy_api.latest import io
 
-from .error_text import about, described, one_line
+from .error_text import LARGEST, about, described, one_line
 from .input_types import TYPES
-
-# A number that is to be text: Python does not write out one of thousands of digits.
-_LARGEST = 10**18
 
 
 def checked(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.NodeOutput]:
@@ -59,7 +56,6 @@ def check_text(check: Callable[[], object]) -> bool | str:
 
 
 def _check(spec: io.Input, given: dict[str, object], *, is_list: bool) -> None:
-    """Put the checked value of one input in the place of the given one."""
     name = spec.id
     if name not in given:
         return
@@ -77,7 +73,6 @@ def _check(spec: io.Input, given: dict[str, object], *, is_list: bool) -> None:
 
 
 def _value(spec: io.Input, value: object) -> object:
-    kind = spec.get_io_type()
     if isinstance(spec, io.Combo.Input):
         return _choice(value, spec.options)
     if isinstance(spec, (io.Int.Input, io.Float.Input)):
@@ -86,7 +81,7 @@ def _value(spec: io.Input, value: object) -> object:
         return _text(value)
     if isinstance(spec, io.Boolean.Input):
         return _switch(value)
-    return TYPES[kind](value)
+    return TYPES[spec.get_io_type()](value)
 
 
 def _choice(value: object, options: list[str]) -> str:
@@ -108,8 +103,7 @@ def _number(value: object, least: float, most: float, *, whole: bool) -> float:
 
 
 def _text(value: object) -> str:
-    """Text; a number is written out."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST:
         return str(value)
     if not isinstance(value, str):
         raise ValueError(f"got {described(value)}; expected text")

@@ -167,11 +167,10 @@ TYPES: dict[str, Callable[[object], object]] = {
 
 def _tensor(value: object, message: str) -> Tensor:
     """A tensor whose numbers are all there: not sparse, nested or without memory."""
-    if not isinstance(value, Tensor) or value.is_nested:
-        raise ValueError(message.format(described(value)))
-    if value.layout is not torch.strided or value.is_meta or value.is_quantized:
-        raise ValueError(message.format(described(value)))
-    return value
+    is_dense = isinstance(value, Tensor) and not value.is_nested and value.layout is torch.strided
+    if is_dense and not (value.is_meta or value.is_quantized):
+        return value
+    raise ValueError(message.format(described(value)))
 
 
 def _finite(tensor: Tensor, name: str) -> None:

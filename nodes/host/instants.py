@@ -5,11 +5,12 @@ device: a device that waits for the host is counted, work of the host beside a b
 """
 
 from time import perf_counter as clock
+from typing import NamedTuple
 
 import torch
 
 
-class Instant:
+class Instant(NamedTuple):
     """A moment; made by `instant`.
 
     Attributes:
@@ -17,11 +18,8 @@ class Instant:
         event: Recorded on the current stream of a CUDA device; None: there is no such device.
     """
 
-    __slots__ = ("event", "seconds")
-
-    def __init__(self, seconds: float, event: torch.cuda.Event | None = None) -> None:
-        self.seconds = seconds
-        self.event = event
+    seconds: float
+    event: torch.cuda.Event | None = None
 
     def until(self, last: "Instant", *, wait: bool) -> tuple[float, bool]:
         """Seconds from here to another moment, and whether they are right.
@@ -43,12 +41,7 @@ class Instant:
 
 
 def instant(device: torch.device | None = None) -> Instant:
-    """This moment.
-
-    Args:
-        device: Where the work is done. On CUDA an event is recorded on its current stream, unless
-            that is being captured into a graph. None, and all others: the host's clock alone.
-    """
+    """This moment, with an event on the current stream where the work is done on a CUDA device."""
     event = None if device is None or device.type != "cuda" else record_event(device)
     return Instant(clock(), event)
 

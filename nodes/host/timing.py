@@ -13,7 +13,7 @@ seconds for pieces that the device has not finished, with a mark, and only what 
 end has waited.
 
 At the end of a prompt in which something was measured the table goes to the log, also where it
-failed or was interrupted; where ComfyUI does not tell the end (`prompt_events`) nothing is printed.
+failed or was interrupted.
 
 Environment:
     FAST_VIDEO_VAE_TIMING: What is printed: `table`, as without it; `json`: one line of JSON; `0` or
@@ -54,19 +54,14 @@ _Item = TypeVar("_Item")
 
 
 class _Prompt:
-    """What was measured in one prompt.
-
-    Attributes:
-        pieces: Kind, label, ends, and the thread.
-        stopped: How the last piece ended: "" well, else "interrupted" or "failed".
-    """
+    """What was measured in one prompt, and how its last piece ended."""
 
     def __init__(self, most: int) -> None:
+        # Kind, label, ends, and the thread.
         self.pieces: deque[tuple[str, str, Instant, Instant, int]] = deque(maxlen=most)
         self.stopped = ""
 
     def report(self, name: str, *, wait: bool) -> TimingReport:
-        """All of it, in numbers, with what was prepared for it in the same threads."""
         measured = []
         for kind, label, first, last, thread in list(self.pieces):
             seconds, sure = first.until(last, wait=wait)
