@@ -30,8 +30,8 @@ from ...vae.bench import (
 )
 from ..host.error_text import about
 from ..host.oom import give_back
-from ..vae.accelerate import Choice, accelerate
-from ..vae.comfy_vae import FastVAE
+from ..vae.accelerate import Choice, accelerate, accelerated, patches_of, weights_of
+from ..vae.comfy_vae import FastVAE, one_video
 from ..vae.pieces import load
 
 STOCK, FAST = "stock", "fast"
@@ -39,10 +39,9 @@ STOCK, FAST = "stock", "fast"
 
 @dataclass
 class ComparedVAEs:
-    """The same weights in ComfyUI's network and in ours.
+    """The same weights in ComfyUI's network and in ours, which compute in one dtype.
 
     Attributes:
-        dtype: What both compute in.
         made: Those of them that nobody else has, to be taken off the device afterwards.
     """
 
@@ -59,12 +58,7 @@ class ComparedVAEs:
 
 @dataclass(frozen=True)
 class Content:
-    """What goes through, and what is to be said of it.
-
-    Attributes:
-        latent: What is decoded; None: nothing is.
-        pixels: What is encoded, `[T, H, W, C]`; None: nothing is.
-    """
+    """What is decoded, what is encoded (`[T, H, W, C]`), and what is to be said of it."""
 
     clip: Clip
     latent: Tensor | None
@@ -146,12 +140,8 @@ def pair_of(vae: Any, dtype: torch.dtype | None) -> ComparedVAEs:  # noqa: ANN40
     else:
         chosen = dtype or vae.vae_dtype
         with about("vae"):
-            fast = accelerate(vae, Choice(chosen, chosen))
-        if not isinstance(fast, FastVAE):
-            raise ValueError(
-                f"vae: it is a {type(vae).__name__} of {type(model).__name__}, which is not "
-                "accelerated, as the log says; expected a VAE of Wan, Qwen-Image or SeedVR2"
-            )
+            choice = Choice(chosen, chosen)
+            fast = accelerated(vae, choice, "Wan, Qwen-Image or SeedVR2")
         stock = vae if chosen == vae.vae_dtype else stock_of(fast, chosen)
     made = [each for each in (stock, fast) if each is not vae]
     return ComparedVAEs(stock, fast, chosen, made)
@@ -159,10 +149,7 @@ def pair_of(vae: Any, dtype: torch.dtype | None) -> ComparedVAEs:  # noqa: ANN40
 
 def stock_of(fast: FastVAE, dtype: torch.dtype) -> comfy.sd.VAE:
     """ComfyUI's own VAE on a copy of the weights of a fast one, else a `ValueError`."""
-    config, patcher = fast.first_stage_model.config, fast.patcher
-    weights = dict(patcher.model.state_dict())
-    # Without the patches that are on them, which come along as such.
-    weights |= {key: saved.weight for key, saved in patcher.backup.items()}
+    config, weights = fast.first_stage_model.config, weights_of(fast.patcher)
     # In the order of a file: with dynamic memory ComfyUI computes with them as they are.
     copies = {key: value.to("cpu", copy=True).contiguous() for key, value in weights.items()}
     reason = ""
@@ -184,7 +171,7 @@ def stock_of(fast: FastVAE, dtype: torch.dtype) -> comfy.sd.VAE:
             f"vae: ComfyUI has no network of its own for this {config.family} VAE to be compared "
             f"with: {reason}"
         )
-    stock.patcher.patches = {key: list(patches) for key, patches in patcher.patches.items()}
+    stock.patcher.patches = patches_of(fast.patcher)
     return stock
 
 
@@ -195,14 +182,10 @@ def content_for(
     latent: Tensor | None,
     pixels: Tensor | None,
 ) -> Content:
-    """What goes through: what is connected, else what is made of it, else what is made up.
-
-    Raises:
-        ValueError: An input does not fit; it begins with the name of the input.
-    """
+    """What goes through: what is connected, else what is made of it, else what is made up."""
     config, notes = pair.config, []
     if latent is not None:
-        latent = _one_video(pair.fast, latent)
+        latent = _as_taken(pair.fast, one_video(pair.fast, latent))
     if pixels is not None:
         pixels, cut = _cropped(config, pixels)
         notes += cut
@@ -212,16 +195,16 @@ def content_for(
         if kept != clip:
             notes.append(f"{clip} were asked for, and cut to whole latents")
         if "decode" in tasks:
-            latent = random_latent(config, kept)
-            if pair.fast.latent_dim == 2:  # pictures, [t, C, h, w]
-                latent = latent[0].movedim(1, 0).contiguous()
+            latent = _as_taken(pair.fast, random_latent(config, kept)).contiguous()
         if "encode" in tasks:
             pixels = moving_pictures(kept)[0].movedim(0, -1).contiguous()
         return Content(kept, latent, pixels, tuple(notes))
-    sizes = [
-        *([] if latent is None else [_decoded_clip(pair.fast, latent)]),
-        *([] if pixels is None else [Clip(pixels.shape[2], pixels.shape[1], len(pixels))]),
-    ]
+    sizes = []
+    if latent is not None:
+        shape = config.decoded_shape(pair.fast.first_stage_model.video_shape(latent.shape))
+        sizes.append(Clip(shape[4], shape[3], shape[0] * shape[2]))
+    if pixels is not None:
+        sizes.append(Clip(pixels.shape[2], pixels.shape[1], len(pixels)))
     if len(set(sizes)) > 1:
         raise ValueError(f"samples: they decode to {sizes[0]}; expected {sizes[1]}, as pixels are")
     if "decode" in tasks and latent is None:
@@ -232,8 +215,6 @@ def content_for(
 
 
 def _contestants(pair: ComparedVAEs, task: str, content: Content) -> list[Contestant]:
-    """Both, for one task."""
-
     def made(name: str, vae: comfy.sd.VAE) -> Contestant:
         if task == "decode":
             latent = content.latent
@@ -275,36 +256,15 @@ def _no_bars() -> Iterator[None]:
 
 def _put_away(pair: ComparedVAEs) -> None:
     """Take off the device what nobody else has; the VAE that came in stays as after a decode."""
-    device = pair.fast.device
     for each in pair.made:
         comfy.model_management.unload_model_and_clones(each.patcher, all_devices=True)
     comfy.model_management.soft_empty_cache()
-    give_back(device)
+    give_back(pair.fast.device)
 
 
-def _one_video(fast: FastVAE, latent: Tensor) -> Tensor:
-    """The latent of one video, or of pictures, as a VAE of ComfyUI takes it."""
-    if latent.is_nested:
-        latent = latent.unbind()[0]
-    model = fast.first_stage_model
-    if fast.latent_dim == 2 and latent.ndim == 5:
-        latent = latent[:, :, 0]
-    video = latent.reshape(model.video_shape(latent.shape))
-    with about("samples"):
-        model.check_latent(video)
-    if fast.latent_dim == 2:
-        return latent
-    if len(video) != 1:
-        raise ValueError(
-            f"samples: they are {len(video)} videos; expected one, as Latent From Batch gives it"
-        )
-    return video
-
-
-def _decoded_clip(fast: FastVAE, latent: Tensor) -> Clip:
-    model = fast.first_stage_model
-    batch, _, frames, height, width = model.config.decoded_shape(model.video_shape(latent.shape))
-    return Clip(width, height, batch * frames)
+def _as_taken(fast: FastVAE, latent: Tensor) -> Tensor:
+    """The latent of one video as a VAE of ComfyUI takes it: of pictures `[t, C, h, w]`."""
+    return latent[0].movedim(1, 0) if fast.latent_dim == 2 else latent
 
 
 def _cropped(config: VAEConfig, pixels: Tensor) -> tuple[Tensor, list[str]]:

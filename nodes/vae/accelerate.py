@@ -13,9 +13,9 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-import comfy.model_patcher
 import comfy.sd
 import torch
+from comfy.model_patcher import ModelPatcher
 
 from ...vae import Checkpoint, VAEConfig, VideoVAE, build_vae, read_checkpoint
 from .comfy_vae import FastVAE
@@ -78,11 +78,33 @@ def accelerate(vae: comfy.sd.VAE, choice: Choice) -> comfy.sd.VAE:
         return vae
     settled = _settled(vae, choice)
     fast = _swapped(vae, _network(vae.patcher, settled))
-    fast.patcher.patches = {key: list(patches) for key, patches in vae.patcher.patches.items()}
+    fast.patcher.patches = patches_of(vae.patcher)
     origin = vae.patcher.cached_patcher_init
     if origin is not None:
         fast.patcher.cached_patcher_init = (_accelerate_patcher, (origin, settled))
     return fast
+
+
+def accelerated(vae: comfy.sd.VAE, choice: Choice, kinds: str) -> FastVAE:
+    """`accelerate`, or a `ValueError` that names the `kinds` of VAE that were expected."""
+    fast = accelerate(vae, choice)
+    if not isinstance(fast, FastVAE):
+        raise ValueError(
+            f"it is a {type(vae).__name__} of {type(vae.first_stage_model).__name__}, which is not "
+            f"accelerated, as the log says; expected a VAE of {kinds}"
+        )
+    return fast
+
+
+def weights_of(patcher: ModelPatcher) -> dict[str, torch.Tensor]:
+    """The weights of a model without the patches that are on them."""
+    saved = {key: backup.weight for key, backup in patcher.backup.items()}
+    return dict(patcher.model.state_dict()) | saved
+
+
+def patches_of(patcher: ModelPatcher) -> dict[str, list]:
+    """The patches of a model's weights, for another patcher."""
+    return {key: list(patches) for key, patches in patcher.patches.items()}
 
 
 def _refusal(vae: comfy.sd.VAE, choice: Choice) -> str | None:
@@ -115,19 +137,14 @@ def _settled(vae: comfy.sd.VAE, choice: Choice) -> Choice:
     )
 
 
-def _network(patcher: comfy.model_patcher.ModelPatcher, settled: Choice) -> FastVideoVAE:
-    """Our network on the weights of another, without the patches that are on them."""
-    weights = dict(patcher.model.state_dict())
-    weights |= {key: saved.weight for key, saved in patcher.backup.items()}
-    return _built(read_checkpoint(weights), patcher.offload_device, settled, share=True)
+def _network(patcher: ModelPatcher, settled: Choice) -> FastVideoVAE:
+    checkpoint = read_checkpoint(weights_of(patcher))
+    return _built(checkpoint, patcher.offload_device, settled, share=True)
 
 
 def _built(
     checkpoint: Checkpoint, device: torch.device, settled: Choice, *, share: bool = False
 ) -> FastVideoVAE:
-    """Our network, on the host until ComfyUI wants it elsewhere."""
-    if settled.dtype is None or settled.encode_dtype is None:
-        raise TypeError(f"{settled} leaves a dtype open")
     model = build_vae(
         checkpoint,
         device=device,
@@ -163,9 +180,7 @@ def _swapped(core: comfy.sd.VAE, model: FastVideoVAE) -> FastVAE:
     vae = copy.copy(core)
     vae.__class__ = FastVAE
     vae.first_stage_model = model
-    vae.patcher = comfy.model_patcher.ModelPatcher(
-        model, load_device=core.patcher.load_device, offload_device=core.patcher.offload_device
-    )
+    vae.patcher = ModelPatcher(model, core.patcher.load_device, core.patcher.offload_device)
     # The weights are on the device as a whole or not at all, because our convolutions fetch none.
     vae.disable_offload = True
     vae.handles_tiling = True
@@ -198,22 +213,16 @@ def _swapped(core: comfy.sd.VAE, model: FastVideoVAE) -> FastVAE:
     return vae
 
 
-def _load_patcher(
-    path: str, choice: Choice, disable_dynamic: bool = False
-) -> comfy.model_patcher.ModelPatcher:
+def _load_patcher(path: str, choice: Choice, disable_dynamic: bool = False) -> ModelPatcher:
     """Read the file again: ComfyUI's way to get the same VAE for another device."""
     return load(path, choice).patcher
 
 
 def _accelerate_patcher(
     origin: tuple[object, ...], settled: Choice, disable_dynamic: bool = False
-) -> comfy.model_patcher.ModelPatcher:
+) -> ModelPatcher:
     """Let ComfyUI read its VAE again, and put our network on it."""
     factory, arguments, *index = origin
     patcher = factory(*arguments)
     patcher = patcher[index[0]] if index else patcher
-    return comfy.model_patcher.ModelPatcher(
-        _network(patcher, settled),
-        load_device=patcher.load_device,
-        offload_device=patcher.offload_device,
-    )
+    return ModelPatcher(_network(patcher, settled), patcher.load_device, patcher.offload_device)

@@ -14,10 +14,33 @@ from torch import Tensor
 
 from ...vae import Relief, StreamOptions, rechunk
 from ..host import timing
+from ..host.error_text import about
 from ..host.oom import Way, give_back, in_turn, kept
 from ..host.progress import Progress
 from . import pieces
 from .first_stage import FastVideoVAE
+
+
+def one_video(vae: object, latent: Tensor) -> Tensor:
+    """The latent of one video, `[1, C_latent, t, h, w]`; of a VAE that is not ours as it is.
+
+    Raises:
+        ValueError: There are several videos, or the VAE does not take them.
+    """
+    if latent.is_nested:
+        latent = latent.unbind()[0]
+    if isinstance(vae, FastVAE):
+        model = vae.first_stage_model
+        latent = latent.reshape(model.video_shape(latent.shape))
+        with about("samples"):
+            model.check_latent(latent)
+        if vae.latent_dim == 2:  # pictures, which become the frames
+            latent = latent[:, :, 0].movedim(0, 1).unsqueeze(0)
+    if latent.ndim == 5 and len(latent) != 1:
+        raise ValueError(
+            f"samples: they are {len(latent)} videos; expected one, as Latent From Batch gives it"
+        )
+    return latent
 
 
 class FastVAE(comfy.sd.VAE):
@@ -241,10 +264,7 @@ class FastVAE(comfy.sd.VAE):
         return latents if self.format_encoded is None else self.format_encoded(latents)
 
     def _together(self, memory_bytes: int, batch: Tensor, way: Way) -> int:
-        """How many of a batch to work on at once.
-
-        Videos go one by one; pictures together, where a GPU has room for it.
-        """
+        """How many of a batch to work on at once: videos one, pictures as a GPU has room for."""
         if way.limit_bytes is not None or batch.shape[2] > 1 or self.device.type == "cpu":
             return 1
         return max(1, int(self.patcher.get_free_memory(self.device) / max(1, memory_bytes)))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ... import vae as library
 from ...vae import media
-from ..host.error_text import about, described
+from ..host.error_text import described
 from ..host.input_checks import checked
 from ..host.lazy import Later
 from ..host.progress import Progress
@@ -118,7 +118,7 @@ class DecodeVideo(io.ComfyNode):
         if len(frames) > _LONGEST_RANGE:
             raise ValueError(f"frames is {described(frames)}; expected two numbers, such as 40-80")
         check_prefix(filename_prefix, Path(folder_paths.get_directory_by_type(save_to)))
-        latent = _one_video(samples["samples"], vae)
+        latent = comfy_vae.one_video(vae, samples["samples"])
         options = library.StreamOptions(chunk or None, DTYPES.get(dtype))
         if isinstance(vae, comfy_vae.FastVAE):
             device = vae.device
@@ -310,26 +310,6 @@ def _video_inputs() -> list[io.Input]:
 def _rate(fps: float) -> Fraction:
     """Frames per second as files have them: 29.97003 is 30000 / 1001."""
     return Fraction(fps).limit_denominator(1001)
-
-
-def _one_video(latent: Tensor, vae: object) -> Tensor:
-    """The latent of one video, `[1, C_latent, t, h, w]`; of a VAE that is not ours as it is."""
-    if latent.is_nested:
-        latent = latent.unbind()[0]
-    if isinstance(vae, comfy_vae.FastVAE):
-        model = vae.first_stage_model
-        if vae.latent_dim == 2:  # pictures, which become the frames
-            pictures = latent[:, :, 0] if latent.ndim == 5 else latent
-            latent = pictures.movedim(0, 1).unsqueeze(0)
-        else:
-            latent = latent.reshape(model.video_shape(latent.shape))
-        with about("samples"):
-            model.check_latent(latent)
-    if latent.ndim == 5 and len(latent) != 1:
-        raise ValueError(
-            f"samples: they are {len(latent)} videos; expected one, as Latent From Batch gives it"
-        )
-    return latent
 
 
 def _decoded(vae: Any, latent: Tensor) -> Tensor:  # noqa: ANN401, any VAE

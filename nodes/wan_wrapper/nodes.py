@@ -42,12 +42,7 @@ class ToWanVideoWrapper(io.ComfyNode):
         if not isinstance(vae, comfy.sd.VAE):
             raise ValueError(f"vae: it is a {type(vae).__name__}; expected a VAE")
         with about("vae"):
-            is_fast = isinstance(vae, comfy_vae.FastVAE)
-            fast = vae if is_fast else accelerate.accelerate(vae, accelerate.Choice())
-            if not isinstance(fast, comfy_vae.FastVAE):
-                network = type(vae.first_stage_model).__name__
-                raise ValueError(
-                    f"it is a {type(vae).__name__} of {network}, which is not accelerated, as the "
-                    "log says; expected a VAE of Wan 2.1 or Wan 2.2"
-                )
+            fast = vae
+            if not isinstance(vae, comfy_vae.FastVAE):
+                fast = accelerate.accelerated(vae, accelerate.Choice(), "Wan 2.1 or Wan 2.2")
             return io.NodeOutput(wanvae.WanVideoWrapperVAE(fast))
