@@ -112,7 +112,6 @@ class Benchmark(io.ComfyNode):
 
 
 def _size_inputs() -> list[io.Input]:
-    """The size of what is made up."""
     return [
         *(
             io.Int.Input(

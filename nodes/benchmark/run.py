@@ -34,8 +34,6 @@ from ..vae.accelerate import Choice, accelerate, accelerated, patches_of, weight
 from ..vae.comfy_vae import FastVAE, one_video
 from ..vae.pieces import load
 
-STOCK, FAST = "stock", "fast"
-
 
 @dataclass
 class ComparedVAEs:
@@ -140,8 +138,7 @@ def pair_of(vae: Any, dtype: torch.dtype | None) -> ComparedVAEs:  # noqa: ANN40
     else:
         chosen = dtype or vae.vae_dtype
         with about("vae"):
-            choice = Choice(chosen, chosen)
-            fast = accelerated(vae, choice, "Wan, Qwen-Image or SeedVR2")
+            fast = accelerated(vae, Choice(chosen, chosen), "Wan, Qwen-Image or SeedVR2")
         stock = vae if chosen == vae.vae_dtype else stock_of(fast, chosen)
     made = [each for each in (stock, fast) if each is not vae]
     return ComparedVAEs(stock, fast, chosen, made)
@@ -225,7 +222,7 @@ def _contestants(pair: ComparedVAEs, task: str, content: Content) -> list[Contes
             shape = pixels.movedim(-1, 1).shape
         return Contestant(name, lambda: vae.encode(pixels), lambda: _load(vae, shape, encode=True))
 
-    return [made(STOCK, pair.stock), made(FAST, pair.fast)]
+    return [made("stock", pair.stock), made("fast", pair.fast)]
 
 
 def _load(vae: comfy.sd.VAE, shape: torch.Size, *, encode: bool = False) -> None:
@@ -242,10 +239,8 @@ def _load(vae: comfy.sd.VAE, shape: torch.Size, *, encode: bool = False) -> None
 
 @contextlib.contextmanager
 def _no_bars() -> Iterator[None]:
-    """Let no VAE draw a progress bar, or a preview, over that of the rounds.
-
-    A bar keeps the hook that there is when it is made.
-    """
+    """Let no VAE draw a progress bar, or a preview, over that of the rounds."""
+    # Which keeps the hook that there was when it was made.
     hook = comfy.utils.PROGRESS_BAR_HOOK
     comfy.utils.set_progress_bar_global_hook(None)
     try:

@@ -82,17 +82,14 @@ _lock = threading.Lock()
 
 
 def add(kind: str, first: Instant, last: Instant, label: str = "", stopped: str = "") -> None:
-    """Add one measured piece to the prompt that runs.
+    """Add one measured piece, from the `first` moment to the `last`, to the prompt that runs.
 
     A piece within another one of its thread, by the host's clock, is taken out of that one's time,
     so that all add up; if it has the same kind and label it is a part of that one instead.
 
-    Args:
-        kind: A row of the table; `timing_report.KINDS` has their order.
-        first: Where it begins.
-        last: Where it ends.
-        label: Tells apart what is of one kind: `high noise`, the name of a file.
-        stopped: How it ended: "" well, else "interrupted" or "failed".
+    The kind is a row of the table, in the order of `timing_report.KINDS`; the label tells apart
+    what is of one kind: `high noise`, the name of a file. How the piece ended is in `stopped`: ""
+    well, else "interrupted" or "failed".
     """
     context = get_executing_context()
     prompt = _outside.prompt if context is None else _prompt(context.prompt_id)

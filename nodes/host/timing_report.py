@@ -49,11 +49,9 @@ class Measured(NamedTuple):
 
 @dataclass
 class TimingRow:
-    """All pieces of one kind and label.
+    """All pieces of one kind and label: the seconds of each, without what lies within it.
 
-    Attributes:
-        seconds: Of each piece, without what lies within it.
-        sure: No device is still at work on one of them.
+    They are `sure` where no device is still at work on one of them.
     """
 
     kind: str

@@ -65,7 +65,10 @@ def apply_lora(
     clone = model.clone()
     before: AttachedLoras | None = model.get_attachment(KEY)
     parts = [*(before.parts if before else ()), *((entry, phase) for entry in stack)]
-    _detach(clone)
+    clone.remove_attachments(KEY)
+    clone.remove_additional_models(KEY)
+    for kind in (WrappersMP.APPLY_MODEL, WrappersMP.OUTER_SAMPLE):
+        clone.remove_wrappers_with_key(kind, KEY)
     parts = [(entry, number) for entry, number in parts if any(entry.schedule.values(number))]
     if not parts:
         return clone, "nothing to apply: every strength is 0"
@@ -84,10 +87,8 @@ def apply_lora(
 
 
 def _patcher_of(bank: Bank, model: ModelPatcher) -> ModelPatcher:
-    """What loads a bank when it is needed, and counts it; all of a bank's have this as parent.
-
-    ComfyUI warns of models that are there while nothing of this kind is left for them.
-    """
+    """What loads a bank when it is needed, and counts it; all of a bank's have this as parent."""
+    # ComfyUI warns of models that are there while nothing of this kind is left for them.
     devices = model.load_device, model.offload_device
     if devices not in bank.companions:
         bank.companions[devices] = ModelPatcher(bank, *devices)
@@ -260,13 +261,6 @@ class AttachedLoras:
                 len(names),
                 names[0],
             )
-
-
-def _detach(model: ModelPatcher) -> None:
-    model.remove_attachments(KEY)
-    model.remove_additional_models(KEY)
-    for kind in (WrappersMP.APPLY_MODEL, WrappersMP.OUTER_SAMPLE):
-        model.remove_wrappers_with_key(kind, KEY)
 
 
 def _compute_dtype(model: ModelPatcher) -> torch.dtype:

@@ -119,11 +119,7 @@ def _linears(module: nn.Module) -> list[str]:
 def _probe(
     module: nn.Module, cls: type[nn.Module], dtype: torch.dtype, rows: tuple[int, ...]
 ) -> Wiring:
-    """Run the forward on numbers of one dtype.
-
-    Raises:
-        ValueError: It is no gated MLP. Whatever else it raises says so too.
-    """
+    """Run the forward on numbers of one dtype; whatever it raises says that it is no gated MLP."""
     x = _numbers(dtype, rows, seed=0)
     answers = {
         name: _numbers(dtype, rows, seed) for seed, name in enumerate(_linears(module), start=1)

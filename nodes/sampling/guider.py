@@ -40,15 +40,10 @@ class _Prepared:
 
 
 class StagedGuider(comfy.samplers.CFGGuider):
-    """A guider that calls another model at another noise level.
+    """A guider that calls another model at another noise level, as a plan has it.
 
-    Args:
-        models: One for each stage of the plan; they stay as they are.
-        free: Whether a model is unloaded when another one follows that does not share its weights.
-        on_stage: Called with the name of each stage that begins.
-
-    Attributes:
-        stage: The number of the stage that is called.
+    The `models` are one for each stage, and stay as they are. With `free` one is unloaded when
+    another follows that does not share its weights. `on_stage` gets the name of each that begins.
     """
 
     def __init__(
@@ -236,10 +231,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
         )  # fmt: skip
 
     def _with_room(self, call: Callable[[], Tensor]) -> Tensor:
-        """Call a model; where memory runs out make room and call it again, with the same result.
-
-        A run of hours is not to end there. First other models go, then the weights of this one.
-        """
+        """Call a model, again where memory runs out: without other models, then streamed."""
         ways = ("with the other models unloaded", "with the weights on the host")
         for number, words in enumerate(ways):
             try:
@@ -259,11 +251,8 @@ class StagedGuider(comfy.samplers.CFGGuider):
         return call()
 
     def _options_of_call(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The options of the model that is called, with what the sampler has added.
-
-        A sampler is given those of the first model, and may add a function after guidance, ask for
-        the negative pass, and set options of the transformer.
-        """
+        # A sampler is given those of the first model, and may add a function after guidance, ask
+        # for the negative pass, and set options of the transformer.
         if self.stage == self._first:
             return given
         key = self.stage, id(given)

@@ -62,10 +62,10 @@ class WanSampler(io.ComfyNode):
         """Say what is wrong with a text before anything runs."""
 
         def check() -> None:
-            for name, text in (("shift_high", shift_high), ("shift_low", shift_low)):
-                plans.parse_shift(name, text or "")
-            for name, text in (("cfg_high", cfg_high), ("cfg_low", cfg_low)):
-                plans.parse_values(name, text or "")
+            plans.parse_shift("shift_high", shift_high or "")
+            plans.parse_shift("shift_low", shift_low or "")
+            plans.parse_values("cfg_high", cfg_high or "")
+            plans.parse_values("cfg_low", cfg_low or "")
             plans.parse_boundary(boundary or "")
 
         return check_text(check)
@@ -223,41 +223,22 @@ def _preset() -> list[io.Input]:
 
 
 def _guidance() -> list[io.Input]:
+    texts = {
+        ("cfg_high", "CFG (high noise)"): "Guidance of the first model, or the only one: a number, "
+        "or one for each of its steps (or of all steps): 3.5,3.5,1,1. At 1 the negative pass is "
+        "left out: half the time. auto: the preset's.",
+        ("cfg_low", "CFG (low noise)"): "Likewise for the second model.",
+        ("shift_high", "shift (high noise)"): "Pushes the noise levels up: more steps at high "
+        "noise. A number, or one for each step of the run. auto: the preset's, for a model that is "
+        "not Wan its own.",
+        ("shift_low", "shift (low noise)"): "Likewise for the second model. auto: as the first.",
+        ("boundary", None): "Where the second model takes over: a noise level from 0.0 to 1.0, "
+        "which the first still serves, or the step that the second begins with, such as 2. auto: "
+        "0.875, for models with an image 0.9, as published.",
+    }
     return [
-        io.String.Input(
-            "cfg_high",
-            display_name="CFG (high noise)",
-            default=AUTO,
-            tooltip="Guidance of the first model, or the only one: a number, or one for each of "
-            "its steps (or of all steps): 3.5,3.5,1,1. At 1 the negative pass is left out: half "
-            "the time. auto: the preset's.",
-        ),
-        io.String.Input(
-            "cfg_low",
-            display_name="CFG (low noise)",
-            default=AUTO,
-            tooltip="Likewise for the second model.",
-        ),
-        io.String.Input(
-            "shift_high",
-            display_name="shift (high noise)",
-            default=AUTO,
-            tooltip="Pushes the noise levels up: more steps at high noise. A number, or one for "
-            "each step of the run. auto: the preset's, for a model that is not Wan its own.",
-        ),
-        io.String.Input(
-            "shift_low",
-            display_name="shift (low noise)",
-            default=AUTO,
-            tooltip="Likewise for the second model. auto: as the first.",
-        ),
-        io.String.Input(
-            "boundary",
-            default=AUTO,
-            tooltip="Where the second model takes over: a noise level from 0.0 to 1.0, which the "
-            "first still serves, or the step that the second begins with, such as 2. auto: 0.875, "
-            "for models with an image 0.9, as published.",
-        ),
+        io.String.Input(name, display_name=label, default=AUTO, tooltip=tooltip)
+        for (name, label), tooltip in texts.items()
     ]
 
 

@@ -21,15 +21,13 @@ Sigmas = tuple[float, ...]
 
 @dataclass(frozen=True)
 class SamplingStage:
-    """A part of a run that one model serves.
+    """A part of a run that one model serves; all steps are counted in the whole list.
 
     Attributes:
-        name: For people.
         expert: 0: the first model, 1: the second.
         plain: It goes without LoRAs, but for those that name this phase.
         floor: It serves calls at this noise level and above, as far as no stage before it does.
-        first: The step that it begins with, of all steps of the list.
-        steps: How many it has, of the list.
+        first: The step that it begins with.
         cfg: Guidance, for each step of the list.
     """
 
@@ -44,13 +42,11 @@ class SamplingStage:
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """A run.
+    """A run, which begins with one step and ends before another.
 
     Attributes:
         sigmas: The whole list, falling, one more than it has steps.
         stages: From high noise to low.
-        start: The step that the run begins with.
-        end: The step that it ends before.
         leftover: Whether noise stays at the end of a run that ends early.
     """
 
@@ -132,16 +128,13 @@ def blend(
     low: Sequence[float | None] | None,
     boundary: float | int,
 ) -> Sigmas:
-    """One list of noise levels out of those of both experts' shifts.
+    """One list of noise levels, each step at the level that its expert's shift gives it.
 
     Args:
         lists: The list of a shift; None: the model's own.
         high: Shift of the first expert: one, or one for each step.
         low: Of the second; None: there is no second.
         boundary: As `parse_boundary` gives it.
-
-    Returns:
-        The list, each step at the level that its expert's shift gives it.
 
     Raises:
         ValueError: There are neither one shift nor as many as steps, the steps do not fall, or a
@@ -183,16 +176,10 @@ def make_stages(
     cfg_low: Sequence[float],
     plain_cfg: float | None,
 ) -> tuple[SamplingStage, ...]:
-    """The stages of a run.
+    """The stages of a run of one expert or two, for the whole list of noise levels.
 
-    Args:
-        sigmas: The whole list.
-        boundary: Between two experts.
-        experts: 1 or 2.
-        plain_steps: Steps at the beginning without LoRAs.
-        cfg_high: Guidance of the first expert: one, or one for each of its steps or of the list.
-        cfg_low: Of the second.
-        plain_cfg: Guidance of the steps without LoRAs; None: as `cfg_high` says.
+    Guidance is one value, or one for each of the expert's steps or of the list. The first
+    `plain_steps` go without LoRAs, at `plain_cfg`; None: as `cfg_high` says.
 
     Raises:
         ValueError: A list has another length.

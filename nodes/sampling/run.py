@@ -162,7 +162,6 @@ def _resolved(models: Sequence[ModelPatcher], settings: Settings) -> Preset:
 def _plan(
     models: Sequence[ModelPatcher], preset: Preset, settings: Settings
 ) -> tuple[list[ModelPatcher], SamplingPlan]:
-    """The run, and the models with their shifts."""
     boundary = preset.boundary if settings.boundary is None else settings.boundary
     high = settings.shift_high or (preset.shift,)
     low = settings.shift_low or high
@@ -176,9 +175,7 @@ def _plan(
     else:
         lists = partial(_scheduled, models[0], preset, settings.denoise)
         sigmas = blend(lists, high, low if models[1:] else None, boundary)
-    plain_cfg = None
-    if settings.cfg_high is None and preset.cfg_high == 1:
-        plain_cfg = preset.plain_cfg
+    is_distilled = settings.cfg_high is None and preset.cfg_high == 1
     stages = make_stages(
         sigmas,
         boundary,
@@ -186,7 +183,7 @@ def _plan(
         plain_steps=preset.plain_steps,
         cfg_high=settings.cfg_high or (preset.cfg_high,),
         cfg_low=settings.cfg_low or (preset.cfg_low,),
-        plain_cfg=plain_cfg,
+        plain_cfg=preset.plain_cfg if is_distilled else None,
     )
     end = min(settings.end, max(len(sigmas) - 1, 0))
     return shifted, SamplingPlan(sigmas, stages, min(settings.start, end), end, settings.leftover)
@@ -202,11 +199,7 @@ def _scheduled(model: ModelPatcher, preset: Preset, denoise: float, shift: float
 
 
 def _shifted(name: str, model: ModelPatcher, shift: float | None) -> ModelPatcher:
-    """A clone of a model with another shift; the model itself if that is its own already.
-
-    Raises:
-        ValueError: The model's noise levels have no shift.
-    """
+    """A clone of a model with another shift; the model itself if that is its own already."""
     own = model.get_model_object("model_sampling")
     if shift is None or getattr(own, "shift", None) == shift:
         return model
@@ -240,7 +233,6 @@ def _check_negative(plan: SamplingPlan, negative: list | None) -> None:
 
 
 def _lines(plan: SamplingPlan, preset: Preset) -> list[str]:
-    """What is run, for people."""
     lines = [f"{preset.sampler}, {len(plan.run) - 1 if plan.run else 0} steps"]
     for number, stage in enumerate(plan.stages):
         phase = plan.phase(number)

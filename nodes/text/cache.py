@@ -37,13 +37,7 @@ class TextCache:
             return copied(found)
 
     def put(self, key: tuple[Hashable, ...], conditioning: Conditioning, most: int) -> None:
-        """Keep a conditioning.
-
-        Args:
-            key: What it depends on. Weak references in it: it is forgotten when one has died.
-            conditioning: What is kept.
-            most: How many are kept, those of others included; at least 0.
-        """
+        """Keep a conditioning, among `most` of all, until a weak reference in its key has died."""
         with self._lock:
             self._forget_the_dead()
             self._drop(key)

@@ -204,5 +204,4 @@ class FastVideoVAE(VideoVAE):
 
 
 def _size(tile_x: int | None, tile_y: int | None) -> tuple[int, int] | None:
-    """Height and width of a tile; None where it has no size."""
     return None if tile_x is None or tile_y is None else (tile_y, tile_x)

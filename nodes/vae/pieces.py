@@ -88,13 +88,10 @@ def encode_pieces(
     way: Way,
     options: StreamOptions = AUTOMATIC,
 ) -> Iterator[Tensor]:
-    """Encode on the device and give the latents away as they are done.
+    """Encode on the device and give bare means `[B, C_latent, n, h, w]` away as they are done.
 
     `vae` is loaded, and `pieces` are as for `VideoVAE.encode_stream`. What does not fit in this way
     is to begin anew in the next one.
-
-    Returns:
-        An iterator of bare means `[B, C_latent, n, h, w]`.
     """
     asked = _options(vae, way, options)
     return vae.first_stage_model.encode_stream(pieces, asked, scaled=False)
@@ -138,10 +135,7 @@ def ways(
 
 
 def load(vae: comfy.sd.VAE, memory_bytes: float, way: Way | None = None) -> None:
-    """Bring the weights to the device of the work, and make room there beside them.
-
-    Without a `way` that is the device of the VAE.
-    """
+    """Bring the weights to the device of the work (without a `way` the VAE's), and make room."""
     if way is not None and way.on_host:
         comfy.model_management.unload_model_and_clones(vae.patcher)
         return

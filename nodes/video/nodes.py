@@ -134,7 +134,10 @@ class DecodeVideo(io.ComfyNode):
             frame_range(frames, None)
             target.sound(audio, range(0))
             target.check_size(*(vae.spacial_compression_decode() * n for n in latent.shape[-2:]))
-            images = _decoded(vae, latent)
+            images = other_vae.decoded(vae, latent)
+            if images.ndim not in (4, 5):
+                raise ValueError(f"vae: it decodes to {list(images.shape)}; expected images")
+            images = images.reshape(-1, *images.shape[-3:])
             count, height, width = images.shape[:3]
             wanted = frame_range(frames, count)
             pieces = _pictures(images, wanted)
@@ -225,7 +228,6 @@ class EncodeVideo(io.ComfyNode):
 
 
 def _file_inputs() -> list[io.Input]:
-    """How a video is written."""
     return [
         io.Float.Input(
             "fps",
@@ -269,7 +271,6 @@ def _file_inputs() -> list[io.Input]:
 
 
 def _video_inputs() -> list[io.Input]:
-    """What is wanted of a video."""
     return [
         io.Float.Input(
             "fps",
@@ -310,14 +311,6 @@ def _video_inputs() -> list[io.Input]:
 def _rate(fps: float) -> Fraction:
     """Frames per second as files have them: 29.97003 is 30000 / 1001."""
     return Fraction(fps).limit_denominator(1001)
-
-
-def _decoded(vae: Any, latent: Tensor) -> Tensor:  # noqa: ANN401, any VAE
-    """The IMAGE `[N, H, W, C]` of a VAE that is not ours."""
-    images = other_vae.decoded(vae, latent)
-    if images.ndim not in (4, 5):
-        raise ValueError(f"vae: it decodes to {list(images.shape)}; expected images")
-    return images.reshape(-1, *images.shape[-3:])
 
 
 def _pictures(images: Tensor, wanted: range) -> Iterator[Tensor]:

@@ -28,11 +28,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_FOLDERS = {
-    "output": (io.FolderType.output, folder_paths.get_output_directory),
-    "temp": (io.FolderType.temp, folder_paths.get_temp_directory),
-}
-FOLDERS = tuple(_FOLDERS)
+FOLDERS = (io.FolderType.output.value, io.FolderType.temp.value)
 
 _RANGE = re.compile(r"\s*(\d+)\s*(-\s*(\d*))?\s*")
 
@@ -44,7 +40,6 @@ class VideoTarget:
     Attributes:
         codec: One of `available_codecs`.
         quality: 0 to 100.
-        hardware: Prefer an encoder in hardware.
         prefix: Folder and beginning of the file's name.
         folder: One of `FOLDERS`.
     """
@@ -112,10 +107,10 @@ class VideoTarget:
 
     def _new_file(self, height: int, width: int) -> tuple[Path, ui.SavedResult]:
         """A name that no file has, by ComfyUI's way of counting."""
-        kind, directory = _FOLDERS[self.folder]
+        directory = folder_paths.get_directory_by_type(self.folder)
         try:
             folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
-                self.prefix, directory(), width, height
+                self.prefix, directory, width, height
             )
         except OSError:
             raise
@@ -124,7 +119,7 @@ class VideoTarget:
                 f"filename_prefix is {self.prefix!r}; expected a name inside of the folder"
             ) from error
         file = f"{name}_{counter:05}_{media.codec_named(self.codec).suffix}"
-        return Path(folder) / file, ui.SavedResult(file, subfolder, kind)
+        return Path(folder) / file, ui.SavedResult(file, subfolder, io.FolderType(self.folder))
 
 
 def frame_range(text: str, count: int | None) -> range:

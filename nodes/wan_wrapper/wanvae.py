@@ -284,7 +284,6 @@ def _drawn(network: FastVideoVAE, moments: Tensor) -> Tensor:
 
 
 def _tile(size: Sequence[int] | None) -> tuple[int, int] | None:
-    """Height and width of a tile in latents; None where none was named."""
     return None if size is None else (int(size[0]), int(size[1]))
 
 
