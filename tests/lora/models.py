@@ -5,6 +5,8 @@ written down here a second time, from diffusers' own converter (`convert_wan_to_
 other way round than the library has it.
 """
 
+import functools
+
 import torch
 
 from fast_video_vae.lora.blocks import parse_blocks
@@ -65,13 +67,15 @@ WAN_DIFFUSERS_TOP_REST = {
 WAN_DIFFUSERS_VACE = {"proj_in": "before_proj", "proj_out": "after_proj"}
 
 
+def _linear(shapes, name, out, inner):
+    shapes[f"{PREFIX}{name}.weight"] = (out, inner)
+    shapes[f"{PREFIX}{name}.bias"] = (out,)
+
+
 def wan(blocks=2, d=16, f=24, *, i2v=True, vace=0, text=12):
     """Shapes of Wan 2.1 (Wan 2.2 without i2v's image branch) by the keys of a state dict."""
     shapes = {}
-
-    def linear(name, out, inner):
-        shapes[f"{PREFIX}{name}.weight"] = (out, inner)
-        shapes[f"{PREFIX}{name}.bias"] = (out,)
+    linear = functools.partial(_linear, shapes)
 
     def block(name):
         sizes = {"d": d, "f": f}
@@ -119,10 +123,7 @@ def wan(blocks=2, d=16, f=24, *, i2v=True, vace=0, text=12):
 def qwen(blocks=2, d=16):
     """Shapes of Qwen-Image by the keys of a state dict."""
     shapes = {}
-
-    def linear(name, out, inner):
-        shapes[f"{PREFIX}{name}.weight"] = (out, inner)
-        shapes[f"{PREFIX}{name}.bias"] = (out,)
+    linear = functools.partial(_linear, shapes)
 
     linear("time_text_embed.timestep_embedder.linear_1", d, 8)
     linear("time_text_embed.timestep_embedder.linear_2", d, d)

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from fast_video_vae.lora.adapter_parser import PARTS, make_adapter
-from fast_video_vae.lora.low_rank import Pair
-from fast_video_vae.tests.lora.modules import LORA, ROWS, STRENGTHS, relative_error
+from fast_video_vae.tests.lora.modules import ROWS, STRENGTHS, relative_error
 
 
 def by_name(rows):
@@ -207,17 +206,6 @@ def test_an_adapter_can_be_moved_and_knows_its_size(row):
     moved = adapter.to("meta")
     assert type(moved) is type(adapter)
     assert moved.nbytes == adapter.nbytes
-
-
-@by_name(LORA)
-def test_a_pair_says_what_it_is_made_of(row):
-    _, parts = row.tensors()
-    adapter = make_adapter(parts, "here")
-    assert isinstance(adapter, Pair)
-    rank = parts["down"].shape[0]
-    assert adapter.up.shape == (parts["up"].shape[0], rank)
-    assert adapter.down.shape == parts["down"].shape
-    assert adapter.scale == (1.0 if row.alpha is None else row.alpha / rank)
 
 
 @pytest.mark.slow  # the profiler takes seconds to start

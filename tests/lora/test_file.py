@@ -2,16 +2,15 @@
 
 import json
 import math
-import os
 import re
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.lora.file import LoraFile, identity
+from fast_video_vae.lora.file import LoraFile
 from fast_video_vae.lora.keys import Target, Targets
-from fast_video_vae.lora.low_rank import Kronecker, Pair
+from fast_video_vae.lora.low_rank import Pair
 from fast_video_vae.tests.lora.models import (
     ENDINGS,
     PREFIX,
@@ -32,7 +31,6 @@ PAIRS = random_pairs(WAN, NAMES)
 # One of each module there is: block 1 is like block 0.
 ONCE = {name: PAIRS[name] for name in NAMES if not name.startswith("blocks.1")}
 SOME = {name: PAIRS[name] for name in NAMES if name.startswith("blocks.0.self_attn")}
-Q = "diffusion_model.blocks.0.self_attn.q"
 
 
 @pytest.fixture
@@ -75,12 +73,6 @@ def test_every_dialect_is_the_plain_one(write, plain, spelling, ending):
     assert_equal(dict(adapters_of(file)), plain)
     assert file.report.used == 3 * len(ONCE)
     assert len(file.report.lines()) == 1
-
-
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_every_dialect_with_diffusers_names_is_the_plain_one(write, plain, spelling):
-    names = {own: theirs for theirs, own in diffusers_of_wan(WAN).items()}
-    assert_equal(read(write(spelled(ONCE, spelling, alpha=2, names=names))), plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float32])
@@ -135,23 +127,6 @@ def test_what_metadata_says_of_scales_is_told(write):
     text = "\n".join(LoraFile(write(spelled(SOME), metadata=metadata), TARGETS).report.lines())
     assert "rank-stabilised" in text
     assert "alpha 8" in text
-
-
-def test_other_kinds_of_adapters_come_in_any_dialect(write):
-    w1, w2 = torch.randn(4, 4), torch.randn(4, 4)
-    for stem in ("lycoris_blocks_0_self_attn_q", "lora_unet_blocks_0_self_attn_q", Q):
-        tensors = {f"{stem}.lokr_w1": w1, f"{stem}.lokr_w2": w2, f"{stem}.alpha": torch.tensor(1.0)}
-        ((target, adapter),) = read(write(tensors)).items()
-        assert target.key == f"{Q}.weight"
-        assert isinstance(adapter, Kronecker)
-
-
-def test_magnitudes_of_peft_are_dora(write):
-    tensors = spelled(SOME, "peft", "peft-named")
-    for name in SOME:
-        tensors[f"base_model.model.{name}.lora_magnitude_vector.default.weight"] = torch.ones(16)
-    for adapter in read(write(tensors)).values():
-        assert adapter.dora_scale is not None
 
 
 # What is told of the keys.
@@ -240,13 +215,3 @@ def test_of_two_pairs_for_one_weight_the_first_is_applied_and_it_is_told(write):
     ]
     ranks = {len(adapter.down) for _, adapter in adapters_of(file)}
     assert len(ranks) == 1
-
-
-def test_identities_tell_files_and_their_versions(write):
-    path = write(spelled(SOME))
-    first = identity(path)
-    assert first == identity(path)
-    assert first.path == str(path.absolute())
-    os.utime(path, ns=(1, 1))
-    assert identity(path) != first
-    assert identity(write(spelled(SOME), "two.safetensors")) != first

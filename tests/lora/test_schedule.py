@@ -64,13 +64,10 @@ def test_a_list_spreads_evenly_over_the_run(text, steps, expected):
     assert run(text, steps) == expected
 
 
-def test_a_list_without_phases_ignores_them():
-    assert two_experts("1,2,3", 2, 4) == [1, 1, 2, 2, 3, 3]
-
-
 @pytest.mark.parametrize(
     ("text", "high", "low", "expected"),
     [
+        ("1,2,3", 2, 4, [1, 1, 2, 2, 3, 3]),  # without phases: over the run
         ("1;0", 2, 2, [1, 1, 0, 0]),
         ("0;1", 1, 3, [0, 1, 1, 1]),
         ("0.9,0.8;1.2,1.1,1", 2, 3, [0.9, 0.8, 1.2, 1.1, 1]),  # Wan2GP's guide
@@ -215,8 +212,6 @@ def test_what_one_phase_uses():
     schedule = parse_schedule("0;1,2")
     assert schedule.values(0) == (0,)
     assert schedule.values(1) == (1, 2)
-    with pytest.raises(ValueError, match="no phase 2"):
-        schedule.values(2)
     assert parse_schedule("1,2").values(7) == (1, 2)  # the same for all
 
 
