@@ -56,13 +56,9 @@ class Adapter(ABC):
     ) -> Tensor | None:
         """What strength 1 adds to a weight of this shape, if that is the same for all weights.
 
-        Args:
-            shape: Of the weight, before it grows.
-            dtype: Of the result; computed as `apply` computes.
-            device: Of the result, and where it is computed.
-
         Returns:
-            A new tensor of the shape `grown(shape)`; None: the change depends on the weight.
+            A new tensor of the shape `grown(shape)`, on the device where it is computed, rounded as
+            by `apply`; None: the change depends on the weight.
 
         Raises:
             ValueError: The adapter does not fit the shape.

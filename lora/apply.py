@@ -79,7 +79,8 @@ class JoinedPairs:
         narrow = F.linear(tokens, self.down)
         narrow = (narrow * self.amounts).to(self.up.dtype)
         rows = None if self.part is None or self.part[0] != 0 else self.part[1:]
-        if self.up.dtype != y.dtype or not y.is_contiguous() or _wants_gradient(y, x):
+        wants_gradient = torch.is_grad_enabled() and (y.requires_grad or x.requires_grad)
+        if self.up.dtype != y.dtype or not y.is_contiguous() or wants_gradient:
             delta = F.linear(narrow, self.up).to(y.dtype)
             if rows is None:
                 return y + delta.view(y.shape)
@@ -125,7 +126,3 @@ class ScaledAdapter:
         if delta is None:
             return None
         return y + self.strength * F.linear(x.to(delta.dtype), delta).to(y.dtype)
-
-
-def _wants_gradient(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

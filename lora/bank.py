@@ -127,15 +127,9 @@ _lock = threading.Lock()
 def load_bank(
     paths: Sequence[str | Path], targets: Targets, dtype: torch.dtype = torch.float32
 ) -> Bank:
-    """Read a stack of files, or take the bank of the same files that somebody still has.
+    """Read a stack of different files, or take the bank of the same that somebody still has.
 
-    Args:
-        paths: Of different safetensors files.
-        targets: The parameters of the model.
-        dtype: Of the pairs: that which the model computes in.
-
-    Returns:
-        The bank, on the host.
+    It is on the host, and its pairs have the dtype, which is to be that of the computation.
 
     Raises:
         ValueError: A file cannot be used; nothing is kept of what was read.

@@ -14,14 +14,12 @@ class KeyReport:
     """What became of the keys of a file.
 
     Attributes:
-        name: Of the file.
         used: Keys that a parameter was found for.
         absent: Keys of modules that the model does not have, by the last part of their names.
         unfit: What is wrong with pairs of another shape than their parameter, and how many.
         unknown: Keys that say nothing known.
         text_encoder: Keys for another model.
         repeated: Keys that say once more, in another dialect, what a key before them says.
-        notes: What else is to be known.
     """
 
     name: str

@@ -15,17 +15,11 @@ from .bank import Bank, BankLayer
 
 
 class PairLoader:
-    """Gives the pairs of layers on a device.
-
-    Args:
-        bank: Of which.
-        device: Of the work.
-        staged: Fetch block by block, although the bank is there.
+    """Gives the pairs of a bank's layers on a device; `staged`: by blocks, wherever the bank is.
 
     Attributes:
         hits: Blocks that were there when they were asked for.
         misses: Those that had to be waited for.
-        fetched_bytes: That came from the host.
         is_here: All pairs stay where they are.
     """
 

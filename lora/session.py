@@ -29,14 +29,8 @@ class Session:
     """Applies a bank during the calls of models.
 
     Nothing of a model is changed between calls. It may be used with several copies of a model, one
-    after the other, and a model with several sessions.
-
-    Args:
-        bank: What is applied.
-        amounts: How much of it.
-        mode: How pairs are applied.
-        c: See `apply.break_even`.
-        staged: Fetch pairs block by block, wherever the bank is.
+    after the other, and a model with several sessions. `c` is that of `apply.break_even`, `staged`
+    that of `PairLoader`.
 
     Attributes:
         counts: What was done so far.

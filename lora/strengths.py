@@ -23,10 +23,7 @@ class StackEntry:
 class Amounts:
     """The factors of all rows of a bank, for the strengths that a stack has at the moment.
 
-    Args:
-        bank: What they are for.
-        stack: Entries whose files the bank has.
-        prefix: What is before the names that block filters see.
+    The bank has the files of all entries. Block filters see names without the `prefix`.
 
     Attributes:
         flat: `[rows]` in float32: alpha / rank, times strength, times the factor of the block.

@@ -106,7 +106,11 @@ def benchmark(
                 for each in tasks
             )
     finally:
-        _put_away(pair)
+        # What nobody else has leaves the device; the VAE that came in stays as after a decode.
+        for each in pair.made:
+            comfy.model_management.unload_model_and_clones(each.patcher, all_devices=True)
+        comfy.model_management.soft_empty_cache()
+        give_back(pair.fast.device)
     config = pair.config
     return BenchmarkReport(
         f"{config.family}, base width {config.decoder_width}",
@@ -247,14 +251,6 @@ def _no_bars() -> Iterator[None]:
         yield
     finally:
         comfy.utils.set_progress_bar_global_hook(hook)
-
-
-def _put_away(pair: ComparedVAEs) -> None:
-    """Take off the device what nobody else has; the VAE that came in stays as after a decode."""
-    for each in pair.made:
-        comfy.model_management.unload_model_and_clones(each.patcher, all_devices=True)
-    comfy.model_management.soft_empty_cache()
-    give_back(pair.fast.device)
 
 
 def _as_taken(fast: FastVAE, latent: Tensor) -> Tensor:

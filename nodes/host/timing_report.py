@@ -32,9 +32,7 @@ class Measured(NamedTuple):
     """A piece of work, from its start to its end on the host's clock.
 
     Attributes:
-        label: Tells apart what is of one kind.
         seconds: That it took, with all that lies within it.
-        thread: That did it.
         sure: The device has told the seconds, or has no say in them.
     """
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import comfy.hooks
 import comfy.model_management
-import comfy.model_patcher
 import comfy.sampler_helpers
 import comfy.samplers
-from comfy.model_patcher import ModelPatcher
+from comfy.model_patcher import ModelPatcher, create_model_options_clone
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 from torch import Tensor
 
@@ -152,7 +151,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
             self._since = timing.instant(self.model_patcher.load_device)
             return super().outer_sample(*args, **kwargs)
         patcher = self._models[stage]
-        options = comfy.model_patcher.create_model_options_clone(patcher.model_options)
+        options = create_model_options_clone(patcher.model_options)
         conds = _copy(self.original_conds)
         comfy.samplers.preprocess_conds_hooks(conds)
         self._put(_Prepared(patcher, options, conds))
@@ -262,7 +261,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
 
     def _merge(self, given: dict[str, Any]) -> dict[str, Any]:
         first = self._prepared[self._first].options
-        own = comfy.model_patcher.create_model_options_clone(self.model_options)
+        own = create_model_options_clone(self.model_options)
         name = "sampler_post_cfg_function"
         added = [each for each in given.get(name, []) if each not in first.get(name, [])]
         if added:

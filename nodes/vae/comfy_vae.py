@@ -18,7 +18,7 @@ from ..host.error_text import about
 from ..host.oom import Way, give_back, in_turn, kept
 from ..host.progress import Progress
 from . import pieces
-from .first_stage import FastVideoVAE
+from .first_stage import FastVideoVAE, tile_size
 
 
 def one_video(vae: object, latent: Tensor) -> Tensor:
@@ -123,9 +123,7 @@ class FastVAE(comfy.sd.VAE):
             return super().decode_tiled(
                 samples, tile_x, tile_y, overlap, tile_t, overlap_t, **newer
             )
-        if tile_x is None or tile_y is None:
-            return self.decode(samples)
-        return self.decode(samples, tile=(tile_y, tile_x))
+        return self.decode(samples, tile=tile_size(tile_x, tile_y))
 
     def encode(
         self,
@@ -185,10 +183,8 @@ class FastVAE(comfy.sd.VAE):
             return super().encode_tiled(
                 pixel_samples, tile_x, tile_y, overlap, tile_t, overlap_t, **newer
             )
-        if tile_x is None or tile_y is None:
-            return self.encode(pixel_samples)
-        step = self.spacial_compression_encode()
-        return self.encode(pixel_samples, tile=(tile_y // step, tile_x // step))
+        step, tile = self.spacial_compression_encode(), tile_size(tile_x, tile_y)
+        return self.encode(pixel_samples, tile=tile and (tile[0] // step, tile[1] // step))
 
     def memory_used_decode(self, shape: torch.Size, dtype: torch.dtype) -> int:
         """Bytes that decoding a latent of this shape takes, for one of the batch."""

@@ -89,7 +89,7 @@ class FastVideoVAE(VideoVAE):
         """
         lone = self.video_shape(latent.shape)[2:3] == (1,)
         step = self.config.spatial_compression * self.config.output_scale
-        tile = _size(tile_x, tile_y)
+        tile = tile_size(tile_x, tile_y)
         limit = self.tile_limit(tile, lone=lone)
         return self._decode(latent, None, 1, limit, tile and (tile[0] * step, tile[1] * step))
 
@@ -125,7 +125,7 @@ class FastVideoVAE(VideoVAE):
         """`encode` in exact tiles of so many pixels; of SeedVR2 always with five dimensions."""
         step = self.config.spatial_compression
         lone = frames.ndim == 4 or frames.shape[2] <= self.config.temporal_compression
-        tile = _size(tile_x, tile_y)
+        tile = tile_size(tile_x, tile_y)
         latents = tile and (tile[0] // step, tile[1] // step)
         limit = self.tile_limit(latents, encode=True, lone=lone)
         latent = self._encode(frames, limit, tile)
@@ -203,5 +203,6 @@ class FastVideoVAE(VideoVAE):
         return Relief(self.device, "an encode").finish(lambda: torch.cat(pieces, dim=2))
 
 
-def _size(tile_x: int | None, tile_y: int | None) -> tuple[int, int] | None:
+def tile_size(tile_x: int | None, tile_y: int | None) -> tuple[int, int] | None:
+    """Height and width of a tile; None: it has no size."""
     return None if tile_x is None or tile_y is None else (tile_y, tile_x)

@@ -57,14 +57,10 @@ def encode_video(
 ) -> Tensor:
     """Encode a video that comes in pieces.
 
-    Args:
-        vae: The VAE; its weights are brought to their device.
-        pieces: Gives the video from its beginning: `[1, C, t, H, W]` each, any `t >= 1`, uint8 or a
-            float dtype in [-1, 1], one after the other in time. Asked again where memory ran out
-            and the stream could not help itself. Frames after the last `4 n + 1` are left out, with
-            a line in the log.
-        count_estimate: How many frames will come, for the progress bar; None: not known.
-        options: As for `decode_pictures`, of this encode.
+    `pieces` gives the video from its beginning: `[1, C, t, H, W]` each, any `t >= 1`, uint8 or a
+    float dtype in [-1, 1], one after the other in time. It is asked again where memory ran out and
+    the stream could not help itself. Frames after the last `4 n + 1` are left out, with a line in
+    the log. The estimate is for the progress bar; None: it is not known how many frames will come.
 
     Returns:
         `[1, C_latent, t, H / 8, W / 8]`, or `[T, C_latent, H / 16, W / 16]` of a VAE of pictures;

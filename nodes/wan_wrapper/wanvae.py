@@ -109,23 +109,15 @@ class WanVideoWrapperVAE:
         pbar: bool = True,
         sample: bool = False,
     ) -> Tensor:
-        """Encode videos.
+        """Encode videos to `[B, C_latent, t, h, w]`, normalised, float32, on `device`.
 
-        Args:
-            videos: `[B, C, T, H, W]`, or a list of `[C, T, H, W]` of one shape, in [-1, 1], on any
-                device. Rows and columns at the end that do not fill a latent are left out, and so
-                are frames.
-            device: Where the latents are wanted.
-            tiled: In exact tiles: the same result, for less memory.
-            end_: The last frame is a video by itself, and its latent the last one.
-            tile_size: Height and width of a tile in latents, with the halo that it needs.
-            tile_stride: Unused.
-            pbar: Show the progress on the node.
-            sample: Draw from the posterior instead of taking its mean. As in the wrapper the noise
-                is of the spread that the posterior has before it is normalised.
+        The videos are `[B, C, T, H, W]`, or a list of `[C, T, H, W]` of one shape, in [-1, 1], on
+        any device. Rows and columns at the end that do not fill a latent are left out, and so are
+        frames. With `end_` the last frame is a video by itself, and its latent the last one.
 
-        Returns:
-            `[B, C_latent, t, h, w]`, normalised, float32.
+        `tiled` is in exact tiles of `tile_size` latents: the same result, for less memory; a stride
+        is not used. With `sample` latents are drawn from the posterior instead of its mean: as in
+        the wrapper the noise is of the spread that it has before it is normalised.
 
         Raises:
             ValueError: The videos have another shape or dtype, or are not finite; or the VAE has no
@@ -156,25 +148,15 @@ class WanVideoWrapperVAE:
         output_device: torch.device | str | None = None,
         output_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Decode latents.
+        """Decode latents to `[B, C, T, H, W]` in about [-1, 1], not clamped.
 
-        Args:
-            hidden_states: `[B, C_latent, t, h, w]`, or a list of `[C_latent, t, h, w]` of one
-                shape, normalised, on any device.
-            device: Where the frames are wanted, in `dtype`.
-            tiled: As for `encode`. The frames are wanted on the host, in float32, as the wrapper's
-                tiled decode gives them.
-            end_: The last latent is a video by itself, and its frame the last one.
-            tile_size: As for `encode`.
-            tile_stride: Unused.
-            pbar: As for `encode`.
-            output_device: Where the frames are wanted, whatever else is said.
-            output_dtype: And their dtype.
+        In memory it is `[B, T, H, W, C]`, so that the IMAGE that callers make of it is contiguous.
+        The latents are `[B, C_latent, t, h, w]`, or a list of `[C_latent, t, h, w]` of one shape,
+        normalised, on any device. What is not said here is as for `encode`.
 
-        Returns:
-            `[B, C, T, H, W]` in about [-1, 1], not clamped; in memory `[B, T, H, W, C]`, so that
-            the IMAGE that callers make of it is contiguous. Should there be no memory for it on
-            `device`, it is on the host.
+        The frames come on `device` and in `dtype`; if `tiled` on the host and in float32, as the
+        wrapper's tiled decode gives them; or on `output_device` and in `output_dtype`. Should there
+        be no memory for them on `device` they are on the host.
 
         Raises:
             ValueError: The latents have another shape or dtype, or are not finite.
