@@ -95,12 +95,9 @@ class JoinedPairs:
 
 @dataclass(frozen=True)
 class ScaledAdapter:
-    """An adapter that is no plain pair, with its strength.
+    """An adapter that is no plain pair, on any device, with the user's factor.
 
-    Attributes:
-        adapter: Its tensors may be on another device than the weight.
-        strength: The user's factor.
-        part: Axis, first index and length of the part of the weight that it is for; None: all.
+    The part of the weight that it is for is as in `JoinedPairs`.
     """
 
     adapter: Adapter

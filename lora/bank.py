@@ -58,11 +58,9 @@ class BankLayer:
         return self.rank * sum(self.size) if self.rank else 0
 
     def pairs(self, flat: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
-        """The joined pairs: `down [rank, in]` and `up [out, rank]`.
+        """The joined pairs, `down [rank, in]` and `up [out, rank]`, in memory that has the layer.
 
-        Args:
-            flat: Memory that the layer lies in.
-            start: Of the bank's memory that comes before.
+        It begins at the number `start` of the bank's memory.
         """
         out, inner = self.size
         at = self.at - start

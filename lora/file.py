@@ -39,13 +39,7 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """What a file has for one parameter.
-
-    Attributes:
-        target: The parameter.
-        keys: In the file, by the part that they are.
-        shapes: Of those.
-    """
+    """What a file has for one parameter: its keys and their shapes, by the part that they are."""
 
     target: Target
     keys: Mapping[str, str]

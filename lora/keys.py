@@ -21,12 +21,7 @@ Offset = tuple[int, int, int]
 
 
 class Target(NamedTuple):
-    """A parameter of a model, or a run of its rows or columns.
-
-    Attributes:
-        key: As in the model's state dict.
-        offset: The part that is meant; None: all.
-    """
+    """A parameter, by its key in the state dict; with an offset, some rows or columns of it."""
 
     key: str
     offset: Offset | None = None
@@ -127,10 +122,8 @@ def is_of_text_encoder(stem: str) -> bool:
 class Targets:
     """The parameters of a model by all the names that files have for them.
 
-    Args:
-        parameters: Of the model, as in its state dict, with their shapes.
-        more: Further names of weights, without ".weight", where something else knows them.
-        prefix: What is before the names of the network's own modules.
+    They come with their shapes, as in the state dict; `more` are further names of weights, without
+    ".weight". The `prefix` is before the names of the network's own modules.
     """
 
     def __init__(

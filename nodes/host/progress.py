@@ -72,10 +72,7 @@ def show_text(text: str) -> None:
 
 
 def stop_between_layers(layers: Iterable[nn.Module]) -> None:
-    """Check for an interrupt before every layer, as ComfyUI's own operations do.
-
-    One chunk of large frames can take a CPU minutes.
-    """
+    """Check for an interrupt before every layer: a chunk of large frames can take minutes."""
     for layer in layers:
         layer.register_forward_pre_hook(_check)
 

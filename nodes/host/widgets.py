@@ -13,15 +13,13 @@ AUTO = "auto"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def dtype_input(
-    tooltip: str, *, name: str = "dtype", label: str = "dtype", optional: bool = False
-) -> io.Combo.Input:
+def dtype_input(tooltip: str, name: str = "dtype", *, optional: bool = False) -> io.Combo.Input:
     """The choice of a number format; `DTYPES` has it, and nothing for `AUTO`."""
     return io.Combo.Input(
         name,
         options=[AUTO, *DTYPES],
         default=AUTO,
-        display_name=label,
+        display_name=name.replace("_", " "),
         optional=optional,
         advanced=True,
         tooltip=tooltip,

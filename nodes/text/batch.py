@@ -40,12 +40,7 @@ _BYTES_PER_TOKEN = 512 << 10
 
 @dataclass(frozen=True)
 class EncoderCall:
-    """A call of an encoder.
-
-    Attributes:
-        options: Those under which it was called; the encoder may be set to others.
-        rows: Token numbers, all rows as long as each other.
-    """
+    """A call of an encoder under some options, with rows of token numbers of one length."""
 
     encoder: SDClipModel
     options: tuple[object, ...]

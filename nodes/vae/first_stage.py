@@ -42,11 +42,7 @@ class FastVideoVAE(VideoVAE):
         """ModelPatcher notes here where it has put the weights; they tell by themselves."""
 
     def decode_output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the frames of a latent: what ComfyUI makes the buffer for `decode` of.
-
-        Returns:
-            `[B, C, T, H, W]`, or `[B, C, H, W]` for pictures.
-        """
+        """The shape of `decode`'s buffer: `[B, C, T, H, W]`, or `[B, C, H, W]` for pictures."""
         decoded = self.config.decoded_shape(self.video_shape(shape))
         is_picture = len(shape) == 4 and not self.is_seedvr2
         return (*decoded[:2], *decoded[3:]) if is_picture else decoded

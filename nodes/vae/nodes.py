@@ -41,11 +41,7 @@ def _settings(dtype: str, encode_dtype: str, chunk: str) -> list[io.Input]:
     """What a VAE keeps, by what stands for leaving it open."""
     return [
         dtype_input(f"Number format of the computation. auto: {dtype}."),
-        dtype_input(
-            f"Number format for encoding alone. auto: {encode_dtype}.",
-            name="encode_dtype",
-            label="encode dtype",
-        ),
+        dtype_input(f"Number format for encoding alone. auto: {encode_dtype}.", "encode_dtype"),
         chunk_input(chunk),
     ]
 

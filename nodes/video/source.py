@@ -91,12 +91,7 @@ def with_channels(piece: Tensor, channels: int) -> Tensor:
 
 
 class FileSource:
-    """A file, by its path or in memory.
-
-    Attributes:
-        fps: Frames per second.
-        size: Height and width, in pixels.
-    """
+    """A file, by its path or in memory; its size is height and width in pixels."""
 
     def __init__(self, video: Input.Video) -> None:
         self._source: str | BinaryIO = video.get_stream_source()
