@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from fast_video_vae.lora.bank import block_of, load_bank
 from fast_video_vae.lora.keys import Target, Targets
@@ -30,15 +29,6 @@ Q = f"{PREFIX}blocks.1.self_attn.q"
 
 
 @pytest.fixture
-def write(tmp_path):
-    def written(number, tensors):
-        save_file(tensors, tmp_path / f"{number}.safetensors")
-        return tmp_path / f"{number}.safetensors"
-
-    return written
-
-
-@pytest.fixture
 def stack(write):
     """Three files of different modules, ranks, scales and dtypes."""
     made = []
@@ -48,7 +38,8 @@ def stack(write):
         (NAMES[5:], 16, 8, torch.bfloat16),
     )):  # fmt: skip
         pairs = random_pairs(WAN, names, rank, seed=number, dtype=dtype)
-        made.append((write(number, spelled(pairs, alpha=alpha)), pairs, (alpha or rank) / rank))
+        path = write(spelled(pairs, alpha=alpha), f"{number}.safetensors")
+        made.append((path, pairs, (alpha or rank) / rank))
     return made
 
 
@@ -96,7 +87,7 @@ def test_rows_know_their_file_and_ranks_are_filled_up_with_zeros(stack):
 )
 def test_layers_come_in_the_order_of_the_model_and_each_in_a_span(write, shapes, blocks):
     """Without gaps, whatever the order in the file; and a span holds a block."""
-    path = write(0, spelled(random_pairs(shapes, reversed(modules(shapes)), 8)))
+    path = write(spelled(random_pairs(shapes, reversed(modules(shapes)), 8)))
     bank = load_bank([path], Targets(shapes))
     spans, at, row = bank.blocks(), 0, 0
     for layer in bank.layers.values():
@@ -133,7 +124,7 @@ def test_the_same_files_are_the_same_bank_while_somebody_has_it(stack):
 
 
 def test_another_version_of_a_file_or_another_model_has_another_bank(write):
-    path = write(0, spelled(random_pairs(WAN, ATTENTION)))
+    path = write(spelled(random_pairs(WAN, ATTENTION)))
     bank = load_bank([path], TARGETS)
     assert load_bank([path], Targets(wan(blocks=4))) is not bank
     halves = {"q": Target(f"{Q}.weight", (0, 0, 8))}
@@ -142,21 +133,22 @@ def test_another_version_of_a_file_or_another_model_has_another_bank(write):
     touched = load_bank([path], TARGETS)
     assert touched is not bank
     assert torch.equal(touched.flat, bank.flat)
-    write(0, spelled(random_pairs(WAN, NAMES, seed=1)))
+    write(spelled(random_pairs(WAN, NAMES, seed=1)))
     os.utime(path, ns=(1, 1))
     assert load_bank([path], TARGETS) is not touched
 
 
 def test_a_bank_that_cannot_be_read_is_not_kept(write):
-    good = write(0, spelled(random_pairs(WAN, ATTENTION)))
+    good = write(spelled(random_pairs(WAN, ATTENTION)))
     pairs = random_pairs(WAN, ATTENTION)
     pairs["blocks.2.self_attn.v"][0][0, 0] = torch.nan
-    bad = write(1, spelled(pairs))
+    bad = write(spelled(pairs), "1.safetensors")
     for _ in range(2):
         with pytest.raises(ValueError, match=r"1\.safetensors: .*blocks.2.self_attn.v.* finite"):
             load_bank([good, bad], TARGETS)
     pairs["blocks.2.self_attn.v"][0][0, 0] = 0
-    assert load_bank([good, write(1, spelled(pairs))], TARGETS).files[1].path == str(bad)
+    assert write(spelled(pairs), "1.safetensors") == bad
+    assert load_bank([good, bad], TARGETS).files[1].path == str(bad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -172,7 +164,7 @@ def test_what_proves_unfit_when_it_is_read_is_told(write):
     tensors = spelled(random_pairs(WAN, ATTENTION))
     tensors |= {f"{PREFIX}blocks.0.ffn.0.lokr_w1": torch.ones(4, 4),
                 f"{PREFIX}blocks.0.ffn.0.lokr_w2": torch.ones(4, 4)}  # fmt: skip
-    bank = load_bank([write(0, tensors)], TARGETS)
+    bank = load_bank([write(tensors)], TARGETS)
     assert bank.reports[0].used == 2 * len(ATTENTION)
     (line,) = bank.reports[0].lines()[1:]
     assert line.startswith("  2 keys do not fit: ")

@@ -33,15 +33,6 @@ ONCE = {name: PAIRS[name] for name in NAMES if not name.startswith("blocks.1")}
 SOME = {name: PAIRS[name] for name in NAMES if name.startswith("blocks.0.self_attn")}
 
 
-@pytest.fixture
-def write(tmp_path):
-    def written(tensors, name="some.safetensors", metadata=None):
-        save_file(tensors, tmp_path / name, metadata)
-        return tmp_path / name
-
-    return written
-
-
 def adapters_of(file):
     return [(entry.target, file.read(entry)) for entry in file.entries]
 
