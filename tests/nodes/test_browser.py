@@ -31,8 +31,6 @@ DEMOS = [file for file in EXAMPLES if '"models": [' not in file.read_text(encodi
 # What brings a node, in its properties.
 OURS, CORE = project()["name"], "comfy-core"
 
-CLIP_FRAMES = 33
-
 # Mean difference of 8-bit values between the clip and what the bundled VAE makes of it: colours and
 # motion stay, fine detail does not. A black picture, or another's, is above 40.
 CLIP_DIFFERENCE = 10
@@ -201,7 +199,7 @@ def test_an_example_runs_from_the_browser(server, page, demo):
     assert videos
     clip = stacked(library.CLIP_PATH).float()
     for video in videos:
-        assert video.shape == clip.shape == (CLIP_FRAMES, *clip.shape[1:])
+        assert video.shape == clip.shape
         assert (video - clip).abs().mean() < CLIP_DIFFERENCE
     page.wait_for_selector("video", state="attached")
     page.wait_for_timeout(1000)  # the nodes grow to show what they made

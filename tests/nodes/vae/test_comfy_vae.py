@@ -24,8 +24,6 @@ from fast_video_vae.tests.nodes.vae.pairs import (
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
-# --- the nodes of ComfyUI
-
 
 @pytest.mark.parametrize(
     ("batch", "count"),
@@ -167,9 +165,6 @@ def test_a_copy_for_another_device_is_fast_and_whole(family):
     assert torch.equal(moved.encode(frames(5)), fast.encode(frames(5)))
 
 
-# --- the numbers of the object
-
-
 NUMBERS = (
     "latent_channels", "latent_dim", "output_channels", "pad_channel_value", "vae_dtype", "device",
     "output_device", "not_video", "upscale_index_formula", "downscale_index_formula",
@@ -218,9 +213,6 @@ def test_estimates_are_for_where_the_work_is_done(fast):
     ):
         here, there = (getattr(vae, name)(shape, torch.float32) for vae in (fast, on_gpu))
         assert there > here
-
-
-# --- the network's side of the protocol: what ComfyUI's own methods and other packs call
 
 
 def test_comfyui_s_own_methods_drive_our_network(family):

@@ -113,9 +113,6 @@ def test_the_published_widths_are_those_of_stock(state):
         assert relative_error(fast.encode(pixels), stock.encode(pixels)) <= 1e-5
 
 
-# --- the Wan 2.2 layout
-
-
 def test_a_narrow_wan_2_2_loads_where_comfyui_s_class_does_not_fit(tmp_path):
     from fast_video_vae.tests.benchmarks.peers import comfyui_vae
 

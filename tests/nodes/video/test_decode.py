@@ -72,7 +72,7 @@ def test_a_file_is_as_near_to_the_image_as_that_of_save_video(demo, output, code
 def test_better_quality_is_larger(demo, output):
     videos = [decode(*demo, quality=quality).get_stream_source() for quality in (10, 50, 90)]
     sizes = [Path(video).stat().st_size for video in videos]
-    assert sizes == sorted(sizes)
+    assert sizes == sorted(set(sizes))
 
 
 @pytest.mark.parametrize(
