@@ -6,6 +6,7 @@ same ones. The reference is diffusers' `AutoencoderKLWan`, which walks through w
 
 import functools
 import itertools
+import re
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fast_video_vae.tests.benchmarks.peers import diffusers_vae
+from fast_video_vae.tests.builders import refused
 from fast_video_vae.tests.vae.families import STATES, WAN, close
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.planning import plan, tiling
@@ -327,7 +329,5 @@ def test_a_video_that_is_none_is_an_error(kind, latents, frames):
 
 def fails(call, message):
     """It raises a `ValueError` of one line that says this."""
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
+    with refused(re.escape(message)):
         call()
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)

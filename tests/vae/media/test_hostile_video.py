@@ -10,6 +10,7 @@ from fractions import Fraction
 import pytest
 import torch
 
+from fast_video_vae.tests.builders import refused
 from fast_video_vae.tests.videos import moving_clip, stacked, write, write_with
 from fast_video_vae.vae.media import Audio, read_audio, read_video
 
@@ -131,9 +132,8 @@ def y4m(head):
 def test_what_announces_nonsense_is_one_line(tmp_path, name, data):
     path = tmp_path / name
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"^[^\n]{1,300}$") as caught:
+    with refused(name, str(path)):
         read_video(path)
-    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize("rate", [b"F0:0", b"F0:1", b"F1:0", b"F-24:1", b"F2000000000:1"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fast_video_vae.tests.builders import script_command
+from fast_video_vae.tests.builders import refused, script_command
 from fast_video_vae.tests.videos import (
     CODEC_ERROR,
     COLOR_ERROR,
@@ -183,9 +183,8 @@ def test_an_encoder_that_fails_in_the_middle_leaves_nothing(tmp_path):
             writer._output = container, Failing(stream)
             writer.write(moving_clip(10))
 
-    with pytest.raises(ValueError, match=r"a\.mp4 cannot be encoded \(.+\)") as caught:
+    with refused(r"a\.mp4 cannot be encoded \(.+\)"):
         work()
-    assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
     write(path, moving_clip(3))  # the same work again
     assert len(stacked(path)) == 3
