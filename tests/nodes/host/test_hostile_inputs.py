@@ -120,11 +120,10 @@ def check(server, node, rows):
                 wrong.append(f"{name}, {value}: taken")
             continue
         text, kind = error
+        is_line = text.isprintable() and len(text) <= LONGEST
         named = re.match(rf"{name}[ :]", text)
-        if kind not in KINDS or not named or RAW.search(text) or len(text) > LONGEST:
-            wrong.append(f"{name}, {value}: {kind} {text}")
-        elif not text.isprintable():
-            wrong.append(f"{name}, {value}: more than a line, {text!r}")
+        if kind not in KINDS or not named or RAW.search(text) or not is_line:
+            wrong.append(f"{name}, {value}: {kind} {text!r}")
     assert wrong == []
 
 
