@@ -7,11 +7,10 @@ import torch
 
 from . import sample_inputs
 from .backends import ORDER
+from .constraints import DTYPES
 from .dispatch import ask
 from .errors import Refusal
 from .native_ops.library import CPU
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Ops that move numbers or add them in one order: they have the bits of the reference everywhere.
 EXACT = frozenset(
@@ -70,7 +69,7 @@ def backend_matrix() -> list[Support]:
         for op in sample_inputs.OPS
         for device in devices
         for backend in ORDER
-        for dtype in _DTYPES
+        for dtype in DTYPES
     ]
 
 

@@ -11,7 +11,7 @@ from fast_video_vae import kernels
 from fast_video_vae.kernels import BackendError, use_backend
 from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.tests.kernels import formulas
-from fast_video_vae.tests.kernels.cases import missing, random
+from fast_video_vae.tests.kernels.cases import missing, place, random
 
 blocks = importlib.import_module("fast_video_vae.kernels.reference.attention")
 
@@ -131,68 +131,62 @@ def in_triton(monkeypatch):
         pytest.skip(reason)
     module = importlib.import_module("fast_video_vae.kernels.triton_ops.attention")
     monkeypatch.setattr(module, "_FLASH_HEAD", 0)
-    with use_backend("triton"):
+    with use_backend("triton"), place("triton"):
         yield module
-
-
-@pytest.fixture(scope="module")
-def device():
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.usefixtures("in_triton")
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("channels", [16, 48, 96, 112, 384])  # 1 to 3 parts
-def test_triton_is_the_formula(dtype, length, channels, device):
-    q, k, v = (x.to(device) for x in projection(2, length, channels, dtype))
+def test_triton_is_the_formula(dtype, length, channels):
+    q, k, v = projection(2, length, channels, dtype)
     actual = kernels.attention(q, k, v)
     assert actual.is_contiguous()
-    check(actual.cpu(), q.cpu(), k.cpu(), v.cpu())
+    check(actual, q, k, v)
 
 
 @pytest.mark.usefixtures("in_triton")
-def test_triton_takes_rows_anywhere(device):
+def test_triton_takes_rows_anywhere():
     """Thirds of one tensor, every second pixel, frames in another order."""
-    whole = random(3, 40, 3 * 32, dtype=torch.bfloat16).to(device)
+    whole = random(3, 40, 3 * 32, dtype=torch.bfloat16)
     for view in (whole, whole[:, ::2], whole[::2, 3:], whole.transpose(0, 1)):
         q, k, v = view.chunk(3, -1)
-        check(kernels.attention(q, k, v).cpu(), q.cpu(), k.cpu(), v.cpu())
+        check(kernels.attention(q, k, v), q, k, v)
     q, k, v = whole.chunk(3, -1)
-    actual = kernels.attention(q.contiguous(), k, v[:1].expand(3, -1, -1))
-    check(actual.cpu(), q.cpu(), k.cpu(), v[:1].expand(3, -1, -1).cpu())
+    same = v[:1].expand(3, -1, -1)
+    check(kernels.attention(q.contiguous(), k, same), q, k, same)
 
 
 @pytest.mark.usefixtures("in_triton")
-def test_triton_keeps_large_scores_apart(device):
+def test_triton_keeps_large_scores_apart():
     """Scores of some hundreds, whose powers are beyond float32; the largest comes last."""
-    q, k, v = (x.to(device) for x in projection(1, 70, 32, torch.float16))
-    k = k * torch.linspace(1, 60, 70, device=device).half()[:, None]
-    check(kernels.attention(q, k, v).cpu(), q.cpu(), k.cpu(), v.cpu())
+    q, k, v = projection(1, 70, 32, torch.float16)
+    k = k * torch.linspace(1, 60, 70).half()[:, None]
+    check(kernels.attention(q, k, v), q, k, v)
 
 
-def refusals(device):
-    good = random(1, 4, 3 * 32, dtype=torch.bfloat16).to(device).chunk(3, -1)
-    wide = random(3, 1, 4, 32).to(device)
+def refusals():
+    good = projection(1, 4, 32, torch.bfloat16)
     return {
-        "float32": wide.unbind(),
-        "heads of 24": random(3, 1, 4, 24, dtype=torch.bfloat16).to(device).unbind(),
-        "heads of 480": random(3, 1, 4, 480, dtype=torch.bfloat16).to(device).unbind(),
+        "float32": projection(1, 4, 32, torch.float32),
+        "heads of 24": projection(1, 4, 24, torch.bfloat16),
+        "heads of 480": projection(1, 4, 480, torch.bfloat16),
         "not dense": [x.mT.contiguous().mT for x in good],
         "gradient": [x.clone().requires_grad_() for x in good],
     }
 
 
 @pytest.mark.usefixtures("in_triton")
-@pytest.mark.parametrize("reason", refusals("cpu"))
-def test_triton_says_what_it_does_not_take(reason, device):
+@pytest.mark.parametrize("reason", refusals())
+def test_triton_says_what_it_does_not_take(reason):
     with pytest.raises(BackendError, match=reason):
-        kernels.attention(*refusals(device)[reason])
+        kernels.attention(*refusals()[reason])
 
 
-def test_triton_does_not_compete_with_flash_kernels(in_triton, device):
+def test_triton_does_not_compete_with_flash_kernels(in_triton):
     in_triton._FLASH_HEAD = 256  # put back by the fixture
-    q = torch.ones(1, 4, 256, dtype=torch.bfloat16, device=device)
+    q = torch.ones(1, 4, 256, dtype=torch.bfloat16)
     with pytest.raises(BackendError, match="256"):
         kernels.attention(q, q, q)
 

@@ -57,15 +57,6 @@ def compiled(nvcc, source, chip, folder):
     return found
 
 
-def check_resources(nvcc, source, chip, folder):
-    found = compiled(nvcc, source, chip, folder)
-    assert found
-    for name, used in found.items():
-        assert used["stack"] == used["spilled"] == 0, (name, used)
-        assert used["registers"] <= REGISTERS, (name, used)
-        assert used["shared"] <= SHARED_BYTES, (name, used)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
 def test_all_kernels_compile_for_every_chip_without_spills(nvcc, chip, tmp_path):
@@ -73,7 +64,12 @@ def test_all_kernels_compile_for_every_chip_without_spills(nvcc, chip, tmp_path)
     if f"sm_{chip}" not in known.stdout.split():
         pytest.skip(f"this nvcc does not know sm_{chip}")
     for source in SOURCES:
-        check_resources(nvcc, source, chip, tmp_path)
+        found = compiled(nvcc, source, chip, tmp_path)
+        assert found
+        for name, used in found.items():
+            assert used["stack"] == used["spilled"] == 0, (name, used)
+            assert used["registers"] <= REGISTERS, (name, used)
+            assert used["shared"] <= SHARED_BYTES, (name, used)
 
 
 @pytest.mark.slow

@@ -64,8 +64,8 @@ class Broken:
         raise RuntimeError("no compiler\nand a long story")
 
 
-def resources(chips, cases):
-    """What every kernel uses, compiled in a process without the interpreter."""
+def check_resources(chips, cases):
+    """Compile in a process without the interpreter, and look at what every kernel uses."""
     pytest.importorskip("triton", reason="compiling needs triton")
     command = module_command(
         "fast_video_vae.tests.kernels.cross_compile", *map(str, chips), "--", *cases
@@ -73,11 +73,7 @@ def resources(chips, cases):
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def check_resources(chips, cases):
-    lines = resources(chips, cases)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert {line["chip"] for line in lines} == set(chips)
     assert {line["case"] for line in lines} == set(cases)
     for line in lines:

@@ -2,10 +2,8 @@
 
 import functools
 import importlib
-from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from .ops import forced
 from .rows import Case, Results
@@ -19,28 +17,10 @@ _reference = importlib.import_module("fast_video_vae.kernels.reference.attention
 _SIZES = ((384, 3600), (384, 14400), (384, 32400), (512, 14400), (640, 3600), (1024, 3600))
 _SMALL_SIZES = ((384, 64), (384, 96), (384, 128), (512, 96), (640, 64), (1024, 64))
 
-
-def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's `scaled_dot_product_attention`."""
-    return _reference._fused(*_dense(q, k, v))
-
-
-def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Matrix products of blocks of queries, and a softmax between them."""
-    return _reference._in_blocks(*_dense(q, k, v))
-
-
-def by_triton(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Ours in Triton."""
-    return forced("triton", q.device, "attention", q, k, v)
-
-
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-IMPLEMENTATIONS: dict[str, Attention] = {
-    "PyTorch's fused kernel": fused,
-    "blocks of products": in_blocks,
-    "Triton": by_triton,
+_KINDS = {
+    "PyTorch's fused kernel": _reference._fused,
+    "blocks of products": _reference._in_blocks,
+    "Triton": lambda q, k, v: forced("triton", q.device, "attention", q, k, v),
 }
 
 
@@ -48,7 +28,7 @@ def cases(session: Session) -> list[Case]:
     """One for each implementation and size."""
     found = []
     for head, tokens in session.pick(_SIZES, _SMALL_SIZES):
-        for kind in IMPLEMENTATIONS:
+        for kind in _KINDS:
             run = functools.partial(_measure, session, head, tokens, kind)
             found.append(Case(f"head {head}, {tokens} tokens, bf16", (kind,), run))
     return found
@@ -58,9 +38,5 @@ def _measure(session: Session, head: int, tokens: int, kind: str) -> Results:
     # As the VAE hands them over: thirds of one tensor.
     q, k, v = session.normal(1, tokens, 3 * head).chunk(3, dim=-1)
     with torch.no_grad():
-        seconds = session.seconds(lambda: IMPLEMENTATIONS[kind](q, k, v))
+        seconds = session.seconds(lambda: _KINDS[kind](q, k, v))
     yield kind, {"ms": 1e3 * seconds, "tflops": 4 * tokens**2 * head / seconds / 1e12}
-
-
-def _dense(*tensors: Tensor) -> list[Tensor]:
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
