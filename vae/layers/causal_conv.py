@@ -9,7 +9,7 @@ from torch import Tensor
 from ...kernels import is_out_of_memory
 from . import row_bands
 from .causal_layer import CausalLayer
-from .conv import Conv
+from .conv import BIAS, Conv, Terms
 from .frame_runs import Settling, fitted
 from .temporal_cache import TemporalCache
 
@@ -68,10 +68,7 @@ class CausalConv3d(Conv, CausalLayer):
         x: Tensor,
         cache: TemporalCache,
         fill: Fill | None = None,
-        residual: Tensor | None = None,
-        residual_bias: Tensor | None = None,
-        *,
-        biased: bool = True,
+        terms: Terms = BIAS,
     ) -> Tensor:
         """Convolve `fill(x)`, causally.
 
@@ -80,28 +77,23 @@ class CausalConv3d(Conv, CausalLayer):
                 first.
             cache: Gives the frames before `x`, and keeps the last of them.
             fill: Computed on the way into the convolution's input, such as a norm.
-            residual: `[B, C_out, T, H, W]`, added to the result; its memory may become the result.
-            residual_bias: `C_out` numbers that `residual` still lacks.
-            biased: Add the bias too. Without, where `adds_bias_late` says so, the caller adds it.
+            terms: What is added; a residual is `[B, C_out, T, H, W]`.
 
         Returns:
             `[B, C_out, T / stride, H, W]`, channels-last. Of a run that comes to rest (see
-            `cache.settling`) as many frames as it takes, which without `residual` may be none.
+            `cache.settling`) as many frames as it takes, which without a residual may be none.
         """
+        if cache.settling is not None and not cache.first:
+            return self._settled(cache.settling, x, cache, fill, terms)
         window: Tensor | None = None
-        settling = None if cache.first else cache.settling
         try:
-            if settling is not None:
-                return self._settled(
-                    settling, x, cache, fill, residual, residual_bias, biased=biased
-                )
             window = self._window(x, cache, fill)
             if cache.first and not cache.lone and self.context:
                 self.tail(x, cache)  # for `keep`, which must not fail any more
-            y = self.of_window(window, cache, self.padding, residual, residual_bias, biased=biased)
+            y = self.of_window(window, cache, self.padding, terms)
         except Exception as error:
             relief = cache.workspace.relief
-            if relief is None or settling is not None or not is_out_of_memory(error):
+            if relief is None or not is_out_of_memory(error):
                 raise
             failed = error.with_traceback(None)
             relief.note("convolutions in smaller pieces")
@@ -113,7 +105,7 @@ class CausalConv3d(Conv, CausalLayer):
         if window is not None and not cache.first:
             cache.put_back(self, window[:, :, : self.context])
         del window
-        return self._in_pieces(failed, x, cache, fill, residual, residual_bias, biased=biased)
+        return self._in_pieces(failed, x, cache, fill, terms)
 
     def _in_pieces(
         self,
@@ -121,10 +113,7 @@ class CausalConv3d(Conv, CausalLayer):
         x: Tensor,
         cache: TemporalCache,
         fill: Fill | None,
-        residual: Tensor | None,
-        residual_bias: Tensor | None,
-        *,
-        biased: bool,
+        terms: Terms,
     ) -> Tensor:
         """`forward` for half of the frames and then the rest; for a frame alone, in bands of rows.
 
@@ -135,20 +124,15 @@ class CausalConv3d(Conv, CausalLayer):
         if half:
             pieces = []
             for part in (slice(0, half), slice(half, None)):
-                added = residual
-                if residual is not None:
-                    steps = slice(*(at and at // self.stride for at in (part.start, part.stop)))
-                    added = cache.attempt(functools.partial(_packed, residual[:, :, steps]))
-                run = cache.attempt(functools.partial(_packed, x[:, :, part]))
-                pieces.append(self.forward(run, cache, fill, added, residual_bias, biased=biased))
+                steps = slice(*(at and at // self.stride for at in (part.start, part.stop)))
+                added = terms.of(functools.partial(_run, cache, steps))
+                pieces.append(self.forward(_run(cache, part, x), cache, fill, added))
             return cache.attempt(lambda: torch.cat(pieces, dim=2))
         rows = x.shape[3] // _BANDS
         if not rows or self.replicate:  # the norm before that of SeedVR2 sees the whole frame
             raise failed
         take = _copy if fill is None else fill
-        return row_bands.convolve(
-            self, take, x, cache, residual, rows, residual_bias, biased=biased
-        )
+        return row_bands.convolve(self, take, x, cache, rows, terms)
 
     def _settled(
         self,
@@ -156,94 +140,75 @@ class CausalConv3d(Conv, CausalLayer):
         x: Tensor,
         cache: TemporalCache,
         fill: Fill | None,
-        residual: Tensor | None,
-        residual_bias: Tensor | None,
-        *,
-        biased: bool,
+        terms: Terms,
     ) -> Tensor:
         """`forward` of a run that comes to rest."""
         cache.settling = settling = settling.behind(self.weight.shape[2], self.stride)
-        frames = settling.needed if residual is None else max(1, settling.needed)
+        frames = settling.needed if terms.residual is None else max(1, settling.needed)
         if not frames:
             batch, _, _, height, width = x.shape
             none = (batch, self.weight.shape[0], 0, height, width)
             return cache.attempt(functools.partial(x.new_empty, none))
-        if residual is not None:
-            residual = cache.attempt(functools.partial(fitted, residual, frames))
-        window = self._settled_window(x, frames * self.stride, cache, fill)
-        return self.of_window(window, cache, self.padding, residual, residual_bias, biased=biased)
+        terms = terms.of(lambda residual: cache.attempt(lambda: fitted(residual, frames)))
+        window = self._window(x, cache, fill, frames * self.stride)
+        return self.of_window(window, cache, self.padding, terms)
 
     def of_window(
         self,
         window: Tensor,
         cache: TemporalCache,
         rows: int,
-        residual: Tensor | None = None,
-        residual_bias: Tensor | None = None,
-        *,
-        biased: bool = True,
+        terms: Terms = BIAS,
     ) -> Tensor:
         """Convolve frames with those before them: all taps, or a first frame in its own form.
 
-        It fails before it writes into `residual`, or not at all.
+        It fails before it writes into a residual, or not at all.
 
         Args:
             window: `[B, C_in, T, H, W]`: one first frame, or those before the new ones and these.
             cache: The state of the video.
             rows: Rows of zeros above and below; 0 for a band that has its borders.
-            residual: As for `forward`.
-            residual_bias: As for `forward`.
-            biased: As for `forward`.
+            terms: As for `forward`.
 
         Returns:
             `[B, C_out, T', H - 2 * (padding - rows), W]`.
         """
         pads = (rows, self.padding)
         if not cache.first:
-            strides = (self.stride, 1, 1)
-            return self.convolve(
-                window, "volume", strides, pads, cache, residual, residual_bias, biased=biased
-            )
-        frame, form = window.squeeze(2), self.first_form
-        added = None if residual is None else residual.squeeze(2)
-        return self.convolve(
-            frame, form, (1, 1), pads, cache, added, residual_bias, biased=biased
-        ).unsqueeze(2)
+            return self.convolve(window, "volume", (self.stride, 1, 1), pads, cache, terms)
+        frame, added = window.squeeze(2), terms.of(lambda residual: residual.squeeze(2))
+        return self.convolve(frame, self.first_form, (1, 1), pads, cache, added).unsqueeze(2)
 
-    def _window(self, x: Tensor, cache: TemporalCache, fill: Fill | None) -> Tensor:
+    def _window(
+        self, x: Tensor, cache: TemporalCache, fill: Fill | None, frames: int | None = None
+    ) -> Tensor:
         """The frames that it saw last, and the new ones: `[B, C_in, context + T, H, W]`.
 
         Of a first frame that alone. The tail is up to date afterwards, but for a first frame's, or
-        as it was where this fails.
+        as it was where this fails. With `frames` the new ones are so many of `x`, whose last one,
+        or that before it, is repeated.
         """
-        if fill is None:
-            return x if cache.first else cache.window(self, self.context, x)
         if cache.first or torch.is_grad_enabled():
-            filled = cache.scratch(x.shape, x)
-            cache.attempt(lambda: fill(x, out=filled))
-            return filled if cache.first else cache.window(self, self.context, filled)
-        batch, channels, frames, height, width = x.shape
-        window = cache.scratch((batch, channels, self.context + frames, height, width), x)
-        # The tail is looked up by each try, because making room may have moved it.
-        cache.attempt(lambda: fill(x, out=window, tail=self.tail(x, cache)))
-        return window
-
-    def _settled_window(
-        self, x: Tensor, frames: int, cache: TemporalCache, fill: Fill | None
-    ) -> Tensor:
-        """`_window` of so many frames, where the last of `x`, or before it, is repeated."""
-        x = x[:, :, :frames]
-        batch, channels, fresh, height, width = x.shape
-        window = cache.scratch((batch, channels, self.context + frames, height, width), x)
+            if fill is not None:
+                filled = cache.scratch(x.shape, x)
+                cache.attempt(functools.partial(fill, x, out=filled))
+                x = filled
+            return x if cache.first else cache.window(self, self.context, x)
+        new = x if frames is None else x[:, :, :frames]
+        batch, channels, fresh, height, width = new.shape
+        frames = fresh if frames is None else frames
+        window = cache.scratch((batch, channels, self.context + frames, height, width), new)
         known = self.context + fresh
-        if fresh and fill is not None:
+        if fill is not None and fresh:
             inner = window[:, :, :known]
-            cache.attempt(lambda: fill(x, out=inner, tail=self.tail(x, cache)))
+            # The tail is looked up by each try, because making room may have moved it.
+            cache.attempt(lambda: fill(new, out=inner, tail=self.tail(new, cache)))
         else:
-            window[:, :, : self.context] = self.tail(x, cache)
-            window[:, :, self.context : known] = x
+            window[:, :, : self.context] = self.tail(new, cache)
+            window[:, :, self.context : known] = new
         window[:, :, known:] = window[:, :, known - 1 : known]
-        self.tail(x, cache).copy_(window[:, :, frames:])
+        if fill is None or fresh < frames:
+            self.tail(new, cache).copy_(window[:, :, frames:])
         return window
 
     def tail(self, x: Tensor, cache: TemporalCache) -> Tensor:
@@ -257,8 +222,10 @@ class CausalConv3d(Conv, CausalLayer):
         cache.keep(self, self.context, x)
 
 
-def _packed(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last_3d)
+def _run(cache: TemporalCache, frames: slice, x: Tensor) -> Tensor:
+    """Some frames of `x`, channels-last."""
+    run = x[:, :, frames]
+    return cache.attempt(lambda: run.contiguous(memory_format=torch.channels_last_3d))
 
 
 def _copy(x: Tensor, *, out: Tensor) -> None:

@@ -8,7 +8,7 @@ parameter is replaced or written to.
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,27 @@ from .conv_weights import (
 )
 from .temporal_cache import TemporalCache
 
-_Result = TypeVar("_Result")
+
+class Terms(NamedTuple):
+    """What a convolution adds to its products.
+
+    Attributes:
+        residual: Of the shape of the result; its memory may become the result. What fails leaves it
+            as it was.
+        residual_bias: `C_out` numbers that `residual` still lacks.
+        biased: The bias too. Without, where `adds_bias_late` says so, the caller adds it.
+    """
+
+    residual: Tensor | None = None
+    residual_bias: Tensor | None = None
+    biased: bool = True
+
+    def of(self, change: Callable[[Tensor], Tensor]) -> "Terms":
+        """The same with another residual, where there is one."""
+        return self if self.residual is None else self._replace(residual=change(self.residual))
+
+
+BIAS = Terms()
 
 
 class Conv(nn.Module):
@@ -91,11 +111,8 @@ class Conv(nn.Module):
         kind: str,
         strides: tuple[int, ...],
         padding: tuple[int, int],
-        cache: TemporalCache | None = None,
-        residual: Tensor | None = None,
-        residual_bias: Tensor | None = None,
-        *,
-        biased: bool = True,
+        cache: TemporalCache,
+        terms: Terms = BIAS,
     ) -> Tensor:
         """Convolve frames or a video.
 
@@ -104,29 +121,24 @@ class Conv(nn.Module):
             kind: The form of the weight, see `derive`.
             strides: Steps in each dimension of the form.
             padding: Zeros at both ends of height and of width.
-            cache: Lends memory, and makes room where it runs out; None: neither.
-            residual: Of the shape of the result, added to it; its memory may become the result.
-                What fails leaves it as it was.
-            residual_bias: `C_out` numbers that `residual` still lacks.
-            biased: Add the bias too. Without, where `adds_bias_late` says so, the caller adds it.
+            cache: Lends memory, and makes room where it runs out.
+            terms: What is added.
 
         Returns:
             The result, channels-last.
         """
-        attempt = _at_once if cache is None else cache.attempt
         pads = (0, *padding) if x.ndim == 5 else padding
         if _records(x, self.weight):
-            product = functools.partial(self._recorded, x, kind, strides, pads)
-            return attempt(functools.partial(product, residual, residual_bias))
-        if self._spreads(x, kind, residual):
+            return cache.attempt(functools.partial(self._recorded, x, kind, strides, pads, terms))
+        if self._spreads(x, kind, terms.residual):
             steps = (*strides[:-1], SPREAD)
             return _gathered(self.convolve(x, f"{kind}, spread", steps, padding, cache))
-        form = attempt(functools.partial(self._form, kind, x, strides, pads))
+        form = cache.attempt(functools.partial(self._form, kind, x, strides, pads))
         if form.packed:
-            product = functools.partial(self._packed, x, kind, form, strides, pads, cache)
+            product = functools.partial(self._packed, x, kind, form, strides, pads, terms, cache)
         else:
-            product = functools.partial(self._plain, x, kind, form, strides, pads, biased=biased)
-        return attempt(functools.partial(product, residual, residual_bias))
+            product = functools.partial(self._plain, x, kind, form, strides, pads, terms)
+        return cache.attempt(product)
 
     def _recorded(
         self,
@@ -134,17 +146,16 @@ class Conv(nn.Module):
         kind: str,
         strides: tuple[int, ...],
         pads: tuple[int, ...],
-        residual: Tensor | None,
-        residual_bias: Tensor | None,
+        terms: Terms,
     ) -> Tensor:
         """The convolution out of operations that autograd knows."""
         convolve = F.conv2d if x.ndim == 4 else F.conv3d
         bias = self._bias(kind, self._offset(kind)).to(x.dtype)
         y = convolve(x, self._derive(kind, x.dtype), bias, stride=strides, padding=pads)
-        y = y if residual is None else y + residual
-        if residual_bias is None:
+        y = y if terms.residual is None else y + terms.residual
+        if terms.residual_bias is None:
             return y
-        return y + residual_bias.to(x.dtype).view(1, -1, *[1] * (x.ndim - 2))
+        return y + terms.residual_bias.to(x.dtype).view(1, -1, *[1] * (x.ndim - 2))
 
     def _packed(
         self,
@@ -153,20 +164,20 @@ class Conv(nn.Module):
         form: Form,
         strides: tuple[int, ...],
         pads: tuple[int, ...],
-        cache: TemporalCache | None,
-        residual: Tensor | None,
-        residual_bias: Tensor | None,
+        terms: Terms,
+        cache: TemporalCache,
     ) -> Tensor:
         """OneDNN's convolution, which adds bias and residual while it writes.
 
         Into large memory that was used before it writes as well: as a residual of zeros.
         """
+        residual, residual_bias, _ = terms
         bias = self._bias(kind, form.offset)
         if residual_bias is not None:
             bias = bias + residual_bias
         bias = bias.to(x.dtype)
         ones = (1,) * len(strides)
-        if residual is None and cache is not None:
+        if residual is None:
             shape = output_size(x.shape, form.weight.shape, strides, pads)
             residual = _zeros_reused(cache, shape, x)
         if residual is None:
@@ -184,12 +195,10 @@ class Conv(nn.Module):
         form: Form,
         strides: tuple[int, ...],
         pads: tuple[int, ...],
-        residual: Tensor | None,
-        residual_bias: Tensor | None,
-        *,
-        biased: bool,
+        terms: Terms,
     ) -> Tensor:
         """The library's convolution, and bias and residual in one pass where it is slow at them."""
+        residual, residual_bias, biased = terms
         bias = self._bias(kind, form.offset)
         late = residual is not None or self.adds_bias_late(x)
         y = cudnn.convolve(x, form.weight, None if late else bias.to(x.dtype), strides, pads)
@@ -352,7 +361,3 @@ def _zeros_reused(cache: TemporalCache, shape: tuple[int, ...], like: Tensor) ->
 def _records(x: Tensor, weight: Tensor) -> bool:
     """Whether autograd would record a product of the two."""
     return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-
-
-def _at_once(do: Callable[[], _Result]) -> _Result:
-    return do()

@@ -5,7 +5,7 @@ import functools
 from torch import Tensor
 
 from ...kernels import merge_phases
-from .conv import Conv
+from .conv import BIAS, Conv, Terms
 from .temporal_cache import TemporalCache
 
 
@@ -22,11 +22,7 @@ class UpsampleConv2d(Conv):
         super().__init__(in_channels, out_channels, (3, 3))
 
     def forward(
-        self,
-        x: Tensor,
-        cache: TemporalCache | None = None,
-        source: Tensor | None = None,
-        times: int = 1,
+        self, x: Tensor, cache: TemporalCache, source: Tensor | None = None, times: int = 1
     ) -> Tensor:
         """Convolve, and add `source` as `merge_phases` does.
 
@@ -40,15 +36,16 @@ class UpsampleConv2d(Conv):
             `[B, C_out, T, 2 H, 2 W]`, channels-last.
         """
         late = self.adds_bias_late(x)
-        grid = self.convolve(_as_frames(x), "folded", (1, 1), (1, 1), cache, biased=not late)
+        terms = Terms(biased=not late)
+        grid = self.convolve(_as_frames(x), "folded", (1, 1), (1, 1), cache, terms)
         batch, _, frames, height, width = x.shape
         shape = (batch, grid.shape[1] // 4, frames, 2 * height, 2 * width)
-        out = None if cache is None else cache.reused(shape, x)
+        out = cache.reused(shape, x)
         bias = self.bias if late else None
-        merge = functools.partial(
-            merge_phases, _as_video(grid, batch), source, times, bias=bias, out=out
+        grid = _as_video(grid, batch)
+        return cache.attempt(
+            functools.partial(merge_phases, grid, source, times, bias=bias, out=out)
         )
-        return merge() if cache is None else cache.attempt(merge)
 
 
 class StridedConv2d(Conv):
@@ -62,15 +59,10 @@ class StridedConv2d(Conv):
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(in_channels, out_channels, (3, 3))
 
-    def forward(
-        self, x: Tensor, cache: TemporalCache | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        """`[B, C_in, T, H, W]` to `[B, C_out, T, H / 2, W / 2]`, both channels-last.
-
-        `residual`, of the shape of the result, is added; its memory may become the result.
-        """
-        added = None if residual is None else _as_frames(residual)
-        y = self.convolve(_as_frames(x), "shifted", (2, 2), (1, 1), cache, added)
+    def forward(self, x: Tensor, cache: TemporalCache, terms: Terms = BIAS) -> Tensor:
+        """`[B, C_in, T, H, W]` to `[B, C_out, T, H / 2, W / 2]`, both channels-last."""
+        terms = terms.of(_as_frames)
+        y = self.convolve(_as_frames(x), "shifted", (2, 2), (1, 1), cache, terms)
         return _as_video(y, x.shape[0])
 
 

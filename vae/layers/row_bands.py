@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .conv import BIAS, Terms
 from .temporal_cache import TemporalCache
 
 
@@ -30,7 +31,7 @@ class BandedConv(Protocol):
         ...
 
     def of_window(
-        self, window: Tensor, cache: TemporalCache, rows: int, *, biased: bool = True
+        self, window: Tensor, cache: TemporalCache, rows: int, terms: Terms = BIAS
     ) -> Tensor:
         """Convolve frames with those before them; add so many rows of zeros above and below."""
         ...
@@ -64,11 +65,8 @@ def convolve(
     fill: Callable[..., object],
     x: Tensor,
     cache: TemporalCache,
-    residual: Tensor | None,
     rows: int,
-    residual_bias: Tensor | None = None,
-    *,
-    biased: bool = True,
+    terms: Terms = BIAS,
 ) -> Tensor:
     """Convolve `fill(x)` causally, some rows at a time.
 
@@ -78,22 +76,20 @@ def convolve(
             it needs to know of whole frames.
         x: `[B, C_in, T, H, W]`, channels-last.
         cache: Gives the frames before `x`, and keeps the last of them.
-        residual: `[B, C_out, T, H, W]`, added; its memory becomes the result.
         rows: Of a band.
-        residual_bias: `C_out` numbers that `residual` still lacks.
-        biased: Add the bias too.
+        terms: What is added; the memory of a residual, `[B, C_out, T, H, W]`, becomes the result.
 
     Returns:
         `[B, C_out, T, H, W]`, channels-last.
     """
     batch, _, frames, height, width = x.shape
+    residual, bias, biased = terms
     out = residual
     if out is None:
         shape = (batch, conv.weight.shape[0], frames // conv.stride, height, width)
         out = cache.result(shape, x)
     added: Tensor | None = None
-    if residual_bias is not None:
-        bias = residual_bias
+    if bias is not None:
         added = cache.attempt(lambda: bias.to(x.dtype)).view(-1, 1, 1, 1)
     keeps = _Tail(conv, x, cache)
     for top in range(0, height, rows):
@@ -105,7 +101,7 @@ def convolve(
         cache.attempt(functools.partial(fill, x[:, :, :, above:below], out=fresh))
         keeps.remember(window, top, bottom)
         part = out[:, :, :, top:bottom]
-        y = conv.of_window(window, cache, 0, biased=biased)
+        y = conv.of_window(window, cache, 0, Terms(biased=biased))
         if residual is None:
             part.copy_(y)
         else:

@@ -25,8 +25,7 @@ class TemporalCache:
         lone: The video is that one frame, so nothing is kept.
         band_bytes: Size of the bands of rows that some layers divide their work into, where it is
             much larger; None: they never do.
-        workspace: Lends the memory of activations.
-        attempt: Does something that changes nothing before it succeeds; see `Relief.attempt`.
+        workspace: Lends the memory of activations; `scratch`, `reused` and `attempt` are its own.
         thrifty: Memory is short: tails are on the host but while their layer runs.
         settling: The run of frames that goes into the next convolution comes to rest: only so many
             need to be made. None: all are.
@@ -47,16 +46,9 @@ class TemporalCache:
         self.settling: Settling | None = None
         self.after_first: set[nn.Module] = set()
         self.workspace = Workspace() if workspace is None else workspace
+        self.scratch, self.reused = self.workspace.scratch, self.workspace.reused
         self.attempt = self.workspace.attempt
         self._tails: dict[nn.Module, Tensor] = {}
-
-    def scratch(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
-        """See `Workspace.scratch`."""
-        return self.workspace.scratch(shape, like)
-
-    def reused(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor | None:
-        """See `Workspace.reused`."""
-        return self.workspace.reused(shape, like)
 
     def result(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
         """Channels-last memory for a result: lent where fresh memory is costly, else fresh."""

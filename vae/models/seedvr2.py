@@ -19,7 +19,7 @@ from ...kernels import attention, group_norm_silu, group_norm_statistics
 from ..layers import row_bands
 from ..layers.causal_conv import CausalConv3d
 from ..layers.causal_layer import CausalLayer
-from ..layers.conv import PointwiseConv
+from ..layers.conv import PointwiseConv, Terms
 from ..layers.subpixel_conv import ShuffleConv
 from ..layers.temporal_cache import TemporalCache
 from .base import Network, in_order
@@ -77,8 +77,8 @@ def normed(
     if rows < x.shape[3]:
         statistics = cache.attempt(lambda: norm.statistics(x))
         fill = functools.partial(norm.silu, statistics=statistics)
-        return row_bands.convolve(conv, fill, x, cache, residual, rows)
-    return conv(x, cache, fill=norm.silu, residual=residual)
+        return row_bands.convolve(conv, fill, x, cache, rows, Terms(residual))
+    return conv(x, cache, norm.silu, Terms(residual))
 
 
 class SeedVR2ResidualBlock(CausalLayer):
@@ -155,7 +155,6 @@ class SeedVR2Downsample(CausalLayer):
     """A convolution with stride 2 in height and width; with `temporal` in time too."""
 
     scale = Fraction(1, 2)
-    remembers_large = True
 
     def __init__(self, channels: int, *, temporal: bool) -> None:
         super().__init__()

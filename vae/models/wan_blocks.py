@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...kernels import attention, bias_residual, interleave_time, rms_norm_silu
 from ..layers.causal_conv import CausalConv3d
 from ..layers.causal_layer import CausalLayer
-from ..layers.conv import PointwiseConv
+from ..layers.conv import PointwiseConv, Terms
 from ..layers.resample_conv import StridedConv2d, UpsampleConv2d
 from ..layers.temporal_cache import TemporalCache
 
@@ -71,12 +71,12 @@ class ResidualBlock(CausalLayer):
         norm1, norm2 = (cast(RMSNorm, self.residual[key]) for key in "03")
         conv1, conv2 = (cast(CausalConv3d, self.residual[key]) for key in "26")
         late = conv1.adds_bias_late(x)
-        y = conv1(x, cache, fill=norm1.silu, biased=not late)
+        y = conv1(x, cache, norm1.silu, Terms(biased=not late))
         fill = functools.partial(norm2.silu, bias=conv1.bias) if late else norm2.silu
         if self.shortcut is None:
-            return conv2(y, cache, fill=fill, residual=x)
-        bias = self.shortcut.bias if late else None
-        return conv2(y, cache, fill, self.shortcut(x, cache, biased=not late), bias)
+            return conv2(y, cache, fill, Terms(x))
+        residual = self.shortcut(x, cache, biased=not late)
+        return conv2(y, cache, fill, Terms(residual, self.shortcut.bias if late else None))
 
 
 class AttentionBlock(CausalLayer):
@@ -165,10 +165,10 @@ class Downsample(CausalLayer):
         `residual`, of the shape of the result, is added; its memory may become the result.
         """
         if self.time_conv is None:
-            return self.resample["1"](x, cache, residual)
+            return self.resample["1"](x, cache, Terms(residual))
         x = self.resample["1"](x, cache)
         if not cache.first:
-            return self.time_conv(x, cache, residual=residual)
+            return self.time_conv(x, cache, terms=Terms(residual))
         self.time_conv.keep(x, cache)
         if residual is None:
             return x

@@ -12,6 +12,7 @@ from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers import causal_conv as causal
 from fast_video_vae.vae.layers import conv, conv_weights
 from fast_video_vae.vae.layers import resample_conv as resample
+from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_convolutions_that_change_the_size_are_the_plain_steps(kind, plain, size
     x = torch.randn(2, 6, 3, *size, dtype=torch.float64)
     x = x.contiguous(memory_format=torch.channels_last_3d)
     expected = plain(x, ours.weight.unsqueeze(2), ours.bias)
-    torch.testing.assert_close(ours(x), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours(x, TemporalCache()), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_forms_are_counted_and_dropped(vae, latent):

@@ -66,9 +66,9 @@ def test_what_was_in_used_memory_never_shows(family, dtype, small_too, monkeypat
         lent.append(memory.fill_(math.nan).data_ptr())
         return memory
 
-    reused = TemporalCache.reused
+    reused = workspace.Workspace.reused
     monkeypatch.setattr(workspace, "KEPT_BYTES", 0)
-    monkeypatch.setattr(TemporalCache, "reused", poisoned)
+    monkeypatch.setattr(workspace.Workspace, "reused", poisoned)
     assert torch.equal(vae.encode(video), latent)
     assert torch.equal(vae.decode(latent), frames)
     assert len(set(lent)) < len(lent), "nothing was used again"
