@@ -19,7 +19,6 @@ class CausalLayer(nn.Module):
         sees_all: It sees every pixel of a frame, so that it cannot run in tiles.
         settles: It heeds `cache.settling`.
         holds: What it keeps meanwhile beside what its blocks make: "input", "result" or nothing.
-        remembers_large: Its history is of the larger of its two sizes.
         repeats: It may be given the last frame again, see `wants`; its parts may differ in length.
     """
 
@@ -30,7 +29,6 @@ class CausalLayer(nn.Module):
     sees_all: bool = False
     settles: bool = False
     holds: str = ""
-    remembers_large: bool = False
     repeats: bool = False
 
     @property

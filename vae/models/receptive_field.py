@@ -1,9 +1,7 @@
 """What a layer sees: how far back in time and to each side, and how large its frames become."""
 
-import itertools
 import math
 from collections.abc import Sequence
-from fractions import Fraction
 
 from torch import nn
 
@@ -59,40 +57,3 @@ def reach(part: nn.Module) -> int:
     """Pixels that a layer without `blocks` sees on each side of one, where its convolutions are."""
     convs = (module for module in part.modules() if isinstance(module, Conv))
     return sum(conv.weight.shape[-1] // 2 for conv in convs)
-
-
-def spans_before(layers: Sequence[CausalLayer], lengths: Sequence[int], span: Span) -> list[Span]:
-    """What is needed before each layer, and after the last, for a span of what leaves that.
-
-    Args:
-        layers: Layers in order.
-        lengths: Height or width of the whole frames before each.
-        span: Rows or columns of what leaves the last.
-    """
-    spans = [span]
-    block = 1
-    for layer, length in zip(reversed(layers), reversed(lengths), strict=True):
-        # Pixels that become one stay together, from the first layer on.
-        block = max(block, int(1 / min(1, layer.scale)))
-        span = _span_before(layer, length, span, block)
-        spans.append(span)
-    return spans[::-1]
-
-
-def _span_before(layer: CausalLayer, length: int, span: Span, block: int) -> Span:
-    parts = layer.blocks
-    scales = (part.scale for part in parts[:-1])
-    lengths = itertools.accumulate(scales, lambda size, scale: int(size * scale), initial=length)
-    for part, size in zip(reversed(parts), reversed(list(lengths)), strict=True):
-        pixels = reach(part)
-        # What makes frames larger reaches as far among the larger ones.
-        large, small = (pixels, 0) if part.scale > 1 else (0, pixels)
-        start = math.floor((span[0] - large) / part.scale) - small
-        stop = math.ceil((span[1] + large) / part.scale) + small
-        span = max(0, start // block * block), min(size, -(-stop // block) * block)
-    return span
-
-
-def scaled(span: Span, scale: Fraction) -> Span:
-    """A span of pixels where frames are so many times as large."""
-    return int(span[0] * scale), int(span[1] * scale)

@@ -1,7 +1,8 @@
 """What a stream takes of memory and of time, from the numbers of its layers."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from .dry_run import CropSpec, DryRun, Setting, SpecChains
 from .layer_specs import LayerSpec, NetworkSpec, Shape, lengths_before
@@ -21,49 +22,92 @@ _THERE = 3
 
 
 @dataclass(frozen=True)
+class LayerRun:
+    """Layers in a row; what of one latent enters each, and leaves the last."""
+
+    layers: Sequence[LayerSpec] = ()
+    shapes: Sequence[Shape] = ()
+
+    @property
+    def largest(self) -> int:
+        """Numbers where frames are smallest, or where those of a step come together; the most."""
+        smallest = min((shape.height for shape in self.shapes), default=0)
+        numbers = [
+            shape.numel for layer, shape in self._pairs if shape.height == smallest or layer.pairs
+        ]
+        return max(numbers, default=0)
+
+    @property
+    def remembered(self) -> int:
+        """Numbers that they remember."""
+        return sum(layer.remembered(shape) for layer, shape in self._pairs)
+
+    def work(self, *, lone: bool) -> int:
+        """Products of numbers, about."""
+        return sum(layer.work(shape, lone=lone) for layer, shape in self._pairs)
+
+    def chains(self, *, cropped: bool = False) -> SpecChains:
+        """As `Network.chains`; of a tile with what cuts the halo off as `tiling.make_tile`."""
+        chains: SpecChains = [[]]
+        if cropped:
+            chains[0].append(CropSpec(*self.shapes[0][2:]))
+        for index, (layer, shape) in enumerate(self._pairs, 1):
+            if layer.pairs:
+                chains.append([])
+            chains[-1].append(layer)
+            size = self.shapes[index][2:]
+            if cropped and layer.after(shape, lone=True)[2:] != size:
+                chains[-1].append(CropSpec(*size))
+        return chains
+
+    @property
+    def _pairs(self) -> Sequence[tuple[LayerSpec, Shape]]:
+        return list(zip(self.layers, self.shapes[:-1], strict=True))
+
+
+@dataclass(frozen=True)
 class StreamCost:
     """What a stream goes through.
 
     Attributes:
         setting: Where.
+        encodes: Tiles come before the whole frames.
+        frames: What of one latent enters an encoder or leaves a decoder.
         whole: The layers on whole frames.
-        tiled: Those in tiles, of the largest tile; empty: there are none.
-        encodes: The tiles come before the whole frames.
-        entering: What enters of one latent.
-        leaving: What leaves of one latent.
-        between: What goes from the one to the other part, where there are tiles.
-        latent_bytes: The largest activation of one latent where frames are smallest, or where those
-            of a step come together.
-        whole_kept: Bytes that the layers on whole frames remember.
-        tiles_kept: Bytes that those in tiles remember of all tiles.
-        tile_kept: Of the largest.
-        work: Products for one latent.
+        tile: Those in tiles, of the largest tile; none: there are no tiles.
+        tiles: Likewise, of all tiles together.
         parked: What tiles remember is on the host but while they run.
     """
 
     setting: Setting
-    whole: SpecChains
-    tiled: SpecChains
     encodes: bool
-    entering: Shape
-    leaving: Shape
-    between: Shape
-    latent_bytes: int
-    whole_kept: int
-    tiles_kept: int
-    tile_kept: int
-    work: int
+    frames: Shape
+    whole: LayerRun
+    tile: LayerRun = LayerRun()
+    tiles: LayerRun = LayerRun()
     parked: bool = False
 
-    @property
+    @functools.cached_property
+    def work(self) -> int:
+        """Products for one latent."""
+        works = (run.work(lone=self.setting.lone) for run in (self.whole, self.tiles))
+        return self.setting.batch * sum(works)
+
+    @functools.cached_property
+    def latent_bytes(self) -> int:
+        """The largest activation of one latent that is small, or collected."""
+        return self._nbytes(max(self.whole.largest, self.tile.largest))
+
+    @functools.cached_property
     def kept_bytes(self) -> int:
         """What the layers remember on the device."""
-        return self.whole_kept + (_THERE * self.tile_kept if self.parked else self.tiles_kept)
+        tiles = _THERE * self.tile.remembered if self.parked else self.tiles.remembered
+        return 0 if self.setting.lone else self._nbytes(self.whole.remembered + tiles)
 
     @property
     def moved_bytes(self) -> int:
         """What goes to the host and back once a chunk."""
-        return 2 * self.tiles_kept if self.parked else 0
+        return 2 * self._nbytes(self.tiles.remembered) if self.parked else 0
 
     def peak_bytes(self, chunk: int, part_bytes: int) -> int:
         """Memory that the stream takes beside weights, input and output; an estimate.
@@ -71,29 +115,34 @@ class StreamCost:
         The latents of a step and the size of a part are as for the executor.
         """
         rehearsal = DryRun(self.setting, part_bytes, self.kept_bytes)
+        x, frames = (
+            shape.lasting(shape.frames * chunk) for shape in (self.whole.shapes[0], self.frames)
+        )
+        whole, tiled = self._chains
         # The second chunk meets what the first has left behind.
         for _ in range(1 if self.setting.lone else 2):
-            x = _of(self.entering, chunk)
-            if not self.tiled:
-                rehearsal.whole_frames(self.whole, x)
+            if not self.tile.layers:
+                rehearsal.whole_frames(whole, x)
             elif self.encodes:
-                rehearsal.tiled_encode(self.tiled, self.whole, x, _of(self.between, chunk))
+                rehearsal.tiled_encode(tiled, whole, frames, x)
             else:
-                rehearsal.tiled_decode(self.whole, self.tiled, x, _of(self.leaving, chunk))
+                rehearsal.tiled_decode(whole, tiled, x, frames)
         fixed = BASE_BYTES if self.setting.on_cpu else _CUDNN_WORKSPACE_BYTES
         return fixed + rehearsal.peak_bytes
+
+    @functools.cached_property
+    def _chains(self) -> tuple[SpecChains, SpecChains]:
+        return self.whole.chains(), self.tile.chains(cropped=bool(self.tile.layers))
+
+    def _nbytes(self, numbers: int) -> int:
+        return numbers * self.setting.batch * self.setting.itemsize
 
 
 def whole_cost(network: NetworkSpec, setting: Setting, size: Size) -> StreamCost:
     """What a stream goes through on whole frames; `size` is that of what enters the network."""
-    layers = network.layers
     shapes = network.shapes(size, lone=setting.lone)
-    kept = _remembered(layers, shapes, setting)
-    work = _work(layers, shapes, setting)
-    chains = _chains(layers)
-    ends = shapes[0], shapes[-1], shapes[0]
-    latent = _latent_bytes(layers, shapes, setting)
-    return StreamCost(setting, chains, [], network.encodes, *ends, latent, kept, 0, 0, work)
+    frames = shapes[0 if network.encodes else -1]
+    return StreamCost(setting, network.encodes, frames, LayerRun(network.layers, shapes))
 
 
 def tiled_cost(
@@ -112,80 +161,21 @@ def tiled_cost(
         cut: Layers before the cut.
         spans: Rows that tiles give of the frames that leave the tiled layers, and columns.
     """
-    shapes = network.shapes(size, lone=setting.lone)
-    inner, outer = slice(0, cut), slice(cut, None)
+    stream = whole_cost(network, setting, size)
+    layers, shapes = stream.whole.layers, stream.whole.shapes
+    tiled, whole = LayerRun(layers[:cut], shapes[: cut + 1]), LayerRun(layers[cut:], shapes[cut:])
     if not network.encodes:
-        inner, outer = outer, inner
-    layers, at = network.layers[inner], inner.start or 0
+        tiled, whole = whole, tiled
     axes = [
-        [lengths_before(layers, length, span) for span in axis]
-        for length, axis in zip(shapes[at][2:], spans, strict=True)
+        [lengths_before(tiled.layers, length, span) for span in axis]
+        for length, axis in zip(tiled.shapes[0][2:], spans, strict=True)
     ]
-    largest, every = (
-        [
-            shape.sized(height, width)
-            for shape, height, width in zip(
-                shapes[at:],
-                *([each(many) for many in zip(*axis, strict=True)] for axis in axes),
-                strict=False,
-            )
-        ]
-        for each in (max, sum)
-    )
-    rest = network.layers[outer]
-    before = shapes[outer.start or 0 :]
-    return StreamCost(
-        setting,
-        _chains(rest),
-        _chains(layers, largest),
-        network.encodes,
-        shapes[0],
-        shapes[-1],
-        shapes[cut],
-        max(_latent_bytes(layers, largest, setting), _latent_bytes(rest, before, setting)),
-        _remembered(rest, before, setting),
-        _remembered(layers, every, setting),
-        _remembered(layers, largest, setting),
-        _work(layers, every, setting) + _work(rest, before, setting),
-    )
 
+    def of(each: Callable[[Sequence[int]], int]) -> LayerRun:
+        sizes = zip(
+            *([each(many) for many in zip(*axis, strict=True)] for axis in axes), strict=True
+        )
+        pairs = zip(tiled.shapes, sizes, strict=True)
+        return LayerRun(tiled.layers, [shape.sized(*size) for shape, size in pairs])
 
-def _of(shape: Shape, latents: int) -> Shape:
-    return shape.lasting(shape.frames * latents)
-
-
-def _remembered(layers: Sequence[LayerSpec], shapes: Sequence[Shape], setting: Setting) -> int:
-    if setting.lone:
-        return 0
-    pairs = zip(layers, shapes, strict=False)
-    numbers = sum(layer.remembered(shape) for layer, shape in pairs)
-    return numbers * setting.batch * setting.itemsize
-
-
-def _latent_bytes(layers: Sequence[LayerSpec], shapes: Sequence[Shape], setting: Setting) -> int:
-    smallest = min(shape.height for shape in shapes)
-    numbers = [
-        shape.numel
-        for shape, layer in zip(shapes, layers, strict=False)
-        if shape.height == smallest or layer.pairs
-    ]
-    return max(numbers, default=0) * setting.batch * setting.itemsize
-
-
-def _work(layers: Sequence[LayerSpec], shapes: Sequence[Shape], setting: Setting) -> int:
-    pairs = zip(layers, shapes, strict=False)
-    return setting.batch * sum(layer.work(shape, lone=setting.lone) for layer, shape in pairs)
-
-
-def _chains(layers: Sequence[LayerSpec], tile: Sequence[Shape] = ()) -> SpecChains:
-    """As `Network.chains`, and for a tile with what cuts the halo off as `tiling.make_tile`."""
-    chains: SpecChains = [[]]
-    if tile:
-        chains[0].append(CropSpec(*tile[0][2:]))
-    for index, layer in enumerate(layers):
-        if layer.pairs:
-            chains.append([])
-        chains[-1].append(layer)
-        if tile and layer.after(tile[index], lone=True)[2:] != tile[index + 1][2:]:
-            chains[-1].append(CropSpec(*tile[index + 1][2:]))
-    return chains
+    return replace(stream, whole=whole, tile=of(max), tiles=of(sum))

@@ -1,11 +1,12 @@
 """A stream without its numbers: what it takes of memory is noted, and nothing is computed.
 
-It goes through the layers as the executor does, and notes what each makes and when that is let
-go, with the rules of the real code: who changes what a layer holds changes it here as well. What is
-measured of processes beside it is in `tests/vae/planning/test_plan.py`.
+It goes through the layers as the executor does, and notes what each makes, with the rules of the
+real code: who changes what a layer holds changes it here as well. A block is given back when the
+last variable that refers to it is gone, as the memory of a tensor is. What is measured of processes
+beside it is in `tests/vae/planning/test_plan.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,10 +44,15 @@ class Setting:
 
 
 class CropSpec(NamedTuple):
-    """What cuts the halo of a tile off: to a height and a width."""
+    """What cuts the halo of a tile off, as a `LayerSpec`: to a height and a width."""
 
     height: int
     width: int
+    growth = 1
+
+    def after(self, shape: Shape, *, lone: bool) -> Shape:
+        """What comes out."""
+        return shape.sized(*self)
 
 
 SpecChains = list[list[LayerSpec | CropSpec]]
@@ -54,8 +60,6 @@ SpecChains = list[list[LayerSpec | CropSpec]]
 
 class DryRun:
     """One video on its way.
-
-    What a method returns is held for its caller, and what it is given is held by its caller.
 
     Args:
         setting: Where it runs.
@@ -66,8 +70,7 @@ class DryRun:
     def __init__(self, setting: Setting, part_bytes: int, kept_bytes: int) -> None:
         self._ledger = _Ledger(setting, kept_bytes)
         self._setting, self._part_bytes = setting, part_bytes
-        self._piece: _Block | None = None
-        self._tile_piece: _Block | None = None
+        self._piece: _Block | None = None  # who takes pieces lets go of one when the next is there
 
     @property
     def peak_bytes(self) -> int:
@@ -77,9 +80,7 @@ class DryRun:
     def whole_frames(self, chains: SpecChains, shape: Shape) -> None:
         """`WholeFrames.advance`."""
         x = self._ledger.new(shape)
-        runs = self._advance(chains, x, shape, collects=False)
-        self._ledger.free(x)
-        self._piece = self._given(self._piece, runs.last)
+        self._piece = self._advance(chains, x, shape, collects=False).last
 
     def tiled_decode(
         self, whole: SpecChains, tile: SpecChains, shape: Shape, leaving: Shape
@@ -88,81 +89,57 @@ class DryRun:
         x = self._ledger.new(shape)
         runs = self._advance(whole, x, shape, collects=True)
         chunk = self._ledger.new(leaving)
-        frames = self._advance(tile, runs.last, runs.shape, collects=False)
-        self._tile_piece = self._given(self._tile_piece, frames.last)
-        self._ledger.free(x, runs.last, *runs.before)
-        self._tile_piece = self._given(self._tile_piece, None)
-        self._piece = self._given(self._piece, chunk)
+        self._advance(tile, runs.last, runs.shape, collects=False)
+        self._piece = chunk
 
     def tiled_encode(
         self, tile: SpecChains, whole: SpecChains, shape: Shape, between: Shape
     ) -> None:
         """`TiledEncode.advance`."""
         x = self._ledger.new(shape)
-        runs = self._advance(tile, x, shape, collects=True)
-        frames = self._ledger.new(between)
-        latents = self._advance(whole, frames, between, collects=False)
-        self._ledger.free(x, frames, runs.last, *runs.before)
-        self._piece = self._given(self._piece, latents.last)
-
-    def _given(self, before: "_Block | None", piece: "_Block | None") -> "_Block | None":
-        """Who takes pieces lets go of one when the next is there."""
-        if before is not None:
-            self._ledger.free(before)
-        return piece
+        made = self._advance(tile, x, shape, collects=True), self._ledger.new(between)
+        self._piece = self._advance(whole, made[1], between, collects=False).last
 
     def _advance(self, chains: SpecChains, x: "_Block", shape: Shape, *, collects: bool) -> "_Runs":
         """`advance` of the executor."""
-        ledger = self._ledger
         runs = self._run(chains[0], x, shape, collects=collects or len(chains) > 1)
-        joined = None
         for number, (head, *tail) in enumerate(chains[1:], 2):
-            y = runs.last if runs.count == 1 else ledger.new(runs.joined)
-            if runs.count > 1:
-                ledger.free(runs.last, *runs.before)
-            joined = self._given(joined, y)
-            z, out = self._through(head, y, runs.joined)
+            shape = runs.joined
+            joined = runs.last if runs.count == 1 else self._ledger.new(shape)
+            del runs
+            z, out = self._through(head, joined, shape)
             runs = self._run(tail, z, out, collects=collects or number < len(chains))
-            ledger.free(z)
-        self._given(joined, None)
+            del z
         return runs
 
     def _run(
         self, layers: Sequence[LayerSpec | CropSpec], x: "_Block", shape: Shape, *, collects: bool
     ) -> "_Runs":
         """`advance`: of the parts, the last; the others do the same with less collected."""
-        ledger = self._ledger
-        y = ledger.hold(x)
+        ledger, lone = self._ledger, self._setting.lone
+        y = x
         for index, layer in enumerate(layers):
-            growth = 1 if isinstance(layer, CropSpec) else layer.growth
-            part = largest_part(shape.frames, ledger.nbytes(shape) * growth, self._part_bytes)
+            nbytes = ledger.nbytes(shape) * layer.growth
+            part = largest_part(shape.frames, nbytes, self._part_bytes)
             if part < shape.frames:
                 run = shape.lasting(part)
                 # The frames of one video lie one after the other, so that some are no copy.
-                z = ledger.new(run) if self._setting.batch > 1 else ledger.hold(y)
+                z = ledger.new(run) if self._setting.batch > 1 else y
                 count, before = shape.frames // part, []
                 if collects:
                     end = run
                     for each in layers[index:]:
-                        end = self._after(each, end)
+                        end = each.after(end, lone=lone)
                     before.append(ledger.new(end, count - 1))
                 runs = self._run(layers[index:], z, run, collects=collects)
-                ledger.free(y, z)
                 return _Runs(runs.last, runs.shape, count * runs.count, before + runs.before)
-            z, shape = self._through(layer, y, shape)
-            ledger.free(y)
-            y = z
+            y, shape = self._through(layer, y, shape)
         return _Runs(y, shape, 1, [])
-
-    def _after(self, layer: LayerSpec | CropSpec, shape: Shape) -> Shape:
-        if isinstance(layer, CropSpec):
-            return shape.sized(*layer)
-        return layer.after(shape, lone=self._setting.lone)
 
     def _through(
         self, layer: LayerSpec | CropSpec, x: "_Block", shape: Shape
     ) -> "tuple[_Block, Shape]":
-        after = self._after(layer, shape)
+        after = layer.after(shape, lone=self._setting.lone)
         if isinstance(layer, CropSpec):
             return self._ledger.new(after), after
         side = None
@@ -170,18 +147,14 @@ class DryRun:
             side = self._ledger.new(after)
         elif layer.holds == "input":
             # A block with a shortcut of its own leaves its input alone.
-            alone = layer.parts[0].mixed
-            side = self._ledger.hold(x) if alone else self._ledger.new(shape)
-        y = self._ledger.hold(x)
+            side = x if layer.parts[0].mixed else self._ledger.new(shape)
+        y = x
         for part in layer.parts:
             last = layer.holds == "result" and part is layer.parts[-1]
-            z = self._part(part, y, shape, side if last and part.down > 1 else None)
+            y = self._part(part, y, shape, side if last and part.down > 1 else None)
             shape = part.after(shape, lone=self._setting.lone)
-            self._ledger.free(y)
-            y = z
         if layer.holds == "result" and layer.parts[-1].down == 1:
-            y = self._given(y, self._ledger.new(after)) or y
-        self._given(side, None)
+            y = self._ledger.new(after)
         return y, after
 
     def _part(
@@ -206,9 +179,7 @@ class DryRun:
             scores = _SCORE_BYTES * min(rows, _SCORES)
             self._ledger.take(scores)
             self._ledger.take(-scores)
-        y = self._ledger.new(shape)
-        self._ledger.free(*made)
-        return y
+        return self._ledger.new(shape)
 
     def _same(self, part: PartSpec, x: "_Block", shape: Shape) -> "_Block":
         """A convolution, or two with what they are added to."""
@@ -218,10 +189,8 @@ class DryRun:
             made.append(self._product(part, product, shape))
             shape = shape.of(product.outputs)
         if before:
-            made.append(self._ledger.new(shape) if part.mixed else self._ledger.hold(x))
-        y = self._product(part, last, shape, made[-1] if before else None)
-        self._ledger.free(*made)
-        return y
+            made.append(self._ledger.new(shape) if part.mixed else x)
+        return self._product(part, last, shape, made[-1] if before else None)
 
     def _down(self, part: PartSpec, shape: Shape, residual: "_Block | None") -> "_Block":
         """In space, and in time if there is a second convolution."""
@@ -230,10 +199,7 @@ class DryRun:
         y = self._product(part, first, shape, None if rest else residual, part.down)
         if not rest:
             return y
-        small = part.after(shape, lone=True)
-        z = self._product(part, rest[0], small, residual)
-        self._ledger.free(y)
-        return z
+        return self._product(part, rest[0], part.after(shape, lone=True), residual)
 
     def _up(self, part: PartSpec, shape: Shape) -> "_Block":
         """In time if there is a first convolution, then in space."""
@@ -253,7 +219,6 @@ class DryRun:
             Shape(last.outputs, shape.frames * times, 2 * shape.height, 2 * shape.width)
         )
         made += [self._made(grid) for _ in range(times - 1)]
-        self._ledger.free(*made)
         return y
 
     def _product(
@@ -272,9 +237,9 @@ class DryRun:
         rows = self._band(window) if part.banded else shape.height
         if rows < shape.height:
             ledger.scratch(window.sized(rows + 2, window.width))
-            y = ledger.hold(residual) if residual else ledger.result(out)
+            y = residual or ledger.result(out)
             tail = Shape(shape.channels, product.context, rows, shape.width)
-            ledger.free(ledger.new(tail), self._made(out.sized(rows, out.width)))
+            _ = ledger.new(tail), self._made(out.sized(rows, out.width))
             return y
         if product.windowed:
             ledger.scratch(window)
@@ -282,10 +247,8 @@ class DryRun:
         arranged = 2 * product.rearranged_first if setting.lone else product.rearranged
         copies = arranged * setting.itemsize * (1 + setting.casts) * setting.on_cpu
         ledger.take(copies)
-        if arranged or not setting.fused:
-            y = ledger.new(out)
-        else:
-            y = ledger.hold(residual) if residual else ledger.result(out)
+        made = arranged or not setting.fused
+        y = ledger.new(out) if made else residual or ledger.result(out)
         ledger.take(-copies)
         return y
 
@@ -316,12 +279,15 @@ class _Runs(NamedTuple):
 
 
 class _Block:
-    """Memory that something lies in, and how many hold it."""
+    """Memory that something lies in, until nothing refers to it."""
 
-    __slots__ = ("held", "kept", "nbytes")
+    __slots__ = ("_give_back", "_nbytes")
 
-    def __init__(self, nbytes: int, *, kept: bool = False) -> None:
-        self.nbytes, self.kept, self.held = nbytes, kept, 1
+    def __init__(self, nbytes: int, give_back: Callable[[int], object]) -> None:
+        self._nbytes, self._give_back = nbytes, give_back
+
+    def __del__(self) -> None:
+        self._give_back(self._nbytes)
 
 
 class _Ledger:
@@ -336,7 +302,7 @@ class _Ledger:
         self.peak = self._live = kept_bytes
         self._setting = setting
         self._scratch = 0
-        self._blocks: list[_Block] = []
+        self._free: list[int] = []  # sizes of what `Workspace.reused` can lend again
 
     def take(self, nbytes: int) -> None:
         """Note what is taken; below zero, what is given back."""
@@ -349,40 +315,25 @@ class _Ledger:
 
     def new(self, shape: Shape, count: int = 1) -> _Block:
         """Memory that is asked for; of so many such shapes."""
-        block = _Block(count * self.nbytes(shape))
-        self.take(block.nbytes)
-        return block
+        nbytes = count * self.nbytes(shape)
+        self.take(nbytes)
+        return _Block(-nbytes, self.take)
 
     def result(self, shape: Shape) -> _Block:
         """Memory as `Workspace.reused` lends it, or new."""
         nbytes = self.nbytes(shape)
         if not self._setting.on_cpu or nbytes < KEPT_BYTES:
             return self.new(shape)
-        free = [block for block in self._blocks if not block.held]
-        fitting = [block for block in free if nbytes <= block.nbytes <= WASTE * nbytes]
-        if not fitting:
-            self._blocks = [block for block in self._blocks if block.held]
-            self.take(nbytes - sum(block.nbytes for block in free))
-            fitting = [_Block(nbytes, kept=True)]
-            self._blocks += fitting
-        block = min(fitting, key=lambda block: block.nbytes)
-        block.held = 1
-        return block
+        size = min((size for size in self._free if nbytes <= size <= WASTE * nbytes), default=0)
+        if size:
+            self._free.remove(size)
+        else:
+            self.take(nbytes - sum(self._free))
+            self._free.clear()
+        return _Block(size or nbytes, self._free.append)
 
     def scratch(self, shape: Shape) -> None:
         """Memory as `Workspace.scratch` lends it."""
         nbytes = self.nbytes(shape)
         self.take(max(0, nbytes - self._scratch))
         self._scratch = max(nbytes, self._scratch)
-
-    def hold(self, block: _Block) -> _Block:
-        """One more holds it."""
-        block.held += 1
-        return block
-
-    def free(self, *blocks: _Block) -> None:
-        """One less holds each."""
-        for block in blocks:
-            block.held -= 1
-            if not block.held and not block.kept:
-                self.take(-block.nbytes)

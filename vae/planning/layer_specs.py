@@ -75,7 +75,6 @@ class PartSpec:
         outputs: Channels out; 0: as many as come in.
         times: Frames out for one in, but for the first.
         stride: Frames in for one out, likewise.
-        folds: Its convolution in space works on the smaller of two sizes.
         banded: It may divide its work into bands of rows.
         reach: Pixels that it sees to each side.
     """
@@ -87,7 +86,6 @@ class PartSpec:
     down: int
     times: int
     stride: int
-    folds: bool
     banded: bool
     reach: int
 
@@ -110,8 +108,6 @@ class PartSpec:
     def remembered(self, shape: Shape) -> int:
         """Numbers that its convolutions remember, if such frames come in."""
         area, total = shape.height * shape.width, 0
-        if not self.folds:
-            area *= self.up**2
         for product in self.products:
             total += product.context * product.inputs * area
             area //= self.down**2 if product is self.products[0] else 1
@@ -136,27 +132,26 @@ class LayerSpec:
     pairs: bool
     holds: str
 
+    def shapes(self, shape: Shape, *, lone: bool) -> list[Shape]:
+        """What enters each part, and leaves the last."""
+        shapes = [shape]
+        for part in self.parts:
+            shapes.append(part.after(shapes[-1], lone=lone))
+        return shapes
+
     def after(self, shape: Shape, *, lone: bool) -> Shape:
         """What comes out."""
-        for part in self.parts:
-            shape = part.after(shape, lone=lone)
-        return shape
+        return self.shapes(shape, lone=lone)[-1]
 
     def work(self, shape: Shape, *, lone: bool) -> int:
-        """See `PartSpec`."""
-        total = 0
-        for part in self.parts:
-            total += part.work(shape, lone=lone)
-            shape = part.after(shape, lone=lone)
-        return total
+        """Products of numbers, about, if that comes in."""
+        pairs = zip(self.parts, self.shapes(shape, lone=lone), strict=False)
+        return sum(part.work(each, lone=lone) for part, each in pairs)
 
     def remembered(self, shape: Shape) -> int:
-        """See `PartSpec`."""
-        total = 0
-        for part in self.parts:
-            total += part.remembered(shape)
-            shape = part.after(shape, lone=True)
-        return total
+        """Numbers that its convolutions remember, if such frames come in."""
+        pairs = zip(self.parts, self.shapes(shape, lone=True), strict=False)
+        return sum(part.remembered(each) for part, each in pairs)
 
 
 @dataclass(frozen=True)
@@ -182,21 +177,28 @@ class NetworkSpec:
 
 def network_spec(network: Network) -> NetworkSpec:
     """Read the numbers off a network."""
-    layers = tuple(_layer_spec(layer) for layer in network.layers())
+    layers = tuple(map(layer_spec, network.layers()))
     frames = math.prod(part.stride for layer in layers for part in layer.parts)
     return NetworkSpec(layers, is_encoder(network), frames)
 
 
 def lengths_before(layers: Sequence[LayerSpec], length: int, span: Span) -> list[int]:
-    """Lengths along one axis that a tile has on its way, as `tiling.make_tile` cuts it.
+    """Lengths that a tile has on its way, as `tiling.make_tile` cuts it; see `spans_before`."""
+    spans = spans_before(layers, length, span)
+    given = [spans[0][1] - spans[0][0]]
+    for layer, (start, stop) in zip(layers, spans[1:], strict=True):
+        given.append(given[-1] if layer.scale == (1, 1) else stop - start)
+    given[-1] = span[1] - span[0]
+    return given
+
+
+def spans_before(layers: Sequence[LayerSpec], length: int, span: Span) -> list[Span]:
+    """What a tile needs of whole frames along one axis, before each layer and after the last.
 
     Args:
         layers: The layers that run in tiles.
         length: Of the whole frames that enter them.
         span: What the tile gives of the frames that leave them.
-
-    Returns:
-        Before each layer, and after the last.
     """
     lengths = [length]
     for layer in layers:
@@ -205,6 +207,7 @@ def lengths_before(layers: Sequence[LayerSpec], length: int, span: Span) -> list
     spans, block, at = [span], 1, len(lengths) - 1
     for layer in reversed(layers):
         up, down = layer.scale
+        # Pixels that become one stay together, from the first layer on.
         block = max(block, down // up)
         start, stop = spans[-1]
         for part in reversed(layer.parts):
@@ -216,15 +219,11 @@ def lengths_before(layers: Sequence[LayerSpec], length: int, span: Span) -> list
             start, stop = start // block * block, -(-stop // block) * block
             start, stop = max(0, start), min(lengths[at], stop)
         spans.append((start, stop))
-    spans.reverse()
-    given = [spans[0][1] - spans[0][0]]
-    for layer, (start, stop) in zip(layers, spans[1:], strict=True):
-        given.append(given[-1] if layer.scale == (1, 1) else stop - start)
-    given[-1] = span[1] - span[0]
-    return given
+    return spans[::-1]
 
 
-def _layer_spec(layer: CausalLayer) -> LayerSpec:
+def layer_spec(layer: CausalLayer) -> LayerSpec:
+    """Read the numbers off a layer."""
     parts = tuple(_part_spec(part) for part in layer.blocks)
     scale = layer.scale.as_integer_ratio()
     return LayerSpec(parts, scale, layer.growth, layer.pairs, layer.holds)
@@ -243,7 +242,6 @@ def _part_spec(layer: CausalLayer) -> PartSpec:
         *layer.scale.as_integer_ratio(),
         layer.times,
         math.prod(conv.stride for conv in convs),
-        layer.scale <= 1 or not layer.remembers_large,
         layer.sees_all,
         reach(layer),
     )

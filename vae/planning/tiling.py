@@ -14,6 +14,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from ..layers.causal_layer import CausalLayer
 from ..layers.temporal_cache import TemporalCache
 from ..layers.workspace import canonical
 from ..models.base import Network
-from ..models.receptive_field import Size, Span, frame_sizes, is_encoder, scaled, spans_before
+from ..models.receptive_field import Size, Span, is_encoder
+from .layer_specs import layer_spec, spans_before
 
 Chains = list[list[CausalLayer]]
 
@@ -122,11 +124,9 @@ def make_tile(chains: Chains, size: Size, rows: Span, columns: Span) -> FrameTil
         columns: Likewise.
     """
     layers = [layer for chain in chains for layer in chain]
-    sizes = frame_sizes(layers, size)
-    lengths = zip(*sizes[:-1], strict=True)
-    ends = zip(lengths, (rows, columns), strict=True)
-    spans = (spans_before(layers, each, span) for each, span in ends)
-    needed = list(zip(*spans, strict=True))
+    specs = [layer_spec(layer) for layer in layers]
+    down, across = (spans_before(specs, *each) for each in zip(size, (rows, columns), strict=True))
+    needed = list(zip(down, across, strict=True))
     have = needed[0]
     made: Chains = []
     seen: list[tuple[Span, Span]] = []
@@ -137,18 +137,17 @@ def make_tile(chains: Chains, size: Size, rows: Span, columns: Span) -> FrameTil
                 made[-1].append(Crop(*have))
             made[-1].append(layer)
             seen.append(have)
-            scale = layer.scale
-            have = (scaled(have[0], scale), scaled(have[1], scale))
             # Where the size changes, what the layers behind do not need is cut off; at once,
             # because a layer that takes pairs of frames has to begin its chain.
-            if scale != 1 or len(seen) == len(layers):
-                made[-1] += _crop(have, needed[len(seen)])
+            if layer.scale != 1 or len(seen) == len(layers):
+                made[-1] += _crop(have, layer.scale, needed[len(seen)])
                 have = needed[len(seen)]
     return FrameTile(rows, columns, made, layers, seen)
 
 
-def _crop(have: tuple[Span, Span], want: tuple[Span, Span]) -> list[CausalLayer]:
-    """What cuts a rectangle, both counted in pixels of the whole frame, down to another."""
+def _crop(before: tuple[Span, Span], scale: Fraction, want: tuple[Span, Span]) -> list[CausalLayer]:
+    """What cuts a scaled rectangle, both counted in pixels of the whole frame, down to another."""
+    have = tuple((int(start * scale), int(stop * scale)) for start, stop in before)
     if have == want:
         return []
     spans = [(new[0] - old[0], new[1] - old[0]) for old, new in zip(have, want, strict=True)]

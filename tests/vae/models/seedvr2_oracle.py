@@ -110,7 +110,6 @@ class PlainUpsample(CausalLayer):
     """`SeedVR2Upsample` in its two steps, to compare with: more arithmetic and memory."""
 
     scale = Fraction(2)
-    remembers_large = True
 
     def __init__(self, channels, *, temporal):
         super().__init__()

@@ -10,6 +10,7 @@ from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.vae.families import STATES, WAN, close, joined, latent_for, random_frames
 from fast_video_vae.tests.wan22 import random_wan22
 from fast_video_vae.vae import StreamOptions, load_vae
+from fast_video_vae.vae.models.receptive_field import frame_sizes
 from fast_video_vae.vae.planning import plan as plan_module
 from fast_video_vae.vae.planning import tiling
 from fast_video_vae.vae.streaming import session
@@ -109,8 +110,8 @@ def test_the_halo_of_wan_is_as_wide_as_its_layers_reach():
     for state, layers in ((random_state_dict(8), 8), (random_wan22(8, 8), 3)):
         network = load_vae(state, dtype=torch.float32).decoder
         tail = network.layers()[-layers:]
-        size = tiling.frame_sizes(network.layers(), (64, 64))[-layers - 1]
-        end = tiling.frame_sizes(tail, size)[-1]
+        size = frame_sizes(network.layers(), (64, 64))[-layers - 1]
+        end = frame_sizes(tail, size)[-1]
         middle = (end[0] // 2 - 8, end[0] // 2 + 8)
         tile = tiling.make_tile([tail], size, middle, middle)
         scale = end[0] // size[0]
