@@ -16,8 +16,8 @@ class Network(nn.Module):
     """
 
     def layers(self) -> list[CausalLayer]:
-        """The layers in order, every one from `(x, cache)` to `x`."""
-        raise NotImplementedError
+        """The layers in order, every one from `(x, cache)` to `x`: what it is made of."""
+        return in_order(*self.children())
 
     def chains(self) -> list[list[CausalLayer]]:
         """The layers, cut before each that has `pairs`.

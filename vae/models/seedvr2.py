@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels import attention, group_norm_silu, group_norm_statistics
+from ...kernels import group_norm_silu, group_norm_statistics
 from ..layers import row_bands
 from ..layers.causal_conv import CausalConv3d
 from ..layers.causal_layer import CausalLayer
@@ -24,7 +24,7 @@ from ..layers.subpixel_conv import ShuffleConv
 from ..layers.temporal_cache import TemporalCache
 from .base import Network, in_order
 from .config import SEEDVR2_GROUPS
-from .wan_blocks import added
+from .wan_blocks import attend
 
 _ENCODER_BLOCKS = 2
 _DECODER_BLOCKS = 3
@@ -116,18 +116,10 @@ class SeedVR2AttentionBlock(CausalLayer):
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """`[B, C, T, H, W]` to the same shape."""
-        batch, _, frames, height, width = x.shape
-        normed = cache.scratch(x.shape, x)
-        normed = cache.attempt(lambda: self.group_norm(x, out=normed))
-        mixed = [part(normed, cache) for part in (self.to_q, self.to_k, self.to_v)]
-
-        def attended() -> Tensor:
-            rows = (y.movedim(1, -1).reshape(batch * frames, height * width, -1) for y in mixed)
-            return attention(*rows)
-
-        rows = cache.attempt(attended)
-        y = self.to_out[0](rows.view(batch, frames, height, width, -1).movedim(-1, 1), cache)
-        return cache.attempt(lambda: added(y, x))
+        parts = self.to_q, self.to_k, self.to_v
+        return attend(
+            x, cache, self.group_norm, lambda y: [part(y, cache) for part in parts], self.to_out[0]
+        )
 
 
 class SeedVR2Upsample(CausalLayer):

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from ..layers.causal_conv import CausalConv3d
-from ..layers.causal_layer import CausalLayer
-from .base import Network, in_order
-from .wan_blocks import Downsample, Head, ResidualBlock, Upsample, middle
+from .base import Network
+from .wan_blocks import Downsample, Head, Upsample, middle, residual_blocks
 
 _ENCODER_BLOCKS = 2
 _DECODER_BLOCKS = 3
@@ -21,29 +20,29 @@ _TEMPORAL = (False, True, True)
 
 
 class Wan21Encoder(Network):
-    """Frames to mean and log-variance of latents, before the 1x1x1 quantisation convolution."""
+    """Frames to mean and log-variance of latents, before the 1x1x1 quantisation convolution.
+
+    From `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`.
+    """
 
     def __init__(self, widths: Sequence[int], image_channels: int, latent_channels: int) -> None:
         super().__init__()
         self.conv1 = CausalConv3d(image_channels, widths[0])
         stages: list[nn.Module] = []
         for stage, (before, after) in enumerate(itertools.pairwise(widths)):
-            stages += [
-                ResidualBlock(before if i == 0 else after, after) for i in range(_ENCODER_BLOCKS)
-            ]
+            stages += residual_blocks(before, after, _ENCODER_BLOCKS)
             if stage < len(_TEMPORAL):
                 stages.append(Downsample(after, temporal=_TEMPORAL[stage]))
         self.downsamples = nn.ModuleList(stages)
         self.middle = middle(widths[-1])
         self.head = Head(widths[-1], 2 * latent_channels)
 
-    def layers(self) -> list[CausalLayer]:
-        """From `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`."""
-        return in_order(self.conv1, self.downsamples, self.middle, self.head)
-
 
 class Wan21Decoder(Network):
-    """Latents, after the 1x1x1 convolution that follows quantisation, to frames."""
+    """Latents, after the 1x1x1 convolution that follows quantisation, to frames.
+
+    From `[B, C_latent, t, h, w]` to `[B, C_out, T, 8 h, 8 w]`.
+    """
 
     def __init__(self, widths: Sequence[int], out_channels: int, latent_channels: int) -> None:
         super().__init__()
@@ -52,15 +51,9 @@ class Wan21Decoder(Network):
         stages: list[nn.Module] = []
         before = widths[0]
         for stage, after in enumerate(widths[1:]):
-            stages += [
-                ResidualBlock(before if i == 0 else after, after) for i in range(_DECODER_BLOCKS)
-            ]
+            stages += residual_blocks(before, after, _DECODER_BLOCKS)
             if stage < len(_TEMPORAL):
                 before = after // 2
                 stages.append(Upsample(after, before, temporal=_TEMPORAL[::-1][stage]))
         self.upsamples = nn.ModuleList(stages)
         self.head = Head(widths[-1], out_channels)
-
-    def layers(self) -> list[CausalLayer]:
-        """From `[B, C_latent, t, h, w]` to `[B, C_out, T, 8 h, 8 w]`."""
-        return in_order(self.conv1, self.middle, self.upsamples, self.head)

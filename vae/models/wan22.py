@@ -18,7 +18,7 @@ from ..layers.causal_conv import CausalConv3d
 from ..layers.causal_layer import CausalLayer
 from ..layers.temporal_cache import TemporalCache
 from .base import Network, in_order
-from .wan_blocks import Downsample, Head, ResidualBlock, Upsample, middle
+from .wan_blocks import Downsample, Head, Upsample, middle, residual_blocks
 
 _ENCODER_BLOCKS = 2
 _DECODER_BLOCKS = 3
@@ -43,10 +43,8 @@ class DownStage(CausalLayer):
         _check_shortcut(in_channels * self._patch[0] * self._patch[1] ** 2, out_channels)
         self.growth = max(1, out_channels // in_channels)
         self.out_channels = out_channels
-        self.downsamples = nn.ModuleList(
-            ResidualBlock(in_channels if i == 0 else out_channels, out_channels, taps)
-            for i in range(_ENCODER_BLOCKS)
-        )
+        blocks = residual_blocks(in_channels, out_channels, _ENCODER_BLOCKS, taps)
+        self.downsamples = nn.ModuleList(blocks)
         if space:
             self.downsamples.append(Downsample(out_channels, temporal=time, taps=taps))
 
@@ -86,10 +84,8 @@ class UpStage(CausalLayer):
         if space:
             _check_shortcut(out_channels * phases, in_channels)
         self.growth = max(1, phases * out_channels // in_channels)
-        self.upsamples = nn.ModuleList(
-            ResidualBlock(in_channels if i == 0 else out_channels, out_channels, taps)
-            for i in range(_DECODER_BLOCKS)
-        )
+        blocks = residual_blocks(in_channels, out_channels, _DECODER_BLOCKS, taps)
+        self.upsamples = nn.ModuleList(blocks)
         if space:
             self.upsamples.append(Upsample(out_channels, out_channels, temporal=time, taps=taps))
 
@@ -112,7 +108,10 @@ class UpStage(CausalLayer):
 
 
 class Wan22Encoder(Network):
-    """Frames, whose pixels lie in channels, to mean and log-variance of latents."""
+    """Frames, whose pixels lie in channels, to mean and log-variance of latents.
+
+    From `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`.
+    """
 
     def __init__(
         self, widths: Sequence[int], in_channels: int, latent_channels: int, taps: int
@@ -127,13 +126,12 @@ class Wan22Encoder(Network):
         self.middle = middle(widths[-1], taps)
         self.head = Head(widths[-1], 2 * latent_channels, taps)
 
-    def layers(self) -> list[CausalLayer]:
-        """From `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`."""
-        return in_order(self.conv1, self.downsamples, self.middle, self.head)
-
 
 class Wan22Decoder(Network):
-    """Latents to frames whose pixels lie in channels."""
+    """Latents to frames whose pixels lie in channels.
+
+    From `[B, C_latent, t, h, w]` to `[B, C_out, T, 8 h, 8 w]`.
+    """
 
     def __init__(
         self, widths: Sequence[int], out_channels: int, latent_channels: int, taps: int
@@ -147,10 +145,6 @@ class Wan22Decoder(Network):
             for stage, (before, after) in enumerate(itertools.pairwise(widths))
         )
         self.head = Head(widths[-1], out_channels, taps)
-
-    def layers(self) -> list[CausalLayer]:
-        """From `[B, C_latent, t, h, w]` to `[B, C_out, T, 8 h, 8 w]`."""
-        return in_order(self.conv1, self.middle, self.upsamples, self.head)
 
 
 def _check_shortcut(finer: int, coarser: int) -> None:

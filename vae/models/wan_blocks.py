@@ -6,6 +6,8 @@ input: it may write into it. `taps` are the frames that a convolution sees.
 """
 
 import functools
+import itertools
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import cast
 
@@ -92,18 +94,7 @@ class AttentionBlock(CausalLayer):
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """`[B, C, T, H, W]` to the same shape."""
-        batch, _, frames, height, width = x.shape
-        normed = cache.scratch(x.shape, x)
-        normed = cache.attempt(lambda: self.norm(x, out=normed))
-        qkv = self.to_qkv(normed, cache)
-
-        def attended() -> Tensor:
-            rows = qkv.movedim(1, -1).reshape(batch * frames, height * width, -1)
-            return attention(*rows.chunk(3, dim=-1))
-
-        y = cache.attempt(attended)
-        y = self.proj(y.view(batch, frames, height, width, -1).movedim(-1, 1), cache)
-        return cache.attempt(lambda: added(y, x))
+        return attend(x, cache, self.norm, lambda y: self.to_qkv(y, cache).chunk(3, 1), self.proj)
 
 
 class Upsample(CausalLayer):
@@ -189,12 +180,46 @@ class Head(CausalLayer):
         return conv(x, cache, fill=norm.silu)
 
 
+def residual_blocks(
+    in_channels: int, out_channels: int, count: int, taps: int = 3
+) -> list[ResidualBlock]:
+    """Residual blocks in a row, the first of which changes the width."""
+    widths = [in_channels] + [out_channels] * count
+    return [ResidualBlock(*pair, taps) for pair in itertools.pairwise(widths)]
+
+
 def middle(channels: int, taps: int = 3) -> nn.ModuleList:
     """Residual, attention, residual."""
-    first, last = (ResidualBlock(channels, channels, taps) for _ in range(2))
+    first, last = residual_blocks(channels, channels, 2, taps)
     return nn.ModuleList([first, AttentionBlock(channels), last])
 
 
-def added(y: Tensor, x: Tensor) -> Tensor:
-    """The sum of two activations, in the memory of `y` where autograd does not record."""
-    return bias_residual(y, residual=x, out=None if torch.is_grad_enabled() else y)
+def attend(
+    x: Tensor,
+    cache: TemporalCache,
+    norm: nn.Module,
+    mix: Callable[[Tensor], Sequence[Tensor]],
+    proj: nn.Module,
+) -> Tensor:
+    """Add to each frame of `[B, C, T, H, W]` what its pixels attend to.
+
+    Args:
+        x: The frames; their memory is left alone.
+        cache: The state of the video.
+        norm: Of the frames, into `out`.
+        mix: Makes queries, keys and values of the normed frames, each of the shape of `x`.
+        proj: Mixes the channels of what comes of these.
+    """
+    batch, _, frames, height, width = x.shape
+    normed = cache.scratch(x.shape, x)
+    mixed = mix(cache.attempt(lambda: norm(x, out=normed)))
+
+    def attended() -> Tensor:
+        rows = (y.movedim(1, -1).reshape(batch * frames, height * width, -1) for y in mixed)
+        return attention(*rows)
+
+    rows = cache.attempt(attended)
+    y = proj(rows.view(batch, frames, height, width, -1).movedim(-1, 1), cache)
+    # In the memory of `y` where autograd does not record.
+    out = None if torch.is_grad_enabled() else y
+    return cache.attempt(lambda: bias_residual(y, residual=x, out=out))
