@@ -36,25 +36,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CLIP_PATH": "demo",
-    "SEEDVR2": "models.config",
-    "VAE_PATH": "demo",
-    "Checkpoint": "checkpoint",
-    "LayoutError": "models.config",
-    "Relief": "layers.oom",
-    "StreamOptions": "streaming.options",
-    "VAEConfig": "models.config",
-    "VideoVAE": "model",
-    "build_vae": "checkpoint",
-    "eager": "streaming.session",
-    "load_vae": "checkpoint",
-    "read_checkpoint": "checkpoint",
-    "rechunk": "streaming.session",
-    "trim_heap": "planning.device_memory",
+    "checkpoint": ("Checkpoint", "build_vae", "load_vae", "read_checkpoint"),
+    "demo": ("CLIP_PATH", "VAE_PATH"),
+    "layers.oom": ("Relief",),
+    "model": ("VideoVAE",),
+    "models.config": ("SEEDVR2", "LayoutError", "VAEConfig"),
+    "planning.device_memory": ("trim_heap",),
+    "streaming.options": ("StreamOptions",),
+    "streaming.session": ("eager", "rechunk"),
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f".{home}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

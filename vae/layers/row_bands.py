@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .conv import BIAS, Terms
@@ -153,7 +154,8 @@ class _Tail:
         pad, context = self._conv.padding, self._conv.context
         last = window[:, :, -context:, pad : pad + bottom - top]
         if self._cache.first and not self._conv.replicate:
-            frames = self._cache.attempt(lambda: _after_zeros(last, context))
+            # Before a first frame there are zeros.
+            frames = self._cache.attempt(lambda: F.pad(last, (0, 0, 0, 0, context - 1, 0)))
         else:
             frames = self._cache.attempt(last.expand(-1, -1, context, -1, -1).clone)
         self._waiting = slice(top, bottom), frames
@@ -164,10 +166,3 @@ class _Tail:
             rows, frames = self._waiting
             self._tail()[:, :, :, rows] = frames
             self._waiting = None
-
-
-def _after_zeros(frame: Tensor, context: int) -> Tensor:
-    """A first frame and, before it, zeros for what there was not."""
-    frames = frame.new_zeros((*frame.shape[:2], context, *frame.shape[3:]))
-    frames[:, :, -1:] = frame
-    return frames

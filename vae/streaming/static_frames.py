@@ -8,6 +8,7 @@ last is then what it gives next, and what is before it need not run.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -79,10 +80,7 @@ class Stillness:
     @property
     def behind(self) -> Settling:
         """What leaves the last layer of that chunk."""
-        run = self._run
-        for convs in self._convs:
-            run = _behind(run, convs)
-        return run
+        return functools.reduce(_behind, self._convs, self._run)
 
     def advance(
         self, x: Tensor, cache: TemporalCache, push: Callable[..., Iterator[Tensor]]
@@ -97,9 +95,7 @@ class Stillness:
         Yields:
             Runs of frames as they leave the last layer, those of the whole chunk.
         """
-        runs = [self._run]
-        for convs in self._convs:
-            runs.append(_behind(runs[-1], convs))
+        runs = list(itertools.accumulate(self._convs, _behind, initial=self._run))
         first, behind = self._done, runs[-1]
         if self._held is not None:
             held, frames = self._held, behind.frames if first == len(self._places) else 1
