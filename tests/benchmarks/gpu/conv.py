@@ -14,6 +14,7 @@ from torch import Tensor
 from fast_video_vae.kernels import bias_residual, measure, synchronize
 from fast_video_vae.vae.layers import cudnn
 from fast_video_vae.vae.layers.resample_conv import UpsampleConv2d
+from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 
 from .rows import Case, Results
 from .session import Session
@@ -120,7 +121,7 @@ def _as_stock(conv: UpsampleConv2d, x: Tensor) -> Tensor:
 
 
 _UPSAMPLE: dict[str, Callable[[UpsampleConv2d, Tensor], Tensor]] = {
-    "folded": lambda conv, x: conv(x),
+    "folded": lambda conv, x: conv(x, TemporalCache()),
     "nearest, then 3x3, NDHWC": unfolded,
     "nearest, then 3x3, NCDHW, as stock": _as_stock,
 }
