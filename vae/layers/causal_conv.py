@@ -188,12 +188,14 @@ class CausalConv3d(Conv, CausalLayer):
         as it was where this fails. With `frames` the new ones are so many of `x`, whose last one,
         or that before it, is repeated.
         """
-        if cache.first or torch.is_grad_enabled():
-            if fill is not None:
-                filled = cache.scratch(x.shape, x)
-                cache.attempt(functools.partial(fill, x, out=filled))
-                x = filled
-            return x if cache.first else cache.window(self, self.context, x)
+        if fill is not None and (cache.first or torch.is_grad_enabled()):
+            filled = cache.scratch(x.shape, x)
+            cache.attempt(functools.partial(fill, x, out=filled))
+            x, fill = filled, None
+        if cache.first:
+            return x
+        if fill is None and frames is None:
+            return cache.window(self, self.context, x)
         new = x if frames is None else x[:, :, :frames]
         batch, channels, fresh, height, width = new.shape
         frames = fresh if frames is None else frames
