@@ -1,5 +1,6 @@
 """Video files in: the frames, their colours, and whatever can be wrong with a file."""
 
+import contextlib
 import subprocess
 import sys
 import wave
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fast_video_vae.tests.builders import refused, script_command
+from fast_video_vae.tests.builders import refused, script_command, succeeded
 from fast_video_vae.tests.videos import (
     COLOR_ERROR,
     av,
@@ -189,6 +190,17 @@ for frames in lengths:
 """
 
 
+def printed(command):
+    """What a program prints; started again where it stops for good, as SVT-AV1 4.1 does at times.
+
+    Its `svt_av1_enc_send_picture` then waits for ever, seen on two busy cores.
+    """
+    for _ in range(2):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return succeeded(command, timeout=180).stdout
+    return succeeded(command, timeout=180).stdout
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Python measures no peak memory on Windows")
 @pytest.mark.parametrize(
     ("codec", "suffix", "side", "short", "long"),
@@ -196,7 +208,7 @@ for frames in lengths:
         ("h264", "mp4", 256, 65, 257),
         *(
             pytest.param(codec, suffix, 128, 129, 1025, marks=pytest.mark.slow)
-            for codec, suffix in (("h264", "mp4"), ("ffv1", "mkv"), ("vp9", "webm"))
+            for codec, suffix in (("h264", "mp4"), ("ffv1", "mkv"), ("av1", "webm"))
         ),
     ],
 )
@@ -205,7 +217,6 @@ def test_memory_does_not_grow_with_length(tmp_path, codec, suffix, side, short, 
     peaks = []
     for lengths in [(short, long)] if long < 1000 else [(short,), (long,)]:
         command = script_command(PEAKS, tmp_path / f"a.{suffix}", codec, side, *lengths)
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        peaks += map(int, done.stdout.split())
+        peaks += map(int, printed(command).split())
     # In KiB: half of what the frames that are more would have as YUV, a quarter of their bytes.
     assert peaks[1] - peaks[0] < side * side * 1.5 / 1024 / 2 * (long - short)
