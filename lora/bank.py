@@ -125,9 +125,10 @@ _lock = threading.Lock()
 def load_bank(
     paths: Sequence[str | Path], targets: Targets, dtype: torch.dtype = torch.float32
 ) -> Bank:
-    """Read a stack of different files, or take the bank of the same that somebody still has.
+    """Read a stack of LoRA files, or return the bank of the same files that is still in use.
 
-    It is on the host, and its pairs have the dtype, which is to be that of the computation.
+    The files are different ones. The bank is on the host; `dtype` is that of its pairs, which are
+    not cast again: use the dtype of the computation.
 
     Raises:
         ValueError: A file cannot be used; nothing is kept of what was read.

@@ -188,7 +188,11 @@ class LoraFile:
 
 
 def identity(path: str | Path) -> Identity:
-    """What tells a file from others; a `ValueError` where it is not there."""
+    """The path, size and time of change of a file, which another version of it does not share.
+
+    Raises:
+        ValueError: The file cannot be read.
+    """
     path = Path(path).absolute()
     try:
         stat = path.stat()
@@ -198,7 +202,7 @@ def identity(path: str | Path) -> Identity:
 
 
 def _check_shapes(entry: FileEntry, shape: tuple[int, ...]) -> str | None:
-    """Why what a file has does not fit its parameter, as far as its header tells; None: it does."""
+    """The misfit between an entry of the header and its parameter; None: none is known yet."""
     if "diff" in entry.shapes:
         size = entry.shapes["diff"]
         if prod(size) == prod(shape):

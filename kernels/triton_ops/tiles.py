@@ -28,7 +28,7 @@ def tile(
     """Choose a tile of about `elements` numbers, and no more than `rows`, for rows of channels.
 
     Returns:
-        Rows and channels, both rounded up to a power of two, and warps for so many numbers.
+        The rows and the channels of the tile, each a power of two, and the warps of its program.
 
     Raises:
         Refusal: A row is too long for a program.

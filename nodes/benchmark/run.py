@@ -106,7 +106,7 @@ def benchmark(
                 for each in tasks
             )
     finally:
-        # What nobody else has leaves the device; the VAE that came in stays as after a decode.
+        # VAEs that were made for the comparison leave the device; the given one stays loaded.
         for each in pair.made:
             comfy.model_management.unload_model_and_clones(each.patcher, all_devices=True)
         comfy.model_management.soft_empty_cache()

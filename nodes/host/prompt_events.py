@@ -13,12 +13,12 @@ from comfy_execution import cache_provider, progress
 class PromptEnds(cache_provider.CacheProvider):
     """Calls back at the end of every prompt while it listens, and caches nothing.
 
-    `told` gets the id of a prompt that has ended, in the thread that ran it. ComfyUI also asks
-    before every node that runs, which takes microseconds.
+    `callback` gets the id of a prompt that has ended, in the thread that ran it. ComfyUI also calls
+    `should_cache` before every node that runs, which takes microseconds.
     """
 
-    def __init__(self, told: Callable[[str], None]) -> None:
-        self._told = told
+    def __init__(self, callback: Callable[[str], None]) -> None:
+        self._callback = callback
 
     def start(self) -> None:
         """Begin to listen; not twice."""
@@ -40,7 +40,7 @@ class PromptEnds(cache_provider.CacheProvider):
 
     def on_prompt_end(self, prompt_id: str) -> None:
         """Call back."""
-        self._told(prompt_id)
+        self._callback(prompt_id)
 
 
 def stopped_early(prompt: str) -> bool | None:

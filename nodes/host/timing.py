@@ -87,9 +87,9 @@ def add(kind: str, first: Instant, last: Instant, label: str = "", stopped: str 
     A piece within another one of its thread, by the host's clock, is taken out of that one's time,
     so that all add up; if it has the same kind and label it is a part of that one instead.
 
-    The kind is a row of the table, in the order of `timing_report.KINDS`; the label tells apart
-    what is of one kind: `high noise`, the name of a file. How the piece ended is in `stopped`: ""
-    well, else "interrupted" or "failed".
+    `kind` and `label` name the row of the table, such as `sampling` and `high noise`;
+    `timing_report.KINDS` has the order of kinds. `stopped` is "interrupted", "failed", or "" for a
+    piece that came to its end.
     """
     context = get_executing_context()
     prompt = _outside.prompt if context is None else _prompt(context.prompt_id)

@@ -78,7 +78,7 @@ class DryRun:
         return self._ledger.peak
 
     def whole_frames(self, chains: SpecChains, shape: Shape) -> None:
-        """`WholeFrames.advance`."""
+        """`Executor.advance`."""
         x = self._ledger.new(shape)
         self._piece = self._advance(chains, x, shape, collects=False).last
 
@@ -229,7 +229,7 @@ class DryRun:
         residual: "_Block | None" = None,
         down: int = 1,
     ) -> "_Block":
-        """`Conv._product`, with the window before it."""
+        """`CausalConv3d.forward`."""
         setting, ledger = self._setting, self._ledger
         window = shape.lasting(shape.frames + (0 if setting.lone else product.context))
         frames = shape.frames if setting.lone else shape.frames // product.stride
@@ -253,7 +253,7 @@ class DryRun:
         return y
 
     def _band(self, window: Shape) -> int:
-        """`bands.rows_of`."""
+        """`row_bands.rows_of`."""
         row = self._ledger.nbytes(window.sized(1, window.width))
         if row * window.height <= WORTH_IT * self._part_bytes:
             return window.height
