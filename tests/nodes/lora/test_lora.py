@@ -54,6 +54,28 @@ def test_a_report_says_what_was_applied(server, lora, mode):
     assert text.endswith(mode)
 
 
+def test_the_inputs_of_the_stack(expert_server, lora):
+    (info,) = expert_server.get("/object_info/FastVAE_LoraStack").values()
+    required, optional = info["input"]["required"], info["input"]["optional"]
+    assert list(required) == ["lora_name", "strength", "blocks"]
+    assert list(optional) == ["stack"]
+    assert lora.name in required["lora_name"][1]["options"]
+    assert required["strength"][0] == required["blocks"][0] == "STRING"
+    assert required["strength"][1]["default"] == "1.0"
+    assert required["blocks"][1]["default"] == ""
+    assert info["output"] == [optional["stack"][0]] == ["FASTVAE_LORA_STACK"]
+
+
+def test_the_inputs_of_apply(expert_server):
+    (info,) = expert_server.get("/object_info/FastVAE_ApplyLora").values()
+    required, optional = info["input"]["required"], info["input"]["optional"]
+    assert list(required) == ["model", "stack", "mode"]
+    assert list(optional) == ["phase"]
+    assert required["mode"][1]["options"] == ["auto", "stream", "beside", "merged"]
+    assert required["mode"][1]["default"] == optional["phase"][1]["default"] == "auto"
+    assert info["output"] == ["MODEL", "STRING"]
+
+
 # What is said of a file, and how it is made of the model's weights.
 UNUSABLE = {
     "stack: bad.safetensors is a pickle": lambda _: pickle.dumps({"a": 1}),
