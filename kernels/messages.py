@@ -1,7 +1,7 @@
-"""What is said of a file of unknown origin: one line, with its name, short and printable.
+"""Messages about files: one short, printable line that starts with the file's name.
 
-The names of keys come out of the file and may hold line breaks, characters that turn a line around,
-or a million letters; what a reader raises may be a page. All of it passes here before it is shown.
+Keys come from the file and can hold line breaks, bidirectional marks or a million letters, and the
+error of a reader can be a page long. Every such text is escaped and shortened here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,35 +10,40 @@ from pathlib import Path
 
 from .errors import is_out_of_memory
 
-# A line with what callers put before it ("vae_name: ") has at most 300 characters.
+# Characters of a message about a file; with a prefix such as "vae_name: " it stays under 300.
 LINE = 290
 
-# The longest name that file systems have.
+# Characters of a file name: the most that file systems allow.
 _NAME = 255
 
-# What of a key is shown.
+# Characters of a key.
 _KEY = 80
 
 
 def shown(text: object, limit: int = _KEY) -> str:
-    r"""A name from a file, fit for a line: `a\nb`, shortened in the middle to `limit`.
+    r"""Escape a text from a file, and shorten it in the middle.
 
-    Escapes are in place of all that does not print, such as line breaks and marks that change the
-    direction of writing.
+    Args:
+        text: A key, a name or a value.
+        limit: Characters of the result at most.
+
+    Returns:
+        The text with escapes such as `\n` in place of unprintable characters and bidirectional
+        marks.
     """
-    # Cut twice: a text can be as long as a file, and escapes are longer than what they stand for.
+    # Cut before escaping too: the text can be as long as the file.
     return _cut(_printable(_cut(str(text), limit)), limit)
 
 
 def line(name: str, text: str) -> str:
-    """A message about a file: one line of at most `LINE` characters with the file's name.
+    """Write a message about a file.
 
     Args:
-        name: Of the file, or its path, which is cut down to the name where there is no room.
-        text: What is said; it may begin with `name`, or with "it".
+        name: The file's name or path. A path that is too long is reduced to the name.
+        text: The message. It may start with `name` or with "it".
 
     Returns:
-        `name: text`, or `text` where that begins with `name`, or with `name` in place of "it".
+        One line of at most `LINE` characters that starts with the name.
     """
     rest = f": {text}"
     if text.startswith(name):
@@ -55,16 +60,16 @@ def line(name: str, text: str) -> str:
 
 @contextmanager
 def guarded(name: str, keep: tuple[type[ValueError], ...] = ()) -> Iterator[None]:
-    """Make one line of whatever is raised while a file is read.
+    """Turn every error of a block that reads a file into one line with the file's name.
 
     Args:
-        name: Of the file, or its path.
-        keep: Kinds of errors that are raised again as what they are.
+        name: The file's name or path.
+        keep: Subclasses of `ValueError` that keep their type.
 
     Raises:
         OSError: The file cannot be opened or read.
-        MemoryError: There is no memory, which says nothing of the file; so may a `RuntimeError`.
-        ValueError: All else.
+        MemoryError: Memory ran out; PyTorch raises a `RuntimeError` for it.
+        ValueError: Any other error.
     """
     try:
         yield
@@ -84,7 +89,7 @@ def guarded(name: str, keep: tuple[type[ValueError], ...] = ()) -> Iterator[None
 
 
 def _os_error(error: OSError, name: str) -> OSError:
-    """The same with a name that fits a line."""
+    """Return a copy of `error` whose name fits into one line."""
     if error.errno is None or error.strerror is None:
         return type(error)(line(name, str(error)))
     room = LINE - len(str(OSError(error.errno, error.strerror, "")))
@@ -93,7 +98,7 @@ def _os_error(error: OSError, name: str) -> OSError:
 
 
 def _cut(text: str, limit: int) -> str:
-    """The beginning and the end of a text that is too long."""
+    """Keep the beginning and the end of a long text."""
     end = limit // 3
     return text if len(text) <= limit else f"{text[: limit - end - 3]}...{text[-end:]}"
 
@@ -103,12 +108,15 @@ def _printable(text: str) -> str:
 
 
 def padded(rows: Sequence[Sequence[str]], words: int | None = None) -> list[list[str]]:
-    """Give every cell of a table the width of its column.
+    """Pad every cell of a table to the width of its column.
 
     Args:
-        rows: Of equal length.
-        words: Columns whose cells stand to the left, as words do; those after them stand to the
-            right, as numbers do. None: all of them are words.
+        rows: Rows of equal length.
+        words: Number of leading columns that are left-aligned; the others are right-aligned.
+            None: all columns are left-aligned.
+
+    Returns:
+        The padded cells, row by row.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     words = len(widths) if words is None else words

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from .adapter import Adapter
 
-ApplyMode = Literal["auto", "stream", "beside"]
+ApplyMode = Literal["auto", "stream", "bypass"]
 
 
 def break_even(inner: int, out: int, c: float) -> float:
@@ -66,7 +66,7 @@ class JoinedPairs:
             part.copy_(torch.addmm(part.flatten(1), up, down).view_as(part))
         return result
 
-    def beside(self, y: Tensor, x: Tensor) -> Tensor:
+    def bypass(self, y: Tensor, x: Tensor) -> Tensor:
         """Add what the delta makes of the input `[..., in]` of a linear layer to its output.
 
         Returns:
@@ -115,7 +115,7 @@ class ScaledAdapter:
         result.narrow(*self.part).copy_(adapter.apply(part, self.strength))
         return result
 
-    def beside(self, y: Tensor, x: Tensor) -> Tensor | None:
+    def bypass(self, y: Tensor, x: Tensor) -> Tensor | None:
         """As `JoinedPairs.beside`; None: it is for a part, or its delta depends on the weight."""
         if self.part is not None:
             return None

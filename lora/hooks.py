@@ -32,7 +32,7 @@ class Counts:
     """
 
     stream: int = 0
-    beside: int = 0
+    bypass: int = 0
     formula: int = 0
     unserved: set[str] = field(default_factory=set)
     timed: Callable[[str, torch.device], AbstractContextManager[None]] | None = None
@@ -45,7 +45,7 @@ class Counts:
 
     def clear(self) -> None:
         """Begin anew."""
-        self.stream = self.beside = self.formula = 0
+        self.stream = self.bypass = self.formula = 0
 
 
 Deltas = Sequence[JoinedPairs | ScaledAdapter]
@@ -149,13 +149,13 @@ class LayerHook:
         if not reachable:
             return None
         if not done:
-            with self._timed(work, "beside", y):
+            with self._timed(work, "bypass", y):
                 for delta in work.now():
-                    added = delta.beside(y, args[0])
+                    added = delta.bypass(y, args[0])
                     if added is None:
                         work.counts.unserved.add(self.name)
                     else:
-                        work.counts.add(delta, "beside")
+                        work.counts.add(delta, "bypass")
                         y = added
         for adapter in work.bias:
             delta = adapter.adapter.delta(y.shape[-1:], y.dtype, y.device)
@@ -171,7 +171,7 @@ class LayerHook:
             return False
         if work.needs_weight or work.mode == "stream":
             return True
-        if torch.compiler.is_compiling() or work.mode == "beside" or self._has_own_product:
+        if torch.compiler.is_compiling() or work.mode == "bypass" or self._has_own_product:
             return False
         weight = _parameter(self.module, "weight")
         if weight is None:

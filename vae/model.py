@@ -57,7 +57,7 @@ class VideoVAE(nn.Module):
         self.limit_bytes: int | None = None
         self.allow_tf32 = False
         self.graphs = False
-        self.skips_still = True
+        self.skips_static = True
         latents = config.latent_channels
         mixes = config.family != SEEDVR2
         self.encoder = make_encoder(config)
@@ -156,7 +156,8 @@ class VideoVAE(nn.Module):
             enter=lambda x: fold_pixels(x, patch),
             leave=lambda x: relief.attempt(lambda: mean_of(x)),
             relief=relief,
-            lone=isinstance(pieces, Tensor) and self.config.latent_frames(pieces.shape[2]) == 1,
+            single_frame=isinstance(pieces, Tensor)
+            and self.config.latent_frames(pieces.shape[2]) == 1,
         )
 
     @eager
@@ -212,7 +213,7 @@ class VideoVAE(nn.Module):
             enter=self.conv2 or (lambda x: x / config.latent_scale),
             leave=Output(config, dtype, out, images, frames, first_frame, relief.attempt),
             relief=relief,
-            lone=whole and latent.shape[2] == 1,
+            single_frame=whole and latent.shape[2] == 1,
             begins=not start,
         )
         if frames is None:
@@ -250,7 +251,7 @@ class VideoVAE(nn.Module):
         options: StreamOptions = AUTOMATIC,
         *,
         encode: bool = False,
-        lone: bool = False,
+        single_frame: bool = False,
         device: torch.device | None = None,
         cuts: bool = True,
     ) -> Plan:
@@ -261,7 +262,7 @@ class VideoVAE(nn.Module):
             width: Likewise.
             options: What is asked of the stream.
             encode: For encoding; else for decoding.
-            lone: For a video of one frame.
+            single_frame: For a video of one frame.
             device: Where the work will be done; None: where the weights are.
             cuts: Tiles may be chosen where whole frames do not fit.
 
@@ -277,7 +278,7 @@ class VideoVAE(nn.Module):
         size = 1, height // step, width // step
         device = device or self.device
         dtype = compute_dtype(dtype, device)
-        job = job_of(network, self.config, size, dtype, device, lone=lone)
+        job = job_of(network, self.config, size, dtype, device, single_frame=single_frame)
         limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
         return make_plan(job, limit, chunk=options.chunk, tile=options.tile, cuts=cuts)
 
@@ -301,7 +302,7 @@ class VideoVAE(nn.Module):
         enter: Callable[[Tensor], Tensor],
         leave: Callable[[Tensor], Tensor] | Output,
         relief: Relief,
-        lone: bool,
+        single_frame: bool,
         begins: bool = True,
     ) -> Iterator[Tensor]:
         """Run the checked pieces of one video through the layers."""
@@ -320,12 +321,12 @@ class VideoVAE(nn.Module):
             enter,
             leave,
             relief,
-            lone=lone,
+            single_frame=single_frame,
             begins=begins,
             learns=any(parameter.requires_grad for parameter in self.parameters()),
             full=dtype == torch.float32 and not self.allow_tf32,
             graphs=self.graphs,
-            skips=encodes and self.skips_still,
+            skips=encodes and self.skips_static,
         )
         return session.run(source)
 

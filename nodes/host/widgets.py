@@ -57,7 +57,7 @@ def timing_output() -> io.Output:
     )
 
 
-def tell_unused(**options: bool) -> None:
+def log_unused(**options: bool) -> None:
     """One line about options that mean nothing to a VAE that is not ours."""
     names = [name for name, is_set in options.items() if is_set]
     if names:

@@ -208,7 +208,7 @@ class AttachedLoras:
         lines = [f"Fast Video VAE: LoRA in a run of {run_s:.2f} s"]
         lines += [
             f"  {kind:<8} {getattr(counts, kind):7d} times {seconds[kind]:8.3f} s"
-            for kind in ("stream", "beside", "formula")
+            for kind in ("stream", "bypass", "formula")
         ]
         lines.append(f"  held     {self.bank.nbytes / 2**20:7.1f} MiB")
         if loader is not None and loader.fetched_bytes:
@@ -277,7 +277,7 @@ def _mode_of(mode: ApplyMode) -> ApplyMode:
         return mode
     if _is_set("WAN_LORA_STREAMING"):
         return "stream"
-    return "beside" if _is_set("WAN_LORA_ONTHEFLY") else "auto"
+    return "bypass" if _is_set("WAN_LORA_ONTHEFLY") else "auto"
 
 
 def _is_set(name: str) -> bool:

@@ -74,7 +74,7 @@ def _check_mergeable(model: ModelPatcher, file: LoraFile) -> None:
             kept = str(weight.dtype).removeprefix("torch.") if plain else type(weight).__name__
             raise ValueError(
                 f"{entry.target.key} is kept as {kept}; merged is for bf16, fp16 and fp32 models, "
-                "expected stream or beside"
+                "expected stream or bypass"
             )
 
 

@@ -107,10 +107,10 @@ class ApplyLora(io.ComfyNode):
                 LoraStackType.Input("stack", tooltip="From LoRA Stack (Fast)."),
                 io.Combo.Input(
                     "mode",
-                    options=["auto", "stream", "beside", "merged"],
+                    options=["auto", "stream", "bypass", "merged"],
                     default="auto",
                     tooltip="auto: what is faster, for each layer and call. stream: added to the "
-                    "weight on its way into the product; best for many tokens. beside: two narrow "
+                    "weight on its way into the product; best for many tokens. bypass: two narrow "
                     "products beside the layer; most exact, best for few tokens and quantised "
                     "models. merged: written into the weights when they are loaded; bf16 and fp16 "
                     "models alone.",

@@ -277,7 +277,7 @@ def _range() -> list[io.Input]:
         ),
         io.Combo.Input(
             "lora_mode",
-            options=[AUTO, "stream", "beside", "merged"],
+            options=[AUTO, "stream", "bypass", "merged"],
             default=AUTO,
             advanced=True,
             tooltip="How the LoRAs are applied, as in Apply LoRA (Fast).",

@@ -78,11 +78,11 @@ class Forwards:
         for call in calls:
             settings.setdefault(call.setting, []).append(call)
         results: dict[tuple[object, ...], Encoded] = {}
-        for alike in settings.values():
-            encoder = alike[0].encoder
-            for name, value in zip(_OPTIONS, alike[0].options, strict=True):
+        for group in settings.values():
+            encoder = group[0].encoder
+            for name, value in zip(_OPTIONS, group[0].options, strict=True):
                 setattr(encoder, name, value)
-            results |= self._make_alike(encoder, alike)
+            results |= self._make_group(encoder, group)
         return results
 
     def encode(self, encoder: SDClipModel, tokens: Sequence[Sequence[object]]) -> Encoded:
@@ -100,7 +100,7 @@ class Forwards:
         prepared, _ = ready(encoder, self._dtype, compiled=False)
         return type(encoder).encode(prepared, tokens)
 
-    def _make_alike(
+    def _make_group(
         self, encoder: SDClipModel, calls: list[EncoderCall]
     ) -> dict[tuple[object, ...], Encoded]:
         known: dict[Tokens, Encoded] = {}

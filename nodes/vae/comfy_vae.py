@@ -159,7 +159,7 @@ class FastVAE(comfy.sd.VAE):
         not_video = self.not_video if not_video is None else not_video
         relief = Relief(self.device, "an encode", pieces.release(self))
         video = relief.finish(lambda: self._as_video(pixel_samples, not_video))
-        ways = pieces.ways(self, tile, encode=True, lone=video.shape[2] == 1)
+        ways = pieces.ways(self, tile, encode=True, single_frame=video.shape[2] == 1)
 
         def go(way: Way) -> Tensor:
             return self._encode(video, options, way)
@@ -214,7 +214,7 @@ class FastVAE(comfy.sd.VAE):
         self, latent: Tensor, options: StreamOptions, tile: tuple[int, int] | None
     ) -> Tensor:
         """Stream `[B, C_latent, t, h, w]` into a new IMAGE."""
-        (way, *_) = pieces.ways(self, tile, lone=latent.shape[2] == 1)
+        (way, *_) = pieces.ways(self, tile, single_frame=latent.shape[2] == 1)
         together = self._together(pieces.decode_bytes(self, latent.shape, way), latent, way)
         shape = self.first_stage_model.config.decoded_shape(latent.shape)
         batch, channels, frames, height, width = shape

@@ -83,10 +83,10 @@ class FastVideoVAE(VideoVAE):
         Of SeedVR2, which is never cut, a step may take the memory of such a tile. The overlap is
         unused, as is the time: a tile has the halo that it needs.
         """
-        lone = self.video_shape(latent.shape)[2:3] == (1,)
+        single_frame = self.video_shape(latent.shape)[2:3] == (1,)
         step = self.config.spatial_compression * self.config.output_scale
         tile = tile_size(tile_x, tile_y)
-        limit = self.tile_limit(tile, lone=lone)
+        limit = self.tile_limit(tile, single_frame=single_frame)
         return self._decode(latent, None, 1, limit, tile and (tile[0] * step, tile[1] * step))
 
     @eager
@@ -120,10 +120,10 @@ class FastVideoVAE(VideoVAE):
     ) -> Tensor:
         """`encode` in exact tiles of so many pixels; of SeedVR2 always with five dimensions."""
         step = self.config.spatial_compression
-        lone = frames.ndim == 4 or frames.shape[2] <= self.config.temporal_compression
+        single_frame = frames.ndim == 4 or frames.shape[2] <= self.config.temporal_compression
         tile = tile_size(tile_x, tile_y)
         latents = tile and (tile[0] // step, tile[1] // step)
-        limit = self.tile_limit(latents, encode=True, lone=lone)
+        limit = self.tile_limit(latents, encode=True, single_frame=single_frame)
         latent = self._encode(frames, limit, tile)
         return latent.squeeze(2) if frames.ndim == 4 and not self.is_seedvr2 else latent
 
@@ -133,7 +133,7 @@ class FastVideoVAE(VideoVAE):
         return video * self.config.latent_scale
 
     def tile_limit(
-        self, tile: tuple[int, int] | None, *, encode: bool = False, lone: bool = False
+        self, tile: tuple[int, int] | None, *, encode: bool = False, single_frame: bool = False
     ) -> int | None:
         """Bytes of the shortest steps on a tile of so many latents, where tiles are not to be had.
 
@@ -144,7 +144,7 @@ class FastVideoVAE(VideoVAE):
             return None
         height, width = (max(1, side) * self.config.spatial_compression for side in tile)
         least = StreamOptions(limit_bytes=1)
-        return self.plan(height, width, least, encode=encode, lone=lone).peak_bytes
+        return self.plan(height, width, least, encode=encode, single_frame=single_frame).peak_bytes
 
     def video_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """`[B, C_latent, t, h, w]` for the shape of a latent of four or five dimensions."""

@@ -21,8 +21,8 @@ from ..host.widgets import (
     DTYPES,
     chunk_input,
     dtype_input,
+    log_unused,
     once,
-    tell_unused,
     timing_output,
 )
 
@@ -166,7 +166,7 @@ class Encode(io.ComfyNode):
     ) -> io.NodeOutput:
         """Encode."""
         if not isinstance(vae, comfy_vae.FastVAE):
-            tell_unused(batch=batch != _VIDEO, dtype=dtype != AUTO, chunk=chunk != 0)
+            log_unused(batch=batch != _VIDEO, dtype=dtype != AUTO, chunk=chunk != 0)
             return io.NodeOutput({"samples": other_vae.encoded(vae, pixels)})
         if vae.first_stage_model.encoder is None:
             raise ValueError("vae: the checkpoint has no encoder; only decoding works with it")
@@ -213,7 +213,7 @@ class Decode(io.ComfyNode):
                 options = library.StreamOptions(chunk or None, DTYPES.get(dtype))
                 images = vae.decode(latent, options=options)
         else:
-            tell_unused(dtype=dtype != AUTO, chunk=chunk != 0)
+            log_unused(dtype=dtype != AUTO, chunk=chunk != 0)
             images = other_vae.decoded(vae, latent)
         if images.ndim == 5:
             images = images.reshape(-1, *images.shape[-3:])

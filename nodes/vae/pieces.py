@@ -78,7 +78,7 @@ def decode_pieces(
             at += piece.shape[2 if images is None else 1]
             yield piece
 
-    found = ways(vae, tile, lone=latent.shape[2] == 1)
+    found = ways(vae, tile, single_frame=latent.shape[2] == 1)
     return resumed(vae.device, "a decode", found, go, lambda: f" at frame {at}")
 
 
@@ -108,11 +108,15 @@ def with_chunk(
 
 
 def ways(
-    vae: comfy.sd.VAE, tile: tuple[int, int] | None, *, encode: bool = False, lone: bool = False
+    vae: comfy.sd.VAE,
+    tile: tuple[int, int] | None,
+    *,
+    encode: bool = False,
+    single_frame: bool = False,
 ) -> list[Way]:
     """What is tried one after the other while memory runs out.
 
-    `tile` is the height and width in latents that were asked for; `lone` is a video of one frame.
+    `tile` is the requested height and width in latents; `single_frame`: the video is one frame.
     """
     model = vae.first_stage_model
     step = model.config.spatial_compression * model.config.output_scale
@@ -121,7 +125,7 @@ def ways(
         if size is None:
             return Way("")
         if model.is_seedvr2:
-            limit = model.tile_limit(size, encode=encode, lone=lone)
+            limit = model.tile_limit(size, encode=encode, single_frame=single_frame)
             return Way(f"in steps of {limit / 2**20:.0f} MiB", limit_bytes=limit)
         return Way(f"in tiles of {size[0] * step} pixels", (size[0] * step, size[1] * step))
 
@@ -157,17 +161,19 @@ def decode_bytes(vae: comfy.sd.VAE, shape: torch.Size, way: Way) -> int:
     """Bytes that decoding a latent of this shape takes, for one of the batch."""
     model = vae.first_stage_model
     height, width = (model.config.spatial_compression * length for length in shape[-2:])
-    return _plan_bytes(vae, height, width, way, encode=False, lone=model.video_shape(shape)[2] == 1)
+    return _plan_bytes(
+        vae, height, width, way, encode=False, single_frame=model.video_shape(shape)[2] == 1
+    )
 
 
 def encode_bytes(vae: comfy.sd.VAE, shape: torch.Size, way: Way) -> int:
     """Bytes that encoding frames `[B, C, T, H, W]` takes, for one of the batch."""
-    lone = len(shape) == 4 or shape[2] <= vae.first_stage_model.config.temporal_compression
-    return _plan_bytes(vae, *shape[-2:], way, encode=True, lone=lone)
+    single_frame = len(shape) == 4 or shape[2] <= vae.first_stage_model.config.temporal_compression
+    return _plan_bytes(vae, *shape[-2:], way, encode=True, single_frame=single_frame)
 
 
 def _plan_bytes(
-    vae: comfy.sd.VAE, height: int, width: int, way: Way, *, encode: bool, lone: bool
+    vae: comfy.sd.VAE, height: int, width: int, way: Way, *, encode: bool, single_frame: bool
 ) -> int:
     # Who asks for tiles is short of memory: room for the smallest steps on one of them. What is
     # free beyond that the stream finds by itself.
@@ -177,7 +183,7 @@ def _plan_bytes(
         width,
         StreamOptions(limit_bytes=limit, tile=way.tile),
         encode=encode,
-        lone=lone,
+        single_frame=single_frame,
         device=vae.device,  # the weights may still be on the host
         cuts=False,
     )

@@ -16,7 +16,7 @@ from ..host.error_text import described
 from ..host.input_checks import checked
 from ..host.lazy import Later
 from ..host.progress import Progress
-from ..host.widgets import AUTO, CATEGORY, DTYPES, once, tell_unused, timing_output
+from ..host.widgets import AUTO, CATEGORY, DTYPES, log_unused, once, timing_output
 from .file_prefix import check_prefix
 from .source import Fit, Source, as_images, shape_of, source_of, with_channels
 from .target import FOLDERS, VideoTarget, frame_range, workflow_tags
@@ -128,7 +128,7 @@ class DecodeVideo(io.ComfyNode):
             wanted = frame_range(frames, count)
             pieces = stream.decode_pictures(vae, latent, options, wanted)
         else:
-            tell_unused(dtype=dtype != AUTO, chunk=chunk != 0)
+            log_unused(dtype=dtype != AUTO, chunk=chunk != 0)
             device = None
             # What is wrong with these is to be told before the work is done.
             frame_range(frames, None)
@@ -214,7 +214,7 @@ class EncodeVideo(io.ComfyNode):
             if is_fast:
                 latent, count = _encoded(vae, source, fit, options)
             else:
-                tell_unused(dtype=dtype != AUTO, chunk=chunk != 0)
+                log_unused(dtype=dtype != AUTO, chunk=chunk != 0)
                 latent, count = _encoded_whole(vae, source, fit)
         except ValueError as error:
             raise ValueError(f"video: {error}") from None

@@ -76,7 +76,7 @@ def encode_video(
         return _means(vae, read, count_estimate, options, way)
 
     vae.throw_exception_if_invalid()
-    ways = driver.ways(vae, None, encode=True, lone=count_estimate == 1)
+    ways = driver.ways(vae, None, encode=True, single_frame=count_estimate == 1)
     with timing.span("VAE encode", device=vae.device):
         means = in_turn(vae.device, "an encode", ways, go)
     if vae.format_encoded is not None:

@@ -132,8 +132,10 @@ class WanVideoWrapperVAE:
             network.check_frames(each)
         parts = [[network.whole_groups(part) for part in _parts(each, end_)] for each in frames]
         go = functools.partial(self._encode, parts, torch.device(device), shown=pbar, sample=sample)
-        lone = parts[0][0].shape[2] == 1
-        ways = pieces.ways(self._vae, _tile(tile_size) if tiled else None, encode=True, lone=lone)
+        single_frame = parts[0][0].shape[2] == 1
+        ways = pieces.ways(
+            self._vae, _tile(tile_size) if tiled else None, encode=True, single_frame=single_frame
+        )
         return in_turn(self._vae.device, "an encode", ways, go)
 
     def decode(
@@ -232,7 +234,7 @@ class WanVideoWrapperVAE:
         _, channels, _, height, width = network.config.decoded_shape(shape)
         size = (len(parts), sum(counts), height, width, channels)
         room = 0 if device.type == "cpu" else math.prod(size) * dtype.itemsize
-        (way, *_) = pieces.ways(vae, tile, lone=shape[2] == 1)
+        (way, *_) = pieces.ways(vae, tile, single_frame=shape[2] == 1)
         pieces.load(vae, room + pieces.decode_bytes(vae, shape, way))
         with kept():
             frames = torch.empty(size, dtype=dtype, device=device).movedim(-1, 1)

@@ -94,8 +94,8 @@ def main() -> None:
     content = Rows(args.path).content
     for row in content["rows"] if args.out else ():
         if row["section"] == "vae" and row["status"] == "ok":
-            case, _, who = row["name"].rpartition(": ")
-            record.append(args.out, "bench_gpu", case, implementation=who, **row["values"])
+            case, _, name = row["name"].rpartition(": ")
+            record.append(args.out, "bench_gpu", case, implementation=name, **row["values"])
     text = table.report(content)
     told = args.path.with_suffix(".txt")
     told.write_text(text + "\n", encoding="utf-8")

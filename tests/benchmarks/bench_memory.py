@@ -137,7 +137,7 @@ def planned(vae: VideoVAE, case: Case) -> plan.Plan:
     size = case.batch, case.size[0] // step, case.size[1] // step
     network = vae.encoder if case.encode else vae.decoder
     assert network is not None
-    job = plan.job_of(network, config, size, vae.dtype, vae.device, lone=case.latents == 1)
+    job = plan.job_of(network, config, size, vae.dtype, vae.device, single_frame=case.latents == 1)
     return plan.make_plan(job, case.limit_bytes, chunk=case.chunk, tile=case.tile)
 
 

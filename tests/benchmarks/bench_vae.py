@@ -43,14 +43,14 @@ class Case:
     width: int
     dtype: torch.dtype | None
     family: str
-    still: bool = False  # a picture, then grey, as ComfyUI's WanImageToVideo encodes them
+    static: bool = False  # a picture, then grey, as ComfyUI's WanImageToVideo encodes them
 
     @property
     def label(self) -> str:
         name = "defaults" if self.dtype is None else str(self.dtype).removeprefix("torch.")
         family = "" if self.family == "wan2.1" else f" {self.family}"
-        still = ", still" if self.still else ""
-        return f"{self.direction} {self.frames}x{self.height}x{self.width} {name}{family}{still}"
+        static = ", static" if self.static else ""
+        return f"{self.direction} {self.frames}x{self.height}x{self.width} {name}{family}{static}"
 
     def input(self, device: torch.device) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -58,7 +58,7 @@ class Case:
         if self.direction == "encode":
             shape = (1, 3, self.frames, self.height, self.width)
             frames = torch.rand(shape, generator=generator) * 2 - 1
-            if self.still:
+            if self.static:
                 frames[:, :, 1:] = 0
             return frames.to(device, dtype)
         channels, step = (48, 16) if self.family == "wan2.2" else (16, 8)
@@ -98,11 +98,11 @@ def implementations(
 
 def every_frame(vae: VideoVAE, frames: Tensor) -> Tensor:
     """Encode without leaving out what frames that stand still make no difference to."""
-    vae.skips_still = False
+    vae.skips_static = False
     try:
         return vae.encode(frames)
     finally:
-        vae.skips_still = True
+        vae.skips_static = True
 
 
 def main() -> None:
@@ -114,14 +114,14 @@ def main() -> None:
         sizes = [tuple(map(int, size.split("x"))) for size in args.size]
     width = args.width or WIDTHS[args.family]
     state = random_weights(args.family, width)
-    usual = [name for name in _ORDER[1:] if name in _PEERS or args.still]
-    names = ["ours", *(usual if args.beside is None else args.beside)]
+    usual = [name for name in _ORDER[1:] if name in _PEERS or args.static]
+    names = ["ours", *(usual if args.peers is None else args.peers)]
     columns = [f"{name} s" for name in names] + [f"x {name}" for name in names[1:]]
     logging.info("%s", f"{'case':34}" + "".join(f"{column:>12}" for column in columns))
     for dtype in (None if name == "default" else getattr(torch, name) for name in args.dtype):
         built = implementations(state, dtype, device, names)
         for size, direction in itertools.product(sizes, args.direction):
-            case = Case(direction, *size, dtype, args.family, args.still)
+            case = Case(direction, *size, dtype, args.family, args.static)
             x, pick = case.input(device), 1 if case.direction == "encode" else 2
             runs = {name: functools.partial(entry[pick], x) for name, entry in built.items()}
             with torch.inference_mode():
@@ -141,9 +141,9 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = record.parser(__doc__)
     add, dtypes = parser.add_argument, ["bfloat16", "float32"]
-    beside = (
+    which = (
         "comfyui, diffusers (both if left out), or every: ours, but for all frames that stand "
-        "still as well (with --still that too)"
+        "static as well (with --static that too)"
     )
     add("--family", choices=_SIZES, default="wan2.1")
     add("--width", type=int, help="base width of the random weights")
@@ -151,8 +151,8 @@ def _arguments() -> argparse.Namespace:
     add("--dtype", nargs="+", default=dtypes, help="or: default, of everybody")
     add("--direction", nargs="+", default=["decode", "encode"])
     add("--size", nargs="+", help="FRAMESxHEIGHTxWIDTH instead of the usual ones")
-    add("--still", action="store_true", help="encode a picture, then grey frames")
-    add("--beside", nargs="*", choices=_ORDER[1:], help=beside)
+    add("--static", action="store_true", help="encode a picture, then grey frames")
+    add("--peers", nargs="*", choices=_ORDER[1:], help=which)
     return parser.parse_args()
 
 

@@ -17,7 +17,7 @@ from fast_video_vae.lora.session import Session
 from fast_video_vae.lora.strengths import Amounts, StackEntry
 
 WAYS = (
-    "no LoRA", "auto", "stream", "beside", "bypass (two products, scaled, added)", "merge per call",
+    "no LoRA", "auto", "stream", "bypass", "two products, scaled, added", "merge per call",
 )  # fmt: skip
 
 
@@ -90,5 +90,5 @@ def ways(model: Layers, x: Tensor, rank: int, folder: Path) -> dict[str, Callabl
             y = F.linear(y, layer.weight + delta, layer.bias)
         return y
 
-    runs = [lambda: model(x), *map(session, ("auto", "stream", "beside")), naive, merged]
+    runs = [lambda: model(x), *map(session, ("auto", "stream", "bypass")), naive, merged]
     return dict(zip(WAYS, runs, strict=True))

@@ -144,7 +144,7 @@ def test_runs_take_turns_and_a_failing_one_leaves():
 
     here = small_session(60)
     runs = {"a": lambda: order.append("a"), "b": fails}
-    results = turns.in_turn(here, runs, alike=True)
+    results = turns.in_turn(here, runs, shares_memory=True)
     assert order == ["a", "b", "a", "b", "a", "b", "a"]
     assert len(results["a"].seconds) == 3
     assert str(results["b"].error) == "no more"

@@ -108,7 +108,7 @@ def dense(model, changes):
 
 # How a delta gets into a layer: the kind of layer, and the mode.
 LINEARS = {"plain": nn.Linear, "casting": Casting, "ignoring": Ignoring}
-MODES = ("stream", "auto", "beside")
+MODES = ("stream", "auto", "bypass")
 each_way = each_value_once(linear=LINEARS, mode=MODES)
 
 

@@ -86,7 +86,7 @@ def test_beside_is_the_dense_product_for_any_tokens(part):
     for x in (*(torch.randn(*tokens, INNER) for tokens in TOKENS), strided):
         y = torch.randn(*x.shape[:-1], OUT)
         expected = y.double() + x.double() @ dense(low).T
-        result = low.beside(y.clone(), x)
+        result = low.bypass(y.clone(), x)
         assert result.shape == y.shape
         torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -98,7 +98,7 @@ def test_beside_rounds_no_more_than_it_says(part, dtype, same):
     """With `same`, pairs have the dtype of the layer; else they are in float32."""
     low = made(part, dtype if same else torch.float32)
     x, y = torch.randn(7, INNER).to(dtype), torch.randn(7, OUT).to(dtype)
-    result = low.beside(y.clone(), x)
+    result = low.bypass(y.clone(), x)
     assert result.dtype == dtype
     delta = x.double() @ dense(low).T
     size = x.double().abs() @ dense(low, magnitude=True).T
@@ -111,12 +111,12 @@ def test_beside_rounds_no_more_than_it_says(part, dtype, same):
 def test_beside_writes_to_a_dense_output_and_to_no_other(part):
     low, x = made(part), torch.randn(2, 3, INNER)
     y = torch.randn(2, 3, OUT)
-    assert low.beside(y, x).data_ptr() == y.data_ptr()
+    assert low.bypass(y, x).data_ptr() == y.data_ptr()
     base = torch.randn(2, 3, 2 * OUT)
     for y in (base[..., :OUT], base[..., ::2], torch.randn(3, 2, OUT).transpose(0, 1)):
         before = y.clone()
         expected = y.double() + x.double() @ dense(low).T
-        result = low.beside(y, x)
+        result = low.bypass(y, x)
         torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(y, before)
 
@@ -128,7 +128,7 @@ def test_beside_lets_gradients_through(part):
     weight = torch.randn(OUT, INNER, requires_grad=True)
     y = F.linear(x, weight)
     factor = torch.randn(5, OUT)
-    (low.beside(y, x) * factor).sum().backward()
+    (low.bypass(y, x) * factor).sum().backward()
     expected = factor.double() @ (weight.detach().double() + dense(low))
     torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
     expected = factor.double().T @ x.detach().double()
@@ -139,7 +139,7 @@ def test_an_output_that_its_own_gradient_needs_is_not_written_to():
     low, x = made(), torch.randn(5, INNER)
     weight = torch.randn(OUT, INNER, requires_grad=True)
     y = torch.tanh(F.linear(x, weight))  # whose derivative is made of it
-    low.beside(y, x).sum().backward()
+    low.bypass(y, x).sum().backward()
     expected = (1 - y.detach().double() ** 2).T @ x.double()
     torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
 

@@ -111,14 +111,14 @@ class Whole(nn.Module):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_quantised_layer_is_served_beside(tmp_path, mode):
+def test_a_quantised_layer_is_served_by_bypass(tmp_path, mode):
     layer, x = Whole(16, 24), torch.randn(500, 16)
     model, session, up, down = one_layer(tmp_path, layer, mode)
     with session.call(model, CPU):
         y = layer(x)
     x = x.double()
     assert_close(y, x @ layer.weight.double().T / 8 + x @ (up @ down).T)
-    assert (session.counts.stream, session.counts.beside) == (0, 1)
+    assert (session.counts.stream, session.counts.bypass) == (0, 1)
 
 
 # Rows and columns.
@@ -154,9 +154,9 @@ def test_pairs_for_rows_and_columns_of_a_weight(tmp_path, linear, mode):
 @pytest.mark.parametrize(
     ("dtype", "batch", "ways"),
     [
-        (torch.float32, 1, {1: "beside", 31: "beside", 32: "beside", 33: "stream", 500: "stream"}),
-        (torch.float32, 3, {10: "beside", 11: "stream"}),
-        (torch.bfloat16, 1, {16: "beside", 17: "stream"}),
+        (torch.float32, 1, {1: "bypass", 31: "bypass", 32: "bypass", 33: "stream", 500: "stream"}),
+        (torch.float32, 3, {10: "bypass", 11: "stream"}),
+        (torch.bfloat16, 1, {16: "bypass", 17: "stream"}),
     ],
 )
 def test_auto_streams_above_the_break_even_and_not_below(stack, dtype, batch, ways):
@@ -169,11 +169,11 @@ def test_auto_streams_above_the_break_even_and_not_below(stack, dtype, batch, wa
         session.counts.clear()
         called(session, model, torch.randn(batch, 4, tokens, 2, 2))
         assert getattr(session.counts, way) == 6, tokens
-        assert session.counts.stream + session.counts.beside == 6
+        assert session.counts.stream + session.counts.bypass == 6
 
 
 @pytest.mark.parametrize("mode", ["stream", "auto"])
-def test_a_layer_that_ignores_weight_functions_is_asked_once_and_served_beside(stack, mode):
+def test_a_layer_that_ignores_weight_functions_is_asked_once_and_served_by_bypass(stack, mode):
     seen = []
 
     class Watched(Ignoring):
@@ -188,7 +188,7 @@ def test_a_layer_that_ignores_weight_functions_is_asked_once_and_served_beside(s
     for _ in range(3):
         assert_close(called(session, model, video(16)), expected)
         assert session.counts.stream == 0
-    assert session.counts.beside == sum(seen) * 3 == 3 * 6
+    assert session.counts.bypass == sum(seen) * 3 == 3 * 6
     assert not session.counts.unserved
 
 

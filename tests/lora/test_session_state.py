@@ -76,21 +76,21 @@ def test_strength_zero_costs_nothing(stack):
         assert torch.equal(model(video()), plain)
         assert state_of(model) == state
     assert not any(len(module._forward_hooks) for module in model.modules())
-    assert (session.counts.stream, session.counts.beside, session.counts.formula) == (0, 0, 0)
+    assert (session.counts.stream, session.counts.bypass, session.counts.formula) == (0, 0, 0)
 
 
 def test_rows_of_files_at_strength_zero_are_cut_off(stack, monkeypatch):
     from fast_video_vae.lora.apply import JoinedPairs
 
-    model, seen, beside = Model(Casting), set(), JoinedPairs.beside
+    model, seen, bypass = Model(Casting), set(), JoinedPairs.bypass
 
     def watched(pairs, y, x):
         assert pairs.down.shape[0] == pairs.up.shape[1] == pairs.amounts.numel()
         seen.add(pairs.down.shape[0])
-        return beside(pairs, y, x)
+        return bypass(pairs, y, x)
 
-    monkeypatch.setattr(JoinedPairs, "beside", watched)
-    session = stack(model, whole=False).session((0, 0, 0), "beside")
+    monkeypatch.setattr(JoinedPairs, "bypass", watched)
+    session = stack(model, whole=False).session((0, 0, 0), "bypass")
     for strengths, rank in (
         ((1, 0, 0), 4), ((0, 1, 0), 3), ((0, 0, 1), 16), ((1, 1, 0), 7), ((0, 1, 1), 19),
         ((1, 0, 1), 23),  # from the first file at work to the last
@@ -148,7 +148,7 @@ def test_modules_that_are_not_there_are_told(stack):
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])
-@pytest.mark.parametrize("mode", ["stream", "beside"])
+@pytest.mark.parametrize("mode", ["stream", "bypass"])
 def test_staged_pairs_are_the_same_and_come_ahead(stack, mode, blocks):
     model = Model(Casting, blocks=blocks)
     made = stack(model, whole=False, only="blocks")
@@ -264,7 +264,7 @@ def test_blocks_that_are_compiled_each_are_served(stack):
     for number in range(2):
         blocks[number] = torch.compile(blocks[number], backend="eager")
     with torch.no_grad():
-        session = made.session((1, 1, 1), "beside")
+        session = made.session((1, 1, 1), "bypass")
         assert_close(called(session, model, video()), expected)
     assert not session.counts.unserved
     assert isinstance(blocks[0]._orig_mod, Block)

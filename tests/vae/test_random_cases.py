@@ -48,7 +48,7 @@ class Case:
         cuts: Where the video is cut into the pieces of an iterable; None: it is one tensor.
         wanted: The first and the last frame that are wanted of a decode; None: all.
         target: Where a decode goes: `new`, `out`, `images` or `bytes`.
-        still: Frames before the clip stands still.
+        static: Frames before the clip stands still.
         uint8: The frames are 8 bits.
     """
 
@@ -63,7 +63,7 @@ class Case:
     cuts: tuple[int, ...] | None
     wanted: tuple[int, int] | None = None
     target: str = "new"
-    still: int = 0
+    static: int = 0
     uint8: bool = False
 
     @property
@@ -102,7 +102,7 @@ def clip(case):
     shape = case.batch, 3, case.length, *case.size
     generator = torch.Generator().manual_seed(sum(shape))
     frames = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
-    frames[:, :, case.still :] = frames[:, :, min(case.still, case.length - 1), None]
+    frames[:, :, case.static :] = frames[:, :, min(case.static, case.length - 1), None]
     return frames if case.uint8 else frames / 127.5 - 1
 
 
@@ -127,8 +127,8 @@ def cases(draw, *, decode):
         "cuts": pieces,
     }
     if not decode:
-        still = draw(st.integers(0, length))
-        return Case(**case, still=still, uint8=draw(st.booleans()))
+        static = draw(st.integers(0, length))
+        return Case(**case, static=static, uint8=draw(st.booleans()))
     frame = st.integers(0, 4 * length - 4)
     wanted = draw(st.none() | st.tuples(frame, frame).map(sorted).map(tuple))
     target = draw(st.sampled_from(["new", "out", "images", "bytes"]))

@@ -1,4 +1,4 @@
-"""The causal convolution: 3D over its window of frames, cut down to 2D for a first one."""
+"""The causal convolution: 3D over a window of frames, 2D for the first frame of a video."""
 
 import functools
 from typing import Protocol
@@ -13,37 +13,42 @@ from .conv import BIAS, Conv, Terms
 from .frame_runs import Settling, fitted
 from .temporal_cache import TemporalCache
 
-# Where a frame does not fit at once: bands of rows, so many.
+# Bands of rows that a frame is cut into when memory is short.
 _BANDS = 4
 
 
 class Fill(Protocol):
-    """Writes a function of its first argument into `out`, such as a norm.
-
-    With `tail` it writes the frames of that before it, and then brings the tail up to date.
-    """
+    """An elementwise op or norm that writes its result into a given buffer."""
 
     def __call__(self, x: Tensor, *, out: Tensor, tail: Tensor | None = None) -> object:
-        """Write it."""
+        """Write the result for `x` into `out`.
+
+        Args:
+            x: `[B, C, T, H, W]`, channels-last.
+            out: `[B, C, T, H, W]`, or `[B, C, context + T, H, W]` with `tail`.
+            tail: `[B, C, context, H, W]`: frames that go in front of the result. Afterwards it
+                holds the last `context` frames of `out`.
+        """
 
 
 class CausalConv3d(Conv, CausalLayer):
-    """A 3D convolution that sees the frame and the past alone.
+    """A 3D convolution that sees the current frame and earlier frames only.
 
-    `CausalConv3d` of Wan 2.1, wan/modules/vae.py: the video is padded with zero frames in front
-    only. Here the padding is the tail of the frames before, written once together with the new
-    frames; the spatial padding stays in the convolution. The first frame of a video meets only the
-    last temporal tap, so it runs as a 2D convolution.
+    `CausalConv3d` of Wan 2.1, wan/modules/vae.py, pads the video with zero frames in front. Here
+    the padding is the tail of the previous chunk, written once together with the new frames. The
+    spatial padding stays in the convolution. The first frame of a video only meets the last
+    temporal tap, so it runs as a 2D convolution.
 
-    With `replicate` the first frame itself stands before the video, as in SeedVR2
-    (models/video_vae_v3/modules/causal_inflation_lib.py): it meets the sum of the temporal taps.
+    With `replicate` the video is padded with copies of its first frame, as in SeedVR2
+    (models/video_vae_v3/modules/causal_inflation_lib.py): the first frame runs as a 2D convolution
+    with the sum of the temporal taps.
 
     Args:
-        in_channels: Channels in.
-        out_channels: Channels out.
+        in_channels: Input channels.
+        out_channels: Output channels.
         kernel: Taps in (time, height, width); height and width are equal and odd.
-        stride: Frames per step; with 2, the frames come in pairs after the first.
-        replicate: Copies of the first frame stand before it, not zeros.
+        stride: Temporal stride. With 2, frames come in pairs after the first.
+        replicate: Pad with copies of the first frame instead of zeros.
     """
 
     def __init__(
@@ -70,26 +75,25 @@ class CausalConv3d(Conv, CausalLayer):
         fill: Fill | None = None,
         terms: Terms = BIAS,
     ) -> Tensor:
-        """Convolve `fill(x)`, causally.
+        """Convolve `fill(x)` causally.
 
         Args:
-            x: `[B, C_in, T, H, W]`, channels-last; one frame where the cache says that it is the
-                first.
-            cache: Gives the frames before `x`, and keeps the last of them.
-            fill: Computed on the way into the convolution's input, such as a norm.
-            terms: What is added; a residual is `[B, C_out, T, H, W]`.
+            x: `[B, C_in, T, H, W]`, channels-last; `T` is 1 while `cache.first` is set.
+            cache: State of the video. It supplies the frames before `x` and keeps the new tail.
+            fill: Applied to `x` while it is copied into the input buffer, such as a norm.
+            terms: Bias and residual to add; a residual is `[B, C_out, T / stride, H, W]`.
 
         Returns:
-            `[B, C_out, T / stride, H, W]`, channels-last. Of a run that comes to rest (see
-            `cache.settling`) as many frames as it takes, which without a residual may be none.
+            `[B, C_out, T / stride, H, W]`, channels-last. With `cache.settling`, only the frames
+            until the output is static, which can be none without a residual.
         """
         if cache.settling is not None and not cache.first:
             return self._settled(cache.settling, x, cache, fill, terms)
         window: Tensor | None = None
         try:
             window = self._window(x, cache, fill)
-            if cache.first and not cache.lone and self.context:
-                self.tail(x, cache)  # for `keep`, which must not fail any more
+            if cache.first and not cache.single_frame and self.context:
+                self.tail(x, cache)  # allocated here, because `keep` must not fail
             y = self.of_window(window, cache, self.padding, terms)
         except Exception as error:
             relief = cache.workspace.relief
@@ -101,7 +105,7 @@ class CausalConv3d(Conv, CausalLayer):
             if cache.first:
                 self.keep(window, cache)
             return y
-        # Out of the except block, because the error holds the tensors of its frames.
+        # Outside the except block: the error's traceback would keep tensors alive.
         if window is not None and not cache.first:
             cache.put_back(self, window[:, :, : self.context])
         del window
@@ -115,10 +119,10 @@ class CausalConv3d(Conv, CausalLayer):
         fill: Fill | None,
         terms: Terms,
     ) -> Tensor:
-        """`forward` for half of the frames and then the rest; for a frame alone, in bands of rows.
+        """Run `forward` on half of the frames at a time, or on bands of rows of one frame.
 
         Raises:
-            Exception: `failed`, where nothing smaller is to be had.
+            Exception: `failed`, where the work cannot be made smaller.
         """
         half = x.shape[2] // (2 * self.stride) * self.stride
         if half:
@@ -129,7 +133,7 @@ class CausalConv3d(Conv, CausalLayer):
                 pieces.append(self.forward(_run(cache, part, x), cache, fill, added))
             return cache.attempt(lambda: torch.cat(pieces, dim=2))
         rows = x.shape[3] // _BANDS
-        if not rows or self.replicate:  # the norm before that of SeedVR2 sees the whole frame
+        if not rows or self.replicate:  # SeedVR2's norm, in `fill`, needs the whole frame
             raise failed
         take = _copy if fill is None else fill
         return row_bands.convolve(self, take, x, cache, rows, terms)
@@ -142,7 +146,7 @@ class CausalConv3d(Conv, CausalLayer):
         fill: Fill | None,
         terms: Terms,
     ) -> Tensor:
-        """`forward` of a run that comes to rest."""
+        """Run `forward` on a chunk whose last frames are static."""
         cache.settling = settling = settling.behind(self.weight.shape[2], self.stride)
         frames = settling.needed if terms.residual is None else max(1, settling.needed)
         if not frames:
@@ -160,18 +164,18 @@ class CausalConv3d(Conv, CausalLayer):
         rows: int,
         terms: Terms = BIAS,
     ) -> Tensor:
-        """Convolve frames with those before them: all taps, or a first frame in its own form.
+        """Convolve a window of frames, or the first frame with the 2D weights.
 
-        It fails before it writes into a residual, or not at all.
+        An allocation that fails does so before the residual is written.
 
         Args:
-            window: `[B, C_in, T, H, W]`: one first frame, or those before the new ones and these.
-            cache: The state of the video.
-            rows: Rows of zeros above and below; 0 for a band that has its borders.
+            window: `[B, C_in, context + T, H, W]`, or `[B, C_in, 1, H, W]` for the first frame.
+            cache: State of the video.
+            rows: Rows of zero padding above and below; 0 for a band that has its border rows.
             terms: As for `forward`.
 
         Returns:
-            `[B, C_out, T', H - 2 * (padding - rows), W]`.
+            `[B, C_out, T / stride, H - 2 * (padding - rows), W]`.
         """
         pads = (rows, self.padding)
         if not cache.first:
@@ -182,11 +186,11 @@ class CausalConv3d(Conv, CausalLayer):
     def _window(
         self, x: Tensor, cache: TemporalCache, fill: Fill | None, frames: int | None = None
     ) -> Tensor:
-        """The frames that it saw last, and the new ones: `[B, C_in, context + T, H, W]`.
+        """Join the tail and the new frames: `[B, C_in, context + T, H, W]`.
 
-        Of a first frame that alone. The tail is up to date afterwards, but for a first frame's, or
-        as it was where this fails. With `frames` the new ones are so many of `x`, whose last one,
-        or that before it, is repeated.
+        A first frame is returned without a tail. The tail is updated, except by a first frame; it
+        is unchanged if this fails. With `frames`, `x` is cut or its last frame repeated to that
+        length.
         """
         if fill is not None and (cache.first or torch.is_grad_enabled()):
             filled = cache.scratch(x.shape, x)
@@ -203,7 +207,7 @@ class CausalConv3d(Conv, CausalLayer):
         known = self.context + fresh
         if fill is not None and fresh:
             inner = window[:, :, :known]
-            # The tail is looked up by each try, because making room may have moved it.
+            # Each attempt looks the tail up again: making room may have moved it.
             cache.attempt(lambda: fill(new, out=inner, tail=self.tail(new, cache)))
         else:
             window[:, :, : self.context] = self.tail(new, cache)
@@ -214,18 +218,18 @@ class CausalConv3d(Conv, CausalLayer):
         return window
 
     def tail(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """The frames before `x` that it saw; see `TemporalCache.tail`."""
+        """Return the `[B, C_in, context, H, W]` tail before `x` from `cache`."""
         return cache.tail(self, self.context, x)
 
     def keep(self, x: Tensor, cache: TemporalCache) -> None:
-        """Remember frames that it saw, or that passed by without being convolved."""
+        """Store the last frames of `x` `[B, C_in, T, H, W]` in `cache` as the new tail."""
         if cache.first and self.replicate and self.context:
             x = x.expand(-1, -1, self.context, -1, -1)
         cache.keep(self, self.context, x)
 
 
 def _run(cache: TemporalCache, frames: slice, x: Tensor) -> Tensor:
-    """Some frames of `x`, channels-last."""
+    """Return some frames of `x`, channels-last."""
     run = x[:, :, frames]
     return cache.attempt(lambda: run.contiguous(memory_format=torch.channels_last_3d))
 

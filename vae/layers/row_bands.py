@@ -123,7 +123,7 @@ class _Tail:
     def __init__(self, conv: BandedConv, x: Tensor, cache: TemporalCache) -> None:
         self._conv, self._x, self._cache = conv, x, cache
         self._known = 0 if cache.first else conv.context
-        self._keeps = bool(conv.context) and not cache.lone
+        self._keeps = bool(conv.context) and not cache.single_frame
         if self._keeps:
             self._tail()
         self._waiting: tuple[slice, Tensor] | None = None

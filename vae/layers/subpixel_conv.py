@@ -77,7 +77,7 @@ class ShuffleConv(Conv):
         """`[B, C, T, H, W]` to `[B, C, times T, 2 H, 2 W]`, channels-last; a first frame to one."""
         if cache.first:
             cache.keep(self, self.context, x.expand(-1, -1, self.context, -1, -1))
-            if self.times > 1 and not cache.lone:
+            if self.times > 1 and not cache.single_frame:
                 cache.after_first.add(self)
             return self._phases(x, _FIRST, 1, cache)
         window = cache.window(self, self.context, x)

@@ -22,7 +22,7 @@ class TemporalCache:
 
     Attributes:
         first: The pass holds the first frame of the video; it stands alone, with nothing before it.
-        lone: The video is that one frame, so nothing is kept.
+        single_frame: The video is that one frame, so nothing is kept.
         band_bytes: Size of the bands of rows that some layers divide their work into, where it is
             much larger; None: they never do.
         workspace: Lends the memory of activations; `scratch`, `reused` and `attempt` are its own.
@@ -35,12 +35,12 @@ class TemporalCache:
     def __init__(
         self,
         *,
-        lone: bool = False,
+        single_frame: bool = False,
         band_bytes: int | None = None,
         workspace: Workspace | None = None,
     ) -> None:
         self.first = True
-        self.lone = lone
+        self.single_frame = single_frame
         self.band_bytes = band_bytes
         self.thrifty = False
         self.settling: Settling | None = None
@@ -98,7 +98,7 @@ class TemporalCache:
 
         Nothing is allocated where the tail is there already. The arguments are those of `tail`.
         """
-        if self.lone or not context:
+        if self.single_frame or not context:
             return
         tail = self.tail(conv, context, x)
         last = x[:, :, -context:]

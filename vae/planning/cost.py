@@ -42,9 +42,9 @@ class LayerRun:
         """Numbers that they remember."""
         return sum(layer.remembered(shape) for layer, shape in self._pairs)
 
-    def work(self, *, lone: bool) -> int:
+    def work(self, *, single_frame: bool) -> int:
         """Products of numbers, about."""
-        return sum(layer.work(shape, lone=lone) for layer, shape in self._pairs)
+        return sum(layer.work(shape, single_frame=single_frame) for layer, shape in self._pairs)
 
     def chains(self, *, cropped: bool = False) -> SpecChains:
         """As `Network.chains`; of a tile with what cuts the halo off as `tiling.make_tile`."""
@@ -56,7 +56,7 @@ class LayerRun:
                 chains.append([])
             chains[-1].append(layer)
             size = self.shapes[index][2:]
-            if cropped and layer.after(shape, lone=True)[2:] != size:
+            if cropped and layer.after(shape, single_frame=True)[2:] != size:
                 chains[-1].append(CropSpec(*size))
         return chains
 
@@ -90,7 +90,9 @@ class StreamCost:
     @functools.cached_property
     def work(self) -> int:
         """Products for one latent."""
-        works = (run.work(lone=self.setting.lone) for run in (self.whole, self.tiles))
+        works = (
+            run.work(single_frame=self.setting.single_frame) for run in (self.whole, self.tiles)
+        )
         return self.setting.batch * sum(works)
 
     @functools.cached_property
@@ -102,7 +104,7 @@ class StreamCost:
     def kept_bytes(self) -> int:
         """What the layers remember on the device."""
         tiles = _THERE * self.tile.remembered if self.parked else self.tiles.remembered
-        return 0 if self.setting.lone else self._nbytes(self.whole.remembered + tiles)
+        return 0 if self.setting.single_frame else self._nbytes(self.whole.remembered + tiles)
 
     @property
     def moved_bytes(self) -> int:
@@ -120,7 +122,7 @@ class StreamCost:
         )
         whole, tiled = self._chains
         # The second chunk meets what the first has left behind.
-        for _ in range(1 if self.setting.lone else 2):
+        for _ in range(1 if self.setting.single_frame else 2):
             if not self.tile.layers:
                 rehearsal.whole_frames(whole, x)
             elif self.encodes:
@@ -140,7 +142,7 @@ class StreamCost:
 
 def whole_cost(network: NetworkSpec, setting: Setting, size: Size) -> StreamCost:
     """What a stream goes through on whole frames; `size` is that of what enters the network."""
-    shapes = network.shapes(size, lone=setting.lone)
+    shapes = network.shapes(size, single_frame=setting.single_frame)
     frames = shapes[0 if network.encodes else -1]
     return StreamCost(setting, network.encodes, frames, LayerRun(network.layers, shapes))
 

@@ -29,7 +29,7 @@ class Setting:
     Attributes:
         batch: Videos at once.
         itemsize: Bytes of a number.
-        lone: The video is a single frame.
+        single_frame: The video is a single frame.
         on_cpu: It runs on a CPU, where large results lie in kept memory.
         fused: Convolutions add to what is there (oneDNN) instead of making a result of their own.
         casts: The weights are of another dtype than the activations.
@@ -37,7 +37,7 @@ class Setting:
 
     batch: int
     itemsize: int
-    lone: bool
+    single_frame: bool
     on_cpu: bool
     fused: bool
     casts: bool
@@ -50,7 +50,7 @@ class CropSpec(NamedTuple):
     width: int
     growth = 1
 
-    def after(self, shape: Shape, *, lone: bool) -> Shape:
+    def after(self, shape: Shape, *, single_frame: bool) -> Shape:
         """What comes out."""
         return shape.sized(*self)
 
@@ -116,7 +116,7 @@ class DryRun:
         self, layers: Sequence[LayerSpec | CropSpec], x: "_Block", shape: Shape, *, collects: bool
     ) -> "_Runs":
         """`advance`: of the parts, the last; the others do the same with less collected."""
-        ledger, lone = self._ledger, self._setting.lone
+        ledger, single_frame = self._ledger, self._setting.single_frame
         y = x
         for index, layer in enumerate(layers):
             nbytes = ledger.nbytes(shape) * layer.growth
@@ -129,7 +129,7 @@ class DryRun:
                 if collects:
                     end = run
                     for each in layers[index:]:
-                        end = each.after(end, lone=lone)
+                        end = each.after(end, single_frame=single_frame)
                     before.append(ledger.new(end, count - 1))
                 runs = self._run(layers[index:], z, run, collects=collects)
                 return _Runs(runs.last, runs.shape, count * runs.count, before + runs.before)
@@ -139,7 +139,7 @@ class DryRun:
     def _through(
         self, layer: LayerSpec | CropSpec, x: "_Block", shape: Shape
     ) -> "tuple[_Block, Shape]":
-        after = layer.after(shape, lone=self._setting.lone)
+        after = layer.after(shape, single_frame=self._setting.single_frame)
         if isinstance(layer, CropSpec):
             return self._ledger.new(after), after
         side = None
@@ -152,7 +152,7 @@ class DryRun:
         for part in layer.parts:
             last = layer.holds == "result" and part is layer.parts[-1]
             y = self._part(part, y, shape, side if last and part.down > 1 else None)
-            shape = part.after(shape, lone=self._setting.lone)
+            shape = part.after(shape, single_frame=self._setting.single_frame)
         if layer.holds == "result" and layer.parts[-1].down == 1:
             y = self._ledger.new(after)
         return y, after
@@ -195,26 +195,26 @@ class DryRun:
     def _down(self, part: PartSpec, shape: Shape, residual: "_Block | None") -> "_Block":
         """In space, and in time if there is a second convolution."""
         first, *rest = part.products
-        rest = [] if self._setting.lone else rest
+        rest = [] if self._setting.single_frame else rest
         y = self._product(part, first, shape, None if rest else residual, part.down)
         if not rest:
             return y
-        return self._product(part, rest[0], part.after(shape, lone=True), residual)
+        return self._product(part, rest[0], part.after(shape, single_frame=True), residual)
 
     def _up(self, part: PartSpec, shape: Shape) -> "_Block":
         """In time if there is a first convolution, then in space."""
         *first, last = part.products
         made = []
-        for product in [] if self._setting.lone else first:
+        for product in [] if self._setting.single_frame else first:
             made.append(self._product(part, product, shape))
             shape = shape.lasting(shape.frames * part.times)
             self._ledger.scratch(shape)
-        if last.context and not self._setting.lone:
+        if last.context and not self._setting.single_frame:
             self._ledger.scratch(shape.lasting(shape.frames + last.context))
         height, width = shape.height + 1, shape.width + 1
         grid = Shape(4 * last.outputs, shape.frames, height, width)
         made.append(self._made(grid))
-        times = 1 if self._setting.lone else last.times
+        times = 1 if self._setting.single_frame else last.times
         y = self._ledger.result(
             Shape(last.outputs, shape.frames * times, 2 * shape.height, 2 * shape.width)
         )
@@ -231,8 +231,8 @@ class DryRun:
     ) -> "_Block":
         """`CausalConv3d.forward`."""
         setting, ledger = self._setting, self._ledger
-        window = shape.lasting(shape.frames + (0 if setting.lone else product.context))
-        frames = shape.frames if setting.lone else shape.frames // product.stride
+        window = shape.lasting(shape.frames + (0 if setting.single_frame else product.context))
+        frames = shape.frames if setting.single_frame else shape.frames // product.stride
         out = Shape(product.outputs, frames, shape.height // down, shape.width // down)
         rows = self._band(window) if part.banded else shape.height
         if rows < shape.height:
@@ -244,7 +244,7 @@ class DryRun:
         if product.windowed:
             ledger.scratch(window)
         # In oneDNN's order; that of a first frame, which are not all taps, in PyTorch's as well.
-        arranged = 2 * product.rearranged_first if setting.lone else product.rearranged
+        arranged = 2 * product.rearranged_first if setting.single_frame else product.rearranged
         copies = arranged * setting.itemsize * (1 + setting.casts) * setting.on_cpu
         ledger.take(copies)
         made = arranged or not setting.fused

@@ -89,19 +89,19 @@ class PartSpec:
     banded: bool
     reach: int
 
-    def after(self, shape: Shape, *, lone: bool) -> Shape:
+    def after(self, shape: Shape, *, single_frame: bool) -> Shape:
         """What comes out."""
         channels, frames, height, width = shape
         return Shape(
             self.outputs or channels,
-            frames if lone else frames * self.times // self.stride,
+            frames if single_frame else frames * self.times // self.stride,
             height * self.up // self.down,
             width * self.up // self.down,
         )
 
-    def work(self, shape: Shape, *, lone: bool) -> int:
+    def work(self, shape: Shape, *, single_frame: bool) -> int:
         """Products of numbers, about, if that comes in."""
-        after = self.after(shape, lone=lone)
+        after = self.after(shape, single_frame=single_frame)
         area = max(shape.height * shape.width, after.height * after.width)
         return shape.frames * area * sum(product.numbers for product in self.products)
 
@@ -132,25 +132,25 @@ class LayerSpec:
     pairs: bool
     holds: str
 
-    def shapes(self, shape: Shape, *, lone: bool) -> list[Shape]:
+    def shapes(self, shape: Shape, *, single_frame: bool) -> list[Shape]:
         """What enters each part, and leaves the last."""
         shapes = [shape]
         for part in self.parts:
-            shapes.append(part.after(shapes[-1], lone=lone))
+            shapes.append(part.after(shapes[-1], single_frame=single_frame))
         return shapes
 
-    def after(self, shape: Shape, *, lone: bool) -> Shape:
+    def after(self, shape: Shape, *, single_frame: bool) -> Shape:
         """What comes out."""
-        return self.shapes(shape, lone=lone)[-1]
+        return self.shapes(shape, single_frame=single_frame)[-1]
 
-    def work(self, shape: Shape, *, lone: bool) -> int:
+    def work(self, shape: Shape, *, single_frame: bool) -> int:
         """Products of numbers, about, if that comes in."""
-        pairs = zip(self.parts, self.shapes(shape, lone=lone), strict=False)
-        return sum(part.work(each, lone=lone) for part, each in pairs)
+        pairs = zip(self.parts, self.shapes(shape, single_frame=single_frame), strict=False)
+        return sum(part.work(each, single_frame=single_frame) for part, each in pairs)
 
     def remembered(self, shape: Shape) -> int:
         """Numbers that its convolutions remember, if such frames come in."""
-        pairs = zip(self.parts, self.shapes(shape, lone=True), strict=False)
+        pairs = zip(self.parts, self.shapes(shape, single_frame=True), strict=False)
         return sum(part.remembered(each) for part, each in pairs)
 
 
@@ -162,16 +162,16 @@ class NetworkSpec:
     encodes: bool
     frames: int
 
-    def shapes(self, size: Size, *, lone: bool) -> list[Shape]:
+    def shapes(self, size: Size, *, single_frame: bool) -> list[Shape]:
         """What enters each layer, the first at a height and width, and leaves the last.
 
-        It is for one latent; `lone`: of a video that is a single frame.
+        It is for one latent; `single_frame`: of a video that is a single frame.
         """
         shapes = [Shape(self.layers[0].parts[0].products[0].inputs, 1, *size)]
-        if not lone:
+        if not single_frame:
             shapes = [shapes[0].lasting(self.frames)]
         for layer in self.layers:
-            shapes.append(layer.after(shapes[-1], lone=lone))
+            shapes.append(layer.after(shapes[-1], single_frame=single_frame))
         return shapes
 
 

@@ -93,7 +93,7 @@ class StreamJob:
         latent_size: Batch, height and width of the latents.
         dtype: Of the activations.
         device: Where they live.
-        lone: The video is a single frame.
+        single_frame: The video is a single frame.
         pixels: Pixels of an image for each that enters an encoder or leaves a decoder.
     """
 
@@ -101,7 +101,7 @@ class StreamJob:
     latent_size: tuple[int, int, int]
     dtype: torch.dtype
     device: torch.device
-    lone: bool = False
+    single_frame: bool = False
     pixels: int = 1
 
     @functools.cached_property
@@ -115,7 +115,7 @@ class StreamJob:
         return Setting(
             self.latent_size[0],
             self.dtype.itemsize,
-            self.lone,
+            self.single_frame,
             self.device.type == "cpu",
             packs_for(self.device, self.dtype),
             next(self.network.parameters()).dtype != self.dtype,
@@ -143,14 +143,14 @@ def job_of(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    lone: bool,
+    single_frame: bool,
 ) -> StreamJob:
     """What is to be planned for the encoder or decoder of a configuration."""
     pixels = config.patch_size
     if not is_encoder(network):
         pixels *= config.output_scale
-    lone = lone or config.temporal_compression == 1
-    return StreamJob(network, latent_size, dtype, device, lone, pixels)
+    single_frame = single_frame or config.temporal_compression == 1
+    return StreamJob(network, latent_size, dtype, device, single_frame, pixels)
 
 
 def make_plan(
@@ -217,7 +217,7 @@ def cut_tiles(job: StreamJob, tiles: Tiles) -> tuple[Chains, list[FrameTile], Si
 
 def _places(job: StreamJob, tiles: Tiles) -> tuple[Size, list[tuple[Span, Span]]]:
     """Height and width of the whole frames before the tiled layers, and what the tiles give."""
-    shapes = job.spec.shapes(job.start, lone=True)
+    shapes = job.spec.shapes(job.start, single_frame=True)
     if not job.spec.encodes:
         return shapes[tiles.cut][2:], grid(job.end, tiles.size)
     end = shapes[tiles.cut][2:]
@@ -304,7 +304,7 @@ def _candidates_in(job: StreamJob, tiles: Tiles, chunk: int | None) -> Iterator[
     rows, columns = (list(dict.fromkeys(axis)) for axis in zip(*places, strict=True))
     stream = tiled_cost(job.spec, job.setting, job.start, tiles.cut, (rows, columns))
     yield _Candidate(stream, stream.work, _lengths(job, stream, chunk), chunk, job.pixels, tiles)
-    if job.device.type == "cpu" or job.lone:
+    if job.device.type == "cpu" or job.single_frame:
         return
     stream = replace(stream, parked=True)
     for latents in _PARKED_LATENTS if chunk is None else (chunk,):
@@ -320,7 +320,7 @@ def _lengths(job: StreamJob, stream: StreamCost, chunk: int | None) -> list[tupl
     part = _CPU_PART_BYTES if job.device.type == "cpu" else _DEVICE_PART_BYTES
     most = max(1, min(_MOST_LATENTS, part // max(1, stream.latent_bytes)))
     chunks = range(most, 0, -1)
-    if job.lone:
+    if job.single_frame:
         chunks = (1,)
     elif chunk is not None:
         chunks = (chunk if chunk > 0 else _MOST_LATENTS,)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..layers.causal_layer import CausalLayer
 from ..layers.frame_runs import Settling, fitted, largest_part, parts
 from ..layers.temporal_cache import TemporalCache
-from .static_frames import Stillness
+from .static_frames import StaticEnd
 
 # Whole frames of what each convolution remembers.
 Tails = dict[nn.Module, Tensor]
@@ -46,8 +46,8 @@ class Executor:
         self.cache = cache
         self.finish: Callable[[Tensor], Tensor] = lambda x: x
         self._chains, self._part_bytes = chains, part_bytes
-        self._stillness = Stillness(chains)
-        self._rests = False
+        self._static_end = StaticEnd(chains)
+        self._is_static = False
 
     @property
     def caches(self) -> list[TemporalCache]:
@@ -57,17 +57,17 @@ class Executor:
     @property
     def behind(self) -> Settling:
         """What leaves of the chunk that `takes` was told of."""
-        return self._stillness.behind
+        return self._static_end.behind
 
-    def takes(self, frames: int, alike: int) -> int | None:
+    def takes(self, frames: int, repeats: int) -> int | None:
         """Tell of the next chunk, and how many of its last frames are alike; 0: nobody knows.
 
         Returns:
             How many of the frames `advance` wants, the first ones, because those behind make no
             difference; None: all.
         """
-        self._rests = self._stillness.takes(frames, max(0, alike))
-        return self._stillness.needed if self._rests else None
+        self._is_static = self._static_end.takes(frames, max(0, repeats))
+        return self._static_end.needed if self._is_static else None
 
     def advance(self, x: Tensor) -> Iterator[Tensor]:
         """Push one chunk through.
@@ -78,9 +78,9 @@ class Executor:
         Returns:
             An iterator of runs of frames as they leave the last layer, those of the whole chunk.
         """
-        if self._rests:
+        if self._is_static:
             push = functools.partial(advance, cache=self.cache, part_bytes=self._part_bytes)
-            return self._stillness.advance(x, self.cache, push)
+            return self._static_end.advance(x, self.cache, push)
         return advance(self._chains, x, self.cache, self._part_bytes)
 
     def tails(self) -> Tails:

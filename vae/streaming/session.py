@@ -77,7 +77,7 @@ class VideoSession:
         enter: Takes a chunk, `[B, C, T, H, W]`, channels-last, before the first layer.
         leave: Takes what leaves an encoder; or where the frames of a decoder go.
         relief: Makes room when memory runs out.
-        lone: The video is a single frame.
+        single_frame: The video is a single frame.
         begins: The first frame is that of the video; else what is before it is not known.
         learns: There are parameters that want a gradient.
         full: Compute float32 in float32, whatever PyTorch's switches allow.
@@ -92,7 +92,7 @@ class VideoSession:
     enter: Callable[[Tensor], Tensor]
     leave: Callable[[Tensor], Tensor] | Output
     relief: Relief
-    lone: bool
+    single_frame: bool
     begins: bool
     learns: bool
     full: bool
@@ -110,7 +110,7 @@ class VideoSession:
         self._changes = Changes()
         self._chunk: Tensor | None = None
         self._results: Iterator[Tensor] | None = None
-        self._records = self._searches = self._rests = False
+        self._records = self._searches = self._is_static = False
         self._last: tuple[torch.Size, bool, bool] | None = None
         self._repeats = 0  # chunks before this one that were like it, one after the other
         self._recording: cuda_graph.Recording | None = None
@@ -162,7 +162,7 @@ class VideoSession:
         compression = self.config.spatial_compression if self._encodes else 1
         size = first.shape[0], first.shape[3] // compression, first.shape[4] // compression
         model = self.network, self.config
-        self._job = job_of(*model, size, self.dtype, self._device, lone=self.lone)
+        self._job = job_of(*model, size, self.dtype, self._device, single_frame=self.single_frame)
         records = torch.is_grad_enabled() and (self.learns or first.requires_grad)
         self._plan = make_plan(
             self._job,
@@ -213,14 +213,14 @@ class VideoSession:
         self._last = like
         self._records = torch.is_grad_enabled() and (chunk.requires_grad or self.learns)
         if self.skips:
-            alike = 0
+            repeats = 0
             if self._records:
                 self._changes = Changes()
             else:
-                alike = self.relief.attempt(lambda: self._changes.alike(chunk))
-            wanted = self._executor.takes(chunk.shape[2], alike)
-            self._rests = wanted is not None
-            if self._rests:
+                repeats = self.relief.attempt(lambda: self._changes.repeats(chunk))
+            wanted = self._executor.takes(chunk.shape[2], repeats)
+            self._is_static = wanted is not None
+            if self._is_static:
                 chunk, self._searches = chunk[:, :, :wanted], False
         self._chunk = chunk
 
@@ -256,7 +256,7 @@ class VideoSession:
     def _steps(self, x: Tensor) -> Iterable[Tensor]:
         """The chunk's results, replayed where a chunk like it was recorded."""
         executor = self._executor
-        repeats = self._repeats and executor.records and not (self._records or self._rests)
+        repeats = self._repeats and executor.records and not (self._records or self._is_static)
         # The first of like chunks sets up memory and whatever else is set up once.
         if self.graphs and repeats and cuda_graph.takes(self._device):
             try:
@@ -300,8 +300,10 @@ class VideoSession:
 
     def _executor_of(self, plan: Plan) -> Executor:
         def new_cache() -> TemporalCache:
-            lone, bands = self._job.lone, plan.part_bytes
-            cache = TemporalCache(lone=lone, band_bytes=bands, workspace=self._workspace)
+            single_frame, bands = self._job.single_frame, plan.part_bytes
+            cache = TemporalCache(
+                single_frame=single_frame, band_bytes=bands, workspace=self._workspace
+            )
             cache.first = self.begins
             return cache
 

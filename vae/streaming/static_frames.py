@@ -33,9 +33,9 @@ class Changes:
 
     def __init__(self) -> None:
         self._frame: Tensor | None = None
-        self._alike = 0
+        self._repeats_so_far = 0
 
-    def alike(self, chunk: Tensor) -> int:
+    def repeats(self, chunk: Tensor) -> int:
         """Count the frames up to the last of a chunk, `[B, C, T, H, W]`, that are like that.
 
         It and those before the chunk are among them. The chunk's memory may be another's
@@ -44,13 +44,13 @@ class Changes:
         frames, last = chunk.shape[2], chunk[:, :, -1:]
         count = 1 + _like(last, chunk[:, :, :-1])
         if count == frames and self._frame is not None and _like(last, self._frame):
-            self._alike += count
+            self._repeats_so_far += count
         else:
-            self._alike, self._frame = count, last.clone()
-        return self._alike
+            self._repeats_so_far, self._frame = count, last.clone()
+        return self._repeats_so_far
 
 
-class Stillness:
+class StaticEnd:
     """How far into a network a still end has come."""
 
     def __init__(self, chains: Sequence[Sequence[CausalLayer]]) -> None:
@@ -61,16 +61,16 @@ class Stillness:
         self._done = 0  # layers that need not run
         self._held: Tensor | None = None  # the last frame that the last of those gave
 
-    def takes(self, frames: int, alike: int) -> bool:
-        """Tell of the next chunk, whichever way it goes, and its `Changes.alike` or 0.
+    def takes(self, frames: int, repeats: int) -> bool:
+        """Tell of the next chunk, whichever way it goes, and its `Changes.repeats` or 0.
 
         Returns:
             Whether it is to go through `advance` of this object, because that leaves something out.
         """
-        self._run = Settling(frames, frames - alike + 1)
+        self._run = Settling(frames, frames - repeats + 1)
         if self._run.fresh > 0:
             self._done, self._held = 0, None
-        return self._run.fresh <= 0 or alike > _WORTH_IT
+        return self._run.fresh <= 0 or repeats > _WORTH_IT
 
     @property
     def needed(self) -> int:
@@ -104,7 +104,7 @@ class Stillness:
             yield x
             return
         layers = [
-            _Resting(self._chains[chain][index], convs, run)
+            _Settling(self._chains[chain][index], convs, run)
             for (chain, index), convs, run in zip(self._places, self._convs, runs, strict=False)
         ]
         # Those whose next frame is the one before.
@@ -123,7 +123,7 @@ class Stillness:
             yield cache.attempt(functools.partial(_repeated, last, repeats))
 
 
-class _Resting(CausalLayer):
+class _Settling(CausalLayer):
     """A layer, and the frames of a chunk that it gets for its results to come to rest.
 
     Args:

@@ -130,7 +130,7 @@ class TiledDecode(TiledExecutor):
 
     output: Output
 
-    def takes(self, frames: int, alike: int) -> int | None:
+    def takes(self, frames: int, repeats: int) -> int | None:
         """A decode needs all frames."""
         return None
 
@@ -152,9 +152,9 @@ class TiledEncode(TiledExecutor):
 
     _taken: int | None = None  # frames that the layers on whole frames want
 
-    def takes(self, frames: int, alike: int) -> int | None:
+    def takes(self, frames: int, repeats: int) -> int | None:
         """Tell of the next chunk; all tiles see as far back as each other."""
-        wanted, *_ = [part.takes(frames, alike) for _, part in self.tiles]
+        wanted, *_ = [part.takes(frames, repeats) for _, part in self.tiles]
         behind = self.tiles[0][1].behind
         self._taken = super().takes(behind.frames, behind.frames - behind.fresh + 1)
         return wanted

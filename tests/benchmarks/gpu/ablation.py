@@ -18,7 +18,7 @@ def cases(session: Session) -> list[Case]:
     for size in session.pick(((81, 480, 832), (1, 1024, 1024)), ((9, 32, 32), (1, 48, 48))):
         clip = Clip("wan2.1", "decode", *size)
         for variant in variants(session, session.ours("wan2.1")):
-            if variant.lone or clip.frames > 1:
+            if variant.single_frame or clip.frames > 1:
                 run = functools.partial(_compare, session, clip, variant)
                 found.append(Case(clip.label, (variant.name,), run))
     return found
@@ -35,7 +35,7 @@ def _compare(session: Session, clip: Clip, variant: Variant) -> Results:
                 return vae.decode(x, chunk=variant.chunk)
 
         runs = {"as it is": lambda: vae.decode(x), "changed": lambda: there(changed)}
-        results = in_turn(session, runs, look=first.__setitem__, alike=True)
+        results = in_turn(session, runs, look=first.__setitem__, shares_memory=True)
     changed_one, base = results["changed"], results["as it is"]
     if error := changed_one.error or base.error:
         raise error

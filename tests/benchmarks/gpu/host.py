@@ -43,7 +43,7 @@ def _compare(session: Session, clip: Clip) -> Results:
         kept = torch.empty(shape, dtype=dtype, pin_memory=session.cuda) if pinned else None
         runs[kind] = functools.partial(_to_host, vae, x, shape, dtype, kept)
     runs[_COPIED] = lambda: frames_to_images(vae.decode(x)).cpu()
-    results = in_turn(session, runs, alike=True)
+    results = in_turn(session, runs, shares_memory=True)
 
     def more(kind: str) -> Values:
         if kind == _STAYS:

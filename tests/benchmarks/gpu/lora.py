@@ -41,7 +41,7 @@ def _compare(session: Session, sizes: list[tuple[int, int]], tokens: int) -> Res
     x = session.normal(1, tokens, sizes[0][0]).to(dtype)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         runs = lora_ways.ways(model, x, 64, Path(folder))
-        results = in_turn(session, runs, alike=True)
+        results = in_turn(session, runs, shares_memory=True)
     yield from outcomes(
         results,
         lambda way: {

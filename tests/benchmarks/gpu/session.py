@@ -56,7 +56,9 @@ class Session:
 
     def version(self, name: str) -> str | None:
         """Of a peer that was built."""
-        return next((peer.version for (_, who), peer in self._built.items() if who == name), None)
+        return next(
+            (peer.version for (_, built), peer in self._built.items() if built == name), None
+        )
 
     @functools.cached_property
     def copy_bytes_per_s(self) -> float:

@@ -56,7 +56,7 @@ def in_turn(
     *,
     look: Callable[[str, Any], None] | None = None,
     rounds: int = ROUNDS,
-    alike: bool = False,
+    shares_memory: bool = False,
 ) -> dict[str, Measured]:
     """Time runs in turn, after a first one of each that does not count.
 
@@ -65,8 +65,8 @@ def in_turn(
 
     Args:
         look: Sees the result of each first run.
-        alike: All are ours, so that one may take the memory that another has kept, as long as
-            there is enough besides.
+        shares_memory: All variants are this pack's, so they may reuse each other's cached memory
+            while enough is free.
     """
     results = {name: Measured() for name in runs}
     for name, run in runs.items():
@@ -82,7 +82,7 @@ def in_turn(
             del result
     for count in range(rounds):
         able = [name for name, one in results.items() if one.error is None]
-        turn = sum(_cost(results[name], alike) for name in able)
+        turn = sum(_cost(results[name], shares_memory) for name in able)
         if turn > session.clock.left():
             if count == 0:
                 for name in able:
@@ -91,7 +91,7 @@ def in_turn(
             break
         for name in able:
             with _caught(results[name]):
-                _round(session, runs[name], results[name], alike)
+                _round(session, runs[name], results[name], shares_memory)
     return results
 
 
@@ -136,8 +136,8 @@ def snr_db(actual: Tensor, expected: Tensor) -> float:
     return 10 * torch.log10(torch.tensor(signal / noise)).item() if noise else 999.0
 
 
-def _round(session: Session, run: Callable[[], Any], one: Measured, alike: bool) -> None:
-    if not alike or _is_tight(session.device):
+def _round(session: Session, run: Callable[[], Any], one: Measured, shares_memory: bool) -> None:
+    if not shares_memory or _is_tight(session.device):
         free(session.device)
         if _is_short(one):
             run()
@@ -168,10 +168,10 @@ def _is_short(one: Measured) -> bool:
     return min([one.cold_s, *one.seconds]) < _SHORT_S
 
 
-def _cost(one: Measured, alike: bool) -> float:
+def _cost(one: Measured, shares_memory: bool) -> float:
     """Seconds that a round takes at most."""
     seconds = min([one.cold_s, *one.seconds])
-    return 2 * seconds if _is_short(one) and not alike else seconds
+    return 2 * seconds if _is_short(one) and not shares_memory else seconds
 
 
 @contextmanager

@@ -72,48 +72,48 @@ def _compare(session: Session, clip: Clip) -> Results:
     x = clip.make(session)
     runs: dict[str, Callable[[], Tensor]] = {}
     needed = 0.0
-    for who in WHO:
+    for name in WHO:
         try:
-            vae = session.ours(clip.family) if who == "ours" else session.peer(clip.family, who)
-            runs[who] = functools.partial(getattr(vae, clip.direction), x)
-            needed += _expected_s(session, clip, who, flops, needed)
+            vae = session.ours(clip.family) if name == "ours" else session.peer(clip.family, name)
+            runs[name] = functools.partial(getattr(vae, clip.direction), x)
+            needed += _expected_s(session, clip, name, flops, needed)
         except Exception as error:  # a peer that does not load leaves the others alone
-            runs.pop(who, None)
-            yield who, error.with_traceback(None)
+            runs.pop(name, None)
+            yield name, error.with_traceback(None)
     ours: list[Tensor] = []
     agreement: dict[str, float] = {}
 
-    def look(who: str, result: Tensor) -> None:
+    def look(name: str, result: Tensor) -> None:
         if clip.direction == "decode":  # diffusers clamps what it decodes
             result = result.clamp(-1, 1)
-        if who == "ours":
+        if name == "ours":
             ours.append(result)
         elif ours:
-            agreement[who] = snr_db(ours[0], result)
+            agreement[name] = snr_db(ours[0], result)
 
     with torch.inference_mode():
         # One round for what takes much of the time, so that something is left for the others.
         rounds = 1 if needed > session.clock.left() / 4 else ROUNDS
         results = in_turn(session, runs, look=look, rounds=rounds)
 
-    def more(who: str) -> Values:
-        median = results[who].median_s
-        session.rates[clip.family, clip.direction, who] = median / flops
-        compares = who != "ours" and "ours" in results
+    def more(name: str) -> Values:
+        median = results[name].median_s
+        session.rates[clip.family, clip.direction, name] = median / flops
+        compares = name != "ours" and "ours" in results
         return {
             "tflops": flops / median / 1e12,
             "floor_percent": 100 * flops / session.product_flops / median,
-            "times_ours": pairs(results, who, "ours") if compares else None,
-            "snr_db": agreement.get(who),
-            "version": None if who == "ours" else session.version(who),
+            "times_ours": pairs(results, name, "ours") if compares else None,
+            "snr_db": agreement.get(name),
+            "version": None if name == "ours" else session.version(name),
         }
 
     yield from outcomes(results, more)
 
 
-def _expected_s(session: Session, clip: Clip, who: str, flops: float, others_s: float) -> float:
+def _expected_s(session: Session, clip: Clip, name: str, flops: float, others_s: float) -> float:
     """What a first run and one round take, from what smaller clips took, or `NotRun`."""
-    rate = session.rates.get((clip.family, clip.direction, who))
+    rate = session.rates.get((clip.family, clip.direction, name))
     if rate is None:
         return 0.0
     expected = 2 * rate * flops

@@ -29,7 +29,7 @@ class Variant:
     name: str
     change: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     chunk: int | None = None  # latents per step; None: as chosen
-    lone: bool = True  # it changes something for a video of one frame
+    single_frame: bool = True  # it changes something for a video of one frame
     plans: bool = False  # it changes cuDNN's plans, and so needs a thread of its own
 
 
@@ -49,12 +49,16 @@ def variants(session: Session, vae: Any) -> list[Variant]:
             "each convolution adds its bias",
             lambda: replaced(Conv, "adds_bias_late", lambda self, x: False),
         ),
-        Variant("1 latent a step", chunk=1, lone=False),
-        Variant("4 latents a step", chunk=4, lone=False),
-        Variant("all latents in a step", chunk=-1, lone=False),
-        Variant("parts a quarter as large", lambda: replaced(plan, part, size // 4), lone=False),
-        Variant("parts four times as large", lambda: replaced(plan, part, size * 4), lone=False),
-        Variant("CUDA graphs", lambda: replaced(vae, "graphs", True), lone=False),
+        Variant("1 latent a step", chunk=1, single_frame=False),
+        Variant("4 latents a step", chunk=4, single_frame=False),
+        Variant("all latents in a step", chunk=-1, single_frame=False),
+        Variant(
+            "parts a quarter as large", lambda: replaced(plan, part, size // 4), single_frame=False
+        ),
+        Variant(
+            "parts four times as large", lambda: replaced(plan, part, size * 4), single_frame=False
+        ),
+        Variant("CUDA graphs", lambda: replaced(vae, "graphs", True), single_frame=False),
     ]
 
 

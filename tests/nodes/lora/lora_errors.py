@@ -50,9 +50,9 @@ def fp8_errors():
         each.model.manual_cast_dtype = torch.bfloat16  # as on a GPU
     requantised = core(other, lora)
     comfy.model_management.load_models_gpu([requantised])
-    errors = {"stream": [], "beside": [], "core": []}
+    errors = {"stream": [], "bypass": [], "core": []}
     generator = torch.Generator().manual_seed(0)
-    for mode in ("stream", "beside"):
+    for mode in ("stream", "bypass"):
         patched = fast(model, lora, 1.0, mode)
         sample(patched)
         session = session_of(patched)
@@ -63,7 +63,7 @@ def fp8_errors():
             expected = x.double() @ (up @ down / 2).T
             own = _used(layer, x)
             with session.call(model.model, x.device):
-                if mode == "beside":
+                if mode == "bypass":
                     errors[mode].append(_error(_added(layer, x), expected))
                     continue
                 effect = x.double() @ (_used(layer, x) - own).T
@@ -92,14 +92,14 @@ def _added(layer, x):
     """What a call of a layer adds to its output."""
     from fast_video_vae.lora.apply import JoinedPairs
 
-    beside, found = JoinedPairs.beside, []
+    bypass, found = JoinedPairs.bypass, []
 
     def addition(pairs, y, x):
-        found.append(beside(pairs, torch.zeros_like(y), x).double())
-        return beside(pairs, y, x)
+        found.append(bypass(pairs, torch.zeros_like(y), x).double())
+        return bypass(pairs, y, x)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JoinedPairs, "beside", addition)
+        patch.setattr(JoinedPairs, "bypass", addition)
         layer(x)
     return found[0]
 

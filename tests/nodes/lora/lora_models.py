@@ -22,7 +22,7 @@ EFFECT = 1e-2
 COMMON = ("pairs", "biases", "norms")
 ALL = (*COMMON, "modulations")
 
-MODES = ("auto", "stream", "beside", "merged")
+MODES = ("auto", "stream", "bypass", "merged")
 UNMERGED = MODES[:3]
 
 

@@ -47,7 +47,7 @@ def report(server, workflow):
     return text
 
 
-@pytest.mark.parametrize("mode", ["auto", "stream", "beside", "merged"])
+@pytest.mark.parametrize("mode", ["auto", "stream", "bypass", "merged"])
 def test_a_report_says_what_was_applied(server, lora, mode):
     text = report(server, apply((lora.name, "0.8", ""), (lora.name, "-0.5", "1"), mode=mode))
     assert text.startswith("lora.safetensors: 120 keys applied")
@@ -71,7 +71,7 @@ def test_the_inputs_of_apply(expert_server):
     required, optional = info["input"]["required"], info["input"]["optional"]
     assert list(required) == ["model", "stack", "mode"]
     assert list(optional) == ["phase"]
-    assert required["mode"][1]["options"] == ["auto", "stream", "beside", "merged"]
+    assert required["mode"][1]["options"] == ["auto", "stream", "bypass", "merged"]
     assert required["mode"][1]["default"] == optional["phase"][1]["default"] == "auto"
     assert info["output"] == ["MODEL", "STRING"]
 

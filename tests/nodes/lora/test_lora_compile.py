@@ -76,7 +76,7 @@ def made():
     )
 
 
-@pytest.mark.parametrize("mode", ["stream", pytest.param("beside", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["stream", pytest.param("bypass", marks=pytest.mark.slow)])
 def test_a_strength_compiles_nothing(model, lora, mode):
     without, before = sample(model), compiled(model)
     expected = {strength: sample(core(model, lora, strength)) for strength in (0.8, 0.3, -1.0)}
@@ -108,7 +108,7 @@ def test_a_lora_before_the_compiler(model, lora):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["stream", "beside"])
+@pytest.mark.parametrize("mode", ["stream", "bypass"])
 def test_differences_of_biases_compile_once_more_at_most(model, mode):
     """Their strengths are numbers of Python's, which the compiler takes for constants at first."""
     parts = ("pairs", "biases", "norms")
@@ -122,7 +122,7 @@ def test_differences_of_biases_compile_once_more_at_most(model, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["stream", "beside"])
+@pytest.mark.parametrize("mode", ["stream", "bypass"])
 def test_inductor(model, lora, mode):
     expected = sample(core(model, lora, 0.8)), sample(core(model, lora, 0.3))
     before = compiled(model, "inductor")

@@ -121,19 +121,19 @@ def test_each_way_is_the_one_that_was_asked_for():
         sample(model, kind)
         counts = session_of(model).counts
         assert not counts.unserved
-        ways[mode] = counts.stream, counts.beside
-    stream, beside, auto = ways["stream"], ways["beside"], ways["auto"]
+        ways[mode] = counts.stream, counts.bypass
+    stream, bypass, auto = ways["stream"], ways["bypass"], ways["auto"]
     assert stream[0] > 0
     assert stream[1] == 0
-    assert beside[1] > 0
-    assert sum(beside) == sum(stream) == sum(auto)
-    assert beside[0] == 2  # the patch embedding, a convolution, once a step
+    assert bypass[1] > 0
+    assert sum(bypass) == sum(stream) == sum(auto)
+    assert bypass[0] == 2  # the patch embedding, a convolution, once a step
     # 257 tokens of an image are more than 128 x 128 numbers are worth, 8 of text fewer.
-    assert min(auto) > beside[0]
+    assert min(auto) > bypass[0]
 
 
 def test_a_run_is_timed_where_that_is_asked_for(monkeypatch, caplog):
-    model = fast(plain(KIND)[0], lora(0, KIND), 0.8, "beside")
+    model = fast(plain(KIND)[0], lora(0, KIND), 0.8, "bypass")
     for asked in (False, True):
         monkeypatch.setenv("WAN_LORA_TIMING", str(int(asked)))
         caplog.clear()
@@ -142,9 +142,9 @@ def test_a_run_is_timed_where_that_is_asked_for(monkeypatch, caplog):
         tables = [text.split("\n") for text in caplog.messages if "LoRA in a run of" in text]
         assert len(tables) == asked
     kinds = {row.split()[0]: row.split()[1:] for row in tables[0][1:]}
-    assert list(kinds) == ["stream", "beside", "formula", "held"]
-    assert int(kinds["beside"][0]) > 0
-    assert float(kinds["beside"][2]) > 0
+    assert list(kinds) == ["stream", "bypass", "formula", "held"]
+    assert int(kinds["bypass"][0]) > 0
+    assert float(kinds["bypass"][2]) > 0
 
 
 @pytest.mark.parametrize("mode", UNMERGED)

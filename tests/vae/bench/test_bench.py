@@ -150,14 +150,14 @@ def test_what_cannot_be_compared_is_an_error(runs, rounds, error, message):
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-@pytest.mark.parametrize("who", [0, 1])
-def test_who_runs_out_of_memory_is_left_out_from_there_on(at, who):
+@pytest.mark.parametrize("failing", [0, 1])
+def test_who_runs_out_of_memory_is_left_out_from_there_on(at, failing):
     calls = [0, 0]
 
     def runs(index):
         def run():
             calls[index] += 1
-            if index == who and calls[index] == at + 1:
+            if index == failing and calls[index] == at + 1:
                 raise torch.OutOfMemoryError("no")
             return images(index)
 
@@ -167,10 +167,10 @@ def test_who_runs_out_of_memory_is_left_out_from_there_on(at, who):
     passed = []
     options = {"rounds": 3, "dtype": "", "measure": Gauge(CPU), "passed": lambda: passed.append(0)}
     found = compare("decode", contestants, **options).results
-    assert (calls[who], calls[1 - who]) == (at + 1, 4)
+    assert (calls[failing], calls[1 - failing]) == (at + 1, 4)
     assert len(passed) == 8
-    assert (found[who].failure, found[who].seconds) == ("out of memory", ())
-    assert (found[1 - who].failure, len(found[1 - who].seconds)) == (None, 3)
+    assert (found[failing].failure, found[failing].seconds) == ("out of memory", ())
+    assert (found[1 - failing].failure, len(found[1 - failing].seconds)) == (None, 3)
     assert (found[1].psnr is None) == (at == 0)  # there was nothing to compare
 
 

@@ -90,5 +90,5 @@ def live_peak(case: Case) -> tuple[int, int]:
 def _meta_vae(family: str, width: int, dtype: str) -> VideoVAE:
     kind = getattr(torch, dtype)
     vae = load_vae(random_weights(family, width, width), dtype=kind, encode_dtype=kind).to("meta")
-    vae.skips_still = False
+    vae.skips_static = False
     return vae

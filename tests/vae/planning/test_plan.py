@@ -43,8 +43,10 @@ def network(request, vae):
     return vae.encoder if request.param == "encode" else vae.decoder
 
 
-def work_of(network, height=90, width=160, dtype=torch.bfloat16, device=CPU, lone=False, batch=1):
-    return StreamJob(network, (batch, height, width), dtype, device, lone)
+def work_of(
+    network, height=90, width=160, dtype=torch.bfloat16, device=CPU, single_frame=False, batch=1
+):
+    return StreamJob(network, (batch, height, width), dtype, device, single_frame)
 
 
 CASES = [
@@ -132,9 +134,11 @@ def test_large_weights_that_are_not_kept_are_counted(wan, monkeypatch):
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
-@pytest.mark.parametrize("lone", [False, True])
-def test_a_smaller_limit_never_takes_more_and_one_that_can_be_kept_is(network, device, lone):
-    work = work_of(network, device=device, lone=lone)
+@pytest.mark.parametrize("single_frame", [False, True])
+def test_a_smaller_limit_never_takes_more_and_one_that_can_be_kept_is(
+    network, device, single_frame
+):
+    work = work_of(network, device=device, single_frame=single_frame)
     most = make_plan(work, 1 << 50).peak_bytes
     least = make_plan(work, 1).peak_bytes
     before = most
@@ -155,7 +159,7 @@ def test_memory_grows_with_all_that_is_larger(network):
     assert peak(batch=2) > base
     assert peak(dtype=torch.float32) > base
     assert peak(height=180) > base
-    assert peak(lone=True) < base
+    assert peak(single_frame=True) < base
 
 
 def test_all_free_memory_but_a_tenth_is_for_whole_frames_and_half_for_long_steps(wan, monkeypatch):
@@ -203,8 +207,10 @@ def test_caches_on_the_host_are_paid_for_and_make_steps_longer(wan, monkeypatch)
     monkeypatch.setattr(plan, "_PRODUCTS_PER_BYTE", 1e12)
     dear = make_plan(work, limit)
     assert dear.chunk >= chosen.chunk
-    for device, lone in ((CPU, False), (CUDA, True)):
-        assert not make_plan(work_of(wan.decoder, device=device, lone=lone), 1).parked
+    for device, single_frame in ((CPU, False), (CUDA, True)):
+        assert not make_plan(
+            work_of(wan.decoder, device=device, single_frame=single_frame), 1
+        ).parked
 
 
 def test_a_plan_takes_little_time(wan):

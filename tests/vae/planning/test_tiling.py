@@ -153,9 +153,9 @@ def test_a_range_far_into_a_video_leaves_out_what_does_not_matter_to_it(vae, mon
 def test_a_still_end_is_left_out_in_tiles_too(vae, tiles, chunk):
     video = random_frames(1, 3, 1, 64, 96).repeat(1, 1, 121, 1, 1)
     video[:, :, :7] = random_frames(1, 3, 7, 64, 96)
-    vae.skips_still = False
+    vae.skips_static = False
     expected = vae.encode(video)
-    vae.skips_still = True
+    vae.skips_static = True
     close(joined(vae.encode_stream(video, StreamOptions(chunk, tile=(32, 48)))), expected)
     assert tiles
 

@@ -74,7 +74,7 @@ class Task:
         size = side * step, side * step
         self.latent = latent_for(vae, latents, *size)
         self.video = video = random_frames(1, 3, 4 * latents - 3, *size)
-        self.still = torch.cat([video, video[:, :, -1:].expand(-1, -1, 28, -1, -1)], dim=2)
+        self.static = torch.cat([video, video[:, :, -1:].expand(-1, -1, 28, -1, -1)], dim=2)
         self.run()  # what is set up once, such as derived weights
         self.expected = self.run()
         with FailingMemory() as memory:
@@ -94,7 +94,7 @@ class Task:
             "encode": lambda: [vae.encode(video)],
             "encode in steps": lambda: list(vae.encode_stream(video, steps)),
             "picture in": lambda: [vae.encode(video[:, :, :1])],
-            "still end": lambda: list(vae.encode_stream(self.still, steps)),
+            "still end": lambda: list(vae.encode_stream(self.static, steps)),
             "tiled encode": lambda: list(vae.encode_stream(video, tiled)),
         }[self.name]()
 

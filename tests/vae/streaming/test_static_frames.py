@@ -75,11 +75,11 @@ def test_any_clip_in_any_pieces_is_the_same(vae, parts, chunk, pieces):
 
 
 def encoded(vae, pieces, chunk, skips):
-    vae.skips_still = skips
+    vae.skips_static = skips
     try:
         return joined(vae.encode_stream(pieces, StreamOptions(chunk)))
     finally:
-        vae.skips_still = True
+        vae.skips_static = True
 
 
 def check(vae, video, chunk, pieces=None):
@@ -111,10 +111,10 @@ def test_a_change_anywhere_in_a_chunk_is_seen(vae, moving, chunk):
 
 
 @pytest.mark.parametrize("vae", VIDEO, indirect=True)
-@pytest.mark.parametrize("alike", [2, 4, 6, 7, 8, 12])
-def test_what_is_alike_for_a_while_is_the_same(vae, alike):
+@pytest.mark.parametrize("repeats", [2, 4, 6, 7, 8, 12])
+def test_what_is_alike_for_a_while_is_the_same(vae, repeats):
     """From frames shown twice to those that settle the first layers."""
-    parts = [part for _ in range(4) for part in (1, ("still", alike - 1))]
+    parts = [part for _ in range(4) for part in (1, ("still", repeats - 1))]
     check(vae, clip(*parts, 1), 3)
 
 
@@ -183,7 +183,7 @@ def test_a_decode_computes_all():
     latent = torch.zeros(1, 16, 30, 2, 2)
     with Convolutions() as seen:
         vae.decode(latent, 1)
-    vae.skips_still = False
+    vae.skips_static = False
     with Convolutions() as whole:
         vae.decode(latent, 1)
     assert seen.count == whole.count
@@ -192,19 +192,19 @@ def test_a_decode_computes_all():
 def test_changes_see_any_number_and_keep_no_view():
     frame = torch.zeros(1, 2, 1, 80, 90)
     changes = Changes()
-    assert changes.alike(frame) == 1
-    assert changes.alike(frame.expand(-1, -1, 3, -1, -1)) == 4
+    assert changes.repeats(frame) == 1
+    assert changes.repeats(frame.expand(-1, -1, 3, -1, -1)) == 4
     for place in ((0, 1, 0, 79, 89), (0, 0, 0, 0, 0), (0, 1, 0, 41, 7)):
         other = frame.clone()
         other[place] = 1
-        assert changes.alike(other) == 1
-        assert changes.alike(frame) == 1
-        assert changes.alike(torch.cat([frame, other, frame, frame], 2)) == 2
-    assert changes.alike(torch.zeros(1, 2, 1, 80, 91)) == 1
+        assert changes.repeats(other) == 1
+        assert changes.repeats(frame) == 1
+        assert changes.repeats(torch.cat([frame, other, frame, frame], 2)) == 2
+    assert changes.repeats(torch.zeros(1, 2, 1, 80, 91)) == 1
     other = frame.clone()
-    changes.alike(other)
+    changes.repeats(other)
     other.fill_(1)  # what it was compared with is its own
-    assert changes.alike(other) == 1
+    assert changes.repeats(other) == 1
 
 
 @pytest.mark.parametrize(("taps", "stride"), [(1, 1), (3, 1), (2, 2), (3, 2)])

@@ -180,11 +180,11 @@ class ClipMaker:
         zoom = math.exp(rng.uniform(math.log(low), math.log(high)))
         zoom = min(zoom, min(height, width) / size)
         time = torch.arange(frames) - (frames - 1) / 2.0
-        still = rng.random() < 0.15
-        speed = 0.0 if still else TOP_SPEED * rng.random() ** 2
+        static = rng.random() < 0.15
+        speed = 0.0 if static else TOP_SPEED * rng.random() ** 2
         direction = rng.uniform(0.0, 2.0 * math.pi)
-        growth = rng.normal(0.0, 0.01) * (not still) * (rng.random() < 0.5)
-        spin = rng.normal(0.0, 0.015) * (not still) * (rng.random() < 0.3)
+        growth = rng.normal(0.0, 0.01) * (not static) * (rng.random() < 0.5)
+        spin = rng.normal(0.0, 0.015) * (not static) * (rng.random() < 0.3)
         margin = zoom * size / 2.0
         x = rng.uniform(min(margin, width / 2), max(width - margin, width / 2))
         y = rng.uniform(min(margin, height / 2), max(height - margin, height / 2))
