@@ -1,11 +1,11 @@
-"""Decode and encode as a user of ComfyUI waits for them: the time of the nodes in a real server.
+"""Seconds of ComfyUI's VAE nodes in a real server, with the stock VAE and with this pack's.
 
 `python tests/benchmarks/bench_comfyui.py` boots ComfyUI with this pack, loads one file of random
 full-width Wan 2.1 weights with `VAELoader` and with `FastVAE_Load`, and runs ComfyUI's `VAEDecode`
-and `VAEEncode` on both in turn, `--rounds` times over, each round on new input. The time of a node
-is from its `executing` message on the websocket to that of the next node, so that loading to the
-device, casts and the IMAGE are in it. Medians are printed, and go to `results.jsonl` as JSON rows.
-Nothing else should run on the machine.
+and `VAEEncode` on both in turn for `--rounds` rounds, each with new input. A node's time runs from
+its `executing` message on the websocket to that of the next node, so it includes loading to the
+device, casts and the IMAGE. Medians are printed and appended to `results.jsonl` as JSON rows. Run
+it on an idle machine.
 """
 
 import logging
@@ -46,13 +46,13 @@ class Size:
         return f"{self.frames}x{self.height}x{self.width}"
 
     def write_latent(self, path: Path, seed: int) -> None:
-        """A random latent as LoadLatent reads it."""
+        """Write a random latent in the format of LoadLatent."""
         shape = (1, 16, (self.frames - 1) // 4 + 1, self.height // 8, self.width // 8)
         latent = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         save_file({"latent_tensor": latent, "latent_format_version_0": torch.tensor([])}, path)
 
     def write_frames(self, path: Path, seed: int) -> None:
-        """Random frames as LoadImage reads them: a PNG, animated where it is a video."""
+        """Write random frames in the format of LoadImage: a PNG, animated for a video."""
         shape = (self.frames, self.height, self.width, 3)
         noise = torch.randint(256, shape, generator=torch.Generator().manual_seed(seed))
         first, *others = [Image.fromarray(frame) for frame in noise.to(torch.uint8).numpy()]
@@ -66,13 +66,13 @@ _SIZES = {
 
 
 def measure(server: Server, size: Size, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Direction to implementation to the seconds of every round, after one that does not count."""
+    """Return the seconds of each round by direction and implementation, after a warm-up round."""
     seconds = {task: {name: [] for name in _LOADERS} for task in _NODES}
     for count in range(rounds + 1):
-        stem = f"{size}-{count}"  # other files, so that nothing comes from the cache
+        stem = f"{size}-{count}"  # new files, so that ComfyUI caches no result
         size.write_latent(server.input / f"{stem}.latent", seed=count)
         size.write_frames(server.input / f"{stem}.png", seed=count)
-        for name in sorted(_LOADERS, reverse=bool(count % 2)):  # who goes first is slower
+        for name in sorted(_LOADERS, reverse=bool(count % 2)):  # the first one is slower
             times = _run(server, stem, name)
             for task in _NODES if count else ():
                 seconds[task][name].append(times[task])
@@ -108,12 +108,12 @@ def main() -> None:
                 medians, ratios = timing.append(
                     args.out, "bench_comfyui", case, times, args.width, versions
                 )
-                told = (case, medians["ours"], medians["comfyui"], ratios["comfyui"])
-                logging.info("%-34s%12.3f%12.3f%12.2f", *told)
+                cells = (case, medians["ours"], medians["comfyui"], ratios["comfyui"])
+                logging.info("%-34s%12.3f%12.3f%12.2f", *cells)
 
 
 def _run(server: Server, stem: str, name: str) -> dict[str, float]:
-    """Decode a latent and encode frames; seconds of either."""
+    """Decode a latent and encode frames; return the seconds of each."""
     kind, options = _LOADERS[name]
     workflow = Workflow()
     vae = workflow.add(kind, vae_name=_VAE, **options)
@@ -121,7 +121,7 @@ def _run(server: Server, stem: str, name: str) -> dict[str, float]:
     frames = workflow.add("LoadImage", image=f"{stem}.png")
     decoded = workflow.add(_NODES["decode"], samples=latent, vae=vae)
     encoded = workflow.add(_NODES["encode"], pixels=frames, vae=vae)
-    # Sinks that cost next to nothing.
+    # Output nodes that take almost no time.
     first = workflow.add("ImageFromBatch", image=decoded, batch_index=0, length=1)
     workflow.add("PreviewImage", images=first)
     workflow.add("SaveLatent", samples=encoded, filename_prefix="bench")

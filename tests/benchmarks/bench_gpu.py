@@ -1,13 +1,13 @@
-"""Everything that a GPU is asked, in one command: limits, ops, convolutions, whole clips, changes.
+"""All GPU measurements in one command: limits, ops, convolutions, whole clips, ablations.
 
-`python tests/benchmarks/bench_gpu.py` takes some minutes on a GPU, prints each row when it is done
-and all tables at the end, keeps the rows in a JSON file from the first on, and the tables in a text
-file beside it. It needs torch, triton and this pack; diffusers and a ComfyUI checkout are measured
-beside it where they are.
+`python tests/benchmarks/bench_gpu.py` takes some minutes on a GPU. It prints each row when it is
+done and all tables at the end, and saves the rows in a JSON file, updated after each case, and the
+tables in a text file. It needs torch, triton and this pack; diffusers and a ComfyUI checkout are
+measured too where they are installed.
 
-The measuring is done by a second process. Should it crash, or lose its GPU to a bad kernel, a next
-one goes on behind the row that it died in; when the time is over it is stopped, and the tables are
-printed all the same. Without CUDA the sizes are tiny: that shows that the rows run, no more.
+A second process measures. If it crashes, or a faulty kernel makes its GPU unusable, the next one
+continues with the row after it; at the end of the budget it is stopped, and the tables are printed.
+Without CUDA the sizes are tiny, which only checks that every row runs.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from fast_video_vae.tests.benchmarks.gpu.rows import Clock, NotRun, Rows, run_se
 from fast_video_vae.tests.benchmarks.gpu.session import Session  # noqa: E402
 from fast_video_vae.tests.benchmarks.gpu.turns import free  # noqa: E402
 
-# In the order of the run, what matters most first, with the share of the time that each may take.
+# In the order of the run, most important first, with the largest share of the budget for each.
 SECTIONS = {
     "copy": (limits.cases, 0.05),
     "ops": (ops.cases, 0.2),
@@ -59,20 +59,21 @@ SECTIONS = {
     "lora": (lora.cases, 0.1),
 }
 
-# Seconds that a run takes. A small one has no limit, nor can one of its cases hang: how busy the
-# machine is says nothing of the rows, and the first case may build the kernels of the CPU.
+# Seconds of a run. A small run has no limit and no check for hanging cases: a busy machine must not
+# fail its rows, and the first case may build the CPU kernels.
 _BUDGET_S = 520
 
-# Seconds after the budget at which a row that still runs is stopped.
+# Seconds after the budget at which the running row is stopped.
 _GRACE_S = 40
 
-# Seconds after which a case hangs: the longest decodes 1088x1920x81 twice over with everybody.
+# Seconds after which a case counts as hanging: the longest decodes 1088x1920x81 twice with each
+# implementation.
 _HANGS_S = 200
 
-# How often a process may die before the rest is left.
+# Crashes after which the remaining rows are skipped.
 _DEATHS = 12
 
-# What a process exits with whose GPU does nothing any more.
+# Exit status of a process whose GPU no longer works.
 _GPU_LOST = 77
 
 
@@ -89,7 +90,7 @@ def main() -> None:
     else:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         Rows(args.path, {"machine": {}, "device": device, "small": args.small})
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # who ends it sees the tables too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # print the tables then too
     _supervise(args, until)
     content = Rows(args.path).content
     for row in content["rows"] if args.out else ():
@@ -97,9 +98,9 @@ def main() -> None:
             case, _, name = row["name"].rpartition(": ")
             record.append(args.out, "bench_gpu", case, implementation=name, **row["values"])
     text = table.report(content)
-    told = args.path.with_suffix(".txt")
-    told.write_text(text + "\n", encoding="utf-8")
-    print(f"\nrows: {args.path}\ntables: {told}", flush=True)
+    tables = args.path.with_suffix(".txt")
+    tables.write_text(text + "\n", encoding="utf-8")
+    print(f"\nrows: {args.path}\ntables: {tables}", flush=True)
     print(text, flush=True)
 
 
@@ -109,14 +110,14 @@ def _arguments() -> argparse.Namespace:
     )
     add, sections = parser.add_argument, list(SECTIONS)
     no_gpu = not torch.cuda.is_available()
-    kept = "keep the rows of the file, but for those that were not run"
-    default = "default: 520, for a small run no limit"
+    kept = "keep the rows of the file and measure those that were not run"
+    default = "default: 520; small runs: no limit"
     add("--only", nargs="+", choices=sections, default=sections)
-    add("--budget", type=float, help=f"seconds after which no row begins; {default}")
+    add("--budget", type=float, help=f"seconds after which no row starts; {default}")
     add("--continue", dest="resume", action="store_true", help=kept)
-    add("--json", type=Path, help="where the rows go (default: gpu-NAME.json beside this file)")
-    add("--out", type=Path, help="a results.jsonl that gets the rows of `vae` too")
-    add("--commit", help="of this checkout, where git is not there to be asked")
+    add("--json", type=Path, help="file of the rows (default: gpu-NAME.json next to this file)")
+    add("--out", type=Path, help="append the rows of `vae` to this results.jsonl too")
+    add("--commit", help="commit of this checkout, where git is not installed")
     add("--small", action="store_true", default=no_gpu, help="tiny sizes; always without CUDA")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     add("--until", type=float, help=argparse.SUPPRESS)
@@ -127,7 +128,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _supervise(args: argparse.Namespace, until: float) -> None:
-    """Have the rows measured by a process, and by a next one as often as it dies."""
+    """Measure the rows in a process, and start another one when it crashes."""
     command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
     command += ["--json", str(args.path), "--only", *args.only, "--until", str(until)]
     command += ["--budget", str(args.budget), *(["--small"] if args.small else [])]
@@ -139,27 +140,27 @@ def _supervise(args: argparse.Namespace, until: float) -> None:
         except (TimeoutError, KeyboardInterrupt):
             worker.kill()
             worker.wait()
-            Rows(args.path).end_running(NotRun("it was stopped: the time was over"))
+            Rows(args.path).end_running(NotRun("stopped at the end of the budget"))
             break
         if status == 0:
             return
-        if status != _GPU_LOST:  # there the rows say it themselves
+        if status != _GPU_LOST:  # the rows have the reason in that case
             Rows(args.path).end_running(
-                RuntimeError(f"the process died of it, or hung (status {status})")
+                RuntimeError(f"the process crashed or hung in this row (status {status})")
             )
     rows = Rows(args.path)
     there = {row["section"] for row in rows.rows}
     for section in args.only:
         if section not in there:
             rows.begin(section, ["all"])
-            rows.end_running(NotRun("the run ended before it"))
+            rows.end_running(NotRun("the run ended before this section"))
 
 
 def _watch(worker: "subprocess.Popen[bytes]", path: Path, end: float) -> int:
-    """The exit status of a process, which is ended where a row hangs.
+    """Return the exit status of `worker`, which is killed when a row hangs.
 
     Raises:
-        TimeoutError: The time is over.
+        TimeoutError: `end` has passed.
     """
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -172,12 +173,12 @@ def _watch(worker: "subprocess.Popen[bytes]", path: Path, end: float) -> int:
 
 
 def _work(args: argparse.Namespace) -> int:
-    """Measure the rows that are not there yet, and give the exit status."""
+    """Measure the rows that the file lacks, and return the exit status."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     elif args.small:
-        torch.set_num_threads(1)  # for tiny tensors a second one costs more than it does
+        torch.set_num_threads(1)  # a second thread slows tiny tensors down
     rows = Rows(args.path)
     rows.content["machine"] = machine.describe(device, args.commit)
     rows.write()
@@ -185,17 +186,17 @@ def _work(args: argparse.Namespace) -> int:
     session = Session(device, small=args.small, clock=clock)
     shares = sum(SECTIONS[name][1] for name in args.only)
     for name in args.only:
-        if rows.has(name, "all"):  # its cases cannot even be made
+        if rows.has(name, "all"):  # creating its cases failed before
             continue
         make, share = SECTIONS[name]
         clock.section_until = time.time() + args.budget * max(share, share / shares)
-        rows.begin(name, ["all"])  # should what the cases need be what does not work
+        rows.begin(name, ["all"])  # in case creating the cases fails
         cases = make(session)
         for _ in run_section(rows, clock, name, cases, device.type):
             if not _serves(device):
                 return _GPU_LOST
             free(device)
-            gc.freeze()  # what is there between two cases stays; later collections pass it by
+            gc.freeze()  # keeps later garbage collections short
         rows.content["running"] = None
         rows.write()
     gc.unfreeze()
@@ -203,7 +204,7 @@ def _work(args: argparse.Namespace) -> int:
 
 
 def _serves(device: torch.device) -> bool:
-    """Whether the device still does something: a bad kernel leaves a process without it."""
+    """Return whether the device works: after a faulty kernel every later call fails."""
     if device.type != "cuda":
         return True
     with contextlib.suppress(RuntimeError):
@@ -213,7 +214,7 @@ def _serves(device: torch.device) -> bool:
 
 
 def _default_path(small: bool) -> Path:
-    """Named after the GPU. The driver is asked for it: this process takes no memory there."""
+    """Return a path with the GPU's name, read from the driver so that no GPU memory is used."""
     if small:
         return Path(tempfile.gettempdir()) / "bench-gpu-small.json"
     name = machine.asked("name") or record.machine()

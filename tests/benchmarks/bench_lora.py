@@ -1,9 +1,9 @@
-"""A LoRA on a linear layer: our modes, ComfyUI's bypass and a merge per call, in one run.
+"""A LoRA on a linear layer: this pack's modes, ComfyUI's bypass and a merge per call, in one run.
 
 `python tests/benchmarks/bench_lora.py --width 5120 --rank 64 --tokens 4096 512` times them in turn
-and appends a JSON row per case to `results.jsonl`. With ComfyUI at hand, its own bypass is timed.
-`--memory` measures the peak of reading three LoRAs for Wan 14B instead, `--errors` what is lost of
-a LoRA's effect on fp8 weights, ours beside ComfyUI's loader.
+and appends a JSON row per case to `results.jsonl`. ComfyUI's own bypass is timed where ComfyUI is
+installed. `--memory` measures the peak of reading three LoRAs for Wan 14B instead, `--errors` the
+error of a LoRA's effect on fp8 weights, with this pack and with ComfyUI's loader.
 """
 
 import logging
@@ -30,7 +30,7 @@ def main() -> None:
     """Time every number of tokens."""
     parser = record.parser(__doc__)
     parser.add_argument("--width", type=int, default=5120)
-    parser.add_argument("--leave", type=int, help="numbers that leave the layer; as many as enter")
+    parser.add_argument("--leave", type=int, help="output features of the layer (default: --width)")
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 512])
     parser.add_argument("--rounds", type=int, default=9)
@@ -84,7 +84,7 @@ def _errors() -> tuple[str, dict[str, object]]:
 def _bypass_of_comfyui(
     model: lora_ways.Layers, x: Tensor, rank: int, folder: Path
 ) -> dict[str, Callable[[], Tensor]]:
-    """ComfyUI's own bypass, where there is a ComfyUI."""
+    """Return ComfyUI's own bypass by name, or nothing without ComfyUI."""
     if checkout.why_unavailable() is not None:
         return {}
     if "comfy" not in sys.modules:
@@ -102,7 +102,7 @@ def _bypass_of_comfyui(
     injections = manager.create_injections(model)
 
     class Patcher:
-        """What an injection is given."""
+        """The attributes of a model patcher that an injection reads."""
 
         load_device = x.device
 

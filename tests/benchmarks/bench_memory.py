@@ -1,7 +1,7 @@
-"""Peak memory of the streams, above the loaded weights, beside what their plans say.
+"""Peak memory of the streams above the loaded weights, and the estimates of their plans.
 
-`python tests/benchmarks/bench_memory.py` measures each case in a process of its own and appends one
-JSON row per case to `results.jsonl`. Linux alone, which tells the peak of a process.
+`python tests/benchmarks/bench_memory.py` measures each case in a separate process and appends one
+JSON row per case to `results.jsonl`. Linux only: it reads the peak of a process from `/proc`.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _RESET = Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class Case:
-    """One stream; chunk, tile, cut and limit as the plan chooses them where they are None."""
+    """One stream; the plan chooses chunk, tile, cut and limit where they are None."""
 
     family: str = "wan2.1"  # or "wan2.2", "seedvr2"
     encode: bool = False
@@ -45,7 +45,7 @@ class Case:
     batch: int = 1
     chunk: int | None = None  # latents per step
     tile: tuple[int, int] | None = None  # height and width
-    cut: int | None = None  # which of the possible cuts the tiles have
+    cut: int | None = None  # index into the layers at which tiles can be cut
     limit_bytes: int | None = None
     dtype: str = "float32"
 
@@ -63,10 +63,13 @@ class Case:
 
 
 def run(*cases: Case, holes: bool = False) -> list[dict[str, float]]:
-    """Measure in a new process, one after the other: `peak_mib`, `estimate_mib` and `seconds`.
+    """Measure `cases` one after the other in a new process.
 
-    With `holes` glibc's heap keeps blocks below 32 MB that were freed, which depends on what came
-    before; else all goes back at once.
+    With `holes` glibc's heap keeps freed blocks below 32 MB, so the peak depends on earlier cases;
+    otherwise freed memory is returned to the system at once.
+
+    Returns:
+        `peak_mib`, `estimate_mib` and `seconds` of each case.
     """
     command = [sys.executable, __file__, "--cases", json.dumps([asdict(case) for case in cases])]
     environment = {**os.environ} | ({} if holes else {"MALLOC_MMAP_THRESHOLD_": "65536"})
@@ -75,7 +78,7 @@ def run(*cases: Case, holes: bool = False) -> list[dict[str, float]]:
 
 
 def can_measure() -> bool:
-    """Whether the system tells the peak of a process, and starts anew when asked to."""
+    """Return whether the system reports the peak of a process and allows a reset."""
     try:
         _RESET.write_text("5", encoding="ascii")
     except OSError:
@@ -84,12 +87,12 @@ def can_measure() -> bool:
 
 
 def measure(case: Case) -> dict[str, float]:
-    """Run one stream in this process and watch its memory."""
+    """Run the stream of `case` in this process and return its peak, estimate and seconds."""
     dtype = getattr(torch, case.dtype)
     vae = load_vae(
         random_weights(case.family, case.width, case.width), dtype=dtype, encode_dtype=dtype
     )
-    # With the first stream come libraries, threads, and derived weights, which count as weights.
+    # The first stream loads libraries, starts threads and derives weights.
     stream(vae, replace(case, size=(64, 64), batch=1, tile=None, limit_bytes=None))
     given = input_of(vae, case)
     gc.collect()
@@ -111,7 +114,7 @@ def measure(case: Case) -> dict[str, float]:
 
 
 def stream(vae: VideoVAE, case: Case, given: torch.Tensor | None = None) -> None:
-    """Run the stream of a case; what leaves is dropped at once."""
+    """Run the stream of a case and drop its output at once."""
     run_stream = vae.encode_stream if case.encode else vae.decode_stream
     given = input_of(vae, case) if given is None else given
     options = StreamOptions(case.chunk, limit_bytes=case.limit_bytes, tile=case.tile)
@@ -120,7 +123,7 @@ def stream(vae: VideoVAE, case: Case, given: torch.Tensor | None = None) -> None
 
 
 def input_of(vae: VideoVAE, case: Case) -> torch.Tensor:
-    """What goes into the stream of a case."""
+    """Return the input of the stream of `case`: frames or a latent, `[B, C, T, H, W]`."""
     height, width = case.size
     config, step = vae.config, vae.config.spatial_compression
     if case.encode:
@@ -132,7 +135,7 @@ def input_of(vae: VideoVAE, case: Case) -> torch.Tensor:
 
 
 def planned(vae: VideoVAE, case: Case) -> plan.Plan:
-    """How the stream of a case would run."""
+    """Return the plan of the stream of `case`."""
     config, step = vae.config, vae.config.spatial_compression
     size = case.batch, case.size[0] // step, case.size[1] // step
     network = vae.encoder if case.encode else vae.decoder
@@ -143,7 +146,7 @@ def planned(vae: VideoVAE, case: Case) -> plan.Plan:
 
 @contextmanager
 def cut_at(index: int | None) -> Iterator[None]:
-    """Let tiles begin or end at one place alone."""
+    """Allow tiles to be cut at one layer only, the `index`-th; None: at all of them."""
     find = plan.can_cut
     if index is not None:
         plan.can_cut = lambda network: find(network)[index : index + 1]
@@ -154,14 +157,16 @@ def cut_at(index: int | None) -> Iterator[None]:
 
 
 def main() -> None:
-    """Run every case, or with `--cases` those that this process is for."""
+    """Run every case, or those of `--cases` in this process."""
     parser = record.parser(__doc__)
     parser.add_argument("--width", type=int, default=24, help="base width of the random weights")
     parser.add_argument("--family", choices=WIDTHS, default="wan2.1")
     parser.add_argument("--side", type=int, default=256)
     parser.add_argument("--latents", type=int, nargs="+", default=[1, 9, 33])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--holes", action="store_true", help="with what glibc's heap keeps")
+    parser.add_argument(
+        "--holes", action="store_true", help="with the freed blocks that glibc's heap keeps"
+    )
     parser.add_argument("--cases", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.cases:

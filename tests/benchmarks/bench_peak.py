@@ -1,8 +1,8 @@
-"""Peak memory of a process that loads a full-size VAE from a file and decodes: ours and ComfyUI's.
+"""Peak memory of loading a full-size VAE from a file and decoding, with this pack and ComfyUI.
 
 `python tests/benchmarks/bench_peak.py` writes random weights of Wan 2.2 (705 M parameters), or of
-another family, in the dtype, and lets each implementation load the file and decode a clip three
-times in a process of its own (Linux). Peak and what stays are printed and appended to
+another family, in the dtype. Each implementation loads the file and decodes a clip three times in a
+separate process (Linux). The peak and the memory afterwards are printed and appended to
 `results.jsonl`.
 """
 
@@ -26,7 +26,7 @@ from fast_video_vae.tests.benchmarks.weights import random_weights  # noqa: E402
 from fast_video_vae.tests.nodes.checkout import import_comfyui, why_unavailable  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
 
-# Of each family what is decoded, and the clip that comes out.
+# Shape of the latent and the name of the decoded clip, by family.
 _FAMILIES = {
     "wan2.2": ((1, 48, 5, 8, 8), "17x128x128"),
     "seedvr2": ((1, 16, 2, 16, 16), "5x128x128"),
@@ -36,7 +36,7 @@ _FAMILIES = {
 def measure(
     name: str, path: str, dtype: torch.dtype, base: Path, shape: tuple[int, ...]
 ) -> dict[str, float]:
-    """Load and decode in this process."""
+    """Load and decode in this process; return `peak_mib` and `stays_mib`."""
     latent = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     if name == "ours":
         decode = load_vae(path, dtype=dtype).decode
@@ -55,7 +55,7 @@ def measure(
 
 
 def main() -> None:
-    """Run both, or with `--case` the one that this process is for."""
+    """Run both implementations, or the one of `--case` in this process."""
     parser = record.parser(__doc__)
     parser.add_argument("--family", choices=_FAMILIES, default="wan2.2")
     parser.add_argument("--dtype", default="bfloat16")

@@ -1,9 +1,9 @@
-"""What tiles do to a decode: ComfyUI's `VAEDecodeTiled` on its own VAE and on this package's.
+"""Errors of a tiled decode: ComfyUI's `VAEDecodeTiled` with its own VAE and with this pack's.
 
-`python tests/benchmarks/bench_seams.py` decodes a smooth gradient that moves slowly, in the
-bundled VAE's latents, with tiles and without, in this process, and says how far the tiles are from
-the whole frames: in 8-bit levels, and how much of it is a step of brightness between two frames.
-Rows go to `results.jsonl`; `--picture media/seams.jpg` draws the first setting (matplotlib).
+`python tests/benchmarks/bench_seams.py` decodes a slowly moving smooth gradient, encoded by the
+bundled VAE, with and without tiles in this process. It reports the difference in 8-bit levels, and
+the largest step of brightness between two frames. Rows are appended to `results.jsonl`;
+`--picture media/seams.jpg` draws the first setting (matplotlib).
 """
 
 import logging
@@ -23,10 +23,10 @@ from fast_video_vae.tests.nodes.checkout import import_comfyui, why_unavailable 
 Decoded = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 _SETTINGS = {
-    # The least that the node allows, for who has little memory.
+    # The smallest tiles that the node allows, for little memory.
     "smallest": seams.Setting(33, 256, 256, 64, 64, 8, 4),
     "middle": seams.Setting(33, 256, 256, 128, 32, 16, 8),
-    # The node as it comes, on a clip that has more than one of its tiles in width and time.
+    # The node's defaults, on a clip of more than one tile in width and time.
     "defaults": seams.Setting(73, 160, 640, 512, 64, 64, 8),
 }
 _TITLES = {"comfyui": "ComfyUI's VAE", "ours": "Fast Video VAE"}
@@ -37,7 +37,7 @@ def main() -> None:
     """Run the settings that the command line names."""
     parser = record.parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=_SETTINGS, default=[*_SETTINGS])
-    parser.add_argument("--picture", type=Path, help="draw the first of them into this file")
+    parser.add_argument("--picture", type=Path, help="draw the first setting into this file")
     args = parser.parse_args()
     reason = why_unavailable()
     if reason is not None:
@@ -60,8 +60,8 @@ def _report(setting: seams.Setting, decoded: Decoded, out: Path) -> None:
     apart = 255 * (decoded["ours"][0] - decoded["comfyui"][0]).abs().max().item()
     logging.info("%s; without tiles the two are %.4f levels apart", setting, apart)
     for name, error in errors.items():
-        told = {key: value if value is None else round(value, 6) for key, value in error.items()}
-        logging.info("  %-9s%s", name, told)
+        values = {key: value if value is None else round(value, 6) for key, value in error.items()}
+        logging.info("  %-9s%s", name, values)
         record.append(
             out,
             "bench_seams",
@@ -69,12 +69,12 @@ def _report(setting: seams.Setting, decoded: Decoded, out: Path) -> None:
             implementation=name,
             version=record.commit() if name == "ours" else version,
             untiled_apart_levels=round(apart, 6),
-            **told,
+            **values,
         )
 
 
 def _draw(setting: seams.Setting, decoded: Decoded, path: Path) -> None:
-    """A frame of each in a row, what is wrong with it below, and the brightness of all frames."""
+    """Draw one frame of each VAE, the difference below it, and the brightness of all frames."""
     import matplotlib as mpl
 
     mpl.use("Agg")

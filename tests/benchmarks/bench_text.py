@@ -1,10 +1,10 @@
-"""Prompts through a text encoder: ComfyUI's CLIPTextEncode one by one, and our ways, in one run.
+"""Prompts through a text encoder: ComfyUI's CLIPTextEncode one by one, and this pack's batches.
 
 `python tests/benchmarks/bench_text.py --width 1024 --layers 8` times an encoder shaped like umT5
-(512 tokens a prompt) with random weights, all ways in turn, and appends a JSON row per number of
-prompts to `results.jsonl`. `--kind z_image` takes one like Qwen3, whose prompts are as long as
-their text. Ratios are medians over the rounds, each against ComfyUI in the same round;
-those of the processor's time say more where others use the machine.
+(512 tokens per prompt) with random weights, all variants in turn, and appends a JSON row per number
+of prompts to `results.jsonl`. `--kind z_image` uses an encoder like Qwen3, which does not pad its
+prompts. Ratios are medians over the rounds, each against ComfyUI in the same round; the ratios of
+processor time are more reliable on a busy machine.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from fast_video_vae.tests.nodes.text import encoders  # noqa: E402
 
 COMFYUI = "ComfyUI, one by one"
 
-# About 60 to 120 tokens, as prompts for videos have.
+# About 60 to 120 tokens, the usual length of a prompt for a video.
 PROMPTS = [
     " ".join(encoders.SENTENCES[:2]) + ", a prompt that says more of what is to be seen" * extra
     for extra in (0, 2, 4, 1, 3, 5)
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--prompts", type=int, nargs="+", default=[2])
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float16")
-    parser.add_argument("--ways", nargs="+", help="those whose names have one of these")
+    parser.add_argument("--ways", nargs="+", help="only variants whose name contains one of these")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as base, torch.inference_mode():
@@ -74,7 +74,7 @@ def _config(args: argparse.Namespace) -> dict[str, object]:
 def _ways(
     clip: object, prompts: list[str], wanted: list[str] | None
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """What is timed, by name; each gives the states of the last prompt."""
+    """Return the variants by name; each returns the states of the last prompt."""
     from fast_video_vae.nodes.text.encode import encode
 
     def one_by_one() -> torch.Tensor:
@@ -102,9 +102,9 @@ def _ways(
 
 
 def _measure(runs: dict[str, Callable[[], torch.Tensor]], rounds: int) -> dict[str, object]:
-    """What rounds take in which all are run in turn, and a first one apart."""
+    """Time all variants in turn; the first run of each is reported separately."""
     states: dict[str, torch.Tensor] = {}
-    # A number whose parts are the two clocks: one reading, one difference.
+    # A complex number holds both clocks, so that one subtraction yields both times.
     taken = timing.in_turn(
         runs,
         rounds,

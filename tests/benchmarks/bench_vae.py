@@ -1,9 +1,9 @@
-"""Our VAE beside ComfyUI's and diffusers', on the same weights and the same input, in one run.
+"""Seconds of this pack's VAE, ComfyUI's and diffusers', on the same weights and input, in one run.
 
-`python tests/benchmarks/bench_vae.py` runs every case in turn with every implementation, `--rounds`
-times over, prints the median seconds and the median of the rounds' ratios, and appends one JSON row
-per case and implementation to `results.jsonl`. Nothing else should run on the machine: it doubles
-such times.
+`python tests/benchmarks/bench_vae.py` runs every case with all implementations in turn for
+`--rounds` rounds, prints the median seconds and the median of the rounds' ratios, and appends one
+JSON row per case and implementation to `results.jsonl`. Run it on an idle machine: other processes
+double the times.
 """
 
 import argparse
@@ -33,8 +33,8 @@ Run = Callable[[Tensor], Tensor]
 class Case:
     """One measurement.
 
-    Without a dtype everybody takes his default: ours is what `load_vae` chooses, that of the
-    others on a CPU float32.
+    Without a dtype each implementation uses its default: this pack the dtype that `load_vae`
+    chooses, the peers float32 on a CPU.
     """
 
     direction: str
@@ -81,7 +81,7 @@ _ORDER = ("ours", "every", *_PEERS)
 def implementations(
     state: dict[str, Tensor], dtype: torch.dtype | None, device: torch.device, names: list[str]
 ) -> dict[str, tuple[str, Run, Run]]:
-    """Name to version, encode and decode; what cannot be built is left out and logged."""
+    """Return version, encode and decode by name; an unavailable peer is logged and left out."""
     ours = load_vae(state, dtype=dtype, device=device)
     built: dict[str, tuple[str, Run, Run]] = {"ours": (record.commit(), ours.encode, ours.decode)}
     if "every" in names:
@@ -97,7 +97,7 @@ def implementations(
 
 
 def every_frame(vae: VideoVAE, frames: Tensor) -> Tensor:
-    """Encode without leaving out what frames that stand still make no difference to."""
+    """Encode `frames` `[B, C, T, H, W]` without skipping static frames."""
     vae.skips_static = False
     try:
         return vae.encode(frames)
@@ -131,9 +131,9 @@ def main() -> None:
                 args.out, "bench_vae", case.label, seconds, width,
                 {name: entry[0] for name, entry in built.items()},
             )  # fmt: skip
-            told = [f"{medians[name]:12.3f}" if name in built else " " * 12 for name in names]
-            told += [f"{ratios[name]:12.2f}" if name in built else " " * 12 for name in names[1:]]
-            logging.info("%s", f"{case.label:34}" + "".join(told))
+            cells = [f"{medians[name]:12.3f}" if name in built else " " * 12 for name in names]
+            cells += [f"{ratios[name]:12.2f}" if name in built else " " * 12 for name in names[1:]]
+            logging.info("%s", f"{case.label:34}" + "".join(cells))
         del built
         gc.collect()
 
@@ -142,15 +142,15 @@ def _arguments() -> argparse.Namespace:
     parser = record.parser(__doc__)
     add, dtypes = parser.add_argument, ["bfloat16", "float32"]
     which = (
-        "comfyui, diffusers (both if left out), or every: ours, but for all frames that stand "
-        "static as well (with --static that too)"
+        "comfyui, diffusers (default: both), or every: this pack without skipping static frames "
+        "(with --static added by default)"
     )
     add("--family", choices=_SIZES, default="wan2.1")
     add("--width", type=int, help="base width of the random weights")
     add("--rounds", type=int, default=3)
-    add("--dtype", nargs="+", default=dtypes, help="or: default, of everybody")
+    add("--dtype", nargs="+", default=dtypes, help="or default: each implementation's own")
     add("--direction", nargs="+", default=["decode", "encode"])
-    add("--size", nargs="+", help="FRAMESxHEIGHTxWIDTH instead of the usual ones")
+    add("--size", nargs="+", help="FRAMESxHEIGHTxWIDTH instead of the default sizes")
     add("--static", action="store_true", help="encode a picture, then grey frames")
     add("--peers", nargs="*", choices=_ORDER[1:], help=which)
     return parser.parse_args()

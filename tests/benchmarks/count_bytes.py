@@ -1,8 +1,8 @@
 """Bytes that one steady step of a VAE reads and writes, counted op by op; nothing is timed.
 
-`python tests/benchmarks/count_bytes.py` prints them for a 720 x 1280 video beside what a step needs
-whose norms are one pass into the convolution's input, and whose biases and residuals are one pass
-after it. The tensors are on the `meta` device, so that no memory and no GPU is needed.
+`python tests/benchmarks/count_bytes.py` prints them for a 720 x 1280 video next to the bytes that a
+step needs if each norm is one pass into the convolution's input and bias and residual are one pass
+after it. The tensors are on the `meta` device, so it needs no memory and no GPU.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ _WRITES_ONLY = {"copy_", "zero_", "fill_", "zeros", "new_zeros"}
 
 
 class ByteCounter(TorchDispatchMode):
-    """Sums the bytes that the ops under it read and write, each tensor once per op."""
+    """Sums the bytes that ops read and write, each tensor once per op."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class ByteCounter(TorchDispatchMode):
         return self.read + self.written
 
     def count(self, name: str, read: int, written: int) -> None:
-        """Note one op."""
+        """Add one op."""
         self.read += read
         self.written += written
         self.launches += 1
@@ -78,7 +78,7 @@ class ByteCounter(TorchDispatchMode):
         if func.is_view or name in _VIEWS | _ALLOCATES:
             return result
         if name == "convolution":
-            # As convolutions of channels-last videos come out of cuDNN; `meta` forgets it.
+            # cuDNN returns channels-last for channels-last input; `meta` does not.
             result = channels_last(result)
         given = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
         given |= kwargs
@@ -90,7 +90,7 @@ class ByteCounter(TorchDispatchMode):
                 read += nbytes
                 continue
             written += nbytes
-            # A tail is read before it is replaced; `out` is written alone.
+            # A tail is read before it is replaced; `out` is only written.
             if argument.name != "out" and name not in _WRITES_ONLY:
                 read += nbytes
         for returned, value in zip(func._schema.returns, _as_list(result), strict=False):
@@ -102,7 +102,7 @@ class ByteCounter(TorchDispatchMode):
 
 
 class FusedAttention(TorchFunctionMode):
-    """Counts attention as the one kernel that it is on a device, which `meta` has none of."""
+    """Counts attention as one fused kernel, as on a GPU; `meta` decomposes it."""
 
     def __init__(self, counter: ByteCounter | None = None) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def counted() -> Iterator[ByteCounter]:
 
 
 def meta_network(config: VAEConfig, direction: str) -> Network:
-    """What decodes or encodes, in bfloat16 without memory."""
+    """Return the encoder or decoder of `config`, for `direction`, in bfloat16 on `meta`."""
     make = make_decoder if direction == "decode" else make_encoder
     return make(config).to("meta", torch.bfloat16).requires_grad_(False)
 
@@ -134,7 +134,7 @@ def meta_network(config: VAEConfig, direction: str) -> Network:
 def meta_input(
     config: VAEConfig, direction: str, latents: int, height: int, width: int, *, first: bool
 ) -> Tensor:
-    """What enters the network in a step for frames of that size: the first step, or another."""
+    """Return the input of a step, `[B, C, T, H, W]`, for frames of `height` x `width` pixels."""
     if direction == "decode":
         step = config.spatial_compression
         shape = (1, latents, height // step, width // step, config.latent_channels)
@@ -156,7 +156,7 @@ def steady_step(
     """Count one step in the middle of a video in bfloat16: the second after the first frame.
 
     Returns:
-        The count, and the latents of the step.
+        The counter, and the latents per step.
     """
     network, step = meta_network(config, direction), config.spatial_compression
     size = 1, height // step, width // step
@@ -182,7 +182,7 @@ def steady_step(
 def main() -> None:
     """Print the table."""
     parser = record.parser(__doc__)
-    parser.add_argument("--ops", action="store_true", help="the bytes of each op, too")
+    parser.add_argument("--ops", action="store_true", help="print the bytes of each op too")
     parser.add_argument("--limit-gb", type=float, default=16, help="memory that a step may take")
     args = parser.parse_args()
     print("720 x 1280, bfloat16    GB per latent    needed    ratio    launches per latent")
@@ -209,7 +209,7 @@ def main() -> None:
 
 
 def configs() -> dict[str, VAEConfig]:
-    """The published VAEs, by family."""
+    """Return the configurations of the published VAEs by family."""
     small = read_checkpoint(random_state_dict(8)).config
     wan21 = dataclasses.replace(
         small, encoder_widths=(96, 96, 192, 384, 384), decoder_widths=(384, 384, 384, 192, 96)
@@ -218,13 +218,13 @@ def configs() -> dict[str, VAEConfig]:
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """Memory of a convolution's result as cuDNN leaves it, in the shape of `x`."""
+    """Return an empty channels-last tensor with the shape of `x`."""
     memory = torch.empty_like(x.movedim(1, -1), memory_format=torch.contiguous_format)
     return memory.movedim(-1, 1)
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Bytes of a tensor, those that it repeats once."""
+    """Return the bytes of `tensor`; expanded dimensions count once."""
     distinct = prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
     return distinct * tensor.element_size() if tensor.numel() else 0
 

@@ -1,4 +1,4 @@
-"""A linear layer with a LoRA in all the ways there are, for the benchmarks on CPUs and GPUs."""
+"""Linear layers with a LoRA, applied in every way, for the benchmarks on CPUs and GPUs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ WAYS = (
 
 
 class Layers(nn.Module):
-    """Linear layers one after the other, as a model's network, of numbers that enter and leave."""
+    """Linear layers in sequence, as the network of a model; `sizes` are (inputs, outputs)."""
 
     def __init__(
         self, sizes: list[tuple[int, int]], device: torch.device, dtype: torch.dtype
@@ -34,14 +34,14 @@ class Layers(nn.Module):
         self.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """All of them, as often as they fit."""
+        """Apply all layers to `x` `[..., in]`."""
         for layer in self.diffusion_model:
             x = layer(x)
         return x
 
 
 def bank_of(model: Layers, rank: int, folder: Path) -> Bank:
-    """A random LoRA for all layers of a model."""
+    """Return a bank with a random LoRA for all layers of `model`, written to `folder`."""
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, weight in model.named_parameters():
@@ -59,7 +59,7 @@ def bank_of(model: Layers, rank: int, folder: Path) -> Bank:
 
 
 def ways(model: Layers, x: Tensor, rank: int, folder: Path) -> dict[str, Callable[[], Tensor]]:
-    """What to time on `[1, tokens, in]`, by name: the layers without a LoRA, and in each way."""
+    """Return calls on `x` `[1, tokens, in]` by name: without a LoRA, and with it in each way."""
     bank = bank_of(model, rank, folder)
     c = gpu_config(x.device, x.dtype).stream_c
     entry = StackEntry(bank.files[0].path, parse_schedule("1"), parse_blocks(""))

@@ -1,7 +1,8 @@
-"""Other implementations of the same VAE, built from one state dict: the oracles and the rivals.
+"""Other implementations of the same VAEs, built from one state dict, as oracles and for timing.
 
-Each takes the original names and gives a `Peer`: raw latents in and out, the posterior
-mean, never normalised. A peer that cannot be built raises `PeerUnavailableError` with the reason.
+Each function takes a state dict with the original names and returns a `Peer`, which encodes to and
+decodes from the raw posterior mean, not normalised. A peer that cannot be built raises
+`PeerUnavailableError` with the reason.
 """
 
 import sys
@@ -19,7 +20,7 @@ from fast_video_vae.vae.models.config import SEEDVR2_KEY, LayoutError
 
 
 class PeerUnavailableError(RuntimeError):
-    """The other implementation is not on this machine, or not importable; the message says why."""
+    """The other implementation is not installed or does not import; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,11 @@ class Peer:
 
 @dataclass(frozen=True)
 class SeedVR2Peer(Peer):
-    """ComfyUI's SeedVR2, whose module gives the mean that ComfyUI then scales."""
+    """ComfyUI's SeedVR2: its module returns the mean, which ComfyUI scales afterwards."""
 
     @torch.inference_mode()
     def encode(self, frames: Tensor) -> Tensor:
-        """`[B, 3, T, H, W]` to a latent, a lone frame's too, as ComfyUI's LATENT carries it."""
+        """Encode `frames` `[B, 3, T, H, W]` to the latent of ComfyUI's LATENT, also for T = 1."""
         latent = self.module.encode(self._adapt(frames))
         return self.module.comfy_format_encoded(latent)
 
@@ -64,9 +65,9 @@ def comfyui_vae(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Peer:
-    """ComfyUI's own class of the layout, without its memory management.
+    """Build ComfyUI's own class for `state`, without its memory management.
 
-    It stays importable for the rest of the process: its folder goes to the end of `sys.path`.
+    ComfyUI's folder is appended to `sys.path`, so it stays importable in this process.
     """
     root = find_comfyui()
     if root is None:
@@ -75,7 +76,7 @@ def comfyui_vae(
         sys.path.append(str(root))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what others warn about is not ours to mend
+            warnings.simplefilter("ignore")  # warnings of ComfyUI and its dependencies
             from comfy.cli_args import args
 
             args.cpu = args.cpu or not torch.cuda.is_available()  # before model_management
@@ -106,7 +107,7 @@ def diffusers_vae(
     device: torch.device | str = "cpu",
     qwen_image: bool = False,
 ) -> Peer:
-    """diffusers' class of the layout, or its `AutoencoderKLQwenImage` (at most 3 out channels)."""
+    """Build diffusers' class for `state`, or `AutoencoderKLQwenImage` (at most 3 out channels)."""
     try:
         config = read_checkpoint(dict(state)).config
         module = baselines.diffusers_vae(state, config, torch.device(device), dtype)
@@ -127,7 +128,7 @@ def diffusers_vae(
 
 
 def _comfyui_wan22(state: Mapping[str, Tensor]) -> nn.Module:
-    """ComfyUI's class of the Wan 2.2 layout, of any width."""
+    """Build ComfyUI's class for Wan 2.2, of any width."""
     from comfy.ldm.wan.vae2_2 import WanVAE
 
     with torch.device("meta"):
@@ -139,7 +140,7 @@ def _comfyui_wan22(state: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _wan_options(state: Mapping[str, Tensor]) -> dict[str, object]:
-    """What both generations are built with, whatever their widths."""
+    """Return the options that Wan 2.1 and Wan 2.2 share."""
     return {
         "z_dim": state["conv2.weight"].shape[0], "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2,
         "attn_scales": [], "temperal_downsample": [False, True, True],
@@ -147,7 +148,7 @@ def _wan_options(state: Mapping[str, Tensor]) -> dict[str, object]:
 
 
 def _comfyui_seedvr2(state: Mapping[str, Tensor]) -> nn.Module:
-    """ComfyUI's class of SeedVR2, of any width."""
+    """Build ComfyUI's class for SeedVR2, of any width."""
     from comfy.ldm.seedvr import vae
 
     published = vae.BYTEDANCE_BLOCK_OUT_CHANNELS

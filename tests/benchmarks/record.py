@@ -1,4 +1,4 @@
-"""Where results go: JSON rows that say what was measured, on what, and from which commit."""
+"""JSON rows of results, with the machine, the commit and the versions."""
 
 import argparse
 import datetime
@@ -15,10 +15,10 @@ RESULTS = Path(__file__).with_name("results.jsonl")
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    """The command line of a script that says `doc`, with `--out`; its log is printed as it is."""
+    """Return the argument parser of a script, with its docstring and `--out`, and print its log."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
-    made.add_argument("--out", type=Path, default=RESULTS, help="where the JSON rows go")
+    made.add_argument("--out", type=Path, default=RESULTS, help="file of the JSON rows")
     return made
 
 
@@ -38,7 +38,7 @@ def append(path: Path, bench: str, case: str, **fields: object) -> None:
 
 
 def machine() -> str:
-    """What the numbers were measured on: chip, threads, and the best of its vector units."""
+    """Return the GPU's name, or the processor, its threads and its widest vector unit."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     name, flags = platform.processor(), ""
@@ -53,13 +53,13 @@ def machine() -> str:
 
 
 def process_mib(field: str) -> float:
-    """A line of `/proc/self/status`: VmHWM is the peak of this process, VmRSS what it has."""
+    """Return `field` of `/proc/self/status` in MiB: VmHWM is the peak, VmRSS the memory in use."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def commit() -> str:
-    """The commit of this checkout, with `-dirty` where more than the results changed since."""
+    """Return the commit of this checkout, with `-dirty` if files other than the results changed."""
     name = _git("rev-parse", "--short", "HEAD").stdout.strip() or "unknown"
     others = [":/", f":(exclude,top){RESULTS.relative_to(RESULTS.parents[2]).as_posix()}"]
     changed = _git("diff", "--quiet", "HEAD", "--", *others).returncode == 1

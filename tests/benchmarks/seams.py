@@ -1,7 +1,7 @@
-"""What tiles do to a clip in which every seam shows: a smooth gradient that moves slowly.
+"""Tiled and whole decodes of a slowly moving smooth gradient, in which every seam is visible.
 
-ComfyUI's `VAEDecodeTiled` on the VAE that ComfyUI loads and on ours, from one file, each beside its
-own `VAEDecode`. ComfyUI has to be importable: `nodes.checkout.import_comfyui`.
+ComfyUI's `VAEDecodeTiled` and `VAEDecode` run with ComfyUI's VAE and with this pack's, loaded from
+one file. ComfyUI must be importable: `nodes.checkout.import_comfyui`.
 """
 
 import math
@@ -18,13 +18,13 @@ from fast_video_vae.vae.demo import VAE_PATH
 
 @dataclass(frozen=True)
 class Setting:
-    """A clip and what the node is given; `time` in frames, all else in pixels."""
+    """A clip and the inputs of the node; `time` in frames, sizes in pixels."""
 
     frames: int
     height: int
     width: int
     tile: int
-    overlap: int  # the node takes no more of it than a quarter of a tile
+    overlap: int  # the node limits it to a quarter of a tile
     time: int
     time_overlap: int
 
@@ -36,7 +36,7 @@ class Setting:
         )
 
     def decoded(self, vae: object, latent: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The IMAGE of `VAEDecode` and that of `VAEDecodeTiled`."""
+        """Return the IMAGEs `[T, H, W, 3]` of `VAEDecode` and `VAEDecodeTiled`."""
         (whole,) = node("VAEDecode", vae=vae, samples=latent)
         (tiled,) = node(
             "VAEDecodeTiled",
@@ -51,7 +51,7 @@ class Setting:
 
 
 def gradient(frames: int, height: int, width: int) -> Tensor:
-    """An IMAGE `[T, H, W, 3]`: colours that run across the frames, two or three levels a frame."""
+    """Return an IMAGE `[T, H, W, 3]` of colors that move by two or three levels per frame."""
     time, y, x = torch.meshgrid(
         0.25 * torch.linspace(0, frames / 33, frames),
         0.6 * torch.linspace(0, 1, height),
@@ -64,9 +64,9 @@ def gradient(frames: int, height: int, width: int) -> Tensor:
 
 @torch.inference_mode()
 def decoded(setting: Setting, folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Whole and tiled IMAGEs `[T, H, W, 3]` of the gradient, of `comfyui` and of `ours`.
+    """Return the whole and tiled IMAGEs `[T, H, W, 3]` of the gradient for `comfyui` and `ours`.
 
-    The bundled weights go to a file in the folder, in float32.
+    The bundled weights are written to a file in `folder`, in float32.
     """
     state = {name: tensor.float() for name, tensor in load_file(VAE_PATH).items()}
     vaes = {"comfyui": stock_vae(state), "ours": fast_vae(state, folder)}
@@ -76,13 +76,12 @@ def decoded(setting: Setting, folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def error(whole: Tensor, tiled: Tensor) -> dict[str, float | None]:
-    """How far tiles are from whole frames, in 8-bit levels.
+    """Return the error of a tiled IMAGE `[T, H, W, 3]` in 8-bit levels.
 
     Returns:
-        `max_levels` and `mean_levels` of the difference; `psnr_db`, None where there is none;
-        `step_levels`, what a frame becomes brighter or darker beside the one before, on the mean,
-        that it does not without tiles, at most; `relative`, the largest difference over the
-        largest number.
+        `max_levels` and `mean_levels` of the difference; `psnr_db`, None for no difference;
+        `step_levels`, the largest step of mean brightness between two frames that the tiles add;
+        `relative`, the largest difference over the largest value.
     """
     difference = (tiled - whole).double()
     squared = difference.square().mean().item()

@@ -1,4 +1,4 @@
-"""The benchmark of a GPU runs unattended, once: every row is there, whatever happens to one."""
+"""The GPU benchmark runs unattended: a failing row does not stop the others."""
 
 import json
 import re
@@ -19,7 +19,7 @@ MACHINE = {"commit", "cuda", "cudnn", "date", "device_name", "driver", "torch", 
 
 
 def run(path, *arguments):
-    """Run the script small, and give what it prints and what it leaves."""
+    """Run the script with tiny sizes; return its output and the rows."""
     command = [sys.executable, str(SCRIPT), "--small", "--json", str(path), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout, json.loads(path.read_text(encoding="utf-8"))
@@ -36,17 +36,17 @@ def small_session(seconds):
 
 def test_some_sections_run_and_the_tables_come_last(tmp_path):
     path = tmp_path / "rows.json"
-    told, content = run(path, "--only", "copy", "attention")
+    output, content = run(path, "--only", "copy", "attention")
     assert statuses(content, "copy") == ["ok"]
     assert statuses(content, "attention") == HERE
     assert {row["section"] for row in content["rows"]} == {"copy", "attention"}
     assert content["machine"].keys() >= MACHINE
-    assert told.endswith(path.with_suffix(".txt").read_text(encoding="utf-8"))
-    assert told.rstrip().splitlines()[-1].startswith("Rows: ")
+    assert output.endswith(path.with_suffix(".txt").read_text(encoding="utf-8"))
+    assert output.rstrip().splitlines()[-1].startswith("Rows: ")
 
 
 @pytest.mark.slow
-def test_rows_that_there_was_no_time_for_are_told_and_measured_by_a_further_call(tmp_path):
+def test_rows_without_time_are_reported_and_measured_by_the_next_run(tmp_path):
     path = tmp_path / "rows.json"
     _, content = run(path, "--budget", "0")
     assert {row["section"] for row in content["rows"]} == set(table.TITLES)
@@ -62,7 +62,7 @@ def test_rows_that_there_was_no_time_for_are_told_and_measured_by_a_further_call
 @pytest.mark.slow
 def test_every_row_of_every_section_runs(tmp_path):
     path = tmp_path / "rows.json"
-    told, content = run(path)
+    output, content = run(path)
     failed = [row for row in content["rows"] if row["status"] not in HERE]
     assert not failed
     assert {row["section"] for row in content["rows"]} == set(table.TITLES)
@@ -72,10 +72,10 @@ def test_every_row_of_every_section_runs(tmp_path):
     assert all(row["device"] == content["device"] for row in content["rows"])
     keys = {key for row in content["rows"] for key in row["values"]}
     assert keys <= table.COLUMNS.keys()
-    assert told.rstrip().splitlines()[-1].startswith("Rows: ")
+    assert output.rstrip().splitlines()[-1].startswith("Rows: ")
 
 
-def test_what_fails_stands_in_its_row_and_the_rest_goes_on(tmp_path):
+def test_a_failing_case_is_reported_and_the_others_run(tmp_path):
     def half():
         yield "a", {"ms": 1.0}
         raise torch.OutOfMemoryError("no memory")
@@ -98,11 +98,11 @@ def test_what_fails_stands_in_its_row_and_the_rest_goes_on(tmp_path):
     assert kept[1]["reason"] == "OutOfMemoryError: no memory"
 
 
-def test_a_process_that_dies_leaves_the_reason_in_the_rows_that_ran(tmp_path):
+def test_a_crash_is_reported_in_the_running_rows(tmp_path):
     file = rows.Rows(tmp_path / "rows.json", {"device": "cpu"})
     file.begin("ops", ["a", "b"])
     file.add("ops", "a", {"ms": 1.0}, "cpu")
-    found = rows.Rows(file.path)  # as the file was when it died: before the row
+    found = rows.Rows(file.path)  # the file as it was before the row
     found.end_running(RuntimeError("it died"))
     assert [(row["name"], row["status"]) for row in found.rows] == [
         ("a", "failed"), ("b", "failed"),
@@ -110,7 +110,7 @@ def test_a_process_that_dies_leaves_the_reason_in_the_rows_that_ran(tmp_path):
     assert rows.Rows(file.path).content["running"] is None
 
 
-def test_every_op_of_the_contract_is_called_at_the_widths_of_the_vaes():
+def test_every_op_is_called_at_the_widths_of_the_vaes():
     called = ops.calls()
     assert {call.op for call in called} == set(sample_inputs.OPS) - {"attention"}
     assert len({call.name for call in called}) == len(called)
@@ -119,27 +119,27 @@ def test_every_op_of_the_contract_is_called_at_the_widths_of_the_vaes():
         assert widths == {96, 192, 384, 160, 256, 512, 640, 1024}
 
 
-def test_flops_grow_by_a_latent_at_a_time():
+def test_flops_grow_by_the_same_amount_per_latent():
     small = small_session(0)
     config = small.ours("wan2.1").config
     one, five, nine = (flops.video_flops(config, "decode", n, 32, 32) for n in (1, 5, 9))
     assert nine - five == five - one > 2 * one  # three temporal taps, and four frames at the end
 
 
-def test_a_clip_that_would_take_too_long_is_not_begun():
+def test_a_clip_that_would_exceed_the_budget_is_not_started():
     late = small_session(5)
     clip = vae.Clip("wan2.1", "decode", 5, 32, 32)
     late.rates["wan2.1", "decode", "comfyui"] = 1.0
-    with pytest.raises(rows.NotRun, match=r"it would take 20 s twice over; [345] s were left"):
+    with pytest.raises(rows.NotRun, match=r"two runs would take 20 s; [345] s were left"):
         vae._expected_s(late, clip, "comfyui", 10.0, 0.0)
 
 
-def test_runs_take_turns_and_a_failing_one_leaves():
+def test_runs_alternate_and_a_failing_run_is_dropped():
     order = []
 
     def fails():
         order.append("b")
-        if order.count("b") == 3:  # the first run, then one that does not count
+        if order.count("b") == 3:  # the first run, then a warm-up
             raise RuntimeError("no more")
 
     here = small_session(60)

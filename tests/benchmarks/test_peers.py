@@ -1,4 +1,4 @@
-"""The peers agree with each other, so that agreement with one of them means something."""
+"""The peers agree with each other, so each of them can be an oracle."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_comfyui_and_diffusers_compute_the_same(state, frames):
     )
 
 
-def test_diffusers_has_the_same_vae_under_the_name_of_qwen_image(state):
+def test_diffusers_classes_for_wan_and_qwen_image_are_equal(state):
     try:
         wan, qwen = peers.diffusers_vae(state), peers.diffusers_vae(state, qwen_image=True)
     except peers.PeerUnavailableError as missing:

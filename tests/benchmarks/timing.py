@@ -1,4 +1,4 @@
-"""Runs timed in turn, and how they compare."""
+"""Time runs in turn and compare them."""
 
 import gc
 import statistics
@@ -14,7 +14,7 @@ from fast_video_vae.tests.benchmarks import record
 
 
 def best_device() -> torch.device:
-    """The GPU, where there is one."""
+    """Return the GPU if there is one, otherwise the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -25,9 +25,16 @@ def in_turn(
     clock: Callable[[], float] = time.perf_counter,
     look: Callable[[str, Any], None] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of each run in each round, timed in turn, after a first that stands at the front.
+    """Time `runs` in turn for `rounds` rounds after a first one.
 
-    `look` sees the result of each run.
+    Args:
+        runs: Functions by name.
+        rounds: Rounds after the first.
+        clock: Returns the time before and after a run.
+        look: Called with the name and the result of each run.
+
+    Returns:
+        Seconds by name; the first run's at index 0.
     """
     device = best_device()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -46,7 +53,7 @@ def in_turn(
 
 
 def ratio(seconds: Mapping[str, Sequence[float]], name: str, base: str) -> float | None:
-    """How many times as long one took as another: the median over the rounds, each a pair."""
+    """Return the median ratio of `seconds[name]` to `seconds[base]`, paired by round."""
     pairs = list(zip(seconds[name], seconds[base], strict=False))
     return statistics.median(one / other for one, other in pairs) if pairs else None
 
@@ -59,10 +66,10 @@ def append(
     width: int,
     versions: Mapping[str, str],
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Append a row for each implementation.
+    """Append a row to `path` for each implementation.
 
     Returns:
-        Median seconds of each, and how many times as long as ours it took.
+        Median seconds by name, and their ratios to "ours".
     """
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     ratios = {name: ratio(seconds, name, "ours") for name in seconds}

@@ -1,4 +1,4 @@
-"""Random weights of the families, of the published widths or others."""
+"""Random weights of the families, in the published widths or others."""
 
 import torch
 from torch import Tensor
@@ -17,14 +17,18 @@ def random_weights(
     decoder: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
-    """Weights of a family: `width` is the encoder's, `decoder` that of Wan 2.2's decoder.
+    """Return random weights of `family`.
 
-    None is the published width, and the published proportion.
+    Args:
+        family: "wan2.1", "wan2.2" or "seedvr2".
+        width: Base width of the encoder; None: as published.
+        decoder: Base width of Wan 2.2's decoder; None: in the published proportion to `width`.
+        dtype: Of Wan 2.2 and SeedVR2; Wan 2.1 is float32.
     """
     if family == "wan2.1":
         return random_state_dict(width or WIDTHS[family])
     if family == "seedvr2":
-        narrow = -(-(width or WIDTHS[family]) // 32) * 32  # its groups are 32
+        narrow = -(-(width or WIDTHS[family]) // 32) * 32  # 32 groups per norm
         return random_seedvr2([narrow * times for times in (1, 2, 4, 4)], dtype=dtype)
     encoder = width or WIDTHS[family]
     return random_wan22(encoder, decoder or encoder * 256 // 160, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Section `ablation`: our decode with one idea out at a time, beside itself, in turn."""
+"""Section `ablation`: this pack's decode with one optimisation changed at a time, in turn."""
 
 import functools
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ from .variants import Variant, variants
 
 
 def cases(session: Session) -> list[Case]:
-    """One for each change, of a video and of a lone frame."""
+    """Return one case per change, for a video and for a single frame."""
     found = []
     for size in session.pick(((81, 480, 832), (1, 1024, 1024)), ((9, 32, 32), (1, 48, 48))):
         clip = Clip("wan2.1", "decode", *size)

@@ -1,4 +1,4 @@
-"""Section `attention`: PyTorch's fused kernel, blocks of products, and Triton's, by size."""
+"""Section `attention`: PyTorch's fused kernel, blocks of products, and Triton, by size."""
 
 import functools
 import importlib
@@ -9,10 +9,10 @@ from .ops import forced
 from .rows import Case, Results
 from .session import Session
 
-# The function of that name hides the module in its package.
+# The function of the same name hides the module in its package.
 _reference = importlib.import_module("fast_video_vae.kernels.reference.attention")
 
-# Head and tokens: Wan 2.1 at 480x480, 720x1280 and 1080x1920 or so; SeedVR2, and the encoder and
+# Head size and tokens: Wan 2.1 at about 480x480, 720x1280 and 1080x1920; SeedVR2, the encoder and
 # decoder of Wan 2.2, at 720x1280.
 _SIZES = ((384, 3600), (384, 14400), (384, 32400), (512, 14400), (640, 3600), (1024, 3600))
 _SMALL_SIZES = ((384, 64), (384, 96), (384, 128), (512, 96), (640, 64), (1024, 64))
@@ -25,7 +25,7 @@ _KINDS = {
 
 
 def cases(session: Session) -> list[Case]:
-    """One for each implementation and size."""
+    """Return one case per implementation and size."""
     found = []
     for head, tokens in session.pick(_SIZES, _SMALL_SIZES):
         for kind in _KINDS:
@@ -35,7 +35,7 @@ def cases(session: Session) -> list[Case]:
 
 
 def _measure(session: Session, head: int, tokens: int, kind: str) -> Results:
-    # As the VAE hands them over: thirds of one tensor.
+    # Thirds of one tensor, as the VAE passes them.
     q, k, v = session.normal(1, tokens, 3 * head).chunk(3, dim=-1)
     with torch.no_grad():
         seconds = session.seconds(lambda: _KINDS[kind](q, k, v))

@@ -1,4 +1,4 @@
-"""Section `conv`: convolutions by width, searched for or not, and the folded upsampling."""
+"""Section `conv`: convolutions by width, with and without cuDNN's search, and the upsampling."""
 
 import functools
 import itertools
@@ -20,8 +20,8 @@ from .rows import Case, Results
 from .session import Session
 from .turns import thread
 
-# Width, height and width of the frames in a decode of 720x1280: of Wan 2.1, Wan 2.2 and SeedVR2,
-# which has 128, and 256 and 512 where Wan 2.2 has them or nearly so.
+# Channels, height and width of the activations in a decode of 720x1280 by Wan 2.1, Wan 2.2 and
+# SeedVR2. SeedVR2 has 128 channels, and 256 and 512 at sizes close to those of Wan 2.2.
 _SIZES = (
     (96, 720, 1280),
     (192, 360, 640),
@@ -33,7 +33,7 @@ _SIZES = (
 )
 _SMALL_SIZES = tuple((width // 8, 8, 8) for width, _, _ in _SIZES)
 
-# Channels in and out of an upsampling, and the small frame's size.
+# Input and output channels of an upsampling, and the size of its input frame.
 _UPSAMPLINGS = (
     (384, 192, 180, 320),
     (192, 96, 360, 640),
@@ -43,7 +43,7 @@ _UPSAMPLINGS = (
 )
 _SMALL_UPSAMPLINGS = tuple((into // 8, out // 8, 4, 4) for into, out, _, _ in _UPSAMPLINGS)
 
-# Frames that come out; a causal convolution reads two more.
+# Output frames; a causal convolution reads two more.
 _FRAMES = 4
 
 _KINDS = {"3x3x3": 3, "3x3": 2}
@@ -53,7 +53,7 @@ _SEARCHED, _PLAIN, _STOCK = "NDHWC, searched", "NDHWC, not searched", "NCDHW wit
 
 
 def cases(session: Session) -> list[Case]:
-    """One for each width, kernel and dtype; one for each upsampling."""
+    """Return one case per width, kernel and dtype, and one per upsampling."""
     found = []
     for width, *size in session.pick(_SIZES, _SMALL_SIZES):
         for (kind, ndim), (short, dtype) in itertools.product(_KINDS.items(), _DTYPES.items()):
@@ -79,7 +79,7 @@ def _conv(session: Session, ndim: int, width: int, size: list[int], dtype: torch
     calls = {
         _PLAIN: lambda: cudnn.convolve(x, weight, None, stride, pads),
         _STOCK: lambda: stock(dense, dense_weight, bias, stride, pads),
-        # The last, so that its first call shows the search and not what is loaded.
+        # Last, so that its first call includes the search but not the loading of libraries.
         _SEARCHED: lambda: cudnn.convolve(x, weight, None, stride, pads),
     }
     pixels = _FRAMES * size[0] * size[1]
@@ -93,7 +93,7 @@ def _upsampling(session: Session, into: int, out: int, size: tuple[int, int]) ->
     conv = conv.to(session.device, session.dtype)
     x = session.normal(1, _FRAMES, *size, into).movedim(-1, 1)
     calls = {kind: functools.partial(run, conv, x) for kind, run in _UPSAMPLE.items()}
-    # Four taps for each of four phases, or nine for each pixel; no more than these are needed.
+    # Four taps for each of four phases, or nine for each pixel.
     grid = _FRAMES * (size[0] + 1) * (size[1] + 1)
     pixels = 4 * _FRAMES * size[0] * size[1]
     nine = 2 * 9 * into * out * pixels
@@ -103,7 +103,7 @@ def _upsampling(session: Session, into: int, out: int, size: tuple[int, int]) ->
 
 
 def unfolded(conv: UpsampleConv2d, x: Tensor) -> Tensor:
-    """What `UpsampleConv2d` folds, channels-last: the large picture is made."""
+    """Upsample `x` `[B, C, T, H, W]`, then run `conv` on the large frames, channels-last."""
     frames = x.movedim(1, -1).flatten(0, 1).movedim(-1, 1)
     large = F.interpolate(frames, scale_factor=2.0, mode="nearest")
     large = large.contiguous(memory_format=torch.channels_last)
@@ -114,7 +114,7 @@ def unfolded(conv: UpsampleConv2d, x: Tensor) -> Tensor:
 
 
 def _as_stock(conv: UpsampleConv2d, x: Tensor) -> Tensor:
-    """In PyTorch's own layout, with the bias in the convolution."""
+    """Upsample and convolve in NCHW, with the bias in the convolution."""
     frames = x.transpose(1, 2).flatten(0, 1).contiguous()
     large = F.interpolate(frames, scale_factor=2.0, mode="nearest-exact")
     return F.conv2d(large, conv.weight.contiguous(), conv.bias, padding=1)
@@ -128,7 +128,7 @@ _UPSAMPLE: dict[str, Callable[[UpsampleConv2d, Tensor], Tensor]] = {
 
 
 def _timed(session: Session, calls: dict[str, Callable[[], Any]], flops: dict[str, int]) -> Results:
-    """Time calls in turn, each in a thread of its own, which has plans of its own."""
+    """Time calls in turn, each in its own thread, because cuDNN caches plans per thread."""
     with ExitStack() as stack:
         able, first = {}, {}
         for name, call in calls.items():
@@ -138,7 +138,7 @@ def _timed(session: Session, calls: dict[str, Callable[[], Any]], flops: dict[st
             try:
                 there()
                 synchronize(session.device)
-            except Exception as error:  # one that does not run leaves the others alone
+            except Exception as error:  # the others are timed without it
                 yield name, error.with_traceback(None)
                 continue
             first[name] = time.perf_counter() - start

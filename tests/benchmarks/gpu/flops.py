@@ -1,4 +1,4 @@
-"""FLOPs of a decode or an encode, counted from our layers on the `meta` device."""
+"""FLOPs of a decode or an encode, counted by running the layers on the `meta` device."""
 
 import functools
 
@@ -14,21 +14,17 @@ from fast_video_vae.vae.streaming.executor import advance
 
 @functools.cache
 def video_flops(config: VAEConfig, direction: str, frames: int, height: int, width: int) -> float:
-    """Count what our network multiplies and adds.
+    """Count the FLOPs of this pack's network, two per product.
 
-    Upsampling is folded (4 taps of 9) and the first frame meets one temporal tap of three, so that
-    it is less than what the peers do. The frames after the first cost alike, so one latent of them
-    is counted.
-
-    Returns:
-        FLOPs, two for each product.
+    The count is below that of the peers: upsampling is folded (4 taps of 9), and the first frame
+    meets one temporal tap of three. All later latents cost the same, so one of them is counted.
     """
     network, cache = meta_network(config, direction), TemporalCache()
     counts = []
     for first in (True, False):
         cache.first = first
         x = meta_input(config, direction, 1, height, width, first=first)
-        # The reference, so that no other backend is built or loaded for it.
+        # The reference, so that no other backend is built or loaded.
         with torch.no_grad(), use_backend("reference"), FlopCounterMode(display=False) as counter:
             for _ in advance(network.chains(), x, cache, 1 << 62):
                 pass

@@ -1,4 +1,4 @@
-"""Section `host`: a decode whose images end in the host's memory, beside one that stays."""
+"""Section `host`: a decode to images in host memory, and one to frames on the device."""
 
 import functools
 from typing import Any
@@ -15,16 +15,16 @@ from .vae import Clip
 
 _STAYS = "frames stay on the device"
 _KINDS = {
-    "fp32 IMAGE, memory of the host": (torch.float32, False),
+    "fp32 IMAGE, host memory": (torch.float32, False),
     "fp32 IMAGE, pinned memory": (torch.float32, True),
-    "uint8 IMAGE, memory of the host": (torch.uint8, False),
+    "uint8 IMAGE, host memory": (torch.uint8, False),
     "uint8 IMAGE, pinned memory": (torch.uint8, True),
 }
 _COPIED = "fp32 IMAGE on the device, then copied"
 
 
 def cases(session: Session) -> list[Case]:
-    """One, with a row for each place where the images may end."""
+    """Return one case, with a row for each destination of the images."""
     size = session.pick((81, 720, 1280), (5, 32, 48))
     clip = Clip("wan2.1", "decode", *size)
     kinds = (_STAYS, *_KINDS, _COPIED)
@@ -38,8 +38,8 @@ def _compare(session: Session, clip: Clip) -> Results:
     shape = (batch, frames, height, width, channels)
     runs = {_STAYS: lambda: vae.decode(x)}
     for kind, (dtype, pinned) in _KINDS.items():
-        # Pinned memory is slow to get and is therefore kept; other memory is fresh each time, as
-        # in a node, and its first touch is a part of the time.
+        # Pinned memory is slow to allocate, so it is reused. Other memory is allocated in each run,
+        # as in a node, so that the time includes its page faults.
         kept = torch.empty(shape, dtype=dtype, pin_memory=session.cuda) if pinned else None
         runs[kind] = functools.partial(_to_host, vae, x, shape, dtype, kept)
     runs[_COPIED] = lambda: frames_to_images(vae.decode(x)).cpu()

@@ -1,4 +1,4 @@
-"""Section `copy`: what the device moves and multiplies at most, which the other sections go by."""
+"""Section `copy`: the bandwidth and FLOP rate of the device, the limits of the other sections."""
 
 import functools
 
@@ -11,7 +11,7 @@ _DTYPES = {str(x)[6:]: x for x in (torch.bfloat16, torch.float16, torch.float32)
 
 
 def cases(session: Session) -> list[Case]:
-    """Copies of three sizes, and products in three dtypes."""
+    """Return copies of three sizes and products in three dtypes."""
     sizes = session.pick((1 << 26, 1 << 28, 1 << 30), (1 << 18, 1 << 20, 1 << 22))
     copies = {f"{nbytes / 2**20:g} MiB": nbytes for nbytes in sizes}
     size = session.pick(8192, 256)

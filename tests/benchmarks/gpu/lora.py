@@ -1,4 +1,4 @@
-"""Section `lora`: a LoRA on the linear layers of Wan 14B, in our modes and in others' ways."""
+"""Section `lora`: a LoRA on linear layers of Wan 14B: this pack's modes and other methods."""
 
 import functools
 import tempfile
@@ -12,12 +12,12 @@ from .rows import Case, Results
 from .session import Session
 from .turns import in_turn, outcomes, pairs
 
-# Tokens of 832 x 480 x 81, of 1280 x 720 x 81, and of a prompt.
+# Tokens of a prompt, of a small picture, of 832 x 480 x 81 and of 1280 x 720 x 81.
 _TOKENS = (512, 4096, 32760, 75600)
 
 
 def cases(session: Session) -> list[Case]:
-    """A layer at each number of tokens, and the linear layers of four blocks."""
+    """Return one layer at each number of tokens, and the linear layers of four blocks."""
     hidden, wide = session.pick((5120, 13824), (256, 512))
     layer = [(hidden, hidden)]
     block = [(hidden, hidden)] * 8 + [(hidden, wide), (wide, hidden)]

@@ -1,4 +1,4 @@
-"""What a run was measured on: the device, and the versions of all that it ran."""
+"""Facts about the machine of a run: the device and the versions of the software."""
 
 import contextlib
 import datetime
@@ -13,7 +13,7 @@ from fast_video_vae.tests.benchmarks import record
 
 
 def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
-    """What stands above the rows: names and versions, None for what is not there."""
+    """Return the names and versions of `device` and software, and `commit`; None: not installed."""
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit or record.commit(),
@@ -45,7 +45,7 @@ def _version(package: str) -> str | None:
 
 
 def asked(fields: str) -> str | None:
-    """What the driver says of the first GPU."""
+    """Return `fields` of the first GPU from nvidia-smi, or None."""
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)

@@ -1,4 +1,4 @@
-"""Section `ops`: each memory-bound op on each backend, beside a copy of the same run."""
+"""Section `ops`: each memory-bound op on each backend, against the copy bandwidth of the run."""
 
 import functools
 import math
@@ -19,13 +19,13 @@ from fast_video_vae.kernels.sample_inputs import row, video
 from .rows import Case, Missing, Results
 from .session import Session
 
-# Elements of the activation. 256 MiB in 16 bits: more than any cache holds.
+# Elements of the activation: 256 MiB in 16 bits, larger than any cache.
 _ELEMENTS = 1 << 27
 _SMALL_ELEMENTS = 1 << 13
 
 _FRAMES = 4
 
-# Widths of Wan 2.1; and of Wan 2.2, encoder (160 to 640) and decoder.
+# Channels of Wan 2.1, and of Wan 2.2's encoder (160 to 640) and decoder.
 _WIDTHS = (96, 192, 384)
 _MORE_WIDTHS = (160, 256, 512, 640, 1024)
 
@@ -34,11 +34,11 @@ _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an op as the VAEs make it."""
+    """A call of an op with the arguments that the VAEs use."""
 
     op: str
-    note: str  # what it has beside the activation
-    channels: int  # of the activation that comes in
+    note: str  # its arguments next to the activation
+    channels: int  # of the input activation
     given: Mapping[str, Any] = field(compare=False)  # as for `sample_inputs.call`
     dtype: torch.dtype = torch.bfloat16
 
@@ -48,7 +48,7 @@ class Call:
 
 
 def calls() -> list[Call]:
-    """Every op of the contract but attention, at the widths that the VAEs call it with."""
+    """Return every op except attention, at the widths of the VAEs."""
     found = [_norm(width) for width in (*_WIDTHS, *_MORE_WIDTHS)]
     found += [_bias_residual(width) for width in (*_WIDTHS, *_MORE_WIDTHS)]
     found += [_merge(width, None, 1) for width in _WIDTHS]
@@ -75,7 +75,7 @@ def calls() -> list[Call]:
 
 
 def cases(session: Session) -> list[Case]:
-    """One for each call, with a row for each backend."""
+    """Return one case per call, with a row per backend."""
     backends = tuple(name for name in ORDER if name != "native" or not session.cuda)
     return [
         Case(call.name, backends, functools.partial(_measure, session, call, backends))
@@ -84,11 +84,11 @@ def cases(session: Session) -> list[Case]:
 
 
 def forced(backend: str, device: torch.device, op: str, *args: Any, **kwargs: Any) -> Tensor:
-    """Run an op on a backend alone."""
+    """Run `op` with `args` and `kwargs` on `backend`, without fallback to another one."""
     if backend == "triton" and device.type != "cuda":
         raise Missing("Triton is for GPUs")
     if backend == "cuda" and os.environ.get("FAST_VIDEO_VAE_CUDA") != "1":
-        raise Missing("FAST_VIDEO_VAE_CUDA=1 asks for the CUDA C++ kernels, which takes a build")
+        raise Missing("FAST_VIDEO_VAE_CUDA=1 enables the CUDA C++ kernels, which are built first")
     with use_backend(backend):
         return ask(backend, op, *args, **kwargs)
 
@@ -130,7 +130,7 @@ def _measure(session: Session, call: Call, backends: tuple[str, ...]) -> Results
 def _ranked(
     session: Session, op: str, arguments: Mapping[str, Any], takers: list[str]
 ) -> tuple[str, ...] | list[str]:
-    """The backends as they would be asked: on a GPU as the trial there has found."""
+    """Return the backends in the order of dispatch: on a GPU that of the trial."""
     if not session.cuda:
         return takers
     first, *rest = arguments
@@ -140,7 +140,7 @@ def _ranked(
 
 
 def _difference(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference, over the largest number of the reference."""
+    """Return the largest difference over the largest value of `expected`."""
     largest = worst = 0.0
     for one, other in zip(_pieces(actual), _pieces(expected), strict=True):
         wide = other.float()
@@ -150,7 +150,7 @@ def _difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def _pieces(x: Tensor) -> tuple[Tensor, ...]:
-    """Parts along the longest dimension, so that little is held in float32."""
+    """Split along the longest dimension, so that little memory is needed in float32."""
     longest = max(range(x.ndim), key=lambda dim: x.shape[dim])
     return x.chunk(8, dim=longest)
 
@@ -162,14 +162,14 @@ def _size(session: Session, call: Call) -> tuple[int, int, int]:
 
 
 def _norm(width: int, dtype: torch.dtype = torch.bfloat16) -> Call:
-    """As between two convolutions of a residual block: a bias first, the tail in front."""
+    """Return the call between two convolutions of a residual block, with bias and tail."""
     numbers = {"gamma": row(width), "bias": row(width)}
     given = {"x": video(width), **numbers, "tail": video(width, 2)}
     return Call("rms_norm_silu", f"{width}, bias, tail", width, given, dtype)
 
 
 def _group_norm(width: int, *, measured: bool = False) -> Call:
-    """Whole, or as for a band of rows: with statistics of 32 groups that are there already."""
+    """Return the call for whole frames, or with given statistics, as for a band of rows."""
     numbers = {"weight": row(width), "bias": row(width), "groups": 32}
     given = {"x": video(width), **numbers, "tail": video(width, 2)}
     if measured:

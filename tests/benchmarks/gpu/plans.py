@@ -1,7 +1,7 @@
-"""Section `plans`: what plans take, beside what they say, within less and less memory.
+"""Section `plans`: measured and planned memory under decreasing memory limits.
 
-The memory that is counted is above what was held before: steps, tiles and caches; the frames go to
-memory that is there already.
+Only memory of the stream counts: steps, tiles and caches. The frames are written to memory that was
+allocated before.
 """
 
 import functools
@@ -13,13 +13,13 @@ from .session import Session
 from .turns import in_turn, outcomes, pairs
 from .vae import Clip
 
-# Of what whole frames take.
+# Limits as shares of the peak with whole frames.
 _SHARES = {f"within {share:.0%} of whole frames": share for share in (1.0, 0.6, 0.3)}
 _WHOLE = next(iter(_SHARES))
 
 
 def cases(session: Session) -> list[Case]:
-    """A decode and an encode of each family."""
+    """Return a decode and an encode of each family."""
     size = session.pick((33, 720, 1280), (5, 64, 96))
     clips = [
         Clip(family, direction, *size)
@@ -58,7 +58,7 @@ def _compare(session: Session, clip: Clip) -> Results:
         chosen = whole if limit is None else plan(StreamOptions(limit_bytes=limit))
         return {
             "times_whole": pairs(results, kind, _WHOLE),
-            "said_gib": chosen.peak_bytes / 2**30,
+            "planned_gib": chosen.peak_bytes / 2**30,
             "plan": str(chosen),
         }
 

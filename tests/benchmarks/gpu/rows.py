@@ -1,4 +1,4 @@
-"""The rows of a run: what each measured or why it did not, kept in a file from the first on."""
+"""The rows of a run: the values of each or the reason why there are none, saved in a file."""
 
 import json
 import math
@@ -13,19 +13,19 @@ from fast_video_vae.tests.benchmarks.peers import PeerUnavailableError
 
 Values = Mapping[str, Any]
 
-# Of some kinds their values, or the exception that tells why there are none.
+# Kinds with their values, or with the exception that is the reason why there are none.
 Results = Iterator[tuple[str, Values | Exception]]
 
 
 class Missing(Exception):  # noqa: N818, an answer, not an error
-    """What a row is about is not on this machine; the message says what."""
+    """The subject of a row is not on this machine; the message names it."""
 
 
-class NotRun(Exception):  # noqa: N818, likewise
-    """There is no time for a row; the message says how much it would take."""
+class NotRun(Exception):  # noqa: N818, an answer, not an error
+    """The budget is too short for a row; the message has the expected time."""
 
 
-# What becomes of a row; of all other errors `failed`.
+# Status of a row by exception; any other is `failed`.
 _STATUSES = {
     Missing: "missing",
     PeerUnavailableError: "missing",
@@ -36,9 +36,9 @@ _STATUSES = {
 
 @dataclass(frozen=True)
 class Case:
-    """Rows that are measured together, one for each of the `kinds` of what the label says.
+    """Rows that are measured together, one for each of `kinds`.
 
-    What `run` raises stands in the rows of all kinds that it has not yielded.
+    An exception of `run` is recorded in the rows of all kinds that it has not yielded.
     """
 
     label: str
@@ -46,12 +46,12 @@ class Case:
     run: Callable[[], Results]
 
     def row(self, kind: str) -> str:
-        """The name of a row."""
+        """Return the name of the row of `kind`."""
         return f"{self.label}: {kind}"
 
 
 class Rows:
-    """The JSON file of a run: the rows so far, and `head` for a new file, else what is there."""
+    """The JSON file of a run. With `head` the file is created, otherwise it is read."""
 
     def __init__(self, path: Path, head: Mapping[str, Any] | None = None) -> None:
         self.path = path
@@ -66,7 +66,7 @@ class Rows:
         return self.content["rows"]
 
     def forget_not_run(self, sections: Iterable[str]) -> None:
-        """Drop the rows of some sections that there was no time for, so that they are run."""
+        """Drop the rows of `sections` with the status `not run`, so that they are run again."""
         again = set(sections)
         self.content["rows"] = [
             row for row in self.rows if row["status"] != "not run" or row["section"] not in again
@@ -78,12 +78,12 @@ class Rows:
         return any((row["section"], row["name"]) == (section, name) for row in self.rows)
 
     def begin(self, section: str, names: Iterable[str]) -> None:
-        """Note what is measured next, for whoever finds the file of a process that died."""
+        """Save which rows are measured next, for the process after a crash."""
         self.content["running"] = {"section": section, "names": list(names), "since": time.time()}
         self.write()
 
     def running_s(self) -> float:
-        """For how many seconds what runs has been running."""
+        """Return the seconds since `begin`; 0 if no row is being measured."""
         running = self.content["running"]
         return time.time() - running["since"] if running else 0.0
 
@@ -91,11 +91,11 @@ class Rows:
         """Add a row and print it."""
         row = {"section": section, "name": name, **outcome(result), "device": device}
         self.rows.append(row)
-        told = ", ".join(f"{key} {_short(value)}" for key, value in row["values"].items())
-        print(f"[{section}] {name}: {told or row['status'] + ', ' + row['reason']}", flush=True)
+        values = ", ".join(f"{key} {_short(value)}" for key, value in row["values"].items())
+        print(f"[{section}] {name}: {values or row['status'] + ', ' + row['reason']}", flush=True)
 
     def end_running(self, error: Exception) -> None:
-        """Give the rows that a process ended in their reason."""
+        """Add the rows that a process did not finish, with `error` as the reason."""
         running = self.content["running"]
         self.content["running"] = None
         for name in running["names"] if running else ():
@@ -104,14 +104,14 @@ class Rows:
         self.write()
 
     def write(self) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file atomically."""
         draft = self.path.with_name(self.path.name + ".part")
         draft.write_text(json.dumps(self.content, indent=1), encoding="utf-8")
         draft.replace(self.path)
 
 
 def outcome(result: Values | Exception) -> dict[str, Any]:
-    """Status, reason and values of a row."""
+    """Return status, reason and values of a row."""
     if not isinstance(result, Exception):
         values = {key: _plain(value) for key, value in result.items() if value is not None}
         return {"status": "ok", "reason": "", "values": values}
@@ -123,10 +123,10 @@ def outcome(result: Values | Exception) -> dict[str, Any]:
 
 @dataclass
 class Clock:
-    """How much time there is, in seconds of `time.time()`."""
+    """The time limits of a run, in seconds of `time.time()`."""
 
     until: float  # the end of the run
-    section_until: float = math.inf  # that of the share of the section that runs
+    section_until: float = math.inf  # the end of the current section's share
 
     def left(self) -> float:
         return min(self.until, self.section_until) - time.time()
@@ -135,7 +135,7 @@ class Clock:
 def run_section(
     rows: Rows, clock: Clock, section: str, cases: Iterable[Case], device: str
 ) -> Iterator[str]:
-    """Run the cases of a section that are not in the file yet; yield the label behind each."""
+    """Run the cases of a section that the file lacks; yield the label after each."""
     for case in cases:
         missing = [name for name in map(case.row, case.kinds) if not rows.has(section, name)]
         if not missing:
@@ -152,10 +152,10 @@ def run_section(
 
 
 def _results(case: Case, clock: Clock) -> Results:
-    error: Exception = RuntimeError("the case gave no such row")
+    error: Exception = RuntimeError("the case yielded no such row")
     if clock.left() <= 0:
-        whose = "the run's" if clock.until <= clock.section_until else "this section's share of the"
-        error = NotRun(f"{whose} time was over")
+        budget = "run" if clock.until <= clock.section_until else "section"
+        error = NotRun(f"the budget of the {budget} was used up")
     else:
         try:
             yield from case.run()
@@ -165,7 +165,7 @@ def _results(case: Case, clock: Clock) -> Results:
 
 
 def _plain(value: Any) -> Any:
-    """A number as it stands in the file: six digits say more than was measured."""
+    """Round a float to six digits for the file."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     return value

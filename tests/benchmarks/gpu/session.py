@@ -1,4 +1,4 @@
-"""What the sections of a run share: device, sizes, VAEs and their weights, limits measured once."""
+"""State that the sections of a run share: device, sizes, VAEs, weights, measured limits."""
 
 import functools
 from collections.abc import Callable
@@ -21,15 +21,15 @@ _PEERS = {"diffusers": peers.diffusers_vae, "comfyui": peers.comfyui_vae}
 
 
 class Session:
-    """One process of a run: its device, its clock, and whether the sizes are tiny."""
+    """One process of a run: its device, clock, VAEs and peers; `small` selects tiny sizes."""
 
     def __init__(self, device: torch.device, *, small: bool, clock: Clock) -> None:
         self.device = device
         self.small = small
         self.clock = clock
-        self.dtype = torch.bfloat16  # of the activations where a row does not say
-        # Seconds per FLOP of whoever coded a clip before, to tell what a larger one takes. They
-        # decide what is run, never what is reported.
+        self.dtype = torch.bfloat16  # of activations, unless a row names another
+        # Seconds per FLOP of each implementation on earlier clips. They predict whether a larger
+        # clip fits into the budget; they are never reported.
         self.rates: dict[tuple[str, ...], float] = {}
         self._built: dict[tuple[str, str], Any] = {}
 
@@ -38,7 +38,7 @@ class Session:
         return self.device.type == "cuda"
 
     def pick(self, full: Any, small: Any) -> Any:
-        """The size of a real run, or of a small one."""
+        """Return `full`, or `small` in a small run."""
         return small if self.small else full
 
     def ours(self, family: str) -> Any:
@@ -48,26 +48,26 @@ class Session:
         )
 
     def peer(self, family: str, name: str) -> Any:
-        """Another implementation on the same weights."""
+        """Return the peer `name` for `family`, on the same weights."""
         return self._once(
             (family, name),
             lambda: _PEERS[name](self._weights(family), dtype=self.dtype, device=self.device),
         )
 
     def version(self, name: str) -> str | None:
-        """Of a peer that was built."""
+        """Return the version of the peer `name`, or None if it was not built."""
         return next(
             (peer.version for (_, built), peer in self._built.items() if built == name), None
         )
 
     @functools.cached_property
     def copy_bytes_per_s(self) -> float:
-        """Bytes that a large copy on the device reads and writes in a second."""
+        """Bytes per second that a large copy on the device reads and writes."""
         return self.copied(self.pick(1 << 30, 1 << 22))
 
     @functools.cached_property
     def product_flops(self) -> float:
-        """FLOPs that a large matrix product in `dtype` does in a second."""
+        """FLOP/s of a large matrix product in `dtype`."""
         return self.multiplied(self.pick(8192, 256), self.dtype)
 
     def copied(self, nbytes: int) -> float:
@@ -76,18 +76,18 @@ class Session:
         return 2 * nbytes / self.seconds(lambda: target.copy_(source))
 
     def multiplied(self, size: int, dtype: torch.dtype) -> float:
-        """FLOPs that a product of two square matrices does in a second."""
+        """Measure the FLOP/s of a product of two `[size, size]` matrices."""
         a, b = (self.normal(size, size, dtype=dtype) for _ in range(2))
         out = torch.empty_like(a)
         return 2 * size**3 / self.seconds(lambda: torch.matmul(a, b, out=out))
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """How long a short call takes on the device, warm."""
+        """Measure the seconds of a short call on the device, warm."""
         call()
         return measure.seconds({"": call}, self.device, launches=False)[""]
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Normal numbers, the same ones each time."""
+        """Return normally distributed values of a fixed seed, `[*shape]`."""
         generator = torch.Generator(self.device).manual_seed(0)
         x = torch.empty(shape, dtype=torch.float32, device=self.device)
         return x.normal_(generator=generator).to(dtype or self.dtype)
@@ -98,6 +98,6 @@ class Session:
         return self._built[key]
 
     def _weights(self, family: str) -> dict[str, Tensor]:
-        """In float32 in the memory of the host, for whoever is built of them."""
+        """Return the random weights of `family`, float32 in host memory."""
         widths = _SMALL_WIDTHS[family] if self.small else (None, None)
         return self._once((family, "weights"), lambda: random_weights(family, *widths))

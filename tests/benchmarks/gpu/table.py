@@ -1,4 +1,4 @@
-"""The rows of a run as text: a table for each section, what its columns mean, and what is asked."""
+"""The rows of a run as text: a table per section, the meaning of its columns, and the targets."""
 
 import textwrap
 from collections import Counter
@@ -13,86 +13,82 @@ _WIDTH = 100
 
 @dataclass(frozen=True)
 class Column:
-    """How a value is told."""
+    """How a value is shown."""
 
     heading: str
     meaning: str  # below the table
-    digits: int = 2  # behind the point, for a number
+    digits: int = 2  # decimal places of a float
 
 
 COLUMNS = {
-    "ms": Column("ms", "milliseconds of a call, warm, the median of 3 rounds of 5 calls", 3),
-    "s": Column("s", "seconds, warm, synchronised, the median of the rounds", 3),
-    "as_it_is_s": Column("as it is", "seconds of our decode unchanged, in turn with it", 3),
+    "ms": Column("ms", "milliseconds of a call, warm, median of 3 rounds of 5 calls", 3),
+    "s": Column("s", "seconds, warm, synchronised, median of the rounds", 3),
+    "as_it_is_s": Column("as it is", "seconds of the unchanged decode, in turn with it", 3),
     "gb_per_s": Column(
-        "GB/s", "bytes that have to be moved (each tensor read or written once) in a second", 0
+        "GB/s", "bytes that must be moved (each tensor read or written once) per second", 0
     ),
-    "copy_percent": Column("% copy", "of the GB/s of the largest copy in this run", 0),
+    "copy_percent": Column("% copy", "share of the GB/s of the largest copy in this run", 0),
     "tflops": Column(
         "TFLOP/s",
-        "10^12 FLOPs in a second; in `vae` those of our layers for everybody, so that who does "
-        "more for the same frames does not look better",
+        "10^12 FLOPs per second; in `vae` every implementation counts with the FLOPs of this pack's "
+        "layers, so that extra work does not raise the rate",
         3,
     ),
     "floor_percent": Column(
         "% floor",
-        "what our layers' FLOPs alone take at the rate of the bf16 product of 8192 x 8192 in this "
-        "run (256 x 256 in a small one), over the seconds",
+        "time of this pack's FLOPs at the rate of the bf16 product of 8192 x 8192 in this run (256 "
+        "x 256 in a small run), over the measured seconds",
         0,
     ),
-    "times_ours": Column("x ours", "how many times as long as ours, the median of the pairs"),
+    "times_ours": Column("x ours", "ratio to this pack's seconds, median of the pairs"),
     "times_as_it_is": Column(
-        "x as it is", "how many times as long as unchanged: above 1, the change costs"
+        "x as it is", "ratio to the unchanged seconds: above 1, the change is slower"
     ),
-    "times_stays": Column("x stays", "how many times as long as the decode alone"),
+    "times_stays": Column("x stays", "ratio to the decode without a copy to the host"),
     "peak_gib": Column(
-        "peak GiB", "the most VRAM above weights and input, result included; warm runs alone"
+        "peak GiB", "peak VRAM above weights and input, result included; warm runs only"
     ),
-    "as_it_is_peak_gib": Column("as it is", "likewise, of our decode unchanged"),
+    "as_it_is_peak_gib": Column("as it is", "peak VRAM of the unchanged decode"),
     "image_gb": Column("image GB", "size of the images", 3),
-    "rank": Column("trial", "the place that the trial at run time gave the backend; 1 serves", 0),
-    "apart": Column(
-        "apart", "largest difference to the reference, over the reference's largest number", 5
-    ),
+    "rank": Column("trial", "rank of the backend in the trial at run time; 1 is used", 0),
+    "apart": Column("apart", "largest difference to the reference over its largest value", 5),
     "snr_db": Column(
         "dB",
-        "signal over difference to ours (`ablation`: to ours unchanged), rounding included; 999: "
-        "equal",
+        "signal-to-noise ratio against this pack's result (`ablation`: the unchanged result), "
+        "rounding included; 999: equal",
         1,
     ),
-    "cold_s": Column(
-        "first s", "the first run of this size: compiles, trials and searches included", 2
-    ),
+    "cold_s": Column("first s", "first run of this size, with compilation, trials and searches", 2),
     "first_ms": Column(
-        "first ms", "the first call in its thread: cuDNN's search for a plan, where it searches", 1
+        "first ms", "first call in its thread, with cuDNN's search if it searches", 1
     ),
-    "rounds": Column("rounds", "how many", 0),
-    "said_gib": Column("said GiB", "what the plan says that it takes beside the frames", 2),
-    "times_whole": Column("whole", "how many times as long as with whole frames", 2),
-    "times_plain": Column("plain", "how many times as long as without a LoRA", 3),
-    "plan": Column("plan", "what was chosen", 0),
-    "version": Column("version", "of the peer", 0),
+    "rounds": Column("rounds", "number of rounds", 0),
+    "planned_gib": Column("planned GiB", "estimate of the plan, without the frames", 2),
+    "times_whole": Column("whole", "ratio to the seconds with whole frames", 2),
+    "times_plain": Column("plain", "ratio to the time without a LoRA", 3),
+    "plan": Column("plan", "the chosen plan", 0),
+    "version": Column("version", "version of the peer", 0),
 }
 
 TITLES = {
     "copy": "Limits of the device: copies within its memory, and matrix products",
     "ops": "Ops on each backend, tensors larger than any cache",
-    "vae": "Whole clips, random weights, ours and the peers in turn",
-    "ablation": "Our decode with one thing changed at a time",
+    "vae": "Whole clips, random weights, this pack and the peers in turn",
+    "ablation": "This pack's decode with one optimisation changed at a time",
     "attention": "Attention of one head over the pixels of a frame",
     "conv": "Convolutions by width: channels in = channels out, frames out x height x width",
-    "plans": "What plans take and what they say, within less and less memory",
-    "lora": "A LoRA on linear layers in bf16, in our modes and in others' ways",
-    "host": "Decodes whose images end in the memory of the host",
+    "plans": "Measured and planned memory under decreasing limits",
+    "lora": "A LoRA on linear layers in bf16: this pack's modes and other methods",
+    "host": "Decodes to images in host memory",
 }
 
-# What PENDING.md asks.
+# Targets of PENDING.md.
 ASKED_RATIO = 2.5
 ASKED_COPY_PERCENT = 80
 
 
 def report(content: Mapping[str, Any]) -> str:
-    """Everything, as it is printed last."""
+    """Return the tables of all sections, the targets and the counts of rows."""
     rows = content["rows"]
     lines = ["", "=" * _WIDTH, *_machine(content)]
     for section, title in TITLES.items():
@@ -100,7 +96,7 @@ def report(content: Mapping[str, Any]) -> str:
         if own:
             lines += ["", f"{section.upper()}: {title}", *_table(own)]
     if not content["small"]:
-        lines += ["", "WHAT IS ASKED", *_asked(rows)]
+        lines += ["", "TARGETS", *_asked(rows)]
     counts = Counter(row["status"] for row in rows).items()
     lines += ["", "Rows: " + ", ".join(f"{count} {status}" for status, count in counts)]
     return "\n".join(lines)
@@ -108,12 +104,12 @@ def report(content: Mapping[str, Any]) -> str:
 
 def _machine(content: Mapping[str, Any]) -> list[str]:
     facts = content["machine"]
-    told = "; ".join(f"{key} {value}" for key, value in facts.items() if value is not None)
-    lines = textwrap.wrap(told, _WIDTH)
+    shown = "; ".join(f"{key} {value}" for key, value in facts.items() if value is not None)
+    lines = textwrap.wrap(shown, _WIDTH)
     if content["small"]:
         lines.append(
-            f"SMALL RUN on {content['device']}: tiny sizes, to see that every row runs; no number "
-            "means anything"
+            f"SMALL RUN on {content['device']}: tiny sizes, to check that every row runs; the "
+            "numbers mean nothing"
         )
     return lines
 
@@ -141,15 +137,15 @@ def _asked(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for peer in ("diffusers", "comfyui"):
         times = values.get(f"Wan2.1 decode 720x1280x81, bf16: {peer}", {}).get("times_ours")
-        told = "not measured"
+        found = "not measured"
         if times is not None:
-            told = f"{times:.2f}x, {'reached' if times >= ASKED_RATIO else 'MISSED'}"
-        lines.append(f"  decode 720x1280x81, {peer} / ours, at least {ASKED_RATIO}: {told}")
+            found = f"{times:.2f}x, {'reached' if times >= ASKED_RATIO else 'MISSED'}"
+        lines.append(f"  decode 720x1280x81, {peer} / ours, at least {ASKED_RATIO}: {found}")
     return lines + _asked_of_ops(rows)
 
 
 def _asked_of_ops(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of each op and width the backend that serves."""
+    """Return the lines on ops, each by the backend that dispatch uses."""
     serving = {
         row["name"].rpartition(":")[0]: row["values"]["copy_percent"]
         for row in rows
@@ -159,11 +155,11 @@ def _asked_of_ops(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         return [f"  ops, at least {ASKED_COPY_PERCENT} % of a copy: not measured"]
     slow = {name: share for name, share in serving.items() if share < ASKED_COPY_PERCENT}
     lines = [
-        f"  ops whose serving backend reaches {ASKED_COPY_PERCENT} % of a copy: "
+        f"  ops whose selected backend reaches {ASKED_COPY_PERCENT} % of a copy: "
         f"{len(serving) - len(slow)} of {len(serving)}"
     ]
-    told = "; ".join(f"{name} {share:.0f} %" for name, share in slow.items())
-    return lines + (_wrapped("    below: ", told) if told else [])
+    below = "; ".join(f"{name} {share:.0f} %" for name, share in slow.items())
+    return lines + (_wrapped("    below: ", below) if below else [])
 
 
 def _cell(key: str, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Whole decodes and encodes timed in turn: seconds, the first call apart, and peak memory."""
+"""Time whole decodes and encodes in turn: seconds, first call, and peak memory."""
 
 import contextvars
 import gc
@@ -21,18 +21,18 @@ from .session import Session
 
 ROUNDS = 3
 
-# A run that is shorter is preceded by one that does not count, because what the one before it gave
-# back to the driver has to be asked for again: some milliseconds.
+# A shorter run has a warm-up run before it: memory that was released to the driver is allocated
+# again, which takes some milliseconds.
 _SHORT_S = 1.0
 
 
 @dataclass
 class Measured:
-    """Of one of those that take turns."""
+    """The times and peak memory of one run."""
 
-    cold_s: float = 0.0  # the first call: whatever is compiled, tried and searched for is in it
-    seconds: list[float] = field(default_factory=list)  # of each round
-    # Above what was held before a call, its result included; None where nobody counts it.
+    cold_s: float = 0.0  # the first call, with compilation, trials and searches
+    seconds: list[float] = field(default_factory=list)  # by round
+    # Above the memory before the call, its result included; None: not measured.
     peak_bytes: int | None = None
     error: Exception | None = None  # why there are no seconds
 
@@ -41,7 +41,7 @@ class Measured:
         return statistics.median(self.seconds)
 
     def values(self) -> dict[str, Any]:
-        """What every table has."""
+        """Return the values that every table has."""
         return {
             "s": self.median_s,
             "cold_s": self.cold_s,
@@ -58,13 +58,16 @@ def in_turn(
     rounds: int = ROUNDS,
     shares_memory: bool = False,
 ) -> dict[str, Measured]:
-    """Time runs in turn, after a first one of each that does not count.
+    """Time `runs` in turn, after a first run of each.
 
-    Before every one the memory that others keep for later goes back to the device. There are
-    fewer rounds where the time of the section does not allow for more.
+    PyTorch's cached memory is released before every run. There are fewer rounds than `rounds` where
+    the section's budget is too short.
 
     Args:
-        look: Sees the result of each first run.
+        session: The device and the clock.
+        runs: Functions by name.
+        look: Called with the name and the result of each first run.
+        rounds: Rounds after the first run.
         shares_memory: All variants are this pack's, so they may reuse each other's cached memory
             while enough is free.
     """
@@ -87,7 +90,9 @@ def in_turn(
             if count == 0:
                 for name in able:
                     cold = results[name].cold_s
-                    results[name].error = NotRun(f"a first run of {cold:.1f} s fitted, no more")
+                    results[name].error = NotRun(
+                        f"the budget allowed only a first run of {cold:.1f} s"
+                    )
             break
         for name in able:
             with _caught(results[name]):
@@ -96,18 +101,18 @@ def in_turn(
 
 
 def outcomes(results: Mapping[str, Measured], more: Callable[[str], Values]) -> Results:
-    """The rows of what `in_turn` gives: `more` is what one has beside seconds, memory, rounds."""
+    """Yield the rows of `results`; `more` returns further values of a kind."""
     for kind, one in results.items():
         yield kind, one.error if one.error is not None else {**one.values(), **more(kind)}
 
 
 def pairs(results: Mapping[str, Measured], name: str, base: str) -> float | None:
-    """How many times as long one took as another: the median over the rounds, each a pair."""
+    """Return the median ratio of the seconds of `name` to those of `base`, paired by round."""
     return ratio({key: one.seconds for key, one in results.items()}, name, base)
 
 
 def free(device: torch.device) -> None:
-    """Give the device the memory back that PyTorch keeps for later, and start its peak anew."""
+    """Release PyTorch's cached memory on `device` and reset its peak."""
     if device.type == "cuda":
         gc.collect()
         synchronize(device)
@@ -117,17 +122,17 @@ def free(device: torch.device) -> None:
 
 @contextmanager
 def thread() -> Iterator[Callable[[Callable[[], Any]], Any]]:
-    """Lend a thread of its own: a function that runs a call there and gives its result.
+    """Yield a function that runs a call in its own thread and returns the result.
 
-    PyTorch remembers cuDNN's plan for a shape in each thread, whether it was searched for or not,
-    so that what is searched for and what is not may not meet in one.
+    PyTorch caches cuDNN's plan for a shape per thread, with or without a search, so searched and
+    unsearched calls must not share a thread.
     """
     with ThreadPoolExecutor(1) as pool:
         yield lambda call: pool.submit(contextvars.copy_context().run, call).result()
 
 
 def snr_db(actual: Tensor, expected: Tensor) -> float:
-    """How far two videos `[B, C, T, H, W]` agree: signal over difference, in decibels."""
+    """Return the signal-to-noise ratio of two videos `[B, C, T, H, W]` in decibels."""
     signal = noise = 0.0
     for one, other in zip(actual.unbind(2), expected.unbind(2), strict=True):
         wide = other.float()
@@ -157,7 +162,7 @@ def _round(session: Session, run: Callable[[], Any], one: Measured, shares_memor
 
 
 def _is_tight(device: torch.device) -> bool:
-    """Whether so little is free that our steps would be shorter for what PyTorch keeps."""
+    """Return whether PyTorch's cached memory would make the plan choose smaller steps."""
     if device.type != "cuda":
         return False
     left, there_is = torch.cuda.mem_get_info(device)
@@ -169,14 +174,14 @@ def _is_short(one: Measured) -> bool:
 
 
 def _cost(one: Measured, shares_memory: bool) -> float:
-    """Seconds that a round takes at most."""
+    """Return the most seconds that a round takes."""
     seconds = min([one.cold_s, *one.seconds])
     return 2 * seconds if _is_short(one) and not shares_memory else seconds
 
 
 @contextmanager
 def _caught(one: Measured) -> Iterator[None]:
-    """Keep an exception as the result, without the memory that its frames hold."""
+    """Record an exception as the result, without the tensors of its traceback."""
     try:
         yield
     except Exception as error:  # whatever a kernel, a driver or a peer raises

@@ -1,4 +1,4 @@
-"""Section `vae`: decodes and encodes of whole clips, ours and the peers' in turn."""
+"""Section `vae`: decodes and encodes of whole clips by this pack and its peers, in turn."""
 
 import functools
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from .rows import Case, NotRun, Results, Values
 from .session import Session
 from .turns import ROUNDS, in_turn, outcomes, pairs, snr_db
 
-WHO = ("ours", "diffusers", "comfyui")
+NAMES = ("ours", "diffusers", "comfyui")
 
 
 @dataclass(frozen=True)
 class Clip:
-    """What is coded; height and width in pixels."""
+    """A clip to decode or encode; height and width in pixels."""
 
     family: str
     direction: str  # "decode" or "encode"
@@ -31,7 +31,7 @@ class Clip:
         return f"{family} {self.direction} {self.height}x{self.width}x{self.frames}, bf16"
 
     def make(self, session: Session) -> Tensor:
-        """Random numbers to code, in the dtype and on the device of the session."""
+        """Return random frames or a random latent, `[B, C, T, H, W]`, on the session's device."""
         config = session.ours(self.family).config
         if self.direction == "encode":
             x = session.normal(1, config.image_channels, self.frames, self.height, self.width)
@@ -43,7 +43,7 @@ class Clip:
 
 
 def clips(session: Session) -> list[Clip]:
-    """What is coded, what matters most first: the time may not suffice for all."""
+    """Return the clips, most important first, because the budget may be too short for all."""
     hd, sd = session.pick(((81, 720, 1280), (81, 480, 832)), ((5, 32, 48), (5, 32, 32)))
     full_hd = session.pick((81, 1088, 1920), (9, 32, 48))
     upscaled = session.pick((33, 720, 1280), (5, 32, 32))
@@ -59,9 +59,10 @@ def clips(session: Session) -> list[Clip]:
 
 
 def cases(session: Session) -> list[Case]:
-    """One for each clip, with a row for everybody."""
+    """Return one case per clip, with a row per implementation."""
     return [
-        Case(clip.label, WHO, functools.partial(_compare, session, clip)) for clip in clips(session)
+        Case(clip.label, NAMES, functools.partial(_compare, session, clip))
+        for clip in clips(session)
     ]
 
 
@@ -72,12 +73,12 @@ def _compare(session: Session, clip: Clip) -> Results:
     x = clip.make(session)
     runs: dict[str, Callable[[], Tensor]] = {}
     needed = 0.0
-    for name in WHO:
+    for name in NAMES:
         try:
             vae = session.ours(clip.family) if name == "ours" else session.peer(clip.family, name)
             runs[name] = functools.partial(getattr(vae, clip.direction), x)
             needed += _expected_s(session, clip, name, flops, needed)
-        except Exception as error:  # a peer that does not load leaves the others alone
+        except Exception as error:  # the others run without it
             runs.pop(name, None)
             yield name, error.with_traceback(None)
     ours: list[Tensor] = []
@@ -92,7 +93,7 @@ def _compare(session: Session, clip: Clip) -> Results:
             agreement[name] = snr_db(ours[0], result)
 
     with torch.inference_mode():
-        # One round for what takes much of the time, so that something is left for the others.
+        # One round for a long clip, so that the budget lasts for the others.
         rounds = 1 if needed > session.clock.left() / 4 else ROUNDS
         results = in_turn(session, runs, look=look, rounds=rounds)
 
@@ -112,12 +113,12 @@ def _compare(session: Session, clip: Clip) -> Results:
 
 
 def _expected_s(session: Session, clip: Clip, name: str, flops: float, others_s: float) -> float:
-    """What a first run and one round take, from what smaller clips took, or `NotRun`."""
+    """Predict the seconds of a first run and one round from smaller clips, or raise `NotRun`."""
     rate = session.rates.get((clip.family, clip.direction, name))
     if rate is None:
         return 0.0
     expected = 2 * rate * flops
     left = session.clock.left() - others_s
     if expected > left:
-        raise NotRun(f"it would take {expected:.0f} s twice over; {max(left, 0):.0f} s were left")
+        raise NotRun(f"two runs would take {expected:.0f} s; {max(left, 0):.0f} s were left")
     return expected

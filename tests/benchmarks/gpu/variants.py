@@ -1,6 +1,6 @@
-"""Our VAE with one idea taken out or put in: each a context to decode in.
+"""This pack's VAE with one optimisation removed or added, each as a context manager.
 
-They reach into the package from outside, so that it has no switches for their sake.
+They patch the package from outside, so that it needs no switches for benchmarks.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ class Variant:
 
     name: str
     change: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
-    chunk: int | None = None  # latents per step; None: as chosen
-    single_frame: bool = True  # it changes something for a video of one frame
-    plans: bool = False  # it changes cuDNN's plans, and so needs a thread of its own
+    chunk: int | None = None  # latents per step; None: chosen by the plan
+    single_frame: bool = True  # it affects a video of one frame
+    plans: bool = False  # it changes cuDNN's plans, so it runs in its own thread
 
 
 def variants(session: Session, vae: Any) -> list[Variant]:
-    """All of them."""
+    """Return all variants of `vae` for the device of `session`."""
     part = "_DEVICE_PART_BYTES" if session.cuda else "_CPU_PART_BYTES"
     size = getattr(plan, part)
     return [
@@ -49,9 +49,9 @@ def variants(session: Session, vae: Any) -> list[Variant]:
             "each convolution adds its bias",
             lambda: replaced(Conv, "adds_bias_late", lambda self, x: False),
         ),
-        Variant("1 latent a step", chunk=1, single_frame=False),
-        Variant("4 latents a step", chunk=4, single_frame=False),
-        Variant("all latents in a step", chunk=-1, single_frame=False),
+        Variant("1 latent per step", chunk=1, single_frame=False),
+        Variant("4 latents per step", chunk=4, single_frame=False),
+        Variant("all latents in one step", chunk=-1, single_frame=False),
         Variant(
             "parts a quarter as large", lambda: replaced(plan, part, size // 4), single_frame=False
         ),
@@ -64,7 +64,7 @@ def variants(session: Session, vae: Any) -> list[Variant]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an attribute another value, and the old one back."""
+    """Set the attribute `name` of `owner` to `value` within the block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
