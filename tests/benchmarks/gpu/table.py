@@ -30,7 +30,7 @@ COLUMNS = {
     "copy_percent": Column("% copy", "share of the GB/s of the largest copy in this run", 0),
     "tflops": Column(
         "TFLOP/s",
-        "10^12 FLOPs per second; in `vae` every implementation counts with the FLOPs of this pack's "
+        "10^12 FLOPs per second; in `vae` each implementation counts with the FLOPs of this pack's "
         "layers, so that extra work does not raise the rate",
         3,
     ),
