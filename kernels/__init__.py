@@ -1,12 +1,12 @@
-"""The ops of the VAEs, stated once: formula, shapes and dtypes. This page is the contract.
+"""The ops of the VAEs: formula, shapes and dtypes of each, for callers and for all backends.
 
-Activations are `[B, C, T, H, W]` in channels-last memory, so that every pixel is a row of `C`
-neighbouring numbers. Each op takes float32, bfloat16, float16 (and float64 where the reference
-serves), computes in float32 at least and rounds once, to the dtype of its result. Which backend
-does it is decided in `dispatch.py`; the results of two backends differ by rounding alone.
+Activations are `[B, C, T, H, W]` in channels-last memory, so that each pixel is a row of `C`
+adjacent values. Ops support float32, bfloat16, float16, and float64 on the reference; they compute
+in float32 or wider and round once, to the dtype of the result. `dispatch.py` selects the backend;
+the results of two backends differ by rounding only.
 
-An op returns `out`, or a new tensor (channels-last for a video) where there is none. It raises a
-`ValueError` of one line where shapes, dtypes or devices do not fit, before any work.
+An op returns `out`, or a new tensor (channels-last for a video) without it. It raises a
+`ValueError` of one line if shapes, dtypes or devices do not fit, before any work.
 
 | op | formula |
 |---|---|
@@ -15,12 +15,12 @@ An op returns `out`, or a new tensor (channels-last for a video) where there is 
 | `group_norm_statistics` | `mean` and `1 / sqrt(var + eps)` of each frame and group |
 | `silu_mul` | `x * sigmoid(x) * gate` |
 | `bias_residual` | `x + bias + residual + residual_bias` |
-| `attention` | `softmax(q k^T / sqrt(d)) v` in memory that grows with N, never with N x N |
+| `attention` | `softmax(q k^T / sqrt(d)) v` with memory in O(N) |
 | `interleave_time` | frame `phases * t + p` is the p-th part of the channels of frame `t` |
 | `merge_phases` | pixel `(2 i + a, 2 j + b)` is part `2 a + b` of window `(i + a, j + b)` |
 | `pixel_shuffle_3d` | parts of the channels become frames, rows and columns |
-| `average_down` | means of groups of the numbers in each block of frames and pixels |
-| `frames_to_images` | `clamp((x + 1) / 2, 0, 1)` as `[T, H, W, C]`, in float32 or in 8 bits |
+| `average_down` | means of groups of the values in each block of frames and pixels |
+| `frames_to_images` | `clamp((x + 1) / 2, 0, 1)` as `[T, H, W, C]`, in float32 or uint8 |
 """
 
 import torch
@@ -93,21 +93,24 @@ def rms_norm_silu(
     """Normalise each pixel over its channels, scale, and apply SiLU.
 
     `silu(x / max(norm2(x), 1e-12) * sqrt(C) * gamma)`: `RMS_norm` of Wan 2.1, wan/modules/vae.py,
-    which has no mean and no bias, followed by its SiLU. `bias` is added to `x` before all that: it
-    is what the convolution that made `x` has left out.
+    which has no mean and no bias, followed by its SiLU. `bias` is added to `x` first: it is the
+    bias of the convolution before.
 
-    With `tail` this is the input of a causal convolution, made in the same pass: the frames that
-    the convolution saw last, then the new ones; and the last of both become the next tail.
+    With `tail` the result is the input of a causal convolution, written in the same pass: the tail,
+    then the new frames. The last frames of both become the next tail.
 
     Args:
         x: `[B, C, T, H, W]`, channels-last.
         gamma: `C` scales, in any shape and float dtype.
         silu: Apply SiLU after the norm.
-        bias: `C` numbers, in any shape and float dtype, added to `x` in float32; None: zeros.
-        tail: `[B, C, K, H, W]`, channels-last, of the dtype of `x`: the results of the `K` frames
-            before `x`. It is overwritten with the last `K` frames of the result.
-        out: `[B, C, K + T, H, W]` (`K` is 0 without `tail`), channels-last, of the dtype of `x`; it
-            may be a run of frames of a longer buffer, and `x` itself without `tail`.
+        bias: `C` values, in any shape and float dtype, added to `x` in float32; None: zeros.
+        tail: `[B, C, K, H, W]`, channels-last, dtype of `x`: the results for the `K` frames before
+            `x`. It is overwritten with the last `K` frames of the result.
+        out: `[B, C, K + T, H, W]` (`K` is 0 without `tail`), channels-last, dtype of `x`. It can be
+            a slice of frames of a longer buffer, and `x` itself without `tail`.
+
+    Returns:
+        `out`, or a new tensor of its shape.
     """
     check.video(x=x)
     check.vectors(x, x.shape[1], gamma=gamma, bias=bias)
@@ -129,27 +132,29 @@ def group_norm_silu(
 ) -> Tensor:
     """Normalise each frame over its pixels and each group of channels, and apply SiLU.
 
-    `silu((x - mean) / sqrt(var + eps) * weight + bias)` with the statistics of one frame and group,
-    the variance over all of it: `GroupNorm` of a single frame, as in SeedVR2
-    (models/video_vae_v3/modules/causal_inflation_lib.py, causal_norm_wrapper). `tail` and `out` are
-    those of `rms_norm_silu`.
+    `silu((x - mean) / sqrt(var + eps) * weight + bias)` with the statistics of one frame and group
+    and the biased variance: `GroupNorm` of a single frame, as in SeedVR2
+    (models/video_vae_v3/modules/causal_inflation_lib.py, causal_norm_wrapper).
 
-    With `statistics` nothing is measured, and `x` may be a band of rows of the frames that they are
-    of: a view `video[..., top:bottom, :]`, as `tail` and `out` may be of theirs. Bands with the
-    statistics of the whole are the whole.
+    With `statistics`, `x` can be a band of rows of the frames that were measured: a view
+    `video[..., top:bottom, :]`, and `tail` and `out` equally. The bands together equal the result
+    for whole frames.
 
     Args:
         x: `[B, C, T, H, W]`, channels-last.
         weight: `C` scales.
         bias: `C` offsets.
-        groups: Groups; a divisor of `C`.
-        eps: Added to the variance; of no use with `statistics`.
+        groups: Number of groups; a divisor of `C`.
+        eps: Added to the variance; unused with `statistics`.
         silu: Apply SiLU after the norm.
-        statistics: `[B, T, 2, groups]`, float32 (float64 for float64): those of
-            `group_norm_statistics`; None: those of `x`.
-        tail: `[B, C, K, H, W]`, channels-last, of the dtype of `x`: the results of the `K` frames
-            before `x`. It is overwritten with the last `K` frames of the result.
-        out: `[B, C, K + T, H, W]`, channels-last, of the dtype of `x`.
+        statistics: `[B, T, 2, groups]`, float32 (float64 for float64), from
+            `group_norm_statistics`; None: measured from `x`.
+        tail: `[B, C, K, H, W]`, channels-last, dtype of `x`: the results for the `K` frames before
+            `x`. It is overwritten with the last `K` frames of the result.
+        out: `[B, C, K + T, H, W]`, channels-last, dtype of `x`.
+
+    Returns:
+        `out`, or a new tensor of its shape.
     """
     check.video(x=x)
     check.vectors(x, x.shape[1], weight=weight, bias=bias)
@@ -163,18 +168,19 @@ def group_norm_silu(
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     """Measure each frame over its pixels and each group of channels, for `group_norm_silu`.
 
-    `mean` and `1 / sqrt(var + eps)`, the variance over all of a frame and group. Numbers far from
-    zero beside their deviation cost no digits of it. The same `x` has the same statistics each
-    time, and `group_norm_silu` without any has these, bit for bit, if the same backend serves both.
+    `mean` and `1 / sqrt(var + eps)` with the biased variance of a frame and group. A mean that is
+    large against the deviation does not reduce the precision of the variance. The result is
+    deterministic, and bit-identical to the statistics that `group_norm_silu` uses without any, if
+    the same backend runs both.
 
     Args:
         x: `[B, C, T, H, W]`, channels-last.
-        groups: Groups; a divisor of `C`.
+        groups: Number of groups; a divisor of `C`.
         eps: Added to the variance.
 
     Returns:
-        `[B, T, 2, groups]`, dense, float32 (float64 for float64): first the means. NaN where a
-        frame has no pixels.
+        `[B, T, 2, groups]`, dense, float32 (float64 for float64): the means first. NaN for a frame
+        without pixels.
     """
     check.video(x=x)
     check.divides(groups, x.shape[1], "groups")
@@ -182,19 +188,25 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
 
 
 def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """SiLU of one tensor times another: `x * sigmoid(x) * gate`.
+    """Compute `x * sigmoid(x) * gate`.
 
-    The gate of SwiGLU (Shazeer, "GLU Variants Improve Transformer", 2020). The two may be halves
-    of one tensor, as a fused projection makes them.
+    The gate of SwiGLU (Shazeer, "GLU Variants Improve Transformer", 2020). `x` and `gate` can be
+    halves of one tensor, the output of a fused projection.
 
     Args:
-        x: `[..., C]`, its last dimension dense.
-        gate: Of the shape and dtype of `x`.
-        out: Likewise; it may be `x` or `gate`.
+        x: `[..., C]`, the last dimension dense.
+        gate: Shape and dtype of `x`.
+        out: Shape and dtype of `x`; it can be `x` or `gate`.
+
+    Returns:
+        `out`, or a new tensor of its shape.
+
+    Raises:
+        ValueError: `x` has no dimension, or another tensor differs in shape or dtype.
     """
     check.floats(x=x)
     if x.ndim == 0:
-        raise ValueError("x has no dimension; expected [..., C]")
+        raise ValueError("x has 0 dimensions; expected [..., C]")
     check.like(x, gate=gate, out=out)
     return run("silu_mul", x, gate, out=out)
 
@@ -207,17 +219,20 @@ def bias_residual(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Add what a convolution without bias leaves to add, in one pass.
+    """Add biases and residual to the output of a convolution in one pass.
 
-    `x + bias + residual + residual_bias`, added from left to right in float32: the biases of a
-    convolution and of the shortcut beside it, and the shortcut.
+    `x + bias + residual + residual_bias`, added from left to right in float32: the bias of a
+    convolution, its shortcut, and the bias of the shortcut's convolution.
 
     Args:
         x: `[B, C, T, H, W]`, channels-last.
-        bias: `C` numbers, in any shape and float dtype; None: zeros.
-        residual: Of the shape and dtype of `x`; None: zeros.
-        residual_bias: As `bias`.
-        out: Of the shape and dtype of `x`; it may be `x` or `residual`.
+        bias: `C` values, in any shape and float dtype; None: zeros.
+        residual: Shape and dtype of `x`; None: zeros.
+        residual_bias: `C` values, in any shape and float dtype; None: zeros.
+        out: Shape and dtype of `x`; it can be `x` or `residual`.
+
+    Returns:
+        `out`, or a new tensor of its shape.
     """
     check.video(x=x)
     check.vectors(x, x.shape[1], bias=bias, residual_bias=residual_bias)
@@ -226,14 +241,14 @@ def bias_residual(
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Single-head attention over the pixels of a frame: `softmax(q k^T / sqrt(d)) v`.
+    """Compute single-head attention over the pixels of a frame: `softmax(q k^T / sqrt(d)) v`.
 
-    Its memory grows with N: the `N x N` scores of a 3840 x 2160 picture would take 67 GB.
+    Memory grows with N: the `N x N` scores of a 3840 x 2160 picture would take 67 GB.
 
     Args:
-        q: `[B, N, d]`, its last dimension dense.
-        k: Like `q`.
-        v: Like `q`.
+        q: `[B, N, d]`, the last dimension dense.
+        k: `[B, N, d]`, as `q`.
+        v: `[B, N, d]`, as `q`.
 
     Returns:
         `[B, N, d]`.
@@ -244,15 +259,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
-    """Spread the temporal phases in the channels over frames.
+    """Move temporal phases from the channels to frames.
 
     Frame `phases * t + p` of the result is channels `[p * C, (p + 1) * C)` of frame `t`: the
     reshape after `time_conv` in Wan's `Resample`, wan/modules/vae.py.
 
     Args:
         x: `[B, phases * C, T, H, W]`, channels-last.
-        phases: Frames made from each frame.
-        out: `[B, C, phases * T, H, W]`, channels-last, of the same dtype.
+        phases: Result frames per frame of `x`.
+        out: `[B, C, phases * T, H, W]`, channels-last, dtype of `x`.
+
+    Returns:
+        `out`, or a new tensor of its shape.
     """
     check.video(x=x)
     check.divides(phases, x.shape[1], "phases")
@@ -268,25 +286,31 @@ def merge_phases(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Merge the four phases of a folded upsampling convolution into one picture of twice the size.
+    """Merge the four phases of a folded upsampling convolution into a picture of twice the size.
 
-    Nearest 2x and then a 3x3 convolution is a 2x2 convolution of the small picture for each of the
-    four phases of the large one; a grid of `(H + 1) x (W + 1)` windows has them all. Pixel
-    `(2 i + a, 2 j + b)` is phase `2 a + b` of the window at `(i + a, j + b)`.
+    Nearest 2x followed by a 3x3 convolution equals a 2x2 convolution of the small picture for each
+    of the four phases of the large one. A grid of `(H + 1) x (W + 1)` windows holds all phases.
+    Pixel `(2 i + a, 2 j + b)` is phase `2 a + b` of the window at `(i + a, j + b)`.
 
-    With `source` every pixel also gets one of its numbers: that of channel
-    `((c * times + p) * 4 + 2 a + b) * C_source // (4 * times * C)`, from frame `t` and pixel
-    `(i, j)`, for channel `c` of frame `times * t + p`. That is `DupUp3D` of Wan 2.2,
-    wan/modules/vae2_2.py, which repeats the channels and spreads them over the new pixels.
+    With `source`, channel `c` of frame `times * t + p` gets one more term: channel `((c * times +
+    p) * 4 + 2 a + b) * C_source // (4 * times * C)` of `source` at frame `t` and pixel `(i, j)`.
+    This is `DupUp3D` of Wan 2.2, wan/modules/vae2_2.py, which repeats channels and spreads them
+    over the new pixels.
 
     Args:
         grid: `[B, 4 * C, T, H + 1, W + 1]`, channels-last; channel `(2 a + b) * C + c`.
         source: `[B, C_source, T / times, H, W]`. For the first frame of a video, `[B, C_source, 1,
-            H, W]` where `T` is 1: it is the last of the `times` frames.
-        times: Frames of the result for each of `source`.
-        bias: `C` numbers, in any shape and float dtype, added to every pixel before `source`; None:
+            H, W]` with `T` = 1: it is the last of the `times` frames.
+        times: Result frames per frame of `source`.
+        bias: `C` values, in any shape and float dtype, added to every pixel before `source`; None:
             zeros.
-        out: `[B, C, T, 2 H, 2 W]`, channels-last, of the dtype of `grid`.
+        out: `[B, C, T, 2 H, 2 W]`, channels-last, dtype of `grid`.
+
+    Returns:
+        `out`, or a new tensor of its shape.
+
+    Raises:
+        ValueError: The grid has no rows or columns, or another tensor does not fit.
     """
     check.video(grid=grid)
     check.divides(4, grid.shape[1], "4 phases")
@@ -301,18 +325,18 @@ def merge_phases(
 def pixel_shuffle_3d(
     x: Tensor, size: tuple[int, int, int], order: str = "cthw", *, out: Tensor | None = None
 ) -> Tensor:
-    """Turn parts of the channels into frames, rows and columns.
+    """Move parts of the channels to frames, rows and columns.
 
-    The channels of `x` are four nested indices, `c` of the result's channels and `t`, `h`, `w`
-    inside of a block of frames, rows and columns; `order` names them from the slowest to the
-    fastest. "cthw" with one frame is `torch.nn.PixelShuffle`; "ctwh" are the patches of Wan 2.2
+    The channels of `x` are four nested indices: `c` of the result's channels, and `t`, `h`, `w`
+    within a block of frames, rows and columns. `order` names them from the slowest to the fastest.
+    "cthw" with one frame is `torch.nn.PixelShuffle`; "ctwh" is the patch order of Wan 2.2
     (unpatchify, wan/modules/vae2_2.py); "hwtc" is the upsampling of SeedVR2.
 
     Args:
         x: `[B, C * t * h * w, T, H, W]`, channels-last.
         size: `t`, `h` and `w`.
-        order: The letters c, t, h, w in some order.
-        out: `[B, C, t * T, h * H, w * W]`, on any device, of any dtype and strides.
+        order: The letters c, t, h, w in any order.
+        out: `[B, C, t * T, h * H, w * W]`, any device, dtype and strides.
 
     Returns:
         `out`, or a new channels-last tensor of that shape and the dtype of `x`.
@@ -324,20 +348,20 @@ def pixel_shuffle_3d(
 
 
 def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
-    """Average what falls on one number of a smaller video.
+    """Average blocks of frames, pixels and channels to a smaller video.
 
     The frames and pixels of each `times x size x size` block become channels, the finest last, and
-    neighbouring channels are averaged in groups: `AvgDown3D` of Wan 2.2, wan/modules/vae2_2.py.
-    Frames that lack at the start of the video are zeros.
+    adjacent channels are averaged in groups: `AvgDown3D` of Wan 2.2, wan/modules/vae2_2.py. Frames
+    missing at the start of the video count as zeros.
 
     Args:
         x: `[B, C, T, H, W]`, channels-last; `H` and `W` are multiples of `size`.
-        channels: Of the result; they divide `C * times * size * size`.
-        times: Frames that become one.
-        size: Pixels that become one, in height and in width.
+        channels: Channels of the result; a divisor of `C * times * size * size`.
+        times: Frames per block.
+        size: Rows and columns per block.
 
     Returns:
-        `[B, channels, ceil(T / times), H / size, W / size]`, channels-last, in memory of its own.
+        `[B, channels, ceil(T / times), H / size, W / size]`, channels-last, in new memory.
     """
     check.video(x=x)
     check.averages(x, channels, times, size)
@@ -352,18 +376,18 @@ def frames_to_images(
     order: str = "cthw",
     out: Tensor | None = None,
 ) -> Tensor:
-    """Turn decoded frames into images: `clamp((x + 1) / 2, 0, 1)`, pixels last, in one pass.
+    """Convert decoded frames to images: `clamp((x + 1) / 2, 0, 1)`, channels last, in one pass.
 
-    In 8 bits a number is `floor(255 * image)`: ComfyUI's saver drops the fraction. NaN stays NaN,
-    and is 0 in 8 bits. The arithmetic is float32 whatever the dtypes.
+    In uint8 a value is `floor(255 * image)`, because ComfyUI's saver truncates too. NaN stays NaN,
+    and is 0 in uint8. All arithmetic is float32.
 
     Args:
-        frames: `[B, C, T, H, W]` in about [-1, 1], channels-last; `[B, C * patch^2, T, H / patch,
-            W / patch]` where pixels lie in channels.
-        dtype: Of a new result: float32, another float dtype or uint8.
-        patch: Rows and columns of pixels that lie in the channels.
-        order: How they lie there, as for `pixel_shuffle_3d`.
-        out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, of such a dtype, on any device, of any
+        frames: `[B, C, T, H, W]` in about [-1, 1], channels-last; `[B, C * patch^2, T, H / patch, W
+            / patch]` with pixels in the channels.
+        dtype: Dtype of a new result: a float dtype or uint8.
+        patch: Rows and columns of pixels in the channels.
+        order: Their order, as for `pixel_shuffle_3d`.
+        out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, a float dtype or uint8, any device and
             strides.
 
     Returns:

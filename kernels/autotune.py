@@ -1,9 +1,9 @@
-"""Which backends serve an op on a GPU: those that are right there, the fastest first.
+"""Trial of the backends on a GPU: only correct backends run an op, the fastest first.
 
-GPUs differ, and so do the versions of PyTorch, Triton and the driver. So the first call of each
-kind tries the backends on numbers of its own: one whose result is not the reference's within
-rounding does not serve on that device, and of the others the fastest does. It takes milliseconds,
-and what Triton has to compile. The outcome holds for the process.
+GPUs and versions of PyTorch, Triton and the driver differ. So the first call of each kind runs all
+backends on generated inputs. A backend whose result differs from the reference's by more than
+rounding is not used on that device; the others are ordered by speed. The trial takes milliseconds,
+plus Triton's compilation. Its result holds for the process.
 """
 
 import functools
@@ -23,19 +23,19 @@ from .warmup_log import preparing
 
 _logger = logging.getLogger(__name__)
 
-# Elements of the activations of a trial, and of a call from which on it is like the large one: a
-# small call costs what it takes to start it, a large one what it moves.
+# Elements of the activations of a trial for small and for large calls, and the size from which a
+# call is large. A small call is bound by its launch, a large one by memory traffic.
 _SMALL, _LARGE = 1 << 18, 1 << 24
 _LARGE_FROM = 1 << 22
 
-# Frames of a trial; what goes into the channels of one frame has to come from several.
+# Frames of a trial; more than one, because the channels of a frame can come from several frames.
 _FRAMES = 4
 
-# Pixels that attention is tried with.
+# Fewest and most pixels of a trial of attention.
 _FEWEST_KEYS, _MOST_KEYS = 1 << 10, 1 << 14
 
-# What two backends may differ by: roundings, in units of the dtype; and what sums in another order
-# make of the largest number, TF32 and products of 16 bits included.
+# Allowed difference of two backends: roundings in units of the dtype's epsilon, and a share of the
+# largest value for sums in another order, TF32 and 16-bit products.
 _ROUNDINGS = 4
 _SUMS = 1e-3
 
@@ -47,9 +47,16 @@ _orders: dict[tuple[Any, ...], tuple[str, ...]] = {}
 
 
 def order(ask: Ask, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The backends to ask for a call on a GPU: names out of `ORDER`, the reference among them.
+    """Return the backends for a call on a GPU, in the order in which to try them.
 
-    The first of `args` is the tensor that tells the device; `ask` runs an op on a backend.
+    Args:
+        ask: Runs an op on a backend.
+        op: Name of the op.
+        args: Its arguments; the first is a tensor `[...]` on the device.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        Names out of `ORDER`, the reference among them.
     """
     x: Tensor = args[0]
     if not x.numel():
@@ -59,23 +66,23 @@ def order(ask: Ask, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if known is not None:
         return known
     if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return ("reference",)  # nothing can be tried while a graph records
+        return ("reference",)  # no trial is possible while a CUDA graph is captured
     with _lock:
         if key not in _orders:
             given = sample_inputs.names(getattr(reference, op), args, kwargs)
             with preparing("kernel build", "trials"):
                 found = _tried(ask, op, x, given)
             if found is None:
-                return ("reference",)  # for this call; a later one may have the memory
+                return ("reference",)  # for this call only; a later call may have enough memory
             _orders[key] = found
         return _orders[key]
 
 
 def _tried(ask: Ask, op: str, x: Tensor, given: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The backends in order; None: there is no memory to try them."""
+    """Return the backends in order; None: not enough memory for the trial."""
     size = _size(op, x)
     try:
-        # Outside of inference mode: what is made here must not depend on who was first.
+        # Outside inference mode, so that the trial does not depend on the mode of the first caller.
         with torch.inference_mode(False), torch.no_grad():
             return _ranked(ask, op, x, size, given)
     except torch.OutOfMemoryError:
@@ -104,8 +111,8 @@ def _ranked(
         else:
             device = torch.cuda.get_device_name(x.device) if x.is_cuda else x.device
             log_once(
-                f"{name} computes {op} wrongly on {device}, so that it does not "
-                "serve there. Please report it with the versions of the driver, torch and triton"
+                f"{name} computes {op} incorrectly on {device} and is not used "
+                "there. Please report it with the versions of the driver, torch and triton"
             )
     if len(right) == 1:
         return ("reference",)
@@ -114,13 +121,13 @@ def _ranked(
     small = math.prod(x.shape) < _LARGE_FROM
     times = measure.seconds(calls, x.device, launches=small)
     ranked = sorted(right, key=lambda name: times[name])
-    told = ", ".join(f"{name} {times[name] * 1e3:.3f} ms" for name in ranked)
-    _logger.debug("%s of %s on %s: %s", op, list(x.shape), x.device, told)
+    timings = ", ".join(f"{name} {times[name] * 1e3:.3f} ms" for name in ranked)
+    _logger.debug("%s of %s on %s: %s", op, list(x.shape), x.device, timings)
     return tuple(ranked)
 
 
 def _agree(actual: Tensor | None, expected: Tensor | None) -> bool:
-    """Whether two results differ by rounding alone."""
+    """Return whether two results differ by rounding only."""
     if actual is None or expected is None:
         return actual is expected
     if expected.dtype == torch.uint8:
@@ -131,7 +138,7 @@ def _agree(actual: Tensor | None, expected: Tensor | None) -> bool:
 
 
 def _kind(value: Any) -> Any:  # noqa: ANN401, an argument
-    """What of an argument decides how fast a backend is; the number of pixels is apart."""
+    """Return the properties of an argument that decide the speed of a backend, without its size."""
     if not isinstance(value, Tensor):
         return tuple(value) if isinstance(value, list) else value
     channels = value.shape[1] if value.ndim == 5 else value.shape[-1]
@@ -139,14 +146,14 @@ def _kind(value: Any) -> Any:  # noqa: ANN401, an argument
 
 
 def _size_class(op: str, x: Tensor) -> int:
-    """Elements that a trial takes; for attention pixels."""
+    """Return the number of elements of a trial; for attention the number of pixels."""
     if op == "attention":
         return 1 << min(max(_FEWEST_KEYS, x.shape[1]), _MOST_KEYS).bit_length() - 1
     return _SMALL if x.numel() < _LARGE_FROM else _LARGE
 
 
 def _size(op: str, x: Tensor) -> tuple[int, int, int]:
-    """Frames, height and width of about so many elements; odd, where a tile may be wrong."""
+    """Return frames, height and width of a trial; odd sizes also test partial tiles."""
     if op == "attention":
         return 1, 1, _size_class(op, x)
     channels = x.shape[1] if x.ndim == 5 else x.shape[-1]

@@ -1,10 +1,10 @@
-"""The names of the backends, and the one that a caller has chosen."""
+"""The names of the backends, and the backend that a caller has selected."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-# Fastest first. The reference takes every call that the checks of the op let through.
+# Fastest first. The reference accepts every call that passes the checks of the op.
 ORDER = ("triton", "cuda", "native", "reference")
 
 _forced: ContextVar[str | None] = ContextVar("forced backend", default=None)
@@ -12,7 +12,10 @@ _forced: ContextVar[str | None] = ContextVar("forced backend", default=None)
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Ask this one of `ORDER` alone, in this thread; it never falls back in silence.
+    """Run every op on one backend in this thread, without fallback.
+
+    Args:
+        name: One of `ORDER`.
 
     Raises:
         ValueError: There is no such backend.
@@ -27,5 +30,5 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def forced() -> str | None:
-    """The backend that `use_backend` has chosen; None: whoever takes a call."""
+    """Return the backend that `use_backend` has selected; None: any."""
     return _forced.get()

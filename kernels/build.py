@@ -1,13 +1,13 @@
-"""Builds C++ of `csrc/` on the machine that runs it, once, and finds it ever after.
+"""Build the C++ and CUDA sources of `csrc/` on the user's machine, once.
 
-A library lies in a cache folder of the user, under a key of everything that it is made from:
-another torch, other sources or other flags have another key, so that nothing is ever stale. What
-fails is told in one line and remembered; another backend serves instead. Which libraries there are,
-and what they need, is in `native_ops/library.py` and `cuda_ops/library.py`.
+The library is cached in a folder of the user under a hash of its inputs: sources, flags and the
+version of torch, so a stale library is never loaded. A failure is logged in one line and
+remembered, and another backend runs instead. `native_ops/library.py` and `cuda_ops/library.py`
+define the libraries.
 
 Environment:
     FAST_VIDEO_VAE_CACHE: The cache folder, instead of the platform's.
-    CXX: The compiler; c++ without.
+    CXX: The compiler; default c++.
 """
 
 import hashlib
@@ -38,18 +38,18 @@ from .warmup_log import preparing
 
 _logger = logging.getLogger(__name__)
 
-# No build takes so long: a folder that is older was left by one that was killed.
+# Older build folders were left by a process that was killed; no build takes this long.
 _STALE_S = 3600
 
-# How long the processes of a build that was stopped are asked to end.
+# Seconds to wait for the compilers of an interrupted build to end.
 _END_S = 2.0
 
-# One for all libraries: a build changes PATH for its time.
+# One lock for all libraries, because a build changes PATH.
 _lock = threading.Lock()
 
 
 class Failure(Exception):  # noqa: N818, a reason
-    """Why there is no library, and what to do about it (`advice`); both without a full stop."""
+    """The reason why there is no library, and `advice` for the user; both without a full stop."""
 
     def __init__(self, reason: str, advice: str) -> None:
         super().__init__(reason)
@@ -57,13 +57,14 @@ class Failure(Exception):  # noqa: N818, a reason
 
 
 class Library:
-    """A library of ops for PyTorch; its subclasses know what one is made from.
+    """A library of PyTorch ops that is built from sources; subclasses define its inputs.
 
     Attributes:
-        name: Of the file, while it is built.
-        namespace: Its ops are `torch.ops.<namespace>`; one of them, `key`, tells its sources.
-        title: What a message calls it.
-        minutes: How long a message says that the build takes.
+        name: Name of the extension while it is built.
+        namespace: Its ops are `torch.ops.<namespace>`; the op `key` returns the hash of its inputs.
+        title: Name in messages.
+        minutes: Duration of the build in messages.
+        sources: Folder of the sources.
     """
 
     name: str
@@ -73,13 +74,13 @@ class Library:
     sources: Path
 
     def __init__(self) -> None:
-        self._outcome: str | None = None  # "" once the library is loaded, else why it is not
+        self._outcome: str | None = None  # "": loaded; otherwise the reason why not
 
     def load(self) -> None:
-        """Make its ops ready: find the library or build it, once per process.
+        """Load the library, or build it first; once per process.
 
         Raises:
-            Refusal: There is none, with the same reason ever after.
+            Refusal: It cannot be loaded. Later calls raise the same reason.
         """
         if self._outcome is None:
             with _lock:
@@ -89,11 +90,11 @@ class Library:
             raise Refusal(self._outcome)
 
     def folder(self) -> Path:
-        """Where the library of these sources and this torch lies, or would."""
+        """Return the cache folder of this library."""
         return cache() / self.key()
 
     def key(self) -> str:
-        """The digest of everything that the library is made from."""
+        """Return the hash of everything that the library is built from."""
         digest = hashlib.sha256()
         texts = (
             torch.__version__,
@@ -109,42 +110,53 @@ class Library:
         return digest.hexdigest()[:32]
 
     def files(self) -> Sequence[Path]:
-        """Every file that the library is made from."""
+        """Return every source file of the library."""
         return sorted(self.sources.iterdir())
 
     def switched_off(self) -> str:
-        """The reason why nobody wants it; "": it is wanted."""
+        """Return the reason why the user has disabled the library; "": it is enabled."""
         return ""
 
     def made_from(self) -> Sequence[str]:
-        """What tells this library from another one of the same sources: flags, versions.
+        """Return the flags and versions that the library is built with.
+
+        Returns:
+            Texts that are part of the hash.
 
         Raises:
-            Failure: This machine cannot have it.
+            Failure: The library cannot be built on this machine.
+            NotImplementedError: In this base class.
         """
         raise NotImplementedError
 
     def check_tools(self) -> None:
-        """Find what builds it.
+        """Check that the compiler and ninja are installed.
 
         Raises:
-            Failure: Something is missing.
+            Failure: One of them is missing.
         """
         compiler = shlex.split(os.environ.get("CXX") or "c++")[0]
         if shutil.which(compiler) is None:
             raise Failure(
-                f"there is no C++ compiler ({compiler})",
+                f"the C++ compiler {compiler} is not installed",
                 "install g++ (Debian, Ubuntu: apt install g++), or set CXX to a compiler",
             )
         if shutil.which("ninja", path=_path()) is None:
-            raise Failure("there is no ninja", "pip install ninja")
+            raise Failure("ninja is not installed", "pip install ninja")
 
     def options(self) -> dict[str, Any]:
-        """The sources and flags for `torch.utils.cpp_extension.load`."""
+        """Return the arguments for `torch.utils.cpp_extension.load`.
+
+        Returns:
+            Sources and flags by argument name.
+
+        Raises:
+            NotImplementedError: In this base class.
+        """
         raise NotImplementedError
 
     def failed(self, error: str) -> Failure:
-        """What to say of a compiler's error."""
+        """Return the failure for `error`, the compiler's message."""
         return Failure(
             f"the C++ compiler failed ({error})",
             "update g++ (10 or later) or set CXX to another compiler",
@@ -158,36 +170,36 @@ class Library:
             self._find_or_build()
         except Failure as failure:
             log_once(
-                f"no native {self.title}: {failure}. Plain PyTorch does the work, more slowly. "
-                f"To have them: {failure.advice}."
+                f"no native {self.title}: {failure}. PyTorch runs these ops instead, more slowly. "
+                f"To build them: {failure.advice}."
             )
             return str(failure)
         return ""
 
     def _find_or_build(self) -> None:
         if sys.platform == "win32":
-            raise Failure("the sources need GCC or Clang", "run it on Linux, WSL or macOS")
+            raise Failure("the sources need GCC or Clang", "use Linux, WSL or macOS")
         key = self.key()
         ops = getattr(torch.ops, self.namespace)
         if hasattr(ops, "key"):
-            # A second copy of this package in the process; an op cannot be registered twice.
+            # Another copy of this package in the process: an op cannot be registered twice.
             if ops.key() == key:
                 return
             raise Failure(
-                "another version of this package has loaded its own", "keep one version installed"
+                "another version of this package has loaded its library",
+                "keep one version installed",
             )
         if not _loads(self.folder()):
             with preparing("kernel build", self.title):
                 self._build(self.folder(), key)
 
     def _build(self, place: Path, key: str) -> None:
-        """Build the library, load it, and leave it in the folder.
+        """Build the library, load it, and move it to its folder.
 
-        `torch.utils.cpp_extension.load` is the public way, and it loads what it has built, from
-        where it has built it. So it builds in a fresh folder on the same disk, and the loaded file
-        is then moved to its place, which no process that has it open minds: a killed build leaves
-        nothing that looks finished, its lock blocks nobody, and of two processes the later replaces
-        like by like.
+        `torch.utils.cpp_extension.load` loads the library from its build folder. The build runs in
+        a new folder on the same disk, and the loaded file is then moved. So a killed build leaves
+        no file that looks complete, its lock blocks no other process, and of two builds the later
+        one replaces an equal file.
         """
         self.check_tools()
         try:
@@ -196,13 +208,11 @@ class Library:
             work = Path(tempfile.mkdtemp(prefix=f"building-{key}-", dir=place.parent))
         except OSError as error:
             raise Failure(
-                f"{place.parent} cannot be written ({error.strerror})",
-                "set FAST_VIDEO_VAE_CACHE to a folder that may be written",
+                f"{place.parent} is not writable ({error.strerror})",
+                "set FAST_VIDEO_VAE_CACHE to a writable folder",
             ) from error
         try:
-            _logger.info(
-                "Fast Video VAE: building the %s, once; about %s", self.title, self.minutes
-            )
+            _logger.info("Fast Video VAE: building the %s once, about %s", self.title, self.minutes)
             self._compile(work, key)
             (library,) = work.glob("*.so")
             place.mkdir(exist_ok=True)
@@ -212,13 +222,13 @@ class Library:
                 if other != final:
                     other.unlink(missing_ok=True)
         except OSError as error:
-            # It is loaded: this process has it, and the next tries again.
+            # The library is loaded in this process; the next process builds it again.
             _logger.debug("the kernels cannot be kept in %s: %s", place, error)
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
     def _compile(self, work: Path, key: str) -> None:
-        """Build in the folder `work` and load."""
+        """Build the library in the folder `work` and load it."""
         try:
             with _quiet():
                 options = self.options()
@@ -234,13 +244,13 @@ class Library:
             _logger.debug("the build failed", exc_info=True)
             raise self.failed(_first_error(error)) from error
         except BaseException:
-            # A signal: ninja is killed, and its compilers would go on for half a minute.
+            # A signal: ninja is killed, but its compilers would run for another half a minute.
             _end_processes(work)
             raise
 
 
 def cache() -> Path:
-    """The folder of all builds."""
+    """Return the folder of all builds."""
     if chosen := os.environ.get("FAST_VIDEO_VAE_CACHE"):
         root = Path(chosen)
     elif sys.platform == "darwin":
@@ -252,18 +262,21 @@ def cache() -> Path:
 
 
 def extension() -> Any:  # noqa: ANN401, a module
-    """The module `torch.utils.cpp_extension`, which takes a second to import.
+    """Return the module `torch.utils.cpp_extension`, whose import takes a second.
 
-    Where there is nvcc and no GPU, it says so: PyTorch before 2.7 prints that.
+    Before PyTorch 2.7 the import prints a warning where there is nvcc but no GPU; it is hidden.
+
+    Returns:
+        The module.
     """
     with _quiet(), redirect_stderr(io.StringIO()):
         return importlib.import_module("torch.utils.cpp_extension")
 
 
 def _loads(place: Path) -> bool:
-    """Load the finished library of a folder, if there is a whole one for this machine.
+    """Load the library in `place` if it is complete and for this machine.
 
-    It is named after its own digest: to map a file that was cut short may kill the process.
+    The file is named after its hash, because mapping a truncated file can kill the process.
     """
     for path in place.glob("*.so"):
         try:
@@ -280,20 +293,20 @@ def _digest(path: Path) -> str:
 
 
 def _path() -> str:
-    """PATH, and the folder where pip puts ninja: an environment need not be activated."""
+    """Return PATH with the folder of pip's scripts, where ninja is; it may not be on PATH."""
     return os.pathsep.join((os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")))
 
 
 def _end_processes(folder: Path) -> None:
-    """End what works in a folder that is this build's alone; only Linux tells where that is."""
+    """End the processes that run in `folder`, which belongs to this build; Linux only."""
     folder = folder.resolve()
     deadline = time.monotonic() + _END_S
     left = True
-    # Again until there is none: one that is ended late may have started another.
+    # Repeat until there is none: a process that ends late may have started another.
     while left and time.monotonic() < deadline:
         left = False
         for place in Path("/proc").glob("[0-9]*/cwd"):
-            # Others end at the same time, or belong to another user.
+            # A process may end in between, or belong to another user.
             with suppress(OSError):
                 if place.readlink() == folder:
                     left = True
@@ -309,7 +322,7 @@ def _clear_stale(folder: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what the build has to say to itself; for its time ninja is on PATH."""
+    """Hide the build's output, and add the folder of ninja to PATH."""
     logger = logging.getLogger("torch.utils.cpp_extension")
     level, path = logger.level, os.environ.get("PATH")
     logger.setLevel(logging.CRITICAL)
@@ -327,13 +340,13 @@ def _quiet() -> Iterator[None]:
 
 
 def _first_error(error: Exception) -> str:
-    """The line of a compiler's output that says what is wrong."""
+    """Return the line of a compiler's output that has the error."""
     output = str(error)
     if isinstance(error, subprocess.CalledProcessError) and error.output:
         output = os.fsdecode(error.output)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    telling = [line for line in lines if "error:" in line.lower() or line.startswith("nvcc fatal")]
-    # ninja names the failed step and its command before the output.
+    errors = [line for line in lines if "error:" in line.lower() or line.startswith("nvcc fatal")]
+    # ninja prints the failed step and its command before the output.
     rest = [line for line in lines if not line.startswith(("Error building", "[", "FAILED"))]
-    line = (telling or rest or lines or ["without a word"])[0]
+    line = (errors or rest or lines or ["no message"])[0]
     return line if len(line) <= 200 else f"{line[:200]}..."

@@ -1,7 +1,7 @@
-"""What every backend may rely on: the arguments of an op fit together.
+"""Checks of the arguments of ops, before any backend runs.
 
-One line per error, with the value and what was expected, before any work. Layout is no matter of
-these checks: a backend that wants another refuses, and the reference takes any.
+Every error is one line with the value and what was expected. Memory layout is not checked here: a
+backend that needs another layout refuses the call, and the reference accepts any.
 """
 
 from math import prod
@@ -15,7 +15,14 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def floats(**tensors: Tensor) -> None:
-    """All have a dtype that ops compute in."""
+    """Check that all `tensors`, such as `[B, C, T, H, W]`, have a dtype that ops compute in.
+
+    Args:
+        **tensors: Tensors by argument name.
+
+    Raises:
+        ValueError: One has another dtype.
+    """
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise ValueError(
@@ -24,7 +31,16 @@ def floats(**tensors: Tensor) -> None:
 
 
 def vectors(x: Tensor, channels: int, **tensors: Tensor | None) -> None:
-    """All have a number for each channel, in any float dtype (8 bits too), where `x` is."""
+    """Check that all tensors have one value per channel, a float dtype and the device of `x`.
+
+    Args:
+        x: `[B, C, T, H, W]` or `[..., C]`.
+        channels: Expected number of elements.
+        **tensors: `[channels]`, in any shape and any float dtype (8 bits too); None is skipped.
+
+    Raises:
+        ValueError: One of them differs.
+    """
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -37,33 +53,41 @@ def vectors(x: Tensor, channels: int, **tensors: Tensor | None) -> None:
 
 
 def video(**tensors: Tensor) -> None:
-    """All are `[B, C, T, H, W]`, of a dtype that ops compute in."""
+    """Check that all `tensors` are `[B, C, T, H, W]`, in a dtype that ops compute in."""
     floats(**tensors)
     for name, tensor in tensors.items():
         _five_dimensions(name, tensor)
 
 
 def like(x: Tensor, **tensors: Tensor | None) -> None:
-    """All have the shape, dtype and device of `x`."""
+    """Check that all `tensors` have the shape `[...]`, dtype and device of `x`; None is skipped."""
     for name, tensor in tensors.items():
         if tensor is not None:
             _same(name, tensor, tuple(x.shape), x)
 
 
 def result(x: Tensor, out: Tensor | None, shape: tuple[int, ...]) -> None:
-    """The buffer of the caller fits the result of `x`."""
+    """Check that the buffer `out`, if any, has `shape` `[...]` and the dtype and device of `x`."""
     if out is not None:
         _same("out", out, shape, x)
 
 
 def target(out: Tensor | None, shape: tuple[int, ...]) -> None:
-    """The buffer of the caller, of any dtype and device, has this shape."""
+    """Check that the buffer `out` of any dtype and device, if given, has a given shape.
+
+    Args:
+        out: `[...]`, or None.
+        shape: Expected shape.
+
+    Raises:
+        ValueError: The shape differs.
+    """
     if out is not None and tuple(out.shape) != shape:
         raise ValueError(f"out is {list(out.shape)}; expected {list(shape)}")
 
 
 def window(x: Tensor, tail: Tensor | None, out: Tensor | None) -> None:
-    """The tail and the buffer of a causal convolution's input fit `x`."""
+    """Check that `tail` `[B, C, K, H, W]` and the buffer `out` `[B, C, K + T, H, W]` fit `x`."""
     if tail is not None:
         _five_dimensions("tail", tail)
         batch, channels, _, height, width = x.shape
@@ -72,20 +96,38 @@ def window(x: Tensor, tail: Tensor | None, out: Tensor | None) -> None:
 
 
 def statistics(x: Tensor, groups: int, given: Tensor | None) -> None:
-    """Those of a group norm have a mean and a factor for each frame and group, in wide numbers."""
+    """Check `given` `[B, T, 2, groups]`, if any, against `x` `[B, C, T, H, W]` and `groups`."""
     if given is not None:
         shape = shapes.statistics(x, groups)
         _same("statistics", given, shape, x, torch.promote_types(x.dtype, torch.float32))
 
 
 def divides(parts: int, whole: int, name: str) -> None:
-    """`parts` divides the channels."""
+    """Check that `parts` divides `whole` channels.
+
+    Args:
+        parts: Number of parts.
+        whole: Number of channels.
+        name: Name of the argument for the message.
+
+    Raises:
+        ValueError: It does not.
+    """
     if parts < 1 or whole % parts:
         raise ValueError(f"{name}: {parts} does not divide {whole} channels")
 
 
 def phase_source(grid: Tensor, source: Tensor | None, times: int) -> None:
-    """What `merge_phases` adds has the frames and pixels of the grid's windows."""
+    """Check the `source` of `merge_phases` against the windows of its grid.
+
+    Args:
+        grid: `[B, 4 * C, T, H + 1, W + 1]`.
+        source: `[B, C_source, T / times, H, W]`, or None.
+        times: Frames of the result per frame of `source`.
+
+    Raises:
+        ValueError: Frames, pixels or channels do not fit.
+    """
     if times < 1:
         raise ValueError(f"times is {times}; expected 1 or more")
     if source is None:
@@ -100,7 +142,16 @@ def phase_source(grid: Tensor, source: Tensor | None, times: int) -> None:
 
 
 def shuffle(x: Tensor, size: tuple[int, int, int], order: str) -> None:
-    """The blocks of a pixel shuffle fit its channels."""
+    """Check the block size of a pixel shuffle.
+
+    Args:
+        x: `[B, C, T, H, W]`.
+        size: Frames, rows and columns per block.
+        order: The letters c, t, h, w in any order.
+
+    Raises:
+        ValueError: The size does not divide the channels, or `order` has other letters.
+    """
     if min(size) < 1:
         raise ValueError(f"size is {size}; expected 1 or more of each")
     if sorted(order) != sorted("cthw"):
@@ -109,7 +160,17 @@ def shuffle(x: Tensor, size: tuple[int, int, int], order: str) -> None:
 
 
 def averages(x: Tensor, channels: int, times: int, size: int) -> None:
-    """The blocks of `average_down` fit its input."""
+    """Check the block size of `average_down`.
+
+    Args:
+        x: `[B, C, T, H, W]`.
+        channels: Channels of the result.
+        times: Frames per block.
+        size: Rows and columns per block.
+
+    Raises:
+        ValueError: Size or channels do not fit.
+    """
     if times < 1 or size < 1:
         raise ValueError(f"times is {times} and size {size}; expected 1 or more of each")
     if x.shape[3] % size or x.shape[4] % size:
@@ -118,7 +179,17 @@ def averages(x: Tensor, channels: int, times: int, size: int) -> None:
 
 
 def images(frames: Tensor, dtype: torch.dtype, patch: int, out: Tensor | None) -> None:
-    """The images have a dtype that there is, and the buffer their shape."""
+    """Check the dtype and the buffer of `frames_to_images`.
+
+    Args:
+        frames: `[B, C * patch^2, T, H, W]`.
+        dtype: Dtype of new images, without `out`.
+        patch: Rows and columns of pixels in the channels.
+        out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, or None.
+
+    Raises:
+        ValueError: The dtype is not supported, or the shape of `out` differs.
+    """
     if out is not None:
         dtype = out.dtype
         flat = shapes.images(frames, patch)

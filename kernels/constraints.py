@@ -1,7 +1,7 @@
-"""What backends with kernels of their own ask of tensors, and the reasons why they refuse them.
+"""Checks for backends with their own kernels, which refuse tensors that they cannot read.
 
-Frames are dense blocks of `H * W` rows of `C` numbers, at any distance in batch and time; rows of
-`[..., C]` are at one distance; and a result is written over what it is made of only in place.
+Frames are dense blocks of `H * W` rows of `C` elements, with any stride in batch and time. Rows of
+`[..., C]` have one common stride. A result overlaps its inputs only in place.
 """
 
 import torch
@@ -9,44 +9,80 @@ from torch import Tensor
 
 from .errors import Refusal
 
-# What the kernels compute on, in float32.
+# Dtypes of the activations; the kernels compute in float32.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def refuse_dtype(x: Tensor) -> None:
-    """Refuse a dtype that the kernels do not read and write."""
+    """Refuse a dtype that the kernels do not support.
+
+    Args:
+        x: `[...]`, the activation.
+
+    Raises:
+        Refusal: The dtype is not in `DTYPES`.
+    """
     if x.dtype not in DTYPES:
         raise Refusal(f"there is no kernel for {str(x.dtype).removeprefix('torch.')}")
 
 
 def refuse_gradients(*tensors: Tensor | None) -> None:
-    """Refuse what autograd would record."""
+    """Refuse tensors for which autograd would record the call.
+
+    Args:
+        *tensors: `[...]`; None is skipped.
+
+    Raises:
+        Refusal: Gradients are enabled and a tensor requires one.
+    """
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        raise Refusal("autograd records, and these kernels have no gradient")
+        raise Refusal("a tensor requires gradients, which these kernels do not compute")
 
 
 def refuse_videos(**tensors: Tensor | None) -> None:
-    """Refuse what is not `[B, C, T, H, W]` with dense channels-last frames."""
+    """Refuse videos whose frames are not dense channels-last memory.
+
+    Args:
+        **tensors: `[B, C, T, H, W]` by argument name; None is skipped.
+
+    Raises:
+        Refusal: One of them is not.
+    """
     for name, x in tensors.items():
         if x is not None and not is_dense(x, 3, 4, 1):
             raise Refusal(f"{name} is not channels-last")
 
 
 def refuse_window(x: Tensor, tail: Tensor | None, out: Tensor | None) -> None:
-    """Refuse a causal convolution's input where a part of it would be written over another."""
+    """Refuse `out` `[B, C, K + T, H, W]` if writing it would overwrite `x` or `tail` too early."""
     refuse_videos(x=x, tail=tail, out=out)
     refuse_overlap(out, x=x, tail=tail, same=tail is None)
     refuse_overlap(tail, x=x)
 
 
 def refuse_subclass(x: Tensor) -> None:
-    """Refuse what is no plain tensor, and may have no memory."""
+    """Refuse tensor subclasses, which may have no memory.
+
+    Args:
+        x: `[...]`.
+
+    Raises:
+        Refusal: It is neither a plain tensor nor a parameter.
+    """
     if type(x) not in (Tensor, torch.nn.Parameter):
         raise Refusal(f"x is a {type(x).__name__}, which may have no memory")
 
 
 def refuse_old_bfloat16(device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse bfloat16 on an NVIDIA GPU that does not compute in it."""
+    """Refuse bfloat16 on an NVIDIA GPU that does not compute in it.
+
+    Args:
+        device: Device of the activation.
+        dtype: Dtype of the activation.
+
+    Raises:
+        Refusal: The compute capability is below 8.0.
+    """
     if device.type == "cuda" and dtype == torch.bfloat16 and torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:
@@ -54,7 +90,14 @@ def refuse_old_bfloat16(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def refuse_rows(**tensors: Tensor | None) -> None:
-    """Refuse what is not rows of numbers at one distance."""
+    """Refuse tensors whose rows do not have one common stride.
+
+    Args:
+        **tensors: `[..., C]` by argument name; None is skipped.
+
+    Raises:
+        Refusal: One of them has not, or its last dimension is not dense.
+    """
     for name, x in tensors.items():
         if x is None or x.is_contiguous():
             continue
@@ -65,13 +108,22 @@ def refuse_rows(**tensors: Tensor | None) -> None:
         for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
             if size != 1:
                 if expected is not None and stride != expected:
-                    raise Refusal(f"the rows of {name} are not at one distance")
+                    raise Refusal(f"the rows of {name} have no common stride")
                 expected = stride * size
 
 
 def refuse_overlap(target: Tensor | None, *, same: bool = False, **sources: Tensor | None) -> None:
-    """Refuse a target in the memory of what is read; with `same` it may be the very tensor."""
-    if type(target) is not Tensor:  # a subclass (a fake tensor, say) may have no address
+    """Refuse a target that shares memory with a tensor that is read.
+
+    Args:
+        target: `[...]`; None is skipped.
+        same: Allow a source that is the target itself.
+        **sources: `[...]` by argument name; None is skipped.
+
+    Raises:
+        Refusal: Their memory overlaps.
+    """
+    if type(target) is not Tensor:  # a subclass, such as a fake tensor, may have no address
         return
     memory = target.untyped_storage().data_ptr()
     for name, source in sources.items():
@@ -84,11 +136,11 @@ def refuse_overlap(target: Tensor | None, *, same: bool = False, **sources: Tens
         if first < stop and start < last:
             if same and first == start and target.stride() == source.stride():
                 continue
-            raise Refusal(f"the result would be written over {name}")
+            raise Refusal(f"out overlaps the memory of {name}")
 
 
 def is_dense(x: Tensor, *dims: int) -> bool:
-    """Whether dimensions are one run of numbers, the last the fastest."""
+    """Return whether the dimensions `dims` of `x` `[...]` are contiguous, the last one fastest."""
     shape, strides, run = x.shape, x.stride(), 1
     for dim in reversed(dims):
         size = shape[dim]
@@ -100,7 +152,7 @@ def is_dense(x: Tensor, *dims: int) -> bool:
 
 
 def row_distance(x: Tensor) -> int:
-    """Numbers from one row of `[..., C]` to the next, of what `refuse_rows` lets through."""
+    """Return the elements from one row of `x` `[..., C]` to the next, after `refuse_rows`."""
     for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
         if size != 1:
             return stride
@@ -108,7 +160,7 @@ def row_distance(x: Tensor) -> int:
 
 
 def _extent(x: Tensor) -> tuple[int, int]:
-    """First and last address of the memory of a tensor."""
+    """Return the first and last address of the memory of a tensor."""
     first = x.data_ptr()
     if not x.numel():
         return first, first

@@ -1,10 +1,10 @@
-"""Which backend runs a call: the one place that decides.
+"""Selection of the backend that runs a call, in one place.
 
-Backends carry functions of the same names and signatures as the ops of `kernels/__init__.py`. They
-are asked in the order of `ORDER`, fastest first; on a GPU in the order that `autotune.py` has
-measured there. One that cannot take a call raises `Refusal` with the reason before it does any
-work, and the next is asked. What is missing on a machine (a compiler, a package) is such a reason
-too: found once, logged once, remembered.
+Backends have functions with the names and signatures of the ops in `kernels/__init__.py`. They are
+tried in the order of `ORDER`, fastest first; on a GPU in the order that `autotune.py` has measured.
+A backend that does not support a call raises `Refusal` with the reason before it does any work, and
+the next one is tried. A missing compiler or package is a reason too: found once, logged once,
+remembered.
 """
 
 import importlib
@@ -25,10 +25,18 @@ _loaded: dict[str, ModuleType] = {}
 
 
 def run(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op
-    """Run an op, named as in the contract, on the first backend that takes it.
+    """Run an op on the first backend that supports the call.
+
+    Args:
+        op: Name of the op in `kernels/__init__.py`.
+        *args: Arguments of the op.
+        **kwargs: Keyword arguments of the op.
+
+    Returns:
+        The result of the op.
 
     Raises:
-        BackendError: No backend takes the call.
+        BackendError: No backend supports the call.
     """
     reasons: dict[str, str] = {}
     for name in _order(op, args, kwargs):
@@ -40,9 +48,15 @@ def run(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of th
 
 
 def run_kernel(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op
-    """Run an op on a backend with a kernel for it, for a caller with a plain way of its own.
+    """Run an op on a backend other than the reference.
 
-    The arguments have to be those that the op takes. None: the reference would serve.
+    Args:
+        op: Name of the op.
+        *args: Arguments of the op, already checked.
+        **kwargs: Keyword arguments of the op.
+
+    Returns:
+        The result of the op, or None if only the reference would run it.
     """
     for name in _order(op, args, kwargs):
         if name == "reference":
@@ -55,17 +69,26 @@ def run_kernel(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, thos
 
 
 def ask(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op
-    """Run an op as `run` does when it comes to this backend.
+    """Run an op on one backend.
+
+    Args:
+        backend: Name of the backend.
+        op: Name of the op.
+        *args: Arguments of the op.
+        **kwargs: Keyword arguments of the op.
+
+    Returns:
+        The result of the op.
 
     Raises:
-        Refusal: The backend does not take the call.
+        Refusal: The backend does not support the call.
     """
     module = _loaded.get(backend)
     if module is None:
         module = _loaded[backend] = importlib.import_module(_MODULES[backend], __package__)
     function = getattr(module, op, None)
     if function is None:
-        raise Refusal("it has no such op")
+        raise Refusal("the backend has no such op")
     return function(*args, **kwargs)
 
 
@@ -74,6 +97,8 @@ def _order(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str,
     if chosen is not None:
         return (chosen,)
     if args and getattr(args[0], "is_cuda", False):
-        autotune = importlib.import_module(".autotune", __package__)  # when a GPU first needs it
+        autotune = importlib.import_module(
+            ".autotune", __package__
+        )  # imported with the first GPU call
         return autotune.order(ask, op, args, kwargs)
     return ORDER

@@ -1,4 +1,4 @@
-"""What a device is and does, in the few numbers that choices are made by."""
+"""Properties of a device that choices depend on."""
 
 import functools
 from dataclasses import dataclass
@@ -7,26 +7,27 @@ import torch
 
 from .measure import seconds
 
-# Of the layer that is measured: large enough for its products to be what takes the time, small
-# enough to be soon over on a CPU.
+# Size of the measured layer: large enough that its products dominate, small enough for a CPU.
 _WIDTH, _RANK, _TOKENS = 2048, 64, 512
 
-# Where nothing can be measured: a weight read and written twice, as `torch.addmm` does.
+# If nothing can be measured: a weight is read and written twice, as by `torch.addmm`.
 _UNMEASURED = 4.0
 
 
 @dataclass(frozen=True)
 class GPUConfig:
-    """One device and dtype.
+    """Properties of one device and dtype.
 
     Attributes:
-        capability: CUDA compute capability, such as `(9, 0)`; None: there is none.
-        products_per_s: Multiply-adds of a large product, measured; 0: not measured.
-        stream_c: `c` in `tokens > c * in * out / (in + 2 * out)`, from which on a LoRA is better
-            added to the weight than to the output; measured.
-        native_fp8: The device multiplies fp8 as it is.
-        reduced_precision: Products of bf16 may be summed in less than float32.
-        reason: Why they may, or may not.
+        name: Name of the device.
+        capability: CUDA compute capability, such as `(9, 0)`; None: not a CUDA device.
+        dtype: Dtype of the products.
+        products_per_s: Multiply-adds per second of a large product, measured; 0: not measured.
+        stream_c: `c` in `tokens > c * in * out / (in + 2 * out)`, measured. Above it, adding a LoRA
+            to the weight is faster than adding it to the output.
+        native_fp8: The device multiplies fp8 directly.
+        reduced_precision: Sums of bf16 products may be less precise than float32.
+        reason: The reason for `reduced_precision`.
     """
 
     name: str
@@ -39,7 +40,7 @@ class GPUConfig:
     reason: str
 
     def lines(self) -> list[str]:
-        """The same, in words."""
+        """Return the properties as lines of text."""
         capability = "none" if self.capability is None else ".".join(map(str, self.capability))
         rate = "not measured"
         if self.products_per_s:
@@ -49,32 +50,32 @@ class GPUConfig:
             f"{self.name}, compute capability {capability}",
             f"{str(self.dtype).removeprefix('torch.')} products: {rate}",
             f"fp8 products: {'yes' if self.native_fp8 else 'no'}",
-            f"LoRA into the weight from {self.stream_c:.2f} * in * out / (in + 2 out) tokens on",
+            f"LoRA mode auto: stream from {self.stream_c:.2f} * in * out / (in + 2 out) tokens",
             f"sums of bf16 products: {reductions}, {self.reason}",
         ]
 
 
 @functools.cache
 def gpu_config(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> GPUConfig:
-    """Measure a device, once in a process; it takes some ms on a GPU, up to a second on a CPU."""
+    """Measure `device` with `dtype`, once per process: some ms on a GPU, up to 1 s on a CPU."""
     name, capability = device.type, None
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         capability = torch.cuda.get_device_capability(device)
     try:
         rate, c = _measured(device, dtype)
-    except RuntimeError:  # a dtype that the device cannot multiply, or no memory
+    except RuntimeError:  # the device does not support the dtype, or memory is short
         rate, c = 0.0, _UNMEASURED
-    reduced, reason = False, "as this device always does"
+    reduced, reason = False, "as always on this device"
     if device.type == "cuda":
         reduced = bool(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
-        reason = "as PyTorch is set, until a GPU has shown what the other is worth"
+        reason = "PyTorch's current setting"
     native = capability is not None and capability >= (8, 9)
     return GPUConfig(name, capability, dtype, rate, c, native, reduced, reason)
 
 
 def _measured(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Multiply-adds per second, and the tokens at which both ways take as long, as `c`."""
+    """Return multiply-adds per second, and `stream_c`."""
     generator = torch.Generator().manual_seed(0)
 
     def made(*shape: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How long a call takes on a device, beside others."""
+"""Time calls on a device in turn."""
 
 import statistics
 import time
@@ -9,16 +9,16 @@ import torch
 
 _Name = TypeVar("_Name")
 
-# Rounds, in turn, and calls in each. A round is a millisecond or so for the sizes of a trial.
+# Rounds, and calls per round. A round takes about a millisecond at the sizes of a trial.
 _ROUNDS = 3
 _CALLS = 5
 
-# Clock cycles that a GPU idles while calls are queued behind each other: some milliseconds.
+# Clock cycles that the GPU waits while the calls are queued: some milliseconds.
 _HEAD_START = 5_000_000
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all that it was given."""
+    """Wait until `device` has finished all queued work."""
     wait = getattr(getattr(torch, device.type, None), "synchronize", None)
     if device.type == "mps" and wait is not None:
         wait()
@@ -33,17 +33,17 @@ def seconds(
     launches: bool,
     repeats: int = _CALLS,
 ) -> dict[_Name, float]:
-    """Time calls in turn, each warmed up before.
+    """Time calls in turn after a warm-up of each.
 
     Args:
-        calls: What to time, by name.
-        device: Where they run.
-        launches: Count the time that the CPU takes to start them too, as in a stream of small
-            calls. Else, on CUDA, they are queued first and the GPU's own time is taken.
-        repeats: Calls that are timed together; 1 for those of many milliseconds.
+        calls: Functions by name.
+        device: Device that they run on.
+        launches: Include the CPU time of launching, as in a stream of small calls. Otherwise, on
+            CUDA, calls are queued first and only GPU time is measured.
+        repeats: Calls per round; 1 for calls of many milliseconds.
 
     Returns:
-        Seconds for each, the median of the rounds.
+        Median seconds of a call by name.
     """
     for call in calls.values():
         call()

@@ -1,4 +1,4 @@
-"""Calls of the ops as the VAEs make them, of any size: for the matrix, trials and benchmarks."""
+"""Generate calls of the ops as in the VAEs, for the matrix of backends, trials and benchmarks."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -7,21 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Tensors with a number for each channel, which the ops read in float32.
+# Parameters with one value per channel, which the ops read in float32.
 _VECTORS = frozenset({"gamma", "weight", "bias", "residual_bias"})
 
 
 def video(channels: int, frames: int = 1) -> Tensor:
-    """Stands for `[B, C, T, H, W]` in a call that another one is to be like."""
+    """Return a placeholder for `[B, C, T, H, W]` with `channels` and `frames`, on `meta`."""
     return torch.empty(1, channels, frames, 1, 1, device="meta")
 
 
 def row(channels: int) -> Tensor:
-    """Stands for `[..., C]` there, and for parameters."""
+    """Return a placeholder for `[..., C]` or a parameter with `channels`, on `meta`."""
     return torch.empty(1, channels, device="meta")
 
 
-# What the VAEs do most.
+# The most frequent calls of the VAEs.
 _USUAL: dict[str, dict[str, Any]] = {
     "rms_norm_silu": {"x": video(96), "gamma": row(96), "bias": row(96), "tail": video(96, 2)},
     "group_norm_silu": {
@@ -50,12 +50,21 @@ def call(
     device: torch.device,
     given: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Make the arguments of one of `OPS`, by name, the same ones each time.
+    """Generate the arguments of an op, from a fixed seed.
 
-    Tensors are normal numbers in channels-last memory; the activations have `size`, frames, height
-    and width, and `dtype`. `given` are the arguments of another call by name, which this one is to
-    be like but for its size: of its tensors the channels count, and the frames of a tail. None:
-    what the VAEs do most.
+    Activations are normally distributed and channels-last.
+
+    Args:
+        op: One of `OPS`.
+        size: Frames, height and width of the activations.
+        dtype: Dtype of the activations.
+        device: Device of all tensors.
+        given: Arguments of a call to imitate, such as `[B, C, T, H, W]` tensors: their channels,
+            the frames of a tail and all other values are used, their sizes are not. None: the most
+            frequent call.
+
+    Returns:
+        The arguments by name.
     """
     given = _USUAL[op] if given is None else given
     frames, height, width = size
@@ -75,7 +84,7 @@ def call(
             return value
         if name in _VECTORS:
             return numbers(value.numel(), dtype=torch.float32)
-        if name == "statistics":  # what is not negative may be a factor too
+        if name == "statistics":  # the second half is a factor, which is not negative
             wide = torch.promote_types(dtype, torch.float32)
             return numbers(1, frames, 2, value.shape[-1], dtype=wide).abs_()
         if op == "attention":
@@ -96,15 +105,22 @@ def call(
 
 
 def names(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
-    """The arguments of a call by name."""
+    """Return the arguments `args` and `kwargs` of a call of `function` by name."""
     return inspect.signature(function).bind(*args, **kwargs).arguments
 
 
 def moved_bytes(arguments: Mapping[str, Any], result: Tensor) -> int:
-    """What a call has to move at least: every argument read once, every result written once.
+    """Return the bytes that a call must move: each argument read once, the result written once.
 
-    A tail is read and written; the statistics of a norm over frames need a second read of `x` where
-    no cache holds it, which is not counted.
+    A tail is read and written. The second read of `x` for the statistics of a norm over frames is
+    not counted.
+
+    Args:
+        arguments: Arguments by name.
+        result: `[...]`, the result of the call.
+
+    Returns:
+        The number of bytes.
     """
     tail = arguments.get("tail")
     tensors = [x for x in arguments.values() if isinstance(x, Tensor)]

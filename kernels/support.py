@@ -1,4 +1,4 @@
-"""Which backend takes which op: asked with a small call of each, because only a call can tell."""
+"""Support of each op by each backend, found by running a small call of each."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from .dispatch import ask
 from .errors import Refusal
 from .native_ops.library import CPU
 
-# Ops that move numbers or add them in one order: they have the bits of the reference everywhere.
+# Ops that only move values or add them in one order: bit-identical on all backends.
 EXACT = frozenset(
     ("bias_residual", "interleave_time", "merge_phases", "pixel_shuffle_3d", "frames_to_images")
 )
@@ -23,13 +23,15 @@ _SIZE = (2, 4, 4)
 
 @dataclass(frozen=True)
 class Support:
-    """What a backend says to an op.
+    """Support of an op by a backend.
 
     Attributes:
+        op: Name of the op.
+        backend: Name of the backend.
         device: "cpu" or "cuda".
-        dtype: Of the activations.
-        reason: Why it does not take the call; None: it does.
-        exact: Its result has the bits of the reference, by the kind of the op.
+        dtype: Dtype of the activations.
+        reason: Why the backend does not support the call; None: it does.
+        exact: The result is bit-identical to the reference's.
     """
 
     op: str
@@ -42,11 +44,11 @@ class Support:
 
 @dataclass(frozen=True)
 class NativeLibrary:
-    """What there is of the compiled library.
+    """State of the compiled library.
 
     Attributes:
-        path: Where it lies; None: there is none, or it could not be kept.
-        instructions: The instruction set that its kernels use here; None: it is not loaded.
+        path: Path of the library; None: it is not built or could not be saved.
+        instructions: Instruction set of its kernels; None: it is not loaded.
         missing: Why it is not loaded; None: it is.
     """
 
@@ -56,16 +58,16 @@ class NativeLibrary:
 
 
 def backend_matrix() -> list[Support]:
-    """Ask every backend for every op, on every kind of device that is here.
+    """Run every op on every backend and every kind of device of this machine.
 
-    What a backend needs is built or loaded for it, which may take a minute once.
+    Libraries are built or loaded for it, which can take a minute the first time.
 
     Returns:
         An entry for each op, device, backend (fastest first) and dtype, in this order.
     """
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return [
-        _asked(op, device, backend, dtype)
+        _support(op, device, backend, dtype)
         for op in sample_inputs.OPS
         for device in devices
         for backend in ORDER
@@ -74,7 +76,7 @@ def backend_matrix() -> list[Support]:
 
 
 def native_library() -> NativeLibrary:
-    """Load the compiled library, or build it, and tell what there is of it."""
+    """Load the compiled library, or build it, and return its state."""
     try:
         CPU.load()
         instructions, missing = torch.ops.fast_video_vae.isa(), None
@@ -84,7 +86,7 @@ def native_library() -> NativeLibrary:
     return NativeLibrary(path, instructions, missing)
 
 
-def _asked(op: str, device: str, backend: str, dtype: torch.dtype) -> Support:
+def _support(op: str, device: str, backend: str, dtype: torch.dtype) -> Support:
     arguments = sample_inputs.call(op, _SIZE, dtype, torch.device(device))
     reason = None
     try:

@@ -1,8 +1,8 @@
-"""What a file is, by what it begins with, and the header of a safetensors file.
+"""The kind of a file by its first bytes, and the header of a safetensors file.
 
-The format is one of eight bytes for the length of the header, a JSON object that names each tensor
-with its dtype, shape and place, and the numbers (https://github.com/huggingface/safetensors). A
-header is believed only where all of it fits the file, before anything of a declared size is made.
+The format has eight bytes with the length of the header, a JSON object with the dtype, shape and
+offsets of each tensor, and the data (https://github.com/huggingface/safetensors). All sizes of a
+header are compared with the file before anything of a declared size is allocated.
 """
 
 import json
@@ -16,10 +16,10 @@ from .messages import shown
 
 SAFETENSORS, ZIP, PICKLE = "a safetensors file", "a zip archive", "a pickle"
 
-# The largest models have some 5,000; each costs time before its name is known to mean nothing.
+# The largest models have about 5,000 tensors; each one costs time before its name is rejected.
 MAX_TENSORS = 20_000
 
-# Of Python's objects JSON can make ten times its size, and of lists twenty times.
+# JSON becomes Python objects of ten times its size, lists of twenty times.
 _MAX_HEADER = 16 << 20
 _MAX_LISTS = 500_000
 _MAX_KEY = 1000
@@ -32,7 +32,7 @@ _DTYPES = {
     "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "C64": "complex64",
 }  # fmt: skip
 
-# How other files begin, that have the names of weights after a download that failed or a mistake.
+# First bytes of other files that end up with the names of weights, by mistake or a failed download.
 _BEGINNINGS = (
     (re.compile(rb"PK\x03\x04"), ZIP),
     (re.compile(rb"\x80[\x02-\x05]"), PICKLE),
@@ -51,12 +51,12 @@ _BEGINNINGS = (
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in a safetensors file, as its header says.
+    """Entry of a tensor in the header of a safetensors file.
 
     Attributes:
-        dtype: The format's name of it.
-        shape: Of the tensor.
-        offsets: First byte and the one after the last, from where the numbers begin.
+        dtype: The format's name of the dtype.
+        shape: Shape of the tensor.
+        offsets: First byte and the byte after the last, counted from the start of the data.
     """
 
     dtype: str
@@ -65,16 +65,17 @@ class Place(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """The dtype; None: PyTorch has none of this name."""
+        """The dtype in PyTorch; None: PyTorch has no such dtype."""
         return getattr(torch, _DTYPES.get(self.dtype, ""), None)
 
 
 class Header(NamedTuple):
-    """What a safetensors file says of itself.
+    """Header of a safetensors file.
 
     Attributes:
-        start: Where the numbers begin, in bytes.
-        places: By the names of the tensors.
+        start: Offset of the data in bytes.
+        places: Entries by the names of the tensors.
+        metadata: Texts by name.
     """
 
     start: int
@@ -83,9 +84,14 @@ class Header(NamedTuple):
 
 
 def kind_of(file: BinaryIO, size: int) -> str:
-    """What stands after "it is": `SAFETENSORS`, `ZIP`, `PICKLE`, or such as "an HTML page".
+    """Return the kind of a file as a phrase after "it is".
 
-    The file, of `size` bytes, is left at its beginning.
+    Args:
+        file: The file; it is left at its beginning.
+        size: Its size in bytes.
+
+    Returns:
+        `SAFETENSORS`, `ZIP`, `PICKLE`, or a text such as "an HTML page".
     """
     file.seek(0)
     head = file.read(4096)
@@ -97,7 +103,7 @@ def kind_of(file: BinaryIO, size: int) -> str:
     for pattern, kind in _BEGINNINGS:
         if pattern.match(head):
             return kind
-    # Cut off within its header; other files that have this byte there are named above.
+    # Cut off within its header. Other files with this byte at this place are listed above.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 40:
         return SAFETENSORS
     text = head.decode("utf-8", "ignore")
@@ -108,19 +114,26 @@ def kind_of(file: BinaryIO, size: int) -> str:
 
 
 def read_header(file: BinaryIO, size: int) -> Header:
-    """Read the header of a safetensors file of `size` bytes and hold it against the file.
+    """Read the header of a safetensors file and compare it with the file.
 
-    Every tensor lies in the file, of the size that dtype and shape make, after the one before it,
-    and the last ends with the file.
+    Each tensor must have the size of its dtype and shape and start where the one before ends; the
+    last one must end with the file.
+
+    Args:
+        file: The file.
+        size: Its size in bytes.
+
+    Returns:
+        The header.
 
     Raises:
-        ValueError: It is another file, or not a whole one.
+        ValueError: The file is of another kind, or incomplete.
     """
     try:
         return _checked(file, size)
     except (ValueError, RecursionError) as error:
-        why = str(error) if type(error) is ValueError else "its header is no JSON of this format"
-        raise ValueError(f"it is not a whole safetensors file: {why}") from None
+        why = str(error) if type(error) is ValueError else "its header is not valid JSON"
+        raise ValueError(f"it is not a complete safetensors file: {why}") from None
 
 
 def _checked(file: BinaryIO, size: int) -> Header:
@@ -129,7 +142,7 @@ def _checked(file: BinaryIO, size: int) -> Header:
         raise ValueError(f"it is {kind}")
     length = int.from_bytes(file.read(8), "little")
     if length > size - 8:
-        raise ValueError(f"it has {size} bytes and a header of {length}")
+        raise ValueError(f"it has {size} bytes; its header alone has {length}")
     if length > _MAX_HEADER:
         raise ValueError(f"its header has {length} bytes; expected at most {_MAX_HEADER}")
     data = file.read(length)
@@ -139,7 +152,7 @@ def _checked(file: BinaryIO, size: int) -> Header:
         data.decode("utf-8"), object_pairs_hook=_without_repeats, parse_int=_short_number
     )
     if not isinstance(content, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     metadata = content.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError("its metadata is not text")
@@ -152,42 +165,42 @@ def _checked(file: BinaryIO, size: int) -> Header:
             raise ValueError(f"its tensors overlap or leave a gap at byte {place.offsets[0]}")
         end = place.offsets[1]
     if end != size - 8 - length:
-        raise ValueError(f"its tensors have {end} bytes and the file {size - 8 - length} for them")
+        raise ValueError(f"its tensors need {end} bytes; the file has {size - 8 - length} of data")
     return Header(8 + length, places, metadata)
 
 
 def _place(key: str, entry: Any) -> Place:  # noqa: ANN401, whatever was in the file
-    """The place of one tensor, whose size is that of its shape."""
+    """Check the entry of one tensor and return its place."""
     if len(key) > _MAX_KEY:
-        raise ValueError(f"a key has {len(key)} characters ({shown(key)})")
+        raise ValueError(f"{shown(key)} has {len(key)} characters; expected at most {_MAX_KEY}")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{shown(key)} is not a dtype, a shape and a place")
+        raise ValueError(f"{shown(key)} has other entries than dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets):
-        raise ValueError(f"{shown(key)} has no dtype, no shape or no place")
+        raise ValueError(f"{shown(key)} has an invalid dtype, shape or offset")
     if len(shape) > _MAX_DIMENSIONS or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{shown(key)} has {len(shape)} dimensions or is at no place")
+        raise ValueError(f"{shown(key)} has {len(shape)} dimensions or invalid offsets")
     place = Place(dtype, tuple(shape), (offsets[0], offsets[1]))
     known = place.torch_dtype
     if known is not None and prod(shape) * known.itemsize != offsets[1] - offsets[0]:
         raise ValueError(
-            f"{shown(key)} is {dtype} {shape}, for which it has {offsets[1] - offsets[0]} bytes"
+            f"{shown(key)} is {dtype} {shape}, but has {offsets[1] - offsets[0]} bytes"
         )
     return place
 
 
 def _are_sizes(value: Any) -> bool:  # noqa: ANN401, whatever was in the file
-    """Whether it is a list of whole numbers that a size can be."""
+    """Return whether `value` is a list of integers in the range of sizes."""
     return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 48 for v in value)
 
 
 def _short_number(digits: str) -> int:
-    """A number that a size can be: Python takes minutes for one of a million digits."""
+    """Parse an integer; a long one becomes -1: Python takes minutes for a million digits."""
     return int(digits) if len(digits) < 20 else -1
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) != len(pairs):
-        raise ValueError("its header names something twice")
+        raise ValueError("its header has a key twice")
     return content

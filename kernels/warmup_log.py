@@ -1,6 +1,6 @@
-"""What is done once before kernels run: builds, trials, recordings. Who tells where time goes asks.
+"""Log of the one-time work before kernels run, such as builds and trials, for the timing summary.
 
-A first run takes longer than the next ones for it, by minutes where a compiler works.
+It can make a first run minutes longer.
 """
 
 import threading
@@ -10,17 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-# The last ones; a process has a few dozens.
+# Most entries that are kept; a process has a few dozen.
 _MOST = 1000
 
 
 class Preparation(NamedTuple):
-    """One of them; its ends are on the clock of `time.perf_counter`, that by an error too.
+    """One-time work; `start` and `end` are seconds of `time.perf_counter`.
 
     Attributes:
         kind: `kernel build`, `graph capture`, `compile`.
-        label: What was built, or tried.
-        thread: That did it, as `threading.get_ident` names it.
+        label: What was built or tried.
+        start: When it started.
+        end: When it ended, also by an error.
+        thread: Identifier of its thread, from `threading.get_ident`.
     """
 
     kind: str
@@ -35,7 +37,7 @@ _done: deque[Preparation] = deque(maxlen=_MOST)
 
 @contextmanager
 def preparing(kind: str, label: str = "") -> Iterator[None]:
-    """Note what is done inside, as a `Preparation`."""
+    """Record the work of a block as a `Preparation` of `kind` with `label`."""
     start = time.perf_counter()
     try:
         yield
@@ -45,5 +47,5 @@ def preparing(kind: str, label: str = "") -> Iterator[None]:
 
 
 def preparations() -> list[Preparation]:
-    """Those of this process, in the order in which they ended."""
+    """Return the recorded work of this process, in the order in which it ended."""
     return list(_done)

@@ -1,8 +1,8 @@
 """Norms and gates in CUDA C++ for NVIDIA GPUs; `csrc/cuda` has the kernels.
 
-Each function says in its first lines what it does not take. What it takes is one op of
+Each function first refuses calls that it does not support, then calls one op of
 `torch.ops.fast_video_vae_cuda`, which writes into `out` on PyTorch's current stream. Nothing is
-built, nor looked for, before somebody asks for this backend.
+built or loaded before a call reaches this backend.
 """
 
 import os
@@ -26,10 +26,10 @@ from ..constraints import (
 from ..errors import Refusal
 from .library import CUDA
 
-# A grid has no more blocks than this for frames and for videos.
+# Most frames and videos of a call: blocks of a grid in its second and third dimension.
 _GRID_LIMIT = 65535
 
-# Pixels and rows are counted in 31 bits, and so are channels and what is added to them.
+# Pixels and rows are counted in 31 bits; channels have one bit less for sums with an offset.
 _COUNT_LIMIT = 2**31
 _CHANNEL_LIMIT = 2**30
 
@@ -43,7 +43,7 @@ def rms_norm_silu(
     tail: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Normalise each pixel over its channels, scale, and apply SiLU."""
+    """Compute `rms_norm_silu(x, gamma, silu, bias, tail, out)` for `x` `[B, C, T, H, W]`."""
     _check(x, gamma, bias)
     _refuse_sizes(x)
     refuse_window(x, tail, out)
@@ -65,7 +65,22 @@ def group_norm_silu(
     tail: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Normalise each frame over its pixels and each group of channels, and apply SiLU."""
+    """Compute `group_norm_silu(x, weight, bias, groups, eps, silu, statistics, tail, out)`.
+
+    Args:
+        x: `[B, C, T, H, W]`, channels-last.
+        weight: `[C]`.
+        bias: `[C]`.
+        groups: Number of groups.
+        eps: Added to the variance.
+        silu: Apply SiLU.
+        statistics: `[B, T, 2, groups]`, or None.
+        tail: `[B, C, K, H, W]`, or None.
+        out: `[B, C, K + T, H, W]`, or None.
+
+    Returns:
+        `[B, C, K + T, H, W]`.
+    """
     _check(x, weight, bias)
     _refuse_sizes(x)
     refuse_window(x, tail, out)
@@ -78,7 +93,7 @@ def group_norm_silu(
 
 
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
-    """What `group_norm_silu` measures of each frame and group."""
+    """Compute `group_norm_statistics(x, groups, eps)` for `x` `[B, C, T, H, W]`."""
     _check(x)
     refuse_videos(x=x)
     _refuse_sizes(x)
@@ -89,7 +104,7 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
 
 
 def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """SiLU of one tensor times another: `x * sigmoid(x) * gate`."""
+    """Compute `silu_mul(x, gate, out)` for `x` `[..., C]`."""
     _check(x, gate)
     refuse_rows(x=x, gate=gate, out=out)
     _refuse_counts(x, x.shape[-1])
@@ -101,7 +116,7 @@ def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def _check(x: Tensor, *others: Tensor | None) -> None:
-    """Refuse devices, dtypes and gradients that are not ours."""
+    """Refuse devices, dtypes and gradients that the kernels do not support."""
     _refuse_device(x.device, x.dtype)
     refuse_dtype(x)
     refuse_subclass(x)
@@ -109,29 +124,29 @@ def _check(x: Tensor, *others: Tensor | None) -> None:
 
 
 def _refuse_device(device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse what is not on an NVIDIA GPU that has the dtype."""
+    """Refuse devices other than NVIDIA GPUs that support the dtype."""
     if device.type != "cuda":
-        raise Refusal(f"the tensors are on {device.type}; cuda is for GPUs")
+        raise Refusal(f"the tensors are on {device.type}; cuda needs a GPU")
     if torch.version.hip is not None:
-        raise Refusal("this PyTorch is for AMD's GPUs; cuda is for NVIDIA's")
+        raise Refusal("this PyTorch is for AMD GPUs; cuda needs an NVIDIA GPU")
     if forced() != "cuda" and os.environ.get("FAST_VIDEO_VAE_CUDA") != "1":
-        raise Refusal("it waits for its first run on a GPU; FAST_VIDEO_VAE_CUDA=1 switches it on")
+        raise Refusal("not yet measured on a GPU; FAST_VIDEO_VAE_CUDA=1 enables it")
     refuse_old_bfloat16(device, dtype)
 
 
 def _refuse_sizes(x: Tensor) -> None:
-    """Refuse what is empty, and more frames, videos or pixels than a grid counts."""
+    """Refuse empty tensors, and more frames, videos or pixels than a grid counts."""
     _refuse_counts(x, x.shape[1])
     if x.shape[0] > _GRID_LIMIT or x.shape[2] > _GRID_LIMIT:
-        raise Refusal(f"there are more than {_GRID_LIMIT} frames or videos")
+        raise Refusal(f"more than {_GRID_LIMIT} frames or videos")
 
 
 def _refuse_counts(x: Tensor, channels: int) -> None:
-    """Refuse what is empty, and more rows or channels than the kernels count."""
+    """Refuse empty tensors, and more rows or channels than the kernels count."""
     if not x.numel():
-        raise Refusal("there is nothing to do")
+        raise Refusal("the tensor is empty")
     if x.numel() // channels >= _COUNT_LIMIT or channels >= _CHANNEL_LIMIT:
-        raise Refusal("there are more rows or channels than 31 bits count")
+        raise Refusal("more rows or channels than 31 bits count")
 
 
 def _start(op: str, x: Tensor, *arguments: object) -> None:
@@ -142,19 +157,19 @@ def _start(op: str, x: Tensor, *arguments: object) -> None:
 
 
 def _entered(device: torch.device) -> AbstractContextManager[object]:
-    """The device of the tensors is the current one, as a launch wants it."""
+    """Make the device of the tensors current, which a launch needs."""
     return (
         nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
     )
 
 
 def _stream(device: torch.device) -> int:
-    """The handle of PyTorch's current stream."""
+    """Return the handle of PyTorch's current stream."""
     return torch.cuda.current_stream(device).cuda_stream
 
 
 def _vector(values: Tensor | None, x: Tensor) -> Tensor | None:
-    """Parameters as the kernels read them: dense, in float32 or in the dtype of `x`."""
+    """Return parameters dense, in float32 or in the dtype of `x`, for the kernels."""
     if values is None:
         return None
     return (values if values.dtype in (torch.float32, x.dtype) else values.float()).contiguous()

@@ -1,7 +1,7 @@
-"""The library of `csrc/cuda`, which is built where it runs, for the GPUs of that machine.
+"""The library of `csrc/cuda`, built on the user's machine for its GPUs.
 
 Environment:
-    CUDA_HOME: The CUDA toolkit, where nvcc is not on PATH.
+    CUDA_HOME: The CUDA toolkit, if nvcc is not on PATH.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class _Cuda(Library):
         home = extension().CUDA_HOME
         if home is None or not (Path(home) / "bin" / "nvcc").exists():
             raise Failure(
-                f"there is no nvcc ({home or 'CUDA_HOME is not set'})",
+                f"nvcc is not installed ({home or 'CUDA_HOME is not set'})",
                 f"install the CUDA toolkit {torch.version.cuda}, and set CUDA_HOME to its folder",
             )
 
@@ -44,11 +44,11 @@ class _Cuda(Library):
     def failed(self, error: str) -> Failure:
         return Failure(
             f"nvcc or the C++ compiler failed ({error})",
-            f"install the CUDA toolkit {torch.version.cuda} and a g++ that it takes",
+            f"install the CUDA toolkit {torch.version.cuda} and a g++ that it supports",
         )
 
     def _architectures(self) -> list[str]:
-        """Code for every GPU of this machine, and no other."""
+        """Return the flags for the GPUs of this machine."""
         if torch.version.cuda is None:
             raise Failure(
                 "this PyTorch is built without CUDA", "install a PyTorch for CUDA (pytorch.org)"

@@ -1,6 +1,6 @@
-"""The ops in C++ for the CPU; `csrc/cpu` has the kernels and `library.py` builds them.
+"""The ops in C++ for the CPU; `csrc/cpu` has the kernels, and `library.py` builds them.
 
-Each function says in its first lines what it does not take. What it takes is one op of
+Each function first refuses calls that it does not support, then calls one op of
 `torch.ops.fast_video_vae`, which writes into `out`.
 """
 
@@ -32,7 +32,7 @@ def rms_norm_silu(
     tail: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Normalise each pixel over its channels, scale, and apply SiLU."""
+    """Compute `rms_norm_silu(x, gamma, silu, bias, tail, out)` for `x` `[B, C, T, H, W]`."""
     _check(x, gamma, bias)
     refuse_window(x, tail, out)
     CPU.load()
@@ -55,7 +55,22 @@ def group_norm_silu(
     tail: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Normalise each frame over its pixels and each group of channels, and apply SiLU."""
+    """Compute `group_norm_silu(x, weight, bias, groups, eps, silu, statistics, tail, out)`.
+
+    Args:
+        x: `[B, C, T, H, W]`, channels-last.
+        weight: `[C]`.
+        bias: `[C]`.
+        groups: Number of groups.
+        eps: Added to the variance.
+        silu: Apply SiLU.
+        statistics: `[B, T, 2, groups]`, or None.
+        tail: `[B, C, K, H, W]`, or None.
+        out: `[B, C, K + T, H, W]`, or None.
+
+    Returns:
+        `[B, C, K + T, H, W]`.
+    """
     _check(x, weight, bias, statistics)
     refuse_window(x, tail, out)
     CPU.load()
@@ -68,7 +83,7 @@ def group_norm_silu(
 
 
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
-    """Measure each frame over its pixels and each group of channels."""
+    """Compute `group_norm_statistics(x, groups, eps)` for `x` `[B, C, T, H, W]`."""
     _check(x)
     refuse_videos(x=x)
     CPU.load()
@@ -78,7 +93,7 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
 
 
 def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """SiLU of one tensor times another: `x * sigmoid(x) * gate`."""
+    """Compute `silu_mul(x, gate, out)` for `x` `[..., C]`."""
     _check(x, gate)
     refuse_rows(x=x, gate=gate, out=out)
     refuse_overlap(out, x=x, gate=gate, same=True)
@@ -96,7 +111,7 @@ def bias_residual(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Add what a convolution without bias leaves to add, in one pass."""
+    """Compute `bias_residual(x, bias, residual, residual_bias, out)` for `x` `[B, C, T, H, W]`."""
     _check(x, bias, residual, residual_bias)
     refuse_videos(x=x, residual=residual, out=out)
     refuse_overlap(out, x=x, residual=residual, same=True)
@@ -109,12 +124,21 @@ def bias_residual(
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
-    """Single-head attention: PyTorch's own kernel is as good."""
-    raise Refusal("PyTorch's own fused kernel serves the CPU")
+    """Refuse `attention(q, k, v)` of `[B, N, d]`: PyTorch's fused kernel is as fast on a CPU.
+
+    Args:
+        q: `[B, N, d]`.
+        k: `[B, N, d]`.
+        v: `[B, N, d]`.
+
+    Raises:
+        Refusal: Always.
+    """
+    raise Refusal("PyTorch's fused kernel runs on the CPU")
 
 
 def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
-    """Spread the temporal phases in the channels over frames."""
+    """Compute `interleave_time(x, phases, out)` for `x` `[B, C, T, H, W]`."""
     _check(x)
     refuse_videos(x=x, out=out)
     refuse_overlap(out, x=x)
@@ -132,7 +156,7 @@ def merge_phases(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Merge the four phases of a folded upsampling convolution into one picture."""
+    """Compute `merge_phases(grid, source, times, bias, out)` for `grid` `[B, 4 * C, T, H, W]`."""
     _check(grid, source, bias)
     refuse_videos(grid=grid, source=source, out=out)
     refuse_overlap(out, grid=grid, source=source)
@@ -145,10 +169,23 @@ def merge_phases(
 def pixel_shuffle_3d(
     x: Tensor, size: tuple[int, int, int], order: str = "cthw", *, out: Tensor | None = None
 ) -> Tensor:
-    """Turn parts of the channels into frames, rows and columns."""
+    """Move channels of `x` `[B, C, T, H, W]` to blocks of `size`.
+
+    Args:
+        x: `[B, C, T, H, W]`, channels-last.
+        size: Frames, rows and columns per block.
+        order: Order of the channels' indices.
+        out: `[B, C, t * T, h * H, w * W]`, channels-last, or None.
+
+    Returns:
+        `[B, C, t * T, h * H, w * W]`.
+
+    Raises:
+        Refusal: `out` has another dtype or device, or a tensor another layout.
+    """
     _check(x)
     if out is not None and (out.dtype != x.dtype or out.device != x.device):
-        raise Refusal("out is of another dtype or device")
+        raise Refusal("out has another dtype or device")
     refuse_videos(x=x, out=out)
     refuse_overlap(out, x=x)
     CPU.load()
@@ -158,7 +195,7 @@ def pixel_shuffle_3d(
 
 
 def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
-    """Average what falls on one number of a smaller video."""
+    """Compute `average_down(x, channels, times, size)` for `x` `[B, C, T, H, W]`."""
     _check(x)
     refuse_videos(x=x)
     CPU.load()
@@ -175,7 +212,21 @@ def frames_to_images(
     order: str = "cthw",
     out: Tensor | None = None,
 ) -> Tensor:
-    """Turn decoded frames into images."""
+    """Convert decoded frames to images.
+
+    Args:
+        frames: `[B, C, T, H, W]`, channels-last.
+        dtype: float32 or uint8, without `out`.
+        patch: Rows and columns of pixels in the channels.
+        order: Order of the channels' indices.
+        out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, dense pixels, or None.
+
+    Returns:
+        `out`, or `[B * T, H, W, C]`.
+
+    Raises:
+        Refusal: The images have another dtype, device or layout.
+    """
     _check(frames)
     if out is not None:
         dtype = out.dtype
@@ -184,7 +235,9 @@ def frames_to_images(
         if not is_dense(out, -3, -2, -1):
             raise Refusal("the pixels of out are not dense")
     if dtype not in (torch.float32, torch.uint8):
-        raise Refusal("images are neither float32 nor uint8")
+        raise Refusal(
+            f"images are {str(dtype).removeprefix('torch.')}; native writes float32 and uint8"
+        )
     refuse_videos(frames=frames)
     refuse_overlap(out, frames=frames)
     CPU.load()
@@ -195,13 +248,13 @@ def frames_to_images(
 
 
 def _check(x: Tensor, *others: Tensor | None) -> None:
-    """Refuse devices, dtypes and gradients that are not ours; `others` share the device."""
+    """Refuse devices, dtypes and gradients that the kernels do not support."""
     if x.device.type not in ("cpu", "meta"):
-        raise Refusal(f"the tensors are on {x.device.type}; native is for the CPU")
+        raise Refusal(f"the tensors are on {x.device.type}; native needs the CPU")
     refuse_dtype(x)
     refuse_gradients(x, *others)
 
 
 def _vector(values: Tensor | None) -> Tensor | None:
-    """Parameters as the kernels read them: dense float32."""
+    """Return parameters dense and in float32, for the kernels."""
     return None if values is None else values.float().contiguous()

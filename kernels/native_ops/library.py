@@ -1,7 +1,7 @@
-"""The library of `csrc/cpu`, which is built where it runs.
+"""The library of `csrc/cpu`, built on the user's machine.
 
 Environment:
-    FAST_VIDEO_VAE_NATIVE: 0 switches the CPU kernels off.
+    FAST_VIDEO_VAE_NATIVE: 0 disables the CPU kernels.
 """
 
 import os
@@ -20,17 +20,17 @@ class _Cpu(Library):
     minutes = "half a minute"
     sources = Path(__file__).parents[1] / "csrc" / "cpu"
 
-    # Contraction to fused multiply-adds is left on: what has to be bit-equal to the reference has
-    # no product that a sum follows. The kernels never ask for errno or floating-point traps.
+    # Contraction to fused multiply-adds is allowed: ops that must be bit-identical to the reference
+    # have no sum after a product. The kernels need neither errno nor floating-point traps.
     compiler = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-g0")
 
-    # PyTorch's threads are OpenMP's, and its header splits the work in our code. Apple's compiler
-    # has none: bindings.cpp starts threads there.
+    # PyTorch uses OpenMP threads, and its header splits the work in our code. Apple's compiler has
+    # no OpenMP: bindings.cpp starts threads there.
     openmp = () if sys.platform == "darwin" else ("-fopenmp",)
 
     def switched_off(self) -> str:
         if os.environ.get("FAST_VIDEO_VAE_NATIVE") == "0":
-            return "FAST_VIDEO_VAE_NATIVE=0 switches the native kernels off"
+            return "FAST_VIDEO_VAE_NATIVE=0 disables the native kernels"
         return ""
 
     def made_from(self) -> Sequence[str]:

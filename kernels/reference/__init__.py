@@ -1,9 +1,9 @@
-"""Every op in plain PyTorch: the backend that takes every call, and what the others stand in for.
+"""Every op in plain PyTorch: the backend that supports every call and defines the results.
 
-Formulas and arguments are those of the contract, `kernels/__init__.py`. The ops walk over blocks
-that fit a core's cache, so that the passes of a formula meet in the cache and not in memory; and
-they write into the caller's buffer, because fresh pages cost as much as the arithmetic. Where
-autograd records, they are made of differentiable steps instead.
+Formulas and arguments are those of `kernels/__init__.py`. The ops run over blocks that fit a core's
+cache, so that the passes of a formula read the cache instead of memory, and write into the caller's
+buffer, because fresh pages cost as much as the arithmetic. If autograd records, the ops consist of
+differentiable steps instead.
 """
 
 from .attention import attention

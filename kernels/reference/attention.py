@@ -1,4 +1,4 @@
-"""Attention in memory that grows with the number of pixels alone."""
+"""Attention with memory that grows linearly with the number of pixels."""
 
 import functools
 
@@ -9,35 +9,47 @@ from torch import Tensor
 from ..errors import Refusal
 from ..measure import seconds
 
-# Scores that are held at a time where there is no fused kernel: 256 MiB in float32, and as much
-# again for their softmax.
+# Scores that are held at a time without a fused kernel: 256 MiB in float32, and as much for their
+# softmax.
 _SCORE_ELEMENTS = 1 << 26
 
-# Rows of scores are whole tiles of the matrix product where there are as many.
+# Rows of scores are multiples of a tile of the matrix product, if there are enough rows.
 _ROWS = 128
 
-# The weights of many pixels are below what float16 resolves; a power of two lifts them for nothing.
+# The softmax weights of many pixels are below the resolution of float16; a power of two scales them
+# without rounding.
 _LIFT = 2.0**15
 
-# On CUDA heads above 256 are taken by the memory-efficient kernel alone, 32 queries at a time and
-# with its sums in global memory. It is expected to run at 60 to 120 TFLOP/s on an H200 and blocks
-# of matrix products at about 200, from some thousand pixels on. Which is faster is measured on each
-# GPU, with so many pixels at most.
+# On CUDA, heads above 256 only have the memory-efficient kernel, with 32 queries at a time and its
+# sums in global memory. It is expected to reach 60 to 120 TFLOP/s on an H200, and blocks of matrix
+# products about 200, from some thousand pixels on. Each GPU measures which is faster, at up to this
+# many pixels.
 _FLASH_HEAD = 256
 _TRIED_PIXELS = 1 << 14
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One of PyTorch's fused kernels, or matrix products of blocks of queries.
+    """Compute `attention(q, k, v)` of `[B, N, d]` by a fused kernel or in blocks of queries.
 
-    The fused ones need memory for the result alone, whatever the head size: the flash kernel of a
-    CPU, and on CUDA the flash and the memory-efficient one.
+    The fused kernels only need memory for the result: the flash kernel on a CPU, the flash and the
+    memory-efficient kernel on CUDA.
+
+    Args:
+        q: `[B, N, d]`.
+        k: `[B, N, d]`.
+        v: `[B, N, d]`.
+
+    Returns:
+        `[B, N, d]`.
+
+    Raises:
+        Refusal: The tensors do not have three dimensions.
     """
     if q.ndim != 3:
         raise Refusal(f"q is {list(q.shape)}; expected [B, N, d]")
     if not q.numel():
         return torch.empty_like(v)
-    # The fused kernels want dense rows, and where they do not get them the scores are made.
+    # The fused kernels need dense rows; otherwise PyTorch would materialise the scores.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     if _fused_attention_takes(q, k, v) and not _blocks_are_faster(q, k, v):
         return _fused(q, k, v)
@@ -49,7 +61,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Whole frames where several fit into `_SCORE_ELEMENTS`, else rows of one."""
+    """Compute whole frames at a time if `_SCORE_ELEMENTS` allows, otherwise rows of one frame."""
     batch, length, channels = q.shape
     frames = max(1, _SCORE_ELEMENTS // length**2)
     rows = max(1, _SCORE_ELEMENTS // (frames * length))
@@ -69,7 +81,7 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float, mixed: bool) -> Tensor:
-    """Scores, softmax and result of a block of queries; all in float32 at least."""
+    """Compute scores, softmax and result of a block of queries in float32 or wider."""
     if not mixed:
         weights = torch.softmax(torch.matmul(queries.to(keys.dtype) * scale, keys), -1)
         return torch.matmul(weights, values)
@@ -80,13 +92,13 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float, mixed: 
 
 
 def _mixed_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """`scale * a b` of numbers of 16 bits in float32, which only CUDA has."""
+    """Compute `scale * a b` of 16-bit tensors in float32, which only CUDA supports."""
     out = a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=torch.float32)
     return torch.baddbmm(out, a, b, torch.float32, beta=0, alpha=scale, out=out)
 
 
 def _multiplies_mixed(*tensors: Tensor) -> bool:
-    """Whether products of these are made by `_mixed_product`, which autograd does not record."""
+    """Return whether `_mixed_product` is used for these tensors; autograd does not record it."""
     x = tensors[0]
     if x.device.type != "cuda" or x.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -97,7 +109,7 @@ def _multiplies_mixed(*tensors: Tensor) -> bool:
 
 @functools.cache
 def _has_mixed_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Ask once: PyTorch has them since 2.8, and not for every device that it calls CUDA."""
+    """Test once: PyTorch has them since 2.8, but not on every device with the type cuda."""
     ones = torch.ones(1, 16, 16, device=device, dtype=dtype)
     try:
         product = _mixed_product(ones, ones, 0.5)
@@ -109,9 +121,10 @@ def _has_mixed_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _blocks_are_faster(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether blocks of products beat the fused kernel of PyTorch.
+    """Return whether blocks of products are faster than PyTorch's fused kernel.
 
-    In 16 bits only where such products come in float32: made in float32 they are slower than it.
+    In 16 bits only if mixed products are available: products in float32 are slower than the fused
+    kernel.
     """
     _, length, channels = q.shape
     if q.device.type != "cuda" or channels <= _FLASH_HEAD:
@@ -123,14 +136,14 @@ def _blocks_are_faster(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return known or (known is None and _measure(q, pixels))
 
 
-# Whether blocks are faster, by device, dtype, size of the head and pixels.
+# Whether blocks are faster, by device, dtype, head size and pixels.
 _faster: dict[tuple[torch.device, torch.dtype, int, int], bool] = {}
 
 
 def _measure(q: Tensor, pixels: int) -> bool:
-    """Time both with so many pixels, and remember which was faster."""
+    """Time both with this many pixels, and remember the result."""
     if torch.cuda.is_current_stream_capturing():
-        return False  # nothing can be timed while a graph records
+        return False  # nothing can be timed while a CUDA graph is captured
     channels = q.shape[2]
     with torch.inference_mode(False), torch.no_grad():
         x = torch.linspace(-1, 1, pixels * channels, device=q.device)
@@ -146,7 +159,7 @@ def _measure(q: Tensor, pixels: int) -> bool:
 
 
 def _fused_attention_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether PyTorch has a kernel for these that never holds the `N x N` scores."""
+    """Return whether PyTorch has a kernel for these tensors without the `N x N` scores."""
     if q.device.type in ("cpu", "meta"):
         return True
     if q.device.type != "cuda":

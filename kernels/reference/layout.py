@@ -1,4 +1,4 @@
-"""Ops that move numbers between channels, frames and pixels."""
+"""Ops that move values between channels, frames and pixels."""
 
 import torch
 from einops import rearrange
@@ -9,7 +9,7 @@ from .memory import map_blocks, records, widened
 
 
 def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
-    """One strided copy."""
+    """Compute `interleave_time(x, phases, out)` for `x` `[B, C, T, H, W]` as one strided copy."""
     out = shapes.new_video(x, shapes.interleaved(x, phases)) if out is None else out
     target = out.unflatten(2, (x.shape[2], phases))
     target.copy_(rearrange(x, "b (p c) t h w -> b c t p h w", p=phases))
@@ -24,7 +24,18 @@ def merge_phases(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """A strided copy, or sum, for each phase."""
+    """Compute `merge_phases(grid, source, times, bias, out)` as a strided copy or sum per phase.
+
+    Args:
+        grid: `[B, 4 * C, T, H + 1, W + 1]`.
+        source: `[B, C_source, T / times, H, W]`, or None.
+        times: Result frames per frame of `source`.
+        bias: `[C]`, or None.
+        out: `[B, C, T, 2 H, 2 W]`, or None.
+
+    Returns:
+        `[B, C, T, 2 H, 2 W]`.
+    """
     _, channels, frames, height, width = grid.shape
     channels, height, width = channels // 4, height - 1, width - 1
     out = shapes.new_video(grid, shapes.merged(grid)) if out is None else out
@@ -52,7 +63,7 @@ def merge_phases(
 def pixel_shuffle_3d(
     x: Tensor, size: tuple[int, int, int], order: str = "cthw", *, out: Tensor | None = None
 ) -> Tensor:
-    """One strided copy."""
+    """Compute `pixel_shuffle_3d(x, size, order, out)` for `x` `[B, C, T, H, W]` as a copy."""
     _, _, frames, height, width = x.shape
     times, high, wide = size
     out = shapes.new_video(x, shapes.shuffled(x, size)) if out is None else out
@@ -62,13 +73,13 @@ def pixel_shuffle_3d(
 
 
 def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
-    """Pixels are averaged first, then frames and channels."""
+    """Compute `average_down(x, channels, times, size)` for `[B, C, T, H, W]`, pixels first."""
     batch, before, frames, height, width = x.shape
     group = before * times * size * size // channels
     blocks = x.movedim(1, -1).unflatten(3, (width // size, size))
     blocks = blocks.unflatten(2, (height // size, size))
     if group % (size * size):
-        # Groups that end inside of a block of pixels.
+        # Groups that end within a block of pixels.
         fine = blocks.permute(0, 1, 2, 4, 6, 3, 5).flatten(4)
     else:
         wide = None if group == size * size else torch.promote_types(x.dtype, torch.float32)
@@ -79,11 +90,11 @@ def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
         inner = fine.shape[4] // before
         shape = ((frames + missing) // times, *fine.shape[2:4], before, times, inner)
         grown = spread(batch, *shape)
-        # The phase of a frame is the dimension after its channels, and here the one after frames.
+        # The phase of a frame is moved from after the channels to after the frames.
         by_frame = grown.permute(0, 1, 5, 2, 3, 4, 6)
         source = fine.unflatten(4, (before, inner))
         for p in range(times):
-            late = int(p < missing)  # its first frame is one of those that lack
+            late = int(p < missing)  # the first frame is missing
             by_frame[:, late:, p].copy_(source[:, late * times + p - missing :: times])
         fine = grown.flatten(4)
     if group > 1:
@@ -100,7 +111,18 @@ def frames_to_images(
     order: str = "cthw",
     out: Tensor | None = None,
 ) -> Tensor:
-    """Some rows at a time, so that the whole video is never there in float32 beside the result."""
+    """Convert some rows at a time, so that the whole video is never held in float32.
+
+    Args:
+        frames: `[B, C, T, H, W]`.
+        dtype: Dtype of a new result.
+        patch: Rows and columns of pixels in the channels.
+        order: Order of the channels' indices.
+        out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, or None.
+
+    Returns:
+        `out`, or `[B * T, H, W, C]`.
+    """
     batch, _, length, height, width = frames.shape
     pixels = _blocks_of_pixels(frames, (1, patch, patch), order)[:, :, :, 0].movedim(1, -1)
     if out is None:
@@ -129,7 +151,7 @@ def _blocks_of_pixels(x: Tensor, size: tuple[int, int, int], order: str) -> Tens
 
 
 def _duplicated(x: Tensor, channels: int, phases: int, phase: int) -> Tensor:
-    """The channels of `x` that one phase of the `channels` of a larger picture repeats."""
+    """Return the channels of `x` that one phase of a larger picture with `channels` repeats."""
     repeats = channels * phases // x.shape[1]
     if repeats == phases:
         return x
@@ -140,7 +162,7 @@ def _duplicated(x: Tensor, channels: int, phases: int, phase: int) -> Tensor:
 
 
 def _write_sum(target: Tensor, x: Tensor, bias: Tensor | None, added: Tensor | None) -> None:
-    """Add what there is from left to right, and round once."""
+    """Add the given terms from left to right and round once."""
     others = [added] if added is not None else []
     if records(target, x, bias, added):
         for term in (bias, *others):

@@ -1,39 +1,39 @@
-"""How the reference walks through memory: blocks, buffers, and where autograd records."""
+"""Memory access of the reference: blocks, buffers, and whether autograd records."""
 
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-# Elements per block: 4 MB of float32. Between 0.4 M and 1.6 M it makes no difference; small blocks
-# cost calls, and the whole tensor costs fresh pages (19 ms against 2.3 ms for [32768, 192]; two
-# cores of a Zen 5 server, 2026-11).
+# Elements per block: 4 MB of float32. 0.4 M to 1.6 M are equally fast; smaller blocks cost calls,
+# and the whole tensor costs fresh pages (19 ms instead of 2.3 ms for [32768, 192]; two cores of a
+# Zen 5 server, 2026-11).
 _BLOCK_ELEMENTS = 1_000_000
 
-# On other devices a block only bounds the scratch: 64 MB of float32, so that starting a kernel
-# costs little beside running it.
+# On other devices a block only bounds the scratch: 64 MB of float32, so that a launch is cheap
+# against the work of its kernel.
 _DEVICE_BLOCK_ELEMENTS = 1 << 24
 
 
 def records(*tensors: Tensor | None) -> bool:
-    """Whether autograd would record a function of these."""
+    """Return whether autograd would record a function of `tensors` `[...]`; None is skipped."""
     return torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in tensors
     )
 
 
 def widened(x: Tensor) -> torch.dtype:
-    """The dtype that a function of `x` is computed in."""
+    """Return the dtype in which a function of `x` `[...]` is computed."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def delivered(y: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
-    """Round a result that autograd records to the dtype of `x`, into `out` if there is one."""
+    """Return `y` `[...]` in the dtype of `x`, written into `out` if given; autograd records it."""
     return y.to(x.dtype) if out is None else out.copy_(y)
 
 
 def copies(x: Tensor, wide: torch.dtype) -> Iterator[Tensor]:
-    """Copy `[..., C]` block by block into one scratch: each is valid until the next."""
+    """Yield copies of blocks of `x` `[..., C]` in dtype `wide`; each is valid until the next."""
     scratch: Tensor | None = None
     for (block,) in _blocks(x):
         if scratch is None:  # the first block is the largest
@@ -51,16 +51,15 @@ def map_blocks(
     """Compute `out` from `x` block by block, and round once.
 
     Args:
-        step: Called with a copy of a block of `x` in the dtype `wide`, which it overwrites with
-            the result, and with the blocks of `others`.
-        x: `[..., C]`, of any strides. Its last dimension is never divided.
-        out: Of the shape of `x`, of any dtype, strides and device; it may be `x` or one of
-            `others`.
-        others: Of the shape of `x`.
-        wide: None: `widened(x)`.
+        step: Called with a copy of a block of `x` in the dtype `wide`, which it overwrites with the
+            result, and with the blocks of `others`.
+        x: `[..., C]`, any strides. The last dimension is never split.
+        out: Shape of `x`, any dtype, strides and device; it can be `x` or one of `others`.
+        others: Shape of `x`.
+        wide: Dtype of the computation; None: `widened(x)`.
     """
     wide = wide or widened(x)
-    # The result's own memory is the scratch where that is wide enough and nobody reads it later.
+    # The result is its own scratch if its dtype is wide enough and no other tensor reads it later.
     if (out.dtype, out.device) == (wide, x.device) and not any(
         _same_storage(out, other) for other in others
     ):
@@ -70,7 +69,7 @@ def map_blocks(
     parts = _blocks(out, *others, elements=_limit(x))
     for work, (target, *rest) in zip(copies(x, wide), parts, strict=True):
         step(work, *rest)
-        # Rounded here, so that another device gets no more than it keeps.
+        # Round first, so that only the rounded values are copied to another device.
         target.copy_(work if out.device == x.device else work.to(out.dtype))
 
 
@@ -79,7 +78,7 @@ def _limit(x: Tensor) -> int:
 
 
 def _blocks(*tensors: Tensor, elements: int | None = None) -> Iterator[tuple[Tensor, ...]]:
-    """Cut tensors of one shape alike, along the first dimensions, whatever their strides."""
+    """Cut tensors of one shape into equal blocks along the first dimensions, for any strides."""
     count, shape = tensors[0].numel(), tensors[0].shape[:-1]
     limit = elements or _limit(tensors[0])
     dim = next((dim for dim, size in enumerate(shape) if size > 1), None)

@@ -1,4 +1,4 @@
-"""Norms, gates and sums: every pixel, or every frame, by itself."""
+"""Norms, gates and sums, independent for each pixel or frame."""
 
 import math
 from itertools import product
@@ -10,8 +10,8 @@ from torch import Tensor
 from .. import shapes
 from .memory import copies, delivered, map_blocks, records, widened
 
-# `torch.nn.functional.normalize` divides by max(norm, eps) with this eps; Wan's RMS_norm is built
-# on it.
+# `torch.nn.functional.normalize`, which Wan's RMS_norm uses, divides by max(norm, eps) with this
+# eps.
 _NORM_EPS = 1e-12
 
 
@@ -26,7 +26,18 @@ def rms_norm_silu(
 ) -> Tensor:
     """Multiply by the inverse norm of each pixel and by `sqrt(C) * gamma`.
 
-    Where autograd records, `tail` is read alone: the caller keeps the last frames of the result.
+    If autograd records, `tail` is only read, and the caller keeps the last frames of the result.
+
+    Args:
+        x: `[B, C, T, H, W]`.
+        gamma: `[C]`.
+        silu: Apply SiLU.
+        bias: `[C]`, or None.
+        tail: `[B, C, K, H, W]`, or None.
+        out: `[B, C, K + T, H, W]`, or None.
+
+    Returns:
+        `[B, C, K + T, H, W]`.
     """
     wide = widened(x)
     scale = gamma.flatten().to(wide) * math.sqrt(x.shape[1])
@@ -63,9 +74,23 @@ def group_norm_silu(
     tail: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Three passes over each frame, while caches hold it: its means, centred squares, the result.
+    """Normalise each frame in three passes over its cached blocks: means, centred squares, result.
 
-    Where autograd records, `tail` is read alone: the caller keeps the last frames of the result.
+    If autograd records, `tail` is only read, and the caller keeps the last frames of the result.
+
+    Args:
+        x: `[B, C, T, H, W]`.
+        weight: `[C]`.
+        bias: `[C]`.
+        groups: Number of groups.
+        eps: Added to the variance.
+        silu: Apply SiLU.
+        statistics: `[B, T, 2, groups]`, or None.
+        tail: `[B, C, K, H, W]`, or None.
+        out: `[B, C, K + T, H, W]`, or None.
+
+    Returns:
+        `[B, C, K + T, H, W]`.
     """
     wide = widened(x)
     weight, bias = weight.flatten().to(wide), bias.flatten().to(wide)
@@ -87,7 +112,7 @@ def group_norm_silu(
 
 
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
-    """Two passes over each frame: its means, and its centred squares."""
+    """Compute `group_norm_statistics(x, groups, eps)` for `x` `[B, C, T, H, W]` in two passes."""
     wide = widened(x)
     if records(x):
         return _recorded_statistics(x.to(wide), groups, eps)
@@ -99,7 +124,7 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
 
 
 def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """SiLU, then the product."""
+    """Compute `silu_mul(x, gate, out)` for `x` `[..., C]`."""
     if records(x, gate, out):
         wide = widened(x)
         return delivered(F.silu(_read(x, wide, out)) * _read(gate, wide, out), x, out)
@@ -116,7 +141,7 @@ def bias_residual(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Add one after the other."""
+    """Compute `bias_residual(x, bias, residual, residual_bias, out)` for `x` `[B, C, T, H, W]`."""
     wide = widened(x)
     bias, residual_bias = (
         None if numbers is None else numbers.flatten().to(wide) for numbers in (bias, residual_bias)
@@ -138,7 +163,7 @@ def bias_residual(
 
 
 def _read(x: Tensor, wide: torch.dtype, out: Tensor | None) -> Tensor:
-    """`x` to record a function of; in memory of its own where `out` may be `x`."""
+    """Return `x` in the dtype `wide`, copied if `out` may be `x`, for a recorded function."""
     return x.to(wide, copy=out is not None)
 
 
@@ -147,12 +172,12 @@ def _channels_last(x: Tensor) -> Tensor:
 
 
 def _with_tail(y: Tensor, tail: Tensor | None) -> Tensor:
-    """The frames of `tail` and those of `y`, in memory of their own."""
+    """Return the frames of `tail` and `y` in new memory."""
     return _channels_last(y if tail is None else torch.cat([tail, y], dim=2))
 
 
 def _behind(tail: Tensor | None, out: Tensor) -> Tensor:
-    """The frames of `out` that are not those of `tail`."""
+    """Return the frames of `out` after those of `tail`."""
     return out if tail is None else out[:, :, tail.shape[2] :]
 
 
@@ -166,7 +191,7 @@ def _rolled(tail: Tensor | None, out: Tensor) -> Tensor:
 
 
 def _recorded_statistics(x: Tensor, groups: int, eps: float) -> Tensor:
-    """The statistics of every frame in differentiable steps, `[B, T, 2, groups]`."""
+    """Return the statistics of every frame in differentiable steps, `[B, T, 2, groups]`."""
     parts = x.unflatten(1, (groups, x.shape[1] // groups))
     mean = parts.mean(dim=(2, 4, 5), keepdim=True)
     variance = (parts - mean).square().mean(dim=(2, 4, 5))
@@ -175,7 +200,7 @@ def _recorded_statistics(x: Tensor, groups: int, eps: float) -> Tensor:
 
 
 def _grouped(x: Tensor, weight: Tensor, bias: Tensor, statistics: Tensor) -> Tensor:
-    """The group norm of every frame in differentiable steps, `[B, C, T, H, W]`."""
+    """Return the group norm of every frame in differentiable steps, `[B, C, T, H, W]`."""
     each = x.shape[1] // statistics.shape[-1]
     numbers = statistics.repeat_interleave(each, dim=-1).movedim(-1, 1)  # [B, C, T, 2]
     mean, inverse = numbers[..., None, None].unbind(3)
@@ -183,11 +208,11 @@ def _grouped(x: Tensor, weight: Tensor, bias: Tensor, statistics: Tensor) -> Ten
 
 
 def _measure(frame: Tensor, wide: torch.dtype, groups: int, eps: float) -> Tensor:
-    """Mean and `1 / sqrt(var + eps)` of each group of a frame `[H, W, C]`, `[2, groups]`.
+    """Return mean and `1 / sqrt(var + eps)` of each group of a frame `[H, W, C]`: `[2, groups]`.
 
-    The sum of many numbers is rounded more often than its quotient, and where the mean is much
-    larger than the deviations that would be seen in them; so what the mean lacks is measured in
-    the second pass. It has the one rounding that is left then, and the variance none of it.
+    A sum of many values has more rounding errors than its quotient, which would show in the
+    deviations where the mean is large. So the second pass measures the error of the mean and
+    corrects mean and variance with it.
     """
     count, size = frame.numel() // groups, frame.shape[-1] // groups
 
@@ -208,7 +233,7 @@ def _measure(frame: Tensor, wide: torch.dtype, groups: int, eps: float) -> Tenso
 def _normalize(
     frame: Tensor, target: Tensor, weight: Tensor, bias: Tensor, statistics: Tensor, silu: bool
 ) -> None:
-    """The group norm of one frame, `[H, W, C]`."""
+    """Write the group norm of one frame `[H, W, C]` into `target`."""
     each = weight.numel() // statistics.shape[-1]
     mean, inverse = statistics.repeat_interleave(each, dim=-1)
     scale = inverse * weight

@@ -1,11 +1,10 @@
 """The ops in Triton for GPUs, on channels-last memory.
 
-`ops.py` names the ops of the contract; `runtime.py` finds out whether Triton works here; the other
-files are the kernels and what they refuse, imported when a call first needs them, because they
-import Triton. All of them read a pixel as a row of neighbouring numbers, compute in float32
-and round once. Offsets of frames are 64 bits wide and belong to the whole program; those inside of
-a tile are 32.
+`ops.py` has a function for each op, and `runtime.py` tests whether Triton works. The other files
+hold the kernels and their refusals; they import Triton, so the first call that needs them imports
+them. Kernels compute in float32 and round once. Offsets of frames are 64 bits wide and the same for
+a whole program; offsets within a tile have 32 bits.
 
-Sizes of tiles and counts of warps were chosen by reasoning about registers and bytes in flight, and
-wait for a measurement; nothing is tuned at run time.
+Tile sizes and warps follow from registers and bytes in flight; they are not measured, and nothing
+is tuned at run time.
 """

@@ -1,10 +1,10 @@
 """Flash attention for one wide head, in Triton.
 
-The scheme of Dao, "FlashAttention-2", 2023: a block of queries stays, keys and values pass by, and
-the softmax is kept up to date as they do. Block sizes are powers of two and heads are not, so a
-head is a few parts, each with matrix products and sums of its own: 384 is 256 and 128.
+The scheme of Dao, "FlashAttention-2", 2023: a program holds a block of queries, loops over the keys
+and values, and updates the softmax. Block sizes are powers of two but heads are not, so a head is
+split into a few parts, each with its own matrix products and sums: 384 is 256 and 128.
 
-PyTorch's flash kernels end at heads of 256, and those of the VAEs are 384 to 1024 wide.
+PyTorch's flash kernels end at heads of 256; the heads of the VAEs have 384 to 1024 channels.
 """
 
 # ruff: noqa: ANN001, ANN202, N803 (kernels: Triton's types, constants in capitals)
@@ -22,13 +22,13 @@ from .runtime import interpreted, launch
 from .scalars import narrow
 from .tiles import blocks, refuse_span
 
-# Heads up to this have fused kernels of PyTorch's own, with which this one does not compete.
+# Heads up to this size use PyTorch's own flash kernels.
 _FLASH_HEAD = 256
 
-# Triton's interpreter multiplies bfloat16 wrong: there products are made of float32 numbers.
+# Triton's interpreter multiplies bfloat16 incorrectly, so products use float32 there.
 _WIDEN = tl.constexpr(interpreted())
 
-# The smallest part that a matrix product takes, and the largest of which a block is still cheap.
+# Smallest part of a matrix product, and the largest with affordable blocks.
 _SMALLEST_PART = 16
 _LARGEST_PART = 512
 _MOST_PARTS = 3
@@ -36,11 +36,13 @@ _MOST_PARTS = 3
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """How a program is cut: rows of the queries that stay, and of the keys that pass by.
+    """Block sizes of a program.
 
     Attributes:
-        warps: Of 32 threads each.
-        stages: Blocks of keys and values on their way at a time.
+        queries: Rows of queries that a program holds.
+        keys: Rows of keys and values per iteration.
+        warps: Warps of 32 threads.
+        stages: Blocks of keys and values that are loaded ahead.
     """
 
     queries: int
@@ -49,10 +51,10 @@ class AttentionTile:
     stages: int
 
 
-# Widest head to cut. These are what compiles without spills into the shared memory of the chips
-# (163, 227, 227 and 99 KiB for a program); of those that do, blocks of 64 queries, because each
-# reads all keys and values anew. None was timed. On chips with fast memory wider heads are left to
-# matrix products, which move 20 to 28 bytes for each pair of pixels whatever the head.
+# Widest head by tile. These tiles compile without spills into the shared memory of the chips (163,
+# 227, 227 and 99 KiB per program); of those that do, the ones with 64 queries, because each block
+# reads all keys and values. They are not timed. On chips with fast memory, wider heads use matrix
+# products, which move 20 to 28 bytes per pair of pixels for any head.
 _TILES = {
     (8, 0): {384: AttentionTile(64, 32, 8, 3), 512: AttentionTile(64, 16, 8, 2)},
     (9, 0): {384: AttentionTile(64, 32, 8, 2)},
@@ -68,19 +70,31 @@ _TILES_OF_OTHERS = {
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Single-head attention over the pixels of a frame."""
+    """Compute `attention(q, k, v)` of `[B, N, d]`.
+
+    Args:
+        q: `[B, N, d]`, the last dimension dense.
+        k: `[B, N, d]`, as `q`.
+        v: `[B, N, d]`, as `q`.
+
+    Returns:
+        `[B, N, d]`.
+
+    Raises:
+        Refusal: Device, dtype, layout or head size are not supported.
+    """
     if torch.version.hip is not None:
-        raise Refusal("it is cut for the chips of NVIDIA alone")
+        raise Refusal("its tiles are for NVIDIA chips only")
     if q.dtype not in (torch.float16, torch.bfloat16):
-        raise Refusal(f"{str(q.dtype).removeprefix('torch.')} is for PyTorch's own kernels")
+        raise Refusal(f"{str(q.dtype).removeprefix('torch.')} is faster with PyTorch's kernels")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.stride(-1) != 1:
             raise Refusal(f"the last dimension of {name} is not dense")
     batch, length, channels = q.shape
     if channels <= _FLASH_HEAD:
-        raise Refusal(f"heads of up to {_FLASH_HEAD} have flash kernels of PyTorch's own")
+        raise Refusal(f"heads of up to {_FLASH_HEAD} have flash kernels in PyTorch")
     parts = head_parts(channels)
-    # Where there is no GPU, that of the chips with the least shared memory.
+    # Without a GPU, assume the chips with the least shared memory.
     chip = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 6)
     tile = tile_of(chip, channels)
     refuse_span(*(x.stride(1) * max(tile.queries, tile.keys) for x in (q, k, v)))
@@ -110,10 +124,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def head_parts(channels: int) -> tuple[int, int, int]:
-    """The parts of a head, powers of two, the largest first; 0 where there are fewer.
+    """Split a head into powers of two.
+
+    Args:
+        channels: Size of the head.
+
+    Returns:
+        Three parts, the largest first; unused ones are 0.
 
     Raises:
-        Refusal: There is no such sum.
+        Refusal: The head is no sum of three parts.
     """
     parts, rest = [], channels
     while rest:
@@ -121,7 +141,7 @@ def head_parts(channels: int) -> tuple[int, int, int]:
         rest -= parts[-1]
     if len(parts) > _MOST_PARTS or parts[-1] < _SMALLEST_PART:
         raise Refusal(
-            f"heads of {channels} are no sum of up to {_MOST_PARTS} powers of two from "
+            f"a head of {channels} is not a sum of up to {_MOST_PARTS} powers of two from "
             f"{_SMALLEST_PART} to {_LARGEST_PART}"
         )
     first, second, third = (*parts, 0, 0)[:3]
@@ -129,23 +149,32 @@ def head_parts(channels: int) -> tuple[int, int, int]:
 
 
 def tile_of(capability: tuple[int, int], channels: int) -> AttentionTile:
-    """The cut for a chip, by CUDA's compute capability, and a size of head.
+    """Return the tile for a chip and a head.
+
+    Args:
+        capability: CUDA compute capability, such as `(9, 0)`.
+        channels: Size of the head.
+
+    Returns:
+        The tile.
 
     Raises:
         Refusal: The chip is too old, or the head too wide for it.
     """
     if capability < (8, 0):
-        raise Refusal(f"compute capability is {capability[0]}.{capability[1]}; 8.0 is the least")
+        raise Refusal(
+            f"compute capability is {capability[0]}.{capability[1]}; expected 8.0 or more"
+        )
     tiles = _TILES.get(capability, _TILES_OF_OTHERS)
     for widest, tile in tiles.items():
         if channels <= widest:
             return tile
-    raise Refusal(f"heads above {max(tiles)} are expected to be faster as matrix products here")
+    raise Refusal(f"heads above {max(tiles)} are faster as matrix products on this chip")
 
 
 @triton.jit
 def _load(base, rows, columns, stride, there, EVEN: tl.constexpr):
-    """Rows of one part; zeros for those that are not there."""
+    """Load rows of one part, with zeros for missing rows."""
     at = base + rows[:, None] * stride + columns[None, :]
     part = tl.load(at) if EVEN else tl.load(at, mask=there[:, None], other=0.0)
     return part.to(tl.float32) if _WIDEN else part
@@ -178,10 +207,10 @@ def _flash(
     KEYS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """One block of queries of one frame.
+    """Compute one block of queries of one frame.
 
-    `scale` is `log2(e) / sqrt(d)`, so that `exp2` serves. Offsets within a block fit into 32 bits;
-    those of frames and blocks do not.
+    `scale` is `log2(e) / sqrt(d)`, because `exp2` replaces `exp`. Offsets within a block fit into
+    32 bits; those of frames and blocks do not.
     """
     blocks = tl.cdiv(length, QUERIES)
     frame = (tl.program_id(0) // blocks).to(tl.int64)
@@ -222,7 +251,7 @@ def _flash(
         if not EVEN:
             scores = tl.where(there[None, :], scores, float("-inf"))
 
-        # What was summed for a smaller maximum shrinks to the new one.
+        # Rescale the sums to the new maximum.
         grown = tl.maximum(largest, tl.max(scores, 1) * scale)
         shrink = tl.exp2(largest - grown)
         weights = tl.exp2(scores * scale - grown[:, None])

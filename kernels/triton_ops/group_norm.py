@@ -1,10 +1,10 @@
-"""Group norm of frames: the statistics of some rows each, their sum, then the result.
+"""Group norm of frames: statistics of blocks of rows, their combination, then the result.
 
-The variance is never the difference of two large numbers. A lane of a program sums up how far its
-numbers are from the first of them; as that is one of them, the square of its own distance from
-their mean is part of the sum, and cancels no more digits than it brings. Then lanes, and the rows
-of programs, are combined by their means and their sums of squares about these (Chan, Golub and
-LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979).
+The variance is never the difference of two large numbers. A lane sums the distances of its values
+from its first value. The square of that value's own distance from their mean is part of the sum, so
+the subtraction cancels no more digits than the sum has. Lanes and blocks are combined by their
+means and their centred sums of squares (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise
+Algorithm for Computing Sample Variances", 1979).
 """
 
 # ruff: noqa: ANN001, ANN202, N803, N806 (kernels: Triton's types, constants in capitals)
@@ -21,7 +21,7 @@ from .runtime import launch
 from .scalars import narrow, silu_of
 from .tiles import ELEMENTS, blocks, power_of_two, refuse_sizes, strides, tile, vector
 
-# Tiles that a program sums up: enough that what it writes is little beside what it reads.
+# Tiles per program: enough that its output is small against its input.
 _STEPS = 32
 
 
@@ -37,7 +37,22 @@ def group_norm_silu(
     tail: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Normalise each frame over its pixels and each group of channels, and apply SiLU."""
+    """Compute `group_norm_silu(x, weight, bias, groups, eps, silu, statistics, tail, out)`.
+
+    Args:
+        x: `[B, C, T, H, W]`, channels-last.
+        weight: `[C]`.
+        bias: `[C]`.
+        groups: Number of groups.
+        eps: Added to the variance.
+        silu: Apply SiLU.
+        statistics: `[B, T, 2, groups]`, or None.
+        tail: `[B, C, K, H, W]`, or None.
+        out: `[B, C, K + T, H, W]`, or None.
+
+    Returns:
+        `[B, C, K + T, H, W]`.
+    """
     refuse_sizes(x)
     refuse_window(x, tail, out)
     out = shapes.new_window(x, tail) if out is None else out
@@ -72,7 +87,7 @@ def group_norm_silu(
 
 
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
-    """Measure each frame over its pixels and each group of channels."""
+    """Compute `group_norm_statistics(x, groups, eps)` for `x` `[B, C, T, H, W]`."""
     refuse_videos(x=x)
     refuse_sizes(x)
     batch, channels, frames, height, width = x.shape
@@ -121,7 +136,7 @@ def _sum(
     x, partial, pixels, x_batch, x_frame,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mean of every channel over some rows, and the sum of squares about it."""
+    """Write the mean of each channel over some rows, and the sum of squares about it."""
     chunk = tl.program_id(0)
     frame = tl.program_id(1).to(tl.int64)
     video = tl.program_id(2).to(tl.int64)
@@ -142,7 +157,7 @@ def _sum(
         sums += v
         squares += v * v
 
-    # Of a lane: how many numbers, and how far their mean is from the first row.
+    # Of a lane: the number of its values, and the distance of their mean from the first row.
     lane = tl.where(row < count, (count - 1 - row) // ROWS + 1, 0).to(tl.float32)
     share = 1.0 / tl.maximum(lane, 1.0)
     base = tl.load(x + channel, mask=exists, other=0).to(tl.float32)
@@ -163,7 +178,7 @@ def _combine(
     CHANNELS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mean of a group over a frame, and `1 / sqrt(var + eps)`."""
+    """Write the mean of a group over a frame, and `1 / sqrt(var + eps)`."""
     SIZE: tl.constexpr = CHANNELS // GROUPS
     frame = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -203,7 +218,7 @@ def _write(
     CHANNELS: tl.constexpr, GROUPS: tl.constexpr, SILU: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some pixels of one new frame, and those of the tail that fall to it."""
+    """Write some pixels of one new frame, and its share of the tail."""
     first = tl.program_id(0) * ROWS
     frame = tl.program_id(1).to(tl.int64)
     video = tl.program_id(2).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Ops that move numbers between channels, frames and pixels."""
+"""Ops that move values between channels, frames and pixels."""
 
 # ruff: noqa: ANN001, ANN202, N803 (kernels: Triton's types, constants in capitals)
 
@@ -24,12 +24,12 @@ from .tiles import (
     vector,
 )
 
-# Numbers of a row of pixels that a program writes, for each of its rows.
+# Values of a row of pixels that a program writes.
 _RUN = ELEMENTS // 2
 
 
 def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
-    """Spread the temporal phases in the channels over frames: a shuffle with channels last."""
+    """Compute `interleave_time(x, phases, out)` for `x` `[B, C, T, H, W]`, as a shuffle."""
     refuse_videos(x=x, out=out)
     refuse_overlap(out, x=x)
     out = shapes.new_video(x, shapes.interleaved(x, phases)) if out is None else out
@@ -45,11 +45,25 @@ def merge_phases(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Merge the four phases of a folded upsampling convolution into one picture."""
+    """Merge the four phases of a folded upsampling convolution into one picture.
+
+    Args:
+        grid: `[B, 4 * C, T, H + 1, W + 1]`, channels-last.
+        source: `[B, C_source, T / times, H, W]`, or None.
+        times: Result frames per frame of `source`.
+        bias: `[C]`, or None.
+        out: `[B, C, T, 2 H, 2 W]`, or None.
+
+    Returns:
+        `[B, C, T, 2 H, 2 W]`.
+
+    Raises:
+        Refusal: A tensor has another layout, or the picture is empty.
+    """
     refuse_videos(grid=grid, source=source, out=out)
     refuse_overlap(out, grid=grid, source=source)
     if 1 in grid.shape[3:]:
-        raise Refusal("there is nothing to do")
+        raise Refusal("the picture is empty")
     refuse_sizes(grid)
     out = shapes.new_video(grid, shapes.merged(grid)) if out is None else out
     batch, channels, frames, height, width = out.shape
@@ -57,7 +71,7 @@ def merge_phases(
     size, block, warps = tile(channels, ELEMENTS // 2, rows=width)
     parts = blocks(width, size)
     before = 1 if source is None else source.shape[1]
-    # The first frame of a video is the last of the frames that its latent stands for.
+    # The first frame of a video is the last frame of its latent.
     missing = 0 if source is None else times * source.shape[2] - frames
     launch(
         _merge_phases,
@@ -86,13 +100,26 @@ def merge_phases(
 def pixel_shuffle_3d(
     x: Tensor, size: tuple[int, int, int], order: str = "cthw", *, out: Tensor | None = None
 ) -> Tensor:
-    """Turn parts of the channels into frames, rows and columns; `out` may have any strides."""
+    """Move parts of the channels to frames, rows and columns.
+
+    Args:
+        x: `[B, C, T, H, W]`, channels-last.
+        size: Frames, rows and columns per block.
+        order: Order of the channels' indices.
+        out: `[B, C, t * T, h * H, w * W]`, any strides, or None.
+
+    Returns:
+        `[B, C, t * T, h * H, w * W]`.
+
+    Raises:
+        Refusal: A tensor has another device, dtype or layout.
+    """
     refuse_videos(x=x)
     if out is not None:
         if out.device != x.device:
             raise Refusal("out is on another device")
         if out.dtype not in DTYPES:
-            raise Refusal("out is of a dtype without a kernel")
+            raise Refusal(f"there is no kernel for out in {str(out.dtype).removeprefix('torch.')}")
     refuse_overlap(out, x=x)
     out = shapes.new_video(x, shapes.shuffled(x, size)) if out is None else out
     _write_blocks(x, size, order, out, images=False)
@@ -107,13 +134,27 @@ def frames_to_images(
     order: str = "cthw",
     out: Tensor | None = None,
 ) -> Tensor:
-    """Turn decoded frames into images; `out` may have any strides."""
+    """Convert decoded frames to images.
+
+    Args:
+        frames: `[B, C, T, H, W]`, channels-last.
+        dtype: Dtype of a new result.
+        patch: Rows and columns of pixels in the channels.
+        order: Order of the channels' indices.
+        out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, any strides, or None.
+
+    Returns:
+        `out`, or `[B * T, H, W, C]`.
+
+    Raises:
+        Refusal: A tensor has another device, dtype or layout.
+    """
     if out is not None:
         dtype = out.dtype
         if out.device != frames.device:
             raise Refusal("out is on another device")
     if dtype not in (*DTYPES, torch.uint8):
-        raise Refusal("images are of a dtype without a kernel")
+        raise Refusal(f"there is no kernel for images in {str(dtype).removeprefix('torch.')}")
     refuse_videos(frames=frames)
     refuse_overlap(out, frames=frames)
     if out is None:
@@ -126,10 +167,10 @@ def frames_to_images(
 def _write_blocks(
     x: Tensor, size: tuple[int, int, int], order: str, out: Tensor, *, images: bool
 ) -> None:
-    """Write blocks of channels as frames, rows and columns, of any dtype and strides.
+    """Write blocks of channels as frames, rows and columns, in any dtype and strides.
 
-    Arguments are those of `pixel_shuffle_3d`; `out` is `[B, C, times * T, high * H, wide * W]`. For
-    `images` [-1, 1] becomes [0, 1], or 0 to 255 for integers.
+    Arguments as for `pixel_shuffle_3d`; `out` is `[B, C, times * T, high * H, wide * W]`. With
+    `images`, [-1, 1] becomes [0, 1], or 0 to 255 for integers.
     """
     refuse_sizes(out)
     before, height, width = x.shape[1], x.shape[3], x.shape[4]
@@ -141,7 +182,8 @@ def _write_blocks(
         steps[letter], step = step, step * parts[letter]
     row, column, channel = out.stride(3), out.stride(4), out.stride(1)
     if high == 1 and row == width * wide * column and height * row < OFFSET_LIMIT:
-        height, width = 1, height * width  # rows are one run, and short ones fill a program
+        # Rows without gaps are one run, so that short rows fill a program.
+        height, width = 1, height * width
     numbers = width * wide * channels
     refuse_span(width * before, numbers, width * wide * column + channels * channel)
     block = min(_RUN, power_of_two(numbers))
@@ -174,7 +216,7 @@ def _write_blocks(
 
 
 def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
-    """Average what falls on one number of a smaller video."""
+    """Compute `average_down(x, channels, times, size)` for `x` `[B, C, T, H, W]`."""
     refuse_videos(x=x)
     refuse_sizes(x)
     out = shapes.new_video(x, shapes.averaged(x, channels, times, size))
@@ -212,7 +254,7 @@ def _merge_phases(
     CHANNELS: tl.constexpr, BEFORE: tl.constexpr, TIMES: tl.constexpr, REPEATS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The four phases of a part of a row of windows."""
+    """Write the four phases of a part of a row of windows."""
     line = tl.program_id(0) // parts
     first = (tl.program_id(0) - line * parts) * COLUMNS
     frame = tl.program_id(1)
@@ -251,7 +293,7 @@ def _merge_phases(
             )
 
 
-# Triton is told where the width is a multiple of 16: the mask of a wide store depends on it.
+# Triton specialises on widths that are multiples of 16: the mask of a wide store depends on it.
 @triton.jit(do_not_specialize=["runs"])
 def _spread(
     x, out, width, runs,
@@ -261,7 +303,7 @@ def _spread(
     C_STEP: tl.constexpr, T_STEP: tl.constexpr, H_STEP: tl.constexpr, W_STEP: tl.constexpr,
     DENSE: tl.constexpr, IMAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A run of the numbers of `HIGH` rows of the result. All divisors inside are constants."""
+    """Write a run of the values of `HIGH` rows of the result. All divisors are constants."""
     line = tl.program_id(0) // runs
     number = (tl.program_id(0) - line * runs) * BLOCK + tl.arange(0, BLOCK)
     frame = tl.program_id(1)
@@ -300,18 +342,19 @@ def _average_down(
     BEFORE: tl.constexpr, CHANNELS: tl.constexpr, TIMES: tl.constexpr, SIZE: tl.constexpr,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All channels of a part of a row of the result."""
+    """Write all channels of a part of a row of the result."""
     line = tl.program_id(0) // parts
     first = (tl.program_id(0) - line * parts) * COLUMNS
     frame = tl.program_id(1)
     video = tl.program_id(2).to(tl.int64)
     column, channel = tl.arange(0, COLUMNS)[:, None], tl.arange(0, BLOCK)
-    row = width * (SIZE * BEFORE)  # numbers of a row of `x`
+    row = width * (SIZE * BEFORE)  # values of a row of `x`
     x += video * x_batch + (line * SIZE).to(tl.int64) * row + first.to(tl.int64) * (SIZE * BEFORE)
 
     total = tl.zeros((COLUMNS, BLOCK), tl.float32)
     for m in range(GROUP):
-        # What is the m-th number that falls on each channel: the finest index is the column.
+        # Index of the m-th value that is averaged into each channel; the column is the finest
+        # index.
         index = channel * GROUP + m
         above = index // SIZE
         block = above // SIZE

@@ -1,7 +1,7 @@
-"""The ops of the contract, as far as Triton does them: each is a function of a file of kernels.
+"""The ops that Triton supports; each loads the file of its kernel on the first call.
 
-What none of them takes is refused here, before that file is imported, which imports Triton. The
-first lines of the function there say what else it does not take.
+General refusals come first, before that file imports Triton. The function there refuses further
+calls in its first lines.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from .runtime import refuse_device, require
 
 
 def _op(file: str, name: str) -> Callable[..., Tensor]:
-    """An op whose first tensor is the activation."""
+    """Return an op whose first tensor is the activation."""
 
     def run(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401, those of the op
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -26,7 +26,7 @@ def _op(file: str, name: str) -> Callable[..., Tensor]:
         refuse_subclass(x)
         refuse_gradients(*tensors)
         if not x.numel():
-            raise Refusal("there is nothing to do")
+            raise Refusal("the tensor is empty")
         require(x.device)
         kernels = importlib.import_module(f".{file}", __package__)
         return getattr(kernels, name)(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The smallest kernel of all, which shows whether anything can be compiled and run."""
+"""The smallest kernel, which tests whether Triton compiles and runs kernels."""
 
 # ruff: noqa: ANN001, ANN201, N803 (kernels: Triton's types, constants in capitals)
 
@@ -8,6 +8,6 @@ import triton.language as tl
 
 @triton.jit
 def probe(out, COUNT: tl.constexpr):
-    """Count to `COUNT`."""
+    """Write 0 to `COUNT` - 1 to `out`."""
     place = tl.arange(0, COUNT)
     tl.store(out + place, place)

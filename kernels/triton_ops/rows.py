@@ -1,4 +1,4 @@
-"""Ops on rows by themselves: norms over the channels of a pixel, gates and sums."""
+"""Ops on independent rows: norms over the channels of a pixel, gates and sums."""
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803 (kernels: Triton's types, constants in capitals)
 
@@ -24,7 +24,7 @@ def rms_norm_silu(
     tail: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Normalise each pixel over its channels, scale, and apply SiLU."""
+    """Compute `rms_norm_silu(x, gamma, silu, bias, tail, out)` for `x` `[B, C, T, H, W]`."""
     refuse_sizes(x)
     refuse_window(x, tail, out)
     out = shapes.new_window(x, tail) if out is None else out
@@ -56,7 +56,7 @@ def rms_norm_silu(
 
 
 def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """SiLU of one tensor times another, some channels of some rows per program."""
+    """Compute `silu_mul(x, gate, out)` for `x` `[..., C]`, with blocks of rows and channels."""
     refuse_rows(x=x, gate=gate, out=out)
     refuse_overlap(out, x=x, gate=gate, same=True)
     out = x.new_empty(x.shape) if out is None else out
@@ -89,7 +89,7 @@ def bias_residual(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Add what a convolution without bias leaves to add, in one pass."""
+    """Compute `bias_residual(x, bias, residual, residual_bias, out)` for `x` `[B, C, T, H, W]`."""
     refuse_videos(x=x, residual=residual, out=out)
     refuse_sizes(x)
     refuse_overlap(out, x=x, residual=residual, same=True)
@@ -119,15 +119,15 @@ def bias_residual(
 
 @triton.jit
 def roll(tail, out, tail_frame, out_frame, last, frames, at, mask):
-    """Copy the old tail to the front of `out` and move it up by `frames`, at the places of a tile.
+    """Copy the old tail to the front of `out` and move it by `frames`, for the pixels of a tile.
 
-    The program of a new frame that becomes number `last` of the tail does every `frames`-th number
-    up to it: then nobody else reads or writes these.
+    The program of a new frame that becomes frame `last` of the tail does every `frames`-th frame up
+    to it, so no other program reads or writes these.
     """
     for k in range(last % frames, last + 1, frames):
         old = tl.load(tail + k * tail_frame + at, mask=mask, other=0)
         tl.store(out + k * out_frame + at, old, mask=mask)
-        # The threads of a program may share the numbers out differently for loads and stores.
+        # The threads of a program may divide the values differently for loads and stores.
         tl.debug_barrier()
         if k >= frames:
             tl.store(tail + (k - frames) * tail_frame + at, old, mask=mask)
@@ -154,7 +154,7 @@ def _rms_norm_silu(
     if bias is not None:
         v += tl.load(bias + channel, mask=exists, other=0).to(tl.float32)[None, :]
     norm = tl.sqrt_rn(tl.sum(v * v, axis=1))
-    norm = tl.where(norm < 1e-12, 1e-12, norm)  # not `maximum`, which would lose NaN
+    norm = tl.where(norm < 1e-12, 1e-12, norm)  # not `maximum`, which drops NaN
     scale = tl.load(gamma + channel, mask=exists, other=0).to(tl.float32) * ROOT
     y = v * (1.0 / norm)[:, None] * scale[None, :]
     if SILU:

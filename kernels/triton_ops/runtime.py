@@ -1,4 +1,4 @@
-"""Whether Triton is there and runs, asked once per device, and how a kernel is started."""
+"""Whether Triton works on a device, tested once, and the launch of a kernel."""
 
 import importlib
 import os
@@ -12,42 +12,54 @@ from ..backends import forced
 from ..constraints import refuse_old_bfloat16
 from ..errors import Refusal, log_once
 
-# The reason why Triton does not serve a device; "" where it does.
+# The reason why Triton does not work on a device; "" where it works.
 _found: dict[torch.device, str] = {}
 
-# Kernels that could not be compiled or started on a device, and why.
+# Kernels that could not be compiled or launched on a device, with the reason.
 _broken: dict[tuple[str, torch.device], str] = {}
 
-# A grid may have 2^31 - 1 programs along its first axis, and no more than these along the others.
+# A grid has up to 2^31 - 1 programs along its first axis, and this many along the others.
 GRID_LIMIT = 65535
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter stands in for the compiler."""
+    """Return whether Triton's interpreter replaces the compiler."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def refuse_device(device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse what is not on a GPU that has the dtype, before Triton is imported.
+    """Refuse devices other than GPUs that support the dtype, before Triton is imported.
 
-    The interpreter takes the CPU too, but it is there to test the kernels, hundreds of times slower
-    than the reference: it serves nobody but who asks for this backend by name.
+    The interpreter also runs on the CPU, hundreds of times slower than the reference. It exists to
+    test the kernels and only runs if this backend is selected by name.
+
+    Args:
+        device: Device of the activation.
+        dtype: Dtype of the activation.
+
+    Raises:
+        Refusal: The device is not supported, or Triton is disabled.
     """
     asked = interpreted() and forced() == "triton"
     if device.type != "cuda" and not (asked and device.type == "cpu"):
-        raise Refusal(f"the tensors are on {device.type}; triton is for GPUs")
+        raise Refusal(f"the tensors are on {device.type}; triton needs a GPU")
     if interpreted() and not asked:
-        raise Refusal("TRITON_INTERPRET=1 makes it an interpreter")
+        raise Refusal("TRITON_INTERPRET=1 replaces the compiler by an interpreter")
     if forced() != "triton" and os.environ.get("FAST_VIDEO_VAE_TRITON") == "0":
-        raise Refusal("FAST_VIDEO_VAE_TRITON=0 switches it off")
+        raise Refusal("FAST_VIDEO_VAE_TRITON=0 disables it")
     refuse_old_bfloat16(device, dtype)
 
 
 def require(device: torch.device) -> None:
-    """Refuse where Triton is missing or cannot run a kernel.
+    """Check once per device that Triton compiles and runs a trivial kernel.
 
-    The first call of a device compiles and starts a trivial kernel: what a machine lacks (headers,
-    a compiler, a driver) shows there, and not in an op that has overwritten something.
+    So a missing header, compiler or driver is found before an op has overwritten anything.
+
+    Args:
+        device: Device of the activation.
+
+    Raises:
+        Refusal: Triton is missing or cannot run a kernel.
     """
     reason = _found.get(device)
     if reason is None:
@@ -61,15 +73,22 @@ def launch(
     grid: Sequence[int],
     *args: Any,  # noqa: ANN401, those of the kernel
     warps: int = 4,
-    **constants: Any,  # noqa: ANN401, likewise
+    **constants: Any,  # noqa: ANN401, those of the kernel
 ) -> None:
-    """Start a kernel on the device of its first argument, with `grid` programs along each axis.
+    """Launch a kernel on the device of its first argument.
 
-    Products and sums may be one instruction, which the exact ops never do one after the other. It
-    is said because Triton's default is about to change, and warns of it.
+    Fused multiply-adds are allowed, because the exact ops have no sum after a product. The option
+    is given because Triton warns that its default will change.
+
+    Args:
+        kernel: A function with `triton.jit`.
+        grid: Programs along each axis.
+        *args: Arguments of the kernel.
+        warps: Warps per program.
+        **constants: Compile-time arguments of the kernel.
 
     Raises:
-        Refusal: It could not be compiled or started, on this call or before. Nothing was written.
+        Refusal: It could not be compiled or launched, in this call or before. Nothing was written.
     """
     device = args[0].device
     key = (kernel.__name__, device)
@@ -84,7 +103,7 @@ def launch(
     except Exception as error:  # whatever the compiler and the driver raise
         reason = f"its kernel {kernel.__name__.strip('_')} failed ({_first_line(error)})"
         _broken[key] = reason
-        log_once(f"triton: {reason}; a slower backend does this op. A newer Triton may help")
+        log_once(f"triton: {reason}; a slower backend runs this op. Try a newer Triton")
         raise Refusal(reason) from error
 
 
@@ -93,7 +112,7 @@ def _try(device: torch.device) -> str:
         importlib.import_module("triton")
     except ImportError:
         log_once(
-            "Triton is not installed, so that slower kernels serve: pip install triton "
+            "Triton is not installed, so slower kernels are used: pip install triton "
             "(on Windows: triton-windows)"
         )
         return "triton is not installed"
@@ -105,19 +124,19 @@ def _try(device: torch.device) -> str:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             probe[(1,)](numbers, COUNT=16, num_warps=1, enable_fp_fusion=True)
         if numbers.tolist() != list(range(16)):
-            raise RuntimeError("a kernel did not write what it should")
+            raise RuntimeError("a kernel wrote incorrect values")
     except Exception as error:  # whatever the compiler and the driver raise
         return _complain(f"cannot run a kernel on {device}", error)
     return ""
 
 
 def _complain(what: str, error: Exception) -> str:
-    told = _first_line(error)
+    cause = _first_line(error)
     log_once(
-        f"Triton {what}, so that slower kernels serve ({told}). It needs a C compiler (CC names "
-        "it), the headers of Python, and a driver and a PyTorch that fit"
+        f"Triton {what}, so slower kernels are used ({cause}). It needs a C compiler (set CC), the "
+        "headers of Python, and a matching driver and PyTorch"
     )
-    return f"triton {what} ({told})"
+    return f"triton {what} ({cause})"
 
 
 def _first_line(error: Exception) -> str:

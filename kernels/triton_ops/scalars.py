@@ -1,4 +1,4 @@
-"""What all kernels share: the rounding of a result, and SiLU."""
+"""Functions that all kernels share: rounding of a result, and SiLU."""
 
 # ruff: noqa: ANN001, ANN201 (kernels: Triton's types, constants in capitals)
 
@@ -12,9 +12,9 @@ INTERPRETED = tl.constexpr(interpreted())
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """Round float32 to a dtype, to nearest even."""
+    """Round `x` from float32 to `dtype`, to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
-        # The interpreter cuts the lower half off.
+        # The interpreter truncates to bfloat16.
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         y = tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -25,5 +25,5 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def silu_of(y):
-    """`y * sigmoid(y)`. Where `exp` overflows it is zero, and NaN for `-inf`, as the product is."""
+    """Return `y * sigmoid(y)`: 0 where `exp` overflows, NaN for `-inf`, like the product."""
     return y / (1 + tl.exp(-y))

@@ -1,7 +1,7 @@
-"""How large a tile a program does, and where things lie in memory. No Triton in here.
+"""Tile sizes and memory offsets of programs, without Triton.
 
-A tile is some rows of pixels times all channels, in blocks of a power of two: 96 channels are 128
-with a mask, so that a quarter of the lanes idles, which costs nothing where memory is the limit.
+A tile is some rows of pixels times all channels, in blocks of powers of two: 96 channels are 128
+with a mask. A quarter of the lanes is idle then, which costs nothing while memory is the limit.
 """
 
 from torch import Tensor
@@ -10,31 +10,36 @@ from ..constraints import DTYPES
 from ..errors import Refusal
 from .runtime import GRID_LIMIT
 
-# Numbers per program of four warps, by reasoning, not measured: 32 float32 of each thread stay in
+# Values per program of four warps, not measured: 32 float32 values of each thread stay in
 # registers, and in 16 bits they are four loads of 16 bytes in flight. Kernels that hold several
-# such tiles at a time take half of it.
+# tiles use half of it.
 ELEMENTS = 4096
 
-# More channels than these would spill.
+# More channels would spill registers.
 _CHANNEL_LIMIT = 8192
 
-# Offsets inside of a tile are 32 bits wide.
+# Offsets within a tile have 32 bits.
 OFFSET_LIMIT = 2**31
 
 
 def tile(
     channels: int, elements: int = ELEMENTS, *, rows: int | None = None
 ) -> tuple[int, int, int]:
-    """Choose a tile of about `elements` numbers, and no more than `rows`, for rows of channels.
+    """Choose a tile for rows of `channels`.
+
+    Args:
+        channels: Values per row.
+        elements: Values per tile, about.
+        rows: Most rows; None: unlimited.
 
     Returns:
-        The rows and the channels of the tile, each a power of two, and the warps of its program.
+        Rows and channels of the tile, each a power of two, and the warps of its program.
 
     Raises:
         Refusal: A row is too long for a program.
     """
     if channels > _CHANNEL_LIMIT:
-        raise Refusal(f"there are more than {_CHANNEL_LIMIT} channels")
+        raise Refusal(f"more than {_CHANNEL_LIMIT} channels")
     block = power_of_two(channels)
     count = max(1, elements // block)
     if rows is not None:
@@ -43,20 +48,24 @@ def tile(
 
 
 def power_of_two(count: int) -> int:
-    """The least power of two that is not less."""
+    """Return the smallest power of two that is at least `count`."""
     return 1 << max(count - 1, 0).bit_length()
 
 
 def blocks(count: int, size: int) -> int:
-    """How many blocks of a size hold so many."""
+    """Return the number of blocks of `size` for `count` values."""
     return -(-count // size)
 
 
 def strides(x: Tensor | None) -> tuple[int, int]:
-    """Numbers from one video of a batch to the next, and from frame to frame.
+    """Return the strides of batch and time of `x` `[B, C, T, H, W]`; 0 for a dimension of one.
 
-    The stride of a dimension of one says nothing, and a strange one would cost the kernel its
-    aligned loads: it is 0 here.
+    Args:
+        x: `[B, C, T, H, W]`, or None.
+
+    Returns:
+        Two strides in elements. The stride of a dimension of one is arbitrary, and an odd one would
+        cost the kernel its aligned loads, so it is 0.
     """
     if x is None:
         return 0, 0
@@ -64,21 +73,35 @@ def strides(x: Tensor | None) -> tuple[int, int]:
 
 
 def vector(values: Tensor | None) -> Tensor | None:
-    """Parameters as the kernels read them: dense, in a dtype that they convert."""
+    """Return `values` `[C]` dense and in a dtype that the kernels convert; None stays None."""
     if values is None:
         return None
     return (values if values.dtype in DTYPES else values.float()).contiguous()
 
 
 def refuse_sizes(x: Tensor) -> None:
-    """Refuse more frames, videos or pixels than a grid counts."""
+    """Refuse more frames, videos or pixels than a grid counts.
+
+    Args:
+        x: `[B, C, T, H, W]`.
+
+    Raises:
+        Refusal: One of the sizes is too large.
+    """
     if x.shape[0] > GRID_LIMIT or x.shape[2] > GRID_LIMIT:
-        raise Refusal(f"there are more than {GRID_LIMIT} frames or videos")
+        raise Refusal(f"more than {GRID_LIMIT} frames or videos")
     if x.shape[3] * x.shape[4] >= OFFSET_LIMIT:
-        raise Refusal("frames have more pixels than 31 bits count")
+        raise Refusal("more pixels per frame than 31 bits count")
 
 
 def refuse_span(*counts: int) -> None:
-    """Refuse offsets that do not fit into 32 bits with a sign."""
+    """Refuse offsets that do not fit into 32 bits with a sign.
+
+    Args:
+        *counts: Largest offsets within a tile.
+
+    Raises:
+        Refusal: One of them is too large.
+    """
     if max(counts) >= OFFSET_LIMIT:
-        raise Refusal("the numbers of a tile lie too far apart")
+        raise Refusal("the values of a tile are too far apart for 32-bit offsets")

@@ -1,1 +1,1 @@
-"""The layers of the networks, and the state and memory that a video takes through them."""
+"""The layers of the networks, and the state and memory of a video within them."""

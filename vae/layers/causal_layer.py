@@ -1,4 +1,4 @@
-"""A layer of a network: what it makes of a run of frames, and what a planner reads off it."""
+"""The interface of a layer: its forward pass on a run of frames, and properties for planning."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -9,17 +9,18 @@ from .temporal_cache import TemporalCache
 
 
 class CausalLayer(nn.Module):
-    """A layer that sees a run of frames and, through the cache of the video, those before it.
+    """A layer that sees a run of frames and, through the cache of the video, the frames before it.
 
     Attributes:
-        scale: Height and width out for those in.
-        times: Frames out for one in, but for the first of a video.
-        growth: How many times as large as its input an activation inside is, at least 1.
-        pairs: It takes two frames at a time.
-        sees_all: It sees every pixel of a frame, so that it cannot run in tiles.
-        settles: It heeds `cache.settling`.
-        holds: What it keeps meanwhile beside what its blocks make: "input", "result" or nothing.
-        repeats: It may be given the last frame again, see `wants`; its parts may differ in length.
+        scale: Ratio of output to input height and width.
+        times: Output frames per input frame, except for the first frame of a video.
+        growth: Size of the largest inner activation over the size of the input, at least 1.
+        pairs: The layer takes two frames at a time.
+        sees_all: The layer sees every pixel of a frame, so it cannot run in tiles.
+        settles: The layer supports `cache.settling`.
+        holds: What it holds while its blocks run: "input", "result" or "" for nothing.
+        repeats: The layer can get copies of the last frame, see `wants`; its parts may differ in
+            length.
     """
 
     scale: Fraction = Fraction(1)
@@ -33,13 +34,24 @@ class CausalLayer(nn.Module):
 
     @property
     def blocks(self) -> Sequence["CausalLayer"]:
-        """The layers that it is made of; itself where it is not made of others."""
+        """The layers inside; the layer itself if it has none."""
         return (self,)
 
     def wants(self, frames: int) -> int:
-        """Frames that it is to be given, where so many have come."""
+        """Return how many frames the layer needs when `frames` have arrived."""
         return frames
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """`[B, C, T, H, W]` to `[B, C_out, T_out, H_out, W_out]`, both channels-last."""
+        """Run the layer.
+
+        Args:
+            x: `[B, C, T, H, W]`, channels-last.
+            cache: State of the video.
+
+        Returns:
+            `[B, C_out, T_out, H_out, W_out]`, channels-last.
+
+        Raises:
+            NotImplementedError: In this base class.
+        """
         raise NotImplementedError

@@ -1,9 +1,8 @@
-"""What the convolutions have in common: parameters, derived weights, and the call itself.
+"""Base of the convolutions: parameters, derived weights, and the call.
 
-Everything is in channels-last memory. The parameter is the one owner of a weight, in the
-checkpoint's shape and under its name. What a call needs beside it (the last temporal tap as a 2D
-weight, another dtype, oneDNN's blocked layout) is derived from it once, and derived again when the
-parameter is replaced or written to.
+All memory is channels-last. The parameter holds the weight in the checkpoint's shape and under its
+name. Other forms (the last temporal tap as a 2D weight, another dtype, oneDNN's blocked layout) are
+derived from it once, and again when the parameter is replaced or written to.
 """
 
 import functools
@@ -33,13 +32,13 @@ from .temporal_cache import TemporalCache
 
 
 class Terms(NamedTuple):
-    """What a convolution adds to its products.
+    """Terms that a convolution adds to its products.
 
     Attributes:
-        residual: Of the shape of the result; its memory may become the result. What fails leaves it
-            as it was.
-        residual_bias: `C_out` numbers that `residual` still lacks.
-        biased: The bias too. Without, where `adds_bias_late` says so, the caller adds it.
+        residual: Shape of the result; its memory may become the result. It is unchanged after an
+            error.
+        residual_bias: `[C_out]`, added together with `residual`.
+        biased: Add the bias too. Otherwise the caller adds it, where `adds_bias_late` is true.
     """
 
     residual: Tensor | None = None
@@ -47,7 +46,7 @@ class Terms(NamedTuple):
     biased: bool = True
 
     def of(self, change: Callable[[Tensor], Tensor]) -> "Terms":
-        """The same with another residual, where there is one."""
+        """Return a copy with `change(residual)`, if there is a residual `[B, C, T, H, W]`."""
         return self if self.residual is None else self._replace(residual=change(self.residual))
 
 
@@ -55,16 +54,16 @@ BIAS = Terms()
 
 
 class Conv(nn.Module):
-    """A convolution's parameters and the forms that are derived from them.
+    """Parameters of a convolution and the forms derived from them.
 
-    The kernel is `(height, width)`, or `(time, height, width)`.
+    The kernel is `(height, width)` or `(time, height, width)`.
 
     Attributes:
-        context: Frames before its own that it remembers.
-        stride: Frames in for one out.
-        times: Frames out for one in.
-        first_form: The form that a first frame is convolved with.
-        forms: The derived weights that are kept.
+        context: Earlier frames that it keeps in the cache.
+        stride: Input frames per output frame.
+        times: Output frames per input frame.
+        first_form: Form of the weight for a first frame.
+        forms: The derived weights.
     """
 
     context: int = 0
@@ -79,14 +78,14 @@ class Conv(nn.Module):
         self.forms = Forms()
 
     def form_bytes(self) -> int:
-        """Bytes of the derived forms that do not share the parameter's memory."""
+        """Return the bytes of the derived forms that do not share the parameter's memory."""
         return sum(own_bytes(form.weight, self.weight) for form in self.forms.values())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Conv":
-        """Move or cast the parameters; what was derived from the old ones goes with them.
+        """Move or cast the parameters, and drop the forms derived from them.
 
-        On a GPU the weight itself is laid out as its convolution reads it, so that it is there
-        once. In the memory of the host it stays as it came, and may be another module's too.
+        On a GPU the weight itself is stored in the layout of its convolution, so that it exists
+        once. On the CPU it stays unchanged, because it can be shared with another module.
         """
         super()._apply(fn, recurse)
         weight = self.weight
@@ -98,10 +97,16 @@ class Conv(nn.Module):
         return self
 
     def adds_bias_late(self, x: Tensor) -> bool:
-        """Whether the bias costs a pass of its own, which the next one can take over.
+        """Return whether the bias of `x` `[B, C, T, H, W]` should be added by the next pass.
 
-        oneDNN's convolutions add it for nothing. On CUDA PyTorch adds it after cuDNN's, one number
-        at a time in channels-last memory.
+        oneDNN adds the bias at no cost. On CUDA, PyTorch adds it in a separate pass after cuDNN,
+        which is slow in channels-last memory.
+
+        Args:
+            x: The input.
+
+        Returns:
+            True if the bias would cost a pass.
         """
         return x.device.type != "cpu" and not _records(x, self.weight)
 
@@ -118,11 +123,11 @@ class Conv(nn.Module):
 
         Args:
             x: `[N, C_in, H, W]` or `[B, C_in, T, H, W]`, channels-last.
-            kind: The form of the weight, see `derive`.
-            strides: Steps in each dimension of the form.
-            padding: Zeros at both ends of height and of width.
-            cache: Lends memory, and makes room where it runs out.
-            terms: What is added.
+            kind: Form of the weight, one of the kinds of `derive`.
+            strides: Stride of each dimension of the form.
+            padding: Zero padding of height and of width, on both sides.
+            cache: Provides memory, and frees some when it runs out.
+            terms: Bias and residual to add.
 
         Returns:
             The result, channels-last.
@@ -148,7 +153,7 @@ class Conv(nn.Module):
         pads: tuple[int, ...],
         terms: Terms,
     ) -> Tensor:
-        """The convolution out of operations that autograd knows."""
+        """Convolve with differentiable operations."""
         convolve = F.conv2d if x.ndim == 4 else F.conv3d
         bias = self._bias(kind, self._offset(kind)).to(x.dtype)
         y = convolve(x, self._derive(kind, x.dtype), bias, stride=strides, padding=pads)
@@ -167,9 +172,9 @@ class Conv(nn.Module):
         terms: Terms,
         cache: TemporalCache,
     ) -> Tensor:
-        """OneDNN's convolution, which adds bias and residual while it writes.
+        """Run oneDNN's convolution, which adds bias and residual while it writes.
 
-        Into large memory that was used before it writes as well: as a residual of zeros.
+        It can write into reused memory as well: zeros as a residual.
         """
         residual, residual_bias, _ = terms
         bias = self._bias(kind, form.offset)
@@ -197,7 +202,7 @@ class Conv(nn.Module):
         pads: tuple[int, ...],
         terms: Terms,
     ) -> Tensor:
-        """The library's convolution, and bias and residual in one pass where it is slow at them."""
+        """Run the library's convolution, then add bias and residual in one pass if that is faster."""
         residual, residual_bias, biased = terms
         bias = self._bias(kind, form.offset)
         late = residual is not None or self.adds_bias_late(x)
@@ -209,22 +214,22 @@ class Conv(nn.Module):
         return y
 
     def sources(self) -> tuple[Tensor, ...]:
-        """The parameters that the forms are derived from."""
+        """Return the parameters `[C_out, C_in, ...]` that the forms are derived from."""
         return (self.weight,)
 
     def _form(
         self, kind: str, x: Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
     ) -> Form:
-        """The form for a call, kept or derived."""
+        """Return the cached form for a call, or derive it."""
         key = (kind, x.dtype)
         form = self.forms.get(key)
         sources = self.sources()
         if form is not None and form.holds(sources):
             return form
-        # Outside of inference mode, so that a form serves both there and here.
+        # Outside inference mode, so that the form can be used in both modes.
         with torch.inference_mode(False), torch.no_grad():
             if not keeps_form(kind, self.weight.numel()):
-                # The library lays all taps out by itself.
+                # The library reorders all taps itself.
                 taps = self.weight.to(x.dtype) if kind == "volume" else None
                 return Form(self._derive(kind, x.dtype) if taps is None else taps)
             weight, offset = self._derive(kind, x.dtype), self._offset(kind)
@@ -238,21 +243,21 @@ class Conv(nn.Module):
         return form
 
     def _derive(self, kind: str, dtype: torch.dtype) -> Tensor:
-        """The weight that a call of this kind multiplies with; maybe the parameter itself."""
+        """Return the weight for calls of `kind`; it can be the parameter itself."""
         return derive(self.weight, kind, dtype)
 
     def _offset(self, kind: str) -> Tensor | None:
-        """What the form `kind` derives of biases; nothing here."""
+        """Return what the form `kind` derives from biases; None in this class."""
         return None
 
     def _bias(self, kind: str, offset: Tensor | None) -> Tensor:
-        """The bias that goes with the form `kind`, whose offset is given."""
+        """Return the bias for the form `kind` with this offset."""
         if kind == "folded":
             return self.bias.repeat(4)
         return self.bias.repeat(SPREAD) if kind.endswith("spread") else self.bias
 
     def _spreads(self, x: Tensor, kind: str, residual: Tensor | None) -> bool:
-        """Whether neighbours in a row should be computed as channels of one; see `SPREAD`."""
+        """Return whether neighbours in a row are computed as one pixel; see `SPREAD`."""
         return (
             kind in ("volume", "frame", "summed")
             and residual is None
@@ -264,9 +269,9 @@ class Conv(nn.Module):
 
 
 class PointwiseConv(nn.Module):
-    """A 1x1 or 1x1x1 convolution: one matrix product over the pixels, which need no other layout.
+    """A 1x1 or 1x1x1 convolution as one matrix product over the pixels.
 
-    The dimensions of its kernel, 2 or 3, are the checkpoint's.
+    `ndim`, 2 or 3, is the number of kernel dimensions in the checkpoint.
     """
 
     def __init__(self, in_channels: int, out_channels: int, ndim: int = 3) -> None:
@@ -282,13 +287,16 @@ class PointwiseConv(nn.Module):
         *,
         biased: bool = True,
     ) -> Tensor:
-        """Mix the channels of each pixel of `[B, C, T, H, W]`, channels-last.
+        """Mix the channels of each pixel.
 
         Args:
-            x: The pixels.
-            cache: Makes room where memory runs out; None: the caller does.
+            x: `[B, C_in, T, H, W]`, channels-last.
+            cache: Frees memory when it runs out; None: the caller does.
             out_channels: Compute only the first channels; None: all.
             biased: Add the bias too.
+
+        Returns:
+            `[B, C_out, T, H, W]`, channels-last.
         """
 
         def product() -> Tensor:
@@ -302,15 +310,15 @@ class PointwiseConv(nn.Module):
 def drop_stale_forms(
     convs: Iterable[Conv], attempt: Callable[[Callable[[], Tensor]], Tensor]
 ) -> None:
-    """Forget derived weights whose parameter was written to behind autograd's back.
+    """Drop derived weights whose parameter was written to without autograd noticing.
 
-    Replaced parameters and recorded writes are noticed at every call. This one is for writes like
-    `weight.data.copy_()`, once per video: it reads every weight, 4 ms for the 73 M of Wan 2.1's
-    decoder.
+    Replaced parameters and recorded writes are noticed in every call. This check is for writes such
+    as `weight.data.copy_()` and runs once per video: it reads every weight, 4 ms for the 73 M of
+    Wan 2.1's decoder.
 
     Args:
         convs: The convolutions.
-        attempt: Calls what allocates, such as `Relief.finish`.
+        attempt: Runs an allocation, returning a tensor `[...]`, such as `Relief.finish`.
     """
     # Copied at once, because another thread may derive a form in the meantime.
     held = [
@@ -324,11 +332,11 @@ def drop_stale_forms(
             conv: attempt(functools.partial(checksum_of, conv.sources()))
             for conv in {conv for conv, _, _ in held}
         }
-        # What has moved to another device is noticed at the call, by its stamp.
+        # A weight on another device is noticed in the call, by its stamp.
         here = [entry for entry in held if entry[2].device == now[entry[0]].device]
         if not here:
             return
-        # One transfer for all, so that a GPU is waited for once.
+        # One transfer for all results, so that the GPU is synchronised once.
         differ = [
             attempt(functools.partial(torch.ne, now[conv], checksum)) for conv, _, checksum in here
         ]
@@ -350,7 +358,7 @@ def _as_5d(x: Tensor) -> Tensor:
 
 
 def _zeros_reused(cache: TemporalCache, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
-    """Zeros in memory that was used before, `[B, C, T, H, W]` or `[N, C, H, W]`."""
+    """Return zeros in reused memory, `[B, C, T, H, W]` or `[N, C, H, W]`, or None."""
     five = shape if len(shape) == 5 else (*shape[:2], 1, *shape[2:])
     memory = cache.reused(five, like)
     if memory is None:
@@ -359,5 +367,5 @@ def _zeros_reused(cache: TemporalCache, shape: tuple[int, ...], like: Tensor) ->
 
 
 def _records(x: Tensor, weight: Tensor) -> bool:
-    """Whether autograd would record a product of the two."""
+    """Return whether autograd would record a product of the two."""
     return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)

@@ -1,4 +1,4 @@
-"""Weights in the shapes that calls need, kept beside the parameter they were derived from."""
+"""Weights in the forms that calls need, cached with the parameter they are derived from."""
 
 import platform
 import weakref
@@ -9,34 +9,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# oneDNN's own weight layouts are for x86; on Arm other libraries stand behind its name.
+# oneDNN's own weight layouts exist on x86 only; on Arm other libraries run under its name.
 _X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 
 # A convolution to few channels leaves most of a vector of 16 unused: 96 to 3 channels ran at a
-# seventh of the speed of 96 to 96. So 4 neighbours in a row are one pixel of four times as many
+# seventh of the speed of 96 to 96. So 4 neighbours in a row become one pixel of four times as many
 # channels: 10.5 ms instead of 18.9 for 2 x 192 x 192 in bf16, 40 instead of 63 in fp32.
 SPREAD = 4
 VECTOR = 16
 
-# The forms of a larger weight are not kept, because those of Wan 2.2 would double its 705 M. The
-# convolution then brings the weight to oneDNN's layout by itself: 57 ms instead of 30 for 1024
-# channels in bf16, and 190 with a copy and a reordering of our own. The weights of Wan 2.1 (4.0 M
-# at most) are worth keeping, and so are sums, which are smaller and costlier to make.
+# Forms of larger weights are not kept, because those of Wan 2.2 would double its 705 M. The
+# convolution then reorders the weight in each call: 57 ms instead of 30 for 1024 channels in bf16,
+# and 190 with a separate copy and reordering. The weights of Wan 2.1 (4.0 M at most) are kept, and
+# so are summed forms, which are smaller and slower to derive.
 _KEPT_ELEMENTS = 6_000_000
 _SUMS = ("folded", "summed", "shuffled")
 
 
 @dataclass(frozen=True)
 class Form:
-    """A weight in the shape that a call needs, with what tells whether it is still true.
+    """A weight in the form of a call, with the state of its parameters.
 
     Attributes:
         weight: The weight.
-        offset: What was derived of the biases; None: nothing.
-        packed: It is in oneDNN's layout.
+        offset: Values derived from biases; None: there are none.
+        packed: The weight is in oneDNN's layout.
         sources: The parameters that it was derived from.
-        stamps: Of each of them, see `stamp_of`.
-        checksum: Of all of them, see `checksum_of`; None: the form is not kept.
+        stamps: `stamp_of` each of them.
+        checksum: `checksum_of` all of them; None: the form is not kept.
     """
 
     weight: Tensor
@@ -47,7 +47,7 @@ class Form:
     checksum: Tensor | None = None
 
     def holds(self, sources: Sequence[Tensor]) -> bool:
-        """Whether these are the parameters that it was derived from, as they were then."""
+        """Return whether `sources` `[...]` are the parameters of the form, unchanged."""
         return all(
             source() is now and stamp == stamp_of(now)
             for source, stamp, now in zip(self.sources, self.stamps, sources, strict=True)
@@ -67,24 +67,34 @@ class Forms(dict[tuple[str, torch.dtype], Form]):
 def derived(
     weight: Tensor, offset: Tensor | None, sources: Sequence[Tensor], *, packed: bool
 ) -> Form:
-    """A form to be kept, with what tells of its parameters now."""
+    """Return a form to keep.
+
+    Args:
+        weight: The derived weight, such as `[C_out, C_in, kh, kw]`.
+        offset: Values derived from biases, or None.
+        sources: The parameters, whose state is recorded.
+        packed: The weight is in oneDNN's layout.
+
+    Returns:
+        The form.
+    """
     references = tuple(weakref.ref(source) for source in sources)
     stamps = tuple(stamp_of(source) for source in sources)
     return Form(weight, offset, packed, references, stamps, checksum_of(sources))
 
 
 def keeps_form(kind: str, numbers: int) -> bool:
-    """Whether a form of a weight of so many numbers is kept for the next call."""
+    """Return whether a form of `kind` of a weight with `numbers` elements is kept."""
     return numbers <= _KEPT_ELEMENTS or kind.startswith(_SUMS)
 
 
 def packs(x: Tensor) -> bool:
-    """Whether oneDNN's blocked weights and its fused sum are there for this input."""
+    """Return whether oneDNN's blocked weights and fused sum support `x` `[B, C, T, H, W]`."""
     return packs_for(x.device, x.dtype)
 
 
 def packs_for(device: torch.device, dtype: torch.dtype) -> bool:
-    """Likewise for any input there."""
+    """Return whether oneDNN's blocked weights and fused sum support `device` and `dtype`."""
     backend = torch.backends.mkldnn
     if device.type != "cpu" or not _X86 or not backend.is_available() or not backend.enabled:
         return False
@@ -94,14 +104,17 @@ def packs_for(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def derive(weight: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-    """The weight that a call of this kind multiplies with; maybe the parameter itself.
+    """Return the weight for calls of a kind; it can be the parameter itself.
 
     Args:
         weight: The parameter, `[C_out, C_in, ...]`.
         kind: `volume`: all taps. `frame`: the last temporal tap. `summed`: the sum of the temporal
-            taps. `folded`: see `folded`. `shifted`: a row and a column of zero taps in front.
-            `..., spread`: see `SPREAD`.
-        dtype: Of the result; sums are made in float32 at least.
+            taps. `folded`: the phases of `UpsampleConv2d`. `shifted`: with a row and a column of
+            zero taps in front. `..., spread`: for `SPREAD` neighbours at once.
+        dtype: Dtype of the result; sums are computed in float32 or wider.
+
+    Returns:
+        The derived weight, channels-last.
     """
     if kind.endswith(", spread"):
         return _spread(derive(weight, kind.removesuffix(", spread"), dtype))
@@ -124,36 +137,36 @@ def derive(weight: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 
 
 def folded(weight: Tensor) -> Tensor:
-    """The taps of `UpsampleConv2d`: `[C_out, C_in, 3, 3]` to `[4 * C_out, C_in, 2, 2]`."""
+    """Fold `weight` `[C_out, C_in, 3, 3]` of `UpsampleConv2d` to `[4 * C_out, C_in, 2, 2]`."""
     wide = weight if weight.dtype == torch.float64 else weight.float()
-    # Rows of the even phase see (above, here + here), of the odd one (here + here, below).
+    # Rows of the even phase see (above, here + here), rows of the odd one (here + here, below).
     spread = torch.tensor([[[1, 0, 0], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]]).to(wide)
     phases = torch.einsum("apk,bql,oikl->aboipq", spread, spread, wide)
     return phases.flatten(0, 2)
 
 
 def checksum_of(sources: Sequence[Tensor]) -> Tensor:
-    """The sums of dense tensors' memory, read as 64-bit integers, of each a multiple of its own."""
+    """Sum the memory of `sources` `[...]` as 64-bit integers, each with its own odd factor."""
     return sum(
         ((2 * n + 1) * _sum_of(source) for n, source in enumerate(sources)), 0 * _sum_of(sources[0])
     )
 
 
 def stamp_of(weight: Tensor) -> tuple[Any, ...]:
-    """What changes when a parameter is moved, cast or written to by a recorded operation."""
+    """Return what changes if `weight` `[...]` is moved, cast or written to by a recorded op."""
     version = None if weight.is_inference() else weight._version
     return weight.data_ptr(), version, weight.dtype, weight.device
 
 
 def own_bytes(form: Tensor, parameter: Tensor) -> int:
-    """Bytes of a form, which may be the parameter itself."""
+    """Return the bytes of `form` `[...]`, 0 if it shares the memory of `parameter`."""
     if form.is_mkldnn:
         return form.numel() * form.element_size()
     return 0 if form.data_ptr() == parameter.data_ptr() else form.untyped_storage().nbytes()
 
 
 def _spread(taps: Tensor) -> Tensor:
-    """Taps for `SPREAD` neighbours in a row at once, as channels."""
+    """Return the taps for `SPREAD` neighbours in a row at once, as channels."""
     order = torch.channels_last if taps.ndim == 4 else torch.channels_last_3d
     wide = taps.new_zeros(SPREAD, *taps.shape[:-1], taps.shape[-1] + SPREAD - 1)
     for at in range(SPREAD):
@@ -174,7 +187,17 @@ def output_size(
     stride: tuple[int, ...],
     padding: tuple[int, ...],
 ) -> tuple[int, ...]:
-    """The shape of the result."""
+    """Return the shape of a convolution's result, such as `[B, C_out, T, H, W]`.
+
+    Args:
+        shape: Shape of the input.
+        weight_shape: Shape of the weight.
+        stride: Stride of each dimension.
+        padding: Padding of each dimension, on both sides.
+
+    Returns:
+        The shape.
+    """
     axes = zip(shape[2:], weight_shape[2:], stride, padding, strict=True)
     return (
         shape[0],

@@ -1,9 +1,9 @@
-"""Convolutions as the vendor's library takes them: which entry, and how much in a call.
+"""Convolutions through cuDNN: the entry point, and the size of a call.
 
 Some versions of cuDNN were wrong for large convolutions over time in 16 bits. PyTorch 2.9 and 2.10
-therefore give those not to cuDNN 9.10.2 to 9.14 but to a path of their own that unfolds the input:
-three times the memory, 4 to 20 times the time (pytorch/pytorch#163539, #166643, #166122, #174051).
-There cuDNN is called directly, and never with what is too large for it.
+therefore do not pass those to cuDNN 9.10.2 to 9.14 but unfold the input, with three times the
+memory and 4 to 20 times the time (pytorch/pytorch#163539, #166643, #166122, #174051). With these
+versions cuDNN is called directly, and never with tensors that are too large for it.
 """
 
 import functools
@@ -21,20 +21,20 @@ from torch import Tensor
 
 from .conv_weights import output_size
 
-# Elements of an input or output from which on 31 bits no longer count them.
+# Elements of an input or output from which on 31 bits do not count them.
 _LIMIT = 1 << 31
 
-# Versions between which PyTorch does not give such convolutions to cuDNN: the first two numbers of
-# PyTorch's, both included, and cuDNN's, the last excluded.
+# Versions between which PyTorch does not pass such convolutions to cuDNN: major and minor of
+# PyTorch, both included, and cuDNN's version, the last excluded.
 _TORCH = ((2, 9), (2, 10))
 _CUDNN = (91002, 91500)
 
-# A region of an output: first index and end for the batch and each dimension behind the channels.
+# A region of an output: start and end for the batch and each dimension after the channels.
 Region = tuple[tuple[int, int], ...]
 
-# Chunks of a kind that go by without a search. It takes about as long as they do: some algorithms
-# for each of the shapes in a chunk. So what ends before has lost nothing, and what goes on has lost
-# as much again at most.
+# Chunks of a kind that run without a search. A search takes about as long as they do: some
+# algorithms for each shape of a chunk. So a shorter video loses nothing, and a longer one at most
+# doubles that time.
 _UNSEARCHED = 8
 
 _searching: ContextVar[bool] = ContextVar("searching", default=False)
@@ -49,14 +49,17 @@ def convolve(
     stride: tuple[int, ...],
     padding: tuple[int, ...],
 ) -> Tensor:
-    """Convolve frames or a video, in as many calls as it takes.
+    """Convolve frames or a video, in several calls if it is too large for one.
 
     Args:
         x: `[N, C_in, H, W]` or `[B, C_in, T, H, W]`, channels-last.
-        weight: `[C_out, C_in, ...]`, of the dtype of `x`.
-        bias: `[C_out]`, likewise; None: zeros.
-        stride: Steps in each dimension of the kernel.
-        padding: Zeros at both ends of each.
+        weight: `[C_out, C_in, ...]`, dtype of `x`.
+        bias: `[C_out]`, dtype of `x`; None: zeros.
+        stride: Stride of each dimension of the kernel.
+        padding: Zero padding of each, on both sides.
+
+    Returns:
+        `[N, C_out, H', W']` or `[B, C_out, T', H', W']`, channels-last.
     """
     regions = parts(x.shape, weight.shape, stride, padding)
     if len(regions) == 1:
@@ -80,9 +83,18 @@ def parts(
     stride: tuple[int, ...],
     padding: tuple[int, ...],
 ) -> list[Region]:
-    """Divide an output so that neither it nor what it reads is `_LIMIT` elements or more.
+    """Divide an output so that each part and its input have fewer than `_LIMIT` elements.
 
-    It is halved by frames as long as there are several, and then by rows. A row is never divided.
+    It is halved by frames while there are several, then by rows. A row is not divided.
+
+    Args:
+        shape: Shape of the input.
+        weight_shape: Shape of the weight.
+        stride: Stride of each dimension.
+        padding: Padding of each dimension.
+
+    Returns:
+        The regions of the output.
     """
     size = output_size(shape, weight_shape, stride, padding)
     whole = tuple((0, length) for length in (size[0], *size[2:]))
@@ -108,9 +120,13 @@ def parts(
 
 
 def pays(kind: Hashable) -> bool:
-    """Count a chunk, and tell whether it is time to search for what chunks like it do.
+    """Count a chunk of `kind`, and return whether a search pays for chunks of this kind.
 
-    Its kind is what decides the shapes, dtypes and device of its convolutions.
+    Args:
+        kind: What decides the shapes, dtypes and device of the convolutions.
+
+    Returns:
+        True from the ninth chunk on.
     """
     with _lock:
         _seen[kind] += 1
@@ -119,12 +135,15 @@ def pays(kind: Hashable) -> bool:
 
 @contextmanager
 def searching(device: torch.device) -> Iterator[None]:
-    """Let cuDNN time its algorithms on a CUDA device once for each new shape in the body.
+    """Let cuDNN time its algorithms on a CUDA device, once for each new shape in the block.
 
-    It is what `torch.backends.cudnn.benchmark` switches on for a process. Here it is an argument of
-    our own calls, in this thread: nobody else's convolutions see it, and there is nothing to put
-    back. Of 16 bits alone: PyTorch keeps a plan for each shape, searched for or not, and what tells
-    ours from those that were not is that they are deterministic, which float32's may not all be.
+    This is `torch.backends.cudnn.benchmark` for the calls of this module in this thread only, so
+    that convolutions of other code do not change. It applies to 16 bits only: PyTorch caches a plan
+    for each shape, with or without a search, and these plans are told apart by the flag
+    `deterministic`, which not every float32 algorithm supports.
+
+    Args:
+        device: Device of the convolutions; only CUDA searches.
     """
     token = _searching.set(device.type == "cuda")
     try:
@@ -145,7 +164,7 @@ def _call(
     direct = searches or (x.ndim == 5 and _is_left_out(x.device, x.dtype))
     if not direct or not switches.enabled:
         return (F.conv2d if x.ndim == 4 else F.conv3d)(x, weight, bias, stride, padding)
-    # TF32 is no matter of 16 bits, and its older switch cannot be read beside the newer ones.
+    # TF32 does not affect 16 bits, and its older switch cannot be read next to the newer ones.
     y = torch.cudnn_convolution(
         x,
         weight,
@@ -162,24 +181,24 @@ def _call(
 
 @functools.cache
 def _is_left_out(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether PyTorch would unfold a convolution over time rather than ask cuDNN."""
+    """Return whether PyTorch would unfold a convolution over time instead of calling cuDNN."""
     return _is_direct(device, dtype) and _unfolds(torch.__version__, _cudnn_version())
 
 
 @functools.cache
 def _is_direct(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether cuDNN can be called directly for these."""
+    """Return whether cuDNN can be called directly for this device and dtype."""
     narrow = dtype in (torch.float16, torch.bfloat16)
     return device.type == "cuda" and narrow and _cudnn_version() is not None
 
 
 def _cudnn_version() -> int | None:
-    """As one number; None: there is none, as on AMD's devices, which are called CUDA too."""
+    """Return cuDNN's version as one number; None without cuDNN, as on AMD GPUs."""
     return torch.backends.cudnn.version() if torch.version.cuda else None
 
 
 def _unfolds(torch_version: str, cudnn_version: int | None) -> bool:
-    """Whether these two versions are among those that do not work together."""
+    """Return whether these versions are among those that do not work together."""
     major, minor = torch_version.split(".")[:2]
     if cudnn_version is None or not _TORCH[0] <= (int(major), int(minor)) <= _TORCH[1]:
         return False
@@ -193,18 +212,18 @@ def _window(
     stride: tuple[int, ...],
     padding: tuple[int, ...],
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """What a region reads of the input, and what of the result of that, padded too, it is.
+    """Return the slices of the input that a region reads, and of their result that it keeps.
 
-    A convolution pads both ends. Inside of the input that would be wrong, so as much is read there
-    as keeps the wrong positions out of the region.
+    A convolution pads both ends. Within the input that would be wrong, so enough is read to keep
+    the wrong positions out of the region.
     """
     frames, *ends = region
     reads, keeps = [slice(*frames), slice(0, shape[1])], [slice(None), slice(None)]
     axes = zip(ends, shape[2:], weight_shape[2:], stride, padding, strict=True)
     for (start, end), length, taps, step, pad in axes:
-        first = max(0, start - -(-pad // step))  # the output whose window begins a pad before
+        first = max(0, start - -(-pad // step))  # its window starts a padding earlier
         last = (end - 1) * step - pad + taps
-        # All of it for the last output, so that what is whole stays one run of memory.
+        # The whole rest for the last output, so that a whole input stays one block of memory.
         whole = last + step > length + pad
         reads.append(slice(first * step, length if whole else min(length, last)))
         keeps.append(slice(start - first, end - first))

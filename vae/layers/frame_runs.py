@@ -1,8 +1,8 @@
-"""A run of frames that comes to rest, on its way through causal layers.
+"""Runs of frames with a static end, on their way through causal layers.
 
-Where a run ends in frames that are alike, the results of a causal layer are alike too, its reach
-later. So of every activation only the frames up to the first of those are made, and the layer
-behind gets as many copies of the last as its own results need to come to rest.
+If a run ends in identical frames, the results of a causal layer are identical too, after its reach.
+So only the frames before that are computed, and the next layer gets as many copies of the last one
+as it needs until its own results are static.
 """
 
 import functools
@@ -18,12 +18,12 @@ from .workspace import canonical
 
 @dataclass(frozen=True)
 class Settling:
-    """How many frames of a run need to be looked at.
+    """The frames of a run until it is static.
 
     Attributes:
         frames: Frames of the run.
-        fresh: So many of them, from the first on, need to be known: the others are like the last of
-            these. At 0 and less they are like those before the run.
+        fresh: Frames from the start of the run until it is static: the others are copies of the
+            last of these. If 0 or less, all are copies of the frame before the run.
     """
 
     frames: int
@@ -31,28 +31,39 @@ class Settling:
 
     @property
     def needed(self) -> int:
-        """Frames of the run to be made, or given."""
+        """Frames of the run that must be computed."""
         return max(0, min(self.fresh, self.frames))
 
     def behind(self, taps: int, stride: int) -> "Settling":
-        """The results of a causal convolution.
+        """Return the run after a causal convolution with `taps` and `stride`.
 
-        Result `j` sees frames up to `j * stride + stride - 1`, `taps` of them. It is at rest when
-        the first of these is.
+        Result `j` sees `taps` frames up to `j * stride + stride - 1`. It is static once the first
+        of these is.
+
+        Args:
+            taps: Temporal taps.
+            stride: Temporal stride.
+
+        Returns:
+            The run of its results.
         """
         first = -(-(self.fresh - 1 + taps - stride) // stride)
         return Settling(self.frames // stride, first + 1)
 
     def part(self, start: int, frames: int) -> "Settling":
-        """Some of its frames."""
+        """Return the part of the run with `frames` frames from `start` on."""
         return Settling(frames, self.fresh - start)
 
 
 def fitted(x: Tensor, frames: int) -> Tensor:
-    """The first frames of an activation, and its last again where there are not enough.
+    """Return the first `frames` frames of `x`, with its last frame repeated if it has fewer.
 
-    `[B, C, T, H, W]`, of one frame at least, to `[B, C, frames, H, W]`, both channels-last: `x`, a
-    view of it, or a copy.
+    Args:
+        x: `[B, C, T, H, W]`, channels-last, at least one frame.
+        frames: Frames of the result.
+
+    Returns:
+        `[B, C, frames, H, W]`, channels-last: `x`, a view of it, or a copy.
     """
     known = x.shape[2]
     if frames == known:
@@ -69,16 +80,16 @@ def fitted(x: Tensor, frames: int) -> Tensor:
 def parts(
     x: Tensor, frames: int, size: int, attempt: Callable[[Callable[[], Tensor]], Tensor]
 ) -> Iterator[Tensor]:
-    """Cut `fitted(x, frames)` into parts without making it.
+    """Cut `fitted(x, frames)` into parts without computing it as a whole.
 
     Args:
         x: `[B, C, T, H, W]`, channels-last, `T` at most `frames`.
         frames: Frames of all parts.
-        size: Frames of each; the last may be shorter.
-        attempt: Calls what allocates, such as `TemporalCache.attempt`.
+        size: Frames of each part; the last may be shorter.
+        attempt: Runs an allocation, such as `TemporalCache.attempt`.
 
     Yields:
-        `[B, C, size, H, W]`, channels-last, to be written into.
+        `[B, C, size, H, W]`, channels-last, which the caller may overwrite.
     """
     known = x.shape[2]
     last = attempt(x[:, :, -1:].clone) if frames > known else x
@@ -96,9 +107,16 @@ def parts(
 
 
 def largest_part(frames: int, nbytes: int, part_bytes: int, *, even: bool = True) -> int:
-    """The most frames of an activation of `nbytes` that go on together; 1 where one is too large.
+    """Return the most frames of an activation that fit into a part; at least 1.
 
-    With `even` all parts have one shape; else the last may be shorter.
+    Args:
+        frames: Frames of the activation.
+        nbytes: Bytes of the activation.
+        part_bytes: Bytes of a part.
+        even: All parts have the same length; otherwise the last may be shorter.
+
+    Returns:
+        Frames per part.
     """
     if nbytes <= part_bytes:
         return frames

@@ -1,10 +1,10 @@
-"""What is done when memory runs out in the middle of a video, so that nothing is computed twice.
+"""Recovery from running out of memory within a video, without computing anything twice.
 
-Everything in a step that allocates runs through `attempt`, which tries it again where it stands:
-first after unused memory is given back, then with the tails of the convolutions on the host. So it
-must change nothing before it succeeds: memory is allocated first, and tails and residuals are
-overwritten by what cannot run out of memory. A convolution that still does not fit is computed in
-smaller pieces (`CausalConv3d`). The chunks that follow are done by a smaller plan.
+Every allocation of a step runs through `attempt`, which repeats it in place: first after unused
+memory is released, then with the tails of the convolutions on the host. So a step must not change
+anything before it succeeds: memory is allocated first, and tails and residuals are only overwritten
+by operations that do not allocate. A convolution that does not fit even then is computed in smaller
+pieces (`CausalConv3d`), and the next chunks follow a smaller plan.
 """
 
 import logging
@@ -20,46 +20,49 @@ _logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
-# How allocators name the size that they could not give.
+# How allocators name the size of a failed allocation.
 _WANTED = re.compile(r"allocate ([\d.]+ ?\w+)")
 _REASON_LENGTH = 120
 
 
 class ExhaustedError(torch.OutOfMemoryError):
-    """Memory ran out and nothing is left to give back; the message is one line."""
+    """Memory ran out and nothing is left to release; the message is one line."""
 
 
 def exhausted(error: BaseException, task: str) -> ExhaustedError:
-    """The one-line error for memory that stays short.
+    """Return the one-line error for a lack of memory that cannot be resolved.
 
     Args:
-        error: What the allocator raised, maybe a paragraph.
+        error: The allocator's error, which can be a paragraph.
         task: What ran out of memory, such as "a decode".
+
+    Returns:
+        The error.
     """
     if isinstance(error, ExhaustedError):
         return error
     text = " ".join(str(error).split())
     wanted = _WANTED.search(text)
-    reason = f"{wanted[1]} more were wanted" if wanted else text[:_REASON_LENGTH]
+    reason = f"{wanted[1]} more were needed" if wanted else text[:_REASON_LENGTH]
     return ExhaustedError(
-        f"memory ran out in {task}, and nothing is left to give back"
-        f"{f' ({reason})' if reason else ''}; smaller tiles, frames or chunks take less"
+        f"memory ran out in {task}"
+        f"{f' ({reason})' if reason else ''}; use smaller tiles, frames or chunks"
     )
 
 
 class Relief:
-    """Makes room when memory runs out.
+    """Frees memory when it runs out.
 
     Args:
-        device: Where the work is done.
-        task: What the work is called in the log and in errors, such as "a decode".
-        release: Gives back memory of the caller's, such as other models; None: there is none.
+        device: Device of the work.
+        task: Name of the work in the log and in errors, such as "a decode".
+        release: Releases memory of the caller, such as other models; None: there is none.
 
     Attributes:
-        frees: Lets go of memory that lies unused in the work, such as `Workspace.release`.
-        parks: Brings what the layers remember to the host; returns whether that freed memory.
+        frees: Releases unused memory of the work, such as `Workspace.release`.
+        parks: Moves the tails of the layers to the host; returns whether that freed memory.
         done: What was done so far, in words.
-        is_new: Something was done that was not logged.
+        is_new: Something was done that is not logged yet.
     """
 
     def __init__(
@@ -73,16 +76,23 @@ class Relief:
         self._logged = False
 
     def forget(self) -> None:
-        """Have nothing to give back, as at first; whom it referred to can be freed."""
+        """Reset `frees` and `parks`, so that the objects that they refer to can be freed."""
         self.frees: Callable[[], object] = lambda: None
         self.parks: Callable[[], bool] = lambda: False
 
     def attempt(self, do: Callable[[], _Result]) -> _Result:
-        """Do something that changes nothing before it succeeds, with more and more room.
+        """Run a step that changes nothing before it succeeds, and free more memory on each failure.
+
+        Args:
+            do: The step.
+
+        Returns:
+            The result of the step.
 
         Raises:
-            Exception: What it raises that is not about memory, or the first such error if there
-                is no more room to be made.
+            RuntimeError: There was no way to run the step.
+            Exception: An error of the step that is not about memory, or the first such error if no
+                more memory can be freed.
         """
         first: Exception | None = None
         for room in (None, self._give_back, self._park):
@@ -92,14 +102,24 @@ class Relief:
             except Exception as error:
                 if not is_out_of_memory(error) or _captures(self.device):
                     raise
-                # Without the frames that it went through, which hold tensors.
+                # Without the traceback, whose frames hold tensors.
                 first = first or error.with_traceback(None)
         if first is None:
-            raise RuntimeError("nothing was tried; expected at least one way")
+            raise RuntimeError("no attempt was made; expected at least one")
         raise first
 
     def finish(self, do: Callable[[], _Result]) -> _Result:
-        """`attempt`, as the outermost: memory that stays short raises the one-line error."""
+        """Run `do` as `attempt`, but raise the one-line error if memory stays short.
+
+        Args:
+            do: The step.
+
+        Returns:
+            The result of the step.
+
+        Raises:
+            ExhaustedError: Memory stays short.
+        """
         try:
             return self.attempt(do)
         except Exception as error:
@@ -108,22 +128,22 @@ class Relief:
             raise self.exhausted(error) from None
 
     def exhausted(self, error: BaseException) -> ExhaustedError:
-        """The one-line error for memory that stays short in this work."""
+        """Return the one-line error for `error` in this work."""
         return exhausted(error, self._task)
 
     def note(self, what: str) -> None:
-        """Remember what was done; once in the log."""
+        """Record `what` was done; it is logged once."""
         self.is_new = True
         if what not in self.done:
             self.done.append(what)
 
     def report(self, where: str) -> None:
-        """Log in one warning what was done by such as "frame 40"; later ones are for debugging."""
+        """Log what was done at `where`, such as "frame 40", as one warning; later as debug messages."""
         level = logging.DEBUG if self._logged else logging.WARNING
         self._logged, self.is_new = True, False
         _logger.log(
             level,
-            "Fast Video VAE: memory ran out in %s at %s, and it goes on: %s",
+            "Fast Video VAE: memory ran out in %s at %s; continuing with: %s",
             self._task,
             where,
             ", ".join(self.done),
@@ -135,7 +155,7 @@ class Relief:
             self._release()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.note("unused memory given back")
+        self.note("unused memory released")
         return True
 
     def _park(self) -> bool:
@@ -143,10 +163,10 @@ class Relief:
             return False
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.note("what layers remember is kept on the host")
+        self.note("tails of the layers kept on the host")
         return True
 
 
 def _captures(device: torch.device) -> bool:
-    """Whether a CUDA graph is being recorded, which nothing may be freed in."""
+    """Return whether a CUDA graph is being captured, during which nothing may be freed."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

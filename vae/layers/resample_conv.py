@@ -1,4 +1,4 @@
-"""The convolutions that change the size of a frame: folded upsampling, shifted downsampling."""
+"""Convolutions that change the size of a frame: folded upsampling, shifted downsampling."""
 
 import functools
 
@@ -10,12 +10,12 @@ from .temporal_cache import TemporalCache
 
 
 class UpsampleConv2d(Conv):
-    """Nearest 2x in space and a 3x3 convolution of every frame, folded into one.
+    """Nearest 2x in space and a 3x3 convolution of every frame, folded into one convolution.
 
-    The rows `2 i` and `2 i + 1` of the large picture see only the rows `i - 1`, `i` and `i + 1` of
-    the small one, so that each of its four phases is a 2x2 convolution of that, with the taps that
-    fall on one pixel added up: 16 products instead of 36, and the large picture is never made.
-    Zeros around the large picture are zeros around the small one.
+    The rows `2 i` and `2 i + 1` of the large picture only see the rows `i - 1`, `i` and `i + 1` of
+    the small one. So each of its four phases is a 2x2 convolution of the small picture, with the
+    sum of the taps that fall on one pixel: 16 products instead of 36, and no large intermediate
+    picture. Zero padding of the large picture equals zero padding of the small one.
     """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
@@ -24,13 +24,13 @@ class UpsampleConv2d(Conv):
     def forward(
         self, x: Tensor, cache: TemporalCache, source: Tensor | None = None, times: int = 1
     ) -> Tensor:
-        """Convolve, and add `source` as `merge_phases` does.
+        """Upsample, convolve, and add `source` as in `merge_phases`.
 
         Args:
             x: `[B, C_in, T, H, W]`, channels-last.
-            cache: Lends memory.
-            source: `[B, C, T / times, H, W]`; None: nothing.
-            times: Frames of the result for each of `source`.
+            cache: Provides memory.
+            source: `[B, C, T / times, H, W]`; None: nothing is added.
+            times: Result frames per frame of `source`.
 
         Returns:
             `[B, C_out, T, 2 H, 2 W]`, channels-last.
@@ -49,18 +49,27 @@ class UpsampleConv2d(Conv):
 
 
 class StridedConv2d(Conv):
-    """A 3x3 convolution of every frame with stride 2, zero-padded at the right and the bottom only.
+    """A 3x3 convolution of every frame with stride 2, zero-padded at the right and bottom only.
 
-    PyTorch pads both sides alike. With a fourth row and column of zero taps in front, a padding of
-    one on each side reads the very pixels that Wan's `ZeroPad2d((0, 1, 0, 1))` and padding 0 read,
-    and no padded copy is made; the added products are 1-2 % of an encode.
+    PyTorch pads both sides equally. With a fourth row and column of zero taps in front, a padding
+    of one on each side reads the same pixels as Wan's `ZeroPad2d((0, 1, 0, 1))` with padding 0,
+    without a padded copy. The extra products are 1-2 % of an encode.
     """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(in_channels, out_channels, (3, 3))
 
     def forward(self, x: Tensor, cache: TemporalCache, terms: Terms = BIAS) -> Tensor:
-        """`[B, C_in, T, H, W]` to `[B, C_out, T, H / 2, W / 2]`, both channels-last."""
+        """Convolve.
+
+        Args:
+            x: `[B, C_in, T, H, W]`, channels-last.
+            cache: Provides memory.
+            terms: Bias and residual to add.
+
+        Returns:
+            `[B, C_out, T, H / 2, W / 2]`, channels-last.
+        """
         terms = terms.of(_as_frames)
         y = self.convolve(_as_frames(x), "shifted", (2, 2), (1, 1), cache, terms)
         return _as_video(y, x.shape[0])

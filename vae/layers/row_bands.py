@@ -1,9 +1,9 @@
-"""A norm and its convolution in bands of rows, where a frame at once takes too much memory.
+"""A norm and its convolution in bands of rows, where whole frames need too much memory.
 
-A tile is never exact under a norm over the frame. A band is: the statistics are those of the whole
-frame, and each band has a row more at either side for the convolution, zeros beyond the picture.
-Only the convolution's input, the frames it saw last among them, is made band by band; it is the
-largest of what a layer takes.
+A tile is never exact under a norm over the frame, but a band is: it uses the statistics of the
+whole frame, and has one more row on either side for the convolution, zeros outside the picture.
+Only the convolution's input is computed band by band, the tail included; it is the largest buffer
+of a layer.
 """
 
 import functools
@@ -19,7 +19,7 @@ from .temporal_cache import TemporalCache
 
 
 class BandedConv(Protocol):
-    """What of `CausalConv3d` is used here."""
+    """The part of `CausalConv3d` that is used here."""
 
     context: int
     padding: int
@@ -28,28 +28,44 @@ class BandedConv(Protocol):
 
     @property
     def weight(self) -> Tensor:
-        """`[C_out, C_in, T, H, W]`."""
+        """The weight `[C_out, C_in, T, H, W]`."""
         ...
 
     def of_window(
         self, window: Tensor, cache: TemporalCache, rows: int, terms: Terms = BIAS
     ) -> Tensor:
-        """Convolve frames with those before them; add so many rows of zeros above and below."""
+        """Convolve `window` `[B, C_in, context + T, H, W]`.
+
+        Args:
+            window: The tail and the new frames.
+            cache: State of the video.
+            rows: Rows of zero padding above and below.
+            terms: Bias and residual to add.
+
+        Returns:
+            `[B, C_out, T, H, W]`.
+        """
         ...
 
     def tail(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """The memory of the frames that it saw last."""
+        """Return the tail `[B, C_in, context, H, W]` before `x` from `cache`."""
         ...
 
 
-# Bands are a detour, taken from so many times the size of a band on.
+# Bands are used for frames of at least this many times the size of a band, because they are slower.
 WORTH_IT = 4
 
 
 def rows_of(conv: BandedConv, x: Tensor, cache: TemporalCache) -> int:
-    """Rows of a band, whose convolution's input is of about `cache.band_bytes`.
+    """Return the rows of a band, for an input of about `cache.band_bytes`.
 
-    The height of `x`, `[B, C, T, H, W]`, where it need not be divided.
+    Args:
+        conv: The convolution.
+        x: `[B, C, T, H, W]`.
+        cache: State of the video.
+
+    Returns:
+        Rows per band; the height of `x` if it need not be divided.
     """
     batch, channels, frames, height, width = x.shape
     if cache.band_bytes is None or torch.is_grad_enabled():
@@ -72,13 +88,13 @@ def convolve(
     """Convolve `fill(x)` causally, some rows at a time.
 
     Args:
-        conv: A convolution of one pixel at a time.
-        fill: Writes what comes before it for some rows into `out`, such as norm and SiLU; with what
-            it needs to know of whole frames.
+        conv: A convolution with stride 1 in space.
+        fill: Writes the norm and SiLU of some rows into `out`, with the statistics of whole frames.
         x: `[B, C_in, T, H, W]`, channels-last.
-        cache: Gives the frames before `x`, and keeps the last of them.
-        rows: Of a band.
-        terms: What is added; the memory of a residual, `[B, C_out, T, H, W]`, becomes the result.
+        cache: State of the video. It supplies the frames before `x` and keeps the new tail.
+        rows: Rows per band.
+        terms: Bias and residual to add; the memory of a residual `[B, C_out, T, H, W]` becomes the
+            result.
 
     Returns:
         `[B, C_out, T, H, W]`, channels-last.
@@ -114,10 +130,10 @@ def convolve(
 
 
 class _Tail:
-    """The frames that a convolution saw last, while they are replaced band by band.
+    """The tail of a convolution while it is replaced band by band.
 
-    A band still needs the last rows of the one above as they were, so that what replaces these
-    waits for it.
+    A band needs the old last rows of the band above, so their replacement is delayed until it has
+    read them.
     """
 
     def __init__(self, conv: BandedConv, x: Tensor, cache: TemporalCache) -> None:
@@ -129,11 +145,11 @@ class _Tail:
         self._waiting: tuple[slice, Tensor] | None = None
 
     def _tail(self) -> Tensor:
-        """The tail; looked up each time, because making room may have moved it."""
+        """Return the tail; looked up each time, because freeing memory may have moved it."""
         return self._conv.tail(self._x, self._cache)
 
     def window(self, top: int, bottom: int) -> Tensor:
-        """Memory for the input of a band: what was seen last is there, and zeros at the border."""
+        """Return the input buffer of a band, with the tail and zeros at the border."""
         batch, channels, frames, height, width = self._x.shape
         pad = self._conv.padding
         shape = (batch, channels, self._known + frames, bottom - top + 2 * pad, width)
@@ -154,14 +170,14 @@ class _Tail:
         pad, context = self._conv.padding, self._conv.context
         last = window[:, :, -context:, pad : pad + bottom - top]
         if self._cache.first and not self._conv.replicate:
-            # Before a first frame there are zeros.
+            # Zeros precede the first frame.
             frames = self._cache.attempt(lambda: F.pad(last, (0, 0, 0, 0, context - 1, 0)))
         else:
             frames = self._cache.attempt(last.expand(-1, -1, context, -1, -1).clone)
         self._waiting = slice(top, bottom), frames
 
     def finish(self) -> None:
-        """Put what waits into its place."""
+        """Write the delayed rows to the tail."""
         if self._waiting is not None:
             rows, frames = self._waiting
             self._tail()[:, :, :, rows] = frames

@@ -1,13 +1,12 @@
-"""A 1x1x1 convolution, a pixel shuffle and a 3x3x3 convolution, folded into one on the small side.
+"""A 1x1x1 convolution, a pixel shuffle and a 3x3x3 convolution, folded into one small convolution.
 
-There is nothing but sums between the two convolutions, so that they are one. Along an axis that is
-doubled, the three taps of a large pixel fall on two small ones, and which of their phases they meet
-depends on the phase that they make. So each of the phases is a convolution of 2 x 2 x 2 small
-pixels (3 x 2 x 2 where time is not doubled) with weights of its own: 8 or 12 products of channels
-instead of 28, and what the 1x1x1 convolution would make is never made.
+Only sums lie between the two convolutions, so they can be one. Along a doubled axis, the three taps
+of a large pixel fall on two small pixels, and the phases that they meet depend on the phase of the
+output. So each phase is a convolution of 2 x 2 x 2 small pixels (3 x 2 x 2 if time is not doubled)
+with its own weights: 8 or 12 products of channels instead of 28, without the intermediate tensor.
 
-The bias of the first convolution passes through the second one as a constant, but for the border,
-where zeros stand beside the large picture: there a little is missing, which is added to the result.
+The bias of the first convolution passes through the second one as a constant, except at the border,
+where the large picture is zero-padded: the difference there is added to the result.
 """
 
 import functools
@@ -22,30 +21,39 @@ from ...kernels import merge_phases
 from .conv import Conv, PointwiseConv
 from .temporal_cache import TemporalCache
 
-# Height and width are doubled always.
+# Height and width are always doubled.
 _SIDE = 2
 
-# What the kind of a form says of its place in the video; nothing: it is further behind.
+# Suffix of the kind of a form for its place in the video; none for later frames.
 _FIRST, _SECOND = ", first frame", ", after the first"
 
 
 def taps_of(phase: int) -> list[tuple[int, int]]:
-    """Where the three taps of a phase fall in height or width: small pixel of two, and phase there.
+    """Return where the three taps of a phase fall in height or width: small pixel, and its phase.
 
-    The two small pixels of phase 0 are the one before its own and that, those of phase 1 its own
-    and the next.
+    The two small pixels of phase 0 are the previous and its own pixel; those of phase 1 are its own
+    and the next one.
+
+    Args:
+        phase: Phase of the output, 0 or 1.
+
+    Returns:
+        Small pixel and phase for each tap.
     """
     return [((phase + tap - 1) // 2 + 1 - phase, (phase + tap - 1) % 2) for tap in range(3)]
 
 
 def times_of(phase: int, times: int, *, after_first: bool) -> list[tuple[int, int]]:
-    """Likewise for frames, of which none is seen before its time.
+    """Return where the three temporal taps of a phase fall: small frame, and its phase.
 
     Args:
-        phase: Of the frame.
-        times: Frames for one; 1: the three taps fall on three frames.
-        after_first: The frame before is the first of the video, whose second phase is left out;
-            before it stand copies of itself, so that phase 0 stands for both.
+        phase: Phase of the output frame.
+        times: Output frames per frame; 1: the three taps fall on three frames.
+        after_first: The previous frame is the first of the video, whose second phase is left out.
+            It is padded with copies of itself, so phase 0 replaces both.
+
+    Returns:
+        Small frame and phase for each tap.
     """
     if times == 1:
         return [(tap, 0) for tap in range(3)]
@@ -54,27 +62,35 @@ def times_of(phase: int, times: int, *, after_first: bool) -> list[tuple[int, in
 
 
 class ShuffleConv(Conv):
-    """The 3x3x3 convolution, together with what comes before it.
+    """A 3x3x3 convolution folded with the 1x1x1 convolution and the pixel shuffle before it.
 
     `Upsample3D` of SeedVR2, models/video_vae_v3/modules/attn_video_vae.py.
 
     Args:
-        channels: Channels in and out.
-        upscale: The 1x1x1 convolution, which belongs to somebody else.
-        times: Frames made of one, 1 or 2; the first frame of a video makes one.
+        channels: Input and output channels.
+        upscale: The 1x1x1 convolution, a module of another layer.
+        times: Output frames per frame, 1 or 2; the first frame of a video yields one.
 
     Attributes:
-        context: Small frames that it looks back.
+        context: Earlier small frames that it needs.
     """
 
     def __init__(self, channels: int, upscale: PointwiseConv, times: int) -> None:
         super().__init__(channels, channels, (3, 3, 3))
         self.times = times
         self.context = 2 if times == 1 else 1
-        self._upscale = (upscale,)  # in a tuple it is no part of this module
+        self._upscale = (upscale,)  # a tuple keeps it from being registered as a submodule
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """`[B, C, T, H, W]` to `[B, C, times T, 2 H, 2 W]`, channels-last; a first frame to one."""
+        """Upsample and convolve.
+
+        Args:
+            x: `[B, C, T, H, W]`, channels-last.
+            cache: State of the video.
+
+        Returns:
+            `[B, C, times * T, 2 H, 2 W]`, channels-last; one frame for the first frame.
+        """
         if cache.first:
             cache.keep(self, self.context, x.expand(-1, -1, self.context, -1, -1))
             if self.times > 1 and not cache.single_frame:
@@ -91,12 +107,12 @@ class ShuffleConv(Conv):
         return cache.attempt(lambda: torch.cat([second, rest], dim=2))
 
     def sources(self) -> tuple[Tensor, ...]:
-        """The parameters that the forms are derived from."""
+        """Return the parameters `[C_out, ...]` that the forms are derived from."""
         (upscale,) = self._upscale
         return self.weight, self.bias, upscale.weight, upscale.bias
 
     def _phases(self, window: Tensor, place: str, times: int, cache: TemporalCache) -> Tensor:
-        """All phases of the large frames that a window gives."""
+        """Compute all phases of the large frames of a window."""
         kinds = [f"shuffled {phase}{place}" for phase in range(times)]
         grids = (self._grid(window, kind, cache) for kind in kinds)
         if torch.is_grad_enabled():
@@ -115,7 +131,7 @@ class ShuffleConv(Conv):
         return out
 
     def _grid(self, window: Tensor, kind: str, cache: TemporalCache) -> Tensor:
-        """The phases of height and width of one phase in time, as `merge_phases` takes them."""
+        """Compute the spatial phases of one temporal phase, in the layout of `merge_phases`."""
         if kind.endswith(_FIRST):
             return self.convolve(window.squeeze(2), kind, (1, 1), (1, 1), cache).unsqueeze(2)
         return self.convolve(window, kind, (1, 1, 1), (1, 1), cache)
@@ -131,10 +147,9 @@ class ShuffleConv(Conv):
         return weight.contiguous(memory_format=torch.channels_last_3d)
 
     def _offset(self, kind: str) -> Tensor:
-        """`[C, 4, 4]`: what the biases make of a picture of 4 x 4 pixels.
+        """Return `[C, 4, 4]`: the contribution of the biases to a picture of 4 x 4 pixels.
 
-        All that a larger one has is there: corners, edges, and in the middle what is not at a
-        border, of every phase.
+        It contains every case of a larger picture: corners, edges, and the phases of inner pixels.
         """
         (upscale,) = self._upscale
         wide = torch.promote_types(self.weight.dtype, torch.float32)
@@ -151,17 +166,17 @@ class ShuffleConv(Conv):
         return offset[:, 1:3, 1:3].flip(1, 2).flatten(1).T.flatten()
 
     def _missing(self, kind: str, like: Tensor) -> Tensor:
-        """`[C, 1, H, W]`: what to add to what the bias gives every pixel."""
+        """Return `[C, 1, H, W]`: the bias contribution minus the constant bias."""
         *_, height, width = like.shape
         offset = self._offset(kind)
         there = _stretched(_stretched(offset, width, 2), height, 1)
         return (there - _repeated(_repeated(offset, width, 2), height, 1)).to(like)[:, None]
 
     def _add_missing(self, frames: Tensor, kind: str, cache: TemporalCache) -> None:
-        """Add that to the pixels at the border; the others have it."""
+        """Add that difference to the pixels at the border; it is 0 elsewhere."""
         offset = self.forms[kind, frames.dtype].offset
         assert offset is not None
-        # All four lines are made before one is added: sums must not be tried again.
+        # All four lines are computed before one is added, because a sum must not be repeated.
         rows, columns = cache.attempt(lambda: _borders(offset, frames))
         for row, line in zip((0, -1), rows, strict=True):
             frames[..., row, :] += line
@@ -170,12 +185,13 @@ class ShuffleConv(Conv):
 
 
 def fold(taps: Tensor, parts: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
-    """The weight of the four phases of height and width, for one phase in time.
+    """Fold two weights into the spatial phases of one temporal phase.
 
     Args:
-        taps: `[C_out, C, 3, 3, 3]`, of the second convolution.
-        parts: `[2, 2, times, C, C_in]`, of the first one: rows, columns and frames it makes.
-        places: From `times_of`.
+        taps: `[C_out, C, 3, 3, 3]`, the second convolution.
+        parts: `[2, 2, times, C, C_in]`, the first convolution: rows, columns and frames of its
+            output.
+        places: Small frame and phase of the temporal taps, from `times_of`.
 
     Returns:
         `[4 * C_out, C_in, frames, 2, 2]`; output channel `(2 a + b) * C_out + c` is phase a of rows
@@ -198,7 +214,7 @@ def fold(taps: Tensor, parts: Tensor, places: Sequence[tuple[int, int]]) -> Tens
 
 
 def _places(kind: str, times: int) -> list[tuple[int, int]]:
-    """Where the three taps in time fall, by the kind of a form: small frame and phase there."""
+    """Return where the temporal taps of a kind of form fall: small frame and phase."""
     if kind.endswith(_FIRST):
         return [(0, 0)] * 3
     phase = int(kind.split()[1].rstrip(","))
@@ -206,9 +222,9 @@ def _places(kind: str, times: int) -> list[tuple[int, int]]:
 
 
 def _borders(offset: Tensor, frames: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """What the first and last row, and the first and last column between them, lack.
+    """Return the difference for the first and last row, and the first and last column between them.
 
-    Of an offset as `ShuffleConv` has it, two rows `[C, 1, W]` and two columns `[C, 1, H - 2]`.
+    Two rows `[C, 1, W]` and two columns `[C, 1, H - 2]`.
     """
     *_, height, width = frames.shape
     rows, columns = [], []
@@ -222,18 +238,18 @@ def _borders(offset: Tensor, frames: Tensor) -> tuple[list[Tensor], list[Tensor]
 
 
 def _stretched(border: Tensor, length: int, dim: int) -> Tensor:
-    """Four numbers along an axis as many: the ends, and the two of the middle in turn."""
+    """Stretch four values along an axis: the ends once, the middle two repeated."""
     first, middle, last = border.split((1, 2, 1), dim)
     return torch.cat([first, *[middle] * (length // 2 - 1), last], dim)
 
 
 def _repeated(border: Tensor, length: int, dim: int) -> Tensor:
-    """What the two of the middle would be everywhere."""
+    """Repeat the middle two of four values along the whole axis."""
     return torch.cat([border.narrow(dim, 1, 2).flip(dim)] * (length // 2), dim)
 
 
 def _product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype to multiply weights in: where sums are float32 inside, that of the result."""
+    """Return the dtype for products of weights: `dtype` where its sums are float32 internally."""
     if device.type == "cuda":
         return dtype
     fast = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()

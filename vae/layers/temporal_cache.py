@@ -1,9 +1,8 @@
-"""What one video's pass through the network remembers between two steps.
+"""The state of one video between two steps.
 
-Wan's VAE sees the past only through its causal convolutions: each needs the last `kernel - stride`
-frames of its own input, and nothing else crosses time (wan/modules/vae.py, CACHE_T). So one
-`TemporalCache` is one video: it is made when the video starts, handed down through the layers, and
-dropped.
+Wan's VAE sees the past through its causal convolutions only: each needs the last `kernel - stride`
+frames of its own input (wan/modules/vae.py, CACHE_T). So one `TemporalCache` belongs to one video:
+it is created when the video starts, passed down through the layers, and dropped at the end.
 """
 
 import functools
@@ -18,18 +17,20 @@ from .workspace import Workspace
 
 
 class TemporalCache:
-    """The tails of the causal convolutions, and the memory that activations are made in.
+    """The tails of the causal convolutions, and the memory for activations.
 
     Attributes:
-        first: The pass holds the first frame of the video; it stands alone, with nothing before it.
-        single_frame: The video is that one frame, so nothing is kept.
-        band_bytes: Size of the bands of rows that some layers divide their work into, where it is
-            much larger; None: they never do.
-        workspace: Lends the memory of activations; `scratch`, `reused` and `attempt` are its own.
-        thrifty: Memory is short: tails are on the host but while their layer runs.
-        settling: The run of frames that goes into the next convolution comes to rest: only so many
-            need to be made. None: all are.
-        after_first: Layers, for those that ask, that have seen the first frame and no other yet.
+        first: The current step holds the first frame of the video, and only that.
+        single_frame: The video has only this frame, so nothing is kept.
+        band_bytes: Size of the bands of rows that some layers divide much larger frames into; None:
+            no bands.
+        workspace: Provides memory for activations; `scratch`, `reused` and `attempt` are its
+            methods.
+        thrifty: Memory is short: tails are on the host unless their layer runs.
+        settling: Frames until the input of the next convolution is static; only these are computed.
+            None: all.
+        after_first: Layers that have seen the first frame and no other yet, for layers that use
+            this.
     """
 
     def __init__(
@@ -51,21 +52,29 @@ class TemporalCache:
         self._tails: dict[nn.Module, Tensor] = {}
 
     def result(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
-        """Channels-last memory for a result: lent where fresh memory is costly, else fresh."""
+        """Return channels-last memory for a result: reused where new memory is slow, otherwise new.
+
+        Args:
+            shape: `[B, C, T, H, W]`.
+            like: Tensor with the dtype and device.
+
+        Returns:
+            Uninitialised memory.
+        """
         memory = self.reused(shape, like)
         return self.attempt(lambda: new_video(like, shape)) if memory is None else memory
 
     def tail(self, conv: nn.Module, context: int, x: Tensor) -> Tensor:
-        """The frames that a causal convolution saw last; zeros before the start of the video.
+        """Return the last input frames of a causal convolution; zeros at the start of the video.
 
         Args:
-            conv: The convolution; the key of its tail.
-            context: Frames that it looks back.
+            conv: The convolution, the key of its tail.
+            context: Frames of the tail.
             x: `[B, C, T, H, W]`; gives shape, dtype and device.
 
         Returns:
-            `[B, C, context, H, W]`, channels-last: the memory of the tail itself, for the caller to
-            bring up to date before anything else is allocated, which may move the tail.
+            `[B, C, context, H, W]`, channels-last: the tail itself, which the caller updates before
+            any other allocation, because an allocation can move it.
         """
         tail = self._tails.get(conv)
         if tail is None:
@@ -77,10 +86,16 @@ class TemporalCache:
         return tail
 
     def window(self, conv: nn.Module, context: int, x: Tensor) -> Tensor:
-        """The frames that a causal convolution saw last and the new ones, which become the tail.
+        """Join the tail and the new frames, and update the tail.
 
-        They are `[B, C, context + T, H, W]`, channels-last; but under autograd valid as `scratch`
-        is. The arguments are those of `tail`.
+        Args:
+            conv: The convolution, the key of its tail.
+            context: Frames of the tail.
+            x: `[B, C, T, H, W]`, the new frames.
+
+        Returns:
+            `[B, C, context + T, H, W]`, channels-last; valid as long as `scratch`, except under
+            autograd.
         """
         if torch.is_grad_enabled():
             tail = self.tail(conv, context, x)
@@ -94,9 +109,12 @@ class TemporalCache:
         return window
 
     def keep(self, conv: nn.Module, context: int, x: Tensor) -> None:
-        """Bring the tail of a convolution up to date with frames that it saw, or passed by.
+        """Update the tail of a convolution with new input frames; it allocates only a new tail.
 
-        Nothing is allocated where the tail is there already. The arguments are those of `tail`.
+        Args:
+            conv: The convolution, the key of its tail.
+            context: Frames of the tail.
+            x: `[B, C, T, H, W]`, the new frames.
         """
         if self.single_frame or not context:
             return
@@ -106,30 +124,30 @@ class TemporalCache:
             self._tails[conv] = torch.cat([tail, last], dim=2)[:, :, -context:]
             return
         older = context - last.shape[2]
-        for frame in range(older):  # one by one, which needs no copy of frames that overlap
+        for frame in range(older):  # one by one: the frames overlap
             tail[:, :, frame] = tail[:, :, frame + last.shape[2]]
         tail[:, :, older:] = last
 
     def put_back(self, conv: nn.Module, before: Tensor) -> None:
-        """Let a convolution remember what it did before, `[B, C, context, H, W]`."""
+        """Restore the tail of `conv` to `before` `[B, C, context, H, W]`."""
         if conv in self._tails and not torch.is_grad_enabled():
             self._tails[conv].copy_(before)
 
     def tails(self) -> dict[nn.Module, Tensor]:
-        """What each convolution remembers."""
+        """Return the tails `[B, C, context, H, W]` by convolution."""
         return dict(self._tails)
 
     def take(self, tails: dict[nn.Module, Tensor]) -> None:
-        """Go on from what convolutions remembered elsewhere; the first frame has passed."""
+        """Continue from `tails` `[B, C, context, H, W]` of another cache, after the first frame."""
         self._tails = dict(tails)
         self.first = False
 
     def exchange(self, place: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        """Put what a function gives for each tail in its place."""
+        """Replace each tail `[B, C, context, H, W]` by the result of `place` for it."""
         self._tails = {conv: place(conv, tail) for conv, tail in self._tails.items()}
 
     def park(self) -> bool:
-        """Bring all tails to the host, where they stay but while they are used; did that help?"""
+        """Move all tails to the host, to stay there unless used; return whether that freed memory."""
         away = {conv: tail for conv, tail in self._tails.items() if tail.device.type != "cpu"}
         self._tails.update((conv, tail.cpu()) for conv, tail in away.items())
         self.thrifty = True

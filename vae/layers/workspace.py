@@ -1,4 +1,4 @@
-"""The memory that the activations of a stream are made in: lent, and used again."""
+"""Reused memory for the activations of a stream."""
 
 import functools
 from collections.abc import Callable
@@ -12,20 +12,20 @@ from .oom import Relief
 
 _Result = TypeVar("_Result")
 
-# Blocks from this size on are kept for the next result. glibc maps blocks over 32 MB afresh each
-# time, and the first touch of 50 MB of fresh pages takes 13-30 ms, as long as the convolution that
-# fills them takes on a CPU with AMX; smaller ones it hands out again by itself.
+# Blocks from this size on are kept for later results. glibc maps blocks over 32 MB anew each time,
+# and the first touch of 50 MB of new pages takes 13-30 ms, as long as the convolution that fills
+# them on a CPU with AMX. glibc reuses smaller blocks itself.
 KEPT_BYTES = 32 << 20
 
-# A block that is larger than this many times what is asked for stays free for something else.
+# A block larger than this many times the requested size is not used for it.
 WASTE = 1.5
 
 
 class Workspace:
-    """Memory for what layers make and soon let go of; one for all the tiles of a stream.
+    """Memory for short-lived activations; one for all tiles of a stream.
 
     Attributes:
-        relief: Makes room when memory runs out; None: nobody does.
+        relief: Frees memory when it runs out; None: errors are not handled.
     """
 
     def __init__(self) -> None:
@@ -34,27 +34,41 @@ class Workspace:
         self._blocks: list[Tensor] = []
 
     def scratch(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
-        """Lend a channels-last buffer, valid until the next call.
+        """Return a channels-last buffer that is valid until the next call.
 
-        It is one memory for all: fresh pages would cost as much as the arithmetic. It is
-        uninitialised, of the dtype and on the device of `like`; under autograd a tensor of its own.
+        All calls share one memory, because new pages would cost as much as the arithmetic. Under
+        autograd it is a new tensor.
+
+        Args:
+            shape: `[B, C, T, H, W]`.
+            like: Tensor with the dtype and device.
+
+        Returns:
+            Uninitialised memory.
         """
         if torch.is_grad_enabled():
-            # A view, which decides in what order autograd adds up what comes back through it.
+            # A view, because the view decides the order in which autograd accumulates gradients.
             batch, channels, frames, height, width = shape
             return like.new_empty((batch, frames, height, width, channels)).movedim(-1, 1)
         nbytes = prod(shape) * like.element_size()
         block = self._scratch
         if block is None or block.numel() < nbytes or block.device != like.device:
             del block
-            self._scratch = None  # given back before the larger one is asked for
+            self._scratch = None  # release the old block before allocating the larger one
             block = self._scratch = self.attempt(lambda: self.allocate(nbytes, like.device))
         return _video_of(block, shape, like)
 
     def reused(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor | None:
-        """Lend channels-last memory as `scratch`; None where a fresh tensor costs no more.
+        """Return channels-last memory that is reused, or None where a new tensor costs no more.
 
-        The memory comes back by itself when the last tensor on it is gone.
+        The memory becomes free when the last tensor that uses it is gone.
+
+        Args:
+            shape: `[B, C, T, H, W]`.
+            like: Tensor with the dtype and device.
+
+        Returns:
+            Uninitialised memory, or None.
         """
         nbytes = prod(shape) * like.element_size()
         kept = like.device.type == "cpu" and nbytes >= KEPT_BYTES
@@ -63,7 +77,7 @@ class Workspace:
         free = [block for block in self._blocks if _users(block) == 1]
         fitting = [block for block in free if nbytes <= block.numel() <= WASTE * nbytes]
         if not fitting:
-            # What is free and of another size belongs to layers that are done.
+            # Free blocks of another size belong to layers that are done.
             self._blocks = [b for b in self._blocks if not any(b is other for other in free)]
             del free
             fitting = [self.attempt(lambda: self.allocate(nbytes, like.device))]
@@ -71,24 +85,24 @@ class Workspace:
         return _video_of(min(fitting, key=Tensor.numel), shape, like)
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
-        """New bytes, uninitialised."""
+        """Return `[nbytes]` uninitialised bytes on `device`."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def attempt(self, do: Callable[[], _Result]) -> _Result:
-        """Do something that changes nothing before it succeeds; see `Relief.attempt`."""
+        """Run `do`, a step that changes nothing before it succeeds, with `Relief.attempt`."""
         return do() if self.relief is None else self.relief.attempt(do)
 
     def release(self) -> None:
-        """Let go of all memory that nobody stands on."""
+        """Release all memory that no tensor uses."""
         self._scratch = None
         self._blocks = []
 
 
 def _users(block: Tensor) -> int | None:
-    """How many tensors stand on the memory of a block, itself included; None: nobody knows.
+    """Return the number of tensors that use the memory of `block`, itself included; None: unknown.
 
-    PyTorch's CUDA graphs ask the same way. It is no public function, so what it says of a block
-    that is known is looked at first.
+    PyTorch's CUDA graphs count the same way. The function is not public, so it is tested on a known
+    block first.
     """
     alone = _count_alone()
     return None if alone is None else _count(block) - alone + 1
@@ -96,7 +110,7 @@ def _users(block: Tensor) -> int | None:
 
 @functools.cache
 def _count_alone() -> int | None:
-    """What the storage of a tensor that nothing else stands on counts."""
+    """Return the use count of the storage of one tensor, or None if counting does not work."""
     if not hasattr(torch._C, "_storage_Use_Count"):
         return None
     block = torch.empty(2)
@@ -119,15 +133,21 @@ def _video_of(block: Tensor, shape: tuple[int, ...] | torch.Size, like: Tensor) 
 
 
 def to_unit(frames: Tensor) -> Tensor:
-    """uint8 in 0-255 to float32 in [-1, 1]."""
+    """Convert uint8 `frames` `[B, C, T, H, W]` in 0-255 to float32 in [-1, 1]."""
     return frames.float().div_(127.5).sub_(1)
 
 
 def canonical(x: Tensor) -> Tensor:
-    """Give a channels-last tensor the strides of that format in its dimensions of size one too.
+    """Give a channels-last `x` `[B, C, T, H, W]` the strides of that format in every dimension.
 
-    PyTorch leaves those as they were, and with one frame or one column it then takes the tensor for
-    another layout.
+    PyTorch keeps arbitrary strides in dimensions of size one, and then misjudges the layout of a
+    tensor with one frame or one column.
+
+    Args:
+        x: Channels-last.
+
+    Returns:
+        A view of `x`.
     """
     _, channels, frames, height, width = x.shape
     frame = channels * height * width

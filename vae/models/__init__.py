@@ -1,1 +1,1 @@
-"""The networks: what each family is made of, and what a checkpoint calls it."""
+"""The networks of each family, and their names in checkpoints."""

@@ -1,4 +1,4 @@
-"""What the encoders and decoders of all families have in common: a chain of causal layers."""
+"""Base of the encoders and decoders of all families: a chain of causal layers."""
 
 from typing import cast
 
@@ -10,19 +10,22 @@ from ..layers.causal_layer import CausalLayer
 class Network(nn.Module):
     """An encoder or a decoder, whose layers a stream calls one by one.
 
-    Each is made for widths, the channels after its first convolution and of its stages in order;
-    the channels of the frames that come in or go out; those of a latent, of which an encoder gives
-    twice as many, mean and log-variance; and in the Wan 2.2 layout the taps.
+    Constructors take the widths (channels after the first convolution and of each stage in order),
+    the channels of the frames, the channels of a latent (an encoder outputs twice as many, mean and
+    log-variance), and in the Wan 2.2 layout the temporal taps.
     """
 
     def layers(self) -> list[CausalLayer]:
-        """The layers in order, every one from `(x, cache)` to `x`: what it is made of."""
+        """Return the layers in order."""
         return in_order(*self.children())
 
     def chains(self) -> list[list[CausalLayer]]:
-        """The layers, cut before each that has `pairs`.
+        """Return the layers, cut before each one that has `pairs`.
 
-        Such a layer takes two frames at a time, so that those of a step come together before it.
+        These layers take two frames at a time, so the frames of a step are joined before them.
+
+        Returns:
+            Lists of layers.
         """
         chains: list[list[CausalLayer]] = [[]]
         for layer in self.layers():
@@ -33,7 +36,7 @@ class Network(nn.Module):
 
 
 def in_order(*parts: nn.Module) -> list[CausalLayer]:
-    """The layers of a network: layers, and lists of layers."""
+    """Return the layers of `parts`, which are layers and lists of layers."""
     layers = [
         layer for part in parts for layer in (part if isinstance(part, nn.ModuleList) else (part,))
     ]

@@ -1,4 +1,4 @@
-"""Which encoder and decoder a configuration asks for."""
+"""Construct the encoder and decoder of a configuration."""
 
 from .base import Network
 from .config import SEEDVR2, WAN21, VAEConfig
@@ -8,7 +8,7 @@ from .wan22 import Wan22Decoder, Wan22Encoder
 
 
 def make_encoder(config: VAEConfig) -> Network | None:
-    """The encoder, with weights that are not set; None where the checkpoint has none."""
+    """Return the encoder of `config` with uninitialised weights; None: the checkpoint has none."""
     if config.encoder_widths is None:
         return None
     channels = config.image_channels * config.patch_size**2
@@ -20,7 +20,7 @@ def make_encoder(config: VAEConfig) -> Network | None:
 
 
 def make_decoder(config: VAEConfig) -> Network:
-    """The decoder, with weights that are not set."""
+    """Return the decoder of `config` with uninitialised weights."""
     channels = config.image_channels * (config.output_scale * config.patch_size) ** 2
     if config.family == WAN21:
         return Wan21Decoder(config.decoder_widths, channels, config.latent_channels)

@@ -1,4 +1,4 @@
-"""Key names of a checkpoint: whatever wrote it, to Wan's own."""
+"""Convert the key names of a checkpoint to those of Wan."""
 
 import re
 from collections.abc import Mapping
@@ -9,12 +9,12 @@ from torch import Tensor
 from ...kernels import shown
 from .config import SEEDVR2_KEY
 
-# What packers put before every key.
+# Prefixes that some tools put before every key.
 _PREFIXES = ("model.", "first_stage_model.", "vae.", "module.")
 
 # diffusers' names of the Wan 2.1 layout (AutoencoderKLWan, AutoencoderKLQwenImage; its script
-# convert_wan_to_diffusers.py holds the table) as patterns, with Wan's own. The decoder's blocks are
-# numbered after it.
+# convert_wan_to_diffusers.py has the table) as patterns, with Wan's names. The decoder's blocks are
+# numbered afterwards.
 _DIFFUSERS_NAMES = [
     (r"\.norm1\.gamma$", ".residual.0.gamma"),
     (r"\.conv1\.(weight|bias)$", r".residual.2.\1"),
@@ -32,7 +32,7 @@ _DIFFUSERS_NAMES = [
     (r"^encoder\.down_blocks\.(\d+)\.", r"encoder.downsamples.\1."),
 ]
 
-# The same for the Wan 2.2 layout, whose stages number their blocks (AutoencoderKLWan with
+# The same for the Wan 2.2 layout, which numbers the blocks per stage (AutoencoderKLWan with
 # `is_residual`, AutoencoderKLQwenImage21).
 _NESTED_NAMES = [
     (r"^encoder\.down_blocks\.(\d+)\.resnets\.", r"encoder.downsamples.\1.downsamples."),
@@ -41,18 +41,18 @@ _NESTED_NAMES = [
     (r"^decoder\.up_blocks\.(\d+)\.upsampler\.", r"decoder.upsamples.\1.upsamples.3."),
 ]
 
-# Weights that are 2D in any VAE.
+# Weights that are 2D in every VAE.
 _FLAT = re.compile(r"\.(resample\.1|to_qkv|proj)\.weight$")
 
 
 def to_wan_keys(state: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """Bring the keys of any known dialect to Wan's own.
+    """Convert the keys of a state dict to Wan's names.
 
     Args:
-        state: A state dict with Wan's keys, the same behind a prefix, or diffusers'.
+        state: Tensors `[...]` under Wan's keys, the same with a prefix, or diffusers' keys.
 
     Returns:
-        The same tensors under Wan's names. Keys of no known dialect stay as they are.
+        The same tensors under Wan's names. Unknown keys stay as they are.
 
     Raises:
         ValueError: A key or a value is not of a state dict, or two keys mean one tensor.
@@ -60,7 +60,7 @@ def to_wan_keys(state: Mapping[Any, Any]) -> dict[str, Tensor]:
     for key, value in state.items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
             raise ValueError(
-                f"entry {shown(key)} is a {type(value).__name__}; expected names and tensors alone"
+                f"entry {shown(key)} is a {type(value).__name__}; expected names and tensors"
             )
     prefix = next((p for p in _PREFIXES if state and all(key.startswith(p) for key in state)), "")
     plain = {key.removeprefix(prefix): value for key, value in state.items()}
@@ -70,21 +70,21 @@ def to_wan_keys(state: Mapping[Any, Any]) -> dict[str, Tensor]:
         _check_different(names)
         plain = {names[key]: value for key, value in plain.items()}
     if not any(key.startswith("encoder.") for key in plain):
-        # What is left of an encoder that was cut off, after its last layer.
+        # The quantisation convolution of an encoder that was removed.
         plain = {key: value for key, value in plain.items() if not key.startswith("conv1.")}
     return plain
 
 
 def _check_different(names: Mapping[str, str]) -> None:
-    """Refuse two keys of one meaning, of which one would be lost."""
+    """Refuse two keys with the same meaning."""
     first: dict[str, str] = {}
     for key, name in names.items():
         if first.setdefault(name, key) != key:
-            raise ValueError(f"{shown(key)} and {shown(first[name])} are both {shown(name)}")
+            raise ValueError(f"{shown(key)} and {shown(first[name])} both mean {shown(name)}")
 
 
 def _from_diffusers(key: str, nested: bool) -> str:
-    """Wan's name of a tensor that diffusers names `key`; `nested`: in the Wan 2.2 layout."""
+    """Return Wan's name for diffusers' `key`; `nested`: in the Wan 2.2 layout."""
     for pattern, name in [*(_NESTED_NAMES if nested else []), *_DIFFUSERS_NAMES]:
         key = re.sub(pattern, name, key)
     match = re.match(r"decoder\.up_blocks\.(\d+)\.(resnets\.(\d+)|upsamplers\.0)\.(.*)", key)
@@ -95,13 +95,14 @@ def _from_diffusers(key: str, nested: bool) -> str:
 
 
 def with_time(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Give the causal convolutions of a VAE of pictures their one tap in time.
+    """Add the temporal dimension of one tap to the causal convolutions of an image VAE.
 
     Args:
-        weights: Under Wan's names. diffusers keeps those of Qwen-Image 2.1 as 2D convolutions.
+        weights: Tensors `[C_out, C_in, kh, kw]` under Wan's names. diffusers stores Qwen-Image 2.1
+            with 2D convolutions.
 
     Returns:
-        The same weights, in the shapes that ComfyUI's file has.
+        The same weights in the shapes of ComfyUI's file.
     """
     head = weights.get("decoder.head.2.weight")
     if head is None or head.ndim != 4:

@@ -1,4 +1,4 @@
-"""What a VAE is, as far as its weights tell."""
+"""The configuration of a VAE, read from its weights."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ...kernels import shown
 from .latent_stats import latent_statistics
 
-# Keys that tell one layout from another (present from the first release of each).
+# Keys that identify a layout, present since the first release of each.
 _WAN_KEY = "decoder.middle.0.residual.0.gamma"
 _WAN22_KEY = "decoder.upsamples.0.upsamples.0.residual.2.weight"
 SEEDVR2_KEY = "decoder.up_blocks.2.upsamplers.0.upscale_conv.weight"
@@ -17,17 +17,17 @@ WAN22 = "wan2.2"
 QWEN21 = "qwen-image-2.1"
 SEEDVR2 = "seedvr2"
 
-# Channels of a layer; the widest published VAE has 2048.
+# Most channels of a layer; the widest published VAE has 2048.
 _MAX_WIDTH = 1 << 16
 
-# Of every norm of SeedVR2.
+# Groups of every norm of SeedVR2.
 SEEDVR2_GROUPS = 32
 
-# Widths of the stages over the base width (`dim_mult`), by their number.
+# Widths of the stages over the base width (`dim_mult`), by the number of stages.
 _MULTIPLES = {4: (1, 2, 4, 4), 5: (1, 2, 4, 8, 8)}
 
-# The tensors whose first dimension is a stage's width: the first convolution, then each stage's
-# first block.
+# Tensors whose first dimension is a stage's width: the first convolution, then each stage's first
+# block.
 _WAN21_ANCHORS = (
     (
         "encoder.conv1.weight",
@@ -44,8 +44,8 @@ _WAN21_LATENTS = 16
 # The published VAE of the Wan 2.2 layout: base widths, latent channels, and the side of a patch.
 _WAN22_ENCODER, _WAN22_DECODER, _WAN22_LATENTS, _WAN22_PATCH = 160, 256, 48, 2
 
-# The tensors whose first dimension is a stage's width, likewise; the published widths; and what the
-# latents are multiplied with (configs_3b/main.yaml: vae.scaling_factor).
+# The same tensors of SeedVR2, its published widths, and the factor of its latents
+# (configs_3b/main.yaml: vae.scaling_factor).
 _SEEDVR2_ANCHORS = (
     (
         "encoder.conv_in.weight",
@@ -63,32 +63,32 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class LayoutError(ValueError):
-    """The weights are those of another network than the ones of this package."""
+    """The weights belong to another network than those of this package."""
 
 
 @dataclass(frozen=True)
 class VAEConfig:
-    """A VAE of the Wan family.
+    """Configuration of a VAE.
 
     Attributes:
         family: `wan2.1` (Wan 2.1, Wan 2.2 14B, Qwen-Image; pruned, layered and 2x versions),
             `wan2.2` (Wan 2.2 5B), `qwen-image-2.1` or `seedvr2`.
         latent_channels: Channels of a latent.
         image_channels: Channels of a frame: 3, or 4 with alpha.
-        output_scale: Frames come out this many times as large as they go in: 2 for upscaling
-            decoders, else 1.
+        output_scale: Size of decoded frames over that of encoded ones: 2 for upscaling decoders,
+            otherwise 1.
         encoder_widths: Channels of the encoder's first convolution and of its stages, from full
             size down; None: the file has no encoder.
         decoder_widths: Channels of the decoder's first convolution and of its stages, from the
             latent's size up.
-        spatial_compression: Pixels per latent, in height and in width.
-        temporal_compression: Frames per latent, but for the first, which is one frame. 1: every
-            frame is a picture by itself.
+        spatial_compression: Pixels per latent pixel, in height and in width.
+        temporal_compression: Frames per latent frame, except for the first, which is one frame. 1:
+            every frame is an independent picture.
         latent_mean: Mean of each latent channel.
         latent_std: Standard deviation of each latent channel.
-        patch_size: Side of the blocks of pixels that the network sees as one.
-        taps: Frames that a convolution sees.
-        latent_scale: A latent is so many times the mean of the posterior.
+        patch_size: Side of the pixel blocks that the network sees as one pixel.
+        taps: Temporal taps of a convolution.
+        latent_scale: Factor between the posterior mean and the latent.
     """
 
     family: str
@@ -107,19 +107,22 @@ class VAEConfig:
 
     @property
     def encoder_width(self) -> int | None:
-        """Base width of the encoder, the channels at full size; None: no encoder."""
+        """Base width of the encoder, its channels at full size; None: no encoder."""
         return None if self.encoder_widths is None else self.encoder_widths[0]
 
     @property
     def decoder_width(self) -> int:
-        """Base width of the decoder, the channels at full size: 96 for Wan 2.1, 24 for LightVAE."""
+        """Base width of the decoder, its channels at full size: 96 for Wan 2.1, 24 for LightVAE."""
         return self.decoder_widths[-1]
 
     def standard(self) -> "VAEConfig":
-        """The published VAE of this layout that is closest: all stages whole, frames as they are.
+        """Return the published VAE that is closest to this layout.
 
-        It has an encoder, the usual multiples of the base widths, and no upscaling. Of the Wan 2.2
-        layout that is Wan 2.2 itself.
+        It has an encoder, the usual multiples of the base widths, and no upscaling. For the Wan 2.2
+        layout it is Wan 2.2 itself.
+
+        Returns:
+            Its configuration.
         """
         if self.family == SEEDVR2:
             return _seedvr2(_SEEDVR2_LATENTS, 3, _SEEDVR2_ENCODER, _SEEDVR2_DECODER)
@@ -131,15 +134,15 @@ class VAEConfig:
         return _config(WAN22, _WAN22_LATENTS, 3, encoder, decoder, patch_size=_WAN22_PATCH)
 
     def latent_frames(self, frames: int) -> int:
-        """Latents that hold `frames` frames."""
+        """Return the number of latent frames for `frames` frames."""
         return (frames - 1) // self.temporal_compression + 1
 
     def frames(self, latent_frames: int) -> int:
-        """Frames in `latent_frames` latents."""
+        """Return the number of frames for `latent_frames` latent frames."""
         return (latent_frames - 1) * self.temporal_compression + 1
 
     def decoded_shape(self, shape: Sequence[int]) -> tuple[int, int, int, int, int]:
-        """`[B, C, T, H, W]` of the frames in a latent of shape `[B, C_latent, t, h, w]`."""
+        """Return the shape `[B, C, T, H, W]` of the frames of a latent with `shape`."""
         batch, _, latent_frames, height, width = shape
         scale = self.spatial_compression * self.output_scale
         frames = self.frames(latent_frames)
@@ -147,18 +150,18 @@ class VAEConfig:
 
 
 def read_configs(shapes: Shapes) -> list[VAEConfig]:
-    """Read the configuration off the shapes of a state dict.
+    """Read the configuration from the shapes of a state dict.
 
     Args:
         shapes: Shape of each tensor, under Wan's key names.
 
     Returns:
-        The readings, the likeliest first: the standard multiples of the base width, then each
-        stage's own width. Which one every tensor fits is for the loader to see.
+        The possible configurations, the likeliest first: with the standard multiples of the base
+        width, then with each stage's own width. The loader selects the one that fits every tensor.
 
     Raises:
         LayoutError: The names are not those of a known layout.
-        ValueError: They are, but what everything else depends on is missing or misshapen.
+        ValueError: A tensor that the configuration depends on is missing or has a wrong shape.
     """
     if SEEDVR2_KEY in shapes:
         return [_read_seedvr2(shapes)]
@@ -195,7 +198,7 @@ def read_configs(shapes: Shapes) -> list[VAEConfig]:
 
 
 def _read_seedvr2(shapes: Shapes) -> VAEConfig:
-    """The configuration of a SeedVR2 VAE: every stage has the width that it has."""
+    """Return the configuration of a SeedVR2 VAE, with each stage's own width."""
     has_encoder = any(key.startswith("encoder.") for key in shapes)
     usual = _SEEDVR2_ENCODER, _SEEDVR2_DECODER
     encoder, decoder = (
@@ -254,7 +257,7 @@ def _config(
 def _standard_widths(
     encoder: int, decoder: int, stages: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The usual widths of encoder and decoder for their base widths."""
+    """Return the usual widths of encoder and decoder for their base widths."""
     multiples = _MULTIPLES[stages]
     return (
         tuple(encoder * multiple for multiple in (1, *multiples)),
@@ -263,7 +266,7 @@ def _standard_widths(
 
 
 def _stages(shapes: Shapes) -> int:
-    """How many stages a decoder of the Wan 2.2 layout has."""
+    """Return the number of stages of a decoder of the Wan 2.2 layout."""
     stages = len({key.split(".")[2] for key in shapes if key.startswith("decoder.upsamples.")})
     if stages not in _MULTIPLES:
         raise ValueError(
@@ -273,20 +276,20 @@ def _stages(shapes: Shapes) -> int:
 
 
 def _wan22_anchors(stages: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """As `_WAN21_ANCHORS`, where the blocks of a stage have a number of their own."""
+    """Return the tensors as `_WAN21_ANCHORS`, for blocks that are numbered per stage."""
     down = (f"encoder.downsamples.{i}.downsamples.0.residual.6.weight" for i in range(stages))
     up = (f"decoder.upsamples.{i}.upsamples.0.residual.6.weight" for i in range(stages))
     return ("encoder.conv1.weight", *down), ("decoder.conv1.weight", *up)
 
 
 def _is_flat(shapes: Shapes) -> bool:
-    """Whether the convolutions see one frame: with one temporal tap, or with none at all."""
+    """Return whether the convolutions see one frame only: one temporal tap, or 2D weights."""
     shape = shapes["decoder.head.2.weight"]
     return len(shape) == 4 or (len(shape) == 5 and shape[2] == 1)
 
 
 def _size(shapes: Shapes, key: str, dim: int) -> int:
-    """One dimension of a tensor that everything else depends on."""
+    """Return one dimension of a required tensor."""
     if key not in shapes:
         raise ValueError(f"the checkpoint has no {key}")
     if dim >= len(shapes[key]):
@@ -295,7 +298,7 @@ def _size(shapes: Shapes, key: str, dim: int) -> int:
 
 
 def _widths(shapes: Shapes, anchors: tuple[str, ...], standard: tuple[int, ...]) -> tuple[int, ...]:
-    """Each stage's width, from its first tensor that has it; the standard one without that."""
+    """Return each stage's width from the first tensor that has it, or the standard width."""
     return tuple(
         _width(shapes, key, 0) if shapes.get(key) else width
         for key, width in zip(anchors, standard, strict=True)
@@ -303,7 +306,7 @@ def _widths(shapes: Shapes, anchors: tuple[str, ...], standard: tuple[int, ...])
 
 
 def _width(shapes: Shapes, key: str, dim: int) -> int:
-    """A dimension that a network can have: others are made of it before any tensor fits or not."""
+    """Return a dimension; its range is checked because tensors of that size are created next."""
     size = shapes[key][dim]
     if not 0 < size <= _MAX_WIDTH:
         raise ValueError(
@@ -313,10 +316,10 @@ def _width(shapes: Shapes, key: str, dim: int) -> int:
 
 
 def _image_channels(out_channels: int, in_channels: int | None) -> tuple[int, int]:
-    """Channels of a frame, and the scale that its pixels are shuffled to out of channels."""
+    """Return the channels of a frame, and the scale of the pixel shuffle after the decoder."""
     for channels in (3, 4) if in_channels is None else (in_channels,):
         scale = math.isqrt(out_channels // channels)
         if scale and out_channels == channels * scale * scale:
             return channels, scale
     takes = "" if in_channels is None else f" for an encoder of {in_channels} channels"
-    raise ValueError(f"the decoder makes {out_channels} channels{takes}; expected 3, 4, 12 or 16")
+    raise ValueError(f"the decoder has {out_channels} channels{takes}; expected 3, 4, 12 or 16")

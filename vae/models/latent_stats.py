@@ -58,5 +58,5 @@ _BY_CHANNELS = {
 
 
 def latent_statistics(channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of the VAE with so many latent channels; 0 and 1 of others."""
+    """Return mean and standard deviation of the VAE with `channels` latents; 0 and 1 if unknown."""
     return _BY_CHANNELS.get(channels, ((0.0,) * channels, (1.0,) * channels))

@@ -1,25 +1,25 @@
 """Pixels in channels: the patches of Wan 2.2, and the phases of the 2x decoders.
 
-Back to pixels they come with `pixel_shuffle_3d` and `frames_to_images`, which take the same orders.
+`pixel_shuffle_3d` and `frames_to_images` convert back and take the same orders.
 """
 
 from einops import rearrange
 from torch import Tensor
 
-# Which of a patch's pixels a channel holds, from the slowest index to the fastest: channel
-# (c * size + x) * size + y, or (c * size + y) * size + x.
+# Index of a patch's pixel within the channels, from the slowest to the fastest: channel (c * size +
+# x) * size + y, or (c * size + y) * size + x.
 COLUMN_FIRST = "ctwh"
 ROW_FIRST = "cthw"
 
 
 def fold_pixels(frames: Tensor, size: int) -> Tensor:
-    """Lay `size x size` pixels side by side in channels, `COLUMN_FIRST`.
+    """Move blocks of `size x size` pixels to channels, `COLUMN_FIRST`.
 
-    It is `patchify` of Wan 2.2, "b c f (h q) (w r) -> b (c r q) f h w" (wan/modules/vae2_2.py).
+    `patchify` of Wan 2.2, "b c f (h q) (w r) -> b (c r q) f h w" (wan/modules/vae2_2.py).
 
     Args:
         frames: `[B, C, T, H, W]`; `H` and `W` are multiples of `size`.
-        size: Side of a patch.
+        size: Side of a patch in pixels.
 
     Returns:
         `[B, C * size^2, T, H / size, W / size]`, channels-last.

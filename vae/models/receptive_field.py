@@ -1,4 +1,4 @@
-"""What a layer sees: how far back in time and to each side, and how large its frames become."""
+"""The receptive field of a layer in time and space, and the size of its frames."""
 
 import math
 from collections.abc import Sequence
@@ -15,22 +15,28 @@ Size = tuple[int, int]
 
 
 def latents_before(decoder: Network) -> int:
-    """Latents before its own that a frame depends on.
+    """Return the number of earlier latents that a frame of `decoder` depends on.
 
-    Counted from the frames to the latents: each convolution adds the frames that it looks back, and
-    a layer that doubles the frames halves what has come together.
+    Counted from the frames back to the latents: each convolution adds its context, and a layer that
+    doubles the frames halves the sum.
+
+    Args:
+        decoder: The decoder.
+
+    Returns:
+        Latents.
     """
     frames = 0
     for layer in reversed(decoder.layers()):
         for part in reversed(layer.blocks):
             back = sum(taps - 1 for taps, _ in causal_taps(part))
-            # A frame more, because the first of two does not begin where the latent does.
+            # One more frame, because the first of two frames does not start at the latent's start.
             frames = math.ceil(frames / part.times) + back + part.times - 1
     return frames
 
 
 def causal_taps(layer: CausalLayer) -> list[tuple[int, int]]:
-    """Taps and stride in time of the causal convolutions that a layer's frames go through."""
+    """Return temporal taps and stride of the causal convolutions of `layer`, in order."""
     return [
         (module.weight.shape[2], module.stride)
         for part in layer.blocks
@@ -40,12 +46,12 @@ def causal_taps(layer: CausalLayer) -> list[tuple[int, int]]:
 
 
 def is_encoder(network: Network) -> bool:
-    """Whether frames become smaller on the way."""
+    """Return whether `network` makes frames smaller."""
     return any(layer.scale < 1 for layer in network.layers())
 
 
 def frame_sizes(layers: Sequence[CausalLayer], size: Size) -> list[Size]:
-    """Height and width of whole frames before each layer, and after the last."""
+    """Return height and width of frames of `size` before each of `layers` and after the last."""
     sizes = [size]
     for layer in layers:
         height, width = sizes[-1]
@@ -54,6 +60,6 @@ def frame_sizes(layers: Sequence[CausalLayer], size: Size) -> list[Size]:
 
 
 def reach(part: nn.Module) -> int:
-    """Pixels that a layer without `blocks` sees on each side of one, where its convolutions are."""
+    """Return the pixels that `part`, a layer without `blocks`, sees on each side of a pixel."""
     convs = (module for module in part.modules() if isinstance(module, Conv))
     return sum(conv.weight.shape[-1] // 2 for conv in convs)

@@ -2,7 +2,7 @@
 
 The graph and the parameter names are those of SeedVR, models/video_vae_v3 (attn_video_vae.py,
 causal_inflation_lib.py, s8_c16_t4_inflation_sd3.yaml). Norms and attention see one frame at a time,
-and what stands before the video is its first frame, so that any split of the stream is exact.
+and the video is padded with its first frame, so any split of the stream is exact.
 """
 
 import functools
@@ -46,22 +46,32 @@ class GroupNorm(nn.Module):
         tail: Tensor | None = None,
         statistics: Tensor | None = None,
     ) -> Tensor:
-        """Norm and SiLU of `x`; see `group_norm_silu`."""
+        """Compute norm and SiLU of `x`, as `group_norm_silu` does.
+
+        Args:
+            x: `[B, C, T, H, W]`, channels-last.
+            out: `[B, C, K + T, H, W]`.
+            tail: `[B, C, K, H, W]`, or None.
+            statistics: `[B, T, 2, groups]` of whole frames; None: measured from `x`.
+
+        Returns:
+            `out`.
+        """
         return group_norm_silu(
             x, self.weight, self.bias, SEEDVR2_GROUPS, tail=tail, statistics=statistics, out=out
         )
 
     def statistics(self, x: Tensor) -> Tensor:
-        """Of whole frames, for `silu` of some of their rows."""
+        """Return the statistics `[B, T, 2, groups]` of whole frames `x` `[B, C, T, H, W]`."""
         return group_norm_statistics(x, SEEDVR2_GROUPS)
 
     def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Norm of `x`, into `out` if given."""
+        """Compute the norm of `x` `[B, C, T, H, W]`, into `out` if given."""
         return group_norm_silu(x, self.weight, self.bias, SEEDVR2_GROUPS, silu=False, out=out)
 
 
 def causal(in_channels: int, out_channels: int) -> CausalConv3d:
-    """A 3x3x3 convolution that has the first frame of the video before it."""
+    """Return a 3x3x3 convolution (`in_channels`, `out_channels`) with a replicated first frame."""
     return CausalConv3d(in_channels, out_channels, replicate=True)
 
 
@@ -72,7 +82,18 @@ def normed(
     cache: TemporalCache,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Norm, SiLU and convolution, and `residual` added, whose memory may become the result."""
+    """Compute norm, SiLU and convolution, and add a residual.
+
+    Args:
+        conv: The convolution.
+        norm: The norm before it.
+        x: `[B, C_in, T, H, W]`, channels-last.
+        cache: State of the video.
+        residual: `[B, C_out, T, H, W]`, whose memory may become the result, or None.
+
+    Returns:
+        `[B, C_out, T, H, W]`.
+    """
     rows = row_bands.rows_of(conv, x, cache)
     if rows < x.shape[3]:
         statistics = cache.attempt(lambda: norm.statistics(x))
@@ -97,7 +118,7 @@ class SeedVR2ResidualBlock(CausalLayer):
         )
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """`[B, C_in, T, H, W]` to `[B, C_out, T, H, W]`."""
+        """Run the block on `x` `[B, C_in, T, H, W]` with `cache`; return `[B, C_out, T, H, W]`."""
         y = normed(self.conv1, self.norm1, x, cache)
         residual = x if self.conv_shortcut is None else self.conv_shortcut(x, cache)
         return normed(self.conv2, self.norm2, y, cache, residual)
@@ -115,7 +136,7 @@ class SeedVR2AttentionBlock(CausalLayer):
         self.to_out = nn.ModuleList([PointwiseConv(channels, channels, 0)])
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """`[B, C, T, H, W]` to the same shape."""
+        """Run the block on `x` `[B, C, T, H, W]` with `cache`; the shape stays the same."""
         parts = self.to_q, self.to_k, self.to_v
         return attend(
             x, cache, self.group_norm, lambda y: [part(y, cache) for part in parts], self.to_out[0]
@@ -123,10 +144,10 @@ class SeedVR2AttentionBlock(CausalLayer):
 
 
 class SeedVR2Upsample(CausalLayer):
-    """A 1x1x1 convolution, whose channels become pixels and frames, and a 3x3x3 convolution.
+    """A 1x1x1 convolution, a shuffle of its channels to pixels and frames, and a 3x3x3 convolution.
 
-    With `temporal` there are two frames for one, but for the first latent of a video: the second of
-    its two is left out.
+    With `temporal` one frame becomes two, except for the first latent of a video, whose second
+    frame is left out.
     """
 
     scale = Fraction(2)
@@ -139,12 +160,12 @@ class SeedVR2Upsample(CausalLayer):
         self.conv = ShuffleConv(channels, self.upscale_conv, self.times)
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """`[B, C, T, H, W]` to `[B, C, T or 2 T, 2 H, 2 W]`."""
+        """Upsample `x` `[B, C, T, H, W]` with `cache` to `[B, C, T or 2 T, 2 H, 2 W]`."""
         return self.conv(x, cache)
 
 
 class SeedVR2Downsample(CausalLayer):
-    """A convolution with stride 2 in height and width; with `temporal` in time too."""
+    """A convolution with stride 2 in height and width, and in time with `temporal`."""
 
     scale = Fraction(1, 2)
 
@@ -154,14 +175,14 @@ class SeedVR2Downsample(CausalLayer):
         self.pairs = temporal
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """`[B, C, T, H, W]` to `[B, C, T or T / 2, H / 2, W / 2]`."""
+        """Downsample `x` `[B, C, T, H, W]` with `cache` to `[B, C, T or T / 2, H / 2, W / 2]`."""
         return self.conv(x, cache)
 
 
 class ShrinkingConv3d(CausalConv3d):
-    """Stride 2 in height and width, with zeros at the right and the bottom only.
+    """A causal convolution with stride 2 in space, zero-padded at the right and bottom only.
 
-    They are written with the window, which is written anyway.
+    The zeros are written into the window, which is copied in any case.
     """
 
     def __init__(self, channels: int, *, temporal: bool) -> None:
@@ -169,7 +190,7 @@ class ShrinkingConv3d(CausalConv3d):
         super().__init__(channels, channels, (taps, 3, 3), stride, replicate=True)
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """`[B, C, T, H, W]` to `[B, C, T / stride, H / 2, W / 2]`; one frame where it is first."""
+        """Convolve `x` `[B, C, T, H, W]` with `cache` to `[B, C, T / stride, H / 2, W / 2]`."""
         known = 0 if cache.first else self.context
         window = self._bordered(x, known, cache)
         self.keep(x, cache)
@@ -178,7 +199,7 @@ class ShrinkingConv3d(CausalConv3d):
         return self.convolve(window, "volume", (self.stride, 2, 2), (0, 0), cache)
 
     def _bordered(self, x: Tensor, known: int, cache: TemporalCache) -> Tensor:
-        """The `known` frames that it saw last, the new ones, and a row and a column of zeros."""
+        """Join the tail of `known` frames, the new frames, and a row and a column of zeros."""
         if torch.is_grad_enabled():
             whole = torch.cat([cache.tail(self, known, x), x], dim=2) if known else x
             return F.pad(whole, (0, 1, 0, 1))
@@ -199,19 +220,19 @@ def _residual_blocks(in_channels: int, out_channels: int, count: int) -> nn.Modu
 
 
 def _stage(resnets: nn.ModuleList, name: str, *others: CausalLayer) -> nn.ModuleDict:
-    """The residual blocks of a stage and what else it has, under their names."""
+    """Return the modules of a stage, its residual blocks and others, under their names."""
     named = {name: nn.ModuleList(others)} if others else {}
     return nn.ModuleDict({"resnets": resnets, **named})
 
 
 def _middle(channels: int) -> nn.ModuleDict:
-    """Residual, attention, residual."""
+    """Return the middle of a network: residual, attention, residual."""
     blocks = _residual_blocks(channels, channels, 2)
     return _stage(blocks, "attentions", SeedVR2AttentionBlock(channels))
 
 
 class SeedVR2Head(CausalLayer):
-    """Norm, SiLU and the last convolution, which are parts of the network itself by name."""
+    """Norm, SiLU and the last convolution, which belong to the network itself by name."""
 
     sees_all = True
 
@@ -220,12 +241,12 @@ class SeedVR2Head(CausalLayer):
         self.norm, self.conv = norm, conv
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """`[B, C_in, T, H, W]` to `[B, C_out, T, H, W]`."""
+        """Run the head on `x` `[B, C_in, T, H, W]` with `cache`; return `[B, C_out, T, H, W]`."""
         return normed(self.conv, self.norm, x, cache)
 
 
 class SeedVR2Encoder(Network):
-    """Frames to mean and log-variance of latents."""
+    """Encode frames to mean and log-variance."""
 
     def __init__(self, widths: Sequence[int], in_channels: int, latent_channels: int) -> None:
         super().__init__()
@@ -241,12 +262,12 @@ class SeedVR2Encoder(Network):
         self.conv_out = causal(widths[-1], 2 * latent_channels)
 
     def layers(self) -> list[CausalLayer]:
-        """From `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`."""
+        """Return the layers from `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`."""
         return _layers(self, self.down_blocks, "downsamplers", middle_first=False)
 
 
 class SeedVR2Decoder(Network):
-    """Latents to frames."""
+    """Decode latents to frames."""
 
     def __init__(self, widths: Sequence[int], out_channels: int, latent_channels: int) -> None:
         super().__init__()
@@ -263,7 +284,7 @@ class SeedVR2Decoder(Network):
         self.conv_out = causal(widths[-1], out_channels)
 
     def layers(self) -> list[CausalLayer]:
-        """From `[B, C_latent, t, h, w]` to `[B, C, T, 8 h, 8 w]`."""
+        """Return the layers from `[B, C_latent, t, h, w]` to `[B, C, T, 8 h, 8 w]`."""
         return _layers(self, self.up_blocks, "upsamplers", middle_first=True)
 
 
@@ -274,7 +295,7 @@ def _layers(
     *,
     middle_first: bool,
 ) -> list[CausalLayer]:
-    """The layers of either network in order."""
+    """Return the layers of an encoder or decoder in order."""
     resnets, attentions = network.mid_block.resnets, network.mid_block.attentions
     middle = resnets[0], attentions[0], resnets[1]
     inner = [

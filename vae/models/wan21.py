@@ -15,12 +15,12 @@ from .wan_blocks import Downsample, Head, Upsample, middle, residual_blocks
 _ENCODER_BLOCKS = 2
 _DECODER_BLOCKS = 3
 
-# Whether the resampling after each stage changes the number of frames too, in the encoder's order.
+# Whether the resampling after each stage also changes the number of frames, in the encoder's order.
 _TEMPORAL = (False, True, True)
 
 
 class Wan21Encoder(Network):
-    """Frames to mean and log-variance of latents, before the 1x1x1 quantisation convolution.
+    """Encode frames to mean and log-variance, before the 1x1x1 quantisation convolution.
 
     From `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`.
     """
@@ -39,7 +39,7 @@ class Wan21Encoder(Network):
 
 
 class Wan21Decoder(Network):
-    """Latents, after the 1x1x1 convolution that follows quantisation, to frames.
+    """Decode latents, after the 1x1x1 convolution that follows quantisation, to frames.
 
     From `[B, C_latent, t, h, w]` to `[B, C_out, T, 8 h, 8 w]`.
     """

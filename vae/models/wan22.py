@@ -1,9 +1,8 @@
 """Encoder and decoder of the Wan 2.2 layout: Wan 2.2 (5B), pruned versions, Qwen-Image 2.1.
 
 The graph and the parameter names are those of wan/modules/vae2_2.py (Encoder3d, Decoder3d, and
-their Down_ResidualBlock and Up_ResidualBlock): stages with a shortcut around each, that has no
-parameters. Qwen-Image 2.1 is the same graph with one temporal tap, so that every frame is a first
-one.
+their Down_ResidualBlock and Up_ResidualBlock): stages with a parameter-free shortcut around each.
+Qwen-Image 2.1 is the same graph with one temporal tap, so every frame is a first frame.
 """
 
 import functools
@@ -25,9 +24,9 @@ _DECODER_BLOCKS = 3
 
 
 class DownStage(CausalLayer):
-    """Residual blocks and a downsampling, with the averaged input of the stage added.
+    """Residual blocks and a downsampling, plus the averaged input of the stage.
 
-    Height and width are halved with `space`, and two frames become one with `time`.
+    Height and width are halved with `space`; two frames become one with `time`.
     """
 
     settles = True
@@ -54,8 +53,8 @@ class DownStage(CausalLayer):
         return in_order(self.downsamples)
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """`[B, C_in, T, H, W]` to `[B, C_out, T or T / 2, H or H / 2, W or W / 2]`."""
-        # Made first, because the blocks may write into their input.
+        """Run the stage on `x` `[B, C_in, T, H, W]` with `cache`; sizes are halved as configured."""
+        # Computed first, because the blocks may write into their input.
         times, size = self._patch
         average = functools.partial(average_down, x, self.out_channels, times=times, size=size)
         shortcut = cache.attempt(average)
@@ -67,10 +66,10 @@ class DownStage(CausalLayer):
 
 
 class UpStage(CausalLayer):
-    """Residual blocks and an upsampling, with the repeated input of the stage added.
+    """Residual blocks and an upsampling, plus the repeated input of the stage.
 
-    Height and width are doubled with `space`, without which there is no shortcut either, and one
-    frame becomes two with `time`.
+    Height and width are doubled with `space`; without it there is no shortcut. One frame becomes
+    two with `time`.
     """
 
     def __init__(
@@ -95,12 +94,12 @@ class UpStage(CausalLayer):
         return in_order(self.upsamples)
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """`[B, C_in, T, H, W]` to `[B, C_out, T or 2 T, H or 2 H, W or 2 W]`."""
+        """Run the stage on `x` `[B, C_in, T, H, W]` with `cache`; sizes are doubled as configured."""
         if len(self.upsamples) == _DECODER_BLOCKS:
             for block in self.upsamples:
                 x = block(x, cache)
             return x
-        # A block with a shortcut of its own leaves its input alone; the others write into it.
+        # A block with its own shortcut does not write into its input; the others do.
         source = x if self.upsamples[0].shortcut is not None else cache.attempt(x.clone)
         for block in self.upsamples[:_DECODER_BLOCKS]:
             x = block(x, cache)
@@ -108,7 +107,7 @@ class UpStage(CausalLayer):
 
 
 class Wan22Encoder(Network):
-    """Frames, whose pixels lie in channels, to mean and log-variance of latents.
+    """Encode frames with pixels in channels to mean and log-variance.
 
     From `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`.
     """
@@ -128,7 +127,7 @@ class Wan22Encoder(Network):
 
 
 class Wan22Decoder(Network):
-    """Latents to frames whose pixels lie in channels.
+    """Decode latents to frames with pixels in channels.
 
     From `[B, C_latent, t, h, w]` to `[B, C_out, T, 8 h, 8 w]`.
     """
@@ -148,9 +147,9 @@ class Wan22Decoder(Network):
 
 
 def _check_shortcut(finer: int, coarser: int) -> None:
-    """A shortcut without parameters needs channels that divide."""
+    """Check that the channels divide, which a parameter-free shortcut needs."""
     if finer % coarser:
         raise ValueError(
-            f"a stage has {finer} numbers for {coarser} channels of its shortcut; "
+            f"a stage has {finer} values for {coarser} channels of its shortcut; "
             "expected a multiple"
         )

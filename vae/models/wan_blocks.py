@@ -1,8 +1,8 @@
-"""The blocks that the Wan layouts are built of: norm, residual, attention, resampling.
+"""The blocks of the Wan layouts: norm, residual, attention, resampling.
 
-Shapes, order and parameter names follow Wan 2.1, wan/modules/vae.py. Every block is called with the
-activation `[B, C, T, H, W]`, channels-last, and the `TemporalCache` of the video, and owns its
-input: it may write into it. `taps` are the frames that a convolution sees.
+Shapes, order and parameter names follow Wan 2.1, wan/modules/vae.py. Every block takes the
+activation `[B, C, T, H, W]`, channels-last, and the `TemporalCache` of the video. It may write into
+its input. `taps` is the number of temporal taps of a convolution.
 """
 
 import functools
@@ -40,11 +40,21 @@ class RMSNorm(nn.Module):
         tail: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Norm and SiLU of `x`; see `rms_norm_silu`."""
+        """Compute norm and SiLU of `x`, as `rms_norm_silu` does.
+
+        Args:
+            x: `[B, C, T, H, W]`, channels-last.
+            out: `[B, C, K + T, H, W]`, or None.
+            tail: `[B, C, K, H, W]`, or None.
+            bias: `[C]`, added to `x` first, or None.
+
+        Returns:
+            `[B, C, K + T, H, W]`.
+        """
         return rms_norm_silu(x, self.gamma, bias=bias, tail=tail, out=out)
 
     def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Norm of `x`, into `out` if given."""
+        """Compute the norm of `x` `[B, C, T, H, W]`, into `out` if given."""
         return rms_norm_silu(x, self.gamma, silu=False, out=out)
 
 
@@ -69,7 +79,7 @@ class ResidualBlock(CausalLayer):
         )
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """`[B, C_in, T, H, W]` to `[B, C_out, T, H, W]`."""
+        """Run the block on `x` `[B, C_in, T, H, W]` with `cache`; return `[B, C_out, T, H, W]`."""
         norm1, norm2 = (cast(RMSNorm, self.residual[key]) for key in "03")
         conv1, conv2 = (cast(CausalConv3d, self.residual[key]) for key in "26")
         late = conv1.adds_bias_late(x)
@@ -93,15 +103,15 @@ class AttentionBlock(CausalLayer):
         self.proj = PointwiseConv(channels, channels, ndim=2)
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """`[B, C, T, H, W]` to the same shape."""
+        """Run the block on `x` `[B, C, T, H, W]` with `cache`; the shape stays the same."""
         return attend(x, cache, self.norm, lambda y: self.to_qkv(y, cache).chunk(3, 1), self.proj)
 
 
 class Upsample(CausalLayer):
-    """Nearest 2x in space and a 3x3 convolution; with `temporal` one frame becomes two before.
+    """Nearest 2x in space and a 3x3 convolution; with `temporal`, one frame becomes two first.
 
-    The first frame of a video passes without `time_conv`, and is not in its history either: the
-    second step sees zeros before it (wan/modules/vae.py, the "Rep" branch of `Resample`).
+    The first frame of a video skips `time_conv` and is not part of its history either: the second
+    step sees zeros before it (wan/modules/vae.py, the "Rep" branch of `Resample`).
     """
 
     scale = Fraction(2)
@@ -111,7 +121,7 @@ class Upsample(CausalLayer):
     ) -> None:
         super().__init__()
         self.times = 2 if temporal else 1
-        # The phases, before they are merged.
+        # The phases before they are merged.
         self.growth = 4 * out_channels // in_channels * self.times
         self.resample = nn.ModuleDict({"1": UpsampleConv2d(in_channels, out_channels)})
         self.time_conv = (
@@ -119,10 +129,16 @@ class Upsample(CausalLayer):
         )
 
     def forward(self, x: Tensor, cache: TemporalCache, source: Tensor | None = None) -> Tensor:
-        """`[B, C_in, T, H, W]` to `[B, C_out, T or 2 T, 2 H, 2 W]`, both channels-last.
+        """Upsample.
 
-        `source`, `[B, C, T, H, W]`, is repeated over the new pixels and frames and added; see
-        `merge_phases`.
+        Args:
+            x: `[B, C_in, T, H, W]`, channels-last.
+            cache: State of the video.
+            source: `[B, C, T, H, W]`, repeated over the new pixels and frames and added, as in
+                `merge_phases`; None: nothing is added.
+
+        Returns:
+            `[B, C_out, T or 2 T, 2 H, 2 W]`, channels-last.
         """
         if self.time_conv is not None and not cache.first:
             y = self.time_conv(x, cache)
@@ -133,9 +149,9 @@ class Upsample(CausalLayer):
 
 
 class Downsample(CausalLayer):
-    """A 3x3 convolution with stride 2 in space; with `temporal` two frames become one after.
+    """A 3x3 convolution with stride 2 in space; with `temporal`, two frames become one afterwards.
 
-    The first frame of a video passes `time_conv` by, but is the history of its second step.
+    The first frame of a video skips `time_conv`, but is the history of its second step.
     """
 
     scale = Fraction(1, 2)
@@ -144,16 +160,23 @@ class Downsample(CausalLayer):
         super().__init__()
         self.resample = nn.ModuleDict({"1": StridedConv2d(channels, channels)})
         self.pairs = temporal
-        # With one tap there is no time, and the weights are there for their names.
+        # With one tap there is no time, and the weights only exist for their names.
         stride = min(2, taps)
         self.time_conv = (
             CausalConv3d(channels, channels, (taps, 1, 1), stride=stride) if temporal else None
         )
 
     def forward(self, x: Tensor, cache: TemporalCache, residual: Tensor | None = None) -> Tensor:
-        """`[B, C, T, H, W]` to `[B, C, T or T / 2, H / 2, W / 2]`, both channels-last.
+        """Downsample.
 
-        `residual`, of the shape of the result, is added; its memory may become the result.
+        Args:
+            x: `[B, C, T, H, W]`, channels-last.
+            cache: State of the video.
+            residual: Shape of the result, added to it; its memory may become the result. None:
+                nothing is added.
+
+        Returns:
+            `[B, C, T or T / 2, H / 2, W / 2]`, channels-last.
         """
         if self.time_conv is None:
             return self.resample["1"](x, cache, Terms(residual))
@@ -175,7 +198,7 @@ class Head(CausalLayer):
         self.add_module("2", CausalConv3d(in_channels, out_channels, (taps, 3, 3)))
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """`[B, C_in, T, H, W]` to `[B, C_out, T, H, W]`."""
+        """Run the head on `x` `[B, C_in, T, H, W]` with `cache`; return `[B, C_out, T, H, W]`."""
         norm, conv = self.children()
         return conv(x, cache, fill=norm.silu)
 
@@ -183,13 +206,23 @@ class Head(CausalLayer):
 def residual_blocks(
     in_channels: int, out_channels: int, count: int, taps: int = 3
 ) -> list[ResidualBlock]:
-    """Residual blocks in a row, the first of which changes the width."""
+    """Return a chain of residual blocks, of which the first changes the width.
+
+    Args:
+        in_channels: Input channels of the first block.
+        out_channels: Output channels of all blocks.
+        count: Number of blocks.
+        taps: Temporal taps.
+
+    Returns:
+        The blocks.
+    """
     widths = [in_channels] + [out_channels] * count
     return [ResidualBlock(*pair, taps) for pair in itertools.pairwise(widths)]
 
 
 def middle(channels: int, taps: int = 3) -> nn.ModuleList:
-    """Residual, attention, residual."""
+    """Return the middle of a network with `channels` and `taps`: residual, attention, residual."""
     first, last = residual_blocks(channels, channels, 2, taps)
     return nn.ModuleList([first, AttentionBlock(channels), last])
 
@@ -201,14 +234,17 @@ def attend(
     mix: Callable[[Tensor], Sequence[Tensor]],
     proj: nn.Module,
 ) -> Tensor:
-    """Add to each frame of `[B, C, T, H, W]` what its pixels attend to.
+    """Add self-attention over the pixels of each frame to `x`.
 
     Args:
-        x: The frames; their memory is left alone.
-        cache: The state of the video.
-        norm: Of the frames, into `out`.
-        mix: Makes queries, keys and values of the normed frames, each of the shape of `x`.
-        proj: Mixes the channels of what comes of these.
+        x: `[B, C, T, H, W]`; it is not modified.
+        cache: State of the video.
+        norm: Norm of the frames, into `out`.
+        mix: Returns queries, keys and values of the normed frames, each with the shape of `x`.
+        proj: Mixes the channels of the result.
+
+    Returns:
+        `[B, C, T, H, W]`.
     """
     batch, _, frames, height, width = x.shape
     normed = cache.scratch(x.shape, x)
@@ -220,6 +256,6 @@ def attend(
 
     rows = cache.attempt(attended)
     y = proj(rows.view(batch, frames, height, width, -1).movedim(-1, 1), cache)
-    # In the memory of `y` where autograd does not record.
+    # In the memory of `y`, unless autograd records.
     out = None if torch.is_grad_enabled() else y
     return cache.attempt(lambda: bias_residual(y, residual=x, out=out))

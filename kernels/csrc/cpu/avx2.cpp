@@ -8,8 +8,8 @@
 
 #include <new>
 
-// By a pragma and not on the command line: only what is between here and the pop is compiled for
-// AVX2, no function of a header that the linker might take for all files.
+// By a pragma instead of a compiler flag: only the code between here and the pop is compiled for
+// AVX2, and no function of a header that the linker might use for all files.
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else

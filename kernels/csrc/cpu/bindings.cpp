@@ -1,6 +1,6 @@
-// The ops as PyTorch sees them. Results are arguments, so that a dispatch mode sees one op a call.
-// Layouts are asked for in native_ops/; here they are only checked, since torch.ops is open to
-// everybody.
+// The ops as PyTorch sees them. Results are arguments, so that a dispatch mode sees one op per
+// call. native_ops/ refuses unsupported layouts; the checks here protect direct calls through
+// torch.ops.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -23,7 +23,7 @@ namespace {
 using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-// The fastest that the machine has; FAST_VIDEO_VAE_ISA lowers it, for tests.
+// The fastest instruction set of the machine; FAST_VIDEO_VAE_ISA lowers it, for tests.
 const Kernels& kernels() {
   static const Kernels& chosen = [&]() -> const Kernels& {
     const char* wanted = std::getenv("FAST_VIDEO_VAE_ISA");
@@ -35,10 +35,10 @@ const Kernels& kernels() {
   return chosen;
 }
 
-// Numbers below which a second thread costs more than it does: the grain of PyTorch's own ops.
+// Values below which a second thread costs more than it saves: the grain size of PyTorch's own ops.
 constexpr int64_t kGrain = 32768;
 
-// Spreads tasks over the threads of PyTorch.
+// Distributes tasks over PyTorch's threads.
 template <class Op>
 void spread(void (*kernel)(const Op&, int64_t, int64_t), const Op& op, int64_t tasks,
             int64_t numbers) {
@@ -47,7 +47,7 @@ void spread(void (*kernel)(const Op&, int64_t, int64_t), const Op& op, int64_t t
   at::parallel_for(0, tasks, grain,
                    [&](int64_t begin, int64_t end) { kernel(op, begin, end); });
 #else
-  // PyTorch's pool is OpenMP's, and this compiler has none (Apple's).
+  // PyTorch uses OpenMP threads, and this compiler (Apple's) has no OpenMP.
   const int64_t count = std::min<int64_t>(at::get_num_threads(), ceil_div(tasks, grain));
   const int64_t share = count ? ceil_div(tasks, count) : 0;
   std::vector<std::thread> others;
@@ -68,7 +68,7 @@ Dtype dtype_of(const Tensor& x) {
   }
 }
 
-// Whether dimensions are one dense run of numbers, the last the fastest.
+// Whether dimensions are contiguous, the last one fastest.
 bool dense(at::IntArrayRef sizes, at::IntArrayRef strides, std::initializer_list<int> dims) {
   int64_t run = 1;
   for (auto dim = dims.end(); dim-- != dims.begin();) {
@@ -118,12 +118,12 @@ Rows rows_of(const Tensor& x, const Tensor& like) {
   return rows;
 }
 
-// A NaN becomes the usual one, which the rounding to bfloat16 keeps.
+// Replaces a NaN by the standard one, which rounding to bfloat16 keeps.
 float usual(float value) {
   return std::isnan(value) ? std::numeric_limits<float>::quiet_NaN() : value;
 }
 
-// Parameters times a factor, `times` in a row, with zeros behind.
+// Parameters times a factor, repeated `times` times, padded with zeros.
 std::vector<float> padded(const Tensor& values, int64_t count, float factor = 1,
                           int64_t times = 1) {
   TORCH_CHECK(values.scalar_type() == at::kFloat && values.is_contiguous() &&
@@ -148,13 +148,13 @@ void rms_norm_silu(const Tensor& x, const Tensor& gamma, bool silu, const MaybeT
   std::vector<float> offset;
   if (bias) offset = padded(*bias, v.channels);
   op.bias = bias ? offset.data() : nullptr;
-  // A block of a frame is about 16 to 32 KB: read and written, it stays in the first caches.
+  // A block of a frame is about 16 to 32 KB, so that it stays in the first caches.
   op.rows = std::max<int64_t>(1, 8192 / std::max<int64_t>(1, v.channels));
   const int64_t tasks = v.batch * ceil_div(v.pixels(), op.rows);
   spread(kernels().rms_norm_silu, op, tasks, op.rows * v.channels * op.out.frames);
 }
 
-// From sums over the pixels of a frame to the mean and 1 / sqrt(var + eps) of each group.
+// Converts sums over the pixels of a frame to the mean and 1 / sqrt(var + eps) of each group.
 void finish_statistics(const GroupNormSums& op, int64_t frame, int64_t groups, double eps,
                        float* means, float* inverses) {
   const int64_t channels = op.x.channels, each = channels / groups;
@@ -195,7 +195,7 @@ void measure(const Tensor& x, int64_t groups, double eps, float* statistics) {
     return;
   }
   op.padded = ceil_div(v.channels, kPadding) * kPadding;
-  // The split depends on the size alone: the result is the same for any number of threads.
+  // The split depends on the size only, so the result is the same for any number of threads.
   op.rows = std::max<int64_t>(256, ceil_div(v.pixels(), 32));
   op.chunks = ceil_div(v.pixels(), op.rows);
   std::vector<double> sums(frames * op.chunks * 2 * v.channels);
@@ -253,7 +253,7 @@ void group_norm_silu(const Tensor& x, const Tensor& weight, const Tensor& bias, 
   for (int64_t frame = 0; frame < frames; ++frame) {
     for (int64_t c = 0; c < v.channels; ++c) {
       const float* mean = numbers + frame * 2 * groups + c / each;
-      // The offset is that of the rounded factor, so that a large mean does not magnify its error.
+      // The offset uses the rounded factor, so that a large mean does not magnify its error.
       const float factor = usual(weights[c] * mean[groups]);
       const double moved = static_cast<double>(*mean) * factor;
       scale[frame * op.padded + c] = factor;
@@ -285,7 +285,7 @@ void bias_residual(const Tensor& x, const MaybeTensor& bias, const MaybeTensor& 
   check_like(op.out, v);
   if (residual) check_like(op.residual, v);
   if (v.channels == 0) return;
-  // Few channels: as many pixels at a time as make whole vectors, the biases again for each.
+  // Few channels: enough pixels at a time for whole vectors, with the biases repeated for each.
   const int64_t times = kPadding / std::gcd(v.channels, kPadding);
   op.period = v.channels * times;
   op.block = ceil_div(8192, op.period) * op.period;
@@ -418,7 +418,7 @@ void frames_to_images(const Tensor& frames, int64_t patch, const std::string& or
   spread(kernels().frames_to_images, op, v.batch * v.frames * blocks, numbers / blocks);
 }
 
-// For tensors without memory: the shapes are the caller's.
+// For meta tensors; the caller has set the shapes.
 template <class... Args>
 auto nothing(void (*)(Args...)) {
   return [](Args...) {};
@@ -451,7 +451,7 @@ auto nothing(void (*)(Args...)) {
 TORCH_LIBRARY_FRAGMENT(fast_video_vae, m) {
   FVV_EACH(FVV_DEFINE)
   m.def("isa() -> str", [] { return std::string(kernels().name); });
-  // Which sources these are; see build.py.
+  // The hash of these sources; see build.py.
   m.def("key() -> str", [] { return std::string(FVV_QUOTE(FVV_KEY)); });
 }
 

@@ -1,5 +1,5 @@
-// All kernels, compiled for one set of instructions: FVV_ISA is its name and the namespace,
-// FVV_LANES the floats of a vector. The file that includes this sets the instructions by a pragma.
+// All kernels, compiled for one instruction set: FVV_ISA is its name and the namespace, FVV_LANES
+// the floats of a vector. The including file selects the instructions by a pragma.
 
 #define FVV_INLINE static inline __attribute__((always_inline))
 

@@ -1,5 +1,6 @@
-// What the bindings hand to the kernels: pointers and sizes, no torch. A kernel does the tasks
-// [begin, end) of an op; tasks are independent, and the bindings spread them over the threads.
+// Interface between bindings and kernels: pointers and sizes, without torch. A kernel runs the
+// tasks [begin, end) of an op; tasks are independent, and the bindings distribute them over
+// threads.
 #pragma once
 
 #include <stdint.h>
@@ -8,27 +9,27 @@ namespace fast_video_vae {
 
 enum class Dtype { float32, bfloat16, float16, uint8 };
 
-// Vectors of parameters are padded to a multiple of this, so that whole vectors may be read.
+// Vectors of parameters are padded to a multiple of this, so that whole vectors can be read.
 constexpr int64_t kPadding = 16;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// `[B, C, T, H, W]` whose frames are dense: pixels are rows of C, one after the other. Batch and
-// frames may lie anywhere; their strides are in bytes.
+// `[B, C, T, H, W]` with dense frames: pixels are adjacent rows of C. Strides of batch and frames
+// are in bytes.
 struct Video {
   char* data = nullptr;
   int64_t batch = 0, channels = 0, frames = 0, height = 0, width = 0;
   int64_t batch_stride = 0, frame_stride = 0;
-  int64_t item = 0;  // bytes of a number
+  int64_t item = 0;  // bytes of a value
 
   int64_t pixels() const { return height * width; }
-  // Address of number `index` of frame `t`.
+  // Address of value `index` of frame `t`.
   char* at(int64_t b, int64_t t, int64_t index) const {
     return data + b * batch_stride + t * frame_stride + index * item;
   }
 };
 
-// `[..., C]` as rows of C at one distance, in bytes.
+// `[..., C]` as rows of C with one common stride, in bytes.
 struct Rows {
   char* data = nullptr;
   int64_t count = 0, channels = 0, stride = 0;
@@ -66,19 +67,19 @@ struct GroupNormSilu {
   const float* offset;  // [B * T, padded]
 };
 
-// Task: `block` numbers of a row.
+// Task: `block` values of a row.
 struct SiluMul {
   Dtype dtype;
   Rows x, gate, out;
   int64_t block;
 };
 
-// Task: `block` numbers of a frame, a multiple of `period`.
+// Task: `block` values of a frame, a multiple of `period`.
 struct BiasResidual {
   Dtype dtype;
   Video x, residual, out;      // `residual.data` may be null
-  const float* bias;           // null or `period` numbers: C of them, again and again
-  const float* residual_bias;  // likewise
+  const float* bias;           // null, or `period` values: the C biases repeated
+  const float* residual_bias;  // as `bias`
   int64_t period, block;
 };
 
@@ -88,7 +89,7 @@ struct InterleaveTime {
   int64_t phases;
 };
 
-// Task: a row of pixels of the small picture, in one frame of `source` (of `grid` without).
+// Task: a row of pixels of the small picture, in one frame of `source` (of `grid` without one).
 struct MergePhases {
   Dtype dtype;
   Video grid, source, out;  // `source.data` may be null
@@ -96,7 +97,7 @@ struct MergePhases {
   int64_t times, first;     // frame `times * t + p - first` of `grid` is of frame t of `source`
 };
 
-// How the channels of `x` hold c, t, h and w: the distance of each in numbers.
+// Strides of c, t, h and w in the channels of `x`, in elements.
 struct Nest {
   int64_t c, t, h, w;
 };
@@ -115,7 +116,7 @@ struct AverageDown {
   int64_t times, size, missing;
 };
 
-// Task: with patch > 1 a row of pixels of `frames`, else `block` numbers of a frame.
+// Task: with patch > 1 a row of pixels of `frames`, otherwise `block` values of a frame.
 struct FramesToImages {
   Dtype dtype, out_dtype;
   Video frames, out;
@@ -123,7 +124,7 @@ struct FramesToImages {
   Nest nest;
 };
 
-// The ops, compiled for one set of instructions.
+// The ops, compiled for one instruction set.
 struct Kernels {
   const char* name;
   void (*rms_norm_silu)(const RmsNormSilu&, int64_t begin, int64_t end);
@@ -138,7 +139,7 @@ struct Kernels {
   void (*frames_to_images)(const FramesToImages&, int64_t begin, int64_t end);
 };
 
-// Null where this machine or compiler has no such instructions.
+// Null if this machine or compiler does not support the instructions.
 const Kernels* generic_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();

@@ -1,7 +1,8 @@
-// The ops that move pixels and add to them. What only adds is bit-equal to the reference: sums from
-// left to right in float32, rounded once. Included by kernels.h.
+// Ops that move pixels and add to them. Ops that only add are bit-identical to the reference: sums
+// from left to right in float32, rounded once. Included by kernels.h.
 
-// `period` is a whole number of pixels that is a multiple of a vector: biases are whole vectors.
+// `period` is a whole number of pixels and a multiple of a vector, so that biases are whole
+// vectors.
 template <class T, bool BIAS, bool RESIDUAL, bool RESIDUAL_BIAS>
 static void add_in_turn(const BiasResidual& op, int64_t begin, int64_t end) {
   const int64_t count = op.x.pixels() * op.x.channels, blocks = ceil_div(count, op.block);
@@ -41,7 +42,7 @@ static void bias_residual(const BiasResidual& op, int64_t begin, int64_t end) {
   FVV_BY_DTYPE(op.dtype, bias_residual_of, op, begin, end);
 }
 
-// A copy of the few hundred bytes of a pixel, for which a call of memcpy is long.
+// Copies the few hundred bytes of a pixel, where a call of memcpy is slow.
 FVV_INLINE void copy_run(void* to, const void* from, int64_t bytes) {
   constexpr int64_t kStep = sizeof(Floats);
   if (bytes < kStep || bytes > 4096) {
@@ -75,7 +76,7 @@ static void interleave_time(const InterleaveTime& op, int64_t begin, int64_t end
   }
 }
 
-// From every ROWS-th number to rows, and back.
+// Transposes between every ROWS-th value and rows.
 template <int ROWS>
 FVV_INLINE void separate(const float* __restrict mixed, float* __restrict rows, int64_t count) {
   for (int64_t c = 0; c < count; ++c) {
@@ -91,9 +92,9 @@ FVV_INLINE void mix(const float* __restrict rows, int64_t distance, float* __res
   }
 }
 
-// What the phases of a frame repeat of a pixel of `source`, as rows of C floats. `repeats`
-// neighbours among the C * phases numbers are one number of the pixel. Where that divides the
-// phases, runs of them have a row in common, which is every `rows`-th number; else each has one.
+// The values of a pixel of `source` that the phases of a frame repeat, as rows of C floats.
+// `repeats` adjacent values among the C * phases are one value of the pixel. If that divides the
+// phases, runs of them share a row, which is every `rows`-th value; otherwise each has its own.
 template <class T>
 FVV_INLINE void spread_source(const T* pixel, int64_t count, int64_t rows, int64_t repeats,
                               bool shared, int64_t channels, float* wide, float* spread) {
@@ -117,8 +118,8 @@ FVV_INLINE void spread_source(const T* pixel, int64_t count, int64_t rows, int64
   }
 }
 
-// The processor does not see by itself that every other run of numbers of x is wanted: those of
-// four pixels later are asked for in advance.
+// The processor does not prefetch every other run of values of x, so the values of four pixels
+// later are prefetched here.
 template <class T>
 FVV_INLINE void add_pixels(T* out, const T* x, const float* bias, const float* added,
                            int64_t count) {
@@ -214,12 +215,12 @@ static void merge_phases(const MergePhases& op, int64_t begin, int64_t end) {
   FVV_BY_DTYPE(op.dtype, merge_phases_of, op, begin, end);
 }
 
-// A row of pixels that are nested in the channels of a row of x: where the numbers of a pixel and
-// of the `wide` pixels beside it lie.
+// A row of pixels that are nested in the channels of a row of x: the offsets of the values of a
+// pixel and of its `wide` neighbours.
 template <class Item>
 struct Unfold {
   int64_t before, count, channels;
-  bool run;  // each pixel is a run of numbers
+  bool run;  // each pixel is a run of values
   Scratch<int64_t> offsets;
 
   Unfold(const Nest& nest, int64_t before, int64_t wide, int64_t channels)
@@ -232,7 +233,7 @@ struct Unfold {
 
   void row(const Item* __restrict pixel, Item* __restrict to, int64_t width) const {
     const int64_t* from = offsets.data;
-    if (count == 6) return pixels<6>(pixel, to, width);  // two of RGB
+    if (count == 6) return pixels<6>(pixel, to, width);  // two RGB pixels
     for (int64_t j = 0; j < width; ++j, pixel += before, to += count) {
       if (run) {
         for (int64_t k = 0; k < count; k += channels) {
@@ -277,10 +278,10 @@ static void pixel_shuffle_3d(const PixelShuffle3d& op, int64_t begin, int64_t en
   return pixel_shuffle_3d_of<uint32_t>(op, begin, end);
 }
 
-// The fine number ((c * times + p) * size + h) * size + w is the pixel (h, w) of frame p, and
-// `group` neighbours are one number of the result. What falls on the same number (all pixels of all
-// frames, those of a frame, a part of them, or one) is added first, for all channels at once: a row
-// of sums.
+// The fine value ((c * times + p) * size + h) * size + w is the pixel (h, w) of frame p, and
+// `group` adjacent values are averaged to one value of the result. Values of the same result (all
+// pixels of all frames, of one frame, a part of them, or one) are summed first, for all channels at
+// once.
 template <class T>
 static void average_down_of(const AverageDown& op, int64_t begin, int64_t end) {
   const int64_t before = op.x.channels, after = op.out.channels, size = op.size;

@@ -1,6 +1,6 @@
-// The ops that normalise, gate or add to rows of channels. Included by kernels.h.
+// Ops that normalise, gate or add to rows of channels. Included by kernels.h.
 
-// Calls `function<T>(...)` for the type of the numbers.
+// Calls `function<T>(...)` for the type of the values.
 #define FVV_BY_DTYPE(dtype, function, ...)                            \
   switch (dtype) {                                                    \
     case Dtype::float32: return function<float>(__VA_ARGS__);         \
@@ -11,11 +11,11 @@
 
 FVV_INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Numbers of a row, with the bias of their channels where there is one.
+// Values of a row, plus the bias of their channels if there is one.
 template <bool BIAS, class T, class Part>
 FVV_INLINE Floats load_biased(const T* x, const float* bias, int64_t i, Part part) {
   const Floats v = load(x + i, part);
-  // What lies beyond the row is zero, in `bias` too.
+  // Values after the row are zero, also in `bias`.
   return BIAS ? v + load(bias + i, Whole()) : v;
 }
 
@@ -36,7 +36,7 @@ FVV_INLINE float sum_of_squares(const T* x, const float* bias, int64_t count) {
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-// y = f((x + bias) * factor * scale), number by number.
+// y = f((x + bias) * factor * scale), elementwise.
 template <bool SILU, bool BIAS, class T>
 FVV_INLINE void scale_row(const T* x, const float* bias, T* y, int64_t count, float factor,
                           const float* scale) {
@@ -106,8 +106,8 @@ static void rms_norm_silu(const RmsNormSilu& op, int64_t begin, int64_t end) {
   FVV_BY_DTYPE(op.dtype, rms_norm_silu_of, op, begin, end);
 }
 
-// Adds to `sums` those of x - shift and of its square over rows, for each channel. The shift keeps
-// float32 exact enough where the mean is large beside the deviation.
+// Adds the sums of x - shift and of its square over rows to `sums`, for each channel. The shift
+// keeps float32 precise enough where the mean is large against the deviation.
 template <class T>
 FVV_INLINE void add_sums(const T* x, int64_t rows, int64_t channels, const float* shift,
                          float* sums, float* squares) {
@@ -124,7 +124,7 @@ FVV_INLINE void add_sums(const T* x, int64_t rows, int64_t channels, const float
   });
 }
 
-// The mean of some pixels of a frame, the same for every task of the frame.
+// Mean of some pixels of a frame, the same for every task of the frame.
 template <class T>
 FVV_INLINE void mean_of_some(const T* x, int64_t pixels, int64_t channels, float* mean) {
   const int64_t count = lesser(pixels, 8), step = pixels / count;
@@ -148,11 +148,11 @@ static void group_norm_sums_of(const GroupNormSums& op, int64_t begin, int64_t e
     const int64_t last = lesser(first + op.rows, pixels);
     double* total = op.sums + task * 2 * channels;
     for (int64_t i = 0; i < 2 * channels; ++i) total[i] = 0;
-    // float32 inside of 128 rows, float64 beyond.
+    // float32 within 128 rows, float64 beyond.
     for (int64_t block = first; block < last; block += 128) {
       const int64_t stop = lesser(block + 128, last);
       __builtin_memset(sums, 0, 2 * op.padded * sizeof(float));
-      // Few rows at a time, so that memory is read nearly in its order.
+      // Few rows at a time, so that memory is read nearly sequentially.
       for (int64_t row = block; row < stop; row += 4) {
         const T* rows = x + row * channels;
         if (row + 4 <= stop) {

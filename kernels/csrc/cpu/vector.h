@@ -1,6 +1,6 @@
-// Vectors of `kLanes` floats, through the vector extensions of GCC and Clang, and the functions
-// that the kernels need of them. Numbers lie in memory as float, bfloat16 or float16 and are
-// rounded to nearest even; NaN stays NaN. Included once per set of instructions, by kernels.h.
+// Vectors of `kLanes` floats, through the vector extensions of GCC and Clang, and their functions
+// for the kernels. Values are float, bfloat16 or float16 in memory and rounded to nearest even; NaN
+// stays NaN. Included once per instruction set, by kernels.h.
 
 constexpr int64_t kLanes = FVV_LANES;
 
@@ -40,7 +40,7 @@ FVV_INLINE void write(P* to, V v) {
 
 FVV_INLINE Floats splat(float value) { return Floats{} + value; }
 
-// `bound > v ? bound : v` and `bound < v ? bound : v`: NaN stays, as in the instructions of x86.
+// `bound > v ? bound : v` and `bound < v ? bound : v`: NaN stays, as in x86 instructions.
 FVV_INLINE Floats at_least(Floats v, float bound) {
 #if FVV_LANES == 16
   return _mm512_max_ps(splat(bound), v);
@@ -66,14 +66,14 @@ FVV_INLINE Floats positive(Floats v) { return (Floats)((Words)v & (Words)(v > Fl
 
 FVV_INLINE Floats widen(Words bits, BFloat16) { return (Floats)(bits << 16); }
 
-// What rounding to nearest even adds below the bits that stay.
+// The increment for rounding to nearest even, below the remaining bits.
 FVV_INLINE Words rounded(Floats v) {
   const Words bits = (Words)v;
   return bits + 0x7fff + ((bits >> 16) & 1);
 }
 
-// The exponent of float16 is re-biased by a multiplication with 2^112, which makes the denormal
-// numbers normal on the way.
+// The exponent of float16 is re-biased by a multiplication with 2^112, which also normalises
+// denormal values.
 FVV_INLINE Floats widen(Words bits, Float16) {
   const Words sign = (bits & 0x8000) << 16, magnitude = bits & 0x7fff;
   const Words finite = (Words)((Floats)(magnitude << 13) * 0x1p112f);
@@ -84,7 +84,7 @@ FVV_INLINE Floats widen(Words bits, Float16) {
 FVV_INLINE Words narrow(Floats v) {
   const Words sign = ((Words)v >> 16) & 0x8000, magnitude = (Words)v & 0x7fffffff;
   const Words normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112u << 23)) >> 13;
-  // 0.5 has the ulp that denormal numbers of float16 have: the sum is rounded to it.
+  // 0.5 has the ulp of float16's denormal values, so that the sum is rounded to it.
   const Words small = (Words)((Floats)magnitude + 0.5f) - 0x3f000000;
   const Words infinite = Words{} + 0x7c00;
   Words result = magnitude < (113u << 23) ? small : normal;
@@ -113,7 +113,7 @@ FVV_INLINE Floats load(const T* from, Whole) {
   return widen(to_words(read<Halves>(from)), T());
 }
 
-// A NaN with all upper bits set would be rounded over to zero; the bindings let none in.
+// A NaN with all upper bits set would round to zero; the bindings replace such values.
 FVV_INLINE void store(BFloat16* to, Floats v, Whole) {
 #if FVV_LANES == 16
   const __m512i odd = (__m512i)(Shorts{1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
@@ -157,7 +157,7 @@ FVV_INLINE Floats load(const Float16* from, Whole) {
 }
 #endif
 
-// The rest of a row: nothing behind it is touched, and its lanes are zeros.
+// The rest of a row: memory after it is not accessed, and its lanes are zero.
 template <class T>
 FVV_INLINE Floats load(const T* from, Part part) {
 #if FVV_LANES == 16
@@ -192,7 +192,7 @@ FVV_INLINE void store(T* to, Floats v, Part part) {
 #endif
 }
 
-// f(i, Whole()) for every whole vector of `count` numbers, then f(i, Part{n}) for the rest.
+// Calls f(i, Whole()) for every whole vector of `count` values, then f(i, Part{n}) for the rest.
 template <class F>
 FVV_INLINE void each_vector(int64_t count, F f) {
   int64_t i = 0;
@@ -224,7 +224,7 @@ FVV_INLINE Floats scale_by_power(Floats v, Floats n) {
 #if FVV_LANES == 16
   return _mm512_scalef_ps(v, n);
 #else
-  // In two steps, since 2^128 is no number. Adding 1.5 * 2^23 leaves n in the low bits.
+  // In two steps, because 2^128 overflows. Adding 1.5 * 2^23 leaves n in the low bits.
   const Floats half = (Floats)(((Words)(n + 12582912.0f) << 23) + (126u << 23));
   return v * half * 2.0f;
 #endif
@@ -242,11 +242,11 @@ FVV_INLINE Floats nearest_whole(Floats v) {
 
 // v / (1 + e^-v). Beyond -89 the exponential is infinite and the result 0.
 //
-// e^-v is 2^n e^-r with a whole n and |r| <= ln(2) / 2, where ln(2) has two parts, of which the
-// first times n is exact, and e^-r is a polynomial (minimax: relative error 1.0e-7).
+// e^-v is 2^n e^-r with a whole n and |r| <= ln(2) / 2, where ln(2) is split into two parts, of
+// which the first times n is exact, and e^-r is a polynomial (minimax: relative error 1.0e-7).
 FVV_INLINE Floats silu(Floats v) {
 #if FVV_LANES == 16
-  const Floats bounded = _mm512_range_ps(v, splat(89.0f), 2);  // the lesser by magnitude
+  const Floats bounded = _mm512_range_ps(v, splat(89.0f), 2);  // the smaller magnitude
 #else
   const Floats bounded = at_most(at_least(v, -89.0f), 86.0f);
 #endif
@@ -261,8 +261,8 @@ FVV_INLINE Floats silu(Floats v) {
   return v / below;
 }
 
-// Memory of a call that is freed with it; no std::vector, whose functions would be compiled for
-// the instructions of one of the files and linked into all.
+// Memory of a call that is freed with it; no std::vector, because its functions would be compiled
+// for the instructions of one file and linked into all.
 template <class T>
 struct Scratch {
   T* data;

@@ -1,6 +1,6 @@
-// The ops as PyTorch sees them. Results are arguments, so that a dispatch mode sees one op a call,
-// and so is the stream, so that this compiles with any build of PyTorch. Layouts are asked for in
-// cuda_ops/; here they are only checked, since torch.ops is open to everybody.
+// The ops as PyTorch sees them. Results are arguments, so that a dispatch mode sees one op per
+// call; the stream is an argument, so that this compiles with any build of PyTorch. cuda_ops/
+// refuses unsupported layouts; the checks here protect direct calls through torch.ops.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -20,11 +20,11 @@ namespace {
 using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-// Pixels of a frame are counted in 31 bits, and so are channels and what is added to them.
+// Pixels of a frame are counted in 31 bits; channels have one bit less for sums with an offset.
 constexpr int64_t kCountLimit = std::numeric_limits<int32_t>::max();
 constexpr int64_t kChannelLimit = int64_t(1) << 30;
 
-// Pixels of a chunk at least: below that its two numbers for each channel would be no little part.
+// Fewest pixels of a chunk: with fewer, its two values per channel would be a relevant cost.
 constexpr int64_t kShare = 256;
 
 Dtype dtype_of(const Tensor& x) {
@@ -41,7 +41,7 @@ void check_alike(const Tensor& x, const Tensor& like) {
               "dtypes or devices do not fit");
 }
 
-// Whether dimensions are one dense run of numbers, the last the fastest.
+// Whether dimensions are contiguous, the last one fastest.
 bool dense(at::IntArrayRef sizes, at::IntArrayRef strides, std::initializer_list<int> dims) {
   int64_t run = 1;
   for (auto dim = dims.end(); dim-- != dims.begin();) {
@@ -75,7 +75,7 @@ Video maybe_video_of(const MaybeTensor& x, const Tensor& like) {
   return x.has_value() ? video_of(*x, like) : Video();
 }
 
-// Rows of `[..., C]` at one distance, as the pixels of a frame.
+// Rows of `[..., C]` with one common stride, treated as the pixels of a frame.
 Video rows_of(const Tensor& x, const Tensor& like) {
   check_alike(x, like);
   TORCH_CHECK(x.sizes() == like.sizes() && x.numel() > 0, "sizes do not fit");
@@ -112,7 +112,7 @@ Vector vector_of(const Tensor& values, const Tensor& like, int64_t count) {
   return {values.const_data_ptr(), wide};
 }
 
-// Starts the kernels of an op.
+// Launches the kernels of an op.
 template <class Op>
 void start(const char* (*kernels)(const Op&, cudaStream_t), const Op& op, int64_t stream) {
   const char* error = kernels(op, reinterpret_cast<cudaStream_t>(stream));
@@ -137,7 +137,7 @@ void rms_norm_silu(const Tensor& x, const Tensor& gamma, bool silu, const MaybeT
   start(fast_video_vae_cuda::rms_norm_silu, op, stream);
 }
 
-// The split depends on the size alone: two calls have the same bits.
+// The split depends on the size only, so two calls are bit-identical.
 void split(GroupNormSilu& op) {
   op.share = std::max(kShare, ceil_div(op.x.pixels, kChunks));
   op.chunks = ceil_div(op.x.pixels, op.share);
@@ -205,7 +205,7 @@ void silu_mul(const Tensor& x, const Tensor& gate, const Tensor& out, int64_t st
 #define FVV_QUOTE_(text) #text
 #define FVV_QUOTE(text) FVV_QUOTE_(text)
 
-// Where the kernels run: on the CPU in the tests, which emulate a GPU.
+// Device of the kernels: the CPU in the tests, which emulate a GPU.
 #ifndef FVV_DISPATCH_KEY
 #define FVV_DISPATCH_KEY CUDA
 #endif
@@ -217,7 +217,7 @@ TORCH_LIBRARY(fast_video_vae_cuda, m) {
         "Tensor? statistics, Tensor(a!)? tail, Tensor(b!) out, int stream) -> ()");
   m.def("group_norm_statistics(Tensor x, int groups, float eps, Tensor(a!) out, int stream) -> ()");
   m.def("silu_mul(Tensor x, Tensor gate, Tensor(a!) out, int stream) -> ()");
-  // Which sources these are; see build.py.
+  // The hash of these sources; see build.py.
   m.def("key() -> str", [] { return std::string(FVV_QUOTE(FVV_KEY)); });
 }
 

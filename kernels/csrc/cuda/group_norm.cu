@@ -1,18 +1,18 @@
 // Group norm of frames: the statistics of chunks of pixels, their combination, then the result.
 //
-// The variance is never the difference of two large numbers. A thread adds up how far its numbers
-// are from the first of them; as that is one of them, the square of its own distance from their
-// mean is part of the sum, and cancels no more digits than it brings. Threads, and then chunks, are
-// combined by their means and their sums of squares about these (Chan, Golub and LeVeque, "Updating
+// The variance is never the difference of two large numbers. A thread sums the distances of its
+// values from its first value. The square of that value's own distance from their mean is part of
+// the sum, so the subtraction cancels no more digits than the sum has. Threads, then chunks, are
+// combined by their means and their centred sums of squares (Chan, Golub and LeVeque, "Updating
 // Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979), in an order that
-// depends on sizes alone.
+// depends on sizes only.
 #include "launch.cuh"
 #include "window.cuh"
 
 namespace fast_video_vae_cuda {
 namespace {
 
-// Pixels of a thread that writes, all of which it reads first.
+// Pixels that a writing thread reads before it writes.
 constexpr int kPixels = 2;
 
 template <class T>
@@ -20,8 +20,8 @@ __device__ __forceinline__ const T* frame_of(const Video& x, int64_t video, int6
   return static_cast<const T*>(x.data) + video * x.batch_stride + frame * x.frame_stride;
 }
 
-// For each channel the mean over a chunk of pixels, and the sum of squares about it. Block: packs
-// of a pixel by pixels. Grid: chunks, frames, videos.
+// Mean of each channel over a chunk of pixels, and the sum of squares about it. Block: packs of a
+// pixel by pixels. Grid: chunks, frames, videos.
 template <class P>
 __global__ void __launch_bounds__(kThreads, kBlocks) sum_chunks(const GroupNormSilu op) {
   using T = typename P::Number;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sum_chunks(const GroupNormS
   }
 }
 
-// The sum of a number of every thread of a block of whole warps, for all of them.
+// Sum of a value over all threads of a block of whole warps, returned to all of them.
 __device__ __forceinline__ float sum_of_block(float v) {
   __shared__ float sums[kThreads / kWarp];
   const int place = threadIdx.y * blockDim.x + threadIdx.x;
@@ -101,7 +101,7 @@ __device__ __forceinline__ float sum_of_block(float v) {
   return v;
 }
 
-// The factors and offsets of the channels of a group, by a block.
+// Factors and offsets of the channels of a group, by one block.
 template <class T>
 __device__ __forceinline__ void set_affine(const GroupNormSilu& op, int64_t frame, float mean,
                                            float inverse) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void set_affine(const GroupNormSilu& op, int64_t fram
   }
 }
 
-// Of statistics that are there. Block: any. Grid: groups, frames, videos.
+// Factors and offsets from given statistics. Block: any. Grid: groups, frames, videos.
 template <class T>
 __global__ void __launch_bounds__(kThreads, kBlocks) use_given(const GroupNormSilu op) {
   const int64_t frame = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) use_given(const GroupNormSi
   set_affine<T>(op, frame, given[0], given[op.groups]);
 }
 
-// The statistics of a group, and what follows from them. Block: channels by chunks. Grid: groups,
+// Statistics of a group, and its factors and offsets. Block: channels by chunks. Grid: groups,
 // frames, videos.
 template <class T>
 __global__ void __launch_bounds__(kThreads, kBlocks) combine_chunks(const GroupNormSilu op) {
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) write_frames(const GroupNor
   }
 }
 
-// Packs of a pixel by as many pixels as make a block of about `kThreads`.
+// Packs of a pixel, by enough pixels for a block of about `kThreads`.
 dim3 block_of(int64_t packs) {
   const unsigned wide = static_cast<unsigned>(packs < kThreads ? packs : kThreads);
   return dim3(wide, kThreads / wide);
@@ -254,12 +254,12 @@ const char* group_norm_silu(const GroupNormSilu& op, cudaStream_t stream) {
                  : measure<P>(op, stream);
     return error == cudaSuccess ? write<P>(op, stream) : error;
   };
-  return told(by_pack_of(op.dtype, start, op.x, op.tail, op.out));
+  return message_of(by_pack_of(op.dtype, start, op.x, op.tail, op.out));
 }
 
 const char* group_norm_statistics(const GroupNormSilu& op, cudaStream_t stream) {
   const auto start = [&](auto pack) { return measure<decltype(pack)>(op, stream); };
-  return told(by_pack_of(op.dtype, start, op.x));
+  return message_of(by_pack_of(op.dtype, start, op.x));
 }
 
 }  // namespace fast_video_vae_cuda

@@ -1,4 +1,4 @@
-// How a kernel is chosen and started.
+// Selection and launch of a kernel.
 #pragma once
 
 #include "numbers.cuh"
@@ -11,8 +11,8 @@ constexpr unsigned kAllLanes = 0xffffffff;
 // Threads of a block, about: eight warps.
 constexpr int kThreads = 8 * kWarp;
 
-// Blocks that a multiprocessor is to hold at least: 80 registers for a thread. Each has 32 to 64
-// bytes to read at a time, so that 24 KB are in flight, which an H200 takes to hide its latency.
+// Fewest blocks per multiprocessor: 80 registers per thread. Each block reads 32 to 64 bytes per
+// thread at a time, so that 24 KB are in flight, which hides the latency of an H200.
 constexpr int kBlocks = 3;
 
 template <class... Expected, class... Given>
@@ -23,12 +23,12 @@ cudaError_t launch(void (*kernel)(Expected...), dim3 grid, dim3 block, cudaStrea
   config.blockDim = block;
   config.stream = stream;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
-  // The error is the caller's to report: nobody else is to find it.
+  // The caller reports the error, so it is cleared here.
   if (error != cudaSuccess) cudaGetLastError();
   return error;
 }
 
-inline const char* told(cudaError_t error) {
+inline const char* message_of(cudaError_t error) {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
@@ -43,7 +43,7 @@ inline bool in_packs(const Video& x, int count) {
          x.frame_stride % count == 0 && x.row_stride % count == 0;
 }
 
-// Calls `start` with the widest pack that all of the tensors can be read and written in.
+// Calls `start` with the widest pack that suits the alignment of all tensors.
 template <class T, class Start, class... Tensors>
 cudaError_t by_pack(Start start, const Tensors&... tensors) {
   constexpr int kCount = kPackBytes / sizeof(T);

@@ -1,5 +1,5 @@
-// Numbers as they lie in memory and as they are computed with. A pack is what a thread reads and
-// writes at a time: 16 bytes, or a single number where memory is not aligned.
+// Values in memory and in registers. A pack is the unit that a thread reads and writes: 16 bytes,
+// or a single value where memory is not aligned.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -39,7 +39,7 @@ __device__ __forceinline__ void narrow(float v, float& to) { to = v; }
 __device__ __forceinline__ void narrow(float v, __half& to) { to = __float2half_rn(v); }
 __device__ __forceinline__ void narrow(float v, __nv_bfloat16& to) { to = __float2bfloat16_rn(v); }
 
-// Two at a time are one instruction.
+// Two conversions in one instruction.
 __device__ __forceinline__ void narrow(float a, float b, float* to) {
   to[0] = a;
   to[1] = b;
@@ -75,7 +75,7 @@ __device__ __forceinline__ Pack<T, N> narrow(const float (&from)[N]) {
   return pack;
 }
 
-// Parameters of the channels from `channel` on, beside numbers of type T.
+// Parameters of the channels from `channel` on, for activations of type T.
 template <class T, int N>
 __device__ __forceinline__ void widen(const Vector& vector, int channel, float (&to)[N]) {
   if (vector.wide) {
@@ -85,8 +85,8 @@ __device__ __forceinline__ void widen(const Vector& vector, int channel, float (
   }
 }
 
-// `y * sigmoid(y)`, within 4 ulp; NaN for -inf, as the product is. Where the divisor is beyond
-// 2^126, `__fdividef` gives 0, and the quotient is less than 1e-36.
+// `y * sigmoid(y)`, within 4 ulp; NaN for -inf, like the product. Where the divisor is beyond
+// 2^126, `__fdividef` returns 0, and the quotient is less than 1e-36.
 __device__ __forceinline__ float silu(float y) { return __fdividef(y, 1.0f + expf(-y)); }
 
 template <int N>

@@ -1,13 +1,13 @@
-// Root mean square norms of rows. A team of lanes, a power of two up to a warp, does a row: it
-// reads it once, adds up the squares by shuffles, and writes it.
+// Root mean square norms of rows. A team of lanes, a power of two up to a warp, reads a row once,
+// sums the squares by shuffles, and writes it.
 #include "launch.cuh"
 #include "window.cuh"
 
 namespace fast_video_vae_cuda {
 namespace {
 
-// Packs of a row that each lane keeps in registers. Of a row that is longer than those of a warp
-// the rest is read twice, from the cache the second time.
+// Packs of a row that each lane keeps in registers. The rest of a longer row is read twice, the
+// second time from the cache.
 constexpr int kHeld = 4;
 
 // The eps of `torch.nn.functional.normalize`.
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) norm_rows(const RmsNormSilu
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const int frame = blockIdx.y;
   const int64_t video = blockIdx.z;
-  // Rows behind the last have no channels: their lanes still take part in the shuffles.
+  // Rows after the last have no channels, but their lanes take part in the shuffles.
   const int end = row < op.x.pixels ? channels : 0;
   const T* x = static_cast<const T*>(op.x.data) + video * op.x.batch_stride +
                frame * op.x.frame_stride + row * op.x.row_stride;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) norm_rows(const RmsNormSilu
     sum += __shfl_xor_sync(kAllLanes, sum, distance);
   }
   float norm = sqrtf(sum);
-  norm = norm < kFloor ? kFloor : norm;  // not fmaxf, which would lose NaN
+  norm = norm < kFloor ? kFloor : norm;  // not fmaxf, which drops NaN
   const float inverse = 1.0f / norm;
 
   T* out = at.out + (at.known + frame) * at.out_frame;
@@ -118,7 +118,7 @@ const char* rms_norm_silu(const RmsNormSilu& op, cudaStream_t stream) {
                     static_cast<unsigned>(op.x.frames), static_cast<unsigned>(op.x.batch));
     return launch(norm_rows<P>, grid, block, stream, op);
   };
-  return told(by_pack_of(op.dtype, start, op.x, op.tail, op.out, op.scale, op.bias));
+  return message_of(by_pack_of(op.dtype, start, op.x, op.tail, op.out, op.scale, op.bias));
 }
 
 }  // namespace fast_video_vae_cuda

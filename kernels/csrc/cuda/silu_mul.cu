@@ -1,10 +1,10 @@
-// The gate of SwiGLU: a thread does a pack of some rows.
+// The gate of SwiGLU: each thread computes a pack of some rows.
 #include "launch.cuh"
 
 namespace fast_video_vae_cuda {
 namespace {
 
-// Rows of a thread, all of which it reads before it writes: two times as many loads in flight.
+// Rows that a thread reads before it writes: two loads per row are in flight.
 constexpr int kRows = 2;
 
 template <class P>
@@ -56,7 +56,7 @@ const char* silu_mul(const SiluMul& op, cudaStream_t stream) {
                     static_cast<unsigned>(parts < kGridLimit ? parts : kGridLimit));
     return launch(gate_rows<P>, grid, block, stream, op);
   };
-  return told(by_pack_of(op.dtype, start, op.x, op.gate, op.out));
+  return message_of(by_pack_of(op.dtype, start, op.x, op.gate, op.out));
 }
 
 }  // namespace fast_video_vae_cuda

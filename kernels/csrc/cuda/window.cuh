@@ -1,5 +1,5 @@
-// Where a new frame goes: behind the frames of the tail, which move on. Each thread does it for
-// packs of its own, all by itself, so that nobody waits for anybody.
+// Output of a new frame after the frames of the tail, and the update of the tail. Each thread does
+// its own packs, so that no synchronisation is needed.
 #pragma once
 
 #include "numbers.cuh"
@@ -10,10 +10,10 @@ namespace fast_video_vae_cuda {
 template <class T>
 struct Window {
   T* out;   // in the first frame
-  T* tail;  // likewise
+  T* tail;  // in the first frame
   int64_t out_frame, tail_frame;
-  int frames, known;  // new ones, and those in front of them
-  int last;           // which frame of the next tail this new one is; negative: none
+  int frames, known;  // new frames, and frames of the tail
+  int last;           // index of this frame in the next tail; negative: none
 };
 
 template <class T>
@@ -30,10 +30,10 @@ __device__ __forceinline__ Window<T> window(const Video& x, const Video& tail, c
           last};
 }
 
-// Writes the old frames of the tail and moves them on, at a place in a picture.
+// Writes the old frames of the tail to the result and moves them within the tail.
 //
-// The thread of a new frame that becomes number `last` of the tail does every `frames`-th number up
-// to it: then nobody else reads or writes these.
+// The thread of a new frame that becomes frame `last` of the tail does every `frames`-th frame up
+// to it, so no other thread reads or writes these.
 template <class P, class T>
 __device__ __forceinline__ void roll(const Window<T>& at, int64_t place) {
 #pragma unroll 1
