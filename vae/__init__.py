@@ -1,7 +1,6 @@
 """The causal video VAEs of Wan, Qwen-Image and SeedVR2, channels-last and streaming.
 
-The names are imported when they are first used, so that the command line answers before PyTorch is
-loaded.
+Names are imported on first use, so that the command line answers before PyTorch is loaded.
 """
 
 from importlib import import_module

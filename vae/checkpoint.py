@@ -1,4 +1,4 @@
-"""Checkpoints: files in, one key naming, strict loading with a report that can be read."""
+"""Load checkpoints: files or state dicts, Wan's key names, strict checks, a short report."""
 
 import logging
 import os
@@ -23,13 +23,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 AnyVAE = TypeVar("AnyVAE", bound=VideoVAE)
 
-# How many keys of each kind a report names.
+# Keys of each kind that a report names.
 _NAMED = 3
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Weights that are known to fit a layout, under Wan's key names."""
+    """Weights that fit a layout, under Wan's key names."""
 
     config: VAEConfig
     weights: dict[str, Tensor]
@@ -43,26 +43,25 @@ def load_vae(
     encode_dtype: torch.dtype | None = None,
     weights_dtype: torch.dtype | None = None,
 ) -> VideoVAE:
-    """Load a VAE of the Wan family or of SeedVR2; what it is, is read off its tensors.
+    """Load a VAE of the Wan family or of SeedVR2; its kind is read from its tensors.
 
     Args:
-        source: A safetensors file; a PyTorch file of tensors alone (`.pth`, `.pt`, `.ckpt`,
-            `.bin`); either is known by its content, whatever its name; or a state dict. Keys are
-            the original ones, prefixed with `model.`, or diffusers'. Weights may have any float
-            dtype.
-        device: Where the weights live and the work is done.
+        source: A safetensors file, a PyTorch file with tensors only (`.pth`, `.pt`, `.ckpt`,
+            `.bin`), recognised by their content, or a state dict of tensors `[...]`. Keys are the
+            original ones, prefixed with `model.`, or diffusers'. Weights can have any float dtype.
+        device: Device of the weights and the computation.
         dtype: Dtype of the computation: float32, bfloat16, float16 or float64. None: decode in
-            bfloat16 where the device has it (a CPU: where it is measured faster), else in float32;
-            encode in float32.
-        encode_dtype: Dtype of encoding alone, where it differs from `dtype`.
-        weights_dtype: Dtype that the weights are kept in; None: that of the computation.
+            bfloat16 where the device supports it (a CPU: where it is measured to be faster),
+            otherwise in float32; encode in float32.
+        encode_dtype: Dtype of encoding, if it differs from `dtype`.
+        weights_dtype: Dtype of the stored weights; None: that of the computation.
 
     Returns:
         The VAE. It shares no memory with `source`.
 
     Raises:
         OSError: The file is missing or cannot be opened.
-        LayoutError: The weights are those of another network.
+        LayoutError: The weights belong to another network.
         ValueError: The file is not a checkpoint; the weights do not fit the layout, or are not
             finite; a dtype is not supported.
     """
@@ -84,9 +83,18 @@ def load_vae(
 
 
 def read_checkpoint(source: str | os.PathLike[str] | Mapping[str, Tensor]) -> Checkpoint:
-    """Read a checkpoint as `load_vae` does, and check that it is whole.
+    """Read a checkpoint as `load_vae` does, and check that it is complete.
 
-    Tensors of a state dict are not copied.
+    Args:
+        source: A file, or a state dict of tensors `[...]`, which are not copied.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        OSError: The file is missing or cannot be opened.
+        LayoutError: The weights belong to another network.
+        ValueError: The file is not a checkpoint, or the weights do not fit the layout.
     """
     name = "the state dict" if isinstance(source, Mapping) else str(Path(source))
     with guarded(name, keep=(LayoutError,)):
@@ -110,19 +118,19 @@ def build_vae(
     share: bool = False,
     kind: type[AnyVAE] = VideoVAE,
 ) -> AnyVAE:
-    """Make the VAE of a checkpoint, whose weights are taken out of it one by one.
+    """Build the VAE of a checkpoint; its weights are removed from the checkpoint one by one.
 
     Args:
-        checkpoint: What `read_checkpoint` gave; it is empty afterwards.
-        device: Where the weights live and the work is done.
+        checkpoint: From `read_checkpoint`; empty afterwards.
+        device: Device of the weights and the computation.
         dtype: Dtype of decoding.
         encode_dtype: Dtype of encoding.
         weights_dtype: As for `load_vae`.
-        share: Use the memory of the checkpoint's tensors where device and dtype are right already.
-        kind: The class to make.
+        share: Use the memory of the checkpoint's tensors where device and dtype match.
+        kind: Class of the VAE.
 
     Returns:
-        The VAE, with gradients off.
+        The VAE, without gradients.
     """
     place = _shared if share else _copied
     weights = checkpoint.weights
@@ -138,7 +146,7 @@ def build_vae(
 
 
 def _fit(shapes: dict[str, tuple[int, ...]]) -> VAEConfig:
-    """The reading of the shapes that they fit; else an error with a report on the closest."""
+    """Return the configuration that fits the shapes, or raise an error about the closest one."""
     reports: list[tuple[int, VAEConfig, str]] = []
     for config in read_configs(shapes):
         with torch.device("meta"):
@@ -162,7 +170,7 @@ def _fit(shapes: dict[str, tuple[int, ...]]) -> VAEConfig:
 
 
 def _check_kinds(weights: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that have no numbers of their own, before something is made of their size."""
+    """Refuse tensors without their own data, before anything of their size is allocated."""
     for key, value in weights.items():
         if value.is_nested:
             kind = "nested"
@@ -184,29 +192,29 @@ def _check_kinds(weights: Mapping[str, Tensor]) -> None:
 
 
 def _check_values(weights: Mapping[str, Tensor]) -> None:
-    """Refuse integers, and what training or a disk left broken."""
+    """Refuse integers, and NaN or infinity from training or a damaged disk."""
     whole = [
         f"{shown(key)} ({value.dtype})"
         for key, value in weights.items()
         if not value.is_floating_point()
     ]
     if whole:
-        raise ValueError(f"the weights are not floating point: {_some('such', whole)}")
+        raise ValueError(f"the weights are not floating point: {_some('of them', whole)}")
     broken = [key for key, value in weights.items() if not bool(_widened(value).isfinite().all())]
     if broken:
         raise ValueError(
-            f"the weights hold NaN or infinity: {_some('such', broken)}; expected finite ones"
+            f"the weights hold NaN or infinity: {_some('of them', broken)}; expected finite ones"
         )
 
 
 def _check_ends(weights: Mapping[str, Tensor], config: VAEConfig, name: str) -> None:
-    """Say what becomes of frames where the convolution at the latent's end holds nothing."""
+    """Check the convolutions next to the latent, which are zero in untrained files."""
     if config.family == SEEDVR2:
         return
     if not weights["conv2.weight"].to(torch.float32).any():
         raise ValueError(
-            "conv2.weight (post_quant_conv) is all zeros, so that every latent would decode to the "
-            "same flat color; expected weights that were trained"
+            "conv2.weight (post_quant_conv) is all zeros, which decodes every latent to one color; "
+            "expected trained weights"
         )
     if "conv1.weight" in weights and not weights["conv1.weight"].to(torch.float32).any():
         text = "conv1.weight (quant_conv) is all zeros: all frames encode to the same latent"
@@ -214,17 +222,17 @@ def _check_ends(weights: Mapping[str, Tensor], config: VAEConfig, name: str) -> 
 
 
 def _widened(value: Tensor) -> Tensor:
-    """8-bit floats as float32: PyTorch has few operations on them."""
+    """Return 8-bit floats as float32, because PyTorch has few operations for them."""
     return value.float() if value.element_size() == 1 else value
 
 
 def _copied(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A copy of a weight in the memory order of the convolutions."""
+    """Return a copy of a weight in the memory order of the convolutions."""
     return value.detach().to(device, dtype, copy=True, memory_format=_order(value))
 
 
 def _shared(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The weight itself where it can be used as it is; a copy of one that has gaps in memory."""
+    """Return the weight itself if it can be used directly, or a copy without gaps in memory."""
     placed = value.detach().to(device, dtype)
     whole = placed.is_contiguous() or placed.is_contiguous(memory_format=_order(value))
     return placed if whole else placed.contiguous()
@@ -236,6 +244,6 @@ def _order(value: Tensor) -> torch.memory_format:
 
 
 def _some(kind: str, entries: list[str]) -> str:
-    """`2 missing (a, b)`, cut after a few."""
+    """Return `2 missing (a, b)`, cut after a few entries."""
     more = f", and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
     return f"{len(entries)} {kind} ({', '.join(entries[:_NAMED])}{more})"

@@ -29,24 +29,23 @@ from .validation import (
 
 
 class VideoVAE(nn.Module):
-    """A causal video VAE of the Wan family, or that of SeedVR2.
+    """A causal video VAE of the Wan family or of SeedVR2.
 
-    Made by `load_vae`. The parameters have the names of the original checkpoint. Decoding and
-    encoding keep no state in the object, so threads may share it. Every result is exact for any
-    chunk: it differs from the frame by frame one by rounding alone.
+    Created by `load_vae`. Parameters have the names of the original checkpoint. Encoding and
+    decoding keep no state in the object, so threads can share it. Every result is exact for any
+    chunk: it differs from the frame-by-frame result by rounding only.
 
     Attributes:
-        config: What the weights are.
-        dtype: The dtype that it decodes in, and of the frames that come out. A 16-bit dtype that is
-            slow on a CPU is that of the frames alone: the computation is in float32.
-        encode_dtype: The dtype that it encodes in, and of the latents that come out, as `dtype` is.
-        limit_bytes: Memory that a step may take beside the weights; None: a part of what is free.
-        graphs: On a GPU, record the steps of chunks that repeat as a CUDA graph and replay it: less
-            work for the CPU, for memory of the graph's own. Off until a gain is measured.
-        skips_still: Encode frames that do not change until they make no difference any more, and
-            repeat what they gave.
-        allow_tf32: In float32, leave PyTorch's own switches as they are, so that TF32 (or bf16
-            products on a CPU) is used where they allow it. By default float32 means float32.
+        config: Configuration of the VAE.
+        dtype: Dtype of decoding and of the frames. A 16-bit dtype that is slow on a CPU is used for
+            the frames only: the computation is in float32.
+        encode_dtype: Dtype of encoding and of the latents, as `dtype`.
+        limit_bytes: Memory limit of a step without the weights; None: a share of the free memory.
+        graphs: On a GPU, capture repeated chunks as a CUDA graph and replay it: less work for the
+            CPU, more memory. Off until a gain is measured.
+        skips_static: Skip static frames in an encode, and repeat their latents.
+        allow_tf32: In float32, keep PyTorch's own switches, which may allow TF32 (or bf16 products
+            on a CPU). By default float32 is full float32.
     """
 
     def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
@@ -68,7 +67,7 @@ class VideoVAE(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are; inputs are moved there, and results stay there."""
+        """Device of the weights; inputs are moved there, and results stay there."""
         return next(self.decoder.parameters()).device
 
     @eager
@@ -76,14 +75,14 @@ class VideoVAE(nn.Module):
         """Encode a video, chunk by chunk.
 
         Args:
-            frames: `[B, C, T, H, W]` in [-1, 1], of any float dtype, or uint8 in 0-255; `H` and `W`
-                are multiples of 8. Of `T` only `4 n + 1` frames are used; a shorter tail is dropped
-                with a warning.
+            frames: `[B, C, T, H, W]` in [-1, 1], any float dtype, or uint8 in 0-255; `H` and `W`
+                are multiples of 8. Only `4 n + 1` frames of `T` are used; the rest is dropped with
+                a warning.
             chunk: Latents per step; -1: all. None: chosen from size and memory.
 
         Returns:
-            The mean of the posterior, `[B, C_latent, 1 + (T - 1) // 4, H / 8, W / 8]`, not
-            normalised (of SeedVR2 times 0.9152), in `encode_dtype` on `device`.
+            The posterior mean, `[B, C_latent, 1 + (T - 1) // 4, H / 8, W / 8]`, not normalised (for
+            SeedVR2 times 0.9152), in `encode_dtype` on `device`.
 
         Raises:
             ValueError: The frames have another shape, dtype or channel count, or are not finite; or
@@ -98,7 +97,7 @@ class VideoVAE(nn.Module):
         """Decode a latent to frames, chunk by chunk.
 
         Args:
-            latent: `[B, C_latent, t, h, w]`, of any float dtype, not normalised.
+            latent: `[B, C_latent, t, h, w]`, any float dtype, not normalised.
             chunk: Latents per step; -1: all. None: chosen from size and memory.
 
         Returns:
@@ -106,8 +105,8 @@ class VideoVAE(nn.Module):
             not clamped, channels-last, in `dtype` on `device`.
 
         Raises:
-            ValueError: The latent has another channel count, dimensions or dtype, no frames, or is
-                not finite.
+            ValueError: The latent has another channel count, shape or dtype, no frames, or is not
+                finite.
         """
         check_tensor(latent, "latent", self.config.latent_channels)
         frames = Relief(self.device, "a decode").finish(lambda: self.new_frames(latent))
@@ -123,17 +122,17 @@ class VideoVAE(nn.Module):
         *,
         scaled: bool = True,
     ) -> Iterator[Tensor]:
-        """Encode a video that comes in pieces; latents leave as soon as their frames are there.
+        """Encode a video in pieces; latents are yielded as soon as their frames are there.
 
         Args:
             pieces: `[B, C, t, H, W]` each, any `t >= 1`, as for `encode`; or one tensor.
-            options: How it runs.
-            scaled: Times `config.latent_scale`, as `encode` returns it; else the bare mean of the
-                posterior.
+            options: Options of the stream.
+            scaled: Multiply by `config.latent_scale`, as `encode` does; otherwise return the
+                posterior mean.
 
         Returns:
-            An iterator of latents `[B, C_latent, n, H / 8, W / 8]`: the first alone, then `chunk`
-            at a time.
+            An iterator of latents `[B, C_latent, n, H / 8, W / 8]`: the first one, then `chunk` at
+            a time.
 
         Raises:
             ValueError: As for `encode`; for a piece when it is reached.
@@ -170,28 +169,28 @@ class VideoVAE(nn.Module):
         images: Tensor | None = None,
         frames: range | None = None,
     ) -> Iterator[Tensor]:
-        """Decode a latent and give the frames away as they are done.
+        """Decode a latent and yield the frames as soon as they are done.
 
-        The memory that it takes does not depend on the length of the video. Of an iterable no
-        latent is asked for before the frames of those before it have left.
+        Memory does not depend on the length of the video. A latent of an iterable is requested when
+        the frames before it were taken.
 
         Args:
-            latent: `[B, C_latent, t, h, w]`, or an iterable of such, one after the other in time.
-            options: How it runs.
-            out: `[B, C, T, H, W]` of the whole video, of any dtype, strides and device: each piece
-                is written there, and the piece that comes is the part of it. None: new tensors.
-            images: As `out`, `[B, T, H, W, C]` of a float dtype or uint8: instead of frames each
-                piece is images, clamped to [0, 1] or in 8 bits (see `frames_to_images`).
-            frames: Only these come, such as `range(40, 81)`, and `out` or `images` are of them
-                alone; what does not matter to them is not computed. None: all.
+            latent: `[B, C_latent, t, h, w]`, or an iterable of these in order of time.
+            options: Options of the stream.
+            out: `[B, C, T, H, W]` for the whole video, any dtype, strides and device: each piece is
+                written there and is a view of it. None: new tensors.
+            images: As `out`, `[B, T, H, W, C]`, float or uint8: the pieces are images, clamped to
+                [0, 1] or in 0-255 (see `frames_to_images`).
+            frames: The frames to decode, such as `range(40, 81)`; `out` or `images` have room for
+                these only, and the rest is not computed. None: all.
 
         Returns:
             An iterator of frames `[B, C, n, H, W]`, as from `decode`, or of images `[B, n, H, W,
             C]`; `n` varies.
 
         Raises:
-            ValueError: As for `decode`, or there are both `out` and `images`, or `frames` are not
-                of the video; for a piece of an iterable when it is reached.
+            ValueError: As for `decode`, or both `out` and `images` are given, or `frames` are not
+                in the video; for a piece of an iterable when it is reached.
         """
         config = self.config
         relief = Relief(self.device, "a decode", options.release)
@@ -221,27 +220,27 @@ class VideoVAE(nn.Module):
         return until_complete(stream, frames, as_images=images is not None)
 
     def normalize(self, latent: Tensor) -> Tensor:
-        """Shift and scale each channel by the statistics of the family: `(latent - mean) / std`."""
+        """Return `(latent - mean) / std` of each channel of `latent` `[B, C_latent, t, h, w]`."""
         mean, std = self._statistics(latent)
         return (latent - mean) / std
 
     def denormalize(self, latent: Tensor) -> Tensor:
-        """Undo `normalize`: `latent * std + mean`."""
+        """Return `latent * std + mean` of each channel of `latent` `[B, C_latent, t, h, w]`."""
         mean, std = self._statistics(latent)
         return latent * std + mean
 
     def new_frames(self, latent: Tensor) -> Tensor:
-        """Memory for the frames of a latent, channels-last, in `dtype` on `device`."""
+        """Return memory `[B, C, T, H, W]` for the frames of `latent`, in `dtype` on `device`."""
         shape, order = self.config.decoded_shape(latent.shape), torch.channels_last_3d
         with torch.inference_mode(False):
             return torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=order)
 
     def check_latent(self, latent: Tensor) -> None:
-        """Raise the `ValueError` that `decode` would raise."""
+        """Raise the `ValueError` of `decode` if `latent` `[B, C_latent, t, h, w]` is not valid."""
         Relief(self.device, "a decode").finish(lambda: check_latent(latent, self.config))
 
     def check_frames(self, frames: Tensor) -> None:
-        """Raise the `ValueError` that `encode` would raise for the frames."""
+        """Raise the `ValueError` of `encode` if `frames` `[B, C, T, H, W]` are not valid."""
         Relief(self.device, "an encode").finish(lambda: check_frames(frames, self.config))
 
     def plan(
@@ -255,22 +254,22 @@ class VideoVAE(nn.Module):
         device: torch.device | None = None,
         cuts: bool = True,
     ) -> Plan:
-        """How a stream of any length would run, and the memory that it takes.
+        """Return the plan of a stream of any length, with its memory.
 
         Args:
-            height: Of the frames that go in or, but for 2x decoders, come out.
-            width: Likewise.
-            options: What is asked of the stream.
-            encode: For encoding; else for decoding.
-            single_frame: For a video of one frame.
-            device: Where the work will be done; None: where the weights are.
-            cuts: Tiles may be chosen where whole frames do not fit.
+            height: Height of the frames (of a 2x decoder: half of it).
+            width: Width of the frames (of a 2x decoder: half of it).
+            options: Options of the stream.
+            encode: Plan an encode; otherwise a decode.
+            single_frame: The video has one frame.
+            device: Device of the computation; None: that of the weights.
+            cuts: Allow tiles where whole frames do not fit.
 
         Returns:
-            The plan, for a batch of one.
+            The plan for a batch of one.
 
         Raises:
-            ValueError: The checkpoint has no encoder to speak of.
+            ValueError: `encode` is set and the checkpoint has no encoder.
         """
         network = self._encoding() if encode else self.decoder
         step = self.config.spatial_compression
@@ -283,12 +282,12 @@ class VideoVAE(nn.Module):
         return make_plan(job, limit, chunk=options.chunk, tile=options.tile, cuts=cuts)
 
     def weight_bytes(self) -> int:
-        """Bytes of the parameters and of what was derived from them so far."""
+        """Return the bytes of the parameters and of the weights derived from them."""
         own = sum(parameter.nbytes for parameter in self.parameters())
         return own + sum(conv.form_bytes() for conv in self._convs())
 
     def drop_derived(self) -> None:
-        """Free what was derived from the weights; it is derived again when it is needed."""
+        """Free the derived weights; they are derived again when needed."""
         for conv in self._convs():
             conv.forms.clear()
 
@@ -311,7 +310,7 @@ class VideoVAE(nn.Module):
         dtype = compute_dtype(dtype, self.device)
         chunk = options.chunk
         if chunk is None and not isinstance(pieces, Tensor):
-            chunk = 1  # what comes in pieces is wanted back so
+            chunk = 1  # pieces in, pieces out
         limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
         session = VideoSession(
             network,
@@ -331,10 +330,10 @@ class VideoVAE(nn.Module):
         return session.run(source)
 
     def _latents_of(self, frames: range) -> tuple[int, int]:
-        """The latents that frames are made of: the first, and the one after the last."""
+        """Return the first latent that `frames` need, and the one after the last."""
         per_latent = self.config.temporal_compression
         first, last = (-(-frame // per_latent) for frame in (frames.start, frames.stop - 1))
-        if self.config.family == SEEDVR2:  # has rules for what follows its first frame
+        if self.config.family == SEEDVR2:  # its layers treat the second frame differently
             return 0, last + 1
         return max(0, first - latents_before(self.decoder)), last + 1
 

@@ -1,4 +1,4 @@
-"""What callers hand in: checked with one line per error, and brought to the network's layout."""
+"""Checks of the arguments of the VAE, with one line per error."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -7,12 +7,21 @@ from torch import Tensor
 
 from .models.config import VAEConfig
 
-# Elements whose finiteness is asked for together.
+# Elements that are checked at once for finite values.
 _CHECKED_AT_ONCE = 1 << 24
 
 
 def check_tensor(tensor: object, name: str, channels: int) -> None:
-    """Check what frames and latents have in common."""
+    """Check the properties that frames and latents share.
+
+    Args:
+        tensor: Expected to be a tensor `[B, C, T, H, W]`.
+        name: Name of the argument for the message.
+        channels: Expected channels.
+
+    Raises:
+        ValueError: Type, dimensions or channels differ, or it is empty.
+    """
     if not isinstance(tensor, Tensor):
         raise ValueError(
             f"{name} is a {type(tensor).__name__}; expected a tensor [B, {channels}, T, H, W]"
@@ -31,7 +40,15 @@ def check_tensor(tensor: object, name: str, channels: int) -> None:
 
 
 def check_latent(latent: Tensor, config: VAEConfig) -> None:
-    """Check what is to be decoded."""
+    """Check a latent.
+
+    Args:
+        latent: `[B, C_latent, t, h, w]`.
+        config: Configuration of the VAE.
+
+    Raises:
+        ValueError: Its shape, dtype or values cannot be decoded.
+    """
     check_tensor(latent, "latent", config.latent_channels)
     if not latent.is_floating_point():
         raise ValueError(f"latent is {dtype_name(latent.dtype)}; expected a float dtype")
@@ -39,7 +56,15 @@ def check_latent(latent: Tensor, config: VAEConfig) -> None:
 
 
 def check_frames(frames: Tensor, config: VAEConfig) -> None:
-    """Check what is to be encoded."""
+    """Check frames.
+
+    Args:
+        frames: `[B, C, T, H, W]`.
+        config: Configuration of the VAE.
+
+    Raises:
+        ValueError: Their shape, dtype or values cannot be encoded.
+    """
     check_tensor(frames, "frames", config.image_channels)
     if not frames.is_floating_point() and frames.dtype != torch.uint8:
         raise ValueError(
@@ -56,7 +81,18 @@ def check_frames(frames: Tensor, config: VAEConfig) -> None:
 
 
 def checked(pieces: Tensor | Iterable[Tensor], check: Callable[[Tensor], None]) -> Iterator[Tensor]:
-    """The pieces of a video, checked: a tensor at once, an iterable's when they are reached."""
+    """Check the pieces of a video: a tensor at once, those of an iterable when they are reached.
+
+    Args:
+        pieces: `[B, C, T, H, W]`, or an iterable of these.
+        check: Raises for a wrong piece.
+
+    Returns:
+        An iterator of the checked pieces.
+
+    Raises:
+        ValueError: A piece is wrong, or has another size than the first.
+    """
     if isinstance(pieces, Tensor) or not isinstance(pieces, Iterable):
         check(pieces)
         return iter([pieces])
@@ -69,8 +105,8 @@ def checked(pieces: Tensor | Iterable[Tensor], check: Callable[[Tensor], None]) 
                 first = piece
             elif piece.shape[:2] != first.shape[:2] or piece.shape[3:] != first.shape[3:]:
                 raise ValueError(
-                    f"a piece has shape {list(piece.shape)}; expected {list(first.shape)} "
-                    "as the first, but for its frames"
+                    f"a piece has shape {list(piece.shape)}; expected {list(first.shape)}, "
+                    "as the first piece, with any number of frames"
                 )
             yield piece
 
@@ -78,7 +114,15 @@ def checked(pieces: Tensor | Iterable[Tensor], check: Callable[[Tensor], None]) 
 
 
 def check_range(frames: object, length: int | None) -> None:
-    """Check the frames that are wanted of a video; None: nobody knows its length."""
+    """Check a range of frames.
+
+    Args:
+        frames: Expected to be a `range` with step 1.
+        length: Frames of the video; None: unknown.
+
+    Raises:
+        ValueError: It is empty, or not within the video.
+    """
     wanted = frames if isinstance(frames, range) else range(0)
     known = wanted.step == 1 and 0 <= wanted.start < wanted.stop
     if known and (length is None or wanted.stop <= length):
@@ -94,7 +138,18 @@ def check_targets(
     images: Tensor | None,
     frames: range | None,
 ) -> None:
-    """Check the memory that frames or images go to; of an iterable nobody knows the length."""
+    """Check the buffers for frames or images; the length of an iterable is unknown.
+
+    Args:
+        latent: `[B, C_latent, t, h, w]`, or an iterable.
+        config: Configuration of the VAE.
+        out: `[B, C, T, H, W]`, or None.
+        images: `[B, T, H, W, C]`, or None.
+        frames: The frames to decode; None: all.
+
+    Raises:
+        ValueError: A buffer has another shape.
+    """
     for target, name in ((out, "out"), (images, "images")):
         if target is None:
             continue
@@ -112,9 +167,17 @@ def check_targets(
 
 
 def check_finite(tensor: Tensor, name: str) -> None:
-    """Check that all of `[B, C, T, H, W]` is finite, a few frames at a time."""
+    """Check that all values are finite, a few frames at a time.
+
+    Args:
+        tensor: `[B, C, T, H, W]`.
+        name: Name of the argument for the message.
+
+    Raises:
+        ValueError: Some are NaN or infinite.
+    """
     frame = max(1, tensor[:, :, :1].numel())
-    # What is made of a long video to check it must not be as long.
+    # Temporary tensors must not grow with the length of the video.
     runs = tensor.split(max(1, _CHECKED_AT_ONCE // frame), dim=2)
     if all(_sums_up(run) or bool(torch.isfinite(run).all()) for run in runs):
         return
@@ -123,15 +186,15 @@ def check_finite(tensor: Tensor, name: str) -> None:
 
 
 def _sums_up(run: Tensor) -> bool:
-    """Whether the sum is finite, which it is with no NaN and nothing infinite in it.
+    """Return whether the sum is finite, which proves that all values are.
 
-    Fifty times as fast as to ask each number in float32, twice in bfloat16 (a CPU, 2026-11). The
-    sum of finite numbers may overflow, too, so that a False is to be looked into.
+    Fifty times as fast as a test of each value in float32, twice in bfloat16 (a CPU, 2026-11). The
+    sum of finite values can overflow, so a False has to be examined.
     """
     wide = torch.promote_types(run.dtype, torch.float32)
     return bool(torch.isfinite(run.sum(dtype=wide)))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
+    """Return `float32` for the `dtype` `torch.float32`."""
     return str(dtype).removeprefix("torch.")

@@ -1,1 +1,1 @@
-"""Checkpoint files, read as data: nothing in them is called."""
+"""Checkpoint files, read as data: no code in them is executed."""

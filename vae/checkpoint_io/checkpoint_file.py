@@ -1,8 +1,8 @@
-"""A file of weights to its tensors, or to one line that says what it is instead.
+"""Read the tensors of a file, or report in one line what the file is instead.
 
-What a file is, is read off its first bytes: names say nothing. Where its tensors lie is then held
-against its size, and only what passes is mapped into memory, so that reading takes no more than the
-file has. Nothing in a file is executed.
+The kind of a file is read from its first bytes, not from its name. The places of its tensors are
+compared with its size, and only valid ones are mapped into memory, so reading needs no more memory
+than the file has. Nothing in a file is executed.
 """
 
 import mmap
@@ -22,15 +22,15 @@ def read_file(path: Path) -> dict[object, object]:
     """Read the state dict of a checkpoint file.
 
     Args:
-        path: A safetensors file, or a PyTorch file of tensors alone, of any name.
+        path: A safetensors file, or a PyTorch file with tensors only, with any name.
 
     Returns:
-        Its entries: tensors, which are mapped and not read yet, and whatever else is between them.
+        Its entries: memory-mapped tensors, and other values unchanged.
 
     Raises:
         OSError: The file is missing or cannot be opened.
-        ValueError: It is empty, damaged, of another kind, or holds more than tensors, or tensors
-            that are not as large on the disk as in memory.
+        ValueError: It is empty, damaged, of another kind, holds more than tensors, or tensors that
+            are larger in memory than on the disk.
     """
     if path.is_dir():
         raise ValueError(f"it is a folder; {_EXPECTED}")
@@ -42,10 +42,9 @@ def read_file(path: Path) -> dict[object, object]:
         size = os.fstat(file.fileno()).st_size
         kind = kind_of(file, size)
         if kind not in (SAFETENSORS, ZIP, PICKLE):
-            raise ValueError(f"it is {kind}, not a whole .safetensors or .pth file")
+            raise ValueError(f"it is {kind}, not a complete .safetensors or .pth file")
         header = read_header(file, size) if kind == SAFETENSORS else None
-        # Private and writable, as PyTorch wants it: what is written to the tensors is not written
-        # to the file.
+        # Private and writable, as PyTorch requires: writes to the tensors do not reach the file.
         mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
     if header is not None:
         return _of_safetensors(mapped, header)
@@ -74,5 +73,5 @@ def _tensor(mapped: mmap.mmap, numbers: Numbers) -> Tensor:
     dtype, first = numbers.dtype, numbers.first + numbers.offset * numbers.dtype.itemsize
     flat = torch.frombuffer(mapped, dtype=dtype, offset=first, count=numbers.reach)
     tensor = flat.as_strided(numbers.shape, numbers.stride)
-    # Old files put numbers anywhere, which vector instructions of some processors refuse.
+    # Old files do not align their data, which vector instructions of some processors need.
     return tensor if first % dtype.itemsize == 0 else tensor.clone()

@@ -1,10 +1,9 @@
-"""Pickles as data: what a `.pth` file says of its tensors, with nothing called and nothing made.
+"""Pickles as data: the tensors described in a `.pth` file, without calling anything.
 
-A pickle is a program that may call any function of the machine that reads it. This one knows the
-instructions and none of the functions: where a pickle calls something, the call is written down
-(`PickleCall`), and what calls mean is for the reader of the file to see. All that is made are
-numbers, texts, tuples, lists and dicts, no more of them than the pickle has bytes, so that neither
-a number nor a length in it can cost memory or time.
+A pickle is a program that can call any function of the machine that reads it. This reader knows the
+instructions but no functions: a call is only recorded (`PickleCall`), and the reader of the file
+interprets it. It only creates numbers, texts, tuples, lists and dicts, no more of them than the
+pickle has bytes, so that no number or length in it can cost memory or time.
 """
 
 import struct
@@ -15,39 +14,39 @@ from typing import NamedTuple
 _MAX_INSTRUCTIONS = 300_000
 _MAX_BYTES = 16 << 20
 
-# Of keys: long texts take long to compare, hashes of large numbers can be made equal, and those of
-# tuples in tuples take the stack.
+# Limits of keys: long texts are slow to compare, large numbers can have equal hashes, and nested
+# tuples use the stack.
 _MAX_TEXT, _MAX_NUMBER = 1000, 1 << 32
 
 _ORDERED = "collections.OrderedDict"
 
 
 class PickleGlobal(NamedTuple):
-    """Something that a pickle names: a function, a type, a dtype."""
+    """A name in a pickle: a function, a type, a dtype."""
 
     name: str
 
 
 class PickleCall(NamedTuple):
-    """A call that a pickle asks for, and that is not made."""
+    """A call in a pickle, which is not executed."""
 
     name: str
     arguments: tuple
 
 
 class PersistentId(NamedTuple):
-    """What lies in the file outside of the pickle, by which it is found."""
+    """The identifier of data in the file outside the pickle."""
 
     place: object
 
 
 class Pickle(NamedTuple):
-    """What one pickle holds.
+    """The content of one pickle.
 
     Attributes:
-        value: Of dicts, lists, tuples, texts, numbers, and the classes above.
-        end: Where it ends, in bytes.
-        stored: All of it that lies outside of the pickle.
+        value: Dicts, lists, tuples, texts, numbers, and the classes above.
+        end: Offset of its end in bytes.
+        stored: All references to data outside the pickle.
     """
 
     value: object
@@ -56,12 +55,18 @@ class Pickle(NamedTuple):
 
 
 def read_pickle(data: memoryview, first: int, known: Set[str]) -> Pickle:
-    """Read the pickle that begins at `first`.
+    """Read one pickle.
 
-    It may have `known` names alone, such as "collections.OrderedDict".
+    Args:
+        data: The file.
+        first: Offset of the pickle.
+        known: The allowed names, such as "collections.OrderedDict".
+
+    Returns:
+        Its content.
 
     Raises:
-        ValueError: It is damaged, too large, or holds what is not known.
+        ValueError: It is damaged, too large, or holds unknown names.
     """
     reader = _Reader(data, first, known)
     try:
@@ -71,7 +76,7 @@ def read_pickle(data: memoryview, first: int, known: Set[str]) -> Pickle:
 
 
 class _Reader:
-    """The machine that a pickle is a program of."""
+    """The stack machine that runs a pickle."""
 
     def __init__(self, data: memoryview, first: int, known: Set[str]) -> None:
         self.at = first
@@ -188,7 +193,7 @@ class _Reader:
 
 
 def _is_key(key: object) -> bool:
-    """Whether a dict finds it fast."""
+    """Return whether a dict finds the key fast."""
     if isinstance(key, str):
         return len(key) <= _MAX_TEXT
     return isinstance(key, int) and abs(key) < _MAX_NUMBER
@@ -200,7 +205,7 @@ def _kind(value: object) -> str:
 
 _STOP = ord(".")
 
-# Those of protocols 2 to 5, which state dicts are written with, by their first bytes.
+# The instructions of protocols 2 to 5, which state dicts are written with.
 _INSTRUCTIONS: dict[int, Callable[[_Reader], object]] = {
     ord(code): do
     for code, do in {
@@ -228,7 +233,7 @@ _INSTRUCTIONS: dict[int, Callable[[_Reader], object]] = {
         "\x96": lambda m: m._stack.append(m._bytes("<Q")),
         "}": lambda m: m._stack.append({}),
         "]": lambda m: m._stack.append([]),
-        "\x8f": lambda m: m._stack.append([]),  # a set, of which nothing is asked
+        "\x8f": lambda m: m._stack.append([]),  # a set, which is not used
         ")": lambda m: m._stack.append(()),
         "t": lambda m: m._stack.append(tuple(m._marked())),
         "\x85": lambda m: m._tuple(1),
@@ -243,7 +248,7 @@ _INSTRUCTIONS: dict[int, Callable[[_Reader], object]] = {
         "\x93": _Reader._stack_global,
         "R": _Reader._call,
         "\x81": _Reader._call,
-        "b": lambda m: m._stack.pop(),  # attributes, of which nothing is asked
+        "b": lambda m: m._stack.pop(),  # attributes, which are not used
         "Q": _Reader._stored,
         "q": lambda m: m._put(m._take(1)[0]),
         "r": lambda m: m._put(m._number("<I")),

@@ -1,8 +1,8 @@
-"""PyTorch's own files, `.pth`: where the tensors of a state dict lie in them.
+"""PyTorch's own files, `.pth`: the places of the tensors of a state dict.
 
-Both forms are a pickle that describes tensors and storages of numbers outside of it: a zip archive
-with a member for each storage (since PyTorch 1.6), or one pickle after the other and then the
-storages (before). What is described is held against the file before anything is made of it.
+Both formats are a pickle that describes tensors, and storages outside of it: a zip archive with a
+member per storage (since PyTorch 1.6), or several pickles followed by the storages (before). The
+description is compared with the file before anything is created from it.
 
 Source of the layout: torch/serialization.py and torch/_utils.py of PyTorch 2.13.
 """
@@ -20,7 +20,7 @@ from .zip_members import ZipMember, zip_members
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 
-# Tensors may share numbers with others, as tied weights do, so far.
+# Most bytes that tensors may share, as tied weights do.
 _MAX_SHARED = 64 << 20
 
 _MAX_DIMENSIONS = 8
@@ -76,14 +76,14 @@ _KNOWN = {
 
 
 class Numbers(NamedTuple):
-    """A tensor that lies in a file.
+    """A tensor in a file.
 
     Attributes:
-        first: Where its storage begins, in bytes, and with it the tensor at `offset`.
-        offset: Of the tensor in the storage, in numbers.
-        dtype: Of the numbers.
-        shape: Of the tensor.
-        stride: Steps in the storage along each dimension, in numbers.
+        first: Offset of its storage in bytes.
+        offset: Offset of the tensor in the storage, in elements.
+        dtype: Dtype of the elements.
+        shape: Shape of the tensor.
+        stride: Strides of each dimension, in elements.
     """
 
     first: int
@@ -94,28 +94,32 @@ class Numbers(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """Numbers from the first to the last."""
+        """Elements from the first to the last, gaps included."""
         steps = zip(self.shape, self.stride, strict=True)
         return 1 + sum((size - 1) * stride for size, stride in steps)
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor whose numbers lie one after the other."""
+    """Return the strides of a contiguous tensor with `shape`."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def zip_numbers(data: memoryview) -> dict[object, object]:
-    """The state dict of a `.pth` file that is a zip archive.
+    """Read the state dict of a `.pth` file that is a zip archive.
 
-    It has `Numbers` for each tensor, and other values as they are.
+    Args:
+        data: The file.
+
+    Returns:
+        `Numbers` for each tensor, and other values unchanged.
 
     Raises:
-        ValueError: It is damaged, holds more than tensors, or what is not in the file.
+        ValueError: It is damaged, or holds more than tensors, or refers to missing data.
     """
     members = zip_members(data)
     found = [name for name in members if name.endswith("/data.pkl")]
     if len(found) != 1:
-        raise ValueError("it is a zip archive without a state dict of PyTorch")
+        raise ValueError("it is a zip archive without a PyTorch state dict")
     root = found[0].removesuffix("data.pkl")
     if f"{root}constants.pkl" in members:
         raise ValueError("it is a TorchScript program; expected a state dict")
@@ -134,10 +138,20 @@ def zip_numbers(data: memoryview) -> dict[object, object]:
 
 
 def legacy_numbers(data: memoryview) -> dict[object, object]:
-    """The state dict of a `.pth` file of before PyTorch 1.6, as `zip_numbers` gives it."""
+    """Read the state dict of a `.pth` file from before PyTorch 1.6.
+
+    Args:
+        data: The file.
+
+    Returns:
+        As `zip_numbers`.
+
+    Raises:
+        ValueError: As `zip_numbers`.
+    """
     magic = read_pickle(data, 0, _KNOWN)
     if magic.value != _MAGIC:
-        raise ValueError("it is a pickle of something else than PyTorch; expected a state dict")
+        raise ValueError("it is a pickle, but not of PyTorch; expected a state dict")
     version = read_pickle(data, magic.end, _KNOWN)
     system = read_pickle(data, version.end, _KNOWN)
     if isinstance(system.value, dict) and not system.value.get("little_endian", True):
@@ -148,23 +162,23 @@ def legacy_numbers(data: memoryview) -> dict[object, object]:
 
 
 def _in_turn(data: memoryview, keys: Pickle, stored: list[PersistentId]) -> dict[str, ZipMember]:
-    """Where storages lie that follow the list of their keys, each behind its count of numbers."""
+    """Find the storages after the list of their keys, each preceded by its number of elements."""
     try:
         described = {key: (dtype, count) for key, dtype, count in map(_described, stored)}
     except ValueError as error:
-        raise ValueError(f"a tensor of it {error}; expected plain ones") from None
+        raise ValueError(f"one of its tensors {error}; expected plain tensors") from None
     names = keys.value if isinstance(keys.value, list) else []
     if len(names) != len(described):
-        raise ValueError(f"it names {len(names)} storages and uses {len(described)}")
+        raise ValueError(f"it lists {len(names)} storages but uses {len(described)}")
     found: dict[str, ZipMember] = {}
     at = keys.end
     for name in names:
         if not isinstance(name, str) or name in found or name not in described:
-            raise ValueError(f"its storage {shown(name)} is of no tensor")
+            raise ValueError(f"its storage {shown(name)} belongs to no tensor")
         dtype, count = described[name]
         size = count * dtype.itemsize
         if at + 8 + size > len(data) or struct.unpack_from("<q", data, at)[0] != count:
-            raise ValueError(f"its storage {shown(name)} is not wholly in it: {size} bytes")
+            raise ValueError(f"its storage {shown(name)} is incomplete; expected {size} bytes")
         found[name] = ZipMember(at + 8, size)
         at += 8 + size
     return found
@@ -173,7 +187,7 @@ def _in_turn(data: memoryview, keys: Pickle, stored: list[PersistentId]) -> dict
 def _state_dict(
     value: object, storages: Mapping[str, ZipMember], size: int
 ) -> dict[object, object]:
-    """The state dict in what a file of a size holds: itself, or the one entry that is it."""
+    """Return the state dict in the content of a file: the content itself, or one entry of it."""
     for key in ("state_dict", "model", "vae"):
         if isinstance(value, dict) and isinstance(value.get(key), dict):
             value = value[key]
@@ -191,15 +205,15 @@ def _state_dict(
             total += prod(entry.shape) * entry.dtype.itemsize
         state[key] = entry
     if total > size + _MAX_SHARED:
-        raise ValueError(f"its tensors have {total} bytes, and the file {size}")
+        raise ValueError(f"its tensors need {total} bytes; the file has {size}")
     return state
 
 
 def _numbers(call: PickleCall, storages: Mapping[str, ZipMember]) -> Numbers:
-    """Where the numbers of a tensor are, that a pickle asks to be made."""
+    """Return the place of a tensor from the call that would create it."""
     call = _unwrapped(call)
     if call.name in _OTHER_TENSORS:
-        raise ValueError(f"is {_OTHER_TENSORS[call.name]}; expected plain ones")
+        raise ValueError(f"is {_OTHER_TENSORS[call.name]}; expected a plain tensor")
     if call.name not in _TENSORS or len(call.arguments) < 4:
         raise ValueError(f"is a {call.name}; expected a tensor")
     stored, offset, shape, stride, *more = call.arguments
@@ -209,21 +223,21 @@ def _numbers(call: PickleCall, storages: Mapping[str, ZipMember]) -> Numbers:
     if any(isinstance(each, dict) and each for each in more):
         raise ValueError("is a conjugate or negative view, or has hooks; expected a plain tensor")
     if not _are_sizes(shape) or not _are_sizes(stride) or not _are_sizes((offset,)):
-        raise ValueError("has no shape")
+        raise ValueError("has no valid shape")
     numbers = Numbers(member.first, offset, dtype, shape, stride)
     if len(shape) != len(stride) or len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"has {len(shape)} dimensions and {len(stride)} strides")
     if not prod(shape):
         raise ValueError(f"is {list(shape)}; expected no size of 0")
     if prod(shape) > numbers.reach:
-        raise ValueError(f"is {list(shape)} of {numbers.reach} numbers; expected as many as it has")
+        raise ValueError(f"is {list(shape)}, but has only {numbers.reach} values")
     if (offset + numbers.reach) * dtype.itemsize > member.size:
         raise ValueError(f"is {list(shape)}; its storage {shown(key)} has {member.size} bytes")
     return numbers
 
 
 def _unwrapped(call: PickleCall) -> PickleCall:
-    """The call that makes the tensor, without those that make a parameter of it."""
+    """Return the call that creates the tensor, without the calls that wrap it in a parameter."""
     for _ in range(4):
         if call.name == _FROM_TYPE and len(call.arguments) > 2:
             function, _, arguments = call.arguments[:3]
@@ -242,18 +256,18 @@ def _unwrapped(call: PickleCall) -> PickleCall:
 def _storage(
     stored: object, storages: Mapping[str, ZipMember]
 ) -> tuple[str, torch.dtype, ZipMember]:
-    """Key, dtype and bytes of a storage."""
+    """Return key, dtype and place of a storage."""
     key, dtype, count = _described(stored)
     if key not in storages:
-        raise ValueError(f"has its numbers in a storage {shown(key)} that is not in the file")
+        raise ValueError(f"has its data in storage {shown(key)}, which is not in the file")
     member = storages[key]
     if count * dtype.itemsize > member.size:
-        raise ValueError(f"is of {count} numbers; its storage {shown(key)} has {member.size} bytes")
+        raise ValueError(f"has {count} values; its storage {shown(key)} has {member.size} bytes")
     return key, dtype, ZipMember(member.first, count * dtype.itemsize)
 
 
 def _described(stored: object) -> tuple[str, torch.dtype, int]:
-    """Key, dtype and count of numbers of a storage, as a pickle describes it."""
+    """Return key, dtype and number of elements of a storage from its description in a pickle."""
     place = stored.place if isinstance(stored, PersistentId) else None
     if not isinstance(place, tuple) or len(place) not in (5, 6) or place[0] != "storage":
         raise ValueError("has no storage")
@@ -261,12 +275,12 @@ def _described(stored: object) -> tuple[str, torch.dtype, int]:
     dtype = _STORAGE_TYPES.get(kind.name) if isinstance(kind, PickleGlobal) else None
     if dtype is None or not isinstance(key, str) or not _are_sizes((count,)):
         unknown = f" ({kind.name})" if isinstance(kind, PickleGlobal) else ""
-        raise ValueError(f"has a storage of an unknown kind{unknown}")
+        raise ValueError(f"has a storage of unknown type{unknown}")
     if view and view[0] is not None:
-        raise ValueError("has a view of a storage; expected one of its own")
+        raise ValueError("uses a view of a storage; expected a whole storage")
     return key, dtype, count
 
 
 def _are_sizes(value: object) -> bool:
-    """Whether it is a tuple of whole numbers that a size can be."""
+    """Return whether `value` is a tuple of integers in the range of sizes."""
     return isinstance(value, tuple) and all(type(v) is int and 0 <= v < 1 << 48 for v in value)

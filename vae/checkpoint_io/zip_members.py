@@ -1,8 +1,7 @@
-"""Where the members of a zip archive lie: of the kind that PyTorch writes, stored and apart.
+"""The members of a zip archive as PyTorch writes it: stored, and without overlaps.
 
-The directory of an archive is what its writer says. It is held against the file before anything is
-read of it: a member that is packed, or overlaps another, or is larger than the file, is one that
-would be larger in memory than on the disk.
+The directory of an archive is compared with the file before a member is read. A member that is
+compressed, overlaps another, or is larger than the file would be larger in memory than on the disk.
 
 Source of the layout: PKWARE, APPNOTE.TXT, sections 4.3.7 to 4.3.16.
 """
@@ -27,18 +26,24 @@ _FULL, _FULL_SHORT, _ENCRYPTED = 0xFFFFFFFF, 0xFFFF, 1
 
 
 class ZipMember(NamedTuple):
-    """The bytes of one member in the file."""
+    """The bytes of one member: offset and size."""
 
     first: int
     size: int
 
 
 def zip_members(data: memoryview) -> dict[str, ZipMember]:
-    """Where each member of an archive is, by its name.
+    """Return the place of each member of an archive by name.
+
+    Args:
+        data: The file.
+
+    Returns:
+        The members.
 
     Raises:
-        ValueError: The archive is damaged, has too many members, or one that is packed, repeated
-            or not wholly in the file.
+        ValueError: The archive is damaged, has too many members, or one that is compressed,
+            repeated or incomplete.
     """
     try:
         return _members(data)
@@ -63,13 +68,15 @@ def _members(data: memoryview) -> dict[str, ZipMember]:
             raise ValueError("the directory of its zip archive is damaged")
         size, packed, local = _wide(extra, size, packed, local)
         if method or flags & _ENCRYPTED or size != packed:
-            raise ValueError(f"{shown(name)} is packed or encrypted in it; expected it stored")
+            raise ValueError(
+                f"its member {shown(name)} is compressed or encrypted; expected it stored"
+            )
         if name in found:
-            raise ValueError(f"{shown(name)} is in it twice")
+            raise ValueError(f"its member {shown(name)} exists twice")
         signature, *skipped = _LOCAL_HEAD.unpack_from(data, local)
         first = local + _LOCAL_HEAD.size + sum(skipped)
         if signature != _LOCAL or first + size > end:
-            raise ValueError(f"{shown(name)} is not wholly in it: {size} bytes at {first}")
+            raise ValueError(f"its member {shown(name)} is incomplete: {size} bytes at {first}")
         found[name] = ZipMember(first, size)
         spans.append((local, first + size))
     spans.sort()
@@ -79,11 +86,11 @@ def _members(data: memoryview) -> dict[str, ZipMember]:
 
 
 def _directory(data: memoryview) -> tuple[int, int, int]:
-    """How many entries the directory has, where it begins and where it ends."""
+    """Return the number of entries of the directory, its start and its end."""
     tail = max(0, len(data) - _MAX_COMMENT - _END_HEAD.size)
     found = bytes(data[tail:]).rfind(_END)
     if found < 0:
-        raise ValueError("it is a zip archive that is cut off")
+        raise ValueError("it is a truncated zip archive")
     place = tail + found
     _, _, count, size, first, _ = _END_HEAD.unpack_from(data, place)
     end = place
@@ -96,12 +103,12 @@ def _directory(data: memoryview) -> tuple[int, int, int]:
         if signature != _END64:
             raise ValueError("the directory of its zip archive is damaged")
     if first + size > end:
-        raise ValueError("the directory of its zip archive is not in it")
+        raise ValueError("the directory of its zip archive is missing")
     return count, first, end
 
 
 def _wide(extra: memoryview, size: int, packed: int, local: int) -> tuple[int, int, int]:
-    """The same three numbers, those that had no room in 32 bits from the extra field."""
+    """Return the three numbers, with those of 64 bits read from the extra field."""
     numbers = [size, packed, local]
     if _FULL not in numbers:
         return size, packed, local

@@ -202,7 +202,7 @@ class Conv(nn.Module):
         pads: tuple[int, ...],
         terms: Terms,
     ) -> Tensor:
-        """Run the library's convolution, then add bias and residual in one pass if that is faster."""
+        """Run the library's convolution, then add bias and residual in one pass if faster."""
         residual, residual_bias, biased = terms
         bias = self._bias(kind, form.offset)
         late = residual is not None or self.adds_bias_late(x)

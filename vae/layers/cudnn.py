@@ -139,8 +139,8 @@ def searching(device: torch.device) -> Iterator[None]:
 
     This is `torch.backends.cudnn.benchmark` for the calls of this module in this thread only, so
     that convolutions of other code do not change. It applies to 16 bits only: PyTorch caches a plan
-    for each shape, with or without a search, and these plans are told apart by the flag
-    `deterministic`, which not every float32 algorithm supports.
+    for each shape, with or without a search, and the flag `deterministic` distinguishes
+    them, which not every float32 algorithm supports.
 
     Args:
         device: Device of the convolutions; only CUDA searches.

@@ -138,7 +138,7 @@ class Relief:
             self.done.append(what)
 
     def report(self, where: str) -> None:
-        """Log what was done at `where`, such as "frame 40", as one warning; later as debug messages."""
+        """Log what was done at `where`, such as "frame 40": one warning, then debug messages."""
         level = logging.DEBUG if self._logged else logging.WARNING
         self._logged, self.is_new = True, False
         _logger.log(

@@ -147,7 +147,7 @@ class TemporalCache:
         self._tails = {conv: place(conv, tail) for conv, tail in self._tails.items()}
 
     def park(self) -> bool:
-        """Move all tails to the host, to stay there unless used; return whether that freed memory."""
+        """Move all tails to the host until they are used; return whether that freed memory."""
         away = {conv: tail for conv, tail in self._tails.items() if tail.device.type != "cpu"}
         self._tails.update((conv, tail.cpu()) for conv, tail in away.items())
         self.thrifty = True

@@ -53,7 +53,7 @@ class DownStage(CausalLayer):
         return in_order(self.downsamples)
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """Run the stage on `x` `[B, C_in, T, H, W]` with `cache`; sizes are halved as configured."""
+        """Run the stage on `x` `[B, C_in, T, H, W]` with `cache`; its sizes may be halved."""
         # Computed first, because the blocks may write into their input.
         times, size = self._patch
         average = functools.partial(average_down, x, self.out_channels, times=times, size=size)
@@ -94,7 +94,7 @@ class UpStage(CausalLayer):
         return in_order(self.upsamples)
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """Run the stage on `x` `[B, C_in, T, H, W]` with `cache`; sizes are doubled as configured."""
+        """Run the stage on `x` `[B, C_in, T, H, W]` with `cache`; its sizes may be doubled."""
         if len(self.upsamples) == _DECODER_BLOCKS:
             for block in self.upsamples:
                 x = block(x, cache)

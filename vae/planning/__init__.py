@@ -1,1 +1,1 @@
-"""How a video runs: whole or in tiles, in which steps, within which memory."""
+"""Planning of a video: whole frames or tiles, the length of steps, and memory."""

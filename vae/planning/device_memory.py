@@ -1,4 +1,4 @@
-"""Memory that is free on a device, and what the process keeps of the host's."""
+"""Free memory of a device, and freed memory that the process keeps."""
 
 import ctypes
 import functools
@@ -9,7 +9,7 @@ import torch
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device; a small guess where it cannot be asked."""
+    """Return the free memory of `device`, or 8 GiB if it is unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -19,10 +19,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 def trim_heap() -> None:
-    """Return what `malloc` keeps of freed memory to the system.
+    """Return freed memory that `malloc` keeps to the system.
 
-    glibc keeps the free memory below its topmost block: 300 of 600 MiB after the decode of a video.
-    Other libraries return theirs by themselves, or cannot be asked.
+    glibc keeps free memory below its topmost block: 300 of 600 MiB after the decode of a video.
+    Other libraries return it themselves, or have no such function.
     """
     trim = _malloc_trim()
     if trim is not None:
@@ -31,8 +31,8 @@ def trim_heap() -> None:
 
 @functools.cache
 def _malloc_trim() -> Callable[[int], int] | None:
-    """The function of glibc; None where another library is the system's."""
+    """Return glibc's function; None with another C library."""
     try:
         return ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError, TypeError):  # Windows has no library without a name
+    except (OSError, AttributeError, TypeError):  # Windows has no default library
         return None

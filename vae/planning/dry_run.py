@@ -1,9 +1,9 @@
-"""A stream without its numbers: what it takes of memory is noted, and nothing is computed.
+"""A stream without its data: only its allocations are recorded.
 
-It goes through the layers as the executor does, and notes what each makes, with the rules of the
-real code: who changes what a layer holds changes it here as well. A block is given back when the
-last variable that refers to it is gone, as the memory of a tensor is. What is measured of processes
-beside it is in `tests/vae/planning/test_plan.py`.
+It follows the layers like the executor, and records what each one allocates by the rules of the
+real code: a change of the memory that a layer holds must be made here too. A block is freed when
+the last variable that refers to it is gone, like the memory of a tensor.
+`tests/vae/planning/test_plan.py` compares it with measured processes.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from ..layers.row_bands import WORTH_IT
 from ..layers.workspace import KEPT_BYTES, WASTE
 from .layer_specs import ConvSpec, LayerSpec, PartSpec, Shape
 
-# Attention on a GPU, where it may be in blocks: from what size of a head on, how many scores are
-# there at once, and their bytes and those of their softmax (kernels/reference/attention.py).
+# Attention on a GPU in blocks: the head size from which blocks are used, the scores of a block, and
+# the bytes of a score and its softmax (kernels/reference/attention.py).
 _FUSED_HEAD = 256
 _SCORES = 1 << 26
 _SCORE_BYTES = 8
@@ -24,15 +24,15 @@ _SCORE_BYTES = 8
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a stream runs.
+    """Conditions of a stream.
 
     Attributes:
-        batch: Videos at once.
-        itemsize: Bytes of a number.
-        single_frame: The video is a single frame.
-        on_cpu: It runs on a CPU, where large results lie in kept memory.
-        fused: Convolutions add to what is there (oneDNN) instead of making a result of their own.
-        casts: The weights are of another dtype than the activations.
+        batch: Videos per batch.
+        itemsize: Bytes of an element.
+        single_frame: The video has one frame.
+        on_cpu: It runs on a CPU, where large results use reused memory.
+        fused: Convolutions add to an existing buffer (oneDNN) instead of returning a new one.
+        casts: The weights have another dtype than the activations.
     """
 
     batch: int
@@ -44,14 +44,14 @@ class Setting:
 
 
 class CropSpec(NamedTuple):
-    """What cuts the halo of a tile off, as a `LayerSpec`: to a height and a width."""
+    """A `LayerSpec` of a crop to a height and a width, which removes the halo of a tile."""
 
     height: int
     width: int
     growth = 1
 
     def after(self, shape: Shape, *, single_frame: bool) -> Shape:
-        """What comes out."""
+        """Return the output shape for `shape`; the crop is the same for a `single_frame`."""
         return shape.sized(*self)
 
 
@@ -59,33 +59,40 @@ SpecChains = list[list[LayerSpec | CropSpec]]
 
 
 class DryRun:
-    """One video on its way.
+    """One video without its data.
 
     Args:
-        setting: Where it runs.
-        part_bytes: As for `advance` of the executor.
-        kept_bytes: What the layers remember.
+        setting: Conditions of the stream.
+        part_bytes: Size of a part, as for `advance` of the executor.
+        kept_bytes: Bytes of the tails.
     """
 
     def __init__(self, setting: Setting, part_bytes: int, kept_bytes: int) -> None:
         self._ledger = _Ledger(setting, kept_bytes)
         self._setting, self._part_bytes = setting, part_bytes
-        self._piece: _Block | None = None  # who takes pieces lets go of one when the next is there
+        self._piece: _Block | None = None  # a caller frees a piece when it has the next one
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was held at once."""
+        """The most bytes that were allocated at once."""
         return self._ledger.peak
 
     def whole_frames(self, chains: SpecChains, shape: Shape) -> None:
-        """`Executor.advance`."""
+        """Run `Executor.advance` on a chunk of `shape` through `chains`."""
         x = self._ledger.new(shape)
         self._piece = self._advance(chains, x, shape, collects=False).last
 
     def tiled_decode(
         self, whole: SpecChains, tile: SpecChains, shape: Shape, leaving: Shape
     ) -> None:
-        """`TiledDecode.advance`, without memory of the caller's for the frames."""
+        """Run `TiledDecode.advance` without a buffer of the caller.
+
+        Args:
+            whole: The layers on whole frames.
+            tile: The layers of the largest tile.
+            shape: Shape of the input.
+            leaving: Shape of the frames.
+        """
         x = self._ledger.new(shape)
         runs = self._advance(whole, x, shape, collects=True)
         chunk = self._ledger.new(leaving)
@@ -95,13 +102,20 @@ class DryRun:
     def tiled_encode(
         self, tile: SpecChains, whole: SpecChains, shape: Shape, between: Shape
     ) -> None:
-        """`TiledEncode.advance`."""
+        """Run `TiledEncode.advance`.
+
+        Args:
+            tile: The layers of the largest tile.
+            whole: The layers on whole frames.
+            shape: Shape of the input.
+            between: Shape between the two.
+        """
         x = self._ledger.new(shape)
         made = self._advance(tile, x, shape, collects=True), self._ledger.new(between)
         self._piece = self._advance(whole, made[1], between, collects=False).last
 
     def _advance(self, chains: SpecChains, x: "_Block", shape: Shape, *, collects: bool) -> "_Runs":
-        """`advance` of the executor."""
+        """Run `advance` of the executor."""
         runs = self._run(chains[0], x, shape, collects=collects or len(chains) > 1)
         for number, (head, *tail) in enumerate(chains[1:], 2):
             shape = runs.joined
@@ -115,7 +129,7 @@ class DryRun:
     def _run(
         self, layers: Sequence[LayerSpec | CropSpec], x: "_Block", shape: Shape, *, collects: bool
     ) -> "_Runs":
-        """`advance`: of the parts, the last; the others do the same with less collected."""
+        """Run the last part of a chunk; the others do the same with less collected."""
         ledger, single_frame = self._ledger, self._setting.single_frame
         y = x
         for index, layer in enumerate(layers):
@@ -123,7 +137,7 @@ class DryRun:
             part = largest_part(shape.frames, nbytes, self._part_bytes)
             if part < shape.frames:
                 run = shape.lasting(part)
-                # The frames of one video lie one after the other, so that some are no copy.
+                # The frames of one video are contiguous, so that some of them are no copy.
                 z = ledger.new(run) if self._setting.batch > 1 else y
                 count, before = shape.frames // part, []
                 if collects:
@@ -146,7 +160,7 @@ class DryRun:
         if layer.holds == "result":
             side = self._ledger.new(after)
         elif layer.holds == "input":
-            # A block with a shortcut of its own leaves its input alone.
+            # A block with its own shortcut does not write into its input.
             side = x if layer.parts[0].mixed else self._ledger.new(shape)
         y = x
         for part in layer.parts:
@@ -169,7 +183,7 @@ class DryRun:
         return self._same(part, x, shape)
 
     def _attention(self, part: PartSpec, shape: Shape) -> "_Block":
-        """Queries, keys and values, what comes of them, and the result."""
+        """Allocate queries, keys and values, the attended values, and the result."""
         self._ledger.scratch(shape)
         *mixed, _ = part.mixed
         made = [self._ledger.new(shape.of(channels)) for channels in mixed]
@@ -182,7 +196,7 @@ class DryRun:
         return self._ledger.new(shape)
 
     def _same(self, part: PartSpec, x: "_Block", shape: Shape) -> "_Block":
-        """A convolution, or two with what they are added to."""
+        """Run one convolution, or two with a residual."""
         *before, last = part.products
         made = []
         for product in before:
@@ -193,7 +207,7 @@ class DryRun:
         return self._product(part, last, shape, made[-1] if before else None)
 
     def _down(self, part: PartSpec, shape: Shape, residual: "_Block | None") -> "_Block":
-        """In space, and in time if there is a second convolution."""
+        """Downsample in space, and in time if there is a second convolution."""
         first, *rest = part.products
         rest = [] if self._setting.single_frame else rest
         y = self._product(part, first, shape, None if rest else residual, part.down)
@@ -202,7 +216,7 @@ class DryRun:
         return self._product(part, rest[0], part.after(shape, single_frame=True), residual)
 
     def _up(self, part: PartSpec, shape: Shape) -> "_Block":
-        """In time if there is a first convolution, then in space."""
+        """Upsample in time if there is a first convolution, then in space."""
         *first, last = part.products
         made = []
         for product in [] if self._setting.single_frame else first:
@@ -229,7 +243,7 @@ class DryRun:
         residual: "_Block | None" = None,
         down: int = 1,
     ) -> "_Block":
-        """`CausalConv3d.forward`."""
+        """Run `CausalConv3d.forward`."""
         setting, ledger = self._setting, self._ledger
         window = shape.lasting(shape.frames + (0 if setting.single_frame else product.context))
         frames = shape.frames if setting.single_frame else shape.frames // product.stride
@@ -243,7 +257,8 @@ class DryRun:
             return y
         if product.windowed:
             ledger.scratch(window)
-        # In oneDNN's order; that of a first frame, which are not all taps, in PyTorch's as well.
+        # Copies in oneDNN's order; the weight of a first frame, which has fewer taps, also in
+        # PyTorch's.
         arranged = 2 * product.rearranged_first if setting.single_frame else product.rearranged
         copies = arranged * setting.itemsize * (1 + setting.casts) * setting.on_cpu
         ledger.take(copies)
@@ -253,19 +268,19 @@ class DryRun:
         return y
 
     def _band(self, window: Shape) -> int:
-        """`row_bands.rows_of`."""
+        """Return the rows of a band as `row_bands.rows_of`."""
         row = self._ledger.nbytes(window.sized(1, window.width))
         if row * window.height <= WORTH_IT * self._part_bytes:
             return window.height
         return min(window.height, max(1, self._part_bytes // row - 2))
 
     def _made(self, shape: Shape) -> "_Block":
-        """The result of a convolution."""
+        """Allocate the result of a convolution."""
         return self._ledger.result(shape) if self._setting.fused else self._ledger.new(shape)
 
 
 class _Runs(NamedTuple):
-    """What an iterator of runs of frames gives: the last, how many there are, those before."""
+    """The runs of an iterator: the last one, their number, and those before it."""
 
     last: "_Block"
     shape: Shape
@@ -274,12 +289,12 @@ class _Runs(NamedTuple):
 
     @property
     def joined(self) -> Shape:
-        """All of them."""
+        """The shape of all runs together."""
         return self.shape.lasting(self.count * self.shape.frames)
 
 
 class _Block:
-    """Memory that something lies in, until nothing refers to it."""
+    """Allocated memory, until no variable refers to it."""
 
     __slots__ = ("_give_back", "_nbytes")
 
@@ -291,36 +306,36 @@ class _Block:
 
 
 class _Ledger:
-    """Memory that is taken, and the most of it so far.
+    """The allocated memory, and its maximum so far.
 
     Args:
-        setting: Where the stream runs.
-        kept_bytes: What is there all the time.
+        setting: Conditions of the stream.
+        kept_bytes: Bytes that are always allocated.
     """
 
     def __init__(self, setting: Setting, kept_bytes: int) -> None:
         self.peak = self._live = kept_bytes
         self._setting = setting
         self._scratch = 0
-        self._free: list[int] = []  # sizes of what `Workspace.reused` can lend again
+        self._free: list[int] = []  # sizes of the blocks that `Workspace.reused` can return again
 
     def take(self, nbytes: int) -> None:
-        """Note what is taken; below zero, what is given back."""
+        """Record an allocation of `nbytes`; a negative number is a release."""
         self._live += nbytes
         self.peak = max(self.peak, self._live)
 
     def nbytes(self, shape: Shape) -> int:
-        """Of an activation."""
+        """Return the bytes of an activation of `shape`."""
         return shape.numel * self._setting.batch * self._setting.itemsize
 
     def new(self, shape: Shape, count: int = 1) -> _Block:
-        """Memory that is asked for; of so many such shapes."""
+        """Allocate `count` activations of `shape`."""
         nbytes = count * self.nbytes(shape)
         self.take(nbytes)
         return _Block(-nbytes, self.take)
 
     def result(self, shape: Shape) -> _Block:
-        """Memory as `Workspace.reused` lends it, or new."""
+        """Allocate memory as `Workspace.reused` does, or new memory."""
         nbytes = self.nbytes(shape)
         if not self._setting.on_cpu or nbytes < KEPT_BYTES:
             return self.new(shape)
@@ -333,7 +348,7 @@ class _Ledger:
         return _Block(size or nbytes, self._free.append)
 
     def scratch(self, shape: Shape) -> None:
-        """Memory as `Workspace.scratch` lends it."""
+        """Allocate memory as `Workspace.scratch` does."""
         nbytes = self.nbytes(shape)
         self.take(max(0, nbytes - self._scratch))
         self._scratch = max(nbytes, self._scratch)

@@ -1,6 +1,6 @@
-"""A network in numbers: what its layers make of frames, for who plans without running it.
+"""The layers of a network as numbers: output shapes, tails and work, without running it.
 
-Everything is read off the layers' own attributes and the shapes of their weights.
+Everything is read from the attributes of the layers and the shapes of their weights.
 """
 
 import math
@@ -16,7 +16,7 @@ from ..models.receptive_field import Size, Span, is_encoder, reach
 
 
 class Shape(NamedTuple):
-    """Of an activation, but for the batch."""
+    """Shape of an activation, without the batch."""
 
     channels: int
     frames: int
@@ -25,31 +25,36 @@ class Shape(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Numbers of one of the batch."""
+        """Elements per video of the batch."""
         return self.channels * self.frames * self.height * self.width
 
     def of(self, channels: int) -> "Shape":
-        """With so many channels."""
+        """Return the shape with another number of `channels`."""
         return Shape(channels, *self[1:])
 
     def lasting(self, frames: int) -> "Shape":
-        """With so many frames."""
+        """Return the shape with another number of `frames`."""
         return Shape(self.channels, frames, self.height, self.width)
 
     def sized(self, height: int, width: int) -> "Shape":
-        """With frames of this size."""
+        """Return the shape with frames of `height` and `width`."""
         return Shape(self.channels, self.frames, height, width)
 
 
 @dataclass(frozen=True)
 class ConvSpec:
-    """One convolution; what is not explained is as in `Conv`.
+    """One convolution; `context`, `stride` and `times` as in `Conv`.
 
     Attributes:
-        windowed: It copies its input to the frames before it.
-        numbers: Those of its weight.
-        rearranged: Those of a weight that every call brings to another order; see `conv.py`.
-        rearranged_first: Likewise where the frame is a first one.
+        inputs: Input channels.
+        outputs: Output channels.
+        context: Earlier frames that it keeps.
+        stride: Input frames per output frame.
+        times: Output frames per input frame.
+        windowed: It copies its input behind the earlier frames.
+        numbers: Elements of its weight.
+        rearranged: Elements of a weight that every call reorders; see `conv.py`.
+        rearranged_first: The same for a first frame.
     """
 
     inputs: int
@@ -65,18 +70,18 @@ class ConvSpec:
 
 @dataclass(frozen=True)
 class PartSpec:
-    """A layer that is not made of others.
+    """A layer without layers inside.
 
     Attributes:
-        products: Its convolutions that see more than a pixel, in the order of their calls.
-        mixed: Channels that its 1x1x1 convolutions make, of each.
-        up: Height and width are so many times as large.
-        down: They are divided by so much.
-        outputs: Channels out; 0: as many as come in.
-        times: Frames out for one in, but for the first.
-        stride: Frames in for one out, likewise.
-        banded: It may divide its work into bands of rows.
-        reach: Pixels that it sees to each side.
+        products: Its convolutions except 1x1x1 ones, in the order of their calls.
+        mixed: Output channels of each 1x1x1 convolution.
+        outputs: Output channels; 0: as many as the input.
+        up: Factor of height and width.
+        down: Divisor of height and width.
+        times: Output frames per input frame, except for the first.
+        stride: Input frames per output frame, except for the first.
+        banded: It can divide its work into bands of rows.
+        reach: Pixels that it sees on each side.
     """
 
     products: tuple[ConvSpec, ...]
@@ -90,7 +95,7 @@ class PartSpec:
     reach: int
 
     def after(self, shape: Shape, *, single_frame: bool) -> Shape:
-        """What comes out."""
+        """Return the output shape for `shape`; `single_frame`: of a video of one frame."""
         channels, frames, height, width = shape
         return Shape(
             self.outputs or channels,
@@ -100,13 +105,13 @@ class PartSpec:
         )
 
     def work(self, shape: Shape, *, single_frame: bool) -> int:
-        """Products of numbers, about, if that comes in."""
+        """Return the approximate products for `shape`; `single_frame`: of a video of one frame."""
         after = self.after(shape, single_frame=single_frame)
         area = max(shape.height * shape.width, after.height * after.width)
         return shape.frames * area * sum(product.numbers for product in self.products)
 
     def remembered(self, shape: Shape) -> int:
-        """Numbers that its convolutions remember, if such frames come in."""
+        """Return the elements of the tails for an input of `shape`."""
         area, total = shape.height * shape.width, 0
         for product in self.products:
             total += product.context * product.inputs * area
@@ -119,11 +124,11 @@ class LayerSpec:
     """A layer of a network.
 
     Attributes:
-        parts: What it is made of.
+        parts: The layers inside.
         scale: Height and width are multiplied by the first and divided by the second number.
-        growth: An activation in it is so many times as large as its input.
-        pairs: It takes frames two at a time.
-        holds: What it keeps beside its parts' activations: "input", "result" or nothing.
+        growth: Size of the largest inner activation over the size of the input.
+        pairs: It takes two frames at a time.
+        holds: What it holds while its parts run: "input", "result" or "" for nothing.
     """
 
     parts: tuple[PartSpec, ...]
@@ -133,39 +138,44 @@ class LayerSpec:
     holds: str
 
     def shapes(self, shape: Shape, *, single_frame: bool) -> list[Shape]:
-        """What enters each part, and leaves the last."""
+        """Return the shapes before each part and after the last, for `shape` and `single_frame`."""
         shapes = [shape]
         for part in self.parts:
             shapes.append(part.after(shapes[-1], single_frame=single_frame))
         return shapes
 
     def after(self, shape: Shape, *, single_frame: bool) -> Shape:
-        """What comes out."""
+        """Return the output shape for `shape`; `single_frame`: of a video of one frame."""
         return self.shapes(shape, single_frame=single_frame)[-1]
 
     def work(self, shape: Shape, *, single_frame: bool) -> int:
-        """Products of numbers, about, if that comes in."""
+        """Return the approximate products for `shape`; `single_frame`: of a video of one frame."""
         pairs = zip(self.parts, self.shapes(shape, single_frame=single_frame), strict=False)
         return sum(part.work(each, single_frame=single_frame) for part, each in pairs)
 
     def remembered(self, shape: Shape) -> int:
-        """Numbers that its convolutions remember, if such frames come in."""
+        """Return the elements of the tails for an input of `shape`."""
         pairs = zip(self.parts, self.shapes(shape, single_frame=True), strict=False)
         return sum(part.remembered(each) for part, each in pairs)
 
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """A network: its layers, whether it encodes, and the frames that enter it for a latent."""
+    """A network: its layers, whether it encodes, and its input frames per latent."""
 
     layers: tuple[LayerSpec, ...]
     encodes: bool
     frames: int
 
     def shapes(self, size: Size, *, single_frame: bool) -> list[Shape]:
-        """What enters each layer, the first at a height and width, and leaves the last.
+        """Return the shapes of one latent before each layer and after the last.
 
-        It is for one latent; `single_frame`: of a video that is a single frame.
+        Args:
+            size: Height and width of the input.
+            single_frame: The video has one frame.
+
+        Returns:
+            The shapes.
         """
         shapes = [Shape(self.layers[0].parts[0].products[0].inputs, 1, *size)]
         if not single_frame:
@@ -176,14 +186,23 @@ class NetworkSpec:
 
 
 def network_spec(network: Network) -> NetworkSpec:
-    """Read the numbers off a network."""
+    """Return the numbers of `network`."""
     layers = tuple(map(layer_spec, network.layers()))
     frames = math.prod(part.stride for layer in layers for part in layer.parts)
     return NetworkSpec(layers, is_encoder(network), frames)
 
 
 def lengths_before(layers: Sequence[LayerSpec], length: int, span: Span) -> list[int]:
-    """Lengths that a tile has on its way, as `tiling.make_tile` cuts it; see `spans_before`."""
+    """Return the lengths of a tile before each layer, as `tiling.make_tile` cuts it.
+
+    Args:
+        layers: The tiled layers.
+        length: Length of the whole frames before them.
+        span: Output of the tile.
+
+    Returns:
+        Lengths, the last one after the layers.
+    """
     spans = spans_before(layers, length, span)
     given = [spans[0][1] - spans[0][0]]
     for layer, (start, stop) in zip(layers, spans[1:], strict=True):
@@ -193,12 +212,15 @@ def lengths_before(layers: Sequence[LayerSpec], length: int, span: Span) -> list
 
 
 def spans_before(layers: Sequence[LayerSpec], length: int, span: Span) -> list[Span]:
-    """What a tile needs of whole frames along one axis, before each layer and after the last.
+    """Return the part of whole frames that a tile needs before each layer and after the last.
 
     Args:
-        layers: The layers that run in tiles.
-        length: Of the whole frames that enter them.
-        span: What the tile gives of the frames that leave them.
+        layers: The tiled layers.
+        length: Length of the whole frames before them, along one axis.
+        span: Output of the tile within whole frames.
+
+    Returns:
+        Spans along the axis.
     """
     lengths = [length]
     for layer in layers:
@@ -207,12 +229,12 @@ def spans_before(layers: Sequence[LayerSpec], length: int, span: Span) -> list[S
     spans, block, at = [span], 1, len(lengths) - 1
     for layer in reversed(layers):
         up, down = layer.scale
-        # Pixels that become one stay together, from the first layer on.
+        # Pixels that are merged into one stay together, from the first layer on.
         block = max(block, down // up)
         start, stop = spans[-1]
         for part in reversed(layer.parts):
             at -= 1
-            # What makes frames larger reaches as far among the larger ones.
+            # A layer that enlarges frames has its reach in pixels of the larger frames.
             large, small = (part.reach, 0) if part.up > 1 else (0, part.reach)
             start = (start - large) * part.down // part.up - small
             stop = -((stop + large) * part.down // -part.up) + small
@@ -223,7 +245,7 @@ def spans_before(layers: Sequence[LayerSpec], length: int, span: Span) -> list[S
 
 
 def layer_spec(layer: CausalLayer) -> LayerSpec:
-    """Read the numbers off a layer."""
+    """Return the numbers of `layer`."""
     parts = tuple(_part_spec(part) for part in layer.blocks)
     scale = layer.scale.as_integer_ratio()
     return LayerSpec(parts, scale, layer.growth, layer.pairs, layer.holds)
@@ -233,7 +255,7 @@ def _part_spec(layer: CausalLayer) -> PartSpec:
     modules = list(layer.modules())
     convs = [module for module in modules if isinstance(module, Conv)]
     if layer.scale > 1:
-        # Time is doubled on the small side.
+        # Time is doubled before space.
         convs.sort(key=lambda conv: conv.weight.shape[-1])
     return PartSpec(
         tuple(map(_product, convs)),

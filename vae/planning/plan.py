@@ -1,8 +1,8 @@
-"""How a stream runs: how long its steps are, in what tiles, and where its caches live.
+"""The plan of a stream: the length of its steps, its tiles, and the place of its caches.
 
-Whole frames come first, because tiles compute their halos twice. Where whole frames do not fit, the
-fewest products decide, and what is moved: the caches of the tiles may wait on the host. All of them
-go there and back once a chunk (8 GB for 720 x 1280 and Wan 2.1), so that chunks are longer then.
+Whole frames come first, because tiles compute their halos twice. Otherwise the plan with the fewest
+products wins, including the cost of copies: the caches of tiles can wait on the host. All caches
+are copied once per chunk (8 GB for 720 x 1280 and Wan 2.1), so chunks are longer then.
 """
 
 import functools
@@ -22,42 +22,41 @@ from .dry_run import Setting
 from .layer_specs import NetworkSpec, network_spec
 from .tiling import Chains, FrameTile, Tiles, can_cut, divided, grid, make_tile
 
-# On a CPU an activation of this size stays in the last cache, and in memory that malloc hands out
-# again rather than map anew (glibc maps blocks over 32 MB afresh, at about the cost of the
-# convolution that fills them).
+# On a CPU an activation of this size stays in the last-level cache, and in memory that malloc
+# reuses: glibc maps blocks over 32 MB anew, at about the cost of the convolution that fills them.
 _CPU_PART_BYTES = 24 << 20
 
-# Elsewhere, large enough to fill the device, small enough to leave memory to others.
+# On a GPU: large enough to fill it, small enough to leave memory for other uses.
 _DEVICE_PART_BYTES = 1 << 30
 
-# Where memory is short; a frame that is larger goes on alone.
+# If memory is short; a single larger frame is not divided.
 _SMALLEST_PART_BYTES = 1 << 20
 
-# More latents per step than this gained nothing that was measured, and delay the first frames.
+# More latents per step gained nothing measurable, and delay the first frames.
 _MOST_LATENTS = 4
 
-# With caches on the host: the longer, the less is moved.
+# Latents per step with caches on the host: longer steps copy less.
 _PARKED_LATENTS = (4, 8, 16, 32)
 
-# Products that take as long as a byte over PCIe: 100 T/s against 20 GB/s, as for a current card.
+# Products per byte over PCIe in the same time: 100 T/s against 20 GB/s, as on a current card.
 _PRODUCTS_PER_BYTE = 2500
 
-# Tiles that are tried: rows and columns of them.
+# Numbers of rows and columns of tiles to try.
 _GRIDS = ((2, 1), (3, 1), (4, 1), (6, 1), (4, 2), (8, 1), (6, 2), (8, 2), (8, 4), (12, 6), (16, 9))
 _SMALLEST_TILE = 32
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one stream runs.
+    """The plan of one stream.
 
     Attributes:
         chunk: Latents per step; -1: all.
-        part_bytes: Size of an activation above which its frames go on in parts.
-        peak_bytes: Memory that the stream takes beside weights, input and output; an estimate.
-        tiles: How frames are cut; None: not at all.
-        parked: What tiles remember is on the host but while they run.
-        pixels: As in `StreamJob`.
+        part_bytes: Size of an activation from which its frames are divided into parts.
+        peak_bytes: Estimated memory without weights, input and output.
+        tiles: The tiles; None: whole frames.
+        parked: The tails of tiles are on the host unless the tile runs.
+        pixels: Pixels of an image per pixel of the network's frames.
     """
 
     chunk: int
@@ -69,12 +68,12 @@ class Plan:
 
     @property
     def step(self) -> str:
-        """What goes through at once, in words."""
+        """The length of a step, in words."""
         return "all latents" if self.chunk == -1 else f"{self.chunk} latent{'s'[: self.chunk > 1]}"
 
     @property
     def frames(self) -> str:
-        """How frames are cut, in words; width before height, as sizes of pictures are told."""
+        """The size of the tiles in words, width before height."""
         if self.tiles is None:
             return "whole frames"
         height, width = (self.pixels * length for length in self.tiles.size)
@@ -86,15 +85,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class StreamJob:
-    """What is to be planned.
+    """The stream to plan.
 
     Attributes:
         network: The encoder or the decoder.
         latent_size: Batch, height and width of the latents.
-        dtype: Of the activations.
-        device: Where they live.
-        single_frame: The video is a single frame.
-        pixels: Pixels of an image for each that enters an encoder or leaves a decoder.
+        dtype: Dtype of the activations.
+        device: Device of the activations.
+        single_frame: The video has one frame.
+        pixels: Pixels of an image per pixel of the network's frames.
     """
 
     network: Network
@@ -106,12 +105,12 @@ class StreamJob:
 
     @functools.cached_property
     def spec(self) -> NetworkSpec:
-        """The network in numbers."""
+        """The numbers of the network."""
         return network_spec(self.network)
 
     @property
     def setting(self) -> Setting:
-        """Where it runs."""
+        """The conditions of the stream."""
         return Setting(
             self.latent_size[0],
             self.dtype.itemsize,
@@ -123,13 +122,13 @@ class StreamJob:
 
     @property
     def start(self) -> Size:
-        """Height and width of what enters the first layer."""
+        """Height and width of the input of the first layer."""
         height, width = self.latent_size[1:]
         return self.end if self.spec.encodes else (height, width)
 
     @property
     def end(self) -> Size:
-        """Height and width at the end that tiles are cut from: that of the frames."""
+        """Height and width of the frames, which tiles divide."""
         height, width = self.latent_size[1:]
         ups, downs = zip(*(layer.scale for layer in self.spec.layers), strict=True)
         scale = max(math.prod(ups), math.prod(downs))
@@ -145,7 +144,19 @@ def job_of(
     *,
     single_frame: bool,
 ) -> StreamJob:
-    """What is to be planned for the encoder or decoder of a configuration."""
+    """Return the job of a stream.
+
+    Args:
+        network: The encoder or the decoder.
+        config: Configuration of the VAE.
+        latent_size: Batch, height and width of the latents.
+        dtype: Dtype of the activations.
+        device: Device of the activations.
+        single_frame: The video has one frame.
+
+    Returns:
+        The job.
+    """
     pixels = config.patch_size
     if not is_encoder(network):
         pixels *= config.output_scale
@@ -161,18 +172,18 @@ def make_plan(
     tile: Size | None = None,
     cuts: bool = True,
 ) -> Plan:
-    """Choose how a stream runs.
+    """Choose the plan of a stream.
 
     Args:
-        job: What it is.
-        limit_bytes: Memory that the stream may take; None: steps get half of what is free, and what
-            needs more goes in tiles only where whole frames do not fit into nine tenths of it.
-        chunk: Latents per step, if that is settled; -1: all, which are taken for a few.
-        tile: Height and width of a tile in pixels of the images, if that is settled.
-        cuts: Tiles may be chosen.
+        job: The stream.
+        limit_bytes: Memory limit of the stream. None: half of the free memory for a step, and tiles
+            only if whole frames need more than nine tenths of it.
+        chunk: Latents per step, if given; -1: all, estimated as a few.
+        tile: Height and width of a tile in pixels of the images, if given.
+        cuts: Allow tiles.
 
     Returns:
-        The fastest plan that stays within the limit. Where none does, the smallest.
+        The fastest plan within the limit, or the smallest plan if none fits.
     """
     steps = most = limit_bytes
     if steps is None or most is None:
@@ -188,7 +199,7 @@ def make_plan(
                 plan = candidate.plan(steps)
                 if plan.peak_bytes <= most:
                     return plan
-    # The least that each can be, until what is remembered alone is more than the best.
+    # The smallest plan of each, until the tails alone exceed the best plan.
     candidates.sort(key=lambda candidate: candidate.stream.kept_bytes)
     best = candidates[0].least
     for candidate in candidates[1:]:
@@ -199,7 +210,7 @@ def make_plan(
 
 
 def smaller_plan(job: StreamJob, plan: Plan) -> Plan | None:
-    """The next smaller plan after one that memory did not suffice for; None: there is none."""
+    """Return the next smaller plan for `job` after `plan` ran out of memory, or None."""
     for share in (0.75, 0.5, 0.25, 0.0):
         other = make_plan(job, int(plan.peak_bytes * share))
         if other.peak_bytes < plan.peak_bytes:
@@ -208,7 +219,15 @@ def smaller_plan(job: StreamJob, plan: Plan) -> Plan | None:
 
 
 def cut_tiles(job: StreamJob, tiles: Tiles) -> tuple[Chains, list[FrameTile], Size]:
-    """Layers on whole frames, tiles, and height and width of the whole frames that enter these."""
+    """Return the layers on whole frames, the tiles, and the size of whole frames before them.
+
+    Args:
+        job: The stream.
+        tiles: How its frames are cut.
+
+    Returns:
+        Layers, tiles, and height and width.
+    """
     first, rest = divided(job.network.chains(), tiles.cut)
     whole, tiled = (rest, first) if job.spec.encodes else (first, rest)
     size, places = _places(job, tiles)
@@ -216,7 +235,7 @@ def cut_tiles(job: StreamJob, tiles: Tiles) -> tuple[Chains, list[FrameTile], Si
 
 
 def _places(job: StreamJob, tiles: Tiles) -> tuple[Size, list[tuple[Span, Span]]]:
-    """Height and width of the whole frames before the tiled layers, and what the tiles give."""
+    """Return the size of the whole frames before the tiled layers, and the output of each tile."""
     shapes = job.spec.shapes(job.start, single_frame=True)
     if not job.spec.encodes:
         return shapes[tiles.cut][2:], grid(job.end, tiles.size)
@@ -230,10 +249,10 @@ class _Candidate:
     """Whole frames or certain tiles, with steps of any length.
 
     Attributes:
-        stream: What a stream goes through.
-        cost: Of a latent, in products.
+        stream: The layers and shapes.
+        cost: Cost of a latent in products.
         lengths: Latents per step and size of a part, the longest steps first.
-        chunk: What the plan says of the first.
+        chunk: Latents per step that the plan reports; None: as in `lengths`.
         pixels: As in `StreamJob`.
         tiles: As in `Plan`.
     """
@@ -246,8 +265,8 @@ class _Candidate:
     tiles: Tiles | None = None
 
     def plan(self, limit_bytes: int) -> Plan:
-        """The longest steps within a limit; the smallest plan where there are none."""
-        # There are many candidates with tiles, and most of them are in vain.
+        """Return the plan with the longest steps within a limit, or the smallest plan."""
+        # Most of the many candidates with tiles do not fit.
         if self.tiles is None or self.least.peak_bytes <= limit_bytes:
             for length in self.lengths:
                 plan = self._plan(*length)
@@ -257,7 +276,7 @@ class _Candidate:
 
     @functools.cached_property
     def least(self) -> Plan:
-        """The smallest; with tiles that of the shortest steps, without not always."""
+        """The smallest plan; with tiles the one with the shortest steps."""
         lengths = self.lengths if self.tiles is None else self.lengths[-1:]
         return min((self._plan(*length) for length in lengths), key=lambda plan: plan.peak_bytes)
 
@@ -269,7 +288,7 @@ class _Candidate:
 
 
 def _whole_candidates(job: StreamJob, tile: Size | None, chunk: int | None) -> list[_Candidate]:
-    """Whole frames, but where they are to be cut."""
+    """Return whole frames as a candidate, unless tiles are required."""
     if tile is not None and _tile_sizes(job, tile) and can_cut(job.network):
         return []
     stream = whole_cost(job.spec, job.setting, job.start)
@@ -277,7 +296,7 @@ def _whole_candidates(job: StreamJob, tile: Size | None, chunk: int | None) -> l
 
 
 def _tiled_candidates(job: StreamJob, tile: Size | None, chunk: int | None) -> list[_Candidate]:
-    """Tiles, those first that cost less."""
+    """Return candidates with tiles, cheapest first."""
     sizes = _tile_sizes(job, tile)
     tiles = [Tiles(cut, size) for cut in can_cut(job.network) for size in sizes]
     candidates = [candidate for each in tiles for candidate in _candidates_in(job, each, chunk)]
@@ -285,9 +304,9 @@ def _tiled_candidates(job: StreamJob, tile: Size | None, chunk: int | None) -> l
 
 
 def _tile_sizes(job: StreamJob, tile: Size | None) -> list[Size]:
-    """Sizes of tiles in frames of the tiled end: to choose from, or the one that is wanted.
+    """Return the possible sizes of tiles in pixels of the tiled end, or the given one.
 
-    None where that is as large as the frames.
+    Empty if the given tile is as large as the frames.
     """
     height, width = job.end
     if tile is not None:
@@ -299,7 +318,7 @@ def _tile_sizes(job: StreamJob, tile: Size | None) -> list[Size]:
 
 
 def _candidates_in(job: StreamJob, tiles: Tiles, chunk: int | None) -> Iterator[_Candidate]:
-    """With these tiles: what they remember on the device, or on the host."""
+    """Yield the candidates for these tiles: tails on the device, or on the host."""
     _, places = _places(job, tiles)
     rows, columns = (list(dict.fromkeys(axis)) for axis in zip(*places, strict=True))
     stream = tiled_cost(job.spec, job.setting, job.start, tiles.cut, (rows, columns))
@@ -313,9 +332,9 @@ def _candidates_in(job: StreamJob, tiles: Tiles, chunk: int | None) -> Iterator[
 
 
 def _lengths(job: StreamJob, stream: StreamCost, chunk: int | None) -> list[tuple[int, int]]:
-    """Steps that can be had, the longest first: fewer latents, then smaller parts.
+    """Return the possible steps, longest first: fewer latents, then smaller parts.
 
-    What is small, or collected, is to be no larger than a part.
+    Activations at the smallest size, and those that are joined, must not exceed a part.
     """
     part = _CPU_PART_BYTES if job.device.type == "cpu" else _DEVICE_PART_BYTES
     most = max(1, min(_MOST_LATENTS, part // max(1, stream.latent_bytes)))

@@ -1,13 +1,13 @@
-"""Exact tiles: layers that see only pixels nearby run on rectangles of the frame, with a halo.
+"""Exact tiles: layers with a limited receptive field run on rectangles of the frame with a halo.
 
-What a layer gives at a pixel depends on the pixels around it that its convolutions reach. So a
-tile is computed from a rectangle that is larger by the reach of all layers behind it, and what the
-edges of that have spoiled is cut off: the tile has the very numbers of the whole frame, and there
-is nothing to blend. The reach is read off the layers: from its last temporal upsampling on, a
-decoder of Wan sees 20 pixels of what leaves it.
+The output of a layer at a pixel depends on the pixels within the reach of its convolutions. So a
+tile is computed from a rectangle that is larger by the reach of all layers after it, and the margin
+that its edges affect is cut off: the tile is bit-identical to the whole frame, and nothing is
+blended. The reach follows from the layers: from its last temporal upsampling on, a decoder of Wan
+sees 20 pixels of its output.
 
-Layers that see the whole frame, such as attention, cannot be in tiles. In a decoder all that are
-come first and in an encoder last, at the size of the latents, so that the rest can be.
+Layers that see the whole frame, such as attention, cannot be tiled. They are the first layers of a
+decoder and the last of an encoder, at latent size, so the other layers can be.
 """
 
 import functools
@@ -31,13 +31,13 @@ Chains = list[list[CausalLayer]]
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the frames of a stream are cut.
+    """The cut of the frames of a stream.
 
     Attributes:
         cut: Layers before the cut: in a decoder these run on whole frames and the others in tiles,
             in an encoder the other way round.
-        size: Height and width of a tile, at most, in pixels of the tiled end: of what leaves the
-            last layer of a decoder or enters the first of an encoder.
+        size: Largest height and width of a tile, in pixels of a decoder's output or an encoder's
+            input.
     """
 
     cut: int
@@ -49,11 +49,11 @@ class FrameTile:
     """One rectangle.
 
     Attributes:
-        rows: What it gives of the frames that leave the tiled layers.
-        columns: Likewise.
-        chains: The tiled layers with what cuts the halo off, from whole frames to the rectangle.
-        layers: The layers alone, in order.
-        spans: Rows and columns that each of them is given.
+        rows: Rows of its output in the whole frames.
+        columns: Columns of its output in the whole frames.
+        chains: The tiled layers with crops, from whole frames to the rectangle.
+        layers: The layers without crops, in order.
+        spans: Rows and columns of the input of each layer.
     """
 
     rows: Span
@@ -64,24 +64,28 @@ class FrameTile:
 
 
 class Crop(CausalLayer):
-    """A layer that copies a rectangle of the frames: what comes in may be for other tiles too."""
+    """A layer that copies a rectangle of the frames; its input can be shared with other tiles."""
 
     def __init__(self, rows: Span, columns: Span) -> None:
         super().__init__()
         self.rows, self.columns = slice(*rows), slice(*columns)
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """`[B, C, T, H, W]` to `[B, C, T, rows, columns]`, channels-last."""
+        """Return `[B, C, T, rows, columns]` of `x` `[B, C, T, H, W]`, allocated with `cache`."""
         part = x[..., self.rows, self.columns]
         copy = functools.partial(part.clone, memory_format=torch.channels_last_3d)
         return canonical(cache.attempt(copy))
 
 
 def can_cut(network: Network) -> list[int]:
-    """Where the layers of a network can be divided into whole frames and tiles.
+    """Return the possible cuts of `network` between whole frames and tiles.
 
-    Numbers of layers before the cut, from the smallest tiled part to the largest; none where a
-    layer of the tiled end sees whole frames.
+    Args:
+        network: The encoder or the decoder.
+
+    Returns:
+        Numbers of layers before the cut, from the smallest tiled part to the largest; empty if a
+        layer of the tiled end sees whole frames.
     """
     layers = network.layers()
     seeing = [
@@ -95,7 +99,7 @@ def can_cut(network: Network) -> list[int]:
 
 
 def divided(chains: Sequence[Sequence[CausalLayer]], count: int) -> tuple[Chains, Chains]:
-    """The first `count` layers, and the others."""
+    """Return the first `count` layers of `chains`, and the others."""
     first: Chains = []
     rest: Chains = []
     for chain in chains:
@@ -109,7 +113,7 @@ def divided(chains: Sequence[Sequence[CausalLayer]], count: int) -> tuple[Chains
 
 
 def grid(size: Size, tile: Size) -> list[tuple[Span, Span]]:
-    """Rows and columns of the tiles, of about one size and none larger than `tile`."""
+    """Return rows and columns of the tiles of `size`: nearly equal, none larger than `tile`."""
     rows, columns = (_spans(*pair) for pair in zip(size, tile, strict=True))
     return list(itertools.product(rows, columns))
 
@@ -118,10 +122,13 @@ def make_tile(chains: Chains, size: Size, rows: Span, columns: Span) -> FrameTil
     """Prepare one rectangle.
 
     Args:
-        chains: The layers that run in tiles.
-        size: Height and width of the whole frames that enter them.
-        rows: What the tile gives of the frames that leave them.
-        columns: Likewise.
+        chains: The tiled layers.
+        size: Height and width of the whole frames before them.
+        rows: Rows of its output in the whole frames.
+        columns: Columns of its output in the whole frames.
+
+    Returns:
+        The tile.
     """
     layers = [layer for chain in chains for layer in chain]
     specs = [layer_spec(layer) for layer in layers]
@@ -137,8 +144,8 @@ def make_tile(chains: Chains, size: Size, rows: Span, columns: Span) -> FrameTil
                 made[-1].append(Crop(*have))
             made[-1].append(layer)
             seen.append(have)
-            # Where the size changes, what the layers behind do not need is cut off; at once,
-            # because a layer that takes pairs of frames has to begin its chain.
+            # Where the size changes, cut off what the next layers do not need; immediately, because
+            # a layer that takes pairs of frames must start its chain.
             if layer.scale != 1 or len(seen) == len(layers):
                 made[-1] += _crop(have, layer.scale, needed[len(seen)])
                 have = needed[len(seen)]
@@ -146,7 +153,7 @@ def make_tile(chains: Chains, size: Size, rows: Span, columns: Span) -> FrameTil
 
 
 def _crop(before: tuple[Span, Span], scale: Fraction, want: tuple[Span, Span]) -> list[CausalLayer]:
-    """What cuts a scaled rectangle, both counted in pixels of the whole frame, down to another."""
+    """Return the crop from a scaled rectangle to another, both in pixels of the whole frame."""
     have = tuple((int(start * scale), int(stop * scale)) for start, stop in before)
     if have == want:
         return []

@@ -1,1 +1,1 @@
-"""A video on its way through a network, step by step."""
+"""The run of a video through a network, step by step."""

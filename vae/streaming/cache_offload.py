@@ -1,7 +1,7 @@
-"""What tiles remember waits on the host, and comes back one tile ahead of the work.
+"""Tails of tiles on the host, fetched one tile ahead of the computation.
 
-The copies go through pinned memory on a stream of their own, so that the device computes one tile
-while the next one's memory comes and the last one's leaves. On the device there is room for two.
+Copies use pinned memory and their own stream, so the device computes one tile while the tails of
+the next one arrive and those of the last one leave.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from ..layers.temporal_cache import TemporalCache
 
 
 class Parking:
-    """The place on the host for the tails of some caches."""
+    """The memory on the host for the tails of some caches."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -22,7 +22,7 @@ class Parking:
         self._coming: dict[TemporalCache, torch.cuda.Event] = {}
 
     def fetch(self, cache: TemporalCache) -> None:
-        """Begin to bring tails back."""
+        """Start to copy the tails of `cache` to the device."""
         with self._aside():
             cache.exchange(self._arrived)
             if self._stream is not None:
@@ -30,7 +30,7 @@ class Parking:
                 event.record(self._stream)
 
     def wait(self, cache: TemporalCache) -> None:
-        """Wait, on the device, for what was begun; begin it where it was not."""
+        """Make the device wait for the tails of `cache`; start the copy if it has not started."""
         if cache not in self._coming:
             self.fetch(cache)
         event = self._coming.pop(cache, None)
@@ -38,17 +38,17 @@ class Parking:
             work = torch.cuda.current_stream(self._device)
             work.wait_event(event)
             for tail in cache.tails().values():
-                tail.record_stream(work)  # it was made for the other stream
+                tail.record_stream(work)  # it was allocated for the other stream
 
     def park(self, cache: TemporalCache) -> None:
-        """Begin to bring tails to the host, when the work on them is done."""
+        """Start to copy the tails of `cache` to the host after the queued work."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with self._aside():
             cache.exchange(lambda conv, tail: self._left((cache, conv), tail))
 
     def settle(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until all copies are done."""
         if self._stream is not None:
             self._stream.synchronize()
 

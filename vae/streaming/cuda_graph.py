@@ -1,4 +1,4 @@
-"""The steps of one chunk as a CUDA graph: recorded once, then started by one call."""
+"""The steps of one chunk as a CUDA graph: captured once, then launched by one call."""
 
 from collections.abc import Callable, Iterable
 
@@ -9,24 +9,25 @@ from ...kernels import log_once, preparing
 
 
 class Recording:
-    """What a chunk of frames goes through, to be replayed for others of its shape.
+    """The work on one chunk, to be replayed for other chunks of its shape.
 
-    Recording runs the Python code and nothing on the GPU: the state of the video is untouched, and
-    the first `replay` is the first run. All memory between input and results is the recording's.
+    Capturing runs the Python code but nothing on the GPU: the state of the video does not change,
+    and the first `replay` is the first run. The recording owns all memory between input and
+    results.
 
     Args:
-        steps: From the input to the results. Its state must lie in memory that stays where it is;
-            it has run with such an input before, so that nothing is left to be set up.
-        x: An input, as it will come.
+        steps: Function from the input to the results. Its state must not move in memory, and it has
+            run with such an input before, so that everything is set up.
+        x: An input of the same shape, `[B, C, T, H, W]`.
 
     Raises:
-        RuntimeError: Something in it cannot be recorded, or there is no memory.
+        RuntimeError: Something cannot be captured, or memory is short.
     """
 
     def __init__(self, steps: Callable[[Tensor], Iterable[Tensor]], x: Tensor) -> None:
         self._input = x.clone()
         self._graph = torch.cuda.CUDAGraph()
-        # What other threads do to the device meanwhile is no error of this recording.
+        # Work of other threads on the device must not fail this capture.
         with (
             preparing("graph capture", "VAE"),
             torch.cuda.device(x.device),
@@ -35,7 +36,7 @@ class Recording:
             self._results = list(steps(self._input))
 
     def replay(self, x: Tensor) -> Iterable[Tensor]:
-        """Run it for an input like the first one; results are in memory of their own."""
+        """Run the graph on `x` `[B, C, T, H, W]`, and yield copies of the results."""
         self._input.copy_(x)
         self._graph.replay()
         for result in self._results:
@@ -43,11 +44,11 @@ class Recording:
 
 
 def takes(device: torch.device) -> bool:
-    """Whether there are such graphs on a device."""
+    """Return whether `device` supports CUDA graphs."""
     return device.type == "cuda"
 
 
 def complain(error: RuntimeError) -> None:
-    """Tell once that chunks run one kernel at a time, and why."""
+    """Log once why chunks run without a graph: `error`."""
     reason = str(error).strip().partition("\n")[0]
-    log_once(f"no CUDA graph of the VAE, so that its kernels are started one by one ({reason})")
+    log_once(f"no CUDA graph of the VAE; its kernels are launched one by one ({reason})")

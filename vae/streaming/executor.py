@@ -1,11 +1,10 @@
-"""The executor of whole frames: a chain of causal layers, and what they remember of one video.
+"""The executor of whole frames: a chain of causal layers, and their tails of one video.
 
-Chunks of frames go through the chain depth first. Nothing but the causal convolutions reads across
-frames, and each keeps its own tail, so any split of the frames after the first gives the same
-result (the first frame takes a path of its own and stands alone). The steps of a stream are
-therefore free to be as short as memory and cache like: the small early layers of a decoder take
-several latents at a time, the large late ones a frame or two, and what is done leaves before the
-next enters.
+Chunks of frames pass through the chain depth first. Only the causal convolutions read across
+frames, and each keeps its own tail, so any split of the frames after the first yields the same
+result (the first frame takes a separate path). Steps can therefore be as short as memory and cache
+require: the small early layers of a decoder take several latents at a time, the large late ones a
+frame or two, and finished frames are output before the next part starts.
 """
 
 import functools
@@ -19,23 +18,23 @@ from ..layers.frame_runs import Settling, fitted, largest_part, parts
 from ..layers.temporal_cache import TemporalCache
 from .static_frames import StaticEnd
 
-# Whole frames of what each convolution remembers.
+# The tails of whole frames, by convolution.
 Tails = dict[nn.Module, Tensor]
 
 
 class Executor:
-    """Layers that frames go through one after the other, with the state of the video.
+    """Runs the layers of a video in order, and holds its state.
 
-    The video can go on in another executor, which takes over the tails of this one.
+    Another executor can continue the video with the tails of this one.
 
     Args:
         chains: The layers, as for `advance`.
-        cache: What they remember of the video, or of the tile of it that goes this way.
-        part_bytes: As for `advance`.
+        cache: State of the video, or of one tile.
+        part_bytes: Size of a part, as for `advance`.
 
     Attributes:
-        records: A chunk may be recorded as a graph: all of it is done in one `advance`.
-        finish: What a run of frames that `advance` yields is given away as.
+        records: A chunk can be captured as a graph, because one `advance` does all its work.
+        finish: Converts the runs of frames that `advance` yields before they are returned.
     """
 
     records = True
@@ -51,32 +50,35 @@ class Executor:
 
     @property
     def caches(self) -> list[TemporalCache]:
-        """All that is remembered of the video."""
+        """All caches of the video."""
         return [self.cache]
 
     @property
     def behind(self) -> Settling:
-        """What leaves of the chunk that `takes` was told of."""
+        """The output of the chunk that was passed to `takes`."""
         return self._static_end.behind
 
     def takes(self, frames: int, repeats: int) -> int | None:
-        """Tell of the next chunk, and how many of its last frames are alike; 0: nobody knows.
+        """Announce the next chunk, and return how many of its frames `advance` needs.
+
+        Args:
+            frames: Frames of the chunk.
+            repeats: Identical frames at its end; 0: unknown.
 
         Returns:
-            How many of the frames `advance` wants, the first ones, because those behind make no
-            difference; None: all.
+            The number of first frames that are needed, because the others are static; None: all.
         """
         self._is_static = self._static_end.takes(frames, max(0, repeats))
         return self._static_end.needed if self._is_static else None
 
     def advance(self, x: Tensor) -> Iterator[Tensor]:
-        """Push one chunk through.
+        """Push one chunk through the layers.
 
         Args:
-            x: `[B, C, T, H, W]`, channels-last: all of it, or the frames that it takes.
+            x: `[B, C, T, H, W]`, channels-last: the chunk, or the frames that it needs.
 
         Returns:
-            An iterator of runs of frames as they leave the last layer, those of the whole chunk.
+            An iterator over runs of output frames of the whole chunk.
         """
         if self._is_static:
             push = functools.partial(advance, cache=self.cache, part_bytes=self._part_bytes)
@@ -84,11 +86,11 @@ class Executor:
         return advance(self._chains, x, self.cache, self._part_bytes)
 
     def tails(self) -> Tails:
-        """What is remembered, on whole frames."""
+        """Return the tails `[B, C, context, H, W]` of whole frames."""
         return self.cache.tails()
 
     def take(self, tails: Tails) -> None:
-        """Go on from what another executor of the same video remembered."""
+        """Continue with `tails` of another executor of the same video."""
         self.cache.take(tails)
 
 
@@ -101,20 +103,19 @@ def advance(
 ) -> Iterator[Tensor]:
     """Push one chunk of frames through the network, depth first.
 
-    All layers are called from here, however often a chunk is cut, so that a traceback from inside
-    one is as short for the last layer as for the first.
+    All layers are called from this function, however often a chunk is divided, so a traceback is as
+    short for the last layer as for the first.
 
     Args:
-        chains: The layers, in runs; between two runs the frames of a chunk come together again,
-            because the layer that begins the next takes them in groups.
-        x: `[B, C, T, H, W]`, channels-last; a single frame while the cache says that it is the
-            first.
-        cache: The state of the video.
-        part_bytes: Where a layer's activation would be larger, its frames go on in parts.
-        start: Run and layer in it that take `x`.
+        chains: The layers in runs. The frames of a chunk are joined between two runs, because the
+            next layer takes them in groups.
+        x: `[B, C, T, H, W]`, channels-last; one frame while `cache.first` is set.
+        cache: State of the video.
+        part_bytes: Size of an activation from which its frames are divided into parts.
+        start: Run, and layer in it, at which to start.
 
     Yields:
-        Runs of frames as they leave the last layer.
+        Runs of output frames.
     """
     joined, at = x, start[1]
     for number in range(start[0], len(chains)):
@@ -122,7 +123,7 @@ def advance(
         done: list[Tensor] = []
         waiting: list[tuple[int, Iterator[Tensor]]] = []
         y: Tensor | None = joined
-        # What begins a run takes all frames of the chunk.
+        # The first layer of a run takes all frames of the chunk.
         ready = at < len(layers) and ((number > 0 and at == 0) or layers[at].pairs)
         if ready:
             y = _fitted(layers[at], joined, cache)
@@ -141,7 +142,7 @@ def advance(
                 yield y
             else:
                 done.append(y)
-            y = None  # let go of it before the next part is made
+            y = None  # free it before the next part is computed
             at, y = _next_part(waiting)
             ready = True
         if not last:
@@ -149,7 +150,7 @@ def advance(
 
 
 def _cut(layer: CausalLayer, x: Tensor, part_bytes: int) -> int:
-    """The frames of a part of `x` that a layer is to get at once; 0: all of them."""
+    """Return the frames of a part of `x` for a layer; 0: all of them."""
     frames = _wanted(layer, x)
     nbytes = x.nbytes // x.shape[2] * frames * layer.growth
     if nbytes <= part_bytes:
@@ -164,12 +165,12 @@ def _fitted(layer: CausalLayer, x: Tensor, cache: TemporalCache) -> Tensor:
 
 
 def _wanted(layer: CausalLayer, x: Tensor) -> int:
-    """The frames that a layer is to get, where those of `x` have come."""
+    """Return the frames that a layer takes when those of `x` have arrived."""
     return layer.wants(x.shape[2]) if layer.repeats else x.shape[2]
 
 
 def _next_part(waiting: list[tuple[int, Iterator[Tensor]]]) -> tuple[int, Tensor | None]:
-    """The next part of what was cut last, and the layer that it is for; None: all have gone."""
+    """Return the next part of the last division, and its layer; None: all are done."""
     while waiting:
         at, runs = waiting[-1]
         for part in runs:
@@ -179,5 +180,5 @@ def _next_part(waiting: list[tuple[int, Iterator[Tensor]]]) -> tuple[int, Tensor
 
 
 def join(runs: list[Tensor]) -> Tensor:
-    """Runs of frames as one."""
+    """Return `runs` `[B, C, T, H, W]` joined in time."""
     return runs[0] if len(runs) == 1 else torch.cat(runs, dim=2)

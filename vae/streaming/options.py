@@ -1,4 +1,4 @@
-"""What a caller may ask of one stream."""
+"""Options of one stream."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ import torch
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """How one stream runs, where the caller has a wish; it never changes what is computed.
+    """Options of one stream; they do not change the result.
 
     Attributes:
-        chunk: Latents per step; -1: all. None: chosen from size and memory, and one at a time where
-            the video comes in pieces.
-        dtype: Of the computation and of what comes; None: that of the VAE.
-        limit_bytes: Memory that a step may take; None: as the VAE has it.
-        tile: Height and width in pixels of the tiles that the layers at the frames' end run in,
-            with the same result; None: chosen from size and memory.
-        release: Called when memory runs out, to give back what the caller can; None: nothing.
+        chunk: Latents per step; -1: all. None: chosen from size and memory, or 1 for a video in
+            pieces.
+        dtype: Dtype of the computation and of the result; None: the VAE's.
+        limit_bytes: Memory limit of a step; None: the VAE's.
+        tile: Height and width in pixels of the tiles for the layers near the frames; None: chosen
+            from size and memory.
+        release: Called when memory runs out, to release memory of the caller; None: nothing.
 
     Raises:
-        ValueError: A field has another type, or a size that is not positive.
+        ValueError: A field has another type, or a size is not positive.
     """
 
     chunk: int | None = None

@@ -1,7 +1,7 @@
-"""Where decoded frames go: new tensors, or memory of the caller's, whole or in tiles.
+"""Destination of decoded frames: new tensors or buffers of the caller, whole or in tiles.
 
-Pixels that still lie in channels (the patches of Wan 2.2, the phases of 2x decoders) come to their
-places in the same pass.
+Pixels in channels (the patches of Wan 2.2, the phases of 2x decoders) are rearranged in the same
+pass.
 """
 
 import functools
@@ -17,20 +17,20 @@ from ..models.receptive_field import Span
 
 
 class Output:
-    """Takes what leaves the last layer, in the order of time, and gives it on as pieces.
+    """Takes the output of the last layer in order of time, and returns it as pieces.
 
     Args:
-        config: What the VAE is.
-        dtype: Of the pieces where there are neither `out` nor `images`.
-        out: `[B, C, T, H, W]` of any dtype, strides and device, for the frames; or None.
-        images: `[B, T, H, W, C]`, of a float dtype or uint8, for images in [0, 1] or in 8 bits; or
-            None. Without either a piece is a tensor of its own.
-        wanted: The frames that are kept, and that `out` or `images` have room for; None: all.
-        start: Number of the first frame that will come.
-        attempt: Calls what allocates, such as `Relief.attempt`.
+        config: Configuration of the VAE.
+        dtype: Dtype of the pieces without `out` and `images`.
+        out: `[B, C, T, H, W]`, any dtype, strides and device, for the frames; or None.
+        images: `[B, T, H, W, C]`, float or uint8, for images in [0, 1] or 0-255; or None. Without
+            either, each piece is a new tensor.
+        wanted: The frames to keep, which `out` or `images` have room for; None: all.
+        start: Number of the first frame that arrives.
+        attempt: Runs an allocation, such as `Relief.attempt`.
 
     Raises:
-        ValueError: There are both `out` and `images`.
+        ValueError: Both `out` and `images` are given.
     """
 
     def __init__(
@@ -44,24 +44,32 @@ class Output:
         attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda do: do(),
     ) -> None:
         if out is not None and images is not None:
-            raise ValueError("there are both out and images; expected one of the two")
+            raise ValueError("both out and images are given; expected one of them")
         self._config, self._dtype = config, dtype
         self._out, self._images, self._wanted = out, images, wanted
         self._attempt, self._at = attempt, start
-        # Pixels of a piece for each that comes, in height and width.
+        # Pixels of a piece per pixel of the network's output, in height and width.
         self._size = config.patch_size * config.output_scale
         self._order = COLUMN_FIRST if config.patch_size > 1 else ROW_FIRST
 
     def write(self, x: Tensor) -> Tensor:
-        """Take frames, `[B, C, n, H, W]`, and return the piece: those of them that are wanted."""
-        skipped, place = self._passed(x.shape[2])  # before anything that may be tried again
+        """Take frames `x` `[B, C, n, H, W]`, and return the piece of the wanted ones."""
+        skipped, place = self._passed(x.shape[2])  # before anything that may be repeated
         x = x[:, :, skipped : skipped + place.stop - place.start]
         target = self._target(place)
         write = self._new if target is None else functools.partial(self._placed, target=target)
         return self._attempt(functools.partial(write, x))
 
     def chunk(self, latent: Tensor, *, first: bool) -> "TiledChunk":
-        """What takes the tiles of frames that are made of `[B, C, t, h, w]`, maybe the first."""
+        """Return a target for tiles of the frames of a latent.
+
+        Args:
+            latent: `[B, C, t, h, w]`.
+            first: It is the first latent of the video.
+
+        Returns:
+            The target.
+        """
         batch, channels, _, height, width = self._config.decoded_shape(latent.shape)
         count = 1 if first else latent.shape[2] * self._config.temporal_compression
         skipped, place = self._passed(count)
@@ -78,7 +86,15 @@ class Output:
         return TiledChunk(self, piece, skipped, place.stop - place.start)
 
     def put(self, x: Tensor, piece: Tensor, time: slice, rows: Span, columns: Span) -> None:
-        """Write a part of some frames, `[B, C, n, h, w]`, to where they are in a piece."""
+        """Write a part of some frames to its place in a piece.
+
+        Args:
+            x: `[B, C, n, h, w]`.
+            piece: `[B, C, n, H, W]` or `[B, n, H, W, C]`.
+            time: Frames of the piece.
+            rows: Rows of the part in the network's output.
+            columns: Columns of the part in the network's output.
+        """
         down, across = (slice(self._size * a, self._size * b) for a, b in (rows, columns))
         if self._images is None:
             target = piece[:, :, time, down, across]
@@ -87,18 +103,18 @@ class Output:
         self._attempt(functools.partial(self._placed, x, target))
 
     def _passed(self, frames: int) -> tuple[int, slice]:
-        """Note that frames have come: how many of them before the wanted ones, and these' place."""
+        """Count frames; return how many of them precede the wanted ones, and the place of these."""
         at, self._at = self._at, self._at + frames
         if self._wanted is None:
             return 0, slice(at, at + frames)
         first = min(max(at, self._wanted.start), at + frames)
         last = max(first, min(at + frames, self._wanted.stop))
-        # Before the first wanted frame there are none, and the place of none is the beginning.
+        # Before the first wanted frame the place is empty, at the start.
         place = max(0, first - self._wanted.start)
         return first - at, slice(place, place + last - first)
 
     def _target(self, place: slice) -> Tensor | None:
-        """The memory of the caller's for some frames; None: they get memory of their own."""
+        """Return the caller's memory for some frames; None: a new tensor."""
         if self._images is not None:
             return self._images[:, place]
         return None if self._out is None else self._out[:, :, place]
@@ -110,7 +126,7 @@ class Output:
         return pixel_shuffle_3d(frames, (1, self._size, self._size), self._order)
 
     def _placed(self, x: Tensor, target: Tensor) -> Tensor:
-        with torch.inference_mode(target.is_inference()):  # else it may not be written to
+        with torch.inference_mode(target.is_inference()):  # otherwise it cannot be written to
             if not target.numel():
                 return target
             if self._images is not None:
@@ -119,13 +135,13 @@ class Output:
 
 
 class TiledChunk:
-    """Frames that come in tiles.
+    """Frames that arrive in tiles.
 
     Args:
-        output: What they are for.
-        piece: Where they go: `[B, C, n, H, W]`, or `[B, n, H, W, C]` as images.
-        skipped: Frames of the chunk before the first of those.
-        frames: How many those are.
+        output: Their destination.
+        piece: `[B, C, n, H, W]`, or `[B, n, H, W, C]` for images.
+        skipped: Frames of the chunk before the first of these.
+        frames: Number of these frames.
     """
 
     def __init__(self, output: Output, piece: Tensor, skipped: int, frames: int) -> None:
@@ -137,9 +153,9 @@ class TiledChunk:
 
         Args:
             x: `[B, C, n, h, w]`.
-            start: The first of the frames, counted from that of the chunk.
-            rows: Where the part is in the frames that leave the last layer.
-            columns: Likewise.
+            start: The first of the frames, counted from the start of the chunk.
+            rows: Rows of the part in the network's output.
+            columns: Columns of the part in the network's output.
         """
         first = max(0, self._skipped - start)
         last = min(x.shape[2], self._skipped + self._frames - start)
@@ -149,15 +165,18 @@ class TiledChunk:
 
 
 def until_complete(stream: Iterator[Tensor], frames: range, *, as_images: bool) -> Iterator[Tensor]:
-    """The pieces that hold frames, until all that are wanted have come.
+    """Yield pieces until all wanted frames have arrived.
 
     Args:
-        stream: Pieces `[B, C, n, H, W]`, or images `[B, n, H, W, C]`; `n` may be 0.
-        frames: Those that are wanted.
+        stream: Pieces `[B, C, n, H, W]`, or images `[B, n, H, W, C]`; `n` can be 0.
+        frames: The wanted frames.
         as_images: The pieces are images.
 
+    Yields:
+        The pieces that hold frames.
+
     Raises:
-        ValueError: The stream ends before they have come.
+        ValueError: The stream ends too early.
     """
     missing = len(frames)
     for piece in stream:
@@ -168,6 +187,6 @@ def until_complete(stream: Iterator[Tensor], frames: range, *, as_images: bool) 
         if not missing:
             return
     raise ValueError(
-        f"frames are {frames!r}, but none came from frame {frames.stop - missing} on; "
+        f"frames are {frames!r}; the video ends before frame {frames.stop - missing}; "
         "expected a part of the video"
     )

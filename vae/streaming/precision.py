@@ -1,4 +1,4 @@
-"""Number formats: which one a device computes fastest in, and float32 that is float32."""
+"""Dtypes: the fastest one of a device, and float32 without reduced precision."""
 
 import contextlib
 import functools
@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 _logger = logging.getLogger(__name__)
 
-# bf16 loses bits, so it must be worth it: this much faster on a convolution of the VAE's kind.
+# Fewest times that bf16 must be faster on a convolution of the VAE's kind, because it loses
+# precision.
 _WORTH_IT = 1.15
 
 # A 16-bit dtype that takes this many times as long as float32 has no fast convolution on the CPU:
@@ -26,7 +27,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 @dataclass
 class _State:
-    """Threads inside `full_float32`, and the settings to bring back."""
+    """Threads inside `full_float32`, and the settings to restore."""
 
     holders: int = 0
     saved: list[tuple[object, str, object]] = field(default_factory=list)
@@ -37,10 +38,16 @@ _states: dict[str, _State] = {}
 
 
 def fastest_decode_dtype(device: torch.device) -> torch.dtype:
-    """The dtype to decode in where the caller has no wish.
+    """Return the default dtype for decoding on `device`.
 
-    On a CPU bfloat16 where a convolution is measured faster in it than in float32, else float32. On
-    CUDA bfloat16 where the chip has it. Elsewhere float32.
+    On a CPU, bfloat16 if a convolution is measured to be faster in it than in float32. On CUDA,
+    bfloat16 if the chip supports it. Otherwise float32.
+
+    Args:
+        device: The device.
+
+    Returns:
+        The dtype.
     """
     if device.type == "cpu":
         return torch.bfloat16 if _bf16_is_faster() else torch.float32
@@ -50,10 +57,17 @@ def fastest_decode_dtype(device: torch.device) -> torch.dtype:
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype that a computation runs in where results are to be in `dtype`.
+    """Return the dtype of the computation for results in `dtype`.
 
-    float32 for a 16-bit dtype whose convolutions are measured to be slow on a CPU, which is logged
-    once; else `dtype`.
+    float32 for a 16-bit dtype with slow convolutions on a CPU, measured and logged once; otherwise
+    `dtype`.
+
+    Args:
+        dtype: Dtype of the results.
+        device: Device of the computation.
+
+    Returns:
+        The dtype.
     """
     if device.type != "cpu" or dtype not in _NARROW:
         return dtype
@@ -63,10 +77,13 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 @contextlib.contextmanager
 def full_float32(device: torch.device) -> Iterator[None]:
-    """Keep float32 convolutions and products in float32 inside the block; restored after.
+    """Compute float32 convolutions and products in full float32 on `device` within the block.
 
     PyTorch's switches (TF32 on CUDA, bf16 or TF32 in oneDNN) are global. The first thread that
-    enters saves and sets them, and the last that leaves restores them.
+    enters saves and sets them, and the last one that leaves restores them.
+
+    Args:
+        device: Device of the computation.
     """
     state = _states.setdefault(device.type, _State())
     with _lock:
@@ -84,7 +101,7 @@ def full_float32(device: torch.device) -> Iterator[None]:
 
 
 def _switch_off(device_type: str) -> list[tuple[object, str, object]]:
-    """Set every switch that lets float32 be less, and return what those were."""
+    """Disable every switch that reduces float32, and return the old values."""
     saved = []
     for owner, name, value, full in _switches(device_type):
         before = getattr(owner, name)
@@ -95,9 +112,9 @@ def _switch_off(device_type: str) -> list[tuple[object, str, object]]:
 
 
 def _switches(device_type: str) -> list[tuple[object, str, object, tuple[object, ...]]]:
-    """The switches of a kind of device: owner, name, what to set, and what is as good."""
+    """Return the switches of a kind of device: owner, name, new value, and equivalent values."""
     backends: Any = torch.backends
-    new = hasattr(backends.cudnn, "conv")  # torch >= 2.9, where the older ones must not be mixed in
+    new = hasattr(backends.cudnn, "conv")  # torch >= 2.9; must not be mixed with the older ones
     if device_type == "cuda" and new:
         owners = (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)
         return [(owner, "fp32_precision", "ieee", ("ieee",)) for owner in owners]
@@ -112,7 +129,7 @@ def _switches(device_type: str) -> list[tuple[object, str, object, tuple[object,
 
 @functools.cache
 def _bf16_is_faster() -> bool:
-    """Whether bfloat16 is worth its lost bits: 20 ms, once per process."""
+    """Return whether bfloat16 pays for its loss of precision: 20 ms, once per process."""
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     return _times_as_long(torch.bfloat16, channels=96, size=48) < 1 / _WORTH_IT
@@ -120,7 +137,7 @@ def _bf16_is_faster() -> bool:
 
 @functools.cache
 def _is_slow(dtype: torch.dtype) -> bool:
-    """Whether convolutions in a dtype are slow; logged where they are: 40 ms, once per process."""
+    """Return whether convolutions in `dtype` are slow, and log it: 40 ms, once per process."""
     times = _times_as_long(dtype, channels=64, size=24)
     if times < _TOO_SLOW:
         return False
@@ -136,7 +153,7 @@ def _is_slow(dtype: torch.dtype) -> bool:
 
 
 def _times_as_long(dtype: torch.dtype, *, channels: int, size: int) -> float:
-    """The fastest of a small convolution in a dtype over that in float32, timed in turn."""
+    """Return the shortest time of a small convolution in `dtype` over that in float32."""
     best = dict.fromkeys((torch.float32, dtype), float("inf"))
     with (
         torch.inference_mode(False),
@@ -157,7 +174,7 @@ def _times_as_long(dtype: torch.dtype, *, channels: int, size: int) -> float:
                 start = time.perf_counter()
                 F.conv3d(x, weight, padding=(0, 1, 1))
                 best[each] = min(best[each], time.perf_counter() - start)
-            # More runs would not change what two have shown, the second of which sets nothing up.
+            # Two runs are enough if the difference is large; the second one sets nothing up.
             if turn and best[dtype] > 4 * best[torch.float32]:
                 break
     return best[dtype] / best[torch.float32]

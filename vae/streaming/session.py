@@ -1,11 +1,11 @@
-"""One video on its way through the network: its chunks, its plan, and a smaller plan at need.
+"""One video through the network: its chunks, its plan, and a smaller plan when memory runs out.
 
-`torch.compile` is kept out, because a stream is no graph for a compiler. A chunk is cut into parts
-by the memory that there is, its state is written in place, and the first frame takes a path of its
-own. TorchDynamo would break the graph at every layer, and compile each again for every length and
-size; what Inductor would fuse between the convolutions is fused here. Qwen-Image's VAE became half
-as fast when it was compiled (unslothai/unsloth#10889). So a compiled `encode` or `decode` runs as
-it does without: nothing of it is compiled, and nothing compiled again.
+`torch.compile` is disabled here, because a stream does not suit a compiler. Chunks are divided by
+the available memory, state is written in place, and the first frame takes a separate path.
+TorchDynamo would break the graph at every layer and recompile each one for every length and size,
+and what Inductor would fuse between the convolutions is already fused. Qwen-Image's VAE became half
+as fast when compiled (unslothai/unsloth#10889). So a compiled `encode` or `decode` runs without
+compilation.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from .precision import full_float32
 from .static_frames import Changes
 from .tiled_executor import TiledDecode, TiledEncode
 
-# Devices whose library is asked for its fastest algorithms.
+# Devices whose library can search for its fastest algorithms.
 _SEARCHED = ("cuda",)
 
 
@@ -46,10 +46,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def eager(function: _Function) -> _Function:
-    """Run a function outside of whatever `torch.compile` is at work.
+    """Run `function` without `torch.compile`, like `torch.compiler.disable`.
 
-    `torch.compiler.disable` does that, and importing what it is made of takes seconds. So it is
-    asked only where somebody else has imported it, which who compiles has.
+    Importing what that needs takes seconds, so it is only used once other code has imported it,
+    which compiling does.
+
+    Args:
+        function: The function to wrap.
+
+    Returns:
+        The wrapped function.
     """
     disabled: Callable[..., Any] | None = None
 
@@ -67,22 +73,23 @@ def eager(function: _Function) -> _Function:
 
 @dataclass
 class VideoSession:
-    """Runs one video: plans for its size, then pushes chunk after chunk through an executor.
+    """Runs one video: plans for its size, then pushes its chunks through an executor.
 
     Attributes:
         network: The encoder or the decoder.
-        config: What the weights are.
-        options: What is asked of the stream, with the limit and the chunk settled.
-        dtype: Of the computation.
-        enter: Takes a chunk, `[B, C, T, H, W]`, channels-last, before the first layer.
-        leave: Takes what leaves an encoder; or where the frames of a decoder go.
-        relief: Makes room when memory runs out.
-        single_frame: The video is a single frame.
-        begins: The first frame is that of the video; else what is before it is not known.
-        learns: There are parameters that want a gradient.
-        full: Compute float32 in float32, whatever PyTorch's switches allow.
-        graphs: Replay chunks that repeat as CUDA graphs.
-        skips: Leave out what frames that do not change make no difference to.
+        config: Configuration of the VAE.
+        options: Options of the stream, with limit and chunk filled in.
+        dtype: Dtype of the computation.
+        enter: Converts a chunk `[B, C, T, H, W]`, channels-last, before the first layer.
+        leave: Converts the output of an encoder; or the destination of a decoder's frames.
+        relief: Frees memory when it runs out.
+        single_frame: The video has one frame.
+        begins: The first frame is the start of the video; otherwise the frames before it are
+            unknown.
+        learns: Some parameters require a gradient.
+        full: Compute float32 in full float32, whatever PyTorch's switches allow.
+        graphs: Replay repeated chunks as CUDA graphs.
+        skips: Skip static frames.
     """
 
     network: Network
@@ -103,26 +110,29 @@ class VideoSession:
         self._device = self.relief.device
         self._encodes = not isinstance(self.leave, Output)
         compression = self.config.temporal_compression
-        # Frames that a latent is made of, where they enter.
+        # Frames per latent at the input.
         self._group = compression if self._encodes else 1
-        self._pictures = compression == 1  # every frame is a first one
+        self._pictures = compression == 1  # every frame is a first frame
         self._workspace = Workspace()
         self._changes = Changes()
         self._chunk: Tensor | None = None
         self._results: Iterator[Tensor] | None = None
         self._records = self._searches = self._is_static = False
         self._last: tuple[torch.Size, bool, bool] | None = None
-        self._repeats = 0  # chunks before this one that were like it, one after the other
+        self._repeats = 0  # equal chunks before this one
         self._recording: cuda_graph.Recording | None = None
 
     def run(self, source: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Run all of the video; between results the modes (grad, inference, ...) are the caller's.
+        """Run the whole video. Between results the caller's modes (grad, inference) are active.
 
         Args:
-            source: The frames or latents, checked: `[B, C, t, H, W]` each, any `t`.
+            source: The checked frames or latents, `[B, C, t, H, W]` each, any `t`.
 
         Yields:
-            What leaves, piece by piece.
+            The pieces of the result.
+
+        Raises:
+            ExhaustedError: Memory ran out and cannot be freed.
         """
         source = self._planned(source)
         relief, done = self.relief, 0
@@ -154,11 +164,11 @@ class VideoSession:
 
     @eager
     def _planned(self, source: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Plan by the first piece."""
+        """Make the plan for the size of the first piece."""
         first = next(source, None)
         if first is None:
             name = "frames" if self._encodes else "latents"
-            raise ValueError(f"no {name} came; expected one or more")
+            raise ValueError(f"the video has no {name}; expected at least one")
         compression = self.config.spatial_compression if self._encodes else 1
         size = first.shape[0], first.shape[3] // compression, first.shape[4] // compression
         model = self.network, self.config
@@ -177,7 +187,7 @@ class VideoSession:
         return itertools.chain([first], source)
 
     def _chunks(self, source: Iterator[Tensor]) -> Iterator[Tensor]:
-        """The pieces cut to the steps of the plan, which may become smaller on the way."""
+        """Cut the pieces to the steps of the plan, which can become smaller meanwhile."""
         chunk, group = self._plan.chunk, self._group
         size = 1 if self._pictures else None if chunk == -1 else chunk * group
         dropped = 0
@@ -194,18 +204,18 @@ class VideoSession:
         if dropped:
             warnings.warn(
                 f"the last {dropped} frame{'s were' if dropped > 1 else ' was'} dropped; "
-                "the VAE takes 4 n + 1 frames",
+                "the VAE needs 4 n + 1 frames",
                 UserWarning,
                 stacklevel=5,
             )
 
     @eager
     def _begin(self, chunk: Tensor) -> None:
-        """Look at the next chunk: whether it records, repeats the last one, or stands still."""
+        """Inspect the next chunk: whether it records, repeats the last one, or is static."""
         kind = chunk.shape, self._executor.cache.first
         model = self.config, self._encodes, self.dtype, self._device
         self._searches = self._device.type in _SEARCHED and cudnn.pays((*kind, *model))
-        # Nothing can be searched for while a graph is recorded.
+        # No search is possible while a graph is captured.
         like = *kind, self._searches
         self._repeats = self._repeats + 1 if like == self._last else 0
         if self._repeats == 0:
@@ -226,10 +236,9 @@ class VideoSession:
 
     @eager
     def _next(self) -> Tensor | None:
-        """One result more; None after the last. All that is computed is computed in here."""
+        """Compute and return the next result; None after the last."""
         with contextlib.ExitStack() as modes:
-            # Outside of inference mode, so that tails and derived weights can be used in it and out
-            # of it.
+            # Outside inference mode, so that tails and derived weights can be used in both modes.
             modes.enter_context(torch.inference_mode(False))
             modes.enter_context(torch.set_grad_enabled(self._records))
             modes.enter_context(torch.autocast(self._device.type, enabled=False))
@@ -248,16 +257,16 @@ class VideoSession:
     def _input(self) -> Tensor:
         chunk = self._chunk
         if chunk is None:
-            raise RuntimeError("there is no chunk; expected one")
+            raise RuntimeError("no chunk was set; expected one")
         x = to_unit(chunk.to(self._device)) if chunk.dtype == torch.uint8 else chunk
         x = x.to(self._device, self.dtype).contiguous(memory_format=torch.channels_last_3d)
         return canonical(self.enter(canonical(x)))
 
     def _steps(self, x: Tensor) -> Iterable[Tensor]:
-        """The chunk's results, replayed where a chunk like it was recorded."""
+        """Return the results of the chunk, replayed if an equal chunk was captured."""
         executor = self._executor
         repeats = self._repeats and executor.records and not (self._records or self._is_static)
-        # The first of like chunks sets up memory and whatever else is set up once.
+        # The first of equal chunks sets up memory and caches.
         if self.graphs and repeats and cuda_graph.takes(self._device):
             try:
                 if self._recording is None:
@@ -269,27 +278,28 @@ class VideoSession:
         return executor.advance(x)
 
     def _park(self) -> bool:
-        """Bring what all layers remember to the host; whether that has freed memory."""
+        """Move the tails of all layers to the host; return whether that freed memory."""
         return any([cache.park() for cache in self._executor.caches])  # noqa: C419, all of them
 
     @eager
     def _lower(self) -> None:
-        """Go on by the next smaller plan, if there is one and there is memory to change to it."""
+        """Continue with the next smaller plan, if there is one and memory allows the change."""
         smaller = smaller_plan(self._job, self._plan)
         if smaller is None:
             return
 
         def changed() -> Executor:
             executor = self._executor_of(smaller)
-            # What single pictures remember is nothing.
+            # Single pictures have no tails.
             if not self._pictures:
                 executor.take(self._executor.tails())
-                # Layers of SeedVR2 know whether their first frame was the last; never cut.
+                # SeedVR2's layers note whether their first frame was the last one; it is never
+                # tiled.
                 executor.cache.after_first |= self._executor.cache.after_first
             return executor
 
         try:
-            # As in the steps: tails that are made in inference mode cannot be written to later.
+            # As in the steps: tails created in inference mode cannot be written to later.
             with torch.inference_mode(False), torch.no_grad():
                 self._executor = self.relief.attempt(changed)
         except Exception as error:
@@ -331,17 +341,17 @@ def rechunk(
     begins: bool = True,
     attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda do: do(),
 ) -> Iterator[Tensor]:
-    """Cut a video that comes in pieces into its first frame and runs of `size` frames.
+    """Cut a video in pieces into its first frame and runs of equal length.
 
     Args:
-        pieces: Tensors `[B, C, t, H, W]`, any `t`, one after the other in time.
-        size: Frames per run; None: all that follow the first.
-        begins: The first frame is that of the video; else it is like any other.
-        attempt: Calls what allocates, such as `Relief.attempt`.
+        pieces: `[B, C, t, H, W]` each, any `t`, in order of time.
+        size: Frames per run; None: all frames after the first.
+        begins: The first frame is the start of the video; otherwise it is like any other.
+        attempt: Runs an allocation, such as `Relief.attempt`.
 
     Yields:
-        One frame, then runs of `size`, the last of which may be shorter. A run leaves as soon as
-        its frames are there, before the next piece is asked for.
+        One frame, then runs of `size` frames, the last of which can be shorter. A run is yielded as
+        soon as its frames are there, before the next piece is requested.
     """
     held: list[Tensor] = []
     missing: int | None = 1 if begins else size

@@ -1,10 +1,10 @@
-"""Frames that do not change: an encoder computes them until they make no difference any more.
+"""Static frames: an encoder computes them until its output is static, and then repeats it.
 
-Behind its reach a causal layer gives the same for the same. So in a clip whose end stands still (as
-ComfyUI's WanImageToVideo makes them: a picture, then grey) the first layers are done a few frames
-after the last change, those behind them a little later, and in the end a latent is the one before.
-Each layer makes the frames up to there and no more (see `Settling`). What one that is done gave
-last is then what it gives next, and what is before it need not run.
+Once all frames in its reach are identical, a causal layer repeats its output. So in a clip with a
+static end (as ComfyUI's WanImageToVideo makes them: a picture, then grey) the first layers are done
+a few frames after the last change, later layers some frames after them, and finally every latent
+equals the one before. Each layer computes the frames up to there only (see `Settling`). The last
+output of a finished layer is repeated, and the layers before it do not run.
 """
 
 import functools
@@ -20,26 +20,32 @@ from ..layers.temporal_cache import TemporalCache
 from ..layers.workspace import canonical
 from ..models.receptive_field import causal_taps
 
-# Numbers of a frame that are compared before all of them are.
+# Elements of a frame that are compared first, before all of them are.
 _SAMPLES = 4096
 
-# Behind so many frames, the reach of the first convolution and of a residual block, something is
-# left out. What is alike for fewer, such as frames shown twice, is computed as if it moved.
+# Fewest identical frames from which work is skipped: the reach of the first convolution and of a
+# residual block. Shorter repetitions, such as frames shown twice, are computed normally.
 _WORTH_IT = 6
 
 
 class Changes:
-    """Tells how many frames at the end of a video so far are alike."""
+    """Counts the identical frames at the end of a video so far."""
 
     def __init__(self) -> None:
         self._frame: Tensor | None = None
         self._repeats_so_far = 0
 
     def repeats(self, chunk: Tensor) -> int:
-        """Count the frames up to the last of a chunk, `[B, C, T, H, W]`, that are like that.
+        """Count the frames up to the last of `chunk` `[B, C, T, H, W]` that are identical to it.
 
-        It and those before the chunk are among them. The chunk's memory may be another's
-        afterwards.
+        Frames of earlier chunks and the last frame itself count too. The memory of the chunk may be
+        overwritten afterwards.
+
+        Args:
+            chunk: The next frames.
+
+        Returns:
+            Frames, at least 1.
         """
         frames, last = chunk.shape[2], chunk[:, :, -1:]
         count = 1 + _like(last, chunk[:, :, :-1])
@@ -51,7 +57,7 @@ class Changes:
 
 
 class StaticEnd:
-    """How far into a network a still end has come."""
+    """The progress of a static end through a network."""
 
     def __init__(self, chains: Sequence[Sequence[CausalLayer]]) -> None:
         self._chains = chains
@@ -59,13 +65,17 @@ class StaticEnd:
         self._convs = [causal_taps(chains[c][i]) for c, i in self._places]
         self._run = Settling(0, 0)
         self._done = 0  # layers that need not run
-        self._held: Tensor | None = None  # the last frame that the last of those gave
+        self._held: Tensor | None = None  # last output frame of the last of these layers
 
     def takes(self, frames: int, repeats: int) -> bool:
-        """Tell of the next chunk, whichever way it goes, and its `Changes.repeats` or 0.
+        """Announce the next chunk, whether or not it passes through `advance` of this object.
+
+        Args:
+            frames: Frames of the chunk.
+            repeats: `Changes.repeats` of it, or 0.
 
         Returns:
-            Whether it is to go through `advance` of this object, because that leaves something out.
+            Whether to use `advance` of this object, because it skips work.
         """
         self._run = Settling(frames, frames - repeats + 1)
         if self._run.fresh > 0:
@@ -74,26 +84,26 @@ class StaticEnd:
 
     @property
     def needed(self) -> int:
-        """The frames of that chunk, from its first on, that `advance` wants."""
+        """First frames of that chunk that `advance` needs."""
         return max(1, self._run.needed)
 
     @property
     def behind(self) -> Settling:
-        """What leaves the last layer of that chunk."""
+        """The output of the last layer for that chunk."""
         return functools.reduce(_behind, self._convs, self._run)
 
     def advance(
         self, x: Tensor, cache: TemporalCache, push: Callable[..., Iterator[Tensor]]
     ) -> Iterator[Tensor]:
-        """Push the chunk through that `takes` was told of.
+        """Push the chunk of the last `takes` through.
 
         Args:
-            x: Its first `needed` frames.
-            cache: The state of the video.
+            x: `[B, C, T, H, W]`: its first `needed` frames.
+            cache: State of the video.
             push: `advance` of the executor, with its cache.
 
         Yields:
-            Runs of frames as they leave the last layer, those of the whole chunk.
+            Runs of output frames of the whole chunk.
         """
         runs = list(itertools.accumulate(self._convs, _behind, initial=self._run))
         first, behind = self._done, runs[-1]
@@ -107,7 +117,7 @@ class StaticEnd:
             _Settling(self._chains[chain][index], convs, run)
             for (chain, index), convs, run in zip(self._places, self._convs, runs, strict=False)
         ]
-        # Those whose next frame is the one before.
+        # Layers whose next frame equals the one before.
         done = sum(run.fresh <= run.frames for run in runs[1:])
         if done > first:
             layers[done - 1].keeps = True
@@ -124,7 +134,7 @@ class StaticEnd:
 
 
 class _Settling(CausalLayer):
-    """A layer, and the frames of a chunk that it gets for its results to come to rest.
+    """A layer, and the frames of a chunk that it needs until its output is static.
 
     Args:
         layer: The layer.
@@ -132,8 +142,8 @@ class _Settling(CausalLayer):
         run: The chunk before it.
 
     Attributes:
-        keeps: Remember the last frame that it gives.
-        kept: That.
+        keeps: Keep the last output frame.
+        kept: The last output frame.
     """
 
     repeats = True
@@ -146,7 +156,7 @@ class _Settling(CausalLayer):
         self._layer = layer
         self._heeds = layer.settles
         self._come = max(1, run.needed)
-        # A layer that runs gives a frame, even where it is the one before.
+        # A layer that runs outputs at least one frame, even if it equals the one before.
         while _behind(run, convs).fresh < 1:
             run = Settling(run.frames, run.fresh + 1)
         self._run = run
@@ -155,12 +165,12 @@ class _Settling(CausalLayer):
         self._seen = 0
 
     def wants(self, frames: int) -> int:
-        """See `CausalLayer`: with the last frames come copies."""
+        """Return the frames needed when `frames` have arrived, copies of the last included."""
         seen = self._seen
         return self._all - seen if seen + frames == self._come else frames
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """Run it, for the next frames."""
+        """Run the layer for the next frames."""
         run = self._run.part(self._seen, x.shape[2])
         self._seen += x.shape[2]
         cache.settling = run if self._heeds else None
@@ -180,13 +190,13 @@ def _behind(run: Settling, convs: Sequence[tuple[int, int]]) -> Settling:
 
 
 def _repeated(frame: Tensor, frames: int) -> Tensor:
-    """A copy, because a layer may write into its input."""
+    """Return copies of a frame; copies, because a layer may write into its input."""
     video = frame[:, :, -1:].expand(-1, -1, frames, -1, -1)
     return canonical(video.clone(memory_format=torch.channels_last_3d))
 
 
 def _like(frame: Tensor, chunk: Tensor) -> int:
-    """How many frames at the end of a chunk are `frame`, `[B, C, 1, H, W]`."""
+    """Return how many frames at the end of a chunk equal `frame` `[B, C, 1, H, W]`."""
     if frame.shape[:2] != chunk.shape[:2] or frame.shape[3:] != chunk.shape[3:]:
         return 0
     if frame.dtype != chunk.dtype or frame.device != chunk.device:

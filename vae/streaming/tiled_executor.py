@@ -16,19 +16,19 @@ from .output import Output
 
 
 class TiledExecutor(Executor):
-    """An executor of the layers on whole frames, with one of the other layers for each tile.
+    """An executor for the layers on whole frames, with one executor per tile for the others.
 
-    A video that goes on in another executor has its tails put together to whole frames here.
+    If another executor continues the video, the tails of the tiles are joined to whole frames.
 
     Args:
         whole: The layers on whole frames.
-        tiles: Those in tiles, of each tile.
-        size: Height and width of the whole frames that enter these.
-        new_cache: Makes the cache of one part.
+        tiles: The tiles.
+        size: Height and width of the whole frames before the tiled layers.
+        new_cache: Creates a cache.
         part_bytes: As for `Executor`.
 
     Attributes:
-        parking: Where what the tiles remember waits; None: it stays on the device.
+        parking: Keeps the tails of tiles on the host; None: they stay on the device.
     """
 
     records = False
@@ -49,11 +49,11 @@ class TiledExecutor(Executor):
 
     @property
     def caches(self) -> list[TemporalCache]:
-        """Those of the whole frames first, then of the tiles."""
+        """The cache of the whole frames, then those of the tiles."""
         return [self.cache, *(part.cache for _, part in self.tiles)]
 
     def in_turn(self) -> Iterator[tuple[FrameTile, Executor]]:
-        """The tiles, each with what it remembers on the device."""
+        """Yield the tiles in order, each with its tails on the device."""
         following = [part.cache for _, part in self.tiles[1:]]
         for index, (tile, part) in enumerate(self.tiles):
             if self.parking is not None:
@@ -65,7 +65,7 @@ class TiledExecutor(Executor):
                 part.cache.attempt(functools.partial(self.parking.park, part.cache))
 
     def tails(self) -> Tails:
-        """What is remembered, on whole frames, on the host."""
+        """Return the tails `[B, C, context, H, W]` of whole frames, on the host."""
         if self.parking is not None:
             self.parking.settle()
         found = self.cache.tails()
@@ -73,7 +73,7 @@ class TiledExecutor(Executor):
         return found | {conv: self._joined(conv) for conv in convs}
 
     def take(self, tails: Tails) -> None:
-        """Cut the tails of the tiled layers for each tile."""
+        """Continue with `tails` of whole frames, cut for each tile."""
         inner = {module for layer in self._layers for module in layer.modules()}
         self.cache.take({conv: tail for conv, tail in tails.items() if conv not in inner})
         for tile, part in self.tiles:
@@ -82,13 +82,13 @@ class TiledExecutor(Executor):
             )
 
     def _index(self, conv: nn.Module) -> int:
-        """Which of the tiled layers a convolution belongs to."""
+        """Return the index of the tiled layer that a convolution belongs to."""
         return next(i for i, layer in enumerate(self._layers) if conv in layer.modules())
 
     def _cut(self, tail: Tensor, tile: FrameTile, conv: nn.Module) -> Tensor:
-        """What a tile holds of a tail on whole frames."""
+        """Return the part of a tail of whole frames that a tile holds."""
         index = self._index(conv)
-        # A layer that makes frames smaller remembers those after it.
+        # A layer that makes frames smaller keeps the smaller frames.
         rows, columns = (
             slice(start * length // full, stop * length // full)
             for (start, stop), length, full in zip(
@@ -98,7 +98,7 @@ class TiledExecutor(Executor):
         return tail[..., rows, columns].contiguous(memory_format=torch.channels_last_3d)
 
     def _joined(self, conv: nn.Module) -> Tensor:
-        """The tail of a convolution on the whole frame: of each tile what no halo has spoiled."""
+        """Join the tails of a convolution to the whole frame, without the halos."""
         index = self._index(conv)
         full = self._sizes[index]
         whole: Tensor | None = None
@@ -106,7 +106,7 @@ class TiledExecutor(Executor):
             tail = part.cache.tails()[conv]
             seen = tile.spans[index]
             if whole is None:
-                # Such as 1/2, where the layer makes frames smaller.
+                # For example 1/2, if the layer makes frames smaller.
                 down = (seen[0][1] - seen[0][0]) // tail.shape[-2]
                 height, width = (length // down for length in full)
                 shape = (*tail.shape[:3], height, width)
@@ -121,21 +121,21 @@ class TiledExecutor(Executor):
             (rows, own_rows), (columns, own_columns) = place
             whole[..., rows, columns] = tail[..., own_rows, own_columns]
         if whole is None:
-            raise ValueError("there are no tiles; expected at least one")
+            raise ValueError("the executor has no tiles; expected at least one")
         return whole
 
 
 class TiledDecode(TiledExecutor):
-    """A decoder: first whole frames, then tiles, whose pixels go to `output`."""
+    """A decoder: whole frames first, then tiles, which are written to `output`."""
 
     output: Output
 
     def takes(self, frames: int, repeats: int) -> int | None:
-        """A decode needs all frames."""
+        """Return None: a decode needs all `frames`, whatever `repeats` is."""
         return None
 
     def advance(self, x: Tensor) -> Iterator[Tensor]:
-        """Push one chunk through; all of its frames leave together."""
+        """Push one chunk `x` `[B, C, T, H, W]` through; yield all of its frames together."""
         runs = list(super().advance(x))
         chunk = self.output.chunk(x, first=self.cache.first)
         for tile, part in self.in_turn():
@@ -148,19 +148,19 @@ class TiledDecode(TiledExecutor):
 
 
 class TiledEncode(TiledExecutor):
-    """An encoder: first tiles, then whole frames."""
+    """An encoder: tiles first, then whole frames."""
 
-    _taken: int | None = None  # frames that the layers on whole frames want
+    _taken: int | None = None  # frames that the layers on whole frames need
 
     def takes(self, frames: int, repeats: int) -> int | None:
-        """Tell of the next chunk; all tiles see as far back as each other."""
+        """Announce a chunk of `frames` with `repeats`; all tiles have the same temporal reach."""
         wanted, *_ = [part.takes(frames, repeats) for _, part in self.tiles]
         behind = self.tiles[0][1].behind
         self._taken = super().takes(behind.frames, behind.frames - behind.fresh + 1)
         return wanted
 
     def advance(self, x: Tensor) -> Iterator[Tensor]:
-        """Push one chunk through, the tiles of it first."""
+        """Push one chunk `x` `[B, C, T, H, W]` through, tile by tile first."""
         whole: Tensor | None = None
         for tile, part in self.in_turn():
             runs = list(part.advance(x))
