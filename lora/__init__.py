@@ -1,7 +1,7 @@
-"""LoRA files on models of any framework: keys, files, banks, and their ways into a layer.
+"""LoRA files on models of any framework: keys, files, banks, and their use in a layer.
 
-Needs torch and safetensors. A `Bank` holds the LoRAs of a stack, `Amounts` say how much of each
-there is, and a `Session` applies them while a model is called; its weights are never written.
+Needs torch and safetensors. A `Bank` holds the LoRAs of a stack, `Amounts` holds their strengths,
+and a `Session` applies them while a model runs; the weights of the model are never written.
 """
 
 from .adapter import Adapter

@@ -1,10 +1,10 @@
-"""What every adapter is: tensors of a LoRA file that turn one weight of a model into another.
+"""The base class of adapters: tensors of a LoRA file that change one weight.
 
-An adapter never writes into the weight that it is given, since strengths change while a model is
-in use and a delta that is subtracted again leaves a part of itself behind: the changed weight is
-made from the stored one each time, in float32, and rounded once at the end.
+An adapter never writes into its input weight. Strengths change while a model is in use, and adding
+and subtracting a delta leaves rounding errors, so the changed weight is computed from the stored
+one each time, in float32, and rounded once.
 
-DoRA, which several kinds of adapters can carry, is here: Liu et al., "DoRA: Weight-Decomposed
+DoRA, which several kinds of adapters can have, is here: Liu et al., "DoRA: Weight-Decomposed
 Low-Rank Adaptation", arXiv 2402.09353.
 """
 
@@ -22,7 +22,7 @@ _A = TypeVar("_A", bound="Adapter")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Adapter(ABC):
-    """The tensors of one module in a LoRA file, and what they make of a weight.
+    """The tensors of one module in a LoRA file, and their effect on a weight.
 
     Attributes:
         kind: The family: "lora", "loha", "lokr", "glora", "oft", "boft", "diff" or "set".
@@ -31,19 +31,19 @@ class Adapter(ABC):
     kind: ClassVar[str]
 
     def apply(self, weight: Tensor, strength: float) -> Tensor:
-        """The changed weight; `weight` itself stays as it is.
+        """Return the changed weight; `weight` is not modified.
 
         Args:
             weight: `[out, in, ...]`, any floating dtype and device. The adapter's tensors are
-                copied to its device for the call, if they are elsewhere.
-            strength: The user's factor, of either sign; at 0 the values stay what they are.
+                copied to its device for the call if needed.
+            strength: The user's factor, of either sign; 0 keeps the values.
 
         Returns:
-            A new, contiguous tensor of `weight`'s dtype, of the shape `grown(weight.shape)`;
+            A new, contiguous tensor with the dtype of `weight` and the shape `grown(weight.shape)`;
             computed in float32 (float64 for a float64 weight) and rounded once.
 
         Raises:
-            ValueError: The adapter does not fit the weight; see `misfit`.
+            ValueError: The adapter does not fit the weight.
         """
         self._check(weight.shape)
         working = self._working_copy(weight)
@@ -54,11 +54,16 @@ class Adapter(ABC):
     def delta(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
     ) -> Tensor | None:
-        """What strength 1 adds to a weight of this shape, if that is the same for all weights.
+        """Return the delta of strength 1 for a weight of this shape, if the weight does not matter.
+
+        Args:
+            shape: Shape of the weight, `[out, in, ...]`.
+            dtype: Dtype of the result.
+            device: Device of the result.
 
         Returns:
-            A new tensor of the shape `grown(shape)`, on the device where it is computed, rounded as
-            by `apply`; None: the change depends on the weight.
+            A new tensor `[out, in, ...]` of the shape `grown(shape)`, rounded as by `apply`; None:
+            the change depends on the weight.
 
         Raises:
             ValueError: The adapter does not fit the shape.
@@ -67,15 +72,21 @@ class Adapter(ABC):
         return None
 
     def misfit(self, shape: Sequence[int]) -> str | None:
-        """Why the adapter does not fit a weight of this shape, in a few words; None: it fits.
+        """Return why the adapter does not fit a weight of `shape`, in a few words; None: it fits.
 
-        A kernel may be flattened in the adapter or in the weight, and a weight may grow into what
-        fits (`reshape_weight`).
+        A kernel can be flattened in the adapter or in the weight, and a weight can grow to fit
+        (`reshape_weight`).
+
+        Args:
+            shape: Shape of the weight.
+
+        Returns:
+            The reason, or None.
         """
         return self._misfit(tuple(shape))
 
     def grown(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the changed weight where the weight has the given shape."""
+        """Return the shape of the changed weight for a weight of `shape`."""
         return tuple(shape)
 
     @abstractmethod
@@ -83,10 +94,10 @@ class Adapter(ABC):
 
     @abstractmethod
     def _changed(self, working: Tensor, strength: float) -> Tensor:
-        """The changed weight, not rounded yet; for a strength that is not 0.
+        """Return the changed weight before rounding, for a strength that is not 0.
 
-        `working` is a contiguous copy of the weight, grown, in the dtype of the computation; it
-        may be written into.
+        `working` is a contiguous copy of the weight, grown, in the dtype of the computation; it may
+        be overwritten.
         """
 
     @property
@@ -99,7 +110,7 @@ class Adapter(ABC):
         return sum(item.nbytes for item in each if isinstance(item, Tensor))
 
     def to(self: _A, device: torch.device | str) -> _A:
-        """A copy with its tensors on another device; those that are there already are shared."""
+        """Return a copy with its tensors on `device`; tensors already there are shared."""
         moved = {field.name: _moved(getattr(self, field.name), device) for field in fields(self)}
         return replace(self, **moved)
 
@@ -118,12 +129,12 @@ class Adapter(ABC):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Additive(Adapter):
-    """An adapter that adds the same delta to any weight, unless DoRA comes on top.
+    """An adapter that adds the same delta to any weight, except with DoRA.
 
     Attributes:
         scale: The file's factor.
-        dora_scale: DoRA's magnitudes, as many as the weight has outputs or inputs.
-        norms_of_sum: See `decompose`.
+        dora_scale: DoRA's magnitudes, one per output or per input.
+        norms_of_sum: As `of_sum` of `decompose`.
     """
 
     scale: float = 1.0
@@ -133,7 +144,7 @@ class Additive(Adapter):
     @property
     @abstractmethod
     def _delta_shape(self) -> tuple[int, ...]:
-        """`[out, in, ...]` of the delta; what follows `out` may be flattened in the weight."""
+        """`[out, in, ...]` of the delta; dimensions after `out` can be flattened in the weight."""
 
     @abstractmethod
     def _accumulate(self, out: Tensor, factor: float) -> None:
@@ -150,7 +161,7 @@ class Additive(Adapter):
     def delta(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
     ) -> Tensor | None:
-        """The delta, unless a `dora_scale` makes it depend on the weight."""
+        """Return the delta for `shape` `[out, in, ...]`, `dtype` and `device`; None with DoRA."""
         if self.dora_scale is not None:
             return None
         self._check(shape)
@@ -167,7 +178,7 @@ class Additive(Adapter):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Diff(Additive):
-    """A difference of weights in full, also of norms and biases; of the weight's shape."""
+    """A full difference of weights, also of norms and biases, with the weight's shape."""
 
     kind: ClassVar[str] = "diff"
 
@@ -186,7 +197,7 @@ class Diff(Additive):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Replacement(Adapter):
-    """Another weight in place of the model's, whatever the strength, unless it is 0."""
+    """Another weight in place of the model's, for any strength except 0."""
 
     kind: ClassVar[str] = "set"
 
@@ -208,20 +219,23 @@ def decompose(
     *,
     of_sum: bool = False,
 ) -> Tensor:
-    """DoRA: give the rows or columns of `weight + delta` the magnitudes of the file.
+    """Apply DoRA: scale the rows or columns of `weight + delta` to the magnitudes of the file.
 
-    The direction `V` is the sum divided by the norms of its columns, the new weight
-    `dora_scale * V` (arXiv 2402.09353, equation 5). Files with a magnitude per output count on the
-    norms of the weight alone, and so does ComfyUI, whose convention this is: where the first
-    dimension of `dora_scale` is that of the weight, rows of the weight; else columns of the sum.
-    The strength blends the weight and the result; the file's scale is in the delta.
+    The direction `V` is the sum divided by the norms of its columns, and the new weight is
+    `dora_scale * V` (arXiv 2402.09353, equation 5). Files with a magnitude per output use the norms
+    of the weight alone. This is ComfyUI's convention: if the first dimension of `dora_scale` is
+    that of the weight, norms are of the rows of the weight, otherwise of the columns of the sum.
+    The strength blends the weight and the result; the file's scale is part of the delta.
 
     Args:
-        weight: `[out, in, ...]`; written into.
-        delta: Of the same shape and dtype, scaled; written into.
+        weight: `[out, in, ...]`; overwritten.
+        delta: Same shape and dtype, scaled; overwritten.
         dora_scale: `[out, 1, ...]` or `[1, in, ...]`.
-        strength: 1: the result alone.
-        of_sum: Norms of rows are those of the sum too, as PEFT's are (`lora/dora.py` there).
+        strength: Blend factor; 1: the result only.
+        of_sum: Norms of rows are also those of the sum, as in PEFT (`lora/dora.py`).
+
+    Returns:
+        `weight`.
     """
     shape = tuple(weight.shape)
     by_output = dora_scale.shape[0] == shape[0]
@@ -231,7 +245,7 @@ def decompose(
     norms = torch.linalg.vector_norm(
         weight if by_output and not of_sum else merged, dim=others, keepdim=True
     )
-    # An output that is all zeros has no direction.
+    # An output of zeros has no direction.
     norms = norms + torch.finfo(weight.dtype).eps
     sizes = [-1 if axis == _dora_axis(dora_scale, shape) else 1 for axis in range(len(shape))]
     magnitudes = dora_scale.to(weight.device, weight.dtype).reshape(sizes)
@@ -239,20 +253,28 @@ def decompose(
 
 
 def misfit_of_dora(dora_scale: Tensor | None, shape: tuple[int, ...]) -> str | None:
-    """Why magnitudes are neither `[out, 1, ...]` nor `[1, in, ...]` of a weight; None: they are."""
+    """Return why magnitudes are neither `[out, 1, ...]` nor `[1, in, ...]` for a weight.
+
+    Args:
+        dora_scale: The magnitudes, or None.
+        shape: Shape of the weight.
+
+    Returns:
+        The reason; None: they fit, or there are none.
+    """
     if dora_scale is None or _dora_axis(dora_scale, shape) is not None:
         return None
     return f"dora_scale is {spell(dora_scale.shape)}; the weight is {spell(shape)}"
 
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Outputs, and all that follows as one number."""
+    """Return `shape` as outputs and the product of all other dimensions."""
     return (shape[0], math.prod(shape[1:])) if len(shape) else (1, 1)
 
 
 def spell(shape: Sequence[int]) -> str:
-    """For people: 5120x1536."""
-    return "x".join(map(str, shape)) or "a lone number"
+    """Return `shape` as text, such as 5120x1536."""
+    return "x".join(map(str, shape)) or "a scalar"
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -266,7 +288,7 @@ def _unequal(name: str, tensor: Tensor, shape: tuple[int, ...]) -> str | None:
 
 
 def _dora_axis(dora_scale: Tensor, shape: tuple[int, ...]) -> int | None:
-    """The axis of the weight that the magnitudes are along."""
+    """Return the axis of the weight that the magnitudes belong to."""
     if len(shape) < 2:
         return None
     if dora_scale.numel() == shape[0] == dora_scale.shape[0]:

@@ -1,8 +1,8 @@
-"""From the tensors of one module in a LoRA file to an adapter: which kind, and is it whole.
+"""Build an adapter from the tensors of one module in a LoRA file, after checks of kind and shape.
 
-What a part is called here is canonical; the dialects of files are translated before. Conventions
-(which numbers a scale is made of, what DoRA's norms are over) are those of ComfyUI, so that a file
-gives the pictures that its users know; the mathematics is told where each kind is.
+The names of parts here are canonical; the dialects of files are translated before. Conventions (the
+terms of a scale, the norms of DoRA) are those of ComfyUI, so that a file has the effect that its
+users know. The mathematics is described at each kind.
 """
 
 import math
@@ -25,22 +25,25 @@ _DIFFS = ("diff", "w_norm")
 
 PARTS = frozenset({
     *_LORA, *_LOHA, *_LOKR, *_GLORA, *_OFT, *_DIFFS, "set_weight", "alpha", "dora_scale",
-    # For other parameters of the module than its weight.
+    # For parameters of the module other than its weight.
     "b_norm", "diff_b", "diff_m",
 })  # fmt: skip
 
 
 def make_adapter(parts: Mapping[str, Tensor], where: str) -> Adapter:
-    """The adapter that the parts of one module are, for the weight of the module.
+    """Build the adapter of one module, for its weight.
 
     Args:
-        parts: By canonical name, any floating dtype. Differences of other parameters (`diff_b`,
-            `b_norm`, `diff_m`) are given as `{"diff": tensor}`.
-        where: The module and file, for the errors.
+        parts: Tensors `[...]` by canonical name, any floating dtype. Differences of other
+            parameters (`diff_b`, `b_norm`, `diff_m`) are given as `{"diff": tensor}`.
+        where: The module and file, for error messages.
+
+    Returns:
+        The adapter.
 
     Raises:
-        ValueError: A part is missing, unknown, empty, not of floating point, not finite, or does
-            not fit the others.
+        ValueError: A part is missing, unknown, empty, not floating point, not finite, or does not
+            fit the others.
     """
     unknown = sorted(set(parts) - PARTS)
     if unknown:
@@ -57,7 +60,7 @@ def make_adapter(parts: Mapping[str, Tensor], where: str) -> Adapter:
 
 @dataclass(frozen=True)
 class _Parts:
-    """The parts of one module, and errors that say where."""
+    """The parts of one module, with errors that name its place."""
 
     tensors: Mapping[str, Tensor]
     where: str
@@ -77,11 +80,11 @@ class _Parts:
         return found
 
     def factors(self, name: str, core: str | None) -> tuple[Tensor, ...]:
-        """One tensor, or the two or three that it is decomposed into."""
+        """Return one tensor, or the two or three tensors that it is decomposed into."""
         a, b = f"{name}_a", f"{name}_b"
         if name in self.tensors:
             if {a, b} & self.tensors.keys() or core:
-                raise self.error(f"{name} both whole and decomposed", "the one or the other")
+                raise self.error(f"{name} both whole and decomposed", "one of the two")
             return self.matrices(name)
         factors = self.matrices(a, b, *([core] if core else []))
         shapes = [factor.shape for factor in factors]
@@ -93,7 +96,7 @@ class _Parts:
         return factors
 
     def same_rank(self, ranks: Mapping[str, int]) -> None:
-        """Refuse two parts that meet in a dimension of two sizes."""
+        """Refuse parts that disagree in a common dimension."""
         if len(set(ranks.values())) > 1:
             found = ", ".join(f"{name} has rank {rank}" for name, rank in ranks.items())
             raise self.error(found, "the same rank")
@@ -110,7 +113,7 @@ class _Parts:
     def dora_scale(self) -> Tensor | None:
         tensor = self.tensors.get("dora_scale")
         if tensor is not None and tensor.ndim == 0:
-            raise self.error("dora_scale is a lone number", "one for each output or input")
+            raise self.error("dora_scale is a scalar", "one value per output or input")
         return tensor
 
     def error(self, found: str, expected: str) -> ValueError:
@@ -155,7 +158,7 @@ def _lokr(parts: _Parts) -> Adapter:
     if len(product_shape(w1)) != 2:
         raise parts.error(f"lokr_w1 is {spell(product_shape(w1))}", "two dimensions")
     decomposed = [factors for factors in (w2, w1) if len(factors) > 1]
-    # The alpha of a file with both factors whole says nothing.
+    # The alpha of a file without decomposed factors is ignored.
     scale = parts.scale(decomposed[0][1].shape[0]) if decomposed else 1.0
     return Kronecker(w1=w1, w2=w2, scale=scale, dora_scale=parts.dora_scale)
 
@@ -167,7 +170,7 @@ def _glora(parts: _Parts) -> Adapter:
     )  # fmt: skip
     if not any(adapter.layouts):
         found = ", ".join(f"{name} is {spell(parts.tensors[name].shape)}" for name in _GLORA)
-        raise parts.error(found, "one rank in all")
+        raise parts.error(found, "one common rank")
     return adapter
 
 
@@ -177,7 +180,7 @@ def _oft(parts: _Parts) -> Adapter:
         found = f"oft_blocks is {spell(blocks.shape)}"
         raise parts.error(found, "square blocks in 3 or 4 dimensions")
     if blocks.ndim == 4 and blocks.shape[-1] % 2:
-        raise parts.error(f"oft_blocks is {spell(blocks.shape)}", "an even size of the blocks")
+        raise parts.error(f"oft_blocks is {spell(blocks.shape)}", "blocks of an even size")
     return (OFT if blocks.ndim == 3 else BOFT)(
         blocks=blocks,
         rescale=parts.tensors.get("rescale"),
@@ -187,9 +190,9 @@ def _oft(parts: _Parts) -> Adapter:
 
 
 def _whole(parts: _Parts) -> Adapter:
-    """Differences and replacements; an alpha beside them says nothing."""
+    """Build differences and replacements, whose alpha is ignored."""
     if "dora_scale" in parts.tensors:
-        raise parts.error("dora_scale on a whole weight", "factors beside it")
+        raise parts.error("dora_scale with a whole weight", "dora_scale with factors")
     if (value := parts.tensors.get("set_weight")) is not None:
         return Replacement(value=value)
     differences = [parts.tensors[name] for name in _DIFFS if name in parts.tensors]

@@ -1,12 +1,12 @@
-"""The two forms of a LoRA's delta, and its two ways into a layer; and which of these is cheaper.
+"""The two forms of a LoRA's delta, the two ways to apply it to a layer, and their cost.
 
-Into the weight costs a product of the size of the weight, whatever the number of tokens; beside the
-layer, two skinny products for every token. Counted in bytes both cost the same for
+Adding it to the weight (`stream`) costs a product of the size of the weight for any number of
+tokens; the bypass costs two narrow products per token. Counted in bytes both cost the same for
 
     n = c * in * out / (in + 2 * out)
 
-tokens: the `in * out` numbers of a weight are read and written c / 2 times; of a token `in` are
-read, `out` read and written. What `c` is depends on the machine and is measured
+tokens: the `in * out` elements of a weight are read and written c / 2 times; for a token `in`
+elements are read, `out` are read and written. `c` depends on the machine and is measured
 (`kernels.GPUConfig`).
 """
 
@@ -23,19 +23,19 @@ ApplyMode = Literal["auto", "stream", "bypass"]
 
 
 def break_even(inner: int, out: int, c: float) -> float:
-    """Tokens from which on a delta is better added to the weight; `c` is that of the machine."""
+    """Return the tokens above which `stream` is faster, for `inner` inputs, `out` outputs, `c`."""
     return c * inner * out / (inner + 2 * out)
 
 
 @dataclass(frozen=True)
 class JoinedPairs:
-    """The joined pairs of a layer, or the rows of them that are at work.
+    """The joined pairs of a layer, or the active rows of them.
 
     Attributes:
         down: `[rank, in]`.
         up: `[out, rank]`.
-        amounts: `[rank]` in float32: scale times strength, for each row.
-        part: Axis, first index and length of the part of the weight that it is for; None: all.
+        amounts: `[rank]` in float32: scale times strength of each row.
+        part: Axis, start and length of the part of the weight that changes; None: all.
     """
 
     down: Tensor
@@ -44,14 +44,14 @@ class JoinedPairs:
     part: tuple[int, int, int] | None = None
 
     def into_weight(self, weight: Tensor, *, owned: bool) -> Tensor:
-        """Add the delta to a weight: `weight + up @ diag(amounts) @ down`.
+        """Return `weight + up @ diag(amounts) @ down`.
 
         Args:
             weight: `[out, in, ...]`, in the dtype of the computation.
-            owned: The memory of `weight` may be the result's.
+            owned: The result may use the memory of `weight`.
 
         Returns:
-            The sum, rounded once; of the shape of `weight`, which is as it was but where it is
+            The sum, rounded once, with the shape of `weight`. `weight` is unchanged unless it is
             owned.
         """
         up = self.up.to(weight.dtype)
@@ -67,11 +67,15 @@ class JoinedPairs:
         return result
 
     def bypass(self, y: Tensor, x: Tensor) -> Tensor:
-        """Add what the delta makes of the input `[..., in]` of a linear layer to its output.
+        """Add the effect of the delta on the input of a linear layer to its output.
+
+        Args:
+            y: `[..., out]`, the output.
+            x: `[..., in]`, the input.
 
         Returns:
-            `y + x @ (up @ diag(amounts) @ down).T`, of the dtype of `y`, `[..., out]`, which is
-            written to unless a gradient is wanted or its memory is not dense.
+            `y + x @ (up @ diag(amounts) @ down).T`, dtype of `y`; written into `y` unless a
+            gradient is needed or its memory is not dense.
         """
         if self.part is not None and self.part[0] == 1:
             x = x.narrow(-1, *self.part[1:])
@@ -95,9 +99,9 @@ class JoinedPairs:
 
 @dataclass(frozen=True)
 class ScaledAdapter:
-    """An adapter that is no plain pair, on any device, with the user's factor.
+    """An adapter that is not a plain pair, on any device, with the user's factor.
 
-    The part of the weight that it is for is as in `JoinedPairs`.
+    `part` as in `JoinedPairs`.
     """
 
     adapter: Adapter
@@ -105,7 +109,7 @@ class ScaledAdapter:
     part: tuple[int, int, int] | None = None
 
     def into_weight(self, weight: Tensor, *, owned: bool = False) -> Tensor:
-        """The changed weight, or one with its part changed; `weight` is as it was."""
+        """Return `weight` `[out, in, ...]` with the change; a new tensor, whatever `owned` is."""
         del owned
         adapter = self.adapter.to(weight.device)
         if self.part is None:
@@ -116,7 +120,16 @@ class ScaledAdapter:
         return result
 
     def bypass(self, y: Tensor, x: Tensor) -> Tensor | None:
-        """As `JoinedPairs.beside`; None: it is for a part, or its delta depends on the weight."""
+        """Add the effect of the adapter on the input of a linear layer to its output, if possible.
+
+        Args:
+            y: `[..., out]`, the output.
+            x: `[..., in]`, the input.
+
+        Returns:
+            A new tensor; None: only a part of the weight changes, or the delta depends on the
+            weight.
+        """
         if self.part is not None:
             return None
         delta = self.adapter.delta((y.shape[-1], x.shape[-1]), y.dtype, y.device)

@@ -1,8 +1,8 @@
-"""All LoRAs of a stack in one piece of memory, the pairs of a layer joined along their ranks.
+"""All LoRAs of a stack in one block of memory, with the pairs of a layer joined along their ranks.
 
-A delta of several LoRAs is `up @ diag(amounts) @ down`, whatever their number, so that a layer
-costs two products for all of them, and a change of strength is a change of `amounts` alone
-(vllm-omni #6017 joins adapters in the same way). Files are read pair by pair into their place.
+The delta of several LoRAs is `up @ diag(amounts) @ down`, so a layer costs two products for all of
+them, and a change of strength only changes `amounts` (vllm-omni #6017 joins adapters in the same
+way). Files are read pair by pair into their place.
 """
 
 import re
@@ -21,22 +21,22 @@ from .file import FileEntry, Identity, KeyReport, LoraFile, identity
 from .keys import Target, Targets
 from .low_rank import Pair
 
-# Ranks grow to a multiple of this, with zeros, for the sake of the matrix units.
+# Ranks are padded with zeros to a multiple of this, for matrix units.
 _RANK_STEP = 8
 
 
 @dataclass
 class BankLayer:
-    """What a bank has for one parameter, or for some rows or columns of one.
+    """The pairs and adapters of one parameter, or of some rows or columns of one.
 
     Attributes:
         target: The parameter.
-        shape: Of what is meant of it.
-        rank: Of all pairs together; 0: there are none.
-        rows: Of the joined pairs, by the number of the file that they are from: first, last + 1.
-        others: Adapters that are no plain pairs, with the numbers of their files.
-        at: Where the layer's pairs begin in the bank's memory, in numbers.
-        row: Where its rows begin among those of the bank.
+        shape: Shape of the target.
+        rank: Rank of all pairs together; 0: there are none.
+        rows: Rows of the joined pairs by file number: first, last + 1.
+        others: Adapters that are not plain pairs, with their file numbers.
+        at: Start of the layer's pairs in the bank's memory, in elements.
+        row: Start of its rows among those of the bank.
     """
 
     target: Target
@@ -49,18 +49,23 @@ class BankLayer:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Numbers that leave the layer and that enter it."""
+        """Outputs and inputs of the layer."""
         return self.shape[0], prod(self.shape[1:])
 
     @property
     def numel(self) -> int:
-        """Of the joined pairs."""
+        """Elements of the joined pairs."""
         return self.rank * sum(self.size) if self.rank else 0
 
     def pairs(self, flat: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
-        """The joined pairs, `down [rank, in]` and `up [out, rank]`, in memory that has the layer.
+        """Return the joined pairs, `down` `[rank, in]` and `up` `[out, rank]`.
 
-        It begins at the number `start` of the bank's memory.
+        Args:
+            flat: `[n]`, memory that contains the layer.
+            start: Place of `flat` in the bank's memory, in elements.
+
+        Returns:
+            Views of `flat`.
         """
         out, inner = self.size
         at = self.at - start
@@ -70,15 +75,15 @@ class BankLayer:
 
 
 class Bank(nn.Module):
-    """LoRAs that belong to one kind of model.
+    """LoRAs for one kind of model.
 
     Attributes:
-        files: Identities of those that it was read from.
-        layers: By their target, in the order of the model.
+        files: Identities of the files that were read.
+        layers: Layers by target, in the order of the model.
         flat: All pairs, one after the other.
-        scales: The factor of each row, alpha / rank, in float32 on the host.
-        reports: What became of the keys of each file.
-        companions: What is to live as long as the bank.
+        scales: alpha / rank of each row, in float32 on the host.
+        reports: The key report of each file.
+        companions: Objects that live as long as the bank.
     """
 
     def __init__(
@@ -91,7 +96,7 @@ class Bank(nn.Module):
         for layer in layers:
             layer.at, layer.row = at, row
             at, row = at + layer.numel, row + layer.rank
-        # Zeros are pages that nobody has touched yet.
+        # The pages of new zeros are not allocated until they are written.
         self.flat = nn.Parameter(torch.zeros(at, dtype=dtype), requires_grad=False)
         self.scales = torch.zeros(row)
         self.reports: list[KeyReport] = [file.report for file in files]
@@ -99,14 +104,17 @@ class Bank(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Of all that was read."""
+        """Bytes of all tensors."""
         others = (adapter.nbytes for layer in self.layers.values() for _, adapter in layer.others)
         return self.flat.numel() * self.flat.element_size() + sum(others)
 
     def blocks(self) -> list[tuple[int, int]]:
-        """Where the pairs of each block of the model lie: first, last + 1.
+        """Return the place of the pairs of each block of the model: first, last + 1.
 
-        What is in no block is divided by the blocks between.
+        Layers outside blocks are separated by the blocks between them.
+
+        Returns:
+            Spans in elements.
         """
         spans: list[tuple[int, int]] = []
         at_last = None
@@ -125,13 +133,18 @@ _lock = threading.Lock()
 def load_bank(
     paths: Sequence[str | Path], targets: Targets, dtype: torch.dtype = torch.float32
 ) -> Bank:
-    """Read a stack of LoRA files, or return the bank of the same files that is still in use.
+    """Read a stack of LoRA files, or return the bank of the same files if it is in use.
 
-    The files are different ones. The bank is on the host; `dtype` is that of its pairs, which are
-    not cast again: use the dtype of the computation.
+    Args:
+        paths: Different files.
+        targets: The parameters of the model.
+        dtype: Dtype of the pairs, which are not cast again: use that of the computation.
+
+    Returns:
+        The bank, on the host.
 
     Raises:
-        ValueError: A file cannot be used; nothing is kept of what was read.
+        ValueError: A file cannot be used; nothing that was read is kept.
     """
     with _lock:
         key = tuple(identity(path) for path in paths), dtype, targets.fingerprint
@@ -146,7 +159,7 @@ def load_bank(
 
 
 def block_of(key: str) -> str:
-    """The block of a model that a parameter is in; "": none."""
+    """Return the block of a model that the parameter `key` is in; "": none."""
     match = re.search(r"(?:^|\.)(\w*(?:blocks|layers)\.\d+)\.", key)
     return match[1] if match else ""
 
@@ -189,6 +202,6 @@ def _entries(files: Sequence[LoraFile]) -> Iterator[tuple[int, FileEntry]]:
 
 
 def _natural(target: Target) -> tuple:
-    """Such that block 10 comes after block 9."""
+    """Return a sort key that puts block 10 after block 9."""
     words = re.split(r"(\d+)", target.key)
     return tuple(int(word) if word.isdigit() else word for word in words), target.offset or ()

@@ -1,23 +1,22 @@
-"""Which layers of a model a LoRA acts on, and how much, written in one line.
+"""Parse which layers of a model a LoRA changes, and how much, from one line of text.
 
     blocks = [item {"," item}]
     item   = "!" which  |  which ["=" factor]
     which  = block  |  block "-" [block]  |  name
 
-An empty text is every layer; the help page of the node LoRA Stack (Fast) has examples.
+An empty text selects every layer; the help page of LoRA Stack (Fast) has examples.
 
-Numbers choose blocks, names choose layers, and a layer has to pass both: the two factors multiply.
-Of the numbers, and of the names likewise: what is excluded has 0, whatever else is said of it;
-otherwise the last item that fits gives its factor (1 without `=`); what fits none has 0, or 1 where
-there are no items but exclusions.
+Numbers select blocks and names select layers. A layer must pass both, and the two factors multiply.
+Within the numbers, and within the names: an exclusion sets 0; otherwise the last matching item sets
+its factor (1 without `=`); without a match the factor is 0, or 1 if all items are exclusions.
 
-A block's number is the first whole number in the dotted name of a layer, its end excepted: 12 in
-`blocks.12.self_attn.q` and in `blocks.12.ffn.0`, none in `text_embedding.0` and `head.head`.
-Layers without one pass the numbers, unless numbers are all that is chosen by: `0-19` is these
-blocks and nothing else, `0-19,*` leaves the layers outside the blocks in.
+A block's number is the first whole number in the dotted name of a layer, except at its end: 12 in
+`blocks.12.self_attn.q` and in `blocks.12.ffn.0`, none in `text_embedding.0` and `head.head`. Layers
+without a number pass the numbers, unless only numbers are given: `0-19` selects these blocks and
+nothing else, `0-19,*` also the layers outside the blocks.
 
-A name fits whole segments between dots, one or several in a row: `self_attn` and `self_attn.q` fit
-`blocks.12.self_attn.q`, and `attn` does not. `*`, `?` and `[...]` within a segment work as in file
+A name matches one or several whole segments between dots: `self_attn` and `self_attn.q` match
+`blocks.12.self_attn.q`, `attn` does not. `*`, `?` and `[...]` within a segment work as in file
 names: `*attn`.
 """
 
@@ -29,29 +28,35 @@ from fnmatch import fnmatchcase
 
 from .schedule import parse_number
 
-_EXPECTED = "expected such as '7', '0-19', 'self_attn', 'img*', '!5' or '8-11=0.5'"
+_EXPECTED = "expected for example '7', '0-19', 'self_attn', 'img*', '!5' or '8-11=0.5'"
 _RANGE = re.compile(r"([0-9]{1,6})(?:\s*(-)\s*([0-9]{0,6}))?")
 _NAME = re.compile(r"(?=.*(?:[^\W\d]|[*?]))[^\s!=]+")  # with a letter, `_` or wildcard
 
 
-# Blocks from the first to the last, or layers by patterns for segments of their name in a row; and
-# a factor for them, or None: they are excluded.
+# Blocks from the first to the last, or layers by patterns for consecutive segments of their name;
+# with a factor, or None for an exclusion.
 _Numbers = tuple[int, float, float | None]
 _Names = tuple[tuple[str, ...], float | None]
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A filter of layers, by the number of the block and by name; made by `parse_blocks`."""
+    """A filter of layers by block number and by name, from `parse_blocks`."""
 
     numbers: tuple[_Numbers, ...] = ()
     names: tuple[_Names, ...] = ()
 
     def factor(self, module_name: str) -> float:
-        """What the strength of the LoRA is multiplied by in a layer; 0: it is left alone.
+        """Return the factor of the LoRA's strength in a layer; 0: it is not changed.
 
-        The name is dotted, as `named_modules` has it; what stands before the block does not matter:
+        The name is dotted, as in `named_modules`, with or without a prefix:
         `blocks.12.self_attn.q`, `diffusion_model.blocks.12.self_attn.q`.
+
+        Args:
+            module_name: Name of the layer.
+
+        Returns:
+            The factor.
         """
         segments = module_name.split(".")
         names = [factor for _, factor in self.names]
@@ -65,11 +70,17 @@ class Blocks:
 
 
 def parse_blocks(text: str) -> Blocks:
-    """Read a filter, as the module's docstring has it; spaces around its parts do not matter.
+    """Parse a filter; the syntax is in the module's docstring.
+
+    Args:
+        text: The filter; spaces around its parts are ignored.
+
+    Returns:
+        The filter.
 
     Raises:
         ValueError: An item is empty, is neither numbers nor a name, runs backwards, or has a factor
-            that is no finite number or belongs to an exclusion.
+            that is not finite or belongs to an exclusion.
     """
     numbers: list[_Numbers] = []
     names: list[_Names] = []
@@ -89,7 +100,7 @@ def parse_blocks(text: str) -> Blocks:
             names.append((segments, factor))
         else:
             raise ValueError(
-                f"blocks {text!r}: {item.strip()!r} is neither blocks nor a name; {_EXPECTED}"
+                f"blocks {text!r}: {item.strip()!r} is neither a block nor a name; {_EXPECTED}"
             )
     return Blocks(tuple(numbers), tuple(names))
 
@@ -105,7 +116,7 @@ def _range(match: re.Match[str], text: str) -> tuple[int, float]:
 
 
 def _fit(patterns: Sequence[str], segments: Sequence[str]) -> bool:
-    """Whether the patterns fit somewhere in a name."""
+    """Return whether the patterns match anywhere in a name."""
     return any(
         all(map(fnmatchcase, segments[start : start + len(patterns)], patterns))
         for start in range(len(segments) - len(patterns) + 1)
@@ -113,12 +124,12 @@ def _fit(patterns: Sequence[str], segments: Sequence[str]) -> bool:
 
 
 def _block_number(segments: Sequence[str]) -> int | None:
-    # The last segment is a layer's place in a list of layers, as in `text_embedding.0`.
+    # The last segment is the place of a layer in a list of layers, as in `text_embedding.0`.
     return next((int(part) for part in segments[:-1] if part.isascii() and part.isdigit()), None)
 
 
 def _factor(fitting: Sequence[float | None], all_items: Sequence[float | None]) -> float:
-    """What the items make of a layer that some of them fit."""
+    """Return the factor of a layer that matches some items."""
     if None in fitting:
         return 0.0
     if fitting:
@@ -127,5 +138,5 @@ def _factor(fitting: Sequence[float | None], all_items: Sequence[float | None]) 
 
 
 def _choose(factors: Sequence[float | None]) -> bool:
-    """Whether some item takes layers in, rather than out."""
+    """Return whether an item includes layers rather than excluding them."""
     return any(factor is not None for factor in factors)

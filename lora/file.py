@@ -1,9 +1,8 @@
-"""A LoRA file: what it says of a model, read one module at a time.
+"""A LoRA file for a model, read one module at a time.
 
-Its header says which parts there are and of which shape; the numbers are read when a module is
-asked for, so that no more than a module or two of the file is in memory. They are read and not
-mapped: of a mapping all stays in memory that was touched, and to touch what a file has lost since
-ends the process.
+The header has the names and shapes of all parts; data is read when a module is requested, so at
+most one or two modules of the file are in memory. The file is read, not memory-mapped: touched
+pages of a mapping stay in memory, and touching a page that the file has lost kills the process.
 """
 
 import json
@@ -25,12 +24,12 @@ from .adapter_parser import make_adapter
 from .key_report import KeyReport
 from .keys import Target, Targets, is_of_text_encoder, split_key
 
-# Parts that are differences of a parameter of their own.
+# Parts that are differences of another parameter.
 _DIFFERENCES = ("diff_b", "b_norm", "diff_m")
 
 
 class Identity(NamedTuple):
-    """What tells a file from others, and from itself after it was replaced."""
+    """Path, size and time of a file; it changes when the file is replaced."""
 
     path: str
     size: int
@@ -39,7 +38,7 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """What a file has for one parameter: its keys and their shapes, by the part that they are."""
+    """The keys and shapes that a file has for one parameter, by part."""
 
     target: Target
     keys: Mapping[str, str]
@@ -47,21 +46,21 @@ class FileEntry:
 
     @property
     def plain_rank(self) -> int:
-        """The rank of a plain pair, which can be joined with others; 0: it is something else."""
+        """The rank of a plain pair, which can be joined with others; 0: another kind of adapter."""
         if not {"up", "down"} <= self.keys.keys() <= {"up", "down", "alpha"}:
             return 0
         return self.shapes["down"][0]
 
 
 class LoraFile:
-    """One LoRA file beside a model.
+    """One LoRA file for a model.
 
     Attributes:
-        entries: What it has for the model.
-        report: What became of its keys.
+        entries: Entries that fit the model.
+        report: The key report.
 
     Raises:
-        ValueError: It is not a whole safetensors file, or nothing in it is for this model.
+        ValueError: It is not a complete safetensors file, or nothing in it fits this model.
     """
 
     def __init__(self, path: str | Path, targets: Targets) -> None:
@@ -79,10 +78,16 @@ class LoraFile:
         self.report.notes += self._scales.notes
 
     def read(self, entry: FileEntry) -> Adapter:
-        """Read what there is for one parameter.
+        """Read the adapter of one parameter.
+
+        Args:
+            entry: One of `entries`.
+
+        Returns:
+            The adapter.
 
         Raises:
-            ValueError: Something is wrong with it, or the file was replaced meanwhile.
+            ValueError: It is not valid, or the file was replaced meanwhile.
         """
         with guarded(self.path.name):
             parts = {part: self._tensor(key) for part, key in entry.keys.items()}
@@ -97,7 +102,7 @@ class LoraFile:
             return make_adapter(parts, where)
 
     def _header(self) -> Header:
-        """What the file says of itself, if it is one whose tensors can be believed."""
+        """Read the header after checks of the kind of the file."""
         try:
             mode = self.path.stat().st_mode
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -132,7 +137,7 @@ class LoraFile:
                     return data
         except OSError as error:
             raise ValueError(f"{self.path.name} cannot be read: {error.strerror}") from None
-        raise ValueError(f"{self.path.name} was replaced while it was read; run it again")
+        raise ValueError(f"{self.path.name} was replaced while it was read; run again")
 
     def _sort(self, targets: Targets) -> None:
         found: dict[Target, dict[str, str]] = {}
@@ -156,7 +161,7 @@ class LoraFile:
             self._add(target, keys, targets)
 
     def _add(self, target: Target, keys: dict[str, str], targets: Targets) -> None:
-        # A difference of a weight beside an adapter of the same: both are meant.
+        # A difference of a weight and an adapter of the same weight are both applied.
         alone = {
             part: key for part, key in keys.items() if part in ("diff", "w_norm", "set_weight")
         }
@@ -178,7 +183,7 @@ class LoraFile:
             why = next(iter(self.report.unfit))
             return f"{self.path.name} is for another model: {why}"
         theirs = [key for key in self._places if split_key(key)]
-        # Keys of a LoRA are worth a long line: they say which model it is for.
+        # The keys of a LoRA deserve a long line: they show which model it is for.
         count = 5 if theirs else 2
         keys = ", ".join(map(shown, (theirs or list(self._places))[:count])) or "no keys"
         ours = ", ".join(targets.examples(count)) or "none"
@@ -188,7 +193,13 @@ class LoraFile:
 
 
 def identity(path: str | Path) -> Identity:
-    """The path, size and time of change of a file, which another version of it does not share.
+    """Return the path, size and modification time of a file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its identity, which changes when the file is replaced.
 
     Raises:
         ValueError: The file cannot be read.
@@ -202,14 +213,14 @@ def identity(path: str | Path) -> Identity:
 
 
 def _check_shapes(entry: FileEntry, shape: tuple[int, ...]) -> str | None:
-    """The misfit between an entry of the header and its parameter; None: none is known yet."""
+    """Return why an entry does not fit its parameter; None: no reason is known yet."""
     if "diff" in entry.shapes:
         size = entry.shapes["diff"]
         if prod(size) == prod(shape):
             return None
         return f"a difference of {spell(size)} for a parameter of {spell(shape)}"
     if not {"up", "down"} <= entry.shapes.keys() or {"mid", "reshape_weight"} & entry.shapes.keys():
-        return None  # known when it is read
+        return None  # checked when it is read
     up, down = entry.shapes["up"], entry.shapes["down"]
     if not up or not down:
         return f"a pair of {spell(up)} and {spell(down)}"
@@ -220,7 +231,7 @@ def _check_shapes(entry: FileEntry, shape: tuple[int, ...]) -> str | None:
 
 
 def _leaf(stem: str, part: str) -> str:
-    """The last words of a module's name, by which keys are counted together."""
+    """Return the last words of a module's name, by which keys are grouped."""
     if part == "diff_m":
         return "modulation"
     names = [name for name in stem.split(".") if not name.isdigit()]
@@ -229,7 +240,7 @@ def _leaf(stem: str, part: str) -> str:
 
 
 class _Scales:
-    """What the metadata of a file says of scales: PEFT's configuration, as diffusers writes it."""
+    """Scales in the metadata of a file: PEFT's configuration, as diffusers writes it."""
 
     def __init__(self, metadata: Mapping[str, str]) -> None:
         known: dict[str, object] = dict(metadata)
@@ -244,19 +255,19 @@ class _Scales:
         self._alpha = _number(known.get("lora_alpha"))
         self.notes: list[str] = []
         if self.stabilised:
-            self.notes.append("rank-stabilised, as its metadata says: alpha / sqrt(rank)")
+            self.notes.append("rank-stabilised according to its metadata: alpha / sqrt(rank)")
         if self._alpha is not None:
-            self.notes.append(f"alpha {self._alpha:g}, as its metadata says")
+            self.notes.append(f"alpha {self._alpha:g} according to its metadata")
 
     def alpha(self, rank: int) -> float | None:
-        """The alpha of a pair that has no key for it, such that the scale is alpha / rank."""
+        """Return the alpha of a pair of `rank` without an alpha key; the scale is alpha / rank."""
         if self._alpha is None:
             return None
         return self._alpha * (rank**0.5 if self.stabilised else 1.0)
 
 
 def _whole(digits: str) -> int | float:
-    """A whole number; one of a million digits, which Python takes minutes for, as a float."""
+    """Parse an integer; a long one becomes a float: Python takes minutes for a million digits."""
     return int(digits) if len(digits) < 20 else float(digits)
 
 

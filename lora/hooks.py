@@ -1,11 +1,10 @@
-"""Hooks on a module of a model, through which LoRAs act while a call goes through it.
+"""Hooks on the modules of a model, which apply LoRAs during a call.
 
-Hooks stand beside the module, so that its forward is its own, or another pack's. They are
-registered once and do nothing between calls, which `torch.compile` can tell from the attribute that
-they look at. No weight is written: what is changed on the way is a copy. A module that applies
-functions to its weights after it has cast them (ComfyUI's have `weight_function` and
-`bias_function`) is given one for the time of its forward; any other gets another parameter for so
-long.
+The hooks leave a module's forward untouched, whether its own or another pack's. They are registered
+once and do nothing between calls; `torch.compile` sees that from the attribute that they read. No
+weight is written: the change is made to a copy. A module that applies functions to its weights
+after casting (ComfyUI's have `weight_function` and `bias_function`) gets a function for the time of
+its forward; any other module gets another parameter for that time.
 """
 
 import math
@@ -23,10 +22,12 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 @dataclass
 class Counts:
-    """What was done in the calls so far, by its way into the layers.
+    """Number of deltas that were applied, by method.
 
     Attributes:
-        formula: Adapters of other kinds than pairs.
+        stream: Pairs added to the weight.
+        bypass: Pairs added to the output.
+        formula: Adapters other than pairs.
         unserved: Names of modules whose weights could not be reached.
         timed: Measures work of one of these kinds on a device; None: nothing is measured.
     """
@@ -38,13 +39,13 @@ class Counts:
     timed: Callable[[str, torch.device], AbstractContextManager[None]] | None = None
 
     def add(self, delta: JoinedPairs | ScaledAdapter, way: str) -> None:
-        """Count a delta that was applied."""
-        if not torch.compiler.is_compiling():  # it would be compiled anew for each number
+        """Count `delta`, which was applied by `way`."""
+        if not torch.compiler.is_compiling():  # each number would be compiled separately
             kind = "formula" if isinstance(delta, ScaledAdapter) else way
             setattr(self, kind, getattr(self, kind) + 1)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset the counts."""
         self.stream = self.bypass = self.formula = 0
 
 
@@ -53,12 +54,15 @@ Deltas = Sequence[JoinedPairs | ScaledAdapter]
 
 @dataclass
 class LayerWork:
-    """What is to be done at a module in a call, and where it is counted; `c` is as in `break_even`.
+    """The work at a module in a call; `c` as in `break_even`.
 
     Attributes:
-        deltas: For the weight, in their order; or what gives them when the module is called.
-        needs_weight: There are adapters of other kinds among them.
-        bias: For the bias.
+        counts: Where the work is counted.
+        mode: How deltas are applied.
+        c: Constant of the machine.
+        deltas: Deltas of the weight in order, or a function that returns them in the call.
+        needs_weight: There are adapters other than pairs among them.
+        bias: Adapters of the bias.
     """
 
     counts: Counts
@@ -69,7 +73,7 @@ class LayerWork:
     bias: Sequence[ScaledAdapter] = ()
 
     def now(self) -> Deltas:
-        """The deltas for the weight."""
+        """Return the deltas of the weight."""
         return self.deltas() if callable(self.deltas) else self.deltas
 
 
@@ -77,8 +81,8 @@ class LayerHook:
     """The hooks of one module.
 
     Attributes:
-        work: Of the call that is going through the model; None: nothing is to be done.
-        through_weight: Its forward is not called, so that all goes through its weight.
+        work: The work of the current call of the model; None: nothing to do.
+        through_weight: Its forward is not called, so everything is applied to its weight.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -91,25 +95,25 @@ class LayerHook:
         weight = _parameter(module, "weight")
         self._linear = weight is not None and _is_linear(module)
         module.register_forward_pre_hook(self._before)
-        # Hooks of others are given what the layer makes with its LoRA.
+        # Hooks of other packs get the output with the LoRAs.
         module.register_forward_hook(self._after, prepend=True)
 
     def begin(self, work: LayerWork) -> None:
-        """Before a call of the model."""
+        """Prepare for a call of the model with `work`."""
         self.work, self._fired = work, False
         if self.through_weight:
             self._push(work)
 
     def end(self) -> None:
-        """After the call, however it ended."""
+        """Clean up after the call, however it ended."""
         self._restore()
         self.work = None
 
     @property
     def missed(self) -> bool:
-        """After the model was called: the module was not, and its weight may have been read.
+        """Whether the model's call skipped the module but may have read its weight.
 
-        Only of quantised weights: a plain one that is not called is taken for unused.
+        Only for quantised weights: a plain weight of a module that is not called counts as unused.
         """
         return not self._fired and not self.through_weight and self._has_own_product
 
@@ -140,7 +144,7 @@ class LayerHook:
         pushed, done = self._pushed, self._done
         self._restore()
         if pushed and not done:
-            # It has its own way to its weight; GGUF's layers for one.
+            # The module reads its weight in its own way, as GGUF's layers do.
             self._ignores_functions = True
         reachable = self._linear and isinstance(y, Tensor)
         if pushed and not done and not (reachable and args):
@@ -166,7 +170,7 @@ class LayerHook:
         return y
 
     def _streams(self, work: LayerWork, x: Tensor) -> bool:
-        """Whether a call goes through a changed weight."""
+        """Return whether a call uses a changed weight."""
         if self._ignores_functions or not work.deltas:
             return False
         if work.needs_weight or work.mode == "stream":
@@ -177,12 +181,12 @@ class LayerHook:
         if weight is None:
             return False
         out, inner = weight.shape[0], x.shape[-1]
-        # A weight that is cast anyway is a copy already.
+        # A weight that is cast is copied anyway.
         c = work.c if weight.dtype == x.dtype else work.c / 2
         return x.numel() // max(1, inner) > break_even(inner, out, c)
 
     def _push(self, work: LayerWork) -> None:
-        """Let the module work with other parameters until `_restore`."""
+        """Give the module other parameters until `_restore`."""
         self._pushed, self._done = True, not work.deltas
         if work.deltas:
             self._replace("weight", lambda weight: self._weight(work, weight))
@@ -220,10 +224,10 @@ class LayerHook:
         return weight
 
     def _is_own(self, weight: Tensor) -> bool:
-        """Whether some memory may be that of the module's parameter."""
+        """Return whether some memory may belong to the module's parameter."""
         if hasattr(self.module, "_v") or torch.compiler.is_compiling():
-            # It may lie in memory that is kept for the next call; or nobody can tell, and what is
-            # compiled needs no memory for the copy.
+            # It may be memory that is kept for the next call, or unknown; and compiled code needs
+            # no memory for the copy.
             return True
         parameter = _parameter(self.module, "weight")
         if parameter is None or parameter.is_meta:
@@ -231,18 +235,27 @@ class LayerHook:
         try:
             return parameter.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
         except (RuntimeError, NotImplementedError):
-            return False  # a tensor of another kind, which was made into this one
+            return False  # another kind of tensor, which was converted to this one
 
 
 def replace_parameter(module: nn.Module, name: str, value: Tensor) -> Callable[[], None]:
-    """Give a module another parameter; what is returned gives it its own again."""
+    """Replace a parameter of a module.
+
+    Args:
+        module: The module.
+        name: Name of the parameter.
+        value: The new value, `[...]`.
+
+    Returns:
+        A function that restores the parameter.
+    """
     own = module._parameters[name]
     module._parameters[name] = nn.Parameter(value, requires_grad=False)
     return lambda: module._parameters.__setitem__(name, own)
 
 
 def with_adapters(adapters: Sequence[ScaledAdapter], value: Tensor) -> Tensor:
-    """A parameter that is no matrix, with the adapters for it."""
+    """Return `value` `[...]`, a parameter that is not a matrix, with `adapters` applied."""
     for adapter in adapters:
         value = adapter.into_weight(value)
     return value
@@ -254,7 +267,7 @@ def _parameter(module: nn.Module, name: str) -> Tensor | None:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether a module multiplies the last axis of what it is given."""
+    """Return whether a module multiplies the last axis of its input."""
     if isinstance(module, nn.Linear):
         return True
     wanted = ("in_features", "out_features")

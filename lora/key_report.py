@@ -1,25 +1,27 @@
-"""What became of the keys of a LoRA file, for the user who wonders what it does."""
+"""Report on the keys of a LoRA file, for users."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 from ..kernels import shown
 
-# Lines of a report on pairs that do not fit, which can be of any number of shapes.
+# Most lines about pairs that do not fit, which can have any number of shapes.
 _MISFITS = 5
 
 
 @dataclass
 class KeyReport:
-    """What became of the keys of a file.
+    """Report on the keys of a file.
 
     Attributes:
-        used: Keys that a parameter was found for.
+        name: Name of the file.
+        used: Keys with a matching parameter.
         absent: Keys of modules that the model does not have, by the last part of their names.
-        unfit: What is wrong with pairs of another shape than their parameter, and how many.
-        unknown: Keys that say nothing known.
-        text_encoder: Keys for another model.
-        repeated: Keys that say once more, in another dialect, what a key before them says.
+        unfit: Keys of another shape than their parameter, by reason.
+        unknown: Keys of unknown form.
+        text_encoder: Keys for a text encoder.
+        repeated: Keys that repeat an earlier key in another dialect.
+        notes: Further remarks.
     """
 
     name: str
@@ -32,7 +34,7 @@ class KeyReport:
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """A line for what was applied, and for each group of keys that was not."""
+        """Return a line for the applied keys, and one for each group of other keys."""
         lines = [f"{self.name}: {self.used} keys applied"]
         groups: dict[int, list[str]] = defaultdict(list)
         for leaf, count in self.absent.items():
@@ -51,5 +53,5 @@ class KeyReport:
         if self.text_encoder:
             lines.append(f"  {self.text_encoder} keys for a text encoder: not applied to a model")
         if self.repeated:
-            lines.append(f"  {self.repeated} keys for what others are for: the first are applied")
+            lines.append(f"  {self.repeated} keys repeat others: the first are applied")
         return lines + [f"  {note}" for note in self.notes]

@@ -1,10 +1,9 @@
-"""The names in LoRA files, of any trainer, and the parameters of a model that they mean.
+"""The names in LoRA files of any trainer, and the parameters of a model that they refer to.
 
-A key is a prefix, the name of a module and the name of a part. Names of parts are many and their
-endings tell them apart. Prefixes and modules are not taken apart: what is left of a key when some
-prefix is cut off either is the name of a module, with dots or with underscores in their place, or
-it is not. So that `lora_unet_blocks_12.self_attn.k` is found as well as `transformer.blocks.12.
-attn1.to_k`, and no name is ever guessed.
+A key is a prefix, the name of a module and the name of a part. Parts have many names with known
+endings. Prefixes and modules are not parsed: with some prefix removed, the rest of a key either is
+the name of a module, with dots or underscores, or it is not. So `lora_unet_blocks_12.self_attn.k`
+is found as well as `transformer.blocks.12.attn1.to_k`, and no name is guessed.
 
 Sources of the dialects: kohya-ss sd-scripts and musubi-tuner (`lora_unet_`), Hugging Face PEFT
 (`base_model.model.`, adapter names), diffusers' WanTransformer3DModel (`attn1`, `ffn.net`),
@@ -16,22 +15,22 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-# Axis, first index and length of the part of a weight that is meant.
+# Axis, start and length of a part of a weight.
 Offset = tuple[int, int, int]
 
 
 class Target(NamedTuple):
-    """A parameter, by its key in the state dict; with an offset, some rows or columns of it."""
+    """A parameter by its key in the state dict; with an offset, some rows or columns of it."""
 
     key: str
     offset: Offset | None = None
 
 
-# An adapter name may stand before ".weight", as in `lora_A.default.weight`. The bias that PEFT can
-# train beside `lora_B` is another thing.
+# An adapter name may precede ".weight", as in `lora_A.default.weight`. The bias that PEFT can train
+# with `lora_B` is a different part.
 _MATRIX = r"(?:\.(?!bias$)\w+)??(?:\.weight)?"
 
-# Endings of keys and the parts they name, `adapters.PARTS`.
+# Endings of keys and the parts that they name, `adapters.PARTS`.
 _ENDINGS = [
     (rf"(?:[._]lora[._]up|\.lora_up|\.lora_linear_layer\.up|\.lora_B){_MATRIX}", "up"),
     (rf"(?:[._]lora[._]down|\.lora_down|\.lora_linear_layer\.down|\.lora_A){_MATRIX}", "down"),
@@ -62,13 +61,13 @@ _PREFIXES = (
     "diffusion_model_",
 )
 
-# Prefixes that one key has, at the most; a key of nothing else would take its length squared.
+# Most prefixes of one key; a key of prefixes only would take time in the square of its length.
 _MOST_PREFIXES = 16
 
-# Of other models that come in the same file.
+# Prefixes of text encoders in the same file.
 _TEXT_ENCODER = re.compile(r"(lora_te\d?_|text_encoders?[._\d]|te\d?[._]|clip_[lgh][._])")
 
-# diffusers' names of the modules of Wan, beside Wan's own.
+# diffusers' names of Wan's modules, for Wan's own names.
 _WAN = [
     (r"self_attn\.(q|k|v)$", r"attn1.to_\1"),
     (r"self_attn\.o$", "attn1.to_out.0"),
@@ -102,10 +101,15 @@ _WAN_TOP = {
 
 
 def split_key(key: str) -> tuple[str, str] | None:
-    """Divide a key of a file into what names a module and what names a part.
+    """Split `key` into module and part; None: no known part.
 
-    `lora_unet_blocks_0.lora_down.weight` is `("lora_unet_blocks_0", "down")`. None: no part is
-    known by the name.
+    `lora_unet_blocks_0.lora_down.weight` becomes `("lora_unet_blocks_0", "down")`.
+
+    Args:
+        key: A key of a file.
+
+    Returns:
+        Module and part, or None.
     """
     for pattern, part in _PARTS:
         match = pattern.match(key)
@@ -115,15 +119,17 @@ def split_key(key: str) -> tuple[str, str] | None:
 
 
 def is_of_text_encoder(stem: str) -> bool:
-    """Whether a key is meant for a text encoder."""
+    """Return whether `stem` belongs to a text encoder."""
     return _TEXT_ENCODER.match(stem) is not None
 
 
 class Targets:
-    """The parameters of a model by all the names that files have for them.
+    """The parameters of a model by all names that files use for them.
 
-    They come with their shapes, as in the state dict; `more` are further names of weights, without
-    ".weight". The `prefix` is before the names of the network's own modules.
+    Args:
+        parameters: Shapes by key, as in the state dict.
+        more: Further names of weights, without ".weight".
+        prefix: Prefix of the names of the network's modules.
     """
 
     def __init__(
@@ -143,7 +149,7 @@ class Targets:
                 name = module if leaf == "weight" else ""
             if name:
                 self._learn(name, Target(key))
-        # What a model calls its own goes before what others call it.
+        # The model's own names take precedence over other names.
         for name, key in list(names.items()) if wan else ():
             for other in _wan_names(name.removesuffix(".weight")):
                 self._learn(other, Target(key), first=True)
@@ -152,31 +158,31 @@ class Targets:
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """What is equal for models whose parameters are alike."""
+        """A hash that is equal for models with equal parameters."""
         return hash((frozenset(self.shapes.items()), frozenset(self._exact.items())))
 
     def find(self, stem: str, part: str) -> Target | None:
-        """The parameter of a key, by what `split_key` says of it; None: the model has none."""
+        """Return the parameter for `stem` and `part` of `split_key`; None: the model has none."""
         if part == "diff_m":
             return self._known(f"{stem}.modulation")
         found = self._known(stem)
         if part not in ("diff_b", "b_norm"):
             return found
-        # A bias may be there without a weight that a file could name.
+        # A bias may exist without a weight that a file could name.
         key = f"{found.key.removesuffix('.weight')}.bias" if found is not None else ""
         if found is None or found.offset is not None or key not in self.shapes:
             return None
         return Target(key)
 
     def shape(self, target: Target) -> tuple[int, ...]:
-        """Of what is meant of a parameter."""
+        """Return the shape of `target`."""
         shape = list(self.shapes[target.key])
         if target.offset is not None:
             shape[target.offset[0]] = target.offset[2]
         return tuple(shape)
 
     def examples(self, count: int) -> list[str]:
-        """Some names of modules that files could have."""
+        """Return up to `count` names of modules that files could use."""
         names = [
             key.removesuffix(".weight") for key, shape in self.shapes.items() if len(shape) > 1
         ]
@@ -187,7 +193,7 @@ class Targets:
             if known not in table:
                 table[known] = target
             elif not first and table[known] != target:
-                table[known] = None  # of two that look alike none is meant
+                table[known] = None  # of two equal names neither is used
 
     def _known(self, stem: str) -> Target | None:
         for name in _without_prefixes(stem):
@@ -198,7 +204,7 @@ class Targets:
 
 
 def _without_prefixes(stem: str) -> Iterator[str]:
-    """A name, and what is left of it when prefixes are cut off, the longest first."""
+    """Yield a name, and the rest of it without prefixes, the longest first."""
     waiting, seen = [stem], set()
     while waiting and len(seen) < _MOST_PREFIXES:
         name = waiting.pop(0)
@@ -210,7 +216,7 @@ def _without_prefixes(stem: str) -> Iterator[str]:
 
 
 def _wan_names(name: str) -> Iterator[str]:
-    """What diffusers calls a module, or a parameter, of Wan."""
+    """Yield diffusers' names for a module or a parameter of Wan."""
     if name in _WAN_TOP:
         yield _WAN_TOP[name]
     match = re.match(r"((?:\w+_)?blocks\.\d+\.)(.+)$", name)

@@ -1,8 +1,8 @@
-"""Adapters whose delta is made of small factors: LoRA, LoHa, LoKr and GLoRA.
+"""Adapters with a delta of small factors: LoRA, LoHa, LoKr and GLoRA.
 
-A factor may be a product itself. Two tensors are `a @ b`; three are a Tucker decomposition, whose
-core `t` holds the kernel of a convolution: `sum over i, j of a[i, out] * b[j, in] * t[i, j, ...]`
-(Yeh et al., "Navigating Text-To-Image Customization: From LyCORIS Fine-Tuning to Model
+A factor can itself be a product. Two tensors are `a @ b`; three are a Tucker decomposition with a
+core `t` that holds the kernel of a convolution: `sum over i, j of a[i, out] * b[j, in] * t[i, j,
+...]` (Yeh et al., "Navigating Text-To-Image Customization: From LyCORIS Fine-Tuning to Model
 Evaluation", arXiv 2309.14859, section 3 and appendix).
 """
 
@@ -21,11 +21,11 @@ class Pair(Additive):
     """LoRA: `delta = scale * up @ down` (Hu et al., arXiv 2106.09685, section 4.1).
 
     Attributes:
-        down: `[rank, in]`, for a convolution also `[rank, in, ...]` with its kernel.
+        down: `[rank, in]`, for a convolution `[rank, in, ...]` with its kernel.
         up: `[out, rank]`.
-        scale: alpha / rank, or 1.0 where the file has no alpha.
-        mid: LoCon's kernel between the two, `[rank, rank, ...]`; `down` has none then.
-        reshape: The weight is first filled up to this shape with zeros.
+        scale: alpha / rank, or 1.0 if the file has no alpha.
+        mid: LoCon's kernel between the two, `[rank, rank, ...]`; then `down` has no kernel.
+        reshape: The weight is first padded with zeros to this shape.
     """
 
     kind: ClassVar[str] = "lora"
@@ -42,7 +42,7 @@ class Pair(Additive):
         return (self.up.shape[0], as_matrix(self.down.shape)[1], *self.mid.shape[2:])
 
     def grown(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """`reshape`, where the file has it."""
+        """Return `reshape` if the file has it, otherwise `shape`."""
         return tuple(shape) if self.reshape is None else self.reshape
 
     def _misfit(self, shape: tuple[int, ...]) -> str | None:
@@ -66,11 +66,11 @@ class Pair(Additive):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Hadamard(Additive):
-    """LoHa: `delta = scale * w1 * w2`, number by number (arXiv 2309.14859; FedPara, 2108.06098).
+    """LoHa: `delta = scale * w1 * w2`, elementwise (arXiv 2309.14859; FedPara, 2108.06098).
 
     Attributes:
         w1: The factors of the first product, `a, b` or, with a Tucker core, `a, b, t`.
-        w2: Of the second.
+        w2: The factors of the second product.
         scale: alpha over the rank of `w1`, or 1.0.
     """
 
@@ -92,15 +92,14 @@ class Hadamard(Additive):
 class Kronecker(Additive):
     """LoKr: `delta = scale * kron(w1, w2)` (arXiv 2309.14859, section 3).
 
-    Each kernel position of a convolution has its own `kron`. Flattened, that is
-    `delta[o1, o2, i1, i2 and kernel] = w1[o1, i1] * w2[o2, i2 and kernel]` for any number of
-    kernel dimensions. (ComfyUI multiplies 3-D kernels otherwise, which does not give back what was
-    trained.)
+    Each kernel position of a convolution has its own `kron`. Flattened, that is `delta[o1, o2, i1,
+    i2 and kernel] = w1[o1, i1] * w2[o2, i2 and kernel]` for any number of kernel dimensions.
+    (ComfyUI multiplies 3-D kernels differently, which does not reproduce the trained delta.)
 
     Attributes:
         w1: `[out_1, in_1]`, or its factors `a, b`.
         w2: `[out_2, in_2, ...]`, or its factors `a, b` or `a, b, t`.
-        scale: alpha over the rank of `w2`, or of `w1` where `w2` is whole; 1.0 where both are.
+        scale: alpha over the rank of `w2`, or of `w1` if `w2` is whole; 1.0 if both are.
     """
 
     kind: ClassVar[str] = "lokr"
@@ -114,7 +113,7 @@ class Kronecker(Additive):
         return (first[0] * second[0], first[1] * second[1], *second[2:])
 
     def _accumulate(self, out: Tensor, factor: float) -> None:
-        # The product is never held: it is added as it is formed.
+        # The product is added as it is computed and never stored.
         first, second = _product(self.w1, out), _product(self.w2, out)
         parts = out.view(first.shape[0], second.shape[0], first.shape[1], second.shape[1])
         parts.addcmul_(first[:, None, :, None], second[None, :, None, :], value=factor)
@@ -124,17 +123,17 @@ class Kronecker(Additive):
 class GLoRA(Adapter):
     """GLoRA: `delta = scale * (weight @ A + B)` (Chavan et al., arXiv 2306.07967, equation 10).
 
-    `A` and `B` are pairs. Files have them in two ways, and which it is may depend on the weight:
-    `A = a1 @ a2, B = b1 @ b2`, or, in older files, `A = a2 @ a1, B = b2 @ b1`. In the first, `A`
-    mixes the channels of a convolution at each kernel position; in the second, channels and
-    positions together.
+    `A` and `B` are pairs. Files store them in two layouts, which may depend on the weight: `A = a1
+    @ a2, B = b1 @ b2`, or, in older files, `A = a2 @ a1, B = b2 @ b1`. In the first, `A` mixes the
+    channels of a convolution at each kernel position; in the second, channels and positions
+    together.
 
     Attributes:
         a1: `[in, rank]`, or `[rank, in]`.
         a2: `[rank, in]`, or `[in, rank]`.
         b1: `[out, rank]`, or `[rank, in]`.
         b2: `[rank, in]`, or `[out, rank]`.
-        alpha: Divided by the rank it is the scale; None: the scale is 1.
+        alpha: The scale is alpha / rank; None: the scale is 1.
         dora_scale: DoRA's magnitudes.
     """
 
@@ -149,7 +148,7 @@ class GLoRA(Adapter):
 
     @property
     def layouts(self) -> tuple[bool, bool]:
-        """Whether the four have one rank in common if they are read the first, the older way."""
+        """Whether the four tensors have one common rank in the first and in the older layout."""
         first = self.b2.shape[0] == self.b1.shape[1] == self.a1.shape[1] == self.a2.shape[0]
         older = self.b2.shape[1] == self.b1.shape[0] == self.a1.shape[0] == self.a2.shape[1]
         return first, older
@@ -193,7 +192,7 @@ class GLoRA(Adapter):
         return self.a1, self.a2, self.b1, self.b2
 
     def _is_older(self, shape: Sequence[int]) -> bool:
-        """The older layout of a square weight can be read both ways; then the weight decides."""
+        """Return whether the layout is the older one; the weight decides if both are possible."""
         first, older = self.layouts
         if not (first and older):
             return older
@@ -201,7 +200,7 @@ class GLoRA(Adapter):
 
 
 def product_shape(factors: Sequence[Tensor]) -> tuple[int, ...]:
-    """The shape of what one, two or three factors stand for, `[out, in, ...]`."""
+    """Return the shape `[out, in, ...]` of the product of one, two or three `factors`."""
     if len(factors) == 3:
         a, b, t = factors
         return (a.shape[1], b.shape[1], *t.shape[2:])
@@ -209,7 +208,7 @@ def product_shape(factors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _product(factors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """What the factors stand for, flattened after its outputs, on the device and in the dtype."""
+    """Return the product of the factors `[out, -1]`, with device and dtype of `like`."""
     here = [factor.to(like.device, like.dtype) for factor in factors]
     if len(here) == 3:
         return _tucker(*here).flatten(1)
@@ -217,6 +216,6 @@ def _product(factors: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def _tucker(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
-    """`[i, out]`, `[j, in]` and the core `[i, j, ...]`: a kernel `[out, in, ...]`."""
+    """Return the kernel `[out, in, ...]` of `[i, out]`, `[j, in]` and the core `[i, j, ...]`."""
     half = torch.einsum("io,ij...->oj...", a, t)
     return torch.einsum("oj...,jn->on...", half, b)

@@ -1,8 +1,8 @@
-"""Where a bank's pairs are when a layer asks for them.
+"""The place of a bank's pairs when a layer needs them.
 
-On the device of the work, where there is room; it is a hundredth of the model. Else the bank is on
-the host, pinned where that can be, and the pairs of a block are fetched while the block before it
-runs, into one of two buffers.
+They are on the device of the computation if there is room; they take about a hundredth of the
+model. Otherwise the bank is on the host, pinned if possible, and the pairs of a block are fetched
+while the block before it runs, into one of two buffers.
 """
 
 import contextlib
@@ -15,12 +15,18 @@ from .bank import Bank, BankLayer
 
 
 class PairLoader:
-    """Gives the pairs of a bank's layers on a device; `staged`: by blocks, wherever the bank is.
+    """Provides the pairs of a bank's layers on a device.
+
+    Args:
+        bank: The bank.
+        device: Device of the computation.
+        staged: Fetch by blocks, wherever the bank is.
 
     Attributes:
-        hits: Blocks that were there when they were asked for.
-        misses: Those that had to be waited for.
-        is_here: All pairs stay where they are.
+        hits: Blocks that had arrived when they were needed.
+        misses: Blocks that were waited for.
+        fetched_bytes: Bytes that were fetched.
+        is_here: All pairs are on the device.
     """
 
     def __init__(self, bank: Bank, device: torch.device, *, staged: bool = False) -> None:
@@ -40,11 +46,11 @@ class PairLoader:
         }
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if not self.is_here:
-            # In place: once for all runs, and no second copy on the host.
+            # In place: pinned once for all runs, without a second copy on the host.
             bank.flat.data = _pinned(bank.flat.data)
 
     def pairs(self, layer: BankLayer) -> tuple[Tensor, Tensor]:
-        """The pairs of a layer, `down` and `up`, to be used before the next but one block's."""
+        """Return `down` `[rank, in]` and `up` `[out, rank]` of `layer`, valid until the next block."""
         if self.is_here:
             return layer.pairs(self._bank.flat)
         index = self._span_of[layer.target]
@@ -74,7 +80,7 @@ class PairLoader:
         if self._stream is None:
             target.copy_(source)
             return
-        # What still reads the buffer goes first.
+        # Wait for work that reads the buffer.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -83,7 +89,7 @@ class PairLoader:
 
 @dataclass
 class _Buffer:
-    """Memory for the pairs of a block, whose number is `index`; they are there once `ready` is."""
+    """Memory for the pairs of the block `index`; they have arrived once `ready` is reached."""
 
     memory: Tensor
     index: int = -1

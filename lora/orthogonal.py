@@ -1,12 +1,12 @@
-"""Adapters that turn the rows of a weight with orthogonal matrices: OFT and BOFT.
+"""Adapters that rotate the rows of a weight with orthogonal matrices: OFT and BOFT.
 
 A rotation is Cayley's transform of a skew-symmetric matrix, `R = (I + Q)(I - Q)^-1` (Qiu et al.,
 "Controlling Text-to-Image Diffusion by Orthogonal Finetuning", arXiv 2306.07280, section 3.2). The
-code works with `R - I = 2 (I - Q)^-1 Q`, which loses nothing where the rotation is small.
+code uses `R - I = 2 (I - Q)^-1 Q`, which keeps its precision for small rotations.
 
-How the strength acts is a convention of ComfyUI, whose users this is for: it scales `R - I`, and
-then once more the difference that this makes to the weight. So OFT's effect goes with the square of
-the strength, -1 and 1 are the same, and 1 alone is what was trained.
+The strength follows ComfyUI's convention: it scales `R - I`, and then the resulting difference of
+the weight. So the effect of OFT grows with the square of the strength, -1 and 1 are equal, and only
+1 is the trained effect.
 """
 
 from abc import abstractmethod
@@ -21,13 +21,13 @@ from .adapter import Adapter, decompose, misfit_of_dora, spell
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Rotation(Adapter):
-    """What OFT and BOFT have in common.
+    """Base of OFT and BOFT.
 
     Attributes:
         blocks: `Q` is the difference of these and their transposes.
-        rescale: A factor per output, learned after the rotation.
-        constraint: The file's alpha: the most that the Frobenius norm of all `Q` together may be.
-            0 or less, or no alpha: any. (ComfyUI leaves a weight as it is if BOFT has no alpha.)
+        rescale: A factor per output, applied after the rotation.
+        constraint: The file's alpha: the largest Frobenius norm of all `Q` together. 0 or less, or
+            no alpha: unlimited. (ComfyUI ignores a BOFT adapter without alpha.)
         dora_scale: DoRA's magnitudes.
     """
 
@@ -48,13 +48,13 @@ class _Rotation(Adapter):
         turned = self._turned(working, strength)
         if self.dora_scale is None:
             return working.lerp_(turned, strength)
-        # ComfyUI takes the alpha for a scale where there are magnitudes.
+        # ComfyUI uses the alpha as a scale if there are magnitudes.
         delta = turned.sub_(working).mul_(self.constraint)
         return decompose(working, delta, self.dora_scale, strength)
 
     @abstractmethod
     def _turned(self, working: Tensor, strength: float) -> Tensor:
-        """The weight turned by `I + strength * (R - I)`, of the same shape, in new memory."""
+        """Return the weight rotated by `I + strength * (R - I)`, in new memory."""
 
     def _skew(self, like: Tensor) -> Tensor:
         blocks = self.blocks.to(like.device, like.dtype)
@@ -69,8 +69,7 @@ class _Rotation(Adapter):
 class OFT(_Rotation):
     """OFT: each block of rows is multiplied by the transpose of its rotation (arXiv 2306.07280).
 
-    `blocks` is `[blocks, size, size]`. `rescale` takes no part: ComfyUI leaves it out where it
-    changes weights, and so do we, for the same pictures.
+    `blocks` is `[blocks, size, size]`. `rescale` is ignored, as in ComfyUI, for the same pictures.
     """
 
     kind: ClassVar[str] = "oft"
@@ -85,12 +84,12 @@ class OFT(_Rotation):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BOFT(_Rotation):
-    """BOFT: stages of rotations, each of other rows: a butterfly.
+    """BOFT: stages of rotations of different rows, as in a butterfly.
 
-    Liu et al., "Parameter-Efficient Orthogonal Finetuning via Butterfly Factorization",
-    arXiv 2311.06243, section 4. In stage `i` the two halves of each run of `2^i * size` rows are
-    shuffled together before the blocks are cut, and put back after. `blocks` is
-    `[stages, blocks, size, size]`, the size even; `rescale` multiplies the turned weight.
+    Liu et al., "Parameter-Efficient Orthogonal Finetuning via Butterfly Factorization", arXiv
+    2311.06243, section 4. In stage `i` the two halves of each run of `2^i * size` rows are
+    interleaved before the blocks are cut, and restored afterwards. `blocks` is `[stages, blocks,
+    size, size]` with an even size; `rescale` multiplies the rotated weight.
     """
 
     kind: ClassVar[str] = "boft"
@@ -119,7 +118,7 @@ class BOFT(_Rotation):
 
 
 def _rotation_less_one(skew: Tensor) -> Tensor:
-    """`R - I` of Cayley's rotation, for each of the blocks."""
-    # I - Q always has an inverse: the eigenvalues of Q are imaginary.
+    """Return `R - I` of Cayley's rotation for each block."""
+    # I - Q is always invertible: the eigenvalues of Q are imaginary.
     identity = torch.eye(skew.shape[-1], dtype=skew.dtype, device=skew.device)
     return torch.linalg.solve(identity - skew, skew).mul_(2)

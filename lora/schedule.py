@@ -1,19 +1,19 @@
-"""Strengths of one LoRA over a sampling run, written in one line.
+"""Parse the strengths of one LoRA over a sampling run from one line of text.
 
     schedule = list [";" list [";" list]] ["@" window]
     list     = number {"," number}
     window   = fraction "-" fraction  |  "sigma:" number "-" number
 
-Lists and phases are those of Wan2GP (docs/LORAS.md, "Lora Multipliers"), and so is what is made of
-them (`expand_slist` in shared/utils/loras_mutipliers.py): a list of n values spreads evenly, so
-that step i of N has value `floor(i n / N)`. With more values than steps some are left out. A list
-without `;` ignores the phases; with `;` it spreads over the steps of its phase. `1;0` is 1 in the
-first phase (the high-noise expert) alone. The help page of LoRA Stack (Fast) has more examples.
+Lists and phases are those of Wan2GP (docs/LORAS.md, "Lora Multipliers"; `expand_slist` in
+shared/utils/loras_mutipliers.py): a list of n values is spread evenly, so that step i of N has
+value `floor(i n / N)`. With more values than steps some are skipped. A list without `;` ignores the
+phases; with `;` it is spread over the steps of its phase. `1;0` is 1 in the first phase (the
+high-noise expert) only. The help page of LoRA Stack (Fast) has more examples.
 
-The window is ours. Its start is in it and its end is not, so that `@0-0.3` and `@0.3-1` share the
-run between them. A step is in it if the step's beginning is; a list spreads over the run or its
-phase as if there were no window. Sigma falls during a run: from 1 to 0 in Wan and other flow
-models, from more in others.
+The window is specific to this pack. It includes its start but not its end, so that `@0-0.3` and
+`@0.3-1` divide the run. A step is in it if its start is; a list is spread over the run or its phase
+as if there were no window. Sigma falls during a run: from 1 to 0 in Wan and other flow models, from
+larger values in others.
 """
 
 import math
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 MAX_PHASES = 3
 
-# Relative: sigmas go through float32, eps 6e-8, and some arithmetic of the solvers. Neighbours in
-# a list differ by more than 8e-5, even at 1000 steps and a shift of 12.
+# Relative: sigmas are rounded to float32, eps 6e-8, and by the arithmetic of the solvers.
+# Neighbours in a list differ by more than 8e-5, even at 1000 steps and a shift of 12.
 SIGMA_TOLERANCE = 1e-5
 
 _EXPECTED = "expected numbers such as '1', '0.9,0.8' (steps) or '1;0' (phases)"
@@ -41,8 +41,8 @@ class Window:
     """The part of a run outside which a strength is 0.
 
     Attributes:
-        start: Where it begins, itself included: a fraction of the run or a sigma.
-        end: Where it ends, itself excluded; above `start` as a fraction, below it as a sigma.
+        start: Start, included: a fraction of the run or a sigma.
+        end: End, excluded; above `start` as a fraction, below it as a sigma.
         by_sigma: Both are sigmas.
     """
 
@@ -51,7 +51,7 @@ class Window:
     by_sigma: bool = False
 
     def holds(self, fraction: float, sigma: float) -> bool:
-        """Whether a call at a sigma is in the window, when a fraction of the steps is over."""
+        """Return whether a call at `sigma` is in the window, after `fraction` of the steps."""
         if self.by_sigma:
             return self.start >= sigma * (1 - SIGMA_TOLERANCE) > self.end
         return self.start <= fraction < self.end
@@ -63,12 +63,12 @@ class Window:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Strengths over a run; made by `parse_schedule`, whose text `str` gives back.
+    """Strengths over a run, from `parse_schedule`; `str` returns the text.
 
     Attributes:
-        phases: Values of each phase, one to three phases of one value or more. A lone one holds
-            for the whole run.
-        window: Outside it every strength is 0. None: there is no outside.
+        phases: Values of each phase, one to three phases of one or more values. A single value
+            holds for the whole run.
+        window: Outside it every strength is 0. None: the whole run.
     """
 
     phases: tuple[tuple[float, ...], ...]
@@ -84,25 +84,25 @@ class Schedule:
         phase_step: int | None = None,
         phase_steps: int | None = None,
     ) -> float:
-        """The strength of one model call.
+        """Return the strength for one model call.
 
         Args:
-            step: Of the run, from 0; for a call between two steps the one it is in: `step_of`.
-            steps: Steps of the run. Where each expert has a sampler of its own, that sampler's.
+            step: Step of the run, from 0; for a call between two steps the current one: `step_of`.
+            steps: Steps of the run. If each expert has its own sampler, steps of that sampler.
             sigma: Noise level of the call.
-            phase: The expert that is called, from 0: that of high noise. It means nothing to a
-                schedule without phases.
-            phases: How many of them the run has. 1: it does not say, and `phase` is believed.
+            phase: The expert that is called, from 0, the one for high noise; ignored by a schedule
+                without phases.
+            phases: Number of phases of the run. 1: unknown, and `phase` is used as it is.
             phase_step: Step within the phase, from 0.
-            phase_steps: Steps of the phase. None (or no `phase_step`): not known, and a list
-                spreads over the steps of the run instead, as in a sampler for one expert alone.
+            phase_steps: Steps of the phase. None (or no `phase_step`): unknown, and a list is
+                spread over the steps of the run, as in a sampler for one expert.
 
         Returns:
-            The factor for the LoRA, beside the file's own scale.
+            The factor of the LoRA, in addition to the file's own scale.
 
         Raises:
-            ValueError: A step is not among the steps, or the schedule has another number of phases
-                than the run, or none for this one.
+            ValueError: A step is out of range, or the schedule has another number of phases than
+                the run, or none for this phase.
         """
         _check_step(step, steps)
         values = self._of_phase(phase, phases)
@@ -110,16 +110,22 @@ class Schedule:
         if len(self.phases) > 1 and phase_step is not None and phase_steps is not None:
             _check_step(phase_step, phase_steps)
             at, length = phase_step, phase_steps
-        # Both sides of the comparison round once, 9 / 30 as well as "0.3": equal where they should.
+        # Both sides round once, 9 / 30 as well as "0.3", so that equal values compare equal.
         if self.window is not None and not self.window.holds(step / steps, sigma):
             return 0.0
-        # In whole numbers: ten times 0.1, added up, is below 1, and the next value a step late.
+        # In integers: a sum of ten times 0.1 is below 1, and the next value would be a step late.
         return values[at * len(values) // length]
 
     def values(self, phase: int | None = None) -> tuple[float, ...]:
-        """Every strength of a phase, or (None) of any, once each, in the order of the text.
+        """Return the different strengths of a phase, or (None) of all, in the order of the text.
 
-        With a window 0 comes last, where it is not among them.
+        With a window, 0 is added at the end if it is missing.
+
+        Args:
+            phase: The phase, or None.
+
+        Returns:
+            The strengths.
 
         Raises:
             ValueError: The schedule has phases, but not this one.
@@ -135,7 +141,7 @@ class Schedule:
         if phases not in (1, count):
             raise ValueError(
                 f"strength '{self}' has {count} phases, but the run has {phases}; "
-                "expected as many, or one list for all of them"
+                "expected the same number, or one list for all"
             )
         if not 0 <= phase < count:
             raise ValueError(f"strength '{self}' has no phase {phase}; expected 0 to {count - 1}")
@@ -147,53 +153,59 @@ class Schedule:
 
 
 def parse_schedule(text: str | float) -> Schedule:
-    """Read a schedule, as the module's docstring has it.
+    """Parse a schedule; the syntax is in the module's docstring.
 
-    Spaces around its parts do not matter. Any finite strength is allowed, negative ones and large
-    ones too.
+    Any finite strength is allowed, also negative and large ones.
+
+    Args:
+        text: The schedule; spaces around its parts are ignored.
+
+    Returns:
+        The schedule.
 
     Raises:
-        ValueError: A piece is empty or no finite number, there are more than three phases, or the
-            window is none: fractions outside 0-1, a start that does not come before its end.
+        ValueError: A value is empty or not finite, there are more than three phases, or the window
+            is not valid: fractions outside 0-1, or a start that is not before its end.
     """
     text = str(text)
     body, mark, window = text.partition("@")
     lists = body.split(";")
     if len(lists) > MAX_PHASES:
         raise ValueError(
-            f"strength {text!r} has {len(lists)} phases; expected {MAX_PHASES} at most"
+            f"strength {text!r} has {len(lists)} phases; expected at most {MAX_PHASES}"
         )
     phases = tuple(tuple(_strength(piece, text) for piece in values.split(",")) for values in lists)
     return Schedule(phases, _window(window, text) if mark else None)
 
 
 def parse_number(text: str) -> float | None:
-    """A finite decimal number with spaces around it at most; None: it is none."""
+    """Return the finite decimal number in `text`, with spaces around it at most, or None."""
     match = _NUMBER.fullmatch(text.strip())
     value = float(match.group()) if match else math.inf
     return value + 0.0 if math.isfinite(value) else None  # -0.0 + 0.0 is 0.0
 
 
 def step_of(sigma: float, sigmas: Sequence[float]) -> int:
-    """The step of a run that a model call belongs to.
+    """Return the step of a run that a model call belongs to.
 
-    A step goes from one sigma of the list to the next. Solvers of several stages call the model
-    between the two as well; at the next one the next step has begun.
+    A step lasts from one sigma of the list to the next. Solvers with several stages also call the
+    model between the two; at the next sigma the next step has started.
 
     Args:
-        sigma: Of the call.
-        sigmas: Of the run, one more than it has steps, falling; repeats and a 0 at the end are
-            fine. Rising ones, of a run that adds noise, are read in their own direction.
+        sigma: Sigma of the call.
+        sigmas: Sigmas of the run, one more than it has steps, falling; repetitions and a 0 at the
+            end are allowed. Rising sigmas, of a run that adds noise, are read in their own
+            direction.
 
     Returns:
-        The last step that begins at `sigma` or before it, within `SIGMA_TOLERANCE`; 0 for a call
-        before the first, the last step for one at the end of the list.
+        The last step that starts at `sigma` or before it, within `SIGMA_TOLERANCE`; 0 for a call
+        before the first, the last step for a call at the end of the list.
 
     Raises:
         ValueError: There are no sigmas.
     """
     if len(sigmas) == 0:
-        raise ValueError("the list of sigmas is empty; expected one more than there are steps")
+        raise ValueError("the list of sigmas is empty; expected one more sigma than steps")
     direction = 1 if sigmas[0] >= sigmas[-1] else -1
     reached = direction * sigma - SIGMA_TOLERANCE * abs(sigma)
     steps = range(max(len(sigmas) - 1, 1))
@@ -202,7 +214,7 @@ def step_of(sigma: float, sigmas: Sequence[float]) -> int:
 
 def _check_step(step: int, steps: int) -> None:
     if not 0 <= step < steps:
-        raise ValueError(f"step {step} of {steps}: expected 0 to the number of steps less one")
+        raise ValueError(f"step is {step}; expected 0 to {steps - 1}")
 
 
 def _strength(piece: str, text: str) -> float:
@@ -215,7 +227,7 @@ def _strength(piece: str, text: str) -> float:
 
 
 def _window(piece: str, text: str) -> Window | None:
-    """What follows the `@` of `text`; None: it holds all of the run."""
+    """Parse the window after the `@` of `text`; None: the whole run."""
     match = _WINDOW.fullmatch(piece.strip())
     if match:
         by_sigma, start, end = bool(match[1]), float(match[2]), float(match[3])
@@ -223,9 +235,9 @@ def _window(piece: str, text: str) -> Window | None:
             return Window(start, end, by_sigma)
         if not by_sigma and start < end <= 1:
             return None if (start, end) == (0, 1) else Window(start, end)
-    raise ValueError(f"strength {text!r}: {piece.strip()!r} is no window; {_EXPECTED_WINDOW}")
+    raise ValueError(f"strength {text!r}: {piece.strip()!r} is not a window; {_EXPECTED_WINDOW}")
 
 
 def _shown(value: float) -> str:
-    """A number as a user writes it, in as many digits as give it back."""
+    """Return the shortest text that parses back to `value`."""
     return repr(value).removesuffix(".0")

@@ -1,4 +1,4 @@
-"""A bank on a model: what every call of the model does with it."""
+"""A bank on a model: applied in every call of the model."""
 
 import functools
 import re
@@ -16,10 +16,10 @@ from .hooks import Counts, Deltas, LayerHook, LayerWork, replace_parameter, with
 from .offload import PairLoader
 from .strengths import Amounts
 
-# What a layer adds: rows of its joined pairs (first, last + 1), or an adapter of another kind.
+# The change of a layer: rows of its joined pairs (first, last + 1), or another adapter.
 _Part = tuple[int, int] | ScaledAdapter
 
-# The modules of a model by their names, and the hooks that some of them have so far.
+# The modules of a model by name, and the hooks that some of them have.
 _models: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, nn.Module], dict[str, LayerHook]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -28,13 +28,19 @@ _models: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, nn.Module], dict[s
 class Session:
     """Applies a bank during the calls of models.
 
-    Nothing of a model is changed between calls. It may be used with several copies of a model, one
-    after the other, and a model with several sessions. `c` is that of `apply.break_even`, `staged`
-    that of `PairLoader`.
+    A model is unchanged between calls. A session can be used with several copies of a model, one
+    after the other, and a model with several sessions.
+
+    Args:
+        bank: The bank.
+        amounts: The strengths.
+        mode: How deltas are applied.
+        c: As in `apply.break_even`.
+        staged: As in `PairLoader`.
 
     Attributes:
-        counts: What was done so far.
-        loader: Where the pairs come from; None: they were not asked for yet.
+        counts: The applied deltas so far.
+        loader: The source of the pairs; None: not needed yet.
     """
 
     def __init__(
@@ -57,16 +63,16 @@ class Session:
 
     @contextmanager
     def call(self, model: nn.Module, device: torch.device) -> Iterator[Callable[[], list[str]]]:
-        """Apply the bank to whatever of a model is called inside.
+        """Apply the bank to every call of a model within the block.
 
         Args:
-            model: Whose parameters have the names that the bank was made for.
-            device: Where it computes.
+            model: A model with the parameter names that the bank was made for.
+            device: Device of its computation.
 
         Yields:
-            A function for after the model was called: names of modules of which it read the weight
-            without calling them. They are served through their weight from the next call on, so
-            that this one should be made again.
+            A function to call after the model: it returns the names of modules whose weight was
+            read without a call of the module. The next call applies LoRAs to their weight, so
+            repeat this call.
         """
         self._prepare(device)
         modules, hooks = _known(model)
@@ -91,12 +97,12 @@ class Session:
                     value = with_adapters(adapters, own.detach())
                     stack.callback(replace_parameter(module, leaf, value))
             if len(hooks) > count and "torch._dynamo" in sys.modules:
-                # What was compiled before there were hooks does not know of them.
+                # Code compiled before the hooks existed does not include them.
                 torch.compiler.reset()
             yield functools.partial(_missed, active)
 
     def release(self) -> None:
-        """After a run: let go of the memory of the bank, which others may want until the next."""
+        """Release the memory of the bank after a run, until the next run."""
         self._works, self._values, self.loader, self._known = {}, {}, None, ()
 
     def _module(
@@ -108,14 +114,14 @@ class Session:
         return module
 
     def _prepare(self, device: torch.device) -> None:
-        """Work out what is to be done, where it is not what was done last."""
+        """Prepare the work of the layers, unless it is unchanged."""
         flat = self.bank.flat
         if self.loader is None or self._known[:3] != (flat.device, flat.data_ptr(), device):
             self.loader = PairLoader(self.bank, device, staged=self._staged)  # may move `flat`
         known = flat.device, flat.data_ptr(), device, self.amounts.version
         if known == self._known:
             return
-        # The memory of the amounts stays, for what was compiled or recorded with it.
+        # The memory of the amounts stays the same, because compiled or captured code refers to it.
         if self._flat is None or self._flat.device != device:
             self._flat = self.amounts.flat.to(device, copy=True)
         else:
@@ -142,7 +148,7 @@ class Session:
         self._known = known
 
     def _parts(self, layer: BankLayer) -> list[_Part]:
-        """What is at work of a layer, in the order of the files where that matters."""
+        """Return the active parts of a layer, in the order of the files where it matters."""
         first, last = self.amounts.rows(layer)
         others = [
             (file, ScaledAdapter(adapter, strength, layer.target.offset))
@@ -186,12 +192,12 @@ def _missed(hooks: list[LayerHook]) -> list[str]:
 
 def _known(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, LayerHook]]:
     if model not in _models:
-        # Not the model itself, which this would keep alive.
+        # Without the model itself, which this would keep alive.
         modules = {
             re.sub(r"(^|\.)_orig_mod(?=\.|$)", "", name): module
             for name, module in model.named_modules()
             if module is not model
         }
-        modules.pop("", None)  # what a model is weakly known by may not hold the model
+        modules.pop("", None)  # a value must not refer to the weak key
         _models[model] = modules, {}
     return _models[model]

@@ -1,4 +1,4 @@
-"""How much of each LoRA there is: strengths and block filters as one vector for a bank."""
+"""The strengths and block filters of a stack as one vector for a bank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from .schedule import Schedule
 
 @dataclass(frozen=True)
 class StackEntry:
-    """A LoRA of a stack, as users chain them."""
+    """One LoRA of a stack."""
 
     path: str | Path
     schedule: Schedule
@@ -21,13 +21,16 @@ class StackEntry:
 
 
 class Amounts:
-    """The factors of all rows of a bank, for the strengths that a stack has at the moment.
+    """The factors of all rows of a bank, for the current strengths of a stack.
 
-    The bank has the files of all entries. Block filters see names without the `prefix`.
+    Args:
+        bank: A bank with the files of all entries.
+        stack: The entries.
+        prefix: Prefix of parameter names that block filters do not see.
 
     Attributes:
         flat: `[rows]` in float32: alpha / rank, times strength, times the factor of the block.
-        version: Grows when they change.
+        version: Increases with every change.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Amounts:
         self.set((0.0,) * len(stack))
 
     def set(self, strengths: Sequence[float]) -> None:
-        """Take over strengths, one for each entry."""
+        """Set `strengths`, one per entry."""
         strengths = tuple(strengths)
         if strengths == self._strengths:
             return
@@ -63,14 +66,14 @@ class Amounts:
         self.flat = (values @ self._factors.double() * self._bank.scales.double()).float()
 
     def rows(self, layer: BankLayer) -> tuple[int, int]:
-        """The rows of a layer that are at work: first, last + 1; equal: none."""
+        """Return the active rows of `layer`: first, last + 1; equal: none."""
         at_work = [rows for file, rows in layer.rows.items() if self.of(layer, file)]
         if not at_work:
             return 0, 0
         return min(first for first, _ in at_work), max(last for _, last in at_work)
 
     def of(self, layer: BankLayer, file: int) -> float:
-        """The strength of a file, by its number in the bank, in a layer."""
+        """Return the strength of `file`, a file number of the bank, in `layer`."""
         entries = zip(self._files, self._strengths, self._blocks, strict=True)
         return sum(
             strength * blocks[layer.target.key]
@@ -80,5 +83,5 @@ class Amounts:
 
 
 def layer_name(key: str, prefix: str) -> str:
-    """What a block filter sees of a parameter: the name of its layer, without the prefix."""
+    """Return the layer's name of a parameter `key`, without `prefix`, for block filters."""
     return key.removeprefix(prefix).removesuffix(".weight").removesuffix(".bias")
