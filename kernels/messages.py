@@ -10,11 +10,11 @@ from pathlib import Path
 
 from .errors import is_out_of_memory
 
-# Characters of a message about a file; with a prefix such as "vae_name: " it stays under 300.
-LINE = 290
+# Characters of a message about a file; with a prefix such as "vae_name: " it has at most 160.
+LINE = 145
 
-# Characters of a file name: the most that file systems allow.
-_NAME = 255
+# Characters of a file name; file systems allow 255, which would leave no room for the reason.
+_NAME = 60
 
 # Characters of a key.
 _KEY = 80
@@ -50,12 +50,11 @@ def line(name: str, text: str) -> str:
         rest = text[len(name) :]
     elif text.startswith("it "):
         rest = text[2:]
-    rest = _printable(rest[: 2 * LINE])
+    rest = _printable(_cut(rest, 2 * LINE))
     place = shown(name, LINE)
     if len(place) + len(rest) > LINE or len(name) > LINE:
         place = shown(Path(name).name or name, _NAME)
-    room = LINE - len(place)
-    return place + (rest if len(rest) <= room else f"{rest[: room - 3]}...")
+    return place + _cut(rest, LINE - len(place))
 
 
 @contextmanager

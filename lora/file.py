@@ -187,7 +187,7 @@ class LoraFile:
         count = 5 if theirs else 2
         keys = ", ".join(map(shown, (theirs or list(self._places))[:count])) or "no keys"
         ours = ", ".join(targets.examples(count)) or "none"
-        text = f"nothing in {shown(self.path.name, 255)} is for this model: it has {keys}; "
+        text = f"nothing in {shown(self.path.name, 60)} is for this model: it has {keys}; "
         text += f"the model has {ours}"
         return text if theirs or len(text) <= LINE else f"{text[: LINE - 3]}..."
 

@@ -244,10 +244,11 @@ def _gain(name: str) -> float:
 
 
 def one_line(error, *words):
-    """Check what pytest caught: one line of at most 300 characters with these words in it."""
+    """Check what pytest caught: one line of at most 160 characters with these words in it."""
     message = str(error.value)
     assert message.isprintable()
-    assert len(message) <= 300
+    # The names of a LoRA's modules say which model it is for, and may take more room.
+    assert len(message) <= (700 if " is for this model: " in message else 160)
     for word in words:
         assert word in message, message
 

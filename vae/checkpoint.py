@@ -23,9 +23,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 AnyVAE = TypeVar("AnyVAE", bound=VideoVAE)
 
-# Keys of each kind that a report names.
-_NAMED = 3
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -159,7 +156,12 @@ def _fit(shapes: dict[str, tuple[int, ...]]) -> VAEConfig:
             if key in shapes and shapes[key] != tuple(value.shape)
         ]
         faults = {"missing": missing, "unexpected": unexpected, "of another shape": wrong}
-        report = "; ".join(_some(kind, entries) for kind, entries in faults.items() if entries)
+        kinds = [(kind, entries) for kind, entries in faults.items() if entries]
+        # One name for all kinds together: two would not fit into a line.
+        report = ", ".join(
+            f"{len(entries)} {kind}" if index else _some(kind, entries)
+            for index, (kind, entries) in enumerate(kinds)
+        )
         reports.append((sum(map(len, faults.values())), config, report))
         if not report:
             break
@@ -213,7 +215,7 @@ def _check_ends(weights: Mapping[str, Tensor], config: VAEConfig, name: str) -> 
         return
     if not weights["conv2.weight"].to(torch.float32).any():
         raise ValueError(
-            "conv2.weight (post_quant_conv) is all zeros, which decodes every latent to one color; "
+            "conv2.weight (post_quant_conv) is all zeros: all latents decode to one flat color; "
             "expected trained weights"
         )
     if "conv1.weight" in weights and not weights["conv1.weight"].to(torch.float32).any():
@@ -244,6 +246,6 @@ def _order(value: Tensor) -> torch.memory_format:
 
 
 def _some(kind: str, entries: list[str]) -> str:
-    """Return `2 missing (a, b)`, cut after a few entries."""
-    more = f", and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
-    return f"{len(entries)} {kind} ({', '.join(entries[:_NAMED])}{more})"
+    """Return the count and the first entry, such as "2 missing (a and 1 more)"."""
+    more = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
+    return f"{len(entries)} {kind} ({entries[0]}{more})"

@@ -37,7 +37,7 @@ def test_a_line_holds_the_name_whatever_is_said(path, text):
         message = line(path, said)
         assert len(message) <= LINE
         assert message.isprintable()
-        assert shown(path.rpartition("/")[2], 255) in message
+        assert shown(path.rpartition("/")[2], 60) in message
 
 
 RAISED = [

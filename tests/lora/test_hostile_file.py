@@ -47,7 +47,7 @@ def refused(path, match):
     text = str(caught.value)
     assert text.isprintable()
     # The names of a LoRA's modules say which model it is for, and may take more room.
-    assert len(text) <= (700 if text.startswith("nothing in ") else 300)
+    assert len(text) <= (700 if text.startswith("nothing in ") else 160)
     assert path.name in text
     return text
 
@@ -194,11 +194,11 @@ def test_metadata_that_says_nothing_is_passed_over(path, metadata):
 def test_keys_are_shown_escaped_and_short(path):
     nasty = {"a\nb": torch.ones(1), "\u202egnp": torch.ones(1), "k" * 999: torch.ones(1)}
     save_file(nasty, path)
-    assert len(refused(path, r"it has (a\\nb|\\u202egnp|kkk)")) <= 300
+    assert len(refused(path, r"it has (a\\nb|\\u202egnp|kkk)")) <= 160
     save_file(pair() | nasty, path)
     for line in LoraFile(path, TARGETS).report.lines():
         assert line.isprintable()
-        assert len(line) < 300
+        assert len(line) < 160
 
 
 def test_a_report_on_pairs_of_any_number_of_shapes_is_short(path):

@@ -22,6 +22,8 @@ from av.video.reformatter import ColorRange, VideoReformatter
 from av.video.stream import VideoStream
 from torch import Tensor
 
+from ...kernels import line, shown
+
 # swscale's bits as libswscale/swscale.h fixes them; not every PyAV names them all. First how it
 # scales: chroma always, luma where the size changes.
 BICUBIC, AREA, LANCZOS = 0x4, 0x20, 0x200
@@ -110,9 +112,10 @@ def faults_name(path: Path, what: str) -> Iterator[None]:
     try:
         yield
     except FAULTS as error:
-        if type(error) is ValueError and str(path) in str(error):
-            raise
-        raise ValueError(f"{path} {what} ({reason(error)})") from error
+        names = str(path), shown(path.name, 60)
+        if type(error) is ValueError and any(name in str(error) for name in names):
+            raise ValueError(line(str(path), str(error))) from error.__cause__
+        raise ValueError(line(str(path), f"it {what} ({reason(error)})")) from error
 
 
 def open_media(source: object) -> InputContainer:
@@ -164,9 +167,8 @@ def decoded(path: Path, packets: Iterator[Packet], stream: VideoStream) -> Itera
         except FAULTS as error:
             if not count:
                 continue
-            raise ValueError(
-                f"{path} is broken or truncated after frame {count} ({reason(error)})"
-            ) from error
+            why = f"it is broken or truncated after frame {count} ({reason(error)})"
+            raise ValueError(line(str(path), why)) from error
         if packet is None:
             break
         for frame in (frame for frame in frames if not frame.is_corrupt):
@@ -177,7 +179,8 @@ def decoded(path: Path, packets: Iterator[Packet], stream: VideoStream) -> Itera
                 end = time + float((frame.duration or 0) * frame.time_base)
             yield frame
         if count and (packet.is_corrupt or any(frame.is_corrupt for frame in frames)):
-            raise ValueError(f"{path} is broken or truncated after frame {count}")
+            why = f"it is broken or truncated after frame {count}"
+            raise ValueError(line(str(path), why))
     if stream.frames and count >= stream.frames:
         return
     announced = announced_seconds(stream)

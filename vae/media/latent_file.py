@@ -90,7 +90,7 @@ def _read_latent(file: BinaryIO, header: Header) -> Tensor:
     """The tensor of a file that is a latent."""
     key = next((key for key in LATENT_KEYS if key in header.places), None)
     if key is None:
-        names = [shown(name) for name in list(header.places)[:4]]
+        names = [shown(name, 30) for name in list(header.places)[:2]]
         raise ValueError(f"it has the tensors {names}; expected one named latent")
     _, shape, (first, last) = place = header.places[key]
     dtype = place.torch_dtype

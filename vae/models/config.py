@@ -167,8 +167,8 @@ def read_configs(shapes: Shapes) -> list[VAEConfig]:
         return [_read_seedvr2(shapes)]
     if _WAN_KEY not in shapes:
         raise LayoutError(
-            f"not a Wan, Qwen-Image or SeedVR2 VAE: none of its {len(shapes)} keys is {_WAN_KEY}"
-            + (f"; its first is {shown(min(shapes))}" if shapes else "")
+            f"not a Wan, Qwen-Image or SeedVR2 VAE (no {_WAN_KEY} in {len(shapes)} keys"
+            + (f", such as {shown(min(shapes), 32)})" if shapes else ")")
         )
     latent_channels = _size(shapes, "decoder.conv1.weight", 1)
     has_encoder = any(key.startswith("encoder.") for key in shapes)

@@ -54,7 +54,7 @@ def check_line(error, file):
     assert message.isprintable(), message
     assert file in message, message
     # The names of a LoRA's modules say which model it is for, and may take more room.
-    assert len(message) <= (700 if message.startswith("nothing in ") else 300), message
+    assert len(message) <= (700 if message.startswith("nothing in ") else 160), message
 
 
 @pytest.mark.parametrize(

@@ -91,9 +91,9 @@ def test_a_damaged_file_is_read_or_told_in_a_line(tmp_path, whole_files, kind, s
         path.write_bytes(damaged(whole_files[kind], random.Random(1000 * kind + seed)))
         begun = time.process_time()
         for error in outcomes(path):
-            assert str(path) in error
+            assert path.name in error
             assert "\n" not in error
-            assert len(error) - len(str(path)) < 250
+            assert len(error) <= 160
         assert time.process_time() - begun < 5, seed
 
 
@@ -132,7 +132,7 @@ def y4m(head):
 def test_what_announces_nonsense_is_one_line(tmp_path, name, data):
     path = tmp_path / name
     path.write_bytes(data)
-    with refused(name, str(path)):
+    with refused(name, path.name):
         read_video(path)
 
 

@@ -121,7 +121,7 @@ class Task:
         except torch.OutOfMemoryError as error:
             message = str(error)
             assert "\n" not in message
-            assert len(message) <= 300
+            assert len(message) <= 160
             assert message.startswith("memory ran out in "), message
             return False
         if self.name == "to a file":
