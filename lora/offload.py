@@ -50,7 +50,7 @@ class PairLoader:
             bank.flat.data = _pinned(bank.flat.data)
 
     def pairs(self, layer: BankLayer) -> tuple[Tensor, Tensor]:
-        """Return `down` `[rank, in]` and `up` `[out, rank]` of `layer`, valid until the next block."""
+        """Return `down` `[rank, in]`, `up` `[out, rank]` of `layer`, valid until the next block."""
         if self.is_here:
             return layer.pairs(self._bank.flat)
         index = self._span_of[layer.target]

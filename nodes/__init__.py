@@ -1,4 +1,4 @@
-"""ComfyUI's nodes: the only folder that imports ComfyUI."""
+"""The nodes of the pack; the only folder that imports ComfyUI."""
 
 from comfy_api.latest import ComfyExtension, io
 
@@ -16,7 +16,7 @@ class FastVideoVAEExtension(ComfyExtension):
     """The nodes of this pack, in the order of the menu."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        """The node classes."""
+        """Return the node classes."""
         return [
             Load,
             Accelerate,

@@ -1,4 +1,4 @@
-"""The node that measures what is gained: ComfyUI's own VAE against the fast one."""
+"""The node that measures ComfyUI's own VAE against the fast one."""
 
 import torch
 from comfy_api.latest import io, ui
@@ -12,11 +12,11 @@ bench = Later("vae.bench")
 
 
 class Benchmark(io.ComfyNode):
-    """Measure a VAE's two networks on the machine that it runs on."""
+    """Measure both networks of a VAE on this machine."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node, as ComfyUI shows it."""
+        """Return the node's schema."""
         return io.Schema(
             node_id="FastVAE_Benchmark",
             display_name="VAE Benchmark (Fast)",
@@ -75,7 +75,7 @@ class Benchmark(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **_: object) -> float:
-        """Each run measures anew: NaN is equal to nothing."""
+        """Return NaN, which equals nothing, so that each run measures again."""
         return float("nan")
 
     @classmethod
@@ -92,7 +92,7 @@ class Benchmark(io.ComfyNode):
         samples: dict[str, torch.Tensor] | None = None,
         pixels: torch.Tensor | None = None,
     ) -> io.NodeOutput:
-        """Measure, and show what came out."""
+        """Measure, and show the results."""
         done = run.benchmark(
             vae,
             task,

@@ -1,6 +1,6 @@
-"""ComfyUI's network against ours, on the weights of one VAE, through ComfyUI's memory management.
+"""Compare ComfyUI's network and this pack's on the weights of one VAE, in ComfyUI's memory.
 
-What is said of ComfyUI here was read off comfy/sd.py and comfy/utils.py of 0.33.
+Facts about ComfyUI here are from comfy/sd.py and comfy/utils.py of 0.33.
 """
 
 import contextlib
@@ -37,10 +37,13 @@ from ..vae.pieces import load
 
 @dataclass
 class ComparedVAEs:
-    """The same weights in ComfyUI's network and in ours, which compute in one dtype.
+    """The same weights in ComfyUI's network and in this pack's, with one compute dtype.
 
     Attributes:
-        made: Those of them that nobody else has, to be taken off the device afterwards.
+        stock: ComfyUI's VAE.
+        fast: The fast VAE.
+        dtype: The compute dtype.
+        made: VAEs created for the comparison, which leave the device afterwards.
     """
 
     stock: comfy.sd.VAE
@@ -50,13 +53,20 @@ class ComparedVAEs:
 
     @property
     def config(self) -> VAEConfig:
-        """What the weights are."""
+        """The configuration of the VAE."""
         return self.fast.first_stage_model.config
 
 
 @dataclass(frozen=True)
 class Content:
-    """What is decoded, what is encoded (`[T, H, W, C]`), and what is to be said of it."""
+    """The data of a comparison.
+
+    Attributes:
+        clip: Size of the clip.
+        latent: The latent to decode, or None.
+        pixels: The images to encode, `[T, H, W, C]`, or None.
+        notes: Remarks for the report.
+    """
 
     clip: Clip
     latent: Tensor | None
@@ -73,14 +83,25 @@ def benchmark(
     latent: Tensor | None,
     pixels: Tensor | None,
 ) -> BenchmarkReport:
-    """Measure both networks of a VAE, a fast one or ComfyUI's own, which stays as it is.
+    """Measure both networks of a VAE, a fast one or ComfyUI's own, which is not modified.
 
-    Each is measured in so many rounds after a warm-up. What is not given is made: a latent of the
-    pixels, or at random; pixels of the latent, or soft colours that move, of the size of `clip`.
-    Without a dtype both compute as the VAE decodes.
+    Missing inputs are created: a latent from the pixels, or random; pixels from the latent, or soft
+    moving colors of the size of `clip`.
+
+    Args:
+        vae: The VAE.
+        task: "decode", "encode" or "both".
+        clip: Size of the clip without `latent` and `pixels`.
+        rounds: Rounds after a warm-up.
+        dtype: Compute dtype of both; None: the one in which the VAE decodes.
+        latent: `[B, C, t, h, w]` or `[t, C, h, w]`, or None.
+        pixels: `[T, H, W, C]`, or None.
+
+    Returns:
+        The report.
 
     Raises:
-        ValueError: An input does not fit; it begins with the name of the input.
+        ValueError: An input does not fit; the message starts with its name.
         InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
     """
     pair = pair_of(vae, dtype)
@@ -106,7 +127,7 @@ def benchmark(
                 for each in tasks
             )
     finally:
-        # VAEs that were made for the comparison leave the device; the given one stays loaded.
+        # VAEs that were created for the comparison leave the device; the given one stays loaded.
         for each in pair.made:
             comfy.model_management.unload_model_and_clones(each.patcher, all_devices=True)
         comfy.model_management.soft_empty_cache()
@@ -123,15 +144,20 @@ def benchmark(
 
 
 def pair_of(vae: Any, dtype: torch.dtype | None) -> ComparedVAEs:  # noqa: ANN401
-    """Both networks on the weights of a VAE, a fast one or ComfyUI's own.
+    """Return both networks on the weights of a VAE, itself included if its dtype fits.
 
-    It is one of the two where its dtype is the one that is asked for; None: that it decodes in.
+    Args:
+        vae: A fast VAE or ComfyUI's own.
+        dtype: Compute dtype; None: the one in which the VAE decodes.
+
+    Returns:
+        The two VAEs.
 
     Raises:
         ValueError: ComfyUI or this pack has no network for the weights.
     """
     if not isinstance(vae, comfy.sd.VAE):
-        raise ValueError(f"vae: it is a {type(vae).__name__}; expected a VAE")
+        raise ValueError(f"vae: got a {type(vae).__name__}; expected a VAE")
     vae.throw_exception_if_invalid()
     model = vae.first_stage_model
     if isinstance(vae, FastVAE):
@@ -149,13 +175,24 @@ def pair_of(vae: Any, dtype: torch.dtype | None) -> ComparedVAEs:  # noqa: ANN40
 
 
 def stock_of(fast: FastVAE, dtype: torch.dtype) -> comfy.sd.VAE:
-    """ComfyUI's own VAE on a copy of the weights of a fast one, else a `ValueError`."""
+    """Return ComfyUI's own VAE on a copy of the weights of a fast one.
+
+    Args:
+        fast: The fast VAE.
+        dtype: Compute dtype.
+
+    Returns:
+        The VAE.
+
+    Raises:
+        ValueError: ComfyUI has no network for the weights.
+    """
     config, weights = fast.first_stage_model.config, weights_of(fast.patcher)
-    # In the order of a file: with dynamic memory ComfyUI computes with them as they are.
+    # In the memory order of a file: with dynamic memory ComfyUI computes with them directly.
     copies = {key: value.to("cpu", copy=True).contiguous() for key, value in weights.items()}
     reason = ""
     if config.output_scale != 1:
-        reason = "its decoder makes frames of twice the size"
+        reason = "its decoder doubles the size of frames"
     elif config.encoder_width is None:
         reason = "it has a decoder only"
     else:
@@ -163,14 +200,14 @@ def stock_of(fast: FastVAE, dtype: torch.dtype) -> comfy.sd.VAE:
             stock = comfy.sd.VAE(sd=copies, device=fast.device, dtype=dtype)
             network = stock.first_stage_model
             if network is None or network.state_dict().keys() != weights.keys():
-                reason = "this ComfyUI takes it for another network"
+                reason = "this ComfyUI loads it as another network"
         except Exception as error:
-            # Whatever its constructor stumbles over: shapes, missing keys, an unknown layout.
+            # Any error of the constructor: shapes, missing keys, an unknown layout.
             reason = str(error).strip().partition("\n")[0]
     if reason:
         raise ValueError(
-            f"vae: ComfyUI has no network of its own for this {config.family} VAE to be compared "
-            f"with: {reason}"
+            f"vae: ComfyUI has no network for this {config.family} VAE, so they cannot be "
+            f"compared: {reason}"
         )
     stock.patcher.patches = patches_of(fast.patcher)
     return stock
@@ -183,7 +220,21 @@ def content_for(
     latent: Tensor | None,
     pixels: Tensor | None,
 ) -> Content:
-    """What goes through: what is connected, else what is made of it, else what is made up."""
+    """Return the data of a comparison: the given inputs, data derived from them, or generated data.
+
+    Args:
+        pair: The two VAEs.
+        tasks: The tasks to measure.
+        clip: Size of generated data.
+        latent: `[B, C, t, h, w]` or `[t, C, h, w]`, or None.
+        pixels: `[T, H, W, C]`, or None.
+
+    Returns:
+        The data.
+
+    Raises:
+        ValueError: Latent and pixels have different sizes.
+    """
     config, notes = pair.config, []
     if latent is not None:
         latent = _as_taken(pair.fast, one_video(pair.fast, latent))
@@ -194,7 +245,7 @@ def content_for(
         with about("width, height, frames"):
             kept = fitted(config, clip)
         if kept != clip:
-            notes.append(f"{clip} were asked for, and cut to whole latents")
+            notes.append(f"requested {clip}, cut to whole latents")
         if "decode" in tasks:
             latent = _as_taken(pair.fast, random_latent(config, kept)).contiguous()
         if "encode" in tasks:
@@ -207,7 +258,9 @@ def content_for(
     if pixels is not None:
         sizes.append(Clip(pixels.shape[2], pixels.shape[1], len(pixels)))
     if len(set(sizes)) > 1:
-        raise ValueError(f"samples: they decode to {sizes[0]}; expected {sizes[1]}, as pixels are")
+        raise ValueError(
+            f"samples: they decode to {sizes[0]}; expected {sizes[1]}, the size of pixels"
+        )
     if "decode" in tasks and latent is None:
         latent = pair.fast.encode(pixels)
     if "encode" in tasks and pixels is None:
@@ -230,7 +283,7 @@ def _contestants(pair: ComparedVAEs, task: str, content: Content) -> list[Contes
 
 
 def _load(vae: comfy.sd.VAE, shape: torch.Size, *, encode: bool = False) -> None:
-    """Make room and bring the weights there, as the work itself begins; that is not its time."""
+    """Free memory and load the weights, as the work itself would; this time is not measured."""
     estimate: Callable[..., float] = vae.memory_used_encode if encode else vae.memory_used_decode
     needed = estimate(shape, vae.vae_dtype)
     if isinstance(vae, FastVAE):
@@ -243,8 +296,8 @@ def _load(vae: comfy.sd.VAE, shape: torch.Size, *, encode: bool = False) -> None
 
 @contextlib.contextmanager
 def _no_bars() -> Iterator[None]:
-    """Let no VAE draw a progress bar, or a preview, over that of the rounds."""
-    # Which keeps the hook that there was when it was made.
+    """Hide the progress bars and previews of the VAEs, so that the bar of the rounds is visible."""
+    # The bar of the rounds keeps the hook of its creation.
     hook = comfy.utils.PROGRESS_BAR_HOOK
     comfy.utils.set_progress_bar_global_hook(None)
     try:
@@ -254,16 +307,16 @@ def _no_bars() -> Iterator[None]:
 
 
 def _as_taken(fast: FastVAE, latent: Tensor) -> Tensor:
-    """The latent of one video as a VAE of ComfyUI takes it: of pictures `[t, C, h, w]`."""
+    """Return the latent of one video as ComfyUI's VAE takes it: `[t, C, h, w]` for images."""
     return latent[0].movedim(1, 0) if fast.latent_dim == 2 else latent
 
 
 def _cropped(config: VAEConfig, pixels: Tensor) -> tuple[Tensor, list[str]]:
-    """An IMAGE `[T, H, W, C]` cut to whole latents, and a note where anything was lost."""
+    """Cut an IMAGE `[T, H, W, C]` to whole latents, with a note if anything was cut."""
     if pixels.ndim == 5 and len(pixels) == 1:
         pixels = pixels[0]
     if pixels.ndim != 4:
-        raise ValueError(f"pixels: they are {list(pixels.shape)}; expected [N, H, W, C]")
+        raise ValueError(f"pixels: got {list(pixels.shape)}; expected [N, H, W, C]")
     count, height, width = pixels.shape[:3]
     clip = Clip(width, height, count)
     with about("pixels"):
@@ -272,4 +325,4 @@ def _cropped(config: VAEConfig, pixels: Tensor) -> tuple[Tensor, list[str]]:
     cut = pixels[: kept.frames, top : top + kept.height, left : left + kept.width]
     if not bool(torch.isfinite(cut).all()):
         raise ValueError("pixels: they hold NaN or infinity; expected an IMAGE in [0, 1]")
-    return cut, [] if kept == clip else [f"pixels, {clip}, were cut to whole latents"]
+    return cut, [] if kept == clip else [f"pixels {clip} were cut to whole latents"]

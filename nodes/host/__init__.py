@@ -1,1 +1,1 @@
-"""What all nodes need of ComfyUI: widgets, progress, memory, timing."""
+"""The parts of ComfyUI that all nodes use: widgets, progress, memory, timing."""

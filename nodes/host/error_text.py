@@ -1,4 +1,4 @@
-"""Values and messages as an error shows them: short, and in one line."""
+"""Values and messages in errors: short, and in one line."""
 
 import reprlib
 from collections.abc import Iterator, Mapping
@@ -7,12 +7,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-# A message that lists the keys of two files is 600 characters long; a longer one quotes a value
-# whole, and is cut to what a dialog of ComfyUI shows without a scroll bar.
+# A message that lists the keys of two files has 600 characters. A longer one quotes a whole value
+# and is cut to what ComfyUI's dialog shows without a scroll bar.
 _LONGEST = 900
 _HEAD, _TAIL = 200, 90
 
-# Of numbers that are written out: Python itself refuses to write more than 4300 digits.
+# Largest integer that is written out: Python refuses more than 4300 digits.
 LARGEST = 10**18
 
 _repr = reprlib.Repr()
@@ -20,7 +20,7 @@ _repr.maxstring = 60
 
 
 def described(value: object) -> str:
-    """What a value is, for a message such as "got a list of 3"."""
+    """Describe `value` for a message such as "got a list of 3"."""
     if value is None:
         return "None"
     if isinstance(value, Tensor):
@@ -41,7 +41,7 @@ def described(value: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """A message in one line; of one that is very long the first 200 and the last 90 characters."""
+    """Return `text` as one line; a very long one is cut in the middle."""
     if not text.isprintable():
         text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return text if len(text) <= _LONGEST else f"{text[:_HEAD]} ... {text[-_TAIL:]}"
@@ -49,7 +49,14 @@ def one_line(text: str) -> str:
 
 @contextmanager
 def about(name: str) -> Iterator[None]:
-    """Put the name of an input before every `ValueError` that is raised inside."""
+    """Put `name`, the name of an input, before the message of every `ValueError` in the block.
+
+    Args:
+        name: Name of the input.
+
+    Raises:
+        ValueError: The error of the block, with the name.
+    """
     try:
         yield
     except ValueError as error:

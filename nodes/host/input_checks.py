@@ -1,7 +1,7 @@
-"""What a node is given: every input is checked by its type before any work is done.
+"""Checks of the inputs of a node by type, before any work is done.
 
-ComfyUI compares types by their names, and checks the range of a widget only where no link goes into
-it. So a node of another pack, or a prompt over HTTP, can bring any value to any input.
+ComfyUI compares types by name, and checks the range of a widget only if no link goes into it. So
+another pack's node or a prompt over HTTP can pass any value to any input.
 """
 
 import functools
@@ -16,15 +16,18 @@ from .input_types import TYPES
 
 
 def checked(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.NodeOutput]:
-    """Check all that an `execute`, below its `@classmethod`, is given against its node's schema.
+    """Check all arguments of `execute`, below its `@classmethod`, against its node's schema.
 
-    An optional input that is None is not given: it has the default of `execute`. One that the node
-    does not have, such as a removed one of a saved workflow, is ignored: ComfyUI leaves out its
-    value, but not a link into it.
+    An optional input that is None counts as not given: it gets the default of `execute`. An unknown
+    input, such as a removed one in a saved workflow, is ignored: ComfyUI drops its value, but not a
+    link into it.
+
+    Args:
+        execute: The method of a node.
 
     Returns:
-        A function that raises a `ValueError` of one line, which begins with the name of the input,
-        for the first value that does not fit. Numbers arrive as `int` and `float`.
+        A function that raises a `ValueError` of one line, starting with the name of the input, for
+        the first wrong value. Numbers arrive as `int` and `float`.
     """
     signature = inspect.signature(execute)
 
@@ -47,7 +50,7 @@ def checked(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.NodeOutpu
 
 
 def check_text(check: Callable[[], object]) -> bool | str:
-    """What `validate_inputs` gives: True, or the one line of the error that a check raises."""
+    """Return the result of `validate_inputs`: True, or the error of `check` in one line."""
     try:
         check()
     except ValueError as error:
@@ -89,12 +92,12 @@ def _choice(value: object, options: list[str]) -> str:
         return value
     known = ", ".join(options[:6]) + (f" and {len(options) - 6} more" if options[6:] else "")
     raise ValueError(
-        f"got {described(value)}; expected one of: {known or 'nothing, there are none'}"
+        f"got {described(value)}; expected one of: {known or '(there are no choices)'}"
     )
 
 
 def _number(value: object, least: float, most: float, *, whole: bool) -> float:
-    """An int, or a float; an int may come as a float without a fraction."""
+    """Convert to int or float; an int may arrive as a float without a fraction."""
     # NaN is in no range.
     if isinstance(value, Real) and least <= value <= most and not (whole and value != int(value)):
         return int(value) if whole else float(value)

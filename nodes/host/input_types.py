@@ -1,7 +1,7 @@
-"""What the types of ComfyUI's links hold, checked as far as every node of ours relies on it.
+"""Checks of the types of ComfyUI's links, as far as the nodes of this pack rely on them.
 
-Each check takes whatever came and returns it, or raises a `ValueError` that says what came and what
-was expected; the name of the input is for the caller to add.
+Each check takes any value and returns it, or raises a `ValueError` with what came and what was
+expected; the caller adds the name of the input.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,11 +26,22 @@ _CONDITIONING = "a CONDITIONING, which is a list of pairs of a tensor and a dict
 
 
 def latent(value: object) -> Mapping[str, Any]:
-    """A LATENT: its `samples` are finite floats of three dimensions or more."""
+    """Check a LATENT, whose `samples` are finite floats.
+
+    Args:
+        value: Expected to be a dict with `samples` `[B, C, t, h, w]`, `[B, C, h, w]` or three
+            dimensions.
+
+    Returns:
+        `value`.
+
+    Raises:
+        ValueError: It is not a LATENT.
+    """
     if not isinstance(value, Mapping) or "samples" not in value:
         raise ValueError(f"got {described(value)}; expected {_LATENT}")
     samples = value["samples"]
-    # ComfyUI's own class for several tensors in one is no tensor.
+    # ComfyUI's class for several tensors in one is not a tensor.
     nested = getattr(samples, "is_nested", False)
     parts = list(samples.unbind()) if nested else [samples]
     if not parts:
@@ -49,7 +60,17 @@ def latent(value: object) -> Mapping[str, Any]:
 
 
 def image(value: object) -> Tensor:
-    """An IMAGE; also a batch of videos, `[B, T, H, W, C]`."""
+    """Check an IMAGE, also a batch of videos.
+
+    Args:
+        value: Expected to be a float tensor `[N, H, W, C]` or `[B, T, H, W, C]`.
+
+    Returns:
+        `value`.
+
+    Raises:
+        ValueError: It is not an IMAGE.
+    """
     tensor = _floats(value, "got {}; expected " + _IMAGE)
     if tensor.ndim not in (4, 5):
         raise ValueError(f"got {described(tensor)}; expected [N, H, W, C]")
@@ -57,7 +78,17 @@ def image(value: object) -> Tensor:
 
 
 def audio(value: object) -> Mapping[str, Any]:
-    """An AUDIO. It may be a mapping that reads its file when it is looked into."""
+    """Check an AUDIO; it can be a mapping that reads its file on access.
+
+    Args:
+        value: Expected to be a mapping with a waveform `[1, channels, samples]` and a sample rate.
+
+    Returns:
+        `value`.
+
+    Raises:
+        ValueError: It is not an AUDIO.
+    """
     if not isinstance(value, Mapping) or not {"waveform", "sample_rate"} <= set(value):
         raise ValueError(f"got {described(value)}; expected {_AUDIO}")
     waveform, rate = value["waveform"], value["sample_rate"]
@@ -72,10 +103,20 @@ def audio(value: object) -> Mapping[str, Any]:
 
 
 def video(value: object) -> Input.Video:
-    """A VIDEO; where it is made of tensors these are checked, too."""
+    """Check a VIDEO, and its tensors if it has some.
+
+    Args:
+        value: Expected to be a VIDEO.
+
+    Returns:
+        `value`.
+
+    Raises:
+        ValueError: It is not a VIDEO, or its parts are not valid.
+    """
     methods = "get_components", "get_stream_source", "get_active_trim_window"
     if not all(callable(getattr(value, name, None)) for name in methods):
-        raise ValueError(f"got {described(value)}; expected a VIDEO, as Load Video gives it")
+        raise ValueError(f"got {described(value)}; expected a VIDEO, as from Load Video")
     if isinstance(value, InputImpl.VideoFromComponents):
         parts = value.get_components()
         with about("its images"):
@@ -90,39 +131,77 @@ def video(value: object) -> Input.Video:
 
 
 def vae(value: object) -> object:
-    """A VAE of ComfyUI's, or an object of another pack that decodes as one."""
+    """Check a VAE of ComfyUI, or an object of another pack with `encode` or `decode`.
+
+    Args:
+        value: Expected to be a VAE.
+
+    Returns:
+        `value`.
+
+    Raises:
+        ValueError: It is not a VAE.
+    """
     if isinstance(value, comfy.sd.VAE):
         if value.first_stage_model is None:
-            raise ValueError("the file has no VAE that ComfyUI knows; expected one: load it alone")
+            raise ValueError("its file has no VAE; expected one: load the VAE from its own file")
         return value
-    # Text has methods of these names.
+    # text has methods with these names
     works = any(callable(getattr(value, name, None)) for name in ("decode", "encode"))
     if isinstance(value, (str, bytes, bytearray)) or not works:
-        hint = ". The checkpoint has none: load it alone" if value is None else ""
+        hint = ". The checkpoint has none: load it from its own file" if value is None else ""
         raise ValueError(f"got {described(value)}; expected a VAE{hint}")
     return value
 
 
 def model(value: object) -> ModelPatcher:
-    """A MODEL."""
+    """Check a MODEL.
+
+    Args:
+        value: Expected to be a `ModelPatcher`.
+
+    Returns:
+        `value`.
+
+    Raises:
+        ValueError: It is not a MODEL.
+    """
     if not isinstance(value, ModelPatcher):
-        raise ValueError(
-            f"got {described(value)}; expected a MODEL, as Load Diffusion Model gives it"
-        )
+        raise ValueError(f"got {described(value)}; expected a MODEL, as from Load Diffusion Model")
     return value
 
 
 def clip(value: object) -> object:
-    """A CLIP of ComfyUI's, or an object of another pack that encodes as one."""
+    """Check a CLIP of ComfyUI, or an object of another pack with its methods.
+
+    Args:
+        value: Expected to be a CLIP.
+
+    Returns:
+        `value`.
+
+    Raises:
+        ValueError: It is not a CLIP.
+    """
     methods = "tokenize", "encode_from_tokens_scheduled"
     if not all(callable(getattr(value, name, None)) for name in methods):
-        hint = ". The checkpoint has none: load it on its own" if value is None else ""
+        hint = ". The checkpoint has none: load it from its own file" if value is None else ""
         raise ValueError(f"got {described(value)}; expected a text encoder{hint}")
     return value
 
 
 def conditioning(value: object) -> list:
-    """A CONDITIONING; an empty one too."""
+    """Check a CONDITIONING, which can be empty.
+
+    Args:
+        value: Expected to be a list of pairs of a tensor and a dict.
+
+    Returns:
+        `value`.
+
+    Raises:
+        ValueError: It is not a CONDITIONING.
+    """
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"got {described(value)}; expected {_CONDITIONING}")
     for pair in value:
@@ -135,7 +214,17 @@ def conditioning(value: object) -> list:
 
 
 def sigmas(value: object) -> Tensor:
-    """SIGMAS, in any number."""
+    """Check SIGMAS of any length.
+
+    Args:
+        value: Expected to be a tensor `[steps + 1]`.
+
+    Returns:
+        `value`.
+
+    Raises:
+        ValueError: They are not SIGMAS.
+    """
     tensor = _tensor(value, "got {}; expected SIGMAS, a tensor of noise levels")
     if tensor.ndim != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
         raise ValueError(f"got {described(tensor)}; expected SIGMAS, a tensor of one dimension")
@@ -143,11 +232,21 @@ def sigmas(value: object) -> Tensor:
 
 
 def lora_stack(value: object) -> tuple:
-    """What LoRA Stack (Fast) gives."""
+    """Check the output of LoRA Stack (Fast).
+
+    Args:
+        value: Expected to be a sequence of `StackEntry`.
+
+    Returns:
+        The entries.
+
+    Raises:
+        ValueError: It is not such a stack.
+    """
     if not isinstance(value, (list, tuple)) or not all(
         isinstance(each, lora.StackEntry) for each in value
     ):
-        raise ValueError(f"got {described(value)}; expected what LoRA Stack (Fast) gives")
+        raise ValueError(f"got {described(value)}; expected the output of LoRA Stack (Fast)")
     return tuple(value)
 
 
@@ -166,7 +265,7 @@ TYPES: dict[str, Callable[[object], object]] = {
 
 
 def _tensor(value: object, message: str) -> Tensor:
-    """A tensor whose numbers are all there: not sparse, nested or without memory."""
+    """Check that a value is a dense tensor: not sparse, nested or without memory."""
     is_dense = isinstance(value, Tensor) and not value.is_nested and value.layout is torch.strided
     if is_dense and not (value.is_meta or value.is_quantized):
         return value
@@ -175,7 +274,7 @@ def _tensor(value: object, message: str) -> Tensor:
 
 def _finite(tensor: Tensor, name: str) -> None:
     if not torch.isfinite(tensor).all():
-        raise ValueError(f"{name} hold values that are NaN or infinite; expected none")
+        raise ValueError(f"{name} hold NaN or infinity; expected finite values")
 
 
 def _floats(value: object, message: str) -> Tensor:

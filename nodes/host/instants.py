@@ -1,7 +1,7 @@
-"""Moments of the work, by the clock of the host and, on a CUDA device, by that of the device.
+"""Moments of the work, on the host's clock and, for a CUDA device, on the device's clock.
 
-Between two CUDA events that were recorded on the current stream the seconds are those of the
-device: a device that waits for the host is counted, work of the host beside a busy device is not.
+The seconds between two CUDA events on the current stream are device time: they include waiting for
+the host, but not the work of the host while the device is busy.
 """
 
 from time import perf_counter as clock
@@ -11,20 +11,27 @@ import torch
 
 
 class Instant(NamedTuple):
-    """A moment; made by `instant`.
+    """A moment, created by `instant`.
 
     Attributes:
-        seconds: On the host's clock, which is that of `time.perf_counter`.
-        event: Recorded on the current stream of a CUDA device; None: there is no such device.
+        seconds: Time of the host, from `time.perf_counter`.
+        event: CUDA event on the current stream; None: no CUDA device.
     """
 
     seconds: float
     event: torch.cuda.Event | None = None
 
     def until(self, last: "Instant", *, wait: bool) -> tuple[float, bool]:
-        """Seconds from here to another moment, and whether they are right.
+        """Return the seconds to another moment, and whether they are final.
 
-        They are the host's, and not right, while the device is at work and nobody is to `wait`.
+        They are the host's, and not final, while the device is busy, unless `wait` is set.
+
+        Args:
+            last: The later moment.
+            wait: Wait for the device.
+
+        Returns:
+            Seconds, and whether they are final.
         """
         host = max(0.0, last.seconds - self.seconds)
         if self.event is None or last.event is None:
@@ -36,21 +43,25 @@ class Instant(NamedTuple):
                 elif not event.query():
                     return host, False
             return self.event.elapsed_time(last.event) / 1e3, True
-        except RuntimeError:  # they are of two devices, or the device has failed
+        except RuntimeError:  # events of two devices, or a failed device
             return host, True
 
 
 def instant(device: torch.device | None = None) -> Instant:
-    """This moment, with an event on the current stream where the work is done on a CUDA device."""
+    """Return the current moment, with an event on the current stream of a CUDA `device`."""
     event = None if device is None or device.type != "cuda" else record_event(device)
     return Instant(clock(), event)
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """An event on the current stream of a CUDA device.
+    """Record an event on the current stream of a CUDA device.
 
-    None: the stream is being captured, and the graph would take the event up; or the device has
-    failed, which whoever works on it tells better.
+    Args:
+        device: The device.
+
+    Returns:
+        The event. None: the stream is being captured, and the graph would include the event; or the
+        device has failed, and the work on it reports that better.
     """
     try:
         if torch.cuda.is_current_stream_capturing():

@@ -1,4 +1,4 @@
-"""What to do when memory runs out, and where memory that stays is made."""
+"""Retries when memory runs out, and allocation of memory that outlives a call."""
 
 import contextlib
 import logging
@@ -22,13 +22,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Way:
-    """How an encode or decode is tried.
+    """A way to run an encode or decode.
 
     Attributes:
-        words: What it is called in the log.
-        tile: Height and width in pixels of exact tiles; None: as the plan has it.
-        limit_bytes: Memory that a step may take; None: as there is.
-        on_host: On the CPU, whatever the device of the VAE.
+        words: Its description in the log.
+        tile: Height and width in pixels of exact tiles; None: chosen by the plan.
+        limit_bytes: Memory limit of a step; None: the available memory.
+        on_host: Run on the CPU, whatever the device of the VAE.
     """
 
     words: str
@@ -38,19 +38,28 @@ class Way:
 
     @property
     def size(self) -> float:
-        """Pixels of a tile, or bytes of a step; infinite where there is no limit."""
+        """Pixels of a tile, or bytes of a step; infinite without a limit."""
         if self.tile is not None:
             return math.prod(self.tile)
         return math.inf if self.limit_bytes is None else self.limit_bytes
 
 
 def in_turn(device: torch.device, task: str, ways: list[Way], go: Callable[[Way], _T]) -> _T:
-    """What `go` returns for the first way that fits, from its beginning in each.
+    """Return the result of `go` for the first way that fits; each starts from the beginning.
 
-    Then memory is given back.
+    Afterwards freed memory is returned to the system.
+
+    Args:
+        device: Device of the work.
+        task: Name of the work in the log.
+        ways: The ways to try.
+        go: Runs one way.
+
+    Returns:
+        The result of `go`.
 
     Raises:
-        Exception: What `go` raises that is not about memory.
+        Exception: An error of `go` that is not about memory.
         torch.OutOfMemoryError: No way fits; one line.
     """
     try:
@@ -67,10 +76,21 @@ def resumed(
     go: Callable[[Way], Iterator[_T]],
     where: Callable[[], str] = str,
 ) -> Iterator[_T]:
-    """Go from one way to the next while memory runs out; before each, all models are unloaded.
+    """Yield the results of `go`; each time memory runs out, unload all models and use the next way.
 
-    `go` goes one, from where the one before it stopped. In the log the work is called `task`, and
-    `where` says how far it has come, such as " at frame 40". Raises as `in_turn` does.
+    Args:
+        device: Device of the work.
+        task: Name of the work in the log.
+        ways: The ways to try.
+        go: Runs one way, continuing where the last one stopped.
+        where: Returns the progress for the log, such as " at frame 40".
+
+    Yields:
+        The results of `go`.
+
+    Raises:
+        Exception: An error of `go` that is not about memory.
+        torch.OutOfMemoryError: No way fits; one line.
     """
     first: Exception | None = None
     with comfy.model_management.cuda_device_context(device):
@@ -92,7 +112,7 @@ def resumed(
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                # Without the frames that it went through, which hold tensors.
+                # Without the traceback, whose frames hold tensors.
                 first = first or error.with_traceback(None)
     raise Relief(device, task).exhausted(first) from None
 
@@ -102,7 +122,7 @@ def free_others(
     device: torch.device,
     *more: comfy.model_patcher.ModelPatcher,
 ) -> None:
-    """Unload what other nodes have on a device, but not one model, nor some more."""
+    """Unload all models on `device` except `patcher` and `more`."""
     management, kept_ones = comfy.model_management, (patcher, *more)
     loaded = management.current_loaded_models
     own = [each for each in loaded if any(each.model is one for one in kept_ones)]
@@ -111,13 +131,13 @@ def free_others(
 
 
 def give_back(device: torch.device) -> None:
-    """Return what the process keeps of freed activations to the system, after work on a CPU."""
+    """Return freed activations to the system after work on `device`, if that is the CPU."""
     if device.type == "cpu":
         trim_heap()
 
 
 def kept() -> contextlib.AbstractContextManager[object]:
-    """Memory that outlives the call is not of the graph that a newer ComfyUI may be recording."""
+    """Return a context for memory that outlives the graph that ComfyUI captures."""
     prefetch = getattr(comfy, "model_prefetch", None)
     pause = getattr(prefetch, "pause_malloc_graph", None)
     return contextlib.nullcontext() if pause is None else pause()

@@ -1,4 +1,4 @@
-"""What ComfyUI shows of a running encode or decode, and its stop button."""
+"""Progress bar, preview and stop button of an encode or decode."""
 
 import sys
 import time
@@ -12,14 +12,16 @@ from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy_execution.utils import get_executing_context
 from torch import Tensor, nn
 
-# Previews leave at once, each in a message of its own: so many seconds apart they cost nothing.
+# Seconds between previews; each is a message of its own, and at this rate they cost nothing.
 _PREVIEW_SECONDS = 0.5
 
 
 class Progress:
     """Progress bar and preview, if `shown`, and interrupt check of one encode or decode.
 
-    `total` frames, or latents, will pass.
+    Args:
+        total: Frames or latents of the whole work.
+        shown: Show a bar and previews.
     """
 
     def __init__(self, total: int, *, shown: bool = True) -> None:
@@ -29,9 +31,11 @@ class Progress:
         self._previewed = 0.0
 
     def passed(self, count: int, images: Tensor | None = None) -> None:
-        """Note that a piece of `count` frames, or latents, is done.
+        """Report that `count` frames or latents are done, with `images` for a preview.
 
-        Of images `[T, H, W, C]`, in [0, 1] or uint8, the last is shown to who wants previews.
+        Args:
+            count: Frames or latents.
+            images: `[T, H, W, C]` in [0, 1] or uint8, of which the last is shown; None: no preview.
 
         Raises:
             InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
@@ -42,9 +46,14 @@ class Progress:
             self._bar.update_absolute(self._done, preview=self._preview(images))
 
     def counted(self, pieces: Iterator[Tensor], *, are_images: bool = False) -> Iterator[Tensor]:
-        """Note every piece of a stream as it comes: frames or latents `[B, C, n, h, w]`.
+        """Report every piece of a stream.
 
-        With `are_images` they are images `[B, n, H, W, C]`, to show the last of.
+        Args:
+            pieces: Frames or latents `[B, C, n, h, w]`, or images `[B, n, H, W, C]`.
+            are_images: The pieces are images, which are previewed.
+
+        Yields:
+            The pieces.
         """
         for piece in pieces:
             count = piece.shape[0] * piece.shape[1 if are_images else 2]
@@ -64,7 +73,7 @@ class Progress:
 
 
 def show_text(text: str) -> None:
-    """Show text on the node that runs, where there is a frontend."""
+    """Show `text` on the running node, if there is a frontend."""
     host = getattr(sys.modules.get("server"), "PromptServer", None)
     context, instance = get_executing_context(), getattr(host, "instance", None)
     if context is not None and instance is not None:
@@ -72,7 +81,7 @@ def show_text(text: str) -> None:
 
 
 def stop_between_layers(layers: Iterable[nn.Module]) -> None:
-    """Check for an interrupt before every layer: a chunk of large frames can take minutes."""
+    """Check for an interrupt before each of `layers`: a chunk of large frames can take minutes."""
     for layer in layers:
         layer.register_forward_pre_hook(_check)
 

@@ -1,8 +1,8 @@
-"""When a prompt ends in ComfyUI, and whether it came to its end.
+"""The end of a prompt in ComfyUI, and whether it was completed.
 
-ComfyUI tells providers of caches about the end of every prompt, also of one that failed or was
-interrupted. A provider that caches nothing hears of it; while there is none, nothing is heard. What
-is said of ComfyUI here was read off execution.py and comfy_execution/ of 0.33.
+ComfyUI notifies cache providers at the end of every prompt, also of one that failed or was
+interrupted. A provider that caches nothing receives these calls while it is registered. Facts about
+ComfyUI here are from execution.py and comfy_execution/ of 0.33.
 """
 
 from collections.abc import Callable
@@ -11,42 +11,48 @@ from comfy_execution import cache_provider, progress
 
 
 class PromptEnds(cache_provider.CacheProvider):
-    """Calls back at the end of every prompt while it listens, and caches nothing.
+    """Calls back at the end of every prompt while it is registered, and caches nothing.
 
-    `callback` gets the id of a prompt that has ended, in the thread that ran it. ComfyUI also calls
-    `should_cache` before every node that runs, which takes microseconds.
+    ComfyUI also calls `should_cache` before every node, which takes microseconds.
+
+    Args:
+        callback: Called with the id of the ended prompt, in the thread that ran it.
     """
 
     def __init__(self, callback: Callable[[str], None]) -> None:
         self._callback = callback
 
     def start(self) -> None:
-        """Begin to listen; not twice."""
+        """Register; not twice."""
         cache_provider.register_cache_provider(self)
 
     def stop(self) -> None:
-        """Listen no more; only after `start`."""
+        """Unregister; only after `start`."""
         cache_provider.unregister_cache_provider(self)
 
     def should_cache(self, context: object, value: object = None) -> bool:
-        """Never."""
+        """Return False for any `context` and `value`."""
         return False
 
     async def on_lookup(self, context: object) -> None:
-        """There is nothing to find."""
+        """Find nothing for any `context`."""
 
     async def on_store(self, context: object, value: object) -> None:
-        """Not called."""
+        """Ignore `context` and `value`; not called."""
 
     def on_prompt_end(self, prompt_id: str) -> None:
-        """Call back."""
+        """Call back with `prompt_id`."""
         self._callback(prompt_id)
 
 
 def stopped_early(prompt: str) -> bool | None:
-    """Whether the latest prompt has ended in the middle of a node.
+    """Return whether `prompt`, an id, has ended within a node.
 
-    None: ComfyUI does not say, or has gone on to another prompt than this id's.
+    Args:
+        prompt: Id of the prompt.
+
+    Returns:
+        None: ComfyUI does not report it, or runs another prompt already.
     """
     state = progress.get_progress_state()
     if getattr(state, "prompt_id", None) != prompt:

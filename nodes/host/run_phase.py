@@ -1,20 +1,20 @@
-"""Which part of a run a model serves, as a sampler tells what runs inside the model's calls."""
+"""The phase of a run that a model serves, passed from a sampler to code in the model's calls."""
 
 from dataclasses import dataclass
 
-# In `transformer_options`.
+# Key in `transformer_options`.
 KEY = "fast_video_vae.phase"
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One of the models that a run goes through.
+    """The part of a run that one model serves.
 
     Attributes:
-        number: From 0, in the order of the run.
-        count: How many the run has.
-        first: The step of the run that it begins with, from 0.
-        steps: How many it has; 0: none, and a call belongs to the step before.
+        number: Number of the phase, from 0.
+        count: Phases of the run.
+        first: First step of the phase within the run, from 0.
+        steps: Steps of the phase; 0: none, and a call belongs to the step before.
     """
 
     number: int
@@ -23,5 +23,5 @@ class Phase:
     steps: int
 
     def step(self, step: int) -> int | None:
-        """A step of the run, counted from the first of this phase; None: the phase has none."""
+        """Return a `step` of the run counted from the start of this phase; None: it has no steps."""
         return min(max(step - self.first, 0), self.steps - 1) if self.steps else None

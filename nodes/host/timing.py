@@ -1,23 +1,21 @@
-"""Where the time of a prompt went: pieces of work are measured, and told when the prompt has ended.
+"""Time measurement of a prompt: pieces of work, reported when the prompt has ended.
 
-Who works says so with `span`, or with `instant` and `add`; a node returns `text()`. What kernels
-and graphs take to be made ready they note themselves (`kernels.preparations`), and `torch.compile`
-what it compiles. A piece belongs to the prompt that runs in its context. Outside of prompts, and in
-a thread that a node starts, there is none: such pieces are kept for that thread alone, the last
-ones, and never printed. A thread that is run in `contextvars.copy_context()` of its node has the
-prompt of the node.
+Code measures its work with `span`, or with `instant` and `add`; a node returns `text()`. Kernels
+and graphs record their preparation themselves (`kernels.preparations`), and `torch.compile` its
+compilations. A piece belongs to the prompt that runs in its context. Outside prompts, and in a
+thread that a node starts, there is no prompt: the last pieces are kept for that thread and never
+printed. A thread that runs in `contextvars.copy_context()` of its node has the prompt of the node.
 
-The seconds of a piece are those of the device where both of its ends have a CUDA event, else those
-of the host's clock. Nothing waits for the device while there is work: `text` takes the host's
-seconds for pieces that the device has not finished, with a mark, and only what is printed at the
-end has waited.
+The seconds of a piece are device time if both of its ends have a CUDA event, otherwise host time.
+Nothing waits for the device during the work: `text` uses host time, with a mark, for pieces that
+the device has not finished, and only the table at the end waits.
 
-At the end of a prompt in which something was measured the table goes to the log, also where it
-failed or was interrupted.
+At the end of a prompt with measured pieces the table is logged, also if the prompt failed or was
+interrupted.
 
 Environment:
-    FAST_VIDEO_VAE_TIMING: What is printed: `table`, as without it; `json`: one line of JSON; `0` or
-        `off`: nothing.
+    FAST_VIDEO_VAE_TIMING: Output format: `table` (default), `json`: one line of JSON, `0` or
+        `off`: none.
 """
 
 import logging
@@ -41,11 +39,11 @@ from .timing_report import Measured, TimingReport
 
 _logger = logging.getLogger(__name__)
 
-# Pieces of one prompt: those of some hours of video. Outside of prompts nobody takes them away.
+# Most pieces of one prompt, enough for hours of video, and of a thread without a prompt.
 _MOST_PIECES = 50_000
 _MOST_OUTSIDE = 1000
 
-# ComfyUI runs one prompt at a time. More are left only where their end is not told.
+# ComfyUI runs one prompt at a time. More remain only if their end is not reported.
 _MOST_PROMPTS = 4
 
 _END = object()
@@ -54,7 +52,7 @@ _Item = TypeVar("_Item")
 
 
 class _Prompt:
-    """What was measured in one prompt, and how its last piece ended."""
+    """The pieces of one prompt, and how the last one ended."""
 
     def __init__(self, most: int) -> None:
         # Kind, label, ends, and the thread.
@@ -82,14 +80,17 @@ _lock = threading.Lock()
 
 
 def add(kind: str, first: Instant, last: Instant, label: str = "", stopped: str = "") -> None:
-    """Add one measured piece, from the `first` moment to the `last`, to the prompt that runs.
+    """Add one measured piece to the current prompt.
 
-    A piece within another one of its thread, by the host's clock, is taken out of that one's time,
-    so that all add up; if it has the same kind and label it is a part of that one instead.
+    A piece within another one of its thread is subtracted from that one's time, so that the sum is
+    right; with the same kind and label it is part of that one.
 
-    `kind` and `label` name the row of the table, such as `sampling` and `high noise`;
-    `timing_report.KINDS` has the order of kinds. `stopped` is "interrupted", "failed", or "" for a
-    piece that came to its end.
+    Args:
+        kind: First part of the row's name, such as `denoise`; `timing_report.KINDS` has the order.
+        first: Start of the piece.
+        last: End of the piece.
+        label: Second part of the row's name, such as `high noise`.
+        stopped: "interrupted", "failed", or "" for a completed piece.
     """
     context = get_executing_context()
     prompt = _outside.prompt if context is None else _prompt(context.prompt_id)
@@ -99,7 +100,7 @@ def add(kind: str, first: Instant, last: Instant, label: str = "", stopped: str 
 
 @contextmanager
 def span(kind: str, label: str = "", device: torch.device | None = None) -> Iterator[None]:
-    """Measure what is done inside, also where it raises; as for `add` and `instant`."""
+    """Measure the block, also if it raises; `kind`, `label`, `device` as for `add`, `instant`."""
     first, stopped = instant(device), ""
     try:
         yield
@@ -111,9 +112,15 @@ def span(kind: str, label: str = "", device: torch.device | None = None) -> Iter
 
 
 def drawn(kind: str, items: Iterator[_Item], device: torch.device | None = None) -> Iterator[_Item]:
-    """Measure how long each item takes to come; what is done with it meanwhile is not counted.
+    """Measure the time until each item arrives, without the time in which the caller uses it.
 
-    Arguments are those of `span`. The items are closed with this, if they can be.
+    Args:
+        kind: As for `span`.
+        items: The items, which are closed at the end if possible.
+        device: As for `span`.
+
+    Yields:
+        The items.
     """
     try:
         while True:
@@ -133,12 +140,12 @@ def drawn(kind: str, items: Iterator[_Item], device: torch.device | None = None)
 
 
 def text() -> str:
-    """The table of the prompt that runs, as far as it is; outside of prompts of this thread."""
+    """Return the table of the current prompt so far, or of this thread outside prompts."""
     return report().table()
 
 
 def report() -> TimingReport:
-    """What `text` tells, in numbers."""
+    """Return the data of `text`."""
     context = get_executing_context()
     if context is None:
         return _outside.prompt.report("", wait=False)
@@ -147,7 +154,7 @@ def report() -> TimingReport:
 
 
 def _how(error: BaseException) -> str:
-    """How a piece ended; a generator that nobody draws from any more has not failed."""
+    """Return how a piece ended; a generator that is closed early has not failed."""
     if isinstance(error, GeneratorExit):
         return ""
     stop = InterruptProcessingException, KeyboardInterrupt
@@ -155,7 +162,7 @@ def _how(error: BaseException) -> str:
 
 
 def _prompt(name: str) -> _Prompt:
-    """What there is of a prompt, which begins with this where there is nothing."""
+    """Return the pieces of a prompt, created on first use."""
     found = _prompts.get(name)
     if found is not None:
         return found
@@ -170,7 +177,7 @@ def _prompt(name: str) -> _Prompt:
 
 
 def _ended(name: str) -> None:
-    """Print what there is of a prompt, and forget it."""
+    """Print the table of a prompt and drop its pieces."""
     with _lock:
         prompt = _prompts.pop(name, None)
         if not _prompts:
@@ -181,12 +188,12 @@ def _ended(name: str) -> None:
     early = stopped_early(name)
     if early is not None:
         prompt.stopped = (prompt.stopped or "stopped") if early else ""
-    told = prompt.report(name, wait=True)
-    _logger.info("%s", told.json() if wanted == "json" else told.table())
+    done = prompt.report(name, wait=True)
+    _logger.info("%s", done.json() if wanted == "json" else done.table())
 
 
 def _prepared(measured: list[Measured]) -> list[Measured]:
-    """What was compiled, built and captured between the first moment and the last."""
+    """Return the compilations, builds and captures between the first moment and the last."""
     if not measured:
         return []
     threads = {piece.thread for piece in measured}
@@ -199,14 +206,16 @@ def _prepared(measured: list[Measured]) -> list[Measured]:
 
 
 def _compiled(thread: int) -> list[Preparation]:
-    """What `torch.compile` did, as far as PyTorch remembers: its last 64 compilations.
+    """Return the last 64 compilations of `torch.compile`, as PyTorch records them.
 
-    PyTorch does not tell the thread: it is said to be this one.
+    PyTorch does not record the thread, so `thread` is used.
     """
-    dynamo = sys.modules.get("torch._dynamo.utils")  # who compiles has imported it
-    told = getattr(dynamo, "get_compilation_metrics", list)()
-    since = time.time() - time.perf_counter()  # it goes by the time of day
-    times = [(getattr(each, f"{end}_time_us", None) for end in ("start", "end")) for each in told]
+    dynamo = sys.modules.get("torch._dynamo.utils")  # imported by any code that compiles
+    metrics = getattr(dynamo, "get_compilation_metrics", list)()
+    since = time.time() - time.perf_counter()  # its times are times of day
+    times = [
+        (getattr(each, f"{end}_time_us", None) for end in ("start", "end")) for each in metrics
+    ]
     return [
         Preparation("compile", "", start / 1e6 - since, end / 1e6 - since, thread)
         for start, end in times

@@ -1,7 +1,7 @@
-"""The table of where time went, from measured pieces.
+"""The table of measured times.
 
-Pieces lie within one another: a kernel is built while a VAE decodes. A piece is shown without the
-pieces directly within it, so that the rows add up to the time that was measured.
+Pieces can lie within each other: a kernel is built while a VAE decodes. The time of a piece
+excludes the pieces directly within it, so that the rows add up to the measured time.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ...kernels import padded
 
-# In the order of the table; others follow as they come.
+# Kinds in the order of the table; others follow in order of time.
 KINDS = (
     "load",
     "compile",
@@ -29,11 +29,16 @@ KINDS = (
 
 
 class Measured(NamedTuple):
-    """A piece of work, from its start to its end on the host's clock.
+    """A piece of work.
 
     Attributes:
-        seconds: That it took, with all that lies within it.
-        sure: The device has told the seconds, or has no say in them.
+        kind: First part of its row's name.
+        label: Second part of its row's name.
+        start: Start on the host's clock, in seconds.
+        end: End on the host's clock, in seconds.
+        seconds: Duration, including pieces within it.
+        thread: Identifier of its thread.
+        sure: The seconds are final: measured by the device, or without a device.
     """
 
     kind: str
@@ -47,9 +52,13 @@ class Measured(NamedTuple):
 
 @dataclass
 class TimingRow:
-    """All pieces of one kind and label: the seconds of each, without what lies within it.
+    """All pieces of one kind and label, with the seconds of each without pieces within it.
 
-    They are `sure` where no device is still at work on one of them.
+    Attributes:
+        kind: First part of the name.
+        label: Second part of the name.
+        seconds: Seconds of each piece.
+        sure: The seconds are final.
     """
 
     kind: str
@@ -59,11 +68,11 @@ class TimingRow:
 
     @property
     def total(self) -> float:
-        """Seconds of all of them."""
+        """Seconds of all pieces."""
         return sum(self.seconds)
 
     def numbers(self) -> dict[str, float]:
-        """What is told of it, with min and median where there is more than one piece."""
+        """Return count and seconds, with min and median for more than one piece."""
         result = {"count": len(self.seconds), "seconds": self.total}
         if len(self.seconds) > 1:
             result["min"] = min(self.seconds)
@@ -73,12 +82,12 @@ class TimingRow:
 
 @dataclass(frozen=True)
 class TimingReport:
-    """What is told about one prompt.
+    """The measured times of one prompt.
 
     Attributes:
         prompt: Its id; "": none.
-        pieces: In the order in which they ended.
-        stopped: "interrupted", "failed", or "stopped" where it is not known which; "": none.
+        pieces: The pieces in the order of their ends.
+        stopped: "interrupted", "failed", or "stopped" if the reason is unknown; "": completed.
     """
 
     prompt: str
@@ -93,7 +102,7 @@ class TimingReport:
         return max(piece.end for piece in self.pieces) - min(piece.start for piece in self.pieces)
 
     def rows(self) -> list[TimingRow]:
-        """One for every kind and label, in the order of the table."""
+        """Return a row for every kind and label, in the order of the table."""
         rows: dict[tuple[str, str], TimingRow] = {}
         for piece, seconds in _alone(self.pieces):
             row = rows.setdefault(piece[:2], TimingRow(*piece[:2]))
@@ -102,7 +111,7 @@ class TimingReport:
         return sorted(rows.values(), key=lambda row: _place(row.kind))
 
     def table(self) -> str:
-        """A line of totals, a header, and a line for every row; seconds have three digits."""
+        """Return a line of totals, a header, and a line per row; seconds have three digits."""
         if not self.pieces:
             return "Fast Video VAE: no time was measured"
         rows = self.rows()
@@ -111,17 +120,18 @@ class TimingReport:
         lines = [f"{first} ({self.stopped})" if self.stopped else first]
         lines += _aligned([("", "", "count", "seconds", "min", "median"), *map(_cells, rows)])
         if not all(row.sure for row in rows):
-            lines.append("  ~ the device is still at work: the host's time")
+            lines.append("  ~ the device is busy: time of the host")
         return "\n".join(lines)
 
     def json(self) -> str:
-        """The same as one line of JSON.
+        """Return the report as one line of JSON.
 
-        `prompt`, `wall` and `measured` in seconds, `stopped`, and `rows`: a list of `kind`,
-        `label`, `count`, `seconds`, `sure`, and with more than one piece `min` and `median`.
+        Returns:
+            `prompt`, `wall` and `measured` in seconds, `stopped`, and `rows`: a list of `kind`,
+            `label`, `count`, `seconds`, `sure`, and with more than one piece `min` and `median`.
         """
         rows = self.rows()
-        told = [
+        cells = [
             {"kind": row.kind, "label": row.label, **row.numbers(), "sure": row.sure}
             for row in rows
         ]
@@ -132,19 +142,19 @@ class TimingReport:
                 "wall": self.wall,
                 "measured": measured,
                 "stopped": self.stopped,
-                "rows": told,
+                "rows": cells,
             }
         )
 
 
 def _alone(pieces: Sequence[Measured]) -> list[tuple[Measured, float]]:
-    """The pieces, each with its seconds without those directly within it, in order of their start.
+    """Return the pieces in order of their start, with the seconds that inner pieces do not cover.
 
-    One that lies in another one of its own kind and label is a part of that, and left out.
+    A piece within another one of its own kind and label is part of that one.
     """
-    # Where two have the same ends, the one that was added later is around the other.
+    # Of two pieces with the same ends, the one added later encloses the other.
     order = sorted(range(len(pieces)), key=lambda at: (pieces[at].start, -pieces[at].end, -at))
-    within: dict[int, float] = {}  # seconds, by the place of the piece
+    within: dict[int, float] = {}  # seconds, by the index of the piece
     around: dict[int, list[int]] = {}  # by thread, the outermost first
     for at in order:
         piece = pieces[at]
@@ -172,7 +182,7 @@ def _cells(row: TimingRow) -> tuple[str, ...]:
 
 
 def _aligned(lines: list[tuple[str, ...]]) -> list[str]:
-    """Words to the left, numbers to the right, and no column without anything in it."""
+    """Align words left and numbers right, without empty columns."""
     columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
     words = 2 if any(line[1] for line in lines) else 1
     rows = padded(list(zip(*columns, strict=True)), words)

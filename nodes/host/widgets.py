@@ -1,4 +1,4 @@
-"""Widgets that several nodes have, and what they mean."""
+"""Widgets that several nodes share."""
 
 import logging
 
@@ -14,7 +14,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def dtype_input(tooltip: str, name: str = "dtype", *, optional: bool = False) -> io.Combo.Input:
-    """The choice of a number format; `DTYPES` has it, and nothing for `AUTO`."""
+    """Return the choice of a dtype, a key of `DTYPES` or `AUTO`.
+
+    Args:
+        tooltip: Text of the tooltip.
+        name: Id of the input.
+        optional: The input is optional.
+
+    Returns:
+        The input.
+    """
     return io.Combo.Input(
         name,
         options=[AUTO, *DTYPES],
@@ -27,7 +36,7 @@ def dtype_input(tooltip: str, name: str = "dtype", *, optional: bool = False) ->
 
 
 def chunk_input(zero: str, *, optional: bool = False) -> io.Int.Input:
-    """Latents per step, by what 0 stands for."""
+    """Return the input for latents per step, with `zero` as the meaning of 0, `optional` or not."""
     return io.Int.Input(
         "chunk",
         default=0,
@@ -41,7 +50,7 @@ def chunk_input(zero: str, *, optional: bool = False) -> io.Int.Input:
 
 
 def once() -> list[io.Input]:
-    """What holds for one run."""
+    """Return the inputs that hold for one run."""
     return [
         dtype_input("Number format, this once. auto: as chosen for the VAE.", optional=True),
         chunk_input("as chosen for the VAE", optional=True),
@@ -49,7 +58,7 @@ def once() -> list[io.Input]:
 
 
 def timing_output() -> io.Output:
-    """The last output of a node that ends a part of the work."""
+    """Return the last output of nodes that end a part of the work."""
     return io.String.Output(
         display_name="timing",
         tooltip="Where the time of this run went so far, as a table: loading, sampling, decoding. "
@@ -58,7 +67,7 @@ def timing_output() -> io.Output:
 
 
 def log_unused(**options: bool) -> None:
-    """One line about options that mean nothing to a VAE that is not ours."""
+    """Log in one line which `options` are set but have no meaning for a VAE of another kind."""
     names = [name for name, is_set in options.items() if is_set]
     if names:
         _logger.info("Fast Video VAE: this VAE is not a fast one; unused: %s", ", ".join(names))

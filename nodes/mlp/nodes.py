@@ -1,7 +1,8 @@
 """Fuse SwiGLU MLPs: the gated MLPs of a diffusion model, with the gate in one pass.
 
 Written out, `silu(gate) * up` reads and writes the hidden activation, the largest of a block, five
-times and keeps three of them. `kernels.silu_mul` does so three times, and writes over `gate`.
+times and keeps three copies. `kernels.silu_mul` reads and writes three times, and overwrites
+`gate`.
 """
 
 import functools
@@ -25,11 +26,11 @@ _NETWORK = "diffusion_model"
 
 
 class FuseMLP(io.ComfyNode):
-    """Run the gated MLPs of a model in one pass each."""
+    """Run each gated MLP of a model in one pass."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node, as ComfyUI shows it."""
+        """Return the node's schema."""
         return io.Schema(
             node_id="FastVAE_FuseMLP",
             display_name="Fuse SwiGLU MLPs (Fast)",
@@ -51,17 +52,14 @@ class FuseMLP(io.ComfyNode):
 
 
 def fuse(model: ModelPatcher) -> ModelPatcher:
-    """A clone of a model whose gated MLPs have, as object patches, the classes of `fused`.
-
-    Where there are none it is `model`.
-    """
+    """Return a clone of `model` with fused MLPs as object patches, or `model` if it has none."""
     patches: dict[str, type[nn.Module]] = {}
     counts: Counter[str] = Counter()
     network = getattr(model.model, _NETWORK, None)
-    is_module = isinstance(network, nn.Module)  # and not an engine of another make
+    is_module = isinstance(network, nn.Module)  # not another pack's inference engine
     for name, module in network.named_modules(prefix=_NETWORK) if is_module else ():
         key = f"{name}.__class__"
-        # Not `type(module)`: the patches of another clone may be on the module.
+        # Not `type(module)`: the module may have the patches of another clone.
         stock = model.get_model_object(key)
         wiring = None if issubclass(stock, Fused) else recognise(module, stock)
         if wiring is not None:
@@ -69,7 +67,7 @@ def fuse(model: ModelPatcher) -> ModelPatcher:
             counts[stock.__name__] += 1
     if not patches:
         _logger.info(
-            "Fast Video VAE: %s has no SwiGLU MLPs to fuse; it stays as it is",
+            "Fast Video VAE: %s has no SwiGLU MLPs to fuse; the model is unchanged",
             type(model.model).__name__,
         )
         return model
@@ -85,21 +83,28 @@ def fuse(model: ModelPatcher) -> ModelPatcher:
 
 
 class Fused:
-    """The mark of a class that `fused` made."""
+    """Base of the classes that `fused` creates."""
 
 
 @functools.cache
 def fused(cls: type[nn.Module], wiring: Wiring) -> type[nn.Module]:
-    """The class that a gated MLP gets to run in one pass, the same for the same arguments.
+    """Return the fused class of a gated MLP; equal arguments return the same class.
 
-    The class is swapped, as PyTorch's parametrizations and `fully_shard` do, not `forward`: it
-    holds no module, so it serves every copy of a model on whatever device, and ComfyUI, which sets
-    back what it read before, leaves nothing behind. Its forward takes `[..., C]` to `[..., C_out]`
-    and calls the children as they are, so that all that was done to them holds: patched and
-    quantised weights, offloading, hooks.
+    The class is replaced, as by PyTorch's parametrizations and `fully_shard`, not `forward`: it
+    refers to no module, so it works for every copy of a model on any device, and ComfyUI, which
+    restores what it read before, leaves nothing behind. Its forward takes `[..., C]` to `[...,
+    C_out]` and calls the children, so that patched and quantised weights, offloading and hooks keep
+    working.
+
+    Args:
+        cls: Class of the module.
+        wiring: How the module is a gated MLP.
+
+    Returns:
+        A subclass of `cls`.
     """
 
-    # By position, or under the name that the class gives it.
+    # By position, or under the name that the class uses.
     def forward(self: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # which fuses the module's own code
             return cls.forward(self, *args, **named)
@@ -111,7 +116,7 @@ def fused(cls: type[nn.Module], wiring: Wiring) -> type[nn.Module]:
 
 
 def _product(module: Any, wiring: Wiring, x: Tensor) -> Tensor:  # noqa: ANN401, has the children
-    """What `down` takes, in the memory of a projection's result where nobody else wants that."""
+    """Return the input of `down`, in the memory of a projection's result if possible."""
     out = None
     if len(wiring.projections) == 2:
         first, second = (getattr(module, name) for name in wiring.projections)
@@ -124,7 +129,7 @@ def _product(module: Any, wiring: Wiring, x: Tensor) -> Tensor:  # noqa: ANN401,
         parts = whole.chunk(2, -1)
     gate, value = parts[wiring.gate], parts[1 - wiring.gate]
     product = None
-    # A patched layer may give another dtype, and the formula takes the wider one.
+    # A patched layer may return another dtype, and the formula returns the wider one.
     if (gate.shape, gate.dtype, gate.device) == (value.shape, value.dtype, value.device):
         product = run_kernel("silu_mul", gate, value, out=out)
     if product is None:

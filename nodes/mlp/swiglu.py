@@ -1,12 +1,12 @@
-"""Which modules are SiLU-gated MLPs, and how they are wired: proved by their own code.
+"""Recognise SiLU-gated MLPs and their wiring by running their own code.
 
-`down(silu(gate(x)) * up(x))` (Shazeer, "GLU Variants Improve Transformer", 2020) has many
-spellings: two projections or the halves of one, either half under the SiLU, clamped in float16 or
-not, a whole MLP or its activation alone. Names and shapes do not tell them apart, and show neither
-a factor nor another activation. So the module's own forward is run, on tensors that tell it nothing
-but their dtype, no shape, device or value to branch on, and let it do nothing but `silu`, products,
-halves and `nan_to_num`. What it does to these it always does, and the numbers that come out say
-what that is. Whatever raises on the way is no gated MLP.
+`down(silu(gate(x)) * up(x))` (Shazeer, "GLU Variants Improve Transformer", 2020) is written in many
+ways: two projections or the halves of one, either half under the SiLU, clamped in float16 or not, a
+whole MLP or only its activation. Names and shapes do not distinguish them, and do not show a factor
+or another activation. So the module's own forward is run on tensors that only reveal their dtype,
+without a shape, device or value to branch on, and that only support `silu`, products, halves and
+`nan_to_num`. The operations are then the same for every input, and the result identifies them. A
+forward that raises is not recognised.
 """
 
 import functools
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 _logger = logging.getLogger(__name__)
 
-# What a forward may do with the tensors that it is shown.
+# Operations that a forward may use on the tensors.
 _ALLOWED = frozenset(
     {
         F.silu,
@@ -37,7 +37,8 @@ _ALLOWED = frozenset(
     }
 )
 
-# Each dtype with a rank of its own: a dimension counted from the front is no last one.
+# Each dtype with a different number of dimensions, so that a dimension counted from the front is
+# detected.
 _ROWS = {
     torch.float64: (3,),
     torch.float32: (1, 3),
@@ -45,7 +46,7 @@ _ROWS = {
     torch.float16: (2, 2),
 }
 
-# Enough for every pair of the special numbers.
+# Enough for every pair of the special values.
 _CHANNELS = 1024
 
 
@@ -56,9 +57,9 @@ class Wiring:
     Attributes:
         projections: Names of the children that take the input. Two: the parts are their results.
             One: the halves of its result. None: the halves of the input.
-        gate: Which part goes through SiLU: 0 or 1.
+        gate: The part that passes SiLU: 0 or 1.
         down: Name of the child that takes the product; None: the product is the result.
-        saturates: Dtypes in which the product is rid of infinities and NaN, by `saturated`.
+        saturates: Dtypes in which infinities and NaN of the product are replaced by `saturated`.
     """
 
     projections: tuple[str, ...]
@@ -68,16 +69,23 @@ class Wiring:
 
 
 def recognise(module: nn.Module, cls: type[nn.Module]) -> Wiring | None:
-    """How a module, with the forward of `cls`, is a gated MLP; None: it cannot be proved to be one.
+    """Return how `module`, with the forward of `cls`, is a gated MLP; None: not proved.
 
-    Its weights are never touched: they may be offloaded, quantised or on another device.
+    The weights are not accessed: they may be offloaded, quantised or on another device.
+
+    Args:
+        module: The module.
+        cls: Class with the forward.
+
+    Returns:
+        The wiring, or None.
     """
     try:
         if not _may_be(module, cls):
             return None
         first, *others = (_probe(module, cls, dtype, rows) for dtype, rows in _ROWS.items())
-    except Exception as error:  # code of others, shown what it was not made for
-        _logger.debug("%s is no gated MLP: %s", cls.__name__, error)
+    except Exception as error:  # the code of another pack with unexpected inputs
+        _logger.debug("%s is not a gated MLP: %s", cls.__name__, error)
         return None
     for other in others:
         if replace(other, saturates=first.saturates) != first:
@@ -87,13 +95,13 @@ def recognise(module: nn.Module, cls: type[nn.Module]) -> Wiring | None:
 
 
 def saturated(product: Tensor) -> Tensor:
-    """The largest numbers of its dtype for infinities, and zero for NaN."""
+    """Return `product` `[..., C]` with infinities clamped to its dtype and NaN set to zero."""
     limit = torch.finfo(product.dtype).max
     return torch.nan_to_num(product, nan=0.0, posinf=limit, neginf=-limit)
 
 
 def _may_be(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Linear layers or a SiLU, nothing else, and a forward of one argument."""
+    """Return whether a module has only linear layers or a SiLU, and a forward with one argument."""
     children = dict(module.named_children())
     linears = _linears(module)
     return (
@@ -102,13 +110,13 @@ def _may_be(module: nn.Module, cls: type[nn.Module]) -> bool:
         and all(name in linears or type(child) is nn.SiLU for name, child in children.items())
         and next(module.parameters(recurse=False), None) is None
         and next(module.buffers(recurse=False), None) is None
-        and "forward" not in vars(module)  # set by somebody, in front of the class's
+        and "forward" not in vars(module)  # an instance attribute, which hides the class's
         and len(inspect.signature(cls.forward).parameters) == 2
     )
 
 
 def _linears(module: nn.Module) -> list[str]:
-    """Names of the children that are linear layers, of whatever make."""
+    """Return the names of the children that are linear layers of any class."""
     return [
         name
         for name, child in module.named_children()
@@ -119,7 +127,7 @@ def _linears(module: nn.Module) -> list[str]:
 def _probe(
     module: nn.Module, cls: type[nn.Module], dtype: torch.dtype, rows: tuple[int, ...]
 ) -> Wiring:
-    """Run the forward on numbers of one dtype; whatever it raises says that it is no gated MLP."""
+    """Run the forward on values of one dtype; an error means that it is not a gated MLP."""
     x = _numbers(dtype, rows, seed=0)
     answers = {
         name: _numbers(dtype, rows, seed) for seed, name in enumerate(_linears(module), start=1)
@@ -143,18 +151,18 @@ def _probe(
 
 
 def _formula(parts: Sequence[Tensor], product: Tensor) -> tuple[int, frozenset[torch.dtype]]:
-    """Which of two parts has gone through SiLU, and the dtype if the product is saturated."""
+    """Return which part passes SiLU, and the dtype if the product is saturated."""
     first, second = parts
     for gate, plain in enumerate((F.silu(first) * second, first * F.silu(second))):
         if _same(product, plain):
             return gate, frozenset()
         if _same(product, saturated(plain)):
             return gate, frozenset({plain.dtype})
-    raise ValueError("its product is another")
+    raise ValueError("its product has another formula")
 
 
 def _same(result: Tensor, expected: Tensor) -> bool:
-    """Equal, but for a few roundings: a strided loop may round otherwise than a dense one."""
+    """Return whether two results differ by a few roundings: strided and dense loops can differ."""
     if result.shape != expected.shape or result.dtype != expected.dtype:
         return False
     info = torch.finfo(expected.dtype)
@@ -166,16 +174,16 @@ def _same(result: Tensor, expected: Tensor) -> bool:
 def _stand_in(
     module: nn.Module, cls: type[nn.Module], linears: Mapping[str, "_Linear"]
 ) -> nn.Module:
-    """An object with the methods and the settings of the module, and other linear layers."""
+    """Return an object with the methods and settings of the module, and other linear layers."""
     stand_in = object.__new__(cls)
     vars(stand_in).update(vars(module), _modules={**module._modules, **linears})
-    del vars(stand_in)["training"]  # a forward that asks for it has two ways to go
+    del vars(stand_in)["training"]  # a forward that reads it has two branches
     return stand_in
 
 
 @functools.cache
 def _numbers(dtype: torch.dtype, rows: tuple[int, ...], seed: int) -> Tensor:
-    """`[*rows, C]`: random numbers, and among them those that round, overflow and are none."""
+    """Return `[*rows, C]`: random values with values that round, overflow or are NaN."""
     most = torch.finfo(dtype).max
     special = torch.tensor(
         [0.0, -0.0, 1.0, -1.0, 100.0, -100.0, most, -most, torch.inf, -torch.inf, torch.nan],
@@ -193,7 +201,7 @@ def _shown(numbers: Tensor) -> "_Opaque":
 
 
 class _Opaque(Tensor):
-    """A tensor that can be halved, multiplied and gated, and asked for its dtype."""
+    """A tensor that only supports halving, products, SiLU and its dtype."""
 
     @classmethod
     def __torch_function__(
@@ -209,7 +217,7 @@ class _Opaque(Tensor):
 
 
 class _Linear:
-    """In the place of a linear layer: remembers what it took, and gives what it was told to."""
+    """A replacement of a linear layer that records its input and returns a given output."""
 
     def __init__(self, answer: Tensor) -> None:
         self.took: Tensor | None = None

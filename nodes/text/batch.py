@@ -1,13 +1,13 @@
-"""Calls of a text encoder, gathered and made together.
+"""Calls of a text encoder, collected and run together.
 
-A call is what ComfyUI's `SDClipModel.encode` is given: rows of token numbers of one length, under
-options such as the layer that is asked for. Rows do not see each other, so rows of many calls are
-one batch, and a row that several calls have (the empty prompt, against which weights such as
-`(word:1.3)` are measured) is computed once.
+A call has the arguments of ComfyUI's `SDClipModel.encode`: rows of token ids of one length, and
+options such as the layer. Rows do not interact, so rows of many calls form one batch, and a row of
+several calls (such as the empty prompt, the reference for weights such as `(word:1.3)`) is computed
+once.
 
-Rows of different lengths share a batch where padding is neutral: in encoders that mask it, T5 and
-those of the llama family, whose positions do not depend on what follows. Whether the pads are
-masked is read off ComfyUI's own `process_tokens`, row by row.
+Rows of different lengths share a batch where padding has no effect: in encoders that mask it, T5
+and the llama family, whose positions do not depend on later tokens. Whether pads are masked is read
+from ComfyUI's own `process_tokens` for each row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,17 +22,17 @@ from comfy.text_encoders.t5 import T5
 from .shadow import give_up_compiling, ready
 
 Tokens = tuple[int, ...]
-# What `SDClipModel.encode` returns: `[rows, ..., tokens, channels]`, pooled `[rows, channels]` or
-# None, and in some a dict with the attention mask `[rows, tokens]`.
+# Result of `SDClipModel.encode`: `[rows, ..., tokens, channels]`, pooled `[rows, channels]` or
+# None, and for some encoders a dict with the attention mask `[rows, tokens]`.
 Encoded = tuple
 
-# What may have been set for a call; see SDClipModel.set_clip_options.
+# Options that may be set for a call; see SDClipModel.set_clip_options.
 _OPTIONS = ("layer", "layer_idx", "return_projected_pooled", "execution_device")
 
 # A batch is padded to at most this many times its own tokens.
 _MOST_PADDING = 1.5
 
-# Tokens in a batch at most, and what one takes on a device beside the CPU: umT5-XXL's attention
+# Most tokens of a batch, and the memory of one on a device other than the CPU: umT5-XXL's attention
 # bias, masks and widest activation in float32, rounded up.
 _MOST_TOKENS = 8192
 _BYTES_PER_TOKEN = 512 << 10
@@ -40,7 +40,7 @@ _BYTES_PER_TOKEN = 512 << 10
 
 @dataclass(frozen=True)
 class EncoderCall:
-    """A call of an encoder under some options, with rows of token numbers of one length."""
+    """A call of an encoder with its options, and rows of token ids of one length."""
 
     encoder: SDClipModel
     options: tuple[object, ...]
@@ -48,7 +48,7 @@ class EncoderCall:
 
     @staticmethod
     def of(encoder: SDClipModel, tokens: Sequence[Sequence[object]]) -> "EncoderCall | None":
-        """The call with these tokens; None: there is more than numbers, such as embeddings."""
+        """Return the call of `encoder` with `tokens`; None: they include embeddings."""
         if not all(isinstance(token, int) for row in tokens for token in row):
             return None
         options = tuple(getattr(encoder, name) for name in _OPTIONS)
@@ -56,7 +56,7 @@ class EncoderCall:
 
     @property
     def setting(self) -> tuple[int, str]:
-        """Which encoder, and how it is set."""
+        """The encoder and its options."""
         return id(self.encoder), repr(self.options)
 
     @property
@@ -66,14 +66,23 @@ class EncoderCall:
 
 
 class Forwards:
-    """Makes calls, `dtype` and `compiled` as for `ready`; counts them, and their `rows`."""
+    """Runs calls and counts them.
+
+    Args:
+        dtype: Dtype of the activations, as for `ready`.
+        compiled: Compile the blocks, as for `ready`.
+
+    Attributes:
+        count: Forward calls.
+        rows: Rows of these calls.
+    """
 
     def __init__(self, dtype: torch.dtype | None, compiled: bool) -> None:
         self._dtype, self._compiled = dtype, compiled
         self.count = self.rows = 0
 
     def make(self, calls: Sequence[EncoderCall]) -> dict[tuple[object, ...], Encoded]:
-        """The results of calls, by their keys."""
+        """Return the results of `calls` by key."""
         settings: dict[tuple[int, str], list[EncoderCall]] = {}
         for call in calls:
             settings.setdefault(call.setting, []).append(call)
@@ -86,7 +95,7 @@ class Forwards:
         return results
 
     def encode(self, encoder: SDClipModel, tokens: Sequence[Sequence[object]]) -> Encoded:
-        """One forward call of an encoder that is set as it is to be."""
+        """Run one forward call of `encoder`, with its options set, on `tokens`."""
         comfy.model_management.throw_exception_if_processing_interrupted()
         self.count += 1
         self.rows += len(tokens)
@@ -115,7 +124,7 @@ class Forwards:
     def _encode_rows(
         self, encoder: SDClipModel, rows: list[Tokens]
     ) -> dict[Tokens, Encoded] | None:
-        """Each row's own part of a batch; None: the output cannot be told apart by rows."""
+        """Return the part of each row of a batch; None: the output cannot be split by rows."""
         longest = max(len(row) for row in rows)
         padded = [_padded(encoder, row, longest) for row in rows]
         try:
@@ -124,7 +133,7 @@ class Forwards:
             if len(rows) == 1 or not comfy.model_management.is_oom(error):
                 raise
             output = None
-        if output is None:  # out of the except block, which holds what the failed call has made
+        if output is None:  # outside the except block, which holds tensors of the failed call
             comfy.model_management.soft_empty_cache()
             halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
             parts = [self._encode_rows(encoder, half) for half in halves]
@@ -136,7 +145,7 @@ class Forwards:
 
 
 def _batches(encoder: SDClipModel, rows: list[Tokens]) -> Iterator[list[Tokens]]:
-    """Rows that may go together, in batches of a size that memory has room for."""
+    """Yield batches of rows that can run together and fit into memory."""
     most = _most_tokens(encoder)
     batch: list[Tokens] = []
     own = 0
@@ -162,7 +171,7 @@ def _most_tokens(encoder: SDClipModel) -> int:
 
 
 def _may_pad(encoder: SDClipModel, row: Tokens, length: int) -> bool:
-    """Whether more pads make no difference to what a row gives."""
+    """Return whether more pads have no effect on the result of a row."""
     if not isinstance(encoder.transformer, T5 | BaseLlama) or not encoder.enable_attention_masks:
         return False
     if not isinstance(encoder.special_tokens.get("pad"), int):
@@ -172,7 +181,7 @@ def _may_pad(encoder: SDClipModel, row: Tokens, length: int) -> bool:
         device = encoder.transformer.get_input_embeddings().weight.device
     mask = encoder.process_tokens([row], device)[1]
     padded = encoder.process_tokens([_padded(encoder, row, length)], device)[1]
-    # A row without a token that counts has a mean over its pads, which more of them would change.
+    # The mean of a row without unmasked tokens is over its pads, which more pads would change.
     return bool(
         mask.any() and torch.equal(padded[:, : len(row)], mask) and not padded[:, len(row) :].any()
     )
@@ -183,14 +192,14 @@ def _padded(encoder: SDClipModel, row: Tokens, length: int) -> list[int]:
 
 
 def _part(output: Encoded, index: int, length: int) -> Encoded:
-    """A row of an output, cut to the length of its tokens."""
+    """Return a row of an output, cut to the length of its tokens."""
     states, pooled, *extra = output
     part = (states[index][..., :length, :], None if pooled is None else pooled[index])
     return *part, *({name: mask[index][:length] for name, mask in each.items()} for each in extra)
 
 
 def _joined(rows: list[Encoded]) -> Encoded:
-    """An output of rows. It is new memory: ComfyUI writes weighted tokens into it."""
+    """Return an output of rows in new memory, because ComfyUI writes weighted tokens into it."""
     states, pooled, *extra = zip(*rows, strict=True)
     joined = (torch.stack(states), None if pooled[0] is None else torch.stack(pooled))
     return *joined, *(
@@ -199,5 +208,5 @@ def _joined(rows: list[Encoded]) -> Encoded:
 
 
 def copied(output: Encoded) -> Encoded:
-    """An output in new memory."""
+    """Return a copy of `output`, tensors `[rows, tokens, channels]`, in new memory."""
     return _joined([_part(output, index, output[0].shape[-2]) for index in range(len(output[0]))])

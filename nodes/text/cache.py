@@ -1,4 +1,4 @@
-"""Prompts that were encoded before, as long as they are few and small."""
+"""Cache of encoded prompts with a limit on number and memory."""
 
 import weakref
 from collections import OrderedDict
@@ -8,14 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
-# What ComfyUI calls CONDITIONING: pairs of `[1, tokens, channels]` and a dict of all else.
+# ComfyUI's CONDITIONING: pairs of `[1, tokens, channels]` and a dict of other values.
 Conditioning = list[list[Any]]
 
 MOST_BYTES = 256 << 20
 
 
 class TextCache:
-    """Conditionings by text encoder and prompt, which take `nbytes`; those used last stay."""
+    """Conditionings by text encoder and prompt; the least recently used are dropped.
+
+    Attributes:
+        nbytes: Bytes of all tensors.
+    """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -27,7 +31,7 @@ class TextCache:
         return len(self._entries)
 
     def get(self, key: tuple[Hashable, ...]) -> Conditioning | None:
-        """What was put there; the tensors are shared, the lists and dicts are not."""
+        """Return the conditioning of `key`; tensors are shared, lists and dicts are copied."""
         with self._lock:
             self._forget_the_dead()
             found = self._entries.get(key)
@@ -37,7 +41,13 @@ class TextCache:
             return copied(found)
 
     def put(self, key: tuple[Hashable, ...], conditioning: Conditioning, most: int) -> None:
-        """Keep a conditioning, among `most` of all, until a weak reference in its key has died."""
+        """Store a conditioning.
+
+        Args:
+            key: Its key; when a weak reference in it has died, the entry is dropped.
+            conditioning: The conditioning.
+            most: Most entries of the cache.
+        """
         with self._lock:
             self._forget_the_dead()
             self._drop(key)
@@ -58,11 +68,11 @@ class TextCache:
 
 
 def copied(conditioning: Conditioning) -> Conditioning:
-    """The same tensors in lists and dicts of their own, where nodes may set what they like."""
+    """Return `conditioning` with its tensors in new lists and dicts, which nodes may change."""
     return [[states, dict(rest)] for states, rest in conditioning]
 
 
 def nbytes(conditioning: Conditioning) -> int:
-    """What the tensors of a conditioning take."""
+    """Return the bytes of the tensors of `conditioning`."""
     tensors = [each for states, rest in conditioning for each in (states, *rest.values())]
     return sum(each.nbytes for each in tensors if isinstance(each, Tensor))

@@ -1,15 +1,14 @@
 """Several prompts through ComfyUI's CLIP in one pass of its text encoder.
 
-What ComfyUI does with a prompt (weights, templates, what is cut off, what is pooled) stays
-ComfyUI's: each prompt is encoded by `CLIP.encode_from_tokens_scheduled`. Only the calls of the
-encoder's network within are answered from here. At the first call whose answer is not known the
-encoding of a prompt is left, all such calls of all prompts are made together, and the prompts are
-encoded anew, as far as the next unknown call: in CLIP-L and then CLIP-G, say. So each network runs
-once, however many prompts there are.
+ComfyUI processes each prompt (weights, templates, truncation, pooling) with
+`CLIP.encode_from_tokens_scheduled`. Only the calls of the encoder's network are answered here. At
+the first call with an unknown result, the encoding of a prompt is aborted; all such calls of all
+prompts are run together, and the prompts are encoded again up to the next unknown call, for example
+in CLIP-L and then CLIP-G. So each network runs once for any number of prompts.
 
-This is done on shadows of the CLIP and of its modules (`shadow.py`); ComfyUI's own are not
-touched. A CLIP without such a network inside, with hooks that change its weights from step to step,
-or with methods that another pack has put in place of ComfyUI's encodes one prompt after the other.
+This uses shadows of the CLIP and its modules (`shadow.py`); ComfyUI's own are not modified. A CLIP
+without such a network, with hooks that change its weights between steps, or with methods replaced
+by another pack encodes one prompt after the other.
 """
 
 import copy
@@ -36,20 +35,23 @@ _logger = logging.getLogger(__name__)
 
 cache = TextCache()
 
-# What has to be ComfyUI's own for calls to be answered from here: of an encoder, and of all.
+# Methods that must be ComfyUI's own for calls to be answered here: of an encoder, and of all
+# modules.
 _OF_ENCODER = ("forward", "encode", "process_tokens")
 _OF_ALL = ("encode_token_weights", "set_clip_options", "reset_clip_options")
 
 
 @dataclass(frozen=True)
 class EncodeReport:
-    """What an encoding took; loading is part of its seconds.
+    """The work of an encoding.
 
     Attributes:
-        different: How many prompts were not like another one.
-        cached: How many of these were encoded before.
-        calls: Forward calls of the encoders that were made; None: not known.
+        prompts: Number of prompts.
+        different: Number of different prompts.
+        cached: Number of these from the cache.
+        calls: Forward calls of the encoders; None: unknown.
         rows: Rows of tokens in them.
+        seconds: Seconds, with loading.
     """
 
     prompts: int
@@ -78,13 +80,17 @@ def encode(
     compiled: bool = False,
     cache_size: int = 0,
 ) -> tuple[list[Conditioning], EncodeReport]:
-    """Encode prompts, one or more, as ComfyUI's CLIPTextEncode does, in one pass.
+    """Encode prompts as ComfyUI's CLIPTextEncode does, in one pass.
 
-    The CLIP stays as it is, and is loaded where ComfyUI has it. `dtype` and `compiled` are as for
-    `shadow.ready`. Of the prompts `cache_size` are kept for later; 0: none, and none is looked up.
+    Args:
+        clip: The CLIP, which is not modified; it is loaded on ComfyUI's device.
+        prompts: One or more prompts.
+        dtype: Dtype of the activations, as for `shadow.ready`.
+        compiled: Compile the blocks, as for `shadow.ready`.
+        cache_size: Prompts to keep in the cache; 0: the cache is not used.
 
     Returns:
-        A conditioning for each prompt, and what it took.
+        A conditioning for each prompt, and the report.
     """
     first = time.perf_counter()
     different = list(dict.fromkeys(prompts))
@@ -102,7 +108,7 @@ def encode(
             encoded, calls, rows = _encode(clip, missing, dtype, compiled)
         done |= zip(missing, encoded, strict=True)
     for prompt in missing if identity is not None else ():
-        if "embedding:" not in prompt:  # a file that may be another one the next time
+        if "embedding:" not in prompt:  # the file may change
             cache.put((*identity, prompt), done[prompt], cache_size)
     seconds = time.perf_counter() - first
     report = EncodeReport(len(prompts), len(different), cached, calls, rows, seconds)
@@ -112,7 +118,7 @@ def encode(
 def _encode(
     clip: CLIP, prompts: list[str], dtype: torch.dtype | None, compiled: bool
 ) -> tuple[list[Conditioning], int | None, int]:
-    """The conditionings, forward calls and rows."""
+    """Return the conditionings, forward calls and rows."""
     reason = _why_not(clip)
     if reason is not None:
         unused = " without dtype and compile" if dtype is not None or compiled else ""
@@ -132,11 +138,11 @@ def _alone(clip: CLIP, prompt: str) -> Conditioning:
 
 
 class _UnknownCall(BaseException):
-    """The encoding of a prompt cannot go on; no `except Exception` on its way is to stop it."""
+    """Aborts the encoding of a prompt; a `BaseException`, to pass every `except Exception`."""
 
 
 class _Replay:
-    """Encodes prompts again and again, each time one call of the encoder further."""
+    """Encodes prompts repeatedly, each time up to the next unknown call."""
 
     def __init__(self, clip: CLIP, forwards: Forwards) -> None:
         self._clip, self._forwards = clip, forwards
@@ -145,15 +151,15 @@ class _Replay:
         self._encoders: list[SDClipModel] = []
 
     def run(self, prompts: list[str]) -> list[Conditioning]:
-        """The conditionings of prompts."""
+        """Return the conditionings of prompts."""
         self._load(prompts)
         stand_in, patcher = copy.copy(self._clip), self._clip.patcher
-        stand_in.load_model = lambda *_, **__: patcher  # it is loaded
+        stand_in.load_model = lambda *_, **__: patcher  # it is loaded already
         stand_in.cond_stage_model = shadow(self._clip.cond_stage_model, self._answering)
         try:
             return self._encode(stand_in, prompts)
         finally:
-            for encoder in self._encoders:  # they refer to themselves, and to the weights
+            for encoder in self._encoders:  # they refer to themselves and to the weights
                 del encoder.encode
 
     def _encode(self, stand_in: CLIP, prompts: list[str]) -> list[Conditioning]:
@@ -162,7 +168,7 @@ class _Replay:
             for prompt in prompts:
                 if prompt not in done:
                     try:
-                        # Tokens anew: some encoders change those that they are given.
+                        # Tokenize again: some encoders change the tokens.
                         tokens = stand_in.tokenize(prompt)
                         done[prompt] = stand_in.encode_from_tokens_scheduled(tokens)
                     except _UnknownCall:
@@ -180,7 +186,7 @@ class _Replay:
         self._clip.load_model(tokens[-1])
 
     def _answering(self, module: nn.Module) -> nn.Module | None:
-        """An encoder whose calls come to here."""
+        """Return an encoder with calls that are answered here, or None for other modules."""
         if not _is_plain(module):
             return None
         encoder = with_parts(module, module._modules)
@@ -199,15 +205,15 @@ class _Replay:
 
 
 def _why_not(clip: CLIP) -> str | None:
-    """What keeps a CLIP from encoding prompts together; None: nothing."""
+    """Return why a CLIP cannot encode prompts together; None: it can."""
     model, patcher = getattr(clip, "cond_stage_model", None), getattr(clip, "patcher", None)
     if not isinstance(model, nn.Module) or patcher is None:
-        return f"{type(clip).__name__} is not a CLIP of ComfyUI's"
+        return f"{type(clip).__name__} is not a CLIP of ComfyUI"
     if getattr(patcher, "forced_hooks", None) is not None:
         return "its hooks change the weights"
     encoders = [module for module in model.modules() if isinstance(module, SDClipModel)]
     if not any(_is_plain(encoder) for encoder in encoders):
-        return f"{type(model).__name__} has no encoder that is known to take several"
+        return f"{type(model).__name__} has no encoder with known batching"
     for module in model.modules():
         if any(name in vars(module) for name in _OF_ALL):
             return f"{type(module).__name__} has methods of another pack"
@@ -215,18 +221,18 @@ def _why_not(clip: CLIP) -> str | None:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module is an encoder whose calls do just what those of ComfyUI's base class do."""
+    """Return whether a module is an encoder with the methods of ComfyUI's base class."""
     if not isinstance(module, SDClipModel) or any(name in vars(module) for name in _OF_ENCODER):
         return False
     return all(getattr(type(module), name) is getattr(SDClipModel, name) for name in _OF_ENCODER)
 
 
 def _identity(clip: CLIP, dtype: torch.dtype | None, compiled: bool) -> tuple[Any, ...] | None:
-    """What the conditioning of a prompt depends on; None: more than can be told."""
+    """Return everything that a conditioning depends on; None: something is unknown."""
     if not isinstance(clip, CLIP) or clip.apply_hooks_to_conds or clip.patcher.forced_hooks:
         return None
     patcher = clip.patcher
-    # CLIP sets the first itself, and always the same. All else does not show in `patches_uuid`.
+    # CLIP always sets the first one itself. All others are not part of `patches_uuid`.
     others = [name for name in patcher.object_patches if name != "manual_cast_dtype"]
     if others or patcher.injections or patcher.additional_models or patcher.hook_patches:
         return None

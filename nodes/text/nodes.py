@@ -1,4 +1,4 @@
-"""The node that encodes prompts: all of them in one pass."""
+"""The node that encodes all prompts in one pass."""
 
 import re
 
@@ -12,21 +12,21 @@ from .cache import copied
 
 encoding = Later("nodes.text.encode")
 
-# A line of three dashes or more, alone: between the prompts of one text.
+# A line of three or more dashes separates the prompts of one text.
 _BETWEEN = re.compile(r"^[ \t]*---+[ \t\r]*$", re.MULTILINE)
 
 _EMPTY = "positive: the prompt is empty; expected text"
 
-# Without fp16: the activations of T5 go beyond its largest number.
+# Without fp16, because the activations of T5 exceed its range.
 _DTYPES = {AUTO: None, **{name: DTYPES[name] for name in ("bf16", "fp32")}}
 
 
 class TextEncode(io.ComfyNode):
-    """Positive and negative prompts, encoded together."""
+    """Encode positive and negative prompts together."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node, as ComfyUI shows it."""
+        """Return the node's schema."""
         return io.Schema(
             node_id="FastVAE_TextEncode",
             display_name="Text Encode Batched (Fast)",
@@ -71,7 +71,7 @@ class TextEncode(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, positive: list[str | None]) -> bool | str:
-        """Say that a prompt is empty before anything is loaded; one that is linked is None."""
+        """Reject an empty prompt before anything is loaded; a linked prompt is None."""
         texts = [text for text in positive if text is not None]
         return True if all(map(str.strip, _prompts(texts))) else _EMPTY
 
@@ -86,7 +86,7 @@ class TextEncode(io.ComfyNode):
         compile: list[str] | None = None,
         cache: list[int] | None = None,
     ) -> io.NodeOutput:
-        """Encode all of them."""
+        """Encode all prompts."""
         positives, negatives = _prompts(positive), _prompts(negative)
         if not positives or not all(map(str.strip, positives)):
             raise ValueError(_EMPTY)
@@ -137,35 +137,35 @@ def _advanced() -> list[io.Input]:
 
 
 def _prompts(texts: list[str]) -> list[str]:
-    """The prompts of texts. One that stands alone is not touched, not its white space either."""
+    """Return the prompts of texts. A text with one prompt keeps its white space."""
     parts = [_BETWEEN.split(text) for text in texts]
     return [part if len(each) == 1 else part.strip("\r\n") for each in parts for part in each]
 
 
 def _only(name: str, values: list) -> object:
-    """The one value of an input that is no list."""
+    """Return the single value of an input that is not a list."""
     first = values[0] if values else None
     if any(value is not first and value != first for value in values[1:]):
-        raise ValueError(f"{name}: {len(values)} different ones; expected one")
+        raise ValueError(f"{name}: got {len(values)} different values; expected one")
     if name == "clip" and first is None:
         raise ValueError(
-            "clip: None; expected a text encoder. The checkpoint has none: load it on its own"
+            "clip: got None; expected a text encoder. The checkpoint has none: load it separately"
         )
     return first
 
 
 def _common_length(positives: int, negatives: int) -> int:
     if not negatives:
-        raise ValueError("negative: an empty list; expected at least one prompt")
+        raise ValueError("negative: got an empty list; expected at least one prompt")
     if positives != negatives and 1 not in (positives, negatives):
         raise ValueError(
-            f"negative: {negatives} prompts; expected 1 or {positives}, as many as positive"
+            f"negative: got {negatives} prompts; expected 1 or {positives}, as many as positive"
         )
     return max(positives, negatives)
 
 
 def _spread(conditionings: list, count: int) -> list:
-    """As many as there are to be, each in a list and dicts of its own."""
+    """Return `count` conditionings, each in new lists and dicts."""
     if len(conditionings) == count:
         return conditionings
     return [copied(conditionings[0]) for _ in range(count)]

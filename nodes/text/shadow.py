@@ -1,7 +1,7 @@
-"""A text encoder beside ComfyUI's own: some parts replaced, weights and all else shared.
+"""A text encoder that shares the weights of ComfyUI's own, with some parts replaced.
 
-Nothing is set on ComfyUI's modules, so nothing is left on them when a call fails, and clones of a
-CLIP, which share them, do not see what another one does.
+ComfyUI's modules are not modified, so a failed call leaves nothing behind, and clones of a CLIP,
+which share the modules, do not affect each other.
 """
 
 import functools
@@ -19,10 +19,17 @@ _compiling = {"works": True}
 
 
 def shadow(module: nn.Module, replace: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
-    """A module beside another, of the same class, with some of its parts replaced.
+    """Return a module of the same class with some of its parts replaced.
 
-    Parameters, buffers and hooks are the same ones; it is the module itself where nothing in it is
-    replaced. Where `replace` gives None the parts are looked at.
+    Parameters, buffers and hooks are shared. If nothing is replaced the result is the module
+    itself.
+
+    Args:
+        module: The module.
+        replace: Returns the replacement of a module; None: its parts are examined.
+
+    Returns:
+        The shadow.
     """
     replacement = replace(module)
     if replacement is not None:
@@ -37,7 +44,7 @@ def shadow(module: nn.Module, replace: Callable[[nn.Module], nn.Module | None]) 
 
 
 def with_parts(module: nn.Module, parts: dict[str, nn.Module | None]) -> nn.Module:
-    """A module of the same class and weights, with other parts."""
+    """Return a module with the class and weights of `module`, and other `parts`."""
     copy = type(module).__new__(type(module))
     copy.__dict__.update(module.__dict__)
     copy.__dict__["_modules"] = dict(parts)
@@ -47,10 +54,15 @@ def with_parts(module: nn.Module, parts: dict[str, nn.Module | None]) -> nn.Modu
 def ready(
     encoder: SDClipModel, dtype: torch.dtype | None, compiled: bool
 ) -> tuple[SDClipModel, bool]:
-    """An encoder that computes as it is asked to, and whether anything in it is compiled.
+    """Return an encoder with the given dtype and compilation, and whether anything is compiled.
 
-    In a `dtype` weights are cast to it layer by layer; None: ComfyUI's, which is float32. If it is
-    `compiled` its blocks go through `torch.compile`, which compiles when they are called.
+    Args:
+        encoder: The encoder.
+        dtype: Weights are cast to it layer by layer; None: ComfyUI's, which is float32.
+        compiled: Run the blocks through `torch.compile`, which compiles in their calls.
+
+    Returns:
+        The encoder, and whether it has compiled blocks.
     """
     transformer = encoder.transformer
     if compiled and _compiling["works"]:
@@ -67,7 +79,7 @@ def ready(
 
 
 def give_up_compiling(error: Exception) -> None:
-    """Compile no more in this process, and say why."""
+    """Disable compilation in this process, and log `error`."""
     _compiling["works"] = False
     lines = str(error).strip().splitlines() or [""]
     _logger.warning(
@@ -78,7 +90,7 @@ def give_up_compiling(error: Exception) -> None:
 
 
 def _blocks(module: nn.Module) -> set[int]:
-    """Ids of modules that are alike and in a row, outermost ones; hooks on one keep it out."""
+    """Return the ids of equal modules in a list, outermost first; hooks exclude a module."""
     if isinstance(module, nn.ModuleList) and len(module) > 1 and len(set(map(type, module))) == 1:
         return {
             id(part) for part in module if not part._forward_hooks and not part._forward_pre_hooks
@@ -87,14 +99,14 @@ def _blocks(module: nn.Module) -> set[int]:
 
 
 class _Compiled(nn.Module):
-    """A block whose forward is compiled, once for all blocks of its class."""
+    """A block with a forward that is compiled once for all blocks of its class."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """As the block."""
+        """Run the block."""
         return _compiled(type(self.block))(self.block, *args, **kwargs)
 
 
@@ -104,7 +116,7 @@ def _compiled(kind: type[nn.Module]) -> Callable[..., Any]:
 
 
 class _InDtype(nn.Module):
-    """A transformer whose activations have a number format."""
+    """A transformer with activations in another dtype."""
 
     def __init__(self, transformer: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -117,6 +129,6 @@ class _InDtype(nn.Module):
             return getattr(super().__getattr__("transformer"), name)
 
     def forward(self, *args: Any, embeds: Tensor, **kwargs: Any) -> Any:  # noqa: ANN401
-        """As the transformer."""
+        """Run the transformer."""
         kwargs["dtype"] = self._dtype
         return self.transformer(*args, embeds=embeds.to(self._dtype), **kwargs)

@@ -1,1 +1,1 @@
-"""The node that hands the VAE to WanVideoWrapper."""
+"""The node that passes the VAE to WanVideoWrapper."""

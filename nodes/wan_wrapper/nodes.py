@@ -12,11 +12,11 @@ wanvae = Later("nodes.wan_wrapper.wanvae")
 
 
 class ToWanVideoWrapper(io.ComfyNode):
-    """Make a VAE one that ComfyUI-WanVideoWrapper's nodes take."""
+    """Convert a VAE for the nodes of ComfyUI-WanVideoWrapper."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node, as ComfyUI shows it."""
+        """Return the node's schema."""
         return io.Schema(
             node_id="FastVAE_ToWanVideoWrapper",
             display_name="To WANVAE (Fast)",
@@ -38,9 +38,9 @@ class ToWanVideoWrapper(io.ComfyNode):
     @classmethod
     @checked
     def execute(cls, vae: object) -> io.NodeOutput:
-        """Wrap it; accelerate it first, where it is not fast."""
+        """Wrap the VAE, accelerated first if it is not fast."""
         if not isinstance(vae, comfy.sd.VAE):
-            raise ValueError(f"vae: it is a {type(vae).__name__}; expected a VAE")
+            raise ValueError(f"vae: got a {type(vae).__name__}; expected a VAE")
         with about("vae"):
             fast = vae
             if not isinstance(vae, comfy_vae.FastVAE):

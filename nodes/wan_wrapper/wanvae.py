@@ -1,7 +1,7 @@
-"""Our VAE for the nodes of ComfyUI-WanVideoWrapper, which have a type of their own: WANVAE.
+"""The fast VAE for the nodes of ComfyUI-WanVideoWrapper and their type WANVAE.
 
-They ask of such an object what is public here, and nothing else: read off every place where that
-pack touches one, in its source of May 2026, and in older ones what it asked for before.
+The public members here are all that these nodes use: taken from every access in that pack's source
+of May 2026, and from older versions.
 """
 
 import contextlib
@@ -20,25 +20,26 @@ from ..vae import pieces
 from ..vae.comfy_vae import FastVAE
 from ..vae.first_stage import FastVideoVAE
 
-# Latent channels and spatial compression of Wan 2.1 and Wan 2.2: what the wrapper's models know.
+# Latent channels and spatial compression of Wan 2.1 and Wan 2.2, which the wrapper's models
+# support.
 _KNOWN = {(16, 8), (48, 16)}
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _HOST = torch.device("cpu")
 
-# Where the logarithm of the variance is cut off, as in Wan's own code, before it is drawn from.
+# Bounds of the log variance before sampling, as in Wan's own code.
 _LOG_VARIANCE = (-30.0, 20.0)
 
 
 class WanVideoWrapperVAE:
-    """A `FastVAE` of Wan 2.1 or 2.2, with the methods of ComfyUI-WanVideoWrapper's VAE.
+    """A `FastVAE` of Wan 2.1 or 2.2 with the methods of ComfyUI-WanVideoWrapper's VAE.
 
     The network, its weights and its patches are those of the `FastVAE`, and so is its place in
-    ComfyUI's memory: see `to`.
+    ComfyUI's memory management; see `to`.
 
     Raises:
-        ValueError: It is another VAE, or one of frames of other than three channels.
+        ValueError: It is another VAE, or its frames do not have three channels.
     """
 
     def __init__(self, vae: FastVAE) -> None:
@@ -46,25 +47,25 @@ class WanVideoWrapperVAE:
         known = (config.latent_channels, config.spatial_compression) in _KNOWN
         if config.family == SEEDVR2 or not known or config.image_channels != 3:
             raise ValueError(
-                f"it is one of {config.family} with {config.latent_channels} latent channels and "
-                f"{config.image_channels} of a frame; expected Wan 2.1's (16, 3) or 2.2's (48, 3)"
+                f"got {config.family} with {config.latent_channels} latent channels and "
+                f"{config.image_channels} image channels; expected Wan 2.1 (16, 3) or 2.2 (48, 3)"
             )
         self._vae = vae
         self._dtype: torch.dtype | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        """What callers cast frames and latents to before they hand them in."""
+        """The dtype to which callers cast frames and latents."""
         return self._dtype or self._vae.vae_dtype
 
     @property
     def upsampling_factor(self) -> int:
-        """Pixels per latent, in height and in width: 8, or 16 of Wan 2.2."""
+        """Pixels per latent pixel, in height and in width: 8, or 16 for Wan 2.2."""
         return self._network.config.spatial_compression
 
     @property
     def model(self) -> "WanVideoWrapperVAE":
-        """Itself: callers say `vae.model.to(device)` and `vae.model.clear_cache()`."""
+        """The object itself: callers use `vae.model.to(device)` and `vae.model.clear_cache()`."""
         return self
 
     def clear_cache(self) -> None:
@@ -76,23 +77,31 @@ class WanVideoWrapperVAE:
         dtype: torch.dtype | None = None,
         non_blocking: bool = False,
     ) -> "WanVideoWrapperVAE":
-        """Say where it is wanted, and in which dtype it shall compute from now on.
+        """Set the device and the dtype of the next work.
 
-        The device of the work: nothing is done until there is work. Another one: the memory of the
-        device of the work is given back.
+        With the device of the work nothing is done until there is work. With another device the
+        memory on the device of the work is freed.
+
+        Args:
+            device: A device, or a dtype.
+            dtype: Compute dtype; None: unchanged.
+            non_blocking: Ignored.
+
+        Returns:
+            The object.
 
         Raises:
-            ValueError: It cannot compute in that dtype.
+            ValueError: The dtype is not supported.
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
         if dtype is not None and dtype not in _DTYPES:
             raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}")
         self._dtype = dtype or self._dtype
-        # The weights move through ComfyUI alone. It keeps account of what is on the device, and
-        # would believe in weights that were moved behind its back: they have other users, such as
-        # ComfyUI's own nodes and patchers with other LoRAs. So they come when there is work, for
-        # which it is known how much memory to make free; and go as ComfyUI itself unloads them.
+        # Only ComfyUI moves the weights. It tracks what is on the device, and weights that are
+        # moved otherwise would be missing for their other users, such as ComfyUI's own nodes and
+        # patchers with other LoRAs. So they are loaded with the work, when the needed memory is
+        # known, and unloaded by ComfyUI.
         patcher = self._vae.patcher
         if device is not None and torch.device(device).type != patcher.load_device.type:
             comfy.model_management.unload_model_and_clones(patcher, all_devices=True)
@@ -109,15 +118,24 @@ class WanVideoWrapperVAE:
         pbar: bool = True,
         sample: bool = False,
     ) -> Tensor:
-        """Encode videos to `[B, C_latent, t, h, w]`, normalised, float32, on `device`.
+        """Encode videos to normalised float32 latents.
 
-        The videos are `[B, C, T, H, W]`, or a list of `[C, T, H, W]` of one shape, in [-1, 1], on
-        any device. Rows and columns at the end that do not fill a latent are left out, and so are
-        frames. With `end_` the last frame is a video by itself, and its latent the last one.
+        Rows and columns at the end that do not fill a latent are dropped, and so are frames.
 
-        `tiled` is in exact tiles of `tile_size` latents: the same result, for less memory; a stride
-        is not used. With `sample` latents are drawn from the posterior instead of its mean: as in
-        the wrapper the noise is of the spread that it has before it is normalised.
+        Args:
+            videos: `[B, C, T, H, W]`, or a list of `[C, T, H, W]` of one shape, in [-1, 1], on any
+                device.
+            device: Device of the latents.
+            tiled: Use exact tiles of `tile_size`: the same result with less memory.
+            end_: Encode the last frame as a separate video, whose latent comes last.
+            tile_size: Height and width of a tile in latents.
+            tile_stride: Ignored.
+            pbar: Show a progress bar.
+            sample: Sample from the posterior instead of returning its mean; as in the wrapper, the
+                noise has the spread before normalisation.
+
+        Returns:
+            `[B, C_latent, t, h, w]`.
 
         Raises:
             ValueError: The videos have another shape or dtype, or are not finite; or the VAE has no
@@ -150,15 +168,24 @@ class WanVideoWrapperVAE:
         output_device: torch.device | str | None = None,
         output_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Decode latents to `[B, C, T, H, W]` in about [-1, 1], not clamped.
+        """Decode normalised latents to frames in about [-1, 1], not clamped.
 
-        In memory it is `[B, T, H, W, C]`, so that the IMAGE that callers make of it is contiguous.
-        The latents are `[B, C_latent, t, h, w]`, or a list of `[C_latent, t, h, w]` of one shape,
-        normalised, on any device. What is not said here is as for `encode`.
+        Args:
+            hidden_states: `[B, C_latent, t, h, w]`, or a list of `[C_latent, t, h, w]` of one
+                shape, on any device.
+            device: Device of the frames.
+            tiled: Use exact tiles of `tile_size`; the frames are then on the host in float32, as
+                from the wrapper's tiled decode.
+            end_: Decode the last latent as a separate video.
+            tile_size: Height and width of a tile in latents.
+            tile_stride: Ignored.
+            pbar: Show a progress bar.
+            output_device: Device of the frames, instead of `device`; the host if memory is short.
+            output_dtype: Dtype of the frames, instead of `dtype`.
 
-        The frames come on `device` and in `dtype`; if `tiled` on the host and in float32, as the
-        wrapper's tiled decode gives them; or on `output_device` and in `output_dtype`. Should there
-        be no memory for them on `device` they are on the host.
+        Returns:
+            `[B, C, T, H, W]`, stored as `[B, T, H, W, C]`, so that the caller's IMAGE is
+            contiguous.
 
         Raises:
             ValueError: The latents have another shape or dtype, or are not finite.
@@ -177,7 +204,7 @@ class WanVideoWrapperVAE:
             home = place if way is here else torch.device(output_device or _HOST)
             return self._decode(parts, home, dtype=dtype, tile=tile, shown=pbar)
 
-        # Most callers take the frames to the host at once; the work needs the room that they leave.
+        # Most callers move the frames to the host at once, and the work needs that memory.
         return in_turn(self._vae.device, "a decode", [here, there], go)
 
     @property
@@ -193,7 +220,7 @@ class WanVideoWrapperVAE:
         shown: bool,
         sample: bool,
     ) -> Tensor:
-        """Encode videos of frames `[1, C, T, H, W]`, each part with a cache of its own."""
+        """Encode videos of frames `[1, C, T, H, W]`, each part as a separate video."""
         network, vae = self._network, self._vae
         shape = parts[0][0].shape
         pieces.load(vae, pieces.encode_bytes(vae, shape, way), way)
@@ -227,7 +254,7 @@ class WanVideoWrapperVAE:
         tile: tuple[int, int] | None,
         shown: bool,
     ) -> Tensor:
-        """Decode videos of normalised `[1, C_latent, t, h, w]`, each part as a video of its own."""
+        """Decode videos of normalised `[1, C_latent, t, h, w]`, each part as a separate video."""
         network, vae = self._network, self._vae
         shape = parts[0][0].shape
         counts = [network.config.frames(part.shape[2]) for part in parts[0]]
@@ -251,7 +278,7 @@ class WanVideoWrapperVAE:
 
 @contextlib.contextmanager
 def _posterior(network: FastVideoVAE) -> Iterator[None]:
-    """The encoder's last layer gives mean and log variance, one behind the other, for a while."""
+    """Make the encoder's last layer return mean and log variance within the block."""
     handle = network.conv1.register_forward_hook(lambda conv, inputs, _: conv.forward(inputs[0]))
     try:
         yield
@@ -260,10 +287,10 @@ def _posterior(network: FastVideoVAE) -> Iterator[None]:
 
 
 def _drawn(network: FastVideoVAE, moments: Tensor) -> Tensor:
-    """Draw normalised latents from means and log variances, `[1, 2 * C_latent, t, h, w]`."""
+    """Sample normalised latents from means and log variances, `[1, 2 * C_latent, t, h, w]`."""
     mean, log_variance = moments.float().chunk(2, dim=1)
     spread = (log_variance.clamp(*_LOG_VARIANCE) / 2).exp()
-    noise = torch.randn(spread.shape, device=spread.device)  # for a seed the wrapper's numbers
+    noise = torch.randn(spread.shape, device=spread.device)  # the wrapper's values for a seed
     return network.normalize(mean) + spread * noise
 
 
@@ -272,7 +299,7 @@ def _tile(size: Sequence[int] | None) -> tuple[int, int] | None:
 
 
 def _one_by_one(videos: object, name: str) -> list[Tensor]:
-    """The videos of a batch or list, as `[1, C, T, H, W]` each."""
+    """Return the videos of a batch or list as `[1, C, T, H, W]` each."""
     if isinstance(videos, Tensor) and videos.ndim == 5:
         batch = list(videos.split(1))
     elif isinstance(videos, list | tuple) and all(
@@ -289,20 +316,20 @@ def _one_by_one(videos: object, name: str) -> list[Tensor]:
     for index, each in enumerate(batch):
         if each.shape != batch[0].shape:
             raise ValueError(
-                f"{name}[{index}] is {list(each.shape[1:])}; expected {list(batch[0].shape[1:])} "
-                "as the first"
+                f"{name}[{index}] is {list(each.shape[1:])}; expected {list(batch[0].shape[1:])}, "
+                "the shape of the first"
             )
     return batch
 
 
 def _cropped(frames: Tensor, step: int) -> Tensor:
-    """Leave out the rows and columns at the end that do not fill a latent: so does the wrapper."""
+    """Drop the rows and columns at the end that do not fill a latent, as the wrapper does."""
     height, width = frames.shape[3:]
     return frames[..., : height - height % step, : width - width % step]
 
 
 def _parts(video: Tensor, end_: bool) -> tuple[Tensor, ...]:
-    """What has a cache of its own: all, or all but the last frame or latent, and that one."""
+    """Return the parts that are separate videos: all, or all but the last frame, and that frame."""
     if not end_ or video.shape[2] < 2:
         return (video,)
     return video[:, :, :-1], video[:, :, -1:]
