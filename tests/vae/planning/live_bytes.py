@@ -1,7 +1,7 @@
-"""What a stream allocates, counted on tensors without memory: the oracle of the memory plan.
+"""The allocations of a stream, counted on the `meta` device: the oracle of the memory plan.
 
-The stream runs as it is, on the `meta` device. What only a real device needs is left out: looking
-at values (finite inputs, stale weights, frames that do not change), autocast, caches on the host.
+The stream runs unchanged, except for the steps that need a real device: checks of values (finite
+inputs, stale weights, static frames), autocast, and caches on the host.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from fast_video_vae.vae.streaming import session
 
 
 class LiveBytes(TorchDispatchMode):
-    """Adds up the storages that ops under it make, for as long as they live.
+    """Counts the bytes of the live storages that ops create while it is active.
 
     Attributes:
-        live: Bytes of now.
-        peak: The most that `live` was.
+        live: Current bytes.
+        peak: Largest value of `live` so far.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def ignore(self, tensor: Tensor) -> None:
-        """Leave out what was there before."""
+        """Do not count the storage of `tensor`, which existed before."""
         self._known.add(tensor.untyped_storage()._cdata)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -63,7 +63,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def live_peak(case: Case) -> tuple[int, int]:
-    """The most bytes that live at once in a stream, beside weights and input; and the estimate."""
+    """Return the peak bytes of a stream without weights and input, and the estimate of its plan."""
     vae = _meta_vae(case.family, case.width, case.dtype)
     with contextlib.ExitStack() as stack:
         for target, name, value in (
@@ -73,7 +73,7 @@ def live_peak(case: Case) -> tuple[int, int]:
             (plan, "_PARKED_LATENTS", ()),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
-        # Derived weights come with the first stream, and count as weights.
+        # The first stream derives weights, which count as weights.
         small = Case(case.family, case.encode, size=(64, 64), limit_bytes=1 << 40)
         bench_memory.stream(vae, small, bench_memory.input_of(vae, small))
         given = bench_memory.input_of(vae, case)

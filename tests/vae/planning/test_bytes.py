@@ -1,4 +1,4 @@
-"""What a step moves through memory, counted on tensors that have none."""
+"""The memory traffic of a step, counted on tensors of the `meta` device."""
 
 import pytest
 import torch
@@ -8,19 +8,19 @@ from fast_video_vae.tests.benchmarks import count_bytes
 
 LIMIT_BYTES = 16 << 30
 
-# Ops of one latent's frames: 25 to 31 convolutions, each with its norm and its sum; the passes that
-# change the size; attention. Stock's chains take more than a thousand.
+# Kernel launches per latent: 25 to 31 convolutions, each with a norm and a sum; the passes that
+# change the size; attention. The stock implementation needs more than a thousand.
 LAUNCHES = 110
 
 
 @pytest.mark.parametrize("direction", ["decode", "encode"])
 @pytest.mark.parametrize("family", ["wan2.1", "wan2.2"])
-def test_a_step_moves_little_more_than_fused_passes_must(family, direction):
+def test_the_traffic_of_a_step_is_near_the_minimum(family, direction):
     try:
         with use_backend("native"):
             silu_mul(torch.empty(1, device="meta"), torch.empty(1, device="meta"))
     except BackendError as error:
-        pytest.skip(f"each op is one pass with a fused backend alone: {error}")
+        pytest.skip(f"an op is one pass only with a fused backend: {error}")
     config = count_bytes.configs()[family]
     counter, latents = count_bytes.steady_step(config, direction, 720, 1280, LIMIT_BYTES)
     gigabytes = counter.total / latents / 1e9

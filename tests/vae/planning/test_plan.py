@@ -1,4 +1,4 @@
-"""What a plan says of memory is what a stream takes, and what is chosen keeps its limit."""
+"""A plan estimates the memory of its stream, and keeps the memory limit."""
 
 import dataclasses
 import itertools
@@ -19,12 +19,12 @@ from fast_video_vae.vae.planning.layer_specs import lengths_before, network_spec
 from fast_video_vae.vae.planning.plan import StreamJob, Tiles, make_plan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-# Of tensors that a stream makes (most are within 3 %, one of 92 is 7 % off), and of the memory of a
-# process.
+# Relative errors of the estimate for allocated tensors (most cases are within 3 %, one of 92 is 7 %
+# off) and for the memory of a process.
 ALLOCATED, TOLERANCE = 0.08, 0.15
 
 measured = pytest.mark.skipif(
-    not bench_memory.can_measure(), reason="the system does not tell the peak memory of a process"
+    not bench_memory.can_measure(), reason="the system does not report the peak memory of a process"
 )
 
 
@@ -61,7 +61,8 @@ CASES = [
     Case("wan2.1", True, chunk=1, size=(128, 192), tile=(64, 96), cut=1),
 ]
 
-# Of the peak on whole frames. What a video remembers stays on a CPU, so that less is not to be had.
+# Cases, and limits as shares of their peak on whole frames. On a CPU the tails cannot be moved, so
+# lower limits cannot be kept.
 PICTURE = Case(latents=1, size=(640, 640))
 LIMITS = [
     (PICTURE, 0.8),
@@ -71,7 +72,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("case", "share"), LIMITS, ids=str)
-def test_a_stream_under_a_limit_stays_within_it(case, share):
+def test_a_stream_keeps_its_memory_limit(case, share):
     limit = int(share * live_peak(case)[1])
     peak, estimate = live_peak(dataclasses.replace(case, limit_bytes=limit))
     assert estimate <= limit
@@ -101,15 +102,15 @@ MANY = [case for family in VIDEO for encode in (False, True) for case in many(fa
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MANY)], ids=str
 )
-def test_the_estimate_is_what_a_stream_allocates(case):
+def test_the_estimate_matches_the_allocations_of_a_stream(case):
     peak, estimate = live_peak(case)
     assert estimate == pytest.approx(peak, rel=ALLOCATED)
 
 
 @measured
 @pytest.mark.slow
-def test_the_estimate_is_what_a_process_takes():
-    """Weights in oneDNN's layout and memory that is kept are of a CPU alone."""
+def test_the_estimate_matches_the_memory_of_a_process():
+    """A process on a CPU also holds weights in oneDNN's layout, and memory that it reuses."""
     wrong = [
         f"{case}: {result}"
         for case, result in zip(CASES, bench_memory.run(*CASES), strict=True)
@@ -120,13 +121,13 @@ def test_the_estimate_is_what_a_process_takes():
 
 @measured
 @pytest.mark.slow
-def test_the_heap_of_glibc_keeps_a_little_more():
+def test_the_heap_of_glibc_adds_at_most_100_mib():
     for case in CASES[:2]:
         (result,) = bench_memory.run(case, holes=True)
         assert 0.85 * result["estimate_mib"] <= result["peak_mib"] <= result["estimate_mib"] + 100
 
 
-def test_large_weights_that_are_not_kept_are_counted(wan, monkeypatch):
+def test_copies_of_large_weights_are_counted(wan, monkeypatch):
     work = work_of(wan.decoder, 4, 4)
     before = make_plan(work, 1, cuts=False).peak_bytes
     monkeypatch.setattr(conv_weights, "_KEPT_ELEMENTS", 1)
@@ -135,9 +136,8 @@ def test_large_weights_that_are_not_kept_are_counted(wan, monkeypatch):
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 @pytest.mark.parametrize("single_frame", [False, True])
-def test_a_smaller_limit_never_takes_more_and_one_that_can_be_kept_is(
-    network, device, single_frame
-):
+def test_a_smaller_limit_never_needs_more_memory(network, device, single_frame):
+    """Every limit that is not below the smallest plan is kept."""
     work = work_of(network, device=device, single_frame=single_frame)
     most = make_plan(work, 1 << 50).peak_bytes
     least = make_plan(work, 1).peak_bytes
@@ -150,7 +150,7 @@ def test_a_smaller_limit_never_takes_more_and_one_that_can_be_kept_is(
         before = peak
 
 
-def test_memory_grows_with_all_that_is_larger(network):
+def test_a_larger_stream_needs_more_memory(network):
     def peak(chunk=2, **changes):
         return make_plan(work_of(network, **changes), 1 << 50, chunk=chunk).peak_bytes
 
@@ -162,7 +162,8 @@ def test_memory_grows_with_all_that_is_larger(network):
     assert peak(single_frame=True) < base
 
 
-def test_all_free_memory_but_a_tenth_is_for_whole_frames_and_half_for_long_steps(wan, monkeypatch):
+def test_free_memory_is_divided_by_default(wan, monkeypatch):
+    """Steps use half of it, whole frames nine tenths; beyond that the frames are tiled."""
     work = work_of(wan.decoder, device=CUDA)
     longest, shortest = make_plan(work, 1 << 50), make_plan(work, 1, cuts=False)
 
@@ -180,7 +181,7 @@ def test_all_free_memory_but_a_tenth_is_for_whole_frames_and_half_for_long_steps
 
 @pytest.mark.parametrize("size", [(64, 64), (90, 70), (1000, 48)])
 def test_tiles_are_counted_as_they_are_cut(vae, network, size):
-    """Every length of every tile, beside the tiles that a stream runs in."""
+    """The planned length of every tile before every layer is that of the tiles of a stream."""
     work = work_of(network, 24, 22)
     for cut in tiling.can_cut(network):
         _, tiles, whole = plan.cut_tiles(work, Tiles(cut, size))
@@ -193,7 +194,7 @@ def test_tiles_are_counted_as_they_are_cut(vae, network, size):
                 assert lengths == [*expected, span[1] - span[0]]
 
 
-def test_caches_on_the_host_are_paid_for_and_make_steps_longer(wan, monkeypatch):
+def test_caches_on_the_host_cost_copies_and_lengthen_steps(wan, monkeypatch):
     work = work_of(wan.decoder, device=CUDA)
     least = make_plan(work, 1)
     assert least.parked
@@ -203,17 +204,19 @@ def test_caches_on_the_host_are_paid_for_and_make_steps_longer(wan, monkeypatch)
     assert chosen.chunk > make_plan(work, 1 << 50).chunk
     assert chosen.peak_bytes <= limit
     monkeypatch.setattr(plan, "_PRODUCTS_PER_BYTE", 0)
-    assert make_plan(work, limit).chunk <= chosen.chunk  # nothing is gained by longer ones
+    assert (
+        make_plan(work, limit).chunk <= chosen.chunk
+    )  # copies are free, so longer steps gain nothing
     monkeypatch.setattr(plan, "_PRODUCTS_PER_BYTE", 1e12)
-    dear = make_plan(work, limit)
-    assert dear.chunk >= chosen.chunk
+    costly = make_plan(work, limit)
+    assert costly.chunk >= chosen.chunk
     for device, single_frame in ((CPU, False), (CUDA, True)):
         assert not make_plan(
             work_of(wan.decoder, device=device, single_frame=single_frame), 1
         ).parked
 
 
-def test_a_plan_takes_little_time(wan):
+def test_planning_is_fast(wan):
     times = []
     for device, limit in itertools.product((CPU, CUDA), (1, 1 << 29)):
         work = work_of(wan.decoder, device=device)
@@ -223,10 +226,10 @@ def test_a_plan_takes_little_time(wan):
             make_plan(work, limit)
             best = min(best, time.process_time() - start)
         times.append(best)
-    assert max(times) < 0.25  # 5 to 30 ms on a CPU that is shared
+    assert max(times) < 0.25  # 5 to 30 ms on a shared CPU
 
 
-def test_a_plan_in_words():
+def test_a_plan_is_printed_in_words():
     words = str(plan.Plan(1, 1, 300 << 20))
     assert words == "1 latent a step, whole frames, about 300 MiB"
     words = str(plan.Plan(-1, 1, 1 << 20, Tiles(3, (24, 40)), True, 2))

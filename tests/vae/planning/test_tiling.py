@@ -1,4 +1,4 @@
-"""Tiles: the same numbers as whole frames, whatever the tile, and no seam anywhere."""
+"""Tiles give the result of whole frames for any tile size, without seams."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def vae(request):
 
 @pytest.fixture
 def tiles(monkeypatch):
-    """How many tiles each chunk went through."""
+    """Number of tiles of each chunk."""
     counts = []
     for route in (TiledDecode, TiledEncode):
         advance = route.advance
@@ -42,14 +42,16 @@ def tiles(monkeypatch):
 CASES = [
     (128, 192, (64, 64), 3, 1, 1),
     (144, 176, (64, 64), 3, 2, 1),  # odd numbers of latents
-    (144, 112, (72, 10_000), 3, -1, 1),  # bands
-    (96, 160, (50, 70), 2, None, 2),  # that divide nothing
-    (96, 128, (64, 64), 1, None, 1),  # a picture
+    (144, 112, (72, 10_000), 3, -1, 1),  # tiles as wide as the frames
+    (96, 160, (50, 70), 2, None, 2),  # tiles that do not divide the frames
+    (96, 128, (64, 64), 1, None, 1),  # one frame
 ]
 
 
 @pytest.mark.parametrize(("height", "width", "tile", "frames", "chunk", "batch"), CASES)
-def test_tiles_give_what_whole_frames_give(vae, tiles, height, width, tile, frames, chunk, batch):
+def test_tiles_give_the_result_of_whole_frames(
+    vae, tiles, height, width, tile, frames, chunk, batch
+):
     options = StreamOptions(chunk, tile=tile)
     latent = latent_for(vae, frames, height, width, batch)
     video = random_frames(batch, 3, 4 * frames - 3, height, width)
@@ -60,7 +62,7 @@ def test_tiles_give_what_whole_frames_give(vae, tiles, height, width, tile, fram
     assert min(tiles) > 1
 
 
-def test_every_cut_gives_the_same(vae, monkeypatch, tiles):
+def test_every_cut_gives_the_same_result(vae, monkeypatch, tiles):
     latent, video = latent_for(vae, 3, 96, 128), random_frames(1, 3, 9, 96, 128)
     frames, encoded = vae.decode(latent), vae.encode(video)
     find = tiling.can_cut
@@ -77,8 +79,8 @@ def test_every_cut_gives_the_same(vae, monkeypatch, tiles):
     assert min(tiles) > 1
 
 
-def test_brightness_does_not_step_at_the_borders_of_tiles_and_chunks(vae):
-    """A slow ramp in space and time, in float64: what a seam would add would stand out."""
+def test_brightness_is_continuous_at_tile_and_chunk_borders(vae):
+    """A slow ramp in space and time, compared in float64, in which a seam would be visible."""
     height, width, frames = 128, 128, 5
     step = vae.config.spatial_compression
     y, x = torch.meshgrid(
@@ -95,7 +97,7 @@ def test_brightness_does_not_step_at_the_borders_of_tiles_and_chunks(vae):
         assert (cut.diff(dim=dim) - whole.diff(dim=dim)).abs().max() < 1e-5 * scale
 
 
-def test_what_sees_whole_frames_is_never_cut():
+def test_layers_that_see_whole_frames_are_not_tiled():
     seedvr2 = load_vae(random_seedvr2(), dtype=torch.float32)
     assert not tiling.can_cut(seedvr2.decoder)
     assert not tiling.can_cut(seedvr2.encoder)
@@ -105,8 +107,8 @@ def test_what_sees_whole_frames_is_never_cut():
     )
 
 
-def test_the_halo_of_wan_is_as_wide_as_its_layers_reach():
-    """20 pixels from the last temporal upsampling of Wan 2.1 on; twice that of Wan 2.2's frames."""
+def test_the_halo_of_wan_is_the_reach_of_its_layers():
+    """20 pixels of the output from the last temporal upsampling on: 40 of a frame of Wan 2.2."""
     for state, layers in ((random_state_dict(8), 8), (random_wan22(8, 8), 3)):
         network = load_vae(state, dtype=torch.float32).decoder
         tail = network.layers()[-layers:]
@@ -119,14 +121,14 @@ def test_the_halo_of_wan_is_as_wide_as_its_layers_reach():
         assert (middle[0] - scale * start, scale * stop - middle[1]) == (20, 20)
 
 
-def test_tiles_are_not_taken_where_autograd_records(vae, tiles):
+def test_frames_are_not_tiled_while_autograd_records(vae, tiles):
     latent = latent_for(vae, 2, 64, 64).requires_grad_()
     joined(vae.decode_stream(latent, StreamOptions(tile=(32, 32)))).sum().backward()
     assert latent.grad is not None
     assert not tiles
 
 
-def test_a_range_far_into_a_video_leaves_out_what_does_not_matter_to_it(vae, monkeypatch):
+def test_a_late_range_skips_latents_outside_its_reach(vae, monkeypatch):
     latent = latent_for(vae, 80, 16, 16)
     expected = vae.decode(latent)[:, :, 300:]
     seen = []
@@ -150,7 +152,7 @@ def test_a_range_far_into_a_video_leaves_out_what_does_not_matter_to_it(vae, mon
 
 
 @pytest.mark.parametrize("chunk", [1, 2, -1])
-def test_a_still_end_is_left_out_in_tiles_too(vae, tiles, chunk):
+def test_a_static_end_is_skipped_in_tiles(vae, tiles, chunk):
     video = random_frames(1, 3, 1, 64, 96).repeat(1, 1, 121, 1, 1)
     video[:, :, :7] = random_frames(1, 3, 7, 64, 96)
     vae.skips_static = False
@@ -160,8 +162,8 @@ def test_a_still_end_is_left_out_in_tiles_too(vae, tiles, chunk):
     assert tiles
 
 
-def test_what_tiles_remember_may_wait_elsewhere(vae, tiles, monkeypatch):
-    """On a CPU that is other memory of the host."""
+def test_tails_of_tiles_can_be_parked(vae, tiles, monkeypatch):
+    """On a CPU they are copied to other memory of the host."""
     plan, parks = session.make_plan, []
 
     def parked(*arguments, **options):
