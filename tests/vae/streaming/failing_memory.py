@@ -1,4 +1,4 @@
-"""Memory that fails: the k-th allocation of some work raises what an allocator raises."""
+"""Failing memory: the k-th allocation raises the error of a real allocator."""
 
 import torch
 from torch.utils import _pytree as pytree
@@ -22,19 +22,19 @@ ERRORS = {
 
 
 class FailingMemory(TorchDispatchMode):
-    """Counts the ops that allocate, and makes some of them raise before they do anything.
+    """Counts the ops that allocate, and makes some of them raise before they compute.
 
     Args:
-        first: The first allocation that fails, counted from 1; 0: none.
-        count: How many in a row fail.
-        every: Each allocation whose number is a multiple of this fails, too; 0: none.
-        most: Largest allocation that succeeds, in bytes; None: any.
-        error: One of `ERRORS`.
+        first: First allocation that fails, counted from 1; 0: none.
+        count: Allocations in a row that fail.
+        every: Allocations whose number is a multiple of this also fail; 0: none.
+        most: Largest allocation that succeeds, in bytes; None: any size.
+        error: Key of `ERRORS`.
 
     Attributes:
-        seen: Allocations so far, those that failed among them.
-        failed: Those that failed.
-        largest: Bytes of the largest one.
+        seen: Allocations so far, failed ones included.
+        failed: Failed allocations.
+        largest: Bytes of the largest allocation.
     """
 
     def __init__(self, first=0, count=1, *, every=0, most=None, error="cuda"):
@@ -61,7 +61,7 @@ class FailingMemory(TorchDispatchMode):
 
 
 def allocates(func):
-    """Whether an op returns tensors that are neither its inputs nor views of them."""
+    """Return whether an op returns tensors that are neither its inputs nor views of them."""
     return any(
         "Tensor" in str(result.type) and result.alias_info is None
         for result in func._schema.returns

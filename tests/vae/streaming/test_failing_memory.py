@@ -1,7 +1,7 @@
-"""Every allocation of a stream may fail: the frames stay right, or one line says what is missing.
+"""Any allocation of a stream can fail: the frames stay correct, or the error is one line.
 
-A dispatch mode makes the k-th allocation raise, once or several times in a row. Ops that fail have
-done nothing, as PyTorch's own do, which allocate before they compute.
+A dispatch mode makes the k-th allocation raise, once or several times in a row. An op raises before
+it computes, as PyTorch's ops do, which allocate first.
 """
 
 import functools
@@ -34,8 +34,8 @@ from fast_video_vae.vae.media import (
     save_latent,
 )
 
-# The first, which stands alone, the one behind it, and one with a full history. What is around the
-# layers does not see the difference between the last two.
+# Three latents: the first, the second, and one after full tails. The code around the layers treats
+# the last two the same, so its tasks run on two.
 LATENTS, FEWER = 3, 2
 TASKS = (
     "decode",
@@ -48,7 +48,7 @@ TASKS = (
     "encode in steps",
     "picture in",
     "tiled encode",
-    "still end",
+    "static end",
 )
 
 
@@ -61,12 +61,12 @@ def vae(request):
 
 
 class Task:
-    """A small piece of work, its undisturbed result, and the allocations that it takes."""
+    """A small stream, its result without failures, and the number of its allocations."""
 
     def __init__(self, vae, name, folder):
         self.vae, self.name, self.folder = vae, name, folder
         if vae.config.family == "seedvr2" and "tiled" in name:
-            pytest.skip("SeedVR2 is never cut into tiles")
+            pytest.skip("SeedVR2 is never tiled")
         step = vae.config.spatial_compression
         side = 4 if "tiled" in name else 2
         self.tile = (2 * step, 2 * step)
@@ -75,7 +75,7 @@ class Task:
         self.latent = latent_for(vae, latents, *size)
         self.video = video = random_frames(1, 3, 4 * latents - 3, *size)
         self.static = torch.cat([video, video[:, :, -1:].expand(-1, -1, 28, -1, -1)], dim=2)
-        self.run()  # what is set up once, such as derived weights
+        self.run()  # derives the weights, which happens once
         self.expected = self.run()
         with FailingMemory() as memory:
             self.run()
@@ -94,7 +94,7 @@ class Task:
             "encode": lambda: [vae.encode(video)],
             "encode in steps": lambda: list(vae.encode_stream(video, steps)),
             "picture in": lambda: [vae.encode(video[:, :, :1])],
-            "still end": lambda: list(vae.encode_stream(self.static, steps)),
+            "static end": lambda: list(vae.encode_stream(self.static, steps)),
             "tiled encode": lambda: list(vae.encode_stream(video, tiled)),
         }[self.name]()
 
@@ -109,12 +109,12 @@ class Task:
         return [path.read_bytes()]
 
     def _pictures(self, files):
-        """The frames of a file, as bytes."""
+        """Return the frames of a file as bytes."""
         (content,) = files
         return [frame.numpy().tobytes() for frame in read_video(io.BytesIO(content)).frames()]
 
     def survives(self, memory):
-        """Run with failing memory: whether the right frames came, or else the one line did."""
+        """Run with failing memory; return whether it gave frames, not an error of one line."""
         try:
             with memory:
                 got = self.run()
@@ -137,7 +137,7 @@ def task(request, vae, tmp_path):
 
 
 def sampled(task, count):
-    """About `count` of a task's allocations, from the first to the last, at uneven distances."""
+    """Return about `count` numbers of allocations, from first to last, at uneven distances."""
     step = max(1, task.allocations // count)
     return [min(task.allocations, k + k // step % 7) for k in range(1, task.allocations + 1, step)]
 
@@ -147,23 +147,23 @@ def fail_each(task, places, in_a_row):
         memory = FailingMemory(place, in_a_row, error=error)
         whole = task.survives(memory)
         assert memory.failed
-        # A failure that does not come again is healed, wherever it is.
+        # A stream recovers from a single failure at any place.
         assert whole or in_a_row > 1, f"allocation {place} of {task.allocations}"
 
 
-def test_an_allocation_that_fails_once_makes_no_difference(task):
+def test_one_failed_allocation_does_not_change_the_result(task):
     fail_each(task, sampled(task, 5), 1)
 
 
 @pytest.mark.parametrize("family", VIDEO[1:])
 @pytest.mark.parametrize("name", ["decode in steps", "encode in steps"])
-def test_nor_does_it_in_other_families(family, name, tmp_path):
+def test_one_failed_allocation_in_other_families(family, name, tmp_path):
     task = Task(load_vae(STATES[family](), dtype=torch.float32), name, tmp_path)
     fail_each(task, sampled(task, 4), 1)
 
 
 @pytest.mark.parametrize("in_a_row", [2, 10])
-def test_frames_are_right_or_a_line_says_why_there_are_none(vae, tmp_path, in_a_row):
+def test_repeated_failures_give_frames_or_one_line(vae, tmp_path, in_a_row):
     for name in ("decode in steps", "encode in steps"):
         task = Task(vae, name, tmp_path)
         fail_each(task, sampled(task, 5), in_a_row)
@@ -174,14 +174,14 @@ def test_frames_are_right_or_a_line_says_why_there_are_none(vae, tmp_path, in_a_
 @pytest.mark.parametrize(
     "name", ["decode in steps", "encode in steps", "picture", "tiled decode", "to a file"]
 )
-def test_every_allocation_may_fail(vae, tmp_path, name, in_a_row):
+def test_any_allocation_can_fail(vae, tmp_path, name, in_a_row):
     task = Task(vae, name, tmp_path)
     fail_each(task, range(1, task.allocations + 1), in_a_row)
 
 
 @pytest.mark.parametrize("name", ["decode in steps", "encode in steps", "picture"])
-def test_what_layers_remember_may_move_at_any_try(vae, tmp_path, monkeypatch, name):
-    """On a GPU tails go to the host, so nothing may write to those it looked up before."""
+def test_tails_can_move_at_any_attempt(vae, tmp_path, monkeypatch, name):
+    """On a GPU tails move to the host, so each attempt must look them up again."""
 
     moved = []
 
@@ -193,30 +193,27 @@ def test_what_layers_remember_may_move_at_any_try(vae, tmp_path, monkeypatch, na
     task = Task(vae, name, tmp_path)
     monkeypatch.setattr(TemporalCache, "park", park)
     for place in sampled(task, 16):
-        # Before the first layer there is nothing to move, so that two failures end the work.
+        # Before the first layer no tail can be moved, so two failures end the stream.
         assert task.survives(FailingMemory(place, 2)) or not moved
         moved.clear()
 
 
 @pytest.mark.parametrize("name", ["decode in steps", "encode in steps", "picture"])
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.25])
-def test_a_ceiling_on_one_allocation(vae, tmp_path, name, share):
+def test_large_allocations_can_fail(vae, tmp_path, name, share):
     task = Task(vae, name, tmp_path)
     with FailingMemory() as memory:
         task.run()
     task.survives(FailingMemory(most=int(share * memory.largest)))
 
 
-def test_memory_that_is_short_for_good_is_one_warning_and_one_line(vae, tmp_path, caplog):
+def test_short_memory_logs_one_warning_and_raises_one_line(vae, tmp_path, caplog):
     latent = torch.randn(1, vae.config.latent_channels, 12, 2, 2)
     expected = joined(vae.decode_stream(latent, StreamOptions(1)))
     with FailingMemory() as memory:
         list(vae.decode_stream(latent, StreamOptions(1)))
     every = FailingMemory(every=1, error="linux")
-    message = (
-        r"^memory ran out in a decode, and nothing is left to give back \([^\n]+\); "
-        r"smaller tiles, frames or chunks take less$"
-    )
+    message = r"^memory ran out in a decode \([^\n]+\); use smaller tiles, frames or chunks$"
     failing = pytest.raises(torch.OutOfMemoryError, match=message)
     with caplog.at_level(logging.INFO), failing, every:
         list(vae.decode_stream(latent, StreamOptions(1)))
@@ -233,8 +230,8 @@ def test_memory_that_is_short_for_good_is_one_warning_and_one_line(vae, tmp_path
 
 
 @pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("first", [1, 200])  # while the file is loaded, and in the work
-def test_the_command_line_says_it_in_one_line(tmp_path, capsys, error, first):
+@pytest.mark.parametrize("first", [1, 200])  # while the file is loaded, and while it decodes
+def test_the_command_line_prints_one_line(tmp_path, capsys, error, first):
     latents = tmp_path / "latents.safetensors"
     latent = torch.zeros(1, 16, 2, 2, 2)
     save_latent(latents, latent, family="wan2.1", fps=Fraction(16), frames=5)
@@ -243,7 +240,7 @@ def test_the_command_line_says_it_in_one_line(tmp_path, capsys, error, first):
     with FailingMemory(first, 1 << 40, error=error):
         code = main(["decode", str(latents), "--vae", str(path), "-o", str(tmp_path / "x.mkv")])
     assert code == 1
-    said = capsys.readouterr().err
-    assert said.startswith("fast-video-vae: error: memory ran out in ")
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("fast-video-vae: error: memory ran out in ")
+    assert printed.count("\n") == 1
     assert {each.name for each in tmp_path.iterdir()} == {latents.name, path.name}

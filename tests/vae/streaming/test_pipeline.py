@@ -1,4 +1,4 @@
-"""How a stream behaves while it runs: order, memory, layout, and which operations it calls."""
+"""A running stream: order of inputs and results, memory, layout, ops, and options."""
 
 import gc
 import threading
@@ -32,51 +32,51 @@ def vae():
         ([1], 4, [1]),
     ],
 )
-def test_rechunk_gives_the_first_frame_then_equal_runs(pieces, size, expected):
+def test_rechunk_yields_the_first_frame_then_equal_runs(pieces, size, expected):
     video = torch.arange(float(sum(pieces))).view(1, 1, -1, 1, 1)
     runs = list(rechunk(video.split(pieces, dim=2), size))
     assert [run.shape[2] for run in runs] == expected
     assert torch.equal(torch.cat(runs, 2), video)
 
 
-def test_rechunk_of_nothing_is_nothing():
+def test_rechunk_of_no_pieces_is_empty():
     assert not list(rechunk(iter([]), 4))
 
 
-def test_frames_leave_before_later_latents_are_touched(vae):
-    asked = []
+def test_frames_are_yielded_before_later_latents_are_read(vae):
+    requested = []
 
     def latents():
         for index in range(4):
-            asked.append(index)
+            requested.append(index)
             yield torch.randn(1, 16, 1, 2, 2)
 
     stream = vae.decode_stream(latents())
-    assert asked == []
+    assert requested == []
     seen = 0
     for frames in stream:
         seen += frames.shape[2]
-        assert vae.config.latent_frames(seen) >= len(asked)
+        assert vae.config.latent_frames(seen) >= len(requested)
     assert seen == 13
 
 
-def test_latents_leave_before_later_frames_are_touched(vae):
-    asked = 0
+def test_latents_are_yielded_before_later_frames_are_read(vae):
+    requested = 0
 
     def video():
-        nonlocal asked
+        nonlocal requested
         for _ in range(13):
-            asked += 1
+            requested += 1
             yield torch.zeros(1, 3, 1, 16, 16)
 
     made = 0
     for latent in vae.encode_stream(video()):
         made += latent.shape[2]
-        assert asked == vae.config.frames(made)
+        assert requested == vae.config.frames(made)
     assert made == 4
 
 
-def test_a_video_is_never_padded_by_a_copy(vae):
+def test_a_video_is_never_padded_with_a_copy(vae):
     with Convolutions() as seen:
         vae.decode(torch.randn(1, 16, 3, 2, 2))
         vae.encode(torch.zeros(1, 3, 9, 16, 16))
@@ -84,7 +84,7 @@ def test_a_video_is_never_padded_by_a_copy(vae):
     assert not [name for name in seen.ops if "pad" in name]
 
 
-def test_inputs_stay_as_they_were(vae):
+def test_inputs_are_not_changed(vae):
     latent, video = torch.randn(1, 16, 3, 2, 2), torch.rand(1, 3, 9, 16, 16)
     before = latent.clone(), video.clone()
     vae.decode(latent)
@@ -93,7 +93,7 @@ def test_inputs_stay_as_they_were(vae):
     assert torch.equal(video, before[1])
 
 
-def test_threads_share_a_vae(vae):
+def test_threads_can_share_a_vae(vae):
     vae.drop_derived()
     latents = [torch.randn(1, 16, 3, 2, 2 + index) for index in range(4)]
     expected = [load_vae(vae.state_dict(), dtype=torch.float32).decode(x) for x in latents]
@@ -114,8 +114,8 @@ def test_threads_share_a_vae(vae):
 
 @pytest.mark.parametrize("tile", [None, (64, 64)])
 @pytest.mark.parametrize("pieces", [None, 2])
-def test_a_stream_that_is_done_or_dropped_keeps_nothing_alive(vae, pieces, tile):
-    """Nothing waits for a garbage collection, which may be ten seconds and many tensors away."""
+def test_a_finished_or_dropped_stream_frees_its_memory(vae, pieces, tile):
+    """Without a garbage collection, which can come ten seconds and many tensors later."""
 
     def run():
         for piece, _ in enumerate(vae.decode_stream(latent, StreamOptions(1, tile=tile))):
@@ -141,18 +141,18 @@ def test_two_streams_of_one_vae_do_not_mix(vae):
         close(torch.cat(frames, 2), vae.decode(latent))
 
 
-def test_a_dtype_for_once_is_that_of_the_frames():
+def test_the_dtype_of_a_stream_is_that_of_its_frames():
     vae = load_vae(random_state_dict(4), dtype=torch.float32)
     latent = torch.randn(1, 16, 2, 4, 4, generator=torch.Generator().manual_seed(0))
     rounded = torch.cat(list(vae.decode_stream(latent, StreamOptions(dtype=torch.bfloat16))), dim=2)
     assert rounded.dtype == torch.bfloat16
     expected = vae.decode(latent)
-    # Some 30 roundings of half a bf16 ulp, one after the other.
+    # About 30 roundings of half a bf16 ulp, one after the other.
     assert (rounded - expected).norm() < 30 * 2**-9 * expected.norm()
     assert vae.dtype == torch.float32
 
 
-def test_a_limit_for_once_rules_the_steps_of_that_stream_alone(vae, monkeypatch):
+def test_a_stream_limit_applies_to_that_stream_only(vae, monkeypatch):
     limits = []
     real = model.make_plan
 
@@ -164,12 +164,12 @@ def test_a_limit_for_once_rules_the_steps_of_that_stream_alone(vae, monkeypatch)
         monkeypatch.setattr(module, "make_plan", plan)
     latent, frames = torch.randn(1, 16, 3, 2, 2), torch.rand(1, 3, 9, 16, 16)
     expected, encoded = vae.decode(latent), vae.encode(frames)
-    for stream, wanted in (
+    for stream, result in (
         (vae.decode_stream(latent, StreamOptions(limit_bytes=1)), expected),
         (vae.encode_stream(frames, StreamOptions(limit_bytes=2)), encoded),
         (vae.encode_stream(frames, StreamOptions(limit_bytes=3), scaled=False), encoded),
     ):
-        close(joined(stream), wanted)
+        close(joined(stream), result)
     vae.plan(16, 16, StreamOptions(limit_bytes=4), encode=True)
     assert limits == [None, None, 1, 2, 3, 4]
     monkeypatch.setattr(vae, "limit_bytes", 5)
@@ -178,7 +178,7 @@ def test_a_limit_for_once_rules_the_steps_of_that_stream_alone(vae, monkeypatch)
     assert limits[6:] == [5, 6]
 
 
-def test_the_bare_mean_of_seedvr2_is_what_its_latents_are_scaled_from():
+def test_latents_of_seedvr2_are_its_mean_times_the_scale():
     scaled = load_vae(random_seedvr2(), dtype=torch.float32)
     frames = torch.rand(1, 3, 5, 16, 16) * 2 - 1
     mean = joined(scaled.encode_stream(frames, scaled=False))

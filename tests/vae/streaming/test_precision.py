@@ -1,4 +1,4 @@
-"""A dtype that is slow on a CPU: float32 computes, and the results are in the dtype asked for."""
+"""A dtype that is slow on a CPU: the computation is in float32, the results are in that dtype."""
 
 import math
 import time
@@ -14,7 +14,7 @@ from fast_video_vae.vae.streaming.precision import compute_dtype
 CPU = torch.device("cpu")
 HALF = torch.float16
 
-# One family of each way out of the decoder: its own frames, patches, a 2x decoder, no tiles.
+# One VAE for each output of a decoder: frames, patches, 2x frames, and never tiled.
 FAMILIES = {
     **{family: STATES[family] for family in VIDEO},
     "2x": lambda: random_state_dict(8, out_channels=12),
@@ -28,13 +28,13 @@ def slow_half():
 
 
 def pair(family="wan2.1"):
-    """The VAE in float16, and in float32 with the same weights."""
+    """Return a VAE in float16, and one in float32 with the same weights."""
     state = FAMILIES[family]()
     return load_vae(state, dtype=HALF), load_vae(state, dtype=torch.float32, weights_dtype=HALF)
 
 
 def best_seconds(*runs, rounds=3):
-    """The fastest of each, in turn, in processor time: other processes do not count."""
+    """Return the shortest processor time of each run, measured in turn."""
     best = [float("inf")] * len(runs)
     for _ in range(rounds):
         for at, run in enumerate(runs):
@@ -44,17 +44,17 @@ def best_seconds(*runs, rounds=3):
     return best
 
 
-def test_float16_takes_at_most_twice_as_long_as_float32():
+def test_float16_is_at_most_twice_as_slow_as_float32():
     half, full = pair()
     latent, frames = random_frames(1, 16, 2, 8, 8), random_frames(1, 3, 5, 64, 64)
-    ours, theirs = best_seconds(
+    half_seconds, full_seconds = best_seconds(
         *(lambda vae=vae: vae.encode(frames).add(vae.decode(latent).mean()) for vae in (half, full))
     )
-    assert ours < 2 * theirs
+    assert half_seconds < 2 * full_seconds
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_results_are_those_of_float32_rounded_to_float16(slow_half, family):
+def test_results_are_float32_results_rounded_to_float16(slow_half, family):
     half, full = pair(family)
     config = full.config
     size = 4 * config.spatial_compression
@@ -69,7 +69,7 @@ def test_the_results_are_those_of_float32_rounded_to_float16(slow_half, family):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_dtype_asked_for_a_stream_alone_is_that_of_its_pieces(slow_half, dtype):
+def test_the_dtype_of_a_stream_is_that_of_its_pieces(slow_half, dtype):
     vae = load_vae(FAMILIES["wan2.1"](), dtype=dtype, weights_dtype=torch.float32)
     latent, frames = random_frames(1, 16, 2, 4, 4), random_frames(1, 3, 5, 32, 32)
     for stream, given in ((vae.decode_stream, latent), (vae.encode_stream, frames)):
@@ -77,7 +77,7 @@ def test_a_dtype_asked_for_a_stream_alone_is_that_of_its_pieces(slow_half, dtype
         assert torch.equal(half, whole.half())
 
 
-def test_tiles_are_put_together_in_the_dtype_asked_for(slow_half):
+def test_tiles_are_joined_in_the_requested_dtype(slow_half):
     half, full = pair()
     latent = random_frames(1, 16, 2, 8, 8)
     tiles = joined(half.decode_stream(latent, StreamOptions(tile=(32, 32))))
@@ -85,7 +85,7 @@ def test_tiles_are_put_together_in_the_dtype_asked_for(slow_half):
     assert torch.equal(tiles, expected.half())
 
 
-def test_memory_of_the_caller_s_is_written_in_its_own_dtype(slow_half):
+def test_a_buffer_of_the_caller_keeps_its_dtype(slow_half):
     half, full = pair()
     latent = random_frames(1, 16, 1, 4, 4)
     images = torch.empty(1, 1, 32, 32, 3)
@@ -112,13 +112,13 @@ def test_the_plan_counts_memory_in_the_dtype_of_the_computation(slow_half):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_wider_dtypes_are_left_as_they_are(dtype):
+def test_wider_dtypes_are_not_replaced(dtype):
     assert compute_dtype(dtype, CPU) == dtype
     latent = random_frames(1, 16, 1, 2, 2)
     assert load_vae(FAMILIES["wan2.1"](), dtype=dtype).decode(latent).dtype == dtype
 
 
-def test_no_dtype_is_replaced_on_another_device_than_a_cpu():
+def test_dtypes_are_replaced_on_a_cpu_only():
     for device in ("cuda", "meta", "mps"):
         assert compute_dtype(HALF, torch.device(device)) == HALF
 
@@ -135,14 +135,14 @@ for _ in range(2):
 """
 
 
-def test_one_line_of_the_log_says_what_is_done_instead(slow_half):
+def test_the_replaced_dtype_is_logged_once(slow_half):
     (line,) = succeeded(script_command(_TWICE)).stderr.splitlines()
     assert "float16" in line
     assert "computing in float32, results stay float16" in line
 
 
 def clip(frames, size):
-    """A soft moving pattern in [-1, 1]."""
+    """Return a smooth moving pattern in [-1, 1]."""
     return torch.nn.functional.interpolate(
         random_frames(1, 3, frames, 6, 6), (frames, size, size), mode="trilinear"
     )
@@ -155,12 +155,12 @@ def psnr(frames, expected):
 
 @pytest.mark.comfyui
 @pytest.mark.parametrize("weights", ["random", "bundled"])
-def test_bfloat16_is_not_further_from_float32_than_comfyui_s(weights):
+def test_bfloat16_is_as_accurate_as_in_comfyui(weights):
     state = random_state_dict(96) if weights == "random" else read_checkpoint(VAE_PATH).weights
-    theirs = stock(state, dtype=torch.bfloat16)
+    reference = stock(state, dtype=torch.bfloat16)
     exact = load_vae(state, dtype=torch.float32)
-    ours = load_vae(state, dtype=torch.bfloat16)
-    size = 32 if weights == "random" else 128  # as wide as the published one
+    vae = load_vae(state, dtype=torch.bfloat16)
+    size = 32 if weights == "random" else 128  # as wide as the published VAE
     latent = exact.encode(clip(9, size)).bfloat16()
     expected = exact.decode(latent)
-    assert psnr(ours.decode(latent), expected) >= psnr(theirs.decode(latent), expected) - 0.5
+    assert psnr(vae.decode(latent), expected) >= psnr(reference.decode(latent), expected) - 0.5

@@ -1,4 +1,4 @@
-"""Chunks that repeat: the search for algorithms, CUDA graphs, and `torch.compile` around it all."""
+"""Equal chunks: the search for algorithms and CUDA graphs; and `torch.compile` around a VAE."""
 
 import importlib
 import logging
@@ -24,10 +24,10 @@ def vae():
 
 
 class StandIn:
-    """A recording without CUDA: as there, recording leaves no trace in the state of the video.
+    """A recording without CUDA. Like a capture, it does not change the state of the video.
 
-    Replaying runs the code again, on the memory of the recording, and writes where the results of
-    the recording lie, as a graph does.
+    A replay runs the code again on the input memory of the recording, and writes to the memory of
+    its results, as a graph does.
     """
 
     made = 0
@@ -55,7 +55,7 @@ class StandIn:
 
 @pytest.fixture
 def recorded(monkeypatch, vae):
-    """Graphs without CUDA."""
+    """A VAE with graphs that do not need CUDA."""
     monkeypatch.setattr(StandIn, "made", 0)
     monkeypatch.setattr(graphs, "Recording", StandIn)
     monkeypatch.setattr(graphs, "takes", lambda _: True)
@@ -75,7 +75,7 @@ def recorded(monkeypatch, vae):
         ("encode", (1, 3, 25, 16, 24), 1, None, 1),
     ],
 )
-def test_a_video_out_of_a_graph_is_the_same(
+def test_graphs_do_not_change_the_result(
     recorded, monkeypatch, name, shape, chunk, part_bytes, made
 ):
     if part_bytes:
@@ -88,8 +88,7 @@ def test_a_video_out_of_a_graph_is_the_same(
 
 
 @pytest.mark.parametrize("given", ["nothing", "out", "images"])
-def test_results_are_the_callers_own(recorded, given):
-    """A piece that somebody keeps is not what the next replay writes to."""
+def test_pieces_are_not_overwritten_by_later_replays(recorded, given):
     z = torch.randn(1, 16, 6, 2, 2)
     places = {
         "nothing": {},
@@ -108,7 +107,7 @@ def test_results_are_the_callers_own(recorded, given):
     assert torch.equal(torch.cat([piece for piece, _ in kept], axis), expected)
 
 
-def test_what_cannot_be_recorded_runs_plainly_and_is_told_once(recorded, monkeypatch, caplog):
+def test_a_failed_capture_is_logged_once_and_runs_without_graph(recorded, monkeypatch, caplog):
     class Fails:
         def __init__(self, *_):
             raise RuntimeError("operation not permitted\nwhen stream is capturing")
@@ -125,7 +124,7 @@ def test_what_cannot_be_recorded_runs_plainly_and_is_told_once(recorded, monkeyp
     assert line.endswith("(operation not permitted)")
 
 
-def test_what_learns_is_not_recorded(recorded):
+def test_chunks_with_gradients_are_not_captured(recorded):
     z = torch.randn(1, 16, 5, 1, 1, requires_grad=True)
     recorded.decode(z, 1).sum().backward()
     assert z.grad.isfinite().all()
@@ -134,7 +133,7 @@ def test_what_learns_is_not_recorded(recorded):
 
 @pytest.fixture
 def searches(monkeypatch):
-    """How many chunks of a decode were searched for."""
+    """Function that returns the number of chunks of a decode with a search for algorithms."""
     cudnn = session.cudnn
     monkeypatch.setattr(session, "_SEARCHED", ("cpu",))
     monkeypatch.setattr(cudnn, "_seen", Counter())
@@ -166,32 +165,34 @@ def searches(monkeypatch):
     return count
 
 
-def test_the_search_waits_for_what_repeats(vae, searches):
-    """As many chunks without as it costs; the first frame is a kind of its own."""
+def test_the_search_waits_for_repeated_chunks(vae, searches):
+    """It starts after `_UNSEARCHED` chunks of a shape; first frames are counted separately."""
     assert searches(vae, 4) == 0
     assert searches(vae, 6) == 5
     assert searches(vae, 3, size=2) == 0
     assert [searches(vae, 1) for _ in range(3)] == [0, 1, 1]
 
 
-def test_another_network_is_searched_for_by_itself(vae, searches):
+def test_every_network_and_dtype_is_searched_separately(vae, searches):
     assert searches(vae, 6) == 2
     assert searches(load_vae(random_state_dict(16), dtype=torch.float32), 4) == 0
-    vae.dtype = torch.float64  # on a slow CPU a narrow one is float32
+    vae.dtype = torch.float64  # not a 16-bit dtype, which a slow CPU computes in float32
     assert searches(vae, 4) == 0
 
 
-def test_a_search_begins_before_a_recording_and_not_inside_of_one(recorded, searches):
+def test_a_search_does_not_start_inside_a_capture(recorded, searches):
     searches(recorded, 3)
     assert StandIn.made == 1
-    searches(recorded, 9)  # one like chunk, then those that are searched for, all but one recorded
+    searches(
+        recorded, 9
+    )  # one more chunk without a search; then all with one, captured from the second on
     assert StandIn.made == 2
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_real_graph_gives_the_same_video(dtype):
+def test_a_real_graph_does_not_change_the_result(dtype):
     vae = load_vae(random_state_dict(32), dtype=dtype).cuda()
     z = torch.randn(1, 16, 12, 8, 12, device="cuda")
     plain, before = vae.decode(z, 2), preparations()
@@ -201,7 +202,7 @@ def test_a_real_graph_gives_the_same_video(dtype):
 
 
 class Compiler:
-    """A backend for `torch.compile` that counts the graphs it gets, and runs them as they are."""
+    """A `torch.compile` backend that stores the graphs it gets, and runs them unchanged."""
 
     def __init__(self):
         self.graphs = []
@@ -211,7 +212,7 @@ class Compiler:
         return graph.forward
 
     def computed(self):
-        """The operations in all graphs."""
+        """Return the operations of all graphs."""
         calls = ("call_function", "call_method", "call_module")
         return [node for graph in self.graphs for node in graph.graph.nodes if node.op in calls]
 
@@ -227,7 +228,7 @@ def compiler():
 
 
 @pytest.mark.parametrize("name", ["decode", "encode"])
-def test_a_compiled_vae_compiles_nothing_and_gives_the_same(vae, compiler, name):
+def test_a_compiled_vae_runs_without_compilation(vae, compiler, name):
     run = torch.compile(getattr(vae, name), backend=compiler)
     for size in ((5, 2, 2), (9, 2, 2), (9, 3, 2), (1, 2, 2)):
         frames, height, width = size
@@ -237,7 +238,7 @@ def test_a_compiled_vae_compiles_nothing_and_gives_the_same(vae, compiler, name)
     assert not compiler.computed()
 
 
-def test_compiled_code_around_a_vae_stays_compiled(vae, compiler):
+def test_code_around_a_vae_is_compiled(vae, compiler):
     @torch.compile(backend=compiler)
     def around(z):
         frames = vae.decode(z * 2)
@@ -252,8 +253,8 @@ def test_compiled_code_around_a_vae_stays_compiled(vae, compiler):
 
 
 @pytest.mark.parametrize("part", ["encoder", "decoder"])
-def test_a_compiled_part_compiles_nothing_and_gives_the_same(vae, compiler, part):
-    """What nodes that compile a VAE do: they put the compiled module in the place of the plain."""
+def test_a_compiled_network_runs_without_compilation(vae, compiler, part):
+    """Nodes that compile a VAE replace its encoder or decoder by the compiled module."""
     z, x = torch.randn(1, 16, 3, 2, 2), torch.rand(1, 3, 9, 16, 16)
     expected = vae.decode(z), vae.encode(x)
     setattr(vae, part, torch.compile(getattr(vae, part), backend=compiler))
@@ -262,9 +263,9 @@ def test_a_compiled_part_compiles_nothing_and_gives_the_same(vae, compiler, part
     assert not compiler.computed()
 
 
-# Of what it finds around the computation; the second is PyTorch 2.6's.
+# Warnings of Dynamo about the code around the computation; the second is of PyTorch 2.6.
 @pytest.mark.filterwarnings("ignore:Dynamo", "ignore:Graph break due to unsupported builtin")
-def test_a_stream_in_compiled_code_compiles_nothing(vae, compiler):
+def test_a_stream_in_compiled_code_is_not_compiled(vae, compiler):
     z = torch.randn(1, 16, 4, 2, 2)
 
     @torch.compile(backend=compiler)

@@ -1,4 +1,4 @@
-"""Clips that stand still: the same latents, with less work."""
+"""Clips with static frames: the same latents with less work."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def vae(request):
 
 
 def clip(*moving, size=16):
-    """Frames: a number makes so many that change, `("still", n)` the last of them n times."""
+    """Return frames: `n` changing ones for a number, the last one `n` times for `("static", n)`."""
     frames = [torch.zeros(1, 3, 1, size, size)]
     for part in moving:
         if part == "grey":
@@ -39,38 +39,38 @@ def clip(*moving, size=16):
     return torch.cat(frames[1:], 2)
 
 
-def of(vae, video):
-    """With as many channels as it takes."""
+def fitted_to(vae, video):
+    """Return `video` with the number of channels of `vae`."""
     return torch.cat([video, video[:, :1]], 1)[:, : vae.config.image_channels]
 
 
 @pytest.mark.parametrize(
     ("parts", "chunk"),
     [
-        ((3, ("still", 70)), 1),
-        ((3, ("still", 70)), 2),
-        ((1, "grey", ("still", 79)), 1),  # what WanImageToVideo encodes
-        ((("still", 81),), 1),
+        ((3, ("static", 70)), 1),
+        ((3, ("static", 70)), 2),
+        ((1, "grey", ("static", 79)), 1),  # as WanImageToVideo encodes
+        ((("static", 81),), 1),
     ],
 )
-def test_what_stands_still_is_the_same_and_costs_less(vae, parts, chunk):
-    took, whole = check(vae, clip(*parts), chunk)
-    assert took.count < 0.75 * whole.count
+def test_static_frames_cost_less_and_do_not_change_latents(vae, parts, chunk):
+    skipping, whole = check(vae, clip(*parts), chunk)
+    assert skipping.count < 0.75 * whole.count
 
 
 @pytest.mark.parametrize(
     ("parts", "chunk", "pieces"),
     [
-        *(((5, ("still", 27), 2, ("still", 11)), 4, pieces) for pieces in (1, 7, 30)),
-        ((2, ("still", 39), 8, ("still", 24), 4), 1, None),  # it moves again
-        ((2, ("still", 39), 8, ("still", 24), 4), 3, None),
-        ((1,), None, None),  # a picture, and copies of it
-        ((("still", 5),), None, None),
-        ((("still", 81),), -1, None),
-        ((2, ("still", 51)), 2, 3),
+        *(((5, ("static", 27), 2, ("static", 11)), 4, pieces) for pieces in (1, 7, 30)),
+        ((2, ("static", 39), 8, ("static", 24), 4), 1, None),  # motion after a static part
+        ((2, ("static", 39), 8, ("static", 24), 4), 3, None),
+        ((1,), None, None),  # one frame, and copies of it
+        ((("static", 5),), None, None),
+        ((("static", 81),), -1, None),
+        ((2, ("static", 51)), 2, 3),
     ],
 )
-def test_any_clip_in_any_pieces_is_the_same(vae, parts, chunk, pieces):
+def test_static_frames_in_pieces_of_any_size(vae, parts, chunk, pieces):
     check(vae, clip(*parts), chunk, pieces)
 
 
@@ -83,9 +83,9 @@ def encoded(vae, pieces, chunk, skips):
 
 
 def check(vae, video, chunk, pieces=None):
-    """The same latents with what stands still left out and without; the work of both."""
-    video = of(vae, video)
-    encoded(vae, video[:, :, :9], chunk, False)  # forms are made
+    """Compare the latents with and without skipping static frames; return the work of both."""
+    video = fitted_to(vae, video)
+    encoded(vae, video[:, :, :9], chunk, False)  # derives the weights
     work, results = [], []
     for skips in (True, False):
         source = video if pieces is None else iter(video.split(pieces, 2))
@@ -97,60 +97,60 @@ def check(vae, video, chunk, pieces=None):
 
 
 @pytest.mark.parametrize("chunk", [1, 4, -1, None])
-def test_a_picture_and_80_grey_frames_take_a_quarter_of_the_products(chunk):
+def test_a_picture_and_80_grey_frames_need_a_quarter_of_the_products(chunk):
     vae = load_vae(random_state_dict(8), dtype=torch.float32)
-    took, whole = check(vae, clip(1, "grey", ("still", 79), size=32), chunk)
-    assert took.products < whole.products / 4
+    skipping, whole = check(vae, clip(1, "grey", ("static", 79), size=32), chunk)
+    assert skipping.products < whole.products / 4
 
 
 @pytest.mark.parametrize("vae", VIDEO, indirect=True)
 @pytest.mark.parametrize("chunk", [4, -1])
 @pytest.mark.parametrize("moving", [2, 5, 8, 11, 16])
-def test_a_change_anywhere_in_a_chunk_is_seen(vae, moving, chunk):
-    check(vae, clip(moving, ("still", 41 - moving)), chunk)
+def test_a_change_anywhere_in_a_chunk_is_detected(vae, moving, chunk):
+    check(vae, clip(moving, ("static", 41 - moving)), chunk)
 
 
 @pytest.mark.parametrize("vae", VIDEO, indirect=True)
 @pytest.mark.parametrize("repeats", [2, 4, 6, 7, 8, 12])
-def test_what_is_alike_for_a_while_is_the_same(vae, repeats):
-    """From frames shown twice to those that settle the first layers."""
-    parts = [part for _ in range(4) for part in (1, ("still", repeats - 1))]
+def test_short_repetitions_do_not_change_the_result(vae, repeats):
+    """From frames shown twice to runs after which the first layers are static."""
+    parts = [part for _ in range(4) for part in (1, ("static", repeats - 1))]
     check(vae, clip(*parts, 1), 3)
 
 
 @pytest.mark.parametrize("vae", VIDEO, indirect=True)
 @pytest.mark.parametrize("part", [1, 1 << 12, 1 << 15])
-def test_layers_come_to_rest_in_parts_of_any_size(vae, part, monkeypatch):
+def test_static_frames_in_parts_of_any_size(vae, part, monkeypatch):
     monkeypatch.setattr(plan_module, "_CPU_PART_BYTES", part)
-    batch = torch.cat([clip(6, ("still", 47)), clip(4, 2, ("still", 47))], 0)
+    batch = torch.cat([clip(6, ("static", 47)), clip(4, 2, ("static", 47))], 0)
     check(vae, batch, 4)
 
 
-def test_a_piece_that_learns_is_a_change(vae):
-    """What came before it is not what comes before the next."""
-    frames = of(vae, clip(1, ("still", 8)))
-    other = of(vae, clip(10))[:, :, 6:].requires_grad_()
+def test_a_piece_with_gradients_ends_the_repetition(vae):
+    """The piece after it equals the piece before it, which is not its predecessor."""
+    frames = fitted_to(vae, clip(1, ("static", 8)))
+    other = fitted_to(vae, clip(10))[:, :, 6:].requires_grad_()
     pieces = [frames, other, frames[:, :, 1:]]
     close(encoded(vae, iter(pieces), 1, True), encoded(vae, iter(pieces), 1, False))
 
 
-def test_a_change_of_one_number_is_a_change(vae):
-    video = clip(1, ("still", 44), size=32)
+def test_a_change_of_one_value_is_detected(vae):
+    video = clip(1, ("static", 44), size=32)
     video[0, 1, 30, 17, 5] += 1e-3
     check(vae, video, 1)
 
 
-def test_long_enough_ends_cost_nothing(vae):
+def test_a_long_static_end_costs_nothing_more(vae):
     def convolutions(latents):
-        video = of(vae, clip(1, ("still", 4 * latents)))
+        video = fitted_to(vae, clip(1, ("static", 4 * latents)))
         return check(vae, video, 1)[0].count
 
     assert convolutions(60) == convolutions(50) > 0
 
 
-def test_frames_in_a_buffer_that_is_used_again_are_not_still(vae):
-    """Who hands over pieces may write the next one into the same memory."""
-    video = of(vae, clip(33))
+def test_frames_in_a_reused_buffer_are_not_static(vae):
+    """The caller may write the next piece into the same memory."""
+    video = fitted_to(vae, clip(33))
     buffer = torch.empty_like(video[:, :, :4])
 
     def pieces():
@@ -162,23 +162,23 @@ def test_frames_in_a_buffer_that_is_used_again_are_not_still(vae):
     close(encoded(vae, pieces(), 1, True), encoded(vae, video, 1, False))
 
 
-def test_eight_bits_and_batches_are_compared_too(vae):
-    video = ((clip(2, ("still", 43)) + 1) * 127).to(torch.uint8)
+def test_uint8_frames_and_batches_are_compared(vae):
+    video = ((clip(2, ("static", 43)) + 1) * 127).to(torch.uint8)
     moving = ((clip(45) + 1) * 127).to(torch.uint8)
     both = torch.cat([video, moving], 0)
     for frames in (video, both):
-        took, whole = check(vae, frames, 1)
+        skipping, whole = check(vae, frames, 1)
         if vae.config.family != "qwen-image-2.1":
-            assert (took.count < whole.count) == (frames is video)
+            assert (skipping.count < whole.count) == (frames is video)
 
 
-def test_what_learns_is_computed(vae):
-    video = of(vae, clip(1, ("still", 8))).requires_grad_()
+def test_static_frames_with_gradients_are_computed(vae):
+    video = fitted_to(vae, clip(1, ("static", 8))).requires_grad_()
     vae.encode(video).square().sum().backward()
     assert video.grad[:, :, -1].any()
 
 
-def test_a_decode_computes_all():
+def test_a_decode_skips_nothing():
     vae = load_vae(random_state_dict(8), dtype=torch.float32)
     latent = torch.zeros(1, 16, 30, 2, 2)
     with Convolutions() as seen:
@@ -189,7 +189,7 @@ def test_a_decode_computes_all():
     assert seen.count == whole.count
 
 
-def test_changes_see_any_number_and_keep_no_view():
+def test_changes_compare_every_value_and_keep_no_view():
     frame = torch.zeros(1, 2, 1, 80, 90)
     changes = Changes()
     assert changes.repeats(frame) == 1
@@ -203,14 +203,14 @@ def test_changes_see_any_number_and_keep_no_view():
     assert changes.repeats(torch.zeros(1, 2, 1, 80, 91)) == 1
     other = frame.clone()
     changes.repeats(other)
-    other.fill_(1)  # what it was compared with is its own
+    other.fill_(1)  # `changes` keeps a copy of it
     assert changes.repeats(other) == 1
 
 
 @pytest.mark.parametrize(("taps", "stride"), [(1, 1), (3, 1), (2, 2), (3, 2)])
 @pytest.mark.parametrize("fresh", [-5, -2, -1, 0, 1, 2, 7, 10])
-def test_results_come_to_rest_where_the_formula_says(fresh, taps, stride):
-    """By a convolution in time alone, of numbers that grow up to the last fresh one."""
+def test_settling_predicts_the_first_static_result(fresh, taps, stride):
+    """Compared with a temporal convolution of numbers that grow up to the last fresh frame."""
     frames, before = 12, 20
     numbers = torch.arange(1.0, before + frames + 1).clamp(max=before + fresh)
     numbers = numbers[(len(numbers) - taps) % stride :]  # the last result ends with the last frame

@@ -1,4 +1,4 @@
-"""What one latent meets on its way through `decode`: how many of our files, how deep the calls."""
+"""The path of one latent through `decode`: how many files of the VAE, how many nested calls."""
 
 import sys
 from pathlib import Path
@@ -12,16 +12,16 @@ from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.planning import plan
 
 VAE = Path(plan.__file__).parents[1]
-# What a reader can follow.
+# Limits for following a decode.
 MOST_FILES, MOST_FRAMES = 12, 15
 
 
-def ours(frame):
+def in_vae(frame):
     return VAE in Path(frame.f_code.co_filename).parents
 
 
 class Convolutions(TorchDispatchMode):
-    """The longest stack of our functions around a convolution of PyTorch's, the last call first."""
+    """Records the longest stack of VAE functions around a PyTorch convolution, last call first."""
 
     def __init__(self):
         super().__init__()
@@ -31,14 +31,14 @@ class Convolutions(TorchDispatchMode):
         if "convolution" in func.name():
             stack, frame = [], sys._getframe()
             while frame is not None:
-                stack += [frame.f_code.co_name] if ours(frame) else []
+                stack += [frame.f_code.co_name] if in_vae(frame) else []
                 frame = frame.f_back
             self.stack = max(self.stack, stack, key=len)
         return func(*args, **(kwargs or {}))
 
 
 def steady_step(vae, latent, before):
-    """Decode, and call something when the third latent enters: its step is like all that follow."""
+    """Decode, and call `before` when the third latent enters: all later steps are like its step."""
     entered = []
 
     def enters(*_):
@@ -54,8 +54,8 @@ def steady_step(vae, latent, before):
 
 
 @pytest.mark.parametrize("part_bytes", [None, 1 << 12], ids=["whole", "in parts"])
-def test_a_steady_step_of_a_decode_can_be_followed(monkeypatch, part_bytes):
-    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)  # nobody compiles
+def test_a_decode_step_uses_few_files_and_calls(monkeypatch, part_bytes):
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)  # no code compiles
     if part_bytes:
         monkeypatch.setattr(plan, "_CPU_PART_BYTES", part_bytes)
     vae = load_vae(random_state_dict(8), dtype=torch.float32)
@@ -64,14 +64,14 @@ def test_a_steady_step_of_a_decode_can_be_followed(monkeypatch, part_bytes):
     files = set()
 
     def note(frame, event, _):
-        if event == "call" and ours(frame):
+        if event == "call" and in_vae(frame):
             files.add(Path(frame.f_code.co_filename).relative_to(VAE).as_posix())
 
     try:
         steady_step(vae, latent, lambda: sys.setprofile(note))
     finally:
         sys.setprofile(None)
-    # What cuts a chunk in parts is what a reader meets who asks how it is cut.
+    # `frame_runs.py` divides chunks into parts; a reader can skip it.
     assert len(files - {"layers/frame_runs.py"}) <= MOST_FILES, sorted(files)
     with Convolutions() as convolutions:
         vae.decode(latent, 1)
