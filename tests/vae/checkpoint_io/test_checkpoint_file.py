@@ -1,4 +1,4 @@
-"""What a checkpoint file may be: any name, what training saves, and nothing that is not there."""
+"""Checkpoint files: any name, any content that training saves, and no tensors without data."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ from fast_video_vae.vae import load_vae
         *(("legacy", suffix) for suffix in (".PTH", "")),
     ],
 )
-def test_any_name_does_for_any_kind_of_file(tmp_path, kind, suffix):
+def test_the_suffix_of_a_file_is_ignored(tmp_path, kind, suffix):
     small = random_state_dict(2)
     path = tmp_path / f"vae{suffix}"
     if kind == "safetensors":
@@ -33,19 +33,19 @@ def test_any_name_does_for_any_kind_of_file(tmp_path, kind, suffix):
         assert all(torch.equal(loaded[key], value) for key, value in small.items())
 
 
-def test_a_file_of_another_kind_is_called_by_its_kind(tmp_path):
+def test_an_error_names_the_kind_of_the_file(tmp_path):
     path = tmp_path / "vae.safetensors"
     for content, what in (
-        (b"<!DOCTYPE html><html>404</html>", "is an HTML page, not a whole"),
-        (pickle.dumps({"a": 1}), "a pickle of something else"),
+        (b"<!DOCTYPE html><html>404</html>", "is an HTML page, not a complete"),
+        (pickle.dumps({"a": 1}), "a pickle, but not of PyTorch"),
     ):
         path.write_bytes(content)
         with refused(what, path.name):
             load_vae(path)
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes with names")
-def test_what_is_no_file_is_refused_at_once(tmp_path):
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
+def test_folders_and_pipes_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe.pth")
     for path, what in ((tmp_path, "a folder"), (tmp_path / "pipe.pth", "a device")):
         with refused(f"is {what}; expected a .safetensors or .pth", path.name):
@@ -59,11 +59,11 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
 def test_a_long_or_odd_name_leaves_room_for_the_reason(tmp_path, name, expected):
     path = tmp_path / name
     path.write_bytes(b"")
-    with refused("is empty, not a whole", expected):
+    with refused("is empty, not a complete", expected):
         load_vae(path)
 
 
-# What training saves.
+# Content that training saves.
 
 
 def _tagged(value):
@@ -79,7 +79,7 @@ class _Net(torch.nn.Module):
         self.state = state
 
     def state_dict(self):
-        saved = super().state_dict()  # with its versions as attributes
+        saved = super().state_dict()  # has the versions of the modules as attributes
         saved.clear()
         saved.update(self.state)
         return saved
@@ -108,7 +108,7 @@ SAVED = {
 
 @pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("zipped", [True, False])
-def test_what_training_saves_loads(tmp_path, saved, zipped):
+def test_files_saved_by_training_load(tmp_path, saved, zipped):
     small = random_state_dict(2)
     path = tmp_path / "vae.pth"
     torch.save(SAVED[saved](small), path, _use_new_zipfile_serialization=zipped)
@@ -119,7 +119,7 @@ def test_what_training_saves_loads(tmp_path, saved, zipped):
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_every_protocol_of_pickles_is_read_with_weights_that_are_tied(tmp_path, protocol):
+def test_tied_weights_load_from_every_pickle_protocol(tmp_path, protocol):
     small = random_state_dict(2)
     small["decoder.middle.2.residual.2.weight"] = small["decoder.middle.0.residual.2.weight"]
     torch.save(small, tmp_path / "vae.pth", pickle_protocol=protocol)
@@ -127,13 +127,13 @@ def test_every_protocol_of_pickles_is_read_with_weights_that_are_tied(tmp_path, 
     assert all(torch.equal(loaded[key], value) for key, value in small.items())
 
 
-# Tensors that are not there.
+# Tensors without data.
 
 
 UNREAL = {
     "meta": (lambda value: value.to("meta"), "meta"),
     "sparse": (lambda value: value.to_sparse(), "sparse"),
-    "expanded": (lambda value: value[:1].expand(value.shape), "expanded|numbers; expected as many"),
+    "expanded": (lambda value: value[:1].expand(value.shape), "expanded|has only 432 values"),
     "empty": (lambda value: value[:0], "holds nothing|no size of 0"),
     "quantised": (
         lambda value: torch.quantize_per_tensor(value, 0.1, 0, torch.qint8),
@@ -142,10 +142,10 @@ UNREAL = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # PyTorch's own, of tensors that it no longer likes
+@pytest.mark.filterwarnings("ignore")  # PyTorch's deprecation warnings about some of these tensors
 @pytest.mark.parametrize("kind", UNREAL)
 @pytest.mark.parametrize("source", ["state dict", "zip", "legacy"])
-def test_tensors_without_numbers_of_their_own_are_refused(tmp_path, kind, source):
+def test_tensors_without_their_own_data_are_refused(tmp_path, kind, source):
     make, words = UNREAL[kind]
     small = random_state_dict(2)
     key = "decoder.conv1.weight"
@@ -159,7 +159,7 @@ def test_tensors_without_numbers_of_their_own_are_refused(tmp_path, kind, source
         load_vae(given)
 
 
-def test_an_empty_anchor_is_no_division_by_zero(tmp_path):
+def test_an_empty_weight_that_gives_a_width_is_refused(tmp_path):
     small = random_state_dict(2)
     for key in ("encoder.conv1.weight", "decoder.head.2.weight", "decoder.head.0.gamma"):
         save_file({**small, key: torch.zeros(2, 0, 3, 3, 3)}, tmp_path / "vae.safetensors")
@@ -167,27 +167,27 @@ def test_an_empty_anchor_is_no_division_by_zero(tmp_path):
             load_vae(tmp_path / "vae.safetensors")
 
 
-def test_two_keys_of_one_meaning_are_refused():
+def test_two_keys_of_one_weight_are_refused():
     small = random_state_dict(2)
-    theirs = {diffusers_name(key): value for key, value in small.items()}
-    with refused(r"are both conv2\.weight", "post_quant_conv.weight"):
-        load_vae({**theirs, "conv2.weight": small["conv2.weight"]})
+    renamed = {diffusers_name(key): value for key, value in small.items()}
+    with refused(r"both mean conv2\.weight", "post_quant_conv.weight"):
+        load_vae({**renamed, "conv2.weight": small["conv2.weight"]})
 
 
-# Weights that are zeros where the latent is.
+# Zero weights next to the latent.
 
 
 @pytest.mark.parametrize("rename", [str, diffusers_name])
-def test_a_file_whose_latents_would_all_decode_to_one_color_is_refused(tmp_path, rename):
+def test_a_decoder_of_one_color_is_refused(tmp_path, rename):
     small = random_state_dict(2)
     for key in ("conv1.weight", "conv1.bias", "conv2.weight", "conv2.bias"):
         small[key] = torch.zeros_like(small[key])
     save_file({rename(key): value for key, value in small.items()}, tmp_path / "v.pth")
-    with refused(r"conv2\.weight \(post_quant_conv\) is all zeros", "v.pth", "flat color"):
+    with refused(r"conv2\.weight \(post_quant_conv\) is all zeros", "v.pth", "one flat color"):
         load_vae(tmp_path / "v.pth")
 
 
-def test_an_encoder_that_gives_one_latent_for_all_frames_is_warned_of(caplog):
+def test_an_encoder_of_one_latent_logs_a_warning(caplog):
     small = random_state_dict(2)
     small["conv1.weight"] = torch.zeros_like(small["conv1.weight"])
     with caplog.at_level(logging.WARNING):

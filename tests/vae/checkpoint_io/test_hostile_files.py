@@ -1,4 +1,4 @@
-"""Files that deserve no trust load, or are refused in one line; none costs or runs."""
+"""Untrusted files load or are refused in one line, with little memory and time, and run no code."""
 
 import pickle
 
@@ -21,14 +21,14 @@ from fast_video_vae.tests.lora.models import wan
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.media import load_latent
 
-# Kinds for the readers of latents and LoRAs too: others are pickles, which those do not read.
+# Kinds for the readers of latents and LoRAs too; the others are pickles, which these do not read.
 FOR_ALL = ("mistaken", "headers", "layouts", "noise", "cut 1")
-# Numbers that flipped, fields of an archive that mean nothing, and names of another kind.
+# Kinds that can be valid: flipped values, ignored fields of an archive, a wrong suffix.
 MAY_LOAD = {"archives", "cut", "flipped", "mistaken"}
 
 
 def outcomes(folder, files):
-    """What came of every file with every reader; each is a load, or one line that names it."""
+    """Yield kind and success of every file with every reader; an error must name the file."""
     targets = Targets(wan(blocks=1))
     others = [load_latent, lambda path: load_bank([path], targets)]
     for file, content in files:
@@ -53,16 +53,14 @@ def check_line(error, file):
     assert isinstance(error, ValueError | OSError), (file, error)
     assert message.isprintable(), message
     assert file in message, message
-    # The names of a LoRA's modules say which model it is for, and may take more room.
+    # The error about a LoRA of another model lists its modules, so it can be longer.
     assert len(message) <= (700 if message.startswith("nothing in ") else 160), message
 
 
 @pytest.mark.parametrize(
     ("every", "random", "files"), [(7, 8, 100), pytest.param(1, 2000, 2600, marks=pytest.mark.slow)]
 )
-def test_a_hostile_file_loads_or_is_refused_in_one_line_at_little_cost(
-    tmp_path, every, random, files
-):
+def test_a_hostile_file_loads_or_is_refused_in_one_line(tmp_path, every, random, files):
     hostile = [*hostile_files(tmp_path / "canary", every), *noise(random)]
     assert len(hostile) >= files
     found = set(outcomes(tmp_path, hostile))
@@ -74,7 +72,7 @@ def test_a_hostile_file_loads_or_is_refused_in_one_line_at_little_cost(
 
 
 def test_the_code_in_the_files_would_run(tmp_path):
-    """What the tests above rely on: another reader does what the pickles say."""
+    """The tests above rely on it: `pickle.loads` executes the code."""
     canary = tmp_path / "canary"
     data = program(call(name("builtins", "eval"), text(f"open({str(canary)!r}, 'w').close()")))
     assert archive(data)
