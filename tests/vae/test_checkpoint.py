@@ -1,4 +1,4 @@
-"""Files in: every dialect and dtype that is taken, and one line for what is not."""
+"""Checkpoints load in every dialect and dtype, or are refused in one line."""
 
 import dataclasses
 import math
@@ -34,18 +34,18 @@ DIALECTS = {
 
 
 def same_weights(vae, other):
-    theirs = other.state_dict()
-    return vae.state_dict().keys() == theirs.keys() and all(
-        torch.equal(value, theirs[key]) for key, value in vae.state_dict().items()
+    expected = other.state_dict()
+    return vae.state_dict().keys() == expected.keys() and all(
+        torch.equal(value, expected[key]) for key, value in vae.state_dict().items()
     )
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_every_dialect_loads_alike(dialect):
+def test_every_dialect_gives_the_same_vae(dialect):
     family, rename = DIALECTS[dialect]
     state = STATES[family]()
     renamed = {rename(key): value for key, value in state.items()}
-    if family == "qwen-image-2.1":  # whose convolutions diffusers has in 2D
+    if family == "qwen-image-2.1":  # its convolutions are 2D in diffusers
         renamed = {k: v.squeeze(2) if v.ndim == 5 else v for k, v in renamed.items()}
     vae, original = load_vae(renamed), load_vae(state)
     assert vae.config == original.config
@@ -88,7 +88,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("state", "changes"), LAYOUTS)
-def test_the_configuration_is_read_off_the_weights(state, changes):
+def test_the_configuration_is_read_from_the_weights(state, changes):
     config = load_vae(state).config
     expected = WAN21 | changes
     assert {name: getattr(config, name) for name in expected} == expected
@@ -98,7 +98,7 @@ def test_the_configuration_is_read_off_the_weights(state, changes):
 @pytest.mark.parametrize(
     ("encoder_widths", "decoder_widths"),
     [
-        ((16, 16, 32, 64, 64), (32, 32, 32, 16, 8)),  # halves of different base widths
+        ((16, 16, 32, 64, 64), (32, 32, 32, 16, 8)),  # encoder and decoder of different base widths
         ((8, 8, 12, 20, 32), (28, 24, 32, 12, 6)),  # pruned stage by stage
     ],
 )
@@ -115,9 +115,9 @@ def test_every_stage_has_its_own_width(encoder_widths, decoder_widths, latent):
     assert vae.encode(torch.zeros(1, 3, 5, 16, 16)).shape == (1, 16, 2, 2, 2)
 
 
-@pytest.mark.parametrize("left", [("conv1.",), ()], ids=["with its conv1", "alone"])
+@pytest.mark.parametrize("left", [("conv1.",), ()], ids=["with conv1", "without conv1"])
 @pytest.mark.parametrize("family", STATES)
-def test_a_decoder_alone_decodes_and_says_that_it_cannot_encode(family, left):
+def test_a_decoder_checkpoint_decodes_and_cannot_encode(family, left):
     state, kept = STATES[family](), ("decoder.", "conv2.", *left)
     whole = load_vae(state, dtype=torch.float32)
     decoder = {key: value for key, value in state.items() if key.startswith(kept)}
@@ -147,7 +147,7 @@ def test_weights_of_any_float_dtype_load(state, stored):
         pytest.param(torch.float16, marks=pytest.mark.slow),
     ],
 )
-def test_weights_may_be_kept_in_another_dtype_than_the_activations(state, latent, kept):
+def test_weights_can_have_another_dtype_than_activations(state, latent, kept):
     vae = load_vae(state, dtype=torch.float32, weights_dtype=kept)
     assert {parameter.dtype for parameter in vae.parameters()} == {kept}
     rounded = {key: value.to(kept).float() for key, value in state.items()}
@@ -165,14 +165,14 @@ def test_weights_may_be_kept_in_another_dtype_than_the_activations(state, latent
         ({"dtype": torch.float64}, torch.float64, torch.float64),
     ],
 )
-def test_an_explicit_dtype_rules_both_directions(state, latent, arguments, decodes, encodes):
+def test_an_explicit_dtype_applies_to_both_directions(state, latent, arguments, decodes, encodes):
     vae = load_vae(state, **arguments)
     assert (vae.dtype, vae.encode_dtype) == (decodes, encodes)
     assert vae.decode(latent).dtype == decodes
     assert vae.encode(torch.zeros(1, 3, 1, 8, 8)).dtype == encodes
 
 
-def test_without_a_wish_a_cpu_encodes_in_float32_and_decodes_in_what_is_faster(state):
+def test_the_default_dtypes_on_a_cpu(state):
     vae = load_vae(state)
     assert vae.encode_dtype == torch.float32
     assert vae.dtype in (torch.float32, torch.bfloat16)
@@ -180,7 +180,7 @@ def test_without_a_wish_a_cpu_encodes_in_float32_and_decodes_in_what_is_faster(s
     assert {p.dtype for p in vae.decoder.parameters()} == {vae.dtype}
 
 
-def test_the_state_dict_stays_the_callers(state, latent):
+def test_the_state_dict_of_the_caller_is_not_changed(state, latent):
     before = {key: value.clone() for key, value in state.items()}
     vae = load_vae(state, dtype=torch.float32)
     with torch.no_grad():
@@ -199,13 +199,13 @@ class _Payload:
     [
         ([1, 2], "expected a state dict"),
         (torch.ones(3), "expected a state dict"),
-        ({"a": 1}, "expected names and tensors alone"),
-        ({1: torch.ones(1)}, "expected names and tensors alone"),
+        ({"a": 1}, "expected names and tensors"),
+        ({1: torch.ones(1)}, "expected names and tensors"),
         ({"weight": _Payload()}, "more than tensors"),
     ],
     ids=["list", "tensor", "number", "key", "code"],
 )
-def test_a_file_of_other_things_says_so(tmp_path, content, words):
+def test_a_file_with_other_content_is_refused(tmp_path, content, words):
     path = tmp_path / "vae.pth"
     torch.save(content, path)
     with refused(words, "vae.pth"):
@@ -226,9 +226,7 @@ def test_a_file_of_other_things_says_so(tmp_path, content, words):
         (["decoder.middle.0.residual.0.gamma"], ["has no decoder.conv1.weight"], False),
     ],
 )  # fmt: skip
-def test_another_network_is_an_error_of_its_own_and_one_that_is_not_whole_is_not(
-    keys, words, another
-):
+def test_only_another_network_is_a_layout_error(keys, words, another):
     with pytest.raises(ValueError, match="state dict") as error:
         load_vae({key: torch.ones(4, 4, 1, 1, 1) for key in keys})
     one_line(error, *words)
@@ -265,13 +263,13 @@ ANCHORS = (
         ({"conv1.bias": torch.zeros(32, dtype=torch.int32)}, ["floating point", "conv1.bias"]),
     ],
 )
-def test_what_does_not_fit_is_one_report(state, changes, words):
+def test_all_misfits_are_in_one_report(state, changes, words):
     broken = {key: value for key, value in {**state, **changes}.items() if value is not None}
     with refused(*words):
         load_vae(broken)
 
 
-def test_layouts_that_no_network_has_are_refused():
+def test_unknown_layouts_are_refused():
     state = random_wan22(8, 16)
     broken = {key: v for key, v in state.items() if not key.startswith("decoder.upsamples.2.")}
     with refused("the decoder has 3 stages; expected 4 or 5"):
@@ -282,7 +280,7 @@ def test_layouts_that_no_network_has_are_refused():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
-def test_broken_numbers_are_found(state, value, dtype):
+def test_values_that_are_not_finite_are_refused(state, value, dtype):
     broken = {key: tensor.to(dtype) for key, tensor in state.items()}
     key = "encoder.middle.0.residual.2.bias"
     broken[key] = torch.full_like(state[key], value).to(dtype)
@@ -299,7 +297,7 @@ def test_other_dtypes_are_refused(state, arguments):
         load_vae(state, **arguments)
 
 
-def test_shared_weights_are_those_of_the_source_where_they_can_be():
+def test_weights_share_the_memory_of_the_source_where_possible():
     state = random_state_dict(4)
     key, gaps = "decoder.conv1.weight", torch.zeros(16, 16, 3, 3, 6)[..., ::2]
     state[key] = gaps.copy_(state[key])

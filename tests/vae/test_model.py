@@ -1,4 +1,4 @@
-"""What goes in and comes out: shapes, dtypes, bad input, statistics, and the global switches."""
+"""Inputs and outputs of the VAE: shapes, dtypes, errors, statistics, and global switches."""
 
 import functools
 import math
@@ -19,12 +19,12 @@ def vae():
     return load_vae(random_state_dict(8), dtype=torch.float32)
 
 
-def test_a_tensor_is_checked_when_the_stream_is_asked_for(vae):
+def test_a_tensor_is_checked_when_the_stream_is_created(vae):
     with pytest.raises(ValueError, match="12 channels"):
-        vae.decode_stream(torch.zeros(1, 12, 1, 2, 2))  # not only at its first frame
+        vae.decode_stream(torch.zeros(1, 12, 1, 2, 2))  # before the first piece is requested
 
 
-def test_a_whole_clip_is_one_tensor_and_its_chunk_a_number(vae):
+def test_wrong_arguments_of_encode_and_decode_are_refused(vae):
     for run, channels in ((vae.decode, 16), (vae.encode, 3)):
         with pytest.raises(ValueError, match=r"is a list; expected a tensor \["):
             run([[0.0]])
@@ -45,7 +45,7 @@ def test_inputs_of_any_float_dtype_are_cast(vae, dtype):
 @pytest.mark.parametrize(
     "layout", [torch.contiguous_format, torch.channels_last_3d, "every other frame"]
 )
-def test_inputs_of_any_layout_are_alike(vae, layout):
+def test_the_layout_of_an_input_does_not_matter(vae, layout):
     latent = torch.randn(2, 16, 6, 2, 3)[:, :, ::2]
     if layout != "every other frame":
         latent = latent.contiguous(memory_format=layout)
@@ -61,7 +61,7 @@ def test_normalize_uses_the_statistics_of_wan(vae):
     torch.testing.assert_close(vae.denormalize(vae.normalize(latent)), latent)
 
 
-def test_float32_switches_are_set_during_the_work_and_restored_after(monkeypatch):
+def test_float32_switches_are_set_during_the_computation_only(monkeypatch):
     seen, owner = [], SimpleNamespace(fp32_precision="tf32")
     monkeypatch.setattr(
         precision, "_switches", lambda _: [(owner, "fp32_precision", "ieee", ("ieee",))]
@@ -69,20 +69,20 @@ def test_float32_switches_are_set_during_the_work_and_restored_after(monkeypatch
     vae = load_vae(random_state_dict(8), dtype=torch.float32)
     vae.decoder.conv1.register_forward_hook(lambda *_: seen.append(owner.fp32_precision))
     for _ in vae.decode_stream(torch.zeros(1, 16, 3, 1, 1), StreamOptions(chunk=1)):
-        assert owner.fp32_precision == "tf32"  # between two pieces it is the caller's
+        assert owner.fp32_precision == "tf32"  # restored between two pieces
     assert set(seen) == {"ieee"}
     vae.allow_tf32 = True
     seen.clear()
     vae.decode(torch.zeros(1, 16, 1, 1, 1))
     assert set(seen) == {"tf32"}
     full = functools.partial(precision.full_float32, torch.device("cpu"))
-    with pytest.raises(KeyError), full(), full():  # an error restores them, too
+    with pytest.raises(KeyError), full(), full():  # an error restores them too
         raise KeyError(owner.fp32_precision)
     assert owner.fp32_precision == "tf32"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_finite_numbers_whose_sum_is_not_are_taken(dtype):
+def test_finite_values_with_an_infinite_sum_are_accepted(dtype):
     largest = torch.full((1, 16, 3, 4, 4), torch.finfo(dtype).max, dtype=dtype)
     check_finite(largest, "latent")
     largest[0, 3, 1, 2, 2] = math.inf

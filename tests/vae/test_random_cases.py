@@ -1,7 +1,7 @@
-"""Hundreds of cases that nobody thought of: equal to diffusers, or one clear line.
+"""Hundreds of random cases: equal to diffusers, or an error of one line.
 
-Sizes, lengths, batches, chunks, tiles, limits, ranges and splits are drawn together, always the
-same ones. The reference is diffusers' `AutoencoderKLWan`, which walks through whole frames.
+Sizes, lengths, batches, chunks, tiles, limits, ranges and splits are drawn together, with a fixed
+seed. The reference is diffusers' `AutoencoderKLWan`, which runs on whole frames.
 """
 
 import functools
@@ -22,7 +22,7 @@ from fast_video_vae.tests.vae.families import STATES, WAN, close
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.planning import plan, tiling
 
-# The same cases on every machine, and no time limit for one.
+# The same cases on every machine, without a time limit per case.
 same = functools.partial(settings, derandomize=True, deadline=None)
 
 
@@ -34,22 +34,22 @@ def vae_and_peer(family):
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked of one stream.
+    """The inputs and options of one stream.
 
     Attributes:
-        family: Of the VAE.
-        batch: Videos at once.
-        length: Latents of a decode, frames of an encode.
+        family: Family of the VAE.
+        batch: Videos per batch.
+        length: Latents of a decode, or frames of an encode.
         size: Height and width of the frames.
         chunk: Latents per step.
         tile: Height and width of the tiles.
-        cut: Which of the places where the network can be cut for tiles is taken; None: the best.
-        limit_bytes: Memory of a step.
-        cuts: Where the video is cut into the pieces of an iterable; None: it is one tensor.
-        wanted: The first and the last frame that are wanted of a decode; None: all.
-        target: Where a decode goes: `new`, `out`, `images` or `bytes`.
-        static: Frames before the clip stands still.
-        uint8: The frames are 8 bits.
+        cut: Index of the cut between whole frames and tiles in `can_cut`; None: chosen.
+        limit_bytes: Memory limit of a step.
+        cuts: Frames at which the video is cut into the pieces of an iterable; None: one tensor.
+        wanted: First and last frame of a decode; None: all.
+        target: Destination of a decode: `new`, `out`, `images` or `bytes`.
+        static: Frame from which on the clip is static.
+        uint8: The frames are uint8.
     """
 
     family: str
@@ -76,11 +76,11 @@ class Case:
 
     @property
     def frames(self):
-        """The range of the frames that are wanted, or None."""
+        """The wanted frames as a range; None: all."""
         return self.wanted and range(self.wanted[0], self.wanted[1] + 1)
 
     def pieces(self, video):
-        """The video, in one piece or as many as it is cut into."""
+        """Return the video as a tensor, or as an iterator of its pieces."""
         if self.cuts is None:
             return video
         edges = [0, *self.cuts, video.shape[2]]
@@ -89,7 +89,7 @@ class Case:
 
 @functools.lru_cache(maxsize=64)
 def latent_and_frames(family, batch, length, size):
-    """A latent, and the frames that diffusers makes of it."""
+    """Return a latent, and the frames that diffusers decodes from it."""
     vae, peer = vae_and_peer(family)
     step = vae.config.spatial_compression
     shape = batch, vae.config.latent_channels, length, size[0] // step, size[1] // step
@@ -98,7 +98,7 @@ def latent_and_frames(family, batch, length, size):
 
 
 def clip(case):
-    """Frames that stand still from one of them on."""
+    """Return frames that are static from frame `case.static` on."""
     shape = case.batch, 3, case.length, *case.size
     generator = torch.Generator().manual_seed(sum(shape))
     frames = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
@@ -136,7 +136,7 @@ def cases(draw, *, decode):
 
 
 def tiles(size):
-    """Sizes of tiles: small, odd, some larger than the frames; up to four of them in a row."""
+    """Draw sizes of tiles: small, odd, or larger than the frames; at most four tiles in a row."""
     some = [st.integers(max(1, length // 4), length) for length in size]
     larger = [st.integers(max(1, length // 4), 100_000) for length in size]
     return st.one_of(st.none(), st.tuples(*some), st.tuples(*larger))
@@ -144,7 +144,7 @@ def tiles(size):
 
 @contextmanager
 def cut_there(case):
-    """Plans have the cut of the case to choose alone."""
+    """Let plans choose the cut of the case only."""
     with pytest.MonkeyPatch.context() as patch:
         if case.cut is not None:
             patch.setattr(plan, "can_cut", lambda net: tiling.can_cut(net)[case.cut :][:1])
@@ -153,14 +153,14 @@ def cut_there(case):
 
 @same(max_examples=35)
 @given(cases(decode=True))
-def test_a_decode_is_that_of_diffusers(case):
+def test_a_decode_equals_diffusers(case):
     check_decode(case)
 
 
 @pytest.mark.slow
 @same(max_examples=150)
 @given(cases(decode=True))
-def test_many_decodes_are_those_of_diffusers(case):
+def test_many_decodes_equal_diffusers(case):
     check_decode(case)
 
 
@@ -199,14 +199,14 @@ def check_decode(case):
 @same(max_examples=35)
 @given(cases(decode=False))
 @example(Case("wan2.2", 1, 5, (16, 64), None, (8, 16), None, 1, None))  # steps of an odd frame
-def test_an_encode_is_that_of_diffusers(case):
+def test_an_encode_equals_diffusers(case):
     check_encode(case)
 
 
 @pytest.mark.slow
 @same(max_examples=150)
 @given(cases(decode=False))
-def test_many_encodes_are_those_of_diffusers(case):
+def test_many_encodes_equal_diffusers(case):
     check_encode(case)
 
 
@@ -220,11 +220,11 @@ def check_encode(case):
         got = torch.cat([*vae.encode_stream(case.pieces(frames), case.options)], dim=2)
     close(got, expected)
     lost = "frame was" if dropped == 1 else "frames were"
-    said = [f"the last {dropped} {lost} dropped; the VAE takes 4 n + 1 frames"]
-    assert [str(each.message) for each in caught] == (said if dropped else [])
+    message = [f"the last {dropped} {lost} dropped; the VAE needs 4 n + 1 frames"]
+    assert [str(each.message) for each in caught] == (message if dropped else [])
 
 
-# An argument, what it is, and what the error says of it.
+# An argument, a wrong value, and the error.
 WRONG = [
     ("chunk", 0, "chunk is 0; expected a number of latents, -1 for all, or None"),
     ("chunk", -2, "chunk is -2; expected a number of latents, -1 for all, or None"),
@@ -249,24 +249,24 @@ WRONG_OF_DECODE = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), WRONG)
-def test_options_say_what_is_wrong_with_one(name, value, message):
+def test_wrong_options_are_refused(name, value, message):
     fails(lambda: StreamOptions(**{name: value}), message)
 
 
 @pytest.mark.parametrize(("name", "value", "message"), WRONG_OF_DECODE)
 @same(max_examples=2)
 @given(cases(decode=True))
-def test_a_decode_says_what_is_wrong_with_an_argument(name, value, message, case):
+def test_wrong_arguments_of_a_decode_are_refused(name, value, message, case):
     latent, _ = latent_and_frames(case.family, 1, case.length, case.size)
     arguments = {"options": case.options, name: value}
-    if case.cuts is None or name != "frames":  # of pieces the length is known in the end
+    if case.cuts is None or name != "frames":  # the length of an iterable is known at its end
         fails(lambda: case.vae.decode_stream(case.pieces(latent), **arguments), message)
     fails(lambda: [*case.vae.decode_stream(case.pieces(latent), **arguments)], message)
 
 
 @same(max_examples=20)
 @given(cases(decode=True), st.sampled_from(range(5)), st.sampled_from([-1, 1]))
-def test_a_decode_says_what_is_wrong_with_the_memory_for_it(case, dimension, change):
+def test_buffers_of_another_shape_are_refused(case, dimension, change):
     latent, frames = latent_and_frames(case.family, case.batch, case.length, case.size)
     for name, right in (("out", frames), ("images", frames.movedim(1, -1))):
         shape = list(right.shape)
@@ -278,7 +278,7 @@ def test_a_decode_says_what_is_wrong_with_the_memory_for_it(case, dimension, cha
 
 @same(max_examples=20)
 @given(cases(decode=False), st.integers(0, 70), st.integers(0, 70), st.integers(0, 2))
-def test_an_encode_takes_multiples_of_the_compression_alone(case, height, width, batch):
+def test_frame_sizes_must_be_multiples_of_the_compression(case, height, width, batch):
     step = case.vae.config.spatial_compression
     frames = torch.zeros(batch, 3, case.length, height, width)
     message = f"frames are {height} x {width} (H x W); expected multiples of {step}"
@@ -295,7 +295,7 @@ def spoiled(x, place, value):
     return x
 
 
-# What is wrong with a video, and what the error says of it.
+# A change that makes a video wrong, and the error.
 WRONG_VIDEOS = {
     "no batch": (lambda x: x[:0], "is empty, [0, "),
     "no frames": (lambda x: x[:, :, :0], "is empty, ["),
@@ -310,7 +310,7 @@ WRONG_VIDEOS = {
     "an array": (lambda x: x.numpy(), " is a ndarray; expected a tensor ["),
     "None": (lambda _: None, " is a NoneType; expected a tensor ["),
     "a number": (lambda _: 5, " is a int; expected a tensor ["),
-    "nothing": (lambda _: iter([]), " came; expected one or more"),
+    "nothing": (lambda _: iter([]), "; expected at least one"),
     "another size": (lambda x: iter([x, torch.cat([x, x], dim=3)]), "a piece has shape ["),
     "another batch": (lambda x: [x, torch.cat([x, x])], "a piece has shape ["),
 }
@@ -319,7 +319,7 @@ WRONG_VIDEOS = {
 @pytest.mark.parametrize("kind", WRONG_VIDEOS)
 @same(max_examples=2)
 @given(cases(decode=True), cases(decode=False))
-def test_a_video_that_is_none_is_an_error(kind, latents, frames):
+def test_wrong_videos_are_refused(kind, latents, frames):
     change, message = WRONG_VIDEOS[kind]
     latent, _ = latent_and_frames(latents.family, latents.batch, latents.length, latents.size)
     fails(lambda: [*latents.vae.decode_stream(change(latent), latents.options)], message)
@@ -328,6 +328,6 @@ def test_a_video_that_is_none_is_an_error(kind, latents, frames):
 
 
 def fails(call, message):
-    """It raises a `ValueError` of one line that says this."""
+    """Check that `call` raises a `ValueError` of one line with this message."""
     with refused(re.escape(message)):
         call()
