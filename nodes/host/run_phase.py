@@ -23,5 +23,5 @@ class Phase:
     steps: int
 
     def step(self, step: int) -> int | None:
-        """Return a `step` of the run counted from the start of this phase; None: it has no steps."""
+        """Return a `step` of the run counted from the start of this phase; None: no steps."""
         return min(max(step - self.first, 0), self.steps - 1) if self.steps else None

@@ -1,10 +1,10 @@
-"""ComfyUI's MODEL with LoRAs of ours: what a clone carries, and what happens in its calls.
+"""ComfyUI's MODEL with LoRAs of this pack: the contents of a clone, and its calls.
 
-A clone carries its stack, one wrapper around its calls and the bank as an additional model, which
-ComfyUI loads, counts and frees beside the model. The model itself is as it was: its patches and
-their identity `patches_uuid`, by which ComfyUI decides to load weights anew, are the input's.
-Hooks on the modules are shared by all clones and do what the clone that is called at the moment
-has set (`lora.session`).
+A clone carries its stack, one wrapper around its calls, and the bank as an additional model, which
+ComfyUI loads, counts and frees together with the model. The model itself is unchanged: its patches
+and their identity `patches_uuid`, by which ComfyUI decides whether to reload weights, are the
+input's. Hooks on the modules are shared by all clones and do the work of the clone that is called
+(`lora.session`).
 """
 
 import functools
@@ -36,7 +36,7 @@ KEY = "fast_video_vae.lora"
 
 LoraMode = ApplyMode | Literal["merged"]
 
-# Of a device's memory that a bank may take. A larger one stays on the host, and its blocks are
+# Largest share of a device's memory for a bank. A larger bank stays on the host, and its blocks are
 # fetched one ahead of their use.
 _MOST_OF_DEVICE = 1 / 8
 
@@ -48,17 +48,20 @@ def apply_lora(
     mode: LoraMode = "auto",
     phase: int | None = None,
 ) -> tuple[ModelPatcher, str]:
-    """Give a clone of a model the LoRAs of a stack, beside those that it has.
+    """Return a clone of a model with the LoRAs of a stack in addition to those that it has.
 
-    With the mode "auto" they are applied as the environment says, or as costs least. `phase` is the
-    one of schedules such as `1;0` that the model is; None: the one that the sampler names
-    (`run_phase`), else the first.
+    Args:
+        model: The model.
+        stack: The LoRAs.
+        mode: How they are applied; "auto": by the environment variables, or the fastest way.
+        phase: The phase of schedules such as `1;0` for this model; None: the phase that the sampler
+            gives (`run_phase`), or the first.
 
     Returns:
-        The clone, and a report of what was found in the files.
+        The clone, and a report on the keys of the files.
 
     Raises:
-        ValueError: A file cannot be used, or has nothing for this model.
+        ValueError: A file cannot be used, or nothing in it fits this model.
     """
     if mode == "merged":
         return merge(model, stack, phase or 0)
@@ -87,8 +90,8 @@ def apply_lora(
 
 
 def _patcher_of(bank: Bank, model: ModelPatcher) -> ModelPatcher:
-    """What loads a bank when it is needed, and counts it; all of a bank's have this as parent."""
-    # ComfyUI warns of models that are there while nothing of this kind is left for them.
+    """Return the patcher that loads a bank; all clones of a bank have it as parent."""
+    # ComfyUI warns of loaded models without a live patcher.
     devices = model.load_device, model.offload_device
     if devices not in bank.companions:
         bank.companions[devices] = ModelPatcher(bank, *devices)
@@ -99,9 +102,9 @@ class AttachedLoras:
     """LoRAs that are applied while a model is called.
 
     Attributes:
-        parts: The entries of the stack, each with the phase that the model is, if that is known.
-        bank: Their files.
-        sessions: What applies them, by the device of the work, once it was called there.
+        parts: The entries of the stack, each with the phase of the model, if it is known.
+        bank: The LoRAs of their files.
+        sessions: The sessions, by device.
     """
 
     def __init__(
@@ -125,11 +128,11 @@ class AttachedLoras:
         self._pieces: list[tuple[str, timing.Instant, timing.Instant]] = []
 
     def report(self) -> str:
-        """What was found in the files, and what it takes."""
+        """Return the key reports of the files, and the size of the bank."""
         lines = [line for report in self.bank.reports for line in report.lines()]
         names = Counter(Path(entry.path).name for entry, _ in self.parts)
         lines += [
-            f"{name} is there {count} times; the strengths add up"
+            f"{name} is used {count} times; the strengths add up"
             for name, count in names.items()
             if count > 1
         ]
@@ -137,7 +140,7 @@ class AttachedLoras:
         return "\n".join([*lines, f"{bank}, {self._mode}"])
 
     def __call__(self, executor: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-        """Around a call of the model: `apply_model(x, t, ..., transformer_options)`."""
+        """Wrap a call of the model: `apply_model(x, t, ..., transformer_options)`."""
         base = executor.class_obj  # type: ignore[attr-defined]
         run = functools.partial(executor, *args, **kwargs)
         owner = self._owner(base)
@@ -147,7 +150,7 @@ class AttachedLoras:
         return owner._run(run, base, args[0], args[1], options)
 
     def _owner(self, base: nn.Module) -> "AttachedLoras | None":
-        """Whose LoRAs a model is to have: another's, in a guider that calls a second model."""
+        """Return the LoRAs for a model: another object's, in a guider that calls a second model."""
         patcher = getattr(base, "current_patcher", None)
         if base is self._base() or patcher is None:
             return self
@@ -168,8 +171,8 @@ class AttachedLoras:
             missed = find_missed()
         if missed:
             _logger.info(
-                "Fast Video VAE: %d layers are not called by ComfyUI, which reads their weights; "
-                "their LoRA goes through the weight, such as that of %s",
+                "Fast Video VAE: ComfyUI reads the weights of %d layers without calling them; "
+                "their LoRA is added to the weight, for example of %s",
                 len(missed),
                 missed[0],
             )
@@ -179,7 +182,7 @@ class AttachedLoras:
         return y
 
     def around(self, executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Around a run of a sampler: what it took, if that is asked for."""
+        """Run a sampler, given by `executor`, `args` and `kwargs`; log the times if requested."""
         timed = self._timed_run = _is_set("WAN_LORA_TIMING")
         start = time.perf_counter()
         try:
@@ -199,7 +202,7 @@ class AttachedLoras:
         self._pieces.append((kind, first, timing.instant(device)))
 
     def _table(self, session: Session, run_s: float) -> str:
-        """What was done in a run, how often and for how long."""
+        """Return the counts and seconds of a run as a table."""
         counts, loader = session.counts, session.loader
         seconds: dict[str, float] = defaultdict(float)
         for kind, first, last in self._pieces:
@@ -217,7 +220,7 @@ class AttachedLoras:
         return "\n".join(lines)
 
     def _session_on(self, device: torch.device) -> Session:
-        if device not in self.sessions:  # there are several where a model is on several GPUs
+        if device not in self.sessions:  # several if the model is on several GPUs
             c = gpu_config(device, self.bank.flat.dtype).stream_c
             self.sessions[device] = Session(self.bank, self._amounts, self._mode, c)
         session = self.sessions[device]
@@ -241,7 +244,7 @@ class AttachedLoras:
         for entry, phase in self.parts:
             schedule = entry.schedule
             given = phase, len(schedule.phases)
-            # What the node says of the phase, unless the sampler says the same in more detail.
+            # The phase of the node, unless the sampler gives the same phase in more detail.
             if run is None or (phase is not None and given != (run.number, run.count)):
                 strengths.append(schedule.strength(step, steps, sigma, phase or 0))
                 continue
@@ -256,8 +259,8 @@ class AttachedLoras:
             self._warned = True
             names = sorted(session.counts.unserved)
             _logger.warning(
-                "Fast Video VAE: a LoRA has no effect on %d layers whose weights cannot be "
-                "reached, such as %s",
+                "Fast Video VAE: a LoRA has no effect on %d layers with inaccessible weights, "
+                "for example %s",
                 len(names),
                 names[0],
             )
@@ -272,7 +275,7 @@ def _compute_dtype(model: ModelPatcher) -> torch.dtype:
 
 
 def _mode_of(mode: ApplyMode) -> ApplyMode:
-    """What a node says; where it leaves that open, what the environment does."""
+    """Return the node's mode; for "auto" that of the environment."""
     if mode != "auto":
         return mode
     if _is_set("WAN_LORA_STREAMING"):

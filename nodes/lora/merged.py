@@ -1,4 +1,4 @@
-"""LoRAs that are merged into the weights of a MODEL when ComfyUI loads it."""
+"""LoRAs that ComfyUI merges into the weights of a MODEL when it loads it."""
 
 import uuid
 from collections.abc import Callable, Sequence
@@ -13,14 +13,21 @@ from .targets import NETWORK, targets_of
 
 
 def merge(model: ModelPatcher, stack: Sequence[StackEntry], phase: int) -> tuple[ModelPatcher, str]:
-    """Give a clone of a model weights that have the LoRAs of a stack in them, once it is loaded.
+    """Return a clone of a model that has the LoRAs merged into its weights once it is loaded.
 
-    ComfyUI keeps the weights as they were and puts them back. Arguments and result are those of
-    `apply_lora`.
+    ComfyUI keeps the original weights and restores them.
+
+    Args:
+        model: The model.
+        stack: The LoRAs.
+        phase: The phase of their schedules for this model.
+
+    Returns:
+        The clone, and a report on the keys of the files.
 
     Raises:
-        ValueError: A file cannot be used, a strength changes during a run, or weights are kept in
-            another form than that of their products.
+        ValueError: A file cannot be used, a strength changes during a run, or weights are
+            quantised.
     """
     clone = model.clone()
     targets = targets_of(model)
@@ -49,7 +56,7 @@ def _patch(model: ModelPatcher, target: Target, adapter: Adapter, strength: floa
         key = target.key if target.offset is None else target
         model.add_patches({key: MergedAdapter(set(), (adapter,))}, strength)
         return
-    # ComfyUI passes over patches of parameters that belong to modules with modules in them.
+    # ComfyUI ignores patches of parameters of modules that have submodules.
     value = model.get_model_object(target.key)
     changed = ScaledAdapter(adapter, strength, target.offset).into_weight(value.detach())
     model.add_object_patch(target.key, nn.Parameter(changed, requires_grad=False))
@@ -59,8 +66,8 @@ def _constant(entry: StackEntry, phase: int) -> float:
     values = set(entry.schedule.values(phase))
     if len(values) != 1 or entry.schedule.window is not None:
         raise ValueError(
-            f"strength {entry.schedule} changes during a run; expected one number to merge with, "
-            "or another mode than merged"
+            f"strength {entry.schedule} changes during a run; expected one number for merged, "
+            "or another mode"
         )
     return values.pop()
 
@@ -73,20 +80,20 @@ def _check_mergeable(model: ModelPatcher, file: LoraFile) -> None:
         if not plain or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             kept = str(weight.dtype).removeprefix("torch.") if plain else type(weight).__name__
             raise ValueError(
-                f"{entry.target.key} is kept as {kept}; merged is for bf16, fp16 and fp32 models, "
-                "expected stream or bypass"
+                f"{entry.target.key} is {kept}; merged needs bf16, fp16 or fp32 weights: "
+                "use stream or bypass"
             )
 
 
 class MergedAdapter(comfy.weight_adapter.base.WeightAdapterBase):
-    """One of our adapters, alone in `weights`, as one of ComfyUI's, for weights that are merged."""
+    """An adapter of this pack, in `weights`, as one of ComfyUI's, for merged weights."""
 
     name = "fast_video_vae"
 
     def __init__(self, loaded_keys: set[str], weights: tuple[Adapter]) -> None:
         self.loaded_keys, self.weights = loaded_keys, weights
 
-    def calculate_weight(  # noqa: D102 - ComfyUI's
+    def calculate_weight(
         self,
         weight: Tensor,
         key: str,
@@ -97,6 +104,21 @@ class MergedAdapter(comfy.weight_adapter.base.WeightAdapterBase):
         intermediate_dtype: torch.dtype = torch.float32,
         original_weight: object = None,
     ) -> Tensor:
+        """Apply the adapter to a weight; ComfyUI's interface.
+
+        Args:
+            weight: `[out, in, ...]`; overwritten unless its shape changes.
+            key: Ignored.
+            strength: The user's factor.
+            strength_model: Ignored.
+            offset: Ignored.
+            function: Ignored.
+            intermediate_dtype: Ignored.
+            original_weight: Ignored.
+
+        Returns:
+            The changed weight.
+        """
         changed = self.weights[0].to(weight.device).apply(weight, strength)
         if changed.shape != weight.shape:
             return changed

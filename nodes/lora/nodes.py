@@ -17,11 +17,11 @@ _PHASES = {"auto": None, "high": 0, "low": 1}
 
 
 class LoraStack(io.ComfyNode):
-    """A LoRA file with its strength, to be applied with others."""
+    """Add a LoRA file with its strength to a stack."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node, as ComfyUI shows it."""
+        """Return the node's schema."""
         return io.Schema(
             node_id="FastVAE_LoraStack",
             display_name="LoRA Stack (Fast)",
@@ -56,7 +56,7 @@ class LoraStack(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, strength: str | None = None, blocks: str | None = None) -> bool | str:
-        """Say what is wrong with a text before anything runs."""
+        """Check the texts before anything runs."""
 
         def check() -> None:
             if strength is not None:
@@ -68,7 +68,7 @@ class LoraStack(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, lora_name: str, **_: object) -> object:
-        """A file that was replaced is another."""
+        """Return the identity of the file, which changes when it is replaced."""
         path = folder_paths.get_full_path("loras", lora_name)
         try:
             return tuple(lora.identity(path)) if path else lora_name
@@ -90,11 +90,11 @@ class LoraStack(io.ComfyNode):
 
 
 class ApplyLora(io.ComfyNode):
-    """Give a model a stack of LoRAs."""
+    """Apply a stack of LoRAs to a model."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node, as ComfyUI shows it."""
+        """Return the node's schema."""
         return io.Schema(
             node_id="FastVAE_ApplyLora",
             display_name="Apply LoRA (Fast)",

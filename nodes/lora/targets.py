@@ -1,4 +1,4 @@
-"""Which parameters a MODEL of ComfyUI has, by all names that LoRA files may have for them."""
+"""The parameters of a ComfyUI MODEL by all names that LoRA files use for them."""
 
 import weakref
 
@@ -14,7 +14,7 @@ _targets: weakref.WeakKeyDictionary[nn.Module, Targets] = weakref.WeakKeyDiction
 
 
 def targets_of(model: ModelPatcher) -> Targets:
-    """The parameters of a model, by all names that ComfyUI and files have for them."""
+    """Return the parameters of `model` by all names that ComfyUI and files use for them."""
     base = model.model
     if base not in _targets:
         shapes = {name: _shape(base, name, value) for name, value in base.named_parameters()}
@@ -23,7 +23,7 @@ def targets_of(model: ModelPatcher) -> Targets:
 
 
 def _shape(base: nn.Module, name: str, value: Tensor) -> tuple[int, ...]:
-    """Of a weight as it is multiplied with, however it is kept."""
+    """Return the shape of a weight in its product, whatever its storage format."""
     module = base.get_submodule(name.rpartition(".")[0]) if "." in name else base
     size = getattr(module, "out_features", None), getattr(module, "in_features", None)
     if name.endswith(".weight") and None not in size:
@@ -32,11 +32,11 @@ def _shape(base: nn.Module, name: str, value: Tensor) -> tuple[int, ...]:
 
 
 def _names_of_comfyui(base: nn.Module) -> dict[str, Target]:
-    """Names that ComfyUI knows of weights beside their own, such as those of fused layers."""
+    """Return ComfyUI's further names of weights, such as those of fused layers."""
     names: dict[str, Target] = {}
     try:
         known = comfy.lora.model_lora_keys_unet(base, {})
-    except AttributeError:  # a network that is no model of ComfyUI's
+    except AttributeError:  # a network of another pack
         return names
     for name, key in known.items():
         if isinstance(key, str):

@@ -1,10 +1,10 @@
 """One run of a sampler over several models: ComfyUI's guider, with a model for each noise level.
 
-The sampler is called once, over one list of noise levels, and calls the guider as it calls any. So
-a solver that remembers former steps keeps them over the switch, and the latent goes from one model
-to the next as it is: nothing is noised again. What belongs to a model (weights, options, wrappers,
-conditionings) is prepared for each model, and the guider's own attributes are those of the one that
-is called, so that ComfyUI's base class cleans up after that one, whatever happens.
+The sampler is called once, over one list of noise levels, and calls the guider as usual. So a
+solver with a memory of earlier steps keeps it across the switch, and the latent is passed from one
+model to the next without new noise. The parts of a model (weights, options, wrappers,
+conditionings) are prepared for each model. The guider's own attributes are those of the current
+model, so that ComfyUI's base class cleans up after that model in every case.
 """
 
 import logging
@@ -39,10 +39,13 @@ class _Prepared:
 
 
 class StagedGuider(comfy.samplers.CFGGuider):
-    """A guider that calls another model at another noise level, as a plan has it.
+    """A guider that calls a different model per noise level, according to a plan.
 
-    The `models` are one for each stage, and stay as they are. With `free` one is unloaded when
-    another follows that does not share its weights. `on_stage` gets the name of each that begins.
+    Args:
+        models: One model per stage; they are not modified.
+        plan: The plan of the run.
+        free: Unload a model when the next one does not share its weights.
+        on_stage: Called with the name of each stage when it starts.
     """
 
     def __init__(
@@ -63,12 +66,12 @@ class StagedGuider(comfy.samplers.CFGGuider):
         self._since = timing.instant()
 
     def set_conds(self, positive: list, negative: list | None) -> None:
-        """What the models are told; without a negative one guidance has to be 1 throughout."""
+        """Set the conditionings `positive` and `negative`; None: guidance must be 1."""
         conds = {"positive": positive}
         if negative is not None:
             conds["negative"] = negative
         hooked = any(comfy.sampler_helpers.cond_has_hooks(cond) for cond in conds.values())
-        if hooked:  # they patch weights, which models that are streamed from the host cannot have
+        if hooked:  # hooks patch weights, which is not possible for models streamed from the host
             self._models = [
                 model.get_non_dynamic_delegate() if model.is_dynamic() else model
                 for model in self._models
@@ -85,7 +88,19 @@ class StagedGuider(comfy.samplers.CFGGuider):
         *args: Any,  # noqa: ANN401
         **kwargs: Any,  # noqa: ANN401
     ) -> Tensor:
-        """A run, as the base class has it: it begins with the model of the first noise level."""
+        """Run the sampler, as in the base class, starting with the model of the first noise level.
+
+        Args:
+            noise: `[B, C, t, h, w]`.
+            latent_image: `[B, C, t, h, w]`.
+            sampler: The sampler.
+            sigmas: `[steps + 1]`.
+            *args: As in the base class.
+            **kwargs: As in the base class.
+
+        Returns:
+            The latent, `[B, C, t, h, w]`.
+        """
         if len(sigmas):
             self._first = self._plan.stage_at(float(sigmas[0]))
             self._last = max(self._first, self._plan.stage_at(float(sigmas[-1])))
@@ -95,7 +110,15 @@ class StagedGuider(comfy.samplers.CFGGuider):
         return super().sample(noise, latent_image, sampler, sigmas, *args, **kwargs)
 
     def outer_sample(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-        """Prepare the other models, inside the wrappers of each; then as the base class."""
+        """Prepare the other models within their wrappers, then run as the base class.
+
+        Args:
+            *args: As in the base class.
+            **kwargs: As in the base class.
+
+        Returns:
+            The latent, `[B, C, t, h, w]`.
+        """
         first = self._take(self._first)
         try:
             return self._prepare(self._first + 1, args, kwargs)
@@ -118,7 +141,23 @@ class StagedGuider(comfy.samplers.CFGGuider):
         seed: int | None,
         latent_shapes: list | None = None,
     ) -> Tensor:
-        """Remember what the other models need as well; then as the base class."""
+        """Keep the arguments for the other models, then run as the base class.
+
+        Args:
+            noise: `[B, C, t, h, w]`.
+            latent_image: `[B, C, t, h, w]`.
+            device: Device of the model.
+            sampler: The sampler.
+            sigmas: `[steps + 1]`.
+            denoise_mask: Mask, or None.
+            callback: Called after each step.
+            disable_pbar: Hide the progress bar.
+            seed: Seed of the noise.
+            latent_shapes: Shapes of nested latents.
+
+        Returns:
+            The latent, `[B, C, t, h, w]`.
+        """
         self.add_time("load")
         self._given = noise, latent_image, device, denoise_mask, seed, latent_shapes
         self._on_stage(self._plan.stages[self.stage].name)
@@ -134,7 +173,17 @@ class StagedGuider(comfy.samplers.CFGGuider):
         model_options: dict[str, Any] | None = None,
         seed: int | None = None,
     ) -> Tensor:
-        """A call of a solver: by the model of its noise level, with the guidance of its step."""
+        """Call the model of a noise level, with the guidance of its step.
+
+        Args:
+            x: `[B, C, t, h, w]`.
+            timestep: `[B]`, noise levels.
+            model_options: Options of the model.
+            seed: Seed of the noise.
+
+        Returns:
+            The prediction, `[B, C, t, h, w]`.
+        """
         sigma = float(timestep.flatten()[0])
         stage = min(max(self._plan.stage_at(sigma), self._first), self._last)
         if stage != self.stage:
@@ -145,7 +194,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
         return self._with_room(lambda: call(x, timestep, options, seed))
 
     def _prepare(self, stage: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-        """Go into what wraps the runs of a stage's model, and on to the next; then the run."""
+        """Enter the wrappers of a stage's model and of the following ones, then run."""
         if stage > self._last:
             self._put(self._prepared[self._first])
             self._since = timing.instant(self.model_patcher.load_device)
@@ -175,7 +224,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
             patcher.restore_hook_patches()
 
     def _take(self, stage: int) -> _Prepared:
-        """Keep what the guider has at the moment as a stage's."""
+        """Store the guider's current attributes as those of a stage."""
         known = {run_phase.KEY: self._plan.phase(stage)}
         self.model_options.setdefault("transformer_options", {}).update(known)
         prepared = _Prepared(self.model_patcher, self.model_options, self.conds)
@@ -187,7 +236,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
         self.conds = _copy(prepared.conds)
 
     def _switch(self, stage: int) -> None:
-        """Leave the model that is called, and load that of a stage."""
+        """Leave the current model, and load that of a stage."""
         noise, latent_image, device, denoise_mask, seed, latent_shapes = self._given
         left, prepared = self.model_patcher, self._prepared[stage]
         start = timing.instant(left.load_device)
@@ -199,7 +248,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
             comfy.model_management.unload_model_and_clones(left)
         pool = self.model_options.pop("multigpu_thread_pool", None)
         self._put(prepared)
-        if pool is not None:  # the base class ends it through the options that it finds
+        if pool is not None:  # the base class ends the pool through the current options
             self.model_options["multigpu_thread_pool"] = pool
         patcher, options = self.model_patcher, self.model_options
         self._load()
@@ -210,7 +259,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
         for one in (patcher, *self._multigpu):
             one.pre_run()
         self.inner_model.latent_shapes = latent_shapes
-        if latent_image is not None and latent_image.any():  # an empty one is not normalised
+        if latent_image is not None and latent_image.any():  # an empty latent is not normalised
             latent_image = self.inner_model.process_latent_in(latent_image)
         self.conds = comfy.samplers.process_conds(
             self.inner_model, noise, self.conds, device, latent_image, denoise_mask, seed,
@@ -223,14 +272,14 @@ class StagedGuider(comfy.samplers.CFGGuider):
         self._on_stage(name)
 
     def _load(self, *, on_host: bool = False) -> None:
-        """Load the model that is to be called; on the host, from where its weights are streamed."""
+        """Load the next model; on the host if its weights are to be streamed."""
         self.inner_model, self.conds, self.loaded_models = comfy.sampler_helpers.prepare_sampling(
             self.model_patcher, self._given[0].shape, self.conds, self.model_options,
             force_offload=on_host,
         )  # fmt: skip
 
     def _with_room(self, call: Callable[[], Tensor]) -> Tensor:
-        """Call a model, again where memory runs out: without other models, then streamed."""
+        """Call a model; when memory runs out, retry without other models, then with streamed weights."""
         ways = ("with the other models unloaded", "with the weights on the host")
         for number, words in enumerate(ways):
             try:
@@ -250,8 +299,8 @@ class StagedGuider(comfy.samplers.CFGGuider):
         return call()
 
     def _options_of_call(self, given: dict[str, Any]) -> dict[str, Any]:
-        # A sampler is given those of the first model, and may add a function after guidance, ask
-        # for the negative pass, and set options of the transformer.
+        # A sampler gets the options of the first model; it may add a function after guidance,
+        # request the negative pass, and set transformer options.
         if self.stage == self._first:
             return given
         key = self.stage, id(given)
@@ -275,7 +324,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
         return own
 
     def add_time(self, kind: str) -> None:
-        """Note the time since the last note, as that of a kind of work of the stage."""
+        """Record the time since the last call as work of `kind` in the current stage."""
         now = timing.instant(self.model_patcher.load_device)
         timing.add(kind, self._since, now, self._plan.stages[self.stage].name)
         self._since = now

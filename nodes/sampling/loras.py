@@ -1,4 +1,4 @@
-"""LoRAs of a run over several models: which of them act in which part of it."""
+"""The LoRAs of each stage of a run."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,20 @@ from .plan import SamplingPlan
 def with_loras(
     models: Sequence[ModelPatcher], stacks: Sequence[tuple], plan: SamplingPlan, mode: LoraMode
 ) -> tuple[list[ModelPatcher], list[str]]:
-    """The model of each stage, with its LoRAs, and what was found in their files.
+    """Return the model of each stage with its LoRAs, and the key reports.
 
-    Models and stacks are one for each expert; the models stay as they are.
+    Args:
+        models: One model per expert; they are not modified.
+        stacks: One stack per expert.
+        plan: The plan of the run.
+        mode: How LoRAs are applied.
+
+    Returns:
+        Models by stage, and lines of the reports.
 
     Raises:
-        ValueError: A file cannot be used or has nothing for its model, or a strength has other
-            phases than the run; the message begins with the input's name.
+        ValueError: A file cannot be used or nothing in it fits its model, or a strength has another
+            number of phases than the run; the message starts with the input's name.
     """
     staged, reports = [], []
     for number, stage in enumerate(plan.stages):
@@ -31,7 +38,7 @@ def with_loras(
                 _check_phases(entry, plan, ("model_high", "model_low")[stage.expert])
         for entry in stack:
             _check_phases(entry, plan, name)
-        # Without phases of its own a LoRA is not in the plain steps.
+        # A LoRA without phases is not used in the steps without LoRA.
         entries = tuple(one for one in stack if len(one.schedule.phases) > 1 or not stage.plain)
         if entries:
             with about(name):

@@ -59,7 +59,7 @@ class WanSampler(io.ComfyNode):
         cfg_low: str | None = None,
         boundary: str | None = None,
     ) -> bool | str:
-        """Say what is wrong with a text before anything runs."""
+        """Check the texts before anything runs."""
 
         def check() -> None:
             plans.parse_shift("shift_high", shift_high or "")
@@ -101,7 +101,7 @@ class WanSampler(io.ComfyNode):
         loras_low: tuple = (),
         sigmas: object = None,
     ) -> io.NodeOutput:
-        """Run."""
+        """Run the sampler."""
         settings = run.Settings(
             preset=preset,
             steps=steps,

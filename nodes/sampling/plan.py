@@ -1,8 +1,8 @@
-"""Which model serves which noise levels of a run, with which guidance: worked out before it begins.
+"""The plan of a run: the model and the guidance for each noise level.
 
-Wan 2.2 has two experts. That of high noise serves a call of the model where its time, 1000 times
-sigma, is at the boundary or above it (wan/text2video.py, `_prepare_model_for_timestep`); so a call
-between two steps, as solvers of several stages make them, finds its expert too.
+Wan 2.2 has two experts. The expert for high noise handles calls whose time, 1000 times sigma, is at
+least the boundary (wan/text2video.py, `_prepare_model_for_timestep`); so calls between two steps,
+made by solvers with several stages, have an expert too.
 """
 
 import math
@@ -21,14 +21,16 @@ Sigmas = tuple[float, ...]
 
 @dataclass(frozen=True)
 class SamplingStage:
-    """A part of a run that one model serves; all steps are counted in the whole list.
+    """The part of a run that one model handles; steps are counted in the whole list.
 
     Attributes:
+        name: Name of the stage.
         expert: 0: the first model, 1: the second.
-        plain: It goes without LoRAs, but for those that name this phase.
-        floor: It serves calls at this noise level and above, as far as no stage before it does.
-        first: The step that it begins with.
-        cfg: Guidance, for each step of the list.
+        plain: It runs without LoRAs, except those that name this phase.
+        floor: It handles noise levels from this one up, after the stages before it.
+        first: Its first step.
+        steps: Number of its steps.
+        cfg: Guidance for each step of the list.
     """
 
     name: str
@@ -42,12 +44,14 @@ class SamplingStage:
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """A run, which begins with one step and ends before another.
+    """The plan of a run.
 
     Attributes:
-        sigmas: The whole list, falling, one more than it has steps.
-        stages: From high noise to low.
-        leftover: Whether noise stays at the end of a run that ends early.
+        sigmas: The whole list, falling, one more than steps.
+        stages: The stages from high noise to low.
+        start: First step of the run.
+        end: Step before which the run ends.
+        leftover: Keep the noise at the end of a run that ends early.
     """
 
     sigmas: Sigmas
@@ -58,52 +62,78 @@ class SamplingPlan:
 
     @property
     def run(self) -> Sigmas:
-        """The noise levels of the run; one or none: there is nothing to do."""
+        """The noise levels of the run; empty: there is nothing to do."""
         part = self.sigmas[self.start : self.end + 1]
         if self.end < len(self.sigmas) - 1 and not self.leftover:
             part = (*part[:-1], 0.0)
         return part if len(part) > 1 else ()
 
     def stage_at(self, sigma: float) -> int:
-        """The number of the stage that serves a noise level."""
+        """Return the number of the stage that handles noise level `sigma`."""
         last = len(self.stages) - 1
         return next((n for n, stage in enumerate(self.stages) if sigma >= stage.floor), last)
 
     def cfg_at(self, stage: int, sigma: float) -> float:
-        """Guidance of a call of a stage."""
+        """Return the guidance for a call of `stage` at `sigma`."""
         return self.stages[stage].cfg[step_of(sigma, self.sigmas)]
 
     def phase(self, stage: int) -> Phase:
-        """What the LoRAs of a stage are to know of the run."""
+        """Return the phase of `stage` for its LoRAs."""
         steps = [n for n, sigma in enumerate(self.run[:-1]) if self.stage_at(sigma) == stage]
         return Phase(stage, len(self.stages), steps[0] if steps else 0, len(steps))
 
 
 def parse_values(name: str, text: str) -> tuple[float, ...] | None:
-    """A number, or numbers for the steps with commas between them; None: `auto`.
+    """Parse a number, or comma-separated numbers for the steps.
+
+    Args:
+        name: Name of the input for the message.
+        text: The text.
+
+    Returns:
+        The numbers; None: `auto`.
 
     Raises:
-        ValueError: A piece is no number.
+        ValueError: A value is not a number.
     """
     if text.strip().lower() in ("", AUTO):
         return None
     values = [parse_number(piece) for piece in text.split(",")]
     if None in values:
-        raise ValueError(f"{name}: {text!r} is not a number, numbers with commas, or '{AUTO}'")
+        raise ValueError(
+            f"{name}: got {text!r}; expected a number, numbers with commas, or '{AUTO}'"
+        )
     return tuple(value for value in values if value is not None)
 
 
 def parse_shift(name: str, text: str) -> tuple[float, ...] | None:
-    """As `parse_values`; shifts are above 0."""
+    """Parse shifts as `parse_values`.
+
+    Args:
+        name: Name of the input for the message.
+        text: The text.
+
+    Returns:
+        The shifts; None: `auto`.
+
+    Raises:
+        ValueError: A value is not a number above 0.
+    """
     values = parse_values(name, text)
     wrong = next((value for value in values or () if value <= 0), None)
     if wrong is not None:
-        raise ValueError(f"{name}: {wrong:g} is no shift; expected more than 0")
+        raise ValueError(f"{name}: got {wrong:g}; expected a shift above 0")
     return values
 
 
 def parse_boundary(text: str) -> float | int | None:
-    """A noise level, with a point in it, or a step as a whole number; None: `auto`.
+    """Parse a boundary: a noise level with a decimal point, or a step as a whole number.
+
+    Args:
+        text: The text.
+
+    Returns:
+        The boundary; None: `auto`.
 
     Raises:
         ValueError: It is neither, or outside 0-1.
@@ -116,8 +146,8 @@ def parse_boundary(text: str) -> float | int | None:
         return int(value)
     if value is None or not 0 <= value <= 1:
         raise ValueError(
-            f"boundary: {text!r} is not '{AUTO}', a noise level from 0.0 to 1.0, or the step that "
-            "the second model begins with, such as 2"
+            f"boundary: got {text!r}; expected '{AUTO}', a noise level from 0.0 to 1.0, or the "
+            "first step of the second model, such as 2"
         )
     return value
 
@@ -128,17 +158,20 @@ def blend(
     low: Sequence[float | None] | None,
     boundary: float | int,
 ) -> Sigmas:
-    """One list of noise levels, each step at the level that its expert's shift gives it.
+    """Return one list of noise levels, each step with the shift of its expert.
 
     Args:
-        lists: The list of a shift; None: the model's own.
-        high: Shift of the first expert: one, or one for each step.
-        low: Of the second; None: there is no second.
-        boundary: As `parse_boundary` gives it.
+        lists: Returns the list of a shift; None: the model's own.
+        high: Shift of the first expert: one, or one per step.
+        low: Shift of the second expert; None: there is no second.
+        boundary: As from `parse_boundary`.
+
+    Returns:
+        The noise levels.
 
     Raises:
-        ValueError: There are neither one shift nor as many as steps, the steps do not fall, or a
-            level of the second expert is the first's.
+        ValueError: There are neither one shift nor one per step, the levels do not fall, or a level
+            of the second expert belongs to the first.
     """
     first = _of_steps("shift_high", high, lists)
     if low is None:
@@ -147,7 +180,7 @@ def blend(
     count = switch_step(first, boundary)
     sigmas = (*first[:count], *second[count:])
     if 0 < count < len(sigmas) - 1:
-        met, at = sigmas[count], f"shift_low: step {count} begins at noise level"
+        met, at = sigmas[count], f"shift_low: step {count} starts at noise level"
         if met >= sigmas[count - 1]:
             raise ValueError(f"{at} {met:.4f}, not below that of the step before; expected less")
         if not isinstance(boundary, int) and met >= _least(boundary):
@@ -159,7 +192,7 @@ def blend(
 
 
 def switch_step(sigmas: Sequence[float], boundary: float | int) -> int:
-    """The step that the second expert begins with; as many as there are steps: it does not."""
+    """Return the first step of the second expert in `sigmas` by `boundary`, at most all steps."""
     if isinstance(boundary, int):
         return min(boundary, len(sigmas) - 1)
     floor = _least(boundary)
@@ -176,10 +209,20 @@ def make_stages(
     cfg_low: Sequence[float],
     plain_cfg: float | None,
 ) -> tuple[SamplingStage, ...]:
-    """The stages of a run of one expert or two, for the whole list of noise levels.
+    """Return the stages of a run of one or two experts, for the whole list of noise levels.
 
-    Guidance is one value, or one for each of the expert's steps or of the list. The first
-    `plain_steps` go without LoRAs, at `plain_cfg`; None: as `cfg_high` says.
+    Args:
+        sigmas: The noise levels.
+        boundary: Boundary between the experts.
+        experts: 1 or 2.
+        plain_steps: First steps without LoRAs.
+        cfg_high: Guidance of the first expert: one value, or one per step of the expert or the
+            list.
+        cfg_low: Guidance of the second expert.
+        plain_cfg: Guidance of the steps without LoRAs; None: `cfg_high`.
+
+    Returns:
+        The stages.
 
     Raises:
         ValueError: A list has another length.
@@ -215,8 +258,8 @@ def _of_steps(
     for step in range(steps):
         if sigmas[step + 1] >= sigmas[step]:
             raise ValueError(
-                f"{name}: step {step + 1} begins at noise level {sigmas[step + 1]:.4f}, not below "
-                f"{sigmas[step]:.4f} of the step before"
+                f"{name}: step {step + 1} starts at noise level {sigmas[step + 1]:.4f}; expected "
+                f"less than {sigmas[step]:.4f}, the level of the step before"
             )
     return sigmas
 
@@ -224,7 +267,7 @@ def _of_steps(
 def _for_steps(
     name: str, values: Sequence[float], first: int, count: int, steps: int
 ) -> tuple[float, ...]:
-    """Values for all steps of the list, from one, from those of `count`, or from all."""
+    """Return values for all steps of the list from one value, from `count`, or from all."""
     if len(values) == 1:
         return (values[0],) * steps
     if len(values) == steps:
@@ -237,17 +280,17 @@ def _for_steps(
 
 
 def _floor(sigmas: Sigmas, boundary: float | int) -> float:
-    """The least noise level of the first of two experts."""
+    """Return the lowest noise level of the first of two experts."""
     if not isinstance(boundary, int):
         return _least(boundary)
     return math.inf if boundary == 0 else _above(sigmas, boundary)
 
 
 def _least(boundary: float) -> float:
-    """The boundary, but for rounding: what is at it belongs to the first expert."""
+    """Return the boundary without rounding errors; a level at it belongs to the first expert."""
     return boundary * (1 - _ROUNDING)
 
 
 def _above(sigmas: Sigmas, step: int) -> float:
-    """A noise level just above that of a step; of the end of the list: 0."""
+    """Return a noise level just above that of a step; 0 for the end of the list."""
     return sigmas[step] * (1 + SIGMA_TOLERANCE) if step < len(sigmas) - 1 else 0.0

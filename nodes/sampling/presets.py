@@ -1,9 +1,9 @@
-"""What the sampler node takes where its widgets say auto: presets, by the kind of model.
+"""Presets of the sampler node for widgets with "auto", by the kind of model.
 
-Steps, shift, guidance and boundary of `base` are those that the models were published with: Wan 2.2
+Steps, shift, guidance and boundary of `base` are those of the published models: Wan 2.2
 (wan/configs/wan_{t2v,i2v,animate,s2v}_*.py, wan_ti2v_5B.py), Wan 2.1 (generate.py), Qwen-Image
-(model card). Those of four and eight steps are of the distilled LoRAs of lightx2v: shift 5 and no
-guidance.
+(model card). Those with four and eight steps are for the distilled LoRAs of lightx2v: shift 5 and
+no guidance.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,18 @@ PRESETS = (BASE, FOUR, EIGHT, THREE_PHASE)
 
 @dataclass(frozen=True)
 class Preset:
-    """What is taken where nothing is said; guidance is that of the first expert and the second.
+    """Values of a preset.
 
     Attributes:
-        steps: Of the whole run.
-        shift: Of the noise levels towards 1; None: the model's own.
-        boundary: The noise level at which the first expert ends; it serves that level too.
+        steps: Steps of the whole run.
+        shift: Shift of the noise levels towards 1; None: the model's own.
+        cfg_high: Guidance of the first expert.
+        cfg_low: Guidance of the second expert.
+        boundary: The lowest noise level of the first expert.
+        sampler: ComfyUI's name of the solver.
+        scheduler: ComfyUI's name of the scheduler.
         plain_steps: First steps without LoRAs.
-        plain_cfg: Guidance of those.
+        plain_cfg: Guidance of these steps.
     """
 
     steps: int = 20
@@ -37,7 +41,7 @@ class Preset:
     plain_cfg: float = 3.5
 
 
-# Kinds of Wan that have an expert for all noise levels, by what ComfyUI calls them.
+# Kinds of Wan with one expert for all noise levels, by ComfyUI's names.
 _ALONE = {
     "animate": Preset(steps=20, shift=5.0, cfg_high=1.0),
     "s2v": Preset(steps=40, shift=3.0, cfg_high=4.5),
@@ -45,10 +49,16 @@ _ALONE = {
 
 
 def preset_for(name: str, unet_config: Mapping[str, Any], *, experts: int) -> Preset:
-    """The values of one of `PRESETS` for a model of one or two experts.
+    """Return the values of a preset for a model with one or two experts.
 
-    `unet_config` is what ComfyUI has read off the model's file; of a model that is not known `base`
-    has the sampler's own defaults.
+    Args:
+        name: One of `PRESETS`.
+        unet_config: ComfyUI's configuration of the model; for an unknown model `base` has the
+            defaults of the sampler.
+        experts: 1 or 2.
+
+    Returns:
+        The preset.
     """
     base = _published(unet_config, experts)
     if name == BASE:

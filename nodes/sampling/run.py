@@ -1,4 +1,4 @@
-"""A run of the sampler node: from what its widgets say to a latent."""
+"""A run of the sampler node: from its widgets to a latent."""
 
 import copy
 import itertools
@@ -33,11 +33,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """What the widgets say; their tooltips in `nodes.py` have the meaning of each.
+    """The values of the widgets; their tooltips in `nodes.py` have the meaning of each.
 
     None, 0, -1 and "auto" leave a value to the preset. Shifts and guidances are one value, or one
-    for each step; without `shift_low` the second model has `shift_high`. `sigmas` is the whole
-    list, `[steps + 1]`, in place of a scheduler's.
+    per step; without `shift_low` the second model uses `shift_high`. `sigmas` is the whole list,
+    `[steps + 1]`, instead of a scheduler's.
     """
 
     preset: str
@@ -63,11 +63,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class SamplingResult:
-    """What a run gives.
+    """The result of a run.
 
     Attributes:
-        denoised: A LATENT: what the last step took for the latent without noise.
+        latent: A LATENT.
+        denoised: A LATENT: the last step's prediction of the latent without noise.
         sigmas: The noise levels of the run, `[steps + 1]`, float32.
+        report: Lines about stages and LoRAs.
     """
 
     latent: dict[str, Any]
@@ -84,16 +86,25 @@ def sample(
     latent: dict[str, Any],
     settings: Settings,
 ) -> SamplingResult:
-    """Run a sampler over one model, or over the two experts of one.
+    """Run a sampler over one model or over two experts.
 
-    Models and latent stay as they are. Without `negative` guidance has to be 1.
+    Args:
+        models: One or two models; they are not modified.
+        stacks: One stack of LoRAs per model.
+        positive: The positive CONDITIONING.
+        negative: The negative CONDITIONING; None: guidance must be 1.
+        latent: A LATENT, which is not modified.
+        settings: The values of the widgets.
+
+    Returns:
+        The result.
 
     Raises:
-        ValueError: Something does not fit; the message begins with the input's name.
+        ValueError: Something does not fit; the message starts with the input's name.
     """
     for name, conditioning in (("positive", positive), ("negative", negative)):
         if conditioning is not None and not len(conditioning):
-            raise ValueError(f"{name}: the conditioning is empty; expected a prompt's")
+            raise ValueError(f"{name}: the conditioning is empty; expected an encoded prompt")
     image = _checked_latent(models, latent)
     preset = _resolved(models, settings)
     shifted, plan = _plan(models, preset, settings)
@@ -102,7 +113,7 @@ def sample(
     report = "\n".join([*_lines(plan, preset), *reports])
     sigmas = torch.tensor(plan.run)
     if not len(sigmas):
-        _logger.info("Fast Video VAE: no step to run; the latent passes as it is")
+        _logger.info("Fast Video VAE: no step to run; the latent is unchanged")
         return SamplingResult(latent, latent, sigmas, report)
     guider = StagedGuider(staged, plan, free=settings.free_high, on_stage=_show_stage)
     guider.set_conds(positive, negative)
@@ -115,7 +126,7 @@ def sample(
         noise,
         image,
         comfy.samplers.sampler_object(preset.sampler),
-        sigmas.clone(),  # a solver may write its own last level into it
+        sigmas.clone(),  # a copy, because a solver may write into it
         denoise_mask=latent.get("noise_mask"),
         callback=_callback(guider, plan, seen),
         disable_pbar=not comfy.utils.PROGRESS_BAR_ENABLED,
@@ -130,8 +141,8 @@ def _checked_latent(models: Sequence[ModelPatcher], latent: dict[str, Any]) -> T
     channels = [each.latent_channels for each in formats]
     if len(set(channels)) > 1:
         raise ValueError(
-            f"model_low: its latents have {channels[1]} channels; expected {channels[0]}, as those "
-            "of model_high"
+            f"model_low: its latents have {channels[1]} channels; expected {channels[0]}, as for "
+            "model_high"
         )
     image = comfy.sample.fix_empty_latent_channels(
         models[0],
@@ -141,13 +152,13 @@ def _checked_latent(models: Sequence[ModelPatcher], latent: dict[str, Any]) -> T
     )
     if not image.is_nested and image.shape[1] != channels[0]:
         raise ValueError(
-            f"latent_image: it has {image.shape[1]} channels; expected {channels[0]} for this model"
+            f"latent_image: got {image.shape[1]} channels; expected {channels[0]} for this model"
         )
     return image
 
 
 def _resolved(models: Sequence[ModelPatcher], settings: Settings) -> Preset:
-    """The preset, with what the widgets say in its place."""
+    """Return the preset with the values of the widgets."""
     config = getattr(models[0].model.model_config, "unet_config", {})
     preset = preset_for(settings.preset, config, experts=len(models))
     return replace(
@@ -190,7 +201,7 @@ def _plan(
 
 
 def _scheduled(model: ModelPatcher, preset: Preset, denoise: float, shift: float | None) -> Sigmas:
-    """The noise levels of a shift, as ComfyUI's KSampler has them."""
+    """Return the noise levels of a shift, as in ComfyUI's KSampler."""
     known = comfy.samplers.KSampler(
         _shifted("shift_high", model, shift), preset.steps, torch.device("cpu"),
         sampler=preset.sampler, scheduler=preset.scheduler, denoise=denoise,
@@ -199,13 +210,13 @@ def _scheduled(model: ModelPatcher, preset: Preset, denoise: float, shift: float
 
 
 def _shifted(name: str, model: ModelPatcher, shift: float | None) -> ModelPatcher:
-    """A clone of a model with another shift; the model itself if that is its own already."""
+    """Return a clone of a model with another shift, or the model itself if the shift is its own."""
     own = model.get_model_object("model_sampling")
     if shift is None or getattr(own, "shift", None) == shift:
         return model
     if not isinstance(own, comfy.model_sampling.ModelSamplingDiscreteFlow):
         kind = type(model.model).__name__
-        raise ValueError(f"{name}: {kind} has no shift to set; expected 'auto' for it")
+        raise ValueError(f"{name}: {kind} has no shift; expected 'auto'")
     shifted = copy.deepcopy(own)
     shifted.set_parameters(shift=shift, multiplier=own.multiplier)
     clone = model.clone()
@@ -218,7 +229,7 @@ def _given_sigmas(sigmas: Tensor) -> Sigmas:
     falling = all(one >= other for one, other in itertools.pairwise(values))
     if not (falling and all(map(math.isfinite, values))):
         raise ValueError(
-            "sigmas: they do not fall; expected finite noise levels, the highest first"
+            "sigmas: the noise levels do not fall; expected finite ones, the highest first"
         )
     return values
 
@@ -229,7 +240,7 @@ def _check_negative(plan: SamplingPlan, negative: list | None) -> None:
     used = {value for stage in plan.stages for value in stage.cfg[stage.first :][: stage.steps]}
     other = next((value for value in used if value != 1), None)
     if other is not None:
-        raise ValueError(f"negative: nothing is connected, and cfg {other:g} needs it; expected 1")
+        raise ValueError(f"negative: not connected, but CFG {other:g} needs it; expected CFG 1")
 
 
 def _lines(plan: SamplingPlan, preset: Preset) -> list[str]:
@@ -254,7 +265,7 @@ def _show_stage(name: str) -> None:
 def _callback(
     guider: StagedGuider, plan: SamplingPlan, seen: dict[str, Tensor]
 ) -> Callable[[int, Tensor, Tensor, int], None]:
-    """What a solver calls after each step: bar, preview, text, time."""
+    """Return the function to call after each step: bar, preview, text, time."""
     total = len(plan.run) - 1
     show = latent_preview.prepare_callback(guider.model_patcher, total, seen)
 

@@ -1,10 +1,10 @@
-"""Where a `FastVAE` comes from: a file, or a VAE that ComfyUI loaded.
+"""Construct a `FastVAE` from a file, or from a VAE that ComfyUI loaded.
 
-ComfyUI builds its own object, from tensors that have a shape and no memory, so that its devices and
-defaults are its own and follow its upgrades. A copy of that object then gets our network, a plain
+ComfyUI builds its own object from tensors with a shape and no memory, so that devices and defaults
+are ComfyUI's and follow its upgrades. A copy of that object then gets this pack's network, a plain
 `ModelPatcher` that keeps the weights resident, and the class `FastVAE`.
 
-What is said of ComfyUI here was read off comfy/sd.py and comfy/model_patcher.py of 0.33.
+Facts about ComfyUI here are from comfy/sd.py and comfy/model_patcher.py of 0.33.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from .first_stage import FastVideoVAE
 
 _logger = logging.getLogger(__name__)
 
-# ComfyUI's networks that ours take the place of.
+# ComfyUI's networks that are replaced.
 _NETWORKS = {
     ("comfy.ldm.wan.vae", "WanVAE"),
     ("comfy.ldm.wan.vae2_2", "WanVAE"),
@@ -33,11 +33,11 @@ _NETWORKS = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What the user chose for a VAE.
+    """The user's settings for a VAE.
 
     Attributes:
-        dtype: To decode in; None: what ComfyUI chose, whose command line rules it.
-        encode_dtype: To encode in; None: as for decoding.
+        dtype: Dtype of decoding; None: ComfyUI's choice, set on its command line.
+        encode_dtype: Dtype of encoding; None: as for decoding.
         chunk: Latents per step; -1: all; None: chosen from size and memory.
     """
 
@@ -47,14 +47,21 @@ class Choice:
 
 
 def load(path: str | Path, choice: Choice) -> FastVAE:
-    """Load a VAE from a checkpoint of a layout that this package has, in any dialect.
+    """Load a VAE from a checkpoint of a supported layout, in any dialect.
 
-    The VAE reloads from `path` where ComfyUI wants it on another device.
+    ComfyUI reloads it from `path` for another device.
+
+    Args:
+        path: The checkpoint.
+        choice: The settings.
+
+    Returns:
+        The VAE.
 
     Raises:
         OSError: The file is missing or cannot be opened.
         LayoutError: It holds another network.
-        ValueError: It is not whole, or not a checkpoint.
+        ValueError: It is incomplete, or not a checkpoint.
     """
     checkpoint = read_checkpoint(path)
     core = _core_vae(checkpoint.config)
@@ -64,17 +71,21 @@ def load(path: str | Path, choice: Choice) -> FastVAE:
 
 
 def accelerate(vae: comfy.sd.VAE, choice: Choice) -> comfy.sd.VAE:
-    """Put our network into a copy of a VAE that ComfyUI loaded, which stays as it is.
+    """Put this pack's network into a copy of a VAE that ComfyUI loaded.
+
+    Args:
+        vae: The VAE, which is not modified.
+        choice: The settings.
 
     Returns:
-        The fast VAE, with the same weights; or `vae` itself, and a line in the log that says why.
+        The fast VAE with the same weights; or `vae` itself, with the reason in the log.
 
     Raises:
-        ValueError: The weights are not whole, or not finite.
+        ValueError: The weights are incomplete, or not finite.
     """
     reason = _refusal(vae, choice)
     if reason is not None:
-        _logger.info("Fast Video VAE: this VAE stays as it is: %s", reason)
+        _logger.info("Fast Video VAE: this VAE is unchanged: %s", reason)
         return vae
     settled = _settled(vae, choice)
     fast = _swapped(vae, _network(vae.patcher, settled))
@@ -86,29 +97,41 @@ def accelerate(vae: comfy.sd.VAE, choice: Choice) -> comfy.sd.VAE:
 
 
 def accelerated(vae: comfy.sd.VAE, choice: Choice, kinds: str) -> FastVAE:
-    """`accelerate`, or a `ValueError` that names the `kinds` of VAE that were expected."""
+    """Return the fast VAE of `accelerate`, or raise an error.
+
+    Args:
+        vae: The VAE.
+        choice: The settings.
+        kinds: The expected kinds of VAE, for the message.
+
+    Returns:
+        The fast VAE.
+
+    Raises:
+        ValueError: The VAE cannot be accelerated.
+    """
     fast = accelerate(vae, choice)
     if not isinstance(fast, FastVAE):
         raise ValueError(
-            f"it is a {type(vae).__name__} of {type(vae.first_stage_model).__name__}, which is not "
-            f"accelerated, as the log says; expected a VAE of {kinds}"
+            f"got a {type(vae).__name__} with {type(vae.first_stage_model).__name__}, which cannot "
+            f"be accelerated (see the log); expected a VAE of {kinds}"
         )
     return fast
 
 
 def weights_of(patcher: ModelPatcher) -> dict[str, torch.Tensor]:
-    """The weights of a model without the patches that are on them."""
+    """Return the weights of the model of `patcher`, tensors `[...]`, without patches."""
     saved = {key: backup.weight for key, backup in patcher.backup.items()}
     return dict(patcher.model.state_dict()) | saved
 
 
 def patches_of(patcher: ModelPatcher) -> dict[str, list]:
-    """The patches of a model's weights, for another patcher."""
+    """Return the weight patches of `patcher`, for another patcher."""
     return {key: list(patches) for key, patches in patcher.patches.items()}
 
 
 def _refusal(vae: comfy.sd.VAE, choice: Choice) -> str | None:
-    """Why a VAE is not accelerated; None: it is."""
+    """Return why a VAE is not accelerated; None: it is."""
     kind, network = type(vae), type(vae.first_stage_model)
     if kind is FastVAE:
         if choice == Choice():
@@ -124,7 +147,7 @@ def _refusal(vae: comfy.sd.VAE, choice: Choice) -> str | None:
 
 
 def _settled(vae: comfy.sd.VAE, choice: Choice) -> Choice:
-    """The choice, with what it leaves open as the VAE has it."""
+    """Return the choice with open values filled in from the VAE."""
     decodes = encodes = vae.vae_dtype
     chunk = choice.chunk
     if isinstance(vae, FastVAE):
@@ -158,10 +181,10 @@ def _built(
 
 
 def _core_vae(config: VAEConfig) -> comfy.sd.VAE:
-    """ComfyUI's own VAE object, around a network that has no memory.
+    """Return ComfyUI's own VAE object around a network without memory.
 
-    For the file as it is, where ComfyUI's class of this version fits it; else for the published VAE
-    of the same layout.
+    For this configuration if ComfyUI's class supports it, otherwise for the published VAE of the
+    same layout.
     """
     with torch.device("meta"):
         for each in (config, config.standard()):
@@ -170,34 +193,35 @@ def _core_vae(config: VAEConfig) -> comfy.sd.VAE:
                 core = comfy.sd.VAE(sd=dict(shapes))
                 if core.first_stage_model.state_dict().keys() >= shapes.keys():
                     return core
-    # A ComfyUI that looks into the weights is given some.
+    # A ComfyUI that reads the weights gets zeros.
     return comfy.sd.VAE(sd={key: torch.zeros(value.shape) for key, value in shapes.items()})
 
 
 def _swapped(core: comfy.sd.VAE, model: FastVideoVAE) -> FastVAE:
-    """A copy of ComfyUI's VAE object with our network, its patcher and its numbers."""
+    """Return a copy of ComfyUI's VAE object with this pack's network, patcher and values."""
     config = model.config
     vae = copy.copy(core)
     vae.__class__ = FastVAE
     vae.first_stage_model = model
     vae.patcher = ModelPatcher(model, core.patcher.load_device, core.patcher.offload_device)
-    # The weights are on the device as a whole or not at all, because our convolutions fetch none.
+    # The weights are on the device as a whole or not at all, because our convolutions do not fetch
+    # them.
     vae.disable_offload = True
     vae.handles_tiling = True
-    # What is no multiple of a latent would not fill the last one. ComfyUI leaves it to SeedVR2's
-    # convolutions, which see those rows and columns and give no latent for them.
+    # Rows and columns that do not fill a latent are cropped. For SeedVR2, ComfyUI leaves that to
+    # the convolutions, which see them but output no latent for them.
     vae.crop_input = True
-    # What comes in is cast to this, so it is the wider of the two; each is cast again.
+    # Inputs are cast to this dtype, so it is the wider of the two; each is cast again.
     vae.vae_dtype = torch.promote_types(model.dtype, model.encode_dtype)
     vae.size = None
     vae.model_size()
-    # ComfyUI's are attributes of the object, and keep its network alive; without them ours, of the
-    # class, are seen.
+    # ComfyUI's are attributes of the object and keep its network alive; without them the class's
+    # are used.
     for name in ("memory_used_decode", "memory_used_encode", "format_encoded"):
         vae.__dict__.pop(name, None)
     small, frames = config.spatial_compression, config.temporal_compression
     large = small * config.output_scale
-    if frames == 1:  # a VAE of pictures
+    if frames == 1:  # a VAE of images
         vae.latent_dim, vae.downscale_ratio, vae.upscale_ratio = 2, small, large
         vae.downscale_index_formula = vae.upscale_index_formula = None
     else:
@@ -209,19 +233,19 @@ def _swapped(core: comfy.sd.VAE, model: FastVideoVAE) -> FastVAE:
     vae.latent_channels = config.latent_channels
     vae.output_channels = vae.conv_out_channels = config.image_channels
     if config.image_channels == 4:
-        vae.pad_channel_value = 1.0  # an alpha channel that an image lacks is opaque
+        vae.pad_channel_value = 1.0  # a missing alpha channel is opaque
     return vae
 
 
 def _load_patcher(path: str, choice: Choice, disable_dynamic: bool = False) -> ModelPatcher:
-    """Read the file again: ComfyUI's way to get the same VAE for another device."""
+    """Read the file again; ComfyUI calls this to get the same VAE for another device."""
     return load(path, choice).patcher
 
 
 def _accelerate_patcher(
     origin: tuple[object, ...], settled: Choice, disable_dynamic: bool = False
 ) -> ModelPatcher:
-    """Let ComfyUI read its VAE again, and put our network on it."""
+    """Let ComfyUI read its VAE again, and put this pack's network on it."""
     factory, arguments, *index = origin
     patcher = factory(*arguments)
     patcher = patcher[index[0]] if index else patcher

@@ -1,8 +1,8 @@
-"""Our VAE behind ComfyUI's VAE protocol: a `comfy.sd.VAE` that any node can use.
+"""The fast VAE behind ComfyUI's VAE protocol: a `comfy.sd.VAE` for any node.
 
 It decodes and encodes piece by piece, from the latent into the IMAGE and back, instead of holding a
-video twice on the device; `accelerate.py` makes it. What is said of ComfyUI here was read off
-comfy/sd.py of 0.33.
+video twice on the device; `accelerate.py` creates it. Facts about ComfyUI here are from comfy/sd.py
+of 0.33.
 """
 
 import functools
@@ -22,10 +22,17 @@ from .first_stage import FastVideoVAE, tile_size
 
 
 def one_video(vae: object, latent: Tensor) -> Tensor:
-    """The latent of one video, `[1, C_latent, t, h, w]`; of a VAE that is not ours as it is.
+    """Return the latent of one video.
+
+    Args:
+        vae: The VAE.
+        latent: A LATENT's samples, `[1, C_latent, t, h, w]` or `[t, C_latent, h, w]`.
+
+    Returns:
+        `[1, C_latent, t, h, w]`; `latent` unchanged for a VAE that is not fast.
 
     Raises:
-        ValueError: There are several videos, or the VAE does not take them.
+        ValueError: There are several videos, or the VAE does not support them.
     """
     if latent.is_nested:
         latent = latent.unbind()[0]
@@ -38,25 +45,26 @@ def one_video(vae: object, latent: Tensor) -> Tensor:
             latent = latent[:, :, 0].movedim(0, 1).unsqueeze(0)
     if latent.ndim == 5 and len(latent) != 1:
         raise ValueError(
-            f"samples: they are {len(latent)} videos; expected one, as Latent From Batch gives it"
+            f"samples: got {len(latent)} videos; expected one, as from Latent From Batch"
         )
     return latent
 
 
 class FastVAE(comfy.sd.VAE):
-    """A `comfy.sd.VAE` around a `FastVideoVAE`; never made by a call of this class.
+    """A `comfy.sd.VAE` around a `FastVideoVAE`; not created by calling this class.
 
-    What it does not know of, such as an option of a newer ComfyUI, goes to ComfyUI's own methods,
-    which drive the same network.
+    Unknown arguments, such as an option of a newer ComfyUI, are passed to ComfyUI's own methods,
+    which use the same network.
     """
 
     first_stage_model: FastVideoVAE
 
     @property
     def format_encoded(self) -> Callable[[Tensor], Tensor] | None:
-        """What ComfyUI's own methods make a LATENT with, of what the network gives; None: nothing.
+        """Function from the network's output `[B, C, t, h, w]` to a LATENT for ComfyUI's own methods.
 
-        It belongs to the network that there is now: ComfyUI puts another one into copies.
+        None: not needed. It belongs to the current network, because ComfyUI replaces the network in
+        copies.
         """
         model = self.first_stage_model
         return model.comfy_format_encoded if model.is_seedvr2 else None
@@ -70,20 +78,20 @@ class FastVAE(comfy.sd.VAE):
         tile: tuple[int, int] | None = None,
         **newer: object,
     ) -> Tensor:
-        """Decode latents into an IMAGE.
+        """Decode latents to an IMAGE.
 
         Args:
-            samples_in: `[B, C_latent, t, h, w]`, or `[B, C_latent, h, w]` for pictures (of SeedVR2
+            samples_in: `[B, C_latent, t, h, w]`, or `[B, C_latent, h, w]` for images (for SeedVR2
                 `[B, C_latent * t, h, w]` for videos), not normalised.
-            vae_options: Options of other VAEs, which mean nothing here.
-            options: The chunk and dtype of this decode; None: as chosen for the VAE.
-            tile: Height and width, in latents, of the exact tiles that the last layers run in;
-                None: tiles only where whole frames do not fit. Of SeedVR2, which is never cut, the
-                size whose memory is the limit.
+            vae_options: Options of other VAEs, ignored.
+            options: Chunk and dtype of this decode; None: the VAE's.
+            tile: Height and width, in latents, of exact tiles for the last layers; None: tiles only
+                if whole frames do not fit. For SeedVR2, which is not tiled, the memory of such a
+                tile is the limit.
             newer: Options of a newer ComfyUI.
 
         Returns:
-            `[B, T, H, W, C]`, or `[B, H, W, C]` for pictures, contiguous, in [0, 1] on the output
+            `[B, T, H, W, C]`, or `[B, H, W, C]` for images, contiguous, in [0, 1] on the output
             device.
 
         Raises:
@@ -114,10 +122,19 @@ class FastVAE(comfy.sd.VAE):
         overlap_t: int | None = None,
         **newer: object,
     ) -> Tensor:
-        """Decode latents into an IMAGE, in exact tiles: the result is that of `decode`.
+        """Decode latents to an IMAGE in exact tiles; the result is that of `decode`.
 
-        Only the size of a tile, in latents, is used: a tile has the halo that it needs, and nothing
-        is cut in time, because the stream is exact and its memory bounded.
+        Args:
+            samples: As `samples_in` of `decode`, `[B, C_latent, t, h, w]`.
+            tile_x: Width of a tile in latents.
+            tile_y: Height of a tile in latents.
+            overlap: Ignored: a tile has the halo that it needs.
+            tile_t: Ignored: the stream is exact and its memory bounded.
+            overlap_t: Ignored.
+            newer: Options of a newer ComfyUI.
+
+        Returns:
+            `[B, T, H, W, C]` or `[B, H, W, C]`.
         """
         if newer:
             return super().decode_tiled(
@@ -138,16 +155,16 @@ class FastVAE(comfy.sd.VAE):
 
         Args:
             pixel_samples: `[N, H, W, C]` in [0, 1], or `[B, T, H, W, C]`. Height and width are
-                cropped about the centre to what the VAE compresses, frames to `4 n + 1`.
-            not_video: The `N` images are pictures, not the frames of one video; None: as the VAE
-                says.
+                cropped about the center to multiples of the compression, frames to `4 n + 1`.
+            not_video: The `N` images are independent, not frames of one video; None: the VAE's
+                setting.
             options: As for `decode`.
-            tile: As for `decode`, of the first layers.
+            tile: As for `decode`, for the first layers.
             newer: As for `decode`.
 
         Returns:
-            `[B, C_latent, t, H / 8, W / 8]`, or `[N, C_latent, H / 16, W / 16]` of a VAE of
-            pictures; not normalised (of SeedVR2 scaled), on the output device.
+            `[B, C_latent, t, H / 8, W / 8]`, or `[N, C_latent, H / 16, W / 16]` for a VAE of
+            images; not normalised (for SeedVR2 scaled), on the output device.
 
         Raises:
             ValueError: The images have another shape or dtype, or are not finite; or the VAE has no
@@ -178,7 +195,20 @@ class FastVAE(comfy.sd.VAE):
         overlap_t: int | None = None,
         **newer: object,
     ) -> Tensor:
-        """Encode an IMAGE, in exact tiles of so many pixels: the result is that of `encode`."""
+        """Encode an IMAGE in exact tiles; the result is that of `encode`.
+
+        Args:
+            pixel_samples: As for `encode`, `[N, H, W, C]`.
+            tile_x: Width of a tile in pixels.
+            tile_y: Height of a tile in pixels.
+            overlap: Ignored.
+            tile_t: Ignored.
+            overlap_t: Ignored.
+            newer: Options of a newer ComfyUI.
+
+        Returns:
+            As `encode`, `[B, C_latent, t, h, w]`.
+        """
         if newer:
             return super().encode_tiled(
                 pixel_samples, tile_x, tile_y, overlap, tile_t, overlap_t, **newer
@@ -187,23 +217,23 @@ class FastVAE(comfy.sd.VAE):
         return self.encode(pixel_samples, tile=tile and (tile[0] // step, tile[1] // step))
 
     def memory_used_decode(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Bytes that decoding a latent of this shape takes, for one of the batch."""
+        """Return the bytes for decoding one latent of the batch of `shape`; `dtype` is ignored."""
         return pieces.decode_bytes(self, shape, Way(""))
 
     def memory_used_encode(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Bytes that encoding frames `[B, C, T, H, W]` takes, for one of the batch."""
+        """Return the bytes for encoding one video of the batch of `shape`; `dtype` is ignored."""
         return pieces.encode_bytes(self, shape, Way(""))
 
     def vae_encode_crop_pixels(self, pixels: Tensor) -> Tensor:
-        """Crop `[..., H, W, C]` about the centre in space alone; drop or add channels."""
+        """Crop `pixels` `[..., H, W, C]` about the center in space only; drop or add channels."""
         if pixels.ndim < 5:
             return super().vae_encode_crop_pixels(pixels)
-        # A video of its own batch would be cropped in time too.
+        # A batch of videos would be cropped in time too.
         pictures = super().vae_encode_crop_pixels(pixels.flatten(0, -4))
         return pictures.unflatten(0, pixels.shape[:-3])
 
     def get_sd(self) -> dict[str, Tensor]:
-        """The weights, in the memory order that files have."""
+        """Return the weights `[...]` by name, in the memory order of files."""
         weights = super().get_sd()
         return {
             key: value if value.is_contiguous() else value.cpu().contiguous()
@@ -245,7 +275,7 @@ class FastVAE(comfy.sd.VAE):
         progress = Progress(batch * count)
         means = []
         for part in video.split(self._together(needed, video, way)):
-            # A lone frame goes as a tensor, which takes a path of its own.
+            # A single frame is passed as a tensor, which takes a separate path.
             if count == 1:
                 source = self.process_input(part)
             else:
@@ -260,13 +290,13 @@ class FastVAE(comfy.sd.VAE):
         return latents if self.format_encoded is None else self.format_encoded(latents)
 
     def _together(self, memory_bytes: int, batch: Tensor, way: Way) -> int:
-        """How many of a batch to work on at once: videos one, pictures as a GPU has room for."""
+        """Return how many of a batch run at once: one video, or images as GPU memory allows."""
         if way.limit_bytes is not None or batch.shape[2] > 1 or self.device.type == "cpu":
             return 1
         return max(1, int(self.patcher.get_free_memory(self.device) / max(1, memory_bytes)))
 
     def _as_video(self, pixels: Tensor, not_video: bool) -> Tensor:
-        """Crop an IMAGE and view it as `[B, C, T, H, W]`, still in [0, 1]."""
+        """Crop an IMAGE and view it as `[B, C, T, H, W]` in [0, 1]."""
         if pixels.ndim not in (4, 5):
             raise ValueError(f"pixels is {list(pixels.shape)}; expected [N, H, W, C]")
         step = self.spacial_compression_encode()

@@ -1,8 +1,8 @@
-"""Our VAE as the `first_stage_model` of a `comfy.sd.VAE`: the network's side of the protocol.
+"""The fast VAE as the `first_stage_model` of a `comfy.sd.VAE`.
 
-Everything that ComfyUI or a pack may call on such a module is here: the plain forms of `encode` and
-`decode`, the ones that stream through the output buffer (`comfy_has_chunked_io`), and the tiled
-ones (`handles_tiling`). Names and shapes were read off comfy/sd.py of ComfyUI 0.33.
+It has everything that ComfyUI or a pack may call on such a module: the plain `encode` and `decode`,
+the ones that stream through an output buffer (`comfy_has_chunked_io`), and the tiled ones
+(`handles_tiling`). Names and shapes are from comfy/sd.py of ComfyUI 0.33.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,15 @@ from ..host.progress import Progress, stop_between_layers
 
 
 class FastVideoVAE(VideoVAE):
-    """A `VideoVAE` that ComfyUI can drive.
+    """A `VideoVAE` that ComfyUI can use.
 
     Attributes:
-        comfy_has_chunked_io: Tells ComfyUI that `decode` writes into a buffer of its, and that
-            `encode` fetches its input by itself.
+        comfy_has_chunked_io: ComfyUI's flag for a `decode` that writes into its buffer and an
+            `encode` that fetches its own input.
         chunk: Latents per step; -1: all; None: chosen from size and memory.
-        is_seedvr2: The VAE is SeedVR2's, whose module in ComfyUI has forms of its own: it gives the
-            bare mean, which ComfyUI scales by `comfy_format_encoded`, without the dimension of
-            time where there is one latent; and takes latents of four dimensions with that time in
-            their channels.
+        is_seedvr2: The VAE is SeedVR2's, whose module in ComfyUI differs: it returns the posterior
+            mean, which ComfyUI scales by `comfy_format_encoded`, without the time dimension for a
+            single latent; and it takes latents of four dimensions with time in their channels.
     """
 
     comfy_has_chunked_io = True
@@ -39,10 +38,10 @@ class FastVideoVAE(VideoVAE):
 
     @VideoVAE.device.setter
     def device(self, value: torch.device) -> None:
-        """ModelPatcher notes here where it has put the weights; they tell by themselves."""
+        """Ignore `value`, the device that ModelPatcher notes; the weights have it."""
 
     def decode_output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of `decode`'s buffer: `[B, C, T, H, W]`, or `[B, C, H, W]` for pictures."""
+        """Return `[B, C, T, H, W]`, or `[B, C, H, W]` for images, of a decoded latent of `shape`."""
         decoded = self.config.decoded_shape(self.video_shape(shape))
         is_picture = len(shape) == 4 and not self.is_seedvr2
         return (*decoded[:2], *decoded[3:]) if is_picture else decoded
@@ -54,14 +53,14 @@ class FastVideoVAE(VideoVAE):
         """Decode a latent.
 
         Args:
-            latent: `[B, C_latent, t, h, w]`, or `[B, C_latent, h, w]` for pictures (of SeedVR2
-                `[B, C_latent * t, h, w]` for videos), not normalised, as in a LATENT.
-            output_buffer: Where to write the frames, of any dtype, strides and device; None: a new
-                tensor, channels-last, on the device.
-            vae_options: Options of other VAEs, which mean nothing here.
+            latent: `[B, C_latent, t, h, w]`, or `[B, C_latent, h, w]` for images (for SeedVR2 `[B,
+                C_latent * t, h, w]` for videos), not normalised, as in a LATENT.
+            output_buffer: Buffer for the frames, any dtype, strides and device; None: a new tensor,
+                channels-last, on the device.
+            vae_options: Options of other VAEs, ignored.
 
         Returns:
-            The buffer, of the shape that `decode_output_shape` gives, in about [-1, 1].
+            The buffer, with the shape of `decode_output_shape`, in about [-1, 1].
 
         Raises:
             ValueError: The latent has another shape or dtype, or is not finite.
@@ -78,10 +77,19 @@ class FastVideoVAE(VideoVAE):
         tile_t: int | None = None,
         overlap_t: int | None = None,
     ) -> Tensor:
-        """`decode` in exact tiles of so many latents, one latent at a time, channels-last.
+        """Decode in exact tiles, one latent per step.
 
-        Of SeedVR2, which is never cut, a step may take the memory of such a tile. The overlap is
-        unused, as is the time: a tile has the halo that it needs.
+        Args:
+            latent: As for `decode`, `[B, C_latent, t, h, w]`.
+            tile_x: Width of a tile in latents; for SeedVR2, which is not tiled, its memory is the
+                limit.
+            tile_y: Height of a tile in latents.
+            overlap: Ignored: a tile has the halo that it needs.
+            tile_t: Ignored.
+            overlap_t: Ignored.
+
+        Returns:
+            Frames as from `decode`, channels-last.
         """
         single_frame = self.video_shape(latent.shape)[2:3] == (1,)
         step = self.config.spatial_compression * self.config.output_scale
@@ -91,14 +99,16 @@ class FastVideoVAE(VideoVAE):
 
     @eager
     def encode(self, frames: Tensor, device: torch.device | None = None) -> Tensor:
-        """Encode frames `[B, C, T, H, W]`, or `[B, C, H, W]`, in [-1, 1], on any device.
+        """Encode frames.
 
-        Of `T` only `4 n + 1` frames are used. The work is done where the weights are: ComfyUI has
-        brought them to the `device` where it wants it.
+        Args:
+            frames: `[B, C, T, H, W]`, or `[B, C, H, W]`, in [-1, 1], on any device. Only `4 n + 1`
+                frames of `T` are used.
+            device: Ignored: the computation runs where ComfyUI has put the weights.
 
         Returns:
-            The mean of the posterior, not scaled, `[B, C_latent, t, h, w]`, or `[B, C_latent, h,
-            w]` where there were four dimensions (of SeedVR2: where there is one latent).
+            The posterior mean, not scaled, `[B, C_latent, t, h, w]`, or `[B, C_latent, h, w]` for
+            four dimensions (for SeedVR2: for a single latent).
 
         Raises:
             ValueError: The frames have another shape or dtype, or are not finite; or the checkpoint
@@ -118,7 +128,19 @@ class FastVideoVAE(VideoVAE):
         tile_t: int | None = None,
         overlap_t: int | None = None,
     ) -> Tensor:
-        """`encode` in exact tiles of so many pixels; of SeedVR2 always with five dimensions."""
+        """Encode in exact tiles; for SeedVR2 always with five dimensions.
+
+        Args:
+            frames: As for `encode`, `[B, C, T, H, W]`.
+            tile_x: Width of a tile in pixels.
+            tile_y: Height of a tile in pixels.
+            overlap: Ignored.
+            tile_t: Ignored.
+            overlap_t: Ignored.
+
+        Returns:
+            As `encode`, `[B, C_latent, t, h, w]`.
+        """
         step = self.config.spatial_compression
         single_frame = frames.ndim == 4 or frames.shape[2] <= self.config.temporal_compression
         tile = tile_size(tile_x, tile_y)
@@ -128,17 +150,31 @@ class FastVideoVAE(VideoVAE):
         return latent.squeeze(2) if frames.ndim == 4 and not self.is_seedvr2 else latent
 
     def comfy_format_encoded(self, latent: Tensor) -> Tensor:
-        """What a LATENT holds: what `encode` gave, scaled, and with the dimension of time."""
+        """Convert the output of `encode` to a LATENT's `[B, C_latent, t, h, w]`.
+
+        Args:
+            latent: `[B, C_latent, t, h, w]` or `[B, C_latent, h, w]`.
+
+        Returns:
+            The scaled latent with a time dimension.
+        """
         video = latent.unsqueeze(2) if latent.ndim == 4 else latent
         return video * self.config.latent_scale
 
     def tile_limit(
         self, tile: tuple[int, int] | None, *, encode: bool = False, single_frame: bool = False
     ) -> int | None:
-        """Bytes of the shortest steps on a tile of so many latents, where tiles are not to be had.
+        """Return the memory of the shortest steps on a tile, for a VAE that cannot be tiled.
 
-        The norms of SeedVR2 are over the whole frame, so that its tiles differ from it however far
-        they overlap. None for other VAEs, or without a size.
+        The norms of SeedVR2 are over the whole frame, so its tiles would differ for any overlap.
+
+        Args:
+            tile: Height and width in latents, or None.
+            encode: For encoding; otherwise for decoding.
+            single_frame: The video has one frame.
+
+        Returns:
+            Bytes; None for other VAEs, or without a tile.
         """
         if tile is None or not self.is_seedvr2:
             return None
@@ -147,7 +183,7 @@ class FastVideoVAE(VideoVAE):
         return self.plan(height, width, least, encode=encode, single_frame=single_frame).peak_bytes
 
     def video_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """`[B, C_latent, t, h, w]` for the shape of a latent of four or five dimensions."""
+        """Return `[B, C_latent, t, h, w]` for the `shape` of a latent with or without time."""
         if len(shape) != 4:
             return tuple(shape)
         batch, channels, height, width = shape
@@ -157,7 +193,7 @@ class FastVideoVAE(VideoVAE):
         return batch, channels, 1, height, width
 
     def whole_groups(self, frames: Tensor) -> Tensor:
-        """Leave out the frames at the end that do not fill a latent, as ComfyUI does."""
+        """Drop the last of `frames` `[B, C, T, H, W]` that do not fill a latent, like ComfyUI."""
         step = self.config.temporal_compression
         return frames[:, :, : frames.shape[2] - (frames.shape[2] - 1) % step]
 
@@ -191,7 +227,7 @@ class FastVideoVAE(VideoVAE):
         limit_bytes: int | None = None,
         tile: tuple[int, int] | None = None,
     ) -> Tensor:
-        """The means, `[B, C_latent, t, h, w]`."""
+        """Return the means, `[B, C_latent, t, h, w]`."""
         frames = self.whole_groups(frames.unsqueeze(2) if frames.ndim == 4 else frames)
         progress = Progress(frames.shape[0] * self.config.latent_frames(frames.shape[2]))
         options = StreamOptions(self.chunk, limit_bytes=limit_bytes, tile=tile)
@@ -200,5 +236,5 @@ class FastVideoVAE(VideoVAE):
 
 
 def tile_size(tile_x: int | None, tile_y: int | None) -> tuple[int, int] | None:
-    """Height and width of a tile; None: it has no size."""
+    """Return height and width of a tile from `tile_x` and `tile_y`; None: no tile."""
     return None if tile_x is None or tile_y is None else (tile_y, tile_x)

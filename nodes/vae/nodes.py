@@ -31,14 +31,14 @@ other_vae, timing = Later("nodes.vae.other_vae"), Later("nodes.host.timing")
 
 _logger = logging.getLogger(__name__)
 
-# Loads the VAE that comes with the pack. It is no file of models/vae, and no name of one.
+# The choice that loads the bundled VAE; not a file name.
 _BUNDLED = "bundled demo"
 
 _VIDEO, _IMAGES = "video", "images"
 
 
 def _settings(dtype: str, encode_dtype: str, chunk: str) -> list[io.Input]:
-    """What a VAE keeps, by what stands for leaving it open."""
+    """Return the inputs that a VAE keeps, with the meaning of their defaults."""
     return [
         dtype_input(f"Number format of the computation. auto: {dtype}."),
         dtype_input(f"Number format for encoding alone. auto: {encode_dtype}.", "encode_dtype"),
@@ -51,7 +51,7 @@ class Load(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node, as ComfyUI shows it."""
+        """Return the node's schema."""
         return io.Schema(
             node_id="FastVAE_Load",
             display_name="Load VAE (Fast)",
@@ -86,11 +86,11 @@ class Load(io.ComfyNode):
 
 
 class Accelerate(io.ComfyNode):
-    """Make a VAE fast that another node loaded."""
+    """Accelerate a VAE that another node loaded."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node, as ComfyUI shows it."""
+        """Return the node's schema."""
         return io.Schema(
             node_id="FastVAE_Accelerate",
             display_name="Accelerate VAE (Fast)",
@@ -113,9 +113,9 @@ class Accelerate(io.ComfyNode):
     @classmethod
     @checked
     def execute(cls, vae: object, dtype: str, encode_dtype: str, chunk: int) -> io.NodeOutput:
-        """Swap the network in a copy."""
+        """Replace the network in a copy."""
         if not isinstance(vae, comfy.sd.VAE):
-            raise ValueError(f"vae: it is a {type(vae).__name__}; expected a VAE of ComfyUI's")
+            raise ValueError(f"vae: got a {type(vae).__name__}; expected a VAE of ComfyUI")
         with about("vae"), timing.span("load", "accelerated VAE"):
             fast = accelerate.accelerate(vae, _choice(dtype, encode_dtype, chunk))
         return io.NodeOutput(fast)
@@ -126,7 +126,7 @@ class Encode(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node, as ComfyUI shows it."""
+        """Return the node's schema."""
         return io.Schema(
             node_id="FastVAE_Encode",
             display_name="VAE Encode (Fast)",
@@ -182,7 +182,7 @@ class Decode(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node, as ComfyUI shows it."""
+        """Return the node's schema."""
         return io.Schema(
             node_id="FastVAE_Decode",
             display_name="VAE Decode (Fast)",
@@ -221,11 +221,11 @@ class Decode(io.ComfyNode):
 
 
 class DemoClip(io.ComfyNode):
-    """The clip that comes with the pack."""
+    """Load the bundled clip."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node, as ComfyUI shows it."""
+        """Return the node's schema."""
         return io.Schema(
             node_id="FastVAE_DemoClip",
             display_name="Demo Clip (Fast)",
@@ -248,7 +248,7 @@ class DemoClip(io.ComfyNode):
 
 
 def _loaded(vae_name: str, choice: object) -> object:
-    """The VAE of a name: fast, or as Load VAE has it where it is of another kind."""
+    """Return the VAE of a name: fast, or loaded as by Load VAE if it is of another kind."""
     try:
         if vae_name == _BUNDLED:
             return accelerate.load(library.VAE_PATH, choice)

@@ -1,7 +1,7 @@
-"""A VAE that is not ours at work: it decodes and encodes as it always does.
+"""Encode and decode with a VAE of another kind.
 
-Whatever it raises names the input that it could not work on, but for the host's own: memory that
-ran out, for which ComfyUI unloads its models, and the user's stop.
+Errors name the input, except for ComfyUI's own: out of memory, after which ComfyUI unloads models,
+and the user's stop.
 """
 
 from collections.abc import Callable
@@ -15,20 +15,35 @@ from ..host.error_text import described
 
 
 def decoded(vae: Any, latent: Tensor) -> Tensor:  # noqa: ANN401, any VAE
-    """What it makes of a latent: an IMAGE, of most VAEs.
+    """Decode `latent` `[B, C, ...]` with another VAE, usually to an IMAGE.
+
+    Args:
+        vae: The VAE.
+        latent: `[B, C, ...]`.
+
+    Returns:
+        The result of its `decode`, usually `[N, H, W, C]`.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: It fails.
     """
     with timing.span("VAE decode"):
         return _asked("samples", "decodes", lambda: vae.decode(latent), latent)
 
 
 def encoded(vae: Any, images: Tensor, name: str = "pixels") -> Tensor:  # noqa: ANN401, any VAE
-    """The latent that it makes of an IMAGE.
+    """Encode an IMAGE with another VAE.
+
+    Args:
+        vae: The VAE.
+        images: `[N, H, W, C]`.
+        name: Name of the input for the message.
+
+    Returns:
+        The latent, `[B, C, ...]`.
 
     Raises:
-        ValueError: It cannot; the message begins with `name`.
+        ValueError: It fails; the message starts with `name`.
     """
     with timing.span("VAE encode"):
         return _asked(name, "encodes", lambda: vae.encode(images), images)
@@ -43,8 +58,8 @@ def _asked(name: str, does: str, call: Callable[[], Tensor], given: Tensor) -> T
         if comfy.model_management.is_oom(error):
             raise
         text = str(error).strip().partition("\n")[0]
-        # With the place of the failure, which ComfyUI shows below the message.
+        # With the traceback of the failure, which ComfyUI shows below the message.
         raise ValueError(
-            f"{name}: this VAE, which is no fast one, {does} no "
+            f"{name}: this VAE, which is not a fast one, {does} no "
             f"{described(given).partition(' ')[2]}: {type(error).__name__}: {text}"
         ).with_traceback(error.__traceback__) from error

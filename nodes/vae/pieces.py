@@ -1,8 +1,8 @@
-"""The one driver of a fast VAE's streams in ComfyUI: room for them, and what is tried without it.
+"""Streams of a fast VAE in ComfyUI: their memory, and retries when it runs out.
 
-A stream holds a piece of a video at a time, so that its memory does not grow with the length. Here
-a VAE is ComfyUI's object around a `FastVideoVAE`. What is said of ComfyUI here was read off
-comfy/sd.py and comfy/model_management.py of 0.33.
+A stream holds a piece of a video at a time, so its memory does not grow with the length. A VAE here
+is ComfyUI's object around a `FastVideoVAE`. Facts about ComfyUI are from comfy/sd.py and
+comfy/model_management.py of 0.33.
 """
 
 import functools
@@ -20,12 +20,12 @@ from ..host.oom import Way, free_others, resumed
 
 AUTOMATIC = StreamOptions()
 
-# Memory that is asked of ComfyUI for the longest steps; with less they are shorter, not slower by
-# much. More would push the diffusion model out for nothing.
+# Memory requested from ComfyUI for the longest steps. With less memory they are shorter and not
+# much slower; more would unload the diffusion model without a gain.
 _LIMIT_BYTES = 4 << 30
 
-# Where nothing else fits: tiles of so many latents a side, one size after the other. Of SeedVR2,
-# which cannot be cut, no more than the memory that they would take.
+# Sides of tiles in latents, tried one after the other if nothing else fits. For SeedVR2, which
+# cannot be tiled, the memory of such a tile is the limit.
 _TILES = (64, 32, 16)
 
 
@@ -39,20 +39,19 @@ def decode_pieces(
     out: Tensor | None = None,
     tile: tuple[int, int] | None = None,
 ) -> Iterator[Tensor]:
-    """Decode on the device and give the frames away as they are done.
+    """Decode on the device and yield frames as soon as they are done.
 
-    When memory runs out it goes on from the frame where it stopped: in the stream itself by a
-    smaller plan; should that not help, with all models unloaded, in smaller tiles, and at last on
-    the CPU.
+    When memory runs out it continues from the frame where it stopped: first within the stream by a
+    smaller plan, then with all models unloaded, in smaller tiles, and finally on the CPU.
 
     Args:
-        vae: The VAE; its weights are brought to their device.
+        vae: The VAE; its weights are loaded to their device.
         latent: `[B, C_latent, t, h, w]`, not normalised, checked.
-        options: The chunk and dtype of this decode; None: as chosen for the VAE.
-        frames: Those that are wanted; None: all.
-        images: `[B, T, H, W, C]` for them; None: the pieces are frames of their own.
+        options: Chunk and dtype of this decode; None: the VAE's.
+        frames: The frames to decode; None: all.
+        images: `[B, T, H, W, C]` for them; None: new frames.
         out: `[B, C, T, H, W]` for them, instead of images.
-        tile: Height and width of tiles in latents; None: only where whole frames do not fit.
+        tile: Height and width of tiles in latents; None: only if whole frames do not fit.
 
     Yields:
         Frames `[B, C, n, H, W]` in about [-1, 1], or images `[B, n, H, W, C]`.
@@ -88,10 +87,18 @@ def encode_pieces(
     way: Way,
     options: StreamOptions = AUTOMATIC,
 ) -> Iterator[Tensor]:
-    """Encode on the device and give bare means `[B, C_latent, n, h, w]` away as they are done.
+    """Encode on the device and yield posterior means as soon as they are done.
 
-    `vae` is loaded, and `pieces` are as for `VideoVAE.encode_stream`. What does not fit in this way
-    is to begin anew in the next one.
+    If memory runs out, the caller starts again with the next way.
+
+    Args:
+        vae: The VAE, loaded.
+        pieces: `[B, C, t, H, W]` each, as for `VideoVAE.encode_stream`.
+        way: The way to run.
+        options: Chunk and dtype of this encode.
+
+    Yields:
+        `[B, C_latent, n, h, w]`.
     """
     asked = _options(vae, way, options)
     return vae.first_stage_model.encode_stream(pieces, asked, scaled=False)
@@ -100,7 +107,18 @@ def encode_pieces(
 def with_chunk(
     vae: comfy.sd.VAE, height: int, width: int, options: StreamOptions, way: Way
 ) -> StreamOptions:
-    """The options of an encode with the chunk settled, to hand the frames in piece by piece."""
+    """Return the options of an encode with a definite chunk, for frames in pieces.
+
+    Args:
+        vae: The VAE.
+        height: Height of the frames.
+        width: Width of the frames.
+        options: Chunk and dtype of the encode.
+        way: The way to run.
+
+    Returns:
+        The options.
+    """
     asked = StreamOptions(dtype=options.dtype, limit_bytes=way.limit_bytes)
     model = vae.first_stage_model
     chunk = options.chunk or model.chunk or model.plan(height, width, asked, encode=True).chunk
@@ -114,9 +132,16 @@ def ways(
     encode: bool = False,
     single_frame: bool = False,
 ) -> list[Way]:
-    """What is tried one after the other while memory runs out.
+    """Return the ways to try while memory runs out.
 
-    `tile` is the requested height and width in latents; `single_frame`: the video is one frame.
+    Args:
+        vae: The VAE.
+        tile: Requested height and width of tiles in latents, or None.
+        encode: For encoding; otherwise for decoding.
+        single_frame: The video has one frame.
+
+    Returns:
+        The ways in order.
     """
     model = vae.first_stage_model
     step = model.config.spatial_compression * model.config.output_scale
@@ -139,7 +164,13 @@ def ways(
 
 
 def load(vae: comfy.sd.VAE, memory_bytes: float, way: Way | None = None) -> None:
-    """Bring the weights to the device of the work (without a `way` the VAE's), and make room."""
+    """Load the weights to the device of the work and free memory.
+
+    Args:
+        vae: The VAE.
+        memory_bytes: Memory that the work needs.
+        way: The way to run; None: on the VAE's device.
+    """
     if way is not None and way.on_host:
         comfy.model_management.unload_model_and_clones(vae.patcher)
         return
@@ -153,12 +184,12 @@ def load(vae: comfy.sd.VAE, memory_bytes: float, way: Way | None = None) -> None
 
 
 def release(vae: comfy.sd.VAE) -> Callable[[], None]:
-    """What unloads other models from the device of a VAE."""
+    """Return a function that unloads other models from the device of `vae`."""
     return functools.partial(free_others, vae.patcher, vae.device)
 
 
 def decode_bytes(vae: comfy.sd.VAE, shape: torch.Size, way: Way) -> int:
-    """Bytes that decoding a latent of this shape takes, for one of the batch."""
+    """Return the bytes for decoding a latent of `shape` in `way`, per video of `vae`'s batch."""
     model = vae.first_stage_model
     height, width = (model.config.spatial_compression * length for length in shape[-2:])
     return _plan_bytes(
@@ -167,7 +198,7 @@ def decode_bytes(vae: comfy.sd.VAE, shape: torch.Size, way: Way) -> int:
 
 
 def encode_bytes(vae: comfy.sd.VAE, shape: torch.Size, way: Way) -> int:
-    """Bytes that encoding frames `[B, C, T, H, W]` takes, for one of the batch."""
+    """Return the bytes for encoding frames of `shape` in `way`, per video of `vae`'s batch."""
     single_frame = len(shape) == 4 or shape[2] <= vae.first_stage_model.config.temporal_compression
     return _plan_bytes(vae, *shape[-2:], way, encode=True, single_frame=single_frame)
 
@@ -175,8 +206,8 @@ def encode_bytes(vae: comfy.sd.VAE, shape: torch.Size, way: Way) -> int:
 def _plan_bytes(
     vae: comfy.sd.VAE, height: int, width: int, way: Way, *, encode: bool, single_frame: bool
 ) -> int:
-    # Who asks for tiles is short of memory: room for the smallest steps on one of them. What is
-    # free beyond that the stream finds by itself.
+    # Requested tiles mean that memory is short: request the smallest steps on a tile. The stream
+    # finds any further free memory itself.
     limit = way.limit_bytes or (_LIMIT_BYTES if way.tile is None else 1)
     plan = vae.first_stage_model.plan(
         height,
@@ -184,7 +215,7 @@ def _plan_bytes(
         StreamOptions(limit_bytes=limit, tile=way.tile),
         encode=encode,
         single_frame=single_frame,
-        device=vae.device,  # the weights may still be on the host
+        device=vae.device,  # the weights may be on the host
         cuts=False,
     )
     return plan.peak_bytes

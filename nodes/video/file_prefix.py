@@ -1,4 +1,4 @@
-"""What a user may call a file: checked before the frames are made that go into it."""
+"""Checks of a file name, before frames for the file are computed."""
 
 import os
 import re
@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 
 from ..host.error_text import described
 
-# Bytes of a file's name that all systems take, less the number and the suffix that follow.
+# Bytes of a file name that all systems support, without the number and the suffix.
 _LONGEST_NAME = 200
 _LONGEST = 1000
 
@@ -15,18 +15,20 @@ _FORBIDDEN = re.compile(r'[<>:"|?*]')
 
 
 def check_prefix(prefix: str, folder: Path, *, windows: bool = os.name == "nt") -> None:
-    """Check the folder and the beginning of a file's name, which has to stay in a folder.
+    """Check the folder and the start of a file name.
 
-    The prefix is as a user wrote it, with `%width%` and the like still in it.
+    Args:
+        prefix: As the user wrote it, with `%width%` and other placeholders.
+        folder: The folder that the file must stay in.
+        windows: Apply the rules of Windows.
 
     Raises:
-        ValueError: No file can be called so, or it would leave the folder.
+        ValueError: No file can have this name, or it would leave the folder.
     """
     reason = _reason(prefix, folder, windows=windows)
     if reason:
         raise ValueError(
-            f"filename_prefix is {described(prefix)}, {reason}; "
-            "expected a name inside of the folder"
+            f"filename_prefix is {described(prefix)}, {reason}; expected a name within the folder"
         )
 
 
@@ -42,13 +44,13 @@ def _reason(prefix: str, folder: Path, *, windows: bool) -> str | None:
         return f"{size} bytes long"
     # The last part becomes a longer name, which is not reserved.
     if windows and any(_RESERVED.fullmatch(part) for part in parts[:-1]):
-        return "with a name that Windows keeps for itself"
+        return "with a name that is reserved on Windows"
     if windows and any(_FORBIDDEN.search(part) for part in parts):
-        return "with a character that Windows does not take"
+        return "with a character that Windows does not allow"
     place = Path(os.path.normpath(folder / prefix))
     if place != folder and folder not in place.parents:
         return "which leads out of it"
     above = [each for each in place.parents if folder in each.parents]
     if any(each.is_file() for each in above):
-        return "where a folder of that path is a file"
+        return "with a file in place of a folder"
     return None

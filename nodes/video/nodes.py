@@ -1,4 +1,4 @@
-"""The nodes between video files and latents, which hold no more than a few frames at a time."""
+"""The nodes between video files and latents, which hold a few frames at a time."""
 
 from collections.abc import Iterator
 from fractions import Fraction
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 comfy_vae, stream = Later("nodes.vae.comfy_vae"), Later("nodes.video.stream")
 other_vae, timing = Later("nodes.vae.other_vae"), Later("nodes.host.timing")
 
-# VideoWriter's own: without visible loss on what a VAE made.
+# VideoWriter's default: no visible loss on the output of a VAE.
 _QUALITY = 70
 
-# Characters of two frames' numbers; Python reads no number of thousands of digits.
+# Most characters of a range of frames; Python does not parse numbers of thousands of digits.
 _LONGEST_RANGE = 60
 
-# Frames of an IMAGE that become bytes at a time.
+# Frames of an IMAGE that are converted to bytes at a time.
 _FRAMES = 4
 
 
 class DecodeVideo(io.ComfyNode):
-    """Decode a latent into a video file."""
+    """Decode a latent to a video file."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node, as ComfyUI shows it."""
+        """Return the node's schema."""
         return io.Schema(
             node_id="FastVAE_DecodeVideo",
             display_name="VAE Decode to Video (Fast)",
@@ -113,7 +113,7 @@ class DecodeVideo(io.ComfyNode):
         dtype: str = AUTO,
         chunk: int = 0,
     ) -> io.NodeOutput:
-        """Decode, and write meanwhile."""
+        """Decode and write at the same time."""
         target = VideoTarget(_rate(fps), codec, quality, hardware, filename_prefix, save_to)
         if len(frames) > _LONGEST_RANGE:
             raise ValueError(f"frames is {described(frames)}; expected two numbers, such as 40-80")
@@ -130,13 +130,15 @@ class DecodeVideo(io.ComfyNode):
         else:
             log_unused(dtype=dtype != AUTO, chunk=chunk != 0)
             device = None
-            # What is wrong with these is to be told before the work is done.
+            # Errors in these come before the work is done.
             frame_range(frames, None)
             target.sound(audio, range(0))
             target.check_size(*(vae.spacial_compression_decode() * n for n in latent.shape[-2:]))
             images = other_vae.decoded(vae, latent)
             if images.ndim not in (4, 5):
-                raise ValueError(f"vae: it decodes to {list(images.shape)}; expected images")
+                raise ValueError(
+                    f"vae: its output is {list(images.shape)}; expected images [N, H, W, C]"
+                )
             images = images.reshape(-1, *images.shape[-3:])
             count, height, width = images.shape[:3]
             wanted = frame_range(frames, count)
@@ -153,7 +155,7 @@ class EncodeVideo(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node, as ComfyUI shows it."""
+        """Return the node's schema."""
         return io.Schema(
             node_id="FastVAE_EncodeVideo",
             display_name="VAE Encode Video (Fast)",
@@ -198,7 +200,7 @@ class EncodeVideo(io.ComfyNode):
         dtype: str = AUTO,
         chunk: int = 0,
     ) -> io.NodeOutput:
-        """Read, and encode meanwhile."""
+        """Read and encode at the same time."""
         options = library.StreamOptions(chunk or None, DTYPES.get(dtype))
         is_fast = isinstance(vae, comfy_vae.FastVAE)
         if is_fast and vae.first_stage_model.encoder is None:
@@ -309,12 +311,12 @@ def _video_inputs() -> list[io.Input]:
 
 
 def _rate(fps: float) -> Fraction:
-    """Frames per second as files have them: 29.97003 is 30000 / 1001."""
+    """Return frames per second as in files: 29.97003 becomes 30000 / 1001."""
     return Fraction(fps).limit_denominator(1001)
 
 
 def _pictures(images: Tensor, wanted: range) -> Iterator[Tensor]:
-    """The bytes of an IMAGE, as ComfyUI's saver has them, a few frames at a time."""
+    """Yield the bytes of an IMAGE, as ComfyUI's saver writes them, a few frames at a time."""
     progress = Progress(len(wanted))
     for start in wanted[::_FRAMES]:
         part = images[start : min(start + _FRAMES, wanted.stop)]
@@ -326,7 +328,7 @@ def _pictures(images: Tensor, wanted: range) -> Iterator[Tensor]:
 def _encoded(
     vae: "FastVAE", source: Source, fit: Fit, options: "StreamOptions"
 ) -> tuple[Tensor, int]:
-    """The latent, and how many frames it holds."""
+    """Return the latent, and the number of its frames."""
     config = vae.first_stage_model.config
 
     def pieces() -> Iterator[Tensor]:
@@ -337,7 +339,7 @@ def _encoded(
 
 
 def _encoded_whole(vae: Any, source: Source, fit: Fit) -> tuple[Tensor, int]:  # noqa: ANN401
-    """As `_encoded`, of a VAE that is not ours."""
+    """Return the same with a VAE of another kind."""
     with timing.span("file"):
         images = torch.cat([as_images(piece) for piece in source.pieces(fit)])
     latent = other_vae.encoded(vae, images, "video")

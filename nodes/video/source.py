@@ -1,8 +1,8 @@
-"""The frames of a VIDEO, a few at a time, whether it is a file or tensors.
+"""The frames of a VIDEO, a few at a time, from a file or from tensors.
 
-What is said of ComfyUI here was read off comfy_api/latest/_input_impl/video_types.py of 0.33: a
-VIDEO that is a file has a source of its own, and a window in seconds that it is trimmed to; any
-other is encoded when it is asked for a source, so it is asked for its tensors instead.
+Facts about ComfyUI here are from comfy_api/latest/_input_impl/video_types.py of 0.33: a VIDEO from
+a file has a stream source and a trim window in seconds. Any other VIDEO would be encoded for a
+stream source, so its tensors are used instead.
 """
 
 import logging
@@ -22,7 +22,7 @@ from ...vae.media import VideoFile, open_media, read_video
 
 _logger = logging.getLogger(__name__)
 
-# Frames in a piece: as many as a latent holds. A longer piece would be no faster.
+# Frames of a piece: those of a latent. A longer piece would not be faster.
 _FRAMES = 4
 
 Sound = dict[str, Any]
@@ -30,14 +30,14 @@ Sound = dict[str, Any]
 
 @dataclass(frozen=True)
 class Fit:
-    """What is wanted of a video.
+    """The requested form of a video.
 
     Attributes:
-        fps: Frames per second, by repeating and leaving out frames; None: all that there are.
-        size: Height and width, which the picture is to cover; the rest is cropped about the centre.
-            None: as it is.
-        multiple: Height and width are then cropped about the centre to multiples of this.
-        limit: Most frames; None: no limit.
+        fps: Frames per second, by repeating and dropping frames; None: all frames.
+        size: Height and width that the picture covers; the rest is cropped about the center. None:
+            unchanged.
+        multiple: Height and width are then cropped about the center to multiples of this.
+        limit: Most frames; None: unlimited.
     """
 
     fps: Fraction | None = None
@@ -46,16 +46,22 @@ class Fit:
     limit: int | None = None
 
     def seconds(self, fps: Fraction) -> Fraction | None:
-        """How long the frames within the limit are shown, of a video of so many per second."""
+        """Return the seconds of the frames within the limit at `fps`; None: unlimited."""
         return None if self.limit is None else self.limit / (self.fps or fps)
 
 
 def source_of(video: Input.Video) -> "Source":
-    """The frames of a VIDEO, a file with its window or tensors, read when they are asked for.
+    """Return the frames of a VIDEO, a file with its trim window or tensors, read on demand.
+
+    Args:
+        video: The VIDEO.
+
+    Returns:
+        The source.
 
     Raises:
-        OSError: The file is missing, or may not be read.
-        ValueError: It is no video.
+        OSError: The file is missing or not readable.
+        ValueError: It is not a video.
     """
     if type(video).get_stream_source is Input.Video.get_stream_source:
         return _Tensors(video)
@@ -63,9 +69,15 @@ def source_of(video: Input.Video) -> "Source":
 
 
 def shape_of(size: tuple[int, int], width: int, height: int) -> tuple[int, int] | None:
-    """Height and width that a user asks for, of a video of this height and width.
+    """Return the requested height and width, or None if neither is given.
 
-    A 0 stands for what the other one and the shape of the video ask for. None: both are 0.
+    Args:
+        size: Height and width of the video.
+        width: Requested width; 0: from height and aspect ratio.
+        height: Requested height; 0: from width and aspect ratio.
+
+    Returns:
+        Height and width, or None.
     """
     if not width and not height:
         return None
@@ -77,13 +89,13 @@ def shape_of(size: tuple[int, int], width: int, height: int) -> tuple[int, int] 
 
 
 def as_images(piece: Tensor) -> Tensor:
-    """`[1, C, t, H, W]`, uint8 or float in [-1, 1], as an IMAGE `[t, H, W, C]`."""
+    """Convert `piece` `[1, C, t, H, W]`, uint8 or float in [-1, 1], to an IMAGE `[t, H, W, C]`."""
     unit = piece.float() / 255 if piece.dtype == torch.uint8 else (piece + 1) / 2
     return unit[0].movedim(0, -1)
 
 
 def with_channels(piece: Tensor, channels: int) -> Tensor:
-    """`[1, C, t, H, W]` with the channels that a VAE takes; an alpha that is lacking is opaque."""
+    """Return `piece` `[1, C, t, H, W]` with `channels` channels; a missing alpha is opaque."""
     if piece.shape[1] >= channels:
         return piece[:, :channels]
     opaque = torch.full_like(piece[:, :1], 255 if piece.dtype == torch.uint8 else 1)
@@ -91,7 +103,15 @@ def with_channels(piece: Tensor, channels: int) -> Tensor:
 
 
 class FileSource:
-    """A file, by its path or in memory; its size is height and width in pixels."""
+    """The frames of a file, given by path or in memory.
+
+    Args:
+        video: The VIDEO.
+
+    Attributes:
+        fps: Frames per second.
+        size: Height and width in pixels.
+    """
 
     def __init__(self, video: Input.Video) -> None:
         self._source: str | BinaryIO = video.get_stream_source()
@@ -102,10 +122,16 @@ class FileSource:
         self.size = self._file.height, self._file.width
 
     def pieces(self, fit: Fit) -> Iterator[Tensor]:
-        """The frames, `[1, C, t, H, W]` each, uint8 or float in [-1, 1].
+        """Yield the frames in the form of `fit`.
+
+        Args:
+            fit: The requested form.
+
+        Yields:
+            `[1, C, t, H, W]` each, uint8 or float in [-1, 1].
 
         Raises:
-            ValueError: The picture is too small, or there is no frame that can be read.
+            ValueError: The picture is too small, or no frame can be read.
         """
         return self._file.pieces(
             multiple=fit.multiple,
@@ -118,13 +144,13 @@ class FileSource:
         )
 
     def estimate(self, fit: Fit) -> int | None:
-        """How many frames there will be, as far as that is known."""
+        """Return the number of frames in the form of `fit`; None: unknown."""
         return self._file.estimate(
             fps=fit.fps, start=self._start, duration=self._duration, limit=fit.limit
         )
 
     def sound(self, fit: Fit) -> Sound | None:
-        """The AUDIO beside the frames; None: there is none."""
+        """Return the AUDIO of the frames in the form of `fit`; None: there is none."""
         lengths = [each for each in (self._duration, fit.seconds(self.fps)) if each is not None]
         begin = self._file.origin + Fraction(self._start)
         end = begin + Fraction(min(lengths)) if lengths else None
@@ -134,7 +160,7 @@ class FileSource:
 
 
 class _Tensors:
-    """An IMAGE with a frame rate, and sound perhaps; what it gives is as of a `FileSource`."""
+    """An IMAGE with a frame rate and optional sound, with the interface of `FileSource`."""
 
     def __init__(self, video: Input.Video) -> None:
         components = video.get_components()
@@ -169,7 +195,7 @@ class _Tensors:
             yield (frames * 2 - 1).movedim(0, 1).unsqueeze(0)
 
     def _shown(self, index: int, fit: Fit) -> int:
-        """The frame nearest in time, the earlier of two, as in a file."""
+        """Return the frame nearest in time, the earlier of two, as for a file."""
         if fit.fps is None:
             return index
         nearest = math.ceil(index * self.fps / fit.fps - Fraction(1, 2))
@@ -193,9 +219,10 @@ Source = FileSource | _Tensors
 
 
 def _read_sound(source: str | BinaryIO, begin: Fraction, end: Fraction | None) -> Sound | None:
-    """The AUDIO of a file from one moment to another, by the clock of the file."""
+    """Return the AUDIO of a file between two times of its clock."""
     with open_media(source) as container:
-        # What FFmpeg cannot decode has no context. ComfyUI takes the last of the others, too.
+        # Streams that FFmpeg cannot decode have no context. ComfyUI also uses the last of the
+        # others.
         streams = [each for each in container.streams.audio if each.codec_context and each.rate]
         if not streams:
             return None
@@ -210,7 +237,7 @@ def _read_sound(source: str | BinaryIO, begin: Fraction, end: Fraction | None) -
             for place, block in _blocks(container.decode(stream), rate):
                 if len(blocks) == 1:
                     at = place - round(begin * rate)
-                    # Sound that begins late stays where it is.
+                    # Sound that starts late keeps its place.
                     blocks.append(torch.zeros(len(block), max(0, at)))
                 blocks.append(block[:, max(0, -at) :])
                 at += block.shape[1]
@@ -225,7 +252,7 @@ def _read_sound(source: str | BinaryIO, begin: Fraction, end: Fraction | None) -
 
 
 def _blocks(frames: Iterator[av.AudioFrame], rate: int) -> Iterator[tuple[int, Tensor]]:
-    """Sound `[channels, n]` float32 and its place in samples, of which the first one counts."""
+    """Yield sound `[channels, n]` float32 and its place in samples; only the first is used."""
     resampler = av.AudioResampler(format="fltp")
     for frame in frames:
         for part in resampler.resample(frame):

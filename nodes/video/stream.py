@@ -1,7 +1,7 @@
 """A fast VAE between latents and the frames of video files, a few frames at a time.
 
-What goes through is held a piece at a time, so that the memory does not grow with the length of the
-video; only latents are collected, which are 50 to 200 times as small as their frames in 8 bits.
+Data is held a piece at a time, so memory does not grow with the length of the video; only latents
+are collected, which are 50 to 200 times smaller than their frames in 8 bits.
 """
 
 import functools
@@ -29,20 +29,24 @@ def decode_pictures(
     options: StreamOptions = driver.AUTOMATIC,
     frames: range | None = None,
 ) -> Iterator[Tensor]:
-    """Decode a latent and give the pictures away as they are done.
+    """Decode a latent and yield the pictures as soon as they are done.
 
-    Arguments are those of `pieces.decode_pieces`, of one video.
+    Args:
+        vae: The VAE.
+        latent: `[1, C_latent, t, h, w]`.
+        options: Chunk and dtype of this decode.
+        frames: The frames to decode; None: all.
 
     Yields:
-        Pictures, `[n, H, W, C]` uint8 on the device of the VAE, the byte being `255 * x` without
-        its fraction, as ComfyUI saves an IMAGE; `n` varies.
+        `[n, H, W, C]` uint8 on the device of the VAE, each byte `floor(255 * x)`, as ComfyUI saves
+        an IMAGE; `n` varies.
 
     Raises:
         ValueError: The latent has another shape or dtype, or is not finite.
     """
     vae.throw_exception_if_invalid()
     try:
-        # Not here: what is done with is to be gone before the memory is given back.
+        # In another function, so that its tensors are gone before memory is released.
         made = _pictures(vae, latent, options, frames)
         yield from timing.drawn("VAE decode", made, device=vae.device)
     finally:
@@ -55,19 +59,23 @@ def encode_video(
     count_estimate: int | None = None,
     options: StreamOptions = driver.AUTOMATIC,
 ) -> Tensor:
-    """Encode a video that comes in pieces.
+    """Encode a video in pieces.
 
-    `pieces` gives the video from its beginning: `[1, C, t, H, W]` each, any `t >= 1`, uint8 or a
-    float dtype in [-1, 1], one after the other in time. It is asked again where memory ran out and
-    the stream could not help itself. Frames after the last `4 n + 1` are left out, with a line in
-    the log. The estimate is for the progress bar; None: it is not known how many frames will come.
+    Args:
+        vae: The VAE.
+        pieces: Returns the video from its start: `[1, C, t, H, W]` each, any `t >= 1`, uint8 or
+            float in [-1, 1]. It is called again if memory ran out and the stream could not recover.
+            Frames after the last `4 n + 1` are dropped with a log line.
+        count_estimate: Number of frames for the progress bar; None: unknown.
+        options: Chunk and dtype of this encode.
 
     Returns:
-        `[1, C_latent, t, H / 8, W / 8]`, or `[T, C_latent, H / 16, W / 16]` of a VAE of pictures;
-        not normalised (of SeedVR2 scaled), on the output device.
+        `[1, C_latent, t, H / 8, W / 8]`, or `[T, C_latent, H / 16, W / 16]` for a VAE of images;
+        not normalised (for SeedVR2 scaled), on the output device.
 
     Raises:
-        ValueError: A piece has another shape or dtype; no frame came; or the VAE has no encoder.
+        ValueError: A piece has another shape or dtype; there are no frames; or the VAE has no
+            encoder.
         InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
     """
 
@@ -110,13 +118,13 @@ def _means(
     groups = _whole_groups(pieces, model.config.temporal_compression)
     first = next(groups, None)
     if first is None:
-        raise ValueError("no frame came; expected at least one")
+        raise ValueError("the video has no frames; expected at least one")
     model.check_frames(first)
     second = next(groups, None)
     shape = (*first.shape[:2], 1 if second is None else 1 + second.shape[2], *first.shape[3:])
     driver.load(vae, driver.encode_bytes(vae, torch.Size(shape), way), way)
     options = driver.with_chunk(vae, *first.shape[3:], options, way)
-    # A lone frame goes as a tensor, which takes a path of its own.
+    # A single frame is passed as a tensor, which takes a separate path.
     source = first if second is None else itertools.chain([first, second], groups)
     progress = Progress(model.config.latent_frames(max(count_estimate or 1, shape[2])))
     done = [
@@ -127,12 +135,12 @@ def _means(
 
 
 def _whole_groups(pieces: Iterator[Tensor], size: int) -> Iterator[Tensor]:
-    """The first frame, then groups of `size` and no others; the log says what is left out."""
+    """Yield the first frame, then complete groups of `size`; dropped frames are logged."""
     count = 0
     for run in rechunk(pieces, size):
         if count and run.shape[2] < size:
             _logger.info(
-                "Fast Video VAE: the last %d of %d frames are left out; the VAE takes %d n + 1",
+                "Fast Video VAE: the last %d of %d frames are dropped; the VAE needs %d n + 1",
                 run.shape[2],
                 count + run.shape[2],
                 size,

@@ -1,4 +1,4 @@
-"""Where a video goes: a new file in ComfyUI's folders, written by a thread as the frames come."""
+"""The file of a video in ComfyUI's folders, written by a thread while the frames are decoded."""
 
 import functools
 import json
@@ -18,7 +18,7 @@ from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy_api.latest import io, ui
 from torch import Tensor
 
-# What writes is imported when it is asked for, so that ComfyUI starts without it.
+# The writer is imported on first use, so that ComfyUI starts without it.
 from ... import vae as library
 from ...vae import media
 from ..host.error_text import about
@@ -35,12 +35,14 @@ _RANGE = re.compile(r"\s*(\d+)\s*(-\s*(\d*))?\s*")
 
 @dataclass(frozen=True)
 class VideoTarget:
-    """How a video is to be written.
+    """Settings of a video file.
 
     Attributes:
+        fps: Frames per second.
         codec: One of `available_codecs`.
         quality: 0 to 100.
-        prefix: Folder and beginning of the file's name.
+        hardware: Use a hardware encoder if there is one.
+        prefix: Folder and start of the file name.
         folder: One of `FOLDERS`.
     """
 
@@ -52,15 +54,22 @@ class VideoTarget:
     folder: str
 
     def check_size(self, height: int, width: int) -> None:
-        """Raise a `ValueError` for frames that the codec cannot store."""
+        """Raise a `ValueError` if the codec cannot store frames of `height` and `width`."""
         with about("codec"):
             media.check_size(self.codec, height, width)
 
     def sound(self, audio: dict[str, Any] | None, frames: range) -> "Audio | None":
-        """What is heard of an AUDIO while these frames of the video are shown.
+        """Return the part of an AUDIO during the given frames.
+
+        Args:
+            audio: The AUDIO, or None.
+            frames: Frames of the video.
+
+        Returns:
+            The sound, or None.
 
         Raises:
-            ValueError: It is none, or no encoder takes it.
+            ValueError: It is not valid, or no encoder supports it.
         """
         if audio is None:
             return None
@@ -77,13 +86,23 @@ class VideoTarget:
         audio: "Audio | None",
         tags: dict[str, str],
     ) -> tuple[Path, ui.SavedResult]:
-        """Write a file, which appears when it is whole; also say how the frontend finds it.
+        """Write a file, which appears when it is complete.
 
-        The pieces are pictures `[n, H, W, C]` uint8 on any device. They are drawn while a thread
-        writes those before; where anything fails they are closed.
+        A thread writes pictures while the next ones are decoded; after an error the pieces are
+        closed.
+
+        Args:
+            pieces: Pictures `[n, H, W, C]` uint8 on any device.
+            height: Height of the pictures.
+            width: Width of the pictures.
+            audio: The sound, or None.
+            tags: Metadata by name.
+
+        Returns:
+            The path, and the file's entry for the frontend.
 
         Raises:
-            OSError: The disk is full, or the file may not be written.
+            OSError: The disk is full, or the file is not writable.
             ValueError: The prefix leaves the folder, or the encoder failed.
             InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
         """
@@ -106,7 +125,7 @@ class VideoTarget:
         return path, result
 
     def _new_file(self, height: int, width: int) -> tuple[Path, ui.SavedResult]:
-        """A name that no file has, by ComfyUI's way of counting."""
+        """Return an unused name by ComfyUI's numbering."""
         directory = folder_paths.get_directory_by_type(self.folder)
         try:
             folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
@@ -114,23 +133,26 @@ class VideoTarget:
             )
         except OSError:
             raise
-        except Exception as error:  # ComfyUI's has no class of its own
+        except Exception as error:  # ComfyUI's error has no class of its own
             raise ValueError(
-                f"filename_prefix is {self.prefix!r}; expected a name inside of the folder"
+                f"filename_prefix is {self.prefix!r}; expected a name within the folder"
             ) from error
         file = f"{name}_{counter:05}_{media.codec_named(self.codec).suffix}"
         return Path(folder) / file, ui.SavedResult(file, subfolder, io.FolderType(self.folder))
 
 
 def frame_range(text: str, count: int | None) -> range:
-    """The frames that a user asks for.
+    """Parse the frames that a user requests.
 
     Args:
         text: The first and the last, such as `40-80`; `40-`: to the end; empty: all.
-        count: How many there are; None: not known yet, only the words are looked at: no frames.
+        count: Frames of the video; None: unknown, and only the syntax is checked.
+
+    Returns:
+        The range; empty for an unknown `count`.
 
     Raises:
-        ValueError: It is no range, or not of this video.
+        ValueError: It is not a range, or not in this video.
     """
     if not text.strip():
         return range(count or 0)
@@ -147,7 +169,7 @@ def frame_range(text: str, count: int | None) -> range:
 
 
 def workflow_tags(hidden: io.HiddenHolder | None) -> dict[str, str]:
-    """The prompt and the workflow as tags of a file, unless the user wants none of that."""
+    """Return the prompt and the workflow in `hidden` as tags, unless metadata is disabled."""
     if hidden is None or args.disable_metadata:
         return {}
     tags = dict(hidden.extra_pnginfo or {})
@@ -157,10 +179,10 @@ def workflow_tags(hidden: io.HiddenHolder | None) -> dict[str, str]:
 
 
 def _opaque(pieces: Iterator[Tensor]) -> Iterator[Tensor]:
-    """The colours alone; the log says so where there was more."""
-    told = False
+    """Yield pictures without alpha; a dropped alpha is logged once."""
+    logged = False
     for pictures in pieces:
-        if pictures.shape[-1] == 4 and not told:
-            _logger.info("Fast Video VAE: video files here have no alpha; it is left out")
-            told = True
+        if pictures.shape[-1] == 4 and not logged:
+            _logger.info("Fast Video VAE: video files have no alpha channel; it is dropped")
+            logged = True
         yield pictures[..., :3]
