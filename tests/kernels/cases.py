@@ -1,4 +1,4 @@
-"""Inputs for the ops, memory to write into, and which backend serves what."""
+"""Inputs for the ops, poisoned output memory, and the ops and dtypes that each backend supports."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 OPS = tuple(reference.__all__)
 
-# Backends for GPUs that work on the CPU where there is none, in milliseconds for each program.
+# GPU backends that are emulated on the CPU on machines without a GPU, at milliseconds per program.
 PLAYED = () if torch.cuda.is_available() else ("triton", "cuda")
 
 CUDA_OPS = (
@@ -29,7 +29,7 @@ CUDA_OPS = (
     "silu_mul",
 )
 
-# What must be served, for channels-last memory. All else of a backend is a refusal.
+# Calls on channels-last memory that a backend must run. It must refuse all others.
 SERVED = {
     *product(("reference",), OPS, (*DTYPES, torch.float64)),
     *product(("triton", "native"), set(OPS) - {"attention"}, DTYPES),
@@ -38,18 +38,18 @@ SERVED = {
 
 
 def has(backend, op):
-    """Whether a backend has an op."""
+    """Return whether a backend has an op."""
     return (backend, op, torch.float32) in SERVED
 
 
 def serving(*ops):
-    """The backends that have all of some ops."""
+    """Return the backends that have all of `ops`."""
     return [name for name in ORDER if all(has(name, op) for op in ops)]
 
 
 @functools.cache
 def missing(backend):
-    """Why a backend is not there at all on this machine; None: it is."""
+    """Return the reason why this machine cannot run a backend; None: it can."""
     if backend == "reference":
         return None
     with use_backend(backend), place(backend):
@@ -61,7 +61,7 @@ def missing(backend):
 
 
 def _too_new_numpy():
-    """Why Triton's interpreter runs no loops: that of 3.2 with NumPy 2.5; None: it does."""
+    """Return why Triton's interpreter (3.2 with NumPy 2.5) cannot run loops; None: it can."""
     with use_backend("triton"), place("triton"):
         try:
             kernels.group_norm_statistics(video(1, 4, 1, 2, 2), 2)
@@ -73,9 +73,9 @@ def _too_new_numpy():
 
 @contextmanager
 def place(backend):
-    """Make tensors where a backend works: on a GPU, or on the CPU in place of one.
+    """Create tensors on the device of a backend: on a GPU, or on the CPU if it is emulated.
 
-    Triton brings an interpreter, and `emulator/` runs the kernels in CUDA C++.
+    Triton has its own interpreter; `emulator/` runs the CUDA C++ kernels.
     """
     with ExitStack() as stack:
         if backend == "triton":
@@ -88,35 +88,37 @@ def place(backend):
 
 
 def some(backend, examples, count=6):
-    """All of them; where a GPU is played and they take long, about so many, spread evenly."""
+    """Return all examples; on an emulated GPU, which is slow, about `count` of them."""
     examples = list(examples)
     if backend not in PLAYED:
         return examples
-    return examples[:: len(examples) // count | 1]  # odd: what alternates does so in the choice
+    return examples[
+        :: len(examples) // count | 1
+    ]  # odd: alternating values alternate in the choice too
 
 
 def random(*shape, dtype=torch.float32, seed=0):
-    """Normal numbers."""
+    """Return normal numbers."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(shape, generator=generator, device="cpu")
     return numbers.to(torch.get_default_device(), dtype)
 
 
 def video(*shape, dtype=torch.float32, seed=0):
-    """Normal numbers, `[B, C, T, H, W]` in channels-last memory."""
+    """Return normal numbers, `[B, C, T, H, W]` in channels-last memory."""
     batch, channels, *pixels = shape
     return random(batch, *pixels, channels, dtype=dtype, seed=seed).movedim(-1, 1)
 
 
 def poison(dtype):
-    """What no op ever writes by itself."""
+    """Return a value that no op writes for the inputs of the tests."""
     return math.nan if dtype.is_floating_point else 173
 
 
 class Poisoned:
-    """Dense `memory` full of NaN or 173, inside of a longer buffer.
+    """Dense `memory` filled with NaN or 173, inside a longer buffer.
 
-    An odd `offset`, the elements in front of it, makes it misaligned.
+    `offset` is the number of elements in front of it; an odd one makes it misaligned.
     """
 
     def __init__(self, *shape, dtype, offset=64):
@@ -125,7 +127,7 @@ class Poisoned:
         self.memory = self._buffer[offset : offset + count].view(shape)
 
     def take(self, view):
-        """What was written into a view of `memory`; nothing was written around it."""
+        """Return the values of a view of `memory`; fail if anything around it was written."""
         result = view.clone()
         view.fill_(poison(view.dtype))
         clean = self._buffer.isnan() if view.is_floating_point() else self._buffer == 173
@@ -134,13 +136,13 @@ class Poisoned:
 
 
 def window(batch, channels, frames, height, width, *, dtype):
-    """A buffer of more frames than are needed, and the view of those that are."""
+    """Return a buffer with spare frames on both ends, and the view of the frames between them."""
     buffer = Poisoned(batch, frames + 2, height, width, channels, dtype=dtype)
     return buffer, buffer.memory.movedim(-1, 1)[:, :, 1:-1]
 
 
 def inputs(op, dtype):
-    """A call of every op: its arguments and keywords."""
+    """Return the arguments and keywords of a typical call of `op`."""
     channels, shape = 24, (1, 24, 3, 6, 5)
     x, numbers = video(*shape, dtype=dtype), random(2, channels, seed=1)
     tail = video(1, channels, 2, 6, 5, dtype=dtype, seed=2)

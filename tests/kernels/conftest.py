@@ -1,4 +1,4 @@
-"""Who is asked: one backend alone, or whoever takes a call."""
+"""Fixtures that run a test with one backend, or with any backend that accepts the call."""
 
 from contextlib import nullcontext
 from itertools import groupby
@@ -10,16 +10,16 @@ from fast_video_vae.kernels import BackendError, use_backend
 from fast_video_vae.kernels.backends import ORDER
 from fast_video_vae.tests.kernels.cases import PLAYED, missing, place
 
-# How many of the combinations of its parameters a test tries by default where a GPU is played.
+# Parameter combinations per test that run by default on an emulated GPU.
 _EXAMPLES = 3
 
 
-@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
+@pytest.hookimpl(tryfirst=True)  # before slow tests are deselected
 def pytest_collection_modifyitems(items):
-    """By default one dtype, and few combinations where a GPU is played: the others are slow.
+    """Mark all but one dtype, and most combinations on an emulated GPU, as slow.
 
-    bfloat16 is what the VAEs run in, and rounds most. A program of a GPU that is played takes
-    milliseconds.
+    The default dtype is bfloat16: the VAEs run in it, and it rounds most. On an emulated GPU one
+    program takes milliseconds.
     """
     for _, group in groupby(items, lambda item: getattr(item, "function", None)):
         together = [item for item in group if hasattr(item, "callspec")]
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(params=ORDER)
 def backend(request):
-    """Every backend in turn; one that this machine does not have skips the test."""
+    """Run the test with each backend; skip the backends that this machine cannot run."""
     reason = missing(request.param)
     if reason:
         pytest.skip(reason)
@@ -52,9 +52,10 @@ def backend(request):
 
 @pytest.fixture(params=[*ORDER, "any"])
 def ask(request):
-    """Call an op of every backend in turn, then of whoever takes it.
+    """Return a function that calls an op with one backend, or with any backend that accepts it.
 
-    The result is None where a backend refuses, which the reference may not, nor all together.
+    Its result is None where the backend refuses the call. The reference, and all backends
+    together, must not refuse.
     """
     name = request.param
     reason = None if name == "any" else missing(name)

@@ -1,9 +1,9 @@
-"""Compiles the launches of the Triton ops for GPUs that are not here, and prints what they use.
+"""Compile the Triton kernels for GPUs that this machine lacks, and print the resources they use.
 
 `python -m fast_video_vae.tests.kernels.cross_compile 80 90 -- bf16,96 ...`, with Triton's
-interpreter off; `bf16,384,3600` is attention of a head over so many pixels. The launchers are those
-of the ops, with tensors without memory; what they start is compiled as Triton would on its first
-call. One line of JSON per kernel.
+interpreter off; `bf16,384,3600` is attention with a head of 384 over 3,600 pixels. The ops run on
+meta tensors, and every kernel that they launch is compiled as Triton would on its first call. The
+output is one line of JSON per kernel.
 """
 
 import importlib
@@ -32,7 +32,7 @@ _tile_of = attention.tile_of
 
 
 def launches(chip, dtype, channels, length=None):
-    """What the ops start for pixels of so many channels, or attention over so many pixels."""
+    """Return the launches of the ops, or of attention over `length` pixels."""
     started = []
 
     def launch(kernel, grid, *args, warps=4, num_stages=None, **constants):
@@ -72,7 +72,7 @@ def launches(chip, dtype, channels, length=None):
 
 
 def compiled(kernel, args, constants, options, chip):
-    """Compile a launch with what Triton would know of its arguments, for memory that is aligned."""
+    """Compile a launch with the specialisation that Triton chooses for aligned memory."""
     signature, known, sixteens = {}, dict(constants), []
     names = kernel.arg_names
     given = dict(zip(names, args, strict=False))
@@ -99,14 +99,14 @@ def compiled(kernel, args, constants, options, chip):
 
 
 def _divisible(numbers):
-    """What says of these arguments that they are multiples of 16."""
+    """Return Triton's attribute for arguments that are multiples of 16."""
     if hasattr(compiler, "AttrsDescriptor"):  # Triton before 3.3
         return compiler.AttrsDescriptor.from_hints(dict.fromkeys(numbers, 16))
     return {(number,): [["tt.divisibility", 16]] for number in numbers}
 
 
 def used(cubin):
-    """Registers of a thread, and its bytes of memory: the stack, and what spilled."""
+    """Return registers, stack bytes and spilled bytes per thread."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"

@@ -1,9 +1,9 @@
-"""The formulas of the ops in float64, and how far a result may be from them.
+"""The formulas of the ops in float64, and the error bounds of their results.
 
-A result is rounded once to its dtype: half an ulp. Before that stand the roundings of the steps in
-float32 (float64 for float64), each of at most `u` of its own result, `u = 2^-24` (`2^-53`). What
-they add up to is worked out beside each formula, to first order; a sum of `n` numbers in lanes or
-pairs is held to `n / 8 + 8` roundings.
+A result is rounded once to its dtype: half an ulp. Before that, each step in float32 (float64 for
+float64) is rounded, with an error of at most `u` of its result, `u = 2^-24` (`2^-53`). Each formula
+derives their total to first order. A sum of `n` numbers in lanes or pairs counts as `n / 8 + 8`
+roundings.
 """
 
 import math
@@ -12,19 +12,19 @@ import torch
 
 from fast_video_vae import kernels
 
-# SiLU beyond -87 is below the least normal float32 over and under which `exp` is cut off.
+# SiLU is within 2e-36 of zero below -87, where `exp(-y)` reaches the end of float32.
 _TINY = 1e-34
 
 
 def unit(dtype):
-    """The largest relative error of one rounding in the dtype that is computed in."""
+    """Return the largest relative error of one rounding in the dtype of the computation."""
     return 2.0**-53 if dtype == torch.float64 else 2.0**-24
 
 
 def check(actual, value, error, where=""):
-    """A result is its formula, float64, within the one rounding to its dtype and `error`.
+    """Compare a result with `value` (float64) within one rounding to its dtype plus `error`.
 
-    That is what the steps before the last rounding may be off, of the shape of `value`.
+    `error` bounds the steps before the last rounding; it has the shape of `value`.
     """
     assert actual.shape == value.shape, where
     info, rounded = torch.finfo(actual.dtype), value.to(actual.dtype)
@@ -40,23 +40,23 @@ def check(actual, value, error, where=""):
 
 
 def holds(op, *args, into=None, **options):
-    """The result of a call is its formula; `into` is a buffer and the part of it to write."""
+    """Compare the result of a call with its formula; `into`: a buffer and its part to write."""
     if into is None:
         result = getattr(kernels, op)(*args, **options)
     else:
         buffer, out = into
         assert getattr(kernels, op)(*args, out=out, **options) is out
         result = buffer.take(out)
-    told = {name: value for name, value in options.items() if not torch.is_tensor(value)}
-    where = f"{op} of {tuple(args[0].shape)}, {told}"
+    shown = {name: value for name, value in options.items() if not torch.is_tensor(value)}
+    where = f"{op} of {tuple(args[0].shape)}, {shown}"
     check(result, *globals()[op](*args, **options), where)
 
 
 def gated(y, error, u):
-    """SiLU of `y` with its error: `y / (1 + exp(-y))`.
+    """Return SiLU of `y`, `y / (1 + exp(-y))`, with its error.
 
-    Its derivative carries the error of `y` on; `exp` is within 4 `u` and the error of its reduced
-    argument, `|y| u`; then come a sum and a quotient.
+    The error of `y` is multiplied by the derivative. `exp` adds 4 `u` and the error of its reduced
+    argument, `|y| u`; the sum and the quotient add one rounding each.
     """
     gate = torch.sigmoid(y)
     value = y * gate
@@ -67,9 +67,9 @@ def gated(y, error, u):
 def rms_norm_silu(x, gamma, *, bias=None, silu=True):
     """`silu(x / max(norm2(x), 1e-12) * sqrt(C) * gamma)` of `x + bias`.
 
-    The root halves the error of the sum. Root, inverse, the two factors of the scale, and two
-    products: 8 more at most. A bias is one rounding of each number, which moves the norm by no more
-    than by that of the magnitudes.
+    The root halves the error of the sum. Root, inverse, the two factors of the scale and two
+    products add at most 8 roundings. A bias adds one rounding per number, which moves the norm by
+    at most the norm of these roundings.
     """
     u, channels, wide = unit(x.dtype), x.shape[1], x.double()
     scale = math.sqrt(channels) * gamma.double().flatten().view(-1, 1, 1, 1)
@@ -88,10 +88,10 @@ def rms_norm_silu(x, gamma, *, bias=None, silu=True):
 def group_norm_silu(x, weight, bias, groups, *, eps=1e-6, silu=True, statistics=None):
     """`silu((x - mean) / sqrt(var + eps) * weight + bias)` per frame and group.
 
-    The mean is off by `shift`, 8 `u` of the largest number: its sum, its rounding, and that of the
-    difference. That shifts the result, and adds its square to the variance. Beside it stand the
-    sum of the squares, halved by the root, and 8 roundings of products and sums. Where statistics
-    are given, only these remain, and the mean may be larger than any number.
+    The error of the mean is at most `shift`, 8 `u` of the largest number: its sum, its rounding and
+    the rounding of the difference. It shifts the result, and its square is added to the variance.
+    The sum of the squares, halved by the root, and 8 roundings of products and sums come on top.
+    With given statistics only these 8 remain, and the mean may be larger than any number.
     """
     u, wide = unit(x.dtype), x.double().unflatten(1, (groups, -1))
     axes = (2, 4, 5)
@@ -116,9 +116,9 @@ def group_norm_silu(x, weight, bias, groups, *, eps=1e-6, silu=True, statistics=
 def group_norm_statistics(x, groups, eps=1e-6):
     """`mean` and `1 / sqrt(var + eps)` per frame and group, `[B, T, 2, groups]`.
 
-    The mean is off by the sum of the deviations and by its own rounding, twice where sums of parts
-    are rounded too. The variance is that of the deviations: of a large mean it has no more than the
-    square of that rounding.
+    The error of the mean comes from the sum of the deviations and from its own rounding, twice
+    where sums of parts are rounded too. The variance is computed from the deviations, so a large
+    mean only adds the square of its rounding.
     """
     u, wide = unit(x.dtype), x.double().unflatten(1, (groups, -1))
     axes = (2, 4, 5)
@@ -134,7 +134,7 @@ def group_norm_statistics(x, groups, eps=1e-6):
 
 
 def silu_mul(x, gate):
-    """`x * sigmoid(x) * gate`: one product more."""
+    """Return `x * sigmoid(x) * gate`, which has one more product than SiLU, with its error."""
     u = unit(x.dtype)
     value, error = gated(x.double(), 0.0, u)
     value = value * gate.double()
@@ -142,7 +142,7 @@ def silu_mul(x, gate):
 
 
 def bias_residual(x, *added):
-    """The sum of those that are there; each partial sum is at most the sum of magnitudes."""
+    """Return the sum of the given terms; no partial sum exceeds the sum of magnitudes."""
     terms = [x.double(), *(_per_channel(term).double() for term in added if term is not None)]
     magnitude = sum(term.abs() for term in terms)
     return sum(terms), magnitude * (len(terms) - 1) * unit(x.dtype)
@@ -155,9 +155,9 @@ def _per_channel(term):
 def attention(q, k, v):
     """`softmax(q k^T / sqrt(d)) v`.
 
-    Scores are off by their own sums of `d` products, and a kernel may round a weight to the dtype
-    before it multiplies: both are relative errors of the weights. Their sum, which divides, has
-    the same, and the products add up over `N`.
+    Scores carry the error of their sums of `d` products, and a kernel may round a weight to the
+    dtype before it multiplies: both are relative errors of the weights. The divisor, their sum, has
+    the same error, and the products are summed over `N`.
     """
     u, wide = unit(q.dtype), [x.double() for x in (q, k, v)]
     root = math.sqrt(q.shape[-1])
@@ -169,9 +169,9 @@ def attention(q, k, v):
 
 
 def average_down(x, channels, *, times, size):
-    """Means of groups of the block's numbers, the finest of them last; frames in front are zeros.
+    """Return the means of groups of each block's numbers; missing frames in front are zeros.
 
-    A sum of `n` numbers and two quotients, which are powers of two or not.
+    The roundings are those of a sum of `n` numbers and of two quotients.
     """
     batch, before, frames, height, width = x.shape
     padded = torch.cat([x.new_zeros(batch, before, -frames % times, height, width), x], dim=2)

@@ -1,4 +1,4 @@
-"""Attention in blocks and in Triton: the formula, memory that does not grow, chips that take it."""
+"""Attention in blocks and in Triton: the formula, bounded memory, and the supported chips."""
 
 import importlib
 import math
@@ -17,13 +17,13 @@ blocks = importlib.import_module("fast_video_vae.kernels.reference.attention")
 
 NARROW = (torch.bfloat16, torch.float16)
 
-# Around a block of keys, and of queries; a lone pixel.
+# One pixel, and lengths around a block of keys and of queries.
 LENGTHS = (1, 33, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 31, 32, 65, 100)))
 
 
 @pytest.fixture
 def mixed(monkeypatch):
-    """Products of 16 bits with results in 32, which only CUDA has, from a stand-in."""
+    """Emulate 16-bit products with 32-bit results, which PyTorch has on CUDA only."""
 
     def baddbmm(_, a, b, dtype, *, beta, alpha, out):
         assert beta == 0
@@ -35,7 +35,7 @@ def mixed(monkeypatch):
 
 
 def projection(batch, length, channels, dtype, seed=0):
-    """Queries, keys and values as a projection makes them: thirds of one tensor."""
+    """Return queries, keys and values as thirds of one tensor, as a projection makes them."""
     return random(batch, length, 3 * channels, dtype=dtype, seed=seed).chunk(3, -1)
 
 
@@ -52,8 +52,10 @@ def check(actual, q, k, v):
 )
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("elements", [1, 700, 20000])
-def test_blocks_are_the_formula(dtype, products, length, elements, monkeypatch, request):
-    """Rows of one frame, whole frames, several at a time."""
+def test_attention_in_blocks_equals_the_formula(
+    dtype, products, length, elements, monkeypatch, request
+):
+    """Blocks hold rows of one frame, one frame, or several frames."""
     if products == "mixed":
         request.getfixturevalue("mixed")
     monkeypatch.setattr(blocks, "_SCORE_ELEMENTS", elements)
@@ -63,8 +65,8 @@ def test_blocks_are_the_formula(dtype, products, length, elements, monkeypatch, 
 
 
 @pytest.mark.usefixtures("mixed")
-def test_the_weights_of_many_pixels_keep_their_bits():
-    """Weights are about 2^-16 here, of which float16 has 8 bits."""
+def test_small_weights_keep_their_precision():
+    """The weights are about 2^-16, where float16 keeps only 8 bits."""
     length = 1 << 16
     q, k, v = torch.zeros(3, 1, length, 16, dtype=torch.float16)
     q[..., 0] = k[0, 0, 0] = v[0, 0, 0] = 1
@@ -77,14 +79,14 @@ def test_the_weights_of_many_pixels_keep_their_bits():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="mixed products need a CUDA device")
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("length", [100, 5000])
-def test_blocks_on_a_gpu_are_the_formula(dtype, length):
+def test_attention_in_blocks_on_a_gpu_equals_the_formula(dtype, length):
     q, k, v = (x.cuda() for x in projection(2, length, 384, dtype))
     assert blocks._multiplies_mixed(q, k, v)
     check(blocks._in_blocks(q, k, v), q, k, v)
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest result of any op, views left out."""
+    """Record the bytes of the largest result of any op, views excluded."""
 
     nbytes = 0
 
@@ -98,7 +100,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 3000, 16), (5, 600, 16), (40, 100, 16)])
-def test_the_scores_stay_within_their_bound(dtype, shape, monkeypatch):
+def test_the_memory_of_scores_is_bounded(dtype, shape, monkeypatch):
     elements = 200_000
     monkeypatch.setattr(blocks, "_SCORE_ELEMENTS", elements)
     q, k, v = projection(*shape, dtype)
@@ -108,15 +110,15 @@ def test_the_scores_stay_within_their_bound(dtype, shape, monkeypatch):
     assert 4 * elements < 4 * shape[0] * shape[1] ** 2
 
 
-def test_gradients_go_through_blocks(monkeypatch):
+def test_attention_in_blocks_has_gradients(monkeypatch):
     monkeypatch.setattr(blocks, "_SCORE_ELEMENTS", 60)
     q, k, v = (x.clone().requires_grad_() for x in projection(2, 9, 4, torch.float64))
     assert torch.autograd.gradcheck(blocks._in_blocks, (q, k, v))
 
 
-def test_on_a_cpu_its_flash_kernel_serves(monkeypatch):
+def test_the_cpu_uses_the_flash_kernel_of_pytorch(monkeypatch):
     def fail(*_):
-        raise AssertionError("scores are made")
+        raise AssertionError("scores are computed")
 
     monkeypatch.setattr(blocks, "_in_blocks", fail)
     with use_backend("reference"):
@@ -125,7 +127,7 @@ def test_on_a_cpu_its_flash_kernel_serves(monkeypatch):
 
 @pytest.fixture
 def in_triton(monkeypatch):
-    """Triton's attention, for narrow heads too."""
+    """Return the module of Triton's attention, enabled for narrow heads too."""
     reason = missing("triton")
     if reason:
         pytest.skip(reason)
@@ -139,7 +141,7 @@ def in_triton(monkeypatch):
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("channels", [16, 48, 96, 112, 384])  # 1 to 3 parts
-def test_triton_is_the_formula(dtype, length, channels):
+def test_triton_equals_the_formula(dtype, length, channels):
     q, k, v = projection(2, length, channels, dtype)
     actual = kernels.attention(q, k, v)
     assert actual.is_contiguous()
@@ -147,8 +149,8 @@ def test_triton_is_the_formula(dtype, length, channels):
 
 
 @pytest.mark.usefixtures("in_triton")
-def test_triton_takes_rows_anywhere():
-    """Thirds of one tensor, every second pixel, frames in another order."""
+def test_triton_reads_rows_at_any_stride():
+    """Rows are thirds of one tensor, every second pixel, or frames in another order."""
     whole = random(3, 40, 3 * 32, dtype=torch.bfloat16)
     for view in (whole, whole[:, ::2], whole[::2, 3:], whole.transpose(0, 1)):
         q, k, v = view.chunk(3, -1)
@@ -159,8 +161,8 @@ def test_triton_takes_rows_anywhere():
 
 
 @pytest.mark.usefixtures("in_triton")
-def test_triton_keeps_large_scores_apart():
-    """Scores of some hundreds, whose powers are beyond float32; the largest comes last."""
+def test_triton_does_not_overflow_with_large_scores():
+    """Scores are some hundreds, whose exponentials overflow float32; the largest comes last."""
     q, k, v = projection(1, 70, 32, torch.float16)
     k = k * torch.linspace(1, 60, 70).half()[:, None]
     check(kernels.attention(q, k, v), q, k, v)
@@ -170,8 +172,8 @@ def refusals():
     good = projection(1, 4, 32, torch.bfloat16)
     return {
         "float32": projection(1, 4, 32, torch.float32),
-        "heads of 24": projection(1, 4, 24, torch.bfloat16),
-        "heads of 480": projection(1, 4, 480, torch.bfloat16),
+        "a head of 24": projection(1, 4, 24, torch.bfloat16),
+        "a head of 480": projection(1, 4, 480, torch.bfloat16),
         "not dense": [x.mT.contiguous().mT for x in good],
         "gradient": [x.clone().requires_grad_() for x in good],
     }
@@ -179,12 +181,12 @@ def refusals():
 
 @pytest.mark.usefixtures("in_triton")
 @pytest.mark.parametrize("reason", refusals())
-def test_triton_says_what_it_does_not_take(reason):
+def test_triton_refuses_with_a_reason(reason):
     with pytest.raises(BackendError, match=reason):
         kernels.attention(*refusals()[reason])
 
 
-def test_triton_does_not_compete_with_flash_kernels(in_triton):
+def test_triton_leaves_narrow_heads_to_flash_kernels(in_triton):
     in_triton._FLASH_HEAD = 256  # put back by the fixture
     q = torch.ones(1, 4, 256, dtype=torch.bfloat16)
     with pytest.raises(BackendError, match="256"):
@@ -206,11 +208,11 @@ def test_triton_does_not_compete_with_flash_kernels(in_triton):
 def test_a_head_is_a_sum_of_powers_of_two(in_triton, channels, parts):
     assert in_triton.head_parts(channels) == parts
     for channels in (8, 24, 100, 240, 2048):
-        with pytest.raises(Refusal, match=f"heads of {channels}"):
+        with pytest.raises(Refusal, match=f"a head of {channels}"):
             in_triton.head_parts(channels)
 
 
-def test_a_chip_takes_the_heads_that_it_has_tiles_for(in_triton):
+def test_a_chip_refuses_heads_without_tiles(in_triton):
     for capability in ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)):
         assert in_triton.tile_of(capability, 384).warps == 8
     assert in_triton.tile_of((8, 9), 272) == in_triton.tile_of((8, 9), 384)

@@ -1,4 +1,4 @@
-"""The trial of backends on a device: who is wrong or slow there does not serve."""
+"""The trial of backends on a device: incorrect ones are excluded, and the fastest comes first."""
 
 import logging
 from types import SimpleNamespace
@@ -25,9 +25,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def team(monkeypatch):
-    """Stand-ins `early` and `late` beside the reference, all of them the reference at first.
+    """Replace the backends by the reference and two copies of it, `early` and `late`.
 
-    Their seconds are in `times`; what else they do is put into `does`.
+    `times` holds the seconds that each takes; a function in `does` replaces the ops of a copy.
     """
     times = {"early": 3.0, "late": 2.0, "reference": 1.0}
     does, asked = {}, []
@@ -59,7 +59,7 @@ def team(monkeypatch):
 
 
 class OnGPU(torch.Tensor):
-    """A tensor that says so."""
+    """A CPU tensor that claims to be on a GPU."""
 
     is_cuda = True
     device = torch.device("cuda", 0)
@@ -78,16 +78,16 @@ def test_the_fastest_comes_first(team):
     assert order() == ("early", "reference", "late")
 
 
-def test_who_is_wrong_does_not_serve_and_is_told_once(team, caplog):
+def test_an_incorrect_backend_is_excluded_and_logged_once(team, caplog):
     team.does["early"] = lambda x, gate: reference.silu_mul(x, gate) + 0.1
     with caplog.at_level(logging.WARNING):
         assert order() == ("reference", "late")
         assert order(x=torch.ones(4, 8)) == ("reference", "late")
     (line,) = (record.getMessage() for record in caplog.records)
-    assert "early computes silu_mul wrongly on cpu" in line
+    assert "early computes silu_mul incorrectly on cpu" in line
 
 
-def test_a_wrong_tail_is_wrong(team):
+def test_a_backend_with_an_incorrect_tail_is_excluded(team):
     def forgets(x, gamma, *, tail, **options):
         return reference.rms_norm_silu(x, gamma, tail=tail.clone(), **options)
 
@@ -99,10 +99,10 @@ def test_a_wrong_tail_is_wrong(team):
         "reference",
         "late",
     )
-    assert torch.equal(tail, before)  # the caller's numbers are nobody's to try with
+    assert torch.equal(tail, before)  # trials do not touch the tensors of the caller
 
 
-def test_who_refuses_or_writes_nan_does_not_serve(team):
+def test_refusals_and_nan_exclude_a_backend(team):
     def refuses(*_, **__):
         raise Refusal("no")
 
@@ -110,12 +110,12 @@ def test_who_refuses_or_writes_nan_does_not_serve(team):
     assert order() == ("reference",)
 
 
-def test_a_trial_chooses_nobody(team):
-    """What a user has switched off is not switched on by being tried."""
+def test_a_trial_does_not_force_a_backend(team):
+    """A backend that the user has disabled stays disabled in a trial."""
 
     def refuses_unless_chosen(x, gate):
         if backends.forced() is None:
-            raise Refusal("it is switched off")
+            raise Refusal("it is disabled")
         return reference.silu_mul(x, gate)
 
     team.does["early"] = refuses_unless_chosen
@@ -123,7 +123,7 @@ def test_a_trial_chooses_nobody(team):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rounding_is_not_wrong(team, dtype):
+def test_a_rounding_error_is_accepted(team, dtype):
     team.does["early"] = lambda x, gate: (
         reference.silu_mul(x, gate) * (1 + torch.finfo(dtype).eps)
     ).to(dtype)
@@ -131,7 +131,7 @@ def test_a_rounding_is_not_wrong(team, dtype):
     assert "early" in order("silu_mul", x)
 
 
-def test_kinds_of_calls_are_tried_apart_and_sizes_are_not(team):
+def test_each_kind_of_call_has_one_trial_for_nearby_sizes(team):
     order(x=torch.ones(4, 16))
     tries = len(team.asked)
     order(x=torch.ones(400, 16))
@@ -142,7 +142,7 @@ def test_kinds_of_calls_are_tried_apart_and_sizes_are_not(team):
         assert len(team.asked) > before
 
 
-def test_no_memory_for_a_trial_leaves_the_reference_for_that_call_alone(team):
+def test_a_trial_without_memory_uses_the_reference_once(team):
     def full(*_, **__):
         raise torch.OutOfMemoryError("full")
 
@@ -152,7 +152,7 @@ def test_no_memory_for_a_trial_leaves_the_reference_for_that_call_alone(team):
     assert set(order()) == {"early", "reference", "late"}
 
 
-def test_inference_mode_of_the_first_caller_decides_nothing(team):
+def test_a_trial_ignores_inference_mode_of_the_caller(team):
     def checks(x, gate):
         assert not torch.is_inference_mode_enabled()
         return reference.silu_mul(x, gate)
@@ -163,7 +163,7 @@ def test_inference_mode_of_the_first_caller_decides_nothing(team):
         assert order() == ("early", "reference", "late")
 
 
-def test_a_graph_that_records_is_not_disturbed(team, monkeypatch):
+def test_no_trial_runs_during_graph_capture(team, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     x = torch.ones(4, 16).as_subclass(OnGPU)
     assert autotune.order(dispatch.ask, "silu_mul", (x, x), {}) == ("reference",)
@@ -171,7 +171,7 @@ def test_a_graph_that_records_is_not_disturbed(team, monkeypatch):
     assert not autotune._orders
 
 
-def test_a_call_on_a_gpu_goes_by_the_trial(team, monkeypatch):
+def test_calls_on_a_gpu_follow_the_trial(team, monkeypatch):
     x = torch.ones(4, 16).as_subclass(OnGPU)
     monkeypatch.setattr(autotune, "order", lambda *_: ("late", "reference"))
     dispatch.run("silu_mul", x, x)
@@ -183,7 +183,7 @@ def test_a_call_on_a_gpu_goes_by_the_trial(team, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", OPS)
-def test_an_example_is_like_the_call_but_for_its_size(op, dtype):
+def test_a_sample_call_matches_the_given_call_except_size(op, dtype):
     args, kwargs = inputs(op, dtype)
     given = sample_inputs.names(getattr(reference, op), args, kwargs)
     made = sample_inputs.call(op, (4, 7, 9), dtype, CPU, given)
@@ -199,7 +199,7 @@ def test_an_example_is_like_the_call_but_for_its_size(op, dtype):
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_an_example_has_statistics_where_the_call_has(dtype):
+def test_a_sample_call_has_statistics_if_the_given_has(dtype):
     args, kwargs = inputs("group_norm_silu", dtype)
     for statistics in (None, kernels.group_norm_statistics(args[0], 4)):
         given = sample_inputs.names(
@@ -212,7 +212,7 @@ def test_an_example_has_statistics_where_the_call_has(dtype):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_an_example_is_the_same_each_time_and_leaves_the_generator_alone(op):
+def test_sample_calls_repeat_and_keep_the_global_generator(op):
     state = torch.get_rng_state()
     first, second = (sample_inputs.call(op, (2, 4, 6), torch.bfloat16, CPU) for _ in range(2))
     assert first.keys() == second.keys()
@@ -222,7 +222,7 @@ def test_an_example_is_the_same_each_time_and_leaves_the_generator_alone(op):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_moved_bytes_count_each_argument_and_result_once():
+def test_moved_bytes_count_each_tensor_once():
     x = random(10, 96, dtype=torch.bfloat16)
     arguments = {"x": x, "gate": x, "out": None}
     assert sample_inputs.moved_bytes(arguments, x) == 3 * 10 * 96 * 2
@@ -232,7 +232,7 @@ def test_moved_bytes_count_each_argument_and_result_once():
     assert sample_inputs.moved_bytes(arguments, y) == pixels * 96 * 2 + 2 * 96 * 4
 
 
-def test_seconds_are_of_one_call_after_a_first():
+def test_seconds_are_per_call_after_a_warm_up():
     calls = []
     times = measure.seconds(
         {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, CPU, launches=True

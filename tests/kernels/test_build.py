@@ -1,7 +1,6 @@
-"""The library is built once, found ever after, and missed in one line.
+"""The native library is built once and then found; failures are logged in one line.
 
-What is in a process stays there, so every outcome has a process of its own, or at least one in
-which nothing was ever loaded.
+A loaded library stays in its process, so these tests use subprocesses in which none was loaded.
 """
 
 import json
@@ -21,9 +20,9 @@ from fast_video_vae.kernels.native_ops.library import CPU
 
 CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
 
-posix = pytest.mark.skipif(sys.platform == "win32", reason="there is no build for Windows")
+posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no native build")
 
-# Makes the checkout's name, and `call`: what the op says, its log lines, and whether it is right.
+# Import the checkout as a package and define `call`: refusal, log lines and correctness of an op.
 PRELUDE = f"""
 import json, logging, os, runpy, sys
 runpy.run_path({str(CONFTEST)!r})
@@ -53,13 +52,13 @@ def call():
     return {{"reason": reason, "lines": list(lines), "right": right}}
 """
 
-CALL_AND_TELL = """
-told = call()
-told["extension"] = "torch.utils.cpp_extension" in sys.modules
-print(json.dumps(told))
+CALL_AND_PRINT = """
+result = call()
+result["extension"] = "torch.utils.cpp_extension" in sys.modules
+print(json.dumps(result))
 """
 
-# Several misfortunes in one process, because torch takes long to import.
+# All build failures run in one process, because importing torch takes long.
 CALL_IN_EACH = """
 results = {}
 for name, settings in json.loads(sys.argv[1]).items():
@@ -78,7 +77,7 @@ print(json.dumps(results))
 """
 
 NAMES = (
-    "switched off",
+    "disabled",
     "no compiler",
     "nothing on PATH",
     "no ninja",
@@ -102,7 +101,7 @@ def start(code, *arguments, **settings):
 def outcome(process):
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert err == "", "nothing but the log is said"
+    assert err == "", "stderr has more than the log"
     return json.loads(out)
 
 
@@ -112,7 +111,7 @@ def libraries(cache):
 
 @pytest.fixture(scope="module")
 def library():
-    """The library of this machine."""
+    """Return the path of the library that is built for this machine."""
     try:
         CPU.load()
     except Refusal as refusal:
@@ -122,9 +121,9 @@ def library():
 
 
 @pytest.fixture(scope="module")
-def misfortunes(tmp_path_factory):
-    """What is said where there is no compiler, no ninja, or no place."""
-    folder = tmp_path_factory.mktemp("misfortunes")
+def failures(tmp_path_factory):
+    """Return the result of `call` for each of `NAMES`, and the files that failed builds left."""
+    folder = tmp_path_factory.mktemp("failures")
     fails = "echo 'main.cpp:1: error: no space left' >&2; exit 1"
     scripts = {
         "broken": fails,
@@ -139,7 +138,7 @@ def misfortunes(tmp_path_factory):
     a_file.touch()
     cache = {"FAST_VIDEO_VAE_CACHE": str(folder / "cache")}
     settings = {
-        "switched off": {"FAST_VIDEO_VAE_NATIVE": "0"} | cache,
+        "disabled": {"FAST_VIDEO_VAE_NATIVE": "0"} | cache,
         "no compiler": {"CXX": "no-such-compiler -v"} | cache,
         "nothing on PATH": {"PATH": "", "CXX": ""} | cache,
         "broken": {"CXX": str(tools / "broken")} | cache,
@@ -154,53 +153,53 @@ def misfortunes(tmp_path_factory):
 
 @posix
 @pytest.mark.parametrize("name", NAMES)
-def test_the_reference_serves_where_nothing_can_be_built(misfortunes, name):
-    told = misfortunes[name]
-    assert told["right"]
-    assert told["reason"].startswith("no backend takes this rms_norm_silu (native: ")
+def test_the_reference_runs_without_the_library(failures, name):
+    result = failures[name]
+    assert result["right"]
+    assert result["reason"].startswith("no backend runs this rms_norm_silu (native: ")
 
 
 @posix
 @pytest.mark.parametrize(
     ("name", "reason", "advice"),
     [
-        ("no compiler", "there is no C++ compiler (no-such-compiler)", "apt install g++"),
-        ("nothing on PATH", "there is no C++ compiler (c++)", "apt install g++"),
-        ("no ninja", "there is no ninja", "pip install ninja"),
+        ("no compiler", "the C++ compiler no-such-compiler is not installed", "apt install g++"),
+        ("nothing on PATH", "the C++ compiler c++ is not installed", "apt install g++"),
+        ("no ninja", "ninja is not installed", "pip install ninja"),
         ("broken", "the C++ compiler failed (main.cpp:1: error: no space left)", "set CXX"),
         ("unfit", "the C++ compiler failed (main.cpp:1: error: no space left)", "set CXX"),
-        ("no folder", "native cannot be written (Not a directory)", "set FAST_VIDEO_VAE_CACHE"),
+        ("no folder", "native is not writable (Not a directory)", "set FAST_VIDEO_VAE_CACHE"),
     ],
 )
-def test_what_is_missing_is_told_once_with_the_way_to_have_it(misfortunes, name, reason, advice):
-    told = misfortunes[name]
-    (warning,) = (line for level, line in told["lines"] if level != "INFO")
+def test_a_failed_build_is_logged_once_with_advice(failures, name, reason, advice):
+    result = failures[name]
+    (warning,) = (line for level, line in result["lines"] if level != "INFO")
     assert reason in warning
     assert advice in warning
     assert "\n" not in warning
-    assert reason in told["reason"]
+    assert reason in result["reason"]
 
 
 @posix
-def test_what_was_switched_off_is_no_warning(misfortunes):
-    told = misfortunes["switched off"]
-    reason = "FAST_VIDEO_VAE_NATIVE=0 switches the native kernels off"
-    assert told["lines"] == [["INFO", f"Fast Video VAE: {reason}"]]
-    assert reason in told["reason"]
+def test_disabled_kernels_are_no_warning(failures):
+    result = failures["disabled"]
+    reason = "FAST_VIDEO_VAE_NATIVE=0 disables the native kernels"
+    assert result["lines"] == [["INFO", f"Fast Video VAE: {reason}"]]
+    assert reason in result["reason"]
 
 
 @posix
-def test_a_failed_build_leaves_nothing_behind(misfortunes):
-    assert misfortunes["left over"] == []
+def test_a_failed_build_leaves_no_files(failures):
+    assert failures["left over"] == []
 
 
-def test_a_finished_library_is_found_without_the_tools_that_build(library):
-    told = outcome(start(CALL_AND_TELL, CXX="no-such-compiler"))
-    assert told == {"reason": None, "lines": [], "right": True, "extension": False}
+def test_a_built_library_loads_without_build_tools(library):
+    result = outcome(start(CALL_AND_PRINT, CXX="no-such-compiler"))
+    assert result == {"reason": None, "lines": [], "right": True, "extension": False}
 
 
 @pytest.mark.parametrize("change", ["torch", "flags", "sources"])
-def test_what_is_made_from_something_else_has_another_key(change, monkeypatch, tmp_path):
+def test_other_torch_flags_or_sources_change_the_key(change, monkeypatch, tmp_path):
     before = CPU.key()
     assert before == CPU.key()
     if change == "torch":
@@ -211,19 +210,19 @@ def test_what_is_made_from_something_else_has_another_key(change, monkeypatch, t
         for path in CPU.sources.iterdir():
             (tmp_path / path.name).write_bytes(path.read_bytes())
         monkeypatch.setattr(CPU, "sources", tmp_path)
-        assert CPU.key() == before, "the place of the sources is no matter"
+        assert CPU.key() == before, "the folder of the sources changes the key"
         (tmp_path / "ops.h").write_bytes(b"")
     assert CPU.key() != before
 
 
-def test_a_library_that_was_cut_short_is_not_loaded(library, tmp_path):
+def test_a_truncated_library_is_not_loaded(library, tmp_path):
     whole = library.read_bytes()
     for content in (b"", whole[: len(whole) // 2], whole[:-1] + b"\0\0"):
         (tmp_path / library.name).write_bytes(content)
         assert not build._loads(tmp_path)
 
 
-def test_folders_of_killed_builds_are_cleared_after_a_while(tmp_path):
+def test_old_folders_of_killed_builds_are_deleted(tmp_path):
     old, fresh, finished = (tmp_path / name for name in ("building-a", "building-b", "c"))
     for folder in (old, fresh, finished):
         folder.mkdir()
@@ -239,43 +238,43 @@ def test_a_broken_library_is_replaced(library, tmp_path):
     broken = tmp_path / "native" / library.parent.name / library.name
     broken.parent.mkdir(parents=True)
     broken.write_bytes(library.read_bytes()[:5000])
-    told = outcome(start(CALL_AND_TELL, FAST_VIDEO_VAE_CACHE=str(tmp_path)))
-    assert (told["reason"], told["right"]) == (None, True)
-    ((level, line),) = told["lines"]
+    result = outcome(start(CALL_AND_PRINT, FAST_VIDEO_VAE_CACHE=str(tmp_path)))
+    assert (result["reason"], result["right"]) == (None, True)
+    ((level, line),) = result["lines"]
     assert level == "INFO"
     assert line.startswith("Fast Video VAE: building the CPU kernels, once")
-    again = outcome(start(CALL_AND_TELL, FAST_VIDEO_VAE_CACHE=str(tmp_path)))
+    again = outcome(start(CALL_AND_PRINT, FAST_VIDEO_VAE_CACHE=str(tmp_path)))
     assert again == {"reason": None, "lines": [], "right": True, "extension": False}
 
 
 @pytest.mark.slow
 def test_two_processes_build_at_once(library, tmp_path):
-    both = [start(CALL_AND_TELL, FAST_VIDEO_VAE_CACHE=str(tmp_path)) for _ in range(2)]
-    for told in map(outcome, both):
-        assert (told["reason"], told["right"]) == (None, True)
+    both = [start(CALL_AND_PRINT, FAST_VIDEO_VAE_CACHE=str(tmp_path)) for _ in range(2)]
+    for result in map(outcome, both):
+        assert (result["reason"], result["right"]) == (None, True)
     assert len(libraries(tmp_path)) == 1
     assert [path.name for path in (tmp_path / "native").iterdir()] == [library.parent.name]
 
 
 @pytest.mark.slow
-def test_a_killed_build_blocks_nobody(library, tmp_path):
-    first = start(CALL_AND_TELL, FAST_VIDEO_VAE_CACHE=str(tmp_path))
+def test_a_killed_build_does_not_block_the_next(library, tmp_path):
+    first = start(CALL_AND_PRINT, FAST_VIDEO_VAE_CACHE=str(tmp_path))
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("native/building-*/build.ninja")):
-        assert time.monotonic() < deadline, "the build never began"
+        assert time.monotonic() < deadline, "the build did not start"
         time.sleep(0.05)
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
     assert libraries(tmp_path) == []
-    told = outcome(start(CALL_AND_TELL, FAST_VIDEO_VAE_CACHE=str(tmp_path)))
-    assert (told["reason"], told["right"]) == (None, True)
+    result = outcome(start(CALL_AND_PRINT, FAST_VIDEO_VAE_CACHE=str(tmp_path)))
+    assert (result["reason"], result["right"]) == (None, True)
     assert len(libraries(tmp_path)) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
-def test_every_set_of_instructions_passes_the_tests_of_the_ops(library, isa):
-    """What those tests say of the fastest set, they say of each, in a process of its own."""
+def test_every_instruction_set_passes_the_op_tests(library, isa):
+    """Run the op tests again, in a subprocess that uses this instruction set."""
     environment = {**os.environ, "FAST_VIDEO_VAE_ISA": isa}
     code = f"{PRELUDE}\nCPU.load()\nprint(torch.ops.fast_video_vae.isa())"
     command = [sys.executable, "-c", code]

@@ -1,4 +1,4 @@
-"""Arguments that do not fit are told before any work: the value, and what was expected."""
+"""Errors about arguments: one line with the value and what was expected, before any work."""
 
 import inspect
 
@@ -60,7 +60,7 @@ WRONG = {
         kernels.group_norm_silu, (v(*X), ONES, ONES, 2),
         {"statistics": torch.ones(2, 3, 2, 2, device=META)}, "statistics is on meta; expected cpu",
     ),
-    "no dimension": (kernels.silu_mul, (torch.tensor(1.0), ONES), {}, "x has no dimension"),
+    "no dimension": (kernels.silu_mul, (torch.tensor(1.0), ONES), {}, "x has 0 dimensions"),
     "gate": (
         kernels.silu_mul, (torch.ones(3, 8), ONES), {}, r"gate is \[8\]; expected \[3, 8\]",
     ),
@@ -108,7 +108,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_is_told(name):
+def test_an_unsuitable_argument_is_an_error(name):
     op, args, keywords, message = WRONG[name]
     with pytest.raises(ValueError, match=message) as caught:
         op(*args, **keywords)
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_told(name):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool, torch.complex64])
-def test_only_floats_are_taken(op, dtype):
+def test_ops_accept_only_floats(op, dtype):
     args, keywords = inputs(op, torch.float32)
     with pytest.raises(ValueError, match=f"{str(dtype)[6:]}; expected float32, bfloat16"):
         getattr(kernels, op)(args[0].to(dtype), *args[1:], **keywords)
@@ -137,21 +137,21 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("op", "name"), OTHERS)
-def test_every_tensor_is_on_the_device_of_the_first(op, name):
+def test_all_tensors_must_be_on_one_device(op, name):
     arguments = given(op)
     moved = {name: arguments[name].to(META)}
     with pytest.raises(ValueError, match=f"{name} is on meta; expected cpu"):
         getattr(kernels, op)(**arguments | moved)
 
 
-def test_attention_wants_three_dimensions():
+def test_attention_needs_three_dimensions():
     with pytest.raises(ValueError, match=r"\[5, 8\]; expected \[B, N, d\]"):
         kernels.attention(*torch.ones(3, 5, 8))
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_shapes_are_there_without_numbers(op):
-    """On the device "meta", where a network is laid out before its weights are there."""
+def test_ops_run_on_the_meta_device(op):
+    """Networks are built on it before their weights are loaded."""
     args, keywords = inputs(op, torch.bfloat16)
     shape = getattr(kernels, op)(*args, **keywords).shape
 
@@ -163,7 +163,7 @@ def test_shapes_are_there_without_numbers(op):
 
 
 @pytest.mark.parametrize("name", ["native", "reference"])
-def test_a_band_with_statistics_has_its_shape_without_numbers(name):
+def test_a_band_with_statistics_runs_on_the_meta_device(name):
     if missing(name):
         pytest.skip(missing(name))
     x, ones = v(1, 16, 2, 8, 5, device=META), torch.ones(16, device=META)

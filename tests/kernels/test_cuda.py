@@ -1,7 +1,7 @@
-"""The backend in CUDA C++: its memory, its long rows, what it refuses, and what may be missing.
+"""The CUDA C++ backend: memory, long rows, refusals and missing tools.
 
-That the ops are right is tested with all others of `cases.SERVED`, by the emulator of `emulator/`
-where there is no GPU; what nvcc makes of the kernels is in `test_cuda_compile.py`.
+`test_ops.py` compares its results with the formulas, in the emulator of `emulator/` on machines
+without a GPU. `test_cuda_compile.py` checks the output of nvcc.
 """
 
 import logging
@@ -40,7 +40,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def here():
-    """Tensors where the kernels work: on a GPU, or on the CPU in the emulator."""
+    """Create tensors on a GPU, or on the CPU for the emulator."""
     reason = missing("cuda")
     if reason:
         pytest.skip(reason)
@@ -50,7 +50,7 @@ def here():
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Tensors of the CPU pass for those of a GPU that is switched on."""
+    """Let CPU tensors pass as tensors of a GPU on which the backend is enabled."""
     real = cuda_ops._refuse_device
     monkeypatch.setenv("FAST_VIDEO_VAE_CUDA", "1")
     monkeypatch.setattr(cuda_ops, "_refuse_device", lambda _, dtype: real(GPU, dtype))
@@ -59,16 +59,18 @@ def on_gpu(monkeypatch):
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """As if nothing had been built, found or logged yet."""
+    """Reset the state of a process: no library is built or loaded, and no warning is logged."""
     monkeypatch.setattr(CUDA, "_outcome", None)
-    monkeypatch.setattr(CUDA, "namespace", "fast_video_vae_nowhere")  # the emulator has the other
+    monkeypatch.setattr(
+        CUDA, "namespace", "fast_video_vae_nowhere"
+    )  # the emulator has registered the real one
     monkeypatch.setattr(errors, "_logged", set())
     monkeypatch.setenv("FAST_VIDEO_VAE_CACHE", str(tmp_path))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the emulator's threads need Linux")
-def test_the_emulator_is_there_where_the_cpu_kernels_are():
-    """Else the tests of the ops would skip it in silence."""
+def test_the_emulator_builds_where_the_cpu_kernels_do():
+    """Otherwise the tests of the ops would skip it silently."""
     try:
         CPU.load()
     except Refusal as refusal:
@@ -78,10 +80,10 @@ def test_the_emulator_is_there_where_the_cpu_kernels_are():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the emulator's threads need Linux")
-def test_the_emulator_finds_wrong_barriers_and_shuffles(tmp_path):
+def test_the_emulator_detects_wrong_barriers_and_shuffles(tmp_path):
     command = shlex.split(os.environ.get("CXX") or "c++")
     if shutil.which(command[0]) is None:
-        pytest.skip(f"there is no C++ compiler ({command[0]})")
+        pytest.skip(f"the C++ compiler {command[0]} is not installed")
     program, folder = tmp_path / "mistakes", EMULATED.sources
     command += ["-std=c++17", f"-I{folder}", str(folder / "mistakes.cpp"), "-o", str(program)]
     subprocess.run(command, check=True)
@@ -91,9 +93,9 @@ def test_the_emulator_finds_wrong_barriers_and_shuffles(tmp_path):
     assert done.stdout.splitlines() == [
         f"half a barrier: {barrier}, -1 -1",
         f"half a shuffle: {shuffle}, -1 -1",
-        f"a short warp: {shuffle}, 1 -1",  # the whole one before it goes on
+        f"a short warp: {shuffle}, 1 -1",  # the complete warp before it finishes
         f"another distance: {shuffle}, -1 -1",
-        "no barrier: fine, 0 2",  # one of the two orders of the threads is wrong
+        "no barrier: fine, 0 2",  # one of the two thread orders gives a wrong result
         "too many threads: invalid configuration argument, -1 -1",
         "right: fine, 36 -1",
     ]
@@ -101,8 +103,8 @@ def test_the_emulator_finds_wrong_barriers_and_shuffles(tmp_path):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", CUDA_OPS)
-def test_two_calls_have_the_same_bits_in_memory_that_is_full_of_nan(here, op, dtype):
-    """Also the memory that an op takes for itself."""
+def test_calls_repeat_bit_for_bit_in_memory_of_nan(here, op, dtype):
+    """Temporary memory of an op is filled with NaN too."""
     results = []
     torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
     try:
@@ -117,8 +119,8 @@ def test_two_calls_have_the_same_bits_in_memory_that_is_full_of_nan(here, op, dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_memory_at_any_address_gives_the_result_of_aligned_memory(here, dtype):
-    """In packs where all tensors let it, and number by number where one of them does not."""
+def test_misaligned_memory_is_read_correctly(here, dtype):
+    """Kernels read packs if all tensors are aligned, and single numbers otherwise."""
     rows = random(50, 96, dtype=dtype)
     misaligned = torch.zeros(rows.numel() + 1, dtype=dtype)[1:].view(rows.shape).copy_(rows)
     with use_backend("cuda"):
@@ -128,7 +130,7 @@ def test_memory_at_any_address_gives_the_result_of_aligned_memory(here, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("channels", [520, 1025, 4096])
-def test_rows_may_be_longer_than_what_a_warp_holds(here, dtype, channels):
+def test_rows_longer_than_a_warp_are_correct(here, dtype, channels):
     x, numbers = video(1, channels, 2, 2, 3, dtype=dtype), random(2, channels, seed=1)
     weight, bias = numbers
     rows = x.movedim(1, -1)
@@ -141,9 +143,9 @@ def test_rows_may_be_longer_than_what_a_warp_holds(here, dtype, channels):
         formulas.holds("group_norm_silu", x, weight, bias, 5 if channels == 1025 else 8)
 
 
-def test_it_waits_until_it_is_asked_for(monkeypatch):
+def test_the_backend_is_disabled_by_default(monkeypatch):
     monkeypatch.delenv("FAST_VIDEO_VAE_CUDA", raising=False)
-    with pytest.raises(Refusal, match="FAST_VIDEO_VAE_CUDA=1 switches it on"):
+    with pytest.raises(Refusal, match="FAST_VIDEO_VAE_CUDA=1 enables it"):
         cuda_ops._refuse_device(GPU, torch.float32)
     with use_backend("cuda"):
         cuda_ops._refuse_device(GPU, torch.float32)
@@ -151,7 +153,7 @@ def test_it_waits_until_it_is_asked_for(monkeypatch):
     cuda_ops._refuse_device(GPU, torch.float32)
 
 
-def test_bfloat16_is_refused_where_the_chip_has_none(monkeypatch, on_gpu):
+def test_bfloat16_is_refused_on_gpus_without_it(monkeypatch, on_gpu):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     for dtype in (torch.float32, torch.float16):
         cuda_ops._refuse_device(GPU, dtype)
@@ -163,20 +165,20 @@ def test_bfloat16_is_refused_where_the_chip_has_none(monkeypatch, on_gpu):
         kernels.silu_mul(x, x)
 
 
-def test_a_pytorch_for_amd_is_refused(monkeypatch, on_gpu):
+def test_pytorch_for_amd_is_refused(monkeypatch, on_gpu):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(Refusal, match="AMD"):
         cuda_ops._refuse_device(GPU, torch.float32)
 
 
-def test_the_device_of_the_tensors_is_entered_where_another_is_current(monkeypatch):
+def test_kernels_run_on_the_device_of_the_tensors(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert isinstance(cuda_ops._entered(GPU), torch.cuda.device)
     assert isinstance(cuda_ops._entered(torch.device("cuda", 1)), nullcontext)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="only the emulator fails when it is told to")
-def test_a_kernel_that_does_not_start_is_an_error(here, monkeypatch):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only the emulator can fail on request")
+def test_a_failed_launch_is_an_error(here, monkeypatch):
     rows = torch.ones(4, 16)
     monkeypatch.setenv("FVV_EMULATOR_FAILS", "no luck today")
     with use_backend("cuda"):
@@ -186,8 +188,8 @@ def test_a_kernel_that_does_not_start_is_an_error(here, monkeypatch):
         formulas.holds("silu_mul", rows, rows)
 
 
-def test_the_bindings_check_what_they_are_given(here):
-    """`torch.ops` is open to everybody."""
+def test_the_bindings_check_their_arguments(here):
+    """Any code can call `torch.ops`."""
     ops, rows, ones = torch.ops.fast_video_vae_cuda, torch.ones(4, 16), torch.ones(16)
     x = video(1, 16, 2, 3, 4)
     for op, args, message in (
@@ -213,15 +215,15 @@ def fails(**_):
     ("version", "home", "reason", "advice"),
     [
         (None, None, "this PyTorch is built without CUDA", "install a PyTorch for CUDA"),
-        ("13.0", "empty", "there is no nvcc ({})", "install the CUDA toolkit 13.0"),
-        ("13.0", None, "there is no nvcc (CUDA_HOME is not set)", "set CUDA_HOME"),
+        ("13.0", "empty", "nvcc is not installed ({})", "install the CUDA toolkit 13.0"),
+        ("13.0", None, "nvcc is not installed (CUDA_HOME is not set)", "set CUDA_HOME"),
         (
             "13.0", "whole", "nvcc or the C++ compiler failed (nvcc fatal   : no such chip)",
-            "a g++ that it takes",
+            "a g++ that it supports",
         ),
     ],
 )  # fmt: skip
-def test_what_is_missing_is_told_once_and_the_next_serves(
+def test_a_missing_tool_is_logged_once_and_another_backend_runs(
     version, home, reason, advice, monkeypatch, tmp_path, on_gpu, fresh, caplog
 ):
     folder = home and tmp_path / home
@@ -245,14 +247,14 @@ def test_what_is_missing_is_told_once_and_the_next_serves(
     assert "\n" not in line
 
 
-def test_chips_and_versions_have_keys_of_their_own(monkeypatch):
+def test_chips_and_cuda_versions_change_the_key(monkeypatch):
     keys = []
     for version, chips in (
         ("12.8", [(9, 0)]),
         ("13.0", [(9, 0)]),
         ("13.0", [(12, 0)]),
         ("13.0", [(9, 0), (12, 0), (9, 0)]),
-        ("13.0", [(12, 0), (9, 0)]),  # the same ones
+        ("13.0", [(12, 0), (9, 0)]),  # the same chips
     ):
         monkeypatch.setattr(torch.version, "cuda", version)
         monkeypatch.setattr(torch.cuda, "device_count", partial(len, chips))

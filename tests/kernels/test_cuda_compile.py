@@ -1,4 +1,4 @@
-"""What nvcc makes of the kernels for chips that are elsewhere: registers, spills, wide accesses."""
+"""The output of nvcc for all supported chips: registers, spills and wide memory accesses."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from fast_video_vae.tests.kernels.cases import DTYPES
 CHIPS = (75, 80, 86, 89, 90, 100, 120)
 SOURCES = sorted(CUDA.sources.glob("*.cu"))
 
-# What PyTorch's builder adds.
+# Flags that PyTorch's builder adds.
 FLAGS = (
     "-std=c++17", "-O3", "-D__CUDA_NO_HALF_OPERATORS__", "-D__CUDA_NO_HALF_CONVERSIONS__",
     "-D__CUDA_NO_BFLOAT16_CONVERSIONS__", "-D__CUDA_NO_HALF2_OPERATORS__",
@@ -31,11 +31,11 @@ SHARED_BYTES = 16 << 10
 def nvcc():
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     tool = shutil.which("nvcc", path=str(Path(home) / "bin") if home else None)
-    return tool or pytest.skip("there is no nvcc, on PATH or in CUDA_HOME")
+    return tool or pytest.skip("nvcc is neither on PATH nor in CUDA_HOME")
 
 
 def compiled(nvcc, source, chip, folder):
-    """What ptxas says of every kernel of a file: stack, spills, registers, shared memory."""
+    """Return stack, spills, registers and shared memory of every kernel of a file, from ptxas."""
     command = [
         nvcc, *FLAGS, f"-arch=sm_{chip}", "-Werror", "all-warnings", "-Xptxas", "-v,-warn-spills",
         "-cubin", "-o", str(folder / "kernels.cubin"), str(source),
@@ -74,7 +74,7 @@ def test_all_kernels_compile_for_every_chip_without_spills(nvcc, chip, tmp_path)
 
 @pytest.mark.slow
 def test_packs_are_read_and_written_in_16_bytes(nvcc, tmp_path):
-    """In 16 bits eight numbers at a time, and one where memory is not aligned."""
+    """16-bit kernels access eight numbers at a time, or one where memory is misaligned."""
     for source in SOURCES:
         path = tmp_path / "kernels.ptx"
         command = [nvcc, *FLAGS, "-arch=sm_90", "-ptx", "-o", str(path), str(source)]
@@ -88,5 +88,5 @@ def test_packs_are_read_and_written_in_16_bytes(nvcc, tmp_path):
             stores = re.findall(r"st\.(?:global|shared)\S+", body)
             wide = [store for store in stores if ".v4." in store]
             assert wide, name
-            if "sum_chunks" not in name:  # whose results are few
+            if "sum_chunks" not in name:  # its results are few
                 assert wide == stores, name

@@ -1,4 +1,4 @@
-"""Who is asked, in which order, and what is said where nobody takes a call."""
+"""The order in which backends are called, and the error if all of them refuse."""
 
 import logging
 import threading
@@ -17,7 +17,7 @@ from fast_video_vae.tests.kernels.cases import DTYPES, OPS, SERVED, inputs, rand
 
 @pytest.fixture
 def team(monkeypatch):
-    """Two stand-ins: `first` takes positive numbers; `second` even ones."""
+    """Replace the backends: `first` runs positive numbers, `second` even ones."""
     asked = []
 
     def first(x, *, by=1):
@@ -42,32 +42,32 @@ def team(monkeypatch):
     return asked
 
 
-def test_the_first_that_takes_a_call_serves_it(team):
+def test_the_first_backend_that_accepts_a_call_runs_it(team):
     assert dispatch.run("op", 3, by=2) == ("first", 6)
     assert team == ["first"]
     assert dispatch.run("op", -2) == ("second", -2)
     assert team == ["first", "first", "second"]
 
 
-def test_a_kernel_is_none_of_the_reference(team, monkeypatch):
+def test_run_kernel_never_uses_the_reference(team, monkeypatch):
     monkeypatch.setattr(dispatch, "ORDER", ("first", "reference"))
     assert dispatch.run_kernel("op", 3, by=2) == ("first", 6)
     assert dispatch.run_kernel("op", -2) is None
     assert team == ["first", "first"]
 
 
-def test_a_backend_without_the_op_is_passed_by(team):
+def test_a_backend_without_the_op_is_skipped(team):
     assert dispatch.run("other", 2) == ("second", 2)
 
 
-def test_every_reason_is_told_in_one_line(team):
+def test_the_error_lists_every_reason_in_one_line(team):
     with pytest.raises(BackendError) as caught:
         dispatch.run("op", -1)
-    assert str(caught.value) == "no backend takes this op (first: x is -1; second: x is odd)"
+    assert str(caught.value) == "no backend runs this op (first: x is -1; second: x is odd)"
     with pytest.raises(BackendError) as caught:
         dispatch.run("other", 1)
-    reasons = "first: it has no such op; second: x is odd"
-    assert str(caught.value) == f"no backend takes this other ({reasons})"
+    reasons = "first: the backend has no such op; second: x is odd"
+    assert str(caught.value) == f"no backend runs this other ({reasons})"
     assert isinstance(caught.value, ValueError)
 
 
@@ -79,7 +79,7 @@ def test_a_chosen_backend_never_falls_back(team):
     assert team == ["first", "second"]
 
 
-def test_asking_one_backend_is_no_choice_of_it(team):
+def test_ask_does_not_force_the_backend(team):
     assert dispatch.ask("second", "op", 2) == ("second", 2)
     with pytest.raises(Refusal, match="x is odd"):
         dispatch.ask("second", "op", 1)
@@ -99,7 +99,7 @@ def test_the_choice_ends_with_its_block(team):
     assert dispatch.run("op", 2) == ("first", 2)
 
 
-def test_other_threads_choose_for_themselves(team):
+def test_a_choice_holds_for_its_thread_only(team):
     served = []
 
     def work():
@@ -115,13 +115,13 @@ def test_other_threads_choose_for_themselves(team):
     assert served == ["first", "first"]
 
 
-def test_unknown_names_are_told_with_the_known_ones():
+def test_an_unknown_backend_lists_the_known_ones():
     known = "triton, cuda, native, reference"
     with pytest.raises(ValueError, match=f"backend is 'metal'; expected one of {known}"):
         use_backend("metal").__enter__()
 
 
-def test_errors_of_a_backend_are_not_refusals(monkeypatch):
+def test_an_error_of_a_backend_is_no_refusal(monkeypatch):
     def breaks():
         raise RuntimeError("out of memory")
 
@@ -143,20 +143,20 @@ def test_a_missing_backend_is_logged_once(monkeypatch, caplog):
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("op", OPS)
-def test_a_backend_serves_what_it_should_and_refuses_the_rest(backend, op, dtype):
+def test_a_backend_runs_its_ops_and_refuses_others(backend, op, dtype):
     args, keywords = inputs(op, dtype)
     if (backend, op, dtype) in SERVED:
         assert getattr(kernels, op)(*args, **keywords) is not None
     else:
-        with pytest.raises(BackendError, match=f"no backend takes this {op} \\({backend}: .+\\)$"):
+        with pytest.raises(BackendError, match=f"no backend runs this {op} \\({backend}: .+\\)$"):
             getattr(kernels, op)(*args, **keywords)
 
 
 @pytest.mark.parametrize("backend", serving(*EXACT), indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("channels", [1, 3, 8, 15, 17, 33, 96, 160])
-def test_exact_ops_have_the_bits_of_the_reference(backend, channels, dtype):
-    """Numbers of many magnitudes, so that another order of a sum has other bits."""
+def test_exact_ops_equal_the_reference_bit_for_bit(backend, channels, dtype):
+    """Use numbers of many magnitudes, so that another order of a sum changes bits."""
     magnitudes = 2.0 ** random(2, channels, 3, 9, 7, seed=3).mul_(3).round_()
     x = (video(2, channels, 3, 9, 7) * magnitudes).to(dtype)
     wide = torch.cat([x, x.flip(2), x.flip(3), x.flip(4)], dim=1).contiguous(
@@ -185,7 +185,7 @@ def test_exact_ops_have_the_bits_of_the_reference(backend, channels, dtype):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_what_autograd_records_has_a_gradient_whoever_is_there(op):
+def test_every_op_has_a_gradient_with_any_backends(op):
     args, keywords = inputs(op, torch.float32)
     args = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
     args[0].requires_grad_()

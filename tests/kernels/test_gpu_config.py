@@ -1,4 +1,4 @@
-"""What a device is said to be, and how long it takes to find out."""
+"""The measured properties of a device, and their cache."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ def test_a_cpu_is_measured_and_has_no_capability():
     assert config.capability is None
     assert not config.native_fp8
     assert not config.reduced_precision
-    # A millionth and a million times what a core does.
+    # About a millionth and a million times the rate of one core.
     assert 1e4 < config.products_per_s < 1e16
     assert 0 < config.stream_c < math.inf
 
@@ -34,7 +34,7 @@ def test_a_device_is_measured_once_for_each_dtype():
     assert gpu_config(CPU).dtype == torch.bfloat16
 
 
-def test_what_a_device_cannot_multiply_is_not_measured():
+def test_unsupported_dtypes_are_not_measured():
     config = gpu_config(torch.device("cpu"), torch.uint16)
     assert config.products_per_s == 0
     assert config.stream_c == 4.0  # a weight read and written twice
@@ -45,12 +45,12 @@ def test_a_meta_device_is_no_error():
     assert gpu_config(torch.device("meta")).capability is None
 
 
-def test_lines_say_it_in_words():
+def test_lines_describe_the_device():
     assert H100.lines() == [
         "H100, compute capability 9.0",
         "bfloat16 products: 800.00 TFLOPS, measured",
         "fp8 products: yes",
-        "LoRA into the weight from 3.25 * in * out / (in + 2 out) tokens on",
+        "LoRA mode auto: stream from 3.25 * in * out / (in + 2 out) tokens",
         "sums of bf16 products: in float32, as PyTorch is set",
     ]
     cpu = dataclasses.replace(H100, capability=None, native_fp8=False, reduced_precision=True)
@@ -62,7 +62,7 @@ def test_lines_say_it_in_words():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("allowed", [False, True])
-def test_a_gpu_is_what_torch_says_it_is(allowed):
+def test_properties_of_a_gpu_are_those_of_torch(allowed):
     device = torch.device("cuda", 0)
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction

@@ -1,4 +1,4 @@
-"""Whatever the memory is like: strides, offsets, aliases, nothing at all, and very much of it."""
+"""The ops on any memory: strides, offsets, aliases, empty tensors and very large ones."""
 
 import resource
 
@@ -22,7 +22,7 @@ from fast_video_vae.tests.kernels.cases import (
 
 
 def refilled(shape, axes, x, offset=0, step=1):
-    """The numbers of `x` in other memory: axes in this order, `step` apart, after `offset`."""
+    """Copy `x` into memory with its axes in another order, a step and an offset."""
     sizes = [shape[axis] for axis in axes]
     sizes[-1] *= step
     memory = torch.zeros(offset + torch.Size(sizes).numel(), dtype=x.dtype)
@@ -50,13 +50,13 @@ def remade(value, layout):
 
 
 def expected_of(op, dtype):
-    """What the reference makes of channels-last memory, which the formulas vouch for."""
+    """Return the results of the reference on channels-last memory; `test_ops.py` checks those."""
     args, keywords = inputs(op, dtype)
     with use_backend("reference"):
         return getattr(kernels, op)(*args, **keywords), keywords.get("tail")
 
 
-def check_alike(actual, expected):
+def check_close(actual, expected):
     if actual is not None:
         close = {"rtol": 2 * torch.finfo(expected.dtype).eps, "atol": 2e-6}
         torch.testing.assert_close(actual, expected, **close)
@@ -65,21 +65,21 @@ def check_alike(actual, expected):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", sorted(set(OPS) - {"attention", "silu_mul"}))
 @each_dtype
-def test_any_strides_are_read_right_or_refused(ask, op, layout, dtype):
+def test_any_strides_are_read_correctly_or_refused(ask, op, layout, dtype):
     expected, next_tail = expected_of(op, dtype)
     args, keywords = inputs(op, dtype)
     args = [remade(value, layout) for value in args]
     keywords = {name: remade(value, layout) for name, value in keywords.items()}
     actual = ask(getattr(kernels, op), *args, **keywords)
-    check_alike(actual, expected)
+    check_close(actual, expected)
     if actual is not None and next_tail is not None:
-        check_alike(keywords["tail"], next_tail)
+        check_close(keywords["tail"], next_tail)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", sorted(set(OPS) - {"attention", "silu_mul"}))
-def test_any_strides_are_written_right_or_refused(ask, op, layout):
-    """Also, whoever refuses has not written."""
+def test_any_strides_are_written_correctly_or_refused(ask, op, layout):
+    """A backend that refuses has not written."""
     expected, _ = expected_of(op, torch.bfloat16)
     if op in ("average_down", "group_norm_statistics"):
         return  # they have no out
@@ -93,7 +93,7 @@ def test_any_strides_are_written_right_or_refused(ask, op, layout):
         assert out.isnan().all()
     else:
         assert actual is given
-        check_alike(out, expected.to(out.dtype))
+        check_close(out, expected.to(out.dtype))
 
 
 ROWS = {
@@ -109,23 +109,23 @@ ROWS = {
 @pytest.mark.parametrize("layout", ROWS)
 @pytest.mark.parametrize("op", ["silu_mul", "attention"])
 @each_dtype
-def test_any_rows_are_read_and_written_right_or_refused(ask, op, layout, dtype):
+def test_any_rows_are_correct_or_refused(ask, op, layout, dtype):
     expected, _ = expected_of(op, dtype)
     args, keywords = inputs(op, dtype)
     args = [ROWS[layout](x) if x.ndim == 3 else x for x in args]
-    check_alike(ask(getattr(kernels, op), *args, **keywords), expected)
+    check_close(ask(getattr(kernels, op), *args, **keywords), expected)
     if op != "attention":
         out = ROWS[layout](torch.full_like(expected, torch.nan))
         actual = ask(getattr(kernels, op), *args, out=out, **keywords)
         if actual is None:
             assert out.isnan().all()
         else:
-            check_alike(out, expected)
+            check_close(out, expected)
 
 
 @pytest.mark.parametrize("offset", [1, 3, 63])
 @each_dtype
-def test_misaligned_memory_is_written_exactly(ask, dtype, offset):
+def test_misaligned_memory_is_written_correctly(ask, dtype, offset):
     gamma, bias = random(2, 33, seed=1)
     x = LAYOUTS["misaligned"](video(1, 33, 2, 3, 5, dtype=dtype))
     for op, args, expected in (
@@ -141,7 +141,7 @@ def test_misaligned_memory_is_written_exactly(ask, dtype, offset):
 
 @pytest.mark.parametrize("channels", [3, 16, 33, 96])
 @each_dtype
-def test_results_may_take_the_place_of_what_they_are_made_of(backend, dtype, channels):
+def test_results_may_overwrite_their_inputs(backend, dtype, channels):
     gamma, bias = random(2, channels, seed=1)
     x, other = (video(2, channels, 3, 5, 7, dtype=dtype, seed=seed) for seed in (2, 3))
     rows, gate = (y.movedim(1, -1) for y in (x, other))
@@ -164,7 +164,7 @@ def test_results_may_take_the_place_of_what_they_are_made_of(backend, dtype, cha
             assert n == place or torch.equal(now, then)
 
 
-def test_silu_mul_of_halves_writes_one_of_them(ask):
+def test_silu_mul_of_halves_writes_one_half(ask):
     both = random(5, 7, 64)
     expected = formulas.silu_mul(*both.chunk(2, -1))
     for place in (0, 1):
@@ -174,8 +174,8 @@ def test_silu_mul_of_halves_writes_one_of_them(ask):
         assert torch.equal(halves[1 - place], both.chunk(2, -1)[1 - place])
 
 
-def test_a_band_of_the_frames_is_taken_and_nothing_beside_it_is_read(backend):
-    """By every backend, whatever is in the other rows."""
+def test_a_band_of_rows_ignores_the_other_rows(backend):
+    """Every backend accepts a band; the other rows are NaN."""
     ones = torch.ones(16)
     frames = video(2, 16, 3, 9, 5)
     band = frames[..., 2:6, :]
@@ -199,7 +199,7 @@ EMPTY = [(0, 8, 2, 4, 4), (1, 8, 0, 4, 4), (2, 8, 2, 0, 4), (1, 8, 2, 4, 0), (0,
 
 @pytest.mark.parametrize("shape", EMPTY)
 @each_dtype
-def test_nothing_gives_nothing(ask, dtype, shape):
+def test_empty_inputs_have_empty_results(ask, dtype, shape):
     batch, _, frames, height, width = shape
     x, ones = video(*shape, dtype=dtype), torch.ones(8)
     rows = x.movedim(1, -1)
@@ -234,19 +234,19 @@ def test_nothing_gives_nothing(ask, dtype, shape):
 
 @pytest.mark.parametrize("shape", EMPTY)
 @each_dtype
-def test_nothing_has_no_statistics(ask, dtype, shape):
+def test_empty_inputs_have_nan_statistics(ask, dtype, shape):
     actual = ask(kernels.group_norm_statistics, video(*shape, dtype=dtype), 2)
     assert actual is None or (actual.shape == (shape[0], shape[2], 2, 2) and actual.isnan().all())
 
 
 @pytest.mark.parametrize("backend", serving("attention"), indirect=True)
 @pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 8)])
-def test_attention_of_nothing(backend, shape):
+def test_attention_of_empty_inputs(backend, shape):
     assert kernels.attention(*torch.zeros(3, *shape)).shape == shape
 
 
 @each_dtype
-def test_no_new_frames_leave_the_tail(ask, dtype):
+def test_zero_new_frames_keep_the_tail(ask, dtype):
     x, ones = video(1, 8, 0, 2, 2, dtype=dtype), torch.ones(8)
     tail = video(1, 8, 2, 2, 2, dtype=dtype)
     before = tail.clone()
@@ -257,10 +257,10 @@ def test_no_new_frames_leave_the_tail(ask, dtype):
 
 
 @pytest.mark.slow
-def test_more_numbers_than_32_bits_count(backend):
-    """In place, so that the peak is the video and little more."""
+def test_tensors_of_more_than_2_31_elements(backend):
+    """The ops run in place, so that the peak is little more than the video."""
     if backend in PLAYED:
-        pytest.skip("without a GPU it would take hours")
+        pytest.skip("an emulated GPU would take hours")
     channels, side = 64, 5800
     x = torch.empty(1, 1, side, side, channels, dtype=torch.bfloat16)
     assert x.numel() > 2**31

@@ -1,4 +1,4 @@
-"""Messages about files: one line, short, printable, with the file's name; and columns of tables."""
+"""Messages about files (one short printable line with the file's name), and padded tables."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from fast_video_vae.kernels import LINE, guarded, line, padded, shown
         (7, "7"),
     ],
 )
-def test_a_key_is_shown_with_escapes_for_what_does_not_print(text, expected):
+def test_unprintable_characters_of_a_key_are_escaped(text, expected):
     assert shown(text) == expected
 
 
@@ -32,9 +32,9 @@ def test_a_long_key_is_shortened(text):
     ["vae.pth", f"/models/{'long ' * 80}/vae.pth", "/x/" + "n" * 251 + ".pth", "/x/\n\u202e.pth"],
 )
 @pytest.mark.parametrize("text", ["it is empty", "x" * 14_000, "a\nb " * 200])
-def test_a_line_holds_the_name_whatever_is_said(path, text):
-    for said in (text, f"{path} is this: {text}"):
-        message = line(path, said)
+def test_a_line_is_short_and_holds_the_name(path, text):
+    for message_text in (text, f"{path} is this: {text}"):
+        message = line(path, message_text)
         assert len(message) <= LINE
         assert message.isprintable()
         assert shown(path.rpartition("/")[2], 60) in message
@@ -52,7 +52,7 @@ RAISED = [
 
 
 @pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
-def test_whatever_is_raised_becomes_one_line(error):
+def test_any_error_becomes_one_line(error):
     with (
         pytest.raises(ValueError, match=r"vae\.pth(:| is)") as caught,
         guarded("/models/vae.pth"),
@@ -73,14 +73,14 @@ def test_whatever_is_raised_becomes_one_line(error):
         RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"),
     ],
 )
-def test_memory_that_ran_out_says_nothing_of_the_file(error):
+def test_out_of_memory_errors_are_unchanged(error):
     with pytest.raises(type(error)) as caught, guarded("vae.pth"):
         raise error
     assert caught.value is error
 
 
 @pytest.mark.parametrize("name", ["vae.pth", "/x" * 200 + "/vae.pth"])
-def test_errors_of_the_system_keep_their_kind(name):
+def test_system_errors_keep_their_type(name):
     with (
         pytest.raises(PermissionError, match=r"Permission denied.*vae\.pth") as caught,
         guarded(name),
@@ -98,5 +98,5 @@ def test_errors_of_the_system_keep_their_kind(name):
         (0, [["  op", "count"], ["silu", "    9"]]),
     ],
 )
-def test_words_stand_left_and_numbers_right(words, expected):
+def test_words_are_left_aligned_and_numbers_right_aligned(words, expected):
     assert padded([["op", "count"], ["silu", "9"]], words) == expected

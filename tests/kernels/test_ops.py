@@ -1,7 +1,7 @@
-"""Every op that computes, of every backend, against its formula in float64.
+"""Every op that computes, with every backend, against its formula in float64.
 
-Channels and pixels lie around the edges of vectors and of their tails. Every result is written into
-memory that is full of NaN, inside of a longer buffer that nothing else may be written to.
+The counts of channels and pixels lie around multiples of vector lengths. Results are written into
+memory of NaN inside a longer buffer, and any write outside of it is an error.
 """
 
 from itertools import pairwise, product, starmap
@@ -40,7 +40,7 @@ each_count = pytest.mark.parametrize("channels", CHANNELS)
 
 @each_count
 @each_dtype
-def test_rms_norm_silu_is_its_formula(backend, dtype, channels):
+def test_rms_norm_silu_equals_its_formula(backend, dtype, channels):
     gamma, numbers = random(2, channels, seed=1)
     for (batch, frames, height, width), silu, bias in some(
         backend, product(SIZES, (True, False), (None, numbers))
@@ -58,7 +58,7 @@ def test_rms_norm_silu_is_its_formula(backend, dtype, channels):
 )
 @each_dtype
 @pytest.mark.parametrize("known", [0, 1, 2])
-def test_a_norm_goes_on_from_its_tail(backend, dtype, op, channels, known):
+def test_a_norm_reads_and_updates_its_tail(backend, dtype, op, channels, known):
     weight, bias = random(2, channels, seed=1)
     args, options = (weight,), {"bias": bias}
     if op == "group_norm_silu":
@@ -81,7 +81,7 @@ def test_a_norm_goes_on_from_its_tail(backend, dtype, op, channels, known):
 
 @each_dtype
 @pytest.mark.parametrize(("channels", "groups"), GROUPS)
-def test_group_norm_silu_is_its_formula(backend, dtype, channels, groups):
+def test_group_norm_silu_equals_its_formula(backend, dtype, channels, groups):
     weight, bias = random(2, channels, seed=1)
     for (batch, frames, height, width), silu in some(backend, product(SIZES, (True, False)), 3):
         shape = (batch, channels, frames, height, width)
@@ -91,7 +91,7 @@ def test_group_norm_silu_is_its_formula(backend, dtype, channels, groups):
 
 @each_dtype
 @pytest.mark.parametrize(("channels", "groups"), GROUPS)
-def test_group_norm_statistics_are_their_formula(backend, dtype, channels, groups):
+def test_group_norm_statistics_equal_their_formula(backend, dtype, channels, groups):
     for batch, frames, height, width in some(backend, SIZES, 3):
         x = video(batch, channels, frames, height, width, dtype=dtype)
         for eps in (1e-6, 0.1):
@@ -103,8 +103,8 @@ def test_group_norm_statistics_are_their_formula(backend, dtype, channels, group
 
 @each_dtype
 @pytest.mark.parametrize(("channels", "groups"), [(1, 1), (7, 7), (12, 3), (33, 3), (96, 32)])
-def test_group_norm_silu_goes_by_any_statistics(backend, dtype, channels, groups):
-    """Also where they are not dense."""
+def test_group_norm_silu_uses_given_statistics(backend, dtype, channels, groups):
+    """The statistics are not dense."""
     weight, bias = random(2, channels, seed=1)
     for (batch, frames, height, width), silu in some(backend, product(SIZES, (True, False)), 3):
         shape = (batch, channels, frames, height, width)
@@ -116,15 +116,15 @@ def test_group_norm_silu_goes_by_any_statistics(backend, dtype, channels, groups
 
 @each_dtype
 @pytest.mark.parametrize("known", [None, 1, 2])
-def test_bands_of_rows_with_the_statistics_of_the_whole_are_the_whole(backend, dtype, known):
-    """Bit for bit; without a cut they are measured before the call, in place of in it."""
+def test_bands_of_rows_with_statistics_equal_the_frame(backend, dtype, known):
+    """Equal bit for bit; with `()` as cuts, the one band is the frame."""
     splits = [(), (3,), (1, 2, 7), range(1, 8)]
     sizes = [(1, 1, 5), (16, 2, 4), (6, 2, 5), (33, 3, 5), (12, 4, 5)]
     for (channels, groups, width), cuts, silu in some(
         backend, product(sizes, splits, (True, False)), 3
     ):
         if cuts and backend == "reference" and silu and channels * width % 64:
-            continue  # PyTorch's `exp` has other bits in a vector and behind it
+            continue  # PyTorch's `exp` differs between vectors and their remainder
         weight, bias = random(2, channels, seed=1)
         x = video(2, channels, 3, 8, width, dtype=dtype).mul_(3).add_(5)
         tail = None if known is None else video(2, channels, known, 8, width, dtype=dtype, seed=2)
@@ -147,7 +147,7 @@ def test_bands_of_rows_with_the_statistics_of_the_whole_are_the_whole(backend, d
     ("mean", "deviation"), [(0.0, 1.0), (1e3, 1.0), (1e4, 1.0), (1e4, 0.05), (-300.0, 1e-3)]
 )
 def test_group_norm_of_a_large_frame_far_from_zero(backend, mean, deviation):
-    """A variance from the mean of the squares would be off by `u mean^2`."""
+    """A variance computed from the mean of the squares would have an error of `u mean^2`."""
     x = video(1, 16, 1, 160, 208).mul_(deviation).add_(mean)
     both = [kernels.group_norm_statistics(x, 2, 1e-12) for _ in range(2)]
     formulas.check(both[0], *formulas.group_norm_statistics(x, 2, 1e-12))
@@ -157,7 +157,7 @@ def test_group_norm_of_a_large_frame_far_from_zero(backend, mean, deviation):
 
 @each_count
 @each_dtype
-def test_silu_mul_is_its_formula(backend, dtype, channels):
+def test_silu_mul_equals_its_formula(backend, dtype, channels):
     for shape in [(1,), (15,), (3, 17), (2, 3, 11)]:
         x, gate = random(*shape, 2 * channels, dtype=dtype).mul_(4).chunk(2, -1)
         buffer = Poisoned(*shape, channels, dtype=dtype)
@@ -167,7 +167,7 @@ def test_silu_mul_is_its_formula(backend, dtype, channels):
 @pytest.mark.parametrize("backend", serving("bias_residual"), indirect=True)
 @each_count
 @each_dtype
-def test_bias_residual_is_its_formula(backend, dtype, channels):
+def test_bias_residual_equals_its_formula(backend, dtype, channels):
     bias, other = random(2, channels, seed=1)
     for (batch, frames, height, width), given in some(
         backend, product(SIZES[1:5], product((0, 1), repeat=3))
@@ -184,7 +184,7 @@ def test_bias_residual_is_its_formula(backend, dtype, channels):
 @pytest.mark.parametrize("backend", serving("bias_residual"), indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_bias_residual_rounds_once(backend, dtype):
-    """Below half an ulp of 1 each, and more than it together: lost if every sum were rounded."""
+    """Each bias is below half an ulp of 1, both exceed it: rounding every sum would lose them."""
     ulp = torch.finfo(dtype).eps
     x = torch.ones(1, 1, 1, 2, 16, dtype=dtype).movedim(-1, 1)
     bias = torch.full((16,), 0.45 * ulp)
@@ -194,8 +194,8 @@ def test_bias_residual_rounds_once(backend, dtype):
 @pytest.mark.parametrize("backend", serving("attention"), indirect=True)
 @each_dtype
 @pytest.mark.parametrize("shape", [(1, 50, 384), (3, 17, 8), (2, 1, 16), (1, 129, 3), (2, 65, 1)])
-def test_attention_is_its_formula(backend, dtype, shape):
-    """Of tensors, and of thirds of one, as a projection makes them."""
+def test_attention_equals_its_formula(backend, dtype, shape):
+    """Inputs are three tensors, or thirds of one, as a projection makes them."""
     *rows, channels = shape
     formulas.holds("attention", *random(3, *shape, dtype=dtype))
     formulas.holds("attention", *random(*rows, 3 * channels, dtype=dtype).chunk(3, -1))
@@ -206,16 +206,16 @@ def test_attention_is_its_formula(backend, dtype, shape):
 @pytest.mark.parametrize(
     ("before", "after", "times", "size"),
     [
-        (4, 4, 1, 2),  # four pixels into one
-        (4, 8, 2, 2),  # and frames into channels
-        (4, 4, 2, 2),  # two frames of four pixels into one
-        (8, 4, 2, 2),  # and two channels
-        (4, 8, 1, 2),  # a row of pixels each
-        (4, 16, 1, 2),  # pixels into channels
+        (4, 4, 1, 2),  # average four pixels
+        (4, 8, 2, 2),  # average four pixels, and move frames into channels
+        (4, 4, 2, 2),  # average two frames of four pixels
+        (8, 4, 2, 2),  # average two channels too
+        (4, 8, 1, 2),  # average a row of two pixels
+        (4, 16, 1, 2),  # move pixels into channels
         (4, 32, 2, 2),
-        (6, 4, 2, 2),  # groups that end inside of a frame
-        (3, 4, 1, 2),  # and inside of a block of pixels
-        (4, 4, 1, 1),  # nothing
+        (6, 4, 2, 2),  # groups that end within the block of a channel
+        (3, 4, 1, 2),  # groups that end within a block of pixels
+        (4, 4, 1, 1),  # no change
         (4, 2, 1, 1),
         (33, 33, 2, 2),
         (160, 320, 2, 2),  # the layers of Wan 2.2
@@ -223,7 +223,7 @@ def test_attention_is_its_formula(backend, dtype, shape):
         (320, 640, 1, 2),
     ],
 )
-def test_average_down_is_its_formula(backend, dtype, before, after, times, size):
+def test_average_down_equals_its_formula(backend, dtype, before, after, times, size):
     for frames, batch in some(backend, product((1, 2, 3, 4, 5), (1, 2)), 3):
         x = video(batch, before, frames, 4, 6, dtype=dtype)
         formulas.holds("average_down", x, after, times=times, size=size)
@@ -234,8 +234,8 @@ def test_average_down_is_its_formula(backend, dtype, before, after, times, size)
 
 @pytest.mark.parametrize("given", [*DTYPES, torch.float64, torch.float8_e4m3fn])
 @each_dtype
-def test_scales_and_biases_come_in_any_dtype_and_shape(ask, dtype, given):
-    """As a checkpoint has them: `[C, 1, 1, 1]`, and a few of a longer vector."""
+def test_scales_and_biases_have_any_dtype_and_shape(ask, dtype, given):
+    """Checkpoints store them as `[C, 1, 1, 1]`; here they are also strided views."""
     x, grid = video(1, 24, 2, 3, 5, dtype=dtype), video(1, 96, 1, 3, 4, dtype=dtype)
     few = random(2, 48, seed=1).to(given)[:, ::2]
     a, b = few[0].view(24, 1, 1, 1), few[1].view(1, 24)
@@ -263,8 +263,8 @@ def test_scales_and_biases_come_in_any_dtype_and_shape(ask, dtype, given):
 
 @pytest.mark.parametrize("backend", ["native", "reference"], indirect=True)
 @each_dtype
-def test_threads_share_the_work(backend, dtype):
-    """Parts of many sizes, and a last one that is short."""
+def test_results_are_correct_with_several_threads(backend, dtype):
+    """The parts have different sizes, and the last one is short."""
     shape = (1, 48, 3, 37, 83)
     x, residual = video(*shape, dtype=dtype), video(*shape, dtype=dtype, seed=1)
     weight, bias = random(2, 48, seed=2)

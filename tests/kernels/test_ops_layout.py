@@ -1,4 +1,4 @@
-"""Every op that moves numbers, of every backend: each number is where the contract puts it."""
+"""Every op that moves numbers, with every backend: each number is where the contract puts it."""
 
 from itertools import product
 
@@ -25,7 +25,7 @@ each_count = pytest.mark.parametrize("channels", CHANNELS)
 
 
 def check_places(op, x, *args, expected):
-    """Bit for bit, in memory that is given and in the op's own, which is channels-last."""
+    """Compare bit for bit, written to `out` and to the new channels-last result."""
     buffer, out = window(*expected.shape, dtype=x.dtype)
     assert op(x, *args, out=out) is out
     assert torch.equal(buffer.take(out), expected)
@@ -47,7 +47,7 @@ def test_interleave_time_spreads_the_channels_over_frames(backend, dtype, channe
 
 
 def merged(grid):
-    """Pixel `(2 i + a, 2 j + b)` is phase `2 a + b` of the window at `(i + a, j + b)`."""
+    """Place pixel `(2 i + a, 2 j + b)`: phase `2 a + b` of the window at `(i + a, j + b)`."""
     channels, height, width = grid.shape[1] // 4, grid.shape[3] - 1, grid.shape[4] - 1
     out = grid.new_empty(grid.shape[0], channels, grid.shape[2], 2 * height, 2 * width)
     for a, b in product((0, 1), (0, 1)):
@@ -70,7 +70,7 @@ def test_merge_phases_takes_each_pixel_from_its_window(backend, dtype, channels)
 
 
 def duplicated(x, channels, times, first):
-    """What `merge_phases` says that it adds, number by number."""
+    """Return the term that `merge_phases` adds for `source`, one channel at a time."""
     batch, before, frames, height, width = x.shape
     y = torch.full((batch, channels, frames * times, 2 * height, 2 * width), torch.nan)
     y = y.to(x.dtype)
@@ -87,13 +87,13 @@ def duplicated(x, channels, times, first):
     [
         (8, 8, 2),  # every pixel and frame repeats its own channel
         (8, 4, 1),  # a channel for each row of the new pixels
-        (8, 2, 1),  # one for each new pixel
-        (8, 1, 2),  # one for each new pixel and frame
+        (8, 2, 1),  # a channel for each new pixel
+        (8, 1, 2),  # a channel for each new pixel and frame
         (16, 2, 2),
-        (4, 8, 1),  # more channels than there are
+        (4, 8, 1),  # more output channels than input channels
         (6, 3, 2),
         (12, 9, 1),  # three pixels share a channel: no stride, only an index
-        (33, 33, 2),  # longer than a vector, with a rest
+        (33, 33, 2),  # longer than a vector, with a remainder
         (64, 32, 2),  # the layers of Wan 2.2
         (64, 16, 1),
     ],
@@ -114,7 +114,7 @@ def test_merge_phases_adds_the_repeated_source(backend, dtype, before, after, ti
 
 
 def shuffled(x, size, order):
-    """Every number by the index of its channel, whose letters `order` names slowest first."""
+    """Place every number by its channel index; `order` names the letters slowest first."""
     sizes = dict(zip("thw", size, strict=True))
     sizes["c"] = x.shape[1] // (size[0] * size[1] * size[2])
     strides, stride = {}, 1
@@ -144,7 +144,7 @@ def test_pixel_shuffle_3d_puts_every_number_in_its_place(backend, dtype, size, o
 def test_pixel_shuffle_3d_writes_another_dtype_and_any_strides_or_refuses(ask, to):
     x = video(2, 12, 2, 3, 5, dtype=torch.bfloat16)
     expected = shuffled(x, (1, 2, 2), "ctwh").to(to)
-    for axes in [(0, 1, 2, 3, 4), (0, 2, 3, 4, 1), (2, 4, 0, 3, 1)]:  # where each axis lies
+    for axes in [(0, 1, 2, 3, 4), (0, 2, 3, 4, 1), (2, 4, 0, 3, 1)]:  # order of the axes in memory
         back = [axes.index(dim) for dim in range(5)]
         buffer = Poisoned(*(expected.shape[dim] for dim in axes), dtype=to)
         out = buffer.memory.permute(back)
@@ -153,7 +153,7 @@ def test_pixel_shuffle_3d_writes_another_dtype_and_any_strides_or_refuses(ask, t
 
 
 def images(frames, to):
-    """`clamp((x + 1) / 2, 0, 1)`, pixels last, in float32; 8 bits drop the fraction."""
+    """Return `clamp((x + 1) / 2, 0, 1)`, channels last, in float32; 8 bits drop the fraction."""
     y = ((frames.float() + 1) * 0.5).clamp(0, 1).permute(0, 2, 3, 4, 1).flatten(0, 1)
     return (y.nan_to_num(0) * 255).floor().to(to) if to == torch.uint8 else y.to(to)
 
@@ -162,7 +162,7 @@ def images(frames, to):
 @each_dtype
 @pytest.mark.parametrize("to", [torch.float32, torch.uint8])
 @pytest.mark.parametrize("size", SIZES)
-def test_frames_to_images_are_the_very_bits(backend, dtype, to, size):
+def test_frames_to_images_equal_the_formula_bit_for_bit(backend, dtype, to, size):
     for channels, frames, batch in some(backend, product((1, 3, 4, 16), (1, 3), (1, 2)), 5):
         x = video(batch, channels, frames, *size, dtype=dtype)  # a third is out of range
         expected = images(x, to)
@@ -202,7 +202,7 @@ def test_frames_to_images_of_other_dtypes_or_a_refusal(ask, dtype, to):
 
 @pytest.mark.parametrize("to", [torch.float32, torch.uint8])
 def test_frames_to_images_writes_any_strides_or_refuses(ask, to):
-    """Planes, a part of a wider picture, pixels with a fourth number, every other picture."""
+    """Write planes, a part of a wider image, pixels with a fourth number, every other image."""
     x = video(1, 3, 4, 6, 10)
     expected = images(x, to)
     for shape, view in [
@@ -219,8 +219,8 @@ def test_frames_to_images_writes_any_strides_or_refuses(ask, to):
 
 @pytest.mark.parametrize("backend", serving("frames_to_images"), indirect=True)
 @each_dtype
-def test_8_bits_are_those_of_each_number(backend, dtype):
-    """All numbers of a 16-bit dtype; for float32 those around each of the 255 steps."""
+def test_8_bit_images_are_exact_for_all_numbers(backend, dtype):
+    """Test all numbers of a 16-bit dtype, and float32 numbers around each of the 255 steps."""
     if dtype == torch.float32:
         steps = torch.arange(-1, 257, dtype=torch.float64) / 127.5 - 1
         nearest = steps.float()
@@ -240,8 +240,8 @@ def test_8_bits_are_those_of_each_number(backend, dtype):
 
 
 @pytest.mark.parametrize("backend", serving("frames_to_images"), indirect=True)
-def test_images_of_many_frames_are_those_of_one(backend):
-    """More numbers than a block."""
+def test_images_of_many_frames_equal_single_frames(backend):
+    """The frames have more numbers than a block."""
     x = video(1, 3, 5, *((40, 56) if backend in PLAYED else (240, 416)))
     together = kernels.frames_to_images(x, dtype=torch.uint8)
     apart = [kernels.frames_to_images(x[:, :, [t]], dtype=torch.uint8) for t in range(5)]
@@ -249,7 +249,7 @@ def test_images_of_many_frames_are_those_of_one(backend):
     assert torch.equal(together, images(x, torch.uint8))
 
 
-def test_random_numbers_are_no_symmetry():
-    """The oracles tell places apart: no two numbers of an input are alike."""
+def test_random_inputs_have_no_equal_numbers():
+    """Otherwise a number in a wrong place could pass unnoticed."""
     x = random(1, 2, 3, 4, 5)
     assert x.unique().numel() == x.numel()

@@ -1,4 +1,4 @@
-"""What the reference alone does: float64, what autograd records, blocks, attention's ways."""
+"""Features that only the reference has: float64, gradients, blocks and fallback attention."""
 
 import importlib
 import math
@@ -11,7 +11,7 @@ from fast_video_vae.kernels import use_backend
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import DTYPES, OPS, Poisoned, inputs, random, video
 
-# By their names: the package has a function `attention` too.
+# Imported by name: the package also has a function `attention`.
 memory = importlib.import_module("fast_video_vae.kernels.reference.memory")
 fallback = importlib.import_module("fast_video_vae.kernels.reference.attention")
 
@@ -37,11 +37,11 @@ def test_float64_stays_float64():
         actual = getattr(kernels, op)(*args, **options)
         value, error = getattr(formulas, op)(*args, **options)
         assert actual.dtype == torch.float64
-        formulas.check(actual, value, 2 * error)  # the formula itself is no better
+        formulas.check(actual, value, 2 * error)  # the formula is computed in float64 too
 
 
-def test_group_norm_statistics_lose_one_rounding_of_the_mean():
-    """The mean, near 10000, is the nearest float32; the deviations, near 1, know nothing of it."""
+def test_group_norm_statistics_round_the_mean_once():
+    """The mean, near 10000, is the nearest float32; this does not affect the deviations, near 1."""
     x = video(1, 16, 1, 40, 52).add_(1e4)
     value, _ = formulas.group_norm_statistics(x, 2)
     means, inverses = kernels.group_norm_statistics(x, 2)[0, 0]
@@ -49,7 +49,7 @@ def test_group_norm_statistics_lose_one_rounding_of_the_mean():
     torch.testing.assert_close(inverses.double(), value[0, 0, 1], rtol=1e-6, atol=0)
 
 
-def test_group_norm_silu_loses_no_more_than_its_statistics():
+def test_group_norm_silu_is_as_accurate_as_its_statistics():
     x, (weight, bias) = video(1, 16, 1, 40, 52).add_(1e4), random(2, 16, seed=1)
     statistics = kernels.group_norm_statistics(x, 2)
     value, _ = formulas.group_norm_silu(x, weight, bias, 2, statistics=statistics)
@@ -58,8 +58,8 @@ def test_group_norm_silu_loses_no_more_than_its_statistics():
 
 
 @pytest.mark.parametrize("banded", [False, True])
-def test_the_gradient_goes_through_statistics(banded):
-    """Measured apart, or in the call: it is the same function of `x`."""
+def test_statistics_have_gradients(banded):
+    """The gradient is the same whether the statistics are computed before or in the call."""
     weight, bias = random(2, 12, dtype=torch.float64, seed=1)
     grads = []
     for apart in (False, True):
@@ -75,7 +75,7 @@ def test_the_gradient_goes_through_statistics(banded):
         torch.testing.assert_close(mine, other)
 
 
-def test_the_gradient_of_given_statistics_is_that_of_the_differences():
+def test_gradients_of_given_statistics_equal_differences():
     x, (weight, bias) = video(1, 4, 2, 2, 3, dtype=torch.float64), random(2, 4, dtype=torch.float64)
     given = kernels.group_norm_statistics(x, 2).requires_grad_()
     assert torch.autograd.gradcheck(
@@ -84,11 +84,11 @@ def test_the_gradient_of_given_statistics_is_that_of_the_differences():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_the_gradient_is_that_of_the_differences(op):
-    """Along one direction, for all tensors together: central differences in float64."""
+def test_gradients_equal_differences(op):
+    """Compare with central differences in float64, in one direction for all tensors together."""
     args, keywords = inputs(op, torch.float64)
     leaves = [n for n, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
-    # Away from the corners of the clamp, which have no derivative.
+    # Keep away from the corners of the clamp, which have no derivative.
     args = [arg.double() * 0.2 if n in leaves else arg for n, arg in enumerate(args)]
     ways = {n: random(*args[n].shape, dtype=torch.float64, seed=10 + n) for n in leaves}
 
@@ -114,7 +114,7 @@ def test_the_gradient_is_that_of_the_differences(op):
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("op", OPS)
-def test_recorded_results_are_the_others(op, dtype):
+def test_results_with_autograd_equal_those_without(op, dtype):
     args, keywords = inputs(op, dtype)
     expected = getattr(kernels, op)(*args, **keywords)
     args, keywords = inputs(op, dtype)
@@ -127,8 +127,8 @@ def test_recorded_results_are_the_others(op, dtype):
 
 
 @pytest.mark.parametrize("op", ["rms_norm_silu", "group_norm_silu"])
-def test_the_tail_of_a_recorded_call_is_for_the_caller(op):
-    """It is read, with its gradient; a write would break what was recorded of it."""
+def test_the_tail_is_not_written_with_autograd(op):
+    """The tail is read, with a gradient; a write would invalidate its recorded uses."""
     args, keywords = inputs(op, torch.float32)
     tail = keywords["tail"].clone().requires_grad_()
     out = getattr(kernels, op)(*args, **(keywords | {"tail": tail}))
@@ -139,7 +139,7 @@ def test_the_tail_of_a_recorded_call_is_for_the_caller(op):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("op", ["rms_norm_silu", "silu_mul", "bias_residual"])
-def test_recorded_results_may_take_the_place_of_the_input(op, dtype):
+def test_results_with_autograd_may_overwrite_the_input(op, dtype):
     args, _ = inputs(op, dtype)
     grads = []
     for in_place in (False, True):
@@ -151,8 +151,8 @@ def test_recorded_results_may_take_the_place_of_the_input(op, dtype):
     assert torch.equal(*grads)
 
 
-def test_recorded_windows_carry_the_gradient():
-    """As a causal convolution's input is made: a part of a longer buffer."""
+def test_results_in_a_longer_buffer_have_gradients():
+    """The input of a causal convolution is made in this way."""
     x = video(1, 8, 2, 3, 3).requires_grad_()
     buffer = Poisoned(1, 4, 3, 3, 8, dtype=torch.float32)
     window = buffer.memory.movedim(-1, 1)
@@ -168,12 +168,12 @@ def test_recorded_windows_carry_the_gradient():
 def test_blocks_do_not_change_a_result(op, dtype, monkeypatch):
     args, keywords = inputs(op, dtype)
     expected = getattr(kernels, op)(*args, **keywords)
-    for elements in (1, 100, 1000):  # shorter than a row, than rows, than frames
+    for elements in (1, 100, 1000):  # less than a row, than several rows, than a frame
         monkeypatch.setattr(memory, "_BLOCK_ELEMENTS", elements)
         args, keywords = inputs(op, dtype)
         actual = getattr(kernels, op)(*args, **keywords)
         if op in ("group_norm_silu", "group_norm_statistics", "rms_norm_silu", "silu_mul"):
-            # Sums are added in another order, and `exp` has other bits in a vector and behind it.
+            # The order of sums differs, and `exp` differs between vectors and their remainder.
             eps = torch.finfo(dtype).eps
             torch.testing.assert_close(actual, expected, rtol=2 * eps, atol=2e-6)
         else:
@@ -190,8 +190,8 @@ def test_blocks_cover_every_number_once(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(1, 50, 384), (3, 17, 8), (2, 1, 16)])
-def test_attention_without_a_fused_kernel_goes_through_in_blocks(shape, monkeypatch):
-    """On devices other than CPUs and CUDA cards."""
+def test_attention_without_a_fused_kernel_runs_in_blocks(shape, monkeypatch):
+    """Devices other than CPUs and CUDA GPUs have no fused kernel."""
     monkeypatch.setattr(fallback, "_fused_attention_takes", lambda *_: False)
     monkeypatch.setattr(fallback, "_SCORE_ELEMENTS", 4 * shape[0] * shape[1])
     formulas.holds("attention", *random(3, *shape))

@@ -1,4 +1,4 @@
-"""Zeros, infinities, NaN and numbers near the ends of a dtype go through the ops as in formulas."""
+"""Zeros, infinities, NaN and numbers near the limits of a dtype give the result of the formula."""
 
 import pytest
 import torch
@@ -29,8 +29,8 @@ def test_a_bias_may_cancel_a_row(backend, dtype):
 
 @pytest.mark.parametrize("number", [0.0, 3.1, -1e4])
 @each_dtype
-def test_a_frame_of_one_number_is_its_bias(backend, dtype, number):
-    """The mean of equal numbers may be off in its last bits, and `eps` is all that divides."""
+def test_group_norm_of_a_constant_frame_is_its_bias(backend, dtype, number):
+    """The mean of equal numbers may be wrong in its last bits; the divisor is only `sqrt(eps)`."""
     x = torch.full((1, 2, 5, 7, 12), number, dtype=dtype).movedim(-1, 1)
     formulas.holds("group_norm_silu", x, *random(2, 12), 3, eps=1e-2)
     formulas.holds("group_norm_statistics", x, 3, 1e-2)
@@ -39,14 +39,14 @@ def test_a_frame_of_one_number_is_its_bias(backend, dtype, number):
 @pytest.mark.parametrize("channels", [3, 16, 96])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1e18, 1e-15])
-def test_large_and_small_numbers_have_their_direction(backend, dtype, channels, scale):
-    """Their squares are within float32: 96 of 1e36, and 1e-30."""
+def test_very_large_and_small_numbers_are_normalised(backend, dtype, channels, scale):
+    """Their squares are in the range of float32: 96 of 1e36, and 1e-30."""
     x = (video(2, channels, 1, 3, 5) * scale).to(dtype)
     gamma = random(channels, seed=1)
     if scale > 1:
         formulas.holds("rms_norm_silu", x, gamma)
     else:
-        # The norm comes near the 1e-12 that divides at least; squares lose digits below 1e-38.
+        # The norm comes near 1e-12, the smallest divisor; squares lose digits below 1e-38.
         expected, _ = formulas.rms_norm_silu(x, gamma)
         assert torch.allclose(kernels.rms_norm_silu(x, gamma).double(), expected, rtol=1e-2)
 
@@ -61,8 +61,8 @@ def test_squares_of_float16_do_not_overflow(backend, channels):
     formulas.holds("group_norm_statistics", x, 1)
 
 
-def test_norms_of_bfloat16_near_its_end_are_no_nan(backend):
-    """The squares overflow float32: an infinite norm divides, and zeros remain."""
+def test_norms_of_the_largest_bfloat16_are_not_nan(backend):
+    """The squares overflow float32: division by an infinite norm gives zeros."""
     x = torch.full((1, 1, 2, 3, 16), 3e38, dtype=torch.bfloat16).movedim(-1, 1)
     x[:, 1::2] *= -1
     assert not kernels.rms_norm_silu(x, torch.ones(16), silu=False).any()
@@ -70,7 +70,7 @@ def test_norms_of_bfloat16_near_its_end_are_no_nan(backend):
 
 @each_dtype
 def test_silu_far_below_zero_is_zero(backend, dtype):
-    """Where `exp` overflows; norms reach it by their scale."""
+    """`exp` overflows there; the norms reach these numbers through their scale."""
     lowest = torch.finfo(dtype).min
     x = torch.tensor([-80.0, -88.0, -89.0, -104.0, -1e3, -6e4, lowest] * 5).to(dtype)
     for gate in (1.0, -2.0):
@@ -121,8 +121,8 @@ def test_infinities_and_nan_stay_in_their_group(backend, dtype, number):
 
 
 @each_dtype
-def test_statistics_that_are_no_numbers_stay_in_their_group(backend, dtype):
-    """A NaN of all bits, which rounding must not carry over to zero."""
+def test_nan_statistics_stay_in_their_group(backend, dtype):
+    """All bits of the NaN are set: rounding must not carry it over to zero."""
     x = video(1, 12, 2, 3, 5, dtype=dtype)
     weight, bias = random(2, 12, seed=1)
     statistics = kernels.group_norm_statistics(x, 3)
@@ -138,8 +138,8 @@ def test_statistics_that_are_no_numbers_stay_in_their_group(backend, dtype):
 
 
 @each_dtype
-def test_infinities_and_nan_pass_elementwise_ops(backend, dtype):
-    """`-inf * sigmoid(-inf)` is `-inf * 0`: NaN, as the formula has it."""
+def test_infinities_and_nan_in_elementwise_ops(backend, dtype):
+    """`-inf * sigmoid(-inf)` is `-inf * 0`: NaN, as in the formula."""
     greatest = torch.finfo(dtype).max
     numbers = torch.tensor([INF, -INF, NAN, 0.0, -0.0, 1.0, -1.0, greatest, -greatest]).to(dtype)
     x, y = (part.flatten() for part in torch.meshgrid(numbers, numbers, indexing="ij"))
@@ -172,7 +172,7 @@ def test_results_beyond_the_dtype_are_infinite(backend, dtype):
 )
 @each_dtype
 def test_moved_numbers_keep_their_bits(backend, dtype):
-    """Infinities, NaN, negative zeros and subnormals."""
+    """The inputs are infinities, NaN, negative zeros and subnormals."""
     as_bits = torch.int32 if dtype == torch.float32 else torch.int16
     bits = torch.randint(
         torch.iinfo(as_bits).min, torch.iinfo(as_bits).max, (1, 3, 4, 5, 24),

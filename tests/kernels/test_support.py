@@ -1,4 +1,4 @@
-"""The matrix of ops and backends: every op is in it, and what it says holds."""
+"""The matrix of ops and backends: it lists every op, with correct entries."""
 
 import inspect
 import json
@@ -22,7 +22,7 @@ def entries():
     return matrix.backend_matrix()
 
 
-def test_it_has_every_op_of_the_contract_backend_and_dtype_once(entries):
+def test_it_has_every_op_backend_and_dtype_once(entries):
     found = [(each.op, each.backend, each.dtype) for each in entries if each.device == "cpu"]
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     ops = re.findall(r"^\| `(\w+)` \|", kernels.__doc__, flags=re.MULTILINE)
@@ -36,7 +36,7 @@ def test_it_has_every_op_of_the_contract_backend_and_dtype_once(entries):
     assert found == [(op, name, dtype) for op in ops for name in backends.ORDER for dtype in dtypes]
 
 
-def test_the_reference_takes_everything_and_is_exact(entries):
+def test_the_reference_runs_every_op_and_is_exact(entries):
     mine = [each for each in entries if each.backend == "reference"]
     assert all(each.reason is None and each.exact for each in mine)
 
@@ -49,7 +49,7 @@ def test_a_refusal_has_a_reason_and_is_not_exact(entries):
             assert not each.exact
 
 
-def test_asking_leaves_the_choices_of_the_caller_alone():
+def test_the_matrix_keeps_the_backend_of_the_caller():
     with use_backend("reference"):
         asked = matrix.backend_matrix()
         assert backends.forced() == "reference"
@@ -57,7 +57,7 @@ def test_asking_leaves_the_choices_of_the_caller_alone():
     assert backends.forced() is None
 
 
-def test_a_refusal_of_a_backend_is_told_in_its_words(monkeypatch):
+def test_the_reason_is_the_text_of_the_refusal(monkeypatch):
     from types import ModuleType
 
     def refuses(*_, **__):
@@ -71,8 +71,8 @@ def test_a_refusal_of_a_backend_is_told_in_its_words(monkeypatch):
     assert reasons == {"the moon is not (yet) full"}
 
 
-def test_nothing_is_built_or_imported_for_who_did_not_ask():
-    """Neither Triton, nor the builder, nor a CUDA library on a GPU where it is not switched on."""
+def test_unused_backends_are_not_built_or_imported():
+    """Neither Triton, nor the builder, nor a CUDA library on a GPU where it is not enabled."""
     code = (
         "import json, runpy, sys; runpy.run_path(sys.argv[1]); import torch\n"
         "from fast_video_vae import kernels\n"
@@ -87,9 +87,9 @@ def test_nothing_is_built_or_imported_for_who_did_not_ask():
         "              if each.backend == 'triton' and each.device == 'cpu')\n"
         "try:\n"
         "    with use_backend('triton'): kernels.silu_mul(x, x)\n"
-        "except kernels.BackendError as error: told = str(error)\n"
+        "except kernels.BackendError as error: message = str(error)\n"
         "named = {'triton', 'torch.utils.cpp_extension'} & set(sys.modules)\n"
-        "print(json.dumps([untouched, cuda_ops.CUDA._outcome, refused, told, sorted(named)]))\n"
+        "print(json.dumps([untouched, cuda_ops.CUDA._outcome, refused, message, sorted(named)]))\n"
     )
     environment = {**os.environ, "FAST_VIDEO_VAE_NATIVE": "0", "TRITON_INTERPRET": "0"}
     environment.pop("FAST_VIDEO_VAE_CUDA", None)
@@ -102,6 +102,6 @@ def test_nothing_is_built_or_imported_for_who_did_not_ask():
     assert untouched
     assert built is None
     assert refused
-    reason = "triton: the tensors are on cpu; triton is for GPUs"
-    assert message == f"no backend takes this silu_mul ({reason})"
+    reason = "triton: the tensors are on cpu; triton needs a GPU"
+    assert message == f"no backend runs this silu_mul ({reason})"
     assert imported == ["triton"] * torch.cuda.is_available()

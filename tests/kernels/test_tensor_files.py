@@ -1,4 +1,4 @@
-"""What a file is, by its content, and headers that are believed where the file bears them out."""
+"""The kind of a file by its content, and checks of safetensors headers against the file."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def tar():
     ("content", "kind"),
     [
         (save({"a": torch.ones(2)}), SAFETENSORS),
-        (save({"a": torch.ones(2)})[:40], SAFETENSORS),  # cut off in its header
+        (save({"a": torch.ones(2)})[:40], SAFETENSORS),  # truncated within its header
         (torch_file(zipped=True), ZIP),
         (torch_file(zipped=False), PICKLE),
         (pickle.dumps({}), PICKLE),
@@ -44,7 +44,7 @@ def tar():
         (b"\x93\x01\xfe\xff\x00\x10", "of an unknown kind"),
     ],
 )
-def test_the_content_says_what_a_file_is(content, kind):
+def test_the_kind_of_a_file_is_read_from_its_content(content, kind):
     assert kind_of(io.BytesIO(content), len(content)).startswith(kind)
 
 
@@ -65,24 +65,24 @@ def entry(shape=(2,), offsets=(0, 8), dtype="F32"):
 @pytest.mark.parametrize(
     ("header", "why"),
     [
-        ({"a": entry(shape=(3,))}, "for which it has 8 bytes"),
+        ({"a": entry(shape=(3,))}, "but has 8 bytes"),
         ({"a": entry(offsets=(8, 16))}, "leave a gap"),
         ({"a": entry(), "b": entry()}, "overlap"),
-        ({"a": entry(shape=(1 << 60,))}, "no shape"),
-        ({"a": entry(shape=(True, 2))}, "no shape"),
+        ({"a": entry(shape=(1 << 60,))}, "invalid dtype, shape or offset"),
+        ({"a": entry(shape=(True, 2))}, "invalid dtype, shape or offset"),
         ({"a": entry(shape=(1,) * 9 + (2,))}, "10 dimensions"),
-        ({"a": [1]}, "is not a dtype, a shape and a place"),
-        ({"k" * 2000: entry()}, "a key has 2000 characters"),
+        ({"a": [1]}, "other entries than dtype, shape and data_offsets"),
+        ({"k" * 2000: entry()}, "has 2000 characters"),
         ({f"a{index}": entry() for index in range(100_001)}, "more than 20000 tensors"),
-        ([], "its header is no JSON|it is"),
-        (b'{"a":' * 50_000, "its header is no JSON"),
-        (b'{"a":{},"a":{}}', "twice"),
+        ([], "its header is not a JSON object|it is"),
+        (b'{"a":' * 50_000, "its header is not valid JSON"),
+        (b'{"a":{},"a":{}}', "its header has a key twice"),
         (b'{"a":' + b"[" * 600_000, "more than 20000 tensors"),
         (b'{"__metadata__":{"a":1}}', "metadata is not text"),
     ],
 )
-def test_a_header_that_the_file_does_not_bear_out_is_refused(header, why):
+def test_a_header_that_does_not_fit_the_file_is_refused(header, why):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     content = len(text).to_bytes(8, "little") + text + bytes(8)
-    with pytest.raises(ValueError, match=f"it is not a whole safetensors file.*({why})"):
+    with pytest.raises(ValueError, match=f"it is not a complete safetensors file.*({why})"):
         read_header(io.BytesIO(content), len(content))

@@ -1,6 +1,6 @@
-"""Triton where there is no GPU: kernels compile for chips that are elsewhere, and what is missing.
+"""The Triton backend without a GPU: cross-compilation for other chips, refusals and failures.
 
-That the ops are right is tested with all others of `cases.SERVED`, in Triton's interpreter.
+`test_ops.py` compares its results with the formulas, in Triton's interpreter.
 """
 
 import importlib
@@ -22,13 +22,13 @@ from fast_video_vae.tests.kernels.cases import missing, place, random, video
 
 ops = importlib.import_module("fast_video_vae.kernels.triton_ops.ops")
 
-# Shared memory that a program may have, in KiB.
+# Limit of the shared memory of a program, in KiB, by compute capability.
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 
 
 @pytest.fixture
 def here():
-    """Tensors where Triton works: on a GPU, or on the CPU in its interpreter."""
+    """Create tensors on a GPU, or on the CPU for Triton's interpreter."""
     reason = missing("triton")
     if reason:
         pytest.skip(reason)
@@ -38,21 +38,21 @@ def here():
 
 @pytest.fixture
 def by_name(here):
-    """Triton alone is asked."""
+    """Force the Triton backend."""
     with use_backend("triton"):
         yield
 
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """As if nothing had been asked of Triton or logged yet."""
+    """Reset the state of a process: Triton was not tried, and no warning is logged."""
     for name in ("_found", "_broken"):
         monkeypatch.setattr(runtime, name, {})
     monkeypatch.setattr(errors, "_logged", set())
 
 
 class Broken:
-    """A kernel that cannot be started, and how often that was tried."""
+    """A kernel whose launches fail; `tries` counts them."""
 
     __name__ = "_broken_kernel"
 
@@ -65,7 +65,7 @@ class Broken:
 
 
 def check_resources(chips, cases):
-    """Compile in a process without the interpreter, and look at what every kernel uses."""
+    """Compile in a subprocess without the interpreter, and check the resources of every kernel."""
     pytest.importorskip("triton", reason="compiling needs triton")
     command = module_command(
         "fast_video_vae.tests.kernels.cross_compile", *map(str, chips), "--", *cases
@@ -79,7 +79,7 @@ def check_resources(chips, cases):
     for line in lines:
         assert line["stack"] == 0, line
         assert line["shared"] <= SHARED[line["chip"]] << 10, line
-        # Wide stores: of 16 bytes where a tile has channels in a row.
+        # Stores are 16 bytes wide where a tile has consecutive channels.
         assert line["widest"] >= 4 or line["kernel"] not in ("_rms_norm_silu", "_write"), line
 
 
@@ -96,8 +96,8 @@ def test_all_kernels_compile_for_every_chip_without_spills(chip):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", SHARED)
-def test_every_head_of_attention_compiles_for_every_chip_that_takes_it(chip):
-    """The widest of each tile, pixels that fill the last block of keys and such that do not."""
+def test_attention_compiles_for_every_head_and_chip(chip):
+    """Each tile runs with its widest head, and with a full and a partial last block of keys."""
     pytest.importorskip("triton", reason="compiling needs triton")
     attention = importlib.import_module("fast_video_vae.kernels.triton_ops.attention")
     heads = attention._TILES.get(divmod(chip, 10), attention._TILES_OF_OTHERS)
@@ -105,27 +105,27 @@ def test_every_head_of_attention_compiles_for_every_chip_that_takes_it(chip):
     check_resources([chip], [*cases, "fp16,384,3584"])
 
 
-def test_the_interpreter_serves_nobody_who_did_not_ask_for_it(monkeypatch):
+def test_the_interpreter_is_used_only_if_forced(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     x = torch.ones(2, 8)
-    with pytest.raises(Refusal, match="the tensors are on cpu; triton is for GPUs"):
+    with pytest.raises(Refusal, match="the tensors are on cpu; triton needs a GPU"):
         dispatch.ask("triton", "silu_mul", x, x)
     with pytest.raises(Refusal, match="TRITON_INTERPRET=1"):
         runtime.refuse_device(torch.device("cuda", 0), torch.float32)
 
 
-def test_it_can_be_switched_off(monkeypatch):
+def test_triton_can_be_disabled(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     device = torch.device("cuda", 0)
     runtime.refuse_device(device, torch.float32)
     monkeypatch.setenv("FAST_VIDEO_VAE_TRITON", "0")
-    with pytest.raises(Refusal, match="FAST_VIDEO_VAE_TRITON=0 switches it off"):
+    with pytest.raises(Refusal, match="FAST_VIDEO_VAE_TRITON=0 disables it"):
         runtime.refuse_device(device, torch.float32)
     with use_backend("triton"):
         runtime.refuse_device(device, torch.float32)
 
 
-def test_bfloat16_is_refused_where_the_chip_has_none(monkeypatch):
+def test_bfloat16_is_refused_on_gpus_without_it(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
@@ -137,7 +137,7 @@ def test_bfloat16_is_refused_where_the_chip_has_none(monkeypatch):
     runtime.refuse_device(device, torch.bfloat16)
 
 
-def test_a_triton_that_is_not_there_is_told_once(monkeypatch, caplog, fresh):
+def test_a_missing_triton_is_logged_once(monkeypatch, caplog, fresh):
     real = importlib.import_module
 
     def lacking(name, package=None):
@@ -156,7 +156,7 @@ def test_a_triton_that_is_not_there_is_told_once(monkeypatch, caplog, fresh):
     assert "pip install triton" in line
 
 
-def test_a_triton_that_compiles_nothing_is_told_once(monkeypatch, caplog, fresh):
+def test_a_broken_triton_is_logged_once(monkeypatch, caplog, fresh):
     pytest.importorskip("triton")
     broken = Broken()
     probe = importlib.import_module("fast_video_vae.kernels.triton_ops.probe")
@@ -172,8 +172,8 @@ def test_a_triton_that_compiles_nothing_is_told_once(monkeypatch, caplog, fresh)
     assert "C compiler" in line
 
 
-def test_a_kernel_that_does_not_start_leaves_the_call_to_the_next(here, monkeypatch, caplog, fresh):
-    """The tail is what it was; the kernel is not tried again, and others go on."""
+def test_another_backend_runs_after_a_failed_launch(here, monkeypatch, caplog, fresh):
+    """The tail is unchanged, the kernel is not launched again, and other kernels run."""
     rows, broken = (importlib.import_module(f"{ops.__package__}.rows"), Broken())
     monkeypatch.setattr(rows, "_rms_norm_silu", broken)
     monkeypatch.setattr(ops, "refuse_device", lambda *_: None)
@@ -193,7 +193,7 @@ def test_a_kernel_that_does_not_start_leaves_the_call_to_the_next(here, monkeypa
         formulas.holds("silu_mul", x.movedim(1, -1), x.movedim(1, -1))
 
 
-def test_given_statistics_take_one_kernel_instead_of_three(by_name, monkeypatch):
+def test_given_statistics_need_one_kernel_instead_of_three(by_name, monkeypatch):
     group_norm = importlib.import_module(f"{ops.__package__}.group_norm")
     started, launch = [], group_norm.launch
 
@@ -211,8 +211,8 @@ def test_given_statistics_take_one_kernel_instead_of_three(by_name, monkeypatch)
     assert started[3:] == ["_sum", "_combine", "_write"]
 
 
-def test_a_lone_frame_says_nothing_of_its_stride():
-    """A stride of 1 there would make every load of the kernel a narrow one."""
+def test_the_stride_of_a_single_frame_is_ignored():
+    """A stride of 1 would be compiled in and make every load of the kernel narrow."""
     x = torch.empty_strided((1, 8, 1, 2, 3), (1, 1, 1, 24, 8))
     assert tiles.strides(x) == (0, 0)
     assert tiles.strides(video(2, 8, 3, 2, 3)) == (3 * 48, 48)
@@ -233,7 +233,7 @@ def test_a_tile_holds_a_power_of_two_of_rows_and_channels(channels, rows, expect
     assert tiles.tile(channels, rows=rows) == expected
 
 
-def test_rows_that_are_too_long_are_refused(by_name):
+def test_too_long_rows_are_refused(by_name):
     x = video(1, 8193, 1, 1, 1)
     with pytest.raises(BackendError, match="more than 8192 channels"):
         kernels.bias_residual(x)

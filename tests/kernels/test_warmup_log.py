@@ -1,4 +1,4 @@
-"""What is done once before kernels run is noted, with its time, however it ends."""
+"""The log of preparations (builds, trials, graph captures) with their times."""
 
 import threading
 import time
@@ -11,11 +11,11 @@ from fast_video_vae.kernels.errors import Refusal
 
 
 def noted(before):
-    """What was noted since."""
+    """Return the preparations that were logged since `before`."""
     return preparations()[len(before) :]
 
 
-def test_what_is_prepared_is_noted_with_its_time_and_thread():
+def test_a_preparation_is_logged_with_time_and_thread():
     before, start = preparations(), time.perf_counter()
     with preparing("graph capture", "VAE"):
         time.sleep(0.01)
@@ -26,7 +26,7 @@ def test_what_is_prepared_is_noted_with_its_time_and_thread():
     assert done.end <= time.perf_counter()
 
 
-def test_what_fails_is_noted_too():
+def test_a_failed_preparation_is_logged_too():
     before = preparations()
     with pytest.raises(OSError, match="full"), preparing("kernel build"):
         raise OSError("full")
@@ -34,7 +34,7 @@ def test_what_fails_is_noted_too():
 
 
 class Slow(build.Library):
-    """A library that takes a while to build, and then is there or not."""
+    """A library whose build takes 10 ms and can fail."""
 
     name = namespace = "fast_video_vae_never_registered"
     title = "slow kernels"
@@ -54,7 +54,7 @@ class Slow(build.Library):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_library_is_noted_when_it_is_built_and_never_again(fails, monkeypatch):
+def test_the_build_of_a_library_is_logged_once(fails, monkeypatch):
     monkeypatch.setattr(build.sys, "platform", "linux")
     monkeypatch.setattr(build, "_loads", lambda place: False)
     library, before = Slow(fails), preparations()
@@ -69,7 +69,7 @@ def test_a_library_is_noted_when_it_is_built_and_never_again(fails, monkeypatch)
     assert done.end - done.start >= 0.01
 
 
-def test_a_library_that_is_found_is_not_noted(monkeypatch):
+def test_loading_a_built_library_is_not_logged(monkeypatch):
     monkeypatch.setattr(build.sys, "platform", "linux")
     monkeypatch.setattr(build, "_loads", lambda place: True)
     before = preparations()
@@ -77,7 +77,7 @@ def test_a_library_that_is_found_is_not_noted(monkeypatch):
     assert not noted(before)
 
 
-def test_the_trial_of_a_kind_of_call_is_noted_once(monkeypatch):
+def test_the_trial_of_a_kind_of_call_is_logged_once(monkeypatch):
     monkeypatch.setattr(autotune, "_orders", {})
     monkeypatch.setattr(autotune, "_tried", lambda *_: ("reference",))
     x, before = torch.ones(1, 8, 1, 2, 2), preparations()

@@ -1,10 +1,9 @@
-// As much of CUDA as the kernels use, on the CPU: g++ compiles the very same .cu files.
+// The subset of CUDA that the kernels use, on the CPU: g++ compiles the same .cu files.
 //
-// The threads of a block are fibers that take turns: each runs until it waits for others, at a
-// barrier or in a shuffle, or is done. A barrier that not all threads of the block reach, and a
-// shuffle that not all lanes of the warp take part in, are errors of the launch. A warp runs as far
-// as it can before the next one begins, and in every other block they run in the opposite order:
-// that shows where a barrier is missing.
+// The threads of a block are fibers: each runs until it waits at a barrier or in a shuffle, or
+// ends. A barrier that not all threads of the block reach, and a shuffle that not all lanes of the
+// warp take part in, are launch errors. A warp runs as far as it can before the next one starts;
+// every other block runs its warps and lanes in reverse order, so a missing barrier changes results.
 #pragma once
 
 #include <math.h>
@@ -58,7 +57,7 @@ enum class State { ready, barrier, shuffle, done };
 struct Thread {
   dim3 index;
   State state = State::ready;
-  float value = 0;  // in a shuffle: what it gives, then what it gets
+  float value = 0;  // in a shuffle: the value given, then the value received
   int distance = 0;
   ucontext_t context;
   std::unique_ptr<char[]> stack;
@@ -66,7 +65,7 @@ struct Thread {
 
 class Block {
  public:
-  // Runs a block; what is wrong with it, or "".
+  // Runs a block. Returns the error, or "".
   const char* run(dim3 size, bool backwards, const std::function<void()>& kernel) {
     const unsigned count = size.x * size.y * size.z;
     kernel_ = &kernel;
@@ -95,7 +94,7 @@ class Block {
       }
       if (done == count) return "";
       if (waiting < count) {
-        threads_.clear();  // they stand in the midst of the kernel
+        threads_.clear();  // their stacks are inside the kernel
         return shuffling ? "a shuffle that not all lanes of the warp take part in"
                          : "a barrier that not all threads of the block reach";
       }
@@ -103,7 +102,7 @@ class Block {
     }
   }
 
-  // For the current thread: waits for the others.
+  // Suspends the current thread until the others have arrived.
   void wait(State state) {
     current_->state = state;
     swapcontext(&current_->context, &scheduler_);
@@ -131,7 +130,7 @@ class Block {
     swapcontext(&scheduler_, &thread.context);
   }
 
-  // Lets the lanes of a warp go on if all of them are in the same shuffle.
+  // Resumes the lanes of a warp if all of them are in the same shuffle.
   bool shuffled(unsigned first, unsigned end) {
     if (end - first != kWarp) return false;
     float given[kWarp];
@@ -175,12 +174,12 @@ inline float __shfl_xor_sync(unsigned mask, float value, int distance) {
   emulator::Thread& thread = emulator::block.current();
   thread.value = value;
   thread.distance = distance;
-  // A mask of other lanes is not emulated: then they all wait for ever.
+  // Other masks are not emulated: the lanes wait at a barrier instead.
   emulator::block.wait(mask == ~0u ? emulator::State::shuffle : emulator::State::barrier);
   return thread.value;
 }
 
-// Functions that a GPU rounds otherwise are as far off here as they may be there.
+// Functions that a GPU rounds differently have its largest error here.
 namespace emulator {
 
 inline float ulps_off(float v, int ulps) {
@@ -205,7 +204,7 @@ inline float exponential(float x) {
 
 #define expf emulator::exponential
 
-// Two ulps; a divisor beyond 2^126 makes it 0.
+// Two ulps; the result is 0 for a divisor above 2^126.
 inline float __fdividef(float x, float y) {
   const float quotient = fabsf(y) > 0x1p126f ? x * 0.0f : x / y;
   if (!isfinite(quotient) || quotient == 0) return quotient;

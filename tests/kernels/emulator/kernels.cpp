@@ -1,4 +1,4 @@
-// The kernels as they are, for the CPU. The emulated headers come first on the path.
+// The unchanged kernels for the CPU: the emulated headers come first on the include path.
 #include "group_norm.cu"
 #include "rms_norm.cu"
 #include "silu_mul.cu"

@@ -1,6 +1,6 @@
-"""The CUDA kernels on the CPU: the same sources, and headers that emulate a GPU.
+"""The CUDA kernels on the CPU: the same sources, compiled with headers that emulate a GPU.
 
-`emulated` puts that library, and tensors of the CPU, where `cuda_ops` expects its own.
+`emulated` makes `cuda_ops` use this library and accept CPU tensors.
 """
 
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -20,7 +20,7 @@ class _Emulated(Library):
     minutes = "half a minute"
     sources = Path(__file__).parent
 
-    # A test waits for the build, and the switches between threads take most of the time after it.
+    # -O1: tests wait for the build, and switches between threads take most of the time afterwards.
     compiler = ("-O1", "-Wno-unknown-pragmas", "-DFVV_DISPATCH_KEY=CPU")
 
     def files(self):
@@ -43,11 +43,11 @@ EMULATED = _Emulated()
 
 @contextmanager
 def emulated():
-    """The backend "cuda" takes tensors of the CPU, and its kernels run there."""
+    """Make the backend "cuda" accept CPU tensors and run its kernels on the CPU."""
 
     def refuse_device(device, _):
         if device.type != "cpu":
-            raise Refusal(f"the tensors are on {device.type}; the emulator is for the CPU")
+            raise Refusal(f"the tensors are on {device.type}; the emulator needs the CPU")
 
     with ExitStack() as stack:
         for name, stand_in in {

@@ -1,4 +1,4 @@
-// Kernels that wait for each other wrongly; prints what the emulator says of each.
+// Kernels whose threads synchronise incorrectly; prints the emulator's error for each.
 #include <cuda_runtime.h>
 #include <stdio.h>
 
@@ -28,7 +28,7 @@ void right(float* out) {
   if (threadIdx.x == 0) *out = numbers[33];
 }
 
-void tell(const char* name, void (*kernel)(float*), unsigned threads) {
+void report(const char* name, void (*kernel)(float*), unsigned threads) {
   float out[2] = {-1, -1};
   cudaLaunchConfig_t config;
   config.gridDim = 2;
@@ -38,11 +38,11 @@ void tell(const char* name, void (*kernel)(float*), unsigned threads) {
 }
 
 int main() {
-  tell("half a barrier", half_a_barrier, 64);
-  tell("half a shuffle", half_a_shuffle, 64);
-  tell("a short warp", a_short_warp, 48);
-  tell("another distance", another_distance, 32);
-  tell("no barrier", no_barrier, 64);
-  tell("too many threads", right, 1025);
-  tell("right", right, 64);
+  report("half a barrier", half_a_barrier, 64);
+  report("half a shuffle", half_a_shuffle, 64);
+  report("a short warp", a_short_warp, 48);
+  report("another distance", another_distance, 32);
+  report("no barrier", no_barrier, 64);
+  report("too many threads", right, 1025);
+  report("right", right, 64);
 }
