@@ -11,6 +11,6 @@ WEB_DIRECTORY = "./web"
 
 async def comfy_entrypoint() -> object:
     """Return the extension; ComfyUI calls this to get the nodes."""
-    from .nodes import FastVideoVAEExtension  # noqa: PLC0415, imported when it is asked for
+    from .nodes import FastVideoVAEExtension  # noqa: PLC0415, imported on request
 
     return FastVideoVAEExtension()

@@ -201,7 +201,9 @@ def _check_values(weights: Mapping[str, Tensor]) -> None:
         if not value.is_floating_point()
     ]
     if whole:
-        raise ValueError(f"the weights are not floating point: {_some('of them', whole)}")
+        raise ValueError(
+            f"the weights are not floating point: {_some('of them', whole)}; expected floats"
+        )
     broken = [key for key, value in weights.items() if not bool(_widened(value).isfinite().all())]
     if broken:
         raise ValueError(

@@ -32,8 +32,9 @@ class VideoVAE(nn.Module):
     """A causal video VAE of the Wan family or of SeedVR2.
 
     Created by `load_vae`. Parameters have the names of the original checkpoint. Encoding and
-    decoding keep no state in the object, so threads can share it. Every result is exact for any
-    chunk: it differs from the frame-by-frame result by rounding only.
+    decoding keep no state in the object, so threads can share it. The chunk changes a result by
+    rounding only. Shapes are given for a compression of 8 in space and 4 in time, as of Wan 2.1;
+    `config` has those of other VAEs.
 
     Attributes:
         config: Configuration of the VAE.

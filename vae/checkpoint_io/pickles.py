@@ -91,21 +91,23 @@ class _Reader:
         data, instructions = self._data, _INSTRUCTIONS
         for _ in range(_MAX_INSTRUCTIONS):
             if self.at >= self._end:
-                raise ValueError("its pickle is cut off or too large")
+                raise ValueError("its pickle is truncated or too large")
             code = data[self.at]
             self.at += 1
             if code == _STOP:
                 return self._stack.pop()
             do = instructions.get(code)
             if do is None:
-                raise ValueError(f"its pickle has an instruction {code:#04x} of no state dict")
+                raise ValueError(
+                    f"its pickle has the unknown instruction {code:#04x}; expected a state dict"
+                )
             do(self)
         raise ValueError(f"its pickle has more than {_MAX_INSTRUCTIONS} instructions")
 
     def _take(self, count: int) -> bytes:
         first, self.at = self.at, self.at + count
         if not 0 <= count <= self._end - first:
-            raise ValueError("its pickle is cut off or too large")
+            raise ValueError("its pickle is truncated or too large")
         return bytes(self._data[first : self.at])
 
     def _number(self, form: str) -> int | float:
@@ -139,16 +141,16 @@ class _Reader:
     def _extend(self, items: list) -> None:
         into = self._stack[-1]
         if not isinstance(into, list):
-            raise ValueError(f"its pickle appends to a {_kind(into)}")
+            raise ValueError(f"its pickle appends to a {_kind(into)}; expected a list")
         into += items
 
     def _set(self, items: list) -> None:
         into = self._stack[-1]
         if not isinstance(into, dict) or len(items) % 2:
-            raise ValueError(f"its pickle sets an item of a {_kind(into)}")
+            raise ValueError(f"its pickle sets items of a {_kind(into)}; expected pairs and a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if not _is_key(key):
-                raise ValueError(f"a key in it is a {_kind(key)}; expected a short text")
+                raise ValueError(f"one of its keys is a {_kind(key)}; expected a short text")
             into[key] = value
 
     def _global(self) -> None:
@@ -157,7 +159,7 @@ class _Reader:
             line = bytes(self._data[self.at : min(self.at + 300, self._end)])
             word, newline, _ = line.partition(b"\n")
             if not newline:
-                raise ValueError("its pickle is cut off or has a long name")
+                raise ValueError("its pickle is truncated or has a long name")
             self.at += len(word) + 1
             words.append(word.decode("utf-8"))
         self._named(*words)
@@ -165,7 +167,7 @@ class _Reader:
     def _stack_global(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if not isinstance(name, str) or not isinstance(module, str):
-            raise ValueError("its pickle names something without a text")
+            raise ValueError("its pickle has a name that is not a text")
         self._named(module, name)
 
     def _named(self, module: str, name: str) -> None:
@@ -177,7 +179,7 @@ class _Reader:
     def _call(self) -> None:
         arguments, function = self._stack.pop(), self._stack.pop()
         if not isinstance(function, PickleGlobal) or not isinstance(arguments, tuple):
-            raise ValueError(f"its pickle calls a {_kind(function)}")
+            raise ValueError(f"its pickle calls a {_kind(function)}; expected a known name")
         is_dict = function.name == _ORDERED and not arguments
         self._stack.append({} if is_dict else PickleCall(function.name, arguments))
 

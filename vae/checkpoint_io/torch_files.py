@@ -39,7 +39,7 @@ _STORAGE_TYPES = {
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
-# Calls that make a tensor of numbers in the file; those that wrap one, their first argument.
+# Functions that create a tensor from data in the file, and those that wrap their first argument.
 _TENSORS = {f"torch._utils._rebuild_tensor{end}" for end in ("", "_v2", "_v3")}
 _WRAPPERS = {
     "torch._utils._rebuild_parameter",
@@ -48,7 +48,7 @@ _WRAPPERS = {
 }
 _FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 
-# Those that make a tensor of something else, and what that is.
+# Functions that create other tensors, with a description.
 _OTHER_TENSORS = {
     "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
     "torch._utils._rebuild_nested_tensor": "a nested tensor",
@@ -59,8 +59,7 @@ _OTHER_TENSORS = {
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor of another device",
 }
 
-# What training leaves next to weights, and what belongs to tensors that are refused. It is not
-# looked at.
+# Names that training saves next to weights, and names of refused tensors. They are not interpreted.
 _OTHERS = {
     "collections.OrderedDict", "collections.Counter", "torch.Size", "torch.device", "torch.Tensor",
     "_codecs.encode", "torch.serialization._get_layout",
@@ -125,7 +124,7 @@ def zip_numbers(data: memoryview) -> dict[object, object]:
         raise ValueError("it is a TorchScript program; expected a state dict")
     order = members.get(f"{root}byteorder")
     if order is not None and bytes(data[order.first : order.first + 3]) != b"lit":
-        raise ValueError("its numbers are big-endian")
+        raise ValueError("its values are big-endian; expected little-endian")
     pickle = members[found[0]]
     value = read_pickle(data[: pickle.first + pickle.size], pickle.first, _KNOWN).value
     prefix = f"{root}data/"
@@ -155,7 +154,7 @@ def legacy_numbers(data: memoryview) -> dict[object, object]:
     version = read_pickle(data, magic.end, _KNOWN)
     system = read_pickle(data, version.end, _KNOWN)
     if isinstance(system.value, dict) and not system.value.get("little_endian", True):
-        raise ValueError("its numbers are big-endian")
+        raise ValueError("its values are big-endian; expected little-endian")
     content = read_pickle(data, system.end, _KNOWN)
     keys = read_pickle(data, content.end, _KNOWN)
     return _state_dict(content.value, _in_turn(data, keys, content.stored), len(data))

@@ -16,9 +16,8 @@ BASE_BYTES = 4 << 20
 # Workspace of cuDNN's convolutions; to be measured, see tests/benchmarks/PENDING.md.
 _CUDNN_WORKSPACE_BYTES = 0
 
-# Tiles with tails on the device while caches are parked: the current, the next and the previous
-# one.
-_THERE = 3
+# Tiles with tails on the device when caches are parked: the current, the next and the previous one.
+_TILES_ON_DEVICE = 3
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class StreamCost:
         whole: The layers on whole frames.
         tile: The tiled layers, with the shapes of the largest tile; empty: no tiles.
         tiles: The tiled layers, with the shapes of all tiles together.
-        parked: The tails of tiles are on the host unless the tile runs.
+        parked: The tails of a tile are on the host while it does not run.
     """
 
     setting: Setting
@@ -103,7 +102,7 @@ class StreamCost:
     @functools.cached_property
     def kept_bytes(self) -> int:
         """Bytes of the tails on the device."""
-        tiles = _THERE * self.tile.remembered if self.parked else self.tiles.remembered
+        tiles = _TILES_ON_DEVICE * self.tile.remembered if self.parked else self.tiles.remembered
         return 0 if self.setting.single_frame else self._nbytes(self.whole.remembered + tiles)
 
     @property

@@ -3,7 +3,7 @@
 It follows the layers like the executor, and records what each one allocates by the rules of the
 real code: a change of the memory that a layer holds must be made here too. A block is freed when
 the last variable that refers to it is gone, like the memory of a tensor.
-`tests/vae/planning/test_plan.py` compares it with measured processes.
+`tests/vae/planning/test_plan.py` compares it with the allocations of streams and with processes.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from ..layers.row_bands import WORTH_IT
 from ..layers.workspace import KEPT_BYTES, WASTE
 from .layer_specs import ConvSpec, LayerSpec, PartSpec, Shape
 
-# Attention on a GPU in blocks: the head size from which blocks are used, the scores of a block, and
-# the bytes of a score and its softmax (kernels/reference/attention.py).
+# Attention on a GPU in blocks: the head size above which blocks are used, the scores of a block,
+# and the bytes of a score and its softmax (kernels/reference/attention.py).
 _FUSED_HEAD = 256
 _SCORES = 1 << 26
 _SCORE_BYTES = 8
@@ -30,7 +30,7 @@ class Setting:
         batch: Videos per batch.
         itemsize: Bytes of an element.
         single_frame: The video has one frame.
-        on_cpu: It runs on a CPU, where large results use reused memory.
+        on_cpu: The stream runs on a CPU, where large results are written to reused memory.
         fused: Convolutions add to an existing buffer (oneDNN) instead of returning a new one.
         casts: The weights have another dtype than the activations.
     """
@@ -129,7 +129,7 @@ class DryRun:
     def _run(
         self, layers: Sequence[LayerSpec | CropSpec], x: "_Block", shape: Shape, *, collects: bool
     ) -> "_Runs":
-        """Run the last part of a chunk; the others do the same with less collected."""
+        """Run the last part of a chunk; the others do the same with fewer results collected."""
         ledger, single_frame = self._ledger, self._setting.single_frame
         y = x
         for index, layer in enumerate(layers):
@@ -137,7 +137,7 @@ class DryRun:
             part = largest_part(shape.frames, nbytes, self._part_bytes)
             if part < shape.frames:
                 run = shape.lasting(part)
-                # The frames of one video are contiguous, so that some of them are no copy.
+                # The frames of a single video are contiguous, so a part of them is a view.
                 z = ledger.new(run) if self._setting.batch > 1 else y
                 count, before = shape.frames // part, []
                 if collects:

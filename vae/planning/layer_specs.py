@@ -51,7 +51,7 @@ class ConvSpec:
         context: Earlier frames that it keeps.
         stride: Input frames per output frame.
         times: Output frames per input frame.
-        windowed: It copies its input behind the earlier frames.
+        windowed: The input is copied behind the earlier frames.
         numbers: Elements of its weight.
         rearranged: Elements of a weight that every call reorders; see `conv.py`.
         rearranged_first: The same for a first frame.

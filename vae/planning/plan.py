@@ -23,13 +23,14 @@ from .layer_specs import NetworkSpec, network_spec
 from .tiling import Chains, FrameTile, Tiles, can_cut, divided, grid, make_tile
 
 # On a CPU an activation of this size stays in the last-level cache, and in memory that malloc
-# reuses: glibc maps blocks over 32 MB anew, at about the cost of the convolution that fills them.
+# reuses: glibc maps every block over 32 MB from the system, which takes about as long as the
+# convolution that fills it.
 _CPU_PART_BYTES = 24 << 20
 
 # On a GPU: large enough to fill it, small enough to leave memory for other uses.
 _DEVICE_PART_BYTES = 1 << 30
 
-# If memory is short; a single larger frame is not divided.
+# Smallest part, for when memory is short; a larger single frame is not divided.
 _SMALLEST_PART_BYTES = 1 << 20
 
 # More latents per step gained nothing measurable, and delay the first frames.
@@ -38,7 +39,7 @@ _MOST_LATENTS = 4
 # Latents per step with caches on the host: longer steps copy less.
 _PARKED_LATENTS = (4, 8, 16, 32)
 
-# Products per byte over PCIe in the same time: 100 T/s against 20 GB/s, as on a current card.
+# Products in the time of copying a byte over PCIe: 100 T/s against 20 GB/s, as on a current card.
 _PRODUCTS_PER_BYTE = 2500
 
 # Numbers of rows and columns of tiles to try.
@@ -52,10 +53,10 @@ class Plan:
 
     Attributes:
         chunk: Latents per step; -1: all.
-        part_bytes: Size of an activation from which its frames are divided into parts.
+        part_bytes: Size of an activation above which its frames are divided into parts.
         peak_bytes: Estimated memory without weights, input and output.
         tiles: The tiles; None: whole frames.
-        parked: The tails of tiles are on the host unless the tile runs.
+        parked: The tails of a tile are on the host while it does not run.
         pixels: Pixels of an image per pixel of the network's frames.
     """
 

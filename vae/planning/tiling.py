@@ -2,9 +2,9 @@
 
 The output of a layer at a pixel depends on the pixels within the reach of its convolutions. So a
 tile is computed from a rectangle that is larger by the reach of all layers after it, and the margin
-that its edges affect is cut off: the tile is bit-identical to the whole frame, and nothing is
-blended. The reach follows from the layers: from its last temporal upsampling on, a decoder of Wan
-sees 20 pixels of its output.
+that its edges affect is cut off: the tile equals the whole frame except for rounding, and nothing
+is blended. The reach follows from the layers: from its last temporal upsampling on, a decoder of
+Wan sees 20 pixels of its output.
 
 Layers that see the whole frame, such as attention, cannot be tiled. They are the first layers of a
 decoder and the last of an encoder, at latent size, so the other layers can be.
@@ -78,14 +78,14 @@ class Crop(CausalLayer):
 
 
 def can_cut(network: Network) -> list[int]:
-    """Return the possible cuts of `network` between whole frames and tiles.
+    """Return the places where `network` can be divided into whole frames and tiles.
 
     Args:
         network: The encoder or the decoder.
 
     Returns:
         Numbers of layers before the cut, from the smallest tiled part to the largest; empty if a
-        layer of the tiled end sees whole frames.
+        layer at the tiled end sees whole frames.
     """
     layers = network.layers()
     seeing = [
@@ -113,7 +113,7 @@ def divided(chains: Sequence[Sequence[CausalLayer]], count: int) -> tuple[Chains
 
 
 def grid(size: Size, tile: Size) -> list[tuple[Span, Span]]:
-    """Return rows and columns of the tiles of `size`: nearly equal, none larger than `tile`."""
+    """Return rows and columns of tiles of frames of `size`: nearly equal, at most `tile` large."""
     rows, columns = (_spans(*pair) for pair in zip(size, tile, strict=True))
     return list(itertools.product(rows, columns))
 

@@ -16,8 +16,8 @@ class Recording:
     results.
 
     Args:
-        steps: Function from the input to the results. Its state must not move in memory, and it has
-            run with such an input before, so that everything is set up.
+        steps: Function from the input to the results. Its state must not move in memory, and it
+            must have run with an input of this shape before, so that everything is set up.
         x: An input of the same shape, `[B, C, T, H, W]`.
 
     Raises:

@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """Options of one stream; they do not change the result.
+    """Options of one stream; they change the result by rounding only.
 
     Attributes:
         chunk: Latents per step; -1: all. None: chosen from size and memory, or 1 for a video in

@@ -48,8 +48,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def eager(function: _Function) -> _Function:
     """Run `function` without `torch.compile`, like `torch.compiler.disable`.
 
-    Importing what that needs takes seconds, so it is only used once other code has imported it,
-    which compiling does.
+    `torch.compiler.disable` imports TorchDynamo, which takes seconds. So it is only called after
+    other code has imported TorchDynamo, as every compilation does.
 
     Args:
         function: The function to wrap.
@@ -60,7 +60,7 @@ def eager(function: _Function) -> _Function:
     disabled: Callable[..., Any] | None = None
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the function
+    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, arguments of any function
         nonlocal disabled
         if disabled is None:
             if "torch._dynamo" not in sys.modules:
@@ -87,7 +87,7 @@ class VideoSession:
         begins: The first frame is the start of the video; otherwise the frames before it are
             unknown.
         learns: Some parameters require a gradient.
-        full: Compute float32 in full float32, whatever PyTorch's switches allow.
+        full: Compute float32 in full float32, even if PyTorch's switches allow less.
         graphs: Replay repeated chunks as CUDA graphs.
         skips: Skip static frames.
     """
@@ -187,7 +187,7 @@ class VideoSession:
         return itertools.chain([first], source)
 
     def _chunks(self, source: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Cut the pieces to the steps of the plan, which can become smaller meanwhile."""
+        """Cut the pieces into steps of the plan, which can change to a smaller one meanwhile."""
         chunk, group = self._plan.chunk, self._group
         size = 1 if self._pictures else None if chunk == -1 else chunk * group
         dropped = 0
@@ -211,7 +211,7 @@ class VideoSession:
 
     @eager
     def _begin(self, chunk: Tensor) -> None:
-        """Inspect the next chunk: whether it records, repeats the last one, or is static."""
+        """Inspect the next chunk: recorded by autograd, of the shape of the last one, or static."""
         kind = chunk.shape, self._executor.cache.first
         model = self.config, self._encodes, self.dtype, self._device
         self._searches = self._device.type in _SEARCHED and cudnn.pays((*kind, *model))
@@ -283,7 +283,7 @@ class VideoSession:
 
     @eager
     def _lower(self) -> None:
-        """Continue with the next smaller plan, if there is one and memory allows the change."""
+        """Continue with the next smaller plan, if one exists and memory allows the change."""
         smaller = smaller_plan(self._job, self._plan)
         if smaller is None:
             return

@@ -1,10 +1,10 @@
 """Static frames: an encoder computes them until its output is static, and then repeats it.
 
 Once all frames in its reach are identical, a causal layer repeats its output. So in a clip with a
-static end (as ComfyUI's WanImageToVideo makes them: a picture, then grey) the first layers are done
-a few frames after the last change, later layers some frames after them, and finally every latent
-equals the one before. Each layer computes the frames up to there only (see `Settling`). The last
-output of a finished layer is repeated, and the layers before it do not run.
+static end (such as the picture and grey frames of ComfyUI's WanImageToVideo) the first layers are
+static a few frames after the last change, later layers some frames after them, and finally every
+latent equals the previous one. Each layer only computes the frames before its output is static (see
+`Settling`). The last output of a static layer is repeated, and the layers before it do not run.
 """
 
 import functools
@@ -20,11 +20,11 @@ from ..layers.temporal_cache import TemporalCache
 from ..layers.workspace import canonical
 from ..models.receptive_field import causal_taps
 
-# Elements of a frame that are compared first, before all of them are.
+# Elements of a frame that are compared first; only if they are equal, all are compared.
 _SAMPLES = 4096
 
-# Fewest identical frames from which work is skipped: the reach of the first convolution and of a
-# residual block. Shorter repetitions, such as frames shown twice, are computed normally.
+# Identical frames after which work is skipped: the reach of the first convolution and of a residual
+# block. Shorter repetitions, such as frames shown twice, are computed normally.
 _WORTH_IT = 6
 
 
@@ -36,20 +36,19 @@ class Changes:
         self._repeats_so_far = 0
 
     def repeats(self, chunk: Tensor) -> int:
-        """Count the frames up to the last of `chunk` `[B, C, T, H, W]` that are identical to it.
+        """Count the identical frames at the end of the video after the next chunk.
 
-        Frames of earlier chunks and the last frame itself count too. The memory of the chunk may be
-        overwritten afterwards.
+        The memory of the chunk may be overwritten afterwards.
 
         Args:
-            chunk: The next frames.
+            chunk: `[B, C, T, H, W]`: the next frames.
 
         Returns:
-            Frames, at least 1.
+            Frames, at least 1, including those of earlier chunks.
         """
         frames, last = chunk.shape[2], chunk[:, :, -1:]
-        count = 1 + _like(last, chunk[:, :, :-1])
-        if count == frames and self._frame is not None and _like(last, self._frame):
+        count = 1 + _equal_at_end(last, chunk[:, :, :-1])
+        if count == frames and self._frame is not None and _equal_at_end(last, self._frame):
             self._repeats_so_far += count
         else:
             self._repeats_so_far, self._frame = count, last.clone()
@@ -64,11 +63,11 @@ class StaticEnd:
         self._places = [(c, i) for c, chain in enumerate(chains) for i in range(len(chain))]
         self._convs = [causal_taps(chains[c][i]) for c, i in self._places]
         self._run = Settling(0, 0)
-        self._done = 0  # layers that need not run
-        self._held: Tensor | None = None  # last output frame of the last of these layers
+        self._done = 0  # first layers, which are static and do not run
+        self._held: Tensor | None = None  # last output frame of the last static layer
 
     def takes(self, frames: int, repeats: int) -> bool:
-        """Announce the next chunk, whether or not it passes through `advance` of this object.
+        """Announce the next chunk, even if it does not pass through `advance` of this object.
 
         Args:
             frames: Frames of the chunk.
@@ -84,18 +83,18 @@ class StaticEnd:
 
     @property
     def needed(self) -> int:
-        """First frames of that chunk that `advance` needs."""
+        """Number of first frames of the announced chunk that `advance` needs."""
         return max(1, self._run.needed)
 
     @property
     def behind(self) -> Settling:
-        """The output of the last layer for that chunk."""
+        """The output of the last layer for the announced chunk."""
         return functools.reduce(_behind, self._convs, self._run)
 
     def advance(
         self, x: Tensor, cache: TemporalCache, push: Callable[..., Iterator[Tensor]]
     ) -> Iterator[Tensor]:
-        """Push the chunk of the last `takes` through.
+        """Push the announced chunk through the layers.
 
         Args:
             x: `[B, C, T, H, W]`: its first `needed` frames.
@@ -114,10 +113,10 @@ class StaticEnd:
             yield x
             return
         layers = [
-            _Settling(self._chains[chain][index], convs, run)
+            _SettlingLayer(self._chains[chain][index], convs, run)
             for (chain, index), convs, run in zip(self._places, self._convs, runs, strict=False)
         ]
-        # Layers whose next frame equals the one before.
+        # Layers whose next output frame equals their last one.
         done = sum(run.fresh <= run.frames for run in runs[1:])
         if done > first:
             layers[done - 1].keeps = True
@@ -133,13 +132,13 @@ class StaticEnd:
             yield cache.attempt(functools.partial(_repeated, last, repeats))
 
 
-class _Settling(CausalLayer):
+class _SettlingLayer(CausalLayer):
     """A layer, and the frames of a chunk that it needs until its output is static.
 
     Args:
         layer: The layer.
         convs: Taps and stride of its causal convolutions.
-        run: The chunk before it.
+        run: The input chunk of the layer.
 
     Attributes:
         keeps: Keep the last output frame.
@@ -154,31 +153,31 @@ class _Settling(CausalLayer):
         self.keeps = False
         self.kept: Tensor | None = None
         self._layer = layer
-        self._heeds = layer.settles
-        self._come = max(1, run.needed)
+        self._settles = layer.settles
+        self._given = max(1, run.needed)
         # A layer that runs outputs at least one frame, even if it equals the one before.
         while _behind(run, convs).fresh < 1:
             run = Settling(run.frames, run.fresh + 1)
         self._run = run
         behind = _behind(run, convs)
-        self._all = behind.needed * (run.frames // behind.frames)
+        self._wanted = behind.needed * (run.frames // behind.frames)
         self._seen = 0
 
     def wants(self, frames: int) -> int:
         """Return the frames needed when `frames` have arrived, copies of the last included."""
         seen = self._seen
-        return self._all - seen if seen + frames == self._come else frames
+        return self._wanted - seen if seen + frames == self._given else frames
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """Run the layer for the next frames."""
         run = self._run.part(self._seen, x.shape[2])
         self._seen += x.shape[2]
-        cache.settling = run if self._heeds else None
+        cache.settling = run if self._settles else None
         try:
             y = self._layer(x, cache)
         finally:
             cache.settling = None
-        if self.keeps and self._seen == self._all:
+        if self.keeps and self._seen == self._wanted:
             self.kept = cache.attempt(y[:, :, -1:].clone)
         return y
 
@@ -190,12 +189,12 @@ def _behind(run: Settling, convs: Sequence[tuple[int, int]]) -> Settling:
 
 
 def _repeated(frame: Tensor, frames: int) -> Tensor:
-    """Return copies of a frame; copies, because a layer may write into its input."""
+    """Repeat the last frame of `frame`; as a copy, because a layer may write into its input."""
     video = frame[:, :, -1:].expand(-1, -1, frames, -1, -1)
     return canonical(video.clone(memory_format=torch.channels_last_3d))
 
 
-def _like(frame: Tensor, chunk: Tensor) -> int:
+def _equal_at_end(frame: Tensor, chunk: Tensor) -> int:
     """Return how many frames at the end of a chunk equal `frame` `[B, C, 1, H, W]`."""
     if frame.shape[:2] != chunk.shape[:2] or frame.shape[3:] != chunk.shape[3:]:
         return 0
@@ -204,8 +203,8 @@ def _like(frame: Tensor, chunk: Tensor) -> int:
     step = max(1, frame.shape[3] * frame.shape[4] // _SAMPLES)
     few = frame.flatten(3)[..., ::step] == chunk.flatten(3)[..., ::step]
     count = 0
-    for index, like in reversed(list(enumerate(few.all(3).all(1).all(0).tolist()))):
-        if not like or not torch.equal(frame, chunk[:, :, index : index + 1]):
+    for index, equal in reversed(list(enumerate(few.all(3).all(1).all(0).tolist()))):
+        if not equal or not torch.equal(frame, chunk[:, :, index : index + 1]):
             break
         count += 1
     return count

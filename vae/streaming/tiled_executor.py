@@ -131,7 +131,7 @@ class TiledDecode(TiledExecutor):
     output: Output
 
     def takes(self, frames: int, repeats: int) -> int | None:
-        """Return None: a decode needs all `frames`, whatever `repeats` is."""
+        """Return None: a decode needs all `frames` for any `repeats`."""
         return None
 
     def advance(self, x: Tensor) -> Iterator[Tensor]:
