@@ -137,7 +137,7 @@ def group_norm_silu(
     (models/video_vae_v3/modules/causal_inflation_lib.py, causal_norm_wrapper).
 
     With `statistics`, `x` can be a band of rows of the frames that were measured: a view
-    `video[..., top:bottom, :]`, and `tail` and `out` equally. The bands together equal the result
+    `video[..., top:bottom, :]`. `tail` and `out` are bands too. The bands together equal the result
     for whole frames.
 
     Args:
@@ -292,10 +292,10 @@ def merge_phases(
     of the four phases of the large one. A grid of `(H + 1) x (W + 1)` windows holds all phases.
     Pixel `(2 i + a, 2 j + b)` is phase `2 a + b` of the window at `(i + a, j + b)`.
 
-    With `source`, channel `c` of frame `times * t + p` gets one more term: channel `((c * times +
-    p) * 4 + 2 a + b) * C_source // (4 * times * C)` of `source` at frame `t` and pixel `(i, j)`.
-    This is `DupUp3D` of Wan 2.2, wan/modules/vae2_2.py, which repeats channels and spreads them
-    over the new pixels.
+    With `source`, channel `c` of that pixel in frame `times * t + p` gets one more term: channel
+    `((c * times + p) * 4 + 2 a + b) * C_source // (4 * times * C)` of `source` at frame `t` and
+    pixel `(i, j)`. This is `DupUp3D` of Wan 2.2, wan/modules/vae2_2.py, which repeats channels and
+    spreads them over the new pixels.
 
     Args:
         grid: `[B, 4 * C, T, H + 1, W + 1]`, channels-last; channel `(2 a + b) * C + c`.

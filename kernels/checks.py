@@ -21,7 +21,7 @@ def floats(**tensors: Tensor) -> None:
         **tensors: Tensors by argument name.
 
     Raises:
-        ValueError: One has another dtype.
+        ValueError: A tensor has another dtype.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
@@ -39,7 +39,7 @@ def vectors(x: Tensor, channels: int, **tensors: Tensor | None) -> None:
         **tensors: `[channels]`, in any shape and any float dtype (8 bits too); None is skipped.
 
     Raises:
-        ValueError: One of them differs.
+        ValueError: A tensor has another number of elements, dtype or device.
     """
     for name, tensor in tensors.items():
         if tensor is None:
@@ -111,7 +111,7 @@ def divides(parts: int, whole: int, name: str) -> None:
         name: Name of the argument for the message.
 
     Raises:
-        ValueError: It does not.
+        ValueError: `parts` does not divide `whole`, or is less than 1.
     """
     if parts < 1 or whole % parts:
         raise ValueError(f"{name}: {parts} does not divide {whole} channels")

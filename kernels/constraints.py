@@ -46,7 +46,7 @@ def refuse_videos(**tensors: Tensor | None) -> None:
         **tensors: `[B, C, T, H, W]` by argument name; None is skipped.
 
     Raises:
-        Refusal: One of them is not.
+        Refusal: A tensor is not channels-last.
     """
     for name, x in tensors.items():
         if x is not None and not is_dense(x, 3, 4, 1):
@@ -54,7 +54,7 @@ def refuse_videos(**tensors: Tensor | None) -> None:
 
 
 def refuse_window(x: Tensor, tail: Tensor | None, out: Tensor | None) -> None:
-    """Refuse `out` `[B, C, K + T, H, W]` if writing it would overwrite `x` or `tail` too early."""
+    """Refuse `x`, `tail`, `out` `[B, C, K + T, H, W]` that overlap or are not channels-last."""
     refuse_videos(x=x, tail=tail, out=out)
     refuse_overlap(out, x=x, tail=tail, same=tail is None)
     refuse_overlap(tail, x=x)
@@ -96,7 +96,7 @@ def refuse_rows(**tensors: Tensor | None) -> None:
         **tensors: `[..., C]` by argument name; None is skipped.
 
     Raises:
-        Refusal: One of them has not, or its last dimension is not dense.
+        Refusal: The rows of a tensor have no common stride, or its last dimension is not dense.
     """
     for name, x in tensors.items():
         if x is None or x.is_contiguous():

@@ -124,7 +124,7 @@ def bias_residual(
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
-    """Refuse `attention(q, k, v)` of `[B, N, d]`: PyTorch's fused kernel is as fast on a CPU.
+    """Refuse `attention(q, k, v)` of `[B, N, d]`: the CPU uses PyTorch's fused kernel.
 
     Args:
         q: `[B, N, d]`.

@@ -86,7 +86,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if torch.version.hip is not None:
         raise Refusal("its tiles are for NVIDIA chips only")
     if q.dtype not in (torch.float16, torch.bfloat16):
-        raise Refusal(f"{str(q.dtype).removeprefix('torch.')} is faster with PyTorch's kernels")
+        raise Refusal(f"{str(q.dtype).removeprefix('torch.')} runs on PyTorch's kernels")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.stride(-1) != 1:
             raise Refusal(f"the last dimension of {name} is not dense")

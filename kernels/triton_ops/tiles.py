@@ -29,7 +29,7 @@ def tile(
 
     Args:
         channels: Values per row.
-        elements: Values per tile, about.
+        elements: Approximate number of values per tile.
         rows: Most rows; None: unlimited.
 
     Returns:

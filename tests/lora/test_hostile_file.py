@@ -102,9 +102,9 @@ def test_a_file_that_is_not_whole_is_refused_and_called_by_its_kind(path):
     lengths = 0, 1, 7, 8, 9, header // 2, header - 1, header, header + 5, len(data) - 1
     for content in (*(data[:length] for length in lengths), data + b"more"):
         path.write_bytes(content)
-        refused(path, "is not a whole safetensors file")
+        refused(path, "is not a complete safetensors file")
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0")
-    refused(path, "is not a whole safetensors file: it is a git-lfs pointer")
+    refused(path, "is not a complete safetensors file: it is a git-lfs pointer")
 
 
 def test_pickles_are_refused_unread(tmp_path):

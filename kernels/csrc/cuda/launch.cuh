@@ -8,7 +8,7 @@ namespace fast_video_vae_cuda {
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffff;
 
-// Threads of a block, about: eight warps.
+// Approximate threads of a block: eight warps.
 constexpr int kThreads = 8 * kWarp;
 
 // Fewest blocks per multiprocessor: 80 registers per thread. Each block reads 32 to 64 bytes per

@@ -79,7 +79,7 @@ def test_the_inputs_of_apply(expert_server):
 # What is said of a file, and how it is made of the model's weights.
 UNUSABLE = {
     "stack: bad.safetensors is a pickle": lambda _: pickle.dumps({"a": 1}),
-    "stack: bad.safetensors is not a whole safetensors file": lambda state: save(state)[:-1],
+    "stack: bad.safetensors is not a complete safetensors file": lambda state: save(state)[:-1],
     "stack: nothing in bad.safetensors is for this model": lambda _: save(
         {f"transformer.proj.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
     ),

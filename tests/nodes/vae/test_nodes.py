@@ -111,7 +111,7 @@ def broken(state):
     ("write", "reason"),
     [
         (lambda path, state: path.write_bytes(b""), "is empty"),
-        (lambda path, state: path.write_bytes(b"not a checkpoint"), "not a whole"),
+        (lambda path, state: path.write_bytes(b"not a checkpoint"), "not a complete"),
         (lambda path, state: save_file(broken(state), path), "1 missing"),
         (lambda path, state: save_file(state | NOT_A_NUMBER, path), "NaN"),
         (lambda path, state: save_file({"x": torch.zeros(1)}, path), "and Load VAE fails"),

@@ -106,7 +106,7 @@ SWITCHED_OFF = (
     {"FAST_VIDEO_VAE_NATIVE": "0"},
     "FAST_VIDEO_VAE_NATIVE=0 switches the native kernels off",
 )
-NO_COMPILER = {"CXX": "no-such-compiler"}, "there is no C++ compiler (no-such-compiler)"
+NO_COMPILER = {"CXX": "no-such-compiler"}, "the C++ compiler no-such-compiler is not installed"
 NO_BUILD = pytest.mark.skipif(sys.platform == "win32", reason="there is no build at all")
 
 

@@ -225,7 +225,7 @@ def test_wrong_usage_is_2(run, arguments):
         ("encode clip.mp4 --vae none -o folder/x.safetensors", "No such file .*folder/x"),
         ("encode clip.mp4 --vae none -o text.mp4/x.safetensors", "Not a directory"),
         ("encode clip.mp4 --vae none -o x.pt", "x.pt is not named as a latent"),
-        ("decode text.mp4 --vae VAE -o x.mp4", "text.mp4 is not a whole safetensors file"),
+        ("decode text.mp4 --vae VAE -o x.mp4", "text.mp4 is not a complete safetensors file"),
         ("decode other.safetensors --vae none -o folder/x.mp4", "No such file .*folder/x.mp4"),
         ("decode other.safetensors --vae none -o /dev/full", "not named as a video"),
         ("decode other.safetensors --vae VAE -o x.mp4", "of the family other; .* is wan2.1"),

@@ -43,8 +43,8 @@ def truncated(path):
     ("make", "error", "message"),
     [
         (lambda path: None, FileNotFoundError, "No such file"),
-        (lambda path: path.touch(), ValueError, "is not a whole safetensors file"),
-        (truncated, ValueError, "is not a whole safetensors file"),
+        (lambda path: path.touch(), ValueError, "is not a complete safetensors file"),
+        (truncated, ValueError, "is not a complete safetensors file"),
         (
             lambda path: save_file({"a\nb": torch.zeros(1)}, path),
             ValueError,
@@ -59,7 +59,7 @@ def truncated(path):
         (
             lambda path: path.write_bytes(b"<!DOCTYPE html>"),
             ValueError,
-            "is not a whole safetensors file: it is an HTML page",
+            "is not a complete safetensors file: it is an HTML page",
         ),
     ],
 )
