@@ -98,13 +98,13 @@ def test_a_device_tells_what_it_does(told, arguments):
     lines = told("--quiet", *arguments)
     assert len(lines) == 5
     assert "compute capability" in lines[0]
-    (c,) = re.findall(r"from ([0-9.]+) \* in \* out / \(in \+ 2 out\) tokens on", "\n".join(lines))
+    (c,) = re.findall(r"from ([0-9.]+) \* in \* out / \(in \+ 2 out\) tokens", "\n".join(lines))
     assert float(c) > 0
 
 
 SWITCHED_OFF = (
     {"FAST_VIDEO_VAE_NATIVE": "0"},
-    "FAST_VIDEO_VAE_NATIVE=0 switches the native kernels off",
+    "FAST_VIDEO_VAE_NATIVE=0 disables the native kernels",
 )
 NO_COMPILER = {"CXX": "no-such-compiler"}, "the C++ compiler no-such-compiler is not installed"
 NO_BUILD = pytest.mark.skipif(sys.platform == "win32", reason="there is no build at all")
