@@ -60,7 +60,7 @@ def check_line(error, file):
 @pytest.mark.parametrize(
     ("every", "random", "files"), [(7, 8, 100), pytest.param(1, 2000, 2600, marks=pytest.mark.slow)]
 )
-def test_a_hostile_file_loads_or_is_refused_in_one_line(tmp_path, every, random, files):
+def test_hostile_files_load_or_fail_in_one_line(tmp_path, every, random, files):
     hostile = [*hostile_files(tmp_path / "canary", every), *noise(random)]
     assert len(hostile) >= files
     found = set(outcomes(tmp_path, hostile))

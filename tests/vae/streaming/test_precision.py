@@ -106,7 +106,7 @@ def test_a_cast_to_float16_is_computed_in_float32(slow_half, cast):
     assert torch.equal(vae.float().decode(latent), full.decode(latent))
 
 
-def test_the_plan_counts_memory_in_the_dtype_of_the_computation(slow_half):
+def test_the_plan_uses_the_dtype_of_the_computation(slow_half):
     half, full = pair()
     assert half.plan(256, 256).peak_bytes == full.plan(256, 256).peak_bytes
 

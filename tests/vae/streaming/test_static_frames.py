@@ -97,7 +97,7 @@ def check(vae, video, chunk, pieces=None):
 
 
 @pytest.mark.parametrize("chunk", [1, 4, -1, None])
-def test_a_picture_and_80_grey_frames_need_a_quarter_of_the_products(chunk):
+def test_grey_frames_reduce_the_products_to_a_quarter(chunk):
     vae = load_vae(random_state_dict(8), dtype=torch.float32)
     skipping, whole = check(vae, clip(1, "grey", ("static", 79), size=32), chunk)
     assert skipping.products < whole.products / 4
