@@ -40,6 +40,14 @@ def test_a_line_is_short_and_holds_the_name(path, text):
         assert shown(path.rpartition("/")[2], 60) in message
 
 
+def test_a_long_reason_keeps_its_beginning_and_end():
+    message = line("n" * 300 + ".pth", f"{'k' * 80} is int64; {'x' * 80}; expected float32")
+    assert len(message) <= LINE
+    assert message.startswith("nnn")
+    assert ": kkk" in message
+    assert message.endswith("; expected float32")
+
+
 RAISED = [
     ZeroDivisionError("division by zero"),
     KeyError("x"),
