@@ -279,7 +279,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
         )  # fmt: skip
 
     def _with_room(self, call: Callable[[], Tensor]) -> Tensor:
-        """Call a model; when memory runs out, retry without other models, then with streamed weights."""
+        """Call a model; if memory runs out, retry without other models, then stream weights."""
         ways = ("with the other models unloaded", "with the weights on the host")
         for number, words in enumerate(ways):
             try:

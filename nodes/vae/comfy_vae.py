@@ -61,7 +61,7 @@ class FastVAE(comfy.sd.VAE):
 
     @property
     def format_encoded(self) -> Callable[[Tensor], Tensor] | None:
-        """Function from the network's output `[B, C, t, h, w]` to a LATENT for ComfyUI's own methods.
+        """Conversion of the network's output `[B, C, t, h, w]` to a LATENT for ComfyUI's methods.
 
         None: not needed. It belongs to the current network, because ComfyUI replaces the network in
         copies.

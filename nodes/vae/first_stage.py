@@ -41,7 +41,7 @@ class FastVideoVAE(VideoVAE):
         """Ignore `value`, the device that ModelPatcher notes; the weights have it."""
 
     def decode_output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return `[B, C, T, H, W]`, or `[B, C, H, W]` for images, of a decoded latent of `shape`."""
+        """Return the decoded shape of `shape`: `[B, C, T, H, W]`, images `[B, C, H, W]`."""
         decoded = self.config.decoded_shape(self.video_shape(shape))
         is_picture = len(shape) == 4 and not self.is_seedvr2
         return (*decoded[:2], *decoded[3:]) if is_picture else decoded

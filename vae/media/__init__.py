@@ -1,6 +1,6 @@
-"""Video, sound and latent files, in and out.
+"""Reading and writing of video, audio and latent files.
 
-The names are imported when they are first used: most of their files import PyTorch and PyAV.
+Names are imported on first use: most of these files import PyTorch and PyAV.
 """
 # ruff: noqa: F401 - exports
 

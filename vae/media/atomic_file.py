@@ -1,4 +1,4 @@
-"""Files that are seen whole or not at all, and what is left of them when the process is ended."""
+"""Files that appear only when they are complete, and the removal of partial ones after a signal."""
 
 import errno
 import os
@@ -8,47 +8,47 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# What a write says when there is no room, and Python does not say where: disk, quota, limit.
+# The errors of a write without room (disk, quota, file size limit), where Python names no file.
 _NO_ROOM = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
-# Files that do not have their final name yet: what is left of them goes when the process is ended.
+# Partial files, which do not have their final name yet. They are removed when the process ends.
 unfinished: set[Path] = set()
-# Called when a file is about to take its final name: from there on the work counts as finished.
+# Called just before a file takes its final name; from then on the work counts as finished.
 before_naming: list[Callable[[], None]] = []
 
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Write a file so that it is seen whole or not at all.
+    """Write a file that appears at `path` only when it is complete.
 
     Args:
         path: The final name.
 
     Yields:
-        An empty file in the same folder, to be written by its name. When the body ends it takes
-        the place of `path`; when the body raises, it is removed, and what was there stays.
+        The path of an empty file in the same folder, to be written. When the body ends, it replaces
+        `path`; when the body raises, it is removed and an older file at `path` is kept.
 
     Raises:
-        OSError: The folder is missing or may not be written, or the disk is full.
+        OSError: The folder is missing or not writable, or the disk is full.
         ValueError: `path` is a folder or a device.
     """
     path = Path(path)
-    final = path.resolve()  # a link keeps pointing where it points; the file there is replaced
+    final = path.resolve()  # a symbolic link is kept, and the file that it points to is replaced
     part = final.with_name(f".{final.name[:40]}.{secrets.token_hex(4)}.part")
-    unfinished.add(part)  # a signal may also come while the file is made or removed
+    unfinished.add(part)  # a signal may arrive while the file is created or removed
     try:
         _check_replaceable(path)
-        # Not tempfile: its files are the user's alone, and this one goes by the umask.
+        # Not tempfile: its files are private to the user, and this one follows the umask.
         os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         yield part
         with part.open("rb+") as file:
-            os.fsync(file.fileno())  # some disks say only here that they are full
+            os.fsync(file.fileno())  # some disks report only here that they are full
         for finish in before_naming:
             finish()
         part.replace(final)
         unfinished.discard(part)
     except BaseException as error:
-        with suppress(OSError):  # the first error is the one to tell
+        with suppress(OSError):  # the first error is the one to raise
             part.unlink(missing_ok=True)
             unfinished.discard(part)
         if isinstance(error, OSError):
@@ -59,7 +59,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def remove_unfinished() -> None:
-    """Remove what a signal left of files that were being written, in the middle of a removal."""
+    """Remove all partial files after a signal."""
     for path in list(unfinished):
         with suppress(OSError):
             path.unlink(missing_ok=True)
@@ -67,7 +67,7 @@ def remove_unfinished() -> None:
 
 
 def _check_replaceable(path: Path) -> None:
-    """A device or a folder must not be replaced by a file."""
+    """Refuse to replace a device or a folder by a file."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

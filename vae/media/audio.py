@@ -1,7 +1,7 @@
-"""Sound that is written beside a video, in step with its frames.
+"""The audio track of a video file, encoded in step with the frames.
 
-It is handed to the encoder as the frames come, never ahead of them, so that of the whole there is
-only the waveform, and the container interleaves both. It ends with the video.
+Samples go to the encoder as the frames are written, never ahead of them. Memory holds only the
+waveform, and the container interleaves both streams. The track ends with the video.
 """
 
 import itertools
@@ -20,23 +20,21 @@ from torch import Tensor
 from .av_input import faults_name, open_media
 
 LOG = logging.getLogger(__name__)
-# FFmpeg's names of what so many channels are, in the order in which ComfyUI and torchaudio have
-# them.
+# FFmpeg's layout for each channel count, in the channel order of ComfyUI and torchaudio.
 LAYOUTS = {1: "mono", 2: "stereo", 4: "quad", 6: "5.1", 8: "7.1"}
-# What Opus and AAC both encode. Another rate is resampled to it by FFmpeg where the encoder
-# refuses it.
+# A rate that both Opus and AAC support. FFmpeg resamples to it when the encoder lacks the rate.
 USUAL_RATE = 48000
-# Samples that are handed over at a time: a few packets of any encoder.
+# Samples per call: a few packets of any encoder.
 BLOCK = 8192
 
 
 @dataclass(frozen=True)
 class Audio:
-    """A sound.
+    """An audio clip.
 
     Attributes:
-        waveform: `[channels, samples]`, float in [-1, 1], on any device. What is beyond is clipped
-            where it is written.
+        waveform: `[channels, samples]`, float in [-1, 1], on any device. Values beyond are clipped
+            when it is written.
         sample_rate: Samples per second.
     """
 
@@ -44,7 +42,7 @@ class Audio:
     sample_rate: int
 
     def __post_init__(self) -> None:
-        """Refuse what no encoder takes, before any work is done."""
+        """Check the waveform and the rate before any work is done."""
         wave = self.waveform
         if not isinstance(wave, Tensor):
             raise ValueError(f"audio is a {type(wave).__name__}; expected a tensor")
@@ -57,31 +55,31 @@ class Audio:
         if not 1 <= self.sample_rate <= 768_000:
             raise ValueError(f"audio has {self.sample_rate} samples per second; expected 1-768000")
         if not torch.isfinite(wave).all():
-            raise ValueError("audio holds values that are not finite; expected -1 to 1")
+            raise ValueError("audio has values that are not finite; expected -1 to 1")
 
 
 def read_audio(path: Path, start: Fraction | float = 0) -> Audio:
-    """Read the sound of a file, of a video as well.
+    """Read the audio of an audio or video file.
 
     Args:
-        path: Any format that FFmpeg reads.
-        start: Seconds to leave out before.
+        path: A file in any format that FFmpeg reads.
+        start: Seconds to skip at the start.
 
     Returns:
-        The first sound that the file has; kinds of more than 8 channels are mixed to stereo.
+        The first audio stream; layouts of more than 8 channels are mixed down to stereo.
 
     Raises:
-        OSError: There is no such file, or it may not be read.
-        ValueError: It has no sound, none after `start`, or is broken.
+        OSError: The file is missing or not readable.
+        ValueError: It has no audio, none after `start`, or is broken.
     """
     with path.open("rb"):  # raises the OSError that names the path
         pass
     blocks: list[Tensor] = []
-    with faults_name(path, "cannot be read as sound"), open_media(f"file:{path}") as container:
-        # What FFmpeg cannot decode has no context.
+    with faults_name(path, "cannot be read as audio"), open_media(f"file:{path}") as container:
+        # FFmpeg has no context for a stream that it cannot decode.
         streams = [each for each in container.streams.audio if each.codec_context]
         if not streams:
-            raise ValueError(f"{path} has no sound; expected a file with an audio stream")
+            raise ValueError(f"{path} has no audio; expected a file with an audio stream")
         channels, rate = streams[0].codec_context.channels, streams[0].codec_context.sample_rate
         layout = LAYOUTS.get(channels, "stereo")
         resampler = av.AudioResampler(format="fltp", layout=layout, rate=rate)
@@ -90,15 +88,20 @@ def read_audio(path: Path, start: Fraction | float = 0) -> Audio:
             blocks.append(torch.from_numpy(out.to_ndarray()))
         sound = torch.cat(blocks, dim=1)[:, round(start * rate) :] if blocks else torch.empty(1, 0)
         if not sound.shape[1]:
-            raise ValueError(f"{path} has no sound at {float(start):g} s or later")
+            raise ValueError(f"{path} has no audio at {float(start):g} s or later")
         return Audio(sound, rate)
 
 
 class SoundTrack:
-    """The audio stream of a file that is being written."""
+    """The audio stream of a video file that is being written."""
 
     def __init__(self, audio: Audio, container: OutputContainer, encoder: str) -> None:
-        """Add the stream to a file before its first packet; nothing is written yet.
+        """Add the stream to `container` before its first packet; nothing is written yet.
+
+        Args:
+            audio: The audio.
+            container: The open output file.
+            encoder: FFmpeg's name of the audio encoder.
 
         Raises:
             ValueError: This build of PyAV has no such encoder.
@@ -113,7 +116,7 @@ class SoundTrack:
         self._stream = cast(AudioStream, container.add_stream(encoder, rate=rate, layout=layout))
 
     def write_until(self, seconds: Fraction) -> None:
-        """Encode what sounds before a moment of the video and has not been encoded yet."""
+        """Encode the samples before the time `seconds` that are not encoded yet."""
         samples = self._audio.waveform.shape[1]
         end = min(samples, round(seconds * self._audio.sample_rate))
         while self._sent < end:
@@ -130,16 +133,16 @@ class SoundTrack:
             self._sent = stop
 
     def _within_range(self, block: Tensor) -> Tensor:
-        """Clip what is too loud, as players do: AAC's encoder takes it for an error."""
+        """Clip a block that is too loud, as players do; the AAC encoder would fail."""
         loudest = block.abs().max().item()
         if loudest <= 1:
             return block
         if not self._clipped:
-            LOG.info("Fast Video VAE: the sound is louder than 1.0 (%.3g) and is clipped; scale it "
-                     "down to keep its shape", loudest)  # fmt: skip
+            LOG.info("Fast Video VAE: the audio peaks at %.3g and is clipped to 1; lower its "
+                     "volume to avoid this", loudest)  # fmt: skip
             self._clipped = True
         return block.clamp(-1, 1)
 
     def close(self) -> None:
-        """Let the encoder give what it holds."""
+        """Flush the encoder."""
         self._container.mux(self._stream.encode(None))

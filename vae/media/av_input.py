@@ -1,8 +1,8 @@
-"""Every frame of a video file through PyAV, or one line that says what is wrong with the file.
+"""Decoding of a video file with PyAV; every problem of a file becomes an error of one line.
 
-The colour tags of the file (matrix and range) are honoured as FFmpeg honours them, which takes
-BT.601 where there are none. swscale is asked for accurate rounding and interpolated chroma: its
-default is up to 2 levels off, always downwards, and this at most 1.
+Colours follow the matrix and range tags of the file as in FFmpeg, which assumes BT.601 without
+tags. swscale runs with accurate rounding and interpolated chroma, at most 1 level off; its default
+is up to 2 levels off, always downwards.
 """
 
 import os
@@ -24,32 +24,32 @@ from torch import Tensor
 
 from ...kernels import line, shown
 
-# swscale's bits as libswscale/swscale.h fixes them; not every PyAV names them all. First how it
-# scales: chroma always, luma where the size changes.
+# Flags of swscale from libswscale/swscale.h; not every PyAV names all of them. First the scaler:
+# for chroma always, for luma when the size changes.
 BICUBIC, AREA, LANCZOS = 0x4, 0x20, 0x200
-# Full chroma in and out of the conversion, and accurate rounding. Without the first the chroma of a
-# pair of pixels is repeated, and the last makes the bytes the same on every CPU.
+# Full chroma interpolation in and out, and accurate rounding. Without the first, the chroma of two
+# pixels is repeated; the last makes the result equal on every CPU.
 EXACT = 0x2000 | 0x4000 | 0x40000
-# The number of BT.709 in ISO/IEC 23091-2 for matrix, primaries and transfer alike.
+# BT.709 in ISO/IEC 23091-2, for matrix, primaries and transfer.
 BT709 = 1
 BT601 = 5
-# The most pixels of a picture: 16384 x 8192. FFmpeg's own limit is twice that, and a header of a
-# few bytes can announce it.
+# Largest picture: 16384 x 8192 pixels. FFmpeg's own limit is twice that, and a header of a few
+# bytes can claim it.
 MOST_PIXELS = 2**27
 LIMITS = {"max_pixels": str(MOST_PIXELS)}
-# What PyAV raises over a file that is damaged, besides FFmpeg's own: a stream that comes later than
-# the header is an IndexError before PyAV 17, a rotation that is no number a ValueError.
+# What PyAV raises for a damaged file in addition to FFmpeg's errors: IndexError for a stream that
+# appears after the header (before PyAV 17), ValueError for a rotation that is not a number.
 FAULTS = (FFmpegError, ArithmeticError, LookupError, ValueError)
-# How much of FFmpeg's words an error repeats.
+# Characters of FFmpeg's message that an error repeats.
 WORDS = 150
-# How much of the announced duration may be missing before a file counts as truncated. Containers
-# round, and some count the last frame and some do not.
+# A file counts as truncated when more than this is missing of its declared duration. Containers
+# round, and some do not count the last frame.
 MISSING_SECONDS = 0.5
 MISSING_SHARE = 0.1
 
 
 class _Window:
-    """A file object with a place of its own: a video in memory can be read twice at once."""
+    """A file object with its own position, so that a video in memory can be read twice at once."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -75,21 +75,21 @@ class _Window:
 def opened(
     path: Path, file: BinaryIO | None = None
 ) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """Open the first stream of moving pictures; says what is wrong where there is none.
+    """Open the first video stream of a file.
 
     Args:
-        path: The file, or what errors call it.
-        file: The file itself, where it is open; it is read from its beginning and stays open.
+        path: The file, or its name in errors.
+        file: The open file; read from its start and left open. None: open `path`.
 
     Yields:
         The container and the stream.
 
     Raises:
-        OSError: There is no such file, or it may not be read.
-        ValueError: It is no video that can be read.
+        OSError: The file is missing or not readable.
+        ValueError: It is not a video that can be read.
     """
     if file is None:
-        with path.open("rb") as found:  # raises the OSError that names the path
+        with path.open("rb") as found:  # raises an OSError that names the path
             size = os.fstat(found.fileno()).st_size
             if not stat.S_ISREG(os.fstat(found.fileno()).st_mode):
                 raise ValueError(f"{path} is not a file; expected a video")
@@ -99,7 +99,7 @@ def opened(
         raise ValueError(f"{path} is empty; expected a video")
     with ExitStack() as stack:
         with faults_name(path, "is not a video that FFmpeg can read, or it is truncated"):
-            # "file:" keeps FFmpeg from taking a colon in the name for a protocol.
+            # "file:" keeps FFmpeg from reading a colon in the name as a protocol.
             container = open_media(f"file:{path}" if file is None else _Window(file))
             stack.enter_context(container)
             stream = _video_stream(path, container, size)
@@ -108,7 +108,15 @@ def opened(
 
 @contextmanager
 def faults_name(path: Path, what: str) -> Iterator[None]:
-    """Make one line of whatever PyAV raises over a file; errors that name the file pass."""
+    """Turn an error of PyAV in the block into one line about `path`.
+
+    Args:
+        path: The file.
+        what: The problem, as in "cannot be read as audio".
+
+    Raises:
+        ValueError: The error of the block; one that names the file already is kept.
+    """
     try:
         yield
     except FAULTS as error:
@@ -119,11 +127,11 @@ def faults_name(path: Path, what: str) -> Iterator[None]:
 
 
 def open_media(source: object) -> InputContainer:
-    """Open a path, or an object with `read` and `seek`, whatever the encoding of its tags."""
-    # PyAV before 19 takes tags that are no UTF-8 for an error unless it is asked not to. From 19 on
-    # it does not know the option and keeps their bytes. Its `open` has no signature to look at.
+    """Open `source`, a path or an object with `read` and `seek`, with tags in any encoding."""
+    # Before PyAV 19, tags that are not UTF-8 are an error unless this option is given. From 19 on
+    # the option is unknown and the bytes are kept. `av.open` has no signature to inspect.
     tolerant: dict[str, Any] = {"metadata_errors": "replace"}
-    # No `options`, however useful: PyAV 16 crashes with them where a stream comes after the header.
+    # No `options`: with them PyAV 16 crashes when a stream appears after the header.
     try:
         return av.open(source, "r", **tolerant)
     except TypeError:
@@ -145,8 +153,8 @@ def _video_stream(path: Path, container: InputContainer, size: int) -> VideoStre
         raise ValueError(f"{path} is {width}x{height}; expected at most {MOST_PIXELS:,} pixels")
     stream.codec_context.options = LIMITS
     stream.thread_type = "AUTO"
-    # mp4 says where each frame lies: a file that was cut off is known by it before any work.
-    # PyAV before 17 does not show it; there the end is noticed when it comes.
+    # mp4 lists the position of each frame, so a truncated file is found before any work. PyAV
+    # before 17 has no index; there the truncation is found at the end.
     index = getattr(stream, "index_entries", ()) if stream.frames else ()
     end = max((entry.pos + entry.size for entry in index), default=0)
     if end > size:
@@ -155,9 +163,20 @@ def _video_stream(path: Path, container: InputContainer, size: int) -> VideoStre
 
 
 def decoded(path: Path, packets: Iterator[Packet], stream: VideoStream) -> Iterator[av.VideoFrame]:
-    """Every frame of a stream's packets, or an error: one that was lost would shift all others.
+    """Decode all frames of a stream; a lost frame is an error, as it would shift all others.
 
-    Only what comes before the first frame is passed over, because a recording may begin anywhere.
+    Errors before the first frame are skipped, because a recording may start anywhere.
+
+    Args:
+        path: The file, for errors.
+        packets: Packets of the stream.
+        stream: The stream.
+
+    Yields:
+        The frames in display order.
+
+    Raises:
+        ValueError: The file is broken or truncated.
     """
     count, end, longest = 0, 0.0, MISSING_SECONDS
     while True:
@@ -184,17 +203,17 @@ def decoded(path: Path, packets: Iterator[Packet], stream: VideoStream) -> Itera
     if stream.frames and count >= stream.frames:
         return
     announced = announced_seconds(stream)
-    # A stream may begin late and count from there, so `end` may be the larger one.
-    # The last frame may be shown for as long as another was, which some files do not say of it.
+    # A stream may start late and count from there, so `end` may be larger. The last frame may be
+    # shown as long as any other, which some files do not declare.
     if end and announced - end > max(longest, MISSING_SHARE * announced):
         raise ValueError(f"{path} is truncated: it ends at {end:.2f} s; expected {announced:.2f} s")
 
 
 def announced_seconds(stream: VideoStream) -> float:
-    """What the container says of this stream's length; 0 where it says nothing."""
+    """Return the duration of `stream` in seconds as the container declares it; 0 if it does not."""
     if stream.duration and stream.time_base:
         return float(stream.duration * stream.time_base)
-    # Matroska and WebM keep it in a tag: 00:00:02.500000000
+    # Matroska and WebM store it in a tag: 00:00:02.500000000
     parts = stream.metadata.get("DURATION", "").split(":")
     try:
         hours, minutes, seconds = (float(part) for part in parts)
@@ -204,28 +223,35 @@ def announced_seconds(stream: VideoStream) -> float:
 
 
 class Upright:
-    """Converts frames to RGB of one size, turned upright."""
+    """Converts frames to upright RGB of one size."""
 
     def __init__(self, path: Path, height: int, width: int, scaler: int = BICUBIC) -> None:
-        """Settle the size, upright, and swscale's bit for resizing; one object serves a thread."""
+        """Set the output size.
+
+        Args:
+            path: The file, for errors.
+            height: Height in pixels, upright.
+            width: Width in pixels, upright.
+            scaler: Flag of swscale for resizing. One object serves one thread.
+        """
         self._path = path
         self._size = (height, width)
         self._flags = scaler | EXACT
         self._reformatter = VideoReformatter()
 
     def __call__(self, frame: av.VideoFrame) -> Tensor:
-        """Convert a frame to `[height, width, 3]` uint8.
+        """Convert `frame` to `[height, width, 3]` uint8.
 
         Raises:
-            ValueError: FFmpeg cannot.
+            ValueError: FFmpeg cannot convert it.
         """
-        with faults_name(self._path, "has a frame that cannot be shown"):
+        with faults_name(self._path, "has a frame that cannot be converted"):
             return self._converted(frame)
 
     def _converted(self, frame: av.VideoFrame) -> Tensor:
         turns = quarter_turns(frame)
         height, width = self._size[::-1] if turns % 2 else self._size
-        # A stream may change its size on the way; as in FFmpeg, the first frame's size holds.
+        # The size may change within a stream; as in FFmpeg, the size of the first frame is used.
         rgb = self._reformatter.reformat(
             frame,
             width=width,
@@ -234,7 +260,8 @@ class Upright:
             interpolation=self._flags,
             src_color_range=frame.color_range,
             dst_color_range=ColorRange.JPEG,
-            # RGB has no matrix. But PyAV before 17 minds the frame's own only where the two differ.
+            # RGB has no matrix, but PyAV before 17 applies the frame's matrix only if the two
+            # differ.
             dst_colorspace=BT601 if frame.colorspace == BT709 else BT709,
         )
         picture = torch.from_numpy(rgb.to_ndarray())
@@ -242,11 +269,11 @@ class Upright:
 
 
 def quarter_turns(frame: av.VideoFrame) -> int:
-    """How often 90 degrees anticlockwise make the frame upright, as a phone's tag asks."""
+    """Return the anticlockwise turns of 90 degrees that make `frame` upright, by its tag."""
     return round(frame.rotation / 90) % 4
 
 
 def reason(error: BaseException) -> str:
-    """FFmpeg's own words for an error, in a line."""
+    """Return FFmpeg's message of `error` in one line."""
     text = " ".join(str(getattr(error, "strerror", None) or error or type(error).__name__).split())
     return text if len(text) <= WORDS else f"{text[:WORDS]}..."

@@ -1,7 +1,7 @@
-"""Frames from the device to a writer in a thread of its own, so that neither waits for the other.
+"""Frames from the device to a writer thread, so that neither waits for the other.
 
-While a thread encodes one piece, the device computes the next. Frames on a CUDA device are copied
-on a stream of their own into pinned memory, which needs no wait on either side.
+While the thread encodes one piece, the device computes the next. Frames on a CUDA device are copied
+into pinned memory on a separate stream, without a wait on either side.
 """
 
 import queue
@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# How long a wait lasts before signals are looked at: on Windows a wait without end hears none.
+# Timeout of a wait in seconds; on Windows a wait without a timeout blocks signals.
 TICK_S = 0.1
 
 
 class _Piece(NamedTuple):
-    """Frames on their way: their bytes in a buffer of the ring, and what tells that they are."""
+    """Frames in a buffer of the ring, and the event that marks the end of their copy."""
 
     buffer: Tensor
     shape: torch.Size
@@ -25,25 +25,25 @@ class _Piece(NamedTuple):
 
 
 class BackgroundWriter:
-    """Gives pieces of frames to `write` in a thread, in order, at most `depth` at a time.
+    """Passes pieces of frames to `write` in a thread, in order, at most `depth` at a time.
 
-    As a context manager. A piece is copied before `put` returns, or by the device in the order of
-    its own work, so the caller may reuse its memory at once. `write` gets a view of a buffer that
-    is reused too: it must not keep it.
+    Use it as a context manager. A piece is copied before `put` returns, or by the device in stream
+    order, so the caller may reuse its memory at once. `write` gets a view of a buffer that is
+    reused: it must not keep it.
 
-    An error of `write` is raised by the next `put`, or else at the end. If the body raises, pieces
-    that wait are dropped and the thread ends with the piece at hand.
+    An error of `write` is raised by the next `put`, or at the end. If the body raises, waiting
+    pieces are dropped and the thread ends after the current piece.
     """
 
     def __init__(self, write: Callable[[Tensor], None], depth: int = 2) -> None:
         """Prepare; the thread starts when the context is entered.
 
         Args:
-            write: Takes `[T, H, W, C]` uint8 on the CPU, such as `VideoWriter.write`.
-            depth: Pieces that are copied, waiting or being written at a time.
+            write: Called with `[T, H, W, C]` uint8 on the CPU, such as `VideoWriter.write`.
+            depth: Most pieces that are copied, waiting or being written.
 
         Raises:
-            ValueError: `depth` is not positive.
+            ValueError: `depth` is less than 1.
         """
         if depth < 1:
             raise ValueError(f"depth is {depth}; expected at least 1")
@@ -51,7 +51,7 @@ class BackgroundWriter:
         self._free: queue.Queue[Tensor | None] = queue.Queue()
         self._filled: queue.Queue[_Piece | None] = queue.Queue()
         for _ in range(depth):
-            self._free.put(None)  # a buffer that has no memory yet
+            self._free.put(None)  # a buffer without memory yet
         self._error: BaseException | None = None
         self._stopped, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="fast-video-vae-writer")
@@ -61,7 +61,7 @@ class BackgroundWriter:
         try:
             self._thread.start()
         except BaseException:
-            # A signal: the body and `__exit__` do not run, and Python would wait for the thread.
+            # After a signal here `__exit__` does not run, and Python would wait for the thread.
             self._filled.put(None)
             raise
         return self
@@ -79,20 +79,22 @@ class BackgroundWriter:
             self._raise()
 
     def put(self, frames: Tensor) -> None:
-        """Take frames; waits while `depth` pieces are on their way.
+        """Queue frames for writing; waits while `depth` pieces are queued.
 
         Args:
             frames: `[T, H, W, C]` uint8 on any device, in any memory layout.
 
         Raises:
             ValueError: The frames are not uint8.
-            BaseException: What `write` raised.
+            RuntimeError: It is called outside of the `with` block.
+            BaseException: An error of `write`.
         """
         if frames.dtype != torch.uint8:
             raise ValueError(f"frames are {frames.dtype}; expected torch.uint8")
         buffer = self._next_buffer()
         try:
-            # Buffers outlive the caller's mode, and tensors made in it cannot be written later.
+            # Buffers outlive the caller's inference mode, and inference tensors cannot be written
+            # later.
             with torch.inference_mode(False), torch.no_grad():
                 if buffer is None or buffer.numel() < frames.numel():
                     buffer = _host_buffer(frames.numel(), pinned=frames.is_cuda)
@@ -103,11 +105,11 @@ class BackgroundWriter:
         self._filled.put(_Piece(buffer, frames.shape, copied))
 
     def _next_buffer(self) -> Tensor | None:
-        """Wait for a place in the ring; the error of the thread comes instead, if there is one."""
+        """Wait for a free buffer; raises the error of the thread if there is one."""
         while True:
             self._raise()
             if self._thread.ident is None or self._ended.is_set():
-                raise RuntimeError("the thread does not run; expected `put` inside of `with`")
+                raise RuntimeError("the writer thread is not running; expected `put` within `with`")
             try:
                 return self._free.get(timeout=TICK_S)
             except queue.Empty:
@@ -121,14 +123,14 @@ class BackgroundWriter:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         side = self._streams[device]
-        # The memory of `frames` may be written again by the very next kernel, as a CUDA graph does;
-        # a copy on the device is 1000 times as fast as the one that would have to be waited for.
+        # The next kernel may overwrite the memory of `frames`, as a CUDA graph does. A copy on the
+        # device is 1000 times as fast as waiting for the one to the host.
         held = frames.clone(memory_format=torch.contiguous_format)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             target.copy_(held, non_blocking=True)
             held.record_stream(side)
-            copied = torch.cuda.Event(blocking=True)  # which sleeps where the default would spin
+            copied = torch.cuda.Event(blocking=True)  # sleeps, where the default would spin
             copied.record(side)
         return copied
 
@@ -140,16 +142,16 @@ class BackgroundWriter:
                 if self._error is None and not self._stopped.is_set():
                     self._write(piece.buffer[: piece.shape.numel()].view(piece.shape))
             except BaseException as error:
-                self._error = error  # for the thread that puts
+                self._error = error  # raised by the next `put`
             finally:
                 self._free.put(piece.buffer)
         self._ended.set()
 
     def _join(self) -> None:
-        """Wait for the thread; it is never left behind, to write to a file that is gone."""
+        """Wait for the thread, also after an interrupt: it must not write to a removed file."""
         interrupt: BaseException | None = None
         while True:
-            # Not Thread.join: before Python 3.13 an interrupt makes it take the thread for ended.
+            # Not Thread.join: before Python 3.13 it treats the thread as ended after an interrupt.
             try:
                 if self._ended.wait(TICK_S):
                     break
@@ -170,6 +172,6 @@ def _host_buffer(size: int, *, pinned: bool) -> Tensor:
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:
-            # Systems limit it. Copies wait for the device then, and are as right.
+            # The system limits pinned memory. Copies then block the device; the result is the same.
             pass
     return torch.empty(size, dtype=torch.uint8)

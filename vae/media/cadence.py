@@ -1,7 +1,7 @@
-"""At which constant rate a video is read: its own where it has one, else the one that fits best.
+"""The constant frame rate at which a video is read.
 
-What a file announces may be wrong: Matroska names a default that its times need not keep, and MP4
-an average that no frame keeps. So the times of frames decide, as far as they can be had without
+The declared rate may be wrong: Matroska stores a default that the times need not follow, and MP4 an
+average that no frame follows. So the times of the frames decide, as far as they are known without
 reading the whole file.
 """
 
@@ -14,34 +14,34 @@ from av.video.stream import VideoStream
 
 from .av_input import FAULTS
 
-# Packets whose times are looked at, and the bytes that they may have: 8 s of a usual video, enough
-# to tell 24 frames per second from 23.976 where times are rounded to 1 ms.
+# Packets whose times are read, and their bytes at most. 8 s of a typical video distinguish 24 from
+# 23.976 frames per second at times rounded to 1 ms.
 SAMPLE, SAMPLE_BYTES = 256, 2**24
-# The most frames that a packet may be ahead of its turn: the limit of H.264 and H.265.
+# Most packets that may precede the one due, by the limit of H.264 and H.265.
 REORDERED = 16
-# The most frames of an index that are looked at: an hour of a usual video, in 0.1 s.
+# Most index entries that are read: an hour of a typical video, in 0.1 s.
 INDEXED = 100_000
-# How far, in frames, times may lie apart about even ones. Jitter of less than a third of a frame to
-# both sides, such as 24 per second on a screen of 60, is constant; one frame that is missing is 1.
+# Allowed spread of times around even ones, in frames. Jitter below a third of a frame to both
+# sides, such as 24 per second on a 60 Hz screen, counts as constant; a missing frame is 1.
 JITTER = 0.6
-# A rate that fits better by less than this, in frames over the whole sample, is not preferred.
+# A rate with a better fit is preferred only above this difference, in frames over all times.
 BETTER = 0.1
-# Rates that files are made with.
+# Common frame rates.
 USUAL = tuple(
     rate
     for whole in (12, 15, 16, 24, 25, 30, 48, 50, 60, 90, 100, 120)
     for rate in (Fraction(whole), Fraction(whole * 1000, 1001))
 )
-# How far a measured rate is from the usual one that it is taken for.
+# Relative difference at which a measured rate is taken for a common one.
 NEAR = Fraction(1, 100)
-# The highest rate for frames that come irregularly: more would be repetitions alone.
+# Highest rate for irregular frames: more would only repeat frames.
 HIGHEST = Fraction(120)
-# What a rate may be: less than `LIMIT`, as `checked_rate` has it, and a frame in an hour or more.
+# Valid rates: at least a frame per hour, and less than `LIMIT`, as in `checked_rate`.
 LOWEST, LIMIT = Fraction(1, 3600), 10_000
 
 
 class PacketTimes:
-    """Packets on their way to the decoder, and the times of the first of them."""
+    """Passes packets to the decoder and records the times of the first ones."""
 
     def __init__(self, packets: Iterator[Packet]) -> None:
         self._packets = packets
@@ -59,27 +59,32 @@ class PacketTimes:
         self._whole = True
 
     def times(self) -> list[float]:
-        """When the first frames are shown, in order; none where the file does not tell it of all.
+        """Return the display times of the first frames, and read more packets if needed.
 
-        What was not taken yet is read on, to the limits above.
+        Returns:
+            Seconds, sorted; empty if a time is missing.
         """
         try:
             for _ in self:
                 if len(self._times) >= SAMPLE or self._bytes >= SAMPLE_BYTES:
                     break
         except FAULTS:
-            pass  # damage is for the one to tell who reads up to there
+            pass  # the reader of that part raises the error
         found = [time for time in self._times if time is not None]
         if len(found) < len(self._times):
             return []
-        # Those that are shown before the last ones may come after them.
+        # Frames shown before the last ones may come after them.
         return sorted(found) if self._whole else sorted(found)[: max(len(found) - REORDERED, 2)]
 
 
 def indexed_times(stream: VideoStream) -> list[float]:
-    """The times of all frames where the index of the file has them, in the order of decoding.
+    """Return the times of all frames from the index of a stream.
 
-    Distances are those of the times when frames are shown, or nearly. PyAV before 17 has no index.
+    Args:
+        stream: The stream; PyAV before 17 has no index.
+
+    Returns:
+        Decoding times in seconds, at about the distances of the display times; empty without index.
     """
     index = getattr(stream, "index_entries", ())
     if not stream.time_base or not stream.frames or len(index) != stream.frames:
@@ -89,14 +94,14 @@ def indexed_times(stream: VideoStream) -> list[float]:
 
 
 def cadence(times: Sequence[float], announced: Sequence[Fraction]) -> tuple[Fraction | None, bool]:
-    """Choose the rate.
+    """Choose the frame rate.
 
     Args:
-        times: When frames are shown, in order, in seconds; none where that is not known.
-        announced: What the file says of its rate, the most credible first.
+        times: Display times of the frames in seconds, sorted; empty if unknown.
+        announced: Rates that the file declares, the most credible first.
 
     Returns:
-        Frames per second, None where nothing is known of them, and whether they are constant.
+        Frames per second, None if unknown; and whether the rate is constant.
     """
     known = [rate for rate in announced if 0 < rate < LIMIT]
     if len(times) < 2 or times[-1] <= times[0]:
@@ -114,27 +119,27 @@ def cadence(times: Sequence[float], announced: Sequence[Fraction]) -> tuple[Frac
 
 
 def is_near(rate: Fraction, other: Fraction) -> bool:
-    """Whether one rate may pass for another."""
+    """Return whether `rate` is within 1 % of `other`."""
     return abs(rate - other) <= NEAR * other
 
 
 def _slope(times: Sequence[float]) -> float:
-    """Seconds from frame to frame, by least squares: a few frames that jitter do not matter."""
+    """Return the seconds per frame by least squares, which averages out jitter."""
     middle = (len(times) - 1) / 2
     apart = sum((index - middle) * (time - times[0]) for index, time in enumerate(times))
     return apart / sum((index - middle) ** 2 for index in range(len(times)))
 
 
 def _spread(times: Sequence[float], rate: float) -> float:
-    """How far, in frames, the times lie apart about those of a constant rate."""
+    """Return the spread of the times around those of a constant rate, in frames."""
     off = [(time - times[0]) * rate - index for index, time in enumerate(times)]
     return max(off) - min(off)
 
 
 def _dominant(times: Sequence[float]) -> Fraction:
-    """The rate of the shorter distances, so that most frames are kept, whatever pauses are there.
+    """Return the rate of the shorter intervals, so that most frames are kept despite pauses.
 
-    It is that of the first quartile, because a few frames may lie close together by accident.
+    It is the rate of the first quartile, because a few frames may be close together by accident.
     """
     apart = sorted(late - early for early, late in itertools.pairwise(times) if late > early)
     quartile = apart[len(apart) // 4]
@@ -143,11 +148,11 @@ def _dominant(times: Sequence[float]) -> Fraction:
 
 
 def _usual(rate: Fraction) -> list[Fraction]:
-    """The usual rates that are near one, the nearest first."""
+    """Return the common rates near `rate`, the nearest first."""
     near = (each for each in USUAL if is_near(each, rate))
     return sorted(near, key=lambda each: abs(each - rate))
 
 
 def _kept(rate: float) -> Fraction:
-    """A rate with small numbers, in the range that files can hold."""
+    """Return a rate as a small fraction in the range that files can store."""
     return min(max(Fraction(rate).limit_denominator(1001), LOWEST), Fraction(LIMIT - 1))

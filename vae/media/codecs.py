@@ -1,8 +1,8 @@
-"""The formats that videos are written in: which file each goes into, and which encoder makes it.
+"""Video formats: the containers that hold them, and the encoders that write them.
 
-A format has encoders in software, of which a build of PyAV has one or none, and encoders in
-hardware, which a build names whether the machine has them or not: those are tried before they are
-believed. PyAV is imported where it is first asked, so that the names can be shown without it.
+A build of PyAV has at most one software encoder of a format. It lists hardware encoders whether the
+machine has them or not, so each is tried before it is used. PyAV is imported on first use, so that
+the names of formats are available without it.
 """
 
 import logging
@@ -18,23 +18,23 @@ LOG = logging.getLogger(__name__)
 # Container and audio encoder by the suffix of the file.
 CONTAINERS = {".mp4": "mp4", ".m4v": "mp4", ".mov": "mov", ".mkv": "matroska", ".webm": "webm"}
 SOUNDS = {".mp4": "aac", ".m4v": "aac", ".mov": "aac", ".mkv": "flac", ".webm": "libopus"}
-# Side of the pictures that hardware is tried with: no encoder has a larger least size.
+# Side of the frames that test a hardware encoder; none has a larger minimum.
 PROBE_SIDE = 256
 PROBE_FRAMES = 3
 
 
 @dataclass(frozen=True)
 class Codec:
-    """A format of videos.
+    """A video format.
 
     Attributes:
         name: One of `CODECS`.
-        suffixes: Every suffix whose container takes it; the first where nothing else is asked for.
-        software: Encoders by FFmpeg's names, the preferred one first.
-        hardware: Encoders that need a certain chip, in the order they are tried.
-        audio: Encoder of the sound in a file of the first suffix; see also `sound_encoder`.
-        even: The multiples that height and width must be.
-        least: The least height and width in pixels.
+        suffixes: Suffixes of containers that can hold it; the first is the default.
+        software: FFmpeg's names of its software encoders, the preferred one first.
+        hardware: FFmpeg's names of its hardware encoders, in the order they are tried.
+        audio: Audio encoder for the default suffix; `sound_encoder` has the others.
+        even: Height and width must be multiples of these.
+        least: Smallest height and width in pixels.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Codec:
 
     @property
     def suffix(self) -> str:
-        """What its files are called where nothing else is asked for."""
+        """Default suffix of its files."""
         return self.suffixes[0]
 
 
@@ -57,7 +57,7 @@ _TABLE = {
     codec.name: codec
     for codec in (
         Codec("h264", _MP4, ("libx264",), tuple(f"h264_{chip}" for chip in _CHIPS)),
-        # Below the 64 pixels of its largest block x265 4.2 writes past its memory.
+        # Below 64 pixels, its largest block, x265 4.2 writes outside its memory.
         Codec("hevc", _MP4, ("libx265",), tuple(f"hevc_{chip}" for chip in _CHIPS), least=64),
         Codec("vp9", (".webm", ".mkv", ".mp4"), ("libvpx-vp9",), ("vp9_qsv",), "libopus"),
         # SVT-AV1 4.1 crashes at a width of 16.
@@ -69,7 +69,7 @@ _TABLE = {
             least=64,
         ),
         Codec("ffv1", (".mkv",), ("ffv1",), audio="flac", even=(1, 1)),
-        # The other one is 2 dB better, a third as fast, and on noise 16 times slower.
+        # prores_ks is 2 dB better, but takes 3 times as long, and 16 times as long on noise.
         Codec("prores", (".mov", ".mkv"), ("prores", "prores_ks"), audio="pcm_s16le", even=(1, 2)),
     )
 }
@@ -77,10 +77,16 @@ CODECS = tuple(_TABLE)
 
 
 def codec_named(name: str) -> Codec:
-    """The format of that name.
+    """Return the format of a name.
+
+    Args:
+        name: One of `CODECS`.
+
+    Returns:
+        The format.
 
     Raises:
-        ValueError: There is none.
+        ValueError: `name` is not one of `CODECS`.
     """
     if name not in _TABLE:
         raise ValueError(f"codec is {name!r}; expected one of {', '.join(CODECS)}")
@@ -88,10 +94,16 @@ def codec_named(name: str) -> Codec:
 
 
 def codec_for(path: Path) -> Codec:
-    """The format that a name asks for by its suffix: that of the first codec which is called so.
+    """Choose a format by the suffix of a file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The first format with this default suffix.
 
     Raises:
-        ValueError: The suffix is no video's.
+        ValueError: The suffix is not that of a video.
     """
     suffix = path.suffix.lower().replace(".m4v", ".mp4")
     found = next((codec for codec in _TABLE.values() if codec.suffix == suffix), None)
@@ -103,10 +115,17 @@ def codec_for(path: Path) -> Codec:
 
 
 def container_of(codec: Codec, path: Path) -> str:
-    """FFmpeg's name of the container that a name asks for.
+    """Choose the container by the suffix of a file.
+
+    Args:
+        codec: The format of the video.
+        path: The file.
+
+    Returns:
+        FFmpeg's name of the container.
 
     Raises:
-        ValueError: The suffix is no video's, or its container does not take the codec.
+        ValueError: The suffix is not that of a video, or its container cannot hold the codec.
     """
     codec_for(path)
     suffix = path.suffix.lower()
@@ -117,23 +136,35 @@ def container_of(codec: Codec, path: Path) -> str:
 
 
 def sound_encoder(codec: Codec, path: Path) -> str:
-    """FFmpeg's name of the encoder for the sound beside a video.
+    """Choose the audio encoder by the suffix of a file.
+
+    Args:
+        codec: The format of the video.
+        path: The file.
+
+    Returns:
+        FFmpeg's name of the encoder.
 
     Raises:
-        ValueError: This build of PyAV has it not.
+        ValueError: This build of PyAV does not have it.
     """
     suffix = path.suffix.lower()
     name = codec.audio if suffix == codec.suffix else SOUNDS[suffix]
     if not _built_in(name):
-        raise ValueError(f"this build of PyAV has no encoder {name}, for the sound in {path}")
+        raise ValueError(f"this build of PyAV has no encoder {name} for the audio of {path}")
     return name
 
 
 def check_size(name: str, height: int, width: int) -> None:
-    """Refuse a size that one of `CODECS` cannot store, before any work is done.
+    """Check that a codec can store frames of a size, before any work is done.
+
+    Args:
+        name: One of `CODECS`.
+        height: Height in pixels.
+        width: Width in pixels.
 
     Raises:
-        ValueError: The codec halves the chroma of a side that is odd, or a side is too small.
+        ValueError: A side is odd where chroma is halved, or is too small.
     """
     codec = codec_named(name)
     if min(height, width) < codec.least:
@@ -149,15 +180,19 @@ def check_size(name: str, height: int, width: int) -> None:
 
 
 def available_codecs() -> tuple[str, ...]:
-    """Those of `CODECS` that this build of PyAV has a software encoder for."""
+    """Return the names of `CODECS` for which this build of PyAV has a software encoder."""
     return tuple(codec.name for codec in _TABLE.values() if _software(codec) is not None)
 
 
 def find_encoder(codec: Codec, hardware: bool = False) -> str:
-    """FFmpeg's name of the encoder to use.
+    """Choose the encoder; hardware encoders are tried once per process on a few frames.
 
-    Encoders in hardware are tried once each in the life of the process, on a few small pictures;
-    where none works, it is the one in software.
+    Args:
+        codec: The format.
+        hardware: Prefer a hardware encoder that works; else the software encoder is used.
+
+    Returns:
+        FFmpeg's name of the encoder.
 
     Raises:
         ValueError: This build of PyAV has no encoder for it.
@@ -167,7 +202,7 @@ def find_encoder(codec: Codec, hardware: bool = False) -> str:
         if (name := next(working, None)) is not None:
             return name
         if codec.hardware:
-            text = "Fast Video VAE: no hardware encoder for %s works here; software takes over"
+            text = "Fast Video VAE: no hardware encoder for %s works here; software is used"
             LOG.info(text, codec.name)
     if (name := _software(codec)) is None:
         have = ", ".join(available_codecs()) or "none"
@@ -184,7 +219,7 @@ def _software(codec: Codec) -> str | None:
 
 @cache
 def _built_in(name: str) -> bool:
-    import av  # noqa: PLC0415, asked when used
+    import av  # noqa: PLC0415, optional
     from av.codec.codec import UnknownCodecError  # noqa: PLC0415
 
     try:
@@ -196,7 +231,7 @@ def _built_in(name: str) -> bool:
 
 @cache
 def _works(name: str) -> bool:
-    """Whether an encoder in hardware opens, and gives packets for a few pictures."""
+    """Return whether a hardware encoder opens and encodes a few frames."""
     if not _built_in(name):
         return False
     import av  # noqa: PLC0415

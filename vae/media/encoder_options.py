@@ -1,9 +1,9 @@
-"""What each encoder of FFmpeg is told: its pixels, its speed, and one scale of quality for all.
+"""Options of FFmpeg's encoders: pixel format, speed, and one quality scale for all.
 
-Quality goes from 0 to 100 and is linear in the encoder's own scale between three points: the worst
-value at 0, the one without visible loss at 70, and the best of lossy ones at 100. The middle points
-are those of equal PSNR with x264's CRF 16 on a moving picture with texture (39.5 to 40.7 dB,
-2026-11, PyAV 18.1), which is far better than a VAE's own error.
+Quality goes from 0 to 100. It is linear in the encoder's own scale between three points: its worst
+value at 0, no visible loss at 70, its best lossy value at 100. At 70 all encoders have about the
+PSNR of x264 at CRF 16 on a textured moving picture (39.5 to 40.7 dB, 2026-11, PyAV 18.1), far above
+the error of a VAE.
 """
 
 from dataclasses import dataclass, field
@@ -13,13 +13,13 @@ DEFAULT_QUALITY = 70
 
 @dataclass(frozen=True)
 class _Encoder:
-    """How one encoder is told the quality, and what it is told besides."""
+    """The quality options of one encoder, and its other options."""
 
     keys: tuple[str, ...]
     scale: tuple[float, float, float]  # values of the keys at quality 0, 70 and 100
     options: dict[str, str] = field(default_factory=dict)
     pixel_format: str = "yuv420p"
-    whole: bool = True  # it takes whole numbers only
+    whole: bool = True  # accepts whole numbers only
 
     def value(self, quality: int) -> str:
         worst, usual, best = self.scale
@@ -34,21 +34,21 @@ class _Encoder:
 _NVENC = {"rc": "vbr", "b": "0", "preset": "p5", "tune": "hq"}
 _AMF = {"rc": "cqp", "quality": "quality"}
 _ENCODERS = {
-    # x264's CRF 23 is its default; 0 would be a lossless profile that few players know.
+    # Default CRF of x264: 23; 0 would be a lossless profile that few players support.
     "libx264": _Encoder(("crf",), (51, 16, 1), whole=False),
     "libx265": _Encoder(
         ("crf",), (51, 17, 1), {"preset": "fast", "x265-params": "log-level=error"}, whole=False
     ),
-    # Without b=0 the CRF is only a limit below a bit rate.
+    # Without b=0 the CRF is only an upper limit to a bit rate.
     "libvpx-vp9": _Encoder(
         ("crf",), (63, 24, 2), {"b": "0", "deadline": "good", "cpu-used": "4", "row-mt": "1"}
     ),
     "libsvtav1": _Encoder(("crf",), (63, 16, 2), {"preset": "8"}),
     "libaom-av1": _Encoder(("crf",), (63, 16, 2), {"b": "0", "cpu-used": "6", "row-mt": "1"}),
-    # RGB as it comes, because YUV of 8 bits would round it.
-    # Version 3, which is cut into slices, so that every core has one; each has a checksum.
+    # RGB without conversion, because 8-bit YUV would round it. Version 3 has slices, so that all
+    # cores work; each slice has a checksum.
     "ffv1": _Encoder((), (0, 0, 0), {"level": "3", "slicecrc": "1"}, "bgr0"),
-    # Proxy, LT, 422 and HQ; HQ from the default on.
+    # Profiles Proxy, LT, 422 and HQ; HQ from the default quality on.
     "prores_ks": _Encoder(("profile",), (0, 3, 3), {"vendor": "apl0"}, "yuv422p10le"),
     "prores": _Encoder(("profile",), (0, 3, 3), {}, "yuv422p10le"),
     "h264_nvenc": _Encoder(("cq",), (51, 16, 1), _NVENC),
@@ -61,7 +61,7 @@ _ENCODERS = {
     "h264_amf": _Encoder(("qp_i", "qp_p", "qp_b"), (51, 16, 1), _AMF, "nv12"),
     "hevc_amf": _Encoder(("qp_i", "qp_p"), (51, 17, 1), _AMF, "nv12"),
     "av1_amf": _Encoder(("qp_i", "qp_p"), (255, 60, 5), _AMF, "nv12"),
-    # 1 to 100 of their own, in FFmpeg's lambda units of 118.
+    # Their scale is 1 to 100, in FFmpeg's lambda units of 118.
     "h264_videotoolbox": _Encoder(
         ("global_quality",), (118, 8260, 11800), {"flags": "+qscale"}, "nv12"
     ),
@@ -72,9 +72,14 @@ _ENCODERS = {
 
 
 def options_of(encoder: str, quality: int | None) -> dict[str, str]:
-    """The options of an encoder, names and values as FFmpeg takes them.
+    """Return FFmpeg's options for an encoder.
 
-    Lossless encoders do not mind the quality, 0 to 100; None: the default.
+    Args:
+        encoder: FFmpeg's name of the encoder.
+        quality: 0 to 100; lossless encoders ignore it. None: the default, 70.
+
+    Returns:
+        Names and values of the options.
 
     Raises:
         ValueError: `quality` is out of range.
@@ -87,5 +92,5 @@ def options_of(encoder: str, quality: int | None) -> dict[str, str]:
 
 
 def pixel_format_of(encoder: str) -> str:
-    """FFmpeg's name of the pixels that an encoder is given."""
+    """Return FFmpeg's name of the pixel format that `encoder` is given."""
     return _ENCODERS[encoder].pixel_format

@@ -1,9 +1,9 @@
-"""The file that holds a latent.
+"""The file format of a latent.
 
-It is a safetensors file with one float32 tensor `latent`, `[1, C_latent, t, h, w]`, not
-normalised, and what a decoder of it wants to know as text in its metadata: `format` (the version of
-this layout), `family`, `fps`, `frames`, `height`, `width`. The latents that ComfyUI saves are read
-too: they are raw as well.
+It is a safetensors file with one float32 tensor `latent`, `[1, C_latent, t, h, w]`, not normalised.
+Its metadata holds text for the decoder: `format` (version of this layout), `family`, `fps`,
+`frames`, `height`, `width`. Files of ComfyUI's SaveLatent are read too; they are not normalised
+either.
 """
 
 import os
@@ -21,20 +21,20 @@ from torch import Tensor
 from ...kernels import Header, guarded, read_header, shown
 
 FORMAT_VERSION = "fast-video-vae 1"
-# Ours, the one of ComfyUI's LATENT, and the one in the files of ComfyUI's SaveLatent.
+# The key of this pack, of ComfyUI's LATENT, and of files of ComfyUI's SaveLatent.
 LATENT_KEYS = ("latent", "samples", "latent_tensor")
-# Not all that Fraction takes: 1e999999999 has a billion digits.
+# A narrow form: Fraction would expand 1e999999999 to a billion digits.
 _FPS = re.compile(r"\d{1,9}([./]\d{1,9})?", re.ASCII)
 
 
 @dataclass(frozen=True)
 class LatentFile:
-    """What a latent file holds.
+    """The content of a latent file.
 
     Attributes:
         latent: `[1, C_latent, t, h, w]`, not normalised.
-        family: Family of the VAE that made it; None: not said.
-        fps: Frames per second of the video; None: not said.
+        family: Family of the VAE that encoded it; None: unknown.
+        fps: Frames per second of the video; None: unknown.
     """
 
     latent: Tensor
@@ -50,26 +50,32 @@ def save_latent(
     Args:
         path: The file.
         latent: `[1, C_latent, t, h, w]`, not normalised; stored as float32.
-        family: Family of the VAE that made it.
+        family: Family of the VAE that encoded it.
         fps: Frames per second of the video.
-        frames: Frames that the latent holds.
-        compression: Pixels per latent, in height and in width.
+        frames: Frames of the video.
+        compression: Pixels per latent pixel, in height and width.
     """
     height, width = (compression * size for size in latent.shape[3:])
     numbers = {"fps": fps, "frames": frames, "height": height, "width": width}
     metadata = {"format": FORMAT_VERSION, "family": family}
     metadata |= {name: str(number) for name, number in numbers.items()}
     tensor = latent.detach().to("cpu", torch.float32).contiguous()
-    # Not save_file, whose own temporary file and errors do not name the path.
+    # Not save_file: its errors name its own temporary file instead of the path.
     path.write_bytes(save({LATENT_KEYS[0]: tensor}, metadata))
 
 
 def load_latent(path: Path) -> LatentFile:
-    """Read a latent file, ours or one that ComfyUI saved, in the dtype of the file.
+    """Read a latent file of this pack or of ComfyUI.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The latent in the dtype of the file, and its metadata.
 
     Raises:
-        OSError: There is no such file, or it may not be read.
-        ValueError: It is no safetensors file, or holds no latent of one video.
+        OSError: The file is missing or not readable.
+        ValueError: It is not a safetensors file, or has no latent of one video.
     """
     with guarded(str(path)):
         if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):
@@ -87,7 +93,7 @@ def load_latent(path: Path) -> LatentFile:
 
 
 def _read_latent(file: BinaryIO, header: Header) -> Tensor:
-    """The tensor of a file that is a latent."""
+    """Return the latent tensor of an open file."""
     key = next((key for key in LATENT_KEYS if key in header.places), None)
     if key is None:
         names = [shown(name, 30) for name in list(header.places)[:2]]

@@ -1,6 +1,6 @@
-"""When the frames of a video are: a stretch of it, and a constant frame rate.
+"""Times of the frames of a video: selection of a range, and conversion to a constant frame rate.
 
-Times are fractions of a second and exact, counted from the first frame of the file.
+Times are exact fractions of a second, counted from the first frame of the file.
 """
 
 import math
@@ -10,23 +10,22 @@ from typing import NamedTuple
 
 import av
 
-# Matroska and WebM round times to a millisecond, so a frame may lie half of one off; a little more
-# takes up what a decimal of the user leaves out.
+# Matroska and WebM round times to 1 ms, so a frame may be 0.5 ms off; the rest covers a decimal
+# that the user rounded.
 SLACK = Fraction(6, 10_000)
-# How far, in frames, a frame may be from its turn and have it yet. Less than 1, so that a missing
-# frame is seen; more than 1/2, so that jitter about the middle neither repeats nor drops.
+# A frame keeps its turn when it is less than this many frames off. Below 1, so that a missing frame
+# is noticed; above 1/2, so that jitter neither repeats nor drops frames.
 LEEWAY = Fraction(3, 4)
-# Frames that follow each other faster, in frames, than any jitter explains are there by haste, and
-# have no right to a turn each.
+# Frames closer than this, in frames, are closer than jitter explains, and do not get a turn each.
 HASTE = Fraction(1, 3)
-# Times that go back by more than this many seconds, or ahead by more than `AHEAD`, are those of a
-# clock that was set anew, as where recordings were joined; no pause.
+# A jump back by more than `BACK` seconds, or ahead by more than `AHEAD`, is a reset of the clock,
+# as at the joint of two recordings, and not a pause.
 BACK = Fraction(1)
 AHEAD = Fraction(3600)
 
 
 class TimedFrame(NamedTuple):
-    """A frame, when it is shown, and until when, in seconds."""
+    """A frame with its start and end time in seconds."""
 
     time: Fraction
     end: Fraction
@@ -39,16 +38,16 @@ def timed(
     fps: Fraction,
     ahead: Fraction = AHEAD,
 ) -> Iterator[TimedFrame]:
-    """Give frames their times.
+    """Assign times to frames.
 
     Args:
-        frames: Frames in the order in which they are shown.
-        origin: Time of the file's first frame, by the file's own clock.
-        fps: Frames per second, for frames that do not tell their time or how long they last.
-        ahead: The longest pause in seconds; after a longer one the clock was set anew.
+        frames: Frames in display order.
+        origin: Time of the file's first frame by the clock of the file, in seconds.
+        fps: Frames per second, for frames without a time or a duration.
+        ahead: Longest pause in seconds; a longer one is a reset of the clock.
 
     Yields:
-        The frames; times never go back.
+        The frames with times that never decrease.
     """
     end = Fraction(0)
     last: Fraction | None = None
@@ -72,10 +71,19 @@ def between(
     end: Fraction | None,
     pause: Fraction | None = None,
 ) -> Iterator[TimedFrame]:
-    """The frames whose time is at `start` or later, and before `end`; None: all that follow.
+    """Select the frames of a time range.
 
-    Stretches that meet share no frame and lose none. But where nothing comes for more than `pause`
-    seconds from `start` on, the frame that is shown meanwhile comes first, with its own time.
+    Adjacent ranges share no frame and lose none. If no frame starts within `pause` seconds of
+    `start`, the frame on screen at `start` comes first, with its own time.
+
+    Args:
+        frames: Frames in order.
+        start: First time in seconds.
+        end: Frames at this time or later are left out. None: all that follow.
+        pause: Longest wait for the first frame in seconds. None: no limit.
+
+    Yields:
+        The frames with `start` <= time < `end`.
     """
     shown: TimedFrame | None = None
     begun = False
@@ -99,32 +107,32 @@ def at_rate(
     start: Fraction = Fraction(0),
     end: Fraction | None = None,
 ) -> Iterator[tuple[av.VideoFrame, int]]:
-    """Show frames at another rate, by repeating some and leaving out others.
+    """Convert frames to another rate by repeating and dropping frames.
 
-    At `start + n / fps` the frame is the one whose time is nearest, and of two that are equally
-    near, to what files round, the earlier one. Frames outside of `start` and `end` are not shown.
+    At `start + n / fps` the frame nearest in time is shown, and the earlier one of two that are
+    equally near within the rounding of files.
 
     Args:
         frames: The frames from `start` on.
-        fps: Frames per second of what is wanted.
-        start: The first moment.
-        end: The end of the last one; None: the end of the last frame.
+        fps: Frames per second of the result.
+        start: First time in seconds.
+        end: End of the last frame shown; None: end of the last frame.
 
     Yields:
-        Frames, and how often each is shown in a row. Together they are one for every `n / fps`
-        before the end, and one at least.
+        Frames, and how often each is shown in a row. In all there is one for every `n / fps` before
+        the end, and at least one.
     """
     last: TimedFrame | None = None
     shown = 0
 
     def due(until: Fraction) -> int:
-        """How many are to be shown before a moment, beside those that were."""
+        """Return how many frames to show before `until` in addition to those shown."""
         until = until if end is None else min(until, end)
         return max(frames_within(until - start, fps), 1) - shown
 
     for item in frames:
         if last is not None:
-            # Where two are equally near, the rounding of the file must not choose.
+            # The rounding of the file must not decide between two equally near frames.
             over = end is not None and item.time >= end - SLACK
             middle = item.time if over else (last.time + item.time) / 2 + 2 * SLACK
             if (count := due(middle)) > 0:
@@ -145,31 +153,31 @@ def in_step(
     *,
     ends: bool = True,
 ) -> Iterator[tuple[av.VideoFrame, int]]:
-    """Show frames at the constant rate that they have, and keep their timing where they have not.
+    """Convert frames to their constant rate, and keep the timing where they deviate from it.
 
-    Frames come in turn, each once, as long as they are less than `LEEWAY` from their turn: jitter
-    and the rounding of files change nothing. After a pause the frame before it is repeated, and of
-    frames that come too fast the earlier ones are left out, so that no frame is shown `LEEWAY`
-    frames too early or late.
+    Each frame is shown once and in order while it is less than `LEEWAY` frames from its turn, so
+    jitter and rounding change nothing. A frame before a pause is repeated, and of frames that come
+    too fast the earlier ones are dropped, so that no frame is shown `LEEWAY` frames too early or
+    late.
 
     Args:
-        frames: The frames of a stretch; one behind it, if it comes, tells how long the last lasts.
+        frames: The frames of a range; one after it, if present, ends the last one.
         fps: Frames per second.
-        start: The first moment; the first frame may be earlier or later.
-        end: The end of the stretch; None: that of the last frame.
-        ends: The last frame of all lasts as long as it says; else it is shown once.
+        start: First time in seconds; the first frame may be earlier or later.
+        end: End of the range; None: end of the last frame.
+        ends: Show the last frame for its own duration; else once.
 
     Yields:
-        Frames, and how often each is shown in a row; one at least in all.
+        Frames, and how often each is shown in a row; in all at least one.
     """
     last: TimedFrame | None = None
     origin, turn = start, 0
-    # Whether every frame lasted as long as it says. In MP4 it is the time to the one decoded next,
-    # which is another one where frames are decoded out of turn.
+    # Whether every frame lasted as declared. In MP4 the duration is the time to the frame decoded
+    # next, which is not the one shown next if frames are reordered.
     lasts = ends
 
     def turn_at(time: Fraction, since: Fraction) -> int:
-        """Whose turn it is at a moment, where the last frame came at `since`."""
+        """Return the turn at `time` if the last frame came at `since`."""
         place = (time - origin) * fps
         if abs(place - turn - 1) <= LEEWAY and (time - since) * fps > HASTE:
             return turn + 1
@@ -195,15 +203,21 @@ def in_step(
 
 
 def frames_within(seconds: Fraction, fps: Fraction) -> int:
-    """How many frames at a constant rate begin in so many seconds."""
+    """Return how many frames at `fps` start within `seconds`."""
     return max(0, math.ceil((seconds - SLACK) * fps))
 
 
 def checked_rate(fps: Fraction | float) -> Fraction:
-    """A frame rate as a fraction that files can hold: numerator and denominator are 32-bit.
+    """Return a frame rate as a fraction that files can store, with 32-bit terms.
+
+    Args:
+        fps: Frames per second.
+
+    Returns:
+        The rate.
 
     Raises:
-        ValueError: It is not more than 0 and less than 10000.
+        ValueError: `fps` is not in (0, 10000).
     """
     rate = Fraction(fps).limit_denominator(100_000) if 0 < fps < 10_000 else Fraction(0)
     if not rate:

@@ -1,4 +1,4 @@
-"""Video files in through PyAV, frame by frame, so that memory does not grow with length."""
+"""Reading of video files with PyAV, frame by frame, in memory that is independent of the length."""
 
 import itertools
 import logging
@@ -45,7 +45,7 @@ from .timestamps import (
 )
 
 LOG = logging.getLogger(__name__)
-# Where a file gives neither a frame rate nor a duration.
+# Rate of a file without a frame rate and a duration.
 FALLBACK_FPS = Fraction(25)
 
 
@@ -54,19 +54,16 @@ class VideoFile:
     """A video file that can be read any number of times.
 
     Attributes:
-        path: Where the file lies; of an open file, what errors call it.
-        height: Height of the picture in pixels, upright.
-        width: Width of the picture in pixels, upright.
-        fps: Frames per second that it is read at; see `pieces`.
-        estimated_frames: The count of frames at that rate, by what the file announces; None where
-            it announces nothing.
-        origin: When the first frame is, by the file's own clock, in seconds.
-        file: The file itself where it was handed over open, which is one thread's at a time.
-        varies: The times of its frames are those of no constant rate; None: they have no times, and
-            one simply follows the other.
-        announced_fps: Frames per second by what the file announces, which may be wrong; None: it
-            announces nothing.
-        seconds: How long it lasts, as the file announces; 0 where it does not.
+        path: The file; of an open file, its name in errors.
+        height: Height in pixels, upright.
+        width: Width in pixels, upright.
+        fps: Frames per second of `pieces`.
+        estimated_frames: Number of frames at that rate by the declared duration; None: unknown.
+        origin: Time of the first frame by the clock of the file, in seconds.
+        file: The open file if it was passed open; only one thread may read it at a time.
+        varies: The frame rate is not constant; None: the frames have no times.
+        announced_fps: Declared frames per second, which may be wrong; None: not declared.
+        seconds: Declared duration; 0 if not declared.
     """
 
     path: Path
@@ -81,20 +78,19 @@ class VideoFile:
     seconds: float = 0.0
 
     def frames(self, start: float = 0.0, duration: float | None = None) -> Iterator[Tensor]:
-        """Decode the file, or a stretch of it.
+        """Decode the file or a range of it.
 
         Args:
-            start: Seconds after the first frame of the file; the first frame given is the first
-                that is shown then or later. What lies before is passed over without decoding it,
-                from its last key frame on.
-            duration: Seconds; frames from `start + duration` on are left out. None: all.
+            start: Seconds after the first frame of the file; frames before it are skipped from the
+                key frame before it on.
+            duration: Seconds; frames at `start + duration` or later are left out. None: all.
 
         Returns:
-            Frames, `[H, W, 3]` uint8 RGB, upright. They begin where they should to within 0.6 ms,
-            because Matroska rounds times to 1 ms.
+            Frames, `[H, W, 3]` uint8 RGB, upright. The range is exact to 0.6 ms, because Matroska
+            rounds times to 1 ms.
 
         Raises:
-            ValueError: The file is broken or ends too early, or has nothing at `start`.
+            ValueError: The file is broken or truncated, or has no frame at `start`.
         """
         begin, seconds = self._stretch(start, duration)
         upright = Upright(self.path, self.height, self.width)
@@ -111,20 +107,20 @@ class VideoFile:
         duration: float | None = None,
         limit: int | None = None,
     ) -> Iterator[Tensor]:
-        """Decode the file in runs of frames, such as `VideoVAE.encode_stream` takes.
+        """Decode the file in pieces, as `VideoVAE.encode_stream` takes them.
 
-        They are at a constant rate. Of a file that has one, they are its frames; of another, those
-        that keep its timing: some are repeated or left out, and the log says so.
+        The rate is constant. A file with a varying rate keeps its timing: frames are repeated or
+        dropped, which is logged.
 
         Args:
             multiple: Height and width are cropped about the centre to multiples of this.
-            frames: Frames in a piece; the last may have fewer.
-            fps: Frames per second: the frame at `n / fps` after the first is the one nearest in
-                time, so some are repeated or left out, and none is blended. None: `self.fps`.
-            size: Height and width: the picture is resized to cover them, which keeps its aspect,
-                and cropped about the centre. None: those of the file.
-            start: As in `frames`.
-            duration: As in `frames`.
+            frames: Frames per piece; the last may have fewer.
+            fps: Frames per second: at `n / fps` the frame nearest in time is used, so frames are
+                repeated or dropped, never blended. None: `self.fps`.
+            size: Height and width; the picture is resized to cover them at its aspect ratio, then
+                cropped about the centre. None: those of the file.
+            start: Seconds after the first frame of the file, as in `frames`.
+            duration: Seconds, as in `frames`.
             limit: Most frames in all. None: no limit.
 
         Returns:
@@ -132,7 +128,7 @@ class VideoFile:
 
         Raises:
             ValueError: An argument is out of range, the picture is smaller than `multiple`, the
-                file is broken, or it has nothing at `start`.
+                file is broken, or it has no frame at `start`.
         """
         if frames < 1 or (limit is not None and limit < 1):
             raise ValueError(f"frames are {frames}, limited to {limit}; expected at least 1")
@@ -149,7 +145,7 @@ class VideoFile:
     def _at(
         self, rate: Fraction | None, begin: Fraction, seconds: Fraction | None
     ) -> Iterator[tuple[av.VideoFrame, int]]:
-        """The frames of a stretch at a constant rate, and how often each is shown."""
+        """Yield the frames of a range at a constant rate, and how often each is shown."""
         end = None if seconds is None else begin + seconds
         if rate is None and self.varies is None:
             yield from ((item.frame, 1) for item in self._timed(begin, seconds))
@@ -164,15 +160,22 @@ class VideoFile:
             if not noted and (self.varies or count > 1 or not is_near(announced, self.fps)):
                 noted = True
                 LOG.info("Fast Video VAE: %s has a varying frame rate, or another than it "
-                         "announces; it is read at %.5g frames per second, which keeps its timing; "
+                         "declares; it is read at %.5g frames per second, which keeps its timing; "
                          "fps sets another rate", self.path.name, self.fps)  # fmt: skip
             yield frame, count
 
     def cropped_size(self, multiple: int, size: tuple[int, int] | None = None) -> tuple[int, int]:
-        """Height and width of the file, or of a wanted `size`, cut down to multiples of `multiple`.
+        """Return a height and width cropped to multiples of `multiple`.
+
+        Args:
+            multiple: Pixels.
+            size: Height and width in pixels; None: those of the file.
+
+        Returns:
+            Height and width in pixels.
 
         Raises:
-            ValueError: Nothing would be left.
+            ValueError: A side is smaller than `multiple`.
         """
         full = size or (self.height, self.width)
         height, width = (side - side % multiple for side in full)
@@ -192,7 +195,20 @@ class VideoFile:
         duration: float | None = None,
         limit: int | None = None,
     ) -> int | None:
-        """How many frames `pieces` gives, by what the file announces; None: it does not tell."""
+        """Estimate how many frames `pieces` gives.
+
+        Args:
+            fps: As in `pieces`.
+            start: As in `pieces`.
+            duration: As in `pieces`.
+            limit: As in `pieces`.
+
+        Returns:
+            Frames by the declared duration; None: unknown.
+
+        Raises:
+            ValueError: `start` or `duration` is out of range.
+        """
         begin, seconds = self._stretch(start, duration)
         count = self.estimated_frames
         if count is None:
@@ -204,14 +220,14 @@ class VideoFile:
         return count if limit is None else min(count, limit)
 
     def _stretch(self, start: float, duration: float | None) -> tuple[Fraction, Fraction | None]:
-        """Start and length in exact seconds, looked over before any work."""
+        """Return start and duration as exact seconds, checked before any work."""
         if not 0 <= start < math.inf:
             raise ValueError(f"start is {start} s; expected 0 or more")
         if duration is not None and not 0 < duration < math.inf:
             raise ValueError(f"duration is {duration} s; expected more than 0")
         if start and self.estimated_frames is not None:
             length = self.estimated_frames / self.fps
-            # Containers round and rates vary; what is near the end is found out there.
+            # Containers round and rates vary; the exact end is found when it is read.
             if start > length + max(MISSING_SECONDS, MISSING_SHARE * float(length)):
                 raise ValueError(f"{self.path} lasts {float(length):.2f} s; start is {start} s")
         return Fraction(start), None if duration is None else Fraction(duration)
@@ -219,7 +235,7 @@ class VideoFile:
     def _fitted(
         self, height: int, width: int, size: tuple[int, int] | None
     ) -> Callable[[av.VideoFrame], Tensor]:
-        """What turns a frame into a picture `[height, width, 3]`, out of the middle of `size`."""
+        """Return the conversion of a frame to `size`, cropped to `[height, width, 3]`."""
         full = (self.height, self.width) if size is None else self._covering(*size)
         scaler = BICUBIC
         if full != (self.height, self.width):
@@ -229,7 +245,7 @@ class VideoFile:
         return lambda frame: upright(frame)[top : top + height, left : left + width]
 
     def _covering(self, height: int, width: int) -> tuple[int, int]:
-        """The least size of the video's aspect that covers another."""
+        """Return the smallest size with the aspect ratio of the video that covers another."""
         if width * self.height > height * self.width:
             return max(height, round(Fraction(self.height * width, self.width))), width
         return height, max(width, round(Fraction(self.width * height, self.height)))
@@ -237,7 +253,7 @@ class VideoFile:
     def _timed(
         self, start: Fraction, seconds: Fraction | None, *, beyond: bool = False
     ) -> Iterator[TimedFrame]:
-        """The frames of a stretch, one at least; `beyond`: those after it as well."""
+        """Yield the frames of a range, at least one; `beyond`: also those after it."""
         end = None if seconds is None else start + seconds
         found = between(self._from(start), start, None, (1 + LEEWAY) / self.fps)
         first = next(found, None)
@@ -248,7 +264,7 @@ class VideoFile:
         yield from frames if beyond else between(frames, first.time, end)
 
     def _from(self, start: Fraction) -> Iterator[TimedFrame]:
-        """Frames that begin at `start` or before it, from the last key frame where it is found."""
+        """Yield frames from `start` or earlier on, from the last key frame if it is found."""
         if start:
             with opened(self.path, self.file) as (container, stream):
                 found = self._sought(container, stream, start)
@@ -262,7 +278,7 @@ class VideoFile:
     def _sought(
         self, container: InputContainer, stream: VideoStream, start: Fraction
     ) -> Iterator[TimedFrame] | None:
-        """Frames from a key frame before `start`; None where the file does not tell its place."""
+        """Return frames from a key frame before `start`; None if it is not found."""
         if not stream.time_base:
             return None
         try:
@@ -276,7 +292,7 @@ class VideoFile:
             item = next(items)
             if item.time > start + SLACK:
                 return None
-            # Damage here may be of the seeking alone: a picture that is refreshed bit by bit.
+            # An error here may come from the seek alone, as in a stream with intra refresh.
             while item.time < start - SLACK:
                 before = [item]
                 item = next(items)
@@ -285,24 +301,24 @@ class VideoFile:
         return itertools.chain(before, [item], items)
 
     def _with_times(self, frames: Iterable[av.VideoFrame]) -> Iterator[TimedFrame]:
-        # No pause is longer than the whole, but what a container announces may be of other streams.
+        # No pause is longer than the whole, but the declared duration may be that of other streams.
         pause = Fraction(self.seconds) if self.seconds else AHEAD
         return timed(frames, self.origin, self.fps, ahead=min(pause, AHEAD))
 
 
 def read_video(source: str | os.PathLike[str] | BinaryIO) -> VideoFile:
-    """Look at a video file; its first frame is decoded and the rest is not.
+    """Open a video file and decode its first frame.
 
     Args:
-        source: A video in any format that FFmpeg reads, by its path or as a file that is open for
-            reading bytes and can seek, such as `io.BytesIO`. A picture is a video of one frame.
+        source: A video in any format that FFmpeg reads: its path, or an open binary file that can
+            seek, such as `io.BytesIO`. A picture is a video of one frame.
 
     Returns:
         The video, to be read with `frames` or `pieces`.
 
     Raises:
-        OSError: There is no such file, or it may not be read.
-        ValueError: It is no video: empty, broken, truncated, or without pictures.
+        OSError: The file is missing or not readable.
+        ValueError: It is not a video: empty, broken, truncated, or without frames.
     """
     if isinstance(source, (str, os.PathLike)):
         path, file = Path(source), None
@@ -312,16 +328,16 @@ def read_video(source: str | os.PathLike[str] | BinaryIO) -> VideoFile:
         faults_name(path, "is not a video that can be read"),
         opened(path, file) as (container, stream),
     ):
-        # Rotation lies on the frame, not on the stream, and headers may be wrong about the size.
+        # Rotation is a property of the frame, not the stream, and a header may give a wrong size.
         sample = PacketTimes(container.demux(stream))
         first = next(decoded(path, iter(sample), stream), None)
         if first is None:
-            raise ValueError(f"{path} holds no frame that can be decoded; expected a video")
+            raise ValueError(f"{path} has no frame that can be decoded; expected a video")
         height, width = first.height, first.width
         if quarter_turns(first) % 2:
             height, width = width, height
         times = sample.times()
-        # PyAV 19 has numbers of its own here, of which one that is not known is false.
+        # PyAV 19 has its own number type here; an unknown rate is false.
         announced = [Fraction(rate) for rate in (stream.average_rate, stream.guessed_rate) if rate]
         fps, constant = cadence(times and (indexed_times(stream) or times), announced)
         fps = fps or FALLBACK_FPS
@@ -330,7 +346,7 @@ def read_video(source: str | os.PathLike[str] | BinaryIO) -> VideoFile:
         seconds = announced_seconds(stream) or whole
         count = stream.frames if constant else None
         if not count:
-            # Where the stream itself has no duration, time counts from the start of the file.
+            # Without a duration of the stream, times count from the start of the file.
             late = 0.0 if stream.duration else first.time or 0.0
             count = max(0, round((seconds - late) * fps)) or None
         origin = Fraction(0)
@@ -341,6 +357,6 @@ def read_video(source: str | os.PathLike[str] | BinaryIO) -> VideoFile:
 
 
 def _runs(pictures: Iterator[Tensor], frames: int) -> Iterator[Tensor]:
-    """Pictures `[H, W, 3]` in pieces `[1, 3, t, H, W]`."""
+    """Stack pictures `[H, W, 3]` into pieces `[1, 3, t, H, W]`."""
     while held := list(itertools.islice(pictures, frames)):
         yield torch.stack(held).permute(3, 0, 1, 2).unsqueeze(0)

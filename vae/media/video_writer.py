@@ -1,10 +1,9 @@
-"""Video files out through PyAV, frame by frame, so that memory does not grow with length.
+"""Writing of video files with PyAV, frame by frame, in memory that is independent of the length.
 
-What has chroma is converted with the matrix of BT.709, in the limited range, and tagged so; ffv1
-keeps RGB. A picture is rounded as ComfyUI's saver rounds it: the byte is `255 * x` without its
-fraction.
+YUV formats use the BT.709 matrix in limited range and are tagged so; ffv1 keeps RGB. Values are
+rounded as by ComfyUI's save nodes: `255 * x`, truncated.
 
-Whatever is written appears under its final name only when it is whole (`whole_file`).
+A file appears under its final name only when it is complete (`whole_file`).
 """
 
 import logging
@@ -33,18 +32,18 @@ from .encoder_options import options_of, pixel_format_of
 from .timestamps import checked_rate
 
 LOG = logging.getLogger(__name__)
-# The one format of pixels without chroma.
+# The only pixel format without chroma.
 RGB = "bgr0"
 
 
 class VideoWriter:
-    """Writes frames to a video file, which appears under its name only when it is whole.
+    """Writes frames to a video file, which appears under its final name only when it is complete.
 
-    As a context manager: the path is tried when it is entered, before any work is done. If the
-    body raises, nothing is left behind and a file that was there before stays as it was.
+    Use it as a context manager; entering it checks that the path is writable. If the body raises,
+    nothing is left behind and an older file is kept.
 
     Attributes:
-        frames: Frames that were written so far.
+        frames: Number of frames written so far.
         encoder: FFmpeg's name of the encoder.
     """
 
@@ -59,17 +58,17 @@ class VideoWriter:
         audio: Audio | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """Prepare to write; nothing is touched yet.
+        """Prepare; no file is created yet.
 
         Args:
-            path: The file to write; its suffix names the container: `Codec.suffixes`.
+            path: The file to write; its suffix selects the container, one of `Codec.suffixes`.
             fps: Frames per second, kept as a fraction.
             codec: One of `CODECS`.
-            quality: 0 to 100; more is better and bigger. None: 70, which shows no loss on what a
-                VAE made. ffv1 is without loss and does not mind it.
-            hardware: Prefer an encoder in hardware, where one works.
-            audio: The sound; it ends with the video.
-            metadata: Tags of the container. Matroska and WebM spell their names in capitals.
+            quality: 0 to 100; higher is better and larger. None: 70, no visible loss on the output
+                of a VAE. ffv1 is lossless and ignores it.
+            hardware: Prefer a hardware encoder if one works.
+            audio: The audio; it is cut to the length of the video.
+            metadata: Tags of the container. Matroska and WebM write their names in capitals.
 
         Raises:
             ValueError: `fps` is not positive, the suffix does not fit the codec, `quality` is out
@@ -82,7 +81,7 @@ class VideoWriter:
         self.encoder = find_encoder(self.codec, hardware)
         options_of(self.encoder, quality)
         self.quality = quality
-        # An empty sound is none: some players stop at an empty track.
+        # Empty audio counts as none: some players stop at an empty track.
         self.audio = audio if audio and audio.waveform.shape[1] else None
         self._sound_encoder = sound_encoder(self.codec, self.path) if self.audio else ""
         self.metadata = dict(metadata or {})
@@ -107,11 +106,11 @@ class VideoWriter:
         """Append frames.
 
         Args:
-            frames: `[T, H, W, 3]` uint8 RGB; the first call settles H and W, see `check_size`.
+            frames: `[T, H, W, 3]` uint8 RGB; H and W are fixed by the first call, see `check_size`.
 
         Raises:
-            ValueError: Another shape or dtype, or the encoder failed.
-            OSError: The disk is full, or it failed.
+            ValueError: The shape or dtype is wrong, or the encoder failed.
+            OSError: The disk is full or failed.
         """
         if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != torch.uint8:
             raise ValueError(
@@ -126,7 +125,7 @@ class VideoWriter:
             container, stream = self._output
             if (height, width) != (stream.height, stream.width):
                 raise ValueError(
-                    f"frames are {width}x{height}; this video is {stream.width}x{stream.height}"
+                    f"frames are {width}x{height}; expected {stream.width}x{stream.height}"
                 )
             for picture in frames.cpu().contiguous().numpy():
                 container.mux(stream.encode(self._frame(picture)))
@@ -135,15 +134,15 @@ class VideoWriter:
                     self._sound.write_until(self.frames / self.fps)
 
     def _opened(self, height: int, width: int) -> tuple[OutputContainer, VideoStream]:
-        """Open the encoder and the file, with every stream that it will have."""
+        """Open the encoder and the file with all of its streams."""
         try:
             return self._opened_with(self.encoder, height, width)
         except FFmpegError:
-            # Chips have limits of their own, on the size or on how many videos at a time.
+            # Hardware limits the size and the number of videos at a time.
             software = find_encoder(self.codec)
             if self.encoder == software:
                 raise
-            LOG.info("Fast Video VAE: %s refused %dx%d; software takes over", self.encoder, width,
+            LOG.info("Fast Video VAE: %s failed at %dx%d; using software", self.encoder, width,
                      height)  # fmt: skip
             self.encoder = software
             return self._opened_with(software, height, width)
@@ -152,7 +151,7 @@ class VideoWriter:
         self, encoder: str, height: int, width: int
     ) -> tuple[OutputContainer, VideoStream]:
         if encoder == "libsvtav1":
-            # It writes its settings to stderr, and listens to nothing else: 1 is errors alone.
+            # SVT-AV1 logs its settings to stderr, controlled only by this variable; 1: errors only.
             os.environ.setdefault("SVT_LOG", "1")
         container = av.open(f"file:{self._part}", "w", format=self._format, options=self._flags())
         with ExitStack() as stack:
@@ -164,7 +163,7 @@ class VideoWriter:
             stream.pix_fmt = pixels = pixel_format_of(encoder)
             context = stream.codec_context
             if self.codec.name == "hevc" and self._format in ("mp4", "mov"):
-                context.codec_tag = "hvc1"  # Apple's players take no other
+                context.codec_tag = "hvc1"  # required by Apple's players
             if pixels != RGB:
                 context.colorspace = context.color_primaries = context.color_trc = BT709
                 context.color_range = ColorRange.MPEG
@@ -178,12 +177,12 @@ class VideoWriter:
     def _flags(self) -> dict[str, str]:
         if self._format not in ("mp4", "mov"):
             return {}
-        # faststart: the index goes to the front, so that a browser plays what it has not yet read.
-        # Without the other only the names that mp4 itself knows are kept.
+        # faststart moves the index to the front, so that a browser can play while it loads. Without
+        # the other flag only tags that mp4 defines are kept.
         return {"movflags": "faststart+use_metadata_tags" if self.metadata else "faststart"}
 
     def _frame(self, picture: numpy.ndarray) -> av.VideoFrame:
-        """Convert `[H, W, 3]` to what the encoder takes, with its place in time."""
+        """Convert `[H, W, 3]` to a frame in the encoder's format with its time."""
         rgb = av.VideoFrame.from_ndarray(picture, format="rgb24")
         pixels = pixel_format_of(self.encoder)
         if pixels == RGB:
@@ -192,7 +191,8 @@ class VideoWriter:
             frame = self._reformatter.reformat(
                 rgb, format=pixels, dst_colorspace=BT709, dst_color_range=ColorRange.MPEG
             )
-            # Some encoders go by the frame. PyAV before 17 does not tell it; players guess as much.
+            # Some encoders use the tags of the frame. PyAV before 17 lacks them; players assume the
+            # same.
             with suppress(AttributeError):
                 frame.color_primaries = frame.color_trc = BT709
         frame.pts = self.frames
@@ -200,15 +200,15 @@ class VideoWriter:
         return frame
 
     def _close(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Finish the file, or give it up; runs before `whole_file` names or removes it."""
+        """Finish or discard the file; runs before `whole_file` renames or removes it."""
         if kind is not None:
             if self._output is not None:
-                # Closing moves the index to the front, which copies all that was written; it cannot
-                # where the name is gone. Windows keeps the name of a file that is open.
+                # Closing copies the whole file to move the index to the front, unless the name is
+                # gone. Windows keeps the name of an open file.
                 with suppress(OSError):
                     self._part.unlink()
                 with suppress(FFmpegError):
-                    # The first error is on its way; this one says the same of the same disk.
+                    # Another error is being raised; this one repeats it for the same disk.
                     self._output[0].close()
             return
         if self._output is None:
@@ -221,7 +221,7 @@ class VideoWriter:
 
 
 def frames_to_uint8(frames: Tensor) -> Tensor:
-    """Turn decoded frames into pictures as ComfyUI's saver does: clamp, scale, drop the fraction.
+    """Convert decoded frames to pictures as ComfyUI's save nodes do: clamp, scale, truncate.
 
     Args:
         frames: `[1, C, T, H, W]` in about [-1, 1], any float dtype; C is 3, or 4 with an alpha
@@ -231,7 +231,7 @@ def frames_to_uint8(frames: Tensor) -> Tensor:
         `[T, H, W, 3]` uint8 on the device of `frames`.
 
     Raises:
-        ValueError: More than one video, or another count of channels.
+        ValueError: The batch size is not 1, or C is not 3 or 4.
     """
     if frames.ndim != 5 or frames.shape[0] != 1 or frames.shape[1] not in (3, 4):
         raise ValueError(f"frames are {list(frames.shape)}; expected [1, 3 or 4, T, H, W]")
@@ -240,7 +240,7 @@ def frames_to_uint8(frames: Tensor) -> Tensor:
 
 @contextmanager
 def _errors_name(path: Path) -> Iterator[None]:
-    """Give FFmpeg's errors the final path and, where there is one, the system's own words."""
+    """Give FFmpeg's errors the final path and the message of the operating system, if any."""
     try:
         yield
     except FFmpegError as error:
