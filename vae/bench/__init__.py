@@ -1,4 +1,4 @@
-"""This VAE and others at the same work in the same run."""
+"""Benchmark of this VAE against others on the same work in the same run."""
 
 from .chart import draw_chart
 from .compare import Contestant, compare, device_label

@@ -1,7 +1,7 @@
-"""Who takes part in the command line's benchmark: this package twice, and diffusers beside it.
+"""The contestants of the command line's benchmark: this package twice, and diffusers.
 
-All have the weights of the same file, work on the same device in the same dtype, and take and give
-what ComfyUI's nodes do: a decode gives images in [0, 1] in float32 on the host, an encode a latent.
+All have the weights of one file, the same device and dtype, and the tensors of ComfyUI's nodes: a
+decode returns float32 images in [0, 1] on the host, an encode a latent.
 """
 
 import importlib.util
@@ -31,21 +31,24 @@ def race(
     chunk: int | None,
     progress: Callable[[int], Callable[[], None]],
 ) -> BenchmarkReport:
-    """Measure a VAE on the fastest backends and on the reference, and diffusers beside it.
+    """Measure a VAE on the fastest backends and on the reference, and diffusers' VAE.
 
     Args:
-        vae: Ours.
+        vae: The VAE.
         tasks: "encode", "decode".
-        clip: What goes through; it is cut to whole latents.
-        rounds: How often each is measured, after a warm-up.
-        chunk: Latents per step of ours; -1: all; None: chosen from size and memory.
-        progress: Gets how many calls a task has, gives what is called after each.
+        clip: Size of the input; it is cropped to whole latents.
+        rounds: Measurements of each contestant after a warm-up.
+        chunk: Latent frames per step of `vae`; -1: all; None: by size and memory.
+        progress: Called with the number of calls of a task; returns a function to call after each.
+
+    Returns:
+        The measurements.
 
     Raises:
-        ValueError: Nothing of the clip fits, or the VAE has no encoder to be measured.
+        ValueError: The clip is smaller than a latent, or the VAE has no encoder to measure.
     """
     config, kept = vae.config, fitted(vae.config, clip)
-    notes = [] if kept == clip else [f"{clip} were asked for, and cut to whole latents"]
+    notes = [] if kept == clip else [f"{clip} requested, cropped to whole latents"]
     measure, comparisons = Gauge(vae.device), []
     for task in tasks:
         found, note = contestants(vae, task, kept, chunk)
@@ -68,10 +71,19 @@ def race(
 def contestants(
     vae: VideoVAE, task: str, clip: Clip, chunk: int | None = None
 ) -> tuple[list[Contestant], str | None]:
-    """Those of one task: reference, fast, and diffusers where it knows the layout, or why not.
+    """Return the contestants of one task: reference, fast, and diffusers.
+
+    Args:
+        vae: The VAE.
+        task: "encode" or "decode".
+        clip: Size of the input in whole latents.
+        chunk: Latent frames per step of `vae`, as in `race`.
+
+    Returns:
+        The contestants, and why diffusers is missing, if it is.
 
     Raises:
-        ValueError: The VAE has no encoder to be measured.
+        ValueError: The VAE has no encoder to measure.
     """
     config = vae.config
     if task == ENCODE and config.encoder_width is None:
@@ -84,7 +96,7 @@ def contestants(
     found = [Contestant("reference", use_backend("reference")(fast)), Contestant("fast", fast)]
     try:
         if config.output_scale != 1:
-            raise LayoutError("it has no such VAE")
+            raise LayoutError("it has no VAE of this layout")
         peer = diffusers_vae(vae.state_dict(), config, vae.device, _dtype(vae, task))
     except (LayoutError, ImportError) as error:
         return found, f"diffusers is left out: {error}"
@@ -94,7 +106,7 @@ def contestants(
 
 
 def frames_of(config: VAEConfig, clip: Clip) -> Tensor:
-    """What an encoder takes: `[1, C, T, H, W]` in [-1, 1]; alpha is opaque."""
+    """Make frames of `clip` for `config`, `[1, C, T, H, W]` in [-1, 1] with opaque alpha."""
     frames = moving_pictures(clip) * 2 - 1
     alpha = torch.ones_like(frames[:, :1]).expand(-1, config.image_channels - 3, -1, -1, -1)
     return torch.cat([frames, alpha], dim=1)
@@ -103,18 +115,27 @@ def frames_of(config: VAEConfig, clip: Clip) -> Tensor:
 def diffusers_vae(
     state: Mapping[str, Tensor], config: VAEConfig, device: torch.device, dtype: torch.dtype
 ) -> nn.Module:
-    """The class that diffusers has for a layout, on copies of weights under Wan's names.
+    """Build the VAE of diffusers for a layout.
+
+    Args:
+        state: Weights `[...]` under the names of Wan's checkpoint; they are copied.
+        config: The layout.
+        device: Device of the module.
+        dtype: Floating-point dtype of the module.
+
+    Returns:
+        The module; its `decode` takes `[B, C_latent, t, h, w]`.
 
     Raises:
-        ImportError: diffusers is not installed, or does not import.
-        LayoutError: It has no class for the layout.
+        ImportError: diffusers is not installed, or its import fails.
+        LayoutError: diffusers has no class for the layout.
     """
     if importlib.util.find_spec("diffusers") is None:
         raise ImportError("it is not installed")
     if config.family == SEEDVR2 or config.encoder_widths is None:
-        raise LayoutError("it has no such VAE")
+        raise LayoutError("it has no VAE of this layout")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what it says while it is imported is not for our users
+        warnings.simplefilter("ignore")  # warnings of the import do not concern users
         try:
             import diffusers  # noqa: PLC0415, optional and slow
         except RuntimeError as error:
@@ -126,10 +147,10 @@ def diffusers_vae(
     with torch.device("meta"):
         module = kind(**_arguments(config))
     shapes = module.state_dict()
-    # The names that we read from its files are those that it wants.
+    # The key names that we read from diffusers' files, in reverse.
     names = dict(zip(shapes, to_wan_keys(shapes), strict=True))
     if any(state[own].numel() != shapes[name].numel() for name, own in names.items()):
-        raise LayoutError("it has no such VAE: its stages have other widths")
+        raise LayoutError("it has no VAE with these stage widths")
     copies = {
         name: state[own].to(device, dtype).contiguous().clone().view(shapes[name].shape)
         for name, own in names.items()
@@ -139,7 +160,7 @@ def diffusers_vae(
 
 
 def _arguments(config: VAEConfig) -> dict[str, Any]:
-    """Those of diffusers' class."""
+    """Return the arguments of diffusers' class."""
     channels = config.image_channels
     given: dict[str, Any] = {"base_dim": config.encoder_width, "z_dim": config.latent_channels}
     if config.family in (WAN22, QWEN21):
@@ -169,7 +190,7 @@ def _ours(vae: VideoVAE, task: str, content: Tensor, chunk: int | None) -> Tenso
 
 @torch.inference_mode()
 def _theirs(peer: Any, task: str, content: Tensor, pictures: bool) -> Tensor:  # noqa: ANN401
-    """A task of diffusers' class, whose VAE of pictures takes them as a batch."""
+    """Run a task with diffusers' class; its VAE for images takes them as a batch."""
     given = content.to(peer.device, peer.dtype)
     given = given.transpose(0, 2) if pictures else given
     if task == ENCODE:

@@ -1,7 +1,7 @@
-"""The chart of a benchmark: a bar for each contestant's seconds, and one for its memory.
+"""The bar chart of a benchmark: seconds and memory of each contestant.
 
-Drawn with Pillow, which ComfyUI and the command line have; twice as large and then shrunk, so that
-edges are smooth.
+It is drawn with Pillow, which ComfyUI and the command line require, at twice the size and then
+reduced, so that edges are smooth.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ TRACK = (40, 44, 52)
 INK = (236, 238, 242)
 FAINT = (150, 156, 168)
 WARNING = (255, 140, 120)
-# Of the first contestant, which the others are compared with, and of those.
+# Of the first contestant, the baseline, and of the others.
 COLORS = ((132, 140, 156), (92, 184, 255), (255, 186, 104), (150, 216, 150))
 BETTER = (126, 222, 156)
 MARGIN, GAP, HEAD, FOOT = 32, 20, 104, 60
@@ -29,25 +29,25 @@ Color = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class _Bar:
-    """One bar; without a value there is nothing to draw."""
+    """One bar; without a value it is empty."""
 
     name: str
     value: float | None
     text: str
-    ratio: str  # to the first contestant, in words
+    ratio: str  # to the first contestant, as text
     is_better: bool
     color: Color
 
 
 class _Pen:
-    """Draws in pixels of the finished picture, on one that is larger."""
+    """Draws on an enlarged picture in pixels of the final one."""
 
     def __init__(self) -> None:
         self._picture = Image.new("RGB", (WIDTH * _SHARP, HEIGHT * _SHARP), BACKGROUND)
         self._draw = ImageDraw.Draw(self._picture)
 
     def box(self, box: tuple[float, float, float, float], color: Color, radius: float) -> None:
-        """A rectangle with round corners: left, top, right, bottom."""
+        """Draw a rectangle with rounded corners; `box` is left, top, right, bottom in pixels."""
         scaled = [round(each * _SHARP) for each in box]
         self._draw.rounded_rectangle(scaled, round(radius * _SHARP), fill=color)
 
@@ -60,7 +60,7 @@ class _Pen:
         anchor: str = "lm",
         room: float | None = None,
     ) -> float:
-        """A line of text, smaller where there is no room for it; its width."""
+        """Draw a line of text, reduced to the width `room`; return its width in pixels."""
         text, font = ascii_only(text), default_font(points * _SHARP)
         while room is not None and points > 9 and font.getlength(text) > room * _SHARP:
             points -= 0.5
@@ -69,12 +69,12 @@ class _Pen:
         return font.getlength(text) / _SHARP
 
     def done(self) -> Image.Image:
-        """The picture."""
+        """Return the picture in its final size."""
         return self._picture.resize((WIDTH, HEIGHT), Image.Resampling.BOX)
 
 
 def draw_chart(benchmark: BenchmarkReport) -> Image.Image:
-    """Draw what was measured, RGB."""
+    """Draw `benchmark` as an RGB picture."""
     pen = _Pen()
     room = WIDTH - 2 * MARGIN
     tasks = " and ".join(each.task for each in benchmark.comparisons)
@@ -101,7 +101,7 @@ def draw_chart(benchmark: BenchmarkReport) -> Image.Image:
 
 
 def _panels(comparison: Comparison) -> list[tuple[str, list[_Bar]]]:
-    """The bars of one task: its seconds and its memory."""
+    """Return the titles and bars of one task: seconds and memory."""
     time, memory = [], []
     for index, each in enumerate(comparison.results):
         color = COLORS[min(index, len(COLORS) - 1)]
@@ -110,26 +110,26 @@ def _panels(comparison: Comparison) -> list[tuple[str, list[_Bar]]]:
             (memory, each.peak_bytes, size(each.peak_bytes), comparison.thrift(each), "less"),
         ):
             is_better = ratio is not None and ratio >= 1
-            told = ""
+            label = ""
             if index and ratio is not None:
-                told = f"{times(ratio)} {word}"
+                label = f"{times(ratio)} {word}"
                 if word == "less" and not is_better:
-                    told = f"{times(1 / ratio)} as much"
-            bars.append(_Bar(each.name, value, each.failure or text, told, is_better, color))
+                    label = f"{times(1 / ratio)} as much"
+            bars.append(_Bar(each.name, value, each.failure or text, label, is_better, color))
     return [("time", time), ("peak memory above weights and input", memory)]
 
 
 def _card(
     pen: _Pen, box: tuple[float, float, float, float], title: str, bars: Sequence[_Bar]
 ) -> None:
-    """A panel of bars, each under its name and its value."""
+    """Draw a panel of bars, each below its name and value."""
     left, top, right, bottom = box
     pen.box(box, CARD, 12)
     left, right = left + 22, right - 22
     pen.text((left, top + 26), title, FAINT, 15)
     longest = max((bar.value or 0 for bar in bars), default=0)
     row_height = min(170.0, (bottom - top - 56) / len(bars))
-    # The rows are in the middle of what the card has left.
+    # The rows are centred in the free height of the card.
     first = top + 46 + (bottom - top - 56 - row_height * len(bars)) / 2
     large = min(28.0, row_height * 0.28)
     for index, bar in enumerate(bars):
@@ -146,13 +146,13 @@ def _card(
         radius = min(10.0, thick / 4)
         pen.box((left, bar_top, right, bar_top + thick), TRACK, radius)
         if bar.value and longest:
-            # As wide as its corners at least: it is to be seen.
+            # At least as wide as its rounded corners, so that it is visible.
             end = left + max(2 * radius, (right - left) * bar.value / longest)
             pen.box((left, bar_top, end, bar_top + thick), bar.color, radius)
 
 
 def _foot(benchmark: BenchmarkReport) -> str:
-    """What the results differ by."""
+    """Return the line about the differences between results."""
     parts = []
     for comparison in benchmark.comparisons:
         first = comparison.results[0].name
@@ -165,10 +165,10 @@ def _foot(benchmark: BenchmarkReport) -> str:
 
 
 def ascii_only(text: str) -> str:
-    """Question marks for all that Pillow's own font lacks, the only font that is everywhere."""
+    """Return `text` with question marks for the characters that Pillow's own font lacks."""
     return text.encode("ascii", "replace").decode()
 
 
 def default_font(size: float) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Pillow's own font."""
+    """Return Pillow's own font, which is always available, in `size` points."""
     return ImageFont.load_default(size)

@@ -1,7 +1,7 @@
-"""A race between VAEs on the same weights and content: seconds, memory, and what they differ by.
+"""Comparison of VAEs on the same weights and input: seconds, memory and difference of the results.
 
-They go in turn, A B and then B A, so that what heats up or slows down the machine meets all alike,
-after a warm-up in which kernels are chosen and results are compared; it does not count.
+They run in the order A B, then B A, so that heat and other load affect all equally. A warm-up, in
+which kernels are selected and results compared, is not counted.
 """
 
 import math
@@ -26,13 +26,13 @@ Measure = Callable[[Callable[[], Tensor]], tuple[Tensor, Taken]]
 
 @dataclass(frozen=True)
 class Contestant:
-    """One of those that are compared.
+    """One of the implementations that are compared.
 
     Attributes:
-        name: What the results call it.
-        run: Does the work once. A decode gives images `[..., T, H, W, C]` in [0, 1], an encode a
+        name: Its name in the results.
+        run: Does the work once. A decode returns images `[..., T, H, W, C]` in [0, 1], an encode a
             latent.
-        prepare: What is done before every call and not counted; None: nothing.
+        prepare: Called before each run and not counted; None: nothing.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Contestant:
 
 @dataclass
 class _Entry:
-    """A contestant, and what is known of it so far."""
+    """A contestant and its measurements so far."""
 
     contestant: Contestant
     seconds: list[float] = field(default_factory=list)
@@ -51,7 +51,7 @@ class _Entry:
     failure: str | None = None
 
     def call(self, measure: Measure) -> tuple[Tensor, Taken] | None:
-        """Let it work once; None: there was no memory for it."""
+        """Run it once; None: memory ran out."""
         try:
             if self.contestant.prepare is not None:
                 self.contestant.prepare()
@@ -59,14 +59,14 @@ class _Entry:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        # Here, where the error and the tensors of its frames are gone.
+        # Outside of the handler, which keeps the error and its tensors alive.
         self.failure = OUT_OF_MEMORY
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return None
 
     def result(self, task: str) -> ContestantResult:
-        """What was measured."""
+        """Return the measurements."""
         decodes = task == DECODE
         known = [peak for peak in self.peaks if peak is not None]
         return ContestantResult(
@@ -88,21 +88,21 @@ def compare(
     measure: Measure,
     passed: Callable[[], None] | None = None,
 ) -> Comparison:
-    """Let contestants do the same work in turn.
+    """Run contestants on the same work in turn.
 
     Args:
-        task: "encode" or "decode": whether latents or images are compared.
-        contestants: The first is what the others are compared with.
-        rounds: How often each is measured, at least once; after a warm-up.
-        dtype: Of the computation, as in "bf16".
+        task: "encode" or "decode": latents or images are compared.
+        contestants: The first is the baseline of the others.
+        rounds: Measurements of each after a warm-up, at least 1.
+        dtype: Label of the dtype of computation, such as "bf16".
         measure: Measures a call: a `Gauge`.
         passed: Called after each call.
 
     Returns:
-        What was measured. One that ran out of memory is left out of the rounds after.
+        The measurements. A contestant that runs out of memory is left out of later rounds.
 
     Raises:
-        ValueError: `rounds` is less than 1, or results have other shapes than the first's.
+        ValueError: `rounds` is less than 1, or a result has another shape than the baseline's.
     """
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; expected at least 1")
@@ -115,7 +115,7 @@ def compare(
                 if done is not None:
                     entry.seconds.append(done[1].seconds)
                     entry.peaks.append(done[1].peak_bytes)
-                # The next is not to find it there.
+                # Freed before the next contestant runs.
                 del done
             if passed is not None:
                 passed()
@@ -125,7 +125,7 @@ def compare(
 def _warm_up(
     task: str, entries: Sequence[_Entry], measure: Measure, passed: Callable[[], None] | None
 ) -> None:
-    """Run each once, and compare what they give with what the first gives."""
+    """Run each contestant once and compare its result with that of the first."""
     expected: Tensor | None = None
     for entry in entries:
         done = entry.call(measure)
@@ -145,14 +145,18 @@ def _warm_up(
 
 
 def psnr(images: Tensor, expected: Tensor) -> float:
-    """Peak signal-to-noise ratio in dB of images `[..., T, H, W, C]` in [0, 1].
+    """Compute the peak signal-to-noise ratio, summed in float64 per frame.
 
-    Summed in float64, a frame at a time. Infinite where all is equal, NaN where a value is not
-    finite.
+    Args:
+        images: `[..., T, H, W, C]` in [0, 1].
+        expected: Images of the same shape.
+
+    Returns:
+        dB; infinite for equal images, NaN if a value is not finite.
     """
     error, count = 0.0, 0
     for one, other in zip(_frames(images), _frames(expected), strict=True):
-        # The device of the work has its precision; the difference is taken on the host.
+        # On the host in float64, as some devices lack it.
         difference = one.cpu().double() - other.cpu().double()
         error += float(difference.square_().sum())
         count += difference.numel()
@@ -162,7 +166,7 @@ def psnr(images: Tensor, expected: Tensor) -> float:
 
 
 def relative_error(latent: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected, in float64."""
+    """Return the norm of `latent - expected` over that of `expected`, both `[...]`, in float64."""
     one, other = latent.cpu().double(), expected.cpu().double()
     norm = float(other.norm())
     difference = float((one - other).norm())
@@ -170,7 +174,7 @@ def relative_error(latent: Tensor, expected: Tensor) -> float:
 
 
 def device_label(device: torch.device) -> str:
-    """What a device is called: "NVIDIA H200", or the CPU and how many threads."""
+    """Return the name of `device`: "NVIDIA H200", or that of the CPU with its thread count."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
@@ -185,5 +189,5 @@ def device_label(device: torch.device) -> str:
 
 
 def _frames(images: Tensor) -> Tensor:
-    """`[N, H, W, C]` without a copy where there is one video."""
+    """Return the frames as `[N, H, W, C]`, without a copy."""
     return images.flatten(0, -4)

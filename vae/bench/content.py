@@ -1,4 +1,4 @@
-"""What goes through the VAEs of a benchmark: sizes that fit, content that is always the same."""
+"""Inputs of a benchmark: valid sizes and reproducible content."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ from torch.nn import functional
 
 from ..models.config import VAEConfig
 
-# Of the colours that move, in pixels and in frames.
+# Size of the moving colours in pixels and in frames.
 _BLOB_PIXELS, _BLOB_FRAMES = 32, 4
 
 
 @dataclass(frozen=True)
 class Clip:
-    """What a VAE takes: a size in pixels and a count of frames."""
+    """Size of a video: width and height in pixels, and number of frames."""
 
     width: int
     height: int
@@ -26,7 +26,14 @@ class Clip:
 
 
 def fitted(config: VAEConfig, clip: Clip) -> Clip:
-    """The clip, cut to whole latents, as an encode crops it.
+    """Crop a clip to whole latents, as an encode does.
+
+    Args:
+        config: Layout of the VAE.
+        clip: The size.
+
+    Returns:
+        The cropped size.
 
     Raises:
         ValueError: A side is smaller than a latent, or there is no frame.
@@ -42,9 +49,14 @@ def fitted(config: VAEConfig, clip: Clip) -> Clip:
 
 
 def random_latent(config: VAEConfig, clip: Clip) -> Tensor:
-    """A latent as a diffusion model could make it, by the statistics of its channels.
+    """Draw a latent with the channel statistics of a VAE.
 
-    It is `[1, C_latent, t, h, w]` float32, the same for the same size.
+    Args:
+        config: Layout and statistics of the VAE.
+        clip: Size in whole latents.
+
+    Returns:
+        `[1, C_latent, t, h, w]` float32, equal for equal sizes.
     """
     step = config.spatial_compression
     shape = (config.latent_frames(clip.frames), clip.height // step, clip.width // step)
@@ -58,9 +70,13 @@ def random_latent(config: VAEConfig, clip: Clip) -> Tensor:
 
 
 def moving_pictures(clip: Clip) -> Tensor:
-    """Soft colours that move, so that no frame is like the one before.
+    """Draw a video of soft, moving colours in which all frames differ.
 
-    They are `[1, 3, T, H, W]` float32 in [0, 1], the same for the same size.
+    Args:
+        clip: The size.
+
+    Returns:
+        `[1, 3, T, H, W]` float32 in [0, 1], equal for equal sizes.
     """
     blobs = (
         -(-clip.frames // _BLOB_FRAMES) + 1,

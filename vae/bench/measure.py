@@ -1,7 +1,7 @@
-"""What a call takes: seconds, and the peak of memory above what was there before it.
+"""Cost of a call: seconds, and peak memory above the level before it.
 
-PyTorch counts the peak of a GPU's memory. On a CPU it is that of the process: Linux notes it and
-starts anew when asked to; elsewhere a thread looks every few milliseconds, if psutil is there.
+PyTorch counts the peak of a GPU. On a CPU it is the peak of the process: Linux records it and
+resets it on request; elsewhere a thread samples it every few milliseconds if psutil is installed.
 """
 
 import functools
@@ -21,20 +21,19 @@ from ..planning.device_memory import trim_heap
 
 _Result = TypeVar("_Result")
 
-# Starts to watch memory, and gives what stops that: the bytes above those at the start at most, or
-# None where nothing counts them.
+# Starts to watch memory, and returns a function that stops it and returns the most bytes above the
+# start, or None if they cannot be measured.
 Watch = Callable[[], Callable[[], int | None]]
 
 _PROCESS = Path("/proc/self")
 
-# Between two looks at the memory of the process. What is shorter than that has few bytes: memory
-# that is touched for the first time comes at some GB a second.
+# Seconds between two samples. A shorter peak is small: memory is first touched at a few GB/s.
 _LOOK_SECONDS = 0.002
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What one call took: seconds with the device's work, and the peak; None: not measured."""
+    """Cost of a call: seconds until the device is done, and peak bytes; None: not measured."""
 
     seconds: float
     peak_bytes: int | None
@@ -44,9 +43,9 @@ class Gauge:
     """Measures calls one after the other.
 
     Args:
-        device: Where they work.
-        clock: Gives seconds.
-        watch: Measures the peak; None: what this device and system have.
+        device: Device of the work.
+        clock: Returns seconds.
+        watch: Measures peak memory; None: the method for this device and system.
     """
 
     def __init__(
@@ -59,8 +58,8 @@ class Gauge:
         self._watch = watch or memory_watch(device)
 
     def __call__(self, run: Callable[[], _Result]) -> tuple[_Result, Taken]:
-        """Run it, with nothing left over from before; what it returns, and what it took."""
-        # The young objects, of the call before; all of a large process would take a second.
+        """Call `run`; return its result and its cost."""
+        # Young objects of the previous call only: a full collection may take a second.
         gc.collect(1)
         if self._device.type == "cpu":
             trim_heap()
@@ -77,12 +76,12 @@ class Gauge:
 
 
 def memory_watch(device: torch.device) -> Watch:
-    """What measures the peak of a device's memory here."""
+    """Return the method of measuring peak memory on `device`."""
     if device.type != "cpu":
         module = getattr(torch, device.type, None)
         counts = hasattr(module, "max_memory_allocated")
         return functools.partial(_tensors, module, device) if counts else unknown
-    try:  # whether the system notes the peak, and starts anew when asked to
+    try:  # Linux records the peak, and resets it on request
         (_PROCESS / "clear_refs").write_text("5", encoding="ascii")
         if "VmHWM" in (_PROCESS / "status").read_text(encoding="utf-8"):
             return _high_water
@@ -93,12 +92,12 @@ def memory_watch(device: torch.device) -> Watch:
 
 
 def unknown() -> Callable[[], None]:
-    """Nothing counts the bytes."""
+    """Measure nothing."""
     return lambda: None
 
 
 def sampled(read: Callable[[], int]) -> Callable[[], int]:
-    """The highest of what a thread reads."""
+    """Measure the peak of the values of `read` with a thread."""
     before = highest = read()
     done = threading.Event()
 
@@ -118,7 +117,7 @@ def sampled(read: Callable[[], int]) -> Callable[[], int]:
 
 
 def resident_reader() -> Callable[[], int] | None:
-    """What reads the resident bytes of this process; None: nothing does."""
+    """Return a function that reads the resident bytes of this process; None: not available."""
     try:
         import psutil  # noqa: PLC0415, optional
 
@@ -134,14 +133,14 @@ def resident_reader() -> Callable[[], int] | None:
 
 
 def _tensors(module: Any, device: torch.device) -> Callable[[], int]:  # noqa: ANN401, a module
-    """PyTorch's own count, of tensors; the module is such as `torch.cuda`."""
+    """Measure the tensors of a device by PyTorch's counters; `module` is such as `torch.cuda`."""
     module.reset_peak_memory_stats(device)
     before = module.memory_allocated(device)
     return lambda: module.max_memory_allocated(device) - before
 
 
 def _high_water() -> Callable[[], int]:
-    """The highest resident memory of this process, as Linux notes it."""
+    """Measure the peak resident memory of this process by Linux's counter."""
     (_PROCESS / "clear_refs").write_text("5", encoding="ascii")
     before = _status("VmRSS")
     return lambda: max(0, _status("VmHWM") - before)

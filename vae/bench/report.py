@@ -1,4 +1,4 @@
-"""What a benchmark has measured, and how it is written down: a Markdown table, JSON, lines."""
+"""Results of a benchmark as a Markdown table, JSON, or lines of text."""
 
 import json
 import math
@@ -14,22 +14,23 @@ ENCODE, DECODE = "encode", "decode"
 
 _GIB, _MIB = 2**30, 2**20
 
-# As the command line and the nodes call them.
+# Short names of dtypes, as in the command line and the nodes.
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
 class ContestantResult:
-    """What was measured of one contestant.
+    """Measurements of one contestant.
 
     Attributes:
-        name: Of the contestant.
-        seconds: Of each round, in order; empty where it failed.
-        peak_bytes: The highest memory of any round above what was there; None: not measured.
-        psnr: Of its images against the first contestant's, in dB; None: there is nothing to say it
-            of. Infinite where they are equal.
-        relative_error: Of its latent against the first contestant's, norm over norm; None likewise.
-        failure: Why there is no more; None: it ran.
+        name: Name of the contestant.
+        seconds: Seconds of each round, in order; empty if it failed.
+        peak_bytes: Most memory of any round above the level before; None: not measured.
+        psnr: PSNR of its images against the first contestant's, in dB, infinite if equal; None: not
+            a decode, or not comparable.
+        relative_error: Norm of the difference of its latent over the norm of the first
+            contestant's; None: not an encode, or not comparable.
+        failure: Why it stopped; None: it completed.
     """
 
     name: str
@@ -46,11 +47,11 @@ class ContestantResult:
 
     @property
     def best(self) -> float | None:
-        """The quickest round, in seconds."""
+        """Fastest round, in seconds."""
         return min(self.seconds, default=None)
 
     def agreement(self) -> str:
-        """How close the result is to the first contestant's, in words; empty: nobody knows."""
+        """Describe the difference to the first contestant's result; empty if unknown."""
         value = self.psnr if self.relative_error is None else self.relative_error
         if value is None:
             return ""
@@ -62,7 +63,7 @@ class ContestantResult:
         return f"relative error {value:.1e}" if is_latent else f"PSNR {value:.1f} dB"
 
     def record(self) -> dict[str, object]:
-        """For JSON, which has no infinity."""
+        """Return the measurements for JSON, which has no infinity."""
         return {
             "name": self.name,
             "seconds": list(self.seconds),
@@ -78,9 +79,9 @@ class ContestantResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One task, "encode" or "decode", in one dtype, as in "bf16".
+    """Measurements of one task, "encode" or "decode", in one dtype, such as "bf16".
 
-    The first of the results is what the others are compared with.
+    The first result is the baseline of the others.
     """
 
     task: str
@@ -88,15 +89,15 @@ class Comparison:
     results: tuple[ContestantResult, ...]
 
     def speed(self, result: ContestantResult) -> float | None:
-        """How many times as fast as the first contestant, by the medians."""
+        """Return how many times as fast as the first contestant `result` is, by medians."""
         return _ratio(self.results[0].median, result.median)
 
     def thrift(self, result: ContestantResult) -> float | None:
-        """How many times less memory than the first contestant it takes."""
+        """Return how many times less memory than the first contestant `result` takes."""
         return _ratio(self.results[0].peak_bytes, result.peak_bytes)
 
     def lines(self) -> list[str]:
-        """One for each contestant but the first: how it does beside that."""
+        """Return a line for each contestant but the first, with its ratio to the first."""
         return [
             f"{self.task}, {each.name}: " + "; ".join(self._words(each))
             for each in self.results[1:]
@@ -121,7 +122,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class BenchmarkReport:
-    """All that was measured: a comparison for each task, and what else there is to know."""
+    """All measurements: a comparison per task, and notes."""
 
     vae: str
     device: str
@@ -131,7 +132,7 @@ class BenchmarkReport:
     notes: tuple[str, ...] = ()
 
     def table(self) -> str:
-        """All figures as a Markdown table, under a line that says of what."""
+        """Return all figures as a Markdown table below a line with the conditions."""
         counted = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
         lines = [f"{self.clip}; {self.vae}; {self.device}; {counted}", ""]
         first = self.comparisons[0].results[0].name
@@ -160,7 +161,7 @@ class BenchmarkReport:
         return "\n".join(lines)
 
     def as_json(self) -> str:
-        """All figures, every round's too."""
+        """Return all figures as JSON, including each round."""
         tasks = [
             {
                 "task": each.task,
@@ -183,36 +184,36 @@ class BenchmarkReport:
         return json.dumps(content, indent=2, allow_nan=False)
 
     def summary(self) -> str:
-        """A line for each task and contestant but the first."""
+        """Return a line for each task and contestant but the first."""
         return "\n".join(line for each in self.comparisons for line in each.lines())
 
 
 def tasks_of(choice: str) -> tuple[str, ...]:
-    """The tasks that "encode", "decode" or "both" stands for."""
+    """Return the tasks of `choice`: "encode", "decode" or "both"."""
     return (ENCODE, DECODE) if choice == "both" else (choice,)
 
 
 def dtype_label(dtype: torch.dtype) -> str:
-    """The short name of a dtype: "bf16"."""
+    """Return the short name of `dtype`, such as "bf16"."""
     return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def seconds(value: float | None) -> str:
-    """Three digits of it."""
+    """Format `value` in seconds with about three digits; "-" for None."""
     if value is None:
         return "-"
     return f"{value:.{1 if value >= 10 else 2 if value >= 0.1 else 4}f} s"
 
 
 def size(value: int | None) -> str:
-    """In MiB or GiB."""
+    """Format `value` in bytes as MiB or GiB; "not measured" for None."""
     if value is None:
         return "not measured"
     return f"{value / _GIB:.2f} GiB" if value >= _GIB else f"{value / _MIB:.0f} MiB"
 
 
 def times(ratio: float) -> str:
-    """A ratio: "1.83x", "12.4x"."""
+    """Format `ratio` as in "1.83x" or "12.4x"."""
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
 
 

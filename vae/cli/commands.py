@@ -1,7 +1,6 @@
-"""`fast-video-vae encode | decode | bench`. All that is slow to import is imported here.
+"""`fast-video-vae encode | decode | bench`; slow imports are here.
 
-Every command takes its arguments, as `parser.py` has them, and `say` for the lines before the last,
-and gives the last line.
+Every command takes the parsed arguments and `say`, which prints a line, and returns the last line.
 """
 
 import argparse
@@ -30,14 +29,25 @@ from .progress_bar import ProgressBar
 from .reconstruction import with_channels
 from .stretch import cropped, estimated, fps_label, frames_label, stretch_named
 
-# The rate that the Wan 2.1 models make videos at, for latents that do not name theirs.
+# Frame rate of the Wan 2.1 models, for latents without a frame rate.
 LATENT_FPS = Fraction(16)
 
 
 def encode(args: argparse.Namespace, say: Say) -> str:
-    """Encode a video to a latent file; the last line says what was written."""
+    """Encode a video to a latent file.
+
+    Args:
+        args: Arguments of the command, see `parser.py`.
+        say: Prints a line.
+
+    Returns:
+        The last line: the file that was written.
+
+    Raises:
+        ValueError: An argument or a file is wrong.
+    """
     if args.output.suffix.lower() != ".safetensors":
-        raise ValueError(f"{args.output} is not named as a latent; expected x.safetensors")
+        raise ValueError(f"{args.output} is not a latent file; expected x.safetensors")
     video = read_video(args.video)
     stretch = stretch_named(args)
     expected = estimated(video, stretch)
@@ -45,7 +55,7 @@ def encode(args: argparse.Namespace, say: Say) -> str:
         vae = load_named(args, args.vae, say)
         config = vae.config
         if config.encoder_width is None:
-            raise ValueError(f"{args.vae} has a decoder only; expected a VAE that can encode too")
+            raise ValueError(f"{args.vae} has a decoder only; expected a VAE with an encoder")
         cropped(video, config, args.size, say)
         pieces = video.pieces(multiple=config.spatial_compression, **stretch)
         options = options_for(args, vae)
@@ -65,11 +75,22 @@ def encode(args: argparse.Namespace, say: Say) -> str:
 
 
 def decode(args: argparse.Namespace, say: Say) -> str:
-    """Decode a latent file to a video; the last line says what was written."""
+    """Decode a latent file to a video.
+
+    Args:
+        args: Arguments of the command, see `parser.py`.
+        say: Prints a line.
+
+    Returns:
+        The last line: the file that was written.
+
+    Raises:
+        ValueError: An argument or a file is wrong.
+    """
     codec = args.codec or codec_for(args.output).name
     file = load_latent(args.latents)
     fps = args.fps or file.fps or LATENT_FPS
-    # The sound belongs to the whole video, so a part of the video has its part of the sound.
+    # A part of the video has its part of the audio.
     late = args.frames.start / fps if args.frames else Fraction(0)
     writer = VideoWriter(
         args.output,
@@ -84,13 +105,13 @@ def decode(args: argparse.Namespace, say: Say) -> str:
         config = vae.config
         if file.family not in (None, config.family):
             raise ValueError(
-                f"{args.latents} is of the family {file.family}; {args.vae} is {config.family}"
+                f"{args.latents} is a latent of {file.family}; {args.vae} is {config.family}"
             )
         total = config.frames(file.latent.shape[2])
         wanted = args.frames or range(total)
         if wanted.stop > total:
             raise ValueError(
-                f"frames are {wanted.start}-{wanted.stop - 1}; {args.latents} holds 0-{total - 1}"
+                f"frames are {wanted.start}-{wanted.stop - 1}; {args.latents} has 0-{total - 1}"
             )
         scale = config.spatial_compression * config.output_scale
         check_size(codec, *(scale * side for side in file.latent.shape[3:]))
@@ -105,17 +126,25 @@ def decode(args: argparse.Namespace, say: Say) -> str:
             for piece in progress.counted(pieces):
                 pictures = relief.finish(functools.partial(frames_to_uint8, piece))
                 relief.finish(functools.partial(background.put, pictures))
-    say(f"{codec} by {writer.encoder}")
+    say(f"{codec} encoded by {writer.encoder}")
     return f"wrote {args.output}: {frames_label(writer.frames)} at {fps_label(writer.fps)} fps"
 
 
 def bench(args: argparse.Namespace, say: Say) -> str:
-    """Measure a VAE file: this package, its plain reference, and diffusers where it is there.
+    """Measure a VAE file with this package, its plain reference, and diffusers if installed.
 
-    `say` takes the table; the last lines tell how each contestant does beside the first.
+    Args:
+        args: Arguments of the command, see `parser.py`.
+        say: Prints the table and other lines.
+
+    Returns:
+        The last lines: the ratio of each contestant to the first.
+
+    Raises:
+        ValueError: An argument or a file is wrong.
     """
     if args.output and args.output.suffix.lower() != ".png":
-        raise ValueError(f"{args.output} is not named as a chart; expected x.png")
+        raise ValueError(f"{args.output} is not a PNG file; expected x.png")
     path = args.vae or VAE_PATH
     with ExitStack() as stack:
         chart, text = (

@@ -1,9 +1,8 @@
-"""The contact sheet: source, result and difference of a few frames, spread over a clip.
+"""The contact sheet: source, result and difference of frames spread evenly over a clip.
 
-The length of a clip need not be known before its end, so pictures are kept at a stride that doubles
-whenever there are too many: memory is bounded, and what is shown at last is spread evenly. They are
-kept at the size of the sheet; the difference is taken before that at full size, because shrinking
-averages it away.
+The length of a clip may be unknown until its end, so pictures are kept at a stride that doubles
+whenever there are too many; this bounds memory. They are kept at the size of the sheet. The
+difference is taken first, at full size, because reduction averages it away.
 """
 
 import itertools
@@ -16,10 +15,10 @@ from torch import Tensor
 from ..bench.chart import BACKGROUND, FAINT, INK, ascii_only, default_font
 
 COLUMNS = 7
-# Between half of this and all of it is held, so a column is off its place by 1/40 of the clip at
-# most, and the pictures take 25 MB at most.
+# Between half of this and all of it is kept, so a column is at most 1/40 of the clip off its place,
+# and the pictures take at most 25 MB.
 KEPT = 6 * COLUMNS
-CELL = 256  # the longer side of a picture in pixels; smaller ones grow in whole steps
+CELL = 256  # longer side in pixels; smaller pictures grow by whole factors
 FRAME = (44, 48, 56)
 ACCENT = (122, 200, 255)
 MARGIN, GAP, LABELS, HEAD, FOOT, FOOTNOTE = 28, 8, 112, 76, 30, 34
@@ -30,7 +29,7 @@ MAX_FACTOR = 64
 
 @dataclass(frozen=True)
 class _Column:
-    """One frame: its place in the clip and its pictures, scaled for the sheet."""
+    """One frame: its number in the clip and its pictures, scaled for the sheet."""
 
     index: int
     source: Image.Image
@@ -39,7 +38,7 @@ class _Column:
 
 
 class ContactSheet:
-    """Collects frames while they stream by, and draws them at the end."""
+    """Collects frames of a clip and draws them at the end."""
 
     def __init__(self) -> None:
         self._columns: list[_Column] = []
@@ -47,16 +46,22 @@ class ContactSheet:
         self._seen = 0
 
     def add(self, source: Tensor, result: Tensor) -> None:
-        """Take the next frames of the clip, both `[t, H, W, 3]` uint8 on the CPU; keep few."""
+        """Add the next frames, `source` and `result`, both `[t, H, W, 3]` uint8 on the CPU."""
         for before, after in zip(source, result, strict=True):
             if self._seen % self._stride == 0:
                 self._keep(before, after)
             self._seen += 1
 
     def draw(self, title: str, verdict: str, footnote: str = "") -> Image.Image:
-        """Draw what was collected, RGB, under a title and a verdict such as `PSNR 24.13 dB`.
+        """Draw the collected frames; characters outside of ASCII become question marks.
 
-        What is not ASCII in them and in the footnote turns into question marks.
+        Args:
+            title: Title of the sheet.
+            verdict: Result in short, such as "PSNR 24.13 dB".
+            footnote: A line below; empty: none.
+
+        Returns:
+            An RGB picture.
 
         Raises:
             ValueError: No frames were added.
@@ -111,7 +116,7 @@ def _draw_row(
     remark: str,
     pictures: list[Image.Image],
 ) -> None:
-    """Pictures side by side, with what they are to the left of them."""
+    """Draw pictures side by side, with a label to their left."""
     width, height = pictures[0].size
     pen.text((MARGIN, top + height // 2 - 10), name, INK, default_font(18), anchor="lm")
     pen.text((MARGIN, top + height // 2 + 14), remark, FAINT, default_font(15), anchor="lm")
@@ -122,7 +127,7 @@ def _draw_row(
 
 
 def _spread(columns: list[_Column], count: int) -> list[_Column]:
-    """`count` of the columns at even distances, the first and the last among them."""
+    """Return `count` of the columns at even distances, including the first and the last."""
     if len(columns) <= count:
         return columns
     step = (len(columns) - 1) / (count - 1)
@@ -130,7 +135,7 @@ def _spread(columns: list[_Column], count: int) -> list[_Column]:
 
 
 def _fitted(picture: Image.Image) -> Image.Image:
-    """Shrink a picture to the cell by averages, or grow it in whole steps of its pixels."""
+    """Reduce a picture to the cell by averaging, or enlarge it by a whole factor."""
     longer = max(picture.size)
     if longer > CELL:
         size = [max(1, round(side * CELL / longer)) for side in picture.size]
@@ -141,7 +146,7 @@ def _fitted(picture: Image.Image) -> Image.Image:
 
 
 def _amplification(differences: list[Image.Image]) -> int:
-    """The largest power of two that keeps `SHOWN_SHARE` of the values below white."""
+    """Return the largest power of two that keeps `SHOWN_SHARE` of the values below white."""
     counts = [0] * 256
     for picture in differences:
         for value, count in enumerate(picture.histogram()):

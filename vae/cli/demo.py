@@ -1,4 +1,4 @@
-"""`fast-video-vae demo`: a video there and back, shown beside what it was."""
+"""`fast-video-vae demo`: encode and decode a video, and compare the result with the source."""
 
 import argparse
 import hashlib
@@ -21,28 +21,39 @@ from .progress_bar import ProgressBar
 from .reconstruction import RoundTrip, shrunk
 from .stretch import affordable, cropped, estimated, fps_label, frames_label, stretch_named
 
-# What to say of the bundled VAE.
+# Note about the bundled VAE.
 TOY = (
-    "the bundled VAE is a toy that blurs; --vae FILE takes a real one, such as "
+    "the bundled VAE is small and blurs; --vae FILE selects another, such as "
     "wan_2.1_vae.safetensors"
 )
 MIB = 2**20
 
-# The words in a picture's metadata before the digest of the path of its video.
+# Key in a picture's metadata for the digest of the path of its video.
 _KEY = "fast-video-vae demo of"
-# Metadata comes first in a PNG file.
+# A PNG file starts with its metadata.
 _HEAD_BYTES = 4096
 
 
 def demo(args: argparse.Namespace, say: Say) -> str:
-    """Encode and decode a video; write the result and a contact sheet; end with the PSNR."""
+    """Encode and decode a video; write the result and a contact sheet.
+
+    Args:
+        args: Arguments of the command, see `parser.py`.
+        say: Prints a line.
+
+    Returns:
+        The last line: the PSNR.
+
+    Raises:
+        ValueError: An argument or a file is wrong.
+    """
     video = read_video(args.video or CLIP_PATH)
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"{args.out} is a file; expected a folder to write to")
     args.out.mkdir(parents=True, exist_ok=True)
     outputs = outputs_of(args.out, video.path)
     fps = args.fps or video.fps
-    # Both outputs are opened before the work, so that a folder that is not writable costs no time.
+    # Both outputs are opened first, so that a folder that is not writable fails early.
     with ExitStack() as stack:
         part = stack.enter_context(whole_file(outputs.picture))
         writer = stack.enter_context(VideoWriter(outputs.movie, fps))
@@ -60,7 +71,7 @@ def demo(args: argparse.Namespace, say: Say) -> str:
         sheet = ContactSheet()
         before = _peak_bytes(vae.device)
         total = estimated(video, stretch)
-        # The VAE drops what does not fill a latent.
+        # The VAE drops frames that do not fill a latent.
         total = total and total - (total - 1) % vae.config.temporal_compression
         with ProgressBar(args.command, total, quiet=args.quiet) as progress:
             for source, result in trip:
@@ -75,7 +86,7 @@ def demo(args: argparse.Namespace, say: Say) -> str:
         say(f"{name}  {seconds:8.2f} s  {trip.frames / seconds:8.2f} frames/s")
     if before is not None:
         peak = _peak_bytes(vae.device) or before
-        say(f"peak memory {peak / MIB:.0f} MiB, of which {before / MIB:.0f} MiB before it began")
+        say(f"peak memory {peak / MIB:.0f} MiB, of which {before / MIB:.0f} MiB before the start")
     say(f"wrote {outputs.movie}")
     say(f"wrote {outputs.picture}")
     return verdict
@@ -83,7 +94,7 @@ def demo(args: argparse.Namespace, say: Say) -> str:
 
 @dataclass(frozen=True)
 class Outputs:
-    """The files of one video: its decode, its contact sheet, and what tags the latter as its."""
+    """The output files of one video, and the tag that marks the picture as its own."""
 
     movie: Path
     picture: Path
@@ -91,10 +102,17 @@ class Outputs:
 
 
 def outputs_of(folder: Path, video: Path) -> Outputs:
-    """Choose names: those that this very path had before, or else the first that are free.
+    """Choose file names: those of an earlier run on the same path, else the first free ones.
 
-    They are `x_decoded.mp4` and `x_sheet.png` for `x.mp4`; `x_2_decoded.mp4` and so on where those
-    are of another video called x.
+    They are `x_decoded.mp4` and `x_sheet.png` for `x.mp4`, or `x_2_decoded.mp4` and so on if those
+    belong to another video called x.
+
+    Args:
+        folder: Folder of the outputs.
+        video: The video.
+
+    Returns:
+        The names.
     """
     digest = hashlib.sha256(str(video.resolve()).encode("utf-8", "surrogatepass")).hexdigest()[:32]
     for number in itertools.count(1):
@@ -109,9 +127,9 @@ def outputs_of(folder: Path, video: Path) -> Outputs:
 
 
 def _peak_bytes(device: torch.device) -> int | None:
-    """Peak of the memory so far: of the GPU where it works there, else of this process.
+    """Return the peak memory so far: of the GPU if it is used, else of this process.
 
-    None on Windows, where Python's own library does not know it.
+    None on Windows, where Python's standard library cannot measure it.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

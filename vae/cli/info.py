@@ -1,4 +1,4 @@
-"""`fast-video-vae info`: what a VAE is and what memory it takes; which backend does what here."""
+"""`fast-video-vae info`: layout and memory of a VAE, and the backends of this machine."""
 
 import argparse
 import textwrap
@@ -16,15 +16,26 @@ from ..validation import dtype_name
 from .loading import Say, device_named, load_named
 
 MIB, GIB = 2**20, 2**30
-# Columns of a terminal that the text keeps to.
+# Width of the text in columns.
 WIDTH = 100
-# Frame sizes that people decode, (width, height), for the table of memory.
+# Common frame sizes (width, height) for the memory table.
 SIZES = ((512, 512), (832, 480), (1280, 720), (1920, 1080), (3840, 2160))
-LEGEND = "exact: the bits of the reference; fast: rounded otherwise"
+LEGEND = "exact: bit-identical to the reference; fast: equal except for rounding"
 
 
 def info(args: argparse.Namespace, _: Say) -> str:
-    """Tell what a VAE file is, and the memory that it takes; and what runs on this machine."""
+    """Describe a VAE file and the memory it takes, the device, and the backends.
+
+    Args:
+        args: Arguments of the command, see `parser.py`.
+        _: Prints a line; not used.
+
+    Returns:
+        The text.
+
+    Raises:
+        ValueError: An argument or a file is wrong.
+    """
     parts = []
     if args.file:
         parts.append(vae_report(load_named(args, args.file), args.file, args.limit))
@@ -36,7 +47,16 @@ def info(args: argparse.Namespace, _: Say) -> str:
 
 
 def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None) -> str:
-    """Say in a table what a VAE is, and how it would run within a limit; None: what is free."""
+    """Describe a VAE and its plans within a memory limit as a table.
+
+    Args:
+        vae: The VAE.
+        path: Its file.
+        limit_bytes: Memory limit in bytes; None: free memory.
+
+    Returns:
+        The text.
+    """
     config = vae.config
     weights = list(vae.parameters())
     dtypes = sorted({dtype_name(weight.dtype) for weight in weights})
@@ -59,7 +79,7 @@ def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None) -> str:
     room = f"{_size(free)} free" if limit_bytes is None else f"within {limit_bytes / GIB:g} GiB"
     lines += [
         "",
-        f"memory beside weights and pictures, a video of any length on {vae.device}, {room}",
+        f"memory above weights and pictures, a video of any length on {vae.device}, {room}",
     ]
     options = StreamOptions(limit_bytes=limit_bytes)
     table = [["size", "", "  memory", "a step"]]
@@ -75,9 +95,12 @@ def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None) -> str:
 
 
 def backend_report() -> str:
-    """What the backends of this machine do, in a table for each kind of device, and with what.
+    """Describe the backends of this machine in a table per kind of device.
 
-    The compiled library of the CPU is built if it is not there.
+    The compiled library for the CPU is built if it is missing.
+
+    Returns:
+        The text.
     """
     library = native_library()
     matrix = backend_matrix()
@@ -105,13 +128,16 @@ def backend_report() -> str:
 
 
 def support_table(matrix: Sequence[Support]) -> tuple[list[list[str]], list[str]]:
-    """Put what the backends say into cells.
+    """Format the support of ops by backends as cells.
 
-    A cell is "exact", "fast" or "no (2)", where the number is that of a reason. Where the dtypes
-    differ, it says so for each kind: "exact bf16 fp16, fast fp32".
+    A cell is "exact", "fast" or "no (2)" with the number of a reason. If dtypes differ, each is
+    listed: "exact bf16 fp16, fast fp32".
+
+    Args:
+        matrix: Support of each op, backend, device and dtype.
 
     Returns:
-        Rows of cells, the first one the headings; and the distinct reasons.
+        Rows of cells, the first with the headings; and the reasons.
     """
     columns = list(dict.fromkeys((each.device, each.backend) for each in matrix))
     reasons = list(dict.fromkeys(each.reason for each in matrix if each.reason is not None))
@@ -130,7 +156,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _wrapped(label: str, text: str) -> list[str]:
-    """A label and its text, which goes on below itself where it is long."""
+    """Wrap a text below its label."""
     return textwrap.wrap(
         text,
         WIDTH,

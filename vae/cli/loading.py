@@ -1,4 +1,4 @@
-"""What comes before the work of a command: the device, the VAE, how it runs, its kernels."""
+"""Preparation of a command: device, VAE, options and kernels."""
 
 import argparse
 from collections.abc import Callable
@@ -12,15 +12,21 @@ from ..model import VideoVAE
 from ..streaming.options import StreamOptions
 from ..validation import dtype_name
 
-# Tells the user something on the way.
+# Prints a line for the user.
 Say = Callable[[str], None]
 
 
 def device_named(name: str | None) -> torch.device:
-    """The device of a name such as "cuda:1" or "mps"; None or empty: CUDA or else the CPU.
+    """Return the device of a name.
+
+    Args:
+        name: Such as "cuda:1" or "mps"; None or empty: CUDA if available, else the CPU.
+
+    Returns:
+        The device.
 
     Raises:
-        ValueError: There is no such device.
+        ValueError: The device does not exist.
     """
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     there = available_devices()
@@ -29,16 +35,16 @@ def device_named(name: str | None) -> torch.device:
     except RuntimeError:
         message = f"device {name!r} is unknown; this PyTorch has {', '.join(there)}"
         raise ValueError(message) from None
-    # Without an index it is the current one. PyTorch keeps 8 bits of an index: 256 becomes 0.
+    # A device without an index is the current one. PyTorch keeps 8 bits of an index: 256 becomes 0.
     indexed = name if device.index is not None else f"{device.type}:0"
     if indexed not in there and indexed != "cpu:0":
         raise ValueError(f"device is {name!r}; this PyTorch has {', '.join(there)}")
-    # PyTorch holds `cpu` and `cpu:0` for two devices.
+    # PyTorch treats `cpu` and `cpu:0` as different devices.
     return torch.device("cpu") if device.type == "cpu" else device
 
 
 def available_devices() -> list[str]:
-    """The CPU, and each device of the accelerator that PyTorch works with, such as "cuda:0"."""
+    """Return the names of the CPU and of each accelerator, such as "cuda:0"."""
     found = ["cpu"]
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
@@ -48,7 +54,20 @@ def available_devices() -> list[str]:
 
 
 def load_named(args: argparse.Namespace, path: Path, say: Say | None = None) -> VideoVAE:
-    """Load a VAE on the device and in the dtypes of the command line, and say what it is."""
+    """Load a VAE on the device and in the dtypes of the command line.
+
+    Args:
+        args: Arguments of the command.
+        path: File of the VAE.
+        say: Prints a line about the VAE; None: nothing.
+
+    Returns:
+        The VAE.
+
+    Raises:
+        ValueError: The device does not exist, or the file is not a VAE.
+        OSError: The file is missing or not readable.
+    """
     device = device_named(args.device)
     dtype, encode_dtype = (
         getattr(torch, name) if name else None for name in (args.dtype, args.encode_dtype)
@@ -64,7 +83,14 @@ def load_named(args: argparse.Namespace, path: Path, say: Say | None = None) -> 
 
 
 def options_for(args: argparse.Namespace, vae: VideoVAE) -> StreamOptions:
-    """How a stream is to run.
+    """Return the stream options of the command line.
+
+    Args:
+        args: Arguments of the command.
+        vae: The VAE.
+
+    Returns:
+        The options.
 
     Raises:
         ValueError: The tiles are smaller than a latent.
@@ -77,7 +103,7 @@ def options_for(args: argparse.Namespace, vae: VideoVAE) -> StreamOptions:
 
 
 def build_kernels(device: torch.device, say: Say) -> None:
-    """Build what a first run has to build, before a clock runs."""
+    """Build the CPU kernels for `device` before anything is timed; `say` prints the seconds."""
     if device.type != "cpu":
         return
     before = len(preparations())

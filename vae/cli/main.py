@@ -1,8 +1,8 @@
 """The command line: `fast-video-vae demo | encode | decode | bench | info`.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 128 + n ended by signal n (130 for Ctrl-C, 129 and 143
-for SIGHUP and SIGTERM). An error is one line on stderr, and no file is left half written. The last
-line on stdout is the result, and `--quiet` leaves only that.
+Exit codes: 0 success, 1 failure, 2 wrong usage, 128 + n ended by signal n (130 Ctrl-C, 129 SIGHUP,
+143 SIGTERM). An error is one line on stderr, and no partial file is left. The last line on stdout
+is the result; `--quiet` prints only that.
 """
 
 import argparse
@@ -22,15 +22,15 @@ from ..media.atomic_file import remove_unfinished
 from .parser import PROGRAM, parse
 from .signals import Signals, reason
 
-# It is on no package index, and a name that is free there is anybody's.
+# The package is on no index, where anyone could take its name.
 REPOSITORY = "https://github.com/fast-video-vae/ComfyUI-FastVideoVAE"
 INSTALL = f'pip install ".[cli]" in a clone of {REPOSITORY}'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, None: that of the process; the exit code, or `SystemExit(2)`."""
+    """Run the command line `argv` (None: that of the process); return the exit code."""
     for stream in (sys.stdout, sys.stderr):
-        # A file's name may hold what the terminal cannot show.
+        # A file name may have characters that the terminal cannot show.
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="backslashreplace")
     with Signals() as signals:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _attempt(args: argparse.Namespace, signals: Signals) -> int:
-    """Run a command; what goes wrong is one line and an exit code."""
+    """Run a command; turn an error into one line and an exit code."""
     try:
         with _notes(args.quiet):
             _run(args)
@@ -53,7 +53,7 @@ def _attempt(args: argparse.Namespace, signals: Signals) -> int:
     except Exception as error:
         signals.check()
         if isinstance(error, BrokenPipeError):
-            # What read the output has gone.
+            # The reader of the output has closed it.
             _to_nowhere(sys.stdout)
             return 1
         if args.debug:
@@ -65,7 +65,7 @@ def _attempt(args: argparse.Namespace, signals: Signals) -> int:
 
 
 def _version() -> str:
-    """That of the clone that this file lies in, or else of the installed package."""
+    """Return the version of the clone that contains this file, or of the installed package."""
     project = Path(__file__).parents[2] / "pyproject.toml"
     if project.is_file():
         text = project.read_text(encoding="utf-8")
@@ -75,11 +75,11 @@ def _version() -> str:
     try:
         return metadata.version(PROGRAM)
     except metadata.PackageNotFoundError:
-        return "of unknown number: neither installed nor in a clone"
+        return "unknown: neither installed nor in a clone"
 
 
 def _run(args: argparse.Namespace) -> None:
-    # With torch; help and wrong usage need not wait for it.
+    # These import torch; help and usage errors are faster without it.
     from .commands import bench, decode, encode  # noqa: PLC0415
     from .demo import demo  # noqa: PLC0415
     from .info import info  # noqa: PLC0415
@@ -94,7 +94,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 class _LogNotes(logging.Handler):
-    """Shows what the package logs."""
+    """Prints log lines of the package as notes."""
 
     def emit(self, record: logging.LogRecord) -> None:
         _note(record.getMessage().removeprefix("Fast Video VAE: "))
@@ -102,7 +102,7 @@ class _LogNotes(logging.Handler):
 
 @contextmanager
 def _notes(quiet: bool) -> Iterator[None]:
-    """Show Python's warnings and the package's log as one line each, or not at all."""
+    """Print Python's warnings and the package's log lines as one line each, unless `quiet`."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         if not quiet:
@@ -124,7 +124,7 @@ def _notes(quiet: bool) -> Iterator[None]:
 
 
 def _note(text: str) -> None:
-    # A progress bar, if one is on the screen, steps aside.
+    # tqdm prints above its progress bar.
     write = sys.modules["tqdm"].tqdm.write if "tqdm" in sys.modules else print
     write(f"note: {text}", file=sys.stderr)
 
@@ -139,7 +139,7 @@ def _fail(text: str, *, code: int = 1) -> int:
 
 
 def _to_nowhere(stream: TextIO) -> None:
-    """Drop what a stream still holds: Python would complain of it, and exit with 120."""
+    """Discard the buffer of a stream; Python would report an error and exit with 120."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -1,4 +1,4 @@
-"""The words of the command line: commands, options, and what each value means as it was typed."""
+"""Commands and options of the command line, and the parsing of their values."""
 
 import argparse
 import math
@@ -18,14 +18,22 @@ DTYPES = {
 TASKS = ("decode", "encode", "both")
 DEMO_FOLDER = Path("fast-video-vae-out")
 
-# Adds an argument to a command, as `ArgumentParser.add_argument`.
+# Adds an argument to a command, as `ArgumentParser.add_argument` does.
 Add = Callable[..., Any]
 
 
 def parse(argv: Sequence[str] | None, version: str) -> argparse.Namespace:
-    """The arguments of a command line, None: that of the process.
+    """Parse a command line.
 
-    Wrong usage raises `SystemExit(2)`, and `--version` prints the version and ends.
+    Args:
+        argv: Arguments; None: those of the process.
+        version: Printed by `--version`.
+
+    Returns:
+        The arguments.
+
+    Raises:
+        SystemExit: Wrong usage (exit code 2), or `--help` or `--version`.
     """
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
@@ -45,26 +53,26 @@ def parse(argv: Sequence[str] | None, version: str) -> argparse.Namespace:
 
 def _add_common(command: str, add: Add) -> None:
     if command == "info":
-        text = "tell what a device is and does, such as cpu or cuda:0; default: as for the others"
+        text = "describe a device such as cpu or cuda:0; default: CUDA if available"
         add("--device", nargs="?", const="", help=text)
     else:
-        add("--device", help="such as cpu or cuda:0; default: CUDA where there is one")
-    text = "of the computation: fp32, bf16 or fp16; default: by device"
+        add("--device", help="such as cpu or cuda:0; default: CUDA if available")
+    text = "dtype of computation: fp32, bf16 or fp16; default: by device"
     add("--dtype", type=_dtype, help=text)
-    add("--encode-dtype", type=_dtype, metavar="DTYPE", help="of encoding alone")
+    add("--encode-dtype", type=_dtype, metavar="DTYPE", help="dtype of encoding only")
     if command != "info":
         text = "latent frames per step; -1: all; default: by memory"
         add("--chunk", type=_chunk, help=text)
-    add("-q", "--quiet", action="store_true", help="print the result and errors only")
-    add("--debug", action="store_true", help="let errors show their traceback")
+    add("-q", "--quiet", action="store_true", help="print only the result and errors")
+    add("--debug", action="store_true", help="show the traceback of errors")
 
 
 def _demo(add: Add) -> None:
     add("video", nargs="?", type=Path, metavar="VIDEO", help="a video; default: the bundled clip")
     add("--vae", type=Path, metavar="FILE", help="the VAE; default: the small bundled one")
     text = (
-        "default: %(default)s; it gets NAME_decoded.mp4 and NAME_sheet.png of a video NAME.mp4, "
-        "which the same video replaces; another of that name gets NAME_2_decoded.mp4 and so on"
+        "folder of NAME_decoded.mp4 and NAME_sheet.png for a video NAME.mp4; default: %(default)s. "
+        "The same video replaces them; another of that name gets NAME_2_decoded.mp4 and so on"
     )
     add("--out", type=Path, default=DEMO_FOLDER, metavar="DIR", help=text)
     _add_stretch(add)
@@ -80,89 +88,89 @@ def _encode(add: Add) -> None:
 
 
 def _decode(add: Add) -> None:
-    add("latents", type=Path, metavar="LATENTS", help="from encode, or a latent of ComfyUI")
+    add("latents", type=Path, metavar="LATENTS", help="from encode, or saved by ComfyUI")
     add("--vae", type=Path, required=True, metavar="FILE", help="the VAE")
     text = "x.mp4, .webm, .mkv, .mov"
     add("-o", "--output", type=Path, required=True, metavar="VIDEO", help=text)
     add("--fps", type=_fps, help="such as 24 or 30000/1001; default: the video's, or 16")
-    text = "of the video, counted from 0; default: all"
+    text = "range of frames of the video, counted from 0; default: all"
     add("--frames", type=_frame_range, metavar="40-80", help=text)
     text = "default: h264 for .mp4, vp9 for .webm, ffv1 for .mkv, prores for .mov"
     add("--codec", choices=CODECS, help=text)
-    text = "more is better and bigger; default: 70, which shows no loss; not for ffv1"
+    text = "higher is better and larger; default: 70, no visible loss; ignored by ffv1"
     add("--video-quality", type=_quality, metavar="0-100", help=text)
     _add_tile(add)
-    add("--hardware", action="store_true", help="encode on a chip made for it, where one works")
-    add("--audio", type=Path, metavar="FILE", help="the sound of this file along with the video")
+    add("--hardware", action="store_true", help="prefer a hardware encoder")
+    add("--audio", type=Path, metavar="FILE", help="audio or video file whose audio is added")
 
 
 def _bench(add: Add) -> None:
     add("--vae", type=Path, metavar="FILE", help="the VAE; default: the small bundled one")
     add("--size", type=_size, default="512x320", metavar="WxH", help="default: %(default)s")
     add("--frames", type=_count, default=17, metavar="N", help="default: %(default)s")
-    add("--rounds", type=_count, default=3, metavar="N", help="of each, default: %(default)s")
+    add("--rounds", type=_count, default=3, metavar="N", help="runs of each; default: %(default)s")
     add("--task", choices=TASKS, default="decode", help="default: %(default)s")
     add("-o", "--output", type=Path, metavar="CHART", help="a bar chart, x.png")
-    add("--json", type=Path, metavar="FILE", help="all figures, those of every round too")
+    add("--json", type=Path, metavar="FILE", help="all figures, including each round")
 
 
 def _info(add: Add) -> None:
     text = "the VAE; optional with --backends or --device"
     add("file", nargs="?", type=Path, metavar="FILE", help=text)
-    add("--backends", action="store_true", help="tell which backend does what on this machine")
-    add("--limit", type=_gib, metavar="GIB", help="how it would run in so much memory")
+    add("--backends", action="store_true", help="list the ops of each backend on this machine")
+    add("--limit", type=_gib, metavar="GIB", help="plan for this memory; default: free memory")
 
 
 def _add_stretch(add: Add) -> None:
-    """What part of a video is taken, at which rate and size."""
+    """Add the options for the part of a video, its frame rate and size."""
     text = (
-        "frames per second: the nearest in time; default: all frames, or where their rate varies a "
-        "constant one that keeps the timing"
+        "frames per second; the frame nearest in time is used; default: all frames, or at a "
+        "varying rate a constant one that keeps the timing"
     )
     add("--fps", type=_fps, help=text)
-    text = "resize to cover it, and crop about the centre"
+    text = "resize to cover this size, and crop about the centre"
     add("--size", type=_size, metavar="WxH", help=text)
-    text = "seconds to leave out before"
+    text = "seconds to skip at the start"
     add("--start", type=_seconds, default=0.0, metavar="S", help=text)
-    add("--duration", type=_seconds, metavar="S", help="seconds to take; default: to the end")
-    add("--frames-limit", type=_count, metavar="N", help="frames to take at most")
+    add("--duration", type=_seconds, metavar="S", help="seconds; default: to the end")
+    add("--frames-limit", type=_count, metavar="N", help="most frames")
 
 
 def _add_tile(add: Add) -> None:
-    text = "tiles of that many pixels, with the same result; default: by memory"
+    text = "size of tiles in pixels, with the same result; default: by memory"
     add("--tile", type=_size, metavar="WxH", help=text)
 
 
-# Of each command: what it does, what its own help adds, and its arguments.
+# Each command: its help, more text for its own help, and its arguments.
 _COMMANDS = {
     "demo": (
         "Encode and decode a video: the result, a contact sheet and the PSNR.",
-        " On a CPU a long or large video is cut to about half a minute of work; --size, --duration "
-        "and --frames-limit take more of it.",
+        " On a CPU a long or large video is reduced to about half a minute of work; --size, "
+        "--duration and --frames-limit change this.",
         _demo,
     ),
     "encode": ("Encode a video to a latent file.", "", _encode),
     "decode": ("Decode a latent file to a video.", "", _decode),
     "bench": (
-        "Race against the plain reference, and diffusers: seconds, memory and the difference.",
+        "Compare with the plain reference and diffusers: seconds, memory and difference.",
         "",
         _bench,
     ),
-    "info": ("Tell what a VAE file is, and the memory that it takes.", "", _info),
+    "info": ("Describe a VAE file and the memory it takes.", "", _info),
 }
 
 
 def _dtype(text: str) -> str:
-    """PyTorch's name of a dtype."""
+    """Return PyTorch's name of a dtype."""
     if text not in DTYPES:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(DTYPES)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(DTYPES)}")
     return DTYPES[text]
 
 
 def _chunk(text: str) -> int:
-    """Latents per step; -1: all."""
+    """Parse latent frames per step; -1: all."""
     if not text.removeprefix("-").isdecimal() or not (int(text) > 0 or int(text) == -1):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither -1 nor a number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not -1 or a number of at least 1")
     return int(text)
 
 
@@ -173,7 +181,7 @@ def _count(text: str) -> int:
 
 
 def _gib(text: str) -> int:
-    """Bytes of what is given in GiB."""
+    """Parse GiB, as bytes."""
     value = _number(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB such as 6 or 0.5")
@@ -194,7 +202,7 @@ def _seconds(text: str) -> float:
 
 
 def _number(text: str) -> float:
-    """A number, or NaN."""
+    """Parse a number; NaN if it is none."""
     try:
         return float(text)
     except ValueError:
@@ -202,7 +210,7 @@ def _number(text: str) -> float:
 
 
 def _size(text: str) -> tuple[int, int]:
-    """Height and width, of what is written the other way round."""
+    """Parse WxH as (height, width)."""
     width, _, height = text.lower().partition("x")
     if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 832x480")
@@ -210,7 +218,7 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def _frame_range(text: str) -> range:
-    """Frames from the first to the last, both taken."""
+    """Parse an inclusive range of frames."""
     first, dash, last = text.partition("-")
     last = last if dash else first
     if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):

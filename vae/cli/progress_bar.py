@@ -1,4 +1,4 @@
-"""How far a command is: a bar in a terminal, and a line now and then where stderr is a file."""
+"""Progress of a command: a bar in a terminal, or a line every few seconds elsewhere."""
 
 import sys
 import time
@@ -7,24 +7,24 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import Tensor
 from tqdm import tqdm
 
-# What takes less than this needs no bar.
+# Seconds before the bar appears.
 BAR_DELAY_S = 2
-# Between two lines, and before the first.
+# Seconds between two lines, and before the first.
 LINE_EVERY_S = 10.0
 
 
 class ProgressBar:
-    """Counts what is done, as a context manager.
+    """Counts progress, as a context manager.
 
-    In a terminal it is a bar. A log that is read later would keep every state of a bar in one long
-    line, so where stderr is no terminal it is a line every ten seconds, and none at the end.
+    In a terminal it is a bar. A log would store every state of a bar, so if stderr is not a
+    terminal, a line is printed every ten seconds, and none at the end.
 
     Args:
         task: First word of a line, such as "decode".
-        total: What there is to do; None: unknown. It may grow.
-        unit: Of what is counted.
-        quiet: Show nothing.
-        clock: Seconds from any moment on.
+        total: Final count; None: unknown. It may change.
+        unit: Unit of the count.
+        quiet: Print nothing.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class ProgressBar:
             self._bar.close()
 
     def counted(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Count the frames of pieces `[B, C, T, H, W]` that pass, each when it was dealt with."""
+        """Yield `pieces`, `[B, C, T, H, W]` each; count the frames of each after its use."""
         for piece in pieces:
             yield piece
             self.update(piece.shape[2])
 
     def update(self, count: int = 1) -> None:
-        """Count what was done since the last call."""
+        """Add `count` to the progress."""
         self._done += count
         if self._bar is not None:
             self._bar.total = self.total

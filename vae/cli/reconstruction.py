@@ -1,7 +1,7 @@
-"""A video through the VAE and back, in step: what `fast-video-vae demo` shows and measures.
+"""The encode and decode of a video in step, which `fast-video-vae demo` shows and measures.
 
-Reading, encoding and decoding pull on each other frame by frame, and of the source only the frames
-between encoder and decoder are kept, so that memory does not grow with the length of the video.
+Reading, encoding and decoding are lazy, and only source frames between encoder and decoder are
+kept, so memory does not grow with the length of the video.
 """
 
 import math
@@ -22,14 +22,14 @@ from ..streaming.options import AUTOMATIC, StreamOptions
 
 
 class RoundTrip:
-    """Iterates over a video and its reconstruction, and measures them on the way.
+    """Iterates over a video and its reconstruction, and measures both.
 
-    Yields pairs `(source, result)` of pictures, uint8 on the CPU: `[t, H, W, 3]`, cropped to what
-    the VAE takes, and `[t, s H, s W, 3]`, where `s` is the `output_scale` of the VAE. Frames past
-    the last `4 n + 1` are dropped, as `encode_stream` drops them.
+    Yields pairs `(source, result)`, uint8 on the CPU: `[t, H, W, 3]`, cropped to whole latents, and
+    `[t, s H, s W, 3]`, where `s` is the `output_scale` of the VAE. Frames after the last `4 n + 1`
+    are dropped, as by `encode_stream`.
 
     Attributes:
-        frames: Frames that came back so far.
+        frames: Frames decoded so far.
         encode_seconds: Time in the encoder, without reading the file.
         decode_seconds: Time in the decoder.
     """
@@ -42,7 +42,13 @@ class RoundTrip:
         *,
         stretch: Mapping[str, Any] | None = None,
     ) -> None:
-        """Prepare; nothing is read yet. `stretch` are keyword arguments of `VideoFile.pieces`.
+        """Prepare; nothing is read yet.
+
+        Args:
+            vae: The VAE.
+            video: The video.
+            options: How the streams run.
+            stretch: Keyword arguments of `VideoFile.pieces`.
 
         Raises:
             ValueError: The VAE has no encoder.
@@ -61,7 +67,7 @@ class RoundTrip:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         config, device = self.vae.config, self.vae.device
-        kept: deque[Tensor] = deque()  # source frames that have not come back yet
+        kept: deque[Tensor] = deque()  # source frames that are not decoded yet
 
         def source() -> Iterator[Tensor]:
             pieces = self.video.pieces(multiple=config.spatial_compression, **self.stretch)
@@ -83,9 +89,10 @@ class RoundTrip:
 
     @property
     def psnr(self) -> float:
-        """Peak signal-to-noise ratio in dB over all frames and channels, of pictures in 8 bits.
+        """Peak signal-to-noise ratio in dB over all frames and channels, of 8-bit pictures.
 
-        A result of another size is averaged down to that of the source. Infinite if all is equal.
+        A larger result is averaged down to the size of the source. Infinite if all values are
+        equal.
         """
         if not self._error:
             return math.inf
@@ -98,7 +105,7 @@ class RoundTrip:
 
 
 class TimedIterator:
-    """An iterator that knows how long its own `next` took in all, the device's work included."""
+    """An iterator that sums the seconds of its `next` calls, including the work of the device."""
 
     def __init__(self, items: Iterator[Tensor], device: torch.device) -> None:
         self.seconds = 0.0
@@ -118,7 +125,7 @@ class TimedIterator:
 
 
 def with_channels(pictures: Tensor, channels: int) -> Tensor:
-    """Give RGB pictures `[B, 3, t, H, W]` uint8 the 3 or 4 channels of a VAE; alpha is opaque."""
+    """Append opaque alpha to `pictures`, `[B, 3, t, H, W]` uint8, if `channels` is 4."""
     if channels == pictures.shape[1]:
         return pictures
     opaque = torch.full_like(pictures[:, :1], 255)
@@ -126,7 +133,7 @@ def with_channels(pictures: Tensor, channels: int) -> Tensor:
 
 
 def shrunk(pictures: Tensor, factor: int) -> Tensor:
-    """Average pictures `[t, s H, s W, 3]` uint8 down to `[t, H, W, 3]`, where `factor` is s."""
+    """Average `pictures`, `[t, s H, s W, 3]` uint8, to `[t, H, W, 3]`; `factor` is s."""
     if factor == 1:
         return pictures
     small = functional.avg_pool2d(pictures.permute(0, 3, 1, 2).float(), factor)

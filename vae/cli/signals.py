@@ -1,12 +1,12 @@
-"""How a signal ends the command line: nothing half done is left behind.
+"""Signals that end the command line; no partial file is left behind.
 
 The first SIGINT, SIGTERM or SIGHUP raises `Stopped` in the main thread, so that files are closed
-and removed on the way out. Later ones change nothing: they would interrupt the removal. Python runs
-no handler inside a long call of C, and drops what is raised in a destructor; so a thread hears each
-signal too, and ends the process if that has not happened after `GRACE_S`.
+and removed on the way out. Later ones are ignored, because they would interrupt the removal. Python
+runs no handler during a long call into C, and ignores errors raised in a destructor; so a thread
+receives each signal too, and ends the process after `GRACE_S`.
 
-A result that is about to take its final name is finished work: from there on (`before_naming`) a
-signal comes too late, and the command ends as if there had been none.
+A file that is about to take its final name is complete: from then on (`before_naming`) signals are
+ignored and the command succeeds.
 """
 
 import contextlib
@@ -18,15 +18,14 @@ from types import FrameType
 
 from ..media.atomic_file import before_naming, remove_unfinished
 
-# SIGBREAK is Windows' own, for Ctrl-Break and a console that is closed.
+# SIGBREAK exists on Windows only, for Ctrl-Break and a closed console.
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
-# Less than the 10 s that docker grants before SIGKILL, more than an
-# encoder takes for the piece at hand.
+# Less than the 10 s that docker waits before SIGKILL, more than an encoder takes for a piece.
 GRACE_S = 8.0
 
 
 class Stopped(KeyboardInterrupt):
-    """The signal of a number ends the command."""
+    """A signal, by its number, ends the command."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -34,10 +33,10 @@ class Stopped(KeyboardInterrupt):
 
 
 class Signals:
-    """Handles the signals as a context manager, and puts the handlers of before back.
+    """Handles signals as a context manager, and restores the previous handlers.
 
-    What is ignored stays so, as SIGHUP under `nohup`. In a thread other than the main one nothing
-    is changed: Python allows handlers there alone.
+    Ignored signals stay ignored, such as SIGHUP under `nohup`. Outside of the main thread nothing
+    changes, because Python allows handlers only there.
     """
 
     def __init__(self) -> None:
@@ -50,16 +49,16 @@ class Signals:
         self._handles = threading.current_thread() is threading.main_thread()
         if not self._handles:
             return self
-        self._heard, self._told = socket.socketpair()
-        self._told.setblocking(False)
+        self._heard, self._wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
         self._thread = threading.Thread(target=self._watch, name="fast-video-vae-signals")
         self._thread.daemon = True
         self._thread.start()
-        self._former = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+        self._former = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         before_naming.append(self.settle)
         for name in NAMES:
             number = getattr(signal, name, None)
-            # None is a handler that another language set, which Python cannot put back.
+            # None: a handler that is not Python's and cannot be restored.
             if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None):
                 self._previous[number] = signal.getsignal(number)
                 signal.signal(number, self._handle)
@@ -74,16 +73,20 @@ class Signals:
         signal.set_wakeup_fd(self._former)
         before_naming.remove(self.settle)
         self._over.set()
-        self._told.close()
+        self._wakeup.close()
         self._thread.join()
         self._heard.close()
 
     def settle(self) -> None:
-        """Let no signal end the command any more."""
+        """Ignore signals from now on."""
         self._settled = True
 
     def check(self) -> None:
-        """Raise `Stopped` again where a signal came; another error may have taken its place."""
+        """Raise `Stopped` if a signal arrived, as another error may have replaced it.
+
+        Raises:
+            Stopped: A signal arrived.
+        """
         if self._number is not None:
             raise Stopped(self._number)
 
@@ -94,7 +97,7 @@ class Signals:
         raise Stopped(number)
 
     def _watch(self) -> None:
-        """Wait for a signal, and then for the end of the command; in a thread of its own."""
+        """Wait for a signal, then for the end of the command, in a thread."""
         while heard := self._heard.recv(1):
             if heard[0] in self._previous:
                 if not self._over.wait(GRACE_S):
@@ -106,5 +109,5 @@ class Signals:
 
 
 def reason(number: int) -> str:
-    """What to say of a command that a signal has ended."""
+    """Describe the end of a command by signal `number`."""
     return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"

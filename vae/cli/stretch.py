@@ -1,4 +1,4 @@
-"""What a command takes of a video: which part, at which rate and size; and how it says so."""
+"""The part of a video that a command reads, its frame rate and size, and the lines about it."""
 
 import argparse
 import math
@@ -9,16 +9,16 @@ from ..media.video_reader import VideoFile
 from ..models.config import VAEConfig
 from .loading import Say
 
-# What a CPU gets where the user has not said more: with the bundled VAE half a minute of work (one
-# thread of an AMD EPYC does 0.3 million pixels per second there and back, 2026-11).
+# Default work on a CPU in pixels: about half a minute with the bundled VAE (one thread of an AMD
+# EPYC encodes and decodes 0.3 million pixels per second, 2026-11).
 CPU_PIXELS = 12_000_000
 CPU_AREA = 640 * 360
-# Fewer frames show nothing of the motion.
+# Fewer frames show no motion.
 LEAST_FRAMES = 5
 
 
 def stretch_named(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `VideoFile.pieces`; without `size` those of `VideoFile.estimate`."""
+    """Return keyword arguments of `VideoFile.pieces` from `args`; without `size`, of `estimate`."""
     return {
         "fps": args.fps,
         "start": args.start,
@@ -29,14 +29,27 @@ def stretch_named(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def estimated(video: VideoFile, stretch: dict[str, Any]) -> int | None:
-    """How many frames of a stretch the file announces; None: it does not say."""
+    """Return the declared number of frames of `video` in `stretch`; None: unknown."""
     return video.estimate(**{key: value for key, value in stretch.items() if key != "size"})
 
 
 def cropped(
     video: VideoFile, config: VAEConfig, size: tuple[int, int] | None, say: Say
 ) -> tuple[int, int]:
-    """Height and width that a VAE takes of a video; says what the video is, and what is cropped."""
+    """Return the height and width that a VAE encodes; print the video's size and the crop.
+
+    Args:
+        video: The video.
+        config: Layout of the VAE.
+        size: Requested height and width; None: those of the video.
+        say: Prints a line.
+
+    Returns:
+        Height and width in pixels.
+
+    Raises:
+        ValueError: The size is smaller than a latent.
+    """
     step = config.spatial_compression
     full = size or (video.height, video.width)
     height, width = video.cropped_size(step, size)
@@ -50,10 +63,16 @@ def cropped(
 def affordable(
     video: VideoFile, config: VAEConfig, wanted: dict[str, Any]
 ) -> tuple[dict[str, Any], str]:
-    """Cut a video down to what a CPU does in about half a minute, as far as nothing else was said.
+    """Reduce a video to about half a minute of work on a CPU, unless its length or size is given.
 
-    Of the `wanted` of `stretch_named` a `size` stays, and so does the length with a `duration` or a
-    `limit`. Returns such arguments, and what to say of the difference; "": there is none.
+    Args:
+        video: The video.
+        config: Layout of the VAE.
+        wanted: Arguments from `stretch_named`; a `size` is kept, and with a `duration` or `limit`
+            the length.
+
+    Returns:
+        The arguments, and a note about the reduction; "": none.
     """
     changed, notes = dict(wanted), []
     height, width = wanted["size"] or (video.height, video.width)
@@ -73,14 +92,14 @@ def affordable(
             notes.append(f"{frames} (--duration, --frames-limit)")
     if not notes:
         return changed, ""
-    return changed, f"on a CPU the demo takes {' and '.join(notes)}; these options take more"
+    return changed, f"on a CPU the demo uses {' and '.join(notes)}; these options change it"
 
 
 def frames_label(count: int) -> str:
-    """Such as "9 frames"."""
+    """Format `count` as in "9 frames"."""
     return f"{count} frame{'' if count == 1 else 's'}"
 
 
 def fps_label(fps: Fraction) -> str:
-    """Such as "29.97"."""
+    """Format `fps` as in "29.97"."""
     return f"{float(fps):.3f}".rstrip("0").rstrip(".")

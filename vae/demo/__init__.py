@@ -1,4 +1,4 @@
-"""The bundled demonstration: a small trained VAE of the Wan 2.1 layout, and a short clip."""
+"""The bundled demonstration: a small trained VAE with the layout of Wan 2.1, and a short clip."""
 
 from pathlib import Path
 

@@ -1,1 +1,1 @@
-"""How the bundled VAE was trained and the clip made; not part of the wheel."""
+"""Training of the bundled VAE and creation of the clip; not part of the wheel."""

@@ -1,7 +1,7 @@
 """Makes the bundled clip: `python -m fast_video_vae.vae.demo.training.make_clip`.
 
-A cat's face, drawing near, while a rocket in a round frame glides across it: two of the photographs
-that the bundled VAE was not trained on, a slow motion and a quicker one, two edges and much fur.
+A zoom on a cat's face while a rocket in a round frame crosses it: two photographs that the bundled
+VAE was not trained on, slow and fast motion, sharp edges and fur.
 """
 
 import argparse
@@ -20,20 +20,20 @@ from .. import CLIP_PATH
 from .pictures import HELD_OUT, cut, load_picture, pyramid
 
 FRAMES, FPS, SIZE = 33, 16, 256
-BADGE = 96.0  # the round frame's diameter
+BADGE = 96.0  # diameter of the round frame in pixels
 
 logger = logging.getLogger(__name__)
 
 
 def draw() -> Tensor:
-    """The clip's frames, `[33, 3, 256, 256]` in [0, 1]."""
+    """Draw the frames of the clip, `[33, 3, 256, 256]` in [0, 1]."""
     cat, rocket = (load_picture(picture) for picture in HELD_OUT)
     time = torch.linspace(0.0, 1.0, FRAMES)
     eased = time * time * (3.0 - 2.0 * time)
     frames = cut(
         pyramid(cat), _between((248.0, 149.0, 1.16, 0.0), (196.0, 142.0, 0.92, -0.06), eased), SIZE
     )
-    # The rocket's own window follows the round frame, so that the rocket stays inside of it.
+    # The window of the rocket follows the round frame, so that the rocket stays within it.
     x = _mix(-60.0, SIZE + 60.0, eased)
     y = 196.0 - 26.0 * torch.sin(math.pi * time)
     scale = 3.0
@@ -50,7 +50,7 @@ def draw() -> Tensor:
 
 
 def write(frames: Tensor, path: Path) -> None:
-    """Write a clip, `[T, 3, H, W]` in [0, 1], as H.264 in BT.709."""
+    """Write `frames`, `[T, 3, H, W]` in [0, 1], to `path` as H.264 in BT.709."""
     pictures = (frames * 255.0).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
     with av.open(path, "w") as container:
         stream = container.add_stream("libx264", rate=Fraction(FPS))
@@ -68,7 +68,7 @@ def write(frames: Tensor, path: Path) -> None:
 
 
 def _between(start: tuple[float, ...], end: tuple[float, ...], part: Tensor) -> Tensor:
-    """Windows for `cut` from one to another, `[T, 4]`."""
+    """Interpolate windows of `cut`, `[T, 4]`."""
     return torch.stack([_mix(a, b, part) for a, b in zip(start, end, strict=True)], 1)
 
 
@@ -77,7 +77,7 @@ def _mix(start: float, end: float, part: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Write the clip to its place, or to another."""
+    """Write the clip to its default path or to `--out`."""
     parser = argparse.ArgumentParser(description="Make the bundled clip.")
     parser.add_argument("--out", type=Path, default=CLIP_PATH)
     args = parser.parse_args()

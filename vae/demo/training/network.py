@@ -1,9 +1,9 @@
-"""The Wan 2.1 VAE as it is trained: a whole clip at once, with gradients.
+"""The Wan 2.1 VAE for training: a whole clip at once, with gradients.
 
 The graph and the parameter names are those of wan/modules/vae.py of Wan 2.1. That code, and ours in
-`vae/`, walks through a clip step by step with caches; here every causal convolution sees the clip's
-frames together behind two zero frames, which gives the same numbers and is what gradients need. A
-lone frame is `[B, C, H, W]` and runs in 2D, because the first two temporal taps meet only zeros.
+`vae/`, process a clip in steps with caches. Here every causal convolution gets all frames after two
+zero frames, which gives the same values and supports gradients. A single frame is `[B, C, H, W]`
+and runs in 2D, because the first two temporal taps multiply zeros.
 """
 
 import copy
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 STAGE_WIDTHS = (1, 2, 4, 4)
-# One compiled norm per shape of activation; the default of 8 gives up on the ninth.
+# One compiled norm per activation shape; the default limit of 8 is too small.
 torch._dynamo.config.recompile_limit = 256
 
 
@@ -32,12 +32,12 @@ def _norm_silu(x: Tensor, gamma: Tensor) -> Tensor:
     return F.silu(_norm(x, gamma)).to(x.dtype)
 
 
-# Up to twice as fast as separate operations: 4.4 to 2.2 ms for [20, 12, 64, 64] on a Zen 5 core.
+# Up to twice as fast as separate ops: 2.2 instead of 4.4 ms for [20, 12, 64, 64] on a Zen 5 core.
 _fused_norm_silu = torch.compile(_norm_silu, dynamic=False)
 
 
 class _RMSNorm(nn.Module):
-    """Wan's norm over the channels of `[B, C, ...]`, with or without the SiLU after it."""
+    """Wan's norm over the channels of `[B, C, ...]`, optionally with SiLU."""
 
     def __init__(self, channels: int, ndim: int = 3, *, silu: bool = True) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _RMSNorm(nn.Module):
 
 
 class _CausalConv3d(nn.Conv3d):
-    """Pads with zeros in space, and with zero frames in front; a lone frame is a 2D convolution."""
+    """Zero padding in space and before the first frame; a single frame uses a 2D convolution."""
 
     def forward(self, x: Tensor) -> Tensor:
         time, _, side = self.kernel_size
@@ -64,7 +64,7 @@ class _CausalConv3d(nn.Conv3d):
 
 
 class _ResidualBlock(nn.Module):
-    """Norm, SiLU, convolution, twice, added to the input."""
+    """Twice norm, SiLU and convolution, added to the input."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class _ResidualBlock(nn.Module):
 
 
 def _per_frame(layer: nn.Module, x: Tensor) -> Tensor:
-    """Give a layer each frame of `[B, C, T, H, W]` by itself, or the one of `[B, C, H, W]`."""
+    """Apply a layer to each frame of `[B, C, T, H, W]`, or to `[B, C, H, W]`."""
     if x.ndim == 4:
         return layer(x)
     frames = layer(x.transpose(1, 2).flatten(0, 1))
@@ -112,7 +112,7 @@ class _Attention(nn.Module):
 
 
 class _Downsample(nn.Module):
-    """Half the size; with `temporal`, T frames become (T + 1) / 2: every two but the first one."""
+    """Halves the size; with `temporal`, T frames become (T + 1) / 2: the first, then pairs."""
 
     def __init__(self, channels: int, *, temporal: bool) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class _Downsample(nn.Module):
 
 
 class _Upsample(nn.Module):
-    """Twice the size, half the channels; with `temporal`, T frames become 2 T - 1."""
+    """Doubles the size and halves the channels; with `temporal`, T frames become 2 T - 1."""
 
     def __init__(self, channels: int, *, temporal: bool) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class _Upsample(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.time_conv is not None and x.ndim == 5 and x.shape[2] > 1:
-            # The first frame is not in the history of the others: they begin with zeros.
+            # The first frame is not in the history of the others, which starts with zeros.
             pairs = self.time_conv(F.pad(x[:, :, 1:], (0, 0, 0, 0, 2, 0)))
             even, odd = pairs.chunk(2, 1)
             x = torch.cat([x[:, :, :1], torch.stack([even, odd], 3).flatten(2, 3)], 2)
@@ -158,7 +158,7 @@ def _head(in_channels: int, out_channels: int) -> nn.Sequential:
 
 
 class _Encoder(nn.Module):
-    """Frames to 2 * `latents` channels."""
+    """Encodes frames to 2 * `latents` channels."""
 
     def __init__(self, width: int, latents: int) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class _Encoder(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """Latents to frames."""
+    """Decodes latents to frames."""
 
     def __init__(self, width: int, latents: int) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class _Decoder(nn.Module):
 
 
 class TrainingVAE(nn.Module):
-    """The whole network, of `width` channels at full size; 96 in Wan 2.1."""
+    """The whole network with `width` channels at full resolution; 96 in Wan 2.1."""
 
     def __init__(self, width: int, latents: int = 16) -> None:
         super().__init__()
@@ -212,16 +212,16 @@ class TrainingVAE(nn.Module):
         self._initialise()
 
     def encode(self, frames: Tensor) -> Tensor:
-        """Frames in [-1, 1], 4 n + 1 or a lone one without time, to the mean of their latents."""
+        """Encode `frames`, `[B, 3, 4 n + 1, H, W]` or `[B, 3, H, W]` in [-1, 1], to the mean."""
         return self.conv1(self.encoder(frames)).chunk(2, 1)[0]
 
     def decode(self, latent: Tensor) -> Tensor:
-        """Latents to frames in about [-1, 1]."""
+        """Decode `latent`, `[B, C_latent, t, h, w]`, to frames in about [-1, 1]."""
         return self.decoder(self.conv2(latent))
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Begin with frames that know nothing of each other, and with quiet residual branches."""
+        """Initialise frames as independent of each other, and residual branches near zero."""
         for module in self.modules():
             if isinstance(module, _CausalConv3d) and module.kernel_size[0] == 3:
                 module.weight[:, :, :2] = 0.0
@@ -234,25 +234,29 @@ class TrainingVAE(nn.Module):
                 nn.init.zeros_(module.proj.weight)
                 nn.init.zeros_(cast("Tensor", module.proj.bias))
             elif isinstance(module, _Downsample) and module.time_conv is not None:
-                # Each pair of frames is averaged.
+                # Average pairs of frames.
                 eye = torch.eye(module.time_conv.out_channels)[:, :, None, None, None]
                 module.time_conv.weight.mul_(0.1)[:, :, 1:] += 0.5 * eye
             elif isinstance(module, _Upsample) and module.time_conv is not None:
-                # Each frame is shown twice.
+                # Repeat each frame.
                 eye = torch.eye(module.time_conv.in_channels)[:, :, None, None]
                 module.time_conv.weight.mul_(0.1)[:, :, 2] += torch.cat([eye, eye])
 
 
 @torch.no_grad()
 def balanced(vae: TrainingVAE, frames: Tensor) -> TrainingVAE:
-    """Copy a VAE, with streams of root mean square one, for float16 to hold them.
+    """Copy a VAE and scale its activations to a root mean square of 1, so that they fit float16.
 
-    Every layer reads the stream of a network through a norm, or copies it linearly into a wider or
-    a smaller one. So a factor on the stream is free: whoever writes to the stream is scaled with
-    it. In training nothing holds that factor; it grew beyond what float16 can hold.
+    Every layer reads the residual stream through a norm, or maps it linearly to another width. So a
+    factor on the stream is free if every layer that adds to it is scaled too. Training does not
+    constrain this factor, and it grew beyond the range of float16.
 
-    It is measured on clips `[B, 3, T, H, W]` in [-1, 1] like those that the VAE was trained on, and
-    the outputs stay the same, rounding aside.
+    Args:
+        vae: The VAE.
+        frames: Clips like those in training, `[B, 3, T, H, W]` in [-1, 1], to measure the scale.
+
+    Returns:
+        The copy; its outputs are equal except for rounding.
     """
     vae = copy.deepcopy(vae)
     encoder, decoder = vae.encoder, vae.decoder
@@ -263,10 +267,7 @@ def balanced(vae: TrainingVAE, frames: Tensor) -> TrainingVAE:
 
 
 def _balance(layers: Iterable[nn.Module], x: Tensor) -> None:
-    """Scale the layers of a network, from its first convolution to its head.
-
-    `x` is followed through them as they are before scaling.
-    """
+    """Scale the layers from the first convolution to the head by their outputs on `x`."""
     factor = 1.0
     for layer in layers:
         x = layer(x)
@@ -279,7 +280,7 @@ def _balance(layers: Iterable[nn.Module], x: Tensor) -> None:
         elif isinstance(layer, _Attention):
             _scale(layer.proj, factor, factor)
         elif isinstance(layer, (_Downsample, _Upsample)):
-            # `time_conv` passes the first frame by, so it cannot have a factor of its own.
+            # `time_conv` skips the first frame, so it cannot have its own factor.
             _scale(layer.resample[1], here / before, here)
             factor = here
             if layer.time_conv is not None:
@@ -290,7 +291,7 @@ def _balance(layers: Iterable[nn.Module], x: Tensor) -> None:
 
 
 def _scale(conv: nn.Module, weight: float, bias: float) -> None:
-    """Multiply a convolution's weight and bias."""
+    """Multiply the weight and the bias of a convolution."""
     parameters = dict(conv.named_parameters())
     parameters["weight"].mul_(weight)
     parameters["bias"].mul_(bias)

@@ -1,8 +1,8 @@
-"""The training pictures, and endless clips made from them.
+"""The training pictures, and an endless source of clips made from them.
 
-Thirteen photographs in the public domain or under CC0 that ship inside the wheels of scikit-image
-and matplotlib, a few pictures drawn at random, and one augmentation: a window that pans, zooms and
-turns over a picture, in random colours, now and then with a second picture moving across it.
+Thirteen photographs in the public domain or under CC0 from the wheels of scikit-image and
+matplotlib, some random drawings, and one augmentation: a window that moves over a picture, zooms
+and rotates, in random colours, sometimes with a second moving picture on top.
 """
 
 import hashlib
@@ -18,24 +18,23 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-# Neighbouring levels of a pyramid differ by this factor, so that no window is shrunk by more than
-# it when it is cut, and the cut needs no anti-aliasing of its own.
+# Ratio of adjacent pyramid levels. A cut reduces by less than this and needs no anti-aliasing.
 LEVEL_RATIO = math.sqrt(2.0)
-# Source pixels per pixel: from a little enlarged to a large photograph made small.
+# Source pixels per pixel: from slightly enlarged to strongly reduced.
 ZOOM_RANGE = (0.6, 4.0)
-# The fastest pan, in pixels per frame.
+# Fastest pan in pixels per frame.
 TOP_SPEED = 8.0
 DRAWN_PICTURES = 24
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture inside an installed wheel; `vae/demo/README.md` has the licences.
+    """A picture inside an installed wheel; `vae/demo/README.md` lists the licences.
 
     Attributes:
-        package: The folder's dotted name.
-        name: The file's name in it.
-        digest: Of its SHA-256, the first 64 bits in hexadecimal.
+        package: Dotted name of its folder.
+        name: File name.
+        digest: First 64 bits of its SHA-256 in hexadecimal.
         weight: How often it is drawn, relative to the others.
     """
 
@@ -69,29 +68,35 @@ HELD_OUT = (
 
 
 def load_picture(picture: Picture) -> Tensor:
-    """Read a picture, `[3, H, W]` float32 in [0, 1].
+    """Read a picture.
+
+    Args:
+        picture: The picture.
+
+    Returns:
+        `[3, H, W]` float32 in [0, 1].
 
     Raises:
-        ValueError: The file has another hash than the picture that we mean.
+        ValueError: The file has another SHA-256.
     """
     package, *folders = picture.package.split(".")
     content = files(package).joinpath("/".join([*folders, picture.name])).read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     if not digest.startswith(picture.digest):
-        raise ValueError(f"{picture.name} has the SHA-256 {digest}, not {picture.digest}...")
+        raise ValueError(f"{picture.name} has the SHA-256 {digest}; expected {picture.digest}...")
     with Image.open(io.BytesIO(content)) as image:
         pixels = np.array(image.convert("RGB"))
     return torch.from_numpy(pixels).permute(2, 0, 1).float() / 255.0
 
 
 def pyramid(picture: Tensor, smallest: int = 64) -> list[Tensor]:
-    """The picture at every scale `LEVEL_RATIO ** -k`, down to a short side of `smallest`."""
+    """Scale `picture`, `[3, H, W]`, by `LEVEL_RATIO ** -k` down to a short side of `smallest`."""
     levels = [picture[None]]
     height, width = picture.shape[-2:]
     while min(height, width) / LEVEL_RATIO >= smallest:
         height, width = height / LEVEL_RATIO, width / LEVEL_RATIO
         size = (round(height), round(width))
-        # Always from the original, so that the filters' errors do not add up.
+        # Always from the original, so that filter errors do not accumulate.
         level = F.interpolate(picture[None], size, mode="bicubic", antialias=True)
         levels.append(level.clamp(0.0, 1.0))
     return levels
@@ -101,10 +106,10 @@ def cut(levels: list[Tensor], windows: Tensor, size: int) -> Tensor:
     """Cut a moving window out of a picture.
 
     Args:
-        levels: The picture's pyramid.
-        windows: `[T, 4]`: centre x and y in pixels of the whole picture, source pixels per pixel,
-            angle in radians. Beyond its border the picture is mirrored.
-        size: The frames' side.
+        levels: Pyramid of the picture, `[1, 3, H, W]` each.
+        windows: `[T, 4]`: centre x and y in pixels of the original, source pixels per pixel, angle
+            in radians. Beyond the border the picture is mirrored.
+        size: Side of the frames in pixels.
 
     Returns:
         `[T, 3, size, size]` in [0, 1].
@@ -114,7 +119,7 @@ def cut(levels: list[Tensor], windows: Tensor, size: int) -> Tensor:
     level = levels[k]
     height, width = levels[0].shape[-2:]
     x, y, zooms, angle = windows.unbind(1)
-    # Coordinates of grid_sample: the picture spans [-1, 1] on each axis, whatever its size.
+    # Coordinates of grid_sample: the picture spans [-1, 1] on each axis.
     half = zooms * size / 2.0
     cos, sin = angle.cos() * half, angle.sin() * half
     rows = torch.stack(
@@ -131,7 +136,7 @@ def cut(levels: list[Tensor], windows: Tensor, size: int) -> Tensor:
 
 
 class ClipMaker:
-    """An endless source of training clips; the seed is of every choice."""
+    """An endless source of training clips; the seed determines all of them."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -139,25 +144,25 @@ class ClipMaker:
         drawn = [self._draw_picture(384) for _ in range(DRAWN_PICTURES)]
         self.pyramids = [pyramid(picture) for picture in photographs + drawn]
         weights = np.array([picture.weight for picture in TRAINING])
-        # One clip in eight is of a drawn picture.
+        # One clip in eight is from a drawn picture.
         share = weights.sum() / 7.0 / len(drawn)
         weights = np.concatenate([weights, np.full(len(drawn), share)])
         self.weights = weights / weights.sum()
 
     def batch(self, clips: int, frames: int, size: int) -> Tensor:
-        """Make `[clips, 3, frames, size, size]` in [-1, 1]."""
+        """Make a batch of `clips` clips, `[clips, 3, frames, size, size]` in [-1, 1]."""
         made = torch.stack([self.clip(frames, size) for _ in range(clips)])
         return made.transpose(1, 2) * 2.0 - 1.0
 
     def clip(self, frames: int, size: int) -> Tensor:
-        """One clip, `[frames, 3, size, size]` in [0, 1]."""
+        """Make one clip, `[frames, 3, size, size]` in [0, 1]."""
         rng = self.rng
         clip = self._layer(frames, size)
         kind = rng.random()
         if kind < 0.25:
             clip = torch.lerp(clip, self._layer(frames, size), self._moving_shape(frames, size))
         elif kind < 0.30:
-            # A cross-fade, or a double exposure when both ends are alike.
+            # A cross-fade, or a double exposure if both ends are equal.
             start, end = rng.random(2) if rng.random() < 0.5 else [rng.random()] * 2
             mix = torch.linspace(start, end, frames).reshape(-1, 1, 1, 1)
             clip = torch.lerp(clip, self._layer(frames, size), mix)
@@ -167,13 +172,13 @@ class ClipMaker:
         return self._turn(clip)
 
     def _layer(self, frames: int, size: int) -> Tensor:
-        """A picture, moving, in its own colours or in others."""
+        """Make a moving picture, in its own or in random colours."""
         rng = self.rng
         levels = self.pyramids[rng.choice(len(self.pyramids), p=self.weights)]
         return self._colour(cut(levels, self._windows(levels[0], frames, size), size))
 
     def _windows(self, picture: Tensor, frames: int, size: int) -> Tensor:
-        """Where the window is in each frame, as `cut` wants it."""
+        """Draw the window of each frame, `[T, 4]` as for `cut`."""
         rng = self.rng
         height, width = picture.shape[-2:]
         low, high = ZOOM_RANGE
@@ -197,7 +202,7 @@ class ClipMaker:
         return windows
 
     def _moving_shape(self, frames: int, size: int) -> Tensor:
-        """The opacity of a second layer: an ellipse or a half-plane that drifts, `[T, 1, S, S]`."""
+        """Draw a mask `[T, 1, S, S]` for a second layer: a drifting ellipse or half-plane."""
         rng = self.rng
         time = (torch.arange(frames) - (frames - 1) / 2.0).reshape(-1, 1, 1)
         axis = torch.arange(size) - (size - 1) / 2.0
@@ -214,12 +219,12 @@ class ClipMaker:
         return (distance / rng.uniform(0.5, 2.0) + 0.5).clamp(0.0, 1.0)[:, None]
 
     def _colour(self, clip: Tensor) -> Tensor:
-        """Other colours for half of the clips: channels swapped, mixed and bent."""
+        """Swap, mix and bend the channels of half of the clips."""
         rng = self.rng
         if rng.random() < 0.5:
             return clip
         mix = np.eye(3)[rng.permutation(3)]
-        # A saturation from none to one and a half, then a small turn of the hue.
+        # A saturation between 0 and 1.5, then a small hue rotation.
         mix = np.full((3, 3), 1.0 / 3.0) + rng.uniform(0.0, 1.5) * (mix - 1.0 / 3.0)
         mix = mix + rng.normal(0.0, 0.08, (3, 3))
         gains = torch.from_numpy(mix).float()
@@ -231,7 +236,7 @@ class ClipMaker:
         return 1.0 - clip if rng.random() < 0.1 else clip
 
     def _turn(self, clip: Tensor) -> Tensor:
-        """Mirror at random, and turn by a multiple of 90 degrees one time in two."""
+        """Mirror at random, and rotate every second clip by a multiple of 90 degrees."""
         rng = self.rng
         if rng.random() < 0.5:
             clip = clip.flip(-1)
@@ -240,7 +245,7 @@ class ClipMaker:
         return torch.rot90(clip, int(rng.integers(4)), (-2, -1)) if rng.random() < 0.5 else clip
 
     def _draw_picture(self, size: int) -> Tensor:
-        """A picture of 1/f noise, or of shapes and letters over a gradient, `[3, size, size]`."""
+        """Draw 1/f noise, or shapes and letters over a gradient, `[3, size, size]`."""
         rng = self.rng
         if rng.random() < 0.4:
             frequency = np.hypot(np.fft.fftfreq(size)[:, None], np.fft.rfftfreq(size)[None, :])

@@ -1,11 +1,11 @@
 """Trains the bundled VAE: `python -m fast_video_vae.vae.demo.training.train`.
 
-Lone frames first, in 2D, then short clips, then larger and longer ones, while the step size falls
-along a cosine to zero. The loss is the mean squared error, with a little noise on the latents and a
-small price on their size. The schedule goes by the clock, so the seed fixes the initial weights and
-the sequence of clips, and the speed of the machine how many of them are seen.
+Single frames first, in 2D, then short clips, then larger and longer ones, while the step size
+decays to zero along a cosine. The loss is the mean squared error, with noise on the latents and a
+penalty on their size. The schedule follows the clock: the seed fixes the initial weights and the
+sequence of clips, and the speed of the machine decides how many are used.
 
-A run stopped half-way goes on from its checkpoint when it is started again.
+An interrupted run resumes from its checkpoint.
 """
 
 import argparse
@@ -28,15 +28,15 @@ from .network import TrainingVAE, balanced
 from .pictures import HELD_OUT, ClipMaker, cut, load_picture, pyramid
 
 WIDTH = 12
-# Added to the latents on the way to the decoder, so that rounding them to bf16 does no harm.
+# Added to the latents before decoding, so that their rounding to bf16 does no harm.
 LATENT_NOISE = 0.02
-# The price of the latents' mean square, which keeps them about as large as one.
+# Penalty on the mean square of the latents, which keeps it near 1.
 LATENT_PRICE = 1e-4
-# Muon for the convolutions: three minutes of lone frames took it, at 0.02, to 26.7 dB on the cat;
-# Adam, at 0.003, to 19.9 dB. Adam was tried at no other rate, Muon also at 0.04 and 0.08.
+# Muon for the convolutions: in three minutes on single frames it reached 26.7 dB on the cat at
+# 0.02; Adam 19.9 dB at 0.003. Muon was also tried at 0.04 and 0.08, Adam at no other rate.
 MUON_RATE, MUON_MOMENTUM = 0.04, 0.95
 ADAM_RATE, ADAM_BETAS = 3e-3, (0.9, 0.99)
-# What meets pixels, or leaves a network, is no matrix among hidden channels; Adam moves it.
+# Layers at pixels or at the end of a network do not map hidden to hidden channels; they use Adam.
 OUTER = ("encoder.conv1.weight", "encoder.head.2.weight", "decoder.head.2.weight")
 WARM_UP = 0.02
 LONGEST_AVERAGE = 500
@@ -47,10 +47,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ScheduleStage:
-    """A part of the schedule, up to a share of the whole.
+    """A part of the schedule, up to a share of the whole time.
 
-    Step sizes are multiplied with its rate, and batches of clips, frames and a side in pixels go
-    round.
+    Step sizes are multiplied by its rate. Its batches (clips, frames, side in pixels) are used in
+    turn.
     """
 
     until: float
@@ -61,16 +61,16 @@ class ScheduleStage:
 STAGES = (
     ScheduleStage(0.15, 1.0, ((16, 1, 64),)),
     ScheduleStage(0.27, 1.0, ((4, 9, 64), (2, 17, 64))),
-    # At the full rate the clips' errors stood still.
+    # At the full rate the error of the clips stopped falling.
     ScheduleStage(0.60, 0.5, ((4, 9, 64), (2, 17, 64))),
     ScheduleStage(1.00, 0.5, ((4, 9, 64), (1, 9, 128), (2, 17, 64), (1, 17, 96), (1, 5, 160))),
 )
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps of momentum, made orthogonal (Keller Jordan, 2024).
+    """Momentum with orthogonalised steps (Keller Jordan, 2024).
 
-    A convolution's weight counts as a matrix from all its inputs and taps to its outputs.
+    A convolution weight counts as a matrix from all inputs and taps to the outputs.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float) -> None:
@@ -92,7 +92,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _orthogonal(matrix: Tensor) -> Tensor:
-    """The nearest matrix whose singular values are about one, by five steps of Newton-Schulz."""
+    """Return a nearby matrix with singular values of about 1, by five Newton-Schulz steps."""
     rows, columns = matrix.shape
     x = matrix.mT if rows > columns else matrix
     x = x / (x.norm() + 1e-7)
@@ -103,7 +103,7 @@ def _orthogonal(matrix: Tensor) -> Tensor:
 
 
 class Trainer:
-    """One run: how long it takes, and where its state and the VAE are written."""
+    """One run: its duration, and the paths of its state and of the VAE."""
 
     def __init__(self, minutes: float, seed: int, checkpoint: Path, out: Path) -> None:
         torch.manual_seed(seed)
@@ -130,7 +130,7 @@ class Trainer:
             self._load()
 
     def run(self) -> None:
-        """Train until the time is up, then write the VAE."""
+        """Train until the time is over, then write the VAE."""
         clock = time.monotonic()
         saved = measured = self.elapsed_s
         while self.elapsed_s < self.budget_s:
@@ -149,7 +149,7 @@ class Trainer:
         self._save()
 
     def measure(self) -> dict[str, float]:
-        """PSNR in dB of the averaged weights on pans over the pictures that were held out."""
+        """Return the PSNR in dB of the averaged weights on pans over the held-out pictures."""
         values = {}
         for picture in HELD_OUT:
             frames = held_out_clip(load_picture(picture)) * 2.0 - 1.0
@@ -159,7 +159,7 @@ class Trainer:
         return values
 
     def _step(self, progress: float) -> None:
-        """One batch and one update."""
+        """Train on one batch."""
         stage = next(stage for stage in STAGES if progress < stage.until)
         factor = stage.rate * min(1.0, progress / WARM_UP)
         factor *= 0.5 * (1.0 + math.cos(math.pi * progress))
@@ -196,7 +196,7 @@ class Trainer:
             )
 
     def _save(self) -> None:
-        """Write the VAE and the state of the run, each in one piece."""
+        """Write the VAE and the state of the run, each atomically."""
         frames = ClipMaker(self.seed).batch(8, 9, 96)
         export(balanced(self.average, frames), self.out)
         state: dict[str, Any] = {
@@ -210,7 +210,7 @@ class Trainer:
         temporary.replace(self.checkpoint)
 
     def _load(self) -> None:
-        """Take the state of the run from its checkpoint."""
+        """Load the state of the run from its checkpoint."""
         state = torch.load(self.checkpoint, weights_only=True)
         for name, part in self._parts().items():
             part.load_state_dict(state[name])
@@ -224,7 +224,7 @@ class Trainer:
 
 
 def held_out_clip(picture: Tensor, frames: int = 17, size: int = 256) -> Tensor:
-    """A slow pan and zoom over a picture, `[3, frames, size, size]` in [0, 1]."""
+    """Make a slow pan and zoom over `picture`, `[3, H, W]`: `[3, frames, size, size]` in [0, 1]."""
     height, width = picture.shape[-2:]
     time_ = torch.arange(frames) - (frames - 1) / 2.0
     zoom = min(1.1, min(height, width) / size / 1.05)
@@ -236,7 +236,9 @@ def held_out_clip(picture: Tensor, frames: int = 17, size: int = 256) -> Tensor:
 def export(vae: TrainingVAE, path: Path) -> None:
     """Write a VAE as a checkpoint of the Wan 2.1 layout, in float16.
 
-    The logarithm of the variance, which nothing was trained on, becomes that of `LATENT_NOISE`.
+    Args:
+        vae: The VAE; its log variance, which was not trained, is set to that of `LATENT_NOISE`.
+        path: The file.
     """
     state = {key: value.detach().contiguous().half() for key, value in vae.state_dict().items()}
     latents = state["conv2.weight"].shape[0]
@@ -249,7 +251,7 @@ def export(vae: TrainingVAE, path: Path) -> None:
 
 
 def _channels_last(vae: TrainingVAE) -> TrainingVAE:
-    """Lay the kernels out as oneDNN likes them."""
+    """Convert the weights to channels-last, which oneDNN prefers."""
     for weight in vae.parameters():
         if weight.ndim >= 4:
             order = torch.channels_last if weight.ndim == 4 else torch.channels_last_3d
@@ -258,7 +260,7 @@ def _channels_last(vae: TrainingVAE) -> TrainingVAE:
 
 
 def main() -> None:
-    """Train for as long as the command line says."""
+    """Train for the time given on the command line."""
     parser = argparse.ArgumentParser(description="Train the bundled VAE.")
     parser.add_argument("--minutes", type=float, default=75.0)
     parser.add_argument("--seed", type=int, default=0)
