@@ -21,21 +21,22 @@ class Benchmark(io.ComfyNode):
             node_id="FastVAE_Benchmark",
             display_name="VAE Benchmark (Fast)",
             category=CATEGORY,
-            description="Measures ComfyUI's own VAE against the fast one on the same weights, on "
-            "this machine, at the size of your choice: seconds, peak memory, and what the results "
-            "differ by. Gives a chart and a table.",
+            description="Compares ComfyUI's VAE with the fast VAE on this machine, with the same "
+            "weights and at the size that you set: seconds, peak memory and difference of the "
+            "results. Returns a chart and a table.",
             search_aliases=["benchmark", "vae speed", "measure vae", "compare vae", "psnr"],
             inputs=[
                 io.Vae.Input(
                     "vae",
-                    tooltip="A VAE of Wan, Qwen-Image or SeedVR2 from any loader. It stays as it "
-                    "is; the network that it does not have is made from its weights.",
+                    tooltip="VAE of Wan, Qwen-Image or SeedVR2 from any loader. The input VAE is "
+                    "not modified; the other network is built from its weights.",
                 ),
                 io.Combo.Input(
                     "task",
                     options=["decode", "encode", "both"],
                     default="decode",
-                    tooltip="What to measure. both takes the time of both.",
+                    tooltip="Operation to measure: decode, encode or both. both takes the time "
+                    "of both.",
                 ),
                 *_size_inputs(),
                 io.Int.Input(
@@ -43,30 +44,35 @@ class Benchmark(io.ComfyNode):
                     default=3,
                     min=1,
                     max=100,
-                    tooltip="How often each of the two is measured, in turn. The table has the "
-                    "median and the best. One warm-up of each comes before: 3 rounds are 8 calls "
-                    "per task.",
+                    tooltip="Number of measurements of each network, in turn; the table has the "
+                    "median and the best. One warm-up of each is added: 3 rounds are 8 calls per "
+                    "task.",
                 ),
-                dtype_input("Number format of both. auto: the one that the VAE decodes in."),
+                dtype_input(
+                    "Data type of both networks. auto: the data type that the VAE decodes in."
+                ),
                 io.Latent.Input(
                     "samples",
                     optional=True,
-                    tooltip="The latent of one video to decode; width, height and frames are then "
-                    "its own. To encode, it is decoded first. Nothing connected: random latents "
-                    "with the statistics of the VAE, the same each time.",
+                    tooltip="Latent of one video to decode, which sets width, height and frames; "
+                    "it is decoded first if task is encode. Not connected: fixed random latents "
+                    "with the statistics of the VAE.",
                 ),
                 io.Image.Input(
                     "pixels",
                     optional=True,
-                    tooltip="A video to encode; width, height and frames are then its own. To "
-                    "decode, it is encoded first. Nothing connected: soft colours that move, the "
-                    "same each time.",
+                    tooltip="Video to encode, which sets width, height and frames; it is encoded "
+                    "first if task is decode. Not connected: a fixed video of soft moving colors.",
                 ),
             ],
             outputs=[
-                io.Image.Output(display_name="chart", tooltip="1024 x 640."),
-                io.String.Output(display_name="table", tooltip="Markdown."),
-                io.String.Output(display_name="json", tooltip="All figures, of every round."),
+                io.Image.Output(
+                    display_name="chart", tooltip="Bar chart as an image of 1024 x 640 pixels."
+                ),
+                io.String.Output(display_name="table", tooltip="Table of the results in Markdown."),
+                io.String.Output(
+                    display_name="json", tooltip="All measurements of every round as JSON."
+                ),
             ],
             hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
             is_output_node=True,
@@ -132,8 +138,8 @@ def _size_inputs() -> list[io.Input]:
             min=1,
             max=4097,
             step=4,
-            tooltip="Frames of the video, cut to 4 n + 1. Time grows with their number, and so "
-            "does the memory of ComfyUI's own network. A graphics card decodes 33 frames of 832 x "
-            "480 in seconds, a CPU in minutes.",
+            tooltip="Number of video frames, cut to 4 n + 1. Time grows with it, and so does the "
+            "memory of ComfyUI's network. A GPU decodes 33 frames of 832 x 480 in seconds, a CPU "
+            "in minutes.",
         ),
     ]

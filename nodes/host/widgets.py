@@ -44,16 +44,16 @@ def chunk_input(zero: str, *, optional: bool = False) -> io.Int.Input:
         max=4096,
         optional=optional,
         advanced=True,
-        tooltip=f"Latent frames per step; 4 video frames each. 0: {zero}. -1: all at once. "
-        "Less takes less memory; the result is the same.",
+        tooltip=f"Latent frames per step (4 video frames each). 0: {zero}. -1: all at once. "
+        "Smaller values use less memory; the result is the same.",
     )
 
 
 def once() -> list[io.Input]:
     """Return the inputs that hold for one run."""
     return [
-        dtype_input("Number format, this once. auto: as chosen for the VAE.", optional=True),
-        chunk_input("as chosen for the VAE", optional=True),
+        dtype_input("Data type for this run only. auto: the setting of the VAE.", optional=True),
+        chunk_input("the setting of the VAE", optional=True),
     ]
 
 
@@ -61,8 +61,8 @@ def timing_output() -> io.Output:
     """Return the last output of nodes that end a part of the work."""
     return io.String.Output(
         display_name="timing",
-        tooltip="Where the time of this run went so far, as a table: loading, sampling, decoding. "
-        "The log has the whole table when the run has ended.",
+        tooltip="Table of the time spent in this run so far: loading, sampling, decoding. The "
+        "log has the complete table at the end of the run.",
     )
 
 

@@ -26,30 +26,35 @@ class LoraStack(io.ComfyNode):
             node_id="FastVAE_LoraStack",
             display_name="LoRA Stack (Fast)",
             category=CATEGORY,
-            description="A LoRA file and its strength over the run, for Apply LoRA (Fast). Chain "
-            "several for a stack. Files of any trainer: kohya, PEFT, diffusers, musubi, lightx2v, "
-            "LyCORIS.",
+            description="Adds a LoRA file, with its strength over the run, to a stack for Apply "
+            "LoRA (Fast) or Wan Sampler (Fast). Chain several nodes for several LoRAs. Reads "
+            "files of kohya, PEFT, diffusers, musubi, lightx2v and LyCORIS.",
             search_aliases=["lora", "load lora", "lora stack", "lora loader", "wan lora"],
             inputs=[
                 io.Combo.Input(
                     "lora_name",
                     options=folder_paths.get_filename_list("loras"),
-                    tooltip="A file of models/loras.",
+                    tooltip="LoRA file in models/loras.",
                 ),
                 io.String.Input(
                     "strength",
                     default="1.0",
-                    tooltip="A number; a list over the steps: 0.9,0.8,0.7; phases of a model of "
-                    "two experts, high noise first: 1;0; a part of the run: 1@0-0.5. Negative "
-                    "numbers and such above 3 are fine. 0 costs nothing.",
+                    tooltip="Number, such as 1.0, or list over the steps: 0.9,0.8,0.7. Per "
+                    "expert, high noise first: 1;0. Part of the run: 1@0-0.5. Negative values "
+                    "and values above 3 are allowed. 0: the file is not loaded.",
                 ),
                 io.String.Input(
                     "blocks",
                     default="",
-                    tooltip="Where it acts; empty: everywhere. Block numbers, names, exclusions, "
-                    "factors: 0-19   self_attn   !cross_attn   8-11=0.5",
+                    tooltip="Blocks or layers that the LoRA changes. Empty: all. Block numbers, "
+                    "names, exclusions (!) and factors (=): 0-19   self_attn   !cross_attn   "
+                    "8-11=0.5",
                 ),
-                LoraStackType.Input("stack", optional=True, tooltip="LoRAs that go before it."),
+                LoraStackType.Input(
+                    "stack",
+                    optional=True,
+                    tooltip="LoRAs from another LoRA Stack (Fast), applied before this one.",
+                ),
             ],
             outputs=[LoraStackType.Output(display_name="LORA_STACK")],
         )
@@ -99,21 +104,25 @@ class ApplyLora(io.ComfyNode):
             node_id="FastVAE_ApplyLora",
             display_name="Apply LoRA (Fast)",
             category=CATEGORY,
-            description="Applies a stack of LoRAs while the model runs: its weights stay as they "
-            "are, quantised ones too, and another strength or file loads nothing anew.",
+            description="Applies a stack of LoRAs while the model runs. The model weights, also "
+            "quantised ones, are not changed; a new strength or file does not reload the model.",
             search_aliases=["lora", "apply lora", "model lora", "fast lora", "lora bypass"],
             inputs=[
-                io.Model.Input("model", tooltip="It stays as it is; the weights are shared."),
-                LoraStackType.Input("stack", tooltip="From LoRA Stack (Fast)."),
+                io.Model.Input(
+                    "model",
+                    tooltip="Diffusion model. The input model is not "
+                    "modified; the weights are shared.",
+                ),
+                LoraStackType.Input("stack", tooltip="LoRAs from LoRA Stack (Fast)."),
                 io.Combo.Input(
                     "mode",
                     options=["auto", "stream", "bypass", "merged"],
                     default="auto",
-                    tooltip="auto: what is faster, for each layer and call. stream: added to the "
-                    "weight on its way into the product; best for many tokens. bypass: two narrow "
-                    "products beside the layer; most exact, best for few tokens and quantised "
-                    "models. merged: written into the weights when they are loaded; bf16 and fp16 "
-                    "models alone.",
+                    tooltip="auto: the faster method for each layer and call. stream: adds the "
+                    "LoRA to a copy of the weight; for many tokens. bypass: two small matmuls in "
+                    "parallel to the layer; most exact, for few tokens and quantised models. "
+                    "merged: writes the LoRA into the weights on loading; bf16 and fp16 models "
+                    "only.",
                 ),
                 io.Combo.Input(
                     "phase",
@@ -121,8 +130,9 @@ class ApplyLora(io.ComfyNode):
                     default="auto",
                     optional=True,
                     advanced=True,
-                    tooltip="Which expert the model is, for strengths such as 1;0. auto: the one "
-                    "that Wan Sampler (Fast) calls; in other samplers the first, high noise.",
+                    tooltip="Expert that this model is, for strengths such as 1;0: high or low "
+                    "noise. auto: the expert that Wan Sampler (Fast) calls; high in other "
+                    "samplers.",
                 ),
             ],
             outputs=[

@@ -35,12 +35,18 @@ class FuseMLP(io.ComfyNode):
             node_id="FastVAE_FuseMLP",
             display_name="Fuse SwiGLU MLPs (Fast)",
             category="Fast VAE",
-            description="Makes the SiLU-gated MLPs of a diffusion model faster and smaller in "
+            description="Makes the SiLU-gated MLPs of a diffusion model faster, with less "
             "memory: SeedVR2, Lumina 2, Z-Image, HiDream, OmniGen 2, Mochi, Flux 2 and others. "
             "LoRAs, offloading and quantised weights work as before. Models without such MLPs "
-            "pass unchanged; the log says so.",
+            "are returned unchanged; the log says so.",
             search_aliases=["swiglu", "fuse mlp", "fast mlp", "speed up model", "feed forward"],
-            inputs=[io.Model.Input("model", tooltip="It stays as it is; the weights are shared.")],
+            inputs=[
+                io.Model.Input(
+                    "model",
+                    tooltip="Diffusion model. The input model is not "
+                    "modified; the weights are shared.",
+                )
+            ],
             outputs=[io.Model.Output(display_name="MODEL")],
         )
 

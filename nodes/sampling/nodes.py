@@ -28,9 +28,10 @@ class WanSampler(io.ComfyNode):
             node_id="FastVAE_WanSampler",
             display_name="Wan Sampler (Fast)",
             category=CATEGORY,
-            description="Samples with both experts of Wan 2.2 in one run: the noise level of each "
-            "step says which one is called, and the second is loaded when the first is done. Takes "
-            "any other MODEL too, as one expert. Shift, guidance and LoRAs for each expert.",
+            description="Samples with both experts of Wan 2.2 in one run: the noise level of "
+            "each step selects the expert, and the second expert is loaded when the first is "
+            "done. Any other MODEL works as a single expert. Shift, CFG and LoRAs can be set for "
+            "each expert.",
             search_aliases=[
                 "ksampler", "sampler", "wan sampler", "wan 2.2", "moe", "two experts",
                 "high noise", "low noise", "lightning", "lightx2v", "denoise",
@@ -40,11 +41,11 @@ class WanSampler(io.ComfyNode):
                 io.Latent.Output(display_name="LATENT"),
                 io.Latent.Output(
                     display_name="denoised",
-                    tooltip="What the last step took for the latent without noise.",
+                    tooltip="Estimate of the noise-free latent at the last step.",
                 ),
-                io.Sigmas.Output(display_name="sigmas", tooltip="The noise levels of the run."),
+                io.Sigmas.Output(display_name="sigmas", tooltip="Noise levels of the run."),
                 io.String.Output(
-                    display_name="report", tooltip="Steps of each expert, and its LoRAs."
+                    display_name="report", tooltip="Text with the steps and LoRAs of each expert."
                 ),
                 timing_output(),
             ],
@@ -88,11 +89,11 @@ class WanSampler(io.ComfyNode):
         shift_low: str,
         boundary: str,
         plain_steps: int,
-        start_step: int,
-        end_step: int,
+        start_at_step: int,
+        end_at_step: int,
         denoise: float,
         add_noise: str,
-        leftover_noise: str,
+        return_with_leftover_noise: str,
         lora_mode: str,
         free_high: bool,
         model_low: ModelPatcher | None = None,
@@ -114,11 +115,11 @@ class WanSampler(io.ComfyNode):
             scheduler=scheduler,
             sigmas=sigmas,
             plain_steps=plain_steps,
-            start=start_step,
-            end=end_step,
+            start=start_at_step,
+            end=end_at_step,
             denoise=denoise,
             add_noise=add_noise == _ENABLE,
-            leftover=leftover_noise == _ENABLE,
+            leftover=return_with_leftover_noise == _ENABLE,
             seed=seed,
             lora_mode=lora_mode,
             free_high=free_high,
@@ -141,41 +142,46 @@ def _sockets() -> list[io.Input]:
     return [
         io.Model.Input(
             "model_high",
-            display_name="model (high noise)",
-            tooltip="The only model, or of two experts the one for high noise. It stays as it is.",
+            display_name="model",
+            tooltip="Diffusion model to sample with; with two experts, the one for high noise. "
+            "The input model is not modified.",
         ),
         io.Model.Input(
             "model_low",
             display_name="model (low noise)",
             optional=True,
-            tooltip="The expert for low noise, as Wan 2.2 14B has one. It is loaded when the first "
-            "has done its steps.",
+            tooltip="Expert for low noise, for example of Wan 2.2 14B; loaded after the last "
+            "step of the first expert. Not connected: the whole run uses one model.",
         ),
-        io.Conditioning.Input("positive", tooltip="What to show."),
+        io.Conditioning.Input("positive", tooltip="Conditioning of the positive prompt."),
         io.Conditioning.Input(
             "negative",
             optional=True,
-            tooltip="What not to show. Not needed where CFG is 1, which skips it: half the time.",
+            tooltip="Conditioning of the negative prompt. Not needed if CFG is 1, which skips it "
+            "and halves the time.",
         ),
-        io.Latent.Input("latent_image", tooltip="The latent to begin with, empty or not."),
+        io.Latent.Input(
+            "latent_image",
+            tooltip="Latent to start from: an empty latent, or an encoded image or video.",
+        ),
         LoraStackType.Input(
             "loras_high",
-            display_name="LoRAs (high noise)",
+            display_name="LoRAs",
             optional=True,
-            tooltip="From LoRA Stack (Fast), for the first model. Strengths may name the phases: "
-            "1;0 is on in the first expert alone.",
+            tooltip="LoRAs from LoRA Stack (Fast); with two experts, those for high noise. A "
+            "strength such as 1;0 acts in the first expert only.",
         ),
         LoraStackType.Input(
             "loras_low",
             display_name="LoRAs (low noise)",
             optional=True,
-            tooltip="For the second model.",
+            tooltip="LoRAs from LoRA Stack (Fast) for the low noise expert.",
         ),
         io.Sigmas.Input(
             "sigmas",
             optional=True,
-            tooltip="The noise levels themselves. Steps, scheduler and denoise mean nothing then, "
-            "and shifts do not change them.",
+            tooltip="Noise levels of the run, for example from a scheduler node. Replaces steps, "
+            "scheduler and denoise; shift does not change them.",
         ),
     ]
 
@@ -186,9 +192,9 @@ def _preset() -> list[io.Input]:
             "preset",
             options=list(PRESETS),
             default=BASE,
-            tooltip="What every auto below stands for. base: as the model was published. 4-step, "
-            "8-step: for distilled LoRAs (lightx2v): shift 5, CFG 1, euler. three-phase: 8 steps, "
-            "the first two without LoRAs at CFG 3.5, which keeps motion.",
+            tooltip="Meaning of auto in the inputs below. base: settings of the published model. "
+            "4-step, 8-step: for distilled LoRAs (lightx2v) with shift 5, CFG 1, euler. "
+            "three-phase: 8 steps, the first two without LoRAs at CFG 3.5, for more motion.",
         ),
         io.Int.Input(
             "seed",
@@ -196,45 +202,48 @@ def _preset() -> list[io.Input]:
             min=0,
             max=0xFFFFFFFFFFFFFFFF,
             control_after_generate=True,
-            tooltip="Of the noise.",
+            tooltip="Seed of the noise.",
         ),
         io.Int.Input(
             "steps",
             default=0,
             min=0,
             max=_MAX_STEPS,
-            tooltip="Steps of the whole run, both experts together; each is one call of a model, "
-            "two where CFG is not 1. 0: the preset's.",
+            tooltip="Number of steps of the whole run, both experts together. Each step is one "
+            "model call, or two if CFG is not 1. 0: from the preset.",
         ),
         io.Combo.Input(
             "sampler_name",
             options=[AUTO, *comfy.samplers.KSampler.SAMPLERS],
             default=AUTO,
-            tooltip="The solver, one for the whole run: its memory of former steps goes over the "
-            "switch. auto: the preset's.",
+            tooltip="Sampler of the whole run; multistep samplers keep their history when the "
+            "expert changes. auto: from the preset.",
         ),
         io.Combo.Input(
             "scheduler",
             options=[AUTO, *comfy.samplers.KSampler.SCHEDULERS],
             default=AUTO,
-            tooltip="How the noise levels are spread. auto: the preset's.",
+            tooltip="Scheduler, which sets the distribution of the noise levels. auto: from the "
+            "preset.",
         ),
     ]
 
 
 def _guidance() -> list[io.Input]:
     texts = {
-        ("cfg_high", "CFG (high noise)"): "Guidance of the first model, or the only one: a number, "
-        "or one for each of its steps (or of all steps): 3.5,3.5,1,1. At 1 the negative pass is "
-        "left out: half the time. auto: the preset's.",
-        ("cfg_low", "CFG (low noise)"): "Likewise for the second model.",
-        ("shift_high", "shift (high noise)"): "Pushes the noise levels up: more steps at high "
-        "noise. A number, or one for each step of the run. auto: the preset's, for a model that is "
-        "not Wan its own.",
-        ("shift_low", "shift (low noise)"): "Likewise for the second model. auto: as the first.",
-        ("boundary", None): "Where the second model takes over: a noise level from 0.0 to 1.0, "
-        "which the first still serves, or the step that the second begins with, such as 2. auto: "
-        "0.875, for models with an image 0.9, as published.",
+        ("cfg_high", "CFG"): "CFG scale; with two experts, of the high noise one. A "
+        "number, or one per step of this expert or of the run: 3.5,3.5,1,1. 1: skips the "
+        "negative prompt, half the time. auto: from the preset.",
+        ("cfg_low", "CFG (low noise)"): "CFG scale of the low noise expert: a number, or one per "
+        "step of this expert or of the run. auto: from the preset. Not used with a single model.",
+        ("shift_high", "shift"): "Shift of the noise levels; with two experts, of "
+        "the high noise one. Higher values give more steps at high noise. A number, or one per "
+        "step. auto: from the preset, or the model's own value if it is not Wan.",
+        ("shift_low", "shift (low noise)"): "Shift of the noise levels of the low noise expert. "
+        "auto: same as the first expert. Not used with a single model.",
+        ("boundary", None): "Point where the second expert takes over: the lowest noise level of "
+        "the first expert (0.0 to 1.0), or the first step of the second (a whole number such as "
+        "2). auto: 0.875, image-to-video models 0.9.",
     }
     return [
         io.String.Input(name, display_name=label, default=AUTO, tooltip=tooltip)
@@ -251,41 +260,46 @@ def _range() -> list[io.Input]:
             min=-1,
             max=_MAX_STEPS,
             advanced=True,
-            tooltip="First steps of the first model without its LoRAs, but for those whose "
-            "strength names three phases. -1: the preset's.",
+            tooltip="Number of first steps of the first expert without LoRAs, except LoRAs whose "
+            "strength has three phases. -1: from the preset.",
         ),
         io.Int.Input(
-            "start_step", default=0, min=0, max=_MAX_STEPS, advanced=True,
-            tooltip="The step to begin with, from 0.",
+            "start_at_step", default=0, min=0, max=_MAX_STEPS, advanced=True,
+            tooltip="First step of this run, counted from 0. 0: from the start.",
         ),
         io.Int.Input(
-            "end_step", default=_MAX_STEPS, min=0, max=_MAX_STEPS, advanced=True,
-            tooltip="The step to end before; more than there are: to the end.",
+            "end_at_step", default=_MAX_STEPS, min=0, max=_MAX_STEPS, advanced=True,
+            tooltip="Step at which this run ends; that step is not done. 10000: to the end.",
         ),
         io.Float.Input(
             "denoise", default=1.0, min=0.0, max=1.0, step=0.01, advanced=True,
-            tooltip="Below 1 the run has its steps in the last part of the noise levels, and keeps "
-            "so much more of the latent.",
+            tooltip="Amount of denoising. Below 1, the steps cover only the last part of the "
+            "noise levels and keep more of the input latent. 1.0: full noise.",
         ),
         io.Combo.Input(
             "add_noise", options=[_ENABLE, _DISABLE], default=_ENABLE, advanced=True,
-            tooltip="disable: the latent has its noise already, from a run with leftover noise.",
+            tooltip="enable: adds noise to the latent. disable: the latent already contains "
+            "noise, from a run with leftover noise.",
         ),
         io.Combo.Input(
-            "leftover_noise", options=[_DISABLE, _ENABLE], default=_DISABLE, advanced=True,
-            tooltip="enable: a run that ends early leaves its noise in the latent, for the next.",
+            "return_with_leftover_noise",
+            options=[_DISABLE, _ENABLE],
+            default=_DISABLE,
+            advanced=True,
+            tooltip="enable: a run that ends early returns the latent with its remaining noise, "
+            "for the next sampler. disable: the noise is removed.",
         ),
         io.Combo.Input(
             "lora_mode",
             options=[AUTO, "stream", "bypass", "merged"],
             default=AUTO,
             advanced=True,
-            tooltip="How the LoRAs are applied, as in Apply LoRA (Fast).",
+            tooltip="Method of applying the LoRAs, as mode in Apply LoRA (Fast). auto: the "
+            "faster one for each layer and call.",
         ),
         io.Boolean.Input(
             "free_high", display_name="free first model", default=False, advanced=True,
-            tooltip="Unload the first model from the device at the switch, before the second is "
-            "loaded, instead of as far as ComfyUI finds needed. Saves memory; the next run loads "
-            "it again.",
+            tooltip="Unload the first model completely before the second is loaded. Saves "
+            "memory, but the next run loads it again. Off: ComfyUI unloads only what it needs to.",
         ),
     ]  # fmt: skip

@@ -31,8 +31,9 @@ class TextEncode(io.ComfyNode):
             node_id="FastVAE_TextEncode",
             display_name="Text Encode Batched (Fast)",
             category=CATEGORY,
-            description="Encodes positive and negative prompts, lists of them too, in one pass of "
-            "the text encoder, and remembers them. The result is that of CLIP Text Encode.",
+            description="Encodes positive and negative prompts, also lists of prompts, in one "
+            "pass of the text encoder and caches the results. The result is that of CLIP Text "
+            "Encode.",
             search_aliases=[
                 "clip text encode",
                 "prompt",
@@ -45,20 +46,20 @@ class TextEncode(io.ComfyNode):
             ],
             is_input_list=True,
             inputs=[
-                io.Clip.Input("clip", tooltip="The text encoder. It stays as it is."),
+                io.Clip.Input("clip", tooltip="CLIP text encoder. The input CLIP is not modified."),
                 io.String.Input(
                     "positive",
                     multiline=True,
                     dynamic_prompts=True,
-                    tooltip="What is to be seen. Several prompts: a list, or one text with a line "
-                    "of --- between them.",
+                    tooltip="Text of the positive prompt. Several prompts: a list, or one text "
+                    "with a line of --- between the prompts.",
                 ),
                 io.String.Input(
                     "negative",
                     multiline=True,
                     dynamic_prompts=True,
-                    tooltip="What is not to be seen; may be empty. One serves all positive "
-                    "prompts; else as many as there are of these.",
+                    tooltip="Text of the negative prompt; may be empty. One prompt is used for "
+                    "all positive prompts; otherwise the numbers of prompts must match.",
                 ),
                 *_advanced(),
             ],
@@ -110,9 +111,9 @@ def _advanced() -> list[io.Input]:
             default=AUTO,
             optional=True,
             advanced=True,
-            tooltip="Number format of the encoder's computation. auto: ComfyUI's, fp32. bf16: "
-            "0.4 to 0.7 of the time on a CPU that has it, with two digits; no longer the result "
-            "of CLIP Text Encode.",
+            tooltip="Data type of the text encoder. auto: fp32, as in ComfyUI. bf16: 0.4 to 0.7 "
+            "of the time on a CPU with bf16 support, at a precision of about two digits; the "
+            "result differs from CLIP Text Encode.",
         ),
         io.Combo.Input(
             "compile",
@@ -120,8 +121,8 @@ def _advanced() -> list[io.Input]:
             default="off",
             optional=True,
             advanced=True,
-            tooltip="on: the encoder goes through torch.compile. The first run takes half a minute "
-            "to a minute more. Measured on a CPU: nothing won in fp32; with bf16 half the time.",
+            tooltip="on: compiles the text encoder with torch.compile; the first run takes 30 to "
+            "60 seconds longer. Measured on a CPU: no gain in fp32, half the time in bf16.",
         ),
         io.Int.Input(
             "cache",
@@ -130,8 +131,8 @@ def _advanced() -> list[io.Input]:
             max=4096,
             optional=True,
             advanced=True,
-            tooltip="Prompts that are remembered, in at most 256 MiB of memory, by all nodes of "
-            "this kind together. 0: none.",
+            tooltip="Number of cached prompts, at most 256 MiB of memory, shared by all nodes of "
+            "this type. 0: no cache.",
         ),
     ]
 

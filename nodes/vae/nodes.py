@@ -40,8 +40,8 @@ _VIDEO, _IMAGES = "video", "images"
 def _settings(dtype: str, encode_dtype: str, chunk: str) -> list[io.Input]:
     """Return the inputs that a VAE keeps, with the meaning of their defaults."""
     return [
-        dtype_input(f"Number format of the computation. auto: {dtype}."),
-        dtype_input(f"Number format for encoding alone. auto: {encode_dtype}.", "encode_dtype"),
+        dtype_input(f"Data type of the computation. auto: {dtype}."),
+        dtype_input(f"Data type for encoding only. auto: {encode_dtype}.", "encode_dtype"),
         chunk_input(chunk),
     ]
 
@@ -56,22 +56,22 @@ class Load(io.ComfyNode):
             node_id="FastVAE_Load",
             display_name="Load VAE (Fast)",
             category=CATEGORY,
-            description="Loads the VAE of Wan 2.1, Wan 2.2, Qwen-Image, Qwen-Image 2.1 or SeedVR2, "
-            "also pruned, 2x, decoder-only, layered (RGBA) or in diffusers' format. The VAE works "
-            "in every node. Other VAEs are loaded as by Load VAE.",
+            description="Loads a VAE file as a fast VAE: Wan 2.1, Wan 2.2, Qwen-Image, "
+            "Qwen-Image 2.1 or SeedVR2, also pruned, 2x, decoder-only, layered (RGBA) or in "
+            "diffusers format. The VAE works in every node. Other VAE files are loaded as by "
+            "Load VAE.",
             search_aliases=["load vae", "wan vae", "qwen vae", "seedvr2 vae", "fast vae"],
             inputs=[
                 io.Combo.Input(
                     "vae_name",
                     options=[*folder_paths.get_filename_list("vae"), _BUNDLED],
-                    tooltip="A file of models/vae; or the small VAE that comes with the pack, "
-                    "to try things out.",
+                    tooltip="VAE file in models/vae, or the small demo VAE of this pack for a "
+                    "first test.",
                 ),
                 *_settings(
-                    "what ComfyUI chooses for VAEs, which --fp32-vae, --bf16-vae and --fp16-vae "
-                    "rule",
-                    "the same as for decoding",
-                    "chosen from size and memory",
+                    "ComfyUI's choice for VAEs, which --fp32-vae, --bf16-vae and --fp16-vae set",
+                    "same as for decoding",
+                    "chosen from video size and free memory",
                 ),
             ],
             outputs=[io.Vae.Output(display_name="VAE")],
@@ -95,16 +95,20 @@ class Accelerate(io.ComfyNode):
             node_id="FastVAE_Accelerate",
             display_name="Accelerate VAE (Fast)",
             category=CATEGORY,
-            description="Takes a VAE from any loader, a checkpoint for example, and gives a fast "
-            "one with the same weights: Wan, Qwen-Image, SeedVR2. VAEs of other kinds pass "
-            "unchanged; the log says why.",
+            description="Converts a VAE from any loader, for example Load Checkpoint, to a fast "
+            "VAE with the same weights: Wan, Qwen-Image, SeedVR2. Other VAEs are returned "
+            "unchanged; the log gives the reason.",
             search_aliases=["fast vae", "speed up vae", "vae accelerate"],
             inputs=[
-                io.Vae.Input("vae", tooltip="It stays as it is; the weights are shared."),
+                io.Vae.Input(
+                    "vae",
+                    tooltip="VAE to accelerate. The input VAE is not modified; "
+                    "the weights are shared.",
+                ),
                 *_settings(
-                    "as the VAE has it",
-                    "the dtype above; where that is auto too, as the VAE has it",
-                    "as the VAE has it, else chosen from size and memory",
+                    "same as the input VAE",
+                    "same as dtype above; if that is auto too, same as the input VAE",
+                    "same as the input VAE, else chosen from video size and free memory",
                 ),
             ],
             outputs=[io.Vae.Output(display_name="VAE")],
@@ -131,23 +135,27 @@ class Encode(io.ComfyNode):
             node_id="FastVAE_Encode",
             display_name="VAE Encode (Fast)",
             category=CATEGORY,
-            description="Encodes images or a video as VAE Encode does. With a fast VAE it goes "
-            "through the video in steps, so that memory does not grow with its length.",
+            description="Encodes images or a video as VAE Encode does. A fast VAE encodes the "
+            "video in steps, so memory does not grow with its length.",
             search_aliases=["encode video", "image to latent", "video to latent"],
             inputs=[
                 io.Image.Input(
                     "pixels",
-                    tooltip="Height and width are cropped about the centre to multiples of 8 (Wan "
-                    "2.2 5B, Qwen-Image 2.1: 16), a video to 4 n + 1 frames.",
+                    tooltip="Images or video frames to encode. Height and width are "
+                    "center-cropped to multiples of 8 (Wan 2.2 5B, Qwen-Image 2.1: 16), a video "
+                    "to 4 n + 1 frames.",
                 ),
-                io.Vae.Input("vae", tooltip="Any VAE; the options below need a fast one."),
+                io.Vae.Input(
+                    "vae",
+                    tooltip="VAE to use. The options below have an effect only on a fast VAE.",
+                ),
                 io.Combo.Input(
                     "batch",
                     options=[_VIDEO, _IMAGES],
                     default=_VIDEO,
                     optional=True,
-                    tooltip="What several images are: the frames of one video, as in VAE Encode, "
-                    "or a batch of single images.",
+                    tooltip="Meaning of several images. video: frames of one video, as in VAE "
+                    "Encode. images: a batch of separate images.",
                 ),
                 *once(),
             ],
@@ -187,13 +195,16 @@ class Decode(io.ComfyNode):
             node_id="FastVAE_Decode",
             display_name="VAE Decode (Fast)",
             category=CATEGORY,
-            description="Decodes latents as VAE Decode does. With a fast VAE the frames leave "
-            "one after the other, without tiles as long as memory suffices; SeedVR2's always "
-            "without. Another VAE decodes as it always does.",
+            description="Decodes latents as VAE Decode does. A fast VAE decodes a few frames at "
+            "a time and uses tiles only if memory is short (SeedVR2: never). Other VAEs decode "
+            "as in VAE Decode.",
             search_aliases=["decode video", "latent to image", "latent to video"],
             inputs=[
-                io.Latent.Input("samples", tooltip="The latents of a video or of images."),
-                io.Vae.Input("vae", tooltip="Any VAE; the options below need a fast one."),
+                io.Latent.Input("samples", tooltip="Latent of a video or of images to decode."),
+                io.Vae.Input(
+                    "vae",
+                    tooltip="VAE to use. The options below have an effect only on a fast VAE.",
+                ),
                 *once(),
             ],
             outputs=[io.Image.Output(display_name="IMAGE"), timing_output()],
@@ -230,13 +241,15 @@ class DemoClip(io.ComfyNode):
             node_id="FastVAE_DemoClip",
             display_name="Demo Clip (Fast)",
             category=CATEGORY,
-            description="A short clip that comes with the pack, 33 frames of 256 x 256 at 16 per "
-            "second, to try a VAE on.",
+            description="Loads a short clip from this pack for testing a VAE: 33 frames of 256 x "
+            "256 at 16 frames per second.",
             search_aliases=["sample video", "test video", "example clip"],
             inputs=[],
             outputs=[
-                io.Image.Output(display_name="IMAGE", tooltip="Its frames."),
-                io.Video.Output(display_name="VIDEO", tooltip="The clip as it is."),
+                io.Image.Output(display_name="IMAGE", tooltip="The 33 frames of the clip."),
+                io.Video.Output(
+                    display_name="VIDEO", tooltip="The clip as a video with its frame rate."
+                ),
             ],
         )
 

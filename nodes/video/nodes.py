@@ -48,47 +48,48 @@ class DecodeVideo(io.ComfyNode):
             node_id="FastVAE_DecodeVideo",
             display_name="VAE Decode to Video (Fast)",
             category=CATEGORY,
-            description="Decodes a latent straight into a video file, a few frames at a time. With "
-            "a fast VAE a long video takes no more memory than a short one, beside its latent: "
-            "there is no IMAGE, of which each frame of 1280 x 720 takes 11 MB.",
+            description="Decodes a latent directly to a video file, a few frames at a time. With "
+            "a fast VAE, memory other than the latent does not grow with the length of the "
+            "video: no IMAGE is created, which takes 11 MB per frame of 1280 x 720.",
             search_aliases=["save video", "latent to video", "decode video", "export video"],
             inputs=[
-                io.Latent.Input("samples", tooltip="The latent of one video."),
+                io.Latent.Input("samples", tooltip="Latent of one video to decode."),
                 io.Vae.Input(
                     "vae",
-                    tooltip="Any VAE. One that is not fast decodes the whole video before the "
-                    "first frame is written, and needs the memory for it.",
+                    tooltip="VAE to use. A VAE that is not fast decodes the whole video before "
+                    "writing starts and needs the memory for it.",
                 ),
                 *_file_inputs(),
                 io.Audio.Input(
                     "audio",
                     optional=True,
-                    tooltip="Sound of the video, of which what is longer than the video is left "
-                    "out. ffv1 and prores keep it without loss.",
+                    tooltip="Audio for the file; the part beyond the end of the video is cut "
+                    "off. ffv1 and prores store it lossless.",
                 ),
                 io.Boolean.Input(
                     "hardware",
                     default=False,
                     optional=True,
                     advanced=True,
-                    tooltip="Write h264, hevc or av1 with the encoder of the graphics card: less "
-                    "work for the CPU, larger files of the same quality. Where none works the CPU "
-                    "does it; the log says so.",
+                    tooltip="Encode h264, hevc or av1 on the GPU: less work for the CPU, larger "
+                    "files at the same quality. Without a usable GPU encoder the CPU encodes, "
+                    "and the log says so.",
                 ),
                 io.String.Input(
                     "frames",
                     default="",
                     optional=True,
                     advanced=True,
-                    tooltip="Which frames to write, such as 40-80: counted from 0, both ends "
-                    "included. 40-: to the end. Empty: all. They are exactly those of the whole "
-                    "video, and what does not matter to them takes no time.",
+                    tooltip="Range of frames to write, such as 40-80: counted from 0, both ends "
+                    "included. 40-: to the end. Empty: all. Frames are identical to those of the "
+                    "whole video; unneeded parts are not decoded.",
                 ),
                 *once(),
             ],
             outputs=[
                 io.Video.Output(
-                    display_name="VIDEO", tooltip="The file, for any node that takes it."
+                    display_name="VIDEO",
+                    tooltip="The written file, as an input for other video nodes.",
                 ),
                 timing_output(),
             ],
@@ -160,30 +161,34 @@ class EncodeVideo(io.ComfyNode):
             node_id="FastVAE_EncodeVideo",
             display_name="VAE Encode Video (Fast)",
             category=CATEGORY,
-            description="Encodes a video straight from its file, a few frames at a time. With a "
-            "fast VAE a long video takes no more memory than a short one, beside its latent: there "
-            "is no IMAGE, of which each frame of 1280 x 720 takes 11 MB.",
+            description="Encodes a video directly from its file, a few frames at a time. With a "
+            "fast VAE, memory other than the latent does not grow with the length of the video: "
+            "no IMAGE is created, which takes 11 MB per frame of 1280 x 720.",
             search_aliases=["video to latent", "load video", "encode video"],
             inputs=[
                 io.Video.Input(
                     "video",
-                    tooltip="From Load Video or Trim Video, for example. Height and width are "
-                    "cropped about the centre to multiples of 8 (Wan 2.2 5B, Qwen-Image 2.1: 16), "
-                    "the video to 4 n + 1 frames.",
+                    tooltip="Video from Load Video or Trim Video, for example. Height and width "
+                    "are center-cropped to multiples of 8 (Wan 2.2 5B, Qwen-Image 2.1: 16), the "
+                    "length to 4 n + 1 frames.",
                 ),
                 io.Vae.Input(
                     "vae",
-                    tooltip="Any VAE. One that is not fast is given the whole video at once, and "
-                    "needs the memory for it.",
+                    tooltip="VAE to use. A VAE that is not fast encodes the whole video at once "
+                    "and needs the memory for it.",
                 ),
                 *_video_inputs(),
                 *once(),
             ],
             outputs=[
                 io.Latent.Output(display_name="LATENT"),
-                io.Float.Output(display_name="fps", tooltip="Frames per second, as encoded."),
-                io.Int.Output(display_name="frames", tooltip="How many frames the latent holds."),
-                io.Audio.Output(display_name="audio", tooltip="The video's sound, if it has any."),
+                io.Float.Output(
+                    display_name="fps", tooltip="Frames per second of the encoded video."
+                ),
+                io.Int.Output(
+                    display_name="frames", tooltip="Number of video frames in the latent."
+                ),
+                io.Audio.Output(display_name="audio", tooltip="Audio of the video, if it has any."),
             ],
         )
 
@@ -237,37 +242,37 @@ def _file_inputs() -> list[io.Input]:
             min=0.01,
             max=1000.0,
             step=0.01,
-            tooltip="Frames per second: 16 for Wan 2.1 and Wan 2.2 14B, 24 for Wan 2.2 5B. The "
-            "frames stay the same; with more of them per second they pass faster.",
+            tooltip="Frames per second of the file: 16 for Wan 2.1 and Wan 2.2 14B, 24 for Wan "
+            "2.2 5B. A higher value plays the same frames faster.",
         ),
         io.Combo.Input(
             "codec",
             options=list(media.available_codecs()),
             default="h264",
             tooltip="h264 (mp4): plays everywhere. hevc (mp4), av1 (mp4), vp9 (webm): smaller "
-            "files, slower to write. ffv1 (mkv): the exact bytes, about 1 MB per frame of 1280 x "
-            "720. prores (mov): for editing. All but ffv1 need an even width and height.",
+            "files, slower to write. ffv1 (mkv): lossless, about 1 MB per frame of 1280 x 720. "
+            "prores (mov): for editing. All except ffv1 need an even width and height.",
         ),
         io.Int.Input(
             "quality",
             default=_QUALITY,
             min=0,
             max=100,
-            tooltip="0: the smallest file, 100: the best picture. 70 shows no loss on what a VAE "
-            "made. ffv1 is without loss and does not mind it.",
+            tooltip="Quality in percent. 0: smallest file. 100: best picture. 70: no visible "
+            "loss on the output of a VAE. ffv1 is lossless and ignores it.",
         ),
         io.String.Input(
             "filename_prefix",
             default="video/fast_vae",
-            tooltip="Folder and beginning of the file's name; a number follows. %width%, %height%, "
-            "%year% and the like are filled in.",
+            tooltip="Folder and start of the file name; a number is appended. %width%, %height%, "
+            "%year% and similar placeholders are replaced.",
         ),
         io.Combo.Input(
             "save_to",
             options=list(FOLDERS),
             default=FOLDERS[0],
-            tooltip="output: the file stays. temp: it is gone when ComfyUI starts again, which "
-            "suits a video that other nodes take further.",
+            tooltip="output: the file is kept. temp: the file is deleted when ComfyUI restarts, "
+            "for videos that other nodes process further.",
         ),
     ]
 
@@ -281,8 +286,8 @@ def _video_inputs() -> list[io.Input]:
             max=1000.0,
             step=0.01,
             optional=True,
-            tooltip="Frames per second to encode, by repeating or leaving out frames; none are "
-            "blended. 0: every frame of the video, or where their rate varies a constant one.",
+            tooltip="Frames per second to encode; frames are repeated or skipped, never blended. "
+            "0: every frame of the video, or a constant rate if the frame rate varies.",
         ),
         *(
             io.Int.Input(
@@ -292,9 +297,9 @@ def _video_inputs() -> list[io.Input]:
                 max=16384,
                 step=8,
                 optional=True,
-                tooltip=f"{name.capitalize()} in pixels. The picture is resized to cover width and "
-                f"height and cropped about the centre. 0: as {other} and the shape of the video "
-                "ask for; both 0: as it is.",
+                tooltip=f"{name.capitalize()} in pixels. The video is resized to cover width and "
+                f"height, then center-cropped. 0: from {other} and the aspect ratio; both 0: not "
+                "resized.",
             )
             for name, other in (("width", "height"), ("height", "width"))
         ),
@@ -304,8 +309,8 @@ def _video_inputs() -> list[io.Input]:
             min=0,
             max=1_000_000,
             optional=True,
-            tooltip="Most frames to encode, from the beginning; of them 4 n + 1 are used: 81 are "
-            "21 latent frames. 0: all.",
+            tooltip="Maximum number of frames to encode, from the start of the video, cut to 4 n "
+            "+ 1: 81 frames give 21 latent frames. 0: all.",
         ),
     ]
 

@@ -21,15 +21,15 @@ class ToWanVideoWrapper(io.ComfyNode):
             node_id="FastVAE_ToWanVideoWrapper",
             display_name="To WANVAE (Fast)",
             category="Fast VAE",
-            description="Takes the VAE of Wan 2.1 or Wan 2.2 and gives the fast one to the nodes "
-            "of ComfyUI-WanVideoWrapper, in the place of WanVideo VAE Loader: the same weights, "
-            "never cut into tiles.",
+            description="Converts a VAE of Wan 2.1 or Wan 2.2 to a fast WANVAE for the nodes of "
+            "ComfyUI-WanVideoWrapper, as a replacement of WanVideo VAE Loader. The weights are "
+            "the same, and the result has no seams of tiles.",
             search_aliases=["wanvideo vae loader", "wan video wrapper vae", "wanvae"],
             inputs=[
                 io.Vae.Input(
                     "vae",
-                    tooltip="A fast VAE, or one from any other loader. It stays as it is; the "
-                    "weights are shared.",
+                    tooltip="Fast VAE, or VAE of Wan 2.1 or Wan 2.2 from any other loader. The "
+                    "input VAE is not modified; the weights are shared.",
                 )
             ],
             outputs=[io.Custom("WANVAE").Output(display_name="WANVAE")],

@@ -235,18 +235,18 @@ def test_a_run_in_two_halves_is_the_whole():
     whole = samples(cfg_high="2", cfg_low="3")
     for at in (1, 2, 3):  # within the first expert, at the switch, within the second
         given = {"cfg_high": "2", "cfg_low": "3"}
-        first = run(**given, end_step=at, leftover_noise="enable")["LATENT"]
-        rest = samples(**given, start_step=at, add_noise="disable", latent_image=first)
+        first = run(**given, end_at_step=at, return_with_leftover_noise="enable")["LATENT"]
+        rest = samples(**given, start_at_step=at, add_noise="disable", latent_image=first)
         assert relative_error(rest, whole) < ROUNDING
 
 
 def test_only_the_second_expert_is_loaded_where_the_run_begins_with_it(calls):
-    run(start_step=2)
+    run(start_at_step=2)
     assert [name for name, _ in names(calls, experts())] == ["low", "low"]
 
 
 def test_a_run_that_ends_early_without_leftover_noise_goes_to_0():
-    result = run(end_step=2)
+    result = run(end_at_step=2)
     assert result["sigmas"].tolist() == pytest.approx([1, 0.9375, 0])
 
 
@@ -254,14 +254,14 @@ def test_a_run_that_ends_early_without_leftover_noise_goes_to_0():
 def test_a_run_without_steps_gives_the_latent_as_it_is(calls, low):
     latent = {"samples": torch.randn(1, 16, 3, 8, 8)}
     model = low("wan21-t2v", 1) if low else None
-    for given in ({"denoise": 0.0}, {"start_step": 4}, {"start_step": 2, "end_step": 2}):
+    for given in ({"denoise": 0.0}, {"start_at_step": 4}, {"start_at_step": 2, "end_at_step": 2}):
         result = run(model_low=model, latent_image=latent, **given)
         assert result["LATENT"]["samples"] is latent["samples"]
     assert not calls
 
 
 def test_denoised_is_what_the_last_step_saw():
-    result = run(end_step=2, leftover_noise="enable")
+    result = run(end_at_step=2, return_with_leftover_noise="enable")
     assert relative_error(result["denoised"]["samples"], result["LATENT"]["samples"]) > DIFFERENT
     whole = run()  # a step of euler to noise level 0 gives just that
     assert relative_error(whole["denoised"]["samples"], whole["LATENT"]["samples"]) < ROUNDING
