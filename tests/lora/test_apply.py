@@ -1,4 +1,4 @@
-"""A delta in a weight and beside a layer, against the dense product in float64."""
+"""Deltas merged into a weight and added in bypass mode, against the dense product in float64."""
 
 import itertools
 import math
@@ -80,7 +80,7 @@ def test_kernels_are_flat_after_their_outputs(part, owned):
 
 
 @pytest.mark.parametrize("part", PARTS, ids=str)
-def test_beside_is_the_dense_product_for_any_tokens(part):
+def test_bypass_equals_the_dense_product_for_any_tokens(part):
     low = made(part)
     strided = torch.randn(3, INNER, 5).transpose(1, 2)
     for x in (*(torch.randn(*tokens, INNER) for tokens in TOKENS), strided):
@@ -94,7 +94,7 @@ def test_beside_is_the_dense_product_for_any_tokens(part):
 @pytest.mark.parametrize("part", PARTS, ids=str)
 @pytest.mark.parametrize("dtype", LOW_DTYPES)
 @pytest.mark.parametrize("same", [True, False])
-def test_beside_rounds_no_more_than_it_says(part, dtype, same):
+def test_bypass_rounding_is_within_its_bound(part, dtype, same):
     """With `same`, pairs have the dtype of the layer; else they are in float32."""
     low = made(part, dtype if same else torch.float32)
     x, y = torch.randn(7, INNER).to(dtype), torch.randn(7, OUT).to(dtype)
@@ -108,7 +108,7 @@ def test_beside_rounds_no_more_than_it_says(part, dtype, same):
 
 
 @pytest.mark.parametrize("part", [None, (0, 7, 9), (1, 5, 11)], ids=str)
-def test_beside_writes_to_a_dense_output_and_to_no_other(part):
+def test_bypass_writes_in_place_only_to_dense_outputs(part):
     low, x = made(part), torch.randn(2, 3, INNER)
     y = torch.randn(2, 3, OUT)
     assert low.bypass(y, x).data_ptr() == y.data_ptr()
@@ -122,7 +122,7 @@ def test_beside_writes_to_a_dense_output_and_to_no_other(part):
 
 
 @pytest.mark.parametrize("part", [None, (0, 7, 9), (1, 5, 11)], ids=str)
-def test_beside_lets_gradients_through(part):
+def test_bypass_passes_gradients(part):
     low = made(part)
     x = torch.randn(5, INNER, requires_grad=True)
     weight = torch.randn(OUT, INNER, requires_grad=True)
