@@ -29,7 +29,7 @@ NASTY_KEYS = ("a\nb", "\u202egnp.exe", "\x1b[31mred", "\x00", "k" * 900, "\ud800
 
 
 def hostile_files(canary, every=1):
-    """Names and contents of at least 400 files; code in them would make the file `canary`.
+    """Names and contents of at least 400 files; code in them would create the file `canary`.
 
     `every`: only one of so many of each kind.
     """

@@ -1,4 +1,4 @@
-"""The house: who imports whom, one name per idea, and sizes that one can read.
+"""The structure: imports between layers, one name per idea, and sizes of files and functions.
 
 Each rule is a function from the sources to the places that break it, so that every rule is also
 shown to fail on a violation that is planted in a copy of the sources.
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("kernels", "lora", "vae", "nodes")
 PACK = "fast_video_vae"
 
-# What each floor may import, beside itself; the longest prefix of a path counts.
+# What each layer may import in addition to itself; the longest prefix of a path counts.
 _LAYERS = "kernels vae/layers"
 _MODELS = f"{_LAYERS} vae/models"
 _PLANNING = f"{_MODELS} vae/planning"

@@ -71,7 +71,7 @@ def test_no_installer_replaces_the_users_torch(project):
     assert not [line for line in everything if re.search(r"[<>~!=]=?\d|===", line)], "no pins"
 
 
-def test_the_changelog_tells_of_this_version(project):
+def test_the_changelog_has_this_version(project):
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert f"## [{project['version']}]" in changelog
 

@@ -1,4 +1,4 @@
-"""What ComfyUI's registry is told and given: the metadata, its own checks, and the archive."""
+"""Publication to ComfyUI's registry: the metadata, its own checks, and the archive."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from fast_video_vae.tests.tools.publish import published_files, tree_files
 # What the registry's `comfy node validate` looks for: exec, eval, and `;` between statements.
 RULES = "S102,S307,E702"
 
-# In the root of the archive, beside __init__.py.
+# In the root of the archive, next to __init__.py.
 DOCUMENTS = {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "requirements.txt"}
 PACKAGES = ("kernels", "lora", "nodes", "vae")
 DATA = (
@@ -42,7 +42,7 @@ def project():
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """A clone of this tree in a folder of its own: the tool writes beside pyproject.toml."""
+    """A clone of this tree in its own folder: the tool writes next to pyproject.toml."""
     clone = tmp_path_factory.mktemp("registry") / "clone"
     for path in tree_files():
         (clone / path).parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def clone(tmp_path_factory):
 
 @pytest.fixture
 def environment(tmp_path):
-    """Nobody is asked anything, and nothing is written to the user's home or sent anywhere."""
+    """No prompt appears, and nothing is written to the user's home or sent anywhere."""
     home = {"HOME": str(tmp_path), "USERPROFILE": str(tmp_path)}
     return {**os.environ, **home, "DO_NOT_TRACK": "1", "NO_COLOR": "1", "COLUMNS": "200"}
 

@@ -7,14 +7,14 @@ import torch
 
 from fast_video_vae.vae.media import VideoWriter, read_video
 
-# The tests of whoever imports this file need it too.
+# Tests that import this file need it too.
 av = pytest.importorskip("av", reason="PyAV is not installed")
 
 # Matrix numbers of ISO/IEC 23091-2 and their weights of red and blue.
 WEIGHTS = {1: (0.2126, 0.0722), 2: (0.299, 0.114), 6: (0.299, 0.114), 9: (0.2627, 0.0593)}
 
 # What x264 at crf 1 does to a picture of one colour; and, once it is RGB, half a level of rounding
-# in each of Y, Cb and Cr besides, seen through the matrix: 1.164 + 2.11 halves.
+# in addition in each of Y, Cb and Cr, seen through the matrix: 1.164 + 2.11 halves.
 CODEC_ERROR, COLOR_ERROR = 1, 3
 
 
@@ -34,7 +34,7 @@ def write_clip(path, frames, height=32, width=48, fps=24, codec="h264"):
 
 
 def numbered_clip(frames, height=48, width=64):
-    """Pictures of one gray that tell their number modulo 50, `[T, H, W, 3]` uint8."""
+    """Gray pictures that encode their number modulo 50, `[T, H, W, 3]` uint8."""
     gray = (torch.arange(frames) % 50 * 4 + 30).to(torch.uint8)
     return gray.view(-1, 1, 1, 1).expand(frames, height, width, 3)
 

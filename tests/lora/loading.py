@@ -19,7 +19,7 @@ HIDDEN, FFN, TEXT = 5120, 13824, 4096
 
 
 def can_measure():
-    """Whether the system tells the peak of a process, and starts anew when asked to."""
+    """Return whether the system records the peak memory of a process and can reset it."""
     try:
         _RESET.write_text("5", encoding="ascii")
     except OSError:

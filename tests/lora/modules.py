@@ -8,9 +8,10 @@ import torch
 
 @dataclass(frozen=True)
 class Row:
-    """A weight, and the parts for it by the name and shape.
+    """A weight, and its parts by name and shape.
 
-    `core` is False where ComfyUI cannot do it, or does something that nobody trained.
+    `core` is False where ComfyUI does not support the module, or computes something else than the
+    trainer does.
     """
 
     name: str
@@ -183,6 +184,6 @@ STRENGTHS = (-1.0, 0.5, 1.0, 4.0)
 
 
 def relative_error(result, expected):
-    """The largest error beside the largest number."""
+    """Return the largest error over the largest value."""
     result, expected = result.double(), expected.double()
     return ((result - expected).abs().max() / expected.abs().max()).item()

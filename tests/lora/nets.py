@@ -137,7 +137,7 @@ class Stack:
         self.targets = Targets(self.shapes)
 
     def _differences(self, tensors):
-        """Of norms, biases, a weight that has a pair too, and what is nobody's weight."""
+        """Add norms, biases, a weight that also has a pair, and a key without a weight."""
         generator = torch.Generator().manual_seed(9)
         keys = {
             f"{PREFIX}blocks.0.norm3.diff": f"{PREFIX}blocks.0.norm3.weight",

@@ -249,7 +249,7 @@ BAD = [
     ("rank-4", {"alpha": torch.tensor(math.inf)}, "alpha is inf; expected one finite number"),
     ("rank-4", {"alpha": torch.ones(2)}, r"alpha is \[2\]; expected one finite number"),
     ("dora-out", {"dora_scale": torch.full((12, 1), math.nan)}, "dora_scale holds nan"),
-    ("dora-out", {"dora_scale": torch.tensor(1.0)}, "dora_scale is a lone number"),
+    ("dora-out", {"dora_scale": torch.tensor(1.0)}, "dora_scale is a scalar"),
     ("rank-4", {"up": torch.ones(12, 4, dtype=torch.int8)}, "up is torch.int8; expected floating"),
     ("rank-4", {"up": torch.ones(12)}, r"up has the shape \[12\]; expected two dimensions"),
     ("rank-4", {"up": torch.ones(12, 0)}, r"up is \[12, 0\]; expected numbers"),
@@ -257,11 +257,11 @@ BAD = [
     ("rank-4", {"up": None, "down": None}, "alpha together"),
     ("rank-4", {"up": None, "down": None, "alpha": None}, "nothing together"),
     ("rank-4", {"diff_b": torch.ones(12)}, "alpha, diff_b, down, up together"),
-    ("diff", {"dora_scale": torch.ones(12, 1)}, "dora_scale on a whole weight"),
+    ("diff", {"dora_scale": torch.ones(12, 1)}, "dora_scale with a whole weight"),
     ("diff", {"w_norm": torch.ones(12, 10)}, "diff and w_norm together"),
     ("rank-4", {"gate": torch.ones(1)}, "unknown part 'gate'"),
     ("oft", {"oft_blocks": torch.ones(3, 4, 5)}, "oft_blocks is 3x4x5; expected square blocks"),
-    ("boft-1", {"oft_blocks": torch.ones(1, 4, 3, 3)}, "oft_blocks is 1x4x3x3; expected an even"),
+    ("boft-1", {"oft_blocks": torch.ones(1, 4, 3, 3)}, "oft_blocks is 1x4x3x3; expected blocks of an even size"),
 ]  # fmt: skip
 
 
@@ -292,7 +292,7 @@ MISFITS = [
     ("rank-4", {}, (512, 512), "delta is 12x10; the weight is 512x512"),
     ("rank-4", {}, (10, 12), "delta is 12x10; the weight is 10x12"),
     ("rank-4", {}, (120,), "delta is 12x10; the weight is 120"),
-    ("rank-4", {}, (), "delta is 12x10; the weight is a lone number"),
+    ("rank-4", {}, (), "delta is 12x10; the weight is a scalar"),
     ("conv", {}, (8, 6, 1, 1), "delta is 8x6x3x3; the weight is 8x6x1x1"),
     ("conv-mid", {}, (8, 6, 1, 1), "delta is 8x6x3x3; the weight is 8x6x1x1"),
     ("grows", {}, (12, 11), "reshape_weight is 12x10; the weight is 12x11"),

@@ -1,4 +1,4 @@
-"""Stacks of LoRAs in one piece of memory: what they add up to, who shares them, what they cost."""
+"""Stacks of LoRAs in one block of memory: their sum, sharing and cost."""
 
 import gc
 import itertools
@@ -102,7 +102,7 @@ def test_layers_come_in_the_order_of_the_model_and_each_in_a_span(write, shapes,
     assert names == sorted(names, key=lambda name: (name.split(".")[0], int(name.split(".")[1])))
 
 
-def test_blocks_are_told_by_their_names():
+def test_blocks_are_recognised_by_their_names():
     for block in ("blocks.12", "vace_blocks.1", "transformer_blocks.59"):
         assert block_of(f"diffusion_model.{block}.self_attn.q.weight") == block
     assert block_of("layers.3.mlp.weight") == "layers.3"
@@ -110,7 +110,7 @@ def test_blocks_are_told_by_their_names():
         assert block_of(f"diffusion_model.{outside}.weight") == ""
 
 
-def test_the_same_files_are_the_same_bank_while_somebody_has_it(stack):
+def test_the_same_files_share_a_bank_while_it_is_used(stack):
     paths = [path for path, _, _ in stack]
     bank = load_bank(paths, TARGETS)
     assert load_bank(list(map(str, paths)), Targets(dict(WAN))) is bank
@@ -160,7 +160,7 @@ def test_pairs_have_the_dtype_of_the_computation(stack, dtype):
     assert torch.equal(up[:, :4], stack[0][1]["blocks.1.self_attn.q"][0].to(dtype))
 
 
-def test_what_proves_unfit_when_it_is_read_is_told(write):
+def test_an_unfit_tensor_found_on_reading_is_reported(write):
     tensors = spelled(random_pairs(WAN, ATTENTION))
     tensors |= {f"{PREFIX}blocks.0.ffn.0.lokr_w1": torch.ones(4, 4),
                 f"{PREFIX}blocks.0.ffn.0.lokr_w2": torch.ones(4, 4)}  # fmt: skip

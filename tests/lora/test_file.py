@@ -1,4 +1,4 @@
-"""Whole LoRA files of every dialect against the plain one, what is told of them, and bad files."""
+"""Whole LoRA files of every dialect against the plain one, their reports, and bad files."""
 
 import json
 import math
@@ -113,17 +113,17 @@ def test_the_scale_of_a_pair(write, alpha, metadata, scale):
         assert adapter.scale == pytest.approx(scale, rel=1e-6)
 
 
-def test_what_metadata_says_of_scales_is_told(write):
+def test_scales_in_metadata_are_reported(write):
     metadata = {"use_rslora": "true", "lora_alpha": "8"}
     text = "\n".join(LoraFile(write(spelled(SOME), metadata=metadata), TARGETS).report.lines())
     assert "rank-stabilised" in text
     assert "alpha 8" in text
 
 
-# What is told of the keys.
+# Reports about keys.
 
 
-def test_image_keys_beside_a_model_without_them_are_counted_in_one_line(write):
+def test_image_keys_for_a_model_without_them_are_counted_in_one_line(write):
     names = [name for name in NAMES if not name.startswith(("vace", "img_emb"))]
     pairs = random_pairs(WAN, names)
     tensors = spelled(pairs, alpha=1)
@@ -167,7 +167,7 @@ TEXT_ENCODER = [
 
 
 @pytest.mark.parametrize(
-    ("tensors", "told"),
+    ("tensors", "reported"),
     [
         (
             spelled(random_pairs({f"{PREFIX}{name}.weight": (4, 4) for name in OTHERS}, OTHERS)),
@@ -189,20 +189,18 @@ TEXT_ENCODER = [
     ],
     ids=["absent", "unknown", "text-encoder", "unfit"],
 )
-def test_what_is_left_out_is_told_in_a_line(write, tensors, told):
+def test_skipped_keys_are_reported_in_a_line(write, tensors, reported):
     file = LoraFile(write(spelled(SOME) | tensors), TARGETS)
-    assert file.report.lines()[1:] == [told]
+    assert file.report.lines()[1:] == [reported]
     assert len(file.entries) == len(SOME)
 
 
-def test_of_two_pairs_for_one_weight_the_first_is_applied_and_it_is_told(write):
+def test_of_two_pairs_for_one_weight_the_first_is_applied_and_reported(write):
     """As in files that carry their LoRA in two dialects; half of each would be neither."""
     names = {own: theirs for theirs, own in diffusers_of_wan(WAN).items()}
     others = random_pairs(WAN, [*SOME], rank=8, seed=1)
     one, two = spelled(SOME), spelled(others, "transformer", "kohya", names=names)
     file = LoraFile(write(one | two), TARGETS)
-    assert file.report.lines()[1:] == [
-        f"  {len(two)} keys for what others are for: the first are applied"
-    ]
+    assert file.report.lines()[1:] == [f"  {len(two)} keys repeat others: the first are applied"]
     ranks = {len(adapter.down) for _, adapter in adapters_of(file)}
     assert len(ranks) == 1

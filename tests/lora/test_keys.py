@@ -42,7 +42,7 @@ def test_every_module_is_found_in_every_spelling(model, spelling):
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_up_and_down_are_told_by_their_endings(spelling):
+def test_up_and_down_are_recognised_by_their_endings(spelling):
     for name in ("blocks.12.self_attn.q", "blocks.0.ffn.net.0.proj", "head.head", "proj_out"):
         stem = SPELLINGS[spelling](name)
         for ends in ENDINGS.values():
@@ -63,7 +63,7 @@ SAME_ENDINGS = (
 )  # fmt: skip
 
 
-def test_other_parts_are_told_by_their_endings():
+def test_other_parts_are_recognised_by_their_endings():
     for part, endings in (OTHER_ENDINGS | {part: [part] for part in SAME_ENDINGS}).items():
         for stem in ("lora_unet_blocks_0_self_attn_q", "diffusion_model.blocks.0.self_attn.q"):
             assert {split_key(f"{stem}.{ending}") for ending in endings} == {(stem, part)}
@@ -170,7 +170,7 @@ def test_parts_of_a_weight_are_found_by_names_from_elsewhere():
         for spelling in SPELLINGS.values():
             assert targets.find(spelling(name), "up") == target
         assert targets.shape(target) == (32, 16)
-        assert targets.find(name, "diff_b") is None  # of which rows of the bias, nobody says
+        assert targets.find(name, "diff_b") is None  # the rows of the bias are unknown
     assert targets.find("transformer_blocks.0.img_mlp.net.0.proj", "up").offset is None
 
 
@@ -181,7 +181,7 @@ def test_a_model_s_own_name_goes_before_one_from_elsewhere():
     assert targets.find("lora_unet_final", "up") == other
 
 
-def test_of_two_modules_that_are_spelled_alike_none_is_chosen():
+def test_of_two_modules_with_equal_spelling_none_is_chosen():
     shapes = {f"{PREFIX}a.b_c.weight": (4, 4), f"{PREFIX}a_b.c.weight": (4, 4)}
     targets = Targets(shapes)
     assert targets.find("lora_unet_a_b_c", "up") is None
@@ -204,7 +204,7 @@ def test_fingerprints_are_equal_for_equal_models_alone():
     assert Targets(QWEN).fingerprint != Targets(QWEN, more=HALVES).fingerprint
 
 
-def test_text_encoders_are_told_by_their_names():
+def test_text_encoders_are_recognised_by_their_names():
     for key in (
         "lora_te_text_model_encoder_layers_0_mlp_fc1", "lora_te1_text_model", "te1.layers",
         "text_encoder.layers.0", "text_encoders.umt5xxl.transformer.encoder",

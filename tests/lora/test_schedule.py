@@ -1,4 +1,4 @@
-"""Strengths over a run: what Wan2GP's guide promises for its lists, and the window beside them."""
+"""Strengths over a run: the lists of Wan2GP's guide, and the window of steps."""
 
 import itertools
 import math
@@ -90,7 +90,7 @@ def test_a_phase_spreads_over_its_own_steps(text, high, low, expected):
         # Of a run that does not say how many it has.
         ("1;0", 2, {}, [1, 1]),
         ("1;0", 2, {"phase": 1}, [0, 0]),
-        ("1;1", 2, {"phase": 2, "phases": 3}, [1, 1]),  # all alike fit any run
+        ("1;1", 2, {"phase": 2, "phases": 3}, [1, 1]),  # equal values fit any run
         ("0;1;0", 2, {"phase": 1, "phases": 3}, [1, 1]),
         ("0;1;0", 2, {"phase": 2, "phases": 3}, [0, 0]),
     ],
@@ -116,7 +116,7 @@ def test_other_phases_than_the_run_has_are_an_error(text, phase, phases, said):
     ("step", "steps", "phase_step", "phase_steps"), [(4, 4, 0, 1), (-1, 4, 0, 1), (0, 4, 2, 2)]
 )
 def test_a_step_that_is_not_one_is_an_error(step, steps, phase_step, phase_steps):
-    with pytest.raises(ValueError, match=r"step (4 of 4|-1 of 4|2 of 2)"):
+    with pytest.raises(ValueError, match=r"step is (4; expected 0 to 3|-1; expected 0 to 3|2; expected 0 to 1)"):
         parse_schedule("1;0").strength(step, steps, 1.0, 0, 2, phase_step, phase_steps)
 
 
@@ -140,7 +140,7 @@ def test_a_window_leaves_nothing_outside(text, steps, expected):
     assert run(text, steps) == expected
 
 
-def test_a_window_of_sigma_does_not_mind_float32():
+def test_a_window_of_sigma_tolerates_float32():
     float32 = 0.10000000149011612  # 0.1, as a float32 tensor gives it back
     assert parse_schedule("1@sigma:0.1-0").strength(0, 1, float32) == 1
     assert parse_schedule("1@sigma:1-0.1").strength(0, 1, float32) == 0

@@ -223,7 +223,7 @@ def mixed(tmp_path, shapes, own):
 
 @each_way
 def test_dora_between_pairs_is_applied_in_its_turn(tmp_path, linear, mode):
-    """Of a layer whose weight is out of reach it is left out, which is told."""
+    """A LoRA is skipped for a layer with an inaccessible weight, and this is logged."""
     model = Model(LINEARS[linear])
     magnitudes = torch.rand(16, 1) + 0.5
     bank, pairs = mixed(

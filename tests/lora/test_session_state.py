@@ -114,7 +114,7 @@ def test_a_model_may_have_several_sessions_and_a_session_several_models(stack):
 
 @pytest.mark.parametrize("staged", [False, True])
 def test_after_a_run_the_memory_of_a_bank_may_go_elsewhere(stack, staged):
-    """ComfyUI moves a bank off the device, whose memory nobody else may hold then."""
+    """ComfyUI moves a bank off the device; no other reference to its memory may remain."""
     model, x = Model(), video()
     session = stack(model).session((1, 0.5, 2), staged=staged)
     expected = called(session, model, x)
@@ -137,7 +137,7 @@ def test_a_model_is_let_go(stack):
     assert gone() is None
 
 
-def test_modules_that_are_not_there_are_told(stack):
+def test_missing_modules_are_reported(stack):
     session = stack(Model(blocks=3)).session((1, 1, 1))
     called(session, Model(blocks=1), video())
     assert any("blocks.2" in name for name in session.counts.unserved)
@@ -170,7 +170,7 @@ def test_staged_pairs_are_the_same_and_come_ahead(stack, mode, blocks):
 
 @pytest.mark.parametrize("text", ["", "!1", "2", "0-,1=0.5", "0,2"])
 def test_staged_pairs_of_any_layers_are_the_same(stack, text):
-    """Also outside of blocks, and beside adapters of other kinds."""
+    """Also outside of blocks, and together with adapters of other kinds."""
     model = Model(Casting, blocks=4)
     made = stack(model)
     direct, staged = (

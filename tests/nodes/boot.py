@@ -1,7 +1,7 @@
 """Starts ComfyUI where packages around torch may be missing: `boot.py FOLDER ARGUMENTS...`.
 
 ComfyUI imports torchvision and torchaudio at its start. The CPU build of torch has no matching
-builds of them, and those made for CUDA do not import beside it; and where kornia is installed
+builds of them, and those made for CUDA do not import with it; and where kornia is installed
 without its dependencies, so that it brings no other torch, kornia_rs is missing. For each that does
 not import, empty modules stand in: every name can be imported from them, and calling one raises.
 This file needs nothing but the standard library, so that it runs wherever ComfyUI does.

@@ -1,4 +1,4 @@
-"""The ComfyUI that the tests run beside: where it is, what it needs, and its modules."""
+"""The ComfyUI of the tests: its folder, its requirements, and its modules."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ def find_comfyui() -> Path | None:
 
 
 def where_looked() -> str:
-    """The places of `find_comfyui`, for whoever wonders why a test was skipped."""
+    """Return the folders of `find_comfyui`, to explain why a test was skipped."""
     places = " or ".join(str(place) for place in _places())
     origin = "COMFYUI_PATH" if os.environ.get("COMFYUI_PATH") else "COMFYUI_PATH is not set"
     return f"no ComfyUI checkout in {places} ({origin})"

@@ -44,7 +44,7 @@ NODES = {
 # The widgets of Load VAE (Fast) and Accelerate VAE (Fast), as they are at first.
 AUTO = {"dtype": "auto", "encode_dtype": "auto", "chunk": 0}
 
-# The widgets of VAE Decode to Video (Fast), for a file that is in nobody's way.
+# The widgets of VAE Decode to Video (Fast), for a file with a unique name.
 VIDEO = {"fps": 16.0, "codec": "h264", "quality": 70, "filename_prefix": "x", "save_to": "temp"}
 
 # A small VAE with random weights, where the loaders of each server of the tests find it.
@@ -66,7 +66,7 @@ class Workflow(dict):
         return [name, 0]
 
     def latent(self, side: int, frames: int) -> Link:
-        """Zeros, for so many frames of so many pixels in height and width."""
+        """Zeros for a number of frames and a height and width in pixels."""
         size = {"width": side, "height": side, "length": frames, "batch_size": 1}
         return self.add("EmptyHunyuanLatentVideo", **size)
 

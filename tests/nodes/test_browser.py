@@ -59,7 +59,7 @@ SIDEBAR, MENU = 60, 92
 
 @pytest.fixture(scope="module")
 def page(server, tmp_path_factory):
-    """ComfyUI's frontend in a browser that nobody has used before."""
+    """ComfyUI's frontend in a fresh browser."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     found = find_browser()
     if found is None:
@@ -87,7 +87,7 @@ def renderer(request, page):
 
 @pytest.fixture
 def complaints(page, server):
-    """What the browser says against this pack, or against a workflow of it.
+    """Errors of the browser about this pack or its workflows.
 
     Any exception that nothing caught; and errors in the console that name the pack, one of its
     nodes or a file below its address. What the server does not have, such as the settings of a user
@@ -166,7 +166,7 @@ def window(request, page):
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
-def test_a_workflow_opens_whole_and_beside_the_menus(page, window, file):
+def test_a_workflow_opens_in_full_next_to_the_menus(page, window, file):
     page.evaluate(OPEN, json.loads(file.read_text(encoding="utf-8")))
     page.wait_for_timeout(1000)  # the view moves after the first frame
     width, height = window

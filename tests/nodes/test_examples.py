@@ -87,7 +87,7 @@ def test_links_join_an_output_to_an_input_of_its_type(file):
 
 
 @every_file
-def test_every_node_says_who_brings_it(file):
+def test_every_node_names_its_pack(file):
     for node in read(file)["nodes"]:
         if node["type"] in ("MarkdownNote", "Note"):  # the frontend's own
             continue
@@ -103,7 +103,7 @@ def test_every_node_says_who_brings_it(file):
 @every_file
 @pytest.mark.comfyui
 def test_our_nodes_are_saved_with_the_inputs_and_outputs_that_they_have(comfyui, file):
-    """More of them may come at the end; a file that was saved before is still right then."""
+    """Inputs may only be appended, so that files saved before remain valid."""
     from fast_video_vae.nodes import FastVideoVAEExtension
 
     classes = asyncio.run(FastVideoVAEExtension().get_node_list())

@@ -60,8 +60,8 @@ def test_every_node_says_what_it_does_and_is_found_by_other_words(infos):
         assert len(set(aliases)) == len(aliases)
 
 
-def test_a_tooltip_tells_the_unit_of_a_number_and_the_meanings_of_choices(infos):
-    """Of a choice between words, not of one between files; or names the node that tells them."""
+def test_a_tooltip_has_the_unit_of_a_number_and_the_meanings_of_choices(infos):
+    """For a choice between words, not between files; or it names the node that explains them."""
     for node, name, kind, options in inputs(infos):
         tooltip = options["tooltip"]
         assert tooltip, (node, name)

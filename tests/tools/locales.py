@@ -1,7 +1,7 @@
 """The texts of the nodes as ComfyUI's frontend translates them: `locales/<language>/nodeDefs.json`.
 
 `python tests/tools/locales.py` writes the English file from the schemas, where every text is
-written first. The other languages are written by hand; test_locales.py tells what they lack.
+written first. The other languages are written by hand; test_locales.py lists what they lack.
 """
 
 import json
@@ -24,7 +24,7 @@ _CONTROL = "control_after_generate"
 
 
 def node_infos() -> list[dict[str, Any]]:
-    """What the server tells of each node, in the order of the menu. ComfyUI is imported by then."""
+    """Return the server's information about each node, in menu order; ComfyUI must be imported."""
     import asyncio
 
     from fast_video_vae import comfy_entrypoint

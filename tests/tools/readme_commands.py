@@ -210,12 +210,12 @@ def _run(python: str, av: str, wanted: dict[str, str], bases: Sequence[Path], lo
             start = time.monotonic()
             try:
                 output = _call(["bash", "-o", "pipefail", "-c", line], clone, log, environment)
-                told = "ok"
+                outcome = "ok"
             except CommandError as error:
-                output, told, row.failed = log.read_text(encoding="utf-8"), str(error), True
+                output, outcome, row.failed = log.read_text(encoding="utf-8"), str(error), True
             counts = re.findall(r"(?m)^(?:=+ )?(\d+ (?:passed|failed|error).*) in [\d.]+s", output)
             if name == "test" and counts:
-                told = counts[-1]
+                outcome = counts[-1]
             row.cells[column] = f"{told}, {time.monotonic() - start:.0f} s"
     return row
 

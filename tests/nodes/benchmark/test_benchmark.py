@@ -105,8 +105,8 @@ CONNECTED = {
     "latent": ({"samples": {"samples": latents(3, 4, 6)}}, (48, 32, 9), None),
     "pixels": ({"pixels": clip(5, 32, 48)}, (48, 32, 5), None),
     # What an encode leaves out is no part of it.
-    "cut": ({"pixels": clip(7, 35, 50)}, (48, 32, 5), "7 frames of 50 x 35, were cut"),
-    "asked": ({"width": 52, "frames": 8}, (48, 32, 5), "8 frames of 52 x 32 were asked for"),
+    "cut": ({"pixels": clip(7, 35, 50)}, (48, 32, 5), "7 frames of 50 x 35 were cut"),
+    "asked": ({"width": 52, "frames": 8}, (48, 32, 5), "requested 8 frames of 52 x 32"),
 }
 
 
@@ -140,7 +140,7 @@ def test_a_dtype_is_that_of_both(state, tmp_path, monkeypatch):
     assert "bf16" in table
 
 
-def test_who_runs_out_of_memory_is_in_the_table(state):
+def test_a_contestant_out_of_memory_is_in_the_table(state):
     stock = stock_vae(state)
 
     def full(*_, **__):
@@ -179,18 +179,18 @@ def of_another_network(*_):
     ("make", "message"),
     [
         (lambda *_: object(), r"^vae: got an object; expected a VAE$"),
-        (of_another_network, r"^vae: .* not accelerated"),
+        (of_another_network, r"^vae: .* cannot be accelerated"),
         (
             lambda state, folder: fast_vae(decoder_of(state), folder),
             r"^vae: ComfyUI has no network .* it has a decoder only$",
         ),
         (
             lambda _, folder: fast_vae(random_state_dict(8, out_channels=12), folder),
-            r"^vae: ComfyUI has no network .* twice the size$",
+            r"^vae: ComfyUI has no network .* doubles the size of frames$",
         ),
         (
             lambda _, folder: fast_vae(random_wan22(), folder),
-            r"^vae: ComfyUI has no network of its own for this wan2.2 VAE",
+            r"^vae: ComfyUI has no network for this wan2.2 VAE",
         ),
     ],
 )
@@ -203,7 +203,7 @@ def test_a_vae_that_cannot_be_compared_is_one_line(state, tmp_path, make, messag
     ("inputs", "message"),
     [
         ({"samples": {"samples": torch.zeros(1, 4, 2, 4, 6)}}, "^samples: latent has 4 channels"),
-        ({"samples": {"samples": latents(2, batch=2)}}, "^samples: they are 2 videos"),
+        ({"samples": {"samples": latents(2, batch=2)}}, "^samples: got 2 videos"),
         ({"pixels": torch.zeros(5, 4, 48, 3)}, "^pixels: 5 frames of 48 x 4; expected"),
         (
             {"pixels": clip(5, 32, 48), "samples": {"samples": latents(2, 6, 6)}},

@@ -6,7 +6,7 @@ import threading
 
 
 class Clock:
-    """Stands still until it is told to go on."""
+    """A clock that only advances on request."""
 
     def __init__(self):
         self.seconds = 100.0
@@ -19,7 +19,7 @@ class Clock:
 
 
 class FakeDevice:
-    """A device with a clock of its own, which works off what it was given when it is told to."""
+    """A device with its own clock, which runs its queue on request."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -74,14 +74,14 @@ def end(name):
         provider.on_prompt_end(name)
 
 
-def told(timing):
+def timings(timing):
     """The report as JSON has it."""
     return json.loads(timing.report().json())
 
 
 def rows(timing):
     """Its rows, by kind and label."""
-    return {(row["kind"], row["label"]): row for row in told(timing)["rows"]}
+    return {(row["kind"], row["label"]): row for row in timings(timing)["rows"]}
 
 
 def lengths(timing):

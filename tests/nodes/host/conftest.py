@@ -1,4 +1,4 @@
-"""The timing, as it is before anything was measured, with clocks that stand still."""
+"""The timing in its initial state, with clocks that only advance on request."""
 
 import pytest
 
@@ -10,7 +10,7 @@ def timing(comfyui, monkeypatch):
     """The module, as it is before anything was measured."""
     from fast_video_vae.nodes.host import timing
 
-    for name in list(timing._prompts):  # of tests before, whose prompts nobody has ended
+    for name in list(timing._prompts):  # of earlier tests, whose prompts were not ended
         end(name)
     monkeypatch.setattr(timing, "_outside", timing._Outside())
     monkeypatch.setattr(timing, "_prompts", {})

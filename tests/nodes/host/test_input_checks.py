@@ -32,7 +32,7 @@ LATENT = {"samples": torch.zeros(1, 16, 1, 2, 2)}
         ({"dtype": "int8"}, "dtype: got 'int8'; expected one of: auto, fp32, bf16, fp16"),
         ({"vae": {}}, "vae: got a dict with nothing in it; expected a VAE"),
         ({"vae": "text has a method encode"}, "vae: got 'text has a method encode'; expected a"),
-        ({"vae": None}, "vae: got None; expected a VAE. The checkpoint has none: load it alone"),
+        ({"vae": None}, "vae: got None; expected a VAE. The checkpoint has none: load it from its own file"),
     ],
 )
 def test_the_message_says_what_came_and_what_was_expected(fast, inputs, message):
@@ -85,10 +85,10 @@ def test_what_is_comfyui_s_own_passes_another_vae_as_it_is(comfyui, name):
         ("../x", False, "which leads out of it"),
         ("a/../../x", False, "which leads out of it"),
         ("/etc/x", False, "which leads out of it"),
-        ("file/x", False, "where a folder of that path is a file"),
-        ("nul/x", True, "with a name that Windows keeps for itself"),
-        ("COM1.txt/x", True, "with a name that Windows keeps for itself"),
-        ("a:b", True, "with a character that Windows does not take"),
+        ("file/x", False, "with a file in place of a folder"),
+        ("nul/x", True, "with a name that is reserved on Windows"),
+        ("COM1.txt/x", True, "with a name that is reserved on Windows"),
+        ("a:b", True, "with a character that Windows does not allow"),
         ("a/b", False, None),
         ("nul/x", False, None),
         ("con", True, None),  # it becomes con_00001_.mp4

@@ -19,7 +19,7 @@ from fast_video_vae.tests.nodes.host.clocks import (
     lengths,
     printed,
     rows,
-    told,
+    timings,
 )
 
 pytestmark = pytest.mark.comfyui
@@ -101,10 +101,10 @@ def test_a_piece_within_its_own_kind_is_a_part_of_it(timing, clock):
             clock.passes(8)
     found = {key: (row["count"], row["seconds"]) for key, row in rows(timing).items()}
     assert found == {("load", ""): (1, 3), ("load", "another"): (1, 8), ("file", ""): (1, 4)}
-    assert told(timing)["measured"] == told(timing)["wall"] == 15
+    assert timings(timing)["measured"] == timings(timing)["wall"] == 15
 
 
-def test_a_device_tells_its_own_seconds_and_nobody_waits_meanwhile(timing, clock, device):
+def test_a_device_measures_its_own_seconds_without_a_wait(timing, clock, device):
     for seconds in (3.0, 1.0, 2.0):
         with timing.span("denoise", device=CUDA):
             clock.passes(0.01)
@@ -114,7 +114,7 @@ def test_a_device_tells_its_own_seconds_and_nobody_waits_meanwhile(timing, clock
     assert not row["sure"]
     assert row["seconds"] == pytest.approx(0.03)  # the host's, for want of better
     assert "~0.030" in timing.text()
-    assert "still at work" in timing.text()
+    assert "the device is busy" in timing.text()
     assert device.waits == 0
     device.catch_up()
     row = rows(timing)["denoise", ""]
@@ -179,7 +179,7 @@ def test_an_error_of_a_device_is_not_hidden_by_that_of_an_event(timing, monkeypa
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="events need a CUDA device")
-def test_a_real_device_tells_its_own_seconds(timing):
+def test_a_real_device_measures_its_own_seconds(timing):
     torch.cuda.synchronize()
     with timing.span("denoise", device=CUDA):
         torch.cuda._sleep(1_000_000_000)  # cycles: half a second
@@ -228,7 +228,7 @@ def test_the_environment_turns_printing_off_and_nothing_else(timing, monkeypatch
     assert not printed(caplog, "a")
 
 
-def test_json_is_one_line_that_holds_what_the_table_tells(timing, clock, monkeypatch, caplog):
+def test_json_is_one_line_with_the_figures_of_the_table(timing, clock, monkeypatch, caplog):
     monkeypatch.setenv("FAST_VIDEO_VAE_TIMING", "json")
     with in_prompt("a"):
         for length in (1, 3):
@@ -258,14 +258,14 @@ def test_what_raises_is_measured_and_marked(timing, clock):
         assert timing.text().splitlines()[0].endswith(f" s ({mark})")
     with pytest.raises(InterruptProcessingException), timing.span("denoise"):
         raise InterruptProcessingException
-    assert told(timing)["stopped"] == "interrupted"
+    assert timings(timing)["stopped"] == "interrupted"
     assert rows(timing)["switch", ""]["seconds"] == 2
 
 
 def test_an_error_that_was_got_over_is_no_mark(timing):
     with timing.span("VAE decode"), pytest.raises(MemoryError), timing.span("load"):
         raise MemoryError
-    assert told(timing)["stopped"] == ""
+    assert timings(timing)["stopped"] == ""
 
 
 def test_a_generator_that_is_closed_has_not_failed(timing, clock):
@@ -278,7 +278,7 @@ def test_a_generator_that_is_closed_has_not_failed(timing, clock):
     drawn = pieces()
     next(drawn)
     drawn.close()
-    assert told(timing)["stopped"] == ""
+    assert timings(timing)["stopped"] == ""
     assert rows(timing)["VAE decode", ""]["seconds"] == 1
 
 
@@ -305,7 +305,7 @@ def test_a_thread_in_the_context_of_a_node_measures_for_the_prompt(timing, clock
         context = contextvars.copy_context()
         with timing.span("VAE decode"):
             in_thread(lambda: context.run(work))
-        # It worked beside the other: nothing is taken out.
+        # It ran in parallel with the other: nothing is subtracted.
         assert lengths(timing) == {"VAE decode": 1, "file": 1}
 
 
@@ -325,7 +325,7 @@ def test_pieces_of_many_threads_are_all_there(timing):
         assert rows(timing)["file", ""]["count"] == 1600
 
 
-def test_what_nobody_takes_away_is_bounded(timing):
+def test_uncollected_timings_are_bounded(timing):
     for count in range(timing._MOST_OUTSIDE + 10):
         with timing.span("load", str(count)):
             pass
@@ -351,7 +351,7 @@ def test_draws_are_measured_and_what_is_done_with_them_is_not(timing, clock):
     assert [row[key] for key in ("count", "seconds", "min", "median")] == [3, 6, 1, 2]
 
 
-def test_draws_close_what_they_come_from_and_tell_how_it_failed(timing):
+def test_draws_close_their_source_and_pass_its_error_on(timing):
     closed = []
 
     def items():
@@ -365,10 +365,10 @@ def test_draws_close_what_they_come_from_and_tell_how_it_failed(timing):
     next(drawn)
     drawn.close()
     assert closed == [True]
-    assert told(timing)["stopped"] == ""
+    assert timings(timing)["stopped"] == ""
     with pytest.raises(OSError, match="gone"):
         list(timing.drawn("file", items()))
-    assert told(timing)["stopped"] == "failed"
+    assert timings(timing)["stopped"] == "failed"
     assert rows(timing)["file", ""]["count"] == 3
 
 

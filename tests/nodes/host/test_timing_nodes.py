@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from fast_video_vae.tests.nodes.host.clocks import in_thread, rows, told
+from fast_video_vae.tests.nodes.host.clocks import in_thread, rows, timings
 from fast_video_vae.tests.nodes.server import AUTO, VAE_FILE, VIDEO, PromptError, Workflow
 from fast_video_vae.tests.nodes.vae.pairs import ours
 
@@ -65,7 +65,7 @@ def test_a_writer_that_is_slow_is_the_time_of_the_file(timing, inference, monkey
     assert 0.2 * (steps - 1) <= found["file", ""]["seconds"]
     assert found["VAE decode", ""]["seconds"] < 0.2 * steps
     assert text.splitlines()[-1].startswith("  file ")
-    assert told(timing)["measured"] == pytest.approx(told(timing)["wall"], rel=0.05)
+    assert timings(timing)["measured"] == pytest.approx(timings(timing)["wall"], rel=0.05)
 
 
 def test_a_vae_that_is_not_ours_is_measured_too(timing, inference):
@@ -94,7 +94,7 @@ def test_what_kernels_prepare_is_taken_out_of_the_piece_around_it(timing):
     found = rows(timing)
     assert list(found) == [("kernel build", "CPU kernels"), ("VAE decode", "")]
     assert found["kernel build", "CPU kernels"]["seconds"] >= 0.02
-    assert told(timing)["measured"] == pytest.approx(told(timing)["wall"])
+    assert timings(timing)["measured"] == pytest.approx(timings(timing)["wall"])
 
 
 def test_what_torch_compiles_is_taken_out_of_the_step_around_it(timing):
@@ -113,7 +113,7 @@ def test_what_torch_compiles_is_taken_out_of_the_step_around_it(timing):
     assert list(found) == [("compile", ""), ("denoise", "")]
     assert found["compile", ""]["count"] == 1
     assert found["compile", ""]["seconds"] >= 0.3
-    assert told(timing)["measured"] == pytest.approx(told(timing)["wall"], abs=0.01)
+    assert timings(timing)["measured"] == pytest.approx(timings(timing)["wall"], abs=0.01)
     torch._dynamo.reset()
 
 
@@ -158,7 +158,7 @@ def test_a_table_is_in_the_log_once_per_prompt_over_http(server):
     assert not TOTALS.search(logged(server, before))
 
 
-def test_a_prompt_that_fails_tells_what_there_was_over_http(server):
+def test_a_failed_prompt_reports_its_timings_over_http(server):
     before, workflow = server.log(), Workflow()
     vae = workflow.add("FastVAE_Load", vae_name=VAE_FILE, **AUTO | {"chunk": 7})
     latent = workflow.add("EmptyLatentImage", width=64, height=64, batch_size=1)  # 4 channels

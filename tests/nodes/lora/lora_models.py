@@ -15,7 +15,7 @@ from fast_video_vae.tests.nodes.vae.pairs import node, relative_error  # noqa: F
 
 # Of rounding in float32 alone: 2e-6 is the most that was seen in three steps.
 ROUNDING = 1e-5
-# What a LoRA of the tests changes at least, so that a run without it is told from one with it.
+# Least change of a LoRA in the tests, which distinguishes a run with it from one without.
 EFFECT = 1e-2
 
 # What ComfyUI's loaders apply as well; and all that there is.
@@ -36,7 +36,7 @@ class Kind:
         base: The class that ComfyUI is to find for it, in comfy.model_base.
         latent: Channels and frames of a latent; None: an image has no frames.
         text: Size of an embedding of a token.
-        more: What conditionings have beside the text.
+        more: Entries of conditionings in addition to the text.
     """
 
     network: str

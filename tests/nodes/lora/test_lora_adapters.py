@@ -1,4 +1,4 @@
-"""Our adapters beside ComfyUI's own: what it reads from the same file, and makes of the weight."""
+"""Our adapters against ComfyUI's own, from the same file, by the patched weight."""
 
 import logging
 

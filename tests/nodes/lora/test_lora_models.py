@@ -1,4 +1,4 @@
-"""LoRAs on whole models of ComfyUI: runs of its sampler, beside runs with its own LoRA loader."""
+"""LoRAs on whole models of ComfyUI: runs of its sampler, against runs with its LoRA loader."""
 
 import functools
 import gc

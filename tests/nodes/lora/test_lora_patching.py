@@ -1,4 +1,4 @@
-"""What a LoRA leaves of a model, what it makes ComfyUI load, and what stands beside it."""
+"""What a LoRA restores in a model, what it makes ComfyUI load, and other patches."""
 
 import functools
 
@@ -143,7 +143,7 @@ def test_a_merged_stack_is_loaded_once(model, loads):
 
 
 @each_value_once(mode=MODES, order=["before", "after"], loader=["weights", "bypass"])
-def test_beside_comfyuis_loaders(model, mode, order, loader):
+def test_together_with_comfyuis_loaders(model, mode, order, loader):
     """Its bypass loader adds to the output of linear layers, and patches their biases."""
     from comfy_extras.nodes_lora_debug import LoraLoaderBypassModelOnly
 

@@ -79,7 +79,7 @@ def test_a_run_is_that_of_the_values_it_stands_for(quantise, mode):
 def test_a_quantised_model_is_not_merged():
     state = random_weights(KIND)
     model, lora = load_model(KIND, fp8(state)), save_lora(lora_for(state))
-    with pytest.raises(ValueError, match=r"^stack: \S+ is kept as QuantizedTensor; merged is for"):
+    with pytest.raises(ValueError, match=r"^stack: \S+ is QuantizedTensor; merged needs"):
         fast(model, lora, 0.8, "merged")
 
 
@@ -123,7 +123,7 @@ def test_small_deltas_on_fp8_weights():
 
 
 class Packed(torch.Tensor):
-    """Bytes that stand for numbers, as GGUF's are: with the shape of the numbers beside them."""
+    """Packed bytes of a weight, as in GGUF, with the shape of the weight as an attribute."""
 
     @staticmethod
     def of(weight):
@@ -203,7 +203,7 @@ def test_layers_that_unpack_their_weights_themselves(form, mode, caplog):
 
 
 @pytest.mark.parametrize("mode", UNMERGED)
-def test_what_needs_such_a_weight_is_told_of_once(mode, caplog):
+def test_a_patch_that_needs_such_a_weight_is_logged_once(mode, caplog):
     """DoRA scales the sum of weight and delta: without the weight it has no effect at all."""
     state = random_weights(KIND)
     model, _ = packed(state)

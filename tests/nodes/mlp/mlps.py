@@ -75,7 +75,7 @@ class Saturated(MLP):
         return self.down(product)
 
 
-ALIKE = [MLP, UpFirst, TwoSteps, Halves, SecondHalf, GateAlone, Saturated]
+GATED = [MLP, UpFirst, TwoSteps, Halves, SecondHalf, GateAlone, Saturated]
 
 
 class Dropout(MLP):

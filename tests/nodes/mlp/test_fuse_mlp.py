@@ -1,4 +1,4 @@
-"""Fuse SwiGLU MLPs: small models of ComfyUI's own classes, fused, beside the same ones as they are.
+"""Fuse SwiGLU MLPs: small models of ComfyUI's own classes, fused against unchanged.
 
 With LoRAs, offloading and quantised weights; and what is left when the patches go.
 """
@@ -18,7 +18,7 @@ from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import missing
 from fast_video_vae.tests.nodes.lora.dits import MLPS, model_of, output, patcher
 from fast_video_vae.tests.nodes.mlp.mlps import (
-    ALIKE,
+    GATED,
     MLP,
     UNLIKE,
     GateAlone,
@@ -112,7 +112,7 @@ def outputs(block, *args, **named):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("cls", ALIKE)
+@pytest.mark.parametrize("cls", GATED)
 def test_every_spelling_is_recognised_and_rounds_once(cls, dtype, calls):
     torch.manual_seed(0)
     block, seen, x = cls().to(dtype), {}, torch.randn(2, 5, 8, dtype=dtype)
@@ -136,7 +136,7 @@ def test_every_spelling_is_recognised_and_rounds_once(cls, dtype, calls):
     torch.testing.assert_close(result, expected, rtol=8 * eps, atol=8 * eps)
 
 
-@pytest.mark.parametrize("cls", ALIKE)
+@pytest.mark.parametrize("cls", GATED)
 def test_without_a_kernel_it_is_as_it_was(cls, monkeypatch):
     """A GPU without Triton must not be slower for the node."""
     from fast_video_vae.nodes.mlp import nodes
@@ -166,7 +166,7 @@ def test_a_model_without_such_mlps_or_a_network_passes_with_one_line(caplog):
         with caplog.at_level(logging.INFO):
             assert fused(model) is model
         name = type(model.model).__name__
-        assert f"{name} has no SwiGLU MLPs to fuse; it stays as it is" in caplog.messages[-1]
+        assert f"{name} has no SwiGLU MLPs to fuse; the model is unchanged" in caplog.messages[-1]
 
 
 def test_twice_is_once_and_a_model_whose_fused_clone_is_loaded_is_fused_all_the_same():
@@ -355,7 +355,7 @@ def test_gradients_flow(cls, calls):
         torch.testing.assert_close(result[name], gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_it_writes_over_a_projection_unless_somebody_may_want_it(calls):
+def test_it_overwrites_a_projection_unless_it_is_used_elsewhere(calls):
     block, kept, x = MLP(), [], torch.randn(3, 8)
     with loaded(fused(model_of(Nest(block)))):
         block(x)

@@ -1,4 +1,4 @@
-"""What is recognised as a gated MLP: ComfyUI's own classes, and no look-alike."""
+"""Recognition of gated MLPs: ComfyUI's own classes, and no similar ones."""
 
 import importlib
 import logging
@@ -25,7 +25,7 @@ def wiring(*arguments):
 
 
 @pytest.mark.parametrize("cls", UNLIKE)
-def test_a_look_alike_is_none(cls):
+def test_a_similar_class_is_not_recognised(cls):
     assert recognised(cls()) is None
     assert recognised(cls().eval()) is None
 
@@ -36,7 +36,7 @@ def layers():
     return {"device": "meta", "operations": comfy.ops.disable_weight_init}
 
 
-# By file of comfy.ldm: the class, its arguments, and how it is wired; beside those of whole models.
+# By file of comfy.ldm: the class, its arguments, and how it is wired; in addition to those of whole models.
 CORE = [
     ("ace.ace_step15", "MLP", (8, 16), (("gate_proj", "up_proj"), 0, "down_proj")),
     ("audio.dit", "GLU", (8, 16, nn.SiLU()), (("proj",), 1, None)),
@@ -67,4 +67,4 @@ def test_an_mlp_that_comfyui_fuses_itself_is_left_to_it(caplog):
 
     with caplog.at_level(logging.DEBUG):
         assert recognised(MLP(8, 16, **layers())) is None
-    assert "no gated MLP" in caplog.messages[-1]
+    assert "not a gated MLP" in caplog.messages[-1]

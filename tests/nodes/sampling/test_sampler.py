@@ -1,4 +1,4 @@
-"""Wan Sampler (Fast) beside ComfyUI's own samplers, on small models with random weights."""
+"""Wan Sampler (Fast) against ComfyUI's own samplers, on small models with random weights."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def names(calls, models):
     [
         ("wan21-t2v", (1.0, 1.0)),  # the distilled LoRAs
         ("wan21-t2v", (4.0, 3.0)),  # published, of each expert its own
-        ("wan22-14b-i2v", (3.5, 3.5)),  # with an image beside the latent
+        ("wan22-14b-i2v", (3.5, 3.5)),  # with an image as extra channels
         slow("vace", (4.0, 4.0)),
         slow("wan21-i2v", (1.0, 2.0)),  # with an image's embedding
     ],

@@ -1,4 +1,4 @@
-"""Wan Sampler (Fast): what a run tells, refuses and leaves behind, also where it fails."""
+"""Wan Sampler (Fast): logs, errors and cleanup of a run, also when it fails."""
 
 import functools
 import re
@@ -169,7 +169,7 @@ def test_wrappers_of_both_models_are_around_the_run():
     ]
 
 
-def test_noise_levels_of_each_call_are_told_to_both_models():
+def test_both_models_get_the_noise_levels_of_each_call():
     from comfy.patcher_extension import WrappersMP
 
     seen = []
@@ -204,25 +204,25 @@ def test_the_timing_has_both_experts_and_the_switch():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"boundary": "1.5"}, "boundary: '1.5' is not"),
-        ({"boundary": "-0.1"}, "boundary: '-0.1' is not"),
-        ({"boundary": "-1"}, "boundary: '-1' is not"),
-        ({"boundary": "early"}, "boundary: 'early' is not"),
-        ({"boundary": "nan"}, "boundary: 'nan' is not"),
-        ({"cfg_high": "3.5;1"}, "cfg_high: '3.5;1' is not a number"),
-        ({"cfg_low": "1,,2"}, "cfg_low: '1,,2' is not a number"),
+        ({"boundary": "1.5"}, "boundary: got '1.5'"),
+        ({"boundary": "-0.1"}, "boundary: got '-0.1'"),
+        ({"boundary": "-1"}, "boundary: got '-1'"),
+        ({"boundary": "early"}, "boundary: got 'early'"),
+        ({"boundary": "nan"}, "boundary: got 'nan'"),
+        ({"cfg_high": "3.5;1"}, "cfg_high: got '3.5;1'; expected a number"),
+        ({"cfg_low": "1,,2"}, "cfg_low: got '1,,2'; expected a number"),
         ({"cfg_high": "1,2,3"}, "cfg_high: 3 values; expected 1, 2 for its steps or 4"),
         ({"cfg_low": "1,2,3,4,5"}, "cfg_low: 5 values; expected 1, 2 for its steps or 4"),
         ({"shift_high": "5,5,5"}, "shift_high: 3 values; expected 1 or 4"),
-        ({"shift_high": "1,2,3,900"}, "shift_high: step 3 begins at noise level 0.9967, not below"),
-        ({"shift_high": "0"}, "shift_high: 0 is no shift"),
-        ({"shift_low": "-3"}, "shift_low: -3 is no shift"),
-        ({"shift_low": "90"}, "shift_low: step 2 begins at noise level 0.9890, not below"),
-        ({"shift_low": "8"}, "shift_low: step 2 begins at noise level 0.8889, not below the bound"),
-        ({"negative": None, "cfg_low": "2"}, "negative: nothing is connected, and cfg 2 needs it"),
+        ({"shift_high": "1,2,3,900"}, "shift_high: step 3 starts at noise level 0.9967; expected"),
+        ({"shift_high": "0"}, "shift_high: got 0; expected a shift above 0"),
+        ({"shift_low": "-3"}, "shift_low: got -3; expected a shift above 0"),
+        ({"shift_low": "90"}, "shift_low: step 2 starts at noise level 0.9890, not below"),
+        ({"shift_low": "8"}, "shift_low: step 2 starts at noise level 0.8889, not below the bound"),
+        ({"negative": None, "cfg_low": "2"}, "negative: not connected, but CFG 2 needs it"),
         ({"positive": []}, "positive: the conditioning is empty"),
-        ({"sigmas": torch.tensor([0.1, 0.9])}, "sigmas: they do not fall"),
-        ({"latent_image": {"samples": torch.ones(1, 48, 3, 8, 8)}}, "latent_image: it has 48 chan"),
+        ({"sigmas": torch.tensor([0.1, 0.9])}, "sigmas: the noise levels do not fall"),
+        ({"latent_image": {"samples": torch.ones(1, 48, 3, 8, 8)}}, "latent_image: got 48 channels"),
         ({"model_low": lambda: expert("wan22-5b")}, "model_low: its latents have 48 channels; exp"),
         ({"model_low": None, "loras_low": lambda: stack(lora(0))}, "loras_low: there is no model"),
         ({"loras_high": lambda: stack(lora(0), "0;1;0")},

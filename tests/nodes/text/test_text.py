@@ -1,4 +1,4 @@
-"""Prompts in one pass of the text encoder, beside ComfyUI's own CLIPTextEncode."""
+"""Prompts in one pass of the text encoder, against ComfyUI's own CLIPTextEncode."""
 
 import gc
 import logging
@@ -419,14 +419,14 @@ def test_a_line_of_dashes_is_between_prompts_and_a_text_alone_keeps_its_white_sp
         ({"positive": [f"{FOX}\n---\n"]}, EMPTY),
         (
             {"positive": [FOX] * 3, "negative": ["", ""]},
-            "negative: 2 prompts; expected 1 or 3, as many as positive",
+            "negative: got 2 prompts; expected 1 or 3, as many as positive",
         ),
-        ({"negative": []}, "negative: an empty list; expected at least one prompt"),
+        ({"negative": []}, "negative: got an empty list; expected at least one prompt"),
         (
             {"clip": [None]},
-            "clip: got None; expected a text encoder. The checkpoint has none: load it on its own",
+            "clip: got None; expected a text encoder. The checkpoint has none: load it from its own file",
         ),
-        ({"dtype": ["bf16", "fp32"]}, "dtype: 2 different ones; expected one"),
+        ({"dtype": ["bf16", "fp32"]}, "dtype: got 2 different values; expected one"),
     ],
 )
 def test_errors_are_one_line_before_anything_is_loaded(inputs, message):

@@ -66,7 +66,7 @@ def small_latents(count, **options):
 
 
 def out_of_memory(monkeypatch, fast, name, times):
-    """Let a stream of the network fail for so many calls; what each was given is in the list."""
+    """Let a stream of the network fail for a number of calls; their inputs are in the list."""
     import comfy.model_management as management
 
     kind, calls = type(fast.first_stage_model), []

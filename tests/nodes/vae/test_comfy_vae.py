@@ -1,4 +1,4 @@
-"""The fast VAE in ComfyUI's nodes, beside the VAE that ComfyUI loads from the same weights.
+"""The fast VAE in ComfyUI's nodes, against the VAE that ComfyUI loads from the same weights.
 
 The oracle is ComfyUI itself, in this process: its VAE object, its nodes, its tiles.
 """

@@ -148,7 +148,7 @@ def test_weights_that_comfyui_left_on_the_host_are_brought(fast, monkeypatch):
     assert brought == [((torch.device("cpu"),), {"extra_memory": 1e32})]
 
 
-def test_an_error_that_is_not_about_memory_is_told_at_once(fast, monkeypatch):
+def test_an_error_that_is_not_about_memory_is_raised_at_once(fast, monkeypatch):
     calls = []
 
     def broken(self, *arguments, **options):

@@ -118,7 +118,7 @@ def broken(state):
     ],
     ids=["empty", "damaged", "incomplete", "NaN", "not a VAE"],
 )
-def test_a_bad_file_is_told_by_its_input(models, state, write, reason):
+def test_the_error_of_a_bad_file_names_the_input(models, state, write, reason):
     write(models / "bad.safetensors", state)
     with pytest.raises(ValueError, match=rf"^vae_name: .*{reason}"):
         run("Load", vae_name="bad.safetensors")
@@ -136,7 +136,7 @@ def test_a_bad_file_is_told_by_its_input(models, state, write, reason):
         (torch.zeros(1, 16, 1, 8, 8, dtype=torch.int64), "int64"),
     ],
 )
-def test_a_bad_latent_is_told_before_anything_is_loaded(fast, monkeypatch, name, latent, reason):
+def test_a_bad_latent_is_an_error_before_anything_is_loaded(fast, monkeypatch, name, latent, reason):
     monkeypatch.setattr("fast_video_vae.nodes.vae.pieces.load", pytest.fail)
     with refused(rf"^samples: .*{reason}"):
         run(name, samples={"samples": latent}, vae=fast)
@@ -152,6 +152,6 @@ def test_a_bad_latent_is_told_before_anything_is_loaded(fast, monkeypatch, name,
         (torch.zeros(1, 64, 64, 3, dtype=torch.uint8), "uint8"),
     ],
 )
-def test_a_bad_image_is_told_by_its_input(fast, pixels, reason):
+def test_the_error_of_a_bad_image_names_the_input(fast, pixels, reason):
     with refused(rf"^pixels: .*{reason}"):
         run("Encode", pixels=pixels, vae=fast)

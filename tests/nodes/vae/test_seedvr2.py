@@ -238,7 +238,7 @@ def test_the_limit_of_a_tile_reaches_the_stream_and_what_comfyui_is_asked_for(
     assert asked == [needed]
 
 
-def test_the_loader_tells_seedvr2_by_its_tensors(models, seedvr2):
+def test_the_loader_recognises_seedvr2_by_its_tensors(models, seedvr2):
     half = {key: value.half() for key, value in seedvr2.state.items()}
     save_file({f"vae.{key}": value for key, value in half.items()}, models / "seed.safetensors")
     vae = ours("Load", vae_name="seed.safetensors", dtype="fp32").args[0]
@@ -247,7 +247,7 @@ def test_the_loader_tells_seedvr2_by_its_tensors(models, seedvr2):
     assert relative_error(vae.decode(small_latents(2)), rounded.decode(small_latents(2))) <= 1e-5
 
 
-def test_an_image_of_one_channel_is_told_by_its_input(loaded):
+def test_the_error_of_an_image_of_one_channel_names_the_input(loaded):
     with refused(r"^pixels: .*1 channels; this VAE needs 3"):
         ours("Encode", pixels=torch.zeros(1, 64, 64, 1), vae=loaded)
 
@@ -260,7 +260,7 @@ def test_an_image_of_one_channel_is_told_by_its_input(loaded):
         (torch.full((1, 32, 8, 8), torch.nan), "NaN"),
     ],
 )
-def test_a_bad_latent_is_told_by_its_input(loaded, latent, reason):
+def test_the_error_of_a_bad_latent_names_the_input(loaded, latent, reason):
     with pytest.raises(ValueError, match=rf"^samples: .*({reason})"):
         ours("Decode", samples={"samples": latent}, vae=loaded)
     for refuse in (loaded.decode_tiled, loaded.first_stage_model.decode_tiled):

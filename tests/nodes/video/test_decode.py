@@ -1,4 +1,4 @@
-"""Latents to video files: beside ComfyUI's own nodes, and when something goes wrong."""
+"""Latents to video files: against ComfyUI's own nodes, and in case of errors."""
 
 import json
 import logging
@@ -94,13 +94,13 @@ def test_a_range_of_frames_holds_both_its_ends_and_no_others(fast, output, text,
 
 
 @pytest.mark.parametrize("text", ["17-18", "3-17", "9-4", "a-b", "-4", "1-2-3", "1.5"])
-def test_a_range_that_is_none_is_told(fast, output, text):
+def test_an_invalid_range_is_an_error(fast, output, text):
     with refused(rf"^frames is {re.escape(repr(text))}; "):
         decode(fast, latents(5), frames=text)
     assert is_empty(output)
 
 
-def test_names_count_on_and_the_frontend_is_told(fast, output):
+def test_file_numbers_continue_and_the_frontend_gets_them(fast, output):
     names = []
     for _ in range(2):
         given = {"samples": {"samples": latents(1)}, "filename_prefix": "clips/%width%x%height%"}
@@ -200,7 +200,7 @@ def test_another_vae_decodes_as_it_does_and_is_written(stock, output, caplog):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"latent": latents(2, batch=3)}, "samples: they are 3 videos"),
+        ({"latent": latents(2, batch=3)}, "samples: got 3 videos"),
         (
             {"latent": latents(2, height=1, width=1), "codec": "hevc"},
             "codec: frames are 8x8; hevc needs at least",
@@ -215,7 +215,7 @@ def test_another_vae_decodes_as_it_does_and_is_written(stock, output, caplog):
         ({"filename_prefix": "../../x"}, "filename_prefix is '../../x'"),
     ],
 )
-def test_an_input_that_does_not_fit_is_told_in_a_line_before_the_decode(
+def test_a_bad_input_is_one_line_before_the_decode(
     fast, stock, output, monkeypatch, is_ours, options, reason
 ):
     monkeypatch.setattr("comfy.sd.VAE.decode", pytest.fail)
@@ -250,7 +250,7 @@ def test_an_interrupt_leaves_no_file_and_the_next_run_is_whole(
     assert torch.equal(frames_of(video), as_saved(image(fast, latent)))
 
 
-def test_a_full_disk_is_told_and_leaves_no_file(fast, output):
+def test_a_full_disk_is_an_error_and_leaves_no_file(fast, output):
     resource = pytest.importorskip("resource", reason="this system has no limits of file sizes")
     latent = latents(9, height=16, width=16)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,4 +1,4 @@
-"""Video files to latents: beside ComfyUI's own nodes, and when something goes wrong."""
+"""Video files to latents: against ComfyUI's own nodes, and in case of errors."""
 
 import logging
 
@@ -56,7 +56,7 @@ def test_a_trimmed_video_is_what_get_video_components_gives(fast, tmp_path, star
     samples, _, count, heard = encode(fast, video)
     assert_encoded(samples, fast, pictures[shown].float() / 255)
     assert count == len(images) - (len(images) - 1) % 4
-    # Where the sound begins is told by the tone itself: ComfyUI takes milliseconds for samples.
+    # The tone marks where the audio starts: ComfyUI takes milliseconds for samples.
     begin = round(shown[0] / 16 * 44100 if start < 0 else start * 44100)
     length = round(min(duration or 2, 2 - begin / 44100) * 44100)
     ours = heard["waveform"][0, 0]
@@ -135,7 +135,7 @@ def test_no_more_frames_than_asked_for(fast, tmp_path, most, count, caplog):
     assert found == count
     assert samples.shape[2] == (count - 1) // 4 + 1
     read = min(most, 17)
-    left_out = f"the last {read - count} of {read} frames are left out; the VAE takes 4 n + 1"
+    left_out = f"the last {read - count} of {read} frames are dropped; the VAE needs 4 n + 1"
     assert (left_out in caplog.text) == (read != count)
     assert caplog.text.count("left out") == (read != count)
 
@@ -156,7 +156,7 @@ def test_another_vae_encodes_as_it_does(stock, tmp_path, caplog):
     assert "unused: chunk" in caplog.text
 
 
-def test_a_file_that_is_no_video_is_told_in_a_line(fast, tmp_path):
+def test_a_file_that_is_not_a_video_is_one_line(fast, tmp_path):
     from comfy_api.latest import InputImpl
 
     (tmp_path / "bad.mkv").write_bytes(b"no video")

@@ -13,7 +13,7 @@ from fast_video_vae.vae import CLIP_PATH
 
 pytestmark = pytest.mark.comfyui
 
-# Decodes so many latents of 128 x 128 pixels into a file, or encodes that file; prints the MiB that
+# Decodes a number of latents of 128 x 128 pixels into a file, or encodes that file; prints the MiB that
 # it took at most.
 PEAK = """
 import resource, sys

@@ -1,4 +1,4 @@
-"""A fast VAE piece by piece, beside the IMAGE and the LATENT that ComfyUI's nodes make with it."""
+"""A fast VAE piece by piece, against the IMAGE and the LATENT of ComfyUI's nodes with it."""
 
 import itertools
 
@@ -64,7 +64,7 @@ def test_seedvr2_is_scaled_as_comfyui_wants_it(seedvr2_vae, frames):
 
 
 def test_no_frames_are_an_error(fast):
-    with pytest.raises(ValueError, match="no frame came"):
+    with pytest.raises(ValueError, match="the video has no frames"):
         encoded(fast, [])
 
 

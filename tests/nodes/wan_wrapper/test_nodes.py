@@ -26,7 +26,7 @@ def vae(fast):
         ([], "videos is empty; expected one video or more"),
         (
             [torch.zeros(3, 5, 48, 64), torch.zeros(3, 9, 48, 64)],
-            r"videos\[1\] is \[3, 9, 48, 64\]; expected \[3, 5, 48, 64\] as the first",
+            r"videos\[1\] is \[3, 9, 48, 64\]; expected \[3, 5, 48, 64\], the shape of the first",
         ),
         (torch.zeros(1, 4, 5, 48, 64), "frames has 4 channels; this VAE needs 3"),
         (torch.full((1, 3, 1, 48, 64), torch.nan), "frames"),
@@ -87,10 +87,10 @@ def test_a_vae_without_an_encoder_only_decodes(state, tmp_path):
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (random_qwen21, "vae: it is one of qwen-image-2.1 with 64 latent channels and 4 of a"),
+        (random_qwen21, "vae: got qwen-image-2.1 with 64 latent channels and 4 image channels"),
         (
             lambda: random_state_dict(8, image_channels=4, out_channels=4),
-            "vae: it is one of wan2.1 with 16 latent channels and 4 of a frame; expected",
+            "vae: got wan2.1 with 16 latent channels and 4 image channels; expected",
         ),
     ],
 )
@@ -104,7 +104,7 @@ def test_what_is_no_vae_of_wan_is_one_line(comfyui):
     from comfy.taesd.taehv import TAEHV
 
     tiny = comfy.sd.VAE(sd=TAEHV(16).state_dict())
-    with pytest.raises(ValueError, match=r"^vae: it is a VAE of TAEHV, which is not accelerated,"):
+    with pytest.raises(ValueError, match=r"^vae: got a VAE with TAEHV, which cannot be accelerated"):
         convert(tiny)
     with pytest.raises(ValueError, match=r"^vae: got a dict with nothing in it; expected a VAE$"):
         convert({})

@@ -154,7 +154,7 @@ def test_what_is_also_the_end_is_one_latent_or_frame(family, vae):
 @pytest.mark.parametrize(("family", "frames"), [("wan2.1", 1), ("wan2.2", 9)], indirect=["family"])
 def test_a_sample_has_the_spread_of_the_posterior(family, vae, frames):
     pixels = video(frames)
-    pixels[:, :, 1:] = 0  # frames that stand still draw noise of their own too
+    pixels[:, :, 1:] = 0  # static frames draw their own noise too
     mean = vae.encode(pixels, CPU)
     torch.manual_seed(1)
     sampled = vae.encode([pixels[0]], CPU, tiled=False, sample=True)

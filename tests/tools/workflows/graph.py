@@ -47,7 +47,7 @@ class Node:
         least: Its least height, without its title, in pixels.
         stretch: Whether it fills the rest of its column.
         color: Of its title; None: as usual.
-        bgcolor: Of its body; likewise.
+        bgcolor: Of its body; None: as usual.
     """
 
     kind: str

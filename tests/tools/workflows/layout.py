@@ -62,6 +62,6 @@ def layout(
 
 
 def _between(groups: Sequence) -> float:
-    """What a column has beside the bodies of its nodes, from the first to the last."""
+    """Height of a column in addition to the bodies of its nodes."""
     inside = sum(GAP * (len(group.nodes) - 1) for group in groups)
     return inside + (2 * RIM + HEADER) * (len(groups) - 1)

@@ -1,4 +1,4 @@
-"""Who brings the nodes of a workflow: what ComfyUI offers to install where they are missing."""
+"""The packs of the nodes of a workflow, which ComfyUI offers to install if they are missing."""
 
 import re
 from collections.abc import Mapping

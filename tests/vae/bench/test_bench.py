@@ -151,7 +151,7 @@ def test_what_cannot_be_compared_is_an_error(runs, rounds, error, message):
 
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_who_runs_out_of_memory_is_left_out_from_there_on(at, failing):
+def test_a_contestant_out_of_memory_is_left_out_afterwards(at, failing):
     calls = [0, 0]
 
     def runs(index):
@@ -291,7 +291,7 @@ def test_the_json_is_json_and_has_every_round():
     assert encode["results"][1]["relative_error"] == 1.2e-6
 
 
-def test_the_summary_says_how_each_does_beside_the_first():
+def test_the_summary_compares_each_with_the_first():
     assert report(DECODED, ENCODED).summary().splitlines() == [
         "decode, fast: 4.00x as fast, 3.00 s instead of 12.0 s; 512 MiB instead of 6.00 GiB; "
         "PSNR 52.4 dB",
@@ -416,7 +416,7 @@ def test_diffusers_takes_the_same_weights_where_it_knows_the_layout(state, knows
     for task in ("encode", "decode"):
         found, note = contestants(vae, task, clip)
         assert [each.name for each in found] == ["reference", "fast", *["diffusers"] * knows]
-        assert note == (None if knows else "diffusers is left out: it has no such VAE")
+        assert note == (None if knows else "diffusers is left out: it has no VAE of this layout")
         expected = found[0].run()
         for each in found[1:]:
             assert relative_error(each.run(), expected) < 1e-5

@@ -107,14 +107,14 @@ def test_a_file_that_is_not_the_demos_own_is_kept(tmp_path, done):
     assert (tmp_path / "a_3_decoded.mp4").exists()
 
 
-def test_the_bundled_vae_is_called_a_toy_and_another_is_not(tmp_path, run, vae_path):
+def test_the_bundled_vae_is_marked_as_small_and_another_is_not(tmp_path, run, vae_path):
     from PIL import Image
 
     sizes = []
     for given in ([], ["--vae", vae_path]):
         code, lines, _ = run("demo", "--out", tmp_path, "--frames-limit", "1", *given)
         assert code == 0
-        assert any("toy" in line and "--vae FILE" in line for line in lines) == (not given)
+        assert any("small and blurs" in line and "--vae FILE" in line for line in lines) == (not given)
         with Image.open(tmp_path / "clip_sheet.png") as sheet:
             sizes.append(sheet.size)
     assert sizes[0][1] > sizes[1][1]  # a line at the foot of the picture

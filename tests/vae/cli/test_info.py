@@ -30,7 +30,7 @@ def matrix():
 
 
 @pytest.fixture
-def told(run):
+def lines_of(run):
     """What the command says."""
 
     def call(*arguments):
@@ -42,11 +42,11 @@ def told(run):
 
 
 @pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cuda")])
-def test_the_table_has_a_line_per_op_and_fits_a_terminal(told, matrix, monkeypatch, devices):
+def test_the_table_has_a_line_per_op_and_fits_a_terminal(lines_of, matrix, monkeypatch, devices):
     on_cpu = [each for each in matrix if each.device == "cpu"]
     rows = [replace(each, device=device) for device in devices for each in on_cpu]
     monkeypatch.setattr(info, "backend_matrix", lambda: rows)
-    lines = told("--backends", "--quiet")
+    lines = lines_of("--backends", "--quiet")
     assert max(len(line) for line in lines if not line.startswith("library")) <= WIDTH
     heads = [re.split(r"  +", line) for line in lines if line.startswith("op ")]
     assert heads == [["op", *(f"{device} {name}" for name in ORDER)] for device in devices]
@@ -58,9 +58,9 @@ def test_the_table_has_a_line_per_op_and_fits_a_terminal(told, matrix, monkeypat
     assert re.search(r"^CPU +\w+", text, flags=re.MULTILINE)
 
 
-def test_a_vae_comes_before_the_table(told, vae_path):
-    lines = told(vae_path, "--backends", "-q")
-    table = told("--backends", "-q")
+def test_a_vae_comes_before_the_table(lines_of, vae_path):
+    lines = lines_of(vae_path, "--backends", "-q")
+    table = lines_of("--backends", "-q")
     head = dict(line.split(maxsplit=1) for line in lines[:11] if line)
     assert (head["file"], head["family"]) == (str(vae_path), "wan2.1")
     assert head["base"] == "width    encoder 8, decoder 8"
@@ -69,12 +69,12 @@ def test_a_vae_comes_before_the_table(told, vae_path):
     assert lines[-len(table) :] == table
 
 
-def test_a_vae_tells_how_each_size_would_run(told, vae_path):
+def test_a_vae_has_a_plan_per_size(lines_of, vae_path):
     names = [f"{width}x{height}" for width, height in SIZES]
     tables = []
     for options, where in (((), "free"), (("--limit", "0.2"), "within 0.2 GiB")):
-        lines = told(vae_path, *options)
-        (head,) = [index for index, line in enumerate(lines) if line.startswith("memory beside")]
+        lines = lines_of(vae_path, *options)
+        (head,) = [index for index, line in enumerate(lines) if line.startswith("memory above")]
         assert where in lines[head]
         assert max(map(len, lines[head:])) <= WIDTH
         table = lines[head + 2 :]
@@ -87,15 +87,15 @@ def test_a_vae_tells_how_each_size_would_run(told, vae_path):
     assert tight[-1].endswith("; more than the limit")
 
 
-def test_a_decoder_alone_tells_of_decoding(told, tmp_path):
+def test_a_decoder_alone_has_plans_for_decoding(lines_of, tmp_path):
     save_file(decoder_of(random_state_dict(8)), tmp_path / "vae.safetensors")
-    table = told(tmp_path / "vae.safetensors")[-len(SIZES) :]
+    table = lines_of(tmp_path / "vae.safetensors")[-len(SIZES) :]
     assert [line.split()[1] for line in table] == ["decode"] * len(SIZES)
 
 
 @pytest.mark.parametrize("arguments", [("--device",), ("--device", "cpu")])
-def test_a_device_tells_what_it_does(told, arguments):
-    lines = told("--quiet", *arguments)
+def test_a_device_lists_its_properties(lines_of, arguments):
+    lines = lines_of("--quiet", *arguments)
     assert len(lines) == 5
     assert "compute capability" in lines[0]
     (c,) = re.findall(r"from ([0-9.]+) \* in \* out / \(in \+ 2 out\) tokens", "\n".join(lines))
@@ -119,7 +119,7 @@ NO_BUILD = pytest.mark.skipif(sys.platform == "win32", reason="there is no build
         pytest.param(*NO_COMPILER, False, marks=[NO_BUILD, pytest.mark.slow]),
     ],
 )
-def test_what_is_missing_is_told_and_the_reference_serves(tmp_path, setting, reason, quiet):
+def test_what_is_missing_is_named_and_the_reference_is_used(tmp_path, setting, reason, quiet):
     command = module_command("fast_video_vae.vae.cli", "info", "--backends", *["--quiet"] * quiet)
     environment = {**os.environ, "FAST_VIDEO_VAE_CACHE": str(tmp_path)} | setting
     done = succeeded(command, env=environment)
@@ -151,7 +151,7 @@ def test_the_library_is_built_with_a_note_and_found_again(tmp_path):
     assert f"library   {library}" in first.stdout.splitlines()
 
 
-def test_what_differs_between_dtypes_is_told_apart():
+def test_cells_list_the_dtypes_that_differ():
     def said(device, backend, *answers):
         return [
             Support("op", backend, device, dtype, None if answer in ("yes", "=") else answer,

@@ -221,22 +221,22 @@ def test_wrong_usage_is_2(run, arguments):
         ("demo clip.mp4 --vae VAE --device cpu:3", "device is 'cpu:3'; this PyTorch has cpu"),
         ("bench --vae VAE --device cuda:256", "device is 'cuda:256'; this PyTorch has cpu"),
         ("demo clip.mp4 --vae VAE --tile 4x16", "tiles are 4x16; this VAE needs at least 8x8"),
-        # an output that cannot be written is told before the VAE is even looked for
+        # an output that cannot be written is an error before the VAE is opened
         ("encode clip.mp4 --vae none -o folder/x.safetensors", "No such file .*folder/x"),
         ("encode clip.mp4 --vae none -o text.mp4/x.safetensors", "Not a directory"),
-        ("encode clip.mp4 --vae none -o x.pt", "x.pt is not named as a latent"),
+        ("encode clip.mp4 --vae none -o x.pt", "x.pt is not a latent file"),
         ("decode text.mp4 --vae VAE -o x.mp4", "text.mp4 is not a complete safetensors file"),
         ("decode other.safetensors --vae none -o folder/x.mp4", "No such file .*folder/x.mp4"),
         ("decode other.safetensors --vae none -o /dev/full", "not named as a video"),
-        ("decode other.safetensors --vae VAE -o x.mp4", "of the family other; .* is wan2.1"),
+        ("decode other.safetensors --vae VAE -o x.mp4", "is a latent of other; .* is wan2.1"),
         ("decode wide.safetensors --vae VAE -o x.mp4", "8 channels; this VAE needs 16"),
         ("decode nan.safetensors --vae VAE -o x.mp4", "NaN"),
         ("decode tall.safetensors --vae none -o a.avi", "a.avi is not named as a video; expected"),
         ("decode tall.safetensors --vae none -o a.mp4 --audio no.wav", "No such file .*no.wav"),
-        ("decode tall.safetensors --vae none -o a.mp4 --audio text.mp4", "cannot be read as sound"),
-        # told before a frame is decoded
-        ("decode tall.safetensors --vae VAE -o a.mp4 --frames 0-1", "0-1; .*tall.* holds 0-0"),
-        ("decode tall.safetensors --vae VAE -o a.mkv --frames 1 --chunk 1", "1-1; .* holds 0-0"),
+        ("decode tall.safetensors --vae none -o a.mp4 --audio text.mp4", "cannot be read as audio"),
+        # found before a frame is decoded
+        ("decode tall.safetensors --vae VAE -o a.mp4 --frames 0-1", "0-1; .*tall.* has 0-0"),
+        ("decode tall.safetensors --vae VAE -o a.mkv --frames 1 --chunk 1", "1-1; .* has 0-0"),
         (
             "decode tall.safetensors --vae VAE -o a.mp4 --codec hevc",
             "frames are 32x64; hevc needs at least 64x64",
@@ -247,7 +247,7 @@ def test_wrong_usage_is_2(run, arguments):
             "clip.mp4 is 48x32 and the wanted size is 4x4; expected at least 8x8",
         ),
         ("bench --vae none --json x.json", "none does not exist"),
-        ("bench --vae VAE -o chart.jpg", "chart.jpg is not named as a chart; expected x.png"),
+        ("bench --vae VAE -o chart.jpg", "chart.jpg is not a PNG file; expected x.png"),
         ("bench --vae none -o folder/x.png", "No such file .*folder/x.png"),
         (
             "bench --vae VAE --frames 1 --size 4x48",

@@ -1,4 +1,4 @@
-"""The memory of a video: tails that follow it, buffers that nobody else stands on."""
+"""The temporal cache: tails of a video, and buffers without other users."""
 
 import math
 
@@ -48,7 +48,7 @@ def test_small_memory_is_left_to_malloc_and_recorded_memory_to_autograd(monkeypa
     assert TemporalCache().reused(SHAPE, LIKE) is None  # where autograd may record
     monkeypatch.setattr(workspace, "_count_alone", lambda: None)
     with torch.no_grad():
-        assert TemporalCache().reused(SHAPE, LIKE) is None  # where nobody knows who uses it
+        assert TemporalCache().reused(SHAPE, LIKE) is None  # its users are unknown
 
 
 @pytest.mark.parametrize("family", WAN)

@@ -177,10 +177,10 @@ def test_nothing_is_held_afterwards():
     assert held[0]() is None
 
 
-def test_wrong_use_is_told():
+def test_wrong_use_is_an_error():
     with pytest.raises(ValueError, match="depth is 0"):
         BackgroundWriter(print, 0)
-    with pytest.raises(RuntimeError, match="inside of `with`"):
+    with pytest.raises(RuntimeError, match="within `with`"):
         BackgroundWriter(print).put(piece(0))
     with (
         BackgroundWriter(print) as writer,

@@ -31,7 +31,7 @@ def phone(count):
 
 def irregular(path, times, container="matroska"):
     def clear(stream):
-        stream.bit_rate = 4_000_000  # so that the grays can be told from each other
+        stream.bit_rate = 4_000_000  # so that the grays are distinct
 
     clip = numbered_clip(len(times), 32, 32)
     return write_with(path, clip, container, times=times, prepare=clear)
@@ -88,7 +88,7 @@ def test_a_varying_rate_keeps_its_timing(tmp_path, caplog, suffix, container, na
     [
         (even(120, NTSC_FILM), NTSC_FILM),
         (even(60, 60), 60),
-        (even(60, Fraction(30000, 1001)), None),  # too short to tell it from 30
+        (even(60, Fraction(30000, 1001)), None),  # too short to distinguish it from 30
         (phone(90), None),
         (even(300, 10), 10),  # more than are looked at
         # 24 per second on a screen of 60: each is shown for two or three of its pictures

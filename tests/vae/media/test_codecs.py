@@ -22,7 +22,7 @@ LEAST_DB = {"h264": 42, "hevc": 42, "vp9": 40, "av1": 42, "ffv1": torch.inf, "pr
 
 
 def textured(frames, height=96, width=128):
-    """What is not easy to encode: a texture that moves, alike in all channels."""
+    """A moving texture, equal in all channels, which is hard to encode."""
     generator = torch.Generator().manual_seed(0)
     grain = torch.randn(height + frames, width + frames, 1, generator=generator)
     base = moving_clip(frames, height, width).float()
@@ -43,7 +43,7 @@ def test_a_codec_has_its_names_and_an_encoder():
 def test_every_codec_comes_back_as_it_went(tmp_path, capfd, codec, suffix):
     frames = moving_clip(9, 72, 96)
     path = write(tmp_path / f"a{suffix}", frames, Fraction(30000, 1001), codec=codec)
-    assert capfd.readouterr() == ("", "")  # encoders like to tell about themselves
+    assert capfd.readouterr() == ("", "")  # encoders print about themselves
     video = read_video(path)
     assert (video.height, video.width, video.estimated_frames) == (72, 96, 9)
     assert video.fps == Fraction(30000, 1001)
@@ -87,7 +87,7 @@ def test_more_quality_is_better_and_bigger(tmp_path, codec):
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (5, 7), (33, 21), (64, 66)])
-def test_ffv1_takes_any_size_without_loss(tmp_path, height, width):
+def test_ffv1_is_lossless_in_any_size(tmp_path, height, width):
     frames = torch.randint(256, (3, height, width, 3), dtype=torch.uint8)
     check_size("ffv1", height, width)
     assert torch.equal(stacked(write(tmp_path / "a.mkv", frames, codec="ffv1")), frames)
@@ -123,5 +123,5 @@ def test_a_missing_encoder_names_what_there_is(tmp_path, monkeypatch):
     assert available_codecs() == ("h264", "ffv1")
     with pytest.raises(ValueError, match=r"no encoder for hevc; .*: h264, ffv1$"):
         VideoWriter(tmp_path / "a.mp4", 24, codec="hevc")
-    with pytest.raises(ValueError, match=r"no encoder aac, for the sound in .*a\.mp4"):
+    with pytest.raises(ValueError, match=r"no encoder aac for the audio of .*a\.mp4"):
         VideoWriter(tmp_path / "a.mp4", 24, audio=Audio(torch.zeros(1, 9), 8000))

@@ -85,7 +85,7 @@ def outcomes(path):
     "seeds", [range(5), pytest.param(range(5, 45), marks=pytest.mark.slow)], ids=["few", "many"]
 )
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=lambda i: f"{KINDS[i][0]}-{i}")
-def test_a_damaged_file_is_read_or_told_in_a_line(tmp_path, whole_files, kind, seeds):
+def test_a_damaged_file_is_read_or_an_error_of_one_line(tmp_path, whole_files, kind, seeds):
     for seed in seeds:
         path = tmp_path / f"{seed}.{KINDS[kind][0]}"
         path.write_bytes(damaged(whole_files[kind], random.Random(1000 * kind + seed)))

@@ -40,7 +40,7 @@ def long_video(request, tmp_path_factory):
     return video, stacked(video)
 
 
-def test_containers_tell_their_length(long_video):
+def test_containers_declare_their_length(long_video):
     video, frames = long_video
     assert video.estimated_frames == len(frames) == 100
     assert video.fps == 24
@@ -51,7 +51,7 @@ def test_containers_tell_their_length(long_video):
     [
         (0.0, 1.0, range(24)),
         (1.0, 1.0, range(24, 48)),  # stretches that meet
-        (5 / 24, 1 / 24, range(5, 6)),  # a lone frame
+        (5 / 24, 1 / 24, range(5, 6)),  # a single frame
         (1.26, 0.5, range(31, 43)),  # between two frames
         (3.0, None, range(72, 100)),
         (99 / 24, 9.0, range(99, 100)),  # past the end
@@ -198,7 +198,7 @@ def test_a_bad_file_in_memory_is_one_line(data, message):
         ({"size": (4, 4), "multiple": 8}, r"a\.mp4 is 64x48 and the wanted size is 4x4; expected"),
     ],
 )
-def test_what_cannot_be_read_is_told_before_any_work(numbered_videos, options, message):
+def test_an_impossible_range_is_an_error_before_any_work(numbered_videos, options, message):
     video = numbered_videos[0]
     with pytest.raises(ValueError, match=message):
         video.pieces(**options)

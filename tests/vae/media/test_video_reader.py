@@ -26,7 +26,7 @@ from fast_video_vae.vae.media import read_video
 @pytest.mark.parametrize(
     ("frames", "size", "expected"),
     [
-        (1, 4, [1]),  # a lone frame
+        (1, 4, [1]),  # a single frame
         (3, 4, [3]),  # one short of a piece
         (8, 4, [4, 4]),  # whole pieces
         (9, 4, [4, 4, 1]),

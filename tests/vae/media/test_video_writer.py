@@ -48,7 +48,7 @@ def test_written_colors_are_bt709(tmp_path, color):
     ("pieces", "message"),
     [
         ([], "no frames were written"),
-        ([moving_clip(2), moving_clip(2, 32)], "frames are 64x32; this video is 64x48"),
+        ([moving_clip(2), moving_clip(2, 32)], "frames are 64x32; expected 64x48"),
         ([torch.zeros(1, 32, 32, 4, dtype=torch.uint8)], r"\[1, 32, 32, 4\]"),
         ([torch.zeros(32, 32, 3, dtype=torch.uint8)], r"\[32, 32, 3\]"),
         ([torch.zeros(1, 32, 32, 3)], "float32; expected"),
@@ -147,7 +147,7 @@ def test_options_that_do_not_fit_are_refused_before_any_work(tmp_path, name, opt
         VideoWriter(tmp_path / name, **{"fps": 24, **options})
 
 
-# A container each: tags do not mind the codec.
+# One per container: tags do not depend on the codec.
 @pytest.mark.parametrize(
     ("codec", "suffix"), [("h264", ".mp4"), ("prores", ".mov"), ("vp9", ".webm"), ("ffv1", ".mkv")]
 )

@@ -191,7 +191,7 @@ def test_a_longer_video_begins_with_the_shorter(family):
 
 
 @pytest.mark.usefixtures("weights_layout")
-def test_a_lone_frame_runs_in_2d_and_is_the_first_of_a_video(family):
+def test_a_single_frame_runs_in_2d_and_equals_the_first_of_a_video(family):
     for run, x in ((family.vae.encode, family.frames(3)), (family.vae.decode, family.latent(3))):
         expected = run(x)[:, :, :1]
         with Convolutions() as convolutions:
@@ -218,7 +218,7 @@ def test_activations_are_channels_last_everywhere(family, latents, batch, size):
     for name, shape, stride in (*seen, ("result", result.shape, result.stride())):
         _, channels, _, height, width = shape
         dense = (0, 1, height * width * channels, width * channels, channels)
-        # A frame alone has the stride of the layout too; of a lone pixel there is no layout.
+        # A single frame has the strides of the layout too; for a single pixel they are ambiguous.
         known = range(1, 5) if height * width > 1 else [1]
         assert all(stride[dim] == dense[dim] for dim in known), (name, shape, stride)
 

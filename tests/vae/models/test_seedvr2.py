@@ -145,7 +145,7 @@ def banded(state, monkeypatch):
 
 @pytest.mark.usefixtures("weights_layout")
 @pytest.mark.parametrize(
-    ("latents", "chunk", "rows"),  # a lone frame, and steps of both kinds
+    ("latents", "chunk", "rows"),  # a single frame, and steps of both kinds
     [
         (1, None, 1),
         (4, None, 3),
@@ -199,7 +199,7 @@ def test_the_rows_of_a_band_follow_from_its_size(height):
     conv = seedvr2.causal(32, 32)
     x = torch.empty(1, 32, 1, height, 10)
     cache = TemporalCache()
-    assert row_bands.rows_of(conv, x, cache) == height  # nobody asks for bands
+    assert row_bands.rows_of(conv, x, cache) == height  # bands are not requested
     row = 32 * 10 * 4
     for first, frames in ((True, 1), (False, 3)):
         with torch.no_grad():

@@ -40,7 +40,7 @@ def test_a_pruned_decoder_loads_by_its_shapes():
 
 
 def test_widths_that_a_shortcut_cannot_serve_are_one_line():
-    with pytest.raises(ValueError, match="16 numbers for 7 channels"):
+    with pytest.raises(ValueError, match="16 values for 7 channels"):
         UpStage(7, 4, space=True, time=False, taps=3)
     with pytest.raises(ValueError, match="28 numbers for 8 channels"):
         DownStage(7, 8, space=True, time=False, taps=3)
