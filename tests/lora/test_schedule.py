@@ -116,7 +116,9 @@ def test_other_phases_than_the_run_has_are_an_error(text, phase, phases, said):
     ("step", "steps", "phase_step", "phase_steps"), [(4, 4, 0, 1), (-1, 4, 0, 1), (0, 4, 2, 2)]
 )
 def test_a_step_that_is_not_one_is_an_error(step, steps, phase_step, phase_steps):
-    with pytest.raises(ValueError, match=r"step is (4; expected 0 to 3|-1; expected 0 to 3|2; expected 0 to 1)"):
+    with pytest.raises(
+        ValueError, match=r"step is (4; expected 0 to 3|-1; expected 0 to 3|2; expected 0 to 1)"
+    ):
         parse_schedule("1;0").strength(step, steps, 1.0, 0, 2, phase_step, phase_steps)
 
 

@@ -216,7 +216,7 @@ def _run(python: str, av: str, wanted: dict[str, str], bases: Sequence[Path], lo
             counts = re.findall(r"(?m)^(?:=+ )?(\d+ (?:passed|failed|error).*) in [\d.]+s", output)
             if name == "test" and counts:
                 outcome = counts[-1]
-            row.cells[column] = f"{told}, {time.monotonic() - start:.0f} s"
+            row.cells[column] = f"{outcome}, {time.monotonic() - start:.0f} s"
     return row
 
 

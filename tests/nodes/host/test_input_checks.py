@@ -32,7 +32,10 @@ LATENT = {"samples": torch.zeros(1, 16, 1, 2, 2)}
         ({"dtype": "int8"}, "dtype: got 'int8'; expected one of: auto, fp32, bf16, fp16"),
         ({"vae": {}}, "vae: got a dict with nothing in it; expected a VAE"),
         ({"vae": "text has a method encode"}, "vae: got 'text has a method encode'; expected a"),
-        ({"vae": None}, "vae: got None; expected a VAE. The checkpoint has none: load it from its own file"),
+        (
+            {"vae": None},
+            "vae: got None; expected a VAE. The checkpoint has none: load it from its own file",
+        ),
     ],
 )
 def test_the_message_says_what_came_and_what_was_expected(fast, inputs, message):

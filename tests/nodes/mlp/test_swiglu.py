@@ -36,7 +36,7 @@ def layers():
     return {"device": "meta", "operations": comfy.ops.disable_weight_init}
 
 
-# By file of comfy.ldm: the class, its arguments, and how it is wired; in addition to those of whole models.
+# Per file of comfy.ldm: class, arguments and wiring; in addition to those of whole models.
 CORE = [
     ("ace.ace_step15", "MLP", (8, 16), (("gate_proj", "up_proj"), 0, "down_proj")),
     ("audio.dit", "GLU", (8, 16, nn.SiLU()), (("proj",), 1, None)),

@@ -222,7 +222,7 @@ def test_the_timing_has_both_experts_and_the_switch():
         ({"negative": None, "cfg_low": "2"}, "negative: not connected, but CFG 2 needs it"),
         ({"positive": []}, "positive: the conditioning is empty"),
         ({"sigmas": torch.tensor([0.1, 0.9])}, "sigmas: the noise levels do not fall"),
-        ({"latent_image": {"samples": torch.ones(1, 48, 3, 8, 8)}}, "latent_image: got 48 channels"),
+        ({"latent_image": {"samples": torch.ones(1, 48, 3, 8, 8)}}, "latent_image: got 48 chan"),
         ({"model_low": lambda: expert("wan22-5b")}, "model_low: its latents have 48 channels; exp"),
         ({"model_low": None, "loras_low": lambda: stack(lora(0))}, "loras_low: there is no model"),
         ({"loras_high": lambda: stack(lora(0), "0;1;0")},

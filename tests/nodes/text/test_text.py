@@ -424,7 +424,8 @@ def test_a_line_of_dashes_is_between_prompts_and_a_text_alone_keeps_its_white_sp
         ({"negative": []}, "negative: got an empty list; expected at least one prompt"),
         (
             {"clip": [None]},
-            "clip: got None; expected a text encoder. The checkpoint has none: load it from its own file",
+            "clip: got None; expected a text encoder. The checkpoint has none: load it from its own "
+            "file",
         ),
         ({"dtype": ["bf16", "fp32"]}, "dtype: got 2 different values; expected one"),
     ],

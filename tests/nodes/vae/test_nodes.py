@@ -136,7 +136,9 @@ def test_the_error_of_a_bad_file_names_the_input(models, state, write, reason):
         (torch.zeros(1, 16, 1, 8, 8, dtype=torch.int64), "int64"),
     ],
 )
-def test_a_bad_latent_is_an_error_before_anything_is_loaded(fast, monkeypatch, name, latent, reason):
+def test_a_bad_latent_is_an_error_before_anything_is_loaded(
+    fast, monkeypatch, name, latent, reason
+):
     monkeypatch.setattr("fast_video_vae.nodes.vae.pieces.load", pytest.fail)
     with refused(rf"^samples: .*{reason}"):
         run(name, samples={"samples": latent}, vae=fast)

@@ -13,8 +13,8 @@ from fast_video_vae.vae import CLIP_PATH
 
 pytestmark = pytest.mark.comfyui
 
-# Decodes a number of latents of 128 x 128 pixels into a file, or encodes that file; prints the MiB that
-# it took at most.
+# Decodes a number of latents of 128 x 128 pixels to a file, or encodes that file; prints the most
+# MiB that it used.
 PEAK = """
 import resource, sys
 from pathlib import Path

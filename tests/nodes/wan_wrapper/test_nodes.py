@@ -104,7 +104,9 @@ def test_what_is_no_vae_of_wan_is_one_line(comfyui):
     from comfy.taesd.taehv import TAEHV
 
     tiny = comfy.sd.VAE(sd=TAEHV(16).state_dict())
-    with pytest.raises(ValueError, match=r"^vae: got a VAE with TAEHV, which cannot be accelerated"):
+    with pytest.raises(
+        ValueError, match=r"^vae: got a VAE with TAEHV, which cannot be accelerated"
+    ):
         convert(tiny)
     with pytest.raises(ValueError, match=r"^vae: got a dict with nothing in it; expected a VAE$"):
         convert({})

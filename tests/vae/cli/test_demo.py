@@ -114,7 +114,9 @@ def test_the_bundled_vae_is_marked_as_small_and_another_is_not(tmp_path, run, va
     for given in ([], ["--vae", vae_path]):
         code, lines, _ = run("demo", "--out", tmp_path, "--frames-limit", "1", *given)
         assert code == 0
-        assert any("small and blurs" in line and "--vae FILE" in line for line in lines) == (not given)
+        assert any("small and blurs" in line and "--vae FILE" in line for line in lines) == (
+            not given
+        )
         with Image.open(tmp_path / "clip_sheet.png") as sheet:
             sizes.append(sheet.size)
     assert sizes[0][1] > sizes[1][1]  # a line at the foot of the picture
