@@ -1,4 +1,4 @@
-"""Clocks and devices that the tests of the timing drive by hand, and what it has measured."""
+"""Clocks and devices that the timing tests control, and readers of the measured times."""
 
 import json
 import logging
@@ -44,7 +44,7 @@ class FakeDevice:
 
 
 class FakeEvent:
-    """What there is of torch.cuda.Event."""
+    """The members of `torch.cuda.Event` that the timing uses."""
 
     def __init__(self, device):
         self.device, self.seconds = device, None
@@ -67,7 +67,7 @@ def in_prompt(name):
 
 
 def end(name):
-    """What ComfyUI does at the end of every prompt."""
+    """Notify the cache providers, as ComfyUI does at the end of every prompt."""
     from comfy_execution.cache_provider import _get_cache_providers
 
     for provider in _get_cache_providers():
@@ -75,22 +75,22 @@ def end(name):
 
 
 def timings(timing):
-    """The report as JSON has it."""
+    """Return the JSON report as a dict."""
     return json.loads(timing.report().json())
 
 
 def rows(timing):
-    """Its rows, by kind and label."""
+    """Return the rows of the report by kind and label."""
     return {(row["kind"], row["label"]): row for row in timings(timing)["rows"]}
 
 
 def lengths(timing):
-    """The seconds of each kind."""
+    """Return the seconds of each kind."""
     return {kind: row["seconds"] for (kind, _), row in rows(timing).items()}
 
 
 def printed(caplog, *ended):
-    """The tables in the log, once these prompts have ended."""
+    """End the prompts `ended` and return the tables in the log."""
     with caplog.at_level(logging.INFO):
         for name in ended:
             end(name)

@@ -7,7 +7,7 @@ from fast_video_vae.tests.nodes.host.clocks import Clock, FakeDevice, end
 
 @pytest.fixture
 def timing(comfyui, monkeypatch):
-    """The module, as it is before anything was measured."""
+    """The timing module without measurements."""
     from fast_video_vae.nodes.host import timing
 
     for name in list(timing._prompts):  # of earlier tests, whose prompts were not ended

@@ -1,4 +1,4 @@
-"""What a ComfyUI server says over its websocket while it works, with the time of arrival."""
+"""Messages of a ComfyUI server over its websocket, with the time of arrival."""
 
 import asyncio
 import itertools
@@ -14,10 +14,10 @@ class Event:
     """One message.
 
     Attributes:
-        time_s: When it came, on the clock of `time.perf_counter`.
-        kind: `execution_start`, `executing`, `progress`, `execution_success`, ...; `text` for what
-            a node shows below itself.
-        data: The rest of it.
+        time_s: Time of arrival, from `time.perf_counter`.
+        kind: `execution_start`, `executing`, `progress`, `execution_success`, ...; `text` for the
+            text that a node shows.
+        data: The other fields.
     """
 
     time_s: float
@@ -25,7 +25,7 @@ class Event:
     data: dict[str, Any]
 
 
-# What binary messages begin with whose rest is the text of a node: its length, the node, the text.
+# Prefix of binary messages with the text of a node: length of the node's id, the id, the text.
 _TEXT = (3).to_bytes(4, "big")
 
 
@@ -44,10 +44,10 @@ class Events:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=asyncio.run, args=[self._listen()], daemon=True)
         self._thread.start()
-        self.wait("status", timeout_s=30)  # the server's greeting: it knows us
+        self.wait("status", timeout_s=30)  # the server's greeting: the connection is registered
 
     def wait(self, kind: str, timeout_s: float, **data: object) -> Event:
-        """The first message of a kind that carries this data, now or within `timeout_s`."""
+        """Return the first message of a kind with this data, now or within `timeout_s`."""
         with self._changed:
             found = self._changed.wait_for(lambda: self.all(kind, **data), timeout_s)
         if not found:
@@ -55,19 +55,19 @@ class Events:
         return found[0]
 
     def all(self, kind: str, **data: object) -> list[Event]:
-        """The messages of a kind that have carried this data until now."""
+        """Return the received messages of a kind with this data."""
         with self._changed:
             events = [event for event in self._events if event.kind == kind]
         return [event for event in events if data.items() <= event.data.items()]
 
     def node_seconds(self, prompt_id: str, timeout_s: float = 30) -> dict[str, float]:
-        """How long every node of a prompt ran: from its start to the next one's, or to the end."""
+        """Return the seconds of every node of a prompt: to the next node's start, or to the end."""
         self.wait("executing", timeout_s, node=None, prompt_id=prompt_id)
         starts = itertools.pairwise(self.all("executing", prompt_id=prompt_id))
         return {start.data["node"]: end.time_s - start.time_s for start, end in starts}
 
     async def _listen(self) -> None:
-        import aiohttp  # comes with ComfyUI; the other tests do without
+        import aiohttp  # installed with ComfyUI; other tests run without it
 
         async with aiohttp.ClientSession() as session, session.ws_connect(self._url) as socket:
             async for message in socket:

@@ -1,4 +1,4 @@
-"""Values that no input asks for, into every input of every node: one line that names the input."""
+"""Wrong values in every input of every node give a one-line error that names the input."""
 
 import re
 
@@ -12,10 +12,10 @@ pytestmark = pytest.mark.comfyui
 
 LONGEST = 300
 
-# The second for a file that is gone.
+# FileNotFoundError: a file that is gone.
 KINDS = ("ValueError", "FileNotFoundError")
 
-# How Python and PyTorch themselves put it.
+# Messages of Python and PyTorch, which do not name the input.
 RAW = re.compile(
     r"object has no attribute|object is not|not subscriptable|argument must be|indices must be"
     r"|unexpected keyword|embedded null|cannot convert|Expected .* to be|not supported between"
@@ -24,7 +24,7 @@ RAW = re.compile(
 
 
 def link(name):
-    """What stands for a value of the node for tests, until a workflow has that node."""
+    """Return a placeholder for a value of the test node, resolved in `prompt`."""
     return ("value", name)
 
 
@@ -38,7 +38,7 @@ LORA = {
     "inputs": {"lora_name": "lora-0.safetensors", "strength": "1", "blocks": ""},
 }
 
-# Inputs with which each node of ours works.
+# Valid inputs of each node.
 WORKING = {
     "FastVAE_Load": VAE["inputs"],
     "FastVAE_Accelerate": {"vae": VAE, **AUTO},
@@ -67,14 +67,14 @@ WORKING = {
 
 
 def values_for(usual):
-    """All values for what is linked; for a widget those that are no tensors, and a few of them."""
+    """Return all values for a link; for a widget those that are not tensors, and two more."""
     if isinstance(usual, (tuple, dict)):
         return list(BAD)
     return [*list(BAD)[: list(BAD).index("flat latent")], "flat image", "bool"]
 
 
 def prompt(node, **changed):
-    """A workflow of one node of ours and what its inputs need."""
+    """Return a workflow of one node with `changed` inputs, and the nodes that it needs."""
     workflow = Workflow()
 
     def added(value):
@@ -91,9 +91,9 @@ def prompt(node, **changed):
 
 
 def failures(server, prompts):
-    """For each prompt the text and the type of its error; None: it ran."""
+    """Return the text and type of each prompt's error; None: it ran."""
     found = []
-    # Not all at once: ComfyUI copies the whole queue whenever it changes.
+    # In groups of 20: ComfyUI copies the whole queue whenever it changes.
     for start in range(0, len(prompts), 20):
         queued = [server.queue(each) for each in prompts[start : start + 20]]
         for each in queued:
@@ -108,16 +108,16 @@ def failures(server, prompts):
 
 
 def check(server, node, rows):
-    """Send a value into an input, for each row of both."""
+    """Send the value of each row into its input, and check the errors."""
     changes = [{name: link(value)} for name, value in rows]
-    if node == "FastVAE_WanSampler":  # LoRAs for a second model need one
+    if node == "FastVAE_WanSampler":  # LoRAs for a second model need a second model
         changes = [{"loras_low": link("None")} | each for each in changes]
     errors = failures(server, [prompt(node, **each) for each in changes])
     wrong = []
     for (name, value), error in zip(rows, errors, strict=True):
         if error is None:
             if not is_fine(node, name, value):
-                wrong.append(f"{name}, {value}: taken")
+                wrong.append(f"{name}, {value}: accepted")
             continue
         text, kind = error
         is_line = text.isprintable() and len(text) <= LONGEST
@@ -128,7 +128,7 @@ def check(server, node, rows):
 
 
 def is_fine(node, name, value):
-    """Whether a value is one that the input is to take, strange as it may be."""
+    """Return whether the input is to accept a value."""
     usual = WORKING[node][name]
     if value == "None":
         return name in OPTIONAL
@@ -143,19 +143,19 @@ def is_fine(node, name, value):
         "stack": {"empty list"},
         "loras_high": {"empty list"},
         "loras_low": {"empty list"},
-        "latent_image": {"latent of 5 channels"},  # all zeros, which become as many as are needed
+        "latent_image": {"latent of 5 channels"},  # all zeros: accepted with any number of channels
     }
     return value in taken.get(name, set())
 
 
-# Nothing comes: as if nothing were connected.
+# Inputs for which None is the same as not connected.
 OPTIONAL = {
     "quality", "batch", "dtype", "chunk", "fps", "width", "height", "max_frames", "audio",
     "hardware", "frames", "stack", "phase", "model_low", "negative", "loras_high", "loras_low",
     "sigmas", "samples", "pixels", "compile", "cache",
 }  # fmt: skip
 
-# What was seen first: these go into every input.
+# Values that `few_rows` sends into every input.
 ALWAYS = ("None", "list", "empty dict", "NUL", "NaN")
 
 
@@ -180,18 +180,16 @@ def test_a_prompt_with_the_removed_input_quality_runs(expert_server, node, value
         ("FastVAE_WanSampler", {"shift_low": "-1"}, "shift_low: got -1"),
     ],
 )
-def test_a_widget_that_has_no_such_value_is_refused_before_anything_runs(
-    expert_server, node, changed, said
-):
+def test_an_invalid_widget_value_is_refused_before_the_run(expert_server, node, changed, said):
     with pytest.raises(PromptError) as refused:
         expert_server.run(prompt(node, **changed))
-    assert not refused.value.messages  # it was no prompt yet
+    assert not refused.value.messages  # the prompt was refused, not run
     found = [each for each in refused.value.node_errors.values() if each["class_type"] == node]
     assert said in " ".join(error["details"] for each in found for error in each["errors"])
 
 
 def few_rows(node):
-    """Some of all values for each input, so that every value goes into some."""
+    """Return some values for each input, so that every value is sent into some input."""
     rows = []
     for at, name in enumerate(WORKING[node]):
         values = values_for(WORKING[node][name])
@@ -203,13 +201,13 @@ def few_rows(node):
 
 
 @pytest.mark.parametrize("node", WORKING)
-def test_a_strange_value_is_an_error_of_one_line_that_names_its_input(expert_server, node):
+def test_a_wrong_value_is_a_one_line_error_naming_its_input(expert_server, node):
     check(expert_server, node, few_rows(node))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("node", WORKING)
-def test_every_other_strange_value_into_every_input(expert_server, node):
+def test_all_other_wrong_values_into_every_input(expert_server, node):
     rows = [(name, value) for name in WORKING[node] for value in values_for(WORKING[node][name])]
     few = few_rows(node)
     check(expert_server, node, [row for row in rows if row not in few])

@@ -1,4 +1,4 @@
-"""Inputs of nodes, checked in this process: what no server can be sent, and names of files."""
+"""Checks of node inputs in this process: values that HTTP cannot carry, and file names."""
 
 import re
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.comfyui
 
 
 def other_vae(**methods):
-    """A VAE of another pack, which shares ComfyUI's protocol and no class."""
+    """Return a VAE of another pack, with ComfyUI's methods but not its class."""
     return type("OtherVAE", (), {"encode": None, "decode": None} | methods)()
 
 
@@ -38,7 +38,7 @@ LATENT = {"samples": torch.zeros(1, 16, 1, 2, 2)}
         ),
     ],
 )
-def test_the_message_says_what_came_and_what_was_expected(fast, inputs, message):
+def test_the_message_names_the_value_and_the_expected_type(fast, inputs, message):
     with refused(f"^{re.escape(message)}"):
         ours("Decode", **{"samples": LATENT, "vae": fast} | inputs)
 
@@ -48,14 +48,14 @@ def test_a_float_without_a_fraction_is_a_whole_number(fast):
     assert images.shape == (1, 16, 16, 3)
 
 
-def test_text_may_come_as_a_number(comfyui):
+def test_a_number_is_accepted_as_text(comfyui):
     from fast_video_vae.nodes.text.nodes import TextEncode
 
     given = {"clip": [Encoder()], "positive": [1.5], "negative": ["x"]}
     assert len(TextEncode.execute(**given).args[0]) == 1
 
 
-def test_what_another_vae_raises_names_the_input_and_keeps_to_one_line(comfyui):
+def test_an_error_of_another_vae_is_one_line_naming_the_input(comfyui):
     def decode(self, latent):
         raise RuntimeError("Given groups=1\nweight of size [1, 2]\n" * 50)
 
@@ -64,7 +64,7 @@ def test_what_another_vae_raises_names_the_input_and_keeps_to_one_line(comfyui):
 
 
 @pytest.mark.parametrize("name", ["OOM_EXCEPTION", "InterruptProcessingException"])
-def test_what_is_comfyui_s_own_passes_another_vae_as_it_is(comfyui, name):
+def test_comfyui_exceptions_of_another_vae_pass_unchanged(comfyui, name):
     import comfy.model_management
 
     kind = getattr(comfy.model_management, name)
@@ -94,12 +94,12 @@ def test_what_is_comfyui_s_own_passes_another_vae_as_it_is(comfyui, name):
         ("a:b", True, "with a character that Windows does not allow"),
         ("a/b", False, None),
         ("nul/x", False, None),
-        ("con", True, None),  # it becomes con_00001_.mp4
+        ("con", True, None),  # the file is con_00001_.mp4
         ("%year%-%month%/%width%", False, None),
         ("Füchse/été 2", False, None),
     ],
 )
-def test_a_prefix_that_no_file_can_have_is_refused(comfyui, tmp_path, prefix, windows, reason):
+def test_an_invalid_file_prefix_is_refused(comfyui, tmp_path, prefix, windows, reason):
     from fast_video_vae.nodes.video.file_prefix import check_prefix
 
     (tmp_path / "file").touch()

@@ -1,4 +1,4 @@
-"""Where the time of a prompt went: what is measured, the table of it, and when it is printed."""
+"""Timing of a prompt: the measured pieces, their table, and when it is printed."""
 
 import contextlib
 import contextvars
@@ -49,7 +49,7 @@ def test_the_table_has_a_row_for_every_kind_and_label(timing, clock):
     ]
 
 
-def test_columns_without_anything_are_left_out(timing, clock):
+def test_empty_columns_are_left_out(timing, clock):
     with timing.span("VAE decode"):
         clock.passes(2)
     assert timing.text().splitlines()[1:] == [
@@ -58,7 +58,7 @@ def test_columns_without_anything_are_left_out(timing, clock):
     ]
 
 
-def test_the_kinds_come_in_the_order_of_the_work(timing, clock):
+def test_rows_are_sorted_in_the_order_of_the_work(timing, clock):
     from fast_video_vae.nodes.host.timing_report import KINDS
 
     shuffled = ["of another pack", *KINDS]
@@ -84,13 +84,13 @@ def test_the_kinds_come_in_the_order_of_the_work(timing, clock):
     ],
     ids=["within", "overlap", "no time"],
 )
-def test_a_piece_within_another_is_taken_out_of_it(timing, pieces, expected):
+def test_inner_pieces_are_subtracted_from_outer_ones(timing, pieces, expected):
     for kind, first, last in pieces:
         timing.add(kind, timing.Instant(first), timing.Instant(last))
     assert lengths(timing) == expected
 
 
-def test_a_piece_within_its_own_kind_is_a_part_of_it(timing, clock):
+def test_nested_pieces_of_one_row_count_once(timing, clock):
     with timing.span("load"):
         clock.passes(1)
         with timing.span("load"):
@@ -112,7 +112,7 @@ def test_a_device_measures_its_own_seconds_without_a_wait(timing, clock, device)
     assert device.waits == 0
     row = rows(timing)["denoise", ""]
     assert not row["sure"]
-    assert row["seconds"] == pytest.approx(0.03)  # the host's, for want of better
+    assert row["seconds"] == pytest.approx(0.03)  # of the host, until the device is done
     assert "~0.030" in timing.text()
     assert "the device is busy" in timing.text()
     assert device.waits == 0
@@ -124,7 +124,7 @@ def test_a_device_measures_its_own_seconds_without_a_wait(timing, clock, device)
     assert device.waits == 0
 
 
-def test_a_device_is_waited_for_when_the_prompt_has_ended(timing, clock, device, caplog):
+def test_the_end_of_a_prompt_waits_for_the_device(timing, clock, device, caplog):
     with in_prompt("a"), timing.span("denoise", device=CUDA):
         device.works(3)
     assert device.waits == 0
@@ -133,7 +133,7 @@ def test_a_device_is_waited_for_when_the_prompt_has_ended(timing, clock, device,
     assert "  denoise      1    3.000" in text.splitlines()
 
 
-def test_a_device_that_fails_leaves_the_seconds_of_the_host(timing, clock, device, monkeypatch):
+def test_a_failed_device_leaves_the_seconds_of_the_host(timing, clock, device, monkeypatch):
     def fail(self):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
@@ -143,7 +143,7 @@ def test_a_device_that_fails_leaves_the_seconds_of_the_host(timing, clock, devic
     assert rows(timing)["denoise", ""]["seconds"] == 2
 
 
-def test_a_cpu_has_no_events(timing, clock, device):
+def test_no_event_is_recorded_without_cuda(timing, clock, device):
     for each in (None, torch.device("cpu"), torch.device("meta")):
         with timing.span("load", device=each):
             clock.passes(1)
@@ -151,7 +151,7 @@ def test_a_cpu_has_no_events(timing, clock, device):
     assert rows(timing)["load", ""]["seconds"] == 3
 
 
-def test_an_event_is_recorded_on_the_current_stream_unless_it_is_captured(timing, monkeypatch):
+def test_events_are_on_the_current_stream_unless_captured(timing, monkeypatch):
     recorded, capturing = [], False
 
     def event(*, enable_timing):
@@ -167,7 +167,7 @@ def test_an_event_is_recorded_on_the_current_stream_unless_it_is_captured(timing
     assert recorded == ["stream of cuda:0"]
 
 
-def test_an_error_of_a_device_is_not_hidden_by_that_of_an_event(timing, monkeypatch):
+def test_an_event_error_does_not_hide_the_device_error(timing, monkeypatch):
     def fail():
         raise RuntimeError("CUDA error: of the event")
 
@@ -190,7 +190,7 @@ def test_a_real_device_measures_its_own_seconds(timing):
     assert 0.2 < row["seconds"] < 5
 
 
-def test_a_prompt_is_printed_once_when_it_ends_and_others_never(timing, clock, caplog):
+def test_a_measured_prompt_is_printed_once_at_its_end(timing, clock, caplog):
     with in_prompt("a"), timing.span("load"):
         clock.passes(1)
     with in_prompt("b"):
@@ -202,7 +202,7 @@ def test_a_prompt_is_printed_once_when_it_ends_and_others_never(timing, clock, c
     assert text.startswith("Fast Video VAE: 1.000 s measured of 1.000 s\n")
 
 
-def test_comfyui_is_left_alone_before_and_after_the_prompts_that_are_measured(timing):
+def test_the_provider_is_registered_during_measured_prompts_only(timing):
     from comfy_execution.cache_provider import _has_cache_providers
 
     with timing.span("load"):
@@ -219,7 +219,7 @@ def test_comfyui_is_left_alone_before_and_after_the_prompts_that_are_measured(ti
 
 
 @pytest.mark.parametrize("off", ["0", " OFF "])
-def test_the_environment_turns_printing_off_and_nothing_else(timing, monkeypatch, caplog, off):
+def test_the_environment_variable_turns_off_printing_only(timing, monkeypatch, caplog, off):
     monkeypatch.setenv("FAST_VIDEO_VAE_TIMING", off)
     with in_prompt("a"):
         with timing.span("load"):
@@ -245,7 +245,7 @@ def test_json_is_one_line_with_the_figures_of_the_table(timing, clock, monkeypat
     assert json.loads(line) == expected
 
 
-def test_what_raises_is_measured_and_marked(timing, clock):
+def test_a_failed_piece_is_measured_and_marked(timing, clock):
     from comfy.model_management import InterruptProcessingException
 
     def fail(error):
@@ -262,13 +262,13 @@ def test_what_raises_is_measured_and_marked(timing, clock):
     assert rows(timing)["switch", ""]["seconds"] == 2
 
 
-def test_an_error_that_was_got_over_is_no_mark(timing):
+def test_a_handled_error_leaves_no_mark(timing):
     with timing.span("VAE decode"), pytest.raises(MemoryError), timing.span("load"):
         raise MemoryError
     assert timings(timing)["stopped"] == ""
 
 
-def test_a_generator_that_is_closed_has_not_failed(timing, clock):
+def test_a_closed_generator_has_not_failed(timing, clock):
     def pieces():
         with timing.span("VAE decode"):
             while True:
@@ -282,7 +282,7 @@ def test_a_generator_that_is_closed_has_not_failed(timing, clock):
     assert rows(timing)["VAE decode", ""]["seconds"] == 1
 
 
-def test_a_thread_of_a_node_measures_for_itself(timing, clock):
+def test_a_thread_without_the_context_measures_separately(timing, clock):
     def work():
         with timing.span("file"):
             clock.passes(1)
@@ -296,7 +296,7 @@ def test_a_thread_of_a_node_measures_for_itself(timing, clock):
         assert list(rows(timing)) == [("VAE decode", "")]
 
 
-def test_a_thread_in_the_context_of_a_node_measures_for_the_prompt(timing, clock):
+def test_a_thread_with_the_context_measures_for_the_prompt(timing, clock):
     def work():
         with timing.span("file"):
             clock.passes(1)
@@ -309,7 +309,7 @@ def test_a_thread_in_the_context_of_a_node_measures_for_the_prompt(timing, clock
         assert lengths(timing) == {"VAE decode": 1, "file": 1}
 
 
-def test_pieces_of_many_threads_are_all_there(timing):
+def test_no_piece_is_lost_with_many_threads(timing):
     def work():
         for _ in range(200):
             with timing.span("file"):
@@ -336,7 +336,7 @@ def test_uncollected_timings_are_bounded(timing):
     assert list(timing._prompts) == ["16", "17", "18", "19"]
 
 
-def test_draws_are_measured_and_what_is_done_with_them_is_not(timing, clock):
+def test_draws_are_measured_without_the_work_between_them(timing, clock):
     def items():
         for seconds in (1, 2, 3):
             clock.passes(seconds)
@@ -373,22 +373,20 @@ def test_draws_close_their_source_and_pass_its_error_on(timing):
 
 
 @pytest.mark.parametrize("ends_in_a_node", [False, True])
-@pytest.mark.parametrize("got_over", [False, True], ids=["well", "after an error"])
-def test_only_a_prompt_that_did_not_come_to_its_end_is_marked(
-    timing, caplog, ends_in_a_node, got_over
-):
+@pytest.mark.parametrize("handled", [False, True], ids=["no error", "handled error"])
+def test_only_an_incomplete_prompt_is_marked(timing, caplog, ends_in_a_node, handled):
     from comfy_execution.graph import DynamicPrompt
     from comfy_execution.progress import get_progress_state, reset_progress_state
 
     reset_progress_state("a", DynamicPrompt({}))
     get_progress_state().start_progress("1")
     with in_prompt("a"), contextlib.suppress(MemoryError), timing.span("load"):
-        if got_over:
+        if handled:
             raise MemoryError
     if not ends_in_a_node:
         get_progress_state().finish_progress("1")
     (text,) = printed(caplog, "a")
-    mark = " (failed)" if got_over else " (stopped)"
+    mark = " (failed)" if handled else " (stopped)"
     assert text.splitlines()[0].endswith(mark) == ends_in_a_node
     assert ("(" in text) == ends_in_a_node
 

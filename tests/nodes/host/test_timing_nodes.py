@@ -1,4 +1,4 @@
-"""What the nodes measure of their work, and when a running ComfyUI prints it."""
+"""The times that nodes measure, and when a running ComfyUI prints them."""
 
 import re
 import shutil
@@ -29,12 +29,12 @@ def test_the_nodes_measure_what_they_do(timing, inference):
     latent, *_ = ours("EncodeVideo", video=video, vae=vae, max_frames=9).args
     found = rows(timing)
     assert found["VAE encode", ""]["count"] == 2
-    assert found["file", ""]["count"] > 2  # pieces of the video, and its sound
+    assert found["file", ""]["count"] > 2  # chunks of the video, and its sound
     ours("Decode", samples=latent, vae=vae)
     assert rows(timing)["VAE decode", ""]["count"] == 1
 
 
-def test_giving_a_model_its_loras_is_measured(timing, inference):
+def test_attaching_loras_is_measured(timing, inference):
     from comfy.model_patcher import ModelPatcher
 
     from fast_video_vae.nodes.lora.apply import apply_lora
@@ -44,7 +44,7 @@ def test_giving_a_model_its_loras_is_measured(timing, inference):
     assert list(rows(timing)) == [("LoRA attach", "")]
 
 
-def test_a_writer_that_is_slow_is_the_time_of_the_file(timing, inference, monkeypatch):
+def test_a_slow_writer_counts_as_file_time(timing, inference, monkeypatch):
     from fast_video_vae.vae.media import VideoWriter
 
     write = VideoWriter.write
@@ -55,7 +55,9 @@ def test_a_writer_that_is_slow_is_the_time_of_the_file(timing, inference, monkey
 
     (vae,) = ours("Load", vae_name="bundled demo").args
     latent = torch.zeros(1, 16, 4, 4, 4)
-    ours("DecodeVideo", samples={"samples": latent}, vae=vae)  # what is imported once
+    ours(
+        "DecodeVideo", samples={"samples": latent}, vae=vae
+    )  # imports, which are not to be measured
     monkeypatch.setattr(timing, "_outside", timing._Outside())
     monkeypatch.setattr(VideoWriter, "write", slowly)
     _, text = ours("DecodeVideo", samples={"samples": latent}, vae=vae).args
@@ -68,7 +70,7 @@ def test_a_writer_that_is_slow_is_the_time_of_the_file(timing, inference, monkey
     assert timings(timing)["measured"] == pytest.approx(timings(timing)["wall"], rel=0.05)
 
 
-def test_a_vae_that_is_not_ours_is_measured_too(timing, inference):
+def test_a_vae_of_another_pack_is_measured(timing, inference):
     latent, images = torch.zeros(1, 4, 2, 2), torch.zeros(1, 16, 16, 3)
     vae = types.SimpleNamespace(
         device=torch.device("cpu"), encode=lambda _: latent, decode=lambda _: images
@@ -79,7 +81,7 @@ def test_a_vae_that_is_not_ours_is_measured_too(timing, inference):
     assert text == timing.text()
 
 
-def test_what_kernels_prepare_is_taken_out_of_the_piece_around_it(timing):
+def test_kernel_builds_are_subtracted_from_the_outer_piece(timing):
     from fast_video_vae import kernels
 
     def prepare(label):
@@ -97,7 +99,7 @@ def test_what_kernels_prepare_is_taken_out_of_the_piece_around_it(timing):
     assert timings(timing)["measured"] == pytest.approx(timings(timing)["wall"])
 
 
-def test_what_torch_compiles_is_taken_out_of_the_step_around_it(timing):
+def test_compilations_are_subtracted_from_the_outer_piece(timing):
     import torch._dynamo
 
     def slow(graph, _):
@@ -125,7 +127,7 @@ def logged(server, before):
     return server.log()[len(before) :]
 
 
-def test_a_table_is_in_the_log_once_per_prompt_over_http(server):
+def test_the_log_has_one_table_per_prompt_over_http(server):
     folder = server.models("vae")
     own = shutil.copy(folder / VAE_FILE, folder / "timed.safetensors").name  # not in any cache
     workflow = Workflow()
@@ -149,9 +151,9 @@ def test_a_table_is_in_the_log_once_per_prompt_over_http(server):
     assert [line.split()[0] for line in table[2:6]] == ["load", "load", "VAE", "file"]
 
     before = server.log()
-    again = server.run(workflow)  # all of it comes from the cache
+    again = server.run(workflow)  # all outputs come from the cache
     assert [again[name]["text"][0] for name in shown] == texts
-    other = Workflow()  # nothing of ours
+    other = Workflow()  # no node of this pack
     image = other.add("EmptyImage", width=8, height=8, batch_size=1, color=0)
     other.add("PreviewImage", images=image)
     server.run(other)
