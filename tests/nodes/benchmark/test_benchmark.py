@@ -1,4 +1,4 @@
-"""The benchmark node: both networks on the same weights, figures that are right, nothing left."""
+"""The benchmark node: both networks on the same weights, correct figures, no leftovers."""
 
 import json
 import math
@@ -19,7 +19,7 @@ SMALL = {"width": 48, "height": 32, "frames": 5, "rounds": 1}
 
 
 def run(vae, **changed):
-    """Execute the node: chart, table, and what the JSON holds."""
+    """Execute the node; return chart, table, and the decoded JSON."""
     from fast_video_vae.nodes.benchmark.nodes import Benchmark
 
     inputs = {"task": "decode", **SMALL, "dtype": "auto"} | changed
@@ -35,7 +35,7 @@ def results(content, task="decode"):
 
 @pytest.fixture(params=["stock", "fast"])
 def vae(request, state, tmp_path, inference):
-    """What comes from ComfyUI's loader, and from ours."""
+    """A VAE of ComfyUI's loader, and of this pack's."""
     return stock_vae(state) if request.param == "stock" else fast_vae(state, tmp_path)
 
 
@@ -61,7 +61,7 @@ def test_both_networks_are_measured_and_agree(vae):
     assert all("fp32" in line for line in lines[2:])
 
 
-def test_the_psnr_is_that_of_the_two_decodes(state, tmp_path):
+def test_the_psnr_compares_the_two_decodes(state, tmp_path):
     stock, latent = stock_vae(state), latents(2)
     decode = stock.first_stage_model.decode
     stock.first_stage_model.decode = lambda *args, **more: decode(*args, **more) + 0.02
@@ -72,7 +72,7 @@ def test_the_psnr_is_that_of_the_two_decodes(state, tmp_path):
     assert results(content)["fast"]["psnr_db"] == pytest.approx(expected, abs=0.01)
 
 
-def test_the_inputs_stay_as_they_are(vae):
+def test_the_inputs_are_not_modified(vae):
     before = dict(vae.__dict__)
     weights = {key: value.clone() for key, value in vae.first_stage_model.state_dict().items()}
     latent, pixels = latents(2, 4, 6), clip(5, 32, 48)
@@ -100,18 +100,18 @@ def test_no_other_model_stays_loaded(state):
     assert "FastVideoVAE" not in {type(each).__name__ for each in fresh}
 
 
-# What goes in, the size of what is measured, and what is said of it.
+# Inputs, the measured width, height and frames, and the expected note.
 CONNECTED = {
     "latent": ({"samples": {"samples": latents(3, 4, 6)}}, (48, 32, 9), None),
     "pixels": ({"pixels": clip(5, 32, 48)}, (48, 32, 5), None),
-    # What an encode leaves out is no part of it.
+    # Frames and pixels that do not fill a latent are not measured.
     "cut": ({"pixels": clip(7, 35, 50)}, (48, 32, 5), "7 frames of 50 x 35 were cut"),
-    "asked": ({"width": 52, "frames": 8}, (48, 32, 5), "requested 8 frames of 52 x 32"),
+    "requested": ({"width": 52, "frames": 8}, (48, 32, 5), "requested 8 frames of 52 x 32"),
 }
 
 
 @each_value_once(task=["encode", "decode"], connected=CONNECTED)
-def test_the_size_is_that_of_what_is_connected(state, task, connected):
+def test_the_size_follows_the_inputs(state, task, connected):
     inputs, size, note = CONNECTED[connected]
     _, table, content = run(stock_vae(state), task=task, **inputs)
     assert (content["width"], content["height"], content["frames"]) == size
@@ -120,7 +120,7 @@ def test_the_size_is_that_of_what_is_connected(state, task, connected):
     assert note is None or note in table
 
 
-def test_a_dtype_is_that_of_both(state, tmp_path, monkeypatch):
+def test_both_networks_use_the_chosen_dtype(state, tmp_path, monkeypatch):
     import comfy.sd
 
     built = []
@@ -135,7 +135,7 @@ def test_a_dtype_is_that_of_both(state, tmp_path, monkeypatch):
     _, table, content = run(fast, dtype="bf16")
     assert built == [(torch.bfloat16, torch.bfloat16)]
     assert content["tasks"][0]["dtype"] == "bf16"
-    # Half an eps of 2^-8 per rounding of values below 1, a few times over: far from float32's.
+    # Some roundings of half an eps (2^-8) on values below 1: far above the error of float32.
     assert 30 < results(content)["fast"]["psnr_db"] < 80
     assert "bf16" in table
 
@@ -146,7 +146,7 @@ def test_a_contestant_out_of_memory_is_in_the_table(state):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-    stock.first_stage_model.decode = full  # so that tiles do not help either
+    stock.first_stage_model.decode = full  # tiles call the same method
     chart, table, content = run(stock)
     stock_result, fast = results(content).values()
     assert stock_result["failure"] == "out of memory"
@@ -194,7 +194,7 @@ def of_another_network(*_):
         ),
     ],
 )
-def test_a_vae_that_cannot_be_compared_is_one_line(state, tmp_path, make, message):
+def test_an_incomparable_vae_is_a_one_line_error(state, tmp_path, make, message):
     with refused(message):
         run(make(state, tmp_path))
 
@@ -211,12 +211,12 @@ def test_a_vae_that_cannot_be_compared_is_one_line(state, tmp_path, make, messag
         ),
     ],
 )
-def test_an_input_that_does_not_fit_is_one_line(state, inputs, message):
+def test_an_unfit_input_is_a_one_line_error(state, inputs, message):
     with refused(message):
         run(stock_vae(state), task="both", **inputs)
 
 
-def test_the_bar_is_of_the_rounds_and_stop_is_heard_between_calls(state, progress):
+def test_the_bar_counts_calls_and_stop_ends_between_them(state, progress):
     import comfy.model_management
     import comfy.utils
 
@@ -248,7 +248,7 @@ def test_seedvr2_is_measured_too():
     assert results(content, "encode")["fast"]["relative_error"] < 1e-4
 
 
-def test_it_runs_alone_in_a_server_and_measures_anew(server):
+def test_each_run_in_a_server_measures_again(server):
     workflow = Workflow()
     vae = workflow.add("VAELoader", vae_name=VAE_FILE)
     node, _ = workflow.add("FastVAE_Benchmark", vae=vae, task="both", dtype="auto", **SMALL)
