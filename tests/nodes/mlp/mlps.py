@@ -1,4 +1,4 @@
-"""Gated MLPs in every spelling that is recognised, and modules that look like one and are none."""
+"""Gated MLPs in every recognised spelling, and similar modules that are not gated MLPs."""
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ class Nest(nn.Module):
 
 
 class MLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`; the tests derive what is like it from it."""
+    """`down(silu(gate(x)) * up(x))`, the base of the variants below."""
 
     def __init__(self, width=8, hidden=16, bias=True):
         super().__init__()
@@ -97,14 +97,14 @@ class OwnScale(MLP):
 
 
 class OwnForward(MLP):
-    """Some other pack has put a forward on the module."""
+    """An MLP with a forward that another pack has set on the instance."""
 
     def __init__(self):
         super().__init__()
         self.forward = lambda x: x
 
 
-# Other formulas, and forwards that look at more than the dtype of their input.
+# Other formulas, and forwards that depend on more than the dtype of their input.
 FORMULAS = {
     "Scaled": lambda self, x: self.down(F.silu(self.gate(x)) * self.up(x) * 1.5),
     "ScaledBySetting": lambda self, x: MLP.forward(self, x) * self.gate.in_features,
@@ -115,7 +115,7 @@ FORMULAS = {
     "TiedTwice": lambda self, x: self.down(F.silu(self.gate(x)) * self.gate(x)),
     "Residual": lambda self, x: x + MLP.forward(self, x),
     "Clamped": lambda self, x: self.down((F.silu(self.gate(x)) * self.up(x)).clamp(-7, 7)),
-    # Gets rid of infinities, but not as float16 saturates.
+    # Replaces infinity, but not by the largest float16.
     "OtherEnd": lambda self, x: self.down(
         torch.nan_to_num(F.silu(self.gate(x)) * self.up(x), posinf=1.0)
     ),

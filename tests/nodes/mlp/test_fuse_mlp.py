@@ -1,6 +1,6 @@
 """Fuse SwiGLU MLPs: small models of ComfyUI's own classes, fused against unchanged.
 
-With LoRAs, offloading and quantised weights; and what is left when the patches go.
+With LoRAs, offloading and quantised weights, and after the patches are removed.
 """
 
 import logging
@@ -34,7 +34,7 @@ from fast_video_vae.tests.nodes.vae.pairs import relative_error
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
 
 
-# Their MLPs are whole modules, with linear layers of their own; one of them by default.
+# Models whose MLPs are modules with their own linear layers; HiDream alone runs by default.
 every_whole_mlp = pytest.mark.parametrize(
     "name",
     [
@@ -46,7 +46,7 @@ every_whole_mlp = pytest.mark.parametrize(
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The shape that each call of the kernel got, and whether it was given memory to write to."""
+    """The input shape of each kernel call, and whether the call got an `out`."""
     from fast_video_vae.nodes.mlp import nodes
 
     seen, kernel = [], nodes.run_kernel
@@ -61,7 +61,7 @@ def calls(monkeypatch):
 
 
 def fused(model):
-    """What the node gives for a MODEL."""
+    """Return the node's output for a MODEL."""
     from fast_video_vae.nodes.mlp.nodes import FuseMLP
 
     with torch.inference_mode():
@@ -70,7 +70,7 @@ def fused(model):
 
 @contextmanager
 def loaded(model, budget_bytes=0):
-    """The patches of a MODEL are on its network; with a budget, only so much of the weights."""
+    """Load a MODEL with its patches; a budget limits the loaded bytes of weights."""
     cpu = torch.device("cpu")
     model.patch_model(cpu, lowvram_model_memory=budget_bytes)
     try:
@@ -80,7 +80,7 @@ def loaded(model, budget_bytes=0):
 
 
 def linears(model):
-    """Names of the linear layers of a fused MODEL's MLPs."""
+    """Yield the names of the linear layers of a fused MODEL's MLPs."""
     for key in model.object_patches:
         name = key.removesuffix(".__class__")
         for child, _ in model.model.get_submodule(name).named_children():
@@ -88,7 +88,7 @@ def linears(model):
 
 
 @pytest.mark.parametrize("name", MLPS)
-def test_the_mlps_of_a_model_are_fused_and_it_gives_the_same(name, calls, caplog):
+def test_fused_mlps_give_the_same_output(name, calls, caplog):
     model = patcher(name)
     expected = output(name, model)
     with caplog.at_level(logging.INFO):
@@ -105,7 +105,7 @@ def test_the_mlps_of_a_model_are_fused_and_it_gives_the_same(name, calls, caplog
 
 
 def outputs(block, *args, **named):
-    """What a module of a network gives when it is fused, and what it gives as it is."""
+    """Return the outputs of a module, fused and as it is."""
     model, expected = model_of(Nest(block)), block(*args, **named)
     with loaded(fused(model)):
         return block(*args, **named), expected
@@ -131,13 +131,13 @@ def test_every_spelling_is_recognised_and_rounds_once(cls, dtype, calls):
         gate, value, product = seen["gate"][1], seen["up"][1], seen["down"][0]
     if not missing("native"):
         formulas.check(product, *formulas.silu_mul(gate, value))
-    # What stock rounds more: SiLU and the product, each half an eps of at most this.
+    # Stock also rounds SiLU and the product, half an eps each; this bounds both.
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(result, expected, rtol=8 * eps, atol=8 * eps)
 
 
 @pytest.mark.parametrize("cls", GATED)
-def test_without_a_kernel_it_is_as_it_was(cls, monkeypatch):
+def test_without_a_kernel_the_result_is_bit_identical(cls, monkeypatch):
     """A GPU without Triton must not be slower for the node."""
     from fast_video_vae.nodes.mlp import nodes
 
@@ -158,7 +158,7 @@ def test_float16_saturates_where_the_module_does_and_nowhere_else(calls):
     assert len(calls) == 2
 
 
-def test_a_model_without_such_mlps_or_a_network_passes_with_one_line(caplog):
+def test_a_model_without_gated_mlps_passes_with_a_log_line(caplog):
     from comfy.model_patcher import ModelPatcher
 
     cpu = torch.device("cpu")
@@ -169,7 +169,7 @@ def test_a_model_without_such_mlps_or_a_network_passes_with_one_line(caplog):
         assert f"{name} has no SwiGLU MLPs to fuse; the model is unchanged" in caplog.messages[-1]
 
 
-def test_twice_is_once_and_a_model_whose_fused_clone_is_loaded_is_fused_all_the_same():
+def test_fusing_is_idempotent_and_works_with_a_loaded_clone():
     model = patcher("lumina2")
     first = fused(model)
     patches = dict(first.object_patches)
@@ -181,7 +181,7 @@ def test_twice_is_once_and_a_model_whose_fused_clone_is_loaded_is_fused_all_the_
     assert second.object_patches == first.object_patches
 
 
-def test_nothing_of_it_is_left_when_it_is_unloaded():
+def test_unloading_restores_the_network():
     from comfy.model_management import load_models_gpu
 
     model = patcher("hidream")
@@ -201,7 +201,7 @@ def test_nothing_of_it_is_left_when_it_is_unloaded():
     model.detach()
 
 
-def test_patches_hold_nothing_of_the_network_and_serve_another_copy(calls):
+def test_patches_hold_no_module_and_fit_another_copy(calls):
     fast = fused(patcher("seedvr2"))
     fast.cached_patcher_init = (patcher, ("seedvr2",))
     copy = fast.deepclone_multigpu(new_load_device=torch.device("cpu"))
@@ -215,21 +215,21 @@ def test_patches_hold_nothing_of_the_network_and_serve_another_copy(calls):
     assert len(calls) == 3
 
 
-def test_a_forward_that_another_node_puts_on_top_leaves_modules_that_work():
+def test_modules_work_after_another_node_patches_forward():
     block, x = MLP(), torch.randn(3, 8)
     model, expected = model_of(Nest(block)), block(x)
     both = fused(model)
     both.add_object_patch("diffusion_model.block.forward", lambda x: x)
     with loaded(both):
         assert block(x) is x
-    # ComfyUI leaves a forward on the module: what it read when our class was there.
+    # ComfyUI leaves on the module the forward that it read while the fused class was set.
     torch.testing.assert_close(block(x), expected)
     assert type(block) is MLP
     assert fused(model) is model
 
 
 def adapters(model, rank=2):
-    """A LoRA for every linear layer of the MLPs."""
+    """Yield a LoRA for every linear layer of the MLPs."""
     from comfy.weight_adapter import LoRAAdapter
 
     generator = torch.Generator().manual_seed(2)
@@ -284,10 +284,10 @@ def test_a_bypass_lora_works():
 
 
 @every_whole_mlp
-def test_weights_that_are_offloaded_and_cast_at_every_call_work(name, calls):
+def test_offloaded_weights_that_are_cast_per_call_work(name, calls):
     import comfy.ops
 
-    # bf16 weights that a model in float32 casts as it goes.
+    # bf16 weights that a float32 model casts in every call.
     model = patcher(name, torch.bfloat16, comfy.ops.manual_cast)
     expected = output(name, model)
     fast = fused(model)
@@ -329,7 +329,7 @@ def test_every_layout_of_quantised_weights_works(algorithm, calls):
         with loaded(fused(model)):
             result = mlp(x).float()
     assert len(calls) == 1
-    # A rounding of the product, before its own quantisation: less than the latter costs.
+    # The product is rounded before it is quantised, which costs less than the quantisation.
     assert (result - expected).square().mean() < (expected - truth).square().mean() / 4
 
 
@@ -366,7 +366,7 @@ def test_it_overwrites_a_projection_unless_it_is_used_elsewhere(calls):
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that results of operations held at once."""
+    """Peak bytes of the results of operations."""
 
     def __init__(self):
         super().__init__()
@@ -383,12 +383,12 @@ class Peak(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("cls", "stock", "ours"), [(MLP, 3, 2), (Halves, 4, 3)])
-def test_one_hidden_activation_less_is_kept(cls, stock, ours):
+@pytest.mark.parametrize(("cls", "stock", "fast"), [(MLP, 3, 2), (Halves, 4, 3)])
+def test_peak_memory_is_one_hidden_activation_less(cls, stock, fast):
     model, x = model_of(Nest(cls())), torch.randn(4096, 8)
     hidden_bytes = 4096 * 16 * 4
     with torch.no_grad():
-        for patched, tensors in ((model, stock), (fused(model), ours)):
+        for patched, tensors in ((model, stock), (fused(model), fast)):
             with loaded(patched), Peak() as peak:
                 model.model.diffusion_model(x)
             assert tensors <= peak.bytes / hidden_bytes < tensors + 0.1
@@ -401,7 +401,7 @@ def test_inputs_of_every_rank_and_by_name_work(shape):
     torch.testing.assert_close(*outputs(TwoSteps(), hidden_states=torch.randn(shape)))
 
 
-def test_layers_that_answer_in_another_dtype_work(calls):
+def test_layers_that_return_another_dtype_work(calls):
     block = MLP()
     block.gate.register_forward_hook(lambda module, args, y: y.double())
     block.down.register_forward_pre_hook(lambda module, args: args[0].float())
@@ -409,7 +409,7 @@ def test_layers_that_answer_in_another_dtype_work(calls):
     assert not calls
 
 
-def test_torch_compile_gets_the_module_s_own_code(calls):
+def test_torch_compile_runs_the_module_s_own_code(calls):
     model, x = model_of(Nest(MLP())), torch.randn(3, 8)
     expected = model.model.diffusion_model(x)
     compiled = torch.compile(model.model.diffusion_model, backend="eager", fullgraph=True)
@@ -418,7 +418,7 @@ def test_torch_compile_gets_the_module_s_own_code(calls):
     assert not calls
 
 
-def test_a_workflow_saves_a_fused_model_as_it_was(server):
+def test_a_saved_fused_model_has_the_original_weights(server):
     weights = patcher("flux2").model.diffusion_model.state_dict()
     save_file(weights, server.models("diffusion_models") / "flux2.safetensors")
     workflow = Workflow()

@@ -36,7 +36,7 @@ def layers():
     return {"device": "meta", "operations": comfy.ops.disable_weight_init}
 
 
-# Per file of comfy.ldm: class, arguments and wiring; in addition to those of whole models.
+# File of comfy.ldm, class, arguments and wiring; test_fuse_mlp.py has those of whole models.
 CORE = [
     ("ace.ace_step15", "MLP", (8, 16), (("gate_proj", "up_proj"), 0, "down_proj")),
     ("audio.dit", "GLU", (8, 16, nn.SiLU()), (("proj",), 1, None)),
@@ -50,19 +50,19 @@ CORE = [
 
 @pytest.mark.parametrize(("file", "name", "arguments", "expected"), CORE)
 def test_the_classes_of_comfyui_are_recognised(file, name, arguments, expected):
-    """On the meta device: no weight is there to be looked at."""
+    """The weights are on the meta device, so that they cannot be read."""
     cls = getattr(importlib.import_module(f"comfy.ldm.{file}"), name)
     assert recognised(cls(*arguments, dtype=None, **layers())) == wiring(*expected)
 
 
-def test_that_of_lumina_saturates_in_float16():
+def test_the_mlp_of_lumina_saturates_in_float16():
     from comfy.ldm.lumina.model import FeedForward
 
     lumina = FeedForward(8, 16, 8, None, layers())
     assert recognised(lumina) == wiring(("w1", "w3"), 0, "w2", frozenset({torch.float16}))
 
 
-def test_an_mlp_that_comfyui_fuses_itself_is_left_to_it(caplog):
+def test_an_mlp_that_comfyui_fuses_is_not_recognised(caplog):
     from comfy.ldm.minimax.model import MLP
 
     with caplog.at_level(logging.DEBUG):
