@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-# What the sentencepiece model of the tests is trained on: it has pieces for words such as these.
+# Training text of the sentencepiece model, which thus has pieces for words of the prompts.
 SENTENCES = [
     "a red fox runs over the snow in the morning light",
     "a woman reads a book beside the window, soft shadows, film grain",
@@ -24,8 +24,8 @@ _CLIP = {
 _LLAMA = _CLIP | {"num_key_value_heads": 1}
 _UMT5 = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_heads": 2, "num_layers": 2}
 
-# The file and its class of the model (or what makes it) and of the tokenizer; the parts that are
-# configured, and what makes them small.
+# The file; its class or factory of the model; its class of the tokenizer; the configured parts;
+# and their small configuration.
 _KINDS = {
     "wan": (
         "text_encoders.wan", "te", "WanT5Tokenizer", ["umt5xxl"], {**_UMT5, "vocab_size": 256},
@@ -34,7 +34,7 @@ _KINDS = {
         "text_encoders.qwen_image", "te", "QwenImageTokenizer", ["qwen25_7b"], _LLAMA,
     ),
     "z_image": ("text_encoders.z_image", "te", "ZImageTokenizer", ["qwen3_4b"], _LLAMA),
-    # It takes the states of layers 9, 18 and 27.
+    # It uses the states of layers 9, 18 and 27.
     "klein": (
         "text_encoders.flux", "klein_te", "KleinTokenizer", ["qwen3_4b"],
         {**_LLAMA, "num_hidden_layers": 28},
@@ -48,7 +48,7 @@ _KINDS = {
 
 
 def encoder(kind, dtype=torch.float32, seed=0, **config):
-    """A CLIP of ComfyUI, with `config` of the transformer in place of what makes it small."""
+    """Return a CLIP of ComfyUI; `config` overrides the small configuration."""
     import comfy.sd
 
     file, model, tokenizer, parts, small = _KINDS[kind]
@@ -70,7 +70,7 @@ def encoder(kind, dtype=torch.float32, seed=0, **config):
 
 
 def count(clip):
-    """Forward calls of the transformers of a CLIP from here on, in a list of their batch sizes."""
+    """Return a list that gets the batch size of every later transformer call of a CLIP."""
     from comfy.sd1_clip import SDClipModel
 
     calls = []
@@ -84,13 +84,13 @@ def count(clip):
 
 @functools.cache
 def _tokenizer(cls):
-    """Shared by all encoders of a kind: to read its files takes longer than most tests."""
+    """Return a tokenizer, cached: reading its files takes longer than most tests."""
     return cls(tokenizer_data={"spiece_model": _spiece()})
 
 
 @functools.cache
 def _spiece():
-    """A sentencepiece model with umT5's special tokens: pad 0, end 1."""
+    """Return a sentencepiece model with umT5's special tokens: pad 0, end 1."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -109,10 +109,10 @@ def _spiece():
 
 
 def _scaled(name, values, d_kv):
-    """Random numbers as large as those of a trained encoder: what a layer gives is what it gets."""
+    """Scale random weights so that a layer keeps the magnitude of its input."""
     if "norm" in name:
         return 1 + 0.2 * values
     if values.ndim < 2:
         return 0.2 * values
-    # T5 has no scale in its attention; its weights make up for it.
+    # T5 does not scale its attention; the query weights include the factor.
     return values * values.shape[-1] ** -0.5 * (d_kv**-0.5 if "SelfAttention.q." in name else 1)

@@ -13,7 +13,7 @@ from fast_video_vae.tests.nodes.vae.pairs import node, relative_error
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
 
-# A batch of more rows is summed in another order: rounding of float32 through a few layers.
+# A larger batch is summed in another order: float32 rounding through a few layers.
 ROUNDING = 2e-6
 
 FOX = "a red fox runs over the snow"
@@ -44,7 +44,7 @@ def cache(monkeypatch, comfyui):
     from fast_video_vae.nodes.text import encode
     from fast_video_vae.nodes.text.cache import TextCache
 
-    # A text has no use for the eye of Qwen-VL, which has 0.6 G parameters.
+    # Text does not need the vision tower of Qwen-VL, which has 0.6 G parameters.
     monkeypatch.setattr(llama.qwen_vl, "Qwen2VLVisionTransformer", lambda **_: torch.nn.Identity())
     monkeypatch.setattr(encode, "cache", TextCache())
     with torch.inference_mode():
@@ -52,7 +52,7 @@ def cache(monkeypatch, comfyui):
 
 
 def encode(clip, positive, negative="", **options):
-    """The node: two lists of conditionings, and the report."""
+    """Execute the node; return two lists of conditionings, and the report."""
     from fast_video_vae.nodes.text.nodes import TextEncode
 
     inputs = {"clip": clip, "positive": positive, "negative": negative, **options}
@@ -70,7 +70,7 @@ def by_core(clip, prompt):
 
 
 def assert_equal(conditioning, expected, tolerance=ROUNDING):
-    """All that a conditioning has: states, pooled, masks, and nothing else."""
+    """Compare all entries of two conditionings: states, pooled output and masks."""
     assert len(conditioning) == len(expected)
     for (states, rest), (expected_states, expected_rest) in zip(
         conditioning, expected, strict=True
@@ -87,7 +87,7 @@ def assert_equal(conditioning, expected, tolerance=ROUNDING):
 
 
 def encode_as_core(clip, positive, negative=BLURRY, tolerance=ROUNDING, calls=None, **options):
-    """Encode, all as ComfyUI's own node does, and in as many calls; gives the report."""
+    """Encode, compare with ComfyUI's own node, check the `calls`, and return the report."""
     seen = [] if calls is None else count(clip)
     first, second, report = encode(clip, positive, negative, **options)
     assert calls is None or seen == calls
@@ -98,7 +98,7 @@ def encode_as_core(clip, positive, negative=BLURRY, tolerance=ROUNDING, calls=No
 
 
 @every_kind
-def test_a_pass_gives_what_comfyui_gives_and_calls_each_transformer_once(kind):
+def test_one_call_per_transformer_gives_the_result_of_comfyui(kind):
     clip, transformers = encoder(kind), 2 if kind in ("sdxl", "flux") else 1
     encode_as_core(clip, [FOX, BOOK, LONG], [BLURRY, "", FOX])
     calls = count(clip)
@@ -110,7 +110,7 @@ def test_a_pass_gives_what_comfyui_gives_and_calls_each_transformer_once(kind):
     assert "3 from the cache, 0 forward calls" in report
 
 
-def test_rows_of_one_length_differ_by_the_last_digit_at_most():
+def test_rows_of_equal_length_differ_by_one_eps_at_most():
     encode_as_core(encoder("wan"), FOX, tolerance=2**-23)
 
 
@@ -124,7 +124,7 @@ def test_equal_prompts_are_encoded_once():
     assert_equal(positive[3], by_core(clip, FOX))
 
 
-def test_the_empty_prompt_of_weights_is_one_row_for_all():
+def test_weighted_prompts_share_one_empty_row():
     clip = encoder("sd1")
     calls = count(clip)
     encode(clip, ["a (fox:1.3)", "a (book:0.5)"], "")
@@ -138,18 +138,18 @@ def test_the_empty_prompt_of_weights_is_one_row_for_all():
         (FOX, "a red fox runs", False),  # an encoder that does not mask pads
     ],
 )
-def test_where_pads_cost_much_or_count_each_prompt_goes_alone(positive, negative, masks):
+def test_prompts_run_separately_if_pads_are_costly_or_unmasked(positive, negative, masks):
     clip = encoder("z_image")
     clip.cond_stage_model.qwen3_4b.enable_attention_masks = masks
     encode_as_core(clip, positive, negative, calls=[1, 1])
 
 
-def test_a_pad_in_the_prompt_itself_hides_what_follows_as_it_does_in_comfyui():
+def test_a_pad_token_in_the_prompt_acts_as_in_comfyui():
     prompt = "a fox<|endoftext|> in the snow"
     encode_as_core(encoder("z_image"), prompt, FOX + " in the snow, at night, alone")
 
 
-def test_the_layer_and_options_of_the_tokenizer_are_those_of_the_clip():
+def test_the_layer_and_tokenizer_options_of_the_clip_apply():
     clip = encoder("sdxl")
     skipped = clip.clone()
     skipped.clip_layer(-3)
@@ -162,7 +162,7 @@ def test_the_layer_and_options_of_the_tokenizer_are_those_of_the_clip():
     assert by_core(padded, FOX)[0][0].shape[1] == 700
 
 
-def test_an_embedding_among_the_words(tmp_path, monkeypatch):
+def test_an_embedding_within_a_prompt_applies(tmp_path, monkeypatch):
     from safetensors.torch import save_file
 
     save_file({"emb_params": torch.randn(2, 32)}, tmp_path / "style.safetensors")
@@ -178,7 +178,7 @@ def test_an_embedding_among_the_words(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("lora", [True, False])
-def test_a_lora_on_the_clip_or_another_clip_is_not_taken_for_this_one(lora):
+def test_the_cache_distinguishes_clips_and_their_loras(lora):
     clip = encoder("wan")
     state = clip.patcher.model.state_dict()
     name = next(name for name in state if name.endswith("q.weight"))
@@ -191,7 +191,7 @@ def test_a_lora_on_the_clip_or_another_clip_is_not_taken_for_this_one(lora):
     assert relative_error(by_core(other, FOX)[0][0], by_core(clip, FOX)[0][0]) > 1e-3
 
 
-def test_the_cache_keeps_as_many_prompts_as_it_may_and_those_used_last(cache):
+def test_the_cache_keeps_the_most_recently_used_prompts(cache):
     clip = encoder("sd1")
     encode(clip, [f"fox {number}" for number in range(6)], "", cache=3)
     assert len(cache) == 3
@@ -201,7 +201,7 @@ def test_the_cache_keeps_as_many_prompts_as_it_may_and_those_used_last(cache):
     assert "2 from the cache" in report
 
 
-def test_the_cache_is_bounded_in_bytes_and_has_no_room_for_what_is_larger():
+def test_the_cache_is_bounded_in_bytes():
     from fast_video_vae.nodes.text.cache import TextCache
 
     def states(kib):
@@ -217,7 +217,7 @@ def test_the_cache_is_bounded_in_bytes_and_has_no_room_for_what_is_larger():
     assert (len(cache), cache.nbytes) == (0, 0)
 
 
-def test_what_others_set_on_a_conditioning_is_not_remembered():
+def test_changes_of_a_conditioning_do_not_reach_the_cache():
     clip = encoder("sd1")
     for _ in range(2):
         (positive, twin), (negative, _), _ = encode(clip, [FOX, FOX], BLURRY, cache=8)
@@ -229,7 +229,7 @@ def test_what_others_set_on_a_conditioning_is_not_remembered():
         assert "strength" not in twin[0][1]
 
 
-def test_a_clip_that_is_gone_leaves_no_memory(cache):
+def test_a_deleted_clip_is_freed_with_its_cache_entries(cache):
     import comfy.model_management
 
     clip = encoder("sd1")
@@ -245,7 +245,7 @@ def test_a_clip_that_is_gone_leaves_no_memory(cache):
 
 
 def state_of(clip):
-    """What is set on the modules of a CLIP, and on itself."""
+    """Return the public attributes of a CLIP and of its modules."""
     return [
         {key: value for key, value in vars(part).items() if not key.startswith("_")}
         for part in (clip, *clip.cond_stage_model.modules())
@@ -253,7 +253,7 @@ def state_of(clip):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
-def test_nothing_is_left_on_the_clip_after_an_error_in_the_middle(error):
+def test_an_error_leaves_the_clip_unchanged(error):
     clip = encoder("sdxl")
     expected, before = by_core(clip, FOX), state_of(clip)
 
@@ -280,7 +280,7 @@ def test_an_interrupt_ends_the_pass():
     encode(clip, FOX, BLURRY)
 
 
-def test_a_clone_that_encodes_in_the_middle_of_a_pass_is_not_disturbed():
+def test_a_clone_can_encode_during_a_pass():
     clip = encoder("sdxl")
     other = clip.clone()
     other.clip_layer(-1)
@@ -312,7 +312,7 @@ def test_the_weights_are_loaded_once(monkeypatch):
     assert len(loads) == 1
 
 
-def test_a_pass_that_has_no_memory_goes_on_with_halves():
+def test_a_pass_out_of_memory_continues_with_half_batches():
     clip = encoder("wan")
     prompts = [FOX, BLURRY, LONG]
     expected = [by_core(clip, prompt) for prompt in prompts]
@@ -331,7 +331,7 @@ def test_a_pass_that_has_no_memory_goes_on_with_halves():
 
 
 @pytest.mark.parametrize("what", ["method of another pack", "forward of its own", "hooks"])
-def test_a_clip_that_cannot_be_batched_encodes_one_after_the_other(what, caplog):
+def test_an_unbatchable_clip_encodes_prompts_one_by_one(what, caplog):
     import comfy.hooks
 
     clip = encoder("sd1")
@@ -356,7 +356,7 @@ def test_a_clip_that_cannot_be_batched_encodes_one_after_the_other(what, caplog)
 
 
 @every_kind
-def test_bf16_is_as_exact_as_bf16_can_be(kind):
+def test_bf16_has_an_error_below_five_percent(kind):
     clip = encoder(kind)
     (exact,), _, _ = encode(clip, FOX, BLURRY, dtype="fp32", cache=8)
     assert_equal(exact, by_core(clip, FOX))
@@ -380,7 +380,7 @@ def test_a_compiled_encoder_gives_the_same(kind):
     assert_equal(by_core(clip, FOX), expected, tolerance=0)
 
 
-def test_an_encoder_that_cannot_be_compiled_runs_without(monkeypatch, caplog):
+def test_an_encoder_that_fails_to_compile_runs_uncompiled(monkeypatch, caplog):
     from fast_video_vae.nodes.text import shadow
 
     def broken(*_, **__):
@@ -394,7 +394,7 @@ def test_an_encoder_that_cannot_be_compiled_runs_without(monkeypatch, caplog):
     assert line.endswith("RuntimeError: no compiler")
 
 
-def test_one_positive_serves_every_negative():
+def test_one_positive_is_repeated_for_every_negative():
     clip = encoder("sd1")
     positive, negative, _ = encode(clip, FOX, [BLURRY, "", BOOK])
     assert len(positive) == len(negative) == 3
@@ -402,7 +402,7 @@ def test_one_positive_serves_every_negative():
     assert_equal(positive[2], by_core(clip, FOX))
 
 
-def test_a_line_of_dashes_is_between_prompts_and_a_text_alone_keeps_its_white_space():
+def test_dashes_separate_prompts_and_one_prompt_keeps_white_space():
     clip = encoder("wan")
     positive, _, _ = encode(clip, f"{FOX}\n---\n{BOOK}\r\n ----- \r\n{BLURRY}\n", "")
     for conditioning, prompt in zip(positive, [FOX, BOOK, BLURRY], strict=True):
@@ -424,8 +424,8 @@ def test_a_line_of_dashes_is_between_prompts_and_a_text_alone_keeps_its_white_sp
         ({"negative": []}, "negative: got an empty list; expected at least one prompt"),
         (
             {"clip": [None]},
-            "clip: got None; expected a text encoder. The checkpoint has none: load it from its own "
-            "file",
+            "clip: got None; expected a text encoder. "
+            "The checkpoint has none: load it from its own file",
         ),
         ({"dtype": ["bf16", "fp32"]}, "dtype: got 2 different values; expected one"),
     ],
@@ -440,7 +440,7 @@ def test_errors_are_one_line_before_anything_is_loaded(inputs, message):
     assert str(caught.value) == message
 
 
-def test_an_empty_widget_is_refused_before_anything_runs():
+def test_an_empty_prompt_is_refused_before_the_run():
     from fast_video_vae.nodes.text.nodes import TextEncode
 
     assert TextEncode.validate_inputs(positive=[""]) == EMPTY
@@ -449,14 +449,14 @@ def test_an_empty_widget_is_refused_before_anything_runs():
     assert TextEncode.validate_inputs(positive=(None,)) is True  # linked
 
 
-def test_the_time_is_in_the_summary_of_the_prompt():
+def test_the_timing_report_has_the_encode():
     from fast_video_vae.nodes.host import timing
 
     encode(encoder("sd1"), FOX, BLURRY)
     assert "conditioning" in timing.text()
 
 
-def test_comfyui_gives_the_node_its_lists_and_one_negative_serves_every_positive():
+def test_comfyui_passes_lists_and_one_negative_is_repeated():
     import asyncio
 
     import execution
