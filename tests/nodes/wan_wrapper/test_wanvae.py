@@ -1,7 +1,7 @@
-"""The VAE for ComfyUI-WanVideoWrapper, called in every form in which that pack's nodes call one.
+"""The VAE for ComfyUI-WanVideoWrapper, called in every form that the nodes of that pack use.
 
-The oracle is ComfyUI's network of the same weights, run afresh on each part of a video, between the
-statistics of ComfyUI's latent formats.
+The oracle is ComfyUI's network with the same weights, run separately on each part of a video, with
+the statistics of ComfyUI's latent formats.
 """
 
 import copy
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 @pytest.fixture(scope="module")
 def families(comfyui, tmp_path_factory):
-    """Makes a VAE of narrow random weights in both forms, with what its latents look like."""
+    """Factory of VAEs with narrow random weights: fast, oracle, channels and compression."""
 
     @functools.cache
     def make(name):
@@ -46,7 +46,7 @@ def family(request, families):
     return families(getattr(request, "param", "wan2.1"))
 
 
-# Where the statistics and the compression of a family matter.
+# For properties that depend on the statistics or the compression of a family.
 both = pytest.mark.parametrize("family", ["wan2.1", "wan2.2"], indirect=True)
 
 
@@ -61,8 +61,8 @@ def latent_of(family, latents, batch=1):
 
 
 @both
-def test_it_offers_what_the_nodes_touch(family, vae):
-    assert type(vae).__name__ != "TAEHV"  # the name of a VAE that is called otherwise
+def test_the_vae_has_the_members_that_nodes_use(family, vae):
+    assert type(vae).__name__ != "TAEHV"  # the wrapper calls a VAE of this name differently
     assert vae.dtype == torch.float32
     assert vae.upsampling_factor == family.factor
     assert vae.to(CPU) is vae
@@ -72,14 +72,14 @@ def test_it_offers_what_the_nodes_touch(family, vae):
     vae.model.to(CPU)
 
 
-def test_a_dtype_that_is_asked_for_is_that_of_the_work(vae):
+def test_the_requested_dtype_is_used(vae):
     assert vae.to(torch.bfloat16).dtype == torch.bfloat16
     frames = vae.decode(torch.zeros(1, vae.encode(video(1), CPU).shape[1], 1, 3, 4), CPU)
     assert frames.dtype == torch.bfloat16
     assert vae.to(CPU, torch.float32).dtype == torch.float32
 
 
-def test_a_dtype_that_it_cannot_compute_in_is_an_error(vae):
+def test_an_unsupported_dtype_is_an_error(vae):
     with pytest.raises(ValueError, match=r"^dtype is torch.float8_e4m3fn; expected one of torch\."):
         vae.to(CPU, torch.float8_e4m3fn)
 
@@ -89,7 +89,7 @@ def test_a_dtype_that_it_cannot_compute_in_is_an_error(vae):
     ("frames", "tiled"),
     [(1, False), (2, True), (6, False), (17, True)],  # 2 and 6 have frames that fill no latent
 )
-def test_encode_is_comfyui_s_normalised(family, vae, frames, tiled):
+def test_encode_equals_the_normalised_latents_of_comfyui(family, vae, frames, tiled):
     pixels = video(frames)
     before = pixels.clone()
     latents = vae.encode(pixels, device=CPU, tiled=tiled)
@@ -100,7 +100,7 @@ def test_encode_is_comfyui_s_normalised(family, vae, frames, tiled):
     assert torch.equal(pixels, before)
 
 
-def test_every_form_of_an_encode_is_the_same(vae):
+def test_every_form_of_an_encode_call_gives_the_same(vae):
     pixels = video(9)
     (listed,) = pixels
     (latent,) = vae.encode(pixels, CPU)
@@ -119,7 +119,7 @@ def test_every_form_of_an_encode_is_the_same(vae):
 
 
 @pytest.mark.parametrize("as_list", [False, True])
-def test_videos_of_a_batch_go_each_by_itself(family, vae, as_list):
+def test_videos_of_a_batch_are_independent(family, vae, as_list):
     pixels, latent = video(5, batch=3), latent_of(family, 2, batch=2)
     latents = vae.encode(list(pixels) if as_list else pixels, device=CPU)
     expected = torch.cat([family.oracle.encode(each[None]) for each in pixels])
@@ -130,7 +130,7 @@ def test_videos_of_a_batch_go_each_by_itself(family, vae, as_list):
 
 
 @both
-def test_what_fills_no_latent_at_the_edge_is_left_out(family, vae):
+def test_edge_pixels_that_fill_no_latent_are_dropped(family, vae):
     pixels = video(5, 51, 70)
     step = family.factor
     whole = pixels[..., : 51 // step * step, : 70 // step * step]
@@ -138,14 +138,14 @@ def test_what_fills_no_latent_at_the_edge_is_left_out(family, vae):
 
 
 @pytest.mark.parametrize("frames", [2, 6, 8, 18])  # 8: two frames before the last fill no latent
-def test_the_end_frame_is_encoded_by_itself(family, vae, frames):
+def test_the_end_frame_is_encoded_separately(family, vae, frames):
     pixels = video(frames)
     latents = vae.encode([pixels[0]], CPU, end_=True, tiled=False)
     assert latents.shape[2] == (frames - 2) // 4 + 2
     assert relative_error(latents, family.oracle.encode(pixels, end_=True)) <= 1e-5
 
 
-def test_what_is_also_the_end_is_one_latent_or_frame(family, vae):
+def test_a_single_frame_or_latent_ignores_end(family, vae):
     pixels, latent = video(1), latent_of(family, 1)
     assert torch.equal(vae.encode(pixels, CPU, end_=True), vae.encode(pixels, CPU))
     assert torch.equal(vae.decode(latent, CPU, end_=True), vae.decode(latent, CPU))
@@ -174,19 +174,19 @@ def test_a_sample_has_the_spread_of_the_posterior(family, vae, frames):
 
 @both
 @pytest.mark.parametrize(("count", "tiled"), [(1, False), (2, True), (5, False)])
-def test_decode_is_comfyui_s(family, vae, count, tiled):
+def test_decode_equals_the_frames_of_comfyui(family, vae, count, tiled):
     latent = latent_of(family, count)
     before = latent.clone()
     frames = vae.decode(latent, device=CPU, tiled=tiled)[0]
     (expected,) = family.oracle.decode(latent)
     assert relative_error(frames, expected) <= 1e-5
     assert frames.dtype == torch.float32
-    assert frames.permute(1, 2, 3, 0).is_contiguous()  # the IMAGE that callers make of it
+    assert frames.permute(1, 2, 3, 0).is_contiguous()  # the IMAGE that callers create from it
     assert torch.equal(latent, before)
-    frames.clamp_(-1, 1).add_(1).div_(2)  # as callers do, in place
+    frames.clamp_(-1, 1).add_(1).div_(2)  # callers do this in place
 
 
-def test_every_form_of_a_decode_is_the_same(family, vae):
+def test_every_form_of_a_decode_call_gives_the_same(family, vae):
     latent = latent_of(family, 3)
     (frames,) = vae.decode(latent, CPU)
     sizes = {"tile_size": (34, 34), "tile_stride": (18, 16)}
@@ -202,14 +202,14 @@ def test_every_form_of_a_decode_is_the_same(family, vae):
 
 @both
 @pytest.mark.parametrize(("count", "tiled"), [(2, False), (4, True)])
-def test_the_end_latent_is_decoded_by_itself(family, vae, count, tiled):
+def test_the_end_latent_is_decoded_separately(family, vae, count, tiled):
     latent = latent_of(family, count)
     frames = vae.decode(latent, device=CPU, end_=True, tiled=tiled)
     assert frames.shape[2] == 4 * (count - 2) + 2
     assert relative_error(frames, family.oracle.decode(latent, end_=True)) <= 1e-5
 
 
-def test_frames_are_where_and_what_they_are_wanted(family, tmp_path):
+def test_outputs_have_the_requested_device_and_dtype(family, tmp_path):
     fast = fast_vae(family.state, tmp_path, dtype=torch.bfloat16)
     vae, latent = wrapped(fast), latent_of(family, 2).bfloat16()
     assert vae.decode(latent, CPU).dtype == vae.dtype == torch.bfloat16
@@ -226,7 +226,7 @@ def test_frames_are_where_and_what_they_are_wanted(family, tmp_path):
     [("wan2.1", torch.bfloat16), ("wan2.2", torch.float16)],
     indirect=["family"],
 )
-def test_low_precision_is_as_good_as_comfyui_s(family, tmp_path, dtype):
+def test_low_precision_error_is_bounded_by_comfyui(family, tmp_path, dtype):
     """At most twice the error of ComfyUI's network in that dtype."""
     vae = wrapped(fast_vae(family.state, tmp_path, dtype=dtype))
     oracle, rough = family.oracle, Oracle(family.state, dtype)
@@ -245,16 +245,16 @@ def loaded():
     return [each.model for each in management.current_loaded_models]
 
 
-def test_it_leaves_the_device_as_comfyui_unloads_it(family, vae, tmp_path):
+def test_moving_to_another_device_unloads_through_comfyui(family, vae, tmp_path):
     other = fast_vae(random_state_dict(8), tmp_path)
     other.decode(torch.zeros(1, 16, 1, 3, 4))
     latent = latent_of(family, 2)
     before = vae.decode(latent, CPU)
     assert family.fast.patcher in loaded()
-    assert vae.to(CPU) is vae  # the device of the work: it may stay
+    assert vae.to(CPU) is vae  # the device of the work: the weights may stay loaded
     assert family.fast.patcher in loaded()
     for leave in (vae.to, vae.model.to):
-        leave("meta")  # as the host is to a GPU: another kind of device
+        leave("meta")  # another kind of device, as the host is for a GPU
         assert family.fast.patcher not in loaded()
         assert other.patcher in loaded()
         assert torch.equal(vae.decode(latent, CPU), before)
@@ -279,7 +279,7 @@ def test_no_weight_stays_on_the_gpu(family, vae):
         assert network.weight_bytes() == sum(each.nbytes for each in network.parameters())
 
 
-def test_a_patch_on_the_vae_is_in_what_it_gives(family):
+def test_patches_of_the_vae_apply(family):
     key = "decoder.head.2.weight"
     patched = copy.copy(family.fast)
     patched.patcher = patched.patcher.clone()
@@ -292,7 +292,7 @@ def test_a_patch_on_the_vae_is_in_what_it_gives(family):
 
 
 @pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
-def test_when_memory_runs_out_it_tries_again_and_then_in_tiles(family, vae, monkeypatch, encode):
+def test_out_of_memory_is_retried_and_then_tiled(family, vae, monkeypatch, encode):
     def run():
         return vae.encode(video(9), CPU) if encode else vae.decode(latent_of(family, 3), CPU)
 
@@ -305,7 +305,7 @@ def test_when_memory_runs_out_it_tries_again_and_then_in_tiles(family, vae, monk
         assert [options.tile for options in calls] == tiles
 
 
-def test_frames_that_the_device_has_no_memory_for_come_on_the_host(family, vae, monkeypatch):
+def test_frames_fall_back_to_the_host(family, vae, monkeypatch):
     import comfy.model_management as management
 
     kind = type(family.fast.first_stage_model)
@@ -324,7 +324,7 @@ def test_frames_that_the_device_has_no_memory_for_come_on_the_host(family, vae, 
     assert relative_error(frames, expected) <= 1e-5
 
 
-def test_progress_is_shown_where_it_is_wanted(family, vae, progress):
+def test_progress_is_shown_unless_pbar_is_off(family, vae, progress):
     vae.decode(latent_of(family, 3, batch=2), CPU)
     assert progress[-1] == (18, 18)
     vae.encode(video(10), CPU, end_=True)
@@ -337,7 +337,7 @@ def test_progress_is_shown_where_it_is_wanted(family, vae, progress):
 
 @pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
 @pytest.mark.parametrize("pbar", [False, True])
-def test_an_interrupt_ends_it(family, vae, encode, pbar):
+def test_an_interrupt_ends_the_call(family, vae, encode, pbar):
     def run():
         if encode:
             return vae.encode(video(17), CPU, pbar=pbar)

@@ -1,4 +1,4 @@
-"""The VAE for ComfyUI-WanVideoWrapper, and what it is compared with."""
+"""The VAE for ComfyUI-WanVideoWrapper, and its oracle."""
 
 import torch
 
@@ -15,7 +15,7 @@ def wrapped(fast):
 
 
 class Oracle:
-    """What the wrapper's VAE gives, by ComfyUI's network in float32 or another dtype."""
+    """The expected results of the wrapper's VAE, from ComfyUI's network in a given dtype."""
 
     def __init__(self, state, dtype=torch.float32):
         from comfy.latent_formats import Wan21, Wan22
@@ -34,6 +34,6 @@ class Oracle:
 
 
 def video(frames, height=48, width=64, batch=1, seed=0):
-    """Videos `[B, 3, T, H, W]` in [-1, 1], as the wrapper's nodes make them of images."""
+    """Return videos `[B, 3, T, H, W]` in [-1, 1], as the wrapper's nodes make of images."""
     images = [clip(frames, height, width, seed=seed + each) for each in range(batch)]
     return torch.stack(images).permute(0, 4, 1, 2, 3) * 2 - 1
