@@ -1,4 +1,4 @@
-"""The phase of a run that a model serves, passed from a sampler to code in the model's calls."""
+"""The phase of a sampling run, passed from the sampler to code in the model's calls."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ KEY = "fast_video_vae.phase"
 
 @dataclass(frozen=True)
 class Phase:
-    """The part of a run that one model serves.
+    """The part of a run that one model denoises.
 
     Attributes:
         number: Number of the phase, from 0.
