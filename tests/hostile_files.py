@@ -31,7 +31,7 @@ NASTY_KEYS = ("a\nb", "\u202egnp.exe", "\x1b[31mred", "\x00", "k" * 900, "\ud800
 def hostile_files(canary, every=1):
     """Names and contents of at least 400 files; code in them would create the file `canary`.
 
-    `every`: only one of so many of each kind.
+    `every`: only one in `every` of each kind.
     """
     draw = random.Random(0)
     for make in (_cut, _flipped, _mistaken, _headers, _layouts, _archives, _tensors, _pickles):

@@ -85,17 +85,14 @@ def benchmark(
 ) -> BenchmarkReport:
     """Measure both networks of a VAE, a fast one or ComfyUI's own, which is not modified.
 
-    Missing inputs are created: a latent from the pixels, or random; pixels from the latent, or soft
-    moving colors of the size of `clip`.
-
     Args:
         vae: The VAE.
         task: "decode", "encode" or "both".
         clip: Size of the clip without `latent` and `pixels`.
         rounds: Rounds after a warm-up.
         dtype: Compute dtype of both; None: the one in which the VAE decodes.
-        latent: `[B, C, t, h, w]` or `[t, C, h, w]`, or None.
-        pixels: `[T, H, W, C]`, or None.
+        latent: `[B, C, t, h, w]` or `[t, C, h, w]`; None: from `pixels`, or random.
+        pixels: `[T, H, W, C]`; None: from `latent`, or soft moving colors.
 
     Returns:
         The report.
@@ -132,15 +129,9 @@ def benchmark(
             comfy.model_management.unload_model_and_clones(each.patcher, all_devices=True)
         comfy.model_management.soft_empty_cache()
         give_back(pair.fast.device)
-    config = pair.config
-    return BenchmarkReport(
-        f"{config.family}, base width {config.decoder_width}",
-        device_label(vae.device),
-        content.clip,
-        rounds,
-        comparisons,
-        content.notes,
-    )
+    name = f"{pair.config.family}, base width {pair.config.decoder_width}"
+    device = device_label(vae.device)
+    return BenchmarkReport(name, device, content.clip, rounds, comparisons, content.notes)
 
 
 def pair_of(vae: Any, dtype: torch.dtype | None) -> ComparedVAEs:  # noqa: ANN401

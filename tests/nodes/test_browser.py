@@ -89,9 +89,8 @@ def renderer(request, page):
 def complaints(page, server):
     """Errors of the browser about this pack or its workflows.
 
-    Any exception that nothing caught; and errors in the console that name the pack, one of its
-    nodes or a file below its address. What the server does not have, such as the settings of a user
-    who is new, is none of these.
+    Uncaught exceptions, and errors in the console that name the pack, one of its nodes or a file
+    below its address. Missing files of the server, such as settings of a new user, do not count.
     """
     seen = []
     ours = re.compile(rf"FastVAE_|fast.?video.?vae|/{re.escape(server.name)}/", re.IGNORECASE)

@@ -8,10 +8,9 @@ from .texts import WAN_NEGATIVE, WAN_POSITIVE
 TEXT = """
 ## ComfyUI-WanVideoWrapper with a fast VAE
 
-For those who use kijai's nodes, which a manager of custom nodes installs: search for
-**ComfyUI-WanVideoWrapper**. **Load VAE (Fast)** and **To WANVAE (Fast)** stand in for **WanVideo
-VAE Loader**, in any workflow, and go wherever a `vae` of those nodes is asked for: image to video,
-VACE, the encoders.
+For kijai's nodes, which ComfyUI-Manager installs: search for **ComfyUI-WanVideoWrapper**. **Load
+VAE (Fast)** and **To WANVAE (Fast)** replace **WanVideo VAE Loader** in any workflow, for every
+`vae` input of those nodes: image to video, VACE, the encoders.
 
 ### Files
 
@@ -20,8 +19,8 @@ FILES
 ### What to change
 
 - **Model**: any other that the wrapper loads; Wan 2.2 5B needs `wan2.2_vae.safetensors`.
-- **Tiles**: leave `enable_vae_tiling` off. A fast VAE takes tiles by itself where memory asks for
-  it, and they leave no seams.
+- **Tiles**: leave `enable_vae_tiling` off. A fast VAE uses tiles only if memory is short, and
+  without seams.
 - **More memory**: **WanVideo Block Swap** of the wrapper, at the model loader.
 """
 

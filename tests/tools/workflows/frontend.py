@@ -57,6 +57,11 @@ _BUILD = """async ({nodes, links}) => {
     if (!node) throw new Error(`no node ${spec.kind}`);
     app.graph.add(node);
     if (spec.title) node.title = spec.title;
+    for (const [name, label] of Object.entries(spec.labels)) {
+      const named = [...node.inputs, ...(node.widgets ?? [])].filter(each => each.name === name);
+      if (!named.length) throw new Error(`${spec.kind}: no input ${name}`);
+      for (const each of named) each.label = label;
+    }
     if (spec.color) { node.color = spec.color; node.bgcolor = spec.bgcolor; }
     for (const [name, value] of Object.entries(spec.widgets)) {
       const widget = node.widgets?.find(w => w.name === name);
@@ -227,6 +232,7 @@ def _specification(graph: Graph, properties: list[dict]) -> dict:
         {
             "kind": node.kind,
             "title": node.title,
+            "labels": node.labels,
             "color": node.color,
             "bgcolor": node.bgcolor,
             "widgets": _widgets(graph, node),

@@ -44,6 +44,7 @@ class Node:
         inputs: By name: an `Output` or a `Node` with one output is a link, all else the value of a
             widget.
         title: None: the node's own.
+        labels: Names shown for its inputs; other inputs have the node's own.
         least: Its least height, without its title, in pixels.
         stretch: Whether it fills the rest of its column.
         color: Of its title; None: as usual.
@@ -53,6 +54,7 @@ class Node:
     kind: str
     inputs: dict[str, object]
     title: str | None = None
+    labels: dict[str, str] = field(default_factory=dict)
     least: int = 0
     stretch: bool = False
     color: str | None = None
@@ -84,7 +86,7 @@ class Group:
         **inputs: object,
     ) -> Node:
         """A node at the bottom. Names of inputs that are no Python names: `**{"a.b": value}`."""
-        node = Node(kind, inputs, title, least, stretch)
+        node = Node(kind, inputs, title, least=least, stretch=stretch)
         self.nodes.append(node)
         return node
 

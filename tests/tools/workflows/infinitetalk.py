@@ -7,9 +7,9 @@ from .picture import Block
 TEXT = """
 ## InfiniteTalk: a picture speaks
 
-Choose a portrait and a sound of about 6 seconds, press **Run**. Two windows of 81 frames are made
-one after the other: the second begins with the last 9 frames of the first, which are then left
-out, so that lips stay with the sound at 25 frames per second.
+Choose a portrait and an audio file of about 6 seconds, press **Run**. Two windows of 81 frames are
+made one after the other: the second begins with the last 9 frames of the first, which are then
+dropped, so that the lips stay in sync at 25 frames per second.
 
 ### Files
 
@@ -18,7 +18,7 @@ FILES
 ### What to change
 
 - **Longer**: each window adds 72 frames, 2.9 seconds. Copy the group **Second window**, connect
-  all frames so far to its `previous_frames`, and add what it makes to **Batch Images**.
+  all frames so far to its `previous_frames`, and add its result to **Batch Images**.
 - **Size**: in both **WanInfiniteTalkToVideo** nodes, the same.
 - **Two speakers**: `mode`, with wan2.1_infiniteTalk_multi_fp16.safetensors.
 """

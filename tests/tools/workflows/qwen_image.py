@@ -7,8 +7,8 @@ from .picture import Block
 TEXT = """
 ## Qwen-Image with a LoRA, 8 steps
 
-Text to image. The LoRA acts while the model runs, so that its effect is not rounded away in an fp8
-model, and another strength, or file, loads nothing anew.
+Text to image. The LoRA is applied while the model runs, so that its effect is not rounded away in
+an fp8 model, and a new strength or file does not reload the model.
 
 ### Files
 

@@ -5,9 +5,9 @@ from .graph import FAST, Graph
 from .picture import Block
 
 TEXT = """
-## Make a video larger with SeedVR2
+## Upscale a video with SeedVR2
 
-Choose a video in **Load Video**, press **Run**. The result goes to `output/video`, with its sound.
+Choose a video in **Load Video**, press **Run**. The result goes to `output/video`, with its audio.
 
 ComfyUI's SeedVR2 nodes with four of ours: **Load VAE (Fast)**, **VAE Encode (Fast)** and **VAE
 Decode (Fast)** need no tiles, so there are no seams; **Fuse SwiGLU MLPs (Fast)** takes fewer passes
@@ -21,7 +21,7 @@ FILES
 
 - **Size**: `multiplier` of **Resize**.
 - **Long videos**: **Split SeedVR2 Latent** samples as many frames at a time as fit; set its
-  overlap to 0 where clips are cut hard. **Trim Video** after **Load Video** takes a part.
+  overlap to 0 for videos with hard cuts. **Trim Video** after **Load Video** takes a part.
 - **Colours**: `lab` keeps those of the original, `none` the model's.
 """
 

@@ -9,8 +9,8 @@ TEXT = """
 ## Wan 2.2 14B: two experts, 4 steps
 
 Text to video. **Wan Sampler (Fast)** runs both experts in one go and loads the second when the
-first is done. The LoRAs act while the model runs: another strength or file loads nothing anew. The
-video is written while it is decoded, into `output/video`.
+first is done. The LoRAs are applied while the model runs: a new strength or file does not reload
+it. The video is written to `output/video` while it is decoded.
 
 ### Files
 
@@ -63,6 +63,13 @@ def graph() -> Graph:
         seed=1,
         **stacks,
     )
+    # The node shows "model" and so on; with two experts the label says which one is meant.
+    sampler.labels = {
+        "model_high": "model (high noise)",
+        "loras_high": "LoRAs (high noise)",
+        "cfg_high": "CFG (high noise)",
+        "shift_high": "shift (high noise)",
+    }
 
     column = graph.column(420)
     result = column.group("6   Straight into a file", FAST)

@@ -8,11 +8,11 @@ from .texts import WAN_NEGATIVE
 TEXT = """
 ## Wan 2.2 5B: a picture becomes a video
 
-5 seconds of 1280 x 704 at 24 frames per second. Choose a picture in **Load Image**, say what is to
-happen, press **Run**. The video is written while it is decoded, into `output/video`.
+5 seconds of 1280 x 704 at 24 frames per second. Choose a picture in **Load Image**, describe
+what happens, press **Run**. The video is written to `output/video` while it is decoded.
 
-The VAE of this model is the slow part of it in most workflows; here it is **Load VAE (Fast)**, for
-the picture and for the video.
+In most workflows the VAE is the slow part of this model; here it is **Load VAE (Fast)**, for the
+picture and for the video.
 
 ### Files
 
@@ -22,8 +22,8 @@ FILES
 
 - **Size and length**: in **Wan22ImageToVideoLatent**; multiples of 32, 4 n + 1 frames.
 - **Text to video**: disconnect `start_image`.
-- **Quality**: 20 steps at shift 8 are ComfyUI's; for those that the model was published with set
-  `steps` to 0 and the shift to `auto`: 50 steps.
+- **Quality**: 20 steps at shift 8 are ComfyUI's settings; for the published ones set `steps` to 0
+  and the shift to `auto`: 50 steps.
 """
 
 _POSITIVE = (

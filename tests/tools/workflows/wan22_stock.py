@@ -9,10 +9,10 @@ from .wan22_14b import load_experts
 TEXT = """
 ## Wan 2.2 14B, decoded fast
 
-ComfyUI's own graph for text to video in 4 steps. **Two nodes** are others, those in the green
+ComfyUI's own graph for text to video in 4 steps. **Two nodes** differ, those in the green
 group: **Load VAE (Fast)** in place of Load VAE, and **VAE Decode (Fast)** in place of VAE Decode.
 
-The same two make any workflow faster. For the VAE of a checkpoint there is **Accelerate VAE
+The same two make any workflow faster. For the VAE of a checkpoint use **Accelerate VAE
 (Fast)**.
 
 ### Files
@@ -23,8 +23,8 @@ FILES
 
 - **Prompt**: the negative one has no effect at cfg 1.
 - **Size and length**: in **Latent**; 4 n + 1 frames, 16 per second.
-- **Without the LoRAs**: bypass both; in both samplers steps 20, cfg 3.5, and the experts change at
-  step 10.
+- **Without the LoRAs**: bypass both; in both samplers use 20 steps, cfg 3.5, and change
+  experts at step 10.
 """
 
 _BLOCKS = (
