@@ -380,7 +380,7 @@ PLANTED = [
     (without_shape, 'def f(x: Tensor) -> None:\n    """Use `x`."""\n'),
     (
         without_shape,
-        'class A:\n    """A."""\n\n    def f(self) -> Tensor:\n        """Make `frames` frames."""\n',
+        'class A:\n    """A."""\n\n    def f(self) -> Tensor:\n        """Make `n` frames."""\n',
     ),
     (without_sections, 'def f(x: int) -> None:\n    """Do it."""\n'),
     (without_sections, f'def f(x: int) -> int:\n{_DOC}    """\n'),

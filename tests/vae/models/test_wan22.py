@@ -42,5 +42,5 @@ def test_a_pruned_decoder_loads_by_its_shapes():
 def test_widths_that_a_shortcut_cannot_serve_are_one_line():
     with pytest.raises(ValueError, match="16 values for 7 channels"):
         UpStage(7, 4, space=True, time=False, taps=3)
-    with pytest.raises(ValueError, match="28 numbers for 8 channels"):
+    with pytest.raises(ValueError, match="28 values for 8 channels"):
         DownStage(7, 8, space=True, time=False, taps=3)
