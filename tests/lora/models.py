@@ -246,7 +246,7 @@ def spelled(pairs, spelling="diffusion_model", ending="peft", alpha=None, names=
 
 
 def amounts_of(bank, *entries):
-    """Of a stack: (number of the file, filter of blocks) each; without them all files."""
+    """Return the strengths of a stack of (file number, block filter); default: all files."""
     entries = entries or [(number, "") for number in range(len(bank.files))]
     every = parse_schedule("1")
     stack = [StackEntry(bank.files[n].path, every, parse_blocks(text)) for n, text in entries]

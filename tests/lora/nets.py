@@ -92,7 +92,7 @@ class Model(nn.Module):
 
 
 def video(side=8, frames=2, batch=1, dtype=torch.float32):
-    """As many tokens as `frames * (side / 2) ** 2` in each of a batch."""
+    """Draw a batch of videos with `frames * (side / 2) ** 2` tokens each."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(batch, 4, frames, side, side, generator=generator).to(dtype)
 
@@ -164,7 +164,7 @@ class Stack:
 
 
 def session_of(bank, strengths, mode="auto", blocks="", **more):
-    """Of all files of a bank."""
+    """Return a session with all files of a bank."""
     amounts = amounts_of(bank, *((number, blocks) for number in range(len(bank.files))))
     amounts.set(strengths)
     return Session(bank, amounts, mode, **more)

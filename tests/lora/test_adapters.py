@@ -114,7 +114,7 @@ def with_dora(p, weight, delta, strength, eps):
 
 
 def formula(row, weight, parts, strength):
-    """What the row stands for, in float64."""
+    """Compute the delta of the row in float64."""
     p = {name: part.double().numpy() for name, part in parts.items()}
     eps = torch.finfo(weight.dtype).eps
     weight = weight.double().numpy()

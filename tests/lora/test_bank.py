@@ -44,7 +44,7 @@ def stack(write):
 
 
 def delta(pairs, name):
-    """In float64: `up @ down`, flat."""
+    """Return `up @ down` in float64, flat."""
     if name not in pairs:
         return 0.0
     up, down = (part.double().flatten(1) for part in pairs[name])

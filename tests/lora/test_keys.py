@@ -28,7 +28,7 @@ quick = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 def names_of(model):
-    """What files call the modules of a model: by any name its own one."""
+    """Return the names of a model's modules in files, each with the model's own name."""
     return {name: name for name in modules(MODELS[model][0])} | (THEIRS if model == "wan" else {})
 
 

@@ -88,7 +88,7 @@ def test_half_precision_is_within_half_an_eps_per_rounding(tmp_path, linear, mod
 
 
 def test_a_layer_in_less_precision_than_its_input_is_added_to_as_it_is_cast(stack):
-    """As a model that is stored in bfloat16 and computes in float32."""
+    """For example a model stored in bfloat16 that computes in float32."""
     model = Model(Casting)
     for block in model.diffusion_model.blocks:
         block.self_attn.q.bfloat16()

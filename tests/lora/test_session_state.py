@@ -1,4 +1,4 @@
-"""What a bank leaves of a model and its memory, whence its pairs come, and what is compiled."""
+"""State of a model around a session: memory, staged pairs and compiled calls."""
 
 import gc
 import hashlib
@@ -22,7 +22,7 @@ from fast_video_vae.tests.lora.nets import (
 
 
 def state_of(model):
-    """What a call may not leave changed: parameters, their bits, and functions on them."""
+    """Return the state that a call must restore: parameters, their bits, and functions on them."""
     state = []
     for name, module in model.named_modules():
         parameters = {key: id(value) for key, value in module._parameters.items()}

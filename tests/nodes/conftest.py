@@ -66,7 +66,7 @@ def output(comfyui, tmp_path, monkeypatch):
 
 @pytest.fixture
 def progress(comfyui, monkeypatch):
-    """What progress bars show from here on: `(value, total)` each time."""
+    """Record the updates of progress bars as `(value, total)`."""
     import comfy.utils
 
     shown = []
@@ -95,7 +95,7 @@ def start_server(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def server(start_server):
-    """One that runs, on the CPU, for all tests that leave it as it was."""
+    """A running server on the CPU, shared by tests that do not change it."""
     with start_server() as server:
         yield server
 
@@ -109,7 +109,7 @@ def server(start_server):
     ],
 )
 def device_server(request, start_server):
-    """One on the CPU; with a GPU one as ComfyUI boots by default, and one without DynamicVRAM."""
+    """A server on the CPU; with a GPU also with ComfyUI's defaults and without DynamicVRAM."""
     if request.param is None:
         yield request.getfixturevalue("server")
         return

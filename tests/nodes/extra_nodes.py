@@ -55,7 +55,7 @@ def value(name):
 
 
 class Encoder:
-    """What takes the place of a CLIP."""
+    """A replacement for a CLIP."""
 
     def tokenize(self, text):
         return {"words": [text]}

@@ -194,13 +194,13 @@ class Server:
         return folder
 
     def log(self) -> str:
-        """All that it has printed, without the colors."""
+        """The output so far, without colors."""
         text = (self.base / "server.log").read_text(encoding="utf-8", errors="replace")
         return _COLOR.sub("", text)
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """Address of the server."""
         return f"http://127.0.0.1:{self._port}"
 
     def memory(self) -> Any:
@@ -224,7 +224,7 @@ class Server:
 
     @property
     def events(self) -> Events:
-        """What it says about the prompts of this object, from the first use of this on."""
+        """Messages about prompts of this object, from the first access on."""
         if self._events is None:
             url = f"ws{self.url.removeprefix('http')}/ws?clientId={self.client_id}"
             self._events = Events(url)

@@ -80,7 +80,7 @@ def page(server, tmp_path_factory):
 
 @pytest.fixture(params=["canvas", "vue"])
 def renderer(request, page):
-    """Both ways in which the frontend draws nodes; their sizes differ."""
+    """Both renderers of the frontend; their node sizes differ."""
     page.evaluate(SET, {"Comfy.VueNodes.Enabled": request.param == "vue"})
     return request.param
 
@@ -119,7 +119,7 @@ def opened(page, file):
 
 @pytest.fixture(params=DEMOS, ids=lambda file: file.stem)
 def demo(request, page, renderer):
-    """Each workflow that needs no download."""
+    """A workflow that needs no download."""
     return opened(page, request.param)
 
 
@@ -236,7 +236,7 @@ def overlaps(page):
 
 
 def nodes_of(workflow, *packs):
-    """Its nodes that these packs bring."""
+    """Return the nodes of the workflow from these packs."""
     return [node for node in workflow["nodes"] if node["properties"].get("cnr_id") in packs]
 
 

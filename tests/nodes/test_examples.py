@@ -1,4 +1,4 @@
-"""The files of `example_workflows/`, without a browser: what stands in them fits together."""
+"""The files of `example_workflows/`, without a browser: their content is consistent."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What the tests of files and of the command line share."""
+"""Fixtures for the tests of files and the command line."""
 
 from contextlib import contextmanager
 

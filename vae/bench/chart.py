@@ -170,5 +170,5 @@ def ascii_only(text: str) -> str:
 
 
 def default_font(size: float) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Return Pillow's own font, which is always available, in `size` points."""
+    """Return Pillow's own font, which is always available, in the given `size`."""
     return ImageFont.load_default(size)

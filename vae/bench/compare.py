@@ -156,7 +156,7 @@ def psnr(images: Tensor, expected: Tensor) -> float:
     """
     error, count = 0.0, 0
     for one, other in zip(_frames(images), _frames(expected), strict=True):
-        # On the host in float64, as some devices lack it.
+        # On the host, because some devices lack float64.
         difference = one.cpu().double() - other.cpu().double()
         error += float(difference.square_().sum())
         count += difference.numel()
@@ -189,5 +189,5 @@ def device_label(device: torch.device) -> str:
 
 
 def _frames(images: Tensor) -> Tensor:
-    """Return the frames as `[N, H, W, C]`, without a copy."""
+    """Return the frames as `[N, H, W, C]`, for one video without a copy."""
     return images.flatten(0, -4)

@@ -17,7 +17,7 @@ MLPS = {
 
 
 class Model(nn.Module):
-    """What ComfyUI's models have in common: the network under this name."""
+    """The common part of ComfyUI's models: the network under this name."""
 
     def __init__(self, network):
         super().__init__()
@@ -43,7 +43,7 @@ def model_of(network):
 
 @torch.inference_mode()
 def output(name, model, dtype=torch.float32):
-    """What the network gives as it stands, in float32."""
+    """Return the output of the network in float32."""
     generator = torch.Generator().manual_seed(1)
 
     def noise(*shape):

@@ -89,7 +89,7 @@ def _used(layer, x):
 
 
 def _added(layer, x):
-    """What a call of a layer adds to its output."""
+    """Return what the LoRA adds to the output of a layer."""
     from fast_video_vae.lora.apply import JoinedPairs
 
     bypass, found = JoinedPairs.bypass, []

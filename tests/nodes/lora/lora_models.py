@@ -207,7 +207,7 @@ def lora(seed=0, kind="wan21-t2v", parts=COMMON):
 
 
 def stack(name, strength="1.0", blocks="", before=None):
-    """What the node LoRA Stack (Fast) gives."""
+    """Return the output of LoRA Stack (Fast)."""
     from fast_video_vae.nodes.lora.nodes import LoraStack
 
     given = {} if before is None else {"stack": before}
@@ -217,7 +217,7 @@ def stack(name, strength="1.0", blocks="", before=None):
 
 
 def apply(model, given, mode="auto", phase="auto"):
-    """What the node Apply LoRA (Fast) gives: a model and a report."""
+    """Return the outputs of Apply LoRA (Fast): a model and a report."""
     from fast_video_vae.nodes.lora.nodes import ApplyLora
 
     return _run(ApplyLora, {"model": model, "stack": given, "mode": mode, "phase": phase})
@@ -238,7 +238,7 @@ def _run(cls, inputs):
 
 
 def session_of(model):
-    """What applies the LoRAs of a model while it runs, once it has run."""
+    """Return the session of a model that has run."""
     from fast_video_vae.nodes.lora.apply import KEY
 
     (session,) = model.get_attachment(KEY).sessions.values()
@@ -246,7 +246,7 @@ def session_of(model):
 
 
 def weights(model):
-    """What must not change: the tensors of a model, by their names and with their bits."""
+    """Return the tensors of a model by name, as bits; they must not change."""
     found = {}
     for name, value in [*model.model.named_parameters(), *model.model.named_buffers()]:
         data = getattr(value, "_qdata", value).detach().contiguous()

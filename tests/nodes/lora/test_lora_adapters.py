@@ -18,7 +18,7 @@ SPELLED = {
 
 @pytest.fixture(autouse=True)
 def _kron_of_any_strides(monkeypatch):
-    """What einsum returns is not contiguous, and `torch.kron` in ComfyUI's LoKr fails on that."""
+    """The result of einsum is not contiguous, which `torch.kron` in ComfyUI's LoKr rejects."""
     kron = torch.kron
     monkeypatch.setattr(torch, "kron", lambda a, b: kron(a.contiguous(), b.contiguous()))
 

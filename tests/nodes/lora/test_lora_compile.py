@@ -47,7 +47,7 @@ def model(monkeypatch):
 
 @pytest.fixture
 def lora(model):
-    """Of linear layers alone."""
+    """A LoRA of linear layers only."""
     return save_lora(lora_for(_linear(), seed=0, parts=("pairs",)), "linear.safetensors")
 
 
@@ -56,7 +56,7 @@ def _linear():
 
 
 def compiled(model, backend="eager"):
-    """As by the node TorchCompileModel, which takes no other backend than for GPUs."""
+    """Compile as TorchCompileModel does, which only has backends for GPUs."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
 

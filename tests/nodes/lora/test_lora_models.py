@@ -52,7 +52,7 @@ def plain(kind):
 
 @functools.cache
 def by_core(kind, *strengths):
-    """What ComfyUI's loaders give, one after the other."""
+    """Return the model after ComfyUI's loaders, one after the other."""
     model = plain(kind)[0]
     for seed, strength in enumerate(strengths):
         model = core(model, lora(seed, kind), strength)
@@ -157,7 +157,7 @@ def test_a_list_of_strengths_is_one_for_each_step(mode):
 
 
 def _stepwise(models, kind):
-    """One step with each of the models."""
+    """Run one step with each of the models."""
     import comfy.sample
 
     noise, positive, negative = inputs(kind)
@@ -252,7 +252,7 @@ def test_comfyuis_guider_of_two_models_with_one_lora(mode):
 
 @each_value_once(mode=UNMERGED, second=[True, False])
 def test_comfyuis_guider_of_two_models_with_a_lora_each(mode, second):
-    """It calls the second model with the options of the first, whose LoRA is not the second's."""
+    """It calls the second model with the options of the first; their LoRAs differ."""
     state = plain(KIND)[1]
 
     def pair(first, other):

@@ -42,7 +42,7 @@ def model():
 
 
 def test_merged_weights_are_put_back(model):
-    """By ComfyUI, as after its own loaders: when the model is wanted without them."""
+    """ComfyUI restores them, as after its own loaders, when the model is used without LoRAs."""
     without, before = sample(model), weights(model)
     sample(fast(model, lora(), 0.8, "merged"))
     assert torch.equal(sample(model), without)

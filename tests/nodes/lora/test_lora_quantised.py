@@ -171,7 +171,7 @@ def packed(state):
 
 
 def loha_for(state):
-    """Of the linear layers of the blocks."""
+    """Return a LoHa of the linear layers of the blocks."""
     generator, file = torch.Generator().manual_seed(7), {}
     for key, value in state.items():
         if key.startswith("blocks.") and key.endswith(".weight") and value.ndim == 2:

@@ -59,7 +59,7 @@ def empty(kind="wan21-t2v"):
 
 @torch.inference_mode()
 def run(kind="wan21-t2v", **given):
-    """All outputs of Wan Sampler (Fast), by ComfyUI's own way of calling it."""
+    """Return all outputs of Wan Sampler (Fast), called as by ComfyUI."""
     from fast_video_vae.nodes.sampling.nodes import WanSampler
 
     known = DEFAULTS | experts(kind) | prompts(kind) | {"latent_image": empty(kind)} | given

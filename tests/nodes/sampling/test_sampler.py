@@ -35,7 +35,7 @@ DIFFERENT = 1e-3
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Which network was called at which noise level, and how many rows it was given."""
+    """Record the calls: network, noise level and number of rows."""
     import comfy.model_base
 
     seen = []
@@ -185,7 +185,7 @@ def test_what_other_nodes_make_of_the_models_holds_for_both_experts(patch):
     ],
 )
 def test_a_sampler_goes_on_over_the_switch(sampler, remembers):
-    """Two experts with the same weights are one model; two samplers in a row begin anew."""
+    """Two experts with equal weights act as one model; two samplers in a row would restart."""
     one, other = expert("wan21-t2v", 0), expert("wan21-t2v", 0).clone()
     expected = ksampler(shifted(one, 5.0), steps=6, sampler=sampler)
     given = {"model_high": one, "model_low": other, "steps": 6, "sampler_name": sampler}

@@ -58,7 +58,7 @@ def test_the_first_model_is_unloaded_at_the_switch_if_asked_for(monkeypatch):
 
 
 class Stopped(BaseException):
-    """As ComfyUI's own, when a user stops a run."""
+    """Stands for ComfyUI's error when a user stops a run."""
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_run_that_ends_in_an_error_leaves_the_models_as_they_were(monkeypatch,
 
 
 def states(models):
-    """All of several models: what clones share with them, and what a run might leave in them."""
+    """Return the state of models: shared with clones, and possibly changed by a run."""
     return {
         name: (
             # The shift of a clone stays in the network while that is loaded.
@@ -115,7 +115,7 @@ def states(models):
 
 @pytest.mark.parametrize(("at", "count"), [(1, 1), (2, 2), slow(1, 2), slow(2, 1)])  # 2: switched
 def test_a_run_goes_on_where_memory_runs_out(monkeypatch, caplog, at, count):
-    """In a call of a model: first other models are unloaded, then the weights of this one."""
+    """In a model call: first unload other models, then stream the weights of this one."""
     import comfy.model_base
     import comfy.sampler_helpers
 

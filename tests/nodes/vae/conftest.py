@@ -20,7 +20,7 @@ class Family(NamedTuple):
     block: str  # a layer of the middle, of either network
 
     def another_stock(self):
-        """ComfyUI's VAE anew, on the same weights."""
+        """A second VAE of ComfyUI with the same weights."""
         return (narrow_seedvr2 if self.name == "seedvr2" else stock_vae)(self.state)
 
 
@@ -46,7 +46,7 @@ def seedvr2(comfyui, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def models(comfyui):
-    """Where the loaders look for a VAE."""
+    """Folder in which the loaders look for VAEs."""
     folder = comfyui / "models" / "vae"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -54,5 +54,5 @@ def models(comfyui):
 
 @pytest.fixture(params=["wan", "seedvr2"])
 def family(request):
-    """Each of them."""
+    """A VAE family."""
     return request.getfixturevalue(request.param)

@@ -1,4 +1,4 @@
-"""Where a fast VAE comes from: a VAE that ComfyUI loaded, and a file; and what stays as it is."""
+"""Sources of a fast VAE: a VAE of ComfyUI or a file; and the inputs that must not change."""
 
 import copy
 import gc

@@ -40,7 +40,7 @@ def pictures(server, seed, amounts):
 
 
 def freed_bytes(server):
-    """What the device has free once ComfyUI has let go of all models."""
+    """Return the free bytes of the device after ComfyUI has unloaded all models."""
     server.post("/free", unload_models=True, free_memory=True)
     free = 0
     for _ in range(20):  # it lets go when it is idle

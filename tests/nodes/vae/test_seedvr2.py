@@ -1,4 +1,4 @@
-"""What SeedVR2's VAE has of its own in ComfyUI: its latents, its nodes, and frames never cut."""
+"""SeedVR2's VAE in ComfyUI: its latents, its nodes, and whole frames only."""
 
 import pytest
 import torch

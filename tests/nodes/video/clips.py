@@ -23,7 +23,7 @@ def frames_of(video):
 
 
 def components(video):
-    """What Get Video Components gives."""
+    """Return the outputs of Get Video Components."""
     images, audio, fps, *_ = v3_node("nodes_video", "GetVideoComponents", video=video)
     return images, audio, fps
 
@@ -33,7 +33,7 @@ def image(vae, latent):
 
 
 def assert_encoded(latent, vae, pixels):
-    """It is what VAE Encode gives for an IMAGE."""
+    """Check that the latent equals that of VAE Encode for an IMAGE."""
     (expected,) = node("VAEEncode", vae=vae, pixels=pixels)
     assert relative_error(latent, expected["samples"]) <= 1e-5
 

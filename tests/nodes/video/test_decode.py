@@ -36,7 +36,7 @@ def demo(comfyui):
 
 
 def is_empty(folder):
-    """No file at all: no video, and nothing that a video was to become."""
+    """Return whether the folder has no file: neither a video nor a partial one."""
     return not [path for path in folder.rglob("*") if path.is_file()]
 
 

@@ -70,7 +70,7 @@ def test_a_trimmed_video_is_what_get_video_components_gives(fast, tmp_path, star
 
 
 def matching(picture, pictures, tolerance):
-    """Which of some pictures it is."""
+    """Return the index of the most similar picture."""
     distances = (pictures - picture).abs().amax(dim=(1, 2, 3))
     (found,) = (distances <= tolerance).nonzero()
     return found.item()

@@ -55,7 +55,7 @@ def test_eight_times_the_frames_take_no_more_memory(tmp_path):
 
 
 def peak_mib(base, task, frames):
-    """What a process of its own takes."""
+    """Return the peak memory of a separate process."""
     base.mkdir(exist_ok=True)
     command = script_command(PEAK, base, task, frames)
     done = subprocess.run(command, cwd=base, capture_output=True, text=True, check=False)

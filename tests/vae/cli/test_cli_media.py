@@ -20,7 +20,7 @@ from fast_video_vae.vae.media import Audio, frames_to_uint8, read_audio, read_vi
 
 @pytest.fixture
 def latents(tmp_path):
-    """Of 13 frames of 64x96 pixels."""
+    """A latent file of 13 frames of 64x96 pixels."""
     path = tmp_path / "l.safetensors"
     save_file({"latent": torch.randn(1, 16, 4, 8, 12)}, path)
     return path

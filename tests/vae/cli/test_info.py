@@ -31,7 +31,7 @@ def matrix():
 
 @pytest.fixture
 def lines_of(run):
-    """What the command says."""
+    """Return the output lines of the command."""
 
     def call(*arguments):
         code, lines, _ = run("info", *arguments)

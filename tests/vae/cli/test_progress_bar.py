@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
 
 
 def shown(monkeypatch, stream, steps, total, **options):
-    """What goes to stderr; `steps` are seconds and what was done in them."""
+    """Return the text on stderr; `steps` are pairs of seconds and work done."""
     monkeypatch.setattr(sys, "stderr", stream)
     seconds = 0.0
     with ProgressBar("decode", total, clock=lambda: seconds, **options) as bar:

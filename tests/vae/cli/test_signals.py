@@ -233,7 +233,7 @@ def test_signals_that_follow_the_first_change_nothing(tmp_path, files):
 
 @pytest.mark.slow
 def test_an_ignored_hangup_stays_ignored(tmp_path, files):
-    """As `nohup` starts a command."""
+    """`nohup` starts a command with SIGHUP ignored."""
     with start(arguments("decode", files, tmp_path, SHORT), ignored=[signal.SIGHUP]) as process:
         wait_until(process, "opened", tmp_path)
         process.send_signal(signal.SIGHUP)

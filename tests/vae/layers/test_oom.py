@@ -95,7 +95,7 @@ def test_nothing_is_computed_twice(vae, memory, products, monkeypatch, at):
     indirect=True,
 )
 def test_it_goes_on_in_tiles_and_then_in_smaller_ones(vae, memory, monkeypatch):
-    """What layers remember of whole frames is cut, and put together and cut again."""
+    """The tails of whole frames are cut into tiles, merged, and cut again."""
     latent, video = both(vae, size=12)
     tiles = []
 

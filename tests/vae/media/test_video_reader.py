@@ -191,9 +191,9 @@ for frames in lengths:
 
 
 def printed(command):
-    """What a program prints; started again where it stops for good, as SVT-AV1 4.1 does at times.
+    """Return the output of a program; restarted if it hangs, as SVT-AV1 4.1 sometimes does.
 
-    Its `svt_av1_enc_send_picture` then waits for ever, seen on two busy cores.
+    Its `svt_av1_enc_send_picture` then waits without end, seen on two busy cores.
     """
     for _ in range(2):
         with contextlib.suppress(subprocess.TimeoutExpired):

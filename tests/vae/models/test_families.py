@@ -73,7 +73,7 @@ def family(request):
 
 @pytest.fixture(params=["oneDNN", "plain"])
 def weights_layout(request, family, monkeypatch):
-    """Both kinds of products; what the other kind left behind would be used again."""
+    """Both weight layouts; caches of the other layout are cleared first."""
     family.vae.drop_derived()
     if request.param == "plain":
         monkeypatch.setattr(conv, "packs", lambda _: False)  # as on a GPU

@@ -1,4 +1,4 @@
-"""What is particular to the SeedVR2 layout; see test_families.py for the rest."""
+"""Properties of the SeedVR2 layout; see test_families.py for the rest."""
 
 import functools
 
@@ -43,7 +43,7 @@ def plain(state):
 
 @pytest.fixture(scope="module")
 def truth(state):
-    """What a clip is in float64, by direction and shape."""
+    """Return the float64 result for a clip, by direction and shape."""
     oracle = Oracle({name: value.double() for name, value in state.items()})
 
     @functools.cache
@@ -179,7 +179,7 @@ def test_there_are_no_bands_where_memory_is_plenty(banded):
 
 
 def test_bands_keep_no_more_than_their_share(state, monkeypatch):
-    """What a convolution reads is of the size of a band, not of three frames."""
+    """A convolution reads the size of a band, not of three frames."""
 
     vae = load_vae(state, dtype=torch.float32)
     latent = random_latent(1, 16, 2, 8, 8)

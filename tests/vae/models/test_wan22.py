@@ -1,4 +1,4 @@
-"""What is particular to the Wan 2.2 layout; see test_families.py for the rest."""
+"""Properties of the Wan 2.2 layout; see test_families.py for the rest."""
 
 import pytest
 import torch

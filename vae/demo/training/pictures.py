@@ -236,7 +236,7 @@ class ClipMaker:
         return 1.0 - clip if rng.random() < 0.1 else clip
 
     def _turn(self, clip: Tensor) -> Tensor:
-        """Mirror at random, and rotate every second clip by a multiple of 90 degrees."""
+        """Mirror and rotate by multiples of 90 degrees, at random."""
         rng = self.rng
         if rng.random() < 0.5:
             clip = clip.flip(-1)
