@@ -169,7 +169,7 @@ def tile_of(capability: tuple[int, int], channels: int) -> AttentionTile:
     for widest, tile in tiles.items():
         if channels <= widest:
             return tile
-    raise Refusal(f"heads above {max(tiles)} are faster as matrix products on this chip")
+    raise Refusal(f"heads above {max(tiles)} are left to matrix products on this chip")
 
 
 @triton.jit
