@@ -121,8 +121,8 @@ class ApplyLora(io.ComfyNode):
                     tooltip="auto: the faster method for each layer and call. stream: adds the "
                     "LoRA to a copy of the weight; for many tokens. bypass: two small matmuls in "
                     "parallel to the layer; most exact, for few tokens and quantised models. "
-                    "merged: writes the LoRA into the weights on loading; bf16 and fp16 models "
-                    "only.",
+                    "merged: writes the LoRA into the weights on loading; not for quantised "
+                    "models.",
                 ),
                 io.Combo.Input(
                     "phase",

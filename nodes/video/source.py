@@ -174,7 +174,7 @@ class _Tensors:
     def pieces(self, fit: Fit) -> Iterator[Tensor]:
         height, width = (side - side % fit.multiple for side in fit.size or self.size)
         if not height or not width:
-            wanted = f" and the wanted size is {fit.size[1]}x{fit.size[0]}" if fit.size else ""
+            wanted = f", requested as {fit.size[1]}x{fit.size[0]}" if fit.size else ""
             raise ValueError(
                 f"it is {self.size[1]}x{self.size[0]}{wanted}; "
                 f"expected at least {fit.multiple}x{fit.multiple}"
@@ -245,7 +245,7 @@ def _read_sound(source: str | BinaryIO, begin: Fraction, end: Fraction | None) -
                     break
         except av.error.FFmpegError as error:
             _logger.warning(
-                "Fast Video VAE: the sound is broken after %.2f s: %s", at / rate, error
+                "Fast Video VAE: the audio is broken after %.2f s: %s", at / rate, error
             )
     waveform = torch.cat(blocks[1:] or blocks, dim=1)
     return {"waveform": waveform[:, :length].unsqueeze(0), "sample_rate": rate}

@@ -109,7 +109,7 @@ def codec_for(path: Path) -> Codec:
     found = next((codec for codec in _TABLE.values() if codec.suffix == suffix), None)
     if found is None:
         raise ValueError(
-            f"{path} is not named as a video; expected a name such as x.mp4, x.webm, x.mkv or x.mov"
+            f"{path} is not a video file; expected a name such as x.mp4, x.webm, x.mkv or x.mov"
         )
     return found
 

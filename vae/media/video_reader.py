@@ -180,7 +180,7 @@ class VideoFile:
         full = size or (self.height, self.width)
         height, width = (side - side % multiple for side in full)
         if height < 1 or width < 1:
-            wanted = f" and the wanted size is {size[1]}x{size[0]}" if size else ""
+            wanted = f", requested as {size[1]}x{size[0]}" if size else ""
             raise ValueError(
                 f"{self.path} is {self.width}x{self.height}{wanted}; "
                 f"expected at least {multiple}x{multiple}"

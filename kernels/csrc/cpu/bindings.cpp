@@ -111,7 +111,7 @@ Rows rows_of(const Tensor& x, const Tensor& like) {
   for (int64_t dim = last - 1; dim >= 0; --dim) {
     if (x.size(dim) == 1) continue;
     if (run == 1) rows.stride = x.stride(dim);
-    TORCH_CHECK(x.stride(dim) == run * rows.stride, "rows are not at one distance");
+    TORCH_CHECK(x.stride(dim) == run * rows.stride, "the rows have no common stride");
     run *= x.size(dim);
   }
   rows.stride *= x.element_size();

@@ -90,7 +90,7 @@ Video rows_of(const Tensor& x, const Tensor& like) {
   for (int64_t dim = last - 1; dim >= 0; --dim) {
     if (x.size(dim) == 1) continue;
     if (run == 1) v.row_stride = x.stride(dim);
-    TORCH_CHECK(x.stride(dim) == run * v.row_stride, "rows are not at one distance");
+    TORCH_CHECK(x.stride(dim) == run * v.row_stride, "the rows have no common stride");
     run *= x.size(dim);
   }
   TORCH_CHECK(v.pixels <= kCountLimit, "more rows than a grid counts");

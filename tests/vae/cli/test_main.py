@@ -227,11 +227,11 @@ def test_wrong_usage_is_2(run, arguments):
         ("encode clip.mp4 --vae none -o x.pt", "x.pt is not a latent file"),
         ("decode text.mp4 --vae VAE -o x.mp4", "text.mp4 is not a complete safetensors file"),
         ("decode other.safetensors --vae none -o folder/x.mp4", "No such file .*folder/x.mp4"),
-        ("decode other.safetensors --vae none -o /dev/full", "not named as a video"),
+        ("decode other.safetensors --vae none -o /dev/full", "not a video file"),
         ("decode other.safetensors --vae VAE -o x.mp4", "is a latent of other; .* is wan2.1"),
         ("decode wide.safetensors --vae VAE -o x.mp4", "8 channels; this VAE needs 16"),
         ("decode nan.safetensors --vae VAE -o x.mp4", "NaN"),
-        ("decode tall.safetensors --vae none -o a.avi", "a.avi is not named as a video; expected"),
+        ("decode tall.safetensors --vae none -o a.avi", "a.avi is not a video file; expected"),
         ("decode tall.safetensors --vae none -o a.mp4 --audio no.wav", "No such file .*no.wav"),
         ("decode tall.safetensors --vae none -o a.mp4 --audio text.mp4", "cannot be read as audio"),
         # found before a frame is decoded
@@ -244,7 +244,7 @@ def test_wrong_usage_is_2(run, arguments):
         ("encode clip.mp4 --vae VAE -o x.safetensors --start 9", "lasts 0.30 s; start is 9.0 s"),
         (
             "encode clip.mp4 --vae VAE -o x.safetensors --size 4x4",
-            "clip.mp4 is 48x32 and the wanted size is 4x4; expected at least 8x8",
+            "clip.mp4 is 48x32, requested as 4x4; expected at least 8x8",
         ),
         ("bench --vae none --json x.json", "none does not exist"),
         ("bench --vae VAE -o chart.jpg", "chart.jpg is not a PNG file; expected x.png"),

@@ -195,7 +195,7 @@ def test_a_bad_file_in_memory_is_one_line(data, message):
         ({"limit": 0}, "limited to 0; expected at least 1"),
         ({"frames": 0}, "frames are 0"),
         ({"multiple": 49}, r"a\.mp4 is 64x48; expected at least 49x49"),
-        ({"size": (4, 4), "multiple": 8}, r"a\.mp4 is 64x48 and the wanted size is 4x4; expected"),
+        ({"size": (4, 4), "multiple": 8}, r"a\.mp4 is 64x48, requested as 4x4; expected"),
     ],
 )
 def test_an_impossible_range_is_an_error_before_any_work(numbered_videos, options, message):
