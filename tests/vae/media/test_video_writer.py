@@ -134,7 +134,7 @@ def test_frames_of_another_shape_are_no_pictures(shape):
     [
         ("a.mp4", {"fps": 0}, "fps is 0"),
         ("a.mp4", {"fps": -1.5}, "fps is -1.5"),
-        ("a.png", {}, "named as a video"),
+        ("a.png", {}, "a.png is not a video file; expected a name such as"),
         ("a.webm", {"codec": "h264"}, "a.webm is not a file for h264; expected .mp4 or .mov"),
         ("a.mp4", {"codec": "ffv1"}, "a.mp4 is not a file for ffv1; expected .mkv"),
         ("a.mp4", {"codec": "prores"}, "expected .mov or .mkv"),
