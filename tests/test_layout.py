@@ -321,18 +321,18 @@ RULES = [
 
 
 @pytest.mark.parametrize("rule", dict.fromkeys(row[0] for row in RULES), ids=lambda r: r.__name__)
-def test_the_sources_keep_the_rule(rule):
+def test_the_sources_follow_the_rule(rule):
     assert rule(sources()) == []
 
 
-def test_no_folder_is_full():
+def test_no_folder_has_too_many_files():
     assert full_folders(sources()) == []
     many = {f"lora/a{n}.py": "" for n in range(MOST_FILES)}
     assert full_folders(sources() | many)
 
 
 @pytest.mark.parametrize(("rule", "path", "text"), RULES)
-def test_the_rule_sees_a_violation(rule, path, text):
+def test_the_rule_finds_a_violation(rule, path, text):
     assert set(rule(_planted(path, text))) - set(rule(sources()))
 
 

@@ -34,7 +34,7 @@ def wheel(tmp_path_factory):
         return {info.filename: info.file_size for info in archive.infolist()}
 
 
-def test_the_wheel_holds_every_source_and_nothing_else(wheel):
+def test_the_wheel_has_every_source_and_nothing_else(wheel):
     folders = ("kernels", "lora", "nodes", "vae")
     sources = [
         *ROOT.glob("*.py"),
@@ -46,7 +46,7 @@ def test_the_wheel_holds_every_source_and_nothing_else(wheel):
     assert not [name for name in wheel if "tests/" in name]
 
 
-def test_the_wheel_brings_the_demo(wheel):
+def test_the_wheel_includes_the_demo(wheel):
     demo = {
         name: size for name, size in wheel.items() if name.startswith("fast_video_vae/vae/demo/")
     }
@@ -55,7 +55,7 @@ def test_the_wheel_brings_the_demo(wheel):
     assert sum(demo.values()) <= DEMO_LIMIT_BYTES
 
 
-def test_the_wheel_brings_what_the_native_kernels_are_built_from(wheel):
+def test_the_wheel_includes_the_sources_of_native_kernels(wheel):
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kernels/csrc").rglob("*.*")}
     assert {name for name in wheel if "/csrc/" in name} == {
         f"fast_video_vae/{name}" for name in sources
@@ -76,14 +76,14 @@ def test_the_changelog_has_this_version(project):
     assert f"## [{project['version']}]" in changelog
 
 
-def test_the_readme_has_both_commands_alone_on_a_line_in_a_fence():
+def test_the_readme_has_both_commands_on_separate_lines():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     fenced = "".join(re.findall(r"```(?:bash|sh)?\n(.*?)```", readme, flags=re.DOTALL))
     assert 'pip install ".[cli]" && fast-video-vae demo' in fenced.splitlines()
     assert 'pip install ".[test]" && pytest' in fenced.splitlines()
 
 
-def test_what_the_readme_shows_and_links_to_is_there():
+def test_images_and_links_of_the_readme_exist():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     targets = [unquote(target) for target in re.findall(r"\]\((?!https?:)([^)]+)\)", readme)]
     headings = re.findall(r"^#+ (.+)$", readme, flags=re.MULTILINE)
@@ -93,7 +93,7 @@ def test_what_the_readme_shows_and_links_to_is_there():
         assert target in anchors or (ROOT / target).exists(), target
 
 
-def test_comfyui_scans_the_folder_and_nothing_else_is_imported(tmp_path):
+def test_comfyui_finds_the_pack_and_imports_nothing_else(tmp_path):
     """ComfyUI imports a pack under the path of its folder and asks it for nodes."""
     code = (
         "import importlib.util as util, sys\n"

@@ -324,7 +324,7 @@ def test_no_text_has_a_listed_word():
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_sources_keep_the_rule(rule):
+def test_the_sources_follow_the_rule(rule):
     assert rule(sources()) == []
 
 
@@ -349,7 +349,7 @@ def test_every_exception_is_needed():
         "Nobody asks for it",
     ],
 )
-def test_a_riddle_is_seen(text):
+def test_a_riddle_is_found(text):
     assert listed_words(iter([Text("a.py:1", text)]))
 
 
@@ -391,7 +391,7 @@ PLANTED = [
 
 
 @pytest.mark.parametrize(("rule", "text"), PLANTED)
-def test_a_violation_is_seen(rule, text):
+def test_a_violation_is_found(rule, text):
     assert rule({"vae/a.py": text})
 
 

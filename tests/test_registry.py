@@ -59,7 +59,7 @@ def environment(tmp_path):
     return {**os.environ, **home, "DO_NOT_TRACK": "1", "NO_COLOR": "1", "COLUMNS": "200"}
 
 
-def test_everything_follows_the_address_in_pyproject(project):
+def test_every_address_matches_pyproject(project):
     urls, comfy = project["project"]["urls"], project["tool"]["comfy"]
     owner, name = re.fullmatch(
         r"https://github\.com/([\w-]+)/([\w-]+)", urls["Repository"]
@@ -108,7 +108,7 @@ def test_the_icon_is_small_and_square_and_the_banner_wide(project):
     assert shapes["Banner"][0] * 9 == shapes["Banner"][1] * 21
 
 
-def test_the_archive_holds_what_the_pack_needs_and_nothing_else():
+def test_the_archive_has_only_files_of_the_pack():
     sources = [
         *PACK.glob("*.py"),
         *(path for name in PACKAGES for path in (PACK / name).rglob("*.py")),
@@ -123,14 +123,14 @@ def test_the_archive_holds_what_the_pack_needs_and_nothing_else():
     }
 
 
-def test_what_is_published_has_no_exec_eval_or_semicolons():
+def test_published_code_has_no_exec_eval_or_semicolons():
     sources = [str(path) for path in published_files() if path.suffix == ".py"]
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--ignore-noqa", "--no-cache"]
     succeeded([*command, "--select", RULES, *sources], cwd=PACK)
 
 
 @needs_comfy_cli
-def test_the_registry_finds_nothing_to_warn_of(clone, environment):
+def test_the_registry_has_no_warnings(clone, environment):
     command = [sys.executable, "-m", "comfy_cli", "--skip-prompt", "node", "validate"]
     done = succeeded(command, cwd=clone, env=environment, timeout=60)
     said = done.stdout + done.stderr

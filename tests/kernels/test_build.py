@@ -181,7 +181,7 @@ def test_a_failed_build_is_logged_once_with_advice(failures, name, reason, advic
 
 
 @posix
-def test_disabled_kernels_are_no_warning(failures):
+def test_disabled_kernels_log_no_warning(failures):
     result = failures["disabled"]
     reason = "FAST_VIDEO_VAE_NATIVE=0 disables the native kernels"
     assert result["lines"] == [["INFO", f"Fast Video VAE: {reason}"]]

@@ -121,7 +121,7 @@ def test_an_unknown_backend_lists_the_known_ones():
         use_backend("metal").__enter__()
 
 
-def test_an_error_of_a_backend_is_no_refusal(monkeypatch):
+def test_an_error_of_a_backend_is_not_a_refusal(monkeypatch):
     def breaks():
         raise RuntimeError("out of memory")
 

@@ -41,7 +41,7 @@ def test_unsupported_dtypes_are_not_measured():
     assert "uint16 products: not measured" in config.lines()
 
 
-def test_a_meta_device_is_no_error():
+def test_a_meta_device_raises_no_error():
     assert gpu_config(torch.device("meta")).capability is None
 
 

@@ -22,7 +22,7 @@ def entries():
     return matrix.backend_matrix()
 
 
-def test_it_has_every_op_backend_and_dtype_once(entries):
+def test_the_matrix_has_every_op_backend_and_dtype_once(entries):
     found = [(each.op, each.backend, each.dtype) for each in entries if each.device == "cpu"]
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     ops = re.findall(r"^\| `(\w+)` \|", kernels.__doc__, flags=re.MULTILINE)

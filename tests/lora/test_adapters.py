@@ -150,7 +150,7 @@ def formula(row, weight, parts, strength):
 
 
 @by_name(ROWS)
-def test_an_adapter_is_its_formula(row):
+def test_an_adapter_equals_its_formula(row):
     weight, parts = row.tensors()
     adapter, exact = make_adapter(parts, "here"), weight.double()
     assert adapter.misfit(weight.shape) is None
@@ -170,7 +170,7 @@ def test_an_adapter_is_its_formula(row):
 
 
 @by_name(ROWS)
-def test_nothing_is_written_into_and_strength_0_gives_a_copy(row):
+def test_inputs_are_not_modified_and_strength_0_gives_a_copy(row):
     """Also of a weight that is not contiguous."""
     weight, parts = row.tensors()
     before = [tensor.clone() for tensor in (weight, *parts.values())]
@@ -188,7 +188,7 @@ def test_nothing_is_written_into_and_strength_0_gives_a_copy(row):
 
 
 @by_name(ROWS)
-def test_a_narrow_weight_is_rounded_once(row):
+def test_a_16_bit_weight_is_rounded_once(row):
     for dtype in (torch.float16, torch.bfloat16):
         weight, parts = row.tensors(dtype)
         weight, adapter = weight.to(dtype), make_adapter(parts, "here")
@@ -198,7 +198,7 @@ def test_a_narrow_weight_is_rounded_once(row):
 
 
 @by_name(ROWS)
-def test_an_adapter_can_be_moved_and_knows_its_size(row):
+def test_an_adapter_can_be_moved_and_reports_its_size(row):
     _, parts = row.tensors()
     adapter = make_adapter(parts, "here")
     names = parts.keys() - {"alpha", "reshape_weight"}
@@ -273,7 +273,7 @@ def test_a_broken_module_is_an_error_of_one_line(name, changes, message):
     assert "\n" not in str(caught.value)
 
 
-def test_one_nan_among_many_numbers_is_found():
+def test_a_single_nan_is_found():
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn):
         down = torch.ones(4, 1000)
         down[3, 700] = math.nan
@@ -281,7 +281,7 @@ def test_one_nan_among_many_numbers_is_found():
             make_adapter({"up": torch.ones(8, 4), "down": down.to(dtype)}, "here")
 
 
-def test_every_part_has_a_name_that_some_row_uses_or_belongs_to_another_parameter():
+def test_every_part_is_covered_by_a_row():
     used = {name for row in ROWS for name in row.tensors()[1]}
     # `magnitude`, which ComfyUI does not know, has a test of its own.
     assert used == PARTS - {"b_norm", "diff_b", "diff_m", "magnitude"}
@@ -315,7 +315,7 @@ MISFITS = [
 
 
 @pytest.mark.parametrize(("name", "parts", "shape", "reason"), MISFITS)
-def test_what_does_not_fit_says_why(name, parts, shape, reason):
+def test_a_mismatch_has_a_reason(name, parts, shape, reason):
     changes = {part: torch.ones(size) for part, size in parts.items()}
     adapter = make_adapter(broken(name, **changes), "here")
     shape = named(name).weight if shape is None else shape
@@ -324,7 +324,7 @@ def test_what_does_not_fit_says_why(name, parts, shape, reason):
         adapter.apply(torch.zeros(shape), 1.0)
 
 
-def test_a_kernel_may_be_flat_in_the_one_or_the_other():
+def test_a_kernel_can_be_flat_in_the_file_or_in_the_model():
     weight, parts = named("conv").tensors()
     adapter = make_adapter(parts, "here")
     flat = weight.flatten(1)
@@ -332,7 +332,7 @@ def test_a_kernel_may_be_flat_in_the_one_or_the_other():
     assert torch.equal(adapter.apply(flat, 0.7), adapter.apply(weight, 0.7).flatten(1))
 
 
-def test_a_parameter_is_left_out_of_autograd():
+def test_autograd_does_not_record_a_parameter():
     weight, parts = named("rank-4").tensors()
     result = make_adapter(parts, "here").apply(torch.nn.Parameter(weight), 1.0)
     assert not result.requires_grad

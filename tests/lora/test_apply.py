@@ -46,7 +46,7 @@ def half_eps(dtype):
 
 @pytest.mark.parametrize("part", PARTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_into_weight_is_the_sum_rounded_once(part, dtype):
+def test_into_weight_rounds_the_sum_once(part, dtype):
     low = made(part, dtype)
     before = torch.randn(OUT, INNER).to(dtype)
     expected = before.double() + dense(low)
@@ -64,7 +64,7 @@ def test_into_weight_is_the_sum_rounded_once(part, dtype):
 
 @pytest.mark.parametrize("owned", [False, True])
 @pytest.mark.parametrize("part", [None, (0, 4, 8), (1, 1, 3)], ids=str)
-def test_kernels_are_flat_after_their_outputs(part, owned):
+def test_the_delta_of_a_kernel_has_its_shape(part, owned):
     shape = 12, 4, 1, 2, 2
     low = made(None, inner=16, out=12)
     if part is not None:
@@ -135,7 +135,7 @@ def test_bypass_passes_gradients(part):
     torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_an_output_that_its_own_gradient_needs_is_not_written_to():
+def test_an_output_needed_for_its_gradient_is_not_overwritten():
     low, x = made(), torch.randn(5, INNER)
     weight = torch.randn(OUT, INNER, requires_grad=True)
     y = torch.tanh(F.linear(x, weight))  # whose derivative is made of it
@@ -154,6 +154,6 @@ def test_an_output_that_its_own_gradient_needs_is_not_written_to():
         (3072, 3072, 4, 4096),
     ],
 )
-def test_break_even_is_where_both_ways_move_as_many_bytes(inner, out, c, tokens):
+def test_both_ways_move_equal_bytes_at_break_even(inner, out, c, tokens):
     assert round(break_even(inner, out, c)) == tokens
     assert math.isclose(break_even(inner, out, c) * (inner + 2 * out), c * inner * out)

@@ -69,7 +69,7 @@ def test_joined_pairs_are_the_sum_of_all_files(stack):
         torch.testing.assert_close(up * factors @ down, expected, rtol=1e-6, atol=1e-5)
 
 
-def test_rows_know_their_file_and_ranks_are_filled_up_with_zeros(stack):
+def test_rows_record_their_file_and_ranks_are_padded_with_zeros(stack):
     bank = load_bank([path for path, _, _ in stack], TARGETS)
     layer = bank.layers[Target(f"{Q}.weight")]
     assert layer.rows == {0: (0, 4), 1: (4, 7), 2: (7, 23)}
@@ -85,7 +85,7 @@ def test_rows_know_their_file_and_ranks_are_filled_up_with_zeros(stack):
     ("shapes", "blocks"),
     [(wan(blocks=12, i2v=False), 12), (wan(blocks=3, vace=2), 5), (qwen(blocks=3), 3)],
 )
-def test_layers_come_in_the_order_of_the_model_and_each_in_a_span(write, shapes, blocks):
+def test_layers_are_in_the_order_of_the_model_without_gaps(write, shapes, blocks):
     """Without gaps, whatever the order in the file; and a span holds a block."""
     path = write(spelled(random_pairs(shapes, reversed(modules(shapes)), 8)))
     bank = load_bank([path], Targets(shapes))
@@ -110,7 +110,7 @@ def test_blocks_are_recognised_by_their_names():
         assert block_of(f"diffusion_model.{outside}.weight") == ""
 
 
-def test_the_same_files_share_a_bank_while_it_is_used(stack):
+def test_the_same_files_share_a_bank_in_use(stack):
     paths = [path for path, _, _ in stack]
     bank = load_bank(paths, TARGETS)
     assert load_bank(list(map(str, paths)), Targets(dict(WAN))) is bank
@@ -160,7 +160,7 @@ def test_pairs_have_the_dtype_of_the_computation(stack, dtype):
     assert torch.equal(up[:, :4], stack[0][1]["blocks.1.self_attn.q"][0].to(dtype))
 
 
-def test_an_unfit_tensor_found_on_reading_is_reported(write):
+def test_a_mismatch_found_on_reading_is_reported(write):
     tensors = spelled(random_pairs(WAN, ATTENTION))
     tensors |= {f"{PREFIX}blocks.0.ffn.0.lokr_w1": torch.ones(4, 4),
                 f"{PREFIX}blocks.0.ffn.0.lokr_w2": torch.ones(4, 4)}  # fmt: skip
@@ -186,7 +186,7 @@ def test_a_block_filter_is_a_factor_of_the_rows(stack):
         assert amounts.rows(layer) == ((0, 4) if factor else (0, 0))
 
 
-def test_a_file_that_stands_twice_in_a_stack_has_the_sum_of_its_strengths(stack):
+def test_strengths_of_a_file_listed_twice_add_up(stack):
     bank = load_bank([stack[0][0]], TARGETS)
     amounts = amounts_of(bank, (0, ""), (0, "1"))
     amounts.set([1.0, 0.25])
@@ -197,7 +197,7 @@ def test_a_file_that_stands_twice_in_a_stack_has_the_sum_of_its_strengths(stack)
     assert not amounts.flat[layer.row : layer.row + layer.rank].any()
 
 
-def test_the_version_grows_with_a_change_and_no_other_time(stack):
+def test_the_version_increases_only_with_a_change(stack):
     bank = load_bank([stack[0][0]], TARGETS)
     amounts = amounts_of(bank)
     versions = []
@@ -215,7 +215,7 @@ def test_the_version_grows_with_a_change_and_no_other_time(stack):
     "blocks",
     [3, pytest.param(40, marks=pytest.mark.slow)],  # 40: Wan 14B, files of 0.6 GB
 )
-def test_the_peak_of_reading_is_the_bank_and_two_layers(tmp_path, blocks):
+def test_reading_takes_the_memory_of_the_bank_and_two_layers(tmp_path, blocks):
     measured = loading.measure(tmp_path, blocks)
     for path in tmp_path.iterdir():
         path.unlink()

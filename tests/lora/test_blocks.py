@@ -89,20 +89,20 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("text", CHOICES)
-def test_the_factors_of_layers(text):
+def test_a_filter_gives_a_factor_per_layer(text):
     filtered = parse_blocks(text)
     assert {name: filtered.factor(name) for name in CHOICES[text]} == CHOICES[text]
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n"])
-def test_an_empty_text_takes_all(text):
+def test_an_empty_filter_includes_every_layer(text):
     assert parse_blocks(text) == Blocks()
     assert {parse_blocks(text).factor(name) for name in NAMES} == {1}
 
 
 @quick
 @given(texts, names)
-def test_an_exclusion_takes_out_what_it_alone_does_and_no_more(text, name):
+def test_an_exclusion_removes_the_same_layers_in_any_filter(text, name):
     for item in ("!12-20", "!ffn", "!*_img"):
         out = parse_blocks(item).factor(name) == 0
         with_it = parse_blocks(f"{text},{item}" if text else item).factor(name)
@@ -111,7 +111,7 @@ def test_an_exclusion_takes_out_what_it_alone_does_and_no_more(text, name):
 
 @quick
 @given(texts, texts, names)
-def test_numbers_and_names_do_not_mix(text, other, name):
+def test_order_matters_only_within_numbers_or_names(text, other, name):
     items = [item for item in f"{text},{other}".split(",") if item]
     ordered = sorted(items, key=lambda item: item.lstrip("!")[0].isdigit())
     assert parse_blocks(",".join(items)) == parse_blocks(",".join(ordered))
@@ -122,7 +122,7 @@ def test_numbers_and_names_do_not_mix(text, other, name):
 
 @quick
 @given(texts)
-def test_a_filter_is_hashable_and_equal_to_another_of_the_same_text(text):
+def test_filters_of_the_same_text_are_equal_and_hashable(text):
     assert hash(parse_blocks(text)) == hash(parse_blocks(text))
     assert parse_blocks(text) == parse_blocks(text.replace(",", " , "))
 

@@ -59,7 +59,7 @@ def plain(tmp_path_factory):
 
 
 @each_value_once(spelling=SPELLINGS, ending=ENDINGS)
-def test_every_dialect_is_the_plain_one(write, plain, spelling, ending):
+def test_every_dialect_gives_the_same_pairs(write, plain, spelling, ending):
     file = LoraFile(write(spelled(ONCE, spelling, ending, alpha=2)), TARGETS)
     assert_equal(dict(adapters_of(file)), plain)
     assert file.report.used == 3 * len(ONCE)
@@ -195,7 +195,7 @@ def test_skipped_keys_are_reported_in_a_line(write, tensors, reported):
     assert len(file.entries) == len(SOME)
 
 
-def test_of_two_pairs_for_one_weight_the_first_is_applied_and_reported(write):
+def test_the_first_of_two_pairs_for_one_weight_is_applied(write):
     """As in files that carry their LoRA in two dialects; half of each would be neither."""
     names = {own: theirs for theirs, own in diffusers_of_wan(WAN).items()}
     others = random_pairs(WAN, [*SOME], rank=8, seed=1)

@@ -77,12 +77,12 @@ def refused(path, match):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_a_file_that_cannot_be_used_is_refused(path, tensors, match):
+def test_an_unusable_file_is_refused(path, tensors, match):
     save_file(tensors, path, {"lora_alpha": "8"})  # which half a pair does not have
     refused(path, match)
 
 
-def test_a_file_of_which_nothing_matches_shows_five_keys_of_each_side(path):
+def test_the_error_for_another_model_shows_five_keys_of_each_side(path):
     shapes = qwen()
     names = [name for name in modules(shapes) if "blocks" in name]
     save_file(spelled(random_pairs(shapes, names)), path)
@@ -96,7 +96,7 @@ def test_a_file_of_which_nothing_matches_shows_five_keys_of_each_side(path):
     )]  # fmt: skip
 
 
-def test_a_file_that_is_not_whole_is_refused_and_called_by_its_kind(path):
+def test_the_error_for_a_truncated_file_names_its_kind(path):
     data = save(pair())
     header = 8 + int.from_bytes(data[:8], "little")
     lengths = 0, 1, 7, 8, 9, header // 2, header - 1, header, header + 5, len(data) - 1
@@ -107,7 +107,7 @@ def test_a_file_that_is_not_whole_is_refused_and_called_by_its_kind(path):
     refused(path, "is not a complete safetensors file: it is a git-lfs pointer")
 
 
-def test_pickles_are_refused_unread(tmp_path):
+def test_pickles_are_refused_without_reading_them(tmp_path):
     for name, zipped in (("model.pt", True), ("model.safetensors", False)):
         torch.save(pair(), tmp_path / name, _use_new_zipfile_serialization=zipped)
         why = r"is a pickle, which can run code; expected a \.safetensors file"
@@ -124,7 +124,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("size", [0x280, 0x380, 0x480, 0x580])
-def test_a_header_whose_length_looks_like_a_pickle_is_none(path, size):
+def test_a_header_length_like_a_pickle_is_read_as_safetensors(path, size):
     data = save(pair())
     header = 8 + int.from_bytes(data[:8], "little")
     text = data[8:header].ljust(size)
@@ -139,7 +139,7 @@ def test_a_directory_and_a_missing_file_are_refused(path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes with names")
-def test_what_is_no_file_is_refused_at_once(path):
+def test_a_pipe_is_refused_at_once(path):
     os.mkfifo(path)
     refused(path, "is a device; expected a .safetensors file")
 
@@ -186,7 +186,7 @@ def test_a_file_that_changes_between_its_header_and_a_pair_is_refused(path, chan
         {"peft_config": '{"lora_alpha": 1' + "0" * 400 + "}"},
     ],
 )
-def test_metadata_that_says_nothing_is_passed_over(path, metadata):
+def test_meaningless_metadata_is_ignored(path, metadata):
     save_file(pair(), path, metadata)
     assert len(LoraFile(path, TARGETS).entries) == 1
 
@@ -201,7 +201,7 @@ def test_keys_are_shown_escaped_and_short(path):
         assert len(line) < 160
 
 
-def test_a_report_on_pairs_of_any_number_of_shapes_is_short(path):
+def test_a_report_on_many_shapes_is_short(path):
     shapes = wan(blocks=20)
     pairs = random_pairs(shapes, [f"blocks.{n}.self_attn.q" for n in range(20)])
     odd = {
@@ -215,7 +215,7 @@ def test_a_report_on_pairs_of_any_number_of_shapes_is_short(path):
     assert lines[-1] == "  28 more keys do not fit"
 
 
-def test_a_key_of_nothing_but_prefixes_takes_no_time(path):
+def test_a_key_of_many_prefixes_is_parsed_fast(path):
     keys = {f"{'model.' * 150}{n}.lora_A.weight": torch.ones(1) for n in range(2000)}
     save_file(pair() | keys, path)
     began = time.process_time()

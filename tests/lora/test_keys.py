@@ -82,7 +82,7 @@ def test_other_parts_are_recognised_by_their_endings():
         *(".alpha", "", "__metadata__"),
     ],
 )
-def test_names_that_mean_nothing_name_no_part(key):
+def test_meaningless_names_are_not_parts(key):
     assert split_key(key) is None
 
 
@@ -98,7 +98,7 @@ def test_names_that_mean_nothing_name_no_part(key):
         "other.blocks.0.self_attn.q", "blocks.0.self_attn.q.extra",
     ],
 )  # fmt: skip
-def test_modules_that_the_model_does_not_have_are_not_found(stem):
+def test_modules_missing_in_the_model_are_not_found(stem):
     assert MODELS["wan"][1].find(stem, "up") is None
 
 
@@ -112,7 +112,7 @@ def test_diffusers_names_of_norms_and_tables_are_found(spelling):
         assert targets.find(SPELLINGS[spelling](theirs), "diff") == Target(key), theirs
 
 
-def test_wan_s_own_norm3_is_not_diffusers_norm3():
+def test_norm3_of_wan_differs_from_norm3_of_diffusers():
     # diffusers' norm3 is Wan's norm2, which has no parameters; its norm2 is Wan's norm3.
     targets = MODELS["wan"][1]
     for name in ("norm2", "norm3"):
@@ -133,7 +133,7 @@ def test_a_bias_is_found_by_the_name_of_its_module(model):
     assert f"{norm}.weight" not in shapes or targets.find(norm, "diff_b") is None
 
 
-def test_a_modulation_is_found_by_the_name_of_its_block_and_by_its_own():
+def test_a_modulation_is_found_by_its_block_or_its_own_name():
     targets = MODELS["wan"][1]
     for owner in ("blocks.0", "blocks.12", "vace_blocks.1", "head"):
         expected = Target(f"{PREFIX}{owner}.modulation")
@@ -144,7 +144,7 @@ def test_a_modulation_is_found_by_the_name_of_its_block_and_by_its_own():
     assert targets.find("blocks.0.self_attn", "diff_m") is None
 
 
-def test_a_qwen_name_means_nothing_to_wan_and_the_other_way_round():
+def test_names_of_qwen_and_wan_do_not_match_the_other_model():
     for mine, others in (("wan", "qwen"), ("qwen", "wan")):
         names = set(names_of(others)) - set(names_of(mine))
         assert len(names) > 100
@@ -164,7 +164,7 @@ HALVES = {
 }
 
 
-def test_parts_of_a_weight_are_found_by_names_from_elsewhere():
+def test_parts_of_a_weight_are_found_by_extra_names():
     targets = Targets(QWEN, more=HALVES)
     for name, target in HALVES.items():
         for spelling in SPELLINGS.values():
@@ -174,14 +174,14 @@ def test_parts_of_a_weight_are_found_by_names_from_elsewhere():
     assert targets.find("transformer_blocks.0.img_mlp.net.0.proj", "up").offset is None
 
 
-def test_a_model_s_own_name_goes_before_one_from_elsewhere():
+def test_a_name_of_the_model_precedes_an_extra_name():
     other = Target(f"{PREFIX}proj_out.weight")
     targets = Targets(QWEN, more={"img_in": other, "final": other})
     assert targets.find("img_in", "up") == Target(f"{PREFIX}img_in.weight")
     assert targets.find("lora_unet_final", "up") == other
 
 
-def test_of_two_modules_with_equal_spelling_none_is_chosen():
+def test_an_ambiguous_spelling_finds_no_module():
     shapes = {f"{PREFIX}a.b_c.weight": (4, 4), f"{PREFIX}a_b.c.weight": (4, 4)}
     targets = Targets(shapes)
     assert targets.find("lora_unet_a_b_c", "up") is None
@@ -192,13 +192,13 @@ def test_of_two_modules_with_equal_spelling_none_is_chosen():
     assert targets.find("transformer.a_b.c", "up") == Target(f"{PREFIX}a_b.c.weight")
 
 
-def test_parameters_outside_the_network_are_not_meant():
+def test_parameters_outside_the_network_are_not_found():
     targets = Targets({**WAN, "first_stage_model.conv.weight": (4, 4)})
     assert targets.find("first_stage_model.conv", "up") is None
     assert targets.find("conv", "up") is None
 
 
-def test_fingerprints_are_equal_for_equal_models_alone():
+def test_only_equal_models_have_equal_fingerprints():
     assert Targets(WAN).fingerprint == Targets(dict(WAN)).fingerprint
     assert Targets(WAN).fingerprint != Targets(wan(blocks=13, vace=2, d=32)).fingerprint
     assert Targets(QWEN).fingerprint != Targets(QWEN, more=HALVES).fingerprint
@@ -258,7 +258,7 @@ def may_mean(model, stem):
 
 @quick
 @given(stems(), st.sampled_from(sorted(MODELS)))
-def test_never_a_wrong_module(stem, model):
+def test_a_wrong_module_is_never_found(stem, model):
     found = MODELS[model][1].find(stem, "up")
     if found is not None:
         assert found.key in may_mean(model, stem)
@@ -266,13 +266,13 @@ def test_never_a_wrong_module(stem, model):
 
 @quick
 @given(st.text(max_size=60))
-def test_any_text_is_split_or_refused(key):
+def test_any_key_is_split_or_refused(key):
     split = split_key(key)
     assert split is None or (key.startswith(split[0]) and split[0])
 
 
 @pytest.mark.slow  # diffusers takes seconds to import
-def test_the_table_of_diffusers_names_is_diffusers_own():
+def test_the_table_of_names_matches_diffusers():
     transformers = pytest.importorskip("diffusers.models.transformers.transformer_wan")
     with torch.device("meta"):
         model = transformers.WanTransformer3DModel(

@@ -95,7 +95,7 @@ def test_a_phase_spreads_over_its_own_steps(text, high, low, expected):
         ("0;1;0", 2, {"phase": 2, "phases": 3}, [0, 0]),
     ],
 )
-def test_one_phase_of_a_run(text, steps, phase, expected):
+def test_the_number_of_a_phase_selects_its_values(text, steps, phase, expected):
     assert run(text, steps, **phase) == expected
 
 
@@ -107,7 +107,7 @@ def test_one_phase_of_a_run(text, steps, phase, expected):
         ("1;0", 2, 1, "'1;0' has no phase 2; expected 0 to 1"),
     ],
 )
-def test_other_phases_than_the_run_has_are_an_error(text, phase, phases, said):
+def test_a_wrong_number_of_phases_is_an_error(text, phase, phases, said):
     with pytest.raises(ValueError, match=said):
         parse_schedule(text).strength(0, 4, 1.0, phase, phases)
 
@@ -115,7 +115,7 @@ def test_other_phases_than_the_run_has_are_an_error(text, phase, phases, said):
 @pytest.mark.parametrize(
     ("step", "steps", "phase_step", "phase_steps"), [(4, 4, 0, 1), (-1, 4, 0, 1), (0, 4, 2, 2)]
 )
-def test_a_step_that_is_not_one_is_an_error(step, steps, phase_step, phase_steps):
+def test_an_invalid_step_is_an_error(step, steps, phase_step, phase_steps):
     with pytest.raises(
         ValueError, match=r"step is (4; expected 0 to 3|-1; expected 0 to 3|2; expected 0 to 1)"
     ):
@@ -138,7 +138,7 @@ def test_a_step_that_is_not_one_is_an_error(step, steps, phase_step, phase_steps
         ("1;0@0-0.5", 4, [1, 1, 0, 0]),
     ],
 )
-def test_a_window_leaves_nothing_outside(text, steps, expected):
+def test_a_strength_is_zero_outside_its_window(text, steps, expected):
     assert run(text, steps) == expected
 
 
@@ -150,7 +150,7 @@ def test_a_window_of_sigma_tolerates_float32():
 
 @quick
 @given(st.integers(1, 120), st.integers(1, 99), st.booleans())
-def test_two_windows_that_meet_share_the_run(steps, percent, by_sigma):
+def test_adjacent_windows_cover_the_run_once(steps, percent, by_sigma):
     cut = percent / 100
     texts = (f"1@sigma:1-{cut}", f"1@sigma:{cut}-0") if by_sigma else (f"1@0-{cut}", f"1@{cut}-1")
     before, after = (run(text, steps) for text in texts)
@@ -161,7 +161,7 @@ def test_two_windows_that_meet_share_the_run(steps, percent, by_sigma):
 
 @quick
 @given(lists, st.integers(1, 60))
-def test_every_value_has_its_turn_where_there_are_steps_enough(values, steps):
+def test_values_spread_evenly_if_there_are_enough_steps(values, steps):
     strengths = run(",".join(map(repr, values)), steps)
     begins = [math.ceil(Fraction(i * steps, len(values))) for i in range(len(values) + 1)]
     turns = [strengths[begin:end] for begin, end in itertools.pairwise(begins)]
@@ -172,14 +172,14 @@ def test_every_value_has_its_turn_where_there_are_steps_enough(values, steps):
 
 @quick
 @given(schedules)
-def test_the_text_of_a_schedule_gives_it_back(schedule):
+def test_the_text_of_a_schedule_parses_to_the_same_schedule(schedule):
     assert parse_schedule(str(schedule)) == schedule
     assert hash(parse_schedule(str(schedule))) == hash(schedule)
 
 
 @quick
 @given(schedules, st.integers(1, 12), st.data())
-def test_only_values_that_were_announced_occur(schedule, steps, data):
+def test_every_strength_is_in_the_list_of_values(schedule, steps, data):
     phase = data.draw(st.integers(0, len(schedule.phases) - 1))
     step = data.draw(st.integers(0, steps - 1))
     got = schedule.strength(step, steps, data.draw(st.floats(0, 100)), phase, len(schedule.phases))
@@ -202,15 +202,15 @@ def test_only_values_that_were_announced_occur(schedule, steps, data):
         ("1@sigma:1-0", (1, 0)),  # there are sigmas above 1
     ],
 )
-def test_what_is_known_before_the_run(text, values):
+def test_the_values_are_known_before_the_run(text, values):
     assert parse_schedule(text).values() == values
 
 
-def test_there_is_one_zero():
+def test_negative_zero_becomes_zero():
     assert str(parse_schedule("-0,0@0-0.5")) == "0,0@0-0.5"
 
 
-def test_what_one_phase_uses():
+def test_a_phase_lists_only_its_own_values():
     schedule = parse_schedule("0;1,2")
     assert schedule.values(0) == (0,)
     assert schedule.values(1) == (1, 2)
@@ -240,7 +240,7 @@ def test_anything_else_is_one_line(text):
 
 @quick
 @given(st.text("0123456789.,;@-+e sigma:\nnf", max_size=12))
-def test_a_text_is_a_schedule_or_one_line(text):
+def test_any_text_parses_or_is_a_one_line_error(text):
     try:
         schedule = parse_schedule(text)
     except ValueError as error:
@@ -275,7 +275,7 @@ LIGHTNING = [1.0, 0.9375, 0.8333, 0.625, 0.0]
         (1.0, [0.0, 0.5, 1.0], 1),
     ],
 )
-def test_the_step_of_a_call(sigma, sigmas, expected):
+def test_the_sigma_of_a_call_determines_its_step(sigma, sigmas, expected):
     assert step_of(sigma, sigmas) == expected
 
 
@@ -289,7 +289,7 @@ def test_a_run_without_sigmas_is_an_error():
     st.lists(st.integers(0, 1000), min_size=2, unique=True).map(lambda x: sorted(x, reverse=True)),
     st.data(),
 )
-def test_a_call_belongs_to_the_step_that_it_is_in(sigmas, data):
+def test_a_sigma_between_two_steps_belongs_to_the_first(sigmas, data):
     step = data.draw(st.integers(0, len(sigmas) - 2))
     part = data.draw(st.floats(0, 0.9))
     assert step_of(sigmas[step] + part * (sigmas[step + 1] - sigmas[step]), sigmas) == step
@@ -298,7 +298,7 @@ def test_a_call_belongs_to_the_step_that_it_is_in(sigmas, data):
 @pytest.mark.parametrize(
     ("heading", "parse"), [("Strength", parse_schedule), ("Blocks", parse_blocks)]
 )
-def test_what_the_help_shows_can_be_read(heading, parse):
+def test_examples_of_the_help_page_parse(heading, parse):
     page = Path(__file__).parents[2] / "web" / "docs" / "FastVAE_LoraStack.md"
     section = page.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
     examples = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)

@@ -27,7 +27,7 @@ from fast_video_vae.tests.lora.nets import (
 
 
 @each_way
-def test_every_way_is_the_dense_model_in_float64(stack, linear, mode):
+def test_every_mode_equals_the_dense_model_in_float64(stack, linear, mode):
     """For any strengths, which change between the calls, and any number of tokens and batches."""
     model = Model(LINEARS[linear])
     made = stack(model)
@@ -60,7 +60,7 @@ def one_layer(folder, layer, mode, strength=1.0, rank=4, dtype=torch.float32):
 
 @each_way
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_within_half_an_eps_per_rounding(tmp_path, linear, mode, dtype):
+def test_half_precision_errs_by_half_an_eps_per_rounding(tmp_path, linear, mode, dtype):
     torch.manual_seed(0)
     layer = LINEARS[linear](16, 24).to(dtype).requires_grad_(False)
     model, session, up, down = one_layer(tmp_path, layer, mode, 0.7, 8, dtype)
@@ -87,7 +87,7 @@ def test_half_precision_is_within_half_an_eps_per_rounding(tmp_path, linear, mod
         assert ((y.double() - expected).abs() <= bound + 1e-6).all()
 
 
-def test_a_layer_in_less_precision_than_its_input_is_added_to_as_it_is_cast(stack):
+def test_a_layer_stored_in_lower_precision_gets_the_lora_after_its_cast(stack):
     """For example a model stored in bfloat16 that computes in float32."""
     model = Model(Casting)
     for block in model.diffusion_model.blocks:
@@ -111,7 +111,7 @@ class Whole(nn.Module):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_quantised_layer_is_served_by_bypass(tmp_path, mode):
+def test_a_quantised_layer_uses_bypass(tmp_path, mode):
     layer, x = Whole(16, 24), torch.randn(500, 16)
     model, session, up, down = one_layer(tmp_path, layer, mode)
     with session.call(model, CPU):
@@ -127,7 +127,7 @@ PARTS = {"rows": (0, 4, 8), "last": (0, 12, 4), "columns": (1, 2, 6), "all": (0,
 
 
 @each_way
-def test_pairs_for_rows_and_columns_of_a_weight(tmp_path, linear, mode):
+def test_pairs_change_rows_or_columns_of_a_weight(tmp_path, linear, mode):
     model = Model(LINEARS[linear])
     more = {f"parts.{name}": Target(f"{Q}.weight", part) for name, part in PARTS.items()}
     targets = Targets(model.shapes(), more)
@@ -173,7 +173,7 @@ def test_auto_streams_above_the_break_even_and_not_below(stack, dtype, batch, wa
 
 
 @pytest.mark.parametrize("mode", ["stream", "auto"])
-def test_a_layer_that_ignores_weight_functions_is_asked_once_and_served_by_bypass(stack, mode):
+def test_a_layer_that_ignores_weight_functions_falls_back_to_bypass(stack, mode):
     seen = []
 
     class Watched(Ignoring):
@@ -192,7 +192,7 @@ def test_a_layer_that_ignores_weight_functions_is_asked_once_and_served_by_bypas
     assert not session.counts.unserved
 
 
-def test_a_layer_that_is_called_by_keyword_is_served_through_its_weight(stack):
+def test_a_layer_called_by_keyword_gets_a_changed_weight(stack):
     class ByKeyword(nn.Linear):
         def __call__(self, x):
             return super().__call__(input=x)
@@ -222,7 +222,7 @@ def mixed(tmp_path, shapes, own):
 
 
 @each_way
-def test_dora_between_pairs_is_applied_in_its_turn(tmp_path, linear, mode):
+def test_dora_between_pairs_is_applied_in_file_order(tmp_path, linear, mode):
     """A LoRA is skipped for a layer with an inaccessible weight, and this is logged."""
     model = Model(LINEARS[linear])
     magnitudes = torch.rand(16, 1) + 0.5
@@ -246,9 +246,7 @@ def test_dora_between_pairs_is_applied_in_its_turn(tmp_path, linear, mode):
 
 
 @each_way
-def test_a_kronecker_product_has_a_delta_for_layers_whose_weight_is_out_of_reach(
-    tmp_path, linear, mode
-):
+def test_a_kronecker_product_needs_no_access_to_the_weight(tmp_path, linear, mode):
     model = Model(LINEARS[linear])
     torch.manual_seed(3)
     factors = {f"{Q}.lokr_w1": 0.3 * torch.randn(4, 4), f"{Q}.lokr_w2": torch.randn(4, 4)}
@@ -261,7 +259,7 @@ def test_a_kronecker_product_has_a_delta_for_layers_whose_weight_is_out_of_reach
 
 
 @each_way
-def test_gradients_go_through_a_call(stack, linear, mode):
+def test_gradients_flow_through_a_call(stack, linear, mode):
     model = Model(LINEARS[linear])
     made = stack(model)
     session = made.session((1, 1, 1), mode)

@@ -42,7 +42,7 @@ def stop(*_):
 
 @pytest.mark.parametrize("where", ["before", "inside", "after"])
 @each_way
-def test_a_call_leaves_every_parameter_as_it_was_also_where_it_fails(stack, linear, mode, where):
+def test_a_call_restores_every_parameter_even_if_it_fails(stack, linear, mode, where):
     """An exception before, inside or after the product of a layer."""
     model = Model(LINEARS[linear])
     made = stack(model)
@@ -79,7 +79,7 @@ def test_strength_zero_costs_nothing(stack):
     assert (session.counts.stream, session.counts.bypass, session.counts.formula) == (0, 0, 0)
 
 
-def test_rows_of_files_at_strength_zero_are_cut_off(stack, monkeypatch):
+def test_rows_of_files_at_strength_zero_are_skipped(stack, monkeypatch):
     from fast_video_vae.lora.apply import JoinedPairs
 
     model, seen, bypass = Model(Casting), set(), JoinedPairs.bypass
@@ -101,7 +101,7 @@ def test_rows_of_files_at_strength_zero_are_cut_off(stack, monkeypatch):
         assert seen == {rank}
 
 
-def test_a_model_may_have_several_sessions_and_a_session_several_models(stack):
+def test_sessions_and_models_can_be_combined_freely(stack):
     one, two = Model(Casting, seed=1), Model(Casting, seed=2)
     made = stack(one)
     sessions = {s: made.session(s, "auto") for s in ((1, 0, 0), (0, -1, 1))}
@@ -113,7 +113,7 @@ def test_a_model_may_have_several_sessions_and_a_session_several_models(stack):
 
 
 @pytest.mark.parametrize("staged", [False, True])
-def test_after_a_run_the_memory_of_a_bank_may_go_elsewhere(stack, staged):
+def test_the_memory_of_a_bank_can_move_after_a_run(stack, staged):
     """ComfyUI moves a bank off the device; no other reference to its memory may remain."""
     model, x = Model(), video()
     session = stack(model).session((1, 0.5, 2), staged=staged)
@@ -127,7 +127,7 @@ def test_after_a_run_the_memory_of_a_bank_may_go_elsewhere(stack, staged):
     assert torch.equal(called(session, model, x), expected)
 
 
-def test_a_model_is_let_go(stack):
+def test_a_dropped_model_is_freed(stack):
     model = Model()
     session = stack(model).session((1, 1, 1))
     called(session, model, video())
@@ -149,7 +149,7 @@ def test_missing_modules_are_reported(stack):
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 @pytest.mark.parametrize("mode", ["stream", "bypass"])
-def test_staged_pairs_are_the_same_and_come_ahead(stack, mode, blocks):
+def test_staged_pairs_are_equal_and_copied_ahead(stack, mode, blocks):
     model = Model(Casting, blocks=blocks)
     made = stack(model, whole=False, only="blocks")
     direct, staged = made.session((1, 1, 1), mode), made.session((1, 1, 1), mode, staged=True)
@@ -169,7 +169,7 @@ def test_staged_pairs_are_the_same_and_come_ahead(stack, mode, blocks):
 
 
 @pytest.mark.parametrize("text", ["", "!1", "2", "0-,1=0.5", "0,2"])
-def test_staged_pairs_of_any_layers_are_the_same(stack, text):
+def test_staged_pairs_of_any_layers_are_equal(stack, text):
     """Also outside of blocks, and together with adapters of other kinds."""
     model = Model(Casting, blocks=4)
     made = stack(model)
@@ -180,7 +180,7 @@ def test_staged_pairs_of_any_layers_are_the_same(stack, text):
         assert torch.equal(called(staged, model, video()), called(direct, model, video()))
 
 
-def test_a_call_that_was_broken_off_leaves_staged_pairs_right(stack):
+def test_staged_pairs_are_correct_after_an_aborted_call(stack):
     model = Model(Casting)
     made = stack(model, whole=False)
     session = made.session((1, 1, 1), "stream", staged=True)
@@ -196,7 +196,7 @@ def test_a_call_that_was_broken_off_leaves_staged_pairs_right(stack):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("mode", MODES)
-def test_pairs_come_to_a_gpu_in_time(stack, mode):
+def test_pairs_reach_a_gpu_before_their_use(stack, mode):
     model = Model(Casting, blocks=8)
     made, device = stack(model), torch.device("cuda", torch.cuda.current_device())
     expected = made.oracle(model, (1, 1, 1))(video().double())
@@ -231,7 +231,7 @@ def _nothing_compiled():
     ],
 )
 @pytest.mark.usefixtures("_nothing_compiled")
-def test_a_compiled_model_is_right_and_not_compiled_again_for_a_strength(stack, linear, mode):
+def test_a_new_strength_does_not_recompile_a_model(stack, linear, mode):
     model = Model(LINEARS[linear], blocks=1)
     made = stack(model, whole=False, only="self_attn")
     graphs, x = [], video()
@@ -256,7 +256,7 @@ def test_a_compiled_model_is_right_and_not_compiled_again_for_a_strength(stack, 
 
 
 @pytest.mark.usefixtures("_nothing_compiled")
-def test_blocks_that_are_compiled_each_are_served(stack):
+def test_separately_compiled_blocks_get_the_lora(stack):
     model = Model(Casting, blocks=2)
     made = stack(model, whole=False)
     expected = made.oracle(model, (1, 1, 1))(video().double())

@@ -131,7 +131,7 @@ def schemas(server):
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
-def test_an_example_opens_as_it_was_saved(page, renderer, file, complaints, schemas):
+def test_an_example_opens_unchanged(page, renderer, file, complaints, schemas):
     example = opened(page, file)
     # Others may be of packs that are not here; the frontend offers to install those.
     assert not {*page.evaluate(UNKNOWN)} & {node["type"] for node in nodes_of(example, CORE, OURS)}

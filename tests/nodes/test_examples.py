@@ -32,12 +32,12 @@ def read(file):
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def test_there_is_a_file_for_every_task():
+def test_every_task_has_a_workflow():
     assert [file.stem for file in FILES] == sorted([*NO_DOWNLOAD, *catalogue()])
 
 
 @pytest.mark.parametrize("at", range(len(FILES)))
-def test_the_name_of_a_file_reads_as_a_title_and_those_without_a_download_say_so_first(at):
+def test_file_names_are_titles_and_mention_no_download(at):
     """The Templates dialog shows it as it is. ComfyUI lists them as the file system does."""
     number, _, title = FILES[at].stem.partition(" ")
     assert number == str(at + 1)
@@ -53,7 +53,7 @@ READABLE = 0.575
 
 
 @every_file
-def test_a_workflow_opens_whole_and_readable(file):
+def test_a_workflow_is_valid_and_readable(file):
     """A file that names no view is fitted to three quarters of the window, of any size."""
     workflow = read(file)
     assert "ds" not in workflow["extra"]
@@ -102,7 +102,7 @@ def test_every_node_names_its_pack(file):
 
 @every_file
 @pytest.mark.comfyui
-def test_our_nodes_are_saved_with_the_inputs_and_outputs_that_they_have(comfyui, file):
+def test_saved_nodes_match_their_schemas(comfyui, file):
     """Inputs may only be appended, so that files saved before remain valid."""
     from fast_video_vae.nodes import FastVideoVAEExtension
 
@@ -122,7 +122,7 @@ def test_our_nodes_are_saved_with_the_inputs_and_outputs_that_they_have(comfyui,
 
 @every_file
 @pytest.mark.comfyui
-def test_every_loader_says_where_its_file_comes_from(comfyui, file):
+def test_every_loader_has_the_address_of_its_file(comfyui, file):
     import folder_paths
 
     for node in read(file)["nodes"]:
@@ -141,7 +141,7 @@ def test_every_loader_says_where_its_file_comes_from(comfyui, file):
 
 
 @every_file
-def test_the_text_names_every_file_and_where_it_goes(file):
+def test_the_note_lists_every_file_and_its_folder(file):
     workflow = read(file)
     (note,) = [node for node in workflow["nodes"] if node["type"] == "MarkdownNote"]
     (text, *_) = note["widgets_values"]
@@ -152,7 +152,7 @@ def test_the_text_names_every_file_and_where_it_goes(file):
 
 
 @every_file
-def test_a_thumbnail_is_a_small_picture(file):
+def test_a_thumbnail_is_a_small_image(file):
     picture = file.with_suffix(".jpg")
     assert picture.stat().st_size < 200_000
     with Image.open(picture) as image:
@@ -162,7 +162,7 @@ def test_a_thumbnail_is_a_small_picture(file):
 
 
 @pytest.mark.parametrize("name", catalogue())
-def test_a_file_is_what_its_description_draws(name):
+def test_a_file_matches_its_generator(name):
     """Where this fails: `python tests/tools/workflows/write.py`."""
     graph = catalogue()[name]
     workflow = read(PACK / "example_workflows" / f"{name}.json")

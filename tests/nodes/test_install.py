@@ -59,7 +59,7 @@ def python(base):
     shutil.rmtree(folder, ignore_errors=True)  # gigabytes
 
 
-def test_the_archive_has_what_a_user_needs_and_no_more():
+def test_the_archive_has_only_files_that_users_need():
     names = {str(path) for path in published_files()}
     needed = {"__init__.py", "LICENSE", "README.md", "pyproject.toml", "requirements.txt"}
     assert needed <= names
@@ -69,7 +69,7 @@ def test_the_archive_has_what_a_user_needs_and_no_more():
     ]
 
 
-def test_the_demo_runs_after_an_installation_from_nothing(base, python):
+def test_the_demo_runs_after_a_fresh_installation(base, python):
     version = torch_of(python)
     with Server(base, python=python, pack=None, name=FOLDER) as server:
         (info,) = server.get("/object_info/FastVAE_DemoClip").values()

@@ -51,7 +51,7 @@ def inputs(infos):
                 yield info["name"], name, kind, options[0] if options else {}
 
 
-def test_every_node_says_what_it_does_and_is_found_by_other_words(infos):
+def test_every_node_has_a_description_and_search_aliases(infos):
     for info in infos:
         assert info["description"].endswith("."), info["name"]
         aliases = info["search_aliases"]
@@ -78,7 +78,7 @@ def test_the_english_file_has_the_texts_of_the_schemas(infos):
 
 
 @pytest.mark.parametrize("language", TRANSLATIONS)
-def test_a_translation_has_every_text_and_no_other(texts, language):
+def test_a_translation_is_complete(texts, language):
     have = dict(leaves(written(language)))
     missing = [".".join(path) for path in texts if path not in have]
     assert missing == [], f"locales/{language}/nodeDefs.json lacks these"

@@ -38,13 +38,13 @@ print(json.dumps({"loaded": loaded, "seconds": seconds, "modules": modules}))
 """
 
 
-def test_the_start_is_clean(server):
+def test_comfyui_starts_without_import_errors(server):
     assert "IMPORT FAILED" not in server.boot_log
     assert "Traceback" not in server.boot_log
     assert re.search(rf" seconds: .*{server.name}$", server.boot_log, re.MULTILINE)
 
 
-def test_the_import_is_quick_and_brings_no_compiler(tmp_path):
+def test_the_import_is_fast_and_loads_no_compiler(tmp_path):
     reason = why_unavailable()
     if reason is not None:
         pytest.skip(reason)
@@ -86,7 +86,7 @@ def test_an_interrupt_ends_a_decode_and_frees_its_memory(server, decoder):
     assert after.vms < before.vms + MAPPED_SLACK_BYTES
 
 
-def test_the_example_workflows_are_offered_with_a_picture(server):
+def test_the_example_workflows_are_offered_with_thumbnails(server):
     files = sorted((PACK / "example_workflows").glob("*.json"))
     assert files
     offered = server.get("/workflow_templates")[server.name]

@@ -11,7 +11,7 @@ from fast_video_vae.tests.tools import readme_commands
 README = (readme_commands.ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_commands_are_the_readme_s():
+def test_the_commands_match_the_readme():
     found = readme_commands.commands(README)
     assert found.keys() == {"demo", "test"}
     for line in found.values():
@@ -20,25 +20,25 @@ def test_the_commands_are_the_readme_s():
 
 
 @pytest.mark.parametrize("readme", ["", README + README])
-def test_a_command_that_is_missing_or_ambiguous_is_an_error(readme):
+def test_a_missing_or_ambiguous_command_is_an_error(readme):
     with pytest.raises(ValueError, match=r"README.md has [02] lines .*; expected one"):
         readme_commands.commands(readme)
 
 
-def test_a_python_is_a_version_a_command_or_a_file():
+def test_a_python_can_be_a_version_a_command_or_a_file():
     assert readme_commands.interpreter(sys.executable) == sys.executable
     assert readme_commands.interpreter("3.99") is None
     assert readme_commands.interpreter("no-such-python") is None
 
 
-def test_a_python_that_was_asked_for_and_is_not_here_is_a_failure(capsys, tmp_path):
+def test_a_requested_python_that_is_missing_is_a_failure(capsys, tmp_path):
     arguments = ["--python", "3.99", "--only", "demo", "--logs", str(tmp_path)]
     assert readme_commands.main(arguments) == 1
     assert "| 3.99 |  |  | no such Python here |  |" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_torch_is_linked_with_all_that_it_needs_and_nothing_else(tmp_path):
+def test_torch_is_linked_with_its_dependencies_only(tmp_path):
     base = Path(sys.prefix)
     if sys.platform != "linux" or base == Path(sys.base_prefix):
         pytest.skip("torch is not in a venv of Linux")

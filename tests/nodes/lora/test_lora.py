@@ -48,13 +48,13 @@ def report(server, workflow):
 
 
 @pytest.mark.parametrize("mode", ["auto", "stream", "bypass", "merged"])
-def test_a_report_says_what_was_applied(server, lora, mode):
+def test_a_report_lists_the_applied_keys(server, lora, mode):
     text = report(server, apply((lora.name, "0.8", ""), (lora.name, "-0.5", "1"), mode=mode))
     assert text.startswith("lora.safetensors: 120 keys applied")
     assert text.endswith(mode)
 
 
-def test_the_inputs_of_the_stack(expert_server, lora):
+def test_wrong_inputs_of_the_stack_are_refused(expert_server, lora):
     (info,) = expert_server.get("/object_info/FastVAE_LoraStack").values()
     required, optional = info["input"]["required"], info["input"]["optional"]
     assert list(required) == ["lora_name", "strength", "blocks"]
@@ -66,7 +66,7 @@ def test_the_inputs_of_the_stack(expert_server, lora):
     assert info["output"] == [optional["stack"][0]] == ["FASTVAE_LORA_STACK"]
 
 
-def test_the_inputs_of_apply(expert_server):
+def test_wrong_inputs_of_apply_are_refused(expert_server):
     (info,) = expert_server.get("/object_info/FastVAE_ApplyLora").values()
     required, optional = info["input"]["required"], info["input"]["optional"]
     assert list(required) == ["model", "stack", "mode"]
@@ -90,7 +90,7 @@ UNUSABLE = {
 
 
 @each_value_once(said=UNUSABLE, mode=["auto", "merged"])
-def test_a_file_that_cannot_be_used_is_one_line_on_the_node(expert_server, state, said, mode):
+def test_an_unusable_file_is_a_one_line_error_of_the_node(expert_server, state, said, mode):
     path = expert_server.models("loras") / "bad.safetensors"
     path.write_bytes(UNUSABLE[said](state))
     with pytest.raises(PromptError) as caught:
@@ -103,7 +103,7 @@ def test_a_file_that_cannot_be_used_is_one_line_on_the_node(expert_server, state
 
 
 @pytest.mark.parametrize("mode", ["auto", "merged"])
-def test_a_file_that_was_replaced_is_read_anew(server, lora, state, mode):
+def test_a_replaced_file_is_read_again(server, lora, state, mode):
     workflow = apply((lora.name, "1", ""), mode=mode)
     assert "lora.safetensors: 120 keys" in report(server, workflow)
     save_file(lora_for(state, parts=("pairs",)), lora)

@@ -34,7 +34,7 @@ def patched_by_comfyui(parts, weight, strength):
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.core], ids=lambda row: row.name)
-def test_a_weight_is_changed_as_comfyui_changes_it(row, caplog):
+def test_a_weight_is_changed_as_in_comfyui(row, caplog):
     weight, parts = row.tensors()
     adapter = make_adapter(parts, "here")
     for strength in STRENGTHS:

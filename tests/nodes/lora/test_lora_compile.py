@@ -77,7 +77,7 @@ def made():
 
 
 @pytest.mark.parametrize("mode", ["stream", pytest.param("bypass", marks=pytest.mark.slow)])
-def test_a_strength_compiles_nothing(model, lora, mode):
+def test_a_new_strength_does_not_recompile(model, lora, mode):
     without, before = sample(model), compiled(model)
     expected = {strength: sample(core(model, lora, strength)) for strength in (0.8, 0.3, -1.0)}
     assert relative_error(expected[0.8], expected[0.3]) > EFFECT
@@ -97,7 +97,7 @@ def test_a_strength_compiles_nothing(model, lora, mode):
     assert made() == again
 
 
-def test_a_lora_before_the_compiler(model, lora):
+def test_a_lora_can_be_applied_before_compilation(model, lora):
     """The order of the nodes does not matter, nor whether the model ran before."""
     without = sample(compiled(model))
     expected = sample(core(model, lora, 0.8))
@@ -123,7 +123,7 @@ def test_differences_of_biases_compile_once_more_at_most(model, mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stream", "bypass"])
-def test_inductor(model, lora, mode):
+def test_inductor_compiles_a_model_with_a_lora(model, lora, mode):
     expected = sample(core(model, lora, 0.8)), sample(core(model, lora, 0.3))
     before = compiled(model, "inductor")
     assert relative_error(sample(fast(before, lora, 0.8, mode)), expected[0]) < ROUNDING

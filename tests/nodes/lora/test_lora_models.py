@@ -60,7 +60,7 @@ def by_core(kind, *strengths):
 
 
 @each_value_once(kind=KINDS, mode=MODES)
-def test_a_run_is_that_of_comfyuis_loader(kind, mode):
+def test_a_run_equals_that_of_comfyuis_loader(kind, mode):
     model, _, without = plain(kind)
     expected = by_core(kind, 0.8)
     assert relative_error(expected, without) > EFFECT
@@ -69,7 +69,7 @@ def test_a_run_is_that_of_comfyuis_loader(kind, mode):
 
 
 @each_value_once(kind=["wan21-t2v", "qwen-image"], mode=MODES)
-def test_two_of_a_stack_or_of_two_nodes_are_two_loaders_in_series(kind, mode):
+def test_two_loras_equal_two_loaders_in_series(kind, mode):
     given = stack(lora(1, kind), -0.5, before=stack(lora(0, kind), 0.8))
     result = sample(apply(plain(kind)[0], given, mode)[0], kind)
     assert relative_error(result, by_core(kind, 0.8, -0.5)) < ROUNDING
@@ -80,14 +80,14 @@ def test_two_of_a_stack_or_of_two_nodes_are_two_loaders_in_series(kind, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_strengths_of_any_size_and_sign(mode):
+def test_strengths_of_any_size_and_sign_work(mode):
     for strength in (-1.0, 3.5):
         result = sample(fast(plain(KIND)[0], lora(0, KIND), strength, mode), KIND)
         assert relative_error(result, by_core(KIND, strength)) < ROUNDING
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_strength_0_is_the_model_itself(mode):
+def test_strength_0_gives_the_model_itself(mode):
     model, _, without = plain(KIND)
     patched, report = apply(model, stack(lora(0, KIND), 0), mode)
     assert torch.equal(sample(patched, KIND), without)
@@ -96,7 +96,7 @@ def test_strength_0_is_the_model_itself(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_parameters_that_comfyui_passes_over_are_changed_too(mode):
+def test_parameters_that_comfyui_skips_are_changed_too(mode):
     """Its loader takes `modulation.diff` and does nothing with it: those are edited by hand."""
     model, state, without = plain(KIND)
     difference = lora_for(state, parts=("modulations",))
@@ -113,7 +113,7 @@ def test_parameters_that_comfyui_passes_over_are_changed_too(mode):
     assert torch.equal(sample(model, KIND), without)
 
 
-def test_each_way_is_the_one_that_was_asked_for():
+def test_every_mode_applies_the_requested_method():
     kind = "wan21-i2v"
     ways = {}
     for mode in UNMERGED:
@@ -132,7 +132,7 @@ def test_each_way_is_the_one_that_was_asked_for():
     assert min(auto) > bypass[0]
 
 
-def test_a_run_is_timed_where_that_is_asked_for(monkeypatch, caplog):
+def test_a_run_is_timed_on_request(monkeypatch, caplog):
     model = fast(plain(KIND)[0], lora(0, KIND), 0.8, "bypass")
     for asked in (False, True):
         monkeypatch.setenv("WAN_LORA_TIMING", str(int(asked)))
@@ -148,7 +148,7 @@ def test_a_run_is_timed_where_that_is_asked_for(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("mode", UNMERGED)
-def test_a_list_of_strengths_is_one_for_each_step(mode):
+def test_a_list_has_a_strength_for_each_step(mode):
     """The run of three steps is those steps taken one by one, with loaders of ComfyUI's."""
     model = plain(KIND)[0]
     models = [core(model, lora(0, KIND), each) for each in (0.9, 0.0, -0.4)]
@@ -174,7 +174,7 @@ def _stepwise(models, kind):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_blocks_of_a_filter_alone(mode):
+def test_only_blocks_of_the_filter_are_changed(mode):
     model, state, _ = plain(KIND)
     file = lora_for(state, seed=0)
     second = {key: value for key, value in file.items() if "blocks.1." in key}
@@ -209,7 +209,7 @@ def _both(one, other):
 
 
 @pytest.mark.parametrize("mode", UNMERGED)
-def test_branches_have_their_own_within_a_step(mode):
+def test_two_branches_of_a_step_have_separate_loras(mode):
     import comfy.model_management
 
     model, state, _ = plain(KIND)
@@ -238,7 +238,7 @@ def _dual(one, other, kind):
 
 
 @pytest.mark.parametrize("mode", UNMERGED)
-def test_comfyuis_guider_of_two_models_with_one_lora(mode):
+def test_a_guider_of_two_models_applies_one_lora(mode):
     model, state, without = plain(KIND)
     name = save_lora(lora_for(state, parts=("modulations", "pairs")), "all.safetensors")
     patched = fast(model, name, 0.8, mode)
@@ -251,7 +251,7 @@ def test_comfyuis_guider_of_two_models_with_one_lora(mode):
 
 
 @each_value_once(mode=UNMERGED, second=[True, False])
-def test_comfyuis_guider_of_two_models_with_a_lora_each(mode, second):
+def test_a_guider_of_two_models_applies_a_lora_to_each(mode, second):
     """It calls the second model with the options of the first; their LoRAs differ."""
     state = plain(KIND)[1]
 

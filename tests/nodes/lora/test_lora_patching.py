@@ -41,7 +41,7 @@ def model():
     return load_model(KIND)
 
 
-def test_merged_weights_are_put_back(model):
+def test_merged_weights_are_restored(model):
     """ComfyUI restores them, as after its own loaders, when the model is used without LoRAs."""
     without, before = sample(model), weights(model)
     sample(fast(model, lora(), 0.8, "merged"))
@@ -55,7 +55,7 @@ class _FailureError(Exception):
 
 
 @each_value_once(mode=UNMERGED, how=["error", "interrupt"], when=["before", "within", "after"])
-def test_a_run_and_a_call_that_ends_early_leave_every_weight_as_it_was(model, mode, how, when):
+def test_completed_and_aborted_runs_leave_every_weight_unchanged(model, mode, how, when):
     """Before a module, in its forward, or in a hook of another's after it."""
     import comfy.model_management
 
@@ -113,7 +113,7 @@ def loads(model, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", UNMERGED)
-def test_nothing_is_loaded_anew_for_another_lora(model, loads, mode):
+def test_another_lora_does_not_reload_the_model(model, loads, mode):
     one = fast(model, lora(0), 0.8, mode)
     stronger, other = fast(model, lora(0), 3.0, mode), fast(model, lora(1), 0.8, mode)
     more = apply(one, stack(lora(1), -0.5), mode)[0]
@@ -143,7 +143,7 @@ def test_a_merged_stack_is_loaded_once(model, loads):
 
 
 @each_value_once(mode=MODES, order=["before", "after"], loader=["weights", "bypass"])
-def test_together_with_comfyuis_loaders(model, mode, order, loader):
+def test_loras_of_both_packs_add_up(model, mode, order, loader):
     """Its bypass loader adds to the output of linear layers, and patches their biases."""
     from comfy_extras.nodes_lora_debug import LoraLoaderBypassModelOnly
 
@@ -161,7 +161,7 @@ def test_together_with_comfyuis_loaders(model, mode, order, loader):
 
 
 @each_value_once(mode=UNMERGED, first=["theirs", "ours"], what=["hooks", "forward"])
-def test_what_others_do_to_a_layer_they_do_to_one_with_its_lora(model, mode, first, what):
+def test_patches_of_other_nodes_apply_to_layers_with_a_lora(model, mode, first, what):
     """Hooks that double what it is given and halve what it gives; or a forward that adds to it."""
     module, calls = model.model.get_submodule(MIDDLE), []
     patched = fast(model, lora(0, parts=COMMON), 0.8, mode)

@@ -57,7 +57,7 @@ def dequantised(model, state):
 
 
 @each_value_once(quantise=[fp8, int8, rotated_int8], mode=UNMERGED)
-def test_a_run_is_that_of_the_values_it_stands_for(quantise, mode):
+def test_a_run_equals_that_of_the_dequantised_model(quantise, mode):
     """In every mode from the first call on; ComfyUI's loader quantises the sum once more."""
     state = random_weights(KIND)
     model = load_model(KIND, quantise(state))
@@ -84,7 +84,7 @@ def test_a_quantised_model_is_not_merged():
 
 
 @pytest.mark.parametrize("mode", UNMERGED)
-def test_layers_that_are_read_and_not_called_are_found_in_the_first_call(mode, caplog):
+def test_layers_that_are_only_read_are_found_in_the_first_call(mode, caplog):
     """ComfyUI multiplies with the int8 weight of Wan's feed forward itself, past its forward."""
     state = random_weights(KIND)
     model, lora = load_model(KIND, int8(state)), save_lora(lora_for(state))
@@ -113,7 +113,7 @@ STREAM, BYPASS = 0.20, 0.01
 REQUANTISED = 0.8
 
 
-def test_small_deltas_on_fp8_weights():
+def test_small_deltas_survive_on_fp8_weights():
     """The error of what a LoRA adds, layer by layer in bf16, without that of the output's bf16."""
     errors = fp8_errors()
     assert {len(values) for values in errors.values()} == {20}
@@ -185,7 +185,7 @@ def loha_for(state):
 
 
 @each_value_once(form=["pairs", "loha"], mode=UNMERGED)
-def test_layers_that_unpack_their_weights_themselves(form, mode, caplog):
+def test_layers_that_unpack_their_own_weights_get_the_lora(form, mode, caplog):
     state = random_weights(KIND)
     model, plain = packed(state)
     file = loha_for(state) if form == "loha" else lora_for(state)
@@ -203,7 +203,7 @@ def test_layers_that_unpack_their_weights_themselves(form, mode, caplog):
 
 
 @pytest.mark.parametrize("mode", UNMERGED)
-def test_a_patch_that_needs_such_a_weight_is_logged_once(mode, caplog):
+def test_a_patch_of_an_unreadable_weight_is_logged_once(mode, caplog):
     """DoRA scales the sum of weight and delta: without the weight it has no effect at all."""
     state = random_weights(KIND)
     model, _ = packed(state)

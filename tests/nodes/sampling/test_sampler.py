@@ -64,7 +64,7 @@ def names(calls, models):
         slow("wan21-i2v", (1.0, 2.0)),  # with an image's embedding
     ],
 )
-def test_two_experts_are_two_advanced_samplers(kind, cfg):
+def test_two_experts_equal_two_advanced_samplers(kind, cfg):
     both = experts(kind)
     high, low = (shifted(model, 5.0) for model in both.values())
     expected = in_two(high, low, kind, cfg=cfg)
@@ -73,7 +73,7 @@ def test_two_experts_are_two_advanced_samplers(kind, cfg):
     assert relative_error(result, in_two(low, high, kind, cfg=cfg)) > DIFFERENT
 
 
-def test_four_steps_of_the_published_list_are_two_and_two(calls):
+def test_four_steps_are_split_two_and_two(calls):
     both = experts()
     result = run(preset="4-step", steps=0, sampler_name="auto", scheduler="auto", shift_high="auto",
                  cfg_high="auto", cfg_low="auto")  # fmt: skip
@@ -103,7 +103,7 @@ def test_the_boundary_is_a_noise_level_or_a_step(calls, boundary, expected):
     assert "".join(name[0].upper() for name, _ in names(calls, experts())) == expected
 
 
-def test_with_an_image_the_boundary_is_0_9(calls):
+def test_image_to_video_models_have_a_boundary_of_0_9(calls):
     kind = "wan22-14b-i2v"
     run(kind, steps=8)  # sigmas 1, 0.972, 0.9375, 0.893, 0.833, ...
     found = names(calls, experts(kind))
@@ -119,13 +119,13 @@ def test_with_an_image_the_boundary_is_0_9(calls):
           for cfg in (1.0, 4.0)),
     ],
 )  # fmt: skip
-def test_one_expert_is_ksampler(sampler, cfg):
+def test_one_expert_equals_ksampler(sampler, cfg):
     expected = ksampler(shifted(expert(), 5.0), cfg=cfg, sampler=sampler)
     result = samples(model_low=None, cfg_high=str(cfg), sampler_name=sampler)
     assert relative_error(result, expected) < ROUNDING
 
 
-def test_one_expert_of_another_latent_is_ksampler():
+def test_one_expert_equals_ksampler_for_other_latents():
     latent = {"samples": torch.randn(1, 16, 3, 8, 8), "noise_mask": torch.ones(1, 1, 3, 8, 8)}
     latent["noise_mask"][..., :4] = 0
     expected = ksampler(shifted(expert(), 5.0), denoise=0.5, latent=latent)
@@ -136,7 +136,7 @@ def test_one_expert_of_another_latent_is_ksampler():
 @pytest.mark.parametrize(
     "kind", [kind if kind == "qwen-image" else slow(kind) for kind in KINDS if kind != "wan21-t2v"]
 )
-def test_every_kind_of_model_is_one_expert(kind):
+def test_every_kind_of_model_works_as_one_expert(kind):
     model = expert(kind)
     if "wan" in model.model.model_config.unet_config["image_model"]:
         model = shifted(model, 5.0)  # of the preset; others keep their own
@@ -163,7 +163,7 @@ def cached(model):
 
 
 @pytest.mark.parametrize("patch", [windows, cached])
-def test_what_other_nodes_make_of_the_models_holds_for_both_experts(patch):
+def test_patches_of_other_nodes_apply_to_both_experts(patch):
     high, low = (patch(model) for model in experts().values())
     plain = samples(steps=8)
     given = {"model_high": high, "model_low": low, "steps": 8, "boundary": "4"}
@@ -184,7 +184,7 @@ def test_what_other_nodes_make_of_the_models_holds_for_both_experts(patch):
         slow("euler_ancestral_cfg_pp", False),
     ],
 )
-def test_a_sampler_goes_on_over_the_switch(sampler, remembers):
+def test_a_multistep_sampler_continues_over_the_switch(sampler, remembers):
     """Two experts with equal weights act as one model; two samplers in a row would restart."""
     one, other = expert("wan21-t2v", 0), expert("wan21-t2v", 0).clone()
     expected = ksampler(shifted(one, 5.0), steps=6, sampler=sampler)
@@ -195,7 +195,7 @@ def test_a_sampler_goes_on_over_the_switch(sampler, remembers):
         assert relative_error(apart, expected) > DIFFERENT
 
 
-def test_a_solver_of_several_stages_finds_its_expert_between_steps(calls):
+def test_calls_between_steps_use_the_expert_of_their_noise_level(calls):
     run(sampler_name="dpm_2", steps=4)
     found = names(calls, experts())
     assert found == [("high" if sigma >= 0.875 else "low", sigma) for _, sigma in found]
@@ -203,7 +203,7 @@ def test_a_solver_of_several_stages_finds_its_expert_between_steps(calls):
     assert {name for name, _ in found} == {"high", "low"}
 
 
-def test_guidance_of_each_step(calls):
+def test_each_step_has_its_guidance(calls):
     run(cfg_high="3.5,1", cfg_low="1,2")
     # Both passes in one call where there are two.
     assert [(sigma, rows) for _, sigma, rows in calls] == [
@@ -222,7 +222,7 @@ def test_each_expert_has_its_shift():
     assert torch.equal(listed, result)
 
 
-def test_given_noise_levels_are_run_as_they_are(calls):
+def test_given_noise_levels_are_used_unchanged(calls):
     given = torch.tensor([1.0, 0.9, 0.6, 0.3, 0.0])
     before = given.clone()
     result = run(sigmas=given, sampler_name="uni_pc")
@@ -231,7 +231,7 @@ def test_given_noise_levels_are_run_as_they_are(calls):
     assert [name for name, _ in names(calls, experts())] == ["high", "high", "low", "low"]
 
 
-def test_a_run_in_two_halves_is_the_whole():
+def test_two_halves_of_a_run_equal_the_whole_run():
     whole = samples(cfg_high="2", cfg_low="3")
     for at in (1, 2, 3):  # within the first expert, at the switch, within the second
         given = {"cfg_high": "2", "cfg_low": "3"}
@@ -240,7 +240,7 @@ def test_a_run_in_two_halves_is_the_whole():
         assert relative_error(rest, whole) < ROUNDING
 
 
-def test_only_the_second_expert_is_loaded_where_the_run_begins_with_it(calls):
+def test_a_run_that_starts_with_the_second_expert_loads_only_that(calls):
     run(start_at_step=2)
     assert [name for name, _ in names(calls, experts())] == ["low", "low"]
 
@@ -251,7 +251,7 @@ def test_a_run_that_ends_early_without_leftover_noise_goes_to_0():
 
 
 @pytest.mark.parametrize("low", [expert, None], ids=["two", "one"])
-def test_a_run_without_steps_gives_the_latent_as_it_is(calls, low):
+def test_a_run_without_steps_returns_the_latent(calls, low):
     latent = {"samples": torch.randn(1, 16, 3, 8, 8)}
     model = low("wan21-t2v", 1) if low else None
     for given in ({"denoise": 0.0}, {"start_at_step": 4}, {"start_at_step": 2, "end_at_step": 2}):
@@ -260,14 +260,14 @@ def test_a_run_without_steps_gives_the_latent_as_it_is(calls, low):
     assert not calls
 
 
-def test_denoised_is_what_the_last_step_saw():
+def test_denoised_is_the_estimate_of_the_last_step():
     result = run(end_at_step=2, return_with_leftover_noise="enable")
     assert relative_error(result["denoised"]["samples"], result["LATENT"]["samples"]) > DIFFERENT
     whole = run()  # a step of euler to noise level 0 gives just that
     assert relative_error(whole["denoised"]["samples"], whole["LATENT"]["samples"]) < ROUNDING
 
 
-def test_three_phases_are_three_advanced_samplers():
+def test_three_phases_equal_three_advanced_samplers():
     """The first steps without the LoRA and with guidance, then with it, then the other expert."""
     files = [lora(seed) for seed in (0, 1)]
     high, low = (shifted(model, 5.0) for model in experts().values())
@@ -286,7 +286,7 @@ def test_three_phases_are_three_advanced_samplers():
 
 
 @pytest.mark.parametrize("mode", ["auto", "merged"])
-def test_loras_of_each_expert_are_those_of_comfyuis_loader(mode):
+def test_loras_of_each_expert_equal_comfyuis_loader(mode):
     files = [lora(seed) for seed in (0, 1)]
     high, low = (
         core(shifted(model, 5.0), file, 0.8)
@@ -301,7 +301,7 @@ def test_loras_of_each_expert_are_those_of_comfyuis_loader(mode):
     assert relative_error(again, result) < ROUNDING
 
 
-def test_apply_lora_takes_the_phase_that_is_called():
+def test_apply_lora_follows_the_phase_of_the_sampler():
     files = [lora(seed) for seed in (0, 1)]
     strengths = ("0.8;0", "0;0.8")
     models = {

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
 
 
 @pytest.mark.parametrize("free_high", [False, True])
-def test_a_run_leaves_the_models_as_they_were(free_high):
+def test_a_run_does_not_change_the_models(free_high):
     both = experts()
     latent, texts = empty(), prompts()
     before = states(both)
@@ -41,7 +41,7 @@ def test_a_run_leaves_the_models_as_they_were(free_high):
     assert torch.equal(samples(**given), first)
 
 
-def test_the_first_model_is_unloaded_at_the_switch_if_asked_for(monkeypatch):
+def test_the_first_model_is_unloaded_at_the_switch_on_request(monkeypatch):
     import comfy.model_management
 
     freed = []
@@ -69,7 +69,7 @@ class Stopped(BaseException):
         (torch.cuda.OutOfMemoryError("no memory is left"), 0),  # and it stays short
     ],
 )
-def test_a_run_that_ends_in_an_error_leaves_the_models_as_they_were(monkeypatch, error, at):
+def test_a_failed_run_does_not_change_the_models(monkeypatch, error, at):
     import comfy.model_base
 
     both = experts()
@@ -114,7 +114,7 @@ def states(models):
 
 
 @pytest.mark.parametrize(("at", "count"), [(1, 1), (2, 2), slow(1, 2), slow(2, 1)])  # 2: switched
-def test_a_run_goes_on_where_memory_runs_out(monkeypatch, caplog, at, count):
+def test_a_run_out_of_memory_retries_the_step(monkeypatch, caplog, at, count):
     """In a model call: first unload other models, then stream the weights of this one."""
     import comfy.model_base
     import comfy.sampler_helpers
@@ -143,7 +143,7 @@ def test_a_run_goes_on_where_memory_runs_out(monkeypatch, caplog, at, count):
     assert all("high noise" in text if at == 1 else "low noise" in text for text in warned)
 
 
-def test_wrappers_of_both_models_are_around_the_run():
+def test_wrappers_of_both_models_wrap_the_run():
     """Packs that remember things from step to step begin and end there."""
     from comfy.patcher_extension import WrappersMP
 
@@ -186,7 +186,7 @@ def test_both_models_get_the_noise_levels_of_each_call():
     assert seen == [(5, 0), (5, 0), (5, 1), (5, 1)]
 
 
-def test_the_report_says_what_ran():
+def test_the_report_lists_steps_and_loras():
     lines = run(cfg_high="3.5,1")["report"].splitlines()
     assert lines == [
         "euler, 4 steps",
@@ -229,7 +229,7 @@ def test_the_timing_has_both_experts_and_the_switch():
          "loras_high: strength '0;1;0' has 3 phases, but the run"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_one_line_before_anything_is_loaded(monkeypatch, given, message):
+def test_invalid_inputs_are_refused_before_anything_is_loaded(monkeypatch, given, message):
     import comfy.sampler_helpers
 
     given = {name: value() if callable(value) else value for name, value in given.items()}

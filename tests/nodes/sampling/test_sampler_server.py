@@ -36,7 +36,7 @@ def latents(server, shown, node):
     return load_file(file)["latent_tensor"]
 
 
-def test_a_run_reports_and_one_bar_goes_over_all_steps_with_the_expert_in_its_text(expert_server):
+def test_one_progress_bar_covers_all_steps_and_names_the_expert(expert_server):
     graph = Graph()
     loras = {"loras_high": graph.lora(0, "0.8"), "loras_low": graph.lora(1, "0.6")}
     sampler = graph.sampler(seed=8, steps=6, **loras)
@@ -63,7 +63,7 @@ def test_a_run_reports_and_one_bar_goes_over_all_steps_with_the_expert_in_its_te
     ]  # fmt: skip
 
 
-def test_a_stopped_run_ends_at_once_and_the_next_is_whole(expert_server):
+def test_a_stopped_run_ends_at_once_and_the_next_run_succeeds(expert_server):
     def graph(steps):
         graph = Graph()
         given = {"latent_image": graph.latent(256, 33), "loras_high": graph.lora(0, "1")}

@@ -20,7 +20,7 @@ from fast_video_vae.tests.nodes.vae.pairs import (
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 
-def test_accelerating_shares_the_weights_and_leaves_the_input_alone(family):
+def test_accelerating_shares_the_weights_and_does_not_change_the_input(family):
     stock = family.another_stock()
     before = dict(stock.__dict__)
     fast = accelerated(stock)
@@ -39,7 +39,7 @@ def test_accelerating_shares_the_weights_and_leaves_the_input_alone(family):
     assert relative_error(fast.encode(pixels), family.stock.encode(pixels)) <= 1e-5
 
 
-def test_patches_of_the_input_come_along_while_they_are_applied(state):
+def test_applied_patches_of_the_input_are_kept(state):
     stock = stock_vae(state)
     key = "decoder.conv1.weight"
     stock.patcher.add_patches({key: ("diff", (torch.full(state[key].shape, 0.05),))})
@@ -52,7 +52,7 @@ def test_patches_of_the_input_come_along_while_they_are_applied(state):
     assert torch.equal(stock.decode(latents(2)), expected)
 
 
-def test_a_fast_vae_can_be_chosen_for_again_on_the_same_weights(state, tmp_path):
+def test_a_fast_vae_accepts_new_options_on_the_same_weights(state, tmp_path):
     fast = fast_vae(state, tmp_path, chunk=2)
     assert accelerated(fast) is fast
     rough, other = accelerated(fast, dtype=torch.bfloat16), accelerated(fast, chunk=3)
@@ -66,7 +66,7 @@ def test_a_fast_vae_can_be_chosen_for_again_on_the_same_weights(state, tmp_path)
     assert relative_error(other.decode(latents(2)), fast.decode(latents(2))) <= 1e-5
 
 
-def test_it_reloads_through_the_loader_that_comfyui_remembers(state, tmp_path):
+def test_an_accelerated_vae_reloads_through_its_loader(state, tmp_path):
     import comfy.sd
     from safetensors.torch import save_file
 
@@ -111,7 +111,7 @@ def with_a_changed_network(state):
         (with_a_changed_network, "object_patches"),
     ],
 )
-def test_what_cannot_be_accelerated_passes_with_one_line_that_says_why(state, caplog, make, reason):
+def test_other_vaes_are_returned_with_a_logged_reason(state, caplog, make, reason):
     vae = make(state)
     before = dict(vae.__dict__)
     with caplog.at_level(logging.INFO):
@@ -121,7 +121,7 @@ def test_what_cannot_be_accelerated_passes_with_one_line_that_says_why(state, ca
     assert reason in line
 
 
-def test_the_user_s_flag_rules_the_dtype(state, tmp_path, monkeypatch):
+def test_the_flag_of_comfyui_sets_the_dtype(state, tmp_path, monkeypatch):
     from comfy.cli_args import args
 
     monkeypatch.setattr(args, "bf16_vae", True)
@@ -132,7 +132,7 @@ def test_the_user_s_flag_rules_the_dtype(state, tmp_path, monkeypatch):
         assert fast.decode(latents(1)).dtype == torch.float32
 
 
-def test_what_comes_in_keeps_the_bits_that_either_way_needs(state, tmp_path):
+def test_inputs_keep_the_precision_of_both_directions(state, tmp_path):
     exact = fast_vae(state, tmp_path)
     mixed = fast_vae(state, tmp_path, dtype=torch.bfloat16, encode_dtype=torch.float32)
     assert mixed.vae_dtype == torch.float32
@@ -141,7 +141,7 @@ def test_what_comes_in_keeps_the_bits_that_either_way_needs(state, tmp_path):
     assert 1e-4 < difference < 0.1
 
 
-def test_threads_do_not_see_each_other_through_a_shared_network(state, tmp_path):
+def test_threads_can_share_a_network(state, tmp_path):
     from concurrent.futures import ThreadPoolExecutor
 
     fast = fast_vae(state, tmp_path)
@@ -157,7 +157,7 @@ def test_threads_do_not_see_each_other_through_a_shared_network(state, tmp_path)
             assert torch.equal(result, wanted)
 
 
-def test_a_comfyui_that_looks_into_the_weights_is_given_some(state, tmp_path, monkeypatch):
+def test_comfyui_can_read_the_values_of_the_weights(state, tmp_path, monkeypatch):
     import comfy.sd
 
     real = comfy.sd.VAE.__init__

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
     ("batch", "count"),
     [(1, 1), (3, 1), (2, 2), (1, 4)],  # a picture, pictures, two videos, 13 frames
 )
-def test_every_way_to_decode_is_that_of_stock(family, batch, count):
+def test_every_way_to_decode_equals_stock(family, batch, count):
     samples = {"samples": small_latents(count, batch=batch)}
     before = samples["samples"].clone()
     (expected,) = node("VAEDecode", vae=family.stock, samples=samples)
@@ -58,7 +58,7 @@ def test_every_way_to_decode_is_that_of_stock(family, batch, count):
         (14, 3),  # the last frame fills no latent
     ],
 )
-def test_every_way_to_encode_is_that_of_stock(family, count, channels):
+def test_every_way_to_encode_equals_stock(family, count, channels):
     pixels = frames(count, channels=channels)
     before = pixels.clone()
     expected = family.stock.encode(pixels)
@@ -84,7 +84,7 @@ def test_every_way_to_encode_is_that_of_stock(family, count, channels):
     ],
 )
 @pytest.mark.parametrize("tiled", [False, True])
-def test_an_image_that_does_not_fit_is_made_to_as_in_stock(
+def test_images_of_any_size_are_fitted_as_in_stock(
     stock, fast, count, height, width, channels, tiled
 ):
     pixels = clip(count, height, width, channels)
@@ -96,7 +96,7 @@ def test_an_image_that_does_not_fit_is_made_to_as_in_stock(
     assert relative_error(latent, expected) <= 1e-5
 
 
-def test_images_are_frames_of_a_video_or_pictures_apart(family):
+def test_images_are_encoded_as_a_video_or_separately(family):
     pixels = frames(3)
     expected = torch.cat([family.stock.encode(image[None]) for image in pixels])
     assert expected.shape == (3, 16, 1, 4, 6)
@@ -111,7 +111,7 @@ def test_images_are_frames_of_a_video_or_pictures_apart(family):
     assert relative_error(family.fast.encode(videos), expected) <= 1e-5
 
 
-def test_in_bfloat16_it_is_as_close_as_stock(seedvr2, tmp_path):
+def test_bfloat16_is_as_accurate_as_stock(seedvr2, tmp_path):
     rough = narrow_seedvr2(seedvr2.state, dtype=torch.bfloat16)
     fast = fast_vae(seedvr2.state, tmp_path, dtype=torch.bfloat16)
     for name, given in (("decode", small_latents(2)), ("encode", frames(5))):
@@ -120,7 +120,7 @@ def test_in_bfloat16_it_is_as_close_as_stock(seedvr2, tmp_path):
         assert relative_error(getattr(fast, name)(given), expected) <= allowed
 
 
-def test_what_conditions_a_video_is_that_of_stock(stock, fast):
+def test_conditionings_of_a_video_equal_stock(stock, fast):
     empty = [[torch.zeros(1, 1, 8), {}]]
     size = {"width": 64, "height": 48, "length": 9, "batch_size": 1}
     inputs = {"positive": empty, "negative": empty, "start_image": clip(1), **size}
@@ -132,7 +132,7 @@ def test_what_conditions_a_video_is_that_of_stock(stock, fast):
     assert result[2]["samples"].shape == expected[2]["samples"].shape
 
 
-def test_encode_for_inpaint_is_that_of_stock(stock, fast):
+def test_encode_for_inpaint_equals_stock(stock, fast):
     mask = torch.zeros(1, 70, 66)
     mask[:, 20:40, 20:40] = 1
     inputs = {"pixels": clip(1, 70, 66), "mask": mask, "grow_mask_by": 6}
@@ -142,7 +142,7 @@ def test_encode_for_inpaint_is_that_of_stock(stock, fast):
     assert torch.equal(result["noise_mask"], expected["noise_mask"])
 
 
-def test_the_saved_vae_is_the_loaded_one(family):
+def test_a_saved_vae_equals_the_loaded_one(family):
     for vae in (family.fast, accelerated(family.stock)):
         weights = vae.get_sd()
         assert weights.keys() == family.stock.get_sd().keys() == family.state.keys()
@@ -150,7 +150,7 @@ def test_the_saved_vae_is_the_loaded_one(family):
         assert all(torch.equal(weights[key], family.state[key]) for key in weights)
 
 
-def test_a_copy_for_another_device_is_fast_and_whole(family):
+def test_a_copy_for_another_device_is_fast_and_complete(family):
     fast, latent = family.fast, small_latents(2)
     (selected,) = v3_node("nodes_multigpu", "SelectVAEDeviceNode", vae=fast, device="default")
     assert selected is not fast
@@ -176,7 +176,7 @@ OWN_NUMBERS = {
 }
 
 
-def test_its_numbers_are_those_of_stock(family):
+def test_attributes_equal_those_of_stock(family):
     stock, fast = family.stock, family.fast
     for name in (*NUMBERS, *OWN_NUMBERS[family.name]):
         assert getattr(fast, name) == getattr(stock, name), name
@@ -192,7 +192,7 @@ def test_its_numbers_are_those_of_stock(family):
     assert not fast.is_dynamic()
 
 
-def test_the_estimates_grow_with_the_picture_and_not_with_the_length(family):
+def test_memory_estimates_grow_with_the_size_but_not_the_length(family):
     fast = family.fast
     for estimate, scale in ((fast.memory_used_decode, 1), (fast.memory_used_encode, 8)):
         shape = (1, 16, 3 * scale, 60 * scale, 104 * scale)
@@ -203,7 +203,7 @@ def test_the_estimates_grow_with_the_picture_and_not_with_the_length(family):
     assert fast.memory_used_decode((1, 16, 8, 8), torch.float32) > 0  # of pictures without time
 
 
-def test_estimates_are_for_where_the_work_is_done(fast):
+def test_memory_estimates_are_for_the_device_of_the_work(fast):
     """ComfyUI asks before it brings the weights there; on a GPU the steps are longer."""
     on_gpu = copy.copy(fast)
     on_gpu.device = torch.device("cuda", 0)
@@ -215,7 +215,7 @@ def test_estimates_are_for_where_the_work_is_done(fast):
         assert there > here
 
 
-def test_comfyui_s_own_methods_drive_our_network(family):
+def test_comfyui_s_own_methods_work_on_the_fast_network(family):
     import comfy.sd
 
     core, fast, stock = comfy.sd.VAE, family.fast, family.stock
@@ -234,7 +234,7 @@ def test_comfyui_s_own_methods_drive_our_network(family):
         assert relative_error(core.encode_tiled(fast, pixels, **tiles), expected) <= 1e-5
 
 
-def test_a_buffer_may_have_any_dtype_and_strides(family):
+def test_an_output_buffer_can_have_any_dtype_and_strides(family):
     model, latent = family.fast.first_stage_model, small_latents(2)
     expected = model.decode(latent)
     assert expected.shape == model.decode_output_shape(latent.shape)
@@ -247,7 +247,7 @@ def test_a_buffer_may_have_any_dtype_and_strides(family):
         assert torch.equal(buffer, expected.to(buffer.dtype))
 
 
-def test_pictures_need_no_time(stock, fast):
+def test_latents_of_images_need_no_time_dimension(stock, fast):
     latent = latents(1, batch=3)
     expected = stock.decode(latent)[:, 0]
     assert relative_error(fast.decode(latent[:, :, 0]), expected) <= 1e-5
@@ -256,7 +256,7 @@ def test_pictures_need_no_time(stock, fast):
     assert torch.equal(model.decode(latent[:, :, 0]), model.decode(latent)[:, :, 0])
 
 
-def test_an_option_of_a_newer_comfyui_goes_to_its_own_method(fast, monkeypatch):
+def test_unknown_options_are_passed_to_comfyui_s_method(fast, monkeypatch):
     import comfy.sd
 
     seen = {}
@@ -267,7 +267,7 @@ def test_an_option_of_a_newer_comfyui_goes_to_its_own_method(fast, monkeypatch):
     assert seen == {"something_new": 3}
 
 
-def test_the_user_s_output_dtype_is_honoured(fast, monkeypatch):
+def test_the_requested_output_dtype_is_used(fast, monkeypatch):
     from comfy.cli_args import args
 
     latent = latents(2)
@@ -279,7 +279,7 @@ def test_the_user_s_output_dtype_is_honoured(fast, monkeypatch):
     assert fast.encode(clip(5)).dtype == torch.float16
 
 
-def test_a_patch_changes_the_picture_as_in_stock_and_leaves_no_trace(family):
+def test_a_patch_applies_as_in_stock_and_is_removed(family):
     generator = torch.Generator().manual_seed(3)
     patches = {
         key: ("diff", (torch.randn(family.state[key].shape, generator=generator) * 0.05,))

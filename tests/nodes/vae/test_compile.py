@@ -29,7 +29,7 @@ def compiled():
 
 @pytest.mark.filterwarnings("ignore:Dynamo")  # of what it finds around the computation
 @pytest.mark.parametrize("what", ["decode", "encode", "decoder", "encoder", "itself"])
-def test_a_compiled_vae_is_as_it_was(comfyui, tmp_path, compiled, what):
+def test_compilation_does_not_change_the_vae(comfyui, tmp_path, compiled, what):
     graphs, wrap = compiled
     plain = fast_vae(random_state_dict(8), tmp_path)
     vae = copy.copy(plain)

@@ -50,7 +50,7 @@ def freed_bytes(server):
     return free
 
 
-def test_pictures_are_those_of_stock_and_the_memory_comes_back(device_server):
+def test_a_gpu_gives_the_frames_of_stock_and_frees_its_memory(device_server):
     (device,), before = device_server.get("/system_stats")["devices"], None
     cpu = device["type"] == "cpu"
     for seed in range(1 if cpu else 4):  # the first warms it up

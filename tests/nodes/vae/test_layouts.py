@@ -29,7 +29,7 @@ NUMBERS = (
 )  # fmt: skip
 
 
-def test_the_layered_vae_with_alpha_is_that_of_stock(tmp_path):
+def test_the_layered_vae_with_alpha_equals_stock(tmp_path):
     state = random_state_dict(WIDTH, image_channels=4, out_channels=4)
     stock, fast = stock_vae(state), fast_vae(state, tmp_path)
     assert fast.output_channels == stock.output_channels == 4
@@ -48,7 +48,7 @@ def test_other_key_names_give_the_same_vae(stock, state, tmp_path, dialect):
     assert fast.get_sd().keys() == state.keys()
 
 
-def test_a_decoder_alone_decodes_as_stock_and_says_that_it_cannot_encode(family, tmp_path):
+def test_a_decoder_only_vae_decodes_like_stock_and_refuses_to_encode(family, tmp_path):
     fast, latent = fast_vae(decoder_of(family.state), tmp_path), latents(2, 4, 6)
     assert relative_error(fast.decode(latent), family.stock.decode(latent)) <= 1e-5
     with pytest.raises(ValueError, match="has no encoder"):
@@ -58,7 +58,7 @@ def test_a_decoder_alone_decodes_as_stock_and_says_that_it_cannot_encode(family,
             ours(name, vae=fast, **given)
 
 
-def test_an_upscaling_decoder_gives_pictures_of_twice_the_size(tmp_path):
+def test_a_2x_decoder_gives_images_of_twice_the_size(tmp_path):
     state = random_state_dict(WIDTH, out_channels=12)
     fast, stock = fast_vae(state, tmp_path), stock_vae(state)
     latent = latents(2)
@@ -100,7 +100,7 @@ def test_stages_of_any_width_load_where_comfyui_s_class_does_not_fit(family, tmp
         pytest.param(lambda: random_wan22(160, 256), id="Wan 2.2"),
     ],
 )
-def test_the_published_widths_are_those_of_stock(state):
+def test_vaes_of_the_published_widths_equal_stock(state):
     stock = stock_vae(state())
     fast = accelerated(stock)
     assert fast is not stock
@@ -135,7 +135,7 @@ def test_a_narrow_wan_2_2_loads_where_comfyui_s_class_does_not_fit(tmp_path):
     assert fast.get_sd().keys() == state.keys()
 
 
-def test_qwen_image_2_1_is_a_vae_of_pictures(picture_vae):
+def test_qwen_image_2_1_encodes_images_separately(picture_vae):
     from fast_video_vae.tests.benchmarks.peers import diffusers_vae
 
     fast, peer = picture_vae, diffusers_vae(picture_vae.get_sd())

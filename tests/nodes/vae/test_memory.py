@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 
 @pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
-def test_an_interrupt_ends_it_at_the_next_block(family, encode):
+def test_an_interrupt_ends_the_work_at_the_next_block(family, encode):
     fast = family.fast
     network = fast.first_stage_model.encoder if encode else fast.first_stage_model.decoder
     with stopped_at(network.get_submodule(family.block)):
@@ -37,7 +37,7 @@ def test_progress_counts_every_frame(fast, progress):
     assert progress[-1] == (3, 3)
 
 
-def test_a_preview_is_sent_where_previews_are_on(fast, monkeypatch):
+def test_a_preview_is_sent_if_previews_are_enabled(fast, monkeypatch):
     import comfy.utils
     from comfy.cli_args import LatentPreviewMethod, args
 
@@ -53,7 +53,7 @@ def test_a_preview_is_sent_where_previews_are_on(fast, monkeypatch):
 
 
 @pytest.mark.parametrize("tiled", [False, True])
-def test_when_memory_runs_out_it_goes_on_where_it_stopped(fast, monkeypatch, caplog, tiled):
+def test_a_decode_out_of_memory_continues_from_the_same_frame(fast, monkeypatch, caplog, tiled):
     import comfy.model_management as management
 
     kind, latent = type(fast.first_stage_model), latents(4, 24, 24)
@@ -86,7 +86,7 @@ def test_when_memory_runs_out_it_goes_on_where_it_stopped(fast, monkeypatch, cap
     assert sum("memory ran out" in record.message for record in caplog.records) == 1
 
 
-def test_what_fits_nowhere_raises_the_first_error(fast, monkeypatch):
+def test_the_first_error_is_raised_if_no_way_fits(fast, monkeypatch):
     latent = latents(2)
     expected = fast.decode(latent)
     first = r"^memory ran out in a decode.*\(no memory, try 0\)"
@@ -98,7 +98,7 @@ def test_what_fits_nowhere_raises_the_first_error(fast, monkeypatch):
     assert torch.equal(fast.decode(latent), expected)
 
 
-def test_an_encode_that_does_not_fit_is_tried_in_tiles(fast, monkeypatch):
+def test_an_encode_out_of_memory_is_retried_in_tiles(fast, monkeypatch):
     pixels = clip(9, 96, 128)
     expected = fast.encode(pixels)
     calls = out_of_memory(monkeypatch, fast, "encode_stream", 3)
@@ -107,7 +107,7 @@ def test_an_encode_that_does_not_fit_is_tried_in_tiles(fast, monkeypatch):
 
 
 @pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
-def test_tiled_nodes_ask_for_the_memory_of_a_tile(fast, monkeypatch, encode):
+def test_tiled_nodes_request_the_memory_of_a_tile(fast, monkeypatch, encode):
     import comfy.model_management as management
 
     asked = []
@@ -133,7 +133,7 @@ def test_tiled_nodes_ask_for_the_memory_of_a_tile(fast, monkeypatch, encode):
     assert asked[-1] < asked[0] / 2
 
 
-def test_weights_that_comfyui_left_on_the_host_are_brought(fast, monkeypatch):
+def test_weights_left_on_the_host_are_loaded(fast, monkeypatch):
     import comfy.model_management as management
 
     brought, kind = [], type(fast.first_stage_model)
@@ -148,7 +148,7 @@ def test_weights_that_comfyui_left_on_the_host_are_brought(fast, monkeypatch):
     assert brought == [((torch.device("cpu"),), {"extra_memory": 1e32})]
 
 
-def test_an_error_that_is_not_about_memory_is_raised_at_once(fast, monkeypatch):
+def test_other_errors_are_raised_at_once(fast, monkeypatch):
     calls = []
 
     def broken(self, *arguments, **options):
@@ -161,7 +161,7 @@ def test_an_error_that_is_not_about_memory_is_raised_at_once(fast, monkeypatch):
     assert len(calls) == 1
 
 
-def test_pictures_that_do_not_fit_are_cut_in_space_alone(picture_vae, monkeypatch):
+def test_images_are_cropped_in_space_only(picture_vae, monkeypatch):
     import comfy.model_management as management
 
     fast = picture_vae
@@ -201,7 +201,7 @@ def result(task, vae):
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("in_a_row", [1, 3])
-def test_an_allocation_that_fails(fast, task, in_a_row):
+def test_a_failed_allocation_gives_the_result_or_one_line(fast, task, in_a_row):
     result(task, fast)
     expected = result(task, fast)
     with FailingMemory() as memory:
@@ -222,7 +222,7 @@ def test_an_allocation_that_fails(fast, task, in_a_row):
         assert "\n" not in each
 
 
-def test_a_long_decode_says_once_that_memory_is_short(fast, caplog):
+def test_a_long_decode_logs_short_memory_once(fast, caplog):
     latent = {"samples": latents(12, 2, 2)}
     (expected,) = node("VAEDecode", fast, latent)
     with FailingMemory() as memory:

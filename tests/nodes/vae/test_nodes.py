@@ -23,7 +23,7 @@ def vae_name(models, state):
     return "small.safetensors"
 
 
-def test_the_menu_holds_the_nodes_in_order(comfyui):
+def test_the_menu_lists_the_nodes_in_order(comfyui):
     import asyncio
 
     from fast_video_vae import comfy_entrypoint
@@ -39,7 +39,7 @@ def test_the_menu_holds_the_nodes_in_order(comfyui):
         schema.validate()
 
 
-def test_the_bundled_vae_is_the_last_choice_and_no_file(vae_name):
+def test_the_bundled_vae_is_the_last_choice(vae_name):
     from folder_paths import get_filename_list
 
     from fast_video_vae.nodes.vae.nodes import Load
@@ -50,7 +50,7 @@ def test_the_bundled_vae_is_the_last_choice_and_no_file(vae_name):
     assert "bundled demo" not in get_filename_list("vae")
 
 
-def test_the_bundled_clip_survives_the_bundled_vae():
+def test_the_bundled_vae_reconstructs_the_bundled_clip():
     images, video = run("DemoClip")
     assert images.shape == (33, 256, 256, 3)
     assert images.dtype == torch.float32
@@ -64,13 +64,13 @@ def test_the_bundled_clip_survives_the_bundled_vae():
     assert psnr > 22
 
 
-def test_the_options_of_the_loader_are_the_vae_s(vae_name):
+def test_the_options_of_the_loader_are_stored_in_the_vae(vae_name):
     (vae,) = run("Load", vae_name=vae_name, dtype="bf16", encode_dtype="fp32", chunk=3)
     model = vae.first_stage_model
     assert (model.dtype, model.encode_dtype, model.chunk) == (torch.bfloat16, torch.float32, 3)
 
 
-def test_a_dtype_for_once_leaves_the_vae_as_it_is(fast):
+def test_a_dtype_for_one_run_does_not_change_the_vae(fast):
     samples = {"samples": latents(2)}
     exact, _ = run("Decode", samples=samples, vae=fast)
     rounded, _ = run("Decode", samples=samples, vae=fast, dtype="bf16")
@@ -80,7 +80,7 @@ def test_a_dtype_for_once_leaves_the_vae_as_it_is(fast):
     assert latent["samples"].dtype == torch.float32
 
 
-def test_a_vae_that_is_not_ours_runs_its_own_method(stock, caplog):
+def test_another_vae_uses_its_own_method(stock, caplog):
     samples = {"samples": latents(2)}
     with caplog.at_level(logging.INFO):
         images, _ = run("Decode", samples=samples, vae=stock, chunk=2)
@@ -90,7 +90,7 @@ def test_a_vae_that_is_not_ours_runs_its_own_method(stock, caplog):
     assert torch.equal(latent["samples"], stock.encode(clip(5)))
 
 
-def test_another_vae_in_the_folder_is_loaded_as_comfyui_does(models, caplog):
+def test_another_vae_file_is_loaded_as_in_comfyui(models, caplog):
     import comfy.sd
 
     save_file({"pixel_space_vae": torch.tensor(1.0)}, models / "pixels.safetensors")

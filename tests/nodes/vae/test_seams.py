@@ -7,7 +7,7 @@ from fast_video_vae.tests.benchmarks import seams
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
 
 
-def test_tiles_leave_no_seam_where_those_of_stock_do(comfyui, tmp_path, monkeypatch):
+def test_tiles_have_no_seams_unlike_those_of_stock(comfyui, tmp_path, monkeypatch):
     from fast_video_vae.vae.streaming.tiled_executor import TiledDecode
 
     tiles = []

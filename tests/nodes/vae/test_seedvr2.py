@@ -36,7 +36,7 @@ def loaded(seedvr2):
     return seedvr2.fast
 
 
-def test_the_weights_are_named_and_shaped_as_in_comfyui_s_class():
+def test_weights_have_the_names_and_shapes_of_comfyui_s_class():
     import comfy.ldm.seedvr.vae as theirs
 
     with torch.device("meta"):
@@ -44,7 +44,7 @@ def test_the_weights_are_named_and_shaped_as_in_comfyui_s_class():
     assert {key: tuple(value.shape) for key, value in weights.items()} == seedvr2_shapes()
 
 
-def test_a_tiled_picture_that_has_several_tiles_has_no_seams(stock, loaded):
+def test_a_tiled_decode_has_no_seams(stock, loaded):
     # Tiles of 64 pixels, which ComfyUI feathers; ours are not cut.
     latent, pixels = latents(2, 4, 16), clip(5, 32, 128)
     expected = stock.decode(latent)
@@ -57,7 +57,7 @@ def test_a_tiled_picture_that_has_several_tiles_has_no_seams(stock, loaded):
     assert relative_error(loaded.encode_tiled(pixels, **tiles), expected) <= 1e-5
 
 
-def test_a_latent_with_its_time_in_the_channels_is_a_video(stock, loaded):
+def test_a_latent_with_time_in_the_channels_is_decoded_as_a_video(stock, loaded):
     for count in (1, 2):
         latent = small_latents(count, batch=2)
         flat = latent.reshape(2, 16 * count, 4, 6)
@@ -75,7 +75,7 @@ def test_a_latent_with_its_time_in_the_channels_is_a_video(stock, loaded):
 
 
 @pytest.mark.parametrize("is_batch", [False, True])
-def test_sizes_that_do_not_fit_are_cropped_about_the_centre(stock, loaded, is_batch):
+def test_other_sizes_are_center_cropped(stock, loaded, is_batch):
     import comfy.sd
 
     pixels = frames(6, 37, 54)
@@ -93,7 +93,7 @@ def test_sizes_that_do_not_fit_are_cropped_about_the_centre(stock, loaded, is_ba
         assert relative_error(latent, expected) <= 1e-5
 
 
-def test_other_sizes_after_one_another(stock, loaded):
+def test_several_sizes_can_follow_one_another(stock, loaded):
     for height, width, count in ((4, 6, 2), (7, 5, 1), (4, 6, 2), (1, 1, 2)):
         latent = latents(count, height, width)
         assert relative_error(loaded.decode(latent), stock.decode(latent)) <= 1e-5
@@ -102,7 +102,7 @@ def test_other_sizes_after_one_another(stock, loaded):
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_comfyui_s_nodes_of_seedvr2_run_on_it_unchanged(stock, loaded, count):
+def test_comfyui_s_nodes_of_seedvr2_work_with_the_fast_vae(stock, loaded, count):
     patcher = dits.patcher("seedvr2")
     network = patcher.model.diffusion_model
     generator = torch.Generator().manual_seed(2)
@@ -134,7 +134,7 @@ def test_comfyui_s_nodes_of_seedvr2_run_on_it_unchanged(stock, loaded, count):
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])
-def test_the_network_gives_the_bare_mean_as_stock_s_does(stock, loaded, count):
+def test_the_network_returns_the_unscaled_mean_like_stock(stock, loaded, count):
     model, theirs = loaded.first_stage_model, stock.first_stage_model
     video = torch.stack([frames(count), frames(count, seed=1)]).movedim(-1, 1) * 2 - 1
     expected = theirs.encode(video)
@@ -154,7 +154,7 @@ def test_the_network_gives_the_bare_mean_as_stock_s_does(stock, loaded, count):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_network_takes_the_scaled_latent_as_stock_s_does(stock, loaded, count):
+def test_the_network_takes_the_scaled_latent_like_stock(stock, loaded, count):
     model, theirs = loaded.first_stage_model, stock.first_stage_model
     latent = small_latents(count, batch=2)
     expected, images = theirs.decode(latent), model.decode(latent)
@@ -185,9 +185,7 @@ def test_comfyui_s_own_fallback_is_exact_too(stock, loaded, monkeypatch):
 
 @pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
 @pytest.mark.parametrize("tiled", [False, True])
-def test_when_memory_runs_out_it_tries_again_with_less_and_never_in_tiles(
-    loaded, monkeypatch, encode, tiled
-):
+def test_seedvr2_out_of_memory_is_retried_without_tiles(loaded, monkeypatch, encode, tiled):
     name, given = ("encode", frames(5)) if encode else ("decode", small_latents(2))
     expected = getattr(loaded, name)(given)
     most = 4 if tiled else 5
@@ -212,9 +210,7 @@ def test_when_memory_runs_out_it_tries_again_with_less_and_never_in_tiles(
 
 
 @pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
-def test_the_limit_of_a_tile_reaches_the_stream_and_what_comfyui_is_asked_for(
-    loaded, monkeypatch, encode
-):
+def test_the_limit_of_a_tile_sets_the_plan_and_the_memory_request(loaded, monkeypatch, encode):
     import comfy.model_management as management
 
     model, asked, real_load = loaded.first_stage_model, [], management.load_models_gpu

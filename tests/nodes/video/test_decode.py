@@ -41,7 +41,7 @@ def is_empty(folder):
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 3, -1])
-def test_a_lossless_file_holds_the_bytes_of_the_image(fast, output, chunk):
+def test_a_lossless_file_has_the_bytes_of_the_image(fast, output, chunk):
     latent = latents(5)
     video = decode(fast, latent, codec="ffv1", chunk=chunk)
     assert torch.equal(frames_of(video), as_saved(image(fast, latent)))
@@ -52,7 +52,7 @@ def test_a_lossless_file_holds_the_bytes_of_the_image(fast, output, chunk):
     ("codec", "suffix"),
     [("h264", "mp4"), ("hevc", "mp4"), ("vp9", "webm"), ("av1", "mp4"), ("prores", "mov")],
 )
-def test_a_file_is_as_near_to_the_image_as_that_of_save_video(demo, output, codec, suffix):
+def test_a_file_is_as_accurate_as_save_video(demo, output, codec, suffix):
     fast, latent = demo
     video = decode(fast, latent, codec=codec, fps=24)
     assert Path(video.get_stream_source()).suffix == f".{suffix}"
@@ -69,7 +69,7 @@ def test_a_file_is_as_near_to_the_image_as_that_of_save_video(demo, output, code
     assert error > 35
 
 
-def test_better_quality_is_larger(demo, output):
+def test_higher_quality_gives_a_larger_file(demo, output):
     videos = [decode(*demo, quality=quality).get_stream_source() for quality in (10, 50, 90)]
     sizes = [Path(video).stat().st_size for video in videos]
     assert sizes == sorted(set(sizes))
@@ -87,7 +87,7 @@ def test_better_quality_is_larger(demo, output):
         ("0-16", range(17)),
     ],
 )
-def test_a_range_of_frames_holds_both_its_ends_and_no_others(fast, output, text, shown):
+def test_a_range_of_frames_includes_both_ends(fast, output, text, shown):
     whole = as_saved(image(fast, latents(5)))
     video = decode(fast, latents(5), codec="ffv1", frames=text)
     assert torch.equal(frames_of(video), whole[shown.start : shown.stop])
@@ -116,7 +116,7 @@ def test_file_numbers_continue_and_the_frontend_gets_them(fast, output):
     assert sorted(path.name for path in (output / "clips").iterdir()) == names
 
 
-def test_a_file_for_now_goes_to_the_temporary_folder(fast, output):
+def test_a_temporary_file_is_in_the_temp_folder(fast, output):
     import folder_paths
 
     result = ours("DecodeVideo", vae=fast, samples={"samples": latents(1)}, save_to="temp")
@@ -126,7 +126,7 @@ def test_a_file_for_now_goes_to_the_temporary_folder(fast, output):
     assert not list(output.rglob("*"))
 
 
-def test_the_workflow_is_in_the_file_as_save_video_has_it(fast, output, monkeypatch):
+def test_the_workflow_is_stored_as_by_save_video(fast, output, monkeypatch):
     import av
     from comfy.cli_args import args
     from comfy_api.latest import io as comfy_io
@@ -150,7 +150,7 @@ def test_the_workflow_is_in_the_file_as_save_video_has_it(fast, output, monkeypa
     assert not {"prompt", "workflow"} & tags("h264").keys()
 
 
-def test_the_sound_goes_with_its_frames_and_ends_with_the_video(fast, output):
+def test_audio_matches_the_frames_and_ends_with_the_video(fast, output):
     sound = tone(3)
     for frames, start, seconds in (("", 0, 17 / 16), ("8-15", 8 / 16, 8 / 16)):
         found = components(decode(fast, latents(5), codec="ffv1", audio=sound, frames=frames))[1]
@@ -162,7 +162,7 @@ def test_the_sound_goes_with_its_frames_and_ends_with_the_video(fast, output):
 @pytest.mark.parametrize(
     ("codec", "format_name"), [("h264", "auto"), ("av1", "mp4"), ("h264", "mkv")]
 )
-def test_save_video_takes_the_video(demo, output, codec, format_name):
+def test_save_video_accepts_the_video(demo, output, codec, format_name):
     from comfy_api.latest import InputImpl
 
     video = decode(*demo, codec=codec)
@@ -177,7 +177,7 @@ def test_save_video_takes_the_video(demo, output, codec, format_name):
 
 
 @pytest.mark.parametrize("text", ["", "1-2"])
-def test_an_alpha_channel_is_left_out_and_the_log_says_so(picture_vae, output, caplog, text):
+def test_an_alpha_channel_is_dropped_and_logged(picture_vae, output, caplog, text):
     latent = torch.randn(3, 64, 4, 4, generator=torch.Generator().manual_seed(0))
     with caplog.at_level(logging.INFO):
         video = decode(picture_vae, latent, codec="ffv1", frames=text)
@@ -188,7 +188,7 @@ def test_an_alpha_channel_is_left_out_and_the_log_says_so(picture_vae, output, c
     assert caplog.text.count("alpha") == 1
 
 
-def test_another_vae_decodes_as_it_does_and_is_written(stock, output, caplog):
+def test_frames_of_another_vae_are_written(stock, output, caplog):
     latent = latents(5)
     with caplog.at_level(logging.INFO):
         video = decode(stock, latent, codec="ffv1", chunk=2, frames="3-5")
@@ -215,7 +215,7 @@ def test_another_vae_decodes_as_it_does_and_is_written(stock, output, caplog):
         ({"filename_prefix": "../../x"}, "filename_prefix is '../../x'"),
     ],
 )
-def test_a_bad_input_is_one_line_before_the_decode(
+def test_a_bad_input_is_refused_before_the_decode(
     fast, stock, output, monkeypatch, is_ours, options, reason
 ):
     monkeypatch.setattr("comfy.sd.VAE.decode", pytest.fail)
@@ -227,14 +227,14 @@ def test_a_bad_input_is_one_line_before_the_decode(
 
 
 @pytest.mark.parametrize("rate", [Fraction(30000, 1001), Fraction(24000, 1001), Fraction(25, 2)])
-def test_a_rate_goes_through_as_a_number(fast, output, rate):
+def test_a_rate_is_passed_on_as_a_number(fast, output, rate):
     video = decode(fast, latents(3), fps=float(rate))
     assert video.get_frame_rate() == rate
     assert decode(fast, latents(3), fps=encode(fast, video)[1]).get_frame_rate() == rate
 
 
 @pytest.mark.parametrize("at_the_end", [False, True])  # while the last frames are written
-def test_an_interrupt_leaves_no_file_and_the_next_run_is_whole(
+def test_an_interrupt_leaves_no_file_and_the_next_run_succeeds(
     fast, output, monkeypatch, at_the_end
 ):
     import comfy.model_management as management
@@ -250,7 +250,7 @@ def test_an_interrupt_leaves_no_file_and_the_next_run_is_whole(
     assert torch.equal(frames_of(video), as_saved(image(fast, latent)))
 
 
-def test_a_full_disk_is_an_error_and_leaves_no_file(fast, output):
+def test_a_full_disk_is_an_error_without_a_file(fast, output):
     resource = pytest.importorskip("resource", reason="this system has no limits of file sizes")
     latent = latents(9, height=16, width=16)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 
 @pytest.mark.parametrize(("frames", "chunk"), [(1, 0), (4, 1), (5, -1), (17, 1), (18, 0)])
-def test_a_lossless_file_encodes_as_its_frames(fast, tmp_path, frames, chunk):
+def test_a_lossless_file_gives_the_latent_of_its_frames(fast, tmp_path, frames, chunk):
     pictures = smooth(frames)
     video = written(pictures, tmp_path / "x.mkv")
     samples, fps, count, audio = encode(fast, video, chunk=chunk)
@@ -29,7 +29,7 @@ def test_a_lossless_file_encodes_as_its_frames(fast, tmp_path, frames, chunk):
     assert (fps, count, audio) == (16, frames - (frames - 1) % 4, None)
 
 
-def test_tensors_are_encoded_as_they_are(fast):
+def test_images_of_a_video_are_encoded_without_a_file(fast):
     images = clip(18)
     (video,) = v3_node("nodes_video", "CreateVideo", images=images, fps=12.0, audio=tone(1))
     samples, fps, count, audio = encode(fast, video)
@@ -42,7 +42,7 @@ def test_tensors_are_encoded_as_they_are(fast):
     ("start", "duration"),
     [(0, 0), (0, 0.5), (0.5, 0), (0.51, 0.9), (-0.75, 0), (-0.75, 0.5)],
 )
-def test_a_trimmed_video_is_what_get_video_components_gives(fast, tmp_path, start, duration):
+def test_a_trimmed_video_matches_get_video_components(fast, tmp_path, start, duration):
     from fast_video_vae.vae.media import Audio
 
     pictures = smooth(33)
@@ -85,7 +85,7 @@ def matching(picture, pictures, tolerance):
     ],
 )
 @pytest.mark.parametrize("is_file", [True, False])
-def test_another_rate_repeats_frames_or_leaves_them_out(fast, tmp_path, fps, shown, is_file):
+def test_another_rate_repeats_or_drops_frames(fast, tmp_path, fps, shown, is_file):
     pictures = smooth(17)
     video = written(pictures, tmp_path / "x.mkv") if is_file else held(pictures)
     samples, rate, count, _ = encode(fast, video, fps=fps, max_frames=len(shown))
@@ -116,7 +116,7 @@ def test_tensors_and_files_agree_on_a_rate(fast, tmp_path, fps):
     ],
 )
 @pytest.mark.parametrize("is_file", [True, False])
-def test_another_size_is_covered_and_cropped_about_the_centre(
+def test_another_size_is_covered_and_center_cropped(
     fast, tmp_path, width, height, expected, is_file
 ):
     pictures = smooth(5, 64, 96)
@@ -128,7 +128,7 @@ def test_another_size_is_covered_and_cropped_about_the_centre(
 
 
 @pytest.mark.parametrize(("most", "count"), [(1, 1), (4, 1), (5, 5), (12, 9), (99, 17)])
-def test_no_more_frames_than_asked_for(fast, tmp_path, most, count, caplog):
+def test_max_frames_limits_the_latent(fast, tmp_path, most, count, caplog):
     video = written(smooth(17), tmp_path / "x.mkv")
     with caplog.at_level(logging.INFO):
         samples, _, found, _ = encode(fast, video, max_frames=most)
@@ -140,14 +140,14 @@ def test_no_more_frames_than_asked_for(fast, tmp_path, most, count, caplog):
     assert caplog.text.count("are dropped") == (read != count)
 
 
-def test_a_vae_of_pictures_encodes_each_frame_as_opaque(picture_vae, tmp_path):
+def test_an_image_vae_encodes_each_frame_as_opaque(picture_vae, tmp_path):
     pictures = smooth(3)
     samples, _, count, _ = encode(picture_vae, written(pictures, tmp_path / "x.mkv"))
     assert count == 3
     assert_encoded(samples, picture_vae, pictures.float() / 255)
 
 
-def test_another_vae_encodes_as_it_does(stock, tmp_path, caplog):
+def test_another_vae_encodes_with_its_own_method(stock, tmp_path, caplog):
     pictures = smooth(18)
     with caplog.at_level(logging.INFO):
         samples, fps, count, _ = encode(stock, written(pictures, tmp_path / "x.mkv"), chunk=1)
@@ -156,7 +156,7 @@ def test_another_vae_encodes_as_it_does(stock, tmp_path, caplog):
     assert "unused: chunk" in caplog.text
 
 
-def test_a_file_that_is_not_a_video_is_one_line(fast, tmp_path):
+def test_a_file_that_is_not_a_video_is_a_one_line_error(fast, tmp_path):
     from comfy_api.latest import InputImpl
 
     (tmp_path / "bad.mkv").write_bytes(b"no video")
@@ -168,7 +168,7 @@ def test_a_file_that_is_not_a_video_is_one_line(fast, tmp_path):
         encode(fast, InputImpl.VideoFromFile(str(tmp_path / "gone.mp4")))
 
 
-def test_an_interrupt_ends_an_encode_and_the_next_is_whole(fast, tmp_path):
+def test_an_interrupt_ends_an_encode_and_the_next_run_succeeds(fast, tmp_path):
     pictures = smooth(33)
     video = written(pictures, tmp_path / "x.mkv")
     with stopped_at(fast.first_stage_model.encoder.middle[0]):

@@ -42,7 +42,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
 
 @pytest.mark.slow
-def test_eight_times_the_frames_take_no_more_memory(tmp_path):
+def test_memory_does_not_grow_with_the_frames(tmp_path):
     pytest.importorskip("resource", reason="this system does not tell the peak of a process")
     reason = why_unavailable()
     if reason is not None:

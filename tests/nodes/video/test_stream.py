@@ -50,13 +50,13 @@ def cut(images, lengths):
     ],
 )
 @pytest.mark.parametrize("chunk", [None, 2])
-def test_pieces_of_any_lengths_give_the_latent_of_the_whole(fast, lengths, chunk):
+def test_pieces_of_any_length_give_the_same_latent(fast, lengths, chunk):
     images = clip(sum(lengths))
     assert_encoded(encoded(fast, cut(images, lengths), chunk=chunk), fast, images)
 
 
 @pytest.mark.parametrize("frames", [1, 5])
-def test_seedvr2_is_scaled_as_comfyui_wants_it(seedvr2_vae, frames):
+def test_latents_of_seedvr2_are_scaled_as_in_comfyui(seedvr2_vae, frames):
     images = clip(frames)
     latent = encoded(seedvr2_vae, cut(images, [frames]))
     assert_encoded(latent, seedvr2_vae, images)
@@ -68,7 +68,7 @@ def test_no_frames_are_an_error(fast):
         encoded(fast, [])
 
 
-def test_an_encode_starts_again_where_memory_ran_out(fast, monkeypatch):
+def test_an_encode_out_of_memory_starts_again(fast, monkeypatch):
     from fast_video_vae.nodes.vae.first_stage import FastVideoVAE
 
     images = clip(17)
@@ -87,7 +87,7 @@ def test_an_encode_starts_again_where_memory_ran_out(fast, monkeypatch):
     assert calls[2].tile is not None
 
 
-def test_the_progress_bar_counts_what_passes(fast, progress):
+def test_the_progress_bar_counts_frames(fast, progress):
     decoded(fast, latents(3), frames=range(2, 8))
     assert progress[-1] == (6, 6)
     encoded(fast, cut(clip(9), [9]), count_estimate=9)

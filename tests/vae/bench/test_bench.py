@@ -60,7 +60,7 @@ class Course:
         return compare("decode", self.contestants, **options)
 
 
-def test_the_order_turns_every_round_after_a_warm_up():
+def test_the_order_rotates_each_round_after_a_warm_up():
     course = Course(a=[(1, 1)] * 9, b=[(1, 1)] * 9, c=[(1, 1)] * 9)
     a, b, c = course.contestants
     # What is done before a call is done before each.
@@ -71,7 +71,7 @@ def test_the_order_turns_every_round_after_a_warm_up():
     assert [calls[-1] for calls in passed] == [*"abcabccbaabc"]
 
 
-def test_the_figures_are_of_the_rounds_without_the_warm_up():
+def test_the_warm_up_is_not_in_the_figures():
     seconds = [4.0, 2.5, 9.0, 3.5]
     course = Course(
         a=[(99.0, 900), *((each, 100) for each in seconds)],
@@ -87,14 +87,14 @@ def test_the_figures_are_of_the_rounds_without_the_warm_up():
     assert comparison.thrift(two) == 2.5
 
 
-def test_a_gauge_counts_by_its_clock_and_waits_for_nothing_on_a_cpu():
+def test_a_gauge_uses_its_clock_and_does_not_wait_on_a_cpu():
     ticks = iter([10.0, 12.5])
     result, taken = Gauge(CPU, clock=lambda: next(ticks), watch=gauge.unknown)(lambda: "done")
     assert (result, taken) == ("done", Taken(2.5, None))
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 8, 6, 3), (3, 8, 6, 3)])
-def test_psnr_is_the_formula_in_float64(shape):
+def test_psnr_equals_the_formula_in_float64(shape):
     one, two = images(0).view(shape), images(1).view(shape)
     pairs = zip(one.flatten().tolist(), two.flatten().tolist(), strict=True)
     error = sum((a - b) ** 2 for a, b in pairs)
@@ -108,7 +108,7 @@ def test_psnr_is_the_formula_in_float64(shape):
     assert math.isnan(psnr(broken, two))
 
 
-def test_relative_error_is_the_norm_of_the_difference_over_the_norm():
+def test_relative_error_equals_its_formula():
     one, two = torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])
     assert relative_error(one, two) == 0.1
     assert relative_error(two, two) == 0
@@ -116,7 +116,7 @@ def test_relative_error_is_the_norm_of_the_difference_over_the_norm():
     assert relative_error(two, torch.zeros(2)) == math.inf
 
 
-def test_results_are_compared_with_the_first_one_s():
+def test_results_are_compared_with_the_first_contestant():
     course = Course(a=[(1, 1)] * 2, b=[(1, 1)] * 2, c=[(1, 1)] * 2)
     first, *others = course.compare(rounds=1).results
     assert first.psnr is None
@@ -143,7 +143,7 @@ def broken():
         ([broken], 1, RuntimeError, "a shape is wrong"),
     ],
 )
-def test_what_cannot_be_compared_is_an_error(runs, rounds, error, message):
+def test_incomparable_results_are_an_error(runs, rounds, error, message):
     contestants = [Contestant(name, run) for name, run in zip("ab", runs, strict=False)]
     with pytest.raises(error, match=message):
         compare("decode", contestants, rounds=rounds, dtype="", measure=Gauge(CPU))
@@ -151,7 +151,7 @@ def test_what_cannot_be_compared_is_an_error(runs, rounds, error, message):
 
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_contestant_out_of_memory_is_left_out_afterwards(at, failing):
+def test_a_contestant_out_of_memory_is_skipped_afterwards(at, failing):
     calls = [0, 0]
 
     def runs(index):
@@ -190,7 +190,7 @@ if gauge.resident_reader() is not None:
 
 
 @pytest.mark.parametrize("watch", [*WATCHES.values()], ids=WATCHES)
-def test_the_peak_is_what_a_call_takes_and_has_given_back(watch):
+def test_the_peak_excludes_memory_from_before_the_call(watch):
     if watch is gauge.unknown:
         pytest.skip("neither Linux nor psutil tells the memory of this process")
     measure = Gauge(CPU, watch=watch)
@@ -203,7 +203,7 @@ def test_the_peak_is_what_a_call_takes_and_has_given_back(watch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_the_peak_is_of_tensors_and_time_is_of_the_work():
+def test_on_a_gpu_the_peak_counts_tensors_and_time_includes_the_work():
     device = torch.device("cuda")
     kept = torch.ones(64 * MIB, dtype=torch.uint8, device=device)
     square = torch.rand(8192, 8192, device=device)
@@ -216,7 +216,7 @@ def test_on_a_gpu_the_peak_is_of_tensors_and_time_is_of_the_work():
     assert kept.all()
 
 
-def test_a_sampling_thread_ends_with_its_call_whatever_happens():
+def test_a_sampling_thread_ends_with_its_call():
     watch = functools.partial(gauge.sampled, gauge.resident_reader() or (lambda: 0))
     with pytest.raises(KeyboardInterrupt):
         Gauge(CPU, watch=watch)(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -257,7 +257,7 @@ ENCODED = Comparison(
 )
 
 
-def test_the_table_has_every_figure_and_the_unit_of_each():
+def test_the_table_has_every_figure_with_its_unit():
     table = report(DECODED, ENCODED, notes=("cut to size",)).table().splitlines()
     assert table[0] == "81 frames of 832 x 480; wan2.1, base width 96; A card; 3 rounds"
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table if line[:1] == "|"]
@@ -277,7 +277,7 @@ def test_the_table_has_every_figure_and_the_unit_of_each():
     assert len({len(line) for line in table if line[:1] == "|"}) == 1
 
 
-def test_the_json_is_json_and_has_every_round():
+def test_the_json_is_valid_and_has_every_round():
     def refuse(word):
         raise AssertionError(f"{word} is not JSON")
 
@@ -291,7 +291,7 @@ def test_the_json_is_json_and_has_every_round():
     assert encode["results"][1]["relative_error"] == 1.2e-6
 
 
-def test_the_summary_compares_each_with_the_first():
+def test_the_summary_compares_each_contestant_with_the_first():
     assert report(DECODED, ENCODED).summary().splitlines() == [
         "decode, fast: 4.00x as fast, 3.00 s instead of 12.0 s; 512 MiB instead of 6.00 GiB; "
         "PSNR 52.4 dB",
@@ -313,7 +313,7 @@ def columns(chart, color):
 
 
 @pytest.mark.parametrize("comparisons", [(DECODED,), (ENCODED, DECODED)])
-def test_bars_are_as_long_as_what_they_stand_for(comparisons):
+def test_bars_are_proportional_to_their_values(comparisons):
     one = Comparison("decode", "bf16", DECODED.results[:2])
     chart = draw_chart(report(one))
     assert (chart.size, chart.mode) == ((1024, 640), "RGB")
@@ -349,7 +349,7 @@ def test_a_clip_without_a_latent_is_an_error(size):
         fitted(config, Clip(*size))
 
 
-def test_pictures_move_and_are_the_same_each_time():
+def test_generated_frames_move_and_are_reproducible():
     pictures = moving_pictures(Clip(48, 32, 9))
     assert pictures.shape == (1, 3, 9, 32, 48)
     assert torch.equal(pictures, moving_pictures(Clip(48, 32, 9)))
@@ -385,7 +385,7 @@ def test_the_command_measures_and_writes_both_files(tmp_path, run, vae_path, tas
     assert lines[-1].startswith(f"{tasks[-1]}, ")
 
 
-def test_quiet_leaves_a_line_for_each_that_was_compared(run, vae_path):
+def test_quiet_prints_a_line_per_compared_contestant(run, vae_path):
     code, lines, errors = run("bench", "--vae", vae_path, *SMALL, "-q")
     assert (code, errors) == (0, [])
     assert {line.split(":")[0] for line in lines} <= {"decode, fast", "decode, diffusers"}
@@ -408,7 +408,7 @@ def test_quiet_leaves_a_line_for_each_that_was_compared(run, vae_path):
         ),
     ],
 )
-def test_diffusers_takes_the_same_weights_where_it_knows_the_layout(state, knows):
+def test_diffusers_uses_the_same_weights_if_it_supports_the_layout(state, knows):
     pytest.importorskip("diffusers", reason="diffusers is not installed")
     from fast_video_vae.vae.bench.baselines import contestants
 
@@ -422,7 +422,7 @@ def test_diffusers_takes_the_same_weights_where_it_knows_the_layout(state, knows
             assert relative_error(each.run(), expected) < 1e-5
 
 
-def test_without_diffusers_a_note_says_so(run, vae_path, monkeypatch):
+def test_a_note_reports_missing_diffusers(run, vae_path, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "diffusers" else real(name)

@@ -44,7 +44,7 @@ def decoded(vae_path, latents):
         pytest.param("a.mkv", ["--codec", "hevc"], "hevc", marks=pytest.mark.slow),
     ],
 )
-def test_decode_writes_what_the_name_or_the_codec_says(
+def test_decode_writes_the_format_of_the_name_or_codec(
     tmp_path, done, vae_path, latents, name, options, codec
 ):
     movie = tmp_path / name
@@ -80,7 +80,7 @@ def test_decode_takes_a_range_of_frames(tmp_path, done, vae_path, latents, text,
     assert (stacked(movie).int() - wanted.int()).abs().float().mean() < 0.01
 
 
-def test_decode_puts_the_sound_along_from_where_the_range_begins(tmp_path, done, latents):
+def test_decode_adds_the_audio_of_the_range(tmp_path, done, latents):
     sound = tmp_path / "s.wav"
     with wave.open(str(sound), "wb") as file:
         file.setparams((1, 2, 16000, 0, "NONE", ""))
@@ -95,7 +95,7 @@ def test_decode_puts_the_sound_along_from_where_the_range_begins(tmp_path, done,
     assert (found.waveform[:, 2001:] > 0.2).all()
 
 
-def test_the_sound_of_a_video_is_read(tmp_path):
+def test_the_audio_of_a_video_is_read(tmp_path):
     t = torch.arange(96_000) / 48_000
     tone = torch.stack([torch.sin(2000 * t), torch.cos(1000 * t)]) / 2
     path = tmp_path / "a.mkv"
@@ -116,7 +116,7 @@ def test_the_sound_of_a_video_is_read(tmp_path):
         (["--size", "40x20", "--frames-limit", "1"], range(1), (1, 2, 5), 24),
     ],
 )
-def test_encode_takes_a_part(tmp_path, done, vae_path, options, frames, shape, fps):
+def test_encode_reads_a_range(tmp_path, done, vae_path, options, frames, shape, fps):
     source, file = write_clip(tmp_path / "a.mkv", 33, codec="ffv1"), tmp_path / "l.safetensors"
     done("encode", source, "-o", file, *options)
     with safe_open(file, framework="pt") as stored:

@@ -41,7 +41,7 @@ def test_columns_are_spread_over_the_clip(frames):
         (1080, 608, 55, 220),  # upright
     ],
 )
-def test_each_row_shows_its_pictures_and_a_difference_that_can_be_seen(height, width, error, shown):
+def test_each_row_shows_its_frames_and_an_amplified_difference(height, width, error, shown):
     drawn = collected(9, height, width, error)
     picture = np.array(drawn.draw("a clip", "PSNR 28.13 dB"))
     cell = sheet.CELL // max(height, width) or sheet.CELL / max(height, width)
@@ -54,10 +54,10 @@ def test_each_row_shows_its_pictures_and_a_difference_that_can_be_seen(height, w
     assert [picture[row, middle].tolist() for row in rows] == [[0] * 3, [error] * 3, [shown] * 3]
 
 
-def test_a_title_may_hold_any_letters():
+def test_a_title_can_have_any_characters():
     assert collected(1).draw("\u65e5\u672c.mp4", "PSNR inf dB").width > 300
 
 
-def test_a_sheet_of_nothing_is_refused():
+def test_a_sheet_without_frames_is_refused():
     with pytest.raises(ValueError, match="no frames; expected at least one"):
         sheet.ContactSheet().draw("", "")

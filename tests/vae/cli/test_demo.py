@@ -55,9 +55,7 @@ def test_a_part_of_a_video_at_another_size(tmp_path, done):
         (640, 360, None, {}, {"limit": 49}),  # a length that the file does not say
     ],
 )
-def test_a_cpu_gets_what_it_does_in_about_half_a_minute(
-    config, width, height, frames, asked, changed
-):
+def test_a_cpu_gets_about_half_a_minute_of_work(config, width, height, frames, asked, changed):
     video = VideoFile(Path("a.mp4"), height, width, Fraction(24), frames)
     wanted = ALL | asked
     taken, note = stretch.affordable(video, config, wanted)
@@ -68,7 +66,7 @@ def test_a_cpu_gets_what_it_does_in_about_half_a_minute(
         assert (word in note) == (key in changed)
 
 
-def test_what_is_left_out_is_said(tmp_path, done, monkeypatch):
+def test_dropped_frames_are_reported(tmp_path, done, monkeypatch):
     monkeypatch.setattr(stretch, "CPU_PIXELS", 9 * 32 * 48)
     source = write_clip(tmp_path / "a.mp4", 25)
     lines = done("demo", source, "--out", tmp_path)
@@ -78,7 +76,7 @@ def test_what_is_left_out_is_said(tmp_path, done, monkeypatch):
     assert read_video(tmp_path / "a_decoded.mp4").estimated_frames == 9
 
 
-def test_videos_of_one_name_keep_their_results(tmp_path, done):
+def test_videos_of_the_same_name_keep_separate_results(tmp_path, done):
     sources = [
         write_clip(tmp_path / "a.mp4", 1),
         write_clip(tmp_path / "a.mkv", 5, codec="ffv1"),
@@ -97,7 +95,7 @@ def test_videos_of_one_name_keep_their_results(tmp_path, done):
     assert len(list(out.iterdir())) == 6
 
 
-def test_a_file_that_is_not_the_demos_own_is_kept(tmp_path, done):
+def test_files_of_other_origin_are_kept(tmp_path, done):
     source = write_clip(tmp_path / "a.mp4", 1)
     (tmp_path / "a_decoded.mp4").write_bytes(b"holiday")
     (tmp_path / "a_2_sheet.png").write_bytes(b"holiday")
@@ -107,7 +105,7 @@ def test_a_file_that_is_not_the_demos_own_is_kept(tmp_path, done):
     assert (tmp_path / "a_3_decoded.mp4").exists()
 
 
-def test_the_bundled_vae_is_marked_as_small_and_another_is_not(tmp_path, run, vae_path):
+def test_only_the_bundled_vae_is_marked_as_small(tmp_path, run, vae_path):
     from PIL import Image
 
     sizes = []
@@ -124,7 +122,7 @@ def test_the_bundled_vae_is_marked_as_small_and_another_is_not(tmp_path, run, va
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no build for Windows")
-def test_a_build_of_kernels_is_said_apart_from_the_work(tmp_path, vae_path):
+def test_a_kernel_build_is_reported_separately(tmp_path, vae_path):
     """The clocks of encode and decode do not run meanwhile, and a second run has none."""
     source = write_clip(tmp_path / "a.mp4", 25)
     # Without optimisation, which is most of the time that a build takes.

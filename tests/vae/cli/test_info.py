@@ -58,7 +58,7 @@ def test_the_table_has_a_line_per_op_and_fits_a_terminal(lines_of, matrix, monke
     assert re.search(r"^CPU +\w+", text, flags=re.MULTILINE)
 
 
-def test_a_vae_comes_before_the_table(lines_of, vae_path):
+def test_a_vae_is_printed_before_the_table(lines_of, vae_path):
     lines = lines_of(vae_path, "--backends", "-q")
     table = lines_of("--backends", "-q")
     head = dict(line.split(maxsplit=1) for line in lines[:11] if line)
@@ -87,7 +87,7 @@ def test_a_vae_has_a_plan_per_size(lines_of, vae_path):
     assert tight[-1].endswith("; more than the limit")
 
 
-def test_a_decoder_alone_has_plans_for_decoding(lines_of, tmp_path):
+def test_a_decoder_only_vae_has_plans_for_decoding(lines_of, tmp_path):
     save_file(decoder_of(random_state_dict(8)), tmp_path / "vae.safetensors")
     table = lines_of(tmp_path / "vae.safetensors")[-len(SIZES) :]
     assert [line.split()[1] for line in table] == ["decode"] * len(SIZES)
@@ -119,7 +119,7 @@ NO_BUILD = pytest.mark.skipif(sys.platform == "win32", reason="there is no build
         pytest.param(*NO_COMPILER, False, marks=[NO_BUILD, pytest.mark.slow]),
     ],
 )
-def test_what_is_missing_is_named_and_the_reference_is_used(tmp_path, setting, reason, quiet):
+def test_missing_tools_are_named_and_the_reference_is_used(tmp_path, setting, reason, quiet):
     command = module_command("fast_video_vae.vae.cli", "info", "--backends", *["--quiet"] * quiet)
     environment = {**os.environ, "FAST_VIDEO_VAE_CACHE": str(tmp_path)} | setting
     done = succeeded(command, env=environment)
@@ -140,7 +140,7 @@ def test_what_is_missing_is_named_and_the_reference_is_used(tmp_path, setting, r
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no build at all")
-def test_the_library_is_built_with_a_note_and_found_again(tmp_path):
+def test_the_library_is_built_with_a_note_and_reused(tmp_path):
     command = module_command("fast_video_vae.vae.cli", "info", "--backends")
     environment = {**os.environ, "FAST_VIDEO_VAE_CACHE": str(tmp_path)}
     first, second = (succeeded(command, env=environment) for _ in range(2))
@@ -173,7 +173,7 @@ def test_cells_list_the_dtypes_that_differ():
     assert reasons == ["no float16", "x is on cuda"]
 
 
-def test_the_readme_has_the_ops_and_what_the_backends_make_of_them(matrix):
+def test_the_readme_has_the_table_of_ops_and_backends(matrix):
     """Cell by cell where the native backend is there; elsewhere the headings and the ops."""
     section = README.read_text("utf-8").partition("\n## Backends\n")[2].partition("\n## ")[0]
     lines = re.findall(r"^\| (.*) \|$", section, flags=re.MULTILINE)

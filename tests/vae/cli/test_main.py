@@ -110,7 +110,7 @@ def test_demo_shows_the_bundled_clip_at_22_db(tmp_path, run):
     assert VAE_PATH.stat().st_size + CLIP_PATH.stat().st_size <= 5e6
 
 
-def test_encode_then_decode_is_what_the_api_does(tmp_path, done, vae_path, video):
+def test_encode_and_decode_equal_the_api(tmp_path, done, vae_path, video):
     latents, movie = tmp_path / "l.safetensors", tmp_path / "d.mp4"
     lines = done("encode", video, "-o", latents)
     assert lines[-1] == f"wrote {latents}: [1, 16, 3, 4, 6] for 9 frames at 29.97 fps"
@@ -149,7 +149,7 @@ def test_encode_then_decode_is_what_the_api_does(tmp_path, done, vae_path, video
         (["--fps", "30000/1001"], Fraction(30000, 1001)),
     ],
 )
-def test_decode_takes_latents_of_comfyui(tmp_path, done, arguments, fps):
+def test_decode_reads_latents_of_comfyui(tmp_path, done, arguments, fps):
     tensors = {
         "latent_tensor": torch.randn(1, 16, 2, 4, 6),
         "latent_format_version_0": torch.zeros(0),
@@ -170,7 +170,7 @@ def test_the_dtype_reaches_the_vae(tmp_path, run, vae_path, video):
         assert torch.equal(file.get_tensor("latent"), vae.encode(whole_clip(video)).float())
 
 
-def test_quiet_leaves_the_result(run, quiet_command):
+def test_quiet_prints_only_the_result(run, quiet_command):
     code, lines, errors = run(*quiet_command)
     assert (code, len(lines), errors) == (0, 1, [])
 
@@ -201,7 +201,7 @@ def test_quiet_leaves_the_result(run, quiet_command):
         ),
     ],
 )
-def test_wrong_usage_is_2(run, arguments):
+def test_wrong_usage_exits_with_2(run, arguments):
     code, lines, errors = run(*arguments.split())
     assert code == 2
     assert not lines
@@ -261,7 +261,7 @@ def test_wrong_usage_is_2(run, arguments):
         ("info --device gpu", "device 'gpu' is unknown"),
     ],
 )
-def test_a_failure_is_1_and_one_line(
+def test_a_failure_exits_with_1_and_one_line(
     tmp_path, run, vae_path, video, monkeypatch, arguments, message
 ):
     monkeypatch.chdir(tmp_path)
@@ -280,23 +280,23 @@ def test_a_failure_is_1_and_one_line(
 
 
 @pytest.mark.parametrize("name", ["cpu", "cpu:0", *available_devices()])
-def test_a_device_that_is_there_is_taken(name):
+def test_an_available_device_is_used(name):
     assert device_named(name).type == name.partition(":")[0]
 
 
-def test_the_version_is_that_of_the_project_and_needs_no_torch():
+def test_the_version_matches_the_project_and_needs_no_torch():
     command = installed_command("--version", first="sys.modules['torch'] = None")
     done = succeeded(command)
     version = re.search('^version = "(.*)"$', PROJECT.read_text(encoding="utf-8"), re.MULTILINE)
     assert done.stdout == f"fast-video-vae {version[1]}\n"
 
 
-def test_the_address_is_that_of_the_project():
+def test_the_address_matches_the_project():
     assert f'Repository = "{REPOSITORY}"' in PROJECT.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("out_channels", [3, 12])  # 12: a decoder that doubles height and width
-def test_tiles_change_nothing(tmp_path, run, video, out_channels):
+def test_tiles_do_not_change_the_result(tmp_path, run, video, out_channels):
     vae, latents = tmp_path / "v.safetensors", tmp_path / "l.safetensors"
     save_file(random_state_dict(8, out_channels=out_channels), vae)
     common = ("--vae", vae, "--dtype", "fp32", "-q")
@@ -313,12 +313,12 @@ def test_tiles_change_nothing(tmp_path, run, video, out_channels):
     assert (frames["0.mkv"].int() - frames["2.mkv"].int()).abs().max() <= 1
 
 
-def test_debug_lets_an_error_through(run):
+def test_debug_raises_the_error(run):
     with pytest.raises(FileNotFoundError):
         main(["info", "none", "--debug"])
 
 
-def test_a_full_disk_leaves_nothing(tmp_path, run, quiet_command, limited_files):
+def test_a_full_disk_leaves_no_file(tmp_path, run, quiet_command, limited_files):
     with limited_files(3000):
         code, lines, errors = run(*quiet_command)
     assert (code, lines, len(errors)) == (1, [], 1)
@@ -356,7 +356,9 @@ def test_memory_does_not_grow_with_length(tmp_path, vae_path):
     "package",
     ["torch", *(pytest.param(each, marks=pytest.mark.slow) for each in ("av", "tqdm", "PIL"))],
 )
-def test_a_missing_package_is_named_with_its_remedy(package, tmp_path, video, vae_path):
+def test_the_error_for_a_missing_package_has_the_command_to_install_it(
+    package, tmp_path, video, vae_path
+):
     given = map(str, ("demo", video, "--vae", vae_path, "--out", tmp_path))
     command = installed_command(*given, first=f"sys.modules[{package!r}] = None")
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=ONE_THREAD)

@@ -55,7 +55,7 @@ def test_quiet_shows_nothing(monkeypatch, stream):
     assert shown(monkeypatch, stream(), [(60, 5), (60, 5)], 20, quiet=True) == []
 
 
-def test_a_total_may_grow(monkeypatch):
+def test_a_total_can_grow(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     seconds = 0.0

@@ -32,7 +32,7 @@ def joined(trip):
     return torch.cat(sources), torch.cat(results)
 
 
-def test_the_results_are_those_of_encode_and_decode(tmp_path, vae):
+def test_the_results_equal_encode_and_decode(tmp_path, vae):
     clip = video(tmp_path, 9)
     trip = RoundTrip(vae, clip, StreamOptions(1))
     source, result = joined(trip)
@@ -91,7 +91,7 @@ def test_rgb_is_compared_at_the_size_of_the_source(tmp_path, channels, scale):
     assert trip.psnr == pytest.approx(10 * math.log10(255**2 / error), abs=1e-6)
 
 
-def test_a_decoder_alone_is_refused(tmp_path):
+def test_a_decoder_only_vae_is_refused(tmp_path):
     with pytest.raises(ValueError, match="a decoder only"):
         RoundTrip(load_vae(decoder_of(random_state_dict(8))), video(tmp_path, 1))
 
@@ -110,14 +110,14 @@ def test_alpha_is_opaque():
     assert (layered[:, 3] == 255).all()
 
 
-def test_shrinking_averages():
+def test_reduced_frames_are_averaged():
     pictures = torch.tensor([[0, 100], [100, 201]], dtype=torch.uint8)
     pictures = pictures.view(1, 2, 2, 1).expand(-1, -1, -1, 3)
     assert shrunk(pictures, 2).tolist() == [[[[100, 100, 100]]]]  # 100.25
     assert shrunk(pictures, 1) is pictures
 
 
-def test_time_is_that_of_the_iterator_alone():
+def test_only_the_time_of_the_iterator_counts():
     timed = TimedIterator(iter([torch.zeros(1)] * 3), torch.device("cpu"))
     assert len(list(timed)) == 3
     assert 0 < timed.seconds < 0.5

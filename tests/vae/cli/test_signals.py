@@ -157,7 +157,7 @@ def check_whole(out):
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_a_signal_leaves_what_was_there(tmp_path, files, command, number, moment):
+def test_a_signal_leaves_the_old_file(tmp_path, files, command, number, moment):
     out = tmp_path / "out"
     out.mkdir()
     frames = SHORT if moment == "closing" else LONG
@@ -269,7 +269,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("name", DEAF)
-def test_a_process_that_does_not_listen_is_ended(tmp_path, name):
+def test_a_process_that_does_not_react_is_ended(tmp_path, name):
     first = f"""
 import hashlib, os, pathlib, signal, time
 from fast_video_vae.vae.cli import signals
@@ -294,7 +294,7 @@ with signals.Signals():
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-def test_the_first_signal_is_raised_and_no_other(as_in_a_terminal, number):
+def test_only_the_first_signal_is_raised(as_in_a_terminal, number):
     with Signals():
         with pytest.raises(Stopped) as stopped:
             signal.raise_signal(number)
@@ -303,7 +303,7 @@ def test_the_first_signal_is_raised_and_no_other(as_in_a_terminal, number):
     assert stopped.value.number == number
 
 
-def test_a_signal_after_the_work_is_too_late(as_in_a_terminal, tmp_path):
+def test_a_signal_after_the_work_is_ignored(as_in_a_terminal, tmp_path):
     with Signals():
         with whole_file(tmp_path / "a") as part:
             part.write_bytes(b"done")
@@ -311,13 +311,13 @@ def test_a_signal_after_the_work_is_too_late(as_in_a_terminal, tmp_path):
     assert content(tmp_path) == {"a": b"done"}
 
 
-def test_the_handlers_of_before_are_put_back(run):
+def test_the_previous_handlers_are_restored(run):
     before = [signal.getsignal(number) for number in SIGNALS]
     assert run("info", "none")[0] == 1
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_a_thread_may_run_a_command(run):
+def test_a_thread_can_run_a_command(run):
     codes = []
     thread = threading.Thread(target=lambda: codes.append(run("info", "none")[0]))
     thread.start()

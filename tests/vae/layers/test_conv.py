@@ -67,7 +67,7 @@ def change(vae, how):
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_a_changed_weight_changes_the_picture_and_back(vae, latent, how):
+def test_a_changed_weight_changes_the_frames(vae, latent, how):
     before = vae.decode(latent)
     original = {key: value.clone() for key, value in vae.state_dict().items()}
     change(vae, how)
@@ -78,7 +78,7 @@ def test_a_changed_weight_changes_the_picture_and_back(vae, latent, how):
     assert torch.equal(vae.decode(latent), before)
 
 
-def test_forms_are_derived_once(vae, latent, monkeypatch):
+def test_weights_are_derived_once(vae, latent, monkeypatch):
     calls = []
     derive = conv.Conv._derive
     monkeypatch.setattr(conv.Conv, "_derive", lambda *a: calls.append(a[1:]) or derive(*a))
@@ -89,7 +89,7 @@ def test_forms_are_derived_once(vae, latent, monkeypatch):
     assert first == len(calls) > 0
 
 
-def test_weights_in_the_right_layout_are_used_as_they_are(vae, latent, monkeypatch):
+def test_weights_in_the_right_layout_are_not_copied(vae, latent, monkeypatch):
     monkeypatch.setattr(conv, "packs", lambda _: False)  # as on a GPU
     own = vae.weight_bytes()
     vae.decode(latent)
@@ -117,7 +117,7 @@ def smaller(x, weight, bias):
         *((resample.StridedConv2d, smaller, size) for size in [(6, 8), (2, 2), (2, 8)]),
     ],
 )
-def test_convolutions_that_change_the_size_are_the_plain_steps(kind, plain, size):
+def test_resizing_convolutions_equal_their_separate_steps(kind, plain, size):
     ours = kind(6, 4).double().requires_grad_(False)
     for parameter in ours.parameters():
         parameter.normal_()
@@ -127,7 +127,7 @@ def test_convolutions_that_change_the_size_are_the_plain_steps(kind, plain, size
     torch.testing.assert_close(ours(x, TemporalCache()), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_forms_are_counted_and_dropped(vae, latent):
+def test_derived_weights_are_counted_and_dropped(vae, latent):
     own = sum(parameter.nbytes for parameter in vae.parameters())
     assert vae.weight_bytes() == own
     vae.decode(latent)
@@ -137,7 +137,7 @@ def test_forms_are_counted_and_dropped(vae, latent):
 
 
 @pytest.mark.parametrize("made_in", [True, False])
-def test_what_one_mode_made_the_other_can_use(latent, made_in):
+def test_tensors_of_inference_mode_work_outside_of_it(latent, made_in):
     with torch.inference_mode(made_in):
         vae = load_vae(random_state_dict(8), dtype=torch.float32)
         given = latent.clone()
@@ -150,7 +150,7 @@ def test_what_one_mode_made_the_other_can_use(latent, made_in):
     assert not expected.is_inference()
 
 
-def test_a_stream_may_change_modes_between_two_pieces(vae, latent):
+def test_a_stream_can_change_modes_between_pieces(vae, latent):
     stream = vae.decode_stream(latent, StreamOptions(chunk=1))
     with torch.inference_mode():
         pieces = [next(stream)]
@@ -162,7 +162,7 @@ def test_a_stream_may_change_modes_between_two_pieces(vae, latent):
     assert torch.equal(torch.cat(pieces, 2), vae.decode(latent))
 
 
-def test_autocast_does_not_reach_into_the_vae(vae, latent):
+def test_autocast_does_not_affect_the_vae(vae, latent):
     expected = vae.decode(latent)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(vae.decode(latent), expected)
@@ -182,7 +182,7 @@ def test_gradients_flow_to_latent_and_weights(vae, latent):
     torch.testing.assert_close(slope, latent.grad.norm(), rtol=1e-3, atol=0)
 
 
-def test_a_copy_has_weights_of_its_own(vae, latent):
+def test_a_copy_has_its_own_weights(vae, latent):
     before = vae.decode(latent)
     other = copy.deepcopy(vae)
     change(other, "in place")
@@ -198,7 +198,7 @@ def test_a_cast_changes_the_computation(vae, latent, cast):
     assert vae.encode(torch.zeros(1, 3, 1, 8, 8)).dtype == cast
 
 
-def test_the_forms_of_large_weights_are_not_kept_and_change_nothing(vae, latent, monkeypatch):
+def test_derived_large_weights_are_not_kept(vae, latent, monkeypatch):
     video = torch.rand(1, 3, 5, 16, 16) * 2 - 1
     expected = vae.decode(latent), vae.encode(video)
     vae.drop_derived()

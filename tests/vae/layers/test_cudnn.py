@@ -35,7 +35,7 @@ def forget():
         ("2.9.0+rocm6.4", None, False),
     ],
 )
-def test_cudnn_is_called_directly_between_certain_versions(
+def test_cudnn_is_called_directly_for_some_versions(
     torch_version, cudnn_version, left_out, monkeypatch
 ):
     monkeypatch.setattr(torch, "__version__", torch_version)
@@ -46,7 +46,7 @@ def test_cudnn_is_called_directly_between_certain_versions(
     assert not cudnn._is_left_out(CUDA, torch.float32)
 
 
-def test_there_is_no_cudnn_without_cuda(monkeypatch):
+def test_cudnn_has_no_version_without_cuda(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     assert cudnn._cudnn_version() is None
 
@@ -73,7 +73,7 @@ def direct(calls, monkeypatch):
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_the_direct_call_is_the_same_convolution(biased, calls, monkeypatch):
+def test_a_direct_call_gives_the_same_convolution(biased, calls, monkeypatch):
     monkeypatch.setattr(cudnn, "_is_left_out", lambda *_: True)
     x, weight, bias = convolution((1, 3, 4, 6, 5), (2, 3, 3, 3, 3))
     bias = bias if biased else None
@@ -115,7 +115,7 @@ CASES = {
 
 @pytest.mark.parametrize("limit", [1, 60, 250, 700])
 @pytest.mark.parametrize("case", CASES)
-def test_parts_are_the_whole(case, limit, monkeypatch):
+def test_parts_give_the_whole_convolution(case, limit, monkeypatch):
     shape, weight_shape, stride, padding = CASES[case]
     x, weight, bias = convolution(shape, weight_shape)
     expected = (F.conv2d if x.ndim == 4 else F.conv3d)(x, weight, bias, stride, padding)
@@ -146,7 +146,7 @@ def test_parts_are_the_whole(case, limit, monkeypatch):
         assert max(sizes) < limit
 
 
-def test_a_huge_frame_goes_in_rows_and_a_long_chunk_in_frames():
+def test_a_huge_frame_is_cut_into_rows_and_a_long_chunk_into_frames():
     """Without touching such memory: 8192 x 8192 pixels of 96 channels, and 16 frames of 2K."""
     kernel, steps, pads = (96, 96, 3, 3), (1, 1), (1, 1)
     regions = cudnn.parts((1, 96, 8192, 8192), kernel, steps, pads)
@@ -164,7 +164,7 @@ def test_a_huge_frame_goes_in_rows_and_a_long_chunk_in_frames():
     assert len(cudnn.parts((1, 1, 2**16, 2**15), (1, 1, 1, 1), steps[1:], (0, 0))) == 2
 
 
-def test_a_vae_in_parts_is_the_vae(monkeypatch):
+def test_a_vae_in_parts_gives_the_same_result(monkeypatch):
     vae = load_vae(random_state_dict(8), dtype=torch.float64)  # which oneDNN does not take
     latent = torch.randn(1, 16, 2, 4, 3, generator=torch.Generator().manual_seed(0))
     frames = vae.decode(latent)
@@ -176,7 +176,7 @@ def test_a_vae_in_parts_is_the_vae(monkeypatch):
 
 @pytest.mark.parametrize("case", ["causal", "frames"])
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_search_is_an_argument_of_our_own_calls(direct, case, biased):
+def test_a_search_changes_direct_calls_only(direct, case, biased):
     shape, weight_shape, stride, padding = CASES[case]
     x, weight, bias = convolution(shape, weight_shape)
     bias = bias if biased else None
@@ -191,7 +191,7 @@ def test_a_search_is_an_argument_of_our_own_calls(direct, case, biased):
     assert len(direct) == 1
 
 
-def test_there_is_no_search_elsewhere_nor_without_cudnn(direct):
+def test_other_devices_and_dtypes_are_not_searched(direct):
     x, weight, _ = convolution(*CASES["causal"][:2])
     with cudnn.searching(torch.device("cpu")):
         cudnn.convolve(x, weight, None, (1, 1, 1), (0, 1, 1))
@@ -202,7 +202,7 @@ def test_there_is_no_search_elsewhere_nor_without_cudnn(direct):
     assert not direct
 
 
-def test_a_search_ends_with_its_block_and_is_of_its_thread(direct):
+def test_a_search_holds_for_its_block_and_thread(direct):
     x, weight, _ = convolution(*CASES["causal"][:2])
 
     def call():

@@ -94,7 +94,7 @@ def test_nothing_is_computed_twice(vae, memory, products, monkeypatch, at):
     ["wan2.1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("wan2.2", "seedvr2"))],
     indirect=True,
 )
-def test_it_goes_on_in_tiles_and_then_in_smaller_ones(vae, memory, monkeypatch):
+def test_a_stream_continues_in_smaller_and_smaller_tiles(vae, memory, monkeypatch):
     """The tails of whole frames are cut into tiles, merged, and cut again."""
     latent, video = both(vae, size=12)
     tiles = []
@@ -123,7 +123,7 @@ def test_it_goes_on_in_tiles_and_then_in_smaller_ones(vae, memory, monkeypatch):
 # Not SeedVR2: its norms see the whole frame, so that there is nothing smaller than one.
 @pytest.mark.parametrize("vae", WAN, indirect=True)
 @pytest.mark.parametrize("chunk", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_what_is_too_large_at_once_goes_in_pieces(vae, memory, chunk):
+def test_a_stream_continues_if_large_allocations_fail(vae, memory, chunk):
     latent, video = both(vae)
     encoded = vae.encode(video)
     memory.sizes.clear()
@@ -133,7 +133,7 @@ def test_what_is_too_large_at_once_goes_in_pieces(vae, memory, chunk):
     close(joined(vae.encode_stream(video, StreamOptions(chunk))), encoded)
 
 
-def test_the_host_is_asked_for_memory_first(vae, memory):
+def test_the_caller_is_asked_to_free_memory_first(vae, memory):
     latent, _ = both(vae)
     expected = joined(vae.decode_stream(latent, StreamOptions(1)))
     asked = []
@@ -168,5 +168,5 @@ def test_another_error_is_raised_at_once(vae, monkeypatch):
         (ValueError("out of memory"), False),
     ],
 )
-def test_errors_about_memory_are_known(error, is_memory):
+def test_out_of_memory_errors_are_recognised(error, is_memory):
     assert is_out_of_memory(error) == is_memory

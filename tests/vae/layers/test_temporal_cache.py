@@ -21,7 +21,7 @@ def small_too(monkeypatch):
 
 
 @torch.no_grad()
-def test_memory_comes_back_when_the_last_view_is_gone(small_too):
+def test_memory_is_reused_after_its_last_view_is_freed(small_too):
     cache = TemporalCache()
     first = cache.reused(SHAPE, LIKE)
     assert first.shape == SHAPE
@@ -34,14 +34,14 @@ def test_memory_comes_back_when_the_last_view_is_gone(small_too):
 
 
 @torch.no_grad()
-def test_memory_of_another_size_is_given_up(small_too):
+def test_blocks_of_another_size_are_released(small_too):
     cache = TemporalCache()
     cache.reused(SHAPE, LIKE)
     large = cache.reused((1, 4, 20, 3, 5), LIKE)
     assert [block.numel() for block in cache.workspace._blocks] == [large.nbytes]
 
 
-def test_small_memory_is_left_to_malloc_and_recorded_memory_to_autograd(monkeypatch):
+def test_small_or_recorded_memory_is_not_reused(monkeypatch):
     with torch.no_grad():
         assert TemporalCache().reused(SHAPE, LIKE) is None
     monkeypatch.setattr(workspace, "KEPT_BYTES", 0)
@@ -53,7 +53,7 @@ def test_small_memory_is_left_to_malloc_and_recorded_memory_to_autograd(monkeypa
 
 @pytest.mark.parametrize("family", WAN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_was_in_used_memory_never_shows(family, dtype, small_too, monkeypatch):
+def test_old_values_in_reused_memory_have_no_effect(family, dtype, small_too, monkeypatch):
     vae = load_vae(STATES[family](), dtype=dtype)
     video = torch.rand(1, 3, 9, 32, 32) * 2 - 1
     monkeypatch.setattr(workspace, "KEPT_BYTES", 1 << 40)
@@ -75,7 +75,7 @@ def test_what_was_in_used_memory_never_shows(family, dtype, small_too, monkeypat
 
 
 @torch.no_grad()
-def test_a_tail_is_zeros_and_then_the_last_frames():
+def test_a_tail_starts_as_zeros_and_then_has_the_last_frames():
     cache, conv = TemporalCache(), nn.Identity()
     frames = torch.arange(1.0, 7).view(1, 1, 6, 1, 1)
     assert not cache.tail(conv, 2, frames).any()

@@ -8,7 +8,7 @@ import pytest
 from fast_video_vae.vae.media.atomic_file import whole_file
 
 
-def test_a_whole_file_takes_its_name(tmp_path):
+def test_a_complete_file_gets_its_name(tmp_path):
     path = tmp_path / "a.txt"
     with whole_file(path) as part:
         part.write_text("new")
@@ -19,7 +19,7 @@ def test_a_whole_file_takes_its_name(tmp_path):
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), OSError("x"), KeyboardInterrupt()])
-def test_a_failure_leaves_what_was_there(tmp_path, error):
+def test_a_failure_leaves_the_old_file(tmp_path, error):
     path = tmp_path / "a.txt"
     path.write_text("old")
 
@@ -35,7 +35,7 @@ def test_a_failure_leaves_what_was_there(tmp_path, error):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="links and masks of POSIX")
-def test_links_and_masks_are_kept(tmp_path):
+def test_links_and_permissions_are_kept(tmp_path):
     target, link = tmp_path / "target.txt", tmp_path / "link.txt"
     target.write_text("old")
     link.symlink_to(target)
@@ -59,7 +59,7 @@ def test_links_and_masks_are_kept(tmp_path):
         ("/dev/null", ValueError, "is a device; expected the name of a file"),
     ],
 )
-def test_a_place_that_cannot_be_written_is_known_before_any_work(tmp_path, name, error, message):
+def test_an_unwritable_path_is_refused_before_any_work(tmp_path, name, error, message):
     (tmp_path / "file").touch()
     with pytest.raises(error, match=message), whole_file(tmp_path / name):
         pytest.fail("work began")

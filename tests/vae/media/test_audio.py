@@ -40,7 +40,7 @@ def heard(path):
         ("prores", ".mov", "pcm_s16le", 32000, 1, 5),
     ],
 )
-def test_the_sound_goes_along_and_ends_with_the_video(
+def test_audio_is_written_and_ends_with_the_video(
     tmp_path, codec, suffix, name, rate, channels, seconds
 ):
     wave = sine(rate * seconds, rate, channels)
@@ -65,7 +65,7 @@ def test_the_sound_goes_along_and_ends_with_the_video(
         assert error.sqrt() < (1 / 32768 if lossless else 0.03)
 
 
-def test_sound_and_pictures_lie_side_by_side(tmp_path):
+def test_audio_and_frames_are_interleaved(tmp_path):
     path = tmp_path / "a.mkv"
     write(path, moving_clip(240), audio=Audio(sine(480_000, 48000), 48000))
     reached = {"video": 0.0, "audio": 0.0}
@@ -89,12 +89,12 @@ def test_sound_and_pictures_lie_side_by_side(tmp_path):
         (torch.tensor([[0.0, torch.nan]]), 8000, "not finite"),
     ],
 )
-def test_sound_that_does_not_fit_is_refused(wave, rate, message):
+def test_invalid_audio_is_refused(wave, rate, message):
     with pytest.raises(ValueError, match=message):
         Audio(wave, rate)
 
 
-def test_a_sound_without_samples_is_none(tmp_path):
+def test_audio_without_samples_is_ignored(tmp_path):
     path = write(tmp_path / "a.mp4", moving_clip(2), audio=Audio(torch.zeros(2, 0), 48000))
     with av.open(str(path)) as container:
         assert not container.streams.audio
@@ -111,7 +111,7 @@ def test_a_sound_without_samples_is_none(tmp_path):
         ("prores", ".mov", 1.5),
     ],
 )
-def test_sound_that_is_too_loud_is_clipped_as_players_do(tmp_path, caplog, codec, suffix, gain):
+def test_loud_audio_is_clipped(tmp_path, caplog, codec, suffix, gain):
     wave = sine(96_000, 48_000) * 2.5  # up to 1.0
     path = tmp_path / f"a{suffix}"
     loud = wave * gain

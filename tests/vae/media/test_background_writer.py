@@ -46,7 +46,7 @@ def no_thread_is_left():
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_pieces_come_in_order_on_the_cpu(device, depth):
+def test_pieces_arrive_in_order_on_the_cpu(device, depth):
     got = []
     sizes = [1 + value % 4 for value in range(40)]  # that change
     planar = [torch.randint(256, (3, n, 8, 6), dtype=torch.uint8, device=device) for n in sizes]
@@ -57,7 +57,7 @@ def test_pieces_come_in_order_on_the_cpu(device, depth):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_memory_of_a_piece_may_be_written_again_at_once(device):
+def test_a_queued_piece_can_be_overwritten_at_once(device):
     got = []
 
     def slow(frames):
@@ -73,7 +73,7 @@ def test_the_memory_of_a_piece_may_be_written_again_at_once(device):
     assert [x.unique().tolist() for x in got] == [[value] for value in range(30)]
 
 
-def test_no_more_than_depth_are_on_their_way():
+def test_at_most_depth_pieces_are_queued():
     gate = threading.Event()
     started = []
 
@@ -95,7 +95,7 @@ def test_no_more_than_depth_are_on_their_way():
     assert started == [0, 1, 2]
 
 
-def test_buffers_are_used_again():
+def test_buffers_are_reused():
     places = set()
     put_all(lambda frames: places.add(frames.data_ptr()), map(piece, range(20)), depth=2)
     assert len(places) <= 2
@@ -113,7 +113,7 @@ def test_the_thread_works_while_the_caller_does():
     assert time.monotonic() - start < 0.7  # one after the other it would be 0.8
 
 
-def test_it_works_inside_of_inference_mode_and_out_of_it():
+def test_the_writer_works_inside_and_outside_of_inference_mode():
     got = []
     with BackgroundWriter(lambda frames: got.append(int(frames.sum()))) as writer:
         for value in (1, 2, 3):
@@ -123,7 +123,7 @@ def test_it_works_inside_of_inference_mode_and_out_of_it():
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device", "a.mp4"), SystemExit(3)])
-def test_an_error_of_the_thread_comes_at_the_next_put(error):
+def test_an_error_of_the_thread_is_raised_by_the_next_put(error):
     calls = []
 
     def write(frames):
@@ -142,7 +142,7 @@ def test_an_error_of_the_thread_comes_at_the_next_put(error):
     assert len(calls) == 1  # after an error nothing is written
 
 
-def test_one_error_comes_at_the_end():
+def test_a_late_error_is_raised_at_the_end():
     begun = threading.Event()
 
     def write(frames):
@@ -156,7 +156,7 @@ def test_one_error_comes_at_the_end():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("x")])
-def test_a_body_that_raises_stops_the_thread_within_one_piece(error):
+def test_an_error_in_the_block_stops_the_thread_within_one_piece(error):
     written = []
     begun = threading.Event()
 
@@ -170,7 +170,7 @@ def test_a_body_that_raises_stops_the_thread_within_one_piece(error):
     assert len(written) == 1
 
 
-def test_nothing_is_held_afterwards():
+def test_all_memory_is_freed_afterwards():
     held = []
     put_all(lambda frames: held.append(weakref.ref(frames.untyped_storage())), [piece(0)])
     gc.collect()
@@ -211,7 +211,7 @@ for pieces in (10**6, 20):  # in `put`, and where the end waits for the thread
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-def test_an_interrupt_ends_it_wherever_it_waits():
+def test_an_interrupt_ends_any_wait():
     command = script_command(INTERRUPTED)
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.split() == ["interrupted", "0"] * 2, done.stderr

@@ -103,7 +103,7 @@ def test_jitter_neither_repeats_nor_drops(tmp_path, suffix, container, times, fp
 
 
 @pytest.mark.parametrize(("suffix", "container"), CONTAINERS)
-def test_a_file_of_23_976_is_its_frames_and_nothing_is_logged(tmp_path, caplog, suffix, container):
+def test_a_file_at_23_976_keeps_its_frames_and_logs_nothing(tmp_path, caplog, suffix, container):
     path = write_with(tmp_path / f"a.{suffix}", numbered_clip(50), container, rate=NTSC_FILM)
     with caplog.at_level(logging.INFO):
         video = read_video(path)
@@ -133,7 +133,7 @@ GAP = VARYING["one gap"][0]  # 0 to 760 ms, then 1500 to 2260 ms, at 25 per seco
         ),
     ],
 )
-def test_a_stretch_of_a_varying_video(tmp_path, container, options, expected):
+def test_a_range_of_a_varying_video_keeps_its_timing(tmp_path, container, options, expected):
     video = read_video(irregular(tmp_path / "a", GAP, container))
     found = shown(video, **options)
     # A tick may be one frame early or late where the gap is no whole number of them.
@@ -158,7 +158,7 @@ def test_a_stretch_of_a_varying_video(tmp_path, container, options, expected):
         ([index / 29.9 for index in range(99)], [Fraction(299, 10)], Fraction(299, 10), True),
     ],
 )
-def test_the_rate_of_times(times, announced, fps, is_constant):
+def test_a_rate_is_found_from_times(times, announced, fps, is_constant):
     found, constant = cadence(times, announced)
     assert constant is is_constant
     assert found == fps or found == pytest.approx(fps)

@@ -30,7 +30,7 @@ def textured(frames, height=96, width=128):
     return (base + 12 * torch.stack(moved)).clamp(0, 255).to(torch.uint8)
 
 
-def test_a_codec_has_its_names_and_an_encoder():
+def test_every_codec_has_names_and_an_encoder():
     assert CODECS == ("h264", "hevc", "vp9", "av1", "ffv1", "prores")
     assert set(available_codecs()) <= set(CODECS)
     for name in CODECS:
@@ -40,7 +40,7 @@ def test_a_codec_has_its_names_and_an_encoder():
 
 
 @pytest.mark.parametrize(("codec", "suffix"), PAIRS)
-def test_every_codec_comes_back_as_it_went(tmp_path, capfd, codec, suffix):
+def test_every_codec_round_trips(tmp_path, capfd, codec, suffix):
     frames = moving_clip(9, 72, 96)
     path = write(tmp_path / f"a{suffix}", frames, Fraction(30000, 1001), codec=codec)
     assert capfd.readouterr() == ("", "")  # encoders print about themselves
@@ -72,7 +72,7 @@ def test_every_codec_comes_back_as_it_went(tmp_path, capfd, codec, suffix):
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("hevc", "vp9", "av1")),
     ],
 )
-def test_more_quality_is_better_and_bigger(tmp_path, codec):
+def test_higher_quality_gives_better_and_larger_files(tmp_path, codec):
     frames = textured(6)
     suffix = codec_named(codec).suffix
     found = []
@@ -106,7 +106,7 @@ def test_ffv1_is_lossless_in_any_size(tmp_path, height, width):
         ("h264", 0, 64, "64x0; h264 needs at least"),
     ],
 )
-def test_a_size_that_a_codec_cannot_store_is_refused(tmp_path, codec, height, width, message):
+def test_an_unsupported_size_is_refused(tmp_path, codec, height, width, message):
     with pytest.raises(ValueError, match=message):
         check_size(codec, height, width)
     if height:
@@ -116,7 +116,7 @@ def test_a_size_that_a_codec_cannot_store_is_refused(tmp_path, codec, height, wi
     assert not list(tmp_path.iterdir())
 
 
-def test_a_missing_encoder_names_what_there_is(tmp_path, monkeypatch):
+def test_the_error_for_a_missing_encoder_lists_the_available_ones(tmp_path, monkeypatch):
     from fast_video_vae.vae.media import codecs
 
     monkeypatch.setattr(codecs, "_built_in", lambda name: name in ("libx264", "ffv1"))

@@ -85,7 +85,7 @@ def outcomes(path):
     "seeds", [range(5), pytest.param(range(5, 45), marks=pytest.mark.slow)], ids=["few", "many"]
 )
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=lambda i: f"{KINDS[i][0]}-{i}")
-def test_a_damaged_file_is_read_or_an_error_of_one_line(tmp_path, whole_files, kind, seeds):
+def test_a_damaged_file_is_read_or_a_one_line_error(tmp_path, whole_files, kind, seeds):
     for seed in seeds:
         path = tmp_path / f"{seed}.{KINDS[kind][0]}"
         path.write_bytes(damaged(whole_files[kind], random.Random(1000 * kind + seed)))
@@ -129,7 +129,7 @@ def y4m(head):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_announces_nonsense_is_one_line(tmp_path, name, data):
+def test_an_impossible_header_is_a_one_line_error(tmp_path, name, data):
     path = tmp_path / name
     path.write_bytes(data)
     with refused(name, path.name):
@@ -137,7 +137,7 @@ def test_what_announces_nonsense_is_one_line(tmp_path, name, data):
 
 
 @pytest.mark.parametrize("rate", [b"F0:0", b"F0:1", b"F1:0", b"F-24:1", b"F2000000000:1"])
-def test_a_rate_that_is_none_is_replaced(tmp_path, rate):
+def test_an_invalid_rate_is_replaced(tmp_path, rate):
     path = tmp_path / "a.y4m"
     path.write_bytes(y4m(b"W16 H16 " + rate))
     video = read_video(path)
@@ -146,7 +146,7 @@ def test_a_rate_that_is_none_is_replaced(tmp_path, rate):
 
 
 @pytest.mark.parametrize(("suffix", "container"), [("mkv", "matroska"), ("mp4", "mp4")])
-def test_tags_that_are_no_utf8_do_not_matter(tmp_path, suffix, container):
+def test_tags_in_other_encodings_are_read(tmp_path, suffix, container):
     path = tmp_path / f"a.{suffix}"
     wave = torch.sin(torch.arange(8000) / 10).unsqueeze(0) / 2
     write(path, moving_clip(12), audio=Audio(wave, 8000), metadata={"title": "TITLEXX"})

@@ -10,7 +10,7 @@ from fast_video_vae.tests.builders import refused
 from fast_video_vae.vae.media import load_latent, save_latent
 
 
-def test_a_latent_comes_back_with_what_was_said_of_it(tmp_path):
+def test_a_latent_is_read_with_its_metadata(tmp_path):
     path = tmp_path / "a.safetensors"
     latent = torch.randn(1, 16, 3, 2, 4, dtype=torch.bfloat16)
     save_latent(path, latent, family="wan2.1", fps=Fraction(30000, 1001), frames=9)
@@ -63,7 +63,7 @@ def truncated(path):
         ),
     ],
 )
-def test_a_bad_latent_file_is_one_line_that_names_it(tmp_path, make, error, message):
+def test_the_error_for_a_bad_latent_file_is_one_line_with_its_name(tmp_path, make, error, message):
     path = tmp_path / "a.safetensors"
     make(path)
     with refused(message, "a.safetensors", error=error):

@@ -57,14 +57,14 @@ def test_containers_declare_their_length(long_video):
         (99 / 24, 9.0, range(99, 100)),  # past the end
     ],
 )
-def test_a_stretch_is_exact(long_video, start, duration, expected):
+def test_a_range_is_exact(long_video, start, duration, expected):
     video, frames = long_video
     found = torch.stack(list(video.frames(start, duration)))
     assert torch.equal(found, frames[expected.start : expected.stop])
     assert video.estimate(start=start, duration=duration) == len(expected)
 
 
-def test_a_stretch_skips_what_lies_before(tmp_path):
+def test_a_range_skips_earlier_frames(tmp_path):
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(256, (300, 48, 64, 3), dtype=torch.uint8, generator=generator)
     whole = write_with(tmp_path / "a.mp4", noise, "mp4", prepare=short_groups).read_bytes()
@@ -111,13 +111,13 @@ def numbered_videos(tmp_path_factory):
         (16, [0, 1, 3, 4, 6, 7, 9, 10, 12, 13, 15, 16, 18, 19, 21, 22]),
     ],
 )
-def test_another_rate_repeats_or_leaves_out(numbered_videos, fps, expected):
+def test_another_rate_repeats_or_drops_frames(numbered_videos, fps, expected):
     for video in numbered_videos:
         assert numbers(pieces_of(video, fps=Fraction(fps))) == expected
         assert video.estimate(fps=Fraction(fps)) == len(expected)
 
 
-def test_a_limit_ends_the_reading(numbered_videos):
+def test_a_frame_limit_ends_reading(numbered_videos):
     video = numbered_videos[0]
     assert [piece.shape[2] for piece in video.pieces(limit=6)] == [4, 2]
     assert numbers(pieces_of(video, limit=3, fps=Fraction(8), start=0.5)) == [12, 15, 18]
@@ -135,7 +135,7 @@ def test_a_limit_ends_the_reading(numbered_videos):
         ((37, 51), 8, (32, 48)),  # then cropped to multiples
     ],
 )
-def test_a_size_is_covered_and_cropped(tmp_path, size, multiple, shape):
+def test_frames_are_resized_to_cover_a_size_and_cropped(tmp_path, size, multiple, shape):
     frames = moving_clip(2)
     path = write(tmp_path / "a.mkv", frames, codec="ffv1")
     (piece,) = read_video(path).pieces(size=size, multiple=multiple)
@@ -150,7 +150,7 @@ def test_a_size_is_covered_and_cropped(tmp_path, size, multiple, shape):
     assert (piece[0].permute(1, 0, 2, 3).float() - expected).abs().mean() < 2
 
 
-def test_a_shrunk_picture_does_not_flicker(tmp_path):
+def test_reduced_frames_do_not_flicker(tmp_path):
     stripes = torch.zeros(1, 96, 96, 3, dtype=torch.uint8)
     stripes[:, :, ::2] = 255
     path = write(tmp_path / "a.mkv", stripes, codec="ffv1")
@@ -158,7 +158,7 @@ def test_a_shrunk_picture_does_not_flicker(tmp_path):
     assert (piece.float() - 127.5).abs().max() < 3
 
 
-def test_a_file_in_memory_is_read_as_one_on_the_disk(tmp_path):
+def test_a_file_in_memory_reads_like_a_file_on_disk(tmp_path):
     path = write(tmp_path / "a.mp4", moving_clip(30))
     file = io.BytesIO(path.read_bytes())
     file.read(100)  # wherever it stands
@@ -179,7 +179,7 @@ def test_a_file_in_memory_is_read_as_one_on_the_disk(tmp_path):
     ("data", "message"),
     [(b"", "the video is empty"), (b"no" * 999, "the video is not a video that FFmpeg can read")],
 )
-def test_a_bad_file_in_memory_is_one_line(data, message):
+def test_a_bad_file_in_memory_is_a_one_line_error(data, message):
     with pytest.raises(ValueError, match=message):
         read_video(io.BytesIO(data))
 
@@ -204,6 +204,6 @@ def test_an_impossible_range_is_an_error_before_any_work(numbered_videos, option
         video.pieces(**options)
 
 
-def test_a_stretch_behind_the_last_frame_is_an_error(numbered_videos):
+def test_a_range_after_the_last_frame_is_an_error(numbered_videos):
     with pytest.raises(ValueError, match=r"a\.mp4 has no frame at 1\.1 s or later"):
         next(numbered_videos[0].pieces(start=1.1))

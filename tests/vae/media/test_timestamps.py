@@ -59,7 +59,7 @@ def nearest(items, fps):
 
 
 @pytest.mark.parametrize("fps", RATES)
-def test_every_moment_shows_the_nearest_frame(fps):
+def test_every_output_frame_is_the_nearest_input_frame(fps):
     varying = ending(Fraction(time, 100) for time in [0, 10, 15, 90, 200, 201, 300])
     pairs = itertools.product((1, 2, 20), RATES)
     for items in [varying, *(constant(*pair, Fraction(7, 3)) for pair in pairs)]:
@@ -70,13 +70,13 @@ def test_every_moment_shows_the_nearest_frame(fps):
     ("source", "fps"),
     [(24, 48), (12, 24), (30, 60), (24, 12), (60, 15), *zip(RATES, RATES, strict=True)],
 )
-def test_milliseconds_do_not_break_the_beat(source, fps):
+def test_times_rounded_to_milliseconds_give_the_same_frames(source, fps):
     exact = constant(400, Fraction(source))
     rounded = constant(400, Fraction(source), digits=3)
     assert shown(rounded, Fraction(fps)) == shown(exact, Fraction(fps))
 
 
-def test_a_stretch_has_as_many_frames_as_its_length_says():
+def test_a_range_has_the_frames_of_its_duration():
     for source in RATES[:-1]:
         for fps in RATES[:-1]:
             frames = shown(constant(100, source), fps, Fraction(1))
@@ -86,7 +86,7 @@ def test_a_stretch_has_as_many_frames_as_its_length_says():
 
 @pytest.mark.parametrize("digits", [None, 3])
 @pytest.mark.parametrize("cut", [Fraction(1, 24), Fraction(5, 24), Fraction(1), Fraction("2.0417")])
-def test_stretches_that_meet_share_nothing_and_lose_nothing(digits, cut):
+def test_adjacent_ranges_share_and_lose_no_frame(digits, cut):
     items = constant(120, Fraction(24), digits=digits)
     first = list(between(items, Fraction(0), cut))
     second = list(between(items, cut, None))
@@ -94,7 +94,7 @@ def test_stretches_that_meet_share_nothing_and_lose_nothing(digits, cut):
     assert len(first) == round(cut * 24)
 
 
-def test_a_rate_that_no_file_holds_is_refused():
+def test_a_rate_outside_the_range_of_files_is_refused():
     assert checked_rate(29.97) == Fraction(2997, 100)
     for fps in (0, -1.5, 10_000, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="expected more than 0 and less than 10000"):
@@ -104,7 +104,7 @@ def test_a_rate_that_no_file_holds_is_refused():
 @pytest.mark.parametrize("fps", RATES)
 @pytest.mark.parametrize("digits", [None, 3])
 @pytest.mark.parametrize("count", [1, 2, 7, 400])
-def test_constant_frames_come_in_turn(fps, digits, count):
+def test_constant_frames_are_neither_repeated_nor_dropped(fps, digits, count):
     items = constant(count, fps, Fraction(7, 3), digits)
     assert shown(items, fps, by=in_step) == list(range(count))
     # A rate that is a little off, by less than a frame in all, changes nothing.
@@ -136,7 +136,7 @@ def test_no_frame_is_shown_too_early_or_late(source, fps):
         ([0, 1.4, 1.7, 3.4, 4], 1, None, [0, 1, 2, 3]),  # jitter
     ],
 )
-def test_pauses_repeat_and_haste_drops(times, fps, end, expected):
+def test_pauses_repeat_frames_and_bursts_drop_them(times, fps, end, expected):
     items = ending(map(Fraction, times))
     assert shown(items, Fraction(fps), end, in_step) == expected
 
@@ -158,12 +158,12 @@ def frame_at(milliseconds):
         ([5000, 5040, 0, 40], [5000, 5040, 5080, 5120]),  # and here it begins anew
     ],
 )
-def test_a_clock_that_is_set_anew_is_no_pause(times, expected):
+def test_a_jump_of_the_clock_is_not_a_pause(times, expected):
     found = timed([frame_at(time) for time in times], Fraction(0), Fraction(25))
     assert [round(1000 * item.time) for item in found] == expected
 
 
-def test_what_is_shown_in_a_pause_belongs_to_the_stretch():
+def test_a_frame_shown_during_a_pause_is_in_the_range():
     items = [TimedFrame(Fraction(t), Fraction(t + 1), t) for t in (0, 1, 5, 6)]
 
     def found(start, end):

@@ -33,7 +33,7 @@ from fast_video_vae.vae.media import read_video
         (5, 1, [1] * 5),
     ],
 )
-def test_pieces_are_the_frames_in_runs(tmp_path, frames, size, expected):
+def test_pieces_hold_consecutive_frames(tmp_path, frames, size, expected):
     video = read_video(write(tmp_path / "a.mp4", moving_clip(frames)))
     pieces = list(video.pieces(frames=size))
     assert [piece.shape for piece in pieces] == [(1, 3, count, 48, 64) for count in expected]
@@ -49,7 +49,7 @@ def test_pieces_are_the_frames_in_runs(tmp_path, frames, size, expected):
         (33, 21, (32, 16)),  # odd, and no multiple of what swscale works in
     ],
 )
-def test_pieces_are_cropped_about_the_centre(tmp_path, height, width, expected):
+def test_pieces_are_center_cropped(tmp_path, height, width, expected):
     frames = moving_clip(3, height, width)
     path = write_with(tmp_path / "a.mkv", frames, "matroska", "ffv1", pix_fmt="bgr0")
     video = read_video(path)
@@ -91,7 +91,7 @@ def test_reading_honours_the_tags_of_a_file(tmp_path, matrix, full):
     not hasattr(av.VideoStream, "set_display_rotation"), reason="PyAV before 17 writes no rotation"
 )
 @pytest.mark.parametrize("degrees", [90, 180, -90])
-def test_a_rotated_video_comes_upright(tmp_path, degrees):
+def test_a_rotated_video_is_read_upright(tmp_path, degrees):
     frames = moving_clip(2)
     path = tmp_path / "a.mp4"
     write_with(path, frames, "mp4", prepare=lambda stream: stream.set_display_rotation(degrees))
@@ -104,7 +104,7 @@ def test_a_rotated_video_comes_upright(tmp_path, degrees):
     assert np.abs(next(video.frames()).numpy().astype(int) - upright).max() <= 4
 
 
-def test_a_colon_in_a_name_is_no_protocol(tmp_path, monkeypatch):
+def test_a_colon_in_a_name_does_not_select_a_protocol(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write("take:1.mp4", moving_clip(2))
     assert len(list(read_video("take:1.mp4").frames())) == 2
@@ -166,7 +166,7 @@ def damaged(path):
         ("cut.mkv", truncated("matroska"), ValueError, r"ends at \d\.\d+ s; expected 2\.50 s"),
     ],
 )
-def test_a_bad_file_is_one_line_that_names_it(tmp_path, name, make, error, message):
+def test_the_error_for_a_bad_file_is_one_line_with_its_name(tmp_path, name, make, error, message):
     path = tmp_path / name
     make(path)
     with refused(message, path.name, error=error):

@@ -54,7 +54,7 @@ def test_written_colors_are_bt709(tmp_path, color):
         ([torch.zeros(1, 32, 32, 3)], "float32; expected"),
     ],
 )
-def test_a_video_has_frames_of_one_size_and_kind(tmp_path, pieces, message):
+def test_frames_of_another_size_or_kind_are_refused(tmp_path, pieces, message):
     def work():
         with VideoWriter(tmp_path / "a.mp4", 24) as writer:
             for each in pieces:
@@ -82,7 +82,7 @@ def test_a_video_has_frames_of_one_size_and_kind(tmp_path, pieces, message):
         ("ffv1", ".mkv", True),
     ],
 )
-def test_a_full_disk_leaves_the_old_file_and_nothing_else(
+def test_a_full_disk_leaves_only_the_old_file(
     tmp_path, limited_files, codec, suffix, limit_bytes, threaded
 ):
     noise = torch.randint(256, (40, 64, 64, 3), dtype=torch.uint8)
@@ -110,7 +110,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("channels", [3, 4])  # 4: alpha is dropped
-def test_pictures_are_rounded_as_comfyui_rounds_them(dtype, channels):
+def test_frames_are_rounded_as_in_comfyui(dtype, channels):
     generator = torch.Generator().manual_seed(0)
     frames = torch.empty(1, channels, 3, 8, 6).uniform_(-1.4, 1.4, generator=generator).to(dtype)
     # What VAE.decode and SaveVideo do, one after the other, in ComfyUI 0.33.
@@ -124,7 +124,7 @@ def test_pictures_are_rounded_as_comfyui_rounds_them(dtype, channels):
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 1, 8, 8), (1, 2, 1, 8, 8), (3, 1, 8, 8)])
-def test_frames_of_another_shape_are_no_pictures(shape):
+def test_frames_of_another_shape_are_refused(shape):
     with pytest.raises(ValueError, match="expected \\[1, 3 or 4, T, H, W\\]"):
         frames_to_uint8(torch.zeros(shape))
 
@@ -142,7 +142,7 @@ def test_frames_of_another_shape_are_no_pictures(shape):
         ("a.mp4", {"quality": -1}, "quality is -1"),
     ],
 )
-def test_options_that_do_not_fit_are_refused_before_any_work(tmp_path, name, options, message):
+def test_invalid_options_are_refused_before_any_work(tmp_path, name, options, message):
     with pytest.raises(ValueError, match=message):
         VideoWriter(tmp_path / name, **{"fps": 24, **options})
 
@@ -151,7 +151,7 @@ def test_options_that_do_not_fit_are_refused_before_any_work(tmp_path, name, opt
 @pytest.mark.parametrize(
     ("codec", "suffix"), [("h264", ".mp4"), ("prores", ".mov"), ("vp9", ".webm"), ("ffv1", ".mkv")]
 )
-def test_tags_are_kept_whatever_they_hold(tmp_path, codec, suffix):
+def test_tags_of_any_content_are_kept(tmp_path, codec, suffix):
     tags = {"prompt": json.dumps({"text": 'ü"\n' * 20_000}), "workflow": "{}"}
     path = write(tmp_path / f"a{suffix}", moving_clip(2, 64, 64), codec=codec, metadata=tags)
     with av.open(str(path)) as container:
@@ -159,7 +159,7 @@ def test_tags_are_kept_whatever_they_hold(tmp_path, codec, suffix):
     assert {key: found[key] for key in tags} == tags
 
 
-def test_an_encoder_that_fails_in_the_middle_leaves_nothing(tmp_path):
+def test_a_failing_encoder_leaves_no_file(tmp_path):
     class Failing:
         """An encoder that breaks after three frames, as hardware does."""
 
@@ -202,7 +202,7 @@ with VideoWriter(sys.argv[1], 24) as one, VideoWriter(sys.argv[2], 24, codec="ff
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="signals of POSIX")
-def test_a_process_that_is_killed_leaves_the_old_file_or_none(tmp_path):
+def test_a_killed_process_leaves_the_old_file_or_none(tmp_path):
     old, new = tmp_path / "a.mp4", tmp_path / "b.mkv"
     old.write_bytes(b"old")
     with subprocess.Popen(script_command(KILLED, old, new)) as process:
@@ -219,7 +219,7 @@ def test_a_process_that_is_killed_leaves_the_old_file_or_none(tmp_path):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_what_is_given_up_is_not_copied_first_and_leaves_the_old_file(tmp_path, error):
+def test_an_aborted_file_is_removed_without_moving_its_index(tmp_path, error):
     # Moving the index of an mp4 to the front reads and writes all of it.
     path, seen = tmp_path / "a.mp4", []
     path.write_bytes(b"old")

@@ -89,7 +89,7 @@ def slow(*rows):
 @pytest.mark.parametrize(
     ("latents", "batch"), [(1, 2), (2, 1), (4, 2), *slow((1, 1), (1, 3), (2, 3), (3, 1), (5, 1))]
 )
-def test_equals_its_peer(family, latents, batch):
+def test_results_equal_the_peer(family, latents, batch):
     family.check(family.vae.encode, family.vae.decode, latents, batch)
 
 
@@ -103,7 +103,7 @@ def test_equals_its_peer(family, latents, batch):
         (random_qwen21, (3, 4, 1, 48, 32), False),
     ],
 )
-def test_equals_diffusers(state, shape, qwen_image):
+def test_results_equal_diffusers(state, shape, qwen_image):
     weights = state()
     vae = load_vae(weights, dtype=torch.float32)
     peer = diffusers_vae(weights, qwen_image=qwen_image)
@@ -143,7 +143,7 @@ COMFYUI = {
 
 @pytest.mark.comfyui
 @pytest.mark.parametrize("name", COMFYUI)
-def test_equals_comfyui(name):
+def test_results_equal_comfyui(name):
     state = COMFYUI[name]()
     peer, vae = stock(state), load_vae(state, dtype=torch.float32)
     for frames in (1, 5, 17):
@@ -156,32 +156,32 @@ def test_equals_comfyui(name):
 
 @pytest.mark.usefixtures("weights_layout")
 @pytest.mark.parametrize("chunk", [1, 2, 3, -1, *slow((4,), (5,), (7,), (100,), (None,))])
-def test_any_chunk_gives_the_same(family, chunk):
+def test_any_chunk_gives_the_same_result(family, chunk):
     encode, decode = (functools.partial(f, chunk=chunk) for f in _both(family.vae))
     family.check(encode, decode, 6)
 
 
 @pytest.mark.parametrize("piece", [1, 3, *slow((2,), (5,), (17,))])
-def test_pieces_of_any_length_give_the_same(family, piece):
+def test_pieces_of_any_length_give_the_same_result(family, piece):
     def in_pieces(stream):
         return lambda x: joined(stream(iter(x.split(piece, 2))))
 
     family.check(in_pieces(family.vae.encode_stream), in_pieces(family.vae.decode_stream), 6)
 
 
-def test_parts_of_a_chunk_give_the_same(family, monkeypatch):
+def test_parts_of_a_chunk_give_the_same_result(family, monkeypatch):
     monkeypatch.setattr(plan, "_CPU_PART_BYTES", 1 << 12)
     family.check(family.vae.encode, family.vae.decode, 4)
 
 
 @pytest.mark.parametrize("limit_bytes", [1, *slow((20_000,), (100_000,))])
-def test_any_memory_limit_gives_the_same(family, limit_bytes, monkeypatch):
+def test_any_memory_limit_gives_the_same_result(family, limit_bytes, monkeypatch):
     monkeypatch.setattr(family.vae, "limit_bytes", limit_bytes)
     encode, decode = (functools.partial(f, chunk=-1) for f in _both(family.vae))
     family.check(encode, decode, 4, batch=2)
 
 
-def test_a_longer_video_begins_with_the_shorter(family):
+def test_a_longer_video_starts_with_the_same_result(family):
     for run, x, end in (
         (family.vae.encode, family.frames(4), 5),
         (family.vae.decode, family.latent(4), 2),
@@ -201,7 +201,7 @@ def test_a_single_frame_runs_in_2d_and_equals_the_first_of_a_video(family):
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 3), (1, 3)])
 @pytest.mark.parametrize(("latents", "batch"), [(1, 1), (1, 2), (3, 1), (3, 2)])
-def test_activations_are_channels_last_everywhere(family, latents, batch, size):
+def test_all_activations_are_channels_last(family, latents, batch, size):
     seen = []
 
     def note(module, args, output):
@@ -224,7 +224,7 @@ def test_activations_are_channels_last_everywhere(family, latents, batch, size):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow((torch.float16,))])
-def test_low_precision_is_no_worse_than_twice_the_peers_own(family, dtype):
+def test_low_precision_errs_at_most_twice_as_much_as_the_peer(family, dtype):
     vae, peer = load_vae(family.state, dtype=dtype), family.new_peer(family.state, dtype)
     latent, frames = family.latent(3), family.frames(3)
     for run, other, x, expected in zip(

@@ -16,7 +16,7 @@ NOTATION = {
 
 @pytest.mark.parametrize("order", [COLUMN_FIRST, ROW_FIRST])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_pixels_go_into_channels_and_come_back(order, size):
+def test_folding_pixels_and_pixel_shuffle_match_the_notation(order, size):
     frames = torch.randn(2, 3, 4, 2 * size, 5 * size)
     folded = rearrange(frames, NOTATION[order], q=size, r=size)
     if order == COLUMN_FIRST:

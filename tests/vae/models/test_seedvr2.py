@@ -68,7 +68,7 @@ def test_latents_are_scaled_and_have_no_statistics(vae):
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 4), (4, 1), (6, 5)])
-def test_borders_of_the_folded_upsampling_are_right(vae, plain, truth, size):
+def test_the_folded_upsampling_is_exact_at_borders(vae, plain, truth, size):
     """The bias of its first convolution ends there. One pixel is all border."""
     shape = (1, 16, 3, *size)
     for each in (vae, plain):
@@ -94,7 +94,7 @@ def test_gradients_reach_the_latent_and_the_weights(state, plain):
 
 @pytest.mark.parametrize("name", ["upscale_conv.weight", "upscale_conv.bias", "conv.weight"])
 @pytest.mark.parametrize("behind", [False, True])
-def test_the_folded_weights_follow_what_they_are_made_of(state, name, behind):
+def test_changed_parameters_update_the_folded_weights(state, name, behind):
     """Also a write that autograd does not record."""
     vae, latent = load_vae(state, dtype=torch.float32), random_latent(1, 16, 3, 2, 2)
     vae.decode(latent)
@@ -109,7 +109,7 @@ def test_the_folded_weights_follow_what_they_are_made_of(state, name, behind):
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 )
-def test_half_precision_is_near_whichever_form_it_has(state, truth, dtype):
+def test_the_folded_upsampling_is_as_accurate_in_half_precision(state, truth, dtype):
     shape = (1, 16, 3, 2, 2)
     expected = truth("decode", *shape)
     errors = []
@@ -156,7 +156,7 @@ def banded(state, monkeypatch):
         ),
     ],
 )
-def test_bands_give_the_same(banded, truth, latents, chunk, rows, monkeypatch):
+def test_bands_give_the_same_result(banded, truth, latents, chunk, rows, monkeypatch):
     vae, made = banded
     of = row_bands.rows_of
     monkeypatch.setattr(
@@ -171,14 +171,14 @@ def test_bands_give_the_same(banded, truth, latents, chunk, rows, monkeypatch):
         made.clear()
 
 
-def test_there_are_no_bands_where_memory_is_plenty(banded):
+def test_enough_memory_needs_no_bands(banded):
     vae, made = banded
     vae.limit_bytes = 1 << 30
     vae.decode(random_latent(1, 16, 3, 4, 4))
     assert not made
 
 
-def test_bands_keep_no_more_than_their_share(state, monkeypatch):
+def test_a_convolution_reads_one_band_at_a_time(state, monkeypatch):
     """A convolution reads the size of a band, not of three frames."""
 
     vae = load_vae(state, dtype=torch.float32)
@@ -195,7 +195,7 @@ def test_bands_keep_no_more_than_their_share(state, monkeypatch):
 
 
 @pytest.mark.parametrize("height", [1, 2, 7, 8, 9])
-def test_the_rows_of_a_band_follow_from_its_size(height):
+def test_the_bytes_of_a_band_determine_its_rows(height):
     conv = seedvr2.causal(32, 32)
     x = torch.empty(1, 32, 1, height, 10)
     cache = TemporalCache()

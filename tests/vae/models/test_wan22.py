@@ -15,7 +15,7 @@ from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.models.wan22 import DownStage, UpStage
 
 
-def test_pictures_know_no_time():
+def test_frames_of_an_image_vae_are_independent():
     pictures = load_vae(random_qwen21(), dtype=torch.float32)
     latent = random_latent(1, 64, 3, 3, 2)
     with Convolutions() as convolutions:
@@ -39,7 +39,7 @@ def test_a_pruned_decoder_loads_by_its_shapes():
     assert relative_error(vae.decode(latent).clamp(-1, 1), peer.decode(latent)) <= 1e-5
 
 
-def test_widths_that_a_shortcut_cannot_serve_are_one_line():
+def test_channel_counts_that_do_not_fit_a_shortcut_are_refused():
     with pytest.raises(ValueError, match="16 values for 7 channels"):
         UpStage(7, 4, space=True, time=False, taps=3)
     with pytest.raises(ValueError, match="28 values for 8 channels"):
