@@ -1,7 +1,7 @@
 """The peak of memory while a stack of LoRAs is read, in a process of its own.
 
 `measure` starts this file, which prints one line of JSON. The files are as large as those of
-Wan 14B and hold nothing but zeros, which take no room on a disk; in memory they are pages like any.
+Wan 14B and sparse: their zeros take no space on disk, but memory like any other values.
 """
 
 import ctypes
@@ -69,7 +69,7 @@ def _main(folder, blocks, files, rank):
     write_zeros(small, 1, 8)
     for path in paths:
         write_zeros(path, blocks, rank)
-    load_bank([small], targets, torch.bfloat16)  # libraries and caches come with the first one
+    load_bank([small], targets, torch.bfloat16)  # loads libraries and fills caches
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before = _status("VmRSS")

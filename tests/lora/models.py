@@ -15,7 +15,7 @@ from fast_video_vae.lora.strengths import Amounts, StackEntry
 
 PREFIX = "diffusion_model."
 
-# Of a block: rows, columns, in units of the width (d) and that of the feed forward (f).
+# Rows and columns of the layers of a block; d: width, f: width of the feed forward.
 _WAN_BLOCK = {
     **{f"self_attn.{name}": ("d", "d") for name in "qkvo"},
     **{f"cross_attn.{name}": ("d", "d") for name in "qkvo"},
@@ -38,7 +38,7 @@ WAN_DIFFUSERS_BLOCK = {
     "ffn.net.0.proj": "ffn.0",
     "ffn.net.2": "ffn.2",
 }
-# What has no matrix: norms and tables, which come as differences.
+# Norms and tables, which LoRA files store as differences.
 WAN_DIFFUSERS_BLOCK_REST = {
     "attn1.norm_q": "self_attn.norm_q",
     "attn1.norm_k": "self_attn.norm_k",
@@ -182,7 +182,7 @@ def _mixed(name):
     return f"{words[0]}_{'.'.join(words[1:])}"
 
 
-# What trainers write before, and instead of, the name of a module.
+# Spellings of module names by trainers.
 SPELLINGS = {
     "bare": lambda name: name,
     "diffusion_model": lambda name: f"diffusion_model.{name}",

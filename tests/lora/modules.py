@@ -120,7 +120,7 @@ LOHA = [
 ]
 LOKR = [
     Row("lokr", LINEAR, lokr(W1, W2)),
-    Row("lokr-alpha", LINEAR, lokr(W1, W2), alpha=7.0),  # which says nothing of whole factors
+    Row("lokr-alpha", LINEAR, lokr(W1, W2), alpha=7.0),  # alpha has no effect on full factors
     Row("lokr-w1", LINEAR, lokr(W1_AB, W2), alpha=7.0),
     Row("lokr-w2", LINEAR, lokr(W1, W2_AB), alpha=7.0),
     Row("lokr-both", LINEAR, lokr(W1_AB, W2_AB), alpha=7.0),  # the scale is over the second rank
@@ -168,7 +168,7 @@ BOFT = [
     Row("boft-rescale", (16, 10), oft(3, 4, 4, 4, rescale=(16, 1)), alpha=0.5),
     Row("boft-conv", KERNEL, oft(2, 2, 4, 4, rescale=(8, 1, 1, 1)), alpha=0.5),
     Row("boft-dora", (16, 10), oft(3, 4, 4, 4, dora_scale=(1, 10)), alpha=0.5),
-    # ComfyUI compares None with a number, and leaves the weight as it is
+    # ComfyUI compares None with a number, fails, and does not change the weight
     Row("boft-no-alpha", (16, 10), oft(3, 4, 4, 4), core=False),
 ]
 WHOLE = [

@@ -208,7 +208,7 @@ def test_an_adapter_can_be_moved_and_reports_its_size(row):
     assert moved.nbytes == adapter.nbytes
 
 
-@pytest.mark.slow  # the profiler takes seconds to start
+@pytest.mark.slow  # starting the profiler takes seconds
 def test_lokr_does_not_hold_the_product():
     """A Kronecker product as large as the weight would be a second allocation of its size."""
     factors = {"lokr_w1": torch.ones(8, 8), "lokr_w2": torch.ones(64, 64)}
@@ -283,7 +283,7 @@ def test_a_single_nan_is_found():
 
 def test_every_part_is_covered_by_a_row():
     used = {name for row in ROWS for name in row.tensors()[1]}
-    # `magnitude`, which ComfyUI does not know, has a test of its own.
+    # `magnitude`, which ComfyUI does not support, has a separate test.
     assert used == PARTS - {"b_norm", "diff_b", "diff_m", "magnitude"}
 
 

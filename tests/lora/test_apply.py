@@ -138,7 +138,7 @@ def test_bypass_passes_gradients(part):
 def test_an_output_needed_for_its_gradient_is_not_overwritten():
     low, x = made(), torch.randn(5, INNER)
     weight = torch.randn(OUT, INNER, requires_grad=True)
-    y = torch.tanh(F.linear(x, weight))  # whose derivative is made of it
+    y = torch.tanh(F.linear(x, weight))  # its gradient needs the output
     low.bypass(y, x).sum().backward()
     expected = (1 - y.detach().double() ** 2).T @ x.double()
     torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-5, atol=1e-5)

@@ -86,7 +86,7 @@ def test_rows_record_their_file_and_ranks_are_padded_with_zeros(stack):
     [(wan(blocks=12, i2v=False), 12), (wan(blocks=3, vace=2), 5), (qwen(blocks=3), 3)],
 )
 def test_layers_are_in_the_order_of_the_model_without_gaps(write, shapes, blocks):
-    """Without gaps, whatever the order in the file; and a span holds a block."""
+    """In any order of the file; each span of `blocks` is one block."""
     path = write(spelled(random_pairs(shapes, reversed(modules(shapes)), 8)))
     bank = load_bank([path], Targets(shapes))
     spans, at, row = bank.blocks(), 0, 0
@@ -98,7 +98,7 @@ def test_layers_are_in_the_order_of_the_model_without_gaps(write, shapes, blocks
     assert bank.scales.numel() == row
     found = filter(None, (block_of(target.key) for target in bank.layers))
     names = [name for name, _ in itertools.groupby(found)]
-    assert len(names) == blocks < len(spans)  # what is in no block has spans as well
+    assert len(names) == blocks < len(spans)  # layers outside the blocks have spans too
     assert names == sorted(names, key=lambda name: (name.split(".")[0], int(name.split(".")[1])))
 
 

@@ -37,7 +37,7 @@ CHOICES = {
     "3": {"diffusion_model.blocks.3.self_attn.q": 1, "double_blocks.3.img_attn.qkv": 1},
     "0": {"blocks.12.ffn.0": 0},
     "4": {"input_blocks.4.1.transformer_blocks.0.attn1.to_q": 1},
-    # An exclusion holds wherever it stands.
+    # An exclusion holds at any position.
     "!5": {"blocks.5.ffn.0": 0, "blocks.6.ffn.0": 1},
     "0-9,!5": {"blocks.5.ffn.0": 0, "blocks.10.ffn.0": 0},
     "!5,0-9": {"blocks.5.ffn.0": 0},
@@ -77,7 +77,7 @@ CHOICES = {
     "self_attn,!5": {"blocks.5.self_attn.q": 0, "blocks.6.self_attn.q": 1},
     "0-,8-11=0.5,*,ffn=0.5": {"blocks.9.ffn.0": 0.25, "blocks.7.ffn.0": 0.5},
     " 0 - 19 , ! cross_attn , ffn = .5 ": {"blocks.1.ffn.0": 0.5},
-    # Layers outside the blocks: in, unless only numbers choose. The 0 of text_embedding.0 is none.
+    # Layers outside the blocks are included unless only numbers select; text_embedding.0 has none.
     "!0": dict.fromkeys(OUTSIDE, 1),
     "!5,!cross_attn": dict.fromkeys(OUTSIDE, 1),
     "0-": dict.fromkeys(OUTSIDE, 0),

@@ -86,7 +86,7 @@ def test_adapters_are_what_was_saved(write, dtype):
         (8, {}, 8 / 4),
         (None, {"lora_alpha": "8"}, 8 / 4),
         (None, {"lora_adapter_metadata": {"transformer.lora_alpha": 8, "transformer.r": 4}}, 8 / 4),
-        (2, {"lora_alpha": "8"}, 2 / 4),  # the pair knows better
+        (2, {"lora_alpha": "8"}, 2 / 4),  # the alpha of the pair takes precedence
         (None, {"use_rslora": "True"}, 1.0),
         (None, {"use_rslora": "true", "lora_alpha": "8"}, 8 / math.sqrt(4)),
         (2, {"use_rslora": "True"}, 2 / math.sqrt(4)),
@@ -155,7 +155,7 @@ def test_absent_keys_are_counted_by_their_names_in_the_file(write, spelling, dif
 
 
 OTHERS = [f"other.{n}{c}" for n in range(3) for c in "abc"]
-WIDE = {f"{PREFIX}patch_embedding.weight": (16, 12, 1, 2, 2)}  # of a control LoRA
+WIDE = {f"{PREFIX}patch_embedding.weight": (16, 12, 1, 2, 2)}  # the width of a control LoRA
 TEXT_ENCODER = [
     "text_encoder.norm.weight",
     *(
@@ -196,7 +196,7 @@ def test_skipped_keys_are_reported_in_a_line(write, tensors, reported):
 
 
 def test_the_first_of_two_pairs_for_one_weight_is_applied(write):
-    """As in files that carry their LoRA in two dialects; half of each would be neither."""
+    """Some files store a LoRA in two dialects; mixing halves of both would be wrong."""
     names = {own: theirs for theirs, own in diffusers_of_wan(WAN).items()}
     others = random_pairs(WAN, [*SOME], rank=8, seed=1)
     one, two = spelled(SOME), spelled(others, "transformer", "kohya", names=names)

@@ -1,6 +1,6 @@
-"""LoRA files that cannot be used, mistaken or made to harm: one line each, with the name, and soon.
+"""Unusable or malicious LoRA files are a one-line error with the file's name, without delay.
 
-What any reader makes of such files is in `checkpoint_io/test_hostile_files.py`.
+`checkpoint_io/test_hostile_files.py` has the cases that concern every reader.
 """
 
 import json
@@ -46,7 +46,7 @@ def refused(path, match):
         load_bank([path], TARGETS)
     text = str(caught.value)
     assert text.isprintable()
-    # The names of a LoRA's modules say which model it is for, and may take more room.
+    # The module names of a LoRA show which model it is for, so this error may be longer.
     assert len(text) <= (700 if text.startswith("nothing in ") else 160)
     assert path.name in text
     return text
@@ -78,7 +78,7 @@ def refused(path, match):
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
 def test_an_unusable_file_is_refused(path, tensors, match):
-    save_file(tensors, path, {"lora_alpha": "8"})  # which half a pair does not have
+    save_file(tensors, path, {"lora_alpha": "8"})  # half a pair cannot use it
     refused(path, match)
 
 

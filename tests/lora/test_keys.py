@@ -72,13 +72,13 @@ def test_other_parts_are_recognised_by_their_endings():
 @pytest.mark.parametrize(
     "key",
     [
-        "blocks.0.self_attn.q_loras.down.weight",  # Stand-In: for reference tokens alone
+        "blocks.0.self_attn.q_loras.down.weight",  # Stand-In: only for reference tokens
         "dwpose_embedding.0.weight",  # UniAnimate: a module of its own
         "randomref_embedding_pose.0.bias",
         "blocks.0.self_attn.q.weight",
         "blocks.0.self_attn.q.lora_B.bias",  # PEFT with lora_bias: not the matrix
         "blocks.0.self_attn.q.lora_B.default.bias",
-        "lora_A.weight",  # of which module
+        "lora_A.weight",  # no module name
         *(".alpha", "", "__metadata__"),
     ],
 )
@@ -90,7 +90,7 @@ def test_meaningless_names_are_not_parts(key):
     "stem",
     [
         "dwpose_embedding.0", "pipe.dit.dwpose_embedding.0", "blocks.0.self_attn.q_loras",
-        # One block more than there are, and what the first of them alone has.
+        # One block more than the model has, and a layer that only the first VACE block has.
         "blocks.13.self_attn.q", "lora_unet_blocks_13_self_attn_q", "vace_blocks.2.self_attn.q",
         "vace_blocks.1.proj_in",
         "blocks.0.self_attn", "blocks.0.attn3.to_q", "self_attn.q", "q", "", "lora_unet_",
@@ -153,7 +153,7 @@ def test_names_of_qwen_and_wan_do_not_match_the_other_model():
                 assert MODELS[mine][1].find(spelling(name), "up") is None
 
 
-# The flow models' `double_blocks` and Qwen-Image's fused gate are known by their halves.
+# Halves of fused layers by name, as in Flux's `double_blocks` and Qwen-Image's gate.
 HALVES = {
     "transformer_blocks.0.img_mlp.gate": Target(
         f"{PREFIX}transformer_blocks.0.img_mlp.net.0.proj.weight", (0, 0, 32)
@@ -216,7 +216,7 @@ def test_text_encoders_are_recognised_by_their_names():
         assert not is_of_text_encoder(key)
 
 
-# What may stand before a name, and nothing else.
+# All prefixes that a name can have.
 BEFORE = re.compile(
     r"((base_model_)?model_|diffusion_model_|(pipe_)?dit_|transformer_|unet_|lora_unet__?"
     r"|lora_transformer_|lycoris_)*"
@@ -271,7 +271,7 @@ def test_any_key_is_split_or_refused(key):
     assert split is None or (key.startswith(split[0]) and split[0])
 
 
-@pytest.mark.slow  # diffusers takes seconds to import
+@pytest.mark.slow  # importing diffusers takes seconds
 def test_the_table_of_names_matches_diffusers():
     transformers = pytest.importorskip("diffusers.models.transformers.transformer_wan")
     with torch.device("meta"):

@@ -48,7 +48,7 @@ def two_experts(text, high, low):
     ("text", "steps", "expected"),
     [
         ("0.8", 3, [0.8] * 3),
-        (0.8, 3, [0.8] * 3),  # what a FLOAT input gives
+        (0.8, 3, [0.8] * 3),  # from a FLOAT input
         (1, 2, [1, 1]),
         ("-1.5", 2, [-1.5] * 2),
         ("+12.", 1, [12]),
@@ -84,10 +84,10 @@ def test_a_phase_spreads_over_its_own_steps(text, high, low, expected):
 @pytest.mark.parametrize(
     ("text", "steps", "phase", "expected"),
     [
-        # Of unknown length: it spreads over the run.
+        # The length of the phase is unknown: its values spread over the run.
         ("0.9,0.8;1.2,1.1,1", 6, {"phase": 1, "phases": 2}, [1.2, 1.2, 1.1, 1.1, 1, 1]),
         ("0.9,0.8;1", 4, {"phase": 0, "phases": 2, "phase_step": 1}, [0.9, 0.9, 0.8, 0.8]),
-        # Of a run that does not say how many it has.
+        # The number of phases is unknown.
         ("1;0", 2, {}, [1, 1]),
         ("1;0", 2, {"phase": 1}, [0, 0]),
         ("1;1", 2, {"phase": 2, "phases": 3}, [1, 1]),  # equal values fit any run
@@ -259,7 +259,7 @@ LIGHTNING = [1.0, 0.9375, 0.8333, 0.625, 0.0]
         (1.0, LIGHTNING, 0),
         (0.9375, LIGHTNING, 1),
         (0.625, LIGHTNING, 3),
-        (0.0, LIGHTNING, 3),  # the end of the run is the last step's
+        (0.0, LIGHTNING, 3),  # the end of the run belongs to the last step
         (0.9, LIGHTNING, 1),  # a solver of two stages, within step 1
         (0.01, LIGHTNING, 3),
         (14.6, LIGHTNING, 0),  # above the first

@@ -1,4 +1,4 @@
-"""A bank on a model while it is called: what it gives, by whatever way a delta takes."""
+"""The results of a bank on a model, for all methods of applying a delta."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_every_mode_equals_the_dense_model_in_float64(stack, linear, mode):
 
 
 def one_layer(folder, layer, mode, strength=1.0, rank=4, dtype=torch.float32):
-    """A model of the layer alone, with a pair for it: the session, and the pair in float64."""
+    """Return a model of one layer, its session with one pair, and the pair in float64."""
     model = nn.Module()
     model.diffusion_model = nn.Module()
     model.diffusion_model.q = layer

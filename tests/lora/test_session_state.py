@@ -121,8 +121,8 @@ def test_the_memory_of_a_bank_can_move_after_a_run(stack, staged):
     session.release()
     held = session.bank.flat.data.untyped_storage()
     before = torch._C._storage_Use_Count(held._cdata)
-    session.bank.flat.data = session.bank.flat.data.clone()  # as a module's `to` does
-    # One less: the parameter's own; the one that is left is `held`.
+    session.bank.flat.data = session.bank.flat.data.clone()  # like a module's `to`
+    # The reference of the parameter is gone; the remaining one is `held`.
     assert (before, torch._C._storage_Use_Count(held._cdata)) == (2, 1)
     assert torch.equal(called(session, model, x), expected)
 
@@ -170,7 +170,7 @@ def test_staged_pairs_are_equal_and_copied_ahead(stack, mode, blocks):
 
 @pytest.mark.parametrize("text", ["", "!1", "2", "0-,1=0.5", "0,2"])
 def test_staged_pairs_of_any_layers_are_equal(stack, text):
-    """Also outside of blocks, and together with adapters of other kinds."""
+    """Including layers outside of blocks, and together with other kinds of adapters."""
     model = Model(Casting, blocks=4)
     made = stack(model)
     direct, staged = (
@@ -238,7 +238,7 @@ def test_a_new_strength_does_not_recompile_a_model(stack, linear, mode):
 
     def backend(graph, inputs):
         graphs.append(graph)
-        return graph.forward  # as it is
+        return graph.forward  # not compiled further
 
     compiled = torch.compile(model, backend=backend)
     with torch.no_grad():

@@ -10,7 +10,7 @@ from fast_video_vae.tests.builders import random_state_dict
 
 @pytest.fixture
 def limited_files():
-    """Files that cannot grow past a limit: a disk that is full, without a disk.
+    """Limit the size of files, which simulates a full disk.
 
     Python ignores the signal that comes with it, so that the write fails as on a full disk.
     """

@@ -102,7 +102,7 @@ _NETWORKS = {
         "mlp_ratio_x": 12288 / 32, "use_t5": True, "t5_feat_dim": 24, "t5_token_length": 8,
         "learn_sigma": False, "qk_norm": True,
     }),
-    # With the settings that ComfyUI reads off a file of it, so that its loader takes the weights.
+    # The settings that ComfyUI detects from the weights, so its loader accepts them.
     "flux2": ("flux.model.Flux", {
         "in_channels": 128, "out_channels": 128, "vec_in_dim": None, "context_in_dim": 24,
         "hidden_size": 128, "mlp_ratio": 3.0, "num_heads": 1, "depth": 1,

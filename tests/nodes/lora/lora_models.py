@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from fast_video_vae.tests.nodes.lora.dits import random_network
 from fast_video_vae.tests.nodes.vae.pairs import node, relative_error  # noqa: F401
 
-# Of rounding in float32 alone: 2e-6 is the most that was seen in three steps.
+# Relative error of float32 rounding: at most 2e-6 was measured in three steps.
 ROUNDING = 1e-5
 # Least change of a LoRA in the tests, which distinguishes a run with it from one without.
 EFFECT = 1e-2
 
-# What ComfyUI's loaders apply as well; and all that there is.
+# Kinds of tensors that ComfyUI's loaders apply too, and all kinds.
 COMMON = ("pairs", "biases", "norms")
 ALL = (*COMMON, "modulations")
 
@@ -32,8 +32,8 @@ class Kind:
 
     Attributes:
         network: Module and class in comfy.ldm.
-        settings: Of the network; what ComfyUI reads off a file of it comes to the same.
-        base: The class that ComfyUI is to find for it, in comfy.model_base.
+        settings: Arguments of the network, equal to those that ComfyUI detects from its weights.
+        base: Class that ComfyUI must detect, in comfy.model_base.
         latent: Channels and frames of a latent; None: an image has no frames.
         text: Size of an embedding of a token.
         more: Entries of conditionings in addition to the text.
@@ -89,7 +89,7 @@ KINDS = {
     ),
     "animate": Kind(
         "wan.model_animate.AnimateWanModel",
-        # An adapter of faces comes with five blocks.
+        # There is a face adapter for every five blocks.
         _wan(model_type="animate", in_dim=36, ffn_dim=128, num_layers=5),
         "WAN22_Animate",
         more={"clip_vision_output": _IMAGE, "pose_video_latent": _noise(1, 16, 2, 8, 8)},
@@ -127,7 +127,7 @@ def load_model(kind, state=None, **options):
 
 @contextlib.contextmanager
 def _sizes(kind):
-    """While it lasts ComfyUI finds the sizes that files of Qwen-Image are known to have."""
+    """Let ComfyUI detect the sizes of these small models within the block."""
     import comfy.model_detection as detection
 
     detect, known = detection.detect_unet_config, KINDS[kind].settings

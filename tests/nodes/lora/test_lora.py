@@ -21,7 +21,7 @@ def state(comfyui):
 
 @pytest.fixture
 def lora(expert_server, state):
-    """A LoRA of the model, in a file of a test alone."""
+    """A LoRA of the model, in a separate file for each test."""
     path = expert_server.models("loras") / "lora.safetensors"
     save_file(lora_for(state), path)
     return path
@@ -76,7 +76,7 @@ def test_wrong_inputs_of_apply_are_refused(expert_server):
     assert info["output"] == ["MODEL", "STRING"]
 
 
-# What is said of a file, and how it is made of the model's weights.
+# The error, and the content of the file made from the model's weights.
 UNUSABLE = {
     "stack: bad.safetensors is a pickle": lambda _: pickle.dumps({"a": 1}),
     "stack: bad.safetensors is not a complete safetensors file": lambda state: save(state)[:-1],

@@ -23,7 +23,7 @@ from fast_video_vae.tests.nodes.lora.lora_models import (
 pytestmark = [
     pytest.mark.comfyui,
     pytest.mark.usefixtures("comfyui"),
-    pytest.mark.filterwarnings("ignore"),  # of what torch finds around the computation
+    pytest.mark.filterwarnings("ignore"),  # torch's warnings about surrounding code
 ]
 
 KIND = "wan21-t2v"
@@ -110,7 +110,7 @@ def test_a_lora_can_be_applied_before_compilation(model, lora):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stream", "bypass"])
 def test_differences_of_biases_compile_once_more_at_most(model, mode):
-    """Their strengths are numbers of Python's, which the compiler takes for constants at first."""
+    """Their strengths are Python numbers, which the compiler first treats as constants."""
     parts = ("pairs", "biases", "norms")
     lora = save_lora(lora_for(_linear(), seed=0, parts=parts), "biases.safetensors")
     before, counts = compiled(model), []

@@ -97,7 +97,7 @@ def test_strength_0_gives_the_model_itself(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_parameters_that_comfyui_skips_are_changed_too(mode):
-    """Its loader takes `modulation.diff` and does nothing with it: those are edited by hand."""
+    """ComfyUI's loader accepts `modulation.diff` without effect, so the test edits the weights."""
     model, state, without = plain(KIND)
     difference = lora_for(state, parts=("modulations",))
     name = save_lora(difference, "modulations.safetensors")
@@ -192,7 +192,7 @@ def _both(one, other):
         model, x, sigma, options = (
             args[name] for name in ("model", "input", "sigma", "model_options")
         )
-        # What the sampler makes of its own model.
+        # The sampler's own model.
         own = {"wrappers": other.wrappers}
         own["sample_sigmas"] = options["transformer_options"]["sample_sigmas"]
         theirs = other.model_options["transformer_options"] | own

@@ -1,4 +1,4 @@
-"""What a LoRA restores in a model, what it makes ComfyUI load, and other patches."""
+"""Restored weights, loads by ComfyUI, and LoRAs together with other patches."""
 
 import functools
 
@@ -37,7 +37,7 @@ lora = functools.partial(lora_models.lora, parts=ALL)
 
 @pytest.fixture
 def model():
-    """A model of a test alone, for what a test does to it."""
+    """A separate model for each test, which can change it."""
     return load_model(KIND)
 
 
@@ -123,7 +123,7 @@ def test_another_lora_does_not_reload_the_model(model, loads, mode):
     assert loads == {"load": 0, "patch": 0, "unpatch": 0}
     assert all(map(torch.equal, results, again))
     assert relative_error(results[0], results[1]) > EFFECT
-    sample(core(model, lora(), 0.8))  # which is seen
+    sample(core(model, lora(), 0.8))  # the counters detect core's loads
     assert loads["load"] == loads["unpatch"] == 1
     assert loads["patch"] > 50
 

@@ -43,7 +43,7 @@ def int8(state, **more):
 
 
 def rotated_int8(state):
-    """The same numbers, which stand for rows that were rotated."""
+    """Quantise rotated rows."""
     return int8(state, convrot=True, convrot_groupsize=64)
 
 
@@ -98,7 +98,7 @@ def test_layers_that_are_only_read_are_found_in_the_first_call(mode, caplog):
     said = [each for each in caplog.messages if "without calling them" in each]
     assert len(said) == 1
     assert said[0].startswith("Fast Video VAE: ComfyUI reads the weights of 2 layers")
-    assert calls == ["network"] * 3  # of two steps; the first was taken once more
+    assert calls == ["network"] * 3  # two steps, the first one repeated
     caplog.clear()
     calls.clear()
     sample(fast(model, lora, 0.5, mode))
@@ -106,7 +106,7 @@ def test_layers_that_are_only_read_are_found_in_the_first_call(mode, caplog):
     assert calls == ["network"] * 2
 
 
-# How far off the effect of a LoRA may be, in parts of it, where its deltas are 1 % of the weights.
+# Bounds of the relative error of a LoRA's effect, for deltas of 1 % of the weights.
 # stream: the sum is rounded to bf16, by 2^-8 / sqrt(3) / m = 0.23 % / m of itself on average for a
 # mantissa m from 1 to 2: 16 % of the delta for weights of all mantissas.
 STREAM, BYPASS = 0.20, 0.01
@@ -138,7 +138,7 @@ class Packed(torch.Tensor):
 
 
 class PackedLinear(torch.nn.Module):
-    """Unpacks its weight itself, and knows nothing of functions on it."""
+    """A layer that unpacks its own weight and ignores weight functions."""
 
     comfy_cast_weights = True
 
@@ -159,7 +159,7 @@ class PackedLinear(torch.nn.Module):
 
 
 def packed(state):
-    """A model whose blocks have such layers, and the values that they stand for."""
+    """Return a model with such layers in its blocks, and one with the unpacked weights."""
     model, values = load_model(KIND, state), dict(state)
     for name, module in list(model.model.named_modules()):
         if ".blocks." in name and type(module).__name__ == "Linear":

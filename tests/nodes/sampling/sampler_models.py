@@ -38,7 +38,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@functools.lru_cache(maxsize=4)  # two kinds: the models of all of them take 1 GB
+@functools.lru_cache(maxsize=4)  # two kinds; all of them would take 1 GB
 def expert(kind="wan21-t2v", seed=0):
     """A MODEL; another seed has other weights."""
     return load_model(kind, random_weights(kind, seed))
@@ -109,7 +109,7 @@ def in_two(high, low, kind="wan21-t2v", *, at=2, steps=4, cfg=(1.0, 1.0), sample
 
 
 def advanced(first, *, model, known, latent, steps, cfg, sampler, start, end=10000):
-    """ComfyUI's KSamplerAdvanced, which leaves the noise in unless it goes to the end."""
+    """ComfyUI's KSamplerAdvanced, with leftover noise unless it runs to the end."""
     leftover = "disable" if end == 10000 else "enable"
     return node(
         "KSamplerAdvanced", model, first, 7, steps, cfg, sampler, "simple",

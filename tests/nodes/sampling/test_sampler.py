@@ -139,7 +139,7 @@ def test_one_expert_equals_ksampler_for_other_latents():
 def test_every_kind_of_model_works_as_one_expert(kind):
     model = expert(kind)
     if "wan" in model.model.model_config.unet_config["image_model"]:
-        model = shifted(model, 5.0)  # of the preset; others keep their own
+        model = shifted(model, 5.0)  # the shift of the preset; other models keep their own
     expected = ksampler(model, kind, cfg=3.0, steps=2)
     result = samples(kind, model_low=None, shift_high="auto", preset="base", steps=2, cfg_high="3")
     assert relative_error(result, expected) < ROUNDING
@@ -155,7 +155,7 @@ def windows(model):
 
 
 def cached(model):
-    """A model that leaves out steps which are like the one before."""
+    """A model that skips steps similar to the previous one."""
     return v3_node(
         "nodes_easycache", "EasyCacheNode", model=model, reuse_threshold=2.0, start_percent=0.0,
         end_percent=1.0, verbose=False,
@@ -179,7 +179,7 @@ def test_patches_of_other_nodes_apply_to_both_experts(patch):
     [
         ("uni_pc", True),
         *(slow(name, True) for name in ("uni_pc_bh2", "dpmpp_2m", "ipndm", "res_multistep")),
-        # These take the negative pass even at CFG 1, through a function that they add.
+        # These models run the negative pass even at CFG 1, through a function that they add.
         ("euler_cfg_pp", False),
         slow("euler_ancestral_cfg_pp", False),
     ],
@@ -209,7 +209,7 @@ def test_each_step_has_its_guidance(calls):
     assert [(sigma, rows) for _, sigma, rows in calls] == [
         (1.0, 2), (0.9375, 1), (0.8333, 1), (0.625, 2),
     ]  # fmt: skip
-    given = {"cfg_high": "3.5,1,1,1", "cfg_low": "1,1,1,2"}  # of all steps
+    given = {"cfg_high": "3.5,1,1,1", "cfg_low": "1,1,1,2"}  # values for all steps
     assert torch.equal(samples(**given), samples(cfg_high="3.5,1", cfg_low="1,2"))
     assert relative_error(samples(cfg_high="3.5,1"), samples(cfg_high="1,3.5")) > DIFFERENT
 

@@ -58,7 +58,7 @@ def test_the_first_model_is_unloaded_at_the_switch_on_request(monkeypatch):
 
 
 class Stopped(BaseException):
-    """Stands for ComfyUI's error when a user stops a run."""
+    """Replaces ComfyUI's error when a user stops a run."""
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ class Stopped(BaseException):
     [
         (Stopped(), 2),  # in the first call after the switch
         *(slow(Stopped(), at) for at in (0, 1, 3)),
-        (torch.cuda.OutOfMemoryError("no memory is left"), 0),  # and it stays short
+        (torch.cuda.OutOfMemoryError("no memory is left"), 0),  # memory runs out in every retry
     ],
 )
 def test_a_failed_run_does_not_change_the_models(monkeypatch, error, at):

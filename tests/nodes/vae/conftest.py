@@ -16,7 +16,7 @@ class Family(NamedTuple):
     state: dict[str, Tensor]
     stock: Any  # ComfyUI's VAE
     fast: Any  # ours
-    keys: tuple[str, ...]  # that patches go on: of every kind of layer with a form of its own
+    keys: tuple[str, ...]  # weights for patches, one per kind of layer
     block: str  # a layer of the middle, of either network
 
     def another_stock(self):

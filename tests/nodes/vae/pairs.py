@@ -17,7 +17,7 @@ def stock_vae(state):
 
 
 def narrow_seedvr2(state, **options):
-    """ComfyUI's class has the published widths alone; a constant of its module makes it narrow."""
+    """ComfyUI's class has only the published widths; a constant of its module is patched."""
     import comfy.ldm.seedvr.vae as theirs
     import comfy.sd
 
@@ -104,7 +104,7 @@ def stopped_at(layer):
 
 
 def as_saved(images):
-    """The bytes that ComfyUI's saver makes of an IMAGE: the fraction is dropped."""
+    """Convert an IMAGE to bytes like ComfyUI's save nodes: the fraction is dropped."""
     return (images * 255).clamp(0, 255).byte()
 
 

@@ -200,7 +200,7 @@ def test_memory_estimates_grow_with_the_size_but_not_the_length(family):
         larger = (1, 16, 3 * scale, 120 * scale, 208 * scale)
         dtype = torch.float32
         assert 0 < estimate(shape, dtype) == estimate(longer, dtype) < estimate(larger, dtype)
-    assert fast.memory_used_decode((1, 16, 8, 8), torch.float32) > 0  # of pictures without time
+    assert fast.memory_used_decode((1, 16, 8, 8), torch.float32) > 0  # no time dimension
 
 
 def test_memory_estimates_are_for_the_device_of_the_work(fast):

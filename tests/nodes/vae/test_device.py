@@ -11,7 +11,7 @@ from fast_video_vae.tests.nodes.server import VAE_FILE, Workflow
 
 pytestmark = pytest.mark.comfyui
 
-# What allocators and libraries may keep after a first decode.
+# Memory that allocators and libraries may keep after a first decode.
 SLACK_BYTES = 64 << 20
 
 

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 WIDTH = 8
 
-# Of ComfyUI's object, which hold for any width.
+# Attributes of ComfyUI's VAE that are equal for any width.
 NUMBERS = (
     "latent_channels", "output_channels", "pad_channel_value", "latent_dim",
     "upscale_index_formula", "downscale_index_formula",
@@ -86,7 +86,7 @@ def test_stages_of_any_width_load_where_comfyui_s_class_does_not_fit(family, tmp
     assert relative_error(fast.encode(pixels), family.stock.encode(pixels)) <= 1e-5
     decoded = fast.decode(latents(2, 4, 6))
     assert decoded.shape == (1, 5, 32, 48, 3)
-    if family.name != "seedvr2":  # of which no class of ComfyUI's has those widths
+    if family.name != "seedvr2":  # ComfyUI's class does not support these widths
         assert relative_error(decoded, stock_vae(other).decode(latents(2, 4, 6))) <= 1e-5
 
 

@@ -117,7 +117,7 @@ def test_tiled_nodes_request_the_memory_of_a_tile(fast, monkeypatch, encode):
         raise InterruptedError
 
     monkeypatch.setattr(management, "load_models_gpu", load)
-    # What a GPU would be asked for; on a CPU what tiles remember stays where it is.
+    # The request for a GPU; on a CPU the tails of tiles are not moved.
     monkeypatch.setattr(fast, "device", torch.device("cuda"))
     monkeypatch.setattr(management, "cuda_device_context", lambda _: contextlib.nullcontext())
     name, given = "VAEDecodeTiled", {"samples": {"samples": latents(2, 90, 160)}}

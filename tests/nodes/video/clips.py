@@ -68,7 +68,7 @@ def decibels(images, expected):
 
 
 def smooth(frames, height=64, width=64):
-    """Bytes `[N, H, W, 3]` of something that moves, which codecs take as they take videos."""
+    """Moving content `[N, H, W, 3]` uint8, which codecs compress like real videos."""
     time = torch.arange(frames).view(-1, 1, 1, 1)
     y, x = torch.arange(height).view(1, -1, 1, 1), torch.arange(width).view(1, 1, -1, 1)
     phase = torch.tensor([0.0, 2.0, 4.0])

@@ -170,7 +170,7 @@ def test_save_video_accepts_the_video(demo, output, codec, format_name):
     v3_node("nodes_video", "SaveVideo", video=video, filename_prefix="saved", format=form)
     (file,) = output.glob("saved_*")
     saved = InputImpl.VideoFromFile(str(file))
-    if format_name == "mkv":  # which it encodes again
+    if format_name == "mkv":  # SaveVideo encodes it again
         assert decibels(frames_of(saved) / 255, frames_of(video) / 255) > 30
     else:
         assert torch.equal(frames_of(saved), frames_of(video))

@@ -50,13 +50,13 @@ def test_a_trimmed_video_matches_get_video_components(fast, tmp_path, start, dur
     whole = written(pictures, tmp_path / "x.mkv", audio=sound)
     video = whole.as_trimmed(start, duration, strict_duration=False)
     images, audio, _ = components(video)
-    # Its bytes are up to one off, because FFmpeg's RGB becomes float by way of 16 bits.
+    # Its values differ by up to one level, because FFmpeg converts RGB to float through 16 bits.
     shown = [matching(each * 255, pictures.float(), 1) for each in images]
     assert shown == list(range(shown[0], shown[0] + len(shown)))
     samples, _, count, heard = encode(fast, video)
     assert_encoded(samples, fast, pictures[shown].float() / 255)
     assert count == len(images) - (len(images) - 1) % 4
-    # The tone marks where the audio starts: ComfyUI takes milliseconds for samples.
+    # The tone marks the start of the audio: ComfyUI mistakes milliseconds for samples.
     begin = round(shown[0] / 16 * 44100 if start < 0 else start * 44100)
     length = round(min(duration or 2, 2 - begin / 44100) * 44100)
     ours = heard["waveform"][0, 0]
@@ -81,7 +81,7 @@ def matching(picture, pictures, tolerance):
     [
         (16.0, range(0, 17)),
         (8.0, range(0, 17, 2)),
-        (32.0, [0, 0, 1, 1, 2, 2, 3, 3, 4]),  # of two that are as near, the earlier
+        (32.0, [0, 0, 1, 1, 2, 2, 3, 3, 4]),  # the earlier of two equally near frames
     ],
 )
 @pytest.mark.parametrize("is_file", [True, False])
@@ -108,7 +108,7 @@ def test_tensors_and_files_agree_on_a_rate(fast, tmp_path, fps):
     ("width", "height", "expected"),
     [
         (0, 0, (64, 96)),
-        (48, 0, (32, 48)),  # as wide as asked, as high as the shape of the video asks
+        (48, 0, (32, 48)),  # the height follows the aspect ratio
         (0, 32, (32, 48)),
         (64, 64, (64, 64)),  # the sides are cropped
         (192, 96, (96, 192)),

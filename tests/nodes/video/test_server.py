@@ -1,4 +1,4 @@
-"""The video nodes in a running ComfyUI, and the memory that they take."""
+"""The video nodes in a running ComfyUI, and their memory."""
 
 import json
 import subprocess

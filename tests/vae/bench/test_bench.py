@@ -1,4 +1,4 @@
-"""The benchmark: order, figures, what memory a call takes, the chart, and its command."""
+"""The benchmark: order, figures, memory of a call, chart, and command."""
 
 import functools
 import importlib.util
@@ -63,7 +63,7 @@ class Course:
 def test_the_order_rotates_each_round_after_a_warm_up():
     course = Course(a=[(1, 1)] * 9, b=[(1, 1)] * 9, c=[(1, 1)] * 9)
     a, b, c = course.contestants
-    # What is done before a call is done before each.
+    # `prepare` runs before each call.
     course.contestants = [a, replace(b, prepare=lambda: course.order.append("(")), c]
     passed = []
     course.compare(rounds=3, passed=lambda: passed.append("".join(course.order)))
@@ -192,10 +192,10 @@ if gauge.resident_reader() is not None:
 @pytest.mark.parametrize("watch", [*WATCHES.values()], ids=WATCHES)
 def test_the_peak_excludes_memory_from_before_the_call(watch):
     if watch is gauge.unknown:
-        pytest.skip("neither Linux nor psutil tells the memory of this process")
+        pytest.skip("neither Linux nor psutil reports the memory of this process")
     measure = Gauge(CPU, watch=watch)
-    kept = torch.ones(40 * MIB, dtype=torch.uint8)  # what is there before does not count
-    for mebibytes in (96, 32):  # less than the call before, whose memory does not count either
+    kept = torch.ones(40 * MIB, dtype=torch.uint8)  # allocated before, so not counted
+    for mebibytes in (96, 32):  # the second takes less than the first
         _, taken = measure(takes(mebibytes, seconds=0.05))
         assert mebibytes - 4 <= taken.peak_bytes / MIB <= mebibytes + 24
     assert kept.numel() == 40 * MIB
@@ -211,7 +211,7 @@ def test_on_a_gpu_the_peak_counts_tensors_and_time_includes_the_work():
     _, large = Gauge(device)(lambda: square @ square)
     assert small.peak_bytes == MIB
     assert square.nbytes <= large.peak_bytes <= square.nbytes + 64 * MIB  # cuBLAS's workspace
-    # 1.1 TFLOP, which a launch alone does not wait for: at most 1000 TFLOP/s in float32.
+    # 1.1 TFLOP at no more than 1000 TFLOP/s in float32; a launch alone returns sooner.
     assert large.seconds > 1e-3
     assert kept.all()
 

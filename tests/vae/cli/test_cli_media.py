@@ -1,4 +1,4 @@
-"""The options of `encode` and `decode` that take a part of a video, or write another kind of it."""
+"""The options of `encode` and `decode` for ranges, sizes, rates and formats of videos."""
 
 import wave
 from fractions import Fraction

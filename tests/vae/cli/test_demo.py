@@ -1,4 +1,4 @@
-"""The demo: what it takes of a video, what it calls the results, and what it says."""
+"""The demo: which part of a video it uses, the names of its files, and its output."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def test_a_part_of_a_video_at_another_size(tmp_path, done):
     lines = done("demo", source, "--out", tmp_path, *options)
     decoded = read_video(tmp_path / "a_decoded.mp4")
     assert (decoded.width, decoded.height, decoded.fps) == (64, 32, 12)
-    assert decoded.estimated_frames == 5  # of the six in half a second
+    assert decoded.estimated_frames == 5  # half a second has six; a VAE takes 4 n + 1
     assert not [line for line in lines if "on a CPU" in line]
 
 
@@ -50,7 +50,7 @@ def test_a_part_of_a_video_at_another_size(tmp_path, done):
         (3840, 2160, 132, {"size": (2160, 3840)}, {"limit": 5}),
         (1280, 720, 132, {"duration": 5.0}, {"size": (360, 640)}),
         (1280, 720, 132, {"limit": 100}, {"size": (360, 640)}),
-        (1280, 720, 132, {"size": (720, 1280), "duration": 5.0}, {}),  # all that is asked for
+        (1280, 720, 132, {"size": (720, 1280), "duration": 5.0}, {}),  # size and duration are given
         (640, 360, 132, {"fps": Fraction(6)}, {}),
         (640, 360, None, {}, {"limit": 49}),  # a length that the file does not say
     ],
@@ -125,7 +125,7 @@ def test_only_the_bundled_vae_is_marked_as_small(tmp_path, run, vae_path):
 def test_a_kernel_build_is_reported_separately(tmp_path, vae_path):
     """The clocks of encode and decode do not run meanwhile, and a second run has none."""
     source = write_clip(tmp_path / "a.mp4", 25)
-    # Without optimisation, which is most of the time that a build takes.
+    # Without optimisation, which takes most of the time of a build.
     compiler = tmp_path / "compiler"
     compiler.write_text(
         '#!/bin/sh\nfor a; do shift; [ "$a" = -O3 ] || set -- "$@" "$a"; done\nexec c++ "$@"\n'

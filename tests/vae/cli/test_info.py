@@ -1,4 +1,4 @@
-"""`fast-video-vae info --backends`: a table that fits a terminal and says what holds here."""
+"""`fast-video-vae info`: tables of VAE, device and backends that fit a terminal."""
 
 import os
 import re

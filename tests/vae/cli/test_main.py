@@ -45,7 +45,7 @@ def video(tmp_path):
 @pytest.fixture(params=["demo", "encode", "decode"])
 def quiet_command(request, tmp_path, vae_path):
     """A command that writes into the folder `out`."""
-    source = write_clip(tmp_path / "a.mp4", 6, 64, 96)  # which drops a frame, and would say so
+    source = write_clip(tmp_path / "a.mp4", 6, 64, 96)  # 6 frames: one is dropped and reported
     latents, out = tmp_path / "l.safetensors", tmp_path / "out"
     out.mkdir()
     save_file({"latent": torch.randn(1, 16, 3, 8, 12)}, latents)
@@ -309,7 +309,7 @@ def test_tiles_do_not_change_the_result(tmp_path, run, video, out_channels):
             latent[name] = file.get_tensor("latent")
         frames[name] = whole_clip(tmp_path / name)
     torch.testing.assert_close(*latent.values(), rtol=1e-5, atol=1e-5)
-    # A value may be carried over the edge of a level by rounding.
+    # Rounding can change a value by one level.
     assert (frames["0.mkv"].int() - frames["2.mkv"].int()).abs().max() <= 1
 
 

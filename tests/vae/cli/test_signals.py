@@ -44,12 +44,12 @@ SAMPLE = {
     ("demo", signal.SIGINT, "midway"),
     ("decode", signal.SIGTERM, "closing"),
 }
-LONG, SHORT = 2001, 33  # seconds of work; and fewer frames than x264 holds back before it writes
+LONG, SHORT = 2001, 33  # frames: seconds of work, and fewer than x264 buffers before it writes
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A VAE, and a long and a short video with latents of as many frames."""
+    """A VAE, a long and a short video, and a latent file for each."""
     folder = tmp_path_factory.mktemp("inputs")
     save_file(random_state_dict(8), folder / "vae.safetensors")
     for frames in (LONG, SHORT):
@@ -161,7 +161,7 @@ def test_a_signal_leaves_the_old_file(tmp_path, files, command, number, moment):
     out = tmp_path / "out"
     out.mkdir()
     frames = SHORT if moment == "closing" else LONG
-    # Where the result goes; the demo makes way for a file that is not its own.
+    # The file of the result; the demo chooses another name if it did not write this one.
     target = {"encode": "l.safetensors", "decode": "d.mp4", "demo": f"{frames}_decoded.mp4"}
     (out / target[command]).write_bytes(b"old")
     before = content(out)
@@ -170,8 +170,8 @@ def test_a_signal_leaves_the_old_file(tmp_path, files, command, number, moment):
         process.send_signal(number)
         _, stderr = process.communicate(timeout=30)
     if moment == "closing" and process.returncode in (0, -number):
-        # The result was about to take its name, so the work was done; or Python itself was ending,
-        # which it does with the handlers of before.
+        # The signal came when the work was done: during the last rename, or at the exit of Python,
+        # which restores the previous handlers.
         check_whole(out)
         return
     assert process.returncode == 128 + number
@@ -225,8 +225,8 @@ def test_signals_that_follow_the_first_change_nothing(tmp_path, files):
                 time.sleep(0.002)
         _, stderr = process.communicate(timeout=30)
     assert not list(tmp_path.iterdir())
-    # Two that come at once are heard in any order. The handlers of before are back when Python
-    # itself ends, and one may come there.
+    # Two simultaneous signals arrive in any order. One can arrive at the exit of Python, when the
+    # previous handlers are restored.
     assert process.returncode in [128 + number for number in SIGNALS] + [-n for n in SIGNALS]
     assert re.match(f"fast-video-vae: ({'|'.join(SAID.values())})\n", stderr)
 

@@ -1,4 +1,4 @@
-"""Derived weights: made once, true to their parameter, and usable in any of PyTorch's modes."""
+"""Derived weights: derived once, updated with their parameter, usable in any mode of PyTorch."""
 
 import copy
 import functools
@@ -49,7 +49,7 @@ def load(vae, weight, module, **options):
     vae.load_state_dict({**vae.state_dict(), KEY: weight.detach() * 1.5}, **options)
 
 
-# The ways of the world to write to a weight.
+# All ways to change a weight.
 WAYS = {
     "load_state_dict": load,
     "load_state_dict, assigned": functools.partial(load, assign=True),
@@ -94,7 +94,7 @@ def test_weights_in_the_right_layout_are_not_copied(vae, latent, monkeypatch):
     own = vae.weight_bytes()
     vae.decode(latent)
     planes = [c for c in vae.decoder.modules() if isinstance(c, causal.CausalConv3d) and c.padding]
-    # Of a 3D weight the last tap alone, for the first frame; of the upsampling ones the fold.
+    # Only the last tap of 3D weights, for the first frame, and the folded upsampling weights.
     taps = sum(c.weight.nbytes // 3 for c in planes)
     folds = [c for c in vae.decoder.modules() if isinstance(c, resample.UpsampleConv2d)]
     assert vae.weight_bytes() == own + taps + sum(c.weight.nbytes * 16 // 9 for c in folds)
@@ -106,7 +106,7 @@ def larger(x, weight, bias):
 
 
 def smaller(x, weight, bias):
-    """Padded right and at the bottom alone."""
+    """Convolve with stride 2; only the right and the bottom border are padded."""
     return F.conv3d(F.pad(x, (0, 1, 0, 1)), weight, bias, stride=(1, 2, 2))
 
 

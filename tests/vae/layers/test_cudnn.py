@@ -1,4 +1,4 @@
-"""Convolutions in parts are the whole, and cuDNN is called where PyTorch leaves it out."""
+"""Convolutions in parts, and direct calls of cuDNN for versions where PyTorch avoids it."""
 
 import threading
 
@@ -67,7 +67,7 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def direct(calls, monkeypatch):
-    """The same, where a search makes calls of float64 direct."""
+    """The same, with direct calls for float64 during a search."""
     monkeypatch.setattr(cudnn, "_is_direct", lambda device, dtype: dtype == torch.float64)
     return calls
 
@@ -136,13 +136,13 @@ def test_parts_give_the_whole_convolution(case, limit, monkeypatch):
     for region in cudnn.parts(shape, weight_shape, stride, padding):
         times[tuple(slice(*ends) for ends in region)] += 1
     assert (times == 1).all()
-    # Another size may be summed in another order: 4 * 3 * 3 * 3 products at most.
+    # Another size can be summed in another order: 4 * 3 * 3 * 3 products at most.
     torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-13)
     assert len(sizes) > 1 or sizes[0] < limit
     if len(sizes) > 1:
         order = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
         assert actual.is_contiguous(memory_format=order)
-    if limit > 250:  # more than what a single row reads
+    if limit > 250:  # more than a single row reads
         assert max(sizes) < limit
 
 
@@ -165,7 +165,7 @@ def test_a_huge_frame_is_cut_into_rows_and_a_long_chunk_into_frames():
 
 
 def test_a_vae_in_parts_gives_the_same_result(monkeypatch):
-    vae = load_vae(random_state_dict(8), dtype=torch.float64)  # which oneDNN does not take
+    vae = load_vae(random_state_dict(8), dtype=torch.float64)  # not supported by oneDNN
     latent = torch.randn(1, 16, 2, 4, 3, generator=torch.Generator().manual_seed(0))
     frames = vae.decode(latent)
     encoded = vae.encode(frames)

@@ -1,4 +1,4 @@
-"""Memory that runs out in the middle of a video: nothing is lost, and nothing computed twice."""
+"""Memory runs out during a video: no frame is lost, and none is computed twice."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def vae(request):
 
 
 class Memory:
-    """Runs out at some allocations of a workspace."""
+    """Lets some allocations of a workspace fail."""
 
     def __init__(self, monkeypatch):
         self.count, self.fails, self.most = 0, set(), None
@@ -55,7 +55,7 @@ def memory(monkeypatch):
 
 @pytest.fixture
 def products(monkeypatch):
-    """Frames that each convolution made, of the calls that succeeded."""
+    """Frames that each convolution computed in successful calls."""
     made = {}
     once = CausalConv3d.of_window
 
@@ -76,7 +76,7 @@ def both(vae, latents=5, size=4):
 
 @pytest.mark.parametrize("at", [3, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 5))])
 def test_nothing_is_computed_twice(vae, memory, products, monkeypatch, at):
-    # By the same plan, because tiles compute their halos twice.
+    # Without a smaller plan, because tiles compute their halos twice.
     monkeypatch.setattr(video_module, "smaller_plan", lambda work, plan: None)
     latent, video = both(vae)
     for stream, given in ((vae.decode_stream, latent), (vae.encode_stream, video)):
@@ -120,7 +120,7 @@ def test_a_stream_continues_in_smaller_and_smaller_tiles(vae, memory, monkeypatc
             assert len({plan.tiles for plan in tiles}) >= 2
 
 
-# Not SeedVR2: its norms see the whole frame, so that there is nothing smaller than one.
+# Not SeedVR2: its norms need the whole frame, so nothing smaller can be computed.
 @pytest.mark.parametrize("vae", WAN, indirect=True)
 @pytest.mark.parametrize("chunk", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stream_continues_if_large_allocations_fail(vae, memory, chunk):

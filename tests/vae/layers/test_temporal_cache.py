@@ -16,7 +16,7 @@ SHAPE, LIKE = (1, 4, 2, 3, 5), torch.empty(1)
 
 @pytest.fixture
 def small_too(monkeypatch):
-    """Blocks of any size are used again."""
+    """Reuse blocks of any size."""
     monkeypatch.setattr(workspace, "KEPT_BYTES", 0)
 
 
@@ -45,10 +45,10 @@ def test_small_or_recorded_memory_is_not_reused(monkeypatch):
     with torch.no_grad():
         assert TemporalCache().reused(SHAPE, LIKE) is None
     monkeypatch.setattr(workspace, "KEPT_BYTES", 0)
-    assert TemporalCache().reused(SHAPE, LIKE) is None  # where autograd may record
+    assert TemporalCache().reused(SHAPE, LIKE) is None  # autograd could record
     monkeypatch.setattr(workspace, "_count_alone", lambda: None)
     with torch.no_grad():
-        assert TemporalCache().reused(SHAPE, LIKE) is None  # its users are unknown
+        assert TemporalCache().reused(SHAPE, LIKE) is None  # reference counts are unknown
 
 
 @pytest.mark.parametrize("family", WAN)
@@ -71,7 +71,7 @@ def test_old_values_in_reused_memory_have_no_effect(family, dtype, small_too, mo
     monkeypatch.setattr(workspace.Workspace, "reused", poisoned)
     assert torch.equal(vae.encode(video), latent)
     assert torch.equal(vae.decode(latent), frames)
-    assert len(set(lent)) < len(lent), "nothing was used again"
+    assert len(set(lent)) < len(lent), "no memory was reused"
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ def test_a_complete_file_gets_its_name(tmp_path):
     with whole_file(path) as part:
         part.write_text("new")
         assert not path.exists()
-        assert part.parent == path.parent  # so that the last step is a rename
+        assert part.parent == path.parent  # the same folder, so the last step is a rename
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -18,7 +18,7 @@ def sine(samples, rate, channels=2):
 
 
 def heard(path):
-    """The sound of a file, `[channels, samples]`, and its rate, through PyAV alone."""
+    """The audio of a file, `[channels, samples]`, and its rate, read with PyAV."""
     with av.open(str(path)) as container:
         stream = container.streams.audio[0]
         resampler = av.AudioResampler(format="fltp", layout=stream.layout, rate=stream.rate)
@@ -122,4 +122,4 @@ def test_loud_audio_is_clipped(tmp_path, caplog, codec, suffix, gain):
     kept = slice(4096, 90_000)
     error = (sound[:, kept] - loud.clamp(-1, 1)[:, kept]).square().mean().sqrt()
     assert error < (0.25 if gain > 2 else 0.15)  # squares have overtones that no codec keeps
-    assert torch.equal(loud, wave * gain)  # the caller's own is as it was
+    assert torch.equal(loud, wave * gain)  # the input is not modified

@@ -48,7 +48,7 @@ def no_thread_is_left():
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_pieces_arrive_in_order_on_the_cpu(device, depth):
     got = []
-    sizes = [1 + value % 4 for value in range(40)]  # that change
+    sizes = [1 + value % 4 for value in range(40)]  # varying sizes
     planar = [torch.randint(256, (3, n, 8, 6), dtype=torch.uint8, device=device) for n in sizes]
     pieces = [x.permute(1, 2, 3, 0) for x in planar]  # in another layout than files have
     put_all(lambda frames: got.append(frames.clone()), pieces, depth=depth)
@@ -67,7 +67,7 @@ def test_a_queued_piece_can_be_overwritten_at_once(device):
     static = torch.empty(4, 64, 64, 3, dtype=torch.uint8, device=device)
     with BackgroundWriter(slow) as writer:
         for value in range(30):
-            static.fill_(value)  # as a CUDA graph, or a ring, does
+            static.fill_(value)  # like a CUDA graph or a ring buffer
             writer.put(static)
         static.fill_(99)
     assert [x.unique().tolist() for x in got] == [[value] for value in range(30)]

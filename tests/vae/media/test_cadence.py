@@ -1,4 +1,4 @@
-"""Videos whose frames come irregularly keep their timing, and constant ones their frames."""
+"""Irregular videos keep their timing, constant ones keep their frames."""
 
 import itertools
 import logging
@@ -31,7 +31,7 @@ def phone(count):
 
 def irregular(path, times, container="matroska"):
     def clear(stream):
-        stream.bit_rate = 4_000_000  # so that the grays are distinct
+        stream.bit_rate = 4_000_000  # so the grays are distinct
 
     clip = numbered_clip(len(times), 32, 32)
     return write_with(path, clip, container, times=times, prepare=clear)
@@ -120,13 +120,13 @@ GAP = VARYING["one gap"][0]  # 0 to 760 ms, then 1500 to 2260 ms, at 25 per seco
     ("options", "expected"),
     [
         ({"start": 0.6}, [*range(15, 19), *[19] * 19, *range(20, 40)]),
-        # Nothing comes from here on until 1.5 s: what is shown meanwhile does.
+        # No frame starts between here and 1.5 s; the last one is shown meanwhile.
         ({"start": 1.0, "duration": 0.2}, [19] * 5),
         ({"start": 1.4, "duration": 0.2}, [19, 19, 20, 21, 22]),
         ({"duration": 1.0}, [*range(19), *[19] * 6]),
         ({"limit": 22}, [*range(20), 19, 19]),
         ({"start": 1.4, "limit": 4}, [19, 19, 20, 21]),
-        # At 0, 100, ... 1900 ms what was nearest; the gap is shown until half of it is over.
+        # The nearest frames at 0, 100, ... 1900 ms; the gap repeats a frame until its middle.
         (
             {"fps": Fraction(10), "duration": 2.0},
             [*(0, 2, 5, 7, 10, 12, 15, 17), *[19] * 4, *[20] * 4, *(22, 25, 27, 30)],
@@ -136,7 +136,7 @@ GAP = VARYING["one gap"][0]  # 0 to 760 ms, then 1500 to 2260 ms, at 25 per seco
 def test_a_range_of_a_varying_video_keeps_its_timing(tmp_path, container, options, expected):
     video = read_video(irregular(tmp_path / "a", GAP, container))
     found = shown(video, **options)
-    # A tick may be one frame early or late where the gap is no whole number of them.
+    # A frame can be early or late by one if the gap is not a whole number of frames.
     assert abs(len(found) - len(expected)) <= (0 if "limit" in options else 1)
     pairs = list(zip(found, expected, strict=False))
     assert sum(a != b for a, b in pairs) <= 1 or all(abs(a - b) <= 1 for a, b in pairs)
@@ -145,16 +145,16 @@ def test_a_range_of_a_varying_video_keeps_its_timing(tmp_path, container, option
 @pytest.mark.parametrize(
     ("times", "announced", "fps", "is_constant"),
     [
-        ([], [Fraction(24)], 24, True),  # nothing is known of the times
+        ([], [Fraction(24)], 24, True),  # no times
         ([], [], None, True),
         ([5.0], [Fraction(24)], 24, True),
         ([1.0, 1.0], [Fraction(24)], 24, True),  # no clock
         ([0.0, 0.5], [Fraction(24)], 2, True),
-        ([0.0, 1e-6, 2e-6], [], 120, False),  # too fast to be meant
+        ([0.0, 1e-6, 2e-6], [], 120, False),  # too fast
         ([0.0, 1e-6, 2.0, 4.0], [], 120, False),
         ([0.0, 1e6, 2e6], [], Fraction(1, 3600), False),  # too slow
         ([index / 30 for index in range(99)], [Fraction(-5), Fraction(10**6)], 30, True),
-        # What is announced holds where it is as good as what is measured.
+        # The declared rate is used if it fits as well as the measured one.
         ([index / 29.9 for index in range(99)], [Fraction(299, 10)], Fraction(299, 10), True),
     ],
 )

@@ -80,7 +80,7 @@ def test_higher_quality_gives_better_and_larger_files(tmp_path, codec):
         path = write(tmp_path / f"{quality}{suffix}", frames, codec=codec, quality=quality)
         found.append((psnr(stacked(path), frames), path.stat().st_size))
     assert found == sorted(found)
-    if codec != "prores":  # which has four steps
+    if codec != "prores":  # its quality has four steps
         assert len({size for _, size in found}) == 4
     same = write(tmp_path / f"70{suffix}", frames, codec=codec, quality=70)
     assert same.stat().st_size == pytest.approx(found[2][1], rel=0.01)

@@ -24,7 +24,7 @@ KINDS = [
     ("ts", "mpegts", "mpeg2video", {}),
     ("flv", "flv", "h264", {}),
 ]
-# A second of frames may be read as a longer video where its times are damaged, but not endlessly.
+# With damaged times a second of frames can be read as a longer video, but not without limit.
 LIMIT = 20_000
 
 
@@ -118,7 +118,7 @@ def y4m(head):
 @pytest.mark.parametrize(
     ("name", "data"),
     [
-        ("large.png", png(16_000, 16_000)),  # FFmpeg would take 768 MB for it
+        ("large.png", png(16_000, 16_000)),  # FFmpeg would allocate 768 MB
         ("larger.png", png(100_000, 100_000)),
         ("none.png", png(0, 0)),
         ("large.y4m", y4m(b"W100000 H100000 F24:1")),

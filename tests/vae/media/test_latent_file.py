@@ -1,4 +1,4 @@
-"""The file that holds a latent."""
+"""Files of latents."""
 
 from fractions import Fraction
 
@@ -54,7 +54,7 @@ def truncated(path):
         (stored((2, 16, 1, 2, 2)), ValueError, r"is \[2, 16, 1, 2, 2\]"),  # two videos
         (stored((1, 16, 0, 2, 2)), ValueError, r"is \[1, 16, 0, 2, 2\]; expected"),
         (stored((1, 16, 1, 2, 2), fps="x"), ValueError, "gives its fps as 'x'; expected a number"),
-        # of which Fraction would make a number of a billion digits
+        # Fraction would create a number of a billion digits
         (stored((1, 16, 1, 2, 2), fps="1e999999999"), ValueError, "its fps as '1e999999999'; exp"),
         (
             lambda path: path.write_bytes(b"<!DOCTYPE html>"),

@@ -161,7 +161,7 @@ def test_reduced_frames_do_not_flicker(tmp_path):
 def test_a_file_in_memory_reads_like_a_file_on_disk(tmp_path):
     path = write(tmp_path / "a.mp4", moving_clip(30))
     file = io.BytesIO(path.read_bytes())
-    file.read(100)  # wherever it stands
+    file.read(100)  # its position must not matter
     video, expected = read_video(file), read_video(path)
     assert (video.height, video.width, video.fps, video.estimated_frames) == (48, 64, 24, 30)
     assert torch.equal(stacked(video), stacked(expected))

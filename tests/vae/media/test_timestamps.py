@@ -1,4 +1,4 @@
-"""The times of frames: stretches of a video and other rates, against the definition."""
+"""The times of frames: ranges of a video and other rates, compared with the definition."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ RATES = [Fraction(5), Fraction(12), Fraction(16), NTSC, Fraction(24), Fraction(6
 
 
 def constant(count, fps, start=Fraction(0), digits=None):
-    """Frames that are their own number; `digits` as Matroska rounds times."""
+    """Frames, each with its index as content; `digits`: round times as Matroska does."""
     times = [start + index / fps for index in range(count + 1)]
     if digits:
         times = [Fraction(round(time, digits)) for time in times]
@@ -32,7 +32,7 @@ def constant(count, fps, start=Fraction(0), digits=None):
 
 
 def ending(times):
-    """Frames that are their own number, each until the next; the last time is the end."""
+    """Frames with their index as content, each shown until the next; the last time is the end."""
     return [TimedFrame(a, b, index) for index, (a, b) in enumerate(itertools.pairwise(times))]
 
 
@@ -41,9 +41,9 @@ def shown(items, fps, end=None, by=at_rate):
 
 
 def nearest(items, fps):
-    """The definition: at each moment before the end the nearest frame, of equally near the first.
+    """The definition: for each output time before the end the nearest frame, the earlier of two.
 
-    Equal is what the rounding of files may make of equal distances.
+    Distances are equal up to the rounding of times in files.
     """
     origin, end = items[0].time, items[-1].end
     found, count = [], 0
@@ -81,7 +81,7 @@ def test_a_range_has_the_frames_of_its_duration():
         for fps in RATES[:-1]:
             frames = shown(constant(100, source), fps, Fraction(1))
             assert len(frames) == frames_within(Fraction(1), fps) == math.ceil(fps)
-            assert frames[-1] < source  # and none of what comes after
+            assert frames[-1] < source  # no later frame
 
 
 @pytest.mark.parametrize("digits", [None, 3])
@@ -129,9 +129,9 @@ def test_no_frame_is_shown_too_early_or_late(source, fps):
     ("times", "fps", "end", "expected"),
     [
         ([0, 1, 2, 5, 6, 7], 1, None, [0, 1, 2, 2, 2, 3, 4]),  # a pause
-        ([0, 1, 2, 9], 1, None, [0, 1, *[2] * 7]),  # the last one, which ends at 9, lasts
-        ([0, 1, 2, 9], 1, 4, [0, 1, 2, 2]),  # but not behind the end
-        ([0, 1, 1, 1, 4, 5], 1, None, [0, 1, 2, 3, 4]),  # no times of their own
+        ([0, 1, 2, 9], 1, None, [0, 1, *[2] * 7]),  # the last frame lasts until 9
+        ([0, 1, 2, 9], 1, 4, [0, 1, 2, 2]),  # but not past the end
+        ([0, 1, 1, 1, 4, 5], 1, None, [0, 1, 2, 3, 4]),  # equal times
         ([0, 0.2, 0.4, 0.6, 3, 4], 1, None, [2, 3, 3, 4]),  # too fast
         ([0, 1.4, 1.7, 3.4, 4], 1, None, [0, 1, 2, 3]),  # jitter
     ],
@@ -154,8 +154,8 @@ def frame_at(milliseconds):
         ([None, None, None], [0, 40, 80]),
         ([0, 40, 30, 80], [0, 40, 40, 80]),  # damage
         ([0, 40, 5000, 5040], [0, 40, 5000, 5040]),  # a pause
-        ([0, 40, 9_000_000, 9_000_040], [0, 40, 80, 120]),  # the clock is another one
-        ([5000, 5040, 0, 40], [5000, 5040, 5080, 5120]),  # and here it begins anew
+        ([0, 40, 9_000_000, 9_000_040], [0, 40, 80, 120]),  # another clock
+        ([5000, 5040, 0, 40], [5000, 5040, 5080, 5120]),  # the clock restarts
     ],
 )
 def test_a_jump_of_the_clock_is_not_a_pause(times, expected):

@@ -68,7 +68,7 @@ def test_pieces_are_center_cropped(tmp_path, height, width, expected):
         (6, False),  # BT.601, as SD video is
         (6, True),  # as JPEG is
         (9, False),  # BT.2020
-        (2, False),  # no tag: FFmpeg takes BT.601
+        (2, False),  # no tag: FFmpeg assumes BT.601
     ],
 )
 def test_reading_honours_the_tags_of_a_file(tmp_path, matrix, full):
@@ -122,7 +122,7 @@ def song(path):
         sound = output.add_stream("aac", rate=8000)
         cover = output.add_stream("mjpeg", rate=25)
         cover.width, cover.height, cover.pix_fmt = 64, 48, "yuvj420p"
-        cover.disposition = av.stream.Disposition.attached_pic.value  # PyAV 16 takes a number alone
+        cover.disposition = av.stream.Disposition.attached_pic.value  # PyAV 16 needs a number
         silence = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.float32), "fltp", "mono")
         silence.sample_rate = 8000
         output.mux([*sound.encode(silence), *sound.encode(None)])

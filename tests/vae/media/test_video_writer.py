@@ -113,7 +113,7 @@ def test_a_full_disk_leaves_only_the_old_file(
 def test_frames_are_rounded_as_in_comfyui(dtype, channels):
     generator = torch.Generator().manual_seed(0)
     frames = torch.empty(1, channels, 3, 8, 6).uniform_(-1.4, 1.4, generator=generator).to(dtype)
-    # What VAE.decode and SaveVideo do, one after the other, in ComfyUI 0.33.
+    # VAE.decode followed by SaveVideo in ComfyUI 0.33.
     image = ((frames.float() + 1) / 2).clamp(0, 1)[0].movedim(0, -1)
     expected = (image * 255).clamp(0, 255).byte()[..., :3]
     pictures = frames_to_uint8(frames)
@@ -214,7 +214,7 @@ def test_a_killed_process_leaves_the_old_file_or_none(tmp_path):
         process.send_signal(signal.SIGKILL)
     assert old.read_bytes() == b"old"
     assert not new.exists()
-    for path, codec in ((old, "h264"), (new, "ffv1")):  # what it left is not in the way
+    for path, codec in ((old, "h264"), (new, "ffv1")):  # leftover files do not block the next one
         assert len(stacked(write(path, moving_clip(3), codec=codec))) == 3
 
 

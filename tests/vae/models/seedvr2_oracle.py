@@ -1,4 +1,4 @@
-"""SeedVR2's VAE written down once more, of whole clips and in plain PyTorch: what ours is held to.
+"""SeedVR2's VAE on whole clips in plain PyTorch, as the oracle of the tests.
 
 From the published description: models/video_vae_v3 of SeedVR. No state, no chunks, no fused ops.
 """

@@ -1,4 +1,4 @@
-"""Each family against another implementation of it, in any steps and at any precision."""
+"""Each family compared with another implementation, for any chunks and precision."""
 
 import functools
 
@@ -26,7 +26,7 @@ SIZE = 3, 2  # of a latent
 
 
 class Family:
-    """A small VAE of one family, and what holds it."""
+    """A small VAE of one family and its peer."""
 
     def __init__(self, state, peer):
         self.state, self.new_peer = state, peer
@@ -47,7 +47,7 @@ class Family:
         return peer.encode(frames.double()), peer.decode(latent.double()).clamp(-1, 1)
 
     def check(self, run_encode, run_decode, latents, batch=1, tolerance=1e-5):
-        """Hold an encode and a decode to the peer's."""
+        """Compare an encode and a decode with the peer's."""
         encoded, decoded = self.truth(latents, batch)
         assert relative_error(run_encode(self.frames(latents, batch)), encoded) <= tolerance
         frames = run_decode(self.latent(latents, batch)).clamp(-1, 1)
@@ -150,7 +150,7 @@ def test_results_equal_comfyui(name):
         video = random_frames(1, vae.config.image_channels, frames, 32, 48)
         expected = peer.encode(video)
         assert relative_error(vae.encode(video), expected) <= 1e-5
-        # not clamped, neither here nor there
+        # neither result is clamped
         assert relative_error(vae.decode(expected), peer.decode(expected)) <= 1e-5
 
 

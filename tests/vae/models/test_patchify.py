@@ -1,4 +1,4 @@
-"""Pixels in channels and back, against the notation of their sources."""
+"""Pixels to channels and back, compared with the notation of their sources."""
 
 import pytest
 import torch

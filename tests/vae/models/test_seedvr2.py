@@ -69,7 +69,7 @@ def test_latents_are_scaled_and_have_no_statistics(vae):
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 4), (4, 1), (6, 5)])
 def test_the_folded_upsampling_is_exact_at_borders(vae, plain, truth, size):
-    """The bias of its first convolution ends there. One pixel is all border."""
+    """The bias of its first convolution has no effect on zero padding. One pixel is all border."""
     shape = (1, 16, 3, *size)
     for each in (vae, plain):
         assert relative_error(each.decode(random_latent(*shape)), truth("decode", *shape)) <= 1e-5
@@ -88,14 +88,14 @@ def test_gradients_reach_the_latent_and_the_weights(state, plain):
     largest = max(direct.abs().max() for direct in grads[1])
     for folded, direct in zip(*grads, strict=True):
         assert folded.any()
-        # A bias before a norm has next to none.
+        # A bias before a norm has almost no gradient.
         assert (folded - direct).abs().max() <= 1e-4 * max(direct.abs().max(), 1e-2 * largest)
 
 
 @pytest.mark.parametrize("name", ["upscale_conv.weight", "upscale_conv.bias", "conv.weight"])
 @pytest.mark.parametrize("behind", [False, True])
 def test_changed_parameters_update_the_folded_weights(state, name, behind):
-    """Also a write that autograd does not record."""
+    """`behind`: changed through `.data`, which autograd does not record."""
     vae, latent = load_vae(state, dtype=torch.float32), random_latent(1, 16, 3, 2, 2)
     vae.decode(latent)
     parameter = vae.get_parameter(f"decoder.up_blocks.1.upsamplers.0.{name}")
@@ -127,7 +127,7 @@ def test_the_folded_upsampling_is_as_accurate_in_half_precision(state, truth, dt
 
 @pytest.fixture
 def banded(state, monkeypatch):
-    """A VAE that makes bands of a row, and how many it made."""
+    """A VAE that computes in bands, and the list of their rows."""
     made = []
     vae = load_vae(state, dtype=torch.float32)
     vae.limit_bytes = 1

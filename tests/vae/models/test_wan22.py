@@ -29,7 +29,7 @@ def test_frames_of_an_image_vae_are_independent():
 
 
 def test_a_pruned_decoder_loads_by_its_shapes():
-    # Narrower than its encoder asks for, and not by the same factor in every stage.
+    # Narrower than its encoder, and by another factor in every stage.
     state, narrow = random_wan22(8, 16), random_wan22(8, 4)
     pruned = {key: (narrow if key.startswith("decoder.") else state)[key] for key in state}
     vae = load_vae(pruned, dtype=torch.float32)

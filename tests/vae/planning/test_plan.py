@@ -110,7 +110,7 @@ def test_the_estimate_matches_the_allocations_of_a_stream(case):
 @measured
 @pytest.mark.slow
 def test_the_estimate_matches_the_memory_of_a_process():
-    """A process on a CPU also holds weights in oneDNN's layout, and memory that it reuses."""
+    """On a CPU the process also has weights in oneDNN's layout and memory for reuse."""
     wrong = [
         f"{case}: {result}"
         for case, result in zip(CASES, bench_memory.run(*CASES), strict=True)

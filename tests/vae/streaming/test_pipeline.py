@@ -115,7 +115,7 @@ def test_threads_can_share_a_vae(vae):
 @pytest.mark.parametrize("tile", [None, (64, 64)])
 @pytest.mark.parametrize("pieces", [None, 2])
 def test_a_finished_or_dropped_stream_frees_its_memory(vae, pieces, tile):
-    """Without a garbage collection, which can come ten seconds and many tensors later."""
+    """Memory is freed at once, not at the next garbage collection."""
 
     def run():
         for piece, _ in enumerate(vae.decode_stream(latent, StreamOptions(1, tile=tile))):
