@@ -1,6 +1,6 @@
-"""What several test files build: random VAE weights, and commands of the package.
+"""Builders for several test files: random VAE weights, and commands of the package.
 
-`from fast_video_vae.tests.builders import random_state_dict`; `conftest.py` makes that name.
+`from fast_video_vae.tests.builders import random_state_dict`; `conftest.py` sets up that name.
 """
 
 import re
@@ -130,18 +130,17 @@ def wan_shapes(
 def random_state_dict(
     width: int, *, image_channels: int = 3, out_channels: int = 3, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Random float32 weights of a Wan 2.1 VAE under the original names, well-behaved.
+    """Return random float32 weights of a Wan 2.1 VAE under the original names.
 
-    The spread of every tensor is such that activations stay of order 1 from the first layer to
-    the last for inputs of order 1, so that errors in low precision mean something; norms and
-    biases are not trivial; frames come out mostly within [-1, 1].
+    Activations stay of order 1 in all layers for inputs of order 1, so errors in low precision are
+    meaningful. Norms and biases are not trivial. Frames are mostly within [-1, 1].
     """
     channels = {"channels": image_channels, "out_channels": out_channels}
     return spread(wan_shapes(width, width, latents=16, **channels, flat=True), seed)
 
 
 def decoder_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights that decode alone."""
+    """Return only the weights of the decoder."""
     return {k: v for k, v in state.items() if not k.startswith(("encoder.", "conv1."))}
 
 
@@ -221,7 +220,7 @@ def succeeded(command: list[str], **options: object) -> subprocess.CompletedProc
 
 
 def pyproject() -> dict[str, dict]:
-    """What pyproject.toml says."""
+    """Return the content of pyproject.toml."""
     import pytest
 
     tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
@@ -247,7 +246,7 @@ def one_line(error, *words):
     """Check what pytest caught: one line of at most 160 characters with these words in it."""
     message = str(error.value)
     assert message.isprintable()
-    # The names of a LoRA's modules say which model it is for, and may take more room.
+    # The module names of a LoRA show which model it is for, so this error may be longer.
     assert len(message) <= (700 if " is for this model: " in message else 160)
     for word in words:
         assert word in message, message

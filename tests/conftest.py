@@ -1,6 +1,6 @@
-"""Binds this checkout to the name `fast_video_vae`, whatever its folder is called.
+"""Bind this checkout to the name `fast_video_vae`, for any name of its folder.
 
-An installed copy gives way to it. The tests' own helpers come along as `fast_video_vae.tests`.
+It takes precedence over an installed copy, and includes the helpers, `fast_video_vae.tests`.
 """
 
 import importlib.util

@@ -1,7 +1,7 @@
-"""Files that deserve no trust: cut, flipped, mistaken and made to harm, from a seed.
+"""Untrusted files: truncated, corrupted, of another kind, or malicious, from a seed.
 
-`hostile_files` gives them, and `outcome` is what came of reading one: the error, the seconds of the
-processor, and the memory.
+`hostile_files` yields them, and `outcome` reads one and returns the error, the processor time and
+the memory.
 """
 
 import functools
@@ -147,7 +147,7 @@ def legacy(value, keys=("0",), storages=(4,), count=None):
 
 
 def header(entries, numbers=b"", length=None):
-    """A safetensors file of any header: a value, or text as it is."""
+    """Return a safetensors file with any header: a value for JSON, or bytes."""
     data = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
     return (len(data) if length is None else length).to_bytes(8, "little") + data + numbers
 
@@ -157,7 +157,7 @@ def patched(data, at, size, value):
     return data[:at] + (value % (1 << 8 * size)).to_bytes(size, "little") + data[at + size :]
 
 
-# The kinds of files. Contents that take long to make are functions.
+# The kinds of files. Contents that are slow to create are functions.
 
 
 @functools.cache
@@ -404,7 +404,7 @@ def _pickles(draw, canary):
     ]  # fmt: skip
     for each in calls + words:
         yield "x.pth", archive(program(each))
-        if len(each) < 100_000:  # the long ones take long
+        if len(each) < 100_000:  # long ones are slow
             yield "x.pth", archive(program(mapping([("a", each)])))
             yield "x.pth", draw.choice([legacy, program])(each)
     for key in NASTY_KEYS:

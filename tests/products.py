@@ -6,7 +6,7 @@ import pytest
 
 
 def each_value_once(**axes):
-    """All combinations of some axes; by default only as many as show each value, the rest is slow.
+    """Parametrise all combinations; those not needed to use every value once are marked slow.
 
     Args:
         **axes: The values of each parameter.

@@ -1,6 +1,6 @@
-"""Random weights of SeedVR2's layout, and ComfyUI's VAE that holds narrow ones.
+"""Random weights of SeedVR2's layout, and ComfyUI's VAE with narrow ones.
 
-`from fast_video_vae.tests.seedvr2 import random_seedvr2`; `conftest.py` makes that name.
+`from fast_video_vae.tests.seedvr2 import random_seedvr2`; `conftest.py` sets up that name.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fast_video_vae.tests.builders import Shapes, spread
 
-# Widths of the stages, full size first: as published, and the narrowest that the 32 groups of the
-# norms and a stage of each kind allow.
+# Widths of the stages, full size first: as published, and the narrowest for norms with 32 groups
+# and a stage of each kind.
 WIDTHS = (128, 256, 512, 512)
 NARROW = (32, 64, 96, 96)
 
@@ -64,7 +64,7 @@ def seedvr2_shapes(
             name = f"encoder.down_blocks.{stage}.resnets.{index}"
             residual(name, width if index else before, width)
         if stage < last:
-            taps = 3 if stage else 1  # the first shrinks the frames alone, not their number
+            taps = 3 if stage else 1  # the first reduces only the size, not the number of frames
             conv(f"encoder.down_blocks.{stage}.downsamplers.0.conv", width, width, taps, 3, 3)
         before = width
     middle("encoder.mid_block", before)
@@ -81,7 +81,7 @@ def seedvr2_shapes(
             residual(name, width if index else before, width)
         if stage < last:
             name = f"decoder.up_blocks.{stage}.upsamplers.0"
-            growth = 8 if stage < 2 else 4  # of the last one the number stays
+            growth = 8 if stage < 2 else 4  # the last keeps the number of frames
             conv(f"{name}.upscale_conv", growth * width, width, 1, 1, 1)
             conv(f"{name}.conv", width, width, 3, 3, 3)
         before = width

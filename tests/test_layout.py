@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "nodes/wan_wrapper": _SUBJECTS,
     "nodes/mlp": "kernels nodes/host",
 }
-# Where a folder is entered from outside.
+# The files of a folder that other folders may import.
 DOORS = {"kernels": {"kernels"}, "lora": {"lora"}, "vae": {"vae", "vae/media", "vae/bench"}}
 COMFYUI = {
     "comfy", "comfy_api", "comfy_api_nodes", "comfy_execution", "comfy_extras", "execution",
@@ -87,7 +87,7 @@ def found(module: str, tree: Sources) -> str | None:
 
 
 def imports(path: str, tree: Sources) -> Iterator[tuple[str, str | None]]:
-    """Our files that a file imports, and the name that it takes from there.
+    """Yield the files of this project that a file imports, each with the imported name.
 
     Imports in functions and under `TYPE_CHECKING` count, and so does every string that names a
     module of ours, in a file that imports by name.
@@ -108,7 +108,7 @@ def imports(path: str, tree: Sources) -> Iterator[tuple[str, str | None]]:
 
 @functools.cache
 def _written_imports(package: str, text: str) -> list[tuple[str, str | None]]:
-    """What a file's relative imports and strings name: a module's path, and a name or None."""
+    """Return the relative imports and module strings of a file: path of a module, name or None."""
     written: list[tuple[str, str | None]] = []
     for node in _nodes(text):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -128,7 +128,7 @@ def _written_imports(package: str, text: str) -> list[tuple[str, str | None]]:
 
 @functools.cache
 def _bound(text: str) -> set[str]:
-    """Names that a file takes from others, or defines."""
+    """Return the names that a file imports or defines."""
     names = set()
     for node in ast.parse(text).body:
         if isinstance(node, ast.ImportFrom) and node.module:  # `from . import x` is a file

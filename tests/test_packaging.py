@@ -1,4 +1,4 @@
-"""What an installation gets: the wheel, the dependencies, and an import that costs nothing."""
+"""The installation: content of the wheel, dependencies, and an import without side effects."""
 
 import re
 import shutil

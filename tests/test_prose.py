@@ -67,7 +67,7 @@ _OF_COMFYUI = {"execute", "define_schema", "fingerprint_inputs", "validate_input
 
 
 class Text(NamedTuple):
-    """A piece of prose and where it stands."""
+    """A piece of prose and its place."""
 
     place: str  # path:line
     text: str

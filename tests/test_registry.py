@@ -14,7 +14,7 @@ from fast_video_vae.tests.builders import pyproject, succeeded
 from fast_video_vae.tests.nodes.checkout import PACK
 from fast_video_vae.tests.tools.publish import published_files, tree_files
 
-# What the registry's `comfy node validate` looks for: exec, eval, and `;` between statements.
+# The rules of the registry's `comfy node validate`: no exec, eval, or `;` between statements.
 RULES = "S102,S307,E702"
 
 # In the root of the archive, next to __init__.py.
@@ -90,7 +90,7 @@ def test_the_manager_shows_the_pack_as_supported(project):
         kind, _, value = classifier.partition(" :: ")
         found.setdefault(kind, set()).add(value)
     assert {kind: found.get(kind) for kind in known} == known
-    # What else is compared with the user's machine: absent is anything, else it has to be readable.
+    # Further limits on the user's machine: optional, but parseable if given.
     assert re.fullmatch(r">=\d+\.\d+\.\d+", project["tool"]["comfy"]["requires-comfyui"])
     assert re.fullmatch(r">=3\.\d+", project["project"]["requires-python"])
     needed = project["project"]["dependencies"]

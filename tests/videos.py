@@ -1,4 +1,4 @@
-"""What the tests of video files share: pictures that move, and files made with PyAV alone."""
+"""Helpers for tests of video files: moving frames, and files written with PyAV directly."""
 
 from fractions import Fraction
 
@@ -13,8 +13,8 @@ av = pytest.importorskip("av", reason="PyAV is not installed")
 # Matrix numbers of ISO/IEC 23091-2 and their weights of red and blue.
 WEIGHTS = {1: (0.2126, 0.0722), 2: (0.299, 0.114), 6: (0.299, 0.114), 9: (0.2627, 0.0593)}
 
-# What x264 at crf 1 does to a picture of one colour; and, once it is RGB, half a level of rounding
-# in addition in each of Y, Cb and Cr, seen through the matrix: 1.164 + 2.11 halves.
+# Errors of x264 at crf 1 in levels for a frame of one color: in YCbCr, and in RGB with half a level
+# of rounding in each of Y, Cb and Cr times the matrix: (1.164 + 2.11) / 2.
 CODEC_ERROR, COLOR_ERROR = 1, 3
 
 
@@ -40,7 +40,7 @@ def numbered_clip(frames, height=48, width=64):
 
 
 def pieces_of(video, **options):
-    """What `pieces` gives, as `[T, H, W, 3]`."""
+    """Return the frames of `pieces` as `[T, H, W, 3]`."""
     return torch.cat(list(video.pieces(**options)), dim=2)[0].permute(1, 2, 3, 0)
 
 
@@ -53,7 +53,7 @@ def write_with(
     path, frames, container, codec="h264", options=None, pix_fmt="yuv420p", prepare=None,
     times=None, rate=24,
 ):  # fmt: skip
-    """Write `[T, H, W, 3]` with PyAV alone, in any container; `times` are in 1/1000 s."""
+    """Write `[T, H, W, 3]` with PyAV directly, in any container; `times` are in 1/1000 s."""
     with av.open(str(path), "w", format=container, options=options or {}) as output:
         stream = output.add_stream(codec, rate=rate)
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], pix_fmt

@@ -1,6 +1,6 @@
-"""Random weights of the Wan 2.2 layout, and the peers that hold them.
+"""Random weights of the Wan 2.2 layout, and peers with these weights.
 
-`from fast_video_vae.tests.wan22 import random_wan22`; `conftest.py` makes that name.
+`from fast_video_vae.tests.wan22 import random_wan22`; `conftest.py` sets up that name.
 """
 
 import re

@@ -1,10 +1,10 @@
-"""Starts ComfyUI where packages around torch may be missing: `boot.py FOLDER ARGUMENTS...`.
+"""Start ComfyUI even if packages around torch are missing: `boot.py FOLDER ARGUMENTS...`.
 
 ComfyUI imports torchvision and torchaudio at its start. The CPU build of torch has no matching
-builds of them, and those made for CUDA do not import with it; and where kornia is installed
-without its dependencies, so that it brings no other torch, kornia_rs is missing. For each that does
-not import, empty modules stand in: every name can be imported from them, and calling one raises.
-This file needs nothing but the standard library, so that it runs wherever ComfyUI does.
+builds of them, and builds for CUDA do not import with it. If kornia was installed without its
+dependencies, so that torch is not replaced, kornia_rs is missing. Each module that does not import
+is replaced by an empty one: every name can be imported from it, and calling one raises. This file
+needs only the standard library, so it runs wherever ComfyUI does.
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ def main() -> None:
     """Run `main.py` of the folder in the first argument, with the other arguments."""
     folder = Path(sys.argv[1]).resolve()
     stand_ins()
-    sys.path[0] = str(folder)  # as `python main.py` has it
+    sys.path[0] = str(folder)  # as with `python main.py`
     sys.argv = [str(folder / "main.py"), *sys.argv[2:]]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

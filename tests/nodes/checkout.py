@@ -12,12 +12,12 @@ from . import boot
 
 PACK = Path(__file__).absolute().parents[2]
 
-# What boot.py stands in for, and what it leaves to the machine.
+# Packages that boot.py replaces.
 _REPLACED = {"torchvision", "torchaudio"}
 
 
 def find_comfyui() -> Path | None:
-    """The ComfyUI checkout: `$COMFYUI_PATH`, else the one we are installed in, else `~/ComfyUI`."""
+    """Return the checkout: `$COMFYUI_PATH`, else the one with this pack, else `~/ComfyUI`."""
     for place in _places():
         if (place / "comfy" / "ldm" / "wan" / "vae.py").is_file():
             return place.resolve()
@@ -32,10 +32,9 @@ def where_looked() -> str:
 
 
 def why_unavailable() -> str | None:
-    """Why ComfyUI does not start with this Python: no checkout, or packages missing. None: it does.
+    """Return why ComfyUI does not start with this Python: no checkout or missing packages, or None.
 
-    The PyTorch family does not count: the tests have their own torch, and boot.py stands in for
-    the rest.
+    The PyTorch family is ignored: the tests have their own torch, and boot.py replaces the rest.
     """
     root = find_comfyui()
     if root is None:
@@ -49,10 +48,10 @@ def why_unavailable() -> str | None:
 
 
 def import_comfyui(base: Path) -> None:
-    """Make `comfy`, `nodes`, `folder_paths` and ComfyUI's other modules importable from here on.
+    """Make `comfy`, `nodes`, `folder_paths` and ComfyUI's other modules importable.
 
-    On the CPU where there is no CUDA; models, inputs and outputs in folders of `base`. The folder
-    of ComfyUI goes to the end of `sys.path`: it has a `utils` and a `tests` of its own.
+    ComfyUI runs on the CPU if there is no CUDA, with models, inputs and outputs in folders of
+    `base`. Its folder is appended to `sys.path`, because it has its own `utils` and `tests`.
     """
     import torch
 
@@ -68,7 +67,7 @@ def import_comfyui(base: Path) -> None:
         sys.modules.pop("nodes", None)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what ComfyUI's packages warn about is not ours
+            warnings.simplefilter("ignore")  # warnings of ComfyUI's packages
             from comfy.cli_args import args
 
             args.cpu = args.cpu or not torch.cuda.is_available()

@@ -1,7 +1,7 @@
-"""Nodes for the tests, which their server loads next to ours.
+"""Nodes that the server of the tests loads in addition to this pack's.
 
-One gives anything, as any type, as nodes of other packs can; one patches a VAE; and two use a
-WANVAE as nodes of that type do.
+One outputs any value as any type, as nodes of other packs can; one patches a VAE; and two use a
+WANVAE.
 """
 
 import copy
@@ -37,7 +37,7 @@ def node(kind, returns, /, **required):
 
 
 class Anything(str):
-    """A type that ComfyUI finds equal to every other one."""
+    """A type that equals every other type in ComfyUI's comparison."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -106,7 +106,7 @@ GOOD = {
     "sigmas": lambda: torch.tensor([1.0, 0.5, 0.0]),
 }
 
-# What no input of any of our nodes takes for what it asks for, but where a test says so.
+# Values that every input of the pack's nodes refuses, except for the exceptions of a test.
 BAD = {
     "None": lambda: None,
     "empty list": list,

@@ -41,7 +41,7 @@ NODES = {
     "FastVAE_Benchmark": "VAE Benchmark (Fast)",
 }
 
-# The widgets of Load VAE (Fast) and Accelerate VAE (Fast), as they are at first.
+# The default widgets of Load VAE (Fast) and Accelerate VAE (Fast).
 AUTO = {"dtype": "auto", "encode_dtype": "auto", "chunk": 0}
 
 # The widgets of VAE Decode to Video (Fast), for a file with a unique name.
@@ -103,20 +103,20 @@ class PromptError(Exception):
 
 
 class Server:
-    """ComfyUI as a user starts it, on loopback, with this pack and no other.
+    """A ComfyUI process on loopback with this pack only.
 
     Args:
-        base: An empty folder, or one with models or packs in place, for all that it reads and
-            writes; its log is `server.log` in there.
+        base: Folder for all files of the server: empty, or with models or packs in place. Its log
+            is `server.log`.
         flags: More flags for ComfyUI's command line.
-        pack: The folder to link into `custom_nodes`; None: what is there already.
-        name: How that folder is called there.
-        cpu: Whether to keep it off the GPU.
-        threads: Of the CPU; None: as many as torch takes.
+        pack: Folder to link into `custom_nodes`; None: nothing is linked.
+        name: Name of that link.
+        cpu: Whether to run on the CPU only.
+        threads: CPU threads; None: torch's default.
 
     Attributes:
-        client_id: What its messages to us go by.
-        boot_log: What it printed until it first answered.
+        client_id: Id of the client that gets its messages.
+        boot_log: Output of the process until its first response.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ class Server:
 
 
 def _link(pack: Path, place: Path) -> None:
-    if place.exists():  # of another server with the same folders
+    if place.exists():  # linked by another server with the same folders
         return
     try:
         place.symlink_to(pack, target_is_directory=True)

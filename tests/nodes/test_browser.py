@@ -25,14 +25,14 @@ pytestmark = [pytest.mark.browser, pytest.mark.comfyui]
 
 EXAMPLES = sorted((PACK / "example_workflows").glob("*.json"))
 
-# Those that run as they are; the others need models.
+# Workflows that run without downloads; the others need models.
 DEMOS = [file for file in EXAMPLES if '"models": [' not in file.read_text(encoding="utf-8")]
 
-# What brings a node, in its properties.
+# The pack of a node, in its properties.
 OURS, CORE = project()["name"], "comfy-core"
 
-# Mean difference of 8-bit values between the clip and what the bundled VAE makes of it: colours and
-# motion stay, fine detail does not. A black picture, or another's, is above 40.
+# Mean difference of 8-bit values between the clip and its reconstruction by the bundled VAE, which
+# loses fine detail. A black frame or another clip is above 40.
 CLIP_DIFFERENCE = 10
 
 UNKNOWN = "app.graph.nodes.filter(n => !LiteGraph.registered_node_types[n.type]).map(n => n.type)"
@@ -45,7 +45,7 @@ BOXES = """app.graph.nodes.map(n => [n.title || n.type,
 """
 
 
-# Where the nodes are in the window.
+# Corners of the nodes in the window.
 SHOWN = """app.graph.nodes.map(n => {
   const {scale, offset} = app.canvas.ds;
   const left = n.pos[0] + offset[0], top = n.pos[1] - LiteGraph.NODE_TITLE_HEIGHT + offset[1];
@@ -53,7 +53,7 @@ SHOWN = """app.graph.nodes.map(n => {
   return corners.map(at => at * scale);
 })"""
 
-# What of the window the frontend's own bars cover: at the left and at the top.
+# Pixels at the left and at the top that the frontend's bars cover.
 SIDEBAR, MENU = 60, 92
 
 
@@ -113,7 +113,7 @@ def opened(page, file):
     """A workflow, as its file has it, open in the browser."""
     workflow = json.loads(file.read_text(encoding="utf-8"))
     page.evaluate(LOAD, workflow)
-    page.wait_for_timeout(1000)  # the nodes take their sizes
+    page.wait_for_timeout(1000)  # until the nodes have their sizes
     return workflow
 
 
@@ -133,7 +133,7 @@ def schemas(server):
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
 def test_an_example_opens_unchanged(page, renderer, file, complaints, schemas):
     example = opened(page, file)
-    # Others may be of packs that are not here; the frontend offers to install those.
+    # Other packs may be missing; the frontend offers to install them.
     assert not {*page.evaluate(UNKNOWN)} & {node["type"] for node in nodes_of(example, CORE, OURS)}
     assert overlaps(page) == []
     prompt = page.evaluate(PROMPT)
@@ -226,7 +226,7 @@ def test_every_node_has_a_help_page(server):
 
 
 def overlaps(page):
-    """Pairs of nodes that lie on each other."""
+    """Return pairs of nodes that overlap."""
     boxes = page.evaluate(BOXES)
     return [
         (one[0], other[0])
@@ -241,7 +241,7 @@ def nodes_of(workflow, *packs):
 
 
 def fits(entry, value):
-    """Whether an input as the server has it takes the value of a widget."""
+    """Return whether an input, as the server describes it, accepts the value of a widget."""
     kind, options = entry
     if kind == "COMBO":
         return value in options["options"]

@@ -38,7 +38,7 @@ def test_every_task_has_a_workflow():
 
 @pytest.mark.parametrize("at", range(len(FILES)))
 def test_file_names_are_titles_and_mention_no_download(at):
-    """The Templates dialog shows it as it is. ComfyUI lists them as the file system does."""
+    """The Templates dialog shows the file name, in the order of the file system."""
     number, _, title = FILES[at].stem.partition(" ")
     assert number == str(at + 1)
     assert title[0].isupper()
@@ -76,7 +76,7 @@ def test_links_join_an_output_to_an_input_of_its_type(file):
         assert number in output["links"]
         assert entry["link"] == number
         assert output["type"] == kind
-        # An input may take several types, and a conversion from FLOAT to INT is the frontend's.
+        # An input can accept several types; the frontend converts FLOAT to INT.
         assert kind in entry["type"].split(",") or entry["type"] == "*"
     for node in nodes.values():
         joined = {entry["link"] for entry in node["inputs"]} - {None}
@@ -163,7 +163,7 @@ def test_a_thumbnail_is_a_small_image(file):
 
 @pytest.mark.parametrize("name", catalogue())
 def test_a_file_matches_its_generator(name):
-    """Where this fails: `python tests/tools/workflows/write.py`."""
+    """If this fails, run `python tests/tools/workflows/write.py`."""
     graph = catalogue()[name]
     workflow = read(PACK / "example_workflows" / f"{name}.json")
     saved = workflow["nodes"]

@@ -17,8 +17,8 @@ from fast_video_vae.tests.tools.publish import publish_zip, published_files
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
 
-# A package that asks for torchvision brings the torch that it was made for, so these come without
-# what they ask for; boot.py stands in for it.
+# Packages that require torchvision would install another torch, so these are installed without
+# dependencies; boot.py replaces what is missing.
 TORCH_FAMILY = {"torch", "torchvision", "torchaudio"}
 WITHOUT_DEPENDENCIES = {"spandrel", "kornia"}
 

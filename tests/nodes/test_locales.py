@@ -14,13 +14,13 @@ COMMAND = "python tests/tools/locales.py"
 # Letters that a text of this language has and an English one does not.
 LETTERS = {"zh": r"[\u4e00-\u9fff]"}
 
-# What stays as it is in every language: flags, placeholders, numbers, and words such as h264, VAE.
+# Not translated: flags, placeholders, numbers, and words such as h264 or VAE.
 TOKEN = re.compile(r"--[\w-]+|%\w+%|\d+(?:\.\d+)?|\b[A-Za-z]*(?:[A-Z][A-Za-z]*[A-Z]|\d)\w*")
 
-# The frontend takes names and descriptions for message patterns, in which these mean something.
+# The frontend reads names and descriptions as message patterns with these special characters.
 PATTERN = set("{}@|")
 
-# A number without one of these could be anything: its unit, or what a value of it means.
+# A tooltip of a number must have a unit or the meaning of a value.
 UNIT = re.compile(r"frame|pixel|second|step|noise level|percent|%|\bGB|\bMB|times|\bof\b|-?\d+: ")
 
 

@@ -15,8 +15,8 @@ from fast_video_vae.tests.nodes.server import NODES, VAE_FILE, VIDEO, Workflow
 
 pytestmark = pytest.mark.comfyui
 
-# What a server may use more after a decode: the allocator's leftovers. It may map more than that,
-# in steps of 64 MiB for every thread.
+# Additional memory of a server after a decode, which the allocator keeps. It can map more, in steps
+# of 64 MiB per thread.
 SLACK_BYTES = 64 << 20
 MAPPED_SLACK_BYTES = 384 << 20
 
@@ -51,7 +51,7 @@ def test_the_import_is_fast_and_loads_no_compiler(tmp_path):
     folders = [str(Path(boot.__file__).parent), str(find_comfyui()), str(PACK)]
     command = [sys.executable, "-c", IMPORT, *folders]
     seconds = []
-    while len(seconds) < 3 and not (seconds and min(seconds) < 0.1):  # the least that it takes
+    while len(seconds) < 3 and not (seconds and min(seconds) < 0.1):  # the fastest of three counts
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         result = json.loads(done.stdout.splitlines()[-1])

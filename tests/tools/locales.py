@@ -47,7 +47,7 @@ def english(infos: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def written(language: str, name: str = "nodeDefs") -> dict[str, Any]:
-    """What a file of a language says."""
+    """Return the content of a language's file."""
     return json.loads((LOCALES / language / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -60,7 +60,7 @@ def _inputs(info: dict[str, Any]) -> list[tuple[str, dict[str, str]]]:
             entry = {"name": options.get("display_name") or key}
             if options.get("tooltip"):
                 entry["tooltip"] = options["tooltip"]
-            entries.append((key.replace(".", "_"), entry))  # as the frontend's keys have it
+            entries.append((key.replace(".", "_"), entry))  # as in the frontend's keys
             if options.get(_CONTROL):
                 entries.append((_CONTROL, {"name": _CONTROL.replace("_", " ")}))
     return entries

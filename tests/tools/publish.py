@@ -1,4 +1,4 @@
-"""What a registry of node packs publishes: the files of the tree, less those of `.comfyignore`."""
+"""The files that a registry of node packs publishes: the tree without those of `.comfyignore`."""
 
 import subprocess
 import zipfile
@@ -9,9 +9,9 @@ from ..nodes.checkout import PACK
 
 
 def tree_files() -> list[PurePosixPath]:
-    """The files of this tree, as paths in the pack.
+    """Return the files of this tree, as paths in the pack.
 
-    In a clone what git knows, or would know after the next commit; elsewhere what it would know.
+    In a clone the files that git tracks or would track; elsewhere those that it would track.
     """
     if (PACK / ".git").exists():
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

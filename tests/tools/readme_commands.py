@@ -1,11 +1,11 @@
-"""Runs the README's two commands as a new user would: in a fresh clone and a fresh venv.
+"""Run the README's two commands as a new user would: in a fresh clone and a fresh venv.
 
-`python tests/tools/readme_commands.py` does so for Python 3.10 to 3.13, as far as they are on this
-machine (on PATH or pyenv's), each with the newest PyAV that pip resolves and with PyAV 16, prints a
-row per combination, and exits with 1 if one failed. The commands are read out of README.md.
+`python tests/tools/readme_commands.py` runs them with the installed ones of Python 3.10 to 3.13 (on
+PATH or from pyenv), each with the newest PyAV that pip resolves and with PyAV 16. It prints a row
+per combination, and exits with 1 if one failed. The commands are read from README.md.
 
-PyTorch for Linux brings some gigabytes. `--torch-from VENV` links torch and what it needs from a
-venv of the same Python version that has them, and installs all else afresh.
+PyTorch for Linux is some gigabytes. `--torch-from VENV` links torch and its dependencies from a
+venv of the same Python version, and installs everything else.
 """
 
 import argparse
@@ -31,15 +31,15 @@ COLUMNS = ("python", "torch", "av", "demo", "tests")
 # The extra that each command installs.
 EXTRAS = {"demo": "cli", "test": "test"}
 
-# Seconds: the tests take six minutes on two idle cores, an installation of PyTorch some more.
+# The tests take six minutes on two idle cores, an installation of PyTorch more.
 _TIMEOUT_S = 3600
 
 _VERSIONS_OF = (
     "import json, importlib.metadata as m; print(json.dumps([m.version(x) for x in {!r}]))"
 )
 
-# What torch consists of in a venv: files and folders of it and of all that it requires. Not
-# setuptools: a venv of Python before 3.12 brings its own, which pip is to replace.
+# The files and folders of torch and its dependencies in a venv. Without setuptools: a venv of
+# Python before 3.12 has its own, which pip must replace.
 _TORCH = """
 import importlib.metadata as metadata, json, re
 todo, found, names = ["torch"], set(), {"setuptools"}
@@ -62,11 +62,11 @@ print(json.dumps(sorted(each for each in found if not each.endswith(("..", "__py
 
 @dataclass
 class Row:
-    """What became of one combination.
+    """The result of one combination.
 
     Attributes:
-        cells: By column.
-        failed: A command failed, or could not be run.
+        cells: Text by column.
+        failed: Whether a command failed or could not be run.
     """
 
     cells: dict[str, str] = field(default_factory=dict)
@@ -130,7 +130,7 @@ def interpreter(name: str) -> str | None:
         home = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
         built = sorted(home.glob(f"{name}.*/bin/python"), key=_patch)
         on_path = shutil.which(f"python{name}")
-        # pyenv's commands on PATH are scripts that may know of no such version.
+        # pyenv's commands on PATH are scripts, which can exist without this version.
         if on_path is not None and "shims" not in Path(on_path).parts:
             return on_path
         return str(built[-1]) if built else None
@@ -221,7 +221,7 @@ def _run(python: str, av: str, wanted: dict[str, str], bases: Sequence[Path], lo
 
 
 def _clone(target: Path) -> None:
-    """Clone the checkout; copy it where it is no repository."""
+    """Clone the checkout, or copy it if it is not a repository."""
     if (ROOT / ".git").exists():
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(target)], check=True)
         return

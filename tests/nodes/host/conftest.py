@@ -10,7 +10,7 @@ def timing(comfyui, monkeypatch):
     """The timing module without measurements."""
     from fast_video_vae.nodes.host import timing
 
-    for name in list(timing._prompts):  # of earlier tests, whose prompts were not ended
+    for name in list(timing._prompts):  # left open by earlier tests
         end(name)
     monkeypatch.setattr(timing, "_outside", timing._Outside())
     monkeypatch.setattr(timing, "_prompts", {})

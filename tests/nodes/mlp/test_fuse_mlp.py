@@ -34,7 +34,7 @@ from fast_video_vae.tests.nodes.vae.pairs import relative_error
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
 
 
-# Models whose MLPs are modules with their own linear layers; HiDream alone runs by default.
+# Models whose MLPs are modules with their own linear layers; only HiDream runs by default.
 every_whole_mlp = pytest.mark.parametrize(
     "name",
     [
@@ -105,7 +105,7 @@ def test_fused_mlps_give_the_same_output(name, calls, caplog):
 
 
 def outputs(block, *args, **named):
-    """Return the outputs of a module, fused and as it is."""
+    """Return the outputs of a module, fused and original."""
     model, expected = model_of(Nest(block)), block(*args, **named)
     with loaded(fused(model)):
         return block(*args, **named), expected

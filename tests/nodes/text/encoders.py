@@ -24,8 +24,8 @@ _CLIP = {
 _LLAMA = _CLIP | {"num_key_value_heads": 1}
 _UMT5 = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_heads": 2, "num_layers": 2}
 
-# The file; its class or factory of the model; its class of the tokenizer; the configured parts;
-# and their small configuration.
+# Module, class or factory of the model, class of the tokenizer, configured parts, and their small
+# configuration.
 _KINDS = {
     "wan": (
         "text_encoders.wan", "te", "WanT5Tokenizer", ["umt5xxl"], {**_UMT5, "vocab_size": 256},

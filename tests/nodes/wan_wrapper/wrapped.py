@@ -34,6 +34,6 @@ class Oracle:
 
 
 def video(frames, height=48, width=64, batch=1, seed=0):
-    """Return videos `[B, 3, T, H, W]` in [-1, 1], as the wrapper's nodes make of images."""
+    """Return videos `[B, 3, T, H, W]` in [-1, 1], as the wrapper's nodes convert images."""
     images = [clip(frames, height, width, seed=seed + each) for each in range(batch)]
     return torch.stack(images).permute(0, 4, 1, 2, 3) * 2 - 1

@@ -1,4 +1,4 @@
-"""ComfyUI's frontend in a browser, which knows the sizes of nodes and how it saves them."""
+"""ComfyUI's frontend in a browser, which determines the sizes of nodes and saves workflows."""
 
 import io
 import os
@@ -33,7 +33,7 @@ SET = """async settings => {
 LOAD = "async workflow => { await app.loadGraphData(workflow) }"
 PROMPT = "async () => (await app.graphToPrompt()).output"
 
-# Nothing lies on the graph but its nodes.
+# Show nothing but the nodes.
 _PLAIN = {
     "Comfy.TutorialCompleted": True,
     "Comfy.Minimap.Visible": False,
@@ -43,12 +43,12 @@ _PLAIN = {
     "Comfy.NodeBadge.NodeLifeCycleBadgeMode": "None",
 }
 
-# What the frontend has about the graph: pixels from the edges of the window.
+# Borders of the window in pixels that the frontend's bars cover.
 _LEFT, _TOP, _RIGHT, _BOTTOM = 80, 100, 60, 100
 
-_MARGIN = 24  # about the groups, in a picture
+_MARGIN = 24  # around the groups, in a picture
 
-_SETTLE_MS = 1500  # pictures of inputs load, nodes take their sizes
+_SETTLE_MS = 1500  # until images are loaded and nodes have their sizes
 
 _BUILD = """async ({nodes, links}) => {
   app.graph.clear();
@@ -105,7 +105,7 @@ _PLACE = """({nodes, groups}) => {
   }
 }"""
 
-_SAVE = "JSON.parse(JSON.stringify(app.graph.serialize()))"  # as into a file
+_SAVE = "JSON.parse(JSON.stringify(app.graph.serialize()))"  # as when saved to a file
 
 _SHOW = """([x, y]) => {
   app.canvas.ds.scale = 1;
@@ -139,14 +139,14 @@ class Frontend:
         """Draw a graph.
 
         Args:
-            graph: Its kinds are known to the server.
-            properties: Of the nodes.
-            bare: That of a server without the files and the packs that the graph asks for.
+            graph: The graph; the server has its node types.
+            properties: Properties of each node.
+            bare: Frontend of a server without the files and packs that the graph needs.
 
         Returns:
-            The workflow as the frontend saves it, and a picture of it, a pixel for a pixel.
+            The workflow as the frontend saves it, and a picture of it at scale 1.
         """
-        self._open()  # pictures and values of nodes stay with their numbers
+        self._open()  # node ids keep images and values of the previous graph
         self._vue(False)
         self.page.evaluate(_BUILD, _specification(graph, properties))
         heights = self._heights()
@@ -162,7 +162,7 @@ class Frontend:
         return self.page.evaluate(_SAVE), picture
 
     def prompt(self) -> dict:
-        """What the server is asked to run."""
+        """Return the prompt for the server."""
         return self.page.evaluate(PROMPT)
 
     def _open(self) -> None:
@@ -177,7 +177,7 @@ class Frontend:
         self._set({"Comfy.VueNodes.Enabled": on})
 
     def _heights(self) -> list[float]:
-        """Of the nodes, when they change no more."""
+        """Return the heights of the nodes when they no longer change."""
         before, heights = [], [0.0]
         while heights != before:
             self.page.wait_for_timeout(_SETTLE_MS)
@@ -185,13 +185,13 @@ class Frontend:
         return heights
 
     def _vue_heights(self, workflow: dict) -> list[float]:
-        """Of the nodes where Vue draws them, which gives them other heights."""
+        """Return the heights of the nodes as drawn by Vue, which differ."""
         self._vue(True)
         self.page.evaluate(LOAD, workflow)
         return self._heights()
 
     def _place(self, graph: Graph, heights: list[float], slots: list[float]) -> list[Box]:
-        """Lay the nodes out and draw the groups anew; returns where those are."""
+        """Place the nodes, redraw the groups, and return the boxes of the groups."""
         nodes, boxes = layout(graph, heights, slots)
         drawn = [group for column in graph.columns for group in column.groups]
         groups = [
@@ -225,7 +225,7 @@ class Frontend:
 
 
 def _specification(graph: Graph, properties: list[dict]) -> dict:
-    """What `_BUILD` takes."""
+    """Return the argument of `_BUILD`."""
     numbers = {id(node): number for number, node in enumerate(graph.nodes)}
     widths = [column.width for column in graph.columns for _ in column.nodes]
     nodes = [

@@ -5,21 +5,21 @@ from dataclasses import dataclass, field
 
 from .picture import Rows
 
-# Of groups: what a workflow consists of, what it shows of this pack, and the text.
+# Colors of groups: ordinary nodes, nodes of this pack, and the note.
 USUAL, FAST, PLAIN = "#3f789e", "#8A8", "#888"
 
-# Stands for the text of the graph, which is whole when all nodes are there.
+# Placeholder for the note of the graph, which is complete after all nodes are added.
 README = object()
 
 
 @dataclass(frozen=True)
 class Model:
-    """A file that a loader needs. As the value of an input it also goes into the properties.
+    """A file that a loader needs. As the value of an input it is also added to the properties.
 
     Attributes:
-        name: What the loader's list shows.
-        url: Where it comes from; the last part of the path is the name.
-        directory: The folder below `models`.
+        name: Entry in the loader's list.
+        url: Address of the download; the last part of the path is the name.
+        directory: Folder within `models`.
     """
 
     name: str
@@ -85,19 +85,19 @@ class Group:
         stretch: bool = False,
         **inputs: object,
     ) -> Node:
-        """A node at the bottom. Names of inputs that are no Python names: `**{"a.b": value}`."""
+        """Add a node at the bottom. Input names with dots: `**{"a.b": value}`."""
         node = Node(kind, inputs, title, least=least, stretch=stretch)
         self.nodes.append(node)
         return node
 
     def encode_text(self, least: int, clip: Node, positive: str, negative: str) -> dict:
-        """Both conditionings of our text encoder, by the names of a sampler's inputs."""
+        """Add a text encoder; return its conditionings by the names of a sampler's inputs."""
         inputs = {"clip": clip, "positive": positive, "negative": negative}
         node = self.add("FastVAE_TextEncode", least=least, stretch=True, **inputs)
         return {name: node[name] for name in ("positive", "negative")}
 
     def decode_video(self, least: int, name: str, vae: Node, sampler: Node, fps: int) -> None:
-        """What a sampler made, decoded straight into a file of `output/video`."""
+        """Add a decoder of the sampler's latent to a file in `output/video`."""
         inputs = {"samples": sampler["LATENT"], "vae": vae, "fps": fps}
         prefix = f"video/{name}"
         self.add("FastVAE_DecodeVideo", least=least, stretch=True, **inputs, filename_prefix=prefix)
@@ -173,10 +173,10 @@ class Graph:
 
 
 def links(graph: Graph) -> Iterator[tuple[Output, Node, str]]:
-    """Every link: from where, to which node, into which input.
+    """Yield every link: output, target node, input name.
 
     Raises:
-        ValueError: One comes from a node that is not in the graph.
+        ValueError: A link starts at a node that is not in the graph.
     """
     known = {id(node) for node in graph.nodes}
     for node in graph.nodes:

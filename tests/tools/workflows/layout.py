@@ -1,18 +1,18 @@
-"""Where the nodes of a graph go, by their heights: columns that start and end together."""
+"""Positions of the nodes of a graph by their heights: columns of equal height."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from .graph import Graph
 
-GAP = 64  # below a node: the title of the next one, and air
+GAP = 64  # below a node: the title of the next node, and free space
 COLUMN_GAP = 60  # between columns: the rims of two groups, and room for links
-RIM = 20  # of a group about its nodes
+RIM = 20  # of a group around its nodes
 HEADER = 74  # of a group above the body of its first node: two titles
 
 
 class Box(NamedTuple):
-    """A rectangle; that of a node is without its title, which stands above."""
+    """A rectangle; that of a node excludes its title, which is above it."""
 
     left: float
     top: float

@@ -1,4 +1,4 @@
-"""SeedVR2 makes a video larger in one step; its VAE takes most of the time, so that is ours."""
+"""Workflow: upscaling of a video with SeedVR2 in one step and the fast VAE."""
 
 from .files import SEEDVR2, SEEDVR2_VAE
 from .graph import FAST, Graph

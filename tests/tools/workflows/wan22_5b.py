@@ -11,8 +11,8 @@ TEXT = """
 5 seconds of 1280 x 704 at 24 frames per second. Choose a picture in **Load Image**, describe
 what happens, press **Run**. The video is written to `output/video` while it is decoded.
 
-In most workflows the VAE is the slow part of this model; here it is **Load VAE (Fast)**, for the
-picture and for the video.
+In most workflows the VAE is the slow part with this model; **Load VAE (Fast)** speeds up both the
+picture and the video.
 
 ### Files
 

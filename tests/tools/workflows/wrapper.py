@@ -1,19 +1,19 @@
-"""The nodes of ComfyUI-WanVideoWrapper that a workflow uses, by their inputs and outputs alone.
+"""Inputs and outputs of the nodes of ComfyUI-WanVideoWrapper in a workflow.
 
-ComfyUI-WanVideoWrapper is not installed where workflows are drawn. The frontend asks no more of a
-node than what stands here: names, types, defaults, as of the end of 2025.
+ComfyUI-WanVideoWrapper is not installed when workflows are drawn. The frontend needs only names,
+types and defaults; these are as of the end of 2025.
 """
 
 from pathlib import Path
 
-# Its name in ComfyUI's registry, which is that of its folder.
+# Its name in ComfyUI's registry and the name of its folder.
 NAME = "ComfyUI-WanVideoWrapper"
 
 _ENDINGS = ("", "_fast", "_scaled", "_scaled_fast")
 _FP8 = [f"fp8_{dtype}{ending}" for dtype in ("e4m3fn", "e5m2") for ending in _ENDINGS]
 
-# Of a node: title, required inputs, optional inputs, outputs. Of an input: its type, default, and
-# what else the frontend goes by. In a list of choices FILES are those of a folder.
+# For each node: title, required inputs, optional inputs, outputs. For each input: type, default and
+# further options of the frontend. FILES in a list of choices are the files of a folder.
 NODES = {
     "WanVideoModelLoader": (
         "WanVideo Model Loader",

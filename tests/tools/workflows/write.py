@@ -1,7 +1,7 @@
-"""Writes `example_workflows/` anew: `python tests/tools/workflows/write.py [NAME...]`.
+"""Write `example_workflows/` again: `python tests/tools/workflows/write.py [NAME...]`.
 
-To be run after the inputs or outputs of a node have changed. It needs what the browser tests need:
-ComfyUI, its requirements, Playwright and Chromium. Each workflow is drawn by ComfyUI's frontend,
+Run it after a change of a node's inputs or outputs. It needs ComfyUI, its requirements, Playwright
+and Chromium, like the browser tests. Each workflow is drawn by ComfyUI's frontend,
 checked by the server and saved as the frontend saves it; its thumbnail shows its main nodes.
 """
 
@@ -31,7 +31,7 @@ from fast_video_vae.tests.tools.workflows.graph import Graph  # noqa: E402
 from fast_video_vae.tests.tools.workflows.packs import properties  # noqa: E402
 from fast_video_vae.tests.tools.workflows.picture import picture as blocks  # noqa: E402
 
-_WIDTH = 1024  # of a thumbnail
+_WIDTH = 1024  # pixels of a thumbnail
 _LARGEST_BYTES = 200_000
 _NAMESPACE = uuid.UUID("9f6a1c1e-6d0e-4c0f-9a3e-2f1f0f7b9a51")
 
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def _furnish(base: Path, graphs: list[Graph]) -> None:
-    """What the workflows ask for, so that none of it is shown as missing."""
+    """Create the packs and files that the workflows need, so none is shown as missing."""
     wrapper.place(base / "custom_nodes")
     (base / "input").mkdir(parents=True)
     shutil.copy(find_comfyui() / "input" / "example.png", base / "input")
