@@ -45,7 +45,7 @@ def graph() -> Graph:
     patch = models.add("ModelPatchLoader", name=INFINITETALK)
 
     column = graph.column(380)
-    given = column.group("2   Picture and sound")
+    given = column.group("2   Picture and audio")
     image = given.add("LoadImage", least=330, stretch=True, image="example.png")
     sound = given.add("LoadAudio", audio="speech.wav")
     encoder = given.add("AudioEncoderLoader", audio_encoder_name=WAV2VEC2)
@@ -82,7 +82,7 @@ def graph() -> Graph:
     result = column.group("7   Result")
     rest = result.add(
         "ImageFromBatch",
-        "Without the frames that it began with",
+        "Without the repeated frames",
         image=second,
         batch_index=window["trim_image"],
         length=4096,

@@ -44,7 +44,7 @@ def graph() -> Graph:
     clip = models.add("CLIPLoader", clip_name=QWEN_CLIP, type="qwen_image")
 
     column = graph.column(400)
-    stack = column.group("2   LoRA of 8 steps", FAST).add(
+    stack = column.group("2   8-step LoRA", FAST).add(
         "FastVAE_LoraStack", lora_name=QWEN_LORA, strength="1.0"
     )
     latent = column.group("3   Size").add(

@@ -41,7 +41,7 @@ def graph() -> Graph:
     clip = column.group("1   Video").add("LoadVideo", least=360, file="video.mp4")
 
     column = graph.column(360)
-    size = column.group("2   Larger")
+    size = column.group("2   Enlarge")
     parts = size.add("GetVideoComponents", video=clip)
     larger = size.add(
         "ResizeImageMaskNode",
@@ -55,7 +55,7 @@ def graph() -> Graph:
     fast = column.group("3   The fast VAE", FAST)
     vae = fast.add("FastVAE_Load", vae_name=SEEDVR2_VAE)
     latent = fast.add("FastVAE_Encode", pixels=padded, vae=vae)
-    parted = column.group("4   As many frames at a time as fit")
+    parted = column.group("4   Sampling in parts")
     chunks = parted.add(
         "SeedVR2TemporalChunk", latent=latent, temporal_overlap=2, chunking_mode="auto"
     )

@@ -40,7 +40,7 @@ def graph() -> Graph:
     high, low, clip = load_experts(graph)
 
     column = graph.column(440)
-    loras = column.group("2   LoRAs of 4 steps", FAST)
+    loras = column.group("2   4-step LoRAs", FAST)
     stacks = {
         f"loras_{noise}": loras.add(
             "FastVAE_LoraStack", f"LoRA of the {noise} noise expert", lora_name=lora, strength="1.0"
@@ -72,7 +72,7 @@ def graph() -> Graph:
     }
 
     column = graph.column(420)
-    result = column.group("6   Straight into a file", FAST)
+    result = column.group("6   Decode to a file", FAST)
     vae = result.add("FastVAE_Load", vae_name=WAN21_VAE)
     result.decode_video(600, "wan22_14b", vae, sampler, fps=16)
     return graph

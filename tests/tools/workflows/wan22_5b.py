@@ -69,6 +69,6 @@ def graph() -> Graph:
     )
 
     column = graph.column(420)
-    result = column.group("7   Straight into a file", FAST)
+    result = column.group("7   Decode to a file", FAST)
     result.decode_video(700, "wan22_5b", vae, sampler, fps=24)
     return graph

@@ -42,7 +42,7 @@ def graph() -> Graph:
     high, low, clip = load_experts(graph)
 
     column = graph.column(440)
-    loras = column.group("2   LoRAs of 4 steps, and shift")
+    loras = column.group("2   4-step LoRAs and shift")
     models = []
     for model, lora in ((high, WAN22_HIGH_LORA), (low, WAN22_LOW_LORA)):
         patched = loras.add("LoraLoaderModelOnly", model=model, lora_name=lora, strength_model=1)
