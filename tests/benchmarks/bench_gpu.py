@@ -5,8 +5,9 @@ done and all tables at the end, and saves the rows in a JSON file, updated after
 tables in a text file. It needs torch, triton and this pack; diffusers and a ComfyUI checkout are
 measured too where they are installed.
 
-A second process measures. If it crashes, or a faulty kernel makes its GPU unusable, the next one
-continues with the row after it; at the end of the budget it is stopped, and the tables are printed.
+The rows are measured in a second process. If it crashes, or a faulty kernel makes its GPU unusable,
+another process continues with the next row. At the end of the budget it is stopped, and the tables
+are printed.
 Without CUDA the sizes are tiny, which only checks that every row runs.
 """
 
@@ -59,8 +60,8 @@ SECTIONS = {
     "lora": (lora.cases, 0.1),
 }
 
-# Seconds of a run. A small run has no limit and no check for hanging cases: a busy machine must not
-# fail its rows, and the first case may build the CPU kernels.
+# Seconds of a run. A small run has no limit and no check for hanging cases: its rows must not fail
+# on a busy machine, and the first case may build the CPU kernels.
 _BUDGET_S = 520
 
 # Seconds after the budget at which the running row is stopped.

@@ -84,7 +84,7 @@ def _errors() -> tuple[str, dict[str, object]]:
 def _bypass_of_comfyui(
     model: lora_ways.Layers, x: Tensor, rank: int, folder: Path
 ) -> dict[str, Callable[[], Tensor]]:
-    """Return ComfyUI's own bypass by name, or nothing without ComfyUI."""
+    """Return a call of ComfyUI's own bypass by name; without ComfyUI an empty dict."""
     if checkout.why_unavailable() is not None:
         return {}
     if "comfy" not in sys.modules:

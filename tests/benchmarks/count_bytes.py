@@ -36,9 +36,9 @@ from fast_video_vae.vae.streaming.executor import advance
 # GB per latent of 720 x 1280 in 16 bits, in the steady middle of a video. Per causal convolution of
 # x (the input) to y: the norm reads x and writes x with its tail, the convolution reads that and
 # writes y; bias and residual read two and write one y; the input of a 1x1 shortcut is read, and its
-# result written. A chunk is 4 latents: (T + 2) / T of x are the input of a convolution at T frames
-# a chunk, 4 in the layers of the latent's size and 8 in those of twice as many frames and above.
-# Upsampling writes the large picture and reads it; resampling in time writes its frames once more.
+# result written. A chunk is 4 latents. At T frames per chunk a convolution reads (T + 2) / T of x; T
+# is 4 in the layers with the latent's frames, and 8 in those with twice as many frames and above.
+# Upsampling writes the large frames and reads them; resampling in time writes its frames again.
 NEEDED_GB = {
     ("wan2.1", "decode"): 51.39,
     ("wan2.1", "encode"): 30.82,
@@ -120,7 +120,7 @@ class FusedAttention(TorchFunctionMode):
 
 @contextlib.contextmanager
 def counted() -> Iterator[ByteCounter]:
-    """Count the ops of the body."""
+    """Yield a counter of the ops in the `with` block."""
     with ByteCounter() as counter, FusedAttention(counter):
         yield counter
 

@@ -1,4 +1,4 @@
-"""Linear layers with a LoRA, applied in every way, for the benchmarks on CPUs and GPUs."""
+"""Linear layers with a LoRA, applied by each method, for the benchmarks on CPUs and GPUs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -59,7 +59,7 @@ def bank_of(model: Layers, rank: int, folder: Path) -> Bank:
 
 
 def ways(model: Layers, x: Tensor, rank: int, folder: Path) -> dict[str, Callable[[], Tensor]]:
-    """Return calls on `x` `[1, tokens, in]` by name: without a LoRA, and with it in each way."""
+    """Return calls on `x` `[1, tokens, in]` by name: without a LoRA, and with each method."""
     bank = bank_of(model, rank, folder)
     c = gpu_config(x.device, x.dtype).stream_c
     entry = StackEntry(bank.files[0].path, parse_schedule("1"), parse_blocks(""))

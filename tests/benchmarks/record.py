@@ -15,7 +15,7 @@ RESULTS = Path(__file__).with_name("results.jsonl")
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    """Return the argument parser of a script, with its docstring and `--out`, and print its log."""
+    """Log to stdout, and return an argument parser with the description `doc` and `--out`."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
     made.add_argument("--out", type=Path, default=RESULTS, help="file of the JSON rows")

@@ -34,7 +34,7 @@ def small_session(seconds):
     return session.Session(torch.device("cpu"), small=True, clock=clock)
 
 
-def test_some_sections_run_and_the_tables_come_last(tmp_path):
+def test_only_named_sections_run_and_the_tables_are_printed_last(tmp_path):
     path = tmp_path / "rows.json"
     output, content = run(path, "--only", "copy", "attention")
     assert statuses(content, "copy") == ["ok"]
@@ -102,7 +102,7 @@ def test_a_crash_is_reported_in_the_running_rows(tmp_path):
     file = rows.Rows(tmp_path / "rows.json", {"device": "cpu"})
     file.begin("ops", ["a", "b"])
     file.add("ops", "a", {"ms": 1.0}, "cpu")
-    found = rows.Rows(file.path)  # the file as it was before the row
+    found = rows.Rows(file.path)  # the file was saved before the row was added
     found.end_running(RuntimeError("it died"))
     assert [(row["name"], row["status"]) for row in found.rows] == [
         ("a", "failed"), ("b", "failed"),
@@ -123,7 +123,7 @@ def test_flops_grow_by_the_same_amount_per_latent():
     small = small_session(0)
     config = small.ours("wan2.1").config
     one, five, nine = (flops.video_flops(config, "decode", n, 32, 32) for n in (1, 5, 9))
-    assert nine - five == five - one > 2 * one  # three temporal taps, and four frames at the end
+    assert nine - five == five - one > 2 * one  # three temporal taps instead of one, four frames
 
 
 def test_a_clip_that_would_exceed_the_budget_is_not_started():
@@ -139,7 +139,7 @@ def test_runs_alternate_and_a_failing_run_is_dropped():
 
     def fails():
         order.append("b")
-        if order.count("b") == 3:  # the first run, then a warm-up
+        if order.count("b") == 3:  # in the second round
             raise RuntimeError("no more")
 
     here = small_session(60)

@@ -23,7 +23,7 @@ def random_weights(
         family: "wan2.1", "wan2.2" or "seedvr2".
         width: Base width of the encoder; None: as published.
         decoder: Base width of Wan 2.2's decoder; None: in the published proportion to `width`.
-        dtype: Of Wan 2.2 and SeedVR2; Wan 2.1 is float32.
+        dtype: Dtype of Wan 2.2 and SeedVR2; Wan 2.1 is float32.
     """
     if family == "wan2.1":
         return random_state_dict(width or WIDTHS[family])

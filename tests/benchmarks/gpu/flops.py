@@ -17,7 +17,7 @@ def video_flops(config: VAEConfig, direction: str, frames: int, height: int, wid
     """Count the FLOPs of this pack's network, two per product.
 
     The count is below that of the peers: upsampling is folded (4 taps of 9), and the first frame
-    meets one temporal tap of three. All later latents cost the same, so one of them is counted.
+    uses one temporal tap of three. All later latents cost the same, so one of them is counted.
     """
     network, cache = meta_network(config, direction), TemporalCache()
     counts = []

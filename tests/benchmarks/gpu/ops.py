@@ -37,7 +37,7 @@ class Call:
     """A call of an op with the arguments that the VAEs use."""
 
     op: str
-    note: str  # its arguments next to the activation
+    note: str  # widths and arguments, for the name of the row
     channels: int  # of the input activation
     given: Mapping[str, Any] = field(compare=False)  # as for `sample_inputs.call`
     dtype: torch.dtype = torch.bfloat16
@@ -130,7 +130,7 @@ def _measure(session: Session, call: Call, backends: tuple[str, ...]) -> Results
 def _ranked(
     session: Session, op: str, arguments: Mapping[str, Any], takers: list[str]
 ) -> tuple[str, ...] | list[str]:
-    """Return the backends in the order of dispatch: on a GPU that of the trial."""
+    """Return `takers` in the order of dispatch; on a GPU, the trial determines it."""
     if not session.cuda:
         return takers
     first, *rest = arguments

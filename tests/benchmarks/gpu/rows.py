@@ -1,4 +1,4 @@
-"""The rows of a run: the values of each or the reason why there are none, saved in a file."""
+"""The rows of a run, saved in a file: each has values, or the reason why it has none."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from fast_video_vae.tests.benchmarks.peers import PeerUnavailableError
 
 Values = Mapping[str, Any]
 
-# Kinds with their values, or with the exception that is the reason why there are none.
+# Kind of each row, with its values or with the exception that explains why it has none.
 Results = Iterator[tuple[str, Values | Exception]]
 
 

@@ -32,7 +32,7 @@ class Measured:
 
     cold_s: float = 0.0  # the first call, with compilation, trials and searches
     seconds: list[float] = field(default_factory=list)  # by round
-    # Above the memory before the call, its result included; None: not measured.
+    # Peak above the memory before the call, including its result; None: not measured.
     peak_bytes: int | None = None
     error: Exception | None = None  # why there are no seconds
 

@@ -55,10 +55,10 @@ def test_decode_writes_the_format_of_the_name_or_codec(
     assert found == {"av1": "libdav1d"}.get(codec, codec)
     expected = decoded(vae_path, latents)
     if codec == "ffv1":
-        # Chunks may round another way, which carries some values over an edge.
+        # Chunks may round differently, which changes some values by one level.
         assert (stacked(movie).int() - expected.int()).abs().float().mean() < 0.01
     else:
-        assert psnr(stacked(movie), expected) > 22  # colours of noise, halved in most
+        assert psnr(stacked(movie), expected) > 22  # noise; most formats halve its colours
 
 
 @pytest.mark.parametrize(

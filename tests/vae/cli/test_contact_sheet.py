@@ -1,4 +1,4 @@
-"""The contact sheet: which frames it shows, and that the pictures are theirs."""
+"""The contact sheet shows frames spread over the clip: source, result and difference."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from fast_video_vae.vae.cli import contact_sheet as sheet
 
 
 def collected(frames, height=32, width=48, error=10, run=5):
-    """A sheet of a clip whose frame i has the level i % 200, and a result `error` levels above."""
+    """Return the sheet of a clip: frame i has level i % 200, its result is `error` levels above."""
     level = (torch.arange(frames) % 200).to(torch.uint8).view(-1, 1, 1, 1)
     source = level.expand(-1, height, width, 3)
     result = source + error
@@ -35,10 +35,10 @@ def test_columns_are_spread_over_the_clip(frames):
 @pytest.mark.parametrize(
     ("height", "width", "error", "shown"),
     [
-        (32, 48, 0, 0),  # grows
+        (32, 48, 0, 0),  # enlarged
         (256, 256, 1, sheet.MAX_FACTOR),
-        (480, 832, 10, 160),  # shrinks; 32-fold would be too bright
-        (1080, 608, 55, 220),  # upright
+        (480, 832, 10, 160),  # reduced; a factor of 32 would exceed 255
+        (1080, 608, 55, 220),  # portrait
     ],
 )
 def test_each_row_shows_its_frames_and_an_amplified_difference(height, width, error, shown):
@@ -50,7 +50,7 @@ def test_each_row_shows_its_frames_and_an_amplified_difference(height, width, er
         sheet.HEAD + row * (round(height * cell) + sheet.GAP) + round(height * cell) // 2
         for row in range(3)
     ]
-    # Frame 0: level 0; the error above; the difference.
+    # Frame 0: the source has level 0, the result `error`, the difference is amplified.
     assert [picture[row, middle].tolist() for row in rows] == [[0] * 3, [error] * 3, [shown] * 3]
 
 

@@ -28,13 +28,13 @@ def config():
     return found
 
 
-def test_a_part_of_a_video_at_another_size(tmp_path, done):
+def test_demo_reads_a_range_at_another_size_and_rate(tmp_path, done):
     source = write_clip(tmp_path / "a.mp4", 25)
     options = ("--duration", "0.5", "--size", "64x32", "--fps", "12", "--start", "0.25")
     lines = done("demo", source, "--out", tmp_path, *options)
     decoded = read_video(tmp_path / "a_decoded.mp4")
     assert (decoded.width, decoded.height, decoded.fps) == (64, 32, 12)
-    assert decoded.estimated_frames == 5  # half a second has six; a VAE takes 4 n + 1
+    assert decoded.estimated_frames == 5  # half a second is 6 frames; a VAE takes 4 n + 1
     assert not [line for line in lines if "on a CPU" in line]
 
 
@@ -42,7 +42,7 @@ def test_a_part_of_a_video_at_another_size(tmp_path, done):
     ("width", "height", "frames", "asked", "changed"),
     [
         (256, 256, 33, {}, {}),  # the bundled clip
-        (48, 32, 2001, {}, {}),  # long, and quickly done
+        (48, 32, 2001, {}, {}),  # long, but with small frames
         (1280, 720, 132, {}, {"size": (360, 640), "limit": 49}),
         (720, 1280, 9, {}, {"size": (640, 360)}),
         (48, 32, 20_000, {}, {"limit": 7809}),
@@ -52,10 +52,10 @@ def test_a_part_of_a_video_at_another_size(tmp_path, done):
         (1280, 720, 132, {"limit": 100}, {"size": (360, 640)}),
         (1280, 720, 132, {"size": (720, 1280), "duration": 5.0}, {}),  # size and duration are given
         (640, 360, 132, {"fps": Fraction(6)}, {}),
-        (640, 360, None, {}, {"limit": 49}),  # a length that the file does not say
+        (640, 360, None, {}, {"limit": 49}),  # the length is unknown
     ],
 )
-def test_a_cpu_gets_about_half_a_minute_of_work(config, width, height, frames, asked, changed):
+def test_demo_reduces_a_video_to_half_a_minute_of_cpu_work(config, width, height, frames, asked, changed):
     video = VideoFile(Path("a.mp4"), height, width, Fraction(24), frames)
     wanted = ALL | asked
     taken, note = stretch.affordable(video, config, wanted)
@@ -91,11 +91,11 @@ def test_videos_of_the_same_name_keep_separate_results(tmp_path, done):
         return [read_video(out / name).estimated_frames for name in names]
 
     assert frames_of_results() == [1, 5, 9]
-    assert frames_of_results() == [1, 5, 9]  # in the place of what they were
+    assert frames_of_results() == [1, 5, 9]  # a second run replaces its files
     assert len(list(out.iterdir())) == 6
 
 
-def test_files_of_other_origin_are_kept(tmp_path, done):
+def test_demo_keeps_files_that_it_did_not_write(tmp_path, done):
     source = write_clip(tmp_path / "a.mp4", 1)
     (tmp_path / "a_decoded.mp4").write_bytes(b"holiday")
     (tmp_path / "a_2_sheet.png").write_bytes(b"holiday")
@@ -117,15 +117,15 @@ def test_only_the_bundled_vae_is_marked_as_small(tmp_path, run, vae_path):
         )
         with Image.open(tmp_path / "clip_sheet.png") as sheet:
             sizes.append(sheet.size)
-    assert sizes[0][1] > sizes[1][1]  # a line at the foot of the picture
+    assert sizes[0][1] > sizes[1][1]  # the note is a line of the sheet
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="there is no build for Windows")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no native build")
 def test_a_kernel_build_is_reported_separately(tmp_path, vae_path):
-    """The clocks of encode and decode do not run meanwhile, and a second run has none."""
+    """The seconds of encode and decode exclude the build; a second run builds nothing."""
     source = write_clip(tmp_path / "a.mp4", 25)
-    # Without optimisation, which takes most of the time of a build.
+    # Drop -O3, because optimisation takes most of the build time.
     compiler = tmp_path / "compiler"
     compiler.write_text(
         '#!/bin/sh\nfor a; do shift; [ "$a" = -O3 ] || set -- "$@" "$a"; done\nexec c++ "$@"\n'

@@ -31,7 +31,7 @@ def matrix():
 
 @pytest.fixture
 def lines_of(run):
-    """Return the output lines of the command."""
+    """Return a function that runs `info` and returns its output lines."""
 
     def call(*arguments):
         code, lines, _ = run("info", *arguments)
@@ -107,7 +107,7 @@ SWITCHED_OFF = (
     "FAST_VIDEO_VAE_NATIVE=0 disables the native kernels",
 )
 NO_COMPILER = {"CXX": "no-such-compiler"}, "the C++ compiler no-such-compiler is not installed"
-NO_BUILD = pytest.mark.skipif(sys.platform == "win32", reason="there is no build at all")
+NO_BUILD = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no native build")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_missing_tools_are_named_and_the_reference_is_used(tmp_path, setting, re
     environment = {**os.environ, "FAST_VIDEO_VAE_CACHE": str(tmp_path)} | setting
     done = succeeded(command, env=environment)
     lines = done.stdout.splitlines()
-    assert f"(3) {reason}" in lines  # the first are that triton and cuda are for GPUs
+    assert f"(3) {reason}" in lines  # (1) and (2): triton and cuda need a GPU
     assert f"missing   {reason}" in lines
     assert "library   none" in lines
     assert re.search(
@@ -139,7 +139,7 @@ def test_missing_tools_are_named_and_the_reference_is_used(tmp_path, setting, re
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="there is no build at all")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no native build")
 def test_the_library_is_built_with_a_note_and_reused(tmp_path):
     command = module_command("fast_video_vae.vae.cli", "info", "--backends")
     environment = {**os.environ, "FAST_VIDEO_VAE_CACHE": str(tmp_path)}
@@ -174,7 +174,7 @@ def test_cells_list_the_dtypes_that_differ():
 
 
 def test_the_readme_has_the_table_of_ops_and_backends(matrix):
-    """Cell by cell where the native backend is there; elsewhere the headings and the ops."""
+    """Compare all cells where the native backend is available, otherwise headings and ops."""
     section = README.read_text("utf-8").partition("\n## Backends\n")[2].partition("\n## ")[0]
     lines = re.findall(r"^\| (.*) \|$", section, flags=re.MULTILINE)
     shown = [[cell.strip("`") for cell in line.split(" | ")] for line in lines]

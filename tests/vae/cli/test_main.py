@@ -1,4 +1,4 @@
-"""The command line: what it writes and prints, its exit codes, and what it leaves when it fails."""
+"""The command line: its files, output lines and exit codes; a failure leaves no files."""
 
 import json
 import os
@@ -33,7 +33,7 @@ from fast_video_vae.vae.demo import CLIP_PATH, VAE_PATH  # noqa: E402
 from fast_video_vae.vae.media import frames_to_uint8, read_video  # noqa: E402
 
 PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
-# A second thread gains nothing on frames as small as these, and waits for busy cores.
+# A second thread gains nothing on such small frames, and waits for busy cores.
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -44,7 +44,7 @@ def video(tmp_path):
 
 @pytest.fixture(params=["demo", "encode", "decode"])
 def quiet_command(request, tmp_path, vae_path):
-    """A command that writes into the folder `out`."""
+    """Return the arguments of a quiet command that writes into the folder `out`."""
     source = write_clip(tmp_path / "a.mp4", 6, 64, 96)  # 6 frames: one is dropped and reported
     latents, out = tmp_path / "l.safetensors", tmp_path / "out"
     out.mkdir()
@@ -91,7 +91,7 @@ def test_demo_writes_a_video_and_a_sheet_and_ends_with_the_psnr(tmp_path, done, 
         (5, 36, 54, 5, "cropped about the centre to 48x32"),
     ],
 )
-def test_demo_takes_any_video(tmp_path, run, vae_path, frames, height, width, kept, note):
+def test_demo_crops_frames_and_drops_incomplete_latents(tmp_path, run, vae_path, frames, height, width, kept, note):
     source = write_clip(tmp_path / "a.mp4", frames, height, width)
     code, lines, errors = run("demo", source, "--vae", vae_path, "--out", tmp_path)
     assert code == 0
@@ -103,7 +103,7 @@ def test_demo_takes_any_video(tmp_path, run, vae_path, frames, height, width, ke
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CLIP_PATH.exists(), reason="the bundled clip has not been made")
-def test_demo_shows_the_bundled_clip_at_22_db(tmp_path, run):
+def test_demo_reaches_22_db_on_the_bundled_clip(tmp_path, run):
     code, lines, _ = run("demo", "--out", tmp_path)
     assert code == 0
     assert float(lines[-1].split()[1]) >= 22
@@ -120,7 +120,7 @@ def test_encode_and_decode_equal_the_api(tmp_path, done, vae_path, video):
         assert list(file.keys()) == ["latent"]
         latent, metadata = file.get_tensor("latent"), file.metadata()
     assert latent.dtype == torch.float32
-    # 2e-6: float32 sums in another order, as chunks may take them, over about 30 layers.
+    # Chunks may sum in another order: 2e-6 in float32 over about 30 layers.
     torch.testing.assert_close(latent, expected, rtol=1e-5, atol=1e-5)
     assert metadata == {
         "format": "fast-video-vae 1",
@@ -136,7 +136,7 @@ def test_encode_and_decode_equal_the_api(tmp_path, done, vae_path, video):
     decoded = read_video(movie)
     assert decoded.fps == Fraction(30000, 1001)
     same = write(tmp_path / "same.mp4", frames_to_uint8(vae.decode(expected)), decoded.fps)
-    # The pictures may differ by a level where rounding carried them over its edge.
+    # Rounding can change a value by one level.
     difference = whole_clip(movie).int() - whole_clip(same).int()
     assert difference.abs().float().mean() < 0.5
 
@@ -144,7 +144,7 @@ def test_encode_and_decode_equal_the_api(tmp_path, done, vae_path, video):
 @pytest.mark.parametrize(
     ("arguments", "fps"),
     [
-        ([], 16),  # the latents do not say, so what Wan makes
+        ([], 16),  # not in the file: the frame rate of Wan
         (["--fps", "12.5"], Fraction(25, 2)),
         (["--fps", "30000/1001"], Fraction(30000, 1001)),
     ],
@@ -161,7 +161,7 @@ def test_decode_reads_latents_of_comfyui(tmp_path, done, arguments, fps):
     assert read_video(movie).estimated_frames == 5
 
 
-def test_the_dtype_reaches_the_vae(tmp_path, run, vae_path, video):
+def test_the_dtype_option_sets_the_dtype_of_the_vae(tmp_path, run, vae_path, video):
     latents = tmp_path / "l.safetensors"
     options = ("--dtype", "bf16")
     assert run("encode", video, "--vae", vae_path, "-o", latents, *options)[0] == 0
@@ -348,7 +348,7 @@ def test_memory_does_not_grow_with_length(tmp_path, vae_path):
     command = script_command(PEAKS, vae_path, tmp_path, report, short, long)
     subprocess.run(command, check=True, env=ONE_THREAD)
     first, second = json.loads(report.read_text())
-    # In KiB. 192 frames more of 64x96 pixels: 13824 as floats, 36864 in the first layer.
+    # In KiB. The other 192 frames of 64x96 take 13824 as floats, and 36864 in the first layer.
     assert second - first < 10_000
 
 
@@ -380,7 +380,7 @@ def test_the_error_for_a_missing_package_has_the_command_to_install_it(
         ),
     ],
 )
-def test_the_wan_2_2_layout_has_the_same_commands(
+def test_the_commands_support_the_wan_2_2_layout(
     run, tmp_path, video, state, family, compression, latent
 ):
     vae, file, out = (tmp_path / name for name in ("v.safetensors", "l.safetensors", "o.mp4"))

@@ -1,4 +1,4 @@
-"""How far a command is: a bar in a terminal, lines in a file, and nothing where it is quiet."""
+"""Progress is a bar in a terminal, lines in a file, and nothing with `quiet`."""
 
 import io
 import sys
@@ -34,9 +34,9 @@ def shown(monkeypatch, stream, steps, total, **options):
         ([(10, 4)], 12, ["decode: 4 of 12 frames, 20.0 s left"]),
         ([(1, 1)] * 25, 50, ["decode: 10 of 50 frames, 40.0 s left",
                              "decode: 20 of 50 frames, 30.0 s left"]),
-        ([(60, 4), (1, 4)], 8, ["decode: 4 of 8 frames, 60.0 s left"]),  # one step, no more lines
-        ([(12, 5)], None, ["decode: 5 frames, 12.0 s"]),  # the file does not say how many
-        ([(12, 5)], 4, ["decode: 5 frames, 12.0 s"]),  # or was wrong
+        ([(60, 4), (1, 4)], 8, ["decode: 4 of 8 frames, 60.0 s left"]),  # one second later: no line
+        ([(12, 5)], None, ["decode: 5 frames, 12.0 s"]),  # the total is unknown
+        ([(12, 5)], 4, ["decode: 5 frames, 12.0 s"]),  # the total is exceeded
     ],
 )  # fmt: skip
 def test_a_file_gets_a_line_every_ten_seconds(monkeypatch, steps, total, lines):
@@ -45,7 +45,7 @@ def test_a_file_gets_a_line_every_ten_seconds(monkeypatch, steps, total, lines):
 
 def test_a_terminal_gets_a_bar(monkeypatch):
     monkeypatch.setattr(progress_bar, "BAR_DELAY_S", 0)
-    states = shown(monkeypatch, Terminal(), [(60, 5), (60, 5)], 20, unit="runs")  # parted by \\r
+    states = shown(monkeypatch, Terminal(), [(60, 5), (60, 5)], 20, unit="runs")  # split at \\r
     assert any("0/20" in state for state in states)
     assert "decode:" not in "".join(states)
 

@@ -1,4 +1,4 @@
-"""A video through the VAE and back: the pairs, the figure, and what is kept on the way."""
+"""The round trip of a video: pairs of source and result, PSNR, and frames kept in memory."""
 
 import math
 from contextlib import nullcontext
@@ -39,14 +39,14 @@ def test_the_results_equal_encode_and_decode(tmp_path, vae):
     frames = torch.stack(list(clip.frames()))
     assert torch.equal(source, frames)
     whole = vae.decode(vae.encode(frames.permute(3, 0, 1, 2).unsqueeze(0)))
-    # Chunks differ from the whole by rounding, which may carry a value over the edge of a level.
+    # Chunks round differently from the whole, which can change a value by one level.
     assert (result.int() - frames_to_uint8(whole).int()).abs().max() <= 1
     assert trip.frames == 9
     assert trip.encode_seconds > 0
     assert trip.decode_seconds > 0
 
 
-def test_reading_keeps_in_step_with_the_results(tmp_path, vae):
+def test_reading_is_at_most_eight_frames_ahead_of_the_results(tmp_path, vae):
     @dataclass(frozen=True)
     class Counted(VideoFile):
         taken: list = field(default_factory=list)
@@ -62,14 +62,14 @@ def test_reading_keeps_in_step_with_the_results(tmp_path, vae):
     ahead = []
     for _ in trip:
         ahead.append(len(clip.taken) - trip.frames)
-    # A piece that was just read, and a latent's worth of frames on their way.
+    # The piece that was just read, and the frames of one latent that is not decoded yet.
     assert max(ahead) <= 8
     assert trip.frames == 33
 
 
-# 4: one short of a second latent
+# 4: one frame short of a second latent
 @pytest.mark.parametrize(("frames", "kept"), [(1, 1), (4, 1), (5, 5), (8, 5)])
-def test_a_tail_is_dropped_from_both(tmp_path, vae, frames, kept):
+def test_incomplete_latents_are_dropped_from_source_and_result(tmp_path, vae, frames, kept):
     trip = RoundTrip(vae, video(tmp_path, frames))
     with pytest.warns(UserWarning, match="dropped") if kept < frames else nullcontext():
         source, result = joined(trip)
@@ -96,13 +96,13 @@ def test_a_decoder_only_vae_is_refused(tmp_path):
         RoundTrip(load_vae(decoder_of(random_state_dict(8))), video(tmp_path, 1))
 
 
-def test_equal_pictures_have_an_infinite_psnr(tmp_path, vae):
+def test_equal_frames_have_an_infinite_psnr(tmp_path, vae):
     trip = RoundTrip(vae, video(tmp_path, 1))
     trip._compare(torch.zeros(1, 8, 8, 3), torch.zeros(1, 8, 8, 3))
     assert trip.psnr == math.inf
 
 
-def test_alpha_is_opaque():
+def test_the_added_alpha_channel_is_opaque():
     pictures = torch.randint(255, (1, 3, 2, 8, 8), dtype=torch.uint8)
     assert with_channels(pictures, 3) is pictures
     layered = with_channels(pictures, 4)
@@ -117,7 +117,7 @@ def test_reduced_frames_are_averaged():
     assert shrunk(pictures, 1) is pictures
 
 
-def test_only_the_time_of_the_iterator_counts():
+def test_a_timed_iterator_counts_only_its_own_time():
     timed = TimedIterator(iter([torch.zeros(1)] * 3), torch.device("cpu"))
     assert len(list(timed)) == 3
     assert 0 < timed.seconds < 0.5

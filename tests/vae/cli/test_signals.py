@@ -1,4 +1,4 @@
-"""A signal ends a command at any moment, and what is left is what was there before."""
+"""A signal ends a command at any moment and leaves the output folder as it was."""
 
 import itertools
 import os
@@ -19,7 +19,7 @@ from fast_video_vae.tests.builders import installed_command, random_state_dict
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
 if not Path("/proc/self/maps").exists():
-    pytest.skip("moments are found in /proc, which Linux has", allow_module_level=True)
+    pytest.skip("/proc, which shows the state of a command, exists on Linux only", allow_module_level=True)
 
 import fcntl  # noqa: E402
 import pty  # noqa: E402
@@ -74,7 +74,7 @@ def start(given, *, ignored=(), terminal=subprocess.PIPE, **settings):
             os.setsid()
             fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
         for number in SIGNALS:
-            # Tests in the background of a shell ignore interrupts, and so would what they start.
+            # Background jobs of a shell ignore SIGINT, and subprocesses inherit that.
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
     return subprocess.Popen(
@@ -89,7 +89,7 @@ def start(given, *, ignored=(), terminal=subprocess.PIPE, **settings):
 
 
 def seconds_of(process):
-    """CPU time of a process so far."""
+    """Return the CPU seconds of a process so far."""
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -103,7 +103,7 @@ def wait_for(process, happened):
 
 
 def wait_until(process, moment, out):
-    """Wait for a moment of a command; none of them is a matter of time."""
+    """Wait until a command reaches one of `MOMENTS`; each is detected, not a fixed delay."""
     if moment == "import":
         wait_for(process, lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
         return
@@ -114,21 +114,21 @@ def wait_until(process, moment, out):
         before = seconds_of(process)
         if moment == "midway":
             wait_for(process, lambda: seconds_of(process) > before + 0.4)
-    elif moment == "closing":  # is short, and a busy machine may see nothing but the end
+    elif moment == "closing":  # short: a busy machine may see only the end
         wait_for(process, lambda: process.poll() is not None or written(out))
 
 
 def written(out):
-    """Whether a file has content."""
+    """Return whether an unfinished output file has content."""
     try:
         return any(part.stat().st_size for part in out.glob(".*.part"))
     except FileNotFoundError:
-        return True  # it has got its name in between
+        return True  # renamed to its final name meanwhile
 
 
 @pytest.fixture
 def as_in_a_terminal():
-    """Tests in the background of a shell ignore interrupts."""
+    """Set the default handlers, because background jobs of a shell ignore SIGINT."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
     yield
     for number, handler in before.items():
@@ -140,7 +140,7 @@ def content(folder):
 
 
 def check_whole(out):
-    """Results that are there can be read, and nothing else is there."""
+    """Check that new results in `out` are complete and that no partial file is left."""
     for path in out.iterdir():
         if path.suffix == ".mp4" and path.read_bytes() != b"old":
             assert len(list(read_video(path).frames())) == SHORT
@@ -188,7 +188,7 @@ def test_a_compiler_ends_with_the_command(tmp_path, files, number):
     compiler.write_text(
         "#!/bin/sh\n"
         'case "$*" in *-dump*) echo 12.2.0; exit;; *" -c "*) ;; *) echo gcc; exit;; esac\n'
-        f"echo $$ >> {pids}; sleep 60\n"  # a shell and its child, as a driver and cc1plus
+        f"echo $$ >> {pids}; sleep 60\n"  # a shell and its child, like a compiler driver and cc1plus
     )
     compiler.chmod(0o755)
     given = arguments("decode", files, out, SHORT)
@@ -215,7 +215,7 @@ def works_in(place, folders):
 
 
 @pytest.mark.slow
-def test_signals_that_follow_the_first_change_nothing(tmp_path, files):
+def test_signals_after_the_first_are_ignored(tmp_path, files):
     with start(arguments("decode", files, tmp_path, LONG)) as process:
         wait_until(process, "midway", tmp_path)
         process.send_signal(signal.SIGTERM)
@@ -243,7 +243,7 @@ def test_an_ignored_hangup_stays_ignored(tmp_path, files):
 
 
 @pytest.mark.slow
-def test_a_terminal_that_is_closed_ends_the_command(tmp_path, files):
+def test_a_closed_terminal_ends_the_command(tmp_path, files):
     ours, theirs = pty.openpty()
     with start(arguments("demo", files, tmp_path, LONG), terminal=theirs) as process:
         os.close(theirs)
@@ -253,7 +253,7 @@ def test_a_terminal_that_is_closed_ends_the_command(tmp_path, files):
     assert not list(tmp_path.iterdir())
 
 
-# Python runs no handler inside a long call of C, and drops what is raised in a destructor.
+# Python runs no handler during a long call into C, and ignores errors raised in a destructor.
 DEAF = {
     "a call of C": "hashlib.pbkdf2_hmac('sha256', b'', b'', 1 << 30)",
     "a destructor": """
@@ -269,7 +269,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("name", DEAF)
-def test_a_process_that_does_not_react_is_ended(tmp_path, name):
+def test_a_process_that_cannot_run_its_handler_is_ended(tmp_path, name):
     first = f"""
 import hashlib, os, pathlib, signal, time
 from fast_video_vae.vae.cli import signals
