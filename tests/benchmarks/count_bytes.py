@@ -36,8 +36,8 @@ from fast_video_vae.vae.streaming.executor import advance
 # GB per latent of 720 x 1280 in 16 bits, in the steady middle of a video. Per causal convolution of
 # x (the input) to y: the norm reads x and writes x with its tail, the convolution reads that and
 # writes y; bias and residual read two and write one y; the input of a 1x1 shortcut is read, and its
-# result written. A chunk is 4 latents. At T frames per chunk a convolution reads (T + 2) / T of x; T
-# is 4 in the layers with the latent's frames, and 8 in those with twice as many frames and above.
+# result written. A chunk is 4 latents. At T frames per chunk a convolution reads (T + 2) / T of x:
+# T is 4 in the layers with the latent's frames, and 8 in those with twice as many frames and above.
 # Upsampling writes the large frames and reads them; resampling in time writes its frames again.
 NEEDED_GB = {
     ("wan2.1", "decode"): 51.39,

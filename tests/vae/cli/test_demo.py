@@ -55,7 +55,9 @@ def test_demo_reads_a_range_at_another_size_and_rate(tmp_path, done):
         (640, 360, None, {}, {"limit": 49}),  # the length is unknown
     ],
 )
-def test_demo_reduces_a_video_to_half_a_minute_of_cpu_work(config, width, height, frames, asked, changed):
+def test_demo_reduces_a_video_to_half_a_minute_of_cpu_work(
+    config, width, height, frames, asked, changed
+):
     video = VideoFile(Path("a.mp4"), height, width, Fraction(24), frames)
     wanted = ALL | asked
     taken, note = stretch.affordable(video, config, wanted)

@@ -91,7 +91,9 @@ def test_demo_writes_a_video_and_a_sheet_and_ends_with_the_psnr(tmp_path, done, 
         (5, 36, 54, 5, "cropped about the centre to 48x32"),
     ],
 )
-def test_demo_crops_frames_and_drops_incomplete_latents(tmp_path, run, vae_path, frames, height, width, kept, note):
+def test_demo_crops_frames_and_drops_incomplete_latents(
+    tmp_path, run, vae_path, frames, height, width, kept, note
+):
     source = write_clip(tmp_path / "a.mp4", frames, height, width)
     code, lines, errors = run("demo", source, "--vae", vae_path, "--out", tmp_path)
     assert code == 0

@@ -19,7 +19,7 @@ from fast_video_vae.tests.builders import installed_command, random_state_dict
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
 if not Path("/proc/self/maps").exists():
-    pytest.skip("/proc, which shows the state of a command, exists on Linux only", allow_module_level=True)
+    pytest.skip("/proc exists on Linux only", allow_module_level=True)
 
 import fcntl  # noqa: E402
 import pty  # noqa: E402
@@ -188,7 +188,7 @@ def test_a_compiler_ends_with_the_command(tmp_path, files, number):
     compiler.write_text(
         "#!/bin/sh\n"
         'case "$*" in *-dump*) echo 12.2.0; exit;; *" -c "*) ;; *) echo gcc; exit;; esac\n'
-        f"echo $$ >> {pids}; sleep 60\n"  # a shell and its child, like a compiler driver and cc1plus
+        f"echo $$ >> {pids}; sleep 60\n"  # a shell and its child, like c++ and cc1plus
     )
     compiler.chmod(0o755)
     given = arguments("decode", files, out, SHORT)
