@@ -15,8 +15,8 @@ from torch import Tensor
 from ..bench.chart import BACKGROUND, FAINT, INK, ascii_only, default_font
 
 COLUMNS = 7
-# Between half of this and all of it is kept, so a column is at most 1/40 of the clip off its place,
-# and the pictures take at most 25 MB.
+# Frames kept: half of this to all of it, so a column is at most 1/40 of the clip from its ideal
+# place, and the pictures take at most 25 MB.
 KEPT = 6 * COLUMNS
 CELL = 256  # longer side in pixels; smaller pictures grow by whole factors
 FRAME = (44, 48, 56)
@@ -76,7 +76,7 @@ class ContactSheet:
             ("difference", f"x {factor}", [_amplified(c.difference, factor) for c in columns]),
         ]
         width, height = columns[0].source.size
-        # A clip of one frame leaves room for the title all the same.
+        # Wide enough for the title, even with one frame.
         words = ((26, verdict), (22, title), (18, footnote))
         lengths = [default_font(points).getlength(ascii_only(text)) for points, text in words]
         needed = max(int(lengths[0] + lengths[1]) + 60, int(lengths[2]) + 1)

@@ -79,7 +79,7 @@ def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None) -> str:
     room = f"{_size(free)} free" if limit_bytes is None else f"within {limit_bytes / GIB:g} GiB"
     lines += [
         "",
-        f"memory above weights and pictures, a video of any length on {vae.device}, {room}",
+        f"memory in addition to weights and frames, any length of video, on {vae.device}, {room}",
     ]
     options = StreamOptions(limit_bytes=limit_bytes)
     table = [["size", "", "  memory", "a step"]]

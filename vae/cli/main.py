@@ -22,7 +22,7 @@ from ..media.atomic_file import remove_unfinished
 from .parser import PROGRAM, parse
 from .signals import Signals, reason
 
-# The package is on no index, where anyone could take its name.
+# The package is not on PyPI, so its name there could belong to another project.
 REPOSITORY = "https://github.com/fast-video-vae/ComfyUI-FastVideoVAE"
 INSTALL = f'pip install ".[cli]" in a clone of {REPOSITORY}'
 

@@ -1,4 +1,4 @@
-"""The encode and decode of a video in step, which `fast-video-vae demo` shows and measures.
+"""Encode and decode a video piece by piece, for `fast-video-vae demo`.
 
 Reading, encoding and decoding are lazy, and only source frames between encoder and decoder are
 kept, so memory does not grow with the length of the video.
