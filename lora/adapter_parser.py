@@ -55,7 +55,7 @@ def make_adapter(parts: Mapping[str, Tensor], where: str) -> Adapter:
         if named and named <= set(family):
             return make(_Parts(parts, where))
     found = ", ".join(sorted(parts)) or "nothing"
-    raise ValueError(f"{where}: {found} together; expected the parts of one kind of adapter")
+    raise ValueError(f"{where}: the parts are {found}; expected those of one kind of adapter")
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ _FAMILIES: tuple[tuple[tuple[str, ...], Callable[[_Parts], Adapter]], ...] = (
 
 def _check_values(name: str, tensor: Tensor, where: str) -> None:
     if tensor.numel() == 0:
-        raise ValueError(f"{where}: {name} is {list(tensor.shape)}; expected numbers")
+        raise ValueError(f"{where}: {name} has the shape {list(tensor.shape)}; expected values")
     if name == "alpha":
         if tensor.numel() != 1 or not math.isfinite(tensor.item()):
             value = tensor.item() if tensor.numel() == 1 else list(tensor.shape)

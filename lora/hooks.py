@@ -105,7 +105,7 @@ class LayerHook:
             self._push(work)
 
     def end(self) -> None:
-        """Clean up after the call, however it ended."""
+        """Clean up after the call, also after an error."""
         self._restore()
         self.work = None
 

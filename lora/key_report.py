@@ -53,5 +53,5 @@ class KeyReport:
         if self.text_encoder:
             lines.append(f"  {self.text_encoder} keys for a text encoder: not applied to a model")
         if self.repeated:
-            lines.append(f"  {self.repeated} keys repeat others: the first are applied")
+            lines.append(f"  {self.repeated} keys repeat earlier keys and are ignored")
         return lines + [f"  {note}" for note in self.notes]

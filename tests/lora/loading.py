@@ -1,7 +1,7 @@
-"""The peak of memory while a stack of LoRAs is read, in a process of its own.
+"""Measure the peak memory of reading a stack of LoRAs, in a separate process.
 
 `measure` starts this file, which prints one line of JSON. The files are as large as those of
-Wan 14B and sparse: their zeros take no space on disk, but memory like any other values.
+Wan 14B, and sparse: their zeros take memory, but no space on disk.
 """
 
 import ctypes
@@ -28,14 +28,14 @@ def can_measure():
 
 
 def measure(folder, blocks, files=3, rank=64):
-    """Bytes: the `bank`, a `layer`, the `peak` above what was there before, and `rest` after it."""
+    """Return bytes: `bank`, largest `layer`, growth at the `peak` and after reading (`rest`)."""
     command = [sys.executable, __file__, str(folder), str(blocks), str(files), str(rank)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def write_zeros(path, blocks, rank):
-    """A LoRA in bfloat16 for the ten linears of each block of Wan 14B."""
+    """Write a bfloat16 LoRA of zeros for the ten linear layers of each block of Wan 14B."""
     sizes = {f"{kind}.{name}": (HIDDEN, HIDDEN)
              for kind in ("self_attn", "cross_attn") for name in "qkvo"}  # fmt: skip
     sizes |= {"ffn.0": (FFN, HIDDEN), "ffn.2": (HIDDEN, FFN)}

@@ -1,8 +1,8 @@
-"""The parameters of Wan and Qwen-Image by name, in small, and how LoRA files spell the names.
+"""Parameter names of small Wan and Qwen-Image models, and their spellings in LoRA files.
 
-The names are those of the published checkpoints; which diffusers module is which of Wan's is
-written down here a second time, from diffusers' own converter (`convert_wan_to_diffusers.py`), the
-other way round than the library has it.
+The names are those of the published checkpoints. The table of diffusers' names is independent of
+the library's: it is from diffusers' converter (`convert_wan_to_diffusers.py`), and maps in the
+opposite direction.
 """
 
 import functools
@@ -45,7 +45,7 @@ WAN_DIFFUSERS_BLOCK_REST = {
     "attn2.norm_q": "cross_attn.norm_q",
     "attn2.norm_k": "cross_attn.norm_k",
     "attn2.norm_added_k": "cross_attn.norm_k_img",
-    "norm2": "norm3",  # Wan calls its norms in the order 1, 3, 2
+    "norm2": "norm3",  # Wan applies its norms in the order 1, 3, 2
     "scale_shift_table": "modulation",
 }
 WAN_DIFFUSERS_TOP = {
@@ -73,7 +73,7 @@ def _linear(shapes, name, out, inner):
 
 
 def wan(blocks=2, d=16, f=24, *, i2v=True, vace=0, text=12):
-    """Shapes of Wan 2.1 (Wan 2.2 without i2v's image branch) by the keys of a state dict."""
+    """Return `{key: shape}` of a small Wan 2.1; without `i2v`, no image branch, as in Wan 2.2."""
     shapes = {}
     linear = functools.partial(_linear, shapes)
 
@@ -121,7 +121,7 @@ def wan(blocks=2, d=16, f=24, *, i2v=True, vace=0, text=12):
 
 
 def qwen(blocks=2, d=16):
-    """Shapes of Qwen-Image by the keys of a state dict."""
+    """Return `{key: shape}` of a small Qwen-Image."""
     shapes = {}
     linear = functools.partial(_linear, shapes)
 
@@ -157,7 +157,7 @@ def modules(shapes):
 
 
 def diffusers_of_wan(shapes, *, rest=False):
-    """diffusers' name for each of Wan's modules, or with `rest` for what has no matrix."""
+    """Return `{diffusers' name: Wan's name}` of modules; with `rest`, of norms and tables."""
     block = WAN_DIFFUSERS_BLOCK_REST if rest else WAN_DIFFUSERS_BLOCK | WAN_DIFFUSERS_VACE
     top = WAN_DIFFUSERS_TOP_REST if rest else WAN_DIFFUSERS_TOP
     own = {key.removeprefix(PREFIX).removesuffix(".weight") for key in shapes}
@@ -214,7 +214,7 @@ ENDINGS = {
 
 
 def random_pairs(shapes, names, rank=4, seed=0, dtype=torch.float32):
-    """`{name: (up, down)}` for modules by Wan's or Qwen-Image's own names."""
+    """Return `{name: (up, down)}`, random: `up` `[out, rank, ...]`, `down` `[rank, in, ...]`."""
     generator = torch.Generator().manual_seed(seed)
     pairs = {}
     for name in names:
@@ -226,14 +226,14 @@ def random_pairs(shapes, names, rank=4, seed=0, dtype=torch.float32):
 
 
 def spelled(pairs, spelling="diffusion_model", ending="peft", alpha=None, names=None):
-    """The tensors of a file in a dialect.
+    """Return the tensors of a LoRA file in a dialect.
 
     Args:
-        pairs: As `random_pairs` gives them.
-        spelling: Of `SPELLINGS`.
-        ending: Of `ENDINGS`.
-        alpha: For each pair; None: the file has none.
-        names: What a module is called in the file, where it is not its own name.
+        pairs: From `random_pairs`.
+        spelling: Key of `SPELLINGS`.
+        ending: Key of `ENDINGS`.
+        alpha: Alpha of every pair; None: the file has no alphas.
+        names: Names of modules in the file, where they differ from the model's.
     """
     tensors = {}
     for name, (up, down) in pairs.items():

@@ -1,4 +1,4 @@
-"""Modules of LoRA files, one row for each form that a file can have them in."""
+"""Modules of LoRA files, one `Row` for each supported form."""
 
 import zlib
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ import torch
 
 @dataclass(frozen=True)
 class Row:
-    """A weight, and its parts by name and shape.
+    """A module of a LoRA file: the shape of its weight, and of its parts by name.
 
-    `core` is False where ComfyUI does not support the module, or computes something else than the
-    trainer does.
+    `grows` is the `reshape_weight` of the file. `core` is False where ComfyUI does not support the
+    module or differs from the trainer.
     """
 
     name: str
@@ -22,7 +22,7 @@ class Row:
     core: bool = True
 
     def tensors(self, dtype=torch.float32):
-        """Random, the same at each call; the change is about as large as the weight."""
+        """Return a seeded random weight and its parts, whose delta is about as large."""
         generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
         weight = torch.randn(self.weight, generator=generator)
         parts = {
@@ -49,7 +49,7 @@ def loha(w1, w2, **more):
 
 
 def lokr(w1, w2, **more):
-    """A factor is a shape, or two for `a` and `b`, or three with the core."""
+    """Each factor is one shape, two for `a` and `b`, or three for `a`, `b` and the core `t2`."""
     parts = dict(more)
     for name, shapes in (("lokr_w1", w1), ("lokr_w2", w2)):
         if isinstance(shapes[0], int):
@@ -80,7 +80,7 @@ FIRST = ((10, 3), (3, 10), (12, 3), (3, 10))
 LORA = [
     Row("rank-1", LINEAR, pair((12, 1), (1, 10))),
     Row("rank-4", LINEAR, pair(*PAIR), alpha=1.0),
-    Row("rank-16", LINEAR, pair((12, 16), (16, 10)), alpha=64.0),  # more than the weight has
+    Row("rank-16", LINEAR, pair((12, 16), (16, 10)), alpha=64.0),  # above the weight's rank
     Row("alpha-0", LINEAR, pair(*PAIR), alpha=0.0),
     Row("square", SQUARE, pair((9, 3), (3, 9)), alpha=3.0),
     Row("dora-out", LINEAR, pair(*PAIR, dora_scale=OUT), alpha=2.0),
@@ -112,7 +112,7 @@ TUCKER = ((3, 8), (3, 6))
 LOHA = [
     Row("loha", LINEAR, loha(W, W), alpha=2.0),
     Row("loha-no-alpha", LINEAR, loha(W, W)),
-    # the scale is over the first rank
+    # scale: alpha / rank of w1
     Row("loha-ranks", LINEAR, loha(W, ((12, 5), (5, 10))), alpha=2.0),
     Row("loha-conv", KERNEL, loha(((8, 3), (3, 54)), ((8, 3), (3, 54))), alpha=2.0),
     Row("loha-tucker", KERNEL, loha(TUCKER, TUCKER, hada_t1=CORE, hada_t2=CORE), alpha=2.0),
@@ -123,11 +123,11 @@ LOKR = [
     Row("lokr-alpha", LINEAR, lokr(W1, W2), alpha=7.0),  # alpha has no effect on full factors
     Row("lokr-w1", LINEAR, lokr(W1_AB, W2), alpha=7.0),
     Row("lokr-w2", LINEAR, lokr(W1, W2_AB), alpha=7.0),
-    Row("lokr-both", LINEAR, lokr(W1_AB, W2_AB), alpha=7.0),  # the scale is over the second rank
+    Row("lokr-both", LINEAR, lokr(W1_AB, W2_AB), alpha=7.0),  # scale: alpha / rank of w2
     Row("lokr-conv", KERNEL, lokr((2, 3), (4, 2, 3, 3))),
     Row("lokr-conv-flat", KERNEL, lokr((2, 3), ((4, 2), (2, 18))), alpha=1.0),
     Row("lokr-tucker", KERNEL, lokr((2, 3), ((3, 4), (3, 2), CORE)), alpha=1.5),
-    # ComfyUI gives the factor no kernel where that is not of two dimensions
+    # ComfyUI adds kernel dimensions to w1 only for 2D kernels
     Row("lokr-conv-3d", KERNEL_3D, lokr((2, 3), (4, 2, 1, 2, 2)), core=False),
     Row("lokr-dora", LINEAR, lokr(W1, W2, dora_scale=OUT)),
     Row("lokr-conv-dora", KERNEL, lokr((2, 3), (4, 2, 3, 3), dora_scale=(1, 6, 1, 1))),
@@ -163,7 +163,7 @@ OFT = [
 BOFT = [
     Row("boft-1", (16, 10), oft(1, 4, 4, 4), alpha=0.0),
     Row("boft-3", (16, 10), oft(3, 4, 4, 4), alpha=0.0),
-    Row("boft-2", LINEAR, oft(2, 6, 2, 2), alpha=0.0),  # 2 divides the blocks once
+    Row("boft-2", LINEAR, oft(2, 6, 2, 2), alpha=0.0),  # 6 blocks can be halved only once
     Row("boft-constraint", (16, 10), oft(3, 4, 4, 4), alpha=0.5),
     Row("boft-rescale", (16, 10), oft(3, 4, 4, 4, rescale=(16, 1)), alpha=0.5),
     Row("boft-conv", KERNEL, oft(2, 2, 4, 4, rescale=(8, 1, 1, 1)), alpha=0.5),

@@ -1,6 +1,6 @@
-"""Small networks with the names of Wan, of plain layers or of layers that cast as ComfyUI's do.
+"""Small networks with Wan's parameter names, and LoRA files for them with their float64 deltas.
 
-And stacks of LoRA files for them, with what they add in float64.
+Their linear layers are plain, or cast their weights as ComfyUI's layers do.
 """
 
 import copy
@@ -39,7 +39,7 @@ class Casting(nn.Linear):
 
 
 class Ignoring(Casting):
-    """A layer that has the lists and does not look at them, as GGUF's."""
+    """A layer that has the lists of functions but does not apply them, like GGUF's layers."""
 
     def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
@@ -76,7 +76,7 @@ class Network(nn.Module):
 
 
 class Model(nn.Module):
-    """A network where ComfyUI has it."""
+    """A network in the attribute `diffusion_model`, as in ComfyUI's models."""
 
     def __init__(self, linear=nn.Linear, blocks=3, seed=0):
         torch.manual_seed(seed)
@@ -92,13 +92,13 @@ class Model(nn.Module):
 
 
 def video(side=8, frames=2, batch=1, dtype=torch.float32):
-    """Draw a batch of videos with `frames * (side / 2) ** 2` tokens each."""
+    """Return random videos `[batch, 4, frames, side, side]`: `frames * (side / 2) ** 2` tokens."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(batch, 4, frames, side, side, generator=generator).to(dtype)
 
 
 def dense(model, changes):
-    """A copy in float64 with `changes`, `{key: what is added}`."""
+    """Return a copy of the model in float64 with `changes`, `{key: delta}`, added."""
     other = copy.deepcopy(model).double()
     for key, change in changes.items():
         value = other.get_parameter(key)
@@ -106,14 +106,17 @@ def dense(model, changes):
     return other
 
 
-# How a delta gets into a layer: the kind of layer, and the mode.
+# Kinds of layers, and modes of applying a delta.
 LINEARS = {"plain": nn.Linear, "casting": Casting, "ignoring": Ignoring}
 MODES = ("stream", "auto", "bypass")
 each_way = each_value_once(linear=LINEARS, mode=MODES)
 
 
 class Stack:
-    """Files for a model, and what they add to its parameters in float64."""
+    """LoRA files for a model, and their deltas in float64.
+
+    `only`: part of the names of the modules; `whole`: the second file also has whole differences.
+    """
 
     def __init__(self, folder, model, ranks=(4, 3, 16), whole=True, only=""):
         self.shapes, self.folder = model.shapes(), folder
@@ -137,7 +140,7 @@ class Stack:
         self.targets = Targets(self.shapes)
 
     def _differences(self, tensors):
-        """Add norms, biases, a weight that also has a pair, and a key without a weight."""
+        """Add differences of norms, biases, a modulation and a weight with a pair; return them."""
         generator = torch.Generator().manual_seed(9)
         keys = {
             f"{PREFIX}blocks.0.norm3.diff": f"{PREFIX}blocks.0.norm3.weight",

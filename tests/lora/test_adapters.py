@@ -19,7 +19,7 @@ def named(name):
 
 
 def by_position(size, product):
-    """A kernel from a product for each of its positions, which is given the index of it."""
+    """Return a kernel of `size` with `product(index)` at each of its positions."""
     kernel = np.zeros(size)
     for position in np.ndindex(kernel.shape[2:]):
         here = (slice(None), slice(None), *position)
@@ -60,7 +60,7 @@ def delta_of_glora(p, weight, older):
 
 
 def rotations(p):
-    """Cayley's, of each block, with the constraint on all of them together."""
+    """Return the Cayley rotation of each block; alpha limits the norm of all blocks together."""
     q = p["oft_blocks"] - np.swapaxes(p["oft_blocks"], -1, -2)
     limit = p.get("alpha", 0.0)
     norm = math.sqrt((q**2).sum()) + 1e-8
@@ -114,7 +114,7 @@ def with_dora(p, weight, delta, strength, eps):
 
 
 def formula(row, weight, parts, strength):
-    """Compute the delta of the row in float64."""
+    """Return the changed weight in float64, computed as in the papers."""
     p = {name: part.double().numpy() for name, part in parts.items()}
     eps = torch.finfo(weight.dtype).eps
     weight = weight.double().numpy()
@@ -171,7 +171,7 @@ def test_an_adapter_equals_its_formula(row):
 
 @by_name(ROWS)
 def test_inputs_are_not_modified_and_strength_0_gives_a_copy(row):
-    """Also of a weight that is not contiguous."""
+    """Also for a weight that is not contiguous."""
     weight, parts = row.tensors()
     before = [tensor.clone() for tensor in (weight, *parts.values())]
     adapter = make_adapter(parts, "here")
@@ -209,8 +209,8 @@ def test_an_adapter_can_be_moved_and_reports_its_size(row):
 
 
 @pytest.mark.slow  # starting the profiler takes seconds
-def test_lokr_does_not_hold_the_product():
-    """A Kronecker product as large as the weight would be a second allocation of its size."""
+def test_lokr_does_not_allocate_the_kronecker_product():
+    """The product is as large as the weight; only the result is allocated."""
     factors = {"lokr_w1": torch.ones(8, 8), "lokr_w2": torch.ones(64, 64)}
     adapter, weight = make_adapter(factors, "here"), torch.zeros(512, 512)
     with torch.profiler.profile(profile_memory=True) as profile:
@@ -220,7 +220,7 @@ def test_lokr_does_not_hold_the_product():
 
 
 def broken(name, **changes):
-    """The parts of a row with some replaced, or taken away by None."""
+    """Return the parts of a row with `changes`; None removes a part."""
     _, parts = named(name).tensors()
     return {key: value for key, value in (parts | changes).items() if value is not None}
 
@@ -252,8 +252,8 @@ BAD = [
     ("dora-out", {"dora_scale": torch.tensor(1.0)}, "dora_scale is a scalar"),
     ("rank-4", {"up": torch.ones(12, 4, dtype=torch.int8)}, "up is torch.int8; expected floating"),
     ("rank-4", {"up": torch.ones(12)}, r"up has the shape \[12\]; expected two dimensions"),
-    ("rank-4", {"up": torch.ones(12, 0)}, r"up is \[12, 0\]; expected numbers"),
-    ("rank-4", {"diff": torch.ones(12, 10)}, "alpha, diff, down, up together; expected the parts"),
+    ("rank-4", {"up": torch.ones(12, 0)}, r"up has the shape \[12, 0\]; expected values"),
+    ("rank-4", {"diff": torch.ones(12, 10)}, "the parts are alpha, diff, down, up; expected those"),
     ("rank-4", {"up": None, "down": None}, "alpha together"),
     ("rank-4", {"up": None, "down": None, "alpha": None}, "nothing together"),
     ("rank-4", {"diff_b": torch.ones(12)}, "alpha, diff_b, down, up together"),
@@ -287,7 +287,7 @@ def test_every_part_is_covered_by_a_row():
     assert used == PARTS - {"b_norm", "diff_b", "diff_m", "magnitude"}
 
 
-# A row, parts of another shape than its own, and a weight; None: its own.
+# Row, shapes of replaced parts, shape of the weight (None: the row's), reason.
 MISFITS = [
     ("rank-4", {}, (512, 512), "delta is 12x10; the weight is 512x512"),
     ("rank-4", {}, (10, 12), "delta is 12x10; the weight is 10x12"),
@@ -339,7 +339,7 @@ def test_autograd_does_not_record_a_parameter():
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.5, -1.0])
-def test_magnitudes_of_peft_are_norms_of_the_sum(strength):
+def test_peft_magnitudes_use_the_norms_of_the_sum(strength):
     """peft/tuners/lora/dora.py: `magnitude / norm(W + scale * B A)` for each output."""
     generator = torch.Generator().manual_seed(0)
 

@@ -25,7 +25,7 @@ def made(part=None, dtype=torch.float32, rank=RANK, inner=INNER, out=OUT):
 
 
 def dense(low, shape=(OUT, INNER), magnitude=False):
-    """The delta in float64, or what its roundings are relative to."""
+    """Return the delta in float64; with `magnitude`, that of absolute values, for error bounds."""
     parts = [each.double() for each in (low.up, low.amounts, low.down)]
     up, amounts, down = [each.abs() for each in parts] if magnitude else parts
     delta = torch.zeros(shape, dtype=torch.float64).flatten(1)
@@ -35,7 +35,7 @@ def dense(low, shape=(OUT, INNER), magnitude=False):
 
 
 def assert_within(result, expected, bound):
-    """Number by number; float32's own sums are on top."""
+    """Compare each element, and add the errors of float32 sums to `bound`."""
     error = (result.double() - expected).abs()
     assert (error <= bound * 1.01 + 3e-6 * expected.abs().clamp(min=1).max()).all(), error.max()
 
@@ -64,7 +64,7 @@ def test_into_weight_rounds_the_sum_once(part, dtype):
 
 @pytest.mark.parametrize("owned", [False, True])
 @pytest.mark.parametrize("part", [None, (0, 4, 8), (1, 1, 3)], ids=str)
-def test_the_delta_of_a_kernel_has_its_shape(part, owned):
+def test_a_kernel_with_a_delta_keeps_its_shape(part, owned):
     shape = 12, 4, 1, 2, 2
     low = made(None, inner=16, out=12)
     if part is not None:
@@ -102,7 +102,7 @@ def test_bypass_rounding_is_within_its_bound(part, dtype, same):
     assert result.dtype == dtype
     delta = x.double() @ dense(low).T
     size = x.double().abs() @ dense(low, magnitude=True).T
-    # The narrow product, the same times the amounts, and the sum; or the delta and the sum.
+    # Rounded: `x @ down.T`, its product with the amounts, the sum; or the delta and the sum.
     roundings = 2 * size if same else delta.abs()
     assert_within(result, y.double() + delta, half_eps(dtype) * (roundings + (y + delta).abs()))
 
@@ -135,10 +135,10 @@ def test_bypass_passes_gradients(part):
     torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_an_output_needed_for_its_gradient_is_not_overwritten():
+def test_an_output_that_autograd_needs_is_not_overwritten():
     low, x = made(), torch.randn(5, INNER)
     weight = torch.randn(OUT, INNER, requires_grad=True)
-    y = torch.tanh(F.linear(x, weight))  # its gradient needs the output
+    y = torch.tanh(F.linear(x, weight))  # the gradient of tanh needs its output
     low.bypass(y, x).sum().backward()
     expected = (1 - y.detach().double() ** 2).T @ x.double()
     torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
@@ -154,6 +154,6 @@ def test_an_output_needed_for_its_gradient_is_not_overwritten():
         (3072, 3072, 4, 4096),
     ],
 )
-def test_both_ways_move_equal_bytes_at_break_even(inner, out, c, tokens):
+def test_stream_and_bypass_move_equal_bytes_at_break_even(inner, out, c, tokens):
     assert round(break_even(inner, out, c)) == tokens
     assert math.isclose(break_even(inner, out, c) * (inner + 2 * out), c * inner * out)

@@ -30,7 +30,7 @@ Q = f"{PREFIX}blocks.1.self_attn.q"
 
 @pytest.fixture
 def stack(write):
-    """Three files of different modules, ranks, scales and dtypes."""
+    """Return three (path, pairs, scale) of different modules, ranks, scales and dtypes."""
     made = []
     for number, (names, rank, alpha, dtype) in enumerate((
         (NAMES, 4, 2, torch.float32),
@@ -86,7 +86,7 @@ def test_rows_record_their_file_and_ranks_are_padded_with_zeros(stack):
     [(wan(blocks=12, i2v=False), 12), (wan(blocks=3, vace=2), 5), (qwen(blocks=3), 3)],
 )
 def test_layers_are_in_the_order_of_the_model_without_gaps(write, shapes, blocks):
-    """In any order of the file; each span of `blocks` is one block."""
+    """In any order of the file; `Bank.blocks` gives one span to each block."""
     path = write(spelled(random_pairs(shapes, reversed(modules(shapes)), 8)))
     bank = load_bank([path], Targets(shapes))
     spans, at, row = bank.blocks(), 0, 0
@@ -138,7 +138,7 @@ def test_another_version_of_a_file_or_another_model_has_another_bank(write):
     assert load_bank([path], TARGETS) is not touched
 
 
-def test_a_bank_that_cannot_be_read_is_not_kept(write):
+def test_a_bank_that_cannot_be_read_is_not_cached(write):
     good = write(spelled(random_pairs(WAN, ATTENTION)))
     pairs = random_pairs(WAN, ATTENTION)
     pairs["blocks.2.self_attn.v"][0][0, 0] = torch.nan
@@ -174,7 +174,7 @@ def test_a_mismatch_found_on_reading_is_reported(write):
 # Amounts.
 
 
-def test_a_block_filter_is_a_factor_of_the_rows(stack):
+def test_a_block_filter_scales_the_rows_of_blocks(stack):
     bank = load_bank([stack[0][0]], TARGETS)
     amounts = amounts_of(bank, (0, "0-,1=0.5,!2"))
     amounts.set([2.0])
@@ -207,10 +207,12 @@ def test_the_version_increases_only_with_a_change(stack):
     assert [b - a for a, b in itertools.pairwise(versions)] == [0, 1, 0, 1, 1]
 
 
-# Memory, in a process of its own.
+# Memory, in a separate process.
 
 
-@pytest.mark.skipif(not loading.can_measure(), reason="/proc/self/clear_refs: no peak to be told")
+@pytest.mark.skipif(
+    not loading.can_measure(), reason="the system does not report the peak memory of a process"
+)
 @pytest.mark.parametrize(
     "blocks",
     [3, pytest.param(40, marks=pytest.mark.slow)],  # 40: Wan 14B, files of 0.6 GB

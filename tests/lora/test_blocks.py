@@ -27,7 +27,7 @@ items = st.one_of(
 texts = st.lists(items, max_size=4).map(",".join)
 
 
-# By text: layers and their factors.
+# Filters, each with the factors of some layers.
 CHOICES = {
     # Numbers choose blocks: the first one in a name, and 7 is not 17.
     "0-19": {"blocks.19.ffn.0": 1, "blocks.20.ffn.0": 0},
@@ -49,7 +49,7 @@ CHOICES = {
     "8-11=0.5,0-": {"blocks.11.ffn.0": 1},
     "0-19=-1.5": {"blocks.0.ffn.0": -1.5},
     "5=0": {"blocks.5.ffn.0": 0},
-    # Names choose layers, by whole segments in a row; capitals count.
+    # Names choose layers, by whole segments in a row; case matters.
     "self_attn": {"blocks.12.self_attn.q": 1, "blocks.12.cross_attn.q": 0},
     "self_attn.q": {
         "blocks.12.self_attn.q": 1, "blocks.12.self_attn.k": 0, "blocks.12.self_attn.norm.q": 0,
@@ -69,7 +69,7 @@ CHOICES = {
     "cross_attn,!*_img": {"blocks.0.cross_attn.k_img": 0, "blocks.0.cross_attn.k": 1},
     "*,cross_attn=0.5": {"blocks.0.cross_attn.k": 0.5, "blocks.0.ffn.0": 1},
     "head": {"head.head": 1},
-    # A layer has to pass both.
+    # A layer has to pass the numbers and the names.
     "0-19,self_attn": {
         "blocks.19.self_attn.q": 1, "blocks.20.self_attn.q": 0, "blocks.19.ffn.0": 0,
     },
@@ -77,7 +77,7 @@ CHOICES = {
     "self_attn,!5": {"blocks.5.self_attn.q": 0, "blocks.6.self_attn.q": 1},
     "0-,8-11=0.5,*,ffn=0.5": {"blocks.9.ffn.0": 0.25, "blocks.7.ffn.0": 0.5},
     " 0 - 19 , ! cross_attn , ffn = .5 ": {"blocks.1.ffn.0": 0.5},
-    # Layers outside the blocks are included unless only numbers select; text_embedding.0 has none.
+    # Layers outside the blocks, such as text_embedding.0, are included unless only numbers select.
     "!0": dict.fromkeys(OUTSIDE, 1),
     "!5,!cross_attn": dict.fromkeys(OUTSIDE, 1),
     "0-": dict.fromkeys(OUTSIDE, 0),
@@ -134,11 +134,11 @@ def test_filters_of_the_same_text_are_equal_and_hashable(text):
         "!", "!!5", "5!", "=0.5", "!=0.5",
         "-5", "5--7", "5-7-9", "1.5", "5 7", "self attn", "19-0", "3-2",
         "ffn.", ".ffn", "ffn..0",  # empty segments
-        "9" * 5000,  # more digits than Python turns into a number
+        "9" * 5000,  # more digits than Python converts to an int
         "5=", "5=half", "5=nan", "5=inf", "5=1=2", "!5=0.5",
     ],
 )  # fmt: skip
-def test_anything_else_is_one_line(text):
+def test_an_invalid_filter_is_a_one_line_error(text):
     with pytest.raises(ValueError, match="expected") as error:
         parse_blocks(text)
     assert f"blocks {text!r}" in str(error.value)

@@ -1,4 +1,4 @@
-"""Whole LoRA files of every dialect against the plain one, their reports, and bad files."""
+"""LoRA files of every dialect against the plain one, scales of pairs, and key reports."""
 
 import json
 import math
@@ -28,7 +28,7 @@ TARGETS = Targets(WAN)
 T2V = Targets(wan(blocks=2, i2v=False))
 NAMES = modules(WAN)
 PAIRS = random_pairs(WAN, NAMES)
-# One of each module there is: block 1 is like block 0.
+# Each kind of module once: block 1 has the same modules as block 0.
 ONCE = {name: PAIRS[name] for name in NAMES if not name.startswith("blocks.1")}
 SOME = {name: PAIRS[name] for name in NAMES if name.startswith("blocks.0.self_attn")}
 
@@ -67,7 +67,7 @@ def test_every_dialect_gives_the_same_pairs(write, plain, spelling, ending):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float32])
-def test_adapters_are_what_was_saved(write, dtype):
+def test_adapters_match_the_saved_pairs(write, dtype):
     pairs = random_pairs(WAN, NAMES, dtype=dtype)
     found = read(write(spelled(pairs, alpha=2)))
     for name, (up, down) in pairs.items():
@@ -104,7 +104,7 @@ def test_adapters_are_what_was_saved(write, dtype):
         (None, {"lora_adapter_metadata": {"transformer.lora_alpha": None}}, 1.0),
     ],
 )
-def test_the_scale_of_a_pair(write, alpha, metadata, scale):
+def test_alpha_and_metadata_set_the_scale_of_a_pair(write, alpha, metadata, scale):
     metadata = {
         key: value if isinstance(value, str) else json.dumps(value)
         for key, value in metadata.items()
@@ -123,7 +123,7 @@ def test_scales_in_metadata_are_reported(write):
 # Reports about keys.
 
 
-def test_image_keys_for_a_model_without_them_are_counted_in_one_line(write):
+def test_image_keys_for_a_text_to_video_model_are_counted(write):
     names = [name for name in NAMES if not name.startswith(("vace", "img_emb"))]
     pairs = random_pairs(WAN, names)
     tensors = spelled(pairs, alpha=1)
@@ -189,7 +189,7 @@ TEXT_ENCODER = [
     ],
     ids=["absent", "unknown", "text-encoder", "unfit"],
 )
-def test_skipped_keys_are_reported_in_a_line(write, tensors, reported):
+def test_skipped_keys_are_reported_in_one_line(write, tensors, reported):
     file = LoraFile(write(spelled(SOME) | tensors), TARGETS)
     assert file.report.lines()[1:] == [reported]
     assert len(file.entries) == len(SOME)
@@ -201,6 +201,6 @@ def test_the_first_of_two_pairs_for_one_weight_is_applied(write):
     others = random_pairs(WAN, [*SOME], rank=8, seed=1)
     one, two = spelled(SOME), spelled(others, "transformer", "kohya", names=names)
     file = LoraFile(write(one | two), TARGETS)
-    assert file.report.lines()[1:] == [f"  {len(two)} keys repeat others: the first are applied"]
+    assert file.report.lines()[1:] == [f"  {len(two)} keys repeat earlier keys and are ignored"]
     ranks = {len(adapter.down) for _, adapter in adapters_of(file)}
     assert len(ranks) == 1

@@ -78,7 +78,7 @@ def refused(path, match):
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
 def test_an_unusable_file_is_refused(path, tensors, match):
-    save_file(tensors, path, {"lora_alpha": "8"})  # half a pair cannot use it
+    save_file(tensors, path, {"lora_alpha": "8"})  # does not make up for half a pair
     refused(path, match)
 
 
@@ -96,7 +96,7 @@ def test_the_error_for_another_model_shows_five_keys_of_each_side(path):
     )]  # fmt: skip
 
 
-def test_the_error_for_a_truncated_file_names_its_kind(path):
+def test_files_of_a_wrong_length_and_git_lfs_pointers_are_refused(path):
     data = save(pair())
     header = 8 + int.from_bytes(data[:8], "little")
     lengths = 0, 1, 7, 8, 9, header // 2, header - 1, header, header + 5, len(data) - 1
@@ -138,14 +138,14 @@ def test_a_directory_and_a_missing_file_are_refused(path):
     refused(path, "cannot be read: Is a directory")
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes with names")
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
 def test_a_pipe_is_refused_at_once(path):
     os.mkfifo(path)
     refused(path, "is a device; expected a .safetensors file")
 
 
 def replaced(path, tensors):
-    """Another file of the same name, in one step."""
+    """Replace the file by another one of the same name, atomically."""
     other = path.with_name("other")
     save_file(tensors, other)
     os.utime(other, ns=(1, 1))
@@ -153,7 +153,7 @@ def replaced(path, tensors):
 
 
 def overwritten(path, tensors):
-    """The same file with other bytes, in place."""
+    """Overwrite the bytes of the file in place."""
     path.write_bytes(save(tensors))
     os.utime(path, ns=(1, 1))
 
@@ -186,7 +186,7 @@ def test_a_file_that_changes_between_its_header_and_a_pair_is_refused(path, chan
         {"peft_config": '{"lora_alpha": 1' + "0" * 400 + "}"},
     ],
 )
-def test_meaningless_metadata_is_ignored(path, metadata):
+def test_invalid_metadata_is_ignored(path, metadata):
     save_file(pair(), path, metadata)
     assert len(LoraFile(path, TARGETS).entries) == 1
 

@@ -28,7 +28,7 @@ quick = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 def names_of(model):
-    """Return the names of a model's modules in files, each with the model's own name."""
+    """Return `{name in a file: name in the model}` of a model's modules."""
     return {name: name for name in modules(MODELS[model][0])} | (THEIRS if model == "wan" else {})
 
 
@@ -49,7 +49,7 @@ def test_up_and_down_are_recognised_by_their_endings(spelling):
             assert [split_key(stem + end) for end in ends] == [(stem, "up"), (stem, "down")]
 
 
-# Endings that are another word than the part, or may have one after it; the rest are the part.
+# Endings by part, where they differ from the name of the part.
 OTHER_ENDINGS = {
     "alpha": ["alpha", "lora_alpha"],
     "mid": ["lora_mid.weight"],
@@ -82,7 +82,7 @@ def test_other_parts_are_recognised_by_their_endings():
         *(".alpha", "", "__metadata__"),
     ],
 )
-def test_meaningless_names_are_not_parts(key):
+def test_unknown_keys_are_not_split(key):
     assert split_key(key) is None
 
 
@@ -174,7 +174,7 @@ def test_parts_of_a_weight_are_found_by_extra_names():
     assert targets.find("transformer_blocks.0.img_mlp.net.0.proj", "up").offset is None
 
 
-def test_a_name_of_the_model_precedes_an_extra_name():
+def test_a_name_of_the_model_takes_precedence_over_an_extra_name():
     other = Target(f"{PREFIX}proj_out.weight")
     targets = Targets(QWEN, more={"img_in": other, "final": other})
     assert targets.find("img_in", "up") == Target(f"{PREFIX}img_in.weight")
@@ -187,7 +187,7 @@ def test_an_ambiguous_spelling_finds_no_module():
     assert targets.find("lora_unet_a_b_c", "up") is None
     assert targets.find("lycoris_a_b_c", "up") is None
     assert targets.find("a.b.c", "up") is None
-    # Dots leave no doubt.
+    # With dots the name is unambiguous.
     assert targets.find("diffusion_model.a.b_c", "up") == Target(f"{PREFIX}a.b_c.weight")
     assert targets.find("transformer.a_b.c", "up") == Target(f"{PREFIX}a_b.c.weight")
 
@@ -229,7 +229,7 @@ SEGMENTS = sorted(
 
 @st.composite
 def stems(draw):
-    """Names that are nearly right, and some that are."""
+    """Draw spelled names with up to two changed segments and random dots and underscores."""
     model = draw(st.sampled_from(sorted(MODELS)))
     segments = draw(st.sampled_from(sorted(names_of(model)))).split(".")
     for _ in range(draw(st.integers(0, 2))):
@@ -242,7 +242,7 @@ def stems(draw):
 
 
 def may_mean(model, stem):
-    """Keys that a stem can be the spelling of: by its end, with nothing but prefixes before."""
+    """Return the keys that a stem may spell: only prefixes precede their name at its end."""
     shapes, _ = MODELS[model]
     names = names_of(model) | (THEIR_REST if model == "wan" else {})
     names |= {key.removeprefix(PREFIX).removesuffix(".weight"): None for key in shapes}
@@ -282,5 +282,5 @@ def test_the_table_of_names_matches_diffusers():
     names = {name.removesuffix(".weight") for name, _ in model.named_parameters()}
     names = {name for name in names if not name.endswith(".bias")}
     table = {name for name in THEIRS | THEIR_REST if not name.startswith("vace")}
-    assert names - table == {"patch_embedding"}  # called so by both
+    assert names - table == {"patch_embedding"}  # the same name in both
     assert table - names == set()

@@ -29,13 +29,13 @@ quick = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 def run(text, steps, **phase):
-    """The strengths of a run whose sigmas fall evenly from 1."""
+    """Return the strengths of a run, one per step; the sigmas fall evenly from 1."""
     schedule = parse_schedule(text)
     return [schedule.strength(step, steps, 1 - step / steps, **phase) for step in range(steps)]
 
 
 def two_experts(text, high, low):
-    """The strengths of a run whose first steps are the high-noise expert's."""
+    """Return the strengths of `high` steps of the high-noise expert and `low` of the other."""
     schedule = parse_schedule(text)
     phases = [(0, step, high) for step in range(high)] + [(1, step, low) for step in range(low)]
     return [
@@ -130,8 +130,8 @@ def test_an_invalid_step_is_an_error(step, steps, phase_step, phase_steps):
         ("1 @ 0 - .5", 4, [1, 1, 0, 0]),
         ("1,2@0.25-0.75", 4, [0, 1, 2, 0]),  # the list spreads over the run, not the window
         ("1@0-0.3", 30, [1] * 9 + [0] * 21),
-        ("1@0-0.01", 4, [1, 0, 0, 0]),  # the first step begins in it
-        ("1@0.1-0.2", 4, [0] * 4),  # no step does
+        ("1@0-0.01", 4, [1, 0, 0, 0]),  # the first step begins in the window
+        ("1@0.1-0.2", 4, [0] * 4),  # no step begins in the window
         ("1@sigma:1-0.5", 4, [1, 1, 0, 0]),
         ("1@sigma:0.75-0", 4, [0, 1, 1, 1]),
         ("1@sigma:100-0.9", 4, [1, 0, 0, 0]),
@@ -143,7 +143,7 @@ def test_a_strength_is_zero_outside_its_window(text, steps, expected):
 
 
 def test_a_window_of_sigma_tolerates_float32():
-    float32 = 0.10000000149011612  # 0.1, as a float32 tensor gives it back
+    float32 = 0.10000000149011612  # 0.1, rounded to float32
     assert parse_schedule("1@sigma:0.1-0").strength(0, 1, float32) == 1
     assert parse_schedule("1@sigma:1-0.1").strength(0, 1, float32) == 0
 
@@ -198,11 +198,11 @@ def test_every_strength_is_in_the_list_of_values(schedule, steps, data):
         ("0,0;0", (0,)),
         ("0@0-0.5", (0,)),
         ("1@0-0.5", (1, 0)),
-        ("1@0-1", (1,)),  # a window that is the whole run
-        ("1@sigma:1-0", (1, 0)),  # there are sigmas above 1
+        ("1@0-1", (1,)),  # the window is the whole run
+        ("1@sigma:1-0", (1, 0)),  # sigmas can be above 1
     ],
 )
-def test_the_values_are_known_before_the_run(text, values):
+def test_a_schedule_lists_its_possible_strengths(text, values):
     assert parse_schedule(text).values() == values
 
 
@@ -214,7 +214,7 @@ def test_a_phase_lists_only_its_own_values():
     schedule = parse_schedule("0;1,2")
     assert schedule.values(0) == (0,)
     assert schedule.values(1) == (1, 2)
-    assert parse_schedule("1,2").values(7) == (1, 2)  # the same for all
+    assert parse_schedule("1,2").values(7) == (1, 2)  # the same for all phases
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_phase_lists_only_its_own_values():
         "1@sigma:1--1", "1@sigma:nan-0",
     ],
 )  # fmt: skip
-def test_anything_else_is_one_line(text):
+def test_an_invalid_schedule_is_a_one_line_error(text):
     with pytest.raises(ValueError, match="expected") as error:
         parse_schedule(text)
     assert f"strength {str(text)!r}" in str(error.value)

@@ -28,7 +28,7 @@ from fast_video_vae.tests.lora.nets import (
 
 @each_way
 def test_every_mode_equals_the_dense_model_in_float64(stack, linear, mode):
-    """For any strengths, which change between the calls, and any number of tokens and batches."""
+    """With strengths that change between calls, and several numbers of tokens and batches."""
     model = Model(LINEARS[linear])
     made = stack(model)
     session = made.session((0, 0, 0), mode)
@@ -76,12 +76,12 @@ def test_half_precision_errs_by_half_an_eps_per_rounding(tmp_path, linear, mode,
         size = x.abs() @ (amount * up.abs() @ down.abs()).T
         expected = x @ (weight + delta).T + bias
         if session.counts.stream:
-            # `down` times its amounts, and the sum in the weight.
+            # `down` times its amounts, and the weight plus the delta.
             roundings = size + x.abs() @ (weight + delta).abs().T
         else:
-            # The layer's own output, the narrow product, and the same times the amounts.
+            # The layer's output, `x @ down.T`, and its product with the amounts.
             roundings = (x @ weight.T + bias).abs() + 2 * size
-        # The output, and a CPU's product before its bias.
+        # The final output, and on a CPU the product before the bias is added.
         roundings = roundings + 2 * expected.abs() + bias.abs()
         bound = torch.finfo(dtype).eps / 2 * roundings * 1.02
         assert ((y.double() - expected).abs() <= bound + 1e-6).all()
@@ -99,7 +99,7 @@ def test_a_layer_stored_in_lower_precision_gets_the_lora_after_its_cast(stack):
 
 
 class Whole(nn.Module):
-    """A layer of whole numbers with a product of its own."""
+    """A layer with int8 weights and its own matrix product."""
 
     def __init__(self, inner, out):
         super().__init__()
@@ -147,8 +147,8 @@ def test_pairs_change_rows_or_columns_of_a_weight(tmp_path, linear, mode):
         assert_close(called(session, model, video()), expected)
 
 
-# The rule, for layers of 16 x 16 at c = 6: 32 tokens, of all batches together; 16 for a weight that
-# is cast anyway.
+# For layers of 16 x 16 at c = 6, the break-even is 32 tokens of all batches together, or 16 for a
+# weight that is cast.
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_layer_called_by_keyword_gets_a_changed_weight(stack):
 
 
 def mixed(tmp_path, shapes, own):
-    """A pair, then `own` for the layer `Q`, then another pair."""
+    """Return a bank of three files for layer `Q`, and deltas of pairs; `own` changes file 1."""
     paths, pairs, name = [], [], "blocks.1.self_attn.q"
     for number in range(3):
         up, down = random_pairs(shapes, [name], seed=number)[name]
@@ -223,7 +223,7 @@ def mixed(tmp_path, shapes, own):
 
 @each_way
 def test_dora_between_pairs_is_applied_in_file_order(tmp_path, linear, mode):
-    """A LoRA is skipped for a layer with an inaccessible weight, and this is logged."""
+    """DoRA is skipped for a layer with an inaccessible weight, and the layer is recorded."""
     model = Model(LINEARS[linear])
     magnitudes = torch.rand(16, 1) + 0.5
     bank, pairs = mixed(

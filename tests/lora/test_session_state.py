@@ -43,7 +43,7 @@ def stop(*_):
 @pytest.mark.parametrize("where", ["before", "inside", "after"])
 @each_way
 def test_a_call_restores_every_parameter_even_if_it_fails(stack, linear, mode, where):
-    """An exception before, inside or after the product of a layer."""
+    """The exception is raised before, inside or after the forward of a layer."""
     model = Model(LINEARS[linear])
     made = stack(model)
     session = made.session((1, 1, 1), mode)
@@ -67,7 +67,7 @@ def test_a_call_restores_every_parameter_even_if_it_fails(stack, linear, mode, w
     assert_close(called(session, model, video()), made.oracle(model, (1, 1, 1))(video().double()))
 
 
-def test_strength_zero_costs_nothing(stack):
+def test_strength_zero_adds_no_hooks_or_deltas(stack):
     model = Model(Casting)
     session = stack(model).session((0, 0, 0), "stream")
     plain = model(video())
@@ -93,7 +93,7 @@ def test_rows_of_files_at_strength_zero_are_skipped(stack, monkeypatch):
     session = stack(model, whole=False).session((0, 0, 0), "bypass")
     for strengths, rank in (
         ((1, 0, 0), 4), ((0, 1, 0), 3), ((0, 0, 1), 16), ((1, 1, 0), 7), ((0, 1, 1), 19),
-        ((1, 0, 1), 23),  # from the first file at work to the last
+        ((1, 0, 1), 23),  # from the first active file to the last
     ):  # fmt: skip
         session.amounts.set(strengths)
         seen.clear()
@@ -149,7 +149,7 @@ def test_missing_modules_are_reported(stack):
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 @pytest.mark.parametrize("mode", ["stream", "bypass"])
-def test_staged_pairs_are_equal_and_copied_ahead(stack, mode, blocks):
+def test_staged_pairs_match_direct_ones_and_are_copied_ahead(stack, mode, blocks):
     model = Model(Casting, blocks=blocks)
     made = stack(model, whole=False, only="blocks")
     direct, staged = made.session((1, 1, 1), mode), made.session((1, 1, 1), mode, staged=True)
@@ -169,7 +169,7 @@ def test_staged_pairs_are_equal_and_copied_ahead(stack, mode, blocks):
 
 
 @pytest.mark.parametrize("text", ["", "!1", "2", "0-,1=0.5", "0,2"])
-def test_staged_pairs_of_any_layers_are_equal(stack, text):
+def test_staged_pairs_of_any_layers_match_direct_ones(stack, text):
     """Including layers outside of blocks, and together with other kinds of adapters."""
     model = Model(Casting, blocks=4)
     made = stack(model)

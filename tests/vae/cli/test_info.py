@@ -74,7 +74,7 @@ def test_a_vae_has_a_plan_per_size(lines_of, vae_path):
     tables = []
     for options, where in (((), "free"), (("--limit", "0.2"), "within 0.2 GiB")):
         lines = lines_of(vae_path, *options)
-        (head,) = [index for index, line in enumerate(lines) if line.startswith("memory in addition")]
+        (head,) = [n for n, line in enumerate(lines) if line.startswith("memory in addition")]
         assert where in lines[head]
         assert max(map(len, lines[head:])) <= WIDTH
         table = lines[head + 2 :]
