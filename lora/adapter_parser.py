@@ -54,7 +54,7 @@ def make_adapter(parts: Mapping[str, Tensor], where: str) -> Adapter:
     for family, make in _FAMILIES:
         if named and named <= set(family):
             return make(_Parts(parts, where))
-    found = ", ".join(sorted(parts)) or "nothing"
+    found = ", ".join(sorted(parts)) or "empty"
     raise ValueError(f"{where}: the parts are {found}; expected those of one kind of adapter")
 
 
