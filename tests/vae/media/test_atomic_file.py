@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""A file appears under its name only when it is complete."""
 
 import os
 import stat

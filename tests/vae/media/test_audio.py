@@ -1,4 +1,4 @@
-"""The audio track of a video: in step with the frames, and as long."""
+"""The audio track of a video: in sync with the frames, and cut at their end."""
 
 import itertools
 import logging
@@ -18,7 +18,7 @@ def sine(samples, rate, channels=2):
 
 
 def heard(path):
-    """The audio of a file, `[channels, samples]`, and its rate, read with PyAV."""
+    """Return the audio of a file, `[channels, samples]`, and its rate in Hz, read with PyAV."""
     with av.open(str(path)) as container:
         stream = container.streams.audio[0]
         resampler = av.AudioResampler(format="fltp", layout=stream.layout, rate=stream.rate)
@@ -34,7 +34,7 @@ def heard(path):
         ("h264", ".mp4", "aac", 32000, 2, 1),  # shorter
         ("h264", ".mp4", "aac", 48000, 6, 5),
         ("h264", ".mkv", "flac", 44100, 2, 5),
-        ("vp9", ".webm", "opus", 44100, 2, 5),  # a rate that Opus does not have
+        ("vp9", ".webm", "opus", 44100, 2, 5),  # Opus does not support this rate
         ("vp9", ".webm", "opus", 48000, 6, 5),
         ("ffv1", ".mkv", "flac", 48000, 6, 1),
         ("prores", ".mov", "pcm_s16le", 32000, 1, 5),
@@ -52,16 +52,16 @@ def test_audio_is_written_and_ends_with_the_video(
         assert container.streams.audio[0].codec_context.channels == channels
     sound, found_rate = heard(path)
     expected = min(2, seconds)
-    # A packet of AAC has 1024 samples, and the last is filled up.
+    # An AAC packet has 1024 samples, and the last one is padded.
     assert expected - 0.001 <= sound.shape[1] / found_rate <= expected + 2048 / found_rate
     if found_rate == rate:
         count = expected * rate - 4096
-        start = 2048  # past what the encoder swings in
-        heard_well = [0, 1, 2, 4, 5] if channels == 6 else slice(None)  # 3: below 120 Hz
+        start = 2048  # after the encoder's start-up transient
+        heard_well = [0, 1, 2, 4, 5] if channels == 6 else slice(None)  # 3: LFE, below 120 Hz
         kept = min(sound.shape[1], wave.shape[1])
         error = (sound[:, :kept] - wave[:, :kept])[heard_well, start:count].square().mean()
         lossless = name in ("flac", "pcm_s16le")
-        # Half a level of 16 bits, or 20 dB below tones of 0.4.
+        # One level of 16 bits, or about 20 dB below the tones, whose RMS is 0.28.
         assert error.sqrt() < (1 / 32768 if lossless else 0.03)
 
 
@@ -121,5 +121,5 @@ def test_loud_audio_is_clipped(tmp_path, caplog, codec, suffix, gain):
     sound, _ = heard(path)
     kept = slice(4096, 90_000)
     error = (sound[:, kept] - loud.clamp(-1, 1)[:, kept]).square().mean().sqrt()
-    assert error < (0.25 if gain > 2 else 0.15)  # squares have overtones that no codec keeps
+    assert error < (0.25 if gain > 2 else 0.15)  # lossy codecs drop overtones of clipped waves
     assert torch.equal(loud, wave * gain)  # the input is not modified

@@ -1,4 +1,4 @@
-"""The hand-off of frames to a thread: order, bounds, errors, and nothing that is left behind."""
+"""Frames for a writer thread: order, queue length, errors, and no leaked threads or memory."""
 
 import gc
 import subprocess
@@ -31,7 +31,7 @@ def put_all(write, pieces, **options):
 
 
 def raising(pieces, begun, error):
-    """Pieces, and an error when the thread is at work."""
+    """Yield the pieces, then raise `error` when the thread has begun to write."""
     yield from pieces
     begun.wait(10)
     raise error
@@ -50,7 +50,7 @@ def test_pieces_arrive_in_order_on_the_cpu(device, depth):
     got = []
     sizes = [1 + value % 4 for value in range(40)]  # varying sizes
     planar = [torch.randint(256, (3, n, 8, 6), dtype=torch.uint8, device=device) for n in sizes]
-    pieces = [x.permute(1, 2, 3, 0) for x in planar]  # in another layout than files have
+    pieces = [x.permute(1, 2, 3, 0) for x in planar]  # channels first in memory
     put_all(lambda frames: got.append(frames.clone()), pieces, depth=depth)
     assert all(x.device.type == "cpu" for x in got)
     assert all(torch.equal(x, y.cpu()) for x, y in zip(got, pieces, strict=True))
@@ -67,7 +67,7 @@ def test_a_queued_piece_can_be_overwritten_at_once(device):
     static = torch.empty(4, 64, 64, 3, dtype=torch.uint8, device=device)
     with BackgroundWriter(slow) as writer:
         for value in range(30):
-            static.fill_(value)  # like a CUDA graph or a ring buffer
+            static.fill_(value)  # as a CUDA graph or a ring buffer does
             writer.put(static)
         static.fill_(99)
     assert [x.unique().tolist() for x in got] == [[value] for value in range(30)]
@@ -87,7 +87,7 @@ def test_at_most_depth_pieces_are_queued():
         third = threading.Thread(target=lambda: writer.put(piece(2)))
         third.start()
         third.join(0.4)
-        assert third.is_alive()  # it waits for one of the two
+        assert third.is_alive()  # it waits until one of the two is written
         assert started == [0]
         gate.set()
         third.join(10)
@@ -101,7 +101,7 @@ def test_buffers_are_reused():
     assert len(places) <= 2
 
 
-def test_the_thread_works_while_the_caller_does():
+def test_the_thread_and_the_caller_work_in_parallel():
     def write(frames):
         time.sleep(0.02)
 
@@ -110,7 +110,7 @@ def test_the_thread_works_while_the_caller_does():
         for value in range(20):
             time.sleep(0.02)
             writer.put(piece(value))
-    assert time.monotonic() - start < 0.7  # one after the other it would be 0.8
+    assert time.monotonic() - start < 0.7  # in turn they would take 0.8 s
 
 
 def test_the_writer_works_inside_and_outside_of_inference_mode():
@@ -151,7 +151,7 @@ def test_a_late_error_is_raised_at_the_end():
 
     with pytest.raises(ValueError, match="thread"):
         put_all(write, [piece(0)])
-    with pytest.raises(KeyError, match="body"):  # goes before that of the thread
+    with pytest.raises(KeyError, match="body"):  # not the thread's error
         put_all(write, raising([piece(0)], begun, KeyError("body")))
 
 
@@ -201,7 +201,7 @@ def run(pieces):
                 interrupt(0.2)
             writer.put(torch.zeros(1, 8, 8, 3, dtype=torch.uint8))
 signal.signal(signal.SIGINT, signal.default_int_handler)
-for pieces in (10**6, 20):  # in `put`, and where the end waits for the thread
+for pieces in (10**6, 20):  # in `put`, and at the end of the block
     try:
         run(pieces)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Irregular videos keep their timing, constant ones keep their frames."""
+"""Videos with a varying rate keep their timing, those with a constant rate every frame."""
 
 import itertools
 import logging
@@ -18,12 +18,12 @@ NTSC_FILM = Fraction(24000, 1001)
 
 
 def even(count, fps, begin=0):
-    """Times in ms, rounded as Matroska rounds them."""
+    """Return frame times in ms, rounded as Matroska rounds them."""
     return [begin + round(1000 * index / fps) for index in range(count)]
 
 
 def phone(count):
-    """30 frames per second, each interval between 1/29.5 and 1/30.5 of a second."""
+    """Return frame times in ms, each 1/30.5 to 1/29.5 s after the one before."""
     rng = random.Random(0)
     apart = [1000 / rng.uniform(29.5, 30.5) for _ in range(count - 1)]
     return [round(time) for time in itertools.accumulate([0, *apart])]
@@ -42,7 +42,7 @@ def shown(video, **options):
 
 
 def moments(found, fps):
-    """When each number is first shown, in ms."""
+    """Return the time in ms at which each number is first shown."""
     first = {}
     for tick, number in enumerate(found):
         first.setdefault(number, 1000 * tick / float(fps))
@@ -50,13 +50,13 @@ def moments(found, fps):
 
 
 VARYING = {
-    # the times in ms, the rate, and how long the last one is shown
-    "nine over two seconds": ([0, 40, 80, 500, 1000, 1040, 1500, 1900, 1960], 25, 40),
-    "nine, evenly": (even(9, Fraction(9, 2)), Fraction(9, 2), 222),
+    # frame times in ms, the rate (None: any), and the duration of the last frame in ms
+    "nine frames in two seconds": ([0, 40, 80, 500, 1000, 1040, 1500, 1900, 1960], 25, 40),
+    "nine frames at 4.5 per second": (even(9, Fraction(9, 2)), Fraction(9, 2), 222),
     "one gap": (even(20, 25) + even(20, 25, 1500), 25, 40),
     "a frame is missing": ([time for time in even(30, 25) if time != 400], 25, 40),
     "slides of 3 s": (even(5, Fraction(1, 3)), Fraction(1, 3), 3000),
-    "slides of other lengths": ([0, 3000, 8000, 10_000, 14_000], None, None),
+    "slides of different lengths": ([0, 3000, 8000, 10_000, 14_000], None, None),
     "slow, then fast": (even(20, 15) + even(60, 30, 1400), 30, 33),
     "fast, then slow": (even(40, 30) + even(20, 15, 1400), 30, 33),
 }
@@ -90,12 +90,12 @@ def test_a_varying_rate_keeps_its_timing(tmp_path, caplog, suffix, container, na
         (even(60, 60), 60),
         (even(60, Fraction(30000, 1001)), None),  # too short to distinguish it from 30
         (phone(90), None),
-        (even(300, 10), 10),  # more than are looked at
-        # 24 per second on a screen of 60: each is shown for two or three of its pictures
+        (even(300, 10), 10),  # more frames than are sampled
+        # 24 per second on a 60 Hz screen: each frame is shown for two or three refreshes
         ([round(1000 * round(index * 2.5) / 60) for index in range(60)], 24),
     ],
 )
-def test_jitter_neither_repeats_nor_drops(tmp_path, suffix, container, times, fps):
+def test_jitter_neither_repeats_nor_drops_frames(tmp_path, suffix, container, times, fps):
     video = read_video(irregular(tmp_path / f"a.{suffix}", times, container))
     assert fps is None or abs(video.fps / fps - 1) < 0.0002
     assert torch.equal(torch.stack(list(video.frames())), pieces_of(video))

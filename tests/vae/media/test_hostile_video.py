@@ -1,4 +1,4 @@
-"""Video files that are damaged, or say what cannot be: frames, or one line with the file's name."""
+"""Damaged videos and impossible headers give frames, or an error of one line with the name."""
 
 import io
 import random
@@ -24,7 +24,7 @@ KINDS = [
     ("ts", "mpegts", "mpeg2video", {}),
     ("flv", "flv", "h264", {}),
 ]
-# With damaged times a second of frames can be read as a longer video, but not without limit.
+# Damaged times can turn one second into more frames, but never as many as this.
 LIMIT = 20_000
 
 
@@ -40,7 +40,7 @@ def whole_files(tmp_path_factory):
 
 
 def damaged(data, rng):
-    """A copy with a fault of a random kind, most of them in the headers."""
+    """Return a copy of the bytes with a random fault, most often in the headers."""
     data = bytearray(data)
     head = min(len(data), 4096)
     at = rng.randrange(rng.choice([head, len(data)]))
@@ -63,7 +63,7 @@ def damaged(data, rng):
 
 
 def outcomes(path):
-    """The errors of reading a file in several ways."""
+    """Yield the error messages of reading all frames, a range at another rate, and the audio."""
 
     def whole():
         video = read_video(path)
@@ -98,7 +98,7 @@ def test_a_damaged_file_is_read_or_a_one_line_error(tmp_path, whole_files, kind,
 
 
 def png(width, height):
-    """A picture that announces a size and has no rows of it."""
+    """Return a PNG file whose header declares this size; its data is 9,999 zero bytes."""
 
     def chunk(kind, data):
         size, check = (struct.pack(">I", n) for n in (len(data), zlib.crc32(kind + data)))

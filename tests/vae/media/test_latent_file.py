@@ -1,4 +1,4 @@
-"""Files of latents."""
+"""Latent files: metadata, files saved by ComfyUI, and errors."""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""Parts of a video, at another rate and size, from a path or from memory."""
+"""Time ranges of a video, other rates and sizes, and reading from a path or from memory."""
 
 import io
 from fractions import Fraction
@@ -19,7 +19,7 @@ from fast_video_vae.vae.media import read_video
 
 CONTAINERS = [
     ("mp4", "h264", "mp4"),
-    ("matroska", "h264", "mkv"),  # announces no frames, but a duration
+    ("matroska", "h264", "mkv"),  # declares a duration, but no frame count
     ("webm", "libvpx", "webm"),
     ("mpegts", "h264", "ts"),
     ("avi", "mpeg4", "avi"),
@@ -32,7 +32,7 @@ def short_groups(stream):
 
 @pytest.fixture(scope="module", params=CONTAINERS, ids=lambda row: row[2])
 def long_video(request, tmp_path_factory):
-    """100 frames with a key frame every 10, and what they decode to."""
+    """Return a video of 100 frames with a key frame every 10, and its decoded frames."""
     container, codec, suffix = request.param
     path = tmp_path_factory.mktemp("long") / f"a.{suffix}"
     write_with(path, moving_clip(100), container, codec, prepare=short_groups)
@@ -50,7 +50,7 @@ def test_containers_declare_their_length(long_video):
     ("start", "duration", "expected"),
     [
         (0.0, 1.0, range(24)),
-        (1.0, 1.0, range(24, 48)),  # stretches that meet
+        (1.0, 1.0, range(24, 48)),  # begins where the first range ends
         (5 / 24, 1 / 24, range(5, 6)),  # a single frame
         (1.26, 0.5, range(31, 43)),  # between two frames
         (3.0, None, range(72, 100)),
@@ -128,10 +128,10 @@ def test_a_frame_limit_ends_reading(numbered_videos):
     ("size", "multiple", "shape"),
     [
         ((48, 64), 1, (48, 64)),
-        ((24, 32), 1, (24, 32)),  # half of it
+        ((24, 32), 1, (24, 32)),  # half the size
         ((24, 24), 1, (24, 24)),  # the sides are cut off
-        ((24, 64), 1, (24, 64)),  # top and bottom are
-        ((96, 128), 1, (96, 128)),  # grown
+        ((24, 64), 1, (24, 64)),  # top and bottom are cut off
+        ((96, 128), 1, (96, 128)),  # enlarged
         ((37, 51), 8, (32, 48)),  # then cropped to multiples
     ],
 )
@@ -140,7 +140,7 @@ def test_frames_are_resized_to_cover_a_size_and_cropped(tmp_path, size, multiple
     path = write(tmp_path / "a.mkv", frames, codec="ffv1")
     (piece,) = read_video(path).pieces(size=size, multiple=multiple)
     assert piece.shape == (1, 3, 2, *shape)
-    # The mean over the pixels that each one covers, taken by PyTorch: the picture is smooth.
+    # PyTorch's filter differs from swscale's, but little on smooth frames.
     scale = max(size[0] / 48, size[1] / 64)
     full = [max(side, round(of * scale)) for side, of in zip(size, (48, 64), strict=True)]
     images = frames.permute(0, 3, 1, 2).float()
@@ -150,7 +150,7 @@ def test_frames_are_resized_to_cover_a_size_and_cropped(tmp_path, size, multiple
     assert (piece[0].permute(1, 0, 2, 3).float() - expected).abs().mean() < 2
 
 
-def test_reduced_frames_do_not_flicker(tmp_path):
+def test_a_reduced_frame_averages_fine_stripes(tmp_path):
     stripes = torch.zeros(1, 96, 96, 3, dtype=torch.uint8)
     stripes[:, :, ::2] = 255
     path = write(tmp_path / "a.mkv", stripes, codec="ffv1")
@@ -166,7 +166,7 @@ def test_a_file_in_memory_reads_like_a_file_on_disk(tmp_path):
     assert (video.height, video.width, video.fps, video.estimated_frames) == (48, 64, 24, 30)
     assert torch.equal(stacked(video), stacked(expected))
     assert torch.equal(stacked(video), stacked(expected))
-    # Two readers at once, each at a place of its own.
+    # Two readers at once, each with its own position.
     for first, second in zip(video.frames(), video.frames(0.5), strict=False):
         assert not torch.equal(first, second)
     assert len(list(video.frames(0.5))) == 18

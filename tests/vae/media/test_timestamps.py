@@ -1,4 +1,4 @@
-"""The times of frames: ranges of a video and other rates, compared with the definition."""
+"""Frame times: ranges, pauses and other rates, compared with the nearest input frames."""
 
 import itertools
 import math
@@ -24,7 +24,10 @@ RATES = [Fraction(5), Fraction(12), Fraction(16), NTSC, Fraction(24), Fraction(6
 
 
 def constant(count, fps, start=Fraction(0), digits=None):
-    """Frames, each with its index as content; `digits`: round times as Matroska does."""
+    """Return frames at a constant rate with their index as content.
+
+    `digits` rounds the times to decimals of a second, as Matroska does with 3.
+    """
     times = [start + index / fps for index in range(count + 1)]
     if digits:
         times = [Fraction(round(time, digits)) for time in times]
@@ -32,7 +35,7 @@ def constant(count, fps, start=Fraction(0), digits=None):
 
 
 def ending(times):
-    """Frames with their index as content, each shown until the next; the last time is the end."""
+    """Return frames with their index as content; each ends at the next time."""
     return [TimedFrame(a, b, index) for index, (a, b) in enumerate(itertools.pairwise(times))]
 
 
@@ -41,9 +44,9 @@ def shown(items, fps, end=None, by=at_rate):
 
 
 def nearest(items, fps):
-    """The definition: for each output time before the end the nearest frame, the earlier of two.
+    """Return the nearest frame for each output time before the end; of two, the earlier.
 
-    Distances are equal up to the rounding of times in files.
+    Distances count as equal if they differ by less than the rounding of times in files.
     """
     origin, end = items[0].time, items[-1].end
     found, count = [], 0
@@ -107,7 +110,7 @@ def test_a_rate_outside_the_range_of_files_is_refused():
 def test_constant_frames_are_neither_repeated_nor_dropped(fps, digits, count):
     items = constant(count, fps, Fraction(7, 3), digits)
     assert shown(items, fps, by=in_step) == list(range(count))
-    # A rate that is a little off, by less than a frame in all, changes nothing.
+    # A rate error that adds up to half of `LEEWAY` over all frames changes nothing.
     assert shown(items, fps * (1 + LEEWAY / 2 / count), by=in_step) == list(range(count))
 
 
@@ -121,7 +124,7 @@ def test_no_frame_is_shown_too_early_or_late(source, fps):
             moment = items[0].time + tick / fps
             assert abs(moment - items[number].time) * fps <= LEEWAY
     assert found == sorted(found)
-    # The last one has a turn, also where the rate is far too low for the frames.
+    # The output lasts as long as the input, also at a rate far below that of the input.
     assert abs(len(found) / fps - 60 / source) <= Fraction(3, 2) / fps
 
 
@@ -171,7 +174,7 @@ def test_a_frame_shown_during_a_pause_is_in_the_range():
 
     assert found(2, 4) == [1]
     assert found(2, 6) == [1, 5]
-    assert found(4, 6) == [5]  # the next one is near
+    assert found(4, 6) == [5]  # the next frame starts within 1 s
     assert found(1, 6) == [1, 5]
     assert found(8, None) == []
     assert list(between(items, Fraction(2), Fraction(4))) == []

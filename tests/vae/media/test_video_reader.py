@@ -1,4 +1,4 @@
-"""Video files in: the frames, their colours, and whatever can be wrong with a file."""
+"""Reading video files: pieces, crops, colors, rotation, errors of bad files, and memory."""
 
 import contextlib
 import subprocess
@@ -45,8 +45,8 @@ def test_pieces_hold_consecutive_frames(tmp_path, frames, size, expected):
     ("height", "width", "expected"),
     [
         (48, 64, (48, 64)),
-        (50, 70, (48, 64)),  # an even rim on both sides
-        (33, 21, (32, 16)),  # odd, and no multiple of what swscale works in
+        (50, 70, (48, 64)),  # the same crop on both sides
+        (33, 21, (32, 16)),  # odd, and not a multiple of swscale's block size
     ],
 )
 def test_pieces_are_center_cropped(tmp_path, height, width, expected):
@@ -57,7 +57,7 @@ def test_pieces_are_center_cropped(tmp_path, height, width, expected):
     top, left = (height - expected[0]) // 2, (width - expected[1]) // 2
     (piece,) = video.pieces(multiple=8)
     kept = frames[:, top : top + expected[0], left : left + expected[1]]
-    assert torch.equal(piece[0].permute(1, 2, 3, 0), kept)  # lossless, so the very pixels
+    assert torch.equal(piece[0].permute(1, 2, 3, 0), kept)  # FFV1 is lossless
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_pieces_are_center_cropped(tmp_path, height, width, expected):
         (2, False),  # no tag: FFmpeg assumes BT.601
     ],
 )
-def test_reading_honours_the_tags_of_a_file(tmp_path, matrix, full):
+def test_frames_are_converted_by_the_color_tags_of_the_file(tmp_path, matrix, full):
     color = (200, 40, 90)  # BT.601 and BT.709 differ by more than 10 levels here
     path = tmp_path / "a.mp4"
     with av.open(str(path), "w") as output:
@@ -100,7 +100,7 @@ def test_a_rotated_video_is_read_upright(tmp_path, degrees):
     upright = np.rot90(plain, degrees // 90)
     video = read_video(path)
     assert (video.height, video.width) == upright.shape[:2]
-    # PyAV's default conversion, which `plain` is, is off by 2 at most.
+    # `plain` uses PyAV's default conversion, which is off by at most 2.
     assert np.abs(next(video.frames()).numpy().astype(int) - upright).max() <= 4
 
 
@@ -117,7 +117,7 @@ def wav(path):
 
 
 def song(path):
-    """Sound and a picture of its cover."""
+    """Write an audio file with a cover image."""
     with av.open(str(path), "w", format="mp4") as output:
         sound = output.add_stream("aac", rate=8000)
         cover = output.add_stream("mjpeg", rate=25)
@@ -153,9 +153,9 @@ def damaged(path):
         ("empty.mp4", lambda path: path.touch(), ValueError, "is empty; expected a video"),
         ("audio.wav", wav, ValueError, "has no video stream, only audio"),
         ("song.m4a", song, ValueError, "has no video stream, only audio, cover"),
-        # the index is at the end, so it is gone
+        # the index was at the end, so it is missing
         ("cut.mp4", truncated(), ValueError, "is not a video that .* or it is truncated"),
-        # the index is at the front, and promises more
+        # the index is at the front, and lists missing data
         (
             "cut.mp4",
             truncated(movflags="faststart"),
@@ -213,10 +213,10 @@ def printed(command):
     ],
 )
 def test_memory_does_not_grow_with_length(tmp_path, codec, suffix, side, short, long):
-    # By default both in one process, which starts once.
+    # Both lengths run in one process, except in the slow cases.
     peaks = []
     for lengths in [(short, long)] if long < 1000 else [(short,), (long,)]:
         command = script_command(PEAKS, tmp_path / f"a.{suffix}", codec, side, *lengths)
         peaks += map(int, printed(command).split())
-    # In KiB: half of what the frames that are more would have as YUV, a quarter of their bytes.
+    # In KiB: half the YUV bytes of the additional frames, a quarter of their RGB bytes.
     assert peaks[1] - peaks[0] < side * side * 1.5 / 1024 / 2 * (long - short)

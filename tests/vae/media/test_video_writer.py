@@ -1,4 +1,4 @@
-"""Video files out: every codec and container, sound and tags, and what is left when it fails."""
+"""Writing video files: colors, tags, invalid options, and the files left after a failure."""
 
 import errno
 import json
@@ -54,7 +54,7 @@ def test_written_colors_are_bt709(tmp_path, color):
         ([torch.zeros(1, 32, 32, 3)], "float32; expected"),
     ],
 )
-def test_frames_of_another_size_or_kind_are_refused(tmp_path, pieces, message):
+def test_missing_or_invalid_frames_are_refused(tmp_path, pieces, message):
     def work():
         with VideoWriter(tmp_path / "a.mp4", 24) as writer:
             for each in pieces:
@@ -69,7 +69,7 @@ def test_frames_of_another_size_or_kind_are_refused(tmp_path, pieces, message):
     "limit_bytes",
     [
         20_000,  # full while frames are written
-        None,  # full at the very last bytes, when the index moves to the front
+        None,  # full at the last byte, when the index moves to the front
     ],
 )
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_tags_of_any_content_are_kept(tmp_path, codec, suffix):
 
 def test_a_failing_encoder_leaves_no_file(tmp_path):
     class Failing:
-        """An encoder that breaks after three frames, as hardware does."""
+        """An encoder that fails after three frames, as a hardware encoder can."""
 
         def __init__(self, stream):
             self._stream, self._frames = stream, iter(range(3))
@@ -186,7 +186,7 @@ def test_a_failing_encoder_leaves_no_file(tmp_path):
     with refused(r"a\.mp4 cannot be encoded \(.+\)"):
         work()
     assert not list(tmp_path.iterdir())
-    write(path, moving_clip(3))  # the same work again
+    write(path, moving_clip(3))  # the next writer works
     assert len(stacked(path)) == 3
 
 

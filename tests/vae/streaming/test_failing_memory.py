@@ -114,7 +114,7 @@ class Task:
         return [frame.numpy().tobytes() for frame in read_video(io.BytesIO(content)).frames()]
 
     def survives(self, memory):
-        """Run with failing memory; return whether it gave frames, not an error of one line."""
+        """Run with failing memory; return whether it finished. An error must have one line."""
         try:
             with memory:
                 got = self.run()

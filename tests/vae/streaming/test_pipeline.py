@@ -141,7 +141,7 @@ def test_two_streams_of_one_vae_do_not_mix(vae):
         close(torch.cat(frames, 2), vae.decode(latent))
 
 
-def test_the_dtype_of_a_stream_is_that_of_its_frames():
+def test_frames_have_the_dtype_of_the_stream():
     vae = load_vae(random_state_dict(4), dtype=torch.float32)
     latent = torch.randn(1, 16, 2, 4, 4, generator=torch.Generator().manual_seed(0))
     rounded = torch.cat(list(vae.decode_stream(latent, StreamOptions(dtype=torch.bfloat16))), dim=2)
@@ -178,7 +178,7 @@ def test_a_stream_limit_applies_to_that_stream_only(vae, monkeypatch):
     assert limits[6:] == [5, 6]
 
 
-def test_latents_of_seedvr2_are_its_mean_times_the_scale():
+def test_seedvr2_latents_equal_the_scaled_mean():
     scaled = load_vae(random_seedvr2(), dtype=torch.float32)
     frames = torch.rand(1, 3, 5, 16, 16) * 2 - 1
     mean = joined(scaled.encode_stream(frames, scaled=False))

@@ -1,4 +1,4 @@
-"""A dtype that is slow on a CPU: the computation is in float32, the results are in that dtype."""
+"""A dtype that is slow on a CPU is computed in float32; results keep the requested dtype."""
 
 import math
 import time
@@ -69,7 +69,7 @@ def test_results_are_float32_results_rounded_to_float16(slow_half, family):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_dtype_of_a_stream_is_that_of_its_pieces(slow_half, dtype):
+def test_pieces_have_the_dtype_of_the_stream(slow_half, dtype):
     vae = load_vae(FAMILIES["wan2.1"](), dtype=dtype, weights_dtype=torch.float32)
     latent, frames = random_frames(1, 16, 2, 4, 4), random_frames(1, 3, 5, 32, 32)
     for stream, given in ((vae.decode_stream, latent), (vae.encode_stream, frames)):

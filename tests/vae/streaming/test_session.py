@@ -133,7 +133,7 @@ def test_chunks_with_gradients_are_not_captured(recorded):
 
 @pytest.fixture
 def searches(monkeypatch):
-    """Function that returns the number of chunks of a decode with a search for algorithms."""
+    """Return a function that decodes, and counts the chunks that search for algorithms."""
     cudnn = session.cudnn
     monkeypatch.setattr(session, "_SEARCHED", ("cpu",))
     monkeypatch.setattr(cudnn, "_seen", Counter())
@@ -183,9 +183,8 @@ def test_every_network_and_dtype_is_searched_separately(vae, searches):
 def test_a_search_does_not_start_inside_a_capture(recorded, searches):
     searches(recorded, 3)
     assert StandIn.made == 1
-    searches(
-        recorded, 9
-    )  # one more chunk without a search; then all with one, captured from the second on
+    # One more chunk runs without a search; the others search, and are captured from the second on.
+    searches(recorded, 9)
     assert StandIn.made == 2
 
 

@@ -70,7 +70,7 @@ def test_static_frames_cost_less_and_do_not_change_latents(vae, parts, chunk):
         ((2, ("static", 51)), 2, 3),
     ],
 )
-def test_static_frames_in_pieces_of_any_size(vae, parts, chunk, pieces):
+def test_pieces_of_any_size_do_not_change_the_latents(vae, parts, chunk, pieces):
     check(vae, clip(*parts), chunk, pieces)
 
 
@@ -120,7 +120,7 @@ def test_short_repetitions_do_not_change_the_result(vae, repeats):
 
 @pytest.mark.parametrize("vae", VIDEO, indirect=True)
 @pytest.mark.parametrize("part", [1, 1 << 12, 1 << 15])
-def test_static_frames_in_parts_of_any_size(vae, part, monkeypatch):
+def test_parts_of_any_size_do_not_change_the_latents(vae, part, monkeypatch):
     monkeypatch.setattr(plan_module, "_CPU_PART_BYTES", part)
     batch = torch.cat([clip(6, ("static", 47)), clip(4, 2, ("static", 47))], 0)
     check(vae, batch, 4)
@@ -140,7 +140,7 @@ def test_a_change_of_one_value_is_detected(vae):
     check(vae, video, 1)
 
 
-def test_a_long_static_end_costs_nothing_more(vae):
+def test_a_longer_static_end_adds_no_convolutions(vae):
     def convolutions(latents):
         video = fitted_to(vae, clip(1, ("static", 4 * latents)))
         return check(vae, video, 1)[0].count
@@ -178,7 +178,7 @@ def test_static_frames_with_gradients_are_computed(vae):
     assert video.grad[:, :, -1].any()
 
 
-def test_a_decode_skips_nothing():
+def test_a_decode_skips_no_frames():
     vae = load_vae(random_state_dict(8), dtype=torch.float32)
     latent = torch.zeros(1, 16, 30, 2, 2)
     with Convolutions() as seen:
