@@ -13,7 +13,9 @@ from .models.build import make_decoder, make_encoder
 from .models.config import SEEDVR2, VAEConfig
 from .models.patchify import fold_pixels
 from .models.receptive_field import latents_before
-from .planning.plan import Plan, job_of, make_plan
+from .planning.device_memory import total_bytes
+from .planning.job import job_of
+from .planning.plan import Plan, make_plan
 from .streaming.options import AUTOMATIC, StreamOptions
 from .streaming.output import Output, until_complete
 from .streaming.precision import compute_dtype
@@ -254,6 +256,7 @@ class VideoVAE(nn.Module):
         single_frame: bool = False,
         device: torch.device | None = None,
         cuts: bool = True,
+        empty: bool = False,
     ) -> Plan:
         """Return the plan of a stream of any length, with its memory.
 
@@ -265,6 +268,7 @@ class VideoVAE(nn.Module):
             single_frame: The video has one frame.
             device: Device of the computation; None: that of the weights.
             cuts: Allow tiles where whole frames do not fit.
+            empty: Plan for a device that nothing else uses, unless a limit is given.
 
         Returns:
             The plan for a batch of one.
@@ -280,6 +284,8 @@ class VideoVAE(nn.Module):
         dtype = compute_dtype(dtype, device)
         job = job_of(network, self.config, size, dtype, device, single_frame=single_frame)
         limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
+        if limit is None and empty:
+            limit = int(total_bytes(device) * job.shares[0])
         return make_plan(job, limit, chunk=options.chunk, tile=options.tile, cuts=cuts)
 
     def weight_bytes(self) -> int:

@@ -20,10 +20,6 @@ from ..host.oom import Way, free_others, resumed
 
 AUTOMATIC = StreamOptions()
 
-# Memory requested from ComfyUI for the longest steps. With less memory they are shorter and not
-# much slower; more would unload the diffusion model without a gain.
-_LIMIT_BYTES = 4 << 30
-
 # Sides of tiles in latents, tried one after the other if nothing else fits. For SeedVR2, which
 # cannot be tiled, the memory of such a tile is the limit.
 _TILES = (64, 32, 16)
@@ -206,9 +202,10 @@ def encode_bytes(vae: comfy.sd.VAE, shape: torch.Size, way: Way) -> int:
 def _plan_bytes(
     vae: comfy.sd.VAE, height: int, width: int, way: Way, *, encode: bool, single_frame: bool
 ) -> int:
-    # Requested tiles mean that memory is short: request the smallest steps on a tile. The stream
-    # finds any further free memory itself.
-    limit = way.limit_bytes or (_LIMIT_BYTES if way.tile is None else 1)
+    # The memory of the plan that an empty device would run, so that ComfyUI unloads other models
+    # before. Requested tiles mean that memory is short: request the smallest steps on a tile. The
+    # stream finds any further free memory itself.
+    limit = way.limit_bytes or (None if way.tile is None else 1)
     plan = vae.first_stage_model.plan(
         height,
         width,
@@ -216,7 +213,8 @@ def _plan_bytes(
         encode=encode,
         single_frame=single_frame,
         device=vae.device,  # the weights may be on the host
-        cuts=False,
+        cuts=limit is None,
+        empty=True,
     )
     return plan.peak_bytes
 

@@ -27,7 +27,8 @@ import torch  # noqa: E402
 from fast_video_vae.tests.benchmarks import record  # noqa: E402
 from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_weights  # noqa: E402
 from fast_video_vae.vae import StreamOptions, VideoVAE, load_vae  # noqa: E402
-from fast_video_vae.vae.planning import plan  # noqa: E402
+from fast_video_vae.vae.planning import candidates, plan  # noqa: E402
+from fast_video_vae.vae.planning.job import job_of  # noqa: E402
 
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
@@ -140,20 +141,20 @@ def planned(vae: VideoVAE, case: Case) -> plan.Plan:
     size = case.batch, case.size[0] // step, case.size[1] // step
     network = vae.encoder if case.encode else vae.decoder
     assert network is not None
-    job = plan.job_of(network, config, size, vae.dtype, vae.device, single_frame=case.latents == 1)
+    job = job_of(network, config, size, vae.dtype, vae.device, single_frame=case.latents == 1)
     return plan.make_plan(job, case.limit_bytes, chunk=case.chunk, tile=case.tile)
 
 
 @contextmanager
 def cut_at(index: int | None) -> Iterator[None]:
     """Allow tiles to be cut at one layer only, the `index`-th; None: at all of them."""
-    find = plan.can_cut
+    find = candidates.can_cut
     if index is not None:
-        plan.can_cut = lambda network: find(network)[index : index + 1]
+        candidates.can_cut = lambda network: find(network)[index : index + 1]
     try:
         yield
     finally:
-        plan.can_cut = find
+        candidates.can_cut = find
 
 
 def main() -> None:

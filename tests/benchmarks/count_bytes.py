@@ -2,7 +2,8 @@
 
 `python tests/benchmarks/count_bytes.py` prints them for a 720 x 1280 video next to the bytes that a
 step needs if each norm is one pass into the convolution's input and bias and residual are one pass
-after it. The tensors are on the `meta` device, so it needs no memory and no GPU.
+after it. Then it prints the bytes of a decode of 81 frames by the plans for some free memory. The
+tensors are on the `meta` device, so it needs no memory and no GPU.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -24,14 +26,19 @@ if __name__ == "__main__":
 
 from fast_video_vae.tests.benchmarks import record
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.vae import read_checkpoint
+from fast_video_vae.vae import Relief, StreamOptions, read_checkpoint
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.layers.workspace import canonical
 from fast_video_vae.vae.models.base import Network
 from fast_video_vae.vae.models.build import make_decoder, make_encoder
 from fast_video_vae.vae.models.config import VAEConfig
-from fast_video_vae.vae.planning.plan import StreamJob, make_plan
+from fast_video_vae.vae.models.patchify import fold_pixels
+from fast_video_vae.vae.planning import plan
+from fast_video_vae.vae.planning.job import StreamJob
+from fast_video_vae.vae.planning.plan import Plan, make_plan
 from fast_video_vae.vae.streaming.executor import advance
+from fast_video_vae.vae.streaming.output import Output
+from fast_video_vae.vae.streaming.session import VideoSession
 
 # GB per latent of 720 x 1280 in 16 bits, in the steady middle of a video. Per causal convolution of
 # x (the input) to y: the norm reads x and writes x with its tail, the convolution reads that and
@@ -45,6 +52,9 @@ NEEDED_GB = {
     ("wan2.2", "decode"): 44.58,
     ("wan2.2", "encode"): 13.55,
 }
+
+# Free memory of the devices of the second table.
+FREE_GIB = (22, 16, 11, 8, 6)
 
 _VIEWS = {"_unsafe_view", "_reshape_alias"}
 _ALLOCATES = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
@@ -161,26 +171,73 @@ def steady_step(
     network, step = meta_network(config, direction), config.spatial_compression
     size = 1, height // step, width // step
     job = StreamJob(network, size, torch.bfloat16, torch.device("meta"))
-    plan = make_plan(job, limit_bytes, cuts=False)
-    cache = TemporalCache()
+    chosen = make_plan(job, limit_bytes, cuts=False)
+    cache = TemporalCache(rings=chosen.rings)
 
     def run(latents: int) -> None:
         x = meta_input(config, direction, latents, height, width, first=cache.first)
-        for _ in advance(network.chains(), x, cache, plan.part_bytes):
+        for _ in advance(network.chains(), x, cache, chosen.part_bytes):
             pass
 
     with torch.no_grad():
         with counted():
             run(1)
             cache.first = False
-            run(plan.chunk)
+            run(chosen.chunk)
         with counted() as counter:
-            run(plan.chunk)
-    return counter, plan.chunk
+            run(chosen.chunk)
+    return counter, chosen.chunk
+
+
+def whole_video(
+    config: VAEConfig, direction: str, size: tuple[int, int, int], free_bytes: int
+) -> tuple[ByteCounter, Plan]:
+    """Count a whole video in bfloat16, by the plan for a device with so much free memory.
+
+    Args:
+        config: Configuration of the VAE.
+        direction: `decode` or `encode`.
+        size: Frames, height and width.
+        free_bytes: Free memory of the device.
+
+    Returns:
+        The counter, and the plan.
+    """
+    frames, height, width = size
+    network, device = meta_network(config, direction), torch.device("meta")
+    x = torch.empty(1, frames, height, width, config.image_channels, device="meta").movedim(-1, 1)
+    if direction == "decode":
+        count = config.latent_frames(frames)
+        x = meta_input(config, direction, count, height, width, first=True)
+    patch = config.patch_size if direction == "encode" else 1
+    video = VideoSession(
+        network,
+        config,
+        StreamOptions(),
+        torch.bfloat16,
+        lambda x: fold_pixels(x, patch),
+        Output(config, torch.bfloat16) if direction == "decode" else lambda x: x,
+        Relief(device, "a count"),
+        single_frame=False,
+        begins=True,
+        learns=False,
+        full=False,
+        graphs=False,
+        skips=False,
+    )
+    with (
+        mock.patch.object(plan, "free_bytes", return_value=free_bytes),
+        mock.patch.object(torch, "autocast", return_value=contextlib.nullcontext()),
+        torch.no_grad(),
+        counted() as counter,
+    ):
+        for _ in video.run(iter([x])):
+            pass
+    return counter, video.plan
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = record.parser(__doc__)
     parser.add_argument("--ops", action="store_true", help="print the bytes of each op too")
     parser.add_argument("--limit-gb", type=float, default=16, help="memory that a step may take")
@@ -206,6 +263,13 @@ def main() -> None:
         if args.ops:
             for name, nbytes in counter.by_op.most_common():
                 print(f"    {name:28}{nbytes / latents / 1e9:10.2f}")
+    print("81 x 720 x 1280    GiB free    GB without convolutions    launches    plan")
+    for free_gib in FREE_GIB:
+        counter, chosen = whole_video(
+            configs()["wan2.1"], "decode", (81, 720, 1280), free_gib << 30
+        )
+        passes = (counter.total - counter.by_op["convolution"]) / 1e9
+        print(f"wan2.1 decode{free_gib:14}{passes:24.0f}{counter.launches:15}    {chosen}")
 
 
 def configs() -> dict[str, VAEConfig]:

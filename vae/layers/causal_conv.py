@@ -10,6 +10,8 @@ from ...kernels import is_out_of_memory
 from . import row_bands
 from .causal_layer import CausalLayer
 from .conv import BIAS, Conv, Terms
+from .conv_weights import turned, turns
+from .frame_ring import FrameRing
 from .frame_runs import Settling, fitted
 from .temporal_cache import TemporalCache
 
@@ -29,6 +31,27 @@ class Fill(Protocol):
             tail: `[B, C, context, H, W]`: frames that go in front of the result. Afterwards it
                 holds the last `context` frames of `out`.
         """
+
+
+class Handover:
+    """A tensor that the receiver may free, because the giver keeps no reference to it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
+
+    def take(self) -> Tensor:
+        """Return the tensor `[B, C, T, H, W]`, once.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            RuntimeError: It was taken before.
+        """
+        tensor, self._tensor = self._tensor, None
+        if tensor is None:
+            raise RuntimeError("the tensor was taken before; expected one receiver")
+        return tensor
 
 
 class CausalConv3d(Conv, CausalLayer):
@@ -70,7 +93,7 @@ class CausalConv3d(Conv, CausalLayer):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Handover,
         cache: TemporalCache,
         fill: Fill | None = None,
         terms: Terms = BIAS,
@@ -78,7 +101,8 @@ class CausalConv3d(Conv, CausalLayer):
         """Convolve `fill(x)` causally.
 
         Args:
-            x: `[B, C_in, T, H, W]`, channels-last; `T` is 1 while `cache.first` is set.
+            x: `[B, C_in, T, H, W]`, channels-last; `T` is 1 while `cache.first` is set. A
+                `Handover` is freed before the products.
             cache: State of the video. It supplies the frames before `x` and keeps the new tail.
             fill: Applied to `x` while it is copied into the input buffer, such as a norm.
             terms: Bias and residual to add; a residual is `[B, C_out, T / stride, H, W]`.
@@ -87,14 +111,24 @@ class CausalConv3d(Conv, CausalLayer):
             `[B, C_out, T / stride, H, W]`, channels-last. With `cache.settling`, only the frames
             until the output is static, which can be none without a residual.
         """
+        held = [x.take() if isinstance(x, Handover) else x]
         if cache.settling is not None and not cache.first:
-            return self._settled(cache.settling, x, cache, fill, terms)
+            return self._settled(cache.settling, held[0], cache, fill, terms)
+        fresh = held[0].shape[2]
         window: Tensor | None = None
+        ring: FrameRing | None = None
         try:
-            window = self._window(x, cache, fill)
+            if self._keeps_ring(held[0], cache):
+                ring = cache.ring(self, self.context, held[0])
+                take = _copy if fill is None else fill
+                cache.attempt(functools.partial(take, held[0], out=ring.slot))
+                window = ring.frames
+            else:
+                window = self._window(held[0], cache, fill)
             if cache.first and not cache.single_frame and self.context:
-                self.tail(x, cache)  # allocated here, because `keep` must not fail
-            y = self.of_window(window, cache, self.padding, terms)
+                self.tail(held[0], cache)  # allocated here, because `keep` must not fail
+            held.clear()
+            y = self.of_window(window, cache, self.padding, terms, ring)
         except Exception as error:
             relief = cache.workspace.relief
             if relief is None or not is_out_of_memory(error):
@@ -102,14 +136,30 @@ class CausalConv3d(Conv, CausalLayer):
             failed = error.with_traceback(None)
             relief.note("convolutions in smaller pieces")
         else:
-            if cache.first:
+            if ring is not None:
+                cache.turn(self, ring)
+            elif cache.first:
                 self.keep(window, cache)
             return y
         # Outside the except block: the error's traceback would keep tensors alive.
-        if window is not None and not cache.first:
+        if not held and window is not None:
+            filled = window[:, :, -fresh:] if ring is None else ring.slot
+            copy = functools.partial(filled.clone, memory_format=torch.channels_last_3d)
+            held, fill = [cache.attempt(copy)], None
+        if ring is None and window is not None and not cache.first:
             cache.put_back(self, window[:, :, : self.context])
-        del window
-        return self._in_pieces(failed, x, cache, fill, terms)
+        del window, ring
+        return self._in_pieces(failed, held[0], cache, fill, terms)
+
+    def _keeps_ring(self, x: Tensor, cache: TemporalCache) -> bool:
+        """Return whether `x` `[B, C_in, T, H, W]` is a frame for a ring."""
+        return (
+            cache.rings
+            and not (cache.first or cache.thrifty or torch.is_grad_enabled())
+            and self.context > 0
+            and self.stride == x.shape[2] == 1
+            and turns(self.weight.numel(), x[0].numel())
+        )
 
     def _in_pieces(
         self,
@@ -133,7 +183,7 @@ class CausalConv3d(Conv, CausalLayer):
                 pieces.append(self.forward(_run(cache, part, x), cache, fill, added))
             return cache.attempt(lambda: torch.cat(pieces, dim=2))
         rows = x.shape[3] // _BANDS
-        if not rows or self.replicate:  # SeedVR2's norm, in `fill`, needs the whole frame
+        if not rows or (self.replicate and fill is not None):  # its norm needs the whole frame
             raise failed
         take = _copy if fill is None else fill
         return row_bands.convolve(self, take, x, cache, rows, terms)
@@ -163,6 +213,7 @@ class CausalConv3d(Conv, CausalLayer):
         cache: TemporalCache,
         rows: int,
         terms: Terms = BIAS,
+        ring: FrameRing | None = None,
     ) -> Tensor:
         """Convolve a window of frames, or the first frame with the 2D weights.
 
@@ -173,13 +224,15 @@ class CausalConv3d(Conv, CausalLayer):
             cache: State of the video.
             rows: Rows of zero padding above and below; 0 for a band that has its border rows.
             terms: As for `forward`.
+            ring: The window is the frames of this ring, whose slot has the new frame.
 
         Returns:
             `[B, C_out, T / stride, H - 2 * (padding - rows), W]`.
         """
         pads = (rows, self.padding)
         if not cache.first:
-            return self.convolve(window, "volume", (self.stride, 1, 1), pads, cache, terms)
+            kind = "volume" if ring is None else turned(ring.oldest)
+            return self.convolve(window, kind, (self.stride, 1, 1), pads, cache, terms)
         frame, added = window.squeeze(2), terms.of(lambda residual: residual.squeeze(2))
         return self.convolve(frame, self.first_form, (1, 1), pads, cache, added).unsqueeze(2)
 

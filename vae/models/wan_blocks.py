@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels import attention, bias_residual, interleave_time, rms_norm_silu
-from ..layers.causal_conv import CausalConv3d
+from ..layers.causal_conv import CausalConv3d, Handover
 from ..layers.causal_layer import CausalLayer
 from ..layers.conv import PointwiseConv, Terms
 from ..layers.resample_conv import StridedConv2d, UpsampleConv2d
@@ -83,7 +83,7 @@ class ResidualBlock(CausalLayer):
         norm1, norm2 = (cast(RMSNorm, self.residual[key]) for key in "03")
         conv1, conv2 = (cast(CausalConv3d, self.residual[key]) for key in "26")
         late = conv1.adds_bias_late(x)
-        y = conv1(x, cache, norm1.silu, Terms(biased=not late))
+        y = Handover(conv1(x, cache, norm1.silu, Terms(biased=not late)))
         fill = functools.partial(norm2.silu, bias=conv1.bias) if late else norm2.silu
         if self.shortcut is None:
             return conv2(y, cache, fill, Terms(x))

@@ -1,19 +1,21 @@
-"""A stream without its data: only its allocations are recorded.
+"""A stream without its data: its allocations are recorded, and its traffic and launches.
 
 It follows the layers like the executor, and records what each one allocates by the rules of the
 real code: a change of the memory that a layer holds must be made here too. A block is freed when
 the last variable that refers to it is gone, like the memory of a tensor.
-`tests/vae/planning/test_plan.py` compares it with the allocations of streams and with processes.
+`tests/vae/planning/test_plan.py` compares it with the allocations of streams and with processes,
+`test_bytes.py` with their traffic. The traffic decides between plans on a GPU, so it is
+approximate: each pass counts its large tensors, and attention counts as its projections.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..layers.conv_weights import turns
 from ..layers.frame_runs import largest_part
 from ..layers.row_bands import WORTH_IT
-from ..layers.workspace import KEPT_BYTES, WASTE
 from .layer_specs import ConvSpec, LayerSpec, PartSpec, Shape
+from .ledger import Block, Ledger, Setting
 
 # Attention on a GPU in blocks: the head size above which blocks are used, the scores of a block,
 # and the bytes of a score and its softmax (kernels/reference/attention.py).
@@ -22,25 +24,11 @@ _SCORES = 1 << 26
 _SCORE_BYTES = 8
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Conditions of a stream.
+class TileCount(NamedTuple):
+    """The tiles of a frame: their number, and their area in areas of the largest one."""
 
-    Attributes:
-        batch: Videos per batch.
-        itemsize: Bytes of an element.
-        single_frame: The video has one frame.
-        on_cpu: The stream runs on a CPU, where large results are written to reused memory.
-        fused: Convolutions add to an existing buffer (oneDNN) instead of returning a new one.
-        casts: The weights have another dtype than the activations.
-    """
-
-    batch: int
-    itemsize: int
-    single_frame: bool
-    on_cpu: bool
-    fused: bool
-    casts: bool
+    count: int = 1
+    area: float = 1.0
 
 
 class CropSpec(NamedTuple):
@@ -65,12 +53,23 @@ class DryRun:
         setting: Conditions of the stream.
         part_bytes: Size of a part, as for `advance` of the executor.
         kept_bytes: Bytes of the tails.
+        rings: Tails of single frames are rings.
+
+    Attributes:
+        moved_bytes: Bytes that all passes have read and written.
+        launches: Number of passes.
     """
 
-    def __init__(self, setting: Setting, part_bytes: int, kept_bytes: int) -> None:
-        self._ledger = _Ledger(setting, kept_bytes)
+    def __init__(
+        self, setting: Setting, part_bytes: int, kept_bytes: int, *, rings: bool = False
+    ) -> None:
+        self._ledger = Ledger(setting, kept_bytes)
         self._setting, self._part_bytes = setting, part_bytes
-        self._piece: _Block | None = None  # a caller frees a piece when it has the next one
+        self._piece: Block | None = None  # a caller frees a piece when it has the next one
+        self._keeps_rings = rings
+        self._ringed: set[int] = set()
+        self._tiles, self._repeats = TileCount(), 1
+        self.moved_bytes, self.launches = 0.0, 0
 
     @property
     def peak_bytes(self) -> int:
@@ -83,43 +82,69 @@ class DryRun:
         self._piece = self._advance(chains, x, shape, collects=False).last
 
     def tiled_decode(
-        self, whole: SpecChains, tile: SpecChains, shape: Shape, leaving: Shape
+        self,
+        whole: SpecChains,
+        tile: SpecChains,
+        tiles: TileCount,
+        shape: Shape,
+        leaving: Shape,
     ) -> None:
         """Run `TiledDecode.advance` without a buffer of the caller.
 
         Args:
             whole: The layers on whole frames.
             tile: The layers of the largest tile.
+            tiles: The tiles.
             shape: Shape of the input.
             leaving: Shape of the frames.
         """
         x = self._ledger.new(shape)
         runs = self._advance(whole, x, shape, collects=True)
         chunk = self._ledger.new(leaving)
-        self._advance(tile, runs.last, runs.shape, collects=False)
+        self._each(tile, tiles, runs)
         self._piece = chunk
 
     def tiled_encode(
-        self, tile: SpecChains, whole: SpecChains, shape: Shape, between: Shape
+        self,
+        tile: SpecChains,
+        whole: SpecChains,
+        tiles: TileCount,
+        shape: Shape,
+        between: Shape,
     ) -> None:
         """Run `TiledEncode.advance`.
 
         Args:
             tile: The layers of the largest tile.
             whole: The layers on whole frames.
+            tiles: The tiles.
             shape: Shape of the input.
             between: Shape between the two.
         """
         x = self._ledger.new(shape)
-        made = self._advance(tile, x, shape, collects=True), self._ledger.new(between)
-        self._piece = self._advance(whole, made[1], between, collects=False).last
+        joined = self._ledger.new(between)  # allocated after the first tile, before the second
+        runs = self._each(tile, tiles, _Runs(x, shape, 1, []))
+        self._piece = self._advance(whole, joined, between, collects=False).last
+        del runs
 
-    def _advance(self, chains: SpecChains, x: "_Block", shape: Shape, *, collects: bool) -> "_Runs":
+    def _each(self, tile: SpecChains, tiles: TileCount, runs: "_Runs") -> "_Runs":
+        """Run the tiles; the last one with what the tile before it has left allocated."""
+        if self._setting.single_frame:
+            self._repeats = 0
+            self._advance(tile, runs.last, runs.shape, collects=False)
+        self._tiles, self._repeats = tiles, runs.count
+        made = self._advance(tile, runs.last, runs.shape, collects=True)
+        self._tiles, self._repeats = TileCount(), 1
+        return made
+
+    def _advance(self, chains: SpecChains, x: "Block", shape: Shape, *, collects: bool) -> "_Runs":
         """Run `advance` of the executor."""
         runs = self._run(chains[0], x, shape, collects=collects or len(chains) > 1)
         for number, (head, *tail) in enumerate(chains[1:], 2):
             shape = runs.joined
             joined = runs.last if runs.count == 1 else self._ledger.new(shape)
+            if runs.count > 1:
+                self._pass(2 * self._ledger.nbytes(shape))
             del runs
             z, out = self._through(head, joined, shape)
             runs = self._run(tail, z, out, collects=collects or number < len(chains))
@@ -127,7 +152,7 @@ class DryRun:
         return runs
 
     def _run(
-        self, layers: Sequence[LayerSpec | CropSpec], x: "_Block", shape: Shape, *, collects: bool
+        self, layers: Sequence[LayerSpec | CropSpec], x: "Block", shape: Shape, *, collects: bool
     ) -> "_Runs":
         """Run the last part of a chunk; the others do the same with fewer results collected."""
         ledger, single_frame = self._ledger, self._setting.single_frame
@@ -145,16 +170,19 @@ class DryRun:
                     for each in layers[index:]:
                         end = each.after(end, single_frame=single_frame)
                     before.append(ledger.new(end, count - 1))
+                self._repeats *= count
                 runs = self._run(layers[index:], z, run, collects=collects)
+                self._repeats //= count
                 return _Runs(runs.last, runs.shape, count * runs.count, before + runs.before)
             y, shape = self._through(layer, y, shape)
         return _Runs(y, shape, 1, [])
 
     def _through(
-        self, layer: LayerSpec | CropSpec, x: "_Block", shape: Shape
-    ) -> "tuple[_Block, Shape]":
+        self, layer: LayerSpec | CropSpec, x: "Block", shape: Shape
+    ) -> "tuple[Block, Shape]":
         after = layer.after(shape, single_frame=self._setting.single_frame)
         if isinstance(layer, CropSpec):
+            self._pass(2 * self._ledger.nbytes(after))
             return self._ledger.new(after), after
         side = None
         if layer.holds == "result":
@@ -171,9 +199,7 @@ class DryRun:
             y = self._ledger.new(after)
         return y, after
 
-    def _part(
-        self, part: PartSpec, x: "_Block", shape: Shape, residual: "_Block | None"
-    ) -> "_Block":
+    def _part(self, part: PartSpec, x: "Block", shape: Shape, residual: "Block | None") -> "Block":
         if not part.products:
             return self._attention(part, shape)
         if part.up > 1:
@@ -182,10 +208,12 @@ class DryRun:
             return self._down(part, shape, residual)
         return self._same(part, x, shape)
 
-    def _attention(self, part: PartSpec, shape: Shape) -> "_Block":
+    def _attention(self, part: PartSpec, shape: Shape) -> "Block":
         """Allocate queries, keys and values, the attended values, and the result."""
         self._ledger.scratch(shape)
         *mixed, _ = part.mixed
+        # Norm, projections and sum; the attention itself.
+        self._pass((8 + 2 * len(mixed)) * self._ledger.nbytes(shape), 5)
         made = [self._ledger.new(shape.of(channels)) for channels in mixed]
         made.append(self._ledger.new(shape))
         if not self._setting.on_cpu and shape.channels > _FUSED_HEAD:
@@ -195,18 +223,23 @@ class DryRun:
             self._ledger.take(-scores)
         return self._ledger.new(shape)
 
-    def _same(self, part: PartSpec, x: "_Block", shape: Shape) -> "_Block":
+    def _same(self, part: PartSpec, x: "Block", shape: Shape) -> "Block":
         """Run one convolution, or two with a residual."""
         *before, last = part.products
-        made = []
+        made, entering = [], self._ledger.nbytes(shape)
         for product in before:
-            made.append(self._product(part, product, shape))
+            made.append(self._product(part, product, shape, biased=False))
             shape = shape.of(product.outputs)
-        if before:
-            made.append(self._ledger.new(shape) if part.mixed else x)
-        return self._product(part, last, shape, made[-1] if before else None)
+        if not before:
+            return self._product(part, last, shape)
+        residual = self._ledger.new(shape) if part.mixed else x
+        if part.mixed:
+            self._pass(entering + self._ledger.nbytes(shape))
+        # Wan's blocks hand the input of the last convolution over, which frees it before.
+        given = None if part.banded else made
+        return self._product(part, last, shape, residual, given=given)
 
-    def _down(self, part: PartSpec, shape: Shape, residual: "_Block | None") -> "_Block":
+    def _down(self, part: PartSpec, shape: Shape, residual: "Block | None") -> "Block":
         """Downsample in space, and in time if there is a second convolution."""
         first, *rest = part.products
         rest = [] if self._setting.single_frame else rest
@@ -215,7 +248,7 @@ class DryRun:
             return y
         return self._product(part, rest[0], part.after(shape, single_frame=True), residual)
 
-    def _up(self, part: PartSpec, shape: Shape) -> "_Block":
+    def _up(self, part: PartSpec, shape: Shape) -> "Block":
         """Upsample in time if there is a first convolution, then in space."""
         *first, last = part.products
         made = []
@@ -223,15 +256,17 @@ class DryRun:
             made.append(self._product(part, product, shape))
             shape = shape.lasting(shape.frames * part.times)
             self._ledger.scratch(shape)
+            self._pass(2 * self._ledger.nbytes(shape))
         if last.context and not self._setting.single_frame:
             self._ledger.scratch(shape.lasting(shape.frames + last.context))
         height, width = shape.height + 1, shape.width + 1
         grid = Shape(4 * last.outputs, shape.frames, height, width)
         made.append(self._made(grid))
         times = 1 if self._setting.single_frame else last.times
-        y = self._ledger.result(
-            Shape(last.outputs, shape.frames * times, 2 * shape.height, 2 * shape.width)
-        )
+        large = Shape(last.outputs, shape.frames * times, 2 * shape.height, 2 * shape.width)
+        y = self._ledger.result(large)
+        nbytes = self._ledger.nbytes
+        self._pass(nbytes(shape) + 2 * times * nbytes(grid) + nbytes(large), 2 * times)
         made += [self._made(grid) for _ in range(times - 1)]
         return y
 
@@ -240,14 +275,26 @@ class DryRun:
         part: PartSpec,
         product: ConvSpec,
         shape: Shape,
-        residual: "_Block | None" = None,
+        residual: "Block | None" = None,
         down: int = 1,
-    ) -> "_Block":
+        *,
+        biased: bool = True,
+        given: "list[Block] | None" = None,
+    ) -> "Block":
         """Run `CausalConv3d.forward`."""
         setting, ledger = self._setting, self._ledger
-        window = shape.lasting(shape.frames + (0 if setting.single_frame else product.context))
+        context = 0 if setting.single_frame else product.context
+        window = shape.lasting(shape.frames + context)
         frames = shape.frames if setting.single_frame else shape.frames // product.stride
         out = Shape(product.outputs, frames, shape.height // down, shape.width // down)
+        rings = self._in_ring(product, shape)
+        entering, tail = ledger.nbytes(shape), ledger.nbytes(shape.lasting(context))
+        # Norm into the window, the tail in front of it and behind; convolution; bias, residual.
+        if product.windowed:
+            self._pass(2 * entering + (0 if rings else 3 * tail))
+        self._pass(entering + tail + ledger.nbytes(out))
+        if biased:
+            self._pass((2 if residual is None else 3) * ledger.nbytes(out))
         rows = self._band(window) if part.banded else shape.height
         if rows < shape.height:
             ledger.scratch(window.sized(rows + 2, window.width))
@@ -255,8 +302,10 @@ class DryRun:
             tail = Shape(shape.channels, product.context, rows, shape.width)
             _ = ledger.new(tail), self._made(out.sized(rows, out.width))
             return y
-        if product.windowed:
+        if product.windowed and not rings:
             ledger.scratch(window)
+        if given:
+            given.clear()
         # Copies in oneDNN's order; the weight of a first frame, which has fewer taps, also in
         # PyTorch's.
         arranged = 2 * product.rearranged_first if setting.single_frame else product.rearranged
@@ -267,6 +316,24 @@ class DryRun:
         ledger.take(-copies)
         return y
 
+    def _in_ring(self, product: ConvSpec, shape: Shape) -> bool:
+        """Return whether a convolution keeps a ring, which is allocated in its first step."""
+        if not self._keeps_rings or self._setting.single_frame or not product.rings:
+            return False
+        if shape.frames > 1 or not turns(product.numbers, shape.numel):
+            return False
+        if id(product) not in self._ringed:
+            self._ringed.add(id(product))
+            frame = self._ledger.nbytes(shape)
+            self._ledger.take((product.context + 1) * frame)
+            self._ledger.take(-product.context * frame)  # the tail
+        return True
+
+    def _pass(self, nbytes: float, launches: int = 1) -> None:
+        """Count `launches` passes over `nbytes` in all."""
+        self.moved_bytes += nbytes * self._tiles.area * self._repeats
+        self.launches += launches * self._tiles.count * self._repeats
+
     def _band(self, window: Shape) -> int:
         """Return the rows of a band as `row_bands.rows_of`."""
         row = self._ledger.nbytes(window.sized(1, window.width))
@@ -274,7 +341,7 @@ class DryRun:
             return window.height
         return min(window.height, max(1, self._part_bytes // row - 2))
 
-    def _made(self, shape: Shape) -> "_Block":
+    def _made(self, shape: Shape) -> "Block":
         """Allocate the result of a convolution."""
         return self._ledger.result(shape) if self._setting.fused else self._ledger.new(shape)
 
@@ -282,73 +349,12 @@ class DryRun:
 class _Runs(NamedTuple):
     """The runs of an iterator: the last one, their number, and those before it."""
 
-    last: "_Block"
+    last: "Block"
     shape: Shape
     count: int
-    before: "list[_Block]"
+    before: "list[Block]"
 
     @property
     def joined(self) -> Shape:
         """The shape of all runs together."""
         return self.shape.lasting(self.count * self.shape.frames)
-
-
-class _Block:
-    """Allocated memory, until no variable refers to it."""
-
-    __slots__ = ("_give_back", "_nbytes")
-
-    def __init__(self, nbytes: int, give_back: Callable[[int], object]) -> None:
-        self._nbytes, self._give_back = nbytes, give_back
-
-    def __del__(self) -> None:
-        self._give_back(self._nbytes)
-
-
-class _Ledger:
-    """The allocated memory, and its maximum so far.
-
-    Args:
-        setting: Conditions of the stream.
-        kept_bytes: Bytes that are always allocated.
-    """
-
-    def __init__(self, setting: Setting, kept_bytes: int) -> None:
-        self.peak = self._live = kept_bytes
-        self._setting = setting
-        self._scratch = 0
-        self._free: list[int] = []  # sizes of the blocks that `Workspace.reused` can return again
-
-    def take(self, nbytes: int) -> None:
-        """Record an allocation of `nbytes`; a negative number is a release."""
-        self._live += nbytes
-        self.peak = max(self.peak, self._live)
-
-    def nbytes(self, shape: Shape) -> int:
-        """Return the bytes of an activation of `shape`."""
-        return shape.numel * self._setting.batch * self._setting.itemsize
-
-    def new(self, shape: Shape, count: int = 1) -> _Block:
-        """Allocate `count` activations of `shape`."""
-        nbytes = count * self.nbytes(shape)
-        self.take(nbytes)
-        return _Block(-nbytes, self.take)
-
-    def result(self, shape: Shape) -> _Block:
-        """Allocate memory as `Workspace.reused` does, or new memory."""
-        nbytes = self.nbytes(shape)
-        if not self._setting.on_cpu or nbytes < KEPT_BYTES:
-            return self.new(shape)
-        size = min((size for size in self._free if nbytes <= size <= WASTE * nbytes), default=0)
-        if size:
-            self._free.remove(size)
-        else:
-            self.take(nbytes - sum(self._free))
-            self._free.clear()
-        return _Block(size or nbytes, self._free.append)
-
-    def scratch(self, shape: Shape) -> None:
-        """Allocate memory as `Workspace.scratch` does."""
-        nbytes = self.nbytes(shape)
-        self.take(max(0, nbytes - self._scratch))
-        self._scratch = max(nbytes, self._scratch)

@@ -28,7 +28,8 @@ from ..layers.temporal_cache import TemporalCache
 from ..layers.workspace import Workspace, canonical, to_unit
 from ..models.base import Network
 from ..models.config import VAEConfig
-from ..planning.plan import Plan, cut_tiles, job_of, make_plan, smaller_plan
+from ..planning.job import job_of
+from ..planning.plan import Plan, cut_tiles, make_plan, smaller_plan
 from . import cuda_graph
 from .cache_offload import Parking
 from .executor import Executor, join
@@ -121,6 +122,11 @@ class VideoSession:
         self._last: tuple[torch.Size, bool, bool] | None = None
         self._repeats = 0  # equal chunks before this one
         self._recording: cuda_graph.Recording | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The current plan; there is one from the first result on."""
+        return self._plan
 
     def run(self, source: Iterator[Tensor]) -> Iterator[Tensor]:
         """Run the whole video. Between results the caller's modes (grad, inference) are active.
@@ -311,8 +317,12 @@ class VideoSession:
     def _executor_of(self, plan: Plan) -> Executor:
         def new_cache() -> TemporalCache:
             single_frame, bands = self._job.single_frame, plan.part_bytes
+            rings = plan.rings and not self.graphs  # a graph repeats fixed addresses
             cache = TemporalCache(
-                single_frame=single_frame, band_bytes=bands, workspace=self._workspace
+                single_frame=single_frame,
+                band_bytes=bands,
+                workspace=self._workspace,
+                rings=rings,
             )
             cache.first = self.begins
             return cache

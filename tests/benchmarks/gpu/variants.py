@@ -16,7 +16,7 @@ from fast_video_vae.kernels import use_backend
 from fast_video_vae.vae.layers import cudnn
 from fast_video_vae.vae.layers.conv import Conv
 from fast_video_vae.vae.layers.resample_conv import UpsampleConv2d
-from fast_video_vae.vae.planning import plan
+from fast_video_vae.vae.planning import candidates
 
 from .conv import unfolded
 from .session import Session
@@ -36,7 +36,7 @@ class Variant:
 def variants(session: Session, vae: Any) -> list[Variant]:
     """Return all variants of `vae` for the device of `session`."""
     part = "_DEVICE_PART_BYTES" if session.cuda else "_CPU_PART_BYTES"
-    size = getattr(plan, part)
+    size = getattr(candidates, part)
     return [
         Variant("every op by PyTorch (no Triton)", functools.partial(use_backend, "reference")),
         Variant("cuDNN searches each shape", lambda: cudnn.searching(session.device), plans=True),
@@ -53,10 +53,14 @@ def variants(session: Session, vae: Any) -> list[Variant]:
         Variant("4 latents per step", chunk=4, single_frame=False),
         Variant("all latents in one step", chunk=-1, single_frame=False),
         Variant(
-            "parts a quarter as large", lambda: replaced(plan, part, size // 4), single_frame=False
+            "parts a quarter as large",
+            lambda: replaced(candidates, part, size // 4),
+            single_frame=False,
         ),
         Variant(
-            "parts four times as large", lambda: replaced(plan, part, size * 4), single_frame=False
+            "parts four times as large",
+            lambda: replaced(candidates, part, size * 4),
+            single_frame=False,
         ),
         Variant("CUDA graphs", lambda: replaced(vae, "graphs", True), single_frame=False),
     ]

@@ -20,7 +20,7 @@ from fast_video_vae.tests.vae.models.seedvr2_oracle import Oracle
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers import conv
-from fast_video_vae.vae.planning import plan
+from fast_video_vae.vae.planning import candidates
 
 SIZE = 3, 2  # of a latent
 
@@ -170,7 +170,7 @@ def test_pieces_of_any_length_give_the_same_result(family, piece):
 
 
 def test_parts_of_a_chunk_give_the_same_result(family, monkeypatch):
-    monkeypatch.setattr(plan, "_CPU_PART_BYTES", 1 << 12)
+    monkeypatch.setattr(candidates, "_CPU_PART_BYTES", 1 << 12)
     family.check(family.vae.encode, family.vae.decode, 4)
 
 

@@ -18,7 +18,7 @@ from fast_video_vae.vae.layers import conv, row_bands
 from fast_video_vae.vae.layers.causal_conv import CausalConv3d
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.models import seedvr2
-from fast_video_vae.vae.planning import plan as plan_module
+from fast_video_vae.vae.planning import candidates
 
 WIDTHS = (32, 32, 64, 64)
 
@@ -131,7 +131,7 @@ def banded(state, monkeypatch):
     made = []
     vae = load_vae(state, dtype=torch.float32)
     vae.limit_bytes = 1
-    monkeypatch.setattr(plan_module, "_SMALLEST_PART_BYTES", 1)
+    monkeypatch.setattr(candidates, "_SMALLEST_PART_BYTES", 1)
     of_window = CausalConv3d.of_window
 
     def counted(self, window, cache, rows, *args, **options):
@@ -185,7 +185,7 @@ def test_a_convolution_reads_one_band_at_a_time(state, monkeypatch):
     latent = random_latent(1, 16, 2, 8, 8)
     vae.decode(latent)
     read = []
-    monkeypatch.setattr(plan_module, "_SMALLEST_PART_BYTES", 1)
+    monkeypatch.setattr(candidates, "_SMALLEST_PART_BYTES", 1)
     for limit in (1 << 30, 1):
         vae.limit_bytes = limit
         with Convolutions() as convolutions:

@@ -18,7 +18,7 @@ from fast_video_vae.tests.benchmarks import bench_memory, count_bytes
 from fast_video_vae.tests.benchmarks.bench_memory import Case
 from fast_video_vae.tests.benchmarks.weights import random_weights
 from fast_video_vae.vae import VideoVAE, load_vae, validation
-from fast_video_vae.vae.planning import plan
+from fast_video_vae.vae.planning import candidates
 from fast_video_vae.vae.streaming import session
 
 
@@ -70,7 +70,7 @@ def live_peak(case: Case) -> tuple[int, int]:
             (validation, "check_finite", lambda *_: None),
             (session, "drop_stale_forms", lambda *_: None),
             (torch, "autocast", lambda *_, **__: contextlib.nullcontext()),
-            (plan, "_PARKED_LATENTS", ()),
+            (candidates, "_PARKED_LATENTS", ()),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         # The first stream derives weights, which count as weights.

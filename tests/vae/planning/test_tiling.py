@@ -11,8 +11,7 @@ from fast_video_vae.tests.vae.families import STATES, WAN, close, joined, latent
 from fast_video_vae.tests.wan22 import random_wan22
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.models.receptive_field import frame_sizes
-from fast_video_vae.vae.planning import plan as plan_module
-from fast_video_vae.vae.planning import tiling
+from fast_video_vae.vae.planning import candidates, tiling
 from fast_video_vae.vae.streaming import session
 from fast_video_vae.vae.streaming.cache_offload import Parking
 from fast_video_vae.vae.streaming.tiled_executor import TiledDecode, TiledEncode
@@ -70,7 +69,7 @@ def test_every_cut_gives_the_same_result(vae, monkeypatch, tiles):
     assert min(counts) >= 3
     for index in range(max(counts)):
         monkeypatch.setattr(
-            plan_module,
+            candidates,
             "can_cut",
             lambda network, index=index: find(network)[index : index + 1] or find(network)[:1],
         )

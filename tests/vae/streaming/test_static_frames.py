@@ -15,7 +15,7 @@ from fast_video_vae.tests.vae.families import (
 )
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.frame_runs import Settling
-from fast_video_vae.vae.planning import plan as plan_module
+from fast_video_vae.vae.planning import candidates
 from fast_video_vae.vae.streaming.static_frames import Changes
 
 
@@ -121,7 +121,7 @@ def test_short_repetitions_do_not_change_the_result(vae, repeats):
 @pytest.mark.parametrize("vae", VIDEO, indirect=True)
 @pytest.mark.parametrize("part", [1, 1 << 12, 1 << 15])
 def test_parts_of_any_size_do_not_change_the_latents(vae, part, monkeypatch):
-    monkeypatch.setattr(plan_module, "_CPU_PART_BYTES", part)
+    monkeypatch.setattr(candidates, "_CPU_PART_BYTES", part)
     batch = torch.cat([clip(6, ("static", 47)), clip(4, 2, ("static", 47))], 0)
     check(vae, batch, 4)
 

@@ -1,0 +1,291 @@
+"""The possible plans of a stream: whole frames or tiles, with steps and parts of any size.
+
+Most of the many candidates need no look: each has a lower bound of its seconds, from its products
+and the passes of the longest steps on whole frames.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from ..models.receptive_field import Size, Span
+from .cost import StepCost, StreamCost, tiled_cost, whole_cost
+from .job import StreamJob
+from .tiling import Tiles, can_cut, grid
+
+# On a CPU an activation of this size stays in the last-level cache, and in memory that malloc
+# reuses: glibc maps every block over 32 MB from the system, which takes about as long as the
+# convolution that fills it.
+_CPU_PART_BYTES = 24 << 20
+
+# On a GPU: large enough to fill it, small enough to leave memory for other uses.
+_DEVICE_PART_BYTES = 1 << 30
+
+# Smallest part, for when memory is short; a larger single frame is not divided.
+_SMALLEST_PART_BYTES = 1 << 20
+
+# More latents per step gained nothing measurable, and delay the first frames.
+_MOST_LATENTS = 4
+
+# Latents per step with caches on the host: longer steps copy less.
+_PARKED_LATENTS = (4, 8, 16, 32)
+
+# Parts below this size cost too many launches; only the shortest steps use them.
+_SMALL_PART_BYTES = 128 << 20
+
+# Numbers of rows and columns of tiles to try.
+_GRIDS = ((2, 1), (3, 1), (4, 1), (6, 1), (4, 2), (8, 1), (6, 2), (8, 2), (8, 4), (12, 6), (16, 9))
+_SMALLEST_TILE = 32
+
+
+@dataclass(frozen=True)
+class StepChoice:
+    """Steps of one length on whole frames or certain tiles.
+
+    Attributes:
+        chunk: Latents per step.
+        part_bytes: Size of an activation above which its frames are divided into parts.
+        step: Estimated memory and work of a step.
+        seconds: Predicted seconds per latent.
+        tiles: The tiles; None: whole frames.
+        parked: The tails of a tile are on the host while it does not run.
+        rings: Tails of single frames are rings.
+    """
+
+    chunk: int
+    part_bytes: int
+    step: StepCost
+    seconds: float
+    tiles: Tiles | None
+    parked: bool
+    rings: bool
+
+    @property
+    def peak_bytes(self) -> int:
+        """Estimated memory without weights, input and output."""
+        return self.step.peak_bytes
+
+
+class Candidates:
+    """All choices for a stream.
+
+    Args:
+        job: The stream.
+        tile: Height and width of a tile in pixels of the images, if given.
+        chunk: Latents per step, if given; -1: all, estimated as a few.
+        cuts: Allow tiles.
+    """
+
+    def __init__(self, job: StreamJob, tile: Size | None, chunk: int | None, *, cuts: bool) -> None:
+        self._job, self._chunk, self._cuts = job, chunk, cuts
+        self._sizes = _tile_sizes(job, tile)
+        stream = whole_cost(job.spec, job.setting, job.start)
+        self._whole = _Candidate(job, stream, None, _lengths(job, stream, chunk))
+        self._only_tiles = tile is not None and bool(self._sizes and can_cut(job.network))
+
+    def fastest(self, limit_bytes: int, *, parks: bool = True) -> StepChoice | None:
+        """Return the fastest choice within a limit, or None.
+
+        Args:
+            limit_bytes: Memory limit.
+            parks: Allow caches on the host.
+
+        Returns:
+            The choice.
+        """
+        best: StepChoice | None = None
+        for candidate in self._in_order():
+            if best is not None and self._least_s(candidate) >= best.seconds:
+                break
+            parked = candidate.stream.parked
+            if (parked and not parks) or candidate.stream.kept_bytes > limit_bytes:
+                continue
+            choice = candidate.fastest(limit_bytes)
+            if choice is not None and (best is None or choice.seconds < best.seconds):
+                best = choice
+        return best
+
+    @property
+    def smallest(self) -> StepChoice:
+        """The choice that needs the least memory."""
+        candidates = sorted(self._in_order(), key=lambda each: each.stream.kept_bytes)
+        best = candidates[0].smallest
+        for candidate in candidates[1:]:
+            # The tails alone exceed the best choice, in this candidate and in all others.
+            if candidate.stream.kept_bytes >= best.peak_bytes:
+                break
+            best = min(best, candidate.smallest, key=lambda choice: choice.peak_bytes)
+        return best
+
+    def _in_order(self) -> Iterator["_Candidate"]:
+        """Yield whole frames, then tiles in order of their least seconds."""
+        if not self._only_tiles:
+            yield self._whole
+        if self._cuts:
+            yield from self._tiled
+
+    @functools.cached_property
+    def _tiled(self) -> list["_Candidate"]:
+        tiles = [Tiles(cut, size) for cut in can_cut(self._job.network) for size in self._sizes]
+        candidates = [each for one in tiles for each in _candidates_in(self._job, one, self._chunk)]
+        return sorted(candidates, key=self._least_s)
+
+    def _least_s(self, candidate: "_Candidate") -> float:
+        """Return a lower bound of the seconds of a candidate."""
+        share = candidate.stream.work / self._whole.stream.work
+        return share * self._whole.longest.seconds + candidate.parking_s
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """Whole frames or certain tiles, with steps of any length.
+
+    Attributes:
+        job: The stream.
+        stream: Its layers and shapes.
+        tiles: The tiles; None: whole frames.
+        lengths: Latents per step and size of a part, the longest steps first.
+    """
+
+    job: StreamJob
+    stream: StreamCost
+    tiles: Tiles | None
+    lengths: list[tuple[int, int]]
+    _known: dict[tuple[int, int, bool], StepChoice] = field(default_factory=dict)
+
+    def fastest(self, limit_bytes: int) -> StepChoice | None:
+        """Return the fastest choice within a limit, or None."""
+        # Nothing is much faster than the longest steps, so the others need no look.
+        if self.longest.peak_bytes <= limit_bytes:
+            return self.longest
+        # Most of the many candidates with tiles do not fit.
+        if self.tiles is not None and self.smallest.peak_bytes > limit_bytes:
+            return None
+        best: StepChoice | None = None
+        done = 0  # the chunk whose largest fitting parts were found
+        for chunk, part_bytes in self.lengths:
+            # Smaller parts of the same steps are slower, unless their frames fit into rings.
+            if chunk == done and not self._rings:
+                continue
+            choice = self._choice(chunk, part_bytes, rings=self._rings)
+            if choice.peak_bytes > limit_bytes and self._rings:
+                choice = self._choice(chunk, part_bytes, rings=False)
+            if choice.peak_bytes <= limit_bytes:
+                done = chunk
+                if best is None or choice.seconds < best.seconds:
+                    best = choice
+        return best
+
+    @functools.cached_property
+    def longest(self) -> StepChoice:
+        """The choice with the longest steps in the largest parts."""
+        return self._choice(*self.lengths[0], rings=self._rings)
+
+    @functools.cached_property
+    def smallest(self) -> StepChoice:
+        """The choice with the least memory; with tiles the one with the shortest steps."""
+        lengths = self.lengths if self.tiles is None else self.lengths[-1:]
+        choices = [self._choice(*length, rings=False) for length in lengths]
+        return min(choices, key=lambda choice: choice.peak_bytes)
+
+    @property
+    def parking_s(self) -> float:
+        """Seconds per latent of the copies between device and host."""
+        chunk = self.lengths[0][0]
+        return self.stream.parked_bytes / chunk / self.job.rates.host_bytes_per_s
+
+    @property
+    def _rings(self) -> bool:
+        """Rings are tried: tiles have room for several frames, and a CPU for no turned weights."""
+        setting = self.stream.setting
+        return self.tiles is None and not (setting.on_cpu or setting.single_frame)
+
+    def _choice(self, chunk: int, part_bytes: int, *, rings: bool) -> StepChoice:
+        key = chunk, part_bytes, rings
+        if key not in self._known:
+            self._known[key] = self._estimated(*key)
+        return self._known[key]
+
+    def _estimated(self, chunk: int, part_bytes: int, rings: bool) -> StepChoice:
+        step, rates = self.stream.step(chunk, part_bytes, rings=rings), self.job.rates
+        seconds = (
+            self.stream.work / rates.products_per_s
+            + step.moved_bytes / rates.bytes_per_s
+            + step.launches * rates.launch_s
+            + self.parking_s
+        )
+        parked = self.stream.parked
+        return StepChoice(chunk, part_bytes, step, seconds, self.tiles, parked, rings)
+
+
+def places(job: StreamJob, tiles: Tiles) -> tuple[Size, list[tuple[Span, Span]]]:
+    """Return where tiles are.
+
+    Args:
+        job: The stream.
+        tiles: How its frames are cut.
+
+    Returns:
+        Height and width of the whole frames before the tiled layers, and rows and columns of the
+        output of each tile.
+    """
+    shapes = job.spec.shapes(job.start, single_frame=True)
+    if not job.spec.encodes:
+        return shapes[tiles.cut][2:], grid(job.end, tiles.size)
+    end = shapes[tiles.cut][2:]
+    down = max(1, job.end[0] // end[0])
+    return job.end, grid(end, (max(1, tiles.size[0] // down), max(1, tiles.size[1] // down)))
+
+
+def _tile_sizes(job: StreamJob, tile: Size | None) -> list[Size]:
+    """Return the possible sizes of tiles in pixels of the tiled end, or the given one.
+
+    Empty if the given tile is as large as the frames.
+    """
+    height, width = job.end
+    if tile is not None:
+        rows, columns = (max(1, length // job.pixels) for length in tile)
+        size = min(height, rows), min(width, columns)
+        return [] if size == job.end else [size]
+    sizes = [(-(-height // rows), -(-width // columns)) for rows, columns in _GRIDS]
+    return [size for size in dict.fromkeys(sizes) if min(size) * job.pixels >= _SMALLEST_TILE]
+
+
+def _candidates_in(job: StreamJob, tiles: Tiles, chunk: int | None) -> Iterator[_Candidate]:
+    """Yield the candidates for these tiles: tails on the device, or on the host."""
+    _, spans = places(job, tiles)
+    rows, columns = (list(dict.fromkeys(axis)) for axis in zip(*spans, strict=True))
+    stream = tiled_cost(job.spec, job.setting, job.start, tiles.cut, (rows, columns))
+    yield _Candidate(job, stream, tiles, _lengths(job, stream, chunk))
+    if job.device.type == "cpu" or job.single_frame:
+        return
+    stream = replace(stream, parked=True)
+    for latents in _PARKED_LATENTS if chunk is None else (chunk,):
+        yield _Candidate(job, stream, tiles, _lengths(job, stream, latents))
+
+
+def _lengths(job: StreamJob, stream: StreamCost, chunk: int | None) -> list[tuple[int, int]]:
+    """Return the possible steps, longest first: latents, and the size of a part.
+
+    Activations at the smallest size, and those that are joined, must not exceed a part.
+    """
+    on_cpu = job.device.type == "cpu"
+    part = _CPU_PART_BYTES if on_cpu else _DEVICE_PART_BYTES
+    most = max(1, min(_MOST_LATENTS, part // max(1, stream.latent_bytes)))
+    chunks = range(most, 0, -1) if on_cpu else sorted({most, min(2, most), 1}, reverse=True)
+    if job.single_frame:
+        chunks = (1,)
+    elif chunk is not None:
+        chunks = (chunk if chunk > 0 else _MOST_LATENTS,)
+    least = part if on_cpu else min(part, _SMALL_PART_BYTES)
+    lengths = [(each, size) for each in chunks for size in _halved(part, least)]
+    return lengths + [(chunks[-1], size) for size in _halved(least // 2, _SMALLEST_PART_BYTES)]
+
+
+def _halved(size: int, least: int) -> list[int]:
+    """Return `size`, half of it and so on, at least `least`."""
+    sizes = []
+    while size >= least:
+        sizes.append(size)
+        size //= 2
+    return sizes

@@ -1,0 +1,140 @@
+"""The stream to plan: its network, size and device, with the rates and the memory of the device."""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..layers.conv_weights import packs_for
+from ..models.base import Network
+from ..models.config import VAEConfig
+from ..models.receptive_field import Size, is_encoder
+from .layer_specs import NetworkSpec, network_spec
+from .ledger import Setting
+
+# Shares of the free memory for a plan. More than the first only instead of tiles, which compute
+# their halos twice: libraries need some, and freed blocks of other sizes are not always usable. On
+# a CPU other programs need it too.
+_SHARES = (0.8, 0.9)
+_CPU_SHARES = (0.5, 0.9)
+
+# Numbers of rows and columns of tiles to try.
+_GRIDS = ((2, 1), (3, 1), (4, 1), (6, 1), (4, 2), (8, 1), (6, 2), (8, 2), (8, 4), (12, 6), (16, 9))
+_SMALLEST_TILE = 32
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of a device, for the seconds of a plan.
+
+    Attributes:
+        products_per_s: Multiply-adds of the convolutions.
+        bytes_per_s: Bytes that other passes read and write.
+        host_bytes_per_s: Bytes between device and host.
+        launch_s: Seconds between two kernels.
+    """
+
+    products_per_s: float
+    bytes_per_s: float
+    host_bytes_per_s: float
+    launch_s: float
+
+
+# An RTX 4090: 130 TFLOPS of cuDNN in 16 bits, 0.8 of its bandwidth, PCIe 4. Only ratios matter,
+# because plans are compared with each other: 70 to 100 products per byte from a 4090 to an H100.
+_DEVICE_RATES = Rates(65e12, 0.8e12, 20e9, 4e-6)
+
+# On a CPU steps are cut to stay in its cache, so only the products count.
+_CPU_RATES = Rates(1e12, math.inf, math.inf, 0.0)
+
+
+@dataclass(frozen=True)
+class StreamJob:
+    """The stream to plan.
+
+    Attributes:
+        network: The encoder or the decoder.
+        latent_size: Batch, height and width of the latents.
+        dtype: Dtype of the activations.
+        device: Device of the activations.
+        single_frame: The video has one frame.
+        pixels: Pixels of an image per pixel of the network's frames.
+    """
+
+    network: Network
+    latent_size: tuple[int, int, int]
+    dtype: torch.dtype
+    device: torch.device
+    single_frame: bool = False
+    pixels: int = 1
+
+    @functools.cached_property
+    def spec(self) -> NetworkSpec:
+        """The numbers of the network."""
+        return network_spec(self.network)
+
+    @property
+    def setting(self) -> Setting:
+        """The conditions of the stream."""
+        return Setting(
+            self.latent_size[0],
+            self.dtype.itemsize,
+            self.single_frame,
+            self.device.type == "cpu",
+            packs_for(self.device, self.dtype),
+            next(self.network.parameters()).dtype != self.dtype,
+        )
+
+    @property
+    def start(self) -> Size:
+        """Height and width of the input of the first layer."""
+        height, width = self.latent_size[1:]
+        return self.end if self.spec.encodes else (height, width)
+
+    @property
+    def end(self) -> Size:
+        """Height and width of the frames, which tiles divide."""
+        height, width = self.latent_size[1:]
+        ups, downs = zip(*(layer.scale for layer in self.spec.layers), strict=True)
+        scale = max(math.prod(ups), math.prod(downs))
+        return height * scale, width * scale
+
+    @property
+    def rates(self) -> Rates:
+        """Rates of the device."""
+        return _CPU_RATES if self.device.type == "cpu" else _DEVICE_RATES
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Shares of the free memory: the usual one, and the largest."""
+        return _CPU_SHARES if self.device.type == "cpu" else _SHARES
+
+
+def job_of(
+    network: Network,
+    config: VAEConfig,
+    latent_size: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    single_frame: bool,
+) -> StreamJob:
+    """Return the job of a stream.
+
+    Args:
+        network: The encoder or the decoder.
+        config: Configuration of the VAE.
+        latent_size: Batch, height and width of the latents.
+        dtype: Dtype of the activations.
+        device: Device of the activations.
+        single_frame: The video has one frame.
+
+    Returns:
+        The job.
+    """
+    pixels = config.patch_size
+    if not is_encoder(network):
+        pixels *= config.output_scale
+    single_frame = single_frame or config.temporal_compression == 1
+    return StreamJob(network, latent_size, dtype, device, single_frame, pixels)
