@@ -46,6 +46,8 @@ class VideoVAE(nn.Module):
         limit_bytes: Memory limit of a step without the weights; None: a share of the free memory.
         graphs: On a GPU, capture repeated chunks as a CUDA graph and replay it: less work for the
             CPU, more memory. Off until a gain is measured.
+        searches: On CUDA, let cuDNN time its algorithms for chunks that repeat: up to 1.5 s longer
+            once, and more memory. Off until a gain is measured.
         skips_static: Skip static frames in an encode, and repeat their latents.
         allow_tf32: In float32, keep PyTorch's own switches, which may allow TF32 (or bf16 products
             on a CPU). By default float32 is full float32.
@@ -59,6 +61,7 @@ class VideoVAE(nn.Module):
         self.limit_bytes: int | None = None
         self.allow_tf32 = False
         self.graphs = False
+        self.searches = False
         self.skips_static = True
         latents = config.latent_channels
         mixes = config.family != SEEDVR2
@@ -282,7 +285,15 @@ class VideoVAE(nn.Module):
         size = 1, height // step, width // step
         device = device or self.device
         dtype = compute_dtype(dtype, device)
-        job = job_of(network, self.config, size, dtype, device, single_frame=single_frame)
+        job = job_of(
+            network,
+            self.config,
+            size,
+            dtype,
+            device,
+            single_frame=single_frame,
+            searches=self.searches,
+        )
         limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
         if limit is None and empty:
             limit = int(total_bytes(device) * job.shares[0])
@@ -332,6 +343,7 @@ class VideoVAE(nn.Module):
             learns=any(parameter.requires_grad for parameter in self.parameters()),
             full=dtype == torch.float32 and not self.allow_tf32,
             graphs=self.graphs,
+            searches=self.searches,
             skips=encodes and self.skips_static,
         )
         return session.run(source)

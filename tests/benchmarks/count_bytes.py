@@ -223,6 +223,7 @@ def whole_video(
         learns=False,
         full=False,
         graphs=False,
+        searches=False,
         skips=False,
     )
     with (

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from ...kernels import bias_residual
 from . import cudnn
 from .conv_weights import (
+    ALIGNED,
     SPREAD,
     VECTOR,
     Form,
     Forms,
+    aligns,
     checksum_of,
     derive,
     derived,
@@ -27,6 +29,7 @@ from .conv_weights import (
     output_size,
     own_bytes,
     packs,
+    widened,
 )
 from .temporal_cache import TemporalCache
 
@@ -138,6 +141,8 @@ class Conv(nn.Module):
         if self._spreads(x, kind, terms.residual):
             steps = (*strides[:-1], SPREAD)
             return _gathered(self.convolve(x, f"{kind}, spread", steps, padding, cache))
+        if terms.residual is None and aligns(x, self.weight, kind):
+            kind += ALIGNED
         form = cache.attempt(functools.partial(self._form, kind, x, strides, pads))
         if form.packed:
             product = functools.partial(self._packed, x, kind, form, strides, pads, terms, cache)
@@ -205,8 +210,13 @@ class Conv(nn.Module):
         """Run the library's convolution, then add bias and residual in one pass if faster."""
         residual, residual_bias, biased = terms
         bias = self._bias(kind, form.offset)
-        late = residual is not None or self.adds_bias_late(x)
+        aligned = kind.endswith(ALIGNED)
+        late = residual is not None or aligned or self.adds_bias_late(x)
+        if x.shape[1] < form.weight.shape[1]:
+            x = widened(x, form.weight.shape[1])
         y = cudnn.convolve(x, form.weight, None if late else bias.to(x.dtype), strides, pads)
+        if aligned and len(bias) < y.shape[1]:
+            y = y[:, : len(bias)].contiguous(memory_format=_order_of(y))
         if late and (biased or residual is not None):
             added = None if residual is None else _as_5d(residual)
             five = _as_5d(y)
@@ -350,6 +360,11 @@ def _gathered(spread: Tensor) -> Tensor:
     """View `[B, 4 * C, ..., W / 4]` as `[B, C, ..., W]`; see `SPREAD`."""
     rows = spread.movedim(1, -1)
     return rows.unflatten(-1, (SPREAD, -1)).flatten(-3, -2).movedim(-1, 1)
+
+
+def _order_of(x: Tensor) -> torch.memory_format:
+    """Return channels-last for the dimensions of `x` `[N, C, H, W]` or `[B, C, T, H, W]`."""
+    return torch.channels_last if x.ndim == 4 else torch.channels_last_3d
 
 
 def _as_5d(x: Tensor) -> Tensor:

@@ -18,6 +18,13 @@ _X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 SPREAD = 4
 VECTOR = 16
 
+# cuDNN's tensor-core kernels for NHWC take multiples of this many channels; with the 3 or 12 of a
+# picture it converts layouts or uses no tensor cores. Zeros fill the rest.
+_ALIGNED = ("cuda",)
+_PLAIN = ("volume", "frame", "summed")
+_CHANNELS = 8
+ALIGNED = ", aligned"
+
 # Forms of larger weights are not kept, because those of Wan 2.2 would double its 705 M. The
 # convolution then reorders the weight in each call: 57 ms instead of 30 for 1024 channels in bf16,
 # and 190 with a separate copy and reordering. The weights of Wan 2.1 (4.0 M at most) are kept, and
@@ -103,6 +110,30 @@ def turns(weight_numel: int, frame_numel: int) -> bool:
     return keeps_form("volume", weight_numel) and _FRAME_TO_WEIGHT * weight_numel <= frame_numel
 
 
+def aligns(x: Tensor, weight: Tensor, kind: str) -> bool:
+    """Return whether channels are filled up.
+
+    Args:
+        x: The input, `[B, C_in, ...]`.
+        weight: The parameter, `[C_out, C_in, ...]`.
+        kind: The form of the call.
+
+    Returns:
+        True for the first and last convolutions of a network on CUDA in 16 bits.
+    """
+    narrow = x.dtype in (torch.float16, torch.bfloat16)
+    odd = any(channels % _CHANNELS for channels in weight.shape[:2])
+    return x.device.type in _ALIGNED and narrow and odd and kind.startswith(_PLAIN)
+
+
+def widened(x: Tensor, channels: int) -> Tensor:
+    """Return `x` `[B, C, ...]`, channels-last, with zeros up to `channels` channels."""
+    rows = x.movedim(1, -1)
+    wide = rows.new_zeros((*rows.shape[:-1], channels))
+    wide[..., : x.shape[1]] = rows
+    return wide.movedim(-1, 1)
+
+
 def packs(x: Tensor) -> bool:
     """Return whether oneDNN's blocked weights and fused sum support `x` `[B, C, T, H, W]`."""
     return packs_for(x.device, x.dtype)
@@ -126,12 +157,15 @@ def derive(weight: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
         kind: `volume`: all taps. `frame`: the last temporal tap. `summed`: the sum of the temporal
             taps. `folded`: the phases of `UpsampleConv2d`. `shifted`: with a row and a column of
             zero taps in front. `volume, turned N`: tap 0 at position `N`, the others after it in a
-            circle. `..., spread`: for `SPREAD` neighbours at once.
+            circle. `..., spread`: for `SPREAD` neighbours at once. `..., aligned`: with zeros up to
+            whole groups of channels.
         dtype: Dtype of the result; sums are computed in float32 or wider.
 
     Returns:
         The derived weight, channels-last.
     """
+    if kind.endswith(ALIGNED):
+        return _aligned(derive(weight, kind.removesuffix(ALIGNED), dtype))
     if kind.endswith(", spread"):
         return _spread(derive(weight, kind.removesuffix(", spread"), dtype))
     if kind == "summed" and weight.ndim == 5:
@@ -181,6 +215,15 @@ def own_bytes(form: Tensor, parameter: Tensor) -> int:
     if form.is_mkldnn:
         return form.numel() * form.element_size()
     return 0 if form.data_ptr() == parameter.data_ptr() else form.untyped_storage().nbytes()
+
+
+def _aligned(taps: Tensor) -> Tensor:
+    """Return `taps` with zeros up to multiples of `_CHANNELS`."""
+    order = torch.channels_last if taps.ndim == 4 else torch.channels_last_3d
+    outputs, inputs = (-(-channels // _CHANNELS) * _CHANNELS for channels in taps.shape[:2])
+    wide = taps.new_zeros(outputs, inputs, *taps.shape[2:])
+    wide[: taps.shape[0], : taps.shape[1]] = taps
+    return wide.contiguous(memory_format=order)
 
 
 def _spread(taps: Tensor) -> Tensor:

@@ -310,6 +310,9 @@ class DryRun:
         # PyTorch's.
         arranged = 2 * product.rearranged_first if setting.single_frame else product.rearranged
         copies = arranged * setting.itemsize * (1 + setting.casts) * setting.on_cpu
+        if setting.searches:
+            # The fastest of all algorithms can be one that copies its input and its output.
+            copies += ledger.nbytes(window) + ledger.nbytes(out)
         ledger.take(copies)
         made = arranged or not setting.fused
         y = ledger.new(out) if made else residual or ledger.result(out)

@@ -60,6 +60,7 @@ class StreamJob:
         device: Device of the activations.
         single_frame: The video has one frame.
         pixels: Pixels of an image per pixel of the network's frames.
+        searches: cuDNN searches for its fastest algorithms.
     """
 
     network: Network
@@ -68,6 +69,7 @@ class StreamJob:
     device: torch.device
     single_frame: bool = False
     pixels: int = 1
+    searches: bool = False
 
     @functools.cached_property
     def spec(self) -> NetworkSpec:
@@ -84,6 +86,7 @@ class StreamJob:
             self.device.type == "cpu",
             packs_for(self.device, self.dtype),
             next(self.network.parameters()).dtype != self.dtype,
+            self.searches and self.device.type == "cuda",
         )
 
     @property
@@ -119,6 +122,7 @@ def job_of(
     device: torch.device,
     *,
     single_frame: bool,
+    searches: bool = False,
 ) -> StreamJob:
     """Return the job of a stream.
 
@@ -129,6 +133,7 @@ def job_of(
         dtype: Dtype of the activations.
         device: Device of the activations.
         single_frame: The video has one frame.
+        searches: cuDNN searches for its fastest algorithms.
 
     Returns:
         The job.
@@ -137,4 +142,4 @@ def job_of(
     if not is_encoder(network):
         pixels *= config.output_scale
     single_frame = single_frame or config.temporal_compression == 1
-    return StreamJob(network, latent_size, dtype, device, single_frame, pixels)
+    return StreamJob(network, latent_size, dtype, device, single_frame, pixels, searches)

@@ -18,6 +18,7 @@ class Setting:
         on_cpu: The stream runs on a CPU, where large results are written to reused memory.
         fused: Convolutions add to an existing buffer (oneDNN) instead of returning a new one.
         casts: The weights have another dtype than the activations.
+        searches: cuDNN searches for its fastest algorithms.
     """
 
     batch: int
@@ -26,6 +27,7 @@ class Setting:
     on_cpu: bool
     fused: bool
     casts: bool
+    searches: bool = False
 
 
 class Block:

@@ -90,6 +90,7 @@ class VideoSession:
         learns: Some parameters require a gradient.
         full: Compute float32 in full float32, even if PyTorch's switches allow less.
         graphs: Replay repeated chunks as CUDA graphs.
+        searches: Let cuDNN time its algorithms for chunks that repeat.
         skips: Skip static frames.
     """
 
@@ -105,6 +106,7 @@ class VideoSession:
     learns: bool
     full: bool
     graphs: bool
+    searches: bool
     skips: bool
 
     def __post_init__(self) -> None:
@@ -178,7 +180,14 @@ class VideoSession:
         compression = self.config.spatial_compression if self._encodes else 1
         size = first.shape[0], first.shape[3] // compression, first.shape[4] // compression
         model = self.network, self.config
-        self._job = job_of(*model, size, self.dtype, self._device, single_frame=self.single_frame)
+        self._job = job_of(
+            *model,
+            size,
+            self.dtype,
+            self._device,
+            single_frame=self.single_frame,
+            searches=self.searches,
+        )
         records = torch.is_grad_enabled() and (self.learns or first.requires_grad)
         self._plan = make_plan(
             self._job,
@@ -220,7 +229,8 @@ class VideoSession:
         """Inspect the next chunk: recorded by autograd, of the shape of the last one, or static."""
         kind = chunk.shape, self._executor.cache.first
         model = self.config, self._encodes, self.dtype, self._device
-        self._searches = self._device.type in _SEARCHED and cudnn.pays((*kind, *model))
+        able = self.searches and self._device.type in _SEARCHED
+        self._searches = able and cudnn.pays((*kind, *model))
         # No search is possible while a graph is captured.
         like = *kind, self._searches
         self._repeats = self._repeats + 1 if like == self._last else 0

@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fast_video_vae.kernels import use_backend
 from fast_video_vae.vae.layers import cudnn
 from fast_video_vae.vae.layers.conv import Conv
@@ -40,7 +38,6 @@ def variants(session: Session, vae: Any) -> list[Variant]:
     return [
         Variant("every op by PyTorch (no Triton)", functools.partial(use_backend, "reference")),
         Variant("cuDNN searches each shape", lambda: cudnn.searching(session.device), plans=True),
-        Variant("cuDNN never searches", _without_search, plans=True),
         Variant(
             "upsampling not folded",
             lambda: replaced(UpsampleConv2d, "forward", lambda conv, x, *_: unfolded(conv, x)),
@@ -75,13 +72,3 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
-
-
-@contextlib.contextmanager
-def _without_search() -> Iterator[None]:
-    def nothing(device: torch.device) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    switches: Any = torch.backends.cudnn
-    with replaced(cudnn, "searching", nothing), replaced(switches, "benchmark", False):
-        yield

@@ -207,3 +207,50 @@ def test_derived_large_weights_are_not_kept(vae, latent, monkeypatch):
     torch.testing.assert_close(vae.encode(video), expected[1], rtol=1e-5, atol=1e-5)
     kinds = {kind for each in vae.modules() for kind, _ in getattr(each, "forms", {})}
     assert kinds == {"folded"}
+
+
+@pytest.mark.parametrize(
+    ("into", "out"),
+    [(3, 96), (96, 3), (12, 160), (96, 12), (4, 5)],
+    ids=lambda channels: str(channels),
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("replicate", [False, True])
+def test_filled_up_channels_give_the_same_convolution(into, out, dtype, replicate, monkeypatch):
+    """The products are those of a convolution in float32 of the same numbers, rounded once."""
+    monkeypatch.setattr(conv_weights, "_ALIGNED", ("cpu",))
+    monkeypatch.setattr(conv, "packs", lambda x: False)
+    generator = torch.Generator().manual_seed(0)
+    layer = causal.CausalConv3d(into, out, replicate=replicate).requires_grad_(False).to(dtype)
+    for parameter in layer.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    # Whole numbers, whose sums are exact in float32 in any order.
+    layer.weight.copy_(layer.weight.sign())
+    x = torch.randint(-4, 5, (1, 5, 6, 7, into), generator=generator).to(dtype).movedim(-1, 1)
+    cache = TemporalCache(rings=True)
+    results = []
+    with torch.no_grad():
+        for run in (x[:, :, :1], x[:, :, 1:4], x[:, :, 4:]):
+            results.append(layer(run.contiguous(memory_format=torch.channels_last_3d), cache))
+            cache.first = False
+    before = x[:, :, :1].repeat(1, 1, 2, 1, 1) if replicate else torch.zeros_like(x[:, :, :2])
+    padded = F.pad(torch.cat([before, x], dim=2).float(), (1, 1, 1, 1))
+    exact = F.conv3d(padded, layer.weight.float()).to(dtype).float()
+    expected = (exact + layer.bias.float().view(-1, 1, 1, 1)).to(dtype)
+    result = torch.cat(results, dim=2)
+    assert torch.equal(result, expected)
+    assert result.is_contiguous(memory_format=torch.channels_last_3d)
+    kinds = {kind for kind, _ in layer.forms}
+    assert kinds
+    assert all(kind.endswith("aligned") for kind in kinds)
+    shapes = {form.weight.shape[:2] for form in layer.forms.values()}
+    assert shapes == {(-(-out // 8) * 8, -(-into // 8) * 8)}
+
+
+def test_other_devices_dtypes_and_widths_keep_their_channels(monkeypatch):
+    x, weight = torch.zeros(1, 3, 1, 4, 4), torch.empty(8, 3, 3, 3, 3)
+    assert not conv_weights.aligns(x.bfloat16(), weight, "volume")  # a CPU
+    monkeypatch.setattr(conv_weights, "_ALIGNED", ("cpu",))
+    assert conv_weights.aligns(x.bfloat16(), weight, "volume")
+    assert not conv_weights.aligns(x, weight, "volume")
+    assert not conv_weights.aligns(x.bfloat16(), torch.empty(8, 16, 3, 3, 3), "volume")

@@ -151,6 +151,19 @@ def test_a_smaller_limit_never_needs_more_memory(network, device, single_frame):
         before = peak
 
 
+@pytest.mark.parametrize("single_frame", [False, True])
+def test_the_workspace_of_a_search_is_counted(network, single_frame):
+    """An algorithm that copies its input and output, for the largest convolution."""
+    work = work_of(network, device=CUDA, single_frame=single_frame)
+    least, searched = (
+        make_plan(each, 1 << 50, chunk=1).peak_bytes
+        for each in (work, dataclasses.replace(work, searches=True))
+    )
+    assert 1.05 * least < searched < 2.5 * least
+    on_cpu = work_of(network, single_frame=single_frame)
+    assert make_plan(dataclasses.replace(on_cpu, searches=True)) == make_plan(on_cpu)
+
+
 def test_a_larger_stream_needs_more_memory(network):
     def peak(chunk=2, **changes):
         return make_plan(work_of(network, **changes), 1 << 50, chunk=chunk).peak_bytes

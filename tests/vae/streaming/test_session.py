@@ -149,9 +149,10 @@ def searches(monkeypatch):
     monkeypatch.setattr(cudnn, "searching", searching)
     chunk = 0
 
-    def count(vae, latents, size=1):
+    def count(vae, latents, size=1, *, searches=True):
         nonlocal chunk
         entered.clear()
+        vae.searches = searches
 
         def pieces():
             nonlocal chunk
@@ -163,6 +164,11 @@ def searches(monkeypatch):
         return len(entered)
 
     return count
+
+
+def test_nothing_is_searched_by_default(vae, searches):
+    assert not load_vae(random_state_dict(8), dtype=torch.float32).searches
+    assert searches(vae, 9, searches=False) == 0
 
 
 def test_the_search_waits_for_repeated_chunks(vae, searches):
