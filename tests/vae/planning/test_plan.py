@@ -231,7 +231,7 @@ class Allocator:
         self.reserved = max(self.reserved, self.active + peak_bytes)
 
 
-@pytest.mark.parametrize("gib", [6, 8, 11, 16, 24])
+@pytest.mark.parametrize("gib", [2, 6, 8, 11, 16, 24])
 def test_a_second_decode_has_the_plan_of_the_first(wan, monkeypatch, gib):
     memory = Allocator(monkeypatch, gib << 30)
     memory.active = memory.reserved = 300 << 20  # the weights
