@@ -1,16 +1,21 @@
 """Trial of the backends on a GPU: only correct backends run an op, the fastest first.
 
 GPUs and versions of PyTorch, Triton and the driver differ. So the first call of each kind runs all
-backends on generated inputs. A backend whose result differs from the reference's by more than
-rounding is not used on that device; the others are ordered by speed. The trial takes milliseconds,
-plus Triton's compilation. Its result holds for the process.
+backends on generated inputs. A backend that fails, or whose result differs from the reference's by
+more than rounding, is not used on that device; the others are ordered by speed. The trial takes
+milliseconds, plus Triton's compilation. Its result holds for the process.
+
+Calls of a kind run the same variant of a Triton kernel. Triton compiles one for each number of
+channels, dtype and compile-time argument, and for sizes that are multiples of 16; it does not
+distinguish other sizes, nor tensors that can be omitted.
 """
 
 import functools
+import inspect
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,26 +23,34 @@ from torch import Tensor
 
 from . import measure, reference, sample_inputs
 from .backends import ORDER
-from .errors import Refusal, log_once
+from .errors import Refusal, is_out_of_memory, log_once
 from .warmup_log import preparing
 
 _logger = logging.getLogger(__name__)
 
-# Elements of the activations of a trial for small and for large calls, and the size from which a
-# call is large. A small call is bound by its launch, a large one by memory traffic.
-_SMALL, _LARGE = 1 << 18, 1 << 24
-_LARGE_FROM = 1 << 22
+# Elements of the activations of a trial: enough that memory traffic decides, as in a video, and few
+# if memory is short.
+_ELEMENTS = (1 << 24, 1 << 18)
 
 # Frames of a trial; more than one, because the channels of a frame can come from several frames.
 _FRAMES = 4
 
-# Fewest and most pixels of a trial of attention.
-_FEWEST_KEYS, _MOST_KEYS = 1 << 10, 1 << 14
+# Pixels of a trial of attention, which is 0.1 s for the slowest backend. The blocks of its kernels
+# are multiples of 16 or 32 pixels, and the last one is checked separately.
+_PIXELS = {0: 4096, 16: 4080}
+_ODD_PIXELS = 4081
+
+# Ops whose results can have a few channels, and channels of which no part is a multiple of 16.
+_FEW_CHANNELS = frozenset({"frames_to_images", "pixel_shuffle_3d"})
+_MANY_CHANNELS = 32
 
 # Allowed difference of two backends: roundings in units of the dtype's epsilon, and a share of the
 # largest value for sums in another order, TF32 and 16-bit products.
 _ROUNDINGS = 4
 _SUMS = 1e-3
+
+# Most characters of an error in the log.
+_REASON_LENGTH = 80
 
 # Runs an op on a backend, or raises its `Refusal`: `dispatch.ask`.
 Ask = Callable[..., Tensor]
@@ -61,7 +74,7 @@ def order(ask: Ask, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     x: Tensor = args[0]
     if not x.numel():
         return ORDER
-    key = (op, x.device, _size_class(op, x), *map(_kind, args), *map(_kind, kwargs.values()))
+    key = _kind(op, x, args, kwargs)
     known = _orders.get(key)
     if known is not None:
         return known
@@ -80,50 +93,83 @@ def order(ask: Ask, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 def _tried(ask: Ask, op: str, x: Tensor, given: Mapping[str, Any]) -> tuple[str, ...] | None:
     """Return the backends in order; None: not enough memory for the trial."""
-    size = _size(op, x)
-    try:
-        # Outside inference mode, so that the trial does not depend on the mode of the first caller.
-        with torch.inference_mode(False), torch.no_grad():
-            return _ranked(ask, op, x, size, given)
-    except torch.OutOfMemoryError:
-        return None
+    for elements in _ELEMENTS:
+        size = _size(op, x, given, elements)
+        try:
+            # Outside inference mode, so that the trial does not depend on the first caller's mode.
+            with torch.inference_mode(False), torch.no_grad():
+                return _ranked(ask, op, x, size, given)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                _log_failure("the trial of", op, x, error)
+                return ("reference",)
+    return None
 
 
 def _ranked(
     ask: Ask, op: str, x: Tensor, size: tuple[int, int, int], given: Mapping[str, Any]
 ) -> tuple[str, ...]:
+    forms = sample_inputs.forms(op, given)
+    right = set(ORDER)
+    for form in forms:
+        new_call = functools.partial(sample_inputs.call, op, size, x.dtype, x.device, form)
+        right = _right(ask, op, right, new_call)
+    if right == {"reference"}:
+        return ("reference",)
+    arguments = sample_inputs.call(op, size, x.dtype, x.device, forms[0])
+    calls = {name: functools.partial(ask, name, op, **arguments) for name in ORDER if name in right}
+    times = measure.seconds(calls, x.device, launches=False)
+    ranked = sorted(calls, key=lambda name: times[name])
+    timings = ", ".join(f"{name} {times[name] * 1e3:.3f} ms" for name in ranked)
+    _logger.debug("%s of %s on %s: %s", op, list(x.shape), x.device, timings)
+    return tuple(ranked)
+
+
+def _right(
+    ask: Ask, op: str, names: Collection[str], new_call: Callable[[], dict[str, Any]]
+) -> set[str]:
+    """Return the backends of `names` that run a call of `new_call` and agree with the reference."""
+
     def run(name: str) -> tuple[Tensor, Tensor | None]:
-        arguments = sample_inputs.call(op, size, x.dtype, x.device, given)
+        arguments = new_call()
         return ask(name, op, **arguments), arguments.get("tail")
 
     expected = run("reference")
-    right = ["reference"]
+    x, right = expected[0], {"reference"}
     for name in ORDER:
-        if name == "reference":
+        if name == "reference" or name not in names:
             continue
         try:
             result = run(name)
         except Refusal as refusal:
             _logger.debug("%s refuses %s: %s", name, op, refusal)
             continue
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            _log_failure(name, op, x, error)
+            continue
         if all(map(_agree, result, expected)):
-            right.append(name)
+            right.add(name)
         else:
-            device = torch.cuda.get_device_name(x.device) if x.is_cuda else x.device
             log_once(
-                f"{name} computes {op} incorrectly on {device} and is not used "
+                f"{name} computes {op} incorrectly on {_device(x)} and is not used "
                 "there. Please report it with the versions of the driver, torch and triton"
             )
-    if len(right) == 1:
-        return ("reference",)
-    arguments = sample_inputs.call(op, size, x.dtype, x.device, given)
-    calls = {name: functools.partial(ask, name, op, **arguments) for name in right}
-    small = math.prod(x.shape) < _LARGE_FROM
-    times = measure.seconds(calls, x.device, launches=small)
-    ranked = sorted(right, key=lambda name: times[name])
-    timings = ", ".join(f"{name} {times[name] * 1e3:.3f} ms" for name in ranked)
-    _logger.debug("%s of %s on %s: %s", op, list(x.shape), x.device, timings)
-    return tuple(ranked)
+    return right
+
+
+def _log_failure(name: str, op: str, x: Tensor, error: Exception) -> None:
+    """Log once that `name` failed for `op` on the device of `x` `[...]`."""
+    reason = str(error).strip().partition("\n")[0][:_REASON_LENGTH]
+    log_once(
+        f"{name} {op} failed on {_device(x)} ({type(error).__name__}: {reason}); a slower backend "
+        "runs such calls"
+    )
+
+
+def _device(x: Tensor) -> object:
+    return torch.cuda.get_device_name(x.device) if x.is_cuda else x.device
 
 
 def _agree(actual: Tensor | None, expected: Tensor | None) -> bool:
@@ -137,25 +183,51 @@ def _agree(actual: Tensor | None, expected: Tensor | None) -> bool:
     return bool(((actual.float() - wide).abs() <= relative + _SUMS * wide.abs().max()).all())
 
 
-def _kind(value: Any) -> Any:  # noqa: ANN401, an argument
-    """Return the properties of an argument that decide the speed of a backend, without its size."""
-    if not isinstance(value, Tensor):
-        return tuple(value) if isinstance(value, list) else value
-    channels = value.shape[1] if value.ndim == 5 else value.shape[-1]
-    return value.dtype, value.device.type, channels
+def _kind(op: str, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what the variants of the kernels for a call depend on."""
+    key: list[Any] = [op, x.device, x.dtype, _channels(x)]
+    optional = sample_inputs.OPTIONAL.get(op, ())
+    named = {**dict(zip(_parameters(op), args, strict=False)), **kwargs}
+    vectors = set()
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            if value is not None:
+                key.append((name, tuple(value) if isinstance(value, list) else value))
+        elif name == "out":
+            if op in sample_inputs.CONVERTING:
+                key.append((name, value.dtype, value.stride(1) == 1))
+        elif name in sample_inputs.VECTORS:
+            vectors.add(value.dtype)
+            if name not in optional:
+                key.append(name)
+        elif name not in optional:
+            key.append((name, value.dtype, _channels(value)))
+    return (*key, frozenset(vectors or {x.dtype}), *_size(op, x, named, 0))
 
 
-def _size_class(op: str, x: Tensor) -> int:
-    """Return the number of elements of a trial; for attention the number of pixels."""
+@functools.cache
+def _parameters(op: str) -> tuple[str, ...]:
+    return tuple(inspect.signature(getattr(reference, op)).parameters)
+
+
+def _channels(x: Tensor) -> int:
+    return x.shape[1] if x.ndim == 5 else x.shape[-1]
+
+
+def _size(op: str, x: Tensor, given: Mapping[str, Any], elements: int) -> tuple[int, int, int]:
+    """Return frames, height and width of a trial of about `elements`.
+
+    Sizes are odd, which also tests partial tiles, unless a kernel is compiled for multiples of 16.
+    """
     if op == "attention":
-        return 1 << min(max(_FEWEST_KEYS, x.shape[1]), _MOST_KEYS).bit_length() - 1
-    return _SMALL if x.numel() < _LARGE_FROM else _LARGE
-
-
-def _size(op: str, x: Tensor) -> tuple[int, int, int]:
-    """Return frames, height and width of a trial; odd sizes also test partial tiles."""
-    if op == "attention":
-        return 1, 1, _size_class(op, x)
-    channels = x.shape[1] if x.ndim == 5 else x.shape[-1]
-    side = math.isqrt(_size_class(op, x) // (_FRAMES * channels)) | 1
-    return _FRAMES, side, side
+        return 1, 1, _PIXELS.get(x.shape[1] % 32, _ODD_PIXELS)
+    channels = _channels(x)
+    side = math.isqrt(elements // (_FRAMES * channels)) | 1
+    if x.ndim < 5 or (op not in _FEW_CHANNELS and channels % _MANY_CHANNELS == 0):
+        return _FRAMES, side, side
+    height, width = x.shape[3:]
+    even = 16 * (side // 16 | 1)
+    high = given["size"][1] if op == "pixel_shuffle_3d" else given.get("patch", 1)
+    if high > 1 and width % 16 == 0:  # otherwise all rows are one run
+        return _FRAMES, side, even
+    return _FRAMES, even if height * width % 16 == 0 else side, side

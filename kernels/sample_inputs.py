@@ -7,8 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import shapes
+
 # Parameters with one value per channel, which the ops read in float32.
-_VECTORS = frozenset({"gamma", "weight", "bias", "residual_bias"})
+VECTORS = frozenset({"gamma", "weight", "bias", "residual_bias"})
+
+# Tensors that a call can omit without another kernel of a backend, by op. `merge_phases` moves bits
+# without a bias and `group_norm_silu` measures without statistics, so these are not here.
+OPTIONAL = {
+    "rms_norm_silu": ("bias", "tail"),
+    "group_norm_silu": ("tail",),
+    "bias_residual": ("bias", "residual", "residual_bias"),
+}
+
+# Ops whose `out` can have another dtype and layout than `x`.
+CONVERTING = frozenset({"frames_to_images", "pixel_shuffle_3d"})
+
+# Frames of a tail: the context of a convolution with three temporal taps.
+_CONTEXT = 2
 
 
 def video(channels: int, frames: int = 1) -> Tensor:
@@ -64,7 +80,7 @@ def call(
             frequent call.
 
     Returns:
-        The arguments by name.
+        The arguments by name. Vectors have the dtype of the given ones.
     """
     given = _USUAL[op] if given is None else given
     frames, height, width = size
@@ -82,8 +98,8 @@ def call(
     def like(name: str, value: Any) -> Any:  # noqa: ANN401, whatever the op takes
         if not isinstance(value, Tensor):
             return value
-        if name in _VECTORS:
-            return numbers(value.numel(), dtype=torch.float32)
+        if name in VECTORS:
+            return numbers(value.numel(), dtype=value.dtype)
         if name == "statistics":  # the second half is a factor, which is not negative
             wide = torch.promote_types(dtype, torch.float32)
             return numbers(1, frames, 2, value.shape[-1], dtype=wide).abs_()
@@ -101,7 +117,41 @@ def call(
 
     made = {name: like(name, value) for name, value in given.items() if name != "out"}
     out = given.get("out")
-    return made | {"dtype": out.dtype} if op == "frames_to_images" and out is not None else made
+    return made if out is None or op not in CONVERTING else made | _converted(op, made, out)
+
+
+def _converted(op: str, made: dict[str, Any], out: Tensor) -> dict[str, Any]:
+    """Return the arguments for a result with the dtype and layout of `out` `[...]`."""
+    if op == "frames_to_images":
+        return {"dtype": out.dtype}
+    x, order = made["x"], torch.contiguous_format
+    if out.stride(1) == 1:
+        order = torch.channels_last_3d
+    shape = shapes.shuffled(x, made["size"])
+    return {"out": torch.empty(shape, dtype=out.dtype, device=x.device, memory_format=order)}
+
+
+def forms(op: str, given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a call with all optional tensors, and as it is if it lacks some.
+
+    Args:
+        op: One of `OPS`.
+        given: Arguments of the call by name.
+
+    Returns:
+        The arguments of the calls by name.
+    """
+    missing = [name for name in OPTIONAL.get(op, ()) if given.get(name) is None]
+    if not missing:
+        return [given]
+    x: Tensor = given["x"]
+    vectors = (each for name, each in given.items() if name in VECTORS and each is not None)
+    dtype = next(vectors, x).dtype
+    added = {
+        name: row(x.shape[1]).to(dtype) if name in VECTORS else video(x.shape[1], _CONTEXT)
+        for name in missing
+    }
+    return [{**given, **added}, given]
 
 
 def names(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401

@@ -186,7 +186,7 @@ def _store(base, rows, columns, stride, there, values):
     tl.store(at, narrow(values, base.dtype.element_ty), mask=there[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _flash(
     q,
     k,

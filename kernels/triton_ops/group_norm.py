@@ -19,7 +19,7 @@ from ..constraints import refuse_videos, refuse_window
 from .rows import roll
 from .runtime import launch
 from .scalars import narrow, silu_of
-from .tiles import ELEMENTS, blocks, power_of_two, refuse_sizes, strides, tile, vector
+from .tiles import ELEMENTS, blocks, dense, power_of_two, refuse_sizes, strides, tile
 
 # Tiles per program: enough that its output is small against its input.
 _STEPS = 32
@@ -65,10 +65,10 @@ def group_norm_silu(
         _write,
         (blocks(pixels, rows), frames, batch),
         x,
-        vector(weight),
-        vector(bias),
+        dense(weight),
+        dense(bias),
         statistics.contiguous(),
-        tail,
+        out if tail is None else tail,
         out,
         pixels,
         frames,
@@ -125,7 +125,7 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
         CHANNELS=channels,
         GROUPS=groups,
         SHARE=share,
-        CHUNKS=max(1, min(power_of_two(chunks), ELEMENTS // 4 // block)),
+        CHUNKS=max(1, ELEMENTS // 4 // block),
         BLOCK=block,
     )
     return statistics
@@ -242,10 +242,9 @@ def _write(
     y = narrow(y, out.dtype.element_ty)
 
     out += video * out_batch + start
-    if tail is not None:
-        tail += video * tail_batch + start
-        last = frame + known - frames
-        if last >= 0:
-            roll(tail, out, tail_frame, out_frame, last, frames, at, mask)
-            tl.store(tail + last * tail_frame + at, y, mask=mask)
+    tail += video * tail_batch + start
+    last = frame + known - frames  # negative for all frames without a tail
+    if last >= 0:
+        roll(tail, out, tail_frame, out_frame, last, frames, at, mask)
+        tl.store(tail + last * tail_frame + at, y, mask=mask)
     tl.store(out + (known + frame) * out_frame + at, y, mask=mask)

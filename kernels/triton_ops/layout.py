@@ -16,12 +16,12 @@ from .tiles import (
     ELEMENTS,
     OFFSET_LIMIT,
     blocks,
+    dense,
     power_of_two,
     refuse_sizes,
     refuse_span,
     strides,
     tile,
-    vector,
 )
 
 # Values of a row of pixels that a program writes.
@@ -73,12 +73,13 @@ def merge_phases(
     before = 1 if source is None else source.shape[1]
     # The first frame of a video is the last frame of its latent.
     missing = 0 if source is None else times * source.shape[2] - frames
+    times = 1 if source is None else times
     launch(
         _merge_phases,
         (parts * height, frames, batch),
         grid,
         source,
-        vector(bias),
+        None if bias is None else dense(bias),
         out,
         width,
         parts,
@@ -183,7 +184,7 @@ def _write_blocks(
     row, column, channel = out.stride(3), out.stride(4), out.stride(1)
     if high == 1 and row == width * wide * column and height * row < OFFSET_LIMIT:
         # Rows without gaps are one run, so that short rows fill a program.
-        height, width = 1, height * width
+        height, width, row = 1, height * width, 0
     numbers = width * wide * channels
     refuse_span(width * before, numbers, width * wide * column + channels * channel)
     block = min(_RUN, power_of_two(numbers))
@@ -193,7 +194,8 @@ def _write_blocks(
         (runs * height, frames, batch),
         x,
         out,
-        width,
+        numbers,
+        width * before,
         runs,
         *strides(x),
         *strides(out),
@@ -293,10 +295,10 @@ def _merge_phases(
             )
 
 
-# Triton specialises on widths that are multiples of 16: the mask of a wide store depends on it.
+# Triton specialises on numbers that are multiples of 16: the mask of a wide store depends on it.
 @triton.jit(do_not_specialize=["runs"])
 def _spread(
-    x, out, width, runs,
+    x, out, numbers, x_row, runs,
     x_batch, x_frame, out_batch, out_frame, out_row, out_column, out_channel,
     BEFORE: tl.constexpr, CHANNELS: tl.constexpr,
     TIMES: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
@@ -308,7 +310,7 @@ def _spread(
     number = (tl.program_id(0) - line * runs) * BLOCK + tl.arange(0, BLOCK)
     frame = tl.program_id(1)
     video = tl.program_id(2).to(tl.int64)
-    mask = number < width * (WIDE * CHANNELS)
+    mask = number < numbers
     pixel = number // CHANNELS
     channel = number - pixel * CHANNELS
     column = pixel // WIDE
@@ -319,7 +321,7 @@ def _spread(
     whole = frame // TIMES
     t = frame - whole * TIMES
     x += video * x_batch + whole.to(tl.int64) * x_frame
-    x += (line * width).to(tl.int64) * BEFORE + t * T_STEP
+    x += line.to(tl.int64) * x_row + t * T_STEP
     out += video * out_batch + frame.to(tl.int64) * out_frame
     for a in tl.static_range(HIGH):  # pyright: ignore
         v = tl.load(x + a * H_STEP + source, mask=mask, other=0)

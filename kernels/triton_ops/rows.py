@@ -1,4 +1,8 @@
-"""Ops on independent rows: norms over the channels of a pixel, gates and sums."""
+"""Ops on independent rows: norms over the channels of a pixel, gates and sums.
+
+A kernel has one variant for all combinations of its optional tensors, because Triton takes a second
+to compile each. A missing tensor is replaced by another one that is not read: `given` masks it.
+"""
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803 (kernels: Triton's types, constants in capitals)
 
@@ -12,7 +16,7 @@ from .. import shapes
 from ..constraints import refuse_overlap, refuse_rows, refuse_videos, refuse_window, row_distance
 from .runtime import launch
 from .scalars import narrow, silu_of
-from .tiles import blocks, refuse_sizes, refuse_span, strides, tile, vector
+from .tiles import blocks, dense, given, refuse_sizes, refuse_span, strides, tile
 
 
 def rms_norm_silu(
@@ -31,17 +35,19 @@ def rms_norm_silu(
     batch, channels, frames, height, width = x.shape
     pixels = height * width
     rows, block, warps = tile(channels)
+    gamma = dense(gamma)
     launch(
         _rms_norm_silu,
         (blocks(pixels, rows), frames, batch),
         x,
-        vector(gamma),
-        vector(bias),
-        tail,
+        gamma,
+        gamma if bias is None else dense(bias),
+        out if tail is None else tail,
         out,
         pixels,
         frames,
         0 if tail is None else tail.shape[2],
+        given(bias),
         *strides(x),
         *strides(tail),
         *strides(out),
@@ -97,15 +103,17 @@ def bias_residual(
     batch, channels, frames, height, width = x.shape
     pixels = height * width
     rows, block, warps = tile(channels)
+    numbers = [dense(each) for each in (bias, residual_bias) if each is not None] or [x]
     launch(
         _bias_residual,
         (blocks(pixels, rows), frames, batch),
         x,
-        vector(bias),
-        residual,
-        vector(residual_bias),
+        numbers[0],
+        x if residual is None else residual,
+        numbers[-1],
         out,
         pixels,
+        given(bias, residual, residual_bias),
         *strides(x),
         *strides(residual),
         *strides(out),
@@ -133,9 +141,9 @@ def roll(tail, out, tail_frame, out_frame, last, frames, at, mask):
             tl.store(tail + (k - frames) * tail_frame + at, old, mask=mask)
 
 
-@triton.jit(do_not_specialize=["pixels", "frames", "known"])
+@triton.jit(do_not_specialize=["pixels", "frames", "known", "given"])
 def _rms_norm_silu(
-    x, gamma, bias, tail, out, pixels, frames, known,
+    x, gamma, bias, tail, out, pixels, frames, known, given,
     x_batch, x_frame, tail_batch, tail_frame, out_batch, out_frame,
     CHANNELS: tl.constexpr, ROOT: tl.constexpr, SILU: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -151,8 +159,8 @@ def _rms_norm_silu(
 
     x += video * x_batch + frame * x_frame + start
     v = tl.load(x + at, mask=mask, other=0).to(tl.float32)
-    if bias is not None:
-        v += tl.load(bias + channel, mask=exists, other=0).to(tl.float32)[None, :]
+    wanted = channel < given * CHANNELS
+    v += tl.load(bias + channel, mask=wanted, other=0).to(tl.float32)[None, :]
     norm = tl.sqrt_rn(tl.sum(v * v, axis=1))
     norm = tl.where(norm < 1e-12, 1e-12, norm)  # not `maximum`, which drops NaN
     scale = tl.load(gamma + channel, mask=exists, other=0).to(tl.float32) * ROOT
@@ -162,12 +170,11 @@ def _rms_norm_silu(
     y = narrow(y, out.dtype.element_ty)
 
     out += video * out_batch + start
-    if tail is not None:
-        tail += video * tail_batch + start
-        last = frame + known - frames
-        if last >= 0:
-            roll(tail, out, tail_frame, out_frame, last, frames, at, mask)
-            tl.store(tail + last * tail_frame + at, y, mask=mask)
+    tail += video * tail_batch + start
+    last = frame + known - frames  # negative for all frames without a tail
+    if last >= 0:
+        roll(tail, out, tail_frame, out_frame, last, frames, at, mask)
+        tl.store(tail + last * tail_frame + at, y, mask=mask)
     tl.store(out + (known + frame) * out_frame + at, y, mask=mask)
 
 
@@ -189,9 +196,9 @@ def _silu_mul(
     tl.store(out, narrow(y, out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["pixels"])
+@triton.jit(do_not_specialize=["pixels", "given"])
 def _bias_residual(
-    x, bias, residual, residual_bias, out, pixels,
+    x, bias, residual, residual_bias, out, pixels, given,
     x_batch, x_frame, residual_batch, residual_frame, out_batch, out_frame,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -206,12 +213,12 @@ def _bias_residual(
 
     x += video * x_batch + frame * x_frame + start
     v = tl.load(x + at, mask=mask, other=0).to(tl.float32)
-    if bias is not None:
-        v += tl.load(bias + channel, mask=exists, other=0).to(tl.float32)[None, :]
-    if residual is not None:
-        residual += video * residual_batch + frame * residual_frame + start
-        v += tl.load(residual + at, mask=mask, other=0).to(tl.float32)
-    if residual_bias is not None:
-        v += tl.load(residual_bias + channel, mask=exists, other=0).to(tl.float32)[None, :]
+    wanted = channel < (given & 1) * CHANNELS
+    v += tl.load(bias + channel, mask=wanted, other=0).to(tl.float32)[None, :]
+    residual += video * residual_batch + frame * residual_frame + start
+    wanted = channel < (given >> 1 & 1) * CHANNELS
+    v += tl.load(residual + at, mask=mask & wanted[None, :], other=0).to(tl.float32)
+    wanted = channel < (given >> 2) * CHANNELS
+    v += tl.load(residual_bias + channel, mask=wanted, other=0).to(tl.float32)[None, :]
     out += video * out_batch + frame * out_frame + start
     tl.store(out + at, narrow(v, out.dtype.element_ty), mask=mask)

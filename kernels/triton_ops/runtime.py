@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,13 +10,13 @@ import torch
 
 from ..backends import forced
 from ..constraints import refuse_old_bfloat16
-from ..errors import Refusal, log_once
+from ..errors import Refusal, is_out_of_memory, log_once
 
 # The reason why Triton does not work on a device; "" where it works.
 _found: dict[torch.device, str] = {}
 
-# Kernels that could not be compiled or launched on a device, with the reason.
-_broken: dict[tuple[str, torch.device], str] = {}
+# Variants of kernels that could not be compiled or launched on a device, with the reason.
+_broken: dict[tuple[Any, ...], str] = {}
 
 # A grid has up to 2^31 - 1 programs along its first axis, and this many along the others.
 GRID_LIMIT = 65535
@@ -60,6 +60,7 @@ def require(device: torch.device) -> None:
 
     Raises:
         Refusal: Triton is missing or cannot run a kernel.
+        Exception: Memory ran out; a later check may have enough.
     """
     reason = _found.get(device)
     if reason is None:
@@ -88,12 +89,15 @@ def launch(
         **constants: Compile-time arguments of the kernel.
 
     Raises:
-        Refusal: It could not be compiled or launched, in this call or before. Nothing was written.
+        Refusal: This variant could not be compiled or launched, in this call or before. Nothing was
+            written.
+        Exception: Memory ran out; a later launch may have enough.
     """
     device = args[0].device
-    key = (kernel.__name__, device)
-    if key in _broken:
-        raise Refusal(_broken[key])
+    if _broken:
+        reason = _broken.get(_variant(kernel, device, args, warps, constants))
+        if reason is not None:
+            raise Refusal(reason)
     here = nullcontext()
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         here = torch.cuda.device(device)
@@ -101,10 +105,25 @@ def launch(
         with here:
             kernel[tuple(grid)](*args, num_warps=warps, enable_fp_fusion=True, **constants)
     except Exception as error:  # whatever the compiler and the driver raise
+        if is_out_of_memory(error):
+            raise
         reason = f"its kernel {kernel.__name__.strip('_')} failed ({_first_line(error)})"
-        _broken[key] = reason
-        log_once(f"triton: {reason}; a slower backend runs this op. Try a newer Triton")
+        if not any(name == kernel.__name__ for name, *_ in _broken):
+            log_once(f"triton: {reason}; a slower backend runs such calls. Try a newer Triton")
+        _broken[_variant(kernel, device, args, warps, constants)] = reason
         raise Refusal(reason) from error
+
+
+def _variant(
+    kernel: Any,  # noqa: ANN401, what triton.jit makes
+    device: torch.device,
+    args: Sequence[Any],
+    warps: int,
+    constants: Mapping[str, Any],
+) -> tuple[Any, ...]:
+    """Return what decides how Triton compiles a launch, its name first."""
+    kinds = (x.dtype if isinstance(x, torch.Tensor) else type(x) for x in args)
+    return kernel.__name__, device, warps, *kinds, *constants.items()
 
 
 def _try(device: torch.device) -> str:
@@ -117,6 +136,8 @@ def _try(device: torch.device) -> str:
         )
         return "triton is not installed"
     except Exception as error:  # a broken installation raises anything
+        if is_out_of_memory(error):
+            raise
         return _complain("cannot be imported", error)
     try:
         probe = importlib.import_module(".probe", __package__).probe
@@ -126,6 +147,8 @@ def _try(device: torch.device) -> str:
         if numbers.tolist() != list(range(16)):
             raise RuntimeError("a kernel wrote incorrect values")
     except Exception as error:  # whatever the compiler and the driver raise
+        if is_out_of_memory(error):
+            raise
         return _complain(f"cannot run a kernel on {device}", error)
     return ""
 

@@ -72,11 +72,14 @@ def strides(x: Tensor | None) -> tuple[int, int]:
     return x.stride(0) if x.shape[0] > 1 else 0, x.stride(2) if x.shape[2] > 1 else 0
 
 
-def vector(values: Tensor | None) -> Tensor | None:
-    """Return `values` `[C]` dense and in a dtype that the kernels convert; None stays None."""
-    if values is None:
-        return None
+def dense(values: Tensor) -> Tensor:
+    """Return `values` `[C]` dense and in a dtype that the kernels convert."""
     return (values if values.dtype in DTYPES else values.float()).contiguous()
+
+
+def given(*tensors: Tensor | None) -> int:
+    """Return a number whose bit `n` is set if `tensors[n]` `[...]` is not None."""
+    return sum(1 << bit for bit, x in enumerate(tensors) if x is not None)
 
 
 def refuse_sizes(x: Tensor) -> None:

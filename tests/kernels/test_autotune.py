@@ -52,6 +52,7 @@ def team(monkeypatch):
     )
     monkeypatch.setattr(errors, "_logged", set())
     monkeypatch.setattr(autotune, "_orders", {})
+    monkeypatch.setattr(autotune, "_ELEMENTS", (1 << 14, 1 << 10))
     monkeypatch.setattr(
         measure, "seconds", lambda calls, *_, **__: {name: times[name] for name in calls}
     )
@@ -131,25 +132,120 @@ def test_a_rounding_error_is_accepted(team, dtype):
     assert "early" in order("silu_mul", x)
 
 
-def test_each_kind_of_call_has_one_trial_for_nearby_sizes(team):
-    order(x=torch.ones(4, 16))
-    tries = len(team.asked)
-    order(x=torch.ones(400, 16))
-    assert len(team.asked) == tries
-    for x in (torch.ones(4, 32), torch.ones(4, 16).half(), torch.ones(1 << 18, 16)):
-        before = len(team.asked)
-        order(x=x)
-        assert len(team.asked) > before
+def trials(team, op, *calls):
+    """Return the number of trials that `calls` of `op` start, of arguments and keywords each."""
+    start = len(autotune._orders)
+    for args, kwargs in calls:
+        team.asked.clear()
+        known = len(autotune._orders)
+        autotune.order(dispatch.ask, op, args, kwargs)
+        assert bool(team.asked) == (len(autotune._orders) > known)
+    return len(autotune._orders) - start
 
 
-def test_a_trial_without_memory_uses_the_reference_once(team):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_has_a_trial(team, caplog, op, dtype):
+    args, kwargs = inputs(op, dtype)
+    with caplog.at_level(logging.WARNING):
+        found = autotune.order(dispatch.ask, op, args, kwargs)
+    assert found == ("reference", "late", "early")
+    assert not caplog.messages
+
+
+def test_one_trial_serves_all_sizes_of_a_width_and_dtype(team):
+    sizes = [torch.ones(count, 16) for count in (4, 400, 1 << 18)]
+    assert trials(team, "silu_mul", *(((x, x), {}) for x in sizes)) == 1
+    others = torch.ones(4, 32), torch.ones(4, 16).half()
+    assert trials(team, "silu_mul", *(((x, x), {}) for x in others)) == 2
+
+
+def test_one_trial_serves_videos_of_all_lengths(team):
+    def call(frames, dtype=torch.float32):
+        out = torch.empty(1, frames, 16, 16, 3, dtype=dtype)
+        return (video(1, 3, frames, 16, 16),), {"out": out}
+
+    assert trials(team, "frames_to_images", *map(call, (1, 4, 8))) == 1
+    assert trials(team, "frames_to_images", call(1, torch.uint8), call(4, torch.uint8)) == 1
+
+
+def test_one_trial_serves_calls_with_and_without_optional_tensors(team):
+    x, numbers, tail = video(1, 16, 2, 4, 4), random(16), video(1, 16, 2, 4, 4)
+    out = torch.empty_like(x)
+    norms = [{}, {"bias": numbers}, {"tail": tail}, {"bias": numbers, "tail": tail}, {"out": out}]
+    assert trials(team, "rms_norm_silu", *(((x, numbers), given) for given in norms)) == 1
+    sums = [(x, numbers), (x, None, x), (x, numbers, x, numbers)]
+    assert trials(team, "bias_residual", *((args, {}) for args in sums)) == 1
+    assert trials(team, "rms_norm_silu", ((x, numbers), {"silu": False})) == 1
+    assert trials(team, "rms_norm_silu", ((x, numbers.half()), {})) == 1
+
+
+@pytest.mark.parametrize("given", [(), ("tail",)])
+def test_a_trial_checks_optional_tensors_that_the_first_call_lacks(team, given):
+    def wrong_with_bias(x, gamma, *, bias, **options):
+        y = reference.rms_norm_silu(x, gamma, bias=bias, **options)
+        return y if bias is None else y.add_(0.1)
+
+    def wrong_without_bias(x, gamma, *, bias=None, **options):
+        y = reference.rms_norm_silu(x, gamma, bias=bias, **options)
+        return y.add_(0.1) if bias is None else y
+
+    team.does.update(early=wrong_with_bias, late=wrong_without_bias)
+    x, tail = video(1, 16, 2, 4, 4), video(1, 16, 2, 4, 4)
+    kwargs = {"bias": None} | ({"tail": tail} if given else {})
+    found = autotune.order(dispatch.ask, "rms_norm_silu", (x, random(16)), kwargs)
+    assert found == ("reference",)
+
+
+def lacks_memory(*_, **__):
+    # The driver's words, without an exception type of their own.
+    raise RuntimeError("CUDA driver error: out of memory")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("out of memory")])
+def test_a_trial_without_memory_uses_the_reference_once(team, error, caplog):
     def full(*_, **__):
-        raise torch.OutOfMemoryError("full")
+        raise error
 
     team.does["early"] = full
-    assert order() == ("reference",)
+    with caplog.at_level(logging.WARNING):
+        assert order() == ("reference",)
+    assert not caplog.messages
     del team.does["early"]
     assert set(order()) == {"early", "reference", "late"}
+
+
+def test_a_trial_needs_little_memory_if_memory_is_short(team):
+    def limited(x, gate):
+        return lacks_memory() if x.numel() > 1 << 12 else reference.silu_mul(x, gate)
+
+    team.does["early"] = limited
+    team.times["early"] = 0.1
+    assert order() == ("early", "reference", "late")
+
+
+def test_a_backend_that_fails_is_excluded_and_logged_once(team, caplog):
+    def fails(*_, **__):
+        raise TypeError("no such symbol\nand a long story")
+
+    team.does["early"] = fails
+    with caplog.at_level(logging.WARNING):
+        assert order() == ("reference", "late")
+        assert order(x=torch.ones(4, 8)) == ("reference", "late")
+    (line,) = caplog.messages
+    assert "early silu_mul failed on cpu (TypeError: no such symbol)" in line
+
+
+def test_a_trial_that_fails_leaves_the_reference(team, caplog, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("CUDA error: launch failed")
+
+    monkeypatch.setattr(measure, "seconds", fails)
+    with caplog.at_level(logging.WARNING):
+        assert order() == ("reference",)
+        assert order(x=torch.ones(4, 8)) == ("reference",)
+    (line,) = caplog.messages
+    assert "the trial of silu_mul failed on cpu (RuntimeError: CUDA error: launch failed)" in line
 
 
 def test_a_trial_ignores_inference_mode_of_the_caller(team):
@@ -193,9 +289,19 @@ def test_a_sample_call_matches_the_given_call_except_size(op, dtype):
         if isinstance(value, torch.Tensor) and isinstance(wanted, torch.Tensor):
             channels = 1 if value.ndim == 5 else -1
             assert (value.ndim == 5) == (wanted.ndim == 5), name
+            assert value.dtype == wanted.dtype, name
             assert value.shape[channels] == wanted.shape[channels], name
         elif name in given:
             assert value == wanted, name
+
+
+@pytest.mark.parametrize("order", [torch.channels_last_3d, torch.contiguous_format])
+def test_a_sample_result_has_dtype_and_layout_of_the_given(order):
+    out = torch.empty(1, 3, 2, 8, 8, dtype=torch.float16).contiguous(memory_format=order)
+    given = {"x": video(1, 12, 2, 4, 4), "size": (1, 2, 2), "order": "cthw", "out": out}
+    made = sample_inputs.call("pixel_shuffle_3d", (4, 6, 10), torch.float32, CPU, given)["out"]
+    assert (made.shape, made.dtype) == ((1, 3, 4, 12, 20), torch.float16)
+    assert made.is_contiguous(memory_format=order)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])

@@ -52,16 +52,21 @@ def fresh(monkeypatch):
 
 
 class Broken:
-    """A kernel whose launches fail; `tries` counts them."""
+    """A kernel whose launches fail with `error`, if `fails` of their constants; `tries` counts."""
 
     __name__ = "_broken_kernel"
 
-    def __init__(self):
+    def __init__(self, error="no compiler\nand a long story", fails=lambda **_: True):
         self.tries = 0
+        self._error, self._fails = error, fails
 
     def __getitem__(self, grid):
-        self.tries += 1
-        raise RuntimeError("no compiler\nand a long story")
+        def start(*_, **constants):
+            self.tries += 1
+            if self._fails(**constants):
+                raise RuntimeError(self._error)
+
+        return start
 
 
 def check_resources(chips, cases):
@@ -191,6 +196,48 @@ def test_another_backend_runs_after_a_failed_launch(here, monkeypatch, caplog, f
     assert "broken_kernel" in line
     with use_backend("triton"):
         formulas.holds("silu_mul", x.movedim(1, -1), x.movedim(1, -1))
+
+
+def test_only_the_variant_that_fails_is_broken(caplog, fresh):
+    """Other widths and dtypes of the kernel run, and the kernel is logged once."""
+    broken = Broken(fails=lambda **constants: constants["CHANNELS"] > 128)
+    x = torch.ones(4)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            for channels in (192, 256):
+                with pytest.raises(Refusal, match=r"broken_kernel failed \(RuntimeError: no comp"):
+                    runtime.launch(broken, (1,), x, None, CHANNELS=channels)
+            runtime.launch(broken, (1,), x, None, CHANNELS=96)
+    assert broken.tries == 2 + 2
+    for args in ((x.half(), None), (x, x)):
+        with pytest.raises(Refusal):
+            runtime.launch(broken, (1,), *args, CHANNELS=192)
+    with pytest.raises(Refusal):
+        runtime.launch(broken, (1,), x, None, CHANNELS=192, warps=8)
+    assert broken.tries == 4 + 3
+    (line,) = caplog.messages
+    assert "broken_kernel" in line
+
+
+def test_a_launch_without_memory_is_tried_again(fresh, caplog):
+    broken = Broken("Triton Error [CUDA]: out of memory")
+    for tries in (1, 2):
+        with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="out of memory"):
+            runtime.launch(broken, (1,), torch.ones(4))
+        assert broken.tries == tries
+    assert not caplog.messages
+
+
+def test_a_check_of_triton_without_memory_is_repeated(fresh, monkeypatch):
+    pytest.importorskip("triton")
+    probe = importlib.import_module("fast_video_vae.kernels.triton_ops.probe")
+    working = probe.probe
+    monkeypatch.setattr(probe, "probe", Broken("CUDA error: out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        runtime.require(torch.device("cpu"))
+    monkeypatch.setattr(probe, "probe", working)
+    if runtime.interpreted():
+        runtime.require(torch.device("cpu"))
 
 
 def test_given_statistics_need_one_kernel_instead_of_three(by_name, monkeypatch):

@@ -1,0 +1,190 @@
+"""The one-time work of a first decode or encode on a GPU: trials, and kernels that Triton compiles.
+
+`python -m fast_video_vae.tests.kernels.first_run` prints both for the published VAEs. The streams
+run on the `meta` device, so full widths and sizes cost neither memory nor arithmetic. Every op goes
+through the trial, and a launch is recorded instead of run.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fast_video_vae.kernels import autotune, dispatch, measure
+from fast_video_vae.tests.benchmarks import count_bytes
+from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.vae import StreamOptions, VideoVAE, read_checkpoint, validation
+from fast_video_vae.vae.streaming import session
+
+_PACKAGE = "fast_video_vae.kernels.triton_ops"
+_META = torch.device("meta")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A stream of `frames` of `height` x `width` pixels."""
+
+    frames: int
+    height: int
+    width: int
+    encode: bool = False
+
+    def __str__(self) -> str:
+        name = "encode" if self.encode else "decode"
+        return f"{name} of {self.frames} frames of {self.width}x{self.height}"
+
+
+class Process:
+    """The trials and compilations of a process.
+
+    Attributes:
+        trials: Ops of the trials.
+        compiled: Variants of the kernels that were launched in trials and outside.
+        used: Those that were launched outside of trials.
+    """
+
+    def __init__(self) -> None:
+        self.trials: list[str] = []
+        self.compiled: set[tuple] = set()
+        self.used: set[tuple] = set()
+        self._orders: dict = {}
+        self._is_trial = False
+
+    def run(self, vae: VideoVAE, run: Run) -> tuple[Counter[str], Counter[str]]:
+        """Run a stream; return the trials by op and the compilations by kernel that it added."""
+        trials, compiled = len(self.trials), set(self.compiled)
+        with self._recorded():
+            stream(vae, run)
+        return Counter(self.trials[trials:]), Counter(each[0] for each in self.compiled - compiled)
+
+    def _launch(self, kernel, grid, *args, warps=4, num_stages=None, **constants):
+        del grid
+        variant = kernel.__name__, variant_of(kernel, args), warps, num_stages, *constants.items()
+        self.compiled.add(variant)
+        if not self._is_trial:
+            self.used.add(variant)
+
+    def _ranked(self, *call):
+        self.trials.append(call[1])
+        self._is_trial = True
+        try:
+            return _ranked(*call)
+        finally:
+            self._is_trial = False
+
+    @contextlib.contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Send all ops through the trial, to Triton, and record the launches."""
+        modules = [importlib.import_module(f"{_PACKAGE}.{name}") for name in _FILES]
+        ops = importlib.import_module(f"{_PACKAGE}.ops")
+        patches = [
+            *((module, "launch", self._launch) for module in modules),
+            (ops, "refuse_device", lambda *_: None),
+            (ops, "require", lambda *_: None),
+            (autotune, "ORDER", ("triton", "reference")),
+            (autotune, "_orders", self._orders),
+            (autotune, "_ranked", self._ranked),
+            (autotune, "_agree", lambda *_: True),
+            (dispatch, "_order", lambda *call: autotune.order(dispatch.ask, *call)),
+            (
+                measure,
+                "seconds",
+                lambda calls, *_, **__: {name: name != "triton" for name in calls},
+            ),
+            # `meta` has no numbers, and no generator of them.
+            (torch, "Generator", mock.MagicMock()),
+            (torch.Tensor, "normal_", lambda x, **_: x),
+            (validation, "check_finite", lambda *_: None),
+            (session, "drop_stale_forms", lambda *_: None),
+            (torch, "autocast", lambda *_, **__: contextlib.nullcontext()),
+        ]
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(mock.patch.object(*patch))
+            stack.enter_context(ChannelsLast())
+            yield
+
+
+class ChannelsLast(TorchDispatchMode):
+    """Returns the results of convolutions in channels-last memory, as cuDNN does."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name == "aten::convolution":
+            return count_bytes.channels_last(result)
+        return result
+
+
+def stream(vae: VideoVAE, run: Run) -> None:
+    """Encode frames to a latent, or decode a latent to images, on `meta`."""
+    options, config = StreamOptions(limit_bytes=16 << 30), vae.config
+    if run.encode:
+        frames = torch.empty(1, 3, run.frames, run.height, run.width, device=_META, dtype=vae.dtype)
+        made = vae.encode_stream(frames, options)
+    else:
+        height, width = (side // config.spatial_compression for side in (run.height, run.width))
+        shape = 1, config.latent_channels, config.latent_frames(run.frames), height, width
+        images = torch.empty(1, run.frames, run.height, run.width, 3, device=_META)
+        latent = torch.empty(shape, device=_META, dtype=vae.dtype)
+        made = vae.decode_stream(latent, options, images=images)
+    for _ in made:
+        pass
+
+
+def meta_vae(family: str) -> VideoVAE:
+    """Return the published VAE of `family` in bfloat16, without weights."""
+    if family == "seedvr2":
+        config = read_checkpoint(random_seedvr2()).config.standard()
+    else:
+        config = count_bytes.configs()[family]
+    with _META:
+        vae = VideoVAE(config, torch.float32, torch.float32).to(torch.bfloat16)
+    vae.skips_static = False
+    return vae
+
+
+def variant_of(kernel, args) -> tuple:
+    """Return what Triton compiles in of each argument: type, multiple of 16, and 1 or None."""
+    plain = getattr(kernel, "kwargs", {}).get("do_not_specialize")  # of the interpreter
+    plain = plain or getattr(kernel, "do_not_specialize", None) or ()
+    found = []
+    for name, value in zip(kernel.arg_names, args, strict=False):
+        if value is None or isinstance(value, float):
+            found.append(type(value))
+        elif isinstance(value, torch.Tensor):
+            found.append((value.dtype, value.storage_offset() * value.element_size() % 16 == 0))
+        elif value == 1 and name not in plain:
+            found.append(1)
+        else:
+            found.append((value < 2**31, name in plain or value % 16 == 0))
+    return tuple(found)
+
+
+_FILES = ("rows", "group_norm", "layout", "attention")
+_ranked = autotune._ranked
+
+
+def main() -> None:
+    """Print the table."""
+    decode = Run(17, 480, 832)
+    longer = dataclasses.replace(decode, frames=81), Run(33, 720, 1280)
+    for family in ("wan2.1", "wan2.2", "seedvr2"):
+        vae = meta_vae(family)
+        for runs in ((decode, *longer), (dataclasses.replace(decode, encode=True),)):
+            process = Process()
+            for run in runs:
+                trials, compiled = process.run(vae, run)
+                sys.stdout.write(
+                    f"{family} {run}: {trials.total()} trials {dict(trials)}, "
+                    f"{compiled.total()} compiled {dict(compiled)}\n"
+                )
+
+
+if __name__ == "__main__":
+    main()

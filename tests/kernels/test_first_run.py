@@ -1,0 +1,49 @@
+"""The trials and compilations of a first decode and encode, counted at the published widths."""
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("triton", reason="the launches need triton")
+
+from fast_video_vae.tests.kernels.first_run import Process, Run, meta_vae
+
+DECODE = Run(17, 480, 832)
+ENCODE = dataclasses.replace(DECODE, encode=True)
+
+# Most trials and most compiled variants of kernels. A variant takes about a second to compile.
+MOST = {
+    ("wan2.1", DECODE): (14, 14),
+    ("wan2.1", ENCODE): (9, 9),
+    ("wan2.2", DECODE): (14, 14),
+    ("wan2.2", ENCODE): (13, 13),
+    ("seedvr2", DECODE): (14, 20),  # a group norm is three kernels
+    ("seedvr2", ENCODE): (9, 15),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "run"),
+    [
+        pytest.param(*case, marks=() if case == ("wan2.1", DECODE) else pytest.mark.slow)
+        for case in MOST
+    ],
+    ids=str,
+)
+def test_a_first_run_tries_and_compiles_only_what_it_needs(family, run):
+    process = Process()
+    trials, compiled = process.run(meta_vae(family), run)
+    most_trials, most_compiled = MOST[family, run]
+    assert trials.total() <= most_trials
+    assert compiled.total() <= most_compiled
+    # A variant that only a trial launches would be compiled for nothing, and what runs unchecked.
+    assert process.compiled == process.used
+
+
+def test_other_lengths_and_sizes_need_no_trial_and_no_compilation():
+    process, vae = Process(), meta_vae("wan2.1")
+    process.run(vae, DECODE)
+    for run in (Run(33, 480, 832), Run(1, 480, 832), Run(9, 720, 1280)):
+        trials, compiled = process.run(vae, run)
+        assert not trials, run
+        assert not compiled, run
