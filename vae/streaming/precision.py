@@ -5,6 +5,7 @@ import functools
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,6 +82,9 @@ def full_float32(device: torch.device) -> Iterator[None]:
     PyTorch's switches (TF32 on CUDA, bf16 or TF32 in oneDNN) are global. The first thread that
     enters saves and sets them, and the last one that leaves restores them.
 
+    PyTorch 2.9 added switches by operation, and raises where the older ones are read and disagree
+    with them. Other code may read either at any time, so both are set, and agree in the block.
+
     Args:
         device: Device of the computation.
     """
@@ -99,31 +103,112 @@ def full_float32(device: torch.device) -> Iterator[None]:
                     setattr(owner, name, value)
 
 
+class _Products:
+    """`torch.set_float32_matmul_precision` as an attribute; it also sets the older CUDA switch."""
+
+    @property
+    def precision(self) -> str:
+        return torch.get_float32_matmul_precision()
+
+    @precision.setter
+    def precision(self, value: str) -> None:
+        torch.set_float32_matmul_precision(value)
+
+
+# A switch: owner, name, value for full float32, and all such values; (): it follows the others.
+_Switch = tuple[Any, str, object, tuple[object, ...]]
+
+
 def _switch_off(device_type: str) -> list[tuple[object, str, object]]:
     """Disable every switch that reduces float32, and return the old values."""
-    saved = []
-    for owner, name, value, full in _switches(device_type):
-        before = getattr(owner, name)
-        if before not in full:
+    switches = _switches(device_type)
+    if all(getattr(owner, name) in full for owner, name, _, full in switches if full):
+        return []
+    _hide_advice()
+    above = _released(device_type)
+    try:
+        saved = _values(switches)
+        for owner, name, value, _ in switches:
             setattr(owner, name, value)
-            saved.append((owner, name, before))
+    finally:
+        for owner, value in above:
+            owner.fp32_precision = value
     return saved
 
 
-def _switches(device_type: str) -> list[tuple[object, str, object, tuple[object, ...]]]:
-    """Return the switches of a kind of device: owner, name, new value, and equivalent values."""
+def _switches(device_type: str) -> list[_Switch]:
+    """Return the switches of a kind of device, older ones first: they set newer ones too."""
     backends: Any = torch.backends
-    new = hasattr(backends.cudnn, "conv")  # torch >= 2.9; must not be mixed with the older ones
-    if device_type == "cuda" and new:
-        owners = (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)
-        return [(owner, "fp32_precision", "ieee", ("ieee",)) for owner in owners]
-    if device_type == "cuda":
-        owners = (backends.cudnn, backends.cuda.matmul)
-        return [(owner, "allow_tf32", False, (False,)) for owner in owners]
-    if device_type == "cpu" and new:
-        owners = (backends.mkldnn.conv, backends.mkldnn.matmul)
+    products: _Switch = (_Products(), "precision", "highest", ("highest",))
+    if not hasattr(backends.cudnn, "conv"):  # torch < 2.9
+        older: _Switch = (backends.cudnn, "allow_tf32", False, (False,))
+        return {"cuda": [older, products], "cpu": [products]}.get(device_type, [])
+
+    def newer(*owners: object) -> list[_Switch]:
         return [(owner, "fp32_precision", "ieee", ("ieee", "none")) for owner in owners]
-    return []
+
+    if device_type == "cpu":
+        return newer(backends.mkldnn.conv, backends.mkldnn.matmul)
+    if device_type != "cuda":
+        return []
+    return [
+        (backends.cudnn, "allow_tf32", False, ()),
+        (*products[:3], ()),
+        *newer(backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul),
+        (backends.mkldnn.matmul, "fp32_precision", "ieee", ()),  # `products` sets it
+    ]
+
+
+def _released(device_type: str) -> list[tuple[Any, str]]:
+    """Reset the switches from which others inherit, so that these have their own values.
+
+    Args:
+        device_type: Kind of device.
+
+    Returns:
+        The reset switches with their values.
+    """
+    backends: Any = torch.backends
+    if not hasattr(backends.cudnn, "conv"):
+        return []
+    above = []
+    for owner in (backends, backends.cudnn) if device_type == "cuda" else (backends,):
+        value = owner.fp32_precision
+        if value != "none":
+            above.append((owner, value))
+            owner.fp32_precision = "none"
+    return above
+
+
+def _values(switches: list[_Switch]) -> list[tuple[object, str, object]]:
+    """Return owner, name and value of every switch, even if the older ones cannot be read."""
+    newer = [(owner, owner.fp32_precision) for owner, name, *_ in switches if _is_newer(name)]
+    saved = []
+    for owner, name, value, _ in switches:
+        if _is_newer(name):
+            continue
+        try:
+            found = getattr(owner, name)
+        except RuntimeError:  # it disagrees with the newer ones
+            for other, _ in newer:
+                other.fp32_precision = "none"
+            try:
+                found = getattr(owner, name)
+            except RuntimeError:
+                found = not value  # "none" agrees with `value`
+        saved.append((owner, name, found))
+    saved += [(owner, "fp32_precision", value) for owner, value in newer]
+    return saved
+
+
+@functools.cache
+def _hide_advice() -> None:
+    """Hide the warning of PyTorch 2.9 that the older switches are used at all."""
+    warnings.filterwarnings("ignore", "Please use the new API settings to control TF32")
+
+
+def _is_newer(name: str) -> bool:
+    return name == "fp32_precision"
 
 
 @functools.cache
