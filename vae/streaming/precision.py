@@ -25,16 +25,20 @@ _TOO_SLOW = 1.5
 _NARROW = (torch.float16, torch.bfloat16)
 
 
+# Owner, name and old value of switches.
+_Saved = list[tuple[object, str, object]]
+
+
 @dataclass
 class _State:
-    """Threads inside `full_float32`, and the settings to restore."""
+    """Threads inside `full_float32`, and the settings to restore, by kind of device."""
 
     holders: int = 0
-    saved: list[tuple[object, str, object]] = field(default_factory=list)
+    saved: dict[str, _Saved] = field(default_factory=dict)
 
 
 _lock = threading.Lock()
-_states: dict[str, _State] = {}
+_state = _State()
 
 
 def fastest_decode_dtype(device: torch.device) -> torch.dtype:
@@ -80,7 +84,8 @@ def full_float32(device: torch.device) -> Iterator[None]:
     """Compute float32 convolutions and products in full float32 on `device` within the block.
 
     PyTorch's switches (TF32 on CUDA, bf16 or TF32 in oneDNN) are global. The first thread that
-    enters saves and sets them, and the last one that leaves restores them.
+    enters saves and sets them, and the last one that leaves restores them: those of all devices,
+    because CUDA and the CPU share some.
 
     PyTorch 2.9 added switches by operation, and raises where the older ones are read and disagree
     with them. Other code may read either at any time, so both are set, and agree in the block.
@@ -88,19 +93,20 @@ def full_float32(device: torch.device) -> Iterator[None]:
     Args:
         device: Device of the computation.
     """
-    state = _states.setdefault(device.type, _State())
     with _lock:
-        if state.holders == 0:
-            state.saved = _switch_off(device.type)
-        state.holders += 1
+        if device.type not in _state.saved:
+            _state.saved[device.type] = _switch_off(device.type)
+        _state.holders += 1
     try:
         yield
     finally:
         with _lock:
-            state.holders -= 1
-            if state.holders == 0:
-                for owner, name, value in state.saved:
-                    setattr(owner, name, value)
+            _state.holders -= 1
+            if _state.holders == 0:
+                while _state.saved:
+                    _, saved = _state.saved.popitem()  # the last one first
+                    for owner, name, value in saved:
+                        setattr(owner, name, value)
 
 
 class _Products:
@@ -119,7 +125,7 @@ class _Products:
 _Switch = tuple[Any, str, object, tuple[object, ...]]
 
 
-def _switch_off(device_type: str) -> list[tuple[object, str, object]]:
+def _switch_off(device_type: str) -> _Saved:
     """Disable every switch that reduces float32, and return the old values."""
     switches = _switches(device_type)
     if all(getattr(owner, name) in full for owner, name, _, full in switches if full):
@@ -180,7 +186,7 @@ def _released(device_type: str) -> list[tuple[Any, str]]:
     return above
 
 
-def _values(switches: list[_Switch]) -> list[tuple[object, str, object]]:
+def _values(switches: list[_Switch]) -> _Saved:
     """Return owner, name and value of every switch, even if the older ones cannot be read."""
     newer = [(owner, owner.fp32_precision) for owner, name, *_ in switches if _is_newer(name)]
     saved = []

@@ -138,3 +138,21 @@ def test_float32_is_full_and_all_switches_can_be_read_in_the_block(device):
 def test_all_switches_are_restored(device):
     for names in SEQUENCES:
         assert later(names, device) == later(names), names
+
+
+@pytest.mark.parametrize("first", [CUDA, CPU], ids=str)
+def test_blocks_of_two_devices_can_end_in_any_order(first):
+    other = CPU if first == CUDA else CUDA
+    for name in SETTINGS:
+        reset()
+        SETTINGS[name]()
+        before = read()
+        for ends in ((first, other), (other, first)):
+            blocks = {device: full_float32(device) for device in (first, other)}
+            for block in blocks.values():
+                block.__enter__()
+            for device in ends:
+                for used in (CUDA, CPU) if NEW else ():
+                    assert set(read()[used]) <= {"ieee", "none"}, name
+                blocks[device].__exit__(None, None, None)
+            assert read() == before, name
