@@ -1,11 +1,11 @@
 """The steps of one chunk as a CUDA graph: captured once, then launched by one call."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from ...kernels import log_once, preparing
+from ...kernels import is_out_of_memory, log_once, preparing
 
 
 class Recording:
@@ -27,20 +27,41 @@ class Recording:
     def __init__(self, steps: Callable[[Tensor], Iterable[Tensor]], x: Tensor) -> None:
         self._input = x.clone()
         self._graph = torch.cuda.CUDAGraph()
-        # Work of other threads on the device must not fail this capture.
-        with (
-            preparing("graph capture", "VAE"),
-            torch.cuda.device(x.device),
-            torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
-        ):
-            self._results = list(steps(self._input))
+        # Work of other threads on the device must not fail this capture. PyTorch does not leave the
+        # stream of a capture that fails, so the stream is restored here.
+        try:
+            with (
+                preparing("graph capture", "VAE"),
+                torch.cuda.device(x.device),
+                torch.cuda.stream(torch.cuda.current_stream(x.device)),
+                torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
+            ):
+                self._results = list(steps(self._input))
+        except (AssertionError, MemoryError, TypeError, ValueError) as error:
+            raise RuntimeError(str(error)) from error
 
-    def replay(self, x: Tensor) -> Iterable[Tensor]:
-        """Run the graph on `x` `[B, C, T, H, W]`, and yield copies of the results."""
-        self._input.copy_(x)
-        self._graph.replay()
-        for result in self._results:
-            yield result.clone()
+    def replay(self, x: Tensor) -> Iterator[Tensor]:
+        """Run the graph on `x`; its memory is freed if this fails.
+
+        Args:
+            x: `[B, C, T, H, W]`, an input of the shape of the recording.
+
+        Returns:
+            Iterator over copies of the results.
+
+        Raises:
+            RuntimeError: The driver refuses the graph, or memory is short. The state of the video
+                is unchanged.
+        """
+        try:
+            copies = [torch.empty_like(result) for result in self._results]
+            self._input.copy_(x)
+            self._graph.replay()
+        except RuntimeError:
+            self._results = []
+            self._graph.reset()
+            raise
+        return (copy.copy_(result) for copy, result in zip(copies, self._results, strict=True))
 
 
 def takes(device: torch.device) -> bool:
@@ -51,4 +72,6 @@ def takes(device: torch.device) -> bool:
 def complain(error: RuntimeError) -> None:
     """Log once why chunks run without a graph: `error`."""
     reason = str(error).strip().partition("\n")[0]
+    if is_out_of_memory(error):
+        reason = "memory is short"  # without the sizes, which differ
     log_once(f"no CUDA graph of the VAE; its kernels are launched one by one ({reason})")
