@@ -1,7 +1,7 @@
 """Tails of tiles on the host, fetched one tile ahead of the computation.
 
-Copies use pinned memory and their own stream, so the device computes one tile while the tails of
-the next one arrive and those of the last one leave.
+Copies use pinned memory and a stream for each direction, so the device computes one tile while the
+tails of the next one arrive and those of the last one leave.
 """
 
 import contextlib
@@ -10,24 +10,31 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.temporal_cache import TemporalCache
+from .pinned_memory import PinnedMemory
 
 
 class Parking:
     """The memory on the host for the tails of some caches."""
 
     def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._inward = torch.cuda.Stream(device) if on_gpu else None
+        self._outward = torch.cuda.Stream(device) if on_gpu else None
+        self._memory = PinnedMemory(pinned=on_gpu)
         self._places: dict[tuple[TemporalCache, nn.Module], Tensor] = {}
         self._coming: dict[TemporalCache, torch.cuda.Event] = {}
+        self._gone: dict[TemporalCache, torch.cuda.Event] = {}
 
     def fetch(self, cache: TemporalCache) -> None:
-        """Start to copy the tails of `cache` to the device."""
-        with self._aside():
+        """Start to copy the tails of `cache` to the device, after those were copied to the host."""
+        if self._inward is not None and cache in self._gone:
+            self._inward.wait_event(self._gone[cache])
+        with _on(self._inward):
             cache.exchange(self._arrived)
-            if self._stream is not None:
-                self._coming[cache] = event = torch.cuda.Event()
-                event.record(self._stream)
+        if self._inward is not None:
+            self._coming[cache] = event = torch.cuda.Event()
+            event.record(self._inward)
 
     def wait(self, cache: TemporalCache) -> None:
         """Make the device wait for the tails of `cache`; start the copy if it has not started."""
@@ -41,30 +48,39 @@ class Parking:
                 tail.record_stream(work)  # it was allocated for the other stream
 
     def park(self, cache: TemporalCache) -> None:
-        """Start to copy the tails of `cache` to the host after the queued work."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with self._aside():
+        """Start to copy the tails of `cache` to the host after the queued work.
+
+        That work waited for the tails to arrive, so their memory on the host is not read anymore.
+        """
+        if self._outward is not None:
+            self._outward.wait_stream(torch.cuda.current_stream(self._device))
+        tails = cache.tails().items()
+        self._memory.reserve(tail for conv, tail in tails if (cache, conv) not in self._places)
+        with _on(self._outward):
             cache.exchange(lambda conv, tail: self._left((cache, conv), tail))
+        if self._outward is not None:
+            self._gone[cache] = event = torch.cuda.Event()
+            event.record(self._outward)
 
     def settle(self) -> None:
         """Wait until all copies are done."""
-        if self._stream is not None:
-            self._stream.synchronize()
-
-    def _aside(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        for stream in (self._inward, self._outward):
+            if stream is not None:
+                stream.synchronize()
 
     def _arrived(self, _: nn.Module, tail: Tensor) -> Tensor:
-        return tail.to(self._device, non_blocking=True)
+        return tail.to(self._device, non_blocking=self._memory.pinned)
 
     def _left(self, key: tuple[TemporalCache, nn.Module], tail: Tensor) -> Tensor:
         place = self._places.get(key)
         if place is None:
-            pinned = self._stream is not None
-            place = torch.empty_like(tail, device="cpu", pin_memory=pinned)
-            self._places[key] = place
-        place.copy_(tail, non_blocking=True)
-        if self._stream is not None and tail.device.type == "cuda":
-            tail.record_stream(self._stream)
+            place = self._places[key] = self._memory.like(tail)
+        place.copy_(tail, non_blocking=self._memory.pinned)
+        if self._outward is not None and tail.device.type == "cuda":
+            tail.record_stream(self._outward)
         return place
+
+
+def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which copies use `stream`; None: there are no streams."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)

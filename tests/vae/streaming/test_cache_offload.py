@@ -1,0 +1,221 @@
+"""Tails of tiles on the host: order of the copies, size of the memory, and no pinned memory.
+
+`FakeGPU` stands for the device: its tensors are on the CPU, its streams record what each operation
+may follow, and an access to memory that another stream may still use is an error.
+"""
+
+import contextlib
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from fast_video_vae.kernels import errors
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.vae.families import close, joined, latent_for
+from fast_video_vae.vae import StreamOptions, load_vae
+from fast_video_vae.vae.layers.temporal_cache import TemporalCache
+from fast_video_vae.vae.streaming import cache_offload, session
+from fast_video_vae.vae.streaming.cache_offload import Parking
+from fast_video_vae.vae.streaming.pinned_memory import PinnedMemory
+
+CUDA = torch.device("cuda")
+
+
+class Stream:
+    """Operations that ran before the next one of this stream, by number."""
+
+    def __init__(self, device=None):
+        self.done = set()
+
+    def wait_stream(self, other):
+        self.done |= other.done
+
+    def wait_event(self, event):
+        self.done |= event.done
+
+    def synchronize(self):
+        pass
+
+
+class Event:
+    def record(self, stream):
+        self.done = set(stream.done)
+
+
+class FakeGPU(TorchFunctionMode):
+    """The copies of `Parking` on a fake device.
+
+    Attributes:
+        work: The stream of the computation.
+        pins: Bytes of the pinned allocations; `refuses` pins none.
+        races: Operations that used memory which another stream could still use.
+    """
+
+    def __init__(self, monkeypatch, *, refuses=False):
+        super().__init__()
+        self.work = self._stream = Stream()
+        self.pins, self.refuses, self.races, self.blocking = [], refuses, [], set()
+        self._operations, self._uses, self._kept = 0, {}, []
+        for name, value in {
+            "Stream": Stream,
+            "Event": Event,
+            "stream": self._on,
+            "current_stream": lambda _: self._stream,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+        monkeypatch.setattr(errors, "_logged", set())
+
+    @contextlib.contextmanager
+    def _on(self, stream):
+        before, self._stream = self._stream, stream
+        try:
+            yield
+        finally:
+            self._stream = before
+
+    def use(self, name, *memory):
+        """Run operation `name` on `memory` in the current stream."""
+        self._operations += 1
+        self._kept += memory  # an address stands for one tensor
+        for tensor in memory:
+            earlier = self._uses.setdefault(tensor.data_ptr(), [])
+            self.races += [(before, name) for number, before in earlier if number not in self.done]
+            earlier.append((self._operations, name))
+        self.done.add(self._operations)
+
+    @property
+    def done(self):
+        return self._stream.done
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, func.__name__
+        if name == "empty" and kwargs.pop("pin_memory", False):
+            if self.refuses:
+                raise RuntimeError("CUDA error: operation not permitted\nand a long story")
+            self.pins.append(args[0])
+        elif name == "to" and args[1:] == (CUDA,):
+            self.use("fetch", args[0])
+            self.blocking.add(not kwargs["non_blocking"])
+            copy = args[0].clone()
+            self.use("fetch", copy)
+            return copy
+        elif name == "copy_" and "non_blocking" in kwargs:
+            self.use("park", *args)
+            self.blocking.add(not kwargs["non_blocking"])
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    with FakeGPU(monkeypatch) as gpu:
+        yield gpu
+
+
+def cache_of(*shapes):
+    """Return a cache with tails of `shapes`, as after the first chunk."""
+    cache = TemporalCache()
+    cache.take({nn.Identity(): torch.randn(shape) for shape in shapes})
+    return cache
+
+
+def rounds(gpu, parking, caches, count=3):
+    """Run chunks as `TiledExecutor` does: each tile adds 1 to its tails."""
+    for _ in range(count):
+        for cache, following in zip(caches, [*caches[1:], None], strict=True):
+            parking.wait(cache)
+            if following is not None:
+                parking.fetch(following)
+            for tail in cache.tails().values():
+                gpu.use("compute", tail.add_(1))
+            parking.park(cache)
+
+
+def test_no_copy_overtakes_another_use_of_its_memory(gpu):
+    caches = [cache_of((1, 4, 2, 3, 5), (1, 8, 2, 3, 5)) for _ in range(3)]
+    before = [cache.tails() for cache in caches]
+    parking = Parking(CUDA)
+    rounds(gpu, parking, caches)
+    parking.settle()
+    assert not gpu.races
+    assert gpu.blocking == {False}
+    for cache, tails in zip(caches, before, strict=True):
+        for conv, tail in cache.tails().items():
+            torch.testing.assert_close(tail, tails[conv] + 3)
+
+
+def test_the_copies_of_both_directions_run_at_once(gpu):
+    """Fetching one tile does not wait for the copy of another one to the host."""
+    caches = [cache_of((1, 4, 2, 3, 5)) for _ in range(2)]
+    parking = Parking(CUDA)
+    rounds(gpu, parking, caches, count=1)
+    parking.fetch(caches[0])
+    fetched = parking._inward.done
+    with gpu._on(parking._outward):
+        parked = gpu.done
+    assert parked - fetched
+    assert fetched - parked
+
+
+@pytest.mark.parametrize("direction", ["_gone", "_coming"])
+def test_the_race_detector_finds_a_missing_wait(gpu, direction):
+    caches = [cache_of((1, 4, 2, 3, 5)) for _ in range(2)]
+    parking = Parking(CUDA)
+    never = SimpleNamespace(done=set())
+    events = type("Lost", (dict,), {"__setitem__": lambda d, k, _: dict.__setitem__(d, k, never)})
+    setattr(parking, direction, events())
+    rounds(gpu, parking, caches)
+    assert gpu.races
+
+
+def test_tails_of_gigabytes_need_little_more_pinned_memory(gpu):
+    """Each of these would be doubled, or nearly, by an allocation of its own."""
+    memory, held = PinnedMemory(pinned=True), 0
+    for _ in range(12):
+        tails = [torch.empty(130 * size, dtype=torch.uint8) for size in (512, 256, 256, 128, 64)]
+        memory.reserve(tails)
+        held += sum(len(memory.like(tail)) for tail in tails)
+    assert held <= sum(gpu.pins) <= 1.25 * held
+    assert all(size & (size - 1) == 0 for size in gpu.pins)
+
+
+def test_places_are_aligned_apart_and_like_their_tails(gpu):
+    memory = PinnedMemory(pinned=True)
+    order = torch.channels_last_3d
+    tails = [
+        torch.randn(1, 3, 2, height, 5, dtype=dtype).contiguous(memory_format=order)
+        for height in (1, 3, 7)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    places = [memory.like(tail).copy_(tail) for tail in tails]
+    start = memory._slabs[0].memory.data_ptr()
+    for tail, place in zip(tails, places, strict=True):
+        assert (place.shape, place.stride(), place.dtype) == (tail.shape, tail.stride(), tail.dtype)
+        assert torch.equal(place, tail)
+        if place.untyped_storage().data_ptr() == start:
+            assert (place.data_ptr() - start) % 256 == 0
+
+
+def test_the_frames_come_without_pinned_memory(monkeypatch, caplog):
+    vae = load_vae(random_state_dict(8), dtype=torch.float32)
+    latent = latent_for(vae, 3, 96, 128)
+    expected = vae.decode(latent)
+    plan = session.make_plan
+    monkeypatch.setattr(
+        session, "make_plan", lambda *args, **given: replace(plan(*args, **given), parked=True)
+    )
+    monkeypatch.setattr(session, "Parking", lambda _: cache_offload.Parking(CUDA))
+    options = StreamOptions(1, tile=(64, 64))
+    with caplog.at_level(logging.WARNING), FakeGPU(monkeypatch, refuses=True) as gpu:
+        for _ in range(2):
+            close(joined(vae.decode_stream(latent, options)), expected)
+    assert not gpu.pins
+    assert not gpu.races
+    assert gpu.blocking == {True}
+    (line,) = caplog.messages
+    assert "memory cannot be pinned (CUDA error: operation not permitted)" in line
