@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, dispatch, errors, use_backend
+from fast_video_vae.kernels import BackendError, autotune, dispatch, errors, measure, use_backend
 from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.kernels.triton_ops import runtime, tiles
-from fast_video_vae.tests.builders import module_command
+from fast_video_vae.tests.builders import module_command, random_state_dict
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import missing, place, random, video
+from fast_video_vae.vae import load_vae
 
 ops = importlib.import_module("fast_video_vae.kernels.triton_ops.ops")
 
@@ -52,19 +53,26 @@ def fresh(monkeypatch):
 
 
 class Broken:
-    """A kernel whose launches fail with `error`, if `fails` of their constants; `tries` counts."""
+    """A kernel whose launches fail with `error`, if `fails` of their constants; `tries` counts.
+
+    Other launches are those of the kernel `otherwise`.
+    """
 
     __name__ = "_broken_kernel"
 
-    def __init__(self, error="no compiler\nand a long story", fails=lambda **_: True):
+    def __init__(
+        self, error="no compiler\nand a long story", fails=lambda **_: True, otherwise=None
+    ):
         self.tries = 0
-        self._error, self._fails = error, fails
+        self._error, self._fails, self._otherwise = error, fails, otherwise
 
     def __getitem__(self, grid):
-        def start(*_, **constants):
+        def start(*args, **constants):
             self.tries += 1
             if self._fails(**constants):
                 raise RuntimeError(self._error)
+            if self._otherwise is not None:
+                self._otherwise[grid](*args, **constants)
 
         return start
 
@@ -238,6 +246,46 @@ def test_a_check_of_triton_without_memory_is_repeated(fresh, monkeypatch):
     monkeypatch.setattr(probe, "probe", working)
     if runtime.interpreted():
         runtime.require(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("fails", ["the compiler", "one kernel", "one width"])
+def test_the_frames_come_with_a_broken_triton(here, monkeypatch, caplog, fresh, fails):
+    """As on a GPU: all ops go through the trial. One line is logged for all decodes."""
+    probe = importlib.import_module(f"{ops.__package__}.probe")
+    rows = importlib.import_module(f"{ops.__package__}.rows")
+    if fails == "the compiler":
+        monkeypatch.setattr(probe, "probe", Broken())
+    else:
+        working, width = rows._rms_norm_silu, 32
+        broken = Broken(
+            fails=lambda **constants: fails == "one kernel" or constants["CHANNELS"] == width,
+            otherwise=working,
+        )
+        monkeypatch.setattr(rows, "_rms_norm_silu", broken)
+    for name, value in {
+        "_orders": {},
+        "_ELEMENTS": (1 << 10,),
+        "ORDER": ("triton", "reference"),
+    }.items():
+        monkeypatch.setattr(autotune, name, value)
+    monkeypatch.setattr(
+        measure, "seconds", lambda calls, *_, **__: {name: name != "triton" for name in calls}
+    )
+    monkeypatch.setattr(ops, "refuse_device", lambda *_: None)
+    vae, latent = load_vae(random_state_dict(8), dtype=torch.float32), torch.randn(1, 16, 2, 2, 2)
+    with use_backend("reference"):
+        expected = vae.decode(latent)
+    monkeypatch.setattr(dispatch, "_order", lambda *call: autotune.order(dispatch.ask, *call))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            torch.testing.assert_close(vae.decode(latent), expected)
+    assert len(caplog.messages) == 1
+    served = {
+        key[3]
+        for key, order in autotune._orders.items()
+        if key[0] == "rms_norm_silu" and order[0] == "triton"
+    }
+    assert bool(served) == (fails == "one width")
 
 
 def test_given_statistics_need_one_kernel_instead_of_three(by_name, monkeypatch):
