@@ -1,7 +1,7 @@
 """Tails of tiles on the host: order of the copies, size of the memory, and no pinned memory.
 
 `FakeGPU` stands for the device: its tensors are on the CPU, its streams record what each operation
-may follow, and an access to memory that another stream may still use is an error.
+may follow, and an access to memory that another stream may be using is an error.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class FakeGPU(TorchFunctionMode):
     Attributes:
         work: The stream of the computation.
         pins: Bytes of the pinned allocations; `refuses` pins none.
-        races: Operations that used memory which another stream could still use.
+        races: Operations that used memory that another stream could be using.
     """
 
     def __init__(self, monkeypatch, *, refuses=False):
