@@ -17,7 +17,7 @@ from .planning.device_memory import total_bytes
 from .planning.job import job_of
 from .planning.plan import Plan, make_plan
 from .streaming.options import AUTOMATIC, StreamOptions
-from .streaming.output import Output, until_complete
+from .streaming.output import Output, background_writer, delivered, until_complete
 from .streaming.precision import compute_dtype
 from .streaming.session import VideoSession, eager
 from .validation import (
@@ -184,7 +184,8 @@ class VideoVAE(nn.Module):
             latent: `[B, C_latent, t, h, w]`, or an iterable of these in order of time.
             options: Options of the stream.
             out: `[B, C, T, H, W]` for the whole video, any dtype, strides and device: each piece is
-                written there and is a view of it. None: new tensors.
+                written there and is a view of it; on the host in the background, while the device
+                computes the next piece. None: new tensors.
             images: As `out`, `[B, T, H, W, C]`, float or uint8: the pieces are images, clamped to
                 [0, 1] or in 0-255 (see `frames_to_images`).
             frames: The frames to decode, such as `range(40, 81)`; `out` or `images` have room for
@@ -200,29 +201,24 @@ class VideoVAE(nn.Module):
         """
         config = self.config
         relief = Relief(self.device, "a decode", options.release)
-        start, source = 0, checked(latent, self.check_latent)
-        whole = isinstance(latent, Tensor)
-        if frames is not None:
-            check_range(frames, config.frames(latent.shape[2]) if whole else None)
-            if whole:
-                start, stop = self._latents_of(frames)
-                source = iter([latent[:, :, start:stop]])
+        start, source = self._part_of(latent, frames)
         check_targets(latent, config, out, images, frames)
         dtype = options.dtype or self.dtype
         first_frame = start and config.frames(start)
+        writer = background_writer(self.device, out if images is None else images)
         stream = self._stream(
             self.decoder,
             options,
             latent,
             source,
             enter=self.conv2 or (lambda x: x / config.latent_scale),
-            leave=Output(config, dtype, out, images, frames, first_frame, relief.attempt),
+            leave=Output(config, dtype, out, images, frames, first_frame, relief.attempt, writer),
             relief=relief,
-            single_frame=whole and latent.shape[2] == 1,
+            single_frame=isinstance(latent, Tensor) and latent.shape[2] == 1,
             begins=not start,
         )
-        if frames is None:
-            return stream
+        if writer is not None:
+            stream = delivered(stream, writer)
         return until_complete(stream, frames, as_images=images is not None)
 
     def normalize(self, latent: Tensor) -> Tensor:
@@ -347,6 +343,20 @@ class VideoVAE(nn.Module):
             skips=encodes and self.skips_static,
         )
         return session.run(source)
+
+    def _part_of(
+        self, latent: Tensor | Iterable[Tensor], frames: range | None
+    ) -> tuple[int, Iterator[Tensor]]:
+        """Return the first latent that `frames` need, and the checked latents from there on."""
+        source = checked(latent, self.check_latent)
+        if frames is None:
+            return 0, source
+        if not isinstance(latent, Tensor):
+            check_range(frames, None)
+            return 0, source
+        check_range(frames, self.config.frames(latent.shape[2]))
+        start, stop = self._latents_of(frames)
+        return start, iter([latent[:, :, start:stop]])
 
     def _latents_of(self, frames: range) -> tuple[int, int]:
         """Return the first latent that `frames` need, and the one after the last."""

@@ -11,6 +11,7 @@ from fractions import Fraction
 
 import torch
 
+from ..background_writer import BackgroundWriter
 from ..bench.baselines import race
 from ..bench.chart import draw_chart
 from ..bench.content import Clip
@@ -19,7 +20,6 @@ from ..demo import VAE_PATH
 from ..layers.oom import Relief
 from ..media.atomic_file import whole_file
 from ..media.audio import read_audio
-from ..media.background_writer import BackgroundWriter
 from ..media.codecs import check_size, codec_for
 from ..media.latent_file import load_latent, save_latent
 from ..media.video_reader import read_video

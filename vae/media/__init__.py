@@ -8,9 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ..background_writer import BackgroundWriter
     from .audio import Audio, read_audio
     from .av_input import open_media
-    from .background_writer import BackgroundWriter
     from .codecs import CODECS, available_codecs, check_size, codec_for, codec_named
     from .latent_file import load_latent, save_latent
     from .video_reader import VideoFile, read_video
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Audio": "audio",
-    "BackgroundWriter": "background_writer",
+    "BackgroundWriter": ".background_writer",
     "CODECS": "codecs",
     "VideoFile": "video_reader",
     "VideoWriter": "video_writer",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import frames_to_images, pixel_shuffle_3d
+from ..background_writer import BackgroundWriter
 from ..models.config import VAEConfig
 from ..models.patchify import COLUMN_FIRST, ROW_FIRST
 from ..models.receptive_field import Span
@@ -28,6 +29,8 @@ class Output:
         wanted: The frames to keep, which `out` or `images` have room for; None: all.
         start: Number of the first frame that arrives.
         attempt: Runs an allocation, such as `Relief.attempt`.
+        writer: Writes pieces to `out` or `images` in the background, in memory of the host; None:
+            the device writes there.
 
     Raises:
         ValueError: Both `out` and `images` are given.
@@ -42,12 +45,13 @@ class Output:
         wanted: range | None = None,
         start: int = 0,
         attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda do: do(),
+        writer: BackgroundWriter | None = None,
     ) -> None:
         if out is not None and images is not None:
             raise ValueError("both out and images are given; expected one of them")
         self._config, self._dtype = config, dtype
         self._out, self._images, self._wanted = out, images, wanted
-        self._attempt, self._at = attempt, start
+        self._attempt, self._at, self._writer = attempt, start, writer
         # Pixels of a piece per pixel of the network's output, in height and width.
         self._size = config.patch_size * config.output_scale
         self._order = COLUMN_FIRST if config.patch_size > 1 else ROW_FIRST
@@ -126,12 +130,22 @@ class Output:
         return pixel_shuffle_3d(frames, (1, self._size, self._size), self._order)
 
     def _placed(self, x: Tensor, target: Tensor) -> Tensor:
+        if self._writer is not None and target.numel():
+            self._writer.put(self._converted(x, target), target)
+            return target
         with torch.inference_mode(target.is_inference()):  # otherwise it cannot be written to
             if not target.numel():
                 return target
             if self._images is not None:
                 return frames_to_images(x, patch=self._size, order=self._order, out=target)
             return pixel_shuffle_3d(x, (1, self._size, self._size), self._order, out=target)
+
+    def _converted(self, x: Tensor, target: Tensor) -> Tensor:
+        """Return `x` in the shape and dtype of `target` `[...]`, on the device of `x`."""
+        if self._images is None:
+            return self._new(x).to(target.dtype)
+        images = frames_to_images(x, dtype=target.dtype, patch=self._size, order=self._order)
+        return images.view(target.shape)
 
 
 class TiledChunk:
@@ -164,12 +178,14 @@ class TiledChunk:
             self._output.put(x[:, :, first:last], self.piece, time, rows, columns)
 
 
-def until_complete(stream: Iterator[Tensor], frames: range, *, as_images: bool) -> Iterator[Tensor]:
+def until_complete(
+    stream: Iterator[Tensor], frames: range | None, *, as_images: bool
+) -> Iterator[Tensor]:
     """Yield pieces until all wanted frames have arrived.
 
     Args:
         stream: Pieces `[B, C, n, H, W]`, or images `[B, n, H, W, C]`; `n` can be 0.
-        frames: The wanted frames.
+        frames: The wanted frames; None: all.
         as_images: The pieces are images.
 
     Yields:
@@ -178,6 +194,9 @@ def until_complete(stream: Iterator[Tensor], frames: range, *, as_images: bool) 
     Raises:
         ValueError: The stream ends too early.
     """
+    if frames is None:
+        yield from stream
+        return
     missing = len(frames)
     for piece in stream:
         count = piece.shape[1 if as_images else 2]
@@ -190,3 +209,47 @@ def until_complete(stream: Iterator[Tensor], frames: range, *, as_images: bool) 
         f"frames are {frames!r}; the video ends before frame {frames.stop - missing}; "
         "expected a part of the video"
     )
+
+
+def background_writer(device: torch.device, target: Tensor | None) -> BackgroundWriter | None:
+    """Return a writer for pieces that go from `device` to `target` on the host, or None.
+
+    Args:
+        device: Device of the frames.
+        target: The memory for them, `[...]`; None: they stay on the device.
+
+    Returns:
+        The writer, for `delivered`.
+    """
+    if target is None or device.type == "cpu" or target.device.type != "cpu":
+        return None
+    return BackgroundWriter(_fill, dtype=None)
+
+
+def delivered(stream: Iterator[Tensor], writer: BackgroundWriter) -> Iterator[Tensor]:
+    """Yield the pieces of a stream when `writer` has written them.
+
+    The next piece is computed meanwhile, so a piece arrives one piece late.
+
+    Args:
+        stream: Pieces `[...]` that are views of memory on the host.
+        writer: Writes them.
+
+    Yields:
+        The pieces.
+    """
+    waiting: tuple[int, Tensor] | None = None
+    with writer:
+        for piece in stream:
+            if waiting is not None:
+                writer.wait(waiting[0])
+                yield waiting[1]
+            waiting = writer.queued, piece
+        if waiting is not None:
+            writer.wait(waiting[0])
+            yield waiting[1]
+
+
+def _fill(frames: Tensor, target: Tensor) -> None:
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        target.copy_(frames)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels import log_once
+
 # Timeout of a wait in seconds; on Windows a wait without a timeout blocks signals.
 TICK_S = 0.1
 
@@ -21,7 +23,15 @@ class _Piece(NamedTuple):
 
     buffer: Tensor
     shape: torch.Size
+    dtype: torch.dtype
     copied: torch.cuda.Event | None
+    target: tuple[Tensor, ...]
+
+    @property
+    def frames(self) -> Tensor:
+        """The frames `[T, H, W, C]`, a view of the buffer."""
+        nbytes = self.shape.numel() * self.dtype.itemsize
+        return self.buffer[:nbytes].view(self.dtype).view(self.shape)
 
 
 class BackgroundWriter:
@@ -31,23 +41,30 @@ class BackgroundWriter:
     order, so the caller may reuse its memory at once. `write` gets a view of a buffer that is
     reused: it must not keep it.
 
-    An error of `write` is raised by the next `put`, or at the end. If the body raises, waiting
-    pieces are dropped and the thread ends after the current piece.
+    An error of `write` is raised by the next `put` or `wait`, or at the end. If the body raises,
+    waiting pieces are dropped and the thread ends after the current piece.
     """
 
-    def __init__(self, write: Callable[[Tensor], None], depth: int = 2) -> None:
+    def __init__(
+        self,
+        write: Callable[..., None],
+        depth: int = 2,
+        dtype: torch.dtype | None = torch.uint8,
+    ) -> None:
         """Prepare; the thread starts when the context is entered.
 
         Args:
-            write: Called with `[T, H, W, C]` uint8 on the CPU, such as `VideoWriter.write`.
+            write: Called with `[T, H, W, C]` on the CPU and the target of `put`, such as
+                `VideoWriter.write`.
             depth: Most pieces that are copied, waiting or being written.
+            dtype: Dtype of all pieces; None: any.
 
         Raises:
             ValueError: `depth` is less than 1.
         """
         if depth < 1:
             raise ValueError(f"depth is {depth}; expected at least 1")
-        self._write = write
+        self._write, self._dtype = write, dtype
         self._free: queue.Queue[Tensor | None] = queue.Queue()
         self._filled: queue.Queue[_Piece | None] = queue.Queue()
         for _ in range(depth):
@@ -56,6 +73,9 @@ class BackgroundWriter:
         self._stopped, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="fast-video-vae-writer")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.queued = 0
+        self._written = 0
+        self._progress = threading.Condition()
 
     def __enter__(self) -> "BackgroundWriter":
         try:
@@ -78,31 +98,53 @@ class BackgroundWriter:
         if kind is None:
             self._raise()
 
-    def put(self, frames: Tensor) -> None:
+    def put(self, frames: Tensor, *target: Tensor) -> None:
         """Queue frames for writing; waits while `depth` pieces are queued.
 
         Args:
-            frames: `[T, H, W, C]` uint8 on any device, in any memory layout.
+            frames: `[T, H, W, C]` on any device, in any memory layout.
+            *target: Passed to `write`, such as the memory `[T, H, W, C]` for the frames.
 
         Raises:
-            ValueError: The frames are not uint8.
+            ValueError: The frames have another dtype.
             RuntimeError: It is called outside of the `with` block.
             BaseException: An error of `write`.
         """
-        if frames.dtype != torch.uint8:
-            raise ValueError(f"frames are {frames.dtype}; expected torch.uint8")
+        if self._dtype not in (None, frames.dtype):
+            raise ValueError(f"frames are {frames.dtype}; expected {self._dtype}")
         buffer = self._next_buffer()
         try:
             # Buffers outlive the caller's inference mode, and inference tensors cannot be written
             # later.
             with torch.inference_mode(False), torch.no_grad():
-                if buffer is None or buffer.numel() < frames.numel():
-                    buffer = _host_buffer(frames.numel(), pinned=frames.is_cuda)
-                copied = self._copy(frames, buffer[: frames.numel()].view(frames.shape))
+                if buffer is None or buffer.numel() < frames.nbytes:
+                    buffer = _host_buffer(frames.nbytes, pinned=frames.is_cuda)
+                piece = _Piece(buffer, frames.shape, frames.dtype, None, target)
+                copied = self._copy(frames, piece.frames)
         except BaseException:
             self._free.put(buffer)
             raise
-        self._filled.put(_Piece(buffer, frames.shape, copied))
+        self._filled.put(piece._replace(copied=copied))
+        self.queued += 1
+
+    def wait(self, count: int) -> None:
+        """Wait until the first `count` queued pieces are written.
+
+        Args:
+            count: Pieces, at most `queued`.
+
+        Raises:
+            RuntimeError: The thread has ended.
+            BaseException: An error of `write`.
+        """
+        while True:
+            self._raise()
+            with self._progress:
+                if self._written >= count:
+                    return
+                if self._ended.is_set():
+                    raise RuntimeError("the thread is not running; expected `wait` within `with`")
+                self._progress.wait(TICK_S)
 
     def _next_buffer(self) -> Tensor | None:
         """Wait for a free buffer; raises the error of the thread if there is one."""
@@ -140,11 +182,14 @@ class BackgroundWriter:
                 if piece.copied is not None:
                     piece.copied.synchronize()
                 if self._error is None and not self._stopped.is_set():
-                    self._write(piece.buffer[: piece.shape.numel()].view(piece.shape))
+                    self._write(piece.frames, *piece.target)
             except BaseException as error:
                 self._error = error  # raised by the next `put`
             finally:
                 self._free.put(piece.buffer)
+            with self._progress:
+                self._written += 1
+                self._progress.notify_all()
         self._ended.set()
 
     def _join(self) -> None:
@@ -171,7 +216,8 @@ def _host_buffer(size: int, *, pinned: bool) -> Tensor:
     if pinned:
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError:
+        except RuntimeError as error:
             # The system limits pinned memory. Copies then block the device; the result is the same.
-            pass
+            reason = str(error).strip().partition("\n")[0]
+            log_once(f"memory of the host cannot be pinned; frames are copied slower ({reason})")
     return torch.empty(size, dtype=torch.uint8)

@@ -1,0 +1,185 @@
+"""Frames that leave a device for the host in the background arrive whole, in order, and once.
+
+The device is the CPU here, through the path of other devices.
+"""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+from fast_video_vae.tests.vae.families import STATES, VIDEO, latent_for
+from fast_video_vae.vae import StreamOptions, background_writer, load_vae
+from fast_video_vae.vae import model as model_module
+from fast_video_vae.vae.background_writer import BackgroundWriter
+from fast_video_vae.vae.streaming import output
+
+
+@pytest.fixture(params=VIDEO)
+def vae(request):
+    return load_vae(STATES[request.param](), dtype=torch.float32)
+
+
+@pytest.fixture
+def wan():
+    return load_vae(STATES["wan2.1"](), dtype=torch.float32)
+
+
+@pytest.fixture
+def writers(monkeypatch):
+    """Pieces for a target leave through these writers, on a CPU too."""
+    made = []
+
+    def new(device, target):
+        if target is None:
+            return None
+        made.append(BackgroundWriter(output._fill, dtype=None))
+        return made[-1]
+
+    monkeypatch.setattr(model_module, "background_writer", new)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    gc.collect()
+    assert "fast-video-vae-writer" not in {thread.name for thread in threading.enumerate()}
+
+
+def target_of(vae, latent, dtype, *, images):
+    batch, channels, frames, height, width = vae.config.decoded_shape(latent.shape)
+    if images:
+        return torch.full((batch, frames, height, width, channels), 77, dtype=dtype)
+    return torch.full((batch, channels, frames, height, width), 77, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16])
+@pytest.mark.parametrize("tile", [None, (64, 64)])
+def test_images_are_those_of_a_direct_write(vae, writers, monkeypatch, dtype, tile):
+    latent = latent_for(vae, 3, 96, 96)
+    options = StreamOptions(1, tile=tile)
+    images = target_of(vae, latent, dtype, images=True)
+    pieces = []
+    for piece in vae.decode_stream(latent, options, images=images):
+        pieces.append(piece.clone())
+    monkeypatch.undo()
+    expected = target_of(vae, latent, dtype, images=True)
+    for _ in vae.decode_stream(latent, options, images=expected):
+        pass
+    assert torch.equal(images, expected)
+    assert torch.equal(torch.cat(pieces, dim=1), expected)
+    assert writers[0].queued >= len(pieces)
+
+
+def test_frames_go_to_a_target_of_another_dtype_and_layout(vae, writers):
+    latent = latent_for(vae, 2, 64, 64)
+    out = target_of(vae, latent, torch.float64, images=False)
+    for _ in vae.decode_stream(latent, out=out):
+        pass
+    torch.testing.assert_close(out, vae.decode(latent).double(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_range_of_frames_is_complete(wan, writers):
+    latent = latent_for(wan, 4, 64, 64)
+    images = torch.zeros(1, 5, 64, 64, 3)
+    for _ in wan.decode_stream(latent, StreamOptions(1), images=images, frames=range(6, 11)):
+        pass
+    whole = (wan.decode(latent).clamp(-1, 1) + 1) / 2
+    torch.testing.assert_close(images, whole[:, :, 6:11].movedim(1, -1), rtol=1e-4, atol=1e-4)
+
+
+def test_a_piece_is_complete_when_it_arrives(wan, writers, monkeypatch):
+    """The next piece was computed meanwhile."""
+    fill = output._fill
+
+    def slow(frames, target):
+        time.sleep(0.05)
+        fill(frames, target)
+
+    monkeypatch.setattr(output, "_fill", slow)
+    latent = latent_for(wan, 4, 64, 64)
+    images = target_of(wan, latent, torch.float32, images=True)
+    for index, piece in enumerate(wan.decode_stream(latent, StreamOptions(1), images=images)):
+        assert (piece <= 1).all()
+        assert writers[0].queued > min(index + 1, 3) or index == 3
+
+
+def test_an_abandoned_stream_ends_its_thread(wan, writers):
+    latent = latent_for(wan, 4, 64, 64)
+    images = target_of(wan, latent, torch.float32, images=True)
+    stream = wan.decode_stream(latent, StreamOptions(1), images=images)
+    next(stream)
+    stream.close()
+    before = images.clone()
+    time.sleep(0.02)
+    assert torch.equal(images, before)
+
+
+def test_an_error_of_the_thread_is_raised_in_the_stream(wan, writers, monkeypatch):
+    def full(frames, target):
+        raise OSError("no space")
+
+    monkeypatch.setattr(output, "_fill", full)
+    latent = latent_for(wan, 4, 64, 64)
+    images = target_of(wan, latent, torch.float32, images=True)
+    with pytest.raises(OSError, match="no space"):
+        list(wan.decode_stream(latent, StreamOptions(1), images=images))
+
+
+def test_frames_that_arrived_before_an_error_are_complete(wan, writers, monkeypatch):
+    """So a decode can continue after the last piece that was yielded."""
+    latent = latent_for(wan, 4, 64, 64)
+    images = target_of(wan, latent, torch.float32, images=True)
+    put = BackgroundWriter.put
+
+    def failing(writer, *arguments):
+        if writer.queued == 3:
+            raise torch.OutOfMemoryError("no memory")
+        put(writer, *arguments)
+
+    monkeypatch.setattr(BackgroundWriter, "put", failing)
+    arrived = []
+    stream = wan.decode_stream(latent, StreamOptions(1), images=images)
+    with pytest.raises(torch.OutOfMemoryError):
+        arrived.extend(stream)
+    assert arrived
+    at = sum(piece.shape[1] for piece in arrived)
+    monkeypatch.undo()
+    rest = range(at, images.shape[1])
+    for _ in wan.decode_stream(latent, StreamOptions(1), images=images[:, at:], frames=rest):
+        pass
+    expected = target_of(wan, latent, torch.float32, images=True)
+    for _ in wan.decode_stream(latent, images=expected):
+        pass
+    torch.testing.assert_close(images, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_a_target_of_any_mode_is_written(wan, writers, mode):
+    latent = latent_for(wan, 2, 64, 64)
+    with mode():
+        images = target_of(wan, latent, torch.float32, images=True)
+        for _ in wan.decode_stream(latent, images=images):
+            pass
+    assert (images <= 1).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="memory can be pinned")
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(caplog, monkeypatch):
+    monkeypatch.setattr("fast_video_vae.kernels.errors._logged", set())
+    for _ in range(2):
+        assert len(background_writer._host_buffer(16, pinned=True)) == 16
+    (line,) = caplog.messages
+    assert "cannot be pinned" in line
+    assert "\n" not in line
+
+
+def test_only_frames_that_leave_a_device_are_written_in_the_background():
+    there, cpu = torch.empty(1, device="meta"), torch.device("cpu")
+    assert output.background_writer(cpu, torch.empty(1)) is None
+    assert output.background_writer(there.device, there) is None
+    assert output.background_writer(there.device, None) is None
+    assert output.background_writer(there.device, torch.empty(1)) is not None
