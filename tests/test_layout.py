@@ -24,7 +24,8 @@ PACK = "fast_video_vae"
 _LAYERS = "kernels vae/layers"
 _MODELS = f"{_LAYERS} vae/models"
 _PLANNING = f"{_MODELS} vae/planning"
-_STREAMING = f"{_PLANNING} vae/streaming vae/validation.py vae/background_writer.py"
+_WRITER = "vae/pinned_memory.py vae/background_writer.py"
+_STREAMING = f"{_PLANNING} vae/streaming vae/validation.py {_WRITER}"
 _MODEL = f"{_STREAMING} vae/model.py"
 _CHECKPOINT = f"{_MODEL} vae/checkpoint_io vae/checkpoint.py"
 _BENCH = f"{_CHECKPOINT} vae/bench"
@@ -39,12 +40,13 @@ MAY_IMPORT = {
     "vae/models": _LAYERS,
     "vae/validation.py": "vae/models/config.py",
     "vae/planning": _MODELS,
-    "vae/background_writer.py": "kernels",
-    "vae/streaming": f"{_PLANNING} vae/validation.py vae/background_writer.py",
+    "vae/pinned_memory.py": "kernels",
+    "vae/background_writer.py": "vae/pinned_memory.py",
+    "vae/streaming": f"{_PLANNING} vae/validation.py {_WRITER}",
     "vae/model.py": _STREAMING,
     "vae/checkpoint.py": f"{_MODEL} vae/checkpoint_io",
     "vae/checkpoint_io": "kernels",
-    "vae/media": "kernels vae/background_writer.py",
+    "vae/media": f"kernels {_WRITER}",
     "vae/bench": _CHECKPOINT,
     "vae/cli": f"{_BENCH} vae/media vae/demo",
     "vae/demo": "",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import log_once
+from .pinned_memory import pinned_memory
 
 # Timeout of a wait in seconds; on Windows a wait without a timeout blocks signals.
 TICK_S = 0.1
@@ -213,11 +213,5 @@ class BackgroundWriter:
 
 
 def _host_buffer(size: int, *, pinned: bool) -> Tensor:
-    if pinned:
-        try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            # The system limits pinned memory. Copies then block the device; the result is the same.
-            reason = str(error).strip().partition("\n")[0]
-            log_once(f"memory of the host cannot be pinned; frames are copied slower ({reason})")
-    return torch.empty(size, dtype=torch.uint8)
+    memory = pinned_memory(size) if pinned else None
+    return torch.empty(size, dtype=torch.uint8) if memory is None else memory

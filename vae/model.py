@@ -1,5 +1,6 @@
 """The VAE: frames to latents and back, whole or as a stream."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
@@ -13,9 +14,8 @@ from .models.build import make_decoder, make_encoder
 from .models.config import SEEDVR2, VAEConfig
 from .models.patchify import fold_pixels
 from .models.receptive_field import latents_before
-from .planning.device_memory import total_bytes
 from .planning.job import job_of
-from .planning.plan import Plan, make_plan
+from .planning.plan import Plan, empty_limit, make_plan
 from .streaming.options import AUTOMATIC, StreamOptions
 from .streaming.output import Output, background_writer, delivered, until_complete
 from .streaming.precision import compute_dtype
@@ -127,6 +127,7 @@ class VideoVAE(nn.Module):
         options: StreamOptions = AUTOMATIC,
         *,
         scaled: bool = True,
+        to_range: Callable[[Tensor], Tensor] | None = None,
     ) -> Iterator[Tensor]:
         """Encode a video in pieces; latents are yielded as soon as their frames are there.
 
@@ -135,13 +136,15 @@ class VideoVAE(nn.Module):
             options: Options of the stream.
             scaled: Multiply by `config.latent_scale`, as `encode` does; otherwise return the
                 posterior mean.
+            to_range: Converts float pieces to [-1, 1], on the device; None: they are in that range.
 
         Returns:
             An iterator of latents `[B, C_latent, n, H / 8, W / 8]`: the first one, then `chunk` at
             a time.
 
         Raises:
-            ValueError: As for `encode`; for a piece when it is reached.
+            ValueError: As for `encode`; for a piece when it is reached. On a GPU, values that are
+                not finite are found at the end, because each look at them would stop the device.
         """
         encoder = self._encoding()
         latents, patch = self.config.latent_channels, self.config.patch_size
@@ -159,6 +162,7 @@ class VideoVAE(nn.Module):
             pieces,
             checked(pieces, self.check_frames),
             enter=lambda x: fold_pixels(x, patch),
+            to_range=to_range,
             leave=lambda x: relief.attempt(lambda: mean_of(x)),
             relief=relief,
             single_frame=isinstance(pieces, Tensor)
@@ -243,7 +247,9 @@ class VideoVAE(nn.Module):
 
     def check_frames(self, frames: Tensor) -> None:
         """Raise the `ValueError` of `encode` if `frames` `[B, C, T, H, W]` are not valid."""
-        Relief(self.device, "an encode").finish(lambda: check_frames(frames, self.config))
+        values = self.device.type == "cpu"  # on other devices the stream checks them
+        check = functools.partial(check_frames, frames, self.config, values=values)
+        Relief(self.device, "an encode").finish(check)
 
     def plan(
         self,
@@ -281,18 +287,10 @@ class VideoVAE(nn.Module):
         size = 1, height // step, width // step
         device = device or self.device
         dtype = compute_dtype(dtype, device)
-        job = job_of(
-            network,
-            self.config,
-            size,
-            dtype,
-            device,
-            single_frame=single_frame,
-            searches=self.searches,
-        )
+        model = network, self.config
+        job = job_of(*model, size, dtype, device, single_frame=single_frame, searches=self.searches)
         limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
-        if limit is None and empty:
-            limit = int(total_bytes(device) * job.shares[0])
+        limit = empty_limit(job) if limit is None and empty else limit
         return make_plan(job, limit, chunk=options.chunk, tile=options.tile, cuts=cuts)
 
     def weight_bytes(self) -> int:
@@ -317,6 +315,7 @@ class VideoVAE(nn.Module):
         relief: Relief,
         single_frame: bool,
         begins: bool = True,
+        to_range: Callable[[Tensor], Tensor] | None = None,
     ) -> Iterator[Tensor]:
         """Run the checked pieces of one video through the layers."""
         encodes = network is self.encoder
@@ -332,6 +331,7 @@ class VideoVAE(nn.Module):
             replace(options, chunk=chunk, limit_bytes=limit),
             dtype,
             enter,
+            to_range,
             leave,
             relief,
             single_frame=single_frame,

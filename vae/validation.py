@@ -55,12 +55,13 @@ def check_latent(latent: Tensor, config: VAEConfig) -> None:
     check_finite(latent, "latent")
 
 
-def check_frames(frames: Tensor, config: VAEConfig) -> None:
+def check_frames(frames: Tensor, config: VAEConfig, *, values: bool = True) -> None:
     """Check frames.
 
     Args:
         frames: `[B, C, T, H, W]`.
         config: Configuration of the VAE.
+        values: Check the values too, not only shape and dtype.
 
     Raises:
         ValueError: Their shape, dtype or values cannot be encoded.
@@ -76,7 +77,7 @@ def check_frames(frames: Tensor, config: VAEConfig) -> None:
             f"frames are {frames.shape[3]} x {frames.shape[4]} (H x W); "
             f"expected multiples of {step}"
         )
-    if frames.is_floating_point():
+    if values and frames.is_floating_point():
         check_finite(frames, "frames")
 
 
@@ -183,6 +184,11 @@ def check_finite(tensor: Tensor, name: str) -> None:
         return
     bad = sum(run.numel() - int(torch.isfinite(run).sum()) for run in runs)
     raise ValueError(f"{name} has {bad} values that are NaN or infinite; expected finite ones")
+
+
+def not_finite(frames: Tensor) -> Tensor:
+    """Count the values of `frames` `[B, C, T, H, W]` that are NaN or infinite, on their device."""
+    return torch.isfinite(frames).logical_not_().sum()
 
 
 def _sums_up(run: Tensor) -> bool:

@@ -276,16 +276,11 @@ class FastVAE(comfy.sd.VAE):
         means = []
         for part in video.split(self._together(needed, video, way)):
             # A single frame is passed as a tensor, which takes a separate path.
-            if count == 1:
-                source = self.process_input(part)
-            else:
-                source = map(self.process_input, rechunk([part], run))
-            stream = pieces.encode_pieces(self, source, way, options)
-            done = [
-                latent.to(self.output_device, self.vae_output_dtype())
-                for latent in progress.counted(stream)
-            ]
-            means.append(torch.cat(done, dim=2))
+            source = part if count == 1 else rechunk([part], run)
+            stream = pieces.encode_pieces(self, source, way, options, self.process_input)
+            # The latents move together, because each copy would wait for the device.
+            done = torch.cat(list(progress.counted(stream)), dim=2)
+            means.append(done.to(self.output_device, self.vae_output_dtype()))
         latents = torch.cat(means)
         return latents if self.format_encoded is None else self.format_encoded(latents)
 

@@ -82,6 +82,7 @@ def encode_pieces(
     pieces: Tensor | Iterable[Tensor],
     way: Way,
     options: StreamOptions = AUTOMATIC,
+    to_range: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
     """Encode on the device and yield posterior means as soon as they are done.
 
@@ -92,12 +93,14 @@ def encode_pieces(
         pieces: `[B, C, t, H, W]` each, as for `VideoVAE.encode_stream`.
         way: The way to run.
         options: Chunk and dtype of this encode.
+        to_range: Converts float pieces to [-1, 1], on the device; None: they are in that range.
 
     Yields:
         `[B, C_latent, n, h, w]`.
     """
     asked = _options(vae, way, options)
-    return vae.first_stage_model.encode_stream(pieces, asked, scaled=False)
+    stream = vae.first_stage_model.encode_stream
+    return stream(pieces, asked, scaled=False, to_range=to_range)
 
 
 def with_chunk(

@@ -216,6 +216,7 @@ def whole_video(
         StreamOptions(),
         torch.bfloat16,
         lambda x: fold_pixels(x, patch),
+        None,
         Output(config, torch.bfloat16) if direction == "decode" else lambda x: x,
         Relief(device, "a count"),
         single_frame=False,

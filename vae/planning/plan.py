@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..models.receptive_field import Size
 from .candidates import Candidates, StepChoice, places
-from .device_memory import free_bytes
+from .device_memory import free_bytes, total_bytes
 from .job import StreamJob
 from .tiling import Chains, FrameTile, Tiles, divided, make_tile
 
@@ -100,6 +100,11 @@ def _within_free(candidates: Candidates, job: StreamJob) -> StepChoice | None:
         return choice
     found = [each for each in (choice, candidates.fastest(most, parks=False)) if each is not None]
     return min(found, key=lambda each: each.seconds, default=candidates.fastest(most))
+
+
+def empty_limit(job: StreamJob) -> int:
+    """Return the memory that a plan of `job` may take on a device that nothing else uses."""
+    return int(total_bytes(job.device) * job.shares[0])
 
 
 def smaller_plan(job: StreamJob, plan: Plan) -> Plan | None:

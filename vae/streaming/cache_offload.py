@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.temporal_cache import TemporalCache
-from .pinned_memory import PinnedMemory
+from ..pinned_memory import PinnedMemory
 
 
 class Parking:

@@ -25,7 +25,7 @@ from ..layers import cudnn
 from ..layers.conv import Conv, drop_stale_forms
 from ..layers.oom import Relief
 from ..layers.temporal_cache import TemporalCache
-from ..layers.workspace import Workspace, canonical, to_unit
+from ..layers.workspace import Workspace, canonical
 from ..models.base import Network
 from ..models.config import VAEConfig
 from ..planning.job import job_of
@@ -38,6 +38,7 @@ from .output import Output
 from .precision import full_float32
 from .static_frames import Changes
 from .tiled_executor import TiledDecode, TiledEncode
+from .upload import Upload
 
 # Devices whose library can search for its fastest algorithms.
 _SEARCHED = ("cuda",)
@@ -82,6 +83,7 @@ class VideoSession:
         options: Options of the stream, with limit and chunk filled in.
         dtype: Dtype of the computation.
         enter: Converts a chunk `[B, C, T, H, W]`, channels-last, before the first layer.
+        to_range: Converts the float pixels of an encode to [-1, 1]; None: they are in that range.
         leave: Converts the output of an encoder; or the destination of a decoder's frames.
         relief: Frees memory when it runs out.
         single_frame: The video has one frame.
@@ -99,6 +101,7 @@ class VideoSession:
     options: StreamOptions
     dtype: torch.dtype
     enter: Callable[[Tensor], Tensor]
+    to_range: Callable[[Tensor], Tensor] | None
     leave: Callable[[Tensor], Tensor] | Output
     relief: Relief
     single_frame: bool
@@ -116,6 +119,9 @@ class VideoSession:
         # Frames per latent at the input.
         self._group = compression if self._encodes else 1
         self._pictures = compression == 1  # every frame is a first frame
+        self._upload: Upload | None = None
+        if self._encodes:
+            self._upload = Upload(self._device, self.dtype, self.to_range)
         self._workspace = Workspace()
         self._changes = Changes()
         self._chunk: Tensor | None = None
@@ -140,6 +146,7 @@ class VideoSession:
             The pieces of the result.
 
         Raises:
+            ValueError: On a GPU, frames had values that are NaN or infinite.
             ExhaustedError: Memory ran out and cannot be freed.
         """
         source = self._planned(source)
@@ -160,6 +167,8 @@ class VideoSession:
                 if relief.done and relief.is_new:
                     relief.report(f"{'frame' if self._encodes else 'latent'} {done}")
                     self._lower()
+            if self._upload is not None:
+                self._upload.check()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -274,8 +283,10 @@ class VideoSession:
         chunk = self._chunk
         if chunk is None:
             raise RuntimeError("no chunk was set; expected one")
-        x = to_unit(chunk.to(self._device)) if chunk.dtype == torch.uint8 else chunk
-        x = x.to(self._device, self.dtype).contiguous(memory_format=torch.channels_last_3d)
+        if self._upload is not None:
+            x = self._upload(chunk)
+        else:
+            x = chunk.to(self._device, self.dtype).contiguous(memory_format=torch.channels_last_3d)
         return canonical(self.enter(canonical(x)))
 
     def _steps(self, x: Tensor) -> Iterable[Tensor]:

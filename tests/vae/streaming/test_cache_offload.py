@@ -1,10 +1,5 @@
-"""Tails of tiles on the host: order of the copies, size of the memory, and no pinned memory.
+"""Tails of tiles on the host: order of the copies, size of the memory, and no pinned memory."""
 
-`FakeGPU` stands for the device: its tensors are on the CPU, its streams record what each operation
-may follow, and an access to memory that another stream may be using is an error.
-"""
-
-import contextlib
 import logging
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,103 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from fast_video_vae.kernels import errors
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.vae.families import close, joined, latent_for
+from fast_video_vae.tests.vae.streaming.fake_gpu import CUDA, FakeGPU
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
+from fast_video_vae.vae.pinned_memory import PinnedMemory
 from fast_video_vae.vae.streaming import cache_offload, session
 from fast_video_vae.vae.streaming.cache_offload import Parking
-from fast_video_vae.vae.streaming.pinned_memory import PinnedMemory
-
-CUDA = torch.device("cuda")
-
-
-class Stream:
-    """Operations that ran before the next one of this stream, by number."""
-
-    def __init__(self, device=None):
-        self.done = set()
-
-    def wait_stream(self, other):
-        self.done |= other.done
-
-    def wait_event(self, event):
-        self.done |= event.done
-
-    def synchronize(self):
-        pass
-
-
-class Event:
-    def record(self, stream):
-        self.done = set(stream.done)
-
-
-class FakeGPU(TorchFunctionMode):
-    """The copies of `Parking` on a fake device.
-
-    Attributes:
-        work: The stream of the computation.
-        pins: Bytes of the pinned allocations; `refuses` pins none.
-        races: Operations that used memory that another stream could be using.
-    """
-
-    def __init__(self, monkeypatch, *, refuses=False):
-        super().__init__()
-        self.work = self._stream = Stream()
-        self.pins, self.refuses, self.races, self.blocking = [], refuses, [], set()
-        self._operations, self._uses, self._kept = 0, {}, []
-        for name, value in {
-            "Stream": Stream,
-            "Event": Event,
-            "stream": self._on,
-            "current_stream": lambda _: self._stream,
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-        monkeypatch.setattr(errors, "_logged", set())
-
-    @contextlib.contextmanager
-    def _on(self, stream):
-        before, self._stream = self._stream, stream
-        try:
-            yield
-        finally:
-            self._stream = before
-
-    def use(self, name, *memory):
-        """Run operation `name` on `memory` in the current stream."""
-        self._operations += 1
-        self._kept += memory  # an address stands for one tensor
-        for tensor in memory:
-            earlier = self._uses.setdefault(tensor.data_ptr(), [])
-            self.races += [(before, name) for number, before in earlier if number not in self.done]
-            earlier.append((self._operations, name))
-        self.done.add(self._operations)
-
-    @property
-    def done(self):
-        return self._stream.done
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, func.__name__
-        if name == "empty" and kwargs.pop("pin_memory", False):
-            if self.refuses:
-                raise RuntimeError("CUDA error: operation not permitted\nand a long story")
-            self.pins.append(args[0])
-        elif name == "to" and args[1:] == (CUDA,):
-            self.use("fetch", args[0])
-            self.blocking.add(not kwargs["non_blocking"])
-            copy = args[0].clone()
-            self.use("fetch", copy)
-            return copy
-        elif name == "copy_" and "non_blocking" in kwargs:
-            self.use("park", *args)
-            self.blocking.add(not kwargs["non_blocking"])
-        return func(*args, **kwargs)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fast_video_vae.tests.vae.families import STATES, VIDEO, latent_for
-from fast_video_vae.vae import StreamOptions, background_writer, load_vae
+from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae import model as model_module
 from fast_video_vae.vae.background_writer import BackgroundWriter
 from fast_video_vae.vae.streaming import output
@@ -165,16 +165,6 @@ def test_a_target_of_any_mode_is_written(wan, writers, mode):
         for _ in wan.decode_stream(latent, images=images):
             pass
     assert (images <= 1).all()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="memory can be pinned")
-def test_memory_that_cannot_be_pinned_is_used_as_it_is(caplog, monkeypatch):
-    monkeypatch.setattr("fast_video_vae.kernels.errors._logged", set())
-    for _ in range(2):
-        assert len(background_writer._host_buffer(16, pinned=True)) == 16
-    (line,) = caplog.messages
-    assert "cannot be pinned" in line
-    assert "\n" not in line
 
 
 def test_only_frames_that_leave_a_device_are_written_in_the_background():

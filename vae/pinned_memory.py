@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels import log_once
+from ..kernels import log_once
 
 # A slab is at least this part of the memory before it, so that tensors of more than half of a power
 # of two share later slabs.
@@ -76,17 +76,24 @@ class PinnedMemory:
         return slab
 
     def _allocated(self, nbytes: int) -> Tensor:
-        if self.pinned:
-            try:
-                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError as error:
-                self.pinned = False
-                reason = str(error).strip().partition("\n")[0][:_REASON_LENGTH]
-                log_once(
-                    f"memory cannot be pinned ({reason}), so tails of tiles are copied more "
-                    "slowly; free memory, or raise the limit of locked memory"
-                )
-        return torch.empty(nbytes, dtype=torch.uint8)
+        memory = pinned_memory(nbytes) if self.pinned else None
+        if memory is None:
+            self.pinned = False
+            return torch.empty(nbytes, dtype=torch.uint8)
+        return memory
+
+
+def pinned_memory(nbytes: int) -> Tensor | None:
+    """Return uninitialised pinned memory `[nbytes]`, uint8, or None, noted once, if refused."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0][:_REASON_LENGTH]
+        log_once(
+            f"memory cannot be pinned ({reason}), so copies to and from the GPU are slower; "
+            "free memory, or raise the limit of locked memory"
+        )
+        return None
 
 
 def _taken(x: Tensor) -> int:

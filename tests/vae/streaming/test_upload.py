@@ -1,0 +1,193 @@
+"""Pixels that a device converts and checks are those that the host would have converted.
+
+The device is the CPU here, through the path of other devices.
+"""
+
+import pytest
+import torch
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.vae.families import STATES, VIDEO, joined, random_frames
+from fast_video_vae.tests.vae.streaming.fake_gpu import CUDA, FakeGPU
+from fast_video_vae.vae import StreamOptions, load_vae, model
+from fast_video_vae.vae.streaming import session, upload
+from fast_video_vae.vae.streaming.upload import Upload
+
+CPU = torch.device("cpu")
+NO_RANGE = None
+
+
+def pixels_of(dtype, layout, frames=5):
+    """Pixels `[1, 3, T, 6, 10]` of a `dtype`, in one of the layouts that users have."""
+    x = random_frames(1, 3, frames, 6, 10)
+    x = ((x + 1) * 127).to(dtype) if dtype == torch.uint8 else x.to(dtype)
+    images = x.permute(0, 2, 3, 4, 1).contiguous()
+    return {
+        "dense": x,
+        "images": images.movedim(-1, 1),  # as ComfyUI's IMAGE
+        "channels-last": x.contiguous(memory_format=torch.channels_last_3d),
+        "every second frame": torch.cat([x, x], dim=2)[:, :, ::2],
+        "four channels": torch.cat([x, x[:, :1]], dim=1)[:, :3],
+    }[layout]
+
+
+LAYOUTS = ["dense", "images", "channels-last", "every second frame", "four channels"]
+DTYPES = [torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    with FakeGPU(monkeypatch) as gpu:
+        yield gpu
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pixels_arrive_as_they_are(gpu, dtype, layout):
+    """Converted after the upload: bytes over PCIe are those of the user's dtype."""
+    given = Upload(CUDA, torch.bfloat16, NO_RANGE)
+    sent = []
+    given._staged = lambda x, staged=given._staged: sent.append(staged(x)) or sent[-1]
+    for seed in range(3):
+        pixels = pixels_of(dtype, layout).roll(seed, 3)
+        before = pixels.clone()
+        x = given(pixels)
+        unit = pixels.float() / 127.5 - 1 if dtype == torch.uint8 else pixels
+        assert torch.equal(x, unit.to(torch.bfloat16))
+        assert x.is_contiguous(memory_format=torch.channels_last_3d)
+        assert sent[-1].dtype == dtype
+        assert torch.equal(pixels, before)
+    given.check()
+    assert len(gpu.pins) == 1
+    assert gpu.blocking == {False}
+    assert not gpu.races
+
+
+def test_the_race_detector_finds_a_missing_wait(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: None)
+    given = Upload(CUDA, torch.bfloat16, NO_RANGE)
+    for _ in range(2):
+        given(pixels_of(torch.float32, "dense"))
+    assert gpu.races
+
+
+def test_larger_pixels_get_more_memory(gpu):
+    given = Upload(CUDA, torch.float32, NO_RANGE)
+    for frames in (1, 4, 4, 2):
+        pixels = pixels_of(torch.float32, "images", frames)
+        assert torch.equal(given(pixels), pixels)
+    assert gpu.pins == [pixels_of(torch.float32, "dense", frames).nbytes for frames in (1, 4)]
+    assert not gpu.races
+
+
+@pytest.mark.parametrize("reason", ["refused", "too many"])
+def test_pixels_arrive_without_pinned_memory(monkeypatch, caplog, reason):
+    if reason == "too many":
+        monkeypatch.setattr(upload, "_STAGED_BYTES", 100)
+    pixels = pixels_of(torch.float32, "images")
+    with FakeGPU(monkeypatch, refuses=True) as gpu:
+        given = Upload(CUDA, torch.float32, NO_RANGE)
+        for _ in range(3):
+            assert torch.equal(given(pixels), pixels)
+    assert not gpu.races
+    assert gpu.blocking == {True}
+    assert len(caplog.messages) == (reason == "refused")
+    assert all("cannot be pinned" in line and "\n" not in line for line in caplog.messages)
+
+
+class Path(Upload):
+    """The path of other devices."""
+
+    def __init__(self, device, dtype, to_range):
+        super().__init__(device, dtype, to_range)
+        self._checks = device.type == "cpu"
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr(session, "Upload", Path)
+    monkeypatch.setattr(model, "check_frames", lambda *_, **given: None)
+
+
+@pytest.fixture(params=VIDEO)
+def vae(request):
+    return load_vae(STATES[request.param](), dtype=torch.float32)
+
+
+@pytest.fixture
+def wan():
+    return load_vae(random_state_dict(8), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_latents_are_those_of_a_cpu(vae, monkeypatch, dtype):
+    frames = random_frames(1, 3, 9, 64, 64)
+    frames = ((frames + 1) * 127).to(dtype) if dtype == torch.uint8 else frames
+    expected = vae.encode(frames)
+    monkeypatch.setattr(session, "Upload", Path)
+    assert torch.equal(vae.encode(frames), expected)
+    assert torch.equal(joined(vae.encode_stream(iter(frames.split(2, dim=2)))), expected)
+
+
+def test_a_range_is_converted_like_floats_before(wan):
+    """As ComfyUI's `process_input`, which 8-bit pixels do not need."""
+    unit = torch.rand(1, 3, 9, 32, 32)
+    to_range = unit.mul(2).sub(1)
+    found = joined(wan.encode_stream(unit, to_range=lambda x: x * 2 - 1))
+    assert torch.equal(found, wan.encode(to_range))
+    eight = (unit * 255).to(torch.uint8)
+    assert torch.equal(joined(wan.encode_stream(eight, to_range=torch.neg)), wan.encode(eight))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_not_finite_are_reported_once_for_the_clip(wan, device, bad):
+    frames = random_frames(1, 3, 13, 32, 32)
+    frames[0, 1, 2, 3, 4] = frames[0, 0, 12, 0, 0] = bad
+    latents = []
+    with pytest.raises(ValueError, match=r"^frames has 2 values that are NaN or infinite; exp"):
+        latents.extend(wan.encode_stream(frames, StreamOptions(1)))
+    assert len(latents) == 4
+    with pytest.raises(ValueError, match="frames has 2 values"):
+        wan.encode(frames)
+    assert torch.isfinite(wan.encode(frames.nan_to_num(0, 0, 0))).all()
+
+
+def test_a_cpu_finds_them_before_the_work(wan, monkeypatch):
+    monkeypatch.setattr(session.VideoSession, "run", None)
+    frames = random_frames(1, 3, 5, 32, 32)
+    frames[0, 0, 4, 0, 0] = float("nan")
+    with pytest.raises(ValueError, match="frames has 1 values that are NaN or infinite"):
+        wan.encode(frames)
+
+
+def test_a_repeated_upload_counts_once(wan, device, monkeypatch):
+    """As after memory ran out within the upload, or in the layers behind it."""
+    frames = random_frames(1, 3, 9, 32, 32)
+    frames[0, 0, 6, 0, 0] = float("nan")
+    calls = []
+
+    class Failing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "isfinite" in str(func) or "ne.Scalar" in str(func):
+                calls.append(func)
+            elif calls and "_to_copy" in str(func) and len(calls) < 3:
+                calls.append(None)
+                raise torch.OutOfMemoryError("no memory")
+            return func(*args, **(kwargs or {}))
+
+    to_range = torch.Tensor.double  # so that the cast after the count runs an operation
+    with Failing(), pytest.raises(ValueError, match="frames has 1 values"):
+        list(wan.encode_stream(frames, to_range=to_range))
+    assert None in calls
+
+
+def test_a_clip_is_checked_with_one_synchronisation(wan, device):
+    frames = random_frames(1, 3, 17, 32, 32)
+    list(wan.encode_stream(frames, StreamOptions(1)))
+    with profile() as trace:
+        list(wan.encode_stream(frames, StreamOptions(1)))
+    names = [event.name for event in trace.events()]
+    assert names.count("aten::_local_scalar_dense") == 1
+    assert names.count("aten::sum") >= 5
