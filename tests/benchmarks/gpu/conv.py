@@ -1,10 +1,10 @@
-"""Section `conv`: convolutions by width, with and without cuDNN's search, and the upsampling."""
+"""Section `conv`: convolutions by channels and frames, with or without a border; upsampling."""
 
 import functools
-import itertools
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,22 +16,15 @@ from fast_video_vae.vae.layers import cudnn
 from fast_video_vae.vae.layers.resample_conv import UpsampleConv2d
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 
-from .rows import Case, Results
+from .rows import Case, Missing, Results
 from .session import Session
 from .turns import thread
 
-# Channels, height and width of the activations in a decode of 720x1280 by Wan 2.1, Wan 2.2 and
-# SeedVR2. SeedVR2 has 128 channels, and 256 and 512 at sizes close to those of Wan 2.2.
-_SIZES = (
-    (96, 720, 1280),
-    (192, 360, 640),
-    (384, 180, 320),
-    (256, 360, 640),
-    (512, 180, 320),
-    (1024, 90, 160),
-    (128, 720, 1280),
-)
-_SMALL_SIZES = tuple((width // 8, 8, 8) for width, _, _ in _SIZES)
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+_PLAIN, _BORDERED = "NDHWC", "NDHWC, border in the buffer"
+_SEARCHED, _STOCK = "NDHWC, searched", "NCDHW with bias, as stock"
+_KITCHEN = "comfy-kitchen, border in the buffer"
 
 # Input and output channels of an upsampling, and the size of its input frame.
 _UPSAMPLINGS = (
@@ -43,59 +36,122 @@ _UPSAMPLINGS = (
 )
 _SMALL_UPSAMPLINGS = tuple((into // 8, out // 8, 4, 4) for into, out, _, _ in _UPSAMPLINGS)
 
-# Output frames; a causal convolution reads two more.
-_FRAMES = 4
 
-_KINDS = {"3x3x3": 3, "3x3": 2}
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+@dataclass(frozen=True)
+class Shape:
+    """A convolution of 3x3x3, or of 3x3 where `ndim` is 2; `frames` are those of the output."""
 
-_SEARCHED, _PLAIN, _STOCK = "NDHWC, searched", "NDHWC, not searched", "NCDHW with bias, as stock"
+    into: int  # channels
+    out: int
+    frames: int
+    height: int
+    width: int
+    dtype: torch.dtype = torch.bfloat16
+    ndim: int = 3
+
+    @property
+    def label(self) -> str:
+        kernel = "x".join("3" * self.ndim)
+        size = f"{self.frames}x{self.height}x{self.width}"
+        return f"{kernel} {self.into} to {self.out} at {size}, {_DTYPES[self.dtype]}"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        kinds = (_PLAIN, _BORDERED, _SEARCHED, _STOCK)
+        return (*kinds, _KITCHEN) if (self.ndim, self.dtype) == (3, torch.float16) else kinds
+
+    @property
+    def flops(self) -> int:
+        pixels = self.frames * self.height * self.width
+        return 2 * 3**self.ndim * self.into * self.out * pixels
+
+
+def shapes(session: Session) -> list[Shape]:
+    """Return the convolutions, what decides most first, by the activations at 720x1280."""
+    if session.small:
+        some = [Shape(12, 12, frames, 8, 8) for frames in (4, 1)]
+        some += [Shape(3, 16, 2, 8, 8), Shape(8, 16, 2, 8, 8)]
+        return [*some, Shape(16, 16, 2, 8, 8, torch.float16), Shape(12, 12, 2, 8, 8, ndim=2)]
+    wan = ((96, 720, 1280), (192, 360, 640), (384, 180, 320))
+    # Of Wan 2.2, and of SeedVR2, which has 256 and 512 at about the same sizes.
+    others = ((256, 360, 640), (512, 180, 320), (1024, 90, 160), (128, 720, 1280))
+    found = [Shape(c, c, frames, h, w) for frames in (4, 1, 2, 8) for c, h, w in wan]
+    # The first and last layers, and as many channels as cuDNN's kernels for tensor cores take.
+    first, last = ((3, 96), (8, 96)), ((96, 3), (96, 8), (96, 16))
+    ends = [Shape(i, o, frames, 720, 1280) for frames in (4, 1) for i, o in (*first, *last)]
+    patched = ((12, 160), (16, 160), (256, 12), (256, 16))  # of Wan 2.2
+    ends += [Shape(i, o, 4, 360, 640) for i, o in patched]
+    found[3:3] = ends
+    found += [Shape(c, c, 4, h, w, torch.float16) for c, h, w in wan]
+    found += [Shape(c, c, 4, h, w) for c, h, w in others]
+    return found + [Shape(c, c, 4, h, w, ndim=2) for c, h, w in (*wan, *others)]
 
 
 def cases(session: Session) -> list[Case]:
-    """Return one case per width, kernel and dtype, and one per upsampling."""
-    found = []
-    for width, *size in session.pick(_SIZES, _SMALL_SIZES):
-        for (kind, ndim), (short, dtype) in itertools.product(_KINDS.items(), _DTYPES.items()):
-            label = f"{kind} {width} at {_FRAMES}x{size[0]}x{size[1]}, {short}"
-            run = functools.partial(_conv, session, ndim, width, size, dtype)
-            found.append(Case(label, (_SEARCHED, _PLAIN, _STOCK), run))
+    """Return one case per convolution, with a row per call, and one per upsampling."""
+    found = [
+        Case(shape.label, shape.kinds, functools.partial(_conv, session, shape))
+        for shape in shapes(session)
+    ]
     for into, out, height, width in session.pick(_UPSAMPLINGS, _SMALL_UPSAMPLINGS):
-        label = f"2x {into} to {out} from {_FRAMES}x{height}x{width}, bf16"
+        label = f"2x {into} to {out} from 4x{height}x{width}, bf16"
         run = functools.partial(_upsampling, session, into, out, (height, width))
         found.append(Case(label, tuple(_UPSAMPLE), run))
     return found
 
 
-def _conv(session: Session, ndim: int, width: int, size: list[int], dtype: torch.dtype) -> Results:
-    shape = (_FRAMES, *size) if ndim == 2 else (1, _FRAMES + 2, *size)
-    x = session.normal(*shape, width, dtype=dtype).movedim(-1, 1)
+def _conv(session: Session, shape: Shape) -> Results:
+    calls = _calls(session, shape)
+    if _KITCHEN in shape.kinds and _KITCHEN not in calls:
+        yield _KITCHEN, Missing("comfy_kitchen is not installed, or has no fp16_conv3d")
+    yield from _timed(session, calls, dict.fromkeys(calls, shape.flops))
+
+
+def _calls(session: Session, shape: Shape) -> dict[str, Callable[[], Tensor]]:
+    """Return the calls by kind; all give `[1, C, T, H, W]` or `[T, C, H, W]`."""
+    ndim, dtype = shape.ndim, shape.dtype
+    frames = (shape.frames,) if ndim == 2 else (1, shape.frames + 2)
+    x = session.normal(*frames, shape.height, shape.width, shape.into, dtype=dtype)
+    bordered = F.pad(x, (0, 0, 1, 1, 1, 1)).movedim(-1, 1)
+    x = x.movedim(-1, 1)
     order = torch.channels_last if ndim == 2 else torch.channels_last_3d
-    weight = session.normal(width, width, *[3] * ndim, dtype=dtype).contiguous(memory_format=order)
-    bias = session.normal(width, dtype=dtype)
-    stride, pads = (1,) * ndim, (0, 1, 1)[-ndim:]
+    weight = session.normal(shape.out, shape.into, *[3] * ndim, dtype=dtype)
+    weight = weight.contiguous(memory_format=order)
+    bias = session.normal(shape.out, dtype=dtype)
+    stride, pads, none = (1,) * ndim, (0, 1, 1)[-ndim:], (0,) * ndim
     stock = F.conv2d if ndim == 2 else F.conv3d
     dense, dense_weight = x.contiguous(), weight.contiguous()
     calls = {
         _PLAIN: lambda: cudnn.convolve(x, weight, None, stride, pads),
+        _BORDERED: lambda: cudnn.convolve(bordered, weight, None, stride, none),
         _STOCK: lambda: stock(dense, dense_weight, bias, stride, pads),
-        # Last, so that its first call includes the search but not the loading of libraries.
-        _SEARCHED: lambda: cudnn.convolve(x, weight, None, stride, pads),
     }
-    pixels = _FRAMES * size[0] * size[1]
-    yield from _timed(session, calls, dict.fromkeys(calls, 2 * 3**ndim * width**2 * pixels))
+    if _KITCHEN in shape.kinds and (kitchen := _kitchen()) is not None:
+        calls[_KITCHEN] = lambda: kitchen(bordered, weight, bias)
+    # Last, so that its first call includes the search but not the loading of libraries.
+    calls[_SEARCHED] = lambda: cudnn.convolve(x, weight, None, stride, pads)
+    return calls
+
+
+def _kitchen() -> Callable[..., Tensor] | None:
+    """Return comfy-kitchen's convolution, which ComfyUI installs, where it is there."""
+    try:
+        import comfy_kitchen
+    except Exception:  # a broken installation raises anything
+        return None
+    return getattr(comfy_kitchen, "fp16_conv3d", None)
 
 
 def _upsampling(session: Session, into: int, out: int, size: tuple[int, int]) -> Results:
     conv = UpsampleConv2d(into, out).requires_grad_(False)
     torch.nn.init.normal_(conv.weight)
-    torch.nn.init.zeros_(conv.bias)
+    torch.nn.init.normal_(conv.bias)
     conv = conv.to(session.device, session.dtype)
-    x = session.normal(1, _FRAMES, *size, into).movedim(-1, 1)
+    x = session.normal(1, 4, *size, into).movedim(-1, 1)
     calls = {kind: functools.partial(run, conv, x) for kind, run in _UPSAMPLE.items()}
     # Four taps for each of four phases, or nine for each pixel.
-    grid = _FRAMES * (size[0] + 1) * (size[1] + 1)
-    pixels = 4 * _FRAMES * size[0] * size[1]
+    grid = 4 * (size[0] + 1) * (size[1] + 1)
+    pixels = 4 * 4 * size[0] * size[1]
     nine = 2 * 9 * into * out * pixels
     yield from _timed(
         session, calls, dict(zip(calls, (2 * 16 * into * out * grid, nine, nine), strict=True))

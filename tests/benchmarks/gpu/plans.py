@@ -37,7 +37,9 @@ def _compare(session: Session, clip: Clip) -> Results:
     x = clip.make(session)
     plan = functools.partial(vae.plan, clip.height, clip.width, encode=encodes)
     whole = plan(cuts=False)
-    limits = {kind: int(share * whole.peak_bytes) for kind, share in _SHARES.items()}
+    limits: dict[str, int | None] = {
+        kind: int(share * whole.peak_bytes) for kind, share in _SHARES.items()
+    }
     limits[_WHOLE] = None
     frames = None if encodes else vae.new_frames(x)
 

@@ -44,6 +44,8 @@ class Case:
     label: str
     kinds: tuple[str, ...]
     run: Callable[[], Results]
+    # Seconds that it will take, from earlier cases of this run; 0: unknown.
+    expected_s: Callable[[], float] = lambda: 0.0
 
     def row(self, kind: str) -> str:
         """Return the name of the row of `kind`."""
@@ -51,14 +53,23 @@ class Case:
 
 
 class Rows:
-    """The JSON file of a run. With `head` the file is created, otherwise it is read."""
+    """The JSON file of a run. With `head` the file is created, otherwise it is read.
 
-    def __init__(self, path: Path, head: Mapping[str, Any] | None = None) -> None:
+    Every change is written at once, so a crash loses the running row only.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        head: Mapping[str, Any] | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
         self.path = path
+        self._now = now
         if head is None:
             self.content = json.loads(path.read_text(encoding="utf-8"))
         else:
-            self.content = {**head, "rows": [], "running": None}
+            self.content = {**head, "rows": [], "done": [], "running": None}
             self.write()
 
     @property
@@ -77,20 +88,37 @@ class Rows:
     def has(self, section: str, name: str) -> bool:
         return any((row["section"], row["name"]) == (section, name) for row in self.rows)
 
+    def is_done(self, section: str) -> bool:
+        """Return whether all cases of `section` have run, or making its cases failed."""
+        return section in self.content["done"] or self.has(section, "all")
+
+    def finish(self, section: str) -> None:
+        """Record that `section` is done, unless the budget was too short for some of its rows."""
+        self.content["running"] = None
+        if not any(r["section"] == section and r["status"] == "not run" for r in self.rows):
+            self.content["done"].append(section)
+        self.write()
+
     def begin(self, section: str, names: Iterable[str]) -> None:
         """Save which rows are measured next, for the process after a crash."""
-        self.content["running"] = {"section": section, "names": list(names), "since": time.time()}
+        self.content["running"] = {"section": section, "names": list(names), "since": self._now()}
+        self.write()
+
+    def end(self) -> None:
+        """Save that no row is being measured."""
+        self.content["running"] = None
         self.write()
 
     def running_s(self) -> float:
         """Return the seconds since `begin`; 0 if no row is being measured."""
         running = self.content["running"]
-        return time.time() - running["since"] if running else 0.0
+        return self._now() - running["since"] if running else 0.0
 
-    def add(self, section: str, name: str, result: Values | Exception, device: str) -> None:
-        """Add a row and print it."""
-        row = {"section": section, "name": name, **outcome(result), "device": device}
-        self.rows.append(row)
+    def add(self, section: str, name: str, result: Values | Exception) -> None:
+        """Add a row to the file and print it."""
+        row = {"section": section, "name": name, **outcome(result)}
+        self.rows.append({**row, "device": self.content["device"]})
+        self.write()
         values = ", ".join(f"{key} {_short(value)}" for key, value in row["values"].items())
         print(f"[{section}] {name}: {values or row['status'] + ', ' + row['reason']}", flush=True)
 
@@ -100,7 +128,7 @@ class Rows:
         self.content["running"] = None
         for name in running["names"] if running else ():
             if not self.has(running["section"], name):
-                self.add(running["section"], name, error, self.content["device"])
+                self.add(running["section"], name, error)
         self.write()
 
     def write(self) -> None:
@@ -119,49 +147,6 @@ def outcome(result: Values | Exception) -> dict[str, Any]:
     text = " ".join(str(result).split())[:300]
     reason = text if status != "failed" else f"{type(result).__name__}: {text}"
     return {"status": status, "reason": reason, "values": {}}
-
-
-@dataclass
-class Clock:
-    """The time limits of a run, in seconds of `time.time()`."""
-
-    until: float  # the end of the run
-    section_until: float = math.inf  # the end of the current section's share
-
-    def left(self) -> float:
-        return min(self.until, self.section_until) - time.time()
-
-
-def run_section(
-    rows: Rows, clock: Clock, section: str, cases: Iterable[Case], device: str
-) -> Iterator[str]:
-    """Run the cases of a section that the file lacks; yield the label after each."""
-    for case in cases:
-        missing = [name for name in map(case.row, case.kinds) if not rows.has(section, name)]
-        if not missing:
-            continue
-        rows.begin(section, missing)
-        for kind, result in _results(case, clock):
-            name = case.row(kind)
-            if name in missing:
-                missing.remove(name)
-                rows.add(section, name, result, device)
-        rows.content["running"] = None
-        rows.write()
-        yield case.label
-
-
-def _results(case: Case, clock: Clock) -> Results:
-    error: Exception = RuntimeError("the case yielded no such row")
-    if clock.left() <= 0:
-        budget = "run" if clock.until <= clock.section_until else "section"
-        error = NotRun(f"the budget of the {budget} was used up")
-    else:
-        try:
-            yield from case.run()
-        except Exception as caught:  # whatever a kernel, a driver or a peer raises
-            error = caught
-    yield from ((kind, error) for kind in case.kinds)
 
 
 def _plain(value: Any) -> Any:

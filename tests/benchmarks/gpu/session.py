@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from fast_video_vae.tests.benchmarks import peers
 from fast_video_vae.tests.benchmarks.weights import random_weights
 from fast_video_vae.vae import load_vae
 
-from .rows import Clock
+from .clock import Clock
 
 # Base widths of the random weights of a small run: of the encoder, and of the decoder.
 _SMALL_WIDTHS = {"wan2.1": (8, 8), "wan2.2": (8, 8), "seedvr2": (32, 32)}
@@ -23,10 +24,13 @@ _PEERS = {"diffusers": peers.diffusers_vae, "comfyui": peers.comfyui_vae}
 class Session:
     """One process of a run: its device, clock, VAEs and peers; `small` selects tiny sizes."""
 
-    def __init__(self, device: torch.device, *, small: bool, clock: Clock) -> None:
+    def __init__(
+        self, device: torch.device, *, small: bool, clock: Clock, path: Path | None = None
+    ) -> None:
         self.device = device
         self.small = small
         self.clock = clock
+        self.path = path  # of the rows; logs are written next to it
         self.dtype = torch.bfloat16  # of activations, unless a row names another
         # Seconds per FLOP of each implementation on earlier clips. They predict whether a larger
         # clip fits into the budget; they are never reported.
@@ -54,6 +58,10 @@ class Session:
             lambda: _PEERS[name](self._weights(family), dtype=self.dtype, device=self.device),
         )
 
+    def expected_s(self, key: tuple[str, ...], flops: float, runs: int = 2) -> float:
+        """Predict the seconds of `runs` runs from an earlier one of `key`; 0 if there is none."""
+        return runs * self.rates.get(key, 0.0) * flops
+
     def version(self, name: str) -> str | None:
         """Return the version of the peer `name`, or None if it was not built."""
         return next(
@@ -71,7 +79,7 @@ class Session:
         return self.multiplied(self.pick(8192, 256), self.dtype)
 
     def copied(self, nbytes: int) -> float:
-        source = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        source = torch.randint(256, (nbytes,), dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         return 2 * nbytes / self.seconds(lambda: target.copy_(source))
 

@@ -21,7 +21,11 @@ class Column:
 
 
 COLUMNS = {
-    "ms": Column("ms", "milliseconds of a call, warm, median of 3 rounds of 5 calls", 3),
+    "ms": Column(
+        "ms",
+        "milliseconds of a call, warm, median of 3 rounds of 5 calls; `profile`: of all calls",
+        3,
+    ),
     "s": Column("s", "seconds, warm, synchronised, median of the rounds", 3),
     "as_it_is_s": Column("as it is", "seconds of the unchanged decode, in turn with it", 3),
     "gb_per_s": Column(
@@ -67,19 +71,38 @@ COLUMNS = {
     "times_whole": Column("whole", "ratio to the seconds with whole frames", 2),
     "times_plain": Column("plain", "ratio to the time without a LoRA", 3),
     "plan": Column("plan", "the chosen plan", 0),
+    "same_plan": Column("same", "whether the plan equals that of the first decode", 0),
+    "failures": Column("failures", "allocations that failed, in one decode", 0),
+    "busy_s": Column("busy s", "seconds in which a kernel or a copy runs, under the profiler", 3),
+    "idle_percent": Column("% idle", "share of the unprofiled seconds in which nothing runs", 1),
+    "profiled_s": Column("profiled s", "seconds of the call under the profiler", 3),
+    "percent": Column("% time", "share of the time of all kernels, copies or ops", 1),
+    "calls": Column("calls", "number of kernels, copies or ops", 0),
+    "passed": Column("passed", "tests that passed", 0),
+    "failed": Column("failed", "tests that failed", 0),
+    "skipped": Column("skipped", "tests that were skipped", 0),
+    "ended": Column("ended", "whether all tests were run", 0),
+    "failing": Column("failing", "the first of them; the log next to the rows has the reasons", 0),
+    "kernel": Column("kernel", "its name; on a CPU the name of PyTorch's op", 0),
     "version": Column("version", "version of the peer", 0),
 }
 
 TITLES = {
     "copy": "Limits of the device: copies within its memory, and matrix products",
-    "ops": "Ops on each backend, tensors larger than any cache",
+    "tests": "Tests on this device",
+    "profile": "Where the time of a decode and an encode goes",
+    "conv": "Convolutions by channels in and out, and frames out x height x width",
     "vae": "Whole clips, random weights, this pack and the peers in turn",
+    "users": "A decode with the free memory of users' cards",
+    "twice": "Two decodes in a row, without releasing PyTorch's cached memory",
+    "reference": "Every op by PyTorch alone",
     "ablation": "This pack's decode with one optimisation changed at a time",
+    "host": "Decodes to images in host memory",
     "attention": "Attention of one head over the pixels of a frame",
-    "conv": "Convolutions by width: channels in = channels out, frames out x height x width",
+    "ops": "Ops on each backend, tensors larger than any cache",
     "plans": "Measured and planned memory under decreasing limits",
     "lora": "A LoRA on linear layers in bf16: this pack's modes and other methods",
-    "host": "Decodes to images in host memory",
+    "streams": "Decodes to 8-bit pictures that leave the device while it runs",
 }
 
 # Targets of PENDING.md.

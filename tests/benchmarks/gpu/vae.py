@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .flops import video_flops
-from .rows import Case, NotRun, Results, Values
+from .rows import Case, Results, Values
+from .schedule import check_fits
 from .session import Session
 from .turns import ROUNDS, in_turn, outcomes, pairs, snr_db
 
@@ -29,6 +30,11 @@ class Clip:
     def label(self) -> str:
         family = self.family.title()
         return f"{family} {self.direction} {self.height}x{self.width}x{self.frames}, bf16"
+
+    @property
+    def content(self) -> tuple[str, int, int, int]:
+        """Direction, frames, height and width: the arguments of `video_flops`."""
+        return self.direction, self.frames, self.height, self.width
 
     def make(self, session: Session) -> Tensor:
         """Return random frames or a random latent, `[B, C, T, H, W]`, on the session's device."""
@@ -67,9 +73,7 @@ def cases(session: Session) -> list[Case]:
 
 
 def _compare(session: Session, clip: Clip) -> Results:
-    flops = video_flops(
-        session.ours(clip.family).config, clip.direction, clip.frames, clip.height, clip.width
-    )
+    flops = video_flops(session.ours(clip.family).config, *clip.content)
     x = clip.make(session)
     runs: dict[str, Callable[[], Tensor]] = {}
     needed = 0.0
@@ -77,7 +81,10 @@ def _compare(session: Session, clip: Clip) -> Results:
         try:
             vae = session.ours(clip.family) if name == "ours" else session.peer(clip.family, name)
             runs[name] = functools.partial(getattr(vae, clip.direction), x)
-            needed += _expected_s(session, clip, name, flops, needed)
+            # A first run and one round, predicted from smaller clips.
+            expected = session.expected_s((clip.family, clip.direction, name), flops)
+            check_fits(expected, session.clock.left() - needed)
+            needed += expected
         except Exception as error:  # the others run without it
             runs.pop(name, None)
             yield name, error.with_traceback(None)
@@ -110,15 +117,3 @@ def _compare(session: Session, clip: Clip) -> Results:
         }
 
     yield from outcomes(results, more)
-
-
-def _expected_s(session: Session, clip: Clip, name: str, flops: float, others_s: float) -> float:
-    """Predict the seconds of a first run and one round from smaller clips, or raise `NotRun`."""
-    rate = session.rates.get((clip.family, clip.direction, name))
-    if rate is None:
-        return 0.0
-    expected = 2 * rate * flops
-    left = session.clock.left() - others_s
-    if expected > left:
-        raise NotRun(f"two runs would take {expected:.0f} s; {max(left, 0):.0f} s were left")
-    return expected

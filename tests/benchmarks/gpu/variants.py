@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fast_video_vae.kernels import use_backend
-from fast_video_vae.vae.layers import cudnn
+from fast_video_vae.vae.layers import conv_weights
 from fast_video_vae.vae.layers.conv import Conv
 from fast_video_vae.vae.layers.resample_conv import UpsampleConv2d
 from fast_video_vae.vae.planning import candidates
@@ -32,12 +32,35 @@ class Variant:
 
 
 def variants(session: Session, vae: Any) -> list[Variant]:
-    """Return all variants of `vae` for the device of `session`."""
+    """Return the variants of `vae` for the device of `session`, what decides most first."""
     part = "_DEVICE_PART_BYTES" if session.cuda else "_CPU_PART_BYTES"
     size = getattr(candidates, part)
-    return [
+    parts = {"a quarter as large": size // 4, "four times as large": size * 4}
+    found = [
+        Variant(
+            f"parts {much}",
+            functools.partial(replaced, candidates, part, value),
+            single_frame=False,
+        )
+        for much, value in parts.items()
+    ]
+    found += [
+        Variant("cuDNN searches each shape", lambda: replaced(vae, "searches", True), plans=True),
+        Variant("CUDA graphs", lambda: replaced(vae, "graphs", True), single_frame=False),
+        Variant(
+            "ends of 3 and 12 channels not filled up",
+            lambda: replaced(conv_weights, "_ALIGNED", ()),
+        ),
+        Variant("1 latent per step", chunk=1, single_frame=False),
+        Variant(
+            "1 latent per step, no rings",
+            lambda: replaced(candidates.Candidates, "_rings", False),
+            chunk=1,
+            single_frame=False,
+        ),
+        Variant("4 latents per step", chunk=4, single_frame=False),
+        Variant("all latents in one step", chunk=-1, single_frame=False),
         Variant("every op by PyTorch (no Triton)", functools.partial(use_backend, "reference")),
-        Variant("cuDNN searches each shape", lambda: cudnn.searching(session.device), plans=True),
         Variant(
             "upsampling not folded",
             lambda: replaced(UpsampleConv2d, "forward", lambda conv, x, *_: unfolded(conv, x)),
@@ -46,21 +69,8 @@ def variants(session: Session, vae: Any) -> list[Variant]:
             "each convolution adds its bias",
             lambda: replaced(Conv, "adds_bias_late", lambda self, x: False),
         ),
-        Variant("1 latent per step", chunk=1, single_frame=False),
-        Variant("4 latents per step", chunk=4, single_frame=False),
-        Variant("all latents in one step", chunk=-1, single_frame=False),
-        Variant(
-            "parts a quarter as large",
-            lambda: replaced(candidates, part, size // 4),
-            single_frame=False,
-        ),
-        Variant(
-            "parts four times as large",
-            lambda: replaced(candidates, part, size * 4),
-            single_frame=False,
-        ),
-        Variant("CUDA graphs", lambda: replaced(vae, "graphs", True), single_frame=False),
     ]
+    return found
 
 
 @contextlib.contextmanager
