@@ -14,9 +14,9 @@ from fast_video_vae.tests.benchmarks.gpu import (
     card,
     conv,
     flops,
+    kernel_profile,
     kernel_tests,
     ops,
-    profile,
     rows,
     schedule,
     sections,
@@ -329,20 +329,20 @@ CUDNN = "cudnn::engines_precompiled::nchwToNhwcKernel<__nv_bfloat16, float, true
     ],
 )
 def test_a_kernel_is_in_its_group(name, kind):
-    assert profile.group(name, profile.own_names()) == kind
+    assert kernel_profile.group(name, kernel_profile.own_names()) == kind
 
 
 def test_the_profile_sums_times_by_group_and_counts_overlap_once():
     spans = [
-        profile.Span("_rms_norm_silu", 0, 10, 10),
-        profile.Span("Memcpy DtoH (x)", 5, 25, 20),  # on another stream
-        profile.Span("_rms_norm_silu", 40, 50, 10),
+        kernel_profile.Span("_rms_norm_silu", 0, 10, 10),
+        kernel_profile.Span("Memcpy DtoH (x)", 5, 25, 20),  # on another stream
+        kernel_profile.Span("_rms_norm_silu", 40, 50, 10),
     ]
-    assert profile.busy_us(spans) == 35
-    groups = profile.by_group(spans, frozenset({"_rms_norm_silu"}))
+    assert kernel_profile.busy_us(spans) == 35
+    groups = kernel_profile.by_group(spans, frozenset({"_rms_norm_silu"}))
     assert groups["this pack's kernels"] == {"ms": 0.02, "percent": 50.0, "calls": 2}
     assert groups["convolutions"] == {"ms": 0.0, "percent": 0.0, "calls": 0}
-    assert [each["kernel"] for each in profile.longest(spans)] == [
+    assert [each["kernel"] for each in kernel_profile.longest(spans)] == [
         "_rms_norm_silu", "Memcpy DtoH (x)",
     ]  # fmt: skip
 

@@ -8,12 +8,12 @@ from . import (
     attention,
     conv,
     host,
+    kernel_profile,
     kernel_tests,
     limits,
     lora,
     ops,
     plans,
-    profile,
     reference,
     streams,
     twice,
@@ -26,7 +26,7 @@ from .schedule import Section
 _FIRST = (
     Section("copy", limits.cases, 15),
     Section("tests", kernel_tests.cases, 170),
-    Section("profile", profile.cases, 90),
+    Section("profile", kernel_profile.cases, 90),
     Section("conv", conv.cases, 205),
 )
 
