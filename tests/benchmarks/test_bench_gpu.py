@@ -21,6 +21,7 @@ from fast_video_vae.tests.benchmarks.gpu import (
     schedule,
     sections,
     session,
+    supervise,
     table,
     turns,
 )
@@ -262,6 +263,35 @@ def test_a_crash_is_reported_in_the_running_rows(tmp_path):
     found.end_running(RuntimeError("it died"))
     assert [(row["name"], row["status"]) for row in found.rows] == [("a", "ok"), ("b", "failed")]
     assert rows.Rows(file.path).content["running"] is None
+
+
+WORKER = """
+import json, os, pathlib, sys, time
+path = pathlib.Path(sys.argv[1])
+if not json.loads(path.read_text())["rows"]:
+    {ends}
+path.with_suffix(".second").touch()
+"""
+
+
+def supervised(path, ends, until):
+    """Supervise a process whose first row ends with `ends`; return the rows."""
+    rows.Rows(path, {"device": "cpu"}).begin("ops", ["a"])
+    command = [sys.executable, "-c", WORKER.replace("{ends}", ends), str(path)]
+    supervise.supervise(command, path, ["ops", "lora"], until)
+    return [(row["name"], row["status"]) for row in rows.Rows(path).rows]
+
+
+def test_another_process_continues_after_a_crash(tmp_path):
+    path = tmp_path / "rows.json"
+    assert supervised(path, "os._exit(3)", float("inf")) == [("a", "failed")]
+    assert path.with_suffix(".second").exists()
+
+
+def test_a_process_is_stopped_after_the_budget(tmp_path):
+    path = tmp_path / "rows.json"
+    assert supervised(path, "time.sleep(60)", 0.0) == [("a", "not run"), ("all", "not run")]
+    assert not path.with_suffix(".second").exists()
 
 
 def test_every_op_is_called_at_the_widths_of_the_vaes():

@@ -161,7 +161,7 @@ def _spans(call: Callable[[], object], session: Session) -> tuple[list[Span], fl
         spans = [
             Span(event.name, event.time_range.start, event.time_range.end, _own_us(event))
             for event in profiler.events() or ()
-            if event.device_type.name == kind and not event.is_user_annotation
+            if event.device_type.name == kind and not getattr(event, "is_user_annotation", False)
         ]
         if spans:
             return spans, seconds

@@ -27,7 +27,8 @@ def cases(session: Session) -> list[Case]:
 
 def _decode(session: Session, gib: float | None) -> Results:
     clip = clip_of(session)
-    work = OnCard(session, clip, clip.make(session), gib)
+    x = clip.make(session)
+    work = OnCard(session, clip, x, session.ours(clip.family).new_frames(x), gib)
     free(session.device)
     with work.card():
         work.decode()  # compilation and trials
