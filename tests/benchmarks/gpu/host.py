@@ -1,4 +1,4 @@
-"""Section `host`: a decode to images in host memory, and one to frames on the device."""
+"""Section `host`: decodes to images in host memory and encodes of them, and both on the device."""
 
 import functools
 from typing import Any
@@ -21,17 +21,23 @@ _KINDS = {
     "uint8 IMAGE, pinned memory": (torch.uint8, True),
 }
 _COPIED = "fp32 IMAGE on the device, then copied"
+_IS_THERE = "frames are on the device"
+_GIVEN = {"fp32 IMAGE uploaded": torch.float32, "uint8 IMAGE uploaded": torch.uint8}
+_CAST = "fp32 IMAGE cast on the host, then uploaded"
 
 
 def cases(session: Session) -> list[Case]:
-    """Return one case, with a row for each destination of the images."""
+    """Return two cases, with a row for each destination and each source of the images."""
     size = session.pick((81, 720, 1280), (5, 32, 48))
-    clip = Clip("wan2.1", "decode", *size)
-    kinds = (_STAYS, *_KINDS, _COPIED)
-    return [Case(clip.label, kinds, functools.partial(_compare, session, clip))]
+    decode, encode = Clip("wan2.1", "decode", *size), Clip("wan2.1", "encode", *size)
+    leave, arrive = (_STAYS, *_KINDS, _COPIED), (_IS_THERE, *_GIVEN, _CAST)
+    return [
+        Case(decode.label, leave, functools.partial(_decodes, session, decode)),
+        Case(encode.label, arrive, functools.partial(_encodes, session, encode)),
+    ]
 
 
-def _compare(session: Session, clip: Clip) -> Results:
+def _decodes(session: Session, clip: Clip) -> Results:
     vae = session.ours("wan2.1")
     x = clip.make(session)
     batch, channels, frames, height, width = vae.config.decoded_shape(x.shape)
@@ -53,6 +59,35 @@ def _compare(session: Session, clip: Clip) -> Results:
         return {"times_stays": pairs(results, kind, _STAYS), "image_gb": nbytes / 1e9}
 
     yield from outcomes(results, more)
+
+
+def _encodes(session: Session, clip: Clip) -> Results:
+    vae = session.ours("wan2.1")
+    x = clip.make(session)
+    images = x.float().cpu().add(1).div_(2).movedim(1, -1).contiguous()
+    video = images.movedim(-1, 1)  # as ComfyUI gives it to the VAE
+    given = {torch.float32: video, torch.uint8: video.mul(255).byte()}
+    runs = {_IS_THERE: lambda: vae.encode(x)}
+    for kind, dtype in _GIVEN.items():
+        runs[kind] = functools.partial(_uploaded, vae, given[dtype])
+    runs[_CAST] = lambda: vae.encode(_in_range(video).to(torch.bfloat16))
+    results = in_turn(session, runs, shares_memory=True)
+
+    def more(kind: str) -> Values:
+        if kind == _IS_THERE:
+            return {}
+        sent = given[torch.uint8] if kind.startswith("uint8") else video
+        return {"times_stays": pairs(results, kind, _IS_THERE), "image_gb": sent.nbytes / 1e9}
+
+    yield from outcomes(results, more)
+
+
+def _uploaded(vae: Any, video: Tensor) -> Tensor:
+    return torch.cat(list(vae.encode_stream(video, to_range=_in_range)), dim=2)
+
+
+def _in_range(video: Tensor) -> Tensor:
+    return video * 2 - 1
 
 
 def _to_host(

@@ -41,12 +41,12 @@ _SECOND = (
 # What each part is worth.
 _THIRD = (
     Section("ablation", ablation.cases, 140),
-    Section("host", host.cases, 45),
+    Section("host", host.cases, 60),
     Section("attention", attention.cases, 20),
     Section("ops", ops.cases, 100),
     Section("plans", plans.cases, 60),
     Section("lora", lora.cases, 60),
-    Section("streams", streams.cases, 55),
+    Section("streams", streams.cases, 40),
 )
 
 BLOCKS = (_FIRST, _SECOND, _THIRD)

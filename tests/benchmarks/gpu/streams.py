@@ -5,7 +5,6 @@ import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ def cases(session: Session) -> list[Case]:
 
 def _compare(session: Session, clip: Clip) -> Results:
     x = clip.make(session)
-    runs = {}
+    runs: dict[str, Callable[[], None]] = {}
     for kind, make in _MAKE.items():
         try:
             runs[kind] = functools.partial(torch.inference_mode()(make(session, clip)), x)
@@ -84,10 +83,9 @@ def _pinning(session: Session, clip: Clip) -> Callable[[Tensor], None]:
 
 
 def _writing(session: Session, clip: Clip) -> Callable[[Tensor], None]:
-    writer = _writer_class()
 
     def run(x: Tensor) -> None:
-        with writer(lambda pictures: None) as background:
+        with media.BackgroundWriter(lambda pictures: None) as background:
             for pictures in _pictures(session, x):
                 background.put(pictures)
 
@@ -95,7 +93,6 @@ def _writing(session: Session, clip: Clip) -> Callable[[Tensor], None]:
 
 
 def _filing(session: Session, clip: Clip) -> Callable[[Tensor], None]:
-    writer = _writer_class()
     if importlib.util.find_spec("av") is None:
         raise Missing("PyAV is not installed")
 
@@ -103,7 +100,7 @@ def _filing(session: Session, clip: Clip) -> Callable[[Tensor], None]:
         with (
             tempfile.TemporaryDirectory() as folder,
             media.VideoWriter(Path(folder) / "video.mp4", 16) as file,
-            writer(file.write) as background,
+            media.BackgroundWriter(file.write) as background,
         ):
             for pictures in _pictures(session, x):
                 background.put(pictures)
@@ -112,10 +109,3 @@ def _filing(session: Session, clip: Clip) -> Callable[[Tensor], None]:
 
 
 _MAKE = dict(zip(_KINDS, (_staying, _waiting, _pinning, _writing, _filing), strict=True))
-
-
-def _writer_class() -> Any:
-    found = getattr(media, "BackgroundWriter", None)
-    if found is None:
-        raise Missing("this version has no BackgroundWriter")
-    return found

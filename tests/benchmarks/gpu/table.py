@@ -48,7 +48,7 @@ COLUMNS = {
     "times_as_it_is": Column(
         "x as it is", "ratio to the unchanged seconds: above 1, the change is slower"
     ),
-    "times_stays": Column("x stays", "ratio to the decode without a copy to the host"),
+    "times_stays": Column("x stays", "ratio to the same work without a copy from or to the host"),
     "peak_gib": Column(
         "peak GiB", "peak VRAM above weights and input, result included; warm runs only"
     ),
@@ -97,7 +97,7 @@ TITLES = {
     "twice": "Two decodes in a row, without releasing PyTorch's cached memory",
     "reference": "Every op by PyTorch alone",
     "ablation": "This pack's decode with one optimisation changed at a time",
-    "host": "Decodes to images in host memory",
+    "host": "Decodes to images in host memory, and encodes of such images",
     "attention": "Attention of one head over the pixels of a frame",
     "ops": "Ops on each backend, tensors larger than any cache",
     "plans": "Measured and planned memory under decreasing limits",

@@ -54,7 +54,7 @@ def variants(session: Session, vae: Any) -> list[Variant]:
         Variant("1 latent per step", chunk=1, single_frame=False),
         Variant(
             "1 latent per step, no rings",
-            lambda: replaced(candidates.Candidates, "_rings", False),
+            lambda: replaced(vars(candidates)["_Candidate"], "_rings", False),
             chunk=1,
             single_frame=False,
         ),
