@@ -77,7 +77,9 @@ class Upload:
 
     def _moved(self, pixels: Tensor) -> Tensor:
         """Return `pixels` on the device, in their dtype."""
-        if self._stream is None or pixels.device.type != "cpu":
+        if self._device.type == "mps" and pixels.dtype == torch.float64:
+            pixels = pixels.float()  # Metal has no float64
+        if self._stream is None or pixels.device.type != "cpu" or pixels.requires_grad:
             return pixels.to(self._device)
         work = torch.cuda.current_stream(self._device)
         staged = self._staged(pixels)
