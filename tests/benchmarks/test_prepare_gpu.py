@@ -11,7 +11,7 @@ import pytest
 
 from fast_video_vae.tests.benchmarks import prepare_gpu
 from fast_video_vae.tests.benchmarks.gpu import bare_import, bundle
-from fast_video_vae.tests.nodes.checkout import find_comfyui, where_looked
+from fast_video_vae.tests.nodes.checkout import find_comfyui, why_unavailable
 
 HERE = Path(__file__).parent
 
@@ -107,13 +107,14 @@ def test_needed_packages_are_found_through_those_that_need_them():
 
 
 @pytest.mark.slow
+@pytest.mark.comfyui
 def test_comfyui_and_diffusers_are_measured_from_the_bundle(tmp_path):
-    if (root := find_comfyui()) is None:
-        pytest.skip(where_looked())
+    if reason := why_unavailable():
+        pytest.skip(reason)
     if importlib.util.find_spec("diffusers") is None:
         pytest.skip("diffusers is not installed")
     folder, path = tmp_path / "bundle", tmp_path / "rows.json"
-    made = ["prepare_gpu.py", str(folder), "--comfyui", str(root)]
+    made = ["prepare_gpu.py", str(folder), "--comfyui", str(find_comfyui())]
     measured = ["bench_gpu.py", "--small", "--only", "vae", "--bundle", str(folder)]
     done = _python(made)
     assert "imports work: comfy.sd, diffusers" in done
