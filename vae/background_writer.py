@@ -72,6 +72,7 @@ class BackgroundWriter:
         self._error: BaseException | None = None
         self._stopped, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="fast-video-vae-writer")
+        self._user = threading.current_thread()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.queued = 0
         self._written = 0
@@ -90,6 +91,8 @@ class BackgroundWriter:
         if kind is not None:
             self._stopped.set()
         self._filled.put(None)
+        if threading.current_thread() is self._thread:
+            return  # the garbage collector closes a dropped stream here; the thread ends by itself
         try:
             self._join()
         finally:
@@ -112,6 +115,7 @@ class BackgroundWriter:
         """
         if self._dtype not in (None, frames.dtype):
             raise ValueError(f"frames are {frames.dtype}; expected {self._dtype}")
+        self._user = threading.current_thread()
         buffer = self._next_buffer()
         try:
             # Buffers outlive the caller's inference mode, and inference tensors cannot be written
@@ -138,8 +142,8 @@ class BackgroundWriter:
             BaseException: An error of `write`.
         """
         while True:
-            self._raise()
             with self._progress:
+                self._raise()
                 if self._written >= count:
                     return
                 if self._ended.is_set():
@@ -177,7 +181,7 @@ class BackgroundWriter:
         return copied
 
     def _work(self) -> None:
-        while (piece := self._filled.get()) is not None:
+        while (piece := self._next_piece()) is not None:
             try:
                 if piece.copied is not None:
                     piece.copied.synchronize()
@@ -191,6 +195,17 @@ class BackgroundWriter:
                 self._written += 1
                 self._progress.notify_all()
         self._ended.set()
+
+    def _next_piece(self) -> _Piece | None:
+        """Wait for a queued piece; None after the last, or when no thread can queue more."""
+        while True:
+            # At its end Python waits for this thread, also if a stream was dropped midway.
+            left = not (threading.main_thread().is_alive() or self._user.is_alive())
+            try:
+                return self._filled.get(timeout=TICK_S)
+            except queue.Empty:
+                if left:
+                    return None
 
     def _join(self) -> None:
         """Wait for the thread, also after an interrupt: it must not write to a removed file."""

@@ -189,7 +189,7 @@ class VideoVAE(nn.Module):
             options: Options of the stream.
             out: `[B, C, T, H, W]` for the whole video, any dtype, strides and device: each piece is
                 written there and is a view of it; on the host in the background, while the device
-                computes the next piece. None: new tensors.
+                computes the next piece of a tensor. None: new tensors.
             images: As `out`, `[B, T, H, W, C]`, float or uint8: the pieces are images, clamped to
                 [0, 1] or in 0-255 (see `frames_to_images`).
             frames: The frames to decode, such as `range(40, 81)`; `out` or `images` have room for
@@ -221,9 +221,10 @@ class VideoVAE(nn.Module):
             single_frame=isinstance(latent, Tensor) and latent.shape[2] == 1,
             begins=not start,
         )
-        if writer is not None:
-            stream = delivered(stream, writer)
-        return until_complete(stream, frames, as_images=images is not None)
+        stream = until_complete(stream, frames, as_images=images is not None)
+        if writer is None:
+            return stream
+        return delivered(stream, writer, ahead=isinstance(latent, Tensor))
 
     def normalize(self, latent: Tensor) -> Tensor:
         """Return `(latent - mean) / std` of each channel of `latent` `[B, C_latent, t, h, w]`."""
@@ -245,9 +246,10 @@ class VideoVAE(nn.Module):
         """Raise the `ValueError` of `decode` if `latent` `[B, C_latent, t, h, w]` is not valid."""
         Relief(self.device, "a decode").finish(lambda: check_latent(latent, self.config))
 
-    def check_frames(self, frames: Tensor) -> None:
-        """Raise the `ValueError` of `encode` if `frames` `[B, C, T, H, W]` are not valid."""
-        values = self.device.type == "cpu"  # on other devices the stream checks them
+    def check_frames(self, frames: Tensor, device: torch.device | None = None) -> None:
+        """Raise the `ValueError` of an encode on `device` if `frames` `[B, C, T, H, W]` are bad."""
+        # On other devices than a CPU the stream checks the values.
+        values = (device or self.device).type == "cpu"
         check = functools.partial(check_frames, frames, self.config, values=values)
         Relief(self.device, "an encode").finish(check)
 

@@ -278,9 +278,7 @@ class FastVAE(comfy.sd.VAE):
             # A single frame is passed as a tensor, which takes a separate path.
             source = part if count == 1 else rechunk([part], run)
             stream = pieces.encode_pieces(self, source, way, options, self.process_input)
-            # The latents move together, because each copy would wait for the device.
-            done = torch.cat(list(progress.counted(stream)), dim=2)
-            means.append(done.to(self.output_device, self.vae_output_dtype()))
+            means.append(pieces.moved(self, progress.counted(stream)))
         latents = torch.cat(means)
         return latents if self.format_encoded is None else self.format_encoded(latents)
 
@@ -309,5 +307,5 @@ class FastVAE(comfy.sd.VAE):
             video = channels_first.movedim(0, 1).unsqueeze(0)
         if not video.is_floating_point():
             raise ValueError(f"pixels is {pixels.dtype}; expected a float dtype in [0, 1]")
-        self.first_stage_model.check_frames(video)
+        self.first_stage_model.check_frames(video, self.device)
         return self.first_stage_model.whole_groups(video)

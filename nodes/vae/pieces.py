@@ -6,6 +6,7 @@ comfy/model_management.py of 0.33.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
@@ -19,6 +20,9 @@ from ..host import timing
 from ..host.oom import Way, free_others, resumed
 
 AUTOMATIC = StreamOptions()
+
+# Pieces of latents that one copy moves.
+_MOVED_TOGETHER = 16
 
 # Sides of tiles in latents, tried one after the other if nothing else fits. For SeedVR2, which
 # cannot be tiled, the memory of such a tile is the limit.
@@ -101,6 +105,22 @@ def encode_pieces(
     asked = _options(vae, way, options)
     stream = vae.first_stage_model.encode_stream
     return stream(pieces, asked, scaled=False, to_range=to_range)
+
+
+def moved(vae: comfy.sd.VAE, latents: Iterator[Tensor]) -> Tensor:
+    """Join latents on the output device, several per copy, because each copy waits for the device.
+
+    Args:
+        vae: The VAE.
+        latents: `[B, C_latent, n, h, w]` each.
+
+    Returns:
+        `[B, C_latent, t, h, w]` in the dtype of the VAE's output.
+    """
+    done: list[Tensor] = []
+    while held := list(itertools.islice(latents, _MOVED_TOGETHER)):
+        done.append(torch.cat(held, dim=2).to(vae.output_device, vae.vae_output_dtype()))
+    return torch.cat(done, dim=2)
 
 
 def with_chunk(

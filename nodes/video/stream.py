@@ -119,7 +119,7 @@ def _means(
     first = next(groups, None)
     if first is None:
         raise ValueError("the video has no frames; expected at least one")
-    model.check_frames(first)
+    model.check_frames(first, vae.device)
     second = next(groups, None)
     shape = (*first.shape[:2], 1 if second is None else 1 + second.shape[2], *first.shape[3:])
     driver.load(vae, driver.encode_bytes(vae, torch.Size(shape), way), way)
@@ -127,11 +127,7 @@ def _means(
     # A single frame is passed as a tensor, which takes a separate path.
     source = first if second is None else itertools.chain([first, second], groups)
     progress = Progress(model.config.latent_frames(max(count_estimate or 1, shape[2])))
-    done = [
-        latent.to(vae.output_device, vae.vae_output_dtype())
-        for latent in progress.counted(driver.encode_pieces(vae, source, way, options))
-    ]
-    return torch.cat(done, dim=2)
+    return driver.moved(vae, progress.counted(driver.encode_pieces(vae, source, way, options)))
 
 
 def _whole_groups(pieces: Iterator[Tensor], size: int) -> Iterator[Tensor]:

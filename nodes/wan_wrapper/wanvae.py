@@ -147,7 +147,7 @@ class WanVideoWrapperVAE:
         step = network.config.spatial_compression
         frames = [_cropped(each, step) for each in _one_by_one(videos, "videos")]
         for each in frames:
-            network.check_frames(each)
+            network.check_frames(each, self._vae.device)
         parts = [[network.whole_groups(part) for part in _parts(each, end_)] for each in frames]
         go = functools.partial(self._encode, parts, torch.device(device), shown=pbar, sample=sample)
         single_frame = parts[0][0].shape[2] == 1

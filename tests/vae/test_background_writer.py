@@ -56,6 +56,51 @@ def test_pieces_arrive_in_order_on_the_cpu(device, depth):
     assert all(torch.equal(x, y.cpu()) for x, y in zip(got, pieces, strict=True))
 
 
+@pytest.mark.parametrize("held", ["by name", "by a traceback"])
+def test_python_ends_with_a_writer_that_was_dropped_midway(held):
+    stop = "next(stream)" if held == "by name" else "next(stream); raise OSError"
+    code = f"""
+import torch
+from fast_video_vae.vae.media import BackgroundWriter
+
+def pieces():
+    with BackgroundWriter(print) as writer:
+        while True:
+            writer.put(torch.zeros(1, 1, 1, 3, dtype=torch.uint8))
+            yield
+
+stream = pieces()
+{stop}
+"""
+    done = subprocess.run(script_command(code), timeout=60, check=False, capture_output=True)
+    assert done.returncode == (held != "by name")
+    assert b"tensor" in done.stdout
+
+
+def test_the_garbage_collector_can_close_a_writer_in_its_thread():
+    begun, held, got = threading.Event(), [], []
+
+    def write(frames):
+        begun.wait(10)
+        held.clear()  # closes the stream
+        got.append(frames.clone())
+
+    def pieces():
+        with BackgroundWriter(write, depth=3) as writer:
+            for value in range(3):
+                writer.put(piece(value))
+            yield
+
+    held.append(pieces())
+    next(held[0])
+    begun.set()
+    for thread in threading.enumerate():
+        if thread.name == "fast-video-vae-writer":
+            thread.join(10)
+            assert not thread.is_alive()
+    assert len(got) == 1
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_queued_piece_can_be_overwritten_at_once(device):
     got = []

@@ -66,10 +66,11 @@ class Parking:
             event.record(self._outward)
 
     def settle(self) -> None:
-        """Wait until all copies are done."""
+        """Wait until all copies are done; tails that arrived may be moved then."""
         for stream in (self._inward, self._outward):
             if stream is not None:
                 stream.synchronize()
+        self._coming.clear()
 
     def _arrived(self, _: nn.Module, tail: Tensor) -> Tensor:
         return tail.to(self._device, non_blocking=self._memory.pinned)

@@ -53,6 +53,9 @@ class Executor:
         """All caches of the video."""
         return [self.cache]
 
+    def settle(self) -> None:
+        """Wait for copies of tails, which may be moved then; here there are none."""
+
     @property
     def behind(self) -> Settling:
         """The output of the chunk that was passed to `takes`."""

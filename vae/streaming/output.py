@@ -130,7 +130,8 @@ class Output:
         return pixel_shuffle_3d(frames, (1, self._size, self._size), self._order)
 
     def _placed(self, x: Tensor, target: Tensor) -> Tensor:
-        if self._writer is not None and target.numel():
+        records = torch.is_grad_enabled() and x.requires_grad
+        if self._writer is not None and target.numel() and not records:
             self._writer.put(self._converted(x, target), target)
             return target
         with torch.inference_mode(target.is_inference()):  # otherwise it cannot be written to
@@ -226,14 +227,15 @@ def background_writer(device: torch.device, target: Tensor | None) -> Background
     return BackgroundWriter(_fill, dtype=None)
 
 
-def delivered(stream: Iterator[Tensor], writer: BackgroundWriter) -> Iterator[Tensor]:
+def delivered(
+    stream: Iterator[Tensor], writer: BackgroundWriter, *, ahead: bool
+) -> Iterator[Tensor]:
     """Yield the pieces of a stream when `writer` has written them.
-
-    The next piece is computed meanwhile, so a piece arrives one piece late.
 
     Args:
         stream: Pieces `[...]` that are views of memory on the host.
         writer: Writes them.
+        ahead: Compute the next piece meanwhile, so that a piece arrives one piece late.
 
     Yields:
         The pieces.
@@ -245,6 +247,10 @@ def delivered(stream: Iterator[Tensor], writer: BackgroundWriter) -> Iterator[Te
                 writer.wait(waiting[0])
                 yield waiting[1]
             waiting = writer.queued, piece
+            if not ahead:
+                writer.wait(waiting[0])
+                yield piece
+                waiting = None
         if waiting is not None:
             writer.wait(waiting[0])
             yield waiting[1]

@@ -306,6 +306,7 @@ class VideoSession:
 
     def _park(self) -> bool:
         """Move the tails of all layers to the host; return whether that freed memory."""
+        self._executor.settle()
         return any([cache.park() for cache in self._executor.caches])  # noqa: C419, all of them
 
     @eager

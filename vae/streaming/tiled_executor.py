@@ -64,10 +64,14 @@ class TiledExecutor(Executor):
             if self.parking is not None:
                 part.cache.attempt(functools.partial(self.parking.park, part.cache))
 
-    def tails(self) -> Tails:
-        """Return the tails `[B, C, context, H, W]` of whole frames, on the host."""
+    def settle(self) -> None:
+        """Wait for copies of tails."""
         if self.parking is not None:
             self.parking.settle()
+
+    def tails(self) -> Tails:
+        """Return the tails `[B, C, context, H, W]` of whole frames, on the host."""
+        self.settle()
         found = self.cache.tails()
         convs = {conv for _, part in self.tiles for conv in part.cache.tails()}
         return found | {conv: self._joined(conv) for conv in convs}

@@ -14,6 +14,9 @@ from ..layers.workspace import to_unit
 from ..pinned_memory import pinned_memory
 from ..validation import not_finite
 
+# Metal has no float64, and some Intel GPUs have none.
+_HAVE_FLOAT64 = ("cpu", "cuda", "meta")
+
 # Larger chunks are copied from where they are: pinned memory is taken from all programs.
 _STAGED_BYTES = 512 * 2**20
 
@@ -24,7 +27,8 @@ class Upload:
     Args:
         device: Device of the computation.
         dtype: Dtype of the computation.
-        to_range: Converts float pixels `[B, C, T, H, W]` to [-1, 1]; None: they are in that range.
+        to_range: Converts float pixels `[B, C, T, H, W]` to [-1, 1], not in place; None: they are
+            in that range.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class Upload:
         # On a CPU the values were checked before the work; `meta` has none.
         self._checks = device.type not in ("cpu", "meta")
         self._bad: Tensor | None = None
+        self._counted: Tensor | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staging: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
@@ -58,9 +63,10 @@ class Upload:
             bad = not_finite(x) if self._checks else None
             x = x if self._to_range is None else self._to_range(x)
         x = x.to(self._dtype).contiguous(memory_format=torch.channels_last_3d)
-        # Last, because the upload is repeated if memory runs out.
-        if bad is not None:
+        # Last and once, because the upload is repeated if memory runs out.
+        if bad is not None and pixels is not self._counted:
             self._bad = bad if self._bad is None else self._bad + bad
+            self._counted = pixels
         return x
 
     def check(self) -> None:
@@ -77,8 +83,8 @@ class Upload:
 
     def _moved(self, pixels: Tensor) -> Tensor:
         """Return `pixels` on the device, in their dtype."""
-        if self._device.type == "mps" and pixels.dtype == torch.float64:
-            pixels = pixels.float()  # Metal has no float64
+        if self._device.type not in _HAVE_FLOAT64 and pixels.dtype == torch.float64:
+            pixels = pixels.float()
         if self._stream is None or pixels.device.type != "cpu" or pixels.requires_grad:
             return pixels.to(self._device)
         work = torch.cuda.current_stream(self._device)

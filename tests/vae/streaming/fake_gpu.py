@@ -27,7 +27,7 @@ class Stream:
         self.done |= event.done
 
     def synchronize(self):
-        pass
+        Event.host.wait_stream(self)
 
 
 class Event:

@@ -10,12 +10,15 @@ from torch import nn
 
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.vae.families import close, joined, latent_for
+from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
 from fast_video_vae.tests.vae.streaming.fake_gpu import CUDA, FakeGPU
 from fast_video_vae.vae import StreamOptions, load_vae
+from fast_video_vae.vae.layers.oom import Relief
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.pinned_memory import PinnedMemory
 from fast_video_vae.vae.streaming import cache_offload, session
 from fast_video_vae.vae.streaming.cache_offload import Parking
+from fast_video_vae.vae.streaming.tiled_executor import TiledExecutor
 
 
 @pytest.fixture
@@ -67,6 +70,52 @@ def test_the_copies_of_both_directions_run_at_once(gpu):
         parked = gpu.done
     assert parked - fetched
     assert fetched - parked
+
+
+def test_memory_can_run_out_while_tails_arrive(gpu):
+    """All tails are moved to the host then, those of the next tile too."""
+    caches = [cache_of((1, 4, 2, 3, 5)) for _ in range(2)]
+    before = [list(cache.tails().values()) for cache in caches]
+    parking = Parking(CUDA)
+    parking.wait(caches[0])
+    parking.fetch(caches[1])
+    parking.settle()
+    for cache in caches:
+        with gpu._on(gpu.host):
+            for tail in cache.tails().values():
+                gpu.use("move", tail)
+        cache.exchange(lambda _, tail: tail.clone())
+    parking.park(caches[0])
+    parking.wait(caches[1])
+    parking.park(caches[1])
+    parking.settle()
+    assert not gpu.races
+    for cache, tails in zip(caches, before, strict=True):
+        assert all(map(torch.equal, cache.tails().values(), tails))
+
+
+def test_copies_of_tails_end_before_they_move_to_the_host(monkeypatch):
+    vae = load_vae(random_state_dict(8), dtype=torch.float32)
+    latent, options = latent_for(vae, 3, 96, 128), StreamOptions(1, tile=(64, 64))
+    expected = vae.decode(latent)
+    with FailingMemory() as memory:
+        list(vae.decode_stream(latent, options))
+    done = []
+
+    def settle(executor):
+        done.append("settle")
+
+    def park(cache, park=TemporalCache.park):
+        done.append("park")
+        return park(cache) or True
+
+    monkeypatch.setattr(TiledExecutor, "settle", settle)
+    monkeypatch.setattr(TemporalCache, "park", park)
+    monkeypatch.setattr(Relief, "_give_back", lambda relief: False)  # so tails must move
+    with FailingMemory(memory.seen // 2) as memory:
+        close(joined(vae.decode_stream(latent, options)), expected)
+    assert memory.failed
+    assert done[:2] == ["settle", "park"]
 
 
 @pytest.mark.parametrize("direction", ["_gone", "_coming"])

@@ -15,6 +15,7 @@ from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae import model as model_module
 from fast_video_vae.vae.background_writer import BackgroundWriter
 from fast_video_vae.vae.streaming import output
+from fast_video_vae.vae.streaming.session import VideoSession
 
 
 @pytest.fixture(params=VIDEO)
@@ -105,6 +106,49 @@ def test_a_piece_is_complete_when_it_arrives(wan, writers, monkeypatch):
     for index, piece in enumerate(wan.decode_stream(latent, StreamOptions(1), images=images)):
         assert (piece <= 1).all()
         assert writers[0].queued > min(index + 1, 3) or index == 3
+
+
+def test_latents_of_an_iterable_are_requested_after_the_frames_before(wan, writers):
+    """The next latent may be made from them."""
+    latent = latent_for(wan, 4, 64, 64)
+    images = target_of(wan, latent, torch.float32, images=True)
+    order = []
+
+    def latents():
+        for part in latent.split(1, dim=2):
+            order.append("latent")
+            yield part
+
+    for piece in wan.decode_stream(latents(), images=images):
+        assert (piece <= 1).all()
+        order.append("frames")
+    assert order == ["latent", "frames"] * 4
+
+
+@pytest.mark.parametrize("given", [iter, lambda parts: torch.cat(parts, dim=2)])
+def test_nothing_behind_the_wanted_frames_is_decoded(wan, writers, monkeypatch, given):
+    latent = latent_for(wan, 4, 64, 64)
+    images = torch.full((1, 4, 64, 64, 3), 77.0)
+    parts = list(latent.split(1, dim=2))
+    stream = wan.decode_stream(given(parts), StreamOptions(1), images=images, frames=range(1, 5))
+    taken = []
+    begin = VideoSession._begin
+    monkeypatch.setattr(
+        VideoSession, "_begin", lambda self, x: (taken.append(x), begin(self, x))[-1]
+    )
+    assert sum(piece.shape[1] for piece in stream) == 4
+    assert len(taken) == 2
+    assert (images <= 1).all()
+
+
+def test_frames_keep_their_gradients(wan, writers):
+    latent = latent_for(wan, 2, 64, 64).requires_grad_()
+    out = torch.zeros(wan.config.decoded_shape(latent.shape))
+    for _ in wan.decode_stream(latent, out=out):
+        pass
+    out.sum().backward()
+    assert latent.grad is not None
+    assert latent.grad.abs().sum() > 0
 
 
 def test_an_abandoned_stream_ends_its_thread(wan, writers):

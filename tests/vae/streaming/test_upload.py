@@ -201,6 +201,25 @@ def test_a_repeated_upload_counts_once(wan, device, monkeypatch):
     assert None in calls
 
 
+def test_a_chunk_counts_once_if_memory_runs_out_behind_the_upload(device, monkeypatch):
+    """As in the patches of Wan 2.2."""
+    vae = load_vae(STATES["wan2.2"](), dtype=torch.float32)
+    frames = random_frames(1, 3, 9, 64, 64)
+    frames[0, 0, 6, 0, 0] = float("nan")
+    fold, calls = model.fold_pixels, []
+
+    def folded(x, patch):
+        calls.append(x)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("no memory")
+        return fold(x, patch)
+
+    monkeypatch.setattr(model, "fold_pixels", folded)
+    with pytest.raises(ValueError, match="frames has 1 values"):
+        list(vae.encode_stream(frames, StreamOptions(1)))
+    assert len(calls) == 4
+
+
 def test_a_clip_is_checked_with_one_synchronisation(wan, device):
     frames = random_frames(1, 3, 17, 32, 32)
     list(wan.encode_stream(frames, StreamOptions(1)))
