@@ -170,7 +170,7 @@ def main() -> None:
     )
     parser.add_argument("--cases", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.cases:
+    if args.cases is not None:
         logging.info(json.dumps([measure(Case(**case)) for case in args.cases]))
         return
     for encode in (False, True):
