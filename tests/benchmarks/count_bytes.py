@@ -272,6 +272,14 @@ def main() -> None:
         )
         passes = (counter.total - counter.by_op["convolution"]) / 1e9
         print(f"wan2.1 decode{free_gib:14}{passes:24.0f}{counter.launches:15}    {chosen}")
+        record.append(
+            args.out,
+            "count_bytes",
+            f"decode 81x720x1280 bfloat16 wan2.1, {free_gib} GiB free",
+            gigabytes_without_convolutions=round(passes),
+            launches=counter.launches,
+            plan=str(chosen),
+        )
 
 
 def configs() -> dict[str, VAEConfig]:
