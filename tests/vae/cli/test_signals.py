@@ -97,7 +97,8 @@ def seconds_of(process):
 def wait_for(process, happened):
     deadline = time.monotonic() + 60
     while not happened():
-        assert process.poll() is None, process.stderr.read()
+        # A process can reach the state and end between the two calls.
+        assert process.poll() is None or happened(), process.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
@@ -107,6 +108,9 @@ def wait_until(process, moment, out):
     if moment == "import":
         wait_for(process, lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
         return
+    if moment == "closing":  # short: a busy machine may see only the end
+        wait_for(process, lambda: process.poll() is not None or written(out))
+        return
     wait_for(process, lambda: any(out.glob(".*.part")))
     if moment in ("loaded", "midway"):
         while " on cpu" not in process.stdout.readline():
@@ -114,8 +118,6 @@ def wait_until(process, moment, out):
         before = seconds_of(process)
         if moment == "midway":
             wait_for(process, lambda: seconds_of(process) > before + 0.4)
-    elif moment == "closing":  # short: a busy machine may see only the end
-        wait_for(process, lambda: process.poll() is not None or written(out))
 
 
 def written(out):
