@@ -5,6 +5,7 @@ pass.
 """
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import torch
@@ -240,20 +241,20 @@ def delivered(
     Yields:
         The pieces.
     """
-    waiting: tuple[int, Tensor] | None = None
+    waiting: deque[tuple[int, Tensor]] = deque()
+
+    def complete() -> Tensor:
+        queued, piece = waiting.popleft()
+        writer.wait(queued)
+        return piece
+
     with writer:
         for piece in stream:
-            if waiting is not None:
-                writer.wait(waiting[0])
-                yield waiting[1]
-            waiting = writer.queued, piece
-            if not ahead:
-                writer.wait(waiting[0])
-                yield piece
-                waiting = None
-        if waiting is not None:
-            writer.wait(waiting[0])
-            yield waiting[1]
+            waiting.append((writer.queued, piece))
+            if len(waiting) > ahead:
+                yield complete()
+        if waiting:
+            yield complete()
 
 
 def _fill(frames: Tensor, target: Tensor) -> None:
