@@ -21,6 +21,7 @@ An op returns `out`, or a new tensor (channels-last for a video) without it. It 
 | `pixel_shuffle_3d` | parts of the channels become frames, rows and columns |
 | `average_down` | means of groups of the values in each block of frames and pixels |
 | `frames_to_images` | `clamp((x + 1) / 2, 0, 1)` as `[T, H, W, C]`, in float32 or uint8 |
+| `conv2d`, `conv3d` | `conv(x) + bias + residual + residual_bias`; `gamma`: norm and SiLU of it |
 """
 
 import torch
@@ -28,12 +29,19 @@ from torch import Tensor
 
 from . import checks as check
 from .backends import use_backend
-from .dispatch import run, run_kernel
+from .convolution import choice
+from .convolution.budget import TrialBudget, trials
+from .convolution.cudnn import search_pays, searching
+from .convolution.fused import Fused
+from .convolution.kitchen import may_border
+from .convolution.onednn import serves as adds_in_place
+from .convolution.weight import ConvWeight
+from .dispatch import ask, fusion, run, run_kernel
 from .errors import BackendError, is_out_of_memory, log_once
 from .gpu_config import GPUConfig, gpu_config
 from .measure import synchronize
 from .messages import LINE, guarded, line, padded, shown
-from .shapes import interleaved, merged, new_video, shuffled
+from .shapes import convolved, interleaved, merged, new_video, shuffled
 from .support import NativeLibrary, Support, backend_matrix, native_library
 from .tensor_files import PICKLE, SAFETENSORS, ZIP, Header, Place, kind_of, read_header
 from .warmup_log import Preparation, preparations, preparing
@@ -44,16 +52,24 @@ __all__ = [
     "SAFETENSORS",
     "ZIP",
     "BackendError",
+    "ConvWeight",
+    "Fused",
     "GPUConfig",
     "Header",
     "NativeLibrary",
     "Place",
     "Preparation",
     "Support",
+    "TrialBudget",
+    "adds_in_place",
     "attention",
     "average_down",
     "backend_matrix",
     "bias_residual",
+    "conv2d",
+    "conv3d",
+    "conv_fuses",
+    "fp16_pays",
     "frames_to_images",
     "gpu_config",
     "group_norm_silu",
@@ -64,6 +80,7 @@ __all__ = [
     "kind_of",
     "line",
     "log_once",
+    "may_border",
     "merge_phases",
     "native_library",
     "new_video",
@@ -74,9 +91,12 @@ __all__ = [
     "read_header",
     "rms_norm_silu",
     "run_kernel",
+    "search_pays",
+    "searching",
     "shown",
     "silu_mul",
     "synchronize",
+    "trials",
     "use_backend",
 ]
 
@@ -89,6 +109,7 @@ def rms_norm_silu(
     bias: Tensor | None = None,
     tail: Tensor | None = None,
     out: Tensor | None = None,
+    border: int = 0,
 ) -> Tensor:
     """Normalise each pixel over its channels, scale, and apply SiLU.
 
@@ -97,7 +118,8 @@ def rms_norm_silu(
     bias of the convolution before.
 
     With `tail` the result is the input of a causal convolution, written in the same pass: the tail,
-    then the new frames. The last frames of both become the next tail.
+    then the new frames. The last frames of both become the next tail. With `border` each frame of
+    the result has zeros around it, for a convolution that does not pad.
 
     Args:
         x: `[B, C, T, H, W]`, channels-last.
@@ -106,16 +128,19 @@ def rms_norm_silu(
         bias: `C` values, in any shape and float dtype, added to `x` in float32; None: zeros.
         tail: `[B, C, K, H, W]`, channels-last, dtype of `x`: the results for the `K` frames before
             `x`. It is overwritten with the last `K` frames of the result.
-        out: `[B, C, K + T, H, W]` (`K` is 0 without `tail`), channels-last, dtype of `x`. It can be
-            a slice of frames of a longer buffer, and `x` itself without `tail`.
+        out: `[B, C, K + T, H + 2 * border, W + 2 * border]` (`K` is 0 without `tail`),
+            channels-last, dtype of `x`. It can be a slice of frames of a longer buffer, and `x`
+            itself without `tail` and `border`.
+        border: Pixels of zeros around each frame of the result.
 
     Returns:
         `out`, or a new tensor of its shape.
     """
     check.video(x=x)
     check.vectors(x, x.shape[1], gamma=gamma, bias=bias)
-    check.window(x, tail, out)
-    return run("rms_norm_silu", x, gamma, silu=silu, bias=bias, tail=tail, out=out)
+    check.window(x, tail, out, border)
+    options = {"silu": silu, "bias": bias, "tail": tail, "out": out, "border": border}
+    return run("rms_norm_silu", x, gamma, **options)
 
 
 def group_norm_silu(
@@ -129,6 +154,7 @@ def group_norm_silu(
     statistics: Tensor | None = None,
     tail: Tensor | None = None,
     out: Tensor | None = None,
+    border: int = 0,
 ) -> Tensor:
     """Normalise each frame over its pixels and each group of channels, and apply SiLU.
 
@@ -138,7 +164,7 @@ def group_norm_silu(
 
     With `statistics`, `x` can be a band of rows of the frames that were measured: a view
     `video[..., top:bottom, :]`. `tail` and `out` are bands too. The bands together equal the result
-    for whole frames.
+    for whole frames; with `border` each band has its own.
 
     Args:
         x: `[B, C, T, H, W]`, channels-last.
@@ -151,7 +177,9 @@ def group_norm_silu(
             `group_norm_statistics`; None: measured from `x`.
         tail: `[B, C, K, H, W]`, channels-last, dtype of `x`: the results for the `K` frames before
             `x`. It is overwritten with the last `K` frames of the result.
-        out: `[B, C, K + T, H, W]`, channels-last, dtype of `x`.
+        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, channels-last, dtype of `x`. It can be
+            `x` itself without `tail` and `border`.
+        border: Pixels of zeros around each frame of the result.
 
     Returns:
         `out`, or a new tensor of its shape.
@@ -160,9 +188,11 @@ def group_norm_silu(
     check.vectors(x, x.shape[1], weight=weight, bias=bias)
     check.divides(groups, x.shape[1], "groups")
     check.statistics(x, groups, statistics)
-    check.window(x, tail, out)
-    options = {"eps": eps, "silu": silu, "statistics": statistics, "tail": tail, "out": out}
-    return run("group_norm_silu", x, weight, bias, groups, **options)
+    check.window(x, tail, out, border)
+    return run(
+        "group_norm_silu", x, weight, bias, groups, eps=eps, silu=silu, statistics=statistics,
+        tail=tail, out=out, border=border,
+    )  # fmt: skip
 
 
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
@@ -397,3 +427,136 @@ def frames_to_images(
     check.shuffle(frames, (1, patch, patch), order)
     check.images(frames, dtype, patch, out)
     return run("frames_to_images", frames, dtype=dtype, patch=patch, order=order, out=out)
+
+
+def conv3d(
+    x: Tensor,
+    weight: Tensor | ConvWeight,
+    bias: Tensor | None = None,
+    *,
+    stride: tuple[int, int, int] = (1, 1, 1),
+    padding: tuple[int, int] = (0, 0),
+    tail: Tensor | None = None,
+    residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
+    gamma: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Convolve the frames of `tail`, followed by those of `x`, without padding in time.
+
+    The cross-correlation of `torch.nn.functional.conv3d`, then `+ bias + residual + residual_bias`.
+    With `gamma` the result is `rms_norm_silu` of that sum, as the next convolution reads it.
+    Products are summed in float32, or in float16 where the error stays below that of bfloat16.
+
+    Args:
+        x: `[B, C, T, H, W]`, channels-last.
+        weight: `[C_out, C, kt, kh, kw]`, dtype of `x`.
+        bias: `C_out` values, in any shape and float dtype; None: zeros.
+        stride: Steps in frames, rows and columns.
+        padding: Rows and columns of zeros around each frame, on both sides. 0 for frames that have
+            a border already.
+        tail: `[B, C, K, H, W]`, channels-last, dtype of `x`: the frames before `x`; it is only
+            read. None: there are none.
+        residual: `[B, C_out, T', H', W']`, channels-last, dtype of `x`; None: zeros.
+        residual_bias: `C_out` values, in any shape and float dtype; None: zeros.
+        gamma: `C_out` scales of the norm, in any shape and float dtype; None: no norm, no SiLU.
+        out: `[B, C_out, T', H', W']`, channels-last, dtype of `x`. It can be a slice of frames of a
+            longer buffer, and `residual` itself.
+
+    Returns:
+        `out`, or a new tensor of its shape, `T' = (K + T - kt) / stride + 1` rounded down.
+    """
+    weight = ConvWeight.of(weight)
+    check.video(x=x)
+    check.convolution(x, weight, stride, padding, tail)
+    check.vectors(x, weight.shape[0], bias=bias, residual_bias=residual_bias, gamma=gamma)
+    shape = convolved(x, weight.shape, stride, (0, *padding), tail)
+    check.results(x, shape, residual=residual, out=out)
+    return run(
+        "conv3d", x, weight, bias, stride=stride, padding=padding, tail=tail, residual=residual,
+        residual_bias=residual_bias, gamma=gamma, out=out,
+    )  # fmt: skip
+
+
+def conv2d(
+    x: Tensor,
+    weight: Tensor | ConvWeight,
+    bias: Tensor | None = None,
+    *,
+    stride: tuple[int, int] = (1, 1),
+    padding: tuple[int, int] = (0, 0),
+    residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
+    gamma: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Convolve each frame on its own, otherwise as `conv3d`.
+
+    Args:
+        x: `[N, C, H, W]`, channels-last.
+        weight: `[C_out, C, kh, kw]`, dtype of `x`.
+        bias: `C_out` values, or None.
+        stride: Steps in rows and columns.
+        padding: Rows and columns of zeros around each frame, on both sides.
+        residual: `[N, C_out, H', W']`, channels-last, dtype of `x`, or None.
+        residual_bias: `C_out` values, or None.
+        gamma: `C_out` scales, or None.
+        out: `[N, C_out, H', W']`, channels-last, dtype of `x`; it can be `residual` itself.
+
+    Returns:
+        `out`, or a new tensor of its shape.
+    """
+    weight = ConvWeight.of(weight)
+    check.frames(x=x)
+    check.convolution(x, weight, stride, padding)
+    check.vectors(x, weight.shape[0], bias=bias, residual_bias=residual_bias, gamma=gamma)
+    check.results(x, convolved(x, weight.shape, stride, padding), residual=residual, out=out)
+    return run(
+        "conv2d", x, weight, bias, stride=stride, padding=padding, residual=residual,
+        residual_bias=residual_bias, gamma=gamma, out=out,
+    )  # fmt: skip
+
+
+def conv_fuses(
+    x: Tensor,
+    weight: Tensor | ConvWeight,
+    *,
+    stride: tuple[int, ...],
+    padding: tuple[int, int],
+    norm: bool = False,
+) -> Fused:
+    """Return what the convolution that runs such calls does without another pass.
+
+    It decides the cheapest layout of the caller's memory. Every layout gives the same result.
+
+    Args:
+        x: `[B, C, T, H, W]` or `[N, C, H, W]`, channels-last: the frames of a call without those
+            before them. Only its shape, dtype and device matter.
+        weight: `[C_out, C, ...]`, as for the call.
+        stride: As for the call.
+        padding: As for the call.
+        norm: The call has a `gamma`.
+
+    Returns:
+        What is fused.
+    """
+    return fusion(x, ConvWeight.of(weight), stride, padding, norm=norm)
+
+
+def fp16_pays(device: torch.device) -> bool:
+    """Return whether convolutions in float16 are enough faster than in bfloat16 on `device`.
+
+    Measured once per device and kept on disk. The measurement takes up to 3 s per call until it is
+    complete, and the answer is False until then.
+
+    Args:
+        device: The device.
+
+    Returns:
+        False on devices other than CUDA.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return choice.fp16_pays(ask, device)

@@ -101,7 +101,7 @@ def _tried(ask: Ask, op: str, x: Tensor, given: Mapping[str, Any]) -> tuple[str,
                 return _ranked(ask, op, x, size, given)
         except Exception as error:
             if not is_out_of_memory(error):
-                _log_failure("the trial of", op, x, error)
+                log_failure("the trial of", op, x, error)
                 return ("reference",)
     return None
 
@@ -147,20 +147,25 @@ def _right(
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            _log_failure(name, op, x, error)
+            log_failure(name, op, x, error)
             continue
-        if all(map(_agree, result, expected)):
+        if all(map(agree, result, expected)):
             right.add(name)
         else:
-            log_once(
-                f"{name} computes {op} incorrectly on {_device(x)} and is not used "
-                "there. Please report it with the versions of the driver, torch and triton"
-            )
+            log_incorrect(name, op, x)
     return right
 
 
-def _log_failure(name: str, op: str, x: Tensor, error: Exception) -> None:
-    """Log once that `name` failed for `op` on the device of `x` `[...]`."""
+def log_incorrect(name: str, op: str, x: Tensor) -> None:
+    """Log once that results of `name` for `op` are wrong on the device of `x` `[...]`."""
+    log_once(
+        f"{name} computes {op} incorrectly on {_device(x)} and is not used "
+        "there. Please report it with the versions of the driver, torch and triton"
+    )
+
+
+def log_failure(name: str, op: str, x: Tensor, error: Exception) -> None:
+    """Log once that `name` failed for `op` with `error` on the device of `x` `[...]`."""
     reason = str(error).strip().partition("\n")[0][:_REASON_LENGTH]
     log_once(
         f"{name} {op} failed on {_device(x)} ({type(error).__name__}: {reason}); a slower backend "
@@ -172,15 +177,32 @@ def _device(x: Tensor) -> object:
     return torch.cuda.get_device_name(x.device) if x.is_cuda else x.device
 
 
-def _agree(actual: Tensor | None, expected: Tensor | None) -> bool:
-    """Return whether two results differ by rounding only."""
+def agree(
+    actual: Tensor | None,
+    expected: Tensor | None,
+    *,
+    largest: Tensor | None = None,
+    share: float = _SUMS,
+) -> bool:
+    """Return whether two results differ by rounding only.
+
+    Args:
+        actual: `[...]`, or None.
+        expected: Shape and dtype of `actual`, or None.
+        largest: The largest absolute value of the whole result; None: that of `expected`.
+        share: Allowed difference as a share of `largest`.
+
+    Returns:
+        False for NaN.
+    """
     if actual is None or expected is None:
         return actual is expected
     if expected.dtype == torch.uint8:
         return bool(((actual.int() - expected.int()).abs() <= 1).all())
     wide = expected.float()
     relative = _ROUNDINGS * torch.finfo(expected.dtype).eps * wide.abs()
-    return bool(((actual.float() - wide).abs() <= relative + _SUMS * wide.abs().max()).all())
+    largest = wide.abs().max() if largest is None else largest
+    return bool(((actual.float() - wide).abs() <= relative + share * largest).all())
 
 
 def _kind(op: str, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -7,21 +7,33 @@ from contextvars import ContextVar
 # Fastest first. The reference accepts every call that passes the checks of the op.
 ORDER = ("triton", "cuda", "native", "reference")
 
+# The candidates of the convolutions, and their order where none was measured: the library's own.
+CONVOLUTIONS = ("triton", "kitchen", "aten", "sliced", "reference")
+CONVOLUTION_ORDER = ("aten", "reference")
+
+# On Apple GPUs `conv3d` runs at 7 to 9 % of `conv2d` (pytorch/pytorch#192213).
+SLICED_ORDER = ("sliced", *CONVOLUTION_ORDER)
+SLICED_DEVICES = ("mps",)
+
 _forced: ContextVar[str | None] = ContextVar("forced backend", default=None)
 
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Run every op on one backend in this thread, without fallback.
+    """Run ops on one backend in this thread, without fallback.
+
+    A backend without any convolution does not restrict the convolutions, and a candidate that has
+    only these does not restrict the other ops.
 
     Args:
-        name: One of `ORDER`.
+        name: One of `ORDER` or `CONVOLUTIONS`.
 
     Raises:
         ValueError: There is no such backend.
     """
-    if name not in ORDER:
-        raise ValueError(f"backend is {name!r}; expected one of {', '.join(ORDER)}")
+    known = tuple(dict.fromkeys((*ORDER, *CONVOLUTIONS)))
+    if name not in known:
+        raise ValueError(f"backend is {name!r}; expected one of {', '.join(known)}")
     token = _forced.set(name)
     try:
         yield

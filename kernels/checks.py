@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import shapes
+from .convolution.weight import ConvWeight
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -59,6 +60,72 @@ def video(**tensors: Tensor) -> None:
         _five_dimensions(name, tensor)
 
 
+def frames(**tensors: Tensor) -> None:
+    """Check that all `tensors` are `[N, C, H, W]`, in a dtype that ops compute in."""
+    floats(**tensors)
+    for name, tensor in tensors.items():
+        _four_dimensions(name, tensor)
+
+
+def convolution(
+    x: Tensor,
+    weight: ConvWeight,
+    stride: tuple[int, ...],
+    padding: tuple[int, int],
+    tail: Tensor | None = None,
+) -> None:
+    """Check the weight and the options of a convolution against its input.
+
+    Args:
+        x: `[B, C, T, H, W]` or `[N, C, H, W]`.
+        weight: `[C_out, C, ...]`, of the same number of dimensions.
+        stride: Stride of each dimension of the kernel.
+        padding: Padding of height and width.
+        tail: `[B, C, K, H, W]`, or None.
+
+    Raises:
+        ValueError: Something does not fit, or the frames are smaller than the kernel.
+    """
+    if weight.ndim != x.ndim or weight.shape[1] != x.shape[1]:
+        taps = "kt, kh, kw" if x.ndim == 5 else "kh, kw"
+        raise ValueError(f"weight is {list(weight.shape)}; expected [C_out, {x.shape[1]}, {taps}]")
+    if weight.dtype != x.dtype or weight.device != x.device:
+        raise ValueError(
+            f"weight is {_name(weight.dtype)} on {weight.device}; "
+            f"expected {_name(x.dtype)} on {x.device}"
+        )
+    if len(stride) != x.ndim - 2 or min(stride) < 1:
+        raise ValueError(f"stride is {stride}; expected {x.ndim - 2} numbers from 1 on")
+    if len(padding) != 2 or min(padding) < 0:
+        raise ValueError(f"padding is {padding}; expected 2 numbers from 0 on")
+    if tail is not None:
+        _five_dimensions("tail", tail)
+        batch, channels, _, height, width = x.shape
+        _same("tail", tail, (batch, channels, tail.shape[2], height, width), x)
+    pads = (0, *padding) if x.ndim == 5 else padding
+    if min(shapes.convolved(x, weight.shape, stride, pads, tail)[2:]) < 1:
+        raise ValueError(
+            f"x is {list(x.shape)}, smaller than the kernel {list(weight.shape[2:])} "
+            "with its padding; expected at least its size"
+        )
+
+
+def results(x: Tensor, shape: tuple[int, ...], **tensors: Tensor | None) -> None:
+    """Check that all tensors of the result's size have its shape, and dtype and device of `x`.
+
+    Args:
+        x: `[...]`, the input.
+        shape: Shape of the result.
+        **tensors: Tensors by argument name; None is skipped.
+
+    Raises:
+        ValueError: A tensor differs.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            _same(name, tensor, shape, x)
+
+
 def like(x: Tensor, **tensors: Tensor | None) -> None:
     """Check that all `tensors` have the shape `[...]`, dtype and device of `x`; None is skipped."""
     for name, tensor in tensors.items():
@@ -86,13 +153,25 @@ def target(out: Tensor | None, shape: tuple[int, ...]) -> None:
         raise ValueError(f"out is {list(out.shape)}; expected {list(shape)}")
 
 
-def window(x: Tensor, tail: Tensor | None, out: Tensor | None) -> None:
-    """Check that `tail` `[B, C, K, H, W]` and the buffer `out` `[B, C, K + T, H, W]` fit `x`."""
+def window(x: Tensor, tail: Tensor | None, out: Tensor | None, border: int = 0) -> None:
+    """Check that the tail, the buffer and the border of a norm fit `x`.
+
+    Args:
+        x: `[B, C, T, H, W]`.
+        tail: `[B, C, K, H, W]`, or None.
+        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
+        border: Pixels around each frame of `out`.
+
+    Raises:
+        ValueError: One of them does not fit.
+    """
+    if border < 0:
+        raise ValueError(f"border is {border}; expected 0 or more")
     if tail is not None:
         _five_dimensions("tail", tail)
         batch, channels, _, height, width = x.shape
         _same("tail", tail, (batch, channels, tail.shape[2], height, width), x)
-    result(x, out, shapes.window(x, tail))
+    result(x, out, shapes.window(x, tail, border))
 
 
 def statistics(x: Tensor, groups: int, given: Tensor | None) -> None:
@@ -198,6 +277,11 @@ def images(frames: Tensor, dtype: torch.dtype, patch: int, out: Tensor | None) -
             raise ValueError(f"out is {list(out.shape)}; expected {list(flat)} or {list(apart)}")
     if dtype not in (*_DTYPES, torch.uint8):
         raise ValueError(f"images are {_name(dtype)}; expected a float dtype or uint8")
+
+
+def _four_dimensions(name: str, tensor: Tensor) -> None:
+    if tensor.ndim != 4:
+        raise ValueError(f"{name} is {list(tensor.shape)}; expected [N, C, H, W]")
 
 
 def _five_dimensions(name: str, tensor: Tensor) -> None:

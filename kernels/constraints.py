@@ -53,11 +53,34 @@ def refuse_videos(**tensors: Tensor | None) -> None:
             raise Refusal(f"{name} is not channels-last")
 
 
-def refuse_window(x: Tensor, tail: Tensor | None, out: Tensor | None) -> None:
-    """Refuse `x`, `tail`, `out` `[B, C, K + T, H, W]` that overlap or are not channels-last."""
+def refuse_window(x: Tensor, tail: Tensor | None, out: Tensor | None, border: int = 0) -> None:
+    """Refuse a window that overlaps its inputs, and videos that are not channels-last.
+
+    Args:
+        x: `[B, C, T, H, W]`.
+        tail: `[B, C, K, H, W]`, or None.
+        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
+        border: Pixels around each frame of `out`; only without any it can be `x`.
+
+    Raises:
+        Refusal: Memory overlaps or has another layout.
+    """
     refuse_videos(x=x, tail=tail, out=out)
-    refuse_overlap(out, x=x, tail=tail, same=tail is None)
+    refuse_overlap(out, x=x, tail=tail, same=tail is None and not border)
     refuse_overlap(tail, x=x)
+
+
+def refuse_border(border: int) -> None:
+    """Refuse frames with a border, for kernels that write none.
+
+    Args:
+        border: Pixels of zeros around each frame of the result.
+
+    Raises:
+        Refusal: It is not 0.
+    """
+    if border:
+        raise Refusal("there is no kernel that writes a border")
 
 
 def refuse_subclass(x: Tensor) -> None:

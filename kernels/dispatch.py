@@ -5,13 +5,27 @@ tried in the order of `ORDER`, fastest first; on a GPU in the order that `autotu
 A backend that does not support a call raises `Refusal` with the reason before it does any work, and
 the next one is tried. A missing compiler or package is a reason too: found once, logged once,
 remembered.
+
+A candidate of the convolutions can have variants, such as tile sizes: "triton:2" is its third.
 """
 
 import importlib
 from types import ModuleType
 from typing import Any
 
-from .backends import ORDER, forced
+from torch import Tensor
+
+from .backends import (
+    CONVOLUTION_ORDER,
+    CONVOLUTIONS,
+    ORDER,
+    SLICED_DEVICES,
+    SLICED_ORDER,
+    forced,
+)
+from .convolution.compose import composed
+from .convolution.fused import Fused
+from .convolution.weight import ConvWeight
 from .errors import BackendError, Refusal
 
 _MODULES = {
@@ -19,6 +33,9 @@ _MODULES = {
     "cuda": ".cuda_ops",
     "native": ".native_ops",
     "reference": ".reference",
+    "aten": ".convolution.aten",
+    "kitchen": ".convolution.kitchen",
+    "sliced": ".convolution.sliced",
 }
 
 _loaded: dict[str, ModuleType] = {}
@@ -83,22 +100,65 @@ def ask(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN40
     Raises:
         Refusal: The backend does not support the call.
     """
-    module = _loaded.get(backend)
-    if module is None:
-        module = _loaded[backend] = importlib.import_module(_MODULES[backend], __package__)
+    name, _, variant = backend.partition(":")
+    module = _module(name)
     function = getattr(module, op, None)
     if function is None:
         raise Refusal("the backend has no such op")
-    return function(*args, **kwargs)
+    if not op.startswith("conv"):
+        return function(*args, **kwargs)
+    if variant:
+        kwargs["variant"] = int(variant)
+    x, weight, *_ = args
+    norm = kwargs.get("gamma") is not None
+    fused = module.fuses(x, weight, kwargs["stride"], kwargs["padding"], norm=norm)
+    return composed(function, fused, run, *args, **kwargs)
+
+
+def fusion(
+    x: Tensor,
+    weight: ConvWeight,
+    stride: tuple[int, ...],
+    padding: tuple[int, int],
+    *,
+    norm: bool,
+) -> Fused:
+    """Return what the candidate that runs such convolutions does in its own pass.
+
+    Args:
+        x: `[B, C, T, H, W]` or `[N, C, H, W]`.
+        weight: `[C_out, C, ...]`.
+        stride: Stride of each dimension of the kernel.
+        padding: Padding of height and width.
+        norm: The calls have a `gamma`.
+
+    Returns:
+        What is fused.
+    """
+    options = {"stride": stride, "padding": padding, "gamma": norm or None}
+    order = _order(f"conv{x.ndim - 2}d", (x, weight), options)
+    return _module(order[0].partition(":")[0]).fuses(x, weight, stride, padding, norm=norm)
+
+
+def _module(name: str) -> Any:  # noqa: ANN401, a module
+    module = _loaded.get(name)
+    if module is None:
+        module = _loaded[name] = importlib.import_module(_MODULES[name], __package__)
+    return module
 
 
 def _order(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    convolves = op.startswith("conv")
     chosen = forced()
-    if chosen is not None:
+    if chosen is not None and chosen in (CONVOLUTIONS if convolves else ORDER):
         return (chosen,)
     if args and getattr(args[0], "is_cuda", False):
-        autotune = importlib.import_module(
-            ".autotune", __package__
-        )  # imported with the first GPU call
-        return autotune.order(ask, op, args, kwargs)
-    return ORDER
+        # Imported with the first GPU call.
+        trial = importlib.import_module(
+            ".convolution.choice" if convolves else ".autotune", __package__
+        )
+        return trial.order(ask, op, args, kwargs)
+    if not convolves:
+        return ORDER
+    sliced = args and args[0].device.type in SLICED_DEVICES
+    return SLICED_ORDER if sliced else CONVOLUTION_ORDER

@@ -1,6 +1,7 @@
 """Generate calls of the ops as in the VAEs, for the matrix of backends, trials and benchmarks."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -116,12 +117,19 @@ def call(
         return numbers(1, *shape, value.shape[1]).movedim(-1, 1)
 
     made = {name: like(name, value) for name, value in given.items() if name != "out"}
-    out = given.get("out")
-    return made if out is None or op not in CONVERTING else made | _converted(op, made, out)
+    return made | _target(op, made, given.get("out"))
 
 
-def _converted(op: str, made: dict[str, Any], out: Tensor) -> dict[str, Any]:
-    """Return the arguments for a result with the dtype and layout of `out` `[...]`."""
+def _target(op: str, made: dict[str, Any], out: Tensor | None) -> dict[str, Any]:
+    """Return the arguments for a result with the dtype and layout of `out` `[...]`, if any.
+
+    A result with a border is memory of NaN, because all of it must be written.
+    """
+    if made.get("border"):
+        window = shapes.new_window(made["x"], made.get("tail"), made["border"])
+        return {"out": window.fill_(math.nan)}
+    if out is None or op not in CONVERTING:
+        return {}
     if op == "frames_to_images":
         return {"dtype": out.dtype}
     x, order = made["x"], torch.contiguous_format
@@ -173,6 +181,6 @@ def moved_bytes(arguments: Mapping[str, Any], result: Tensor) -> int:
         The number of bytes.
     """
     tail = arguments.get("tail")
-    tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
+    tensors = [x for name, x in arguments.items() if name != "out" and isinstance(x, Tensor)]
     tensors += [result] if tail is None else [result, tail]
     return sum(x.numel() * x.element_size() for x in tensors)

@@ -1,5 +1,6 @@
 """Shapes of the results of ops, and channels-last memory for them."""
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -15,15 +16,25 @@ def new_video(like: Tensor, shape: Shape) -> Tensor:
     )
 
 
-def new_window(x: Tensor, tail: Tensor | None) -> Tensor:
-    """Return memory `[B, C, K + T, H, W]` for the frames of `tail` followed by those of `x`."""
-    return new_video(x, window(x, tail))
+def new_window(x: Tensor, tail: Tensor | None, border: int = 0) -> Tensor:
+    """Return memory `[B, C, K + T, H, W]` of the shape `window(x, tail, border)`."""
+    return new_video(x, window(x, tail, border))
 
 
-def window(x: Tensor, tail: Tensor | None) -> Shape:
-    """Return the shape `[B, C, K + T, H, W]` of the frames of `tail` followed by those of `x`."""
+def window(x: Tensor, tail: Tensor | None, border: int = 0) -> Shape:
+    """Return the shape of the frames of `tail` followed by those of `x`.
+
+    Args:
+        x: `[B, C, T, H, W]`.
+        tail: `[B, C, K, H, W]`, or None.
+        border: Pixels around each frame.
+
+    Returns:
+        `[B, C, K + T, H + 2 * border, W + 2 * border]`.
+    """
     batch, channels, frames, height, width = x.shape
-    return batch, channels, (0 if tail is None else tail.shape[2]) + frames, height, width
+    known = 0 if tail is None else tail.shape[2]
+    return batch, channels, known + frames, height + 2 * border, width + 2 * border
 
 
 def statistics(x: Tensor, groups: int) -> Shape:
@@ -60,3 +71,45 @@ def images(frames: Tensor, patch: int) -> Shape:
     """Return the shape `[B * T, H, W, C]` of `frames_to_images(frames, patch)`."""
     batch, channels, length, height, width = shuffled(frames, (1, patch, patch))
     return batch * length, height, width, channels
+
+
+def convolved(
+    x: Tensor,
+    weight_shape: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    tail: Tensor | None = None,
+) -> Shape:
+    """Return the shape of a convolution's result, such as `[B, C_out, T, H, W]`.
+
+    Args:
+        x: `[B, C, T, H, W]` or `[N, C, H, W]`.
+        weight_shape: Shape of the weight.
+        stride: Stride of each dimension of the kernel.
+        padding: Padding of each, on both sides.
+        tail: `[B, C, K, H, W]`: frames before `x`, or None.
+
+    Returns:
+        The shape; a length is negative or 0 if `x` is smaller than the kernel.
+    """
+    lengths = list(x.shape[2:])
+    lengths[0] += 0 if tail is None else tail.shape[2]
+    return convolved_size((x.shape[0], x.shape[1], *lengths), weight_shape, stride, padding)
+
+
+def convolved_size(
+    shape: Sequence[int],
+    weight_shape: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+) -> Shape:
+    """Return what `convolved` does; the arguments are `shape, weight_shape, stride, padding`."""
+    axes = zip(shape[2:], weight_shape[2:], stride, padding, strict=True)
+    sizes = ((length + 2 * pad - taps) // step + 1 for length, taps, step, pad in axes)
+    return shape[0], weight_shape[0], *sizes
+
+
+def new_convolved(x: Tensor, shape: Shape) -> Tensor:
+    """Return uninitialised channels-last memory of `shape` `[...]`, dtype and device as `x`."""
+    order = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=order)

@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from . import sample_inputs
-from .backends import ORDER
+from . import sample_inputs, shapes
+from .backends import CONVOLUTIONS, ORDER
 from .constraints import DTYPES
+from .convolution.weight import ConvWeight
 from .dispatch import ask
 from .errors import Refusal
 from .native_ops.library import CPU
@@ -20,6 +22,10 @@ EXACT = frozenset(
 # Frames, height and width of the calls.
 _SIZE = (2, 4, 4)
 
+# Dimensions of the kernel of each convolution, and the channels of its call.
+_DIMENSIONS = {"conv2d": 2, "conv3d": 3}
+_CHANNELS = 96
+
 
 @dataclass(frozen=True)
 class Support:
@@ -27,7 +33,7 @@ class Support:
 
     Attributes:
         op: Name of the op.
-        backend: Name of the backend.
+        backend: Name of the backend, or of the candidate of a convolution.
         device: "cpu" or "cuda".
         dtype: Dtype of the activations.
         reason: Why the backend does not support the call; None: it does.
@@ -63,14 +69,16 @@ def backend_matrix() -> list[Support]:
     Libraries are built or loaded for it, which can take a minute the first time.
 
     Returns:
-        An entry for each op, device, backend (fastest first) and dtype, in this order.
+        An entry for each op, device, backend (fastest first) and dtype, in this order. The
+        convolutions come last; they have other backends.
     """
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    ops = [*((op, ORDER) for op in sample_inputs.OPS), *((op, CONVOLUTIONS) for op in _DIMENSIONS)]
     return [
         _support(op, device, backend, dtype)
-        for op in sample_inputs.OPS
+        for op, names in ops
         for device in devices
-        for backend in ORDER
+        for backend in names
         for dtype in DTYPES
     ]
 
@@ -87,12 +95,26 @@ def native_library() -> NativeLibrary:
 
 
 def _support(op: str, device: str, backend: str, dtype: torch.dtype) -> Support:
-    arguments = sample_inputs.call(op, _SIZE, dtype, torch.device(device))
+    place = torch.device(device)
     reason = None
     try:
         with torch.no_grad():
-            ask(backend, op, **arguments)
+            if op in _DIMENSIONS:
+                _convolve(op, backend, dtype, place)
+            else:
+                ask(backend, op, **sample_inputs.call(op, _SIZE, dtype, place))
     except Refusal as refusal:
         reason = str(refusal)
     exact = reason is None and (backend == "reference" or op in EXACT)
     return Support(op, backend, device, dtype, reason, exact)
+
+
+def _convolve(op: str, backend: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Convolve `[1, C, 4, 4, 4]` or `[1, C, 4, 4]` with 3 taps in each dimension."""
+    dimensions = _DIMENSIONS[op]
+    size = (1, _CHANNELS, *(4,) * dimensions)
+    like = torch.zeros((), dtype=dtype, device=device)
+    x = shapes.new_convolved(like, size).zero_()
+    weight = shapes.new_convolved(like, (_CHANNELS, _CHANNELS, *(3,) * dimensions)).zero_()
+    stride = (1,) * dimensions
+    return ask(backend, op, x, ConvWeight.of(weight), stride=stride, padding=(0, 0))

@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import shapes
 from ..backends import forced
 from ..constraints import (
+    refuse_border,
     refuse_dtype,
     refuse_gradients,
     refuse_old_bfloat16,
@@ -42,10 +43,12 @@ def rms_norm_silu(
     bias: Tensor | None = None,
     tail: Tensor | None = None,
     out: Tensor | None = None,
+    border: int = 0,
 ) -> Tensor:
-    """Compute `rms_norm_silu(x, gamma, silu, bias, tail, out)` for `x` `[B, C, T, H, W]`."""
+    """Run `rms_norm_silu(x, gamma, silu, bias, tail, out, border)`; `x` is `[B, C, T, H, W]`."""
     _check(x, gamma, bias)
     _refuse_sizes(x)
+    refuse_border(border)
     refuse_window(x, tail, out)
     CUDA.load()
     out = shapes.new_window(x, tail) if out is None else out
@@ -64,6 +67,7 @@ def group_norm_silu(
     statistics: Tensor | None = None,
     tail: Tensor | None = None,
     out: Tensor | None = None,
+    border: int = 0,
 ) -> Tensor:
     """Compute `group_norm_silu(x, weight, bias, groups, eps, silu, statistics, tail, out)`.
 
@@ -77,12 +81,17 @@ def group_norm_silu(
         statistics: `[B, T, 2, groups]`, or None.
         tail: `[B, C, K, H, W]`, or None.
         out: `[B, C, K + T, H, W]`, or None.
+        border: 0; others are refused.
 
     Returns:
         `[B, C, K + T, H, W]`.
+
+    Raises:
+        Refusal: There is a border, or the kernels do not support the call.
     """
     _check(x, weight, bias)
     _refuse_sizes(x)
+    refuse_border(border)
     refuse_window(x, tail, out)
     CUDA.load()
     out = shapes.new_window(x, tail) if out is None else out

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import shapes
 from ..constraints import (
     is_dense,
+    refuse_border,
     refuse_dtype,
     refuse_gradients,
     refuse_overlap,
@@ -31,9 +32,11 @@ def rms_norm_silu(
     bias: Tensor | None = None,
     tail: Tensor | None = None,
     out: Tensor | None = None,
+    border: int = 0,
 ) -> Tensor:
-    """Compute `rms_norm_silu(x, gamma, silu, bias, tail, out)` for `x` `[B, C, T, H, W]`."""
+    """Run `rms_norm_silu(x, gamma, silu, bias, tail, out, border)`; `x` is `[B, C, T, H, W]`."""
     _check(x, gamma, bias)
+    refuse_border(border)
     refuse_window(x, tail, out)
     CPU.load()
     out = shapes.new_window(x, tail) if out is None else out
@@ -54,6 +57,7 @@ def group_norm_silu(
     statistics: Tensor | None = None,
     tail: Tensor | None = None,
     out: Tensor | None = None,
+    border: int = 0,
 ) -> Tensor:
     """Compute `group_norm_silu(x, weight, bias, groups, eps, silu, statistics, tail, out)`.
 
@@ -67,11 +71,16 @@ def group_norm_silu(
         statistics: `[B, T, 2, groups]`, or None.
         tail: `[B, C, K, H, W]`, or None.
         out: `[B, C, K + T, H, W]`, or None.
+        border: 0; others are refused.
 
     Returns:
         `[B, C, K + T, H, W]`.
+
+    Raises:
+        Refusal: There is a border, or the kernels do not support the call.
     """
     _check(x, weight, bias, statistics)
+    refuse_border(border)
     refuse_window(x, tail, out)
     CPU.load()
     out = shapes.new_window(x, tail) if out is None else out

@@ -7,6 +7,8 @@ differentiable steps instead.
 """
 
 from .attention import attention
+from .convolution import conv2d, conv3d
+from .convolution import fuses as fuses
 from .layout import (
     average_down,
     frames_to_images,
@@ -26,6 +28,8 @@ __all__ = [
     "attention",
     "average_down",
     "bias_residual",
+    "conv2d",
+    "conv3d",
     "frames_to_images",
     "group_norm_silu",
     "group_norm_statistics",

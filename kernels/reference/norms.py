@@ -23,6 +23,7 @@ def rms_norm_silu(
     bias: Tensor | None = None,
     tail: Tensor | None = None,
     out: Tensor | None = None,
+    border: int = 0,
 ) -> Tensor:
     """Multiply by the inverse norm of each pixel and by `sqrt(C) * gamma`.
 
@@ -34,10 +35,11 @@ def rms_norm_silu(
         silu: Apply SiLU.
         bias: `[C]`, or None.
         tail: `[B, C, K, H, W]`, or None.
-        out: `[B, C, K + T, H, W]`, or None.
+        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
+        border: Pixels of zeros around each frame.
 
     Returns:
-        `[B, C, K + T, H, W]`.
+        `[B, C, K + T, H + 2 * border, W + 2 * border]`.
     """
     wide = widened(x)
     scale = gamma.flatten().to(wide) * math.sqrt(x.shape[1])
@@ -46,7 +48,7 @@ def rms_norm_silu(
         y = _read(x, wide, out)
         y = y if bias is None else y + bias.view(-1, 1, 1, 1)
         y = F.normalize(y, dim=1, eps=_NORM_EPS) * scale.view(-1, 1, 1, 1)
-        y = _with_tail((F.silu(y) if silu else y).to(x.dtype), tail)
+        y = _with_tail((F.silu(y) if silu else y).to(x.dtype), tail, border)
         return delivered(y, x, out)
 
     def norm(rows: Tensor) -> None:
@@ -57,9 +59,11 @@ def rms_norm_silu(
         if silu:
             F.silu(rows, inplace=True)
 
-    out = shapes.new_window(x, tail) if out is None else out
-    map_blocks(norm, x.movedim(1, -1), _behind(tail, out).movedim(1, -1))
-    return _rolled(tail, out)
+    out = shapes.new_window(x, tail, border) if out is None else out
+    inner = _bordered(out, border)
+    map_blocks(norm, x.movedim(1, -1), _behind(tail, inner).movedim(1, -1))
+    _roll(tail, inner)
+    return out
 
 
 def group_norm_silu(
@@ -73,6 +77,7 @@ def group_norm_silu(
     statistics: Tensor | None = None,
     tail: Tensor | None = None,
     out: Tensor | None = None,
+    border: int = 0,
 ) -> Tensor:
     """Normalise each frame in three passes over its cached blocks: means, centred squares, result.
 
@@ -87,10 +92,11 @@ def group_norm_silu(
         silu: Apply SiLU.
         statistics: `[B, T, 2, groups]`, or None.
         tail: `[B, C, K, H, W]`, or None.
-        out: `[B, C, K + T, H, W]`, or None.
+        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
+        border: Pixels of zeros around each frame.
 
     Returns:
-        `[B, C, K + T, H, W]`.
+        `[B, C, K + T, H + 2 * border, W + 2 * border]`.
     """
     wide = widened(x)
     weight, bias = weight.flatten().to(wide), bias.flatten().to(wide)
@@ -99,16 +105,18 @@ def group_norm_silu(
         if statistics is None:
             statistics = _recorded_statistics(y, groups, eps)
         y = _grouped(y, weight, bias, statistics)
-        y = _with_tail((F.silu(y) if silu else y).to(x.dtype), tail)
+        y = _with_tail((F.silu(y) if silu else y).to(x.dtype), tail, border)
         return delivered(y, x, out)
 
-    out = shapes.new_window(x, tail) if out is None else out
-    new = _behind(tail, out)
+    out = shapes.new_window(x, tail, border) if out is None else out
+    inner = _bordered(out, border)
+    new = _behind(tail, inner)
     for b, t in product(range(x.shape[0]), range(x.shape[2])) if x.numel() else ():
         frame = x[b, :, t].movedim(0, -1)
         measured = _measure(frame, wide, groups, eps) if statistics is None else statistics[b, t]
         _normalize(frame, new[b, :, t].movedim(0, -1), weight, bias, measured, silu)
-    return _rolled(tail, out)
+    _roll(tail, inner)
+    return out
 
 
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
@@ -171,9 +179,20 @@ def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last_3d)
 
 
-def _with_tail(y: Tensor, tail: Tensor | None) -> Tensor:
-    """Return the frames of `tail` and `y` in new memory."""
-    return _channels_last(y if tail is None else torch.cat([tail, y], dim=2))
+def _with_tail(y: Tensor, tail: Tensor | None, border: int) -> Tensor:
+    """Return the frames of `tail` and `y`, with a border of zeros, in new memory."""
+    y = y if tail is None else torch.cat([tail, y], dim=2)
+    return _channels_last(F.pad(y, (border,) * 4) if border else y)
+
+
+def _bordered(out: Tensor, border: int) -> Tensor:
+    """Write zeros to the border of each frame of `out` `[B, C, T, H, W]`; return the rest."""
+    if not border:
+        return out
+    for dim in (3, 4):
+        out.narrow(dim, 0, border).zero_()
+        out.narrow(dim, out.shape[dim] - border, border).zero_()
+    return out[..., border:-border, border:-border]
 
 
 def _behind(tail: Tensor | None, out: Tensor) -> Tensor:
@@ -181,13 +200,12 @@ def _behind(tail: Tensor | None, out: Tensor) -> Tensor:
     return out if tail is None else out[:, :, tail.shape[2] :]
 
 
-def _rolled(tail: Tensor | None, out: Tensor) -> Tensor:
+def _roll(tail: Tensor | None, out: Tensor) -> None:
     """Copy `tail` to the front of `out`, and the last frames of `out` to `tail`."""
     if tail is not None:
         known, frames = tail.shape[2], out.shape[2]
         out[:, :, :known].copy_(tail)
         tail.copy_(out[:, :, frames - known :])
-    return out
 
 
 def _recorded_statistics(x: Tensor, groups: int, eps: float) -> Tensor:

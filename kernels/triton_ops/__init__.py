@@ -5,6 +5,6 @@ hold the kernels and their refusals; they import Triton, so the first call that 
 them. Kernels compute in float32 and round once. Offsets of frames are 64 bits wide and the same for
 a whole program; offsets within a tile have 32 bits.
 
-Tile sizes and warps follow from registers and bytes in flight; they are not measured, and nothing
-is tuned at run time.
+Tile sizes and warps follow from registers and bytes in flight; they are not measured. Those of the
+convolution are tuned at run time.
 """

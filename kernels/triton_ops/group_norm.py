@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import shapes
 from ..constraints import refuse_videos, refuse_window
-from .rows import roll
+from .rows import interior, roll
 from .runtime import launch
 from .scalars import narrow, silu_of
 from .tiles import ELEMENTS, blocks, dense, power_of_two, refuse_sizes, strides, tile
@@ -36,8 +36,9 @@ def group_norm_silu(
     statistics: Tensor | None = None,
     tail: Tensor | None = None,
     out: Tensor | None = None,
+    border: int = 0,
 ) -> Tensor:
-    """Compute `group_norm_silu(x, weight, bias, groups, eps, silu, statistics, tail, out)`.
+    """Measure the frames unless `statistics` are given, and write a tile of `out` per program.
 
     Args:
         x: `[B, C, T, H, W]`, channels-last.
@@ -48,41 +49,30 @@ def group_norm_silu(
         silu: Apply SiLU.
         statistics: `[B, T, 2, groups]`, or None.
         tail: `[B, C, K, H, W]`, or None.
-        out: `[B, C, K + T, H, W]`, or None.
+        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
+        border: Pixels of zeros around each frame.
 
     Returns:
-        `[B, C, K + T, H, W]`.
+        `[B, C, K + T, H + 2 * border, W + 2 * border]`.
     """
     refuse_sizes(x)
-    refuse_window(x, tail, out)
-    out = shapes.new_window(x, tail) if out is None else out
+    refuse_window(x, tail, out, border)
+    out = shapes.new_window(x, tail, border) if out is None else out
+    refuse_sizes(out)
     if statistics is None:
         statistics = group_norm_statistics(x, groups, eps)
-    batch, channels, frames, height, width = x.shape
-    pixels = height * width
+    batch, channels, frames, _, width = x.shape
+    pixels = out.shape[3] * out.shape[4]
     rows, block, warps = tile(channels, ELEMENTS // 2, rows=pixels)
     launch(
         _write,
         (blocks(pixels, rows), frames, batch),
-        x,
-        dense(weight),
-        dense(bias),
-        statistics.contiguous(),
-        out if tail is None else tail,
-        out,
-        pixels,
-        frames,
-        0 if tail is None else tail.shape[2],
-        *strides(x),
-        *strides(tail),
-        *strides(out),
-        warps=warps,
-        CHANNELS=channels,
-        GROUPS=groups,
-        SILU=silu,
-        ROWS=rows,
-        BLOCK=block,
-    )
+        x, dense(weight), dense(bias), statistics.contiguous(), out if tail is None else tail, out,
+        pixels, frames, 0 if tail is None else tail.shape[2], width,
+        *strides(x), *strides(tail), *strides(out),
+        warps=warps, CHANNELS=channels, GROUPS=groups, SILU=silu, BORDER=border,
+        ROWS=rows, BLOCK=block,
+    )  # fmt: skip
     return out
 
 
@@ -211,11 +201,11 @@ def _combine(
     tl.store(statistics + GROUPS, 1.0 / tl.sqrt_rn(variance + eps))
 
 
-@triton.jit(do_not_specialize=["pixels", "frames", "known"])
+@triton.jit(do_not_specialize=["pixels", "frames", "known", "width"])
 def _write(
-    x, weight, bias, statistics, tail, out, pixels, frames, known,
+    x, weight, bias, statistics, tail, out, pixels, frames, known, width,
     x_batch, x_frame, tail_batch, tail_frame, out_batch, out_frame,
-    CHANNELS: tl.constexpr, GROUPS: tl.constexpr, SILU: tl.constexpr,
+    CHANNELS: tl.constexpr, GROUPS: tl.constexpr, SILU: tl.constexpr, BORDER: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write some pixels of one new frame, and its share of the tail."""
@@ -227,9 +217,14 @@ def _write(
     mask = (first + row < pixels)[:, None] & exists[None, :]
     at = row[:, None] * CHANNELS + channel[None, :]
     start = first.to(tl.int64) * CHANNELS
+    source, held, origin = at, mask, start
+    if BORDER:
+        place, moved, inside = interior(first, row, pixels, width, BORDER)
+        source = moved[:, None] * CHANNELS + channel[None, :]
+        held, origin = inside[:, None] & exists[None, :], place * CHANNELS
 
-    x += video * x_batch + frame * x_frame + start
-    v = tl.load(x + at, mask=mask, other=0).to(tl.float32)
+    x += video * x_batch + frame * x_frame + origin
+    v = tl.load(x + source, mask=held, other=0).to(tl.float32)
     group = channel // (CHANNELS // GROUPS)
     statistics += (video * frames + frame) * (2 * GROUPS)
     mean = tl.load(statistics + group, mask=exists, other=0)
@@ -239,12 +234,14 @@ def _write(
     y = (v - mean[None, :]) * scale[None, :] + offset[None, :]
     if SILU:
         y = silu_of(y)
+    if BORDER:
+        y = tl.where(held, y, 0.0)
     y = narrow(y, out.dtype.element_ty)
 
     out += video * out_batch + start
-    tail += video * tail_batch + start
+    tail += video * tail_batch + origin
     last = frame + known - frames  # negative for all frames without a tail
     if last >= 0:
-        roll(tail, out, tail_frame, out_frame, last, frames, at, mask)
-        tl.store(tail + last * tail_frame + at, y, mask=mask)
+        roll(tail, out, tail_frame, out_frame, last, frames, source, held, at, mask)
+        tl.store(tail + last * tail_frame + source, y, mask=held)
     tl.store(out + (known + frame) * out_frame + at, y, mask=mask)

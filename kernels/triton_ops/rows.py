@@ -27,13 +27,15 @@ def rms_norm_silu(
     bias: Tensor | None = None,
     tail: Tensor | None = None,
     out: Tensor | None = None,
+    border: int = 0,
 ) -> Tensor:
-    """Compute `rms_norm_silu(x, gamma, silu, bias, tail, out)` for `x` `[B, C, T, H, W]`."""
+    """Run `rms_norm_silu(x, gamma, silu, bias, tail, out, border)`; `x` is `[B, C, T, H, W]`."""
     refuse_sizes(x)
-    refuse_window(x, tail, out)
-    out = shapes.new_window(x, tail) if out is None else out
-    batch, channels, frames, height, width = x.shape
-    pixels = height * width
+    refuse_window(x, tail, out, border)
+    out = shapes.new_window(x, tail, border) if out is None else out
+    refuse_sizes(out)
+    batch, channels, frames, _, width = x.shape
+    pixels = out.shape[3] * out.shape[4]
     rows, block, warps = tile(channels)
     gamma = dense(gamma)
     launch(
@@ -47,6 +49,7 @@ def rms_norm_silu(
         pixels,
         frames,
         0 if tail is None else tail.shape[2],
+        width,
         given(bias),
         *strides(x),
         *strides(tail),
@@ -55,6 +58,7 @@ def rms_norm_silu(
         CHANNELS=channels,
         ROOT=math.sqrt(channels),
         SILU=silu,
+        BORDER=border,
         ROWS=rows,
         BLOCK=block,
     )
@@ -126,26 +130,52 @@ def bias_residual(
 
 
 @triton.jit
-def roll(tail, out, tail_frame, out_frame, last, frames, at, mask):
+def interior(first, row, pixels, width, BORDER: tl.constexpr):
+    """Find the pixels of a tile of `out` in frames without its border.
+
+    Args:
+        first: The tile's first pixel in a frame of `out`.
+        row: `[ROWS]`, the pixels of the tile, from 0.
+        pixels: Pixels of a frame of `out`.
+        width: Columns of a frame without the border.
+        BORDER: Pixels around it.
+
+    Returns:
+        The place of the first pixel in a frame without the border (it can lie outside), the
+        distances of the others from it, and whether they are inside.
+    """
+    wide = width + 2 * BORDER
+    top, left = first // wide, first % wide
+    pixel = first + row
+    y, x = pixel // wide, pixel % wide
+    inside = (pixel >= BORDER * wide) & (pixel < pixels - BORDER * wide)
+    inside = inside & (x >= BORDER) & (x < wide - BORDER)
+    place = (top - BORDER).to(tl.int64) * width + (left - BORDER)
+    return place, (y - top) * width + (x - left), inside
+
+
+@triton.jit
+def roll(tail, out, tail_frame, out_frame, last, frames, source, held, at, mask):
     """Copy the old tail to the front of `out` and move it by `frames`, for the pixels of a tile.
 
     The program of a new frame that becomes frame `last` of the tail does every `frames`-th frame up
-    to it, so no other program reads or writes these.
+    to it, so no other program reads or writes these. `source` and `held` are the offsets and the
+    mask of the tail, and differ from `at` and `mask` of `out` if `out` has a border.
     """
     for k in range(last % frames, last + 1, frames):
-        old = tl.load(tail + k * tail_frame + at, mask=mask, other=0)
+        old = tl.load(tail + k * tail_frame + source, mask=held, other=0)
         tl.store(out + k * out_frame + at, old, mask=mask)
         # The threads of a program may divide the values differently for loads and stores.
         tl.debug_barrier()
         if k >= frames:
-            tl.store(tail + (k - frames) * tail_frame + at, old, mask=mask)
+            tl.store(tail + (k - frames) * tail_frame + source, old, mask=held)
 
 
-@triton.jit(do_not_specialize=["pixels", "frames", "known", "given"])
+@triton.jit(do_not_specialize=["pixels", "frames", "known", "width", "given"])
 def _rms_norm_silu(
-    x, gamma, bias, tail, out, pixels, frames, known, given,
+    x, gamma, bias, tail, out, pixels, frames, known, width, given,
     x_batch, x_frame, tail_batch, tail_frame, out_batch, out_frame,
-    CHANNELS: tl.constexpr, ROOT: tl.constexpr, SILU: tl.constexpr,
+    CHANNELS: tl.constexpr, ROOT: tl.constexpr, SILU: tl.constexpr, BORDER: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
@@ -156,9 +186,14 @@ def _rms_norm_silu(
     mask = (first + row < pixels)[:, None] & exists[None, :]
     at = row[:, None] * CHANNELS + channel[None, :]
     start = first.to(tl.int64) * CHANNELS
+    source, held, origin = at, mask, start
+    if BORDER:
+        place, moved, inside = interior(first, row, pixels, width, BORDER)
+        source = moved[:, None] * CHANNELS + channel[None, :]
+        held, origin = inside[:, None] & exists[None, :], place * CHANNELS
 
-    x += video * x_batch + frame * x_frame + start
-    v = tl.load(x + at, mask=mask, other=0).to(tl.float32)
+    x += video * x_batch + frame * x_frame + origin
+    v = tl.load(x + source, mask=held, other=0).to(tl.float32)
     wanted = channel < given * CHANNELS
     v += tl.load(bias + channel, mask=wanted, other=0).to(tl.float32)[None, :]
     norm = tl.sqrt_rn(tl.sum(v * v, axis=1))
@@ -167,14 +202,16 @@ def _rms_norm_silu(
     y = v * (1.0 / norm)[:, None] * scale[None, :]
     if SILU:
         y = silu_of(y)
+    if BORDER:
+        y = tl.where(held, y, 0.0)
     y = narrow(y, out.dtype.element_ty)
 
     out += video * out_batch + start
-    tail += video * tail_batch + start
+    tail += video * tail_batch + origin
     last = frame + known - frames  # negative for all frames without a tail
     if last >= 0:
-        roll(tail, out, tail_frame, out_frame, last, frames, at, mask)
-        tl.store(tail + last * tail_frame + at, y, mask=mask)
+        roll(tail, out, tail_frame, out_frame, last, frames, source, held, at, mask)
+        tl.store(tail + last * tail_frame + source, y, mask=held)
     tl.store(out + (known + frame) * out_frame + at, y, mask=mask)
 
 

@@ -67,7 +67,7 @@ def fuse(model: ModelPatcher) -> ModelPatcher:
         key = f"{name}.__class__"
         # Not `type(module)`: the module may have the patches of another clone.
         stock = model.get_model_object(key)
-        wiring = None if issubclass(stock, Fused) else recognise(module, stock)
+        wiring = None if issubclass(stock, FusedMLP) else recognise(module, stock)
         if wiring is not None:
             patches[key] = fused(stock, wiring)
             counts[stock.__name__] += 1
@@ -88,7 +88,7 @@ def fuse(model: ModelPatcher) -> ModelPatcher:
     return clone
 
 
-class Fused:
+class FusedMLP:
     """Base of the classes that `fused` creates."""
 
 
@@ -118,7 +118,7 @@ def fused(cls: type[nn.Module], wiring: Wiring) -> type[nn.Module]:
         product = _product(self, wiring, x)
         return product if wiring.down is None else getattr(self, wiring.down)(product)
 
-    return type(f"Fused{cls.__name__}", (Fused, cls), {"forward": forward})
+    return type(f"Fused{cls.__name__}", (FusedMLP, cls), {"forward": forward})
 
 
 def _product(module: Any, wiring: Wiring, x: Tensor) -> Tensor:  # noqa: ANN401, has the children

@@ -2,17 +2,22 @@
 
 `python tests/benchmarks/count_bytes.py` prints them for a 720 x 1280 video next to the bytes that a
 step needs if each norm is one pass into the convolution's input and bias and residual are one pass
-after it. Then it prints the bytes of a decode of 81 frames by the plans for some free memory. The
-tensors are on the `meta` device, so it needs no memory and no GPU.
+after it. The convolutions are those of the library, then those of our own kernel, which reads the
+tail where it is and adds, and applies a norm, while it writes. Then it prints the bytes of a decode
+of 81 frames by the plans for some free memory. The tensors are on the `meta` device, so it needs no
+memory and no GPU.
 """
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import runpy
 from collections import Counter
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -24,6 +29,8 @@ if __name__ == "__main__":
     runpy.run_path(str(Path(__file__).resolve().parents[1] / "conftest.py"))
 
 
+from fast_video_vae.kernels import backends, dispatch
+from fast_video_vae.kernels.triton_ops import convolution, ops
 from fast_video_vae.tests.benchmarks import record
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.vae import Relief, StreamOptions, read_checkpoint
@@ -129,10 +136,40 @@ class FusedAttention(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[ByteCounter]:
-    """Yield a counter of the ops in the `with` block."""
-    with ByteCounter() as counter, FusedAttention(counter):
+def counted(*, own: bool = False) -> Iterator[ByteCounter]:
+    """Yield a counter of the ops in the `with` block.
+
+    With `own` the convolutions are those of our Triton kernel: its code runs up to the launch.
+    """
+    with contextlib.ExitStack() as stack:
+        counter = stack.enter_context(ByteCounter())
+        stack.enter_context(FusedAttention(counter))
+        if own:
+            order = "triton:0", *backends.CONVOLUTION_ORDER
+            launched = functools.partial(_launched, counter)
+            stack.enter_context(mock.patch.object(dispatch, "CONVOLUTION_ORDER", order))
+            stack.enter_context(mock.patch.object(convolution, "launch", launched))
+            for name in ("conv2d", "conv3d"):
+                op = getattr(convolution, name)  # without the check for a GPU
+                stack.enter_context(mock.patch.object(ops, name, op))
         yield counter
+
+
+def _launched(
+    counter: ByteCounter,
+    kernel: Any,
+    grid: Any,
+    x: Tensor,
+    tail: Tensor,
+    *others: Any,
+    NORM: bool,  # noqa: N803, a constant of the kernel
+    **_: Any,
+) -> None:
+    """Count a launch of the kernel of the convolutions: each tensor that it is given once."""
+    weight, bias, residual, residual_bias, gamma, out, _, known, *_, given = others[:13]
+    terms = [term for at, term in enumerate((bias, residual, residual_bias)) if given >> at & 1]
+    read = [x, weight, *terms, *([tail] if known else ()), *([gamma] if NORM else ())]
+    counter.count("own convolution", sum(map(_nbytes, read)), _nbytes(out))
 
 
 def meta_network(config: VAEConfig, direction: str) -> Network:
@@ -162,8 +199,12 @@ def steady_step(
     height: int,
     width: int,
     limit_bytes: int,
+    *,
+    own: bool = False,
 ) -> tuple[ByteCounter, int]:
     """Count one step in the middle of a video in bfloat16: the second after the first frame.
+
+    With `own` our own kernel runs the convolutions.
 
     Returns:
         The counter, and the latents per step.
@@ -180,11 +221,11 @@ def steady_step(
             pass
 
     with torch.no_grad():
-        with counted():
+        with counted(own=own):
             run(1)
             cache.first = False
             run(chosen.chunk)
-        with counted() as counter:
+        with counted(own=own) as counter:
             run(chosen.chunk)
     return counter, chosen.chunk
 
@@ -245,26 +286,28 @@ def main() -> None:
     parser.add_argument("--limit-gb", type=float, default=16, help="memory that a step may take")
     args = parser.parse_args()
     print("720 x 1280, bfloat16    GB per latent    needed    ratio    launches per latent")
-    for (family, direction), needed in NEEDED_GB.items():
+    for own, (family, direction) in itertools.product((False, True), NEEDED_GB):
+        needed = NEEDED_GB[family, direction]
         counter, latents = steady_step(
-            configs()[family], direction, 720, 1280, int(args.limit_gb * 2**30)
+            configs()[family], direction, 720, 1280, int(args.limit_gb * 2**30), own=own
         )
         gigabytes = counter.total / latents / 1e9
+        name = f"{family} {direction}{', own kernel' if own else ''}"
         print(
-            f"{family} {direction:16}{gigabytes:14.2f}{needed:10.2f}{gigabytes / needed:9.2f}"
+            f"{name:28}{gigabytes:9.2f}{needed:10.2f}{gigabytes / needed:9.2f}"
             f"{counter.launches / latents:15.0f}"
         )
         record.append(
             args.out,
             "count_bytes",
-            f"{direction} step 720x1280 bfloat16 {family}",
+            f"{direction} step 720x1280 bfloat16 {family}{', own kernel' if own else ''}",
             gigabytes_per_latent=round(gigabytes, 2),
             needed=needed,
             launches_per_latent=round(counter.launches / latents, 1),
         )
         if args.ops:
-            for name, nbytes in counter.by_op.most_common():
-                print(f"    {name:28}{nbytes / latents / 1e9:10.2f}")
+            for op, nbytes in counter.by_op.most_common():
+                print(f"    {op:28}{nbytes / latents / 1e9:10.2f}")
     print("81 x 720 x 1280    GiB free    GB without convolutions    launches    plan")
     for free_gib in FREE_GIB:
         counter, chosen = whole_video(

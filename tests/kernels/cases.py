@@ -17,7 +17,8 @@ from fast_video_vae.tests.kernels.emulator.library import emulated
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
-OPS = tuple(reference.__all__)
+# The convolutions have candidates instead of backends; test_convolution.py is about them.
+OPS = tuple(op for op in reference.__all__ if not op.startswith("conv"))
 
 # GPU backends that are emulated on the CPU on machines without a GPU, at milliseconds per program.
 PLAYED = () if torch.cuda.is_available() else ("triton", "cuda")
@@ -166,3 +167,26 @@ def inputs(op, dtype):
         "rms_norm_silu": lambda: ((x, numbers[0]), {"bias": numbers[1], "tail": tail}),
         "silu_mul": lambda: ((*rows.chunk(2, -1),), {}),
     }[op]()
+
+
+def refilled(shape, axes, x, offset=0, step=1):
+    """Copy `x` into memory with its axes in another order, a step and an offset."""
+    sizes = [shape[axis] for axis in axes]
+    sizes[-1] *= step
+    memory = torch.zeros(offset + torch.Size(sizes).numel(), dtype=x.dtype)
+    view = memory[offset:].view(sizes)[..., ::step].permute([axes.index(d) for d in range(5)])
+    return view.copy_(x)
+
+
+# Memory of a video `[B, C, T, H, W]` that is not dense and channels-last.
+LAYOUTS = {
+    "channels first": lambda x: refilled(x.shape, (0, 1, 2, 3, 4), x),
+    "columns before rows": lambda x: refilled(x.shape, (0, 2, 4, 3, 1), x),
+    "frames last": lambda x: refilled(x.shape, (0, 1, 3, 4, 2), x),
+    "batch inside": lambda x: refilled(x.shape, (2, 3, 4, 0, 1), x),
+    "every other channel": lambda x: refilled(x.shape, (0, 2, 3, 4, 1), x, step=2),
+    "misaligned": lambda x: refilled(x.shape, (0, 2, 3, 4, 1), x, offset=1),
+    "part of wider pixels": lambda x: torch.cat([x, x], dim=1)[:, : x.shape[1]],
+    "part of a wider picture": lambda x: torch.cat([x, x], dim=4)[..., x.shape[4] :],
+    "every other frame": lambda x: x.repeat_interleave(2, dim=2)[:, :, ::2],
+}

@@ -2,8 +2,9 @@
 
 `python -m fast_video_vae.tests.kernels.cross_compile 80 90 -- bf16,96 ...`, with Triton's
 interpreter off; `bf16,384,3600` is attention with a head of 384 over 3,600 pixels. The ops run on
-meta tensors, and every kernel that they launch is compiled as Triton would on its first call. The
-output is one line of JSON per kernel.
+meta tensors, and every kernel that they launch is compiled as Triton would on its first call.
+`conv-fp16,96,192` is all tiles of a convolution of 96 to 192 channels, for AMD GPUs such as
+`gfx942` too. The output is one line of JSON per kernel.
 """
 
 import importlib
@@ -24,10 +25,23 @@ _PACKAGE = "fast_video_vae.kernels.triton_ops"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()} | {torch.uint8: "u8"}
 
-rows, group_norm, layout, attention = (
+rows, group_norm, layout, attention, convolution, tiles = (
     importlib.import_module(f"{_PACKAGE}.{name}")
-    for name in ("rows", "group_norm", "layout", "attention")
+    for name in (
+        "rows",
+        "group_norm",
+        "layout",
+        "attention",
+        "convolution",
+        "convolution_tiles",
+    )
 )
+# Constants of a convolution that a line shows; those of its tile, and its taps.
+_SHOWN = (
+    *("NORM", "HALF", "CACHE", "M", "ROWS", "COLUMNS", "N0", "N1", "K"),
+    *("KT", "KH", "KW", "SW"),
+)
+
 _tile_of = attention.tile_of
 
 
@@ -56,9 +70,11 @@ def launches(chip, dtype, channels, length=None):
     tail = video(channels, 2)
     rows.rms_norm_silu(x, numbers, bias=numbers, tail=tail)
     rows.rms_norm_silu(x, numbers, out=x)
+    rows.rms_norm_silu(x, numbers, bias=numbers, tail=tail, border=1)
     rows.silu_mul(flat, flat, out=flat)
     rows.bias_residual(x, numbers, x, numbers, out=x)
-    group_norm.group_norm_silu(x, numbers, numbers, 32, tail=tail)
+    for border in (0, 1):
+        group_norm.group_norm_silu(x, numbers, numbers, 32, tail=tail, border=border)
     grid = video(4 * channels, 4, 361, 641)
     layout.merge_phases(grid, video(channels, 2), 2, bias=numbers)
     layout.merge_phases(grid)
@@ -68,6 +84,40 @@ def launches(chip, dtype, channels, length=None):
     for kind in (torch.float32, torch.uint8):
         layout.frames_to_images(video(12, 4), patch=2, order="ctwh", dtype=kind)
         layout.frames_to_images(video(3, 4), dtype=kind)
+    return started
+
+
+def convolutions(chip, dtype, inputs, outputs):
+    """Return the launches of all tiles, and those of the first fit for other kernels."""
+    started = []
+
+    def launch(kernel, grid, *args, warps=4, num_stages=None, **constants):
+        del grid
+        options = {"num_warps": warps, "num_stages": num_stages}
+        started.append((kernel, args, constants, options))
+
+    def video(count, frames):
+        shape = (1, frames, 360, 640, count)
+        return torch.empty(shape, dtype=dtype, device="meta").movedim(-1, 1)
+
+    def run(kernel, stride=(1, 1, 1), padding=(0, 0), variant=None, gamma=None):
+        weight = torch.empty(outputs, inputs, *kernel, dtype=dtype, device="meta")
+        options = {"stride": stride, "padding": padding, "tail": video(inputs, 2)}
+        kept = convolution.ConvWeight.of(weight)
+        convolution.conv3d(video(inputs, 4), kept, variant=variant, gamma=gamma, **options)
+
+    key = chip if isinstance(chip, str) else divmod(chip, 10)
+    convolution.launch, tiles.chip_of = launch, lambda _: key
+    for variant in range(len(tiles.tiles_of(key, dtype, outputs, inputs))):
+        run((3, 3, 3), padding=(1, 1), variant=variant)
+        if outputs <= convolution.WIDEST:
+            gamma = torch.empty(outputs, dtype=dtype, device="meta")
+            run((3, 3, 3), padding=(1, 1), variant=variant, gamma=gamma)
+    run((3, 3, 3))
+    run((3, 3, 3), (2, 2, 2), (1, 1))
+    run((3, 1, 1))
+    run((1, 1, 1))
+    run((1, 2, 2), padding=(1, 1))
     return started
 
 
@@ -82,6 +132,9 @@ def compiled(kernel, args, constants, options, chip):
         if name in constants or value is None or (type(value) is int and value == 1 and not plain):
             signature[name] = "constexpr"
             known.setdefault(name, value)
+        elif hasattr(value, "block_shape"):  # a descriptor
+            block = ", ".join(map(str, value.block_shape))
+            signature[name] = f"tensordesc<{_NAMES[value.base.dtype]}[{block}]>"
         elif isinstance(value, torch.Tensor):
             signature[name] = "*" + _NAMES[value.dtype]
             sixteens.append(at)
@@ -93,9 +146,15 @@ def compiled(kernel, args, constants, options, chip):
                 sixteens.append(at)
     return triton.compile(
         ASTSource(kernel, signature, known, _divisible(sixteens)),
-        target=GPUTarget("cuda", chip, 32),
+        target=_target(chip),
         options=options | {"enable_fp_fusion": True},
     )
+
+
+def _target(chip):
+    if isinstance(chip, str):
+        return GPUTarget("hip", chip, 64 if chip.startswith("gfx9") else 32)
+    return GPUTarget("cuda", chip, 32)
 
 
 def _divisible(numbers):
@@ -116,26 +175,38 @@ def used(cubin):
     return [int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK", "LOCAL")]
 
 
+def resources(result):
+    """Return registers, bytes of stack and spills, words of the widest store, and TMA loads."""
+    if "cubin" not in result.asm:
+        text = result.asm["amdgcn"]
+        count, spilled = (
+            int(re.search(rf"\.{name}:\s*(\d+)", text)[1])
+            for name in ("vgpr_count", "vgpr_spill_count")
+        )
+        return {"registers": count, "stack": 4 * spilled}
+    registers, stack, local = used(result.asm["cubin"])
+    stores = re.findall(r"st\.global\S*\.v(\d)\.b32", result.asm["ptx"])
+    widest = max(map(int, stores), default=1)
+    loads = result.asm["ptx"].count("cp.async.bulk.tensor")
+    return {"registers": registers, "stack": stack + local, "widest": widest, "tma": loads}
+
+
 def main(arguments):
     chips, cases = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
     for case in cases:
         name, *sizes = case.split(",")
-        for chip in map(int, chips):
-            for kernel, *given in launches(chip, _DTYPES[name], *map(int, sizes)):
+        for chip in (int(chip) if chip.isdigit() else chip for chip in chips):
+            started, name = launches, name.removeprefix("conv-")
+            if case.startswith("conv-"):
+                started = convolutions
+            for kernel, *given in started(chip, _DTYPES[name], *map(int, sizes)):
                 result = compiled(kernel, *given, chip)
-                registers, stack, local = used(result.asm["cubin"])
-                line = {
-                    "kernel": kernel.__name__,
-                    "case": case,
-                    "chip": chip,
-                    "registers": registers,
-                    "stack": stack + local,
-                    "shared": result.metadata.shared,
-                    "widest": max(
-                        map(int, re.findall(r"st\.global\S*\.v(\d)\.b32", result.asm["ptx"])),
-                        default=1,
-                    ),
-                }
+                line = {"kernel": kernel.__name__, "case": case, "chip": chip}
+                line |= resources(result) | {"shared": result.metadata.shared}
+                if started is convolutions:
+                    _, constants, options = given
+                    line |= {name: constants[name] for name in _SHOWN if name in constants}
+                    line |= options
                 sys.stdout.write(json.dumps(line) + "\n")
 
 

@@ -9,6 +9,7 @@ roundings.
 import math
 
 import torch
+import torch.nn.functional as F
 
 from fast_video_vae import kernels
 
@@ -71,12 +72,18 @@ def rms_norm_silu(x, gamma, *, bias=None, silu=True):
     products add at most 8 roundings. A bias adds one rounding per number, which moves the norm by
     at most the norm of these roundings.
     """
-    u, channels, wide = unit(x.dtype), x.shape[1], x.double()
-    scale = math.sqrt(channels) * gamma.double().flatten().view(-1, 1, 1, 1)
+    u, wide = unit(x.dtype), x.double()
     moved = torch.zeros_like(wide)
     if bias is not None:
         bias = _per_channel(bias).double()
         wide, moved = wide + bias, u * (wide.abs() + bias.abs())
+    return _normalised(wide, moved, gamma, u, silu=silu)
+
+
+def _normalised(wide, moved, gamma, u, *, silu=True):
+    """Return the norm of `wide` with its error, `moved` of which `wide` itself has."""
+    channels = wide.shape[1]
+    scale = math.sqrt(channels) * _per_channel(gamma).double()
     norm = wide.square().sum(1, keepdim=True).sqrt().clamp_min(1e-12)
     y = wide / norm * scale
     relative = ((channels / 8 + 8) / 2 + 8) * u
@@ -179,3 +186,40 @@ def average_down(x, channels, *, times, size):
     blocks = blocks.unflatten(2, (-1, times))  # [B, C, t, p, h, a, w, b]
     fine = blocks.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(1, 4).unflatten(1, (channels, -1))
     return fine.mean(2), fine.abs().mean(2) * (fine.shape[2] / 8 + 8) * unit(x.dtype)
+
+
+def conv3d(
+    x, weight, bias=None, *, stride=(1, 1, 1), padding=(0, 0), tail=None, residual=None,
+    residual_bias=None, gamma=None,
+):  # fmt: skip
+    """Return the sum of products of the joined and padded frames, and of the terms.
+
+    The products are summed in float32. Their sum is rounded to the dtype before terms or a norm
+    follow, and so is the sum of the biases.
+    """
+    u, half_ulp = unit(x.dtype), torch.finfo(x.dtype).eps / 2
+    rows, columns = padding
+    window = (x if tail is None else torch.cat([tail, x], dim=2)).double()
+    window, taps = F.pad(window, (columns, columns, rows, rows)), weight.double()
+    value = F.conv3d(window, taps, stride=stride)
+    magnitude = F.conv3d(window.abs(), taps.abs(), stride=stride)
+    biases = [_per_channel(each).double() for each in (bias, residual_bias) if each is not None]
+    terms = biases if residual is None else [*biases, residual.double()]
+    error = torch.zeros_like(value)
+    if terms or gamma is not None:
+        error += half_ulp * sum((each.abs() for each in biases), value.abs())
+    for term in terms:
+        value, magnitude = value + term, magnitude + term.abs()
+    error += (weight[0].numel() / 8 + 8 + len(terms)) * u * magnitude
+    if gamma is None:
+        return value, error
+    return _normalised(value, error + half_ulp * value.abs(), gamma, u)
+
+
+def conv2d(x, weight, bias=None, *, stride=(1, 1), residual=None, **options):
+    """Return what `conv3d` gives for single frames."""
+    if residual is not None:
+        options["residual"] = residual.unsqueeze(2)
+    x, weight = x.unsqueeze(2), weight.unsqueeze(2)
+    value, error = conv3d(x, weight, bias, stride=(1, *stride), **options)
+    return value.squeeze(2), error.squeeze(2)

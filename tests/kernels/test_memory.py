@@ -9,6 +9,7 @@ from fast_video_vae import kernels
 from fast_video_vae.kernels import use_backend
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import (
+    LAYOUTS,
     OPS,
     PLAYED,
     Poisoned,
@@ -19,28 +20,6 @@ from fast_video_vae.tests.kernels.cases import (
     serving,
     video,
 )
-
-
-def refilled(shape, axes, x, offset=0, step=1):
-    """Copy `x` into memory with its axes in another order, a step and an offset."""
-    sizes = [shape[axis] for axis in axes]
-    sizes[-1] *= step
-    memory = torch.zeros(offset + torch.Size(sizes).numel(), dtype=x.dtype)
-    view = memory[offset:].view(sizes)[..., ::step].permute([axes.index(d) for d in range(5)])
-    return view.copy_(x)
-
-
-LAYOUTS = {
-    "channels first": lambda x: refilled(x.shape, (0, 1, 2, 3, 4), x),
-    "columns before rows": lambda x: refilled(x.shape, (0, 2, 4, 3, 1), x),
-    "frames last": lambda x: refilled(x.shape, (0, 1, 3, 4, 2), x),
-    "batch inside": lambda x: refilled(x.shape, (2, 3, 4, 0, 1), x),
-    "every other channel": lambda x: refilled(x.shape, (0, 2, 3, 4, 1), x, step=2),
-    "misaligned": lambda x: refilled(x.shape, (0, 2, 3, 4, 1), x, offset=1),
-    "part of wider pixels": lambda x: torch.cat([x, x], dim=1)[:, : x.shape[1]],
-    "part of a wider picture": lambda x: torch.cat([x, x], dim=4)[..., x.shape[4] :],
-    "every other frame": lambda x: x.repeat_interleave(2, dim=2)[:, :, ::2],
-}
 
 
 def remade(value, layout):

@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import backends, dispatch, use_backend
+from fast_video_vae.kernels import backends, dispatch, reference, use_backend
 from fast_video_vae.kernels import support as matrix
 from fast_video_vae.kernels.errors import Refusal
+
+# Functions about the convolutions that are not ops.
+QUESTIONS = ("conv_fuses", "fp16_pays")
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +28,22 @@ def entries():
 def test_the_matrix_has_every_op_backend_and_dtype_once(entries):
     found = [(each.op, each.backend, each.dtype) for each in entries if each.device == "cpu"]
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    ops = re.findall(r"^\| `(\w+)` \|", kernels.__doc__, flags=re.MULTILINE)
+    lines = re.findall(r"^\| (`[^|]+`) \|", kernels.__doc__, flags=re.MULTILINE)
+    ops = [op for line in lines for op in re.findall(r"`(\w+)`", line)]
     defined = [
         name
         for name in kernels.__all__
         if inspect.isfunction(getattr(kernels, name))
         and getattr(kernels, name).__module__ == kernels.__name__
     ]
-    assert sorted(ops) == sorted(defined)
-    assert found == [(op, name, dtype) for op in ops for name in backends.ORDER for dtype in dtypes]
+    assert sorted([*ops, *QUESTIONS]) == sorted(defined)
+    assert sorted(ops) == sorted(reference.__all__)
+    assert found == [
+        (op, name, dtype)
+        for op in ops
+        for name in (backends.CONVOLUTIONS if op.startswith("conv") else backends.ORDER)
+        for dtype in dtypes
+    ]
 
 
 def test_the_reference_runs_every_op_and_is_exact(entries):
@@ -64,11 +74,23 @@ def test_the_reason_is_the_text_of_the_refusal(monkeypatch):
         raise Refusal("the moon is not (yet) full")
 
     module = ModuleType("moon")
+    module.fuses = refuses
     for op in {each.op for each in matrix.backend_matrix()}:
         setattr(module, op, refuses)
-    monkeypatch.setitem(dispatch._loaded, "native", module)
-    reasons = {each.reason for each in matrix.backend_matrix() if each.backend == "native"}
-    assert reasons == {"the moon is not (yet) full"}
+    for backend in ("native", "aten"):
+        monkeypatch.setitem(dispatch._loaded, backend, module)
+    found = [each for each in matrix.backend_matrix() if each.backend in ("native", "aten")]
+    assert {each.reason for each in found} == {"the moon is not (yet) full"}
+
+
+def test_convolutions_run_on_the_cpu_on_three_candidates(entries):
+    """Another package or a GPU would add others; frames have no time that could be sliced."""
+    mine = [each for each in entries if each.op.startswith("conv") and each.device == "cpu"]
+    served = {(each.op, each.backend) for each in mine if each.reason is None}
+    refused = {(each.op, each.backend) for each in mine if each.reason is not None}
+    both = {(op, name) for op in ("conv2d", "conv3d") for name in ("aten", "reference")}
+    assert served == {*both, ("conv3d", "sliced")}
+    assert not served & refused
 
 
 def test_unused_backends_are_not_built_or_imported():

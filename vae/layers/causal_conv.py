@@ -1,12 +1,13 @@
 """The causal convolution: 3D over a window of frames, 2D for the first frame of a video."""
 
 import functools
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ...kernels import is_out_of_memory
+from ...kernels import Fused, is_out_of_memory
 from . import row_bands
 from .causal_layer import CausalLayer
 from .conv import BIAS, Conv, Terms
@@ -22,14 +23,18 @@ _BANDS = 4
 class Fill(Protocol):
     """An elementwise op or norm that writes its result into a given buffer."""
 
-    def __call__(self, x: Tensor, *, out: Tensor, tail: Tensor | None = None) -> object:
+    def __call__(
+        self, x: Tensor, *, out: Tensor, tail: Tensor | None = None, border: int = 0
+    ) -> object:
         """Write the result for `x` into `out`.
 
         Args:
             x: `[B, C, T, H, W]`, channels-last.
-            out: `[B, C, T, H, W]`, or `[B, C, context + T, H, W]` with `tail`.
+            out: `[B, C, T, H, W]`, or `[B, C, context + T, H, W]` with `tail`; larger by the
+                border on each side.
             tail: `[B, C, context, H, W]`: frames that go in front of the result. Afterwards it
                 holds the last `context` frames of `out`.
+            border: Rows and columns of zeros around each frame of `out`.
         """
 
 
@@ -54,13 +59,36 @@ class Handover:
         return tensor
 
 
+class _Window(NamedTuple):
+    """The input of the products.
+
+    Attributes:
+        frames: `[B, C, T, H, W]`, or `[B, C, context + T, H, W]` in a ring or joined.
+        ring: The ring that the frames are of, or None.
+        border: Rows and columns of zeros around each frame.
+        joined: The tail is in front of the new frames.
+    """
+
+    frames: Tensor
+    ring: FrameRing | None = None
+    border: int = 0
+    joined: bool = False
+
+    @property
+    def inner(self) -> Tensor:
+        """The frames without their border."""
+        at = slice(self.border, -self.border or None)
+        return self.frames[..., at, at]
+
+
 class CausalConv3d(Conv, CausalLayer):
     """A 3D convolution that sees the current frame and earlier frames only.
 
     `CausalConv3d` of Wan 2.1, wan/modules/vae.py, pads the video with zero frames in front. Here
-    the padding is the tail of the previous chunk, written once together with the new frames. The
-    spatial padding stays in the convolution. The first frame of a video only meets the last
-    temporal tap, so it runs as a 2D convolution.
+    the padding is the tail of the previous chunk: the convolution reads it where it is, or it is
+    written once together with the new frames. The spatial padding stays in the convolution, unless
+    that asks for a border. The first frame of a video only meets the last temporal tap, so it runs
+    as a 2D convolution.
 
     With `replicate` the video is padded with copies of its first frame, as in SeedVR2
     (models/video_vae_v3/modules/causal_inflation_lib.py): the first frame runs as a 2D convolution
@@ -115,20 +143,13 @@ class CausalConv3d(Conv, CausalLayer):
         if cache.settling is not None and not cache.first:
             return self._settled(cache.settling, held[0], cache, fill, terms)
         fresh = held[0].shape[2]
-        window: Tensor | None = None
-        ring: FrameRing | None = None
+        window: _Window | None = None
         try:
-            if self._keeps_ring(held[0], cache):
-                ring = cache.ring(self, self.context, held[0])
-                take = _copy if fill is None else fill
-                cache.attempt(functools.partial(take, held[0], out=ring.slot))
-                window = ring.frames
-            else:
-                window = self._window(held[0], cache, fill)
+            window = self._entered(held[0], cache, fill, norm=terms.gamma is not None)
             if cache.first and not cache.single_frame and self.context:
                 self.tail(held[0], cache)  # allocated here, because `keep` must not fail
             held.clear()
-            y = self.of_window(window, cache, self.padding, terms, ring)
+            y = self._product(window, cache, terms)
         except Exception as error:
             relief = cache.workspace.relief
             if relief is None or not is_out_of_memory(error):
@@ -136,20 +157,69 @@ class CausalConv3d(Conv, CausalLayer):
             failed = error.with_traceback(None)
             relief.note("convolutions in smaller pieces")
         else:
-            if ring is not None:
-                cache.turn(self, ring)
-            elif cache.first:
-                self.keep(window, cache)
+            if window.ring is not None:
+                cache.turn(self, window.ring)
+            elif not window.joined:
+                self.keep(window.inner, cache)
             return y
         # Outside the except block: the error's traceback would keep tensors alive.
-        if not held and window is not None:
-            filled = window[:, :, -fresh:] if ring is None else ring.slot
-            copy = functools.partial(filled.clone, memory_format=torch.channels_last_3d)
-            held, fill = [cache.attempt(copy)], None
-        if ring is None and window is not None and not cache.first:
-            cache.put_back(self, window[:, :, : self.context])
-        del window, ring
+        if window is not None:
+            if not held:
+                new = window.inner[:, :, -fresh:] if window.ring is None else window.ring.slot
+                copy = functools.partial(new.clone, memory_format=torch.channels_last_3d)
+                held, fill = [cache.attempt(copy)], None
+                del new, copy
+            if window.joined:
+                cache.put_back(self, window.inner[:, :, : self.context])
+        del window
         return self._in_pieces(failed, held[0], cache, fill, terms)
+
+    def _entered(
+        self, x: Tensor, cache: TemporalCache, fill: Fill | None, *, norm: bool
+    ) -> "_Window":
+        """Write `fill(x)` where the convolution reads it best; nothing else changes if this fails.
+
+        Args:
+            x: `[B, C_in, T, H, W]`.
+            cache: State of the video.
+            fill: As for `forward`.
+            norm: A norm follows the convolution.
+
+        Returns:
+            The input of the products.
+        """
+        fused = self.fusing(x, cache, norm=norm)
+        writes = fill is not None and not torch.is_grad_enabled()
+        border = self.padding if fused.border and writes else 0
+        if not border and self._keeps_ring(x, cache):
+            ring = cache.ring(self, self.context, x)
+            take = _copy if fill is None else fill
+            cache.attempt(functools.partial(take, x, out=ring.slot))
+            return _Window(ring.frames, ring)
+        if self.context and not (fused.tail or cache.first):
+            return _Window(self._window(x, cache, fill, border=border), None, border, joined=True)
+        return _Window(self._filled(x, cache, fill, border), None, border)
+
+    def _product(self, window: "_Window", cache: TemporalCache, terms: Terms) -> Tensor:
+        pads = (self.padding - window.border, self.padding - window.border)
+        by_pointer = not window.joined
+        return self.of_window(window.frames, cache, pads, terms, window.ring, by_pointer=by_pointer)
+
+    def fusing(self, x: Tensor, cache: TemporalCache, *, norm: bool = False) -> Fused:
+        """Return what the convolution of an input does without another pass.
+
+        Args:
+            x: `[B, C_in, T, H, W]`; only its shape, dtype and device matter.
+            cache: State of the video.
+            norm: A norm follows.
+
+        Returns:
+            What is fused.
+        """
+        pads = (self.padding, self.padding)
+        if cache.first:
+            return self.fuses(x.squeeze(2), self.first_form, (1, 1), pads, norm=norm)
+        return self.fuses(x, "volume", (self.stride, 1, 1), pads, norm=norm)
 
     def _keeps_ring(self, x: Tensor, cache: TemporalCache) -> bool:
         """Return whether `x` `[B, C_in, T, H, W]` is a frame for a ring."""
@@ -205,15 +275,17 @@ class CausalConv3d(Conv, CausalLayer):
             return cache.attempt(functools.partial(x.new_empty, none))
         terms = terms.of(lambda residual: cache.attempt(lambda: fitted(residual, frames)))
         window = self._window(x, cache, fill, frames * self.stride)
-        return self.of_window(window, cache, self.padding, terms)
+        return self.of_window(window, cache, (self.padding, self.padding), terms)
 
     def of_window(
         self,
         window: Tensor,
         cache: TemporalCache,
-        rows: int,
+        pads: tuple[int, int],
         terms: Terms = BIAS,
         ring: FrameRing | None = None,
+        *,
+        by_pointer: bool = False,
     ) -> Tensor:
         """Convolve a window of frames, or the first frame with the 2D weights.
 
@@ -222,46 +294,59 @@ class CausalConv3d(Conv, CausalLayer):
         Args:
             window: `[B, C_in, context + T, H, W]`, or `[B, C_in, 1, H, W]` for the first frame.
             cache: State of the video.
-            rows: Rows of zero padding above and below; 0 for a band that has its border rows.
+            pads: Rows and columns of zero padding on each side; 0 where the window has a border.
             terms: As for `forward`.
             ring: The window is the frames of this ring, whose slot has the new frame.
+            by_pointer: The window is the new frames only, `[B, C_in, T, H, W]`.
 
         Returns:
-            `[B, C_out, T / stride, H - 2 * (padding - rows), W]`.
+            `[B, C_out, T / stride, H, W]`, without the border of the window.
         """
-        pads = (rows, self.padding)
         if not cache.first:
             kind = "volume" if ring is None else turned(ring.oldest)
-            return self.convolve(window, kind, (self.stride, 1, 1), pads, cache, terms)
+            reads = by_pointer and ring is None and self.context > 0
+            before = functools.partial(self.tail, window, cache) if reads else None
+            strides = (self.stride, 1, 1)
+            return self.convolve(window, kind, strides, pads, cache, terms, before)
         frame, added = window.squeeze(2), terms.of(lambda residual: residual.squeeze(2))
         return self.convolve(frame, self.first_form, (1, 1), pads, cache, added).unsqueeze(2)
 
+    def _filled(self, x: Tensor, cache: TemporalCache, fill: Fill | None, border: int) -> Tensor:
+        """Return `fill(x)` with a border of zeros in scratch memory; `x` itself without `fill`."""
+        if fill is None:
+            return x
+        options = {"border": border} if border else {}
+        filled = cache.scratch(_bordered(x.shape, border), x)
+        cache.attempt(functools.partial(fill, x, out=filled, **options))
+        return filled
+
     def _window(
-        self, x: Tensor, cache: TemporalCache, fill: Fill | None, frames: int | None = None
+        self,
+        x: Tensor,
+        cache: TemporalCache,
+        fill: Fill | None,
+        frames: int | None = None,
+        border: int = 0,
     ) -> Tensor:
         """Join the tail and the new frames: `[B, C_in, context + T, H, W]`.
 
-        A first frame is returned without a tail. The tail is updated, except by a first frame; it
-        is unchanged if this fails. With `frames`, `x` is cut or its last frame repeated to that
-        length.
+        The tail is updated; it is unchanged if this fails. With `frames`, `x` is cut or its last
+        frame repeated to that length. With `fill`, frames get a border of zeros.
         """
-        if fill is not None and (cache.first or torch.is_grad_enabled()):
-            filled = cache.scratch(x.shape, x)
-            cache.attempt(functools.partial(fill, x, out=filled))
-            x, fill = filled, None
-        if cache.first:
-            return x
+        if fill is not None and torch.is_grad_enabled():
+            x, fill = self._filled(x, cache, fill, 0), None
         if fill is None and frames is None:
             return cache.window(self, self.context, x)
         new = x if frames is None else x[:, :, :frames]
         batch, channels, fresh, height, width = new.shape
         frames = fresh if frames is None else frames
-        window = cache.scratch((batch, channels, self.context + frames, height, width), new)
+        shape = (batch, channels, self.context + frames, height, width)
+        window = cache.scratch(_bordered(shape, border), new)
         known = self.context + fresh
         if fill is not None and fresh:
-            inner = window[:, :, :known]
+            inner, options = window[:, :, :known], {"border": border} if border else {}
             # Each attempt looks the tail up again: making room may have moved it.
-            cache.attempt(lambda: fill(new, out=inner, tail=self.tail(new, cache)))
+            cache.attempt(lambda: fill(new, out=inner, tail=self.tail(new, cache), **options))
         else:
             window[:, :, : self.context] = self.tail(new, cache)
             window[:, :, self.context : known] = new
@@ -285,6 +370,12 @@ def _run(cache: TemporalCache, frames: slice, x: Tensor) -> Tensor:
     """Return some frames of `x`, channels-last."""
     run = x[:, :, frames]
     return cache.attempt(lambda: run.contiguous(memory_format=torch.channels_last_3d))
+
+
+def _bordered(shape: Sequence[int], border: int) -> tuple[int, ...]:
+    """Return the shape `[B, C, T, H, W]` of frames with a border on each side."""
+    *outer, height, width = shape
+    return *outer, height + 2 * border, width + 2 * border
 
 
 def _copy(x: Tensor, *, out: Tensor) -> None:

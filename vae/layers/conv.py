@@ -1,11 +1,12 @@
 """Base of the convolutions: parameters, derived weights, and the call.
 
 All memory is channels-last. The parameter holds the weight in the checkpoint's shape and under its
-name. Other forms (the last temporal tap as a 2D weight, another dtype, oneDNN's blocked layout) are
+name. Other forms (the last temporal tap as a 2D weight, another dtype, a layout of the library) are
 derived from it once, and again when the parameter is replaced or written to.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -13,23 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels import bias_residual
-from . import cudnn
+from ...kernels import ConvWeight, Fused, conv2d, conv3d, conv_fuses, convolved
 from .conv_weights import (
-    ALIGNED,
-    SPREAD,
-    VECTOR,
     Form,
     Forms,
-    aligns,
     checksum_of,
     derive,
-    derived,
+    form_shape,
     keeps_form,
-    output_size,
+    kept_form,
     own_bytes,
-    packs,
-    widened,
 )
 from .temporal_cache import TemporalCache
 
@@ -41,12 +35,14 @@ class Terms(NamedTuple):
         residual: Shape of the result; its memory may become the result. It is unchanged after an
             error.
         residual_bias: `[C_out]`, added together with `residual`.
-        biased: Add the bias too. Otherwise the caller adds it, where `adds_bias_late` is true.
+        biased: Add the bias too. Otherwise the caller adds it, where it would cost a pass.
+        gamma: Scales of `rms_norm_silu`, which is applied to the sum; None: it is not.
     """
 
     residual: Tensor | None = None
     residual_bias: Tensor | None = None
     biased: bool = True
+    gamma: Tensor | None = None
 
     def of(self, change: Callable[[Tensor], Tensor]) -> "Terms":
         """Return a copy with `change(residual)`, if there is a residual `[B, C, T, H, W]`."""
@@ -82,7 +78,8 @@ class Conv(nn.Module):
 
     def form_bytes(self) -> int:
         """Return the bytes of the derived forms that do not share the parameter's memory."""
-        return sum(own_bytes(form.weight, self.weight) for form in self.forms.values())
+        layouts = (each for form in self.forms.values() for each in form.weight.layouts)
+        return sum(own_bytes(layout, self.weight) for layout in layouts)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Conv":
         """Move or cast the parameters, and drop the forms derived from them.
@@ -99,19 +96,32 @@ class Conv(nn.Module):
         self.forms.clear()
         return self
 
-    def adds_bias_late(self, x: Tensor) -> bool:
-        """Return whether the bias of `x` `[B, C, T, H, W]` should be added by the next pass.
-
-        oneDNN adds the bias at no cost. On CUDA, PyTorch adds it in a separate pass after cuDNN,
-        which is slow in channels-last memory.
+    def fuses(
+        self,
+        x: Tensor,
+        kind: str,
+        strides: tuple[int, ...],
+        padding: tuple[int, int],
+        *,
+        norm: bool = False,
+    ) -> Fused:
+        """Return what a call of `convolve` with these arguments does without another pass.
 
         Args:
-            x: The input.
+            x: `[N, C_in, H, W]` or `[B, C_in, T, H, W]`, with the frames before it or without.
+            kind: As for `convolve`.
+            strides: As for `convolve`.
+            padding: As for `convolve`.
+            norm: The call has a `gamma`.
 
         Returns:
-            True if the bias would cost a pass.
+            What is fused; only the bias while autograd records.
         """
-        return x.device.type != "cpu" and not _records(x, self.weight)
+        if _records(x, self.weight):
+            return Fused(bias=True)
+        # Without a derived weight, which would need memory.
+        weight = self._weight(kind, x.dtype)
+        return conv_fuses(x, weight, stride=strides, padding=padding, norm=norm)
 
     def convolve(
         self,
@@ -121,6 +131,7 @@ class Conv(nn.Module):
         padding: tuple[int, int],
         cache: TemporalCache,
         terms: Terms = BIAS,
+        before: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """Convolve frames or a video.
 
@@ -130,127 +141,71 @@ class Conv(nn.Module):
             strides: Stride of each dimension of the form.
             padding: Zero padding of height and of width, on both sides.
             cache: Provides memory, and frees some when it runs out.
-            terms: Bias and residual to add.
+            terms: Bias, residual and norm to apply.
+            before: Returns the frames before a video, `[B, C_in, K, H, W]`; called for each
+                attempt, because making room may move them. None: there are none.
 
         Returns:
             The result, channels-last.
         """
-        pads = (0, *padding) if x.ndim == 5 else padding
+        residual, residual_bias, biased, gamma = terms
+        out: Tensor | None = None
         if _records(x, self.weight):
-            return cache.attempt(functools.partial(self._recorded, x, kind, strides, pads, terms))
-        if self._spreads(x, kind, terms.residual):
-            steps = (*strides[:-1], SPREAD)
-            return _gathered(self.convolve(x, f"{kind}, spread", steps, padding, cache))
-        if terms.residual is None and aligns(x, self.weight, kind):
-            kind += ALIGNED
-        form = cache.attempt(functools.partial(self._form, kind, x, strides, pads))
-        if form.packed:
-            product = functools.partial(self._packed, x, kind, form, strides, pads, terms, cache)
+            weight, offset = self._derive(kind, x.dtype), self._offset(kind)
         else:
-            product = functools.partial(self._plain, x, kind, form, strides, pads, terms)
+            form = cache.attempt(functools.partial(self._form, kind, x.dtype))
+            weight, offset = form.weight, form.offset
+            if self.fuses(x, kind, strides, padding, norm=gamma is not None).sums:
+                out = residual
+                if residual is None and gamma is None:
+                    out = _reused(x, weight.shape, strides, padding, before, cache)
+        options = {"stride": strides, "padding": padding, "residual": residual, "out": out}
+        options |= {"residual_bias": residual_bias, "gamma": gamma}
+
+        def product() -> Tensor:
+            bias = self._bias(kind, offset) if biased else None
+            if x.ndim == 4:
+                return conv2d(x, weight, bias, **options)
+            return conv3d(x, weight, bias, tail=before and before(), **options)
+
         return cache.attempt(product)
-
-    def _recorded(
-        self,
-        x: Tensor,
-        kind: str,
-        strides: tuple[int, ...],
-        pads: tuple[int, ...],
-        terms: Terms,
-    ) -> Tensor:
-        """Convolve with differentiable operations."""
-        convolve = F.conv2d if x.ndim == 4 else F.conv3d
-        bias = self._bias(kind, self._offset(kind)).to(x.dtype)
-        y = convolve(x, self._derive(kind, x.dtype), bias, stride=strides, padding=pads)
-        y = y if terms.residual is None else y + terms.residual
-        if terms.residual_bias is None:
-            return y
-        return y + terms.residual_bias.to(x.dtype).view(1, -1, *[1] * (x.ndim - 2))
-
-    def _packed(
-        self,
-        x: Tensor,
-        kind: str,
-        form: Form,
-        strides: tuple[int, ...],
-        pads: tuple[int, ...],
-        terms: Terms,
-        cache: TemporalCache,
-    ) -> Tensor:
-        """Run oneDNN's convolution, which adds bias and residual while it writes.
-
-        It can write into reused memory as well: zeros as a residual.
-        """
-        residual, residual_bias, _ = terms
-        bias = self._bias(kind, form.offset)
-        if residual_bias is not None:
-            bias = bias + residual_bias
-        bias = bias.to(x.dtype)
-        ones = (1,) * len(strides)
-        if residual is None:
-            shape = output_size(x.shape, form.weight.shape, strides, pads)
-            residual = _zeros_reused(cache, shape, x)
-        if residual is None:
-            return torch.ops.mkldnn._convolution_pointwise(
-                x, form.weight, bias, pads, strides, ones, 1, "none", [], ""
-            )
-        return torch.ops.mkldnn._convolution_pointwise_.binary(
-            residual, x, form.weight, bias, pads, strides, ones, 1, "add", 1.0, None, [], None
-        )
-
-    def _plain(
-        self,
-        x: Tensor,
-        kind: str,
-        form: Form,
-        strides: tuple[int, ...],
-        pads: tuple[int, ...],
-        terms: Terms,
-    ) -> Tensor:
-        """Run the library's convolution, then add bias and residual in one pass if faster."""
-        residual, residual_bias, biased = terms
-        bias = self._bias(kind, form.offset)
-        aligned = kind.endswith(ALIGNED)
-        late = residual is not None or aligned or self.adds_bias_late(x)
-        if x.shape[1] < form.weight.shape[1]:
-            x = widened(x, form.weight.shape[1])
-        y = cudnn.convolve(x, form.weight, None if late else bias.to(x.dtype), strides, pads)
-        if aligned and len(bias) < y.shape[1]:
-            y = y[:, : len(bias)].contiguous(memory_format=_order_of(y))
-        if late and (biased or residual is not None):
-            added = None if residual is None else _as_5d(residual)
-            five = _as_5d(y)
-            bias_residual(five, bias if biased else None, added, residual_bias, out=five)
-        return y
 
     def sources(self) -> tuple[Tensor, ...]:
         """Return the parameters `[C_out, C_in, ...]` that the forms are derived from."""
         return (self.weight,)
 
-    def _form(
-        self, kind: str, x: Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
-    ) -> Form:
-        """Return the cached form for a call, or derive it."""
-        key = (kind, x.dtype)
+    def _form(self, kind: str, dtype: torch.dtype) -> Form:
+        """Return the kept form for calls of `kind` in `dtype`, or a new one."""
+        key = (kind, dtype)
         form = self.forms.get(key)
         sources = self.sources()
         if form is not None and form.holds(sources):
             return form
+        weight = self._weight(kind, dtype)
+        if not weight.keeps:
+            return Form(weight)
         # Outside inference mode, so that the form can be used in both modes.
         with torch.inference_mode(False), torch.no_grad():
-            if not keeps_form(kind, self.weight.numel()):
-                # The library reorders all taps itself.
-                taps = self.weight.to(x.dtype) if kind == "volume" else None
-                return Form(self._derive(kind, x.dtype) if taps is None else taps)
-            weight, offset = self._derive(kind, x.dtype), self._offset(kind)
-            packed = packs(x)
-            if packed:
-                ones = (1,) * len(stride)
-                weight = torch.ops.mkldnn._reorder_convolution_weight(
-                    weight, padding, stride, ones, 1, list(x.shape)
-                )
-            self.forms[key] = form = derived(weight, offset, sources, packed=packed)
+            self.forms[key] = form = kept_form(weight, self._offset(kind), sources)
         return form
+
+    def _weight(self, kind: str, dtype: torch.dtype) -> ConvWeight:
+        """Return the weight for calls of `kind` in `dtype`, which is derived when it is used."""
+        keeps = keeps_form(kind, self.weight.numel())
+        module = weakref.ref(self)  # which its forms do not keep alive
+
+        def taps() -> Tensor:
+            conv = module()
+            assert conv is not None
+            if not keeps and kind == "volume":
+                return conv.weight.to(dtype)  # the library reorders all taps itself
+            return conv._derive(kind, dtype)
+
+        return ConvWeight(self._shape(kind), dtype, self.weight.device, taps, keeps=keeps)
+
+    def _shape(self, kind: str) -> tuple[int, ...]:
+        """Return the shape of the weight for calls of `kind`."""
+        return form_shape(self.weight, kind)
 
     def _derive(self, kind: str, dtype: torch.dtype) -> Tensor:
         """Return the weight for calls of `kind`; it can be the parameter itself."""
@@ -262,20 +217,7 @@ class Conv(nn.Module):
 
     def _bias(self, kind: str, offset: Tensor | None) -> Tensor:
         """Return the bias for the form `kind` with this offset."""
-        if kind == "folded":
-            return self.bias.repeat(4)
-        return self.bias.repeat(SPREAD) if kind.endswith("spread") else self.bias
-
-    def _spreads(self, x: Tensor, kind: str, residual: Tensor | None) -> bool:
-        """Return whether neighbours in a row are computed as one pixel; see `SPREAD`."""
-        return (
-            kind in ("volume", "frame", "summed")
-            and residual is None
-            and self.weight.shape[-1] == 3
-            and SPREAD * self.weight.shape[0] <= VECTOR
-            and x.shape[-1] % SPREAD == 0
-            and packs(x)
-        )
+        return self.bias.repeat(4) if kind == "folded" else self.bias
 
 
 class PointwiseConv(nn.Module):
@@ -356,29 +298,21 @@ def drop_stale_forms(
             conv.forms.pop(key, None)
 
 
-def _gathered(spread: Tensor) -> Tensor:
-    """View `[B, 4 * C, ..., W / 4]` as `[B, C, ..., W]`; see `SPREAD`."""
-    rows = spread.movedim(1, -1)
-    return rows.unflatten(-1, (SPREAD, -1)).flatten(-3, -2).movedim(-1, 1)
-
-
-def _order_of(x: Tensor) -> torch.memory_format:
-    """Return channels-last for the dimensions of `x` `[N, C, H, W]` or `[B, C, T, H, W]`."""
-    return torch.channels_last if x.ndim == 4 else torch.channels_last_3d
-
-
-def _as_5d(x: Tensor) -> Tensor:
-    """View `[N, C, H, W]` as `[N, C, 1, H, W]`."""
-    return x if x.ndim == 5 else x.unsqueeze(2)
-
-
-def _zeros_reused(cache: TemporalCache, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
-    """Return zeros in reused memory, `[B, C, T, H, W]` or `[N, C, H, W]`, or None."""
-    five = shape if len(shape) == 5 else (*shape[:2], 1, *shape[2:])
-    memory = cache.reused(five, like)
-    if memory is None:
-        return None
-    return memory.zero_() if len(shape) == 5 else memory.squeeze(2).zero_()
+def _reused(
+    x: Tensor,
+    weight_shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    padding: tuple[int, int],
+    before: Callable[[], Tensor] | None,
+    cache: TemporalCache,
+) -> Tensor | None:
+    """Return reused memory for a result `[B, C, T, H, W]` or `[N, C, H, W]`, or None."""
+    if x.ndim == 4:
+        batch, channels, *size = convolved(x, weight_shape, strides, padding)
+        memory = cache.reused((batch, channels, 1, *size), x)
+        return None if memory is None else memory.squeeze(2)
+    tail = None if before is None else before()
+    return cache.reused(convolved(x, weight_shape, strides, (0, *padding), tail), x)
 
 
 def _records(x: Tensor, weight: Tensor) -> bool:

@@ -1,6 +1,5 @@
 """Weights in the forms that calls need, cached with the parameter they are derived from."""
 
-import platform
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,21 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# oneDNN's own weight layouts exist on x86 only; on Arm other libraries run under its name.
-_X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
-
-# A convolution to few channels leaves most of a vector of 16 unused: 96 to 3 channels ran at a
-# seventh of the speed of 96 to 96. So 4 neighbours in a row become one pixel of four times as many
-# channels: 10.5 ms instead of 18.9 for 2 x 192 x 192 in bf16, 40 instead of 63 in fp32.
-SPREAD = 4
-VECTOR = 16
-
-# cuDNN's tensor-core kernels for NHWC take multiples of this many channels; with the 3 or 12 of a
-# picture it converts layouts or uses no tensor cores. Zeros fill the rest.
-_ALIGNED = ("cuda",)
-_PLAIN = ("volume", "frame", "summed")
-_CHANNELS = 8
-ALIGNED = ", aligned"
+from ...kernels import ConvWeight
 
 # Forms of larger weights are not kept, because those of Wan 2.2 would double its 705 M. The
 # convolution then reorders the weight in each call: 57 ms instead of 30 for 1024 channels in bf16,
@@ -43,17 +28,15 @@ class Form:
     """A weight in the form of a call, with the state of its parameters.
 
     Attributes:
-        weight: The weight.
+        weight: The weight, derived with the first call.
         offset: Values derived from biases; None: there are none.
-        packed: The weight is in oneDNN's layout.
         sources: The parameters that it was derived from.
         stamps: `stamp_of` each of them.
         checksum: `checksum_of` all of them; None: the form is not kept.
     """
 
-    weight: Tensor
+    weight: ConvWeight
     offset: Tensor | None = None
-    packed: bool = False
     sources: tuple[weakref.ref[Tensor], ...] = ()
     stamps: tuple[tuple[object, ...], ...] = ()
     checksum: Tensor | None = None
@@ -76,23 +59,20 @@ class Forms(dict[tuple[str, torch.dtype], Form]):
         return Forms, ()
 
 
-def derived(
-    weight: Tensor, offset: Tensor | None, sources: Sequence[Tensor], *, packed: bool
-) -> Form:
+def kept_form(weight: ConvWeight, offset: Tensor | None, sources: Sequence[Tensor]) -> Form:
     """Return a form to keep.
 
     Args:
         weight: The derived weight, such as `[C_out, C_in, kh, kw]`.
         offset: Values derived from biases, or None.
         sources: The parameters, whose state is recorded.
-        packed: The weight is in oneDNN's layout.
 
     Returns:
         The form.
     """
     references = tuple(weakref.ref(source) for source in sources)
     stamps = tuple(stamp_of(source) for source in sources)
-    return Form(weight, offset, packed, references, stamps, checksum_of(sources))
+    return Form(weight, offset, references, stamps, checksum_of(sources))
 
 
 def keeps_form(kind: str, numbers: int) -> bool:
@@ -110,43 +90,16 @@ def turns(weight_numel: int, frame_numel: int) -> bool:
     return keeps_form("volume", weight_numel) and _FRAME_TO_WEIGHT * weight_numel <= frame_numel
 
 
-def aligns(x: Tensor, weight: Tensor, kind: str) -> bool:
-    """Return whether channels are filled up.
-
-    Args:
-        x: The input, `[B, C_in, ...]`.
-        weight: The parameter, `[C_out, C_in, ...]`.
-        kind: The form of the call.
-
-    Returns:
-        True for the first and last convolutions of a network on CUDA in 16 bits.
-    """
-    narrow = x.dtype in (torch.float16, torch.bfloat16)
-    odd = any(channels % _CHANNELS for channels in weight.shape[:2])
-    return x.device.type in _ALIGNED and narrow and odd and kind.startswith(_PLAIN)
-
-
-def widened(x: Tensor, channels: int) -> Tensor:
-    """Return `x` `[B, C, ...]`, channels-last, with zeros up to `channels` channels."""
-    rows = x.movedim(1, -1)
-    wide = rows.new_zeros((*rows.shape[:-1], channels))
-    wide[..., : x.shape[1]] = rows
-    return wide.movedim(-1, 1)
-
-
-def packs(x: Tensor) -> bool:
-    """Return whether oneDNN's blocked weights and fused sum support `x` `[B, C, T, H, W]`."""
-    return packs_for(x.device, x.dtype)
-
-
-def packs_for(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether oneDNN's blocked weights and fused sum support `device` and `dtype`."""
-    backend = torch.backends.mkldnn
-    if device.type != "cpu" or not _X86 or not backend.is_available() or not backend.enabled:
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
+def form_shape(weight: Tensor, kind: str) -> tuple[int, ...]:
+    """Return the shape of `derive(weight, kind)` for a parameter `[C_out, C_in, ...]`."""
+    outputs, inputs, *taps = weight.shape
+    if kind.startswith("volume"):
+        return tuple(weight.shape)
+    height, width = taps[-2:]
+    if kind == "folded":
+        return 4 * outputs, inputs, 2, 2
+    grown = int(kind == "shifted")
+    return outputs, inputs, height + grown, width + grown
 
 
 def derive(weight: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
@@ -157,17 +110,12 @@ def derive(weight: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
         kind: `volume`: all taps. `frame`: the last temporal tap. `summed`: the sum of the temporal
             taps. `folded`: the phases of `UpsampleConv2d`. `shifted`: with a row and a column of
             zero taps in front. `volume, turned N`: tap 0 at position `N`, the others after it in a
-            circle. `..., spread`: for `SPREAD` neighbours at once. `..., aligned`: with zeros up to
-            whole groups of channels.
+            circle.
         dtype: Dtype of the result; sums are computed in float32 or wider.
 
     Returns:
         The derived weight, channels-last.
     """
-    if kind.endswith(ALIGNED):
-        return _aligned(derive(weight, kind.removesuffix(ALIGNED), dtype))
-    if kind.endswith(", spread"):
-        return _spread(derive(weight, kind.removesuffix(", spread"), dtype))
     if kind == "summed" and weight.ndim == 5:
         wide = torch.promote_types(weight.dtype, torch.float32)
         weight = weight.sum(2, dtype=wide).to(dtype)
@@ -217,51 +165,8 @@ def own_bytes(form: Tensor, parameter: Tensor) -> int:
     return 0 if form.data_ptr() == parameter.data_ptr() else form.untyped_storage().nbytes()
 
 
-def _aligned(taps: Tensor) -> Tensor:
-    """Return `taps` with zeros up to multiples of `_CHANNELS`."""
-    order = torch.channels_last if taps.ndim == 4 else torch.channels_last_3d
-    outputs, inputs = (-(-channels // _CHANNELS) * _CHANNELS for channels in taps.shape[:2])
-    wide = taps.new_zeros(outputs, inputs, *taps.shape[2:])
-    wide[: taps.shape[0], : taps.shape[1]] = taps
-    return wide.contiguous(memory_format=order)
-
-
-def _spread(taps: Tensor) -> Tensor:
-    """Return the taps for `SPREAD` neighbours in a row at once, as channels."""
-    order = torch.channels_last if taps.ndim == 4 else torch.channels_last_3d
-    wide = taps.new_zeros(SPREAD, *taps.shape[:-1], taps.shape[-1] + SPREAD - 1)
-    for at in range(SPREAD):
-        wide[at, ..., at : at + taps.shape[-1]] = taps
-    return wide.flatten(0, 1).contiguous(memory_format=order)
-
-
 def _sum_of(weight: Tensor) -> Tensor:
     flat = weight.detach().as_strided((weight.numel(),), (1,))
     offset = flat.storage_offset() * flat.element_size()
     words = flat.nbytes % 8 == 0 and offset % 8 == 0
     return flat.view(torch.int64 if words else torch.uint8).sum(dtype=torch.int64)
-
-
-def output_size(
-    shape: Sequence[int],
-    weight_shape: Sequence[int],
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-) -> tuple[int, ...]:
-    """Return the shape of a convolution's result, such as `[B, C_out, T, H, W]`.
-
-    Args:
-        shape: Shape of the input.
-        weight_shape: Shape of the weight.
-        stride: Stride of each dimension.
-        padding: Padding of each dimension, on both sides.
-
-    Returns:
-        The shape.
-    """
-    axes = zip(shape[2:], weight_shape[2:], stride, padding, strict=True)
-    return (
-        shape[0],
-        weight_shape[0],
-        *((length + 2 * pad - taps) // step + 1 for length, taps, step, pad in axes),
-    )

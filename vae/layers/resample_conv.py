@@ -35,9 +35,9 @@ class UpsampleConv2d(Conv):
         Returns:
             `[B, C_out, T, 2 H, 2 W]`, channels-last.
         """
-        late = self.adds_bias_late(x)
-        terms = Terms(biased=not late)
-        grid = self.convolve(_as_frames(x), "folded", (1, 1), (1, 1), cache, terms)
+        call = _as_frames(x), "folded", (1, 1), (1, 1)
+        late = not self.fuses(*call).adds_bias
+        grid = self.convolve(*call, cache, Terms(biased=not late))
         batch, _, frames, height, width = x.shape
         shape = (batch, grid.shape[1] // 4, frames, 2 * height, 2 * width)
         out = cache.reused(shape, x)

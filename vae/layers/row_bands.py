@@ -32,15 +32,15 @@ class BandedConv(Protocol):
         ...
 
     def of_window(
-        self, window: Tensor, cache: TemporalCache, rows: int, terms: Terms = BIAS
+        self, window: Tensor, cache: TemporalCache, pads: tuple[int, int], terms: Terms = BIAS
     ) -> Tensor:
         """Convolve `window` `[B, C_in, context + T, H, W]`.
 
         Args:
             window: The tail and the new frames.
             cache: State of the video.
-            rows: Rows of zero padding above and below.
-            terms: Bias and residual to add.
+            pads: Rows and columns of zero padding on each side.
+            terms: Bias, residual and norm to apply.
 
         Returns:
             `[B, C_out, T, H, W]`.
@@ -93,14 +93,14 @@ def convolve(
         x: `[B, C_in, T, H, W]`, channels-last.
         cache: State of the video. It supplies the frames before `x` and keeps the new tail.
         rows: Rows per band.
-        terms: Bias and residual to add; the memory of a residual `[B, C_out, T, H, W]` becomes the
-            result.
+        terms: Bias and residual to add, or a norm to apply; the memory of a residual `[B, C_out,
+            T, H, W]` becomes the result.
 
     Returns:
         `[B, C_out, T, H, W]`, channels-last.
     """
     batch, _, frames, height, width = x.shape
-    residual, bias, biased = terms
+    residual, bias, biased, gamma = terms
     out = residual
     if out is None:
         shape = (batch, conv.weight.shape[0], frames // conv.stride, height, width)
@@ -118,7 +118,7 @@ def convolve(
         cache.attempt(functools.partial(fill, x[:, :, :, above:below], out=fresh))
         keeps.remember(window, top, bottom)
         part = out[:, :, :, top:bottom]
-        y = conv.of_window(window, cache, 0, Terms(biased=biased))
+        y = conv.of_window(window, cache, (0, conv.padding), Terms(biased=biased, gamma=gamma))
         if residual is None:
             part.copy_(y)
         else:

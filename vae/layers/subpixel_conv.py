@@ -136,6 +136,11 @@ class ShuffleConv(Conv):
             return self.convolve(window.squeeze(2), kind, (1, 1), (1, 1), cache).unsqueeze(2)
         return self.convolve(window, kind, (1, 1, 1), (1, 1), cache)
 
+    def _shape(self, kind: str) -> tuple[int, ...]:
+        outputs, inputs = self.weight.shape[:2]
+        frames = max(at for at, _ in _places(kind, self.times)) + 1
+        return 4 * outputs, inputs, *(() if kind.endswith(_FIRST) else (frames,)), 2, 2
+
     def _derive(self, kind: str, dtype: torch.dtype) -> Tensor:
         (upscale,) = self._upscale
         places = _places(kind, self.times)

@@ -149,6 +149,8 @@ class TemporalCache:
     def keep(self, conv: nn.Module, context: int, x: Tensor) -> None:
         """Update the tail of a convolution with new input frames; it allocates only a new tail.
 
+        A tail that was moved to the host is updated there.
+
         Args:
             conv: The convolution, the key of its tail.
             context: Frames of the tail.
@@ -156,7 +158,8 @@ class TemporalCache:
         """
         if self.single_frame or not context:
             return
-        tail = self.tail(conv, context, x)
+        known = self._tails.get(conv)
+        tail = self.tail(conv, context, x) if known is None else known
         last = x[:, :, -context:]
         if torch.is_grad_enabled():
             self._tails[conv] = torch.cat([tail, last], dim=2)[:, :, -context:]

@@ -45,21 +45,22 @@ class GroupNorm(nn.Module):
         out: Tensor,
         tail: Tensor | None = None,
         statistics: Tensor | None = None,
+        border: int = 0,
     ) -> Tensor:
         """Compute norm and SiLU of `x`, as `group_norm_silu` does.
 
         Args:
             x: `[B, C, T, H, W]`, channels-last.
-            out: `[B, C, K + T, H, W]`.
+            out: `[B, C, K + T, H, W]`, with the border.
             tail: `[B, C, K, H, W]`, or None.
             statistics: `[B, T, 2, groups]` of whole frames; None: measured from `x`.
+            border: Rows and columns of zeros around each frame of `out`.
 
         Returns:
             `out`.
         """
-        return group_norm_silu(
-            x, self.weight, self.bias, SEEDVR2_GROUPS, tail=tail, statistics=statistics, out=out
-        )
+        options = {"statistics": statistics, "tail": tail, "border": border, "out": out}
+        return group_norm_silu(x, self.weight, self.bias, SEEDVR2_GROUPS, **options)
 
     def statistics(self, x: Tensor) -> Tensor:
         """Return the statistics `[B, T, 2, groups]` of whole frames `x` `[B, C, T, H, W]`."""

@@ -39,19 +39,21 @@ class RMSNorm(nn.Module):
         out: Tensor | None = None,
         tail: Tensor | None = None,
         bias: Tensor | None = None,
+        border: int = 0,
     ) -> Tensor:
         """Compute norm and SiLU of `x`, as `rms_norm_silu` does.
 
         Args:
             x: `[B, C, T, H, W]`, channels-last.
-            out: `[B, C, K + T, H, W]`, or None.
+            out: `[B, C, K + T, H, W]`, with the border, or None.
             tail: `[B, C, K, H, W]`, or None.
             bias: `[C]`, added to `x` first, or None.
+            border: Rows and columns of zeros around each frame of the result.
 
         Returns:
-            `[B, C, K + T, H, W]`.
+            `[B, C, K + T, H, W]`, with the border.
         """
-        return rms_norm_silu(x, self.gamma, bias=bias, tail=tail, out=out)
+        return rms_norm_silu(x, self.gamma, bias=bias, tail=tail, out=out, border=border)
 
     def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Compute the norm of `x` `[B, C, T, H, W]`, into `out` if given."""
@@ -82,13 +84,24 @@ class ResidualBlock(CausalLayer):
         """Run the block on `x` `[B, C_in, T, H, W]` with `cache`; return `[B, C_out, T, H, W]`."""
         norm1, norm2 = (cast(RMSNorm, self.residual[key]) for key in "03")
         conv1, conv2 = (cast(CausalConv3d, self.residual[key]) for key in "26")
-        late = conv1.adds_bias_late(x)
-        y = Handover(conv1(x, cache, norm1.silu, Terms(biased=not late)))
-        fill = functools.partial(norm2.silu, bias=conv1.bias) if late else norm2.silu
+        late = not conv1.fusing(x, cache).adds_bias
+        if self._norms_in_place(x, cache):
+            y, fill = Handover(conv1(x, cache, norm1.silu, Terms(gamma=norm2.gamma))), None
+        else:
+            y = Handover(conv1(x, cache, norm1.silu, Terms(biased=not late)))
+            fill = functools.partial(norm2.silu, bias=conv1.bias) if late else norm2.silu
         if self.shortcut is None:
             return conv2(y, cache, fill, Terms(x))
         residual = self.shortcut(x, cache, biased=not late)
         return conv2(y, cache, fill, Terms(residual, self.shortcut.bias if late else None))
+
+    def _norms_in_place(self, x: Tensor, cache: TemporalCache) -> bool:
+        """Return whether the first convolution writes the norm, and the second reads it there."""
+        conv1, conv2 = (cast(CausalConv3d, self.residual[key]) for key in "26")
+        if not conv1.fusing(x, cache, norm=True).norm:
+            return False
+        between = x[:, :1].expand(-1, conv2.weight.shape[1], -1, -1, -1)  # only for its shape
+        return cache.first or conv2.fusing(between, cache).tail
 
 
 class AttentionBlock(CausalLayer):

@@ -302,8 +302,9 @@ class DryRun:
             tail = Shape(shape.channels, product.context, rows, shape.width)
             _ = ledger.new(tail), self._made(out.sized(rows, out.width))
             return y
-        if product.windowed and not rings:
-            ledger.scratch(window)
+        if product.windowed and (not rings or setting.borders):
+            border = 2 * setting.borders
+            ledger.scratch(window.sized(window.height + border, window.width + border))
         if given:
             given.clear()
         # Copies in oneDNN's order; the weight of a first frame, which has fewer taps, also in

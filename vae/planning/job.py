@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..layers.conv_weights import packs_for
+from ...kernels import adds_in_place, may_border
 from ..models.base import Network
 from ..models.config import VAEConfig
 from ..models.receptive_field import Size, is_encoder
@@ -84,9 +84,10 @@ class StreamJob:
             self.dtype.itemsize,
             self.single_frame,
             self.device.type == "cpu",
-            packs_for(self.device, self.dtype),
+            adds_in_place(self.device, self.dtype),
             next(self.network.parameters()).dtype != self.dtype,
             self.searches and self.device.type == "cuda",
+            may_border(self.device, self.dtype),
         )
 
     @property

@@ -19,6 +19,7 @@ class Setting:
         fused: Convolutions add to an existing buffer (oneDNN) instead of returning a new one.
         casts: The weights have another dtype than the activations.
         searches: cuDNN searches for its fastest algorithms.
+        borders: Convolutions may ask for frames with a border, also instead of rings.
     """
 
     batch: int
@@ -28,6 +29,7 @@ class Setting:
     fused: bool
     casts: bool
     searches: bool = False
+    borders: bool = False
 
 
 class Block:

@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...kernels import is_out_of_memory
-from ..layers import cudnn
+from ...kernels import TrialBudget, is_out_of_memory, search_pays, searching, trials
 from ..layers.conv import Conv, drop_stale_forms
 from ..layers.oom import Relief
 from ..layers.temporal_cache import TemporalCache
@@ -42,7 +41,6 @@ from .upload import Upload
 
 # Devices whose library can search for its fastest algorithms.
 _SEARCHED = ("cuda",)
-
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -123,7 +121,7 @@ class VideoSession:
         if self._encodes:
             self._upload = Upload(self._device, self.dtype, self.to_range)
         self._workspace = Workspace()
-        self._changes = Changes()
+        self._changes, self._trials = Changes(), TrialBudget()
         self._chunk: Tensor | None = None
         self._results: Iterator[Tensor] | None = None
         self._records = self._searches = self._is_static = False
@@ -177,6 +175,7 @@ class VideoSession:
             # Break the reference cycles so that the caches are freed now.
             self._workspace.relief = None
             relief.forget()
+            self._trials.close()
             self._recording = self._results = None
 
     @eager
@@ -239,7 +238,7 @@ class VideoSession:
         kind = chunk.shape, self._executor.cache.first
         model = self.config, self._encodes, self.dtype, self._device
         able = self.searches and self._device.type in _SEARCHED
-        self._searches = able and cudnn.pays((*kind, *model))
+        self._searches = able and search_pays((*kind, *model))
         # No search is possible while a graph is captured.
         like = *kind, self._searches
         self._repeats = self._repeats + 1 if like == self._last else 0
@@ -269,8 +268,9 @@ class VideoSession:
             modes.enter_context(torch.autocast(self._device.type, enabled=False))
             if self.full:
                 modes.enter_context(full_float32(self._device))
+            modes.enter_context(trials(self._trials))
             if self._searches:
-                modes.enter_context(cudnn.searching(self._device))
+                modes.enter_context(searching(self._device))
             if self._results is None:
                 self._results = iter(self._steps(self.relief.attempt(self._input)))
             result = next(self._results, None)

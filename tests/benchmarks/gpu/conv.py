@@ -1,4 +1,4 @@
-"""Section `conv`: convolutions by channels and frames, with or without a border; upsampling."""
+"""Section `conv`: convolutions by channels, frames and candidate; upsampling."""
 
 import functools
 import time
@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fast_video_vae.kernels import bias_residual, measure, synchronize
-from fast_video_vae.vae.layers import cudnn
+from fast_video_vae.kernels import ConvWeight, bias_residual, dispatch, measure, synchronize
+from fast_video_vae.kernels.convolution import cudnn
+from fast_video_vae.kernels.triton_ops import ops
 from fast_video_vae.vae.layers.resample_conv import UpsampleConv2d
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 
@@ -25,6 +26,10 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _PLAIN, _BORDERED = "NDHWC", "NDHWC, border in the buffer"
 _SEARCHED, _STOCK = "NDHWC, searched", "NCDHW with bias, as stock"
 _KITCHEN = "comfy-kitchen, border in the buffer"
+_SLICED = "slices of conv2d, tail apart"
+
+# The tail is read where it is; a GPU has fewer tiles for some shapes.
+_TILES = {f"our kernel, tile {number}": number for number in range(6)}
 
 # Input and output channels of an upsampling, and the size of its input frame.
 _UPSAMPLINGS = (
@@ -57,8 +62,12 @@ class Shape:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        kinds = (_PLAIN, _BORDERED, _SEARCHED, _STOCK)
-        return (*kinds, _KITCHEN) if (self.ndim, self.dtype) == (3, torch.float16) else kinds
+        kinds = [_PLAIN, _BORDERED, _SEARCHED, _STOCK, *_TILES]
+        if self.ndim == 3:
+            kinds.append(_SLICED)
+        if (self.ndim, self.dtype) == (3, torch.float16):
+            kinds.append(_KITCHEN)
+        return tuple(kinds)
 
     @property
     def flops(self) -> int:
@@ -104,6 +113,8 @@ def _conv(session: Session, shape: Shape) -> Results:
     calls = _calls(session, shape)
     if _KITCHEN in shape.kinds and _KITCHEN not in calls:
         yield _KITCHEN, Missing("comfy_kitchen is not installed, or has no fp16_conv3d")
+    for kind in _TILES.keys() - calls.keys():
+        yield kind, Missing("our kernel has no such tile for this GPU and shape")
     yield from _timed(session, calls, dict.fromkeys(calls, shape.flops))
 
 
@@ -128,9 +139,31 @@ def _calls(session: Session, shape: Shape) -> dict[str, Callable[[], Tensor]]:
     }
     if _KITCHEN in shape.kinds and (kitchen := _kitchen()) is not None:
         calls[_KITCHEN] = lambda: kitchen(bordered, weight, bias)
+    calls |= _candidates(session, shape, x, weight)
     # Last, so that its first call includes the search but not the loading of libraries.
     calls[_SEARCHED] = lambda: cudnn.convolve(x, weight, None, stride, pads)
     return calls
+
+
+def _candidates(
+    session: Session, shape: Shape, x: Tensor, taps: Tensor
+) -> dict[str, Callable[[], Tensor]]:
+    """Return the calls of our kernel, by tile, and of slices, with the tail apart."""
+    ones, pads = (1,) * shape.ndim, (1, 1)
+    weight = ConvWeight(taps.shape, taps.dtype, taps.device, lambda: taps)
+    options: dict[str, Any] = {"stride": ones, "padding": pads}
+    if shape.ndim == 3:
+        tail = x[:, :, :2].clone(memory_format=torch.channels_last_3d)
+        x, options["tail"] = x[:, :, 2:], tail
+    op = f"conv{shape.ndim}d"
+    count = ops.variants(x, weight, ones, pads) if session.cuda else 0
+    names = {kind: f"triton:{number}" for kind, number in _TILES.items() if number < count}
+    if shape.ndim == 3:
+        names[_SLICED] = "sliced"
+    return {
+        kind: functools.partial(dispatch.ask, name, op, x, weight, **options)
+        for kind, name in names.items()
+    }
 
 
 def _kitchen() -> Callable[..., Tensor] | None:

@@ -10,9 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from fast_video_vae.kernels import use_backend
-from fast_video_vae.vae.layers import conv_weights
-from fast_video_vae.vae.layers.conv import Conv
+from fast_video_vae.kernels import Fused, use_backend
+from fast_video_vae.kernels.convolution import aten
 from fast_video_vae.vae.layers.resample_conv import UpsampleConv2d
 from fast_video_vae.vae.planning import candidates
 
@@ -49,7 +48,7 @@ def variants(session: Session, vae: Any) -> list[Variant]:
         Variant("CUDA graphs", lambda: replaced(vae, "graphs", True), single_frame=False),
         Variant(
             "ends of 3 and 12 channels not filled up",
-            lambda: replaced(conv_weights, "_ALIGNED", ()),
+            lambda: replaced(aten, "_ALIGNED", ()),
         ),
         Variant("1 latent per step", chunk=1, single_frame=False),
         Variant(
@@ -67,7 +66,7 @@ def variants(session: Session, vae: Any) -> list[Variant]:
         ),
         Variant(
             "each convolution adds its bias",
-            lambda: replaced(Conv, "adds_bias_late", lambda self, x: False),
+            lambda: replaced(aten, "fuses", lambda *_, **__: Fused(bias=True)),
         ),
     ]
     return found

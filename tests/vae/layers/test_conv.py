@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fast_video_vae.kernels.convolution import aten, onednn
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers import causal_conv as causal
@@ -90,7 +91,7 @@ def test_weights_are_derived_once(vae, latent, monkeypatch):
 
 
 def test_weights_in_the_right_layout_are_not_copied(vae, latent, monkeypatch):
-    monkeypatch.setattr(conv, "packs", lambda _: False)  # as on a GPU
+    monkeypatch.setattr(onednn, "serves", lambda *_: False)  # as on a GPU
     own = vae.weight_bytes()
     vae.decode(latent)
     planes = [c for c in vae.decoder.modules() if isinstance(c, causal.CausalConv3d) and c.padding]
@@ -218,8 +219,8 @@ def test_derived_large_weights_are_not_kept(vae, latent, monkeypatch):
 @pytest.mark.parametrize("replicate", [False, True])
 def test_filled_up_channels_give_the_same_convolution(into, out, dtype, replicate, monkeypatch):
     """The products are those of a convolution in float32 of the same numbers, rounded once."""
-    monkeypatch.setattr(conv_weights, "_ALIGNED", ("cpu",))
-    monkeypatch.setattr(conv, "packs", lambda x: False)
+    monkeypatch.setattr(aten, "_ALIGNED", ("cpu",))
+    monkeypatch.setattr(onednn, "serves", lambda *_: False)
     generator = torch.Generator().manual_seed(0)
     layer = causal.CausalConv3d(into, out, replicate=replicate).requires_grad_(False).to(dtype)
     for parameter in layer.parameters():
@@ -240,17 +241,19 @@ def test_filled_up_channels_give_the_same_convolution(into, out, dtype, replicat
     result = torch.cat(results, dim=2)
     assert torch.equal(result, expected)
     assert result.is_contiguous(memory_format=torch.channels_last_3d)
-    kinds = {kind for kind, _ in layer.forms}
-    assert kinds
-    assert all(kind.endswith("aligned") for kind in kinds)
-    shapes = {form.weight.shape[:2] for form in layer.forms.values()}
-    assert shapes == {(-(-out // 8) * 8, -(-into // 8) * 8)}
+    layouts = [layout for form in layer.forms.values() for layout in form.weight.layouts]
+    assert {taps.shape[:2] for taps in layouts} == {(-(-out // 8) * 8, -(-into // 8) * 8)}
 
 
-def test_other_devices_dtypes_and_widths_keep_their_channels(monkeypatch):
-    x, weight = torch.zeros(1, 3, 1, 4, 4), torch.empty(8, 3, 3, 3, 3)
-    assert not conv_weights.aligns(x.bfloat16(), weight, "volume")  # a CPU
-    monkeypatch.setattr(conv_weights, "_ALIGNED", ("cpu",))
-    assert conv_weights.aligns(x.bfloat16(), weight, "volume")
-    assert not conv_weights.aligns(x, weight, "volume")
-    assert not conv_weights.aligns(x.bfloat16(), torch.empty(8, 16, 3, 3, 3), "volume")
+@pytest.mark.parametrize(
+    ("devices", "dtype", "channels"),
+    [((), torch.bfloat16, 3), (("cpu",), torch.float32, 3), (("cpu",), torch.bfloat16, 16)],
+)
+def test_other_devices_dtypes_and_widths_keep_their_channels(devices, dtype, channels, monkeypatch):
+    monkeypatch.setattr(aten, "_ALIGNED", devices)
+    monkeypatch.setattr(onednn, "serves", lambda *_: False)
+    layer = causal.CausalConv3d(channels, 8).requires_grad_(False).to(dtype)
+    with torch.no_grad():
+        layer(torch.zeros(1, channels, 1, 4, 4, dtype=dtype), TemporalCache())
+    (form,) = layer.forms.values()
+    assert [taps.shape[1] for taps in form.weight.layouts] == [channels]

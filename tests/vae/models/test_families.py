@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from fast_video_vae.kernels.convolution import onednn
 from fast_video_vae.tests.benchmarks.peers import diffusers_vae
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
@@ -19,7 +20,6 @@ from fast_video_vae.tests.vae.families import (
 from fast_video_vae.tests.vae.models.seedvr2_oracle import Oracle
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 from fast_video_vae.vae import load_vae
-from fast_video_vae.vae.layers import conv
 from fast_video_vae.vae.planning import candidates
 
 SIZE = 3, 2  # of a latent
@@ -76,7 +76,7 @@ def weights_layout(request, family, monkeypatch):
     """Both weight layouts; caches of the other layout are cleared first."""
     family.vae.drop_derived()
     if request.param == "plain":
-        monkeypatch.setattr(conv, "packs", lambda _: False)  # as on a GPU
+        monkeypatch.setattr(onednn, "serves", lambda *_: False)  # as on a GPU
     yield
     family.vae.drop_derived()
 

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from fast_video_vae.kernels.convolution import onednn
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.vae.families import (
     Convolutions,
@@ -14,7 +15,7 @@ from fast_video_vae.tests.vae.families import (
 )
 from fast_video_vae.tests.vae.models.seedvr2_oracle import Oracle, PlainUpsample
 from fast_video_vae.vae import load_vae
-from fast_video_vae.vae.layers import conv, row_bands
+from fast_video_vae.vae.layers import row_bands
 from fast_video_vae.vae.layers.causal_conv import CausalConv3d
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.models import seedvr2
@@ -57,7 +58,7 @@ def truth(state):
 @pytest.fixture(params=["oneDNN", "plain"])
 def weights_layout(request, monkeypatch):
     if request.param == "plain":
-        monkeypatch.setattr(conv, "packs", lambda _: False)  # as on a GPU
+        monkeypatch.setattr(onednn, "serves", lambda *_: False)  # as on a GPU
 
 
 def test_latents_are_scaled_and_have_no_statistics(vae):
@@ -134,10 +135,10 @@ def banded(state, monkeypatch):
     monkeypatch.setattr(candidates, "_SMALLEST_PART_BYTES", 1)
     of_window = CausalConv3d.of_window
 
-    def counted(self, window, cache, rows, *args, **options):
-        if not rows:
+    def counted(self, window, cache, pads, *args, **options):
+        if pads == (0, 1):
             made.append(window.shape[3] - 2)
-        return of_window(self, window, cache, rows, *args, **options)
+        return of_window(self, window, cache, pads, *args, **options)
 
     monkeypatch.setattr(CausalConv3d, "of_window", counted)
     return vae, made

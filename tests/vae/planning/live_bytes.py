@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fast_video_vae.kernels import Fused, dispatch, reference, shapes
 from fast_video_vae.tests.benchmarks import bench_memory, count_bytes
 from fast_video_vae.tests.benchmarks.bench_memory import Case
 from fast_video_vae.tests.benchmarks.weights import random_weights
 from fast_video_vae.vae import VideoVAE, load_vae, validation
-from fast_video_vae.vae.planning import candidates
+from fast_video_vae.vae.planning import candidates, job
 from fast_video_vae.vae.streaming import session
 
 
@@ -62,10 +63,43 @@ class LiveBytes(TorchDispatchMode):
         self.live -= nbytes
 
 
-def live_peak(case: Case) -> tuple[int, int]:
-    """Return the peak bytes of a stream without weights and input, and the estimate of its plan."""
+class Empty:
+    """A candidate of the convolutions that fuses what it is given, and only allocates."""
+
+    def __init__(self, fused: Fused) -> None:
+        self._fused = fused
+
+    def fuses(self, x, weight, stride, padding, *, norm):
+        return self._fused._replace(border=self._fused.border and any(padding))
+
+    def conv3d(self, x, weight, bias=None, *, stride, padding, tail=None, out=None, **terms):
+        weight.plain()
+        size = shapes.convolved(x, weight.shape, stride, (0, *padding), tail)
+        return shapes.new_convolved(x, size) if out is None else out
+
+    def conv2d(self, x, weight, bias=None, *, stride, padding, out=None, **terms):
+        weight.plain()
+        size = shapes.convolved(x, weight.shape, stride, padding)
+        return shapes.new_convolved(x, size) if out is None else out
+
+
+def live_peak(case: Case, fused: Fused | None = None) -> tuple[int, int]:
+    """Return the peak bytes of a stream without weights and input, and the estimate of its plan.
+
+    With `fused` the convolutions are those of a candidate that fuses this.
+    """
     vae = _meta_vae(case.family, case.width, case.dtype)
     with contextlib.ExitStack() as stack:
+        if fused is not None:
+            order = "kitchen", *dispatch.CONVOLUTION_ORDER
+            stack.enter_context(mock.patch.dict(dispatch._loaded, kitchen=Empty(fused)))
+            stack.enter_context(mock.patch.object(dispatch, "CONVOLUTION_ORDER", order))
+            stack.enter_context(mock.patch.object(job, "may_border", return_value=fused.border))
+            if fused.border:
+                # Only the reference and Triton write a border; Triton's kernel needs no memory.
+                for norm in ("rms_norm_silu", "group_norm_silu"):
+                    written = mock.patch.object(reference, norm, lambda *_, out, **__: out)
+                    stack.enter_context(written)
         for target, name, value in (
             (validation, "check_finite", lambda *_: None),
             (session, "drop_stale_forms", lambda *_: None),

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from fast_video_vae.kernels import Fused
 from fast_video_vae.tests.benchmarks import bench_memory
 from fast_video_vae.tests.benchmarks.bench_memory import Case
 from fast_video_vae.tests.builders import random_state_dict
@@ -106,6 +107,20 @@ MANY = [case for family in VIDEO for encode in (False, True) for case in many(fa
 def test_the_estimate_matches_the_allocations_of_a_stream(case):
     peak, estimate = live_peak(case)
     assert estimate == pytest.approx(peak, rel=ALLOCATED)
+
+
+@pytest.mark.parametrize(
+    "fused",
+    [
+        Fused(tail=True, sums=True, norm=True, bias=True),  # our own kernel
+        Fused(sums=True, bias=True, border=True),  # comfy-kitchen
+        Fused(tail=True),  # slices
+    ],
+)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_estimate_is_enough_for_each_candidate(case, fused):
+    peak, estimate = live_peak(case, fused)
+    assert peak <= (1 + ALLOCATED) * estimate
 
 
 def differing(cases):

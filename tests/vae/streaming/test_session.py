@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fast_video_vae.kernels import errors, preparations
+from fast_video_vae.kernels.convolution import cudnn
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.vae.families import random_frames
 from fast_video_vae.vae import StreamOptions, load_vae
@@ -134,7 +135,6 @@ def test_chunks_with_gradients_are_not_captured(recorded):
 @pytest.fixture
 def searches(monkeypatch):
     """Return a function that decodes, and counts the chunks that search for algorithms."""
-    cudnn = session.cudnn
     monkeypatch.setattr(session, "_SEARCHED", ("cpu",))
     monkeypatch.setattr(cudnn, "_seen", Counter())
     monkeypatch.setattr(cudnn, "_UNSEARCHED", 3)
@@ -146,7 +146,7 @@ def searches(monkeypatch):
         entered.add(chunk)
         yield
 
-    monkeypatch.setattr(cudnn, "searching", searching)
+    monkeypatch.setattr(session, "searching", searching)
     chunk = 0
 
     def count(vae, latents, size=1, *, searches=True):

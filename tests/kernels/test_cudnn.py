@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fast_video_vae.kernels.convolution import cudnn
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.vae import load_vae
-from fast_video_vae.vae.layers import cudnn
 
 CUDA = torch.device("cuda")
 

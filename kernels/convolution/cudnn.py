@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .conv_weights import output_size
+from ..shapes import convolved_size
 
 # Elements of an input or output from which on 31 bits do not count them.
 _LIMIT = 1 << 31
@@ -65,7 +65,7 @@ def convolve(
     if len(regions) == 1:
         return _call(x, weight, bias, stride, padding)
     out = torch.empty(
-        output_size(x.shape, weight.shape, stride, padding),
+        convolved_size(x.shape, weight.shape, stride, padding),
         dtype=x.dtype,
         device=x.device,
         memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d,
@@ -96,7 +96,7 @@ def parts(
     Returns:
         The regions of the output.
     """
-    size = output_size(shape, weight_shape, stride, padding)
+    size = convolved_size(shape, weight_shape, stride, padding)
     whole = tuple((0, length) for length in (size[0], *size[2:]))
     if max(prod(shape), prod(size)) < _LIMIT:
         return [whole]
@@ -104,7 +104,7 @@ def parts(
     def divided(region: Region) -> list[Region]:
         reads, _ = _window(region, shape, weight_shape, stride, padding)
         read = tuple(part.stop - part.start for part in reads)
-        size = max(prod(read), prod(output_size(read, weight_shape, stride, padding)))
+        size = max(prod(read), prod(convolved_size(read, weight_shape, stride, padding)))
         axis = next((i for i, (start, end) in enumerate(region[:-1]) if end - start > 1), None)
         if size < _LIMIT or axis is None:
             return [region]
@@ -119,7 +119,7 @@ def parts(
     return divided(whole)
 
 
-def pays(kind: Hashable) -> bool:
+def search_pays(kind: Hashable) -> bool:
     """Count a chunk of `kind`, and return whether a search pays for chunks of this kind.
 
     Args:

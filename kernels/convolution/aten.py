@@ -1,0 +1,104 @@
+"""The convolutions of PyTorch's libraries: oneDNN on a CPU, cuDNN or MIOpen on a GPU."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..constraints import refuse_gradients
+from . import cudnn, onednn
+from .compose import sum_of
+from .fused import Fused
+from .weight import ConvWeight, channels_last
+
+# cuDNN's tensor-core kernels for NHWC take multiples of this many channels; with the 3 or 12 of a
+# picture it converts layouts or uses no tensor cores. Zeros fill the rest.
+_ALIGNED = ("cuda",)
+_CHANNELS = 8
+
+
+def fuses(
+    x: Tensor, weight: ConvWeight, stride: tuple[int, ...], padding: tuple[int, int], *, norm: bool
+) -> Fused:
+    """Return what is fused for `x` `[B, C, ...]`, `weight`, `stride`, `padding` and `norm`."""
+    # oneDNN adds everything. On CUDA, PyTorch adds even a bias in a separate pass after cuDNN, slow
+    # in channels-last memory.
+    packs = weight.keeps and onednn.serves(x.device, x.dtype)
+    return Fused(sums=packs, bias=x.device.type == "cpu" and not _aligns(x, weight))
+
+
+def conv3d(
+    x: Tensor,
+    weight: ConvWeight,
+    bias: Tensor | None = None,
+    *,
+    stride: tuple[int, ...] = (1, 1, 1),
+    padding: tuple[int, int] = (0, 0),
+    tail: Tensor | None = None,
+    **terms: Any,  # noqa: ANN401, residual, residual_bias and out
+) -> Tensor:
+    """Run `conv3d(x, weight, bias, stride, padding, tail, terms)`; `x` is `[B, C, T, H, W]`."""
+    window = x if tail is None else torch.cat([tail, x], dim=2)
+    return _convolved(window, weight, bias, stride, (0, *padding), **terms)
+
+
+def conv2d(
+    x: Tensor,
+    weight: ConvWeight,
+    bias: Tensor | None = None,
+    *,
+    stride: tuple[int, ...] = (1, 1),
+    padding: tuple[int, int] = (0, 0),
+    **terms: Any,  # noqa: ANN401, residual, residual_bias and out
+) -> Tensor:
+    """Run `conv2d(x, weight, bias, stride, padding, terms)`; `x` is `[N, C, H, W]`."""
+    return _convolved(x, weight, bias, stride, padding, **terms)
+
+
+def _convolved(
+    x: Tensor,
+    weight: ConvWeight,
+    bias: Tensor | None,
+    stride: tuple[int, ...],
+    pads: tuple[int, ...],
+    residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
+    gamma: None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    refuse_gradients(x, bias, residual, residual_bias, weight.recorded)
+    bias = sum_of(bias, residual_bias, x.dtype)
+    bias = None if bias is None else bias.flatten().to(x.dtype)
+    if weight.keeps and onednn.serves(x.device, x.dtype):
+        return onednn.convolve(x, weight, bias, stride, pads, residual, out)
+    if not _aligns(x, weight):
+        # On a CPU, PyTorch's own product for float64 and float16 returns channels first.
+        return channels_last(cudnn.convolve(x, weight.plain(), bias, stride, pads))
+    taps = weight.laid_out("aligned", aligned)
+    y = cudnn.convolve(widened(x, taps.shape[1]), taps, None, stride, pads)
+    return channels_last(y[:, : weight.shape[0]])
+
+
+def _aligns(x: Tensor, weight: ConvWeight) -> bool:
+    """Return whether channels are filled up: in 16 bits on CUDA, at the ends of a network."""
+    narrow = x.dtype in (torch.float16, torch.bfloat16)
+    odd = any(channels % _CHANNELS for channels in weight.shape[:2])
+    return odd and narrow and x.device.type in _ALIGNED
+
+
+def aligned(taps: Tensor) -> Tensor:
+    """Return `taps` `[C_out, C, ...]` with zeros up to multiples of `_CHANNELS` channels."""
+    outputs, inputs = (-(-channels // _CHANNELS) * _CHANNELS for channels in taps.shape[:2])
+    wide = taps.new_zeros(outputs, inputs, *taps.shape[2:])
+    wide[: taps.shape[0], : taps.shape[1]] = taps
+    return channels_last(wide)
+
+
+def widened(x: Tensor, channels: int) -> Tensor:
+    """Return `x` `[B, C, ...]`, channels-last, with zeros up to `channels` channels."""
+    if x.shape[1] == channels:
+        return x
+    rows = x.movedim(1, -1)
+    wide = rows.new_zeros((*rows.shape[:-1], channels))
+    wide[..., : x.shape[1]] = rows
+    return wide.movedim(-1, 1)

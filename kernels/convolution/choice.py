@@ -1,0 +1,311 @@
+"""The choice of the candidate that runs a convolution on a GPU.
+
+A trial of each shape class, within the budget of `budget.py`, finds the candidates that are right
+and precise enough, and their times. The fastest serves if it is enough faster than the plain op,
+which is the library's own. `store.py` keeps the times, so that later processes try nothing.
+
+A shape class is the op with the channels, taps, stride and dtype, the size of the result, whether
+it has one frame or several, and whether a norm follows. It has no padding, because frames with a
+border and frames without are calls of one layer. It has no tail, bias or residual either: they cost
+all candidates the same or are part of the layer, and would multiply the trials.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import shapes
+from ..autotune import log_failure
+from ..backends import CONVOLUTION_ORDER
+from ..errors import is_out_of_memory, log_once
+from ..warmup_log import preparing
+from . import budget, sample, store
+from .trial import PLAIN, Ask, Trial
+from .weight import ConvWeight
+
+_logger = logging.getLogger(__name__)
+
+# The plain op is replaced by a candidate that takes at most this part of its time.
+_GAIN = 0.98
+
+# Dtypes with candidates. In float32 and wider none is as precise as the plain op and faster.
+_DTYPES = (torch.float16, torch.bfloat16)
+
+# The convolutions with most of the products in a decode of Wan 2.1, and a size that is as good as a
+# larger one: it fills a GPU. Frames are those of the joined window.
+_WIDTHS, _FRAMES, _SIZE = (96, 192, 384), 6, (120, 160)
+
+# Candidates that are compared for `fp16_pays`: the plain op and the most promising others.
+_COMPARED = 4
+
+# Decoding in float16 pays from this speed on: it costs a check for overflow.
+_PAYS = 1.15
+
+# Most characters of an error in the log.
+_REASON_LENGTH = 80
+
+_Key = tuple[Hashable, ...]
+
+_lock = threading.Lock()
+_known: dict[_Key, tuple[str, ...]] = {}
+_complete: set[_Key] = set()
+_pays: dict[torch.device, bool] = {}
+
+
+def order(ask: Ask, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the candidates for a call on a GPU, in the order in which to try them.
+
+    Args:
+        ask: Runs an op on a candidate.
+        op: `conv2d` or `conv3d`.
+        args: `x` `[...]`, its `ConvWeight` and perhaps the bias.
+        kwargs: The other arguments of the op. Without `out` it is a question for the candidate of
+            later calls.
+
+    Returns:
+        Names of candidates, variants such as "triton:2" among them; the reference is last.
+    """
+    x, weight = args[0], args[1]
+    if x.dtype not in _DTYPES:
+        return CONVOLUTION_ORDER
+    key = _shape_class(op, x, weight, kwargs)
+    work = budget.current()
+    chosen = (_known if work is None else work.chosen).get(key)
+    if chosen is not None:
+        return chosen
+    if work is None or is_capturing(x.device) or not x.numel():
+        return _stored(key)
+    with _lock:
+        if key not in work.chosen:
+            work.chosen[key] = _tried(ask, key, args, kwargs, work)
+        return work.chosen[key]
+
+
+def fp16_pays(ask: Ask, device: torch.device) -> bool:
+    """Return whether convolutions in float16 are enough faster than in bfloat16.
+
+    Measured once per device with the fastest candidates of both, in up to 3 s per call.
+
+    Args:
+        ask: Runs an op on a candidate.
+        device: The device.
+
+    Returns:
+        False until that is complete.
+    """
+    known = _pays.get(device)
+    if known is not None or is_capturing(device):
+        return bool(known)
+    with _lock:
+        try:
+            kept = store.opened(device)
+            known = kept.fact("fp16_pays")
+            if known is None:
+                known = _compared(ask, kept, device)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return False
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0][:_REASON_LENGTH]
+            log_once(f"the speed of float16 on {device} is unknown ({reason}); bfloat16 is used")
+            known = False
+        if known is not None:
+            _pays[device] = known
+        return bool(known)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is captured on `device`, during which no trial is possible."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _shape_class(op: str, x: Tensor, weight: ConvWeight, kwargs: Mapping[str, Any]) -> _Key:
+    stride, padding = kwargs["stride"], kwargs["padding"]
+    taps, (height, width) = weight.shape, x.shape[-2:]
+    height = (height + 2 * padding[0] - taps[-2]) // stride[-2] + 1
+    width = (width + 2 * padding[1] - taps[-1]) // stride[-1] + 1
+    frames = x.shape[0]
+    if op == "conv3d":
+        tail, count, time_taps = kwargs.get("tail"), x.shape[2], taps[2]
+        if tail is not None or "out" in kwargs:
+            count += 0 if tail is None else tail.shape[2]
+            frames *= (count - time_taps) // stride[0] + 1
+        else:  # a question, with the new frames alone
+            frames *= max(1, count // stride[0])
+    norm = kwargs.get("gamma") is not None
+    return op, x.device, x.dtype, taps, tuple(stride), height, width, frames > 1, norm
+
+
+def _name(key: _Key) -> str:
+    """Return the name of a shape class in the store."""
+    op, _, dtype, taps, stride, height, width, several, norm = key
+    numbers = ("x".join(map(str, each)) for each in (taps, stride))  # type: ignore[arg-type]
+    words = (op, str(dtype).removeprefix("torch."), *numbers, f"{height}x{width}")
+    return " ".join((*words, "frames" if several else "frame", *(["norm"] if norm else [])))  # type: ignore[arg-type]
+
+
+def _stored(key: _Key) -> tuple[str, ...]:
+    """Return the order by the trials that there were."""
+    found = _known.get(key)
+    if found is None:
+        device: Any = key[1]
+        found = _known[key] = _ranked(store.opened(device).times(_name(key)))
+    return found
+
+
+def _ranked(times: store.Times) -> tuple[str, ...]:
+    served = {name: seconds for name, seconds in times.items() if seconds is not None}
+    if PLAIN not in served:
+        return CONVOLUTION_ORDER
+    winner = min(served, key=lambda name: served[name])
+    if winner == PLAIN or served[winner] > _GAIN * served[PLAIN]:
+        return CONVOLUTION_ORDER
+    return winner, *CONVOLUTION_ORDER
+
+
+def _tried(
+    ask: Ask,
+    key: _Key,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    work: budget.TrialBudget,
+) -> tuple[str, ...]:
+    """Return the order after as many trials as the budget of `work` allows."""
+    x: Tensor = args[0]
+    kept, shape = store.opened(x.device), _name(key)
+    if key not in _complete:
+        names = _candidates(ask, str(key[0]), args, kwargs)
+        if set(names) <= kept.times(shape).keys():
+            _complete.add(key)
+        elif work.left_s > 0:
+            start, finished = time.perf_counter(), False
+            try:
+                with preparing("kernel build", "convolution trials"):
+                    finished = _extend(ask, kept, key, names, args, kwargs, work.deadline())
+            except Exception as error:
+                log_failure("the trial of", str(key[0]), x, error)
+                finished = True
+            finally:
+                work.spend(time.perf_counter() - start, finished=finished)
+            if finished:
+                _complete.add(key)
+    _known[key] = _ranked(kept.times(shape))
+    return _known[key]
+
+
+def _candidates(
+    ask: Ask, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Return the names of all candidates, the most promising first."""
+    x, weight = args[0], args[1]
+    try:
+        count = ask("triton", "variants", x, weight, kwargs["stride"], kwargs["padding"])
+    except Exception as error:  # Triton or the op is missing, or a broken installation
+        _logger.debug("triton has no variants: %s", error)
+        count = 0
+    variants = [f"triton:{number}" for number in range(count)]
+    sliced = ["sliced"] if op == "conv3d" and weight.shape[2] > 1 else []
+    return PLAIN, "kitchen", *variants[:1], *sliced, *variants[1:]
+
+
+def _extend(
+    ask: Ask,
+    kept: store.TrialStore,
+    key: _Key,
+    names: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    deadline: float,
+) -> bool:
+    """Try the candidates without a result until the deadline; return whether none is left."""
+    op = str(key[0])
+    for size in sample.SIZES:
+        if not sample.fits(op, args, kwargs, size):
+            continue
+        try:
+            # Outside inference mode, so that the trial does not depend on the first caller's mode.
+            with torch.inference_mode(False), torch.no_grad():
+                trial = Trial(ask, sample.like(op, args, kwargs, size))
+                return _measured(trial, kept, _name(key), names, deadline)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+    return False
+
+
+def _measured(
+    trial: Trial, kept: store.TrialStore, shape: str, names: Sequence[str], deadline: float
+) -> bool:
+    """Try the candidates without a result until the deadline; return whether none is left."""
+    plain = kept.times(shape).get(PLAIN)
+    if plain is None:
+        plain = trial.plain_seconds()
+        kept.put(shape, PLAIN, plain)
+    for name in names:
+        if name in kept.times(shape):
+            continue
+        if time.perf_counter() >= deadline:
+            return False
+        # A kernel that ends the process must not be tried again in the next one.
+        kept.put(shape, name, None)
+        try:
+            share = trial.share(name)
+        except BaseException:
+            kept.drop(shape, name)
+            raise
+        if share is not None:
+            kept.put(shape, name, share * plain)
+    _log_times(shape, kept.times(shape))
+    return True
+
+
+def _log_times(shape: str, times: store.Times) -> None:
+    texts = (f"{name} {'no' if t is None else f'{t * 1e3:.3f} ms'}" for name, t in times.items())
+    _logger.debug("%s: %s", shape, ", ".join(texts))
+
+
+def _compared(ask: Ask, kept: store.TrialStore, device: torch.device) -> bool | None:
+    """Return whether float16 pays; None: time ran out before that was known."""
+    deadline = time.perf_counter() + budget.BUDGET_S
+    ratios: list[float] = []
+    with preparing("kernel build", "comparison of float16 with bfloat16"):
+        for channels in _WIDTHS:
+            best = []
+            for dtype in (torch.bfloat16, torch.float16):
+                fastest = _fastest(ask, kept, channels, dtype, device, deadline)
+                if fastest is None:
+                    return None
+                best.append(fastest)
+            ratios.append(best[0] / best[1])
+    pays = math.prod(ratios) ** (1 / len(ratios)) >= _PAYS
+    kept.put_fact("fp16_pays", value=pays)
+    _logger.debug("float16 is %s times as fast as bfloat16", ", ".join(f"{r:.2f}" for r in ratios))
+    return pays
+
+
+def _fastest(
+    ask: Ask,
+    kept: store.TrialStore,
+    channels: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    deadline: float,
+) -> float | None:
+    """Return the seconds of the fastest candidate for a convolution; None: time ran out."""
+    taps = (channels, channels, 3, 3, 3)
+    weight = ConvWeight(taps, dtype, device, lambda: torch.empty(taps, dtype=dtype, device=device))
+    x = shapes.new_video(torch.empty(0, dtype=dtype, device=device), (1, channels, _FRAMES, *_SIZE))
+    args, kwargs = (x, weight), {"stride": (1, 1, 1), "padding": (1, 1)}
+    key = _shape_class("conv3d", x, weight, kwargs)
+    names = _candidates(ask, "conv3d", args, kwargs)[:_COMPARED]
+    if not set(names) <= kept.times(_name(key)).keys() and (
+        time.perf_counter() >= deadline
+        or not _extend(ask, kept, key, names, args, kwargs, deadline)
+    ):
+        return None
+    return min(each for each in kept.times(_name(key)).values() if each is not None)

@@ -1,0 +1,109 @@
+"""A whole call of a convolution: the candidate's own pass, then the passes for what it lacks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .fused import Fused
+from .weight import ConvWeight
+
+
+def composed(
+    convolve: Callable[..., Tensor],
+    fused: Fused,
+    run: Callable[..., Tensor],
+    x: Tensor,
+    weight: ConvWeight,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
+    gamma: Tensor | None = None,
+    out: Tensor | None = None,
+    **options: Any,  # noqa: ANN401, those of the op
+) -> Tensor:
+    """Run a candidate with the terms that it adds, and add the others.
+
+    Args:
+        convolve: `conv2d` or `conv3d` of the candidate. It gets no `out`, `residual`,
+            `residual_bias` or `gamma` unless it has `sums`, and then it returns new memory.
+        fused: What the candidate adds.
+        run: Runs another op: `dispatch.run`.
+        x: `[B, C, T, H, W]` or `[N, C, H, W]`.
+        weight: `[C_out, C, ...]`.
+        bias: `[C_out]`, or None.
+        residual: Shape of the result, or None.
+        residual_bias: `[C_out]`, or None.
+        gamma: `[C_out]`, or None.
+        out: Shape of the result, or None.
+        **options: The other arguments of the op.
+
+    Returns:
+        `out`, or a new tensor.
+    """
+    if residual is None and residual_bias is not None:
+        bias, residual_bias = sum_of(bias, residual_bias, x.dtype), None
+    # A norm adds a bias at no cost, and so does a pass for the residual.
+    waits = (gamma is not None and not fused.norm) or residual is not None
+    if fused.sums:
+        terms = {"residual": residual, "residual_bias": residual_bias}
+        if gamma is None or fused.norm:
+            terms |= {"gamma": gamma, "out": out}
+            return convolve(x, weight, bias, **terms, **options)
+        y = convolve(x, weight, bias, **terms, **options)
+        bias = residual = residual_bias = None
+    elif fused.bias and not waits:
+        y = convolve(x, weight, bias, **options)
+        bias = None
+    else:
+        y = convolve(x, weight, **options)
+    terms = bias, _as_video(residual), residual_bias, gamma, _as_video(out)
+    result = _finished(run, _as_video(y), *terms)
+    if out is not None:
+        return out
+    return result if x.ndim == 5 else result.squeeze(2)
+
+
+def sum_of(bias: Tensor | None, other: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Add two biases.
+
+    Args:
+        bias: `C` values, in any shape and float dtype, or None.
+        other: `C` values, or None.
+        dtype: Dtype of the activations.
+
+    Returns:
+        A bias that is given alone, as it is; the sum `[C]` in float32 or wider; or None.
+    """
+    if bias is None or other is None:
+        return other if bias is None else bias
+    wide = torch.promote_types(dtype, torch.float32)
+    return bias.flatten().to(wide) + other.flatten().to(wide)
+
+
+def _finished(
+    run: Callable[..., Tensor],
+    y: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    residual_bias: Tensor | None,
+    gamma: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    """Add the terms to `y` `[B, C, T, H, W]` in its own memory, unless autograd records."""
+    own = None if y.requires_grad else y
+    target = own if out is None else out
+    if residual is not None or (bias is not None and gamma is None):
+        into = target if gamma is None else own
+        y = run("bias_residual", y, bias, residual, residual_bias, out=into)
+        bias = None
+    if gamma is not None:
+        return run("rms_norm_silu", y, gamma, bias=bias, out=target)
+    return y if out is None or y is out else out.copy_(y)
+
+
+def _as_video(x: Tensor | None) -> Any:  # noqa: ANN401, None for None
+    """View `[N, C, H, W]` as `[N, C, 1, H, W]`; videos `[B, C, T, H, W]` and None stay."""
+    return x.unsqueeze(2) if x is not None and x.ndim == 4 else x

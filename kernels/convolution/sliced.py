@@ -1,0 +1,74 @@
+"""A convolution over time as one of single frames, for devices with a poor `conv3d`.
+
+The frames that the temporal taps of a result see are joined as channels, a few results at a time:
+`conv2d([frame t, frame t + 1, ...], [slice 0, slice 1, ...])`. So all products of a value are one
+sum, which is rounded once. A sum of separate convolutions of the slices would round each of them.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from .. import shapes
+from ..constraints import refuse_gradients
+from . import cudnn
+from .fused import Fused
+from .weight import ConvWeight, channels_last
+
+# Memory of joined frames, if one result needs less.
+_JOINED_BYTES = 64 << 20
+
+
+def fuses(
+    x: Tensor, weight: ConvWeight, stride: tuple[int, ...], padding: tuple[int, int], *, norm: bool
+) -> Fused:
+    """Return what is fused for `x` `[B, C, ...]`, `weight`, `stride`, `padding` and `norm`."""
+    return Fused(tail=True)
+
+
+def conv3d(
+    x: Tensor,
+    weight: ConvWeight,
+    *,
+    stride: tuple[int, ...] = (1, 1, 1),
+    padding: tuple[int, int] = (0, 0),
+    tail: Tensor | None = None,
+) -> Tensor:
+    """Run `conv3d(x, weight, stride, padding, tail)`; `x` is `[B, C, T, H, W]`."""
+    refuse_gradients(x, tail, weight.recorded)
+    taps = weight.laid_out("sliced", _joined_slices)
+    shape = shapes.convolved(x, weight.shape, stride, (0, *padding), tail)
+    result = shapes.new_video(x, shape)
+    batch, channels, _, height, width = x.shape
+    slices = weight.shape[2]
+    one = batch * slices * channels * height * width * x.element_size()
+    count = max(1, _JOINED_BYTES // max(1, one))
+    for start in range(0, shape[2], count):
+        part = result[:, :, start : start + count]
+        made = part.shape[2]
+        joined = x.new_empty(batch, made, height, width, slices, channels)
+        for at in range(slices):
+            for place, frames in _read(tail, x, start * stride[0] + at, made, stride[0]):
+                joined[:, place : place + frames.shape[2], :, :, at] = frames.movedim(1, -1)
+        rows = joined.flatten(0, 1).flatten(-2).permute(0, 3, 1, 2)
+        y = cudnn.convolve(rows, taps, None, stride[1:], padding)
+        part.copy_(y.unflatten(0, (batch, made)).transpose(1, 2))
+    return result
+
+
+def _joined_slices(plain: Tensor) -> Tensor:
+    """Return `[C_out, C, kt, kh, kw]` as `[C_out, kt * C, kh, kw]`, channels-last."""
+    return channels_last(plain.movedim(2, 1).flatten(1, 2))
+
+
+def _read(
+    tail: Tensor | None, x: Tensor, first: int, count: int, step: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield `count` frames of the tail and `x`, from `first` on, with their place among them."""
+    known = 0 if tail is None else tail.shape[2]
+    early = min(count, max(0, -(-(known - first) // step)))
+    if tail is not None and early:
+        yield 0, tail[:, :, first : first + (early - 1) * step + 1 : step]
+    if early < count:
+        start = first + early * step - known
+        yield early, x[:, :, start : start + (count - early - 1) * step + 1 : step]

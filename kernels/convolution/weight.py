@@ -1,0 +1,101 @@
+"""The weight of a convolution, and the layouts that candidates derive from it."""
+
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+
+class ConvWeight:
+    """A weight that is derived when it is first used, and kept in the layouts that were asked for.
+
+    The caller drops it when the parameters that it is derived from change.
+
+    Args:
+        shape: `[C_out, C_in, kh, kw]` or `[C_out, C_in, kt, kh, kw]`.
+        dtype: Dtype of the weight.
+        device: Device of the weight.
+        derive: Returns the weight in channels-last memory; called again where it is not kept.
+        keeps: Keep the layouts; otherwise each call derives what it needs.
+
+    Attributes:
+        recorded: A tensor that requires a gradient, for which autograd records a call; None: no
+            call is recorded.
+    """
+
+    recorded: Tensor | None = None
+
+    def __init__(
+        self,
+        shape: torch.Size | tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        derive: Callable[[], Tensor],
+        *,
+        keeps: bool = True,
+    ) -> None:
+        self.shape, self.dtype, self.device, self.keeps = tuple(shape), dtype, device, keeps
+        self._derive = derive
+        self._layouts: dict[Hashable, Tensor] = {}
+
+    @classmethod
+    def of(cls, weight: "Tensor | ConvWeight") -> "ConvWeight":
+        """Return a `ConvWeight` itself, or wrap a tensor for one call.
+
+        Args:
+            weight: `[C_out, C_in, ...]`. Autograd records through a tensor that requires a
+                gradient.
+
+        Returns:
+            The weight.
+        """
+        if isinstance(weight, ConvWeight):
+            return weight
+        records = weight.requires_grad
+
+        def taps() -> Tensor:
+            return weight if records else channels_last(weight)
+
+        wrapped = cls(weight.shape, weight.dtype, weight.device, taps, keeps=False)
+        wrapped.recorded = weight if records else None
+        return wrapped
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions, 4 or 5."""
+        return len(self.shape)
+
+    @property
+    def layouts(self) -> tuple[Tensor, ...]:
+        """The kept tensors, in any layout `[...]`."""
+        return tuple(self._layouts.values())
+
+    def plain(self) -> Tensor:
+        """Return the weight `[C_out, C_in, ...]` in channels-last memory."""
+        return self.laid_out("plain", lambda weight: weight)
+
+    def laid_out(self, layout: Hashable, arrange: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the weight in a layout.
+
+        Args:
+            layout: Name of the layout; equal names have equal results.
+            arrange: Converts the plain weight `[C_out, C_in, ...]`.
+
+        Returns:
+            The weight `[...]` in this layout.
+        """
+        kept = self._layouts.get(layout)
+        if kept is None:
+            # Outside inference mode, so that the weight can be used in both modes.
+            with torch.inference_mode(False), torch.no_grad():
+                plain = self._layouts.get("plain")
+                kept = arrange(self._derive() if plain is None else plain)
+            if self.keeps:
+                self._layouts[layout] = kept
+        return kept
+
+
+def channels_last(weight: Tensor) -> Tensor:
+    """Return `weight` `[C_out, C_in, ...]` in channels-last memory."""
+    order = torch.channels_last if weight.ndim == 4 else torch.channels_last_3d
+    return weight.contiguous(memory_format=order)

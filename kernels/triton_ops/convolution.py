@@ -1,0 +1,313 @@
+"""Convolutions in Triton: refusals and launches.
+
+The kernels are in `convolution_kernels.py` and, for tiles with descriptors, in
+`convolution_patches.py`; the tiles are in `convolution_tiles.py`.
+"""
+
+import importlib
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import shapes
+from ..constraints import refuse_gradients, refuse_overlap, refuse_videos
+from ..convolution.weight import ConvWeight
+from ..errors import Refusal
+from .convolution_kernels import convolve
+from .convolution_patches import convolve_patches
+from .convolution_tiles import WIDEST, ConvTile, chip_of, tiles_for
+from .runtime import GRID_LIMIT, launch
+from .tiles import blocks, dense, given, refuse_span, strides
+
+# Values of a 16-byte load.
+_LOAD = 8
+
+# Taps of a frame that the bits of a 32-bit number count.
+_MOST_TAPS = 31
+
+
+class _Terms(NamedTuple):
+    """What the kernel adds to the products, and the norm; None where it does not."""
+
+    bias: Tensor | None
+    residual: Tensor | None
+    residual_bias: Tensor | None
+    gamma: Tensor | None
+
+
+def conv3d(
+    x: Tensor,
+    weight: ConvWeight,
+    bias: Tensor | None = None,
+    *,
+    stride: tuple[int, ...] = (1, 1, 1),
+    padding: tuple[int, int] = (0, 0),
+    tail: Tensor | None = None,
+    residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
+    gamma: Tensor | None = None,
+    out: Tensor | None = None,
+    variant: int | None = None,
+) -> Tensor:
+    """Run the op `conv3d`.
+
+    Args:
+        x: `[B, C, T, H, W]`.
+        weight: As for the op.
+        bias: As for the op.
+        stride: As for the op.
+        padding: As for the op.
+        tail: As for the op.
+        residual: As for the op.
+        residual_bias: As for the op.
+        gamma: As for the op.
+        out: As for the op.
+        variant: Number of the tile; None: the first that fits.
+
+    Returns:
+        `[B, C_out, T', H', W']`.
+    """
+    tail = tail if tail is not None and tail.shape[2] else None
+    tiles, taps = _tiles(x, weight, stride, gamma, variant), weight.plain()
+    tile = _first_fit(tiles, x, tail, taps)
+    if out is None:
+        shape = shapes.convolved(x, weight.shape, stride, (0, *padding), tail)
+        out = shapes.new_convolved(x, shape)
+    terms = _Terms(bias, residual, residual_bias, gamma)
+    _run(tile, x, tail, taps, stride, padding, terms, out)
+    return out
+
+
+def conv2d(
+    x: Tensor,
+    weight: ConvWeight,
+    bias: Tensor | None = None,
+    *,
+    stride: tuple[int, ...] = (1, 1),
+    padding: tuple[int, int] = (0, 0),
+    residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
+    gamma: Tensor | None = None,
+    out: Tensor | None = None,
+    variant: int | None = None,
+) -> Tensor:
+    """Run the op `conv2d`.
+
+    Args:
+        x: `[N, C, H, W]`.
+        weight: As for the op.
+        bias: As for the op.
+        stride: As for the op.
+        padding: As for the op.
+        residual: As for the op.
+        residual_bias: As for the op.
+        gamma: As for the op.
+        out: As for the op.
+        variant: Number of the tile; None: the first that fits.
+
+    Returns:
+        `[N, C_out, H', W']`.
+    """
+    tiles, taps, video = _tiles(x, weight, stride, gamma, variant), weight.plain(), _as_video(x)
+    tile = _first_fit(tiles, video, None, taps)
+    if out is None:
+        out = shapes.new_convolved(x, shapes.convolved(x, weight.shape, stride, padding))
+    terms = _Terms(bias, None if residual is None else _as_video(residual), residual_bias, gamma)
+    _run(tile, video, None, taps, (1, *stride), padding, terms, _as_video(out))
+    return out
+
+
+def _tiles(
+    x: Tensor,
+    weight: ConvWeight,
+    stride: tuple[int, ...],
+    gamma: Tensor | None,
+    variant: int | None,
+) -> tuple[ConvTile, ...]:
+    """Return the tiles that a call may have, or refuse its dtype, chip or norm."""
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        raise Refusal(f"its convolutions are for 16 bits, x is {x.dtype}".replace("torch.", ""))
+    outputs = weight.shape[0]
+    if gamma is not None and outputs > WIDEST:
+        raise Refusal(f"a norm needs all channels in a tile: {WIDEST} at most, not {outputs}")
+    tiles = tiles_for(x, weight, stride)
+    if not tiles:
+        chip = chip_of(x.device)
+        raise Refusal(f"its convolutions have no tiles for the chip {chip}")
+    if variant is None:
+        return tiles
+    if not 0 <= variant < len(tiles):
+        raise Refusal(f"there is no tile {variant}; this convolution has {len(tiles)}")
+    return tiles[variant : variant + 1]
+
+
+def _first_fit(
+    tiles: tuple[ConvTile, ...], x: Tensor, tail: Tensor | None, taps: Tensor
+) -> ConvTile:
+    """Return the first tile that can load `x` and `tail` `[B, C, T, H, W]`, or refuse."""
+    videos = [x] if tail is None else [x, tail]
+    for tile in tiles:
+        if not tile.columns or all(_is_described(each, taps) for each in videos):
+            return tile
+    raise Refusal("descriptors need memory at multiples of 16 bytes, and videos of whole frames")
+
+
+def _is_described(x: Tensor, taps: Tensor) -> bool:
+    """Return whether descriptors can describe `x` `[B, C, T, H, W]` and `taps` `[C_out, ...]`.
+
+    Addresses are multiples of 16 bytes, and each stride is a multiple of the next one ("CUDA driver
+    API", `cuTensorMapEncodeTiled`).
+    """
+    batch, frame, *_ = _steps(x)
+    plane = math.prod(x.shape[3:]) * x.shape[1]
+    whole = frame >= plane and frame % plane == 0 and batch >= frame and batch % frame == 0
+    return whole and _unit(x.shape[1], x) == _LOAD and taps.data_ptr() % 16 == 0
+
+
+def _steps(x: Tensor) -> list[int]:
+    """Return the strides of `x` `[B, C, T, H, W]`, channels last; those of lengths of one too."""
+    _, channels, frames, height, width = x.shape
+    frame = x.stride(2) if frames > 1 else height * width * channels
+    batch = x.stride(0) if x.shape[0] > 1 else frames * frame
+    return [batch, frame, width * channels, channels, 1]
+
+
+def _as_video(frames: Tensor) -> Tensor:
+    """View `[N, C, H, W]` as `[1, C, N, H, W]`."""
+    return frames.transpose(0, 1).unsqueeze(0)
+
+
+def _run(
+    tile: ConvTile,
+    x: Tensor,
+    tail: Tensor | None,
+    taps: Tensor,
+    stride: tuple[int, ...],
+    padding: tuple[int, int],
+    terms: _Terms,
+    out: Tensor,
+) -> None:
+    """Refuse what the kernels cannot read, and launch the one of the tile."""
+    residual = terms.residual
+    refuse_gradients(taps)
+    refuse_videos(x=x, tail=tail, residual=residual, out=out)
+    refuse_overlap(out, x=x, tail=tail)
+    refuse_overlap(out, residual=residual, same=True)
+    kernel = (1, *taps.shape[2:])[-3:]
+    bias, residual_bias, gamma = (
+        out if each is None else dense(each)
+        for each in (terms.bias, terms.residual_bias, terms.gamma)
+    )
+    added = out if residual is None else residual
+    out_unit, known = _unit(out.shape[1], out, added), 0 if tail is None else tail.shape[2]
+    given_terms = given(terms.bias, residual, terms.residual_bias)
+    vectors = bias, added, residual_bias, gamma
+    out_steps = [step // out_unit for each in (residual, out) for step in strides(each)]
+    constants = _options(tile, x.shape[1], out.shape[1], math.prod(kernel))
+    constants |= {"OUT_UNIT": out_unit, "NORM": terms.gamma is not None}
+    constants |= dict(zip(("KT", "KH", "KW", "PH", "PW"), (*kernel, *padding), strict=True))
+    if tile.columns:
+        launch(
+            convolve_patches,
+            _patch_grid(tile, out),
+            *(out, *_descriptors(tile, x, x if tail is None else tail, taps), *vectors),
+            *(out.shape[2], known, *out.shape[3:], given_terms, *out_steps),
+            **constants,
+        )
+        return
+    source = x if tail is None else tail
+    in_unit = _unit(x.shape[1], x, source)
+    launch(
+        convolve,
+        _grid(tile, x, out, kernel, stride),
+        *(x, source, taps, *vectors, out),
+        *(out.shape[2], known, *x.shape[3:], out.shape[4], math.prod(out.shape[3:]), given_terms),
+        *(step // in_unit for each in (x, tail) for step in strides(each)),
+        *out_steps,
+        IN_UNIT=in_unit,
+        **dict(zip(("ST", "SH", "SW"), stride, strict=True)),
+        **constants,
+    )
+
+
+def _descriptors(tile: ConvTile, x: Tensor, tail: Tensor, taps: Tensor) -> list[Any]:
+    """Return the descriptors of `x` and `tail` `[B, C, T, H, W]`, and of both blocks of `taps`."""
+    # Triton before 3.4 lacks it, and has no such tiles.
+    descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+    block = [1, 1, tile.pixels // tile.columns, tile.columns, tile.depth]
+    made = []
+    for video in (x, tail):
+        batch, channels, *sizes = video.shape
+        made.append(descriptor(video, [batch, *sizes, channels], _steps(video), block))
+    outputs, summed = taps.shape[0], taps[0].numel()
+    for width in tile.outputs:
+        block = [width or tile.outputs[0], tile.depth]
+        made.append(descriptor(taps, [outputs, summed], [summed, 1], block))
+    return made
+
+
+def _options(tile: ConvTile, inputs: int, outputs: int, taps: int) -> dict[str, Any]:
+    """Return the constants of a tile, and how to compile it."""
+    # With as many stages as iterations, the compiler unrolls the loop, and registers spill.
+    iterations = blocks(inputs * taps, tile.depth)
+    options = {
+        "C_IN": inputs,
+        "C_OUT": outputs,
+        "ROOT": math.sqrt(outputs),
+        "HALF": tile.half,
+        "N0": tile.outputs[0],
+        "N1": tile.outputs[1],
+        "K": tile.depth,
+        "warps": tile.warps,
+        "num_stages": min(tile.stages, max(2, iterations - 1)),
+    }
+    if tile.columns:
+        return options | {"ROWS": tile.pixels // tile.columns, "COLUMNS": tile.columns}
+    return options | {"M": tile.pixels, "CACHE": ".ca" if tile.cached else ""}
+
+
+def _grid(
+    tile: ConvTile, x: Tensor, out: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...]
+) -> tuple[int, int]:
+    """Return the programs for `out` `[B, C_out, T, H, W]`, or refuse what 32 bits cannot count."""
+    outputs, frames, height, width = out.shape[1:]
+    inputs, columns = x.shape[1], x.shape[4]
+    if kernel[1] * kernel[2] > _MOST_TAPS:
+        raise Refusal(f"the kernel has more than {_MOST_TAPS} taps in a frame")
+    programs = blocks(outputs, tile.width) * frames * blocks(height * width, tile.pixels)
+    rows = (tile.pixels // width + 2) * stride[1] + kernel[1]
+    refuse_span(
+        programs,
+        height * width + tile.pixels,
+        (rows * columns + stride[2] * width + kernel[2]) * inputs,
+        (outputs + tile.width) * (math.prod(kernel) * inputs + tile.depth),
+        (tile.pixels + 1) * outputs,
+    )
+    return programs, _videos(out)
+
+
+def _patch_grid(tile: ConvTile, out: Tensor) -> tuple[int, int]:
+    """Return the programs for `out` `[B, C_out, T, H, W]`, or refuse what 32 bits cannot count."""
+    outputs, frames, height, width = out.shape[1:]
+    rows = tile.pixels // tile.columns
+    patches = blocks(height, rows) * blocks(width, tile.columns)
+    programs = blocks(outputs, tile.width) * frames * patches
+    refuse_span(programs, (rows * width + tile.columns) * outputs + tile.width)
+    return programs, _videos(out)
+
+
+def _videos(out: Tensor) -> int:
+    """Return the number of videos of `out` `[B, C, T, H, W]`, or refuse too many."""
+    if out.shape[0] > GRID_LIMIT:
+        raise Refusal(f"more than {GRID_LIMIT} videos")
+    return out.shape[0]
+
+
+def _unit(channels: int, *tensors: Tensor) -> int:
+    """Return how many values a load of each of `tensors` `[B, C, T, H, W]` has: 8, 4, 2 or 1."""
+    unit = math.gcd(_LOAD, channels)
+    for x in tensors:
+        unit = math.gcd(unit, *strides(x), x.data_ptr() // x.element_size())
+    return unit

@@ -1,0 +1,335 @@
+"""Tiles of the convolution by GPU and output channels, without Triton.
+
+A tile computes some adjacent pixels of a frame, or a patch of it, for some output channels. Block
+sizes are powers of two but channels are not, so a tile has up to two blocks of channels: 96 is 64
+and 32, 192 is 128 and 64. A tile of up to 192 channels holds whole pixels and can apply the norm.
+
+The tiles fit into the shared memory of the chips, without spills on NVIDIA. They are not timed: the
+caller times the variants of a call, and the order here is that of the expected speed.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..convolution.fused import Fused
+from ..convolution.weight import ConvWeight
+from .tiles import blocks
+
+# Compute capability, or the architecture of an AMD GPU, such as "gfx942".
+Chip = tuple[int, int] | str
+
+# Most channels of a tile; more would spill registers.
+WIDEST = 192
+
+# Channels of the tiles that hold whole pixels, and of those that hold parts, best first.
+_WHOLE = (16, 32, 64, 96, 128, 160, 192)
+_PARTIAL = (128, 192, 160, 96)
+
+# Most variants of a shape class: each costs the first run a second to compile.
+_MOST = 6
+
+
+@dataclass(frozen=True)
+class ConvTile:
+    """What a program computes, and how.
+
+    Attributes:
+        pixels: Adjacent pixels of a frame.
+        depth: Products per iteration.
+        warps: Warps of a program.
+        stages: Iterations whose values are loaded or used at a time.
+        half: Sum the products of an iteration in float16, and the iterations in float32.
+        cached: Keep pixels in the L1 cache for the other taps.
+        columns: Columns of a patch that descriptors load; 0: each pixel is loaded by its address.
+        outputs: Output channels, in two blocks; the second is 0 if one block is enough.
+    """
+
+    pixels: int
+    depth: int
+    warps: int
+    stages: int
+    half: bool = False
+    cached: bool = False
+    columns: int = 0
+    outputs: tuple[int, int] = (0, 0)
+
+    @property
+    def width(self) -> int:
+        """Output channels of a program."""
+        return sum(self.outputs)
+
+
+class _Family(NamedTuple):
+    """Tiles for some chips.
+
+    Attributes:
+        tiles: Tiles by channels: those of the first key that is large enough.
+        shared: Shared memory of a program, in KiB.
+        direct: The tensor cores read shared memory, not registers. A stage in use has a buffer of
+            its own then, and the larger block of channels comes first. Otherwise the smaller one
+            does. The other order takes 5 to 40 registers more, by the cubins of Triton 3.9.
+        patches: Tiles with descriptors by channels, which are in front of the others. They have a
+            stage more where they add 32 products per iteration instead of 64.
+    """
+
+    tiles: dict[int, tuple[ConvTile, ...]]
+    shared: int
+    direct: bool = False
+    patches: Mapping[int, tuple[ConvTile, ...]] = MappingProxyType({})
+
+
+# GeForce and workstation cards: twice the speed with sums in float16. Two blocks give each warp
+# whole rows of a tile, so 128 pixels by 192 channels spill with them.
+_GEFORCE = _Family(
+    {
+        64: (
+            ConvTile(256, 64, 8, 3, half=True),
+            ConvTile(128, 64, 4, 3, half=True, cached=True),
+            ConvTile(128, 32, 4, 4),
+            ConvTile(128, 64, 4, 3, cached=True),
+        ),
+        96: (
+            ConvTile(256, 64, 8, 3, half=True),
+            ConvTile(128, 64, 4, 3, half=True, cached=True),
+            ConvTile(256, 32, 8, 4),
+            ConvTile(128, 32, 4, 4, cached=True),
+        ),
+        128: (
+            ConvTile(128, 64, 8, 3, half=True),
+            ConvTile(64, 64, 4, 3, half=True),
+            ConvTile(128, 32, 8, 4),
+            ConvTile(64, 64, 4, 3, cached=True),
+        ),
+        192: (
+            ConvTile(64, 64, 4, 3, half=True),
+            ConvTile(64, 64, 4, 3, half=True, cached=True),
+            ConvTile(128, 32, 8, 4),
+            ConvTile(64, 32, 4, 4),
+        ),
+    },
+    shared=99,
+)
+_AMPERE = _Family(
+    {
+        64: (
+            ConvTile(256, 64, 8, 3),
+            ConvTile(128, 64, 4, 4),
+            ConvTile(256, 32, 8, 4),
+            ConvTile(128, 32, 4, 4, cached=True),
+        ),
+        96: (
+            ConvTile(256, 64, 8, 3),
+            ConvTile(128, 64, 4, 3),
+            ConvTile(256, 32, 8, 4),
+            ConvTile(128, 32, 4, 4, cached=True),
+        ),
+        128: (
+            ConvTile(128, 64, 8, 4),
+            ConvTile(128, 64, 8, 3, cached=True),
+            ConvTile(128, 32, 8, 4),
+            ConvTile(64, 64, 4, 3, cached=True),
+        ),
+        192: (
+            ConvTile(128, 64, 8, 3),
+            ConvTile(128, 32, 8, 4),
+            ConvTile(64, 32, 4, 4),
+            ConvTile(64, 64, 4, 3, cached=True),
+        ),
+    },
+    shared=163,
+)
+_HOPPER = _Family(
+    {
+        64: (
+            ConvTile(256, 64, 8, 4),
+            ConvTile(128, 64, 4, 4),
+            ConvTile(128, 64, 8, 4),
+        ),
+        96: (
+            ConvTile(256, 64, 8, 4),
+            ConvTile(128, 64, 8, 4),
+            ConvTile(128, 64, 4, 4),
+            ConvTile(256, 32, 8, 4),
+        ),
+        192: (
+            ConvTile(128, 64, 8, 4),
+            ConvTile(128, 64, 8, 3),
+            ConvTile(64, 64, 4, 4),
+            ConvTile(128, 32, 8, 4),
+        ),
+    },
+    shared=227,
+    direct=True,
+    # Tensor cores of sm_90 read patches of one row from shared memory, and others from registers:
+    # Triton 3.9 does not recognise a reshaped load. A short row wastes much of the first.
+    patches={
+        96: (ConvTile(128, 64, 4, 3, columns=128), ConvTile(256, 64, 8, 3, columns=16)),
+        192: (ConvTile(128, 64, 8, 4, columns=128), ConvTile(128, 64, 8, 4, columns=16)),
+    },
+)
+_BLACKWELL = _HOPPER._replace(
+    patches={
+        96: (ConvTile(256, 64, 8, 3, columns=16), ConvTile(128, 64, 4, 3, columns=16)),
+        192: (ConvTile(128, 64, 8, 4, columns=16),),
+    }
+)
+_GEFORCE_BLACKWELL = _GEFORCE._replace(
+    patches={
+        96: (ConvTile(128, 64, 4, 3, half=True, columns=16),),
+        128: (ConvTile(128, 64, 8, 3, half=True, columns=16),),
+        192: (ConvTile(64, 64, 4, 3, half=True, columns=16),),
+    }
+)
+# AMD: 64 lanes per wave, and 32.
+_CDNA = _Family(
+    {
+        128: (ConvTile(128, 64, 8, 2), ConvTile(128, 32, 4, 2), ConvTile(64, 64, 4, 2)),
+        192: (ConvTile(128, 32, 8, 2), ConvTile(64, 64, 4, 2), ConvTile(64, 32, 4, 2)),
+    },
+    shared=64,
+)
+_RDNA = _Family(
+    {
+        64: (ConvTile(128, 64, 8, 2), ConvTile(128, 32, 4, 2)),
+        96: (ConvTile(128, 32, 8, 2), ConvTile(64, 64, 8, 2)),
+        128: (ConvTile(128, 64, 8, 2), ConvTile(64, 32, 4, 2)),
+        192: (ConvTile(64, 32, 8, 2), ConvTile(64, 64, 8, 2)),
+    },
+    shared=64,
+)
+
+_FAMILIES = {
+    (8, 0): _AMPERE,
+    (8, 7): _AMPERE,
+    (8, 6): _GEFORCE,
+    (8, 9): _GEFORCE,
+    (9, 0): _HOPPER,
+    (10, 0): _BLACKWELL,
+    (10, 3): _BLACKWELL,
+    (12, 0): _GEFORCE_BLACKWELL,
+    (12, 1): _GEFORCE_BLACKWELL,
+}
+
+
+def fuses(
+    x: Tensor, weight: ConvWeight, stride: tuple[int, ...], padding: tuple[int, int], *, norm: bool
+) -> Fused:
+    """Return what is fused for `x` `[B, C, ...]`, `weight`, `stride`, `padding` and `norm`."""
+    return Fused(tail=True, sums=True, bias=True, norm=norm and weight.shape[0] <= WIDEST)
+
+
+def variants(
+    x: Tensor, weight: ConvWeight, stride: tuple[int, ...], padding: tuple[int, int]
+) -> int:
+    """Return the number of tiles for `x` `[B, C, ...]`, `weight`, `stride` and `padding`."""
+    return len(tiles_for(x, weight, stride))
+
+
+def tiles_for(x: Tensor, weight: ConvWeight, stride: tuple[int, ...]) -> tuple[ConvTile, ...]:
+    """Return the tiles for `x` `[B, C, ...]`, `weight` and `stride`; none for an unknown chip."""
+    described = all(step == 1 for step in stride) and _has_descriptors()
+    inputs = x.shape[1] if described else 0
+    return tiles_of(chip_of(x.device), x.dtype, weight.shape[0], inputs)
+
+
+def chip_of(device: torch.device) -> Chip:
+    """Return the chip of `device`; for the interpreter on a CPU, one that sums in float16 too."""
+    if device.type != "cuda":
+        return 8, 9
+    if torch.version.hip is not None:
+        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def tiles_of(chip: Chip, dtype: torch.dtype, outputs: int, inputs: int = 0) -> tuple[ConvTile, ...]:
+    """Return the tiles for a shape class, the fastest first as far as is known.
+
+    Args:
+        chip: Compute capability or AMD architecture.
+        dtype: Dtype of the activation.
+        outputs: Output channels.
+        inputs: Input channels of patches that descriptors can load; 0: none can.
+
+    Returns:
+        Tiles that fit into the shared memory of the chip; none for other chips and dtypes.
+    """
+    family = _family(chip)
+    if family is None or dtype not in (torch.float16, torch.bfloat16):
+        return ()
+    chosen = _patches(family, dtype, outputs, inputs)
+    for width in _widths(outputs):
+        row = next(tiles for most, tiles in family.tiles.items() if width <= most)
+        split = _blocks_of(width, large_first=family.direct)
+        chosen += [replace(tile, outputs=split) for tile in row]
+    fitting = [
+        tile
+        for tile in chosen
+        if _shared_bytes(tile, family) <= family.shared << 10
+        and (dtype == torch.float16 or not tile.half)
+    ]
+    # The sort is stable: tiles of the better width stay in front.
+    return tuple(sorted(fitting, key=lambda tile: not tile.half)[:_MOST])
+
+
+def _patches(family: _Family, dtype: torch.dtype, outputs: int, inputs: int) -> list[ConvTile]:
+    """Return the tiles with descriptors, which load blocks of 32 or 64 channels."""
+    depth = min(64, inputs & -inputs)
+    if depth < 32 or not family.patches:
+        return []
+    width = _widths(outputs)[0]
+    row = next(tiles for most, tiles in family.patches.items() if width <= most)
+    split = _blocks_of(width, large_first=family.direct)
+    return [
+        replace(
+            tile,
+            depth=depth,
+            stages=tile.stages + (depth == 32),
+            half=tile.half and dtype == torch.float16,
+            outputs=split,
+        )
+        for tile in row
+    ]
+
+
+@functools.cache
+def _has_descriptors() -> bool:
+    """Return whether Triton has descriptors that the host makes, as since version 3.4."""
+    try:
+        return importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
+    except ImportError:
+        return False
+
+
+def _family(chip: Chip) -> _Family | None:
+    if isinstance(chip, str):
+        return _CDNA if chip.startswith("gfx9") else _RDNA if chip.startswith("gfx1") else None
+    return _FAMILIES.get(chip)
+
+
+def _widths(outputs: int) -> tuple[int, ...]:
+    """Return the channels of tiles for `outputs`: whole pixels, or two that waste the least."""
+    if outputs <= WIDEST:
+        return (min(width for width in _WHOLE if width >= outputs),)
+    padded = {width: blocks(outputs, width) * width for width in _PARTIAL}
+    return tuple(width for width in _PARTIAL if padded[width] == min(padded.values()))[:2]
+
+
+def _blocks_of(width: int, *, large_first: bool) -> tuple[int, int]:
+    """Return `width` channels as two powers of two; the second is 0 for a power of two."""
+    large = 1 << width.bit_length() - 1
+    small = width - large
+    return (large, small) if large_first or not small else (small, large)
+
+
+def _shared_bytes(tile: ConvTile, family: _Family) -> int:
+    """Return the shared memory of the values of all stages, in bytes."""
+    buffers = tile.stages if family.direct else tile.stages - 1
+    return buffers * (tile.pixels + tile.width) * tile.depth * 2

@@ -1,0 +1,200 @@
+"""Calls of the convolutions in memory surrounded by NaN, and their formula in float64."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import product
+from random import Random
+
+import torch
+
+from fast_video_vae import kernels
+from fast_video_vae.kernels import ConvWeight, use_backend
+from fast_video_vae.tests.kernels import formulas
+from fast_video_vae.tests.kernels.cases import Poisoned, random, video
+
+# Taps and strides.
+KERNELS = {
+    "3x3x3": ((3, 3, 3), (1, 1, 1)),
+    "3x1x1": ((3, 1, 1), (1, 1, 1)),
+    "1x3x3": ((1, 3, 3), (1, 1, 1)),
+    "1x1x1": ((1, 1, 1), (1, 1, 1)),
+    "3x3x3 by 2": ((3, 3, 3), (2, 2, 2)),
+    "3x1x1 by 2": ((3, 1, 1), (2, 1, 1)),
+    "2x2": ((2, 2), (1, 1)),
+    "3x3": ((3, 3), (1, 1)),
+    "3x3 by 2": ((3, 3), (2, 2)),
+    "1x1": ((1, 1), (1, 1)),
+}
+
+# Candidates that run on the CPU; "any" is the usual order.
+CANDIDATES = ("reference", "aten", "sliced", "any")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+# Input and output channels: of a picture, of a patch, one, and of a network.
+_CHANNELS = ((3, 16), (16, 3), (12, 12), (12, 96), (96, 3), (96, 96), (16, 1), (1, 12))
+
+# Rows and columns; few, odd and even, and whole groups of 4 columns.
+_SIZES = ((3, 3), (3, 5), (5, 7), (9, 4), (4, 12), (8, 3))
+
+_PADDINGS = ((0, 0), (1, 1), (1, 0))
+
+TERMS = ("bias", "residual", "residual_bias", "gamma")
+
+# Where a result is written.
+TARGETS = ("new memory", "a slice of frames", "the residual")
+
+# Every set of terms with every target that it has.
+CALLS = tuple(
+    (frozenset(terms), target)
+    for chosen in product((False, True), repeat=4)
+    if (terms := [term for term, has in zip(TERMS, chosen, strict=True) if has]) is not None
+    for target in TARGETS
+    if target != "the residual" or "residual" in terms
+)
+
+
+def using(candidate):
+    """Run convolutions on one candidate, or on any."""
+    return nullcontext() if candidate == "any" else use_backend(candidate)
+
+
+def refuses(candidate, taps):
+    """Return whether a candidate has no convolution with these taps."""
+    return candidate == "sliced" and len(taps) == 2
+
+
+def kept(weight, derived=None):
+    """Return a weight that keeps its layouts; it adds to the list `derived` when it is derived."""
+
+    def derive():
+        if derived is not None:
+            derived.append(weight)
+        order = torch.channels_last if weight.ndim == 4 else torch.channels_last_3d
+        return weight.contiguous(memory_format=order)
+
+    return ConvWeight(weight.shape, weight.dtype, weight.device, derive)
+
+
+def taps_of(outputs, inputs, *kernel, dtype=torch.float32, seed=1):
+    """Return a weight that keeps the magnitude of its input."""
+    weight = random(outputs, inputs, *kernel, seed=seed)
+    return (weight / weight[0].numel() ** 0.5).to(dtype)
+
+
+class Placed:
+    """A video between NaN, `[B, C, T, H, W]` or `[T, C, H, W]`, with its expected values."""
+
+    def __init__(self, shape, rank, dtype, pick, seed):
+        batch, channels, frames, height, width = shape
+        spare, offset = pick((0, 1)), pick((64, 1))
+        size = batch, frames + 2 * spare, height, width, channels
+        self._buffer = Poisoned(*size, dtype=dtype, offset=offset)
+        self._five = self._buffer.memory.movedim(-1, 1)[:, :, spare : spare + frames]
+        self.view = self._five if rank == 5 else self._five[0].movedim(1, 0)
+        if seed is not None:
+            self._five.copy_(video(*shape, dtype=dtype, seed=seed))
+        self.before = self.view.clone()
+
+    def take(self):
+        """Return the values; fail if anything around them was written."""
+        values = self._buffer.take(self._five)
+        return values if self.view.ndim == 5 else values[0].movedim(1, 0)
+
+
+@dataclass
+class Example:
+    """A call of a convolution, drawn from all that callers pass.
+
+    Attributes:
+        op: "conv2d" or "conv3d".
+        inputs: Videos by argument name.
+        weight: The weight, a tensor.
+        options: All other arguments.
+        keeps: Pass a weight that keeps its layouts.
+        out: Memory for the result; None: new memory, or the residual's.
+        in_place: The result replaces the residual.
+    """
+
+    op: str
+    inputs: dict[str, Placed]
+    weight: torch.Tensor
+    options: dict[str, object]
+    keeps: bool
+    out: Placed | None
+    in_place: bool
+
+    def __str__(self):
+        shapes = {name: tuple(placed.view.shape) for name, placed in self.inputs.items()}
+        numbers = {k: v for k, v in self.options.items() if not torch.is_tensor(v)}
+        terms = sorted(set(self.options) - set(numbers))
+        target = "residual" if self.in_place else "out" if self.out else "new"
+        return (
+            f"{self.op} {shapes} {tuple(self.weight.shape)} {self.weight.dtype} {numbers} {terms} "
+            f"keeps={self.keeps} {target}"
+        )
+
+    def run(self):
+        """Run the call; fail if it writes anything but its result, which is returned."""
+        inputs = {name: placed.view for name, placed in self.inputs.items()}
+        out = inputs["residual"] if self.in_place else self.out.view if self.out else None
+        weight = kept(self.weight) if self.keeps else self.weight
+        before = self.weight.clone()
+        result = getattr(kernels, self.op)(weight=weight, out=out, **inputs, **self.options)
+        if out is None:
+            assert result.movedim(1, -1).is_contiguous(), self
+        else:
+            assert result is out, self
+            result = (self.inputs["residual"] if self.in_place else self.out).take()
+        assert result.dtype == self.weight.dtype, self
+        assert torch.equal(self.weight, before), self
+        for name, placed in self.inputs.items():
+            if name != "residual" or not self.in_place:
+                assert torch.equal(placed.take(), placed.before), f"{self}: {name}"
+        return result
+
+    def check(self, result):
+        """Compare a result with the formula."""
+        inputs = {name: placed.before for name, placed in self.inputs.items()}
+        formula = getattr(formulas, self.op)
+        value, error = formula(weight=self.weight, **inputs, **self.options)
+        if result.dtype == torch.float64:
+            error *= 2  # the formula is computed in float64 too
+        formulas.check(result, value, error, str(self))
+
+
+def example(kernel, terms, target, seed):
+    """Draw a call with these taps, terms and target."""
+    draw = Random(f"{kernel} {sorted(terms)} {target} {seed}")
+    taps, stride = KERNELS[kernel]
+    flat, pick, dtype = len(taps) == 2, draw.choice, draw.choice(DTYPES)
+    inputs, outputs = pick(_CHANNELS)
+    batch, known = (1, 0) if flat else (pick((1, 2)), pick((0, 1, 2, 4)))
+    frames = pick([n for n in range(1, 6) if flat or n + known >= taps[0]])
+    size, padding = pick(_SIZES), pick(_PADDINGS)
+    rank = 4 if flat else 5
+
+    def placed(channels, frames, size, seed):
+        return Placed((batch, channels, frames, *size), rank, dtype, pick, seed)
+
+    weight = taps_of(outputs, inputs, *taps, dtype=dtype)
+    videos = {"x": placed(inputs, frames, size, 2)}
+    if known:
+        videos["tail"] = placed(inputs, known, size, 3)
+    after = frames if flat else (frames + known - taps[0]) // stride[0] + 1
+    size = [
+        (length + 2 * pad - count) // step + 1
+        for length, pad, count, step in zip(size, padding, taps[-2:], stride[-2:], strict=True)
+    ]
+    if "residual" in terms:
+        videos["residual"] = placed(outputs, after, size, 4)
+    narrow, numbers = pick((dtype, torch.float32)), random(3, outputs, seed=5)
+    vectors = {
+        name: values.to(narrow).view(pick([(-1,), (1, -1, 1, 1)]))
+        for name, values in zip(("bias", "residual_bias", "gamma"), numbers, strict=True)
+        if name in terms
+    }
+    out = placed(outputs, after, size, None) if target == "a slice of frames" else None
+    options = {"stride": stride, "padding": padding, **vectors}
+    op = "conv2d" if flat else "conv3d"
+    return Example(op, videos, weight, options, pick((False, True)), out, target == "the residual")

@@ -1,0 +1,387 @@
+"""Convolutions: every candidate of the CPU against the formula in float64, and the contract."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from fast_video_vae import kernels
+from fast_video_vae.kernels import BackendError, ConvWeight, dispatch, use_backend
+from fast_video_vae.tests.kernels import formulas
+from fast_video_vae.tests.kernels.cases import LAYOUTS, random, video
+from fast_video_vae.tests.kernels.convolutions import (
+    CALLS,
+    CANDIDATES,
+    DTYPES,
+    KERNELS,
+    Placed,
+    example,
+    kept,
+    refuses,
+    taps_of,
+    using,
+)
+
+each_candidate = pytest.mark.parametrize("candidate", CANDIDATES)
+PADDED = {"padding": (1, 1)}
+
+
+def close(actual, weight, **call):
+    """Compare a result with the formula."""
+    formula = formulas.conv3d if actual.ndim == 5 else formulas.conv2d
+    value, error = formula(weight=weight, **call)
+    formulas.check(actual, value, error)
+
+
+def refused(function, **call):
+    """Return the reason for which no backend runs a call; None: one does."""
+    try:
+        function(**call)
+    except BackendError as error:
+        return str(error)
+    return None
+
+
+@each_candidate
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "seeds", [range(2), pytest.param(range(2, 16), marks=pytest.mark.slow)], ids=["some", "more"]
+)
+def test_a_candidate_equals_the_formula_and_writes_nothing_else(candidate, kernel, seeds):
+    for (terms, target), seed in product(CALLS, seeds):
+        call = example(kernel, terms, target, seed)
+        if refuses(candidate, KERNELS[kernel][0]):
+            reason = f"no backend runs this conv2d \\({candidate}: the backend has no such op\\)$"
+            with using(candidate), pytest.raises(BackendError, match=reason):
+                call.run()
+            continue
+        with using(candidate):
+            result = call.run()
+        call.check(result)
+
+
+@each_candidate
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_strides_are_read_and_written_correctly(candidate, layout):
+    change, weight = LAYOUTS[layout], taps_of(12, 16, 3, 3, 3)
+    videos = {
+        "x": video(2, 16, 3, 5, 8),
+        "tail": video(2, 16, 2, 5, 8, seed=2),
+        "residual": video(2, 12, 3, 5, 8, seed=3),
+    }
+    for taps, given in product((weight, kept(weight)), (True, False)):
+        call = {name: change(x) for name, x in videos.items() if given or name != "residual"}
+        out = change(torch.full_like(videos["residual"], torch.nan))
+        with using(candidate):
+            assert kernels.conv3d(weight=taps, out=out, **call, **PADDED) is out
+        close(out, weight, **call, **PADDED)
+
+
+@each_candidate
+@pytest.mark.parametrize("term", ["x", "residual", "tail"])
+def test_a_result_over_an_input_is_correct_or_refused(candidate, term):
+    """A chain of convolutions in one ring of frames can do so by mistake."""
+    weight = taps_of(8, 8, 3, 3, 3)
+    for taps in (weight, kept(weight)):
+        ring = video(1, 8, 8, 5, 6)
+        call = {"x": video(1, 8, 5, 5, 6, seed=1), "residual": video(1, 8, 3, 5, 6, seed=3)}
+        if term == "tail":
+            call |= {"x": call["x"][:, :, :3], "tail": video(1, 8, 2, 5, 6, seed=2)}
+        call[term] = ring[:, :, 2 : 2 + call[term].shape[2]]
+        before = {name: x.clone() for name, x in call.items()}
+        out = ring[:, :, 3:6]
+        with using(candidate):
+            refusal = refused(kernels.conv3d, weight=taps, out=out, **call, **PADDED)
+        if refusal is None:
+            close(out, weight, **before, **PADDED)
+        else:
+            assert "out overlaps the memory of" in refusal
+            assert candidate != "any"
+
+
+@each_candidate
+@pytest.mark.parametrize("shapes", ["plain", "channels"])
+def test_biases_can_have_any_shape_and_float_dtype(candidate, shapes):
+    x, weight = video(1, 16, 3, 5, 5, dtype=torch.bfloat16), taps_of(8, 16, 3, 3, 3)
+    weight = weight.bfloat16()
+    size = (8,) if shapes == "plain" else (1, 8, 1, 1, 1)
+    for dtypes in product((torch.float64, torch.bfloat16, torch.float8_e4m3fn), repeat=3):
+        numbers = zip(random(3, *size, seed=4), dtypes, strict=True)
+        vectors = [values.to(dtype) for values, dtype in numbers]
+        call = dict(zip(("bias", "residual_bias", "gamma"), vectors, strict=True))
+        residual = video(1, 8, 1, 3, 3, dtype=torch.bfloat16, seed=5)
+        for more in ({}, {"residual": residual}):
+            with using(candidate):
+                actual = kernels.conv3d(x, kept(weight), **call, **more)
+            close(actual, weight, x=x, **call, **more)
+
+
+@each_candidate
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_a_kept_weight_serves_all_sizes_and_strides(candidate, dtype):
+    """The library's layout of the weight depends on the first call."""
+    derived, weight = [], taps_of(16, 12, 3, 3, 3, dtype=dtype)
+    one = kept(weight, derived)
+    sizes = [(1, 3, 4, 4), (2, 5, 9, 12), (1, 3, 33, 17), (1, 3, 4, 4)]
+    for (batch, *size), stride, padding in product(
+        sizes, [(1, 1, 1), (2, 2, 2)], [(1, 1), (0, 0), (1, 0)]
+    ):
+        call = {"x": video(batch, 12, *size, dtype=dtype), "stride": stride, "padding": padding}
+        with using(candidate):
+            actual = kernels.conv3d(weight=one, **call)
+        close(actual, weight, **call)
+    assert len(derived) <= 2  # once for each layout
+
+
+@each_candidate
+def test_a_weight_that_is_not_kept_is_derived_in_each_call(candidate):
+    x, weight, derived = video(1, 8, 3, 4, 4), taps_of(4, 8, 3, 3, 3), []
+    kind = kept(weight, derived)
+    once = ConvWeight(kind.shape, kind.dtype, kind.device, kind.plain, keeps=False)
+    for count in (1, 2):
+        with using(candidate):
+            close(kernels.conv3d(x, once, **PADDED), weight, x=x, **PADDED)
+        assert not once.layouts
+        assert len(derived) == 1, count
+
+
+@each_candidate
+@pytest.mark.parametrize("first", [True, False])
+def test_a_weight_serves_with_and_without_inference_mode(candidate, first):
+    with torch.inference_mode(first):
+        x, weight = video(1, 16, 3, 4, 4), taps_of(12, 16, 3, 3, 3)
+        one = kept(weight)
+        with using(candidate):
+            kernels.conv3d(x, one, **PADDED)
+    for mode in (not first, first, not first):
+        with torch.inference_mode(mode), using(candidate):
+            close(kernels.conv3d(x, one, **PADDED), weight, x=x, **PADDED)
+            close(kernels.conv3d(x, weight, **PADDED), weight, x=x, **PADDED)
+    leaf = video(1, 16, 3, 4, 4, seed=3).requires_grad_()
+    if not weight.is_inference():
+        kernels.conv3d(leaf, one, **PADDED).sum().backward()
+        assert leaf.grad.any()
+
+
+LEAVES = ("x", "tail", "weight", "bias", "residual", "residual_bias", "gamma")
+
+
+@pytest.mark.parametrize("candidate", ["reference", "any"])
+@pytest.mark.parametrize("op", ["conv3d", "conv2d"])
+@pytest.mark.parametrize("wanted", [*([name] for name in LEAVES), LEAVES])
+def test_gradients_equal_those_of_the_formula(candidate, op, wanted):
+    tensors, options = recorded(op)
+    wanted = [name for name in wanted if name in tensors]
+
+    def gradients(function, dtype):
+        moved = {name: x.detach().to(dtype) for name, x in tensors.items()}
+        leaves = [moved[name].requires_grad_() for name in wanted]
+        y = function(**moved, **options)
+        y = y[0] if isinstance(y, tuple) else y
+        return torch.autograd.grad((y.double() * random(*y.shape, seed=9)).sum(), leaves)
+
+    if not wanted:
+        return  # frames have no tail
+    expected = gradients(getattr(formulas, op), torch.float64)
+    for dtype, share in ((torch.float64, 1e-12), (torch.float32, 1e-4)):
+        with using(candidate):
+            actual = gradients(getattr(kernels, op), dtype)
+        for mine, other in zip(actual, expected, strict=True):
+            near = {"rtol": share, "atol": share * other.abs().max()}
+            torch.testing.assert_close(mine.double(), other, **near)
+
+
+def recorded(op):
+    """Return the tensors of a call by name, and its other arguments."""
+    tensors = {
+        "x": video(1, 6, 3, 5, 4),
+        "tail": video(1, 6, 2, 5, 4, seed=1),
+        "weight": taps_of(4, 6, 3, 3, 3),
+        "bias": random(4, seed=2),
+        "residual": video(1, 4, 3, 5, 4, seed=3),
+        "residual_bias": random(4, seed=4),
+        "gamma": random(4, seed=5),
+    }
+    if op == "conv2d":
+        del tensors["tail"]
+        tensors["weight"] = tensors["weight"][:, :, 0].clone()
+        tensors |= {name: tensors[name][0].movedim(1, 0) for name in ("x", "residual")}
+    return tensors, PADDED
+
+
+@pytest.mark.parametrize("name", LEAVES)
+@pytest.mark.parametrize("candidate", ["aten", "sliced"])
+def test_candidates_have_gradients_or_refuse_them(candidate, name):
+    tensors, options = recorded("conv3d")
+    tensors[name] = tensors[name].clone().requires_grad_()
+    results = []
+
+    def call():
+        results.append(kernels.conv3d(**tensors, **options).square().sum())
+
+    with using(candidate):
+        refusal = refused(call)
+    if refusal is not None:
+        assert f"{candidate}: a tensor requires gradients" in refusal
+        return
+    call()
+    mine, other = (torch.autograd.grad(each, tensors[name])[0] for each in results)
+    torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+
+
+@each_candidate
+@pytest.mark.parametrize("op", ["conv3d", "conv2d"])
+def test_what_is_fused_needs_no_other_op(candidate, op, monkeypatch):
+    seen, run = [], dispatch.run
+
+    def noted(name, *args, **kwargs):
+        seen.append(name)
+        return run(name, *args, **kwargs)
+
+    monkeypatch.setattr(dispatch, "run", noted)
+    stride = (1, 1, 1) if op == "conv3d" else (1, 1)
+    if refuses(candidate, stride):
+        return
+    tensors, options = recorded(op)
+    del tensors["residual"]
+    options = options | {"stride": stride}
+    for (terms, _), dtype, keeps in product(CALLS, DTYPES, (True, False)):
+        call = {name: x.to(dtype) for name, x in tensors.items() if name in (*terms, "x", "tail")}
+        weight = tensors["weight"].to(dtype)
+        taps = kept(weight) if keeps else weight
+        shape = formulas.conv3d(**tensors, **PADDED)[0].shape if op == "conv3d" else (3, 4, 5, 4)
+        if "residual" in terms:
+            call["residual"] = random(*shape, dtype=dtype)
+        out = Placed((1, 4, 3, 5, 4), len(shape), dtype, min, None)
+        seen.clear()
+        with using(candidate):
+            fused = kernels.conv_fuses(call["x"], taps, **options, norm="gamma" in terms)
+            getattr(kernels, op)(weight=taps, out=out.view, **call, **options)
+        close(out.take(), weight, **call, **options)
+        added = {"bias", "residual", "residual_bias"} & terms
+        free = {"bias", "residual_bias"} if fused.adds_bias or "gamma" in terms else set()
+        expected = ["bias_residual"] * (not fused.sums and not added <= free)
+        assert seen == expected + ["rms_norm_silu"] * ("gamma" in terms and not fused.norm)
+
+
+@each_candidate
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_networks_are_built_on_the_meta_device(candidate, dtype):
+    meta, weight = torch.device("meta"), taps_of(4, 6, 3, 3, 3, dtype=dtype).to("meta")
+    x = torch.empty(2, 6, 3, 5, 7, dtype=dtype, device=meta)
+    added = torch.empty(2, 4, 3, 5, 7, dtype=dtype, device=meta)
+    ones = torch.ones(4, device=meta)
+    for gamma in (None, ones):
+        terms = {"tail": x[:, :, 1:], "residual": added, "gamma": gamma}
+        with using(candidate):
+            y = kernels.conv3d(x, weight, ones, **terms, **PADDED)
+        assert (y.shape, y.dtype, y.device) == (added.shape, dtype, meta)
+
+
+@each_candidate
+def test_no_videos_give_no_results(candidate):
+    x, weight = video(0, 6, 3, 5, 7), taps_of(4, 6, 3, 3, 3)
+    for taps in (weight, kept(weight)):
+        with using(candidate):
+            assert kernels.conv3d(x, taps, torch.ones(4)).shape == (0, 4, 1, 3, 5)
+
+
+@each_candidate
+def test_a_tail_without_frames_is_none(candidate):
+    x, weight = video(1, 6, 3, 5, 7), taps_of(4, 6, 3, 3, 3)
+    with using(candidate):
+        close(kernels.conv3d(x, weight, tail=x[:, :, :0]), weight, x=x)
+        everything = kernels.conv3d(x[:, :, :0], weight, tail=x)
+    close(everything, weight, x=x)
+
+
+def test_a_backend_without_convolutions_leaves_the_choice_open():
+    """And a candidate that has only convolutions leaves it open for the other ops."""
+    x, weight = video(1, 6, 3, 5, 7), taps_of(4, 6, 3, 3, 3)
+    for name in ("native", "cuda"):
+        with use_backend(name):
+            close(kernels.conv3d(x, weight), weight, x=x)
+    for name in ("aten", "sliced"):
+        with use_backend(name):
+            assert kernels.silu_mul(x.movedim(1, -1), x.movedim(1, -1)).shape == (1, 3, 5, 7, 6)
+
+
+X, WEIGHT = video(1, 8, 3, 5, 6), taps_of(4, 8, 3, 3, 3)
+FRAMES, TAPS = X[0].movedim(1, 0), WEIGHT[:, :, 0]
+HALF, META = torch.float16, torch.device("meta")
+RESULT = video(1, 4, 1, 3, 4)
+
+WRONG = {
+    "an integer x": ("conv3d", (X.int(), WEIGHT), {}, "x is int32; expected float32, bfloat16"),
+    "frames for a video": ("conv3d", (FRAMES, WEIGHT), {}, r"x is \[3, 8, 5, 6\]; expected \[B, "),
+    "a video for frames": ("conv2d", (X, TAPS), {}, r"x is \[1, 8, 3, 5, 6\]; expected \[N, C, "),
+    "taps of frames": (
+        "conv3d", (X, TAPS), {}, r"weight is \[4, 8, 3, 3\]; expected \[C_out, 8, kt, kh, kw\]",
+    ),
+    "taps of a video": (
+        "conv2d", (FRAMES, WEIGHT), {}, r"weight is .*; expected \[C_out, 8, kh, kw\]",
+    ),
+    "other channels": ("conv3d", (X, WEIGHT[:, 1:]), {}, r"weight is \[4, 7, 3, 3, 3\]; expected"),
+    "another dtype": (
+        "conv3d", (X, WEIGHT.half()), {}, "weight is float16 on cpu; expected float32 on cpu",
+    ),
+    "another device": (
+        "conv3d", (X, WEIGHT.to(META)), {}, "weight is float32 on meta; expected float32 on cpu",
+    ),
+    "few strides": ("conv3d", (X, WEIGHT), {"stride": (1, 1)}, r"stride is \(1, 1\); expected 3"),
+    "no stride": ("conv2d", (FRAMES, TAPS), {"stride": ()}, r"stride is \(\); expected 2 numbers"),
+    "stride 0": ("conv3d", (X, WEIGHT), {"stride": (1, 0, 1)}, "expected 3 numbers from 1 on"),
+    "padding in time": ("conv3d", (X, WEIGHT), {"padding": (0, 1, 1)}, "expected 2 numbers from 0"),
+    "negative padding": ("conv2d", (FRAMES, TAPS), {"padding": (0, -1)}, r"\(0, -1\); expected 2"),
+    "few frames": ("conv3d", (X[:, :, :2], WEIGHT), {}, r"x is \[1, 8, 2, 5, 6\], smaller than"),
+    "few rows": ("conv2d", (FRAMES[:, :, :2], TAPS), {}, "smaller than the kernel"),
+    "few columns": ("conv2d", (FRAMES[..., :2], TAPS), {"padding": (1, 0)}, "smaller than the ker"),
+    "a tail of frames": ("conv3d", (X, WEIGHT), {"tail": FRAMES}, r"tail is \[3, 8, 5, 6\]; exp"),
+    "a tail of another size": (
+        "conv3d", (X, WEIGHT), {"tail": X[..., 1:]}, r"tail is .*; expected \[1, 8, 3, 5, 6\]",
+    ),
+    "a tail of another dtype": (
+        "conv3d", (X, WEIGHT), {"tail": X.half()}, "tail is float16; expected float32",
+    ),
+    "many biases": ("conv3d", (X, WEIGHT, torch.ones(5)), {}, "bias has 5 numbers; expected 4"),
+    "integer biases": ("conv3d", (X, WEIGHT, torch.ones(4).int()), {}, "bias is int32; expected a"),
+    "few biases of the residual": (
+        "conv2d", (FRAMES, TAPS), {"residual_bias": torch.ones(3)}, "residual_bias has 3 numbers",
+    ),
+    "many scales": ("conv2d", (FRAMES, TAPS), {"gamma": torch.ones(8)}, "gamma has 8 numbers; exp"),
+    "scales elsewhere": (
+        "conv3d", (X, WEIGHT), {"gamma": torch.ones(4, device=META)}, "gamma is on meta; expected",
+    ),
+    "a residual of another size": (
+        "conv3d", (X, WEIGHT), {"residual": X}, r"residual is .*; expected \[1, 4, 1, 3, 4\]",
+    ),
+    "out of another size": (
+        "conv2d", (FRAMES, TAPS), {"out": FRAMES}, r"out is .*; expected \[3, 4, 3, 4\]",
+    ),
+    "out of another dtype": (
+        "conv3d", (X, WEIGHT), {"out": RESULT.half()}, "out is float16; expected float32",
+    ),
+    "out elsewhere": ("conv3d", (X, WEIGHT), {"out": RESULT.to(META)}, "out is on meta; expected"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_unsuitable_argument_is_an_error_before_any_work(name):
+    op, (x, weight, *bias), options, message = WRONG[name]
+
+    def derive():
+        raise AssertionError("the weight was derived")
+
+    lazy = ConvWeight(weight.shape, weight.dtype, weight.device, derive)
+    for taps in (weight, lazy):
+        with pytest.raises(ValueError, match=message) as caught:
+            getattr(kernels, op)(x, taps, *bias, **options)
+        assert "\n" not in str(caught.value)
+        assert not isinstance(caught.value, BackendError)
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 8), (4, 8, 3), (4, 8, 1, 3, 3, 3)])
+def test_a_weight_of_another_rank_is_an_error(shape):
+    for op, x in (("conv3d", X), ("conv2d", FRAMES)):
+        with pytest.raises(ValueError, match=r"weight is \[.*\]; expected \[C_out, 8, "):
+            getattr(kernels, op)(x, torch.ones(shape))

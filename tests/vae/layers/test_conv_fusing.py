@@ -1,0 +1,197 @@
+"""A VAE gives the same video whatever its convolutions fuse: tail, sums, norm, border."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fast_video_vae.kernels import Fused, dispatch
+from fast_video_vae.tests.vae.families import (
+    STATES,
+    VIDEO,
+    close,
+    joined,
+    latent_for,
+    random_frames,
+)
+from fast_video_vae.vae import StreamOptions, load_vae
+from fast_video_vae.vae.layers import conv_weights
+from fast_video_vae.vae.layers.causal_conv import CausalConv3d
+from fast_video_vae.vae.layers.conv import BIAS
+from fast_video_vae.vae.layers.temporal_cache import TemporalCache
+from fast_video_vae.vae.models.wan_blocks import ResidualBlock, RMSNorm
+
+CPU = torch.device("cpu")
+
+ALL = Fused(tail=True, sums=True, norm=True, bias=True)
+CHOICES = {
+    "all": ALL,
+    "tail": Fused(tail=True),
+    "tail and sums": Fused(tail=True, sums=True, bias=True),
+    "norm without tail": Fused(sums=True, norm=True, bias=True),
+    "border": Fused(sums=True, bias=True, border=True),
+    "nothing": Fused(),
+}
+
+
+class Candidate:
+    """A candidate that fuses what it is given, and counts how it is called."""
+
+    def __init__(self, fused: Fused) -> None:
+        self.fused = fused
+        self.tails = self.norms = self.borders = self.padded = self.in_place = 0
+
+    def fuses(self, x, weight, stride, padding, *, norm):
+        if 0 in padding:  # nothing to border
+            return self.fused._replace(border=False)
+        return self.fused
+
+    def conv3d(self, x, weight, bias=None, *, stride, padding, tail=None, **terms):
+        assert tail is None or self.fused.tail
+        self.tails += tail is not None
+        window = x if tail is None else torch.cat([tail, x], dim=2)
+        y = F.conv3d(window, weight.plain(), None, stride, (0, *padding))
+        return self._finished(y, bias, padding, **terms)
+
+    def conv2d(self, x, weight, bias=None, *, stride, padding, **terms):
+        y = F.conv2d(x, weight.plain(), None, stride, padding)
+        return self._finished(y, bias, padding, **terms)
+
+    def _finished(
+        self, y, bias, padding, residual=None, residual_bias=None, gamma=None, out=None
+    ) -> Tensor:
+        self.padded += max(padding) > 0
+        self.borders += max(padding) == 0
+        assert self.fused.sums or (residual, residual_bias, gamma, out) == (None,) * 4
+        ones = [1] * (y.ndim - 2)
+        for each in (bias, residual_bias):
+            y = y if each is None else y + each.view(1, -1, *ones)
+        y = y if residual is None else y + residual
+        if gamma is not None:
+            self.norms += 1
+            y = F.normalize(y, dim=1, eps=1e-12) * y.shape[1] ** 0.5 * gamma.view(1, -1, *ones)
+            y = F.silu(y)
+        order = torch.channels_last if y.ndim == 4 else torch.channels_last_3d
+        self.in_place += out is not None
+        return y.contiguous(memory_format=order) if out is None else out.copy_(y)
+
+
+@pytest.fixture
+def serving(monkeypatch):
+    """Return a function that lets a candidate serve all convolutions that it does not refuse."""
+
+    def serve(fused: Fused) -> Candidate:
+        candidate = Candidate(fused)
+        names = SimpleNamespace(**{k: getattr(candidate, k) for k in ("fuses", "conv2d", "conv3d")})
+        monkeypatch.setitem(dispatch._loaded, "kitchen", names)
+        monkeypatch.setattr(dispatch, "CONVOLUTION_ORDER", ("kitchen", "reference"))
+        return candidate
+
+    return serve
+
+
+@pytest.fixture(scope="module", params=VIDEO)
+def truth(request):
+    """A narrow VAE, a latent and frames, with their decode and encode by the library."""
+    vae = load_vae(STATES[request.param](), dtype=torch.float32)
+    latent, frames = latent_for(vae, 4, 32, 48), random_frames(1, 3, 13, 32, 48)
+    return vae, latent, frames, vae.decode(latent), vae.encode(frames)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("chunk", [1, 2, -1])
+def test_a_video_is_the_same_whatever_is_fused(truth, serving, choice, chunk):
+    vae, latent, frames, decoded, encoded = truth
+    candidate = serving(CHOICES[choice])
+    close(joined(vae.decode_stream(latent, StreamOptions(chunk))), decoded)
+    close(joined(vae.encode_stream(frames, StreamOptions(chunk))), encoded)
+    fused = candidate.fused
+    assert bool(candidate.tails) == fused.tail
+    wan = vae.config.family != "seedvr2"
+    assert bool(candidate.norms) == (fused.norm and wan)
+
+
+def test_a_norm_in_place_is_read_where_it_is(truth, serving):
+    """So a block runs one pass for its first norm, and none for its second."""
+    vae, latent, _, decoded, _ = truth
+    if vae.config.family == "seedvr2":
+        pytest.skip("its norm needs the whole frame")
+    calls, silu = [], RMSNorm.silu
+    serving(ALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RMSNorm, "silu", lambda *a, **k: calls.append(a[0]) or silu(*a, **k))
+        close(vae.decode(latent), decoded)
+    blocks = [each for each in vae.decoder.modules() if isinstance(each, ResidualBlock)]
+    assert blocks
+    assert not {block.residual["3"] for block in blocks} & set(calls)
+    assert {block.residual["0"] for block in blocks} <= set(calls)
+
+
+def test_frames_with_a_border_are_not_padded(serving):
+    """The norm writes the border; only what no norm has written is padded by the convolution."""
+    candidate = serving(CHOICES["border"])
+    block = ResidualBlock(4, 4).requires_grad_(False)
+    for parameter in block.parameters():
+        parameter.normal_(generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, 3, 6, 5, 4, generator=torch.Generator().manual_seed(1)).movedim(-1, 1)
+    cache = TemporalCache()
+    with torch.no_grad():
+        block(x[:, :, :1].clone(memory_format=torch.channels_last_3d), cache)
+        cache.first = False
+        block(x[:, :, 1:].clone(memory_format=torch.channels_last_3d), cache)
+    assert (candidate.borders, candidate.padded) == (4, 0)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_memory_that_runs_out_does_not_change_the_video(truth, serving, choice, monkeypatch):
+    """No convolution of several steps has enough memory, so each is computed in pieces."""
+    vae, latent, frames, decoded, encoded = truth
+    serving(CHOICES[choice])
+    convolve, failed = CausalConv3d.convolve, []
+
+    def failing(self, x, kind, strides, pads, cache, terms=BIAS, before=None):
+        new = x.shape[2] - (0 if before else self.context)
+        if kind == "volume" and self.context and new > self.stride:
+            failed.append(before is not None)
+            raise torch.OutOfMemoryError("no memory")
+        return convolve(self, x, kind, strides, pads, cache, terms, before)
+
+    monkeypatch.setattr(CausalConv3d, "convolve", failing)
+    close(joined(vae.decode_stream(latent, StreamOptions(2))), decoded)
+    assert failed
+    assert any(failed) == CHOICES[choice].tail
+    if vae.config.family != "seedvr2":  # its downsampling does not come in pieces
+        close(joined(vae.encode_stream(frames, StreamOptions(2))), encoded)
+
+
+@pytest.mark.parametrize("choice", ["all", "border"])
+def test_rings_are_used_where_frames_have_no_border(truth, serving, choice, monkeypatch):
+    vae, latent, _, decoded, _ = truth
+    serving(CHOICES[choice])
+    monkeypatch.setattr(conv_weights, "_FRAME_TO_WEIGHT", 0)
+    steps, ring = [], TemporalCache.ring
+    monkeypatch.setattr(TemporalCache, "ring", lambda *a: steps.append(a[1]) or ring(*a))
+    made = TemporalCache.__init__
+    monkeypatch.setattr(TemporalCache, "__init__", lambda *a, **k: made(*a, **{**k, "rings": True}))
+    close(joined(vae.decode_stream(latent, StreamOptions(1))), decoded)
+    assert steps
+
+
+def test_a_parked_tail_is_read_and_kept(serving):
+    """A tail that moves to the host between two steps, or in the middle of one, is the same."""
+    serving(ALL)
+    conv = CausalConv3d(4, 6).requires_grad_(False)
+    for parameter in conv.parameters():
+        parameter.normal_(generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, 9, 5, 7, 4, generator=torch.Generator().manual_seed(1)).movedim(-1, 1)
+    cache, results = TemporalCache(), []
+    with torch.no_grad():
+        for start, length in ((0, 1), (1, 1), (2, 3), (5, 1), (6, 3)):
+            run = x[:, :, start : start + length].contiguous(memory_format=torch.channels_last_3d)
+            results.append(conv(run, cache))
+            cache.first = False
+            cache.park()
+    expected = F.conv3d(F.pad(x, (1, 1, 1, 1, 2, 0)), conv.weight, conv.bias)
+    torch.testing.assert_close(torch.cat(results, dim=2), expected)
