@@ -49,7 +49,8 @@ def load_vae(
         device: Device of the weights and the computation.
         dtype: Dtype of the computation: float32, bfloat16, float16 or float64. None: decode in
             bfloat16 where the device supports it (a CPU: where it is measured to be faster),
-            otherwise in float32; encode in float32.
+            otherwise in float32; encode in float32. A decode in bfloat16 then computes in float16
+            where that is measured to be faster, until it overflows (`VideoVAE.allow_fp16`).
         encode_dtype: Dtype of encoding, if it differs from `dtype`.
         weights_dtype: Dtype of the stored weights; None: that of the computation.
 
@@ -70,13 +71,15 @@ def load_vae(
             )
     if weights_dtype is not None and not weights_dtype.is_floating_point:
         raise ValueError(f"weights_dtype is {weights_dtype}; expected a float dtype")
-    return build_vae(
+    vae = build_vae(
         read_checkpoint(source),
         device=place,
         dtype=dtype or fastest_decode_dtype(place),
         encode_dtype=encode_dtype or dtype or torch.float32,
         weights_dtype=weights_dtype,
     )
+    vae.allow_fp16 = dtype is None
+    return vae
 
 
 def read_checkpoint(source: str | os.PathLike[str] | Mapping[str, Tensor]) -> Checkpoint:

@@ -1,7 +1,7 @@
 """The VAE: frames to latents and back, whole or as a stream."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -13,28 +13,22 @@ from .models.base import Network
 from .models.build import make_decoder, make_encoder
 from .models.config import SEEDVR2, VAEConfig
 from .models.patchify import fold_pixels
-from .models.receptive_field import latents_before
 from .planning.job import job_of
 from .planning.plan import Plan, empty_limit, make_plan
 from .streaming.options import AUTOMATIC, StreamOptions
 from .streaming.output import Output, background_writer, delivered, until_complete
-from .streaming.precision import compute_dtype
+from .streaming.overflow import Watch, continued
+from .streaming.part import Part
+from .streaming.precision import compute_dtype, decode_dtype
 from .streaming.session import VideoSession, eager
-from .validation import (
-    check_frames,
-    check_latent,
-    check_range,
-    check_targets,
-    check_tensor,
-    checked,
-)
+from .validation import check_frames, check_latent, check_targets, check_tensor, checked
 
 
 class VideoVAE(nn.Module):
     """A causal video VAE of the Wan family or of SeedVR2.
 
     Created by `load_vae`. Parameters have the names of the original checkpoint. Encoding and
-    decoding keep no state in the object, so threads can share it. The chunk changes a result by
+    decoding keep no video in the object, so threads can share it. The chunk changes a result by
     rounding only. Shapes are given for a compression of 8 in space and 4 in time, as of Wan 2.1;
     `config` has those of other VAEs.
 
@@ -51,6 +45,9 @@ class VideoVAE(nn.Module):
         skips_static: Skip static frames in an encode, and repeat their latents.
         allow_tf32: In float32, keep PyTorch's own switches, which may allow TF32 (or bf16 products
             on a CPU). By default float32 is full float32.
+        allow_fp16: Let a decode in bfloat16 without gradients compute in float16 if that is faster
+            on the device. `load_vae` sets it if no dtype is chosen. The first overflow clears it,
+            and the decode continues in bfloat16.
     """
 
     def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
@@ -60,6 +57,7 @@ class VideoVAE(nn.Module):
         self.encode_dtype = encode_dtype
         self.limit_bytes: int | None = None
         self.allow_tf32 = False
+        self.allow_fp16 = False
         self.graphs = False
         self.searches = False
         self.skips_static = True
@@ -159,12 +157,13 @@ class VideoVAE(nn.Module):
         return self._stream(
             encoder,
             options,
-            pieces,
+            compute_dtype(dtype, self.device),
             checked(pieces, self.check_frames),
             enter=lambda x: fold_pixels(x, patch),
             to_range=to_range,
             leave=lambda x: relief.attempt(lambda: mean_of(x)),
             relief=relief,
+            known=isinstance(pieces, Tensor),
             single_frame=isinstance(pieces, Tensor)
             and self.config.latent_frames(pieces.shape[2]) == 1,
         )
@@ -203,28 +202,23 @@ class VideoVAE(nn.Module):
             ValueError: As for `decode`, or both `out` and `images` are given, or `frames` are not
                 in the video; for a piece of an iterable when it is reached.
         """
-        config = self.config
-        relief = Relief(self.device, "a decode", options.release)
-        start, source = self._part_of(latent, frames)
-        check_targets(latent, config, out, images, frames)
-        dtype = options.dtype or self.dtype
-        first_frame = start and config.frames(start)
-        writer = background_writer(self.device, out if images is None else images)
-        stream = self._stream(
-            self.decoder,
-            options,
-            latent,
-            source,
-            enter=self.conv2 or (lambda x: x / config.latent_scale),
-            leave=Output(config, dtype, out, images, frames, first_frame, relief.attempt, writer),
-            relief=relief,
-            single_frame=isinstance(latent, Tensor) and latent.shape[2] == 1,
-            begins=not start,
-        )
-        stream = until_complete(stream, frames, as_images=images is not None)
-        if writer is None:
+        device, asked = self.device, options.dtype or self.dtype
+        dtype = decode_dtype(asked, device, allow_fp16=self._allows_fp16(options, latent))
+        watch = Watch(device) if dtype == torch.float16 != asked else None
+        part = Part(latent, frames, self.decoder, self.config, self.check_latent, keeps=bool(watch))
+        check_targets(latent, self.config, out, images, frames)
+        run = functools.partial(self._frames_of, options, out, images)
+        stream = run(part, dtype, watch)
+
+        def again(frame: int) -> Iterator[Tensor]:
+            self.allow_fp16 = False
+            if not self.graphs:  # a graph of another thread may read them
+                self.drop_derived()
+            return run(part.rest(frame), compute_dtype(asked, device))
+
+        if watch is None:
             return stream
-        return delivered(stream, writer, ahead=isinstance(latent, Tensor))
+        return continued(stream, watch, again, part, axis=2 if images is None else 1)
 
     def normalize(self, latent: Tensor) -> Tensor:
         """Return `(latent - mean) / std` of each channel of `latent` `[B, C_latent, t, h, w]`."""
@@ -285,10 +279,10 @@ class VideoVAE(nn.Module):
         """
         network = self._encoding() if encode else self.decoder
         step = self.config.spatial_compression
-        dtype = options.dtype or (self.encode_dtype if encode else self.dtype)
         size = 1, height // step, width // step
         device = device or self.device
-        dtype = compute_dtype(dtype, device)
+        asked = options.dtype or (self.encode_dtype if encode else self.dtype)
+        dtype = decode_dtype(asked, device, allow_fp16=not encode and self._allows_fp16(options))
         model = network, self.config
         job = job_of(*model, size, dtype, device, single_frame=single_frame, searches=self.searches)
         limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
@@ -305,27 +299,58 @@ class VideoVAE(nn.Module):
         for conv in self._convs():
             conv.forms.clear()
 
+    def _allows_fp16(self, options: StreamOptions, latent: object = None) -> bool:
+        """Return whether a decode may compute in float16, whose range is small for gradients."""
+        sources = [*self.parameters(), *([latent] if isinstance(latent, Tensor) else [])]
+        records = torch.is_grad_enabled() and any(each.requires_grad for each in sources)
+        return self.allow_fp16 and options.dtype is None and not records
+
+    def _frames_of(
+        self,
+        options: StreamOptions,
+        out: Tensor | None,
+        images: Tensor | None,
+        part: Part,
+        dtype: torch.dtype,
+        watch: Watch | None = None,
+    ) -> Generator[Tensor, None, None]:
+        """Decode a part of a video as `decode_stream`, computed in `dtype`."""
+        config, device, asked = self.config, self.device, options.dtype or self.dtype
+        relief = Relief(device, "a decode", options.release)
+        writer = background_writer(device, out if images is None else images)
+        stream = self._stream(
+            self.decoder,
+            options,
+            dtype,
+            part.source,
+            enter=self.conv2 or (lambda x: x / config.latent_scale),
+            leave=Output(config, asked, out, images, part, relief.attempt, writer, watch),
+            relief=relief,
+            known=part.known,
+            single_frame=part.single_frame,
+            begins=not part.start,
+        )
+        stream = until_complete(stream, part.frames, as_images=images is not None)
+        waits = writer is not None or (watch is not None and device.type != "cpu")
+        return delivered(stream, writer, ahead=part.known) if waits else stream
+
     def _stream(
         self,
         network: Network,
         options: StreamOptions,
-        pieces: Tensor | Iterable[Tensor],
+        dtype: torch.dtype,
         source: Iterator[Tensor],
         *,
         enter: Callable[[Tensor], Tensor],
         leave: Callable[[Tensor], Tensor] | Output,
         relief: Relief,
+        known: bool,
         single_frame: bool,
         begins: bool = True,
         to_range: Callable[[Tensor], Tensor] | None = None,
     ) -> Iterator[Tensor]:
-        """Run the checked pieces of one video through the layers."""
-        encodes = network is self.encoder
-        dtype = options.dtype or (self.encode_dtype if encodes else self.dtype)
-        dtype = compute_dtype(dtype, self.device)
-        chunk = options.chunk
-        if chunk is None and not isinstance(pieces, Tensor):
-            chunk = 1  # pieces in, pieces out
+        """Run the checked pieces of one video, which is `known` as a whole, through the layers."""
+        chunk = options.chunk or (None if known else 1)  # pieces in, pieces out
         limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
         session = VideoSession(
             network,
@@ -342,31 +367,9 @@ class VideoVAE(nn.Module):
             full=dtype == torch.float32 and not self.allow_tf32,
             graphs=self.graphs,
             searches=self.searches,
-            skips=encodes and self.skips_static,
+            skips=network is self.encoder and self.skips_static,
         )
         return session.run(source)
-
-    def _part_of(
-        self, latent: Tensor | Iterable[Tensor], frames: range | None
-    ) -> tuple[int, Iterator[Tensor]]:
-        """Return the first latent that `frames` need, and the checked latents from there on."""
-        source = checked(latent, self.check_latent)
-        if frames is None:
-            return 0, source
-        if not isinstance(latent, Tensor):
-            check_range(frames, None)
-            return 0, source
-        check_range(frames, self.config.frames(latent.shape[2]))
-        start, stop = self._latents_of(frames)
-        return start, iter([latent[:, :, start:stop]])
-
-    def _latents_of(self, frames: range) -> tuple[int, int]:
-        """Return the first latent that `frames` need, and the one after the last."""
-        per_latent = self.config.temporal_compression
-        first, last = (-(-frame // per_latent) for frame in (frames.start, frames.stop - 1))
-        if self.config.family == SEEDVR2:  # its layers treat the second frame differently
-            return 0, last + 1
-        return max(0, first - latents_before(self.decoder)), last + 1
 
     def _encoding(self) -> Network:
         if self.encoder is None:
@@ -389,7 +392,7 @@ class VideoVAE(nn.Module):
         super()._apply(fn, recurse)
         after = [next(network.parameters()).dtype for network in networks]
         if after[0] != before[0]:
-            self.dtype = after[0]
+            self.dtype, self.allow_fp16 = after[0], False
         if self.encoder is None:
             self.encode_dtype = self.dtype
         elif after[1] != before[1]:

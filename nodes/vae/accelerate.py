@@ -15,6 +15,7 @@ from pathlib import Path
 
 import comfy.sd
 import torch
+from comfy.cli_args import args
 from comfy.model_patcher import ModelPatcher
 
 from ...vae import Checkpoint, VAEConfig, VideoVAE, build_vae, read_checkpoint
@@ -30,6 +31,9 @@ _NETWORKS = {
     ("comfy.ldm.seedvr.vae", "VideoAutoencoderKLWrapper"),
 }
 
+# Options of ComfyUI's command line that choose the dtype of VAEs, or their device.
+_DTYPE_FLAGS = ("fp32_vae", "fp16_vae", "bf16_vae", "cpu_vae")
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -39,11 +43,14 @@ class Choice:
         dtype: Dtype of decoding; None: ComfyUI's choice, set on its command line.
         encode_dtype: Dtype of encoding; None: as for decoding.
         chunk: Latents per step; -1: all; None: chosen from size and memory.
+        allow_fp16: As of `VideoVAE`. It is not chosen, but true where neither `dtype` nor ComfyUI's
+            command line is.
     """
 
     dtype: torch.dtype | None = None
     encode_dtype: torch.dtype | None = None
     chunk: int | None = None
+    allow_fp16: bool = False
 
 
 def load(path: str | Path, choice: Choice) -> FastVAE:
@@ -150,13 +157,16 @@ def _settled(vae: comfy.sd.VAE, choice: Choice) -> Choice:
     """Return the choice with open values filled in from the VAE."""
     decodes = encodes = vae.vae_dtype
     chunk = choice.chunk
+    allow_fp16 = not any(getattr(args, flag, False) for flag in _DTYPE_FLAGS)
     if isinstance(vae, FastVAE):
         model = vae.first_stage_model
         decodes, encodes, chunk = model.dtype, model.encode_dtype, chunk or model.chunk
+        allow_fp16 = model.allow_fp16
     return Choice(
         choice.dtype or decodes,
         choice.encode_dtype or choice.dtype or encodes,
         chunk,
+        choice.dtype is None and allow_fp16,
     )
 
 
@@ -176,7 +186,7 @@ def _built(
         share=share,
         kind=FastVideoVAE,
     )
-    model.chunk = settled.chunk
+    model.chunk, model.allow_fp16 = settled.chunk, settled.allow_fp16
     return model
 
 

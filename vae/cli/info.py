@@ -95,7 +95,7 @@ def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None) -> str:
 
 
 def backend_report() -> str:
-    """Describe the backends of this machine in a table per kind of device.
+    """Describe the backends of this machine in tables per kind of device and of op.
 
     The compiled library for the CPU is built if it is missing.
 
@@ -104,11 +104,10 @@ def backend_report() -> str:
     """
     library = native_library()
     matrix = backend_matrix()
-    rows, reasons = support_table(matrix)
+    reasons = reasons_of(matrix)
     lines = []
-    for device in dict.fromkeys(each.device for each in matrix):
-        mine = [0, *(n for n, head in enumerate(rows[0]) if head.startswith(f"{device} "))]
-        lines += [*_aligned([[row[n] for n in mine] for row in rows]), ""]
+    for entries in tables_of(matrix):
+        lines += [*_aligned(support_table(entries, reasons)), ""]
     lines += _wrapped("", LEGEND)
     for number, reason in enumerate(reasons, 1):
         lines += _wrapped(f"({number}) ", reason)
@@ -127,7 +126,43 @@ def backend_report() -> str:
     return "\n".join(lines)
 
 
-def support_table(matrix: Sequence[Support]) -> tuple[list[list[str]], list[str]]:
+def tables_of(matrix: Sequence[Support]) -> list[list[Support]]:
+    """Divide the support into tables: a device each, and ops that have the same backends.
+
+    Args:
+        matrix: Support of each op, backend, device and dtype.
+
+    Returns:
+        The entries of each table.
+    """
+    names: dict[tuple[str, str], dict[str, None]] = {}
+    for each in matrix:
+        names.setdefault((each.device, each.op), {})[each.backend] = None
+    tables: dict[tuple[str, ...], list[Support]] = {}
+    for each in matrix:
+        backends = names[each.device, each.op]
+        tables.setdefault((each.device, *backends), []).append(each)
+    return [
+        entries
+        for device in dict.fromkeys(each.device for each in matrix)
+        for (where, *_), entries in tables.items()
+        if where == device
+    ]
+
+
+def reasons_of(matrix: Sequence[Support]) -> list[str]:
+    """List the different reasons for which backends do not support calls.
+
+    Args:
+        matrix: Support of each op, backend, device and dtype.
+
+    Returns:
+        The reasons, in the order of the entries.
+    """
+    return list(dict.fromkeys(each.reason for each in matrix if each.reason is not None))
+
+
+def support_table(matrix: Sequence[Support], reasons: Sequence[str]) -> list[list[str]]:
     """Format the support of ops by backends as cells.
 
     A cell is "exact", "fast" or "no (2)" with the number of a reason. If dtypes differ, each is
@@ -135,12 +170,12 @@ def support_table(matrix: Sequence[Support]) -> tuple[list[list[str]], list[str]
 
     Args:
         matrix: Support of each op, backend, device and dtype.
+        reasons: All reasons, from `reasons_of`.
 
     Returns:
-        Rows of cells, the first with the headings; and the reasons.
+        Rows of cells, the first with the headings.
     """
     columns = list(dict.fromkeys((each.device, each.backend) for each in matrix))
-    reasons = list(dict.fromkeys(each.reason for each in matrix if each.reason is not None))
     rows = [["op", *(f"{device} {backend}" for device, backend in columns)]]
     for op in dict.fromkeys(each.op for each in matrix):
         cells = [
@@ -148,7 +183,7 @@ def support_table(matrix: Sequence[Support]) -> tuple[list[list[str]], list[str]
             for column in columns
         ]
         rows.append([op, *cells])
-    return rows, reasons
+    return rows
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -4,9 +4,11 @@ Pixels in channels (the patches of Wan 2.2, the phases of 2x decoders) are rearr
 pass.
 """
 
+import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from ..background_writer import BackgroundWriter
 from ..models.config import VAEConfig
 from ..models.patchify import COLUMN_FIRST, ROW_FIRST
 from ..models.receptive_field import Span
+from .overflow import Finding, Watch
+from .part import OPEN_END, Part
 
 
 class Output:
@@ -26,12 +30,13 @@ class Output:
         dtype: Dtype of the pieces without `out` and `images`.
         out: `[B, C, T, H, W]`, any dtype, strides and device, for the frames; or None.
         images: `[B, T, H, W, C]`, float or uint8, for images in [0, 1] or 0-255; or None. Without
-            either, each piece is a new tensor.
-        wanted: The frames to keep, which `out` or `images` have room for; None: all.
-        start: Number of the first frame that arrives.
+            either, each piece is a new tensor. Both start at frame `part.origin`.
+        part: The wanted frames, and the first one that arrives; None: the whole video.
         attempt: Runs an allocation, such as `Relief.attempt`.
         writer: Writes pieces to `out` or `images` in the background, in memory of the host; None:
             the device writes there.
+        watch: Examines every piece with frames for NaN and infinity, before it is converted; None:
+            nothing does.
 
     Raises:
         ValueError: Both `out` and `images` are given.
@@ -43,16 +48,19 @@ class Output:
         dtype: torch.dtype,
         out: Tensor | None = None,
         images: Tensor | None = None,
-        wanted: range | None = None,
-        start: int = 0,
-        attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda do: do(),
+        part: Part | None = None,
+        attempt: Callable[[Callable[[], Any]], Any] = lambda do: do(),
         writer: BackgroundWriter | None = None,
+        watch: Watch | None = None,
     ) -> None:
         if out is not None and images is not None:
             raise ValueError("both out and images are given; expected one of them")
         self._config, self._dtype = config, dtype
-        self._out, self._images, self._wanted = out, images, wanted
-        self._attempt, self._at, self._writer = attempt, start, writer
+        self._out, self._images = out, images
+        self._wanted, self._at, self._origin = None, 0, 0
+        if part is not None:
+            self._wanted, self._at, self._origin = part.frames, part.first_frame, part.origin
+        self._attempt, self._writer, self._watch = attempt, writer, watch
         # Pixels of a piece per pixel of the network's output, in height and width.
         self._size = config.patch_size * config.output_scale
         self._order = COLUMN_FIRST if config.patch_size > 1 else ROW_FIRST
@@ -61,6 +69,9 @@ class Output:
         """Take frames `x` `[B, C, n, H, W]`, and return the piece of the wanted ones."""
         skipped, place = self._passed(x.shape[2])  # before anything that may be repeated
         x = x[:, :, skipped : skipped + place.stop - place.start]
+        finding = self._finding(place)
+        if finding is not None:
+            self._attempt(functools.partial(finding.look, x))
         target = self._target(place)
         write = self._new if target is None else functools.partial(self._placed, target=target)
         return self._attempt(functools.partial(write, x))
@@ -88,14 +99,24 @@ class Output:
                 memory_format=torch.channels_last_3d,
             )
             piece = self._attempt(empty)
-        return TiledChunk(self, piece, skipped, place.stop - place.start)
+        finding = self._finding(place)
+        return TiledChunk(self, piece, finding, skipped, place.stop - place.start)
 
-    def put(self, x: Tensor, piece: Tensor, time: slice, rows: Span, columns: Span) -> None:
+    def put(
+        self,
+        x: Tensor,
+        piece: Tensor,
+        finding: Finding | None,
+        time: slice,
+        rows: Span,
+        columns: Span,
+    ) -> None:
         """Write a part of some frames to its place in a piece.
 
         Args:
             x: `[B, C, n, h, w]`.
             piece: `[B, C, n, H, W]` or `[B, n, H, W, C]`.
+            finding: The examination of the piece, or None.
             time: Frames of the piece.
             rows: Rows of the part in the network's output.
             columns: Columns of the part in the network's output.
@@ -105,7 +126,13 @@ class Output:
             target = piece[:, :, time, down, across]
         else:
             target = piece[:, time, down, across]
+        if finding is not None:
+            self._attempt(functools.partial(finding.look, x))
         self._attempt(functools.partial(self._placed, x, target))
+
+    def _finding(self, place: slice) -> Finding | None:
+        """Return the examination of a piece; None for one without frames, which is not yielded."""
+        return self._watch.next_piece() if self._watch and place.stop > place.start else None
 
     def _passed(self, frames: int) -> tuple[int, slice]:
         """Count frames; return how many of them precede the wanted ones, and the place of these."""
@@ -115,7 +142,7 @@ class Output:
         first = min(max(at, self._wanted.start), at + frames)
         last = max(first, min(at + frames, self._wanted.stop))
         # Before the first wanted frame the place is empty, at the start.
-        place = max(0, first - self._wanted.start)
+        place = max(0, first - self._origin)
         return first - at, slice(place, place + last - first)
 
     def _target(self, place: slice) -> Tensor | None:
@@ -156,13 +183,17 @@ class TiledChunk:
     Args:
         output: Their destination.
         piece: `[B, C, n, H, W]`, or `[B, n, H, W, C]` for images.
+        finding: The examination of the piece, or None.
         skipped: Frames of the chunk before the first of these.
         frames: Number of these frames.
     """
 
-    def __init__(self, output: Output, piece: Tensor, skipped: int, frames: int) -> None:
+    def __init__(
+        self, output: Output, piece: Tensor, finding: Finding | None, skipped: int, frames: int
+    ) -> None:
         self.piece = piece
-        self._output, self._skipped, self._frames = output, skipped, frames
+        self._output, self._finding = output, finding
+        self._skipped, self._frames = skipped, frames
 
     def put(self, x: Tensor, start: int, rows: Span, columns: Span) -> None:
         """Write a part of some frames.
@@ -177,17 +208,18 @@ class TiledChunk:
         last = min(x.shape[2], self._skipped + self._frames - start)
         if first < last:
             time = slice(start + first - self._skipped, start + last - self._skipped)
-            self._output.put(x[:, :, first:last], self.piece, time, rows, columns)
+            run = x[:, :, first:last]
+            self._output.put(run, self.piece, self._finding, time, rows, columns)
 
 
 def until_complete(
     stream: Iterator[Tensor], frames: range | None, *, as_images: bool
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, None, None]:
     """Yield pieces until all wanted frames have arrived.
 
     Args:
         stream: Pieces `[B, C, n, H, W]`, or images `[B, n, H, W, C]`; `n` can be 0.
-        frames: The wanted frames; None: all.
+        frames: The wanted frames; None, or an `OPEN_END`: up to the end of the stream.
         as_images: The pieces are images.
 
     Yields:
@@ -196,10 +228,7 @@ def until_complete(
     Raises:
         ValueError: The stream ends too early.
     """
-    if frames is None:
-        yield from stream
-        return
-    missing = len(frames)
+    missing = OPEN_END if frames is None else len(frames)
     for piece in stream:
         count = piece.shape[1 if as_images else 2]
         if count:
@@ -207,10 +236,11 @@ def until_complete(
             yield piece
         if not missing:
             return
-    raise ValueError(
-        f"frames are {frames!r}; the video ends before frame {frames.stop - missing}; "
-        "expected a part of the video"
-    )
+    if frames is not None and frames.stop != OPEN_END:
+        raise ValueError(
+            f"frames are {frames!r}; the video ends before frame {frames.stop - missing}; "
+            "expected a part of the video"
+        )
 
 
 def background_writer(device: torch.device, target: Tensor | None) -> BackgroundWriter | None:
@@ -229,13 +259,13 @@ def background_writer(device: torch.device, target: Tensor | None) -> Background
 
 
 def delivered(
-    stream: Iterator[Tensor], writer: BackgroundWriter, *, ahead: bool
-) -> Iterator[Tensor]:
+    stream: Iterator[Tensor], writer: BackgroundWriter | None, *, ahead: bool
+) -> Generator[Tensor, None, None]:
     """Yield the pieces of a stream when `writer` has written them.
 
     Args:
-        stream: Pieces `[...]` that are views of memory on the host.
-        writer: Writes them.
+        stream: Pieces `[...]`; with a writer, views of memory on the host.
+        writer: Writes them; None: they stay on the device.
         ahead: Compute the next piece meanwhile, so that a piece arrives one piece late.
 
     Yields:
@@ -245,12 +275,13 @@ def delivered(
 
     def complete() -> Tensor:
         queued, piece = waiting.popleft()
-        writer.wait(queued)
+        if writer is not None:
+            writer.wait(queued)
         return piece
 
-    with writer:
+    with writer or contextlib.nullcontext():
         for piece in stream:
-            waiting.append((writer.queued, piece))
+            waiting.append((writer.queued if writer else 0, piece))
             if len(waiting) > ahead:
                 yield complete()
         if waiting:

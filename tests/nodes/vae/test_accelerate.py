@@ -132,6 +132,30 @@ def test_the_flag_of_comfyui_sets_the_dtype(state, tmp_path, monkeypatch):
         assert fast.decode(latents(1)).dtype == torch.float32
 
 
+@pytest.mark.parametrize("flag", [None, "fp32_vae", "bf16_vae", "fp16_vae", "cpu_vae"])
+def test_float16_is_allowed_only_where_nothing_chose_a_dtype(state, tmp_path, monkeypatch, flag):
+    from comfy.cli_args import args
+
+    if flag:
+        monkeypatch.setattr(args, flag, True)
+    allowed = flag is None
+    for fast in (fast_vae(state, tmp_path), accelerated(stock_vae(state))):
+        assert fast.first_stage_model.allow_fp16 == allowed
+        again = accelerated(fast, chunk=3)
+        assert again.first_stage_model.allow_fp16 == allowed
+        encoding = accelerated(fast, encode_dtype=torch.float32)
+        assert encoding.first_stage_model.allow_fp16 == allowed
+        chosen = accelerated(fast, dtype=torch.bfloat16)
+        assert not chosen.first_stage_model.allow_fp16
+        assert not accelerated(chosen, chunk=3).first_stage_model.allow_fp16
+
+
+def test_an_overflow_is_remembered_by_vaes_made_from_this_one(state, tmp_path):
+    fast = fast_vae(state, tmp_path)
+    fast.first_stage_model.allow_fp16 = False
+    assert not accelerated(fast, chunk=3).first_stage_model.allow_fp16
+
+
 def test_inputs_keep_the_precision_of_both_directions(state, tmp_path):
     exact = fast_vae(state, tmp_path)
     mixed = fast_vae(state, tmp_path, dtype=torch.bfloat16, encode_dtype=torch.float32)

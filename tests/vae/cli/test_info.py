@@ -11,14 +11,20 @@ import torch
 from safetensors.torch import save_file
 
 from fast_video_vae.kernels import Support, backend_matrix, native_library
-from fast_video_vae.kernels.backends import ORDER
+from fast_video_vae.kernels.backends import CONVOLUTIONS, ORDER
 from fast_video_vae.tests.builders import decoder_of, module_command, random_state_dict, succeeded
 
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
 
 from fast_video_vae.vae.cli import info  # noqa: E402
-from fast_video_vae.vae.cli.info import SIZES, WIDTH, support_table  # noqa: E402
+from fast_video_vae.vae.cli.info import (  # noqa: E402
+    SIZES,
+    WIDTH,
+    reasons_of,
+    support_table,
+    tables_of,
+)
 
 README = Path(__file__).resolve().parents[3] / "README.md"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,17 +48,23 @@ def lines_of(run):
 
 
 @pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cuda")])
-def test_the_table_has_a_line_per_op_and_fits_a_terminal(lines_of, matrix, monkeypatch, devices):
+def test_the_tables_have_a_line_per_op_and_fit_a_terminal(lines_of, matrix, monkeypatch, devices):
     on_cpu = [each for each in matrix if each.device == "cpu"]
     rows = [replace(each, device=device) for device in devices for each in on_cpu]
     monkeypatch.setattr(info, "backend_matrix", lambda: rows)
     lines = lines_of("--backends", "--quiet")
     assert max(len(line) for line in lines if not line.startswith("library")) <= WIDTH
     heads = [re.split(r"  +", line) for line in lines if line.startswith("op ")]
-    assert heads == [["op", *(f"{device} {name}" for name in ORDER)] for device in devices]
-    ops = lines[1 : lines.index("")]
-    assert [line.split()[0] for line in ops] == list(dict.fromkeys(each.op for each in matrix))
-    assert all(line.split()[-1] == "exact" for line in ops)  # the reference
+    assert heads == [
+        ["op", *(f"{device} {name}" for name in names)]
+        for device in devices
+        for names in (ORDER, CONVOLUTIONS)
+    ]
+    first, second = [n for n, line in enumerate(lines) if not line][:2]
+    tables = lines[1:first], lines[first + 2 : second]
+    ops = [line.split()[0] for table in tables for line in table]
+    assert ops == list(dict.fromkeys(each.op for each in matrix))
+    assert all(line.split()[-1] == "exact" for table in tables for line in table)  # the reference
     text = "\n".join(lines)
     assert re.search(rf"^torch +{re.escape(torch.__version__)}", text, flags=re.MULTILINE)
     assert re.search(r"^CPU +\w+", text, flags=re.MULTILINE)
@@ -159,31 +171,48 @@ def test_cells_list_the_dtypes_that_differ():
             for dtype, answer in zip(DTYPES, answers, strict=True)
         ]  # fmt: skip
 
-    rows, reasons = support_table(
-        [
-            *said("cpu", "native", "yes", "=", "no float16"),
-            *said("cpu", "reference", "=", "=", "="),
-            *said("cuda", "native", "x is on cuda", "x is on cuda", "no float16"),
-        ]
-    )
-    assert rows == [
+    matrix = [
+        *said("cpu", "native", "yes", "=", "no float16"),
+        *said("cpu", "reference", "=", "=", "="),
+        *said("cuda", "native", "x is on cuda", "x is on cuda", "no float16"),
+    ]
+    reasons = reasons_of(matrix)
+    assert support_table(matrix, reasons) == [
         ["op", "cpu native", "cpu reference", "cuda native"],
         ["op", "fast fp32, exact bf16, no (1) fp16", "exact", "no (2) fp32 bf16, no (1) fp16"],
     ]
     assert reasons == ["no float16", "x is on cuda"]
 
 
-def test_the_readme_has_the_table_of_ops_and_backends(matrix):
+def test_ops_with_other_backends_have_a_table_of_their_own():
+    def entry(op, backend, device):
+        return Support(op, backend, device, torch.float32, None, False)
+
+    first, second, other = (
+        [entry(op, name, "cpu") for name in names]
+        for op, names in (("norm", "ab"), ("gate", "ab"), ("product", "bc"))
+    )
+    elsewhere = [entry("norm", "a", "cuda")]
+    tables = tables_of([*first, *elsewhere, *second, *other])
+    assert tables == [[*first, *second], other, elsewhere]
+
+
+def test_the_readme_has_the_tables_of_ops_and_backends(matrix):
     """Compare all cells where the native backend is available, otherwise headings and ops."""
     section = README.read_text("utf-8").partition("\n## Backends\n")[2].partition("\n## ")[0]
     lines = re.findall(r"^\| (.*) \|$", section, flags=re.MULTILINE)
     shown = [[cell.strip("`") for cell in line.split(" | ")] for line in lines]
     on_cpu = [each for each in matrix if each.device == "cpu"]
-    rows, reasons = support_table(on_cpu)
-    rows[0] = [cell.removeprefix("cpu ") for cell in rows[0]]
+    reasons = reasons_of(on_cpu)
+    rows = [
+        [cell.removeprefix("cpu ") for cell in row]
+        for table in tables_of(on_cpu)
+        for row in support_table(table, reasons)
+    ]
     if native_library().missing is None:
         assert shown == rows
         assert all(f"({number}) {reason}" in section for number, reason in enumerate(reasons, 1))
     else:
-        assert shown[0] == rows[0]
+        assert [len(row) for row in shown] == [len(row) for row in rows]
+        assert [row for row in shown if row[0] == "op"] == [row for row in rows if row[0] == "op"]
         assert [row[0] for row in shown] == [row[0] for row in rows]

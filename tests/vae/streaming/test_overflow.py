@@ -1,0 +1,467 @@
+"""Decodes in float16 that overflow: from that frame on they are those of bfloat16, with no gap.
+
+The VAEs are narrow ones whose first convolution is so large that a bright latent exceeds 65504
+there, and the norm after it makes the other frames ordinary. The device is the CPU, which is said
+to have fast convolutions in both dtypes.
+"""
+
+import copy
+import importlib
+import logging
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.vae.families import STATES, joined, latent_for
+from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
+from fast_video_vae.vae import StreamOptions, load_vae
+from fast_video_vae.vae import model as model_module
+from fast_video_vae.vae.background_writer import BackgroundWriter
+from fast_video_vae.vae.media import frames_to_uint8
+from fast_video_vae.vae.models.receptive_field import latents_before
+from fast_video_vae.vae.streaming import cuda_graph, output, overflow, precision
+from fast_video_vae.vae.streaming.part import KeptLatents
+
+checkpoint = importlib.import_module("fast_video_vae.vae.checkpoint")
+
+GAIN = 1e3  # of the weights before the first norm of the decoder
+BRIGHT = 1e3
+STEP = StreamOptions(1)
+ENTRIES = {"wan2.1": "decoder.conv1", "wan2.2": "decoder.conv1", "seedvr2": "decoder.conv_in"}
+
+
+@pytest.fixture(autouse=True)
+def fast_float16(monkeypatch):
+    """Both 16-bit dtypes are fast here, float16 more so."""
+    monkeypatch.setattr(precision, "fp16_pays", lambda device: True)
+    monkeypatch.setattr(precision, "_is_slow", lambda dtype: False)
+
+
+def fragile(family="wan2.1"):
+    """A VAE of this family that overflows in float16 on a bright latent."""
+    state = dict(STATES[family]())
+    for key in (f"{ENTRIES[family]}.weight", f"{ENTRIES[family]}.bias"):
+        state[key] = state[key] * GAIN
+    return allowing(load_vae(state, dtype=torch.bfloat16))
+
+
+def allowing(vae):
+    vae.allow_fp16 = True
+    return vae
+
+
+@pytest.fixture(scope="module")
+def wan():
+    """A VAE to copy, because an overflow is remembered."""
+    return fragile()
+
+
+@pytest.fixture
+def vae(wan):
+    return copy.deepcopy(wan)
+
+
+def video(vae, latents=6, bright=None, size=16):
+    """A latent of which number `bright` overflows."""
+    latent = latent_for(vae, latents, size, size)
+    if bright is not None:
+        latent[:, :, bright] *= BRIGHT
+    return latent
+
+
+def wide(vae, latent, tile=None):
+    """All frames of the latent in bfloat16, `[B, C, T, H, W]`."""
+    return joined(vae.decode_stream(latent, StreamOptions(1, torch.bfloat16, tile=tile)))
+
+
+def narrow(vae, latent, tile=None):
+    """All frames of the latent in float16, rounded to bfloat16."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overflow.Watch, "overflowed", lambda watch: False)
+        stream = allowing(copy.deepcopy(vae)).decode_stream(latent, StreamOptions(1, tile=tile))
+        return joined(stream)
+
+
+def mixed(vae, latent, bright, tile=None):
+    """The frames of float16 before the bright latent, and of bfloat16 from there on."""
+    at = vae.config.frames(bright) if bright else 0
+    before, after = narrow(vae, latent, tile), wide(vae, latent, tile)
+    assert before[:, :, :at].isfinite().all()
+    assert not before[:, :, at:].isfinite().any()
+    assert after.isfinite().all()
+    return torch.cat([before[:, :, :at], after[:, :, at:]], dim=2)
+
+
+def to_images(frames, dtype=torch.float32):
+    images = ((frames.float() + 1) / 2).clamp(0, 1).movedim(1, -1)
+    return images if dtype.is_floating_point else (images * 255).to(dtype)
+
+
+def lines(caplog):
+    return [each.getMessage() for each in caplog.records if "overflow" in each.getMessage()]
+
+
+@pytest.mark.parametrize("bright", [0, 1, 3, 5])
+@pytest.mark.parametrize("given", ["tensor", "iterable", "uneven pieces"])
+def test_frames_are_of_float16_before_the_overflow_and_of_bfloat16_after_it(
+    vae, caplog, bright, given
+):
+    latent = video(vae, 6, bright)
+    expected = mixed(vae, latent, bright)
+    sizes = {"iterable": 1, "uneven pieces": [3, 2, 1]}
+    parts = latent if given == "tensor" else iter(latent.split(sizes[given], dim=2))
+    with caplog.at_level(logging.INFO):
+        pieces = list(vae.decode_stream(parts, STEP))
+    assert torch.equal(torch.cat(pieces, dim=2), expected)
+    assert all(piece.dtype == torch.bfloat16 and piece.shape[2] for piece in pieces)
+    (line,) = lines(caplog)
+    assert f"bfloat16 from frame {vae.config.frames(bright) if bright else 0} on" in line
+
+
+def test_the_caches_are_filled_again_from_latents_in_the_middle(vae):
+    """The overflow is so late that the first latents are not needed again, and not kept."""
+    latent = video(vae, 43, 42, size=8)
+    requested = []
+
+    def parts():
+        for part in latent.split(1, dim=2):
+            requested.append(part)
+            yield part
+
+    expected = mixed(vae, latent, 42)
+    decoded = latents_of(vae, lambda: joined(vae.decode_stream(parts())))
+    assert torch.equal(decoded.result, expected)
+    assert len(requested) == 43
+    assert decoded.latents == 43 + latents_before(vae.decoder) + 1 < 2 * 43
+    again = latents_of(vae, lambda: joined(allowing(vae).decode_stream(latent, STEP)))
+    assert torch.equal(again.result, expected)
+    assert again.latents == decoded.latents
+
+
+def test_the_next_decode_starts_in_bfloat16_in_silence(vae, caplog, monkeypatch):
+    latent = video(vae, 3, 1)
+    vae.decode(latent)
+    assert not vae.allow_fp16
+    caplog.clear()
+    monkeypatch.setattr(overflow.Watch, "next_piece", None)
+    dark = video(vae, 3)
+    with caplog.at_level(logging.INFO):
+        assert torch.equal(vae.decode(dark, 1), wide(vae, dark))
+        assert torch.equal(copy.deepcopy(vae).decode(dark, 1), wide(vae, dark))
+    assert not lines(caplog)
+
+
+def test_the_weights_of_float16_are_freed_after_an_overflow(vae):
+    vae.decode(video(vae, 2), 1)
+    assert any(dtype == torch.float16 for dtype in derived_dtypes(vae))
+    vae.decode(video(vae, 2, 0), 1)
+    assert not any(dtype == torch.float16 for dtype in derived_dtypes(vae))
+
+
+def derived_dtypes(vae):
+    forms = [getattr(module, "forms", {}) for module in vae.modules()]
+    return [part for each in forms for key in each for part in key if part is torch.float16]
+
+
+@pytest.fixture
+def writers(monkeypatch):
+    """Pieces for a target leave through these writers, as from a GPU."""
+    made = []
+
+    def new(device, target):
+        made.append(BackgroundWriter(output._fill, dtype=None) if target is not None else None)
+        return made[-1]
+
+    monkeypatch.setattr(model_module, "background_writer", new)
+    return made
+
+
+TARGETS = ["bf16", "fp32", "images", "uint8 images"]
+
+
+def target_of(kind, shape):
+    batch, channels, frames, height, width = shape
+    if "images" in kind:
+        dtype = torch.uint8 if "uint8" in kind else torch.float32
+        return {"images": torch.full((batch, frames, height, width, channels), 77, dtype=dtype)}
+    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    return {"out": torch.full(shape, 77, dtype=dtype)}
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("given", ["tensor", "iterable"])
+def test_every_frame_is_in_its_place_of_a_target_once(vae, request, kind, background, given):
+    if background:
+        request.getfixturevalue("writers")
+    bright = 3
+    latent = video(vae, 6, bright)
+    shape, axis = vae.config.decoded_shape(latent.shape), 1 if "images" in kind else 2
+    parts = latent if given == "tensor" else iter(latent.split(1, dim=2))
+    target = target_of(kind, shape)
+    (memory,) = target.values()
+    pieces = [piece.clone() for piece in vae.decode_stream(parts, STEP, **target)]
+    assert torch.equal(torch.cat(pieces, axis), memory)
+    expected = target_of(kind, shape)
+    (reference,) = expected.values()
+    for _ in vae.decode_stream(latent, StreamOptions(1, torch.bfloat16), **expected):
+        pass
+    at = vae.config.frames(bright)
+    assert torch.equal(memory.narrow(axis, at, 8), reference.narrow(axis, at, 8))
+    before = memory.narrow(axis, 0, at).double()
+    whole = narrow(vae, latent)[:, :, :at]
+    plain = to_images(whole, memory.dtype) if "images" in kind else whole
+    level = 1 if memory.dtype == torch.uint8 else 2**-7  # the target may have more bits
+    assert (before - plain.double()).abs().max() <= level * max(1, plain.double().abs().max())
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "tile"),
+    [
+        ("wan2.2", 32, None),
+        ("seedvr2", 16, None),
+        ("wan2.1", 64, (32, 32)),
+        ("wan2.2", 64, (32, 32)),
+    ],
+)
+def test_all_families_and_tiles_continue_in_bfloat16(family, size, tile, caplog):
+    vae = fragile(family)
+    latent = video(vae, 3, 1, size=size)
+    options = StreamOptions(1, tile=tile)
+    with caplog.at_level(logging.INFO):
+        frames = joined(vae.decode_stream(latent, options))
+    assert torch.equal(frames, mixed(vae, latent, 1, tile))
+    assert len(lines(caplog)) == 1
+
+
+@pytest.mark.parametrize("given", ["tensor", "iterable"])
+@pytest.mark.parametrize("frames", [range(6, 19), range(10, 12), range(0, 5), range(12, 21)])
+def test_a_range_of_frames_is_complete(vae, frames, given):
+    latent = video(vae, 6, 3)
+    parts = latent if given == "tensor" else iter(latent.split(1, dim=2))
+    images = torch.zeros(1, len(frames), 16, 16, 3)
+    count = sum(
+        piece.shape[1] for piece in vae.decode_stream(parts, STEP, images=images, frames=frames)
+    )
+    assert count == len(frames)
+    whole = torch.zeros(1, 21, 16, 16, 3)
+    for _ in allowing(vae).decode_stream(latent, STEP, images=whole):
+        pass
+    assert torch.equal(images, whole[:, frames.start : frames.stop])
+
+
+def test_the_latents_of_an_iterable_can_reuse_their_memory(vae):
+    latent = video(vae, 6, 3)
+
+    def parts():
+        memory = torch.empty_like(latent[:, :, :1])
+        for part in latent.split(1, dim=2):
+            yield memory.copy_(part)
+
+    assert torch.equal(joined(vae.decode_stream(parts())), mixed(vae, latent, 3))
+
+
+def test_latents_are_requested_after_the_frames_before_were_taken(vae):
+    order = []
+
+    def parts():
+        for part in video(vae, 4, 2).split(1, dim=2):
+            order.append("latent")
+            yield part
+
+    for _ in vae.decode_stream(parts()):
+        order.append("frames")
+    assert order == ["latent", "frames"] * 4
+
+
+def test_an_iterable_keeps_the_latents_that_the_next_frame_needs():
+    """Their number does not grow with the video."""
+    latents = KeptLatents(iter(torch.arange(12.0).view(1, 1, 12, 1, 1).split([3, 1, 4, 4], dim=2)))
+    assert [next(latents).shape[2] for _ in range(3)] == [3, 1, 4]
+    latents.release(2)
+    assert latents.again(2)[0] == 2
+    latents.release(5)
+    start, rest = latents.again(5)
+    assert start == 5
+    assert joined(rest).flatten().tolist() == list(range(5, 12))
+
+
+def test_a_graph_is_checked_outside_of_its_capture(vae, monkeypatch):
+    from fast_video_vae.tests.vae.streaming.test_session import StandIn
+
+    monkeypatch.setattr(StandIn, "made", 0)
+    monkeypatch.setattr(cuda_graph, "Recording", StandIn)
+    monkeypatch.setattr(cuda_graph, "takes", lambda device: True)
+    latent = video(vae, 8, 5)
+    expected = mixed(vae, latent, 5)
+    vae.graphs = True
+    assert torch.equal(joined(vae.decode_stream(latent, STEP)), expected)
+    assert StandIn.made == 2  # one per dtype
+
+
+def test_a_closed_stream_is_resumed_from_the_frames_that_arrived(vae):
+    latent = video(vae, 6, 2)
+    expected = mixed(vae, latent, 2)
+    got = []
+    stream = vae.decode_stream(latent, STEP)
+    for piece in stream:
+        got.append(piece)
+        if sum(each.shape[2] for each in got) >= 13:
+            stream.close()
+    at = sum(each.shape[2] for each in got)
+    got += vae.decode_stream(latent, STEP, frames=range(at, 21))
+    assert torch.equal(torch.cat(got, dim=2), expected)
+
+
+@pytest.mark.parametrize("every", [97, 31])
+def test_memory_that_runs_out_meanwhile_changes_no_frame_and_loses_none(vae, every):
+    latent = video(vae, 4, 2)
+    expected = mixed(vae, latent, 2)
+    with FailingMemory(every=every) as memory:
+        frames = joined(vae.decode_stream(latent, STEP))
+    assert memory.failed
+    # Convolutions in smaller pieces round differently.
+    torch.testing.assert_close(frames, expected, rtol=0, atol=0.1)
+
+
+def test_a_file_has_every_frame_once(run, tmp_path, monkeypatch):
+    pytest.importorskip("tqdm", reason="tqdm is not installed")
+    videos = pytest.importorskip("fast_video_vae.tests.videos", reason="PyAV is not installed")
+    monkeypatch.setattr(checkpoint, "fastest_decode_dtype", lambda device: torch.bfloat16)
+    vae = fragile()
+    latent = video(vae, 6, 3)
+    weights, latents, movie = (tmp_path / name for name in ("vae.pt", "l.safetensors", "a.mkv"))
+    torch.save(vae.state_dict(), weights)
+    save_file({"latent": latent}, latents)
+    code, texts, errors = run("decode", latents, "-o", movie, "--chunk", 1, "--vae", weights)
+    assert code == 0, errors
+    assert texts[-1] == f"wrote {movie}: 21 frames at 16 fps"
+    expected = frames_to_uint8(mixed(vae, latent, 3))
+    assert torch.equal(videos.stacked(movie), expected)
+
+
+def test_a_closed_stream_ends_its_thread(vae, writers):
+    latent = video(vae, 4, 2)
+    stream = vae.decode_stream(latent, STEP, images=torch.zeros(1, 13, 16, 16, 3))
+    next(stream)
+    stream.close()
+    assert all(writer._ended.is_set() for writer in writers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_explicit_dtype_is_never_changed(dtype, caplog):
+    state = random_state_dict(8)
+    vae = load_vae(state, dtype=dtype)
+    assert not vae.allow_fp16
+    latent = latent_for(vae, 2, 16, 16)
+    seen = dtypes_of(vae, lambda: vae.decode(latent))
+    assert seen == {dtype}
+    # Nor for one stream of a VAE that chooses, nor in a VAE that was cast.
+    free = allowing(load_vae(state, dtype=torch.bfloat16))
+    assert dtypes_of(free, lambda: list(free.decode_stream(latent, StreamOptions(1, dtype)))) == {
+        dtype
+    }
+    assert not free.to(torch.float32).to(torch.bfloat16).allow_fp16
+    assert not lines(caplog)
+
+
+class Decoded(NamedTuple):
+    """The result of a decode, and the latents that passed the decoder."""
+
+    result: torch.Tensor
+    latents: int
+
+
+def latents_of(vae, run):
+    """Count the latents that pass the decoder."""
+    counts = []
+    handle = vae.conv2.register_forward_pre_hook(
+        lambda layer, inputs: counts.append(inputs[0].shape[2])
+    )
+    result = run()
+    handle.remove()
+    return Decoded(result, sum(counts))
+
+
+def dtypes_of(vae, run):
+    """The dtypes of the inputs of the decoder's layers."""
+    seen = set()
+    handles = [
+        layer.register_forward_pre_hook(lambda layer, inputs: seen.add(inputs[0].dtype))
+        for layer in vae.decoder.layers()
+    ]
+    run()
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("fastest", "computed"),
+    [(torch.bfloat16, torch.float16), (torch.float32, torch.float32)],
+)
+def test_a_vae_loaded_without_a_dtype_decodes_in_the_fastest(monkeypatch, fastest, computed):
+    monkeypatch.setattr(checkpoint, "fastest_decode_dtype", lambda device: fastest)
+    vae = load_vae(random_state_dict(8))
+    latent = latent_for(vae, 2, 16, 16)
+    assert dtypes_of(vae, lambda: vae.decode(latent)) == {computed}
+    assert vae.decode(latent).dtype == vae.dtype == fastest
+    assert copy.deepcopy(vae).to("cpu").allow_fp16
+    monkeypatch.setattr(precision, "fp16_pays", lambda device: False)
+    assert dtypes_of(vae, lambda: vae.decode(latent)) == {fastest}
+
+
+def test_an_encode_keeps_its_dtype(vae):
+    frames = torch.rand(1, 3, 5, 16, 16) * 2 - 1
+    seen = set()
+    for layer in vae.encoder.layers():
+        layer.register_forward_pre_hook(lambda layer, inputs: seen.add(inputs[0].dtype))
+    vae.encode(frames)
+    assert seen == {torch.bfloat16}
+
+
+def test_gradients_are_computed_in_bfloat16(vae):
+    latent = video(vae, 2, 1).requires_grad_()
+    frames = vae.decode(latent)
+    frames.float().sum().backward()
+    assert latent.grad.isfinite().all()
+    assert vae.allow_fp16
+
+
+def test_a_latent_that_is_not_finite_is_refused_as_before(vae):
+    latent = video(vae, 3)
+    latent[0, 0, 2] = torch.nan
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        vae.decode(latent)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        list(vae.decode_stream(iter(latent.split(1, dim=2))))
+    assert vae.allow_fp16
+
+
+@pytest.mark.parametrize("given", ["tensor", "iterable"])
+def test_frames_that_are_not_finite_in_bfloat16_either_are_delivered_once(vae, caplog, given):
+    """Their weights overflow in any dtype, so there is no third try."""
+    with torch.no_grad():
+        vae.decoder.conv1.bias.fill_(torch.inf)
+    latent = video(vae, 4)
+    parts = latent if given == "tensor" else iter(latent.split(1, dim=2))
+    with caplog.at_level(logging.INFO):
+        frames = joined(vae.decode_stream(parts, STEP))
+    assert frames.shape[2] == 13
+    assert not frames.isfinite().any()
+    assert len(lines(caplog)) == 1
+
+
+def test_no_piece_of_another_frame_is_examined(vae, monkeypatch):
+    """One finding per piece, whatever is decoded before the wanted frames."""
+    found = []
+    overflowed = overflow.Watch.overflowed
+    monkeypatch.setattr(
+        overflow.Watch, "overflowed", lambda watch: (found.append(1), overflowed(watch))[1]
+    )
+    latent = video(vae, 6)
+    pieces = list(vae.decode_stream(latent, STEP, frames=range(9, 17)))
+    assert len(found) == len(pieces)

@@ -1,0 +1,116 @@
+"""float16 decodes that overflow: found piece by piece, and continued in bfloat16.
+
+float16 ends at 65504, where bfloat16 has the range of float32. What overflows becomes infinite, and
+the next norm makes it NaN: nothing in the networks turns that into a finite number again. So a
+finite piece proves that nothing overflowed in it, and one sum per piece shows that it is finite.
+"""
+
+import contextlib
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+
+import torch
+from torch import Tensor
+
+from .part import Part
+
+_logger = logging.getLogger(__name__)
+
+
+class Finding:
+    """The examination of one piece, which can arrive in parts.
+
+    Args:
+        side: A stream to read the result on; None: the device has no streams.
+    """
+
+    def __init__(self, side: torch.cuda.Stream | None) -> None:
+        self._side = side
+        self._total: Tensor | None = None
+        self._summed = torch.cuda.Event() if side is not None else None
+
+    def look(self, x: Tensor) -> None:
+        """Examine a part of the piece, without a wait for the device.
+
+        Args:
+            x: `[B, C, n, H, W]` in float16. The float32 sum of finite ones is finite for less than
+                5e33 of them.
+        """
+        total = x.detach().sum(dtype=torch.float32)
+        self._total = total if self._total is None else self._total + total
+        if self._summed is not None:
+            self._summed.record(torch.cuda.current_stream(x.device))
+
+    def overflowed(self) -> bool:
+        """Wait for the work on the piece, and return whether it has NaN or infinity."""
+        if self._total is None:
+            return False
+        if self._side is None or self._summed is None:
+            return not math.isfinite(self._total.item())
+        # On a stream of its own: the device may compute the next piece already.
+        self._summed.synchronize()
+        with torch.cuda.stream(self._side):
+            return not math.isfinite(self._total.item())
+
+
+class Watch:
+    """Examines the pieces of one video for NaN and infinity.
+
+    Args:
+        device: Device of the pieces.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._findings: deque[Finding] = deque()
+
+    def next_piece(self) -> Finding:
+        """Return the examination of the next piece."""
+        self._findings.append(Finding(self._side))
+        return self._findings[-1]
+
+    def overflowed(self) -> bool:
+        """Return whether the piece after the one of the last call has NaN or infinity."""
+        return self._findings.popleft().overflowed()
+
+
+def continued(
+    narrow: Generator[Tensor, None, None],
+    watch: Watch,
+    wide: Callable[[int], Iterator[Tensor]],
+    part: Part,
+    *,
+    axis: int,
+) -> Iterator[Tensor]:
+    """Yield the pieces of a decode in float16 until one overflows, then those of another decode.
+
+    Args:
+        narrow: Pieces of frames `[B, C, n, H, W]`, or of images `[B, n, H, W, C]`, with one finding
+            each in `watch`.
+        watch: The findings.
+        wide: Starts the other decode, from a frame on.
+        part: What `narrow` decodes.
+        axis: Dimension of the frames.
+
+    Yields:
+        The pieces; every frame once.
+    """
+    at = part.first
+    with contextlib.closing(narrow):
+        for piece in narrow:
+            if watch.overflowed():
+                break
+            yield piece
+            at += piece.shape[axis]
+            part.passed(at)
+        else:
+            return
+        del piece  # free it before the other decode makes its plan
+    _logger.warning(
+        "Fast Video VAE: float16 overflowed in a decode; bfloat16 from frame %d on, and in later "
+        "decodes of this VAE",
+        at,
+    )
+    yield from wide(at)
