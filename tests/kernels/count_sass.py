@@ -2,9 +2,10 @@
 
 `python -m fast_video_vae.tests.kernels.count_sass 89 -- fp16,96,96 ...`, with Triton's interpreter
 off: all tiles of 3x3x3 convolutions of 96 to 96 channels, one line of JSON per tile. The main loop
-is the one with the most matrix instructions in the SASS. A scheduler of an SM issues one
-instruction of a warp per cycle, and its tensor core is busy for some cycles per matrix instruction.
-Their ratio is the `margin`: above 1, tensor cores are the limit, as far as nothing stalls.
+is the one with the largest share of matrix instructions in the SASS. A scheduler of an SM issues
+one instruction of a warp per cycle, and its tensor core is busy for some cycles per matrix
+instruction. Their ratio is the `margin`: above 1, tensor cores are the limit, as far as nothing
+stalls.
 
 The cycles are those of a tensor core of 256 float16 multiply-adds per cycle, and half of that with
 sums in float32. A GeForce RTX 4090 has half the rate: 330 TFLOP/s at 2.52 GHz are 128 per core
@@ -26,6 +27,9 @@ from fast_video_vae.tests.kernels.cross_compile import compiled, convolutions, u
 
 # Cycles of `HMMA.16816`, a product of 16 x 16 and 16 x 8, by the dtype of its sums.
 CYCLES = {"F16": 8, "F32": 16}
+
+# Constants of a tile; those with descriptors have rows and columns.
+TILE = ("M", "ROWS", "COLUMNS", "N0", "N1", "K", "HALF", "CACHE")
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -49,7 +53,9 @@ def instructions(cubin):
 
 
 def main_loop(lines, labels):
-    """Return the instructions of the loop with the most matrix instructions, the shortest one.
+    """Return the instructions of the loop with the largest share of matrix instructions.
+
+    Waiting for a load may branch back from the end of the kernel, which looks like a longer loop.
 
     Args:
         lines: Instructions of a kernel.
@@ -63,7 +69,7 @@ def main_loop(lines, labels):
         target = re.match(r"BRA\S*\s.*`\((\.L\w+)\)", line)
         if target and labels[target[1]] <= end:
             loops.append(lines[labels[target[1]] : end + 1])
-    return max(loops, key=lambda loop: (sum("HMMA" in line for line in loop), -len(loop)))
+    return max(loops, key=lambda loop: sum("HMMA" in line for line in loop) / len(loop))
 
 
 def margin(loop):
@@ -88,7 +94,7 @@ def main(arguments):
             for kernel, args, constants, options in convolutions(
                 chip, _DTYPES[name], *map(int, sizes)
             ):
-                tile = {key: constants[key] for key in ("M", "N0", "N1", "K", "HALF", "CACHE")}
+                tile = {key: constants[key] for key in TILE if key in constants}
                 key = (*tile.values(), constants["NORM"], *options.values())
                 if key in tried:  # the same tile with other taps
                     continue

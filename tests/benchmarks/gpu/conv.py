@@ -113,8 +113,9 @@ def _conv(session: Session, shape: Shape) -> Results:
     calls = _calls(session, shape)
     if _KITCHEN in shape.kinds and _KITCHEN not in calls:
         yield _KITCHEN, Missing("comfy_kitchen is not installed, or has no fp16_conv3d")
+    tiles = "our kernel has no such tile for this GPU and shape"
     for kind in _TILES.keys() - calls.keys():
-        yield kind, Missing("our kernel has no such tile for this GPU and shape")
+        yield kind, Missing(tiles if session.cuda else "Triton is for GPUs")
     yield from _timed(session, calls, dict.fromkeys(calls, shape.flops))
 
 
