@@ -154,7 +154,8 @@ def pair_of(vae: Any, dtype: torch.dtype | None) -> ComparedVAEs:  # noqa: ANN40
     if isinstance(vae, FastVAE):
         chosen = dtype or model.dtype
         stock, fast = stock_of(vae, chosen), vae
-        if not model.dtype == model.encode_dtype == chosen:
+        # A chosen dtype never becomes float16 for its speed.
+        if model.allow_fp16 or not model.dtype == model.encode_dtype == chosen:
             fast = accelerate(vae, Choice(chosen, chosen))
     else:
         chosen = dtype or vae.vae_dtype

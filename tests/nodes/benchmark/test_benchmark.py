@@ -140,6 +140,20 @@ def test_both_networks_use_the_chosen_dtype(state, tmp_path, monkeypatch):
     assert "bf16" in table
 
 
+def test_a_fast_vae_keeps_its_dtype_where_float16_is_faster(state, tmp_path, monkeypatch):
+    from comfy.cli_args import args
+
+    from fast_video_vae.nodes.benchmark.run import pair_of
+
+    free = fast_vae(state, tmp_path)
+    pair = pair_of(free, None)
+    assert not pair.fast.first_stage_model.allow_fp16
+    assert free.first_stage_model.allow_fp16
+    monkeypatch.setattr(args, "bf16_vae", True)
+    chosen = fast_vae(state, tmp_path)
+    assert pair_of(chosen, None).fast is chosen
+
+
 def test_a_contestant_out_of_memory_is_in_the_table(state):
     stock = stock_vae(state)
 

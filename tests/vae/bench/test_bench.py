@@ -20,12 +20,15 @@ from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 pytest.importorskip("PIL", reason="Pillow is not installed")
 
 from fast_video_vae.vae.bench import measure as gauge
+from fast_video_vae.vae.bench.baselines import contestants
 from fast_video_vae.vae.bench.chart import COLORS, draw_chart
 from fast_video_vae.vae.bench.compare import Contestant, compare, psnr, relative_error
 from fast_video_vae.vae.bench.content import Clip, fitted, moving_pictures, random_latent
 from fast_video_vae.vae.bench.measure import Gauge, Taken
 from fast_video_vae.vae.bench.report import BenchmarkReport, Comparison, ContestantResult
 from fast_video_vae.vae.checkpoint import load_vae, read_checkpoint
+from fast_video_vae.vae.streaming import precision
+from fast_video_vae.vae.streaming.options import StreamOptions
 
 pytest.importorskip("tqdm", reason="tqdm is not installed")
 
@@ -410,8 +413,6 @@ def test_quiet_prints_a_line_per_compared_contestant(run, vae_path):
 )
 def test_diffusers_uses_the_same_weights_if_it_supports_the_layout(state, knows):
     pytest.importorskip("diffusers", reason="diffusers is not installed")
-    from fast_video_vae.vae.bench.baselines import contestants
-
     vae, clip = load_vae(state, dtype=torch.float32), Clip(32, 32, 5)
     for task in ("encode", "decode"):
         found, note = contestants(vae, task, clip)
@@ -420,6 +421,17 @@ def test_diffusers_uses_the_same_weights_if_it_supports_the_layout(state, knows)
         expected = found[0].run()
         for each in found[1:]:
             assert relative_error(each.run(), expected) < 1e-5
+
+
+def test_a_decode_keeps_its_dtype_where_float16_is_faster(monkeypatch):
+    monkeypatch.setattr(precision, "fp16_pays", lambda device: True)
+    monkeypatch.setattr(precision, "_is_slow", lambda dtype: False)
+    vae, clip = load_vae(random_state_dict(8), dtype=torch.bfloat16), Clip(32, 32, 5)
+    vae.allow_fp16 = True
+    found, _ = contestants(vae, "decode", clip)
+    chosen = vae.decode_stream(random_latent(vae.config, clip), StreamOptions(None, torch.bfloat16))
+    frames = torch.cat(list(chosen), dim=2).float().movedim(1, -1)
+    assert torch.equal(found[1].run(), frames.add_(1).div_(2).clamp_(0, 1))
 
 
 def test_a_note_reports_missing_diffusers(run, vae_path, monkeypatch):
