@@ -89,6 +89,8 @@ def convolution(
     if weight.ndim != x.ndim or weight.shape[1] != x.shape[1]:
         taps = "kt, kh, kw" if x.ndim == 5 else "kh, kw"
         raise ValueError(f"weight is {list(weight.shape)}; expected [C_out, {x.shape[1]}, {taps}]")
+    if min(weight.shape) < 1:
+        raise ValueError(f"weight is {list(weight.shape)}; expected at least 1 in each dimension")
     if weight.dtype != x.dtype or weight.device != x.device:
         raise ValueError(
             f"weight is {_name(weight.dtype)} on {weight.device}; "
@@ -103,7 +105,8 @@ def convolution(
         batch, channels, _, height, width = x.shape
         _same("tail", tail, (batch, channels, tail.shape[2], height, width), x)
     pads = (0, *padding) if x.ndim == 5 else padding
-    if min(shapes.convolved(x, weight.shape, stride, pads, tail)[2:]) < 1:
+    result = shapes.convolved(x, weight.shape, stride, pads, tail)
+    if min(*result[2:], *x.shape[-2:]) < 1:
         raise ValueError(
             f"x is {list(x.shape)}, smaller than the kernel {list(weight.shape[2:])} "
             "with its padding; expected at least its size"

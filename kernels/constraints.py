@@ -146,20 +146,31 @@ def refuse_overlap(target: Tensor | None, *, same: bool = False, **sources: Tens
     Raises:
         Refusal: Their memory overlaps.
     """
-    if type(target) is not Tensor:  # a subclass, such as a fake tensor, may have no address
-        return
-    memory = target.untyped_storage().data_ptr()
     for name, source in sources.items():
-        if source is None or (same and source is target) or not memory:
-            continue
-        if source.untyped_storage().data_ptr() != memory:
-            continue
-        first, last = _extent(target)
-        start, stop = _extent(source)
-        if first < stop and start < last:
-            if same and first == start and target.stride() == source.stride():
-                continue
+        if overlaps(target, source, same=same):
             raise Refusal(f"out overlaps the memory of {name}")
+
+
+def overlaps(target: Tensor | None, source: Tensor | None, *, same: bool = False) -> bool:
+    """Return whether two tensors share memory.
+
+    Args:
+        target: `[...]`, or None.
+        source: `[...]`, or None.
+        same: Do not count a source that is the target itself.
+
+    Returns:
+        False too for subclasses, such as fake tensors, which may have no address.
+    """
+    if target is None or source is None or (same and source is target):
+        return False
+    if not _has_address(target) or not _has_address(source) or target.device != source.device:
+        return False
+    first, last = _extent(target)
+    start, stop = _extent(source)
+    if first >= stop or start >= last:
+        return False
+    return not (same and first == start and target.stride() == source.stride())
 
 
 def is_dense(x: Tensor, *dims: int) -> bool:
@@ -180,6 +191,10 @@ def row_distance(x: Tensor) -> int:
         if size != 1:
             return stride
     return x.shape[-1]
+
+
+def _has_address(x: Tensor) -> bool:
+    return type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"
 
 
 def _extent(x: Tensor) -> tuple[int, int]:

@@ -68,7 +68,8 @@ def _convolved(
 ) -> Tensor:
     refuse_gradients(x, bias, residual, residual_bias, weight.recorded)
     bias = sum_of(bias, residual_bias, x.dtype)
-    bias = None if bias is None else bias.flatten().to(x.dtype)
+    # Dense, because oneDNN ignores its stride.
+    bias = None if bias is None else bias.flatten().to(x.dtype).contiguous()
     if weight.keeps and onednn.serves(x.device, x.dtype):
         return onednn.convolve(x, weight, bias, stride, pads, residual, out)
     if not _aligns(x, weight):

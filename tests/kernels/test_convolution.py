@@ -7,6 +7,7 @@ import torch
 
 from fast_video_vae import kernels
 from fast_video_vae.kernels import BackendError, ConvWeight, dispatch, use_backend
+from fast_video_vae.kernels.constraints import overlaps
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import LAYOUTS, random, video
 from fast_video_vae.tests.kernels.convolutions import (
@@ -97,6 +98,62 @@ def test_a_result_over_an_input_is_correct_or_refused(candidate, term):
         else:
             assert "out overlaps the memory of" in refusal
             assert candidate != "any"
+
+
+@pytest.mark.parametrize("candidate", ["any", "aten", "sliced", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shift", [1, -1])
+def test_a_large_result_over_a_residual_is_correct_or_refused(candidate, dtype, shift):
+    """More than a block of the reference, which reads and writes block by block."""
+    weight = taps_of(8, 8, 1, 1, 1).to(dtype)
+    for taps in (weight, kept(weight)):
+        ring = video(1, 8, 6, 256, 256, dtype=dtype)
+        x = video(1, 8, 4, 256, 256, dtype=dtype, seed=1)
+        residual, out = ring[:, :, 1:5], ring[:, :, 1 + shift : 5 + shift]
+        before = residual.clone()
+        with using(candidate):
+            refusal = refused(kernels.conv3d, x=x, weight=taps, residual=residual, out=out)
+        if refusal is None:
+            close(out, weight, x=x, residual=before)
+        else:
+            assert "out overlaps the memory of" in refusal
+            assert candidate != "any"
+
+
+def test_memory_that_two_storages_share_is_an_overlap():
+    numbers = random(5, 6, 8).numpy()
+    one, two = (torch.from_numpy(numbers[i : i + 4]) for i in range(2))
+    assert overlaps(one, two)
+    assert overlaps(torch.nn.Parameter(one, requires_grad=False), two)
+    assert not overlaps(one[:1], two)
+    assert not overlaps(one, one.view_as(one), same=True)
+    assert overlaps(one, one.view(-1), same=True)
+    assert not overlaps(torch.empty(3, device="meta"), torch.empty(3, device="meta"))
+
+
+@each_candidate
+def test_a_bias_can_have_gaps(candidate):
+    x, weight, bias = video(1, 8, 3, 5, 5), taps_of(8, 8, 1, 3, 3), random(16)
+    for taps, given in product((weight, kept(weight)), (bias[::2], bias[:1].expand(8))):
+        with using(candidate):
+            y = kernels.conv3d(x, taps, given, **PADDED)
+        close(y, weight, x=x, bias=given, **PADDED)
+
+
+@pytest.mark.parametrize(
+    ("size", "taps", "reason"),
+    [
+        ((1, 8, 3, 4, 4), (0, 8, 1, 1, 1), "at least 1 in each dimension"),
+        ((1, 8, 3, 4, 4), (8, 8, 0, 1, 1), "at least 1 in each dimension"),
+        ((1, 0, 3, 4, 4), (8, 0, 1, 1, 1), "at least 1 in each dimension"),
+        ((1, 8, 3, 0, 4), (8, 8, 1, 1, 1), "smaller than the kernel"),
+    ],
+)
+def test_a_kernel_without_taps_and_frames_without_pixels_are_errors(size, taps, reason):
+    x, weight = torch.empty(size), torch.empty(taps)
+    for each in (weight, kept(weight)):
+        with pytest.raises(ValueError, match=reason):
+            kernels.conv3d(x, each, **PADDED)
 
 
 @each_candidate
