@@ -189,15 +189,22 @@ def _convolved(
     parts = list(_parts(window, taps.shape[2], stride[0], y))
     # The op launches on the current device.
     with torch.cuda.device_of(x):
-        for videos, reads, writes in parts:
-            term = None if added is None else added[videos, :, writes]
+        for number, (videos, reads, writes) in enumerate(parts):
+            term = None if added is None else _dense(added[videos, :, writes])
             into = y[videos, :, writes]
             read = window[videos, :, reads]
-            op.call(read, taps, bias=bias, residual=term, out=into, **options)
+            try:
+                op.call(read, taps, bias=bias, residual=term, out=into, **options)
+            except Exception as error:
+                # Residuals of earlier parts may be overwritten.
+                if number or is_out_of_memory(error):
+                    raise
+                first = str(error).strip().partition("\n")[0]
+                raise Refusal(_unusable(f"failed ({type(error).__name__}: {first})")) from error
     if direct:
         return y
     y = y[:, :outputs]
-    return y.contiguous(memory_format=torch.channels_last_3d) if out is None else out.copy_(y)
+    return _dense(y) if out is None else out.copy_(y)
 
 
 def _refuse_kind(x: Tensor) -> None:
@@ -333,6 +340,11 @@ def _parts(window: Tensor, taps: int, step: int, y: Tensor) -> Iterator[_Part]:
 def _span(x: Tensor) -> int:
     """Return the elements between the first and the last of `x` `[...]`, both included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return `x` `[B, C, T, H, W]` or a copy of it, as one dense block in channels-last memory."""
+    return x.contiguous(memory_format=torch.channels_last_3d)
 
 
 def _is_dense(out: Tensor) -> bool:

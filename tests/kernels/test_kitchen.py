@@ -241,6 +241,42 @@ def test_other_layouts_are_refused_unless_they_are_copied_anyway(package):
         kernels.conv3d(odd[:, :, :2], taps(16, 16, 1, 1, 1))
 
 
+@pytest.mark.parametrize("layout", ["frames of longer videos", "planar", "wide", "in place"])
+def test_a_residual_of_any_layout_is_added(package, layout):
+    x, weight = video(2, 16, 3, 4, 5, dtype=HALF), taps(8, 16, 1, 1, 1)
+    residual = {
+        "frames of longer videos": video(2, 8, 7, 4, 5, dtype=HALF, seed=1)[:, :, 2:5],
+        "planar": random(2, 8, 3, 4, 5, dtype=HALF),
+        "wide": video(2, 16, 3, 4, 5, dtype=HALF, seed=1)[:, :8],
+        "in place": video(2, 8, 7, 4, 5, dtype=HALF, seed=1)[:, :, 2:5],
+    }[layout]
+    before = residual.clone()
+    y = kernels.conv3d(x, weight, residual=residual, out=residual if layout == "in place" else None)
+    formulas.check(y, *expected(x, weight, None, (1, 1, 1), (0, 0), residual=before))
+    assert (y is residual) or torch.equal(residual, before)
+
+
+def test_a_call_that_fails_is_a_refusal_with_one_line(package, monkeypatch, caplog):
+    def fails(*_, **__):
+        raise RuntimeError("CUDA error: invalid argument\nand more")
+
+    x, weight = video(1, 8, 1, 4, 4, dtype=HALF), taps(8, 8, 1, 3, 3)
+    monkeypatch.setattr(kitchen, "_op", lambda: kitchen._Op(fails, pads=False))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with pytest.raises(BackendError, match=r"failed .*invalid argument"):
+                kernels.conv3d(x, weight)
+    (line,) = caplog.messages
+    assert "and more" not in line
+    monkeypatch.setattr(kitchen, "_op", lambda: kitchen._Op(out_of_memory, pads=False))
+    with pytest.raises(torch.OutOfMemoryError):
+        kernels.conv3d(x, weight)
+
+
+def out_of_memory(*_, **__):
+    raise torch.OutOfMemoryError("full")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_other_dtypes_are_refused(package, dtype):
     x, weight = video(1, 8, 1, 2, 2, dtype=dtype), taps(8, 8, 1, 1, 1).to(dtype)
