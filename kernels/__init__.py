@@ -546,8 +546,8 @@ def conv_fuses(
 def fp16_pays(device: torch.device) -> bool:
     """Return whether convolutions in float16 are enough faster than in bfloat16 on `device`.
 
-    Measured once per device and kept on disk. The measurement takes up to 3 s per call until it is
-    complete, and the answer is False until then.
+    Measured once per device, in half of the budget of the `trials` around the call, and kept on
+    disk. The answer is False until that is complete.
 
     Args:
         device: The device.

@@ -7,14 +7,16 @@ which is the library's own. `store.py` keeps the times, so that later processes 
 A shape class is the op with the channels, taps, stride and dtype, the size of the result, whether
 it has one frame or several, and whether a norm follows. It has no padding, because frames with a
 border and frames without are calls of one layer. It has no tail, bias or residual either: they cost
-all candidates the same or are part of the layer, and would multiply the trials.
+all candidates the same or are part of the layer, and would multiply the trials. But the fastest
+candidate must be right with them too.
 """
 
+import functools
 import logging
 import math
 import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +92,8 @@ def order(ask: Ask, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def fp16_pays(ask: Ask, device: torch.device) -> bool:
     """Return whether convolutions in float16 are enough faster than in bfloat16.
 
-    Measured once per device with the fastest candidates of both, in up to 3 s per call.
+    Measured once per device with the fastest candidates of both, in half of the budget of the work
+    that asks: the other half is for the shapes of that work.
 
     Args:
         ask: Runs an op on a candidate.
@@ -99,15 +102,15 @@ def fp16_pays(ask: Ask, device: torch.device) -> bool:
     Returns:
         False until that is complete.
     """
-    known = _pays.get(device)
+    known, work = _pays.get(device), budget.current()
     if known is not None or is_capturing(device):
         return bool(known)
     with _lock:
         try:
             kept = store.opened(device)
             known = kept.fact("fp16_pays")
-            if known is None:
-                known = _compared(ask, kept, device)
+            if known is None and work is not None:
+                known = _compared(ask, kept, device, work)
         except Exception as error:
             if is_out_of_memory(error):
                 return False
@@ -186,7 +189,10 @@ def _tried(
             start, finished = time.perf_counter(), False
             try:
                 with preparing("kernel build", "convolution trials"):
-                    finished = _extend(ask, kept, key, names, args, kwargs, work.deadline())
+                    asks = kwargs.get("residual") is None and kwargs.get("gamma") is None
+                    finished = _extend(
+                        ask, kept, key, names, args, kwargs, work.deadline(), terms=asks
+                    )
             except Exception as error:
                 log_failure("the trial of", str(key[0]), x, error)
                 finished = True
@@ -221,17 +227,39 @@ def _extend(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     deadline: float,
+    *,
+    terms: bool = False,
 ) -> bool:
-    """Try the candidates without a result until the deadline; return whether none is left."""
+    """Try the candidates without a result until the deadline; return whether none is left.
+
+    With `terms` the fastest must be right in a call with a residual too, which is of the same
+    class.
+    """
     op = str(key[0])
+
+    @functools.cache
+    def other() -> Trial:
+        return Trial(ask, sample.like(op, *sample.with_terms(op, args, kwargs), sample.SIZES[-1]))
+
     for size in sample.SIZES:
         if not sample.fits(op, args, kwargs, size):
             continue
         try:
             # Outside inference mode, so that the trial does not depend on the first caller's mode.
-            with torch.inference_mode(False), torch.no_grad():
-                trial = Trial(ask, sample.like(op, args, kwargs, size))
-                return _measured(trial, kept, _name(key), names, deadline)
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                torch.autocast(args[0].device.type, enabled=False),
+            ):
+                # Without a name, so that a smaller one has its memory.
+                return _measured(
+                    Trial(ask, sample.like(op, args, kwargs, size)),
+                    kept,
+                    _name(key),
+                    names,
+                    deadline,
+                    other if terms else None,
+                )
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -239,9 +267,17 @@ def _extend(
 
 
 def _measured(
-    trial: Trial, kept: store.TrialStore, shape: str, names: Sequence[str], deadline: float
+    trial: Trial,
+    kept: store.TrialStore,
+    shape: str,
+    names: Sequence[str],
+    deadline: float,
+    other: Callable[[], Trial] | None,
 ) -> bool:
-    """Try the candidates without a result until the deadline; return whether none is left."""
+    """Try the candidates without a result until the deadline; return whether none is left.
+
+    The fastest must serve in the `other` trial too.
+    """
     plain = kept.times(shape).get(PLAIN)
     if plain is None:
         plain = trial.plain_seconds()
@@ -255,6 +291,9 @@ def _measured(
         kept.put(shape, name, None)
         try:
             share = trial.share(name)
+            leads = share is not None and share * plain < _fastest_time(kept, shape)
+            if leads and other is not None and not other().serves(name):
+                share = None
         except BaseException:
             kept.drop(shape, name)
             raise
@@ -264,14 +303,30 @@ def _measured(
     return True
 
 
+def _fastest_time(kept: store.TrialStore, shape: str) -> float:
+    """Return the seconds of the fastest candidate; the plain op always has some."""
+    return min(seconds for seconds in kept.times(shape).values() if seconds is not None)
+
+
 def _log_times(shape: str, times: store.Times) -> None:
     texts = (f"{name} {'no' if t is None else f'{t * 1e3:.3f} ms'}" for name, t in times.items())
     _logger.debug("%s: %s", shape, ", ".join(texts))
 
 
-def _compared(ask: Ask, kept: store.TrialStore, device: torch.device) -> bool | None:
+def _compared(
+    ask: Ask, kept: store.TrialStore, device: torch.device, work: budget.TrialBudget
+) -> bool | None:
     """Return whether float16 pays; None: time ran out before that was known."""
-    deadline = time.perf_counter() + budget.BUDGET_S
+    start = time.perf_counter()
+    try:
+        return _compared_until(ask, kept, device, start + work.left_s / 2)
+    finally:
+        work.left_s = max(0.0, work.left_s - (time.perf_counter() - start))
+
+
+def _compared_until(
+    ask: Ask, kept: store.TrialStore, device: torch.device, deadline: float
+) -> bool | None:
     ratios: list[float] = []
     with preparing("kernel build", "comparison of float16 with bfloat16"):
         for channels in _WIDTHS:
@@ -308,4 +363,4 @@ def _fastest(
         or not _extend(ask, kept, key, names, args, kwargs, deadline)
     ):
         return None
-    return min(each for each in kept.times(_name(key)).values() if each is not None)
+    return _fastest_time(kept, _name(key))

@@ -120,6 +120,28 @@ def like(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], size: str) -> 
     )  # fmt: skip
 
 
+def with_terms(
+    op: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call in place with a residual, both biases and a tail, to make a sample of.
+
+    Args:
+        op: `conv2d` or `conv3d`.
+        args: As for `like`.
+        kwargs: As for `like`.
+
+    Returns:
+        `args` and `kwargs` for `like` with another size than `whole`: the shapes of their terms are
+        not those of the call.
+    """
+    x, weight = args[:2]
+    vector = torch.empty(weight.shape[0], dtype=torch.float32, device=x.device)
+    made = {**kwargs, "residual": x, "out": x, "residual_bias": vector, "gamma": None}
+    if op == "conv3d" and weight.shape[2] > 1 and kwargs.get("tail") is None:
+        made["tail"] = x[:, :, :1].expand(-1, -1, weight.shape[2] - 1, -1, -1)
+    return (x, weight, vector), made
+
+
 def fits(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], size: str) -> bool:
     """Return whether the free memory is enough for a trial.
 

@@ -11,19 +11,23 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..backends import CONVOLUTIONS
 from ..build import cache
-from ..errors import log_once
+from ..errors import Refusal, log_once
+from ..triton_ops import runtime
+from . import kitchen
 
 _logger = logging.getLogger(__name__)
 
@@ -41,6 +45,12 @@ _PACKAGES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm"
 
 # Environment variables that decide which candidates can run.
 _SWITCHES = ("FAST_VIDEO_VAE_TRITON", "TRITON_INTERPRET")
+
+# Names of candidates in a file.
+_NAMES = re.compile("|".join((*CONVOLUTIONS, "triton:[0-9]+")))
+
+# Another process writes a file in milliseconds.
+_WAIT_S = 2.0
 
 # Seconds of the candidates of a shape class by name; None: the candidate does not serve.
 Times = dict[str, float | None]
@@ -116,7 +126,7 @@ class TrialStore:
             return {}, {}
 
     def _write(self, dropped: tuple[str, str] | None = None) -> None:
-        with self._lock:
+        with self._lock, _alone(self.path):
             written, facts = self._read()
             if dropped is not None:
                 written.get(dropped[0], {}).pop(dropped[1], None)
@@ -168,8 +178,21 @@ def environment(device: torch.device) -> dict[str, str]:
         "cudnn": str(torch.backends.cudnn.version()),
         **{package: _version(package) for package in _PACKAGES},
         **{switch: os.environ.get(switch, "") for switch in _SWITCHES},
+        # A compiler or a library that is installed later changes these.
+        "triton runs": _runs_triton(device),
+        "kitchen runs": str(not isinstance(kitchen.installed(), str)),
         "sources": sources(),
     }
+
+
+def _runs_triton(device: torch.device) -> str:
+    """Return whether Triton compiles and runs a kernel."""
+    try:
+        runtime.refuse_device(device, torch.float16)
+        runtime.require(device)
+    except Refusal:
+        return "False"
+    return "True"
 
 
 @functools.cache
@@ -206,12 +229,31 @@ def _driver() -> str:
 
 
 def _times(content: Mapping[Any, Any]) -> Times:
-    """Return the entries of a file's shape class that are times or None."""
+    """Return the entries of a file's shape class that are times or None of known candidates."""
     return {
         str(name): None if value is None else float(value)
         for name, value in content.items()
-        if value is None or (isinstance(value, float) and math.isfinite(value) and value > 0)
+        if _NAMES.fullmatch(str(name))
+        and (value is None or (isinstance(value, float) and math.isfinite(value) and value > 0))
     }
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other processes from writing `path`, so that none writes back what it read before.
+
+    Where locks do not work, the last process wins.
+    """
+    from filelock import FileLock  # noqa: PLC0415, PyTorch needs it too, but not at its import
+
+    lock = FileLock(f"{path}.lock", timeout=_WAIT_S)
+    with suppress(OSError, NotImplementedError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _replace(path: Path, text: str) -> None:

@@ -5,8 +5,8 @@ The plain op is the candidate `aten`. A trial runs on a `Sample`, at the shape o
 
 import functools
 import logging
+import math
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import torch
@@ -84,6 +84,20 @@ class Trial:
         """Return the seconds of the plain op."""
         return self._seconds({PLAIN: self._call(PLAIN, self._sample.out)})[PLAIN]
 
+    def serves(self, name: str) -> bool:
+        """Run a candidate once.
+
+        Args:
+            name: Name of the candidate.
+
+        Returns:
+            Whether it is right and precise enough.
+
+        Raises:
+            Exception: Memory ran out.
+        """
+        return self._share(name, timed=False) is not None
+
     def share(self, name: str) -> float | None:
         """Run a candidate.
 
@@ -96,13 +110,18 @@ class Trial:
         Raises:
             Exception: Memory ran out.
         """
+        return self._share(name, timed=True)
+
+    def _share(self, name: str, *, timed: bool) -> float | None:
+        """Return what `share` does, or 1 for a candidate that serves and is not timed."""
         sample = self._sample
         try:
             call = self._call(name, sample.out)
-            if sample.out is sample.residual:
-                sample.refill()
+            self._spoil()
             if not self._is_right(name, call()):
                 return None
+            if not timed:
+                return 1.0
             times = self._seconds({PLAIN: self._call(PLAIN, sample.out), name: call})
         except Refusal as refusal:
             _logger.debug("%s refuses %s: %s", name, sample.op, refusal)
@@ -114,6 +133,18 @@ class Trial:
             log_failure(_family(name), sample.op, sample.x, error)
             return None
         return times[name] / times[PLAIN]
+
+    def _spoil(self) -> None:
+        """Fill the memory of the next result with NaN, or with the residual of a call in place.
+
+        The results of an earlier call there would make a kernel right that writes nothing. New
+        memory is probably what was freed last.
+        """
+        out = self._sample.out
+        if out is not None and out is self._sample.residual:
+            self._sample.refill()
+        else:
+            (torch.empty_like(self._expected) if out is None else out).fill_(math.nan)
 
     def _seconds(self, calls: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
         device = self._sample.x.device
@@ -208,5 +239,5 @@ def _products(x: Tensor, taps: Tensor, stride: tuple[int, ...]) -> Tensor:
         x = x.unfold(axis, length, step)
     count = taps.ndim - 2
     sizes = x.shape[0], *x.shape[2 : 2 + count]
-    rows = x.movedim(1, 1 + count).reshape(prod(sizes), -1).double()
+    rows = x.movedim(1, 1 + count).reshape(math.prod(sizes), -1).double()
     return (rows @ taps.flatten(1).double().T).view(*sizes, -1).movedim(-1, 1)

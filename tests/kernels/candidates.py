@@ -17,8 +17,8 @@ PADDED = {"stride": (1, 1, 1), "padding": (1, 1)}
 class Team:
     """Candidates that compute with the reference, on a clock that only they advance.
 
-    `times` has seconds of a call, `costs` those of the first one with its compilation; a function
-    in `does` changes the result of a candidate.
+    `times` has seconds of a call, `costs` those of one that is not timed, with its compilation; a
+    function in `does` changes the result of a candidate. `layouts` has the first call of each.
     """
 
     def __init__(self):
@@ -32,7 +32,7 @@ class Team:
         if op == "fuses":
             return self.fused.get(name, Fused())
         self.asked.append(name)
-        self.layouts[name] = (args[0], kwargs)
+        self.layouts.setdefault(name, (args[0], kwargs))
         self.now += self.costs.get(name, 0.0)
         y = composed(getattr(reference, op), Fused(), self.run, *args, **kwargs)
         return y if name not in self.does else self.does[name](y)

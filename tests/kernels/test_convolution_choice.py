@@ -2,14 +2,15 @@
 
 import logging
 import threading
+import weakref
 
 import pytest
 import torch
 
-from fast_video_vae.kernels import Fused, dispatch, preparations, trials
+from fast_video_vae.kernels import Fused, dispatch, measure, preparations, trials
 from fast_video_vae.kernels.convolution import budget, choice, sample, store
 from fast_video_vae.kernels.convolution.trial import is_precise_enough
-from fast_video_vae.kernels.convolution.weight import ConvWeight
+from fast_video_vae.kernels.convolution.weight import ConvWeight, channels_last
 from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.tests.kernels.candidates import (
     PADDED,
@@ -84,6 +85,76 @@ def test_a_refusal_is_left_out_without_a_line(team, caplog):
     with caplog.at_level(logging.WARNING):
         assert tried(team) == ("triton:0", *PLAIN)
     assert not caplog.messages
+
+
+def test_memory_that_holds_the_right_result_does_not_make_a_candidate_right(team, monkeypatch):
+    def seconds(calls, *_, **__):
+        for run in calls.values():
+            run()
+        return {name: team.times[name] for name in calls}
+
+    def ask(name, op, *args, **kwargs):
+        if name == "triton:1" and op == "conv3d":
+            return kwargs["out"]  # which it never writes
+        return team.ask(name, op, *args, **kwargs)
+
+    monkeypatch.setattr(measure, "seconds", seconds)
+    team.fused["triton:1"] = Fused(sums=True)
+    with trials():
+        args, kwargs = call(out=channels_last(torch.empty(1, 16, 2, 6, 7, dtype=torch.bfloat16)))
+        assert choice.order(ask, "conv3d", args, kwargs) == ("triton:0", *PLAIN)
+
+
+@pytest.mark.parametrize("broken", ["residual", "residual_bias", "tail", "in place"])
+def test_the_fastest_is_right_with_the_terms_that_a_question_lacks(team, broken):
+    """The first call of a class is a question, whose answer is for calls with a residual too."""
+
+    def ask(name, op, *args, **kwargs):
+        y = team.ask(name, op, *args, **kwargs)
+        given = kwargs.get("out") if broken == "in place" else kwargs.get(broken)
+        if name == "triton:1" and op == "conv3d" and given is not None:
+            y += 1
+        return y
+
+    args, _ = call()
+    team.fused["triton:1"] = Fused(tail=True, sums=True)
+    with trials():
+        assert choice.order(ask, "conv3d", args[:2], PADDED) == ("triton:0", *PLAIN)
+        # No call with a norm has a residual.
+        assert choice.order(ask, "conv3d", args[:2], PADDED | {"gamma": True})[0] == "triton:1"
+
+
+def test_a_trial_does_not_use_the_autocast_of_the_caller(team):
+    seen = set()
+
+    def ask(name, op, *args, **kwargs):
+        if op == "conv3d":
+            seen.add(torch.is_autocast_enabled("cpu"))
+        return team.ask(name, op, *args, **kwargs)
+
+    with trials(), torch.autocast("cpu", torch.bfloat16):
+        assert choice.order(ask, "conv3d", *call(dtype=torch.float16))[0] == "triton:1"
+    assert seen == {False}
+
+
+def test_a_larger_trial_is_freed_before_a_smaller_one(team, monkeypatch):
+    alive = []
+    like = sample.like
+
+    def watched(*args):
+        made = like(*args)
+        alive.append(weakref.ref(made.x))
+        assert sum(each() is not None for each in alive) == 1
+        return made
+
+    def full(y):
+        team.layouts.clear()
+        raise torch.OutOfMemoryError("full")  # a new one, which holds this trial only
+
+    monkeypatch.setattr(sample, "like", watched)
+    team.does["kitchen"] = full
+    assert tried(team) == PLAIN
+    assert len(alive) == len(sample.SIZES)
 
 
 def test_missing_variants_and_modules_leave_the_others(team, monkeypatch, caplog):
@@ -172,7 +243,7 @@ def test_no_trial_runs_outside_of_a_block(team):
 
 def test_the_first_class_does_not_take_the_whole_budget(team):
     """The most promising candidates of several classes come before all of one."""
-    team.costs.update({"triton:0": 1.0, "triton:1": 1.0})
+    team.costs.update({"triton:0": 0.5, "triton:1": 0.5})  # twice, without a residual and with one
     with trials():
         assert order(team) == ("triton:0", *PLAIN)
         assert order(team, channels=24) == ("triton:0", *PLAIN)

@@ -2,13 +2,16 @@
 
 import json
 import logging
+import threading
 
 import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import measure
+from fast_video_vae.kernels import TrialBudget, measure, trials
 from fast_video_vae.kernels.convolution import choice, store
+from fast_video_vae.kernels.errors import Refusal
+from fast_video_vae.kernels.triton_ops import runtime
 from fast_video_vae.tests.kernels.candidates import PLAIN, failing, new_team, order, tried
 
 CPU = torch.device("cpu")
@@ -62,6 +65,24 @@ def test_a_damaged_file_counts_as_empty_with_one_line(team, caplog, text):
     assert order(team) == ("triton:1", *PLAIN)  # the file was repaired
 
 
+@pytest.mark.parametrize("name", ["", "tritoo:1", "triton:x", "aten:0", "sliced:3", "kitchen:1"])
+def test_unknown_candidates_in_a_file_are_ignored(team, name):
+    path = stored_file(team)
+    path.write_text(path.read_text().replace('"triton:1"', json.dumps(name)))
+    assert order(team) == ("triton:0", *PLAIN)
+
+
+@pytest.mark.parametrize("switch", ["runs", "fails"])
+def test_a_compiler_that_is_installed_later_has_a_store_of_its_own(monkeypatch, switch):
+    def require(device):
+        if switch == "fails":
+            raise Refusal("triton cannot run a kernel")
+
+    monkeypatch.setattr(runtime, "refuse_device", lambda *_: None)
+    monkeypatch.setattr(runtime, "require", require)
+    assert store.environment(CPU)["triton runs"] == str(switch == "runs")
+
+
 @pytest.mark.parametrize("length", [1, 100, -2])
 def test_a_cut_file_counts_as_empty(team, length):
     path = stored_file(team)
@@ -111,6 +132,26 @@ def test_two_processes_keep_the_results_of_both(team, tmp_path):
     assert store.TrialStore(path, {"torch": "2"}).fact("fp16_pays") is True
 
 
+def test_a_process_does_not_write_back_what_another_has_replaced(tmp_path, monkeypatch):
+    path, replace, others = tmp_path / "times.json", store._replace, []
+    first, second = (store.TrialStore(path, {}) for _ in range(2))
+    first.put("a", "kitchen", None)
+
+    def slow(*args):
+        # The other process has its time between the reading and the writing of this one.
+        monkeypatch.setattr(store, "_replace", replace)
+        others.append(threading.Thread(target=first.put, args=("a", "kitchen", 1.0)))
+        others[0].start()
+        others[0].join(0.2)
+        replace(*args)
+
+    monkeypatch.setattr(store, "_replace", slow)
+    second.put("b", "aten", 2.0)
+    others[0].join()
+    third = store.TrialStore(path, {})
+    assert (third.times("a"), third.times("b")) == ({"kitchen": 1.0}, {"aten": 2.0})
+
+
 def test_a_result_that_is_dropped_leaves_the_file(tmp_path):
     path = tmp_path / "times.json"
     kept = store.TrialStore(path, {})
@@ -136,7 +177,10 @@ def test_float16_pays_if_its_fastest_candidates_are_enough_faster(
         return dict.fromkeys(calls, half if dtype == torch.float16 else 4.0)
 
     monkeypatch.setattr(measure, "seconds", seconds)
-    assert choice.fp16_pays(team.ask, CPU) is pays
+    assert choice.fp16_pays(team.ask, CPU) is False
+    assert not team.asked  # there is no budget
+    with trials():
+        assert choice.fp16_pays(team.ask, CPU) is pays
     team.asked.clear()
     team.restart()
     assert choice.fp16_pays(team.ask, CPU) is pays
@@ -144,11 +188,13 @@ def test_float16_pays_if_its_fastest_candidates_are_enough_faster(
 
 
 def test_the_comparison_of_float16_continues_where_time_ran_out(team, narrow):
-    team.costs.update({"kitchen": 2.0})
+    team.costs.update({"kitchen": 1.0})
     answers = []
     for _ in range(3):
-        answers.append(choice.fp16_pays(team.ask, CPU))
+        with trials(work := TrialBudget()):
+            answers.append(choice.fp16_pays(team.ask, CPU))
         answers.append(len(team.asked))
+        assert work.left_s >= 1.0  # for the shapes of the work
         team.asked.clear()
     kept = store.opened(CPU)
     assert kept.fact("fp16_pays") is False
@@ -158,7 +204,7 @@ def test_the_comparison_of_float16_continues_where_time_ran_out(team, narrow):
 
 def test_a_comparison_that_fails_means_no_and_one_line(team, narrow, caplog):
     team.does["aten"] = failing(TypeError("no such op"))
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING), trials():
         assert choice.fp16_pays(team.ask, CPU) is False
         assert choice.fp16_pays(team.ask, CPU) is False
     (line,) = caplog.messages
