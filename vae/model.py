@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from ..kernels import TrialBudget, trials
 from .layers.conv import Conv, PointwiseConv
 from .layers.oom import Relief
 from .models.base import Network
@@ -17,7 +18,7 @@ from .planning.job import job_of
 from .planning.plan import Plan, empty_limit, make_plan
 from .streaming.options import AUTOMATIC, StreamOptions
 from .streaming.output import Output, background_writer, delivered, until_complete
-from .streaming.overflow import Watch, continued
+from .streaming.overflow import Watch, allows_fp16, continued
 from .streaming.part import Part
 from .streaming.precision import compute_dtype, decode_dtype
 from .streaming.session import VideoSession, eager
@@ -202,23 +203,19 @@ class VideoVAE(nn.Module):
             ValueError: As for `decode`, or both `out` and `images` are given, or `frames` are not
                 in the video; for a piece of an iterable when it is reached.
         """
-        device, asked = self.device, options.dtype or self.dtype
-        dtype = decode_dtype(asked, device, allow_fp16=self._allows_fp16(options, latent))
+        device, asked, work = self.device, options.dtype or self.dtype, TrialBudget()
+        with trials(work):
+            dtype = decode_dtype(asked, device, allow_fp16=allows_fp16(self, options, latent))
         watch = Watch(device) if dtype == torch.float16 != asked else None
         part = Part(latent, frames, self.decoder, self.config, self.check_latent, keeps=bool(watch))
         check_targets(latent, self.config, out, images, frames)
-        run = functools.partial(self._frames_of, options, out, images)
-        stream = run(part, dtype, watch)
-
-        def again(frame: int) -> Iterator[Tensor]:
-            self.allow_fp16 = False
-            if not self.graphs:  # a graph of another thread may read them
-                self.drop_derived()
-            return run(part.rest(frame), compute_dtype(asked, device))
-
+        run = functools.partial(self._frames_of, options, work, out, images)
         if watch is None:
-            return stream
-        return continued(stream, watch, again, part, axis=2 if images is None else 1)
+            return run(part, dtype)
+        narrow = functools.partial(run, part, dtype, watch)
+        axis = 2 if images is None else 1
+        wide = functools.partial(run, dtype=compute_dtype(asked, device))
+        return continued(self, options, part, watch, narrow, wide, axis=axis)
 
     def normalize(self, latent: Tensor) -> Tensor:
         """Return `(latent - mean) / std` of each channel of `latent` `[B, C_latent, t, h, w]`."""
@@ -282,7 +279,7 @@ class VideoVAE(nn.Module):
         size = 1, height // step, width // step
         device = device or self.device
         asked = options.dtype or (self.encode_dtype if encode else self.dtype)
-        dtype = decode_dtype(asked, device, allow_fp16=not encode and self._allows_fp16(options))
+        dtype = decode_dtype(asked, device, allow_fp16=not encode and allows_fp16(self, options))
         model = network, self.config
         job = job_of(*model, size, dtype, device, single_frame=single_frame, searches=self.searches)
         limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
@@ -299,15 +296,10 @@ class VideoVAE(nn.Module):
         for conv in self._convs():
             conv.forms.clear()
 
-    def _allows_fp16(self, options: StreamOptions, latent: object = None) -> bool:
-        """Return whether a decode may compute in float16, whose range is small for gradients."""
-        sources = [*self.parameters(), *([latent] if isinstance(latent, Tensor) else [])]
-        records = torch.is_grad_enabled() and any(each.requires_grad for each in sources)
-        return self.allow_fp16 and options.dtype is None and not records
-
     def _frames_of(
         self,
         options: StreamOptions,
+        work: TrialBudget,
         out: Tensor | None,
         images: Tensor | None,
         part: Part,
@@ -329,6 +321,7 @@ class VideoVAE(nn.Module):
             known=part.known,
             single_frame=part.single_frame,
             begins=not part.start,
+            budget=work,
         )
         stream = until_complete(stream, part.frames, as_images=images is not None)
         waits = writer is not None or (watch is not None and device.type != "cpu")
@@ -347,6 +340,7 @@ class VideoVAE(nn.Module):
         known: bool,
         single_frame: bool,
         begins: bool = True,
+        budget: TrialBudget | None = None,
         to_range: Callable[[Tensor], Tensor] | None = None,
     ) -> Iterator[Tensor]:
         """Run the checked pieces of one video, which is `known` as a whole, through the layers."""
@@ -368,6 +362,7 @@ class VideoVAE(nn.Module):
             graphs=self.graphs,
             searches=self.searches,
             skips=network is self.encoder and self.skips_static,
+            budget=budget or TrialBudget(),
         )
         return session.run(source)
 

@@ -29,7 +29,7 @@ if __name__ == "__main__":
     runpy.run_path(str(Path(__file__).resolve().parents[1] / "conftest.py"))
 
 
-from fast_video_vae.kernels import backends, dispatch
+from fast_video_vae.kernels import TrialBudget, backends, dispatch
 from fast_video_vae.kernels.triton_ops import convolution, ops
 from fast_video_vae.tests.benchmarks import record
 from fast_video_vae.tests.builders import random_state_dict
@@ -267,6 +267,7 @@ def whole_video(
         graphs=False,
         searches=False,
         skips=False,
+        budget=TrialBudget(),
     )
     with (
         mock.patch.object(plan, "free_bytes", return_value=free_bytes),

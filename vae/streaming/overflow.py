@@ -3,20 +3,29 @@
 float16 ends at 65504, where bfloat16 has the range of float32. What overflows becomes infinite, and
 the next norm makes it NaN: nothing in the networks turns that into a finite number again. So a
 finite piece proves that nothing overflowed in it, and one sum per piece shows that it is finite.
+
+Underflow is not looked for: below 6e-5 float16 has fewer bits than above. Weights of published VAEs
+are far larger, and norms keep the activations near 1.
 """
 
 import contextlib
 import logging
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .options import StreamOptions
 from .part import Part
 
 _logger = logging.getLogger(__name__)
+
+# Threads can decode with one VAE.
+_lock = threading.Lock()
 
 
 class Finding:
@@ -76,30 +85,67 @@ class Watch:
         return self._findings.popleft().overflowed()
 
 
+class NarrowVAE(Protocol):
+    """What this module needs of a `VideoVAE`; see there."""
+
+    allow_fp16: bool
+    graphs: bool
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the weights."""
+        ...
+
+    def drop_derived(self) -> None:
+        """Free the weights in other dtypes and layouts."""
+
+
+def allows_fp16(vae: NarrowVAE, options: StreamOptions, latent: object = None) -> bool:
+    """Return whether a decode may compute in float16, whose range is small for gradients.
+
+    Args:
+        vae: The VAE.
+        options: Options of the decode.
+        latent: `[B, C_latent, t, h, w]`, or anything else as long as it is unknown.
+
+    Returns:
+        False if the caller chose a dtype, autograd records, or a decode of the VAE overflowed.
+    """
+    sources = [*vae.parameters(), *([latent] if isinstance(latent, Tensor) else [])]
+    records = torch.is_grad_enabled() and any(each.requires_grad for each in sources)
+    return vae.allow_fp16 and options.dtype is None and not records
+
+
 def continued(
-    narrow: Generator[Tensor, None, None],
-    watch: Watch,
-    wide: Callable[[int], Iterator[Tensor]],
+    vae: NarrowVAE,
+    options: StreamOptions,
     part: Part,
+    watch: Watch,
+    narrow: Callable[[], Generator[Tensor, None, None]],
+    wide: Callable[[Part], Iterator[Tensor]],
     *,
     axis: int,
 ) -> Iterator[Tensor]:
     """Yield the pieces of a decode in float16 until one overflows, then those of another decode.
 
     Args:
-        narrow: Pieces of frames `[B, C, n, H, W]`, or of images `[B, n, H, W, C]`, with one finding
-            each in `watch`.
-        watch: The findings.
-        wide: Starts the other decode, from a frame on.
-        part: What `narrow` decodes.
+        vae: The VAE, which remembers the overflow.
+        options: Options of the decode.
+        part: What is decoded.
+        watch: The findings, one for each piece of `narrow`.
+        narrow: Starts the decode of `part` in float16; its pieces are frames `[B, C, n, H, W]`, or
+            images `[B, n, H, W, C]`.
+        wide: Starts the other decode.
         axis: Dimension of the frames.
 
     Yields:
         The pieces; every frame once.
     """
     at = part.first
-    with contextlib.closing(narrow):
-        for piece in narrow:
+    if not allows_fp16(vae, options, part.first_latent()):  # which may be unknown until here
+        yield from wide(part.rest(at))
+        return
+    with contextlib.closing(narrow()) as pieces:
+        for piece in pieces:
             if watch.overflowed():
                 break
             yield piece
@@ -108,9 +154,14 @@ def continued(
         else:
             return
         del piece  # free it before the other decode makes its plan
-    _logger.warning(
-        "Fast Video VAE: float16 overflowed in a decode; bfloat16 from frame %d on, and in later "
-        "decodes of this VAE",
-        at,
-    )
-    yield from wide(at)
+    with _lock:
+        is_first, vae.allow_fp16 = vae.allow_fp16, False
+    if is_first:
+        _logger.warning(
+            "Fast Video VAE: float16 overflowed in a decode; bfloat16 from frame %d on, and in "
+            "later decodes of this VAE",
+            at,
+        )
+    if not vae.graphs:  # a graph of another thread may read them
+        vae.drop_derived()
+    yield from wide(part.rest(at))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
+from ...kernels import is_out_of_memory
 from ..models.base import Network
 from ..models.config import SEEDVR2, VAEConfig
 from ..models.receptive_field import latents_before
@@ -91,6 +92,19 @@ class Part:
         """The first frame of latent `start`."""
         return self.start and self._config.frames(self.start)
 
+    def first_latent(self) -> Tensor | None:
+        """Look at the first latents without taking them.
+
+        Returns:
+            `[B, C_latent, t, h, w]`, or None if the iterable has none.
+
+        Raises:
+            RuntimeError: The latents of an iterable were not kept.
+        """
+        if self._latent is None and self._kept is None:
+            raise RuntimeError("the latents were not kept; expected keeps=True")
+        return self._latent if self._kept is None else self._kept.first()
+
     def passed(self, frame: int) -> None:
         """Release the latents that only frames before `frame` need; `rest` does not go back."""
         if self._kept is not None:
@@ -138,7 +152,8 @@ class KeptLatents(Iterator[Tensor]):
     """The latents of an iterable, copied while they may be needed again.
 
     Copied, because the caller may reuse the memory of a latent when the next one is requested. A
-    latent of 720 x 1280 has 0.9 MB, a thousandth of the caches.
+    latent of 720 x 1280 has 0.9 MB, a thousandth of the caches. Where the device has no room for
+    that, the copy is on the host.
 
     Args:
         source: `[B, C_latent, t, h, w]` each, in order of time.
@@ -148,10 +163,24 @@ class KeptLatents(Iterator[Tensor]):
         self._source = source
         self._kept: deque[Tensor] = deque()
         self._start = 0  # number of the first kept latent
+        self._ahead: Tensor | None = None
+
+    def first(self) -> Tensor | None:
+        """Return the next latent `[B, C_latent, t, h, w]` without taking it, or None."""
+        if self._ahead is None:
+            self._ahead = next(self._source, None)
+        return self._ahead
 
     def __next__(self) -> Tensor:
-        piece = next(self._source)
-        self._kept.append(piece.clone())
+        piece, self._ahead = self._ahead, None
+        piece = next(self._source) if piece is None else piece
+        try:
+            copied = piece.clone()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            copied = piece.to("cpu", copy=True)
+        self._kept.append(copied)
         return piece
 
     def release(self, first: int) -> None:
@@ -177,4 +206,6 @@ class KeptLatents(Iterator[Tensor]):
     def _followed(self) -> Iterator[Tensor]:
         while self._kept:
             yield self._kept.popleft()
+        if self._ahead is not None:
+            yield self._ahead
         yield from self._source

@@ -92,6 +92,7 @@ class VideoSession:
         graphs: Replay repeated chunks as CUDA graphs.
         searches: Let cuDNN time its algorithms for chunks that repeat.
         skips: Skip static frames.
+        budget: For trials of convolutions.
     """
 
     network: Network
@@ -109,6 +110,7 @@ class VideoSession:
     graphs: bool
     searches: bool
     skips: bool
+    budget: TrialBudget
 
     def __post_init__(self) -> None:
         self._device = self.relief.device
@@ -117,11 +119,9 @@ class VideoSession:
         # Frames per latent at the input.
         self._group = compression if self._encodes else 1
         self._pictures = compression == 1  # every frame is a first frame
-        self._upload: Upload | None = None
-        if self._encodes:
-            self._upload = Upload(self._device, self.dtype, self.to_range)
+        self._upload = Upload(self._device, self.dtype, self.to_range) if self._encodes else None
         self._workspace = Workspace()
-        self._changes, self._trials = Changes(), TrialBudget()
+        self._changes = Changes()
         self._chunk: Tensor | None = None
         self._results: Iterator[Tensor] | None = None
         self._records = self._searches = self._is_static = False
@@ -175,7 +175,7 @@ class VideoSession:
             # Break the reference cycles so that the caches are freed now.
             self._workspace.relief = None
             relief.forget()
-            self._trials.close()
+            self.budget.close()
             self._recording = self._results = None
 
     @eager
@@ -268,7 +268,7 @@ class VideoSession:
             modes.enter_context(torch.autocast(self._device.type, enabled=False))
             if self.full:
                 modes.enter_context(full_float32(self._device))
-            modes.enter_context(trials(self._trials))
+            modes.enter_context(trials(self.budget))
             if self._searches:
                 modes.enter_context(searching(self._device))
             if self._results is None:

@@ -8,6 +8,8 @@ to have fast convolutions in both dtypes.
 import copy
 import importlib
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -23,7 +25,6 @@ from fast_video_vae.vae.background_writer import BackgroundWriter
 from fast_video_vae.vae.media import frames_to_uint8
 from fast_video_vae.vae.models.receptive_field import latents_before
 from fast_video_vae.vae.streaming import cuda_graph, output, overflow, precision
-from fast_video_vae.vae.streaming.part import KeptLatents
 
 checkpoint = importlib.import_module("fast_video_vae.vae.checkpoint")
 
@@ -277,16 +278,20 @@ def test_latents_are_requested_after_the_frames_before_were_taken(vae):
     assert order == ["latent", "frames"] * 4
 
 
-def test_an_iterable_keeps_the_latents_that_the_next_frame_needs():
-    """Their number does not grow with the video."""
-    latents = KeptLatents(iter(torch.arange(12.0).view(1, 1, 12, 1, 1).split([3, 1, 4, 4], dim=2)))
-    assert [next(latents).shape[2] for _ in range(3)] == [3, 1, 4]
-    latents.release(2)
-    assert latents.again(2)[0] == 2
-    latents.release(5)
-    start, rest = latents.again(5)
-    assert start == 5
-    assert joined(rest).flatten().tolist() == list(range(5, 12))
+def test_threads_report_the_overflow_of_one_vae_once(vae, caplog):
+    latent, start = video(vae, 3, 1), threading.Barrier(4)
+    expected = wide(vae, latent)
+
+    def decode():
+        stream = vae.decode_stream(latent, STEP)
+        found = [next(stream)]
+        start.wait()  # all have begun in float16
+        return torch.cat([*found, *stream], dim=2)
+
+    with caplog.at_level(logging.INFO), ThreadPoolExecutor(4) as pool:
+        results = [each.result() for each in [pool.submit(decode) for _ in range(4)]]
+    assert all(torch.equal(each[:, :, 1:], expected[:, :, 1:]) for each in results)
+    assert len(lines(caplog)) == 1
 
 
 def test_a_graph_is_checked_outside_of_its_capture(vae, monkeypatch):
@@ -423,12 +428,22 @@ def test_an_encode_keeps_its_dtype(vae):
     assert seen == {torch.bfloat16}
 
 
-def test_gradients_are_computed_in_bfloat16(vae):
-    latent = video(vae, 2, 1).requires_grad_()
-    frames = vae.decode(latent)
-    frames.float().sum().backward()
+@pytest.mark.parametrize("given", ["tensor", "iterable"])
+def test_gradients_are_computed_in_bfloat16(vae, given):
+    latent = video(vae, 3).requires_grad_()
+
+    def decode():
+        parts = latent if given == "tensor" else iter(latent.split(1, dim=2))
+        return vae.decode_stream(parts, STEP)
+
+    assert dtypes_of(vae, lambda: joined(decode())) == {torch.bfloat16}
+    (1e4 * joined(decode()).float()).sum().backward()
     assert latent.grad.isfinite().all()
     assert vae.allow_fp16
+    with torch.no_grad():
+        assert dtypes_of(vae, lambda: joined(decode())) == {torch.float16}
+        stream = decode()
+    assert dtypes_of(vae, lambda: joined(stream)) == {torch.bfloat16}  # recorded from here on
 
 
 def test_a_latent_that_is_not_finite_is_refused_as_before(vae):
