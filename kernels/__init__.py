@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from . import checks as check
+from .autotune import is_capturing
 from .backends import use_backend
 from .convolution import choice
 from .convolution.budget import TrialBudget, trials
@@ -76,6 +77,7 @@ __all__ = [
     "group_norm_statistics",
     "guarded",
     "interleave_time",
+    "is_capturing",
     "is_out_of_memory",
     "kind_of",
     "line",

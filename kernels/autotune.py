@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import measure, reference, sample_inputs
 from .backends import ORDER
-from .errors import Refusal, is_out_of_memory, log_once
+from .errors import Refusal, first_line, is_out_of_memory, log_once
 from .warmup_log import preparing
 
 _logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def order(ask: Ask, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     known = _orders.get(key)
     if known is not None:
         return known
-    if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(x.device):
         return ("reference",)  # no trial is possible while a CUDA graph is captured
     with _lock:
         if key not in _orders:
@@ -156,6 +156,11 @@ def _right(
     return right
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is captured on `device`: no trial is possible, nor a free."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def log_incorrect(name: str, op: str, x: Tensor) -> None:
     """Log once that results of `name` for `op` are wrong on the device of `x` `[...]`."""
     log_once(
@@ -166,7 +171,7 @@ def log_incorrect(name: str, op: str, x: Tensor) -> None:
 
 def log_failure(name: str, op: str, x: Tensor, error: Exception) -> None:
     """Log once that `name` failed for `op` with `error` on the device of `x` `[...]`."""
-    reason = str(error).strip().partition("\n")[0][:_REASON_LENGTH]
+    reason = first_line(error)[:_REASON_LENGTH]
     log_once(
         f"{name} {op} failed on {_device(x)} ({type(error).__name__}: {reason}); a slower backend "
         "runs such calls"

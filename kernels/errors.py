@@ -41,6 +41,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _PHRASES)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of the message of `error`."""
+    return str(error).strip().partition("\n")[0]
+
+
 def log_once(message: str) -> None:
     """Log `message` as a warning, once per process: what is missing and what to do, in one line."""
     if message not in _logged:

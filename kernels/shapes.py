@@ -10,10 +10,34 @@ Shape = tuple[int, ...]
 
 
 def new_video(like: Tensor, shape: Shape) -> Tensor:
-    """Return uninitialised channels-last memory `[B, C, T, H, W]` of `shape`, dtype as `like`."""
-    return torch.empty(
-        shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last_3d
-    )
+    """Return uninitialised channels-last memory for a video or for frames.
+
+    Args:
+        like: `[...]`; its dtype and device are those of the memory.
+        shape: Shape of the memory.
+
+    Returns:
+        `[B, C, T, H, W]` or `[N, C, H, W]`.
+    """
+    order = channels_last_order(len(shape))
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=order)
+
+
+def channels_last_order(ndim: int) -> torch.memory_format:
+    """Return the channels-last order of frames, `ndim` 4, or of a video, 5."""
+    return torch.channels_last if ndim == 4 else torch.channels_last_3d
+
+
+def as_video(frames: Tensor) -> Tensor:
+    """View frames as those of one video.
+
+    Args:
+        frames: `[N, C, H, W]`.
+
+    Returns:
+        `[1, C, N, H, W]`.
+    """
+    return frames.transpose(0, 1).unsqueeze(0)
 
 
 def new_window(x: Tensor, tail: Tensor | None, border: int = 0) -> Tensor:
@@ -107,9 +131,3 @@ def convolved_size(
     axes = zip(shape[2:], weight_shape[2:], stride, padding, strict=True)
     sizes = ((length + 2 * pad - taps) // step + 1 for length, taps, step, pad in axes)
     return shape[0], weight_shape[0], *sizes
-
-
-def new_convolved(x: Tensor, shape: Shape) -> Tensor:
-    """Return uninitialised channels-last memory of `shape` `[...]`, dtype and device as `x`."""
-    order = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=order)

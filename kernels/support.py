@@ -114,7 +114,7 @@ def _convolve(op: str, backend: str, dtype: torch.dtype, device: torch.device) -
     dimensions = _DIMENSIONS[op]
     size = (1, _CHANNELS, *(4,) * dimensions)
     like = torch.zeros((), dtype=dtype, device=device)
-    x = shapes.new_convolved(like, size).zero_()
-    weight = shapes.new_convolved(like, (_CHANNELS, _CHANNELS, *(3,) * dimensions)).zero_()
+    x = shapes.new_video(like, size).zero_()
+    weight = shapes.new_video(like, (_CHANNELS, _CHANNELS, *(3,) * dimensions)).zero_()
     stride = (1,) * dimensions
     return ask(backend, op, x, ConvWeight.of(weight), stride=stride, padding=(0, 0))

@@ -10,6 +10,7 @@ from . import cudnn, onednn
 from .compose import sum_of
 from .fused import Fused
 from .weight import ConvWeight, channels_last
+from .window import joined
 
 # cuDNN's tensor-core kernels for NHWC take multiples of this many channels; with the 3 or 12 of a
 # picture it converts layouts or uses no tensor cores. Zeros fill the rest.
@@ -76,7 +77,7 @@ def _convolved(
         # On a CPU, PyTorch's own product for float64 and float16 returns channels first.
         return channels_last(cudnn.convolve(x, weight.plain(), bias, stride, pads))
     taps = weight.laid_out("aligned", aligned)
-    y = cudnn.convolve(widened(x, taps.shape[1]), taps, None, stride, pads)
+    y = cudnn.convolve(joined(x, channels=taps.shape[1]), taps, None, stride, pads)
     return channels_last(y[:, : weight.shape[0]])
 
 
@@ -93,13 +94,3 @@ def aligned(taps: Tensor) -> Tensor:
     wide = taps.new_zeros(outputs, inputs, *taps.shape[2:])
     wide[: taps.shape[0], : taps.shape[1]] = taps
     return channels_last(wide)
-
-
-def widened(x: Tensor, channels: int) -> Tensor:
-    """Return `x` `[B, C, ...]`, channels-last, with zeros up to `channels` channels."""
-    if x.shape[1] == channels:
-        return x
-    rows = x.movedim(1, -1)
-    wide = rows.new_zeros((*rows.shape[:-1], channels))
-    wide[..., : x.shape[1]] = rows
-    return wide.movedim(-1, 1)

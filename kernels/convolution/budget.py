@@ -51,10 +51,15 @@ class TrialBudget:
             seconds: Seconds that it took.
             finished: No candidate is left.
         """
+        self.charge(seconds)
         with self._lock:
-            self.left_s = max(0.0, self.left_s - seconds)
             self.tried += 1
             self.unfinished += not finished
+
+    def charge(self, seconds: float) -> None:
+        """Count `seconds` that were spent on something else than a shape class."""
+        with self._lock:
+            self.left_s = max(0.0, self.left_s - seconds)
 
     def close(self) -> None:
         """End the work, and log its trials."""

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from .. import shapes
-from ..autotune import log_failure
+from ..autotune import is_capturing, log_failure
 from ..backends import CONVOLUTION_ORDER
-from ..errors import is_out_of_memory, log_once
+from ..errors import first_line, is_out_of_memory, log_once
 from ..warmup_log import preparing
 from . import budget, sample, store
 from .trial import PLAIN, Ask, Trial
@@ -114,17 +114,12 @@ def fp16_pays(ask: Ask, device: torch.device) -> bool:
         except Exception as error:
             if is_out_of_memory(error):
                 return False
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0][:_REASON_LENGTH]
+            reason = f"{type(error).__name__}: {first_line(error)}"[:_REASON_LENGTH]
             log_once(f"the speed of float16 on {device} is unknown ({reason}); bfloat16 is used")
             known = False
         if known is not None:
             _pays[device] = known
         return bool(known)
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Return whether a CUDA graph is captured on `device`, during which no trial is possible."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _shape_class(op: str, x: Tensor, weight: ConvWeight, kwargs: Mapping[str, Any]) -> _Key:
@@ -321,7 +316,7 @@ def _compared(
     try:
         return _compared_until(ask, kept, device, start + work.left_s / 2)
     finally:
-        work.left_s = max(0.0, work.left_s - (time.perf_counter() - start))
+        work.charge(time.perf_counter() - start)
 
 
 def _compared_until(

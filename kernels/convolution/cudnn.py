@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..shapes import convolved_size
+from ..shapes import convolved_size, new_video
 
 # Elements of an input or output from which on 31 bits do not count them.
 _LIMIT = 1 << 31
@@ -64,12 +64,7 @@ def convolve(
     regions = parts(x.shape, weight.shape, stride, padding)
     if len(regions) == 1:
         return _call(x, weight, bias, stride, padding)
-    out = torch.empty(
-        convolved_size(x.shape, weight.shape, stride, padding),
-        dtype=x.dtype,
-        device=x.device,
-        memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d,
-    )
+    out = new_video(x, convolved_size(x.shape, weight.shape, stride, padding))
     for region in regions:
         reads, keeps = _window(region, x.shape, weight.shape, stride, padding)
         frames, *pixels = (slice(start, end) for start, end in region)

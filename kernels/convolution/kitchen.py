@@ -22,11 +22,12 @@ from torch import Tensor
 
 from .. import shapes
 from ..backends import forced
-from ..constraints import refuse_gradients, refuse_overlap, refuse_subclass
-from ..errors import Refusal, is_out_of_memory, log_once
+from ..constraints import is_dense, refuse_gradients, refuse_overlap, refuse_subclass
+from ..errors import Refusal, first_line, is_out_of_memory, log_once
 from .aten import aligned
 from .fused import Fused
-from .weight import ConvWeight
+from .weight import ConvWeight, channels_last
+from .window import joined
 
 _PARAMETERS = frozenset(("x", "weight", "bias", "residual", "stride", "out"))
 
@@ -149,8 +150,10 @@ def conv2d(
         `out`, or a new tensor of its shape.
     """
     biases = [each for each in (bias, residual_bias) if each is not None]
-    x, shortcut, into = _as_video(x), _as_video(residual), _as_video(out)
-    y = _convolved(x, weight, biases, (1, *stride), padding, None, shortcut, into)
+    residual = None if residual is None else shapes.as_video(residual)
+    into = None if out is None else shapes.as_video(out)
+    video = shapes.as_video(x)
+    y = _convolved(video, weight, biases, (1, *stride), padding, None, residual, into)
     return y[0].transpose(0, 1) if out is None else out
 
 
@@ -179,18 +182,18 @@ def _convolved(
     if op.pads and any(padding):
         options["padding"] = pads
     shape = shapes.convolved(x, taps.shape, stride, pads, tail)
-    window = _window(x, tail, (0, 0) if op.pads else padding, taps.shape[1])
-    direct = out is not None and outputs == taps.shape[0] and _is_dense(out)
-    y = out if direct and out is not None else shapes.new_convolved(x, shape)
+    window = joined(x, tail, (0, 0) if op.pads else padding, taps.shape[1])
+    direct = out is not None and outputs == taps.shape[0] and is_dense(out, 2, 3, 4, 1)
+    y = out if direct and out is not None else shapes.new_video(x, shape)
     bias = _vector(biases, taps.shape[0])
-    added = None if residual is None else _window(residual, None, (0, 0), taps.shape[0])
+    added = None if residual is None else joined(residual, channels=taps.shape[0])
     _refuse_layout(window)
     _refuse_misaligned(x=window, weight=taps, bias=bias, residual=added, out=y)
     parts = list(_parts(window, taps.shape[2], stride[0], y))
     # The op launches on the current device.
     with torch.cuda.device_of(x):
         for number, (videos, reads, writes) in enumerate(parts):
-            term = None if added is None else _dense(added[videos, :, writes])
+            term = None if added is None else channels_last(added[videos, :, writes])
             into = y[videos, :, writes]
             read = window[videos, :, reads]
             try:
@@ -199,12 +202,12 @@ def _convolved(
                 # Residuals of earlier parts may be overwritten.
                 if number or is_out_of_memory(error):
                     raise
-                first = str(error).strip().partition("\n")[0]
-                raise Refusal(_unusable(f"failed ({type(error).__name__}: {first})")) from error
+                why = f"failed ({type(error).__name__}: {first_line(error)})"
+                raise Refusal(_unusable(why)) from error
     if direct:
         return y
     y = y[:, :outputs]
-    return _dense(y) if out is None else out.copy_(y)
+    return channels_last(y) if out is None else out.copy_(y)
 
 
 def _refuse_kind(x: Tensor) -> None:
@@ -237,8 +240,7 @@ def installed() -> _Op | str:
     except Exception as error:  # a broken installation raises anything
         if is_out_of_memory(error):
             raise
-        first = str(error).strip().partition("\n")[0]
-        return _unusable(f"cannot be imported ({type(error).__name__}: {first})")
+        return _unusable(f"cannot be imported ({type(error).__name__}: {first_line(error)})")
     call = getattr(package, "fp16_conv3d", None)
     if call is None:
         return _unusable("has no fp16_conv3d")
@@ -256,38 +258,6 @@ def _unusable(what: str) -> str:
     reason = f"comfy_kitchen {what}"
     log_once(f"{reason}; slower convolutions run. Try: pip install --upgrade comfy-kitchen")
     return reason
-
-
-def _as_video(x: Any) -> Any:  # noqa: ANN401, None for None
-    """View frames `[N, C, H, W]` as those of one video `[1, C, N, H, W]`; None stays."""
-    return None if x is None else x.transpose(0, 1).unsqueeze(0)
-
-
-def _window(x: Tensor, tail: Tensor | None, padding: tuple[int, int], channels: int) -> Tensor:
-    """Return `x` after `tail`, with a border and further channels of zeros; `x` itself if none.
-
-    Args:
-        x: `[B, C, T, H, W]`.
-        tail: `[B, C, K, H, W]`, or None.
-        padding: Rows and columns of the border.
-        channels: Channels of the result.
-
-    Returns:
-        `[B, channels, K + T, H + 2 * rows, W + 2 * columns]`.
-    """
-    batch, count, frames, height, width = x.shape
-    if tail is None and not any(padding) and count == channels:
-        return x
-    known = 0 if tail is None else tail.shape[2]
-    rows, columns = padding
-    shape = batch, known + frames, height + 2 * rows, width + 2 * columns, channels
-    plain = not any(padding) and count == channels
-    whole = (x.new_empty if plain else x.new_zeros)(shape).movedim(-1, 1)
-    inner = whole[:, :count, :, rows : rows + height, columns : columns + width]
-    inner[:, :, known:] = x
-    if tail is not None:
-        inner[:, :, :known] = tail
-    return whole
 
 
 def _vector(biases: list[Tensor], channels: int) -> Tensor | None:
@@ -340,16 +310,6 @@ def _parts(window: Tensor, taps: int, step: int, y: Tensor) -> Iterator[_Part]:
 def _span(x: Tensor) -> int:
     """Return the elements between the first and the last of `x` `[...]`, both included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def _dense(x: Tensor) -> Tensor:
-    """Return `x` `[B, C, T, H, W]` or a copy of it, as one dense block in channels-last memory."""
-    return x.contiguous(memory_format=torch.channels_last_3d)
-
-
-def _is_dense(out: Tensor) -> bool:
-    """Return whether the frames of each video of `out` `[B, C, T, H, W]` are one dense block."""
-    return out[:1].is_contiguous(memory_format=torch.channels_last_3d)
 
 
 def _refuse_layout(x: Tensor) -> None:

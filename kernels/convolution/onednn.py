@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..constraints import is_dense, refuse_overlap
+from ..shapes import channels_last_order
 from .weight import ConvWeight, channels_last
 
 # oneDNN's own weight layouts exist on x86 only; on Arm other libraries run under its name.
@@ -59,7 +60,8 @@ def convolve(
     given, out = out, out if _is_whole(out) else None
     if given is not out or not _is_whole(residual):
         # It adds to dense memory only.
-        residual = None if residual is None else residual.clone(memory_format=_order_of(x))
+        order = channels_last_order(x.ndim)
+        residual = None if residual is None else residual.clone(memory_format=order)
         y = convolve(x, weight, bias, stride, pads, residual, residual)
         return y if given is None else given.copy_(y)
     if residual is None and _spreads(x, weight, stride, pads):
@@ -118,10 +120,6 @@ def _spreads(x: Tensor, weight: ConvWeight, stride: tuple[int, ...], pads: tuple
 def _is_whole(x: Tensor | None) -> bool:
     """Return whether `x` `[B, C, ...]`, if any, is one dense block in channels-last memory."""
     return x is None or is_dense(x, 0, *range(2, x.ndim), 1)
-
-
-def _order_of(x: Tensor) -> torch.memory_format:
-    return torch.channels_last if x.ndim == 4 else torch.channels_last_3d
 
 
 def _spread(taps: Tensor) -> Tensor:

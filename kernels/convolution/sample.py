@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import shapes
 from .fused import Fused
 from .weight import ConvWeight, channels_last
+from .window import joined
 
 # Sizes of a trial, the next one if memory is short: everything, one frame of the result, and a band
 # of rows of that.
@@ -67,7 +68,8 @@ class Sample(NamedTuple):
         if tail is not None and not fused.tail:
             x, tail = joined(x, tail), None
         if fused.border and any(padding):
-            x, tail = bordered(x, padding), None if tail is None else bordered(tail, padding)
+            tail = None if tail is None else joined(tail, None, padding)
+            x = joined(x, None, padding)
             padding = (0, 0)
         made = {"x": x, "weight": self.weight, "stride": self.stride, "padding": padding}
         made |= {"residual": self.residual, **self.terms}
@@ -170,23 +172,6 @@ def fits(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], size: str) -> 
     return count * x.element_size() <= free + cached
 
 
-def joined(x: Tensor, tail: Tensor | None) -> Tensor:
-    """Return `x` `[B, C, T, H, W]` after the frames `tail` `[B, C, K, H, W]`, channels-last."""
-    if tail is None:
-        return x
-    window = shapes.new_window(x, tail)
-    window[:, :, : tail.shape[2]] = tail
-    window[:, :, tail.shape[2] :] = x
-    return window
-
-
-def bordered(x: Tensor, padding: tuple[int, int]) -> Tensor:
-    """Return `x` `[B, C, ..., H, W]`, channels-last, with `padding` zeros around it."""
-    high, wide = padding
-    rows = F.pad(x.movedim(1, -1), (0, 0, wide, wide, high, high))
-    return rows.movedim(-1, 1)
-
-
 def _cut(
     op: str, x: Tensor, tail: Tensor | None, weight: ConvWeight, stride: tuple[int, ...], size: str
 ) -> tuple[Tensor, Tensor | None]:
@@ -209,7 +194,7 @@ def _result(given: Tensor, x: Tensor, shape: shapes.Shape, size: str) -> Tensor:
     """Return memory for a result of `shape`, with the strides of `given` if it is whole."""
     if size == "whole" and not _overlaps(given):
         return torch.empty_strided(shape, given.stride(), dtype=x.dtype, device=x.device)
-    return shapes.new_convolved(x, shape)
+    return shapes.new_video(x, shape)
 
 
 def _activation(given: Tensor, name: str, size: str) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 
 from ..backends import CONVOLUTIONS
 from ..build import cache
-from ..errors import Refusal, log_once
+from ..errors import Refusal, first_line, log_once
 from ..triton_ops import runtime
 from . import kitchen
 
@@ -121,7 +121,7 @@ class TrialStore:
         except FileNotFoundError:
             return {}, {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            reason = str(error).partition("\n")[0][:80]
+            reason = first_line(error)[:80]
             log_once(f"{self.path} is not readable ({reason}); convolutions are timed again")
             return {}, {}
 

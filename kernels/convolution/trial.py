@@ -17,8 +17,9 @@ from .. import measure
 from ..autotune import agree, log_failure, log_incorrect
 from ..errors import Refusal, is_out_of_memory
 from .fused import Fused
-from .sample import Sample, joined
+from .sample import Sample
 from .weight import ConvWeight
+from .window import joined
 
 _logger = logging.getLogger(__name__)
 

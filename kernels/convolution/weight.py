@@ -5,6 +5,8 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
+from ..shapes import channels_last_order
+
 
 class ConvWeight:
     """A weight that is derived when it is first used, and kept in the layouts that were asked for.
@@ -95,7 +97,13 @@ class ConvWeight:
         return kept
 
 
-def channels_last(weight: Tensor) -> Tensor:
-    """Return `weight` `[C_out, C_in, ...]` in channels-last memory."""
-    order = torch.channels_last if weight.ndim == 4 else torch.channels_last_3d
-    return weight.contiguous(memory_format=order)
+def channels_last(x: Tensor) -> Tensor:
+    """Return a tensor in channels-last memory; itself if it is there.
+
+    Args:
+        x: A weight, frames or a video, `[N, C, ...]`.
+
+    Returns:
+        `[N, C, ...]`.
+    """
+    return x.contiguous(memory_format=channels_last_order(x.ndim))

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..convolution.fused import Fused
-from ..convolution.weight import ConvWeight
+from ..convolution.weight import ConvWeight, channels_last
 
 
 def fuses(
@@ -26,7 +26,7 @@ def conv3d(
     """Run `conv3d(x, weight, stride, padding, tail)`; `x` is `[B, C, T, H, W]`."""
     window = x if tail is None else torch.cat([tail, x], dim=2)
     y = F.conv3d(window, weight.plain(), None, stride, (0, *padding))
-    return y.contiguous(memory_format=torch.channels_last_3d)
+    return channels_last(y)
 
 
 def conv2d(
@@ -38,4 +38,4 @@ def conv2d(
 ) -> Tensor:
     """Run `conv2d(x, weight, stride, padding)`; `x` is `[N, C, H, W]`."""
     y = F.conv2d(x, weight.plain(), None, stride, padding)
-    return y.contiguous(memory_format=torch.channels_last)
+    return channels_last(y)

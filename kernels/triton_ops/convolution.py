@@ -74,7 +74,7 @@ def conv3d(
     tile = _first_fit(tiles, x, tail, taps)
     if out is None:
         shape = shapes.convolved(x, weight.shape, stride, (0, *padding), tail)
-        out = shapes.new_convolved(x, shape)
+        out = shapes.new_video(x, shape)
     terms = _Terms(bias, residual, residual_bias, gamma)
     _run(tile, x, tail, taps, stride, padding, terms, out)
     return out
@@ -110,12 +110,14 @@ def conv2d(
     Returns:
         `[N, C_out, H', W']`.
     """
-    tiles, taps, video = _tiles(x, weight, stride, gamma, variant), weight.plain(), _as_video(x)
+    tiles, taps = _tiles(x, weight, stride, gamma, variant), weight.plain()
+    video = shapes.as_video(x)
     tile = _first_fit(tiles, video, None, taps)
     if out is None:
-        out = shapes.new_convolved(x, shapes.convolved(x, weight.shape, stride, padding))
-    terms = _Terms(bias, None if residual is None else _as_video(residual), residual_bias, gamma)
-    _run(tile, video, None, taps, (1, *stride), padding, terms, _as_video(out))
+        out = shapes.new_video(x, shapes.convolved(x, weight.shape, stride, padding))
+    residual = None if residual is None else shapes.as_video(residual)
+    terms = _Terms(bias, residual, residual_bias, gamma)
+    _run(tile, video, None, taps, (1, *stride), padding, terms, shapes.as_video(out))
     return out
 
 
@@ -172,11 +174,6 @@ def _steps(x: Tensor) -> list[int]:
     frame = x.stride(2) if frames > 1 else height * width * channels
     batch = x.stride(0) if x.shape[0] > 1 else frames * frame
     return [batch, frame, width * channels, channels, 1]
-
-
-def _as_video(frames: Tensor) -> Tensor:
-    """View `[N, C, H, W]` as `[1, C, N, H, W]`."""
-    return frames.transpose(0, 1).unsqueeze(0)
 
 
 def _run(

@@ -10,7 +10,7 @@ import torch
 
 from ..backends import forced
 from ..constraints import refuse_old_bfloat16
-from ..errors import Refusal, is_out_of_memory, log_once
+from ..errors import Refusal, first_line, is_out_of_memory, log_once
 
 # The reason why Triton does not work on a device; "" where it works.
 _found: dict[torch.device, str] = {}
@@ -163,5 +163,5 @@ def _complain(what: str, error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip().partition("\n")[0].rstrip(".")
+    text = first_line(error).rstrip(".")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

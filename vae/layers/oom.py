@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from ...kernels import is_out_of_memory
+from ...kernels import is_capturing, is_out_of_memory
 
 _logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Relief:
                 if room is None or room():
                     return do()
             except Exception as error:
-                if not is_out_of_memory(error) or _captures(self.device):
+                if not is_out_of_memory(error) or is_capturing(self.device):
                     raise
                 # Without the traceback, whose frames hold tensors.
                 first = first or error.with_traceback(None)
@@ -165,8 +165,3 @@ class Relief:
             torch.cuda.empty_cache()
         self.note("tails of the layers kept on the host")
         return True
-
-
-def _captures(device: torch.device) -> bool:
-    """Return whether a CUDA graph is being captured, during which nothing may be freed."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -75,12 +75,12 @@ class Empty:
     def conv3d(self, x, weight, bias=None, *, stride, padding, tail=None, out=None, **terms):
         weight.plain()
         size = shapes.convolved(x, weight.shape, stride, (0, *padding), tail)
-        return shapes.new_convolved(x, size) if out is None else out
+        return shapes.new_video(x, size) if out is None else out
 
     def conv2d(self, x, weight, bias=None, *, stride, padding, out=None, **terms):
         weight.plain()
         size = shapes.convolved(x, weight.shape, stride, padding)
-        return shapes.new_convolved(x, size) if out is None else out
+        return shapes.new_video(x, size) if out is None else out
 
 
 def live_peak(case: Case, fused: Fused | None = None) -> tuple[int, int]:
