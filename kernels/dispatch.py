@@ -30,7 +30,7 @@ from .errors import BackendError, Refusal
 
 _MODULES = {
     "triton": ".triton_ops.ops",
-    "cuda": ".cuda_ops",
+    "cuda": ".cuda_ops.ops",
     "native": ".native_ops",
     "reference": ".reference",
     "aten": ".convolution.aten",

@@ -13,7 +13,6 @@ import math
 import os
 import re
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -23,8 +22,8 @@ from typing import Any
 
 import torch
 
+from .. import cache
 from ..backends import CONVOLUTIONS
-from ..build import cache
 from ..errors import Refusal, first_line, log_once
 from ..triton_ops import runtime
 from . import kitchen
@@ -141,7 +140,7 @@ class TrialStore:
                 "facts": self._known_facts,
             }
             try:
-                _replace(self.path, json.dumps(content, indent=1))
+                cache.replace(self.path, json.dumps(content, indent=1).encode())
             except OSError as error:
                 log_once(
                     f"{self.path.parent} is not writable ({error.strerror}), so every start times "
@@ -159,7 +158,7 @@ def opened(device: torch.device) -> TrialStore:
                 made_on = environment(device)
                 text = json.dumps(made_on, sort_keys=True)
                 name = hashlib.sha256(text.encode()).hexdigest()[:32]
-                path = cache().parent / "convolutions" / f"{name}.json"
+                path = cache.folder("convolutions") / f"{name}.json"
                 store = _opened[device] = TrialStore(path, made_on)
     return store
 
@@ -254,17 +253,3 @@ def _alone(path: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file at once, so that no reader and no crash finds a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f"{path.stem}-", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).replace(path)
-    except BaseException:
-        with suppress(OSError):
-            Path(name).unlink()
-        raise

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..build import Library
+from .build import Library
 
 
 class _Cpu(Library):

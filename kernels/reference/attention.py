@@ -1,6 +1,7 @@
 """Attention with memory that grows linearly with the number of pixels."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +19,13 @@ _ROWS = 128
 
 # The softmax weights of many pixels are below the resolution of float16; a power of two scales them
 # without rounding.
-_LIFT = 2.0**15
+LIFT = 2.0**15
 
 # On CUDA, heads above 256 only have the memory-efficient kernel, with 32 queries at a time and its
 # sums in global memory. It is expected to reach 60 to 120 TFLOP/s on an H200, and blocks of matrix
 # products about 200, from some thousand pixels on. Each GPU measures which is faster, at up to this
 # many pixels.
-_FLASH_HEAD = 256
+FLASH_HEAD = 256
 _TRIED_PIXELS = 1 << 14
 
 
@@ -53,42 +54,55 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     if _fused_attention_takes(q, k, v) and not _blocks_are_faster(q, k, v):
         return _fused(q, k, v)
-    return _in_blocks(q, k, v)
+    return in_blocks(q, k, v)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
 
 
-def _in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute whole frames at a time if `_SCORE_ELEMENTS` allows, otherwise rows of one frame."""
+def _weights(scores: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `LIFT * softmax(scores)` of `[B, rows, N]`, rounded to `dtype`."""
+    weights = torch.softmax(scores, -1)
+    return torch.mul(weights, LIFT, out=torch.empty_like(weights, dtype=dtype))
+
+
+def in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, *, weigh: Callable[[Tensor, torch.dtype], Tensor] = _weights
+) -> Tensor:
+    """Compute whole frames at a time if `_SCORE_ELEMENTS` allows, otherwise rows of one frame.
+
+    Args:
+        q: `[B, N, d]`.
+        k: `[B, N, d]`.
+        v: `[B, N, d]`.
+        weigh: Returns `LIFT * softmax(scores)` in a dtype, where `multiplies_mixed`.
+
+    Returns:
+        `[B, N, d]`.
+    """
     batch, length, channels = q.shape
     frames = max(1, _SCORE_ELEMENTS // length**2)
     rows = max(1, _SCORE_ELEMENTS // (frames * length))
     rows = rows // _ROWS * _ROWS or rows
-    mixed = _multiplies_mixed(q, k, v)
+    mixed = multiplies_mixed(q, k, v)
     if not mixed:
         wide = torch.promote_types(q.dtype, torch.float32)
         k, v = k.to(wide), v.to(wide)
-    out = q.new_empty(q.shape)
+    out, scale = q.new_empty(q.shape), channels**-0.5
     for frame in range(0, batch, frames):
         group = slice(frame, frame + frames)
         keys, values = k[group].transpose(1, 2), v[group]
         for row in range(0, length, rows):
             block = slice(row, row + rows)
-            out[group, block] = _attend(q[group, block], keys, values, channels**-0.5, mixed)
+            queries = q[group, block]
+            if mixed:
+                weights = weigh(_mixed_product(queries, keys, scale), q.dtype)
+                out[group, block] = _mixed_product(weights, values, 1 / LIFT)
+            else:
+                weights = torch.softmax(torch.matmul(queries.to(keys.dtype) * scale, keys), -1)
+                out[group, block] = torch.matmul(weights, values)
     return out
-
-
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float, mixed: bool) -> Tensor:
-    """Compute scores, softmax and result of a block of queries in float32 or wider."""
-    if not mixed:
-        weights = torch.softmax(torch.matmul(queries.to(keys.dtype) * scale, keys), -1)
-        return torch.matmul(weights, values)
-    weights = torch.softmax(_mixed_product(queries, keys, scale), -1)
-    rounded = torch.empty_like(weights, dtype=values.dtype)
-    torch.mul(weights, _LIFT, out=rounded)
-    return _mixed_product(rounded, values, 1 / _LIFT)
 
 
 def _mixed_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -97,7 +111,7 @@ def _mixed_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(out, a, b, torch.float32, beta=0, alpha=scale, out=out)
 
 
-def _multiplies_mixed(*tensors: Tensor) -> bool:
+def multiplies_mixed(*tensors: Tensor) -> bool:
     """Return whether `_mixed_product` is used for these tensors; autograd does not record it."""
     x = tensors[0]
     if x.device.type != "cuda" or x.dtype not in (torch.float16, torch.bfloat16):
@@ -127,9 +141,9 @@ def _blocks_are_faster(q: Tensor, k: Tensor, v: Tensor) -> bool:
     kernel.
     """
     _, length, channels = q.shape
-    if q.device.type != "cuda" or channels <= _FLASH_HEAD:
+    if q.device.type != "cuda" or channels <= FLASH_HEAD:
         return False
-    if q.dtype.itemsize == 2 and not _multiplies_mixed(q, k, v):
+    if q.dtype.itemsize == 2 and not multiplies_mixed(q, k, v):
         return False
     pixels = 1 << min(length, _TRIED_PIXELS).bit_length() - 1
     known = _faster.get((q.device, q.dtype, channels, pixels))
@@ -148,10 +162,10 @@ def _measure(q: Tensor, pixels: int) -> bool:
     with torch.inference_mode(False), torch.no_grad():
         x = torch.linspace(-1, 1, pixels * channels, device=q.device)
         x = x.to(q.dtype).view(1, pixels, channels)
-        calls = {_fused: lambda: _fused(x, x, x), _in_blocks: lambda: _in_blocks(x, x, x)}
+        calls = {_fused: lambda: _fused(x, x, x), in_blocks: lambda: in_blocks(x, x, x)}
         try:
             times = seconds(calls, q.device, launches=False)
-            faster = times[_in_blocks] < times[_fused]
+            faster = times[in_blocks] < times[_fused]
         except torch.OutOfMemoryError:
             faster = False
     _faster[q.device, q.dtype, channels, pixels] = faster

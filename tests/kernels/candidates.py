@@ -55,7 +55,7 @@ def failing(error):
 def new_team(monkeypatch, tmp_path):
     """Replace the candidates, the clock and the folder of the store."""
     team = Team()
-    monkeypatch.setattr(store, "cache", lambda: tmp_path / "native")
+    monkeypatch.setenv("FAST_VIDEO_VAE_CACHE", str(tmp_path))
     monkeypatch.setattr(measure, "seconds", team.seconds)
     clock = SimpleNamespace(perf_counter=lambda: team.now)
     for module in (budget, choice):

@@ -23,18 +23,10 @@ OPS = tuple(op for op in reference.__all__ if not op.startswith("conv"))
 # GPU backends that are emulated on the CPU on machines without a GPU, at milliseconds per program.
 PLAYED = () if torch.cuda.is_available() else ("triton", "cuda")
 
-CUDA_OPS = (
-    "group_norm_silu",
-    "group_norm_statistics",
-    "rms_norm_silu",
-    "silu_mul",
-)
-
 # Calls on channels-last memory that a backend must run. It must refuse all others.
 SERVED = {
     *product(("reference",), OPS, (*DTYPES, torch.float64)),
-    *product(("triton", "native"), set(OPS) - {"attention"}, DTYPES),
-    *product(("cuda",), CUDA_OPS, DTYPES),
+    *product(("triton", "cuda", "native"), set(OPS) - {"attention"}, DTYPES),
 }
 
 

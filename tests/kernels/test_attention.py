@@ -31,7 +31,7 @@ def mixed(monkeypatch):
         return out.copy_(a.to(dtype) @ b.to(dtype) * alpha)
 
     monkeypatch.setattr(torch, "baddbmm", baddbmm)
-    monkeypatch.setattr(blocks, "_multiplies_mixed", lambda *_: True)
+    monkeypatch.setattr(blocks, "multiplies_mixed", lambda *_: True)
 
 
 def projection(batch, length, channels, dtype, seed=0):
@@ -61,7 +61,7 @@ def test_attention_in_blocks_equals_the_formula(
     monkeypatch.setattr(blocks, "_SCORE_ELEMENTS", elements)
     for channels in (16, 48, 384):
         q, k, v = projection(3, length, channels, dtype)
-        check(blocks._in_blocks(q, k, v), q, k, v)
+        check(blocks.in_blocks(q, k, v), q, k, v)
 
 
 @pytest.mark.usefixtures("mixed")
@@ -70,7 +70,7 @@ def test_small_weights_keep_their_precision():
     length = 1 << 16
     q, k, v = torch.zeros(3, 1, length, 16, dtype=torch.float16)
     q[..., 0] = k[0, 0, 0] = v[0, 0, 0] = 1
-    weight = blocks._attend(q[:, :4], k.mT, v, 0.25, mixed=True)[0, 0, 0].item()
+    weight = blocks.in_blocks(q[:, :4], k, v)[0, 0, 0].item()
     expected = math.exp(0.25) / (math.exp(0.25) + length - 1)
     assert abs(weight / expected - 1) < torch.finfo(torch.float16).eps
 
@@ -81,8 +81,8 @@ def test_small_weights_keep_their_precision():
 @pytest.mark.parametrize("length", [100, 5000])
 def test_attention_in_blocks_on_a_gpu_equals_the_formula(dtype, length):
     q, k, v = (x.cuda() for x in projection(2, length, 384, dtype))
-    assert blocks._multiplies_mixed(q, k, v)
-    check(blocks._in_blocks(q, k, v), q, k, v)
+    assert blocks.multiplies_mixed(q, k, v)
+    check(blocks.in_blocks(q, k, v), q, k, v)
 
 
 class Largest(TorchDispatchMode):
@@ -105,7 +105,7 @@ def test_the_memory_of_scores_is_bounded(dtype, shape, monkeypatch):
     monkeypatch.setattr(blocks, "_SCORE_ELEMENTS", elements)
     q, k, v = projection(*shape, dtype)
     with Largest() as largest:
-        blocks._in_blocks(q, k, v)
+        blocks.in_blocks(q, k, v)
     assert 4 * elements // 2 < largest.nbytes <= 4 * elements
     assert 4 * elements < 4 * shape[0] * shape[1] ** 2
 
@@ -113,14 +113,14 @@ def test_the_memory_of_scores_is_bounded(dtype, shape, monkeypatch):
 def test_attention_in_blocks_has_gradients(monkeypatch):
     monkeypatch.setattr(blocks, "_SCORE_ELEMENTS", 60)
     q, k, v = (x.clone().requires_grad_() for x in projection(2, 9, 4, torch.float64))
-    assert torch.autograd.gradcheck(blocks._in_blocks, (q, k, v))
+    assert torch.autograd.gradcheck(blocks.in_blocks, (q, k, v))
 
 
 def test_the_cpu_uses_the_flash_kernel_of_pytorch(monkeypatch):
     def fail(*_):
         raise AssertionError("scores are computed")
 
-    monkeypatch.setattr(blocks, "_in_blocks", fail)
+    monkeypatch.setattr(blocks, "in_blocks", fail)
     with use_backend("reference"):
         kernels.attention(*projection(1, 5000, 384, torch.bfloat16))
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fast_video_vae.kernels import build
 from fast_video_vae.kernels.errors import Refusal
+from fast_video_vae.kernels.native_ops import build
 from fast_video_vae.kernels.native_ops.library import CPU
 
 CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
@@ -28,7 +28,8 @@ import json, logging, os, runpy, sys
 runpy.run_path({str(CONFTEST)!r})
 import torch
 from fast_video_vae import kernels
-from fast_video_vae.kernels import build, errors
+from fast_video_vae.kernels import errors
+from fast_video_vae.kernels.native_ops import build
 from fast_video_vae.kernels.native_ops.library import CPU
 
 class Lines(logging.Handler):

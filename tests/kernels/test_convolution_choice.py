@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from fast_video_vae.kernels import Fused, dispatch, measure, preparations, trials
+from fast_video_vae.kernels import Fused, cache, dispatch, measure, preparations, trials
 from fast_video_vae.kernels.convolution import budget, choice, sample, store
 from fast_video_vae.kernels.convolution.trial import is_precise_enough
 from fast_video_vae.kernels.convolution.weight import ConvWeight, channels_last
@@ -481,7 +481,7 @@ def test_a_kernel_that_ends_the_process_is_not_tried_again(team):
         copies.append(next(path.rglob("*.json")).read_text())
         raise ProcessEnds
 
-    path = store.cache().parent
+    path = cache.folder("convolutions")
     copies = []
     team.does["triton:0"] = ends
     with pytest.raises(ProcessEnds):

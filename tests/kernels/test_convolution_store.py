@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import TrialBudget, measure, trials
+from fast_video_vae.kernels import TrialBudget, cache, measure, trials
 from fast_video_vae.kernels.convolution import choice, store
 from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.kernels.triton_ops import runtime
@@ -43,7 +43,7 @@ def test_the_environment_names_device_versions_and_switches(monkeypatch):
 
 def stored_file(team):
     tried(team)
-    (path,) = store.cache().parent.rglob("*.json")
+    (path,) = cache.folder("convolutions").rglob("*.json")
     team.restart()
     return path
 
@@ -103,7 +103,7 @@ def test_a_folder_that_cannot_be_written_keeps_the_choice_in_memory(team, monkey
     def denied(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(store.tempfile, "mkstemp", denied)
+    monkeypatch.setattr(cache.tempfile, "mkstemp", denied)
     with caplog.at_level(logging.WARNING):
         assert tried(team) == ("triton:1", *PLAIN)
         assert tried(team, channels=24) == ("triton:1", *PLAIN)
@@ -133,19 +133,19 @@ def test_two_processes_keep_the_results_of_both(team, tmp_path):
 
 
 def test_a_process_does_not_write_back_what_another_has_replaced(tmp_path, monkeypatch):
-    path, replace, others = tmp_path / "times.json", store._replace, []
+    path, replace, others = tmp_path / "times.json", cache.replace, []
     first, second = (store.TrialStore(path, {}) for _ in range(2))
     first.put("a", "kitchen", None)
 
     def slow(*args):
         # The other process has its time between the reading and the writing of this one.
-        monkeypatch.setattr(store, "_replace", replace)
+        monkeypatch.setattr(cache, "replace", replace)
         others.append(threading.Thread(target=first.put, args=("a", "kitchen", 1.0)))
         others[0].start()
         others[0].join(0.2)
         replace(*args)
 
-    monkeypatch.setattr(store, "_replace", slow)
+    monkeypatch.setattr(cache, "replace", slow)
     second.put("b", "aten", 2.0)
     others[0].join()
     third = store.TrialStore(path, {})

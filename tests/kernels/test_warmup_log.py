@@ -6,8 +6,9 @@ import time
 import pytest
 import torch
 
-from fast_video_vae.kernels import autotune, build, dispatch, preparations, preparing
+from fast_video_vae.kernels import autotune, dispatch, preparations, preparing
 from fast_video_vae.kernels.errors import Refusal
+from fast_video_vae.kernels.native_ops import build
 
 
 def noted(before):

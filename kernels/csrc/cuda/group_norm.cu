@@ -6,260 +6,204 @@
 // combined by their means and their centred sums of squares (Chan, Golub and LeVeque, "Updating
 // Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979), in an order that
 // depends on sizes only.
-#include "launch.cuh"
+#include "sums.cuh"
 #include "window.cuh"
 
-namespace fast_video_vae_cuda {
+namespace fast_video_vae {
+
+struct Chunks {
+  Video x;
+  float* partial;  // [B * T, chunks, 2, C]: mean, and sum of squares about it
+  Items items;     // parts are the chunks
+  uint32 share, pixels;  // of a chunk, of a frame
+  int channels;
+};
+
+struct Groups {
+  const float* partial;  // of `Chunks`
+  float* statistics;     // [B * T, 2, groups]: mean and 1 / sqrt(var + eps)
+  Items items;           // parts are the groups; one video
+  uint32 chunks, share, pixels;
+  int channels, size;  // of a group
+  float eps;
+};
+
+// `(x - mean) / sqrt(var + eps) * weight + bias`, then SiLU.
+struct GroupNorm {
+  Vector weight, bias;
+  const float* statistics;  // of `Groups`
+  Window window;
+  Divisor size;  // channels of a group
+  int groups;
+};
+
 namespace {
 
-// Pixels that a writing thread reads before it writes.
+// Pixels that a writing thread reads before it writes, and how often it does.
 constexpr int kPixels = 2;
+constexpr int kRounds = 8;
 
-template <class T>
-__device__ __forceinline__ const T* frame_of(const Video& x, int64_t video, int64_t frame) {
-  return static_cast<const T*>(x.data) + video * x.batch_stride + frame * x.frame_stride;
+// Pixels of a chunk; the last one is shorter.
+__device__ __forceinline__ float pixels_of(const Groups& op, uint32 chunk) {
+  const uint32 left = op.pixels - chunk * op.share;
+  return static_cast<float>(left < op.share ? left : op.share);
 }
 
-// Mean of each channel over a chunk of pixels, and the sum of squares about it. Block: packs of a
-// pixel by pixels. Grid: chunks, frames, videos.
-template <class P>
-__global__ void __launch_bounds__(kThreads, kBlocks) sum_chunks(const GroupNormSilu op) {
-  using T = typename P::Number;
-  using Floats = Pack<float, P::kCount>;
-  alignas(kPackBytes) __shared__ float means[kThreads * P::kCount];
-  alignas(kPackBytes) __shared__ float squares[kThreads * P::kCount];
-  const int channels = static_cast<int>(op.x.channels), wide = blockDim.x * P::kCount;
-  const int64_t start = blockIdx.x * op.share, left = op.x.pixels - start;
-  const int count = static_cast<int>(left < op.share ? left : op.share);
-  const int rows = blockDim.y, each = count / rows, more = count % rows;
-  // Pixels of the threads of a row of the block.
-  const auto pixels_of = [&](int row) { return each + (row < more ? 1 : 0); };
-  const int row = threadIdx.y, mine = pixels_of(row);
-  const int place = threadIdx.y * blockDim.x + threadIdx.x;
-  const T* x = frame_of<T>(op.x, blockIdx.z, blockIdx.y) + start * channels;
-  const int64_t frame = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
-  float* partial = op.partial + (frame * op.chunks + blockIdx.x) * 2 * channels;
-
-  for (int slice = 0; slice < channels; slice += wide) {
-    const int channel = slice + threadIdx.x * P::kCount;
-    if (mine && channel < channels) {
-      float base[P::kCount], sum[P::kCount] = {}, square[P::kCount] = {};
-      Floats mean, about;
-      const T* from = x + static_cast<int64_t>(row) * channels + channel;
-      widen(load<P>(from), base);
-#pragma unroll 4
-      for (int k = 1; k < mine; ++k) {
-        float v[P::kCount];
-        widen(load<P>(from + static_cast<int64_t>(k) * rows * channels), v);
+// Factors and offsets of the channels from `channel` on.
+__device__ __forceinline__ void affine(const GroupNorm& op, int64 frame, int channel,
+                                       float (&scale)[N], float (&offset)[N]) {
+  const float* mean = op.statistics + frame * 2 * op.groups;
+  widen(op.weight, channel, scale);
+  widen(op.bias, channel, offset);
 #pragma unroll
-        for (int i = 0; i < P::kCount; ++i) {
-          v[i] -= base[i];
-          sum[i] += v[i];
-          square[i] += v[i] * v[i];
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < P::kCount; ++i) {
-        const float moved = sum[i] / mine;
-        mean.numbers[i] = base[i] + moved;
-        about.numbers[i] = square[i] - sum[i] * moved;
-      }
-      store(means + place * P::kCount, mean);
-      store(squares + place * P::kCount, about);
-    }
-    __syncthreads();
-    const int width = channels - slice < wide ? channels - slice : wide;
-    for (int c = place; c < width; c += blockDim.x * blockDim.y) {
-      const float *mean = means + c, *square = squares + c;
-      const int used = count < rows ? count : rows;
-      float moved = 0, total = 0;
-      for (int r = 0; r < used; ++r) moved += pixels_of(r) * (mean[r * wide] - mean[0]);
-      moved /= count;
-      for (int r = 0; r < used; ++r) {
-        const float apart = mean[r * wide] - mean[0] - moved;
-        total += square[r * wide] + pixels_of(r) * apart * apart;
-      }
-      partial[slice + c] = mean[0] + moved;
-      partial[channels + slice + c] = total;
-    }
-    __syncthreads();
+  for (int i = 0; i < N; ++i) {
+    const uint32 group = divide(channel + i, op.size);
+    scale[i] *= mean[op.groups + group];
+    offset[i] -= mean[group] * scale[i];
   }
-}
-
-// Sum of a value over all threads of a block of whole warps, returned to all of them.
-__device__ __forceinline__ float sum_of_block(float v) {
-  __shared__ float sums[kThreads / kWarp];
-  const int place = threadIdx.y * blockDim.x + threadIdx.x;
-  for (int distance = kWarp / 2; distance; distance /= 2) {
-    v += __shfl_xor_sync(kAllLanes, v, distance);
-  }
-  if (place % kWarp == 0) sums[place / kWarp] = v;
-  __syncthreads();
-  v = 0;
-  for (int warp = 0; warp < kThreads / kWarp; ++warp) v += sums[warp];
-  __syncthreads();
-  return v;
-}
-
-// Factors and offsets of the channels of a group, by one block.
-template <class T>
-__device__ __forceinline__ void set_affine(const GroupNormSilu& op, int64_t frame, float mean,
-                                           float inverse) {
-  const int channels = static_cast<int>(op.x.channels), size = channels / op.groups;
-  const int first = blockIdx.x * size;
-  float* affine = op.affine + frame * 2 * channels + first;
-  for (int c = threadIdx.y * blockDim.x + threadIdx.x; c < size; c += kThreads) {
-    float weight[1], bias[1];
-    widen<T>(op.weight, first + c, weight);
-    widen<T>(op.bias, first + c, bias);
-    const float scale = weight[0] * inverse;
-    affine[c] = scale;
-    affine[channels + c] = bias[0] - mean * scale;
-  }
-}
-
-// Factors and offsets from given statistics. Block: any. Grid: groups, frames, videos.
-template <class T>
-__global__ void __launch_bounds__(kThreads, kBlocks) use_given(const GroupNormSilu op) {
-  const int64_t frame = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
-  const float* given = op.given + frame * 2 * op.groups + blockIdx.x;
-  set_affine<T>(op, frame, given[0], given[op.groups]);
-}
-
-// Statistics of a group, and its factors and offsets. Block: channels by chunks. Grid: groups,
-// frames, videos.
-template <class T>
-__global__ void __launch_bounds__(kThreads, kBlocks) combine_chunks(const GroupNormSilu op) {
-  const int channels = static_cast<int>(op.x.channels), size = channels / op.groups;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * size;
-  const int64_t frame = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
-  const float* partial = op.partial + frame * op.chunks * 2 * channels + first;
-  const float base = partial[0];
-  const float numbers = static_cast<float>(op.x.pixels) * size;
-  const auto each = [&](auto add) {
-    for (int64_t chunk = threadIdx.y; chunk < op.chunks; chunk += blockDim.y) {
-      const int64_t left = op.x.pixels - chunk * op.share;
-      const float count = static_cast<float>(left < op.share ? left : op.share);
-      const float* mean = partial + chunk * 2 * channels;
-      for (int c = threadIdx.x; c < size; c += blockDim.x) add(count, mean[c], mean[channels + c]);
-    }
-  };
-  float sum = 0, square = 0;
-  each([&](float count, float mean, float) { sum += count * (mean - base); });
-  const float moved = sum_of_block(sum) / numbers;
-  each([&](float count, float mean, float about) {
-    const float apart = mean - base - moved;
-    square += about + count * apart * apart;
-  });
-  const float inverse = 1.0f / sqrtf(sum_of_block(square) / numbers + op.eps);
-  const float mean = base + moved;
-  if (op.statistics && threadIdx.x == 0 && threadIdx.y == 0) {
-    float* statistics = op.statistics + frame * 2 * op.groups + blockIdx.x;
-    statistics[0] = mean;
-    statistics[op.groups] = inverse;
-  }
-  if (op.affine) set_affine<T>(op, frame, mean, inverse);
-}
-
-template <class P>
-__device__ __forceinline__ P normed(const P& pack, const float (&scale)[P::kCount],
-                                    const float (&offset)[P::kCount], bool activate) {
-  float v[P::kCount];
-  widen(pack, v);
-#pragma unroll
-  for (int i = 0; i < P::kCount; ++i) v[i] = v[i] * scale[i] + offset[i];
-  if (activate) silu(v);
-  return narrow<typename P::Number>(v);
-}
-
-// Block: packs of a pixel by pixels. Grid: parts of a frame, new frames, videos.
-template <class P>
-__global__ void __launch_bounds__(kThreads, kBlocks) write_frames(const GroupNormSilu op) {
-  using T = typename P::Number;
-  using Floats = Pack<float, P::kCount>;
-  const int channels = static_cast<int>(op.x.channels), rows = blockDim.y, frame = blockIdx.y;
-  const int64_t video = blockIdx.z;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * rows * kPixels + threadIdx.y;
-  const int64_t start = first * channels;
-  const int step = rows * channels;
-  const auto inside = [&](int k) { return first + k * rows < op.x.pixels; };
-  const auto at = window<T>(op.x, op.tail, op.out, video, frame);
-  const T* x = frame_of<T>(op.x, video, frame) + start;
-  T* out = at.out + (at.known + frame) * at.out_frame + start;
-  T* tail = at.tail + at.last * at.tail_frame + start;
-  const float* affine = op.affine + (video * op.x.frames + frame) * 2 * channels;
-
-  for (int channel = threadIdx.x * P::kCount; channel < channels;
-       channel += blockDim.x * P::kCount) {
-    if (at.last >= 0) {
-#pragma unroll 1
-      for (int k = 0; k < kPixels && inside(k); ++k) roll<P>(at, start + k * step + channel);
-    }
-    P held[kPixels];
-#pragma unroll
-    for (int k = 0; k < kPixels; ++k) {
-      if (inside(k)) held[k] = load<P>(x + k * step + channel);
-    }
-    float scale[P::kCount], offset[P::kCount];
-    widen(load<Floats>(affine + channel), scale);
-    widen(load<Floats>(affine + channels + channel), offset);
-#pragma unroll
-    for (int k = 0; k < kPixels; ++k) {
-      if (!inside(k)) break;
-      const P y = normed(held[k], scale, offset, op.silu);
-      store(out + k * step + channel, y);
-      if (at.last >= 0) store(tail + k * step + channel, y);
-    }
-  }
-}
-
-// Packs of a pixel, by enough pixels for a block of about `kThreads`.
-dim3 block_of(int64_t packs) {
-  const unsigned wide = static_cast<unsigned>(packs < kThreads ? packs : kThreads);
-  return dim3(wide, kThreads / wide);
-}
-
-dim3 grid_of(const GroupNormSilu& op, int64_t parts) {
-  return dim3(static_cast<unsigned>(parts), static_cast<unsigned>(op.x.frames),
-              static_cast<unsigned>(op.x.batch));
-}
-
-template <class P>
-cudaError_t measure(const GroupNormSilu& op, cudaStream_t stream) {
-  const dim3 block = block_of(op.x.channels / P::kCount);
-  const cudaError_t error =
-      launch(sum_chunks<P>, grid_of(op, op.chunks), block, stream, op);
-  if (error != cudaSuccess) return error;
-  unsigned wide = 1;
-  while (wide < kWarp && wide < op.x.channels / op.groups) wide *= 2;
-  return launch(combine_chunks<typename P::Number>, grid_of(op, op.groups),
-                dim3(wide, kThreads / wide), stream, op);
-}
-
-template <class P>
-cudaError_t write(const GroupNormSilu& op, cudaStream_t stream) {
-  const dim3 block = block_of(op.x.channels / P::kCount);
-  const int64_t parts = ceil_div(op.x.pixels, block.y * kPixels);
-  return launch(write_frames<P>, grid_of(op, parts), block, stream, op);
 }
 
 }  // namespace
 
-const char* group_norm_silu(const GroupNormSilu& op, cudaStream_t stream) {
-  const auto start = [&](auto pack) {
-    using P = decltype(pack);
-    using T = typename P::Number;
-    const cudaError_t error =
-        op.given ? launch(use_given<T>, grid_of(op, op.groups), dim3(kThreads), stream, op)
-                 : measure<P>(op, stream);
-    return error == cudaSuccess ? write<P>(op, stream) : error;
-  };
-  return message_of(by_pack_of(op.dtype, start, op.x, op.tail, op.out));
+// Mean of each channel over a chunk of pixels, and the sum of squares about it. Block: packs of a
+// pixel, pixels.
+FVV_KERNEL sum_chunks(const Chunks op) {
+  alignas(kPackBytes) __shared__ float means[kThreads * N];
+  alignas(kPackBytes) __shared__ float squares[kThreads * N];
+  const int channels = op.channels, wide = blockDim.x * N;
+  const int rows = blockDim.y, row = threadIdx.y, place = row * blockDim.x + threadIdx.x;
+  for (uint32 item = blockIdx.x; item < op.items.count; item += gridDim.x) {
+    const Place at = place_of(op.items, item);
+    const uint32 start = at.part * op.share, left = op.pixels - start;
+    const int count = static_cast<int>(left < op.share ? left : op.share);
+    const int each = count / rows, more = count % rows;
+    // Pixels of the threads of a row of the block.
+    const auto pixels_of = [&](int row) { return each + (row < more ? 1 : 0); };
+    const int mine = pixels_of(row);
+    const T* x = frame_of(op.x, at.video, at.frame) + static_cast<int64>(start) * channels;
+    float* partial = op.partial + static_cast<int64>(item) * 2 * channels;
+
+    for (int slice = 0; slice < channels; slice += wide) {
+      const int channel = slice + threadIdx.x * N;
+      if (mine && channel < channels) {
+        float base[N], sum[N] = {}, square[N] = {};
+        Floats mean, about;
+        const T* from = x + static_cast<int64>(row) * channels + channel;
+        widen(load<Pack>(from), base);
+#pragma unroll 4
+        for (int k = 1; k < mine; ++k) {
+          float v[N];
+          widen(load<Pack>(from + static_cast<int64>(k) * rows * channels), v);
+#pragma unroll
+          for (int i = 0; i < N; ++i) {
+            v[i] -= base[i];
+            sum[i] += v[i];
+            square[i] += v[i] * v[i];
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          const float moved = sum[i] / mine;
+          mean.numbers[i] = base[i] + moved;
+          about.numbers[i] = square[i] - sum[i] * moved;
+        }
+        store(means + place * N, mean);
+        store(squares + place * N, about);
+      }
+      __syncthreads();
+      const int width = channels - slice < wide ? channels - slice : wide;
+      for (int c = place; c < width; c += blockDim.x * blockDim.y) {
+        const float *mean = means + c, *square = squares + c;
+        const int used = count < rows ? count : rows;
+        float moved = 0, total = 0;
+        for (int r = 0; r < used; ++r) moved += pixels_of(r) * (mean[r * wide] - mean[0]);
+        moved /= count;
+        for (int r = 0; r < used; ++r) {
+          const float apart = mean[r * wide] - mean[0] - moved;
+          total += square[r * wide] + pixels_of(r) * apart * apart;
+        }
+        partial[slice + c] = mean[0] + moved;
+        partial[channels + slice + c] = total;
+      }
+      __syncthreads();
+    }
+  }
 }
 
-const char* group_norm_statistics(const GroupNormSilu& op, cudaStream_t stream) {
-  const auto start = [&](auto pack) { return measure<decltype(pack)>(op, stream); };
-  return message_of(by_pack_of(op.dtype, start, op.x));
+// Statistics of a group of a frame. Block: channels, chunks.
+FVV_KERNEL combine_chunks(const Groups op) {
+  for (uint32 item = blockIdx.x; item < op.items.count; item += gridDim.x) {
+    const Place at = place_of(op.items, item);
+    const int64 frame = at.frame;
+    const float* partial = op.partial + frame * op.chunks * 2 * op.channels + at.part * op.size;
+    const float base = partial[0], numbers = static_cast<float>(op.pixels) * op.size;
+    float sum = 0, square = 0;
+    for (uint32 chunk = threadIdx.y; chunk < op.chunks; chunk += blockDim.y) {
+      const float* mean = partial + static_cast<int64>(chunk) * 2 * op.channels;
+      for (int c = threadIdx.x; c < op.size; c += blockDim.x) {
+        sum += pixels_of(op, chunk) * (mean[c] - base);
+      }
+    }
+    const float moved = sum_of_block(sum) / numbers;
+    for (uint32 chunk = threadIdx.y; chunk < op.chunks; chunk += blockDim.y) {
+      const float* mean = partial + static_cast<int64>(chunk) * 2 * op.channels;
+      for (int c = threadIdx.x; c < op.size; c += blockDim.x) {
+        const float apart = mean[c] - base - moved;
+        square += mean[op.channels + c] + pixels_of(op, chunk) * apart * apart;
+      }
+    }
+    const float inverse = 1.0f / sqrtf(sum_of_block(square) / numbers + op.eps);
+    if (threadIdx.x == 0 && threadIdx.y == 0) {
+      const int groups = static_cast<int>(op.items.parts.by);
+      float* statistics = op.statistics + frame * 2 * groups + at.part;
+      statistics[0] = base + moved;
+      statistics[groups] = inverse;
+    }
+  }
 }
 
-}  // namespace fast_video_vae_cuda
+// Block: packs of a pixel, pixels. An item is `kRounds * kPixels` pixels for each thread.
+FVV_KERNEL write_pixels(const GroupNorm op) {
+  const Window& w = op.window;
+  const int rows = blockDim.y;
+  for (uint32 item = blockIdx.x; item < w.items.count; item += gridDim.x) {
+    const Place at = place_of(w.items, item);
+    const Frame frame = frame_of(w, at);
+    const int64 number = at.video * w.frames + frame.number;
+    const uint32 first = at.part * (rows * kPixels * kRounds) + threadIdx.y;
+
+    for (int channel = threadIdx.x * N; channel < w.channels; channel += blockDim.x * N) {
+      float scale[N], offset[N];
+      affine(op, number, channel, scale, offset);
+#pragma unroll 1
+      for (int round = 0; round < kRounds; ++round) {
+        const uint32 start = first + round * (rows * kPixels);
+        if (start >= w.pixels) break;
+        Pack held[kPixels];
+#pragma unroll
+        for (int k = 0; k < kPixels; ++k) {
+          const Pixel pixel = pixel_of(w, start + k * rows);
+          if (pixel.inside) held[k] = load<Pack>(frame.x + pixel.source + channel);
+        }
+#pragma unroll
+        for (int k = 0; k < kPixels; ++k) {
+          const Pixel pixel = pixel_of(w, start + k * rows);
+          if (!pixel.exists) break;
+          if (frame.last >= 0) roll(w, frame, pixel, channel);
+          Pack y{};
+          if (pixel.inside) {
+            float v[N];
+            widen(held[k], v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) v[i] = v[i] * scale[i] + offset[i];
+            if (w.silu) silu(v);
+            y = narrow<T>(v);
+          }
+          write(w, frame, pixel, channel, y);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace fast_video_vae

@@ -1,71 +1,132 @@
-// Values in memory and in registers. A pack is the unit that a thread reads and writes: 16 bytes,
-// or a single value where memory is not aligned.
+// Numbers in memory and in registers. A pack is what a thread reads and writes at once: 16 bytes,
+// or a single number where memory is not aligned.
+//
+// Conversions are single instructions of NVIDIA's chips in inline PTX, because `cuda_fp16.h` and
+// `cuda_bf16.h` are headers of the toolkit. Other compilers use the plain C++ below.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-#include <stdint.h>
+#include "platform.cuh"
 
-#include "ops.h"
+namespace fast_video_vae {
 
-namespace fast_video_vae_cuda {
+struct half {
+  uint16 bits;
+};
+
+struct bfloat16 {
+  uint16 bits;
+};
+
+// The dtype of the activations, and the numbers of a pack: options of the compiler.
+using T = FVV_DTYPE;
+constexpr int N = FVV_PACK;
 
 constexpr int kPackBytes = 16;
 
-template <class T, int N>
-struct alignas(N * sizeof(T) < kPackBytes ? N * sizeof(T) : kPackBytes) Pack {
-  using Number = T;
-  static constexpr int kCount = N;
-
-  T numbers[N];
+template <class Number, int Count>
+struct alignas(Count * sizeof(Number) < kPackBytes ? Count * sizeof(Number) : kPackBytes) PackOf {
+  Number numbers[Count];
 };
 
-template <class P>
-__device__ __forceinline__ P load(const typename P::Number* from) {
+using Pack = PackOf<T, N>;
+using Floats = PackOf<float, N>;
+
+template <class P, class Number>
+__device__ __forceinline__ P load(const Number* from) {
   return *reinterpret_cast<const P*>(from);
 }
 
-template <class P>
-__device__ __forceinline__ void store(typename P::Number* to, const P& pack) {
+template <class P, class Number>
+__device__ __forceinline__ void store(Number* to, const P& pack) {
   *reinterpret_cast<P*>(to) = pack;
 }
 
 __device__ __forceinline__ float widen(float v) { return v; }
-__device__ __forceinline__ float widen(__half v) { return __half2float(v); }
-__device__ __forceinline__ float widen(__nv_bfloat16 v) { return __bfloat162float(v); }
+
+__device__ __forceinline__ float widen(bfloat16 v) {
+  return __uint_as_float(static_cast<uint32>(v.bits) << 16);
+}
 
 __device__ __forceinline__ void narrow(float v, float& to) { to = v; }
-__device__ __forceinline__ void narrow(float v, __half& to) { to = __float2half_rn(v); }
-__device__ __forceinline__ void narrow(float v, __nv_bfloat16& to) { to = __float2bfloat16_rn(v); }
+
+#if defined(__CUDA_ARCH__)
+
+__device__ __forceinline__ float widen(half v) {
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(v.bits));
+  return wide;
+}
+
+__device__ __forceinline__ void narrow(float v, half& to) {
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(v));
+}
+
+#else
+
+__device__ __forceinline__ float widen(half v) {
+  _Float16 number;
+  __builtin_memcpy(&number, &v, sizeof v);
+  return static_cast<float>(number);
+}
+
+__device__ __forceinline__ void narrow(float v, half& to) {
+  const _Float16 number = static_cast<_Float16>(v);
+  __builtin_memcpy(&to, &number, sizeof to);
+}
+
+#endif
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+
+__device__ __forceinline__ void narrow(float v, bfloat16& to) {
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(v));
+}
+
+#else
+
+// Chips without bfloat16 round the bits to nearest even.
+__device__ __forceinline__ void narrow(float v, bfloat16& to) {
+  const uint32 bits = __float_as_uint(v);
+  const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+  to.bits = is_nan ? 0x7fff : static_cast<uint16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+#endif
+
+template <class Number>
+__device__ __forceinline__ void narrow(float a, float b, Number* to) {
+  narrow(a, to[0]);
+  narrow(b, to[1]);
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 
 // Two conversions in one instruction.
-__device__ __forceinline__ void narrow(float a, float b, float* to) {
-  to[0] = a;
-  to[1] = b;
+__device__ __forceinline__ void narrow(float a, float b, half* to) {
+  uint32 both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(b), "f"(a));
+  to[0].bits = static_cast<uint16>(both);
+  to[1].bits = static_cast<uint16>(both >> 16);
 }
 
-__device__ __forceinline__ void narrow(float a, float b, __half* to) {
-  const __half2 both = __floats2half2_rn(a, b);
-  to[0] = both.x;
-  to[1] = both.y;
+__device__ __forceinline__ void narrow(float a, float b, bfloat16* to) {
+  uint32 both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(b), "f"(a));
+  to[0].bits = static_cast<uint16>(both);
+  to[1].bits = static_cast<uint16>(both >> 16);
 }
 
-__device__ __forceinline__ void narrow(float a, float b, __nv_bfloat16* to) {
-  const __nv_bfloat162 both = __floats2bfloat162_rn(a, b);
-  to[0] = both.x;
-  to[1] = both.y;
-}
+#endif
 
-template <class T, int N>
-__device__ __forceinline__ void widen(const Pack<T, N>& pack, float (&to)[N]) {
+template <class Number>
+__device__ __forceinline__ void widen(const PackOf<Number, N>& pack, float (&to)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) to[i] = widen(pack.numbers[i]);
 }
 
-template <class T, int N>
-__device__ __forceinline__ Pack<T, N> narrow(const float (&from)[N]) {
-  Pack<T, N> pack;
+template <class Number>
+__device__ __forceinline__ PackOf<Number, N> narrow(const float (&from)[N]) {
+  PackOf<Number, N> pack;
   if constexpr (N == 1) {
     narrow(from[0], pack.numbers[0]);
   } else {
@@ -75,24 +136,40 @@ __device__ __forceinline__ Pack<T, N> narrow(const float (&from)[N]) {
   return pack;
 }
 
-// Parameters of the channels from `channel` on, for activations of type T.
-template <class T, int N>
+// One number per channel, in float32 or in the dtype of the activations.
+struct Vector {
+  const void* data;  // may be null
+  int64 is_float;
+};
+
 __device__ __forceinline__ void widen(const Vector& vector, int channel, float (&to)[N]) {
-  if (vector.wide) {
-    widen(load<Pack<float, N>>(static_cast<const float*>(vector.data) + channel), to);
+  if (vector.is_float) {
+    widen(load<Floats>(static_cast<const float*>(vector.data) + channel), to);
   } else {
-    widen(load<Pack<T, N>>(static_cast<const T*>(vector.data) + channel), to);
+    widen(load<Pack>(static_cast<const T*>(vector.data) + channel), to);
   }
+}
+
+__device__ __forceinline__ void add(float (&to)[N], const float (&v)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) to[i] += v[i];
+}
+
+// Adds the numbers of the channels from `channel` on, if there are any.
+__device__ __forceinline__ void add(float (&to)[N], const Vector& vector, int channel) {
+  if (!vector.data) return;
+  float v[N];
+  widen(vector, channel, v);
+  add(to, v);
 }
 
 // `y * sigmoid(y)`, within 4 ulp; NaN for -inf, like the product. Where the divisor is beyond
 // 2^126, `__fdividef` returns 0, and the quotient is less than 1e-36.
 __device__ __forceinline__ float silu(float y) { return __fdividef(y, 1.0f + expf(-y)); }
 
-template <int N>
 __device__ __forceinline__ void silu(float (&v)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) v[i] = silu(v[i]);
 }
 
-}  // namespace fast_video_vae_cuda
+}  // namespace fast_video_vae

@@ -1,62 +1,50 @@
-// The gate of SwiGLU: each thread computes a pack of some rows.
-#include "launch.cuh"
+// The gate of SwiGLU: `x * sigmoid(x) * gate`, for rows with one common stride.
+#include "frames.cuh"
 
-namespace fast_video_vae_cuda {
+namespace fast_video_vae {
+
+struct SiluMul {
+  const T *x, *gate;
+  T* out;
+  int64 x_row, gate_row, out_row;
+  uint32 items, packs;  // packs of all rows
+  Divisor row;          // packs of a row
+};
+
 namespace {
 
-// Rows that a thread reads before it writes: two loads per row are in flight.
-constexpr int kRows = 2;
+// Packs that a thread reads of each tensor before it writes.
+constexpr int kEach = 2;
 
-template <class P>
-__device__ __forceinline__ P gated(const P& x, const P& gate) {
-  float v[P::kCount], g[P::kCount];
-  widen(x, v);
-  widen(gate, g);
-#pragma unroll
-  for (int i = 0; i < P::kCount; ++i) v[i] = silu(v[i]) * g[i];
-  return narrow<typename P::Number>(v);
-}
+}  // namespace
 
-// Block: packs of a row by rows. Grid: blocks of rows, blocks of packs.
-template <class P>
-__global__ void __launch_bounds__(kThreads, kBlocks) gate_rows(const SiluMul op) {
-  using T = typename P::Number;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y * kRows + threadIdx.y;
-  const int64_t step = static_cast<int64_t>(gridDim.y) * blockDim.x * P::kCount;
-  int64_t channel = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * P::kCount;
-  for (; channel < op.x.channels; channel += step) {
-    P x[kRows], gate[kRows];
+FVV_KERNEL gate_rows(const SiluMul op) {
+  for (uint32 item = blockIdx.x; item < op.items; item += gridDim.x) {
+    const uint32 first = item * (kEach * kThreads) + threadIdx.x;
+    Pack x[kEach], gate[kEach];
+    int64 row[kEach];
+    int channel[kEach];
 #pragma unroll
-    for (int k = 0; k < kRows; ++k) {
-      const int64_t mine = row + k * blockDim.y;
-      if (mine >= op.x.pixels) continue;
-      x[k] = load<P>(static_cast<const T*>(op.x.data) + mine * op.x.row_stride + channel);
-      gate[k] = load<P>(static_cast<const T*>(op.gate.data) + mine * op.gate.row_stride + channel);
+    for (int k = 0; k < kEach; ++k) {
+      const uint32 pack = first + k * kThreads;
+      if (pack >= op.packs) break;
+      const uint32 number = divide(pack, op.row);
+      row[k] = number;
+      channel[k] = static_cast<int>(pack - number * op.row.by) * N;
+      x[k] = load<Pack>(op.x + row[k] * op.x_row + channel[k]);
+      gate[k] = load<Pack>(op.gate + row[k] * op.gate_row + channel[k]);
     }
 #pragma unroll
-    for (int k = 0; k < kRows; ++k) {
-      const int64_t mine = row + k * blockDim.y;
-      if (mine >= op.x.pixels) continue;
-      store(static_cast<T*>(op.out.data) + mine * op.out.row_stride + channel,
-            gated(x[k], gate[k]));
+    for (int k = 0; k < kEach; ++k) {
+      if (first + k * kThreads >= op.packs) break;
+      float v[N], g[N];
+      widen(x[k], v);
+      widen(gate[k], g);
+#pragma unroll
+      for (int i = 0; i < N; ++i) v[i] = silu(v[i]) * g[i];
+      store(op.out + row[k] * op.out_row + channel[k], narrow<T>(v));
     }
   }
 }
 
-}  // namespace
-
-const char* silu_mul(const SiluMul& op, cudaStream_t stream) {
-  const auto start = [&](auto pack) {
-    using P = decltype(pack);
-    const int64_t packs = op.x.channels / P::kCount;
-    const unsigned wide = static_cast<unsigned>(packs < kThreads ? packs : kThreads);
-    const int64_t parts = ceil_div(packs, wide);
-    const dim3 block(wide, kThreads / wide);
-    const dim3 grid(static_cast<unsigned>(ceil_div(op.x.pixels, block.y * kRows)),
-                    static_cast<unsigned>(parts < kGridLimit ? parts : kGridLimit));
-    return launch(gate_rows<P>, grid, block, stream, op);
-  };
-  return message_of(by_pack_of(op.dtype, start, op.x, op.gate, op.out));
-}
-
-}  // namespace fast_video_vae_cuda
+}  // namespace fast_video_vae

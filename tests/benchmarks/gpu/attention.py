@@ -19,7 +19,7 @@ _SMALL_SIZES = ((384, 64), (384, 96), (384, 128), (512, 96), (640, 64), (1024, 6
 
 _KINDS = {
     "PyTorch's fused kernel": _reference._fused,
-    "blocks of products": _reference._in_blocks,
+    "blocks of products": _reference.in_blocks,
     "Triton": lambda q, k, v: forced("triton", q.device, "attention", q, k, v),
 }
 

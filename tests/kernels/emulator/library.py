@@ -1,60 +1,121 @@
-"""The CUDA kernels on the CPU: the same sources, compiled with headers that emulate a GPU.
+"""The CUDA kernels on the CPU: g++ compiles the same sources with a header that emulates a GPU.
 
-`emulated` makes `cuda_ops` use this library and accept CPU tensors.
+`emulated` makes the backend "cuda" run them on CPU tensors.
 """
 
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import shlex
+import subprocess
+import tempfile
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
-from fast_video_vae.kernels import cuda_ops
-from fast_video_vae.kernels.build import Library
-from fast_video_vae.kernels.cuda_ops.library import CUDA
+import torch
+
+from fast_video_vae.kernels import cache
+from fast_video_vae.kernels.cuda_ops import attention, runtime
+from fast_video_vae.kernels.cuda_ops.binaries import SOURCES, key
 from fast_video_vae.kernels.errors import Refusal
+from fast_video_vae.kernels.reference import attention as blocks
+
+FOLDER = Path(__file__).parent
+
+# -O1: tests wait for the compiler, and switches between threads take most of the time afterwards.
+# No fused multiply-adds: they would hide sums that a GPU rounds twice.
+FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-Wno-unknown-pragmas")
+
+_ENTRY = """
+extern "C" const char* emulate_{0}(unsigned blocks, unsigned x, unsigned y, const void* memory,
+                                   size_t bytes) {{
+  return emulator::launch(fast_video_vae::{0}, blocks, x, y, memory, bytes);
+}}
+"""
 
 
-class _Emulated(Library):
-    name = "fast_video_vae_emulated"
-    namespace = CUDA.namespace
-    title = "emulated CUDA kernels"
-    minutes = "half a minute"
-    sources = Path(__file__).parent
+class Module:
+    """Kernels of a source, with the interface of those that the driver loads."""
 
-    # -O1: tests wait for the build, and switches between threads take most of the time afterwards.
-    compiler = ("-O1", "-Wno-unknown-pragmas", "-DFVV_DISPATCH_KEY=CPU")
+    def __init__(self, library):
+        self._library = library
 
-    def files(self):
-        mine = [path for path in self.sources.iterdir() if path.suffix in (".h", ".cpp")]
-        return [*sorted(mine), *CUDA.files()]
-
-    def made_from(self):
-        return self.compiler
-
-    def options(self):
-        return {
-            "sources": [str(self.sources / "kernels.cpp"), str(CUDA.sources / "bindings.cpp")],
-            "extra_cflags": list(self.compiler),
-            "extra_include_paths": [str(self.sources), str(CUDA.sources)],
-        }
+    def launch(self, kernel, blocks, threads, arguments, stream):
+        assert stream == 0
+        function = getattr(self._library, f"emulate_{kernel}")
+        function.restype = ctypes.c_char_p
+        function.argtypes = [*(ctypes.c_uint,) * 3, ctypes.c_char_p, ctypes.c_size_t]
+        error = function(blocks, *threads, arguments, len(arguments)).decode()
+        if error:
+            raise RuntimeError(error)
 
 
-EMULATED = _Emulated()
+def compiler():
+    """Return the command of the C++ compiler."""
+    return shlex.split(os.environ.get("CXX") or "c++")
+
+
+@functools.cache
+def compiled(source, constants):
+    """Compile a source with macros, once for all test runs."""
+    macros = [f"-DFVV_{name}={value}" for name, value in sorted(constants)]
+    names = re.findall(r"FVV_KERNEL (\w+)\(", (SOURCES / f"{source}.cu").read_text())
+    text = f'#include "gpu.h"\n#include "{source}.cu"\n' + "".join(map(_ENTRY.format, names))
+    header = (FOLDER / "gpu.h").read_text()
+    digest = hashlib.sha256(key(source, (*FLAGS, *macros, header, text)).encode()).hexdigest()[:32]
+    path = cache.folder("emulated") / f"{source}-{digest}.so"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            entry, made = Path(folder) / "entry.cpp", Path(folder) / "made.so"
+            entry.write_text(text)
+            command = [*compiler(), *FLAGS, *macros, f"-I{FOLDER}", f"-I{SOURCES}"]
+            command += [str(entry), "-o", str(made)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            made.replace(path)
+    return Module(ctypes.CDLL(str(path)))
 
 
 @contextmanager
 def emulated():
     """Make the backend "cuda" accept CPU tensors and run its kernels on the CPU."""
 
-    def refuse_device(device, _):
+    def refuse_device(device):
         if device.type != "cpu":
             raise Refusal(f"the tensors are on {device.type}; the emulator needs the CPU")
+        try:
+            subprocess.run([*compiler(), "--version"], capture_output=True, check=True)
+        except OSError:
+            raise Refusal(f"the C++ compiler {compiler()[0]} is not installed") from None
+
+    def loaded(source, constants, _):
+        return compiled(source, frozenset(constants.items()))
+
+    def mixed_product(a, b, scale):
+        return torch.bmm(a.float(), b.float()).mul_(scale)
 
     with ExitStack() as stack:
-        for name, stand_in in {
-            "CUDA": EMULATED,
-            "_refuse_device": refuse_device,
-            "_entered": lambda _: nullcontext(),
-            "_stream": lambda _: 0,
-        }.items():
-            stack.enter_context(patch.object(cuda_ops, name, stand_in))
+        for module, name, stand_in in (
+            (runtime, "refuse_device", functools.cache(refuse_device)),
+            (runtime, "loaded", loaded),
+            (runtime, "here", lambda _: nullcontext()),
+            (runtime, "stream", lambda _: 0),
+            # Products of 16-bit numbers with results in float32, which only GPUs have.
+            (attention, "multiplies_mixed", lambda *_: True),
+            (attention, "in_blocks", functools.partial(in_blocks, mixed_product)),
+        ):
+            stack.enter_context(patch.object(module, name, stand_in))
         yield
+
+
+def in_blocks(product, q, k, v, **options):
+    """Compute attention in blocks with this `product`."""
+    with (
+        patch.object(blocks, "multiplies_mixed", lambda *_: True),
+        patch.object(blocks, "_mixed_product", product),
+    ):
+        return blocks.in_blocks(q, k, v, **options)

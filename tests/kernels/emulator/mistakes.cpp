@@ -1,6 +1,7 @@
 // Kernels whose threads synchronise incorrectly; prints the emulator's error for each.
-#include <cuda_runtime.h>
 #include <stdio.h>
+
+#include "gpu.h"
 
 void half_a_barrier(float*) {
   if (threadIdx.x < 32) __syncthreads();
@@ -30,11 +31,8 @@ void right(float* out) {
 
 void report(const char* name, void (*kernel)(float*), unsigned threads) {
   float out[2] = {-1, -1};
-  cudaLaunchConfig_t config;
-  config.gridDim = 2;
-  config.blockDim = threads;
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, out);
-  printf("%s: %s, %g %g\n", name, error ? cudaGetErrorString(error) : "fine", out[0], out[1]);
+  const char* error = emulator::run(2, threads, [&] { kernel(out); });
+  printf("%s: %s, %g %g\n", name, *error ? error : "fine", out[0], out[1]);
 }
 
 int main() {

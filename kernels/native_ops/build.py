@@ -1,12 +1,10 @@
-"""Build the C++ and CUDA sources of `csrc/` on the user's machine, once.
+"""Build the C++ sources of `csrc/cpu` on the user's machine, once.
 
 The library is cached in a folder of the user under a hash of its inputs: sources, flags and the
 version of torch, so a stale library is never loaded. A failure is logged in one line and
-remembered, and another backend runs instead. `native_ops/library.py` and `cuda_ops/library.py`
-define the libraries.
+remembered, and another backend runs instead. `native_ops/library.py` defines the library.
 
 Environment:
-    FAST_VIDEO_VAE_CACHE: The cache folder, instead of the platform's.
     CXX: The compiler; default c++.
 """
 
@@ -33,8 +31,9 @@ from typing import Any
 
 import torch
 
-from .errors import Refusal, log_once
-from .warmup_log import preparing
+from .. import cache
+from ..errors import Refusal, log_once
+from ..warmup_log import preparing
 
 _logger = logging.getLogger(__name__)
 
@@ -91,7 +90,7 @@ class Library:
 
     def folder(self) -> Path:
         """Return the cache folder of this library."""
-        return cache() / self.key()
+        return cache.folder("native") / self.key()
 
     def key(self) -> str:
         """Return the hash of everything that the library is built from."""
@@ -249,22 +248,10 @@ class Library:
             raise
 
 
-def cache() -> Path:
-    """Return the folder of all builds."""
-    if chosen := os.environ.get("FAST_VIDEO_VAE_CACHE"):
-        root = Path(chosen)
-    elif sys.platform == "darwin":
-        root = Path.home() / "Library" / "Caches" / "fast-video-vae"
-    else:
-        user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        root = Path(user) / "fast-video-vae"
-    return root.absolute() / "native"
-
-
 def extension() -> Any:  # noqa: ANN401, a module
     """Return the module `torch.utils.cpp_extension`, whose import takes a second.
 
-    Before PyTorch 2.7 the import prints a warning where there is nvcc but no GPU; it is hidden.
+    Before PyTorch 2.7 the import prints a warning where CUDA is installed but no GPU; it is hidden.
 
     Returns:
         The module.
@@ -345,7 +332,7 @@ def _first_error(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError) and error.output:
         output = os.fsdecode(error.output)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if "error:" in line.lower() or line.startswith("nvcc fatal")]
+    errors = [line for line in lines if "error:" in line.lower()]
     # ninja prints the failed step and its command before the output.
     rest = [line for line in lines if not line.startswith(("Error building", "[", "FAILED"))]
     line = (errors or rest or lines or ["no message"])[0]

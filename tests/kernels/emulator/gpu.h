@@ -1,4 +1,4 @@
-// The subset of CUDA that the kernels use, on the CPU: g++ compiles the same .cu files.
+// What the kernels use of CUDA, on the CPU: g++ compiles the same .cu files.
 //
 // The threads of a block are fibers: each runs until it waits at a barrier or in a shuffle, or
 // ends. A barrier that not all threads of the block reach, and a shuffle that not all lanes of the
@@ -14,7 +14,6 @@
 
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -25,24 +24,9 @@
 #define __launch_bounds__(...)
 #define __shared__ static
 
-typedef struct CUstream_st* cudaStream_t;
-
 struct dim3 {
   unsigned x, y, z;
   constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
-};
-
-enum cudaError_t {
-  cudaSuccess = 0,
-  cudaErrorInvalidValue = 1,
-  cudaErrorInvalidConfiguration = 9,
-  cudaErrorLaunchFailure = 719,
-};
-
-struct cudaLaunchConfig_t {
-  dim3 gridDim, blockDim;
-  size_t dynamicSmemBytes = 0;
-  cudaStream_t stream = nullptr;
 };
 
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
@@ -156,9 +140,6 @@ class Block {
 };
 
 inline Block block;
-inline std::mutex one_at_a_time;
-inline std::string message;
-
 inline void Block::loop() {
   for (;;) {
     (*block.kernel_)();
@@ -178,6 +159,24 @@ inline float __shfl_xor_sync(unsigned mask, float value, int distance) {
   emulator::block.wait(mask == ~0u ? emulator::State::shuffle : emulator::State::barrier);
   return thread.value;
 }
+
+inline uint32_t __umulhi(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
+}
+
+inline float __uint_as_float(uint32_t bits) {
+  float v;
+  memcpy(&v, &bits, 4);
+  return v;
+}
+
+inline uint32_t __float_as_uint(float v) {
+  uint32_t bits;
+  memcpy(&bits, &v, 4);
+  return bits;
+}
+
+inline float __int_as_float(int bits) { return __uint_as_float(static_cast<uint32_t>(bits)); }
 
 // Functions that a GPU rounds differently have its largest error here.
 namespace emulator {
@@ -211,35 +210,38 @@ inline float __fdividef(float x, float y) {
   return emulator::ulps_off(quotient, emulator::odd(y) ? 2 : -2);
 }
 
-template <class... Expected, class... Given>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Expected...),
-                               Given&&... arguments) {
-  const std::lock_guard<std::mutex> lock(emulator::one_at_a_time);
-  const dim3 grid = config->gridDim, size = config->blockDim;
+namespace emulator {
+
+// Runs a function as the threads of a grid. Returns the error, or "".
+inline const char* run(dim3 grid, dim3 size, const std::function<void()>& kernel) {
   const unsigned long long threads = 1ull * size.x * size.y * size.z;
-  if (!threads || threads > emulator::kMostThreads || !grid.x || !grid.y || !grid.z ||
-      grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535) {
-    emulator::message = "invalid configuration argument";
-    return cudaErrorInvalidConfiguration;
-  }
-  if (const char* why = getenv("FVV_EMULATOR_FAILS")) {
-    emulator::message = why;
-    return cudaErrorLaunchFailure;
+  if (!threads || threads > kMostThreads || !grid.x || grid.x > 0x7fffffff) {
+    return "invalid configuration argument";
   }
   gridDim = grid;
   blockDim = size;
-  const std::function<void()> run = [&] { kernel(arguments...); };
-  for (blockIdx.z = 0; blockIdx.z < grid.z; ++blockIdx.z) {
-    for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y) {
-      for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
-        emulator::message = emulator::block.run(size, blockIdx.x % 2, run);
-        if (!emulator::message.empty()) return cudaErrorLaunchFailure;
-      }
-    }
+  for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
+    const char* error = block.run(size, blockIdx.x % 2, kernel);
+    if (*error) return error;
   }
-  return cudaSuccess;
+  return "";
 }
 
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+// Launches a kernel with the memory of its argument, as the driver does.
+template <class Arguments>
+const char* launch(void (*kernel)(Arguments), unsigned blocks, unsigned x, unsigned y,
+                   const void* memory, size_t bytes) {
+  static std::string message;
+  constexpr size_t expected = (sizeof(Arguments) + 7) / 8 * 8;
+  if (bytes != expected) {
+    message = "the argument has " + std::to_string(bytes) + " bytes; expected " +
+              std::to_string(expected);
+    return message.c_str();
+  }
+  alignas(16) char copy[expected];
+  memcpy(copy, memory, bytes);
+  const Arguments& arguments = *reinterpret_cast<const Arguments*>(copy);
+  return run(dim3(blocks), dim3(x, y), [&] { kernel(arguments); });
+}
 
-inline const char* cudaGetErrorString(cudaError_t) { return emulator::message.c_str(); }
+}  // namespace emulator

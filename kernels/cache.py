@@ -1,0 +1,45 @@
+"""The folder for files that are made on the user's machine, and writing one of them.
+
+Environment:
+    FAST_VIDEO_VAE_CACHE: The folder, instead of the platform's.
+"""
+
+import os
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+
+def folder(name: str) -> Path:
+    """Return the cache folder for files of the kind `name`; it may not exist."""
+    if chosen := os.environ.get("FAST_VIDEO_VAE_CACHE"):
+        root = Path(chosen)
+    elif sys.platform == "darwin":
+        root = Path.home() / "Library" / "Caches" / "fast-video-vae"
+    else:
+        user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        root = Path(user) / "fast-video-vae"
+    return root.absolute() / name
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file at once, so that no reader and no crash finds a part of it.
+
+    Args:
+        path: Path of the file; its folder is created.
+        content: All of its bytes.
+
+    Raises:
+        OSError: The folder or the file cannot be written; an older file is unchanged.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f"{path.stem}-", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        Path(name).replace(path)
+    except BaseException:
+        with suppress(OSError):
+            Path(name).unlink()
+        raise

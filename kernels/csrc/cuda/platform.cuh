@@ -1,0 +1,39 @@
+// What the kernels need from their compiler: NVRTC, hiprtc, or g++ in the emulator of the tests.
+// None of them has headers, so the names of the standard library are defined here.
+#pragma once
+
+namespace fast_video_vae {
+
+using int64 = long long;
+using uint32 = unsigned int;
+using uint16 = unsigned short;
+using uint8 = unsigned char;
+
+constexpr int kWarp = 32;
+
+// Threads of a block: eight warps.
+constexpr int kThreads = 8 * kWarp;
+
+#if defined(__HIP__)
+
+#define FVV_KERNEL extern "C" __global__ void __launch_bounds__(fast_video_vae::kThreads)
+
+// Half of a wave of 64 lanes counts as a warp.
+__device__ __forceinline__ float exchange(float v, int distance) {
+  return __shfl_xor(v, distance, kWarp);
+}
+
+#else
+
+// Fewest blocks per multiprocessor: 80 registers per thread. Each block reads 32 to 64 bytes per
+// thread at a time, so that 24 KB are in flight, which hides the latency of an H200.
+#define FVV_KERNEL extern "C" __global__ void __launch_bounds__(fast_video_vae::kThreads, 3)
+
+// The value of the lane whose number differs in the bit `distance`. All lanes take part.
+__device__ __forceinline__ float exchange(float v, int distance) {
+  return __shfl_xor_sync(0xffffffff, v, distance);
+}
+
+#endif
+
+}  // namespace fast_video_vae

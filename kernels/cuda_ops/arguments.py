@@ -1,0 +1,152 @@
+"""The structures that the kernels read, in the layout of `csrc/cuda`.
+
+Each function returns the fields of a structure as a format of Python's `struct` and its values.
+Structures of 8-byte fields come first, so that padding is the same on both sides.
+"""
+
+import functools
+import struct
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .runtime import refuse_counts
+
+# Fields of a structure: their format, and their values.
+Fields = tuple[str, tuple[float, ...]]
+
+# Threads of a block.
+THREADS = 256
+
+_PACK_BYTES = 16
+
+
+def packed(*fields: Fields) -> bytes:
+    """Return the memory of a structure with these fields, padded to its alignment of 8 bytes."""
+    return _struct(_forms(fields)).pack(*_values(fields))
+
+
+@functools.lru_cache(maxsize=256)
+def _struct(form: str) -> struct.Struct:
+    return struct.Struct(f"@{form}0q")
+
+
+def _forms(fields: Sequence[Fields]) -> str:
+    return "".join(form for form, _ in fields)
+
+
+def _values(fields: Sequence[Fields]) -> Iterator[float]:
+    return chain.from_iterable(values for _, values in fields)
+
+
+def pointer(x: Tensor | None) -> Fields:
+    """Return the address of `x` `[...]`; null for None."""
+    return "P", (0 if x is None else x.data_ptr(),)
+
+
+def video(x: Tensor | None) -> Fields:
+    """Return `Video` of `x` `[B, C, T, H, W]`: the address, and the strides of batch and time.
+
+    The stride of a dimension of one is arbitrary, and an odd one would prevent wide loads, so it is
+    0.
+    """
+    if x is None:
+        return "Pqq", (0, 0, 0)
+    batch = x.stride(0) if x.shape[0] > 1 else 0
+    frame = x.stride(2) if x.shape[2] > 1 else 0
+    return "Pqq", (x.data_ptr(), batch, frame)
+
+
+def vector(values: Tensor | None) -> Fields:
+    """Return `Vector` of `values` `[C]` as `dense` makes them."""
+    if values is None:
+        return "Pq", (0, 0)
+    return "Pq", (values.data_ptr(), values.dtype == torch.float32)
+
+
+@functools.lru_cache(maxsize=4096)
+def divisor(by: int) -> Fields:
+    """Return `Divisor`: `n / by` is `(high word of n * magic + n) >> shift` for `n` below 2^31.
+
+    Args:
+        by: The divisor, from 1 to 2^31 - 1.
+
+    Returns:
+        The fields.
+
+    Raises:
+        Refusal: It is larger.
+    """
+    refuse_counts(by)
+    shift = (by - 1).bit_length()
+    magic = ((1 << 32) * ((1 << shift) - by)) // by + 1
+    return "III", (by, magic, shift)
+
+
+class Items(NamedTuple):
+    """The items of work of a launch.
+
+    Attributes:
+        count: Their number.
+        fields: `Items` of the sources.
+    """
+
+    count: int
+    fields: Fields
+
+
+def items(parts: int, frames: int, videos: int) -> Items:
+    """Return the items of a launch.
+
+    Args:
+        parts: Items of a frame.
+        frames: Frames of a video.
+        videos: Number of videos.
+
+    Returns:
+        The items.
+
+    Raises:
+        Refusal: There are too many.
+    """
+    count = parts * frames * videos
+    refuse_counts(count)
+    fields = ("I", (count,)), divisor(parts), divisor(frames)
+    return Items(count, (_forms(fields), tuple(_values(fields))))
+
+
+def pack_of(dtype: torch.dtype, channels: int, *fields: Fields) -> int:
+    """Return the numbers that a thread reads at once.
+
+    Args:
+        dtype: Dtype of the activations.
+        channels: Adjacent numbers of all tensors.
+        *fields: `Video`s and `Vector`s.
+
+    Returns:
+        Those of 16 bytes, or 1 if a tensor is not aligned.
+    """
+    count = _PACK_BYTES // dtype.itemsize
+    if channels % count:
+        return 1
+    for form, (address, *strides) in fields:
+        if int(address) % _PACK_BYTES:
+            return 1
+        if form == "Pqq" and any(stride % count for stride in strides):
+            return 1
+    return count
+
+
+def dense(values: Tensor | None, x: Tensor) -> Tensor | None:
+    """Return `values` `[C]` dense, in float32 or in the dtype of `x`, which the kernels read."""
+    if values is None:
+        return None
+    return (values if values.dtype in (torch.float32, x.dtype) else values.float()).contiguous()
+
+
+def blocks(count: int, size: int) -> int:
+    """Return the number of blocks of `size` for `count` values."""
+    return -(-count // size)

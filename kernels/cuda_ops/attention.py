@@ -1,0 +1,56 @@
+"""Attention in blocks of queries, with the softmax in one pass over the scores.
+
+The products are those of the library. Between them PyTorch reads and writes the scores in float32,
+and writes and reads the weights in float32 once more to round them; the kernel does both at once.
+"""
+
+import torch
+from torch import Tensor
+
+from ..errors import Refusal
+from ..reference.attention import FLASH_HEAD, LIFT, in_blocks, multiplies_mixed
+from .arguments import THREADS, pack_of, packed
+from .runtime import launch, refuse_counts
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute `attention(q, k, v)` of `[B, N, d]`.
+
+    Args:
+        q: `[B, N, d]`, float16 or bfloat16.
+        k: `[B, N, d]`, as `q`.
+        v: `[B, N, d]`, as `q`.
+
+    Returns:
+        `[B, N, d]`.
+
+    Raises:
+        Refusal: The head is small, or PyTorch has no products of the dtype with sums in float32.
+    """
+    if q.shape[-1] <= FLASH_HEAD:
+        raise Refusal(f"heads of up to {FLASH_HEAD} have flash kernels in PyTorch")
+    if not multiplies_mixed(q, k, v):
+        dtype = str(q.dtype).removeprefix("torch.")
+        raise Refusal(f"PyTorch has no products of {dtype} whose results are float32")
+    return in_blocks(q, k, v, weigh=softmax)
+
+
+def softmax(scores: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute the softmax of rows in float32, times `LIFT`, rounded once.
+
+    Args:
+        scores: `[B, rows, N]`, float32, contiguous.
+        dtype: Dtype of the result: float16 or bfloat16.
+
+    Returns:
+        `[B, rows, N]`.
+    """
+    weights = torch.empty_like(scores, dtype=dtype)
+    columns = scores.shape[-1]
+    rows = scores.numel() // columns
+    refuse_counts(rows, 2 * columns)
+    tensors = ("P", (scores.data_ptr(),)), ("P", (weights.data_ptr(),))
+    pack = pack_of(dtype, columns, *tensors)
+    arguments = packed(*tensors, ("Iif", (rows, columns, LIFT)))
+    launch("softmax", "weigh_rows", weights, rows, (THREADS, 1), arguments, PACK=pack)
+    return weights

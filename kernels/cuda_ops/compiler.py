@@ -1,0 +1,193 @@
+"""The run-time compiler for C++ that PyTorch ships: NVRTC, or hiprtc for AMD GPUs.
+
+It is called through its C interface (docs.nvidia.com/cuda/nvrtc; hiprtc has the same functions).
+`torch.cuda._compile_kernel` wraps it too, but needs an installed CUDA toolkit for its include paths
+up to PyTorch 2.13, does not exist before 2.9, and passes numbers of 32 bits only. `cuda-core`
+does not come with PyTorch.
+"""
+
+import ctypes
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import Refusal, first_line, log_once
+
+# Where the packages of PyTorch and of NVIDIA have their libraries.
+_FOLDERS = ("torch/lib", "nvidia/*/lib", "nvidia/*/bin", "nvidia/*/bin/x86_64", "_rocm_sdk_*/lib")
+
+_lock = threading.Lock()
+_found: "Compiler | str | None" = None
+
+
+class CompileError(RuntimeError):
+    """The compiler refuses a source; the message is its first error."""
+
+
+@dataclass(frozen=True)
+class Binary:
+    """Compiled kernels.
+
+    Attributes:
+        code: A cubin, or a code object of an AMD GPU.
+        log: What the compiler has printed.
+    """
+
+    code: bytes
+    log: str
+
+
+class Compiler:
+    """A library with the interface of NVRTC.
+
+    Args:
+        library: The loaded library.
+        prefix: "nvrtc" or "hiprtc", which its functions begin with.
+    """
+
+    def __init__(self, library: ctypes.CDLL, prefix: str = "nvrtc") -> None:
+        self._library, self._prefix = library, prefix
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("Version", ctypes.byref(major), ctypes.byref(minor))
+        self.version = f"{prefix} {major.value}.{minor.value}"
+
+    def compile(
+        self, source: str, headers: Mapping[str, str], options: Sequence[str], name: str
+    ) -> Binary:
+        """Compile kernels; no GPU is needed.
+
+        Args:
+            source: Text of the source.
+            headers: Texts that it can include, by name.
+            options: Options of the compiler.
+            name: Name of the source in messages.
+
+        Returns:
+            The binary.
+
+        Raises:
+            CompileError: The source or an option is refused.
+        """
+        program = ctypes.c_void_p()
+        texts, names = _array(headers.values()), _array(headers)
+        self._call(
+            "CreateProgram", ctypes.byref(program), source.encode(), name.encode(), len(headers),
+            texts, names,
+        )  # fmt: skip
+        try:
+            status = self._function("CompileProgram")(program, len(options), _array(options))
+            log = self._text("ProgramLog", program).decode(errors="replace").rstrip("\0").strip()
+            if status:
+                errors = [line for line in log.splitlines() if "error" in line]
+                raise CompileError((errors or log.splitlines() or [f"status {status}"])[0].strip())
+            code = "CUBIN" if self._prefix == "nvrtc" else "Code"
+            return Binary(self._text(code, program), log)
+        finally:
+            self._call("DestroyProgram", ctypes.byref(program))
+
+    def _text(self, kind: str, program: ctypes.c_void_p) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"Get{kind}Size", program, ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value)
+        self._call(f"Get{kind}", program, text)
+        return text.raw
+
+    def _function(self, name: str) -> Any:  # noqa: ANN401, a function of the library
+        return getattr(self._library, self._prefix + name)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = self._function(name)(*arguments)
+        if status:
+            raise CompileError(f"{self._prefix}{name} returned {status}")
+
+
+def compiler() -> Compiler:
+    """Load the compiler of this PyTorch, once per process.
+
+    Returns:
+        The compiler.
+
+    Raises:
+        Refusal: It is missing or does not load. Later calls raise the same reason.
+    """
+    global _found
+    with _lock:
+        if _found is None:
+            _found = _load()
+    if isinstance(_found, str):
+        raise Refusal(_found)
+    return _found
+
+
+def architecture(device: torch.device) -> str:
+    """Return the option that selects the chip of `device`."""
+    if torch.version.hip is not None:
+        return f"--offload-arch={torch.cuda.get_device_properties(device).gcnArchName}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"--gpu-architecture=sm_{major}{minor}"
+
+
+def _load() -> Compiler | str:
+    prefix = "nvrtc" if torch.version.hip is None else "hiprtc"
+    names = _names()
+    if not names:
+        return "this PyTorch is built without CUDA"
+    library = opened(names)
+    reason = f"there is no {names[0]}"
+    if library is not None:
+        try:
+            return Compiler(library, prefix)
+        except (CompileError, AttributeError) as error:
+            reason = first_line(error)
+    log_once(
+        f"{prefix} of PyTorch does not load ({reason}), so slower kernels run where Triton does "
+        "not; install PyTorch again"
+    )
+    return f"{prefix} does not load ({reason})"
+
+
+def opened(names: Iterable[str]) -> ctypes.CDLL | None:
+    """Open the first library that exists and loads.
+
+    Args:
+        names: File names of the library.
+
+    Returns:
+        The library that comes with PyTorch, otherwise the system's; None: there is none.
+    """
+    root = Path(torch.__file__).parents[1]
+    for name in names:
+        paths = [path for pattern in _FOLDERS for path in sorted(root.glob(f"{pattern}/{name}"))]
+        for place in (*map(str, paths), name):
+            try:
+                return ctypes.CDLL(place)
+            except OSError:
+                continue
+    return None
+
+
+def _names() -> list[str]:
+    """Return the file names of the compiler's library for the version of this PyTorch."""
+    windows = sys.platform == "win32"
+    if torch.version.hip is not None:
+        major, minor = torch.version.hip.split(".")[:2]
+        if windows:
+            return [f"hiprtc{int(major):02}{int(minor):02}.dll"]
+        return ["libhiprtc.so", f"libhiprtc.so.{major}"]
+    if torch.version.cuda is None:
+        return []
+    # A library serves all versions of CUDA with the same first number; 11 began with 11.2.
+    major = torch.version.cuda.split(".")[0]
+    if windows:
+        return [f"nvrtc64_{'112' if major == '11' else major + '0'}_0.dll"]
+    return [f"libnvrtc.so.{'11.2' if major == '11' else major}"]
+
+
+def _array(texts: Iterable[str]) -> Any:  # noqa: ANN401, an array of ctypes
+    encoded = [text.encode() for text in texts]
+    return (ctypes.c_char_p * len(encoded))(*encoded)

@@ -1,0 +1,142 @@
+"""The driver's functions that load compiled kernels and launch them.
+
+They are called through the driver's C interface (docs.nvidia.com/cuda/cuda-driver-api; HIP has the
+same functions). PyTorch makes the context of a device current; a thread that has not used the
+device yet has none.
+"""
+
+import ctypes
+import functools
+import sys
+from typing import Any
+
+import torch
+
+from ..errors import Refusal
+from .compiler import opened
+
+# cuLaunchKernel and cuModuleLoadData in a thread without a context.
+_INVALID_CONTEXT = 201
+
+
+class Driver:
+    """The library of the driver.
+
+    Args:
+        library: The loaded library.
+        hip: It is AMD's.
+    """
+
+    def __init__(self, library: Any, *, hip: bool) -> None:  # noqa: ANN401, a library
+        self._hip, self._library = hip, library
+        names = ("ModuleLoadData", "ModuleGetFunction")
+        self._load, self._get = (self._function(name) for name in names)
+        self._launch = self._function("ModuleLaunchKernel" if hip else "LaunchKernel")
+        word, pointer = ctypes.c_uint, ctypes.c_void_p
+        self._launch.argtypes = [pointer, *(word,) * 7, pointer, pointer, pointer]
+
+    def load(self, code: bytes, device: int) -> "Module":
+        """Load a binary on a device, which is current.
+
+        Args:
+            code: The binary.
+            device: Number of the device.
+
+        Returns:
+            The kernels of the binary.
+
+        Raises:
+            RuntimeError: The driver refuses the binary, or memory ran out.
+        """
+        handle = ctypes.c_void_p()
+        self._run(device, self._load, ctypes.byref(handle), code)
+        return Module(self, handle, device)
+
+    def find(self, module: ctypes.c_void_p, kernel: str, device: int) -> ctypes.c_void_p:
+        """Return the `kernel` of a loaded `module` on `device`; a `RuntimeError` if it has none."""
+        found = ctypes.c_void_p()
+        self._run(device, self._get, ctypes.byref(found), module, kernel.encode())
+        return found
+
+    def launch(self, device: int, *arguments: object) -> None:
+        """Call `cuLaunchKernel` with `arguments` on `device`; a `RuntimeError` if it fails."""
+        self._run(device, self._launch, *arguments)
+
+    def _run(self, device: int, function: Any, *arguments: object) -> None:  # noqa: ANN401
+        status = function(*arguments)
+        if status == _INVALID_CONTEXT and not self._hip:
+            self._enter(device)
+            status = function(*arguments)
+        if status:
+            raise RuntimeError(f"the driver returned {status} ({self._message(status)})")
+
+    def _enter(self, device: int) -> None:
+        """Make the context that PyTorch uses current in this thread."""
+        context = ctypes.c_void_p()
+        if not self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+            self._library.cuCtxSetCurrent(context)
+
+    def _message(self, status: int) -> str:
+        text = ctypes.c_char_p()
+        name = "DrvGetErrorString" if self._hip else "GetErrorString"
+        self._function(name)(status, ctypes.byref(text))
+        return "unknown error" if text.value is None else text.value.decode(errors="replace")
+
+    def _function(self, name: str) -> Any:  # noqa: ANN401, a function of the library
+        return getattr(self._library, ("hip" if self._hip else "cu") + name)
+
+
+class Module:
+    """Kernels on a device."""
+
+    def __init__(self, driver: Driver, handle: ctypes.c_void_p, device: int) -> None:
+        self._driver, self._handle, self._device = driver, handle, device
+        self._kernels: dict[str, ctypes.c_void_p] = {}
+
+    def launch(
+        self, kernel: str, blocks: int, threads: tuple[int, int], arguments: bytes, stream: int
+    ) -> None:
+        """Launch a kernel; its device is current.
+
+        Args:
+            kernel: Name of the kernel.
+            blocks: Number of blocks.
+            threads: Threads of a block along both axes.
+            arguments: The one argument of the kernel, a structure.
+            stream: Handle of the stream.
+
+        Raises:
+            RuntimeError: The kernel did not start.
+        """
+        found = self._kernels.get(kernel)
+        if found is None:
+            found = self._driver.find(self._handle, kernel, self._device)
+            self._kernels[kernel] = found
+        memory = ctypes.create_string_buffer(arguments, len(arguments))
+        places = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
+        self._driver.launch(self._device, found, blocks, 1, 1, *threads, 1, 0, stream, places, None)
+
+
+@functools.cache
+def driver() -> Driver:
+    """Load the driver's library.
+
+    Returns:
+        The driver.
+
+    Raises:
+        Refusal: There is none.
+    """
+    hip = torch.version.hip
+    library = opened(_names(hip))
+    if library is None:
+        raise Refusal(f"the driver's library {_names(hip)[0]} does not load")
+    return Driver(library, hip=hip is not None)
+
+
+def _names(hip: str | None) -> list[str]:
+    windows = sys.platform == "win32"
+    if hip is None:
+        return ["nvcuda.dll"] if windows else ["libcuda.so.1"]
+    major = hip.split(".")[0]
+    return [f"amdhip64_{major}.dll"] if windows else ["libamdhip64.so", f"libamdhip64.so.{major}"]

@@ -1,0 +1,193 @@
+"""Ops that move values between channels, frames and pixels."""
+
+import torch
+from torch import Tensor
+
+from .. import shapes
+from ..constraints import DTYPES, refuse_overlap, refuse_videos
+from ..errors import Refusal
+from .arguments import THREADS, blocks, dense, divisor, items, pack_of, packed, vector, video
+from .runtime import dtype_name, launch, refuse_counts
+
+# Packs of an item: `kEach * kThreads` of each source.
+_MERGED = 2 * THREADS
+_SPREAD = 4 * THREADS
+
+
+def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
+    """Compute `interleave_time(x, phases, out)` for `x` `[B, C, T, H, W]`, as a shuffle."""
+    refuse_videos(x=x, out=out)
+    refuse_overlap(out, x=x)
+    out = shapes.new_video(x, shapes.interleaved(x, phases)) if out is None else out
+    _spread(x, (phases, 1, 1), "thwc", out, images=False)
+    return out
+
+
+def merge_phases(
+    grid: Tensor,
+    source: Tensor | None = None,
+    times: int = 1,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Merge the four phases of a folded upsampling convolution into one picture.
+
+    Args:
+        grid: `[B, 4 * C, T, H + 1, W + 1]`, channels-last.
+        source: `[B, C_source, T / times, H, W]`, or None.
+        times: Result frames per frame of `source`.
+        bias: `[C]`, or None.
+        out: `[B, C, T, 2 H, 2 W]`, or None.
+
+    Returns:
+        `[B, C, T, 2 H, 2 W]`.
+
+    Raises:
+        Refusal: A tensor has another layout, or the picture is empty.
+    """
+    refuse_videos(grid=grid, source=source, out=out)
+    refuse_overlap(out, grid=grid, source=source)
+    if 1 in grid.shape[3:]:
+        raise Refusal("the picture is empty")
+    out = shapes.new_video(grid, shapes.merged(grid)) if out is None else out
+    batch, channels, frames, height, width = out.shape
+    before = 0 if source is None else source.shape[1]
+    # The first frame of a video is the last frame of its latent.
+    missing = 0 if source is None else times * source.shape[2] - frames
+    repeats = 1 if source is None else 4 * times * channels // before
+    fields = video(grid), video(source), video(out), vector(bias := dense(bias, grid))
+    pack = pack_of(grid.dtype, channels, *fields)
+    if before % pack:
+        pack = 1
+    packs = height * width * channels // pack
+    refuse_counts(packs + _MERGED, grid.shape[3] * grid.shape[4], 4 * times * channels)
+    work = items(blocks(packs, _MERGED), frames, batch)
+    divisors = (divisor(each) for each in (channels // pack, width, times, repeats))
+    sizes = ("Iiii", (packs, channels, before, missing))
+    arguments = packed(*fields, work.fields, *divisors, sizes)
+    launch("merge_phases", "merge_windows", grid, work.count, (THREADS, 1), arguments, PACK=pack)
+    return out
+
+
+def pixel_shuffle_3d(
+    x: Tensor, size: tuple[int, int, int], order: str = "cthw", *, out: Tensor | None = None
+) -> Tensor:
+    """Compute `pixel_shuffle_3d(x, size, order, out)` for `x` `[B, C, T, H, W]`.
+
+    Args:
+        x: `[B, C * t * h * w, T, H, W]`, channels-last.
+        size: `t`, `h` and `w`.
+        order: Order of the channels' indices.
+        out: `[B, C, t * T, h * H, w * W]` on the device of `x`, any strides, or None.
+
+    Returns:
+        `out`, or a new tensor.
+
+    Raises:
+        Refusal: A tensor has another device, dtype or layout.
+    """
+    refuse_videos(x=x)
+    _refuse_target(out, x, DTYPES)
+    out = shapes.new_video(x, shapes.shuffled(x, size)) if out is None else out
+    _spread(x, size, order, out, images=False)
+    return out
+
+
+def frames_to_images(
+    frames: Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+    patch: int = 1,
+    order: str = "cthw",
+    out: Tensor | None = None,
+) -> Tensor:
+    """Convert decoded frames to images.
+
+    Args:
+        frames: `[B, C, T, H, W]`, channels-last.
+        dtype: Dtype of a new result.
+        patch: Rows and columns of pixels in the channels.
+        order: Order of the channels' indices.
+        out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, any strides, or None.
+
+    Returns:
+        `out`, or `[B * T, H, W, C]`.
+
+    Raises:
+        Refusal: A tensor has another device, dtype or layout.
+    """
+    refuse_videos(frames=frames)
+    _refuse_target(out, frames, (*DTYPES, torch.uint8))
+    if out is None:
+        _refuse_dtype(dtype, (*DTYPES, torch.uint8))
+        out = torch.empty(shapes.images(frames, patch), dtype=dtype, device=frames.device)
+    apart = out if out.ndim == 5 else out.unflatten(0, (frames.shape[0], frames.shape[2]))
+    _spread(frames, (1, patch, patch), order, apart.movedim(-1, 1), images=True)
+    return out
+
+
+def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
+    """Compute `average_down(x, channels, times, size)` for `x` `[B, C, T, H, W]`."""
+    refuse_videos(x=x)
+    out = shapes.new_video(x, shapes.averaged(x, channels, times, size))
+    batch, _, frames, height, width = out.shape
+    before = x.shape[1]
+    group = before * times * size * size // channels
+    pack = pack_of(x.dtype, channels, video(x), video(out)) if channels == before else 1
+    packs = height * width * channels // pack
+    refuse_counts(packs + THREADS, group * channels)
+    work = items(blocks(packs, THREADS), frames, batch)
+    divisors = (divisor(each) for each in (channels // pack, width, times, size))
+    sizes = ("Iiiif", (packs, before, group, times * frames - x.shape[2], 1 / group))
+    arguments = packed(video(x), video(out), work.fields, *divisors, sizes)
+    launch("average_down", "average_blocks", x, work.count, (THREADS, 1), arguments, PACK=pack)
+    return out
+
+
+def _spread(
+    x: Tensor, size: tuple[int, int, int], order: str, out: Tensor, *, images: bool
+) -> None:
+    """Write blocks of channels as frames, rows and columns, in any dtype and strides.
+
+    Arguments as for `pixel_shuffle_3d`; `out` is `[B, C, times * T, high * H, wide * W]`. With
+    `images`, [-1, 1] becomes [0, 1], or 0 to 255 for integers.
+    """
+    batch, channels, frames, height, width = out.shape
+    parts = dict(zip("cthw", (channels, *size), strict=True))
+    steps, step = {}, 1
+    for letter in reversed(order):
+        steps[letter], step = step, step * parts[letter]
+    strides = tuple(out.stride(dim) for dim in (0, 2, 3, 4, 1))
+    pack, same = 1, x.dtype == out.dtype
+    if same and not images and order[-1] == "c" and out.stride(1) == 1:
+        moved = ("Pqq", (out.data_ptr(), *strides[:2])), ("Pqq", (out.data_ptr(), *strides[2:4]))
+        pack = pack_of(x.dtype, channels, video(x), *moved)
+    packs = height * width * channels // pack
+    refuse_counts(packs + _SPREAD)
+    work = items(blocks(packs, _SPREAD), frames, batch)
+    divisors = (divisor(each) for each in (channels // pack, width, *size))
+    arguments = packed(
+        video(x), ("P", (out.data_ptr(),)), ("qqqqq", strides),
+        ("qqqq", tuple(steps[letter] for letter in "cthw")), work.fields, *divisors,
+        ("Iii", (packs, x.shape[1], x.shape[4])),
+    )  # fmt: skip
+    launch(
+        "spread", "move_packs", x, work.count, (THREADS, 1), arguments,
+        PACK=pack, RESULT=dtype_name(out.dtype), SAME=int(same), IMAGES=int(images),
+    )  # fmt: skip
+
+
+def _refuse_target(out: Tensor | None, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Refuse a buffer on another device, in another dtype, or over the memory of `x` `[...]`."""
+    if out is None:
+        return
+    if out.device != x.device:
+        raise Refusal("out is on another device")
+    _refuse_dtype(out.dtype, dtypes)
+    refuse_overlap(out, x=x)
+
+
+def _refuse_dtype(dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> None:
+    if dtype not in dtypes:
+        raise Refusal(f"there is no kernel for out in {str(dtype).removeprefix('torch.')}")

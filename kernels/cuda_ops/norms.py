@@ -1,0 +1,191 @@
+"""Norms over the channels of a pixel, and over the pixels and groups of channels of a frame."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import shapes
+from ..constraints import refuse_videos, refuse_window
+from .arguments import (
+    THREADS,
+    Fields,
+    blocks,
+    dense,
+    divisor,
+    items,
+    pack_of,
+    packed,
+    pointer,
+    vector,
+    video,
+)
+from .runtime import launch, refuse_counts
+
+# Lanes of a warp, and the packs of a pixel that a lane keeps in registers: `kHeld` of rms_norm.cu.
+_WARP = 32
+_HELD = 4
+
+# Pixels that a thread writes of an item: `kRounds * kPixels` of group_norm.cu.
+_PIXELS = 16
+
+# Most chunks of the statistics of a frame: enough blocks for the largest GPU, and few enough that
+# combining them takes no time. With fewer pixels per chunk, its two numbers per channel would be a
+# relevant cost.
+_CHUNKS = 512
+_SHARE = 256
+
+
+def rms_norm_silu(
+    x: Tensor,
+    gamma: Tensor,
+    *,
+    silu: bool = True,
+    bias: Tensor | None = None,
+    tail: Tensor | None = None,
+    out: Tensor | None = None,
+    border: int = 0,
+) -> Tensor:
+    """Run `rms_norm_silu(x, gamma, silu, bias, tail, out, border)`; `x` is `[B, C, T, H, W]`."""
+    refuse_window(x, tail, out, border)
+    out = shapes.new_window(x, tail, border) if out is None else out
+    channels = x.shape[1]
+    scale, offset = dense(gamma, x), dense(bias, x)
+    vectors = vector(scale), vector(offset)
+    pack = pack_of(x.dtype, channels, video(x), video(tail), video(out), *vectors)
+    team = 1
+    while team < _WARP and team * _HELD * pack < channels:
+        team *= 2
+    teams = THREADS // team
+    window, count = _window(x, tail, out, border, teams, silu=silu)
+    arguments = packed(*vectors, *window, ("f", (math.sqrt(channels),)))
+    launch("rms_norm", "norm_pixels", x, count, (team, teams), arguments, PACK=pack)
+    return out
+
+
+def group_norm_silu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    groups: int,
+    *,
+    eps: float = 1e-6,
+    silu: bool = True,
+    statistics: Tensor | None = None,
+    tail: Tensor | None = None,
+    out: Tensor | None = None,
+    border: int = 0,
+) -> Tensor:
+    """Measure the frames unless `statistics` are given, and write some pixels of `out` per block.
+
+    Args:
+        x: `[B, C, T, H, W]`, channels-last.
+        weight: `[C]`.
+        bias: `[C]`.
+        groups: Number of groups.
+        eps: Added to the variance.
+        silu: Apply SiLU.
+        statistics: `[B, T, 2, groups]`, or None.
+        tail: `[B, C, K, H, W]`, or None.
+        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
+        border: Pixels of zeros around each frame.
+
+    Returns:
+        `[B, C, K + T, H + 2 * border, W + 2 * border]`.
+    """
+    refuse_window(x, tail, out, border)
+    if statistics is None:
+        statistics = group_norm_statistics(x, groups, eps)
+    out = shapes.new_window(x, tail, border) if out is None else out
+    channels = x.shape[1]
+    scale, offset, statistics = dense(weight, x), dense(bias, x), statistics.contiguous()
+    vectors = vector(scale), vector(offset)
+    pack = pack_of(x.dtype, channels, video(x), video(tail), video(out), *vectors)
+    threads = _threads(channels // pack)
+    window, count = _window(x, tail, out, border, threads[1] * _PIXELS, silu=silu)
+    arguments = packed(
+        *vectors, pointer(statistics), *window, divisor(channels // groups), ("i", (groups,))
+    )
+    launch("group_norm", "write_pixels", x, count, threads, arguments, PACK=pack)
+    return out
+
+
+def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
+    """Compute `group_norm_statistics(x, groups, eps)` for `x` `[B, C, T, H, W]`.
+
+    The division into chunks depends on the size only, so that two calls are bit-identical.
+
+    Args:
+        x: `[B, C, T, H, W]`, channels-last.
+        groups: Number of groups.
+        eps: Added to the variance.
+
+    Returns:
+        `[B, T, 2, groups]`.
+    """
+    refuse_videos(x=x)
+    batch, channels, frames, height, width = x.shape
+    pixels = height * width
+    refuse_counts(pixels)
+    share = max(_SHARE, blocks(pixels, _CHUNKS))
+    chunks = blocks(pixels, share)
+    partial = torch.empty(
+        (batch * frames, chunks, 2, channels), dtype=torch.float32, device=x.device
+    )
+    statistics = torch.empty(shapes.statistics(x, groups), dtype=torch.float32, device=x.device)
+    pack = pack_of(x.dtype, channels, video(x))
+    work, size = items(chunks, frames, batch), channels // groups
+    arguments = packed(video(x), pointer(partial), work.fields, ("III", (share, pixels, channels)))
+    threads = _threads(channels // pack)
+    launch("group_norm", "sum_chunks", x, work.count, threads, arguments, PACK=pack)
+    work = items(groups, batch * frames, 1)
+    arguments = packed(
+        pointer(partial), pointer(statistics), work.fields,
+        ("IIIiif", (chunks, share, pixels, channels, size, eps)),
+    )  # fmt: skip
+    wide = min(_WARP, 1 << (size - 1).bit_length())
+    threads = wide, THREADS // wide
+    launch("group_norm", "combine_chunks", x, work.count, threads, arguments, PACK=pack)
+    return statistics
+
+
+def _threads(packs: int) -> tuple[int, int]:
+    """Return a block of about `THREADS` for pixels of some packs."""
+    wide = min(packs, THREADS)
+    return wide, THREADS // wide
+
+
+def _window(
+    x: Tensor, tail: Tensor | None, out: Tensor, border: int, each: int, *, silu: bool
+) -> tuple[tuple[Fields, ...], int]:
+    """Return `Window` for items of some pixels, and the number of items.
+
+    Args:
+        x: `[B, C, T, H, W]`.
+        tail: `[B, C, K, H, W]`, or None.
+        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`.
+        border: Pixels around each frame of `out`.
+        each: Pixels of an item.
+        silu: Apply SiLU.
+
+    Returns:
+        The fields, and the number.
+
+    Raises:
+        Refusal: There are too many pixels or items.
+    """
+    batch, channels, frames, height, width = x.shape
+    pixels = out.shape[3] * out.shape[4]
+    refuse_counts(pixels + each, channels * 2)
+    work = items(blocks(pixels, each), frames, batch)
+    known = 0 if tail is None else tail.shape[2]
+    sizes = pixels, height, width, border, channels, frames, known, silu
+    fields = (
+        video(x),
+        video(tail),
+        video(out),
+        work.fields,
+        divisor(out.shape[4]),
+        ("IIIIiiii", sizes),
+    )
+    return fields, work.count

@@ -1,0 +1,155 @@
+"""Launch of a kernel: it is compiled and loaded when a call first needs it.
+
+Environment:
+    FAST_VIDEO_VAE_CUDA: 0 disables this backend.
+"""
+
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from ..backends import forced
+from ..errors import Refusal, first_line, is_out_of_memory, log_once
+from .binaries import binary
+from .compiler import architecture, compiler
+from .driver import Module, driver
+
+# Most blocks of a launch, each of which does several items: some hundred per multiprocessor, so
+# that the last ones take no time.
+_MOST_BLOCKS = 1 << 16
+
+# Items, pixels and packs of a frame are counted in 31 bits.
+_COUNT_LIMIT = 2**31
+
+# Names of the dtypes in the sources.
+_NAMES = {
+    torch.float32: "float",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "half",
+    torch.uint8: "uint8",
+}
+
+# Compiled kernels, or the reason why there are none, by device, source and constants.
+_Key = tuple[int, str, frozenset[tuple[str, object]]]
+_modules: dict[_Key, Module | str] = {}
+_lock = threading.Lock()
+
+
+def refuse_device(device: torch.device) -> None:
+    """Refuse devices other than GPUs, before anything is loaded.
+
+    Args:
+        device: Device of the activation.
+
+    Raises:
+        Refusal: The device is not supported, or the backend is disabled.
+    """
+    if device.type != "cuda":
+        raise Refusal(f"the tensors are on {device.type}; cuda needs a GPU")
+    if forced() != "cuda" and os.environ.get("FAST_VIDEO_VAE_CUDA") == "0":
+        raise Refusal("FAST_VIDEO_VAE_CUDA=0 disables it")
+
+
+def refuse_counts(*counts: int) -> None:
+    """Refuse `counts` of items, pixels or numbers that do not fit into 31 bits."""
+    if max(counts) >= _COUNT_LIMIT:
+        raise Refusal("more items than 31 bits count")
+
+
+def launch(
+    source: str,
+    kernel: str,
+    like: Tensor,
+    items: int,
+    threads: tuple[int, int],
+    arguments: bytes,
+    **constants: object,
+) -> None:
+    """Launch a kernel on PyTorch's current stream of a device.
+
+    Args:
+        source: Name of its file in `csrc/cuda` without the suffix.
+        kernel: Name of the kernel.
+        like: `[...]`, a tensor with the dtype of the activations, on the device.
+        items: Items of work; a block does one or more.
+        threads: Threads of a block along both axes.
+        arguments: The structure that the kernel reads.
+        **constants: Other macros of the source than the dtype.
+
+    Raises:
+        Refusal: The kernel is not compiled and cannot be, or the driver does not load it. Nothing
+            was written.
+        RuntimeError: The kernel did not start.
+    """
+    device = like.device
+    with here(device):
+        module = loaded(source, {"DTYPE": _NAMES[like.dtype], **constants}, device)
+        try:
+            blocks = min(items, _MOST_BLOCKS)
+            module.launch(kernel, blocks, threads, arguments, stream(device))
+        except RuntimeError as error:
+            raise RuntimeError(f"the kernel {kernel} did not start: {error}") from error
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of `dtype` in the sources."""
+    return _NAMES[dtype]
+
+
+def loaded(source: str, constants: Mapping[str, object], device: torch.device) -> Module:
+    """Return the kernels of a source on a device, which is current.
+
+    Args:
+        source: Name of the file.
+        constants: Its macros by name.
+        device: The device.
+
+    Returns:
+        The loaded kernels.
+
+    Raises:
+        Refusal: They are not compiled and cannot be, or the driver does not load them.
+        Exception: Memory ran out; a later call may have enough.
+    """
+    key = device.index or 0, source, frozenset(constants.items())
+    found = _modules.get(key)
+    if found is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise Refusal("nothing is loaded while a CUDA graph is captured")
+        with _lock:
+            found = _modules.get(key)
+            if found is None:
+                found = _modules[key] = _load(source, constants, device)
+    if isinstance(found, str):
+        raise Refusal(found)
+    return found
+
+
+def _load(source: str, constants: Mapping[str, object], device: torch.device) -> Module | str:
+    try:
+        code = binary(compiler(), source, constants, architecture(device))
+        return driver().load(code, device.index or 0)
+    except Refusal as refusal:
+        return str(refusal)
+    except Exception as error:  # whatever the compiler and the driver raise
+        if is_out_of_memory(error):
+            raise
+        reason = f"its kernels for {source} failed ({first_line(error)})"
+        log_once(f"cuda: {reason}; a slower backend runs such calls. Try another driver or PyTorch")
+        return reason
+
+
+def here(device: torch.device) -> AbstractContextManager[object]:
+    """Make `device` current, which a launch needs."""
+    if device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def stream(device: torch.device) -> int:
+    """Return the handle of PyTorch's current stream of `device`."""
+    return torch.cuda.current_stream(device).cuda_stream
