@@ -24,7 +24,7 @@ from .runtime import launch, refuse_counts
 
 # Lanes of a warp, and the packs of a pixel that a lane keeps in registers: `kHeld` of rms_norm.cu.
 _WARP = 32
-_HELD = 4
+_HELD = 3
 
 # Pixels that a thread writes of an item: `kRounds * kPixels` of group_norm.cu.
 _PIXELS = 16

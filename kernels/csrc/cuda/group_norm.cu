@@ -107,8 +107,8 @@ FVV_KERNEL sum_chunks(const Chunks op) {
           mean.numbers[i] = base[i] + moved;
           about.numbers[i] = square[i] - sum[i] * moved;
         }
-        store(means + place * N, mean);
-        store(squares + place * N, about);
+        *reinterpret_cast<Floats*>(means + place * N) = mean;
+        *reinterpret_cast<Floats*>(squares + place * N) = about;
       }
       __syncthreads();
       const int width = channels - slice < wide ? channels - slice : wide;

@@ -36,8 +36,23 @@ __device__ __forceinline__ P load(const Number* from) {
   return *reinterpret_cast<const P*>(from);
 }
 
+// To global memory. NVIDIA's compiler would divide the store of a pack whose parts it knows.
 template <class P, class Number>
 __device__ __forceinline__ void store(Number* to, const P& pack) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(P) % kPackBytes == 0) {
+    const uint4* words = reinterpret_cast<const uint4*>(&pack);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(P) / kPackBytes); ++i) {
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+                   :
+                   : "l"(__cvta_generic_to_global(reinterpret_cast<uint4*>(to) + i)),
+                     "r"(words[i].x), "r"(words[i].y), "r"(words[i].z), "r"(words[i].w)
+                   : "memory");
+    }
+    return;
+  }
+#endif
   *reinterpret_cast<P*>(to) = pack;
 }
 
@@ -101,19 +116,17 @@ __device__ __forceinline__ void narrow(float a, float b, Number* to) {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 
-// Two conversions in one instruction.
+// Two conversions in one instruction. Halves of its result would be stored apart.
 __device__ __forceinline__ void narrow(float a, float b, half* to) {
   uint32 both;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(b), "f"(a));
-  to[0].bits = static_cast<uint16>(both);
-  to[1].bits = static_cast<uint16>(both >> 16);
+  *reinterpret_cast<uint32*>(to) = both;
 }
 
 __device__ __forceinline__ void narrow(float a, float b, bfloat16* to) {
   uint32 both;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(b), "f"(a));
-  to[0].bits = static_cast<uint16>(both);
-  to[1].bits = static_cast<uint16>(both >> 16);
+  *reinterpret_cast<uint32*>(to) = both;
 }
 
 #endif
@@ -163,9 +176,10 @@ __device__ __forceinline__ void add(float (&to)[N], const Vector& vector, int ch
   add(to, v);
 }
 
-// `y * sigmoid(y)`, within 4 ulp; NaN for -inf, like the product. Where the divisor is beyond
-// 2^126, `__fdividef` returns 0, and the quotient is less than 1e-36.
-__device__ __forceinline__ float silu(float y) { return __fdividef(y, 1.0f + expf(-y)); }
+// `y * sigmoid(y)`; NaN for -inf, like the product. `__expf` rounds `y * log2(e)`, so its error
+// grows with `y`, as does that of `exp` for an argument that was rounded. Where the divisor is
+// beyond 2^126, `__fdividef` returns 0, and the quotient is less than 1e-36.
+__device__ __forceinline__ float silu(float y) { return __fdividef(y, 1.0f + __expf(-y)); }
 
 __device__ __forceinline__ void silu(float (&v)[N]) {
 #pragma unroll

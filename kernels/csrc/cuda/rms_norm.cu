@@ -4,7 +4,7 @@
 
 namespace fast_video_vae {
 
-// `(x + bias) / max(norm2(x + bias), 1e-12) * (gamma * root)`, then SiLU.
+// `(x + bias) * (root / max(norm2(x + bias), 1e-12)) * gamma`, then SiLU.
 struct RmsNorm {
   Vector gamma, bias;  // `bias.data` may be null
   Window window;
@@ -15,7 +15,7 @@ namespace {
 
 // Packs of a pixel that each lane keeps in registers. The rest of a longer one is read twice, the
 // second time from the cache.
-constexpr int kHeld = 4;
+constexpr int kHeld = 3;
 
 // The eps of `torch.nn.functional.normalize`.
 constexpr float kFloor = 1e-12f;
@@ -26,21 +26,19 @@ __device__ __forceinline__ void biased(const RmsNorm& op, const Pack& pack, int 
   add(v, op.bias, channel);
 }
 
-__device__ __forceinline__ float squares(const RmsNorm& op, const Pack& pack, int channel) {
-  float v[N], sum = 0;
-  biased(op, pack, channel, v);
+__device__ __forceinline__ float squares(const float (&v)[N]) {
+  float sum = 0;
 #pragma unroll
   for (int i = 0; i < N; ++i) sum += v[i] * v[i];
   return sum;
 }
 
-__device__ __forceinline__ Pack scaled(const RmsNorm& op, const Pack& pack, int channel,
-                                       float inverse) {
-  float v[N], gamma[N];
-  biased(op, pack, channel, v);
+__device__ __forceinline__ Pack scaled(const RmsNorm& op, float (&v)[N], int channel,
+                                       float factor) {
+  float gamma[N];
   widen(op.gamma, channel, gamma);
 #pragma unroll
-  for (int i = 0; i < N; ++i) v[i] = v[i] * inverse * (gamma[i] * op.root);
+  for (int i = 0; i < N; ++i) v[i] = v[i] * factor * gamma[i];
   if (op.window.silu) silu(v);
   return narrow<T>(v);
 }
@@ -63,38 +61,46 @@ FVV_KERNEL norm_pixels(const RmsNorm op) {
 #pragma unroll 1
       for (int channel = first; channel < end; channel += step) roll(w, frame, pixel, channel);
     }
-    Pack held[kHeld];
+    Pack packs[kHeld];
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
       const int channel = first + k * step;
-      if (channel < read) held[k] = load<Pack>(x + channel);
+      if (channel < read) packs[k] = load<Pack>(x + channel);
     }
-    float sum = 0;
+    float held[kHeld][N], sum = 0;
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
       const int channel = first + k * step;
-      if (channel < read) sum += squares(op, held[k], channel);
+      if (channel >= read) break;
+      biased(op, packs[k], channel, held[k]);
+      sum += squares(held[k]);
     }
 #pragma unroll 1
     for (int channel = first + kHeld * step; channel < read; channel += step) {
-      sum += squares(op, load<Pack>(x + channel), channel);
+      float v[N];
+      biased(op, load<Pack>(x + channel), channel, v);
+      sum += squares(v);
     }
     for (int distance = blockDim.x / 2; distance; distance /= 2) sum += exchange(sum, distance);
     float norm = sqrtf(sum);
     norm = norm < kFloor ? kFloor : norm;  // not fmaxf, which drops NaN
-    const float inverse = 1.0f / norm;
+    const float factor = op.root / norm;
 
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
       const int channel = first + k * step;
       if (channel >= end) continue;
       write(w, frame, pixel, channel,
-            pixel.inside ? scaled(op, held[k], channel, inverse) : Pack{});
+            pixel.inside ? scaled(op, held[k], channel, factor) : Pack{});
     }
 #pragma unroll 1
     for (int channel = first + kHeld * step; channel < end; channel += step) {
       Pack y{};
-      if (pixel.inside) y = scaled(op, load<Pack>(x + channel), channel, inverse);
+      if (pixel.inside) {
+        float v[N];
+        biased(op, load<Pack>(x + channel), channel, v);
+        y = scaled(op, v, channel, factor);
+      }
       write(w, frame, pixel, channel, y);
     }
   }

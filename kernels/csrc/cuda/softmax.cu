@@ -49,7 +49,7 @@ FVV_KERNEL weigh_rows(const Softmax op) {
     float sum = 0;
     const auto grow = [&](Floats& pack) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) sum += pack.numbers[i] = expf(pack.numbers[i] - largest);
+      for (int i = 0; i < N; ++i) sum += pack.numbers[i] = __expf(pack.numbers[i] - largest);
     };
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {

@@ -193,15 +193,13 @@ inline bool odd(float v) {
   return bits & 1;
 }
 
-// One ulp.
-inline float exponential(float x) {
-  const float y = expf(x);
-  return y > 0 && y < INFINITY && x != 0 ? ulps_off(y, odd(x) ? 1 : -1) : y;
-}
-
 }  // namespace emulator
 
-#define expf emulator::exponential
+// `2^(x log2(e))` with a rounded product and two ulps.
+inline float __expf(float x) {
+  const float y = exp2f(x * 1.44269504f);
+  return y > 0 && y < INFINITY && x != 0 ? emulator::ulps_off(y, emulator::odd(x) ? 2 : -2) : y;
+}
 
 // Two ulps; the result is 0 for a divisor above 2^126.
 inline float __fdividef(float x, float y) {
