@@ -35,9 +35,10 @@ _ELEMENTS = (1 << 24, 1 << 18)
 # Frames of a trial; more than one, because the channels of a frame can come from several frames.
 _FRAMES = 4
 
-# Pixels of a trial of attention, which is 0.1 s for the slowest backend. The blocks of its kernels
-# are multiples of 16 or 32 pixels, and the last one is checked separately.
-_PIXELS = {0: 4096, 16: 4080}
+# Pixels of a trial of attention, which is 0.1 s for the slowest backend, by the remainder of a
+# division by 32. The blocks of its kernels are multiples of 16 or 32 pixels, and the last one is
+# checked separately. Rows of scores that are multiples of 8 have another softmax.
+_PIXELS = {0: 4096, 8: 4072, 16: 4080, 24: 4072}
 _ODD_PIXELS = 4081
 
 # Ops whose results can have a few channels, and channels of which no part is a multiple of 16.

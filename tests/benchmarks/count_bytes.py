@@ -5,7 +5,8 @@ step needs if each norm is one pass into the convolution's input and bias and re
 after it. The convolutions are those of the library, then those of our own kernel, which reads the
 tail where it is and adds, and applies a norm, while it writes. Then it prints the bytes of a decode
 of 81 frames by the plans for some free memory. The tensors are on the `meta` device, so it needs no
-memory and no GPU.
+memory and no GPU. The other ops are those of the CPU backend, one launch each and one for each
+parameter that it converts; `count_backends.py` counts those of the GPU backends.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import functools
 import itertools
 import runpy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from fast_video_vae.kernels import TrialBudget, backends, dispatch
 from fast_video_vae.kernels.triton_ops import convolution, ops
 from fast_video_vae.tests.benchmarks import record
 from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.kernels import launches
+from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.vae import Relief, StreamOptions, read_checkpoint
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.layers.workspace import canonical
@@ -80,6 +83,11 @@ class ByteCounter(TorchDispatchMode):
     @property
     def total(self) -> int:
         return self.read + self.written
+
+    @property
+    def passes(self) -> int:
+        """Bytes of all ops but the library's convolutions."""
+        return self.total - self.by_op["convolution"]
 
     def count(self, name: str, read: int, written: int) -> None:
         """Add one op."""
@@ -136,14 +144,32 @@ class FusedAttention(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def counted(*, own: bool = False) -> Iterator[ByteCounter]:
+def counted(
+    *, own: bool = False, backend: str | None = None, attends: bool = False
+) -> Iterator[ByteCounter]:
     """Yield a counter of the ops in the `with` block.
 
-    With `own` the convolutions are those of our Triton kernel: its code runs up to the launch.
+    Args:
+        own: The convolutions are those of our Triton kernel: its code runs up to the launch.
+        backend: Backend that runs all other ops; None: each op is one launch.
+        attends: It runs attention too. Otherwise that is PyTorch's fused kernel.
+
+    Yields:
+        The counter.
     """
     with contextlib.ExitStack() as stack:
         counter = stack.enter_context(ByteCounter())
         stack.enter_context(FusedAttention(counter))
+        if backend is not None:
+            order = functools.partial(_order, backend, attends)
+            stack.enter_context(mock.patch.object(dispatch, "_order", order))
+        if backend in launches.DESCRIBED:
+            described = launches.DESCRIBED[backend]
+
+            def launch(*args: Any, **kwargs: Any) -> None:
+                counter.count(*described(*args, **kwargs))
+
+            stack.enter_context(launches.recorded(backend, launch))
         if own:
             order = "triton:0", *backends.CONVOLUTION_ORDER
             launched = functools.partial(_launched, counter)
@@ -153,6 +179,15 @@ def counted(*, own: bool = False) -> Iterator[ByteCounter]:
                 op = getattr(convolution, name)  # without the check for a GPU
                 stack.enter_context(mock.patch.object(ops, name, op))
         yield counter
+
+
+def _order(
+    backend: str, attends: bool, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, ...]:
+    """Return the backend that runs an op; a refusal is an error."""
+    if op.startswith("conv"):
+        return dispatch.CONVOLUTION_ORDER
+    return ("reference",) if op == "attention" and not attends else (backend,)
 
 
 def _launched(
@@ -199,12 +234,17 @@ def steady_step(
     height: int,
     width: int,
     limit_bytes: int,
-    *,
-    own: bool = False,
+    **options: Any,
 ) -> tuple[ByteCounter, int]:
     """Count one step in the middle of a video in bfloat16: the second after the first frame.
 
-    With `own` our own kernel runs the convolutions.
+    Args:
+        config: Configuration of the VAE.
+        direction: `decode` or `encode`.
+        height: Height of the video in pixels.
+        width: Its width.
+        limit_bytes: Memory that the step may take.
+        **options: As for `counted`.
 
     Returns:
         The counter, and the latents per step.
@@ -221,17 +261,21 @@ def steady_step(
             pass
 
     with torch.no_grad():
-        with counted(own=own):
+        with counted(**options):
             run(1)
             cache.first = False
             run(chosen.chunk)
-        with counted(own=own) as counter:
+        with counted(**options) as counter:
             run(chosen.chunk)
     return counter, chosen.chunk
 
 
 def whole_video(
-    config: VAEConfig, direction: str, size: tuple[int, int, int], free_bytes: int
+    config: VAEConfig,
+    direction: str,
+    size: tuple[int, int, int],
+    free_bytes: int,
+    **options: Any,
 ) -> tuple[ByteCounter, Plan]:
     """Count a whole video in bfloat16, by the plan for a device with so much free memory.
 
@@ -240,6 +284,7 @@ def whole_video(
         direction: `decode` or `encode`.
         size: Frames, height and width.
         free_bytes: Free memory of the device.
+        **options: As for `counted`.
 
     Returns:
         The counter, and the plan.
@@ -273,7 +318,7 @@ def whole_video(
         mock.patch.object(plan, "free_bytes", return_value=free_bytes),
         mock.patch.object(torch, "autocast", return_value=contextlib.nullcontext()),
         torch.no_grad(),
-        counted() as counter,
+        counted(**options) as counter,
     ):
         for _ in video.run(iter([x])):
             pass
@@ -314,25 +359,30 @@ def main() -> None:
         counter, chosen = whole_video(
             configs()["wan2.1"], "decode", (81, 720, 1280), free_gib << 30
         )
-        passes = (counter.total - counter.by_op["convolution"]) / 1e9
-        print(f"wan2.1 decode{free_gib:14}{passes:24.0f}{counter.launches:15}    {chosen}")
+        gigabytes = f"{counter.passes / 1e9:24.0f}"
+        print(f"wan2.1 decode{free_gib:14}{gigabytes}{counter.launches:15}    {chosen}")
         record.append(
             args.out,
             "count_bytes",
             f"decode 81x720x1280 bfloat16 wan2.1, {free_gib} GiB free",
-            gigabytes_without_convolutions=round(passes),
+            gigabytes_without_convolutions=round(counter.passes / 1e9),
             launches=counter.launches,
             plan=str(chosen),
         )
 
 
-def configs() -> dict[str, VAEConfig]:
+@functools.cache
+def configs() -> Mapping[str, VAEConfig]:
     """Return the configurations of the published VAEs by family."""
     small = read_checkpoint(random_state_dict(8)).config
     wan21 = dataclasses.replace(
         small, encoder_widths=(96, 96, 192, 384, 384), decoder_widths=(384, 384, 384, 192, 96)
     )
-    return {"wan2.1": wan21, "wan2.2": dataclasses.replace(small, family="wan2.2").standard()}
+    return {
+        "wan2.1": wan21,
+        "wan2.2": dataclasses.replace(small, family="wan2.2").standard(),
+        "seedvr2": read_checkpoint(random_seedvr2()).config.standard(),
+    }
 
 
 def channels_last(x: Tensor) -> Tensor:

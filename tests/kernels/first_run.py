@@ -1,13 +1,14 @@
-"""The one-time work of a first decode or encode on a GPU: trials, and kernels that Triton compiles.
+"""The one-time work of a first decode or encode on a GPU: trials, and kernels that are compiled.
 
-`python -m fast_video_vae.tests.kernels.first_run` prints both for the published VAEs. The streams
-run on the `meta` device, so full widths and sizes cost neither memory nor arithmetic. Every op goes
-through the trial, and a launch is recorded instead of run.
+`python -m fast_video_vae.tests.kernels.first_run` prints both for the published VAEs, with Triton
+and with the CUDA backend. The streams run on the `meta` device, so full widths and sizes cost
+neither memory nor arithmetic. Every op goes through the trial, and a launch is recorded instead of
+run.
 """
 
 import contextlib
 import dataclasses
-import importlib
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -19,11 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae.kernels import autotune, backends, dispatch, measure
 from fast_video_vae.tests.benchmarks import count_bytes
-from fast_video_vae.tests.seedvr2 import random_seedvr2
-from fast_video_vae.vae import StreamOptions, VideoVAE, read_checkpoint, validation
+from fast_video_vae.tests.kernels import launches
+from fast_video_vae.vae import StreamOptions, VideoVAE, validation
 from fast_video_vae.vae.streaming import session
 
-_PACKAGE = "fast_video_vae.kernels.triton_ops"
 _META = torch.device("meta")
 
 
@@ -42,15 +42,19 @@ class Run:
 
 
 class Process:
-    """The trials and compilations of a process.
+    """The trials and compilations of a process whose ops all run on one GPU backend.
+
+    Triton compiles variants of a kernel, and the CUDA backend those of a source, which has one or
+    more kernels.
 
     Attributes:
         trials: Ops of the trials.
-        compiled: Variants of the kernels that were launched in trials and outside.
+        compiled: Variants that were launched in trials and outside.
         used: Those that were launched outside of trials.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "triton") -> None:
+        self._backend = backend
         self.trials: list[str] = []
         self.compiled: set[tuple] = set()
         self.used: set[tuple] = set()
@@ -58,15 +62,14 @@ class Process:
         self._is_trial = False
 
     def run(self, vae: VideoVAE, run: Run) -> tuple[Counter[str], Counter[str]]:
-        """Run a stream; return the trials by op and the compilations by kernel that it added."""
+        """Run a stream; return the trials by op and the compilations by name that it added."""
         trials, compiled = len(self.trials), set(self.compiled)
         with self._recorded():
             stream(vae, run)
         return Counter(self.trials[trials:]), Counter(each[0] for each in self.compiled - compiled)
 
-    def _launch(self, kernel, grid, *args, warps=4, num_stages=None, **constants):
-        del grid
-        variant = kernel.__name__, variant_of(kernel, args), warps, num_stages, *constants.items()
+    def _launch(self, *args: Any, **options: Any) -> None:
+        variant = _VARIANTS[self._backend](*args, **options)
         self.compiled.add(variant)
         if not self._is_trial:
             self.used.add(variant)
@@ -81,14 +84,9 @@ class Process:
 
     @contextlib.contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Send all ops through the trial, to Triton, and record the launches."""
-        modules = [importlib.import_module(f"{_PACKAGE}.{name}") for name in _FILES]
-        ops = importlib.import_module(f"{_PACKAGE}.ops")
+        """Send all ops through the trial, to the backend, and record the launches."""
         patches = [
-            *((module, "launch", self._launch) for module in modules),
-            (ops, "refuse_device", lambda *_: None),
-            (ops, "require", lambda *_: None),
-            (autotune, "ORDER", ("triton", "reference")),
+            (autotune, "ORDER", (self._backend, "reference")),
             (autotune, "_orders", self._orders),
             (autotune, "_ranked", self._ranked),
             (autotune, "agree", lambda *_: True),
@@ -96,7 +94,7 @@ class Process:
             (
                 measure,
                 "seconds",
-                lambda calls, *_, **__: {name: name != "triton" for name in calls},
+                lambda calls, *_, **__: {name: name != self._backend for name in calls},
             ),
             # `meta` has no numbers, and no generator of them.
             (torch, "Generator", mock.MagicMock()),
@@ -108,6 +106,7 @@ class Process:
         with contextlib.ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(mock.patch.object(*patch))
+            stack.enter_context(launches.recorded(self._backend, self._launch))
             stack.enter_context(ChannelsLast())
             yield
 
@@ -147,14 +146,22 @@ def stream(vae: VideoVAE, run: Run) -> None:
 
 def meta_vae(family: str) -> VideoVAE:
     """Return the published VAE of `family` in bfloat16, without weights."""
-    if family == "seedvr2":
-        config = read_checkpoint(random_seedvr2()).config.standard()
-    else:
-        config = count_bytes.configs()[family]
+    config = count_bytes.configs()[family]
     with _META:
         vae = VideoVAE(config, torch.float32, torch.float32).to(torch.bfloat16)
     vae.skips_static = False
     return vae
+
+
+def _triton_variant(kernel, grid, *args, warps=4, num_stages=None, **constants) -> tuple:
+    del grid
+    return kernel.__name__, variant_of(kernel, args), warps, num_stages, *constants.items()
+
+
+def _cuda_variant(source, kernel, like, items, threads, arguments, **constants) -> tuple:
+    """Return what a binary is compiled for: it has all kernels of its source."""
+    del kernel, items, threads, arguments
+    return source, like.dtype, *constants.items()
 
 
 def variant_of(kernel, args) -> tuple:
@@ -174,7 +181,7 @@ def variant_of(kernel, args) -> tuple:
     return tuple(found)
 
 
-_FILES = ("rows", "group_norm", "layout", "attention")
+_VARIANTS = {"triton": _triton_variant, "cuda": _cuda_variant}
 _ranked = autotune._ranked
 
 
@@ -182,16 +189,16 @@ def main() -> None:
     """Print the table."""
     decode = Run(17, 480, 832)
     longer = dataclasses.replace(decode, frames=81), Run(33, 720, 1280)
-    for family in ("wan2.1", "wan2.2", "seedvr2"):
-        vae = meta_vae(family)
-        for runs in ((decode, *longer), (dataclasses.replace(decode, encode=True),)):
-            process = Process()
-            for run in runs:
-                trials, compiled = process.run(vae, run)
-                sys.stdout.write(
-                    f"{family} {run}: {trials.total()} trials {dict(trials)}, "
-                    f"{compiled.total()} compiled {dict(compiled)}\n"
-                )
+    both = (decode, *longer), (dataclasses.replace(decode, encode=True),)
+    families = ("wan2.1", "wan2.2", "seedvr2")
+    for backend, family, runs in itertools.product(_VARIANTS, families, both):
+        vae, process = meta_vae(family), Process(backend)
+        for run in runs:
+            trials, compiled = process.run(vae, run)
+            sys.stdout.write(
+                f"{backend} {family} {run}: {trials.total()} trials {dict(trials)}, "
+                f"{compiled.total()} compiled {dict(compiled)}\n"
+            )
 
 
 if __name__ == "__main__":

@@ -21,6 +21,16 @@ MOST = {
     ("seedvr2", ENCODE): (9, 15),
 }
 
+# Most binaries of the CUDA backend. A source has all kernels of an op, for any number of channels.
+MOST_BINARIES = {
+    ("wan2.1", DECODE): 7,
+    ("wan2.1", ENCODE): 3,
+    ("wan2.2", DECODE): 8,
+    ("wan2.2", ENCODE): 6,
+    ("seedvr2", DECODE): 6,
+    ("seedvr2", ENCODE): 3,
+}
+
 
 @pytest.mark.parametrize(
     ("family", "run"),
@@ -40,8 +50,39 @@ def test_a_first_run_tries_and_compiles_only_what_it_needs(family, run):
     assert process.compiled == process.used
 
 
-def test_other_lengths_and_sizes_need_no_trial_and_no_compilation():
-    process, vae = Process(), meta_vae("wan2.1")
+@pytest.mark.parametrize(
+    ("family", "run"),
+    [
+        pytest.param(*case, marks=() if case == ("wan2.1", DECODE) else pytest.mark.slow)
+        for case in MOST_BINARIES
+    ],
+    ids=str,
+)
+def test_a_first_run_without_triton_compiles_a_few_binaries(family, run):
+    process = Process("cuda")
+    trials, compiled = process.run(meta_vae(family), run)
+    assert trials.total() <= MOST[family, run][0]
+    assert compiled.total() <= MOST_BINARIES[family, run]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "wan2.1",
+        pytest.param("wan2.2", marks=pytest.mark.slow),
+        pytest.param("seedvr2", marks=pytest.mark.slow),
+    ],
+)
+def test_trials_without_triton_compile_what_runs_afterwards(family):
+    process, vae = Process("cuda"), meta_vae(family)
+    for run in (DECODE, ENCODE):
+        process.run(vae, run)
+    assert process.compiled == process.used
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_other_lengths_and_sizes_need_no_trial_and_no_compilation(backend):
+    process, vae = Process(backend), meta_vae("wan2.1")
     process.run(vae, DECODE)
     for run in (Run(33, 480, 832), Run(1, 480, 832), Run(9, 720, 1280)):
         trials, compiled = process.run(vae, run)
