@@ -25,7 +25,14 @@ _PACK_BYTES = 16
 
 
 def packed(*fields: Fields) -> bytes:
-    """Return the memory of a structure with these fields, padded to its alignment of 8 bytes."""
+    """Return the memory of a structure, padded to its alignment of 8 bytes.
+
+    Args:
+        *fields: Its fields in their order.
+
+    Returns:
+        The bytes.
+    """
     return _struct(_forms(fields)).pack(*_values(fields))
 
 
@@ -48,10 +55,16 @@ def pointer(x: Tensor | None) -> Fields:
 
 
 def video(x: Tensor | None) -> Fields:
-    """Return `Video` of `x` `[B, C, T, H, W]`: the address, and the strides of batch and time.
+    """Return `Video`: the address, and the strides of batch and time.
 
     The stride of a dimension of one is arbitrary, and an odd one would prevent wide loads, so it is
     0.
+
+    Args:
+        x: `[B, C, T, H, W]`, or None.
+
+    Returns:
+        The fields; a null address for None.
     """
     if x is None:
         return "Pqq", (0, 0, 0)

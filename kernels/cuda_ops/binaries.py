@@ -58,7 +58,15 @@ def options(constants: Mapping[str, object], architecture: str) -> list[str]:
 
 
 def key(source: str, options: tuple[str, ...]) -> str:
-    """Return the hash of a source, of all headers, and of `options`."""
+    """Return the hash of all that a binary is made from.
+
+    Args:
+        source: Name of the file in `csrc/cuda` without its suffix; it can include all headers.
+        options: Options and version of the compiler.
+
+    Returns:
+        The hash in hexadecimal.
+    """
     digest = hashlib.sha256()
     for text in ((SOURCES / f"{source}.cu").read_text(encoding="utf-8"), *options):
         digest.update(text.encode() + b"\0")
@@ -91,6 +99,8 @@ def _write(path: Path, found: bytes) -> None:
     try:
         cache.replace(path, hashlib.sha256(found).digest() + found)
     except OSError as error:
+        if _read(path) is not None:
+            return  # another process has written it, and Windows does not replace an open file
         log_once(
             f"{path.parent} is not writable ({error.strerror}), so every start compiles its "
             "kernels again; set FAST_VIDEO_VAE_CACHE to a writable folder"

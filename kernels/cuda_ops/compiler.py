@@ -21,6 +21,11 @@ from ..errors import Refusal, first_line, log_once
 # Where the packages of PyTorch and of NVIDIA have their libraries.
 _FOLDERS = ("torch/lib", "nvidia/*/lib", "nvidia/*/bin", "nvidia/*/bin/x86_64", "_rocm_sdk_*/lib")
 
+# NVRTC opens this library by its name. Version 13.0 does not look in its own folder, so the library
+# is loaded before.
+_BUILTINS = "*nvrtc-builtins*"
+_builtins: list[ctypes.CDLL | None] = []
+
 _lock = threading.Lock()
 _found: "Compiler | str | None" = None
 
@@ -55,6 +60,14 @@ class Compiler:
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("Version", ctypes.byref(major), ctypes.byref(minor))
         self.version = f"{prefix} {major.value}.{minor.value}"
+
+    def chips(self) -> list[int]:
+        """Return the chips that NVRTC compiles for; 89 has the compute capability 8.9."""
+        count = ctypes.c_int()
+        self._call("GetNumSupportedArchs", ctypes.byref(count))
+        chips = (ctypes.c_int * count.value)()
+        self._call("GetSupportedArchs", chips)
+        return list(chips)
 
     def compile(
         self, source: str, headers: Mapping[str, str], options: Sequence[str], name: str
@@ -124,12 +137,25 @@ def compiler() -> Compiler:
     return _found
 
 
-def architecture(device: torch.device) -> str:
-    """Return the option that selects the chip of `device`."""
+def architecture(found: Compiler, device: torch.device) -> str:
+    """Return the option that selects the chip of a device.
+
+    A chip that is newer than the compiler runs what is compiled for the last one of its generation
+    that the compiler knows, such as 12.0 for 12.1.
+
+    Args:
+        found: The compiler.
+        device: The device.
+
+    Returns:
+        The option.
+    """
     if torch.version.hip is not None:
         return f"--offload-arch={torch.cuda.get_device_properties(device).gcnArchName}"
     major, minor = torch.cuda.get_device_capability(device)
-    return f"--gpu-architecture=sm_{major}{minor}"
+    generation = range(10 * major, 10 * major + minor + 1)
+    chip = max((each for each in found.chips() if each in generation), default=generation[-1])
+    return f"--gpu-architecture=sm_{chip}"
 
 
 def _load() -> Compiler | str:
@@ -163,12 +189,20 @@ def opened(names: Iterable[str]) -> ctypes.CDLL | None:
     root = Path(torch.__file__).parents[1]
     for name in names:
         paths = [path for pattern in _FOLDERS for path in sorted(root.glob(f"{pattern}/{name}"))]
-        for place in (*map(str, paths), name):
-            try:
-                return ctypes.CDLL(place)
-            except OSError:
-                continue
+        for place in (*paths, name):
+            library = _library(place)
+            if library is not None:
+                if isinstance(place, Path):
+                    _builtins.extend(map(_library, sorted(place.parent.glob(_BUILTINS))))
+                return library
     return None
+
+
+def _library(place: str | Path) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(str(place))
+    except OSError:
+        return None
 
 
 def _names() -> list[str]:

@@ -55,7 +55,14 @@ def refuse_device(device: torch.device) -> None:
 
 
 def refuse_counts(*counts: int) -> None:
-    """Refuse `counts` of items, pixels or numbers that do not fit into 31 bits."""
+    """Refuse counts that do not fit into 31 bits.
+
+    Args:
+        *counts: Numbers of items, pixels or values.
+
+    Raises:
+        Refusal: One is too large.
+    """
     if max(counts) >= _COUNT_LIMIT:
         raise Refusal("more items than 31 bits count")
 
@@ -131,7 +138,8 @@ def loaded(source: str, constants: Mapping[str, object], device: torch.device) -
 
 def _load(source: str, constants: Mapping[str, object], device: torch.device) -> Module | str:
     try:
-        code = binary(compiler(), source, constants, architecture(device))
+        found = compiler()
+        code = binary(found, source, constants, architecture(found, device))
         return driver().load(code, device.index or 0)
     except Refusal as refusal:
         return str(refusal)

@@ -112,7 +112,14 @@ def _mixed_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def multiplies_mixed(*tensors: Tensor) -> bool:
-    """Return whether `_mixed_product` is used for these tensors; autograd does not record it."""
+    """Return whether `_mixed_product` is used; autograd does not record it.
+
+    Args:
+        *tensors: `[B, N, d]`, the factors.
+
+    Returns:
+        False where PyTorch has no such products on the device.
+    """
     x = tensors[0]
     if x.device.type != "cuda" or x.dtype not in (torch.float16, torch.bfloat16):
         return False

@@ -1,44 +1,36 @@
-"""The CUDA C++ backend: memory, long rows, refusals and missing tools.
+"""The CUDA C++ kernels: memory, long rows, large offsets, several items per block, refusals.
 
-`test_ops.py` compares its results with the formulas, in the emulator of `emulator/` on machines
-without a GPU. `test_cuda_compile.py` checks the output of nvcc.
+`test_ops.py` and its neighbours compare all ops with the formulas, on machines without a GPU in the
+emulator of `emulator/`. `test_cuda_compile.py` checks the output of NVRTC, `test_cuda_runtime.py`
+the way from the sources to a launch.
 """
-
-import logging
-import os
-import re
-import shlex
-import shutil
-import subprocess
-import sys
-from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, cuda_ops, errors, use_backend
-from fast_video_vae.kernels.build import extension
-from fast_video_vae.kernels.cuda_ops.library import CUDA
-from fast_video_vae.kernels.errors import Refusal
-from fast_video_vae.kernels.native_ops.library import CPU
+from fast_video_vae.kernels import BackendError, use_backend
+from fast_video_vae.kernels.cuda_ops import attention, runtime
+from fast_video_vae.kernels.reference.attention import LIFT
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import (
-    CUDA_OPS,
     DTYPES,
+    OPS,
+    each_dtype,
+    has,
     inputs,
     missing,
     place,
     random,
     video,
 )
-from fast_video_vae.tests.kernels.emulator.library import EMULATED
 
-GPU = torch.device("cuda", 0)
+MINE = [op for op in OPS if has("cuda", op)]
+NARROW = (torch.bfloat16, torch.float16)
+EMULATED = not torch.cuda.is_available()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def here():
     """Create tensors on a GPU, or on the CPU for the emulator."""
     reason = missing("cuda")
@@ -48,62 +40,9 @@ def here():
         yield
 
 
-@pytest.fixture
-def on_gpu(monkeypatch):
-    """Let CPU tensors pass as tensors of a GPU on which the backend is enabled."""
-    real = cuda_ops._refuse_device
-    monkeypatch.setenv("FAST_VIDEO_VAE_CUDA", "1")
-    monkeypatch.setattr(cuda_ops, "_refuse_device", lambda _, dtype: real(GPU, dtype))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-
-
-@pytest.fixture
-def fresh(monkeypatch, tmp_path):
-    """Reset the state of a process: no library is built or loaded, and no warning is logged."""
-    monkeypatch.setattr(CUDA, "_outcome", None)
-    monkeypatch.setattr(
-        CUDA, "namespace", "fast_video_vae_nowhere"
-    )  # the emulator has registered the real one
-    monkeypatch.setattr(errors, "_logged", set())
-    monkeypatch.setenv("FAST_VIDEO_VAE_CACHE", str(tmp_path))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the emulator's threads need Linux")
-def test_the_emulator_builds_where_the_cpu_kernels_do():
-    """Otherwise the tests of the ops would skip it silently."""
-    try:
-        CPU.load()
-    except Refusal as refusal:
-        pytest.skip(str(refusal))
-    if not torch.cuda.is_available():
-        assert missing("cuda") is None
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the emulator's threads need Linux")
-def test_the_emulator_detects_wrong_barriers_and_shuffles(tmp_path):
-    command = shlex.split(os.environ.get("CXX") or "c++")
-    if shutil.which(command[0]) is None:
-        pytest.skip(f"the C++ compiler {command[0]} is not installed")
-    program, folder = tmp_path / "mistakes", EMULATED.sources
-    command += ["-std=c++17", f"-I{folder}", str(folder / "mistakes.cpp"), "-o", str(program)]
-    subprocess.run(command, check=True)
-    done = subprocess.run([program], capture_output=True, text=True, check=True)
-    barrier = "a barrier that not all threads of the block reach"
-    shuffle = "a shuffle that not all lanes of the warp take part in"
-    assert done.stdout.splitlines() == [
-        f"half a barrier: {barrier}, -1 -1",
-        f"half a shuffle: {shuffle}, -1 -1",
-        f"a short warp: {shuffle}, 1 -1",  # the complete warp before it finishes
-        f"another distance: {shuffle}, -1 -1",
-        "no barrier: fine, 0 2",  # one of the two thread orders gives a wrong result
-        "too many threads: invalid configuration argument, -1 -1",
-        "right: fine, 36 -1",
-    ]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", CUDA_OPS)
-def test_calls_repeat_bit_for_bit_in_memory_of_nan(here, op, dtype):
+@each_dtype
+@pytest.mark.parametrize("op", MINE)
+def test_calls_repeat_bit_for_bit_in_memory_of_nan(op, dtype):
     """Temporary memory of an op is filled with NaN too."""
     results = []
     torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
@@ -118,8 +57,23 @@ def test_calls_repeat_bit_for_bit_in_memory_of_nan(here, op, dtype):
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_misaligned_memory_is_read_correctly(here, dtype):
+@pytest.mark.parametrize("op", MINE)
+def test_blocks_that_do_several_items_compute_the_same(op, monkeypatch):
+    """Blocks of a large video do several items each, an odd number of them in the last ones."""
+    results = []
+    for most in (runtime._MOST_BLOCKS, 3, 1):
+        monkeypatch.setattr(runtime, "_MOST_BLOCKS", most)
+        args, keywords = inputs(op, torch.bfloat16)
+        with use_backend("cuda"):
+            results.append((getattr(kernels, op)(*args, **keywords), keywords.get("tail")))
+    first, first_tail = results[0]
+    for result, tail in results[1:]:
+        assert torch.equal(result, first)
+        assert tail is first_tail is None or torch.equal(tail, first_tail)
+
+
+@each_dtype
+def test_misaligned_memory_is_read_correctly(dtype):
     """Kernels read packs if all tensors are aligned, and single numbers otherwise."""
     rows = random(50, 96, dtype=dtype)
     misaligned = torch.zeros(rows.numel() + 1, dtype=dtype)[1:].view(rows.shape).copy_(rows)
@@ -128,9 +82,9 @@ def test_misaligned_memory_is_read_correctly(here, dtype):
             formulas.holds("silu_mul", *args)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_dtype
 @pytest.mark.parametrize("channels", [520, 1025, 4096])
-def test_rows_longer_than_a_warp_are_correct(here, dtype, channels):
+def test_pixels_longer_than_the_registers_of_a_team_are_correct(dtype, channels):
     x, numbers = video(1, channels, 2, 2, 3, dtype=dtype), random(2, channels, seed=1)
     weight, bias = numbers
     rows = x.movedim(1, -1)
@@ -143,125 +97,124 @@ def test_rows_longer_than_a_warp_are_correct(here, dtype, channels):
         formulas.holds("group_norm_silu", x, weight, bias, 5 if channels == 1025 else 8)
 
 
-def test_the_backend_is_disabled_by_default(monkeypatch):
-    monkeypatch.delenv("FAST_VIDEO_VAE_CUDA", raising=False)
-    with pytest.raises(Refusal, match="FAST_VIDEO_VAE_CUDA=1 enables it"):
-        cuda_ops._refuse_device(GPU, torch.float32)
+def far(x, frames=0):
+    """Copy `x` to frames that are more than 2^32 numbers apart, after `frames` others.
+
+    The memory between them is not touched, so it is not allocated.
+    """
+    batch, channels, count, height, width = x.shape
+    apart = (1 << 32) + 2 * channels * height * width
+    memory = torch.empty((frames + count - 1) * apart + x[0, :, 0].numel(), dtype=x.dtype)
+    shape = batch, channels, frames + count, height, width
+    strides = 0, 1, apart, width * channels, channels
+    view = memory.as_strided(shape, strides)
+    view[:, :, frames:].copy_(x)
+    return view
+
+
+@pytest.mark.skipif(not EMULATED, reason="the memory of a GPU is allocated at once")
+@pytest.mark.parametrize("op", ["rms_norm_silu", "group_norm_silu", "bias_residual"])
+def test_frames_may_be_more_than_2_32_numbers_apart(op):
+    channels, dtype = 8, torch.bfloat16
+    x, numbers = video(1, channels, 2, 3, 5, dtype=dtype), random(2, channels, seed=1)
+    args = {
+        "rms_norm_silu": (numbers[0],),
+        "group_norm_silu": (numbers[0], numbers[1], 2),
+        "bias_residual": (numbers[0],),
+    }[op]
+    given = {} if op == "bias_residual" else {"tail": video(1, channels, 1, 3, 5, dtype=dtype)}
+    copies = {name: far(tail) for name, tail in given.items()}
+    run = getattr(kernels, op)
     with use_backend("cuda"):
-        cuda_ops._refuse_device(GPU, torch.float32)
-    monkeypatch.setenv("FAST_VIDEO_VAE_CUDA", "1")
-    cuda_ops._refuse_device(GPU, torch.float32)
+        expected = run(x, *args, **given)
+        out = far(expected[:, :, -1:], frames=expected.shape[2] - 1)
+        assert run(far(x), *args, **copies, out=out) is out
+    assert torch.equal(out, expected)
+    for name, tail in given.items():
+        assert torch.equal(copies[name], tail)
 
 
-def test_bfloat16_is_refused_on_gpus_without_it(monkeypatch, on_gpu):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    for dtype in (torch.float32, torch.float16):
-        cuda_ops._refuse_device(GPU, dtype)
-    x = torch.ones(2, 8, dtype=torch.bfloat16)
-    with (
-        use_backend("cuda"),
-        pytest.raises(BackendError, match=r"needs compute capability 8\.0; this GPU has 7\.5"),
-    ):
-        kernels.silu_mul(x, x)
-
-
-def test_pytorch_for_amd_is_refused(monkeypatch, on_gpu):
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    with pytest.raises(Refusal, match="AMD"):
-        cuda_ops._refuse_device(GPU, torch.float32)
-
-
-def test_kernels_run_on_the_device_of_the_tensors(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert isinstance(cuda_ops._entered(GPU), torch.cuda.device)
-    assert isinstance(cuda_ops._entered(torch.device("cuda", 1)), nullcontext)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="only the emulator can fail on request")
-def test_a_failed_launch_is_an_error(here, monkeypatch):
-    rows = torch.ones(4, 16)
-    monkeypatch.setenv("FVV_EMULATOR_FAILS", "no luck today")
+@pytest.mark.skipif(not EMULATED, reason="the memory of a GPU is allocated at once")
+def test_moved_and_averaged_frames_may_be_more_than_2_32_numbers_apart():
+    x = video(1, 16, 2, 4, 6, dtype=torch.bfloat16)
+    source = video(1, 4, 1, 3, 5, dtype=torch.bfloat16, seed=1)
+    calls = {
+        "average_down": ((), {"channels": 16, "times": 1, "size": 2}),
+        "frames_to_images": ((), {"patch": 2}),
+        "interleave_time": ((2,), {}),
+        "merge_phases": ((source, 2), {}),
+        "pixel_shuffle_3d": (((2, 2, 2),), {}),
+    }
     with use_backend("cuda"):
-        with pytest.raises(RuntimeError, match="a kernel did not start: no luck today"):
-            kernels.silu_mul(rows, rows)
-        monkeypatch.delenv("FVV_EMULATOR_FAILS")
-        formulas.holds("silu_mul", rows, rows)
+        for op, (args, keywords) in calls.items():
+            run = getattr(kernels, op)
+            assert torch.equal(run(far(x), *args, **keywords), run(x, *args, **keywords)), op
 
 
-def test_the_bindings_check_their_arguments(here):
-    """Any code can call `torch.ops`."""
-    ops, rows, ones = torch.ops.fast_video_vae_cuda, torch.ones(4, 16), torch.ones(16)
-    x = video(1, 16, 2, 3, 4)
-    for op, args, message in (
-        (ops.silu_mul, (rows, rows, rows[1:]), "sizes do not fit"),
-        (ops.silu_mul, (rows, rows.half(), rows), "dtypes or devices do not fit"),
-        (ops.silu_mul, (rows.mT, rows.mT, rows.mT), "the last dimension is not dense"),
-        (ops.rms_norm_silu, (x, ones[1:], True, None, None, x), "parameters do not fit"),
-        (ops.rms_norm_silu, (x.flip(1).contiguous(), ones, True, None, None, x), "channels-last"),
-        (ops.rms_norm_silu, (x, ones, True, None, x, x), "sizes do not fit"),
-        (ops.group_norm_silu, (x, ones, ones, 3, 0.0, True, None, None, x), "groups do not fit"),
-        (ops.group_norm_silu, (x, ones, ones, 4, 0.0, True, ones[:8], None, x), "statistics do"),
-        (ops.group_norm_statistics, (x, 4, 0.0, ones[:8]), "statistics do not fit"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            op(*args, 0)
-
-
-def fails(**_):
-    raise RuntimeError("Error building\nFAILED: a.o\nnvcc -c a.cu\nnvcc fatal   : no such chip")
-
-
+@pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize(
-    ("version", "home", "reason", "advice"),
+    "columns",
     [
-        (None, None, "this PyTorch is built without CUDA", "install a PyTorch for CUDA"),
-        ("13.0", "empty", "nvcc is not installed ({})", "install the CUDA toolkit 13.0"),
-        ("13.0", None, "nvcc is not installed (CUDA_HOME is not set)", "set CUDA_HOME"),
-        (
-            "13.0", "whole", "nvcc or the C++ compiler failed (nvcc fatal   : no such chip)",
-            "a g++ that it supports",
-        ),
+        1,
+        7,  # fewer than a warp, without packs
+        8,
+        264,
+        1021,
+        8192,  # as long as the registers of a block
+        8200,  # one pack longer
+        9001,
     ],
-)  # fmt: skip
-def test_a_missing_tool_is_logged_once_and_another_backend_runs(
-    version, home, reason, advice, monkeypatch, tmp_path, on_gpu, fresh, caplog
-):
-    folder = home and tmp_path / home
-    if home == "whole":
-        (folder / "bin").mkdir(parents=True)
-        (folder / "bin" / "nvcc").touch()
-    reason = reason.format(folder)
-    module = extension()
-    monkeypatch.setattr(torch.version, "cuda", version)
-    monkeypatch.setattr(module, "CUDA_HOME", folder and str(folder))
-    monkeypatch.setattr(module, "load", fails)
-    x = random(3, 16)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            with use_backend("cuda"), pytest.raises(BackendError, match=re.escape(reason)):
-                kernels.silu_mul(x, x)
-            formulas.holds("silu_mul", x, x)
-    (line,) = caplog.messages
-    assert reason in line
-    assert advice in line
-    assert "\n" not in line
+)
+def test_the_softmax_of_a_row_equals_the_formula(columns, dtype):
+    scores = 4 * random(1, 3, columns)
+    scores[0, 1] *= 20  # most weights are 0
+    scores[0, 2] -= 1e4
+    expected = scores.double().softmax(-1) * LIFT
+    actual = attention.softmax(scores.clone(), dtype).double()
+    roundings = torch.finfo(dtype).eps * expected + 2**-24  # the smallest float16 is 2^-24
+    assert ((actual - expected).abs() <= roundings + 1e-4 * expected).all()
 
 
-def test_chips_and_cuda_versions_change_the_key(monkeypatch):
-    keys = []
-    for version, chips in (
-        ("12.8", [(9, 0)]),
-        ("13.0", [(9, 0)]),
-        ("13.0", [(12, 0)]),
-        ("13.0", [(9, 0), (12, 0), (9, 0)]),
-        ("13.0", [(12, 0), (9, 0)]),  # the same chips
-    ):
-        monkeypatch.setattr(torch.version, "cuda", version)
-        monkeypatch.setattr(torch.cuda, "device_count", partial(len, chips))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", chips.__getitem__)
-        keys.append(CUDA.key())
-    assert len(set(keys)) == 4
-    assert keys[3] == keys[4]
-    assert CUDA._architectures() == [
-        "-gencode=arch=compute_90,code=sm_90", "-gencode=arch=compute_120,code=sm_120",
-    ]  # fmt: skip
+@pytest.mark.parametrize("columns", [24, 9000])
+def test_the_softmax_keeps_infinities_and_nan(columns):
+    scores = torch.zeros(1, 4, columns)
+    scores[0, 0, 5] = float("nan")
+    scores[0, 1, :-1] = -float("inf")
+    scores[0, 2] = -float("inf")
+    scores[0, 3, 2] = float("inf")
+    actual = attention.softmax(scores, torch.bfloat16)
+    assert actual[0, [0, 2]].isnan().all()  # no weight of such a row is defined
+    assert actual[0, 3, 2].isnan()
+    assert actual[0, 1].tolist() == [0] * (columns - 1) + [LIFT]
+
+
+def test_attention_refuses_small_heads_and_dtypes_without_mixed_products(monkeypatch):
+    small, wide = torch.ones(1, 4, 64, dtype=torch.bfloat16), torch.ones(1, 4, 384)
+    monkeypatch.setattr(attention, "multiplies_mixed", lambda *_: False)
+    with use_backend("cuda"):
+        with pytest.raises(BackendError, match="heads of up to 256"):
+            kernels.attention(small, small, small)
+        with pytest.raises(BackendError, match="no products of float32 whose results are float32"):
+            kernels.attention(wide, wide, wide)
+
+
+def test_gradients_and_empty_tensors_are_refused():
+    x = torch.ones(2, 8)
+    with use_backend("cuda"):
+        with pytest.raises(BackendError, match="gradients"):
+            kernels.silu_mul(x.clone().requires_grad_(), x)
+        with pytest.raises(BackendError, match="cuda: the tensor is empty"):
+            kernels.silu_mul(x[:0], x[:0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_failed_launch_is_an_error_of_one_line(dtype, monkeypatch):
+    rows, module = torch.ones(4, 16, dtype=dtype), type("Broken", (), {})()
+    module.launch = lambda *_: (_ for _ in ()).throw(RuntimeError("the driver returned 719"))
+    with use_backend("cuda"):
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime, "loaded", lambda *_: module)
+            message = "^the kernel gate_rows did not start: the driver returned 719$"
+            with pytest.raises(RuntimeError, match=message):
+                kernels.silu_mul(rows, rows)
+        formulas.holds("silu_mul", rows, rows)

@@ -1,92 +1,130 @@
-"""The output of nvcc for all supported chips: registers, spills and wide memory accesses."""
+"""The output of NVRTC for all supported chips: registers, spills, wide memory accesses, seconds."""
 
-import os
-import re
-import shutil
-import subprocess
-from pathlib import Path
+import hashlib
+import time
+from collections import Counter
+from functools import partial
 
 import pytest
+import torch
 
-from fast_video_vae.kernels.cuda_ops.library import CUDA
-from fast_video_vae.tests.kernels.cases import DTYPES
-
-CHIPS = (75, 80, 86, 89, 90, 100, 120)
-SOURCES = sorted(CUDA.sources.glob("*.cu"))
-
-# Flags that PyTorch's builder adds.
-FLAGS = (
-    "-std=c++17", "-O3", "-D__CUDA_NO_HALF_OPERATORS__", "-D__CUDA_NO_HALF_CONVERSIONS__",
-    "-D__CUDA_NO_BFLOAT16_CONVERSIONS__", "-D__CUDA_NO_HALF2_OPERATORS__",
-)  # fmt: skip
+from fast_video_vae.kernels.cuda_ops import binaries
+from fast_video_vae.kernels.cuda_ops.compiler import CompileError
+from fast_video_vae.tests.kernels import nvrtc
 
 # Three blocks of 256 threads in the 65536 registers of a multiprocessor.
 REGISTERS = 80
 
-# Two vectors of 16 bytes as 8 numbers in float32, for each of 256 threads.
+# Two packs of 16 bytes as 8 numbers in float32, for each of 256 threads.
 SHARED_BYTES = 16 << 10
 
+# Seconds for all binaries of a first decode.
+FIRST_DECODE_S = 5.0
 
-@pytest.fixture
-def nvcc():
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    tool = shutil.which("nvcc", path=str(Path(home) / "bin") if home else None)
-    return tool or pytest.skip("nvcc is neither on PATH nor in CUDA_HOME")
-
-
-def compiled(nvcc, source, chip, folder):
-    """Return stack, spills, registers and shared memory of every kernel of a file, from ptxas."""
-    command = [
-        nvcc, *FLAGS, f"-arch=sm_{chip}", "-Werror", "all-warnings", "-Xptxas", "-v,-warn-spills",
-        "-cubin", "-o", str(folder / "kernels.cubin"), str(source),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = {}
-    for part in done.stderr.split("Compiling entry function ")[1:]:
-        name = part.split("'")[1]
-        found[name] = {
-            key: int((re.search(pattern, part) or ["0", "0"])[1])
-            for key, pattern in {
-                "stack": r"(\d+) bytes stack frame",
-                "spilled": r"(\d+) bytes spill stores",
-                "registers": r"Used (\d+) registers",
-                "shared": r"(\d+) bytes smem",
-            }.items()
-        }
-    return found
+# Kernels whose results are a few numbers per frame.
+FEW = {"sum_chunks", "combine_chunks"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
-def test_all_kernels_compile_for_every_chip_without_spills(nvcc, chip, tmp_path):
-    known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True)
-    if f"sm_{chip}" not in known.stdout.split():
-        pytest.skip(f"this nvcc does not know sm_{chip}")
-    for source in SOURCES:
-        found = compiled(nvcc, source, chip, tmp_path)
+@pytest.fixture(autouse=True)
+def library():
+    if nvrtc.compiler() is None:
+        pytest.skip("nvidia-cuda-nvrtc is not installed")
+
+
+def known(chip):
+    if chip not in nvrtc.compiler().chips():
+        pytest.skip(f"{nvrtc.compiler().version} does not know sm_{chip}")
+
+
+def is_default(chip, constants):
+    return chip in (75, 90) and constants["DTYPE"] == "bfloat16" and constants["PACK"] > 1
+
+
+@pytest.mark.parametrize("chip", nvrtc.CHIPS)
+@pytest.mark.parametrize(
+    "default", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["typical", "all"]
+)
+def test_all_kernels_compile_for_every_chip_without_spills(chip, default):
+    known(chip)
+    chosen = [case for case in nvrtc.variants() if not default or is_default(chip, case[1])]
+    for source, constants in chosen:
+        found = nvrtc.resources(source, constants, chip)
         assert found
         for name, used in found.items():
-            assert used["stack"] == used["spilled"] == 0, (name, used)
-            assert used["registers"] <= REGISTERS, (name, used)
-            assert used["shared"] <= SHARED_BYTES, (name, used)
+            case = name, constants, used
+            assert used["stack"] == used["spilled"] == 0, case
+            assert 0 < used["registers"] <= REGISTERS, case
+            assert used["shared"] <= SHARED_BYTES, case
 
 
-@pytest.mark.slow
-def test_packs_are_read_and_written_in_16_bytes(nvcc, tmp_path):
-    """16-bit kernels access eight numbers at a time, or one where memory is misaligned."""
-    for source in SOURCES:
-        path = tmp_path / "kernels.ptx"
-        command = [nvcc, *FLAGS, "-arch=sm_90", "-ptx", "-o", str(path), str(source)]
-        subprocess.run(command, check=True, capture_output=True)
-        bodies = path.read_text().split(".entry ")[1:]
-        packs = [body for body in bodies if re.search(r"Pack\w*Li[48]E", body.split("(")[0])]
-        assert len(packs) >= len(DTYPES), source.name
-        for body in packs:
-            name = body.split("(")[0]
-            assert re.search(r"ld\.global\S*\.v4\.[bfu]32", body), name
-            stores = re.findall(r"st\.(?:global|shared)\S+", body)
-            wide = [store for store in stores if ".v4." in store]
-            assert wide, name
-            if "sum_chunks" not in name:  # its results are few
-                assert wide == stores, name
+@pytest.mark.parametrize("chip", [75, 89, 90])
+def test_packs_are_read_and_written_in_16_bytes(chip):
+    """16-bit kernels access eight numbers at a time where memory is aligned."""
+    pytest.importorskip("triton", reason="the disassembler is part of triton")
+    known(chip)
+    for source, constants in nvrtc.variants():
+        if not is_default(90, constants):
+            continue
+        for name, lines in nvrtc.instructions(source, constants, chip).items():
+            kinds = Counter(line for line in lines if line.startswith(("LDG", "STG", "LDL", "STL")))
+            local = [kind for kind in kinds if kind[2] == "L"]
+            stores = [kind for kind in kinds if kind.startswith("STG")]
+            assert not local, (name, kinds)
+            if name == "combine_chunks":
+                continue
+            assert any(kind.startswith("LDG") and ".128" in kind for kind in kinds), (name, kinds)
+            if name not in FEW:
+                assert all(".128" in kind for kind in stores), (name, kinds)
+
+
+def test_a_mistake_is_reported_by_its_line(monkeypatch, tmp_path):
+    (tmp_path / "wrong.cu").write_text("// one\n__device__ int two = three;\n")
+    monkeypatch.setattr(nvrtc, "SOURCES", tmp_path)
+    with pytest.raises(CompileError, match=r'^wrong\.cu\(2\): error: .*"three"'):
+        nvrtc.compiled("wrong", {}, 90)
+    with pytest.raises(CompileError, match="gpu-architecture"):
+        nvrtc.compiled("wrong", {}, 12345)
+
+
+def test_the_binaries_of_a_first_decode_take_seconds_once(monkeypatch, tmp_path):
+    """The second start reads them."""
+    pytest.importorskip("triton", reason="the launches of a decode need triton")
+    monkeypatch.setenv("FAST_VIDEO_VAE_CACHE", str(tmp_path))
+    cases, option = nvrtc.first_decode(), "--gpu-architecture=sm_89"
+    assert len(cases) > 5
+    known(89)
+
+    def all_of(compiler):
+        started = time.process_time()
+        made = [binaries.binary(compiler, *case, option) for case in cases]
+        return time.process_time() - started, [hashlib.sha256(each).digest() for each in made]
+
+    compiler = nvrtc.compiler()
+    first_s, first = all_of(compiler)
+    assert first_s <= FIRST_DECODE_S
+    monkeypatch.setattr(compiler, "compile", partial(pytest.fail, "it compiles again"))
+    second_s, second = all_of(compiler)
+    assert second == first
+    assert second_s <= 0.1 * first_s
+
+
+def test_a_binary_has_the_functions_that_launches_name():
+    """The names of kernels are not mangled, so the driver finds them."""
+    known(90)
+    for source, constants in nvrtc.variants():
+        if is_default(90, constants):
+            code = nvrtc.compiled(source, constants, 90).code
+            for name in nvrtc.resources(source, constants, 90):
+                assert f".text.{name}\0".encode() in code
+                assert name.isidentifier()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_compiler_of_pytorch_is_found_and_knows_the_device():
+    from fast_video_vae.kernels.cuda_ops import compiler
+
+    found = compiler.compiler()
+    assert compiler.architecture(found, torch.device("cuda", 0)).startswith(
+        "--gpu-architecture=sm_"
+    )

@@ -1,0 +1,111 @@
+"""The CUDA kernels as NVRTC compiles them for chips that this machine lacks.
+
+NVRTC needs no GPU: `pip install nvidia-cuda-nvrtc`. The disassembler is that of the Triton package.
+"""
+
+import functools
+import re
+import subprocess
+import tempfile
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from fast_video_vae.kernels.cuda_ops import runtime
+from fast_video_vae.kernels.cuda_ops.binaries import SOURCES, headers, options
+from fast_video_vae.kernels.cuda_ops.compiler import Compiler, opened
+
+CHIPS = (75, 80, 86, 89, 90, 100, 120)
+
+# Numbers of a pack of 16 bytes.
+_PACKS = {"float": 4, "bfloat16": 8, "half": 8}
+
+_USED = {
+    "stack": r"(\d+) bytes stack frame",
+    "spilled": r"(\d+) bytes spill stores",
+    "registers": r"Used (\d+) registers",
+    "shared": r"(\d+) bytes smem",
+}
+
+
+@functools.cache
+def compiler():
+    """Return NVRTC, or None if it is not installed."""
+    library = opened([f"libnvrtc.so.{major}" for major in (13, 12)])
+    return library and Compiler(library)
+
+
+def variants():
+    """Return the sources with the constants of all binaries that ops can ask for."""
+    found = []
+    for path in sorted(SOURCES.glob("*.cu")):
+        for dtype, wide in _PACKS.items():
+            if path.stem == "softmax" and dtype == "float":
+                continue
+            for pack in (wide, 1):
+                constants = {"DTYPE": dtype, "PACK": pack}
+                found += [
+                    (path.stem, {**constants, **more}) for more in _more(path.stem, constants)
+                ]
+    return found
+
+
+def _more(source, constants):
+    """Return the other constants of a source: results of another dtype have no packs."""
+    if source != "spread":
+        return [{}]
+    kinds = [
+        {"RESULT": result, "SAME": int(result == constants["DTYPE"]), "IMAGES": images}
+        for result, images in product((*_PACKS, "uint8"), (0, 1))
+        if result != "uint8" or images
+    ]
+    return [
+        kind for kind in kinds if constants["PACK"] == 1 or (kind["SAME"] and not kind["IMAGES"])
+    ]
+
+
+def first_decode(family="wan2.1", dtype=torch.bfloat16):
+    """Return the sources with the constants of the binaries that a first decode needs."""
+    from fast_video_vae.tests.kernels.first_run import Process, Run, meta_vae
+
+    process = Process("cuda")
+    process.run(meta_vae(family), Run(17, 480, 832))
+    named = [
+        (source, runtime.dtype_name(kind), dict(more)) for source, kind, *more in process.compiled
+    ]
+    return [(source, {"DTYPE": kind, **more}) for source, kind, more in sorted(named, key=str)]
+
+
+def compiled(source, constants, chip, *more):
+    """Compile a source for a chip, such as 89, with `more` options."""
+    text = (SOURCES / f"{source}.cu").read_text(encoding="utf-8")
+    given = [*options(constants, f"--gpu-architecture=sm_{chip}"), *more]
+    return compiler().compile(text, headers(), given, f"{source}.cu")
+
+
+def resources(source, constants, chip):
+    """Return bytes of stack and spills, registers and shared memory of each kernel of a source."""
+    log = compiled(source, constants, chip, "--ptxas-options=-v").log
+    return {
+        part.split("'")[1]: {
+            key: int((re.search(pattern, part) or ["0", "0"])[1]) for key, pattern in _USED.items()
+        }
+        for part in log.split("Compiling entry function ")[1:]
+    }
+
+
+def instructions(source, constants, chip):
+    """Return the instructions of each kernel of a source, in the assembly of the chip."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled(source, constants, chip).code)
+        text = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
+    found = {}
+    for part in re.split(r"^\.text\.", text, flags=re.MULTILINE)[1:]:
+        lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)", part)
+        found[part.partition(":")[0]] = lines
+    return found

@@ -1,0 +1,199 @@
+"""NVRTC, hiprtc and the drivers: which libraries are opened, and how their functions are called."""
+
+import ctypes
+import functools
+import sys
+
+import pytest
+import torch
+
+from fast_video_vae.kernels.cuda_ops import compiler, driver
+from fast_video_vae.kernels.cuda_ops.compiler import Binary, CompileError, Compiler
+from fast_video_vae.kernels.cuda_ops.driver import Driver
+
+GPU = torch.device("cuda", 0)
+
+
+class Known:
+    """A compiler of some chips."""
+
+    def chips(self):
+        return [75, 80, 86, 89, 90]
+
+
+@pytest.mark.parametrize(
+    ("capability", "option"),
+    [
+        ((7, 5), "sm_75"),
+        ((8, 9), "sm_89"),
+        ((8, 7), "sm_86"),  # unknown: the last known chip of its generation before it
+        ((9, 1), "sm_90"),
+        ((7, 2), "sm_72"),  # no chip of its generation before it: the compiler says so
+        ((12, 0), "sm_120"),
+    ],
+)
+def test_a_chip_that_the_compiler_does_not_know_runs_code_of_its_generation(
+    monkeypatch, capability, option
+):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert compiler.architecture(Known(), GPU) == f"--gpu-architecture={option}"
+
+
+@pytest.mark.parametrize(
+    ("platform", "cuda", "hip", "rtc", "library"),
+    [
+        ("linux", "11.8", None, "libnvrtc.so.11.2", "libcuda.so.1"),
+        ("linux", "12.4", None, "libnvrtc.so.12", "libcuda.so.1"),
+        ("linux", "13.0", None, "libnvrtc.so.13", "libcuda.so.1"),
+        ("win32", "11.8", None, "nvrtc64_112_0.dll", "nvcuda.dll"),
+        ("win32", "12.8", None, "nvrtc64_120_0.dll", "nvcuda.dll"),
+        ("win32", "13.0", None, "nvrtc64_130_0.dll", "nvcuda.dll"),
+        ("linux", None, "6.4.43482", "libhiprtc.so", "libamdhip64.so"),
+        ("win32", None, "7.1.5", "hiprtc0701.dll", "amdhip64_7.dll"),
+    ],
+)
+def test_the_libraries_of_each_platform(monkeypatch, platform, cuda, hip, rtc, library):
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert compiler._names()[0] == rtc
+    assert driver._names(hip)[0] == library
+
+
+def test_the_library_next_to_pytorch_comes_before_the_system(monkeypatch, tmp_path):
+    tried, folder = [], tmp_path / "nvidia" / "cu13" / "lib"
+    folder.mkdir(parents=True)
+    for name in ("libx.so", "libnvrtc-builtins.so.13.0"):
+        (folder / name).touch()
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+
+    def load(place):
+        tried.append(place)
+        if place == fails:
+            raise OSError("does not load")
+        return place
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    path, fails = str(folder / "libx.so"), None
+    assert compiler.opened(["libx.so", "liby.so"]) == path
+    # NVRTC 13.0 finds its builtins only if they are loaded.
+    assert tried == [path, str(folder / "libnvrtc-builtins.so.13.0")]
+    tried.clear()
+    fails = path
+    assert compiler.opened(["libx.so", "liby.so"]) == "libx.so"
+    assert tried == [path, "libx.so"]
+
+
+class Library:
+    """The functions of NVRTC or hiprtc; `status` is that of the compilation."""
+
+    def __init__(self, prefix, kind, status=0, log=b""):
+        self._prefix, self._status = prefix, status
+        self._texts, self.ended = {kind: b"code", "ProgramLog": log + b"\0"}, 0
+
+    def __getattr__(self, name):
+        return functools.partial(self._run, name.removeprefix(self._prefix))
+
+    def _run(self, name, *given):
+        if name == "Version":
+            given[0]._obj.value, given[1]._obj.value = 12, 8
+        elif name == "CreateProgram":
+            _, source, title, count, texts, names = given
+            self.given = source, title, dict(zip(names, texts, strict=True))
+            assert count == len(names)
+        elif name == "CompileProgram":
+            _, count, options = given
+            self.options = list(options)
+            assert count == len(self.options)
+            return self._status
+        elif name == "DestroyProgram":
+            self.ended += 1
+        elif name.endswith("Size"):
+            given[1]._obj.value = len(self._texts[name[3:-4]])
+        else:
+            given[1].raw = self._texts[name[3:]]
+        return 0
+
+
+@pytest.mark.parametrize(("prefix", "kind"), [("nvrtc", "CUBIN"), ("hiprtc", "Code")])
+def test_a_compilation_passes_sources_headers_and_options(prefix, kind):
+    library = Library(prefix, kind, log=b"a warning\n")
+    found = Compiler(library, prefix)
+    assert found.version == f"{prefix} 12.8"
+    made = found.compile("source", {"a.cuh": "a", "b.cuh": "b"}, ["-x", "-y"], "one.cu")
+    assert made == Binary(b"code", "a warning")
+    assert library.given == (b"source", b"one.cu", {b"a.cuh": b"a", b"b.cuh": b"b"})
+    assert library.options == [b"-x", b"-y"]
+    assert library.ended == 1
+
+
+@pytest.mark.parametrize(
+    ("log", "message"),
+    [
+        (b"a.cu(1): warning: x\na.cu(2): error: y\n1 error", "a.cu(2): error: y"),
+        (b"something else\n", "something else"),
+        (b"", "status 6"),
+    ],
+)
+def test_a_failed_compilation_has_its_first_error_as_message(log, message):
+    library = Library("nvrtc", "CUBIN", 6, log)
+    with pytest.raises(CompileError) as error:
+        Compiler(library).compile("", {}, [], "a.cu")
+    assert str(error.value) == message
+    assert library.ended == 1
+
+
+class Functions:
+    """The functions of a driver, which return the `statuses` of a launch one after another."""
+
+    def __init__(self, *statuses):
+        self.calls, self._statuses = [], list(statuses)
+        self._known = {}
+
+    def __getattr__(self, name):
+        if name not in self._known:
+
+            def run(*given):
+                self.calls.append((name, given))
+                if name.endswith("GetErrorString"):
+                    given[1]._obj.value = b"an error"
+                return self._statuses.pop(0) if "LaunchKernel" in name and self._statuses else 0
+
+            self._known[name] = run
+        return self._known[name]
+
+    def names(self):
+        return [name for name, _ in self.calls]
+
+
+@pytest.mark.parametrize(
+    ("hip", "launch"), [(False, "cuLaunchKernel"), (True, "hipModuleLaunchKernel")]
+)
+def test_a_launch_passes_grid_block_stream_and_arguments(hip, launch):
+    functions, prefix = Functions(), "hip" if hip else "cu"
+    module = Driver(functions, hip=hip).load(b"code", 0)
+    for _ in range(2):
+        module.launch("gate_rows", 7, (32, 8), b"argument", 5)
+    loads = [f"{prefix}ModuleLoadData", f"{prefix}ModuleGetFunction"]
+    assert functions.names() == [*loads, launch, launch]
+    *sizes, shared, stream, places, extra = functions.calls[2][1][1:]
+    assert sizes == [7, 1, 1, 32, 8, 1]
+    assert (shared, stream, extra) == (0, 5, None)
+    assert ctypes.string_at(places[0], 8) == b"argument"
+
+
+def test_a_thread_without_a_context_enters_that_of_pytorch():
+    functions = Functions(201, 0)
+    Driver(functions, hip=False).load(b"code", 3).launch("gate_rows", 1, (256, 1), b"", 0)
+    assert functions.names()[2:] == [
+        "cuLaunchKernel", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuLaunchKernel",
+    ]  # fmt: skip
+    assert functions.calls[3][1][1] == 3
+
+
+@pytest.mark.parametrize(("hip", "status"), [(False, 719), (True, 201)])
+def test_an_error_of_the_driver_has_its_number_and_text(hip, status):
+    module = Driver(Functions(status), hip=hip).load(b"code", 0)
+    with pytest.raises(RuntimeError, match=rf"^the driver returned {status} \(an error\)$"):
+        module.launch("gate_rows", 1, (256, 1), b"", 0)

@@ -1,0 +1,366 @@
+"""The CUDA backend from the sources to a launch: the cache on disk, and what is missing or fails.
+
+The compiler and the driver are stand-ins, because no machine without a GPU has both. The binaries
+that they exchange name a source and its options, and the emulator runs it.
+"""
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fast_video_vae import kernels
+from fast_video_vae.kernels import BackendError, errors, use_backend
+from fast_video_vae.kernels.cuda_ops import arguments, binaries, compiler, driver, runtime
+from fast_video_vae.kernels.cuda_ops.compiler import Binary, CompileError
+from fast_video_vae.kernels.errors import Refusal
+from fast_video_vae.tests.kernels import formulas
+from fast_video_vae.tests.kernels.cases import missing, random
+from fast_video_vae.tests.kernels.emulator import library as emulator
+
+CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
+GPU = torch.device("cuda", 0)
+
+
+class StandIn:
+    """A compiler and a driver; `compiled` and `loads` are the names of the sources."""
+
+    version = "nvrtc 13.0"
+
+    def __init__(self):
+        self.compiled, self.loads, self.options = [], [], []
+        self.compiler_error = self.driver_error = None
+
+    def chips(self):
+        return [75, 80, 86, 89, 90]
+
+    def compile(self, text, headers, options, name):
+        if self.compiler_error:
+            raise self.compiler_error
+        self.compiled.append(name)
+        self.options.append(options)
+        return Binary(json.dumps([name, options]).encode(), "")
+
+    def load(self, code, device):
+        if self.driver_error:
+            raise self.driver_error
+        name, options = json.loads(code)
+        self.loads.append(name)
+        macros = [option.removeprefix("-DFVV_").split("=") for option in options if "=" in option]
+        constants = [tuple(each) for each in macros if not each[0].startswith("-")]
+        return emulator.compiled(name.removesuffix(".cu"), frozenset(constants))
+
+
+class Machine:
+    """A machine with a GPU; `restart` begins a new process."""
+
+    def __init__(self, monkeypatch, folder):
+        self._patch, self.folder = monkeypatch, folder
+        self.made = StandIn()
+        refuse = runtime.refuse_device
+        monkeypatch.setattr(runtime, "refuse_device", lambda _: refuse(GPU))
+        monkeypatch.setattr(runtime, "here", lambda _: nullcontext())
+        monkeypatch.setattr(runtime, "stream", lambda _: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(runtime, "compiler", lambda: self.made)
+        monkeypatch.setattr(runtime, "driver", lambda: self.made)
+        # The emulator keeps its own libraries.
+        compiled, constants = emulator.compiled, {"DTYPE": "float", "PACK": 4}
+        compiled("silu_mul", frozenset((name, str(value)) for name, value in constants.items()))
+        monkeypatch.setenv("FAST_VIDEO_VAE_CACHE", str(folder))
+        self.restart()
+
+    def restart(self):
+        self.made = StandIn()
+        self._patch.setattr(runtime, "_modules", {})
+        self._patch.setattr(compiler, "_found", None)
+        self._patch.setattr(errors, "_logged", set())
+
+    def files(self):
+        return sorted(self.folder.rglob("*.*"))
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    if reason := missing("cuda") or (torch.cuda.is_available() and "the stand-ins need the CPU"):
+        pytest.skip(reason)
+    missing("native")  # built outside of the folder of this test, if it is not there yet
+    return Machine(monkeypatch, tmp_path / "cache")
+
+
+def gated(backend="cuda"):
+    """Run a gate on a backend, or on any, and compare it with the formula."""
+    rows = random(4, 16)
+    with use_backend(backend) if backend else nullcontext():
+        formulas.holds("silu_mul", rows, rows)
+
+
+def refused(reason):
+    """Check the reason why the backend refuses a gate, which another one runs."""
+    rows = random(4, 16)
+    with use_backend("cuda"), pytest.raises(BackendError) as error:
+        kernels.silu_mul(rows, rows)
+    assert error.value.reasons == {"cuda": reason}
+    gated(None)
+
+
+def test_a_first_call_compiles_and_a_second_process_reads_the_binary(machine):
+    for _ in range(2):
+        gated()
+    assert machine.made.compiled == ["silu_mul.cu"]
+    assert machine.made.options[0] == [
+        "--gpu-architecture=sm_89", "-std=c++17", "-DFVV_DTYPE=float", "-DFVV_PACK=4",
+    ]  # fmt: skip
+    (path,) = machine.files()
+    assert path.suffix == ".bin"
+    machine.restart()
+    gated()
+    assert machine.made.compiled == []
+    assert machine.made.loads == ["silu_mul.cu"]
+    assert machine.files() == [path]
+
+
+@pytest.mark.parametrize("damage", ["cut", "one byte", "empty", "another file", "a folder"])
+def test_a_damaged_file_is_made_again(machine, damage, caplog):
+    gated()
+    (path,) = machine.files()
+    whole = path.read_bytes()
+    if damage == "a folder":
+        path.unlink()
+        path.mkdir()
+    else:
+        changed = {
+            "cut": whole[:-1],
+            "one byte": whole[:40] + bytes([whole[40] ^ 1]) + whole[41:],
+            "empty": b"",
+            "another file": b"PK" * 100,
+        }
+        path.write_bytes(changed[damage])
+    machine.restart()
+    with caplog.at_level(logging.WARNING):
+        gated()
+    assert machine.made.compiled == ["silu_mul.cu"]
+    if damage == "a folder":
+        (line,) = caplog.messages
+        assert "is not writable" in line
+        return
+    assert path.read_bytes() == whole
+    assert not caplog.messages
+
+
+def test_a_file_of_another_size_than_a_binary_is_not_read(machine, monkeypatch):
+    gated()
+    machine.restart()
+    monkeypatch.setattr(binaries, "_MOST_BYTES", 40)
+    gated()
+    assert machine.made.compiled == ["silu_mul.cu"]
+
+
+def test_all_that_a_binary_is_made_from_is_in_its_key(monkeypatch, tmp_path):
+    for name in ("silu_mul.cu", "rms_norm.cu", "frames.cuh"):
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(binaries, "SOURCES", tmp_path)
+    headers = {"frames.cuh": "a"}
+    monkeypatch.setattr(binaries, "headers", lambda: headers)
+    options = tuple(binaries.options({"PACK": 4, "DTYPE": "half"}, "--gpu-architecture=sm_89"))
+    keys = [binaries.key("silu_mul", (*options, "nvrtc 13.0"))]
+    same = tuple(binaries.options({"DTYPE": "half", "PACK": 4}, "--gpu-architecture=sm_89"))
+    assert binaries.key("silu_mul", (*same, "nvrtc 13.0")) == keys[0]
+    keys += [
+        binaries.key("rms_norm", (*options, "nvrtc 13.0")),
+        binaries.key("silu_mul", (*options, "nvrtc 13.1")),
+        binaries.key("silu_mul", (*options[:-1], "-DFVV_PACK=8", "nvrtc 13.0")),
+        binaries.key("silu_mul", ("--gpu-architecture=sm_90", *options[1:], "nvrtc 13.0")),
+    ]
+    headers["frames.cuh"] = "b"
+    keys.append(binaries.key("silu_mul", (*options, "nvrtc 13.0")))
+    (tmp_path / "silu_mul.cu").write_text("changed")
+    keys.append(binaries.key("silu_mul", (*options, "nvrtc 13.0")))
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (errno.ENOSPC, "No space left on device"),
+        (errno.EROFS, "Read-only file system"),
+        (errno.EACCES, "Permission denied"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_costs_one_line(machine, code, text, monkeypatch, caplog):
+    def denied(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fdopen", denied)
+    with caplog.at_level(logging.WARNING):
+        gated()
+        runtime._modules.clear()
+        gated()
+    assert machine.made.compiled == ["silu_mul.cu"] * 2
+    (line,) = caplog.messages
+    assert f"not writable ({text})" in line
+    assert "FAST_VIDEO_VAE_CACHE" in line
+    assert not machine.files()
+
+
+def test_a_cache_folder_that_is_a_file_costs_one_line(machine, caplog):
+    machine.folder.write_text("")
+    with caplog.at_level(logging.WARNING):
+        gated()
+    assert len(caplog.messages) == 1
+    assert machine.folder.read_text() == ""
+
+
+def test_two_processes_compile_at_once(tmp_path):
+    """Both write the same file; neither reads a part of it, and nothing else remains."""
+    code = (
+        "import runpy, sys, time; runpy.run_path(sys.argv[1])\n"
+        "from fast_video_vae.kernels.cuda_ops import binaries\n"
+        "from fast_video_vae.kernels.cuda_ops.compiler import Binary\n"
+        "class Slow:\n"
+        "    version = '1'\n"
+        "    def compile(self, *_):\n"
+        "        print('compiles', flush=True); sys.stdin.readline()\n"
+        "        return Binary(b'x' * 3_000_000, '')\n"
+        "found = binaries.binary(Slow(), 'silu_mul', {}, 'sm_89')\n"
+        "assert found == b'x' * 3_000_000\n"
+    )
+    environment = {**os.environ, "FAST_VIDEO_VAE_CACHE": str(tmp_path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", code, str(CONFTEST)]
+    both = [subprocess.Popen(command, env=environment, **pipes) for _ in range(2)]
+    for process in both:
+        assert process.stdout.readline() == "compiles\n"
+    for process in both:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in both:
+        process.communicate()
+        assert process.returncode == 0
+    (path,) = (each for each in tmp_path.rglob("*") if each.is_file())
+    content = path.read_bytes()
+    assert content[:32] == hashlib.sha256(content[32:]).digest()
+
+
+def test_a_source_that_does_not_compile_is_refused_with_one_line(machine, caplog):
+    machine.made.compiler_error = CompileError("silu_mul.cu(3): error: no such type")
+    reason = "its kernels for silu_mul failed (silu_mul.cu(3): error: no such type)"
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            refused(reason)
+    (line,) = caplog.messages
+    assert reason in line
+    assert not machine.files()
+
+
+def test_a_binary_that_does_not_load_is_refused_with_one_line(machine, caplog):
+    machine.made.driver_error = RuntimeError("the driver returned 209 (no kernel image)")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            refused("its kernels for silu_mul failed (the driver returned 209 (no kernel image))")
+    assert len(caplog.messages) == 1
+
+
+def test_memory_that_runs_out_while_a_binary_loads_is_not_remembered(machine, caplog):
+    machine.made.driver_error = RuntimeError("the driver returned 2 (out of memory)")
+    rows = random(4, 16)
+    with caplog.at_level(logging.WARNING):
+        with use_backend("cuda"), pytest.raises(RuntimeError, match="out of memory"):
+            kernels.silu_mul(rows, rows)
+        machine.made.driver_error = None
+        gated()
+    assert not caplog.messages
+
+
+def test_nothing_is_loaded_while_a_graph_is_captured(machine, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        refused("nothing is loaded while a CUDA graph is captured")
+    gated()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    gated()
+
+
+def test_a_pytorch_without_cuda_is_refused_without_a_line(machine, monkeypatch, caplog):
+    monkeypatch.setattr(runtime, "compiler", compiler.compiler)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with caplog.at_level(logging.WARNING):
+        refused("this PyTorch is built without CUDA")
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("library", [None, object()])
+def test_a_missing_or_broken_compiler_is_refused_with_one_line(
+    machine, monkeypatch, caplog, library
+):
+    opened = []
+    monkeypatch.setattr(runtime, "compiler", compiler.compiler)
+    monkeypatch.setattr(compiler, "opened", lambda names: opened.append(names) or library)
+    reason = "there is no libnvrtc.so.13" if library is None else "has no attribute 'nvrtcVersion'"
+    rows = random(4, 16)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with use_backend("cuda"), pytest.raises(BackendError, match=reason):
+                kernels.silu_mul(rows, rows)
+            gated(None)
+            runtime._modules.clear()  # another source asks again
+    (line,) = caplog.messages
+    assert reason in line
+    assert "install PyTorch again" in line
+    assert len(opened) == 1
+
+
+def test_a_missing_driver_is_refused_without_a_line(machine, monkeypatch, caplog):
+    monkeypatch.setattr(runtime, "driver", driver.driver.__wrapped__)
+    monkeypatch.setattr(driver, "opened", lambda _: None)
+    with caplog.at_level(logging.WARNING):
+        refused("the driver's library libcuda.so.1 does not load")
+    assert not caplog.messages
+
+
+def test_the_backend_can_be_disabled(monkeypatch):
+    runtime.refuse_device(GPU)
+    monkeypatch.setenv("FAST_VIDEO_VAE_CUDA", "0")
+    with pytest.raises(Refusal, match="FAST_VIDEO_VAE_CUDA=0 disables it"):
+        runtime.refuse_device(GPU)
+    with use_backend("cuda"):
+        runtime.refuse_device(GPU)
+
+
+def test_kernels_run_on_the_device_of_the_tensors(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert isinstance(runtime.here(GPU), torch.cuda.device)
+    assert isinstance(runtime.here(torch.device("cuda", 1)), nullcontext)
+
+
+@settings(deadline=None)
+@given(by=st.integers(1, 2**31 - 1), n=st.integers(0, 2**31 - 1))
+@example(by=1, n=2**31 - 1)
+@example(by=2**31 - 1, n=2**31 - 1)
+@example(by=2**30 + 1, n=2**31 - 1)
+def test_divisors_divide_every_count(by, n):
+    """The arithmetic of `divide` in frames.cuh, in 32 bits."""
+    _, (same, magic, shift) = arguments.divisor(by)
+    assert same == by
+    assert magic < 2**32
+    total = (n * magic >> 32) + n
+    assert total < 2**32
+    assert total >> shift == n // by
+
+
+def test_a_divisor_of_more_than_31_bits_is_refused():
+    with pytest.raises(Refusal, match="31 bits"):
+        arguments.divisor(2**31)
