@@ -43,7 +43,7 @@ from .gpu_config import GPUConfig, gpu_config
 from .measure import synchronize
 from .messages import LINE, guarded, line, padded, shown
 from .shapes import convolved, interleaved, merged, new_video, shuffled
-from .support import NativeLibrary, Support, backend_matrix, native_library
+from .support import NativeLibrary, Support, backend_matrix, gpu_compiler, native_library
 from .tensor_files import PICKLE, SAFETENSORS, ZIP, Header, Place, kind_of, read_header
 from .warmup_log import Preparation, preparations, preparing
 
@@ -72,6 +72,7 @@ __all__ = [
     "conv_fuses",
     "fp16_pays",
     "frames_to_images",
+    "gpu_compiler",
     "gpu_config",
     "group_norm_silu",
     "group_norm_statistics",

@@ -10,6 +10,7 @@ from . import sample_inputs, shapes
 from .backends import CONVOLUTIONS, ORDER
 from .constraints import DTYPES
 from .convolution.weight import ConvWeight
+from .cuda_ops.compiler import compiler
 from .dispatch import ask
 from .errors import Refusal
 from .native_ops.library import CPU
@@ -92,6 +93,16 @@ def native_library() -> NativeLibrary:
         instructions, missing = None, str(refusal)
     path = next(CPU.folder().glob("*.so"), None)
     return NativeLibrary(path, instructions, missing)
+
+
+def gpu_compiler() -> str:
+    """Return the compiler of the backend `cuda` with its version, or "none" and why."""
+    try:
+        return (
+            f"{compiler().version}; cuda needs no Triton and no toolkit, so it runs on Windows too"
+        )
+    except Refusal as refusal:
+        return f"none for GPUs ({refusal})"
 
 
 def _support(op: str, device: str, backend: str, dtype: torch.dtype) -> Support:

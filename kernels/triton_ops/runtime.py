@@ -131,8 +131,8 @@ def _try(device: torch.device) -> str:
         importlib.import_module("triton")
     except ImportError:
         log_once(
-            "Triton is not installed, so slower kernels are used: pip install triton "
-            "(on Windows: triton-windows)"
+            "Triton is not installed, so kernels in CUDA C++ are used; its convolutions can be "
+            "faster: pip install triton (on Windows: triton-windows)"
         )
         return "triton is not installed"
     except Exception as error:  # a broken installation raises anything

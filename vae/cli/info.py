@@ -7,7 +7,14 @@ from pathlib import Path
 
 import torch
 
-from ...kernels import Support, backend_matrix, gpu_config, native_library, padded
+from ...kernels import (
+    Support,
+    backend_matrix,
+    gpu_compiler,
+    gpu_config,
+    native_library,
+    padded,
+)
 from ..bench.report import dtype_label
 from ..model import VideoVAE
 from ..planning.device_memory import free_bytes
@@ -117,6 +124,7 @@ def backend_report() -> str:
         "CPU": f"{torch.backends.cpu.get_cpu_capability()}, {threads} threads"
         + (f"; native uses {library.instructions}" if library.instructions else ""),
         "CUDA": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "compiler": gpu_compiler(),
         "library": str(library.path or "none"),
         "missing": library.missing or "nothing",
     }

@@ -79,12 +79,11 @@ def busy_us(spans: Iterable[Span]) -> float:
 def own_names() -> frozenset[str]:
     """Return the names of this pack's Triton and CUDA kernels, read from their sources."""
     root = Path(kernels.__file__).parent
-    patterns = {"*.py": r"@triton\.jit[^\n]*\ndef (\w+)", "*.cu*": r"__global__[^;{]*?(\w+)\("}
+    patterns = {"*.py": r"@triton\.jit[^\n]*\ndef (\w+)", "*.cu*": r"FVV_KERNEL (\w+)\("}
     found: set[str] = set()
     for files, pattern in patterns.items():
         for path in root.rglob(files):
-            text = re.sub(r"__launch_bounds__\([^)]*\)", "", path.read_text(encoding="utf-8"))
-            found |= set(re.findall(pattern, text))
+            found |= set(re.findall(pattern, path.read_text(encoding="utf-8")))
     return frozenset(found)
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +28,7 @@ _FRAMES = 4
 _WIDTHS = (96, 192, 384)
 _MORE_WIDTHS = (160, 256, 512, 640, 1024)
 
+_GPU = {"triton": "Triton", "cuda": "CUDA C++"}
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -85,10 +85,8 @@ def cases(session: Session) -> list[Case]:
 
 def forced(backend: str, device: torch.device, op: str, *args: Any, **kwargs: Any) -> Tensor:
     """Run `op` with `args` and `kwargs` on `backend`, without fallback to another one."""
-    if backend == "triton" and device.type != "cuda":
-        raise Missing("Triton is for GPUs")
-    if backend == "cuda" and os.environ.get("FAST_VIDEO_VAE_CUDA") != "1":
-        raise Missing("FAST_VIDEO_VAE_CUDA=1 enables the CUDA C++ kernels, which are built first")
+    if device.type != "cuda" and backend in _GPU:
+        raise Missing(f"{_GPU[backend]} is for GPUs")
     with use_backend(backend):
         return ask(backend, op, *args, **kwargs)
 

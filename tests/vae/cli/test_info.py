@@ -5,12 +5,13 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.kernels import Support, backend_matrix, native_library
+from fast_video_vae.kernels import Support, backend_matrix, native_library, support
 from fast_video_vae.kernels.backends import CONVOLUTIONS, ORDER
 from fast_video_vae.tests.builders import decoder_of, module_command, random_state_dict, succeeded
 
@@ -120,6 +121,18 @@ SWITCHED_OFF = (
 )
 NO_COMPILER = {"CXX": "no-such-compiler"}, "the C++ compiler no-such-compiler is not installed"
 NO_BUILD = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no native build")
+
+
+def test_the_compiler_of_the_gpu_kernels_is_named(lines_of, matrix, monkeypatch):
+    """On Windows without Triton it is what compiles the kernels."""
+    monkeypatch.setattr(info, "backend_matrix", lambda: matrix)
+    if torch.version.cuda is None:
+        line = "compiler  none for GPUs (this PyTorch is built without CUDA)"
+        assert line in lines_of("--backends", "--quiet")
+    found = SimpleNamespace(version="nvrtc 12.8")
+    monkeypatch.setattr(support, "compiler", lambda: found)
+    (line,) = (each for each in lines_of("--backends", "--quiet") if each.startswith("compiler"))
+    assert line.startswith("compiler  nvrtc 12.8; cuda needs no Triton and no toolkit")
 
 
 @pytest.mark.parametrize(
