@@ -113,7 +113,7 @@ def group_norm_silu(
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     """Compute `group_norm_statistics(x, groups, eps)` for `x` `[B, C, T, H, W]`.
 
-    The division into chunks depends on the size only, so that two calls are bit-identical.
+    The division into chunks depends on the size only, so two calls are bit-identical.
 
     Args:
         x: `[B, C, T, H, W]`, channels-last.
@@ -138,9 +138,9 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     arguments = packed(video(x), pointer(partial), work.fields, ("III", (share, pixels, channels)))
     threads = _threads(channels // pack)
     launch("group_norm", "sum_chunks", x, work.count, threads, arguments, PACK=pack)
-    work = items(groups, batch * frames, 1)
+    work = items(groups, frames, batch)
     arguments = packed(
-        pointer(partial), pointer(statistics), work.fields,
+        video(x), pointer(partial), pointer(statistics), work.fields,
         ("IIIiif", (chunks, share, pixels, channels, size, eps)),
     )  # fmt: skip
     wide = min(_WARP, 1 << (size - 1).bit_length())

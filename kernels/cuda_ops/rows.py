@@ -24,7 +24,7 @@ def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
     ]
     pack = pack_of(x.dtype, channels, *rows)
     packs = x.numel() // pack
-    refuse_counts(packs + _ITEM)
+    refuse_counts(packs + _ITEM, channels)
     count = blocks(packs, _ITEM)
     pointers = ("PPP", tuple(each.data_ptr() for each in tensors))
     sizes = ("II", (count, packs))

@@ -240,7 +240,7 @@ def _cuda_sums(op: Any, size: int, _: Any) -> Traffic:
 
 
 def _cuda_combination(op: Any, _: int, __: Any) -> Traffic:
-    read = op.items.frames.by * op.chunks * 2 * op.channels * 4
+    read = _videos(op.items) * op.items.frames.by * op.chunks * 2 * op.channels * 4
     return Traffic("combination of group norm", read, op.items.count * 2 * 4)
 
 

@@ -97,6 +97,38 @@ def test_pixels_longer_than_the_registers_of_a_team_are_correct(dtype, channels)
         formulas.holds("group_norm_silu", x, weight, bias, 5 if channels == 1025 else 8)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("outlier", "rest", "deviation"), [(1000.3, 0.1, 0.0), (0.0, 1.7, 0.0), (30.7, 0.1, 1.0)]
+)
+def test_outliers_do_not_reduce_the_precision_of_a_variance(dtype, outlier, rest, deviation):
+    """The first pixel of a frame, of a chunk and of a thread: each of them may be the outlier."""
+    x = video(1, 256, 1, 16, 64).mul_(deviation).add_(rest)
+    for pixel in (0, 7, 300):
+        x[..., pixel // 64, pixel % 64] = outlier
+        with use_backend("cuda"):
+            formulas.holds("group_norm_statistics", x.to(dtype), 32, 1e-6)
+
+
+@pytest.mark.parametrize(("mean", "deviation"), [(50.0, 0.01), (1e3, 1.0), (1e4, 1.0), (-3e4, 0.5)])
+@pytest.mark.parametrize("channels", [24, 64])
+def test_group_norm_of_a_small_frame_far_from_zero(mean, deviation, channels):
+    """A thread has one pixel, whose distance from the others is as large as the deviation."""
+    x = video(1, channels, 2, 8, 8).mul_(deviation).add_(mean)
+    with use_backend("cuda"):
+        formulas.holds("group_norm_statistics", x, 4, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("number", [10.3, 1000.3, 1e36])
+def test_a_constant_frame_becomes_the_bias_of_a_group_norm(dtype, number):
+    x = torch.full((1, 2, 5, 7, 12), number, dtype=dtype).movedim(-1, 1)
+    weight, bias = random(2, 12)
+    with use_backend("cuda"):
+        y = kernels.group_norm_silu(x, weight, bias, 3, silu=False)
+    assert torch.equal(y, bias.to(dtype).view(1, 12, 1, 1, 1).expand_as(y))
+
+
 def far(x, frames=0):
     """Copy `x` to frames that are more than 2^32 numbers apart, after `frames` others.
 
@@ -188,8 +220,20 @@ def test_the_softmax_keeps_infinities_and_nan(columns):
     assert actual[0, 1].tolist() == [0] * (columns - 1) + [LIFT]
 
 
+@pytest.mark.skipif(not EMULATED, reason="the products of the emulator are those of the CPU")
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("length", [1, 33, 128])
+def test_attention_in_blocks_with_this_softmax_equals_the_formula(dtype, length):
+    q, k, v = random(2, length, 3 * 384, dtype=dtype).chunk(3, -1)
+    with use_backend("cuda"):
+        result = kernels.attention(q, k, v)
+    formulas.check(result, *formulas.attention(q, k, v))
+
+
 def test_attention_refuses_small_heads_and_dtypes_without_mixed_products(monkeypatch):
     small, wide = torch.ones(1, 4, 64, dtype=torch.bfloat16), torch.ones(1, 4, 384)
+    with use_backend("cuda"), pytest.raises(BackendError, match=r"q is \[4, 64\]; expected \[B, N"):
+        kernels.attention(small[0], small[0], small[0])
     monkeypatch.setattr(attention, "multiplies_mixed", lambda *_: False)
     with use_backend("cuda"):
         with pytest.raises(BackendError, match="heads of up to 256"):

@@ -1,11 +1,11 @@
 // Group norm of frames: the statistics of chunks of pixels, their combination, then the result.
 //
-// The variance is never the difference of two large numbers. A thread sums the distances of its
-// values from its first value. The square of that value's own distance from their mean is part of
-// the sum, so the subtraction cancels no more digits than the sum has. Threads, then chunks, are
-// combined by their means and their centred sums of squares (Chan, Golub and LeVeque, "Updating
-// Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979), in an order that
-// depends on sizes only.
+// The variance is never the difference of two large numbers, and a mean that is large against the
+// deviation costs no digits. All means are distances from the first pixel of the frame. A thread
+// updates the mean and the sum of squares about it with each value (Welford, "Note on a Method for
+// Calculating Corrected Sums of Squares and Products", 1962). Threads, then chunks, are combined by
+// both (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+// Variances", 1979), in an order that depends on sizes and alignment only.
 #include "sums.cuh"
 #include "window.cuh"
 
@@ -13,16 +13,17 @@ namespace fast_video_vae {
 
 struct Chunks {
   Video x;
-  float* partial;  // [B * T, chunks, 2, C]: mean, and sum of squares about it
+  float* partial;  // [B * T, chunks, 2, C]: mean less the first pixel, sum of squares about it
   Items items;     // parts are the chunks
   uint32 share, pixels;  // of a chunk, of a frame
   int channels;
 };
 
 struct Groups {
+  Video x;
   const float* partial;  // of `Chunks`
   float* statistics;     // [B * T, 2, groups]: mean and 1 / sqrt(var + eps)
-  Items items;           // parts are the groups; one video
+  Items items;           // parts are the groups
   uint32 chunks, share, pixels;
   int channels, size;  // of a group
   float eps;
@@ -49,17 +50,16 @@ __device__ __forceinline__ float pixels_of(const Groups& op, uint32 chunk) {
   return static_cast<float>(left < op.share ? left : op.share);
 }
 
-// Factors and offsets of the channels from `channel` on.
+// Means and factors of the channels from `channel` on.
 __device__ __forceinline__ void affine(const GroupNorm& op, int64 frame, int channel,
-                                       float (&scale)[N], float (&offset)[N]) {
-  const float* mean = op.statistics + frame * 2 * op.groups;
+                                       float (&mean)[N], float (&scale)[N]) {
+  const float* statistics = op.statistics + frame * 2 * op.groups;
   widen(op.weight, channel, scale);
-  widen(op.bias, channel, offset);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     const uint32 group = divide(channel + i, op.size);
-    scale[i] *= mean[op.groups + group];
-    offset[i] -= mean[group] * scale[i];
+    mean[i] = statistics[group];
+    scale[i] *= statistics[op.groups + group];
   }
 }
 
@@ -80,32 +80,29 @@ FVV_KERNEL sum_chunks(const Chunks op) {
     // Pixels of the threads of a row of the block.
     const auto pixels_of = [&](int row) { return each + (row < more ? 1 : 0); };
     const int mine = pixels_of(row);
-    const T* x = frame_of(op.x, at.video, at.frame) + static_cast<int64>(start) * channels;
+    const T* pixels = frame_of(op.x, at.video, at.frame);
+    const T* x = pixels + static_cast<int64>(start) * channels;
     float* partial = op.partial + static_cast<int64>(item) * 2 * channels;
 
     for (int slice = 0; slice < channels; slice += wide) {
       const int channel = slice + threadIdx.x * N;
       if (mine && channel < channels) {
-        float base[N], sum[N] = {}, square[N] = {};
-        Floats mean, about;
+        float base[N];
+        Floats mean{}, about{};
         const T* from = x + static_cast<int64>(row) * channels + channel;
-        widen(load<Pack>(from), base);
+        widen(load<Pack>(pixels + channel), base);
 #pragma unroll 4
-        for (int k = 1; k < mine; ++k) {
+        for (int k = 0; k < mine; ++k) {
           float v[N];
           widen(load<Pack>(from + static_cast<int64>(k) * rows * channels), v);
+          const float share = __fdividef(1.0f, k + 1);
 #pragma unroll
           for (int i = 0; i < N; ++i) {
             v[i] -= base[i];
-            sum[i] += v[i];
-            square[i] += v[i] * v[i];
+            const float apart = v[i] - mean.numbers[i];
+            mean.numbers[i] += apart * share;
+            about.numbers[i] += apart * (v[i] - mean.numbers[i]);
           }
-        }
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-          const float moved = sum[i] / mine;
-          mean.numbers[i] = base[i] + moved;
-          about.numbers[i] = square[i] - sum[i] * moved;
         }
         *reinterpret_cast<Floats*>(means + place * N) = mean;
         *reinterpret_cast<Floats*>(squares + place * N) = about;
@@ -134,21 +131,22 @@ FVV_KERNEL sum_chunks(const Chunks op) {
 FVV_KERNEL combine_chunks(const Groups op) {
   for (uint32 item = blockIdx.x; item < op.items.count; item += gridDim.x) {
     const Place at = place_of(op.items, item);
-    const int64 frame = at.frame;
+    const int64 frame = at.video * op.items.frames.by + at.frame;
     const float* partial = op.partial + frame * op.chunks * 2 * op.channels + at.part * op.size;
-    const float base = partial[0], numbers = static_cast<float>(op.pixels) * op.size;
+    const T* first = frame_of(op.x, at.video, at.frame) + at.part * op.size;
+    const float base = widen(first[0]), numbers = static_cast<float>(op.pixels) * op.size;
     float sum = 0, square = 0;
     for (uint32 chunk = threadIdx.y; chunk < op.chunks; chunk += blockDim.y) {
       const float* mean = partial + static_cast<int64>(chunk) * 2 * op.channels;
       for (int c = threadIdx.x; c < op.size; c += blockDim.x) {
-        sum += pixels_of(op, chunk) * (mean[c] - base);
+        sum += pixels_of(op, chunk) * (widen(first[c]) - base + mean[c]);
       }
     }
     const float moved = sum_of_block(sum) / numbers;
     for (uint32 chunk = threadIdx.y; chunk < op.chunks; chunk += blockDim.y) {
       const float* mean = partial + static_cast<int64>(chunk) * 2 * op.channels;
       for (int c = threadIdx.x; c < op.size; c += blockDim.x) {
-        const float apart = mean[c] - base - moved;
+        const float apart = widen(first[c]) - base + mean[c] - moved;
         square += mean[op.channels + c] + pixels_of(op, chunk) * apart * apart;
       }
     }
@@ -173,8 +171,8 @@ FVV_KERNEL write_pixels(const GroupNorm op) {
     const uint32 first = at.part * (rows * kPixels * kRounds) + threadIdx.y;
 
     for (int channel = threadIdx.x * N; channel < w.channels; channel += blockDim.x * N) {
-      float scale[N], offset[N];
-      affine(op, number, channel, scale, offset);
+      float mean[N], scale[N];
+      affine(op, number, channel, mean, scale);
 #pragma unroll 1
       for (int round = 0; round < kRounds; ++round) {
         const uint32 start = first + round * (rows * kPixels);
@@ -195,7 +193,8 @@ FVV_KERNEL write_pixels(const GroupNorm op) {
             float v[N];
             widen(held[k], v);
 #pragma unroll
-            for (int i = 0; i < N; ++i) v[i] = v[i] * scale[i] + offset[i];
+            for (int i = 0; i < N; ++i) v[i] = (v[i] - mean[i]) * scale[i];
+            add(v, op.bias, channel);
             if (w.silu) silu(v);
             y = narrow<T>(v);
           }

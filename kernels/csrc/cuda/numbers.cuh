@@ -177,9 +177,12 @@ __device__ __forceinline__ void add(float (&to)[N], const Vector& vector, int ch
 }
 
 // `y * sigmoid(y)`; NaN for -inf, like the product. `__expf` rounds `y * log2(e)`, so its error
-// grows with `y`, as does that of `exp` for an argument that was rounded. Where the divisor is
-// beyond 2^126, `__fdividef` returns 0, and the quotient is less than 1e-36.
-__device__ __forceinline__ float silu(float y) { return __fdividef(y, 1.0f + __expf(-y)); }
+// grows with `y`, as does that of `exp` for an argument that was rounded. Its argument is negative,
+// so that the divisor is at most 2: `__fdividef` returns 0 where it is beyond 2^126.
+__device__ __forceinline__ float silu(float y) {
+  const float power = __expf(-fabsf(y));
+  return __fdividef(y < 0.0f ? y * power : y, 1.0f + power);
+}
 
 __device__ __forceinline__ void silu(float (&v)[N]) {
 #pragma unroll

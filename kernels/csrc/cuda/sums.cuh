@@ -23,7 +23,7 @@ __device__ __forceinline__ float sum_of_block(float v) {
   return joined(v, [](float a, float b) { return a + b; });
 }
 
-// The largest number; NaN counts as small.
+// The largest of numbers that are not NaN.
 __device__ __forceinline__ float largest_of_block(float v) {
   return joined(v, [](float a, float b) { return a > b ? a : b; });
 }
