@@ -16,11 +16,18 @@ def folder(name: str) -> Path:
     if chosen := os.environ.get("FAST_VIDEO_VAE_CACHE"):
         root = Path(chosen)
     elif sys.platform == "darwin":
-        root = Path.home() / "Library" / "Caches" / "fast-video-vae"
+        root = _home() / "Library" / "Caches" / "fast-video-vae"
     else:
-        user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        root = Path(user) / "fast-video-vae"
+        root = Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "fast-video-vae"
     return root.absolute() / name
+
+
+def _home() -> Path:
+    """Return the user's folder; without one, a path where nothing is found and nothing written."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path(os.devnull)
 
 
 def replace(path: Path, content: bytes) -> None:

@@ -25,8 +25,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         `[B, N, d]`.
 
     Raises:
-        Refusal: The head is small, or PyTorch has no products of the dtype with sums in float32.
+        Refusal: The tensors do not have three dimensions, the head is small, or PyTorch has no
+            products of the dtype with sums in float32.
     """
+    if q.ndim != 3:
+        raise Refusal(f"q is {list(q.shape)}; expected [B, N, d]")
     if q.shape[-1] <= FLASH_HEAD:
         raise Refusal(f"heads of up to {FLASH_HEAD} have flash kernels in PyTorch")
     if not multiplies_mixed(q, k, v):

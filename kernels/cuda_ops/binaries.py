@@ -7,6 +7,7 @@ made again. Files of other versions stay, because several installations can shar
 import functools
 import hashlib
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -73,6 +74,12 @@ def key(source: str, options: tuple[str, ...]) -> str:
     for name, text in headers().items():
         digest.update(f"{name}\0{text}\0".encode())
     return digest.hexdigest()[:32]
+
+
+def kernels(source: str) -> list[str]:
+    """Return the names of the kernels of a source."""
+    text = (SOURCES / f"{source}.cu").read_text(encoding="utf-8")
+    return re.findall(r"^FVV_KERNEL (\w+)\(", text, re.MULTILINE)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ does not come with PyTorch.
 """
 
 import ctypes
+import itertools
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,13 @@ import torch
 from ..errors import Refusal, first_line, log_once
 
 # Where the packages of PyTorch and of NVIDIA have their libraries.
-_FOLDERS = ("torch/lib", "nvidia/*/lib", "nvidia/*/bin", "nvidia/*/bin/x86_64", "_rocm_sdk_*/lib")
+_FOLDERS = (
+    "torch/lib", "nvidia/*/lib", "nvidia/*/bin", "nvidia/*/bin/x86_64", "_rocm_sdk_*/lib",
+    "_rocm_sdk_*/bin",
+)  # fmt: skip
+
+# Jetson's chips, whose code does not run on others of their generation, nor the reverse.
+_EMBEDDED = frozenset((53, 62, 72, 87, 101, 110))
 
 # NVRTC opens this library by its name. Version 13.0 does not look in its own folder, so the library
 # is loaded before.
@@ -60,6 +67,8 @@ class Compiler:
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("Version", ctypes.byref(major), ctypes.byref(minor))
         self.version = f"{prefix} {major.value}.{minor.value}"
+        if torch.version.hip is not None:
+            self.version += f" of ROCm {torch.version.hip}"  # hiprtc is 9.0 in all of them
 
     def chips(self) -> list[int]:
         """Return the chips that NVRTC compiles for; 89 has the compute capability 8.9."""
@@ -153,8 +162,10 @@ def architecture(found: Compiler, device: torch.device) -> str:
     if torch.version.hip is not None:
         return f"--offload-arch={torch.cuda.get_device_properties(device).gcnArchName}"
     major, minor = torch.cuda.get_device_capability(device)
-    generation = range(10 * major, 10 * major + minor + 1)
-    chip = max((each for each in found.chips() if each in generation), default=generation[-1])
+    chip, known = 10 * major + minor, found.chips()
+    if chip not in known:
+        before = {each for each in known if 10 * major <= each < chip} - _EMBEDDED
+        chip = max(before, default=chip)
     return f"--gpu-architecture=sm_{chip}"
 
 
@@ -186,16 +197,14 @@ def opened(names: Iterable[str]) -> ctypes.CDLL | None:
     Returns:
         The library that comes with PyTorch, otherwise the system's; None: there is none.
     """
-    root = Path(torch.__file__).parents[1]
-    for name in names:
-        paths = [path for pattern in _FOLDERS for path in sorted(root.glob(f"{pattern}/{name}"))]
-        for place in (*paths, name):
-            library = _library(place)
+    root, names = Path(torch.__file__).parents[1], list(names)
+    for name, folder in itertools.product(names, _FOLDERS):
+        for path in sorted(root.glob(f"{folder}/{name}")):
+            library = _library(path)
             if library is not None:
-                if isinstance(place, Path):
-                    _builtins.extend(map(_library, sorted(place.parent.glob(_BUILTINS))))
+                _builtins.extend(map(_library, sorted(path.parent.glob(_BUILTINS))))
                 return library
-    return None
+    return next(filter(None, map(_library, names)), None)
 
 
 def _library(place: str | Path) -> ctypes.CDLL | None:

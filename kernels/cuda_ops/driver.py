@@ -8,6 +8,7 @@ device yet has none.
 import ctypes
 import functools
 import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -35,11 +36,15 @@ class Driver:
         word, pointer = ctypes.c_uint, ctypes.c_void_p
         self._launch.argtypes = [pointer, *(word,) * 7, pointer, pointer, pointer]
 
-    def load(self, code: bytes, device: int) -> "Module":
+    def load(self, code: bytes, names: Iterable[str], device: int) -> "Module":
         """Load a binary on a device, which is current.
+
+        The functions are looked up now, because that can load their code, which a captured CUDA
+        graph does not allow.
 
         Args:
             code: The binary.
+            names: Names of its kernels.
             device: Number of the device.
 
         Returns:
@@ -48,15 +53,12 @@ class Driver:
         Raises:
             RuntimeError: The driver refuses the binary, or memory ran out.
         """
-        handle = ctypes.c_void_p()
+        handle, kernels = ctypes.c_void_p(), {}
         self._run(device, self._load, ctypes.byref(handle), code)
-        return Module(self, handle, device)
-
-    def find(self, module: ctypes.c_void_p, kernel: str, device: int) -> ctypes.c_void_p:
-        """Return the `kernel` of a loaded `module` on `device`; a `RuntimeError` if it has none."""
-        found = ctypes.c_void_p()
-        self._run(device, self._get, ctypes.byref(found), module, kernel.encode())
-        return found
+        for name in names:
+            kernels[name] = ctypes.c_void_p()
+            self._run(device, self._get, ctypes.byref(kernels[name]), handle, name.encode())
+        return Module(self, kernels, device)
 
     def launch(self, device: int, *arguments: object) -> None:
         """Call `cuLaunchKernel` with `arguments` on `device`; a `RuntimeError` if it fails."""
@@ -89,9 +91,8 @@ class Driver:
 class Module:
     """Kernels on a device."""
 
-    def __init__(self, driver: Driver, handle: ctypes.c_void_p, device: int) -> None:
-        self._driver, self._handle, self._device = driver, handle, device
-        self._kernels: dict[str, ctypes.c_void_p] = {}
+    def __init__(self, driver: Driver, kernels: Mapping[str, ctypes.c_void_p], device: int) -> None:
+        self._driver, self._kernels, self._device = driver, kernels, device
 
     def launch(
         self, kernel: str, blocks: int, threads: tuple[int, int], arguments: bytes, stream: int
@@ -108,13 +109,10 @@ class Module:
         Raises:
             RuntimeError: The kernel did not start.
         """
-        found = self._kernels.get(kernel)
-        if found is None:
-            found = self._driver.find(self._handle, kernel, self._device)
-            self._kernels[kernel] = found
         memory = ctypes.create_string_buffer(arguments, len(arguments))
         places = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
-        self._driver.launch(self._device, found, blocks, 1, 1, *threads, 1, 0, stream, places, None)
+        grid = blocks, 1, 1, *threads, 1
+        self._driver.launch(self._device, self._kernels[kernel], *grid, 0, stream, places, None)
 
 
 @functools.cache

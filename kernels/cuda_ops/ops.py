@@ -22,7 +22,8 @@ def _op(file: str, name: str) -> Callable[..., Tensor]:
         x = tensors[0]
         runtime.refuse_device(x.device)
         refuse_dtype(x)
-        refuse_subclass(x)
+        for tensor in tensors:
+            refuse_subclass(tensor)
         refuse_gradients(*tensors)
         if not x.numel():
             raise Refusal("the tensor is empty")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..backends import forced
 from ..errors import Refusal, first_line, is_out_of_memory, log_once
-from .binaries import binary
+from .binaries import binary, kernels
 from .compiler import architecture, compiler
 from .driver import Module, driver
 
@@ -140,7 +140,7 @@ def _load(source: str, constants: Mapping[str, object], device: torch.device) ->
     try:
         found = compiler()
         code = binary(found, source, constants, architecture(found, device))
-        return driver().load(code, device.index or 0)
+        return driver().load(code, kernels(source), device.index or 0)
     except Refusal as refusal:
         return str(refusal)
     except Exception as error:  # whatever the compiler and the driver raise

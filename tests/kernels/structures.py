@@ -44,7 +44,7 @@ def arguments(source: str) -> dict[str, type[ctypes.Structure]]:
         fields = _fields(body, known)
         if fields:
             known[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
-    kernels = re.findall(r"FVV_KERNEL (\w+)\(const (\w+) op\)", text)
+    kernels = re.findall(r"^FVV_KERNEL (\w+)\(const (\w+) op\)", text, re.MULTILINE)
     return {kernel: known[name] for kernel, name in kernels}
 
 

@@ -18,7 +18,7 @@ class Known:
     """A compiler of some chips."""
 
     def chips(self):
-        return [75, 80, 86, 89, 90]
+        return [75, 80, 86, 87, 89, 90, 100, 101]
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,8 @@ class Known:
     [
         ((7, 5), "sm_75"),
         ((8, 9), "sm_89"),
-        ((8, 7), "sm_86"),  # unknown: the last known chip of its generation before it
+        ((8, 8), "sm_86"),  # unknown: the last known chip of its generation before it
+        ((10, 3), "sm_100"),  # 10.1 is a Jetson, whose code does not run elsewhere
         ((9, 1), "sm_90"),
         ((7, 2), "sm_72"),  # no chip of its generation before it: the compiler says so
         ((12, 0), "sm_120"),
@@ -83,6 +84,10 @@ def test_the_library_next_to_pytorch_comes_before_the_system(monkeypatch, tmp_pa
     fails = path
     assert compiler.opened(["libx.so", "liby.so"]) == "libx.so"
     assert tried == [path, "libx.so"]
+    tried.clear()
+    fails = None
+    # Another version of the system is not used where PyTorch has a library under another name.
+    assert compiler.opened(["liby.so", "libx.so"]) == path
 
 
 class Library:
@@ -172,12 +177,12 @@ class Functions:
 )
 def test_a_launch_passes_grid_block_stream_and_arguments(hip, launch):
     functions, prefix = Functions(), "hip" if hip else "cu"
-    module = Driver(functions, hip=hip).load(b"code", 0)
+    module = Driver(functions, hip=hip).load(b"code", ["gate_rows", "other"], 0)
     for _ in range(2):
         module.launch("gate_rows", 7, (32, 8), b"argument", 5)
-    loads = [f"{prefix}ModuleLoadData", f"{prefix}ModuleGetFunction"]
-    assert functions.names() == [*loads, launch, launch]
-    *sizes, shared, stream, places, extra = functions.calls[2][1][1:]
+    get = f"{prefix}ModuleGetFunction"
+    assert functions.names() == [f"{prefix}ModuleLoadData", get, get, launch, launch]
+    *sizes, shared, stream, places, extra = functions.calls[3][1][1:]
     assert sizes == [7, 1, 1, 32, 8, 1]
     assert (shared, stream, extra) == (0, 5, None)
     assert ctypes.string_at(places[0], 8) == b"argument"
@@ -185,7 +190,9 @@ def test_a_launch_passes_grid_block_stream_and_arguments(hip, launch):
 
 def test_a_thread_without_a_context_enters_that_of_pytorch():
     functions = Functions(201, 0)
-    Driver(functions, hip=False).load(b"code", 3).launch("gate_rows", 1, (256, 1), b"", 0)
+    Driver(functions, hip=False).load(b"code", ["gate_rows"], 3).launch(
+        "gate_rows", 1, (256, 1), b"", 0
+    )
     assert functions.names()[2:] == [
         "cuLaunchKernel", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuLaunchKernel",
     ]  # fmt: skip
@@ -194,6 +201,6 @@ def test_a_thread_without_a_context_enters_that_of_pytorch():
 
 @pytest.mark.parametrize(("hip", "status"), [(False, 719), (True, 201)])
 def test_an_error_of_the_driver_has_its_number_and_text(hip, status):
-    module = Driver(Functions(status), hip=hip).load(b"code", 0)
+    module = Driver(Functions(status), hip=hip).load(b"code", ["gate_rows", "other"], 0)
     with pytest.raises(RuntimeError, match=rf"^the driver returned {status} \(an error\)$"):
         module.launch("gate_rows", 1, (256, 1), b"", 0)
