@@ -7,8 +7,12 @@ Environment:
 import os
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
+
+# Older temporary files were left by a process that was killed.
+_STALE_S = 3600
 
 
 def folder(name: str) -> Path:
@@ -41,6 +45,7 @@ def replace(path: Path, content: bytes) -> None:
         OSError: The folder or the file cannot be written; an older file is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    _clear_stale(path.parent)
     handle, name = tempfile.mkstemp(prefix=f"{path.stem}-", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -50,3 +55,10 @@ def replace(path: Path, content: bytes) -> None:
         with suppress(OSError):
             Path(name).unlink()
         raise
+
+
+def _clear_stale(folder: Path) -> None:
+    for path in folder.glob("*.tmp"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _STALE_S:
+                path.unlink()

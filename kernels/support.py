@@ -1,5 +1,6 @@
 """Support of each op by each backend, found by running a small call of each."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,10 +98,10 @@ def native_library() -> NativeLibrary:
 
 def gpu_compiler() -> str:
     """Return the compiler of the backend `cuda` with its version, or "none" and why."""
+    if os.environ.get("FAST_VIDEO_VAE_CUDA") == "0":
+        return "not used (FAST_VIDEO_VAE_CUDA=0 disables cuda)"
     try:
-        return (
-            f"{compiler().version}; cuda needs no Triton and no toolkit, so it runs on Windows too"
-        )
+        return f"{compiler().version}; cuda needs no Triton and no toolkit, also on Windows"
     except Refusal as refusal:
         return f"none for GPUs ({refusal})"
 

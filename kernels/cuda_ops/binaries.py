@@ -77,7 +77,7 @@ def key(source: str, options: tuple[str, ...]) -> str:
 
 
 def kernels(source: str) -> list[str]:
-    """Return the names of the kernels of a source."""
+    """Return the names of the kernels in the file `source`."""
     text = (SOURCES / f"{source}.cu").read_text(encoding="utf-8")
     return re.findall(r"^FVV_KERNEL (\w+)\(", text, re.MULTILINE)
 

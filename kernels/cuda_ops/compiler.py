@@ -158,6 +158,9 @@ def architecture(found: Compiler, device: torch.device) -> str:
 
     Returns:
         The option.
+
+    Raises:
+        Refusal: The compiler knows no such chip.
     """
     if torch.version.hip is not None:
         return f"--offload-arch={torch.cuda.get_device_properties(device).gcnArchName}"
@@ -165,7 +168,9 @@ def architecture(found: Compiler, device: torch.device) -> str:
     chip, known = 10 * major + minor, found.chips()
     if chip not in known:
         before = {each for each in known if 10 * major <= each < chip} - _EMBEDDED
-        chip = max(before, default=chip)
+        if not before:
+            raise Refusal(f"{found.version} knows no chip of compute capability {major}.{minor}")
+        chip = max(before)
     return f"--gpu-architecture=sm_{chip}"
 
 
@@ -182,8 +187,8 @@ def _load() -> Compiler | str:
         except (CompileError, AttributeError) as error:
             reason = first_line(error)
     log_once(
-        f"{prefix} of PyTorch does not load ({reason}), so slower kernels run where Triton does "
-        "not; install PyTorch again"
+        f"{prefix} of PyTorch does not load ({reason}), so GPUs run without the backend cuda; "
+        "install PyTorch again"
     )
     return f"{prefix} does not load ({reason})"
 
@@ -199,12 +204,20 @@ def opened(names: Iterable[str]) -> ctypes.CDLL | None:
     """
     root, names = Path(torch.__file__).parents[1], list(names)
     for name, folder in itertools.product(names, _FOLDERS):
-        for path in sorted(root.glob(f"{folder}/{name}")):
+        for path in _listed(root, f"{folder}/{name}"):
             library = _library(path)
             if library is not None:
-                _builtins.extend(map(_library, sorted(path.parent.glob(_BUILTINS))))
+                _builtins.extend(map(_library, _listed(path.parent, _BUILTINS)))
                 return library
     return next(filter(None, map(_library, names)), None)
+
+
+def _listed(folder: Path, pattern: str) -> list[Path]:
+    """Return the files in `folder` that match; none if it cannot be read."""
+    try:
+        return sorted(folder.glob(pattern))
+    except OSError:
+        return []
 
 
 def _library(place: str | Path) -> ctypes.CDLL | None:

@@ -4,6 +4,7 @@ Environment:
     FAST_VIDEO_VAE_CUDA: 0 disables this backend.
 """
 
+import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ from ..errors import Refusal, first_line, is_out_of_memory, log_once
 from .binaries import binary, kernels
 from .compiler import architecture, compiler
 from .driver import Module, driver
+
+_logger = logging.getLogger(__name__)
 
 # Most blocks of a launch, each of which does several items: some hundred per multiprocessor, so
 # that the last ones take no time.
@@ -36,6 +39,9 @@ _NAMES = {
 # Compiled kernels, or the reason why there are none, by device, source and constants.
 _Key = tuple[int, str, frozenset[tuple[str, object]]]
 _modules: dict[_Key, Module | str] = {}
+
+# Sources that failed; the first one is logged.
+_failed: list[str] = []
 _lock = threading.Lock()
 
 
@@ -146,9 +152,16 @@ def _load(source: str, constants: Mapping[str, object], device: torch.device) ->
     except Exception as error:  # whatever the compiler and the driver raise
         if is_out_of_memory(error):
             raise
-        reason = f"its kernels for {source} failed ({first_line(error)})"
-        log_once(f"cuda: {reason}; a slower backend runs such calls. Try another driver or PyTorch")
-        return reason
+        cause = first_line(error)
+        if _failed:  # a driver or compiler that fails does so for every source
+            _logger.debug("cuda: its kernels for %s failed (%s)", source, cause)
+        else:
+            log_once(
+                f"cuda: its kernels failed ({cause}); a slower backend runs such calls. Try "
+                "another driver or PyTorch"
+            )
+        _failed.append(source)
+        return f"its kernels for {source} failed ({cause})"
 
 
 def here(device: torch.device) -> AbstractContextManager[object]:

@@ -18,12 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import Refusal
+from ..reference.attention import FLASH_HEAD
 from .runtime import interpreted, launch
 from .scalars import narrow
 from .tiles import blocks, refuse_span
-
-# Heads up to this size use PyTorch's own flash kernels.
-_FLASH_HEAD = 256
 
 # Triton's interpreter multiplies bfloat16 incorrectly, so products use float32 there.
 _WIDEN = tl.constexpr(interpreted())
@@ -91,8 +89,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if x.stride(-1) != 1:
             raise Refusal(f"the last dimension of {name} is not dense")
     batch, length, channels = q.shape
-    if channels <= _FLASH_HEAD:
-        raise Refusal(f"heads of up to {_FLASH_HEAD} have flash kernels in PyTorch")
+    if channels <= FLASH_HEAD:
+        raise Refusal(f"heads of up to {FLASH_HEAD} have flash kernels in PyTorch")
     parts = head_parts(channels)
     # Without a GPU, assume the chips with the least shared memory.
     chip = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 6)

@@ -131,8 +131,8 @@ def _try(device: torch.device) -> str:
         importlib.import_module("triton")
     except ImportError:
         log_once(
-            "Triton is not installed, so kernels in CUDA C++ are used; its convolutions can be "
-            "faster: pip install triton (on Windows: triton-windows)"
+            "Triton is not installed, so other kernels are used; its own can be faster: "
+            "pip install triton (on Windows: triton-windows)"
         )
         return "triton is not installed"
     except Exception as error:  # a broken installation raises anything
@@ -156,7 +156,7 @@ def _try(device: torch.device) -> str:
 def _complain(what: str, error: Exception) -> str:
     cause = _first_line(error)
     log_once(
-        f"Triton {what}, so slower kernels are used ({cause}). It needs a C compiler (set CC), the "
+        f"Triton {what}, so other kernels are used ({cause}). It needs a C compiler (set CC), the "
         "headers of Python, and a matching driver and PyTorch"
     )
     return f"triton {what} ({cause})"

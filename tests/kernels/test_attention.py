@@ -132,7 +132,7 @@ def in_triton(monkeypatch):
     if reason:
         pytest.skip(reason)
     module = importlib.import_module("fast_video_vae.kernels.triton_ops.attention")
-    monkeypatch.setattr(module, "_FLASH_HEAD", 0)
+    monkeypatch.setattr(module, "FLASH_HEAD", 0)
     with use_backend("triton"), place("triton"):
         yield module
 
@@ -187,7 +187,7 @@ def test_triton_refuses_with_a_reason(reason):
 
 
 def test_triton_leaves_narrow_heads_to_flash_kernels(in_triton):
-    in_triton._FLASH_HEAD = 256  # put back by the fixture
+    in_triton.FLASH_HEAD = 256  # put back by the fixture
     q = torch.ones(1, 4, 256, dtype=torch.bfloat16)
     with pytest.raises(BackendError, match="256"):
         kernels.attention(q, q, q)

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,12 +11,15 @@ import torch
 from fast_video_vae.kernels.cuda_ops import compiler, driver
 from fast_video_vae.kernels.cuda_ops.compiler import Binary, CompileError, Compiler
 from fast_video_vae.kernels.cuda_ops.driver import Driver
+from fast_video_vae.kernels.errors import Refusal
 
 GPU = torch.device("cuda", 0)
 
 
 class Known:
     """A compiler of some chips."""
+
+    version = "nvrtc 12.8"
 
     def chips(self):
         return [75, 80, 86, 87, 89, 90, 100, 101]
@@ -29,8 +33,6 @@ class Known:
         ((8, 8), "sm_86"),  # unknown: the last known chip of its generation before it
         ((10, 3), "sm_100"),  # 10.1 is a Jetson, whose code does not run elsewhere
         ((9, 1), "sm_90"),
-        ((7, 2), "sm_72"),  # no chip of its generation before it: the compiler says so
-        ((12, 0), "sm_120"),
     ],
 )
 def test_a_chip_that_the_compiler_does_not_know_runs_code_of_its_generation(
@@ -39,6 +41,31 @@ def test_a_chip_that_the_compiler_does_not_know_runs_code_of_its_generation(
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert compiler.architecture(Known(), GPU) == f"--gpu-architecture={option}"
+
+
+@pytest.mark.parametrize("capability", [(6, 1), (7, 2), (12, 0)])
+def test_a_generation_that_the_compiler_does_not_know_is_refused(monkeypatch, capability):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    number = "{}.{}".format(*capability)
+    with pytest.raises(Refusal, match=f"^nvrtc 12.8 knows no chip of compute capability {number}$"):
+        compiler.architecture(Known(), GPU)
+
+
+def test_an_amd_gpu_is_named_by_its_architecture(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    named = SimpleNamespace(gcnArchName="gfx90a:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: named)
+    option = "--offload-arch=gfx90a:sramecc+:xnack-"
+    assert compiler.architecture(Known(), GPU) == option
+
+
+def test_a_folder_that_cannot_be_read_has_no_library(monkeypatch):
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(compiler.Path, "glob", denied)
+    assert compiler.opened(["no-such-library.so"]) is None
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import logging
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,12 +21,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, errors, use_backend
+from fast_video_vae.kernels import BackendError, cache, errors, use_backend
 from fast_video_vae.kernels.cuda_ops import arguments, binaries, compiler, driver, runtime
 from fast_video_vae.kernels.cuda_ops.compiler import Binary, CompileError
 from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.tests.kernels import formulas
-from fast_video_vae.tests.kernels.cases import missing, random
+from fast_video_vae.tests.kernels.cases import missing, random, video
 from fast_video_vae.tests.kernels.emulator import library as emulator
 
 CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
@@ -89,6 +90,7 @@ class Machine:
         self._patch.setattr(runtime, "_modules", {})
         self._patch.setattr(compiler, "_found", None)
         self._patch.setattr(errors, "_logged", set())
+        self._patch.setattr(runtime, "_failed", [])
 
     def files(self):
         return sorted(self.folder.rglob("*.*"))
@@ -225,6 +227,67 @@ def test_a_cache_folder_that_is_a_file_costs_one_line(machine, caplog):
     assert machine.folder.read_text() == ""
 
 
+def test_a_file_that_is_replaced_is_whole_at_any_time(tmp_path, monkeypatch):
+    path, replace = tmp_path / "one.bin", Path.replace
+    cache.replace(path, b"old")
+    seen = []
+
+    def look(self, target):
+        seen.append((self.read_bytes(), path.read_bytes()))
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", look)
+    cache.replace(path, b"new content")
+    assert seen == [(b"new content", b"old")]
+    assert path.read_bytes() == b"new content"
+
+    def fail(self, target):
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="Permission denied"):
+        cache.replace(path, b"newer")
+    assert path.read_bytes() == b"new content"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_another_process_has_open_but_whole_costs_no_line(machine, monkeypatch, caplog):
+    """Windows does not replace it."""
+    replace = cache.replace
+
+    def late(path, content):
+        replace(path, content)
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(cache, "replace", late)
+    with caplog.at_level(logging.WARNING):
+        gated()
+    assert not caplog.messages
+
+
+def test_temporary_files_of_killed_processes_are_removed(tmp_path):
+    old, young = tmp_path / "a-1.tmp", tmp_path / "a-2.tmp"
+    for path in (old, young):
+        path.touch()
+    os.utime(old, (0, 0))
+    cache.replace(tmp_path / "a.bin", b"a")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-2.tmp", "a.bin"]
+
+
+def test_without_a_home_folder_every_start_compiles(machine, monkeypatch, caplog):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("FAST_VIDEO_VAE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with caplog.at_level(logging.WARNING):
+        gated()
+    assert machine.made.compiled == ["silu_mul.cu"]
+    (line,) = caplog.messages
+    assert "not writable" in line
+
+
 def test_two_processes_compile_at_once(tmp_path):
     """Both write the same file; neither reads a part of it, and nothing else remains."""
     code = (
@@ -263,7 +326,7 @@ def test_a_source_that_does_not_compile_is_refused_with_one_line(machine, caplog
         for _ in range(2):
             refused(reason)
     (line,) = caplog.messages
-    assert reason in line
+    assert "its kernels failed (silu_mul.cu(3): error: no such type)" in line
     assert not machine.files()
 
 
@@ -273,6 +336,24 @@ def test_a_binary_that_does_not_load_is_refused_with_one_line(machine, caplog):
         for _ in range(2):
             refused("its kernels for silu_mul failed (the driver returned 209 (no kernel image))")
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("part", ["compiler_error", "driver_error"])
+def test_a_cause_that_fails_for_every_source_is_one_line(machine, part, caplog):
+    setattr(machine.made, part, RuntimeError("no luck"))
+    x = video(1, 8, 2, 3, 4)
+    calls = {
+        "silu_mul": ("silu_mul", (x.movedim(1, -1), x.movedim(1, -1))),
+        "rms_norm": ("rms_norm_silu", (x, torch.ones(8))),
+        "spread": ("interleave_time", (x, 2)),
+    }
+    with caplog.at_level(logging.WARNING):
+        for source, (op, args) in calls.items():
+            reason = f"its kernels for {source} failed .no luck."
+            with use_backend("cuda"), pytest.raises(BackendError, match=reason):
+                getattr(kernels, op)(*args)
+    (line,) = caplog.messages
+    assert "its kernels failed (no luck)" in line
 
 
 def test_memory_that_runs_out_while_a_binary_loads_is_not_remembered(machine, caplog):
@@ -341,10 +422,35 @@ def test_the_backend_can_be_disabled(monkeypatch):
         runtime.refuse_device(GPU)
 
 
-def test_kernels_run_on_the_device_of_the_tensors(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert isinstance(runtime.here(GPU), torch.cuda.device)
-    assert isinstance(runtime.here(torch.device("cuda", 1)), nullcontext)
+def test_kernels_run_on_the_device_and_the_current_stream_of_the_tensors(monkeypatch):
+    current, launched, loads = [0], [], []
+
+    @contextmanager
+    def entered(device):
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    def load(_, __, device):
+        loads.append(device.index)
+        return SimpleNamespace(launch=lambda *given: launched.append((current[0], given[-1])))
+
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    streams = {0: 70, 1: 71}
+    monkeypatch.setattr(
+        torch.cuda,
+        "current_stream",
+        lambda device: SimpleNamespace(cuda_stream=streams[device.index]),
+    )
+    monkeypatch.setattr(runtime, "_modules", {})
+    monkeypatch.setattr(runtime, "_load", load)
+    for index in (0, 1, 0, 1):
+        like = SimpleNamespace(device=torch.device("cuda", index), dtype=torch.float32)
+        runtime.launch("silu_mul", "gate_rows", like, 1, (256, 1), b"", PACK=4)
+    assert launched == [(0, 70), (1, 71), (0, 70), (1, 71)]
+    assert loads == [0, 1]
 
 
 @settings(deadline=None)

@@ -80,6 +80,17 @@ def test_trials_without_triton_compile_what_runs_afterwards(family):
     assert process.compiled == process.used
 
 
+@pytest.mark.parametrize("width", [64, 72, 88, 96])
+def test_the_trial_of_attention_runs_the_softmax_of_its_rows(width):
+    """A row of scores of 8 x 9 or 7 x 8 latent pixels has packs of 16 bytes, one of 7 x 9 not."""
+    for height in (56, 64):
+        process = Process("cuda")
+        process.run(meta_vae("wan2.1"), Run(5, height, width))
+        assert {each for each in process.compiled if each[0] == "softmax"} == {
+            each for each in process.used if each[0] == "softmax"
+        }
+
+
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_other_lengths_and_sizes_need_no_trial_and_no_compilation(backend):
     process, vae = Process(backend), meta_vae("wan2.1")

@@ -209,6 +209,7 @@ def test_a_missing_triton_is_logged_once(monkeypatch, caplog, fresh):
             with pytest.raises(BackendError, match=r"\(triton: triton is not installed\)"):
                 kernels.silu_mul(x, x)
     (line,) = caplog.messages
+    assert "so other kernels are used" in line
     assert "pip install triton" in line
 
 

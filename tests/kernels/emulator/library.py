@@ -29,7 +29,11 @@ blocks = importlib.import_module("fast_video_vae.kernels.reference.attention")
 
 # -O1: tests wait for the compiler, and switches between threads take most of the time afterwards.
 # No fused multiply-adds: they would hide sums that a GPU rounds twice.
-FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-Wno-unknown-pragmas")
+# Memory that is not aligned ends the process: a GPU does not read it, and x86 does.
+FLAGS = (
+    "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-Wno-unknown-pragmas",
+    "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error",
+)  # fmt: skip
 
 _ENTRY = """
 extern "C" const char* emulate_{0}(unsigned blocks, unsigned x, unsigned y, const void* memory,
