@@ -155,12 +155,12 @@ class _Candidate:
 
     def fastest(self, limit_bytes: int) -> StepChoice | None:
         """Return the fastest choice within a limit, or None."""
-        # Nothing is much faster than the longest steps, so the others need no look.
-        if self.longest.peak_bytes <= limit_bytes:
-            return self.longest
         # Most of the many candidates with tiles do not fit.
         if self.tiles is not None and self.smallest.peak_bytes > limit_bytes:
             return None
+        # Nothing is much faster than the longest steps, so the others need no look.
+        if self.longest.peak_bytes <= limit_bytes:
+            return self.longest
         best: StepChoice | None = None
         done = 0  # the chunk whose largest fitting parts were found
         for chunk, part_bytes in self.lengths:

@@ -180,13 +180,14 @@ class DryRun:
     def _through(
         self, layer: LayerSpec | CropSpec, x: "Block", shape: Shape
     ) -> "tuple[Block, Shape]":
-        after = layer.after(shape, single_frame=self._setting.single_frame)
+        single_frame = self._setting.single_frame
         if isinstance(layer, CropSpec):
+            after = layer.after(shape, single_frame=single_frame)
             self._pass(2 * self._ledger.nbytes(after))
             return self._ledger.new(after), after
         side = None
         if layer.holds == "result":
-            side = self._ledger.new(after)
+            side = self._ledger.new(layer.after(shape, single_frame=single_frame))
         elif layer.holds == "input":
             # A block with its own shortcut does not write into its input.
             side = x if layer.parts[0].mixed else self._ledger.new(shape)
@@ -194,10 +195,10 @@ class DryRun:
         for part in layer.parts:
             last = layer.holds == "result" and part is layer.parts[-1]
             y = self._part(part, y, shape, side if last and part.down > 1 else None)
-            shape = part.after(shape, single_frame=self._setting.single_frame)
+            shape = part.after(shape, single_frame=single_frame)
         if layer.holds == "result" and layer.parts[-1].down == 1:
-            y = self._ledger.new(after)
-        return y, after
+            y = self._ledger.new(shape)
+        return y, shape
 
     def _part(self, part: PartSpec, x: "Block", shape: Shape, residual: "Block | None") -> "Block":
         if not part.products:
@@ -288,13 +289,14 @@ class DryRun:
         frames = shape.frames if setting.single_frame else shape.frames // product.stride
         out = Shape(product.outputs, frames, shape.height // down, shape.width // down)
         rings = self._in_ring(product, shape)
-        entering, tail = ledger.nbytes(shape), ledger.nbytes(shape.lasting(context))
+        entering, leaving = ledger.nbytes(shape), ledger.nbytes(out)
+        tail = entering // shape.frames * context
         # Norm into the window, the tail in front of it and behind; convolution; bias, residual.
         if product.windowed:
             self._pass(2 * entering + (0 if rings else 3 * tail))
-        self._pass(entering + tail + ledger.nbytes(out))
+        self._pass(entering + tail + leaving)
         if biased:
-            self._pass((2 if residual is None else 3) * ledger.nbytes(out))
+            self._pass((2 if residual is None else 3) * leaving)
         rows = self._band(window) if part.banded else shape.height
         if rows < shape.height:
             ledger.scratch(window.sized(rows + 2, window.width))
@@ -313,7 +315,7 @@ class DryRun:
         copies = arranged * setting.itemsize * (1 + setting.casts) * setting.on_cpu
         if setting.searches:
             # The fastest of all algorithms can be one that copies its input and its output.
-            copies += ledger.nbytes(window) + ledger.nbytes(out)
+            copies += ledger.nbytes(window) + leaving
         ledger.take(copies)
         made = arranged or not setting.fused
         y = ledger.new(out) if made else residual or ledger.result(out)

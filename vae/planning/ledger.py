@@ -55,17 +55,20 @@ class Ledger:
     def __init__(self, setting: Setting, kept_bytes: int) -> None:
         self.peak = self._live = kept_bytes
         self._setting = setting
+        self._unit = setting.batch * setting.itemsize
         self._scratch = 0
         self._free: list[int] = []  # sizes of the blocks that `Workspace.reused` can return again
 
     def take(self, nbytes: int) -> None:
         """Record an allocation of `nbytes`; a negative number is a release."""
         self._live += nbytes
-        self.peak = max(self.peak, self._live)
+        if self._live > self.peak:
+            self.peak = self._live
 
     def nbytes(self, shape: Shape) -> int:
         """Return the bytes of an activation of `shape`."""
-        return shape.numel * self._setting.batch * self._setting.itemsize
+        channels, frames, height, width = shape
+        return channels * frames * height * width * self._unit
 
     def new(self, shape: Shape, count: int = 1) -> Block:
         """Allocate `count` activations of `shape`."""
@@ -89,5 +92,6 @@ class Ledger:
     def scratch(self, shape: Shape) -> None:
         """Allocate memory for `shape` as `Workspace.scratch` does."""
         nbytes = self.nbytes(shape)
-        self.take(max(0, nbytes - self._scratch))
-        self._scratch = max(nbytes, self._scratch)
+        if nbytes > self._scratch:
+            self.take(nbytes - self._scratch)
+            self._scratch = nbytes
