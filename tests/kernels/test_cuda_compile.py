@@ -49,7 +49,8 @@ def test_all_kernels_compile_for_every_chip_without_spills(chip, default):
     chosen = [case for case in nvrtc.variants() if not default or is_default(chip, case[1])]
     for source, constants in chosen:
         found = nvrtc.resources(source, constants, chip)
-        assert found
+        # The names are not mangled, so the driver finds them.
+        assert sorted(found) == sorted(binaries.kernels(source))
         for name, used in found.items():
             case = name, constants, used
             assert used["stack"] == used["spilled"] == 0, case
@@ -57,7 +58,9 @@ def test_all_kernels_compile_for_every_chip_without_spills(chip, default):
             assert used["shared"] <= SHARED_BYTES, case
 
 
-@pytest.mark.parametrize("chip", [75, 89, 90])
+@pytest.mark.parametrize(
+    "chip", [90, *(pytest.param(chip, marks=pytest.mark.slow) for chip in (75, 89))]
+)
 def test_packs_are_read_and_written_in_16_bytes(chip):
     """16-bit kernels access eight numbers at a time where memory is aligned."""
     pytest.importorskip("triton", reason="the disassembler is part of triton")
@@ -106,17 +109,6 @@ def test_the_binaries_of_a_first_decode_take_seconds_once(monkeypatch, tmp_path)
     second_s, second = all_of(compiler)
     assert second == first
     assert second_s <= 0.1 * first_s
-
-
-def test_a_binary_has_the_functions_that_launches_name():
-    """The names of kernels are not mangled, so the driver finds them."""
-    known(90)
-    for source, constants in nvrtc.variants():
-        if is_default(90, constants):
-            code = nvrtc.compiled(source, constants, 90).code
-            for name in nvrtc.resources(source, constants, 90):
-                assert f".text.{name}\0".encode() in code
-                assert name.isidentifier()
 
 
 @pytest.mark.gpu
