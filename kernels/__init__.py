@@ -24,6 +24,9 @@ An op returns `out`, or a new tensor (channels-last for a video) without it. It 
 | `conv2d`, `conv3d` | `conv(x) + bias + residual + residual_bias`; `gamma`: norm and SiLU of it |
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
@@ -43,9 +46,11 @@ from .gpu_config import GPUConfig, gpu_config
 from .measure import synchronize
 from .messages import LINE, guarded, line, padded, shown
 from .shapes import convolved, interleaved, merged, new_video, shuffled
-from .support import NativeLibrary, Support, backend_matrix, gpu_compiler, native_library
 from .tensor_files import PICKLE, SAFETENSORS, ZIP, Header, Place, kind_of, read_header
 from .warmup_log import Preparation, preparations, preparing
+
+if TYPE_CHECKING:
+    from .support import NativeLibrary, Support, backend_matrix, gpu_compiler, native_library
 
 __all__ = [
     "LINE",
@@ -102,6 +107,16 @@ __all__ = [
     "trials",
     "use_backend",
 ]
+
+# Names of `support.py`, which only the command line needs, so ComfyUI starts without it.
+_SUPPORT = ("NativeLibrary", "Support", "backend_matrix", "gpu_compiler", "native_library")
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401, a class or a function
+    """Return the `name` of `support.py`."""
+    if name in _SUPPORT:
+        return getattr(importlib.import_module(".support", __name__), name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")
 
 
 def rms_norm_silu(

@@ -11,6 +11,7 @@ distinguish other sizes, nor tensors that can be omitted.
 """
 
 import functools
+import importlib
 import inspect
 import logging
 import math
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import measure, reference, sample_inputs
+from . import measure, sample_inputs
 from .backends import ORDER
 from .errors import Refusal, first_line, is_out_of_memory, log_once
 from .warmup_log import preparing
@@ -83,7 +84,7 @@ def order(ask: Ask, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return ("reference",)  # no trial is possible while a CUDA graph is captured
     with _lock:
         if key not in _orders:
-            given = sample_inputs.names(getattr(reference, op), args, kwargs)
+            given = sample_inputs.names(_definition(op), args, kwargs)
             with preparing("kernel build", "trials"):
                 found = _tried(ask, op, x, given)
             if found is None:
@@ -235,7 +236,12 @@ def _kind(op: str, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 @functools.cache
 def _parameters(op: str) -> tuple[str, ...]:
-    return tuple(inspect.signature(getattr(reference, op)).parameters)
+    return tuple(inspect.signature(_definition(op)).parameters)
+
+
+def _definition(op: str) -> Callable[..., Tensor]:
+    """Return the reference implementation of `op`, whose import waits for the first GPU call."""
+    return getattr(importlib.import_module(".reference", __package__), op)
 
 
 def _channels(x: Tensor) -> int:
