@@ -1,8 +1,13 @@
-"""Cache of encoded prompts with a limit on number and memory."""
+"""Cache of encoded prompts with a limit on number and memory.
 
+Nodes may write into the tensors of a conditioning. So the cache shares none with its callers: it
+stores a copy, and returns copies.
+"""
+
+import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from threading import Lock
 from typing import Any
 
@@ -31,28 +36,29 @@ class TextCache:
         return len(self._entries)
 
     def get(self, key: tuple[Hashable, ...]) -> Conditioning | None:
-        """Return the conditioning of `key`; tensors are shared, lists and dicts are copied."""
+        """Return a copy of the conditioning of `key`; None: it is not in the cache."""
         with self._lock:
             self._forget_the_dead()
             found = self._entries.get(key)
             if found is None:
                 return None
             self._entries.move_to_end(key)
-            return copied(found)
+        return copied(found)
 
     def put(self, key: tuple[Hashable, ...], conditioning: Conditioning, most: int) -> None:
-        """Store a conditioning.
+        """Store a copy of a conditioning.
 
         Args:
             key: Its key; when a weak reference in it has died, the entry is dropped.
             conditioning: The conditioning.
             most: Most entries of the cache.
         """
+        stored = copied(conditioning)
         with self._lock:
             self._forget_the_dead()
             self._drop(key)
-            self._entries[key] = copied(conditioning)
-            self.nbytes += nbytes(conditioning)
+            self._entries[key] = stored
+            self.nbytes += nbytes(stored)
             while self._entries and (len(self) > most or self.nbytes > self._most_bytes):
                 self._drop(next(iter(self._entries)))
 
@@ -68,11 +74,44 @@ class TextCache:
 
 
 def copied(conditioning: Conditioning) -> Conditioning:
-    """Return `conditioning` with its tensors in new lists and dicts, which nodes may change."""
-    return [[states, dict(rest)] for states, rest in conditioning]
+    """Copy a conditioning.
+
+    Args:
+        conditioning: The conditioning.
+
+    Returns:
+        It with new lists, dicts, tuples and tensors; other values, such as hooks, are shared.
+    """
+    return _copied(conditioning)
 
 
 def nbytes(conditioning: Conditioning) -> int:
-    """Return the bytes of the tensors of `conditioning`."""
-    tensors = [each for states, rest in conditioning for each in (states, *rest.values())]
-    return sum(each.nbytes for each in tensors if isinstance(each, Tensor))
+    """Return the bytes of all tensors of `conditioning`, also in lists, dicts and tuples."""
+    return sum(each.nbytes for each in _tensors(conditioning))
+
+
+def _copied(value: Any) -> Any:  # noqa: ANN401
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        twin = copy.copy(value)  # keeps the class
+        for key, each in value.items():
+            twin[key] = _copied(each)
+        return twin
+    if isinstance(value, list):
+        twin = copy.copy(value)
+        twin[:] = map(_copied, value)
+        return twin
+    if type(value) is tuple:
+        return tuple(map(_copied, value))
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(map(_copied, value))
+    return value
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)
