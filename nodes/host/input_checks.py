@@ -6,7 +6,7 @@ another pack's node or a prompt over HTTP can pass any value to any input.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Real
 
 from comfy_api.latest import io
@@ -49,13 +49,34 @@ def checked(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.NodeOutpu
     return run
 
 
-def check_text(check: Callable[[], object]) -> bool | str:
-    """Return the result of `validate_inputs`: True, or the error of `check` in one line."""
-    try:
-        check()
-    except ValueError as error:
-        return one_line(str(error))
-    return True
+def check_text(checks: Mapping[str, Callable[[], object]]) -> bool | str:
+    """Check the texts of a node, for `validate_inputs`.
+
+    ComfyUI reports the returned error once for each argument of `validate_inputs`, under the name
+    of that input, and has no way to report it for one input only. An exception is no better: it is
+    reported for an input of the next node. So the error says which inputs are wrong.
+
+    Args:
+        checks: Function that raises a `ValueError` if the text is wrong, by name of the input; one
+            for each argument of `validate_inputs`.
+
+    Returns:
+        True, or the errors in one line, starting with the name of the first wrong input.
+    """
+    errors: dict[str, str] = {}
+    for name, check in checks.items():
+        try:
+            check()
+        except ValueError as error:
+            text = str(error)
+            errors[name] = text if text.startswith(name) else f"{name}: {text}"
+    if not errors:
+        return True
+    text = one_line("; ".join(errors.values()))
+    if len(errors) == len(checks):
+        return text
+    verb = "is" if len(errors) == 1 else "are"
+    return f"{text} (only {' and '.join(errors)} {verb} wrong)"
 
 
 def _check(spec: io.Input, given: dict[str, object], *, is_list: bool) -> None:

@@ -61,15 +61,13 @@ class LoraStack(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, strength: str | None = None, blocks: str | None = None) -> bool | str:
-        """Check the texts before anything runs."""
-
-        def check() -> None:
-            if strength is not None:
-                lora.parse_schedule(strength)
-            if blocks is not None:
-                lora.parse_blocks(blocks)
-
-        return check_text(check)
+        """Check the texts before anything runs; a linked text is None."""
+        return check_text(
+            {
+                "strength": lambda: strength is None or lora.parse_schedule(strength),
+                "blocks": lambda: blocks is None or lora.parse_blocks(blocks),
+            }
+        )
 
     @classmethod
     def fingerprint_inputs(cls, lora_name: str, **_: object) -> object:

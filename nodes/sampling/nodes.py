@@ -61,15 +61,15 @@ class WanSampler(io.ComfyNode):
         boundary: str | None = None,
     ) -> bool | str:
         """Check the texts before anything runs."""
-
-        def check() -> None:
-            plans.parse_shift("shift_high", shift_high or "")
-            plans.parse_shift("shift_low", shift_low or "")
-            plans.parse_values("cfg_high", cfg_high or "")
-            plans.parse_values("cfg_low", cfg_low or "")
-            plans.parse_boundary(boundary or "")
-
-        return check_text(check)
+        return check_text(
+            {
+                "shift_high": lambda: plans.parse_shift("shift_high", shift_high or ""),
+                "shift_low": lambda: plans.parse_shift("shift_low", shift_low or ""),
+                "cfg_high": lambda: plans.parse_values("cfg_high", cfg_high or ""),
+                "cfg_low": lambda: plans.parse_values("cfg_low", cfg_low or ""),
+                "boundary": lambda: plans.parse_boundary(boundary or ""),
+            }
+        )
 
     @classmethod
     @checked

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from fast_video_vae.tests.nodes.sampling.sampler_models import DEFAULTS
-from fast_video_vae.tests.nodes.server import Workflow
+from fast_video_vae.tests.nodes.server import PromptError, Workflow
 
 pytestmark = pytest.mark.comfyui
 
@@ -79,3 +79,65 @@ def test_a_stopped_run_ends_at_once_and_the_next_run_succeeds(expert_server):
     workflow[saved[0]]["inputs"]["filename_prefix"] = "after"  # the sampler's result was kept
     workflow.add("SaveLatent", samples=workflow.sampler(seed=3), filename_prefix="other")
     assert torch.equal(latents(expert_server, expert_server.run(workflow), saved), expected)
+
+
+TEXTS = ("shift_high", "shift_low", "cfg_high", "cfg_low", "boundary")
+
+
+def refused(server, graph, node):
+    """Return the errors of a node by input, of a prompt that the server refuses."""
+    graph.add("SaveLatent", samples=graph.sampler(**graph.known), filename_prefix="refused")
+    with pytest.raises(PromptError) as caught:
+        server.run(graph)
+    assert not caught.value.messages  # it did not run
+    (found,) = caught.value.node_errors.values()
+    assert found["class_type"] == node
+    errors = {error["extra_info"]["input_name"]: error["details"] for error in found["errors"]}
+    assert len(errors) == len(found["errors"])
+    assert not any("\n" in details for details in errors.values())
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("given", "said", "only"),
+    [
+        ({"boundary": "1.5"}, "boundary: got '1.5'; expected 'auto'", "boundary is"),
+        ({"shift_low": "-1"}, "shift_low: got -1; expected a shift above 0", "shift_low is"),
+        (
+            {"boundary": "early", "cfg_high": "one"},
+            "cfg_high: got 'one'; expected a number, numbers with commas, or 'auto'; "
+            "boundary: got 'early'; expected",
+            "cfg_high and boundary are",
+        ),
+    ],
+)
+def test_a_refused_text_names_the_wrong_inputs_only(expert_server, given, said, only):
+    """ComfyUI repeats the error for each text, so each says which texts are wrong."""
+    graph = Graph()
+    graph.known |= given
+    errors = refused(expert_server, graph, "FastVAE_WanSampler")
+    assert set(errors) == set(TEXTS)
+    for name, details in errors.items():
+        assert details.startswith(f"{name} - {said}")
+        assert details.endswith(f" (only {only} wrong)")
+
+
+def test_a_refused_text_of_a_lora_names_the_wrong_input_only(expert_server):
+    for strength, blocks, wrong in (("strong", "", "strength"), ("1", "9-3", "blocks")):
+        graph = Graph()
+        graph.known["loras_high"] = lora = graph.lora(0, strength)
+        graph[lora[0]]["inputs"]["blocks"] = blocks
+        errors = refused(expert_server, graph, "FastVAE_LoraStack")
+        for name, details in errors.items():
+            assert details.startswith(f"{name} - {wrong} '")
+            assert details.endswith(f" (only {wrong} is wrong)")
+
+
+def test_refused_texts_that_are_all_wrong_are_all_named(expert_server):
+    graph = Graph()
+    graph.known["loras_high"] = lora = graph.lora(0, "strong")
+    graph[lora[0]]["inputs"]["blocks"] = "9-3"
+    for details in refused(expert_server, graph, "FastVAE_LoraStack").values():
+        assert "strength 'strong': " in details
+        assert "; blocks '9-3': " in details
+        assert "(only" not in details
