@@ -1,7 +1,12 @@
 """The fast VAE for the nodes of ComfyUI-WanVideoWrapper and their type WANVAE.
 
 The public members here are all that these nodes use: taken from every access in that pack's source
-of May 2026, and from older versions.
+of May 2026, and from older versions, back to March 2025.
+
+The versions differ in the frames of a decode. Those of a tiled decode are float32, clamped to
+[-1, 1], in both. In March 2025 all others are so too; in 2026 they have the VAE's dtype and are not
+clamped. This matters where a node scales frames by their own minimum and maximum: WanVideo Decode
+of March 2025 always does, that of 2026 with `minmax` and for loops.
 """
 
 import contextlib
@@ -161,27 +166,31 @@ class WanVideoWrapperVAE:
         hidden_states: Tensor | Sequence[Tensor],
         device: torch.device | str,
         tiled: bool = False,
-        end_: bool = False,
+        end_: bool | None = None,
         tile_size: Sequence[int] | None = (34, 34),
         tile_stride: Sequence[int] | None = (18, 16),
-        pbar: bool = True,
+        pbar: bool | None = None,
         output_device: torch.device | str | None = None,
         output_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Decode normalised latents to frames in about [-1, 1], not clamped.
+        """Decode normalised latents to frames in about [-1, 1].
+
+        The frames of a tiled decode, and of a call with none of `end_`, `pbar`, `output_device` and
+        `output_dtype`, are clamped to [-1, 1] and in float32 by default: the nodes of March 2025
+        have none of these arguments, and those of 2026 give `end_` or `pbar`.
 
         Args:
             hidden_states: `[B, C_latent, t, h, w]`, or a list of `[C_latent, t, h, w]` of one
                 shape, on any device.
             device: Device of the frames.
-            tiled: Use exact tiles of `tile_size`; the frames are then on the host in float32, as
-                from the wrapper's tiled decode.
-            end_: Decode the last latent as a separate video.
+            tiled: Use exact tiles of `tile_size`; the frames are then on the host, as from the
+                wrapper's tiled decode.
+            end_: Decode the last latent as a separate video; None: no.
             tile_size: Height and width of a tile in latents.
             tile_stride: Ignored.
-            pbar: Show a progress bar.
+            pbar: Show a progress bar; None: yes.
             output_device: Device of the frames, instead of `device`; the host if memory is short.
-            output_dtype: Dtype of the frames, instead of `dtype`.
+            output_dtype: Dtype of the frames, instead of `dtype` or float32.
 
         Returns:
             `[B, C, T, H, W]`, stored as `[B, T, H, W, C]`, so that the caller's IMAGE is
@@ -194,15 +203,18 @@ class WanVideoWrapperVAE:
         latents = _one_by_one(hidden_states, "hidden_states")
         for each in latents:
             network.check_latent(each)
-        parts = [_parts(each, end_) for each in latents]
+        parts = [_parts(each, bool(end_)) for each in latents]
         place = torch.device(output_device or (_HOST if tiled else device))
-        dtype = output_dtype or (torch.float32 if tiled else self.dtype)
+        later = (end_, pbar, output_device, output_dtype)
+        clamped = tiled or all(given is None for given in later)
+        dtype = output_dtype or (torch.float32 if clamped else self.dtype)
         tile = _tile(tile_size) if tiled else None
         here, there = Way(""), Way("with the frames on the host")
 
         def go(way: Way) -> Tensor:
             home = place if way is here else torch.device(output_device or _HOST)
-            return self._decode(parts, home, dtype=dtype, tile=tile, shown=pbar)
+            frames = self._decode(parts, home, dtype=dtype, tile=tile, shown=pbar is not False)
+            return frames.clamp_(-1, 1) if clamped else frames
 
         # Most callers move the frames to the host at once, and the work needs that memory.
         return in_turn(self._vae.device, "a decode", [here, there], go)
