@@ -125,7 +125,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
         finally:
             for one in self._multigpu:
                 one.cleanup()
-            self._put(first)
+            self._return_to(first)
             self._prepared, self._given, self._merged, self._multigpu = {}, (), None, []
 
     def inner_sample(
@@ -207,8 +207,11 @@ class StagedGuider(comfy.samplers.CFGGuider):
         hook_mode = patcher.hook_mode
 
         def inside(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-            self._take(stage)
-            return self._prepare(stage + 1, args, kwargs)
+            prepared = self._take(stage)
+            try:
+                return self._prepare(stage + 1, args, kwargs)
+            finally:
+                self._return_to(prepared)
 
         try:
             if comfy.samplers.get_total_hook_groups_in_conds(conds) <= 1:
@@ -230,6 +233,11 @@ class StagedGuider(comfy.samplers.CFGGuider):
         prepared = _Prepared(self.model_patcher, self.model_options, self.conds)
         self._prepared[stage] = prepared
         return prepared
+
+    def _return_to(self, prepared: _Prepared) -> None:
+        """Let the wrappers of a stage end with the attributes that they began with."""
+        self.model_patcher, self.model_options = prepared.patcher, prepared.options
+        self.conds = prepared.conds
 
     def _put(self, prepared: _Prepared) -> None:
         self.model_patcher, self.model_options = prepared.patcher, prepared.options
