@@ -1,17 +1,17 @@
 """Properties of a device that choices depend on."""
 
-import functools
+import logging
+import threading
 from dataclasses import dataclass
 
 import torch
 
-from .measure import seconds
+from .errors import first_line
 
-# Size of the measured layer: large enough that its products dominate, small enough for a CPU.
-_WIDTH, _RANK, _TOKENS = 2048, 64, 512
+_logger = logging.getLogger(__name__)
 
-# If nothing can be measured: a weight is read and written twice, as by `torch.addmm`.
-_UNMEASURED = 4.0
+_lock = threading.Lock()
+_known: dict[tuple[torch.device, torch.dtype], "GPUConfig"] = {}
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,10 @@ class GPUConfig:
         name: Name of the device.
         capability: CUDA compute capability, such as `(9, 0)`; None: not a CUDA device.
         dtype: Dtype of the products.
-        products_per_s: Multiply-adds per second of a large product, measured; 0: not measured.
-        stream_c: `c` in `tokens > c * in * out / (in + 2 * out)`, measured. Above it, adding a LoRA
-            to the weight is faster than adding it to the output.
+        products_per_s: Multiply-adds per second of a large product, measured, to two digits; 0: not
+            measured.
+        stream_c: `c` in `tokens > c * in * out / (in + 2 * out)`, measured, a power of two. Above
+            it, adding a LoRA to the weight is faster than adding it to the output.
         native_fp8: The device multiplies fp8 directly.
         reduced_precision: Sums of bf16 products may be less precise than float32.
         reason: The reason for `reduced_precision`.
@@ -55,41 +56,46 @@ class GPUConfig:
         ]
 
 
-@functools.cache
 def gpu_config(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> GPUConfig:
-    """Measure `device` with `dtype`, once per process: some ms on a GPU, up to 1 s on a CPU."""
+    """Return the properties of `device` for products of `dtype`.
+
+    They are measured once and kept on disk (`probes.store`), so that the next process takes the
+    same decisions. A device that cannot be measured is tried again by the next process.
+
+    Args:
+        device: The device.
+        dtype: Dtype of the products.
+
+    Returns:
+        The properties, the same object in each call of a process.
+    """
+    config = _known.get((device, dtype))
+    if config is None:
+        with _lock:  # probes at the same time would disturb one another
+            config = _known.get((device, dtype))
+            if config is None:
+                config = _known[device, dtype] = _described(device, dtype)
+    return config
+
+
+def _described(device: torch.device, dtype: torch.dtype) -> GPUConfig:
+    from .probes import store  # noqa: PLC0415, few processes ask
+    from .probes.probe import DTYPES, UNMEASURED_C, measured  # noqa: PLC0415
+
     name, capability = device.type, None
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         capability = torch.cuda.get_device_capability(device)
-    try:
-        rate, c = _measured(device, dtype)
-    except RuntimeError:  # the device does not support the dtype, or memory is short
-        rate, c = 0.0, _UNMEASURED
+    rate, c = 0.0, UNMEASURED_C
+    if dtype in DTYPES and device.type != "meta":
+        try:
+            found = store.kept(device, dtype, lambda: measured(device, dtype))
+            rate, c = found.products_per_s, found.stream_c
+        except (RuntimeError, TypeError, MemoryError) as error:
+            _logger.debug("%s is not measured in %s: %s", name, dtype, first_line(error))
     reduced, reason = False, "as always on this device"
     if device.type == "cuda":
         reduced = bool(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
         reason = "PyTorch's current setting"
     native = capability is not None and capability >= (8, 9)
     return GPUConfig(name, capability, dtype, rate, c, native, reduced, reason)
-
-
-def _measured(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Return multiply-adds per second, and `stream_c`."""
-    generator = torch.Generator().manual_seed(0)
-
-    def made(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    weight, x = made(_WIDTH, _WIDTH), made(_TOKENS, _WIDTH)
-    down, up = made(_RANK, _WIDTH), made(_WIDTH, _RANK)
-    with torch.inference_mode():
-        y = x @ weight.T
-        calls = {
-            "product": lambda: torch.mm(x, weight.T, out=y),
-            "stream": lambda: torch.addmm(weight, up, down),
-            "bypass": lambda: y.addmm_(x @ down.T, up.T),
-        }
-        taken = seconds(calls, device, launches=True, repeats=1)
-    tokens = _TOKENS * taken["stream"] / taken["bypass"]
-    return _TOKENS * _WIDTH * _WIDTH / taken["product"], tokens * 3 / _WIDTH

@@ -1,5 +1,6 @@
 """Time calls on a device in turn."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +33,8 @@ def seconds(
     *,
     launches: bool,
     repeats: int = _CALLS,
+    rounds: int = _ROUNDS,
+    limit_s: float = math.inf,
 ) -> dict[_Name, float]:
     """Time calls in turn after a warm-up of each.
 
@@ -41,6 +44,8 @@ def seconds(
         launches: Include the CPU time of launching, as in a stream of small calls. Otherwise, on
             CUDA, calls are queued first and only GPU time is measured.
         repeats: Calls per round; 1 for calls of many milliseconds.
+        rounds: Most rounds; in each all calls have their turn.
+        limit_s: Seconds after the warm-up from which no further round begins.
 
     Returns:
         Median seconds of a call by name.
@@ -48,10 +53,11 @@ def seconds(
     for call in calls.values():
         call()
     once = _queued if device.type == "cuda" and not launches else _wall
-    rounds = [
-        {name: once(call, device, repeats) for name, call in calls.items()} for _ in range(_ROUNDS)
-    ]
-    return {name: statistics.median(each[name] for each in rounds) for name in calls}
+    taken: list[dict[_Name, float]] = []
+    end = time.perf_counter() + limit_s
+    while not taken or (len(taken) < rounds and time.perf_counter() < end):
+        taken.append({name: once(call, device, repeats) for name, call in calls.items()})
+    return {name: statistics.median(each[name] for each in taken) for name in calls}
 
 
 def _queued(call: Callable[[], Any], device: torch.device, repeats: int) -> float:

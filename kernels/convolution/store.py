@@ -4,7 +4,6 @@ One JSON file for each combination of device, versions and switches; see `enviro
 cannot be read counts as empty, and a folder that cannot be written costs only the memory of it.
 """
 
-import ctypes
 import functools
 import hashlib
 import json
@@ -12,10 +11,8 @@ import logging
 import math
 import os
 import re
-import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ import torch
 from .. import cache
 from ..backends import CONVOLUTIONS
 from ..errors import Refusal, first_line, log_once
+from ..probes.environment import of_device
 from ..triton_ops import runtime
 from . import kitchen
 
@@ -125,7 +123,7 @@ class TrialStore:
             return {}, {}
 
     def _write(self, dropped: tuple[str, str] | None = None) -> None:
-        with self._lock, _alone(self.path):
+        with self._lock, cache.alone(self.path, _WAIT_S):
             written, facts = self._read()
             if dropped is not None:
                 written.get(dropped[0], {}).pop(dropped[1], None)
@@ -165,15 +163,8 @@ def opened(device: torch.device) -> TrialStore:
 
 def environment(device: torch.device) -> dict[str, str]:
     """Return all that decides the result of a trial on `device`, by name."""
-    name, capability = device.type, ""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
     return {
-        "device": name,
-        "capability": capability,
-        "driver": _driver() if device.type == "cuda" else "",
-        "torch": torch.__version__,
+        **of_device(device),
         "cudnn": str(torch.backends.cudnn.version()),
         **{package: _version(package) for package in _PACKAGES},
         **{switch: os.environ.get(switch, "") for switch in _SWITCHES},
@@ -212,21 +203,6 @@ def _version(package: str) -> str:
         return ""
 
 
-@functools.cache
-def _driver() -> str:
-    """Return the version of NVIDIA's driver from its management library; "" without it."""
-    name = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
-    text = ctypes.create_string_buffer(96)
-    try:
-        library = ctypes.CDLL(name)
-        if library.nvmlInit_v2() or library.nvmlSystemGetDriverVersion(text, len(text)):
-            return ""
-        library.nvmlShutdown()
-    except (OSError, AttributeError):
-        return ""
-    return text.value.decode(errors="replace")
-
-
 def _times(content: Mapping[Any, Any]) -> Times:
     """Return the entries of a file's shape class that are times or None of known candidates."""
     return {
@@ -235,21 +211,3 @@ def _times(content: Mapping[Any, Any]) -> Times:
         if _NAMES.fullmatch(str(name))
         and (value is None or (isinstance(value, float) and math.isfinite(value) and value > 0))
     }
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Keep other processes from writing `path`, so that none writes back what it read before.
-
-    Where locks do not work, the last process wins.
-    """
-    from filelock import FileLock  # noqa: PLC0415, PyTorch needs it too, but not at its import
-
-    lock = FileLock(f"{path}.lock", timeout=_WAIT_S)
-    with suppress(OSError, NotImplementedError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()

@@ -1,0 +1,1 @@
+"""Properties of devices that are measured once and kept on disk for later processes."""
