@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .adapter import Adapter
+from .adapters import Adapter
 
 ApplyMode = Literal["auto", "stream", "bypass"]
 

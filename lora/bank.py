@@ -1,28 +1,61 @@
-"""All LoRAs of a stack in one block of memory, with the pairs of a layer joined along their ranks.
+"""All LoRAs of a stack in two blocks of memory: pairs, and the tensors of other adapters.
 
-The delta of several LoRAs is `up @ diag(amounts) @ down`, so a layer costs two products for all of
-them, and a change of strength only changes `amounts` (vllm-omni #6017 joins adapters in the same
-way). Files are read pair by pair into their place.
+The pairs of a layer are joined along their ranks. The delta of several LoRAs is then `up @
+diag(amounts) @ down`, so a layer costs two products for all of them, and a change of strength only
+changes `amounts` (vllm-omni #6017 joins adapters in the same way). Files are read module by module
+into their place.
 """
 
 import re
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .adapter import Adapter
-from .file import FileEntry, Identity, KeyReport, LoraFile, identity
+from .adapters import Adapter, Pair
+from .file import FileEntry, Identity, KeyReport, LoraFile, aligned, identity
 from .keys import Target, Targets
-from .low_rank import Pair
 
 # Ranks are padded with zeros to a multiple of this, for matrix units.
 _RANK_STEP = 8
+
+# Random vectors by which the size of a delta is estimated, to about a tenth for a rank of 8.
+_PROBES = 8
+
+
+class StoredAdapter(NamedTuple):
+    """An adapter that is not a plain pair.
+
+    Attributes:
+        file: Its file number.
+        form: The adapter with tensors that have no values.
+        at: Start of its tensors in the bank's `others`, in bytes.
+    """
+
+    file: int
+    form: Adapter
+    at: int
+
+
+class BankBlock(NamedTuple):
+    """A block of the model: its layers, and their place in the bank (first, last + 1).
+
+    Attributes:
+        layers: The layers.
+        pairs: Place of the pairs, in elements.
+        others: Place of the tensors of other adapters, in bytes.
+    """
+
+    layers: tuple["BankLayer", ...]
+    pairs: tuple[int, int]
+    others: tuple[int, int]
 
 
 @dataclass
@@ -34,18 +67,22 @@ class BankLayer:
         shape: Shape of the target.
         rank: Rank of all pairs together; 0: there are none.
         rows: Rows of the joined pairs by file number: first, last + 1.
-        others: Adapters that are not plain pairs, with their file numbers.
+        others: Adapters that are not plain pairs.
         at: Start of the layer's pairs in the bank's memory, in elements.
         row: Start of its rows among those of the bank.
+        others_at: Start of the tensors of `others` in the bank's memory, in bytes.
+        others_bytes: Most bytes of these tensors.
     """
 
     target: Target
     shape: tuple[int, ...]
     rank: int = 0
     rows: dict[int, tuple[int, int]] = field(default_factory=dict)
-    others: list[tuple[int, Adapter]] = field(default_factory=list)
+    others: list[StoredAdapter] = field(default_factory=list)
     at: int = 0
     row: int = 0
+    others_at: int = 0
+    others_bytes: int = 0
 
     @property
     def size(self) -> tuple[int, int]:
@@ -73,6 +110,21 @@ class BankLayer:
         up = flat[at + self.rank * inner : at + self.numel].view(out, self.rank)
         return down, up
 
+    def adapters(self, others: Tensor, start: int = 0) -> list[Adapter]:
+        """Return the other adapters.
+
+        Args:
+            others: `[n]`, memory that contains their tensors, as bytes.
+            start: Place of `others` in the bank's memory, in bytes.
+
+        Returns:
+            Adapters with views of `others`, in the order of `self.others`.
+        """
+        return [
+            form.with_tensors(_views(form.tensors(), others, at - start))
+            for _, form, at in self.others
+        ]
+
 
 class Bank(nn.Module):
     """LoRAs for one kind of model.
@@ -81,6 +133,7 @@ class Bank(nn.Module):
         files: Identities of the files that were read.
         layers: Layers by target, in the order of the model.
         flat: All pairs, one after the other.
+        others: The tensors of all other adapters, as bytes.
         scales: alpha / rank of each row, in float32 on the host.
         reports: The key report of each file.
         companions: Objects that live as long as the bank.
@@ -92,38 +145,84 @@ class Bank(nn.Module):
         super().__init__()
         self.files: tuple[Identity, ...] = tuple(file.identity for file in files)
         self.layers = {layer.target: layer for layer in layers}
-        at = row = 0
+        at = row = others_at = 0
         for layer in layers:
-            layer.at, layer.row = at, row
+            layer.at, layer.row, layer.others_at = at, row, others_at
             at, row = at + layer.numel, row + layer.rank
+            others_at += layer.others_bytes
         # The pages of new zeros are not allocated until they are written.
-        self.flat = nn.Parameter(torch.zeros(at, dtype=dtype), requires_grad=False)
+        self.flat = _parameter(torch.zeros(at, dtype=dtype))
+        self.others = _parameter(torch.zeros(others_at, dtype=torch.uint8))
         self.scales = torch.zeros(row)
         self.reports: list[KeyReport] = [file.report for file in files]
         self.companions: dict[object, object] = {}
+        self._overlaps: dict[Target, Tensor] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        others = (adapter.nbytes for layer in self.layers.values() for _, adapter in layer.others)
-        return self.flat.numel() * self.flat.element_size() + sum(others)
+        return self.flat.nbytes + self.others.nbytes
 
-    def blocks(self) -> list[tuple[int, int]]:
-        """Return the place of the pairs of each block of the model: first, last + 1.
+    def copy(self) -> "Bank":
+        """Return a bank with the same tensors that moves to another device separately."""
+        other = Bank((), (), self.flat.dtype)
+        other.files, other.layers, other.reports = self.files, self.layers, self.reports
+        other.scales, other._overlaps = self.scales, self._overlaps
+        other.flat = _parameter(self.flat.detach().cpu())
+        other.others = _parameter(self.others.detach().cpu())
+        return other
 
-        Layers outside blocks are separated by the blocks between them.
+    def blocks(self) -> list[BankBlock]:
+        """Return the blocks of the model that the bank has something for.
 
         Returns:
-            Spans in elements.
+            Blocks in the order of the model; layers outside blocks are blocks of their own.
         """
-        spans: list[tuple[int, int]] = []
-        at_last = None
-        for layer in self.layers.values():
-            name = block_of(layer.target.key)
-            start = spans.pop()[0] if name == at_last else layer.at
-            spans.append((start, layer.at + layer.numel))
-            at_last = name
-        return [span for span in spans if span[0] < span[1]]
+        blocks: list[BankBlock] = []
+        for _, found in groupby(self.layers.values(), lambda layer: block_of(layer.target.key)):
+            layers = tuple(found)
+            first, last = layers[0], layers[-1]
+            pairs = first.at, last.at + last.numel
+            others = first.others_at, last.others_at + last.others_bytes
+            if pairs[0] < pairs[1] or others[0] < others[1]:
+                blocks.append(BankBlock(layers, pairs, others))
+        return blocks
+
+    def rms(self, layer: BankLayer, strengths: Mapping[int, float]) -> float:
+        """Estimate the root mean square of the delta of a layer's pairs.
+
+        The mean of `|delta @ g| ** 2` over normal random vectors `g` is the squared norm of the
+        delta (Hutchinson's estimator of the trace of `delta.T @ delta`).
+
+        Args:
+            layer: One of `layers`.
+            strengths: Strength by file number.
+
+        Returns:
+            The estimate; the same in every process.
+        """
+        if not layer.rows:
+            return 0.0
+        if layer.target not in self._overlaps:
+            self._overlaps[layer.target] = self._overlaps_of(layer)
+        values = torch.tensor([strengths.get(file, 0.0) for file in layer.rows]).double()
+        squared = values @ self._overlaps[layer.target] @ values
+        return float(squared.clamp(min=0) / prod(layer.size)) ** 0.5
+
+    def _overlaps_of(self, layer: BankLayer) -> Tensor:
+        """Return the scalar products of the deltas of the files of a layer, `[files, files]`."""
+        down, up = (part.float().cpu() for part in layer.pairs(self.flat.detach()))
+        vectors = torch.randn(
+            down.shape[1], _PROBES, generator=torch.Generator().manual_seed(layer.at)
+        )
+        narrow = (down @ vectors) * self.scales[layer.row : layer.row + layer.rank, None]
+        deltas = [up[:, slice(*rows)] @ narrow[slice(*rows)] for rows in layer.rows.values()]
+        flat = torch.stack(deltas).flatten(1).double()
+        return flat @ flat.T / _PROBES
+
+
+def _parameter(value: Tensor) -> nn.Parameter:
+    return nn.Parameter(value, requires_grad=False)
 
 
 _banks: weakref.WeakValueDictionary[tuple, Bank] = weakref.WeakValueDictionary()
@@ -174,10 +273,27 @@ def _place(bank: Bank, number: int, file: LoraFile, entry: FileEntry) -> None:
         up[:, first:last] = adapter.up.flatten(1)
         bank.scales[layer.row + first : layer.row + last] = adapter.scale
     elif (why := adapter.misfit(layer.shape)) is None:
-        layer.others.append((number, adapter))
+        last = layer.others[-1] if layer.others else None
+        at = layer.others_at if last is None else last.at + _stored_bytes(last.form.tensors())
+        for view, tensor in zip(
+            _views(adapter.tensors(), bank.others.detach(), at), adapter.tensors(), strict=True
+        ):
+            view.copy_(tensor)
+        layer.others.append(StoredAdapter(number, adapter.to("meta"), at))
     else:
         file.report.used -= len(entry.keys)
         file.report.unfit[why] += len(entry.keys)
+
+
+def _views(forms: Sequence[Tensor], memory: Tensor, at: int) -> Iterator[Tensor]:
+    """Yield tensors with the shapes and dtypes of `forms` in a memory of bytes, from `at` on."""
+    for form in forms:
+        yield memory[at : at + form.nbytes].view(form.dtype).view(form.shape)
+        at += aligned(form.nbytes)
+
+
+def _stored_bytes(forms: Sequence[Tensor]) -> int:
+    return sum(aligned(form.nbytes) for form in forms)
 
 
 def _layers(files: Sequence[LoraFile], targets: Targets) -> list[BankLayer]:
@@ -190,6 +306,8 @@ def _layers(files: Sequence[LoraFile], targets: Targets) -> list[BankLayer]:
         if rank and len(layer.shape) > 1:
             layer.rows[number] = layer.rank, layer.rank + rank
             layer.rank += rank
+        else:
+            layer.others_bytes += files[number].stored_bytes(entry)
     for layer in layers.values():
         layer.rank = -(-layer.rank // _RANK_STEP) * _RANK_STEP
     return sorted(layers.values(), key=lambda layer: _natural(layer.target))

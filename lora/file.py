@@ -9,6 +9,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -19,10 +20,12 @@ import torch
 from torch import Tensor
 
 from ..kernels import LINE, PICKLE, ZIP, Header, guarded, kind_of, line, read_header, shown
-from .adapter import Adapter, spell
-from .adapter_parser import make_adapter
+from .adapters import Adapter, make_adapter, spell
 from .key_report import KeyReport
 from .keys import Target, Targets, is_of_text_encoder, split_key
+
+# GPUs read 16 bytes at once.
+_ALIGNMENT = 16
 
 # Parts that are differences of another parameter.
 _DIFFERENCES = ("diff_b", "b_norm", "diff_m")
@@ -75,7 +78,7 @@ class LoraFile:
             self._sort(targets)
         if not self.entries:
             raise ValueError(self._no_match(targets))
-        self.report.notes += self._scales.notes
+        self.report.notes += self._notes()
 
     def read(self, entry: FileEntry) -> Adapter:
         """Read the adapter of one parameter.
@@ -100,6 +103,18 @@ class LoraFile:
             elif "alpha" in parts and self._scales.stabilised and "down" in parts:
                 parts["alpha"] = parts["alpha"].float() * entry.shapes["down"][0] ** 0.5
             return make_adapter(parts, where)
+
+    def stored_bytes(self, entry: FileEntry) -> int:
+        """Return the bytes that an adapter needs at most, with alignment.
+
+        Args:
+            entry: One of `entries`.
+
+        Returns:
+            Bytes.
+        """
+        ends = (self._places[key].offsets for key in entry.keys.values())
+        return sum(aligned(last - first) for first, last in ends)
 
     def _header(self) -> Header:
         """Read the header after checks of the kind of the file."""
@@ -178,6 +193,27 @@ class LoraFile:
             else:
                 self.report.unfit[why] += len(some)
 
+    def _notes(self) -> list[str]:
+        """Return remarks on what differs from ComfyUI's loader, which users may compare with."""
+        notes = []
+        pairs = [entry for entry in self.entries if {"up", "down"} <= entry.keys.keys()]
+        if self._scales.stabilised and pairs:
+            notes.append(
+                "rank-stabilised by its metadata: alpha / sqrt(rank), in ComfyUI's loader alpha / "
+                "rank"
+            )
+        if self._scales.given_alpha is not None and any("alpha" not in each.keys for each in pairs):
+            notes.append(
+                f"alpha {self._scales.given_alpha:g} by its metadata, in ComfyUI's loader the rank"
+            )
+        counts = Counter(entry.target for entry in self.entries)
+        if both := sum(count > 1 for count in counts.values()):
+            notes.append(
+                f"{both} weights have an adapter and a difference: both are applied, in ComfyUI's "
+                "loader the difference alone"
+            )
+        return notes
+
     def _no_match(self, targets: Targets) -> str:
         if self.report.unfit:
             why = next(iter(self.report.unfit))
@@ -190,6 +226,11 @@ class LoraFile:
         text = f"nothing in {shown(self.path.name, 60)} is for this model: it has {keys}; "
         text += f"the model has {ours}"
         return text if theirs or len(text) <= LINE else f"{text[: LINE - 3]}..."
+
+
+def aligned(count: int) -> int:
+    """Return `count` bytes, rounded up to a place where a tensor of any dtype can start."""
+    return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
 def identity(path: str | Path) -> Identity:
@@ -252,18 +293,13 @@ class _Scales:
             if isinstance(value, dict):
                 known |= {str(key).rpartition(".")[2]: each for key, each in value.items()}
         self.stabilised = str(known.get("use_rslora", "")).lower() in ("true", "1")
-        self._alpha = _number(known.get("lora_alpha"))
-        self.notes: list[str] = []
-        if self.stabilised:
-            self.notes.append("rank-stabilised according to its metadata: alpha / sqrt(rank)")
-        if self._alpha is not None:
-            self.notes.append(f"alpha {self._alpha:g} according to its metadata")
+        self.given_alpha = _number(known.get("lora_alpha"))
 
     def alpha(self, rank: int) -> float | None:
         """Return the alpha of a pair of `rank` without an alpha key; the scale is alpha / rank."""
-        if self._alpha is None:
+        if self.given_alpha is None:
             return None
-        return self._alpha * (rank**0.5 if self.stabilised else 1.0)
+        return self.given_alpha * (rank**0.5 if self.stabilised else 1.0)
 
 
 def _whole(digits: str) -> int | float:

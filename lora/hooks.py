@@ -2,9 +2,14 @@
 
 The hooks leave a module's forward untouched, whether its own or another pack's. They are registered
 once and do nothing between calls; `torch.compile` sees that from the attribute that they read. No
-weight is written: the change is made to a copy. A module that applies functions to its weights
-after casting (ComfyUI's have `weight_function` and `bias_function`) gets a function for the time of
-its forward; any other module gets another parameter for that time.
+weight is written: the change is made to a copy.
+
+A module that applies functions to its weights after casting (ComfyUI's have `weight_function` and
+`bias_function`) has ours during the whole call of the model. So a weight that is read without a
+call of the module also gets the LoRA, as ComfyUI reads Wan's int8 feed forwards; and a module that
+is neither called nor read, because a pack skips its block, costs nothing. In the forward of a
+module that bypass serves, the functions are away, so quantised products stay quantised. Any other
+module gets another parameter for the time of its forward.
 """
 
 import math
@@ -16,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from .apply import ApplyMode, JoinedPairs, ScaledAdapter, break_even
-
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+from .precision import LEAST_KEPT, kept, sample_of
+from .substitution import Changes, substitution_of
 
 
 @dataclass
@@ -62,7 +67,8 @@ class LayerWork:
         c: Constant of the machine.
         deltas: Deltas of the weight in order, or a function that returns them in the call.
         needs_weight: There are adapters other than pairs among them.
-        bias: Adapters of the bias.
+        bias: Adapters of the bias, as `deltas`.
+        rms: Root mean square of the smallest delta of pairs; 0: unknown.
     """
 
     counts: Counts
@@ -70,11 +76,32 @@ class LayerWork:
     c: float
     deltas: Deltas | Callable[[], Deltas] = ()
     needs_weight: bool = False
-    bias: Sequence[ScaledAdapter] = ()
+    bias: Sequence[ScaledAdapter] | Callable[[], Sequence[ScaledAdapter]] = ()
+    rms: float = 0.0
+    _is_precise: bool | None = None
 
     def now(self) -> Deltas:
         """Return the deltas of the weight."""
         return self.deltas() if callable(self.deltas) else self.deltas
+
+    def now_bias(self) -> Sequence[ScaledAdapter]:
+        """Return the adapters of the bias."""
+        return self.bias() if callable(self.bias) else self.bias
+
+    def is_precise(self, sample: Callable[[], Tensor | None], dtype: torch.dtype) -> bool:
+        """Return whether the deltas survive the rounding of the weight.
+
+        Args:
+            sample: Returns some of the weights, `[n]`; None: they are unknown.
+            dtype: Dtype of the weight with the deltas.
+
+        Returns:
+            Whether the share that survives is at least `LEAST_KEPT`.
+        """
+        if self._is_precise is None:
+            found = sample() if self.rms else None
+            self._is_precise = found is None or kept(found, self.rms, dtype) >= LEAST_KEPT
+        return self._is_precise
 
 
 class LayerHook:
@@ -82,91 +109,102 @@ class LayerHook:
 
     Attributes:
         work: The work of the current call of the model; None: nothing to do.
-        through_weight: Its forward is not called, so everything is applied to its weight.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name
         self.work: LayerWork | None = None
-        self.through_weight = self._fired = False
-        self._ignores_functions = False
-        self._undo: list[Callable[[], None]] = []
-        self._done = self._pushed = False
+        self._by_weight = self._ignores_functions = False
+        self._weight_changed = self._bias_changed = False
+        self._substitution = substitution_of(module)
+        # The same objects in each call, because compiled code refers to them.
+        self._changes = {"weight": self._weight, "bias": self._bias}
+        self._bias_change = {"bias": self._bias}
+        self._sample: Tensor | None = None
         weight = _parameter(module, "weight")
         self._linear = weight is not None and _is_linear(module)
         module.register_forward_pre_hook(self._before)
         # Hooks of other packs get the output with the LoRAs.
         module.register_forward_hook(self._after, prepend=True)
 
+    @property
+    def is_seen_by_compiled_code(self) -> bool:
+        """Whether `begin` changes what code that was compiled before the hooks existed checks."""
+        return self._substitution.is_lazy
+
     def begin(self, work: LayerWork) -> None:
         """Prepare for a call of the model with `work`."""
-        self.work, self._fired = work, False
-        if self.through_weight:
-            self._push(work)
+        self.work = work
+        if self._substitution.is_lazy:
+            self._substitution.attach(self._changes_of(work))
 
     def end(self) -> None:
         """Clean up after the call, also after an error."""
-        self._restore()
+        self._substitution.detach()
         self.work = None
-
-    @property
-    def missed(self) -> bool:
-        """Whether the model's call skipped the module but may have read its weight.
-
-        Only for quantised weights: a plain weight of a module that is not called counts as unused.
-        """
-        return not self._fired and not self.through_weight and self._has_own_product
-
-    @property
-    def _has_own_product(self) -> bool:
-        """Whether the module multiplies without casting its weight to a plain tensor first."""
-        weight = _parameter(self.module, "weight")
-        if weight is None or getattr(self.module, "_full_precision_mm", False):
-            return False
-        if type(weight) not in (Tensor, nn.Parameter):
-            return True
-        fp8 = "fp8_ops" in type(self.module).__qualname__ and weight.element_size() == 1
-        return fp8 or not weight.is_floating_point()
 
     def _before(self, module: nn.Module, args: tuple) -> None:
         work = self.work
-        if work is None or self.through_weight:
+        if work is None:
             return
-        self._fired = True
+        self._weight_changed = self._bias_changed = False
         x = args[0] if args else None
-        if not self._linear or not isinstance(x, Tensor) or self._streams(work, x):
-            self._push(work)
+        self._by_weight = not self._linear or not isinstance(x, Tensor) or self._streams(work, x)
+        is_lazy = self._substitution.is_lazy
+        if self._by_weight:
+            if not is_lazy:
+                self._substitution.attach(self._changes_of(work))
+        elif is_lazy:
+            self._substitution.detach()
+            if work.bias and not self._has_own_product:
+                self._substitution.attach(self._bias_change)
 
     def _after(self, module: nn.Module, args: tuple, y: Tensor) -> Tensor | None:
         work = self.work
-        if work is None or self.through_weight:
+        if work is None:
             return None
-        pushed, done = self._pushed, self._done
-        self._restore()
-        if pushed and not done:
+        weight_changed = self._weight_changed or not work.deltas
+        bias_changed = self._bias_changed or not work.bias
+        self._substitution.detach()
+        if self._by_weight and not weight_changed:
             # The module reads its weight in its own way, as GGUF's layers do.
             self._ignores_functions = True
-        reachable = self._linear and isinstance(y, Tensor)
-        if pushed and not done and not (reachable and args):
+        if self._linear and isinstance(y, Tensor) and args:
+            if not weight_changed:
+                y = self._bypassed(work, y, args[0])
+            if not bias_changed:
+                y = self._biased(work, y)
+        elif not (weight_changed and bias_changed):
             work.counts.unserved.add(self.name)
-            done = True
-        if not reachable:
-            return None
-        if not done:
-            with self._timed(work, "bypass", y):
-                for delta in work.now():
-                    added = delta.bypass(y, args[0])
-                    if added is None:
-                        work.counts.unserved.add(self.name)
-                    else:
-                        work.counts.add(delta, "bypass")
-                        y = added
-        for adapter in work.bias:
+        if self._substitution.is_lazy:
+            self._substitution.attach(self._changes_of(work))
+        return y
+
+    def _changes_of(self, work: LayerWork) -> Changes:
+        """Return the changes of a call that uses a changed weight."""
+        return self._changes if work.deltas else self._bias_change
+
+    def _bypassed(self, work: LayerWork, y: Tensor, x: Tensor) -> Tensor:
+        with self._timed(work, "bypass", y):
+            for delta in work.now():
+                added = delta.bypass(y, x)
+                if added is None:
+                    work.counts.unserved.add(self.name)
+                else:
+                    work.counts.add(delta, "bypass")
+                    y = added
+        return y
+
+    def _biased(self, work: LayerWork, y: Tensor) -> Tensor:
+        """Return the output `y` with the changes of the bias, written into it if possible."""
+        for adapter in work.now_bias():
             delta = adapter.adapter.delta(y.shape[-1:], y.dtype, y.device)
             if delta is None:
                 work.counts.unserved.add(self.name)
+            elif torch.is_grad_enabled() and y.requires_grad:
+                y = y.add(delta, alpha=adapter.strength)
             else:
-                y = y.add(delta.view(-1), alpha=adapter.strength)
+                y = y.add_(delta, alpha=adapter.strength)
         return y
 
     def _streams(self, work: LayerWork, x: Tensor) -> bool:
@@ -183,45 +221,44 @@ class LayerHook:
         out, inner = weight.shape[0], x.shape[-1]
         # A weight that is cast is copied anyway.
         c = work.c if weight.dtype == x.dtype else work.c / 2
-        return x.numel() // max(1, inner) > break_even(inner, out, c)
+        is_faster = x.numel() // max(1, inner) > break_even(inner, out, c)
+        return is_faster and work.is_precise(self._some_weights, x.dtype)
 
-    def _push(self, work: LayerWork) -> None:
-        """Give the module other parameters until `_restore`."""
-        self._pushed, self._done = True, not work.deltas
-        if work.deltas:
-            self._replace("weight", lambda weight: self._weight(work, weight))
-        if work.bias and (not self._linear or self.through_weight):
-            self._replace("bias", lambda bias: with_adapters(work.bias, bias))
+    def _some_weights(self) -> Tensor | None:
+        if self._sample is None and (weight := _parameter(self.module, "weight")) is not None:
+            self._sample = sample_of(weight)
+        return self._sample
 
-    def _replace(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
-        functions = getattr(self.module, f"{name}_function", None)
-        parameter = self.module._parameters.get(name)
-        if isinstance(functions, list):
-            setattr(self.module, f"{name}_function", [*functions, change])
-            self._undo.append(lambda: setattr(self.module, f"{name}_function", functions))
-        elif parameter is not None and parameter.dtype in _FLOATS:
-            changed = change(parameter.detach())
-            self._undo.append(replace_parameter(self.module, name, changed))
+    @property
+    def _has_own_product(self) -> bool:
+        """Whether the module multiplies without casting its weight to a plain tensor first."""
+        weight = _parameter(self.module, "weight")
+        if weight is None or getattr(self.module, "_full_precision_mm", False):
+            return False
+        if type(weight) not in (Tensor, nn.Parameter):
+            return True
+        fp8 = "fp8_ops" in type(self.module).__qualname__ and weight.element_size() == 1
+        return fp8 or not weight.is_floating_point()
 
-    def _restore(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-        self._pushed = self._done = False
-
-    def _timed(self, work: LayerWork, kind: str, like: Tensor) -> AbstractContextManager[None]:
-        timed = work.counts.timed
-        if timed is None or torch.compiler.is_compiling():
-            return nullcontext()
-        return timed(kind, like.device)
-
-    def _weight(self, work: LayerWork, weight: Tensor) -> Tensor:
-        self._done = True
+    def _weight(self, weight: Tensor) -> Tensor:
+        """Return `weight` `[out, in, ...]`, as the module computes with it, with the deltas."""
+        work = self.work
+        if work is None:
+            return weight
+        self._weight_changed = True
         owned = not self._is_own(weight)
         with self._timed(work, "formula" if work.needs_weight else "stream", weight):
             for delta in work.now():
                 work.counts.add(delta, "stream")
                 weight, owned = delta.into_weight(weight, owned=owned), True
         return weight
+
+    def _bias(self, bias: Tensor) -> Tensor:
+        """Return `bias` `[out]` with its changes."""
+        if self.work is None:
+            return bias
+        self._bias_changed = True
+        return with_adapters(self.work.now_bias(), bias)
 
     def _is_own(self, weight: Tensor) -> bool:
         """Return whether some memory may belong to the module's parameter."""
@@ -236,6 +273,12 @@ class LayerHook:
             return parameter.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
         except (RuntimeError, NotImplementedError):
             return False  # another kind of tensor, which was converted to this one
+
+    def _timed(self, work: LayerWork, kind: str, like: Tensor) -> AbstractContextManager[None]:
+        timed = work.counts.timed
+        if timed is None or torch.compiler.is_compiling():
+            return nullcontext()
+        return timed(kind, like.device)
 
 
 def replace_parameter(module: nn.Module, name: str, value: Tensor) -> Callable[[], None]:

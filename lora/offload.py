@@ -1,7 +1,7 @@
-"""The place of a bank's pairs when a layer needs them.
+"""The place of a bank's tensors when a layer needs them.
 
-They are on the device of the computation if there is room; they take about a hundredth of the
-model. Otherwise the bank is on the host, pinned if possible, and the pairs of a block are fetched
+They are on the device of the computation if there is room; pairs take about a hundredth of the
+model. Otherwise the bank is on the host, pinned if possible, and the tensors of a block are fetched
 while the block before it runs, into one of two buffers.
 """
 
@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .bank import Bank, BankLayer
+from .adapters import Adapter
+from .bank import Bank, BankBlock, BankLayer
+from .keys import Target
 
 
-class PairLoader:
-    """Provides the pairs of a bank's layers on a device.
+class BankLoader:
+    """Provides the tensors of a bank's layers on a device.
 
     Args:
         bank: The bank.
@@ -26,34 +28,71 @@ class PairLoader:
         hits: Blocks that had arrived when they were needed.
         misses: Blocks that were waited for.
         fetched_bytes: Bytes that were fetched.
-        is_here: All pairs are on the device.
+        is_here: The whole bank is on the device.
     """
 
     def __init__(self, bank: Bank, device: torch.device, *, staged: bool = False) -> None:
         self.hits = self.misses = self.fetched_bytes = 0
         self._bank, self._device = bank, device
-        self.is_here = bank.flat.device == device and not staged
-        self._spans = bank.blocks()
+        self.is_here = bank.flat.device == bank.others.device == device and not staged
+        self._blocks: list[BankBlock] = []
         self._buffers: list[_Buffer] = []
-        if not self.is_here and self._spans:
-            most = max(last - first for first, last in self._spans)
-            self._buffers = [_Buffer(bank.flat.new_empty(most, device=device)) for _ in range(2)]
-        self._span_of = {
-            layer.target: index
-            for layer in bank.layers.values()
-            for index, (first, last) in enumerate(self._spans)
-            if first <= layer.at < last
-        }
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._block_of: dict[Target, int] = {}
+        self._kept: dict[Target, list[Adapter]] = {}
+        self._stream: torch.cuda.Stream | None = None
         if not self.is_here:
-            # In place: pinned once for all runs, without a second copy on the host.
-            bank.flat.data = _pinned(bank.flat.data)
+            self._stage()
 
     def pairs(self, layer: BankLayer) -> tuple[Tensor, Tensor]:
         """Return `down` `[rank, in]`, `up` `[out, rank]` of `layer`, valid until the next block."""
         if self.is_here:
             return layer.pairs(self._bank.flat)
-        index = self._span_of[layer.target]
+        buffer = self._buffer_of(layer)
+        return layer.pairs(buffer.pairs, self._blocks[buffer.index].pairs[0])
+
+    def adapters(self, layer: BankLayer) -> list[Adapter]:
+        """Return the other adapters of `layer`, valid until the next block."""
+        if self.is_here:
+            return layer.adapters(self._bank.others)
+        buffer = self._buffer_of(layer)
+        return layer.adapters(buffer.others, self._blocks[buffer.index].others[0])
+
+    def kept_adapters(self, layer: BankLayer) -> list[Adapter]:
+        """Return the other adapters of `layer`, which stay on the device; for small ones."""
+        if self.is_here:
+            return layer.adapters(self._bank.others)
+        if layer.target not in self._kept:
+            found = layer.adapters(self._bank.others.detach())
+            self._kept[layer.target] = [adapter.to(self._device) for adapter in found]
+        return self._kept[layer.target]
+
+    def _stage(self) -> None:
+        bank, device = self._bank, self._device
+        self._blocks = bank.blocks()
+        self._block_of = {
+            layer.target: index
+            for index, block in enumerate(self._blocks)
+            for layer in block.layers
+        }
+        if self._blocks:
+            pairs = max(last - first for _, (first, last), _ in self._blocks)
+            others = max(last - first for _, _, (first, last) in self._blocks)
+            self._buffers = [
+                _Buffer(
+                    bank.flat.detach().new_empty(pairs, device=device),
+                    bank.others.detach().new_empty(others, device=device),
+                )
+                for _ in range(2)
+            ]
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+        # In place: pinned once for all runs, without a second copy on the host.
+        bank.flat.data = _pinned(bank.flat.data)
+        bank.others.data = _pinned(bank.others.data)
+
+    def _buffer_of(self, layer: BankLayer) -> "_Buffer":
+        """Return the buffer with the block of `layer`, and fetch the next block."""
+        index = self._block_of[layer.target]
         buffer = next((each for each in self._buffers if each.index == index), None)
         if buffer is None:
             self.misses += 1
@@ -67,31 +106,39 @@ class PairLoader:
             buffer.used = True
             other = next(each for each in self._buffers if each is not buffer)
             other.used = False
-            if len(self._spans) > 1:
-                self._fetch(other, (index + 1) % len(self._spans))
-        return layer.pairs(buffer.memory, self._spans[index][0])
+            if len(self._blocks) > 1:
+                self._fetch(other, (index + 1) % len(self._blocks))
+        return buffer
 
     def _fetch(self, buffer: "_Buffer", index: int) -> None:
-        first, last = self._spans[index]
-        source = self._bank.flat.detach()[first:last]
+        block = self._blocks[index]
         buffer.index, buffer.used = index, False
-        self.fetched_bytes += source.numel() * source.element_size()
-        target = buffer.memory[: last - first]
+        copies = (
+            (buffer.pairs, self._bank.flat.detach()[slice(*block.pairs)]),
+            (buffer.others, self._bank.others.detach()[slice(*block.others)]),
+        )
+        copies = [(memory[: len(source)], source) for memory, source in copies if len(source)]
+        self.fetched_bytes += sum(source.nbytes for _, source in copies)
         if self._stream is None:
-            target.copy_(source)
+            for target, source in copies:
+                target.copy_(source)
             return
         # Wait for work that reads the buffer.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+                # A buffer may be dropped in the meantime: its memory is reused after the copy.
+                target.record_stream(self._stream)
             buffer.ready = self._stream.record_event()
 
 
 @dataclass
 class _Buffer:
-    """Memory for the pairs of the block `index`; they have arrived once `ready` is reached."""
+    """Memory for the tensors of the block `index`; they have arrived once `ready` is reached."""
 
-    memory: Tensor
+    pairs: Tensor
+    others: Tensor
     index: int = -1
     used: bool = False
     ready: torch.Event | None = None

@@ -6,18 +6,35 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .adapters import Adapter
 from .apply import ApplyMode, JoinedPairs, ScaledAdapter
 from .bank import Bank, BankLayer
 from .hooks import Counts, Deltas, LayerHook, LayerWork, replace_parameter, with_adapters
-from .offload import PairLoader
+from .offload import BankLoader
 from .strengths import Amounts
 
-# The change of a layer: rows of its joined pairs (first, last + 1), or another adapter.
-_Part = tuple[int, int] | ScaledAdapter
+
+class _Rows(NamedTuple):
+    """Rows of the joined pairs of a layer: first, last + 1."""
+
+    first: int
+    last: int
+
+
+class _Other(NamedTuple):
+    """Another adapter of a layer, by its place among them, and its strength."""
+
+    place: int
+    strength: float
+
+
+# What changes a parameter: a layer of the bank, and its active parts in order.
+_Plan = list[tuple[BankLayer, list[_Rows | _Other]]]
 
 # The modules of a model by name, and the hooks that some of them have.
 _models: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, nn.Module], dict[str, LayerHook]]] = (
@@ -36,7 +53,7 @@ class Session:
         amounts: The strengths.
         mode: How deltas are applied.
         c: As in `apply.break_even`.
-        staged: As in `PairLoader`.
+        staged: As in `BankLoader`.
 
     Attributes:
         counts: The applied deltas so far.
@@ -53,31 +70,25 @@ class Session:
         staged: bool = False,
     ) -> None:
         self.bank, self.amounts, self.counts = bank, amounts, Counts()
-        self.loader: PairLoader | None = None
+        self.loader: BankLoader | None = None
         self._mode: ApplyMode = mode
         self._c, self._staged = c, staged
         self._flat: Tensor | None = None
         self._works: dict[str, LayerWork] = {}
-        self._values: dict[str, list[ScaledAdapter]] = {}
+        self._values: dict[str, _Plan] = {}
         self._known: tuple[object, ...] = ()
 
     @contextmanager
-    def call(self, model: nn.Module, device: torch.device) -> Iterator[Callable[[], list[str]]]:
+    def call(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         """Apply the bank to every call of a model within the block.
 
         Args:
             model: A model with the parameter names that the bank was made for.
             device: Device of its computation.
-
-        Yields:
-            A function to call after the model: it returns the names of modules whose weight was
-            read without a call of the module. The next call applies LoRAs to their weight, so
-            repeat this call.
         """
-        self._prepare(device)
+        loader = self._prepare(device)
         modules, hooks = _known(model)
-        active: list[LayerHook] = []
-        count = len(hooks)
+        foreign = False
         with ExitStack() as stack:
             for name, work in self._works.items():
                 if name not in hooks:
@@ -85,21 +96,22 @@ class Session:
                     if module is None:
                         continue
                     hooks[name] = LayerHook(module, name)
-                active.append(hooks[name])
+                    foreign |= not hooks[name].is_seen_by_compiled_code
                 stack.callback(hooks[name].end)
                 hooks[name].begin(work)
-            for key, adapters in self._values.items():
+            for key, plan in self._values.items():
                 name, _, leaf = key.rpartition(".")
                 module = self._module(model, modules, name, key)
                 own = None if module is None else module._parameters.get(leaf)
                 if module is not None and own is not None:
+                    adapters = _scaled(loader.kept_adapters, plan)
                     self.counts.formula += len(adapters)
                     value = with_adapters(adapters, own.detach())
                     stack.callback(replace_parameter(module, leaf, value))
-            if len(hooks) > count and "torch._dynamo" in sys.modules:
+            if foreign and "torch._dynamo" in sys.modules:
                 # Code compiled before the hooks existed does not include them.
                 torch.compiler.reset()
-            yield functools.partial(_missed, active)
+            yield
 
     def release(self) -> None:
         """Release the memory of the bank after a run, until the next run."""
@@ -113,81 +125,92 @@ class Session:
             self.counts.unserved.add(key)
         return module
 
-    def _prepare(self, device: torch.device) -> None:
-        """Prepare the work of the layers, unless it is unchanged."""
-        flat = self.bank.flat
-        if self.loader is None or self._known[:3] != (flat.device, flat.data_ptr(), device):
-            self.loader = PairLoader(self.bank, device, staged=self._staged)  # may move `flat`
-        known = flat.device, flat.data_ptr(), device, self.amounts.version
+    def _prepare(self, device: torch.device) -> BankLoader:
+        """Prepare the work of the layers, unless it is unchanged; return the loader."""
+        if self.loader is None or self._known[:-1] != (*self._place(), device):
+            self.loader = BankLoader(self.bank, device, staged=self._staged)  # may move the bank
+        known = *self._place(), device, self.amounts.version
         if known == self._known:
-            return
+            return self.loader
         # The memory of the amounts stays the same, because compiled or captured code refers to it.
         if self._flat is None or self._flat.device != device:
             self._flat = self.amounts.flat.to(device, copy=True)
         else:
             self._flat.copy_(self.amounts.flat)
         self._works, self._values = {}, {}
-        plans: dict[str, list[tuple[BankLayer, list[_Part]]]] = {}
+        plans: dict[tuple[str, str], _Plan] = {}
         for layer in self.bank.layers.values():
             if parts := self._parts(layer):
                 name, _, leaf = layer.target.key.rpartition(".")
-                adapters = [part for part in parts if isinstance(part, ScaledAdapter)]
                 if leaf not in ("weight", "bias"):
-                    self._values[layer.target.key] = adapters
+                    self._values[layer.target.key] = [(layer, parts)]
                     continue
-                if name not in self._works:
-                    self._works[name] = LayerWork(self.counts, self._mode, self._c)
-                if leaf == "bias":
-                    self._works[name].bias = adapters
-                else:
-                    self._works[name].needs_weight |= bool(adapters)
-                    plans.setdefault(name, []).append((layer, parts))
-        for name, plan in plans.items():
+                plans.setdefault((name, leaf), []).append((layer, parts))
+        for (name, leaf), plan in plans.items():
+            work = self._works.setdefault(name, LayerWork(self.counts, self._mode, self._c))
+            if leaf == "bias":
+                adapters = functools.partial(_scaled, self.loader.adapters, plan)
+                work.bias = adapters() if self.loader.is_here else adapters
+                continue
             deltas = functools.partial(_deltas, self.loader, self._flat, plan)
-            self._works[name].deltas = deltas() if self.loader.is_here else deltas
+            work.deltas = deltas() if self.loader.is_here else deltas
+            work.needs_weight = any(isinstance(part, _Other) for _, parts in plan for part in parts)
+            if self._mode == "auto":
+                work.rms = min(self._rms(layer) for layer, _ in plan)
         self._known = known
+        return self.loader
 
-    def _parts(self, layer: BankLayer) -> list[_Part]:
+    def _place(self) -> tuple[object, ...]:
+        """Return the place of the bank's memory."""
+        bank = self.bank
+        both = bank.flat, bank.others
+        return *(each.device for each in both), *(each.data_ptr() for each in both)
+
+    def _rms(self, layer: BankLayer) -> float:
+        return self.bank.rms(layer, {file: self.amounts.of(layer, file) for file in layer.rows})
+
+    def _parts(self, layer: BankLayer) -> list[_Rows | _Other]:
         """Return the active parts of a layer, in the order of the files where it matters."""
-        first, last = self.amounts.rows(layer)
+        rows = self.amounts.rows(layer)
         others = [
-            (file, ScaledAdapter(adapter, strength, layer.target.offset))
-            for file, adapter in layer.others
-            if (strength := self.amounts.of(layer, file))
+            (stored.file, _Other(place, strength))
+            for place, stored in enumerate(layer.others)
+            if (strength := self.amounts.of(layer, stored.file))
         ]
         if not others:
-            return [(first, last)] if last > first else []
-        parts: list[_Part] = []
+            return [_Rows(*rows)] if rows[1] > rows[0] else []
+        parts: list[_Rows | _Other] = []
         for file in sorted({file for file, _ in others} | layer.rows.keys()):
             if file in layer.rows and self.amounts.of(layer, file):
-                parts.append(layer.rows[file])
-            parts += [adapter for number, adapter in others if number == file]
+                parts.append(_Rows(*layer.rows[file]))
+            parts += [other for number, other in others if number == file]
         return parts
 
 
-def _deltas(
-    loader: PairLoader, amounts: Tensor, plan: list[tuple[BankLayer, list[_Part]]]
-) -> Deltas:
+def _deltas(loader: BankLoader, amounts: Tensor, plan: _Plan) -> Deltas:
     deltas: list[JoinedPairs | ScaledAdapter] = []
     for layer, parts in plan:
+        adapters = loader.adapters(layer) if layer.others else []
         for part in parts:
-            if isinstance(part, ScaledAdapter):
-                deltas.append(part)
+            if isinstance(part, _Other):
+                adapter = adapters[part.place]
+                deltas.append(ScaledAdapter(adapter, part.strength, layer.target.offset))
                 continue
-            first, last = part
             down, up = loader.pairs(layer)
-            rows = amounts[layer.row + first : layer.row + last]
-            deltas.append(
-                JoinedPairs(down[first:last], up[:, first:last], rows, layer.target.offset)
-            )
+            rows = amounts[layer.row + part.first : layer.row + part.last]
+            pairs = down[part.first : part.last], up[:, part.first : part.last]
+            deltas.append(JoinedPairs(*pairs, rows, layer.target.offset))
     return deltas
 
 
-def _missed(hooks: list[LayerHook]) -> list[str]:
-    missed = [hook for hook in hooks if hook.missed]
-    for hook in missed:
-        hook.through_weight = True
-    return [hook.name for hook in missed]
+def _scaled(adapters_of: Callable[[BankLayer], list[Adapter]], plan: _Plan) -> list[ScaledAdapter]:
+    """Return the adapters of a parameter that has no pairs."""
+    return [
+        ScaledAdapter(adapters_of(layer)[part.place], part.strength, layer.target.offset)
+        for layer, parts in plan
+        for part in parts
+        if isinstance(part, _Other)
+    ]
 
 
 def _known(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, LayerHook]]:

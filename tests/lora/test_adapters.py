@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fast_video_vae.lora.adapter_parser import PARTS, make_adapter
+from fast_video_vae.lora.adapters import PARTS, make_adapter
 from fast_video_vae.tests.lora.modules import ROWS, STRENGTHS, relative_error
 
 

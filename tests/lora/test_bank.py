@@ -89,7 +89,7 @@ def test_layers_are_in_the_order_of_the_model_without_gaps(write, shapes, blocks
     """In any order of the file; `Bank.blocks` gives one span to each block."""
     path = write(spelled(random_pairs(shapes, reversed(modules(shapes)), 8)))
     bank = load_bank([path], Targets(shapes))
-    spans, at, row = bank.blocks(), 0, 0
+    spans, at, row = [block.pairs for block in bank.blocks()], 0, 0
     for layer in bank.layers.values():
         assert (layer.at, layer.row) == (at, row)
         at, row = at + layer.numel, row + layer.rank

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fast_video_vae.lora.adapters import Pair
 from fast_video_vae.lora.file import LoraFile
 from fast_video_vae.lora.keys import Target, Targets
-from fast_video_vae.lora.low_rank import Pair
 from fast_video_vae.tests.lora.models import (
     ENDINGS,
     PREFIX,

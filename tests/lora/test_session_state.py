@@ -256,6 +256,27 @@ def test_a_new_strength_does_not_recompile_a_model(stack, linear, mode):
 
 
 @pytest.mark.usefixtures("_nothing_compiled")
+def test_other_compiled_code_is_not_compiled_again(stack):
+    """Only the layers that get a LoRA are, because of the functions on their weights."""
+    model, other, compiled = Model(Casting), Model(Casting, seed=1), []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward  # not compiled further
+
+    call, x = torch.compile(other, backend=backend), video()
+    with torch.no_grad():
+        plain = call(x)
+        known = len(compiled)
+        made = stack(model, whole=False, only="self_attn")
+        assert_close(
+            called(made.session((1, 1, 1)), model, x), made.oracle(model, (1, 1, 1))(x.double())
+        )
+        assert torch.equal(call(x), plain)
+    assert len(compiled) == known
+
+
+@pytest.mark.usefixtures("_nothing_compiled")
 def test_separately_compiled_blocks_get_the_lora(stack):
     model = Model(Casting, blocks=2)
     made = stack(model, whole=False)

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from fast_video_vae.lora.adapter_parser import make_adapter
+from fast_video_vae.lora.adapters import make_adapter
 from fast_video_vae.tests.lora.modules import ROWS, STRENGTHS, relative_error
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]

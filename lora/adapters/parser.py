@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .adapter import Adapter, Diff, Replacement, as_matrix, spell
+from .base import Adapter, Diff, Replacement, as_matrix, spell
 from .low_rank import GLoRA, Hadamard, Kronecker, Pair, product_shape
 from .orthogonal import BOFT, OFT
 

@@ -10,7 +10,7 @@ Low-Rank Adaptation", arXiv 2402.09353.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, TypeVar
 
@@ -100,19 +100,35 @@ class Adapter(ABC):
         be overwritten.
         """
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the adapter's tensors."""
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the adapter's tensors `[...]` in the order of its fields."""
         values = (getattr(self, field.name) for field in fields(self))
         each = (
             item for value in values for item in (value if isinstance(value, tuple) else [value])
         )
-        return sum(item.nbytes for item in each if isinstance(item, Tensor))
+        return tuple(item for item in each if isinstance(item, Tensor))
+
+    def with_tensors(self: _A, tensors: Iterable[Tensor]) -> _A:
+        """Return a copy with other `tensors`, each `[...]`, in the order of `tensors()`."""
+        rest = iter(tensors)
+
+        def replaced(value: object) -> object:
+            if isinstance(value, tuple):
+                return tuple(map(replaced, value))
+            return next(rest) if isinstance(value, Tensor) else value
+
+        return replace(
+            self, **{each.name: replaced(getattr(self, each.name)) for each in fields(self)}
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the adapter's tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     def to(self: _A, device: torch.device | str) -> _A:
         """Return a copy with its tensors on `device`; tensors already there are shared."""
-        moved = {field.name: _moved(getattr(self, field.name), device) for field in fields(self)}
-        return replace(self, **moved)
+        return self.with_tensors(tensor.to(device) for tensor in self.tensors())
 
     def _check(self, shape: Sequence[int]) -> None:
         if (reason := self.misfit(shape)) is not None:
@@ -295,9 +311,3 @@ def _dora_axis(dora_scale: Tensor, shape: tuple[int, ...]) -> int | None:
         return 0
     inputs = dora_scale.shape[:2][-1]
     return 1 if dora_scale.numel() == shape[1] == inputs else None
-
-
-def _moved(value: object, device: torch.device | str) -> object:
-    if isinstance(value, tuple):
-        return tuple(_moved(item, device) for item in value)
-    return value.to(device) if isinstance(value, Tensor) else value

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .adapter import Adapter, Additive, as_matrix, decompose, misfit_of_dora, spell
+from .base import Adapter, Additive, as_matrix, decompose, misfit_of_dora, spell
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,0 +1,67 @@
+"""How much of a delta survives when it is added to a weight in bfloat16 or float16.
+
+A weight is a multiple of its spacing `u`, the distance to the next number of the dtype, and so is
+the rounded sum. A small delta `d` is therefore rounded to a multiple of `u`, mostly to 0. For
+normally distributed deltas with standard deviation `s`, Stein's lemma gives the part of the sum
+that follows the delta, `E[d * round(d)] / E[d * d]`:
+
+    sum over all integers k of u * density((k + 1/2) * u / s) / s
+
+It is 1 for `u << s`, and the mean over the weights is the share that survives.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+# Smallest share with which `auto` adds a delta to the weight. Below it, a LoRA visibly loses
+# strength: for bfloat16 weights and deltas of 0.3 % of them, 93 % survive.
+LEAST_KEPT = 0.97
+
+# Numbers of a weight that stand for all, read as runs so that few pages of a file are touched.
+_RUNS, _RUN = 16, 64
+
+# Spacing in units of the deviation, below which the sum is 1.
+_FINE = 0.5
+_TERMS = 9
+
+
+def kept(sample: Tensor, rms: float, dtype: torch.dtype) -> float:
+    """Return the share of a delta that survives being added to weights in `dtype`.
+
+    Args:
+        sample: `[n]`, some of the weights, float32 on the host.
+        rms: Root mean square of the delta.
+        dtype: Dtype of the sum.
+
+    Returns:
+        A share from 0 to 1; 1 for float32 and wider, and without a delta.
+    """
+    if dtype not in (torch.bfloat16, torch.float16) or rms <= 0:
+        return 1.0
+    limits = torch.finfo(dtype)
+    exponents = torch.frexp(sample.abs().clamp(min=limits.tiny))[1]
+    spacing = torch.exp2(exponents.double() - 1) * (limits.eps / rms)
+    places = (torch.arange(_TERMS) + 0.5)[:, None] * spacing
+    shares = 2 * spacing * torch.exp(-places.square() / 2).sum(0) / math.sqrt(2 * math.pi)
+    return float(torch.where(spacing < _FINE, 1.0, shares).mean().clamp(max=1.0))
+
+
+def sample_of(weight: Tensor) -> Tensor | None:
+    """Return some numbers of a weight, always the same ones.
+
+    Args:
+        weight: `[out, in, ...]`, any device.
+
+    Returns:
+        `[n]` in float32 on the host; None: it is quantised, or has no values.
+    """
+    if type(weight) not in (Tensor, nn.Parameter) or weight.is_meta:
+        return None
+    if not weight.is_floating_point() or weight.element_size() < 2:
+        return None
+    flat = weight.detach().reshape(-1) if weight.is_contiguous() else weight.detach().flatten()
+    step = max(flat.numel() // _RUNS, 1)
+    runs = [flat[at : at + _RUN] for at in range(0, flat.numel(), step)]
+    return torch.cat(runs).float().cpu()

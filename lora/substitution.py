@@ -1,0 +1,142 @@
+"""Ways to give a module other parameters for some time, by its kind."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+# Functions of a parameter `[...]` by its name, "weight" or "bias".
+Changes = Mapping[str, Callable[[Tensor], Tensor]]
+
+
+class Substitution(ABC):
+    """Gives a module other parameters between `attach` and `detach`.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        is_lazy: Changes are computed when the module reads a parameter, so they cost nothing if
+            it does not.
+    """
+
+    is_lazy: ClassVar[bool] = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    @abstractmethod
+    def attach(self, changes: Changes) -> None:
+        """Apply `changes` until `detach`; nothing is attached."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Restore the parameters, if others are attached."""
+
+
+class FunctionLists(Substitution):
+    """For modules that apply the functions of a list to a parameter that they have cast."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._own: dict[str, list] = {}
+
+    def attach(self, changes: Changes) -> None:
+        """Append `changes` to the lists."""
+        for name, change in changes.items():
+            functions = getattr(self._module, f"{name}_function", None)
+            if isinstance(functions, list):
+                self._own[name] = functions
+                setattr(self._module, f"{name}_function", [*functions, change])
+
+    def detach(self) -> None:
+        """Restore the lists."""
+        for name, functions in self._own.items():
+            setattr(self._module, f"{name}_function", functions)
+        self._own = {}
+
+
+class Unpacking(FunctionLists):
+    """For modules that unpack parameters with a method `get_weight`, as those of ComfyUI-GGUF do.
+
+    They have lists too, which some of them read and others do not.
+    """
+
+    METHOD: ClassVar[str] = "get_weight"
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._others: dict[str, Any] = {}  # another pack's method of this module
+
+    def attach(self, changes: Changes) -> None:
+        """Change what the method returns, and append `changes` to the lists."""
+        super().attach(changes)
+        unpack, module = getattr(self._module, self.METHOD), self._module
+        self._others = {
+            name: value for name, value in module.__dict__.items() if name == self.METHOD
+        }
+
+        def unpacked(packed: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:  # noqa: ANN401
+            value = unpack(packed, *args, **kwargs)
+            change = changes.get(_name_of(module, packed) or "")
+            return value if change is None or value is None else change(value)
+
+        module.__dict__[self.METHOD] = unpacked
+
+    def detach(self) -> None:
+        """Restore the method and the lists."""
+        if self._own:
+            self._module.__dict__.pop(self.METHOD, None)
+            self._module.__dict__.update(self._others)
+        super().detach()
+
+
+class Parameters(Substitution):
+    """For all other modules; parameters that are not plain floating point stay."""
+
+    is_lazy = False
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._own: dict[str, nn.Parameter | None] = {}
+
+    def attach(self, changes: Changes) -> None:
+        """Replace parameters by the results of `changes`."""
+        parameters = self._module._parameters
+        for name, change in changes.items():
+            own = parameters.get(name)
+            if own is not None and own.dtype in _FLOATS:
+                self._own[name] = own
+                parameters[name] = nn.Parameter(change(own.detach()), requires_grad=False)
+
+    def detach(self) -> None:
+        """Restore the parameters."""
+        self._module._parameters.update(self._own)
+        self._own = {}
+
+
+def substitution_of(module: nn.Module) -> Substitution:
+    """Return the way to give `module` other parameters."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(getattr(module, "weight_function", None), list):
+        return Parameters(module)
+    is_packed = isinstance(weight, Tensor) and type(weight) not in (Tensor, nn.Parameter)
+    if is_packed and callable(getattr(type(module), Unpacking.METHOD, None)):
+        return Unpacking(module)
+    return FunctionLists(module)
+
+
+def _name_of(module: nn.Module, packed: Tensor) -> str | None:
+    """Return the name of the parameter that `packed` is, or was before a copy; None: unknown."""
+    if packed.ndim > 1 or module._parameters.get("bias") is None:
+        return "weight"
+    for name in ("weight", "bias"):
+        own = module._parameters.get(name)
+        if own is not None and own.data_ptr() == packed.data_ptr():
+            return name
+    weight = module._parameters.get("weight")
+    return "bias" if weight is not None and weight.ndim > 1 else None
