@@ -22,12 +22,10 @@ from torch import Tensor, nn
 from .adapters import Adapter, Pair
 from .file import FileEntry, Identity, KeyReport, LoraFile, aligned, identity
 from .keys import Target, Targets
+from .precision import PROBES, probes
 
 # Ranks are padded with zeros to a multiple of this, for matrix units.
 _RANK_STEP = 8
-
-# Random vectors by which the size of a delta is estimated, to about a tenth for a rank of 8.
-_PROBES = 8
 
 
 class StoredAdapter(NamedTuple):
@@ -189,10 +187,7 @@ class Bank(nn.Module):
         return blocks
 
     def rms(self, layer: BankLayer, strengths: Mapping[int, float]) -> float:
-        """Estimate the root mean square of the delta of a layer's pairs.
-
-        The mean of `|delta @ g| ** 2` over normal random vectors `g` is the squared norm of the
-        delta (Hutchinson's estimator of the trace of `delta.T @ delta`).
+        """Estimate the root mean square of the delta of a layer's pairs, as `rms_of_pair`.
 
         Args:
             layer: One of `layers`.
@@ -212,13 +207,12 @@ class Bank(nn.Module):
     def _overlaps_of(self, layer: BankLayer) -> Tensor:
         """Return the scalar products of the deltas of the files of a layer, `[files, files]`."""
         down, up = (part.float().cpu() for part in layer.pairs(self.flat.detach()))
-        vectors = torch.randn(
-            down.shape[1], _PROBES, generator=torch.Generator().manual_seed(layer.at)
-        )
-        narrow = (down @ vectors) * self.scales[layer.row : layer.row + layer.rank, None]
+        narrow = (down @ probes(down.shape[1])) * self.scales[
+            layer.row : layer.row + layer.rank, None
+        ]
         deltas = [up[:, slice(*rows)] @ narrow[slice(*rows)] for rows in layer.rows.values()]
         flat = torch.stack(deltas).flatten(1).double()
-        return flat @ flat.T / _PROBES
+        return flat @ flat.T / PROBES
 
 
 def _parameter(value: Tensor) -> nn.Parameter:

@@ -118,8 +118,12 @@ class LayerHook:
         self._weight_changed = self._bias_changed = False
         self._substitution = substitution_of(module)
         # The same objects in each call, because compiled code refers to them.
-        self._changes = {"weight": self._weight, "bias": self._bias}
-        self._bias_change = {"bias": self._bias}
+        weight_change, self._bias_change = {"weight": self._weight}, {"bias": self._bias}
+        self._changes: dict[tuple[bool, bool], Changes] = {
+            (True, True): {**weight_change, **self._bias_change},
+            (True, False): weight_change,
+            (False, True): self._bias_change,
+        }
         self._sample: Tensor | None = None
         weight = _parameter(module, "weight")
         self._linear = weight is not None and _is_linear(module)
@@ -182,7 +186,7 @@ class LayerHook:
 
     def _changes_of(self, work: LayerWork) -> Changes:
         """Return the changes of a call that uses a changed weight."""
-        return self._changes if work.deltas else self._bias_change
+        return self._changes[bool(work.deltas), bool(work.bias)]
 
     def _bypassed(self, work: LayerWork, y: Tensor, x: Tensor) -> Tensor:
         with self._timed(work, "bypass", y):

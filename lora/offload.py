@@ -77,13 +77,14 @@ class BankLoader:
         if self._blocks:
             pairs = max(last - first for _, (first, last), _ in self._blocks)
             others = max(last - first for _, _, (first, last) in self._blocks)
-            self._buffers = [
-                _Buffer(
-                    bank.flat.detach().new_empty(pairs, device=device),
-                    bank.others.detach().new_empty(others, device=device),
-                )
-                for _ in range(2)
-            ]
+            with torch.inference_mode(False):  # another thread can write them without that mode
+                self._buffers = [
+                    _Buffer(
+                        bank.flat.detach().new_empty(pairs, device=device),
+                        bank.others.detach().new_empty(others, device=device),
+                    )
+                    for _ in range(2)
+                ]
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
         # In place: pinned once for all runs, without a second copy on the host.

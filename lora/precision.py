@@ -19,6 +19,9 @@ from torch import Tensor, nn
 # strength: for bfloat16 weights and deltas of 0.3 % of them, 93 % survive.
 LEAST_KEPT = 0.97
 
+# Random vectors for the estimate of the size of a delta.
+PROBES = 8
+
 # Numbers of a weight that stand for all, read as runs so that few pages of a file are touched.
 _RUNS, _RUN = 16, 64
 
@@ -46,6 +49,28 @@ def kept(sample: Tensor, rms: float, dtype: torch.dtype) -> float:
     places = (torch.arange(_TERMS) + 0.5)[:, None] * spacing
     shares = 2 * spacing * torch.exp(-places.square() / 2).sum(0) / math.sqrt(2 * math.pi)
     return float(torch.where(spacing < _FINE, 1.0, shares).mean().clamp(max=1.0))
+
+
+def rms_of_pair(down: Tensor, up: Tensor) -> float:
+    """Estimate the root mean square of `up @ down`.
+
+    The mean of `|delta @ g| ** 2` over normal random vectors `g` is the squared norm of the delta
+    (Hutchinson's estimator of the trace of `delta.T @ delta`).
+
+    Args:
+        down: `[rank, in]`.
+        up: `[out, rank]`.
+
+    Returns:
+        The estimate, to about a tenth for a rank of 8; the same in every process.
+    """
+    deltas = up.float() @ (down.float() @ probes(down.shape[1]))
+    return float(deltas.square().sum() / (PROBES * up.shape[0] * down.shape[1])) ** 0.5
+
+
+def probes(inner: int) -> Tensor:
+    """Return normal random vectors for `rms_of_pair`, `[inner, PROBES]`."""
+    return torch.randn(inner, PROBES, generator=torch.Generator().manual_seed(0))
 
 
 def sample_of(weight: Tensor) -> Tensor | None:

@@ -134,7 +134,8 @@ class Session:
             return self.loader
         # The memory of the amounts stays the same, because compiled or captured code refers to it.
         if self._flat is None or self._flat.device != device:
-            self._flat = self.amounts.flat.to(device, copy=True)
+            with torch.inference_mode(False):  # another thread can write it without that mode
+                self._flat = self.amounts.flat.to(device, copy=True)
         else:
             self._flat.copy_(self.amounts.flat)
         self._works, self._values = {}, {}

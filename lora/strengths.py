@@ -1,5 +1,6 @@
 """The strengths and block filters of a stack as one vector for a bank."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,7 @@ class Amounts:
                     first, last = layer.rows[file]
                     row[layer.row + first : layer.row + last] = factor
             self._blocks.append(blocks)
+        self._lock = threading.Lock()  # a model on several GPUs has a thread for each
         self._strengths: tuple[float, ...] = ()
         self.flat = torch.zeros_like(bank.scales)
         self.version = 0
@@ -58,12 +60,13 @@ class Amounts:
     def set(self, strengths: Sequence[float]) -> None:
         """Set `strengths`, one per entry."""
         strengths = tuple(strengths)
-        if strengths == self._strengths:
-            return
-        self._strengths = strengths
-        self.version += 1
-        values = torch.tensor(strengths, dtype=torch.float64)
-        self.flat = (values @ self._factors.double() * self._bank.scales.double()).float()
+        with self._lock:
+            if strengths == self._strengths:
+                return
+            self._strengths = strengths
+            values = torch.tensor(strengths, dtype=torch.float64)
+            self.flat = (values @ self._factors.double() * self._bank.scales.double()).float()
+            self.version += 1
 
     def rows(self, layer: BankLayer) -> tuple[int, int]:
         """Return the active rows of `layer`: first, last + 1; equal: none."""

@@ -9,6 +9,12 @@ from torch import Tensor, nn
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
+# Names of the lists of functions.
+_LISTS = {"weight": "weight_function", "bias": "bias_function"}
+
+# Modules look for parameters, buffers and submodules first, which takes longer than all else here.
+_set = object.__setattr__
+
 # Functions of a parameter `[...]` by its name, "weight" or "bias".
 Changes = Mapping[str, Callable[[Tensor], Tensor]]
 
@@ -48,15 +54,16 @@ class FunctionLists(Substitution):
     def attach(self, changes: Changes) -> None:
         """Append `changes` to the lists."""
         for name, change in changes.items():
-            functions = getattr(self._module, f"{name}_function", None)
+            place = _LISTS[name]
+            functions = getattr(self._module, place, None)
             if isinstance(functions, list):
-                self._own[name] = functions
-                setattr(self._module, f"{name}_function", [*functions, change])
+                self._own[place] = functions
+                _set(self._module, place, [*functions, change])
 
     def detach(self) -> None:
         """Restore the lists."""
-        for name, functions in self._own.items():
-            setattr(self._module, f"{name}_function", functions)
+        for place, functions in self._own.items():
+            _set(self._module, place, functions)
         self._own = {}
 
 
