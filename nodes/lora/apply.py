@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from ...kernels import gpu_config
 from ...lora import Amounts, ApplyMode, Bank, Session, StackEntry, load_bank, step_of
 from ..host import run_phase, timing
+from .effect import effect_lines
+from .holder import KEY, give_back, holder_of, holders
 from .merged import merge
+from .saving import save_with_loras, save_without_loras
 from .targets import NETWORK, targets_of
 
 _logger = logging.getLogger(__name__)
-
-KEY = "fast_video_vae.lora"
 
 LoraMode = ApplyMode | Literal["merged"]
 
@@ -70,6 +71,7 @@ def apply_lora(
     parts = [*(before.parts if before else ()), *((entry, phase) for entry in stack)]
     clone.remove_attachments(KEY)
     clone.remove_additional_models(KEY)
+    save_without_loras(clone)
     for kind in (WrappersMP.APPLY_MODEL, WrappersMP.OUTER_SAMPLE):
         clone.remove_wrappers_with_key(kind, KEY)
     parts = [(entry, number) for entry, number in parts if any(entry.schedule.values(number))]
@@ -83,19 +85,11 @@ def apply_lora(
     clone.set_attachments(KEY, loras)
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, loras)
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, loras.around)
+    save_with_loras(clone)
     room = comfy.model_management.get_total_memory(model.load_device) * _MOST_OF_DEVICE
-    if 0 < bank.flat.nbytes <= room:
-        clone.set_additional_models(KEY, [_patcher_of(bank, model).clone()])
+    if 0 < bank.nbytes <= room:
+        clone.set_additional_models(KEY, [holder_of(bank, model)])
     return clone, report
-
-
-def _patcher_of(bank: Bank, model: ModelPatcher) -> ModelPatcher:
-    """Return the patcher that loads a bank; all clones of a bank have it as parent."""
-    # ComfyUI warns of loaded models without a live patcher.
-    devices = model.load_device, model.offload_device
-    if devices not in bank.companions:
-        bank.companions[devices] = ModelPatcher(bank, *devices)
-    return bank.companions[devices]  # type: ignore[return-value]
 
 
 class AttachedLoras:
@@ -104,7 +98,7 @@ class AttachedLoras:
     Attributes:
         parts: The entries of the stack, each with the phase of the model, if it is known.
         bank: The LoRAs of their files.
-        sessions: The sessions, by device.
+        sessions: The sessions, by bank and device: a model on several GPUs has several banks.
     """
 
     def __init__(
@@ -121,7 +115,8 @@ class AttachedLoras:
         values = [entry.schedule.values(phase) for entry, phase in parts]
         alone = all(len(each) == 1 for each in values)
         self._constants = [each[0] for each in values] if alone else None
-        self.sessions: dict[torch.device, Session] = {}
+        self.sessions: dict[tuple[Bank, torch.device], Session] = {}
+        self._holders: weakref.WeakSet[ModelPatcher] = weakref.WeakSet()
         self._steps: tuple[object, list[float]] = (None, [])
         self._warned = False
         self._timed_run = False
@@ -136,6 +131,9 @@ class AttachedLoras:
             for name, count in names.items()
             if count > 1
         ]
+        if (base := self._base()) is not None:
+            parameters = dict(base.named_parameters())
+            lines += effect_lines(self.bank, self.parts, parameters, self._mode)
         bank = f"{len(self.bank.layers)} parameters, {self.bank.nbytes / 2**20:.1f} MiB"
         return "\n".join([*lines, f"{bank}, {self._mode}"])
 
@@ -165,19 +163,9 @@ class AttachedLoras:
         options: dict[str, Any],
     ) -> Tensor:
         self._amounts.set(self._strengths(options, t))
-        session = self._session_on(x.device)
-        with session.call(base, x.device) as find_missed:
+        session = self._session_for(base, x.device)
+        with session.call(base, x.device):
             y = run()
-            missed = find_missed()
-        if missed:
-            _logger.info(
-                "Fast Video VAE: ComfyUI reads the weights of %d layers without calling them; "
-                "their LoRA is added to the weight, for example of %s",
-                len(missed),
-                missed[0],
-            )
-            with session.call(base, x.device):
-                y = run()
         self._warn_of_unserved(session)
         return y
 
@@ -194,6 +182,10 @@ class AttachedLoras:
                     _logger.info("%s", self._table(session, run_s))
                     session.counts.clear()
                 session.release()
+            for holder in self._holders:
+                give_back(holder)
+            # The banks of further GPUs go with their models.
+            self.sessions = {key: one for key, one in self.sessions.items() if key[0] is self.bank}
 
     @contextmanager
     def _timed(self, kind: str, device: torch.device) -> Iterator[None]:
@@ -219,11 +211,16 @@ class AttachedLoras:
             lines.append(f"  fetched  {loader.fetched_bytes / 2**20:7.1f} MiB, {in_time}")
         return "\n".join(lines)
 
-    def _session_on(self, device: torch.device) -> Session:
-        if device not in self.sessions:  # several if the model is on several GPUs
-            c = gpu_config(device, self.bank.flat.dtype).stream_c
-            self.sessions[device] = Session(self.bank, self._amounts, self._mode, c)
-        session = self.sessions[device]
+    def _session_for(self, base: nn.Module, device: torch.device) -> Session:
+        bank = self.bank
+        for holder in holders(getattr(base, "current_patcher", None)):
+            if holder.model.layers is bank.layers:  # not of another clone of the same model
+                self._holders.add(holder)
+                bank = holder.model
+        if (bank, device) not in self.sessions:
+            c = gpu_config(device, bank.flat.dtype).stream_c
+            self.sessions[bank, device] = Session(bank, self._amounts, self._mode, c)
+        session = self.sessions[bank, device]
         session.counts.timed = self._timed if self._timed_run else None
         return session
 

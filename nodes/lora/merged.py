@@ -8,7 +8,17 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
-from ...lora import Adapter, LoraFile, ScaledAdapter, StackEntry, Target, layer_name
+from ...lora import (
+    Adapter,
+    LoraFile,
+    Pair,
+    ScaledAdapter,
+    StackEntry,
+    Target,
+    layer_name,
+    rms_of_pair,
+)
+from .effect import Survival
 from .targets import NETWORK, targets_of
 
 
@@ -32,6 +42,9 @@ def merge(model: ModelPatcher, stack: Sequence[StackEntry], phase: int) -> tuple
     clone = model.clone()
     targets = targets_of(model)
     reports: list[str] = []
+    parameters = dict(model.model.named_parameters())
+    dtypes = {value.dtype for value in parameters.values() if value.ndim > 1}
+    survival = {dtype: Survival(dtype, "merged") for dtype in dtypes}
     known = [str(model.patches_uuid)]
     for entry in stack:
         strength = _constant(entry, phase)
@@ -44,11 +57,17 @@ def merge(model: ModelPatcher, stack: Sequence[StackEntry], phase: int) -> tuple
             factor = entry.blocks.factor(layer_name(part.target.key, NETWORK))
             if factor:
                 _patch(clone, part.target, adapter, strength * factor)
+            if factor and isinstance(adapter, Pair) and part.plain_rank:
+                weight = parameters[part.target.key]
+                rms = abs(strength * factor * adapter.scale)
+                rms *= rms_of_pair(adapter.down.flatten(1), adapter.up)
+                survival[weight.dtype].add(weight, rms, weight.numel())
         reports += file.report.lines()
         known += [*map(str, file.identity), str(entry.schedule), str(entry.blocks)]
     # The same LoRAs on the same model are the same weights.
     clone.patches_uuid = uuid.uuid5(uuid.NAMESPACE_OID, "\n".join(known))
-    return clone, "\n".join([*reports, "merged"])
+    lost = [line for each in survival.values() for line in each.lines()]
+    return clone, "\n".join([*reports, *lost, "merged"])
 
 
 def _patch(model: ModelPatcher, target: Target, adapter: Adapter, strength: float) -> None:

@@ -116,7 +116,8 @@ class ApplyLora(io.ComfyNode):
                     "mode",
                     options=["auto", "stream", "bypass", "merged"],
                     default="auto",
-                    tooltip="auto: the faster method for each layer and call. stream: adds the "
+                    tooltip="auto: the faster method for each layer and call that keeps the "
+                    "effect of weak LoRAs. stream: adds the "
                     "LoRA to a copy of the weight; for many tokens. bypass: two small matmuls in "
                     "parallel to the layer; most exact, for few tokens and quantised models. "
                     "merged: writes the LoRA into the weights on loading; not for quantised "

@@ -1,0 +1,75 @@
+"""The patchers by which ComfyUI loads the bank of a model's LoRAs, and the banks of several GPUs.
+
+The holder of a bank is of the kind of the model: for a dynamic model (DynamicVRAM) a dynamic one.
+One other patcher in a list of models to load makes ComfyUI free memory by estimates, and unload
+dynamic models that it leaves alone otherwise.
+"""
+
+from typing import Any
+
+import comfy.model_patcher
+import torch
+from comfy.model_patcher import ModelPatcher
+
+from ...lora import Bank
+
+KEY = "fast_video_vae.lora"
+
+
+def holder_of(bank: Bank, model: ModelPatcher) -> ModelPatcher:
+    """Return a patcher that loads a bank together with a model.
+
+    Args:
+        bank: The bank.
+        model: The model.
+
+    Returns:
+        A patcher for the devices of the model; patchers of one bank have a common parent.
+    """
+    # ComfyUI warns of loaded models without a live patcher.
+    given = bank, model.load_device, model.offload_device, not model.is_dynamic()
+    known = given[1:]
+    if known not in bank.companions:
+        holder = _patcher(*given)
+        # ComfyUI makes the additional models of another GPU by this call.
+        holder.cached_patcher_init = _patcher_of_copy, given[:-1]
+        bank.companions[known] = holder
+    return bank.companions[known].clone()  # type: ignore[attr-defined]
+
+
+def _patcher_of_copy(bank: Bank, *given: Any, **options: Any) -> ModelPatcher:  # noqa: ANN401
+    return _patcher(bank.copy(), *given, **options)
+
+
+def _patcher(
+    bank: Bank,
+    load_device: torch.device,
+    offload_device: torch.device,
+    disable_dynamic: bool = False,  # the name of ComfyUI
+) -> ModelPatcher:
+    kind = ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
+    return kind(bank, load_device=load_device, offload_device=offload_device)
+
+
+def holders(patcher: Any) -> list[ModelPatcher]:  # noqa: ANN401 - a patcher, or None
+    """Return the holders of a model's banks.
+
+    Args:
+        patcher: The patcher of the model, or None.
+
+    Returns:
+        Holders for the device of the patcher; none if the bank is fetched block by block.
+    """
+    return [] if patcher is None else patcher.get_additional_models_with_key(KEY)
+
+
+def give_back(holder: ModelPatcher) -> None:
+    """Free the device memory of a bank after a run, if ComfyUI would not do it when needed.
+
+    It expects of dynamic models that their memory can be taken away at any time.
+
+    Args:
+        holder: The patcher of the bank.
+    """
+    if holder.is_dynamic():
+        holder.partially_unload(holder.offload_device, 1e32)

@@ -1,0 +1,223 @@
+"""Stand-in GPUs: ComfyUI's own memory management, patchers and MultiGPU on the host.
+
+A card is `torch.device("cpu", index)`: another key than the host's `torch.device("cpu")`, although
+its tensors report "cpu", and `.to` copies. ComfyUI's code is unchanged except for its questions to
+the hardware: which devices there are and how much memory is free. For DynamicVRAM, comfy_aimdo's
+two memory classes are replaced by objects that count bytes; weights are not faulted in one by one,
+but a model's whole memory when it is called.
+"""
+
+import contextlib
+import weakref
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+GB = 2**30
+KIND = "wan21-t2v"
+
+# ComfyUI's methods of a patcher that take memory from a model, with the name of the event.
+_TAKING = {"detach": "detached", "partially_unload": "unloaded"}
+
+
+class Cards:
+    """The cards of a machine while `patch`, a pytest.MonkeyPatch, is in force.
+
+    Attributes:
+        devices: The cards.
+        dynamic: Whether DynamicVRAM is on.
+        events: What ComfyUI took from models that have a name, and which of them it loaded.
+    """
+
+    def __init__(self, patch, count=1, *, dynamic=True, total=24 * GB):
+        import comfy.memory_management
+        import comfy.model_management as management
+        import comfy.model_patcher as patchers
+        import comfy.utils
+        import comfy_aimdo.host_buffer
+        import comfy_aimdo.model_vbar
+        import folder_paths
+
+        self.devices = [torch.device("cpu", index) for index in range(count)]
+        self.dynamic, self.events = dynamic, []
+        self._total = total
+        self._regions = []  # weak references, the one in use last at the end
+        self._models = weakref.WeakSet()
+        self._names = weakref.WeakKeyDictionary()
+        state = {
+            "cpu_state": management.CPUState.CPU,
+            "vram_state": management.VRAMState.NORMAL_VRAM,
+            "current_loaded_models": [],
+            "NUM_STREAMS": 0,
+            "MAX_PINNED_MEMORY": 0,
+            "is_device_cpu": lambda device: False,
+            "get_torch_device": lambda: self.devices[0],
+            "get_all_torch_devices": lambda exclude_current=False: self.devices[exclude_current:],
+            "get_total_memory": lambda device=None, **options: self._total,
+            "get_free_memory": self._free_memory,
+        }
+        for name, value in state.items():
+            patch.setattr(management, name, value)
+        kind = patchers.ModelPatcherDynamic if dynamic else patchers.ModelPatcher
+        patch.setattr(patchers, "CoreModelPatcher", kind)
+        patch.setattr(comfy.memory_management, "aimdo_enabled", dynamic)
+        patch.setattr(comfy.utils, "load_safetensors", lambda path: (load_file(path), {}))
+        patch.setattr(comfy_aimdo.model_vbar, "ModelVBAR", self._region)
+        patch.setattr(comfy_aimdo.host_buffer, "HostBuffer", _HostBuffer)
+        self._record(patch, management, patchers)
+        # Banks of other tests, if they are in use, have patchers for another machine.
+        for file in Path(folder_paths.get_folder_paths("loras")[0]).glob("*.safetensors"):
+            file.touch()
+
+    def free(self, device):
+        """The bytes of a card that no model takes."""
+        static = sum(
+            model.model_loaded_weight_memory for model in self._models if model.device == device
+        )
+        return self._total - static - sum(region.loaded for region in self._on(device))
+
+    def name(self, patcher, name, size):
+        """Give a model a name in `events` and more memory, up to `size` bytes; it."""
+        inner = getattr(patcher.model, "diffusion_model", patcher.model)
+        inner.ballast = _Ballast(size)
+        patcher.size = 0
+        model = weakref.ref(patcher.model)
+        inner.register_forward_pre_hook(lambda *_: self.call(model()))
+        self._names[patcher.model] = name
+        return patcher
+
+    def text_encoder(self, size):
+        """Return the patcher of a text encoder."""
+        import comfy.model_patcher
+
+        host, made = torch.device("cpu"), comfy.model_patcher.CoreModelPatcher
+        return self.name(made(nn.Sequential(), self.devices[0], host), "text encoder", size)
+
+    def call(self, model):
+        """A model is called: its dynamic weights take what is free or of models before it."""
+        for device, region in getattr(model, "dynamic_vbars", {}).items():
+            others = self._on(device)
+            for other in others[: others.index(region)]:
+                missing = region.wanted - region.loaded - self.free(device)
+                other.loaded -= max(0, min(other.loaded, missing))
+            room = max(0, self.free(device))
+            region.loaded += min(room, region.wanted - region.loaded)
+
+    def _free_memory(self, device=None, torch_free_too=False):
+        free = self.free(device) if device in self.devices else 64 * GB
+        return (free, 0) if torch_free_too else free
+
+    def _on(self, device):
+        regions = [reference() for reference in self._regions]
+        return [each for each in regions if each is not None and each.device == device]
+
+    def _region(self, size, index):
+        region = _Region(self.devices[index], self._regions)
+        self._regions.append(weakref.ref(region))
+        return region
+
+    def _record(self, patch, management, patchers):
+        def taking(kind, method, event):
+            real = getattr(kind, method)
+
+            def recorded(patcher, *args, **kwargs):
+                name = self._names.get(patcher.model)
+                # Without unpatch_all nothing is unloaded.
+                nothing = method == "detach" and not (*args, *kwargs.values(), True)[0]
+                result = real(patcher, *args, **kwargs)
+                if name is not None and not nothing:
+                    freed = (result,) if method == "partially_unload" else ()
+                    self.events.append((event, name, *freed))
+                return result
+
+            patch.setattr(kind, method, recorded)
+
+        for kind in (patchers.ModelPatcher, patchers.ModelPatcherDynamic):
+            for method, event in _TAKING.items():
+                if method in vars(kind):
+                    taking(kind, method, event)
+            load = kind.partially_load
+
+            def loading(patcher, *args, _load=load, **kwargs):
+                self._models.add(patcher.model)
+                return _load(patcher, *args, **kwargs)
+
+            patch.setattr(kind, "partially_load", loading)
+        load_models, pins = management.load_models_gpu, management.ensure_pin_budget
+
+        def load_models_gpu(models, *args, **kwargs):
+            self.events.append(
+                ("loaded", *filter(None, (self._names.get(m.model) for m in models)))
+            )
+            return load_models(models, *args, **kwargs)
+
+        def ensure_pin_budget(size, **options):
+            self.events.append(("pinned memory requested",))
+            return pins(size, **options)
+
+        patch.setattr(management, "load_models_gpu", load_models_gpu)
+        patch.setattr(management, "ensure_pin_budget", ensure_pin_budget)
+
+
+@contextlib.contextmanager
+def a_prompt(*outputs):
+    """ComfyUI's own work before and after a prompt whose nodes have these outputs."""
+    import comfy.model_management
+    import comfy.model_patcher
+
+    tracker = comfy.model_patcher.PromptModelTracker()
+    tracker.start()
+    tracker.add(outputs)
+    yield
+    comfy.model_management.reset_cast_buffers()
+    tracker.end()
+
+
+class _Region:
+    """Replaces ModelVBAR: `loaded` of `wanted` bytes are on a card."""
+
+    def __init__(self, device, regions):
+        self.device, self._regions = device, regions
+        self.wanted = self.loaded = 0
+
+    def alloc(self, size):
+        self.wanted += size
+        return self, self.wanted - size, size
+
+    def prioritize(self):
+        own = next(each for each in self._regions if each() is self)
+        self._regions.remove(own)
+        self._regions.append(own)
+
+    def loaded_size(self):
+        return self.loaded
+
+    def free_memory(self, size):
+        freed = min(self.loaded, int(size))
+        self.loaded -= freed
+        return freed
+
+
+class _HostBuffer:
+    """Replaces the class of that name, for memory that is never pinned."""
+
+    def __init__(self, size, *_):
+        self.size = size
+
+
+class _Ballast(nn.Module):
+    """A layer that is never called, of any size without memory."""
+
+    comfy_cast_weights = True
+    bias = None
+
+    def __init__(self, size):
+        super().__init__()
+        weight = torch.zeros(1, dtype=torch.int8).expand(1, size)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_function, self.bias_function = [], []
+
+    def _apply(self, function, recurse=True):
+        return self

@@ -1,0 +1,346 @@
+"""Apply LoRA (Fast) in ComfyUI's memory management: with DynamicVRAM nothing is unloaded for it.
+
+Runs of two experts with a LoRA each are compared with the same runs without, on a card of 24 GB
+that is counted instead of used (`cards`), and on a GPU where there is one.
+"""
+
+import functools
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from fast_video_vae.tests.nodes.lora.cards import GB, KIND, Cards, a_prompt
+from fast_video_vae.tests.nodes.lora.lora_models import (
+    EFFECT,
+    ROUNDING,
+    UNMERGED,
+    core,
+    fast,
+    load_model,
+    lora,
+    lora_for,
+    random_weights,
+    relative_error,
+    sample,
+    stack,
+    weights,
+)
+from fast_video_vae.tests.nodes.sampling.sampler_models import DEFAULTS, experts, in_two, samples
+from fast_video_vae.tests.nodes.server import Workflow
+from fast_video_vae.tests.products import each_value_once
+
+pytestmark = pytest.mark.comfyui
+
+OPTIONS = {"dtype": torch.float32}
+
+
+@pytest.fixture(scope="module")
+def expected(comfyui):
+    """What ComfyUI's loader gives without DynamicVRAM, and the files and models of all tests.
+
+    They are made first: with DynamicVRAM a new network has no weights.
+    """
+    for number in (0, 1):
+        state(number), lora(number)
+    experts()  # the defaults of `samples`
+    with torch.inference_mode():
+        yield sample(core(load_model(KIND, state(0)), lora(0), 0.8))
+    state.cache_clear()
+
+
+@pytest.fixture
+def cards(expected, inference, monkeypatch):
+    return Cards(monkeypatch)
+
+
+@functools.cache
+def state(number):
+    return random_weights(KIND, number)
+
+
+def load(number=0, **options):
+    import comfy.sd
+
+    return comfy.sd.load_diffusion_model_state_dict(dict(state(number)), OPTIONS, **options)
+
+
+def bits(model):
+    """Return the weights of a model; DynamicVRAM gives it other parameters with the same bits."""
+    return {name: found for name, (_, found) in weights(model).items()}
+
+
+def loaded(patcher):
+    """The entries of a model in ComfyUI's list."""
+    import comfy.model_management
+
+    current = comfy.model_management.current_loaded_models
+    return [each for each in current if each.model is patcher]
+
+
+def patcher_of(bank_bytes, device):
+    """A model of ComfyUI's static kind, as Apply LoRA gives to a static model."""
+    import comfy.model_patcher
+
+    module = nn.Module()
+    module.flat = nn.Parameter(torch.zeros(bank_bytes, dtype=torch.uint8), requires_grad=False)
+    return comfy.model_patcher.ModelPatcher(module, device, torch.device("cpu"))
+
+
+def with_addition(number, model):
+    """A model with an additional one as large as the bank of its LoRA."""
+    (bank,) = fast(model, lora(number), 0.8).get_additional_models()
+    model = model.clone()
+    addition = patcher_of(bank.model_size(), model.load_device)
+    model.set_additional_models("test", [addition, *model.get_additional_models()])
+    return model
+
+
+def in_core(high, low, strength):
+    """Both experts by ComfyUI's KSampler, with a LoRA each if there is a strength."""
+    if strength is not None:
+        high, low = (fast(model, lora(seed), strength) for seed, model in enumerate((high, low)))
+    with a_prompt(high, low):
+        return in_two(high, low, at=1, steps=2)
+
+
+def in_ours(high, low, strength):
+    """Both experts by Wan Sampler (Fast)."""
+    loras = {}
+    if strength is not None:
+        names = ("loras_high", "loras_low")
+        loras = {name: stack(lora(seed), strength) for seed, name in enumerate(names)}
+    with a_prompt(high, low):
+        return samples(model_high=high, model_low=low, steps=2, **loras)
+
+
+def run(cards, way, sizes, strengths, change=lambda number, model: model, **options):
+    """Run a prompt for each of the strengths, after the encoding of its text; the last latent."""
+    import comfy.model_management
+
+    text, *both = sizes
+    encoder = cards.text_encoder(text * GB)
+    models = [
+        change(number, cards.name(load(number, **options), name, both[number] * GB))
+        for number, name in enumerate(("high", "low"))
+    ]
+    for strength in strengths:
+        with a_prompt(encoder):
+            comfy.model_management.load_models_gpu([encoder], memory_required=GB)
+            cards.call(encoder.model)
+        latent = way(*models, strength)
+    return latent
+
+
+def runs(monkeypatch, way, sizes, *given, dynamic=True, **options):
+    """Return the latent and the events of a run for each of the given pairs: strengths, change."""
+    results = []
+    for strengths, change in given:
+        with monkeypatch.context() as patch:
+            cards = Cards(patch, dynamic=dynamic)
+            latent = run(cards, way, sizes, strengths, change, **options)
+            results.append((latent, cards.events))
+    return results
+
+
+def _same(number, model):
+    return model
+
+
+LOADS = [("loaded", "text encoder"), ("loaded", "high"), ("loaded", "low")]
+
+
+@each_value_once(
+    way=[in_core, in_ours],
+    sizes=[
+        (6, 14, 14),  # each expert fits, both together do not; fp8
+        (11, 14, 14),  # the text encoder and an expert do not fit
+        (6, 28, 28),  # no expert fits; bf16
+        (11, 28, 28),
+    ],
+)
+def test_loras_unload_nothing_of_dynamic_models(expected, inference, monkeypatch, way, sizes):
+    without, with_loras = runs(
+        monkeypatch, way, sizes, ([None] * 3, _same), ([0.8, 0.8, 0.5], _same)
+    )
+    assert without[1] == LOADS * 3
+    assert with_loras[1] == without[1]
+    assert relative_error(with_loras[0], without[0]) > EFFECT
+
+
+def test_the_stand_in_cards_show_what_a_static_addition_unloads(expected, inference, monkeypatch):
+    ((_, events),) = runs(monkeypatch, in_core, (6, 14, 14), ([None] * 2, with_addition))
+    assert ("detached", "text encoder") in events
+    assert any(event[:2] == ("unloaded", "high") and event[2] > 2 * GB for event in events)
+
+
+@each_value_once(
+    way=[in_core, in_ours],
+    option=[
+        ("dynamic", False),  # DynamicVRAM is off
+        ("disable_dynamic", True),  # the loader was asked for a static model
+    ],
+    sizes=[(6, 14, 14), (6, 28, 28)],
+)
+def test_static_models_are_loaded_with_a_static_bank(
+    expected, inference, monkeypatch, way, option, sizes
+):
+    plain, ours = runs(
+        monkeypatch, way, sizes, ([None] * 2, with_addition), ([0.8] * 2, _same), **dict([option])
+    )
+    assert len(plain[1]) > len(LOADS) * 2
+    assert ours[1] == plain[1]
+
+
+def test_static_models_get_a_static_bank(cards):
+    (bank,) = fast(load(disable_dynamic=True), lora(0), 0.8).get_additional_models()
+    assert not bank.is_dynamic()
+
+
+def _make_room(management, device):
+    """A decode needs almost the whole card."""
+    decoder = patcher_of(2**20, device)
+    management.load_models_gpu([decoder], memory_required=22 * GB)
+    assert management.get_free_memory(device) > 22 * GB
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize(
+    "free",
+    [
+        lambda management, device: management.free_memory(1e30, device),
+        lambda management, device: management.unload_all_models(),
+        _make_room,
+    ],
+    ids=["free memory", "unload all", "make room"],
+)
+def test_comfyui_loads_and_unloads_the_bank(expected, inference, monkeypatch, dynamic, free):
+    import comfy.model_management as management
+
+    cards = Cards(monkeypatch, dynamic=dynamic)
+    (device,) = cards.devices
+    model = fast(cards.name(load(), "model", 14 * GB), lora(0), 0.8)
+    (bank,) = model.get_additional_models()
+    size = bank.model_size()
+    assert size > 2**17
+    assert bank.loaded_size() == 0
+    for _ in range(2):
+        assert relative_error(sample(model), expected) < ROUNDING
+        management.load_models_gpu([model, *model.get_nested_additional_models()])
+        cards.call(model.model)
+        (entry,) = loaded(bank)
+        assert entry.device == bank.current_loaded_device() == device
+        assert entry.model_loaded_memory() == entry.model_memory() == size
+        assert cards.free(device) <= 10 * GB - size
+        free(management, device)
+        management.free_memory(1e30, device)
+        assert not loaded(bank)
+        assert bank.loaded_size() == 0
+        assert cards.free(device) == 24 * GB
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_the_bank_is_on_the_card_during_a_run(expected, inference, monkeypatch, dynamic):
+    cards, sizes = Cards(monkeypatch, dynamic=dynamic), []
+    model = fast(load(), lora(0), 0.8)
+
+    def call(apply_model, given):
+        (bank,) = apply_model.__self__.current_patcher.get_additional_models()
+        sizes.append(bank.loaded_size())
+        assert bank.current_loaded_device() == cards.devices[0]
+        assert cards.free(cards.devices[0]) <= 24 * GB - sizes[-1]
+        return apply_model(given["input"], given["timestep"], **given["c"])
+
+    model.set_model_unet_function_wrapper(call)
+    assert relative_error(sample(model), expected) < ROUNDING
+    (bank,) = model.get_additional_models()
+    assert set(sizes) == {bank.model_size()}
+
+
+def test_comfyui_frees_pinned_memory_with_a_bank_in_its_list(cards, expected):
+    import comfy.model_management as management
+
+    model = fast(load(), lora(0), 0.8)
+    with a_prompt(model):
+        sample(model)
+        assert len(management.current_loaded_models) == 2
+        subsets = management.PIN_SUBSETS + management.LOADED_PIN_SUBSETS
+        for registrations in (False, True):
+            management.free_model_pins(1e30, subsets, None, None, registrations=registrations)
+        management.free_pins(1e30, evict_active=True)
+        management.cleanup_models_gc()
+        assert relative_error(sample(model), expected) < ROUNDING
+
+
+@pytest.mark.parametrize("mode", UNMERGED)
+def test_a_lora_on_a_dynamic_model_equals_comfyuis_loader(cards, expected, mode):
+    import comfy.model_management as management
+
+    model = load()
+    assert model.is_dynamic()
+    before, without = bits(model), sample(model)
+    patched = fast(model, lora(0), 0.8, mode)
+    assert patched.patches_uuid == model.patches_uuid
+    for _ in range(2):
+        assert relative_error(sample(patched), expected) < ROUNDING
+    assert torch.equal(sample(model), without)
+    management.unload_all_models()
+    assert bits(model) == before
+
+
+def test_a_static_copy_of_a_dynamic_model_has_its_loras(cards, expected, tmp_path):
+    """TorchCompileModel makes such a copy, and so do hooks in conditionings."""
+    import comfy.sd
+
+    save_file(state(0), tmp_path / "model.safetensors")
+    model = comfy.sd.load_diffusion_model(str(tmp_path / "model.safetensors"), OPTIONS)
+    patched = fast(model, lora(0), 0.8)
+    for copy in (patched.clone(disable_dynamic=True), patched.get_non_dynamic_delegate()):
+        assert not copy.is_dynamic()
+        assert relative_error(sample(copy), expected) < ROUNDING
+        assert relative_error(sample(patched), expected) < ROUNDING
+
+
+@pytest.mark.gpu
+def test_loras_unload_nothing_on_a_gpu(comfyui, start_server):
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    server = start_server(cpu=False)
+    unloads_on_a_server(server)
+    assert "DynamicVRAM support detected and enabled" in server.log()
+
+
+def unloads_on_a_server(server):
+    """Run both experts in a server with and without LoRAs, and compare what it unloads."""
+    recorder = Path(__file__).with_name("unload_nodes.py")
+    shutil.copy(recorder, server.base / "custom_nodes" / recorder.name)
+    for seed in (0, 1):
+        values = random_weights(KIND, seed)
+        save_file(values, server.models("diffusion_models") / f"expert-{seed}.safetensors")
+        file = {key: value.contiguous() for key, value in lora_for(values, seed=seed).items()}
+        save_file(file, server.models("loras") / f"lora-{seed}.safetensors")
+    found = []
+    with server:
+        for seed, strength in enumerate(("", "0.8", "", "0.8")):
+            graph = Workflow()
+            text = graph.add("Test_Encode", seed=seed)
+            known = {"positive": text, "negative": text, "latent_image": graph.latent(64, 9)}
+            for number, name in enumerate(("high", "low")):
+                file = f"expert-{number}.safetensors"
+                unet = graph.add("UNETLoader", unet_name=file, weight_dtype="default")
+                known[f"model_{name}"] = unet
+                if strength:
+                    known[f"loras_{name}"] = graph.add(
+                        "FastVAE_LoraStack",
+                        lora_name=f"lora-{number}.safetensors",
+                        strength=strength,
+                        blocks="",
+                    )
+            sampler = graph.add("FastVAE_WanSampler", **(DEFAULTS | known | {"seed": seed}))
+            events = graph.add("Test_Unloads", samples=sampler)
+            shown = graph.add("PreviewAny", source=events)
+            found.append(server.run(graph)[shown[0]]["text"])
+    assert found == [["[]"]] * 4

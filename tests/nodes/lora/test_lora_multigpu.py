@@ -1,0 +1,320 @@
+"""Apply LoRA (Fast) with ComfyUI's MultiGPU CFG Split: each card has a part of a step and a bank.
+
+The cards of most tests are stand-ins on the host (`cards`); the last test needs two GPUs.
+"""
+
+import functools
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fast_video_vae.tests.nodes.lora.cards import KIND, Cards, a_prompt
+from fast_video_vae.tests.nodes.lora.lora_models import (
+    EFFECT,
+    ROUNDING,
+    UNMERGED,
+    apply,
+    lora,
+    random_weights,
+    relative_error,
+    sample,
+    stack,
+    weights,
+)
+from fast_video_vae.tests.nodes.sampling.sampler_models import experts, samples
+from fast_video_vae.tests.nodes.vae.pairs import v3_node
+from fast_video_vae.tests.products import each_value_once
+
+pytestmark = pytest.mark.comfyui
+
+# float32 rounding where the products of a step are done in another order by another device.
+GPU_ROUNDING = 1e-4
+
+
+@pytest.fixture(scope="module")
+def files(comfyui, tmp_path_factory):
+    """The file of each expert; weights and LoRAs are made before DynamicVRAM is on."""
+    folder, paths = tmp_path_factory.mktemp("experts"), []
+    for seed in (0, 1):
+        lora(seed)
+        paths.append(folder / f"expert-{seed}.safetensors")
+        save_file(random_weights(KIND, seed), paths[-1])
+    experts()  # the defaults of `samples`
+    return paths
+
+
+KINDS = ["DynamicVRAM", "static"]
+
+
+@pytest.fixture(params=["DynamicVRAM", pytest.param("static", marks=pytest.mark.slow)])
+def kind(request):
+    """The kind of ComfyUI's patchers, where a test has no parameter of this name."""
+    return request.param
+
+
+@pytest.fixture
+def cards(kind, files, inference, monkeypatch):
+    # The patchers of MultiGPU refer to each other, and ComfyUI's `free_memory` fails if the garbage
+    # collector frees one of them while it runs.
+    gc.collect()
+    gc.disable()
+    yield Cards(monkeypatch, 2, dynamic=kind == "DynamicVRAM")
+    gc.enable()
+    reference.cache_clear()
+
+
+def load(files, seed=0):
+    """A MODEL that ComfyUI can load again for another card."""
+    import comfy.sd
+
+    return comfy.sd.load_diffusion_model(str(files[seed]), {"dtype": torch.float32})
+
+
+def split(model, most=2):
+    """A model after MultiGPU CFG Split."""
+    (model,) = v3_node("nodes_multigpu", "MultiGPUCFGSplitNode", model=model, max_gpus=most)
+    return model
+
+
+def fast(model, seed=0, mode="auto", strength="0.8"):
+    """A model after Apply LoRA (Fast)."""
+    return apply(model, stack(lora(seed), strength), mode)[0]
+
+
+@functools.cache
+def reference(path, mode, *loras, **options):
+    """The latent of a model with LoRAs on one card; each is a seed and a strength."""
+    model = load([path])
+    for seed, strength in loras:
+        model = fast(model, seed, mode, strength)
+    return sample(model, **options)
+
+
+def parts(model):
+    """The patchers of all cards."""
+    return [model, *model.get_additional_models_with_key("multigpu")]
+
+
+def banks(patcher):
+    """The additional models of one card's patcher."""
+    found = patcher.get_additional_models()
+    return [each for each in found if not each.is_multigpu_base_clone]
+
+
+def bits(model):
+    return {name: found for name, (_, found) in weights(model).items()}
+
+
+ORDERS = {
+    "split, apply": lambda model, mode: fast(split(model), 0, mode),
+    "apply, split": lambda model, mode: split(fast(model, 0, mode)),
+    "split, apply, apply": lambda model, mode: fast(fast(split(model), 0, mode), 1, mode),
+    "apply, split, apply": lambda model, mode: fast(split(fast(model, 0, mode)), 1, mode),
+    "apply, apply, split": lambda model, mode: split(fast(fast(model, 0, mode), 1, mode)),
+    "apply, split, split": lambda model, mode: split(split(fast(model, 0, mode))),
+}
+
+
+@each_value_once(order=ORDERS, mode=UNMERGED, kind=KINDS)
+def test_a_run_on_two_cards_equals_that_on_one(cards, files, order, mode):
+    import comfy.model_management
+
+    loras = [(seed, "0.8") for seed in range(order.count("apply"))]
+    model = load(files)
+    expected, without = reference(files[0], mode, *loras), sample(split(model))
+    assert relative_error(expected, without) > EFFECT
+    given = ORDERS[order](model, mode)
+    assert [each.load_device for each in parts(given)] == cards.devices
+    before = [bits(each) for each in parts(given)]
+    for _ in range(2):
+        assert relative_error(sample(given), expected) < ROUNDING
+    comfy.model_management.unload_all_models()
+    assert [bits(each) for each in parts(given)] == before
+    assert relative_error(sample(split(model)), without) < ROUNDING
+
+
+def first_outputs(model):
+    """Return the first output for each conditioning, with the model that gave it."""
+    found = {}
+
+    def call(apply_model, given):
+        output = apply_model(given["input"], given["timestep"], **given["c"])
+        kinds = given["cond_or_uncond"]
+        for kind, part in zip(kinds, output.chunk(len(kinds)), strict=True):
+            found.setdefault(kind, (apply_model.__self__, part.clone()))
+        return output
+
+    model = model.clone()
+    model.set_model_unet_function_wrapper(call)
+    sample(model, steps=1)
+    return [found[kind] for kind in (0, 1)]
+
+
+@each_value_once(order=list(ORDERS)[:2], mode=UNMERGED, kind=KINDS)
+def test_the_parts_of_both_cards_have_the_lora(cards, files, order, mode):
+    given = ORDERS[order](load(files), mode)
+    found = first_outputs(given)
+    assert {id(base) for base, _ in found} == {id(each.model) for each in parts(given)}
+    assert len(parts(given)) == 2
+    expected = first_outputs(fast(load(files), 0, mode))
+    without = first_outputs(load(files))
+    for (_, output), (_, one), (_, plain) in zip(found, expected, without, strict=True):
+        assert relative_error(one, plain) > EFFECT
+        assert relative_error(output, one) < ROUNDING
+
+
+@each_value_once(order=list(ORDERS)[:2], kind=KINDS)
+def test_each_card_has_its_bank_and_comfyui_counts_it(cards, files, order):
+    import comfy.model_management as management
+
+    given, found = ORDERS[order](load(files), "auto"), {}
+
+    def call(apply_model, given):
+        patcher = apply_model.__self__.current_patcher
+        (bank,) = banks(patcher)
+        assert bank.load_device == bank.current_loaded_device() == patcher.load_device
+        (entry,) = (each for each in management.current_loaded_models if each.model is bank)
+        assert entry.device == bank.load_device
+        assert entry.model_loaded_memory() == entry.model_memory() > 2**17
+        found[entry.device] = bank.model
+        return apply_model(given["input"], given["timestep"], **given["c"])
+
+    given.set_model_unet_function_wrapper(call)
+    with a_prompt(given):
+        sample(given)
+        assert list(found) == cards.devices or list(found)[::-1] == cards.devices
+        one, other = found.values()
+        assert one is not other
+        for device, part in zip(cards.devices, parts(given), strict=True):
+            management.free_memory(1e30, device)
+            assert [bank.loaded_size() for bank in banks(part)] == [0]
+    assert not management.current_loaded_models
+
+
+@each_value_once(mode=UNMERGED, kind=KINDS)
+def test_a_list_has_a_strength_for_each_step_on_both_cards(cards, files, mode):
+    """The same LoRA runs on one card before and after: it has state on the host and on cards."""
+    given = fast(load(files), 0, mode, "0.9,0,-0.4")
+    expected = sample(given, steps=3)
+    for _ in range(2):
+        assert relative_error(sample(split(given), steps=3), expected) < ROUNDING
+        assert relative_error(sample(given, steps=3), expected) < ROUNDING
+
+
+def test_cards_that_start_at_once_have_the_same_strength(cards, files):
+    """A thread per card runs each step. Where they race, a card missed its LoRA in 3 of 10 runs."""
+    barrier = threading.Barrier(2)
+
+    def call(apply_model, given):
+        barrier.wait(timeout=60)
+        return apply_model(given["input"], given["timestep"], **given["c"])
+
+    expected = reference(files[0], "bypass", (0, "0.8"), steps=1)
+    model = split(load(files))
+    model.set_model_unet_function_wrapper(call)
+    for _ in range(20):
+        given = fast(model, 0, "bypass")
+        assert relative_error(sample(given, steps=1), expected) < ROUNDING
+
+
+def test_the_loaded_copy_gets_another_lora(cards, files):
+    """MultiGPU CFG Split uses the copy of the last run again, which has that run's LoRA."""
+    model = load(files)
+    last = split(fast(model))
+    copy = parts(last)[1].model
+    sample(last)
+    for seed, strength in ((1, "0.8"), (1, "-0.3"), (0, "0.8")):
+        given = split(fast(model, seed, strength=strength))
+        assert parts(given)[1].model is copy
+        expected = reference(files[0], "auto", (seed, strength))
+        assert relative_error(sample(given), expected) < ROUNDING
+        assert len(banks(parts(given)[1])) == 1
+    without = split(model)
+    assert parts(without)[1].model is copy
+    assert relative_error(sample(without), reference(files[0], "auto")) < ROUNDING
+    assert not banks(parts(without)[1])
+
+
+def test_the_split_can_be_taken_back(cards, files):
+    given = split(split(fast(load(files))), 1)
+    assert len(parts(given)) == 1
+    assert relative_error(sample(given), reference(files[0], "auto", (0, "0.8"))) < ROUNDING
+
+
+def test_a_model_that_is_moved_to_another_card_has_its_lora(cards, files):
+    """Select Model Device calls this method; it takes the stand-in cards for the host."""
+    model = fast(load(files)).deepclone_multigpu(new_load_device=cards.devices[1])
+    (bank,) = banks(model)
+    assert model.load_device == bank.load_device == cards.devices[1]
+    assert relative_error(sample(model), reference(files[0], "auto", (0, "0.8"))) < ROUNDING
+
+
+def test_a_model_that_is_moved_to_the_host_has_its_lora(cards, files):
+    model = fast(load(files))
+    (model,) = v3_node("nodes_multigpu", "SelectModelDeviceNode", model=model, device="cpu")
+    assert model.load_device == torch.device("cpu")
+    assert relative_error(sample(model), reference(files[0], "auto", (0, "0.8"))) < ROUNDING
+
+
+@each_value_once(where=["before", "after", "in the sampler"], mode=UNMERGED, kind=KINDS)
+def test_wan_sampler_runs_both_experts_on_two_cards(cards, files, where, mode):
+    names, more = ("high", "low"), {"cfg_high": "4", "cfg_low": "3", "lora_mode": mode}
+    stacks = {f"loras_{name}": stack(lora(seed), "0.8") for seed, name in enumerate(names)}
+    models = {f"model_{name}": load(files, seed) for seed, name in enumerate(names)}
+    expected, without = samples(**models, **more, **stacks), samples(**models, **more)
+    assert relative_error(expected, without) > EFFECT
+    given = {}
+    for seed, (name, model) in enumerate(models.items()):
+        if where == "before":
+            given[name] = split(fast(model, seed, mode))
+        else:
+            given[name] = split(model) if where == "in the sampler" else fast(split(model), seed)
+    if where == "in the sampler":
+        more |= stacks
+    for _ in range(2):
+        with a_prompt(*given.values()):
+            assert relative_error(samples(**given, **more), expected) < ROUNDING
+
+
+@each_value_once(order=list(ORDERS)[:2], kind=KINDS)
+def test_models_that_are_dropped_are_freed_on_both_cards(cards, files, order):
+    import comfy.model_management
+
+    given = ORDERS[order](load(files), "auto")
+    with a_prompt(given):
+        sample(given)
+    modules = [each.model for part in parts(given) for each in (part, *banks(part))]
+    assert len(modules) == 4
+    freed = [weakref.ref(each) for each in modules]
+    del given, modules
+    comfy.model_management.unload_all_models()
+    gc.collect()
+    comfy.model_management.cleanup_models()
+    assert [each() for each in freed] == [None] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("mode", UNMERGED)
+@pytest.mark.parametrize("order", list(ORDERS)[:2])
+def test_two_gpus_give_the_result_of_one(files, inference, monkeypatch, order, mode, staged):
+    import comfy.model_management as management
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"there are {torch.cuda.device_count()} CUDA devices; this needs two")
+    if staged:  # the bank is larger than its share of a GPU, and stays on the host
+        monkeypatch.setattr(management, "get_total_memory", lambda device=None, **options: 2**10)
+    expected = sample(fast(load(files), 0, mode))
+    without = sample(load(files))
+    assert relative_error(expected, without) > EFFECT
+    given = ORDERS[order](load(files), mode)
+    assert [each.load_device.index for each in parts(given)] == [0, 1]
+    for _ in range(2):
+        assert relative_error(sample(given), expected) < GPU_ROUNDING
+    for part in parts(given):
+        assert [each.load_device for each in banks(part)] == [part.load_device] * (not staged)
+    management.unload_all_models()

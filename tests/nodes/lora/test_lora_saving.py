@@ -1,0 +1,88 @@
+"""What ComfyUI's nodes save of a model with LoRAs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fast_video_vae.tests.builders import refused
+from fast_video_vae.tests.nodes.lora.lora_errors import fp8
+from fast_video_vae.tests.nodes.lora.lora_models import (
+    EFFECT,
+    ROUNDING,
+    UNMERGED,
+    apply,
+    core,
+    fast,
+    load_model,
+    lora,
+    lora_for,
+    random_weights,
+    relative_error,
+    sample,
+    save_lora,
+    stack,
+    weights,
+)
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
+
+KIND = "wan21-t2v"
+PARTS = ("pairs", "biases", "norms", "modulations")
+
+
+def saved(model, output):
+    """Return the model that ModelSave saves, loaded again."""
+    import comfy.sd
+    from comfy_extras.nodes_model_merging import ModelSave
+
+    node = ModelSave()
+    node.output_dir = str(output)
+    node.save(model, "saved")
+    (path,) = Path(output).rglob("saved*.safetensors")
+    loaded = comfy.sd.load_diffusion_model(str(path))
+    path.unlink()
+    return loaded
+
+
+@pytest.mark.parametrize("mode", UNMERGED)
+def test_a_saved_model_has_the_lora(mode, output):
+    model = load_model(KIND)
+    without, before = sample(model), weights(model)
+    name = save_lora(lora_for(random_weights(KIND), parts=PARTS), "all.safetensors")
+    patched = fast(model, name, 0.8, mode)
+    expected = sample(patched)
+    for each in (patched, patched.clone()):
+        assert relative_error(sample(saved(each, output)), expected) < ROUNDING
+    assert relative_error(expected, without) > EFFECT
+    assert torch.equal(sample(patched), expected)
+    assert torch.equal(sample(model), without)
+    bits = {name: each[1] for name, each in before.items()}
+    assert {name: each[1] for name, each in weights(model).items()} == bits
+
+
+def test_two_applied_stacks_are_saved_and_other_loras_too(output):
+    model = core(load_model(KIND), lora(2), 0.5)
+    first = fast(model, lora(0), 0.8)
+    second = apply(first, stack(lora(1), -0.5))[0]
+    for each in (first, second):
+        assert relative_error(sample(saved(each, output)), sample(each)) < ROUNDING
+    assert relative_error(sample(saved(model, output)), sample(model)) < ROUNDING
+    none = apply(second.clone(), stack(lora(1), 0))[0]
+    assert relative_error(sample(saved(none, output)), sample(second)) < ROUNDING
+
+
+@pytest.mark.parametrize("strength", ["0.9,0.8", "1@0-0.5"])
+def test_a_strength_that_changes_is_not_saved(strength, output):
+    patched = fast(load_model(KIND), lora(0), strength)
+    words = rf"cannot be saved with the model: strength {strength} changes during a run"
+    with refused(words):
+        saved(patched, output)
+    assert not list(Path(output).rglob("*.safetensors"))
+
+
+def test_quantised_weights_are_not_saved(output):
+    state = random_weights(KIND)
+    patched = fast(load_model(KIND, fp8(state)), lora(0))
+    with refused(r"cannot be saved with the model: \S+ is QuantizedTensor"):
+        saved(patched, output)

@@ -1,0 +1,237 @@
+"""LoRAs on quantised models while caches and guidance skip layers, and layers of full precision.
+
+ComfyUI reads the int8 weight of the second layer of Wan's feed forward without calling the layer.
+A layer that is skipped in some calls is not such a layer.
+"""
+
+import dataclasses
+import itertools
+
+import pytest
+from torch import nn
+
+from fast_video_vae.tests.nodes.lora import step_caches
+from fast_video_vae.tests.nodes.lora.lora_errors import quantised_layers
+from fast_video_vae.tests.nodes.lora.lora_models import (
+    EFFECT,
+    KINDS,
+    ROUNDING,
+    UNMERGED,
+    core,
+    fast,
+    load_model,
+    lora_for,
+    nothing_left,
+    random_weights,
+    relative_error,
+    sample,
+    save_lora,
+    weights,
+)
+from fast_video_vae.tests.nodes.lora.step_caches import STEPS, calls, nothing, products, quantised
+from fast_video_vae.tests.products import each_value_once
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
+
+KIND = "wan21-t2v"
+INT8, FP8 = {"format": "int8_tensorwise"}, {"format": "float8_e4m3fn"}
+ROTATED = INT8 | {"convrot": True, "convrot_groupsize": 64}
+FORMS = {"int8": INT8, "rotated": ROTATED, "fp8": FP8}
+READ = "ffn.2"  # the layers whose int8 weight is read without a call
+
+SKIPS = {
+    name: getattr(step_caches, name)
+    for name in (
+        "easy_cache", "residual_cache", "without_a_block_once", "skip_layer", "lazy_cache",
+        "without_the_network_once", "skip_layer_of_negative", "nothing",
+    )
+}  # fmt: skip
+SKIPS_IN_MODES = [
+    pytest.param(skip, mode, marks=() if number % 5 == 0 else pytest.mark.slow)
+    for number, (skip, mode) in enumerate(itertools.product(SKIPS, UNMERGED))
+]
+
+
+def in_blocks(key):
+    return key.startswith("blocks.")
+
+
+def read_only(key):
+    return key.endswith(f"{READ}.weight")
+
+
+@pytest.fixture
+def fp8_products(comfyui, monkeypatch):
+    """Let ComfyUI multiply in fp8, which it does not on a CPU."""
+    import comfy.model_management
+
+    monkeypatch.setattr(comfy.model_management, "SUPPORT_FP8_OPS", True)
+
+
+class Pair:
+    """A quantised model, the same one with plain weights, and a LoRA for them."""
+
+    def __init__(self, form, wanted=in_blocks, kind=KIND):
+        self.kind, self.state = kind, random_weights(kind)
+        self.form, self.wanted = form, wanted
+        self.model = self.loaded()
+        values = {
+            f"{name}.weight".removeprefix("diffusion_model."): module.weight.dequantize().clone()
+            for name, module in quantised_layers(self.model).items()
+        }
+        assert values.keys() == {key for key in values if wanted(key)} != set()
+        self.plain = load_model(kind, self.state | values)
+        self.lora = save_lora(lora_for(self.state), f"skips-{kind}.safetensors")
+
+    def loaded(self):
+        """The quantised model, loaded once more."""
+        return load_model(self.kind, quantised(self.state, self.form, self.wanted))
+
+    def run(self, model, **options):
+        """A run: the latent, products with each weight, and blocks in each call."""
+        with products(model) as counted, calls(model) as called:
+            latent = sample(model, self.kind, steps=STEPS, **options)
+        return latent, dict(counted), called
+
+
+def called_layers(counted):
+    """Counts of the layers that are called, so that a LoRA need not change their weights."""
+    return {name: number for name, number in counted.items() if not name.endswith(READ)}
+
+
+@each_value_once(skip=list(SKIPS), mode=("bypass", "auto"), form=("int8", "fp8"))
+def test_skipped_layers_keep_their_quantised_products(skip, mode, form, fp8_products):
+    """In this run and in later ones; no call is repeated."""
+    cache, pair = SKIPS[skip], Pair(FORMS[form])
+    model = pair.model
+    without = pair.run(cache(model))
+    alone = pair.run(fast(pair.loaded(), pair.lora, 0.8, mode))
+    before = weights(model)
+    latent, counted, called = pair.run(cache(fast(model, pair.lora, 0.8, mode)))
+    expected_latent, _, expected_calls = pair.run(cache(core(pair.plain, pair.lora, 0.8)))
+    assert called == expected_calls == without[2]
+    assert called_layers(counted) == called_layers(without[1]) != {}
+    # Twice the error of the quantised products without a LoRA, in the same calls.
+    bound = 2 * relative_error(without[0], pair.run(cache(pair.plain))[0])
+    assert relative_error(latent, expected_latent) < bound
+    assert relative_error(latent, without[0]) > max(EFFECT, bound)
+    assert weights(model) == before
+    assert nothing_left(model)
+    for later, expected in (
+        (cache(model), without),
+        (fast(model, pair.lora, 0.8, mode), alone),
+    ):
+        found = pair.run(later)
+        assert found[0].equal(expected[0])
+        assert found[1:] == expected[1:]
+
+
+@pytest.mark.parametrize(("skip", "mode"), SKIPS_IN_MODES)
+def test_skipped_layers_get_the_lora_in_the_other_calls(skip, mode):
+    """Without quantised products: all is as with a model of plain weights."""
+    cache = SKIPS[skip]
+    pair = Pair(INT8, in_blocks if mode == "stream" else read_only)
+    expected, _, expected_calls = pair.run(cache(core(pair.plain, pair.lora, 0.8)))
+    without, used, _ = pair.run(cache(pair.model))
+    patched = fast(pair.model, pair.lora, 0.8, mode)
+    for _ in range(2):
+        latent, counted, called = pair.run(cache(patched))
+        assert called == expected_calls
+        assert counted == {}
+        assert relative_error(latent, expected) < ROUNDING
+    assert relative_error(expected, without) > EFFECT
+    again = pair.run(cache(pair.model))
+    assert again[0].equal(without)
+    assert again[1] == used != {}
+
+
+def test_layers_without_a_lora_keep_their_quantised_products():
+    """A LoRA of the attention leaves the int8 weights of the feed forward as they are."""
+    pair = Pair(INT8)
+    lora = lora_for({key: value for key, value in pair.state.items() if "attn" in key})
+    name = save_lora(lora, "attention.safetensors")
+    for cache in (nothing, step_caches.easy_cache):
+        without = pair.run(cache(pair.model))
+        latent, counted, called = pair.run(cache(fast(pair.model, name, 0.8, "bypass")))
+        assert counted == without[1]
+        assert called == without[2]
+        assert relative_error(latent, without[0]) > EFFECT
+
+
+@pytest.mark.parametrize("mode", ["auto", "bypass", pytest.param("stream", marks=pytest.mark.slow)])
+def test_layers_that_are_never_called_cost_no_call(mode, monkeypatch):
+    """Image-to-video models have layers for an image's embedding, which is optional."""
+    kind = "wan21-i2v"
+    known = KINDS[kind]
+    more = {key: value for key, value in known.more.items() if key != "clip_vision_output"}
+    monkeypatch.setitem(KINDS, kind, dataclasses.replace(known, more=more))
+    pair = Pair(INT8, lambda key: in_blocks(key) or key.startswith("img_emb."), kind)
+    assert any("img_emb" in name for name in quantised_layers(pair.model))
+    without, plain = pair.run(pair.model), pair.run(pair.plain)
+    bound = ROUNDING if mode == "stream" else 2 * relative_error(without[0], plain[0])
+    expected, _, _ = pair.run(core(pair.plain, pair.lora, 0.8))
+    for strength in (0.4, 0.8):
+        latent, counted, called = pair.run(fast(pair.model, pair.lora, strength, mode))
+        assert called == without[2]
+        if mode != "stream":
+            assert called_layers(counted) == called_layers(without[1]) != {}
+    assert relative_error(latent, expected) < bound
+    again = pair.run(pair.model)
+    assert again[0].equal(without[0])
+    assert again[1:] == without[1:]
+
+
+@pytest.mark.parametrize("called_first", [False, True])
+def test_layers_that_are_read_in_one_run_and_called_in_another(called_first, monkeypatch):
+    """Another pack may replace the forward that reads the weight; the LoRA acts once in both."""
+    import comfy.ldm.wan.model
+
+    pair = Pair(INT8, read_only)
+    patched = fast(pair.model, pair.lora, 0.8, "stream")
+    expected, _, _ = pair.run(core(pair.plain, pair.lora, 0.8))
+    for calling in (called_first, not called_first, called_first):
+        with monkeypatch.context() as patch:
+            if calling:
+                feed_forward = comfy.ldm.wan.model.WanFeedForward
+                patch.setattr(feed_forward, "forward", nn.Sequential.forward)
+            latent, _, called = pair.run(patched)
+        assert relative_error(latent, expected) < ROUNDING
+        assert len(called) == STEPS
+
+
+@each_value_once(form=list(FORMS), mode=UNMERGED, skip=("nothing", "easy_cache", "skip_layer"))
+def test_layers_of_full_precision_get_the_lora(form, mode, skip):
+    """ComfyUI multiplies in int8 in spite of it if the weight needs no cast."""
+    cache, pair = SKIPS[skip], Pair(FORMS[form] | {"full_precision_matrix_mult": True})
+    layers = quantised_layers(pair.model).values()
+    assert all(layer._full_precision_mm for layer in layers)
+    without, before = pair.run(cache(pair.model)), weights(pair.model)
+    expected, _, expected_calls = pair.run(cache(core(pair.plain, pair.lora, 0.8)))
+    bound = ROUNDING
+    if mode != "stream" and form != "fp8":
+        bound = 2 * relative_error(without[0], pair.run(cache(pair.plain))[0])
+    patched = fast(pair.model, pair.lora, 0.8, mode)
+    for _ in range(2):
+        latent, counted, called = pair.run(cache(patched))
+        assert called == expected_calls
+        # "auto" may change the weights of larger calls: these are in plain arithmetic by intent.
+        assert mode != "bypass" or called_layers(counted) == called_layers(without[1])
+        assert relative_error(latent, expected) < bound
+    assert relative_error(latent, without[0]) > max(bound, EFFECT)
+    assert weights(pair.model) == before
+    again = pair.run(cache(pair.model))
+    assert again[0].equal(without[0])
+    assert again[1:] == without[1:]
+
+
+@each_value_once(form=list(FORMS), mode=UNMERGED)
+def test_a_lora_of_full_precision_layers_that_are_read_has_its_whole_effect(form, mode):
+    """A LoRA of these layers alone."""
+    pair = Pair(FORMS[form] | {"full_precision_matrix_mult": True}, read_only)
+    only = {key: value for key, value in pair.state.items() if read_only(key)}
+    lora = save_lora(lora_for(only), "read.safetensors")
+    expected, _, _ = pair.run(core(pair.plain, lora, 0.8))
+    latent, _, called = pair.run(fast(pair.model, lora, 0.8, mode))
+    assert relative_error(latent, expected) < ROUNDING
+    assert relative_error(latent, pair.run(pair.model)[0]) > EFFECT
+    assert len(called) == STEPS
