@@ -10,7 +10,6 @@ from comfy_api.latest import InputImpl, io
 import nodes as core_nodes
 
 from ... import vae as library
-from ...kernels import shown
 from ...vae import media
 from ..host.error_text import about
 from ..host.input_checks import checked
@@ -28,6 +27,7 @@ from ..host.widgets import (
 
 comfy_vae, accelerate = Later("nodes.vae.comfy_vae"), Later("nodes.vae.accelerate")
 other_vae, timing = Later("nodes.vae.other_vae"), Later("nodes.host.timing")
+kernels = Later("kernels")
 
 _logger = logging.getLogger(__name__)
 
@@ -273,7 +273,8 @@ def _loaded(vae_name: str, choice: object) -> object:
     try:
         (loaded,) = core_nodes.VAELoader().load_vae(vae_name)
     except Exception as error:
-        why, reason = shown(layout, 170), shown(str(error).partition("\n")[0], 90)
+        reason = kernels.shown(str(error).partition("\n")[0], 90)
+        why = kernels.shown(layout, 170)
         raise ValueError(f"vae_name: {why}; and Load VAE fails with: {reason}") from error
     _logger.info("Fast Video VAE: %s is loaded as by Load VAE: %s", vae_name, layout)
     return loaded

@@ -18,15 +18,16 @@ from ..host.lazy import Later
 from ..host.progress import Progress
 from ..host.widgets import AUTO, CATEGORY, DTYPES, log_unused, once, timing_output
 from .file_prefix import check_prefix
-from .source import Fit, Source, as_images, shape_of, source_of, with_channels
 from .target import FOLDERS, VideoTarget, frame_range, workflow_tags
 
 if TYPE_CHECKING:
     from ...vae import StreamOptions
     from ..vae.comfy_vae import FastVAE
+    from .source import Fit, Source
 
 comfy_vae, stream = Later("nodes.vae.comfy_vae"), Later("nodes.video.stream")
 other_vae, timing = Later("nodes.vae.other_vae"), Later("nodes.host.timing")
+sources = Later("nodes.video.source")
 
 # VideoWriter's default: no visible loss on the output of a VAE.
 _QUALITY = 70
@@ -211,10 +212,10 @@ class EncodeVideo(io.ComfyNode):
         if is_fast and vae.first_stage_model.encoder is None:
             raise ValueError("vae: the checkpoint has no encoder; only decoding works with it")
         try:
-            source = source_of(video)
-            fit = Fit(
+            source = sources.source_of(video)
+            fit = sources.Fit(
                 fps=_rate(fps) if fps else None,
-                size=shape_of(source.size, width, height),
+                size=sources.shape_of(source.size, width, height),
                 multiple=vae.first_stage_model.config.spatial_compression if is_fast else 1,
                 limit=max_frames or None,
             )
@@ -331,22 +332,22 @@ def _pictures(images: Tensor, wanted: range) -> Iterator[Tensor]:
 
 
 def _encoded(
-    vae: "FastVAE", source: Source, fit: Fit, options: "StreamOptions"
+    vae: "FastVAE", source: "Source", fit: "Fit", options: "StreamOptions"
 ) -> tuple[Tensor, int]:
     """Return the latent, and the number of its frames."""
     config = vae.first_stage_model.config
 
     def pieces() -> Iterator[Tensor]:
-        return (with_channels(each, config.image_channels) for each in source.pieces(fit))
+        return (sources.with_channels(each, config.image_channels) for each in source.pieces(fit))
 
     latent = stream.encode_video(vae, pieces, source.estimate(fit), options)
     return latent, config.frames(latent.shape[2]) if latent.ndim == 5 else len(latent)
 
 
-def _encoded_whole(vae: Any, source: Source, fit: Fit) -> tuple[Tensor, int]:  # noqa: ANN401
+def _encoded_whole(vae: Any, source: "Source", fit: "Fit") -> tuple[Tensor, int]:  # noqa: ANN401
     """Return the same with a VAE of another kind."""
     with timing.span("file"):
-        images = torch.cat([as_images(piece) for piece in source.pieces(fit)])
+        images = torch.cat([sources.as_images(piece) for piece in source.pieces(fit)])
     latent = other_vae.encoded(vae, images, "video")
     ratio = vae.upscale_ratio
     if latent.ndim == 5 and isinstance(ratio, tuple):

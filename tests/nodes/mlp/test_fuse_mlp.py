@@ -47,16 +47,16 @@ every_whole_mlp = pytest.mark.parametrize(
 @pytest.fixture
 def calls(monkeypatch):
     """The input shape of each kernel call, and whether the call got an `out`."""
-    from fast_video_vae.nodes.mlp import nodes
+    from fast_video_vae.nodes.mlp import fuse
 
-    seen, kernel = [], nodes.run_kernel
+    seen, kernel = [], fuse.run_kernel
 
     def counted(op, x, gate, *, out=None):
         assert op == "silu_mul"
         seen.append((x.shape, out is not None))
         return kernel(op, x, gate, out=out)
 
-    monkeypatch.setattr(nodes, "run_kernel", counted)
+    monkeypatch.setattr(fuse, "run_kernel", counted)
     return seen
 
 
@@ -139,9 +139,9 @@ def test_every_spelling_is_recognised_and_rounds_once(cls, dtype, calls):
 @pytest.mark.parametrize("cls", GATED)
 def test_without_a_kernel_the_result_is_bit_identical(cls, monkeypatch):
     """A GPU without Triton must not be slower for the node."""
-    from fast_video_vae.nodes.mlp import nodes
+    from fast_video_vae.nodes.mlp import fuse
 
-    monkeypatch.setattr(nodes, "run_kernel", lambda *_, **__: None)
+    monkeypatch.setattr(fuse, "run_kernel", lambda *_, **__: None)
     with torch.inference_mode():
         result, expected = outputs(cls(), torch.randn(2, 5, 8))
     assert torch.equal(result, expected)
