@@ -52,7 +52,7 @@ class Survival:
                 f"{mean:.0%} of their effect"
             ]
         return [
-            f"small deltas: {name} weights keep {mean:.0%} of the effect; bypass keeps all of it"
+            f"small deltas: {name} weights keep {mean:.0%} of the effect; bypass does not use them"
         ]
 
 
