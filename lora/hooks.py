@@ -131,11 +131,6 @@ class LayerHook:
         # Hooks of other packs get the output with the LoRAs.
         module.register_forward_hook(self._after, prepend=True)
 
-    @property
-    def is_seen_by_compiled_code(self) -> bool:
-        """Whether `begin` changes what code that was compiled before the hooks existed checks."""
-        return self._substitution.is_lazy
-
     def begin(self, work: LayerWork) -> None:
         """Prepare for a call of the model with `work`."""
         self.work = work

@@ -17,6 +17,7 @@ from .bank import Bank, BankLayer
 from .hooks import Counts, Deltas, LayerHook, LayerWork, replace_parameter, with_adapters
 from .offload import BankLoader
 from .strengths import Amounts
+from .substitution import is_seen_by_compiled_code
 
 
 class _Rows(NamedTuple):
@@ -96,7 +97,7 @@ class Session:
                     if module is None:
                         continue
                     hooks[name] = LayerHook(module, name)
-                    foreign |= not hooks[name].is_seen_by_compiled_code
+                    foreign = foreign or not is_seen_by_compiled_code(module)
                 stack.callback(hooks[name].end)
                 hooks[name].begin(work)
             for key, plan in self._values.items():

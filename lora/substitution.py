@@ -137,6 +137,26 @@ def substitution_of(module: nn.Module) -> Substitution:
     return FunctionLists(module)
 
 
+def is_seen_by_compiled_code(module: nn.Module) -> bool:
+    """Return whether code that was compiled before an `attach` checks what it changes.
+
+    Compiled code checks the lengths of the lists that the module's forward has read.
+
+    Args:
+        module: The module.
+
+    Returns:
+        False if that is not certain.
+    """
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or type(substitution_of(module)) is not FunctionLists:
+        return False
+    is_plain = type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point()
+    forward = getattr(module.forward, "__func__", module.forward)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return "weight_function" in names and (is_plain or type(weight).__module__.startswith("comfy"))
+
+
 def _name_of(module: nn.Module, packed: Tensor) -> str | None:
     """Return the name of the parameter that `packed` is, or was before a copy; None: unknown."""
     if packed.ndim > 1 or module._parameters.get("bias") is None:

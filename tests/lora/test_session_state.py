@@ -276,6 +276,21 @@ def test_other_compiled_code_is_not_compiled_again(stack):
     assert len(compiled) == known
 
 
+@pytest.mark.parametrize("linear", LINEARS)
+@pytest.mark.usefixtures("_nothing_compiled")
+def test_a_model_that_was_compiled_first_gets_the_lora(stack, linear):
+    """Also if its layers do not read the functions on their weights."""
+    model, x = Model(LINEARS[linear], blocks=1), video()
+    made, call = stack(model, whole=False, only="self_attn"), torch.compile(model, backend="eager")
+    with torch.no_grad():
+        plain = call(x)
+        for strengths in ((1, 1, 1), (0.5, -1, 1)):
+            with made.session(strengths).call(model, CPU):
+                y = call(x)
+            assert_close(y, made.oracle(model, strengths)(x.double()))
+            assert torch.equal(call(x), plain)
+
+
 @pytest.mark.usefixtures("_nothing_compiled")
 def test_separately_compiled_blocks_get_the_lora(stack):
     model = Model(Casting, blocks=2)

@@ -107,6 +107,16 @@ def test_a_lora_can_be_applied_before_compilation(model, lora):
     assert relative_error(sample(compiled(model)), without) < ROUNDING
 
 
+def test_a_first_lora_discards_no_compiled_code(model, monkeypatch):
+    """Of any model of the process; layers with a LoRA are compiled again for it alone."""
+    monkeypatch.setattr(torch.compiler, "reset", lambda: pytest.fail("everything is discarded"))
+    before, lora = compiled(model), lora_models.lora(0, KIND)
+    without = sample(before)
+    expected = sample(core(model, lora, 0.8))
+    assert relative_error(sample(fast(before, lora, 0.8)), expected) < ROUNDING
+    assert torch.equal(sample(before), without)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stream", "bypass"])
 def test_differences_of_biases_compile_once_more_at_most(model, mode):
