@@ -130,9 +130,10 @@ class ScaledAdapter:
             A new tensor; None: only a part of the weight changes, or the delta depends on the
             weight.
         """
-        if self.part is not None:
+        shape = y.shape[-1], x.shape[-1]
+        if self.part is not None or self.adapter.grown(shape) != shape:
             return None
-        delta = self.adapter.delta((y.shape[-1], x.shape[-1]), y.dtype, y.device)
+        delta = self.adapter.delta(shape, y.dtype, y.device)
         if delta is None:
             return None
         return y + self.strength * F.linear(x.to(delta.dtype), delta).to(y.dtype)

@@ -92,15 +92,17 @@ class LayerWork:
         """Return whether the deltas survive the rounding of the weight.
 
         Args:
-            sample: Returns some of the weights, `[n]`; None: they are unknown.
+            sample: Returns some of the weights, `[n]`; None: unknown, so that deltas may be lost.
             dtype: Dtype of the weight with the deltas.
 
         Returns:
             Whether the share that survives is at least `LEAST_KEPT`.
         """
         if self._is_precise is None:
-            found = sample() if self.rms else None
-            self._is_precise = found is None or kept(found, self.rms, dtype) >= LEAST_KEPT
+            is_wide = torch.finfo(dtype).bits > 16 or not self.rms
+            found = None if is_wide else sample()
+            lost = found is None or kept(found, self.rms, dtype) < LEAST_KEPT
+            self._is_precise = is_wide or not lost
         return self._is_precise
 
 
@@ -114,7 +116,7 @@ class LayerHook:
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name
         self.work: LayerWork | None = None
-        self._by_weight = self._ignores_functions = False
+        self._outer: list[LayerWork | None] = []
         self._weight_changed = self._bias_changed = False
         self._substitution = substitution_of(module)
         # The same objects in each call, because compiled code refers to them.
@@ -132,15 +134,20 @@ class LayerHook:
         module.register_forward_hook(self._after, prepend=True)
 
     def begin(self, work: LayerWork) -> None:
-        """Prepare for a call of the model with `work`."""
+        """Prepare for a call of the model with `work`, which can be within another call."""
+        self._outer.append(self.work)
         self.work = work
-        if self._substitution.is_lazy:
-            self._substitution.attach(self._changes_of(work))
+        self._start(work)
 
     def end(self) -> None:
         """Clean up after the call, also after an error."""
+        self.work = self._outer.pop()
+        self._start(self.work)
+
+    def _start(self, work: LayerWork | None) -> None:
         self._substitution.detach()
-        self.work = None
+        if work is not None and self._substitution.is_lazy:
+            self._substitution.attach(self._changes_of(work))
 
     def _before(self, module: nn.Module, args: tuple) -> None:
         work = self.work
@@ -148,9 +155,9 @@ class LayerHook:
             return
         self._weight_changed = self._bias_changed = False
         x = args[0] if args else None
-        self._by_weight = not self._linear or not isinstance(x, Tensor) or self._streams(work, x)
+        by_weight = not self._linear or not isinstance(x, Tensor) or self._streams(work, x)
         is_lazy = self._substitution.is_lazy
-        if self._by_weight:
+        if by_weight:
             if not is_lazy:
                 self._substitution.attach(self._changes_of(work))
         elif is_lazy:
@@ -162,12 +169,10 @@ class LayerHook:
         work = self.work
         if work is None:
             return None
+        # They did not, if the module reads its weight in its own way, as some of other packs do.
         weight_changed = self._weight_changed or not work.deltas
         bias_changed = self._bias_changed or not work.bias
         self._substitution.detach()
-        if self._by_weight and not weight_changed:
-            # The module reads its weight in its own way, as GGUF's layers do.
-            self._ignores_functions = True
         if self._linear and isinstance(y, Tensor) and args:
             if not weight_changed:
                 y = self._bypassed(work, y, args[0])
@@ -175,8 +180,7 @@ class LayerHook:
                 y = self._biased(work, y)
         elif not (weight_changed and bias_changed):
             work.counts.unserved.add(self.name)
-        if self._substitution.is_lazy:
-            self._substitution.attach(self._changes_of(work))
+        self._start(work)
         return y
 
     def _changes_of(self, work: LayerWork) -> Changes:
@@ -200,7 +204,7 @@ class LayerHook:
             delta = adapter.adapter.delta(y.shape[-1:], y.dtype, y.device)
             if delta is None:
                 work.counts.unserved.add(self.name)
-            elif torch.is_grad_enabled() and y.requires_grad:
+            elif not y.is_contiguous() or (torch.is_grad_enabled() and y.requires_grad):
                 y = y.add(delta, alpha=adapter.strength)
             else:
                 y = y.add_(delta, alpha=adapter.strength)
@@ -208,7 +212,7 @@ class LayerHook:
 
     def _streams(self, work: LayerWork, x: Tensor) -> bool:
         """Return whether a call uses a changed weight."""
-        if self._ignores_functions or not work.deltas:
+        if not work.deltas:
             return False
         if work.needs_weight or work.mode == "stream":
             return True
@@ -260,10 +264,13 @@ class LayerHook:
         return with_adapters(self.work.now_bias(), bias)
 
     def _is_own(self, weight: Tensor) -> bool:
-        """Return whether some memory may belong to the module's parameter."""
+        """Return whether some memory may belong to the module, or to another pack's function."""
         if hasattr(self.module, "_v") or torch.compiler.is_compiling():
             # It may be memory that is kept for the next call, or unknown; and compiled code needs
             # no memory for the copy.
+            return True
+        is_first = len(getattr(self.module, "weight_function", ())) == 1
+        if not is_first or not type(self.module).__module__.startswith("comfy."):
             return True
         parameter = _parameter(self.module, "weight")
         if parameter is None or parameter.is_meta:

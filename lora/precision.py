@@ -24,6 +24,7 @@ PROBES = 8
 
 # Numbers of a weight that stand for all, read as runs so that few pages of a file are touched.
 _RUNS, _RUN = 16, 64
+_SHIFT = 104729  # a prime
 
 # Spacing in units of the deviation, below which the sum is 1.
 _FINE = 0.5
@@ -80,13 +81,33 @@ def sample_of(weight: Tensor) -> Tensor | None:
         weight: `[out, in, ...]`, any device.
 
     Returns:
-        `[n]` in float32 on the host; None: it is quantised, or has no values.
+        `[n]` in float32 on the host; None: it is packed, or has no values.
     """
-    if type(weight) not in (Tensor, nn.Parameter) or weight.is_meta:
-        return None
-    if not weight.is_floating_point() or weight.element_size() < 2:
+    if type(weight) not in (Tensor, nn.Parameter):
+        return _sample_of_quantised(weight)
+    if not weight.is_floating_point() or weight.is_meta:
         return None
     flat = weight.detach().reshape(-1) if weight.is_contiguous() else weight.detach().flatten()
     step = max(flat.numel() // _RUNS, 1)
-    runs = [flat[at : at + _RUN] for at in range(0, flat.numel(), step)]
+    # At other inputs in each run: `step` is a multiple of the number of inputs of most layers.
+    runs = [
+        flat[at + shift : at + shift + _RUN]
+        for number, at in enumerate(range(0, flat.numel(), step))
+        for shift in [number * _SHIFT % max(step - _RUN, 1)]
+    ]
     return torch.cat(runs).float().cpu()
+
+
+def _sample_of_quantised(weight: Tensor) -> Tensor | None:
+    """Return numbers of a weight of ComfyUI's `QuantizedTensor` with a scale, or one per output."""
+    data = getattr(weight, "_qdata", None)
+    scale = getattr(getattr(weight, "_params", None), "scale", None)
+    if not (isinstance(data, Tensor) and isinstance(scale, Tensor)) or data.is_meta:
+        return None
+    if data.ndim != 2 or data.shape != weight.shape or scale.numel() not in (1, len(data)):
+        return None
+    rows = torch.arange(0, len(data), max(len(data) // _RUNS, 1), device=data.device)[:_RUNS]
+    step = max(data.shape[1] // _RUN, 1)
+    some = data[rows][:, ::step].float()
+    scales = scale.detach().float().flatten().to(data.device)
+    return (some * (scales if scales.numel() == 1 else scales[rows, None])).flatten().cpu()

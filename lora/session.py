@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .adapters import Adapter
 from .apply import ApplyMode, JoinedPairs, ScaledAdapter
 from .bank import Bank, BankLayer
-from .hooks import Counts, Deltas, LayerHook, LayerWork, replace_parameter, with_adapters
+from .hooks import Counts, Deltas, LayerHook, LayerWork, replace_parameter
 from .offload import BankLoader
 from .strengths import Amounts
 from .substitution import is_seen_by_compiled_code
@@ -78,6 +78,7 @@ class Session:
         self._works: dict[str, LayerWork] = {}
         self._values: dict[str, _Plan] = {}
         self._known: tuple[object, ...] = ()
+        self._is_new = True  # a run starts
 
     @contextmanager
     def call(self, model: nn.Module, device: torch.device) -> Iterator[None]:
@@ -88,7 +89,8 @@ class Session:
             device: Device of its computation.
         """
         loader = self._prepare(device)
-        modules, hooks = _known(model)
+        modules, hooks = _known(model, anew=self._is_new)
+        self._is_new = False
         foreign = False
         with ExitStack() as stack:
             for name, work in self._works.items():
@@ -98,16 +100,17 @@ class Session:
                         continue
                     hooks[name] = LayerHook(module, name)
                     foreign = foreign or not is_seen_by_compiled_code(module)
-                stack.callback(hooks[name].end)
                 hooks[name].begin(work)
+                stack.callback(hooks[name].end)
             for key, plan in self._values.items():
                 name, _, leaf = key.rpartition(".")
                 module = self._module(model, modules, name, key)
                 own = None if module is None else module._parameters.get(leaf)
                 if module is not None and own is not None:
-                    adapters = _scaled(loader.kept_adapters, plan)
-                    self.counts.formula += len(adapters)
-                    value = with_adapters(adapters, own.detach())
+                    value = own.detach()
+                    for delta in self._value_deltas(loader, plan):
+                        self.counts.add(delta, "stream")
+                        value = delta.into_weight(value, owned=False)
                     stack.callback(replace_parameter(module, leaf, value))
             if foreign and "torch._dynamo" in sys.modules:
                 # Code compiled before the hooks existed does not include them.
@@ -117,6 +120,7 @@ class Session:
     def release(self) -> None:
         """Release the memory of the bank after a run, until the next run."""
         self._works, self._values, self.loader, self._known = {}, {}, None, ()
+        self._is_new = True
 
     def _module(
         self, model: nn.Module, modules: dict[str, nn.Module], name: str, key: str
@@ -145,7 +149,7 @@ class Session:
             if parts := self._parts(layer):
                 name, _, leaf = layer.target.key.rpartition(".")
                 if leaf not in ("weight", "bias"):
-                    self._values[layer.target.key] = [(layer, parts)]
+                    self._values.setdefault(layer.target.key, []).append((layer, parts))
                     continue
                 plans.setdefault((name, leaf), []).append((layer, parts))
         for (name, leaf), plan in plans.items():
@@ -161,6 +165,12 @@ class Session:
                 work.rms = min(self._rms(layer) for layer, _ in plan)
         self._known = known
         return self.loader
+
+    def _value_deltas(self, loader: BankLoader, plan: _Plan) -> Deltas:
+        """Return the deltas of a parameter that is neither a weight nor a bias."""
+        if self._flat is None or not any(layer.rank for layer, _ in plan):
+            return _scaled(loader.kept_adapters, plan)
+        return _deltas(loader, self._flat, plan)
 
     def _place(self) -> tuple[object, ...]:
         """Return the place of the bank's memory."""
@@ -215,8 +225,9 @@ def _scaled(adapters_of: Callable[[BankLayer], list[Adapter]], plan: _Plan) -> l
     ]
 
 
-def _known(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, LayerHook]]:
-    if model not in _models:
+def _known(model: nn.Module, *, anew: bool) -> tuple[dict[str, nn.Module], dict[str, LayerHook]]:
+    """Return the modules of a model by name, `anew` if others can have been put in, and hooks."""
+    if anew or model not in _models:
         # Without the model itself, which this would keep alive.
         modules = {
             re.sub(r"(^|\.)_orig_mod(?=\.|$)", "", name): module
@@ -224,5 +235,7 @@ def _known(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, LayerHook]
             if module is not model
         }
         modules.pop("", None)  # a value must not refer to the weak key
-        _models[model] = modules, {}
+        _, hooks = _models.get(model, ({}, {}))
+        kept = {name: hook for name, hook in hooks.items() if modules.get(name) is hook.module}
+        _models[model] = modules, kept
     return _models[model]

@@ -49,22 +49,26 @@ class FunctionLists(Substitution):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self._own: dict[str, list] = {}
+        # The lists of the module and ours in their place, by attribute.
+        self._lists: dict[str, tuple[list, list]] = {}
 
     def attach(self, changes: Changes) -> None:
         """Append `changes` to the lists."""
         for name, change in changes.items():
             place = _LISTS[name]
-            functions = getattr(self._module, place, None)
-            if isinstance(functions, list):
-                self._own[place] = functions
-                _set(self._module, place, [*functions, change])
+            own = getattr(self._module, place, None)
+            if isinstance(own, list):
+                ours = [*own, change]
+                self._lists[place] = own, ours
+                _set(self._module, place, ours)
 
     def detach(self) -> None:
-        """Restore the lists."""
-        for place, functions in self._own.items():
-            _set(self._module, place, functions)
-        self._own = {}
+        """Restore the lists, with what others have added to them."""
+        for place, (own, ours) in self._lists.items():
+            if getattr(self._module, place) is ours:  # otherwise another list is in its place
+                added = ours[len(own) + 1 :]
+                _set(self._module, place, [*own, *added] if added else own)
+        self._lists = {}
 
 
 class Unpacking(FunctionLists):
@@ -78,6 +82,7 @@ class Unpacking(FunctionLists):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._others: dict[str, Any] = {}  # another pack's method of this module
+        self._unpacked: Any = None
 
     def attach(self, changes: Changes) -> None:
         """Change what the method returns, and append `changes` to the lists."""
@@ -92,13 +97,15 @@ class Unpacking(FunctionLists):
             change = changes.get(_name_of(module, packed) or "")
             return value if change is None or value is None else change(value)
 
-        module.__dict__[self.METHOD] = unpacked
+        module.__dict__[self.METHOD] = self._unpacked = unpacked
 
     def detach(self) -> None:
         """Restore the method and the lists."""
-        if self._own:
-            self._module.__dict__.pop(self.METHOD, None)
-            self._module.__dict__.update(self._others)
+        known = self._module.__dict__
+        if self._unpacked is not None and known.get(self.METHOD) is self._unpacked:
+            del known[self.METHOD]
+            known.update(self._others)
+        self._unpacked = None
         super().detach()
 
 
@@ -113,6 +120,7 @@ class Parameters(Substitution):
 
     def attach(self, changes: Changes) -> None:
         """Replace parameters by the results of `changes`."""
+        self.detach()  # a forward that failed has left them
         parameters = self._module._parameters
         for name, change in changes.items():
             own = parameters.get(name)

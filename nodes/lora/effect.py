@@ -1,6 +1,7 @@
 """How much of the effect of LoRAs survives in the weights of a model, for the report of a node."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -77,8 +78,11 @@ def effect_lines(
     if mode != "bypass" and bank.flat.dtype != torch.float32:
         numbers = {file.path: number for number, file in enumerate(bank.files)}
         for layer in bank.layers.values():
-            rms = bank.rms(layer, _strengths(layer, parts, numbers))
-            survival.add(parameters.get(layer.target.key), rms, layer.size[0] * layer.size[1])
+            strengths = _strengths(layer, parts, numbers)
+            weight, numel = parameters.get(layer.target.key), layer.size[0] * layer.size[1]
+            bypassed = len(layer.shape) == 2 and not layer.others
+            if bypassed or mode != "auto":
+                survival.add(weight, bank.rms(layer, strengths), numel)
     return survival.lines()
 
 
@@ -91,7 +95,7 @@ def _strengths(
     name = layer_name(layer.target.key, NETWORK)
     strengths: dict[int, float] = {}
     for entry, phase in parts:
-        number = numbers[str(entry.path)]
+        number = numbers[str(Path(entry.path).absolute())]
         strength = max(entry.schedule.values(phase), key=abs) * entry.blocks.factor(name)
         strengths[number] = strengths.get(number, 0.0) + strength
     return strengths

@@ -51,7 +51,7 @@ def merge(model: ModelPatcher, stack: Sequence[StackEntry], phase: int) -> tuple
         if not strength:
             continue
         file = LoraFile(entry.path, targets)
-        _check_mergeable(model, file)
+        _check_mergeable(parameters, file, entry)
         for part in file.entries:
             adapter = file.read(part)
             factor = entry.blocks.factor(layer_name(part.target.key, NETWORK))
@@ -63,7 +63,7 @@ def merge(model: ModelPatcher, stack: Sequence[StackEntry], phase: int) -> tuple
                 rms *= rms_of_pair(adapter.down.flatten(1), adapter.up)
                 survival[weight.dtype].add(weight, rms, weight.numel())
         reports += file.report.lines()
-        known += [*map(str, file.identity), str(entry.schedule), str(entry.blocks)]
+        known += [*map(str, file.identity), str(strength), str(entry.blocks)]
     # The same LoRAs on the same model are the same weights.
     clone.patches_uuid = uuid.uuid5(uuid.NAMESPACE_OID, "\n".join(known))
     lost = [line for each in survival.values() for line in each.lines()]
@@ -91,10 +91,13 @@ def _constant(entry: StackEntry, phase: int) -> float:
     return values.pop()
 
 
-def _check_mergeable(model: ModelPatcher, file: LoraFile) -> None:
-    parameters = dict(model.model.named_parameters())
+def _check_mergeable(
+    parameters: dict[str, nn.Parameter], file: LoraFile, stack: StackEntry
+) -> None:
     for entry in file.entries:
         weight = parameters[entry.target.key]
+        if not stack.blocks.factor(layer_name(entry.target.key, NETWORK)):
+            continue
         plain = type(weight) in (Tensor, nn.Parameter)
         if not plain or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             kept = str(weight.dtype).removeprefix("torch.") if plain else type(weight).__name__

@@ -44,19 +44,32 @@ def _state_dict(
     """Return the state dict of a model for a file; the arguments are those of ComfyUI."""
     model = reference()
     assert model is not None, "the method of a patcher is called on that patcher"
+    merged = _merged(model)
+    # ComfyUI patches each weight when it writes it, so the loaded ones must not have the patches.
+    comfy.model_management.unload_model_and_clones(model, all_devices=True)
+    merged.patch_model(load_weights=False)  # parameters that are replaced as a whole
+    try:
+        return merged.state_dict_for_saving(*args, **kwargs)
+    finally:
+        merged.unpatch_model(unpatch_weights=False)
+
+
+def _merged(model: ModelPatcher) -> ModelPatcher:
     loras = model.get_attachment(KEY)
     merged = model.clone()
     merged.remove_attachments(KEY)
     merged.remove_additional_models(KEY)
     save_without_loras(merged)
-    try:
-        for entry, phase in loras.parts if loras else ():
+    for entry, phase in loras.parts if loras else ():
+        way = "merge them into the bf16 model and quantise that"
+        try:
+            if phase is None and len(entry.schedule.values(None)) > 1:
+                raise ValueError(f"strength {entry.schedule} changes during a run")
             merged, _ = merge(merged, [entry], phase or 0)
-    except ValueError as error:
-        reason = str(error).partition(";")[0]
-        raise ValueError(
-            f"the LoRAs of Apply LoRA (Fast) cannot be saved with the model: {reason}; save the "
-            "model without them"
-        ) from None
-    comfy.model_management.load_models_gpu([merged])
-    return merged.state_dict_for_saving(*args, **kwargs)
+        except ValueError as error:
+            reason = str(error).partition("; ")[0]
+            if "changes during" in reason:
+                way = "set one number, or its phase, to save it"
+            text = f"LoRAs cannot be saved with the model: {reason}; {way}"
+            raise ValueError(text) from None
+    return merged

@@ -1,5 +1,7 @@
 """How much of a small delta survives in 16-bit weights, and what `auto` does about it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -51,12 +53,41 @@ def test_weights_of_zeros_keep_every_delta():
     assert kept(torch.zeros(64), 1e-6, torch.bfloat16) == 1.0
 
 
-def test_a_sample_is_the_same_for_views_and_absent_for_quantised_weights():
+@pytest.mark.parametrize("shape", [(5120, 512), (1024, 3072), (1536, 1536), (64, 64)])
+def test_a_sample_has_all_inputs_of_a_layer(shape):
+    """A model can have inputs whose weights are smaller than all others."""
+    columns = torch.arange(shape[1]).expand(shape).float()
+    found = sample_of(columns.contiguous())
+    quarters = (found / shape[1] * 4).long().bincount(minlength=4)
+    assert quarters.min() > len(found) / 16
+
+
+class Scaled(torch.Tensor):
+    """A weight with the attributes of ComfyUI's QuantizedTensor."""
+
+    @staticmethod
+    def of(weight, scale):
+        found = torch.Tensor._make_subclass(Scaled, weight)
+        found._qdata = (weight / scale).round().to(torch.int8)
+        found._params = SimpleNamespace(scale=scale)
+        return found
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.1), torch.arange(1, 301).float()[:, None] / 999])
+def test_a_sample_of_a_scaled_weight_has_its_values(scale):
+    weight = (127 * scale * torch.ones(300, 200)).round(decimals=4)
+    found = sample_of(Scaled.of(weight, scale))
+    torch.testing.assert_close(found.max(), weight.max(), rtol=0.1, atol=0)
+    torch.testing.assert_close(found.mean(), weight.mean(), rtol=0.1, atol=0)
+
+
+def test_a_sample_is_the_same_for_views_and_absent_for_packed_weights():
     weight = normal(300, 200)
     assert torch.equal(sample_of(weight), sample_of(weight.clone()))
     assert sample_of(weight).numel() <= 17 * 64
     assert torch.equal(sample_of(weight.T), sample_of(weight.T.contiguous()))
-    assert sample_of(weight.to(torch.float8_e4m3fn)) is None
+    small = weight.to(torch.float8_e4m3fn)
+    assert torch.equal(sample_of(small), sample_of(small.float()))
     assert sample_of(weight.to(torch.int8)) is None
     assert sample_of(weight.to("meta")) is None
 

@@ -28,11 +28,12 @@ def weak(amount, **more):
     return save_lora(tensors, f"weak-{amount}.safetensors")
 
 
-@pytest.fixture
-def model():
-    """A model in bfloat16, stored and computed."""
+@pytest.fixture(params=["bf16", pytest.param("fp8", marks=pytest.mark.slow)])
+def model(request):
+    """A model that computes in bfloat16, stored in it or in fp8."""
     state = {key: value.bfloat16() for key, value in random_weights(KIND).items()}
-    model = load_model(KIND, state, dtype=torch.bfloat16)
+    dtype = torch.bfloat16 if request.param == "bf16" else torch.float8_e4m3fn
+    model = load_model(KIND, state, dtype=dtype)
     model.model.manual_cast_dtype = torch.bfloat16  # as on a GPU
     return model
 
@@ -51,6 +52,8 @@ def said(report):
 )
 @pytest.mark.parametrize("mode", ["stream", "merged"])
 def test_the_report_says_how_much_survives(model, mode, amount, percent):
+    if mode == "merged" and model.model.diffusion_model.blocks[0].ffn[0].weight.itemsize == 1:
+        pytest.skip("fp8 weights are not merged")
     found = said(apply(model, stack(weak(amount)), mode)[1])
     if percent is None:
         assert found is None
@@ -63,11 +66,12 @@ def test_auto_bypasses_weak_loras_and_says_so(model):
         patched, report = apply(model, stack(weak(amount)), "auto")
         sample(patched)
         session = session_of(patched)
-        pairs = sum(layer.rank > 0 for layer in session.bank.layers.values())
+        layers = session.bank.layers.values()
+        linear = sum(layer.rank > 0 and len(layer.shape) == 2 for layer in layers)
         if amount == 0.1:
             assert said(report) is None
             continue
-        assert said(report) == (pytest.approx(53, abs=6), pairs)
+        assert said(report) == (pytest.approx(53, abs=6), linear)
         assert session.counts.stream <= 2 * 2  # the patch embedding, which is a convolution
         assert session.counts.bypass > 0
 

@@ -72,13 +72,34 @@ def test_two_applied_stacks_are_saved_and_other_loras_too(output):
     assert relative_error(sample(saved(none, output)), sample(second)) < ROUNDING
 
 
-@pytest.mark.parametrize("strength", ["0.9,0.8", "1@0-0.5"])
+@pytest.mark.parametrize("strength", ["0.9,0.8", "1@0-0.5", "0;1", "1;0.3"])
 def test_a_strength_that_changes_is_not_saved(strength, output):
     patched = fast(load_model(KIND), lora(0), strength)
-    words = rf"cannot be saved with the model: strength {strength} changes during a run"
-    with refused(words):
+    why = f"strength {strength} changes during a run; set one number"
+    with refused(f"cannot be saved with the model: {why}"):
         saved(patched, output)
     assert not list(Path(output).rglob("*.safetensors"))
+
+
+def test_the_phase_of_a_model_is_saved(output):
+    model = load_model(KIND)
+    for phase, strength in (("high", 1.0), ("low", 0.3)):
+        patched = apply(model, stack(lora(0), "1;0.3"), "auto", phase)[0]
+        expected = sample(core(model, lora(0), strength))
+        assert relative_error(sample(saved(patched, output)), expected) < ROUNDING
+        merged = apply(model, stack(lora(0), "1;0.3"), "merged", phase)[0]
+        assert relative_error(sample(merged), expected) < ROUNDING
+
+
+def test_weights_are_as_before_right_after_a_save(output):
+    model = load_model(KIND)
+    sample(model)
+    before = weights(model)
+    saved(fast(model, lora(0), 0.8), output)
+    assert {name: each[1] for name, each in weights(model).items()} == {
+        name: each[1] for name, each in before.items()
+    }
+    assert not model.backup
 
 
 def test_quantised_weights_are_not_saved(output):
