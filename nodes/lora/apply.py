@@ -28,7 +28,7 @@ from ...kernels import gpu_config
 from ...lora import Amounts, ApplyMode, Bank, Session, StackEntry, load_bank, step_of
 from ..host import run_phase, timing
 from .effect import effect_lines
-from .holder import KEY, give_back, holder_of, holders
+from .holder import KEY, follow, give_back, holder_of, holders
 from .merged import merge
 from .saving import save_with_loras, save_without_loras
 from .targets import NETWORK, targets_of
@@ -171,6 +171,7 @@ class AttachedLoras:
 
     def around(self, executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Run a sampler, given by `executor`, `args` and `kwargs`; log the times if requested."""
+        follow(getattr(executor.class_obj, "model_patcher", None))  # type: ignore[attr-defined]
         timed = self._timed_run = _is_set("WAN_LORA_TIMING")
         start = time.perf_counter()
         try:

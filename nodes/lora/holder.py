@@ -63,6 +63,18 @@ def holders(patcher: Any) -> list[ModelPatcher]:  # noqa: ANN401 - a patcher, or
     return [] if patcher is None else patcher.get_additional_models_with_key(KEY)
 
 
+def follow(patcher: Any) -> None:  # noqa: ANN401 - a patcher, or None
+    """Give a model that was moved to another device, or made static, a holder of its kind.
+
+    Args:
+        patcher: The patcher of the model, or None.
+    """
+    for holder in holders(patcher):
+        theirs = patcher.load_device, patcher.is_dynamic()
+        if (holder.load_device, holder.is_dynamic()) != theirs:
+            patcher.set_additional_models(KEY, [holder_of(holder.model, patcher)])
+
+
 def give_back(holder: ModelPatcher) -> None:
     """Free the device memory of a bank after a run, if ComfyUI would not do it when needed.
 

@@ -283,3 +283,20 @@ def test_a_model_that_is_dropped_is_freed(mode):
     comfy.model_management.cleanup_models()
     assert base() is None
     assert bank() is None
+
+
+def test_the_bank_follows_a_model_to_another_device():
+    """As Select Model Device moves a model; the other device here is a label of the CPU."""
+    from fast_video_vae.nodes.lora.holder import KEY as NAME
+
+    model = load_model(KIND)
+    patched = fast(model, lora(0, KIND), 0.8)
+    expected = sample(patched, KIND)
+    moved = patched.clone()
+    moved.load_device = torch.device("cpu", 1)
+    assert relative_error(sample(moved, KIND), expected) < ROUNDING
+    (holder,) = moved.get_additional_models_with_key(NAME)
+    assert holder.load_device == moved.load_device
+    (holder,) = patched.get_additional_models_with_key(NAME)
+    assert holder.load_device == patched.load_device
+    assert torch.equal(sample(patched, KIND), expected)
