@@ -4,11 +4,13 @@ Environment:
     FAST_VIDEO_VAE_CACHE: The folder, instead of the platform's.
 """
 
+import hashlib
+import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,6 +27,12 @@ def folder(name: str) -> Path:
     else:
         root = Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "fast-video-vae"
     return root.absolute() / name
+
+
+def path_for(name: str, made_on: Mapping[str, str]) -> Path:
+    """Return the path of a file of the kind `name` about what `made_on` describes."""
+    text = json.dumps(made_on, sort_keys=True)
+    return folder(name) / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 def _home() -> Path:

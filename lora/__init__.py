@@ -6,7 +6,7 @@ and a `Session` applies them while a model runs; the weights of the model are ne
 
 from .adapters import Adapter, Pair
 from .apply import ApplyMode, ScaledAdapter, break_even
-from .bank import Bank, BankLayer, load_bank
+from .bank import Bank, load_bank
 from .blocks import Blocks, parse_blocks
 from .file import Identity, LoraFile, identity
 from .key_report import KeyReport
@@ -15,10 +15,12 @@ from .precision import LEAST_KEPT, kept, rms_of_pair, sample_of
 from .schedule import SIGMA_TOLERANCE, Schedule, parse_number, parse_schedule, step_of
 from .session import Session
 from .strengths import Amounts, StackEntry, layer_name
+from .substitution import is_plain
 
 __all__ = [
-    "LEAST_KEPT", "SIGMA_TOLERANCE", "Adapter", "Amounts", "ApplyMode", "Bank", "BankLayer",
-    "Blocks", "Identity", "KeyReport", "LoraFile", "Pair", "ScaledAdapter", "Schedule", "Session",
-    "StackEntry", "Target", "Targets", "break_even", "identity", "kept", "layer_name", "load_bank",
-    "parse_blocks", "parse_number", "parse_schedule", "rms_of_pair", "sample_of", "step_of",
+    "LEAST_KEPT", "SIGMA_TOLERANCE", "Adapter", "Amounts", "ApplyMode", "Bank", "Blocks",
+    "Identity", "KeyReport", "LoraFile", "Pair", "ScaledAdapter", "Schedule", "Session",
+    "StackEntry", "Target", "Targets", "break_even", "identity", "is_plain", "kept", "layer_name",
+    "load_bank", "parse_blocks", "parse_number", "parse_schedule", "rms_of_pair", "sample_of",
+    "step_of",
 ]  # fmt: skip

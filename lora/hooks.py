@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .apply import ApplyMode, JoinedPairs, ScaledAdapter, break_even
 from .precision import LEAST_KEPT, kept, sample_of
-from .substitution import Changes, substitution_of
+from .substitution import Changes, is_plain, substitution_of
 
 
 @dataclass
@@ -68,7 +68,7 @@ class LayerWork:
         deltas: Deltas of the weight in order, or a function that returns them in the call.
         needs_weight: There are adapters other than pairs among them.
         bias: Adapters of the bias, as `deltas`.
-        rms: Root mean square of the smallest delta of pairs; 0: unknown.
+        rms: Returns the root mean square of the smallest delta of pairs; None: any survives.
     """
 
     counts: Counts
@@ -77,7 +77,7 @@ class LayerWork:
     deltas: Deltas | Callable[[], Deltas] = ()
     needs_weight: bool = False
     bias: Sequence[ScaledAdapter] | Callable[[], Sequence[ScaledAdapter]] = ()
-    rms: float = 0.0
+    rms: Callable[[], float] | None = None
     _is_precise: bool | None = None
 
     def now(self) -> Deltas:
@@ -99,11 +99,17 @@ class LayerWork:
             Whether the share that survives is at least `LEAST_KEPT`.
         """
         if self._is_precise is None:
-            is_wide = torch.finfo(dtype).bits > 16 or not self.rms
-            found = None if is_wide else sample()
-            lost = found is None or kept(found, self.rms, dtype) < LEAST_KEPT
-            self._is_precise = is_wide or not lost
+            self._is_precise = self.rms is None or _survives(self.rms, sample, dtype)
         return self._is_precise
+
+
+def _survives(
+    rms: Callable[[], float], sample: Callable[[], Tensor | None], dtype: torch.dtype
+) -> bool:
+    if torch.finfo(dtype).bits > 16 or not (size := rms()):
+        return True
+    found = sample()
+    return found is not None and kept(found, size, dtype) >= LEAST_KEPT
 
 
 class LayerHook:
@@ -238,7 +244,7 @@ class LayerHook:
         weight = _parameter(self.module, "weight")
         if weight is None or getattr(self.module, "_full_precision_mm", False):
             return False
-        if type(weight) not in (Tensor, nn.Parameter):
+        if not is_plain(weight):
             return True
         fp8 = "fp8_ops" in type(self.module).__qualname__ and weight.element_size() == 1
         return fp8 or not weight.is_floating_point()

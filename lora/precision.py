@@ -13,7 +13,9 @@ It is 1 for `u << s`, and the mean over the weights is the share that survives.
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from .substitution import is_plain
 
 # Smallest share with which `auto` adds a delta to the weight. Below it, a LoRA visibly loses
 # strength: for bfloat16 weights and deltas of 0.3 % of them, 93 % survive.
@@ -83,19 +85,18 @@ def sample_of(weight: Tensor) -> Tensor | None:
     Returns:
         `[n]` in float32 on the host; None: it is packed, or has no values.
     """
-    if type(weight) not in (Tensor, nn.Parameter):
+    if not is_plain(weight):
         return _sample_of_quantised(weight)
     if not weight.is_floating_point() or weight.is_meta:
         return None
-    flat = weight.detach().reshape(-1) if weight.is_contiguous() else weight.detach().flatten()
+    flat = weight.detach().flatten()
     step = max(flat.numel() // _RUNS, 1)
     # At other inputs in each run: `step` is a multiple of the number of inputs of most layers.
-    runs = [
-        flat[at + shift : at + shift + _RUN]
+    starts = [
+        at + number * _SHIFT % max(step - _RUN, 1)
         for number, at in enumerate(range(0, flat.numel(), step))
-        for shift in [number * _SHIFT % max(step - _RUN, 1)]
     ]
-    return torch.cat(runs).float().cpu()
+    return torch.cat([flat[start : start + _RUN] for start in starts]).float().cpu()
 
 
 def _sample_of_quantised(weight: Tensor) -> Tensor | None:

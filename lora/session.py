@@ -162,7 +162,7 @@ class Session:
             work.deltas = deltas() if self.loader.is_here else deltas
             work.needs_weight = any(isinstance(part, _Other) for _, parts in plan for part in parts)
             if self._mode == "auto":
-                work.rms = min(self._rms(layer) for layer, _ in plan)
+                work.rms = functools.partial(_least_rms, self.amounts, plan)
         self._known = known
         return self.loader
 
@@ -177,9 +177,6 @@ class Session:
         bank = self.bank
         both = bank.flat, bank.others
         return *(each.device for each in both), *(each.data_ptr() for each in both)
-
-    def _rms(self, layer: BankLayer) -> float:
-        return self.bank.rms(layer, {file: self.amounts.of(layer, file) for file in layer.rows})
 
     def _parts(self, layer: BankLayer) -> list[_Rows | _Other]:
         """Return the active parts of a layer, in the order of the files where it matters."""
@@ -213,6 +210,10 @@ def _deltas(loader: BankLoader, amounts: Tensor, plan: _Plan) -> Deltas:
             pairs = down[part.first : part.last], up[:, part.first : part.last]
             deltas.append(JoinedPairs(*pairs, rows, layer.target.offset))
     return deltas
+
+
+def _least_rms(amounts: Amounts, plan: _Plan) -> float:
+    return min(amounts.rms(layer) for layer, _ in plan)
 
 
 def _scaled(adapters_of: Callable[[BankLayer], list[Adapter]], plan: _Plan) -> list[ScaledAdapter]:

@@ -84,6 +84,10 @@ class Amounts:
             if number == file
         )
 
+    def rms(self, layer: BankLayer) -> float:
+        """Return the root mean square of the delta of the pairs of `layer`, as `Bank.rms`."""
+        return self._bank.rms(layer, {file: self.of(layer, file) for file in layer.rows})
+
 
 def layer_name(key: str, prefix: str) -> str:
     """Return the layer's name of a parameter `key`, without `prefix`, for block filters."""

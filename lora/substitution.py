@@ -88,9 +88,8 @@ class Unpacking(FunctionLists):
         """Change what the method returns, and append `changes` to the lists."""
         super().attach(changes)
         unpack, module = getattr(self._module, self.METHOD), self._module
-        self._others = {
-            name: value for name, value in module.__dict__.items() if name == self.METHOD
-        }
+        own = module.__dict__.get(self.METHOD)
+        self._others = {} if own is None else {self.METHOD: own}
 
         def unpacked(packed: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:  # noqa: ANN401
             value = unpack(packed, *args, **kwargs)
@@ -139,7 +138,7 @@ def substitution_of(module: nn.Module) -> Substitution:
     weight = getattr(module, "weight", None)
     if not isinstance(getattr(module, "weight_function", None), list):
         return Parameters(module)
-    is_packed = isinstance(weight, Tensor) and type(weight) not in (Tensor, nn.Parameter)
+    is_packed = isinstance(weight, Tensor) and not is_plain(weight)
     if is_packed and callable(getattr(type(module), Unpacking.METHOD, None)):
         return Unpacking(module)
     return FunctionLists(module)
@@ -159,10 +158,22 @@ def is_seen_by_compiled_code(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or type(substitution_of(module)) is not FunctionLists:
         return False
-    is_plain = type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point()
+    is_float = is_plain(weight) and weight.is_floating_point()
     forward = getattr(module.forward, "__func__", module.forward)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return "weight_function" in names and (is_plain or type(weight).__module__.startswith("comfy"))
+    return "weight_function" in names and (is_float or type(weight).__module__.startswith("comfy"))
+
+
+def is_plain(weight: Tensor) -> bool:
+    """Return whether a weight is PyTorch's own kind of tensor.
+
+    Args:
+        weight: `[...]`.
+
+    Returns:
+        False: it is quantised or packed, in a class of its own.
+    """
+    return type(weight) in (Tensor, nn.Parameter)
 
 
 def _name_of(module: nn.Module, packed: Tensor) -> str | None:

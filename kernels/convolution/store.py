@@ -154,9 +154,7 @@ def opened(device: torch.device) -> TrialStore:
             store = _opened.get(device)
             if store is None:
                 made_on = environment(device)
-                text = json.dumps(made_on, sort_keys=True)
-                name = hashlib.sha256(text.encode()).hexdigest()[:32]
-                path = cache.folder("convolutions") / f"{name}.json"
+                path = cache.path_for("convolutions", made_on)
                 store = _opened[device] = TrialStore(path, made_on)
     return store
 

@@ -5,7 +5,6 @@ file that cannot be read counts as absent. A folder that cannot be written costs
 it.
 """
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -42,14 +41,12 @@ def kept(device: torch.device, dtype: torch.dtype, probe: Callable[[], Probe]) -
         The result that was written first, by any process.
     """
     made_on = environment.of_products(device, dtype)
-    text = json.dumps(made_on, sort_keys=True)
-    folder = cache.folder("probes")
-    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    path = cache.path_for("probes", made_on)
     found = _read(path, made_on)
     if found is not None:
         return found
     # One lock for all devices and dtypes: probes at the same time would disturb one another.
-    with cache.alone(folder / "probes", _WAIT_S):
+    with cache.alone(path.with_name("probes"), _WAIT_S):
         found = _read(path, made_on)
         return found if found is not None else _write(path, made_on, probe())
 

@@ -1,12 +1,11 @@
 """How much of the effect of LoRAs survives in the weights of a model, for the report of a node."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ...lora import LEAST_KEPT, Bank, BankLayer, StackEntry, kept, layer_name, sample_of
+from ...lora import LEAST_KEPT, Amounts, Bank, StackEntry, kept, sample_of
 from .targets import NETWORK
 
 # Losses below half a percent are not worth a line.
@@ -76,26 +75,11 @@ def effect_lines(
     """
     survival = Survival(bank.flat.dtype, mode)
     if mode != "bypass" and bank.flat.dtype != torch.float32:
-        numbers = {file.path: number for number, file in enumerate(bank.files)}
+        amounts = Amounts(bank, [entry for entry, _ in parts], NETWORK)
+        amounts.set([max(entry.schedule.values(phase), key=abs) for entry, phase in parts])
         for layer in bank.layers.values():
-            strengths = _strengths(layer, parts, numbers)
-            weight, numel = parameters.get(layer.target.key), layer.size[0] * layer.size[1]
             bypassed = len(layer.shape) == 2 and not layer.others
             if bypassed or mode != "auto":
-                survival.add(weight, bank.rms(layer, strengths), numel)
+                weight, numel = parameters.get(layer.target.key), layer.size[0] * layer.size[1]
+                survival.add(weight, amounts.rms(layer), numel)
     return survival.lines()
-
-
-def _strengths(
-    layer: BankLayer,
-    parts: Sequence[tuple[StackEntry, int | None]],
-    numbers: Mapping[str, int],
-) -> dict[int, float]:
-    """Return the strengths of a layer by file number."""
-    name = layer_name(layer.target.key, NETWORK)
-    strengths: dict[int, float] = {}
-    for entry, phase in parts:
-        number = numbers[str(Path(entry.path).absolute())]
-        strength = max(entry.schedule.values(phase), key=abs) * entry.blocks.factor(name)
-        strengths[number] = strengths.get(number, 0.0) + strength
-    return strengths

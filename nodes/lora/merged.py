@@ -15,6 +15,7 @@ from ...lora import (
     ScaledAdapter,
     StackEntry,
     Target,
+    is_plain,
     layer_name,
     rms_of_pair,
 )
@@ -51,13 +52,17 @@ def merge(model: ModelPatcher, stack: Sequence[StackEntry], phase: int) -> tuple
         if not strength:
             continue
         file = LoraFile(entry.path, targets)
-        _check_mergeable(parameters, file, entry)
-        for part in file.entries:
-            adapter = file.read(part)
-            factor = entry.blocks.factor(layer_name(part.target.key, NETWORK))
+        names = [layer_name(part.target.key, NETWORK) for part in file.entries]
+        parts = [*zip(file.entries, map(entry.blocks.factor, names), strict=True)]
+        for part, factor in parts:
             if factor:
-                _patch(clone, part.target, adapter, strength * factor)
-            if factor and isinstance(adapter, Pair) and part.plain_rank:
+                _check_mergeable(part.target.key, parameters[part.target.key])
+        for part, factor in parts:
+            adapter = file.read(part)
+            if not factor:
+                continue
+            _patch(clone, part.target, adapter, strength * factor)
+            if isinstance(adapter, Pair) and part.plain_rank:
                 weight = parameters[part.target.key]
                 rms = abs(strength * factor * adapter.scale)
                 rms *= rms_of_pair(adapter.down.flatten(1), adapter.up)
@@ -81,30 +86,35 @@ def _patch(model: ModelPatcher, target: Target, adapter: Adapter, strength: floa
     model.add_object_patch(target.key, nn.Parameter(changed, requires_grad=False))
 
 
+def changes(entry: StackEntry, phase: int | None) -> bool:
+    """Return whether a strength changes during a run.
+
+    Args:
+        entry: The LoRA.
+        phase: The phase of the model; None: it can be any.
+
+    Returns:
+        False: it is one number.
+    """
+    return len(set(entry.schedule.values(phase))) != 1 or entry.schedule.window is not None
+
+
 def _constant(entry: StackEntry, phase: int) -> float:
-    values = set(entry.schedule.values(phase))
-    if len(values) != 1 or entry.schedule.window is not None:
+    if changes(entry, phase):
         raise ValueError(
             f"strength {entry.schedule} changes during a run; expected one number for merged, "
             "or another mode"
         )
-    return values.pop()
+    return entry.schedule.values(phase)[0]
 
 
-def _check_mergeable(
-    parameters: dict[str, nn.Parameter], file: LoraFile, stack: StackEntry
-) -> None:
-    for entry in file.entries:
-        weight = parameters[entry.target.key]
-        if not stack.blocks.factor(layer_name(entry.target.key, NETWORK)):
-            continue
-        plain = type(weight) in (Tensor, nn.Parameter)
-        if not plain or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            kept = str(weight.dtype).removeprefix("torch.") if plain else type(weight).__name__
-            raise ValueError(
-                f"{entry.target.key} is {kept}; merged needs bf16, fp16 or fp32 weights: "
-                "use stream or bypass"
-            )
+def _check_mergeable(key: str, weight: Tensor) -> None:
+    plain = is_plain(weight)
+    if not plain or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        kept = str(weight.dtype).removeprefix("torch.") if plain else type(weight).__name__
+        raise ValueError(
+            f"{key} is {kept}; merged needs bf16, fp16 or fp32 weights: use stream or bypass"
+        )
 
 
 class MergedAdapter(comfy.weight_adapter.base.WeightAdapterBase):

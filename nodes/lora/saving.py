@@ -9,9 +9,11 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 
 from .holder import KEY
-from .merged import merge
+from .merged import changes, merge
 
 _METHOD = "state_dict_for_saving"
+
+_REFUSAL = "LoRAs cannot be saved with the model"
 
 
 def save_with_loras(model: ModelPatcher) -> None:
@@ -61,15 +63,16 @@ def _merged(model: ModelPatcher) -> ModelPatcher:
     merged.remove_additional_models(KEY)
     save_without_loras(merged)
     for entry, phase in loras.parts if loras else ():
-        way = "merge them into the bf16 model and quantise that"
+        if changes(entry, phase):
+            raise ValueError(
+                f"{_REFUSAL}: strength {entry.schedule} changes during a run; set one number, or "
+                "its phase, to save it"
+            )
         try:
-            if phase is None and len(entry.schedule.values(None)) > 1:
-                raise ValueError(f"strength {entry.schedule} changes during a run")
             merged, _ = merge(merged, [entry], phase or 0)
         except ValueError as error:
             reason = str(error).partition("; ")[0]
-            if "changes during" in reason:
-                way = "set one number, or its phase, to save it"
-            text = f"LoRAs cannot be saved with the model: {reason}; {way}"
-            raise ValueError(text) from None
+            raise ValueError(
+                f"{_REFUSAL}: {reason}; merge them into the bf16 model and quantise that"
+            ) from None
     return merged

@@ -1,6 +1,5 @@
 """LoRAs on quantised models, as ComfyUI loads them and as layers of other packs keep them."""
 
-import json
 import logging
 
 import pytest
@@ -23,6 +22,7 @@ from fast_video_vae.tests.nodes.lora.lora_models import (
     save_lora,
     weights,
 )
+from fast_video_vae.tests.nodes.lora.step_caches import quantised
 from fast_video_vae.tests.products import each_value_once
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
@@ -30,16 +30,8 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 def int8(state, **more):
     """A file whose second layers of feed forwards are int8, with a scale for each output."""
-    quantised = dict(state)
-    for key, value in state.items():
-        if key.endswith("ffn.2.weight"):
-            scale = value.abs().amax(1, keepdim=True) / 127
-            layer = key.removesuffix(".weight")
-            form = json.dumps({"format": "int8_tensorwise", **more}).encode()
-            quantised[key] = (value / scale).round().to(torch.int8)
-            quantised[f"{layer}.weight_scale"] = scale
-            quantised[f"{layer}.comfy_quant"] = torch.tensor(list(form), dtype=torch.uint8)
-    return quantised
+    form = {"format": "int8_tensorwise", **more}
+    return quantised(state, form, lambda key: key.endswith("ffn.2.weight"))
 
 
 def rotated_int8(state):

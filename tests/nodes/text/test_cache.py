@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
 ROUNDING = 2e-6
 
 FOX = "a red fox runs over the snow"
-BOOK = "a (woman:1.3) reads a [book] beside the window"
+BOOK = "a (woman:1.3) reads a [book] by the window"
 
 Pair = namedtuple("Pair", ["first", "second"])
 
