@@ -3,7 +3,8 @@
 `python tests/benchmarks/bench_lora.py --width 5120 --rank 64 --tokens 4096 512` times them in turn
 and appends a JSON row per case to `results.jsonl`. ComfyUI's own bypass is timed where ComfyUI is
 installed. `--memory` measures the peak of reading three LoRAs for Wan 14B instead, `--errors` the
-error of a LoRA's effect on fp8 weights, with this pack and with ComfyUI's loader.
+error of a LoRA's effect on fp8 weights, with this pack and with ComfyUI's loader, and `--weak` the
+shares of small deltas that bf16 weights keep.
 """
 
 import logging
@@ -11,7 +12,8 @@ import runpy
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
@@ -25,6 +27,9 @@ from fast_video_vae.tests.lora import loading  # noqa: E402
 from fast_video_vae.tests.nodes import checkout  # noqa: E402
 from fast_video_vae.tests.nodes.lora import lora_errors  # noqa: E402
 
+# Deltas as parts of the weights.
+_WEAK = (0.01, 0.003, 0.001, 0.0003)
+
 
 def main() -> None:
     """Time every number of tokens."""
@@ -37,7 +42,17 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--errors", action="store_true")
+    parser.add_argument("--weak", action="store_true")
     args = parser.parse_args()
+    if args.weak:
+        with _comfyui():
+            found = {amount: lora_errors.weak_shares(amount) for amount in _WEAK}
+        for amount, shares in found.items():
+            case = f"deltas of {100 * amount:g} % of bf16 weights, 20 layers: share that is kept"
+            values = _by_way(shares)
+            logging.info("%s: %s", case, values)
+            record.append(args.out, "bench_lora", case, **values)
+        return
     if args.memory or args.errors:
         case, values = _memory() if args.memory else _errors()
         logging.info("%s: %s", case, values)
@@ -69,15 +84,26 @@ def _memory() -> tuple[str, dict[str, object]]:
     return "three LoRAs of rank 64, linear layers of Wan 14B, bf16", values
 
 
-def _errors() -> tuple[str, dict[str, object]]:
+@contextmanager
+def _comfyui() -> Iterator[None]:
+    """Import ComfyUI with its files in a temporary folder, and run as its nodes do."""
     with tempfile.TemporaryDirectory() as base:
         checkout.import_comfyui(Path(base))
         with torch.inference_mode():
-            errors = lora_errors.fp8_errors()
-    values = {
+            yield
+
+
+def _by_way(found: dict[str, list[float]]) -> dict[str, object]:
+    """Return the smallest, largest and mean number of each way."""
+    return {
         way: {"min": min(each), "max": max(each), "mean": statistics.mean(each)}
-        for way, each in errors.items()
+        for way, each in found.items()
     }
+
+
+def _errors() -> tuple[str, dict[str, object]]:
+    with _comfyui():
+        values = _by_way(lora_errors.fp8_errors())
     return "effect of a LoRA of 1 % of fp8 weights, 20 layers, bf16: error", values
 
 

@@ -73,6 +73,36 @@ def fp8_errors():
     return errors
 
 
+def weak_shares(amount):
+    """For stream and ComfyUI's loader, the shares of deltas of `amount` that bf16 weights keep."""
+    import comfy.model_management
+
+    state = random_weights(KIND)
+    tensors = lora_for(state, parts=("pairs",), amount=amount)
+    lora = save_lora(tensors, "weak.safetensors")
+    file = {key: value.bfloat16() for key, value in state.items()}
+    model, other = (load_model(KIND, file, dtype=torch.bfloat16) for _ in range(2))
+    for each in (model, other):
+        each.model.manual_cast_dtype = torch.bfloat16  # as on a GPU
+    patched, merged = fast(model, lora, 1.0, "stream"), core(other, lora)
+    sample(patched)
+    session = session_of(patched)
+    comfy.model_management.load_models_gpu([merged])
+    shares = {"stream": [], "core": []}
+    for name, layer in model.model.named_modules():
+        if ".blocks." not in name or not hasattr(layer, "in_features"):
+            continue
+        up, down = (tensors[f"{name}.lora_{part}.weight"].double() for part in ("up", "down"))
+        delta = up @ down / 2
+        x = torch.zeros(1, layer.in_features, dtype=torch.bfloat16)
+        own = _used(layer, x)
+        with session.call(model.model, x.device):
+            shares["stream"].append(_share(_used(layer, x) - own, delta))
+        used = _used(other.model.get_submodule(name), x)
+        shares["core"].append(_share(used - own, delta))
+    return shares
+
+
 def _used(layer, x):
     """The weight that a call of a layer multiplies with."""
     linear, found = F.linear, []
@@ -102,6 +132,10 @@ def _added(layer, x):
         patch.setattr(JoinedPairs, "bypass", addition)
         layer(x)
     return found[0]
+
+
+def _share(added, delta):
+    return ((added * delta).sum() / delta.square().sum()).item()
 
 
 def _error(result, expected):
