@@ -124,6 +124,7 @@ def test_the_archive_has_only_files_of_the_pack():
 
 
 def test_published_code_has_no_exec_eval_or_semicolons():
+    pytest.importorskip("ruff", reason="the rules of the registry are ruff's")
     sources = [str(path) for path in published_files() if path.suffix == ".py"]
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--ignore-noqa", "--no-cache"]
     succeeded([*command, "--select", RULES, *sources], cwd=PACK)

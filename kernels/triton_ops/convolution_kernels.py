@@ -139,7 +139,8 @@ def convolve(
     """
     SUMMED: tl.constexpr = KT * KH * KW * C_IN
     ROW: tl.constexpr = KW * C_IN
-    BYTES: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
+    # The constant first: Triton 3.2 has no operators of a plain integer and a constant.
+    UNIT_BYTES: tl.constexpr = IN_UNIT * x.dtype.element_ty.primitive_bitwidth // 8
     TILES: tl.constexpr = (C_OUT + N0 + N1 - 1) // (N0 + N1)
     program = tl.program_id(0)
     channel = program % TILES * (N0 + N1)
@@ -185,7 +186,7 @@ def convolve(
         source = tl.where(moment < known, at_tail, x + (moment - known) * x_frame)
         source += kh * (width * C_IN) + run
         # The choice hides from the compiler that values in a row are adjacent and aligned.
-        source = tl.max_contiguous(tl.multiple_of(source, IN_UNIT * BYTES), IN_UNIT)
+        source = tl.max_contiguous(tl.multiple_of(source, UNIT_BYTES), IN_UNIT)
         at = source[None, :] + place[:, None]
         if PH + PW > 0:
             tap = 1 << (kh * KW + run // C_IN)

@@ -166,7 +166,9 @@ def _cuda_variant(source, kernel, like, items, threads, arguments, **constants) 
 
 def variant_of(kernel, args) -> tuple:
     """Return what Triton compiles in of each argument: type, multiple of 16, and 1 or None."""
-    plain = getattr(kernel, "kwargs", {}).get("do_not_specialize")  # of the interpreter
+    # The interpreter has them in its options, in Triton 3.2 in those of its rewriter.
+    kept = kernel if hasattr(kernel, "kwargs") else getattr(kernel, "rewriter", None)
+    plain = getattr(kept, "kwargs", {}).get("do_not_specialize")
     plain = plain or getattr(kernel, "do_not_specialize", None) or ()
     found = []
     for name, value in zip(kernel.arg_names, args, strict=False):

@@ -20,6 +20,11 @@ STEPS = [
     for direction in ("decode", "encode")
 ]
 
+mixed_products = pytest.mark.skipif(
+    "out_dtype" not in (torch.bmm.__doc__ or ""),
+    reason="products of 16-bit tensors in float32 need PyTorch 2.8",
+)
+
 # Launches per latent of a steady decode of Wan 2.1, those of the convolutions included.
 MOST = 79
 
@@ -61,6 +66,7 @@ def test_cuda_launches_and_moves_no_more_than_triton(family, direction):
             assert cuda.by_op[op] == pytest.approx(triton.by_op[op], rel=0.01), op
 
 
+@mixed_products
 def test_a_step_stays_within_its_launches_with_attention_in_blocks():
     counter, latents = step("wan2.1", "decode", "cuda", attends=True)
     assert counter.launches / latents <= MOST
@@ -106,6 +112,7 @@ def test_a_group_norm_reads_twice_and_writes_once(backend):
     assert counter.total == pytest.approx(3 * x.nbytes, rel=0.1)  # few pixels per partial sum
 
 
+@mixed_products
 @pytest.mark.parametrize(
     ("kind", "each"),
     [
