@@ -180,7 +180,7 @@ class Functions:
     """The functions of a driver, which return the `statuses` of a launch one after another."""
 
     def __init__(self, *statuses):
-        self.calls, self._statuses = [], list(statuses)
+        self.calls, self.arguments, self._statuses = [], [], list(statuses)
         self._known = {}
 
     def __getattr__(self, name):
@@ -188,6 +188,8 @@ class Functions:
 
             def run(*given):
                 self.calls.append((name, given))
+                if "LaunchKernel" in name:  # whose arguments are valid until it returns
+                    self.arguments.append(ctypes.string_at(given[-2][0], 8))
                 if name.endswith("GetErrorString"):
                     given[1]._obj.value = b"an error"
                 return self._statuses.pop(0) if "LaunchKernel" in name and self._statuses else 0
@@ -209,10 +211,10 @@ def test_a_launch_passes_grid_block_stream_and_arguments(hip, launch):
         module.launch("gate_rows", 7, (32, 8), b"argument", 5)
     get = f"{prefix}ModuleGetFunction"
     assert functions.names() == [f"{prefix}ModuleLoadData", get, get, launch, launch]
-    *sizes, shared, stream, places, extra = functions.calls[3][1][1:]
+    *sizes, shared, stream, _, extra = functions.calls[3][1][1:]
     assert sizes == [7, 1, 1, 32, 8, 1]
     assert (shared, stream, extra) == (0, 5, None)
-    assert ctypes.string_at(places[0], 8) == b"argument"
+    assert functions.arguments == [b"argument"] * 2
 
 
 def test_a_thread_without_a_context_enters_that_of_pytorch():
