@@ -32,7 +32,7 @@ from torch import Tensor
 
 from . import checks as check
 from .autotune import is_capturing
-from .backends import use_backend
+from .backends import CONVOLUTIONS_TRIED, use_backend
 from .convolution import choice
 from .convolution.budget import TrialBudget, trials
 from .convolution.cudnn import search_pays, searching
@@ -40,10 +40,24 @@ from .convolution.fused import Fused
 from .convolution.kitchen import may_border
 from .convolution.onednn import serves as adds_in_place
 from .convolution.weight import ConvWeight
+from .devices import (
+    GPUS,
+    default_device,
+    device_kind,
+    device_name,
+    has_bfloat16,
+    host_bytes,
+    indexed,
+    lacks,
+    memory_bytes,
+    release_cached,
+    searches_shapes,
+    synchronize,
+    tensor_limit,
+)
 from .dispatch import ask, fusion, run, run_kernel
 from .errors import BackendError, is_out_of_memory, log_once
 from .gpu_config import GPUConfig, gpu_config
-from .measure import synchronize
 from .messages import LINE, guarded, line, padded, shown
 from .shapes import convolved, interleaved, merged, new_video, shuffled
 from .tensor_files import PICKLE, SAFETENSORS, ZIP, Header, Place, kind_of, read_header
@@ -53,6 +67,7 @@ if TYPE_CHECKING:
     from .support import NativeLibrary, Support, backend_matrix, gpu_compiler, native_library
 
 __all__ = [
+    "GPUS",
     "LINE",
     "PICKLE",
     "SAFETENSORS",
@@ -75,6 +90,9 @@ __all__ = [
     "conv2d",
     "conv3d",
     "conv_fuses",
+    "default_device",
+    "device_kind",
+    "device_name",
     "fp16_pays",
     "frames_to_images",
     "gpu_compiler",
@@ -82,13 +100,17 @@ __all__ = [
     "group_norm_silu",
     "group_norm_statistics",
     "guarded",
+    "has_bfloat16",
+    "host_bytes",
     "interleave_time",
     "is_capturing",
     "is_out_of_memory",
     "kind_of",
+    "lacks",
     "line",
     "log_once",
     "may_border",
+    "memory_bytes",
     "merge_phases",
     "native_library",
     "new_video",
@@ -97,13 +119,16 @@ __all__ = [
     "preparations",
     "preparing",
     "read_header",
+    "release_cached",
     "rms_norm_silu",
     "run_kernel",
     "search_pays",
+    "searches_shapes",
     "searching",
     "shown",
     "silu_mul",
     "synchronize",
+    "tensor_limit",
     "trials",
     "use_backend",
 ]
@@ -571,10 +596,9 @@ def fp16_pays(device: torch.device) -> bool:
         device: The device.
 
     Returns:
-        False on devices other than CUDA.
+        False on a CPU.
     """
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device_kind(device) not in CONVOLUTIONS_TRIED:
         return False
-    if device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return choice.fp16_pays(ask, device)
+    found = indexed(device)
+    return found is not None and choice.fp16_pays(ask, found)

@@ -1,9 +1,10 @@
 """Trial of the backends on a GPU: only correct backends run an op, the fastest first.
 
-GPUs and versions of PyTorch, Triton and the driver differ. So the first call of each kind runs all
-backends on generated inputs. A backend that fails, or whose result differs from the reference's by
-more than rounding, is not used on that device; the others are ordered by speed. The trial takes
-milliseconds, plus Triton's compilation. Its result holds for the process.
+This holds for every kind of GPU for which a backend has kernels. GPUs and versions of PyTorch,
+Triton and the driver differ. So the first call of each kind runs all backends on generated inputs.
+A backend that fails, or whose result differs from the reference's by more than rounding, is not
+used on that device; the others are ordered by speed. The trial takes milliseconds, plus Triton's
+compilation. Its result holds for the process.
 
 Calls of a kind run the same variant of a Triton kernel. Triton compiles one for each number of
 channels, dtype and compile-time argument, and for sizes that are multiples of 16; it does not
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from . import measure, sample_inputs
 from .backends import ORDER
+from .devices import device_name
 from .errors import Refusal, first_line, is_out_of_memory, log_once
 from .warmup_log import preparing
 
@@ -166,7 +168,7 @@ def is_capturing(device: torch.device) -> bool:
 def log_incorrect(name: str, op: str, x: Tensor) -> None:
     """Log once that results of `name` for `op` are wrong on the device of `x` `[...]`."""
     log_once(
-        f"{name} computes {op} incorrectly on {_device(x)} and is not used "
+        f"{name} computes {op} incorrectly on {device_name(x.device)} and is not used "
         "there. Please report it with the versions of the driver, torch and triton"
     )
 
@@ -175,13 +177,9 @@ def log_failure(name: str, op: str, x: Tensor, error: Exception) -> None:
     """Log once that `name` failed for `op` with `error` on the device of `x` `[...]`."""
     reason = first_line(error)[:_REASON_LENGTH]
     log_once(
-        f"{name} {op} failed on {_device(x)} ({type(error).__name__}: {reason}); a slower backend "
-        "runs such calls"
+        f"{name} {op} failed on {device_name(x.device)} ({type(error).__name__}: {reason}); "
+        "another backend runs such calls"
     )
-
-
-def _device(x: Tensor) -> object:
-    return torch.cuda.get_device_name(x.device) if x.is_cuda else x.device
 
 
 def agree(

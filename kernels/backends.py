@@ -7,13 +7,33 @@ from contextvars import ContextVar
 # Fastest first. The reference accepts every call that passes the checks of the op.
 ORDER = ("triton", "cuda", "native", "reference")
 
-# The candidates of the convolutions, and their order where none was measured: the library's own.
+# Kinds of GPUs (`devices.device_kind`) whose backends are tried.
+TRIED = ("nvidia", "amd", "intel")
+
+# The candidates of the convolutions, and the kinds of GPUs on which they are tried.
 CONVOLUTIONS = ("triton", "kitchen", "aten", "sliced", "reference")
+CONVOLUTIONS_TRIED = (*TRIED, "apple")
+
+# The order where none was measured: the library's own first.
 CONVOLUTION_ORDER = ("aten", "reference")
 
-# On Apple GPUs `conv3d` runs at 7 to 9 % of `conv2d` (pytorch/pytorch#192213).
+# On Apple GPUs `conv3d` runs at 7 to 9 % of `conv2d` (pytorch/pytorch#192213), and in 16 bits some
+# versions of macOS lack it.
 SLICED_ORDER = ("sliced", *CONVOLUTION_ORDER)
-SLICED_DEVICES = ("mps",)
+
+
+def convolution_order(op: str, kind: str) -> tuple[str, ...]:
+    """Return the candidates of a convolution before any trial.
+
+    Args:
+        op: `conv2d` or `conv3d`.
+        kind: Kind of the device.
+
+    Returns:
+        Names of candidates; the reference is last.
+    """
+    return SLICED_ORDER if kind == "apple" and op == "conv3d" else CONVOLUTION_ORDER
+
 
 _forced: ContextVar[str | None] = ContextVar("forced backend", default=None)
 

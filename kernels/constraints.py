@@ -7,6 +7,7 @@ Frames are dense blocks of `H * W` rows of `C` elements, with any stride in batc
 import torch
 from torch import Tensor
 
+from .devices import device_kind
 from .errors import Refusal
 
 # Dtypes of the activations; the kernels compute in float32.
@@ -106,7 +107,7 @@ def refuse_old_bfloat16(device: torch.device, dtype: torch.dtype) -> None:
     Raises:
         Refusal: The compute capability is below 8.0.
     """
-    if device.type == "cuda" and dtype == torch.bfloat16 and torch.version.hip is None:
+    if dtype == torch.bfloat16 and device_kind(device) == "nvidia":
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:
             raise Refusal(f"bfloat16 needs compute capability 8.0; this GPU has {major}.{minor}")

@@ -16,16 +16,17 @@ from typing import Any
 from torch import Tensor
 
 from .backends import (
-    CONVOLUTION_ORDER,
     CONVOLUTIONS,
+    CONVOLUTIONS_TRIED,
     ORDER,
-    SLICED_DEVICES,
-    SLICED_ORDER,
+    TRIED,
+    convolution_order,
     forced,
 )
 from .convolution.compose import composed
 from .convolution.fused import Fused
 from .convolution.weight import ConvWeight
+from .devices import device_kind
 from .errors import BackendError, Refusal
 
 _MODULES = {
@@ -152,13 +153,12 @@ def _order(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str,
     chosen = forced()
     if chosen is not None and chosen in (CONVOLUTIONS if convolves else ORDER):
         return (chosen,)
-    if args and getattr(args[0], "is_cuda", False):
+    x = args[0] if args else None
+    kind = device_kind(x.device) if isinstance(x, Tensor) else "cpu"
+    if kind in (CONVOLUTIONS_TRIED if convolves else TRIED):
         # Imported with the first GPU call.
         trial = importlib.import_module(
             ".convolution.choice" if convolves else ".autotune", __package__
         )
         return trial.order(ask, op, args, kwargs)
-    if not convolves:
-        return ORDER
-    sliced = args and args[0].device.type in SLICED_DEVICES
-    return SLICED_ORDER if sliced else CONVOLUTION_ORDER
+    return convolution_order(op, kind) if convolves else ORDER

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from .devices import amd_chip, device_kind, device_name
 from .errors import first_line
 
 _logger = logging.getLogger(__name__)
+
+# AMD chips that multiply fp8: MI300, MI350, RX 9000.
+_FP8 = ("gfx942", "gfx950", "gfx1200", "gfx1201")
 
 _lock = threading.Lock()
 _known: dict[tuple[torch.device, torch.dtype], "GPUConfig"] = {}
@@ -20,7 +24,7 @@ class GPUConfig:
 
     Attributes:
         name: Name of the device.
-        capability: CUDA compute capability, such as `(9, 0)`; None: not a CUDA device.
+        capability: Compute capability, such as `(9, 0)`; None: not an NVIDIA GPU.
         dtype: Dtype of the products.
         products_per_s: Multiply-adds per second of a large product, measured, to two digits; 0: not
             measured.
@@ -82,9 +86,8 @@ def _described(device: torch.device, dtype: torch.dtype) -> GPUConfig:
     from .probes import store  # noqa: PLC0415, few processes ask
     from .probes.probe import DTYPES, UNMEASURED_C, measured  # noqa: PLC0415
 
-    name, capability = device.type, None
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+    name, capability, kind = device_name(device), None, device_kind(device)
+    if kind == "nvidia":
         capability = torch.cuda.get_device_capability(device)
     rate, c = 0.0, UNMEASURED_C
     if dtype in DTYPES and device.type != "meta":
@@ -94,8 +97,8 @@ def _described(device: torch.device, dtype: torch.dtype) -> GPUConfig:
         except (RuntimeError, TypeError, MemoryError) as error:
             _logger.debug("%s is not measured in %s: %s", name, dtype, first_line(error))
     reduced, reason = False, "as always on this device"
-    if device.type == "cuda":
+    if kind in ("nvidia", "amd"):
         reduced = bool(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
         reason = "PyTorch's current setting"
-    native = capability is not None and capability >= (8, 9)
+    native = capability >= (8, 9) if capability else kind == "amd" and amd_chip(device) in _FP8
     return GPUConfig(name, capability, dtype, rate, c, native, reduced, reason)

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from .devices import current, synchronize
+
 _Name = TypeVar("_Name")
 
 # Rounds, and calls per round. A round takes about a millisecond at the sizes of a trial.
@@ -17,14 +19,8 @@ _CALLS = 5
 # Clock cycles that the GPU waits while the calls are queued: some milliseconds.
 _HEAD_START = 5_000_000
 
-
-def synchronize(device: torch.device) -> None:
-    """Wait until `device` has finished all queued work."""
-    wait = getattr(getattr(torch, device.type, None), "synchronize", None)
-    if device.type == "mps" and wait is not None:
-        wait()
-    elif device.type != "cpu" and wait is not None:
-        wait(device)
+# Types of devices whose events have times. Those of Metal do too, since recently.
+_TIMED = ("cuda", "xpu")
 
 
 def seconds(
@@ -42,7 +38,7 @@ def seconds(
         calls: Functions by name.
         device: Device that they run on.
         launches: Include the CPU time of launching, as in a stream of small calls. Otherwise, on
-            CUDA, calls are queued first and only GPU time is measured.
+            devices with events, only the time of the GPU is measured.
         repeats: Calls per round; 1 for calls of many milliseconds.
         rounds: Most rounds; in each all calls have their turn.
         limit_s: Seconds after the warm-up from which no further round begins.
@@ -52,7 +48,7 @@ def seconds(
     """
     for call in calls.values():
         call()
-    once = _queued if device.type == "cuda" and not launches else _wall
+    once = _queued if device.type in _TIMED and not launches else _wall
     taken: list[dict[_Name, float]] = []
     end = time.perf_counter() + limit_s
     while not taken or (len(taken) < rounds and time.perf_counter() < end):
@@ -61,15 +57,21 @@ def seconds(
 
 
 def _queued(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    with torch.cuda.device(device):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_HEAD_START)
+    runtime = getattr(torch, device.type)
+    with current(device):
+        start, end = (runtime.Event(enable_timing=True) for _ in range(2))
+        # Calls are queued while the GPU waits, where it can wait.
+        getattr(runtime, "_sleep", _skip)(_HEAD_START)
         start.record()
         for _ in range(repeats):
             call()
         end.record()
         end.synchronize()
     return start.elapsed_time(end) / 1000 / repeats
+
+
+def _skip(_: int) -> None:
+    """Do nothing."""
 
 
 def _wall(call: Callable[[], Any], device: torch.device, repeats: int) -> float:

@@ -12,6 +12,7 @@ from .backends import CONVOLUTIONS, ORDER
 from .constraints import DTYPES
 from .convolution.weight import ConvWeight
 from .cuda_ops.compiler import compiler
+from .devices import default_device
 from .dispatch import ask
 from .errors import Refusal
 from .native_ops.library import CPU
@@ -36,7 +37,7 @@ class Support:
     Attributes:
         op: Name of the op.
         backend: Name of the backend, or of the candidate of a convolution.
-        device: "cpu" or "cuda".
+        device: Type of the device, such as "cpu" or "cuda".
         dtype: Dtype of the activations.
         reason: Why the backend does not support the call; None: it does.
         exact: The result is bit-identical to the reference's.
@@ -74,7 +75,7 @@ def backend_matrix() -> list[Support]:
         An entry for each op, device, backend (fastest first) and dtype, in this order. The
         convolutions come last; they have other backends.
     """
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    devices = list(dict.fromkeys(("cpu", default_device().type)))
     ops = [*((op, ORDER) for op in sample_inputs.OPS), *((op, CONVOLUTIONS) for op in _DIMENSIONS)]
     return [
         _support(op, device, backend, dtype)

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from .model import VideoVAE
     from .models.config import SEEDVR2, LayoutError, VAEConfig
     from .planning.device_memory import trim_heap
+    from .streaming.chunks import rechunk
     from .streaming.options import StreamOptions
-    from .streaming.session import eager, rechunk
+    from .streaming.session import eager
 
 __all__ = [
     "CLIP_PATH",
@@ -41,8 +42,9 @@ _HOMES = {
     "model": ("VideoVAE",),
     "models.config": ("SEEDVR2", "LayoutError", "VAEConfig"),
     "planning.device_memory": ("trim_heap",),
+    "streaming.chunks": ("rechunk",),
     "streaming.options": ("StreamOptions",),
-    "streaming.session": ("eager", "rechunk"),
+    "streaming.session": ("eager",),
 }
 
 

@@ -15,7 +15,7 @@ from .checkpoint_io.checkpoint_file import read_file
 from .model import VideoVAE
 from .models.checkpoint_keys import to_wan_keys, with_time
 from .models.config import SEEDVR2, LayoutError, VAEConfig, read_configs
-from .streaming.precision import fastest_decode_dtype
+from .streaming.precision import check_computes, fastest_decode_dtype
 
 _logger = logging.getLogger(__name__)
 
@@ -69,6 +69,8 @@ def load_vae(
             raise ValueError(
                 f"{name} is {wish}; expected torch.float32, bfloat16, float16 or float64"
             )
+        if wish is not None:
+            check_computes(wish, place, name)
     if weights_dtype is not None and not weights_dtype.is_floating_point:
         raise ValueError(f"weights_dtype is {weights_dtype}; expected a float dtype")
     vae = build_vae(

@@ -14,6 +14,7 @@ from .models.base import Network
 from .models.build import make_decoder, make_encoder
 from .models.config import SEEDVR2, VAEConfig
 from .models.patchify import fold_pixels
+from .planning.device_memory import check_holds
 from .planning.job import job_of
 from .planning.plan import Plan, empty_limit, make_plan
 from .streaming.options import AUTOMATIC, StreamOptions
@@ -43,7 +44,8 @@ class VideoVAE(nn.Module):
             CPU, more memory. Off until a gain is measured.
         searches: On CUDA, let cuDNN time its algorithms for chunks that repeat: up to 1.5 s longer
             once, and more memory. Off until a gain is measured.
-        skips_static: Skip static frames in an encode, and repeat their latents.
+        skips_static: Skip static frames in an encode, and repeat their latents; not on AMD GPUs,
+            whose library would search for the shapes of shorter steps.
         allow_tf32: In float32, keep PyTorch's own switches, which may allow TF32 (or bf16 products
             on a CPU). By default float32 is full float32.
         allow_fp16: Let a decode in bfloat16 without gradients compute in float16 if that is faster
@@ -230,6 +232,7 @@ class VideoVAE(nn.Module):
     def new_frames(self, latent: Tensor) -> Tensor:
         """Return memory `[B, C, T, H, W]` for the frames of `latent`, in `dtype` on `device`."""
         shape, order = self.config.decoded_shape(latent.shape), torch.channels_last_3d
+        check_holds(shape, self.dtype, self.device)
         with torch.inference_mode(False):
             return torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=order)
 

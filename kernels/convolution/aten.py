@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..constraints import refuse_gradients
+from ..devices import device_kind
 from . import cudnn, onednn
 from .compose import sum_of
 from .fused import Fused
@@ -14,7 +15,7 @@ from .window import joined
 
 # cuDNN's tensor-core kernels for NHWC take multiples of this many channels; with the 3 or 12 of a
 # picture it converts layouts or uses no tensor cores. Zeros fill the rest.
-_ALIGNED = ("cuda",)
+_ALIGNED = ("nvidia", "amd")
 _CHANNELS = 8
 
 
@@ -82,10 +83,10 @@ def _convolved(
 
 
 def _aligns(x: Tensor, weight: ConvWeight) -> bool:
-    """Return whether channels are filled up: in 16 bits on CUDA, at the ends of a network."""
+    """Return whether channels are filled up: in 16 bits, at the ends of a network."""
     narrow = x.dtype in (torch.float16, torch.bfloat16)
     odd = any(channels % _CHANNELS for channels in weight.shape[:2])
-    return odd and narrow and x.device.type in _ALIGNED
+    return odd and narrow and device_kind(x.device) in _ALIGNED
 
 
 def aligned(taps: Tensor) -> Tensor:

@@ -24,20 +24,21 @@ from torch import Tensor
 
 from .. import shapes
 from ..autotune import is_capturing, log_failure
-from ..backends import CONVOLUTION_ORDER
+from ..backends import convolution_order
+from ..devices import device_kind
 from ..errors import first_line, is_out_of_memory, log_once
 from ..warmup_log import preparing
 from . import budget, sample, store
-from .trial import PLAIN, Ask, Trial
+from .ranking import plain_ops, ranked
+from .trial import Ask, PlainError, Trial
 from .weight import ConvWeight
 
 _logger = logging.getLogger(__name__)
 
-# The plain op is replaced by a candidate that takes at most this part of its time.
-_GAIN = 0.98
-
-# Dtypes with candidates. In float32 and wider none is as precise as the plain op and faster.
-_DTYPES = (torch.float16, torch.bfloat16)
+# Dtypes with kernels as candidates. In float32 none is as precise as the plain op and faster, but
+# slices are on kinds of GPUs where the library's `conv3d` can be poor.
+_NARROW = (torch.float16, torch.bfloat16)
+_SLICED = ("amd", "intel", "apple")
 
 # The convolutions with most of the products in a decode of Wan 2.1, and a size that is as good as a
 # larger one: it fills a GPU. Frames are those of the joined window.
@@ -74,8 +75,10 @@ def order(ask: Ask, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         Names of candidates, variants such as "triton:2" among them; the reference is last.
     """
     x, weight = args[0], args[1]
-    if x.dtype not in _DTYPES:
-        return CONVOLUTION_ORDER
+    kind = device_kind(x.device)
+    slices = kind in _SLICED and x.dtype == torch.float32
+    if x.dtype not in _NARROW and not (slices and op == "conv3d" and weight.shape[2] > 1):
+        return convolution_order(op, kind)
     key = _shape_class(op, x, weight, kwargs)
     work = budget.current()
     chosen = (_known if work is None else work.chosen).get(key)
@@ -152,18 +155,13 @@ def _stored(key: _Key) -> tuple[str, ...]:
     found = _known.get(key)
     if found is None:
         device: Any = key[1]
-        found = _known[key] = _ranked(store.opened(device).times(_name(key)))
+        found = _known[key] = _order_of(key, store.opened(device).times(_name(key)))
     return found
 
 
-def _ranked(times: store.Times) -> tuple[str, ...]:
-    served = {name: seconds for name, seconds in times.items() if seconds is not None}
-    if PLAIN not in served:
-        return CONVOLUTION_ORDER
-    winner = min(served, key=lambda name: served[name])
-    if winner == PLAIN or served[winner] > _GAIN * served[PLAIN]:
-        return CONVOLUTION_ORDER
-    return winner, *CONVOLUTION_ORDER
+def _order_of(key: _Key, times: store.Times) -> tuple[str, ...]:
+    op, device, _, taps, *_ = key
+    return ranked(plain_ops(op, device_kind(device), taps), times)  # type: ignore[arg-type]
 
 
 def _tried(
@@ -195,7 +193,7 @@ def _tried(
                 work.spend(time.perf_counter() - start, finished=finished)
             if finished:
                 _complete.add(key)
-    _known[key] = _ranked(kept.times(shape))
+    _known[key] = _order_of(key, kept.times(shape))
     return _known[key]
 
 
@@ -204,14 +202,17 @@ def _candidates(
 ) -> tuple[str, ...]:
     """Return the names of all candidates, the most promising first."""
     x, weight = args[0], args[1]
+    kind = device_kind(x.device)
+    plain, *others = plain_ops(op, kind, weight.shape)
+    if x.dtype == torch.float32 or kind == "apple":  # no backend has kernels
+        return plain, *others
     try:
         count = ask("triton", "variants", x, weight, kwargs["stride"], kwargs["padding"])
     except Exception as error:  # Triton or the op is missing, or a broken installation
         _logger.debug("triton has no variants: %s", error)
         count = 0
     variants = [f"triton:{number}" for number in range(count)]
-    sliced = ["sliced"] if op == "conv3d" and weight.shape[2] > 1 else []
-    return PLAIN, "kitchen", *variants[:1], *sliced, *variants[1:]
+    return plain, "kitchen", *variants[:1], *others, *variants[1:]
 
 
 def _extend(
@@ -229,12 +230,43 @@ def _extend(
 
     With `terms` the fastest must be right in a call with a residual too, which is of the same
     class.
+
+    Raises:
+        PlainError: The library cannot run such calls at all.
     """
+    shape, x = _name(key), args[0]
+    for plain in plain_ops(str(key[0]), device_kind(x.device), args[1].shape):
+        if kept.times(shape).get(plain, 0.0) is None:
+            continue
+        try:
+            return _extend_by(plain, ask, kept, key, names, args, kwargs, deadline, terms=terms)
+        except PlainError as error:
+            _logger.debug("%s", error, exc_info=True)
+            kept.put(shape, plain, None)
+    raise PlainError(f"the library has no such convolution on {x.device}")
+
+
+def _extend_by(
+    plain: str,
+    ask: Ask,
+    kept: store.TrialStore,
+    key: _Key,
+    names: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    deadline: float,
+    *,
+    terms: bool,
+) -> bool:
+    """Run `_extend` with this plain op; a trial of a smaller size if memory is short."""
     op = str(key[0])
+
+    def trial_of(call: sample.Sample) -> Trial:
+        return Trial(ask, call, plain)
 
     @functools.cache
     def other() -> Trial:
-        return Trial(ask, sample.like(op, *sample.with_terms(op, args, kwargs), sample.SIZES[-1]))
+        return trial_of(sample.like(op, *sample.with_terms(op, args, kwargs), sample.SIZES[-1]))
 
     for size in sample.SIZES:
         if not sample.fits(op, args, kwargs, size):
@@ -248,7 +280,7 @@ def _extend(
             ):
                 # Without a name, so that a smaller one has its memory.
                 return _measured(
-                    Trial(ask, sample.like(op, args, kwargs, size)),
+                    trial_of(sample.like(op, args, kwargs, size)),
                     kept,
                     _name(key),
                     names,
@@ -273,10 +305,10 @@ def _measured(
 
     The fastest must serve in the `other` trial too.
     """
-    plain = kept.times(shape).get(PLAIN)
+    plain = kept.times(shape).get(trial.plain)
     if plain is None:
         plain = trial.plain_seconds()
-        kept.put(shape, PLAIN, plain)
+        kept.put(shape, trial.plain, plain)
     for name in names:
         if name in kept.times(shape):
             continue

@@ -1,4 +1,4 @@
-"""Convolutions through cuDNN: the entry point, and the size of a call.
+"""Convolutions of PyTorch's library for a device: the entry point, and the size of a call.
 
 Some versions of cuDNN were wrong for large convolutions over time in 16 bits. PyTorch 2.9 and 2.10
 therefore do not pass those to cuDNN 9.10.2 to 9.14 but unfold the input, with three times the
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..devices import device_kind, unsearched
 from ..shapes import convolved_size, new_video
 
 # Elements of an input or output from which on 31 bits do not count them.
@@ -130,7 +131,7 @@ def search_pays(kind: Hashable) -> bool:
 
 @contextmanager
 def searching(device: torch.device) -> Iterator[None]:
-    """Let cuDNN time its algorithms on a CUDA device, once for each new shape in the block.
+    """Let cuDNN time its algorithms on an NVIDIA GPU, once for each new shape in the block.
 
     This is `torch.backends.cudnn.benchmark` for the calls of this module in this thread only, so
     that convolutions of other code do not change. It applies to 16 bits only: PyTorch caches a plan
@@ -138,9 +139,9 @@ def searching(device: torch.device) -> Iterator[None]:
     them, which not every float32 algorithm supports.
 
     Args:
-        device: Device of the convolutions; only CUDA searches.
+        device: Device of the convolutions; the others never search.
     """
-    token = _searching.set(device.type == "cuda")
+    token = _searching.set(device_kind(device) == "nvidia")
     try:
         yield
     finally:
@@ -155,6 +156,9 @@ def _call(
     padding: tuple[int, ...],
 ) -> Tensor:
     switches: Any = torch.backends.cudnn
+    if device_kind(x.device) == "amd":
+        with unsearched():
+            return (F.conv2d if x.ndim == 4 else F.conv3d)(x, weight, bias, stride, padding)
     searches = _searching.get() and _is_direct(x.device, x.dtype)
     direct = searches or (x.ndim == 5 and _is_left_out(x.device, x.dtype))
     if not direct or not switches.enabled:
@@ -184,11 +188,11 @@ def _is_left_out(device: torch.device, dtype: torch.dtype) -> bool:
 def _is_direct(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether cuDNN can be called directly for this device and dtype."""
     narrow = dtype in (torch.float16, torch.bfloat16)
-    return device.type == "cuda" and narrow and _cudnn_version() is not None
+    return device_kind(device) == "nvidia" and narrow and _cudnn_version() is not None
 
 
 def _cudnn_version() -> int | None:
-    """Return cuDNN's version as one number; None without cuDNN, as on AMD GPUs."""
+    """Return cuDNN's version as one number; None without cuDNN."""
     return torch.backends.cudnn.version() if torch.version.cuda else None
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import shapes
+from ..devices import memory_bytes
 from .fused import Fused
 from .weight import ConvWeight, channels_last
 from .window import joined
@@ -159,7 +160,8 @@ def fits(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], size: str) -> 
         True on devices without a count.
     """
     x, weight = args[:2]
-    if x.device.type != "cuda":
+    memory = memory_bytes(x.device)
+    if memory is None:
         return True
     made, before = _cut(op, x, kwargs.get("tail"), weight, tuple(kwargs["stride"]), size)
     pads = kwargs["padding"] if op == "conv2d" else (0, *kwargs["padding"])
@@ -167,9 +169,7 @@ def fits(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], size: str) -> 
     inputs = made.numel() + (0 if before is None else before.numel())
     count = _WINDOWS * inputs + _RESULTS * torch.Size(outputs).numel()
     # One frame of the results at a time is compared in float32.
-    free = torch.cuda.mem_get_info(x.device)[0]
-    cached = torch.cuda.memory_reserved(x.device) - torch.cuda.memory_allocated(x.device)
-    return count * x.element_size() <= free + cached
+    return count * x.element_size() <= memory[0]
 
 
 def _cut(

@@ -42,7 +42,9 @@ def conv3d(
     batch, channels, _, height, width = x.shape
     slices = weight.shape[2]
     one = batch * slices * channels * height * width * x.element_size()
-    count = max(1, _JOINED_BYTES // max(1, one))
+    # Equal groups, because some libraries search for an algorithm for each shape.
+    most = min(shape[2], max(1, _JOINED_BYTES // max(1, one)))
+    count = max(size for size in range(1, most + 1) if shape[2] % size == 0)
     for start in range(0, shape[2], count):
         part = result[:, :, start : start + count]
         made = part.shape[2]

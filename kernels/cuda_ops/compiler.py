@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..devices import is_rocm
 from ..errors import Refusal, first_line, log_once
 
 # Where the packages of PyTorch and of NVIDIA have their libraries.
@@ -67,7 +68,7 @@ class Compiler:
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("Version", ctypes.byref(major), ctypes.byref(minor))
         self.version = f"{prefix} {major.value}.{minor.value}"
-        if torch.version.hip is not None:
+        if is_rocm():
             self.version += f" of ROCm {torch.version.hip}"  # hiprtc is 9.0 in all of them
 
     def chips(self) -> list[int]:
@@ -162,7 +163,7 @@ def architecture(found: Compiler, device: torch.device) -> str:
     Raises:
         Refusal: The compiler knows no such chip.
     """
-    if torch.version.hip is not None:
+    if is_rocm():
         return f"--offload-arch={torch.cuda.get_device_properties(device).gcnArchName}"
     major, minor = torch.cuda.get_device_capability(device)
     chip, known = 10 * major + minor, found.chips()
@@ -175,7 +176,7 @@ def architecture(found: Compiler, device: torch.device) -> str:
 
 
 def _load() -> Compiler | str:
-    prefix = "nvrtc" if torch.version.hip is None else "hiprtc"
+    prefix = "hiprtc" if is_rocm() else "nvrtc"
     names = _names()
     if not names:
         return "this PyTorch is built without CUDA"

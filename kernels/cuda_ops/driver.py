@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..devices import is_rocm
 from ..errors import Refusal
 from .compiler import opened
 
@@ -125,11 +126,11 @@ def driver() -> Driver:
     Raises:
         Refusal: There is none.
     """
-    hip = torch.version.hip
-    library = opened(_names(hip))
+    names = _names(torch.version.hip)
+    library = opened(names)
     if library is None:
-        raise Refusal(f"the driver's library {_names(hip)[0]} does not load")
-    return Driver(library, hip=hip is not None)
+        raise Refusal(f"the driver's library {names[0]} does not load")
+    return Driver(library, hip=is_rocm())
 
 
 def _names(hip: str | None) -> list[str]:

@@ -55,7 +55,7 @@ def refuse_device(device: torch.device) -> None:
         Refusal: The device is not supported, or the backend is disabled.
     """
     if device.type != "cuda":
-        raise Refusal(f"the tensors are on {device.type}; cuda needs a GPU")
+        raise Refusal(f"the tensors are on {device.type}; cuda needs an NVIDIA or AMD GPU")
     if forced() != "cuda" and os.environ.get("FAST_VIDEO_VAE_CUDA") == "0":
         raise Refusal("FAST_VIDEO_VAE_CUDA=0 disables it")
 

@@ -9,20 +9,23 @@ from pathlib import Path
 
 import torch
 
+from ..devices import amd_chip, device_kind, device_name
+
 # Where Linux describes the processor.
 _CPUINFO = Path("/proc/cpuinfo")
 
 
 def of_device(device: torch.device) -> dict[str, str]:
-    """Return name, capability and driver of `device`, and the version of PyTorch."""
-    name, capability = device.type, ""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+    """Return name, chip and driver of `device`, and the version of PyTorch."""
+    kind, capability = device_kind(device), ""
+    if kind == "nvidia":
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    elif kind == "amd":
+        capability = amd_chip(device)
     return {
-        "device": name,
+        "device": device_name(device),
         "capability": capability,
-        "driver": driver() if device.type == "cuda" else "",
+        "driver": driver() if kind == "nvidia" else "",
         "torch": str(torch.__version__),
     }
 
@@ -40,7 +43,7 @@ def of_products(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
         Texts by name.
     """
     found = {**of_device(device), "dtype": str(dtype).removeprefix("torch.")}
-    if device.type != "cuda":
+    if device_kind(device) not in ("nvidia", "amd"):
         found["processor"] = processor()
         found["instructions"] = torch.backends.cpu.get_cpu_capability()
     if device.type == "cpu":

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..devices import device_kind
 from ..errors import Refusal
 from ..reference.attention import FLASH_HEAD
 from .runtime import interpreted, launch
@@ -81,7 +82,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Raises:
         Refusal: Device, dtype, layout or head size are not supported.
     """
-    if torch.version.hip is not None:
+    if device_kind(q.device) not in ("nvidia", "cpu"):
         raise Refusal("its tiles are for NVIDIA chips only")
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise Refusal(f"{str(q.dtype).removeprefix('torch.')} runs on PyTorch's kernels")

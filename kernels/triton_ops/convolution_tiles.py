@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..convolution.fused import Fused
 from ..convolution.weight import ConvWeight
+from ..devices import amd_chip, device_kind
 from .tiles import blocks
 
 # Compute capability, or the architecture of an AMD GPU, such as "gfx942".
@@ -241,10 +242,11 @@ def tiles_for(x: Tensor, weight: ConvWeight, stride: tuple[int, ...]) -> tuple[C
 
 def chip_of(device: torch.device) -> Chip:
     """Return the chip of `device`; for the interpreter on a CPU, one that sums in float16 too."""
-    if device.type != "cuda":
+    kind = device_kind(device)
+    if kind not in ("nvidia", "amd"):
         return 8, 9
-    if torch.version.hip is not None:
-        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+    if kind == "amd":
+        return amd_chip(device)
     return torch.cuda.get_device_capability(device)
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from ..backends import forced
+from ..backends import TRIED, forced
 from ..constraints import refuse_old_bfloat16
+from ..devices import current, device_kind
 from ..errors import Refusal, first_line, is_out_of_memory, log_once
 
 # The reason why Triton does not work on a device; "" where it works.
@@ -41,8 +42,8 @@ def refuse_device(device: torch.device, dtype: torch.dtype) -> None:
         Refusal: The device is not supported, or Triton is disabled.
     """
     asked = interpreted() and forced() == "triton"
-    if device.type != "cuda" and not (asked and device.type == "cpu"):
-        raise Refusal(f"the tensors are on {device.type}; triton needs a GPU")
+    if device_kind(device) not in TRIED and not (asked and device.type == "cpu"):
+        raise Refusal(f"the tensors are on {device.type}; triton needs an NVIDIA, AMD or Intel GPU")
     if interpreted() and not asked:
         raise Refusal("TRITON_INTERPRET=1 replaces the compiler by an interpreter")
     if forced() != "triton" and os.environ.get("FAST_VIDEO_VAE_TRITON") == "0":
@@ -98,11 +99,8 @@ def launch(
         reason = _broken.get(_variant(kernel, device, args, warps, constants))
         if reason is not None:
             raise Refusal(reason)
-    here = nullcontext()
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        here = torch.cuda.device(device)
     try:
-        with here:
+        with nullcontext() if _is_current(device) else current(device):
             kernel[tuple(grid)](*args, num_warps=warps, enable_fp_fusion=True, **constants)
     except Exception as error:  # whatever the compiler and the driver raise
         if is_out_of_memory(error):
@@ -112,6 +110,11 @@ def launch(
             log_once(f"triton: {reason}; a slower backend runs such calls. Try a newer Triton")
         _broken[_variant(kernel, device, args, warps, constants)] = reason
         raise Refusal(reason) from error
+
+
+def _is_current(device: torch.device) -> bool:
+    """Return whether `device` is current, which takes less time than to make it so."""
+    return device.type == "cuda" and device.index == torch.cuda.current_device()
 
 
 def _variant(
@@ -142,7 +145,7 @@ def _try(device: torch.device) -> str:
     try:
         probe = importlib.import_module(".probe", __package__).probe
         numbers = torch.zeros(16, dtype=torch.int32, device=device)
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with current(device):
             probe[(1,)](numbers, COUNT=16, num_warps=1, enable_fp_fusion=True)
         if numbers.tolist() != list(range(16)):
             raise RuntimeError("a kernel wrote incorrect values")

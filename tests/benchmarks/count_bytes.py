@@ -173,7 +173,7 @@ def counted(
         if own:
             order = "triton:0", *backends.CONVOLUTION_ORDER
             launched = functools.partial(_launched, counter)
-            stack.enter_context(mock.patch.object(dispatch, "CONVOLUTION_ORDER", order))
+            stack.enter_context(mock.patch.object(backends, "CONVOLUTION_ORDER", order))
             stack.enter_context(mock.patch.object(convolution, "launch", launched))
             for name in ("conv2d", "conv3d"):
                 op = getattr(convolution, name)  # without the check for a GPU
@@ -186,7 +186,7 @@ def _order(
 ) -> tuple[str, ...]:
     """Return the backend that runs an op; a refusal is an error."""
     if op.startswith("conv"):
-        return dispatch.CONVOLUTION_ORDER
+        return backends.CONVOLUTION_ORDER
     return ("reference",) if op == "attention" and not attends else (backend,)
 
 

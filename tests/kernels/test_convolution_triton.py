@@ -237,7 +237,7 @@ def test_calls_that_the_kernel_cannot_run_are_refused():
         with pytest.raises(Refusal, match="192 at most, not 256"):
             convolution.conv3d(x, ConvWeight.of(wide), gamma=torch.ones(256))
     if runtime.interpreted():
-        with pytest.raises(Refusal, match="the tensors are on cpu; triton needs a GPU"):
+        with pytest.raises(Refusal, match="the tensors are on cpu; triton needs an NVIDIA"):
             dispatch.ask("triton", "conv3d", x, ConvWeight.of(weight), **options)
 
 
@@ -312,6 +312,7 @@ def test_patches_with_descriptors_equal_the_formula(
     """What lies outside the frame is NaN, and must be read as zeros."""
     if not runtime.interpreted():
         pytest.skip("chooses the tiles of another chip")
+    pytest.importorskip("triton.tools.tensor_descriptor", reason="before Triton 3.4 none exist")
     convolution = importlib.import_module(f"{runtime.__package__}.convolution")
     for module in (convolution_tiles, convolution):
         monkeypatch.setattr(module, "chip_of", lambda _: chip)

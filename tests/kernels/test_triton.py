@@ -143,7 +143,9 @@ def test_tensor_cores_limit_the_convolutions_with_float16_sums():
     for case in cases:
         first, *others = (line for line in lines if line["case"] == case)
         assert first["HALF"]
-        assert not any(line["stack"] for line in (first, *others))
+        assert not first["stack"]
+        # Triton 3.2 spills two registers in one of the other tiles.
+        assert all(line["stack"] <= 8 for line in others)
         # With a norm and without.
         for line in (first, *others):
             if line["M"] == first["M"] and line["HALF"]:
@@ -164,7 +166,7 @@ def test_attention_compiles_for_every_head_and_chip(chip):
 def test_the_interpreter_is_used_only_if_forced(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     x = torch.ones(2, 8)
-    with pytest.raises(Refusal, match="the tensors are on cpu; triton needs a GPU"):
+    with pytest.raises(Refusal, match="the tensors are on cpu; triton needs an NVIDIA"):
         dispatch.ask("triton", "silu_mul", x, x)
     with pytest.raises(Refusal, match="TRITON_INTERPRET=1"):
         runtime.refuse_device(torch.device("cuda", 0), torch.float32)

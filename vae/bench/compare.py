@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...kernels import is_out_of_memory
+from ...kernels import default_device, device_name, is_out_of_memory, release_cached
 from .measure import Taken
 from .report import DECODE, Comparison, ContestantResult
 
@@ -61,8 +61,7 @@ class _Entry:
                 raise
         # Outside of the handler, which keeps the error and its tensors alive.
         self.failure = OUT_OF_MEMORY
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_cached(default_device())
         return None
 
     def result(self, task: str) -> ContestantResult:
@@ -175,10 +174,8 @@ def relative_error(latent: Tensor, expected: Tensor) -> float:
 
 def device_label(device: torch.device) -> str:
     """Return the name of `device`: "NVIDIA H200", or that of the CPU with its thread count."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
     if device.type != "cpu":
-        return device.type
+        return device_name(device)
     name = platform.processor() or platform.machine() or "CPU"
     if _CPU_NAMES.exists():
         lines = _CPU_NAMES.read_text(encoding="utf-8", errors="replace").splitlines()

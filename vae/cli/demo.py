@@ -131,8 +131,9 @@ def _peak_bytes(device: torch.device) -> int | None:
 
     None on Windows, where Python's standard library cannot measure it.
     """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    counter = getattr(getattr(torch, device.type, None), "max_memory_allocated", None)
+    if counter is not None and device.type != "cpu":
+        return counter(device)
     try:
         import resource  # noqa: PLC0415, not on Windows
     except ImportError:

@@ -10,6 +10,9 @@ import torch
 from ...kernels import (
     Support,
     backend_matrix,
+    default_device,
+    device_kind,
+    device_name,
     gpu_compiler,
     gpu_config,
     native_library,
@@ -118,12 +121,12 @@ def backend_report() -> str:
     lines += _wrapped("", LEGEND)
     for number, reason in enumerate(reasons, 1):
         lines += _wrapped(f"({number}) ", reason)
-    threads = torch.get_num_threads()
+    threads, gpu = torch.get_num_threads(), default_device()
     machine = {
         "torch": torch.__version__,
         "CPU": f"{torch.backends.cpu.get_cpu_capability()}, {threads} threads"
         + (f"; native uses {library.instructions}" if library.instructions else ""),
-        "CUDA": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "GPU": "none" if gpu.type == "cpu" else f"{device_name(gpu)} ({device_kind(gpu)})",
         "compiler": gpu_compiler(),
         "library": str(library.path or "none"),
         "missing": library.missing or "nothing",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ...kernels import native_library, preparations
+from ...kernels import default_device, native_library, preparations
 from ..checkpoint import load_vae
 from ..model import VideoVAE
 from ..streaming.options import StreamOptions
@@ -20,7 +20,7 @@ def device_named(name: str | None) -> torch.device:
     """Return the device of a name.
 
     Args:
-        name: Such as "cuda:1" or "mps"; None or empty: CUDA if available, else the CPU.
+        name: Such as "cuda:1" or "mps"; None or empty: the GPU if there is one, else the CPU.
 
     Returns:
         The device.
@@ -28,7 +28,7 @@ def device_named(name: str | None) -> torch.device:
     Raises:
         ValueError: The device does not exist.
     """
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = name or default_device().type
     there = available_devices()
     try:
         device = torch.device(name)

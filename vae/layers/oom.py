@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from ...kernels import is_capturing, is_out_of_memory
+from ...kernels import is_capturing, is_out_of_memory, release_cached
 
 _logger = logging.getLogger(__name__)
 
@@ -153,15 +153,13 @@ class Relief:
         self.frees()
         if self._release is not None:
             self._release()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_cached(self.device)
         self.note("unused memory released")
         return True
 
     def _park(self) -> bool:
         if not self.parks():
             return False
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_cached(self.device)
         self.note("tails of the layers kept on the host")
         return True

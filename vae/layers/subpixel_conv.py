@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels import merge_phases
+from ...kernels import device_kind, merge_phases, searches_shapes
 from .conv import Conv, PointwiseConv
 from .temporal_cache import TemporalCache
 
@@ -100,11 +100,14 @@ class ShuffleConv(Conv):
         if self not in cache.after_first:
             return self._phases(window, "", self.times, cache)
         cache.after_first.discard(self)
-        second = self._phases(window[:, :, :2], _SECOND, self.times, cache)
+        # All frames where another shape would cost a search.
+        seen = window if searches_shapes(x.device) else window[:, :, :2]
+        second = self._phases(seen, _SECOND, self.times, cache)
         if x.shape[2] == 1:
             return second
-        rest = self._phases(window[:, :, 1:], "", self.times, cache)
-        return cache.attempt(lambda: torch.cat([second, rest], dim=2))
+        frames = self._phases(window, "", self.times, cache)
+        frames[:, :, : self.times] = second[:, :, : self.times]
+        return frames
 
     def sources(self) -> tuple[Tensor, ...]:
         """Return the parameters `[C_out, ...]` that the forms are derived from."""
@@ -163,7 +166,8 @@ class ShuffleConv(Conv):
         result = self.bias.to(wide).view(-1, 1, 1)
         for tap, (_, phase) in enumerate(_places(kind, self.times)):
             picture = parts[:, :, phase].permute(2, 0, 1).repeat(1, 2, 2)
-            result = result + F.conv2d(picture[None], taps[:, :, tap], padding=1)[0]
+            windows = F.unfold(picture[None], 3, padding=1)[0]  # [C * 9, 16], of no library
+            result = result + (taps[:, :, tap].flatten(1) @ windows).unflatten(1, (4, 4))
         return result
 
     def _bias(self, kind: str, offset: Tensor | None) -> Tensor:
@@ -255,7 +259,9 @@ def _repeated(border: Tensor, length: int, dim: int) -> Tensor:
 
 def _product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype for products of weights: `dtype` where its sums are float32 internally."""
-    if device.type == "cuda":
+    if device_kind(device) in ("nvidia", "amd"):
         return dtype
-    fast = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return dtype if fast else torch.promote_types(dtype, torch.float32)
+    wide = torch.promote_types(dtype, torch.float32)
+    if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return wide
+    return dtype if torch.ops.mkldnn._is_mkldnn_bf16_supported() else wide

@@ -2,16 +2,15 @@
 
 import ctypes
 import functools
-import os
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 
+from ...kernels import GPUS, device_kind, host_bytes, memory_bytes, tensor_limit
+
 # Free memory that is assumed where it is unknown.
 _UNKNOWN_BYTES = 8 << 30
-
-# Blocks that PyTorch has taken from the driver, and those of them that tensors use.
-_KINDS = ("reserved", "active")
 
 
 def free_bytes(device: torch.device) -> int:
@@ -26,30 +25,38 @@ def free_bytes(device: torch.device) -> int:
     Returns:
         Bytes.
     """
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            return _UNKNOWN_BYTES
-        free, total = torch.cuda.mem_get_info(device)
-        stats = torch.cuda.memory_stats(device)
-        reserved, active = (stats.get(f"{kind}_bytes.all.current", 0) for kind in _KINDS)
-        return max(0, min(free + reserved, _allowed_bytes(device, total)) - active)
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return _UNKNOWN_BYTES
+    return _UNKNOWN_BYTES if (found := _known_bytes(device)) is None else found[0]
 
 
 def total_bytes(device: torch.device) -> int:
     """Return the memory of `device` that this process may use; on a CPU the free memory."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return free_bytes(device)
-    return _allowed_bytes(device, torch.cuda.mem_get_info(device)[1])
+    return _UNKNOWN_BYTES if (found := _known_bytes(device)) is None else found[1]
 
 
-def _allowed_bytes(device: torch.device, total: int) -> int:
-    """Return the share of `total` that `torch.cuda.set_per_process_memory_fraction` leaves."""
-    share = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # torch 2.8 and newer
-    return total if share is None else int(total * share(device))
+def _known_bytes(device: torch.device) -> tuple[int, int] | None:
+    """Return the free memory and all of it; both are the free memory of the host on a CPU."""
+    if device_kind(device) in GPUS:
+        return memory_bytes(device)
+    free = host_bytes()
+    return None if free is None else (free, free)
+
+
+def check_holds(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    """Check that the frames of a video fit into one tensor.
+
+    Args:
+        shape: `[B, C, T, H, W]`.
+        dtype: Dtype of the tensor.
+        device: Device of the tensor.
+
+    Raises:
+        ValueError: The device has no tensors of this size.
+    """
+    if math.prod(shape) * dtype.itemsize > tensor_limit(device, dtype.itemsize):
+        raise ValueError(
+            f"the frames are {list(shape)}, too many for a tensor on {device.type}; expected "
+            "`decode_stream` with `out` on the CPU"
+        )
 
 
 def trim_heap() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels import adds_in_place, may_border
+from ...kernels import adds_in_place, device_kind, may_border, tensor_limit
 from ..models.base import Network
 from ..models.config import VAEConfig
 from ..models.receptive_field import Size, is_encoder
@@ -86,8 +86,9 @@ class StreamJob:
             self.device.type == "cpu",
             adds_in_place(self.device, self.dtype),
             next(self.network.parameters()).dtype != self.dtype,
-            self.searches and self.device.type == "cuda",
+            self.searches and device_kind(self.device) == "nvidia",
             may_border(self.device, self.dtype),
+            tensor_limit(self.device, self.dtype.itemsize),
         )
 
     @property

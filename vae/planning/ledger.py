@@ -1,10 +1,14 @@
 """The memory of a stream that runs without its data, by the rules of `Workspace` and PyTorch."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..layers.workspace import KEPT_BYTES, WASTE
 from .layer_specs import Shape
+
+# A peak that exceeds every limit.
+TOO_MUCH_BYTES = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,7 @@ class Setting:
         casts: The weights have another dtype than the activations.
         searches: cuDNN searches for its fastest algorithms.
         borders: Convolutions may ask for frames with a border, also instead of rings.
+        tensor_bytes: Most bytes of a tensor on the device.
     """
 
     batch: int
@@ -30,6 +35,7 @@ class Setting:
     casts: bool
     searches: bool = False
     borders: bool = False
+    tensor_bytes: int = sys.maxsize
 
 
 class Block:
@@ -66,9 +72,12 @@ class Ledger:
             self.peak = self._live
 
     def nbytes(self, shape: Shape) -> int:
-        """Return the bytes of an activation of `shape`."""
+        """Return the bytes of an activation of `shape`; no memory is enough for a too large one."""
         channels, frames, height, width = shape
-        return channels * frames * height * width * self._unit
+        nbytes = channels * frames * height * width * self._unit
+        if nbytes > self._setting.tensor_bytes:
+            self.peak = max(self.peak, TOO_MUCH_BYTES)
+        return nbytes
 
     def new(self, shape: Shape, count: int = 1) -> Block:
         """Allocate `count` activations of `shape`."""

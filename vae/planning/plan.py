@@ -27,6 +27,7 @@ class Plan:
         parked: The tails of a tile are on the host while it does not run.
         rings: Tails of single frames are rings, with one more frame each (`FrameRing`).
         pixels: Pixels of an image per pixel of the network's frames.
+        latent_s: Predicted seconds per latent.
     """
 
     chunk: int
@@ -36,6 +37,7 @@ class Plan:
     parked: bool = False
     rings: bool = False
     pixels: int = 1
+    latent_s: float = 0.0
 
     @property
     def step(self) -> str:
@@ -88,6 +90,7 @@ def make_plan(
         choice.parked,
         choice.rings,
         job.pixels,
+        choice.seconds,
     )
 
 

@@ -65,6 +65,12 @@ class Output:
         self._size = config.patch_size * config.output_scale
         self._order = COLUMN_FIRST if config.patch_size > 1 else ROW_FIRST
 
+    def end_after(self, frames: int) -> None:
+        """Drop all that comes after the next `frames` frames."""
+        wanted = range(OPEN_END) if self._wanted is None else self._wanted
+        start, stop = wanted.start, wanted.stop
+        self._wanted = range(start, max(start, min(stop, self._at + frames)))
+
     def write(self, x: Tensor) -> Tensor:
         """Take frames `x` `[B, C, n, H, W]`, and return the piece of the wanted ones."""
         skipped, place = self._passed(x.shape[2])  # before anything that may be repeated

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...kernels import fp16_pays
+from ...kernels import fp16_pays, has_bfloat16, lacks
+from ..validation import dtype_name
 
 _logger = logging.getLogger(__name__)
 
@@ -46,8 +47,8 @@ _state = _State()
 def fastest_decode_dtype(device: torch.device) -> torch.dtype:
     """Return the default dtype for decoding on `device`.
 
-    On a CPU, bfloat16 if a convolution is measured to be faster in it than in float32. On CUDA,
-    bfloat16 if the chip supports it. Otherwise float32.
+    On a CPU, bfloat16 if a convolution is measured to be faster in it than in float32. On a GPU,
+    bfloat16 if it computes in it. Otherwise float32.
 
     Args:
         device: The device.
@@ -57,9 +58,24 @@ def fastest_decode_dtype(device: torch.device) -> torch.dtype:
     """
     if device.type == "cpu":
         return torch.bfloat16 if _bf16_is_faster() else torch.float32
-    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.bfloat16
-    return torch.float32
+    return torch.bfloat16 if has_bfloat16(device) else torch.float32
+
+
+def check_computes(dtype: torch.dtype, device: torch.device, name: str = "dtype") -> None:
+    """Check that a device computes in a dtype.
+
+    Args:
+        dtype: The dtype.
+        device: The device.
+        name: Name of the argument in the error.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if reason := lacks(device, dtype):
+        raise ValueError(
+            f"{name} is {dtype_name(dtype)}, but {reason}; expected float32 or float16"
+        )
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -74,7 +90,11 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
     Returns:
         The dtype.
+
+    Raises:
+        ValueError: The device does not compute in `dtype`.
     """
+    check_computes(dtype, device)
     if device.type != "cpu" or dtype not in _NARROW:
         return dtype
     with _lock:

@@ -20,8 +20,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...kernels import TrialBudget, is_out_of_memory, search_pays, searching, trials
+from ...kernels import (
+    TrialBudget,
+    device_kind,
+    is_out_of_memory,
+    search_pays,
+    searches_shapes,
+    searching,
+    trials,
+)
 from ..layers.conv import Conv, drop_stale_forms
+from ..layers.frame_runs import fitted
 from ..layers.oom import Relief
 from ..layers.temporal_cache import TemporalCache
 from ..layers.workspace import Workspace, canonical
@@ -31,7 +40,8 @@ from ..planning.job import job_of
 from ..planning.plan import Plan, cut_tiles, make_plan, smaller_plan
 from . import cuda_graph
 from .cache_offload import Parking
-from .executor import Executor, join
+from .chunks import rechunk
+from .executor import Executor
 from .options import StreamOptions
 from .output import Output
 from .precision import full_float32
@@ -39,8 +49,8 @@ from .static_frames import Changes
 from .tiled_executor import TiledDecode, TiledEncode
 from .upload import Upload
 
-# Devices whose library can search for its fastest algorithms.
-_SEARCHED = ("cuda",)
+# Seconds of a search for one new shape, at least; see `searches_shapes`.
+_SEARCH_S = 7.6
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -114,6 +124,8 @@ class VideoSession:
 
     def __post_init__(self) -> None:
         self._device = self.relief.device
+        # Shorter steps would be searched for.
+        self.skips = self.skips and not searches_shapes(self._device)
         self._encodes = not isinstance(self.leave, Output)
         compression = self.config.temporal_compression
         # Frames per latent at the input.
@@ -127,6 +139,7 @@ class VideoSession:
         self._records = self._searches = self._is_static = False
         self._last: tuple[torch.Size, bool, bool] | None = None
         self._repeats = 0  # equal chunks before this one
+        self._left: int | None = None  # latents of a last chunk that is filled up
         self._recording: cuda_graph.Recording | None = None
 
     @property
@@ -157,6 +170,9 @@ class VideoSession:
             for chunk in self._chunks(source):
                 self._begin(chunk)
                 while (piece := self._next()) is not None:
+                    if self._left is not None:
+                        piece = piece[:, :, : self._left]
+                        self._left -= piece.shape[2]
                     yield piece
                 done += chunk.shape[2]
                 if self._executor.cache.first != self._pictures:
@@ -219,11 +235,12 @@ class VideoSession:
             if not self._executor.cache.first and whole.shape[2] % group:
                 dropped = whole.shape[2] % group
                 rest = whole[:, :, : whole.shape[2] - dropped]
+            ends = not self._executor.cache.first and size is not None and whole.shape[2] < size
             while rest.shape[2]:
                 chunk = self._plan.chunk
                 length = rest.shape[2] if chunk == -1 else chunk * group
                 run, rest = rest[:, :, :length], rest[:, :, length:]
-                yield run
+                yield self._filled(run, length) if ends and run.shape[2] < length else run
         if dropped:
             warnings.warn(
                 f"the last {dropped} frame{'s were' if dropped > 1 else ' was'} dropped; "
@@ -232,12 +249,29 @@ class VideoSession:
                 stacklevel=5,
             )
 
+    def _filled(self, run: Tensor, length: int) -> Tensor:
+        """Repeat the last frame of the last chunk up to `length` if another shape costs more.
+
+        Frames only see those before them, so the results of the others do not change; those of the
+        copies are dropped.
+        """
+        frames, group = run.shape[2], self._group
+        added_s = (length - frames) // group * self._plan.latent_s
+        records = torch.is_grad_enabled() and (self.learns or run.requires_grad)
+        if not searches_shapes(self._device) or added_s > _SEARCH_S or records:
+            return run
+        if isinstance(self.leave, Output):
+            self.leave.end_after(frames * self.config.temporal_compression)
+        else:
+            self._left = frames // group
+        return self.relief.attempt(lambda: fitted(run, length))
+
     @eager
     def _begin(self, chunk: Tensor) -> None:
         """Inspect the next chunk: recorded by autograd, of the shape of the last one, or static."""
         kind = chunk.shape, self._executor.cache.first
         model = self.config, self._encodes, self.dtype, self._device
-        able = self.searches and self._device.type in _SEARCHED
+        able = self.searches and device_kind(self._device) == "nvidia"
         self._searches = able and search_pays((*kind, *model))
         # No search is possible while a graph is captured.
         like = *kind, self._searches
@@ -364,37 +398,3 @@ class VideoSession:
         if plan.parked:
             executor.parking = Parking(self._device)
         return executor
-
-
-def rechunk(
-    pieces: Iterable[Tensor],
-    size: int | None,
-    *,
-    begins: bool = True,
-    attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda do: do(),
-) -> Iterator[Tensor]:
-    """Cut a video in pieces into its first frame and runs of equal length.
-
-    Args:
-        pieces: `[B, C, t, H, W]` each, any `t`, in order of time.
-        size: Frames per run; None: all frames after the first.
-        begins: The first frame is the start of the video; otherwise it is like any other.
-        attempt: Runs an allocation, such as `Relief.attempt`.
-
-    Yields:
-        One frame, then runs of `size` frames, the last of which can be shorter. A run is yielded as
-        soon as its frames are there, before the next piece is requested.
-    """
-    held: list[Tensor] = []
-    missing: int | None = 1 if begins else size
-    for piece in pieces:
-        rest = piece
-        while missing is not None and rest.shape[2] >= missing:
-            yield attempt(functools.partial(join, [*held, rest[:, :, :missing]]))
-            rest = rest[:, :, missing:]
-            held, missing = [], size
-        if rest.shape[2]:
-            held.append(rest)
-            missing = None if missing is None else missing - rest.shape[2]
-    if held:
-        yield attempt(functools.partial(join, held))

@@ -10,12 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...kernels import lacks
 from ..layers.workspace import to_unit
 from ..pinned_memory import pinned_memory
 from ..validation import not_finite
-
-# Metal has no float64, and some Intel GPUs have none.
-_HAVE_FLOAT64 = ("cpu", "cuda", "meta")
 
 # Larger chunks are copied from where they are: pinned memory is taken from all programs.
 _STAGED_BYTES = 512 * 2**20
@@ -83,7 +81,7 @@ class Upload:
 
     def _moved(self, pixels: Tensor) -> Tensor:
         """Return `pixels` on the device, in their dtype."""
-        if self._device.type not in _HAVE_FLOAT64 and pixels.dtype == torch.float64:
+        if lacks(self._device, pixels.dtype):
             pixels = pixels.float()
         if self._stream is None or pixels.device.type != "cpu" or pixels.requires_grad:
             return pixels.to(self._device)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fast_video_vae.kernels import Fused, dispatch
+from fast_video_vae.kernels import Fused, backends, dispatch
 from fast_video_vae.tests.vae.families import (
     STATES,
     VIDEO,
@@ -86,7 +86,7 @@ def serving(monkeypatch):
         candidate = Candidate(fused)
         names = SimpleNamespace(**{k: getattr(candidate, k) for k in ("fuses", "conv2d", "conv3d")})
         monkeypatch.setitem(dispatch._loaded, "kitchen", names)
-        monkeypatch.setattr(dispatch, "CONVOLUTION_ORDER", ("kitchen", "reference"))
+        monkeypatch.setattr(backends, "CONVOLUTION_ORDER", ("kitchen", "reference"))
         return candidate
 
     return serve

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fast_video_vae.kernels import Fused, dispatch, reference, shapes
+from fast_video_vae.kernels import Fused, backends, dispatch, reference, shapes
 from fast_video_vae.tests.benchmarks import bench_memory, count_bytes
 from fast_video_vae.tests.benchmarks.bench_memory import Case
 from fast_video_vae.tests.benchmarks.weights import random_weights
@@ -91,9 +91,9 @@ def live_peak(case: Case, fused: Fused | None = None) -> tuple[int, int]:
     vae = _meta_vae(case.family, case.width, case.dtype)
     with contextlib.ExitStack() as stack:
         if fused is not None:
-            order = "kitchen", *dispatch.CONVOLUTION_ORDER
+            order = "kitchen", *backends.CONVOLUTION_ORDER
             stack.enter_context(mock.patch.dict(dispatch._loaded, kitchen=Empty(fused)))
-            stack.enter_context(mock.patch.object(dispatch, "CONVOLUTION_ORDER", order))
+            stack.enter_context(mock.patch.object(backends, "CONVOLUTION_ORDER", order))
             stack.enter_context(mock.patch.object(job, "may_border", return_value=fused.border))
             if fused.border:
                 # Only the reference and Triton write a border; Triton's kernel needs no memory.

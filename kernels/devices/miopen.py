@@ -1,0 +1,53 @@
+"""Convolutions of MIOpen without its search.
+
+MIOpen, AMD's library, looks for an algorithm at the first call of each shape. PyTorch's switch
+`benchmark` makes it time all of them, which takes minutes for the shapes of a decode
+(ROCm/TheRock#2591); without it, MIOpen compiles and times some. In its immediate mode, which newer
+versions of PyTorch can ask for, it takes the best one that it knows.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_lock = threading.Lock()
+_holders = 0
+_before: list[tuple[Any, str, bool]] = []
+
+
+@contextmanager
+def unsearched() -> Iterator[None]:
+    """Let MIOpen search nothing within the block.
+
+    The switches are global. The first thread that enters sets them, and the last one that leaves
+    restores them.
+    """
+    global _holders
+    with _lock:
+        if _holders == 0:
+            _before.extend(_switched_off())
+        _holders += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _holders -= 1
+            while _holders == 0 and _before:
+                owner, name, value = _before.pop()
+                setattr(owner, name, value)
+
+
+def _switched_off() -> Iterator[tuple[Any, str, bool]]:
+    """Switch the search off, and yield the changed switches with their values before."""
+    backends: Any = torch.backends
+    switches = [(backends.cudnn, "benchmark", False)]
+    if hasattr(backends, "miopen"):
+        switches.append((backends.miopen, "immediate", True))
+    for owner, name, value in switches:
+        before = getattr(owner, name)
+        if before != value:
+            setattr(owner, name, value)
+            yield owner, name, before

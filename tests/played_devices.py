@@ -1,0 +1,293 @@
+"""GPUs of each kind, played on the CPU: their tensors claim to be there, and lack what they lack.
+
+A played tensor is a CPU tensor whose `device` is another one. A mode places the results of
+factories and copies, and refuses what a real device of the kind refuses, with errors of the same
+types. `torch.cuda`, `torch.xpu` and `torch.mps` are replaced as far as the package uses them.
+"""
+
+import contextlib
+import importlib
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fast_video_vae.kernels import autotune, constraints
+from fast_video_vae.kernels.devices import memory
+from fast_video_vae.tests.kernels import candidates
+
+TYPES = {"nvidia": "cuda", "amd": "cuda", "intel": "xpu", "apple": "mps"}
+_CONVOLUTIONS = ("conv2d", "conv3d")
+_GIB = 1 << 30
+
+# The device that is played.
+_playing = SimpleNamespace(device=torch.device("cpu"))
+
+
+class Played(torch.Tensor):
+    """A CPU tensor that claims to be on the played device."""
+
+    device = property(lambda _: _playing.device)
+    is_cpu = False
+    is_cuda = property(lambda _: _playing.device.type == "cuda")
+    is_mps = property(lambda _: _playing.device.type == "mps")
+    is_xpu = property(lambda _: _playing.device.type == "xpu")
+
+    def record_stream(self, stream):
+        """The memory of a CPU is not reused before its time."""
+
+
+class Event:
+    """An event of a stream; the work is done before it is recorded."""
+
+    def __init__(self, **options):
+        self.timed = options.pop("enable_timing", False)
+        if _playing.device.type == "xpu" and options:
+            raise TypeError(f"'{next(iter(options))}' is an invalid keyword argument")
+
+    def record(self, stream=None):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        assert self.timed
+        assert end.timed
+        return 1.0
+
+
+class Stream:
+    """A stream whose work is done at once."""
+
+    cuda_stream = 0
+
+    def __init__(self, device=None):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def wait_stream(self, stream):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+class Call(NamedTuple):
+    """A convolution: the address of its weight, both shapes, stride and padding."""
+
+    weight: int
+    taps: tuple
+    shape: tuple
+    options: str
+
+
+class Device(TorchFunctionMode):
+    """Plays a device of a kind.
+
+    Attributes:
+        calls: The convolutions so far.
+        faults: What a real device would not have survived, or not have done in time.
+        ran_out: Memory ran out.
+    """
+
+    def __init__(self, kind, *, macos=15, conv3d_narrow=True, float64=False):
+        super().__init__()
+        self.kind, self.device = kind, torch.device(TYPES[kind], 0)
+        self.macos, self.conv3d_narrow, self.float64 = macos, conv3d_narrow, float64
+        self.calls, self.faults, self.ran_out, self._left = [], [], False, None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        tensors = list(_tensors((args, kwargs)))
+        here = any(isinstance(each, Played) for each in tensors)
+        wanted = torch.device("cpu") if name == "cpu" else _wanted(args, kwargs)
+        args, kwargs = _on_cpu(args), _on_cpu(kwargs)
+        if kwargs.pop("pin_memory", False) and self.kind in ("apple", "intel"):
+            raise RuntimeError("pinning memory is not supported on this device")
+        if name == "to" and wanted is None and len(tensors) > 1:  # to those of another tensor
+            wanted = tensors[1].device
+        placed = here if wanted is None else wanted.type == self.device.type
+        if name in ("to", "cpu", "cuda") and placed != here:
+            kwargs["copy"], func = True, torch.Tensor.to
+            args = args if name == "to" else (args[0], "cpu")
+        if wanted is not None and placed:
+            self._take_memory()
+        if here and name not in ("copy_", "to", "cpu", "__get__", "__set__"):
+            self._check(name, tensors, args, kwargs)
+        result = func(*args, **kwargs)
+        if here or (placed and wanted is not None):
+            self._refuse_dtypes(result, placed)
+        return _placed(result, placed)
+
+    def run_out(self, *, after):
+        """Let one allocation fail, after some others."""
+        self._left = after
+
+    def _take_memory(self):
+        if self._left is None:
+            return
+        self._left -= 1
+        if self._left < 0:
+            self._left, self.ran_out = None, True
+            if self.kind == "apple":
+                raise RuntimeError("MPS backend out of memory. Tried to allocate 1.00 GiB")
+            raise torch.OutOfMemoryError("out of memory. Tried to allocate 1.00 GiB")
+
+    def _refuse_dtypes(self, result, placed):
+        dtypes = {each.dtype for each in _tensors(result)} if placed else set()
+        if torch.float64 in dtypes and self.kind == "apple":
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        if torch.float64 in dtypes and self.kind == "intel" and not self.float64:
+            raise RuntimeError("Required aspect fp64 is not supported on the device")
+        if torch.bfloat16 in dtypes and self.kind == "apple" and self.macos < 14:
+            raise TypeError("BFloat16 is not supported on MPS")
+
+    def _check(self, name, tensors, args, kwargs):
+        strangers = [x for x in tensors if type(x) is torch.Tensor and x.ndim]
+        if strangers and name not in ("set_", "data_ptr"):
+            raise RuntimeError(f"Expected all tensors to be on the same device, in {name}")
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+            self.faults.append(f"autograd records {name}")
+        if any(not isinstance(x, Played) for x in tensors if x.ndim and x.is_floating_point()):
+            self.faults.append(f"{name} mixes devices")
+        if name in _CONVOLUTIONS:
+            self._convolve(name, args, kwargs)
+        if name == "cudnn_convolution" and self.kind != "nvidia":
+            self.faults.append("cuDNN is called directly")
+        if "out_dtype" in kwargs or (name == "baddbmm" and torch.float32 in args[3:]):
+            raise RuntimeError("products with another dtype of the result are not supported")
+
+    def _convolve(self, name, args, kwargs):
+        x, weight = args[:2]
+        if name == "conv3d" and x.dtype.itemsize == 2 and not self.conv3d_narrow:
+            raise RuntimeError("Conv3D in 16 bits is not supported on MPS")
+        largest = max(x.numel() * x.element_size(), weight.numel() * weight.element_size())
+        if self.kind == "apple" and largest > memory._METAL_BYTES:
+            self.faults.append(f"a tensor of {largest} bytes")
+        given = [*args[3:5], *(kwargs.get(each) for each in ("stride", "padding"))]
+        self.calls.append(Call(weight.data_ptr(), tuple(weight.shape), tuple(x.shape), str(given)))
+        if self.kind == "amd":
+            switches = torch.backends
+            if switches.cudnn.benchmark or not getattr(switches.miopen, "immediate", True):
+                self.faults.append("MIOpen searches")
+
+
+def _tensors(value):
+    """Yield the tensors in nested arguments or results."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _wanted(args, kwargs):
+    """Return the device that a call names, or None."""
+    found = [kwargs.get("device"), *(each for each in args if isinstance(each, torch.device))]
+    words = [each for each in args if isinstance(each, str) and each in (*TYPES.values(), "cpu")]
+    named = next((each for each in (*found, *words) if each is not None), None)
+    return None if named is None else torch.device(named)
+
+
+def _on_cpu(value):
+    """Replace the played device in arguments by the CPU."""
+    if isinstance(value, torch.device) or (isinstance(value, str) and value in TYPES.values()):
+        return torch.device("cpu") if torch.device(value).type == _playing.device.type else value
+    if isinstance(value, dict):
+        return {key: _on_cpu(each) for key, each in value.items()}
+    return type(value)(map(_on_cpu, value)) if type(value) in (list, tuple) else value
+
+
+def _placed(result, placed):
+    """Return a result with its tensors on the played device, or on the CPU."""
+    if isinstance(result, torch.Tensor):
+        if placed == isinstance(result, Played) or result.is_meta:
+            return result
+        return result.as_subclass(Played if placed else torch.Tensor)
+    if type(result) in (list, tuple):
+        return type(result)(_placed(each, placed) for each in result)
+    return result
+
+
+def _runtime(kind):
+    """Return the functions of the runtime of a kind by name."""
+    counts = {f"{name}_bytes.all.current": 0 for name in ("reserved", "active")}
+    common = {
+        "empty_cache": lambda: None,
+        "is_available": lambda: True,
+        "synchronize": lambda *_: None,
+    }
+    if kind == "apple":
+        return {
+            **common,
+            "recommended_max_memory": lambda: 8 * _GIB,
+            "current_allocated_memory": lambda: _GIB,
+            "driver_allocated_memory": lambda: 2 * _GIB,
+        }
+    properties = {"total_memory": 8 * _GIB, "has_fp64": False, "gcnArchName": "gfx1100"}
+    streams = {
+        "Event": Event,
+        "Stream": Stream,
+        "current_device": lambda: 0,
+        "current_stream": Stream,
+        "device": lambda _: contextlib.nullcontext(),
+        "get_device_name": lambda *_: f"a GPU ({kind})",
+        "get_device_properties": lambda *_: SimpleNamespace(**properties),
+        "get_per_process_memory_fraction": lambda *_: 1.0,
+        "mem_get_info": lambda *_: (6 * _GIB, 8 * _GIB),
+        "memory_stats": lambda *_: counts,
+        "stream": lambda _: contextlib.nullcontext(),
+    }
+    if kind == "intel":
+        return common | streams
+    return (
+        common
+        | streams
+        | {
+            "_sleep": lambda _: None,
+            "get_device_capability": lambda *_: (8, 9) if kind == "nvidia" else (11, 0),
+            "is_bf16_supported": lambda **_: True,
+            "is_current_stream_capturing": lambda: False,
+        }
+    )
+
+
+@contextlib.contextmanager
+def played(kind, monkeypatch, tmp_path, **options):
+    """Play a device of a kind; yields it. Trials are new, and small."""
+    device = Device(kind, **options)
+    monkeypatch.setattr(_playing, "device", device.device)
+    runtime = getattr(torch, device.device.type)
+    for name, value in _runtime(kind).items():
+        monkeypatch.setattr(runtime, name, value, raising=False)
+    monkeypatch.setattr(torch.version, "hip", "6.4" if kind == "amd" else None)
+    generator = torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda *_: generator("cpu"))
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda a, _: device.macos >= a)
+    known = constraints._has_address
+    monkeypatch.setattr(constraints, "_has_address", lambda x: isinstance(x, Played) or known(x))
+    attention = importlib.import_module("fast_video_vae.kernels.reference.attention")
+    takes = attention._fused_attention_takes
+    monkeypatch.setattr(
+        attention,
+        "_fused_attention_takes",
+        lambda q, *others: q.device.type == "cpu" and takes(q, *others),
+    )
+    for name in ("TRITON", "CUDA"):
+        monkeypatch.setenv(f"FAST_VIDEO_VAE_{name}", "0")
+    monkeypatch.setenv("FAST_VIDEO_VAE_CACHE", str(tmp_path))
+    monkeypatch.setattr(autotune, "_orders", {})
+    monkeypatch.setattr(autotune, "_ELEMENTS", (1 << 12,))
+    candidates.restart(monkeypatch)
+    autocast = torch.autocast
+    monkeypatch.setattr(torch, "autocast", lambda _, **given: autocast("cpu", **given))
+    with device:
+        yield device
