@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from fast_video_vae.kernels.errors import Refusal
-from fast_video_vae.kernels.native_ops import build
+from fast_video_vae.kernels.native_ops import build, compiler
 from fast_video_vae.kernels.native_ops.library import CPU
 
 CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
 
-posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no native build")
+posix = pytest.mark.skipif(
+    sys.platform == "win32", reason="the compilers of these tests are shell scripts"
+)
 
 # Import the checkout as a package and define `call`: refusal, log lines and correctness of an op.
 PRELUDE = f"""
@@ -29,7 +31,6 @@ runpy.run_path({str(CONFTEST)!r})
 import torch
 from fast_video_vae import kernels
 from fast_video_vae.kernels import errors
-from fast_video_vae.kernels.native_ops import build
 from fast_video_vae.kernels.native_ops.library import CPU
 
 class Lines(logging.Handler):
@@ -65,8 +66,6 @@ results = {}
 for name, settings in json.loads(sys.argv[1]).items():
     before = dict(os.environ)
     os.environ.update(settings)
-    if name == "no ninja":
-        build._path = lambda: os.environ["PATH"]
     CPU._outcome = None
     errors._logged.clear()
     lines.clear()
@@ -81,9 +80,9 @@ NAMES = (
     "disabled",
     "no compiler",
     "nothing on PATH",
-    "no ninja",
     "broken",
-    "unfit",
+    "no linker",
+    "no library",
     "no folder",
 )
 
@@ -128,7 +127,8 @@ def failures(tmp_path_factory):
     fails = "echo 'main.cpp:1: error: no space left' >&2; exit 1"
     scripts = {
         "broken": fails,
-        "unfit": f'case "$*" in *-dump*) echo 12.2.0;; *" -c "*) {fails};; *) echo gcc;; esac',
+        "no-linker": f'case "$*" in *-shared*) {fails};; esac',
+        "no-library": "echo text > library.so",
     }
     tools = folder / "tools"
     tools.mkdir()
@@ -143,13 +143,14 @@ def failures(tmp_path_factory):
         "no compiler": {"CXX": "no-such-compiler -v"} | cache,
         "nothing on PATH": {"PATH": "", "CXX": ""} | cache,
         "broken": {"CXX": str(tools / "broken")} | cache,
-        "unfit": {"CXX": str(tools / "unfit")} | cache,
+        "no linker": {"CXX": str(tools / "no-linker")} | cache,
+        "no library": {"CXX": f"{tools / 'no-library'} --quiet"} | cache,
         "no folder": {"FAST_VIDEO_VAE_CACHE": str(a_file)},
-        "no ninja": {"PATH": str(tools), "CXX": "broken"} | cache,
     }
     assert set(settings) == set(NAMES)
     results = outcome(start(CALL_IN_EACH, json.dumps(settings)))
-    return results | {"left over": [str(path) for path in (folder / "cache").rglob("*.*")]}
+    left = [str(path) for path in (folder / "cache").rglob("building-*")]
+    return results | {"left over": left}
 
 
 @posix
@@ -166,9 +167,9 @@ def test_the_reference_runs_without_the_library(failures, name):
     [
         ("no compiler", "the C++ compiler no-such-compiler is not installed", "apt install g++"),
         ("nothing on PATH", "the C++ compiler c++ is not installed", "apt install g++"),
-        ("no ninja", "ninja is not installed", "pip install ninja"),
         ("broken", "the C++ compiler failed (main.cpp:1: error: no space left)", "set CXX"),
-        ("unfit", "the C++ compiler failed (main.cpp:1: error: no space left)", "set CXX"),
+        ("no linker", "the C++ compiler failed (main.cpp:1: error: no space left)", "set CXX"),
+        ("no library", "the built library does not load (", "set FAST_VIDEO_VAE_CACHE"),
         ("no folder", "native is not writable (Not a directory)", "set FAST_VIDEO_VAE_CACHE"),
     ],
 )
@@ -206,7 +207,7 @@ def test_other_torch_flags_or_sources_change_the_key(change, monkeypatch, tmp_pa
     if change == "torch":
         monkeypatch.setattr(torch, "__version__", "2.99.0")
     elif change == "flags":
-        monkeypatch.setattr(CPU, "compiler", ("-O0",))
+        monkeypatch.setattr(compiler, "flags", lambda: ["-O0"])
     else:
         for path in CPU.sources.iterdir():
             (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -261,7 +262,7 @@ def test_two_processes_build_at_once(library, tmp_path):
 def test_a_killed_build_does_not_block_the_next(library, tmp_path):
     first = start(CALL_AND_PRINT, FAST_VIDEO_VAE_CACHE=str(tmp_path))
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("native/building-*/build.ninja")):
+    while not list(tmp_path.glob("native/building-*")):
         assert time.monotonic() < deadline, "the build did not start"
         time.sleep(0.05)
     os.killpg(first.pid, signal.SIGKILL)
@@ -270,6 +271,30 @@ def test_a_killed_build_does_not_block_the_next(library, tmp_path):
     result = outcome(start(CALL_AND_PRINT, FAST_VIDEO_VAE_CACHE=str(tmp_path)))
     assert (result["reason"], result["right"]) == (None, True)
     assert len(libraries(tmp_path)) == 1
+
+
+@posix
+def test_an_interrupted_build_ends_its_compilers(tmp_path):
+    """Also the programs that a compiler has started."""
+    script, child = tmp_path / "compiler", tmp_path / "child"
+    script.write_text(
+        f"#!/bin/sh\nsleep 60 & echo $! > {child}.new; mv {child}.new {child}; wait\n"
+    )
+    script.chmod(0o755)
+    building = start("call()", CXX=str(script), FAST_VIDEO_VAE_CACHE=str(tmp_path / "cache"))
+    deadline = time.monotonic() + 60
+    while not child.exists():
+        assert time.monotonic() < deadline, "the build did not start"
+        time.sleep(0.05)
+    building.send_signal(signal.SIGINT)
+    _, error = building.communicate(timeout=30)
+    assert "KeyboardInterrupt" in error
+    state = subprocess.run(
+        ["ps", "-o", "stat=", "-p", child.read_text().strip()],
+        capture_output=True, text=True, check=False,
+    ).stdout  # fmt: skip
+    assert state.strip()[:1] in ("", "Z")
+    assert not list(tmp_path.glob("cache/native/*"))
 
 
 @pytest.mark.slow

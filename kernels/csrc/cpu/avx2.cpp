@@ -29,10 +29,7 @@
 
 namespace fast_video_vae {
 
-const Kernels* avx2_kernels() {
-  const bool served = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  return served ? &avx2::kKernels : nullptr;
-}
+const Kernels* avx2_kernels() { return &avx2::kKernels; }
 
 }  // namespace fast_video_vae
 

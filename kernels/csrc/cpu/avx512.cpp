@@ -31,11 +31,7 @@
 
 namespace fast_video_vae {
 
-const Kernels* avx512_kernels() {
-  const bool served = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  return served ? &avx512::kKernels : nullptr;
-}
+const Kernels* avx512_kernels() { return &avx512::kKernels; }
 
 }  // namespace fast_video_vae
 

@@ -2,6 +2,7 @@
 // call. native_ops/ refuses unsupported layouts; the checks here protect direct calls through
 // torch.ops.
 #include <ATen/Parallel.h>
+#include <ATen/Version.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -23,11 +24,15 @@ namespace {
 using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-// The fastest instruction set of the machine; FAST_VIDEO_VAE_ISA lowers it, for tests.
+// The fastest instruction set of the machine, as PyTorch detects it, because the compilers' own
+// detection needs a library on Windows. FAST_VIDEO_VAE_ISA lowers it, for tests.
 const Kernels& kernels() {
   static const Kernels& chosen = [&]() -> const Kernels& {
+    const std::string best = at::get_cpu_capability();
+    const Kernels* avx512 = best == "AVX512" ? avx512_kernels() : nullptr;
+    const Kernels* avx2 = best == "AVX512" || best == "AVX2" ? avx2_kernels() : nullptr;
     const char* wanted = std::getenv("FAST_VIDEO_VAE_ISA");
-    for (const Kernels* some : {avx512_kernels(), avx2_kernels()}) {
+    for (const Kernels* some : {avx512, avx2}) {
       if (some && (!wanted || std::string(wanted) == some->name)) return *some;
     }
     return *generic_kernels();
@@ -47,7 +52,7 @@ void spread(void (*kernel)(const Op&, int64_t, int64_t), const Op& op, int64_t t
   at::parallel_for(0, tasks, grain,
                    [&](int64_t begin, int64_t end) { kernel(op, begin, end); });
 #else
-  // PyTorch uses OpenMP threads, and this compiler (Apple's) has no OpenMP.
+  // PyTorch's threads are those of OpenMP, which this compiler (on macOS or Windows) lacks.
   const int64_t count = std::min<int64_t>(at::get_num_threads(), ceil_div(tasks, grain));
   const int64_t share = count ? ceil_div(tasks, count) : 0;
   std::vector<std::thread> others;
@@ -129,7 +134,7 @@ std::vector<float> padded(const Tensor& values, int64_t count, float factor = 1,
   TORCH_CHECK(values.scalar_type() == at::kFloat && values.is_contiguous() &&
               values.numel() == count);
   std::vector<float> result(ceil_div(count * times, kPadding) * kPadding);
-  const float* from = values.const_data_ptr<float>();
+  const float* from = values.data_ptr<float>();
   for (int64_t i = 0; i < count; ++i) {
     result[i] = usual(from[i]) * factor;
   }

@@ -139,7 +139,7 @@ struct Kernels {
   void (*frames_to_images)(const FramesToImages&, int64_t begin, int64_t end);
 };
 
-// Null if this machine or compiler does not support the instructions.
+// Null if the sources are compiled for other processors.
 const Kernels* generic_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
