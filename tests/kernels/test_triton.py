@@ -110,7 +110,8 @@ def check_resources(chips, cases):
         assert line["stack"] == 0 or line["chip"] in AMD, line
         assert line["shared"] <= (SHARED | AMD)[line["chip"]] << 10, line
         # Stores are 16 bytes wide where a tile has consecutive channels.
-        assert line["kernel"] not in ("_rms_norm_silu", "_write") or line["widest"] >= 4, line
+        wide = line["kernel"] in ("_rms_norm_silu", "_write") and line["chip"] not in AMD
+        assert not wide or line["widest"] >= 4, line
         # The hardware loads the patches of a frame.
         assert line["kernel"] != "convolve_patches" or line["tma"], line
 
@@ -120,7 +121,7 @@ def test_the_kernels_of_96_channels_compile_without_spills():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", sorted(set(SHARED) - {103}))
+@pytest.mark.parametrize("chip", [*sorted(set(SHARED) - {103}), *AMD])
 def test_all_kernels_compile_for_every_chip_without_spills(chip):
     counts = (96, 160, 192, 256, 384, 512, 640, 1024)
     check_resources([chip], [*(f"bf16,{count}" for count in counts), "fp16,96", "fp32,384"])

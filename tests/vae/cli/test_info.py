@@ -120,7 +120,7 @@ SWITCHED_OFF = (
     "FAST_VIDEO_VAE_NATIVE=0 disables the native kernels",
 )
 NO_COMPILER = {"CXX": "no-such-compiler"}, "the C++ compiler no-such-compiler is not installed"
-NO_BUILD = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no native build")
+NO_BUILD = pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
 
 
 def test_the_compiler_of_the_gpu_kernels_is_named(lines_of, matrix, monkeypatch):
@@ -164,7 +164,7 @@ def test_missing_tools_are_named_and_the_reference_is_used(tmp_path, setting, re
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no native build")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
 def test_the_library_is_built_with_a_note_and_reused(tmp_path):
     command = module_command("fast_video_vae.vae.cli", "info", "--backends")
     environment = {**os.environ, "FAST_VIDEO_VAE_CACHE": str(tmp_path)}
