@@ -7,13 +7,14 @@ types. `torch.cuda`, `torch.xpu` and `torch.mps` are replaced as far as the pack
 
 import contextlib
 import importlib
+from collections import deque
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fast_video_vae.kernels import autotune, constraints
+from fast_video_vae.kernels import autotune, constraints, warmup_log
 from fast_video_vae.kernels.devices import memory
 from fast_video_vae.tests.kernels import candidates
 
@@ -287,6 +288,7 @@ def played(kind, monkeypatch, tmp_path, **options):
     monkeypatch.setattr(autotune, "_orders", {})
     monkeypatch.setattr(autotune, "_ELEMENTS", (1 << 12,))
     candidates.restart(monkeypatch)
+    monkeypatch.setattr(warmup_log, "_done", deque())
     autocast = torch.autocast
     monkeypatch.setattr(torch, "autocast", lambda _, **given: autocast("cpu", **given))
     with device:

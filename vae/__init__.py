@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .model import VideoVAE
     from .models.config import SEEDVR2, LayoutError, VAEConfig
     from .planning.device_memory import trim_heap
-    from .streaming.chunks import rechunk
+    from .streaming.executor import rechunk
     from .streaming.options import StreamOptions
     from .streaming.session import eager
 
@@ -42,7 +42,7 @@ _HOMES = {
     "model": ("VideoVAE",),
     "models.config": ("SEEDVR2", "LayoutError", "VAEConfig"),
     "planning.device_memory": ("trim_heap",),
-    "streaming.chunks": ("rechunk",),
+    "streaming.executor": ("rechunk",),
     "streaming.options": ("StreamOptions",),
     "streaming.session": ("eager",),
 }

@@ -40,8 +40,7 @@ from ..planning.job import job_of
 from ..planning.plan import Plan, cut_tiles, make_plan, smaller_plan
 from . import cuda_graph
 from .cache_offload import Parking
-from .chunks import rechunk
-from .executor import Executor
+from .executor import Executor, rechunk
 from .options import StreamOptions
 from .output import Output
 from .precision import full_float32

@@ -13,7 +13,7 @@ from fast_video_vae.vae import StreamOptions, load_vae, model
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.layers.workspace import Workspace
 from fast_video_vae.vae.streaming import session
-from fast_video_vae.vae.streaming.chunks import rechunk
+from fast_video_vae.vae.streaming.executor import rechunk
 from fast_video_vae.vae.streaming.session import VideoSession
 
 
