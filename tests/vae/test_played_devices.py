@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from fast_video_vae.kernels import use_backend
+from fast_video_vae.kernels import measure, use_backend
 from fast_video_vae.kernels.devices import memory
 from fast_video_vae.tests.played_devices import TYPES, Played, played
 from fast_video_vae.tests.vae.families import (
@@ -22,6 +22,7 @@ from fast_video_vae.vae.streaming.options import StreamOptions
 
 KINDS = ("nvidia", "amd", "intel", "apple")
 SIZE = 32
+QUICK = (("wan2.1", 9, True), ("qwen-image-2.1", 1, False), ("seedvr2", 9, False))
 
 
 @pytest.fixture
@@ -47,9 +48,17 @@ def near(actual, expected, share=1e-5):
     assert relative_error(actual.cpu(), expected) <= share
 
 
-@pytest.mark.parametrize("tile", [None, (32, 16)])
-@pytest.mark.parametrize("frames", [1, 9])
-@pytest.mark.parametrize("family", STATES)
+# By default a tiled video and an image of each kind, and the video of another network.
+CASES = [
+    pytest.param(family, frames, tile, marks=() if quick else pytest.mark.slow)
+    for family in STATES
+    for frames in (1, 9)
+    for tile in (None, (32, 16))
+    for quick in [(family, frames, bool(tile)) in QUICK]
+]
+
+
+@pytest.mark.parametrize(("family", "frames", "tile"), CASES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_frames_and_latents_are_those_of_the_cpu(kind, family, frames, tile, play):
     options, plain = StreamOptions(chunk=2, tile=tile), loaded(family)
@@ -65,7 +74,10 @@ def test_frames_and_latents_are_those_of_the_cpu(kind, family, frames, tile, pla
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind == "apple" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
+)
 def test_16_bits_are_computed_also_without_conv3d_of_apple(kind, dtype, play):
     plain = loaded("wan2.1")
     latent = latent_for(plain, 3, SIZE, SIZE)
@@ -151,7 +163,9 @@ def test_a_decode_that_runs_out_of_memory_continues(kind, play):
     assert device.ran_out
 
 
-@pytest.mark.parametrize("family", VIDEO)
+@pytest.mark.parametrize(
+    "family", ["wan2.1", *(pytest.param(each, marks=pytest.mark.slow) for each in VIDEO[1:])]
+)
 @pytest.mark.parametrize("encodes", [False, True])
 def test_a_layer_has_one_shape_in_all_steady_steps_on_amd(family, encodes, play):
     check_shapes(family, encodes, (5, 9, 17, 21), 2, play)
@@ -198,6 +212,16 @@ def test_tensors_that_a_device_cannot_hold_are_cut(play, monkeypatch):
     assert not device.faults
     with pytest.raises(ValueError, match="too many for a tensor on mps"):
         vae.decode(latent_for(vae, 20, 64, 64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_are_timed_on_each_kind(kind, play):
+    timed = measure.seconds
+    play(kind)
+    x = torch.ones(4, device=TYPES[kind])
+    calls = {"one": lambda: x + 1, "two": lambda: x * 2}
+    for launches in (False, True):
+        assert all(each > 0 for each in timed(calls, x.device, launches=launches).values())
 
 
 @pytest.mark.parametrize("name", ["mem_get_info", "memory_stats"])
