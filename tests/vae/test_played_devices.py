@@ -91,6 +91,18 @@ def test_16_bits_are_computed_also_without_conv3d_of_apple(kind, dtype, play):
     assert not device.faults
 
 
+@pytest.mark.parametrize("kind", ["intel", "apple"])
+def test_frames_arrive_on_the_host_in_a_dtype_that_the_device_lacks(kind, play):
+    plain = loaded("wan2.1")
+    latent = latent_for(plain, 2, SIZE, SIZE)
+    expected, out = plain.decode(latent), torch.zeros(1, 3, 5, SIZE, SIZE, dtype=torch.float64)
+    device = play(kind)
+    for _ in loaded("wan2.1", TYPES[kind]).decode_stream(latent, out=out):
+        pass
+    assert relative_error(out, expected.double()) <= 1e-5
+    assert not device.faults
+
+
 @pytest.mark.parametrize("images", [torch.float32, torch.uint8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_images_arrive_on_the_host(kind, images, play):

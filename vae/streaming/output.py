@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels import frames_to_images, pixel_shuffle_3d
+from ...kernels import frames_to_images, lacks, pixel_shuffle_3d
 from ..background_writer import BackgroundWriter
 from ..models.config import VAEConfig
 from ..models.patchify import COLUMN_FIRST, ROW_FIRST
@@ -176,10 +176,14 @@ class Output:
             return pixel_shuffle_3d(x, (1, self._size, self._size), self._order, out=target)
 
     def _converted(self, x: Tensor, target: Tensor) -> Tensor:
-        """Return `x` in the shape and dtype of `target` `[...]`, on the device of `x`."""
+        """Return `x` in the shape and dtype of `target` `[...]`, on the device of `x`.
+
+        A dtype that the device lacks is that of the copy on the host.
+        """
+        dtype = torch.float32 if lacks(x.device, target.dtype) else target.dtype
         if self._images is None:
-            return self._new(x).to(target.dtype)
-        images = frames_to_images(x, dtype=target.dtype, patch=self._size, order=self._order)
+            return self._new(x).to(dtype)
+        images = frames_to_images(x, dtype=dtype, patch=self._size, order=self._order)
         return images.view(target.shape)
 
 
