@@ -57,14 +57,14 @@ QUICK = [
 # Which tests run, by the name in the table. No path: what a plain `pytest` runs.
 TESTS = {"short": SHORT, "quick": list(dict.fromkeys(QUICK)), "whole": []}
 
-COLUMNS = ("torch", "Python", "tests", "result", "seconds", "date", "platform")
+COLUMNS = ("torch", "Python", "NumPy", "tests", "result", "seconds", "date", "platform")
 HEAD = """# PyTorch and Python
 
 Written by `python tests/tools/matrix.py`. Each line is a fresh virtual environment with the newest
-packages that pip finds for this PyTorch and Python; before PyTorch 2.12 with NumPy before 2.4, as
-Triton's interpreter needs. The tests `short` are the native build and each family compared with
-another implementation, `quick` also the ops, layers and LoRAs; `whole` is a plain `pytest`. Seconds
-include the installation.
+packages that pip finds for it. Below PyTorch 2.12, tests of Triton's interpreter are skipped with
+NumPy 2.4 or later. The tests `short` are the native build and each family compared with another
+implementation, `quick` also the ops, layers and LoRAs; `whole` is a plain `pytest`. Seconds include
+the installation.
 
 """
 
@@ -77,10 +77,10 @@ from fast_video_vae.kernels.native_ops.library import CPU
 CPU.load()
 print("native kernels for", torch.ops.fast_video_vae.isa())
 """
-_PLATFORM = """
-import platform, torch
+_VERSIONS = """
+import platform, numpy, torch
 device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-print(platform.system(), platform.machine() + ",", device)
+print(numpy.__version__, platform.system(), platform.machine() + ",", device)
 """
 
 
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch, _, version = row.partition("/")
         python = pythons.get(version) or interpreter(version)
         started = time.monotonic()
-        cells = {"torch": torch, "Python": version, "tests": args.tests}
+        cells = {"torch": torch, "Python": version, "NumPy": "", "tests": args.tests}
         cells["platform"] = f"{platform.system()} {platform.machine()}"
         try:
             if python is None:
@@ -269,7 +269,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(torch: str, python: str, args: argparse.Namespace, log: Path) -> dict[str, str]:
-    """Run one row; return the result and the platform."""
+    """Run one row; return the result, the platform and the version of NumPy."""
     log.write_text("", encoding="utf-8")
     free = shutil.disk_usage(tempfile.gettempdir()).free
     if free < _NEEDED_BYTES:
@@ -282,14 +282,14 @@ def _run(torch: str, python: str, args: argparse.Namespace, log: Path) -> dict[s
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
         environment = Environment(Path(folder), log)
         print(f"torch {torch}: {environment.install(torch, python)}", flush=True)
-        cells = {"platform": environment.step("importing torch", "python", "-c", _PLATFORM)}
-        cells["platform"] = cells["platform"].splitlines()[-1]
+        output = environment.step("importing torch", "python", "-c", _VERSIONS)
+        numpy, _, device = output.splitlines()[-1].partition(" ")
         environment.step("the command", "fast-video-vae", "--help")
         environment.step("the native build", "python", "-c", _BUILD)
         counts = environment.test(TESTS[args.tests], args.workers)
     for name in counts.failed:
         print(f"FAILED {name}", flush=True)
-    return cells | {"result": str(counts)}
+    return {"NumPy": numpy, "platform": device, "result": str(counts)}
 
 
 def _copy_tree(target: Path) -> None:
