@@ -96,13 +96,13 @@ def test_convolutions_run_on_the_cpu_on_three_candidates(entries):
 def test_unused_backends_are_not_built_or_imported():
     """Neither Triton, nor the builder, nor the run-time compiler of CUDA on a CPU."""
     code = (
-        "import json, runpy, sys; runpy.run_path(sys.argv[1]); import torch\n"
+        "import json, runpy, sys; runpy.run_path(sys.argv[1]); import einops, torch\n"
+        "x = torch.ones(2, 8)\n"
+        "einops.rearrange(x, 'a b -> b a')  # before PyTorch 2.8 it imports Triton\n"
+        "before = set(sys.modules)\n"
         "from fast_video_vae import kernels\n"
         "from fast_video_vae.kernels import native_ops, use_backend\n"
         "untouched = native_ops.CPU._outcome is None\n"
-        "x = torch.ones(2, 8)\n"
-        "import einops; einops.rearrange(x, 'a b -> b a')  # before PyTorch 2.8 it imports Triton\n"
-        "before = set(sys.modules)\n"
         "kernels.silu_mul(x, x)\n"
         "refused = all('on cpu' in each.reason for each in kernels.backend_matrix()\n"
         "              if each.backend == 'triton' and each.device == 'cpu')\n"

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import subprocess
+from importlib import metadata
 from itertools import product
 
 import pytest
@@ -141,12 +142,13 @@ def test_tensor_cores_limit_the_convolutions_with_float16_sums():
     """On Ada, the first tile of each width issues fewer instructions than cycles of products."""
     cases = [f"fp16,{channels},{channels}" for channels in (96, 192, 384)]
     lines = compiled_lines("count_sass", [89], cases)
+    # Triton 3.2 spills two registers in a tile that is not the first.
+    spilled = 8 if metadata.version("triton").startswith("3.2.") else 0
     for case in cases:
         first, *others = (line for line in lines if line["case"] == case)
         assert first["HALF"]
         assert not first["stack"]
-        # Triton 3.2 spills two registers in one of the other tiles.
-        assert all(line["stack"] <= 8 for line in others)
+        assert all(line["stack"] <= spilled for line in others)
         # With a norm and without.
         for line in (first, *others):
             if line["M"] == first["M"] and line["HALF"]:
