@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fast_video_vae.kernels import autotune, constraints, measure, warmup_log
+from fast_video_vae.kernels.convolution import aten
 from fast_video_vae.kernels.devices import memory
 from fast_video_vae.tests.kernels import candidates
 
@@ -295,6 +296,7 @@ def played(kind, monkeypatch, tmp_path, **options):
     monkeypatch.setattr(autotune, "_orders", {})
     monkeypatch.setattr(autotune, "_ELEMENTS", (1 << 12,))
     candidates.restart(monkeypatch)
+    monkeypatch.setattr(aten, "_missing", set())
     monkeypatch.setattr(warmup_log, "_done", deque())
     monkeypatch.setattr(measure, "seconds", _called)
     autocast = torch.autocast

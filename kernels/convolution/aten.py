@@ -5,9 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autotune import log_failure
 from ..constraints import refuse_gradients
 from ..devices import device_kind
-from . import cudnn, onednn
+from ..errors import is_out_of_memory
+from . import cudnn, onednn, sliced
 from .compose import sum_of
 from .fused import Fused
 from .weight import ConvWeight, channels_last
@@ -17,6 +19,12 @@ from .window import joined
 # picture it converts layouts or uses no tensor cores. Zeros fill the rest.
 _ALIGNED = ("nvidia", "amd")
 _CHANNELS = 8
+
+# Kinds of GPUs where slices replace a convolution that the library lacks. Apple's have them first.
+_SLICED = ("nvidia", "amd", "intel")
+
+# Convolutions that a library lacks: device, dtype, shape of the weight, stride.
+_missing: set[tuple[torch.device, torch.dtype, tuple[int, ...], tuple[int, ...]]] = set()
 
 
 def fuses(
@@ -39,9 +47,21 @@ def conv3d(
     tail: Tensor | None = None,
     **terms: Any,  # noqa: ANN401, residual, residual_bias and out
 ) -> Tensor:
-    """Run `conv3d(x, weight, bias, stride, padding, tail, terms)`; `x` is `[B, C, T, H, W]`."""
-    window = x if tail is None else torch.cat([tail, x], dim=2)
-    return _convolved(window, weight, bias, stride, (0, *padding), **terms)
+    """Run `conv3d(x, weight, bias, stride, padding, tail, terms)`; `x` is `[B, C, T, H, W]`.
+
+    Where a GPU's library has no such convolution, it is one of frames in slices.
+    """
+    kind = x.device, x.dtype, weight.shape, stride
+    if kind not in _missing:
+        window = x if tail is None else torch.cat([tail, x], dim=2)
+        try:
+            return _convolved(window, weight, bias, stride, (0, *padding), **terms)
+        except RuntimeError as error:
+            if device_kind(x.device) not in _SLICED or is_out_of_memory(error):
+                raise
+            log_failure("aten", "conv3d", x, error)
+        _missing.add(kind)
+    return sliced.conv3d(x, weight, stride=stride, padding=padding, tail=tail)
 
 
 def conv2d(

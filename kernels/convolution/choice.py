@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,11 +29,13 @@ from ..devices import device_kind
 from ..errors import first_line, is_out_of_memory, log_once
 from ..warmup_log import preparing
 from . import budget, sample, store
-from .ranking import plain_ops, ranked
-from .trial import Ask, PlainError, Trial
+from .trial import Ask, Trial
 from .weight import ConvWeight
 
 _logger = logging.getLogger(__name__)
+
+# The plain op is replaced by a candidate that takes at most this part of its time.
+_GAIN = 0.98
 
 # Dtypes with kernels as candidates. In float32 none is as precise as the plain op and faster, but
 # slices are on kinds of GPUs where the library's `conv3d` can be poor.
@@ -155,13 +157,23 @@ def _stored(key: _Key) -> tuple[str, ...]:
     found = _known.get(key)
     if found is None:
         device: Any = key[1]
-        found = _known[key] = _order_of(key, store.opened(device).times(_name(key)))
+        found = _known[key] = _ranked(key, store.opened(device).times(_name(key)))
     return found
 
 
-def _order_of(key: _Key, times: store.Times) -> tuple[str, ...]:
-    op, device, _, taps, *_ = key
-    return ranked(plain_ops(op, device_kind(device), taps), times)  # type: ignore[arg-type]
+def _ranked(key: _Key, times: store.Times) -> tuple[str, ...]:
+    plain, *others = _untried(key)
+    served = {name: seconds for name, seconds in times.items() if seconds is not None}
+    winner = min(served, key=lambda name: served[name], default=plain)
+    if plain not in served or served[winner] > _GAIN * served[plain]:
+        winner = plain
+    return tuple(dict.fromkeys((winner, plain, *others)))
+
+
+def _untried(key: _Key) -> tuple[str, ...]:
+    """Return the order for a shape class without a trial, the plain op first."""
+    op, device = str(key[0]), cast(torch.device, key[1])
+    return convolution_order(op, device_kind(device))
 
 
 def _tried(
@@ -193,7 +205,7 @@ def _tried(
                 work.spend(time.perf_counter() - start, finished=finished)
             if finished:
                 _complete.add(key)
-    _known[key] = _order_of(key, kept.times(shape))
+    _known[key] = _ranked(key, kept.times(shape))
     return _known[key]
 
 
@@ -203,7 +215,9 @@ def _candidates(
     """Return the names of all candidates, the most promising first."""
     x, weight = args[0], args[1]
     kind = device_kind(x.device)
-    plain, *others = plain_ops(op, kind, weight.shape)
+    plain, *_ = convolution_order(op, kind)
+    library = ("aten", "sliced") if op == "conv3d" and weight.shape[2] > 1 else ("aten",)
+    others = [name for name in library if name != plain]
     if x.dtype == torch.float32 or kind == "apple":  # no backend has kernels
         return plain, *others
     try:
@@ -230,43 +244,13 @@ def _extend(
 
     With `terms` the fastest must be right in a call with a residual too, which is of the same
     class.
-
-    Raises:
-        PlainError: The library cannot run such calls at all.
     """
-    shape, x = _name(key), args[0]
-    for plain in plain_ops(str(key[0]), device_kind(x.device), args[1].shape):
-        if kept.times(shape).get(plain, 0.0) is None:
-            continue
-        try:
-            return _extend_by(plain, ask, kept, key, names, args, kwargs, deadline, terms=terms)
-        except PlainError as error:
-            _logger.debug("%s", error, exc_info=True)
-            kept.put(shape, plain, None)
-    raise PlainError(f"the library has no such convolution on {x.device}")
-
-
-def _extend_by(
-    plain: str,
-    ask: Ask,
-    kept: store.TrialStore,
-    key: _Key,
-    names: Sequence[str],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    deadline: float,
-    *,
-    terms: bool,
-) -> bool:
-    """Run `_extend` with this plain op; a trial of a smaller size if memory is short."""
-    op = str(key[0])
-
-    def trial_of(call: sample.Sample) -> Trial:
-        return Trial(ask, call, plain)
+    op, (plain, *_) = str(key[0]), _untried(key)
 
     @functools.cache
     def other() -> Trial:
-        return trial_of(sample.like(op, *sample.with_terms(op, args, kwargs), sample.SIZES[-1]))
+        call = sample.like(op, *sample.with_terms(op, args, kwargs), sample.SIZES[-1])
+        return Trial(ask, call, plain)
 
     for size in sample.SIZES:
         if not sample.fits(op, args, kwargs, size):
@@ -280,7 +264,7 @@ def _extend_by(
             ):
                 # Without a name, so that a smaller one has its memory.
                 return _measured(
-                    trial_of(sample.like(op, args, kwargs, size)),
+                    Trial(ask, sample.like(op, args, kwargs, size), plain),
                     kept,
                     _name(key),
                     names,

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..devices import device_kind, unsearched
+from ..devices import device_kind, searches_shapes, unsearched
 from ..shapes import convolved_size, new_video
 
 # Elements of an input or output from which on 31 bits do not count them.
@@ -156,13 +156,14 @@ def _call(
     padding: tuple[int, ...],
 ) -> Tensor:
     switches: Any = torch.backends.cudnn
-    if device_kind(x.device) == "amd":
+    library = F.conv2d if x.ndim == 4 else F.conv3d
+    if searches_shapes(x.device):
         with unsearched():
-            return (F.conv2d if x.ndim == 4 else F.conv3d)(x, weight, bias, stride, padding)
+            return library(x, weight, bias, stride, padding)
     searches = _searching.get() and _is_direct(x.device, x.dtype)
     direct = searches or (x.ndim == 5 and _is_left_out(x.device, x.dtype))
     if not direct or not switches.enabled:
-        return (F.conv2d if x.ndim == 4 else F.conv3d)(x, weight, bias, stride, padding)
+        return library(x, weight, bias, stride, padding)
     # TF32 does not affect 16 bits, and its older switch cannot be read next to the newer ones.
     y = torch.cudnn_convolution(
         x,

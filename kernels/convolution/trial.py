@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import measure
 from ..autotune import agree, log_failure, log_incorrect
 from ..devices import device_kind
-from ..errors import Refusal, first_line, is_out_of_memory
+from ..errors import Refusal, is_out_of_memory
 from .fused import Fused
 from .sample import Sample
 from .weight import ConvWeight
@@ -75,10 +75,6 @@ def is_precise_enough(result: Tensor, plain: Tensor, exact: Tensor) -> bool:
     return bool(error <= slack * allowed)
 
 
-class PlainError(Exception):
-    """The plain op does not run such a call; the message names it and the reason."""
-
-
 class Trial:
     """Trials of candidates on one sample.
 
@@ -86,20 +82,12 @@ class Trial:
         ask: Runs an op on a candidate.
         sample: The call.
         plain: Name of the plain op.
-
-    Raises:
-        PlainError: The plain op does not run the call.
     """
 
     def __init__(self, ask: Ask, sample: Sample, plain: str) -> None:
         self._ask, self._sample, self.plain = ask, sample, plain
-        try:
-            call = self._call(plain, sample.out)
-            self._expected = self._call(plain, None)()
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise PlainError(f"{plain} {sample.op} failed ({first_line(error)})") from error
+        call = self._call(plain, sample.out)
+        self._expected = self._call(plain, None)()
         self._largest = max((each.abs().max() for each in self._frames(self._expected)), key=float)
         self._exact, self._plain = _references(ask, sample, self._corner, plain)
         taken = measure.seconds({plain: call}, sample.x.device, launches=False, repeats=1)[plain]

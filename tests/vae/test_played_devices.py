@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from fast_video_vae.kernels import measure, use_backend
+from fast_video_vae.kernels import TrialBudget, measure, use_backend
 from fast_video_vae.kernels.devices import memory
 from fast_video_vae.tests.played_devices import TYPES, Played, played
 from fast_video_vae.tests.vae.families import (
@@ -73,16 +73,16 @@ def test_frames_and_latents_are_those_of_the_cpu(kind, family, frames, tile, pla
     assert not device.faults
 
 
+@pytest.mark.parametrize("budget_s", [3.0, 0.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "kind",
-    [kind if kind == "apple" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
-)
-def test_16_bits_are_computed_also_without_conv3d_of_apple(kind, dtype, play):
+@pytest.mark.parametrize("kind", KINDS)
+def test_16_bits_are_computed_where_conv3d_is_missing(kind, dtype, budget_s, play, monkeypatch):
+    # With an empty budget no trial finds out that it is.
+    monkeypatch.setattr(TrialBudget.__init__, "__defaults__", (budget_s,))
     plain = loaded("wan2.1")
     latent = latent_for(plain, 3, SIZE, SIZE)
     video, latents = plain.decode(latent, 2), plain.encode(pixels_for(plain, 5), 2)
-    device = play(kind, conv3d_narrow=kind != "apple")
+    device = play(kind, conv3d_narrow=False)
     vae = loaded("wan2.1", TYPES[kind], dtype)
     # A random network adds the roundings of its 30 convolutions and norms.
     share, pixels = 40 * torch.finfo(dtype).eps, pixels_for(vae, 5)
