@@ -47,10 +47,7 @@ def conv3d(
     tail: Tensor | None = None,
     **terms: Any,  # noqa: ANN401, residual, residual_bias and out
 ) -> Tensor:
-    """Run `conv3d(x, weight, bias, stride, padding, tail, terms)`; `x` is `[B, C, T, H, W]`.
-
-    Where a GPU's library has no such convolution, it is one of frames in slices.
-    """
+    """Run `conv3d(x, weight, bias, stride, padding, tail, terms)`; `x` is `[B, C, T, H, W]`."""
     kind = x.device, x.dtype, weight.shape, stride
     if kind not in _missing:
         window = x if tail is None else torch.cat([tail, x], dim=2)
@@ -61,6 +58,7 @@ def conv3d(
                 raise
             log_failure("aten", "conv3d", x, error)
         _missing.add(kind)
+    # Without terms, which `fuses` leaves to the caller on a GPU.
     return sliced.conv3d(x, weight, stride=stride, padding=padding, tail=tail)
 
 

@@ -5,7 +5,6 @@ GPUs calls its devices `cuda` too.
 """
 
 import platform
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 # Kinds by PyTorch's type of a device; `cuda` is NVIDIA's or AMD's. Meta tensors have no device.
 _KINDS = {"cpu": "cpu", "meta": "cpu", "xpu": "intel", "mps": "apple"}
 
-# The kinds of GPUs, in the order in which a default device is looked for.
+# The kinds of GPUs.
 GPUS = ("nvidia", "amd", "intel", "apple")
 
 # Metal has no bfloat16 before this version of macOS.
@@ -71,7 +70,11 @@ def lacks(device: torch.device, dtype: torch.dtype) -> str:
     kind = device_kind(device)
     if kind == "apple" and dtype == torch.float64:
         return "Apple GPUs have no float64"
-    if kind == "apple" and dtype == torch.bfloat16 and not _is_macos(_BFLOAT16_MACOS):
+    if (
+        kind == "apple"
+        and dtype == torch.bfloat16
+        and not torch.backends.mps.is_macos_or_newer(_BFLOAT16_MACOS, 0)
+    ):
         return f"bfloat16 needs macOS {_BFLOAT16_MACOS} or later on an Apple GPU"
     if kind == "intel" and dtype == torch.float64 and not _has_float64(device):
         return f"{device_name(device)} has no float64"
@@ -119,11 +122,6 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 def runtime(device: torch.device) -> Any:  # noqa: ANN401, a module
     """Return the module of the type of `device`, such as `torch.cuda`, or None."""
     return getattr(torch, device.type, None)
-
-
-def _is_macos(major: int) -> bool:
-    newer: Callable[[int, int], bool] = torch.backends.mps.is_macos_or_newer
-    return newer(major, 0)
 
 
 def _has_float64(device: torch.device) -> bool:

@@ -7,8 +7,8 @@ import torch
 
 from .kinds import GPUS, device_kind, runtime
 
-# Kernels for Apple GPUs count elements in 31 bits before PyTorch 2.14 (pytorch/pytorch#192213), and
-# arrays of older versions of macOS have at most 2^32 bytes.
+# Kernels for Apple GPUs count elements in 31 bits before PyTorch 2.14 (pytorch/pytorch#192213). A
+# Metal array of more than 2^32 bytes ends the process, on macOS 15 too (pytorch/pytorch#149325).
 _METAL_ELEMENTS, _METAL_BYTES = (1 << 31) - 1, (1 << 32) - 1
 
 

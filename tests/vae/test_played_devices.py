@@ -226,6 +226,17 @@ def test_tensors_that_a_device_cannot_hold_are_cut(play, monkeypatch):
         vae.decode(latent_for(vae, 20, 64, 64))
 
 
+def test_frames_that_no_plan_makes_small_enough_are_refused_in_one_line(play, monkeypatch):
+    device = play("apple")
+    monkeypatch.setattr(memory, "_METAL_BYTES", 1 << 18)
+    vae = loaded("seedvr2", "mps")  # never tiled
+    plan = vae.plan(64, 64, encode=True)
+    assert plan.peak_bytes < 1 << 40
+    with pytest.raises(ValueError, match=r"^the frames are 64 x 64 .*large for a tensor on mps.*$"):
+        vae.encode(pixels_for(vae, 5, 64))
+    assert not device.calls
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_are_timed_on_each_kind(kind, play):
     timed = measure.seconds

@@ -73,8 +73,8 @@ class DryRun:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that were allocated at once."""
-        return self._ledger.peak
+        """The most bytes that were allocated at once, with `Ledger.excess`."""
+        return self._ledger.peak + self._ledger.excess
 
     def whole_frames(self, chains: SpecChains, shape: Shape) -> None:
         """Run `Executor.advance` on a chunk of `shape` through `chains`."""

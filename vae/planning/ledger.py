@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..layers.workspace import KEPT_BYTES, WASTE
 from .layer_specs import Shape
 
-# A peak that exceeds every limit.
+# Added to the peak of a stream with a tensor that the device cannot hold: more than every limit.
 TOO_MUCH_BYTES = 1 << 60
 
 
@@ -56,10 +56,15 @@ class Ledger:
     Args:
         setting: Conditions of the stream.
         kept_bytes: Bytes that are always allocated.
+
+    Attributes:
+        peak: Most bytes that were allocated at once.
+        excess: `TOO_MUCH_BYTES` if a tensor was too large for the device; otherwise 0.
     """
 
     def __init__(self, setting: Setting, kept_bytes: int) -> None:
         self.peak = self._live = kept_bytes
+        self.excess = 0
         self._setting = setting
         self._unit = setting.batch * setting.itemsize
         self._scratch = 0
@@ -72,11 +77,11 @@ class Ledger:
             self.peak = self._live
 
     def nbytes(self, shape: Shape) -> int:
-        """Return the bytes of an activation of `shape`; no memory is enough for a too large one."""
+        """Return the bytes of an activation of `shape`, and note one that is too large."""
         channels, frames, height, width = shape
         nbytes = channels * frames * height * width * self._unit
         if nbytes > self._setting.tensor_bytes:
-            self.peak = max(self.peak, TOO_MUCH_BYTES)
+            self.excess = TOO_MUCH_BYTES
         return nbytes
 
     def new(self, shape: Shape, count: int = 1) -> Block:

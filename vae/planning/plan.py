@@ -12,6 +12,7 @@ from ..models.receptive_field import Size
 from .candidates import Candidates, StepChoice, places
 from .device_memory import free_bytes, total_bytes
 from .job import StreamJob
+from .ledger import TOO_MUCH_BYTES
 from .tiling import Chains, FrameTile, Tiles, divided, make_tile
 
 
@@ -28,6 +29,7 @@ class Plan:
         rings: Tails of single frames are rings, with one more frame each (`FrameRing`).
         pixels: Pixels of an image per pixel of the network's frames.
         latent_s: Predicted seconds per latent.
+        holds: The device can hold every tensor; no plan of the stream has smaller ones otherwise.
     """
 
     chunk: int
@@ -38,6 +40,7 @@ class Plan:
     rings: bool = False
     pixels: int = 1
     latent_s: float = 0.0
+    holds: bool = True
 
     @property
     def step(self) -> str:
@@ -82,15 +85,17 @@ def make_plan(
     else:
         choice = candidates.fastest(limit_bytes)
     choice = choice or candidates.smallest
+    too_large, peak_bytes = divmod(choice.peak_bytes, TOO_MUCH_BYTES)
     return Plan(
         chunk or choice.chunk,
         choice.part_bytes,
-        choice.peak_bytes,
+        peak_bytes,
         choice.tiles,
         choice.parked,
         choice.rings,
         job.pixels,
         choice.seconds,
+        holds=not too_large,
     )
 
 
@@ -103,6 +108,24 @@ def _within_free(candidates: Candidates, job: StreamJob) -> StepChoice | None:
         return choice
     found = [each for each in (choice, candidates.fastest(most, parks=False)) if each is not None]
     return min(found, key=lambda each: each.seconds, default=candidates.fastest(most))
+
+
+def check_plan(job: StreamJob, plan: Plan) -> None:
+    """Check that a device can run a plan.
+
+    Args:
+        job: The stream.
+        plan: Its plan.
+
+    Raises:
+        ValueError: A frame has tensors that are too large for the device.
+    """
+    if not plan.holds:
+        height, width = (job.pixels * length for length in job.end)
+        raise ValueError(
+            f"the frames are {height} x {width} (H x W), too large for a tensor on "
+            f"{job.device.type}; expected smaller ones, or another device"
+        )
 
 
 def empty_limit(job: StreamJob) -> int:

@@ -37,7 +37,7 @@ from ..layers.workspace import Workspace, canonical
 from ..models.base import Network
 from ..models.config import VAEConfig
 from ..planning.job import job_of
-from ..planning.plan import Plan, cut_tiles, make_plan, smaller_plan
+from ..planning.plan import Plan, check_plan, cut_tiles, make_plan, smaller_plan
 from . import cuda_graph
 from .cache_offload import Parking
 from .executor import Executor, rechunk
@@ -219,6 +219,7 @@ class VideoSession:
             tile=None if records else self.options.tile,
             cuts=not records,
         )
+        check_plan(self._job, self._plan)
         convs = [module for module in self.network.modules() if isinstance(module, Conv)]
         drop_stale_forms(convs, self.relief.finish)
         self._executor = self._executor_of(self._plan)
