@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .devices import current, synchronize
+from .devices import current, runtime, synchronize
 
 _Name = TypeVar("_Name")
 
@@ -19,7 +19,7 @@ _CALLS = 5
 # Clock cycles that the GPU waits while the calls are queued: some milliseconds.
 _HEAD_START = 5_000_000
 
-# Types of devices whose events have times. Those of Metal do too, since recently.
+# Types of devices whose events have times in every supported PyTorch.
 _TIMED = ("cuda", "xpu")
 
 
@@ -57,11 +57,11 @@ def seconds(
 
 
 def _queued(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    runtime = getattr(torch, device.type)
+    module = runtime(device)
     with current(device):
-        start, end = (runtime.Event(enable_timing=True) for _ in range(2))
+        start, end = (module.Event(enable_timing=True) for _ in range(2))
         # Calls are queued while the GPU waits, where it can wait.
-        getattr(runtime, "_sleep", _skip)(_HEAD_START)
+        getattr(module, "_sleep", _skip)(_HEAD_START)
         start.record()
         for _ in range(repeats):
             call()

@@ -11,6 +11,7 @@ from .kinds import (
     indexed,
     is_rocm,
     lacks,
+    runtime,
     searches_shapes,
     synchronize,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "lacks",
     "memory_bytes",
     "release_cached",
+    "runtime",
     "searches_shapes",
     "synchronize",
     "tensor_limit",

@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from readme_commands import ROOT, interpreter
+from readme_commands import ROOT, CommandError, inside, interpreter, logged
 
 # The oldest, the newest and some between; the ends with every Python that they are built for.
 ROWS = (
@@ -69,7 +69,6 @@ the installation.
 """
 
 _NEEDED_BYTES = 12 << 30  # 8 in the venv and 3 while pip unpacks
-_TIMEOUT_S = 3600
 
 _BUILD = """
 import torch
@@ -114,37 +113,22 @@ class Environment:
 
     def __init__(self, folder: Path, log: Path) -> None:
         self.folder, self.tree, self._log = folder, folder / "tree", log
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-        self._variables = kept | {
-            "PATH": f"{folder / 'venv/bin'}{os.pathsep}{os.environ['PATH']}",
-            "VIRTUAL_ENV": str(folder / "venv"),
+        self._variables = inside(folder / "venv") | {
             "FAST_VIDEO_VAE_CACHE": str(folder / "cache"),  # the kernels are built anew
             "TRITON_CACHE_DIR": str(folder / "triton"),
             "HF_HUB_OFFLINE": "1",
-            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         }
 
-    def run(self, *command: str, inside: Path | None = None) -> tuple[int, str]:
-        """Run a command with its output in the log; return its exit code and its output."""
-        program = shutil.which(command[0], path=self._variables["PATH"]) or command[0]
-        before = self._log.stat().st_size
-        with self._log.open("a", encoding="utf-8") as file:
-            file.write(f"$ {' '.join(command)}\n")
-            file.flush()
-            try:
-                code = subprocess.run(
-                    [program, *command[1:]],
-                    cwd=inside or self.folder,
-                    env=self._variables,
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    timeout=_TIMEOUT_S,
-                    check=False,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                raise StepError(f"fail: {Path(program).name} took {_TIMEOUT_S} s") from None
-        return code, self._log.read_bytes()[before:].decode(errors="replace")
+    def run(self, *command: str, folder: Path | None = None) -> tuple[int, str]:
+        """Run a command with its output in the log; return its exit code and its output.
+
+        Raises:
+            StepError: It took too long.
+        """
+        try:
+            return logged(command, folder or self.folder, self._log, self._variables)
+        except CommandError as error:
+            raise StepError(f"fail: {error}") from None
 
     def step(self, name: str, *command: str) -> str:
         """Run a command that has to succeed; return its output.
@@ -188,7 +172,7 @@ class Environment:
         report = self.folder / "report.xml"
         options = ["-q", "-n", str(workers), "-o", "faulthandler_timeout=900"]
         command = ["python", "-m", "pytest", *options, f"--junitxml={report}", *paths]
-        code, _ = self.run(*command, inside=self.tree)
+        code, _ = self.run(*command, folder=self.tree)
         if code not in (0, 1) or not report.exists():
             raise StepError(f"fail: pytest ended with {code}")
         return _counts(report)

@@ -198,7 +198,7 @@ def _run(python: str, av: str, wanted: dict[str, str], bases: Sequence[Path], lo
             for base in bases:
                 if (base / f"lib/python{minor}").is_dir():
                     link_torch(venv, base)
-            environment = _inside(venv)
+            environment = inside(venv)
             if av != NEWEST:
                 _call(["pip", "install", f"av=={av}.*"], clone, log, environment)
         except (CommandError, ValueError) as error:
@@ -229,7 +229,7 @@ def _clone(target: Path) -> None:
     shutil.copytree(ROOT, target, ignore=ignored)
 
 
-def _inside(venv: Path) -> dict[str, str]:
+def inside(venv: Path) -> dict[str, str]:
     """The environment of a shell in which a venv is active."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     path = f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}"
@@ -244,6 +244,23 @@ def _call(command: list[str], folder: Path, log: Path, environment: Mapping[str,
 
     Raises:
         CommandError: It failed, or took too long.
+    """
+    code, output = logged(command, folder, log, environment)
+    if code:
+        raise CommandError(f"failed with {code}: see {log.name}")
+    return output
+
+
+def logged(
+    command: Sequence[str], folder: Path, log: Path, environment: Mapping[str, str]
+) -> tuple[int, str]:
+    """Run a command with its output in the log.
+
+    Returns:
+        Its exit code and its output.
+
+    Raises:
+        CommandError: It took too long.
     """
     program = shutil.which(command[0], path=environment["PATH"]) or command[0]
     before = log.stat().st_size
@@ -263,9 +280,7 @@ def _call(command: list[str], folder: Path, log: Path, environment: Mapping[str,
             ).returncode
         except subprocess.TimeoutExpired:
             raise CommandError(f"failed after {_TIMEOUT_S} s: see {log.name}") from None
-    if code:
-        raise CommandError(f"failed with {code}: see {log.name}")
-    return log.read_bytes()[before:].decode(errors="replace")
+    return code, log.read_bytes()[before:].decode(errors="replace")
 
 
 def _note_versions(row: Row, venv: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...kernels import synchronize
+from ...kernels import runtime, synchronize
 from ..planning.device_memory import trim_heap
 
 _Result = TypeVar("_Result")
@@ -78,7 +78,7 @@ class Gauge:
 def memory_watch(device: torch.device) -> Watch:
     """Return the method of measuring peak memory on `device`."""
     if device.type != "cpu":
-        module = getattr(torch, device.type, None)
+        module = runtime(device)
         counts = hasattr(module, "max_memory_allocated")
         return functools.partial(_tensors, module, device) if counts else unknown
     try:  # Linux records the peak, and resets it on request

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from PIL.PngImagePlugin import PngInfo
 
+from ...kernels import runtime
 from ..demo import CLIP_PATH, VAE_PATH
 from ..media.atomic_file import whole_file
 from ..media.video_reader import read_video
@@ -131,7 +132,7 @@ def _peak_bytes(device: torch.device) -> int | None:
 
     None on Windows, where Python's standard library cannot measure it.
     """
-    counter = getattr(getattr(torch, device.type, None), "max_memory_allocated", None)
+    counter = getattr(runtime(device), "max_memory_allocated", None)
     if counter is not None and device.type != "cpu":
         return counter(device)
     try:
