@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -126,18 +127,23 @@ def _advice() -> str:
 def _run(commands: Sequence[list[str]], folder: Path) -> None:
     """Run all commands at once in `folder`, and end them all if one fails or at a signal."""
     processes: list[subprocess.Popen[bytes]] = []
+
+    def start(command: list[str]) -> None:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, "LC_ALL": "C"},  # _first_error reads English
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        processes.append(process)
+
     try:
-        for command in commands:
-            process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env={**os.environ, "LC_ALL": "C"},  # _first_error reads English
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            processes.append(process)
+        # In threads, because a signal raises in the main thread only: a process is always listed.
+        with ThreadPoolExecutor(len(commands)) as threads:
+            list(threads.map(start, commands))
         for process in processes:
             output, _ = process.communicate()
             if process.returncode:

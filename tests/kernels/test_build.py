@@ -297,6 +297,26 @@ def test_an_interrupted_build_ends_its_compilers(tmp_path):
     assert not list(tmp_path.glob("cache/native/*"))
 
 
+@posix
+def test_a_signal_while_a_compiler_starts_ends_it(tmp_path, monkeypatch):
+    started = []
+
+    class Compiler(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            started.append(self)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Compiler)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            compiler._run([["sleep", "60"]], tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert [process.poll() for process in started] == [-signal.SIGKILL]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
 def test_every_instruction_set_passes_the_op_tests(library, isa):
