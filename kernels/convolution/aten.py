@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..autotune import log_failure
+from ..backends import TRIED
 from ..constraints import refuse_gradients
 from ..devices import device_kind
 from ..errors import is_out_of_memory
@@ -20,10 +21,8 @@ from .window import joined
 _ALIGNED = ("nvidia", "amd")
 _CHANNELS = 8
 
-# Kinds of GPUs where slices replace a convolution that the library lacks. Apple's have them first.
-_SLICED = ("nvidia", "amd", "intel")
-
-# Convolutions that a library lacks: device, dtype, shape of the weight, stride.
+# Convolutions that a library lacks, which slices replace: device, dtype, shape of the weight and
+# stride.
 _missing: set[tuple[torch.device, torch.dtype, tuple[int, ...], tuple[int, ...]]] = set()
 
 
@@ -54,7 +53,7 @@ def conv3d(
         try:
             return _convolved(window, weight, bias, stride, (0, *padding), **terms)
         except RuntimeError as error:
-            if device_kind(x.device) not in _SLICED or is_out_of_memory(error):
+            if device_kind(x.device) not in TRIED or is_out_of_memory(error):
                 raise
             log_failure("aten", "conv3d", x, error)
         _missing.add(kind)
