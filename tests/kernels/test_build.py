@@ -281,7 +281,9 @@ def test_an_interrupted_build_ends_its_compilers(tmp_path):
         f"#!/bin/sh\nsleep 60 & echo $! > {child}.new; mv {child}.new {child}; wait\n"
     )
     script.chmod(0o755)
-    building = start("call()", CXX=str(script), FAST_VIDEO_VAE_CACHE=str(tmp_path / "cache"))
+    # A process in the background of a shell ignores SIGINT, and so do those that it starts.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); call()"
+    building = start(code, CXX=str(script), FAST_VIDEO_VAE_CACHE=str(tmp_path / "cache"))
     deadline = time.monotonic() + 60
     while not child.exists():
         assert time.monotonic() < deadline, "the build did not start"
