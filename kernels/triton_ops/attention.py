@@ -22,7 +22,7 @@ from ..errors import Refusal
 from ..reference.attention import FLASH_HEAD
 from .runtime import interpreted, launch
 from .scalars import narrow
-from .tiles import blocks, refuse_span
+from .tiles import Chip, blocks, chip_of, refuse_span
 
 # Triton's interpreter multiplies bfloat16 incorrectly, so products use float32 there.
 _WIDEN = tl.constexpr(interpreted())
@@ -40,7 +40,7 @@ class AttentionTile:
     Attributes:
         queries: Rows of queries that a program holds.
         keys: Rows of keys and values per iteration.
-        warps: Warps of 32 threads.
+        warps: Warps of 32 threads; of 64 on AMD's data center GPUs.
         stages: Blocks of keys and values that are loaded ahead.
     """
 
@@ -67,6 +67,14 @@ _TILES_OF_OTHERS = {
     1024: AttentionTile(32, 16, 8, 1),
 }
 
+# The same by the start of an AMD architecture, in 64 KiB. Those of gfx11 spill 80 and 88 registers,
+# the fewest of all tiles: its warps hold every value of the queries twice.
+_TILES_OF_AMD = {
+    "gfx9": {640: AttentionTile(64, 16, 8, 2), 1024: AttentionTile(32, 16, 4, 1)},
+    "gfx11": {384: AttentionTile(32, 16, 8, 1), 512: AttentionTile(32, 16, 16, 1)},
+    "gfx12": {384: AttentionTile(32, 16, 8, 2), 512: AttentionTile(32, 16, 8, 1)},
+}
+
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute `attention(q, k, v)` of `[B, N, d]`.
@@ -82,8 +90,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Raises:
         Refusal: Device, dtype, layout or head size are not supported.
     """
-    if device_kind(q.device) not in ("nvidia", "cpu"):
-        raise Refusal("its tiles are for NVIDIA chips only")
+    if device_kind(q.device) not in ("nvidia", "amd", "cpu"):
+        raise Refusal("its tiles are for NVIDIA and AMD chips only")
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise Refusal(f"{str(q.dtype).removeprefix('torch.')} runs on PyTorch's kernels")
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -93,9 +101,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if channels <= FLASH_HEAD:
         raise Refusal(f"heads of up to {FLASH_HEAD} have flash kernels in PyTorch")
     parts = head_parts(channels)
-    # Without a GPU, assume the chips with the least shared memory.
-    chip = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 6)
-    tile = tile_of(chip, channels)
+    tile = tile_of(chip_of(q.device), channels)
     refuse_span(*(x.stride(1) * max(tile.queries, tile.keys) for x in (q, k, v)))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch(
@@ -147,24 +153,42 @@ def head_parts(channels: int) -> tuple[int, int, int]:
     return first, second, third
 
 
-def tile_of(capability: tuple[int, int], channels: int) -> AttentionTile:
+def tiles_of(chip: Chip) -> dict[int, AttentionTile]:
+    """Return the tiles of a chip by the widest head that each takes.
+
+    Args:
+        chip: Compute capability or AMD architecture.
+
+    Returns:
+        The tiles, the narrowest head first.
+
+    Raises:
+        Refusal: The chip is too old, or unknown.
+    """
+    if isinstance(chip, str):
+        found = (tiles for start, tiles in _TILES_OF_AMD.items() if chip.startswith(start))
+        if (tiles := next(found, None)) is None:
+            raise Refusal(f"it has no tiles for {chip}; expected {', '.join(_TILES_OF_AMD)}")
+        return tiles
+    if chip < (8, 0):
+        raise Refusal(f"compute capability is {chip[0]}.{chip[1]}; expected 8.0 or more")
+    return _TILES.get(chip, _TILES_OF_OTHERS)
+
+
+def tile_of(chip: Chip, channels: int) -> AttentionTile:
     """Return the tile for a chip and a head.
 
     Args:
-        capability: CUDA compute capability, such as `(9, 0)`.
+        chip: Compute capability or AMD architecture.
         channels: Size of the head.
 
     Returns:
         The tile.
 
     Raises:
-        Refusal: The chip is too old, or the head too wide for it.
+        Refusal: The chip has no tiles, or the head is too wide for them.
     """
-    if capability < (8, 0):
-        raise Refusal(
-            f"compute capability is {capability[0]}.{capability[1]}; expected 8.0 or more"
-        )
-    tiles = _TILES.get(capability, _TILES_OF_OTHERS)
+    tiles = tiles_of(chip)
     for widest, tile in tiles.items():
         if channels <= widest:
             return tile

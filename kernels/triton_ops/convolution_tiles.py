@@ -20,11 +20,7 @@ from torch import Tensor
 
 from ..convolution.fused import Fused
 from ..convolution.weight import ConvWeight
-from ..devices import amd_chip, device_kind
-from .tiles import blocks
-
-# Compute capability, or the architecture of an AMD GPU, such as "gfx942".
-Chip = tuple[int, int] | str
+from .tiles import Chip, blocks, chip_of
 
 # Most channels of a tile; more would spill registers.
 WIDEST = 192
@@ -238,16 +234,6 @@ def tiles_for(x: Tensor, weight: ConvWeight, stride: tuple[int, ...]) -> tuple[C
     described = all(step == 1 for step in stride) and _has_descriptors()
     inputs = x.shape[1] if described else 0
     return tiles_of(chip_of(x.device), x.dtype, weight.shape[0], inputs)
-
-
-def chip_of(device: torch.device) -> Chip:
-    """Return the chip of `device`; for the interpreter on a CPU, one that sums in float16 too."""
-    kind = device_kind(device)
-    if kind not in ("nvidia", "amd"):
-        return 8, 9
-    if kind == "amd":
-        return amd_chip(device)
-    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache

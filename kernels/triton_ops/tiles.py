@@ -4,11 +4,16 @@ A tile is some rows of pixels times all channels, in blocks of powers of two: 96
 with a mask. A quarter of the lanes is idle then, which costs nothing while memory is the limit.
 """
 
+import torch
 from torch import Tensor
 
 from ..constraints import DTYPES
+from ..devices import amd_chip, device_kind
 from ..errors import Refusal
 from .runtime import GRID_LIMIT
+
+# Compute capability, or the architecture of an AMD GPU, such as "gfx942".
+Chip = tuple[int, int] | str
 
 # Values per program of four warps, not measured: 32 float32 values of each thread stay in
 # registers, and in 16 bits they are four loads of 16 bytes in flight. Kernels that hold several
@@ -20,6 +25,16 @@ _CHANNEL_LIMIT = 8192
 
 # Offsets within a tile have 32 bits.
 OFFSET_LIMIT = 2**31
+
+
+def chip_of(device: torch.device) -> Chip:
+    """Return the chip of `device`; for the interpreter on a CPU, one that sums in float16 too."""
+    kind = device_kind(device)
+    if kind not in ("nvidia", "amd"):
+        return 8, 9
+    if kind == "amd":
+        return amd_chip(device)
+    return torch.cuda.get_device_capability(device)
 
 
 def tile(

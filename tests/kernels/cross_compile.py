@@ -42,7 +42,10 @@ _SHOWN = (
     *("KT", "KH", "KW", "SW"),
 )
 
-_tile_of = attention.tile_of
+
+def key_of(chip):
+    """Return the compute capability of an NVIDIA chip such as 90; an AMD architecture as it is."""
+    return chip if isinstance(chip, str) else divmod(chip, 10)
 
 
 def launches(chip, dtype, channels, length=None):
@@ -61,7 +64,7 @@ def launches(chip, dtype, channels, length=None):
     for module in (rows, group_norm, layout, attention):
         module.launch = launch
     if length:
-        attention.tile_of = lambda _, head: _tile_of(divmod(chip, 10), head)
+        attention.chip_of = lambda _: key_of(chip)
         projection = torch.empty(1, length, 3 * channels, dtype=dtype, device="meta")
         attention.attention(*projection.chunk(3, -1))
         return started
@@ -106,7 +109,7 @@ def convolutions(chip, dtype, inputs, outputs):
         kept = convolution.ConvWeight.of(weight)
         convolution.conv3d(video(inputs, 4), kept, variant=variant, gamma=gamma, **options)
 
-    key = chip if isinstance(chip, str) else divmod(chip, 10)
+    key = key_of(chip)
     convolution.launch, tiles.chip_of = launch, lambda _: key
     for variant in range(len(tiles.tiles_of(key, dtype, outputs, inputs))):
         run((3, 3, 3), padding=(1, 1), variant=variant)

@@ -220,3 +220,8 @@ def test_a_chip_refuses_heads_without_tiles(in_triton):
         in_triton.tile_of((9, 0), 640)
     with pytest.raises(Refusal, match=r"compute capability is 7\.5"):
         in_triton.tile_of((7, 5), 384)
+    assert in_triton.tile_of("gfx942", 384) == in_triton.tile_of("gfx950", 640)
+    with pytest.raises(Refusal, match="heads above 512"):
+        in_triton.tile_of("gfx1100", 640)
+    with pytest.raises(Refusal, match="no tiles for gfx1030; expected gfx9, gfx11, gfx12"):
+        in_triton.tile_of("gfx1030", 384)

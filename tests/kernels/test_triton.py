@@ -156,12 +156,12 @@ def test_tensor_cores_limit_the_convolutions_with_float16_sums():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", SHARED)
+@pytest.mark.parametrize("chip", [*SHARED, *AMD])
 def test_attention_compiles_for_every_head_and_chip(chip):
     """Each tile runs with its widest head, and with a full and a partial last block of keys."""
     pytest.importorskip("triton", reason="compiling needs triton")
     attention = importlib.import_module("fast_video_vae.kernels.triton_ops.attention")
-    heads = attention._TILES.get(divmod(chip, 10), attention._TILES_OF_OTHERS)
+    heads = attention.tiles_of(chip if chip in AMD else divmod(chip, 10))
     cases = [f"bf16,{head},{length}" for head in heads for length in (3584, 3601)]
     check_resources([chip], [*cases, "fp16,384,3584"])
 
