@@ -175,8 +175,9 @@ class Device(TorchFunctionMode):
         given = [*args[3:5], *(kwargs.get(each) for each in ("stride", "padding"))]
         self.calls.append(Call(weight.data_ptr(), tuple(weight.shape), tuple(x.shape), str(given)))
         if self.kind == "amd":
-            switches = torch.backends
-            if switches.cudnn.benchmark or not getattr(switches.miopen, "immediate", True):
+            # Newer versions of PyTorch have the immediate mode.
+            immediate = getattr(getattr(torch.backends, "miopen", None), "immediate", True)
+            if torch.backends.cudnn.benchmark or not immediate:
                 self.faults.append("MIOpen searches")
 
 
