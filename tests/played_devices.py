@@ -249,8 +249,10 @@ def _runtime(kind):
         "memory_stats": lambda *_: counts,
         "stream": lambda _: contextlib.nullcontext(),
     }
-    if kind == "intel":
-        return common | streams
+    if kind == "intel":  # whose streams can wait in newer versions of PyTorch
+        return (
+            common | streams | ({"_sleep": lambda _: None} if hasattr(torch.xpu, "_sleep") else {})
+        )
     return (
         common
         | streams

@@ -64,8 +64,8 @@ HEAD = """# PyTorch and Python
 Written by `python tests/tools/matrix.py`. Each line is a fresh virtual environment with the newest
 packages that pip finds for it. Below PyTorch 2.12, tests of Triton's interpreter are skipped with
 NumPy 2.4 or later. The tests `short` are the native build and each family compared with another
-implementation, `quick` also the ops, layers, LoRAs and played devices; `whole` is a plain `pytest`. Seconds include
-the installation.
+implementation, `quick` also the ops, layers, LoRAs and played devices; `whole` is a plain `pytest`.
+Seconds include the installation.
 
 """
 
