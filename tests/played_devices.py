@@ -249,15 +249,14 @@ def _runtime(kind):
         "memory_stats": lambda *_: counts,
         "stream": lambda _: contextlib.nullcontext(),
     }
-    if kind == "intel":  # whose streams can wait in newer versions of PyTorch
-        return (
-            common | streams | ({"_sleep": lambda _: None} if hasattr(torch.xpu, "_sleep") else {})
-        )
+    waits = {"_sleep": lambda _: None}
+    if kind == "intel":  # their streams can wait in newer versions of PyTorch
+        return common | streams | (waits if hasattr(torch.xpu, "_sleep") else {})
     return (
         common
         | streams
+        | waits
         | {
-            "_sleep": lambda _: None,
             "get_device_capability": lambda *_: (8, 9) if kind == "nvidia" else (11, 0),
             "is_bf16_supported": lambda **_: True,
             "is_current_stream_capturing": lambda: False,
