@@ -67,8 +67,8 @@ _TILES_OF_OTHERS = {
     1024: AttentionTile(32, 16, 8, 1),
 }
 
-# The same by the start of an AMD architecture, in 64 KiB. Those of gfx11 spill 80 and 88 registers,
-# the fewest of all tiles: its warps hold every value of the queries twice.
+# The same by the start of an AMD architecture, in 64 KiB. On gfx11, whose warps hold every value of
+# the queries twice, all tiles spill; these the least with 32 queries, 80 and 88 registers.
 _TILES_OF_AMD = {
     "gfx9": {640: AttentionTile(64, 16, 8, 2), 1024: AttentionTile(32, 16, 4, 1)},
     "gfx11": {384: AttentionTile(32, 16, 8, 1), 512: AttentionTile(32, 16, 16, 1)},

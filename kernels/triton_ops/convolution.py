@@ -17,9 +17,9 @@ from ..convolution.weight import ConvWeight
 from ..errors import Refusal
 from .convolution_kernels import convolve
 from .convolution_patches import convolve_patches
-from .convolution_tiles import WIDEST, ConvTile, chip_of, tiles_for
+from .convolution_tiles import WIDEST, ConvTile, tiles_for
 from .runtime import GRID_LIMIT, launch
-from .tiles import blocks, dense, given, refuse_span, strides
+from .tiles import blocks, chip_of, dense, given, refuse_span, strides
 
 # Values of a 16-byte load.
 _LOAD = 8

@@ -1,4 +1,4 @@
-"""Tile sizes and memory offsets of programs, without Triton.
+"""Chips, and the tile sizes and memory offsets of programs, without Triton.
 
 A tile is some rows of pixels times all channels, in blocks of powers of two: 96 channels are 128
 with a mask. A quarter of the lanes is idle then, which costs nothing while memory is the limit.
@@ -30,11 +30,9 @@ OFFSET_LIMIT = 2**31
 def chip_of(device: torch.device) -> Chip:
     """Return the chip of `device`; for the interpreter on a CPU, one that sums in float16 too."""
     kind = device_kind(device)
-    if kind not in ("nvidia", "amd"):
-        return 8, 9
     if kind == "amd":
         return amd_chip(device)
-    return torch.cuda.get_device_capability(device)
+    return torch.cuda.get_device_capability(device) if kind == "nvidia" else (8, 9)
 
 
 def tile(

@@ -102,13 +102,13 @@ def compiled_lines(script, chips, cases):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def check_resources(chips, cases):
-    """Compile for `chips`, and check the resources of every kernel; AMD GPUs may spill."""
+def check_resources(chips, cases, spilling=tuple(AMD)):
+    """Compile for `chips`, and check the resources of every kernel; `spilling` may spill."""
     lines = compiled_lines("cross_compile", chips, cases)
     assert {line["chip"] for line in lines} == set(chips)
     assert {line["case"] for line in lines} == set(cases)
     for line in lines:
-        assert line["stack"] == 0 or line["chip"] in AMD, line
+        assert line["stack"] == 0 or line["chip"] in spilling, line
         assert line["shared"] <= (SHARED | AMD)[line["chip"]] << 10, line
         # Stores are 16 bytes wide where a tile has consecutive channels.
         wide = line["kernel"] in ("_rms_norm_silu", "_write") and line["chip"] not in AMD
@@ -163,7 +163,7 @@ def test_attention_compiles_for_every_head_and_chip(chip):
     attention = importlib.import_module("fast_video_vae.kernels.triton_ops.attention")
     heads = attention.tiles_of(chip if chip in AMD else divmod(chip, 10))
     cases = [f"bf16,{head},{length}" for head in heads for length in (3584, 3601)]
-    check_resources([chip], [*cases, "fp16,384,3584"])
+    check_resources([chip], [*cases, "fp16,384,3584"], spilling=("gfx1100",))
 
 
 def test_the_interpreter_is_used_only_if_forced(monkeypatch):

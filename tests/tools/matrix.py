@@ -53,7 +53,6 @@ QUICK = [
     "tests/vae/layers",
     "tests/vae/models",
     "tests/vae/streaming/test_float32_switches.py",
-    "tests/vae/test_played_devices.py",
 ]
 # Which tests run, by the name in the table. No path: what a plain `pytest` runs.
 TESTS = {"short": SHORT, "quick": list(dict.fromkeys(QUICK)), "whole": []}
@@ -64,8 +63,8 @@ HEAD = """# PyTorch and Python
 Written by `python tests/tools/matrix.py`. Each line is a fresh virtual environment with the newest
 packages that pip finds for it. Below PyTorch 2.12, tests of Triton's interpreter are skipped with
 NumPy 2.4 or later. The tests `short` are the native build and each family compared with another
-implementation, `quick` also the ops, layers, LoRAs and played devices; `whole` is a plain `pytest`.
-Seconds include the installation.
+implementation, `quick` also the ops, layers and LoRAs; `whole` is a plain `pytest`. Seconds include
+the installation.
 
 """
 
