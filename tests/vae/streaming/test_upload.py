@@ -223,7 +223,7 @@ def test_a_chunk_counts_once_if_memory_runs_out_behind_the_upload(device, monkey
 def test_a_clip_is_checked_with_one_synchronisation(wan, device):
     frames = random_frames(1, 3, 17, 32, 32)
     list(wan.encode_stream(frames, StreamOptions(1)))
-    with profile() as trace:
+    with profile(acc_events=True) as trace:
         list(wan.encode_stream(frames, StreamOptions(1)))
     names = [event.name for event in trace.events()]
     assert names.count("aten::_local_scalar_dense") == 1
