@@ -5,14 +5,12 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..kernels import TrialBudget, trials
-from .layers.conv import Conv, PointwiseConv
 from .layers.oom import Relief
 from .models.base import Network
-from .models.build import make_decoder, make_encoder
-from .models.config import SEEDVR2, VAEConfig
+from .models.config import VAEConfig
 from .models.patchify import fold_pixels
 from .planning.device_memory import check_holds
 from .planning.job import job_of
@@ -24,9 +22,10 @@ from .streaming.part import Part
 from .streaming.precision import compute_dtype, decode_dtype
 from .streaming.session import VideoSession, eager
 from .validation import check_frames, check_latent, check_targets, check_tensor, checked
+from .weights import VAEWeights
 
 
-class VideoVAE(nn.Module):
+class VideoVAE(VAEWeights):
     """A causal video VAE of the Wan family or of SeedVR2.
 
     Created by `load_vae`. Parameters have the names of the original checkpoint. Encoding and
@@ -54,28 +53,12 @@ class VideoVAE(nn.Module):
     """
 
     def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
-        super().__init__()
-        self.config = config
-        self.dtype = dtype
-        self.encode_dtype = encode_dtype
+        super().__init__(config, dtype, encode_dtype)
         self.limit_bytes: int | None = None
         self.allow_tf32 = False
-        self.allow_fp16 = False
         self.graphs = False
         self.searches = False
         self.skips_static = True
-        latents = config.latent_channels
-        mixes = config.family != SEEDVR2
-        self.encoder = make_encoder(config)
-        self.conv1 = PointwiseConv(2 * latents, 2 * latents) if mixes and self.encoder else None
-        self.conv2 = PointwiseConv(latents, latents) if mixes else None
-        self.decoder = make_decoder(config)
-        self.requires_grad_(False).eval()
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights; inputs are moved there, and results stay there."""
-        return next(self.decoder.parameters()).device
 
     @eager
     def encode(self, frames: Tensor, chunk: int | None = None) -> Tensor:
@@ -147,7 +130,7 @@ class VideoVAE(nn.Module):
             ValueError: As for `encode`; for a piece when it is reached. On a GPU, values that are
                 not finite are found at the end, because each look at them would stop the device.
         """
-        encoder = self._encoding()
+        encoder = self.encoding()
         latents, patch = self.config.latent_channels, self.config.patch_size
         scale = self.config.latent_scale if scaled else 1
         relief = Relief(self.device, "an encode", options.release)
@@ -277,7 +260,7 @@ class VideoVAE(nn.Module):
         Raises:
             ValueError: `encode` is set and the checkpoint has no encoder.
         """
-        network = self._encoding() if encode else self.decoder
+        network = self.encoding() if encode else self.decoder
         step = self.config.spatial_compression
         size = 1, height // step, width // step
         device = device or self.device
@@ -288,16 +271,6 @@ class VideoVAE(nn.Module):
         limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
         limit = empty_limit(job) if limit is None and empty else limit
         return make_plan(job, limit, chunk=options.chunk, tile=options.tile, cuts=cuts)
-
-    def weight_bytes(self) -> int:
-        """Return the bytes of the parameters and of the weights derived from them."""
-        own = sum(parameter.nbytes for parameter in self.parameters())
-        return own + sum(conv.form_bytes() for conv in self._convs())
-
-    def drop_derived(self) -> None:
-        """Free the derived weights; they are derived again when needed."""
-        for conv in self._convs():
-            conv.forms.clear()
 
     def _frames_of(
         self,
@@ -369,30 +342,8 @@ class VideoVAE(nn.Module):
         )
         return session.run(source)
 
-    def _encoding(self) -> Network:
-        if self.encoder is None:
-            raise ValueError("the checkpoint has no encoder; only decode works with it")
-        return self.encoder
-
     def _statistics(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         check_tensor(latent, "latent", self.config.latent_channels)
         mean, std = self.config.latent_mean, self.config.latent_std
         shape = (1, -1, 1, 1, 1)
         return latent.new_tensor(mean).view(shape), latent.new_tensor(std).view(shape)
-
-    def _convs(self) -> Iterator[Conv]:
-        return (module for module in self.modules() if isinstance(module, Conv))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "VideoVAE":
-        """Move or cast the weights (`.to`, `.half`, ...), and with them the computation."""
-        networks = self.decoder, self.decoder if self.encoder is None else self.encoder
-        before = [next(network.parameters()).dtype for network in networks]
-        super()._apply(fn, recurse)
-        after = [next(network.parameters()).dtype for network in networks]
-        if after[0] != before[0]:
-            self.dtype, self.allow_fp16 = after[0], False
-        if self.encoder is None:
-            self.encode_dtype = self.dtype
-        elif after[1] != before[1]:
-            self.encode_dtype = after[1]
-        return self

@@ -37,19 +37,19 @@ from ..layers.workspace import Workspace, canonical
 from ..models.base import Network
 from ..models.config import VAEConfig
 from ..planning.job import job_of
-from ..planning.plan import Plan, check_plan, cut_tiles, make_plan, smaller_plan
+from ..planning.plan import Plan, check_plan, make_plan, smaller_plan
 from . import cuda_graph
-from .cache_offload import Parking
 from .executor import Executor, rechunk
+from .executors import make_executor
 from .options import StreamOptions
 from .output import Output
 from .precision import full_float32
 from .static_frames import Changes
-from .tiled_executor import TiledDecode, TiledEncode
 from .upload import Upload
 
 # Seconds of a search for one new shape, at least; see `searches_shapes`.
 _SEARCH_S = 7.6
+
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -372,29 +372,13 @@ class VideoSession:
 
     def _executor_of(self, plan: Plan) -> Executor:
         def new_cache() -> TemporalCache:
-            single_frame, bands = self._job.single_frame, plan.part_bytes
-            rings = plan.rings and not self.graphs  # a graph repeats fixed addresses
             cache = TemporalCache(
-                single_frame=single_frame,
-                band_bytes=bands,
+                single_frame=self._job.single_frame,
+                band_bytes=plan.part_bytes,
                 workspace=self._workspace,
-                rings=rings,
+                rings=plan.rings and not self.graphs,  # a graph repeats fixed addresses
             )
             cache.first = self.begins
             return cache
 
-        leave = self.leave
-        if plan.tiles is None:
-            executor = Executor(self.network.chains(), new_cache(), plan.part_bytes)
-            executor.finish = leave.write if isinstance(leave, Output) else leave
-            return executor
-        parts = *cut_tiles(self._job, plan.tiles), new_cache, plan.part_bytes
-        if isinstance(leave, Output):
-            executor = TiledDecode(*parts)
-            executor.output = leave
-        else:
-            executor = TiledEncode(*parts)
-            executor.finish = leave
-        if plan.parked:
-            executor.parking = Parking(self._device)
-        return executor
+        return make_executor(self._job, plan, new_cache, self.leave)

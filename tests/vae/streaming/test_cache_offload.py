@@ -16,7 +16,7 @@ from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.oom import Relief
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.pinned_memory import PinnedMemory
-from fast_video_vae.vae.streaming import cache_offload, session
+from fast_video_vae.vae.streaming import cache_offload, executors, session
 from fast_video_vae.vae.streaming.cache_offload import Parking
 from fast_video_vae.vae.streaming.tiled_executor import TiledExecutor
 
@@ -165,7 +165,7 @@ def test_the_frames_come_without_pinned_memory(monkeypatch, caplog):
     monkeypatch.setattr(
         session, "make_plan", lambda *args, **given: replace(plan(*args, **given), parked=True)
     )
-    monkeypatch.setattr(session, "Parking", lambda _: cache_offload.Parking(CUDA))
+    monkeypatch.setattr(executors, "Parking", lambda _: cache_offload.Parking(CUDA))
     options = StreamOptions(1, tile=(64, 64))
     with caplog.at_level(logging.WARNING), FakeGPU(monkeypatch, refuses=True) as gpu:
         for _ in range(2):

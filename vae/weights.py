@@ -1,0 +1,81 @@
+"""The weights of a VAE: its networks, and what is derived from their parameters."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from .layers.conv import Conv, PointwiseConv
+from .models.base import Network
+from .models.build import make_decoder, make_encoder
+from .models.config import SEEDVR2, VAEConfig
+
+
+class VAEWeights(nn.Module):
+    """Encoder, decoder and the 1x1x1 convolutions at the latents, under the original names.
+
+    Attributes:
+        config: Configuration of the VAE.
+        dtype: Dtype of decoding and of the frames.
+        encode_dtype: Dtype of encoding and of the latents.
+        allow_fp16: A decode in bfloat16 may compute in float16; see `VideoVAE`.
+    """
+
+    def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.encode_dtype = encode_dtype
+        self.allow_fp16 = False
+        latents = config.latent_channels
+        mixes = config.family != SEEDVR2
+        self.encoder = make_encoder(config)
+        self.conv1 = PointwiseConv(2 * latents, 2 * latents) if mixes and self.encoder else None
+        self.conv2 = PointwiseConv(latents, latents) if mixes else None
+        self.decoder = make_decoder(config)
+        self.requires_grad_(False).eval()
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights; inputs are moved there, and results stay there."""
+        return next(self.decoder.parameters()).device
+
+    def encoding(self) -> Network:
+        """Return the encoder.
+
+        Returns:
+            The encoder.
+
+        Raises:
+            ValueError: The checkpoint has none.
+        """
+        if self.encoder is None:
+            raise ValueError("the checkpoint has no encoder; only decode works with it")
+        return self.encoder
+
+    def weight_bytes(self) -> int:
+        """Return the bytes of the parameters and of the weights derived from them."""
+        own = sum(parameter.nbytes for parameter in self.parameters())
+        return own + sum(conv.form_bytes() for conv in self._convs())
+
+    def drop_derived(self) -> None:
+        """Free the derived weights; they are derived again when needed."""
+        for conv in self._convs():
+            conv.forms.clear()
+
+    def _convs(self) -> Iterator[Conv]:
+        return (module for module in self.modules() if isinstance(module, Conv))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "VAEWeights":
+        """Move or cast the weights (`.to`, `.half`, ...), and with them the computation."""
+        networks = self.decoder, self.decoder if self.encoder is None else self.encoder
+        before = [next(network.parameters()).dtype for network in networks]
+        super()._apply(fn, recurse)
+        after = [next(network.parameters()).dtype for network in networks]
+        if after[0] != before[0]:
+            self.dtype, self.allow_fp16 = after[0], False
+        if self.encoder is None:
+            self.encode_dtype = self.dtype
+        elif after[1] != before[1]:
+            self.encode_dtype = after[1]
+        return self
