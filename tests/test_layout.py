@@ -26,7 +26,7 @@ _MODELS = f"{_LAYERS} vae/models"
 _PLANNING = f"{_MODELS} vae/planning"
 _WRITER = "vae/pinned_memory.py vae/background_writer.py"
 _STREAMING = f"{_PLANNING} vae/streaming vae/validation.py {_WRITER}"
-_MODEL = f"{_STREAMING} vae/weights.py vae/model.py"
+_MODEL = f"{_STREAMING} vae/sharding vae/weights.py vae/model.py"
 _CHECKPOINT = f"{_MODEL} vae/checkpoint_io vae/checkpoint.py"
 _BENCH = f"{_CHECKPOINT} vae/bench"
 _HOST = "kernels lora vae nodes/host"
@@ -44,7 +44,8 @@ MAY_IMPORT = {
     "vae/background_writer.py": "vae/pinned_memory.py",
     "vae/streaming": f"{_PLANNING} vae/validation.py {_WRITER}",
     "vae/weights.py": _MODELS,
-    "vae/model.py": f"{_STREAMING} vae/weights.py",
+    "vae/sharding": _PLANNING,
+    "vae/model.py": f"{_STREAMING} vae/sharding vae/weights.py",
     "vae/checkpoint.py": f"{_MODEL} vae/checkpoint_io",
     "vae/checkpoint_io": "kernels",
     "vae/media": f"kernels {_WRITER}",

@@ -14,12 +14,12 @@ from .runtime import launch, refuse_counts
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute `attention(q, k, v)` of `[B, N, d]`.
+    """Compute `attention(q, k, v)`.
 
     Args:
         q: `[B, N, d]`, float16 or bfloat16.
-        k: `[B, N, d]`, as `q`.
-        v: `[B, N, d]`, as `q`.
+        k: `[B, M, d]`, as `q`.
+        v: `[B, M, d]`, as `q`.
 
     Returns:
         `[B, N, d]`.

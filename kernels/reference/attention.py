@@ -30,15 +30,15 @@ _TRIED_PIXELS = 1 << 14
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute `attention(q, k, v)` of `[B, N, d]` by a fused kernel or in blocks of queries.
+    """Compute `attention(q, k, v)` by a fused kernel or in blocks of queries.
 
     The fused kernels only need memory for the result: the flash kernel on a CPU, the flash and the
     memory-efficient kernel on CUDA.
 
     Args:
         q: `[B, N, d]`.
-        k: `[B, N, d]`.
-        v: `[B, N, d]`.
+        k: `[B, M, d]`.
+        v: `[B, M, d]`.
 
     Returns:
         `[B, N, d]`.
@@ -49,7 +49,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if q.ndim != 3:
         raise Refusal(f"q is {list(q.shape)}; expected [B, N, d]")
     if not q.numel():
-        return torch.empty_like(v)
+        return torch.empty_like(q)
     # The fused kernels need dense rows; otherwise PyTorch would materialise the scores.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     if _fused_attention_takes(q, k, v) and not _blocks_are_faster(q, k, v):
@@ -74,16 +74,17 @@ def in_blocks(
 
     Args:
         q: `[B, N, d]`.
-        k: `[B, N, d]`.
-        v: `[B, N, d]`.
+        k: `[B, M, d]`.
+        v: `[B, M, d]`.
         weigh: Returns `LIFT * softmax(scores)` in a dtype, where `multiplies_mixed`.
 
     Returns:
         `[B, N, d]`.
     """
     batch, length, channels = q.shape
-    frames = max(1, _SCORE_ELEMENTS // length**2)
-    rows = max(1, _SCORE_ELEMENTS // (frames * length))
+    count = k.shape[1]
+    frames = max(1, _SCORE_ELEMENTS // (length * count))
+    rows = max(1, _SCORE_ELEMENTS // (frames * count))
     rows = rows // _ROWS * _ROWS or rows
     mixed = multiplies_mixed(q, k, v)
     if not mixed:
@@ -115,7 +116,7 @@ def multiplies_mixed(*tensors: Tensor) -> bool:
     """Return whether `_mixed_product` is used; autograd does not record it.
 
     Args:
-        *tensors: `[B, N, d]`, the factors.
+        *tensors: `[B, N, d]` each, the factors.
 
     Returns:
         False where PyTorch has no such products on the device.
@@ -147,7 +148,7 @@ def _blocks_are_faster(q: Tensor, k: Tensor, v: Tensor) -> bool:
     In 16 bits only if mixed products are available: products in float32 are slower than the fused
     kernel.
     """
-    _, length, channels = q.shape
+    channels, length = q.shape[2], k.shape[1]
     if q.device.type != "cuda" or channels <= FLASH_HEAD:
         return False
     if q.dtype.itemsize == 2 and not multiplies_mixed(q, k, v):
@@ -180,7 +181,7 @@ def _measure(q: Tensor, pixels: int) -> bool:
 
 
 def _fused_attention_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether PyTorch has a kernel for these tensors without the `N x N` scores."""
+    """Return whether PyTorch has a kernel for these tensors without the `N x M` scores."""
     if q.device.type in ("cpu", "meta"):
         return True
     if q.device.type != "cuda":

@@ -77,12 +77,12 @@ _TILES_OF_AMD = {
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute `attention(q, k, v)` of `[B, N, d]`.
+    """Compute `attention(q, k, v)`.
 
     Args:
         q: `[B, N, d]`, the last dimension dense.
-        k: `[B, N, d]`, as `q`.
-        v: `[B, N, d]`, as `q`.
+        k: `[B, M, d]`, as `q`.
+        v: `[B, M, d]`, as `q`.
 
     Returns:
         `[B, N, d]`.
@@ -98,6 +98,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if x.stride(-1) != 1:
             raise Refusal(f"the last dimension of {name} is not dense")
     batch, length, channels = q.shape
+    count = k.shape[1]
     if channels <= FLASH_HEAD:
         raise Refusal(f"heads of up to {FLASH_HEAD} have flash kernels in PyTorch")
     parts = head_parts(channels)
@@ -112,6 +113,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         v,
         out,
         length,
+        count,
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
@@ -121,7 +123,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         PART_2=parts[2],
         QUERIES=tile.queries,
         KEYS=tile.keys,
-        EVEN=length % tile.keys == 0,
+        EVEN=count % tile.keys == 0,
         warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -209,13 +211,14 @@ def _store(base, rows, columns, stride, there, values):
     tl.store(at, narrow(values, base.dtype.element_ty), mask=there[:, None])
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length", "count"])
 def _flash(
     q,
     k,
     v,
     out,
     length,
+    count,
     q_frame,
     q_row,
     k_frame,
@@ -230,7 +233,7 @@ def _flash(
     KEYS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Compute one block of queries of one frame.
+    """Compute one block of the `length` queries of one frame, with its `count` keys.
 
     `scale` is `log2(e) / sqrt(d)`, because `exp2` replaces `exp`. Offsets within a block fit into
     32 bits; those of frames and blocks do not.
@@ -261,8 +264,8 @@ def _flash(
     total = tl.zeros([QUERIES], tl.float32)
 
     keys = tl.arange(0, KEYS)
-    for start in range(0, length, KEYS):
-        there = keys < length - start
+    for start in range(0, count, KEYS):
+        there = keys < count - start
         part = _load(k, keys, columns_0, k_row, there, EVEN)
         scores = tl.dot(q_0, tl.trans(part), input_precision="ieee")
         if PART_1 > 0:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ...kernels import Fused, is_out_of_memory
-from . import row_bands
+from . import halo_conv, row_bands
 from .causal_layer import CausalLayer
 from .conv import BIAS, Conv, Terms
 from .conv_weights import turned, turns
 from .frame_ring import FrameRing
-from .frame_runs import Settling, fitted
+from .frame_runs import Settling, fitted, run_of
 from .temporal_cache import TemporalCache
 
 # Bands of rows that a frame is cut into when memory is short.
@@ -140,6 +140,8 @@ class CausalConv3d(Conv, CausalLayer):
             until the output is static, which can be none without a residual.
         """
         held = [x.take() if isinstance(x, Handover) else x]
+        if cache.shard is not None and self.padding:
+            return halo_conv.convolve(self, held, cache, fill, terms)
         if cache.settling is not None and not cache.first:
             return self._settled(cache.settling, held[0], cache, fill, terms)
         fresh = held[0].shape[2]
@@ -191,7 +193,7 @@ class CausalConv3d(Conv, CausalLayer):
         fused = self.fusing(x, cache, norm=norm)
         writes = fill is not None and not torch.is_grad_enabled()
         border = self.padding if fused.border and writes else 0
-        if not border and self._keeps_ring(x, cache):
+        if not border and self.keeps_ring(x, cache):
             ring = cache.ring(self, self.context, x)
             take = _copy if fill is None else fill
             cache.attempt(functools.partial(take, x, out=ring.slot))
@@ -217,11 +219,13 @@ class CausalConv3d(Conv, CausalLayer):
             What is fused.
         """
         pads = (self.padding, self.padding)
+        if cache.shard is not None and self.padding:
+            x, pads = halo_conv.input_like(self, x, cache)
         if cache.first:
             return self.fuses(x.squeeze(2), self.first_form, (1, 1), pads, norm=norm)
         return self.fuses(x, "volume", (self.stride, 1, 1), pads, norm=norm)
 
-    def _keeps_ring(self, x: Tensor, cache: TemporalCache) -> bool:
+    def keeps_ring(self, x: Tensor, cache: TemporalCache) -> bool:
         """Return whether `x` `[B, C_in, T, H, W]` is a frame for a ring."""
         return (
             cache.rings
@@ -249,8 +253,9 @@ class CausalConv3d(Conv, CausalLayer):
             pieces = []
             for part in (slice(0, half), slice(half, None)):
                 steps = slice(*(at and at // self.stride for at in (part.start, part.stop)))
-                added = terms.of(functools.partial(_run, cache, steps))
-                pieces.append(self.forward(_run(cache, part, x), cache, fill, added))
+                added = terms.of(functools.partial(run_of, frames=steps, attempt=cache.attempt))
+                run = run_of(x, part, cache.attempt)
+                pieces.append(self.forward(run, cache, fill, added))
             return cache.attempt(lambda: torch.cat(pieces, dim=2))
         rows = x.shape[3] // _BANDS
         if not rows or (self.replicate and fill is not None):  # its norm needs the whole frame
@@ -364,12 +369,6 @@ class CausalConv3d(Conv, CausalLayer):
         if cache.first and self.replicate and self.context:
             x = x.expand(-1, -1, self.context, -1, -1)
         cache.keep(self, self.context, x)
-
-
-def _run(cache: TemporalCache, frames: slice, x: Tensor) -> Tensor:
-    """Return some frames of `x`, channels-last."""
-    run = x[:, :, frames]
-    return cache.attempt(lambda: run.contiguous(memory_format=torch.channels_last_3d))
 
 
 def _bordered(shape: Sequence[int], border: int) -> tuple[int, ...]:

@@ -235,7 +235,7 @@ class PointwiseConv(nn.Module):
         self,
         x: Tensor,
         cache: TemporalCache | None = None,
-        out_channels: int | None = None,
+        outputs: slice = slice(None),
         *,
         biased: bool = True,
     ) -> Tensor:
@@ -244,7 +244,7 @@ class PointwiseConv(nn.Module):
         Args:
             x: `[B, C_in, T, H, W]`, channels-last.
             cache: Frees memory when it runs out; None: the caller does.
-            out_channels: Compute only the first channels; None: all.
+            outputs: Output channels to compute.
             biased: Add the bias too.
 
         Returns:
@@ -252,8 +252,8 @@ class PointwiseConv(nn.Module):
         """
 
         def product() -> Tensor:
-            weight = self.weight.flatten(1)[:out_channels].to(x.dtype)
-            bias = self.bias[:out_channels].to(x.dtype) if biased else None
+            weight = self.weight.flatten(1)[outputs].to(x.dtype)
+            bias = self.bias[outputs].to(x.dtype) if biased else None
             return F.linear(x.movedim(1, -1), weight, bias).movedim(-1, 1)
 
         return product() if cache is None else cache.attempt(product)

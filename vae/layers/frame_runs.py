@@ -106,6 +106,21 @@ def parts(
         yield attempt(functools.partial(part, start))
 
 
+def run_of(x: Tensor, frames: slice, attempt: Callable[[Callable[[], Tensor]], Tensor]) -> Tensor:
+    """Return some frames of a video.
+
+    Args:
+        x: `[B, C, T, H, W]`.
+        frames: The frames.
+        attempt: Runs an allocation, such as `TemporalCache.attempt`.
+
+    Returns:
+        `[B, C, n, H, W]`, channels-last: a view of `x`, or a copy.
+    """
+    run = x[:, :, frames]
+    return attempt(lambda: run.contiguous(memory_format=torch.channels_last_3d))
+
+
 def largest_part(frames: int, nbytes: int, part_bytes: int, *, even: bool = True) -> int:
     """Return the most frames of an activation that fit into a part; at least 1.
 

@@ -5,6 +5,7 @@ import functools
 from torch import Tensor
 
 from ...kernels import merge_phases
+from . import halo
 from .conv import BIAS, Conv, Terms
 from .temporal_cache import TemporalCache
 
@@ -27,7 +28,8 @@ class UpsampleConv2d(Conv):
         """Upsample, convolve, and add `source` as in `merge_phases`.
 
         Args:
-            x: `[B, C_in, T, H, W]`, channels-last.
+            x: `[B, C_in, T, H, W]`, channels-last; not in scratch memory if it is a part of its
+                frames.
             cache: Provides memory.
             source: `[B, C, T / times, H, W]`; None: nothing is added.
             times: Result frames per frame of `source`.
@@ -35,10 +37,13 @@ class UpsampleConv2d(Conv):
         Returns:
             `[B, C_out, T, 2 H, 2 W]`, channels-last.
         """
-        call = _as_frames(x), "folded", (1, 1), (1, 1)
+        batch, _, frames, height, width = x.shape
+        pads = (1, 1)
+        if cache.shard is not None:
+            x, pads = halo.extended(x, cache)
+        call = _as_frames(x), "folded", (1, 1), pads
         late = not self.fuses(*call).adds_bias
         grid = self.convolve(*call, cache, Terms(biased=not late))
-        batch, _, frames, height, width = x.shape
         shape = (batch, grid.shape[1] // 4, frames, 2 * height, 2 * width)
         out = cache.reused(shape, x)
         bias = self.bias if late else None
@@ -70,8 +75,10 @@ class StridedConv2d(Conv):
         Returns:
             `[B, C_out, T, H / 2, W / 2]`, channels-last.
         """
-        terms = terms.of(_as_frames)
-        y = self.convolve(_as_frames(x), "shifted", (2, 2), (1, 1), cache, terms)
+        terms, pads = terms.of(_as_frames), (1, 1)
+        if cache.shard is not None:
+            x, pads = halo.extended(x, cache, before=False)
+        y = self.convolve(_as_frames(x), "shifted", (2, 2), pads, cache, terms)
         return _as_video(y, x.shape[0])
 
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels import device_kind, merge_phases, searches_shapes
+from . import halo
 from .conv import Conv, PointwiseConv
 from .temporal_cache import TemporalCache
 
@@ -91,21 +92,27 @@ class ShuffleConv(Conv):
         Returns:
             `[B, C, times * T, 2 H, 2 W]`, channels-last; one frame for the first frame.
         """
-        if cache.first:
+        pads = (1, 1)
+        if cache.shard is not None:
+            window, pads = halo.joined(self, self.context, x, cache)
+        elif cache.first:
+            window = x
             cache.keep(self, self.context, x.expand(-1, -1, self.context, -1, -1))
+        else:
+            window = cache.window(self, self.context, x)
+        if cache.first:
             if self.times > 1 and not cache.single_frame:
                 cache.after_first.add(self)
-            return self._phases(x, _FIRST, 1, cache)
-        window = cache.window(self, self.context, x)
+            return self._phases(window, _FIRST, 1, cache, pads)
         if self not in cache.after_first:
-            return self._phases(window, "", self.times, cache)
+            return self._phases(window, "", self.times, cache, pads)
         cache.after_first.discard(self)
         # All frames where another shape would cost a search.
         seen = window if searches_shapes(x.device) else window[:, :, :2]
-        second = self._phases(seen, _SECOND, self.times, cache)
+        second = self._phases(seen, _SECOND, self.times, cache, pads)
         if x.shape[2] == 1:
             return second
-        frames = self._phases(window, "", self.times, cache)
+        frames = self._phases(window, "", self.times, cache, pads)
         frames[:, :, : self.times] = second[:, :, : self.times]
         return frames
 
@@ -114,10 +121,12 @@ class ShuffleConv(Conv):
         (upscale,) = self._upscale
         return self.weight, self.bias, upscale.weight, upscale.bias
 
-    def _phases(self, window: Tensor, place: str, times: int, cache: TemporalCache) -> Tensor:
+    def _phases(
+        self, window: Tensor, place: str, times: int, cache: TemporalCache, pads: tuple[int, int]
+    ) -> Tensor:
         """Compute all phases of the large frames of a window."""
         kinds = [f"shuffled {phase}{place}" for phase in range(times)]
-        grids = (self._grid(window, kind, cache) for kind in kinds)
+        grids = (self._grid(window, kind, cache, pads) for kind in kinds)
         if torch.is_grad_enabled():
             frames = [merge_phases(grid) for grid in grids]
             frames = [y + self._missing(kind, y) for kind, y in zip(kinds, frames, strict=True)]
@@ -133,11 +142,13 @@ class ShuffleConv(Conv):
         assert out is not None
         return out
 
-    def _grid(self, window: Tensor, kind: str, cache: TemporalCache) -> Tensor:
+    def _grid(
+        self, window: Tensor, kind: str, cache: TemporalCache, pads: tuple[int, int]
+    ) -> Tensor:
         """Compute the spatial phases of one temporal phase, in the layout of `merge_phases`."""
         if kind.endswith(_FIRST):
-            return self.convolve(window.squeeze(2), kind, (1, 1), (1, 1), cache).unsqueeze(2)
-        return self.convolve(window, kind, (1, 1, 1), (1, 1), cache)
+            return self.convolve(window.squeeze(2), kind, (1, 1), pads, cache).unsqueeze(2)
+        return self.convolve(window, kind, (1, 1, 1), pads, cache)
 
     def _shape(self, kind: str) -> tuple[int, ...]:
         outputs, inputs = self.weight.shape[:2]
@@ -185,12 +196,22 @@ class ShuffleConv(Conv):
         """Add that difference to the pixels at the border; it is 0 elsewhere."""
         offset = self.forms[kind, frames.dtype].offset
         assert offset is not None
+        # Frames of a shard are a part of `size`: rows and columns from `start` to `stop`.
+        size, start = list(frames.shape[-2:]), [0, 0]
+        if (shard := cache.shard) is not None:
+            start[shard.dim - 3], size[shard.dim - 3] = shard.place(frames.shape[shard.dim])
+        stop = [at + length for at, length in zip(start, frames.shape[-2:], strict=True)]
         # All four lines are computed before one is added, because a sum must not be repeated.
-        rows, columns = cache.attempt(lambda: _borders(offset, frames))
-        for row, line in zip((0, -1), rows, strict=True):
-            frames[..., row, :] += line
-        for column, line in zip((0, -1), columns, strict=True):
-            frames[..., 1:-1, column] += line
+        rows, columns = cache.attempt(lambda: _borders(offset, frames.dtype, *size))
+        ends = (start[0] == 0, stop[0] == size[0]), (start[1] == 0, stop[1] == size[1])
+        for row, line, is_edge in zip((0, -1), rows, ends[0], strict=True):
+            if is_edge:
+                frames[..., row, :] += line[..., start[1] : stop[1]]
+        first, last = max(1, start[0]), min(size[0] - 1, stop[0])
+        for column, line, is_edge in zip((0, -1), columns, ends[1], strict=True):
+            if is_edge:
+                inner = frames[..., first - start[0] : last - start[0], column]
+                inner += line[..., first - 1 : last - 1]
 
 
 def fold(taps: Tensor, parts: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
@@ -230,19 +251,20 @@ def _places(kind: str, times: int) -> list[tuple[int, int]]:
     return times_of(phase, times, after_first=kind.endswith(_SECOND))
 
 
-def _borders(offset: Tensor, frames: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+def _borders(
+    offset: Tensor, dtype: torch.dtype, height: int, width: int
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return the difference for the first and last row, and the first and last column between them.
 
     Two rows `[C, 1, W]` and two columns `[C, 1, H - 2]`.
     """
-    *_, height, width = frames.shape
     rows, columns = [], []
     for border, inner in ((0, 2), (3, 1)):
         line = _stretched(offset[:, border], width, 1) - _repeated(offset[:, inner], width, 1)
-        rows.append(line.to(frames.dtype)[:, None])
+        rows.append(line.to(dtype)[:, None])
         edge, bulk = offset[:, :, border], offset[:, :, inner]
         line = _stretched(edge, height, 1) - _repeated(bulk, height, 1)
-        columns.append(line[:, 1:-1].to(frames.dtype)[:, None])
+        columns.append(line[:, 1:-1].to(dtype)[:, None])
     return rows, columns
 
 

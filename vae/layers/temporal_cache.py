@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...kernels import new_video
 from .frame_ring import FrameRing
 from .frame_runs import Settling
+from .lines import FrameShard
 from .workspace import Workspace
 
 
@@ -33,6 +34,7 @@ class TemporalCache:
         after_first: Layers that have seen the first frame and no other yet, for layers that use
             this.
         rings: Keep the tail as a ring where a step is a single frame.
+        shard: The part of the frames that this process has; None: whole frames, or a tile.
     """
 
     def __init__(
@@ -42,12 +44,14 @@ class TemporalCache:
         band_bytes: int | None = None,
         workspace: Workspace | None = None,
         rings: bool = False,
+        shard: FrameShard | None = None,
     ) -> None:
         self.first = True
         self.single_frame = single_frame
         self.band_bytes = band_bytes
         self.thrifty = False
         self.rings = rings
+        self.shard = shard
         self.settling: Settling | None = None
         self.after_first: set[nn.Module] = set()
         self.workspace = Workspace() if workspace is None else workspace

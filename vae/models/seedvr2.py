@@ -20,6 +20,7 @@ from ..layers import row_bands
 from ..layers.causal_conv import CausalConv3d
 from ..layers.causal_layer import CausalLayer
 from ..layers.conv import PointwiseConv, Terms
+from ..layers.lines import FrameShard
 from ..layers.subpixel_conv import ShuffleConv
 from ..layers.temporal_cache import TemporalCache
 from .base import Network, in_order
@@ -62,13 +63,34 @@ class GroupNorm(nn.Module):
         options = {"statistics": statistics, "tail": tail, "border": border, "out": out}
         return group_norm_silu(x, self.weight, self.bias, SEEDVR2_GROUPS, **options)
 
-    def statistics(self, x: Tensor) -> Tensor:
-        """Return the statistics `[B, T, 2, groups]` of whole frames `x` `[B, C, T, H, W]`."""
-        return group_norm_statistics(x, SEEDVR2_GROUPS)
+    def whole_statistics(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """Return the statistics `[B, T, 2, groups]` of the whole frames of `x` in `cache`.
 
-    def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Compute the norm of `x` `[B, C, T, H, W]`, into `out` if given."""
-        return group_norm_silu(x, self.weight, self.bias, SEEDVR2_GROUPS, silu=False, out=out)
+        Args:
+            x: `[B, C, T, H, W]`, whole frames or the part of a shard.
+            cache: State of the video.
+
+        Returns:
+            `[B, T, 2, groups]`.
+        """
+        measured = cache.attempt(lambda: group_norm_statistics(x, SEEDVR2_GROUPS))
+        return measured if cache.shard is None else cache.shard.statistics(measured, cache.attempt)
+
+    def forward(
+        self, x: Tensor, *, out: Tensor | None = None, statistics: Tensor | None = None
+    ) -> Tensor:
+        """Compute the norm.
+
+        Args:
+            x: `[B, C, T, H, W]`, channels-last.
+            out: `[B, C, T, H, W]`, or None.
+            statistics: As for `silu`.
+
+        Returns:
+            `[B, C, T, H, W]`.
+        """
+        options = {"statistics": statistics, "silu": False, "out": out}
+        return group_norm_silu(x, self.weight, self.bias, SEEDVR2_GROUPS, **options)
 
 
 def causal(in_channels: int, out_channels: int) -> CausalConv3d:
@@ -96,11 +118,12 @@ def normed(
         `[B, C_out, T, H, W]`.
     """
     rows = row_bands.rows_of(conv, x, cache)
+    if rows == x.shape[3] and cache.shard is None:
+        return conv(x, cache, norm.silu, Terms(residual))
+    fill = functools.partial(norm.silu, statistics=norm.whole_statistics(x, cache))
     if rows < x.shape[3]:
-        statistics = cache.attempt(lambda: norm.statistics(x))
-        fill = functools.partial(norm.silu, statistics=statistics)
         return row_bands.convolve(conv, fill, x, cache, rows, Terms(residual))
-    return conv(x, cache, norm.silu, Terms(residual))
+    return conv(x, cache, fill, Terms(residual))
 
 
 class SeedVR2ResidualBlock(CausalLayer):
@@ -138,10 +161,16 @@ class SeedVR2AttentionBlock(CausalLayer):
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """Run the block on `x` `[B, C, T, H, W]` with `cache`; the shape stays the same."""
-        parts = self.to_q, self.to_k, self.to_v
-        return attend(
-            x, cache, self.group_norm, lambda y: [part(y, cache) for part in parts], self.to_out[0]
-        )
+        projections = self.to_q, self.to_k, self.to_v
+        norm = self.group_norm
+        if cache.shard is not None:
+            statistics = norm.whole_statistics(x, cache)
+            norm = functools.partial(norm, statistics=statistics)
+
+        def mix(y: Tensor, parts: slice) -> list[Tensor]:
+            return [project(y, cache) for project in projections[parts]]
+
+        return attend(x, cache, norm, mix, self.to_out[0])
 
 
 class SeedVR2Upsample(CausalLayer):
@@ -193,11 +222,35 @@ class ShrinkingConv3d(CausalConv3d):
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """Convolve `x` `[B, C, T, H, W]` with `cache` to `[B, C, T / stride, H / 2, W / 2]`."""
         known = 0 if cache.first else self.context
-        window = self._bordered(x, known, cache)
-        self.keep(x, cache)
+        if cache.shard is None:
+            window = self._bordered(x, known, cache)
+            self.keep(x, cache)
+        else:
+            window = self._surrounded(x, known, cache, cache.shard)
         if cache.first:
             return self.convolve(window.squeeze(2), "summed", (2, 2), (0, 0), cache).unsqueeze(2)
         return self.convolve(window, "volume", (self.stride, 2, 2), (0, 0), cache)
+
+    def _surrounded(self, x: Tensor, known: int, cache: TemporalCache, shard: FrameShard) -> Tensor:
+        """Return `_bordered` with lines of the next rank, which the tail keeps, and keep the tail.
+
+        The zeros are at the right and bottom of the picture only.
+        """
+        batch, channels, frames, height, width = x.shape
+        first = x.narrow(shard.dim, 0, 1)
+        lines = shard.exchange(first, None, cache.attempt)
+        window = cache.scratch((batch, channels, known + frames, height + 1, width + 1), x)
+        if known:
+            window[:, :, :known] = self.tail(window[:, :, known:], cache)
+        fresh = window[:, :, known:]
+        fresh[..., height, :].zero_()
+        fresh[..., width].zero_()
+        fresh[..., :height, :width] = x
+        if lines.after is not None:
+            last = fresh[..., height:, :width] if shard.dim == 3 else fresh[..., :height, width:]
+            last.copy_(lines.after)
+        self.keep(fresh, cache)
+        return window
 
     def _bordered(self, x: Tensor, known: int, cache: TemporalCache) -> Tensor:
         """Join the tail of `known` frames, the new frames, and a row and a column of zeros."""

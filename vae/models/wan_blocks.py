@@ -117,7 +117,12 @@ class AttentionBlock(CausalLayer):
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """Run the block on `x` `[B, C, T, H, W]` with `cache`; the shape stays the same."""
-        return attend(x, cache, self.norm, lambda y: self.to_qkv(y, cache).chunk(3, 1), self.proj)
+
+        def mix(y: Tensor, parts: slice) -> Sequence[Tensor]:
+            channels = slice(parts.start * x.shape[1], parts.stop * x.shape[1])
+            return self.to_qkv(y, cache, channels).chunk(parts.stop - parts.start, 1)
+
+        return attend(x, cache, self.norm, mix, self.proj)
 
 
 class Upsample(CausalLayer):
@@ -156,7 +161,9 @@ class Upsample(CausalLayer):
         if self.time_conv is not None and not cache.first:
             y = self.time_conv(x, cache)
             batch, channels, frames, height, width = x.shape
-            out = cache.scratch((batch, channels, 2 * frames, height, width), x)
+            shape = (batch, channels, 2 * frames, height, width)
+            # Scratch memory takes the frames with the lines of other ranks, if there are any.
+            out = (cache.scratch if cache.shard is None else cache.result)(shape, x)
             x = cache.attempt(lambda: interleave_time(y, 2, out=out))
         return self.resample["1"](x, cache, source, self.times)
 
@@ -243,8 +250,8 @@ def middle(channels: int, taps: int = 3) -> nn.ModuleList:
 def attend(
     x: Tensor,
     cache: TemporalCache,
-    norm: nn.Module,
-    mix: Callable[[Tensor], Sequence[Tensor]],
+    norm: Callable[..., Tensor],
+    mix: Callable[[Tensor, slice], Sequence[Tensor]],
     proj: nn.Module,
 ) -> Tensor:
     """Add self-attention over the pixels of each frame to `x`.
@@ -253,7 +260,8 @@ def attend(
         x: `[B, C, T, H, W]`; it is not modified.
         cache: State of the video.
         norm: Norm of the frames, into `out`.
-        mix: Returns queries, keys and values of the normed frames, each with the shape of `x`.
+        mix: Returns some of queries, keys and values, in this order, of normed frames, each in
+            their shape. With a shard, queries of its part meet keys and values of whole frames.
         proj: Mixes the channels of the result.
 
     Returns:
@@ -261,11 +269,17 @@ def attend(
     """
     batch, _, frames, height, width = x.shape
     normed = cache.scratch(x.shape, x)
-    mixed = mix(cache.attempt(lambda: norm(x, out=normed)))
+    cache.attempt(lambda: norm(x, out=normed))
+    if cache.shard is None:
+        mixed = mix(normed, slice(0, 3))
+    else:
+        mixed = (
+            *mix(normed, slice(0, 1)),
+            *mix(cache.shard.gather(normed, cache.attempt), slice(1, 3)),
+        )
 
     def attended() -> Tensor:
-        rows = (y.movedim(1, -1).reshape(batch * frames, height * width, -1) for y in mixed)
-        return attention(*rows)
+        return attention(*(y.movedim(1, -1).flatten(2, 3).flatten(0, 1) for y in mixed))
 
     rows = cache.attempt(attended)
     y = proj(rows.view(batch, frames, height, width, -1).movedim(-1, 1), cache)

@@ -61,6 +61,7 @@ class StreamJob:
         single_frame: The video has one frame.
         pixels: Pixels of an image per pixel of the network's frames.
         searches: cuDNN searches for its fastest algorithms.
+        ranks: Ranks that share the frames; `latent_size` is that of the largest part.
     """
 
     network: Network
@@ -70,6 +71,7 @@ class StreamJob:
     single_frame: bool = False
     pixels: int = 1
     searches: bool = False
+    ranks: int = 1
 
     @functools.cached_property
     def spec(self) -> NetworkSpec:
@@ -125,17 +127,19 @@ def job_of(
     *,
     single_frame: bool,
     searches: bool = False,
+    ranks: int = 1,
 ) -> StreamJob:
     """Return the job of a stream.
 
     Args:
         network: The encoder or the decoder.
         config: Configuration of the VAE.
-        latent_size: Batch, height and width of the latents.
+        latent_size: Batch, height and width of the latents, or of the largest part of them.
         dtype: Dtype of the activations.
         device: Device of the activations.
         single_frame: The video has one frame.
         searches: cuDNN searches for its fastest algorithms.
+        ranks: Ranks that share the frames.
 
     Returns:
         The job.
@@ -144,4 +148,4 @@ def job_of(
     if not is_encoder(network):
         pixels *= config.output_scale
     single_frame = single_frame or config.temporal_compression == 1
-    return StreamJob(network, latent_size, dtype, device, single_frame, pixels, searches)
+    return StreamJob(network, latent_size, dtype, device, single_frame, pixels, searches, ranks)

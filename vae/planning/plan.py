@@ -29,6 +29,7 @@ class Plan:
         rings: Tails of single frames are rings, with one more frame each (`FrameRing`).
         pixels: Pixels of an image per pixel of the network's frames.
         latent_s: Predicted seconds per latent.
+        ranks: Ranks that share the frames; the plan is that of the largest part.
         holds: The device can hold every tensor; no plan of the stream has smaller ones otherwise.
     """
 
@@ -40,6 +41,7 @@ class Plan:
     rings: bool = False
     pixels: int = 1
     latent_s: float = 0.0
+    ranks: int = 1
     holds: bool = True
 
     @property
@@ -50,6 +52,8 @@ class Plan:
     @property
     def frames(self) -> str:
         """The size of the tiles in words, width before height."""
+        if self.ranks > 1:
+            return f"a part of every frame on each of {self.ranks} ranks"
         if self.tiles is None:
             return "whole frames"
         height, width = (self.pixels * length for length in self.tiles.size)
@@ -74,11 +78,12 @@ def make_plan(
         limit_bytes: Memory limit of the stream. None: a share of the free memory, see `_SHARES`.
         chunk: Latents per step, if given; -1: all, estimated as a few.
         tile: Height and width of a tile in pixels of the images, if given.
-        cuts: Allow tiles.
+        cuts: Allow tiles; there are none where ranks share the frames.
 
     Returns:
         The fastest plan within the limit, or the smallest plan if none fits.
     """
+    cuts = cuts and job.ranks == 1
     candidates = Candidates(job, tile if cuts else None, chunk, cuts=cuts)
     if limit_bytes is None:
         choice = _within_free(candidates, job)
@@ -95,6 +100,7 @@ def make_plan(
         choice.rings,
         job.pixels,
         choice.seconds,
+        job.ranks,
         holds=not too_large,
     )
 
@@ -131,6 +137,11 @@ def check_plan(job: StreamJob, plan: Plan) -> None:
 def empty_limit(job: StreamJob) -> int:
     """Return the memory that a plan of `job` may take on a device that nothing else uses."""
     return int(total_bytes(job.device) * job.shares[0])
+
+
+def usual_limit(job: StreamJob) -> int:
+    """Return the memory that a plan of `job` usually takes of what is free."""
+    return int(free_bytes(job.device) * job.shares[0])
 
 
 def smaller_plan(job: StreamJob, plan: Plan) -> Plan | None:

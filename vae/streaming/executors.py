@@ -33,7 +33,7 @@ def make_executor(
     """
     if plan.tiles is None:
         executor = Executor(job.network.chains(), new_cache(), plan.part_bytes)
-        executor.finish = leave.write if isinstance(leave, Output) else leave
+        executor.finish = _finishing(leave, executor.cache)
         return executor
     parts = *cut_tiles(job, plan.tiles), new_cache, plan.part_bytes
     if isinstance(leave, Output):
@@ -45,3 +45,17 @@ def make_executor(
     if plan.parked:
         executor.parking = Parking(job.device)
     return executor
+
+
+def _finishing(
+    leave: Callable[[Tensor], Tensor] | Output, cache: TemporalCache
+) -> Callable[[Tensor], Tensor]:
+    """Return what converts the output of the layers; of a shard, whole frames of all ranks."""
+    shard = cache.shard
+    if isinstance(leave, Output):
+        if shard is None:
+            return leave.write
+        return lambda x: leave.write(shard.gather(x, cache.attempt))
+    if shard is None:
+        return leave
+    return lambda x: shard.gather(leave(x), cache.attempt)

@@ -31,6 +31,7 @@ from ...kernels import (
 )
 from ..layers.conv import Conv, drop_stale_forms
 from ..layers.frame_runs import fitted
+from ..layers.lines import FrameShard
 from ..layers.oom import Relief
 from ..layers.temporal_cache import TemporalCache
 from ..layers.workspace import Workspace, canonical
@@ -44,6 +45,7 @@ from .executors import make_executor
 from .options import StreamOptions
 from .output import Output
 from .precision import full_float32
+from .shards import StreamShards, shared_limit
 from .static_frames import Changes
 from .upload import Upload
 
@@ -102,6 +104,7 @@ class VideoSession:
         searches: Let cuDNN time its algorithms for chunks that repeat.
         skips: Skip static frames.
         budget: For trials of convolutions.
+        shards: The ranks that share the video; None: this process has all of it.
     """
 
     network: Network
@@ -120,9 +123,12 @@ class VideoSession:
     searches: bool
     skips: bool
     budget: TrialBudget
+    shards: StreamShards | None = None
 
     def __post_init__(self) -> None:
         self._device = self.relief.device
+        # The operations between ranks are not captured.
+        self.graphs = self.graphs and self.shards is None
         # Shorter steps would be searched for.
         self.skips = self.skips and not searches_shapes(self._device)
         self._encodes = not isinstance(self.leave, Output)
@@ -140,6 +146,7 @@ class VideoSession:
         self._repeats = 0  # equal chunks before this one
         self._left: int | None = None  # latents of a last chunk that is filled up
         self._recording: cuda_graph.Recording | None = None
+        self._shard: FrameShard | None = None
 
     @property
     def plan(self) -> Plan:
@@ -177,8 +184,10 @@ class VideoSession:
                 if self._executor.cache.first != self._pictures:
                     for cache in self._executor.caches:
                         cache.first = self._pictures
-                if relief.done and relief.is_new:
+                is_short = bool(relief.done and relief.is_new)
+                if is_short:
                     relief.report(f"{'frame' if self._encodes else 'latent'} {done}")
+                if self._is_true_of_any(is_short):
                     self._lower()
             if self._upload is not None:
                 self._upload.check()
@@ -201,20 +210,25 @@ class VideoSession:
             name = "frames" if self._encodes else "latents"
             raise ValueError(f"the video has no {name}; expected at least one")
         compression = self.config.spatial_compression if self._encodes else 1
-        size = first.shape[0], first.shape[3] // compression, first.shape[4] // compression
+        size = first.shape[3] // compression, first.shape[4] // compression
+        ranks = 1
+        if self.shards is not None:
+            self._shard, ranks = self.shards.split(*size), self.shards.size
+            size = self._shard.largest_part(size)
         model = self.network, self.config
         self._job = job_of(
             *model,
-            size,
+            (first.shape[0], *size),
             self.dtype,
             self._device,
             single_frame=self.single_frame,
             searches=self.searches,
+            ranks=ranks,
         )
         records = torch.is_grad_enabled() and (self.learns or first.requires_grad)
         self._plan = make_plan(
             self._job,
-            self.options.limit_bytes,
+            shared_limit(self.shards, self._job, self.options.limit_bytes, records=records),
             chunk=self.options.chunk,
             tile=None if records else self.options.tile,
             cuts=not records,
@@ -317,6 +331,8 @@ class VideoSession:
         chunk = self._chunk
         if chunk is None:
             raise RuntimeError("no chunk was set; expected one")
+        if self._shard is not None:
+            chunk = self._shard.cut(chunk)
         if self._upload is not None:
             x = self._upload(chunk)
         else:
@@ -343,6 +359,10 @@ class VideoSession:
         self._executor.settle()
         return any([cache.park() for cache in self._executor.caches])  # noqa: C419, all of them
 
+    def _is_true_of_any(self, fact: bool) -> bool:
+        """Return whether a fact is true of any rank of this video."""
+        return fact if self.shards is None else bool(self.shards.most(fact, self.relief.attempt))
+
     @eager
     def _lower(self) -> None:
         """Continue with the next smaller plan, if one exists and memory allows the change."""
@@ -363,11 +383,14 @@ class VideoSession:
         try:
             # As in the steps: tails created in inference mode cannot be written to later.
             with torch.inference_mode(False), torch.no_grad():
-                self._executor = self.relief.attempt(changed)
+                executor = self.relief.attempt(changed)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            executor = None
+        if self._is_true_of_any(executor is None) or executor is None:
             return
+        self._executor = executor
         self._plan, self._recording, self._repeats, self._last = smaller, None, 0, None
 
     def _executor_of(self, plan: Plan) -> Executor:
@@ -377,6 +400,7 @@ class VideoSession:
                 band_bytes=plan.part_bytes,
                 workspace=self._workspace,
                 rings=plan.rings and not self.graphs,  # a graph repeats fixed addresses
+                shard=self._shard,
             )
             cache.first = self.begins
             return cache

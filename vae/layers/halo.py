@@ -1,0 +1,213 @@
+"""Frames with lines of the neighbours around the part of one rank.
+
+A 3x3 kernel sees one line beyond its part. The lines are exchanged before the layer allocates its
+input, so that a shortage of memory on one rank never needs another exchange.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels import may_border, new_video
+from .lines import FrameShard, Lines
+from .temporal_cache import TemporalCache
+
+# Writes the input of a convolution into `out`, see `causal_conv.Fill`; None: a copy.
+Write = Callable[..., object] | None
+
+
+class Halo(NamedTuple):
+    """The layout of frames with a halo.
+
+    Attributes:
+        dim: The divided dimension of `[B, C, T, H, W]`.
+        size: Lines on each side.
+        border: There are zeros along the other dimension too, instead of the padding of the
+            convolution: ops write frames with a border on all sides, or dense ones, and columns on
+            two sides would be neither.
+    """
+
+    dim: int
+    size: int
+    border: bool
+
+    @property
+    def pads(self) -> tuple[int, int]:
+        """Rows and columns that the convolution pads."""
+        if self.border:
+            return 0, 0
+        return (0, self.size) if self.dim == 3 else (self.size, 0)
+
+    def shape(self, inner: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape with a halo of frames of shape `inner`, `[B, C, T, H, W]`."""
+        return tuple(
+            length + 2 * self.size * (dim == self.dim or (self.border and dim > 2))
+            for dim, length in enumerate(inner)
+        )
+
+    def like(self, x: Tensor) -> Tensor:
+        """Return `x` `[B, C, T, H, W]` in the shape with a halo; its values are of no use."""
+        return x[..., :1, :1].expand(self.shape(x.shape))
+
+    def inner(self, frames: Tensor) -> Tensor:
+        """Return `frames` `[B, C, T, H, W]` without the halo."""
+        for dim in (3, 4) if self.border else (self.dim,):
+            frames = frames.narrow(dim, self.size, frames.shape[dim] - 2 * self.size)
+        return frames
+
+    def fill(
+        self, out: Tensor, x: Tensor, lines: Lines, cache: TemporalCache, write: Write
+    ) -> None:
+        """Write frames with their halo.
+
+        Args:
+            out: `[B, C, T, H, W]` with the halo.
+            x: `[B, C, T, H, W]`.
+            lines: The lines of the neighbours, written already.
+            cache: Frees memory when it runs out.
+            write: Writes the part of this rank.
+        """
+        if write is None:
+            if self.border:
+                _clear(out, 7 - self.dim, self.size)
+            self.inner(out).copy_(x)
+        elif self.border:
+            cache.attempt(functools.partial(write, x, out=out, border=self.size))
+        else:
+            cache.attempt(functools.partial(write, x, out=self.inner(out)))
+        if self.border:
+            other = 7 - self.dim
+            out = out.narrow(other, self.size, out.shape[other] - 2 * self.size)
+        ends = 0, out.shape[self.dim] - self.size
+        for start, line in zip(ends, lines, strict=True):
+            place = out.narrow(self.dim, start, self.size)
+            if line is None:
+                place.zero_()
+            else:
+                place.copy_(line)
+
+
+def halo_of(cache: TemporalCache, size: int, x: Tensor) -> Halo | None:
+    """Return the layout of a layer's frames.
+
+    Args:
+        cache: State of the video.
+        size: Lines on each side that the layer sees.
+        x: `[B, C, T, H, W]`; only its dtype and device matter.
+
+    Returns:
+        The layout, the same for the whole video; None where this process has whole frames, or the
+        layer sees one pixel.
+    """
+    shard = cache.shard
+    if shard is None or not size:
+        return None
+    return Halo(shard.dim, size, shard.dim == 4 or may_border(x.device, x.dtype))
+
+
+def exchanged(
+    shard: FrameShard,
+    x: Tensor,
+    halo: Halo,
+    cache: TemporalCache,
+    write: Write = None,
+    *,
+    before: bool = True,
+) -> Lines:
+    """Return the lines of the neighbours around `x`, as `write` writes them.
+
+    Args:
+        shard: The part of this rank.
+        x: `[B, C, T, H, W]`, the part of this rank.
+        halo: The layout.
+        cache: Frees memory when it runs out.
+        write: Writes lines; None: a copy.
+        before: Lines before the part are needed too, otherwise only those after it.
+
+    Returns:
+        The lines.
+    """
+    if not x.shape[2]:
+        return Lines(None, None)
+
+    def written(start: int) -> Tensor:
+        lines = x.narrow(halo.dim, start, halo.size)
+        if write is None:
+            return lines
+        if halo.dim == 4:
+            lines = lines.contiguous(memory_format=torch.channels_last_3d)
+        out = new_video(lines, tuple(lines.shape))
+        write(lines, out=out)
+        return out
+
+    first = cache.attempt(functools.partial(written, 0))
+    end = x.shape[halo.dim] - halo.size
+    last = cache.attempt(functools.partial(written, end)) if before else None
+    return shard.exchange(first, last, cache.attempt)
+
+
+def extended(
+    x: Tensor, cache: TemporalCache, *, before: bool = True
+) -> tuple[Tensor, tuple[int, int]]:
+    """Return frames with one line of each neighbour, for a convolution of single frames.
+
+    Args:
+        x: `[B, C, T, H, W]`, not in scratch memory.
+        cache: State of the video.
+        before: The line before the part is needed; otherwise it is zeros.
+
+    Returns:
+        `[B, C, T, H, W]` in scratch memory, and the rows and columns that the convolution pads. `x`
+        itself where this process has whole frames.
+    """
+    halo = halo_of(cache, 1, x)
+    if halo is None or cache.shard is None:
+        return x, (1, 1)
+    lines = exchanged(cache.shard, x, halo, cache, before=before)
+    out = cache.scratch(halo.shape(x.shape), x)
+    halo.fill(out, x, lines, cache, None)
+    return out, halo.pads
+
+
+def joined(
+    conv: nn.Module, context: int, x: Tensor, cache: TemporalCache
+) -> tuple[Tensor, tuple[int, int]]:
+    """Join the tail and the new frames, both with one line of each neighbour; keep the tail.
+
+    Args:
+        conv: The convolution, the key of its tail; the tail of a first frame is copies of it.
+        context: Frames of the tail.
+        x: `[B, C, T, H, W]`, the part of this rank.
+        cache: State of the video, with a shard.
+
+    Returns:
+        `[B, C, context + T, H, W]` in scratch memory, without a tail for the first frame, and the
+        rows and columns that the convolution pads.
+
+    Raises:
+        RuntimeError: The frames are not divided.
+    """
+    halo = halo_of(cache, 1, x)
+    if halo is None or cache.shard is None:
+        raise RuntimeError("the frames are not divided; expected a shard")
+    lines = exchanged(cache.shard, x, halo, cache)
+    like = halo.like(x)
+    batch, channels, frames, height, width = like.shape
+    known = 0 if cache.first else context
+    window = cache.scratch((batch, channels, known + frames, height, width), x)
+    if known:
+        window[:, :, :known] = cache.tail(conv, context, like)
+    fresh = window[:, :, known:]
+    halo.fill(fresh, x, lines, cache, None)
+    kept = fresh.expand(-1, -1, context, -1, -1) if cache.first else fresh
+    cache.keep(conv, context, kept)
+    return window, halo.pads
+
+
+def _clear(frames: Tensor, dim: int, size: int) -> None:
+    """Write zeros to the first and last `size` lines of `frames` `[B, C, T, H, W]`."""
+    for start in (0, frames.shape[dim] - size):
+        frames.narrow(dim, start, size).zero_()

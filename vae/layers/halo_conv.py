@@ -1,0 +1,229 @@
+"""A causal convolution of a part of every frame, with the lines of other ranks around it.
+
+The lines of the new frames are exchanged first. Everything after that is this rank's own work, and
+can be repeated in smaller pieces when memory runs out. Tails keep the lines with their frames.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ...kernels import Fused, is_out_of_memory
+from .conv import Terms
+from .frame_ring import FrameRing
+from .frame_runs import Settling, fitted, run_of
+from .halo import Halo, Write, exchanged, halo_of
+from .lines import Lines
+from .temporal_cache import TemporalCache
+
+
+class HaloConv(Protocol):
+    """The part of `CausalConv3d` that is used here."""
+
+    context: int
+    padding: int
+    stride: int
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight `[C_out, C_in, T, H, W]`."""
+        ...
+
+    def fusing(self, x: Tensor, cache: TemporalCache, *, norm: bool = False) -> Fused:
+        """Return what the convolution of `x` `[B, C_in, T, H, W]` fuses; `norm`: with a norm."""
+        ...
+
+    def keeps_ring(self, x: Tensor, cache: TemporalCache) -> bool:
+        """Return whether `x` `[B, C_in, T, H, W]` is a frame for a ring of `cache`."""
+        ...
+
+    def of_window(
+        self,
+        window: Tensor,
+        cache: TemporalCache,
+        pads: tuple[int, int],
+        terms: Terms = ...,
+        ring: FrameRing | None = None,
+        *,
+        by_pointer: bool = False,
+    ) -> Tensor:
+        """Convolve `window` `[B, C_in, T, H, W]`, see `CausalConv3d`."""
+        ...
+
+    def tail(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """Return the tail `[B, C_in, context, H, W]` before `x` from `cache`."""
+        ...
+
+    def keep(self, x: Tensor, cache: TemporalCache) -> None:
+        """Store the last frames of `x` `[B, C_in, T, H, W]` in `cache` as the tail."""
+        ...
+
+
+class _Input(NamedTuple):
+    """The input of the products.
+
+    Attributes:
+        frames: `[B, C, T, H, W]` with the halo, or `[B, C, context + T, H, W]`.
+        fresh: The new frames, `[B, C, T, H, W]` with the halo.
+        ring: The ring that the frames are of, or None.
+    """
+
+    frames: Tensor
+    fresh: Tensor
+    ring: FrameRing | None = None
+
+    @property
+    def joined(self) -> bool:
+        """Whether the frames include the tail."""
+        return self.frames.shape[2] > self.fresh.shape[2]
+
+
+def convolve(
+    conv: HaloConv, held: list[Tensor], cache: TemporalCache, write: Write, terms: Terms
+) -> Tensor:
+    """Convolve `write(x)` causally.
+
+    Args:
+        conv: The convolution, with a padding.
+        held: `x`, `[B, C_in, T, H, W]`, the part of this rank; taken out, so that it can be freed.
+        cache: State of the video, with a shard.
+        write: Writes `x` into a buffer, see `Fill`; None: a copy.
+        terms: Bias and residual to add, or a norm to apply.
+
+    Returns:
+        `[B, C_out, T / stride, H, W]`, channels-last.
+
+    Raises:
+        RuntimeError: The frames are not divided.
+    """
+    x = held[0]
+    halo = halo_of(cache, conv.padding, x)
+    if halo is None or cache.shard is None:
+        raise RuntimeError("the frames are not divided; expected a shard")
+    lines = exchanged(cache.shard, x, halo, cache, write)
+    if cache.settling is not None and not cache.first:
+        return _settled(conv, cache.settling, x, lines, halo, cache, write, terms)
+    del x
+    return _surrounded(conv, held, lines, halo, cache, write, terms)
+
+
+def input_like(conv: HaloConv, x: Tensor, cache: TemporalCache) -> tuple[Tensor, tuple[int, int]]:
+    """Return a tensor like the input of the products, and their padding.
+
+    Args:
+        conv: The convolution.
+        x: `[B, C_in, T, H, W]`, the part of this rank.
+        cache: State of the video.
+
+    Returns:
+        `[B, C_in, T, H, W]` without useful values, and rows and columns.
+    """
+    halo = halo_of(cache, conv.padding, x)
+    return (x, (conv.padding, conv.padding)) if halo is None else (halo.like(x), halo.pads)
+
+
+def _surrounded(
+    conv: HaloConv,
+    held: list[Tensor],
+    lines: Lines,
+    halo: Halo,
+    cache: TemporalCache,
+    write: Write,
+    terms: Terms,
+) -> Tensor:
+    """Convolve `write(held.pop())` with `lines` around it; in two parts where memory is short."""
+    given: _Input | None = None
+    try:
+        given = _entered(conv, held[0], lines, halo, cache, write, norm=terms.gamma is not None)
+        if cache.first and not cache.single_frame and conv.context:
+            conv.tail(given.fresh, cache)  # allocated here, because `keep` must not fail
+        held.clear()
+        by_pointer = not given.joined
+        y = conv.of_window(given.frames, cache, halo.pads, terms, given.ring, by_pointer=by_pointer)
+    except Exception as error:
+        relief = cache.workspace.relief
+        if relief is None or not is_out_of_memory(error):
+            raise
+        failed = error.with_traceback(None)
+        relief.note("convolutions in smaller pieces")
+    else:
+        if given.ring is None:
+            conv.keep(given.fresh, cache)
+        else:
+            cache.turn(conv, given.ring)  # type: ignore[arg-type]
+        return y
+    # Outside the except block: the error's traceback would keep tensors alive.
+    if given is not None and not held:
+        inner = halo.inner(given.fresh)
+        held, write = [cache.attempt(inner.clone)], None
+        del inner
+    del given
+    half = held[0].shape[2] // (2 * conv.stride) * conv.stride
+    if not half:
+        raise failed
+    pieces = []
+    for part in (slice(0, half), slice(half, None)):
+        steps = slice(*(at and at // conv.stride for at in (part.start, part.stop)))
+        added = terms.of(lambda residual, steps=steps: run_of(residual, steps, cache.attempt))
+        run = [run_of(held[0], part, cache.attempt)]
+        pieces.append(_surrounded(conv, run, lines.of(part), halo, cache, write, added))
+    return cache.attempt(lambda: torch.cat(pieces, dim=2))
+
+
+def _entered(
+    conv: HaloConv,
+    x: Tensor,
+    lines: Lines,
+    halo: Halo,
+    cache: TemporalCache,
+    write: Write,
+    *,
+    norm: bool,
+) -> _Input:
+    """Write `x` and `lines` where the convolution reads them best."""
+    like = halo.like(x)
+    if conv.keeps_ring(x, cache):
+        ring = cache.ring(conv, conv.context, like)  # type: ignore[arg-type]
+        halo.fill(ring.slot, x, lines, cache, write)
+        return _Input(ring.frames, ring.slot, ring)
+    by_pointer = cache.first or conv.fusing(x, cache, norm=norm).tail
+    known = 0 if by_pointer else conv.context
+    batch, channels, frames, height, width = like.shape
+    window = cache.scratch((batch, channels, known + frames, height, width), x)
+    if known:
+        window[:, :, :known] = conv.tail(like, cache)
+    fresh = window[:, :, known:]
+    halo.fill(fresh, x, lines, cache, write)
+    return _Input(window, fresh)
+
+
+def _settled(
+    conv: HaloConv,
+    settling: Settling,
+    x: Tensor,
+    lines: Lines,
+    halo: Halo,
+    cache: TemporalCache,
+    write: Write,
+    terms: Terms,
+) -> Tensor:
+    """Convolve a chunk whose last frames are static, see `CausalConv3d`."""
+    cache.settling = settling = settling.behind(conv.weight.shape[2], conv.stride)
+    results = settling.needed if terms.residual is None else max(1, settling.needed)
+    if not results:
+        batch, _, _, height, width = x.shape
+        return cache.attempt(lambda: x.new_empty(batch, len(conv.weight), 0, height, width))
+    terms = terms.of(lambda residual: cache.attempt(lambda: fitted(residual, results)))
+    frames = results * conv.stride
+    fresh, like = min(x.shape[2], frames), halo.like(x)
+    batch, channels, _, height, width = like.shape
+    window = cache.scratch((batch, channels, conv.context + frames, height, width), x)
+    known = conv.context + fresh
+    window[:, :, : conv.context] = conv.tail(like, cache)
+    if fresh:
+        inner = window[:, :, conv.context : known]
+        halo.fill(inner, x[:, :, :fresh], lines.of(slice(0, fresh)), cache, write)
+    window[:, :, known:] = window[:, :, known - 1 : known]
+    conv.tail(like, cache).copy_(window[:, :, frames:])
+    return conv.of_window(window, cache, halo.pads, terms)

@@ -1,0 +1,1 @@
+"""Shards: one video over the processes of `torch.distributed`, a part of every frame on each."""

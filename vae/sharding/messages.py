@@ -1,0 +1,237 @@
+"""Messages between ranks outside of their operations: who stopped, and who is gone.
+
+An operation waits for a rank that never takes part, for as long as its time-out. So each rank
+listens to every other one on a connection of its own. The connection of a process that is killed
+breaks at once and on all ranks, so they name the rank that ended, and not a neighbour that ended
+because of it.
+"""
+
+import contextlib
+import datetime
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...kernels import is_out_of_memory
+
+# Whether the rank left, number of its video, and number of the next operation in it; then text.
+_HEAD = struct.Struct("<?qq")
+_MESSAGE_BYTES = 512
+_TAG = 0x7E11
+
+# A broken connection is noticed by the operation that it breaks; the reason arrives meanwhile.
+_GRACE_S = 10.0
+
+# The ranks wait for the slowest of them; `Messages` ends the wait for one that is gone.
+_TIMEOUT = datetime.timedelta(days=7)
+
+# Gloo closes the connections of a group in which an operation times out.
+_AT_ONCE = datetime.timedelta(milliseconds=1)
+
+
+class Group(Protocol):
+    """A group as PyTorch's backends have it; ranks are those of the group."""
+
+    def rank(self) -> int:
+        """Return the number of this process."""
+        ...
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        ...
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> dist.Work:
+        """Send `[...]` to a `rank`, which receives under the same `tag`."""
+        ...
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> dist.Work:
+        """Receive `[...]` from a `rank`, which sends under the same `tag`."""
+        ...
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> dist.Work:
+        """Write the `inputs` `[...]` of all ranks to `outputs`."""
+        ...
+
+    def allreduce(self, tensors: list[Tensor], operation: dist.ReduceOp.RedOpType, /) -> dist.Work:
+        """Combine `[...]` of all ranks in place by an `operation`."""
+        ...
+
+
+class Store(Protocol):
+    """A store that all ranks see."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add `amount` to the number of a `key`, and return the sum."""
+        ...
+
+
+class ShardError(RuntimeError):
+    """The ranks cannot go on together; the message is one line and says which rank ended."""
+
+
+class _End(NamedTuple):
+    """The end of a rank: whether it left, the next operation that it misses, and the reason."""
+
+    left: bool
+    video: int
+    operation: int
+    reason: str
+
+
+class Messages:
+    """Listens to the other ranks, and ends the operations that wait for one that is gone.
+
+    Args:
+        connection: A gloo group of its own.
+        others: The groups of the operations, which end when a rank is gone.
+    """
+
+    def __init__(self, connection: Group, others: list[Group]) -> None:
+        self._connection, self._others = connection, others
+        self._rank, self._size = connection.rank(), connection.size()
+        self._video = self._operation = 0
+        self._changed = threading.Condition()
+        self._ends: dict[int, _End] = {}
+        self._reason: str | None = None  # why no operation is possible any more
+        self._waits = self._leaves = False
+        for other in self._peers():
+            threading.Thread(target=self._listen, args=(other,), daemon=True).start()
+
+    def run(self, operate: Callable[[], None]) -> None:
+        """Run an operation in which all ranks take part.
+
+        Args:
+            operate: Waits for the other ranks.
+
+        Raises:
+            ShardError: A rank is gone, or does not take part.
+            RuntimeError: Memory ran out before the operation.
+        """
+        with self._changed:
+            self._note_ends()
+            if self._reason is not None:
+                raise ShardError(self._reason)
+            self._waits = True
+        try:
+            operate()
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            text = str(error).splitlines()[0]
+            with self._changed:
+                self._changed.wait_for(lambda: self._reason is not None, _GRACE_S)
+                self._reason = self._reason or f"the connection to another rank broke: {text}"
+            raise ShardError(self._reason) from None
+        finally:
+            self._waits = False
+        self._operation += 1
+
+    @contextlib.contextmanager
+    def one_video(self) -> Iterator[None]:
+        """Count the operations of a video, and tell the other ranks if it ends early."""
+        self._next_video()
+        try:
+            yield
+        except GeneratorExit:
+            self._send(f"{self._name(self._rank)} stopped")
+            raise
+        except ShardError as error:
+            self._send(str(error))
+            raise
+        except BaseException as error:
+            text = (str(error).splitlines() or [""])[0] or type(error).__name__
+            self._send(f"{self._name(self._rank)} stopped: {text}")
+            raise
+        finally:
+            self._next_video()  # operations before the next video do not belong to this one
+
+    def _next_video(self) -> None:
+        self._video, self._operation = self._video + 1, 0
+
+    def leave(self) -> None:
+        """Tell the other ranks that no operation follows."""
+        self._leaves = True
+        self._send(f"{self._name(self._rank)} left the group", left=True)
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} of {self._size}"
+
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank != self._rank]
+
+    def _send(self, reason: str, *, left: bool = False) -> None:
+        """Send the end of this rank to all that are there."""
+        head = _HEAD.pack(left, self._video, self._operation)
+        data = (head + reason.encode())[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+        message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        for other in self._peers():
+            with contextlib.suppress(RuntimeError):
+                self._connection.send([message], other, _TAG).wait()
+
+    def _listen(self, rank: int) -> None:
+        """Receive the messages of a rank until it leaves or is gone."""
+        message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+        while True:
+            try:
+                self._connection.recv([message], rank, _TAG).wait()
+            except RuntimeError:
+                if not self._leaves:
+                    with self._changed:
+                        self._reason = self._reason or f"{self._name(rank)} ended unexpectedly"
+                        self._changed.notify_all()
+                    self._break()
+                return
+            data = bytes(message.tolist())
+            reason = data[_HEAD.size :].rstrip(b"\0").decode(errors="replace")
+            left, video, operation = _HEAD.unpack_from(data)
+            end = _End(left, video, operation, reason)
+            with self._changed:
+                self._ends[rank] = end
+                breaks = self._waits and self._note_ends()
+            if breaks:
+                self._break()
+            if end.left:
+                return
+
+    def _note_ends(self) -> bool:
+        """Note whether a rank will not take part in the current operation."""
+        at = self._video, self._operation
+        for end in self._ends.values():
+            known = end.left or end.video == self._video
+            if self._reason is None and known and at >= (end.video, end.operation):
+                self._reason = end.reason
+                self._changed.notify_all()
+        return self._reason is not None
+
+    def _break(self) -> None:
+        """End the operations that wait."""
+        for group in self._others:
+            with contextlib.suppress(RuntimeError):
+                if isinstance(group, dist.ProcessGroup):
+                    group.abort()
+                else:
+                    none = torch.empty(1, dtype=torch.uint8)
+                    group.recv([none], self._peers()[0], _TAG).wait(_AT_ONCE)
+
+
+def connect(store: Store, name: str, rank: int, size: int) -> Group:
+    """Connect the ranks over gloo.
+
+    A group of `torch.distributed.new_group` would need the processes outside of it too.
+
+    Args:
+        store: A store that all ranks see.
+        name: Name of the group within the store.
+        rank: Number of this process.
+        size: Number of ranks.
+
+    Returns:
+        The group; its ranks are those of the video.
+    """
+    c10d: Any = dist.distributed_c10d
+    return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, size, _TIMEOUT)

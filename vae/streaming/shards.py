@@ -1,0 +1,64 @@
+"""What a stream needs of the ranks that share it."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..layers.lines import Attempt, FrameShard
+from ..planning.job import StreamJob
+from ..planning.plan import usual_limit
+
+
+class StreamShards(Protocol):
+    """The ranks that share a video; see `sharding.shard.ShardGroup`."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def split(self, height: int, width: int) -> FrameShard:
+        """Return the part of this rank of latents of `height` and `width`."""
+        ...
+
+    def most(self, number: int, attempt: Attempt = ...) -> int:
+        """Return the maximum of `number` over all ranks."""
+        ...
+
+    def in_step(self, stream: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Yield the pieces `[...]` of a `stream`, and tell the other ranks if it ends early."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group."""
+        ...
+
+    def widest(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the widest `dtype` of all ranks."""
+        ...
+
+
+def shared_limit(
+    shards: StreamShards | None, job: StreamJob, limit_bytes: int | None, *, records: bool
+) -> int | None:
+    """Return the memory limit of a stream: with ranks, that of the rank that has least.
+
+    Args:
+        shards: The ranks, or None.
+        job: The stream.
+        limit_bytes: The limit of this rank; None: a share of the free memory.
+        records: Autograd records.
+
+    Returns:
+        Bytes, or None for a stream of one process without a limit.
+
+    Raises:
+        ValueError: Autograd records a stream of several ranks.
+    """
+    if shards is None:
+        return limit_bytes
+    if records:
+        raise ValueError("a gradient is recorded; expected torch.no_grad() where ranks share it")
+    return -shards.most(-(usual_limit(job) if limit_bytes is None else limit_bytes))
