@@ -231,8 +231,8 @@ class VideoVAE(VAEWeights):
         """
         # Imported here, because builds of PyTorch without `torch.distributed` are in use.
         self.unshard()
-        module = importlib.import_module(".sharding.shard", __package__)
-        self.shards = module.ShardGroup(self.device, group, axis)
+        sharding = importlib.import_module(".sharding.connection", __package__)
+        self.shards = sharding.connected(self.device, group, axis)
 
     def unshard(self) -> None:
         """Leave the group of `shard`; other ranks can go on together only in another group."""

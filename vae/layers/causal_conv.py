@@ -226,7 +226,7 @@ class CausalConv3d(Conv, CausalLayer):
         return self.fuses(x, "volume", (self.stride, 1, 1), pads, norm=norm)
 
     def keeps_ring(self, x: Tensor, cache: TemporalCache) -> bool:
-        """Return whether `x` `[B, C_in, T, H, W]` is a frame for a ring."""
+        """Return whether `x` `[B, C_in, T, H, W]` is a frame for a ring of `cache`."""
         return (
             cache.rings
             and not (cache.first or cache.thrifty or torch.is_grad_enabled())

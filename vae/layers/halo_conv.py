@@ -31,7 +31,7 @@ class HaloConv(Protocol):
         ...
 
     def fusing(self, x: Tensor, cache: TemporalCache, *, norm: bool = False) -> Fused:
-        """Return what the convolution of `x` `[B, C_in, T, H, W]` fuses; `norm`: with a norm."""
+        """Return what is fused for `x` `[B, C_in, T, H, W]` in `cache`; `norm`: with a norm."""
         ...
 
     def keeps_ring(self, x: Tensor, cache: TemporalCache) -> bool:
@@ -48,7 +48,19 @@ class HaloConv(Protocol):
         *,
         by_pointer: bool = False,
     ) -> Tensor:
-        """Convolve `window` `[B, C_in, T, H, W]`, see `CausalConv3d`."""
+        """Convolve a window.
+
+        Args:
+            window: `[B, C_in, T, H, W]`, with the tail unless it is read `by_pointer`.
+            cache: State of the video.
+            pads: Rows and columns of zero padding on each side.
+            terms: Bias and residual to add, or a norm to apply.
+            ring: The ring that the window is of.
+            by_pointer: The window is the new frames only.
+
+        Returns:
+            `[B, C_out, T, H, W]`.
+        """
         ...
 
     def tail(self, x: Tensor, cache: TemporalCache) -> Tensor:

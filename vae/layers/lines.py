@@ -37,7 +37,7 @@ class FrameShard(Protocol):
         ...
 
     def largest_part(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return height and width of the largest part of latents of `size`."""
+        """Return height and width of the largest part of latents of `size`, with its halo."""
         ...
 
     def place(self, lines: int) -> tuple[int, int]:
@@ -49,13 +49,13 @@ class FrameShard(Protocol):
         ...
 
     def exchange(self, first: Tensor | None, last: Tensor | None, attempt: Attempt) -> Lines:
-        """Exchange the `first` and `last` lines `[B, C, T, H, W]` with the neighbours."""
+        """Exchange `first` and `last` lines `[B, C, T, H, W]`; `attempt` runs an allocation."""
         ...
 
     def gather(self, x: Tensor, attempt: Attempt) -> Tensor:
-        """Return the whole frames of parts `x`, both `[B, C, T, H, W]`."""
+        """Return whole frames of parts `x` `[B, C, T, H, W]`; `attempt` runs an allocation."""
         ...
 
     def statistics(self, own: Tensor, attempt: Attempt) -> Tensor:
-        """Return the statistics `[B, T, 2, groups]` of whole frames; `own` are those of a part."""
+        """Return those of whole frames for `own` `[B, T, 2, groups]`; `attempt` allocates."""
         ...

@@ -35,7 +35,7 @@ def divide(size: Size, ranks: int, axis: str | None = None) -> tuple[int, tuple[
 
 
 def largest_part(size: Size, dim: int, edges: Sequence[int]) -> Size:
-    """Return the size of the largest part.
+    """Return the size of the largest part with one line of each neighbour, to plan its memory.
 
     Args:
         size: Height and width of a latent.
@@ -46,4 +46,5 @@ def largest_part(size: Size, dim: int, edges: Sequence[int]) -> Size:
         Height and width of a latent.
     """
     most = max(stop - start for start, stop in itertools.pairwise(edges))
+    most = min(edges[-1], most + 2)
     return (most, size[1]) if dim == AXES["rows"] else (size[0], most)

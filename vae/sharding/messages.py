@@ -1,4 +1,4 @@
-"""Messages between ranks outside of their operations: who stopped, and who is gone.
+"""Messages between ranks outside of their operations: which one stopped, and which is gone.
 
 An operation waits for a rank that never takes part, for as long as its time-out. So each rank
 listens to every other one on a connection of its own. The connection of a process that is killed
@@ -11,7 +11,7 @@ import datetime
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,6 @@ _TAG = 0x7E11
 
 # A broken connection is noticed by the operation that it breaks; the reason arrives meanwhile.
 _GRACE_S = 10.0
-
-# The ranks wait for the slowest of them; `Messages` ends the wait for one that is gone.
-_TIMEOUT = datetime.timedelta(days=7)
 
 # Gloo closes the connections of a group in which an operation times out.
 _AT_ONCE = datetime.timedelta(milliseconds=1)
@@ -46,27 +43,15 @@ class Group(Protocol):
         ...
 
     def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> dist.Work:
-        """Send `[...]` to a `rank`, which receives under the same `tag`."""
+        """Send `tensors` `[...]` to a `rank`, which receives them under the same `tag`."""
         ...
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> dist.Work:
-        """Receive `[...]` from a `rank`, which sends under the same `tag`."""
-        ...
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> dist.Work:
-        """Write the `inputs` `[...]` of all ranks to `outputs`."""
+        """Receive `tensors` `[...]` from a `rank`, which sends them under the same `tag`."""
         ...
 
     def allreduce(self, tensors: list[Tensor], operation: dist.ReduceOp.RedOpType, /) -> dist.Work:
-        """Combine `[...]` of all ranks in place by an `operation`."""
-        ...
-
-
-class Store(Protocol):
-    """A store that all ranks see."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add `amount` to the number of a `key`, and return the sum."""
+        """Combine `tensors` `[...]` of all ranks in place by an `operation`."""
         ...
 
 
@@ -133,7 +118,7 @@ class Messages:
 
     @contextlib.contextmanager
     def one_video(self) -> Iterator[None]:
-        """Count the operations of a video, and tell the other ranks if it ends early."""
+        """Count the operations of a video, and notify the other ranks if it ends early."""
         self._next_video()
         try:
             yield
@@ -154,7 +139,7 @@ class Messages:
         self._video, self._operation = self._video + 1, 0
 
     def leave(self) -> None:
-        """Tell the other ranks that no operation follows."""
+        """Notify the other ranks that no operation follows."""
         self._leaves = True
         self._send(f"{self._name(self._rank)} left the group", left=True)
 
@@ -217,21 +202,3 @@ class Messages:
                 else:
                     none = torch.empty(1, dtype=torch.uint8)
                     group.recv([none], self._peers()[0], _TAG).wait(_AT_ONCE)
-
-
-def connect(store: Store, name: str, rank: int, size: int) -> Group:
-    """Connect the ranks over gloo.
-
-    A group of `torch.distributed.new_group` would need the processes outside of it too.
-
-    Args:
-        store: A store that all ranks see.
-        name: Name of the group within the store.
-        rank: Number of this process.
-        size: Number of ranks.
-
-    Returns:
-        The group; its ranks are those of the video.
-    """
-    c10d: Any = dist.distributed_c10d
-    return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, size, _TIMEOUT)

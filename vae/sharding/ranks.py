@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..layers.lines import Attempt
-from ..planning.parts import AXES
-from .messages import Group, Messages, Store, connect
+from .messages import Group, Messages
 
 _TAG = 0x5A0D
 
@@ -39,57 +38,36 @@ class Ranks:
 
     Args:
         device: Device of this rank.
-        group: The processes; None: all of `torch.distributed`.
         axis: "rows" or "columns": what is divided; None: the longer one of each video, so that the
             shorter one is sent.
+        voters: A gloo group.
+        data: A group that sends the memory of the device; or `voters`, by the host.
+        messages: Listens to the other ranks.
 
     Attributes:
         rank: Number of this process in the group.
         size: Number of ranks.
         axis: What is divided, or None.
         counts: Number of operations by name, and of bytes sent by "bytes to R" for a rank R.
-
-    Raises:
-        ValueError: There is no process group, this process is not in it, or the axis is unknown.
     """
 
     def __init__(
         self,
         device: torch.device,
-        group: dist.ProcessGroup | None = None,
-        axis: str | None = None,
+        axis: str | None,
+        voters: Group,
+        data: Group,
+        messages: Messages,
     ) -> None:
-        if axis is not None and axis not in AXES:
-            raise ValueError(f"axis is {axis!r}; expected 'rows', 'columns' or None")
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        if group is None:
-            raise ValueError(
-                "torch.distributed has no process group; expected init_process_group before, as "
-                "under torchrun"
-            )
-        if dist.get_rank(group) < 0:
-            raise ValueError("this process is not in the group; expected one of its ranks")
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.size = voters.rank(), voters.size()
+        self.axis = axis
         self.counts: Counter[str] = Counter()
-        self.axis, self._device = axis, device
+        self._device, self._voters, self._data, self._messages = device, voters, data, messages
+        self._staged = data is voters and device.type not in ("cpu", "meta")
         self._vote = torch.zeros((), dtype=torch.int64)
-        store = _store_of(group)
-        # The same number on all ranks, which all call this.
-        number = store.add(f"fast_video_vae/rank {self.rank}", 1)
-        listeners, self._voters = (
-            connect(store, f"fast_video_vae/{name} {number}", self.rank, self.size)
-            for name in ("messages", "votes")
-        )
-        vote = self._vote.fill_(not _reaches(group, device))
-        self._voters.allreduce([vote], dist.ReduceOp.MAX).wait()
-        self._data: Group = self._voters if vote else group
-        self._staged = self._data is self._voters and device.type != "cpu"
-        groups = [self._voters] if self._data is self._voters else [self._voters, self._data]
-        self._messages = Messages(listeners, groups)
 
     def in_step(self, stream: Iterator[Tensor]) -> Generator[Tensor, None, None]:
-        """Yield the pieces `[...]` of a `stream`, and tell the other ranks if it ends early."""
+        """Yield the pieces `[...]` of a `stream`, and notify the other ranks if it ends early."""
         with self._messages.one_video():
             yield from stream
 
@@ -140,23 +118,27 @@ class Ranks:
             `[N, ...]` of each rank.
         """
         self.counts["gathers"] += 1
-        # All of one size, which every backend takes.
-        shape = max(sizes), *x.shape[1:]
-
-        def block() -> Tensor:
-            if len(x) == shape[0]:
-                return self._bytes(x)
-            padded = x.new_zeros(shape)
-            padded[: len(x)] = x
-            return self._bytes(padded)
-
-        data = attempt(block)
-        parts = attempt(lambda: data.new_empty(self.size, data.numel()).unbind(0))
-        self._messages.run(lambda: attempt(lambda: self._data.allgather([parts], [data])).wait())
-        whole = [attempt(functools.partial(part.to, self._device)) for part in parts]
-        return [
-            part.view(x.dtype).view(shape)[:size] for part, size in zip(whole, sizes, strict=True)
+        if isinstance(self._data, dist.ProcessGroup):
+            return self._gathered(x, sizes, self._data, attempt)
+        # Gloo's own operation allocates after it has begun, and could not be repeated.
+        own = attempt(functools.partial(self._bytes, x))
+        row_bytes = own.numel() // len(x)
+        parts = [own if rank == self.rank else None for rank in range(self.size)]
+        parts = [
+            attempt(functools.partial(own.new_empty, size * row_bytes)) if part is None else part
+            for part, size in zip(parts, sizes, strict=True)
         ]
+
+        def operate() -> None:
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            works = [self._data.send([own], rank, _TAG) for rank in others]
+            works += [self._data.recv([parts[rank]], rank, _TAG) for rank in others]
+            for work in works:
+                work.wait()
+
+        self._messages.run(operate)
+        there = [attempt(functools.partial(part.to, self._device)) for part in parts]
+        return [part.view(x.dtype).view(-1, *x.shape[1:]) for part in there]
 
     def sum(self, x: Tensor, attempt: Attempt = at_once) -> Tensor:
         """Return the sum of a tensor over all ranks.
@@ -201,6 +183,26 @@ class Ranks:
         """Leave the group; the others cannot go on without this rank."""
         self._messages.leave()
 
+    def _gathered(
+        self, x: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, attempt: Attempt
+    ) -> list[Tensor]:
+        """Return `gather(x, sizes)` by one operation of the backend, in blocks of one size."""
+        most = max(sizes)
+
+        def block() -> Tensor:
+            if len(x) == most:
+                return x
+            padded = x.new_zeros(most, *x.shape[1:])
+            padded[: len(x)] = x
+            return padded
+
+        own = attempt(block)
+        whole = attempt(lambda: x.new_empty(self.size, *own.shape))
+        self._messages.run(
+            lambda: attempt(lambda: dist.all_gather_into_tensor(whole, own, group=group))
+        )
+        return [part[:size] for part, size in zip(whole, sizes, strict=True)]
+
     def _bytes(self, x: Tensor) -> Tensor:
         """Return contiguous memory `[...]` as bytes `[N]`, on the host where that is needed."""
         data = x.view(-1).view(torch.uint8)
@@ -210,16 +212,3 @@ class Ranks:
         """Return the memory `like` `[...]` itself as bytes `[N]`, or new memory of the host."""
         data = like.view(-1).view(torch.uint8)
         return torch.empty_like(data, device="cpu") if self._staged else data
-
-
-def _reaches(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether a group of the caller sends the memory of an accelerator as it is."""
-    backends = dict(each.split(":", 1) for each in dist.get_backend_config(group).split(","))
-    return device.type != "cpu" and backends.get(device.type, "gloo") != "gloo"
-
-
-def _store_of(group: dist.ProcessGroup) -> Store:
-    """Return the store of a group; PyTorch before 2.7 has no public function for it."""
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    return dist.distributed_c10d._get_process_group_store(group)

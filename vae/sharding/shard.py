@@ -48,7 +48,7 @@ class Shard:
         return -(-count * self.most_lines // self.lines)
 
     def largest_part(self, size: Size) -> Size:
-        """Return height and width of the largest part of latents of `size`."""
+        """Return height and width of the largest part of latents of `size`, with its halo."""
         return largest_part(size, self.dim, self.edges)
 
     def place(self, lines: int) -> tuple[int, int]:

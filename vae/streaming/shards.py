@@ -24,11 +24,11 @@ class StreamShards(Protocol):
         ...
 
     def most(self, number: int, attempt: Attempt = ...) -> int:
-        """Return the maximum of `number` over all ranks."""
+        """Return the maximum of `number` over all ranks; `attempt` runs an allocation."""
         ...
 
     def in_step(self, stream: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Yield the pieces `[...]` of a `stream`, and tell the other ranks if it ends early."""
+        """Yield the pieces `[...]` of a `stream`, and notify the other ranks if it ends early."""
         ...
 
     def close(self) -> None:

@@ -88,7 +88,7 @@ def live_peak(case: Case, fused: Fused | None = None) -> tuple[int, int]:
 
     With `fused` the convolutions are those of a candidate that fuses this.
     """
-    vae = _meta_vae(case.family, case.width, case.dtype)
+    vae = meta_vae(case.family, case.width, case.dtype)
     with contextlib.ExitStack() as stack:
         if fused is not None:
             order = "kitchen", *backends.CONVOLUTION_ORDER
@@ -100,13 +100,7 @@ def live_peak(case: Case, fused: Fused | None = None) -> tuple[int, int]:
                 for norm in ("rms_norm_silu", "group_norm_silu"):
                     written = mock.patch.object(reference, norm, lambda *_, out, **__: out)
                     stack.enter_context(written)
-        for target, name, value in (
-            (validation, "check_finite", lambda *_: None),
-            (session, "drop_stale_forms", lambda *_: None),
-            (torch, "autocast", lambda *_, **__: contextlib.nullcontext()),
-            (candidates, "_PARKED_LATENTS", ()),
-        ):
-            stack.enter_context(mock.patch.object(target, name, value))
+        stack.enter_context(without_values())
         # The first stream derives weights, which count as weights.
         small = Case(case.family, case.encode, size=(64, 64), limit_bytes=1 << 40)
         bench_memory.stream(vae, small, bench_memory.input_of(vae, small))
@@ -120,8 +114,23 @@ def live_peak(case: Case, fused: Fused | None = None) -> tuple[int, int]:
         return counter.peak, bench_memory.planned(vae, case).peak_bytes
 
 
+@contextlib.contextmanager
+def without_values():
+    """Leave out what needs values: checks, and caches on the host."""
+    with contextlib.ExitStack() as stack:
+        for target, name, value in (
+            (validation, "check_finite", lambda *_: None),
+            (session, "drop_stale_forms", lambda *_: None),
+            (torch, "autocast", lambda *_, **__: contextlib.nullcontext()),
+            (candidates, "_PARKED_LATENTS", ()),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        yield
+
+
 @functools.cache
-def _meta_vae(family: str, width: int, dtype: str) -> VideoVAE:
+def meta_vae(family: str, width: int, dtype: str) -> VideoVAE:
+    """Return a VAE with weights of no value."""
     kind = getattr(torch, dtype)
     vae = load_vae(random_weights(family, width, width), dtype=kind, encode_dtype=kind).to("meta")
     vae.skips_static = False

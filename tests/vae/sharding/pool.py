@@ -39,14 +39,26 @@ class Pool:
     def run(self, task, ranks=None, **options):
         """Run `task(group, **options)` in the first `ranks` processes; their results, or errors."""
         ranks = ranks or self.size
-        for process in self.processes[:ranks]:
-            pickle.dump((task.__module__, task.__qualname__, ranks, options), process.stdin)
-            process.stdin.flush()
-        return [self.result(rank) for rank in range(ranks)]
+        for rank in range(ranks):
+            self.start(rank, task, ranks, **options)
+        answers = [self._answer(rank) for rank in range(ranks)]
+        return [self._checked(rank, answer) for rank, answer in enumerate(answers)]
+
+    def start(self, rank, task, ranks=None, **options):
+        """Start a task in one process."""
+        stdin = self.processes[rank].stdin
+        pickle.dump((task.__module__, task.__qualname__, ranks or self.size, options), stdin)
+        stdin.flush()
 
     def result(self, rank):
         """Wait for the result of a rank."""
-        fine, result = pickle.load(self.processes[rank].stdout)
+        return self._checked(rank, self._answer(rank))
+
+    def _answer(self, rank):
+        return pickle.load(self.processes[rank].stdout)
+
+    def _checked(self, rank, answer):
+        fine, result = answer
         if not fine:
             raise AssertionError(f"rank {rank}:\n{result}")
         return result

@@ -2,10 +2,17 @@
 
 import contextlib
 import functools
+import os
+import signal
+import time
 
 import torch
+import torch.distributed as dist
 
+from fast_video_vae.tests.benchmarks.weights import random_weights
 from fast_video_vae.tests.vae.families import STATES, joined
+from fast_video_vae.tests.vae.planning.live_bytes import LiveBytes
+from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.planning import candidates
 
@@ -87,3 +94,75 @@ def decode_after_error(group, *, family, bad, good):
         except ValueError:
             return vae.decode(good)
         raise AssertionError("it did not fail")
+
+
+def with_failing_memory(group, *, family, x, victim, encode=False, **failing):
+    """Convert while allocations of one rank fail; the result, and the allocations."""
+    with sharded(family, group) as vae:
+        stream = vae.encode_stream if encode else vae.decode_stream
+        options = StreamOptions(1)
+        joined(stream(x, options))  # derives the weights
+        memory = FailingMemory(**(failing if dist.get_rank(group) == victim else {}))
+        with memory:
+            pieces = list(stream(x, options))
+        memory = {"seen": memory.seen, "failed": memory.failed, "largest": memory.largest}
+        return torch.cat(pieces, dim=2), memory
+
+
+def live_bytes(group, *, family, width, x, encode=False):
+    """The peak of the memory of one rank, and of one process, without weights, input and result."""
+    peaks = []
+    vae = load_vae(random_weights(family, width, width), dtype=torch.float32)
+    vae.limit_bytes = 1 << 40
+    for is_sharded in (True, False):
+        if is_sharded:
+            vae.shard(group)
+        stream = vae.encode_stream if encode else vae.decode_stream
+        live = LiveBytes()
+        for _ in stream(x, StreamOptions(1)):
+            pass
+        for tensor in (x, *vae.parameters()):
+            live.ignore(tensor)
+        with live:
+            for _ in stream(x, StreamOptions(1)):
+                pass
+        peaks.append(live.peak)
+        vae.unshard()
+    return peaks
+
+
+def ends_early(group, *, family, x, victim, how):
+    """Decode while one rank is killed, stops or fails after its first piece.
+
+    Returns:
+        The error of this rank, and the seconds from then on.
+    """
+    vae = _vae(family, torch.float64)
+    vae.shard(group)
+    start = time.monotonic()
+
+    def latents():
+        for number, piece in enumerate(x.split(1, dim=2)):
+            if number == 1 and dist.get_rank(group) == victim and how == "fail":
+                raise OSError("the disk is gone")
+            yield piece
+
+    try:
+        for _ in vae.decode_stream(latents()):
+            if dist.get_rank(group) == victim and how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if dist.get_rank(group) == victim and how == "stop":
+                return "", 0.0
+    except (RuntimeError, OSError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    finally:
+        vae.unshard()
+    raise AssertionError("it did not end early")
+
+
+def stop_together(group, *, family, x):
+    """Stop after the first piece on all ranks, then decode the whole video."""
+    with sharded(family, group) as vae:
+        for _ in vae.decode_stream(x, StreamOptions(1)):
+            break
+        return vae.decode(x)

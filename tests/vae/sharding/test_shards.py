@@ -112,17 +112,17 @@ def test_some_frames_equal_one_process(pool, family, frames):
 def test_a_static_end_equals_one_process(pool, family):
     vae = vae_of(family, torch.float64)
     x = input_of(vae, True, (3, 2), latents=2)
-    still = x[:, :, -1:].expand(-1, -1, 28, -1, -1)
-    check(pool, 2, family, torch.cat([x, still], dim=2), encode=True)
+    static = x[:, :, -1:].expand(-1, -1, 28, -1, -1)
+    check(pool, 2, family, torch.cat([x, static], dim=2), encode=True)
 
 
 def test_a_static_end_is_skipped_on_all_ranks(pool):
     x = input_of(vae_of("wan2.1", torch.float64), True, (3, 2), latents=2)
-    still = torch.cat([x, x[:, :, -1:].expand(-1, -1, 60, -1, -1)], dim=2)
-    moving = random_frames(*still.shape)
+    static = torch.cat([x, x[:, :, -1:].expand(-1, -1, 60, -1, -1)], dim=2)
+    moving = random_frames(*static.shape)
     counts = [
         pool.run(tasks.convert, 2, family="wan2.1", x=each, encode=True, chunk=2)[0][1]
-        for each in (still, moving)
+        for each in (static, moving)
     ]
     assert counts[0]["exchanges"] < counts[1]["exchanges"]
 
@@ -156,7 +156,7 @@ def test_a_2x_decoder_equals_one_process(pool):
 
 
 def test_parts_of_frames_are_the_same_on_all_ranks(pool):
-    """Steps follow the largest part, so ranks with fewer rows divide them alike."""
+    """Steps follow the largest part, so ranks with fewer rows take equal ones."""
     x = input_of(vae_of("wan2.1", torch.float64), False, (5, 4))
     expected = vae_of("wan2.1", torch.float64).decode(x)
     for actual in pool.run(tasks.decode_in_parts, 4, family="wan2.1", x=x, part_bytes=1 << 14):

@@ -1,0 +1,132 @@
+"""Ranks that run out of memory, fail, stop or are killed."""
+
+import pytest
+import torch
+
+from fast_video_vae.tests.vae.families import (
+    STATES,
+    VIDEO,
+    latent_for,
+    random_frames,
+    relative_error,
+)
+from fast_video_vae.tests.vae.sharding import tasks
+from fast_video_vae.tests.vae.sharding.pool import Pool
+from fast_video_vae.vae import load_vae
+
+SIZE = (4, 3)  # of a latent
+LATENTS = 3
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(params=["wan2.1", *(pytest.param(f, marks=pytest.mark.slow) for f in VIDEO[1:])])
+def family(request):
+    return request.param
+
+
+def given_and_expected(family, *, encode=False):
+    vae = load_vae(STATES[family](), dtype=torch.float64)
+    step = vae.config.spatial_compression
+    size = SIZE[0] * step, SIZE[1] * step
+    if encode:
+        x = random_frames(1, 3, vae.config.frames(LATENTS), *size)
+        return x, vae.encode(x, 1)
+    x = latent_for(vae, LATENTS, *size)
+    return x, vae.decode(x, 1)
+
+
+def check(results, expected):
+    for actual, *_ in results:
+        assert relative_error(actual, expected) <= 1e-12
+
+
+@pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_any_allocation_of_one_rank_can_fail(pool, family, victim, encode):
+    x, expected = given_and_expected(family, encode=encode)
+    options = {"family": family, "x": x, "victim": victim, "encode": encode}
+    seen = pool.run(tasks.with_failing_memory, 2, **options)[victim][1]["seen"]
+    for first in range(1 + victim, seen, max(1, seen // 6)):
+        results = pool.run(tasks.with_failing_memory, 2, **options, first=first)
+        check(results, expected)
+        assert results[victim][1]["failed"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", VIDEO)
+def test_most_allocations_of_one_rank_can_fail(pool, family):
+    x, expected = given_and_expected(family)
+    options = {"family": family, "x": x, "victim": 1}
+    seen = pool.run(tasks.with_failing_memory, 2, **options)[1][1]["seen"]
+    for first in range(1, seen, 7):
+        check(pool.run(tasks.with_failing_memory, 2, **options, first=first), expected)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6])
+def test_large_allocations_of_one_rank_can_fail(pool, family, share):
+    """Convolutions run in pieces there, and all ranks go on in smaller steps."""
+    x, expected = given_and_expected(family)
+    options = {"family": family, "x": x, "victim": 1}
+    largest = pool.run(tasks.with_failing_memory, 3, **options)[1][1]["largest"]
+    results = pool.run(tasks.with_failing_memory, 3, **options, most=int(share * largest))
+    check(results, expected)
+    assert [memory["failed"] > 0 for _, memory in results] == [False, True, False]
+
+
+@pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
+@pytest.mark.parametrize(
+    ("family", "width"), [("wan2.1", 24), ("wan2.2", 32), ("seedvr2", 32)], ids=VIDEO
+)
+def test_a_rank_has_its_share_of_the_memory(pool, family, width, encode):
+    step = {"wan2.2": 16}.get(family, 8)
+    channels = {"wan2.2": 48}.get(family, 16)
+    side = 24
+    shape = (1, 3, 5, side * step, side * step) if encode else (1, channels, 2, side, side)
+    options = {"family": family, "width": width, "x": torch.rand(shape), "encode": encode}
+    for shard, one in pool.run(tasks.live_bytes, 4, **options):
+        assert shard <= 0.35 * one
+
+
+@pytest.mark.parametrize("victim", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_others_end_when_a_rank_is_killed(victim):
+    pool = Pool(3)
+    try:
+        assert ends(pool, victim, "kill") == f"ShardError: rank {victim} of 3 ended unexpectedly"
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "reason"), [("fail", " stopped: the disk is gone"), ("stop", " stopped")]
+)
+def test_the_others_end_when_a_rank_ends(pool, victim, how, reason):
+    assert ends(pool, victim, how) == f"ShardError: rank {victim} of 3{reason}"
+    error, _ = pool.result(victim)
+    assert error == ("OSError: the disk is gone" if how == "fail" else "")
+
+
+def ends(pool, victim, how):
+    """End one of three ranks; the error of the others."""
+    x, _ = given_and_expected("wan2.1")
+    for rank in range(3):
+        pool.start(rank, tasks.ends_early, 3, family="wan2.1", x=x, victim=victim, how=how)
+    errors = set()
+    for rank in {0, 1, 2} - {victim}:
+        error, seconds = pool.result(rank)
+        assert seconds < 30
+        errors.add(error)
+    (error,) = errors
+    return error
+
+
+def test_all_ranks_can_stop_together(pool):
+    x, expected = given_and_expected("wan2.1")
+    for actual in pool.run(tasks.stop_together, 3, family="wan2.1", x=x):
+        assert relative_error(actual, expected) <= 1e-12

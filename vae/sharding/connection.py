@@ -1,0 +1,72 @@
+"""How the processes of a group of `torch.distributed` become the ranks of a video.
+
+Two gloo groups are created for votes and messages, from the store of the caller's group: one of
+`torch.distributed.new_group` would need the processes outside of it too. GPUs that the caller's
+group links are sent to over that group; everything else takes the group of the votes.
+"""
+
+import datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..planning.parts import AXES
+from .messages import Group, Messages
+from .shard import ShardGroup
+
+# The ranks wait for the slowest of them; `Messages` ends the wait for one that is gone.
+_TIMEOUT = datetime.timedelta(days=7)
+
+
+def connected(
+    device: torch.device, group: dist.ProcessGroup | None = None, axis: str | None = None
+) -> ShardGroup:
+    """Connect the processes of a group, all of which call this.
+
+    Args:
+        device: Device of this rank.
+        group: The processes; None: all of `torch.distributed`.
+        axis: "rows" or "columns": what is divided; None: the longer one of each video.
+
+    Returns:
+        The ranks.
+
+    Raises:
+        ValueError: There is no process group, this process is not in it, or the axis is unknown.
+    """
+    if axis is not None and axis not in AXES:
+        raise ValueError(f"axis is {axis!r}; expected 'rows', 'columns' or None")
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None:
+        raise ValueError(
+            "torch.distributed has no process group; expected init_process_group before, as under "
+            "torchrun"
+        )
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError("this process is not in the group; expected one of its ranks")
+    c10d: Any = dist.distributed_c10d
+    # PyTorch before 2.7 has no public function for the store.
+    public = hasattr(group, "get_group_store")
+    store = group.get_group_store() if public else c10d._get_process_group_store(group)
+    # The same number on all ranks.
+    number = store.add(f"fast_video_vae/rank {rank}", 1)
+    listeners, voters = (
+        c10d.ProcessGroupGloo(
+            c10d.PrefixStore(f"fast_video_vae/{name} {number}", store), rank, size, _TIMEOUT
+        )
+        for name in ("messages", "votes")
+    )
+    vote = torch.tensor(not _reaches(group, device), dtype=torch.int64)
+    voters.allreduce([vote], dist.ReduceOp.MAX).wait()
+    data: Group = voters if vote else group
+    messages = Messages(listeners, [voters] if data is voters else [voters, data])
+    return ShardGroup(device, axis, voters, data, messages)
+
+
+def _reaches(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether a group sends the memory of an accelerator as it is."""
+    backends = dict(each.split(":", 1) for each in dist.get_backend_config(group).split(","))
+    return device.type != "cpu" and backends.get(device.type, "gloo") != "gloo"
