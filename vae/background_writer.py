@@ -77,6 +77,7 @@ class BackgroundWriter:
         self.queued = 0
         self._written = 0
         self._progress = threading.Condition()
+        self._putting = threading.Lock()  # threads of several devices can put pieces
 
     def __enter__(self) -> "BackgroundWriter":
         try:
@@ -115,6 +116,10 @@ class BackgroundWriter:
         """
         if self._dtype not in (None, frames.dtype):
             raise ValueError(f"frames are {frames.dtype}; expected {self._dtype}")
+        with self._putting:
+            self._put(frames, target)
+
+    def _put(self, frames: Tensor, target: tuple[Tensor, ...]) -> None:
         self._user = threading.current_thread()
         buffer = self._next_buffer()
         try:

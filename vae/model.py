@@ -191,7 +191,7 @@ class VideoVAE(VAEWeights):
         device, asked, work = self.device, options.dtype or self.dtype, TrialBudget()
         with trials(work):
             dtype = decode_dtype(asked, device, allow_fp16=allows_fp16(self, options, latent))
-        watch = Watch(device) if dtype == torch.float16 != asked else None
+        watch = Watch() if dtype == torch.float16 != asked else None
         part = Part(latent, frames, self.decoder, self.config, self.check_latent, keeps=bool(watch))
         check_targets(latent, self.config, out, images, frames)
         run = functools.partial(self._frames_of, options, work, out, images)
