@@ -102,6 +102,11 @@ class BackgroundWriter:
         if kind is None:
             self._raise()
 
+    @property
+    def error(self) -> BaseException | None:
+        """The error of `write`, or None."""
+        return self._error
+
     def put(self, frames: Tensor, *target: Tensor) -> None:
         """Queue frames for writing; waits while `depth` pieces are queued.
 

@@ -15,6 +15,8 @@ from .models.patchify import fold_pixels
 from .planning.device_memory import check_holds
 from .planning.job import job_of
 from .planning.plan import Plan, empty_limit, make_plan
+from .streaming.bands.shared_devices import SharedDevices
+from .streaming.executors import Team
 from .streaming.options import AUTOMATIC, StreamOptions
 from .streaming.output import Output, background_writer, delivered, until_complete
 from .streaming.overflow import Watch, allows_fp16, continued
@@ -25,7 +27,7 @@ from .validation import check_frames, check_latent, check_targets, check_tensor,
 from .weights import VAEWeights
 
 
-class VideoVAE(VAEWeights):
+class VideoVAE(SharedDevices, VAEWeights):
     """A causal video VAE of the Wan family or of SeedVR2.
 
     Created by `load_vae`. Parameters have the names of the original checkpoint. Encoding and
@@ -50,6 +52,7 @@ class VideoVAE(VAEWeights):
         allow_fp16: Let a decode in bfloat16 without gradients compute in float16 if that is faster
             on the device. `load_vae` sets it if no dtype is chosen. The first overflow clears it,
             and the decode continues in bfloat16.
+        devices: The devices that share each video; see `SharedDevices`.
     """
 
     def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
@@ -59,6 +62,7 @@ class VideoVAE(VAEWeights):
         self.graphs = False
         self.searches = False
         self.skips_static = True
+        self.team = Team(self.replicas)
 
     @eager
     def encode(self, frames: Tensor, chunk: int | None = None) -> Tensor:
@@ -270,6 +274,9 @@ class VideoVAE(VAEWeights):
         job = job_of(*model, size, dtype, device, single_frame=single_frame, searches=self.searches)
         limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
         limit = empty_limit(job) if limit is None and empty else limit
+        banded = self.team.plan(job, replace(options, limit_bytes=limit)) if cuts else None
+        if banded is not None:
+            return banded[0]
         return make_plan(job, limit, chunk=options.chunk, tile=options.tile, cuts=cuts)
 
     def _frames_of(
@@ -339,6 +346,8 @@ class VideoVAE(VAEWeights):
             searches=self.searches,
             skips=network is self.encoder and self.skips_static,
             budget=budget or TrialBudget(),
+            team=self.team,
+            known=known,
         )
         return session.run(source)
 

@@ -9,6 +9,7 @@ are longer then.
 from dataclasses import dataclass
 
 from ..models.receptive_field import Size
+from .bands import Bands
 from .candidates import Candidates, StepChoice, places
 from .device_memory import free_bytes, total_bytes
 from .job import StreamJob
@@ -30,6 +31,8 @@ class Plan:
         pixels: Pixels of an image per pixel of the network's frames.
         latent_s: Predicted seconds per latent.
         holds: The device can hold every tensor; no plan of the stream has smaller ones otherwise.
+        bands: The bands of several devices, the memory of the first of which is `peak_bytes`; None:
+            one device.
     """
 
     chunk: int
@@ -41,6 +44,7 @@ class Plan:
     pixels: int = 1
     latent_s: float = 0.0
     holds: bool = True
+    bands: Bands | None = None
 
     @property
     def step(self) -> str:
@@ -49,13 +53,17 @@ class Plan:
 
     @property
     def frames(self) -> str:
-        """The size of the tiles in words, width before height."""
+        """The bands, or the size of the tiles, width before height, in words."""
+        if self.bands is not None:
+            return str(self.bands)
         if self.tiles is None:
             return "whole frames"
         height, width = (self.pixels * length for length in self.tiles.size)
         return f"tiles of {width}x{height}{', caches on the host' if self.parked else ''}"
 
     def __str__(self) -> str:
+        if self.bands is not None:
+            return f"{self.step} a step, {self.frames}"
         return f"{self.step} a step, {self.frames}, about {self.peak_bytes / 2**20:.0f} MiB"
 
 
@@ -99,6 +107,20 @@ def make_plan(
     )
 
 
+def plan_of(job: StreamJob, bands: Bands) -> Plan:
+    """Return the plan of `job`, on the first device, in `bands`."""
+    own = next(band for band in bands.members if band.device == job.device)
+    return Plan(
+        bands.chunk,
+        own.part_bytes,
+        bands.bytes_on(job.device),
+        pixels=job.pixels,
+        latent_s=bands.latent_s,
+        holds=bands.holds,
+        bands=bands,
+    )
+
+
 def _within_free(candidates: Candidates, job: StreamJob) -> StepChoice | None:
     """Return the fastest choice within the free memory, or None."""
     free = free_bytes(job.device)
@@ -135,6 +157,8 @@ def empty_limit(job: StreamJob) -> int:
 
 def smaller_plan(job: StreamJob, plan: Plan) -> Plan | None:
     """Return the next smaller plan for `job` after `plan` ran out of memory, or None."""
+    if plan.bands is not None:  # each device changes its own band
+        return None
     for share in (0.75, 0.5, 0.25, 0.0):
         other = make_plan(job, int(plan.peak_bytes * share))
         if other.peak_bytes < plan.peak_bytes:

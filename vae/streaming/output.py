@@ -65,6 +65,11 @@ class Output:
         self._size = config.patch_size * config.output_scale
         self._order = COLUMN_FIRST if config.patch_size > 1 else ROW_FIRST
 
+    @property
+    def error(self) -> BaseException | None:
+        """The error of the writer, or None."""
+        return None if self._writer is None else self._writer.error
+
     def end_after(self, frames: int) -> None:
         """Drop all that comes after the next `frames` frames."""
         wanted = range(OPEN_END) if self._wanted is None else self._wanted

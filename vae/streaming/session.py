@@ -40,7 +40,7 @@ from ..planning.job import job_of
 from ..planning.plan import Plan, check_plan, make_plan, smaller_plan
 from . import cuda_graph
 from .executor import Executor, rechunk
-from .executors import make_executor
+from .executors import Team, make_banded, make_executor
 from .options import StreamOptions
 from .output import Output
 from .precision import full_float32
@@ -102,6 +102,8 @@ class VideoSession:
         searches: Let cuDNN time its algorithms for chunks that repeat.
         skips: Skip static frames.
         budget: For trials of convolutions.
+        team: The devices that can share the work; None: one device.
+        known: The whole video is at hand.
     """
 
     network: Network
@@ -120,6 +122,8 @@ class VideoSession:
     searches: bool
     skips: bool
     budget: TrialBudget
+    team: Team | None = None
+    known: bool = False
 
     def __post_init__(self) -> None:
         self._device = self.relief.device
@@ -162,7 +166,7 @@ class VideoSession:
         source = self._planned(source)
         relief, done = self.relief, 0
         relief.frees = self._workspace.release
-        relief.parks = self._park
+        relief.parks = lambda: self._executor.park()
         if not self.learns:
             self._workspace.relief = relief
         try:
@@ -187,6 +191,7 @@ class VideoSession:
                 raise
             raise relief.exhausted(error) from None
         finally:
+            self._executor.close()
             # Break the reference cycles so that the caches are freed now.
             self._workspace.relief = None
             relief.forget()
@@ -212,12 +217,18 @@ class VideoSession:
             searches=self.searches,
         )
         records = torch.is_grad_enabled() and (self.learns or first.requires_grad)
-        self._plan = make_plan(
-            self._job,
-            self.options.limit_bytes,
-            chunk=self.options.chunk,
-            tile=None if records else self.options.tile,
-            cuts=not records,
+        banded = None if records or self.team is None else self.team.plan(self._job, self.options)
+        self._planner = banded and banded[1]
+        self._plan = (
+            banded[0]
+            if banded
+            else make_plan(
+                self._job,
+                self.options.limit_bytes,
+                chunk=self.options.chunk,
+                tile=None if records else self.options.tile,
+                cuts=not records,
+            )
         )
         check_plan(self._job, self._plan)
         convs = [module for module in self.network.modules() if isinstance(module, Conv)]
@@ -306,15 +317,16 @@ class VideoSession:
             if self._searches:
                 modes.enter_context(searching(self._device))
             if self._results is None:
-                self._results = iter(self._steps(self.relief.attempt(self._input)))
+                again = functools.partial(self._input, self._chunk)
+                self._executor.again = again
+                self._results = iter(self._steps(self.relief.attempt(again)))
             result = next(self._results, None)
             if result is None:
                 self._results = None
                 return None
             return self._executor.finish(result)
 
-    def _input(self) -> Tensor:
-        chunk = self._chunk
+    def _input(self, chunk: Tensor | None) -> Tensor:
         if chunk is None:
             raise RuntimeError("no chunk was set; expected one")
         if self._upload is not None:
@@ -337,11 +349,6 @@ class VideoSession:
                 self.graphs = False
                 cuda_graph.complain(error)
         return executor.advance(x)
-
-    def _park(self) -> bool:
-        """Move the tails of all layers to the host; return whether that freed memory."""
-        self._executor.settle()
-        return any([cache.park() for cache in self._executor.caches])  # noqa: C419, all of them
 
     @eager
     def _lower(self) -> None:
@@ -381,4 +388,7 @@ class VideoSession:
             cache.first = self.begins
             return cache
 
-        return make_executor(self._job, plan, new_cache, self.leave)
+        if self.team is None or self._planner is None:
+            return make_executor(self._job, plan, new_cache, self.leave)
+        work = self.team, self._planner, plan, new_cache, self.leave, self.relief
+        return make_banded(*work, self.options.release, full=self.full, known=self.known)

@@ -31,6 +31,8 @@ class TiledExecutor(Executor):
 
     Attributes:
         parking: Keeps the tails of tiles on the host; None: they stay on the device.
+        sizes: Height and width of whole frames before each tiled layer and after the last.
+        tiles: The tiles, each with its executor.
     """
 
     records = False
@@ -46,7 +48,7 @@ class TiledExecutor(Executor):
         super().__init__(whole, new_cache(), part_bytes)
         self.parking: Parking | None = None
         self._layers = tiles[0].layers
-        self._sizes = frame_sizes(self._layers, size)
+        self.sizes = frame_sizes(self._layers, size)
         self.tiles = [(tile, Executor(tile.chains, new_cache(), part_bytes)) for tile in tiles]
 
     @property
@@ -87,18 +89,18 @@ class TiledExecutor(Executor):
                 {conv: self._cut(tail, tile, conv) for conv, tail in tails.items() if conv in inner}
             )
 
-    def _index(self, conv: nn.Module) -> int:
-        """Return the index of the tiled layer that a convolution belongs to."""
+    def index_of(self, conv: nn.Module) -> int:
+        """Return the index of the tiled layer that the convolution `conv` belongs to."""
         return next(i for i, layer in enumerate(self._layers) if conv in layer.modules())
 
     def _cut(self, tail: Tensor, tile: FrameTile, conv: nn.Module) -> Tensor:
         """Return the part of a tail of whole frames that a tile holds."""
-        index = self._index(conv)
+        index = self.index_of(conv)
         # A layer that makes frames smaller keeps the smaller frames.
         rows, columns = (
             slice(start * length // full, stop * length // full)
             for (start, stop), length, full in zip(
-                tile.spans[index], tail.shape[-2:], self._sizes[index], strict=True
+                tile.spans[index], tail.shape[-2:], self.sizes[index], strict=True
             )
         )
         return tail[..., rows, columns].contiguous(memory_format=torch.channels_last_3d)
@@ -106,7 +108,7 @@ class TiledExecutor(Executor):
     def _joined(self, conv: nn.Module) -> Tensor:
         """Join the tails of a convolution to the whole frame, without the halos."""
         pieces = [(tile, part.cache.tails()[conv]) for tile, part in self.tiles]
-        return join_tails(pieces, self._index(conv), self._sizes)
+        return join_tails(pieces, self.index_of(conv), self.sizes)
 
 
 def join_tails(
@@ -141,7 +143,9 @@ def join_tails(
         ):
             down = full[0] // whole.shape[-2]
             begin, finish = start * length // size, stop * length // size
-            place.append((slice(begin, finish), slice(begin - first // down, finish - first // down)))
+            place.append(
+                (slice(begin, finish), slice(begin - first // down, finish - first // down))
+            )
         (rows, own_rows), (columns, own_columns) = place
         whole[..., rows, columns] = tail[..., own_rows, own_columns]
     if whole is None:
@@ -219,12 +223,15 @@ class TiledEncode(TiledExecutor):
 
         Returns:
             `whole`, with the results of these tiles.
+
+        Raises:
+            ValueError: There are no tiles.
         """
         for tile, part in self.in_turn():
             runs = list(part.advance(x))
             if whole is None:
                 frames = sum(run.shape[2] for run in runs)
-                shape = (*runs[0].shape[:2], frames, *self._sizes[-1])
+                shape = (*runs[0].shape[:2], frames, *self.sizes[-1])
                 whole = part.cache.attempt(functools.partial(new_video, x, shape))
             done = 0
             for run in runs:
