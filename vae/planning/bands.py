@@ -139,11 +139,16 @@ class BandPlanner:
             even = division.even(known)
             if len(even) > 1 and self.first in even:
                 found.append((division.seconds(even, known, self.first), division))
-        if not found:
-            return None
-        _, division = min(found, key=lambda pair: pair[0])
-        spans = self._worthwhile(division, known)
-        return None if len(spans) < 2 else self._bands(division, spans, known)
+        best: Bands | None = None
+        for least_s, division in sorted(found, key=lambda pair: pair[0]):
+            # Tiles of bands take longer than that.
+            if best is not None and self._fits(best) and least_s >= best.latent_s:
+                break
+            spans = self._worthwhile(division, known)
+            if len(spans) > 1:
+                bands = self._bands(division, spans, known)
+                best = min((each for each in (best, bands) if each), key=self._rank)
+        return best
 
     def recut(self, bands: Bands, speeds: Mapping[int, float]) -> Bands:
         """Return `bands` for other `speeds`; the cut, the axis and the chunk stay."""
@@ -184,7 +189,7 @@ class BandPlanner:
     def known(self, speeds: Mapping[int, float]) -> dict[int, float]:
         """Return products per second of all devices, from `speeds` or assumed."""
         kinds = {device.type for device in self.devices.values()}
-        rate = self.job.rates.products_per_s
+        rate = self._rate
         usual = {
             number: _CPU_SPEED if device.type == "cpu" and len(kinds) > 1 else 1.0
             for number, device in self.devices.items()
@@ -195,6 +200,14 @@ class BandPlanner:
             number: speeds[number] * scale if own and number in speeds else rate * each
             for number, each in usual.items()
         }
+
+    def _rank(self, bands: Bands) -> tuple[float, float]:
+        """Return what is smallest for the best bands: memory that is missing, then seconds."""
+        needed = max(band.peak_bytes / self._limit(band.device) for band in bands.members)
+        return 0.0 if self._fits(bands) else needed, bands.latent_s
+
+    def _fits(self, bands: Bands) -> bool:
+        return all(band.peak_bytes <= self._limit(band.device) for band in bands.members)
 
     def _worthwhile(self, division: Division, speeds: dict[int, float]) -> dict[int, Span]:
         """Return balanced bands of the devices that are worth it."""
@@ -217,18 +230,18 @@ class BandPlanner:
     def _bands(
         self, division: Division, spans: Mapping[int, Span], speeds: Mapping[int, float]
     ) -> Bands:
-        chunk, made, holds = self.chunk, {}, True
+        chunk, made, holds, latent_s = self.chunk, {}, True, 0.0
         # The first device chooses the length of the steps.
         for number in sorted(spans, key=lambda number: number != self.first):
             made[number], choice = self._band(division, number, spans[number], chunk, None)
             chunk = chunk or choice.chunk
             holds = holds and choice.peak_bytes < TOO_MUCH_BYTES
+            latent_s = max(latent_s, choice.seconds * self._rate / speeds[number])
         members = tuple(made[number] for number in spans)
         pixels = self.job.pixels
         if self.job.spec.encodes:
             pixels *= self.job.end[division.axis] // division.length
-        seconds = division.seconds(spans, speeds, self.first)
-        return Bands(division.cut, division.axis, chunk or 1, members, pixels, seconds, holds)
+        return Bands(division.cut, division.axis, chunk or 1, members, pixels, latent_s, holds)
 
     def _band(
         self, division: Division, number: int, span: Span, chunk: int | None, limit: int | None
@@ -236,7 +249,7 @@ class BandPlanner:
         """Return the band of a device, in as few tiles as its memory allows."""
         device = self.devices[number]
         job = replace(self.job, device=device)
-        most = self._limit(job) if limit is None else limit
+        most = self._limit(device) if limit is None else limit
         best: tuple[StepChoice, list[tuple[Span, Span]]] | None = None
         for tiles, candidate in self._candidates(job, division, span, chunk):
             choice = candidate.fastest(most)
@@ -282,12 +295,17 @@ class BandPlanner:
         sizes = [(-(-size[0] // rows), -(-size[1] // columns)) for rows, columns in _GRIDS]
         return list(dict.fromkeys(sizes))
 
-    def _limit(self, job: StreamJob) -> int:
-        """Return the memory that the band of the device of `job` may take."""
-        sharing = sum(device == job.device for device in self.devices.values())
+    @property
+    def _rate(self) -> float:
+        return self.job.rates.products_per_s
+
+    def _limit(self, device: torch.device) -> int:
+        """Return the memory that the band of a device may take."""
+        sharing = sum(each == device for each in self.devices.values())
         if self.limit_bytes is not None:
             return self.limit_bytes // sharing
-        return int(free_bytes(job.device) * job.shares[0]) // sharing
+        share, _ = replace(self.job, device=device).shares
+        return int(free_bytes(device) * share) // sharing
 
 
 def _output_size(job: StreamJob, division: Division) -> Size:

@@ -233,8 +233,9 @@ def test_a_device_whose_memory_runs_out_runs_its_band_in_tiles(
 
     monkeypatch.setattr(BandPlanner, "smaller", halved)
     for route, name in ((TiledDecode, "fill"), (TiledEncode, "join")):
+        work = getattr(route, name)
 
-        def noted(self, *arguments, work=getattr(route, name)):
+        def noted(self, *arguments, work=work):
             tiles.setdefault(number(), []).append(len(self.tiles))
             return work(self, *arguments)
 

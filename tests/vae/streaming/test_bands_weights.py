@@ -121,9 +121,7 @@ def test_copies_are_not_parameters_of_the_vae(vae, latent):
 
 def test_threads_that_share_a_vae_share_the_copies(vae, latent):
     expected, results = alone(vae, latent), []
-    videos = [
-        threading.Thread(target=lambda: results.append(vae.decode(latent))) for _ in range(3)
-    ]
+    videos = [threading.Thread(target=lambda: results.append(vae.decode(latent))) for _ in range(3)]
     for video in videos:
         video.start()
     for video in videos:
