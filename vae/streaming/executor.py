@@ -64,7 +64,8 @@ class Executor:
         return any([cache.park() for cache in self.caches])  # noqa: C419, all of them
 
     def close(self) -> None:
-        """End what runs for the video; here nothing does."""
+        """End what runs for the video, and release what `again` refers to."""
+        self.again = None
 
     @property
     def behind(self) -> Settling:

@@ -126,12 +126,11 @@ def make_banded(
     bands = plan.bands
     if bands is None:
         raise ValueError("the plan has no bands; expected those of several devices")
-    work = BandedWork(planner, team.crew, team.replicas, relief, release, full, known)
+    output = leave if isinstance(leave, Output) else None
+    work = BandedWork(planner, team.crew, team.replicas, relief, release, full, known, output)
     parts = work, bands, new_cache(), reach_of(planner, bands)
     if isinstance(leave, Output):
-        executor = BandedDecode(*parts)
-        executor.output = leave
-    else:
-        executor = BandedEncode(*parts)
-        executor.finish = leave
+        return BandedDecode(*parts)
+    executor = BandedEncode(*parts)
+    executor.finish = leave
     return executor

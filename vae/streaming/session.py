@@ -191,12 +191,12 @@ class VideoSession:
                 raise
             raise relief.exhausted(error) from None
         finally:
-            self._executor.close()
             # Break the reference cycles so that the caches are freed now.
             self._workspace.relief = None
             relief.forget()
             self.budget.close()
             self._recording = self._results = None
+            self._executor.close()
 
     @eager
     def _planned(self, source: Iterator[Tensor]) -> Iterator[Tensor]:

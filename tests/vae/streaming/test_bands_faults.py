@@ -1,7 +1,10 @@
 """A device that fails, or whose memory runs out, changes neither the result nor the others."""
 
+import _thread
 import logging
 import threading
+import time
+from contextvars import ContextVar
 from dataclasses import replace
 
 import pytest
@@ -13,7 +16,6 @@ from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.oom import ExhaustedError
 from fast_video_vae.vae.planning.bands import BandPlanner
-from fast_video_vae.vae.streaming.bands.worker import Worker
 from fast_video_vae.vae.streaming.tiled_executor import TiledDecode, TiledEncode
 
 LATENTS, HEIGHT, WIDTH = 7, 16, 96
@@ -303,15 +305,43 @@ def test_errors_of_the_callers_pieces_end_the_threads(vae, kind):
     assert not threads()
 
 
-def test_an_interrupt_ends_the_threads_within_a_layer(vae, monkeypatch):
-    """The signal comes while the caller waits for the devices."""
+def test_a_signal_ends_the_threads_within_a_layer(vae, monkeypatch):
+    """It comes while the caller waits for a device that would take a minute."""
+    begun, work = threading.Event(), TiledDecode.fill
 
-    def interrupted(self):
-        raise KeyboardInterrupt
+    def endless(self, x, chunk, attempt):
+        if number() == 1:
+            begun.set()
+            for _ in range(6000):
+                attempt(lambda: time.sleep(0.01))
+        work(self, x, chunk, attempt)
 
-    stream = vae.decode_stream(latent(), StreamOptions(1))
-    next(stream)
-    monkeypatch.setattr(Worker, "outcome", interrupted)
+    def interrupt():
+        begun.wait(10)
+        _thread.interrupt_main()
+
+    monkeypatch.setattr(TiledDecode, "fill", endless)
+    thread, start = threading.Thread(target=interrupt), time.perf_counter()
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
-        next(stream)
+        run(vae, "decode")
+    thread.join()
+    assert time.perf_counter() - start < 5
     assert not threads()
+
+
+def test_threads_see_the_context_of_the_caller(vae, monkeypatch):
+    """Such as the backend that `use_backend` forces."""
+    setting, seen, work = ContextVar("setting", default=0), [], TiledDecode.fill
+
+    def noted(self, *arguments):
+        seen.append(setting.get())
+        work(self, *arguments)
+
+    monkeypatch.setattr(TiledDecode, "fill", noted)
+    stream = vae.decode_stream(latent(), StreamOptions(1))
+    for value in (1, 2):
+        setting.set(value)
+        next(stream)
+    stream.close()
+    assert sorted(seen) == [1, 1, 1, 2, 2, 2]

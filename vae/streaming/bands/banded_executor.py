@@ -43,6 +43,7 @@ class BandedWork:
         release: Releases memory of the caller; None: nothing.
         full: Compute float32 in full float32.
         known: The whole video is at hand, so a chunk can be taken from it again.
+        output: Destination of a decoder's frames; None: the video is encoded.
     """
 
     planner: BandPlanner
@@ -52,6 +53,7 @@ class BandedWork:
     release: Callable[[], None] | None
     full: bool
     known: bool
+    output: Output | None
 
     @property
     def kind(self) -> Kind:
@@ -110,7 +112,7 @@ class BandedExecutor(Executor):
                 member.close()
             except BaseException as error:
                 interrupt = error
-        self.again = None
+        super().close()
         self._history.clear()
         if interrupt is not None:
             raise interrupt
@@ -151,7 +153,8 @@ class BandedExecutor(Executor):
         while failures:
             self._dismiss(failures)
             failures = self._repeat(past, task)
-        self._history.add(past)
+        if len(self._members) > 1:  # an error of the first device ends the video
+            self._history.add(past)
         self._done += frames
         self._look()
 
@@ -185,7 +188,8 @@ class BandedExecutor(Executor):
 
     def _dismiss(self, failures: dict[int, BaseException]) -> None:
         """Go on without devices, or raise the error that ends the video."""
-        caller = self._error_of_caller or self._error_of_output()
+        output = self._work.output
+        caller = self._error_of_caller or (None if output is None else output.error)
         if caller is not None:
             raise caller
         for number, error in failures.items():
@@ -201,10 +205,6 @@ class BandedExecutor(Executor):
         self._bands = self._planner.recut(self._bands, self._work.crew.speeds(self._work.kind))
         self._pending = None
         self._balance.restart()
-
-    def _error_of_output(self) -> BaseException | None:
-        """Return the error of the caller's memory for the result, or None."""
-        return None
 
     def _recruit(self) -> None:
         """Create the members of the bands, and dismiss others and those that cannot take part."""
@@ -266,7 +266,7 @@ class BandedExecutor(Executor):
     def _adapt(self) -> None:
         """Continue in the bands that were planned after the last chunk."""
         bands, self._pending = self._pending, None
-        if bands is None or self.cache.single_frame:
+        if bands is None:
             return
         before, tails = self._bands, self.tails()
         self._bands = bands
@@ -285,18 +285,28 @@ class BandedExecutor(Executor):
 
 
 class BandedDecode(BandedExecutor):
-    """A decoder on several devices; each writes its part of the frames to `output`."""
-
-    output: Output
+    """A decoder on several devices; each writes its part of the frames to the output."""
 
     def takes(self, frames: int, repeats: int) -> int | None:
         """Return None: a decode needs all `frames` for any `repeats`."""
         return None
 
     def advance(self, x: Tensor) -> Iterator[Tensor]:
-        """Push one chunk `x` `[B, C, T, H, W]` through; yield all of its frames together."""
+        """Push one chunk through.
+
+        Args:
+            x: `[B, C, T, H, W]`: the chunk.
+
+        Yields:
+            All of its frames together.
+
+        Raises:
+            ValueError: There is no output.
+        """
         self._adapt()
-        chunk = self.output.chunk(x, first=self.cache.first)
+        if self._work.output is None:
+            raise ValueError("a decode has no output; expected one")
+        chunk = self._work.output.chunk(x, first=self.cache.first)
         self._compute(x, x.shape[2], functools.partial(self._written, chunk))
         yield chunk.piece
 
@@ -305,9 +315,6 @@ class BandedDecode(BandedExecutor):
 
     def _dropped(self, x: Tensor) -> _Task:
         return self._written(None, x)
-
-    def _error_of_output(self) -> BaseException | None:
-        return self.output.error
 
 
 class BandedEncode(BandedExecutor):
