@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..models.receptive_field import Size, Span
-from .candidates import PARKED_LATENTS, Candidate, StepChoice, lengths_of
+from .candidates import Candidate, StepChoice, lengths_of, parked_chunks
 from .cost import tiled_cost
 from .device_memory import free_bytes
 from .division import Division
@@ -280,8 +280,7 @@ class BandPlanner:
             ]
             rows, columns = (list(dict.fromkeys(axis)) for axis in zip(*tiles, strict=True))
             stream = tiled_cost(job.spec, job.setting, job.start, division.cut, (rows, columns))
-            steps = [chunk] if chunk is not None or not parked else PARKED_LATENTS
-            for latents in steps:
+            for latents in parked_chunks(chunk) if parked else (chunk,):
                 given = replace(stream, parked=parked)
                 lengths = lengths_of(job, given, latents)
                 yield tiles, Candidate(job, given, Tiles(division.cut, tile), lengths)

@@ -28,7 +28,7 @@ _SMALLEST_PART_BYTES = 1 << 20
 _MOST_LATENTS = 4
 
 # Latents per step with caches on the host: longer steps copy less.
-PARKED_LATENTS = (4, 8, 16, 32)
+_PARKED_LATENTS = (4, 8, 16, 32)
 
 # Parts below this size cost too many launches; only the shortest steps use them.
 _SMALL_PART_BYTES = 128 << 20
@@ -260,8 +260,13 @@ def _candidates_in(job: StreamJob, tiles: Tiles, chunk: int | None) -> Iterator[
     if job.device.type == "cpu" or job.single_frame:
         return
     stream = replace(stream, parked=True)
-    for latents in PARKED_LATENTS if chunk is None else (chunk,):
+    for latents in parked_chunks(chunk):
         yield Candidate(job, stream, tiles, lengths_of(job, stream, latents))
+
+
+def parked_chunks(chunk: int | None) -> tuple[int, ...]:
+    """Return the possible latents per step with caches on the host, or the given `chunk`."""
+    return _PARKED_LATENTS if chunk is None else (chunk,)
 
 
 def lengths_of(job: StreamJob, stream: StreamCost, chunk: int | None) -> list[tuple[int, int]]:
