@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "vae/background_writer.py": "vae/pinned_memory.py",
     "vae/streaming": f"{_PLANNING} vae/validation.py {_WRITER}",
     "vae/weights.py": _MODELS,
-    "vae/sharding": _PLANNING,
+    "vae/sharding": f"{_PLANNING} vae/sharding vae/streaming/shards.py",
     "vae/model.py": f"{_STREAMING} vae/sharding vae/weights.py",
     "vae/checkpoint.py": f"{_MODEL} vae/checkpoint_io",
     "vae/checkpoint_io": "kernels",

@@ -77,6 +77,7 @@ class BackgroundWriter:
         self.queued = 0
         self._written = 0
         self._progress = threading.Condition()
+        self._putting = threading.Lock()  # threads of several devices can put pieces
 
     def __enter__(self) -> "BackgroundWriter":
         try:
@@ -101,6 +102,11 @@ class BackgroundWriter:
         if kind is None:
             self._raise()
 
+    @property
+    def error(self) -> BaseException | None:
+        """The error of `write`, or None."""
+        return self._error
+
     def put(self, frames: Tensor, *target: Tensor) -> None:
         """Queue frames for writing; waits while `depth` pieces are queued.
 
@@ -115,6 +121,10 @@ class BackgroundWriter:
         """
         if self._dtype not in (None, frames.dtype):
             raise ValueError(f"frames are {frames.dtype}; expected {self._dtype}")
+        with self._putting:
+            self._put(frames, target)
+
+    def _put(self, frames: Tensor, target: tuple[Tensor, ...]) -> None:
         self._user = threading.current_thread()
         buffer = self._next_buffer()
         try:

@@ -1,10 +1,8 @@
 """The VAE: frames to latents and back, whole or as a stream."""
 
 import functools
-import importlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,21 +16,20 @@ from .planning.device_memory import check_holds
 from .planning.job import job_of
 from .planning.parts import divide, largest_part
 from .planning.plan import Plan, empty_limit, make_plan
+from .sharding.shared_ranks import SharedRanks
+from .streaming.bands.shared_devices import SharedDevices
+from .streaming.executors import Team
 from .streaming.options import AUTOMATIC, StreamOptions
 from .streaming.output import Output, background_writer, delivered, until_complete
 from .streaming.overflow import Watch, allows_fp16, continued
 from .streaming.part import Part
 from .streaming.precision import compute_dtype, decode_dtype
 from .streaming.session import VideoSession, eager
-from .streaming.shards import StreamShards
 from .validation import check_frames, check_latent, check_targets, check_tensor, checked
 from .weights import VAEWeights
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
-
-class VideoVAE(VAEWeights):
+class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
     """A causal video VAE of the Wan family or of SeedVR2.
 
     Created by `load_vae`. Parameters have the names of the original checkpoint. Encoding and
@@ -50,7 +47,6 @@ class VideoVAE(VAEWeights):
             CPU, more memory. Off until a gain is measured.
         searches: On CUDA, let cuDNN time its algorithms for chunks that repeat: up to 1.5 s longer
             once, and more memory. Off until a gain is measured.
-        shards: The ranks that share each video, from `shard`; None: this process has all of it.
         skips_static: Skip static frames in an encode, and repeat their latents; not on AMD GPUs,
             whose library would search for the shapes of shorter steps.
         allow_tf32: In float32, keep PyTorch's own switches, which may allow TF32 (or bf16 products
@@ -58,6 +54,8 @@ class VideoVAE(VAEWeights):
         allow_fp16: Let a decode in bfloat16 without gradients compute in float16 if that is faster
             on the device. `load_vae` sets it if no dtype is chosen. The first overflow clears it,
             and the decode continues in bfloat16.
+        devices: The devices that share each video; see `SharedDevices`.
+        shards: The ranks that share each video; see `SharedRanks`.
     """
 
     def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
@@ -66,8 +64,8 @@ class VideoVAE(VAEWeights):
         self.allow_tf32 = False
         self.graphs = False
         self.searches = False
-        self.shards: StreamShards | None = None
         self.skips_static = True
+        self.team = Team(self.replicas)
 
     @eager
     def encode(self, frames: Tensor, chunk: int | None = None) -> Tensor:
@@ -144,7 +142,7 @@ class VideoVAE(VAEWeights):
         scale = self.config.latent_scale if scaled else 1
         relief = Relief(self.device, "an encode", options.release)
         dtype = options.dtype or self.encode_dtype
-        computed = self._agreed(compute_dtype(dtype, self.device))
+        computed = self.agreed(compute_dtype(dtype, self.device))
 
         def mean_of(x: Tensor) -> Tensor:
             mean = x[:, :latents] if self.conv1 is None else self.conv1(x, outputs=slice(latents))
@@ -201,8 +199,8 @@ class VideoVAE(VAEWeights):
         device, asked, work = self.device, options.dtype or self.dtype, TrialBudget()
         with trials(work):
             dtype = decode_dtype(asked, device, allow_fp16=allows_fp16(self, options, latent))
-        dtype = self._agreed(dtype)
-        watch = Watch(device) if dtype == torch.float16 != asked else None
+        dtype = self.agreed(dtype)
+        watch = Watch() if dtype == torch.float16 != asked else None
         part = Part(latent, frames, self.decoder, self.config, self.check_latent, keeps=bool(watch))
         check_targets(latent, self.config, out, images, frames)
         run = functools.partial(self._frames_of, options, work, out, images)
@@ -210,35 +208,8 @@ class VideoVAE(VAEWeights):
             return run(part, dtype)
         narrow = functools.partial(run, part, dtype, watch)
         axis = 2 if images is None else 1
-        wide = functools.partial(run, dtype=self._agreed(compute_dtype(asked, device)))
+        wide = functools.partial(run, dtype=self.agreed(compute_dtype(asked, device)))
         return continued(self, options, part, watch, narrow, wide, axis=axis)
-
-    def shard(self, group: "ProcessGroup | None" = None, axis: str | None = None) -> None:
-        """Share each video with other processes, each of which computes a part of every frame.
-
-        All ranks of the group make the same calls with the same inputs, and get the same results:
-        those of one process except for rounding. `graphs` are not used. The group serves until a
-        rank ends; then the others raise a `ShardError` that names it.
-
-        Args:
-            group: The processes; None: all of `torch.distributed`.
-            axis: What is divided, "rows" or "columns"; None: the longer side of each video.
-
-        Raises:
-            ValueError: There is no process group, this process is not in it, or the axis is
-                unknown. A stream raises it too, for more ranks than rows or columns of a latent,
-                and if autograd records.
-        """
-        # Imported here, because builds of PyTorch without `torch.distributed` are in use.
-        self.unshard()
-        sharding = importlib.import_module(".sharding.connection", __package__)
-        self.shards = sharding.connected(self.device, group, axis)
-
-    def unshard(self) -> None:
-        """Leave the group of `shard`; other ranks can go on together only in another group."""
-        shards, self.shards = self.shards, None
-        if shards is not None:
-            shards.close()
 
     def normalize(self, latent: Tensor) -> Tensor:
         """Return `(latent - mean) / std` of each channel of `latent` `[B, C_latent, t, h, w]`."""
@@ -314,6 +285,13 @@ class VideoVAE(VAEWeights):
         job = job_of(*model, (1, *size), dtype, device, **options_of_job)
         limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
         limit = empty_limit(job) if limit is None and empty else limit
+        banded = (
+            self.team.plan(job, replace(options, limit_bytes=limit))
+            if cuts and ranks == 1
+            else None
+        )
+        if banded is not None:
+            return banded[0]
         return make_plan(job, limit, chunk=options.chunk, tile=options.tile, cuts=cuts)
 
     def _frames_of(
@@ -384,13 +362,11 @@ class VideoVAE(VAEWeights):
             skips=network is self.encoder and self.skips_static,
             budget=budget or TrialBudget(),
             shards=self.shards,
+            team=self.team if self.shards is None else None,
+            known=known,
         )
         stream = session.run(source)
         return stream if self.shards is None else self.shards.in_step(stream)
-
-    def _agreed(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the widest `dtype` of the ranks: each measures which is fast on its device."""
-        return dtype if self.shards is None else self.shards.widest(dtype)
 
     def _statistics(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         check_tensor(latent, "latent", self.config.latent_channels)

@@ -1,5 +1,6 @@
 """Checks of the arguments of the VAE, with one line per error."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -9,6 +10,59 @@ from .models.config import VAEConfig
 
 # Elements that are checked at once for finite values.
 _CHECKED_AT_ONCE = 1 << 24
+
+
+def available_devices() -> list[str]:
+    """Return the names of the CPU and of each accelerator, such as "cuda:0"."""
+    found = ["cpu"]
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        if kind is not None:
+            found += [f"{kind.type}:{index}" for index in range(torch.accelerator.device_count())]
+    return found
+
+
+def checked_device(name: object) -> torch.device:
+    """Return the device of a name.
+
+    Args:
+        name: Such as "cuda:1" or "mps", or a device.
+
+    Returns:
+        The device; as the CPU always "cpu", because PyTorch treats "cpu:0" as another device.
+
+    Raises:
+        ValueError: The device does not exist.
+    """
+    there = available_devices()
+    try:
+        device = torch.device(name)  # type: ignore[arg-type], checked here
+    except (RuntimeError, TypeError):
+        message = f"device {name!r} is unknown; this PyTorch has {', '.join(there)}"
+        raise ValueError(message) from None
+    # A device without an index is the current one. PyTorch keeps 8 bits of an index: 256 becomes 0.
+    indexed = str(name) if device.index is not None else f"{device.type}:0"
+    if indexed not in there and indexed != "cpu:0":
+        raise ValueError(f"device is {str(name)!r}; this PyTorch has {', '.join(there)}")
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+def checked_devices(devices: object) -> list[torch.device]:
+    """Return the devices of a list of names, each with its index.
+
+    Args:
+        devices: Expected to be names such as "cuda:1", or devices.
+
+    Returns:
+        The devices in order.
+
+    Raises:
+        ValueError: It is not a list, or a device does not exist.
+    """
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise ValueError(f"devices is {devices!r}; expected a list such as ['cuda:0', 'cuda:1']")
+    found = [checked_device(each) for each in devices]
+    return [each if each.type == "cpu" else torch.empty(0, device=each).device for each in found]
 
 
 def check_tensor(tensor: object, name: str, channels: int) -> None:
@@ -204,3 +258,13 @@ def _sums_up(run: Tensor) -> bool:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return `float32` for the `dtype` `torch.float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+def warn_dropped(frames: int, stacklevel: int) -> None:
+    """Warn that the last `frames` were not used; `stacklevel` is as for `warnings.warn`."""
+    warnings.warn(
+        f"the last {frames} frame{'s were' if frames > 1 else ' was'} dropped; "
+        "the VAE needs 4 n + 1 frames",
+        UserWarning,
+        stacklevel=stacklevel,
+    )

@@ -9,6 +9,7 @@ from .layers.conv import Conv, PointwiseConv
 from .models.base import Network
 from .models.build import make_decoder, make_encoder
 from .models.config import SEEDVR2, VAEConfig
+from .models.replicas import Replicas
 
 
 class VAEWeights(nn.Module):
@@ -19,6 +20,7 @@ class VAEWeights(nn.Module):
         dtype: Dtype of decoding and of the frames.
         encode_dtype: Dtype of encoding and of the latents.
         allow_fp16: A decode in bfloat16 may compute in float16; see `VideoVAE`.
+        replicas: Copies of the networks on other devices.
     """
 
     def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
@@ -27,6 +29,7 @@ class VAEWeights(nn.Module):
         self.dtype = dtype
         self.encode_dtype = encode_dtype
         self.allow_fp16 = False
+        self.replicas = Replicas()
         latents = config.latent_channels
         mixes = config.family != SEEDVR2
         self.encoder = make_encoder(config)
@@ -54,12 +57,14 @@ class VAEWeights(nn.Module):
         return self.encoder
 
     def weight_bytes(self) -> int:
-        """Return the bytes of the parameters and of the weights derived from them."""
+        """Return the bytes of the parameters, their derived weights and their copies elsewhere."""
         own = sum(parameter.nbytes for parameter in self.parameters())
-        return own + sum(conv.form_bytes() for conv in self._convs())
+        own += sum(conv.form_bytes() for conv in self._convs())
+        return own + self.replicas.nbytes()
 
     def drop_derived(self) -> None:
-        """Free the derived weights; they are derived again when needed."""
+        """Free the derived weights and all copies; they are derived again when needed."""
+        self.replicas.clear()
         for conv in self._convs():
             conv.forms.clear()
 
@@ -71,6 +76,7 @@ class VAEWeights(nn.Module):
         networks = self.decoder, self.decoder if self.encoder is None else self.encoder
         before = [next(network.parameters()).dtype for network in networks]
         super()._apply(fn, recurse)
+        self.replicas.clear()
         after = [next(network.parameters()).dtype for network in networks]
         if after[0] != before[0]:
             self.dtype, self.allow_fp16 = after[0], False

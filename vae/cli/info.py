@@ -28,6 +28,8 @@ from .loading import Say, device_named, load_named
 MIB, GIB = 2**20, 2**30
 # Width of the text in columns.
 WIDTH = 100
+# Width of the last column of the memory table; bands of several devices take more than one line.
+_HOW_WIDTH = 68
 # Common frame sizes (width, height) for the memory table.
 SIZES = ((512, 512), (832, 480), (1280, 720), (1920, 1080), (3840, 2160))
 LEGEND = "exact: bit-identical to the reference; fast: equal except for rounding"
@@ -100,7 +102,9 @@ def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None) -> str:
             over = f"; more than {where}" if plan.peak_bytes > most else ""
             name = f"{width}x{height}" if encode or not config.encoder_width else ""
             task, how = "encode" if encode else "decode", f"{plan.step}, {plan.frames}{over}"
-            table.append([name, task, f"{_size(plan.peak_bytes):>8}", how])
+            first, *more = textwrap.wrap(how, _HOW_WIDTH, break_on_hyphens=False)
+            table.append([name, task, f"{_size(plan.peak_bytes):>8}", first])
+            table += [["", "", "", f"  {line}"] for line in more]
     return "\n".join([*lines, *_aligned(table)])
 
 

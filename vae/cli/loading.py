@@ -10,7 +10,7 @@ from ...kernels import default_device, native_library, preparations
 from ..checkpoint import load_vae
 from ..model import VideoVAE
 from ..streaming.options import StreamOptions
-from ..validation import dtype_name
+from ..validation import checked_device, checked_devices, dtype_name
 
 # Prints a line for the user.
 Say = Callable[[str], None]
@@ -28,29 +28,7 @@ def device_named(name: str | None) -> torch.device:
     Raises:
         ValueError: The device does not exist.
     """
-    name = name or default_device().type
-    there = available_devices()
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        message = f"device {name!r} is unknown; this PyTorch has {', '.join(there)}"
-        raise ValueError(message) from None
-    # A device without an index is the current one. PyTorch keeps 8 bits of an index: 256 becomes 0.
-    indexed = name if device.index is not None else f"{device.type}:0"
-    if indexed not in there and indexed != "cpu:0":
-        raise ValueError(f"device is {name!r}; this PyTorch has {', '.join(there)}")
-    # PyTorch treats `cpu` and `cpu:0` as different devices.
-    return torch.device("cpu") if device.type == "cpu" else device
-
-
-def available_devices() -> list[str]:
-    """Return the names of the CPU and of each accelerator, such as "cuda:0"."""
-    found = ["cpu"]
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
-        if kind is not None:
-            found += [f"{kind.type}:{index}" for index in range(torch.accelerator.device_count())]
-    return found
+    return checked_device(name or default_device().type)
 
 
 def load_named(args: argparse.Namespace, path: Path, say: Say | None = None) -> VideoVAE:
@@ -65,18 +43,24 @@ def load_named(args: argparse.Namespace, path: Path, say: Say | None = None) -> 
         The VAE.
 
     Raises:
-        ValueError: The device does not exist, or the file is not a VAE.
+        ValueError: A device does not exist or is not one of the devices, or the file is not a VAE.
         OSError: The file is missing or not readable.
     """
-    device = device_named(args.device)
+    devices = checked_devices(getattr(args, "devices", None) or [])
+    device = device_named(args.device) if args.device or not devices else devices[0]
+    if devices and device not in devices:
+        names = ", ".join(map(str, devices))
+        raise ValueError(f"device is {args.device!r}; expected one of the devices {names}")
     dtype, encode_dtype = (
         getattr(torch, name) if name else None for name in (args.dtype, args.encode_dtype)
     )
     vae = load_vae(path, device=device, dtype=dtype, encode_dtype=encode_dtype)
+    vae.devices = devices
     if say:
+        shared = ", ".join(map(str, devices)) or device
         say(
             f"{path.name}: {vae.config.family}, base width {vae.config.decoder_width}, "
-            f"on {device}, encodes in {dtype_name(vae.encode_dtype)}, "
+            f"on {shared}, encodes in {dtype_name(vae.encode_dtype)}, "
             f"decodes in {dtype_name(vae.dtype)}"
         )
     return vae

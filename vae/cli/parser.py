@@ -46,6 +46,8 @@ def parse(argv: Sequence[str] | None, version: str) -> argparse.Namespace:
         _add_common(name, command.add_argument)
         add_arguments(command.add_argument)
     args = parser.parse_args(argv)
+    if args.command == "info" and args.devices and not args.file:
+        parser.error("--devices needs a FILE")
     if args.command == "info" and not (args.file or args.backends or args.device is not None):
         parser.error("info takes a FILE, --backends or --device")
     return args
@@ -85,6 +87,7 @@ def _encode(add: Add) -> None:
     add("-o", "--output", type=Path, required=True, metavar="LATENTS", help="x.safetensors")
     _add_stretch(add)
     _add_tile(add)
+    _add_devices(add)
 
 
 def _decode(add: Add) -> None:
@@ -100,6 +103,7 @@ def _decode(add: Add) -> None:
     text = "higher is better and larger; default: 70, no visible loss; ignored by ffv1"
     add("--video-quality", type=_quality, metavar="0-100", help=text)
     _add_tile(add)
+    _add_devices(add)
     add("--hardware", action="store_true", help="prefer a hardware encoder")
     add("--audio", type=Path, metavar="FILE", help="audio or video file whose audio is added")
 
@@ -119,6 +123,7 @@ def _info(add: Add) -> None:
     add("file", nargs="?", type=Path, metavar="FILE", help=text)
     add("--backends", action="store_true", help="list the ops of each backend on this machine")
     add("--limit", type=_gib, metavar="GIB", help="plan for this memory; default: free memory")
+    _add_devices(add)
 
 
 def _add_stretch(add: Add) -> None:
@@ -139,6 +144,11 @@ def _add_stretch(add: Add) -> None:
 def _add_tile(add: Add) -> None:
     text = "size of tiles in pixels, with the same result; default: by memory"
     add("--tile", type=_size, metavar="WxH", help=text)
+
+
+def _add_devices(add: Add) -> None:
+    text = "share each video between devices, such as cuda:0,cuda:1; the first has the weights"
+    add("--devices", type=_devices, metavar="NAMES", help=text)
 
 
 # Each command: its help, more text for its own help, and its arguments.
@@ -165,6 +175,14 @@ def _dtype(text: str) -> str:
     if text not in DTYPES:
         raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(DTYPES)}")
     return DTYPES[text]
+
+
+def _devices(text: str) -> list[str]:
+    """Parse names of devices with commas between them."""
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as cuda:0,cuda:1")
+    return names
 
 
 def _chunk(text: str) -> int:

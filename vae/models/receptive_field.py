@@ -35,6 +35,22 @@ def latents_before(decoder: Network) -> int:
     return frames
 
 
+def frames_before(layers: Sequence[CausalLayer]) -> int:
+    """Return the number of input frames before a run that its results depend on.
+
+    Args:
+        layers: Layers of an encoder, in order.
+
+    Returns:
+        Frames, for a run that starts where frames are not merged with those before it.
+    """
+    frames = 0
+    for layer in reversed(layers):
+        for taps, stride in reversed(causal_taps(layer)):
+            frames = frames * stride + taps - 1
+    return frames
+
+
 def causal_taps(layer: CausalLayer) -> list[tuple[int, int]]:
     """Return temporal taps and stride of the causal convolutions of `layer`, in order."""
     return [

@@ -80,7 +80,7 @@ class Candidates:
         self._job, self._chunk, self._cuts = job, chunk, cuts
         self._sizes = _tile_sizes(job, tile)
         stream = whole_cost(job.spec, job.setting, job.start)
-        self._whole = _Candidate(job, stream, None, _lengths(job, stream, chunk))
+        self._whole = Candidate(job, stream, None, lengths_of(job, stream, chunk))
         self._only_tiles = tile is not None and bool(self._sizes and can_cut(job.network))
 
     def fastest(self, limit_bytes: int, *, parks: bool = True) -> StepChoice | None:
@@ -117,7 +117,7 @@ class Candidates:
             best = min(best, candidate.smallest, key=lambda choice: choice.peak_bytes)
         return best
 
-    def _in_order(self) -> Iterator["_Candidate"]:
+    def _in_order(self) -> Iterator["Candidate"]:
         """Yield whole frames, then tiles in order of their least seconds."""
         if not self._only_tiles:
             yield self._whole
@@ -125,19 +125,19 @@ class Candidates:
             yield from self._tiled
 
     @functools.cached_property
-    def _tiled(self) -> list["_Candidate"]:
+    def _tiled(self) -> list["Candidate"]:
         tiles = [Tiles(cut, size) for cut in can_cut(self._job.network) for size in self._sizes]
         candidates = [each for one in tiles for each in _candidates_in(self._job, one, self._chunk)]
         return sorted(candidates, key=self._least_s)
 
-    def _least_s(self, candidate: "_Candidate") -> float:
+    def _least_s(self, candidate: "Candidate") -> float:
         """Return a lower bound of the seconds of a candidate."""
         share = candidate.stream.work / self._whole.stream.work
         return share * self._whole.longest.seconds + candidate.parking_s
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class Candidate:
     """Whole frames or certain tiles, with steps of any length.
 
     Attributes:
@@ -154,7 +154,7 @@ class _Candidate:
     _known: dict[tuple[int, int, bool], StepChoice] = field(default_factory=dict)
 
     def fastest(self, limit_bytes: int) -> StepChoice | None:
-        """Return the fastest choice within a limit, or None."""
+        """Return the fastest choice within `limit_bytes`, or None."""
         # Most of the many candidates with tiles do not fit.
         if self.tiles is not None and self.smallest.peak_bytes > limit_bytes:
             return None
@@ -251,23 +251,34 @@ def _tile_sizes(job: StreamJob, tile: Size | None) -> list[Size]:
     return [size for size in dict.fromkeys(sizes) if min(size) * job.pixels >= _SMALLEST_TILE]
 
 
-def _candidates_in(job: StreamJob, tiles: Tiles, chunk: int | None) -> Iterator[_Candidate]:
+def _candidates_in(job: StreamJob, tiles: Tiles, chunk: int | None) -> Iterator[Candidate]:
     """Yield the candidates for these tiles: tails on the device, or on the host."""
     _, spans = places(job, tiles)
     rows, columns = (list(dict.fromkeys(axis)) for axis in zip(*spans, strict=True))
     stream = tiled_cost(job.spec, job.setting, job.start, tiles.cut, (rows, columns))
-    yield _Candidate(job, stream, tiles, _lengths(job, stream, chunk))
+    yield Candidate(job, stream, tiles, lengths_of(job, stream, chunk))
     if job.device.type == "cpu" or job.single_frame:
         return
     stream = replace(stream, parked=True)
-    for latents in _PARKED_LATENTS if chunk is None else (chunk,):
-        yield _Candidate(job, stream, tiles, _lengths(job, stream, latents))
+    for latents in parked_chunks(chunk):
+        yield Candidate(job, stream, tiles, lengths_of(job, stream, latents))
 
 
-def _lengths(job: StreamJob, stream: StreamCost, chunk: int | None) -> list[tuple[int, int]]:
-    """Return the possible steps, longest first: latents, and the size of a part.
+def parked_chunks(chunk: int | None) -> tuple[int, ...]:
+    """Return the possible latents per step with caches on the host, or the given `chunk`."""
+    return _PARKED_LATENTS if chunk is None else (chunk,)
 
-    Activations at the smallest size, and those that are joined, must not exceed a part.
+
+def lengths_of(job: StreamJob, stream: StreamCost, chunk: int | None) -> list[tuple[int, int]]:
+    """Return the possible steps, whose activations at the smallest size do not exceed a part.
+
+    Args:
+        job: The stream.
+        stream: Its layers and shapes.
+        chunk: Latents per step, if given; -1: all.
+
+    Returns:
+        Latents per step and size of a part, the longest steps first.
     """
     on_cpu = job.device.type == "cpu"
     part = _CPU_PART_BYTES if on_cpu else _DEVICE_PART_BYTES

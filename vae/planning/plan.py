@@ -9,6 +9,7 @@ are longer then.
 from dataclasses import dataclass
 
 from ..models.receptive_field import Size
+from .bands import Bands
 from .candidates import Candidates, StepChoice, places
 from .device_memory import free_bytes, total_bytes
 from .job import StreamJob
@@ -31,6 +32,8 @@ class Plan:
         latent_s: Predicted seconds per latent.
         ranks: Ranks that share the frames; the plan is that of the largest part.
         holds: The device can hold every tensor; no plan of the stream has smaller ones otherwise.
+        bands: The bands of several devices, the memory of the first of which is `peak_bytes`; None:
+            one device.
     """
 
     chunk: int
@@ -43,6 +46,7 @@ class Plan:
     latent_s: float = 0.0
     ranks: int = 1
     holds: bool = True
+    bands: Bands | None = None
 
     @property
     def step(self) -> str:
@@ -51,7 +55,9 @@ class Plan:
 
     @property
     def frames(self) -> str:
-        """The size of the tiles in words, width before height."""
+        """The bands, the parts of ranks, or the size of the tiles, width before height, in words."""
+        if self.bands is not None:
+            return str(self.bands)
         if self.ranks > 1:
             return f"a part of every frame on each of {self.ranks} ranks"
         if self.tiles is None:
@@ -60,6 +66,8 @@ class Plan:
         return f"tiles of {width}x{height}{', caches on the host' if self.parked else ''}"
 
     def __str__(self) -> str:
+        if self.bands is not None:
+            return f"{self.step} a step, {self.frames}"
         return f"{self.step} a step, {self.frames}, about {self.peak_bytes / 2**20:.0f} MiB"
 
 
@@ -105,6 +113,20 @@ def make_plan(
     )
 
 
+def plan_of(job: StreamJob, bands: Bands) -> Plan:
+    """Return the plan of `job`, on the first device, in `bands`."""
+    own = next(band for band in bands.members if band.device == job.device)
+    return Plan(
+        bands.chunk,
+        own.part_bytes,
+        bands.bytes_on(job.device),
+        pixels=job.pixels,
+        latent_s=bands.latent_s,
+        holds=bands.holds,
+        bands=bands,
+    )
+
+
 def _within_free(candidates: Candidates, job: StreamJob) -> StepChoice | None:
     """Return the fastest choice within the free memory, or None."""
     free = free_bytes(job.device)
@@ -146,6 +168,8 @@ def usual_limit(job: StreamJob) -> int:
 
 def smaller_plan(job: StreamJob, plan: Plan) -> Plan | None:
     """Return the next smaller plan for `job` after `plan` ran out of memory, or None."""
+    if plan.bands is not None:  # each device changes its own band
+        return None
     for share in (0.75, 0.5, 0.25, 0.0):
         other = make_plan(job, int(plan.peak_bytes * share))
         if other.peak_bytes < plan.peak_bytes:

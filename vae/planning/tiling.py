@@ -98,6 +98,29 @@ def can_cut(network: Network) -> list[int]:
     return [cut for cut in cuts if layers[cut].scale > 1]
 
 
+def band_cuts(network: Network) -> list[int]:
+    """Return the places where `network` can be divided into whole frames and bands of devices.
+
+    Every device runs the layers on whole frames, so in addition to the places of tiles there is one
+    next to the layers that see whole frames, which leaves the fewest layers there.
+
+    Args:
+        network: The encoder or the decoder.
+
+    Returns:
+        Numbers of layers before the cut; empty if there are no tiles.
+    """
+    cuts = can_cut(network)
+    seeing = [
+        index
+        for index, layer in enumerate(network.layers())
+        if any(part.sees_all for part in layer.blocks)
+    ]
+    if cuts and seeing:
+        cuts.append(seeing[0] if is_encoder(network) else seeing[-1] + 1)
+    return list(dict.fromkeys(cuts))
+
+
 def divided(chains: Sequence[Sequence[CausalLayer]], count: int) -> tuple[Chains, Chains]:
     """Return the first `count` layers of `chains`, and the others."""
     first: Chains = []

@@ -35,6 +35,7 @@ class Executor:
     Attributes:
         records: A chunk can be captured as a graph, because one `advance` does all its work.
         finish: Converts the runs of frames that `advance` yields before they are returned.
+        again: Returns the input of the next `advance` again; None: that is not possible.
     """
 
     records = True
@@ -44,6 +45,7 @@ class Executor:
     ) -> None:
         self.cache = cache
         self.finish: Callable[[Tensor], Tensor] = lambda x: x
+        self.again: Callable[[], Tensor] | None = None
         self._chains, self._part_bytes = chains, part_bytes
         self._static_end = StaticEnd(chains)
         self._is_static = False
@@ -55,6 +57,15 @@ class Executor:
 
     def settle(self) -> None:
         """Wait for copies of tails, which may be moved then; here there are none."""
+
+    def park(self) -> bool:
+        """Move the tails of all layers to the host; return whether that freed memory."""
+        self.settle()
+        return any([cache.park() for cache in self.caches])  # noqa: C419, all of them
+
+    def close(self) -> None:
+        """End what runs for the video, and release what `again` refers to."""
+        self.again = None
 
     @property
     def behind(self) -> Settling:

@@ -1,16 +1,61 @@
-"""The executor of a plan: whole frames or tiles, of an encoder or a decoder."""
+"""The plan of a stream and its executor: whole frames, tiles, or bands on several devices."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ..layers.oom import Relief
 from ..layers.temporal_cache import TemporalCache
+from ..models.replicas import Replicas
+from ..planning.bands import BandPlanner
 from ..planning.job import StreamJob
-from ..planning.plan import Plan, cut_tiles
+from ..planning.plan import Plan, cut_tiles, plan_of
+from .bands.banded_executor import BandedDecode, BandedEncode, BandedWork, reach_of
+from .bands.crew import Crew
 from .cache_offload import Parking
 from .executor import Executor
+from .options import StreamOptions
 from .output import Output
+from .precision import check_computes
 from .tiled_executor import TiledDecode, TiledEncode
+
+
+@dataclass(frozen=True)
+class Team:
+    """The devices that can share a video, and the weights there.
+
+    Attributes:
+        replicas: Copies of the networks on other devices than that of the weights.
+        crew: The devices of the VAE.
+    """
+
+    replicas: Replicas
+    crew: Crew = field(default_factory=Crew)
+
+    def plan(self, job: StreamJob, options: StreamOptions) -> tuple[Plan, BandPlanner] | None:
+        """Plan the bands of a stream.
+
+        Args:
+            job: The stream.
+            options: Its options, with the limit filled in.
+
+        Returns:
+            The plan and the planner of other bands; None: one device computes the stream.
+
+        Raises:
+            ValueError: A device does not compute in the dtype of the stream.
+        """
+        devices = self.crew.members(job.device)
+        if not devices:
+            return None
+        for device in devices.values():
+            check_computes(job.dtype, device)
+        first = next(number for number, device in devices.items() if device == job.device)
+        limit, tile, chunk = options.limit_bytes, options.tile, options.chunk
+        planner = BandPlanner(job, devices, first, limit, tile, chunk)
+        bands = planner.plan(self.crew.speeds((job.spec.encodes, job.dtype)))
+        return None if bands is None else (plan_of(job, bands), planner)
 
 
 def make_executor(
@@ -19,7 +64,7 @@ def make_executor(
     new_cache: Callable[[], TemporalCache],
     leave: Callable[[Tensor], Tensor] | Output,
 ) -> Executor:
-    """Return the executor of a plan.
+    """Return the executor of a plan for one device.
 
     Args:
         job: The stream.
@@ -44,6 +89,50 @@ def make_executor(
         executor.finish = leave
     if plan.parked:
         executor.parking = Parking(job.device)
+    return executor
+
+
+def make_banded(
+    team: Team,
+    planner: BandPlanner,
+    plan: Plan,
+    new_cache: Callable[[], TemporalCache],
+    leave: Callable[[Tensor], Tensor] | Output,
+    relief: Relief,
+    release: Callable[[], None] | None,
+    *,
+    full: bool,
+    known: bool,
+) -> Executor:
+    """Return the executor of a plan for several devices.
+
+    Args:
+        team: The devices.
+        planner: The planner of the bands.
+        plan: The plan.
+        new_cache: Creates the state of the video.
+        leave: As for `make_executor`, `[B, C, T, H, W]`.
+        relief: Frees memory of the first device.
+        release: Releases memory of the caller; None: nothing.
+        full: Compute float32 in full float32.
+        known: The whole video is at hand.
+
+    Returns:
+        The executor.
+
+    Raises:
+        ValueError: The plan has no bands.
+    """
+    bands = plan.bands
+    if bands is None:
+        raise ValueError("the plan has no bands; expected those of several devices")
+    output = leave if isinstance(leave, Output) else None
+    work = BandedWork(planner, team.crew, team.replicas, relief, release, full, known, output)
+    parts = work, bands, new_cache(), reach_of(planner, bands)
+    if isinstance(leave, Output):
+        return BandedDecode(*parts)
+    executor = BandedEncode(*parts)
+    executor.finish = leave
     return executor
 
 

@@ -65,6 +65,11 @@ class Output:
         self._size = config.patch_size * config.output_scale
         self._order = COLUMN_FIRST if config.patch_size > 1 else ROW_FIRST
 
+    @property
+    def error(self) -> BaseException | None:
+        """The error of the writer, or None."""
+        return None if self._writer is None else self._writer.error
+
     def end_after(self, frames: int) -> None:
         """Drop all that comes after the next `frames` frames."""
         wanted = range(OPEN_END) if self._wanted is None else self._wanted
@@ -116,6 +121,7 @@ class Output:
         time: slice,
         rows: Span,
         columns: Span,
+        attempt: Callable[[Callable[[], Any]], Any] | None = None,
     ) -> None:
         """Write a part of some frames to its place in a piece.
 
@@ -126,15 +132,17 @@ class Output:
             time: Frames of the piece.
             rows: Rows of the part in the network's output.
             columns: Columns of the part in the network's output.
+            attempt: Runs an allocation on the device of `x`; None: as for other pieces.
         """
+        attempt = attempt or self._attempt
         down, across = (slice(self._size * a, self._size * b) for a, b in (rows, columns))
         if self._images is None:
             target = piece[:, :, time, down, across]
         else:
             target = piece[:, time, down, across]
         if finding is not None:
-            self._attempt(functools.partial(finding.look, x))
-        self._attempt(functools.partial(self._placed, x, target))
+            attempt(functools.partial(finding.look, x))
+        attempt(functools.partial(self._placed, x, target))
 
     def _finding(self, place: slice) -> Finding | None:
         """Return the examination of a piece; None for one without frames, which is not yielded."""
@@ -205,21 +213,29 @@ class TiledChunk:
         self._output, self._finding = output, finding
         self._skipped, self._frames = skipped, frames
 
-    def put(self, x: Tensor, start: int, rows: Span, columns: Span) -> None:
-        """Write a part of some frames.
+    def put(
+        self,
+        x: Tensor,
+        start: int,
+        rows: Span,
+        columns: Span,
+        attempt: Callable[[Callable[[], Any]], Any] | None = None,
+    ) -> None:
+        """Write a part of some frames; threads of several devices may do so at once.
 
         Args:
-            x: `[B, C, n, h, w]`.
+            x: `[B, C, n, h, w]`, on any device.
             start: The first of the frames, counted from the start of the chunk.
             rows: Rows of the part in the network's output.
             columns: Columns of the part in the network's output.
+            attempt: Runs an allocation on the device of `x`; None: as for whole frames.
         """
         first = max(0, self._skipped - start)
         last = min(x.shape[2], self._skipped + self._frames - start)
         if first < last:
             time = slice(start + first - self._skipped, start + last - self._skipped)
             run = x[:, :, first:last]
-            self._output.put(run, self.piece, self._finding, time, rows, columns)
+            self._output.put(run, self.piece, self._finding, time, rows, columns, attempt)
 
 
 def until_complete(

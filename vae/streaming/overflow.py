@@ -29,16 +29,16 @@ _lock = threading.Lock()
 
 
 class Finding:
-    """The examination of one piece, which can arrive in parts.
+    """The examination of one piece, which can arrive in parts and from threads of several devices.
 
     Args:
-        side: A stream to read the result on; None: the device has no streams.
+        sides: Streams to read the results on, by device; those that are missing are added.
     """
 
-    def __init__(self, side: torch.cuda.Stream | None) -> None:
-        self._side = side
-        self._total: Tensor | None = None
-        self._summed = torch.cuda.Event() if side is not None else None
+    def __init__(self, sides: dict[torch.device, torch.cuda.Stream]) -> None:
+        self._sides = sides
+        # By thread, which has one device: the sum, and the event after it.
+        self._sums: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
 
     def look(self, x: Tensor) -> None:
         """Examine a part of the piece, without a wait for the device.
@@ -48,36 +48,42 @@ class Finding:
                 5e33 of them.
         """
         total = x.detach().sum(dtype=torch.float32)
-        self._total = total if self._total is None else self._total + total
-        if self._summed is not None:
-            self._summed.record(torch.cuda.current_stream(x.device))
+        thread = threading.get_ident()
+        if thread in self._sums:
+            before, summed = self._sums[thread]
+            total = before + total
+        else:
+            summed = torch.cuda.Event() if x.device.type == "cuda" else None
+        if summed is not None:
+            summed.record(torch.cuda.current_stream(x.device))
+        self._sums[thread] = total, summed
 
     def overflowed(self) -> bool:
         """Wait for the work on the piece, and return whether it has NaN or infinity."""
-        if self._total is None:
-            return False
-        if self._side is None or self._summed is None:
-            return not math.isfinite(self._total.item())
+        return not all(math.isfinite(self._read(*each)) for each in self._sums.values())
+
+    def _read(self, total: Tensor, summed: torch.cuda.Event | None) -> float:
+        if summed is None:
+            return total.item()
         # On a stream of its own: the device may compute the next piece already.
-        self._summed.synchronize()
-        with torch.cuda.stream(self._side):
-            return not math.isfinite(self._total.item())
+        summed.synchronize()
+        side = self._sides.get(total.device)
+        if side is None:
+            side = self._sides[total.device] = torch.cuda.Stream(total.device)
+        with torch.cuda.stream(side):
+            return total.item()
 
 
 class Watch:
-    """Examines the pieces of one video for NaN and infinity.
+    """Examines the pieces of one video for NaN and infinity."""
 
-    Args:
-        device: Device of the pieces.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self) -> None:
+        self._sides: dict[torch.device, torch.cuda.Stream] = {}
         self._findings: deque[Finding] = deque()
 
     def next_piece(self) -> Finding:
         """Return the examination of the next piece."""
-        self._findings.append(Finding(self._side))
+        self._findings.append(Finding(self._sides))
         return self._findings[-1]
 
     def overflowed(self) -> bool:

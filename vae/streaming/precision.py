@@ -154,6 +154,29 @@ def full_float32(device: torch.device) -> Iterator[None]:
                         setattr(owner, name, value)
 
 
+@contextlib.contextmanager
+def layer_modes(
+    device: torch.device, *, records: bool = False, full: bool = False
+) -> Iterator[None]:
+    """Set the modes in which layers run within the block.
+
+    They run outside inference mode, so that tails and derived weights can be used in both modes,
+    and without autocast.
+
+    Args:
+        device: Device of the computation.
+        records: Autograd records.
+        full: As `full_float32`.
+    """
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(records),
+        torch.autocast(device.type, enabled=False),
+        full_float32(device) if full else contextlib.nullcontext(),
+    ):
+        yield
+
+
 class _Products:
     """`torch.set_float32_matmul_precision` as an attribute; it also sets the older CUDA switch."""
 

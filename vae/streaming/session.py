@@ -12,7 +12,6 @@ import contextlib
 import functools
 import itertools
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -39,12 +38,13 @@ from ..models.base import Network
 from ..models.config import VAEConfig
 from ..planning.job import job_of
 from ..planning.plan import Plan, check_plan, make_plan, smaller_plan
+from ..validation import warn_dropped
 from . import cuda_graph
 from .executor import Executor, rechunk
-from .executors import make_executor
+from .executors import Team, make_banded, make_executor
 from .options import StreamOptions
 from .output import Output
-from .precision import full_float32
+from .precision import layer_modes
 from .shards import StreamShards, shared_limit
 from .static_frames import Changes
 from .upload import Upload
@@ -105,6 +105,8 @@ class VideoSession:
         skips: Skip static frames.
         budget: For trials of convolutions.
         shards: The ranks that share the video; None: this process has all of it.
+        team: The devices that can share the work; None: one device.
+        known: The whole video is at hand.
     """
 
     network: Network
@@ -124,6 +126,8 @@ class VideoSession:
     skips: bool
     budget: TrialBudget
     shards: StreamShards | None = None
+    team: Team | None = None
+    known: bool = False
 
     def __post_init__(self) -> None:
         self._device = self.relief.device
@@ -169,7 +173,7 @@ class VideoSession:
         source = self._planned(source)
         relief, done = self.relief, 0
         relief.frees = self._workspace.release
-        relief.parks = self._park
+        relief.parks = lambda: self._executor.park()
         if not self.learns:
             self._workspace.relief = relief
         try:
@@ -201,6 +205,7 @@ class VideoSession:
             relief.forget()
             self.budget.close()
             self._recording = self._results = None
+            self._executor.close()
 
     @eager
     def _planned(self, source: Iterator[Tensor]) -> Iterator[Tensor]:
@@ -215,24 +220,15 @@ class VideoSession:
         if self.shards is not None:
             self._shard, ranks = self.shards.split(*size), self.shards.size
             size = self._shard.largest_part(size)
-        model = self.network, self.config
-        self._job = job_of(
-            *model,
-            (first.shape[0], *size),
-            self.dtype,
-            self._device,
-            single_frame=self.single_frame,
-            searches=self.searches,
-            ranks=ranks,
-        )
+        model = self.network, self.config, (first.shape[0], *size), self.dtype, self._device
+        options = {"single_frame": self.single_frame, "searches": self.searches, "ranks": ranks}
+        self._job = job_of(*model, **options)
         records = torch.is_grad_enabled() and (self.learns or first.requires_grad)
-        self._plan = make_plan(
-            self._job,
-            shared_limit(self.shards, self._job, self.options.limit_bytes, records=records),
-            chunk=self.options.chunk,
-            tile=None if records else self.options.tile,
-            cuts=not records,
-        )
+        banded = None if records or self.team is None else self.team.plan(self._job, self.options)
+        limit = shared_limit(self.shards, self._job, self.options.limit_bytes, records=records)
+        tile = None if records else self.options.tile
+        options = {"chunk": self.options.chunk, "tile": tile, "cuts": not records}
+        self._plan, self._planner = banded or (make_plan(self._job, limit, **options), None)
         check_plan(self._job, self._plan)
         convs = [module for module in self.network.modules() if isinstance(module, Conv)]
         drop_stale_forms(convs, self.relief.finish)
@@ -256,12 +252,7 @@ class VideoSession:
                 run, rest = rest[:, :, :length], rest[:, :, length:]
                 yield self._filled(run, length) if ends and run.shape[2] < length else run
         if dropped:
-            warnings.warn(
-                f"the last {dropped} frame{'s were' if dropped > 1 else ' was'} dropped; "
-                "the VAE needs 4 n + 1 frames",
-                UserWarning,
-                stacklevel=5,
-            )
+            warn_dropped(dropped, stacklevel=6)
 
     def _filled(self, run: Tensor, length: int) -> Tensor:
         """Repeat the last frame of the last chunk up to `length` if another shape costs more.
@@ -310,25 +301,21 @@ class VideoSession:
     def _next(self) -> Tensor | None:
         """Compute and return the next result; None after the last."""
         with contextlib.ExitStack() as modes:
-            # Outside inference mode, so that tails and derived weights can be used in both modes.
-            modes.enter_context(torch.inference_mode(False))
-            modes.enter_context(torch.set_grad_enabled(self._records))
-            modes.enter_context(torch.autocast(self._device.type, enabled=False))
-            if self.full:
-                modes.enter_context(full_float32(self._device))
+            modes.enter_context(layer_modes(self._device, records=self._records, full=self.full))
             modes.enter_context(trials(self.budget))
             if self._searches:
                 modes.enter_context(searching(self._device))
             if self._results is None:
-                self._results = iter(self._steps(self.relief.attempt(self._input)))
+                again = functools.partial(self._input, self._chunk)
+                self._executor.again = again
+                self._results = iter(self._steps(self.relief.attempt(again)))
             result = next(self._results, None)
             if result is None:
                 self._results = None
                 return None
             return self._executor.finish(result)
 
-    def _input(self) -> Tensor:
-        chunk = self._chunk
+    def _input(self, chunk: Tensor | None) -> Tensor:
         if chunk is None:
             raise RuntimeError("no chunk was set; expected one")
         if self._shard is not None:
@@ -353,11 +340,6 @@ class VideoSession:
                 self.graphs = False
                 cuda_graph.complain(error)
         return executor.advance(x)
-
-    def _park(self) -> bool:
-        """Move the tails of all layers to the host; return whether that freed memory."""
-        self._executor.settle()
-        return any([cache.park() for cache in self._executor.caches])  # noqa: C419, all of them
 
     def _is_true_of_any(self, fact: bool) -> bool:
         """Return whether a fact is true of any rank of this video."""
@@ -405,4 +387,7 @@ class VideoSession:
             cache.first = self.begins
             return cache
 
-        return make_executor(self._job, plan, new_cache, self.leave)
+        if self.team is None or self._planner is None:
+            return make_executor(self._job, plan, new_cache, self.leave)
+        work = self.team, self._planner, plan, new_cache, self.leave, self.relief
+        return make_banded(*work, self.options.release, full=self.full, known=self.known)

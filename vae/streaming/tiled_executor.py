@@ -1,18 +1,20 @@
 """The executor that runs some layers on whole frames and the others tile by tile."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...kernels import new_video
+from ..layers.frame_runs import Settling
 from ..layers.temporal_cache import TemporalCache
 from ..models.receptive_field import Size, frame_sizes
 from ..planning.tiling import Chains, FrameTile
 from .cache_offload import Parking
 from .executor import Executor, Tails
-from .output import Output
+from .output import Output, TiledChunk
 
 
 class TiledExecutor(Executor):
@@ -29,6 +31,8 @@ class TiledExecutor(Executor):
 
     Attributes:
         parking: Keeps the tails of tiles on the host; None: they stay on the device.
+        sizes: Height and width of whole frames before each tiled layer and after the last.
+        tiles: The tiles, each with its executor.
     """
 
     records = False
@@ -44,7 +48,7 @@ class TiledExecutor(Executor):
         super().__init__(whole, new_cache(), part_bytes)
         self.parking: Parking | None = None
         self._layers = tiles[0].layers
-        self._sizes = frame_sizes(self._layers, size)
+        self.sizes = frame_sizes(self._layers, size)
         self.tiles = [(tile, Executor(tile.chains, new_cache(), part_bytes)) for tile in tiles]
 
     @property
@@ -85,48 +89,68 @@ class TiledExecutor(Executor):
                 {conv: self._cut(tail, tile, conv) for conv, tail in tails.items() if conv in inner}
             )
 
-    def _index(self, conv: nn.Module) -> int:
-        """Return the index of the tiled layer that a convolution belongs to."""
+    def index_of(self, conv: nn.Module) -> int:
+        """Return the index of the tiled layer that the convolution `conv` belongs to."""
         return next(i for i, layer in enumerate(self._layers) if conv in layer.modules())
 
     def _cut(self, tail: Tensor, tile: FrameTile, conv: nn.Module) -> Tensor:
         """Return the part of a tail of whole frames that a tile holds."""
-        index = self._index(conv)
+        index = self.index_of(conv)
         # A layer that makes frames smaller keeps the smaller frames.
         rows, columns = (
             slice(start * length // full, stop * length // full)
             for (start, stop), length, full in zip(
-                tile.spans[index], tail.shape[-2:], self._sizes[index], strict=True
+                tile.spans[index], tail.shape[-2:], self.sizes[index], strict=True
             )
         )
         return tail[..., rows, columns].contiguous(memory_format=torch.channels_last_3d)
 
     def _joined(self, conv: nn.Module) -> Tensor:
         """Join the tails of a convolution to the whole frame, without the halos."""
-        index = self._index(conv)
-        full = self._sizes[index]
-        whole: Tensor | None = None
-        for tile, part in self.tiles:
-            tail = part.cache.tails()[conv]
-            seen = tile.spans[index]
-            if whole is None:
-                # For example 1/2, if the layer makes frames smaller.
-                down = (seen[0][1] - seen[0][0]) // tail.shape[-2]
-                height, width = (length // down for length in full)
-                shape = (*tail.shape[:3], height, width)
-                whole = torch.empty(shape, dtype=tail.dtype, memory_format=torch.channels_last_3d)
-            place = []
-            for (start, stop), length, size, (first, _) in zip(
-                (tile.rows, tile.columns), whole.shape[-2:], self._sizes[-1], seen, strict=True
-            ):
-                down = full[0] // whole.shape[-2]
-                begin, end = start * length // size, stop * length // size
-                place.append((slice(begin, end), slice(begin - first // down, end - first // down)))
-            (rows, own_rows), (columns, own_columns) = place
-            whole[..., rows, columns] = tail[..., own_rows, own_columns]
+        pieces = [(tile, part.cache.tails()[conv]) for tile, part in self.tiles]
+        return join_tails(pieces, self.index_of(conv), self.sizes)
+
+
+def join_tails(
+    pieces: Sequence[tuple[FrameTile, Tensor]], index: int, sizes: Sequence[Size]
+) -> Tensor:
+    """Join the tails of one convolution in several tiles, without the halos.
+
+    Args:
+        pieces: Each tile, with its tail `[B, C, context, h, w]` on any device.
+        index: Index of the tiled layer of the convolution.
+        sizes: Height and width of whole frames before each tiled layer and after the last.
+
+    Returns:
+        The tail `[B, C, context, H, W]` of whole frames, on the host.
+
+    Raises:
+        ValueError: There are no tiles.
+    """
+    full, end = sizes[index], sizes[-1]
+    whole: Tensor | None = None
+    for tile, tail in pieces:
+        seen = tile.spans[index]
         if whole is None:
-            raise ValueError("the executor has no tiles; expected at least one")
-        return whole
+            # For example 1/2, if the layer makes frames smaller.
+            down = (seen[0][1] - seen[0][0]) // tail.shape[-2]
+            height, width = (length // down for length in full)
+            shape = (*tail.shape[:3], height, width)
+            whole = torch.empty(shape, dtype=tail.dtype, memory_format=torch.channels_last_3d)
+        place = []
+        for (start, stop), length, size, (first, _) in zip(
+            (tile.rows, tile.columns), whole.shape[-2:], end, seen, strict=True
+        ):
+            down = full[0] // whole.shape[-2]
+            begin, finish = start * length // size, stop * length // size
+            place.append(
+                (slice(begin, finish), slice(begin - first // down, finish - first // down))
+            )
+        (rows, own_rows), (columns, own_columns) = place
+        whole[..., rows, columns] = tail[..., own_rows, own_columns]
+    if whole is None:
+        raise ValueError("the executor has no tiles; expected at least one")
+    return whole
 
 
 class TiledDecode(TiledExecutor):
@@ -140,15 +164,28 @@ class TiledDecode(TiledExecutor):
 
     def advance(self, x: Tensor) -> Iterator[Tensor]:
         """Push one chunk `x` `[B, C, T, H, W]` through; yield all of its frames together."""
-        runs = list(super().advance(x))
         chunk = self.output.chunk(x, first=self.cache.first)
+        self.fill(x, chunk)
+        yield chunk.piece
+
+    def fill(
+        self, x: Tensor, chunk: TiledChunk | None, attempt: Callable[..., Any] | None = None
+    ) -> None:
+        """Push one chunk through, and write the frames of the tiles.
+
+        Args:
+            x: `[B, C, T, H, W]`: the chunk.
+            chunk: Target of the frames; None: they are dropped.
+            attempt: Runs an allocation on the device of the tiles; None: as the output does.
+        """
+        runs = list(super().advance(x))
         for tile, part in self.in_turn():
             done = 0
             for run in runs:
                 for frames in part.advance(run):
-                    chunk.put(frames, done, tile.rows, tile.columns)
+                    if chunk is not None:
+                        chunk.put(frames, done, tile.rows, tile.columns, attempt)
                     done += frames.shape[2]
-        yield chunk.piece
 
 
 class TiledEncode(TiledExecutor):
@@ -156,26 +193,52 @@ class TiledEncode(TiledExecutor):
 
     _taken: int | None = None  # frames that the layers on whole frames need
 
+    @property
+    def behind(self) -> Settling:
+        """The output of the tiles for the chunk that was passed to `takes`."""
+        return self.tiles[0][1].behind
+
     def takes(self, frames: int, repeats: int) -> int | None:
+        """Announce a chunk of `frames` with `repeats` to the tiles, then to the other layers."""
+        wanted = self.takes_tiles(frames, repeats)
+        behind = self.behind
+        self._taken = super().takes(behind.frames, behind.frames - behind.fresh + 1)
+        return wanted
+
+    def takes_tiles(self, frames: int, repeats: int) -> int | None:
         """Announce a chunk of `frames` with `repeats`; all tiles have the same temporal reach."""
         wanted, *_ = [part.takes(frames, repeats) for _, part in self.tiles]
-        behind = self.tiles[0][1].behind
-        self._taken = super().takes(behind.frames, behind.frames - behind.fresh + 1)
         return wanted
 
     def advance(self, x: Tensor) -> Iterator[Tensor]:
         """Push one chunk `x` `[B, C, T, H, W]` through, tile by tile first."""
-        whole: Tensor | None = None
+        yield from super().advance(self.join(x, None)[:, :, : self._taken])
+
+    def join(self, x: Tensor, whole: Tensor | None) -> Tensor:
+        """Push one chunk through the tiles.
+
+        Args:
+            x: `[B, C, T, H, W]`: the chunk.
+            whole: `[B, C, T_out, H_out, W_out]` for the results, on any device; None: new memory.
+
+        Returns:
+            `whole`, with the results of these tiles.
+
+        Raises:
+            ValueError: There are no tiles.
+        """
         for tile, part in self.in_turn():
             runs = list(part.advance(x))
             if whole is None:
                 frames = sum(run.shape[2] for run in runs)
-                shape = (*runs[0].shape[:2], frames, *self._sizes[-1])
+                shape = (*runs[0].shape[:2], frames, *self.sizes[-1])
                 whole = part.cache.attempt(functools.partial(new_video, x, shape))
             done = 0
             for run in runs:
                 place = whole[:, :, done : done + run.shape[2]]
-                place[..., slice(*tile.rows), slice(*tile.columns)] = run
+                place = place[..., slice(*tile.rows), slice(*tile.columns)]
+                part.cache.attempt(functools.partial(place.copy_, run))
                 done += run.shape[2]
-        if whole is not None:
-            yield from super().advance(whole[:, :, : self._taken])
+        if whole is None:
+            raise ValueError("the executor has no tiles; expected at least one")
+        return whole

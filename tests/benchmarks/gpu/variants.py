@@ -53,7 +53,7 @@ def variants(session: Session, vae: Any) -> list[Variant]:
         Variant("1 latent per step", chunk=1, single_frame=False),
         Variant(
             "1 latent per step, no rings",
-            lambda: replaced(vars(candidates)["_Candidate"], "_rings", False),
+            lambda: replaced(candidates.Candidate, "_rings", False),
             chunk=1,
             single_frame=False,
         ),

@@ -27,10 +27,11 @@ for _package in ("av", "tqdm", "PIL"):
 
 from fast_video_vae.tests.videos import write, write_clip  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
-from fast_video_vae.vae.cli.loading import available_devices, device_named  # noqa: E402
+from fast_video_vae.vae.cli.loading import device_named  # noqa: E402
 from fast_video_vae.vae.cli.main import REPOSITORY, main  # noqa: E402
 from fast_video_vae.vae.demo import CLIP_PATH, VAE_PATH  # noqa: E402
 from fast_video_vae.vae.media import frames_to_uint8, read_video  # noqa: E402
+from fast_video_vae.vae.validation import available_devices  # noqa: E402
 
 PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 # A second thread gains nothing on such small frames, and waits for busy cores.

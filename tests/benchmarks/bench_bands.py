@@ -1,0 +1,111 @@
+"""Seconds of one device, and of several that share the video in bands, on the same input in turn.
+
+`python tests/benchmarks/bench_bands.py` gives each of two logical devices of the CPU one core, and
+compares with one device on one core. `--devices cuda:0 cuda:1` compares with the first alone. It
+prints the median seconds and the median of the rounds' ratios, and appends one JSON row per case to
+`results.jsonl`. Run it on an idle machine.
+"""
+
+import argparse
+import logging
+import runpy
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_HERE = Path(__file__).resolve().parent
+runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
+
+from fast_video_vae.tests.benchmarks import record, timing  # noqa: E402
+from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_weights  # noqa: E402
+from fast_video_vae.vae import VideoVAE, load_vae  # noqa: E402
+
+
+def in_pairs(
+    vae: VideoVAE, direction: str, x: Tensor, devices: Sequence[str], rounds: int
+) -> dict[str, list[float]]:
+    """Time one device and several in turn; logical devices of the CPU have a core each.
+
+    Args:
+        vae: The VAE, on the first of the devices.
+        direction: decode or encode.
+        x: Latent or frames.
+        devices: Names of the devices.
+        rounds: Rounds after a first one.
+
+    Returns:
+        Seconds of the rounds, of "one" and "bands".
+    """
+    before, run = torch.get_num_threads(), getattr(vae, direction)
+    results: dict[str, Tensor] = {}
+
+    def on(names: Sequence[str]) -> Tensor:
+        if vae.device.type == "cpu":
+            torch.set_num_threads(max(1, len(names)))
+        if vae.devices != [torch.device(name) for name in names]:
+            vae.devices = names
+        return run(x)
+
+    runs = {"one": lambda: on([]), "bands": lambda: on(devices)}
+    try:
+        with torch.inference_mode():
+            seconds = timing.in_turn(runs, rounds, look=lambda name, y: results.update({name: y}))
+    finally:
+        vae.devices = []
+        torch.set_num_threads(before)
+    error = (results["one"].double() - results["bands"].double()).abs().max().item()
+    if error > 1e-4 * results["one"].double().abs().max().item() and vae.dtype == torch.float32:
+        raise ValueError(f"the results differ by {error}; expected rounding")
+    return {name: each[1:] for name, each in seconds.items()}
+
+
+def main() -> None:
+    """Run the cases that the command line names."""
+    args = _arguments()
+    width = args.width or WIDTHS["wan2.1"]
+    dtype = getattr(torch, args.dtype)
+    vae = load_vae(random_weights("wan2.1", width), dtype=dtype, device=args.devices[0])
+    logging.info("%s", f"{'case':44}{'one s':>9}{'bands s':>9}{'x one':>8}")
+    for direction in args.direction:
+        frames, height, across = map(int, args.size.split("x"))
+        generator = torch.Generator().manual_seed(0)
+        if direction == "encode":
+            x = torch.rand(1, 3, frames, height, across, generator=generator) * 2 - 1
+        else:
+            shape = (1, 16, (frames - 1) // 4 + 1, height // 8, across // 8)
+            x = torch.randn(shape, generator=generator)
+        seconds = in_pairs(vae, direction, x.to(vae.device, dtype), args.devices, args.rounds)
+        ratios = [one / two for one, two in zip(seconds["one"], seconds["bands"], strict=True)]
+        medians = {name: statistics.median(each) for name, each in seconds.items()}
+        case = f"{direction} {args.size} {args.dtype}, {', '.join(args.devices)}"
+        record.append(
+            args.out,
+            "bench_bands",
+            case,
+            base_width=width,
+            devices=args.devices,
+            one_s=[round(each, 4) for each in seconds["one"]],
+            bands_s=[round(each, 4) for each in seconds["bands"]],
+            bands_are_faster_by=round(statistics.median(ratios), 3),
+        )
+        line = f"{case:44}{medians['one']:9.3f}{medians['bands']:9.3f}"
+        logging.info("%s", f"{line}{statistics.median(ratios):8.2f}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = record.parser(__doc__)
+    add = parser.add_argument
+    add("--devices", nargs="+", default=["cpu", "cpu"])
+    add("--direction", nargs="+", default=["decode", "encode"])
+    add("--dtype", default="float32")
+    add("--size", default="17x192x192", help="FRAMESxHEIGHTxWIDTH")
+    add("--rounds", type=int, default=5)
+    add("--width", type=int, help="base width of the random weights")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""`--devices`: the commands share a video between devices, with the same files."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fast_video_vae.tests.seedvr2 import random_seedvr2
+
+for _package in ("av", "tqdm", "PIL"):
+    pytest.importorskip(_package, reason=f"{_package} is not installed")
+
+from fast_video_vae.tests.videos import write_clip  # noqa: E402
+from fast_video_vae.vae.cli.info import WIDTH  # noqa: E402
+from fast_video_vae.vae.media import read_video  # noqa: E402
+from fast_video_vae.vae.streaming.bands import banded_executor  # noqa: E402
+
+
+@pytest.fixture
+def banded(monkeypatch):
+    """The numbers of devices of each chunk."""
+    counts = []
+    for route in (banded_executor.BandedDecode, banded_executor.BandedEncode):
+
+        def counted(self, x, advance=route.advance):
+            counts.append(len(self._members))
+            return advance(self, x)
+
+        monkeypatch.setattr(route, "advance", counted)
+    return counts
+
+
+def test_encode_and_decode_write_the_same_files(tmp_path, done, banded):
+    clip = write_clip(tmp_path / "clip.mp4", 9, 64, 96)
+    latents = [tmp_path / f"{n}.safetensors" for n in range(2)]
+    for path, options in zip(latents, ((), ("--devices", "cpu,cpu")), strict=True):
+        done("encode", clip, "-o", path, *options)
+    one, two = (load_file(path)["latent"] for path in latents)
+    assert torch.equal(one, two)
+    movies = [tmp_path / f"{n}.mkv" for n in range(2)]
+    for path, options in zip(movies, ((), ("--devices", "cpu, cpu,cpu")), strict=True):
+        lines = done("decode", latents[0], "-o", path, *options)
+    assert any("on cpu, cpu, cpu" in line for line in lines)
+    one, two = (torch.cat(list(read_video(path).pieces()), dim=2) for path in movies)
+    assert torch.equal(one, two)
+    assert set(banded) == {2, 3}
+
+
+def test_info_lists_the_bands_and_their_memory(run, vae_path):
+    code, lines, _ = run("info", vae_path, "--devices", "cpu,cpu,cpu", "--limit", "6")
+    assert code == 0
+    text = " ".join(" ".join(lines).split())
+    assert "bands of columns: cpu 0-" in text
+    assert text.count("MiB)") + text.count("MiB, ") >= 3 * 10
+    table = lines[next(n for n, line in enumerate(lines) if line.startswith("size")) :]
+    assert max(map(len, table)) <= WIDTH
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--devices", "cpu,gpu9"), 1, "device 'gpu9' is unknown"),
+        (("--devices", "cpu,,cpu"), 2, "'cpu,,cpu' is not a list"),
+        (("--devices", ""), 2, "is not a list"),
+    ],
+)
+def test_wrong_devices_are_one_line(run, vae_path, arguments, code, message):
+    found, _, errors = run("info", vae_path, *arguments)
+    assert found == code
+    assert message in errors[-1]
+
+
+def test_devices_of_info_need_a_file(run):
+    code, _, errors = run("info", "--devices", "cpu,cpu")
+    assert code == 2
+    assert "--devices needs a FILE" in errors[-1]
+
+
+def test_seedvr2_is_refused_before_work(run, tmp_path):
+    vae, latents = tmp_path / "vae.safetensors", tmp_path / "l.safetensors"
+    save_file(random_seedvr2(), vae)
+    save_file({"latent": torch.randn(1, 16, 2, 4, 4)}, latents)
+    movie = tmp_path / "d.mp4"
+    arguments = ("decode", latents, "--vae", vae, "-o", movie, "--devices", "cpu,cpu")
+    code, _, errors = run(*arguments)
+    assert code == 1
+    assert "group norms of SeedVR2" in errors[-1]
+    assert not movie.exists()

@@ -1,0 +1,268 @@
+"""Several devices give the result of one, each with a band of the frames."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from fast_video_vae.tests.vae.families import STATES, close, joined, latent_for, random_frames
+from fast_video_vae.vae import StreamOptions, load_vae
+from fast_video_vae.vae.planning import bands, tiling
+from fast_video_vae.vae.streaming.bands.banded_executor import BandedDecode, BandedEncode
+
+DIVIDED = ("wan2.1", "wan2.2", "qwen-image-2.1")
+
+
+@pytest.fixture(scope="module", params=DIVIDED)
+def vae(request):
+    return load_vae(STATES[request.param](), dtype=torch.float32)
+
+
+@pytest.fixture
+def wan():
+    return load_vae(STATES["wan2.1"](), dtype=torch.float32)
+
+
+@pytest.fixture
+def banded(monkeypatch):
+    """The spans of the bands of each chunk."""
+    spans = []
+    for route in (BandedDecode, BandedEncode):
+        advance = route.advance
+
+        def noted(self, x, advance=advance):
+            yield from advance(self, x)
+            spans.append(list(self._bands.spans.values()))
+
+        monkeypatch.setattr(route, "advance", noted)
+    return spans
+
+
+def threads():
+    return [each for each in threading.enumerate() if each.name.startswith("fast-video-vae")]
+
+
+def inputs(vae, latents, height, width, batch=1):
+    frames = vae.config.frames(latents)
+    video = random_frames(batch, vae.config.image_channels, frames, height, width)
+    return latent_for(vae, latents, height, width, batch), video
+
+
+# Devices, their speeds, height and width of the frames, latents, chunk, batch.
+CASES = [
+    (2, None, 96, 160, 3, None, 1),
+    (3, None, 96, 256, 3, 1, 1),
+    (2, (1, 3), 144, 112, 3, -1, 1),  # unequal, rows
+    (3, (1, 4, 2), 96, 256, 4, 2, 2),  # unequal, a batch, a last chunk of its own length
+    (2, None, 96, 160, 1, None, 1),  # one frame
+]
+
+
+@pytest.mark.parametrize(("count", "speeds", "height", "width", "latents", "chunk", "batch"), CASES)
+def test_bands_give_the_bits_of_one_device(
+    vae, banded, count, speeds, height, width, latents, chunk, batch
+):
+    latent, video = inputs(vae, latents, height, width, batch)
+    vae.devices = []
+    decoded, encoded = vae.decode(latent, chunk), vae.encode(video, chunk)
+    assert not banded
+    vae.devices = ["cpu"] * count
+    vae.device_speeds = speeds
+    assert torch.equal(vae.decode(latent, chunk), decoded)
+    assert torch.equal(vae.encode(video, chunk), encoded)
+    assert min(map(len, banded)) > 1
+    assert not threads()
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_every_cut_and_axis_give_the_same_result(wan, banded, monkeypatch, axis):
+    latent, video = inputs(wan, 3, 96, 96)
+    decoded, encoded = wan.decode(latent), wan.encode(video)
+    find, made = tiling.band_cuts, bands.Division
+    counts = [len(find(network)) for network in (wan.decoder, wan.encoder)]
+    assert min(counts) >= 3
+    wan.devices = ["cpu"] * 2
+    monkeypatch.setattr(bands, "Division", lambda job, cut, _: made(job, cut, axis))
+    for index in range(max(counts)):
+        monkeypatch.setattr(
+            bands, "band_cuts", lambda each, i=index: find(each)[i : i + 1] or find(each)[:1]
+        )
+        assert torch.equal(wan.decode(latent), decoded)
+        assert torch.equal(wan.encode(video), encoded)
+    assert min(map(len, banded)) == 2
+
+
+def test_a_part_of_a_video_is_that_of_the_whole(wan, banded):
+    latent, _ = inputs(wan, 12, 32, 96)
+    whole = wan.decode(latent)[:, :, 30:41]
+    wan.devices = ["cpu"] * 2
+    runs = (latent[:, :, at : at + 1] for at in range(12))
+    for source in (latent, runs):
+        assert torch.equal(joined(wan.decode_stream(source, frames=range(30, 41))), whole)
+    assert banded
+
+
+@pytest.mark.parametrize("kind", ["out", "images", "uint8"])
+def test_frames_go_to_the_memory_of_the_caller(vae, banded, kind):
+    latent, _ = inputs(vae, 3, 64, 128)
+    shape = vae.config.decoded_shape(latent.shape)
+    given = {
+        "out": {"out": torch.zeros(shape)},
+        "images": {"images": torch.zeros(shape[0], *shape[2:], shape[1])},
+        "uint8": {"images": torch.zeros((shape[0], *shape[2:], shape[1]), dtype=torch.uint8)},
+    }[kind]
+    (memory,) = given.values()
+    vae.devices = []
+    for _ in vae.decode_stream(latent, **given):
+        pass
+    expected = memory.clone()
+    memory.zero_()
+    vae.devices = ["cpu"] * 2
+    axis = 2 if kind == "out" else 1
+    pieces = torch.cat(list(vae.decode_stream(latent, **given)), axis)
+    assert torch.equal(memory, expected)
+    assert torch.equal(pieces, expected)
+    assert banded
+
+
+def test_pieces_of_any_length_are_encoded(wan, banded):
+    _, video = inputs(wan, 5, 48, 96)
+    expected = wan.encode(video)
+    wan.devices = ["cpu"] * 2
+    for size in (1, 3, 17):
+        close(joined(wan.encode_stream(iter(video.split(size, dim=2)))), expected)
+    assert banded
+
+
+@pytest.mark.parametrize("chunk", [1, 2, -1])
+def test_a_static_end_is_skipped_in_bands(wan, banded, chunk):
+    video = random_frames(1, 3, 1, 48, 96).repeat(1, 1, 81, 1, 1)
+    video[:, :, :7] = random_frames(1, 3, 7, 48, 96)
+    options = StreamOptions(chunk)
+    skipped = joined(wan.encode_stream(video, options))
+    wan.devices = ["cpu"] * 2
+    assert torch.equal(joined(wan.encode_stream(video, options)), skipped)
+    assert banded
+
+
+def test_a_band_can_run_in_tiles(wan, banded):
+    latent, video = inputs(wan, 3, 96, 128)
+    options = StreamOptions(1, tile=(32, 40))
+    decoded = joined(wan.decode_stream(latent, options))
+    encoded = joined(wan.encode_stream(video, options))
+    wan.devices = ["cpu"] * 2
+    plan = wan.plan(96, 128, options)
+    assert all(len(band.tiles) > 2 for band in plan.bands.members)
+    close(joined(wan.decode_stream(latent, options)), decoded)
+    close(joined(wan.encode_stream(video, options)), encoded)
+    assert banded
+
+
+def test_bands_of_fewer_pixels_than_devices(vae):
+    """Devices without a row or a column have no band."""
+    step = vae.config.spatial_compression
+    latent, video = inputs(vae, 2, step, 2 * step)
+    vae.devices = []
+    decoded, encoded = vae.decode(latent), vae.encode(video)
+    vae.devices = ["cpu"] * 9
+    assert torch.equal(vae.decode(latent), decoded)
+    assert torch.equal(vae.encode(video), encoded)
+
+
+def test_one_device_computes_while_autograd_records(wan, banded):
+    latent, _ = inputs(wan, 2, 32, 64)
+    wan.devices = ["cpu"] * 2
+    latent.requires_grad_()
+    wan.decode(latent).sum().backward()
+    assert latent.grad is not None
+    assert not banded
+
+
+def test_the_modes_of_the_caller_do_not_change_the_result(wan, banded):
+    latent, video = inputs(wan, 2, 48, 96)
+    decoded, encoded = wan.decode(latent), wan.encode(video)
+    wan.devices = ["cpu"] * 2
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(wan.decode(latent), decoded)
+        assert torch.equal(wan.encode(video), encoded)
+    assert banded
+
+
+def test_results_are_used_in_later_computations(wan):
+    """They are no inference tensors, and the caller may write to them."""
+    latent, _ = inputs(wan, 3, 32, 96)
+    wan.devices = ["cpu"] * 2
+    for piece in wan.decode_stream(latent):
+        piece.add_(1).requires_grad_()
+
+
+def test_threads_end_with_the_stream(wan):
+    latent, _ = inputs(wan, 6, 32, 96)
+    wan.devices = ["cpu"] * 3
+    stream = wan.decode_stream(latent, StreamOptions(1))
+    next(stream)
+    assert len(threads()) in (2, 3)
+    same = set(threads())
+    next(stream)
+    assert set(threads()) == same
+    stream.close()
+    assert not threads()
+    dropped = wan.decode_stream(latent, StreamOptions(1))
+    next(dropped)
+    gc.disable()
+    try:
+        del dropped  # no reference cycle keeps it
+        assert not threads()
+    finally:
+        gc.enable()
+
+
+def test_the_number_of_cores_is_that_of_the_caller_afterwards(wan):
+    latent, _ = inputs(wan, 2, 32, 96)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        torch.set_num_threads(2)
+        wan.devices = ["cpu"] * 2
+        wan.decode(latent)
+        other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert [torch.get_num_threads(), *found] == [2, 2]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (["cpu", "gpu9"], "gpu9"),
+        ([""], "''"),
+        ("cpu", "expected a list"),
+        (3, "expected a list"),
+        ([None], "None"),
+        (["cpu", "meta"], "meta"),
+        (["cpu:300"], "cpu:300"),
+    ],
+)
+def test_unknown_devices_are_refused_in_one_line(wan, devices, message):
+    with pytest.raises(ValueError, match="device") as caught:
+        wan.devices = devices
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert wan.devices == []
+
+
+def test_seedvr2_is_not_divided():
+    vae = load_vae(STATES["seedvr2"](), dtype=torch.float32)
+    vae.devices = ["cpu"]
+    with pytest.raises(ValueError, match=r"group norms.*shard"):
+        vae.devices = ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize("speeds", [[1.0], [1.0, 0.0], [1.0, float("nan")]])
+def test_wrong_speeds_are_refused(wan, speeds):
+    wan.devices = ["cpu", "cpu"]
+    with pytest.raises(ValueError, match="expected 2 positive numbers"):
+        wan.device_speeds = speeds

@@ -1,0 +1,201 @@
+"""Copies of the weights on other devices: made once, equal to the weights, and freed with them."""
+
+import copy
+import io
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.vae.families import latent_for, random_frames
+from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.layers.causal_conv import CausalConv3d
+from fast_video_vae.vae.models.replicas import Replicas
+
+CPU, OTHER = torch.device("cpu"), torch.device("cpu", 0)  # another device for PyTorch
+
+
+@pytest.fixture
+def vae():
+    vae = load_vae(random_state_dict(8), dtype=torch.float32)
+    vae.team.crew.choose([CPU, OTHER])
+    return vae
+
+
+@pytest.fixture
+def latent(vae):
+    return latent_for(vae, 2, 32, 96)
+
+
+def alone(vae, latent):
+    """The frames from the weights themselves."""
+    single = load_vae(vae.state_dict(), dtype=torch.float32)
+    return single.decode(latent)
+
+
+def test_copies_are_made_once_for_each_network(vae, latent):
+    before = vae.weight_bytes()
+    frames = random_frames(1, 3, 5, 32, 96)
+    for _ in range(3):
+        assert torch.equal(vae.decode(latent), alone(vae, latent))
+        vae.encode(frames)
+    assert vae.replicas.made == 2
+    parameters = sum(each.nbytes for net in (vae.encoder, vae.decoder) for each in net.parameters())
+    assert vae.weight_bytes() - before >= parameters
+
+
+def test_the_same_device_twice_has_no_copy(vae, latent):
+    vae.devices = ["cpu"] * 3
+    vae.decode(latent)
+    assert vae.replicas.made == 0
+    assert vae.replicas.nbytes() == 0
+
+
+def _replaced(conv):
+    conv.weight = nn.Parameter(conv.weight * 2, requires_grad=False)
+
+
+def _recorded(conv):
+    with torch.no_grad():
+        conv.weight.mul_(2)
+
+
+def _unnoticed(conv):
+    conv.weight.data.copy_(conv.weight.data * 2)
+
+
+@pytest.mark.parametrize("write", [_replaced, _recorded, _unnoticed])
+def test_copies_follow_a_write_to_the_weights(vae, latent, write):
+    """As LoRA patches write them."""
+    vae.decode(latent)
+    convs = [module for module in vae.decoder.modules() if isinstance(module, CausalConv3d)]
+    for conv in (convs[0], convs[-1]):
+        write(conv)
+        assert torch.equal(vae.decode(latent), alone(vae, latent))
+    assert vae.replicas.made == 1
+
+
+def test_a_parameter_of_another_shape_is_copied_again(vae, latent):
+    vae.decode(latent)
+    conv = vae.decoder.conv1
+    conv.bias = nn.Parameter(conv.bias.detach()[None], requires_grad=False)
+    vae.replicas.on(OTHER, "decoder", vae.decoder)
+    assert vae.replicas.made == 2
+
+
+@pytest.mark.parametrize(
+    "free",
+    [
+        lambda vae: vae.drop_derived(),
+        lambda vae: vae.to(torch.float64),
+        lambda vae: nn.Sequential(vae).to(torch.float64),  # part of a model that is unloaded
+    ],
+)
+def test_copies_are_freed_with_the_weights(vae, latent, free):
+    vae.decode(latent)
+    assert vae.replicas.nbytes()
+    free(vae)
+    assert not vae.replicas.nbytes()
+
+
+def test_copied_and_pickled_vaes_have_no_copies(vae, latent):
+    expected = vae.decode(latent)
+    buffer = io.BytesIO()
+    pickle.dump(vae, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(vae), pickle.load(buffer)):
+        assert not other.replicas.nbytes()
+        assert other.devices == []
+        other.devices = ["cpu", "cpu"]
+        assert torch.equal(other.decode(latent), expected)
+    assert vae.devices == [CPU, OTHER]
+
+
+def test_copies_are_not_parameters_of_the_vae(vae, latent):
+    names = list(vae.state_dict())
+    vae.decode(latent)
+    assert list(vae.state_dict()) == names
+
+
+def test_threads_that_share_a_vae_share_the_copies(vae, latent):
+    expected, results = alone(vae, latent), []
+    videos = [threading.Thread(target=lambda: results.append(vae.decode(latent))) for _ in range(3)]
+    for video in videos:
+        video.start()
+    for video in videos:
+        video.join()
+    assert vae.replicas.made == 1
+    assert len(results) == 3
+    assert all(torch.equal(each, expected) for each in results)
+
+
+@pytest.mark.slow  # the import of TorchDynamo
+def test_a_compiled_network_is_copied_without_its_wrapper(vae, latent):
+    expected = vae.decode(latent)
+    vae.decoder = torch.compile(vae.decoder, backend="eager")
+    assert torch.equal(vae.decode(latent), expected)
+
+
+def test_weights_elsewhere_are_used_alone(vae, latent, caplog, monkeypatch):
+    from fast_video_vae.kernels import errors
+
+    monkeypatch.setattr(errors, "_logged", set())
+    vae.team.crew.choose([torch.device("cuda", 0), torch.device("cuda", 1)])
+    assert torch.equal(vae.decode(latent), alone(vae, latent))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "the weights are on cpu" in line
+
+
+def test_a_device_without_room_for_the_weights_is_left_out(vae, latent, caplog, monkeypatch):
+    copied = Replicas.on
+
+    def fails(self, device, *arguments):
+        if device == OTHER:
+            raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB")
+        return copied(self, device, *arguments)
+
+    monkeypatch.setattr(Replicas, "on", fails)
+    assert torch.equal(vae.decode(latent), alone(vae, latent))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "memory ran out" in line
+    assert vae.team.crew.members(CPU) == {}
+
+
+gpus = torch.cuda.device_count()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(gpus < 2, reason=f"two CUDA devices are needed; there are {gpus}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_gpus_give_the_frames_of_one(dtype):
+    vae = load_vae(random_state_dict(32), dtype=dtype, device="cuda:0")
+    latent = latent_for(vae, 6, 256, 384).cuda()
+    frames = random_frames(1, 3, 21, 256, 384)
+    decoded, encoded = vae.decode(latent), vae.encode(frames)
+    vae.devices = ["cuda:0", "cuda:1"]
+    tolerance = {"rtol": 0, "atol": 1e-4 if dtype == torch.float32 else 0.03}
+    images = torch.empty(1, 21, 256, 384, 3)
+    for _ in range(2):
+        torch.testing.assert_close(vae.decode(latent), decoded, **tolerance)
+        torch.testing.assert_close(vae.encode(frames), encoded, **tolerance)
+    for _ in vae.decode_stream(latent, images=images):
+        pass
+    whole = ((decoded.float().cpu() + 1) / 2).clamp(0, 1).movedim(1, -1)
+    torch.testing.assert_close(images, whole, **tolerance)
+    assert vae.replicas.made == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(gpus < 1, reason="a CUDA device is needed")
+@pytest.mark.parametrize("names", [["cuda:0", "cuda:0"], ["cuda:0", "cpu"], ["cuda:0"] * 3])
+def test_a_gpu_shares_a_video(names):
+    vae = load_vae(random_state_dict(16), dtype=torch.float32, device="cuda:0")
+    latent, frames = latent_for(vae, 4, 128, 192).cuda(), random_frames(1, 3, 13, 128, 192)
+    decoded, encoded = vae.decode(latent), vae.encode(frames)
+    vae.devices = names
+    vae.device_speeds = [1.0] * len(names)
+    torch.testing.assert_close(vae.decode(latent), decoded, rtol=0, atol=1e-3)
+    torch.testing.assert_close(vae.encode(frames), encoded, rtol=0, atol=1e-3)

@@ -1,0 +1,138 @@
+"""Copies of a network on other devices, which follow the weights of the first."""
+
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.conv import Conv
+from ..layers.conv_weights import checksum_of, stamp_of
+from .base import Network
+
+_Attempt = Callable[[Callable[[], Tensor]], Tensor]
+
+
+@dataclass
+class _Replica:
+    """A copy of a network, with the state of the parameters that it was copied from.
+
+    Attributes:
+        network: The copy.
+        form: Names, types and shapes of the modules and parameters of the original.
+        stamps: `stamp_of` each parameter.
+        checksum: `checksum_of` all of them.
+    """
+
+    network: Network
+    form: list[tuple[object, ...]]
+    stamps: list[tuple[object, ...]]
+    checksum: int
+
+
+class Replicas:
+    """The copies of the networks of a VAE; a copied or pickled VAE starts without any.
+
+    Attributes:
+        made: Number of networks that were copied as a whole.
+    """
+
+    def __init__(self) -> None:
+        self.made = 0
+        self._known: dict[tuple[torch.device, str], _Replica] = {}
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: object) -> "Replicas":
+        return Replicas()
+
+    def __reduce__(self) -> tuple[type["Replicas"], tuple[()]]:
+        return Replicas, ()
+
+    def on(
+        self,
+        device: torch.device,
+        name: str,
+        network: Network,
+        attempt: _Attempt = lambda do: do(),
+    ) -> Network:
+        """Return the copy of a network on a device, made or refreshed if that is necessary.
+
+        Args:
+            device: The device.
+            name: Name of the network in its VAE.
+            network: The network.
+            attempt: Runs an allocation on the device of `network`.
+
+        Returns:
+            The network itself if it is there; otherwise a copy with its weights.
+        """
+        # `torch.compile` wraps a module.
+        network = getattr(network, "_orig_mod", network)
+        sources = _tensors(network)
+        if sources[0].device == device:
+            return network
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            known = self._known.get((device, name))
+            form, stamps = _form(network), [stamp_of(source) for source in sources]
+            checksum = int(attempt(functools.partial(checksum_of, sources)))
+            if known is None or known.form != form:
+                self._known.pop((device, name), None)
+                del known  # free it before the other one is made
+                copied = _copied(network, device)
+                known = self._known[device, name] = _Replica(copied, form, stamps, checksum)
+                self.made += 1
+                return known.network
+            everything = known.checksum != checksum
+            pairs = zip(_tensors(known.network), sources, known.stamps, stamps, strict=True)
+            for target, source, before, after in pairs:
+                if everything or before != after:
+                    target.copy_(source)
+            known.stamps, known.checksum = stamps, checksum
+            return known.network
+
+    def clear(self) -> None:
+        """Free all copies."""
+        with self._lock:
+            self._known.clear()
+
+    def nbytes(self) -> int:
+        """Return the bytes of all copies, with the weights that were derived from them."""
+        networks = [replica.network for replica in list(self._known.values())]
+        own = sum(tensor.nbytes for network in networks for tensor in _tensors(network))
+        return own + sum(conv.form_bytes() for each in networks for conv in _convs(each))
+
+    def drop_derived(self) -> None:
+        """Free the weights that were derived from the copies."""
+        for replica in list(self._known.values()):
+            for conv in _convs(replica.network):
+                conv.forms.clear()
+
+
+def _tensors(network: nn.Module) -> list[Tensor]:
+    return [*network.parameters(), *network.buffers()]
+
+
+def _convs(network: nn.Module) -> Iterator[Conv]:
+    return (module for module in network.modules() if isinstance(module, Conv))
+
+
+def _form(network: nn.Module) -> list[tuple[object, ...]]:
+    """Return what must be equal for a copy to follow `network` by copies of its tensors."""
+    modules = [(name, type(module)) for name, module in network.named_modules()]
+    named = [*network.named_parameters(), *network.named_buffers()]
+    return [*modules, *((name, tensor.shape, tensor.dtype) for name, tensor in named)]
+
+
+def _copied(network: Network, device: torch.device) -> Network:
+    """Return a copy of `network` on `device`; no weight is copied on its own device first."""
+    there: dict[int, object] = {
+        id(parameter): nn.Parameter(parameter.detach().to(device), requires_grad=False)
+        for parameter in network.parameters()
+    }
+    there |= {id(buffer): buffer.detach().to(device) for buffer in network.buffers()}
+    made = copy.deepcopy(network, there)
+    # On a GPU this also puts the weights into the layout of their convolutions.
+    return made.to(device)

@@ -1,0 +1,348 @@
+"""Bands: the frames of a video divided between devices, each with the halo that its layers need.
+
+Every device runs the layers on whole frames itself (in an encoder the first one does), and the
+others on its band, as tiles do. So nothing is exchanged while layers run, and the result is that of
+one device. The cut, rows or columns, and the bands are those with the fewest predicted seconds.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..models.receptive_field import Size, Span
+from .candidates import Candidate, StepChoice, lengths_of, parked_chunks
+from .cost import tiled_cost
+from .device_memory import free_bytes
+from .division import Division
+from .job import StreamJob
+from .ledger import TOO_MUCH_BYTES
+from .tiling import Chains, FrameTile, Tiles, band_cuts, divided, grid, make_tile
+
+# Devices whose share of the frames saves less than this part of the time are left out.
+_WORTH_IT = 0.02
+
+# A CPU next to a GPU, until its speed is measured.
+_CPU_SPEED = 0.02
+
+# Numbers of rows and columns of the tiles of a band, for when its memory is short.
+_GRIDS = ((1, 1), (2, 1), (3, 1), (4, 1), (4, 2), (8, 2), (8, 4), (12, 6), (16, 9))
+
+_AXES = ("rows", "columns")
+
+
+@dataclass(frozen=True)
+class Band:
+    """The part of one device.
+
+    Attributes:
+        number: Number of the device in the list of the VAE.
+        device: The device.
+        span: Rows or columns in the output of the tiled layers.
+        tiles: Rows and columns of each tile of the band; one: the band itself.
+        part_bytes: Size of an activation above which its frames are divided into parts.
+        peak_bytes: Estimated memory on the device without weights, input and output.
+        parked: The tails of a tile are on the host while it does not run.
+    """
+
+    number: int
+    device: torch.device
+    span: Span
+    tiles: tuple[tuple[Span, Span], ...]
+    part_bytes: int
+    peak_bytes: int
+    parked: bool
+
+
+@dataclass(frozen=True)
+class Bands:
+    """The division of the frames of a stream between devices.
+
+    Attributes:
+        cut: Layers before the cut, as in `Tiles`.
+        axis: 0: bands of rows; 1: of columns.
+        chunk: Latents per step.
+        members: The bands in order; the first device has one of them.
+        pixels: Pixels of an image per pixel along the axis.
+        latent_s: Predicted seconds per latent.
+        holds: The devices can hold every tensor.
+    """
+
+    cut: int
+    axis: int
+    chunk: int
+    members: tuple[Band, ...]
+    pixels: int
+    latent_s: float
+    holds: bool
+
+    def bytes_on(self, device: torch.device) -> int:
+        """Return the estimated memory on `device`."""
+        return sum(band.peak_bytes for band in self.members if band.device == device)
+
+    @property
+    def spans(self) -> dict[int, Span]:
+        """The bands by number of the device."""
+        return {band.number: band.span for band in self.members}
+
+    def __str__(self) -> str:
+        parts = []
+        for band in self.members:
+            start, stop = (self.pixels * edge for edge in band.span)
+            tiles = f" in {len(band.tiles)} tiles" if len(band.tiles) > 1 else ""
+            host = ", caches on the host" if band.parked else ""
+            size = f"about {band.peak_bytes / 2**20:.0f} MiB"
+            parts.append(f"{band.device} {start}-{stop - 1}{tiles} ({size}{host})")
+        return f"bands of {_AXES[self.axis]}: {', '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class BandPlanner:
+    """Plans the bands of a stream.
+
+    Attributes:
+        job: The stream, on the first device.
+        devices: The devices by number, in order; `first` is one of them.
+        first: Number of the first device.
+        limit_bytes: Memory limit of each device; None: a share of its free memory. Devices that are
+            the same one share it.
+        tile: Height and width of a tile in pixels of the images; None: chosen by memory.
+        chunk: Latents per step; None: chosen for the first device.
+    """
+
+    job: StreamJob
+    devices: Mapping[int, torch.device]
+    first: int
+    limit_bytes: int | None = None
+    tile: Size | None = None
+    chunk: int | None = None
+
+    def plan(self, speeds: Mapping[int, float]) -> Bands | None:
+        """Return the fastest bands.
+
+        Args:
+            speeds: Speeds by number of the device, in any unit; a missing one is assumed.
+
+        Returns:
+            The bands, of fewer devices where more gain too little; None: the first device alone is
+            as fast, or the layers have no cut.
+        """
+        known = self.known(speeds)
+        divisions = [
+            Division(self.job, cut, axis)
+            for cut in band_cuts(self.job.network)
+            for axis in range(2)
+        ]
+        found: list[tuple[float, Division]] = []
+        for division in divisions:
+            even = division.even(known)
+            if len(even) > 1 and self.first in even:
+                found.append((division.seconds(even, known, self.first), division))
+        best: Bands | None = None
+        for least_s, division in sorted(found, key=lambda pair: pair[0]):
+            # Tiles of bands take longer than that.
+            if best is not None and self._fits(best) and least_s >= best.latent_s:
+                break
+            spans = self._worthwhile(division, known)
+            if len(spans) > 1:
+                bands = self._bands(division, spans, known)
+                best = min((each for each in (best, bands) if each), key=self._rank)
+        return best
+
+    def recut(self, bands: Bands, speeds: Mapping[int, float]) -> Bands:
+        """Return `bands` for other `speeds`; the cut, the axis and the chunk stay."""
+        division, known = Division(self.job, bands.cut, bands.axis), self.known(speeds)
+        spans = division.balanced(known, self.first)
+        return replace(self, chunk=bands.chunk)._bands(division, spans, known)
+
+    def smaller(self, bands: Bands, number: int) -> Bands | None:
+        """Return `bands` with less memory for one device, or None if that is not possible.
+
+        Args:
+            bands: The bands.
+            number: Number of the device.
+
+        Returns:
+            The bands; those of the other devices do not change.
+        """
+        band = next(each for each in bands.members if each.number == number)
+        division = Division(self.job, bands.cut, bands.axis)
+        for share in (0.75, 0.5, 0.25, 0.0):
+            limit = int(band.peak_bytes * share)
+            other, _ = self._band(division, number, band.span, bands.chunk, limit)
+            if other.peak_bytes < band.peak_bytes:
+                members = tuple(other if each is band else each for each in bands.members)
+                return replace(bands, members=members)
+        return None
+
+    def seconds(self, bands: Bands, speeds: Mapping[int, float]) -> float:
+        """Return the predicted seconds per latent of `bands` for these `speeds`."""
+        division = Division(self.job, bands.cut, bands.axis)
+        return division.seconds(bands.spans, self.known(speeds), self.first)
+
+    def works(self, bands: Bands) -> dict[int, float]:
+        """Return the products per latent of `bands` by number of the device."""
+        division = Division(self.job, bands.cut, bands.axis)
+        return {number: division.work(*span) for number, span in bands.spans.items()}
+
+    def known(self, speeds: Mapping[int, float]) -> dict[int, float]:
+        """Return products per second of all devices, from `speeds` or assumed."""
+        kinds = {device.type for device in self.devices.values()}
+        rate = self._rate
+        usual = {
+            number: _CPU_SPEED if device.type == "cpu" and len(kinds) > 1 else 1.0
+            for number, device in self.devices.items()
+        }
+        own = speeds.get(self.first, 0.0)
+        scale = rate / own if own else 1.0
+        return {
+            number: speeds[number] * scale if own and number in speeds else rate * each
+            for number, each in usual.items()
+        }
+
+    def _rank(self, bands: Bands) -> tuple[float, float]:
+        """Return what is smallest for the best bands: memory that is missing, then seconds."""
+        needed = max(band.peak_bytes / self._limit(band.device) for band in bands.members)
+        return 0.0 if self._fits(bands) else needed, bands.latent_s
+
+    def _fits(self, bands: Bands) -> bool:
+        return all(band.peak_bytes <= self._limit(band.device) for band in bands.members)
+
+    def _worthwhile(self, division: Division, speeds: dict[int, float]) -> dict[int, Span]:
+        """Return balanced bands of the devices that are worth it."""
+        spans = division.balanced(speeds, self.first)
+        while len(spans) > 1:
+            slowest = min(
+                (number for number in spans if number != self.first),
+                key=lambda number: (speeds[number], -number),
+            )
+            fewer = {number: speeds[number] for number in spans if number != slowest}
+            without = division.balanced(fewer, self.first)
+            more_s, less_s = (
+                division.seconds(each, speeds, self.first) for each in (spans, without)
+            )
+            if more_s < (1 - _WORTH_IT) * less_s:
+                break
+            spans = without
+        return spans
+
+    def _bands(
+        self, division: Division, spans: Mapping[int, Span], speeds: Mapping[int, float]
+    ) -> Bands:
+        chunk, made, holds, latent_s = self.chunk, {}, True, 0.0
+        # The first device chooses the length of the steps.
+        for number in sorted(spans, key=lambda number: number != self.first):
+            made[number], choice = self._band(division, number, spans[number], chunk, None)
+            chunk = chunk or choice.chunk
+            holds = holds and choice.peak_bytes < TOO_MUCH_BYTES
+            latent_s = max(latent_s, choice.seconds * self._rate / speeds[number])
+        members = tuple(made[number] for number in spans)
+        pixels = self.job.pixels
+        if self.job.spec.encodes:
+            pixels *= self.job.end[division.axis] // division.length
+        return Bands(division.cut, division.axis, chunk or 1, members, pixels, latent_s, holds)
+
+    def _band(
+        self, division: Division, number: int, span: Span, chunk: int | None, limit: int | None
+    ) -> tuple[Band, StepChoice]:
+        """Return the band of a device, in as few tiles as its memory allows."""
+        device = self.devices[number]
+        job = replace(self.job, device=device)
+        most = self._limit(device) if limit is None else limit
+        best: tuple[StepChoice, list[tuple[Span, Span]]] | None = None
+        for tiles, candidate in self._candidates(job, division, span, chunk):
+            choice = candidate.fastest(most)
+            if choice is not None:
+                best = choice, tiles
+                break
+            smallest = candidate.smallest
+            if best is None or smallest.peak_bytes < best[0].peak_bytes:
+                best = smallest, tiles
+        if best is None:
+            raise ValueError("a band has no tiles; expected at least one")
+        choice, tiles = best
+        peak_bytes = choice.peak_bytes % TOO_MUCH_BYTES
+        args = (number, device, span, tuple(tiles), choice.part_bytes, peak_bytes, choice.parked)
+        return Band(*args), choice
+
+    def _candidates(
+        self, job: StreamJob, division: Division, span: Span, chunk: int | None
+    ) -> Iterator[tuple[list[tuple[Span, Span]], Candidate]]:
+        """Yield the possible tiles of a band, the fastest first."""
+        output = _output_size(job, division)
+        size = list(output)
+        size[division.axis] = span[1] - span[0]
+        tails = (False,) if job.device.type == "cpu" or job.single_frame else (False, True)
+        for parked, tile in itertools.product(tails, self._tile_sizes(job, output, size)):
+            tiles = [
+                _moved(each, division.axis, span[0]) for each in grid((size[0], size[1]), tile)
+            ]
+            rows, columns = (list(dict.fromkeys(axis)) for axis in zip(*tiles, strict=True))
+            stream = tiled_cost(job.spec, job.setting, job.start, division.cut, (rows, columns))
+            for latents in parked_chunks(chunk) if parked else (chunk,):
+                given = replace(stream, parked=parked)
+                lengths = lengths_of(job, given, latents)
+                yield tiles, Candidate(job, given, Tiles(division.cut, tile), lengths)
+
+    def _tile_sizes(self, job: StreamJob, output: Size, size: Sequence[int]) -> list[Size]:
+        """Return heights and widths of the tiles of a band of `size` in frames of `output`."""
+        if self.tile is not None:
+            down = job.pixels * max(1, job.end[0] // output[0])
+            rows, columns = (max(1, length // down) for length in self.tile)
+            return [(min(size[0], rows), min(size[1], columns))]
+        sizes = [(-(-size[0] // rows), -(-size[1] // columns)) for rows, columns in _GRIDS]
+        return list(dict.fromkeys(sizes))
+
+    @property
+    def _rate(self) -> float:
+        return self.job.rates.products_per_s
+
+    def _limit(self, device: torch.device) -> int:
+        """Return the memory that the band of a device may take."""
+        sharing = sum(each == device for each in self.devices.values())
+        if self.limit_bytes is not None:
+            return self.limit_bytes // sharing
+        share, _ = replace(self.job, device=device).shares
+        return int(free_bytes(device) * share) // sharing
+
+
+def _output_size(job: StreamJob, division: Division) -> Size:
+    """Return height and width of the output of the tiled layers."""
+    if not job.spec.encodes:
+        return job.end
+    height, width = job.spec.shapes(job.start, single_frame=True)[division.cut][2:]
+    return height, width
+
+
+def _moved(tile: tuple[Span, Span], axis: int, start: int) -> tuple[Span, Span]:
+    """Return rows and columns moved by `start` along an axis."""
+    rows, columns = (
+        (span[0] + start, span[1] + start) if axis == at else span for at, span in enumerate(tile)
+    )
+    return rows, columns
+
+
+def cut_band(
+    job: StreamJob, bands: Bands, band: Band, chains: Chains
+) -> tuple[Chains, list[FrameTile], Size]:
+    """Return the layers on whole frames, the tiles of a band, and the size before them.
+
+    Args:
+        job: The stream.
+        bands: The bands.
+        band: One of them.
+        chains: The layers of the network on the device of the band.
+
+    Returns:
+        Layers, tiles, and height and width.
+    """
+    first, rest = divided(chains, bands.cut)
+    whole, tiled = (rest, first) if job.spec.encodes else (first, rest)
+    height, width = (
+        job.end
+        if job.spec.encodes
+        else job.spec.shapes(job.start, single_frame=True)[bands.cut][2:]
+    )
+    size = height, width
+    return whole, [make_tile(tiled, size, *each) for each in band.tiles], size

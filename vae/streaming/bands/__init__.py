@@ -1,0 +1,1 @@
+"""One video on several devices of this process; imported through its files."""
