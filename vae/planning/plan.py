@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def frames(self) -> str:
-        """The bands, the parts of ranks, or the size of the tiles, width before height, in words."""
+        """The bands, the parts, or the size of the tiles (width before height), in words."""
         if self.bands is not None:
             return str(self.bands)
         if self.ranks > 1:
