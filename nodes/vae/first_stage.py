@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...vae import SEEDVR2, Relief, StreamOptions, VAEConfig, VideoVAE, eager
+from ..host.devices import ONE
 from ..host.progress import Progress, stop_between_layers
 
 
@@ -21,6 +22,7 @@ class FastVideoVAE(VideoVAE):
         comfy_has_chunked_io: ComfyUI's flag for a `decode` that writes into its buffer and an
             `encode` that fetches its own input.
         chunk: Latents per step; -1: all; None: chosen from size and memory.
+        selection: The devices that share a video, as in the input of the nodes.
         is_seedvr2: The VAE is SeedVR2's, whose module in ComfyUI differs: it returns the posterior
             mean, which ComfyUI scales by `comfy_format_encoded`, without the time dimension for a
             single latent; and it takes latents of four dimensions with time in their channels.
@@ -31,6 +33,7 @@ class FastVideoVAE(VideoVAE):
     def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
         super().__init__(config, dtype, encode_dtype)
         self.chunk: int | None = None
+        self.selection = ONE
         self.is_seedvr2 = config.family == SEEDVR2
         for network in (self.encoder, self.decoder):
             if network is not None:

@@ -5,8 +5,8 @@ is ComfyUI's object around a `FastVideoVAE`. Facts about ComfyUI are from comfy/
 comfy/model_management.py of 0.33.
 """
 
-import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...vae import StreamOptions
 from ..host import timing
+from ..host.devices import ONE, names, selected
 from ..host.oom import Way, free_others, resumed
 
 AUTOMATIC = StreamOptions()
@@ -27,6 +28,9 @@ _MOVED_TOGETHER = 16
 # Sides of tiles in latents, tried one after the other if nothing else fits. For SeedVR2, which
 # cannot be tiled, the memory of such a tile is the limit.
 _TILES = (64, 32, 16)
+
+# The threads of several devices can run out of memory at once; ComfyUI unloads for one at a time.
+_releasing = threading.RLock()
 
 
 def decode_pieces(
@@ -78,7 +82,7 @@ def decode_pieces(
             yield piece
 
     found = ways(vae, tile, single_frame=latent.shape[2] == 1)
-    return resumed(vae.device, "a decode", found, go, lambda: f" at frame {at}")
+    return resumed(devices(vae), "a decode", found, go, lambda: f" at frame {at}")
 
 
 def encode_pieces(
@@ -173,17 +177,19 @@ def ways(
             return Way(f"in steps of {limit / 2**20:.0f} MiB", limit_bytes=limit)
         return Way(f"in tiles of {size[0] * step} pixels", (size[0] * step, size[1] * step))
 
-    own = replace(sized(tile), words="")
+    own, several = replace(sized(tile), words=""), len(devices(vae)) > 1
     smaller = (sized((side, side)) for side in _TILES)
     found = [own, replace(own, words="with all models unloaded")]
-    found += [way for way in smaller if way.size < own.size]
+    if several:
+        found.append(replace(own, words="on one device", alone=True))
+    found += [replace(way, alone=several) for way in smaller if way.size < own.size]
     if vae.device.type != "cpu":
         found.append(Way("on the CPU", on_host=True))
     return found
 
 
 def load(vae: comfy.sd.VAE, memory_bytes: float, way: Way | None = None) -> None:
-    """Load the weights to the device of the work and free memory.
+    """Load the weights to the device of the work, and free memory on it and on selected ones.
 
     Args:
         vae: The VAE.
@@ -192,7 +198,9 @@ def load(vae: comfy.sd.VAE, memory_bytes: float, way: Way | None = None) -> None
     """
     if way is not None and way.on_host:
         comfy.model_management.unload_model_and_clones(vae.patcher)
+        _spread(vae, [vae.first_stage_model.device])
         return
+    own, *others = devices(vae)[: 1 if way is not None and way.alone else None]
     with timing.span("load", "VAE to its device", vae.device):
         comfy.model_management.load_models_gpu(
             [vae.patcher], memory_required=memory_bytes, force_full_load=vae.disable_offload
@@ -200,11 +208,34 @@ def load(vae: comfy.sd.VAE, memory_bytes: float, way: Way | None = None) -> None
         if vae.first_stage_model.device.type != vae.device.type:
             # With --novram ComfyUI leaves weights on the host, for operations that fetch them.
             vae.patcher.partially_load(vae.device, extra_memory=1e32)
+        for device in others:
+            _make_room(vae, memory_bytes, device)
+    _spread(vae, [own, *others])
 
 
 def release(vae: comfy.sd.VAE) -> Callable[[], None]:
-    """Return a function that unloads other models from the device of `vae`."""
-    return functools.partial(free_others, vae.patcher, vae.device)
+    """Return a function that unloads other models from the devices of `vae`, for any thread."""
+
+    def free() -> None:
+        with _releasing:
+            for device in devices(vae):
+                free_others(vae.patcher, device)
+
+    return free
+
+
+def devices(vae: comfy.sd.VAE) -> list[torch.device]:
+    """Return the device of a VAE, and the selected ones of its type that share its work."""
+    # ComfyUI can put the VAE on another device than that of its loader.
+    others = selected(vae.first_stage_model.selection)
+    near = [each for each in others if each.type == vae.device.type and each != vae.device]
+    return [vae.device, *near]
+
+
+def label(vae: comfy.sd.VAE) -> str:
+    """Return the names of several devices for the table of times; "": there is one."""
+    found = devices(vae)
+    return names(found) if len(found) > 1 else ""
 
 
 def decode_bytes(vae: comfy.sd.VAE, shape: torch.Size, way: Way) -> int:
@@ -220,6 +251,21 @@ def encode_bytes(vae: comfy.sd.VAE, shape: torch.Size, way: Way) -> int:
     """Return the bytes for encoding frames of `shape` in `way`, per video of `vae`'s batch."""
     single_frame = len(shape) == 4 or shape[2] <= vae.first_stage_model.config.temporal_compression
     return _plan_bytes(vae, *shape[-2:], way, encode=True, single_frame=single_frame)
+
+
+def _make_room(vae: comfy.sd.VAE, memory_bytes: float, device: torch.device) -> None:
+    """Unload models from another device of the work, as ComfyUI does for the VAE's own."""
+    management = comfy.model_management
+    # A band of the frames takes less than the frames; the copy of the weights is all of them.
+    work = max(
+        management.minimum_inference_memory(), memory_bytes + management.extra_reserved_memory()
+    )
+    management.free_memory(1.1 * vae.first_stage_model.weight_bytes() + work, device)
+
+
+def _spread(vae: comfy.sd.VAE, found: list[torch.device]) -> None:
+    if vae.first_stage_model.selection != ONE:
+        vae.first_stage_model.devices = found
 
 
 def _plan_bytes(
