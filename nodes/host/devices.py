@@ -37,10 +37,13 @@ def accelerators() -> list[torch.device]:
 
 
 def devices_input() -> list[io.Input]:
-    """Return the input for the devices of a VAE: none on a machine with one device.
+    """Return the input for the devices of a VAE.
 
-    The input is the last one and optional, so a workflow that was saved with it loads without it,
-    and the other way round.
+    It is the last one and optional, so a workflow that was saved with it loads without it, and the
+    other way round.
+
+    Returns:
+        The input; nothing on a machine with one device.
     """
     count = len(accelerators())
     if count < 2:
@@ -103,7 +106,7 @@ def available(selection: object) -> str:
 
 
 def selected(selection: str) -> list[torch.device]:
-    """Return the devices of an `available` selection, without those of `ONE`, which a VAE knows."""
+    """Return the devices of an available `selection`; none for `ONE`, which is the VAE's own."""
     found = accelerators()
     if selection in (ONE, ALL):
         return found if selection == ALL else []

@@ -5,6 +5,7 @@ is ComfyUI's object around a `FastVideoVAE`. Facts about ComfyUI are from comfy/
 comfy/model_management.py of 0.33.
 """
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -214,18 +215,12 @@ def load(vae: comfy.sd.VAE, memory_bytes: float, way: Way | None = None) -> None
 
 
 def release(vae: comfy.sd.VAE) -> Callable[[], None]:
-    """Return a function that unloads other models from the devices of `vae`, for any thread."""
-
-    def free() -> None:
-        with _releasing:
-            for device in devices(vae):
-                free_others(vae.patcher, device)
-
-    return free
+    """Return a function for any thread that unloads other models from the devices of `vae`."""
+    return functools.partial(_release, vae)
 
 
 def devices(vae: comfy.sd.VAE) -> list[torch.device]:
-    """Return the device of a VAE, and the selected ones of its type that share its work."""
+    """Return the device of `vae`, then the selected ones of its type that share its work."""
     # ComfyUI can put the VAE on another device than that of its loader.
     others = selected(vae.first_stage_model.selection)
     near = [each for each in others if each.type == vae.device.type and each != vae.device]
@@ -233,7 +228,7 @@ def devices(vae: comfy.sd.VAE) -> list[torch.device]:
 
 
 def label(vae: comfy.sd.VAE) -> str:
-    """Return the names of several devices for the table of times; "": there is one."""
+    """Return the names of the devices of `vae` for the table of times; "": there is one."""
     found = devices(vae)
     return names(found) if len(found) > 1 else ""
 
@@ -251,6 +246,12 @@ def encode_bytes(vae: comfy.sd.VAE, shape: torch.Size, way: Way) -> int:
     """Return the bytes for encoding frames of `shape` in `way`, per video of `vae`'s batch."""
     single_frame = len(shape) == 4 or shape[2] <= vae.first_stage_model.config.temporal_compression
     return _plan_bytes(vae, *shape[-2:], way, encode=True, single_frame=single_frame)
+
+
+def _release(vae: comfy.sd.VAE) -> None:
+    with _releasing:
+        for device in devices(vae):
+            free_others(vae.patcher, device)
 
 
 def _make_room(vae: comfy.sd.VAE, memory_bytes: float, device: torch.device) -> None:
