@@ -29,14 +29,12 @@ class Way:
         tile: Height and width in pixels of exact tiles; None: chosen by the plan.
         limit_bytes: Memory limit of a step; None: the available memory.
         on_host: Run on the CPU, whatever the device of the VAE.
-        alone: Run on the device of the VAE only, whatever other devices are selected.
     """
 
     words: str
     tile: tuple[int, int] | None = None
     limit_bytes: int | None = None
     on_host: bool = False
-    alone: bool = False
 
     @property
     def size(self) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...vae import StreamOptions
 from ..host import timing
-from ..host.devices import ONE, names, selected
+from ..host.devices import names, selected
 from ..host.oom import Way, free_others, resumed
 
 AUTOMATIC = StreamOptions()
@@ -178,12 +178,10 @@ def ways(
             return Way(f"in steps of {limit / 2**20:.0f} MiB", limit_bytes=limit)
         return Way(f"in tiles of {size[0] * step} pixels", (size[0] * step, size[1] * step))
 
-    own, several = replace(sized(tile), words=""), len(devices(vae)) > 1
+    own = replace(sized(tile), words="")
     smaller = (sized((side, side)) for side in _TILES)
     found = [own, replace(own, words="with all models unloaded")]
-    if several:
-        found.append(replace(own, words="on one device", alone=True))
-    found += [replace(way, alone=several) for way in smaller if way.size < own.size]
+    found += [way for way in smaller if way.size < own.size]
     if vae.device.type != "cpu":
         found.append(Way("on the CPU", on_host=True))
     return found
@@ -199,9 +197,9 @@ def load(vae: comfy.sd.VAE, memory_bytes: float, way: Way | None = None) -> None
     """
     if way is not None and way.on_host:
         comfy.model_management.unload_model_and_clones(vae.patcher)
-        _spread(vae, [vae.first_stage_model.device])
+        spread(vae, [vae.device])
         return
-    own, *others = devices(vae)[: 1 if way is not None and way.alone else None]
+    found = devices(vae)
     with timing.span("load", "VAE to its device", vae.device):
         comfy.model_management.load_models_gpu(
             [vae.patcher], memory_required=memory_bytes, force_full_load=vae.disable_offload
@@ -209,9 +207,9 @@ def load(vae: comfy.sd.VAE, memory_bytes: float, way: Way | None = None) -> None
         if vae.first_stage_model.device.type != vae.device.type:
             # With --novram ComfyUI leaves weights on the host, for operations that fetch them.
             vae.patcher.partially_load(vae.device, extra_memory=1e32)
-        for device in others:
+        for device in found[1:]:
             _make_room(vae, memory_bytes, device)
-    _spread(vae, [own, *others])
+    spread(vae, found)
 
 
 def release(vae: comfy.sd.VAE) -> Callable[[], None]:
@@ -225,6 +223,14 @@ def devices(vae: comfy.sd.VAE) -> list[torch.device]:
     others = selected(vae.first_stage_model.selection)
     near = [each for each in others if each.type == vae.device.type and each != vae.device]
     return [vae.device, *near]
+
+
+def spread(vae: comfy.sd.VAE, found: list[torch.device]) -> None:
+    """Let the network of `vae` use the devices `found`; none are named if there is one."""
+    model, wanted = vae.first_stage_model, found if len(found) > 1 else []
+    # The same devices are not set again, so that the network keeps what it knows of their speed.
+    if wanted != getattr(model, "devices", []):
+        model.devices = wanted
 
 
 def label(vae: comfy.sd.VAE) -> str:
@@ -261,12 +267,7 @@ def _make_room(vae: comfy.sd.VAE, memory_bytes: float, device: torch.device) -> 
     work = max(
         management.minimum_inference_memory(), memory_bytes + management.extra_reserved_memory()
     )
-    management.free_memory(1.1 * vae.first_stage_model.weight_bytes() + work, device)
-
-
-def _spread(vae: comfy.sd.VAE, found: list[torch.device]) -> None:
-    if vae.first_stage_model.selection != ONE:
-        vae.first_stage_model.devices = found
+    management.free_memory(1.1 * vae.model_size() + work, device)
 
 
 def _plan_bytes(
