@@ -153,6 +153,14 @@ def test_the_log_names_the_devices(vae_name, monkeypatch, caplog):
     assert shared.endswith("gpu:1, gpu:2")
 
 
+def test_a_vae_on_the_cpu_uses_no_gpu(vae_name, monkeypatch):
+    machine(monkeypatch, 2, "cuda")
+    vae = loaded(vae_name, devices="all")
+    assert devices_of(vae) == []
+    assert vae.decode(latents(1, 4, 6)).device.type == "cpu"
+    assert devices_of(vae) == []
+
+
 def test_accelerate_sets_the_devices_of_a_fast_vae(vae_name, two):
     fast = loaded(vae_name, devices="all")
     assert ours("Accelerate", vae=fast, devices="all").args[0] is fast
