@@ -155,7 +155,7 @@ def _use_devices(vae: FastVAE) -> None:
     found = pieces.devices(vae)
     if len(found) > 1:
         _logger.info("Fast Video VAE: this VAE shares each video among %s", names(found))
-        pieces.spread(vae, found)
+        vae.first_stage_model.share(found)
 
 
 def _selection(choice: Choice, config: VAEConfig, own: torch.device) -> str:

@@ -7,7 +7,6 @@ comfy/model_management.py of 0.33.
 
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
@@ -29,9 +28,6 @@ _MOVED_TOGETHER = 16
 # Sides of tiles in latents, tried one after the other if nothing else fits. For SeedVR2, which
 # cannot be tiled, the memory of such a tile is the limit.
 _TILES = (64, 32, 16)
-
-# The threads of several devices can run out of memory at once; ComfyUI unloads for one at a time.
-_releasing = threading.RLock()
 
 
 def decode_pieces(
@@ -197,7 +193,7 @@ def load(vae: comfy.sd.VAE, memory_bytes: float, way: Way | None = None) -> None
     """
     if way is not None and way.on_host:
         comfy.model_management.unload_model_and_clones(vae.patcher)
-        spread(vae, [vae.device])
+        vae.first_stage_model.share([vae.device])
         return
     found = devices(vae)
     with timing.span("load", "VAE to its device", vae.device):
@@ -209,11 +205,11 @@ def load(vae: comfy.sd.VAE, memory_bytes: float, way: Way | None = None) -> None
             vae.patcher.partially_load(vae.device, extra_memory=1e32)
         for device in found[1:]:
             _make_room(vae, memory_bytes, device)
-    spread(vae, found)
+    vae.first_stage_model.share(found)
 
 
 def release(vae: comfy.sd.VAE) -> Callable[[], None]:
-    """Return a function for any thread that unloads other models from the devices of `vae`."""
+    """Return a function that unloads other models from the devices of `vae`."""
     return functools.partial(_release, vae)
 
 
@@ -223,14 +219,6 @@ def devices(vae: comfy.sd.VAE) -> list[torch.device]:
     others = selected(vae.first_stage_model.selection)
     near = [each for each in others if each.type == vae.device.type and each != vae.device]
     return [vae.device, *near]
-
-
-def spread(vae: comfy.sd.VAE, found: list[torch.device]) -> None:
-    """Let the network of `vae` use the devices `found`; none are named if there is one."""
-    model, wanted = vae.first_stage_model, found if len(found) > 1 else []
-    # The same devices are not set again, so that the network keeps what it knows of their speed.
-    if wanted != getattr(model, "devices", []):
-        model.devices = wanted
 
 
 def label(vae: comfy.sd.VAE) -> str:
@@ -255,9 +243,8 @@ def encode_bytes(vae: comfy.sd.VAE, shape: torch.Size, way: Way) -> int:
 
 
 def _release(vae: comfy.sd.VAE) -> None:
-    with _releasing:
-        for device in devices(vae):
-            free_others(vae.patcher, device)
+    for device in devices(vae):
+        free_others(vae.patcher, device)
 
 
 def _make_room(vae: comfy.sd.VAE, memory_bytes: float, device: torch.device) -> None:

@@ -10,7 +10,16 @@ def machine(patch, count, kind="cpu"):
     """
     import comfy.model_management as management
 
-    devices = [torch.device(kind, index) for index in range(count)]
+    devices = known(patch, [torch.device(kind, index) for index in range(count)])
     report = lambda exclude_current=False: devices[exclude_current:]  # noqa: E731
     patch.setattr(management, "get_all_torch_devices", report)
+    return devices
+
+
+def known(patch, devices):
+    """Let this pack use devices that PyTorch does not list; them."""
+    from fast_video_vae.vae import validation
+
+    names = ["cpu", *map(str, devices)]
+    patch.setattr(validation, "available_devices", lambda: names, raising=False)
     return devices

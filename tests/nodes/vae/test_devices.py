@@ -11,7 +11,14 @@ from safetensors.torch import save_file
 from fast_video_vae.tests.builders import refused
 from fast_video_vae.tests.nodes.server import AUTO
 from fast_video_vae.tests.nodes.vae.machines import machine
-from fast_video_vae.tests.nodes.vae.pairs import accelerated, fast_vae, latents, ours
+from fast_video_vae.tests.nodes.vae.pairs import (
+    accelerated,
+    clip,
+    fast_vae,
+    latents,
+    ours,
+    relative_error,
+)
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
@@ -50,8 +57,11 @@ def loaded(name, **options):
 
 
 def devices_of(vae):
-    """The devices that the network of a VAE is set to use; none: its own."""
-    return getattr(vae.first_stage_model, "devices", [])
+    """The devices that share the videos of a VAE; none: its own."""
+    model = vae.first_stage_model
+    # The network may name a device in another way.
+    assert len(getattr(model, "devices", [])) == len(model.shared_by)
+    return model.shared_by
 
 
 def lines(caplog):
@@ -275,9 +285,30 @@ def test_seedvr2_refuses_named_devices_before_weights_are_built(
         ours("Accelerate", vae=seedvr2.stock, devices="gpu:0, gpu:1")
 
 
-def test_several_devices_give_the_frames_of_one(state, tmp_path, two):
-    one, several = fast_vae(state, tmp_path), fast_vae(state, tmp_path, devices="all")
-    latent = latents(2, 4, 16)
-    expected = one.decode(latent)
-    assert (several.decode(latent) - expected).abs().max() <= 1e-5 * expected.abs().max()
-    assert several.decode(latent).device == torch.device("cpu")
+@pytest.fixture
+def shared(state, tmp_path, two):
+    return fast_vae(state, tmp_path, devices="all")
+
+
+def test_several_devices_give_the_result_of_one(fast, shared):
+    latent, pixels = latents(2, 16, 24), clip(5, 128, 192)
+    assert relative_error(shared.decode(latent), fast.decode(latent)) <= 1e-5
+    assert relative_error(shared.encode(pixels), fast.encode(pixels)) <= 1e-5
+    tiled = shared.decode_tiled(latent, tile_x=8, tile_y=8, overlap=4)
+    assert relative_error(tiled, fast.decode(latent)) <= 1e-5
+    assert tiled.device == torch.device("cpu")
+
+
+def test_a_stop_ends_the_work_of_several_devices(fast, shared):
+    import comfy.model_management as management
+
+    latent, stop = latents(2, 16, 24), management.interrupt_current_processing
+    layer = shared.first_stage_model.decoder.get_submodule("middle.0")
+    handle = layer.register_forward_pre_hook(lambda *_: stop(True))
+    try:
+        with pytest.raises(management.InterruptProcessingException):
+            shared.decode(latent)
+    finally:
+        handle.remove()
+        stop(False)
+    assert relative_error(shared.decode(latent), fast.decode(latent)) <= 1e-5

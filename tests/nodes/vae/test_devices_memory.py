@@ -3,13 +3,13 @@
 import contextlib
 import copy
 import threading
-import time
 
 import pytest
 import torch
 from torch import nn
 
 from fast_video_vae.tests.nodes.lora.cards import GB, Cards
+from fast_video_vae.tests.nodes.vae.machines import known
 from fast_video_vae.tests.nodes.vae.pairs import (
     fast_vae,
     frames,
@@ -25,7 +25,9 @@ HOST = torch.device("cpu")
 
 @pytest.fixture
 def cards(comfyui, monkeypatch):
-    return Cards(monkeypatch, 2, dynamic=False)
+    cards = Cards(monkeypatch, 2, dynamic=False)
+    known(monkeypatch, cards.devices)
+    return cards
 
 
 @pytest.fixture
@@ -97,28 +99,6 @@ def test_a_release_unloads_other_models_from_each_device(cards, vae):
     del models
 
 
-def test_threads_that_run_out_of_memory_release_in_turn(cards, vae, monkeypatch):
-    import comfy.model_management as management
-
-    from fast_video_vae.nodes.vae import pieces
-
-    inside, most = [], []
-
-    def free(*arguments, **options):
-        inside.append(1)
-        most.append(len(inside))
-        time.sleep(0.01)
-        inside.pop()
-
-    monkeypatch.setattr(management, "free_memory", free)
-    threads = [threading.Thread(target=pieces.release(vae)) for _ in range(3)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert most == [1] * 6  # three threads, two devices
-
-
 @pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
 def test_short_memory_empties_the_cache_of_each_device(cards, vae, monkeypatch, encode):
     import comfy.model_management as management
@@ -139,7 +119,7 @@ def test_short_memory_empties_the_cache_of_each_device(cards, vae, monkeypatch, 
     failing = getattr(kind, name)
 
     def seen(self, *arguments, **options):
-        used.append(list(self.devices))
+        used.append(self.shared_by)
         return failing(self, *arguments, **options)
 
     monkeypatch.setattr(kind, name, seen)
@@ -156,9 +136,9 @@ def test_work_on_the_cpu_uses_no_other_device(cards, vae):
     from fast_video_vae.nodes.vae import pieces
 
     pieces.load(vae, 0, Way("on the CPU", on_host=True))
-    assert vae.first_stage_model.devices == []
+    assert vae.first_stage_model.shared_by == []
     vae.decode(small_latents(1))
-    assert vae.first_stage_model.devices == cards.devices  # the next work has all of them
+    assert vae.first_stage_model.shared_by == cards.devices  # the next work has all of them
 
 
 @pytest.mark.parametrize("how", ["unload all models", "make room", "another device", "patches"])
@@ -203,7 +183,7 @@ def test_the_device_of_a_vae_that_comfyui_has_moved_comes_first(
     selected = moved_to(cards.devices[1], vae)
     assert relative_error(selected.decode(latent), frames_of_one) <= 1e-5
     wanted = [cards.devices[each] for each in expected]
-    assert getattr(selected.first_stage_model, "devices", []) == wanted
+    assert selected.first_stage_model.shared_by == wanted
     assert relative_error(vae.decode(latent), frames_of_one) <= 1e-5
 
 
