@@ -75,7 +75,7 @@ class Text(NamedTuple):
 
 def files(*patterns: str) -> list[Path]:
     """Files of the project, without what was built or installed in the checkout."""
-    tops = (*PRODUCT, "tests", "web", "locales", "example_workflows", ".ci", ".github")
+    tops = (*PRODUCT, "tests", "docs", "web", "locales", "example_workflows", ".ci", ".github")
     found = [path for pattern in patterns for path in ROOT.glob(pattern)]
     found += [path for top in tops for pattern in patterns for path in (ROOT / top).rglob(pattern)]
     return sorted(path for path in set(found) if _relative(path) not in SKIPPED)

@@ -23,6 +23,7 @@ PACKAGES = ("kernels", "lora", "nodes", "vae")
 DATA = (
     "kernels/csrc/**/*.*",
     "vae/demo/*.*",
+    "docs/*.md",
     "web/docs/*.md",
     "locales/*/*.json",
     "example_workflows/*.json",

@@ -11,6 +11,7 @@ from numbers import Real
 
 from comfy_api.latest import io
 
+from .devices import DevicesInput, check_selection
 from .error_text import LARGEST, about, described, one_line
 from .input_types import TYPES
 
@@ -97,6 +98,8 @@ def _check(spec: io.Input, given: dict[str, object], *, is_list: bool) -> None:
 
 
 def _value(spec: io.Input, value: object) -> object:
+    if isinstance(spec, DevicesInput):
+        return check_selection(value)
     if isinstance(spec, io.Combo.Input):
         return _choice(value, spec.options)
     if isinstance(spec, (io.Int.Input, io.Float.Input)):

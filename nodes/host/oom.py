@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -44,13 +44,15 @@ class Way:
         return math.inf if self.limit_bytes is None else self.limit_bytes
 
 
-def in_turn(device: torch.device, task: str, ways: list[Way], go: Callable[[Way], _T]) -> _T:
+def in_turn(
+    devices: Sequence[torch.device], task: str, ways: list[Way], go: Callable[[Way], _T]
+) -> _T:
     """Return the result of `go` for the first way that fits; each starts from the beginning.
 
     Afterwards freed memory is returned to the system.
 
     Args:
-        device: Device of the work.
+        devices: Devices of the work, that of the result first.
         task: Name of the work in the log.
         ways: The ways to try.
         go: Runs one way.
@@ -63,14 +65,14 @@ def in_turn(device: torch.device, task: str, ways: list[Way], go: Callable[[Way]
         torch.OutOfMemoryError: No way fits; one line.
     """
     try:
-        (result,) = resumed(device, task, ways, lambda way: iter([go(way)]))
+        (result,) = resumed(devices, task, ways, lambda way: iter([go(way)]))
         return result
     finally:
-        give_back(device)
+        give_back(devices[0])
 
 
 def resumed(
-    device: torch.device,
+    devices: Sequence[torch.device],
     task: str,
     ways: list[Way],
     go: Callable[[Way], Iterator[_T]],
@@ -79,7 +81,7 @@ def resumed(
     """Yield the results of `go`; each time memory runs out, unload all models and use the next way.
 
     Args:
-        device: Device of the work.
+        devices: Devices of the work, that of the result first.
         task: Name of the work in the log.
         ways: The ways to try.
         go: Runs one way, continuing where the last one stopped.
@@ -93,7 +95,7 @@ def resumed(
         torch.OutOfMemoryError: No way fits; one line.
     """
     first: Exception | None = None
-    with comfy.model_management.cuda_device_context(device):
+    with comfy.model_management.cuda_device_context(devices[0]):
         for way in ways:
             if first is not None:
                 level = logging.WARNING if way is ways[1] else logging.INFO
@@ -105,7 +107,8 @@ def resumed(
                     way.words,
                 )
                 comfy.model_management.unload_all_models()
-                comfy.model_management.soft_empty_cache()
+                for each in devices:
+                    _empty_cache(each)
             try:
                 yield from go(way)
                 return
@@ -114,7 +117,7 @@ def resumed(
                     raise
                 # Without the traceback, whose frames hold tensors.
                 first = first or error.with_traceback(None)
-    raise Relief(device, task).exhausted(first) from None
+    raise Relief(devices[0], task).exhausted(first) from None
 
 
 def free_others(
@@ -127,7 +130,7 @@ def free_others(
     loaded = management.current_loaded_models
     own = [each for each in loaded if any(each.model is one for one in kept_ones)]
     management.free_memory(1e30, device, keep_loaded=own)
-    management.soft_empty_cache()
+    _empty_cache(device)
 
 
 def give_back(device: torch.device) -> None:
@@ -141,3 +144,9 @@ def kept() -> contextlib.AbstractContextManager[object]:
     prefetch = getattr(comfy, "model_prefetch", None)
     pause = getattr(prefetch, "pause_malloc_graph", None)
     return contextlib.nullcontext() if pause is None else pause()
+
+
+def _empty_cache(device: torch.device) -> None:
+    """Return the unused memory of PyTorch's allocator to `device`, after the work there."""
+    with comfy.model_management.cuda_device_context(device):
+        comfy.model_management.soft_empty_cache()

@@ -111,12 +111,15 @@ def span(kind: str, label: str = "", device: torch.device | None = None) -> Iter
         add(kind, first, instant(device), label, stopped)
 
 
-def drawn(kind: str, items: Iterator[_Item], device: torch.device | None = None) -> Iterator[_Item]:
+def drawn(
+    kind: str, items: Iterator[_Item], label: str = "", device: torch.device | None = None
+) -> Iterator[_Item]:
     """Measure the time until each item arrives, without the time in which the caller uses it.
 
     Args:
         kind: As for `span`.
         items: The items, which are closed at the end if possible.
+        label: As for `span`.
         device: As for `span`.
 
     Yields:
@@ -128,11 +131,11 @@ def drawn(kind: str, items: Iterator[_Item], device: torch.device | None = None)
             try:
                 item = next(items, _END)
             except BaseException as error:
-                add(kind, first, instant(device), stopped=_how(error))
+                add(kind, first, instant(device), label, _how(error))
                 raise
             if item is _END:
                 return
-            add(kind, first, instant(device))
+            add(kind, first, instant(device), label)
             yield item  # type: ignore[misc]
     finally:
         if (close := getattr(items, "close", None)) is not None:

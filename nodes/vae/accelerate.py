@@ -10,7 +10,7 @@ Facts about ComfyUI here are from comfy/sd.py and comfy/model_patcher.py of 0.33
 import contextlib
 import copy
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import comfy.sd
@@ -18,7 +18,9 @@ import torch
 from comfy.cli_args import args
 from comfy.model_patcher import ModelPatcher
 
-from ...vae import Checkpoint, VAEConfig, VideoVAE, build_vae, read_checkpoint
+from ...vae import SEEDVR2, Checkpoint, VAEConfig, VideoVAE, build_vae, read_checkpoint
+from ..host.devices import ALL, ONE, names, selected
+from . import pieces
 from .comfy_vae import FastVAE
 from .first_stage import FastVideoVAE
 
@@ -45,12 +47,15 @@ class Choice:
         chunk: Latents per step; -1: all; None: chosen from size and memory.
         allow_fp16: As of `VideoVAE`. It is not chosen, but true where neither `dtype` nor ComfyUI's
             command line is.
+        devices: The devices that share a video, a selection of `host.devices`; None: those of the
+            VAE, or one.
     """
 
     dtype: torch.dtype | None = None
     encode_dtype: torch.dtype | None = None
     chunk: int | None = None
     allow_fp16: bool = False
+    devices: str | None = None
 
 
 def load(path: str | Path, choice: Choice) -> FastVAE:
@@ -68,12 +73,10 @@ def load(path: str | Path, choice: Choice) -> FastVAE:
     Raises:
         OSError: The file is missing or cannot be opened.
         LayoutError: It holds another network.
-        ValueError: It is incomplete, or not a checkpoint.
+        ValueError: It is incomplete, or not a checkpoint; or it cannot use the selected devices.
     """
-    checkpoint = read_checkpoint(path)
-    core = _core_vae(checkpoint.config)
-    vae = _swapped(core, _built(checkpoint, core.patcher.offload_device, _settled(core, choice)))
-    vae.patcher.cached_patcher_init = (_load_patcher, (str(path), choice))
+    vae = _loaded(path, choice)
+    _use_devices(vae)
     return vae
 
 
@@ -88,7 +91,8 @@ def accelerate(vae: comfy.sd.VAE, choice: Choice) -> comfy.sd.VAE:
         The fast VAE with the same weights; or `vae` itself, with the reason in the log.
 
     Raises:
-        ValueError: The weights are incomplete, or not finite.
+        ValueError: The weights are incomplete, or not finite; or the VAE cannot use the selected
+            devices.
     """
     reason = _refusal(vae, choice)
     if reason is not None:
@@ -100,6 +104,7 @@ def accelerate(vae: comfy.sd.VAE, choice: Choice) -> comfy.sd.VAE:
     origin = vae.patcher.cached_patcher_init
     if origin is not None:
         fast.patcher.cached_patcher_init = (_accelerate_patcher, (origin, settled))
+    _use_devices(fast)
     return fast
 
 
@@ -137,11 +142,40 @@ def patches_of(patcher: ModelPatcher) -> dict[str, list]:
     return {key: list(patches) for key, patches in patcher.patches.items()}
 
 
+def _loaded(path: str | Path, choice: Choice) -> FastVAE:
+    checkpoint = read_checkpoint(path)
+    core = _core_vae(checkpoint.config)
+    settled = _settled(core, choice)
+    vae = _swapped(core, _built(checkpoint, core.patcher, settled))
+    vae.patcher.cached_patcher_init = (_load_patcher, (str(path), choice))
+    return vae
+
+
+def _use_devices(vae: FastVAE) -> None:
+    found = pieces.devices(vae)
+    if len(found) > 1:
+        _logger.info("Fast Video VAE: this VAE shares each video among %s", names(found))
+        vae.first_stage_model.share(found)
+
+
+def _selection(choice: Choice, config: VAEConfig, own: torch.device) -> str:
+    """Return the devices that the VAE of `config` can use."""
+    chosen = choice.devices or ONE
+    if config.family != SEEDVR2 or all(each == own for each in selected(chosen)):
+        return chosen
+    reason = "SeedVR2 runs on one device, because its norms measure whole frames"
+    if chosen != ALL:
+        raise ValueError(f"devices is {chosen!r}; expected {ONE} or {ALL}: {reason}")
+    _logger.info("Fast Video VAE: this VAE uses %s: %s", names([own]), reason)
+    return ONE
+
+
 def _refusal(vae: comfy.sd.VAE, choice: Choice) -> str | None:
     """Return why a VAE is not accelerated; None: it is."""
     kind, network = type(vae), type(vae.first_stage_model)
     if kind is FastVAE:
-        if choice == Choice():
+        same = choice.devices in (None, vae.first_stage_model.selection)
+        if replace(choice, devices=None) == Choice() and same:
             return "it is fast already"
     elif kind is not comfy.sd.VAE:
         return f"it is a {kind.__name__} of another pack"
@@ -156,37 +190,41 @@ def _refusal(vae: comfy.sd.VAE, choice: Choice) -> str | None:
 def _settled(vae: comfy.sd.VAE, choice: Choice) -> Choice:
     """Return the choice with open values filled in from the VAE."""
     decodes = encodes = vae.vae_dtype
-    chunk = choice.chunk
+    chunk, devices = choice.chunk, choice.devices
     allow_fp16 = not any(getattr(args, flag, False) for flag in _DTYPE_FLAGS)
     if isinstance(vae, FastVAE):
         model = vae.first_stage_model
         decodes, encodes, chunk = model.dtype, model.encode_dtype, chunk or model.chunk
         allow_fp16 = model.allow_fp16
+        devices = devices or model.selection
     return Choice(
         choice.dtype or decodes,
         choice.encode_dtype or choice.dtype or encodes,
         chunk,
         choice.dtype is None and allow_fp16,
+        devices,
     )
 
 
 def _network(patcher: ModelPatcher, settled: Choice) -> FastVideoVAE:
     checkpoint = read_checkpoint(weights_of(patcher))
-    return _built(checkpoint, patcher.offload_device, settled, share=True)
+    return _built(checkpoint, patcher, settled, share=True)
 
 
 def _built(
-    checkpoint: Checkpoint, device: torch.device, settled: Choice, *, share: bool = False
+    checkpoint: Checkpoint, patcher: ModelPatcher, settled: Choice, *, share: bool = False
 ) -> FastVideoVAE:
+    selection = _selection(settled, checkpoint.config, patcher.load_device)
     model = build_vae(
         checkpoint,
-        device=device,
+        device=patcher.offload_device,
         dtype=settled.dtype,
         encode_dtype=settled.encode_dtype,
         share=share,
         kind=FastVideoVAE,
     )
     model.chunk, model.allow_fp16 = settled.chunk, settled.allow_fp16
+    model.selection = selection
     return model
 
 
@@ -249,7 +287,7 @@ def _swapped(core: comfy.sd.VAE, model: FastVideoVAE) -> FastVAE:
 
 def _load_patcher(path: str, choice: Choice, disable_dynamic: bool = False) -> ModelPatcher:
     """Read the file again; ComfyUI calls this to get the same VAE for another device."""
-    return load(path, choice).patcher
+    return _loaded(path, choice).patcher
 
 
 def _accelerate_patcher(

@@ -8,6 +8,7 @@ of 0.33.
 import functools
 from collections.abc import Callable
 
+import comfy.model_management
 import comfy.sd
 import torch
 from torch import Tensor
@@ -106,7 +107,7 @@ class FastVAE(comfy.sd.VAE):
         latent = samples_in.reshape(model.video_shape(samples_in.shape))
         model.check_latent(latent)
         try:
-            with timing.span("VAE decode", device=self.device):
+            with timing.span("VAE decode", pieces.label(self), self.device):
                 images = self._decode(latent, options, tile)
         finally:
             give_back(self.device)
@@ -181,8 +182,8 @@ class FastVAE(comfy.sd.VAE):
         def go(way: Way) -> Tensor:
             return self._encode(video, options, way)
 
-        with timing.span("VAE encode", device=self.device):
-            latents = in_turn(self.device, "an encode", ways, go)
+        with timing.span("VAE encode", pieces.label(self), self.device):
+            latents = in_turn(pieces.devices(self), "an encode", ways, go)
         return latents.squeeze(2) if self.latent_dim == 2 else latents
 
     def encode_tiled(
@@ -286,7 +287,10 @@ class FastVAE(comfy.sd.VAE):
         """Return how many of a batch run at once: one video, or images as GPU memory allows."""
         if way.limit_bytes is not None or batch.shape[2] > 1 or self.device.type == "cpu":
             return 1
-        return max(1, int(self.patcher.get_free_memory(self.device) / max(1, memory_bytes)))
+        _, *others = pieces.devices(self)
+        free = [self.patcher.get_free_memory(self.device)]
+        free += [comfy.model_management.get_free_memory(each) for each in others]
+        return max(1, int(min(free) / max(1, memory_bytes)))
 
     def _as_video(self, pixels: Tensor, not_video: bool) -> Tensor:
         """Crop an IMAGE and view it as `[B, C, T, H, W]` in [0, 1]."""

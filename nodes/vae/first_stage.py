@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...vae import SEEDVR2, Relief, StreamOptions, VAEConfig, VideoVAE, eager
+from ..host.devices import ONE
 from ..host.progress import Progress, stop_between_layers
 
 
@@ -21,6 +22,8 @@ class FastVideoVAE(VideoVAE):
         comfy_has_chunked_io: ComfyUI's flag for a `decode` that writes into its buffer and an
             `encode` that fetches its own input.
         chunk: Latents per step; -1: all; None: chosen from size and memory.
+        selection: The devices that share a video, as in the input of the nodes.
+        shared_by: The devices that `share` has set; empty: the VAE's own.
         is_seedvr2: The VAE is SeedVR2's, whose module in ComfyUI differs: it returns the posterior
             mean, which ComfyUI scales by `comfy_format_encoded`, without the time dimension for a
             single latent; and it takes latents of four dimensions with time in their channels.
@@ -31,6 +34,8 @@ class FastVideoVAE(VideoVAE):
     def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
         super().__init__(config, dtype, encode_dtype)
         self.chunk: int | None = None
+        self.selection = ONE
+        self.shared_by: list[torch.device] = []
         self.is_seedvr2 = config.family == SEEDVR2
         for network in (self.encoder, self.decoder):
             if network is not None:
@@ -39,6 +44,14 @@ class FastVideoVAE(VideoVAE):
     @VideoVAE.device.setter
     def device(self, value: torch.device) -> None:
         """Ignore `value`, the device that ModelPatcher notes; the weights have it."""
+
+    def share(self, devices: Sequence[torch.device]) -> None:
+        """Share each video among `devices`, the VAE's own first; one of them computes it alone."""
+        wanted = list(devices) if len(devices) > 1 else []
+        # The same devices are not set again, because that drops their measured speeds, and tries
+        # those that have failed once more.
+        if wanted != self.shared_by:
+            self.shared_by = self.devices = wanted
 
     def decode_output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the decoded shape of `shape`: `[B, C, T, H, W]`, images `[B, C, H, W]`."""

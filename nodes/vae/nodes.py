@@ -11,8 +11,9 @@ import nodes as core_nodes
 
 from ... import vae as library
 from ...vae import media
+from ..host import devices as machine
 from ..host.error_text import about
-from ..host.input_checks import checked
+from ..host.input_checks import check_text, checked
 from ..host.lazy import Later
 from ..host.widgets import (
     AUTO,
@@ -43,6 +44,7 @@ def _settings(dtype: str, encode_dtype: str, chunk: str) -> list[io.Input]:
         dtype_input(f"Data type of the computation. auto: {dtype}."),
         dtype_input(f"Data type for encoding only. auto: {encode_dtype}.", "encode_dtype"),
         chunk_input(chunk),
+        *machine.devices_input(),
     ]
 
 
@@ -78,11 +80,19 @@ class Load(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, devices: str | None = None) -> bool | str:
+        """Check the devices, of which a saved workflow may name some that are not here."""
+        return _check_devices(devices)
+
+    @classmethod
     @checked
-    def execute(cls, vae_name: str, dtype: str, encode_dtype: str, chunk: int) -> io.NodeOutput:
+    def execute(
+        cls, vae_name: str, dtype: str, encode_dtype: str, chunk: int, devices: str = machine.ONE
+    ) -> io.NodeOutput:
         """Load the file."""
+        choice = _choice(dtype, encode_dtype, chunk, devices)
         with timing.span("load", vae_name):
-            return io.NodeOutput(_loaded(vae_name, _choice(dtype, encode_dtype, chunk)))
+            return io.NodeOutput(_loaded(vae_name, choice))
 
 
 class Accelerate(io.ComfyNode):
@@ -115,13 +125,21 @@ class Accelerate(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, devices: str | None = None) -> bool | str:
+        """Check the devices, of which a saved workflow may name some that are not here."""
+        return _check_devices(devices)
+
+    @classmethod
     @checked
-    def execute(cls, vae: object, dtype: str, encode_dtype: str, chunk: int) -> io.NodeOutput:
+    def execute(
+        cls, vae: object, dtype: str, encode_dtype: str, chunk: int, devices: str = machine.ONE
+    ) -> io.NodeOutput:
         """Replace the network in a copy."""
         if not isinstance(vae, comfy.sd.VAE):
             raise ValueError(f"vae: got a {type(vae).__name__}; expected a VAE of ComfyUI")
+        choice = _choice(dtype, encode_dtype, chunk, devices)
         with about("vae"), timing.span("load", "accelerated VAE"):
-            fast = accelerate.accelerate(vae, _choice(dtype, encode_dtype, chunk))
+            fast = accelerate.accelerate(vae, choice)
         return io.NodeOutput(fast)
 
 
@@ -280,5 +298,13 @@ def _loaded(vae_name: str, choice: object) -> object:
     return loaded
 
 
-def _choice(dtype: str, encode_dtype: str, chunk: int) -> object:
-    return accelerate.Choice(DTYPES.get(dtype), DTYPES.get(encode_dtype), chunk or None)
+def _choice(dtype: str, encode_dtype: str, chunk: int, devices: str) -> object:
+    with about("devices"):
+        found = machine.available(devices)
+    dtypes = DTYPES.get(dtype), DTYPES.get(encode_dtype)
+    return accelerate.Choice(*dtypes, chunk or None, devices=found)
+
+
+def _check_devices(devices: str | None) -> bool | str:
+    """Check the devices before anything runs; linked ones are None."""
+    return check_text({"devices": lambda: devices is None or machine.check_selection(devices)})

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...vae import StreamOptions
 from ..host import timing
+from ..host.devices import names, selected
 from ..host.oom import Way, free_others, resumed
 
 AUTOMATIC = StreamOptions()
@@ -78,7 +79,7 @@ def decode_pieces(
             yield piece
 
     found = ways(vae, tile, single_frame=latent.shape[2] == 1)
-    return resumed(vae.device, "a decode", found, go, lambda: f" at frame {at}")
+    return resumed(devices(vae), "a decode", found, go, lambda: f" at frame {at}")
 
 
 def encode_pieces(
@@ -183,7 +184,7 @@ def ways(
 
 
 def load(vae: comfy.sd.VAE, memory_bytes: float, way: Way | None = None) -> None:
-    """Load the weights to the device of the work and free memory.
+    """Load the weights to the device of the work, and free memory on it and on selected ones.
 
     Args:
         vae: The VAE.
@@ -192,7 +193,9 @@ def load(vae: comfy.sd.VAE, memory_bytes: float, way: Way | None = None) -> None
     """
     if way is not None and way.on_host:
         comfy.model_management.unload_model_and_clones(vae.patcher)
+        vae.first_stage_model.share([vae.device])
         return
+    found = devices(vae)
     with timing.span("load", "VAE to its device", vae.device):
         comfy.model_management.load_models_gpu(
             [vae.patcher], memory_required=memory_bytes, force_full_load=vae.disable_offload
@@ -200,11 +203,28 @@ def load(vae: comfy.sd.VAE, memory_bytes: float, way: Way | None = None) -> None
         if vae.first_stage_model.device.type != vae.device.type:
             # With --novram ComfyUI leaves weights on the host, for operations that fetch them.
             vae.patcher.partially_load(vae.device, extra_memory=1e32)
+        for device in found[1:]:
+            _make_room(vae, memory_bytes, device)
+    vae.first_stage_model.share(found)
 
 
 def release(vae: comfy.sd.VAE) -> Callable[[], None]:
-    """Return a function that unloads other models from the device of `vae`."""
-    return functools.partial(free_others, vae.patcher, vae.device)
+    """Return a function that unloads other models from the devices of `vae`."""
+    return functools.partial(_release, vae)
+
+
+def devices(vae: comfy.sd.VAE) -> list[torch.device]:
+    """Return the device of `vae`, then the selected ones of its type that share its work."""
+    # ComfyUI can put the VAE on another device than that of its loader.
+    others = selected(vae.first_stage_model.selection)
+    near = [each for each in others if each.type == vae.device.type and each != vae.device]
+    return [vae.device, *near]
+
+
+def label(vae: comfy.sd.VAE) -> str:
+    """Return the names of the devices of `vae` for the table of times; "": there is one."""
+    found = devices(vae)
+    return names(found) if len(found) > 1 else ""
 
 
 def decode_bytes(vae: comfy.sd.VAE, shape: torch.Size, way: Way) -> int:
@@ -220,6 +240,21 @@ def encode_bytes(vae: comfy.sd.VAE, shape: torch.Size, way: Way) -> int:
     """Return the bytes for encoding frames of `shape` in `way`, per video of `vae`'s batch."""
     single_frame = len(shape) == 4 or shape[2] <= vae.first_stage_model.config.temporal_compression
     return _plan_bytes(vae, *shape[-2:], way, encode=True, single_frame=single_frame)
+
+
+def _release(vae: comfy.sd.VAE) -> None:
+    for device in devices(vae):
+        free_others(vae.patcher, device)
+
+
+def _make_room(vae: comfy.sd.VAE, memory_bytes: float, device: torch.device) -> None:
+    """Unload models from another device of the work, as ComfyUI does for the VAE's own."""
+    management = comfy.model_management
+    # A band of the frames takes less than the frames; the copy of the weights is all of them.
+    work = max(
+        management.minimum_inference_memory(), memory_bytes + management.extra_reserved_memory()
+    )
+    management.free_memory(1.1 * vae.model_size() + work, device)
 
 
 def _plan_bytes(

@@ -48,7 +48,7 @@ def decode_pictures(
     try:
         # In another function, so that its tensors are gone before memory is released.
         made = _pictures(vae, latent, options, frames)
-        yield from timing.drawn("VAE decode", made, device=vae.device)
+        yield from timing.drawn("VAE decode", made, driver.label(vae), vae.device)
     finally:
         give_back(vae.device)
 
@@ -85,8 +85,8 @@ def encode_video(
 
     vae.throw_exception_if_invalid()
     ways = driver.ways(vae, None, encode=True, single_frame=count_estimate == 1)
-    with timing.span("VAE encode", device=vae.device):
-        means = in_turn(vae.device, "an encode", ways, go)
+    with timing.span("VAE encode", driver.label(vae), vae.device):
+        means = in_turn(driver.devices(vae), "an encode", ways, go)
     if vae.format_encoded is not None:
         means = vae.format_encoded(means)
     return means[0].movedim(1, 0).contiguous() if vae.latent_dim == 2 else means

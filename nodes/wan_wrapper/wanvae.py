@@ -159,7 +159,7 @@ class WanVideoWrapperVAE:
         ways = pieces.ways(
             self._vae, _tile(tile_size) if tiled else None, encode=True, single_frame=single_frame
         )
-        return in_turn(self._vae.device, "an encode", ways, go)
+        return in_turn(pieces.devices(self._vae), "an encode", ways, go)
 
     def decode(
         self,
@@ -217,7 +217,7 @@ class WanVideoWrapperVAE:
             return frames.clamp_(-1, 1) if clamped else frames
 
         # Most callers move the frames to the host at once, and the work needs that memory.
-        return in_turn(self._vae.device, "a decode", [here, there], go)
+        return in_turn(pieces.devices(self._vae), "a decode", [here, there], go)
 
     @property
     def _network(self) -> FastVideoVAE:

@@ -15,7 +15,10 @@ if __name__ == "__main__":
     # Binds the checkout to its import name.
     runpy.run_path(str(Path(__file__).resolve().parents[1] / "conftest.py"))
 
+import pytest
+
 from fast_video_vae.tests.nodes.checkout import PACK, import_comfyui
+from fast_video_vae.tests.nodes.vae.machines import machine
 
 LOCALES = PACK / "locales"
 
@@ -24,7 +27,10 @@ _CONTROL = "control_after_generate"
 
 
 def node_infos() -> list[dict[str, Any]]:
-    """Return the server's information about each node, in menu order; ComfyUI must be imported."""
+    """Return the server's information about each node, in menu order; ComfyUI must be imported.
+
+    The machine has two devices, so that the nodes have every input.
+    """
     import asyncio
 
     from fast_video_vae import comfy_entrypoint
@@ -32,7 +38,9 @@ def node_infos() -> list[dict[str, Any]]:
     async def nodes() -> list[Any]:
         return await (await comfy_entrypoint()).get_node_list()
 
-    return [node.GET_NODE_INFO_V1() for node in asyncio.run(nodes())]
+    with pytest.MonkeyPatch.context() as patch:
+        machine(patch, 2)
+        return [node.GET_NODE_INFO_V1() for node in asyncio.run(nodes())]
 
 
 def english(infos: list[dict[str, Any]]) -> dict[str, Any]:

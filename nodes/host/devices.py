@@ -1,0 +1,139 @@
+"""The choice of devices that share a video, in the names of ComfyUI's own nodes.
+
+Select VAE Device and its siblings call the devices that ComfyUI uses `gpu:0`, `gpu:1` and so on, in
+the order of `get_all_torch_devices` (comfy/model_management.py of 0.33). A workflow that was saved
+on another machine may name devices that this one lacks; as in those nodes, they are left out.
+"""
+
+import itertools
+import logging
+import re
+from collections.abc import Sequence
+
+import comfy.model_management
+import torch
+from comfy.cli_args import args
+from comfy_api.latest import io
+
+from .error_text import described
+
+_logger = logging.getLogger(__name__)
+
+ONE, ALL = "one", "all"
+
+_NAME = re.compile(r"gpu:([0-9]{1,4})")
+
+# With more devices the widget lists the first two, the first three and so on: 5 have 15 selections.
+_MOST_SELECTED = 4
+
+
+class DevicesInput(io.Combo.Input):
+    """A choice that also takes the names of devices that this machine lacks."""
+
+
+def accelerators() -> list[torch.device]:
+    """Return the devices that ComfyUI uses; none if its command line puts VAEs on the CPU."""
+    return [] if args.cpu_vae else comfy.model_management.get_all_torch_devices()
+
+
+def devices_input() -> list[io.Input]:
+    """Return the input for the devices of a VAE.
+
+    It is the last one and optional, so a workflow that was saved with it loads without it, and the
+    other way round.
+
+    Returns:
+        The input; nothing on a machine with one device.
+    """
+    count = len(accelerators())
+    if count < 2:
+        return []
+    return [
+        DevicesInput(
+            "devices",
+            options=_options(count),
+            default=ONE,
+            optional=True,
+            tooltip="Devices that share the work on each video; the result is the same. one: the "
+            "device of the VAE, as ComfyUI chooses it. all: every GPU that ComfyUI uses. Names of "
+            "GPUs, as in Select VAE Device: these and the device of the VAE. SeedVR2 uses one.",
+        )
+    ]
+
+
+def check_selection(value: object) -> str:
+    """Check the value of the input; the devices need not be in this machine.
+
+    Args:
+        value: Expected to be `ONE`, `ALL`, or names such as "gpu:0, gpu:2".
+
+    Returns:
+        `value`.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if isinstance(value, str) and (value in (ONE, ALL) or _numbers(value)):
+        return value
+    raise ValueError(
+        f"got {described(value)}; expected {ONE}, {ALL}, or names such as gpu:0, gpu:1"
+    )
+
+
+def available(selection: object) -> str:
+    """Return the part of a selection that this machine has; what it lacks is logged.
+
+    Args:
+        selection: The value of the input; on a machine without the input any value.
+
+    Returns:
+        `ONE`, `ALL`, or names.
+
+    Raises:
+        ValueError: The machine has the input, and the value is not a selection.
+    """
+    count = len(accelerators())
+    if count < 2:
+        return ONE
+    text = check_selection(selection)
+    if text in (ONE, ALL):
+        return text
+    wanted = dict.fromkeys(_numbers(text))
+    missing = [number for number in wanted if number >= count]
+    if missing:
+        _logger.info("Fast Video VAE: this machine has no %s; it is left out", _joined(missing))
+    return _joined([number for number in wanted if number < count]) or ONE
+
+
+def selected(selection: str) -> list[torch.device]:
+    """Return the devices of an available `selection`; none for `ONE`, which is the VAE's own."""
+    found = accelerators()
+    if selection in (ONE, ALL):
+        return found if selection == ALL else []
+    return [found[number] for number in _numbers(selection) if number < len(found)]
+
+
+def names(devices: Sequence[torch.device]) -> str:
+    """Return the names of `devices` in ComfyUI's nodes, such as "gpu:0, gpu:1"."""
+    found = accelerators()
+    return ", ".join(f"gpu:{found.index(each)}" if each in found else str(each) for each in devices)
+
+
+def _options(count: int) -> list[str]:
+    """Return the choices for `count` devices; a selection has two or more, but not all."""
+    sizes = range(2, count)
+    if count <= _MOST_SELECTED:
+        groups = [group for size in sizes for group in itertools.combinations(range(count), size)]
+    else:
+        groups = [tuple(range(size)) for size in sizes]
+    return [ONE, ALL, *map(_joined, groups)]
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return ", ".join(f"gpu:{number}" for number in numbers)
+
+
+def _numbers(text: str) -> list[int]:
+    """Return the numbers of the names in a text; none if a part of it is not a name."""
+    matches = [_NAME.fullmatch(part.strip()) for part in text.split(",")]
+    return [int(match[1]) for match in matches if match] if all(matches) else []

@@ -1,0 +1,214 @@
+"""A VAE on two stand-in cards in ComfyUI's memory management: room, retries, and unloading."""
+
+import contextlib
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from fast_video_vae.tests.nodes.lora.cards import GB, Cards
+from fast_video_vae.tests.nodes.vae.machines import known
+from fast_video_vae.tests.nodes.vae.pairs import (
+    fast_vae,
+    frames,
+    out_of_memory,
+    relative_error,
+    small_latents,
+)
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
+
+HOST = torch.device("cpu")
+
+
+@pytest.fixture
+def cards(comfyui, monkeypatch):
+    cards = Cards(monkeypatch, 2, dynamic=False)
+    known(monkeypatch, cards.devices)
+    return cards
+
+
+@pytest.fixture
+def vae(cards, state, tmp_path):
+    return fast_vae(state, tmp_path, devices="all")
+
+
+def fill(cards, *sizes):
+    """Load a model of another node to each card."""
+    import comfy.model_management as management
+    from comfy.model_patcher import ModelPatcher
+
+    models = []
+    for number, (device, size) in enumerate(zip(cards.devices, sizes, strict=True)):
+        patcher = ModelPatcher(nn.Sequential(), device, HOST)
+        models.append(cards.name(patcher, f"model {number}", int(size)))
+        management.load_models_gpu([patcher], force_full_load=True)
+    cards.events.clear()
+    return models
+
+
+def moved_to(device, vae):
+    """Return a copy of a VAE on another device, as Select VAE Device makes it."""
+    moved = copy.copy(vae)
+    moved.patcher = vae.patcher.deepclone_multigpu(new_load_device=device)
+    moved.first_stage_model, moved.device = moved.patcher.model, device
+    return moved
+
+
+def unloaded(cards):
+    taken = [event for event in cards.events if event[0] in ("detached", "unloaded")]
+    return sorted({name for _, name, *_ in taken})
+
+
+@pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((10, 10), []),  # there is room on both
+        ((10, 23.9), ["model 1"]),
+        ((23.9, 10), ["model 0"]),
+        ((23.9, 23.9), ["model 0", "model 1"]),
+    ],
+)
+def test_room_is_made_on_each_device_that_lacks_it(cards, vae, sizes, expected, encode):
+    models = fill(cards, *(size * GB for size in sizes))
+    vae.encode(frames(5)) if encode else vae.decode(small_latents(2))
+    assert unloaded(cards) == expected
+    del models
+
+
+def test_a_vae_on_one_device_leaves_the_others(cards, state, tmp_path):
+    models = fill(cards, 10 * GB, 23.9 * GB)
+    fast_vae(state, tmp_path).decode(small_latents(2))
+    assert unloaded(cards) == []
+    del models
+
+
+def test_a_release_unloads_other_models_from_each_device(cards, vae):
+    import comfy.model_management as management
+
+    from fast_video_vae.nodes.vae import pieces
+
+    vae.decode(small_latents(1))
+    models = fill(cards, 5 * GB, 5 * GB)
+    pieces.release(vae)()
+    assert unloaded(cards) == ["model 0", "model 1"]
+    assert [each.model for each in management.current_loaded_models] == [vae.patcher]
+    del models
+
+
+@pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
+def test_short_memory_empties_the_cache_of_each_device(cards, vae, monkeypatch, encode):
+    import comfy.model_management as management
+
+    def run():
+        return vae.encode(frames(5)) if encode else vae.decode(small_latents(2))
+
+    expected, used, here, emptied = run(), [], [], []
+
+    @contextlib.contextmanager
+    def on(device):
+        here.append(device)
+        yield
+        here.pop()
+
+    kind, name = type(vae.first_stage_model), "encode_stream" if encode else "decode_stream"
+    calls = out_of_memory(monkeypatch, vae, name, 2)
+    failing = getattr(kind, name)
+
+    def seen(self, *arguments, **options):
+        used.append(self.shared_by)
+        return failing(self, *arguments, **options)
+
+    monkeypatch.setattr(kind, name, seen)
+    monkeypatch.setattr(management, "cuda_device_context", on)
+    monkeypatch.setattr(management, "soft_empty_cache", lambda: emptied.append(here[-1]))
+    assert relative_error(run(), expected) <= 1e-5
+    assert {*emptied} == {*cards.devices}
+    assert used == [cards.devices] * 3
+    assert [options.tile for options in calls] == [None, None, (512, 512)]
+
+
+def test_work_on_the_cpu_uses_no_other_device(cards, vae):
+    from fast_video_vae.nodes.host.oom import Way
+    from fast_video_vae.nodes.vae import pieces
+
+    pieces.load(vae, 0, Way("on the CPU", on_host=True))
+    assert vae.first_stage_model.shared_by == []
+    vae.decode(small_latents(1))
+    assert vae.first_stage_model.shared_by == cards.devices  # the next work has all of them
+
+
+@pytest.mark.parametrize("how", ["unload all models", "make room", "another device", "patches"])
+def test_comfyui_unloads_the_vae_as_a_whole(cards, vae, monkeypatch, how):
+    """By `.to`, with which the copies of the weights on other devices are dropped."""
+    import comfy.model_management as management
+
+    vae.decode(small_latents(1))
+    moved, kind = [], type(vae.first_stage_model)
+    real = kind._apply
+
+    def seen(self, *arguments, **options):
+        moved.append(self)
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(kind, "_apply", seen)
+    if how == "unload all models":
+        management.unload_all_models()
+    elif how == "make room":
+        management.free_memory(1e30, cards.devices[0])
+    elif how == "another device":
+        moved_to(cards.devices[1], vae)
+    else:
+        patched = vae.patcher.clone()
+        key = "decoder.conv1.weight"
+        change = torch.ones_like(vae.first_stage_model.state_dict()[key])
+        patched.add_patches({key: ("diff", (change,))})
+        management.load_models_gpu([patched], force_full_load=True)
+    assert any(each is vae.first_stage_model for each in moved)
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [("all", [1, 0]), ("gpu:0, gpu:1", [1, 0]), ("gpu:0", [1, 0]), ("one", [])],
+)
+def test_the_device_of_a_vae_that_comfyui_has_moved_comes_first(
+    cards, state, tmp_path, selection, expected
+):
+    vae = fast_vae(state, tmp_path, devices=selection)
+    latent = small_latents(2)
+    frames_of_one = vae.decode(latent)
+    selected = moved_to(cards.devices[1], vae)
+    assert relative_error(selected.decode(latent), frames_of_one) <= 1e-5
+    wanted = [cards.devices[each] for each in expected]
+    assert selected.first_stage_model.shared_by == wanted
+    assert relative_error(vae.decode(latent), frames_of_one) <= 1e-5
+
+
+def test_the_table_of_times_names_several_devices(cards, vae, state, tmp_path):
+    from fast_video_vae.nodes.host import timing
+    from fast_video_vae.nodes.video import stream
+
+    def rows(task):
+        """The rows of work in a thread of its own, which has a table of its own."""
+        found = []
+
+        def run():
+            with torch.inference_mode():
+                task()
+            found.extend((row.kind, row.label) for row in timing.report().rows())
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return [each for each in found if each[0].startswith("VAE")]
+
+    both = "gpu:0, gpu:1"
+    assert rows(lambda: vae.decode(small_latents(1))) == [("VAE decode", both)]
+    assert rows(lambda: vae.encode(frames(1))) == [("VAE encode", both)]
+    pictures = lambda: list(stream.decode_pictures(vae, small_latents(1)))  # noqa: E731
+    assert rows(pictures) == [("VAE decode", both)]
+    one = fast_vae(state, tmp_path)
+    assert rows(lambda: one.decode(small_latents(1))) == [("VAE decode", "")]
