@@ -8,8 +8,12 @@ import torch
 
 from fast_video_vae.tests.vae.families import STATES, close, joined, latent_for, random_frames
 from fast_video_vae.vae import StreamOptions, load_vae
+from fast_video_vae.vae.layers.temporal_cache import TemporalCache
+from fast_video_vae.vae.layers.workspace import Workspace
 from fast_video_vae.vae.planning import bands, tiling
 from fast_video_vae.vae.streaming.bands.banded_executor import BandedDecode, BandedEncode
+from fast_video_vae.vae.streaming.bands.member import Member
+from fast_video_vae.vae.streaming.session import VideoSession
 
 DIVIDED = ("wan2.1", "wan2.2", "qwen-image-2.1")
 
@@ -214,6 +218,35 @@ def test_threads_end_with_the_stream(wan):
     try:
         del dropped  # no reference cycle keeps it
         assert not threads()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("pieces", [None, 2])
+@pytest.mark.parametrize("task", ["decode", "encode"])
+def test_a_finished_or_dropped_stream_frees_its_memory(wan, pieces, task):
+    """At once, not at the next garbage collection."""
+    latent, video = inputs(wan, 4, 32, 96)
+    wan.devices = ["cpu"] * 2
+    kept = (TemporalCache, Workspace, VideoSession, Member)
+
+    def held():
+        return [each for each in gc.get_objects() if type(each) in kept]
+
+    def run():
+        stream, given = (
+            (wan.decode_stream, latent) if task == "decode" else (wan.encode_stream, video)
+        )
+        for piece, _ in enumerate(stream(given, StreamOptions(1))):
+            if piece == pieces:
+                break
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(held())
+        run()
+        assert len(held()) == before
     finally:
         gc.enable()
 
