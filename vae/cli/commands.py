@@ -6,7 +6,7 @@ Every command takes the parsed arguments and `say`, which prints a line, and ret
 import argparse
 import functools
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from fractions import Fraction
 
 import torch
@@ -26,6 +26,7 @@ from ..media.video_reader import read_video
 from ..media.video_writer import VideoWriter, frames_to_uint8
 from .loading import Say, build_kernels, load_named, options_for
 from .progress_bar import ProgressBar
+from .ranks import leads, shared
 from .reconstruction import with_channels
 from .stretch import cropped, estimated, fps_label, frames_label, stretch_named
 
@@ -51,7 +52,7 @@ def encode(args: argparse.Namespace, say: Say) -> str:
     video = read_video(args.video)
     stretch = stretch_named(args)
     expected = estimated(video, stretch)
-    with whole_file(args.output) as part:
+    with whole_file(args.output) if leads(args) else nullcontext() as part:
         vae = load_named(args, args.vae, say)
         config = vae.config
         if config.encoder_width is None:
@@ -64,12 +65,14 @@ def encode(args: argparse.Namespace, say: Say) -> str:
             pictures = (
                 with_channels(piece, config.image_channels) for piece in progress.counted(pieces)
             )
-            latents = vae.encode_stream(pictures, options)
-            parts = [x.cpu() for x in latents]
+            with shared(args, vae):
+                parts = [x.cpu() for x in vae.encode_stream(pictures, options)]
         latent = Relief(vae.device, "an encode").finish(lambda: torch.cat(parts, dim=2))
         frames = config.frames(latent.shape[2])
         fps, step = args.fps or video.fps, config.spatial_compression
-        save_latent(part, latent, family=config.family, fps=fps, frames=frames, compression=step)
+        if part is not None:
+            given = {"family": config.family, "fps": fps, "frames": frames, "compression": step}
+            save_latent(part, latent, **given)
     made = f"{list(latent.shape)} for {frames_label(frames)} at {fps_label(fps)} fps"
     return f"wrote {args.output}: {made}"
 
@@ -100,7 +103,7 @@ def decode(args: argparse.Namespace, say: Say) -> str:
         hardware=args.hardware,
         audio=read_audio(args.audio, late) if args.audio else None,
     )
-    with writer:
+    with writer if leads(args) else nullcontext():
         vae = load_named(args, args.vae, say)
         config = vae.config
         if file.family not in (None, config.family):
@@ -120,12 +123,17 @@ def decode(args: argparse.Namespace, say: Say) -> str:
         with (
             ProgressBar(args.command, len(wanted), quiet=args.quiet) as progress,
             BackgroundWriter(writer.write) as background,
+            shared(args, vae),
         ):
             relief = Relief(vae.device, "a decode")
             pieces = vae.decode_stream(file.latent, options, frames=wanted)
             for piece in progress.counted(pieces):
+                if not leads(args):
+                    continue
                 pictures = relief.finish(functools.partial(frames_to_uint8, piece))
                 relief.finish(functools.partial(background.put, pictures))
+    if not leads(args):
+        return ""
     say(f"{codec} encoded by {writer.encoder}")
     return f"wrote {args.output}: {frames_label(writer.frames)} at {fps_label(writer.fps)} fps"
 

@@ -50,7 +50,7 @@ def info(args: argparse.Namespace, _: Say) -> str:
     """
     parts = []
     if args.file:
-        parts.append(vae_report(load_named(args, args.file), args.file, args.limit))
+        parts.append(vae_report(load_named(args, args.file), args.file, args.limit, args.ranks))
     if args.device is not None:
         parts.append("\n".join(gpu_config(device_named(args.device)).lines()))
     if args.backends:
@@ -58,13 +58,14 @@ def info(args: argparse.Namespace, _: Say) -> str:
     return "\n\n".join(parts)
 
 
-def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None) -> str:
+def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None, ranks: int = 1) -> str:
     """Describe a VAE and its plans within a memory limit as a table.
 
     Args:
         vae: The VAE.
         path: Its file.
         limit_bytes: Memory limit in bytes; None: free memory.
+        ranks: Ranks that share each video; the memory is that of one.
 
     Returns:
         The text.
@@ -97,7 +98,7 @@ def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None) -> str:
     table = [["size", "", "  memory", "a step"]]
     for width, height in SIZES:
         for encode in (True, False) if config.encoder_width else (False,):
-            plan = vae.plan(height - height % step, width, options, encode=encode)
+            plan = vae.plan(height - height % step, width, options, encode=encode, ranks=ranks)
             most, where = (free, "is free") if limit_bytes is None else (limit_bytes, "the limit")
             over = f"; more than {where}" if plan.peak_bytes > most else ""
             name = f"{width}x{height}" if encode or not config.encoder_width else ""

@@ -20,6 +20,7 @@ from typing import TextIO
 
 from ..media.atomic_file import remove_unfinished
 from .parser import PROGRAM, parse
+from .ranks import joined_ranks, leads
 from .signals import Signals, reason
 
 # The package is not on PyPI, so its name there could belong to another project.
@@ -86,11 +87,17 @@ def _run(args: argparse.Namespace) -> None:
 
     commands = {"demo": demo, "encode": encode, "decode": decode, "bench": bench, "info": info}
 
+    is_leader = leads(args)
+    args.quiet = args.quiet or not is_leader
+
     def say(text: str) -> None:
         if not args.quiet:
             print(text, flush=True)
 
-    print(commands[args.command](args, say))
+    with joined_ranks(args):
+        last = commands[args.command](args, say)
+    if is_leader:
+        print(last)
 
 
 class _LogNotes(logging.Handler):

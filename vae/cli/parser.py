@@ -88,6 +88,7 @@ def _encode(add: Add) -> None:
     _add_stretch(add)
     _add_tile(add)
     _add_devices(add)
+    _add_shard(add)
 
 
 def _decode(add: Add) -> None:
@@ -104,6 +105,7 @@ def _decode(add: Add) -> None:
     add("--video-quality", type=_quality, metavar="0-100", help=text)
     _add_tile(add)
     _add_devices(add)
+    _add_shard(add)
     add("--hardware", action="store_true", help="prefer a hardware encoder")
     add("--audio", type=Path, metavar="FILE", help="audio or video file whose audio is added")
 
@@ -123,6 +125,8 @@ def _info(add: Add) -> None:
     add("file", nargs="?", type=Path, metavar="FILE", help=text)
     add("--backends", action="store_true", help="list the ops of each backend on this machine")
     add("--limit", type=_gib, metavar="GIB", help="plan for this memory; default: free memory")
+    text = "plan for this number of ranks, of which each has a part of every frame"
+    add("--ranks", type=_count, default=1, metavar="N", help=text)
     _add_devices(add)
 
 
@@ -144,6 +148,14 @@ def _add_stretch(add: Add) -> None:
 def _add_tile(add: Add) -> None:
     text = "size of tiles in pixels, with the same result; default: by memory"
     add("--tile", type=_size, metavar="WxH", help=text)
+
+
+def _add_shard(add: Add) -> None:
+    text = (
+        "divide the frames between the processes that torchrun has started, by the longer side "
+        "(auto), by rows or by columns"
+    )
+    add("--shard", choices=("auto", "rows", "columns"), help=text)
 
 
 def _add_devices(add: Add) -> None:

@@ -6,10 +6,12 @@ breaks at once and on all ranks, so they name the rank that ended, and not a nei
 because of it.
 """
 
+import atexit
 import contextlib
 import datetime
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
@@ -22,7 +24,7 @@ from ...kernels import is_out_of_memory
 # Whether the rank left, number of its video, and number of the next operation in it; then text.
 _HEAD = struct.Struct("<?qq")
 _MESSAGE_BYTES = 512
-_TAG = 0x7E11
+_TAG, _UNUSED_TAG = 0x7E11, 0x7E12
 
 # A broken connection is noticed by the operation that it breaks; the reason arrives meanwhile.
 _GRACE_S = 10.0
@@ -55,12 +57,12 @@ class Group(Protocol):
         ...
 
 
-class ShardError(RuntimeError):
+class ShardError(ConnectionError):
     """The ranks cannot go on together; the message is one line and says which rank ended."""
 
 
 class _End(NamedTuple):
-    """The end of a rank: whether it left, the next operation that it misses, and the reason."""
+    """The end of a rank: whether it left, the first operation that it misses, and the reason."""
 
     left: bool
     video: int
@@ -81,11 +83,17 @@ class Messages:
         self._rank, self._size = connection.rank(), connection.size()
         self._video = self._operation = 0
         self._changed = threading.Condition()
-        self._ends: dict[int, _End] = {}
+        self._ends: list[_End] = []
         self._reason: str | None = None  # why no operation is possible any more
         self._waits = self._leaves = False
-        for other in self._peers():
-            threading.Thread(target=self._listen, args=(other,), daemon=True).start()
+        self._listeners = [
+            threading.Thread(target=self._listen, args=(other,), daemon=True)
+            for other in self._peers()
+        ]
+        for listener in self._listeners:
+            listener.start()
+        # A thread that waits outside of Python when the interpreter ends would abort the process.
+        atexit.register(self.leave)
 
     def run(self, operate: Callable[[], None]) -> None:
         """Run an operation in which all ranks take part.
@@ -123,14 +131,14 @@ class Messages:
         try:
             yield
         except GeneratorExit:
-            self._send(f"{self._name(self._rank)} stopped")
+            self._send(self._peers(), f"{self._name(self._rank)} stopped")
             raise
         except ShardError as error:
-            self._send(str(error))
+            self._send(self._peers(), str(error))
             raise
         except BaseException as error:
             text = (str(error).splitlines() or [""])[0] or type(error).__name__
-            self._send(f"{self._name(self._rank)} stopped: {text}")
+            self._send(self._peers(), f"{self._name(self._rank)} stopped: {text}")
             raise
         finally:
             self._next_video()  # operations before the next video do not belong to this one
@@ -140,8 +148,13 @@ class Messages:
 
     def leave(self) -> None:
         """Notify the other ranks that no operation follows."""
+        atexit.unregister(self.leave)
         self._leaves = True
-        self._send(f"{self._name(self._rank)} left the group", left=True)
+        self._send(self._peers(), f"{self._name(self._rank)} left the group", left=True)
+        deadline = time.monotonic() + _GRACE_S
+        for listener in self._listeners:
+            listener.join(max(0, deadline - time.monotonic()))
+        self._break([self._connection])
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} of {self._size}"
@@ -149,12 +162,12 @@ class Messages:
     def _peers(self) -> list[int]:
         return [rank for rank in range(self._size) if rank != self._rank]
 
-    def _send(self, reason: str, *, left: bool = False) -> None:
-        """Send the end of this rank to all that are there."""
+    def _send(self, ranks: list[int], reason: str, *, left: bool = False) -> None:
+        """Send the end of this rank to those of `ranks` that are there."""
         head = _HEAD.pack(left, self._video, self._operation)
         data = (head + reason.encode())[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
         message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        for other in self._peers():
+        for other in ranks:
             with contextlib.suppress(RuntimeError):
                 self._connection.send([message], other, _TAG).wait()
 
@@ -169,36 +182,39 @@ class Messages:
                     with self._changed:
                         self._reason = self._reason or f"{self._name(rank)} ended unexpectedly"
                         self._changed.notify_all()
-                    self._break()
+                    self._break(self._others)
                 return
             data = bytes(message.tolist())
             reason = data[_HEAD.size :].rstrip(b"\0").decode(errors="replace")
             left, video, operation = _HEAD.unpack_from(data)
             end = _End(left, video, operation, reason)
             with self._changed:
-                self._ends[rank] = end
+                self._ends = [each for each in self._ends if each.left or each.video >= video]
+                self._ends.append(end)
                 breaks = self._waits and self._note_ends()
             if breaks:
-                self._break()
+                self._break(self._others)
             if end.left:
+                if not self._leaves:
+                    self._send([rank], "", left=True)  # which ends the thread that listens there
                 return
 
     def _note_ends(self) -> bool:
         """Note whether a rank will not take part in the current operation."""
         at = self._video, self._operation
-        for end in self._ends.values():
+        for end in self._ends:
             known = end.left or end.video == self._video
             if self._reason is None and known and at >= (end.video, end.operation):
                 self._reason = end.reason
                 self._changed.notify_all()
         return self._reason is not None
 
-    def _break(self) -> None:
-        """End the operations that wait."""
-        for group in self._others:
+    def _break(self, groups: list[Group]) -> None:
+        """End the operations of `groups` that wait."""
+        for group in groups if self._size > 1 else ():
             with contextlib.suppress(RuntimeError):
                 if isinstance(group, dist.ProcessGroup):
                     group.abort()
                 else:
                     none = torch.empty(1, dtype=torch.uint8)
-                    group.recv([none], self._peers()[0], _TAG).wait(_AT_ONCE)
+                    group.recv([none], self._peers()[0], _UNUSED_TAG).wait(_AT_ONCE)

@@ -1,0 +1,76 @@
+"""`--shard`: the processes that `torchrun` has started share one video.
+
+Rank 0 prints and writes the file; the others only compute. PyTorch is imported when a command runs.
+"""
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..model import VideoVAE
+
+# What `torchrun` sets for each process.
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def leads(args: argparse.Namespace) -> bool:
+    """Return whether this process, with arguments `args`, prints and writes the result."""
+    return getattr(args, "shard", None) is None or os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def joined_ranks(args: argparse.Namespace) -> Iterator[None]:
+    """Join the processes of `torchrun`, and leave them at the end of the block.
+
+    A process without `--device` takes the GPU of its number, if there is one for each, and the
+    processes are linked by that of the GPUs. Otherwise they share a GPU, or the CPU.
+
+    Args:
+        args: Arguments of the command; `device` is filled in.
+
+    Raises:
+        ValueError: `torchrun` did not start this process, or there are `devices` too.
+    """
+    if getattr(args, "shard", None) is None:
+        yield
+        return
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"{missing[0]} is not set; expected torchrun --nproc-per-node N -m fast_video_vae "
+            f"{args.command} ... --shard {args.shard}"
+        )
+    if args.devices:
+        raise ValueError("--devices is for one process; expected it without --shard")
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+
+    number, ranks = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    backend = "gloo"
+    if torch.cuda.is_available() and args.device in (None, "cuda"):
+        count = torch.cuda.device_count()
+        args.device = f"cuda:{number % count}"
+        torch.cuda.set_device(args.device)
+        if count >= ranks and dist.is_nccl_available():
+            backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def shared(args: argparse.Namespace, vae: "VideoVAE") -> Iterator[None]:
+    """Share the videos of `vae` between the ranks, if `args` ask for it, within the block."""
+    if getattr(args, "shard", None) is None:
+        yield
+        return
+    vae.shard(axis=None if args.shard == "auto" else args.shard)
+    try:
+        yield
+    finally:
+        vae.unshard()
