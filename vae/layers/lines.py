@@ -33,7 +33,7 @@ class FrameShard(Protocol):
         ...
 
     def largest(self, count: int) -> int:
-        """Return `count`, which grows with the lines of this rank, for the largest part."""
+        """Return `count`, which grows with the lines of this rank, for `largest_part`."""
         ...
 
     def largest_part(self, size: tuple[int, int]) -> tuple[int, int]:

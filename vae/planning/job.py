@@ -91,6 +91,7 @@ class StreamJob:
             self.searches and device_kind(self.device) == "nvidia",
             may_border(self.device, self.dtype),
             tensor_limit(self.device, self.dtype.itemsize),
+            bands=self.ranks == 1,
         )
 
     @property

@@ -25,6 +25,7 @@ class Setting:
         searches: cuDNN searches for its fastest algorithms.
         borders: Convolutions may ask for frames with a border, also instead of rings.
         tensor_bytes: Most bytes of a tensor on the device.
+        bands: Layers that can divide their work into bands of rows do so.
     """
 
     batch: int
@@ -36,6 +37,7 @@ class Setting:
     searches: bool = False
     borders: bool = False
     tensor_bytes: int = sys.maxsize
+    bands: bool = True
 
 
 class Block:

@@ -45,6 +45,10 @@ def largest_part(size: Size, dim: int, edges: Sequence[int]) -> Size:
     Returns:
         Height and width of a latent.
     """
-    most = max(stop - start for start, stop in itertools.pairwise(edges))
-    most = min(edges[-1], most + 2)
+    most = most_lines(edges)
     return (most, size[1]) if dim == AXES["rows"] else (size[0], most)
+
+
+def most_lines(edges: Sequence[int]) -> int:
+    """Return the lines of the largest part between `edges`, with one line of each neighbour."""
+    return min(edges[-1], 2 + max(stop - start for start, stop in itertools.pairwise(edges)))

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels import lacks, new_video
 from ..layers.lines import Attempt, Lines
 from ..models.receptive_field import Size
-from ..planning.parts import divide, largest_part
+from ..planning.parts import divide, largest_part, most_lines
 from .ranks import Ranks, Swap, at_once
 
 
@@ -38,14 +38,9 @@ class Shard:
         """Lines of a latent that this rank has."""
         return self.edges[self.ranks.rank + 1] - self.edges[self.ranks.rank]
 
-    @property
-    def most_lines(self) -> int:
-        """Lines of a latent of the rank that has most."""
-        return max(stop - start for start, stop in itertools.pairwise(self.edges))
-
     def largest(self, count: int) -> int:
-        """Return `count`, which grows with the lines of this rank, for the rank that has most."""
-        return -(-count * self.most_lines // self.lines)
+        """Return `count`, which grows with the lines of this rank, for `largest_part`."""
+        return -(-count * most_lines(self.edges) // self.lines)
 
     def largest_part(self, size: Size) -> Size:
         """Return height and width of the largest part of latents of `size`, with its halo."""

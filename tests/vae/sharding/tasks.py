@@ -166,3 +166,26 @@ def stop_together(group, *, family, x):
         for _ in vae.decode_stream(x, StreamOptions(1)):
             break
         return vae.decode(x)
+
+
+def in_pairs(group, *, family, width, x, encode=False, rounds=3, dtype=torch.float32):
+    """Time rank 0 alone, and all ranks together, in turn; the seconds of both, and the error."""
+    vae = load_vae(random_weights(family, width, width), dtype=dtype)
+    run = vae.encode if encode else vae.decode
+    seconds, results = {"one": [], "shards": []}, {}
+    with torch.inference_mode():
+        for _ in range(rounds + 1):
+            for name, times in seconds.items():
+                if name == "shards":
+                    vae.shard(group)
+                dist.barrier(group)
+                start = time.perf_counter()
+                if name == "shards" or dist.get_rank(group) == 0:
+                    results[name] = run(x)
+                dist.barrier(group)
+                times.append(time.perf_counter() - start)
+                vae.unshard()
+    if dist.get_rank(group) > 0:
+        return None
+    error = (results["one"] - results["shards"]).abs().max() / results["one"].abs().max()
+    return {name: times[1:] for name, times in seconds.items()}, error.item()

@@ -13,6 +13,7 @@ from fast_video_vae.tests.vae.planning.live_bytes import LiveBytes, meta_vae, wi
 from fast_video_vae.vae import StreamOptions
 from fast_video_vae.vae.sharding.shard import ShardGroup
 
+# Frames of the counts, and a rank with two neighbours.
 HEIGHT, WIDTH = 720, 1280
 
 
@@ -90,3 +91,59 @@ def test_bytes_per_boundary_and_direction(axis, most_mb):
     sent = operations(steps)
     assert sent["bytes to 0"] == sent["bytes to 2"]
     assert 0 < sent["bytes to 0"] <= most_mb * 1e6
+
+
+# Exchanges, sums, gathers and votes of a steady step: each 3x3 convolution and each resampling
+# exchanges once, each group norm sums once, attention and the result gather once each.
+OPERATIONS = {
+    ("wan2.1", False): {"exchanges": 33, "gathers": 2, "votes": 1},
+    ("wan2.1", True): {"exchanges": 25, "gathers": 2, "votes": 1},
+    ("wan2.2", False): {"exchanges": 33, "gathers": 2, "votes": 1},
+    ("wan2.2", True): {"exchanges": 25, "gathers": 2, "votes": 1},
+    ("seedvr2", False): {"exchanges": 33, "sums": 30, "gathers": 2, "votes": 1},
+    ("seedvr2", True): {"exchanges": 25, "sums": 22, "gathers": 2, "votes": 1},
+}
+WIDTHS = {"wan2.1": 96, "wan2.2": 160, "seedvr2": 128}
+
+
+@pytest.mark.parametrize("axis", ["rows", "columns"])
+@pytest.mark.parametrize(("family", "encode"), OPERATIONS)
+def test_operations_of_a_step(family, encode, axis):
+    vae = meta_vae(family, 32, "bfloat16")
+    x = frames(vae, 3, 128, 192) if encode else latents(vae, 3, 128, 192)
+    steps, _ = counted(vae, x, rank_of(2, 0, axis), encode=encode)
+    found = {name: n for name, n in operations(steps).items() if "bytes" not in name}
+    assert found == OPERATIONS[family, encode]
+
+
+@pytest.mark.parametrize("axis", ["rows", "columns"])
+@pytest.mark.parametrize(("family", "encode"), OPERATIONS)
+def test_memory_of_a_rank(family, encode, axis):
+    """A rank of four has about a quarter of the memory, and no more than its plan says."""
+    vae = meta_vae(family, WIDTHS[family], "bfloat16")
+    small = frames(vae, 3, 64, 64) if encode else latents(vae, 3, 64, 64)
+    counted(vae, small, None, encode=encode)  # derives weights
+    x = frames(vae, 3) if encode else latents(vae, 3)
+    _, peak = counted(vae, x, rank_of(4, 1, axis), encode=encode)
+    _, whole = counted(vae, x, None, encode=encode)
+    assert peak <= 0.35 * whole
+    options = StreamOptions(1, limit_bytes=1 << 40)
+    plan = vae.plan(HEIGHT, WIDTH, options, encode=encode, ranks=4)
+    assert 0.85 * plan.peak_bytes <= peak <= plan.peak_bytes
+
+
+def test_the_longer_side_is_divided():
+    vae = meta_vae("wan2.1", 32, "bfloat16")
+    for (height, width), axis in (((128, 192), "columns"), ((192, 128), "rows")):
+        one, other = (
+            operations(counted(vae, latents(vae, 3, height, width), rank_of(2, 0, each))[0])
+            for each in (None, axis)
+        )
+        assert one == other
+
+
+def test_no_ranks_exchange_nothing():
+    """A group of one rank has the result of one process, and sends nothing."""
+    vae = meta_vae("wan2.1", 32, "bfloat16")
+    steps, _ = counted(vae, latents(vae, 3, 64, 64), rank_of(1, 0))
+    assert not any(name.startswith("bytes") for name in steps[-1])
