@@ -21,15 +21,16 @@ class Pool:
 
     Args:
         size: Number of processes.
+        backend: Of the groups; with NCCL each process has a GPU of its own.
     """
 
-    def __init__(self, size):
+    def __init__(self, size, backend="gloo"):
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
         store = Path(self._folder.name) / "store"
         self.processes = [
             subprocess.Popen(
-                script_command(_MAIN, rank, size, store),
+                script_command(_MAIN, rank, size, store, backend),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
@@ -74,12 +75,14 @@ class Pool:
 
 def serve():
     """Run the tasks of the parent process until it ends."""
-    rank, size, store = sys.argv[1:]
+    rank, size, store, backend = sys.argv[1:]
     torch.set_num_threads(1)
     results = sys.stdout.buffer
     sys.stdout = sys.stderr
+    if "nccl" in backend:
+        torch.cuda.set_device(int(rank))
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(size)
+        backend, init_method=f"file://{store}", rank=int(rank), world_size=int(size)
     )
     groups = {count: dist.new_group(list(range(count))) for count in range(1, int(size) + 1)}
     while True:

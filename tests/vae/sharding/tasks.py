@@ -18,14 +18,14 @@ from fast_video_vae.vae.planning import candidates
 
 
 @functools.cache
-def _vae(family, dtype):
-    return load_vae(STATES[family](), dtype=dtype)
+def _vae(family, dtype, device="cpu"):
+    return load_vae(STATES[family](), dtype=dtype, device=device)
 
 
 @contextlib.contextmanager
-def sharded(family, group, dtype=torch.float64, axis=None):
+def sharded(family, group, dtype=torch.float64, axis=None, device="cpu"):
     """The VAE of a family, shared by the ranks of a group."""
-    vae = _vae(family, dtype)
+    vae = _vae(family, dtype, device)
     vae.shard(group, axis)
     try:
         yield vae
@@ -33,11 +33,14 @@ def sharded(family, group, dtype=torch.float64, axis=None):
         vae.unshard()
 
 
-def convert(group, *, family, x, encode=False, dtype=torch.float64, axis=None, chunk=None, **given):
+def convert(
+    group, *, family, x, encode=False, dtype=torch.float64, axis=None, device="cpu", chunk=None,
+    **given,
+):  # fmt: skip
     """Encode or decode `x` as a stream; the result, and the counts of the operations."""
-    with sharded(family, group, dtype, axis) as vae:
+    with sharded(family, group, dtype, axis, device) as vae:
         stream = vae.encode_stream if encode else vae.decode_stream
-        return joined(stream(x, StreamOptions(chunk), **given)), dict(vae.shards.counts)
+        return joined(stream(x, StreamOptions(chunk), **given)).cpu(), dict(vae.shards.counts)
 
 
 def decode_pieces(group, *, family, x):

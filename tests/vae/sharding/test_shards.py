@@ -56,10 +56,13 @@ def whole(vae, encode, x, chunk=None, **given):
     return torch.cat(list(stream(x, StreamOptions(chunk), **given)), dim=2)
 
 
-def check(pool, ranks, family, x, *, encode=False, dtype=torch.float64, axis=None, **given):
-    """All ranks have the result of one process."""
+def check(
+    pool, ranks, family, x, *, encode=False, dtype=torch.float64, axis=None, device="cpu", **given
+):
+    """All ranks have the result of one process on the CPU."""
     expected = whole(vae_of(family, dtype), encode, x, **given)
     options = {"family": family, "x": x, "encode": encode, "dtype": dtype, "axis": axis}
+    options |= {"device": device}
     results = pool.run(tasks.convert, ranks, **options, **given)
     for actual, _ in results:
         assert relative_error(actual, expected) <= CLOSE[dtype]
@@ -197,6 +200,27 @@ def test_a_process_group_is_needed():
 def test_an_unknown_axis_is_refused(axis):
     with pytest.raises(ValueError, match="expected 'rows', 'columns' or None"):
         vae_of("wan2.1", torch.float32).shard(axis=axis)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA device is needed")
+@pytest.mark.parametrize("family", VIDEO)
+def test_two_processes_on_one_gpu_equal_one(pool, family):
+    x = input_of(vae_of(family, torch.float64), False, (5, 4))
+    check(pool, 2, family, x, device="cuda:0")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two CUDA devices are needed")
+@pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
+@pytest.mark.parametrize("family", VIDEO)
+def test_two_gpus_equal_one_process(family, encode):
+    pool = Pool(2, "cpu:gloo,cuda:nccl")
+    try:
+        x = input_of(vae_of(family, torch.float64), encode, (5, 4))
+        check(pool, 2, family, x, encode=encode, device="cuda")
+    finally:
+        pool.close()
 
 
 def test_gradients_do_not_change_without_shards():
