@@ -10,9 +10,11 @@ import argparse
 import logging
 import runpy
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -22,6 +24,10 @@ runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its i
 from fast_video_vae.tests.benchmarks import record, timing  # noqa: E402
 from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_weights  # noqa: E402
 from fast_video_vae.vae import VideoVAE, load_vae  # noqa: E402
+
+# Cores that other processes may take in a round, and tries for each round.
+_MOST_OTHERS = 0.1
+_TRIES = 4
 
 
 def in_pairs(
@@ -34,7 +40,7 @@ def in_pairs(
         direction: decode or encode.
         x: Latent or frames.
         devices: Names of the devices.
-        rounds: Rounds after a first one.
+        rounds: Rounds; one in which other processes took more than a tenth of a core is repeated.
 
     Returns:
         Seconds of the rounds, of "one" and "bands".
@@ -50,16 +56,30 @@ def in_pairs(
         return run(x)
 
     runs = {"one": lambda: on([]), "bands": lambda: on(devices)}
+    pairs: list[dict[str, float]] = []
     try:
         with torch.inference_mode():
-            seconds = timing.in_turn(runs, rounds, look=lambda name, y: results.update({name: y}))
+            for tries in range(_TRIES * rounds):
+                others, start = _others_s(), time.perf_counter()
+                pair = timing.in_turn(runs, int(tries == 0), look=results.__setitem__)
+                share = (_others_s() - others) / (time.perf_counter() - start)
+                if share < _MOST_OTHERS or tries + rounds >= _TRIES * rounds + len(pairs):
+                    pairs.append({name: each[-1] for name, each in pair.items()})
+                if len(pairs) == rounds:
+                    break
     finally:
         vae.devices = []
         torch.set_num_threads(before)
     error = (results["one"].double() - results["bands"].double()).abs().max().item()
     if error > 1e-4 * results["one"].double().abs().max().item() and vae.dtype == torch.float32:
         raise ValueError(f"the results differ by {error}; expected rounding")
-    return {name: each[1:] for name, each in seconds.items()}
+    return {name: [pair[name] for pair in pairs] for name in runs}
+
+
+def _others_s() -> float:
+    """Return the seconds of processors that other processes took so far."""
+    spent = psutil.cpu_times()
+    return spent.user + spent.system + getattr(spent, "nice", 0.0) - time.process_time()
 
 
 def main() -> None:
