@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.tests.builders import installed_command
+from fast_video_vae.tests.builders import installed_command, module_command, succeeded
 
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
@@ -139,3 +139,8 @@ def test_the_plan_of_a_rank_is_shown(run, vae_path):
     code, lines, _ = run("info", vae_path, "--ranks", "4", "--limit", "24")
     assert code == 0
     assert sum("a part of every frame on each of 4 ranks" in line for line in lines) == 10
+
+
+def test_the_package_runs_as_a_module():
+    """`torchrun -m fast_video_vae` starts it so."""
+    assert succeeded(module_command("fast_video_vae", "--version")).stdout.startswith("fast-video-")

@@ -116,6 +116,7 @@ def test_operations_of_a_step(family, encode, axis):
     assert found == OPERATIONS[family, encode]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["rows", "columns"])
 @pytest.mark.parametrize(("family", "encode"), OPERATIONS)
 def test_memory_of_a_rank(family, encode, axis):

@@ -47,7 +47,7 @@ def check(results, expected):
 
 
 @pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_any_allocation_of_one_rank_can_fail(pool, family, victim, encode):
     x, expected = given_and_expected(family, encode=encode)
     options = {"family": family, "x": x, "victim": victim, "encode": encode}
@@ -68,7 +68,7 @@ def test_most_allocations_of_one_rank_can_fail(pool, family):
         check(pool.run(tasks.with_failing_memory, 2, **options, first=first), expected)
 
 
-@pytest.mark.parametrize("share", [0.9, 0.8])
+@pytest.mark.parametrize("share", [0.9, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_large_allocations_of_one_rank_can_fail(pool, family, share):
     """Convolutions run in pieces there, and all ranks go on in smaller steps."""
     x, expected = given_and_expected(family)
@@ -81,12 +81,17 @@ def test_large_allocations_of_one_rank_can_fail(pool, family, share):
 
 @pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
 @pytest.mark.parametrize(
-    ("family", "width"), [("wan2.1", 24), ("wan2.2", 32), ("seedvr2", 32)], ids=VIDEO
+    ("family", "width"),
+    [
+        ("wan2.1", 24),
+        pytest.param("wan2.2", 32, marks=pytest.mark.slow),
+        pytest.param("seedvr2", 32, marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_has_its_share_of_the_memory(pool, family, width, encode):
     step = {"wan2.2": 16}.get(family, 8)
     channels = {"wan2.2": 48}.get(family, 16)
-    side = 24
+    side = 16
     shape = (1, 3, 5, side * step, side * step) if encode else (1, channels, 2, side, side)
     options = {"family": family, "width": width, "x": torch.rand(shape), "encode": encode}
     for shard, one in pool.run(tasks.live_bytes, 4, **options):

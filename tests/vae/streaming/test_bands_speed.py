@@ -11,6 +11,7 @@ from fast_video_vae.vae import load_vae
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two cores are needed")
 def test_two_cores_are_at_least_half_as_fast_again_as_one():
     """The best of the pairs, because other processes slow two cores down more than one."""
