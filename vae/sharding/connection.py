@@ -6,6 +6,7 @@ group links are sent to over that group; everything else takes the group of the 
 """
 
 import datetime
+import socket
 from typing import Any
 
 import torch
@@ -62,8 +63,19 @@ def connected(
     vote = torch.tensor(not _reaches(group, device), dtype=torch.int64)
     voters.allreduce([vote], dist.ReduceOp.MAX).wait()
     data: Group = voters if vote else group
+    places = f"fast_video_vae/place {number} of"
+    store.set(f"{places} {rank}", _place(device))
+    found = [store.get(f"{places} {each}").decode() for each in range(size)]
     messages = Messages(listeners, [voters] if data is voters else [voters, data])
-    return ShardGroup(device, axis, voters, data, messages)
+    return ShardGroup(device, axis, voters, data, messages, found.count(_place(device)))
+
+
+def _place(device: torch.device) -> str:
+    """Return a name of `device` that differs between machines and between GPUs."""
+    unit = str(device)
+    if device.type == "cuda":
+        unit = str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
+    return f"{socket.gethostname()} {unit}"
 
 
 def _reaches(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -43,11 +43,13 @@ class Ranks:
         voters: A gloo group.
         data: A group that sends the memory of the device; or `voters`, by the host.
         messages: Listens to the other ranks.
+        sharers: Ranks that have the same device, this one included.
 
     Attributes:
         rank: Number of this process in the group.
         size: Number of ranks.
         axis: What is divided, or None.
+        sharers: As given.
         counts: Number of operations by name, and of bytes sent by "bytes to R" for a rank R.
     """
 
@@ -58,9 +60,10 @@ class Ranks:
         voters: Group,
         data: Group,
         messages: Messages,
+        sharers: int = 1,
     ) -> None:
         self.rank, self.size = voters.rank(), voters.size()
-        self.axis = axis
+        self.axis, self.sharers = axis, sharers
         self.counts: Counter[str] = Counter()
         self._device, self._voters, self._data, self._messages = device, voters, data, messages
         self._staged = data is voters and device.type not in ("cpu", "meta")

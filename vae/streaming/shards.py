@@ -19,6 +19,11 @@ class StreamShards(Protocol):
         """Number of ranks."""
         ...
 
+    @property
+    def sharers(self) -> int:
+        """Ranks that have the same device, this one included."""
+        ...
+
     def split(self, height: int, width: int) -> FrameShard:
         """Return the part of this rank of latents of `height` and `width`."""
         ...
@@ -48,7 +53,8 @@ def shared_limit(
     Args:
         shards: The ranks, or None.
         job: The stream.
-        limit_bytes: The limit of this rank; None: a share of the free memory.
+        limit_bytes: The limit of this rank; None: a share of the free memory, which ranks on one
+            device divide.
         records: Autograd records.
 
     Returns:
@@ -61,4 +67,6 @@ def shared_limit(
         return limit_bytes
     if records:
         raise ValueError("a gradient is recorded; expected torch.no_grad() where ranks share it")
-    return -shards.most(-(usual_limit(job) if limit_bytes is None else limit_bytes))
+    if limit_bytes is None:
+        limit_bytes = usual_limit(job) // shards.sharers
+    return -shards.most(-limit_bytes)

@@ -43,6 +43,12 @@ def convert(
         return joined(stream(x, StreamOptions(chunk), **given)).cpu(), dict(vae.shards.counts)
 
 
+def sharers(group):
+    """The ranks on the device of this one."""
+    with sharded("wan2.1", group) as vae:
+        return vae.shards.sharers
+
+
 def decode_pieces(group, *, family, x):
     """Decode latents that arrive one by one."""
     with sharded(family, group) as vae:

@@ -167,6 +167,10 @@ def test_parts_of_frames_are_the_same_on_all_ranks(pool):
         assert relative_error(actual, expected) <= CLOSE[torch.float64]
 
 
+def test_ranks_on_one_device_divide_its_memory(pool):
+    assert pool.run(tasks.sharers, 3) == [3, 3, 3]
+
+
 @pytest.mark.parametrize("axis", ["rows", "columns", None])
 def test_more_ranks_than_lines_is_an_error_before_any_work(pool, axis):
     x = input_of(vae_of("wan2.1", torch.float64), False, (3, 3))
