@@ -64,7 +64,7 @@ def test_most_allocations_of_one_rank_can_fail(pool, family):
     x, expected = given_and_expected(family)
     options = {"family": family, "x": x, "victim": 1}
     seen = pool.run(tasks.with_failing_memory, 2, **options)[1][1]["seen"]
-    for first in range(1, seen, 7):
+    for first in range(1, seen, max(1, seen // 40)):
         check(pool.run(tasks.with_failing_memory, 2, **options, first=first), expected)
 
 
