@@ -95,7 +95,7 @@ class Messages:
         # A thread that waits outside of Python when the interpreter ends would abort the process.
         atexit.register(self.leave)
 
-    def run(self, operate: Callable[[], None]) -> None:
+    def run(self, operate: Callable[[], object]) -> None:
         """Run an operation in which all ranks take part.
 
         Args:
@@ -126,10 +126,16 @@ class Messages:
 
     @contextlib.contextmanager
     def one_video(self) -> Iterator[None]:
-        """Count the operations of a video, and notify the other ranks if it ends early."""
+        """Count the operations of a video, and notify the other ranks of its end.
+
+        Raises:
+            ShardError: A rank ended during an operation of the device.
+        """
         self._next_video()
         try:
             yield
+            # Noticed by ranks whose video is longer.
+            self._send(self._peers(), f"{self._name(self._rank)} is at the end of its video")
         except GeneratorExit:
             self._send(self._peers(), f"{self._name(self._rank)} stopped")
             raise
@@ -139,6 +145,9 @@ class Messages:
         except BaseException as error:
             text = (str(error).splitlines() or [""])[0] or type(error).__name__
             self._send(self._peers(), f"{self._name(self._rank)} stopped: {text}")
+            # A GPU notices where the host waits for it that an operation was ended.
+            if isinstance(error, RuntimeError) and self._reason and not is_out_of_memory(error):
+                raise ShardError(self._reason) from None
             raise
         finally:
             self._next_video()  # operations before the next video do not belong to this one

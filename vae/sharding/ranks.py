@@ -178,6 +178,28 @@ class Ranks:
         )
         return int(vote)
 
+    def check_equal(self, **numbers: int) -> None:
+        """Check that all ranks have the same numbers.
+
+        Args:
+            **numbers: The numbers of this rank, by name.
+
+        Raises:
+            ValueError: A rank has another one.
+        """
+        self.counts["votes"] += 1
+        own = torch.tensor([*numbers.values()])
+        extremes = torch.cat([own, -own])
+        operation = dist.ReduceOp.MAX
+        self._messages.run(lambda: self._voters.allreduce([extremes], operation).wait())
+        most, least = extremes[: len(own)].tolist(), (-extremes[len(own) :]).tolist()
+        for (name, number), high, low in zip(numbers.items(), most, least, strict=True):
+            if high != low:
+                raise ValueError(
+                    f"{name} is {number} on this rank, and {low} to {high} on all; expected one "
+                    "number"
+                )
+
     def widest(self, dtype: torch.dtype) -> torch.dtype:
         """Return the widest of the dtypes of all ranks, of which this one has `dtype`."""
         return _DTYPES[-self.most(len(_DTYPES) - _DTYPES.index(dtype))]

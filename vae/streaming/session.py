@@ -45,7 +45,7 @@ from .executors import Team, make_banded, make_executor
 from .options import StreamOptions
 from .output import Output
 from .precision import layer_modes
-from .shards import StreamShards, shared_limit
+from .shards import StreamShards, check_shared, shared_limit
 from .static_frames import Changes
 from .upload import Upload
 
@@ -230,6 +230,7 @@ class VideoSession:
         options = {"chunk": self.options.chunk, "tile": tile, "cuts": not records}
         self._plan, self._planner = banded or (make_plan(self._job, limit, **options), None)
         check_plan(self._job, self._plan)
+        check_shared(self.shards, self._job, self._plan)
         convs = [module for module in self.network.modules() if isinstance(module, Conv)]
         drop_stale_forms(convs, self.relief.finish)
         self._executor = self._executor_of(self._plan)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..layers.lines import Attempt, FrameShard
 from ..planning.job import StreamJob
-from ..planning.plan import usual_limit
+from ..planning.plan import Plan, usual_limit
 
 
 class StreamShards(Protocol):
@@ -30,6 +30,10 @@ class StreamShards(Protocol):
 
     def most(self, number: int, attempt: Attempt = ...) -> int:
         """Return the maximum of `number` over all ranks; `attempt` runs an allocation."""
+        ...
+
+    def check_equal(self, **numbers: int) -> None:
+        """Raise a ValueError if a rank has other `numbers`."""
         ...
 
     def in_step(self, stream: Iterator[Tensor]) -> Iterator[Tensor]:
@@ -70,3 +74,21 @@ def shared_limit(
     if limit_bytes is None:
         limit_bytes = usual_limit(job) // shards.sharers
     return -shards.most(-limit_bytes)
+
+
+def check_shared(shards: StreamShards | None, job: StreamJob, plan: Plan) -> None:
+    """Check that the ranks divide videos of one size by one plan.
+
+    Args:
+        shards: The ranks, or None.
+        job: The stream.
+        plan: Its plan.
+
+    Raises:
+        ValueError: A rank has other frames, or its device has another plan.
+    """
+    if shards is None:
+        return
+    batch, height, width = job.latent_size
+    size = {"batch": batch, "height": height, "width": width}
+    shards.check_equal(**size, chunk=plan.chunk, part_bytes=plan.part_bytes)

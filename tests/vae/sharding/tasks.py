@@ -95,6 +95,16 @@ def error_of(group, *, family, x, axis=None, records=False):
         raise AssertionError("it did not fail")
 
 
+def error_of_other_videos(group, *, family, videos):
+    """Decode another video on each rank; the error."""
+    with sharded(family, group) as vae:
+        try:
+            vae.decode(videos[dist.get_rank(group)], 1)
+        except (ValueError, OSError) as error:
+            return str(error)
+        return ""
+
+
 def decode_after_error(group, *, family, bad, good):
     """Decode after a decode that failed on all ranks."""
     with sharded(family, group) as vae:

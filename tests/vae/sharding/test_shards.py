@@ -182,6 +182,22 @@ def test_more_ranks_than_lines_is_an_error_before_any_work(pool, axis):
         assert set(counts) <= {"votes"}
 
 
+def test_videos_of_other_sizes_are_an_error(pool):
+    vae = vae_of("wan2.1", torch.float64)
+    videos = [input_of(vae, False, (4, width), latents=2) for width in (3, 4)]
+    errors = pool.run(tasks.error_of_other_videos, 2, family="wan2.1", videos=videos)
+    assert errors == [
+        f"width is {width} on this rank, and 3 to 4 on all; expected one number" for width in (3, 4)
+    ]
+
+
+def test_a_longer_video_on_one_rank_is_an_error(pool):
+    vae = vae_of("wan2.1", torch.float64)
+    videos = [input_of(vae, False, (4, 3), latents=latents) for latents in (2, 3)]
+    errors = pool.run(tasks.error_of_other_videos, 2, family="wan2.1", videos=videos)
+    assert errors == ["", "rank 0 of 2 is at the end of its video"]
+
+
 def test_the_group_serves_after_an_error_of_all_ranks(pool):
     x = input_of(vae_of("wan2.1", torch.float64), False, (3, 3))
     good = input_of(vae_of("wan2.1", torch.float64), False, (4, 3))
