@@ -83,6 +83,10 @@ class Messages:
         self._rank, self._size = connection.rank(), connection.size()
         self._video = self._operation = 0
         self._changed = threading.Condition()
+        # The memory of a message exists from the start: a shortage of memory is one reason to send.
+        self._text = bytearray(_MESSAGE_BYTES)
+        self._message = torch.frombuffer(self._text, dtype=torch.uint8)
+        self._sending = threading.Lock()
         self._ends: list[_End] = []
         self._reason: str | None = None  # why no operation is possible any more
         self._waits = self._leaves = False
@@ -175,10 +179,11 @@ class Messages:
         """Send the end of this rank to those of `ranks` that are there."""
         head = _HEAD.pack(left, self._video, self._operation)
         data = (head + reason.encode())[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-        message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        for other in ranks:
-            with contextlib.suppress(RuntimeError):
-                self._connection.send([message], other, _TAG).wait()
+        with self._sending:
+            self._text[:] = data
+            for other in ranks:
+                with contextlib.suppress(RuntimeError):
+                    self._connection.send([self._message], other, _TAG).wait()
 
     def _listen(self, rank: int) -> None:
         """Receive the messages of a rank until it leaves or is gone."""

@@ -178,22 +178,26 @@ class Ranks:
         )
         return int(vote)
 
-    def check_equal(self, **numbers: int) -> None:
+    def check_equal(self, numbers: dict[str, int], attempt: Attempt = at_once) -> None:
         """Check that all ranks have the same numbers.
 
         Args:
-            **numbers: The numbers of this rank, by name.
+            numbers: The numbers of this rank, by name.
+            attempt: Runs an allocation, such as `Relief.attempt`.
 
         Raises:
             ValueError: A rank has another one.
         """
         self.counts["votes"] += 1
-        own = torch.tensor([*numbers.values()])
-        extremes = torch.cat([own, -own])
+        own = [*numbers.values()]
+        extremes = attempt(lambda: torch.tensor([*own, *(-number for number in own)]))
         operation = dist.ReduceOp.MAX
-        self._messages.run(lambda: self._voters.allreduce([extremes], operation).wait())
-        most, least = extremes[: len(own)].tolist(), (-extremes[len(own) :]).tolist()
-        for (name, number), high, low in zip(numbers.items(), most, least, strict=True):
+        self._messages.run(
+            lambda: attempt(lambda: self._voters.allreduce([extremes], operation)).wait()
+        )
+        most, least = extremes.tolist()[: len(own)], extremes.tolist()[len(own) :]
+        for (name, number), high, opposite in zip(numbers.items(), most, least, strict=True):
+            low = -opposite
             if high != low:
                 raise ValueError(
                     f"{name} is {number} on this rank, and {low} to {high} on all; expected one "

@@ -230,7 +230,7 @@ class VideoSession:
         options = {"chunk": self.options.chunk, "tile": tile, "cuts": not records}
         self._plan, self._planner = banded or (make_plan(self._job, limit, **options), None)
         check_plan(self._job, self._plan)
-        check_shared(self.shards, self._job, self._plan)
+        check_shared(self.shards, self._job, self._plan, self.relief.finish)
         convs = [module for module in self.network.modules() if isinstance(module, Conv)]
         drop_stale_forms(convs, self.relief.finish)
         self._executor = self._executor_of(self._plan)

@@ -32,8 +32,8 @@ class StreamShards(Protocol):
         """Return the maximum of `number` over all ranks; `attempt` runs an allocation."""
         ...
 
-    def check_equal(self, **numbers: int) -> None:
-        """Raise a ValueError if a rank has other `numbers`."""
+    def check_equal(self, numbers: dict[str, int], attempt: Attempt = ...) -> None:
+        """Raise a ValueError if a rank has other `numbers`; `attempt` runs an allocation."""
         ...
 
     def in_step(self, stream: Iterator[Tensor]) -> Iterator[Tensor]:
@@ -76,13 +76,14 @@ def shared_limit(
     return -shards.most(-limit_bytes)
 
 
-def check_shared(shards: StreamShards | None, job: StreamJob, plan: Plan) -> None:
+def check_shared(shards: StreamShards | None, job: StreamJob, plan: Plan, attempt: Attempt) -> None:
     """Check that the ranks divide videos of one size by one plan.
 
     Args:
         shards: The ranks, or None.
         job: The stream.
         plan: Its plan.
+        attempt: Runs an allocation, such as `Relief.attempt`.
 
     Raises:
         ValueError: A rank has other frames, or its device has another plan.
@@ -91,4 +92,4 @@ def check_shared(shards: StreamShards | None, job: StreamJob, plan: Plan) -> Non
         return
     batch, height, width = job.latent_size
     size = {"batch": batch, "height": height, "width": width}
-    shards.check_equal(**size, chunk=plan.chunk, part_bytes=plan.part_bytes)
+    shards.check_equal(size | {"chunk": plan.chunk, "part_bytes": plan.part_bytes}, attempt)
