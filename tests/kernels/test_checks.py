@@ -67,7 +67,7 @@ WRONG = {
     "residual": (
         kernels.bias_residual, (v(*X), ONES, v(1, *X[1:])), {}, r"residual is \[1, 8, 3, 4, 6\]",
     ),
-    "keys": (kernels.attention, (torch.ones(1, 5, 8), *[torch.ones(1, 6, 8)] * 2), {}, "k is"),
+    "keys": (kernels.attention, (torch.ones(1, 5, 8), *[torch.ones(1, 5, 4)] * 2), {}, "k is"),
     "phases": (kernels.interleave_time, (v(*X), 3), {}, "phases: 3 does not divide 8"),
     "phases out": (
         kernels.interleave_time, (v(*X), 2), {"out": v(*X)}, r"expected \[2, 4, 6, 4, 6\]",
