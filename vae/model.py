@@ -106,7 +106,7 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
                 finite.
         """
         check_tensor(latent, "latent", self.config.latent_channels)
-        frames = Relief(self.device, "a decode").finish(lambda: self.new_frames(latent))
+        frames = self.on_all(lambda: self.new_frames(latent), Relief(self.device, "a decode"))
         for _ in self.decode_stream(latent, StreamOptions(chunk), out=frames):
             pass
         return frames

@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _attempt(args: argparse.Namespace, signals: Signals) -> int:
     """Run a command; turn an error into one line and an exit code."""
     try:
+        args.quiet = args.quiet or not leads(args)
         with _notes(args.quiet):
             _run(args)
         sys.stdout.flush()
@@ -87,16 +88,13 @@ def _run(args: argparse.Namespace) -> None:
 
     commands = {"demo": demo, "encode": encode, "decode": decode, "bench": bench, "info": info}
 
-    is_leader = leads(args)
-    args.quiet = args.quiet or not is_leader
-
     def say(text: str) -> None:
         if not args.quiet:
             print(text, flush=True)
 
     with joined_ranks(args):
         last = commands[args.command](args, say)
-    if is_leader:
+    if leads(args):
         print(last)
 
 

@@ -32,7 +32,7 @@ def joined_ranks(args: argparse.Namespace) -> Iterator[None]:
         args: Arguments of the command; `device` is filled in.
 
     Raises:
-        ValueError: `torchrun` did not start this process, or there are `devices` too.
+        ValueError: `torchrun` did not start this process, or there are `devices` or a `tile` too.
     """
     if getattr(args, "shard", None) is None:
         yield
@@ -45,6 +45,8 @@ def joined_ranks(args: argparse.Namespace) -> Iterator[None]:
         )
     if args.devices:
         raise ValueError("--devices is for one process; expected it without --shard")
+    if args.tile:
+        raise ValueError("--tile is for one process; expected it without --shard")
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
@@ -57,10 +59,9 @@ def joined_ranks(args: argparse.Namespace) -> Iterator[None]:
         if count >= ranks and dist.is_nccl_available():
             backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    # Not after an error, when GPUs may wait for a rank that is gone.
+    dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -179,7 +179,10 @@ def _surrounded(
         steps = slice(*(at and at // conv.stride for at in (part.start, part.stop)))
         added = terms.of(lambda residual, steps=steps: run_of(residual, steps, cache.attempt))
         run = [run_of(held[0], part, cache.attempt)]
-        pieces.append(_surrounded(conv, run, lines.of(part), halo, cache, write, added))
+        # A norm by the statistics of each frame has those of the part.
+        of = getattr(write, "of", None)
+        given_part = lines.of(part), halo, cache, write if of is None else of(part), added
+        pieces.append(_surrounded(conv, run, *given_part))
     return cache.attempt(lambda: torch.cat(pieces, dim=2))
 
 

@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -93,6 +93,23 @@ class GroupNorm(nn.Module):
         return group_norm_silu(x, self.weight, self.bias, SEEDVR2_GROUPS, **options)
 
 
+class MeasuredNorm(NamedTuple):
+    """Norm and SiLU with the statistics of whole frames, `[B, T, 2, groups]`."""
+
+    norm: GroupNorm
+    statistics: Tensor
+
+    def __call__(
+        self, x: Tensor, *, out: Tensor, tail: Tensor | None = None, border: int = 0
+    ) -> Tensor:
+        """Compute `GroupNorm.silu` of `x` `[B, C, T, H, W]` with `tail` and `border` into `out`."""
+        return self.norm.silu(x, out=out, tail=tail, statistics=self.statistics, border=border)
+
+    def of(self, frames: slice) -> "MeasuredNorm":
+        """Return the norm of some `frames`."""
+        return self._replace(statistics=self.statistics[:, frames])
+
+
 def causal(in_channels: int, out_channels: int) -> CausalConv3d:
     """Return a 3x3x3 convolution (`in_channels`, `out_channels`) with a replicated first frame."""
     return CausalConv3d(in_channels, out_channels, replicate=True)
@@ -120,7 +137,7 @@ def normed(
     rows = row_bands.rows_of(conv, x, cache)
     if rows == x.shape[3] and cache.shard is None:
         return conv(x, cache, norm.silu, Terms(residual))
-    fill = functools.partial(norm.silu, statistics=norm.whole_statistics(x, cache))
+    fill = MeasuredNorm(norm, norm.whole_statistics(x, cache))
     if rows < x.shape[3]:
         return row_bands.convolve(conv, fill, x, cache, rows, Terms(residual))
     return conv(x, cache, fill, Terms(residual))

@@ -86,6 +86,7 @@ class Messages:
         # The memory of a message exists from the start: a shortage of memory is one reason to send.
         self._text = bytearray(_MESSAGE_BYTES)
         self._message = torch.frombuffer(self._text, dtype=torch.uint8)
+        self._none = torch.empty(1, dtype=torch.uint8)
         self._sending = threading.Lock()
         self._ends: list[_End] = []
         self._reason: str | None = None  # why no operation is possible any more
@@ -161,6 +162,8 @@ class Messages:
 
     def leave(self) -> None:
         """Notify the other ranks that no operation follows."""
+        if self._leaves:
+            return
         atexit.unregister(self.leave)
         self._leaves = True
         self._send(self._peers(), f"{self._name(self._rank)} left the group", left=True)
@@ -203,9 +206,11 @@ class Messages:
             left, video, operation = _HEAD.unpack_from(data)
             end = _End(left, video, operation, reason)
             with self._changed:
-                self._ends = [each for each in self._ends if each.left or each.video >= video]
+                self._ends = [each for each in self._ends if each.left or each.video >= self._video]
                 self._ends.append(end)
-                breaks = self._waits and self._note_ends()
+                # Operations of a GPU go on after the host has queued them.
+                is_late = video == self._video and self._operation > end.operation
+                breaks = (self._waits or is_late) and self._note_ends()
             if breaks:
                 self._break(self._others)
             if end.left:
@@ -225,10 +230,14 @@ class Messages:
 
     def _break(self, groups: list[Group]) -> None:
         """End the operations of `groups` that wait."""
-        for group in groups if self._size > 1 else ():
-            with contextlib.suppress(RuntimeError):
-                if isinstance(group, dist.ProcessGroup):
-                    group.abort()
-                else:
-                    none = torch.empty(1, dtype=torch.uint8)
-                    group.recv([none], self._peers()[0], _UNUSED_TAG).wait(_AT_ONCE)
+        for group in groups:
+            if isinstance(group, dist.ProcessGroup):
+                # PyTorch 2.6 has no such function: its watchdog ends the process, later.
+                abort = getattr(group, "abort", lambda: None)
+                with contextlib.suppress(Exception):
+                    abort()
+                continue
+            # A connection that is closed already does not time out, so each is tried.
+            for rank in self._peers():
+                with contextlib.suppress(RuntimeError):
+                    group.recv([self._none], rank, _UNUSED_TAG).wait(_AT_ONCE)

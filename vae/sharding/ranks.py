@@ -5,6 +5,7 @@ memory, and by the host where the connection has no access to the device.
 """
 
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar
@@ -49,6 +50,7 @@ class Ranks:
         rank: Number of this process in the group.
         size: Number of ranks.
         axis: What is divided, or None.
+        device: As given.
         sharers: As given.
         counts: Number of operations by name, and of bytes sent by "bytes to R" for a rank R.
     """
@@ -65,9 +67,12 @@ class Ranks:
         self.rank, self.size = voters.rank(), voters.size()
         self.axis, self.sharers = axis, sharers
         self.counts: Counter[str] = Counter()
-        self._device, self._voters, self._data, self._messages = device, voters, data, messages
+        self.device = device
+        self._voters, self._data, self._messages = voters, data, messages
         self._staged = data is voters and device.type not in ("cpu", "meta")
-        self._vote = torch.zeros((), dtype=torch.int64)
+        with torch.inference_mode(False):
+            self._vote = torch.zeros((), dtype=torch.int64)
+        weakref.finalize(self, messages.leave)
 
     def in_step(self, stream: Iterator[Tensor]) -> Generator[Tensor, None, None]:
         """Yield the pieces `[...]` of a `stream`, and notify the other ranks if it ends early."""
@@ -140,7 +145,7 @@ class Ranks:
                 work.wait()
 
         self._messages.run(operate)
-        there = [attempt(functools.partial(part.to, self._device)) for part in parts]
+        there = [attempt(functools.partial(part.to, self.device)) for part in parts]
         return [part.view(x.dtype).view(-1, *x.shape[1:]) for part in there]
 
     def sum(self, x: Tensor, attempt: Attempt = at_once) -> Tensor:

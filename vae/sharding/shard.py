@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels import lacks, new_video
 from ..layers.lines import Attempt, Lines
 from ..models.receptive_field import Size
-from ..planning.parts import divide, largest_part, most_lines
+from ..planning.parts import AXES, divide, largest_part, most_lines
 from .ranks import Ranks, Swap, at_once
 
 
@@ -142,19 +142,23 @@ class Shard:
 class ShardGroup(Ranks):
     """The ranks that share videos, one after the other."""
 
-    def split(self, height: int, width: int) -> Shard:
+    def split(self, height: int, width: int, attempt: Attempt = at_once) -> Shard:
         """Divide the frames of a video.
 
         Args:
             height: Rows of a latent.
             width: Columns of a latent.
+            attempt: Runs an allocation, such as `Relief.attempt`.
 
         Returns:
             The part of this rank.
 
         Raises:
-            ValueError: There are more ranks than rows or columns.
+            ValueError: There are more ranks than rows or columns, or a rank has other frames or
+                divides them along another axis.
         """
+        axis = 0 if self.axis is None else AXES[self.axis]
+        self.check_equal({"height": height, "width": width, "axis": axis}, attempt)
         return Shard(self, *divide((height, width), self.size, self.axis))
 
 

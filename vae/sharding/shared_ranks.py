@@ -1,10 +1,13 @@
 """The processes that share the videos of a VAE, as its methods."""
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from ..layers.oom import ExhaustedError, Relief
 from ..streaming.shards import StreamShards
 
 if TYPE_CHECKING:
@@ -27,7 +30,8 @@ class SharedRanks:
 
         All ranks make the same calls with the same inputs, and get the same results: those of one
         process except for rounding. If a rank ends, the others raise a `ShardError` that names it,
-        and the group is of no more use. `devices` and `graphs` are not used.
+        and the group is of no more use. `devices`, `graphs` and tiles are not used. One thread at a
+        time may use the VAE.
 
         Args:
             group: The processes; None: all of `torch.distributed`.
@@ -50,5 +54,45 @@ class SharedRanks:
             shards.close()
 
     def agreed(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the widest `dtype` of the ranks: each measures which is fast on its device."""
-        return dtype if self.shards is None else self.shards.widest(dtype)
+        """Return the dtype of a stream of all ranks, each of which measures what is fast.
+
+        Args:
+            dtype: The dtype that is fast on this rank.
+
+        Returns:
+            The widest one of all ranks.
+
+        Raises:
+            ValueError: The weights were moved after `shard`.
+        """
+        if self.shards is None:
+            return dtype
+        if self.shards.device != self.device:
+            raise ValueError(
+                f"the weights are on {self.device}, and the ranks were connected on "
+                f"{self.shards.device}; expected `shard` after the move"
+            )
+        return self.shards.widest(dtype)
+
+    def on_all(self, do: Callable[[], Tensor], relief: Relief) -> Tensor:
+        """Run an allocation on all ranks.
+
+        Args:
+            do: Returns memory `[...]`.
+            relief: Frees memory when it runs out.
+
+        Returns:
+            `[...]`.
+
+        Raises:
+            ExhaustedError: Memory stays short, on this rank or another one.
+        """
+        try:
+            result, error = relief.finish(do), None
+        except ExhaustedError as short:
+            result, error = None, short
+        if self.shards is not None and self.shards.most(error is not None) and error is None:
+            error = ExhaustedError("memory ran out on another rank; use frames in parts")
+        if result is None or error is not None:
+            raise error or RuntimeError("there is no memory and no error; expected one of them")
+        return result

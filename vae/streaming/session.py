@@ -194,7 +194,7 @@ class VideoSession:
                 if self._is_true_of_any(is_short):
                     self._lower()
             if self._upload is not None:
-                self._upload.check()
+                self._upload.check(None if self.shards is None else self.shards.most)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -218,7 +218,8 @@ class VideoSession:
         size = first.shape[3] // compression, first.shape[4] // compression
         ranks = 1
         if self.shards is not None:
-            self._shard, ranks = self.shards.split(*size), self.shards.size
+            self._shard = self.shards.split(*size, self.relief.finish)
+            ranks = self.shards.size
             size = self._shard.largest_part(size)
         model = self.network, self.config, (first.shape[0], *size), self.dtype, self._device
         options = {"single_frame": self.single_frame, "searches": self.searches, "ranks": ranks}

@@ -20,12 +20,17 @@ class StreamShards(Protocol):
         ...
 
     @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+        ...
+
+    @property
     def sharers(self) -> int:
         """Ranks that have the same device, this one included."""
         ...
 
-    def split(self, height: int, width: int) -> FrameShard:
-        """Return the part of this rank of latents of `height` and `width`."""
+    def split(self, height: int, width: int, attempt: Attempt = ...) -> FrameShard:
+        """Return the part of latents of `height` and `width`; `attempt` runs an allocation."""
         ...
 
     def most(self, number: int, attempt: Attempt = ...) -> int:
@@ -77,7 +82,7 @@ def shared_limit(
 
 
 def check_shared(shards: StreamShards | None, job: StreamJob, plan: Plan, attempt: Attempt) -> None:
-    """Check that the ranks divide videos of one size by one plan.
+    """Check that the ranks have one plan.
 
     Args:
         shards: The ranks, or None.
@@ -86,10 +91,9 @@ def check_shared(shards: StreamShards | None, job: StreamJob, plan: Plan, attemp
         attempt: Runs an allocation, such as `Relief.attempt`.
 
     Raises:
-        ValueError: A rank has other frames, or its device has another plan.
+        ValueError: A rank has another batch, or its device another plan.
     """
     if shards is None:
         return
-    batch, height, width = job.latent_size
-    size = {"batch": batch, "height": height, "width": width}
-    shards.check_equal(size | {"chunk": plan.chunk, "part_bytes": plan.part_bytes}, attempt)
+    plans = {"chunk": plan.chunk, "part_bytes": plan.part_bytes, "peak_bytes": plan.peak_bytes}
+    shards.check_equal({"batch": job.latent_size[0], **plans}, attempt)

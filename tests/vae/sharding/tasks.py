@@ -2,9 +2,11 @@
 
 import contextlib
 import functools
+import math
 import os
 import signal
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from fast_video_vae.tests.vae.families import STATES, joined
 from fast_video_vae.tests.vae.planning.live_bytes import LiveBytes
 from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
 from fast_video_vae.vae import StreamOptions, load_vae
+from fast_video_vae.vae.layers.workspace import Workspace
 from fast_video_vae.vae.planning import candidates
 
 
@@ -126,6 +129,43 @@ def with_failing_memory(group, *, family, x, victim, encode=False, **failing):
             pieces = list(stream(x, options))
         memory = {"seen": memory.seen, "failed": memory.failed, "largest": memory.largest}
         return torch.cat(pieces, dim=2), memory
+
+
+def with_failing_scratch(group, *, family, x, share):
+    """Decode where scratch memory over a share of the largest fails on rank 0; the result."""
+    sizes, usual = [], Workspace.scratch
+
+    def scratch(workspace, shape, like):
+        sizes.append(math.prod(shape))
+        if limit and sizes[-1] > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return usual(workspace, shape, like)
+
+    with sharded(family, group) as vae:
+        limit = 0
+        with mock.patch.object(Workspace, "scratch", scratch):
+            vae.decode(x)
+            limit = share * max(sizes) if dist.get_rank(group) == 0 else 0
+            return vae.decode(x)
+
+
+def wait_for_the_dead(group, *, family, x):
+    """Decode on the last rank, after rank 0 was killed, while the others keep their connections."""
+    vae = _vae(family, torch.float64)
+    vae.shard(group)
+    if dist.get_rank(group) == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start, error = time.monotonic(), ""
+    if dist.get_rank(group) == dist.get_world_size(group) - 1:
+        try:
+            vae.decode(x)
+        except OSError as ended:
+            error = str(ended)
+    else:
+        time.sleep(6)
+    seconds = time.monotonic() - start
+    vae.unshard()
+    return error, seconds
 
 
 def live_bytes(group, *, family, width, x, encode=False):

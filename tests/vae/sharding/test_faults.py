@@ -79,6 +79,29 @@ def test_large_allocations_of_one_rank_can_fail(pool, family, share):
     assert [memory["failed"] > 0 for _, memory in results] == [False, True, False]
 
 
+@pytest.mark.parametrize("family", VIDEO)
+def test_scratch_memory_of_one_rank_can_fail(pool, family):
+    """Its convolutions run on half of the frames, norms over the whole frame among them."""
+    vae = load_vae(STATES[family](), dtype=torch.float64)
+    x = latent_for(vae, 5, *(side * vae.config.spatial_compression for side in SIZE))
+    expected = vae.decode(x)
+    for actual in pool.run(tasks.with_failing_scratch, 2, family=family, x=x, share=0.9):
+        assert relative_error(actual, expected) <= 1e-12
+
+
+def test_a_wait_ends_when_the_lowest_rank_is_dead():
+    pool = Pool(3)
+    try:
+        x, _ = given_and_expected("wan2.1")
+        for rank in range(3):
+            pool.start(rank, tasks.wait_for_the_dead, 3, family="wan2.1", x=x)
+        error, seconds = pool.result(2)
+        assert error == "rank 0 of 3 ended unexpectedly"
+        assert seconds < 5
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
 @pytest.mark.parametrize(
     ("family", "width"),

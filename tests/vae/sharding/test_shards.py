@@ -191,6 +191,17 @@ def test_videos_of_other_sizes_are_an_error(pool):
     ]
 
 
+def test_parts_of_one_size_of_other_videos_are_an_error(pool):
+    """16 rows and 15 have the same largest part."""
+    vae = vae_of("wan2.1", torch.float64)
+    videos = [input_of(vae, False, (rows, 3), latents=2) for rows in (16, 15)]
+    errors = pool.run(tasks.error_of_other_videos, 2, family="wan2.1", videos=videos)
+    assert errors == [
+        f"height is {rows} on this rank, and 15 to 16 on all; expected one number"
+        for rows in (16, 15)
+    ]
+
+
 def test_a_longer_video_on_one_rank_is_an_error(pool):
     vae = vae_of("wan2.1", torch.float64)
     videos = [input_of(vae, False, (4, 3), latents=latents) for latents in (2, 3)]
