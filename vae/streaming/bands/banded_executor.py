@@ -266,8 +266,13 @@ class BandedExecutor(Executor):
     def _adapt(self) -> None:
         """Continue in the bands that were planned after the last chunk."""
         bands, self._pending = self._pending, None
-        if bands is None:
-            return
+        if bands is not None:
+            # Workers write to the tails later, which inference mode would not allow.
+            with torch.inference_mode(False), torch.no_grad():
+                self._change(bands)
+
+    def _change(self, bands: Bands) -> None:
+        """Continue in `bands`, with the tails of the bands before."""
         before, tails = self._bands, self.tails()
         self._bands = bands
         self._recruit()
