@@ -182,19 +182,31 @@ class BandedExecutor(Executor):
         """Run a task on all devices; return errors by number of the device."""
         members = self._in_order()
         for member in members:
-            member.worker.give(task(member))
+            member.worker.give(functools.partial(self._watched, member.number, task(member)))
         outcomes = {member.number: member.worker.outcome() for member in members}
         return {number: error for number, error in outcomes.items() if error is not None}
 
-    def _dismiss(self, failures: dict[int, BaseException]) -> None:
-        """Go on without devices, or raise the error that ends the video."""
+    def _watched(self, number: int, do: Callable[[], None]) -> None:
+        """Run the task of a device; an error that ends the video also ends the other tasks."""
+        try:
+            do()
+        except BaseException as error:
+            if self._ending({number: error}) is not None:
+                self._stopped.set()
+            raise
+
+    def _ending(self, failures: dict[int, BaseException]) -> BaseException | None:
+        """Return the error that ends the video, or None: the caller's, a stop, the first's."""
         output = self._work.output
         caller = self._error_of_caller or (None if output is None else output.error)
-        if caller is not None:
-            raise caller
-        for number, error in failures.items():
-            if number == self._planner.first or not isinstance(error, Exception):
-                raise error
+        stops = (error for error in failures.values() if not isinstance(error, Exception))
+        return caller or next(stops, None) or failures.get(self._planner.first)
+
+    def _dismiss(self, failures: dict[int, BaseException]) -> None:
+        """Go on without devices, or raise the error that ends the video."""
+        ending = self._ending(failures)
+        if ending is not None:
+            raise ending
         for number, error in failures.items():
             self._work.crew.fail(number, self._planner.devices[number], error)
             member = self._members.pop(number, None)
