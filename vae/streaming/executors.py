@@ -11,7 +11,8 @@ from ..models.replicas import Replicas
 from ..planning.bands import BandPlanner
 from ..planning.job import StreamJob
 from ..planning.plan import Plan, cut_tiles, plan_of
-from .bands.banded_executor import BandedDecode, BandedEncode, BandedWork, reach_of
+from .bands.banded_executor import BandedDecode, BandedEncode, reach_of
+from .bands.banded_work import BandedWork
 from .bands.crew import Crew
 from .cache_offload import Parking
 from .executor import Executor

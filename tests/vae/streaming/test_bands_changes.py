@@ -2,14 +2,20 @@
 
 import contextlib
 import itertools
+import logging
+import threading
 
 import pytest
 import torch
 
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.vae.families import joined, latent_for, random_frames
+from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
 from fast_video_vae.vae import StreamOptions, load_vae
+from fast_video_vae.vae.layers.oom import ExhaustedError
 from fast_video_vae.vae.streaming.bands import balance
+from fast_video_vae.vae.streaming.bands.banded_executor import BandedDecode
+from fast_video_vae.vae.streaming.bands.member import Member
 
 LATENTS, HEIGHT, WIDTH = 7, 16, 96
 
@@ -34,6 +40,10 @@ def cuts(monkeypatch):
     return spans
 
 
+def threads():
+    return [each for each in threading.enumerate() if each.name.startswith("fast-video-vae")]
+
+
 def run(vae, task):
     if task == "decode":
         return joined(vae.decode_stream(latent_for(vae, LATENTS, HEIGHT, WIDTH), StreamOptions(1)))
@@ -43,10 +53,8 @@ def run(vae, task):
 
 def alone(vae, task):
     """The result of one device."""
-    devices, vae.devices = vae.devices, []
-    result = run(vae, task)
-    vae.devices = devices
-    return result
+    single = load_vae(vae.state_dict(), dtype=torch.float32)
+    return run(single, task)
 
 
 MODES = {
@@ -63,3 +71,61 @@ def test_bands_are_cut_again_in_every_mode(vae, cuts, task, mode):
     with MODES[mode]():
         assert torch.equal(run(vae, task), expected)
     assert len(set(cuts)) == 3
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Let allocations fail while tails move to devices, by number: a `FailingMemory` each."""
+    memories, take = {}, Member.take
+
+    def taken(self, tails):
+        with memories.get(self.number, contextlib.nullcontext()):
+            take(self, tails)
+
+    monkeypatch.setattr(Member, "take", taken)
+    return memories
+
+
+@pytest.mark.parametrize("task", ["decode", "encode"])
+@pytest.mark.parametrize("device", [0, 1, 2])
+def test_memory_that_runs_out_while_tails_move_is_freed(vae, cuts, short, task, device):
+    memory = short[device] = FailingMemory(3)
+    assert torch.equal(run(vae, task), alone(vae, task))
+    assert memory.failed == 1
+    assert len(vae.team.crew.members(vae.device)) == 3
+
+
+@pytest.mark.parametrize("task", ["decode", "encode"])
+@pytest.mark.parametrize("devices", [[1], [1, 2]])
+@pytest.mark.parametrize("first", [1, 5])
+def test_a_device_that_takes_no_tails_is_left_out(vae, cuts, short, caplog, task, devices, first):
+    short.update({device: FailingMemory(first, 10_000) for device in devices})
+    expected = alone(vae, task)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(run(vae, task), expected)
+    assert sum("failed" in each.getMessage() for each in caplog.records) == len(devices)
+    assert not threads()
+
+
+@pytest.mark.parametrize("task", ["decode", "encode"])
+def test_memory_of_the_first_device_that_takes_no_tails_is_one_line(vae, cuts, short, task):
+    short[0] = FailingMemory(1, 10_000)
+    with pytest.raises(ExhaustedError, match=r"20\.00 MiB more were needed"):
+        run(vae, task)
+    assert not threads()
+
+
+def test_the_bands_stay_if_their_tails_cannot_be_read(vae, cuts, monkeypatch):
+    expected, memories = alone(vae, "decode"), iter([FailingMemory(1), FailingMemory(4)])
+    read = BandedDecode.tails
+
+    def failing(self):
+        with next(memories) as memory:
+            try:
+                return read(self)
+            finally:
+                assert memory.failed
+
+    monkeypatch.setattr(BandedDecode, "tails", failing)
+    assert torch.equal(run(vae, "decode"), expected)
+    assert len(set(cuts)) == 1

@@ -5,60 +5,31 @@ output, because the tails of its convolutions are lost.
 """
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ....kernels import new_video
-from ...layers.oom import Relief
 from ...layers.temporal_cache import TemporalCache
 from ...models.receptive_field import causal_taps, frames_before, latents_before
-from ...models.replicas import Replicas
-from ...planning.bands import BandPlanner, Bands
+from ...planning.bands import Band, BandPlanner, Bands
 from ...planning.tiling import divided
 from ..executor import Executor, Tails
-from ..output import Output, TiledChunk
+from ..output import TiledChunk
 from ..tiled_executor import TiledEncode, join_tails
 from .balance import Balance
-from .crew import Crew, Kind
+from .banded_work import BandedWork
 from .history import History, PastChunk
 from .member import BandRelief, Member, unwrapped
 from .worker import share_cores
 
+_logger = logging.getLogger(__name__)
+
 _Task = Callable[[Member], Callable[[], None]]
-
-
-@dataclass(frozen=True)
-class BandedWork:
-    """What the devices of a video have in common.
-
-    Attributes:
-        planner: Plans the bands.
-        crew: The devices of the VAE.
-        replicas: The copies of its networks.
-        relief: Frees memory of the first device outside of its band.
-        release: Releases memory of the caller; None: nothing.
-        full: Compute float32 in full float32.
-        known: The whole video is at hand, so a chunk can be taken from it again.
-        output: Destination of a decoder's frames; None: the video is encoded.
-    """
-
-    planner: BandPlanner
-    crew: Crew
-    replicas: Replicas
-    relief: Relief
-    release: Callable[[], None] | None
-    full: bool
-    known: bool
-    output: Output | None
-
-    @property
-    def kind(self) -> Kind:
-        """The kind of work, for the speeds of the devices."""
-        return self.planner.job.spec.encodes, self.planner.job.dtype
 
 
 class BandedExecutor(Executor):
@@ -285,17 +256,37 @@ class BandedExecutor(Executor):
 
     def _change(self, bands: Bands) -> None:
         """Continue in `bands`, with the tails of the bands before."""
-        before, tails = self._bands, self.tails()
+        try:
+            tails = self.tails()
+        except Exception as error:
+            # The bands serve on. A device that failed fails in the next chunk, where it is known.
+            _logger.debug("Fast Video VAE: the bands stay, because no tails were moved: %s", error)
+            return
+        ready = {self._members[band.number]: band for band in self._bands.members}
         self._bands = bands
         self._recruit()
-        for band in self._bands.members:
-            if band not in before.members:
-                self._members[band.number].start(self._bands, band, first=self.cache.first)
-                if tails:
-                    self._members[band.number].take(tails)
+        while failures := self._move(tails, ready):
+            self._dismiss(failures)
+            self._recruit()
         for cache in self.caches:
             cache.first = self.cache.first
         self._shares_cores = True
+
+    def _move(self, tails: Tails, ready: dict[Member, Band]) -> dict[int, BaseException]:
+        """Set the bands of members that are not `ready` in them; return errors by their number."""
+        failures: dict[int, BaseException] = {}
+        for band in self._bands.members:
+            member = self._members[band.number]
+            if ready.get(member) != band:
+                ready.pop(member, None)
+                try:
+                    member.start(self._bands, band, first=self.cache.first)
+                    if tails:
+                        member.take(tails)
+                    ready[member] = band
+                except Exception as error:
+                    failures[band.number] = error
+        return failures
 
     def _in_order(self) -> list[Member]:
         return [self._members[band.number] for band in self._bands.members]
