@@ -34,6 +34,10 @@ class Team:
     replicas: Replicas
     crew: Crew = field(default_factory=Crew)
 
+    def of_video(self) -> "Team":
+        """Return the team of a video, whose devices stay when others are chosen."""
+        return Team(self.replicas, self.crew.of_video())
+
     def plan(self, job: StreamJob, options: StreamOptions) -> tuple[Plan, BandPlanner] | None:
         """Plan the bands of a stream.
 

@@ -16,6 +16,7 @@ from fast_video_vae.vae.layers.oom import ExhaustedError
 from fast_video_vae.vae.streaming.bands import balance
 from fast_video_vae.vae.streaming.bands.banded_executor import BandedDecode
 from fast_video_vae.vae.streaming.bands.member import Member
+from fast_video_vae.vae.streaming.tiled_executor import TiledDecode
 
 LATENTS, HEIGHT, WIDTH = 7, 16, 96
 
@@ -129,3 +130,27 @@ def test_the_bands_stay_if_their_tails_cannot_be_read(vae, cuts, monkeypatch):
     monkeypatch.setattr(BandedDecode, "tails", failing)
     assert torch.equal(run(vae, "decode"), expected)
     assert len(set(cuts)) == 1
+
+
+def test_a_running_video_keeps_the_devices_that_it_started_with(vae, monkeypatch):
+    """What happens there says nothing about the devices that are chosen meanwhile."""
+    expected, fill = alone(vae, "decode"), TiledDecode.fill
+
+    def failing(self, *arguments):
+        if chosen and threading.current_thread().name.split("-")[3] == "1":
+            raise RuntimeError("gone")
+        fill(self, *arguments)
+
+    monkeypatch.setattr(TiledDecode, "fill", failing)
+    monkeypatch.setattr(balance, "_LEAST_S", 0)
+    chosen = False
+    latent = latent_for(vae, LATENTS, HEIGHT, WIDTH)
+    stream = vae.decode_stream(latent, StreamOptions(1))
+    pieces = [next(stream)]
+    vae.devices = ["cpu"] * 2
+    chosen = True
+    assert torch.equal(torch.cat([*pieces, *stream], 2), expected)
+    assert vae.team.crew.members(vae.device).keys() == {0, 1}
+    assert vae.team.crew.speeds((False, torch.float32)) == {}
+    vae.device_speeds = [1, 2]
+    assert vae.device_speeds == [1, 2]
