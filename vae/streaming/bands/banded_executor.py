@@ -184,6 +184,8 @@ class BandedExecutor(Executor):
             if member is not None:
                 member.close()
         left = {n: each for n, each in self._planner.devices.items() if n not in failures}
+        for device in {self._planner.devices[number] for number in failures} - set(left.values()):
+            self._work.replicas.drop(device)
         self._planner = replace(self._planner, devices=left)
         self._bands = self._planner.recut(self._bands, self._work.crew.speeds(self._work.kind))
         self._pending = None

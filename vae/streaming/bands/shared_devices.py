@@ -48,6 +48,8 @@ class SharedDevices:
                 "whole frames, so bands are not exact; expected one device, or `VideoVAE.shard`"
             )
         self.team.crew.choose(known)
+        for device in self.team.replicas.devices() - set(known):
+            self.team.replicas.drop(device)
 
     @property
     def device_speeds(self) -> list[float] | None:
