@@ -11,6 +11,7 @@ from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.vae.families import STATES, joined, latent_for, random_frames
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.models.wan21 import Wan21Decoder
+from fast_video_vae.vae.planning import bands as bands_module
 from fast_video_vae.vae.planning.bands import BandPlanner
 from fast_video_vae.vae.planning.division import Division
 from fast_video_vae.vae.planning.job import job_of
@@ -194,6 +195,17 @@ def test_bands_follow_the_measured_speeds(measured):
     # The next video begins with these bands, and one of another kind does not.
     assert plans.plan(crew.speeds(kind)).spans == bands.spans
     assert crew.speeds((True, torch.float32)) == {}
+
+
+def test_memory_that_the_video_takes_does_not_change_its_bands(vaes, monkeypatch):
+    """Its own tails and weights take free memory, and would count twice."""
+    plans = planner(vaes["wan2.1"], (90, 160), 2)
+    monkeypatch.setattr(bands_module, "free_bytes", lambda device: 64 * GIB)
+    before = plans.plan({})
+    monkeypatch.setattr(bands_module, "free_bytes", lambda device: 1)
+    assert plans.recut(before, {}) == before
+    left = replace(plans, devices={0: CPU}).recut(before, {})
+    assert [len(band.tiles) for band in left.members] == [1]
 
 
 def test_equal_devices_keep_their_bands(measured):
