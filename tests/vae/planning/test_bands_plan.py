@@ -224,6 +224,35 @@ def test_given_speeds_are_not_measured(measured):
     assert crew.speeds(kind) == {0: 1.0, 1: 2.0}
 
 
+def test_the_first_chunk_of_a_shape_is_not_measured(measured):
+    """Kernels are compiled and tried in it, on one device longer than on another."""
+    plans, crew, kind, seconds = measured
+    bands = plans.plan({})
+    judge = balance.Balance(crew, kind)
+    slow = {number: each * (1000 if number == 0 else 1) for number, each in seconds(bands).items()}
+    # The first frame, steps of two latents, and a last step of one.
+    for shape, each in [("a", slow), ("b", slow), ("b", seconds(bands)), ("c", slow)]:
+        judge.announce(shape)
+        judge.note(plans, bands, each)
+        assert not crew.speeds(kind)
+    judge.announce("b")
+    judge.note(plans, bands, seconds(bands))
+    speeds = crew.speeds(kind)
+    assert speeds[0] == pytest.approx(3 * speeds[1])
+
+
+@pytest.mark.parametrize("task", ["decode", "encode"])
+def test_the_first_frame_of_a_video_and_the_step_after_it_are_not_measured(monkeypatch, task):
+    monkeypatch.setattr(balance, "_LEAST_S", 0)
+    vae = load_vae(random_state_dict(8), dtype=torch.float32)
+    vae.devices = ["cpu"] * 2
+    kind = task == "encode", torch.float32
+    latent, video = latent_for(vae, 5, 64, 128), random_frames(1, 3, 17, 64, 128)
+    stream, given = (vae.decode_stream, latent) if task == "decode" else (vae.encode_stream, video)
+    known = [bool(vae.team.crew.speeds(kind)) for _ in stream(given, StreamOptions(1))]
+    assert known == [False, False, False, True, True]
+
+
 @pytest.mark.parametrize("task", ["decode", "encode"])
 def test_bands_are_cut_again_in_a_running_video(monkeypatch, task):
     """The tails go to the bands that need them; at most twice, and with the same bits."""

@@ -127,6 +127,7 @@ class BandedExecutor(Executor):
         if len(self._members) > 1:  # an error of the first device ends the video
             self._history.add(past)
         self._done += frames
+        self._balance.announce((x.shape, self.cache.first))
         self._look()
 
     def _repeat(self, past: PastChunk, task: Callable[[Tensor], _Task]) -> dict[int, BaseException]:
