@@ -13,6 +13,7 @@ from fast_video_vae.tests.vae.families import joined, latent_for, random_frames
 from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.oom import ExhaustedError
+from fast_video_vae.vae.streaming import precision
 from fast_video_vae.vae.streaming.bands import balance
 from fast_video_vae.vae.streaming.bands.banded_executor import BandedDecode
 from fast_video_vae.vae.streaming.bands.member import Member
@@ -154,3 +155,27 @@ def test_a_running_video_keeps_the_devices_that_it_started_with(vae, monkeypatch
     assert vae.team.crew.speeds((False, torch.float32)) == {}
     vae.device_speeds = [1, 2]
     assert vae.device_speeds == [1, 2]
+
+
+def test_infinite_frames_of_a_device_that_fails_do_not_end_float16(monkeypatch, caplog):
+    """The others compute its frames again."""
+    monkeypatch.setattr(precision, "fp16_pays", lambda device: True)
+    monkeypatch.setattr(precision, "_is_slow", lambda dtype: False)
+    vae = load_vae(random_state_dict(8), dtype=torch.bfloat16)
+    vae.allow_fp16, vae.devices, fill = True, ["cpu"] * 2, TiledDecode.fill
+    dtypes = []
+
+    def failing(self, x, *arguments):
+        dtypes.append(x.dtype)
+        broken = "-1-" in threading.current_thread().name
+        fill(self, x * float("inf") if broken else x, *arguments)
+        if broken:
+            raise RuntimeError("gone")
+
+    monkeypatch.setattr(TiledDecode, "fill", failing)
+    with caplog.at_level(logging.WARNING):
+        frames = run(vae, "decode")
+    assert frames.isfinite().all()
+    assert set(dtypes) == {torch.float16}
+    assert vae.allow_fp16
+    assert len(caplog.records) == 1

@@ -1,7 +1,7 @@
 """The executor of several devices: each runs its band in a thread, and one piece holds the results.
 
-A device that fails leaves the video. The others share its band, and repeat the last chunks without
-output, because the tails of its convolutions are lost.
+A device that fails leaves the video, except the VAE's own, whose failure ends it. The others share
+its band, and repeat the last chunks without output, because the tails of its convolutions are lost.
 """
 
 import functools
@@ -322,6 +322,8 @@ class BandedDecode(BandedExecutor):
         yield chunk.piece
 
     def _written(self, chunk: TiledChunk | None, x: Tensor) -> _Task:
+        if chunk is not None:
+            chunk.restart()
         return lambda member: member.decode(x, chunk)
 
     def _dropped(self, x: Tensor) -> _Task:
