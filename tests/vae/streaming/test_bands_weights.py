@@ -112,7 +112,7 @@ def test_copies_leave_devices_that_are_not_chosen_any_more(vae, latent, devices)
 
 @pytest.mark.parametrize(
     ("devices", "kept"),
-    [([CPU, OTHER], False), ([CPU, OTHER, OTHER], True)],  # the other one still uses the copy
+    [([CPU, OTHER], False), ([CPU, OTHER, OTHER], True)],  # the third one uses the copy too
 )
 def test_copies_leave_a_device_that_fails(vae, latent, monkeypatch, devices, kept):
     fill = TiledDecode.fill
