@@ -362,7 +362,7 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
             skips=network is self.encoder and self.skips_static,
             budget=budget or TrialBudget(),
             shards=self.shards,
-            team=self.team if self.shards is None else None,
+            team=self.team.of_video() if self.shards is None else None,
             known=known,
         )
         stream = session.run(source)

@@ -85,7 +85,10 @@ def has_bfloat16(device: torch.device) -> bool:
     """Return whether `device` is a GPU that computes in bfloat16 without emulation."""
     kind = device_kind(device)
     if kind in ("nvidia", "amd"):
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        if not torch.cuda.is_available():
+            return False
+        with current(device):  # PyTorch asks the current one
+            return torch.cuda.is_bf16_supported(including_emulation=False)
     return kind in GPUS and not lacks(device, torch.bfloat16)
 
 

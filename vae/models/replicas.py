@@ -98,6 +98,17 @@ class Replicas:
         with self._lock:
             self._known.clear()
 
+    def drop(self, device: torch.device) -> None:
+        """Free the copies on `device`."""
+        with self._lock:
+            for key in [key for key in self._known if key[0] == device]:
+                del self._known[key]
+
+    def devices(self) -> set[torch.device]:
+        """Return the devices that have copies."""
+        with self._lock:
+            return {device for device, _ in self._known}
+
     def nbytes(self) -> int:
         """Return the bytes of all copies, with the weights that were derived from them."""
         networks = [replica.network for replica in list(self._known.values())]

@@ -7,7 +7,7 @@ one device. The cut, rows or columns, and the bands are those with the fewest pr
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -109,6 +109,8 @@ class BandPlanner:
             the same one share it.
         tile: Height and width of a tile in pixels of the images; None: chosen by memory.
         chunk: Latents per step; None: chosen for the first device.
+        room: Bytes for the bands on each device, read once, because the video itself takes memory
+            later.
     """
 
     job: StreamJob
@@ -117,6 +119,7 @@ class BandPlanner:
     limit_bytes: int | None = None
     tile: Size | None = None
     chunk: int | None = None
+    room: dict[torch.device, int] = field(default_factory=dict, compare=False)
 
     def plan(self, speeds: Mapping[int, float]) -> Bands | None:
         """Return the fastest bands.
@@ -303,8 +306,10 @@ class BandPlanner:
         sharing = sum(each == device for each in self.devices.values())
         if self.limit_bytes is not None:
             return self.limit_bytes // sharing
-        share, _ = replace(self.job, device=device).shares
-        return int(free_bytes(device) * share) // sharing
+        if device not in self.room:
+            share, _ = replace(self.job, device=device).shares
+            self.room[device] = int(free_bytes(device) * share)
+        return self.room[device] // sharing
 
 
 def _output_size(job: StreamJob, division: Division) -> Size:

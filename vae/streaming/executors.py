@@ -11,7 +11,8 @@ from ..models.replicas import Replicas
 from ..planning.bands import BandPlanner
 from ..planning.job import StreamJob
 from ..planning.plan import Plan, cut_tiles, plan_of
-from .bands.banded_executor import BandedDecode, BandedEncode, BandedWork, reach_of
+from .bands.banded_executor import BandedDecode, BandedEncode, reach_of
+from .bands.banded_work import BandedWork
 from .bands.crew import Crew
 from .cache_offload import Parking
 from .executor import Executor
@@ -32,6 +33,10 @@ class Team:
 
     replicas: Replicas
     crew: Crew = field(default_factory=Crew)
+
+    def of_video(self) -> "Team":
+        """Return the team of a video, whose devices stay when others are chosen."""
+        return Team(self.replicas, self.crew.of_video())
 
     def plan(self, job: StreamJob, options: StreamOptions) -> tuple[Plan, BandPlanner] | None:
         """Plan the bands of a stream.

@@ -213,6 +213,11 @@ class TiledChunk:
         self._output, self._finding = output, finding
         self._skipped, self._frames = skipped, frames
 
+    def restart(self) -> None:
+        """Expect all tiles, again if some have arrived."""
+        if self._finding is not None:
+            self._finding.restart()
+
     def put(
         self,
         x: Tensor,

@@ -58,6 +58,10 @@ class Finding:
             summed.record(torch.cuda.current_stream(x.device))
         self._sums[thread] = total, summed
 
+    def restart(self) -> None:
+        """Forget the parts so far: the piece is computed again, some of it on other devices."""
+        self._sums.clear()
+
     def overflowed(self) -> bool:
         """Wait for the work on the piece, and return whether it has NaN or infinity."""
         return not all(math.isfinite(self._read(*each)) for each in self._sums.values())

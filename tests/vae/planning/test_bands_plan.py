@@ -11,6 +11,7 @@ from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.vae.families import STATES, joined, latent_for, random_frames
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.models.wan21 import Wan21Decoder
+from fast_video_vae.vae.planning import bands as bands_module
 from fast_video_vae.vae.planning.bands import BandPlanner
 from fast_video_vae.vae.planning.division import Division
 from fast_video_vae.vae.planning.job import job_of
@@ -196,6 +197,17 @@ def test_bands_follow_the_measured_speeds(measured):
     assert crew.speeds((True, torch.float32)) == {}
 
 
+def test_memory_that_the_video_takes_does_not_change_its_bands(vaes, monkeypatch):
+    """Its own tails and weights take free memory, and would count twice."""
+    plans = planner(vaes["wan2.1"], (90, 160), 2)
+    monkeypatch.setattr(bands_module, "free_bytes", lambda device: 64 * GIB)
+    before = plans.plan({})
+    monkeypatch.setattr(bands_module, "free_bytes", lambda device: 1)
+    assert plans.recut(before, {}) == before
+    left = replace(plans, devices={0: CPU}).recut(before, {})
+    assert [len(band.tiles) for band in left.members] == [1]
+
+
 def test_equal_devices_keep_their_bands(measured):
     plans, crew, kind, _ = measured
     bands = plans.plan({})
@@ -210,6 +222,35 @@ def test_given_speeds_are_not_measured(measured):
     judge = balance.Balance(crew, kind)
     assert all(judge.note(plans, bands, seconds(bands)) is None for _ in range(10))
     assert crew.speeds(kind) == {0: 1.0, 1: 2.0}
+
+
+def test_the_first_chunk_of_a_shape_is_not_measured(measured):
+    """Kernels are compiled and tried in it, on one device longer than on another."""
+    plans, crew, kind, seconds = measured
+    bands = plans.plan({})
+    judge = balance.Balance(crew, kind)
+    slow = {number: each * (1000 if number == 0 else 1) for number, each in seconds(bands).items()}
+    # The first frame, steps of two latents, and a last step of one.
+    for shape, each in [("a", slow), ("b", slow), ("b", seconds(bands)), ("c", slow)]:
+        judge.announce(shape)
+        judge.note(plans, bands, each)
+        assert not crew.speeds(kind)
+    judge.announce("b")
+    judge.note(plans, bands, seconds(bands))
+    speeds = crew.speeds(kind)
+    assert speeds[0] == pytest.approx(3 * speeds[1])
+
+
+@pytest.mark.parametrize("task", ["decode", "encode"])
+def test_the_first_frame_of_a_video_and_the_step_after_it_are_not_measured(monkeypatch, task):
+    monkeypatch.setattr(balance, "_LEAST_S", 0)
+    vae = load_vae(random_state_dict(8), dtype=torch.float32)
+    vae.devices = ["cpu"] * 2
+    kind = task == "encode", torch.float32
+    latent, video = latent_for(vae, 5, 64, 128), random_frames(1, 3, 17, 64, 128)
+    stream, given = (vae.decode_stream, latent) if task == "decode" else (vae.encode_stream, video)
+    known = [bool(vae.team.crew.speeds(kind)) for _ in stream(given, StreamOptions(1))]
+    assert known == [False, False, False, True, True]
 
 
 @pytest.mark.parametrize("task", ["decode", "encode"])

@@ -1,11 +1,13 @@
 """Several devices give the result of one, each with a band of the frames."""
 
+import contextlib
 import gc
 import threading
 
 import pytest
 import torch
 
+from fast_video_vae.kernels import has_bfloat16
 from fast_video_vae.tests.vae.families import STATES, close, joined, latent_for, random_frames
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
@@ -299,3 +301,21 @@ def test_wrong_speeds_are_refused(wan, speeds):
     wan.devices = ["cpu", "cpu"]
     with pytest.raises(ValueError, match="expected 2 positive numbers"):
         wan.device_speeds = speeds
+
+
+def test_bfloat16_is_asked_of_each_device(monkeypatch):
+    """PyTorch answers for the current GPU, which may be another one."""
+    now = [0]
+
+    @contextlib.contextmanager
+    def current(device):
+        before, now[0] = now[0], device.index
+        yield
+        now[0] = before
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: now[0] == 1)
+    found = [has_bfloat16(torch.device("cuda", index)) for index in (0, 1, 2)]
+    assert found == [False, True, False]
+    assert now == [0]

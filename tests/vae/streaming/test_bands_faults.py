@@ -330,6 +330,41 @@ def test_a_signal_ends_the_threads_within_a_layer(vae, monkeypatch):
     assert not threads()
 
 
+class StopError(BaseException):
+    """As ComfyUI's InterruptProcessingException."""
+
+
+@pytest.mark.parametrize("task", ["decode", "encode"])
+@pytest.mark.parametrize(
+    ("ends", "kind"),
+    [
+        ({0: torch.OutOfMemoryError("short"), 2: StopError()}, StopError),  # not the first's error
+        ({1: RuntimeError("gone"), 2: StopError()}, StopError),
+        ({1: StopError()}, StopError),
+        ({0: ValueError("broken")}, ValueError),  # the others cannot go on without the first
+    ],
+)
+def test_an_error_that_ends_the_video_ends_the_other_devices(vae, monkeypatch, task, ends, kind):
+    """Devices without an error would take a minute."""
+    route, name = (TiledDecode, "fill") if task == "decode" else (TiledEncode, "join")
+    together = threading.Barrier(len(ends))
+
+    def work(self, *_):
+        if number() in ends:
+            together.wait(10)
+            raise ends[number()]
+        for _ in range(6000):
+            self.cache.attempt(lambda: time.sleep(0.01))
+
+    monkeypatch.setattr(route, name, work)
+    start = time.perf_counter()
+    with pytest.raises(kind):
+        run(vae, task)
+    assert time.perf_counter() - start < 5
+    assert not threads()
+    assert len(vae.team.crew.members(vae.device)) == 3
+
+
 def test_threads_see_the_context_of_the_caller(vae, monkeypatch):
     """Such as the backend that `use_backend` forces."""
     setting, seen, work = ContextVar("setting", default=0), [], TiledDecode.fill

@@ -14,6 +14,7 @@ from fast_video_vae.tests.vae.families import latent_for, random_frames
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers.causal_conv import CausalConv3d
 from fast_video_vae.vae.models.replicas import Replicas
+from fast_video_vae.vae.streaming.tiled_executor import TiledDecode
 
 CPU, OTHER = torch.device("cpu"), torch.device("cpu", 0)  # another device for PyTorch
 
@@ -99,6 +100,33 @@ def test_copies_are_freed_with_the_weights(vae, latent, free):
     assert vae.replicas.nbytes()
     free(vae)
     assert not vae.replicas.nbytes()
+
+
+@pytest.mark.parametrize("devices", [[], ["cpu"], ["cpu", "cpu"]])
+def test_copies_leave_devices_that_are_not_chosen_any_more(vae, latent, devices):
+    vae.decode(latent)
+    assert vae.replicas.nbytes()
+    vae.devices = devices
+    assert not vae.replicas.nbytes()
+
+
+@pytest.mark.parametrize(
+    ("devices", "kept"),
+    [([CPU, OTHER], False), ([CPU, OTHER, OTHER], True)],  # the third one uses the copy too
+)
+def test_copies_leave_a_device_that_fails(vae, latent, monkeypatch, devices, kept):
+    fill = TiledDecode.fill
+
+    def failing(self, *arguments):
+        if threading.current_thread().name.split("-")[3] == "1":
+            raise RuntimeError("gone")
+        fill(self, *arguments)
+
+    monkeypatch.setattr(TiledDecode, "fill", failing)
+    vae.team.crew.choose(devices)
+    vae.device_speeds = [1.0] * len(devices)
+    assert torch.equal(vae.decode(latent), alone(vae, latent))
+    assert bool(vae.replicas.nbytes()) == kept
 
 
 def test_copied_and_pickled_vaes_have_no_copies(vae, latent):

@@ -1,13 +1,12 @@
 """Bands that fit the speeds of the devices, which the first chunks of a video show."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 from ...planning.bands import BandPlanner, Bands
 from .crew import Crew, Kind
 
-# Chunks without a measurement (libraries set up their work), then those of a measurement.
-_SETTING_UP = 1
+# Chunks of a measurement. The first of a shape is none of them: kernels are compiled and tried.
 _MEASURED = 2
 
 # Other bands are cut if they save this part of the time. All tails are moved for it.
@@ -29,13 +28,20 @@ class Balance:
     def __init__(self, crew: Crew, kind: Kind) -> None:
         self._crew, self._kind = crew, kind
         self._seconds: dict[int, float] = defaultdict(float)
+        self._shape: Hashable = None
+        self._set_up: set[Hashable] = set()
         self._chunks = self._cuts = 0
         self._done = crew.given is not None
 
     def restart(self) -> None:
         """Measure from the next chunk on, because the bands have changed."""
         self._seconds.clear()
+        self._set_up.clear()
         self._chunks = 0
+
+    def announce(self, shape: Hashable) -> None:
+        """Say the `shape` of the next chunks; the first frame of a video has one of its own."""
+        self._shape = shape
 
     def note(
         self, planner: BandPlanner, bands: Bands, seconds: Mapping[int, float]
@@ -52,11 +58,13 @@ class Balance:
         """
         if self._done:
             return None
+        if self._shape not in self._set_up:
+            self._set_up.add(self._shape)
+            return None
         self._chunks += 1
-        if self._chunks > _SETTING_UP:
-            for number, each in seconds.items():
-                self._seconds[number] += each
-        if self._chunks < _SETTING_UP + _MEASURED:
+        for number, each in seconds.items():
+            self._seconds[number] += each
+        if self._chunks < _MEASURED:
             return None
         if min(self._seconds.values()) < _LEAST_S:
             return None

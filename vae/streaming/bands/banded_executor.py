@@ -1,64 +1,35 @@
 """The executor of several devices: each runs its band in a thread, and one piece holds the results.
 
-A device that fails leaves the video. The others share its band, and repeat the last chunks without
-output, because the tails of its convolutions are lost.
+A device that fails leaves the video, except the VAE's own, whose failure ends it. The others share
+its band, and repeat the last chunks without output, because the tails of its convolutions are lost.
 """
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ....kernels import new_video
-from ...layers.oom import Relief
 from ...layers.temporal_cache import TemporalCache
 from ...models.receptive_field import causal_taps, frames_before, latents_before
-from ...models.replicas import Replicas
-from ...planning.bands import BandPlanner, Bands
+from ...planning.bands import Band, BandPlanner, Bands
 from ...planning.tiling import divided
 from ..executor import Executor, Tails
-from ..output import Output, TiledChunk
+from ..output import TiledChunk
 from ..tiled_executor import TiledEncode, join_tails
 from .balance import Balance
-from .crew import Crew, Kind
+from .banded_work import BandedWork
 from .history import History, PastChunk
 from .member import BandRelief, Member, unwrapped
 from .worker import share_cores
 
+_logger = logging.getLogger(__name__)
+
 _Task = Callable[[Member], Callable[[], None]]
-
-
-@dataclass(frozen=True)
-class BandedWork:
-    """What the devices of a video have in common.
-
-    Attributes:
-        planner: Plans the bands.
-        crew: The devices of the VAE.
-        replicas: The copies of its networks.
-        relief: Frees memory of the first device outside of its band.
-        release: Releases memory of the caller; None: nothing.
-        full: Compute float32 in full float32.
-        known: The whole video is at hand, so a chunk can be taken from it again.
-        output: Destination of a decoder's frames; None: the video is encoded.
-    """
-
-    planner: BandPlanner
-    crew: Crew
-    replicas: Replicas
-    relief: Relief
-    release: Callable[[], None] | None
-    full: bool
-    known: bool
-    output: Output | None
-
-    @property
-    def kind(self) -> Kind:
-        """The kind of work, for the speeds of the devices."""
-        return self.planner.job.spec.encodes, self.planner.job.dtype
 
 
 class BandedExecutor(Executor):
@@ -156,6 +127,7 @@ class BandedExecutor(Executor):
         if len(self._members) > 1:  # an error of the first device ends the video
             self._history.add(past)
         self._done += frames
+        self._balance.announce((x.shape, self.cache.first))
         self._look()
 
     def _repeat(self, past: PastChunk, task: Callable[[Tensor], _Task]) -> dict[int, BaseException]:
@@ -182,25 +154,39 @@ class BandedExecutor(Executor):
         """Run a task on all devices; return errors by number of the device."""
         members = self._in_order()
         for member in members:
-            member.worker.give(task(member))
+            member.worker.give(functools.partial(self._watched, member.number, task(member)))
         outcomes = {member.number: member.worker.outcome() for member in members}
         return {number: error for number, error in outcomes.items() if error is not None}
 
-    def _dismiss(self, failures: dict[int, BaseException]) -> None:
-        """Go on without devices, or raise the error that ends the video."""
+    def _watched(self, number: int, do: Callable[[], None]) -> None:
+        """Run the task of a device; an error that ends the video also ends the other tasks."""
+        try:
+            do()
+        except BaseException as error:
+            if self._ending({number: error}) is not None:
+                self._stopped.set()
+            raise
+
+    def _ending(self, failures: dict[int, BaseException]) -> BaseException | None:
+        """Return the error that ends the video, or None: the caller's, a stop, the first's."""
         output = self._work.output
         caller = self._error_of_caller or (None if output is None else output.error)
-        if caller is not None:
-            raise caller
-        for number, error in failures.items():
-            if number == self._planner.first or not isinstance(error, Exception):
-                raise error
+        stops = (error for error in failures.values() if not isinstance(error, Exception))
+        return caller or next(stops, None) or failures.get(self._planner.first)
+
+    def _dismiss(self, failures: dict[int, BaseException]) -> None:
+        """Go on without devices, or raise the error that ends the video."""
+        ending = self._ending(failures)
+        if ending is not None:
+            raise ending
         for number, error in failures.items():
             self._work.crew.fail(number, self._planner.devices[number], error)
             member = self._members.pop(number, None)
             if member is not None:
                 member.close()
         left = {n: each for n, each in self._planner.devices.items() if n not in failures}
+        for device in {self._planner.devices[number] for number in failures} - set(left.values()):
+            self._work.replicas.drop(device)
         self._planner = replace(self._planner, devices=left)
         self._bands = self._planner.recut(self._bands, self._work.crew.speeds(self._work.kind))
         self._pending = None
@@ -266,19 +252,44 @@ class BandedExecutor(Executor):
     def _adapt(self) -> None:
         """Continue in the bands that were planned after the last chunk."""
         bands, self._pending = self._pending, None
-        if bands is None:
+        if bands is not None:
+            # Workers write to the tails later, which inference mode would not allow.
+            with torch.inference_mode(False), torch.no_grad():
+                self._change(bands)
+
+    def _change(self, bands: Bands) -> None:
+        """Continue in `bands`, with the tails of the bands before."""
+        try:
+            tails = self.tails()
+        except Exception as error:
+            # The bands serve on. A device that failed fails in the next chunk, where it is known.
+            _logger.debug("Fast Video VAE: the bands stay, because no tails were moved: %s", error)
             return
-        before, tails = self._bands, self.tails()
+        ready = {self._members[band.number]: band for band in self._bands.members}
         self._bands = bands
         self._recruit()
-        for band in self._bands.members:
-            if band not in before.members:
-                self._members[band.number].start(self._bands, band, first=self.cache.first)
-                if tails:
-                    self._members[band.number].take(tails)
+        while failures := self._move(tails, ready):
+            self._dismiss(failures)
+            self._recruit()
         for cache in self.caches:
             cache.first = self.cache.first
         self._shares_cores = True
+
+    def _move(self, tails: Tails, ready: dict[Member, Band]) -> dict[int, BaseException]:
+        """Set the bands of members that are not `ready` in them; return errors by their number."""
+        failures: dict[int, BaseException] = {}
+        for band in self._bands.members:
+            member = self._members[band.number]
+            if ready.get(member) != band:
+                ready.pop(member, None)
+                try:
+                    member.start(self._bands, band, first=self.cache.first)
+                    if tails:
+                        member.take(tails)
+                    ready[member] = band
+                except Exception as error:
+                    failures[band.number] = error
+        return failures
 
     def _in_order(self) -> list[Member]:
         return [self._members[band.number] for band in self._bands.members]
@@ -311,6 +322,8 @@ class BandedDecode(BandedExecutor):
         yield chunk.piece
 
     def _written(self, chunk: TiledChunk | None, x: Tensor) -> _Task:
+        if chunk is not None:
+            chunk.restart()
         return lambda member: member.decode(x, chunk)
 
     def _dropped(self, x: Tensor) -> _Task:

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,20 +17,54 @@ _REASON_LENGTH = 120
 Kind = tuple[bool, torch.dtype]
 
 
-class Crew:
-    """The devices of a VAE, by their number in its list; a copied VAE starts without any.
+@dataclass
+class _Choice:
+    """A list of devices, and what is known of them.
 
     Attributes:
-        devices: The devices; one that is named twice is two devices that share it.
-        given: Their speeds in any unit, which are not measured then; None: measured.
+        devices: The devices.
+        given: Their speeds; None: measured.
+        failed: Numbers of those that failed.
+        measured: Speeds by kind of work and number.
     """
 
+    devices: tuple[torch.device, ...] = ()
+    given: tuple[float, ...] | None = None
+    failed: set[int] = field(default_factory=set)
+    measured: dict[Kind, dict[int, float]] = field(default_factory=dict)
+
+
+class Crew:
+    """The devices of a VAE, by their number in its list; a copied VAE starts without any."""
+
     def __init__(self) -> None:
-        self.devices: tuple[torch.device, ...] = ()
-        self.given: tuple[float, ...] | None = None
-        self._failed: set[int] = set()
-        self._measured: dict[Kind, dict[int, float]] = {}
+        self._choice = _Choice()
         self._lock = threading.Lock()
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices; one that is named twice is two devices that share it."""
+        return self._choice.devices
+
+    @property
+    def given(self) -> tuple[float, ...] | None:
+        """The speeds of the devices in any unit, which are not measured then; None: measured."""
+        return self._choice.given
+
+    @given.setter
+    def given(self, speeds: tuple[float, ...] | None) -> None:
+        """Set the speeds.
+
+        Args:
+            speeds: One per device; None: they are measured.
+        """
+        self._choice.given = speeds
+
+    def of_video(self) -> "Crew":
+        """Return the devices of a video, which stay when others are chosen for later ones."""
+        kept = Crew()
+        kept._choice, kept._lock = self._choice, self._lock
+        return kept
 
     def __deepcopy__(self, memo: object) -> "Crew":
         return Crew()
@@ -38,10 +73,8 @@ class Crew:
         return Crew, ()
 
     def choose(self, devices: Sequence[torch.device]) -> None:
-        """Use other `devices`; what is known of the ones before is forgotten."""
-        self.devices, self.given = tuple(devices), None
-        with self._lock:
-            self._failed, self._measured = set(), {}
+        """Use other `devices` in later videos; what is known of the ones before is forgotten."""
+        self._choice = _Choice(tuple(devices))
 
     def members(self, own: torch.device) -> dict[int, torch.device]:
         """Return the devices of a video by number.
@@ -52,25 +85,27 @@ class Crew:
         Returns:
             At least two devices, or none: one device computes the video then.
         """
-        devices = {n: each for n, each in enumerate(self.devices) if n not in self._failed}
-        if own not in self.devices:
-            if self.devices:
-                names = ", ".join(map(str, self.devices))
+        choice = self._choice
+        devices = {n: each for n, each in enumerate(choice.devices) if n not in choice.failed}
+        if own not in choice.devices:
+            if choice.devices:
+                names = ", ".join(map(str, choice.devices))
                 log_once(f"the weights are on {own}, and devices are {names}; using {own} alone")
             return {}
         return devices if own in devices.values() and len(devices) > 1 else {}
 
     def speeds(self, kind: Kind) -> dict[int, float]:
         """Return the known speeds for a `kind` of work, by number."""
-        if self.given is not None:
-            return dict(enumerate(self.given))
+        choice = self._choice
+        if choice.given is not None:
+            return dict(enumerate(choice.given))
         with self._lock:
-            return dict(self._measured.get(kind, {}))
+            return dict(choice.measured.get(kind, {}))
 
     def measured(self, kind: Kind, speeds: Mapping[int, float]) -> None:
         """Remember measured `speeds` for a `kind` of work."""
         with self._lock:
-            self._measured.setdefault(kind, {}).update(speeds)
+            self._choice.measured.setdefault(kind, {}).update(speeds)
 
     def fail(self, number: int, device: torch.device, error: BaseException) -> None:
         """Leave a device out from here on, and log why, once.
@@ -81,8 +116,8 @@ class Crew:
             error: What happened there.
         """
         with self._lock:
-            known = number in self._failed
-            self._failed.add(number)
+            known = number in self._choice.failed
+            self._choice.failed.add(number)
         if known:
             return
         text = " ".join(str(error).split())[:_REASON_LENGTH] or type(error).__name__

@@ -128,10 +128,12 @@ class Member:
 
     def take(self, tails: Tails) -> None:
         """Continue with `tails` `[B, C, context, H, W]` of whole frames, by the first's `conv`."""
-        self.executor.take({self._twins[conv]: tail for conv, tail in tails.items()})
-        # Devices that are the same one must not share tails, which are written to.
+        own = {self._twins[conv]: tail for conv, tail in tails.items()}
+        self.relief.attempt(functools.partial(self.executor.take, own))
+        # On the host, until a layer needs them: its device may be short of memory. Devices must not
+        # share tails, which are written to.
         for cache in self.caches:
-            cache.exchange(lambda _, tail: tail.to(self.device, copy=True))
+            self.relief.attempt(functools.partial(cache.exchange, lambda _, tail: tail.clone()))
 
     def decode(self, x: Tensor, target: TiledChunk | None) -> Callable[[], None]:
         """Return the task to decode a chunk.

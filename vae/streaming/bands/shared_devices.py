@@ -27,7 +27,8 @@ class SharedDevices:
 
         Set a list of names such as "cuda:1" or of devices, the VAE's own among them, where results
         stay. Each gets a band of the frames, and the result is that of one device. One that is
-        named twice counts as two. A device that fails is left out until the list is set again.
+        named twice counts as two. Another device than the VAE's that fails is left out until the
+        list is set again; a failure of the VAE's own ends the video.
         """
         return list(self.team.crew.devices)
 
@@ -48,6 +49,8 @@ class SharedDevices:
                 "whole frames, so bands are not exact; expected one device, or `VideoVAE.shard`"
             )
         self.team.crew.choose(known)
+        for device in self.team.replicas.devices() - set(known):
+            self.team.replicas.drop(device)
 
     @property
     def device_speeds(self) -> list[float] | None:
