@@ -88,6 +88,7 @@ class Messages:
         self._message = torch.frombuffer(self._text, dtype=torch.uint8)
         self._none = torch.empty(1, dtype=torch.uint8)
         self._sending = threading.Lock()
+        self._gone: set[int] = set()  # ranks that do not listen to this one any more
         self._ends: list[_End] = []
         self._reason: str | None = None  # why no operation is possible any more
         self._waits = self._leaves = False
@@ -184,9 +185,11 @@ class Messages:
         data = (head + reason.encode())[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
         with self._sending:
             self._text[:] = data
-            for other in ranks:
+            for other in set(ranks) - self._gone:
                 with contextlib.suppress(RuntimeError):
                     self._connection.send([self._message], other, _TAG).wait()
+            if left:
+                self._gone.update(ranks)
 
     def _listen(self, rank: int) -> None:
         """Receive the messages of a rank until it leaves or is gone."""
