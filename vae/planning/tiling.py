@@ -88,9 +88,7 @@ def can_cut(network: Network) -> list[int]:
         layer at the tiled end sees whole frames.
     """
     layers = network.layers()
-    seeing = [
-        index for index, layer in enumerate(layers) if any(part.sees_all for part in layer.blocks)
-    ]
+    seeing = _seeing(network)
     if is_encoder(network):
         cuts = range(1, seeing[0] + 1 if seeing else len(layers))
         return [cut for cut in cuts if layers[cut - 1].scale < 1]
@@ -111,14 +109,19 @@ def band_cuts(network: Network) -> list[int]:
         Numbers of layers before the cut; empty if there are no tiles.
     """
     cuts = can_cut(network)
-    seeing = [
+    seeing = _seeing(network)
+    if cuts and seeing:
+        cuts.append(seeing[0] if is_encoder(network) else seeing[-1] + 1)
+    return list(dict.fromkeys(cuts))
+
+
+def _seeing(network: Network) -> list[int]:
+    """Return the indices of the layers that see whole frames."""
+    return [
         index
         for index, layer in enumerate(network.layers())
         if any(part.sees_all for part in layer.blocks)
     ]
-    if cuts and seeing:
-        cuts.append(seeing[0] if is_encoder(network) else seeing[-1] + 1)
-    return list(dict.fromkeys(cuts))
 
 
 def divided(chains: Sequence[Sequence[CausalLayer]], count: int) -> tuple[Chains, Chains]:
