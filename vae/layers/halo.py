@@ -89,6 +89,37 @@ class Halo(NamedTuple):
             else:
                 place.copy_(line)
 
+    def window(
+        self,
+        x: Tensor,
+        lines: Lines,
+        cache: TemporalCache,
+        write: Write,
+        context: int,
+        tail: Callable[[Tensor], Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Write frames with their halo behind a tail that has one too.
+
+        Args:
+            x: As for `fill`, `[B, C, T, H, W]`.
+            lines: As for `fill`.
+            cache: Provides memory.
+            write: As for `fill`.
+            context: Frames of the tail.
+            tail: Returns the tail for frames like `x` with the halo; None: there is none.
+
+        Returns:
+            `[B, C, context + T, H, W]` in scratch memory, and the frames of `x` in it.
+        """
+        like, known = self.like(x), 0 if tail is None else context
+        batch, channels, frames, height, width = like.shape
+        window = cache.scratch((batch, channels, known + frames, height, width), x)
+        if tail is not None:
+            window[:, :, :known] = tail(like)
+        fresh = window[:, :, known:]
+        self.fill(fresh, x, lines, cache, write)
+        return window, fresh
+
 
 def halo_of(cache: TemporalCache, size: int, x: Tensor) -> Halo | None:
     """Return the layout of a layer's frames.
@@ -194,14 +225,8 @@ def joined(
     if halo is None or cache.shard is None:
         raise RuntimeError("the frames are not divided; expected a shard")
     lines = exchanged(cache.shard, x, halo, cache)
-    like = halo.like(x)
-    batch, channels, frames, height, width = like.shape
-    known = 0 if cache.first else context
-    window = cache.scratch((batch, channels, known + frames, height, width), x)
-    if known:
-        window[:, :, :known] = cache.tail(conv, context, like)
-    fresh = window[:, :, known:]
-    halo.fill(fresh, x, lines, cache, None)
+    tail = None if cache.first else functools.partial(cache.tail, conv, context)
+    window, fresh = halo.window(x, lines, cache, None, context, tail)
     kept = fresh.expand(-1, -1, context, -1, -1) if cache.first else fresh
     cache.keep(conv, context, kept)
     return window, halo.pads

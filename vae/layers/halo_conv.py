@@ -4,6 +4,7 @@ The lines of the new frames are exchanged first. Everything after that is this r
 can be repeated in smaller pieces when memory runs out. Tails keep the lines with their frames.
 """
 
+import functools
 from typing import NamedTuple, Protocol
 
 import torch
@@ -197,20 +198,14 @@ def _entered(
     norm: bool,
 ) -> _Input:
     """Write `x` and `lines` where the convolution reads them best."""
-    like = halo.like(x)
     if conv.keeps_ring(x, cache):
-        ring = cache.ring(conv, conv.context, like)  # type: ignore[arg-type]
+        ring = cache.ring(conv, conv.context, halo.like(x))  # type: ignore[arg-type]
         halo.fill(ring.slot, x, lines, cache, write)
         return _Input(ring.frames, ring.slot, ring)
     by_pointer = cache.first or conv.fusing(x, cache, norm=norm).tail
-    known = 0 if by_pointer else conv.context
-    batch, channels, frames, height, width = like.shape
-    window = cache.scratch((batch, channels, known + frames, height, width), x)
-    if known:
-        window[:, :, :known] = conv.tail(like, cache)
-    fresh = window[:, :, known:]
-    halo.fill(fresh, x, lines, cache, write)
-    return _Input(window, fresh)
+    joins = conv.context > 0 and not by_pointer
+    tail = functools.partial(conv.tail, cache=cache) if joins else None
+    return _Input(*halo.window(x, lines, cache, write, conv.context, tail))
 
 
 def _settled(
