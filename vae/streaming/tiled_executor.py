@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from ..planning.tiling import Chains, FrameTile
 from .cache_offload import Parking
 from .executor import Executor, Tails
 from .output import Output, TiledChunk
+
+_Target = TypeVar("_Target", bound=TiledChunk | None)
 
 
 class TiledExecutor(Executor):
@@ -164,21 +166,28 @@ class TiledDecode(TiledExecutor):
 
     def advance(self, x: Tensor) -> Iterator[Tensor]:
         """Push one chunk `x` `[B, C, T, H, W]` through; yield all of its frames together."""
-        chunk = self.output.chunk(x, first=self.cache.first)
-        self.fill(x, chunk)
+        chunk = self.fill(x, lambda: self.output.chunk(x, first=self.cache.first))
         yield chunk.piece
 
     def fill(
-        self, x: Tensor, chunk: TiledChunk | None, attempt: Callable[..., Any] | None = None
-    ) -> None:
+        self,
+        x: Tensor,
+        target: Callable[[], _Target],
+        attempt: Callable[..., Any] | None = None,
+    ) -> _Target:
         """Push one chunk through, and write the frames of the tiles.
 
         Args:
             x: `[B, C, T, H, W]`: the chunk.
-            chunk: Target of the frames; None: they are dropped.
+            target: Returns the target of the frames, once the layers on whole frames have freed
+                their memory; None: the frames are dropped.
             attempt: Runs an allocation on the device of the tiles; None: as the output does.
+
+        Returns:
+            The target.
         """
         runs = list(super().advance(x))
+        chunk = target()
         for tile, part in self.in_turn():
             done = 0
             for run in runs:
@@ -186,6 +195,7 @@ class TiledDecode(TiledExecutor):
                     if chunk is not None:
                         chunk.put(frames, done, tile.rows, tile.columns, attempt)
                     done += frames.shape[2]
+        return chunk
 
 
 class TiledEncode(TiledExecutor):

@@ -152,7 +152,7 @@ class Member:
         if not isinstance(executor, TiledDecode):
             raise TypeError("an encoder has no frames to write; expected a decoder")
         attempt = self.relief.attempt
-        return self._task(x, lambda y: executor.fill(y, target, attempt))
+        return self._task(x, lambda y: executor.fill(y, lambda: target, attempt))
 
     def encode(self, x: Tensor, whole: Tensor | None) -> Callable[[], None]:
         """Return the task to run the tiled layers of an encoder on a chunk.
