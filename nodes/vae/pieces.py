@@ -208,8 +208,8 @@ def load(vae: comfy.sd.VAE, memory_bytes: float, way: Way | None = None) -> None
     vae.first_stage_model.share(found)
 
 
-def release(vae: comfy.sd.VAE) -> Callable[[], None]:
-    """Return a function that unloads other models from the devices of `vae`."""
+def release(vae: comfy.sd.VAE) -> Callable[[torch.device], None]:
+    """Return a function that unloads other models from a device of `vae`."""
     return functools.partial(_release, vae)
 
 
@@ -242,9 +242,9 @@ def encode_bytes(vae: comfy.sd.VAE, shape: torch.Size, way: Way) -> int:
     return _plan_bytes(vae, *shape[-2:], way, encode=True, single_frame=single_frame)
 
 
-def _release(vae: comfy.sd.VAE) -> None:
-    for device in devices(vae):
-        free_others(vae.patcher, device)
+def _release(vae: comfy.sd.VAE, device: torch.device) -> None:
+    # Others are names of the VAE's own, such as mps:0 for mps.
+    free_others(vae.patcher, device if device in devices(vae) else vae.device)
 
 
 def _make_room(vae: comfy.sd.VAE, memory_bytes: float, device: torch.device) -> None:

@@ -56,7 +56,8 @@ class Relief:
     Args:
         device: Device of the work.
         task: Name of the work in the log and in errors, such as "a decode".
-        release: Releases memory of the caller, such as other models; None: there is none.
+        release: Releases memory of the caller on a device, such as other models; None: there is
+            none.
 
     Attributes:
         frees: Releases unused memory of the work, such as `Workspace.release`.
@@ -66,7 +67,10 @@ class Relief:
     """
 
     def __init__(
-        self, device: torch.device, task: str, release: Callable[[], None] | None = None
+        self,
+        device: torch.device,
+        task: str,
+        release: Callable[[torch.device], None] | None = None,
     ) -> None:
         self.device = device
         self.forget()
@@ -152,7 +156,7 @@ class Relief:
     def _give_back(self) -> bool:
         self.frees()
         if self._release is not None:
-            self._release()
+            self._release(self.device)
         release_cached(self.device)
         self.note("unused memory released")
         return True

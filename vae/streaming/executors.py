@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ..layers.oom import Relief
@@ -104,7 +105,7 @@ def make_banded(
     new_cache: Callable[[], TemporalCache],
     leave: Callable[[Tensor], Tensor] | Output,
     relief: Relief,
-    release: Callable[[], None] | None,
+    release: Callable[[torch.device], None] | None,
     *,
     full: bool,
     known: bool,
@@ -118,7 +119,7 @@ def make_banded(
         new_cache: Creates the state of the video.
         leave: As for `make_executor`, `[B, C, T, H, W]`.
         relief: Frees memory of the first device.
-        release: Releases memory of the caller; None: nothing.
+        release: Releases memory of the caller on a device; None: nothing.
         full: Compute float32 in full float32.
         known: The whole video is at hand.
 

@@ -17,7 +17,8 @@ class StreamOptions:
         limit_bytes: Memory limit of a step; None: the VAE's.
         tile: Height and width in pixels of the tiles for the layers near the frames; None: chosen
             from size and memory.
-        release: Called when memory runs out, to release memory of the caller; None: nothing.
+        release: Called with a device whose memory runs out, to release memory of the caller there;
+            None: nothing.
 
     Raises:
         ValueError: A field has another type, or a size is not positive.
@@ -27,7 +28,7 @@ class StreamOptions:
     dtype: torch.dtype | None = None
     limit_bytes: int | None = None
     tile: tuple[int, int] | None = None
-    release: Callable[[], None] | None = None
+    release: Callable[[torch.device], None] | None = None
 
     def __post_init__(self) -> None:
         chunk, dtype, tile = self.chunk, self.dtype, self.tile

@@ -86,16 +86,19 @@ def test_a_vae_on_one_device_leaves_the_others(cards, state, tmp_path):
     del models
 
 
-def test_a_release_unloads_other_models_from_each_device(cards, vae):
+@pytest.mark.parametrize(("name", "taken"), [("cpu:0", 0), ("cpu:1", 1), ("cpu", 0)])
+def test_a_release_unloads_other_models_from_the_device_that_is_short(cards, vae, name, taken):
+    """The VAE's own device has other names, such as mps:0 for mps."""
     import comfy.model_management as management
 
     from fast_video_vae.nodes.vae import pieces
 
     vae.decode(small_latents(1))
     models = fill(cards, 5 * GB, 5 * GB)
-    pieces.release(vae)()
-    assert unloaded(cards) == ["model 0", "model 1"]
-    assert [each.model for each in management.current_loaded_models] == [vae.patcher]
+    pieces.release(vae)(torch.device(name))
+    assert unloaded(cards) == [f"model {taken}"]
+    loaded = [each.model for each in management.current_loaded_models]
+    assert set(loaded) == {vae.patcher, models[1 - taken]}
     del models
 
 

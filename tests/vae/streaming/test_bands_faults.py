@@ -265,7 +265,7 @@ def test_a_device_whose_memory_stays_short_is_left_out(vae, expected, failing, c
 def test_memory_of_the_caller_is_released_by_one_thread_at_a_time(vae, expected, failing):
     inside, most = [], []
 
-    def release():
+    def release(device):
         inside.append(1)
         most.append(len(inside))
         threading.Event().wait(0.01)
@@ -282,7 +282,7 @@ def test_an_error_of_the_callers_release_is_raised(vae, failing, caplog):
     class StoppedError(Exception):
         pass
 
-    def release():
+    def release(device):
         raise StoppedError("by the user")
 
     failing[1] = FailingMemory(20)

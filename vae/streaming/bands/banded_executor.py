@@ -217,14 +217,14 @@ class BandedExecutor(Executor):
         relief.stopped = self._stopped
         return Member(number, job, network, relief, full=work.full)
 
-    def _release(self) -> None:
-        """Release memory of the caller, from one thread at a time."""
+    def _release(self, device: torch.device) -> None:
+        """Release memory of the caller on `device`, from one thread at a time."""
         release = self._work.release
         if release is None:
             return
         with self._releasing:
             try:
-                release()
+                release(device)
             except BaseException as error:
                 self._error_of_caller = error
                 raise

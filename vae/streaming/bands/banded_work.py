@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from ...layers.oom import Relief
 from ...models.replicas import Replicas
 from ...planning.bands import BandPlanner
@@ -19,7 +21,7 @@ class BandedWork:
         crew: The devices of the VAE.
         replicas: The copies of its networks.
         relief: Frees memory of the first device outside of its band.
-        release: Releases memory of the caller; None: nothing.
+        release: Releases memory of the caller on a device; None: nothing.
         full: Compute float32 in full float32.
         known: The whole video is at hand, so a chunk can be taken from it again.
         output: Destination of a decoder's frames; None: the video is encoded.
@@ -29,7 +31,7 @@ class BandedWork:
     crew: Crew
     replicas: Replicas
     relief: Relief
-    release: Callable[[], None] | None
+    release: Callable[[torch.device], None] | None
     full: bool
     known: bool
     output: Output | None
