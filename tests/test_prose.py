@@ -10,7 +10,7 @@ import io
 import json
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -158,14 +158,18 @@ def _values(data: object) -> Iterator[str]:
             yield from _values(value)
 
 
-def texts() -> Iterator[Text]:
-    for path, text in sources().items():
-        for read in (comments, strings, names):
-            yield from read(path, text)
-    yield from pages()
+@functools.cache
+def texts() -> list[Text]:
+    read = [
+        found
+        for path, text in sources().items()
+        for kind in (comments, strings, names)
+        for found in kind(path, text)
+    ]
+    return [*read, *pages()]
 
 
-def listed_words(found: Iterator[Text]) -> list[str]:
+def listed_words(found: Iterable[Text]) -> list[str]:
     wrong = []
     for place, text in found:
         path = place.partition(":")[0]

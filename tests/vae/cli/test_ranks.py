@@ -66,6 +66,7 @@ def frames_of(path):
     return torch.cat(list(read_video(path).pieces(multiple=1)), dim=2)
 
 
+@pytest.mark.slow
 def test_the_latents_are_those_of_one_process(done, vae_path, tmp_path):
     one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
     part = "--frames-limit", "9", "--size", "96x64"

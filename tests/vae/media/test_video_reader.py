@@ -197,8 +197,8 @@ def printed(command):
     """
     for _ in range(2):
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return succeeded(command, timeout=180).stdout
-    return succeeded(command, timeout=180).stdout
+            return succeeded(command, timeout=60).stdout
+    return succeeded(command, timeout=60).stdout
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Python measures no peak memory on Windows")

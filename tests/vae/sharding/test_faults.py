@@ -47,7 +47,8 @@ def check(results, expected):
 
 
 @pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.slow
 def test_any_allocation_of_one_rank_can_fail(pool, family, victim, encode):
     x, expected = given_and_expected(family, encode=encode)
     options = {"family": family, "x": x, "victim": victim, "encode": encode}
