@@ -318,7 +318,7 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
             relief=relief,
             known=part.known,
             single_frame=part.single_frame,
-            begins=not part.start,
+            begins=part.begins,
             budget=work,
         )
         stream = until_complete(stream, part.frames, as_images=images is not None)

@@ -1,9 +1,28 @@
-"""The latents of an iterable, kept as long as they may be needed again."""
+"""A part of a video or of pictures, and the latents that it needs."""
 
+import pytest
 import torch
 
-from fast_video_vae.tests.vae.families import joined
+from fast_video_vae.tests.vae.families import STATES, close, joined, latent_for
+from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.streaming.part import KeptLatents
+
+
+@pytest.mark.parametrize(
+    ("family", "tile"),
+    [*((family, None) for family in STATES), ("wan2.2", (32, 32)), ("qwen-image-2.1", (32, 32))],
+)
+def test_a_part_from_any_frame_on_is_that_of_the_whole(family, tile):
+    vae = load_vae(STATES[family](), dtype=torch.float32)
+    latent = latent_for(vae, 6, 32, 48)
+    options = StreamOptions(1, tile=tile)
+    whole = joined(vae.decode_stream(latent, options))
+    step = vae.config.temporal_compression
+    for start in range(0, whole.shape[2], 2 * step - 1):
+        frames = range(start, min(start + step + 1, whole.shape[2]))
+        for source in (latent, latent.split(3, dim=2)):
+            part = joined(vae.decode_stream(source, options, frames=frames))
+            close(part, whole[:, :, frames.start : frames.stop])
 
 
 def test_an_iterable_keeps_the_latents_that_the_next_frame_needs():
