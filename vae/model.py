@@ -85,9 +85,12 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
             ValueError: The frames have another shape, dtype or channel count, or are not finite; or
                 the checkpoint has no encoder.
         """
-        check_tensor(frames, "frames", self.config.image_channels)
+        with self.preparing():
+            check_tensor(frames, "frames", self.config.image_channels)
         latents = list(self.encode_stream(frames, StreamOptions(chunk)))
-        return Relief(self.device, "an encode").finish(lambda: torch.cat(latents, dim=2))
+        relief = Relief(self.device, "an encode")
+        with self.preparing():
+            return self.on_all(lambda: torch.cat(latents, dim=2), relief)
 
     @eager
     def decode(self, latent: Tensor, chunk: int | None = None) -> Tensor:
@@ -105,8 +108,9 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
             ValueError: The latent has another channel count, shape or dtype, no frames, or is not
                 finite.
         """
-        check_tensor(latent, "latent", self.config.latent_channels)
-        frames = self.on_all(lambda: self.new_frames(latent), Relief(self.device, "a decode"))
+        with self.preparing():
+            check_tensor(latent, "latent", self.config.latent_channels)
+            frames = self.on_all(lambda: self.new_frames(latent), Relief(self.device, "a decode"))
         for _ in self.decode_stream(latent, StreamOptions(chunk), out=frames):
             pass
         return frames
@@ -137,12 +141,14 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
             ValueError: As for `encode`; for a piece when it is reached. On a GPU, values that are
                 not finite are found at the end, because each look at them would stop the device.
         """
-        encoder = self.encoding()
         latents, patch = self.config.latent_channels, self.config.patch_size
         scale = self.config.latent_scale if scaled else 1
         relief = Relief(self.device, "an encode", options.release)
         dtype = options.dtype or self.encode_dtype
-        computed = self.agreed(compute_dtype(dtype, self.device))
+        with self.preparing():
+            encoder = self.encoding()
+            computed = self.agreed(compute_dtype(dtype, self.device))
+            source = checked(pieces, self.check_frames)
 
         def mean_of(x: Tensor) -> Tensor:
             mean = x[:, :latents] if self.conv1 is None else self.conv1(x, outputs=slice(latents))
@@ -152,7 +158,7 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
             encoder,
             options,
             computed,
-            checked(pieces, self.check_frames),
+            source,
             enter=lambda x: fold_pixels(x, patch),
             to_range=to_range,
             leave=lambda x: relief.attempt(lambda: mean_of(x)),
@@ -197,18 +203,22 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
                 in the video; for a piece of an iterable when it is reached.
         """
         device, asked, work = self.device, options.dtype or self.dtype, TrialBudget()
-        with trials(work):
-            dtype = decode_dtype(asked, device, allow_fp16=allows_fp16(self, options, latent))
-        dtype = self.agreed(dtype)
-        watch = Watch() if dtype == torch.float16 != asked else None
-        part = Part(latent, frames, self.decoder, self.config, self.check_latent, keeps=bool(watch))
-        check_targets(latent, self.config, out, images, frames)
+        with self.preparing():
+            with trials(work):
+                dtype = decode_dtype(asked, device, allow_fp16=allows_fp16(self, options, latent))
+            dtype = self.agreed(dtype)
+            watch = Watch() if dtype == torch.float16 != asked else None
+            part = Part(
+                latent, frames, self.decoder, self.config, self.check_latent, keeps=bool(watch)
+            )
+            check_targets(latent, self.config, out, images, frames)
+            wider = dtype if watch is None else self.agreed(compute_dtype(asked, device))
         run = functools.partial(self._frames_of, options, work, out, images)
         if watch is None:
             return run(part, dtype)
         narrow = functools.partial(run, part, dtype, watch)
         axis = 2 if images is None else 1
-        wide = functools.partial(run, dtype=self.agreed(compute_dtype(asked, device)))
+        wide = functools.partial(run, dtype=wider)
         return continued(self, options, part, watch, narrow, wide, axis=axis)
 
     def normalize(self, latent: Tensor) -> Tensor:

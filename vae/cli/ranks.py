@@ -7,7 +7,10 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ..media.atomic_file import unfinished
 
 if TYPE_CHECKING:
     from ..model import VideoVAE
@@ -64,6 +67,16 @@ def joined_ranks(args: argparse.Namespace) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def _partial_files() -> list[Path]:
+    """Return the partial files of rank 0."""
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+
+    found = [[*unfinished]]
+    dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+    return found[0]
+
+
 @contextlib.contextmanager
 def shared(args: argparse.Namespace, vae: "VideoVAE") -> Iterator[None]:
     """Share the videos of `vae` between the ranks, if `args` ask for it, within the block."""
@@ -71,7 +84,14 @@ def shared(args: argparse.Namespace, vae: "VideoVAE") -> Iterator[None]:
         yield
         return
     vae.shard(axis=None if args.shard == "auto" else args.shard)
+    files = _partial_files()
     try:
         yield
+    except ConnectionError as error:
+        # A process that is killed cannot remove them.
+        if str(error).startswith("rank 0 of"):
+            for file in files:
+                file.unlink(missing_ok=True)
+        raise
     finally:
         vae.unshard()

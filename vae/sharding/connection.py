@@ -1,20 +1,26 @@
 """How the processes of a group of `torch.distributed` become the ranks of a video.
 
-Two gloo groups are created for votes and messages, from the store of the caller's group: one of
-`torch.distributed.new_group` would need the processes outside of it too. GPUs that the caller's
-group links are sent to over that group; everything else takes the group of the votes.
+Gloo groups are created for votes, messages and data, from the store of the caller's group: one of
+`torch.distributed.new_group` would need the processes outside of it too. Between GPUs that the
+caller's group links, data takes that group. Votes have a group of their own, because gloo ends a
+process whose operation meets one of another size, as that of a rank that is at its next video.
 """
 
 import datetime
 import socket
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..planning.parts import AXES
-from .messages import Group, Messages
+from .messages import Group, Messages, ShardError
 from .shard import ShardGroup
+
+# Seconds for all ranks to come; one can need longer than another to load its weights.
+WAIT_S = 300.0
 
 # The ranks wait for the slowest of them; `Messages` ends the wait for one that is gone.
 _TIMEOUT = datetime.timedelta(days=7)
@@ -23,7 +29,7 @@ _TIMEOUT = datetime.timedelta(days=7)
 def connected(
     device: torch.device, group: dist.ProcessGroup | None = None, axis: str | None = None
 ) -> ShardGroup:
-    """Connect the processes of a group, all of which call this.
+    """Connect the processes of a group, all of which call this within `WAIT_S`.
 
     Args:
         device: Device of this rank.
@@ -34,14 +40,17 @@ def connected(
         The ranks.
 
     Raises:
-        ValueError: There is no process group, this process is not in it, or the axis is unknown.
+        ValueError: There is no process group, this process is not in it, or the axis is unknown
+            here or on another rank.
+        ShardError: A process does not come.
     """
+    unknown = None
     if axis is not None and axis not in AXES:
-        raise ValueError(f"axis is {axis!r}; expected 'rows', 'columns' or None")
+        unknown = ValueError(f"axis is {axis!r}; expected 'rows', 'columns' or None")
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     if group is None:
-        raise ValueError(
+        raise unknown or ValueError(
             "torch.distributed has no process group; expected init_process_group before, as under "
             "torchrun"
         )
@@ -54,20 +63,40 @@ def connected(
     store = group.get_group_store() if public else c10d._get_process_group_store(group)
     # The same number on all ranks.
     number = store.add(f"fast_video_vae/rank {rank}", 1)
-    listeners, voters = (
-        c10d.ProcessGroupGloo(
-            c10d.PrefixStore(f"fast_video_vae/{name} {number}", store), rank, size, _TIMEOUT
-        )
-        for name in ("messages", "votes")
-    )
+    come = [f"fast_video_vae/axis {number} of {each}" for each in range(size)]
+    store.set(come[rank], str(unknown is None))
+    _wait_for(size, lambda each: store.check([come[each]]))
+    if unknown is not None:
+        raise unknown
+    wrong = [each for each, key in enumerate(come) if store.get(key) != b"True"]
+    if wrong:
+        raise ValueError(f"rank {wrong[0]} has an unknown axis; expected 'rows', 'columns' or None")
+
+    def linked(name: str) -> Group:
+        own = c10d.PrefixStore(f"fast_video_vae/{name} {number}", store)
+        return c10d.ProcessGroupGloo(own, rank, size, _TIMEOUT)
+
+    listeners, voters = linked("messages"), linked("votes")
     vote = torch.tensor(not _reaches(group, device), dtype=torch.int64)
     voters.allreduce([vote], dist.ReduceOp.MAX).wait()
-    data: Group = voters if vote else group
+    data: Group = linked("data") if vote else group
     places = f"fast_video_vae/place {number} of"
     store.set(f"{places} {rank}", _place(device))
     found = [store.get(f"{places} {each}").decode() for each in range(size)]
-    messages = Messages(listeners, [voters] if data is voters else [voters, data])
+    messages = Messages(listeners, [voters, data])
     return ShardGroup(device, axis, voters, data, messages, found.count(_place(device)))
+
+
+def _wait_for(size: int, is_there: Callable[[int], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    for rank in range(size):
+        while not is_there(rank):
+            if time.monotonic() > end:
+                raise ShardError(
+                    f"rank {rank} of {size} did not come within {WAIT_S:g} s; expected the same "
+                    "call on all ranks"
+                )
+            time.sleep(0.01)
 
 
 def _place(device: torch.device) -> str:

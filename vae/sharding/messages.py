@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -112,10 +112,12 @@ class Messages:
             RuntimeError: Memory ran out before the operation.
         """
         with self._changed:
-            self._note_ends()
-            if self._reason is not None:
-                raise ShardError(self._reason)
-            self._waits = True
+            ended = self._note_ends()
+            self._waits = not ended
+        if ended:
+            # No other rank shall wait for this one.
+            self._break(self._others)
+            raise ShardError(self._reason)
         try:
             operate()
         except RuntimeError as error:
@@ -130,6 +132,38 @@ class Messages:
             self._waits = False
         self._operation += 1
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The number of the video, and that of the next operation in it."""
+        return self._video, self._operation
+
+    def lose_step(self, *, is_ahead: bool) -> NoReturn:
+        """End an operation that other ranks took for another one.
+
+        Args:
+            is_ahead: This rank ended a video, and another one did not.
+
+        Raises:
+            ShardError: Always; with the reason of the rank that ended the video.
+        """
+        with self._changed:
+            if is_ahead:
+                self._reason = self._reason or "this rank ended a video before the other ranks"
+            else:
+                self._changed.wait_for(self._note_ends, _GRACE_S)
+            reason = self._reason = self._reason or "another rank ended this video before this rank"
+        self._break(self._others)
+        raise ShardError(reason)
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Notify the other ranks if an error ends a video before its layers run."""
+        try:
+            yield
+        except BaseException as error:
+            self._end_video(self._ending(error))
+            raise
+
     @contextlib.contextmanager
     def one_video(self) -> Iterator[None]:
         """Count the operations of a video, and notify the other ranks of its end.
@@ -137,28 +171,31 @@ class Messages:
         Raises:
             ShardError: A rank ended during an operation of the device.
         """
-        self._next_video()
+        # Noticed by ranks whose video is longer.
+        ending = f"{self._name(self._rank)} is at the end of its video"
         try:
             yield
-            # Noticed by ranks whose video is longer.
-            self._send(self._peers(), f"{self._name(self._rank)} is at the end of its video")
-        except GeneratorExit:
-            self._send(self._peers(), f"{self._name(self._rank)} stopped")
-            raise
-        except ShardError as error:
-            self._send(self._peers(), str(error))
-            raise
         except BaseException as error:
-            text = (str(error).splitlines() or [""])[0] or type(error).__name__
-            self._send(self._peers(), f"{self._name(self._rank)} stopped: {text}")
+            ending = self._ending(error)
             # A GPU notices where the host waits for it that an operation was ended.
             if isinstance(error, RuntimeError) and self._reason and not is_out_of_memory(error):
                 raise ShardError(self._reason) from None
             raise
         finally:
-            self._next_video()  # operations before the next video do not belong to this one
+            self._end_video(ending)
 
-    def _next_video(self) -> None:
+    def _ending(self, error: BaseException) -> str:
+        """Return the message about an error of this rank, or about one that it has heard of."""
+        if isinstance(error, ShardError):
+            return str(error)
+        name = self._name(self._rank)
+        if not isinstance(error, Exception):
+            return f"{name} {'stopped' if isinstance(error, GeneratorExit) else 'was interrupted'}"
+        return f"{name} stopped: {(str(error).splitlines() or [''])[0] or type(error).__name__}"
+
+    def _end_video(self, reason: str) -> None:
+        """Notify the other ranks of the end of a video; what follows belongs to the next one."""
+        self._send(self._peers(), reason)
         self._video, self._operation = self._video + 1, 0
 
     def leave(self) -> None:
@@ -167,6 +204,8 @@ class Messages:
             return
         atexit.unregister(self.leave)
         self._leaves = True
+        with self._changed:
+            self._reason = self._reason or "this rank left the group"
         self._send(self._peers(), f"{self._name(self._rank)} left the group", left=True)
         deadline = time.monotonic() + _GRACE_S
         for listener in self._listeners:

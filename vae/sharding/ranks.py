@@ -4,8 +4,11 @@ Every rank calls the same operations in the same order. Tensors travel as bytes,
 memory, and by the host where the connection has no access to the device.
 """
 
+import contextlib
 import functools
 import weakref
+import zlib
+from array import array
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar
@@ -18,6 +21,9 @@ from ..layers.lines import Attempt
 from .messages import Group, Messages
 
 _TAG = 0x5A0D
+
+# Numbers that one vote compares, with the place of the operation and what they are.
+_MOST_NUMBERS = 16
 
 # From the widest to the narrowest: ranks that would compute in different dtypes take the widest.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -42,7 +48,8 @@ class Ranks:
         axis: "rows" or "columns": what is divided; None: the longer one of each video, so that the
             shorter one is sent.
         voters: A gloo group.
-        data: A group that sends the memory of the device; or `voters`, by the host.
+        data: A group of `torch.distributed` that sends the memory of the device; or a gloo group,
+            by the host.
         messages: Listens to the other ranks.
         sharers: Ranks that have the same device, this one included.
 
@@ -69,10 +76,21 @@ class Ranks:
         self.counts: Counter[str] = Counter()
         self.device = device
         self._voters, self._data, self._messages = voters, data, messages
-        self._staged = data is voters and device.type not in ("cpu", "meta")
+        by_host = not isinstance(data, dist.ProcessGroup)
+        self._staged = by_host and device.type not in ("cpu", "meta")
+        # The memory of a vote exists from the start: a shortage of memory is one reason for it.
+        self._numbers = array("q", bytes(8 * 2 * _MOST_NUMBERS))
         with torch.inference_mode(False):
-            self._vote = torch.zeros((), dtype=torch.int64)
+            self._vote = torch.frombuffer(self._numbers, dtype=torch.int64)
         weakref.finalize(self, messages.leave)
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """Copy and pickle as None: a copy of a VAE has no ranks."""
+        return type(None), ()
+
+    def preparing(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which an error notifies the other ranks, before a video runs."""
+        return self._messages.preparing()
 
     def in_step(self, stream: Iterator[Tensor]) -> Generator[Tensor, None, None]:
         """Yield the pieces `[...]` of a `stream`, and notify the other ranks if it ends early."""
@@ -165,23 +183,19 @@ class Ranks:
         self._messages.run(lambda: attempt(lambda: self._data.allreduce([total], operation)).wait())
         return attempt(lambda: total.to(x.device))
 
-    def most(self, number: int, attempt: Attempt = at_once) -> int:
+    def most(self, name: str, number: int, attempt: Attempt = at_once) -> int:
         """Return the maximum of a number over all ranks; no device waits for it.
 
         Args:
+            name: Name of the number, the same on all ranks.
             number: The number of this rank.
             attempt: Runs an allocation, such as `Relief.attempt`.
 
         Returns:
             The maximum.
         """
-        self.counts["votes"] += 1
-        vote = self._vote.fill_(number)
-        operation = dist.ReduceOp.MAX
-        self._messages.run(
-            lambda: attempt(lambda: self._voters.allreduce([vote], operation)).wait()
-        )
-        return int(vote)
+        _, (most,) = self._extremes(name, [number], attempt)
+        return most
 
     def check_equal(self, numbers: dict[str, int], attempt: Attempt = at_once) -> None:
         """Check that all ranks have the same numbers.
@@ -193,25 +207,56 @@ class Ranks:
         Raises:
             ValueError: A rank has another one.
         """
-        self.counts["votes"] += 1
-        own = [*numbers.values()]
-        extremes = attempt(lambda: torch.tensor([*own, *(-number for number in own)]))
-        operation = dist.ReduceOp.MAX
-        self._messages.run(
-            lambda: attempt(lambda: self._voters.allreduce([extremes], operation)).wait()
-        )
-        most, least = extremes.tolist()[: len(own)], extremes.tolist()[len(own) :]
-        for (name, number), high, opposite in zip(numbers.items(), most, least, strict=True):
-            low = -opposite
+        least, most = self._extremes(" ".join(numbers), [*numbers.values()], attempt)
+        for (name, number), low, high in zip(numbers.items(), least, most, strict=True):
             if high != low:
                 raise ValueError(
-                    f"{name} is {number} on this rank, and {low} to {high} on all; expected one "
-                    "number"
+                    f"{name} is {int(number)} on this rank, and {low} to {high} on all; expected "
+                    "one number"
                 )
+
+    def _extremes(
+        self, names: str, numbers: list[int], attempt: Attempt
+    ) -> tuple[list[int], list[int]]:
+        """Return the minimum and the maximum of each number over all ranks.
+
+        All votes have one size, because gloo ends the process if those of two ranks differ.
+
+        Args:
+            names: Names of the numbers, the same on all ranks.
+            numbers: The numbers of this rank.
+            attempt: Runs an allocation.
+
+        Returns:
+            The minima and the maxima.
+
+        Raises:
+            ValueError: Another rank compares something else.
+            ShardError: Another rank is not at this operation.
+        """
+        self.counts["votes"] += 1
+        place = self._messages.place
+        given = [*place, zlib.crc32(names.encode()), *numbers]
+        given += [0] * (_MOST_NUMBERS - len(given))
+        self._numbers[:] = array("q", [*given, *(-number for number in given)])
+        vote, operation = self._vote, dist.ReduceOp.MAX
+        self._messages.run(
+            lambda: attempt(lambda: self._voters.allreduce([vote], operation)).wait()
+        )
+        most = [*self._numbers[:_MOST_NUMBERS]]
+        least = [-number for number in self._numbers[_MOST_NUMBERS:]]
+        if most[:2] != least[:2]:
+            self._messages.lose_step(is_ahead=place > tuple(least[:2]))
+        if most[2] != least[2]:
+            raise ValueError(
+                f"this rank compares {names}, and another one something else; expected the same "
+                "calls on all ranks"
+            )
+        return least[3 : 3 + len(numbers)], most[3 : 3 + len(numbers)]
 
     def widest(self, dtype: torch.dtype) -> torch.dtype:
         """Return the widest of the dtypes of all ranks, of which this one has `dtype`."""
-        return _DTYPES[-self.most(len(_DTYPES) - _DTYPES.index(dtype))]
+        return _DTYPES[-self.most("dtype", len(_DTYPES) - _DTYPES.index(dtype))]
 
     def close(self) -> None:
         """Leave the group; the others cannot go on without this rank."""

@@ -1,5 +1,6 @@
 """The processes that share the videos of a VAE, as its methods."""
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -39,8 +40,9 @@ class SharedRanks:
 
         Raises:
             ValueError: There is no process group, this process is not in it, or the axis is
-                unknown. A stream raises it too, for more ranks than rows or columns of a latent,
-                and if autograd records.
+                unknown, here or on another rank. A stream raises it too, for more ranks than rows
+                or columns of a latent, and if autograd records.
+            ShardError: A rank does not make this call within 300 s.
         """
         self.unshard()
         # Some builds of PyTorch have no `torch.distributed`.
@@ -52,6 +54,10 @@ class SharedRanks:
         shards, self.shards = self.shards, None
         if shards is not None:
             shards.close()
+
+    def preparing(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for work before a video: its errors end the wait of the other ranks."""
+        return contextlib.nullcontext() if self.shards is None else self.shards.preparing()
 
     def agreed(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of a stream of all ranks, each of which measures what is fast.
@@ -91,7 +97,8 @@ class SharedRanks:
             result, error = relief.finish(do), None
         except ExhaustedError as short:
             result, error = None, short
-        if self.shards is not None and self.shards.most(error is not None) and error is None:
+        failed = error is not None
+        if self.shards is not None and self.shards.most("failures", failed) and not failed:
             error = ExhaustedError("memory ran out on another rank; use frames in parts")
         if result is None or error is not None:
             raise error or RuntimeError("there is no memory and no error; expected one of them")

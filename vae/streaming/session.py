@@ -231,7 +231,8 @@ class VideoSession:
         options = {"chunk": self.options.chunk, "tile": tile, "cuts": not records}
         self._plan, self._planner = banded or (make_plan(self._job, limit, **options), None)
         check_plan(self._job, self._plan)
-        check_shared(self.shards, self._job, self._plan, self.relief.finish)
+        options = {"begins": self.begins, "skips_static": self.skips}
+        check_shared(self.shards, self._job, self._plan, options, self.relief.finish)
         convs = [module for module in self.network.modules() if isinstance(module, Conv)]
         drop_stale_forms(convs, self.relief.finish)
         self._executor = self._executor_of(self._plan)
@@ -287,6 +288,8 @@ class VideoSession:
             self._recording = None
         self._last = like
         self._records = torch.is_grad_enabled() and (chunk.requires_grad or self.learns)
+        if self._records and not (self._shard is None and self._planner is None):
+            raise ValueError("a later piece has a gradient; expected torch.no_grad() or one device")
         if self.skips:
             repeats = 0
             if self._records:
@@ -297,7 +300,7 @@ class VideoSession:
             self._is_static = wanted is not None
             if self._is_static:
                 chunk, self._searches = chunk[:, :, :wanted], False
-        self._chunk = chunk
+        self._chunk = chunk if self._shard is None else self._shard.cut(chunk)
 
     @eager
     def _next(self) -> Tensor | None:
@@ -320,8 +323,6 @@ class VideoSession:
     def _input(self, chunk: Tensor | None) -> Tensor:
         if chunk is None:
             raise RuntimeError("no chunk was set; expected one")
-        if self._shard is not None:
-            chunk = self._shard.cut(chunk)
         if self._upload is not None:
             x = self._upload(chunk)
         else:
@@ -345,7 +346,9 @@ class VideoSession:
 
     def _is_true_of_any(self, fact: bool) -> bool:
         """Return whether a fact is true of any rank of this video."""
-        return fact if self.shards is None else bool(self.shards.most(fact, self.relief.attempt))
+        if self.shards is None:
+            return fact
+        return bool(self.shards.most("facts", fact, self.relief.attempt))
 
     @eager
     def _lower(self) -> None:

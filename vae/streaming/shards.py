@@ -1,6 +1,7 @@
 """What a stream needs of the ranks that share it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -33,12 +34,16 @@ class StreamShards(Protocol):
         """Return the part of latents of `height` and `width`; `attempt` runs an allocation."""
         ...
 
-    def most(self, number: int, attempt: Attempt = ...) -> int:
-        """Return the maximum of `number` over all ranks; `attempt` runs an allocation."""
+    def most(self, name: str, number: int, attempt: Attempt = ...) -> int:
+        """Return the maximum of `number`, called `name` on all ranks; `attempt` allocates."""
         ...
 
     def check_equal(self, numbers: dict[str, int], attempt: Attempt = ...) -> None:
         """Raise a ValueError if a rank has other `numbers`; `attempt` runs an allocation."""
+        ...
+
+    def preparing(self) -> AbstractContextManager[None]:
+        """Return a context in which an error notifies the other ranks, before a video runs."""
         ...
 
     def in_step(self, stream: Iterator[Tensor]) -> Iterator[Tensor]:
@@ -78,22 +83,30 @@ def shared_limit(
         raise ValueError("a gradient is recorded; expected torch.no_grad() where ranks share it")
     if limit_bytes is None:
         limit_bytes = usual_limit(job) // shards.sharers
-    return -shards.most(-limit_bytes)
+    return -shards.most("limit_bytes", -limit_bytes)
 
 
-def check_shared(shards: StreamShards | None, job: StreamJob, plan: Plan, attempt: Attempt) -> None:
+def check_shared(
+    shards: StreamShards | None,
+    job: StreamJob,
+    plan: Plan,
+    options: Mapping[str, bool],
+    attempt: Attempt,
+) -> None:
     """Check that the ranks have one plan.
 
     Args:
         shards: The ranks, or None.
         job: The stream.
         plan: Its plan.
+        options: More of what determines the steps, by name.
         attempt: Runs an allocation, such as `Relief.attempt`.
 
     Raises:
-        ValueError: A rank has another batch, or its device another plan.
+        ValueError: A rank has another batch or other options, or its device another plan.
     """
     if shards is None:
         return
+    kind = {"encode": job.spec.encodes, "single_frame": job.single_frame, **options}
     plans = {"chunk": plan.chunk, "part_bytes": plan.part_bytes, "peak_bytes": plan.peak_bytes}
-    shards.check_equal({"batch": job.latent_size[0], **plans}, attempt)
+    shards.check_equal({"batch": job.latent_size[0], **kind, **plans}, attempt)

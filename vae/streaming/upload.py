@@ -67,17 +67,17 @@ class Upload:
             self._counted = pixels
         return x
 
-    def check(self, most: Callable[[int], int] | None = None) -> None:
+    def check(self, most: Callable[[str, int], int] | None = None) -> None:
         """Wait for the device, once per video, and check all pixels so far.
 
         Args:
-            most: Returns the maximum of a number over all ranks; None: there is one.
+            most: Returns the maximum of a number, by its name, over all ranks; None: there is one.
 
         Raises:
             ValueError: Some are NaN or infinite.
         """
         count = 0 if self._bad is None else int(self._bad)
-        count = count if most is None else most(count)
+        count = count if most is None else most("values that are not finite", count)
         if count:
             raise ValueError(
                 f"frames has {count} values that are NaN or infinite; expected finite ones"

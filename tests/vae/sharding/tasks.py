@@ -1,9 +1,11 @@
 """What the ranks of a pool do: encodes and decodes of a narrow VAE."""
 
 import contextlib
+import copy
 import functools
 import math
 import os
+import pickle
 import signal
 import time
 from unittest import mock
@@ -18,6 +20,10 @@ from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.workspace import Workspace
 from fast_video_vae.vae.planning import candidates
+from fast_video_vae.vae.sharding import connection
+
+# Errors of a rank that ends in the middle of a video.
+ENDS = {"fail": OSError("the disk is gone"), "interrupt": KeyboardInterrupt()}
 
 
 @functools.cache
@@ -95,6 +101,18 @@ def error_of(group, *, family, x, axis=None, records=False):
             vae.decode(x.requires_grad_(records))
         except ValueError as error:
             return str(error), dict(vae.shards.counts)
+        raise AssertionError("it did not fail")
+
+
+def error_of_a_late_gradient(group, *, family, x):
+    """Decode latents of which the last one requires a gradient; the error."""
+    latents = [*x.split(1, dim=2)]
+    latents[-1] = latents[-1].clone().requires_grad_()
+    with sharded(family, group) as vae:
+        try:
+            joined(vae.decode_stream(iter(latents)))
+        except ValueError as error:
+            return str(error)
         raise AssertionError("it did not fail")
 
 
@@ -202,8 +220,8 @@ def ends_early(group, *, family, x, victim, how):
 
     def latents():
         for number, piece in enumerate(x.split(1, dim=2)):
-            if number == 1 and dist.get_rank(group) == victim and how == "fail":
-                raise OSError("the disk is gone")
+            if number == 1 and dist.get_rank(group) == victim and how in ENDS:
+                raise ENDS[how]
             yield piece
 
     try:
@@ -212,11 +230,63 @@ def ends_early(group, *, family, x, victim, how):
                 os.kill(os.getpid(), signal.SIGKILL)
             if dist.get_rank(group) == victim and how == "stop":
                 return "", 0.0
-    except OSError as error:
+    except (OSError, KeyboardInterrupt) as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - start
     finally:
         vae.unshard()
     raise AssertionError("it did not end early")
+
+
+def errors_of_different_calls(group, *, family, calls):
+    """Make the calls of this rank, which fail; their errors, or "" for one that does not."""
+    errors = []
+    with sharded(family, group) as vae:
+        for name, inputs, switches in calls[dist.get_rank(group)]:
+            with contextlib.ExitStack() as stack:
+                for switch, value in switches.items():
+                    stack.enter_context(mock.patch.object(vae, switch, value))
+                try:
+                    getattr(vae, name)(inputs)
+                except (ValueError, OSError) as error:
+                    errors.append(f"{type(error).__name__}: {error}")
+                else:
+                    errors.append("")
+    return errors
+
+
+def error_of_shard(group, *, family, axes, absent=None):
+    """Share the videos along the axis of this rank, unless it is absent; the error."""
+    rank = dist.get_rank(group)
+    if rank == absent:
+        return ""
+    vae = _vae(family, torch.float64)
+    try:
+        with mock.patch.object(connection, "WAIT_S", 0.5):
+            vae.shard(group, axes[rank])
+    except (ValueError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it did not fail")
+
+
+def error_after_leaving(group, *, family, x):
+    """Leave the group in the middle of a video; the error of its next piece."""
+    vae = _vae(family, torch.float64)
+    vae.shard(group)
+    stream = vae.decode_stream(x, StreamOptions(1))
+    next(stream)
+    vae.unshard()
+    try:
+        next(stream)
+    except OSError as error:
+        return str(error)
+    raise AssertionError("it did not fail")
+
+
+def copies(group, *, family):
+    """Copy and pickle a VAE; the ranks of the copies."""
+    with sharded(family, group) as vae:
+        pickled = pickle.loads(pickle.dumps(vae))
+        return [copy.deepcopy(vae).shards, pickled.shards, vae.shards is not None]
 
 
 def stop_together(group, *, family, x):

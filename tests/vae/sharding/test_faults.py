@@ -1,5 +1,7 @@
 """Ranks that run out of memory, fail, stop or are killed."""
 
+import math
+
 import pytest
 import torch
 
@@ -132,12 +134,18 @@ def test_the_others_end_when_a_rank_is_killed(victim):
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(
-    ("how", "reason"), [("fail", " stopped: the disk is gone"), ("stop", " stopped")]
+    ("how", "reason"),
+    [
+        ("fail", " stopped: the disk is gone"),
+        ("stop", " stopped"),
+        ("interrupt", " was interrupted"),
+    ],
 )
 def test_the_others_end_when_a_rank_ends(pool, victim, how, reason):
     assert ends(pool, victim, how) == f"ShardError: rank {victim} of 3{reason}"
     error, _ = pool.result(victim)
-    assert error == ("OSError: the disk is gone" if how == "fail" else "")
+    given = tasks.ENDS.get(how)
+    assert error == ("" if given is None else f"{type(given).__name__}: {given}")
 
 
 def ends(pool, victim, how):
@@ -158,3 +166,74 @@ def test_all_ranks_can_stop_together(pool):
     x, expected = given_and_expected("wan2.1")
     for actual in pool.run(tasks.stop_together, 3, family="wan2.1", x=x):
         assert relative_error(actual, expected) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["decode", "encode"])
+def test_a_wrong_input_of_one_rank_ends_the_wait_of_the_others(pool, name):
+    """Also of their next video, while that rank goes on."""
+    good, _ = given_and_expected("wan2.1", encode=name == "encode")
+    infinite = good.clone()
+    infinite[0, 0, 0, 0, 0] = math.nan
+    for wrong in (infinite, good[:, :2]):
+        calls = [[(name, each, {}), (name, good, {})] for each in (good, wrong)]
+        one, two = pool.run(tasks.errors_of_different_calls, 2, family="wan2.1", calls=calls)
+        text = two[0].removeprefix("ValueError: ")
+        assert text != two[0]
+        assert one == [f"ShardError: rank 1 of 2 stopped: {text}"] * 2
+        assert two[1].startswith("ShardError: ")
+
+
+@pytest.mark.parametrize(
+    ("calls", "errors"),
+    [
+        (
+            (("decode", {}), ("encode", {})),
+            [
+                f"this rank compares {it}, and another one something else"
+                for it in ("failures", "dtype")
+            ],
+        ),
+        (
+            (("encode", {"skips_static": True}), ("encode", {"skips_static": False})),
+            [f"skips_static is {it} on this rank, and 0 to 1 on all" for it in (1, 0)],
+        ),
+    ],
+    ids=["decode and encode", "options"],
+)
+def test_ranks_that_do_different_things_are_refused(pool, calls, errors):
+    x, _ = given_and_expected("wan2.1")
+    inputs = {"decode": x, "encode": torch.zeros(1, 3, 9, *(8 * side for side in x.shape[3:]))}
+    given = [[(name, inputs[name], switches)] for name, switches in calls]
+    found = pool.run(tasks.errors_of_different_calls, 2, family="wan2.1", calls=given)
+    assert [error.partition(";")[0] for (error,) in found] == [f"ValueError: {e}" for e in errors]
+
+
+def test_an_unknown_axis_of_one_rank_is_an_error_of_all(pool):
+    errors = pool.run(tasks.error_of_shard, 2, family="wan2.1", axes=["rows", "row"])
+    expected = "expected 'rows', 'columns' or None"
+    assert errors == [
+        f"ValueError: rank 1 has an unknown axis; {expected}",
+        f"ValueError: axis is 'row'; {expected}",
+    ]
+
+
+def test_a_rank_that_does_not_come_is_named():
+    pool = Pool(3)  # whose groups wait for it later
+    try:
+        errors = pool.run(tasks.error_of_shard, family="wan2.1", axes=[None] * 3, absent=1)
+    finally:
+        pool.close()
+    assert errors[1] == ""
+    expected = "ShardError: rank 1 of 3 did not come within 0.5 s; expected the same call on all"
+    assert all(error.startswith(expected) for error in errors[::2])
+
+
+def test_a_video_after_unshard_says_so(pool):
+    x, _ = given_and_expected("wan2.1")
+    errors = pool.run(tasks.error_after_leaving, 2, family="wan2.1", x=x)
+    assert "this rank left the group" in errors
+    assert all(error.endswith("left the group") for error in errors)
+
+
+def test_copies_of_a_vae_have_no_ranks(pool):
+    assert pool.run(tasks.copies, 2, family="wan2.1") == [[None, None, True]] * 2

@@ -223,6 +223,12 @@ def test_gradients_are_refused(pool):
         assert error.startswith("a gradient is recorded; expected torch.no_grad()")
 
 
+def test_a_gradient_of_a_later_piece_is_refused(pool):
+    x = input_of(vae_of("wan2.1", torch.float64), False, (3, 3))
+    for error in pool.run(tasks.error_of_a_late_gradient, 2, family="wan2.1", x=x):
+        assert error == "a later piece has a gradient; expected torch.no_grad() or one device"
+
+
 def test_a_process_group_is_needed():
     with pytest.raises(ValueError, match="no process group; expected init_process_group"):
         vae_of("wan2.1", torch.float32).shard()
