@@ -1,8 +1,8 @@
 """Bands: the frames of a video divided between devices, each with the halo that its layers need.
 
 Every device runs the layers on whole frames itself (in an encoder the first one does), and the
-others on its band, as tiles do. So nothing is exchanged while layers run, and the result is that of
-one device. The cut, rows or columns, and the bands are those with the fewest predicted seconds.
+others on its band, as tiles do. So nothing is exchanged while layers run, and the values are those
+of one device. The cut, rows or columns, and the bands are those with the fewest predicted seconds.
 """
 
 import itertools
