@@ -19,13 +19,17 @@ TICK_S = 0.1
 
 
 class _Piece(NamedTuple):
-    """Frames in a buffer of the ring, and the event that marks the end of their copy."""
+    """Frames in a buffer of the ring, and the event that marks the end of their copy.
+
+    An error of the copy goes to `lost`; None: it ends the work.
+    """
 
     buffer: Tensor
     shape: torch.Size
     dtype: torch.dtype
     copied: torch.cuda.Event | None
     target: tuple[Tensor, ...]
+    lost: list[Exception] | None
 
     @property
     def frames(self) -> Tensor:
@@ -41,8 +45,11 @@ class BackgroundWriter:
     order, so the caller may reuse its memory at once. `write` gets a view of a buffer that is
     reused: it must not keep it.
 
-    An error of `write` is raised by the next `put` or `wait`, or at the end. If the body raises,
-    waiting pieces are dropped and the thread ends after the current piece.
+    An error of `write` or of a copy is raised by the next `put` or `wait`, or at the end. If the
+    body raises, waiting pieces are dropped and the thread ends after the current piece.
+
+    Where one of several devices may fail and the others go on, the thread of each puts pieces with
+    `settles`. An error of their copies is raised by `settle` in that thread, and nowhere else.
     """
 
     def __init__(
@@ -75,9 +82,10 @@ class BackgroundWriter:
         self._user = threading.current_thread()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.queued = 0
-        self._written = 0
+        self._copied = self._written = 0
         self._progress = threading.Condition()
         self._putting = threading.Lock()  # threads of several devices can put pieces
+        self._own = threading.local()  # the copies of a thread that settles: `last` and `lost`
 
     def __enter__(self) -> "BackgroundWriter":
         try:
@@ -104,27 +112,46 @@ class BackgroundWriter:
 
     @property
     def error(self) -> BaseException | None:
-        """The error of `write`, or None."""
+        """The error of `write` or of a copy, or None."""
         return self._error
 
-    def put(self, frames: Tensor, *target: Tensor) -> None:
+    def put(self, frames: Tensor, *target: Tensor, settles: bool = False) -> None:
         """Queue frames for writing; waits while `depth` pieces are queued.
 
         Args:
             frames: `[T, H, W, C]` on any device, in any memory layout.
             *target: Passed to `write`, such as the memory `[T, H, W, C]` for the frames.
+            settles: This thread calls `settle` afterwards.
 
         Raises:
             ValueError: The frames have another dtype.
             RuntimeError: It is called outside of the `with` block.
-            BaseException: An error of `write`.
+            BaseException: An error of `write` or of a copy.
         """
         if self._dtype not in (None, frames.dtype):
             raise ValueError(f"frames are {frames.dtype}; expected {self._dtype}")
+        lost = self._own.__dict__.setdefault("lost", []) if settles else None
         with self._putting:
-            self._put(frames, target)
+            self._put(frames, target, lost)
+            if settles:
+                self._own.last = self.queued
 
-    def _put(self, frames: Tensor, target: tuple[Tensor, ...]) -> None:
+    def settle(self) -> None:
+        """Wait for the copies of the pieces that this thread has put with `settles`.
+
+        Raises:
+            RuntimeError: The thread of the writer has ended.
+            Exception: An error of a copy; its piece is not written.
+        """
+        last, self._own.last = getattr(self._own, "last", 0), 0
+        self._until(lambda: self._copied >= last)
+        lost, self._own.lost = getattr(self._own, "lost", []), []
+        if lost:
+            raise lost[0]
+
+    def _put(
+        self, frames: Tensor, target: tuple[Tensor, ...], lost: list[Exception] | None
+    ) -> None:
         self._user = threading.current_thread()
         buffer = self._next_buffer()
         try:
@@ -133,7 +160,7 @@ class BackgroundWriter:
             with torch.inference_mode(False), torch.no_grad():
                 if buffer is None or buffer.numel() < frames.nbytes:
                     buffer = _host_buffer(frames.nbytes, pinned=frames.is_cuda)
-                piece = _Piece(buffer, frames.shape, frames.dtype, None, target)
+                piece = _Piece(buffer, frames.shape, frames.dtype, None, target, lost)
                 copied = self._copy(frames, piece.frames)
         except BaseException:
             self._free.put(buffer)
@@ -149,15 +176,21 @@ class BackgroundWriter:
 
         Raises:
             RuntimeError: The thread has ended.
-            BaseException: An error of `write`.
+            BaseException: An error of `write` or of a copy.
         """
-        while True:
-            with self._progress:
-                self._raise()
-                if self._written >= count:
-                    return
+
+        def written() -> bool:
+            self._raise()
+            return self._written >= count
+
+        self._until(written)
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        """Wait for progress of the thread until `done` returns True."""
+        with self._progress:
+            while not done():
                 if self._ended.is_set():
-                    raise RuntimeError("the thread is not running; expected `wait` within `with`")
+                    raise RuntimeError("the thread is not running; expected a wait within `with`")
                 self._progress.wait(TICK_S)
 
     def _next_buffer(self) -> Tensor | None:
@@ -193,9 +226,8 @@ class BackgroundWriter:
     def _work(self) -> None:
         while (piece := self._next_piece()) is not None:
             try:
-                if piece.copied is not None:
-                    piece.copied.synchronize()
-                if self._error is None and not self._stopped.is_set():
+                arrived = self._arrived(piece)
+                if arrived and self._error is None and not self._stopped.is_set():
                     self._write(piece.frames, *piece.target)
             except BaseException as error:
                 self._error = error  # raised by the next `put`
@@ -205,6 +237,23 @@ class BackgroundWriter:
                 self._written += 1
                 self._progress.notify_all()
         self._ended.set()
+
+    def _arrived(self, piece: _Piece) -> bool:
+        """Wait for the copy of a piece; return False after an error that `settle` raises."""
+        # Only here: after a failure of its device, CUDA reports an error for a complete copy too.
+        try:
+            if piece.copied is not None:
+                piece.copied.synchronize()
+            return True
+        except Exception as error:
+            if piece.lost is None:
+                raise
+            piece.lost.append(error.with_traceback(None))
+            return False
+        finally:
+            with self._progress:
+                self._copied += 1
+                self._progress.notify_all()
 
     def _next_piece(self) -> _Piece | None:
         """Wait for a queued piece; None after the last, or when no thread can queue more."""

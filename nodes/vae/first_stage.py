@@ -23,7 +23,6 @@ class FastVideoVAE(VideoVAE):
             `encode` that fetches its own input.
         chunk: Latents per step; -1: all; None: chosen from size and memory.
         selection: The devices that share a video, as in the input of the nodes.
-        shared_by: The devices that `share` has set; empty: the VAE's own.
         is_seedvr2: The VAE is SeedVR2's, whose module in ComfyUI differs: it returns the posterior
             mean, which ComfyUI scales by `comfy_format_encoded`, without the time dimension for a
             single latent; and it takes latents of four dimensions with time in their channels.
@@ -35,7 +34,7 @@ class FastVideoVAE(VideoVAE):
         super().__init__(config, dtype, encode_dtype)
         self.chunk: int | None = None
         self.selection = ONE
-        self.shared_by: list[torch.device] = []
+        self._asked: list[torch.device] = []
         self.is_seedvr2 = config.family == SEEDVR2
         for network in (self.encoder, self.decoder):
             if network is not None:
@@ -45,13 +44,18 @@ class FastVideoVAE(VideoVAE):
     def device(self, value: torch.device) -> None:
         """Ignore `value`, the device that ModelPatcher notes; the weights have it."""
 
+    @property
+    def shared_by(self) -> list[torch.device]:
+        """The devices of `share`, as they were named; empty: the VAE's own, as in a copied VAE."""
+        return self._asked if self.devices else []
+
     def share(self, devices: Sequence[torch.device]) -> None:
         """Share each video among `devices`, the VAE's own first; one of them computes it alone."""
         wanted = list(devices) if len(devices) > 1 else []
         # The same devices are not set again, because that drops their measured speeds, and tries
         # those that have failed once more.
         if wanted != self.shared_by:
-            self.shared_by = self.devices = wanted
+            self._asked = self.devices = wanted
 
     def decode_output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the decoded shape of `shape`: `[B, C, T, H, W]`, images `[B, C, H, W]`."""

@@ -118,6 +118,27 @@ def test_a_queued_piece_can_be_overwritten_at_once(device):
     assert [x.unique().tolist() for x in got] == [[value] for value in range(30)]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_threads_wait_for_their_own_copies(device):
+    got = []
+
+    def work(writer, value):
+        for step in range(3):
+            writer.put(piece(value + step).to(device), settles=True)
+        writer.settle()
+
+    with BackgroundWriter(lambda frames: got.append(int(frames[0, 0, 0, 0]))) as writer:
+        threads = [threading.Thread(target=work, args=(writer, value)) for value in (0, 10)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(10)
+        writer.settle()  # this thread has put nothing
+    for first in (0, 10):
+        assert [value for value in got if first <= value < first + 10] == [*range(first, first + 3)]
+    assert len(got) == 6
+
+
 def test_at_most_depth_pieces_are_queued():
     gate = threading.Event()
     started = []

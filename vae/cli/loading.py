@@ -48,7 +48,8 @@ def load_named(args: argparse.Namespace, path: Path, say: Say | None = None) -> 
     """
     devices = checked_devices(getattr(args, "devices", None) or [])
     device = device_named(args.device) if args.device or not devices else devices[0]
-    if devices and device not in devices:
+    # With an index, as the others have one: "cuda" is the current GPU.
+    if devices and checked_devices([device])[0] not in devices:
         names = ", ".join(map(str, devices))
         raise ValueError(f"device is {args.device!r}; expected one of the devices {names}")
     dtype, encode_dtype = (

@@ -99,18 +99,21 @@ class Relief:
                 more memory can be freed.
         """
         first: Exception | None = None
-        for room in (None, self._give_back, self._park):
-            try:
-                if room is None or room():
-                    return do()
-            except Exception as error:
-                if not is_out_of_memory(error) or is_capturing(self.device):
-                    raise
-                # Without the traceback, whose frames hold tensors.
-                first = first or error.with_traceback(None)
-        if first is None:
-            raise RuntimeError("no attempt was made; expected at least one")
-        raise first
+        try:
+            for room in (None, self._give_back, self._park):
+                try:
+                    if room is None or room():
+                        return do()
+                except Exception as error:
+                    if not is_out_of_memory(error) or is_capturing(self.device):
+                        raise
+                    # Without the traceback, whose frames hold tensors.
+                    first = first or error.with_traceback(None)
+            if first is None:
+                raise RuntimeError("no attempt was made; expected at least one")
+            raise first
+        finally:
+            del first  # an error with a traceback that has this frame would be a reference cycle
 
     def finish(self, do: Callable[[], _Result]) -> _Result:
         """Run `do` as `attempt`, but raise the one-line error if memory stays short.

@@ -1,8 +1,8 @@
 """Bands: the frames of a video divided between devices, each with the halo that its layers need.
 
 Every device runs the layers on whole frames itself (in an encoder the first one does), and the
-others on its band, as tiles do. So nothing is exchanged while layers run, and the result is that of
-one device. The cut, rows or columns, and the bands are those with the fewest predicted seconds.
+others on its band, as tiles do. So nothing is exchanged while layers run, and the values are those
+of one device. The cut, rows or columns, and the bands are those with the fewest predicted seconds.
 """
 
 import itertools
@@ -302,14 +302,15 @@ class BandPlanner:
         return self.job.rates.products_per_s
 
     def _limit(self, device: torch.device) -> int:
-        """Return the memory that the band of a device may take."""
+        """Return the memory that the band of a device may take, at least one byte."""
         sharing = sum(each == device for each in self.devices.values())
-        if self.limit_bytes is not None:
-            return self.limit_bytes // sharing
-        if device not in self.room:
-            share, _ = replace(self.job, device=device).shares
-            self.room[device] = int(free_bytes(device) * share)
-        return self.room[device] // sharing
+        limit = self.limit_bytes
+        if limit is None:
+            if device not in self.room:
+                share, _ = replace(self.job, device=device).shares
+                self.room[device] = int(free_bytes(device) * share)
+            limit = self.room[device]
+        return max(1, limit // sharing)
 
 
 def _output_size(job: StreamJob, division: Division) -> Size:

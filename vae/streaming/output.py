@@ -132,8 +132,10 @@ class Output:
             time: Frames of the piece.
             rows: Rows of the part in the network's output.
             columns: Columns of the part in the network's output.
-            attempt: Runs an allocation on the device of `x`; None: as for other pieces.
+            attempt: Runs an allocation on the device of `x`, whose thread calls `settle`
+                afterwards; None: as for other pieces.
         """
+        settles = attempt is not None
         attempt = attempt or self._attempt
         down, across = (slice(self._size * a, self._size * b) for a, b in (rows, columns))
         if self._images is None:
@@ -142,7 +144,16 @@ class Output:
             target = piece[:, time, down, across]
         if finding is not None:
             attempt(functools.partial(finding.look, x))
-        attempt(functools.partial(self._placed, x, target))
+        attempt(functools.partial(self._placed, x, target, settles=settles))
+
+    def settle(self) -> None:
+        """Wait until what this thread has put with an `attempt` has left its device.
+
+        Raises:
+            Exception: The device has failed.
+        """
+        if self._writer is not None:
+            self._writer.settle()
 
     def _finding(self, place: slice) -> Finding | None:
         """Return the examination of a piece; None for one without frames, which is not yielded."""
@@ -171,10 +182,10 @@ class Output:
             return frames
         return pixel_shuffle_3d(frames, (1, self._size, self._size), self._order)
 
-    def _placed(self, x: Tensor, target: Tensor) -> Tensor:
+    def _placed(self, x: Tensor, target: Tensor, *, settles: bool = False) -> Tensor:
         records = torch.is_grad_enabled() and x.requires_grad
         if self._writer is not None and target.numel() and not records:
-            self._writer.put(self._converted(x, target), target)
+            self._writer.put(self._converted(x, target), target, settles=settles)
             return target
         with torch.inference_mode(target.is_inference()):  # otherwise it cannot be written to
             if not target.numel():
@@ -233,7 +244,7 @@ class TiledChunk:
             start: The first of the frames, counted from the start of the chunk.
             rows: Rows of the part in the network's output.
             columns: Columns of the part in the network's output.
-            attempt: Runs an allocation on the device of `x`; None: as for whole frames.
+            attempt: As for `Output.put`.
         """
         first = max(0, self._skipped - start)
         last = min(x.shape[2], self._skipped + self._frames - start)
@@ -241,6 +252,10 @@ class TiledChunk:
             time = slice(start + first - self._skipped, start + last - self._skipped)
             run = x[:, :, first:last]
             self._output.put(run, self.piece, self._finding, time, rows, columns, attempt)
+
+    def settle(self) -> None:
+        """Wait as `Output.settle`."""
+        self._output.settle()
 
 
 def until_complete(

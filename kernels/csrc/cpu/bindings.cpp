@@ -49,8 +49,17 @@ void spread(void (*kernel)(const Op&, int64_t, int64_t), const Op& op, int64_t t
             int64_t numbers) {
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, numbers));
 #ifdef INTRA_OP_PARALLEL
-  at::parallel_for(0, tasks, grain,
-                   [&](int64_t begin, int64_t end) { kernel(op, begin, end); });
+  // Not at::parallel_for: its first call from this library in a thread would set the number of
+  // threads to the default again, which a thread with a number of its own has changed.
+  if (tasks <= 0) return;
+  const int threads = at::get_num_threads();  // sets the default in a thread that has no number
+  if (tasks <= grain || threads == 1 || at::in_parallel_region()) {
+    return kernel(op, 0, tasks);
+  }
+  at::internal::invoke_parallel(0, tasks, grain, [&](int64_t begin, int64_t end) {
+    c10::ParallelGuard guard(true);
+    kernel(op, begin, end);
+  });
 #else
   // PyTorch's threads are those of OpenMP, which this compiler (on macOS or Windows) lacks.
   const int64_t count = std::min<int64_t>(at::get_num_threads(), ceil_div(tasks, grain));

@@ -144,6 +144,18 @@ def test_work_on_the_cpu_uses_no_other_device(cards, vae):
     assert vae.first_stage_model.shared_by == cards.devices  # the next work has all of them
 
 
+def test_a_copied_vae_shares_its_videos_too(cards, vae):
+    latent = small_latents(1)
+    expected = vae.decode(latent)
+    copied = copy.copy(vae)
+    copied.patcher = vae.patcher.clone()
+    copied.patcher.model = copied.first_stage_model = copy.deepcopy(vae.first_stage_model)
+    assert copied.first_stage_model.shared_by == []  # its devices are chosen when it works
+    assert relative_error(copied.decode(latent), expected) <= 1e-5
+    assert copied.first_stage_model.shared_by == cards.devices
+    assert len(copied.first_stage_model.devices) == 2
+
+
 @pytest.mark.parametrize("how", ["unload all models", "make room", "another device", "patches"])
 def test_comfyui_unloads_the_vae_as_a_whole(cards, vae, monkeypatch, how):
     """By `.to`, with which the copies of the weights on other devices are dropped."""

@@ -1,5 +1,8 @@
 """`--devices`: the commands share a video between devices, with the same files."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -9,7 +12,10 @@ from fast_video_vae.tests.seedvr2 import random_seedvr2
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
 
+from fast_video_vae.tests.vae.families import STATES  # noqa: E402
 from fast_video_vae.tests.videos import write_clip  # noqa: E402
+from fast_video_vae.vae import load_vae, validation  # noqa: E402
+from fast_video_vae.vae.cli import loading  # noqa: E402
 from fast_video_vae.vae.cli.info import WIDTH  # noqa: E402
 from fast_video_vae.vae.media import read_video  # noqa: E402
 from fast_video_vae.vae.streaming.bands import banded_executor  # noqa: E402
@@ -67,6 +73,39 @@ def test_wrong_devices_are_one_line(run, vae_path, arguments, code, message):
     found, _, errors = run("info", vae_path, *arguments)
     assert found == code
     assert message in errors[-1]
+
+
+@pytest.mark.parametrize(
+    ("device", "refused"),
+    [("cuda", False), ("cuda:1", False), (None, False), ("cuda:0", True), ("cpu", True)],
+)
+def test_the_device_is_one_of_the_devices(monkeypatch, device, refused):
+    """A GPU without an index is the current one, here the second."""
+    empty, made = torch.empty, []
+
+    def on_current(*size, device=None, **options):
+        device = torch.device(device or "cpu")
+        if device.type == "cpu":
+            return empty(*size, **options)
+        return SimpleNamespace(
+            device=torch.device("cuda", 1 if device.index is None else device.index)
+        )
+
+    def load(path, *, device, **options):
+        made.append(device)
+        return load_vae(STATES["wan2.1"](), **options)
+
+    names = ["cpu", *(f"cuda:{index}" for index in range(3))]
+    monkeypatch.setattr(validation, "available_devices", lambda: names)
+    monkeypatch.setattr(torch, "empty", on_current)
+    monkeypatch.setattr(loading, "load_vae", load)
+    args = SimpleNamespace(device=device, devices=["cuda:1"], dtype=None, encode_dtype=None)
+    if refused:
+        with pytest.raises(ValueError, match=f"device is '{device}'; expected one of"):
+            loading.load_named(args, Path("vae"))
+    else:
+        loading.load_named(args, Path("vae"))
+        assert [each.type for each in made] == ["cuda"]
 
 
 def test_devices_of_info_need_a_file(run):

@@ -133,6 +133,16 @@ def test_more_memory_than_a_device_has_is_divided_into_tiles(vaes):
         assert len(band.tiles) > 1 or band.part_bytes < roomy.members[0].part_bytes
 
 
+@pytest.mark.parametrize("limit", [1, 3, None])  # bytes for all; None: no device has free memory
+def test_a_plan_without_memory_has_the_smallest_bands(vaes, monkeypatch, limit):
+    monkeypatch.setattr(bands_module, "free_bytes", lambda device: 0)
+    found = planner(vaes["wan2.1"], (12, 20), 4, limit_bytes=limit, chunk=1).plan({})
+    roomy = planner(vaes["wan2.1"], (12, 20), 4, limit_bytes=8 * GIB, chunk=1).plan({})
+    most = [max(band.peak_bytes for band in each.members) for each in (found, roomy)]
+    assert most[0] <= most[1]
+    assert len(found.members) > 1
+
+
 def test_less_memory_for_one_device_leaves_the_others_as_they_are(vaes):
     plans = planner(vaes["wan2.1"], (60, 104), 3, limit_bytes=8 * GIB, chunk=1)
     found = plans.plan({})

@@ -16,6 +16,7 @@ from fast_video_vae.vae.planning import bands, tiling
 from fast_video_vae.vae.streaming.bands.banded_executor import BandedDecode, BandedEncode
 from fast_video_vae.vae.streaming.bands.member import Member
 from fast_video_vae.vae.streaming.session import VideoSession
+from fast_video_vae.vae.streaming.tiled_executor import TiledDecode
 
 DIVIDED = ("wan2.1", "wan2.2", "qwen-image-2.1")
 
@@ -62,6 +63,7 @@ CASES = [
     (2, (1, 3), 144, 112, 3, -1, 1),  # unequal, rows
     (3, (1, 4, 2), 96, 256, 4, 2, 2),  # unequal, a batch, a last chunk of its own length
     (2, None, 96, 160, 1, None, 1),  # one frame
+    (3, None, 48, 48, 5, 1, 1),  # oneDNN sums in another order on more cores than the caller's
 ]
 
 
@@ -267,6 +269,43 @@ def test_the_number_of_cores_is_that_of_the_caller_afterwards(wan):
         assert [torch.get_num_threads(), *found] == [2, 2]
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.fixture
+def two_cores():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_each_device_keeps_its_share_of_the_cores(wan, monkeypatch):
+    """Also after the first op of the native library in its thread."""
+    found, work = [], TiledDecode.fill
+
+    def noted(self, *arguments):
+        work(self, *arguments)
+        found.append(torch.get_num_threads())
+
+    monkeypatch.setattr(TiledDecode, "fill", noted)
+    latent, _ = inputs(wan, 3, 32, 96)
+    wan.devices = ["cpu"] * 2
+    for _ in wan.decode_stream(latent, StreamOptions(1)):
+        pass
+    assert found == [1] * 6
+
+
+# Height and width; oneDNN sums in another order for the second size on two cores.
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize(("height", "width"), [(32, 96), (32, 128)])
+def test_bands_on_several_cores_give_the_values_of_one_device(wan, banded, height, width):
+    latent, video = inputs(wan, 3, height, width)
+    decoded, encoded = wan.decode(latent, 1), wan.encode(video, 1)
+    wan.devices = ["cpu"] * 2
+    assert (wan.decode(latent, 1) - decoded).abs().max() <= 1e-5
+    assert (wan.encode(video, 1) - encoded).abs().max() <= 1e-5
+    assert min(map(len, banded)) == 2
 
 
 @pytest.mark.parametrize(

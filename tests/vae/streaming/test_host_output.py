@@ -16,6 +16,7 @@ from fast_video_vae.vae import model as model_module
 from fast_video_vae.vae.background_writer import BackgroundWriter
 from fast_video_vae.vae.streaming import output
 from fast_video_vae.vae.streaming.session import VideoSession
+from fast_video_vae.vae.streaming.tiled_executor import TiledDecode
 
 
 @pytest.fixture(params=VIDEO)
@@ -179,10 +180,10 @@ def test_frames_that_arrived_before_an_error_are_complete(wan, writers, monkeypa
     images = target_of(wan, latent, torch.float32, images=True)
     put = BackgroundWriter.put
 
-    def failing(writer, *arguments):
+    def failing(writer, *arguments, **options):
         if writer.queued == 3:
             raise torch.OutOfMemoryError("no memory")
-        put(writer, *arguments)
+        put(writer, *arguments, **options)
 
     monkeypatch.setattr(BackgroundWriter, "put", failing)
     arrived = []
@@ -199,6 +200,104 @@ def test_frames_that_arrived_before_an_error_are_complete(wan, writers, monkeypa
     for _ in wan.decode_stream(latent, images=expected):
         pass
     torch.testing.assert_close(images, expected, rtol=1e-4, atol=1e-4)
+
+
+class Loss:
+    """Devices that are lost, by the name of their thread, and the copies that each has begun.
+
+    As in CUDA, each later call for the device is an error, also for a copy that is complete.
+    """
+
+    def __init__(self, monkeypatch):
+        self.lost, self.begun, self.limit = set(), {}, {}
+        copy = BackgroundWriter._copy
+
+        def begin(writer, frames, target):
+            copy(writer, frames, target)
+            name = threading.current_thread().name
+            self.begun[name] = self.begun.get(name, 0) + 1
+            return Copied(self, name, self.begun[name])
+
+        monkeypatch.setattr(BackgroundWriter, "_copy", begin)
+
+    def error(self, name):
+        return RuntimeError(f"CUDA error: {name} fell off the bus")
+
+
+class Copied:
+    """The event after copy `number` of a device, which the host waits for."""
+
+    def __init__(self, loss, name, number):
+        self.loss, self.name, self.number = loss, name, number
+
+    def synchronize(self):
+        time.sleep(0.01)
+        if self.number >= self.loss.limit.get(self.name, 99):
+            self.loss.lost.add(self.name)
+        if self.name in self.loss.lost:
+            raise self.loss.error(self.name)
+
+
+@pytest.fixture
+def shared(wan, writers):
+    """A decode of three devices to memory of the host, and its result on one."""
+    latent = latent_for(wan, 6, 32, 96)
+    out = target_of(wan, latent, torch.float32, images=False)
+    expected = wan.decode(latent, 1)
+    wan.devices = ["cpu"] * 3
+    wan.device_speeds = [1, 1, 1]
+    return wan, latent, out, expected
+
+
+@pytest.mark.parametrize("copy", [1, 2, 5])
+def test_a_device_that_is_lost_during_a_copy_is_left_out(shared, monkeypatch, caplog, copy):
+    wan, latent, out, expected = shared
+    loss = Loss(monkeypatch)
+    loss.limit["fast-video-vae-1-cpu"] = copy
+    for _ in wan.decode_stream(latent, StreamOptions(1), out=out):
+        pass
+    assert torch.equal(out, expected)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "fell off the bus" in line
+    assert wan.team.crew.members(wan.device).keys() == {0, 2}
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 4])
+def test_a_device_that_is_lost_before_its_copies_end_is_left_out(shared, monkeypatch, chunk):
+    """Its frames of earlier chunks may wait for the thread of the writer."""
+    wan, latent, out, expected = shared
+    loss, work, calls = Loss(monkeypatch), TiledDecode.fill, []
+
+    def failing(self, *arguments):
+        work(self, *arguments)
+        name = threading.current_thread().name
+        if name == "fast-video-vae-1-cpu":
+            calls.append(name)
+            if len(calls) == chunk + 1:
+                loss.lost.add(name)
+                raise loss.error(name)
+
+    monkeypatch.setattr(TiledDecode, "fill", failing)
+    for _ in wan.decode_stream(latent, StreamOptions(1), out=out):
+        pass
+    assert torch.equal(out, expected)
+
+
+def test_the_first_device_that_is_lost_during_a_copy_ends_the_video(shared, monkeypatch, caplog):
+    wan, latent, out, _ = shared
+    Loss(monkeypatch).limit["fast-video-vae-0-cpu"] = 3
+    with pytest.raises(RuntimeError, match="fell off the bus"):
+        list(wan.decode_stream(latent, StreamOptions(1), out=out))
+    assert not caplog.records
+    assert len(wan.team.crew.members(wan.device)) == 3
+
+
+def test_a_device_that_is_lost_during_a_copy_ends_a_video_on_one_device(wan, writers, monkeypatch):
+    latent = latent_for(wan, 6, 32, 96)
+    out = target_of(wan, latent, torch.float32, images=False)
+    Loss(monkeypatch).limit[threading.current_thread().name] = 3
+    with pytest.raises(RuntimeError, match="fell off the bus"):
+        list(wan.decode_stream(latent, StreamOptions(1), out=out))
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])

@@ -60,8 +60,12 @@ class BandedExecutor(Executor):
         self._frames: int | None = None  # frames of the announced chunk
         self._done = 0
         self._shares_cores = True
-        self._recruit()
-        self._start()
+        try:
+            self._recruit()
+            self._start()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def caches(self) -> list[TemporalCache]:
@@ -85,6 +89,7 @@ class BandedExecutor(Executor):
                 interrupt = error
         super().close()
         self._history.clear()
+        self._error_of_caller = None
         if interrupt is not None:
             raise interrupt
 
@@ -178,9 +183,15 @@ class BandedExecutor(Executor):
         """Go on without devices, or raise the error that ends the video."""
         ending = self._ending(failures)
         if ending is not None:
-            raise ending
+            failures.clear()
+            try:
+                raise ending
+            finally:
+                del ending  # whose traceback has this frame
         for number, error in failures.items():
             self._work.crew.fail(number, self._planner.devices[number], error)
+            # The frames of a traceback hold what the device computed.
+            error.__traceback__ = error.__cause__ = error.__context__ = None
             member = self._members.pop(number, None)
             if member is not None:
                 member.close()

@@ -152,7 +152,14 @@ class Member:
         if not isinstance(executor, TiledDecode):
             raise TypeError("an encoder has no frames to write; expected a decoder")
         attempt = self.relief.attempt
-        return self._task(x, lambda y: executor.fill(y, lambda: target, attempt))
+
+        def run(y: Tensor) -> None:
+            executor.fill(y, lambda: target, attempt)
+            if target is not None:
+                # An error of a copy appears in its chunk, which the other devices can repeat.
+                target.settle()
+
+        return self._task(x, run)
 
     def encode(self, x: Tensor, whole: Tensor | None) -> Callable[[], None]:
         """Return the task to run the tiled layers of an encoder on a chunk.

@@ -26,9 +26,11 @@ class SharedDevices:
         """The devices that share each video; empty: the VAE's own.
 
         Set a list of names such as "cuda:1" or of devices, the VAE's own among them, where results
-        stay. Each gets a band of the frames, and the result is that of one device. One that is
-        named twice counts as two. Another device than the VAE's that fails is left out until the
-        list is set again; a failure of the VAE's own ends the video.
+        stay. Each gets a band of the frames, and the values are those of one device. The bits are
+        the same too where kernels sum in the same order for a band and for whole frames; libraries
+        can choose another order by size and by the number of cores. A device that is named twice
+        counts as two. Another device than the VAE's that fails is left out until the list is set
+        again; a failure of the VAE's own ends the video.
         """
         return list(self.team.crew.devices)
 

@@ -101,15 +101,15 @@ def share_cores(workers: Sequence[Worker]) -> None:
     """Divide the cores that the calling thread uses between `workers` on the CPU.
 
     PyTorch sets the number of threads for the thread that asks, and the default of new threads with
-    it, which is restored.
+    it, which is restored. Without it some ops of a new thread run on all cores of the machine.
 
     Args:
         workers: The workers; those of other devices are left out.
     """
     workers = [worker for worker in workers if worker.device.type == "cpu"]
-    own = torch.get_num_threads()
-    if not workers or own == 1:
+    if not workers:
         return
+    own = torch.get_num_threads()
     share, more = divmod(own, len(workers))
     with _cores:
         try:
