@@ -246,7 +246,7 @@ class Ranks:
         most = [*self._numbers[:_MOST_NUMBERS]]
         least = [-number for number in self._numbers[_MOST_NUMBERS:]]
         if most[:2] != least[:2]:
-            self._messages.lose_step(is_ahead=place > tuple(least[:2]))
+            self._messages.lose_step(is_ahead=place[0] > least[0])
         if most[2] != least[2]:
             raise ValueError(
                 f"this rank compares {names}, and another one something else; expected the same "

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -21,6 +22,7 @@ from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.workspace import Workspace
 from fast_video_vae.vae.planning import candidates
 from fast_video_vae.vae.sharding import connection
+from fast_video_vae.vae.sharding.messages import Messages
 
 # Errors of a rank that ends in the middle of a video.
 ENDS = {"fail": OSError("the disk is gone"), "interrupt": KeyboardInterrupt()}
@@ -237,10 +239,34 @@ def ends_early(group, *, family, x, victim, how):
     raise AssertionError("it did not end early")
 
 
-def errors_of_different_calls(group, *, family, calls):
-    """Make the calls of this rank, which fail; their errors, or "" for one that does not."""
-    errors = []
-    with sharded(family, group) as vae:
+class Late:
+    """A group whose messages arrive late."""
+
+    def __init__(self, group):
+        self._group = group
+
+    def __getattr__(self, name):
+        return getattr(self._group, name)
+
+    def recv(self, *arguments):
+        work = self._group.recv(*arguments)
+
+        def wait(*timeout):
+            work.wait(*timeout)
+            time.sleep(0.3)
+
+        return SimpleNamespace(wait=wait)
+
+
+def errors_of_different_calls(group, *, family, calls, late=False):
+    """Make the calls of this rank, which fail; their errors, or "" for one that does not.
+
+    With `late` the messages of other ranks reach rank 0 late.
+    """
+    errors, made = [], connection.Messages
+    if late and dist.get_rank(group) == 0:
+        made = lambda first, others: Messages(Late(first), others)  # noqa: E731
+    with mock.patch.object(connection, "Messages", made), sharded(family, group) as vae:
         for name, inputs, switches in calls[dist.get_rank(group)]:
             with contextlib.ExitStack() as stack:
                 for switch, value in switches.items():

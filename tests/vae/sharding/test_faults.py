@@ -168,15 +168,17 @@ def test_all_ranks_can_stop_together(pool):
         assert relative_error(actual, expected) <= 1e-12
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 @pytest.mark.parametrize("name", ["decode", "encode"])
-def test_a_wrong_input_of_one_rank_ends_the_wait_of_the_others(pool, name):
+def test_a_wrong_input_of_one_rank_ends_the_wait_of_the_others(pool, name, late):
     """Also of their next video, while that rank goes on."""
     good, _ = given_and_expected("wan2.1", encode=name == "encode")
     infinite = good.clone()
     infinite[0, 0, 0, 0, 0] = math.nan
     for wrong in (infinite, good[:, :2]):
         calls = [[(name, each, {}), (name, good, {})] for each in (good, wrong)]
-        one, two = pool.run(tasks.errors_of_different_calls, 2, family="wan2.1", calls=calls)
+        options = {"family": "wan2.1", "calls": calls, "late": late}
+        one, two = pool.run(tasks.errors_of_different_calls, 2, **options)
         text = two[0].removeprefix("ValueError: ")
         assert text != two[0]
         assert one == [f"ShardError: rank 1 of 2 stopped: {text}"] * 2
