@@ -138,6 +138,7 @@ def test_tiles_of_the_convolution_compile_for_every_chip_without_spills(chip, ca
     check_resources([chip], [f"conv-{case}"])
 
 
+@pytest.mark.slow
 def test_tensor_cores_limit_the_convolutions_with_float16_sums():
     """On Ada, the first tile of each width issues fewer instructions than cycles of products."""
     cases = [f"fp16,{channels},{channels}" for channels in (96, 192, 384)]

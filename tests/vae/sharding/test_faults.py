@@ -81,7 +81,9 @@ def test_large_allocations_of_one_rank_can_fail(pool):
     assert [memory["failed"] > 0 for _, memory in results] == [False, True, False]
 
 
-@pytest.mark.parametrize("family", VIDEO)
+@pytest.mark.parametrize(
+    "family", ["wan2.1", pytest.param("wan2.2", marks=pytest.mark.slow), "seedvr2"]
+)
 def test_scratch_memory_of_one_rank_can_fail(pool, family):
     """Its convolutions run on half of the frames, norms over the whole frame among them."""
     vae = load_vae(STATES[family](), dtype=torch.float64)
@@ -91,6 +93,7 @@ def test_scratch_memory_of_one_rank_can_fail(pool, family):
         assert relative_error(actual, expected) <= 1e-12
 
 
+@pytest.mark.slow
 def test_a_wait_ends_when_the_lowest_rank_is_dead():
     pool = Pool(3)
     try:
@@ -104,7 +107,7 @@ def test_a_wait_ends_when_the_lowest_rank_is_dead():
         pool.close()
 
 
-@pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
+@pytest.mark.parametrize("encode", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("family", "width"),
     [
@@ -123,7 +126,7 @@ def test_a_rank_has_its_share_of_the_memory(pool, family, width, encode):
         assert shard <= 0.35 * one
 
 
-@pytest.mark.parametrize("victim", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_the_others_end_when_a_rank_is_killed(victim):
     pool = Pool(3)
     try:
@@ -168,8 +171,15 @@ def test_all_ranks_can_stop_together(pool):
         assert relative_error(actual, expected) <= 1e-12
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
-@pytest.mark.parametrize("name", ["decode", "encode"])
+@pytest.mark.parametrize(
+    ("name", "late"),
+    [
+        ("decode", True),
+        ("encode", False),
+        pytest.param("decode", False, marks=pytest.mark.slow),
+        pytest.param("encode", True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_wrong_input_of_one_rank_ends_the_wait_of_the_others(pool, name, late):
     """Also of their next video, while that rank goes on."""
     good, _ = given_and_expected("wan2.1", encode=name == "encode")
@@ -219,6 +229,7 @@ def test_an_unknown_axis_of_one_rank_is_an_error_of_all(pool):
     ]
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named():
     pool = Pool(3)  # whose groups wait for it later
     try:
