@@ -100,7 +100,7 @@ def contestants(
         peer = diffusers_vae(vae.state_dict(), config, vae.device, _dtype(vae, task))
     except (LayoutError, ImportError) as error:
         return found, f"diffusers is left out: {error}"
-    pictures = config.temporal_compression == 1
+    pictures = config.is_of_pictures
     found.append(Contestant("diffusers", lambda: _theirs(peer, task, content, pictures)))
     return found, None
 

@@ -106,6 +106,11 @@ class VAEConfig:
     latent_scale: float = 1.0
 
     @property
+    def is_of_pictures(self) -> bool:
+        """Whether each frame is a picture of its own, which depends on no other frame."""
+        return self.temporal_compression == 1
+
+    @property
     def encoder_width(self) -> int | None:
         """Base width of the encoder, its channels at full size; None: no encoder."""
         return None if self.encoder_widths is None else self.encoder_widths[0]

@@ -148,5 +148,5 @@ def job_of(
     pixels = config.patch_size
     if not is_encoder(network):
         pixels *= config.output_scale
-    single_frame = single_frame or config.temporal_compression == 1
+    single_frame = single_frame or config.is_of_pictures
     return StreamJob(network, latent_size, dtype, device, single_frame, pixels, searches, ranks)

@@ -85,7 +85,7 @@ class Part:
     @property
     def begins(self) -> bool:
         """Whether latent `start` is decoded as the first one of a video."""
-        return not self.start or self._pictures
+        return not self.start or self._config.is_of_pictures
 
     @property
     def first(self) -> int:
@@ -140,11 +140,6 @@ class Part:
         rest._kept = None
         return rest
 
-    @property
-    def _pictures(self) -> bool:
-        """Whether each frame is a picture of its own."""
-        return self._config.temporal_compression == 1
-
     def _take(self, latent: Tensor, frames: range) -> None:
         self.start, stop = self._needed(frames)
         self.source = iter([latent[:, :, self.start : stop]])
@@ -155,7 +150,7 @@ class Part:
         first, last = (-(-frame // per_latent) for frame in (frames.start, frames.stop - 1))
         if self._config.family == SEEDVR2:  # its layers treat the second frame differently
             return 0, last + 1
-        before = 0 if self._pictures else latents_before(self._decoder)
+        before = 0 if self._config.is_of_pictures else latents_before(self._decoder)
         return max(0, first - before), last + 1
 
 

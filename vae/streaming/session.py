@@ -136,10 +136,9 @@ class VideoSession:
         # Shorter steps would be searched for.
         self.skips = self.skips and not searches_shapes(self._device)
         self._encodes = not isinstance(self.leave, Output)
-        compression = self.config.temporal_compression
         # Frames per latent at the input.
-        self._group = compression if self._encodes else 1
-        self._pictures = compression == 1  # every frame is a first frame
+        self._group = self.config.temporal_compression if self._encodes else 1
+        self._pictures = self.config.is_of_pictures  # every frame is a first frame
         self._upload = Upload(self._device, self.dtype, self.to_range) if self._encodes else None
         self._workspace = Workspace()
         self._changes = Changes()
