@@ -84,8 +84,9 @@ def shared(args: argparse.Namespace, vae: "VideoVAE") -> Iterator[None]:
         yield
         return
     vae.shard(axis=None if args.shard == "auto" else args.shard)
-    files = _partial_files()
+    files: list[Path] = []
     try:
+        files = _partial_files()
         yield
     except ConnectionError as error:
         # A process that is killed cannot remove them.

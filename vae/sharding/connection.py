@@ -63,14 +63,15 @@ def connected(
     store = group.get_group_store() if public else c10d._get_process_group_store(group)
     # The same number on all ranks.
     number = store.add(f"fast_video_vae/rank {rank}", 1)
-    come = [f"fast_video_vae/axis {number} of {each}" for each in range(size)]
-    store.set(come[rank], str(unknown is None))
-    _wait_for(size, lambda each: store.check([come[each]]))
+    places = [f"fast_video_vae/place {number} of {each}" for each in range(size)]
+    store.set(places[rank], _place(device) if unknown is None else "")
+    _wait_for(size, lambda each: store.check([places[each]]))
     if unknown is not None:
         raise unknown
-    wrong = [each for each, key in enumerate(come) if store.get(key) != b"True"]
-    if wrong:
-        raise ValueError(f"rank {wrong[0]} has an unknown axis; expected 'rows', 'columns' or None")
+    found = [store.get(each).decode() for each in places]
+    if "" in found:
+        wrong = found.index("")
+        raise ValueError(f"rank {wrong} has an unknown axis; expected 'rows', 'columns' or None")
 
     def linked(name: str) -> Group:
         own = c10d.PrefixStore(f"fast_video_vae/{name} {number}", store)
@@ -80,11 +81,8 @@ def connected(
     vote = torch.tensor(not _reaches(group, device), dtype=torch.int64)
     voters.allreduce([vote], dist.ReduceOp.MAX).wait()
     data: Group = linked("data") if vote else group
-    places = f"fast_video_vae/place {number} of"
-    store.set(f"{places} {rank}", _place(device))
-    found = [store.get(f"{places} {each}").decode() for each in range(size)]
     messages = Messages(listeners, [voters, data])
-    return ShardGroup(device, axis, voters, data, messages, found.count(_place(device)))
+    return ShardGroup(device, axis, voters, data, messages, found.count(found[rank]))
 
 
 def _wait_for(size: int, is_there: Callable[[int], bool]) -> None:
