@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -127,18 +128,22 @@ def _advice() -> str:
 def _run(commands: Sequence[list[str]], folder: Path) -> None:
     """Run all commands at once in `folder`, and end them all if one fails or at a signal."""
     processes: list[subprocess.Popen[bytes]] = []
+    lock, over = threading.Lock(), False
 
     def start(command: list[str]) -> None:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**os.environ, "LC_ALL": "C"},  # _first_error reads English
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        processes.append(process)
+        with lock:
+            if over:
+                return
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env={**os.environ, "LC_ALL": "C"},  # _first_error reads English
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            processes.append(process)
 
     try:
         # In threads, because a signal raises in the main thread only: a process is always listed.
@@ -149,6 +154,10 @@ def _run(commands: Sequence[list[str]], folder: Path) -> None:
             if process.returncode:
                 raise subprocess.CalledProcessError(process.returncode, process.args, output)
     finally:
+        # A signal while the pool starts a thread leaves that thread out of the pool, which then
+        # does not wait for it.
+        with lock:
+            over = True
         for process in processes:
             _end(process)
 
