@@ -13,6 +13,7 @@ from fast_video_vae.kernels.triton_ops import convolution_tiles, runtime
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import PLAYED, missing, place, random, video
 from fast_video_vae.tests.kernels.convolutions import Example, Placed, taps_of
+from fast_video_vae.tests.products import each_value_once
 
 SUMS = ("bias", "residual_bias")
 NORM = (*SUMS, "gamma")
@@ -96,7 +97,7 @@ def call_of(case, dtype, *, target="new memory"):
     return Example(f"conv{rank - 2}d", videos, weight, options, True, out, in_place)
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_value_once(name=CASES, chip=CHIPS, indirect=["chip"])
 def test_patches_equal_the_formula_between_nan(name, chip, launched):
     """What a patch has outside a frame is 0, not the NaN of the frames around it."""
     call = call_of(CASES[name], torch.bfloat16)

@@ -29,6 +29,7 @@ from fast_video_vae.tests.kernels.convolutions import (
     example,
     taps_of,
 )
+from fast_video_vae.tests.products import each_value_once
 
 ALL = ("bias", "residual", "residual_bias")
 NORM = (*ALL, "gamma")
@@ -299,16 +300,13 @@ def test_a_tile_without_memory_leaves_the_others(monkeypatch):
     assert signal_to_noise(y, formulas.conv3d(x, weight.plain())[0]) >= 60
 
 
-@pytest.mark.parametrize("where", ["aligned", "batches and slices"])
-@pytest.mark.parametrize("chip", [(9, 0), (12, 0)])
-@pytest.mark.parametrize(
-    ("channels", "frames", "padding", "size"),
-    [((32, 96), (2, 3), (1, 1), (5, 7)), ((64, 192), (2, 1), (1, 1), (3, 17)),
-     ((96, 33), (2, 1), (0, 0), (5, 18)), ((32, 256), (0, 3), (1, 0), (3, 5))],
+@each_value_once(
+    shape=[((32, 96), (2, 3), (1, 1), (5, 7)), ((64, 192), (2, 1), (1, 1), (3, 17)),
+           ((96, 33), (2, 1), (0, 0), (5, 18)), ((32, 256), (0, 3), (1, 0), (3, 5))],
+    chip=[(9, 0), (12, 0)],
+    where=["aligned", "batches and slices"],
 )  # fmt: skip
-def test_patches_with_descriptors_equal_the_formula(
-    channels, frames, padding, size, chip, where, monkeypatch
-):
+def test_patches_with_descriptors_equal_the_formula(shape, chip, where, monkeypatch):
     """What lies outside the frame is NaN, and must be read as zeros."""
     if not runtime.interpreted():
         pytest.skip("chooses the tiles of another chip")
@@ -316,6 +314,7 @@ def test_patches_with_descriptors_equal_the_formula(
     convolution = importlib.import_module(f"{runtime.__package__}.convolution")
     for module in (convolution_tiles, convolution):
         monkeypatch.setattr(module, "chip_of", lambda _: chip)
+    channels, frames, padding, size = shape
     terms = NORM if channels[1] <= convolution_tiles.WIDEST else ALL
     case = (*channels, (3, 3, 3), (1, 1, 1), padding, frames, size, terms)
     launched, launch = [], convolution.launch

@@ -9,6 +9,7 @@ import torch
 from fast_video_vae.kernels import TrialBudget, measure, use_backend
 from fast_video_vae.kernels.devices import memory
 from fast_video_vae.tests.played_devices import TYPES, Played, played
+from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import (
     STATES,
     VIDEO,
@@ -73,9 +74,7 @@ def test_frames_and_latents_are_those_of_the_cpu(kind, family, frames, tile, pla
     assert not device.faults
 
 
-@pytest.mark.parametrize("budget_s", [3.0, 0.0])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", KINDS)
+@each_value_once(kind=KINDS, dtype=[torch.bfloat16, torch.float16], budget_s=[3.0, 0.0])
 def test_16_bits_are_computed_where_conv3d_is_missing(kind, dtype, budget_s, play, monkeypatch):
     # With an empty budget no trial finds out that it is.
     monkeypatch.setattr(TrialBudget.__init__, "__defaults__", (budget_s,))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fast_video_vae.kernels import Fused, backends, dispatch
+from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import (
     STATES,
     VIDEO,
@@ -100,8 +101,7 @@ def truth(request):
     return vae, latent, frames, vae.decode(latent), vae.encode(frames)
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("chunk", [1, 2, -1])
+@each_value_once(choice=CHOICES, chunk=[1, 2, -1])
 def test_a_video_is_the_same_whatever_is_fused(truth, serving, choice, chunk):
     vae, latent, frames, decoded, encoded = truth
     candidate = serving(CHOICES[choice])

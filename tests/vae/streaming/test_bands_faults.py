@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import STATES, close, joined, latent_for, random_frames
 from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
 from fast_video_vae.vae import StreamOptions, load_vae
@@ -94,9 +95,7 @@ def faults(monkeypatch):
     return plan
 
 
-@pytest.mark.parametrize("task", ["decode", "encode"])
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("chunk", [0, 1, 4, LATENTS - 1])
+@each_value_once(chunk=[0, 1, 4, LATENTS - 1], late=[False, True], task=["decode", "encode"])
 def test_the_others_do_the_work_of_a_device_that_fails(
     vae, expected, faults, caplog, task, late, chunk
 ):
@@ -216,9 +215,7 @@ def failing(monkeypatch):
     return memories
 
 
-@pytest.mark.parametrize("task", ["decode", "encode"])
-@pytest.mark.parametrize("device", [0, 1])
-@pytest.mark.parametrize("first", [1, 7, 60])
+@each_value_once(first=[1, 7, 60], device=[0, 1], task=["decode", "encode"])
 def test_a_device_whose_memory_runs_out_runs_its_band_in_tiles(
     vae, expected, failing, caplog, monkeypatch, task, device, first
 ):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import STATES, latent_for, random_frames
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
@@ -94,8 +95,7 @@ def failing(monkeypatch):
     return SimpleNamespace(errors=errors, alive=alive)
 
 
-@pytest.mark.parametrize("task", ["decode", "encode"])
-@pytest.mark.parametrize("device", [0, 2])
+@each_value_once(task=["decode", "encode"], device=[0, 2])
 def test_a_device_that_cannot_begin_keeps_nothing(vae, monkeypatch, task, device):
     make = Member.__init__
 
@@ -132,8 +132,7 @@ def test_the_work_of_a_device_that_failed_is_freed_before_the_others_repeat_it(v
     assert not any(failing.alive)
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError])
-@pytest.mark.parametrize("task", ["decode", "encode"])
+@each_value_once(task=["decode", "encode"], kind=[RuntimeError, torch.OutOfMemoryError])
 def test_an_error_of_the_first_device_keeps_nothing(vae, failing, task, kind):
     failing.errors[0] = kind
     with nothing_is_kept():

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import STATES, VIDEO, latent_for
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae import model as model_module
@@ -58,8 +59,7 @@ def target_of(vae, latent, dtype, *, images):
     return torch.full((batch, channels, frames, height, width), 77, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16])
-@pytest.mark.parametrize("tile", [None, (64, 64)])
+@each_value_once(dtype=[torch.float32, torch.uint8, torch.bfloat16], tile=[None, (64, 64)])
 def test_images_are_those_of_a_direct_write(vae, writers, monkeypatch, dtype, tile):
     latent = latent_for(vae, 3, 96, 96)
     options = StreamOptions(1, tile=tile)

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import STATES, joined, latent_for
 from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
 from fast_video_vae.vae import StreamOptions, load_vae
@@ -105,8 +106,7 @@ def lines(caplog):
     return [each.getMessage() for each in caplog.records if "overflow" in each.getMessage()]
 
 
-@pytest.mark.parametrize("bright", [0, 1, 3, 5])
-@pytest.mark.parametrize("given", ["tensor", "iterable", "uneven pieces"])
+@each_value_once(bright=[0, 1, 3, 5], given=["tensor", "iterable", "uneven pieces"])
 def test_frames_are_of_float16_before_the_overflow_and_of_bfloat16_after_it(
     vae, caplog, bright, given
 ):
@@ -192,9 +192,7 @@ def target_of(kind, shape):
     return {"out": torch.full(shape, 77, dtype=dtype)}
 
 
-@pytest.mark.parametrize("kind", TARGETS)
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("given", ["tensor", "iterable"])
+@each_value_once(kind=TARGETS, background=[False, True], given=["tensor", "iterable"])
 def test_every_frame_is_in_its_place_of_a_target_once(vae, request, kind, background, given):
     if background:
         request.getfixturevalue("writers")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.seedvr2 import SCALE, random_seedvr2
 from fast_video_vae.tests.vae.families import Convolutions, close, joined
 from fast_video_vae.vae import StreamOptions, load_vae, model
@@ -113,8 +114,7 @@ def test_threads_can_share_a_vae(vae):
         close(result, frames)
 
 
-@pytest.mark.parametrize("tile", [None, (64, 64)])
-@pytest.mark.parametrize("pieces", [None, 2])
+@each_value_once(pieces=[None, 2], tile=[None, (64, 64)])
 def test_a_finished_or_dropped_stream_frees_its_memory(vae, pieces, tile):
     """Memory is freed at once, not at the next garbage collection."""
 

@@ -119,7 +119,9 @@ def test_short_repetitions_do_not_change_the_result(vae, repeats):
 
 
 @pytest.mark.parametrize("vae", VIDEO, indirect=True)
-@pytest.mark.parametrize("part", [1, 1 << 12, 1 << 15])
+@pytest.mark.parametrize(
+    "part", [1 << 12, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 1 << 15))]
+)
 def test_parts_of_any_size_do_not_change_the_latents(vae, part, monkeypatch):
     monkeypatch.setattr(candidates, "_CPU_PART_BYTES", part)
     batch = torch.cat([clip(6, ("static", 47)), clip(4, 2, ("static", 47))], 0)
@@ -145,7 +147,7 @@ def test_a_longer_static_end_adds_no_convolutions(vae):
         video = fitted_to(vae, clip(1, ("static", 4 * latents)))
         return check(vae, video, 1)[0].count
 
-    assert convolutions(60) == convolutions(50) > 0
+    assert convolutions(36) == convolutions(32) > 0
 
 
 def test_frames_in_a_reused_buffer_are_not_static(vae):
