@@ -27,6 +27,9 @@ import torch
 # have no sum after a product. The kernels need neither errno nor floating-point traps.
 _FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 
+# Longest wait for a compiler without a look at signals.
+_TICK_S = 0.1
+
 # Where Clang is on Windows if it is not on PATH.
 _LLVM = ("LLVM/bin", "Microsoft Visual Studio/*/*/VC/Tools/Llvm/*/bin")
 
@@ -146,20 +149,30 @@ def _run(commands: Sequence[list[str]], folder: Path) -> None:
             processes.append(process)
 
     try:
-        # In threads, because a signal raises in the main thread only: a process is always listed.
-        with ThreadPoolExecutor(len(commands)) as threads:
-            list(threads.map(start, commands))
+        # In a thread, because a signal raises in the main thread only: a process is always listed.
+        with ThreadPoolExecutor(1) as thread:
+            list(thread.map(start, commands))
         for process in processes:
-            output, _ = process.communicate()
+            output = _output_of(process)
             if process.returncode:
                 raise subprocess.CalledProcessError(process.returncode, process.args, output)
     finally:
-        # A signal while the pool starts a thread leaves that thread out of the pool, which then
-        # does not wait for it.
+        # A signal while the pool starts its thread leaves the pool without it, so that nothing
+        # waits for the thread.
         with lock:
             over = True
         for process in processes:
             _end(process)
+
+
+def _output_of(process: subprocess.Popen[bytes]) -> bytes:
+    """Return the output of a compiler when it has ended.
+
+    A signal that arrives just before a wait begins does not end it, so no wait is long.
+    """
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=_TICK_S)[0]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -317,6 +318,44 @@ def test_a_signal_while_a_compiler_starts_ends_it(tmp_path, monkeypatch):
     finally:
         signal.signal(signal.SIGINT, previous)
     assert [process.poll() for process in started] == [-signal.SIGKILL]
+
+
+@posix
+@pytest.mark.parametrize("late", [False, True])
+def test_a_signal_while_the_thread_of_the_compilers_starts_ends_them(tmp_path, monkeypatch, late):
+    """`ThreadPoolExecutor` does not list a thread if `Thread.start` raises.
+
+    The thread is within the start of a compiler then, or, if it is `late`, before it.
+    """
+    start, threads, started = threading.Thread.start, [], []
+    begun, ended = threading.Event(), threading.Event()
+
+    def interrupted(thread):
+        threads.append(thread)
+        if late:
+            run, thread.run = thread.run, lambda: ended.wait(10) and run()
+        start(thread)
+        assert late or begun.wait(10)
+        raise KeyboardInterrupt
+
+    class Compiler(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            begun.set()
+            time.sleep(0.3)
+            super().__init__(*args, **kwargs)
+            started.append(self)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr(subprocess, "Popen", Compiler)
+    with pytest.raises(KeyboardInterrupt):
+        compiler._run([["sleep", "60"]] * 2, tmp_path)
+    ended.set()
+    for thread in threads:
+        thread.join()
+    ends = [process.poll() for process in started]
+    for process in started:
+        process.kill()
+    assert ends == ([] if late else [-signal.SIGKILL])
 
 
 @pytest.mark.slow
