@@ -38,6 +38,19 @@ class _Piece(NamedTuple):
         return self.buffer[:nbytes].view(self.dtype).view(self.shape)
 
 
+class _Copies(threading.local):
+    """The copies of one thread that settles.
+
+    Attributes:
+        last: Number of the last piece; 0: there is none.
+        lost: Errors of the copies.
+    """
+
+    def __init__(self) -> None:
+        self.last = 0
+        self.lost: list[Exception] = []
+
+
 class BackgroundWriter:
     """Passes pieces of frames to `write` in a thread, in order, at most `depth` at a time.
 
@@ -85,7 +98,7 @@ class BackgroundWriter:
         self._copied = self._written = 0
         self._progress = threading.Condition()
         self._putting = threading.Lock()  # threads of several devices can put pieces
-        self._own = threading.local()  # the copies of a thread that settles: `last` and `lost`
+        self._own = _Copies()
 
     def __enter__(self) -> "BackgroundWriter":
         try:
@@ -130,7 +143,7 @@ class BackgroundWriter:
         """
         if self._dtype not in (None, frames.dtype):
             raise ValueError(f"frames are {frames.dtype}; expected {self._dtype}")
-        lost = self._own.__dict__.setdefault("lost", []) if settles else None
+        lost = self._own.lost if settles else None
         with self._putting:
             self._put(frames, target, lost)
             if settles:
@@ -143,9 +156,9 @@ class BackgroundWriter:
             RuntimeError: The thread of the writer has ended.
             Exception: An error of a copy; its piece is not written.
         """
-        last, self._own.last = getattr(self._own, "last", 0), 0
+        last, self._own.last = self._own.last, 0
         self._until(lambda: self._copied >= last)
-        lost, self._own.lost = getattr(self._own, "lost", []), []
+        lost, self._own.lost = self._own.lost, []
         if lost:
             raise lost[0]
 
