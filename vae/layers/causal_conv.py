@@ -13,7 +13,7 @@ from .causal_layer import CausalLayer
 from .conv import BIAS, Conv, Terms
 from .conv_weights import turned, turns
 from .frame_ring import FrameRing
-from .frame_runs import Settling, fitted, run_of
+from .frame_runs import Settling, fitted, halves, run_of
 from .temporal_cache import TemporalCache
 
 # Bands of rows that a frame is cut into when memory is short.
@@ -248,14 +248,12 @@ class CausalConv3d(Conv, CausalLayer):
         Raises:
             Exception: `failed`, where the work cannot be made smaller.
         """
-        half = x.shape[2] // (2 * self.stride) * self.stride
-        if half:
-            pieces = []
-            for part in (slice(0, half), slice(half, None)):
-                steps = slice(*(at and at // self.stride for at in (part.start, part.stop)))
-                added = terms.of(functools.partial(run_of, frames=steps, attempt=cache.attempt))
-                run = run_of(x, part, cache.attempt)
-                pieces.append(self.forward(run, cache, fill, added))
+        pieces = []
+        for part, steps in halves(x.shape[2], self.stride):
+            added = terms.of(functools.partial(run_of, frames=steps, attempt=cache.attempt))
+            run = run_of(x, part, cache.attempt)
+            pieces.append(self.forward(run, cache, fill, added))
+        if pieces:
             return cache.attempt(lambda: torch.cat(pieces, dim=2))
         rows = x.shape[3] // _BANDS
         if not rows or (self.replicate and fill is not None):  # its norm needs the whole frame

@@ -121,6 +121,22 @@ def run_of(x: Tensor, frames: slice, attempt: Callable[[Callable[[], Tensor]], T
     return attempt(lambda: run.contiguous(memory_format=torch.channels_last_3d))
 
 
+def halves(frames: int, stride: int) -> Iterator[tuple[slice, slice]]:
+    """Cut a video in two for a causal convolution whose memory is short.
+
+    Args:
+        frames: Frames of the video.
+        stride: Temporal stride.
+
+    Yields:
+        The frames of each half, and those of its results; nothing if the video is too short.
+    """
+    half = frames // (2 * stride)
+    if half:
+        yield slice(0, half * stride), slice(0, half)
+        yield slice(half * stride, None), slice(half, None)
+
+
 def largest_part(frames: int, nbytes: int, part_bytes: int, *, even: bool = True) -> int:
     """Return the most frames of an activation that fit into a part; at least 1.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...kernels import Fused, is_out_of_memory
 from .conv import Terms
 from .frame_ring import FrameRing
-from .frame_runs import Settling, fitted, run_of
+from .frame_runs import Settling, fitted, halves, run_of
 from .halo import Halo, Write, exchanged, halo_of
 from .lines import Lines
 from .temporal_cache import TemporalCache
@@ -172,18 +172,16 @@ def _surrounded(
         held, write = [cache.attempt(inner.clone)], None
         del inner
     del given
-    half = held[0].shape[2] // (2 * conv.stride) * conv.stride
-    if not half:
-        raise failed
     pieces = []
-    for part in (slice(0, half), slice(half, None)):
-        steps = slice(*(at and at // conv.stride for at in (part.start, part.stop)))
-        added = terms.of(lambda residual, steps=steps: run_of(residual, steps, cache.attempt))
+    for part, steps in halves(held[0].shape[2], conv.stride):
+        added = terms.of(functools.partial(run_of, frames=steps, attempt=cache.attempt))
         run = [run_of(held[0], part, cache.attempt)]
         # A norm by the statistics of each frame has those of the part.
         of = getattr(write, "of", None)
         given_part = lines.of(part), halo, cache, write if of is None else of(part), added
         pieces.append(_surrounded(conv, run, *given_part))
+    if not pieces:
+        raise failed
     return cache.attempt(lambda: torch.cat(pieces, dim=2))
 
 
