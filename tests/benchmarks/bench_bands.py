@@ -22,7 +22,7 @@ _HERE = Path(__file__).resolve().parent
 runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
 
 from fast_video_vae.tests.benchmarks import record, timing  # noqa: E402
-from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_weights  # noqa: E402
+from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_input, random_weights  # noqa: E402
 from fast_video_vae.vae import VideoVAE, load_vae  # noqa: E402
 
 # Cores that other processes may take in a round, and tries for each round.
@@ -90,13 +90,7 @@ def main() -> None:
     vae = load_vae(random_weights("wan2.1", width), dtype=dtype, device=args.devices[0])
     logging.info("%s", f"{'case':44}{'one s':>9}{'bands s':>9}{'x one':>8}")
     for direction in args.direction:
-        frames, height, across = map(int, args.size.split("x"))
-        generator = torch.Generator().manual_seed(0)
-        if direction == "encode":
-            x = torch.rand(1, 3, frames, height, across, generator=generator) * 2 - 1
-        else:
-            shape = (1, 16, (frames - 1) // 4 + 1, height // 8, across // 8)
-            x = torch.randn(shape, generator=generator)
+        x = random_input(direction, "wan2.1", *map(int, args.size.split("x")))
         seconds = in_pairs(vae, direction, x.to(vae.device, dtype), args.devices, args.rounds)
         ratios = [one / two for one, two in zip(seconds["one"], seconds["bands"], strict=True)]
         medians = {name: statistics.median(each) for name, each in seconds.items()}

@@ -12,13 +12,11 @@ import runpy
 import statistics
 from pathlib import Path
 
-import torch
-
 _HERE = Path(__file__).resolve().parent
 runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
 
 from fast_video_vae.tests.benchmarks import record  # noqa: E402
-from fast_video_vae.tests.benchmarks.weights import WIDTHS  # noqa: E402
+from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_input  # noqa: E402
 from fast_video_vae.tests.vae.sharding import tasks  # noqa: E402
 from fast_video_vae.tests.vae.sharding.pool import Pool  # noqa: E402
 
@@ -26,18 +24,12 @@ from fast_video_vae.tests.vae.sharding.pool import Pool  # noqa: E402
 def main() -> None:
     """Run the cases that the command line names."""
     args = _arguments()
-    frames, height, across = map(int, args.size.split("x"))
     width = args.width or WIDTHS["wan2.1"]
-    generator = torch.Generator().manual_seed(0)
     pool = Pool(args.ranks)
     logging.info("%s", f"{'case':36}{'one s':>9}{'shards s':>10}{'x one':>8}{'error':>10}")
     try:
         for direction in args.direction:
-            if direction == "encode":
-                x = torch.rand(1, 3, frames, height, across, generator=generator) * 2 - 1
-            else:
-                shape = (1, 16, (frames - 1) // 4 + 1, height // 8, across // 8)
-                x = torch.randn(shape, generator=generator)
+            x = random_input(direction, "wan2.1", *map(int, args.size.split("x")))
             options = {"family": "wan2.1", "width": width, "x": x, "rounds": args.rounds}
             seconds, error = pool.run(tasks.in_pairs, **options, encode=direction == "encode")[0]
             pairs = zip(seconds["one"], seconds["shards"], strict=True)

@@ -23,7 +23,7 @@ _HERE = Path(__file__).resolve().parent
 runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
 
 from fast_video_vae.tests.benchmarks import peers, record, timing  # noqa: E402
-from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_weights  # noqa: E402
+from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_input, random_weights  # noqa: E402
 from fast_video_vae.vae import VideoVAE, load_vae  # noqa: E402
 
 Run = Callable[[Tensor], Tensor]
@@ -53,17 +53,10 @@ class Case:
         return f"{self.direction} {self.frames}x{self.height}x{self.width} {name}{family}{static}"
 
     def input(self, device: torch.device) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        dtype = self.dtype or torch.float32
-        if self.direction == "encode":
-            shape = (1, 3, self.frames, self.height, self.width)
-            frames = torch.rand(shape, generator=generator) * 2 - 1
-            if self.static:
-                frames[:, :, 1:] = 0
-            return frames.to(device, dtype)
-        channels, step = (48, 16) if self.family == "wan2.2" else (16, 8)
-        shape = (1, channels, (self.frames - 1) // 4 + 1, self.height // step, self.width // step)
-        return torch.randn(shape, generator=generator).to(device, dtype)
+        x = random_input(self.direction, self.family, self.frames, self.height, self.width)
+        if self.static and self.direction == "encode":
+            x[:, :, 1:] = 0
+        return x.to(device, self.dtype or torch.float32)
 
 
 _SIZES = {

@@ -1,4 +1,4 @@
-"""Random weights of the families, in the published widths or others."""
+"""Random weights of the families, in the published widths or others, and random inputs."""
 
 import torch
 from torch import Tensor
@@ -32,3 +32,24 @@ def random_weights(
         return random_seedvr2([narrow * times for times in (1, 2, 4, 4)], dtype=dtype)
     encoder = width or WIDTHS[family]
     return random_wan22(encoder, decoder or encoder * 256 // 160, dtype=dtype)
+
+
+def random_input(direction: str, family: str, frames: int, height: int, width: int) -> Tensor:
+    """Return frames to encode, or the latent of as many frames to decode, always the same.
+
+    Args:
+        direction: encode or decode.
+        family: "wan2.1", "wan2.2" or "seedvr2".
+        frames: Frames of the video.
+        height: Height of the frames.
+        width: Width of the frames.
+
+    Returns:
+        `[1, 3, T, H, W]` in -1 to 1, or `[1, C, T, H, W]`.
+    """
+    generator = torch.Generator().manual_seed(0)
+    if direction == "encode":
+        return torch.rand(1, 3, frames, height, width, generator=generator) * 2 - 1
+    channels, step = (48, 16) if family == "wan2.2" else (16, 8)
+    shape = (1, channels, (frames - 1) // 4 + 1, height // step, width // step)
+    return torch.randn(shape, generator=generator)
